@@ -174,7 +174,6 @@ _ROWS = ("batch", "sequence", "tokens", "context")
 
 
 def _batch(pair: ComparedCase, basis: Basis) -> Reply | str | None:
-    """Whether a larger one would give more: weights' casts are paid by more rows, attention's share grows."""
     params = dict(pair.record.case.params)
     axes = [axis for axis in _ROWS if isinstance(params.get(axis), int)]
     if not axes or not pair.trains:

@@ -225,7 +225,6 @@ def sound(signature: Signature, facts: DeviceFacts) -> Signature:
 
 
 def _known(word: str, facts: DeviceFacts) -> str:
-    """A precision's name in full; UsageError for one that the device has not, or that single calls do not show."""
     name = precisions.canonical(word)
     precision = precisions.get(name)
     if precision.support(facts).level is Level.REFUSED:
@@ -344,7 +343,6 @@ _LAYERS: tuple[Col[AuditedLayer], ...] = (
 
 
 def _covered(audit: Audit) -> str:
-    """How much was converted, by number and, where the model was run, by FLOPs."""
     low, flops = sum(layer.low for layer in audit.layers), sum(layer.flops for layer in audit.layers)
     share = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
     return f"{low} of {len(audit.layers)} layers converted{share}"

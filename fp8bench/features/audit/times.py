@@ -58,7 +58,6 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def work_of(call: Callable[[], object]) -> CallWork:
-    """Of one call; what torch compiles does the operators that it was made of."""
     with uncompiled(), _Counting() as counting:
         call()
     return CallWork(**counting.seen)
@@ -176,7 +175,11 @@ def _wait(device: str) -> None:
 
 def flops_bound(ceilings: Ceilings | None, precision: str, shape: Shape, device: str) -> RateBound:
     """FLOPs a second: of the best product measured in this precision or a wider one, and of torch's own now."""
-    here = max(_product(shape, device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    here = 0.0
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = (torch.randn(rows, shape.k).to(device, dtype) for rows in (shape.m, shape.n))
+        seconds = fastest({"": partial(torch.mm, a, b.t())}, device)[""]
+        here = max(here, 2 * shape.m * shape.n * shape.k / seconds)
     rank = precisions.get(precision).rank
     known = [rate.precision for rate in (ceilings.rates if ceilings else ()) if rate.limit is Limit.PRODUCT]
     wide = [ceilings.bound(Limit.PRODUCT, one) for one in known if ceilings and precisions.get(one).rank <= rank]
@@ -196,12 +199,6 @@ def _bound(known: float | None, here: float, ceilings: Ceilings | None, device: 
         return RateBound(_MARGIN * here, f"{_MARGIN:g} times what torch's own {what} does here")
     margin = _CLOSE if ceilings.whole and not device.startswith("cpu") else _ABOVE
     return RateBound(margin * max(known, here), f"{margin:g} times the fastest {what} that was measured here")
-
-
-def _product(shape: Shape, device: str, dtype: torch.dtype) -> float:
-    a, b = (torch.randn(rows, shape.k).to(device, dtype) for rows in (shape.m, shape.n))
-    seconds = fastest({"": partial(torch.mm, a, b.t())}, device)[""]
-    return 2 * shape.m * shape.n * shape.k / seconds
 
 
 # Calls that take this long are timed by themselves; the largest side that is tried for that.
@@ -234,15 +231,20 @@ class SpeedCheck(AuditCheck):
         if seconds < _LONG_ENOUGH:
             why = f"{units.seconds(seconds)} a call: too short to see whether it grows"
             return [*found, self.remark("overhead", why, given)]
+
+        def flat(larger: Shape) -> str:
+            """Both times if the larger one takes no longer; '' if it does."""
+            before, after = self._seconds(shape), self._seconds(larger)
+            return "" if after >= _AT_LEAST * before else f"{units.seconds(after)}, and {units.seconds(before)} before"
+
         for side in ("m", "k"):
             larger = shape._replace(**{side: _MORE * getattr(shape, side)})
-            if why := _always(partial(self._flat, shape, larger)):
+            if why := _always(partial(flat, larger)):
                 why = f"{_MORE} times the {side.upper()}: {why}"
                 found.append(self.fail("flat-time", why, given._replace(shape=larger)))
         return found
 
     def _too_fast(self, shape: Shape) -> str:
-        """What it does a second, where no look finds it below what the machine can; '' if one does."""
         device, ceilings, precision = self.subject.device, self.auditor.ceilings, self.subject.signature.precision
         arguments = self._arguments(NORMAL, shape)
         moved = sum(
@@ -282,11 +284,6 @@ class SpeedCheck(AuditCheck):
         elif (spread := spread_of(auditor.times)) > _CLEARLY * noise_of(auditor.times):
             yield self.remark("data-time", f"its time differs by {spread:.0%} with what its inputs hold: {why}", given)
 
-    def _flat(self, shape: Shape, larger: Shape) -> str:
-        """Both times if the larger one takes no longer; '' if it does."""
-        before, after = self._seconds(shape), self._seconds(larger)
-        return "" if after >= _AT_LEAST * before else f"{units.seconds(after)}, and {units.seconds(before)} before"
-
     def _arguments(self, data: str, shape: Shape) -> Matrices:
         return self.subject.arguments(self.auditor.matrices(AuditInput(data, shape)))
 
@@ -295,7 +292,6 @@ class SpeedCheck(AuditCheck):
 
 
 def _always(look: Callable[[], str]) -> str:
-    """What the last of a few looks says; '' as soon as one has nothing to say."""
     why = ""
     for _ in range(_AGAIN):
         if not (why := look()):
