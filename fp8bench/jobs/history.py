@@ -29,7 +29,7 @@ from fp8bench.jobs.kinds import SparePart, kinds
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Ack, Cell, Tape, Trend
 from fp8bench.model.specs import COUNTS
-from fp8bench.report.terminal.history import to_choose_from
+from fp8bench.report.terminal.changes import to_choose_from
 from fp8bench.store.acks import Undo, acks_of, append_acks, load_acks
 from fp8bench.store.asv.identity import Identity, resolved
 from fp8bench.store.commit_runs import files_by_commit, tracked_run

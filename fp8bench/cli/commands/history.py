@@ -181,7 +181,7 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
 def _regressions(arguments: argparse.Namespace, store: Path) -> int:
     """Tell the open changes; the exit code says whether one of them alarms."""
     from fp8bench.jobs.history import all_changes, opened
-    from fp8bench.report.terminal.history import page_of, value_of
+    from fp8bench.report.terminal.changes import page_of, value_of
 
     found = all_changes(opened(store, TERMINAL), store, TERMINAL)
     page = partial(page_of, found, str(store), arguments.all, options_of(arguments))

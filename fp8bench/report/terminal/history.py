@@ -1,32 +1,24 @@
-"""The history as text: what there is, one series commit by commit, the runs, what is wrong with a store; and changes,
-the worst first.
+"""The history as text: what there is, one series commit by commit, the runs, and what is wrong with a store.
 
-Series are told without a verdict, and never coloured: neither asv's interval nor the change knows how much one run
-differs from the next.
+Changes are told without a verdict, and never coloured: neither asv's interval nor the change knows how much one
+run differs from the next.
 """
 
 from __future__ import annotations
 
 import itertools
 import shlex
-import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from fp8bench import units
 from fp8bench.analysis.metric import unit_of_series
-from fp8bench.analysis.steps.change_points import BY_CHANCE
-from fp8bench.analysis.steps.changes import Change, ChangeState, Found
-from fp8bench.model import Conditions, Ending, Fault, Figure, Label, Run, Status, Trend
-from fp8bench.model.codec import SCHEMA, encode
+from fp8bench.model import Conditions, Ending, Fault, Figure, Run, Status, Trend
 from fp8bench.model.specs import spec_of
 from fp8bench.report.columns import Col, table
-from fp8bench.report.comparisons import signed
-from fp8bench.report.elements import Code, Column, Element, Field, Page, Part, Table, Text, Tone
-from fp8bench.report.panels import together
+from fp8bench.report.elements import Code, Column, Field, Page, Part, Table, Text
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.naming import listed
 
 _HASTY = "~"
 _MOST_WORDS = 20
@@ -253,145 +245,3 @@ def _samples(trends: Sequence[Trend]) -> str:
 def _left_out(left: Mapping[str, int]) -> list[Part]:
     reasons = sorted(left.items(), key=lambda pair: (-pair[1], pair[0]))[:_MOST_WORDS]
     return list_of("left", "not in it", (f"{count_of(count, 'run')}: {why}" for why, count in reasons))
-
-
-_COLS: tuple[Col[tuple[str, Change]], ...] = (
-    Col("commits", lambda row: row[0], shared=True), Col("series", lambda row: row[1].trend.name),
-    Col("before", lambda row: value(row[1].trend, row[1].comparison.before), number=True),
-    Col("after", lambda row: value(row[1].trend, row[1].comparison.after), number=True),
-    Col("change", lambda row: signed(row[1].comparison.ratio),
-        tone=lambda row: Tone.BAD if row[1].is_worse else Tone.GOOD),
-    # A chance of nearly nothing is not none.
-    Col("chance", lambda row: row[1].comparison.p_value, number=True,
-        show=lambda chance: units.share(max(chance, sys.float_info.min))),
-    Col("notes", lambda row: "\n".join(_notes(row[1])), below=True),
-)  # fmt: skip
-_RATIO = "change: from the level before the step to the level after it, with a 99% interval; less is better everywhere"
-_RANGE = "after, up to: the step lies after the one commit, and not after the other"
-_WORTH = (
-    "these figures were measured at different times: before you blame a commit, measure it and the one before it "
-    "again, or duel them"
-)
-_COUNTED = (
-    "FLOPs, bytes and launches are counted, not timed: any change alarms, more or less, for the step is another one"
-)
-_CONTRADICTED = "contradicted: the mean over all calls stepped the other way, so that the fastest calls say nothing"
-_REVERTED = "reverted: a later step took at least half of it back"
-_OLD = "old version: the work or the method has changed since, and numbers of today do not compare"
-
-
-def page_of(found: Found, store: str, everything: bool = False, options: str = "") -> Page:
-    """Open changes in both directions; with `everything` the others, too.
-
-    `options` are words that a command needs to find the same.
-    """
-    several = len({(change.trend.machine.get("machine"), change.trend.python) for change in found.changes}) > 1
-    parts = []
-    for title, changes in _sections(found, everything):
-        # Under the commits they lie between, in the order of the first of each; of several places, also under these.
-        # 'after 00000018 and up to 0000001a, one of 2 commits, most likely 0000001a'.
-        places = []
-        for change in changes:
-            words = f"after {change.comparison.since[:8]} and up to {change.comparison.until[:8]}"
-            if change.commits > 1:
-                lacking = f" ({change.unmeasured} of them without a figure that compares)" if change.unmeasured else ""
-                words += f", one of {change.commits} commits{lacking}, most likely {change.first[:8]}"
-            places.append((words + (f", {where(change.trend)}" if several else ""), change))
-        rows = [(place, change) for place, members in together(places).items() for change in members]
-        parts += [Part("changes", title, (table(title, "", _COLS, rows),))] if rows else []
-    reasons = sorted(found.left.items(), key=lambda pair: (-pair[1], pair[0]))
-    left = (f"{count_of(count, 'series', 'series')}: {why}" for why, count in reasons)
-    parts += list_of("left", "not looked at", left)
-    alarming = next((change for change in found.changes if change.alarms), None)
-    if alarming is not None:
-        parts.append(Part("summary", "", tuple(_what_to_do(alarming, options))))
-    return Page(f"{store}: {_counted(found)}", "", tuple(parts), _legend(found, everything))
-
-
-def _what_to_do(change: Change, options: str) -> Iterator[Element]:
-    name, one = shlex.quote(change.trend.name), change.comparison
-    yield Text("the first of them, commit by commit")
-    yield Code(f"fp8bench history show {name}{options}")
-    if change.is_counted:
-        yield Text("all figures of both commits, judged with what is stored")
-        yield Code(f"fp8bench gate {one.since[:8]} {one.until[:8]} --no-rerun{options}")
-    else:
-        yield Text(f"{one.until[:8]}, when it is checked out, against {one.since[:8]}, in the same rounds")
-        yield Code(f"fp8bench duel suite {one.suite} --against {one.since[:8]}{options}")
-    yield Text("it is known, and stays")
-    yield Code(f"fp8bench history ack {name}{options}")
-
-
-def value_of(found: Found) -> dict[str, object]:
-    changes = [
-        {
-            "series": change.trend.name, "machine": change.trend.machine["machine"], "python": change.trend.python,
-            "version": change.version, **encode(change.comparison), "first": change.first, "commits": change.commits,
-            "unmeasured": change.unmeasured, "state": change.state.value, "ack": encode(change.ack),
-        }
-        for change in found.changes
-    ]  # fmt: skip
-    return {
-        "schema": SCHEMA, "looked_at": found.looked_at, "counted": found.counted, "left": dict(found.left),
-        "changes": changes,
-    }  # fmt: skip
-
-
-def _counted(found: Found) -> str:
-    still = [change for change in found.changes if change.state is ChangeState.OPEN]
-    worse, fewer = sum(change.is_worse for change in still), sum(_is_fewer(change) for change in still)
-    known = sum(change.state is ChangeState.ACKNOWLEDGED for change in found.changes)
-    parts = [count_of(worse, "regression"), *([count_of(fewer, "count") + " that went down"] if fewer else [])]
-    parts.append(count_of(len(still) - worse - fewer, "improvement"))
-    also = f"; {count_of(known, 'change')} acknowledged" if known else ""
-    series = found.looked_at + found.counted
-    if not series:
-        return "no series was long enough to look for changes"
-    return f"{listed(parts)} in {count_of(series, 'series', 'series')}{also}"
-
-
-def _is_fewer(change: Change) -> bool:
-    """What is counted, and became less: better perhaps, or not the same work any more."""
-    return change.is_counted and not change.is_worse
-
-
-def _sections(found: Found, everything: bool) -> Iterator[tuple[str, list[Change]]]:
-    still = [change for change in found.changes if change.state is ChangeState.OPEN]
-    yield "regressions", [change for change in still if change.is_worse]
-    yield "counts that went down", [change for change in still if _is_fewer(change)]
-    yield "improvements", [change for change in still if not change.is_worse and not _is_fewer(change)]
-    for state in ChangeState:
-        if state is ChangeState.CONTRADICTED or (everything and state is not ChangeState.OPEN):
-            yield state.value, [change for change in found.changes if change.state is state]
-
-
-def _notes(change: Change) -> Iterator[str]:
-    if change.is_counted and change.comparison.why:
-        yield change.comparison.why
-    if Label.UNEVEN in change.comparison.labels:
-        yield f"{Label.UNEVEN}: {change.comparison.why}"
-    if not change.current:
-        yield "the last commits were measured under other conditions, and may be as they are for these"
-    if change.ack is not None:
-        because = f": {change.ack.because}" if change.ack.because else ""
-        yield f"acknowledged {change.ack.when[:10]}{because}"
-
-
-def _legend(found: Found, everything: bool) -> list[str]:
-    states = {change.state for change in found.changes}
-    if ChangeState.OPEN not in states and not (everything and states):
-        return []
-    by_chance = round(found.looked_at * BY_CHANCE)
-    among = f"; of {found.looked_at} flat series about {by_chance} would show one" if by_chance else ""
-    words = [_RATIO, f"chance: that a flat series shows such a step or a clearer one{among}", _RANGE]
-    alarming = [change for change in found.changes if change.alarms]
-    words += [_WORTH] if any(not change.is_counted for change in alarming) else []
-    words += [_COUNTED] if any(change.is_counted for change in alarming) else []
-    words += [_CONTRADICTED] if ChangeState.CONTRADICTED in states else []
-    words += [_REVERTED] if everything and ChangeState.REVERTED in states else []
-    words += [_OLD] if everything and ChangeState.OLD_VERSION in states else []
-    return words
-
-
-def to_choose_from(changes: Sequence[Change]) -> str:
-    return "".join(f"\n  {change.trend.name} --until {change.comparison.until[:8]}" for change in changes)

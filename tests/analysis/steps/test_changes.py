@@ -25,7 +25,7 @@ from fp8bench.features.gate.judging import exceeds
 from fp8bench.features.gate.thresholds import threshold_of
 from fp8bench.model import Conditions, Direction, Evidence, Figure, Label, Series, Status, Trend
 from fp8bench.report.comparisons import value
-from fp8bench.report.terminal.history import page_of
+from fp8bench.report.terminal.changes import page_of
 from fp8bench.report.terminal.layout import render
 from tests.histories import commit
 
