@@ -175,15 +175,17 @@ def _wait(device: str) -> None:
 
 def flops_bound(ceilings: Ceilings | None, precision: str, shape: Shape, device: str) -> RateBound:
     """FLOPs a second: of the best product measured in this precision or a wider one, and of torch's own now."""
-    here = 0.0
-    for dtype in (torch.float32, torch.bfloat16):
-        a, b = (torch.randn(rows, shape.k).to(device, dtype) for rows in (shape.m, shape.n))
-        seconds = fastest({"": partial(torch.mm, a, b.t())}, device)[""]
-        here = max(here, 2 * shape.m * shape.n * shape.k / seconds)
+    here = max(_product(shape, device, dtype) for dtype in (torch.float32, torch.bfloat16))
     rank = precisions.get(precision).rank
     known = [rate.precision for rate in (ceilings.rates if ceilings else ()) if rate.limit is Limit.PRODUCT]
     wide = [ceilings.bound(Limit.PRODUCT, one) for one in known if ceilings and precisions.get(one).rank <= rank]
     return _bound(max((one for one in wide if one is not None), default=None), here, ceilings, device, "product")
+
+
+def _product(shape: Shape, device: str, dtype: torch.dtype) -> float:
+    a, b = (torch.randn(rows, shape.k).to(device, dtype) for rows in (shape.m, shape.n))
+    seconds = fastest({"": partial(torch.mm, a, b.t())}, device)[""]
+    return 2 * shape.m * shape.n * shape.k / seconds
 
 
 def bytes_bound(ceilings: Ceilings | None, size: int, device: str) -> RateBound:
