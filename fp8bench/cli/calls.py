@@ -69,7 +69,6 @@ def _signature(options: Mapping[str, argparse.Action]) -> inspect.Signature:
 
 
 def _words(name: str, action: argparse.Action, value: Any) -> list[str]:
-    """A keyword as words of the command line; None is its default."""
     if not action.option_strings:
         return [_text(name, word) for word in (value if action.nargs == "*" else (value,)) if word is not None]
     option = action.option_strings[0]
@@ -86,7 +85,6 @@ def _words(name: str, action: argparse.Action, value: Any) -> list[str]:
 
 
 def _text(name: str, value: Any) -> str:
-    """A value as it is typed: names with commas, pairs with =, a function by where it is defined."""
     if isinstance(value, tuple) and len(value) == 2 and name == "set":
         return f"{value[0]}={','.join(texts(value[1]))}"
     if isinstance(value, Mapping):
@@ -101,7 +99,6 @@ def _text(name: str, value: Any) -> str:
 
 
 def _place_of(function: Callable[..., Any]) -> str:
-    """Where another process finds a function."""
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", "")
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
     in_file = "." not in module and Path(file).is_file()

@@ -98,7 +98,6 @@ def items(file: str | Path, mapping: yaml.MappingNode, kind: FileKind) -> Iterat
 
 
 def scalar(file: str | Path, node: yaml.ScalarNode) -> str:
-    """The text of a scalar, if it is something that could be typed."""
     text = str(node.value)
     if len(text) > LONGEST_VALUE:
         raise UsageError(f"{place(file, node)}: a value of {len(text)} characters; the most is {LONGEST_VALUE}.")
@@ -108,7 +107,6 @@ def scalar(file: str | Path, node: yaml.ScalarNode) -> str:
 
 
 def shown(node: yaml.Node) -> str:
-    """A node in an error: its text, or its shape."""
     return repr(node.value[:80]) if isinstance(node, yaml.ScalarNode) else SHAPES[type(node)]
 
 
@@ -201,7 +199,6 @@ def written(command: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
 
 
 def _as_yaml(action: argparse.Action, value: Any) -> str:
-    """A value in the form that its option is read in; '' for none."""
     if action.nargs == 0:
         return "true" if value == action.const else "false"
     if _names_things(action):
@@ -217,15 +214,11 @@ def _as_yaml(action: argparse.Action, value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A text as YAML reads it back: in quotes, unless it is a plain word."""
     plain = re.fullmatch(r"[\w./][\w./:=+-]*(?<!:)", text, re.ASCII) and text.lower() != "null"
     return text if plain else json.dumps(text, ensure_ascii=False)
 
 
 def read_config(file: Path, command: argparse.ArgumentParser) -> tuple[dict[str, Any], TrainingKeys]:
-    """The values of a file by their destination in the command's namespace, and the keys of FP8 training beside them,
-    whose mode is among the precisions already. Raises UsageError with file and line.
-    """
     options = {key: _Option(str(file), command, action) for key, action in _keys(command).items()}
     tree = read_mapping(file, _KIND)
     values: dict[str, Any] = {}
@@ -275,14 +268,11 @@ def _names_things(action: argparse.Action) -> bool:
 
 @dataclass(frozen=True)
 class _Option:
-    """One key of a file: the option it stands for, and how its values are read."""
-
     file: str
     command: argparse.ArgumentParser
     action: argparse.Action
 
     def value(self, node: yaml.Node) -> Any:
-        """What the command line would have made of it."""
         if self.action.nargs == 0:
             text = scalar(self.file, node).lower() if isinstance(node, yaml.ScalarNode) else ""
             if text not in ("true", "false"):
@@ -294,7 +284,6 @@ class _Option:
         return self._parsed(",".join(texts), node)
 
     def _texts(self, node: yaml.Node) -> list[str]:
-        """The texts that the option would be given on the command line."""
         if isinstance(node, yaml.ScalarNode):
             text = self._given(node)
             if _names_things(self.action) or not _repeats(self.action):
@@ -309,15 +298,14 @@ class _Option:
             expected = " or ".join(shape for shape, taken in shapes.items() if taken)
             raise self._refused(node, f"expected {expected}, got {shown(node)}")
         if isinstance(node, yaml.MappingNode):
-            return [self._named(name, key, values) for name, key, values in items(self.file, node, _KIND)]
+            named = []  # NAME=A,B from each entry
+            for name, key, values in items(self.file, node, _KIND):
+                if not name or set(name) & set("=,"):
+                    raise self._refused(key, f"expected a plain name before the colon, got {name!r}")
+                given = values.value if isinstance(values, yaml.SequenceNode) else [values]
+                named.append(f"{name}={','.join(map(self._given, given))}")
+            return named
         return [self._given(one) for one in node.value]
-
-    def _named(self, name: str, key: yaml.Node, node: yaml.Node) -> str:
-        """NAME=A,B from an entry of a mapping."""
-        if not name or set(name) & set("=,"):
-            raise self._refused(key, f"expected a plain name before the colon, got {name!r}")
-        values = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        return f"{name}={','.join(self._given(value) for value in values)}"
 
     def _given(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):

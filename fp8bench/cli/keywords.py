@@ -32,8 +32,12 @@ def asks(*kinds: type, without: Iterable[str] = ()) -> Callable[[F], F]:
         signature = inspect.signature(function)
         own = {name: one for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
         for kind in kinds:
-            own |= {word: _parameter(word, field, kind) for word, field in keywords_of(kind).items()
-                    if word not in own and word not in without}  # fmt: skip
+            for word, field in keywords_of(kind).items():
+                if word not in own and word not in without:
+                    annotation = _field_type(str(field.type), options_of(kind).get(field.name))
+                    own[word] = inspect.Parameter(
+                        word, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation
+                    )  # fmt: skip
 
         @wraps(function)
         def call(*values: Any, **given: Any) -> Any:
@@ -48,29 +52,22 @@ def asks(*kinds: type, without: Iterable[str] = ()) -> Callable[[F], F]:
     return named
 
 
-def _parameter(word: str, field: Field[Any], kind: type) -> inspect.Parameter:
-    annotation = _field_type(str(field.type), options_of(kind).get(field.name))
-    return inspect.Parameter(word, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
-
-
 def keywords_of(kind: type) -> dict[str, Field[Any]]:
-    """The fields of a request by the words of a call."""
     words = words_of(kind)
     return {words[field.name]: field for field in fields(kind)}
 
 
 def asked(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request from keywords of a call."""
-    known, options = keywords_of(kind), options_of(kind)
-    return {known[word].name: _as_field(known[word], options[known[word].name], value) for word, value in given.items()}
-
-
-def _as_field(field: Field[Any], said: RequestOption, value: Any) -> Any:
-    if said.parse == "size":
-        return types.in_bytes(value)
-    if said.parse in ("axis", "precision_map"):
-        return types.pairs(value, types.texts if said.parse == "axis" else lambda same: same)
-    return types.names(value) if str(field.type).startswith("tuple[str") else types.plain(value)
+    known, made = keywords_of(kind), {}
+    for word, value in given.items():
+        name, parse = known[word].name, options_of(kind)[known[word].name].parse
+        if parse == "size":
+            made[name] = types.in_bytes(value)
+        elif parse in ("axis", "precision_map"):
+            made[name] = types.pairs(value, types.texts if parse == "axis" else lambda same: same)
+        else:
+            made[name] = types.names(value) if str(known[word].type).startswith("tuple[str") else types.plain(value)
+    return made
 
 
 def _field_type(kind: str, said: RequestOption | None) -> str:
@@ -94,7 +91,6 @@ def keyword_of(action: argparse.Action) -> str:
 
 
 def python_type(action: argparse.Action) -> str:
-    """What may be given for an option in Python, as an annotation."""
     if action.nargs == 0:
         return "bool"
     base = _GIVEN.get(parsed := _parsed_as(action), parsed)

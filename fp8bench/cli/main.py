@@ -91,7 +91,6 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{_nearest(self, message)} See `{self.prog} --help`.")
 
     def show_first(self, examples: Sequence[str], options: str) -> None:
-        """Of many `options` these; all others by --help-all."""
         self.examples, self.first = examples, options
         if options:
             words = f"show all {sum(bool(action.option_strings) for action in self._actions) + 1} options"
@@ -177,7 +176,6 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
 
 
 def meant_by(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> argparse.ArgumentParser:
-    """The parser of the command that was given, or of what its command is missing from."""
     for name in (arguments.command, getattr(arguments, "subcommand", None)):
         parser = commands_of(parser)[name] if name is not None else parser
     return parser

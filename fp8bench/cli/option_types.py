@@ -113,7 +113,6 @@ def share(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Bytes, from '2GiB' and its like."""
     try:
         value = bytes_of(text)
     except ValueError as error:
@@ -172,7 +171,6 @@ def pairs(given: object, made: Callable[[Any], Any] = lambda value: value) -> An
 
 
 def texts(value: object) -> tuple[str, ...]:
-    """The values of an axis: one, or several."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         return (str(value),)
     return tuple(str(one) for one in value)
@@ -183,7 +181,6 @@ def plain(path: Any) -> Any:
 
 
 def in_bytes(value: Any) -> Any:
-    """Bytes, from a size in words too."""
     with suppress(ValueError):
         return bytes_of(value) if isinstance(value, str) else value
     return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import Field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,10 @@ def arguments_of(kind: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
         if said is None or not said.group:
             continue
         word = (said.called or field.name).replace("_", "-")
-        known: dict[str, Any] = {"dest": field.name, "help": _words(field, said)}
+        words = said.help.replace("{default}", f"{field.default}")
+        if "{backends}" in words:
+            words = words.replace("{backends}", ", ".join((AUTO, *backends.names())))
+        known: dict[str, Any] = {"dest": field.name, "help": words}
         if isinstance(field.default, bool):
             word = f"no-{word}" if field.default else word
             known |= {"action": "store_false" if field.default else "store_true"}
@@ -74,7 +77,6 @@ def arguments_of(kind: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def _parser_of(kind: str, said: RequestOption) -> dict[str, Any]:
-    """What reads a word of the command line for a field of that type."""
     if said.choices:
         return {"choices": tuple(filter(None, said.choices)), "metavar": said.metavar or None}
     if said.parse == "each":
@@ -96,12 +98,6 @@ _READERS: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
 }  # fmt: skip
 
 
-def _words(field: Field[Any], said: RequestOption) -> str:
-    """The help, with the names or the default that it asks for."""
-    words = said.help.replace("{default}", f"{field.default}")
-    return words.replace("{backends}", ", ".join((AUTO, *backends.names()))) if "{backends}" in words else words
-
-
 def shared(group: argparse._ActionsContainer, *options: str, **other: str) -> None:
     """Options that several commands have. `other` is what a command says differently: its help, say."""
     asked = arguments_of()
@@ -110,15 +106,24 @@ def shared(group: argparse._ActionsContainer, *options: str, **other: str) -> No
         group.add_argument(option, *_OTHER_NAMES.get(option, ()), **{**known, **other})
 
 
+def subcommands(parser: argparse.ArgumentParser) -> Callable[..., argparse.ArgumentParser]:
+    """What adds a command of a command: its name, what it is for, and its exit codes."""
+    commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
+
+    def add(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:
+        described = words[:1].upper() + words[1:] + "."
+        return commands.add_parser(name, help=words, description=described, epilog=epilog, allow_abbrev=False)
+
+    return add
+
+
 def asked_in(group: argparse._ArgumentGroup, kind: type = Request) -> None:
-    """Every option of a request that stands in the group of that title."""
     for option, (title, known) in arguments_of(kind).items():
         if title == group.title:
             group.add_argument(option, *_OTHER_NAMES.get(option, ()), **known)
 
 
 def check_alone(words: Sequence[str], beside: Collection[str], given: Sequence[str] = ()) -> None:
-    """Raise for what was said beside --resume or --plan and does not go with it. `given` are no options."""
     options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
     others = [*given, *(word for word in options if word not in beside)]
     if others:
@@ -129,7 +134,6 @@ def check_alone(words: Sequence[str], beside: Collection[str], given: Sequence[s
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
-    """What the arguments ask for: every field of a request that the command has an option for."""
     given = {field.name: getattr(arguments, field.name) for field in fields(Request) if hasattr(arguments, field.name)}
     axes: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.axes:

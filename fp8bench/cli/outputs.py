@@ -70,7 +70,6 @@ class CommandResult:
         return self.as_rows()
 
     def told(self, arguments: argparse.Namespace) -> int:
-        """Printed as the command line asks for it; returns the exit code."""
         with write_outputs(self.files):
             tell(arguments, self.page, self.as_value, self.as_rows, self.whole)
         return self.code
@@ -103,7 +102,6 @@ def check_outputs(arguments: argparse.Namespace) -> None:
 
 
 def model_named(arguments: argparse.Namespace) -> str | None:
-    """The model by its option or by its name alone."""
     if arguments.model is not None and arguments.name is not None:
         raise UsageError(f"{arguments.name!r:.80} and --model {arguments.model!r:.80} both name a model. Give one.")
     return arguments.model if arguments.model is not None else arguments.name  # type: ignore[no-any-return]

@@ -133,7 +133,6 @@ class LiveBlock:
 
 
 def _size(stream: TextIO | None) -> tuple[int, int]:
-    """Columns and lines of a terminal, as far as it says so."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         size = os.get_terminal_size(stream.fileno() if stream is not None else -1)
         return size.columns or _FALLBACK_COLUMNS, size.lines or _FALLBACK_LINES
@@ -181,7 +180,11 @@ class RunProgress(LiveLine):
             self._doing, self._shown_at = doing, now
             left = time_left(now - self._begun, self._share(case.setting, share))
             head = f"{self._done}/{self._total} cases{left}, {doing} "
-            self.show(head + _shorten(case.id, self.room - len(head)))
+            name, room = case.id, self.room - len(head)
+            if len(name) > room:  # its middle is left out: both ends tell, the workload and the precision
+                tail = max(0, room - 3) // 2
+                name = f"{name[: max(0, room - 3) - tail]}...{name[len(name) - tail :]}"
+            self.show(head + name)
 
     def finished(self, record: Record) -> None:
         self._done += 1
@@ -274,12 +277,3 @@ class SilentJob:
 
 TERMINAL: JobObserver = TerminalJob()
 SILENT: JobObserver = SilentJob()
-
-
-def _shorten(text: str, room: int) -> str:
-    """The text with its middle left out, since both ends tell: the workload and the precision."""
-    if len(text) <= room:
-        return text
-    kept = max(0, room - 3)
-    tail = kept // 2
-    return f"{text[: kept - tail]}...{text[len(text) - tail :]}"

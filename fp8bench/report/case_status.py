@@ -132,14 +132,12 @@ def status_words(result: Result) -> str:
 
 
 def doubts(result: Result) -> tuple[str, ...]:
-    """Why a case is not to be trusted, in words: its labels with what they mean, and why it has no verdict."""
     labels = tuple(meaning(label, result) for label in result.labels if label.casts_doubt)
     why = result.finding.why if result.finding else ""
     return (*labels, why) if why else labels
 
 
 def meaning(label: Label, result: Result) -> str:
-    """A label with its sentence, and what there is to say of this case."""
     reason = result.reason(label)
     return f"{label}: {legend.LABELS[label]}{f' ({reason})' if reason else ''}"
 

@@ -96,12 +96,10 @@ def column_of(spec: MetricSpec) -> Column:
 
 
 def figure_col(spec: MetricSpec, of: Callable[[T], Content]) -> Col[T]:
-    """As its spec says it."""
     return Col(spec.heading or spec.name, of, number=True, unit=spec.unit, hint=spec.description)
 
 
 def other_tables(panel: Panel) -> Iterator[Table]:
-    """Tables of figures alone, where any case has one."""
     for name in together((spec.table, spec) for spec in METRICS.values() if spec.table not in ("", *TABLES)):
         cases = table(name, name, case_cols(), panel.members)
         made = with_figures(cases, panel.members)

@@ -83,32 +83,20 @@ def counted(comparisons: Iterable[Comparison]) -> str:
     return f"{total} figure{'s' * (total != 1)}: {', '.join(parts)}" if total else "no figures"
 
 
-def reasons(comparisons: Iterable[Comparison]) -> dict[str, int]:
-    return dict(
-        Counter(
-            comparison.why for comparison in comparisons if comparison.direction is Direction.UNSURE and comparison.why
-        )
-    )
-
-
 def label_legend(comparisons: Iterable[Comparison]) -> list[str]:
     used = {label for comparison in comparisons for label in comparison.labels}
     return [f"{label.value}: {LABELS[label]}" for label in Label if label.value in used]
 
 
 def page_of(compared: Compared, everything: bool = False) -> Page:
-    """The sides, what else differs between them, every figure worth a line (or `everything`), and what is in doubt."""
     found = compared.comparisons
     shown = [one for one in found if everything or one.metric in TIMES or one.direction is not Direction.SAME]
     hidden = len(found) - len(shown)
-    counts = counted(found)
-    counts += (
-        f"; {hidden} of them, memory, errors and counts that are the same on both sides, are not listed"
-        if hidden
-        else ""
-    )
-    cases: list[Element] = [Text(counts, Tone.STRONG), *(_table(shown) if shown else ())]
-    whys = tuple(f"{why} ({count})" for why, count in reasons(found).items())
+    left_out = f"; {hidden} of them, memory, errors and counts that are the same on both sides, are not listed"
+    counts = Text(counted(found) + left_out * bool(hidden), Tone.STRONG)
+    cases: list[Element] = [counts, *(_table(shown) if shown else ())]
+    unsure = Counter(one.why for one in found if one.direction is Direction.UNSURE and one.why)
+    whys = tuple(f"{why} ({count})" for why, count in unsure.items())
     parts = [Part("sides", *_sides(compared)), Part("comparison", "", tuple(cases))]
     lists = {"unsure, because": whys, "only in A": compared.only_before, "only in B": compared.only_after}
     for title, words in lists.items():
@@ -122,18 +110,16 @@ def page_of(compared: Compared, everything: bool = False) -> Page:
 
 def side_words(side: Side) -> str:
     """'HEAD: commit 0a1b2c3d, 3 runs (5f6a7b8c, ...)'."""
-    commits = dict.fromkeys(_commit(run.environment.get("commit"), run.environment.get("dirty")) for run in side.runs)
+    known = ((run.environment.get("commit"), run.environment.get("dirty")) for run in side.runs)
+    commits = dict.fromkeys(
+        f"commit {commit[:8]}{'' if dirty is False else ' with other changes'}" if isinstance(commit, str)
+        else "of no commit" for commit, dirty in known
+    )  # fmt: skip
     ids = [run.id for run in side.runs]
     shown = ", ".join(ids[:4]) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")
     unfinished = sum(not run.finished for run in side.runs)
     cut = f"; {unfinished} of them unfinished" if unfinished else ""
     return f"{side.name}: {' and '.join(commits)}, {many(len(ids), 'run')} ({shown}){cut}"
-
-
-def _commit(commit: object, dirty: object) -> str:
-    if not isinstance(commit, str):
-        return "of no commit"
-    return f"commit {commit[:8]}" + ("" if dirty is False else " with other changes")
 
 
 def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
@@ -166,9 +152,14 @@ def _table(shown: Sequence[Comparison]) -> Iterator[Element]:
 
 
 def value_of(compared: Compared) -> dict[str, Any]:
+    sides = (
+        {"name": side.name, "runs": [
+            {"id": run.id, "started": run.started, "commit": run.environment.get("commit")} for run in side.runs
+        ]}
+        for side in (compared.before, compared.after)
+    )  # fmt: skip
     return {
-        "a": _side(compared.before),
-        "b": _side(compared.after),
+        **dict(zip("ab", sides, strict=True)),
         "differing": encode(compared.differing),
         "comparisons": encode(compared.comparisons),
         "only_a": list(compared.only_before),
@@ -176,13 +167,7 @@ def value_of(compared: Compared) -> dict[str, Any]:
     }
 
 
-def _side(side: Side) -> dict[str, Any]:
-    runs = [{"id": run.id, "started": run.started, "commit": run.environment.get("commit")} for run in side.runs]
-    return {"name": side.name, "runs": runs}
-
-
 def rows_of(comparisons: Iterable[Comparison]) -> Rows:
-    """A row a figure."""
     encoded = ((comparison, encode(comparison)) for comparison in comparisons)
     return COLUMNS, (
         {

@@ -195,7 +195,6 @@ class Stacks(Chart):
 
     @property
     def present(self) -> tuple[int, ...]:
-        """The places of the parts that any row has; the others need no legend and no column."""
         return tuple(n for n in range(len(self.parts)) if any(values[n] != 0 for _, values in self.rows))
 
 

@@ -33,6 +33,7 @@ SOURCES = {
     "average": "the driver's mean power, summed up",
 }
 DEMANDS = {Demand.LESS: Tone.GOOD, Demand.MORE: Tone.BAD, Demand.UNCLEAR: Tone.DOUBT}
+_DEMANDED = {Demand.LESS: "less", Demand.MORE: "more", Demand.UNCLEAR: "not clear"}
 
 
 def figures_of(result: Result) -> EnergyFigures | None:
@@ -89,7 +90,6 @@ def missing_within(group: ResultGroup) -> list[tuple[str, str]]:
 
 
 def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
-    """The same, and why comparisons are not clear."""
     unclear = (
         (result, f"energy unclear: {ratio.why}")
         for result in group.results
@@ -132,7 +132,6 @@ def _at_another_pace(result: Result) -> Iterator[str]:
 
 
 def _of_phases(result: Result) -> Iterator[str]:
-    """What of a step its measured phases leave over, or why none is measured; and which of them are estimates."""
     found, figures = phases_of(result), figures_of(result)
     asked = result.record.energy is not None and bool(result.record.energy.phases)
     if found is None or figures is None or not asked:
@@ -176,7 +175,6 @@ def energy_clause(pairs: Sequence[tuple[Result, Result | None]]) -> str:
 
 
 def energy_sentences(panel: Panel) -> list[Text]:
-    """One for each precision: what it takes of the reference's energy, and what its speed alone would give."""
     modes = dict.fromkeys(result.mode for result in panel.results if figures_of(result) is not None)
     return [text for mode in modes for text in _of_mode(panel, mode)]
 
@@ -187,52 +185,39 @@ def _of_mode(panel: Panel, mode: str) -> Iterator[Text]:
         for group, one in panel.members
         if one.mode == mode and (ratio := ratio_against(one, group.lead)) is not None
     ]
-    if len(found) > 1:
+    if len(found) > 1:  # 'bf16 takes 0.55x to 0.61x of fp32's energy in 4 cases: less in 3, not clear in 1'
         ratios = [ratio for _, _, ratio in found]
-        yield Text(_several(mode, panel.reference, ratios), common_tone(DEMANDS[ratio.demand] for ratio in ratios))
+        counts = {words: sum(ratio.demand is demand for ratio in ratios) for demand, words in _DEMANDED.items()}
+        told = ", ".join(f"{words} in {number}" for words, number in counts.items() if number)
+        points = units.span((ratio.point for ratio in ratios), units.ratio)
+        words = f"{mode} takes {points} of {panel.reference}'s energy in {len(ratios)} cases: {told}"
+        yield Text(words, common_tone(DEMANDS[ratio.demand] for ratio in ratios))
     elif found:
         group, one, ratio = found[0]
         yield Text(_single(panel, group, one, ratio), DEMANDS[ratio.demand])
-    else:
-        yield from _alone(panel, mode)
-
-
-def _alone(panel: Panel, mode: str) -> Iterator[Text]:
-    """A mode that is compared with nothing: an emulation; or the reference, where it is alone."""
-    known = [(result, figures) for result in panel.results if (figures := figures_of(result)) is not None]
-    joules = [figures.gross.middle for one, figures in known if one.mode == mode]
-    shown = units.span(joules, units.joules)
-    if any(emulated(one) for one, _ in known if one.mode == mode):
-        yield Text(f"{mode} is emulated: the {shown} of its steps are the cost of emulation", Tone.DOUBT)
-    elif len({one.mode for one, _ in known}) == 1:
-        yield Text(f"{mode} takes {shown} a step: there is nothing to compare it with")
+    else:  # compared with nothing: an emulation; or the reference, where it is alone
+        known = [(result, figures) for result in panel.results if (figures := figures_of(result)) is not None]
+        shown = units.span((figures.gross.middle for one, figures in known if one.mode == mode), units.joules)
+        if any(emulated(one) for one, _ in known if one.mode == mode):
+            yield Text(f"{mode} is emulated: the {shown} of its steps are the cost of emulation", Tone.DOUBT)
+        elif len({one.mode for one, _ in known}) == 1:
+            yield Text(f"{mode} takes {shown} a step: there is nothing to compare it with")
 
 
 def _single(panel: Panel, group: ResultGroup, result: Result, ratio: EnergyRatio) -> str:
     """'bf16 takes 0.613x [0.599, 0.625] of fp32's energy on gemm m=512 (1.90 J a step against 3.10 J, ...)'."""
     own, other = figures_of(result), figures_of(group.lead) if group.lead else None
     subject = f"{panel.case.workload} {group.place}".rstrip()
-    against = f" ({_against(own, other)})" if own is not None and other is not None else ""
+    against = ""
+    if own is not None and other is not None:
+        against = f"{units.joules(own.gross.middle)} a step against {units.joules(other.gross.middle)}"
+        if own.net is not None and other.net is not None:
+            beyond = f"{units.joules(own.net.middle)} against {units.joules(other.net.middle)}"
+            against = f"{against}; beyond idling {beyond}"
+        against = f" ({against})"
     speed = speed_up(result)
     alone = f"; at the same power its speed would give {units.ratio(1 / speed.point)}" if speed else ""
     shown = f"{show_ratio(ratio)} of {panel.reference}'s energy"
     if ratio.demand is Demand.UNCLEAR:
         return f"{result.mode} takes perhaps {shown} on {subject}{against}{alone}. It is not clear: {ratio.why}"
     return f"{result.mode} takes {shown} on {subject}{against}{alone}"
-
-
-def _against(own: EnergyFigures, base: EnergyFigures) -> str:
-    """'1.90 J a step against 3.10 J; beyond idling, 1.39 J against 2.28 J'."""
-    words = f"{units.joules(own.gross.middle)} a step against {units.joules(base.gross.middle)}"
-    if own.net is None or base.net is None:
-        return words
-    return f"{words}; beyond idling {units.joules(own.net.middle)} against {units.joules(base.net.middle)}"
-
-
-def _several(mode: str, reference: str, ratios: Sequence[EnergyRatio]) -> str:
-    """'bf16 takes 0.55x to 0.61x of fp32's energy in 4 cases: less in 3, not clear in 1'."""
-    counts = {demand: sum(ratio.demand is demand for ratio in ratios) for demand in Demand}
-    words = {Demand.LESS: "less", Demand.MORE: "more", Demand.UNCLEAR: "not clear"}
-    told = ", ".join(f"{words[demand]} in {number}" for demand, number in counts.items() if number)
-    points = units.span((ratio.point for ratio in ratios), units.ratio)
-    return f"{mode} takes {points} of {reference}'s energy in {len(ratios)} cases: {told}"

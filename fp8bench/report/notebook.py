@@ -13,13 +13,13 @@ from urllib.parse import quote
 
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.shares import parts_of
-from fp8bench.model import Case, Finding, Interval, Record, Run, Timing, Verdict
+from fp8bench.model import Case, Finding, Record, Run, Timing, Verdict
 from fp8bench.model.specs import STEP
 from fp8bench.report.case_status import inverse
 from fp8bench.report.data.plain import Rows, csv_text, frame
 from fp8bench.report.data.run import run_rows
 from fp8bench.report.elements import Code, Element, Facts, Field, Items, Page, Table, Text, Verdicts
-from fp8bench.report.page.drawing.labels import escaped
+from fp8bench.report.page.drawing.scale import escaped
 from fp8bench.report.page.section import material_of, page_of
 from fp8bench.report.panels import shared_params, show_params
 from fp8bench.report.topics.break_even import BreakEvenRow, break_even_rows
@@ -147,7 +147,10 @@ class Findings(Mapping[str, Finding]):
         known = self._findings.get(self._ids.get(name, name))
         if known is not None:
             return known
-        fitting = [key for key, one in self._ids.items() if {*name.split()} <= _words(self._findings[one].case)]
+        cases = {key: self._findings[one].case for key, one in self._ids.items()}
+        words = {key: {case.mode, case.workload, case.device, *show_params(case.params).split()}
+                 for key, case in cases.items()}  # fmt: skip
+        fitting = [key for key in cases if {*name.split()} <= words[key]]
         if len(fitting) == 1 and name.strip():
             return self[fitting[0]]
         shown = ", ".join((fitting or list(self._ids))[:_MOST_ROWS])
@@ -160,12 +163,7 @@ class Findings(Mapping[str, Finding]):
         return len(self._ids)
 
 
-def _words(case: Case) -> set[str]:
-    return {case.mode, case.workload, case.device, *(f"{name}={value}" for name, value in case.params)}
-
-
 def strip_page(run: Run, found: Mapping[str, Finding]) -> Page:
-    """The strip that its report begins with, and the sentences below it."""
     parts = [part for part in page_of(material_of([run], [found])).parts if part.name == "verdict"]
     state = "" if run.finished else ", unfinished"
     title = f"{run.request.suite}, run {run.id}: {many(len(run.records), 'case')}{state}"
@@ -173,20 +171,16 @@ def strip_page(run: Run, found: Mapping[str, Finding]) -> Page:
 
 
 def as_html(page: Page, report: str = "") -> str:
-    """A page's words and tables as a notebook shows them in its own style, with a link to the whole report."""
     texts = [page.title, page.subtitle, *(f"{name}: {what}" for name, what in page.facts)]
     blocks = [f"<p>{escaped(text)}</p>" for text in texts if text]
     for part in page.parts:
         blocks += [f"<h4>{escaped(part.title)}</h4>"] if part.title else []
         blocks += [f"<p>{escaped(part.lead)}</p>"] if part.lead else []
         blocks += map(_element_html, part.elements)
-    blocks += [f'<p><a href="{escaped(_address(report))}">{escaped(report)}</a></p>'] if report else []
+    if report:  # from the notebook's folder where it lies below, which servers of notebooks show; else of the file
+        address = Path(report).as_uri() if Path(report).is_absolute() else quote(report)
+        blocks.append(f'<p><a href="{escaped(address)}">{escaped(report)}</a></p>')
     return "".join(blocks)
-
-
-def _address(report: str) -> str:
-    """From the notebook's folder where it lies below, which servers of notebooks show; else of the file."""
-    return Path(report).as_uri() if Path(report).is_absolute() else quote(report)
 
 
 def _element_html(element: Element) -> str:
@@ -209,22 +203,16 @@ def _element_html(element: Element) -> str:
 
 def _grid(titles: Sequence[str], rows: Iterable[Sequence[Field]]) -> str:
     head = "".join(f"<th>{escaped(title)}</th>" for title in titles)
-    lines = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    words = ([f"{field.text} ({field.hint})" if field.hint else field.text for field in row] for row in rows)
+    lines = "".join(f"<tr>{''.join(f'<td>{escaped(text)}</td>' for text in row)}</tr>" for row in words)
     return f"<table><tr>{head}</tr>{lines}</table>"
-
-
-def _cell(field: Field) -> str:
-    return f"<td>{escaped(f'{field.text} ({field.hint})' if field.hint else field.text)}</td>"
-
-
-def _speed_up(found: Finding) -> Interval | None:
-    return inverse(found.ratio if found.verdict in _HELD else None)
 
 
 def speed_chart(run: Run, findings: Findings) -> Figure:
     import matplotlib.pyplot as plt
 
-    speeds = [(name, speed) for name, found in findings.items() if (speed := _speed_up(found)) is not None]
+    held = ((name, found.ratio) for name, found in findings.items() if found.verdict in _HELD)
+    speeds = [(name, speed) for name, ratio in held if (speed := inverse(ratio)) is not None]
     figure, axes = plt.subplots(figsize=(7, 1.2 + 0.32 * len(speeds)), layout="constrained")
     plt.close(figure)  # whoever asked shows it
     for place, (_, speed) in enumerate(reversed(speeds)):

@@ -62,7 +62,6 @@ class Result:
         return self.finding.labels if self.finding else ()
 
     def reason(self, label: Label) -> str:
-        """What there is to say of a label beyond its meaning, '' for nothing."""
         return dict(self.finding.label_reasons).get(label, "") if self.finding else ""
 
 
@@ -83,7 +82,6 @@ class ResultGroup:
 
     @property
     def lead(self) -> Result | None:
-        """The reference's result, if it has one here."""
         return next((result for result in self.results if result.mode == self.reference), None)
 
 
@@ -126,24 +124,20 @@ class Panel:
         return tuple(result for _, result in self.members)
 
     def known(self, of: Callable[[Result], V | None]) -> list[tuple[ResultGroup, Result, V]]:
-        """The cases of which there is such a value, each with its group."""
         return [(group, one, value) for group, one in self.members if (value := of(one)) is not None]
 
     @cached_property
     def shared(self) -> Params:
-        """The parameters all groups have in common."""
         return shared_params([group.case.params for group in self.groups])
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:
-        """What was measured beside times, in the order it was first met."""
         return tuple(
             dict.fromkeys(measurement.metric for result in self.results for measurement in result.record.measurements)
         )
 
 
 def metrics_within(group: ResultGroup, result: Result) -> Iterator[Metric]:
-    """What a run says of a case, against the reference of its group."""
     from fp8bench.analysis.metrics import metrics_of  # heavy, and the door knows panels
 
     lead = group.lead
@@ -158,7 +152,9 @@ class Figures(dict[str, Metric]):
 
     def __init__(self, group: ResultGroup, result: Result) -> None:
         super().__init__()
-        self._sound = _counted(result)
+        # Whether rates are of work that somebody else than its suite has seen.
+        unseen = result.record.tape is None and result.record.ceiling is None and Label.FEW_SAMPLES in result.labels
+        self._sound = not unseen and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {*result.labels}
         for one in metrics_within(group, result):
             if one.phase == STEP and (one.name != ENERGY or one.source):
                 self.setdefault(one.name, one)
@@ -177,12 +173,6 @@ class Figures(dict[str, Metric]):
 
     def shown(self, name: str) -> str:
         return self[name].shown
-
-
-def _counted(result: Result) -> bool:
-    """Whether its rates are of work that somebody else than its suite has seen."""
-    unseen = result.record.tape is None and result.record.ceiling is None and Label.FEW_SAMPLES in result.labels
-    return not unseen and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {*result.labels}
 
 
 def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:

@@ -32,11 +32,10 @@ from fp8bench.report.elements import (
     Tone,
     Waterfall,
 )
-from fp8bench.report.page.drawing import limits
+from fp8bench.report.page.drawing import scale as limits
 from fp8bench.report.page.drawing.draw import draw
-from fp8bench.report.page.drawing.labels import escaped, shortened, width
 from fp8bench.report.page.drawing.rows import chosen
-from fp8bench.report.page.drawing.scale import Scale, fitted, shown
+from fp8bench.report.page.drawing.scale import Scale, escaped, fitted, shortened, shown, width
 from tests.pages import SPEED, TIME, charts
 
 ROOT = Path(__file__).resolve().parents[2]

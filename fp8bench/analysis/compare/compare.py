@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM, Estimate, across, direction, exact_change
-from fp8bench.analysis.compare.matched_figures import MatchedFigures, counted, sensed, timed
-from fp8bench.analysis.compare.sides import Differing, Side, Sighting, differing
+from fp8bench.analysis.compare.sides import Differing, MatchedFigures, Side, Sighting, counted, differing, sensed, timed
 from fp8bench.analysis.labels import AHEAD, FAR_AHEAD, disturbed_slots
 from fp8bench.analysis.tapes import counts_of, what_changed
 from fp8bench.analysis.verdicts import agrees, uneven
@@ -39,12 +38,10 @@ class Compared:
 
     @property
     def comparable(self) -> bool:
-        """Whether any figure has a number on both sides."""
         return any(comparison.before is not None and comparison.after is not None for comparison in self.comparisons)
 
     @property
     def hardware(self) -> tuple[Differing, ...]:
-        """Where the sides were measured on different machines or devices."""
         return tuple(one for one in self.differing if one.hardware)
 
 
@@ -70,7 +67,12 @@ def _busier(before: Sequence[Sighting], after: Sequence[Sighting]) -> str:
     """What others took of the machine while one side was measured and not the other; '' where both had it alike."""
     if not all(one.record.case.device.startswith("cpu") for one in (*before, *after)):
         return ""
-    held = [fmean(map(_held_up, side)) for side in (before, after)]
+    # The share of slots whose wall clock ran ahead of the processor's time.
+    timings = [[one.record.timing for one in side] for side in (before, after)]
+    held = [
+        fmean(disturbed_slots(one, AHEAD) / len(one.slots) if one is not None and one.slots else 0.0 for one in side)
+        for side in timings
+    ]
     if abs(held[0] - held[1]) > _HELD_UP:
         words = (
             f"{percent(share, 0)} of the slots {when}" for share, when in zip(held, ("before", "now"), strict=True)
@@ -117,14 +119,7 @@ def _longer(side: Sequence[Sighting]) -> float:
     return wall / max(wall - waited, wall * _LEAST_SHARE) if wall else 1.0
 
 
-def _held_up(sighting: Sighting) -> float:
-    """The share of slots whose wall clock ran ahead of the processor's time."""
-    timing = sighting.record.timing
-    return disturbed_slots(timing, AHEAD) / len(timing.slots) if timing is not None and timing.slots else 0.0
-
-
 def _loads(side: Sequence[Sighting]) -> Iterator[float]:
-    """What waited for a core when runs began, a core."""
     for facts in (one.run.environment.facts for one in side):
         load, cores = facts.get("load_1min"), facts.get("cpu_count")
         if isinstance(load, int | float) and isinstance(cores, int) and cores > 0:
@@ -132,7 +127,6 @@ def _loads(side: Sequence[Sighting]) -> Iterator[float]:
 
 
 def _alone(own: Mapping[str, tuple[Sighting, ...]], other: Mapping[str, tuple[Sighting, ...]]) -> tuple[str, ...]:
-    """Cases that the other side has not, as far as they came to anything."""
     return tuple(
         name for name, seen in own.items() if name not in other and seen[-1].record.status is not Status.SKIPPED
     )
@@ -178,7 +172,6 @@ def _of_case(
 
 
 def _of_tapes(old: Record, new: Record) -> Iterator[Comparison]:
-    """What the newest step of each side was counted to do: another count is another step, whatever the clock says."""
     if old.tape is None or new.tape is None:
         return
     why = what_changed(old.tape, new.tape)
@@ -232,7 +225,6 @@ def _middle(side: Sequence[Estimate]) -> float:
 
 
 def _labels(sightings: Sequence[Sighting]) -> tuple[str, ...]:
-    """That the sides were not measured together, and what was to be doubted in any of the runs."""
     found = {label for sighting in sightings if sighting.finding is not None for label in sighting.finding.labels}
     found.add(Label.CROSS_RUN)
     return tuple(label.value for label in Label if label in found)

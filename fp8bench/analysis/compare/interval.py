@@ -48,7 +48,6 @@ class RunDifference:
 
     @property
     def alone(self) -> bool:
-        """Whether there are too few runs to know how far they lie apart."""
         return self.p_value is None
 
 
@@ -61,7 +60,11 @@ def across(before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequen
     within = math.sqrt(sum(sum(one.error**2 for one in side) / len(side) ** 2 for side in (before, after)))
     freedom = sum(max(0, len(side) - 1) for side in (before, after, beside))
     if freedom < LEAST_FREEDOM:
-        return RunDifference(_of_few(before, after, point), None, Noise(within, 0, len(before), len(after)))
+        # From the least that a run of one side over one of the other may be to the most, by the noise within runs.
+        sure = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
+        pairs = [(new.log - old.log, sure * math.hypot(new.error, old.error)) for new in after for old in before]
+        low, high = min(log - error for log, error in pairs), max(log + error for log, error in pairs)
+        return RunDifference(_interval(point, low, high), None, Noise(within, 0, len(before), len(after)))
     means = [fmean(one.log for one in side) if side else 0.0 for side in (before, after, beside)]
     sides = zip((before, after, beside), means, strict=True)
     pooled = sum((one.log - mean) ** 2 for side, mean in sides for one in side) / freedom
@@ -75,7 +78,6 @@ def across(before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequen
 
 
 def direction(difference: RunDifference) -> tuple[Direction, str]:
-    """Where a figure went, and why that is not known."""
     ratio = difference.ratio
     band = ALONE if difference.alone else BAND
     if ratio.low > 1 and ratio.point > 1 + band:
@@ -129,13 +131,6 @@ def exact_change(before: Sequence[float], after: Sequence[float], *, rounding: f
     where = Direction.WORSE if ratio > 1 else Direction.BETTER
     where = Direction.SAME if abs(ratio - 1) <= rounding else where
     return FigureChange(where, old, new, Interval(ratio, ratio, ratio, 1.0))
-
-
-def _of_few(before: Sequence[Estimate], after: Sequence[Estimate], point: float) -> Interval:
-    """From the least that a run of one side over one of the other may be to the most, by the noise within runs."""
-    reach = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
-    pairs = [(new.log - old.log, reach * math.hypot(new.error, old.error)) for new in after for old in before]
-    return _interval(point, min(log - error for log, error in pairs), max(log + error for log, error in pairs))
 
 
 def _interval(*logs: float) -> Interval:

@@ -59,7 +59,6 @@ def _every_action(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _by_shell(name: str, words: Sequence[str]) -> dict[str, object]:
-    """How each shell finds the names that a word may be, or the last word of a list."""
     listed, function = shlex.join(words), f"_fp8bench_{name}"
     bash = f'{_IN_BASH}{function}() {{\n  _fp8bench_names "$1" {listed}\n}}\n'
     return {

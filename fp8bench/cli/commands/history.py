@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import shared
+from fp8bench.cli.options import shared, subcommands
 from fp8bench.cli.outputs import check_outputs, in_store, options_of, say_folded, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
@@ -35,35 +35,24 @@ from fp8bench.store.series import tracked_by
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
+    add_command = subcommands(parser)
 
     def command(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:
-        made = commands.add_parser(
-            name, help=words, description=words[:1].upper() + words[1:] + ".", epilog=epilog, allow_abbrev=False
-        )
+        made = add_command(name, words, epilog)
         shared(made, "--store", help="as in suite")
         shared(made, "--import", help="module or .py file of suites of your own that were measured")
         return made
 
-    _add_reading(command)
-    _add_changes(command)
-    _add_keeping(command)
-
-
-def _add_reading(command: Callable[..., argparse.ArgumentParser]) -> None:
     listing = command("list", "the series that there are, or the runs")
     listing.add_argument("word", nargs="?", default="", metavar="WORD", help="only those whose line has it")
     shared(listing, "--explain", "--md")
     listing.add_argument("--runs", action="store_true", help="the runs instead, newest first")
     show = command("show", "one series, commit by commit")
     shared(show, "--explain", "--md")
-    ceilings = command("ceilings", "what devices did at most (`doctor --ceilings`), and whether they became slower")
-    shared(ceilings, "--explain", "--md")
     words = "as `history list` names it; a part that fits one series will do"
     show.add_argument("series", metavar="SERIES", help=words)
-
-
-def _add_changes(command: Callable[..., argparse.ArgumentParser]) -> None:
+    words = "what devices did at most (`doctor --ceilings`), and whether they became slower"
+    shared(command("ceilings", words), "--explain", "--md")
     codes = "Exit codes: 0 no open change is worse and no count changed, 1 one is or has, 2 wrong usage."
     regressions = command("regressions", "where series stepped up or down, and stayed there", codes)
     words = "also what was acknowledged, taken back by a later change, or measured with another version"
@@ -77,9 +66,6 @@ def _add_changes(command: Callable[..., argparse.ArgumentParser]) -> None:
     ack.add_argument("--until", type=types.commit, metavar="COMMIT", help=words)
     ack.add_argument("--because", metavar="TEXT", help="why it stays")
     ack.add_argument("--undo", action="store_true", help="it does alarm again")
-
-
-def _add_keeping(command: Callable[..., argparse.ArgumentParser]) -> None:
     codes = "Exit codes: 0 nothing is broken, 2 there is no such store, 3 something is."
     command("verify", "read every file of the store and say what is broken, and where; changes nothing", codes)
     codes = "Exit codes: 0 fine, 2 the store cannot be written, 3 something could not be made."
@@ -95,12 +81,26 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     if arguments.subcommand == "merge":
         return _merge(arguments)
-    commands = {
-        "list": _list, "show": _show, "regressions": _regressions, "ack": _acknowledge, "verify": _verify,
-        "rebuild": _rebuild, "ceilings": _ceilings,
-    }  # fmt: skip
     reads_all = arguments.subcommand in ("verify", "rebuild") or getattr(arguments, "runs", False)
     store = existing_store(arguments.store, TERMINAL, reads_all)
+    if arguments.subcommand == "verify":
+        from fp8bench.store.verify import verify
+
+        checked = verify(store, Path(), datetime.now(UTC))
+        tell(arguments, partial(faults_page, checked.faults, checked.sound, str(store)))
+        return EXIT_FAILED if any(fault.broken for fault in checked.faults) else EXIT_OK
+    if arguments.subcommand == "ceilings":
+        from fp8bench.report.topics.roofline import ceilings_page
+
+        if found := history_of_ceilings(store):
+            tell(arguments, partial(ceilings_page, found, str(store)))
+        else:
+            begin = "Measure them, in less than a minute: fp8bench doctor --ceilings"
+            say_folded([f"{store}: no ceilings yet. {begin}"])
+        return EXIT_OK
+    commands = {
+        "list": _list, "show": _show, "regressions": _regressions, "ack": _acknowledge, "rebuild": _rebuild,
+    }  # fmt: skip
     return commands[arguments.subcommand](arguments, store)
 
 
@@ -148,7 +148,6 @@ def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
 
 
 def _kept_lines(store: Path, left: Counter[str]) -> dict[str, list[str]]:
-    """A line for each thing that is kept beside runs, by the names of their kinds."""
     found: dict[str, list[str]] = {}
     for kind in kinds():
         for line in kind.lines(store):
@@ -179,17 +178,6 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
     return EXIT_OK
 
 
-def _ceilings(arguments: argparse.Namespace, store: Path) -> int:
-    from fp8bench.report.topics.roofline import ceilings_page
-
-    found = history_of_ceilings(store)
-    if not found:
-        say_folded([f"{store}: no ceilings yet. Measure them, in less than a minute: fp8bench doctor --ceilings"])
-        return EXIT_OK
-    tell(arguments, partial(ceilings_page, found, str(store)))
-    return EXIT_OK
-
-
 def _regressions(arguments: argparse.Namespace, store: Path) -> int:
     """Tell the open changes; the exit code says whether one of them alarms."""
     from fp8bench.jobs.history import all_changes, opened
@@ -208,14 +196,6 @@ def _acknowledge(arguments: argparse.Namespace, store: Path) -> int:
     changes = (f"  {name}, after {since[:8]} and up to {until[:8]}" for name, since, until in done)
     say_folded((f"{store}: {'not acknowledged any more' if arguments.undo else 'acknowledged'}", *changes))
     return EXIT_OK
-
-
-def _verify(arguments: argparse.Namespace, store: Path) -> int:
-    from fp8bench.store.verify import verify
-
-    found = verify(store, Path(), datetime.now(UTC))
-    tell(arguments, partial(faults_page, found.faults, found.sound, str(store)))
-    return EXIT_FAILED if any(fault.broken for fault in found.faults) else EXIT_OK
 
 
 def _rebuild(arguments: argparse.Namespace, store: Path) -> int:

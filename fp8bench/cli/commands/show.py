@@ -65,7 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace, of: str, kept: Any, whole: Callable[[], None]) -> None:
-    """The table of it that is wanted, or else all of it."""
     wanted = [table for table in _tables() if table.of == of and getattr(arguments, table.name)]
     if len(wanted) > 1:
         raise UsageError(f"--{wanted[0].name} and --{wanted[1].name} are two tables. Give one of them.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fp8bench import units
-from fp8bench.cli.options import shared
+from fp8bench.cli.options import shared, subcommands
 from fp8bench.cli.outputs import say_folded
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_OK, StoreError
@@ -13,25 +13,17 @@ from fp8bench.report.terminal.history import count_of
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
+    command = subcommands(parser)
     words = "pack a store for each machine and month: figures into a Parquet file, run files into a tar.gz"
     codes = "Exit codes: 0 done, 2 wrong usage, DuckDB is not installed, or it cannot be written."
-    compact = commands.add_parser(
-        "compact", help=words, description=f"{words[:1].upper()}{words[1:]}.", epilog=codes, allow_abbrev=False
-    )
+    compact = command("compact", words, codes)
     shared(compact, "--store", help="as in suite; the runs stay as they are")
     shared(compact, "--import", help="module or .py file of suites of your own that were measured")
     words = "write the files of a store that were compacted and are not there any more, byte for byte"
     codes = "Exit codes: 0 done, 2 wrong usage, it cannot be written, or it is not whole."
-    restore = commands.add_parser(
-        "restore", help=words, description=f"{words[:1].upper()}{words[1:]}.", epilog=codes, allow_abbrev=False
-    )
-    shared(restore, "--store", help="as in suite")
+    shared(command("restore", words, codes), "--store", help="as in suite")
     words = "say what nobody needs to read what a store holds: checkpoints of trainings, and what killed writers left"
-    prune = commands.add_parser(
-        "prune", help=words, description=f"{words[:1].upper()}{words[1:]}.", allow_abbrev=False,
-        epilog="Exit codes: 0 done, 2 wrong usage, or something could not be removed.",
-    )  # fmt: skip
+    prune = command("prune", words, "Exit codes: 0 done, 2 wrong usage, or something could not be removed.")
     shared(prune, "--store", help="as in suite")
     prune.add_argument("--yes", action="store_true", help="remove it")
 

@@ -21,7 +21,7 @@ from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.settle import warm_up_limit
 from fp8bench.measure.windows import WindowRule, phases_at_most, window_rule_for, windows_of
-from fp8bench.model import Case, DeviceFacts, Group, Plan, Record, Request, Run
+from fp8bench.model import Case, Group, Plan, Record, Request, Run
 from fp8bench.model.request import HOW, PHASE_ENERGY, WHAT, whole_number
 from fp8bench.model.run import CEILINGS
 from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS, STRETCH
@@ -104,7 +104,16 @@ def run(arguments: argparse.Namespace) -> int:
         plan, facts = plan_only(request, arguments.store)
         tell(arguments, partial(page_of, plan, facts, expected_time(plan, request)))
         if arguments.write_plan is not None:
-            _write_plan(request, plan, facts, arguments)
+            from fp8bench.jobs.cells import cut
+
+            cells, file = cut(request, plan, facts, command_line()), arguments.write_plan
+            try:
+                write_plan(cells, file)
+            except OSError as error:
+                raise UsageError(f"--write-plan {file} could not be written ({error.strerror}).") from None
+            count = "1 cell" if len(cells.cells) == 1 else f"{len(cells.cells)} cells"
+            again = f"fp8bench suite --plan {file} --cell 0"
+            complain(f"plan {cells.id}: {count} in {file}; one of them: {again}")
         return EXIT_OK
     from fp8bench.pipeline import execute
 
@@ -142,8 +151,6 @@ def _ceilings(request: Request, arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Foretelling:
-    """An observer of a run that takes long: it says beforehand how long."""
-
     _observer: Observer
     _request: Request
 
@@ -159,7 +166,6 @@ class _Foretelling:
 
 
 def expected_time(plan: Plan, request: Request) -> str:
-    """How long a run would take, as far as that is known before anything is measured."""
     if request.budget is not None:
         return f"time: about {clock(request.budget)}, the budget, beside what starting takes"
     energy = _warming_expected(plan, request) + _energy_expected(plan, request)
@@ -198,26 +204,12 @@ def _energy_expected(plan: Plan, request: Request) -> str:
 
 
 def _phases_expected(groups: Sequence[Group], rule: WindowRule) -> str:
-    """From one phase a step to all that its suite has, each in windows of its own."""
     if not rule.phases:
         return ""
     once = replace(rule, turn_seconds=0.0).window_seconds
     least = once[0] * sum(windows_of(group, rule) for group in groups)
     most = once[1] * sum(windows_of(group, rule) * phases_at_most(group) for group in groups)
     return f", and {clock(least)} to {clock(most)} for that of phases (--energy phases)"
-
-
-def _write_plan(request: Request, plan: Plan, facts: Sequence[DeviceFacts], arguments: argparse.Namespace) -> None:
-    from fp8bench.jobs.cells import cut
-
-    cells = cut(request, plan, facts, command_line())
-    try:
-        write_plan(cells, arguments.write_plan)
-    except OSError as error:
-        raise UsageError(f"--write-plan {arguments.write_plan} could not be written ({error.strerror}).") from None
-    count = "1 cell" if len(cells.cells) == 1 else f"{len(cells.cells)} cells"
-    complain(f"plan {cells.id}: {count} in {arguments.write_plan}; one of them: "
-             f"fp8bench suite --plan {arguments.write_plan} --cell 0")  # fmt: skip
 
 
 def _cell(arguments: argparse.Namespace) -> int:
@@ -274,7 +266,6 @@ def _tell_how_to_go_on(run: Run) -> None:
 
 
 def _ended(run: Run, arguments: argparse.Namespace) -> int:
-    """Print a run that was measured, do what follows it; returns the exit code."""
     from fp8bench.jobs.after_run import after_run
 
     code = (EXIT_OK if run.ok else EXIT_FAILED) if run.finished else EXIT_INTERRUPTED

@@ -10,7 +10,7 @@ to be so, with the command that would measure it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -66,17 +66,14 @@ class ComparedCase:
 
     @property
     def row(self) -> str:
-        """Where its figures are found."""
         return self.record.case.id
 
     @property
     def emulated(self) -> bool:
-        """Whether its time, or that of what it is held against, is the cost of emulation."""
         return Level.EMULATED in {one.support.level for one in (self.record, self.lead) if one is not None}
 
     @property
     def timed(self) -> bool:
-        """Whether it and its reference have a speed."""
         records = (self.record, self.lead)
         return not self.emulated and all(
             record is not None and record.status is Status.OK and record.timing is not None and record.timing.slots
@@ -85,13 +82,11 @@ class ComparedCase:
 
     @property
     def trains(self) -> bool:
-        """Whether a step is one of a model's, with weights that a training would change."""
         marked = [one.timing.segments.phases for one in (self.record, self.lead) if one is not None and one.timing]
         return self.record.coverage is not None or any(Phase.OPTIMIZER_STEP in phases for phases in marked)
 
     @property
     def speed(self) -> Interval | None:
-        """How many times as fast as its reference it is; None where that has no meaning, or a label forbids it."""
         return speed_of(self.finding) if self.timed and self.finding is not None else None
 
     @cached_property
@@ -109,7 +104,6 @@ class ComparedCase:
         return _PRODUCTS | {UNATTRIBUTED} if Phase.GEMM in marked else frozenset(CELL_PHASES)
 
     def share(self, phases: Collection[str]) -> Interval | None:
-        """Of the reference's step; estimated by what a pass saw that looked into it, where it marks no such phase."""
         if self.lead is None or self.lead.timing is None:
             return None
         timed = part_ratio(self.lead.timing, phases, self.lead.timing, CELL_PHASES)
@@ -129,7 +123,6 @@ class ComparedCase:
         return Phase.GEMM not in marked and self.lead is not None and self.lead.shares is not None
 
     def of_reference(self, own: Collection[str], theirs: Collection[str]) -> Interval | None:
-        """The time of phases of this case over that of phases of the reference, by the rounds that both were in."""
         if not self.timed or self.record.timing is None or self.lead is None:
             return None
         base = self.record.paired_with or self.lead.timing
@@ -234,12 +227,10 @@ class Basis:
 
     @cached_property
     def besides(self) -> tuple[ComparedCase, ...]:
-        """Every case that is no reference, in the order of the run."""
         return _besides(self.run, self.findings)
 
     @cached_property
     def known(self) -> tuple[ComparedCase, ...]:
-        """Those of other runs, too."""
         return (*self.besides, *(compared for run, found in self.other_runs for compared in _besides(run, found)))
 
     def differing(self, pair: ComparedCase, axis: str) -> list[ComparedCase]:
@@ -266,13 +257,12 @@ def _besides(run: Run, findings: Mapping[str, Finding]) -> tuple[ComparedCase, .
     groups: dict[str, list[Record]] = {}
     for record in run.records:
         groups.setdefault(record.case.setting, []).append(record)
-    return tuple(one for records in groups.values() for one in _of_group(records, findings))
-
-
-def _of_group(records: list[Record], findings: Mapping[str, Finding]) -> Iterator[ComparedCase]:
-    known = tuple((record, findings.get(record.case.id)) for record in records)
-    lead, lead_finding = next((pair for pair in known if pair[0].is_reference), (None, None))
-    yield from (ComparedCase(one, finding, lead, lead_finding, known) for one, finding in known if not one.is_reference)
+    found: list[ComparedCase] = []
+    for records in groups.values():
+        known = tuple((record, findings.get(record.case.id)) for record in records)
+        lead, finding = next((pair for pair in known if pair[0].is_reference), (None, None))
+        found += [ComparedCase(*case, lead, finding, known) for case in known if not case[0].is_reference]
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -320,7 +310,6 @@ _WIDE = frozenset({"bf16", "fp16", "tf32"})
 
 
 def _words(pair: ComparedCase) -> dict[str, str]:
-    """What measured a case, and how more is asked for. A profile has options where a suite has axes."""
     case = pair.record.case
     params = dict(case.params)
     reference = pair.lead.case.mode if pair.lead is not None else "bf16"

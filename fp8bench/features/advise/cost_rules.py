@@ -185,7 +185,6 @@ _NO_LOSS = (Learned.DIVERGED, Learned.DID_NOT_LEARN)
 
 
 def costs_of(basis: Basis) -> tuple[Cost, ...]:
-    """Of every case whose step trains a model, beside its reference."""
     return tuple(_cost(compared, basis) for compared in basis.besides if compared.trains)
 
 
@@ -194,7 +193,8 @@ def _cost(pair: ComparedCase, basis: Basis) -> Cost:
     reference = pair.lead.case.mode if pair.lead is not None else ""
     times, joules = _log_times(pair), _log_joules(pair)
     steps, why = _log_steps(basis.training, arm)
-    whys = [why, "" if times is not None else _why_no_time(pair)]
+    no_time = "emulated: its time is no speed" if pair.emulated else "its step has no speed in this run"
+    whys = [why, "" if times is not None else no_time]
     judged = arm.judged if arm is not None else None
     request = basis.training.kept.training.request if basis.training is not None else None
     hours = used = None
@@ -233,12 +233,7 @@ def _interval(one: _Drawn | None, sign: float = 1.0) -> Interval | None:
     return Interval(math.exp(point), math.exp(min(low, point)), math.exp(max(high, point)), SHOWN)
 
 
-def _why_no_time(pair: ComparedCase) -> str:
-    return "emulated: its time is no speed" if pair.emulated else "its step has no speed in this run"
-
-
 def _log_times(pair: ComparedCase) -> _Drawn | None:
-    """The step's time over the reference's, by the rounds that both were in."""
     if pair.speed is None or pair.record.timing is None or pair.lead is None:
         return None
     own, base = pair.record.timing, pair.record.paired_with or pair.lead.timing
@@ -259,7 +254,6 @@ def _log_times(pair: ComparedCase) -> _Drawn | None:
 
 
 def _log_joules(pair: ComparedCase) -> _Drawn | None:
-    """Joules of a step over the reference's, by windows of both."""
     lead = pair.lead
     if pair.emulated or lead is None or pair.record.energy is None or lead.energy is None:
         return None

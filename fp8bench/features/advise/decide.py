@@ -20,7 +20,7 @@ from fp8bench.features.advise.shape_rules import pays_from, projections
 from fp8bench.features.advise.speed_rules import bound_of, stage_of
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Answer, Ground, Met
 from fp8bench.features.sensitivity.study import as_words
-from fp8bench.features.train.verdicts.curves import Curve, Gap, Key, curves_of, gap_of
+from fp8bench.features.train.verdicts.curves import Curve, Gap, curves_of, gap_of
 from fp8bench.model import Interval, Level, Status, Verdict
 
 Answers = Mapping[str, Answer]
@@ -55,7 +55,6 @@ def _merged(found: Sequence[Advice]) -> list[Advice]:
 def _advice(
     pair: ComparedCase, rule: str, kind: AdviceKind, words: str, answers: Sequence[Answer], gain: Interval | None = None
 ) -> Advice:
-    """About one case; what it rests on is what the answers rest on."""
     case = pair.record.case
     reference = pair.lead.case.mode if pair.lead is not None else ""
     grounds = tuple(dict.fromkeys(ground for answer in answers for ground in answer.grounds))
@@ -82,7 +81,6 @@ def predicted(pair: ComparedCase) -> Interval | None:
 
 
 def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
-    """Adopt it for its speed, or not, because."""
     case, record = pair.record.case, pair.record
     gain = predicted(pair)
     native = [answers["native"]] if "native" in answers else []
@@ -119,20 +117,17 @@ def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
     words = f"do nothing about {case.mode}, because {said}"
     if pair.finding is not None and pair.finding.verdict is Verdict.SLOWER and pair.lead is not None:
         perhaps = "perhaps " if pair.finding.doubtful else ""
-        words = f"keep {pair.lead.case.mode}: {case.mode} {perhaps}takes {_longer(pair.speed)} ({times(pair.speed)})"
+        ratio = 1 / pair.speed.point
+        longer = (
+            f"{units.significant(ratio)} times as long" if ratio >= 1.5 else f"{units.percent(ratio - 1, 0)} longer"
+        )
+        words = f"keep {pair.lead.case.mode}: {case.mode} {perhaps}takes {longer} ({times(pair.speed)})"
     words = "; ".join([words, *reasons])
     rule = against[0].rule if against else "step"
     return _advice(pair, rule, AdviceKind.NOTHING, words, [step, *against], gain)
 
 
-def _longer(speed: Interval) -> str:
-    """'11.8 times as long', '4% longer'."""
-    ratio = 1 / speed.point
-    return f"{units.significant(ratio)} times as long" if ratio >= 1.5 else f"{units.percent(ratio - 1, 0)} longer"
-
-
 def _adopted(pair: ComparedCase, answers: Answers) -> str:
-    """With what stands beside its speed: what it does not give, and what nobody has measured."""
     reference = pair.lead.case.mode if pair.lead is not None else ""
     words = f"adopt {pair.mode}: the step is {times(pair.speed)} as fast as in {reference}" if pair.speed else ""
     if pair.finding is not None and pair.finding.doubtful:
@@ -148,17 +143,21 @@ def _adopted(pair: ComparedCase, answers: Answers) -> str:
 
 
 def _routed(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advice]:
-    """Layers that stay high: those that a study of losses found, and those whose products are too small here."""
     layers, study = answers.get("layers"), study_of(pair, basis)
     chosen = study.suggested if study is not None else None
     if layers is not None and layers.met is Met.NO and study is not None and chosen is not None:
         now = tried_as(pair, study)
         kept = set(now.low) - set(chosen.low)
+        gaps = (study.gap(chosen), study.gap(now))
+        then, before = ("unknown" if gap is None else units.change(1 + gap) for gap in gaps)
         words = (
             f"route: leave {', '.join(sorted(kept)) or 'what the map names'} in {study.reference} with {pair.mode}; "
-            f"the loss is then {_change(study.gap(chosen))} instead of {_change(study.gap(now))}"
+            f"the loss is then {then} instead of {before}"
         )
-        found = _advice(pair, "layers", AdviceKind.ROUTE, words, [layers], _between(pair))
+        gain = predicted(pair)
+        if gain is not None:  # with some layers high a step gains between nothing and what it gains with all low
+            gain = Interval(math.sqrt(gain.point), min(1.0, gain.low), max(1.0, gain.high), gain.level)
+        found = _advice(pair, "layers", AdviceKind.ROUTE, words, [layers], gain)
         yield replace(
             found, precision_map=chosen.precision_map,
             recipe=f"{found.recipe} --precision-map {as_words(chosen.precision_map)}",
@@ -166,20 +165,7 @@ def _routed(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advi
     yield from _small(pair, basis)
 
 
-def _change(gap: float | None) -> str:
-    return "unknown" if gap is None else units.change(1 + gap)
-
-
-def _between(pair: ComparedCase) -> Interval | None:
-    """With some of its layers left high a step gains something between nothing and what it gains with all."""
-    gain = predicted(pair)
-    if gain is None:
-        return None
-    return Interval(math.sqrt(gain.point), min(1.0, gain.low), max(1.0, gain.high), gain.level)
-
-
 def _small(pair: ComparedCase, basis: Basis) -> Iterator[Advice]:
-    """Holders of which no product is as large as what pays here, where others are."""
     coverage = pair.record.coverage
     if coverage is None or not pair.timed or pair.lead is None:
         return
@@ -212,7 +198,6 @@ def _small(pair: ComparedCase, basis: Basis) -> Iterator[Advice]:
 
 
 def _scheduled(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advice]:
-    """By kinds of steps, of which some gain; and by steps of a training, of which the last do harm."""
     stages = answers.get("stages")
     reference = pair.lead.case.mode if pair.lead is not None else ""
     gains = {
@@ -262,7 +247,14 @@ def harm_of(trained: Trained, arm: str) -> Harm | None:
     if steps < _LEAST_STEPS:
         return None
     curves = curves_of(trained.kept.lines, steps)
-    gaps = [gap_of(found) for part in range(PARTS) if (found := _gaps(curves, trained.found.reference, arm, part))]
+    gaps = []
+    for part in range(PARTS):  # of each seed that has both, the mean loss of that part over the reference's
+        losses = [
+            (_mean(own, part), _mean(curves[arm, seed], part))
+            for (name, seed), own in curves.items() if name == trained.found.reference and (arm, seed) in curves
+        ]  # fmt: skip
+        above = [after / before - 1 for before, after in losses if math.isfinite(after) and before > 0]
+        gaps += [gap_of(above)] if above else []
     sure = [gap is not None and gap.decides is not None and gap.decides.low > 0 for gap in gaps]
     if len(gaps) < PARTS or not sure[-1]:
         return None
@@ -271,15 +263,6 @@ def harm_of(trained: Trained, arm: str) -> Harm | None:
         first -= 1
     last = gaps[-1]
     return Harm(first / PARTS, last, steps) if first and last is not None else None
-
-
-def _gaps(curves: Mapping[Key, Curve], reference: str, arm: str, part: int) -> list[float]:
-    """Of each seed that has both, the mean loss of one part of the steps over the reference's."""
-    pairs = [
-        (_mean(own, part), _mean(curves[arm, seed], part))
-        for (name, seed), own in curves.items() if name == reference and (arm, seed) in curves
-    ]  # fmt: skip
-    return [after / before - 1 for before, after in pairs if math.isfinite(after) and before > 0]
 
 
 def _mean(curve: Curve, part: int) -> float:
@@ -292,13 +275,11 @@ RULES = (*speed_rules.RULES, *shape_rules.RULES, *cost_rules.RULES)
 
 
 def advised(basis: Basis) -> Advised:
-    """Every rule asked of every case that is no reference."""
     asked = (rule.answer(compared, basis) for compared in basis.besides for rule in RULES)
     answers = tuple(answer for answer in asked if answer is not None)
-    advice = sorted((*advice_of(basis, answers), *projections(basis)), key=_rank)
-    return Advised(basis.run.id, tuple(advice), answers, basis.least)
-
-
-def _rank(advice: Advice) -> tuple[int, float]:
-    """By kind, and what gives most first."""
-    return _ORDER.index(advice.kind), -advice.gain.point if advice.gain is not None else math.inf
+    # By kind, and what gives most first.
+    ordered = sorted(
+        (*advice_of(basis, answers), *projections(basis)),
+        key=lambda one: (_ORDER.index(one.kind), -one.gain.point if one.gain is not None else math.inf),
+    )
+    return Advised(basis.run.id, tuple(ordered), answers, basis.least)

@@ -61,7 +61,6 @@ def _refuse_foreign(run: Run, other: Run) -> None:
 
 
 def write_map(found: Advised, run: Run, path: Path) -> None:
-    """The map of the first piece of advice that leaves layers high, as a file for --precision-map."""
     routes = [one for one in found.advice if one.kind is AdviceKind.ROUTE and one.precision_map]
     if not routes:
         raise UsageError(
@@ -78,7 +77,6 @@ def checkable(advice: Sequence[Advice]) -> list[Advice]:
 
 
 def checked(basis: Basis, found: Advised, most: int, store: Path, observer: Observer) -> tuple[Checked, ...]:
-    """Measure the first pieces of advice, each by a run of its own in the store, and keep what came of them."""
     wanted = checkable(found.advice)[:most]
     if not wanted:
         raise UsageError(
@@ -115,7 +113,6 @@ def _measured(run: Run, advice: Advice, store: Path, observer: Observer) -> Run:
 
 
 def _speed(advice: Advice, again: Run) -> tuple[Interval | None, str]:
-    """What the advised step gained, or why nobody knows."""
     setting = advice.settings[0]
     record = next(
         (one for one in again.records if one.case.setting == setting and not one.is_reference

@@ -97,7 +97,6 @@ def products_of(pair: ComparedCase) -> list[tuple[int, int, int, int]]:
 
 
 def _taped(operators: Iterable[OperatorCount]) -> Iterator[tuple[int, int, int, int]]:
-    """Of products of two matrices: M, N, K from their FLOPs and what comes out."""
     for operator in operators:
         shape = (
             _SHAPE.search(operator.outputs[0])

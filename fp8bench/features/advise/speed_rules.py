@@ -39,7 +39,6 @@ def _native(pair: ComparedCase, basis: Basis) -> Reply | str:
 
 
 def _untimed(pair: ComparedCase) -> str:
-    """Why a case has no speed; '' where it has one."""
     if pair.emulated:
         return EMULATED if pair.record.support.level is Level.EMULATED else "the reference is emulated here"
     if pair.record.status is not Status.OK:
@@ -175,7 +174,6 @@ _ROWS = ("batch", "sequence", "tokens", "context")
 
 
 def _batch(pair: ComparedCase, basis: Basis) -> Reply | str | None:
-    """Whether a larger one would give more: weights' casts are paid by more rows, attention's share grows."""
     params = dict(pair.record.case.params)
     axes = [axis for axis in _ROWS if isinstance(params.get(axis), int)]
     if not axes or not pair.trains:

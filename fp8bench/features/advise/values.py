@@ -107,7 +107,6 @@ class Checked:
 
     @property
     def hit(self) -> bool | None:
-        """Whether the speed-up lay within the prediction; None where one of them is missing."""
         gain = self.advice.gain
         if gain is None or self.measured is None:
             return None
@@ -140,7 +139,6 @@ class Cost:
     why: str = ""
 
     def money(self, price: float) -> Interval | None:
-        """What it costs to come to that loss, by the price of an hour."""
         if self.time is None or self.hours is None:
             return None
         whole = self.hours * price

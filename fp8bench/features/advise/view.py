@@ -11,7 +11,7 @@ from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Answer,
 from fp8bench.model import Interval, Level
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Column, Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.naming import many
@@ -36,7 +36,10 @@ def advice_elements(advised: Advised, whole: bool = True) -> Iterator[Element]:
     named = short_names(advised)
     shown = advised.advice[:_MOST]
     tones = (Tone.DOUBT if one.doubtful else _KINDS.get(one.kind, Tone.STRONG) for one in shown)
-    yield Items(tuple(Text(_sentence(one, named), tone) for one, tone in zip(shown, tones, strict=True)))
+    settings = ([named(one) for one in advice.settings] for advice in shown)
+    places = (own[0] if len(own) == 1 else many(len(own), "setting") for own in settings)
+    said = zip(shown, places, tones, strict=True)
+    yield Items(tuple(Text(f"{advice.sentence} ({place}).", tone) for advice, place, tone in said))
     if len(advised.advice) > len(shown):
         yield Text(f"{len(advised.advice) - len(shown)} more pieces of advice are in the JSON.")
     gains = [one for one in advised.advice if one.gain is not None and (whole or one.kind is not AdviceKind.NOTHING)]
@@ -69,11 +72,6 @@ def short_names(advised: Advised) -> Callable[[str], str]:
     return short
 
 
-def _sentence(advice: Advice, named: Callable[[str], str]) -> str:
-    where = named(advice.settings[0]) if len(advice.settings) == 1 else many(len(advice.settings), "setting")
-    return f"{advice.sentence} ({where})."
-
-
 def speed(found: Interval | None, show: Callable[[float], str] = units.speed_up) -> Field:
     """'1.62x [1.60, 1.64]'."""
     if found is None:
@@ -83,7 +81,6 @@ def speed(found: Interval | None, show: Callable[[float], str] = units.speed_up)
 
 
 def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) -> Iterator[Element]:
-    """A table a model: what each precision takes beside its reference, a step and to the same loss."""
     named = short_names(advised)
     by_setting = together((one.setting, one) for one in costs)
     cols: list[Col[Cost]] = [
@@ -110,7 +107,6 @@ def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) ->
 
 
 def _gap(cost: Cost) -> str:
-    """'+0.8% [+0.2%, +1.4%] worse'."""
     if cost.gap is None:
         return cost.learned or units.NONE
     low, point, high = (units.change(1 + value) for value in (cost.gap.low, cost.gap.point, cost.gap.high))
@@ -129,26 +125,20 @@ def checklist(advised: Advised, shared: bool) -> Iterator[Table]:
         for answer in advised.answers
     )
     for number, (place, answers) in enumerate(by_place.items(), 1):
-        columns = (
-            Column("precision", shared=shared), Column("question"), Column("here"),
-            Column("figure", below=shared), Column("evidence", below=shared),
-        )  # fmt: skip
         by_row = together(
             ((answer.mode, answer.figure if _open(answer) else answer.rule), answer) for answer in answers
         )
-        rows = tuple(_row(found, named) for found in by_row.values())
-        yield Table(f"checklist-{number}", f"{place}: when to use a lower precision", columns, rows)
+        caption = f"{place}: when to use a lower precision"
+        yield table(f"checklist-{number}", caption, _checklist_cols(named, shared, below=shared), by_row.values())
 
 
 def _answered(advised: Advised) -> Iterator[Element]:
-    """A row a question that has an answer, then the commands that would answer more."""
     named = short_names(advised)
     by_row = together(((answer.mode, answer.rule), answer) for answer in advised.answers)
     known = [found for found in by_row.values() if any(answer.met is not Met.UNKNOWN for answer in found)]
-    rows = [_row([answer for answer in found if answer.met is not Met.UNKNOWN], named)[:4] for found in known]
-    columns = (Column("precision"), Column("question"), Column("here"), Column("figure", below=True))
+    rows = [[answer for answer in found if answer.met is not Met.UNKNOWN] for found in known]
     if rows:
-        yield Table("answered", "what decides it", columns, tuple(rows))
+        yield table("answered", "what decides it", _checklist_cols(named, shared=False, below=True)[:4], rows)
     missing = [found[0] for found in by_row.values() if found not in known and not _open(found[0])]
     measures = dict.fromkeys(answer.measure for answer in missing if answer.measure)
     if missing:
@@ -160,19 +150,34 @@ def _open(answer: Answer) -> bool:
     return answer.met is Met.UNKNOWN and answer.figure.startswith(Level.EMULATED)
 
 
-def _row(answers: Sequence[Answer], named: Callable[[str], str]) -> tuple[Field, ...]:
-    (met, count), *_ = Counter(answer.met for answer in answers).most_common()
-    first = next(answer for answer in answers if answer.met is met)
-    words = met.value + (f" ({count} of {len(answers)})" if count < len(answers) else "")
-    grounds = [f"{ground.figure} in {named(ground.row)}" for ground in first.grounds[:_MOST_GROUNDS]]
-    questions = dict.fromkeys(answer.question for answer in answers)
-    settings = dict.fromkeys(answer.setting for answer in answers)
-    told = first.figure if len(settings) == 1 or _open(first) else f"{first.figure} at {named(first.setting)}"
-    measure = f"measure it: {first.measure}" if first.measure and not _open(first) else units.NONE
-    return (
-        Field(first.mode), Field(" ".join(questions)), Field(words, tone=_TONES[met]), Field(told),
-        Field("; ".join(grounds) or measure),
-    )  # fmt: skip
+def _checklist_cols(named: Callable[[str], str], shared: bool, below: bool) -> list[Col[Sequence[Answer]]]:
+    """Of answers to one question: the word that most of them have, and the first one with it."""
+
+    def first(answers: Sequence[Answer]) -> tuple[Answer, int]:
+        (met, count), *_ = Counter(answer.met for answer in answers).most_common()
+        return next(answer for answer in answers if answer.met is met), count
+
+    def here(answers: Sequence[Answer]) -> Field:
+        answer, count = first(answers)
+        some = f" ({count} of {len(answers)})" if count < len(answers) else ""
+        return Field(f"{answer.met.value}{some}", tone=_TONES[answer.met])
+
+    def figure(answers: Sequence[Answer]) -> str:
+        answer, settings = first(answers)[0], {answer.setting for answer in answers}
+        alone = len(settings) == 1 or _open(answer)
+        return answer.figure if alone else f"{answer.figure} at {named(answer.setting)}"
+
+    def evidence(answers: Sequence[Answer]) -> str | None:
+        answer = first(answers)[0]
+        grounds = [f"{ground.figure} in {named(ground.row)}" for ground in answer.grounds[:_MOST_GROUNDS]]
+        measure = f"measure it: {answer.measure}" if answer.measure and not _open(answer) else None
+        return "; ".join(grounds) or measure
+
+    return [
+        Col("precision", lambda answers: answers[0].mode, shared=shared),
+        Col("question", lambda answers: " ".join(dict.fromkeys(answer.question for answer in answers))),
+        Col("here", here), Col("figure", figure, below=below), Col("evidence", evidence, below=below),
+    ]  # fmt: skip
 
 
 _NOTHING = "There is nothing to advise on: the run has no case beside a reference."
@@ -200,7 +205,6 @@ def page_of(
 
 
 def checks(checked: Sequence[Checked], named: Callable[[str], str] = str) -> Table:
-    """What was predicted beside what was measured."""
     hits = {True: Field("yes", tone=Tone.GOOD), False: Field("no", tone=Tone.BAD), None: Field("-", tone=Tone.DOUBT)}
     cols: list[Col[Checked]] = [
         Col("advice", lambda check: f"{check.advice.kind} {check.advice.mode}"),
@@ -215,20 +219,19 @@ def checks(checked: Sequence[Checked], named: Callable[[str], str] = str) -> Tab
 
 
 def score_page(checked: Sequence[Checked], troubles: Sequence[str] = ()) -> Page:
-    """How often what was measured lay within what was predicted, by the kind of advice and its rule."""
     told = [one for one in checked if one.hit is not None]
     hits = sum(one.hit is True for one in told)
     rate = f"{units.percent(hits / len(told), 0)}: {hits} of {len(told)}" if told else "unknown: 0 of 0"
-    columns = (Column("advice"), Column("rule"), Column("hits", number=True), Column("checks", number=True))
-    by_rule = together(((one.advice.kind, one.advice.rule), one) for one in told)
-    rows = tuple(
-        (Field(kind), Field(rule), Field(str(sum(one.hit is True for one in found))), Field(str(len(found))))
-        for (kind, rule), found in by_rule.items()
-    )
+    rows = together(((one.advice.kind, one.advice.rule), one) for one in told).values()
+    cols: list[Col[list[Checked]]] = [
+        Col("advice", lambda found: found[0].advice.kind), Col("rule", lambda found: found[0].advice.rule),
+        Col("hits", lambda found: str(sum(one.hit is True for one in found)), number=True),
+        Col("checks", lambda found: str(len(found)), number=True),
+    ]  # fmt: skip
     elements: list[Element] = [Text(f"hit rate {rate} checks lay within what was predicted.", Tone.STRONG)]
     if len(told) < len(checked):
         elements.append(Text(f"{many(len(checked) - len(told), 'check')} came to no figure and count as none."))
-    elements += [Table("score", "", columns, rows), checks(checked)] if rows else []
+    elements += [table("score", "", cols, rows), checks(checked)] if rows else []
     return Page("the advisor's score", "", (Part("score", "", (*elements, *map(Text, troubles))),))
 
 

@@ -55,7 +55,6 @@ class Auditor:
         self._searches: Counter[str] = Counter()
 
     def shapes(self) -> tuple[Shape, ...]:
-        """Those that it has promised to take."""
         return tuple(dict.fromkeys(map(self.fitting, self.subject.shapes)))
 
     def fitting(self, shape: Shape) -> Shape:
@@ -72,7 +71,6 @@ class Auditor:
         return self.subject.drawn(given.data, given.shape, self.seed)
 
     def results(self, matrices: Matrices) -> dict[str, Tensor]:
-        """What the callable makes of matrices that it has never seen."""
         return self.subject.results(self.subject.arguments(matrices))
 
     def judged(self, matrices: Matrices, results: dict[str, Tensor]) -> dict[str, PromiseVerdict]:
@@ -95,7 +93,11 @@ class Auditor:
         again, promises = self.judged(fresh, self.results(fresh)), self.subject.promises(matrices)
         for name, verdict in verdicts.items():
             if not verdict.remark and verdict.code not in (again[name].code, *CERTAIN):
-                verdicts[name] = _unconfirmed(promises[name].judge(results[name], search=False), again[name])
+                # What another input does not show has no name, and is no figure that was chance.
+                left = promises[name].judge(results[name], search=False)
+                if left.code in FIGURES and not again[name].failed:
+                    left = left._replace(code="other-rounding", why=f"on one input of two {left.why}", remark=True)
+                verdicts[name] = left
         return verdicts
 
     def smallest(self, given: AuditInput, name: str, judged: PromiseVerdict) -> AuditInput:
@@ -108,13 +110,6 @@ class Auditor:
             if found is not None and found.code == judged.code:
                 return smaller
         return given
-
-
-def _unconfirmed(verdict: PromiseVerdict, again: PromiseVerdict) -> PromiseVerdict:
-    """What is left of one whose mistake another input does not show: no name, and no figure that was chance."""
-    chance = verdict.code in FIGURES and not again.failed
-    why = f"on one input of two {verdict.why}"
-    return verdict._replace(code="other-rounding", why=why, remark=True) if chance else verdict
 
 
 class AuditCheck(ABC):

@@ -225,7 +225,6 @@ def sound(signature: Signature, facts: DeviceFacts) -> Signature:
 
 
 def _known(word: str, facts: DeviceFacts) -> str:
-    """A precision's name in full; UsageError for one that the device has not, or that single calls do not show."""
     name = precisions.canonical(word)
     precision = precisions.get(name)
     if precision.support(facts).level is Level.REFUSED:
@@ -261,7 +260,6 @@ def _by_check(audit: Audit) -> dict[str, list[AuditFinding]]:
 
 
 def page_of(facts: DeviceFacts, audit: Audit, whole: bool = True) -> Page:
-    """The answer, why, and what else was said; of the `whole` every check, remark, layer and time."""
     signature = audit.signature
     precision = f" in {signature.precision}" * bool(signature.precision)
     title = f"audit of {audit.target}: {signature.kind.value}{precision} on {facts.key} ({facts.name})"
@@ -279,7 +277,6 @@ def page_of(facts: DeviceFacts, audit: Audit, whole: bool = True) -> Page:
 
 
 def _verdict(audit: Audit, failed: list[AuditFinding]) -> Iterator[Text]:
-    """The word with its reason, and of how many results that is said."""
     outcome, checks = audit.outcome, len(_by_check(audit))
     reason = next((f"{one.code}: {one.why}" for one in failed if one.outcome is outcome), "")
     right = _covered(audit) if audit.layers else f"it gives what {audit.signature.precision} gives, by {checks} checks"
@@ -288,7 +285,6 @@ def _verdict(audit: Audit, failed: list[AuditFinding]) -> Iterator[Text]:
 
 
 def _rest(audit: Audit, remarks: list[AuditFinding]) -> Iterator[Text]:
-    """A line each: what is right, what is remarked on, and where more stands."""
     right = [name for name, found in _by_check(audit).items() if worst(found) is AuditOutcome.PASS]
     if right:
         yield Text(f"right: {', '.join(right)}")
@@ -347,7 +343,6 @@ _LAYERS: tuple[Col[AuditedLayer], ...] = (
 
 
 def _covered(audit: Audit) -> str:
-    """How much was converted, by number and, where the model was run, by FLOPs."""
     low, flops = sum(layer.low for layer in audit.layers), sum(layer.flops for layer in audit.layers)
     share = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
     return f"{low} of {len(audit.layers)} layers converted{share}"

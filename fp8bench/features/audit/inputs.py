@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +19,8 @@ from fp8bench.model.promises import AuditKind
 from fp8bench.user_code import own_words
 
 _ORDINALS = ("first", "second", "third")
+# What is transposed of a matrix, and of heads.
+_SIDES = (0, 1), (1, 2)
 Results = dict[str, Tensor]
 
 
@@ -125,7 +127,11 @@ class ExtremesCheck(AuditCheck):
         for given, whole in self._cases():
             results, matrices = self.auditor.results(whole), whole
             if given.shape == self.auditor.fitting(self.subject.tall) and self.subject.kind is not AuditKind.ATTENTION:
-                rows = _sampled(whole)
+                # Rows that say how the others are: beside the ends of blocks, and those of the largest, of which
+                # scales are.
+                high = (whole[0], *whole[2:])
+                count, largest = len(high[0]), [int(matrix.abs().amax(1).argmax()) for matrix in high]
+                rows = sorted({*range(0, count, 16), *(end - 1 for end in range(16, count, 16)), count - 1, *largest})
                 results = {name: result[rows] for name, result in results.items() if name != "weight gradient"}
                 matrices = tuple(matrix if place == 1 else matrix[rows] for place, matrix in enumerate(whole))
             promises = self.subject.promises(matrices)
@@ -140,7 +146,9 @@ class ExtremesCheck(AuditCheck):
     def _cases(self) -> Iterator[tuple[AuditInput, Matrices]]:
         given = AuditInput(NORMAL, self.auditor.shapes()[0])
         matrices = self.auditor.matrices(given)
-        for operand in self._scaled(matrices):
+        # What may be of any size: not where no scale follows it, or fp16 ends; scores are no sizes.
+        scaled_ones = (2,) if self.subject.kind is AuditKind.ATTENTION else range(len(matrices))
+        for operand in scaled_ones if matrices[0].dtype is not torch.float16 and self.subject.follows else ():
             for power in (40, -40):
                 how = f"the {_ORDINALS[operand]} argument times 2^{power}"
                 scaled = matrices[operand] * 2.0**power
@@ -158,19 +166,6 @@ class ExtremesCheck(AuditCheck):
         if "signs that lean" in self.subject.data:
             signs = AuditInput("signs that lean", tall.shape)
             yield signs, self.auditor.matrices(signs)
-
-    def _scaled(self, matrices: Matrices) -> Iterable[int]:
-        """What may be of any size: not where no scale follows it, or fp16 ends; scores are no sizes."""
-        if matrices[0].dtype is torch.float16 or not self.subject.follows:
-            return ()
-        return (2,) if self.subject.kind is AuditKind.ATTENTION else range(len(matrices))
-
-
-def _sampled(matrices: Matrices) -> list[int]:
-    """Rows that say how the others are: beside the ends of blocks, and those of the largest, of which scales are."""
-    tall = (matrices[0], *matrices[2:])
-    count, largest = len(tall[0]), [int(matrix.abs().amax(1).argmax()) for matrix in tall]
-    return sorted({*range(0, count, 16), *(end - 1 for end in range(16, count, 16)), count - 1, *largest})
 
 
 class StridesCheck(AuditCheck):
@@ -204,17 +199,15 @@ class StridesCheck(AuditCheck):
             yield self.remark("refused", refused, given)
 
 
-def _part(x: Tensor) -> Tensor:
+def _wider(x: Tensor) -> Tensor:
     other = torch.cat((x[1:], x[:1]))
     return torch.cat((other, x, other), -1)[..., x.shape[-1] : 2 * x.shape[-1]]
 
 
-def _turned(x: Tensor) -> Tensor:
-    sides = (1, 2) if x.dim() > 2 else (0, 1)
-    return x.transpose(*sides).contiguous().transpose(*sides)
-
-
-_LAID = {"as columns of a wider one": _part, "as a transposed one": _turned}
+_LAID: dict[str, Callable[[Tensor], Tensor]] = {
+    "as columns of a wider one": _wider,
+    "as a transposed one": lambda x: x.transpose(*_SIDES[x.dim() > 2]).contiguous().transpose(*_SIDES[x.dim() > 2]),
+}
 
 
 class OddShapesCheck(AuditCheck):

@@ -198,7 +198,6 @@ _SHOWN = 4
 
 
 def audited_model(target: str, model: nn.Module, batch: Any, signature: Signature, facts: DeviceFacts) -> Audit:
-    """Of a model as it is now, run once on a batch where there is one. The model stays as it was."""
     started, layers = time.perf_counter(), layers_in(model)
     failed = []
     try:
@@ -214,7 +213,10 @@ def audited_model(target: str, model: nn.Module, batch: Any, signature: Signatur
         rows.append(
             AuditedLayer(layer.name, layer.what, sides, layer.low, layer.runs, layer.flops, reason, rule, layer.also)
         )
-    checks = {_COVERAGE: [*_conversion(rows), *_ties(model, layers)]}
+    checks = {_COVERAGE: list(_conversion(rows))}
+    for name, table in untied(model, layers):
+        words = f"it has the values of {table}, and is another tensor: what was tied is so no longer"
+        checks[_COVERAGE].append(AuditFinding(_COVERAGE, AuditOutcome.FAIL, "tie-broken", words, name))
     if batch is not None:
         checks[_NUMBERS] = failed or list(_numbers(rows, signature.precision))
     findings = [one for name, found in checks.items() for one in found or [AuditFinding(name, AuditOutcome.PASS)]]
@@ -256,12 +258,6 @@ def _conversion(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
     for rule, alike in by_rule.items():
         why = f"{len(alike)} of {len(rows)} layers stay as they were: {alike[0].reason}"
         yield _finding(_COVERAGE, rule, why, alike, AuditOutcome.PASS)
-
-
-def _ties(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[AuditFinding]:
-    for name, table in untied(model, layers):
-        words = f"it has the values of {table}, and is another tensor: what was tied is so no longer"
-        yield AuditFinding(_COVERAGE, AuditOutcome.FAIL, "tie-broken", words, name)
 
 
 def _numbers(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFinding]:

@@ -51,7 +51,6 @@ def _outliers(x: Tensor) -> Tensor:
 
 
 def _one_hot(rows: int, columns: int, random: torch.Generator) -> Tensor:
-    """A single power of two in each row: products show the other operand's values."""
     x = torch.zeros(rows, columns)
     places = torch.randint(0, columns, (rows,), generator=random)
     x[torch.arange(rows), places] = _sizes(rows, 3, random)
@@ -62,11 +61,6 @@ def _many_octaves(rows: int, columns: int, random: torch.Generator) -> Tensor:
     """Numbers that scaled elements have below their smallest normal one, too."""
     sizes = torch.exp2(torch.rand(rows, columns, generator=random) * -20)
     return sizes * (torch.randint(0, 2, (rows, columns), generator=random) * 2 - 1)
-
-
-def _leaning_signs(rows: int, columns: int, random: torch.Generator) -> Tensor:
-    """Every cast keeps ones, and their sums are whole numbers that are large: what differs is no cast's."""
-    return torch.where(torch.rand(rows, columns, generator=random) < 0.1, -1.0, 1.0)
 
 
 DATA: dict[str, Draw] = {
@@ -82,7 +76,8 @@ DATA: dict[str, Draw] = {
     "many octaves": _many_octaves,
     "many octaves, one at a time": _many_octaves,
     "one at a time of many octaves": _one_hot,
-    "signs that lean": _leaning_signs,
+    # Every cast keeps ones, and their sums are whole numbers that are large: what differs is no cast's.
+    "signs that lean": lambda m, k, random: torch.where(torch.rand(m, k, generator=random) < 0.1, -1.0, 1.0),
     "large": lambda rows, columns, random: _normal(rows, columns, random) * 2.0**10,
     "small": lambda rows, columns, random: _normal(rows, columns, random) * 2.0**-10,
 }
@@ -104,7 +99,6 @@ _SECOND: dict[str, Draw] = {
 
 
 def drawn(data: str, operand: int, rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """A matrix of that data."""
     draw = (DATA | TIMED | (_SECOND if operand else {}))[data]
     name = f"{data} {operand} {rows}x{columns}"
     random = torch.Generator("cpu").manual_seed(seed + zlib.crc32(name.encode()))
@@ -131,7 +125,6 @@ class Rounded:
 
     @property
     def spread(self) -> Tensor:
-        """The scale of every element."""
         return spread(self.scales, self.elements) * self.tensor_scale
 
     @property
@@ -270,7 +263,6 @@ def _of_casts(x: Tensor, kept: Rounded, own: Treatment) -> Iterator[Mistake]:
 
 
 def _extent(scaling: Scaling | None) -> float:
-    """How many elements share a scale."""
     return math.inf if scaling is None else (scaling.rows or math.inf) * (scaling.columns or 1 << 20)
 
 
@@ -382,8 +374,15 @@ def kept(word: str, facts: DeviceFacts, signed: bool = True) -> tuple[Cast, floa
     if flat is not None:
         fmt = _FLOATS.get(flat.codes)
         bits = 4 if flat.codes == "dynamic4" else 8
-        known = _linear(signed) if flat.codes == "linear8" else dynamic_map(bits, signed)
-        codes = partial(values, fmt=fmt) if fmt else partial(_mapped, known=known)
+        known = dynamic_map(bits, signed)
+        if flat.codes == "linear8":
+            known = torch.arange(-127, 128) / 127 if signed else torch.arange(256) / 255
+        middles = (known[1:] + known[:-1]) / 2  # where the nearest value of the map is the upper one, too
+
+        def mapped(x: Tensor) -> Tensor:
+            return known[torch.bucketize(x, middles, right=True)]
+
+        codes = partial(values, fmt=fmt) if fmt else mapped
         cast = partial(_flat, block=flat.block, largest=fmt.largest if fmt else 1.0, codes=codes)
         return cast, bits / 8 + _SCALE_BYTES / flat.block
     if word in ("fp32", "bf16"):
@@ -419,11 +418,6 @@ def _flat(x: Tensor, block: int, largest: float, codes: Cast) -> Tensor:
     return (codes(runs / scales) * scales).flatten()[: len(line)].view(x.shape).to(torch.float64)
 
 
-def _mapped(x: Tensor, known: Tensor) -> Tensor:
-    """The nearest value of the map; halfway between two the upper one."""
-    return known[torch.bucketize(x, (known[1:] + known[:-1]) / 2, right=True)]
-
-
 @cache
 def dynamic_map(bits: int, both: bool) -> Tensor:
     """The values of Dettmers's dynamic data type, with negative ones or not: powers of ten, and within one of them
@@ -439,8 +433,3 @@ def dynamic_map(bits: int, both: bool) -> Tensor:
         middles = (10.0 ** (place - octaves + 1) * ((edges[1:] + edges[:-1]) / 2)).tolist()
         found += [*middles, *(-middle for middle in middles if both)]
     return torch.tensor(sorted(found))
-
-
-def _linear(both: bool) -> Tensor:
-    """Equal steps of eight bits."""
-    return torch.arange(-127, 128) / 127 if both else torch.arange(256) / 255

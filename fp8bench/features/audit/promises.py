@@ -98,8 +98,11 @@ class ProductPromise:
         sums = self._sums(found.dtype)
         likely = sums.exact.to(found.dtype) if self.emulated is None else self.emulated
         beyond = ~likely.isfinite()
-        if bool(beyond.any()):
-            return _overflown(found, beyond, sums)
+        if bool(beyond.any()):  # where the promised sum is too large for its dtype nobody can say what is right
+            apart = (found.to(torch.float64) - sums.exact).abs()
+            lost = int((~(apart <= sums.bound + sums.step(sums.exact.abs())) & ~beyond).sum())
+            why = f"{lost} results beside those that overflow are wrong"
+            return PromiseVerdict("too-bad", why) if lost else PromiseVerdict()
         if wrong := not_finite(found):
             return wrong
         error, expected = self._error(found), self._error(likely)
@@ -109,7 +112,6 @@ class ProductPromise:
         return band if band.failed else PromiseVerdict(error=error, expected=expected)
 
     def _held(self, found: Tensor, sums: ConformitySums, search: bool) -> PromiseVerdict:
-        """Against sums of the promised products, then of what honest casts may make of them, then by its error."""
         wide = found.to(torch.float64)
         if sums.holds(wide):
             return PromiseVerdict()
@@ -126,7 +128,9 @@ class ProductPromise:
         if code or (gain and near):
             return PromiseVerdict(code, why) if code else PromiseVerdict("gain", gain)
         if not near and not self._lossless:
-            return PromiseVerdict("wrong-values", _placed(far))
+            row, column = (int(place) for place in far.nonzero()[0])
+            where = f"{int(far.sum())} of {far.numel()} results, the first in row {row}, column {column}"
+            return PromiseVerdict("wrong-values", f"{where}, are further off than operands that round otherwise")
         band = in_band(self._error(found), self._error(sums.exact.to(found.dtype)), why or gain)
         if short := self._short(wide, sums):
             remark = band.remark or (band.error is None and short >= _SHORT)
@@ -135,7 +139,6 @@ class ProductPromise:
 
     @property
     def _lossless(self) -> bool:
-        """Whether casts leave the operands as they came."""
         return all(one.given is None or torch.equal(one.values, one.given.float()) for one in (self.a, self.b))
 
     def _beyond(self, wide: Tensor, sums: ConformitySums, slack: Iterable[Tensor], errors: float = math.inf) -> Tensor:
@@ -211,7 +214,6 @@ class ProductPromise:
         return _CODES.get(difference, ""), why
 
     def _guesses(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-        """Both operands under the same mistake, then one of them alone."""
         a, b = self.a.values, self.b.values
         first, second = list(mistakes(self.a)), list(mistakes(self.b))
         alike = {(code, words): values for code, words, values in second}
@@ -265,7 +267,6 @@ class CastPromise:
         return in_band(error, expected, why or "other values, of the same error")
 
     def agrees(self, tensor: Tensor, other: Tensor) -> bool:
-        """Up to the last bits of their scales."""
         return torch.equal(tensor, other) or bool(((tensor - other).abs() <= _LAST_BITS * other.abs()).all())
 
 
@@ -360,7 +361,6 @@ def _softmax(scores: Tensor, causal: bool, later: int = 0) -> Tensor:
 
 
 def _along_last(x: Tensor, treatment: Treatment | None) -> Tensor:
-    """Each head's matrix cast by itself, in float64."""
     if treatment is None:
         return x.to(torch.float64)
     heads = x.reshape(-1, *x.shape[-2:])
@@ -368,14 +368,7 @@ def _along_last(x: Tensor, treatment: Treatment | None) -> Tensor:
     return cast.view(x.shape).to(torch.float64)
 
 
-def _placed(far: Tensor) -> str:
-    row, column = (int(place) for place in far.nonzero()[0])
-    first = f"the first in row {row}, column {column}"
-    return f"{int(far.sum())} of {far.numel()} results, {first}, are further off than operands that round otherwise"
-
-
 def _slack(operand: Rounded, ends: Matrices) -> Tensor:
-    """How far honest casts may be off, last bits included."""
     low, high = ends
     return torch.maximum(high - operand.values, operand.values - low) + _LAST_BITS * operand.values.abs()
 
@@ -395,7 +388,6 @@ def _distance(found: Tensor, other: Tensor) -> float:
 
 
 def unusable(found: Tensor, shape: tuple[int, ...]) -> PromiseVerdict | None:
-    """What is wrong with a result whatever was promised."""
     if tuple(found.shape) != shape:
         gives, wanted = ("x".join(map(str, one)) or "one number" for one in (found.shape, shape))
         return PromiseVerdict("shape", f"gives {gives}, and {wanted} were expected")
@@ -404,23 +396,12 @@ def unusable(found: Tensor, shape: tuple[int, ...]) -> PromiseVerdict | None:
     return None
 
 
-def _overflown(found: Tensor, beyond: Tensor, sums: ConformitySums) -> PromiseVerdict:
-    """Where the promised sum is too large for its dtype nobody can say what is right; the others are what they are."""
-    apart = (found.to(torch.float64) - sums.exact).abs()
-    lost = int((~(apart <= sums.bound + sums.step(sums.exact.abs())) & ~beyond).sum())
-    return (
-        PromiseVerdict("too-bad", f"{lost} results beside those that overflow are wrong") if lost else PromiseVerdict()
-    )
-
-
 def not_finite(found: Tensor) -> PromiseVerdict | None:
-    """The same of results that all should be numbers."""
     gone = int((~found.isfinite()).sum())
     return PromiseVerdict("not-finite", f"{gone} of {found.numel()} results are no numbers") if gone else None
 
 
 def in_band(error: float | None, expected: float | None, why: str = "") -> PromiseVerdict:
-    """What the error alone says."""
     why, remark = why or "no known mistake explains it", why or "not the promised values, and with their error"
     if error is None or expected is None:
         return PromiseVerdict("unexplained", why, error, expected)

@@ -187,7 +187,8 @@ class MemoryCheck(AuditCheck):
         kept = {name: one.detach().clone() for name, one in first.items()}
         self._refilled(arguments, "rows of different sizes")
         self.subject.raw(arguments)
-        if any(not torch.equal(first[name], one) and not _nan_alike(first[name], one) for name, one in kept.items()):
+        pairs = [(first[name], one) for name, one in kept.items()]
+        if not all(bool(((one == two) | (one.isnan() & two.isnan())).all()) for one, two in pairs):
             yield self.fail("overwritten", "a later call writes into the result of an earlier one")
 
     def _poisoned(self, arguments: Matrices) -> Iterator[AuditFinding]:
@@ -251,10 +252,6 @@ def _write(values: Matrices, into: Matrices) -> None:
     with torch.no_grad():
         for one, other in zip(into, values, strict=True):
             one.copy_(other)
-
-
-def _nan_alike(tensor: Tensor, other: Tensor) -> bool:
-    return bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
 
 
 @contextmanager

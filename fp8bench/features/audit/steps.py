@@ -293,7 +293,6 @@ class OptimizerPromise:
 
     @cached_property
     def _noise(self) -> float:
-        """What rounding to float32 makes of the update: of the weights, and of betas that are near to 1."""
         size = float(self._exact.norm()) or 1.0
         moved = 1 + math.sqrt(len(self.gradients)) * float(self.start.double().norm()) / size
         return _FLOAT32 * (_ORDERS * moved + 1 / (1 - max(self.plain.hyper.betas)))
@@ -302,7 +301,6 @@ class OptimizerPromise:
         return way.after(self.start, self.gradients) - self.start.to(torch.float64)
 
     def _explained(self, found: Tensor, own: float) -> tuple[str, str]:
-        """Which way it leans; else the mistake that comes nearest, if it does so by far."""
         if lean := self._lean(found):
             return "biased", lean
         near, explained = math.inf, ("", "")
@@ -329,7 +327,6 @@ class OptimizerPromise:
 
 
 def moments_of(signature: Signature, facts: DeviceFacts) -> tuple[tuple[Cast, float], tuple[Cast, float]]:
-    """How both moments are kept, and in how many bytes."""
     first, second = signature.precision, signature.second_moment
     recipe = first not in ("fp32", "bf16", "fp16") and FlatMoments.of(first) is None
     second = {"": "fp16" if recipe else first, "same": first}.get(second, second)

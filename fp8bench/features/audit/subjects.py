@@ -72,11 +72,9 @@ class Subject(ABC):
 
     @property
     def follows(self) -> bool:
-        """Whether results are as exact whatever the size of what goes in."""
         return all(cast is None or cast.scaling is not None for cast in self.promised.treatments)
 
     def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
-        """Its matrices, contraction last."""
         sizes = ((shape.m, shape.k), (shape.n, shape.k))[: len(self.sides) - 1]
         return tuple(drawn(data, place, *size, seed, self.promised.carrier) for place, size in enumerate(sizes))
 
@@ -88,7 +86,6 @@ class Subject(ABC):
         return 2 * shape.m * shape.n * shape.k
 
     def arguments(self, matrices: Matrices) -> Matrices:
-        """What the callable is given for them, on its device."""
         return tuple(matrix.to(self.device, copy=True) for matrix in matrices)
 
     def results(self, arguments: Matrices) -> dict[str, Tensor]:
@@ -96,7 +93,6 @@ class Subject(ABC):
         return {name: one.detach().to("cpu", copy=True) for name, one in self.raw(arguments).items()}
 
     def raw(self, arguments: Matrices) -> dict[str, Tensor]:
-        """The same, as it gives them."""
         return {self.kind.value: self._one(self.function(*arguments))}
 
     @abstractmethod
@@ -119,18 +115,16 @@ class ProductSubject(Subject):
         if self.signature.takes is Takes.VALUES:
             a, b = matrices
             return super().arguments((a, b.t().contiguous() if turned else b))
-        kept = self._kept(matrices)
-        codes = [one.codes.to(self.device) for one in kept]
-        scales = [self._scale(one.scales).to(self.device) for one in kept]
+        kept, treatment = self._kept(matrices), self.promised.treatments[0]
+        codes, scales = [one.codes.to(self.device) for one in kept], [one.scales for one in kept]
+        fmt = None if treatment is None or treatment.scaling is None else treatment.scaling.scale
+        if fmt is None:
+            scales = [one.reshape(()) if one.numel() == 1 else one for one in scales]
+        else:
+            scales = [one.to(torch.float8_e8m0fnu if fmt.name == "e8m0" else DTYPES[fmt.name]) for one in scales]
+        scales = [one.to(self.device) for one in scales]
         whole = [torch.tensor(one.tensor_scale, device=self.device) for one in kept if one.tensor_scale != 1.0]
         return codes[0], codes[1].t() if turned else codes[1], *scales, *whole
-
-    def _scale(self, scales: Tensor) -> Tensor:
-        treatment = self.promised.treatments[0]
-        kept = None if treatment is None or treatment.scaling is None else treatment.scaling.scale
-        if kept is None:
-            return scales.reshape(()) if scales.numel() == 1 else scales
-        return scales.to(torch.float8_e8m0fnu if kept.name == "e8m0" else DTYPES[kept.name])
 
     def promises(self, matrices: Matrices) -> dict[str, Promise]:
         return {"product": ProductPromise(*self._kept(matrices))}
@@ -210,7 +204,6 @@ class LinearSubject(Subject):
         return found
 
     def _emulated(self, a: tuple[Tensor, Role], b: tuple[Tensor, Role], last: bool) -> Tensor | None:
-        """The emulation's result where casts rotate operands or draw random numbers; else None."""
         recipe = self.promised.recipe
         drawn = recipe is not None and any(one is Role.GRADIENT and recipe.gradient.stochastic for _, one in (a, b))
         if recipe is None or not (drawn or (last and recipe.hadamard)):
@@ -285,7 +278,6 @@ class OptimizerSubject(Subject):
         return {"update": optimizer_promise(self.signature, self.facts, self._hyper, self.dtype, *matrices)}
 
     def state_bytes(self, matrices: Matrices) -> tuple[float, float] | None:
-        """What its state takes of each element, and what was promised; None where it shows none."""
         optimizer, weights = self._stepped(*self.arguments(matrices))
         state = getattr(optimizer, "state", {}).get(weights)
         if not state:
@@ -312,7 +304,6 @@ class OptimizerSubject(Subject):
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of what a tensor is made of, too."""
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return sum(_bytes(getattr(tensor, name)) for name in names)

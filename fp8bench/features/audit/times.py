@@ -58,7 +58,6 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def work_of(call: Callable[[], object]) -> CallWork:
-    """Of one call; what torch compiles does the operators that it was made of."""
     with uncompiled(), _Counting() as counting:
         call()
     return CallWork(**counting.seen)
@@ -183,6 +182,12 @@ def flops_bound(ceilings: Ceilings | None, precision: str, shape: Shape, device:
     return _bound(max((one for one in wide if one is not None), default=None), here, ceilings, device, "product")
 
 
+def _product(shape: Shape, device: str, dtype: torch.dtype) -> float:
+    a, b = (torch.randn(rows, shape.k).to(device, dtype) for rows in (shape.m, shape.n))
+    seconds = fastest({"": partial(torch.mm, a, b.t())}, device)[""]
+    return 2 * shape.m * shape.n * shape.k / seconds
+
+
 def bytes_bound(ceilings: Ceilings | None, size: int, device: str) -> RateBound:
     """Bytes a second: of the best copy measured in any cache, and of a copy of so many bytes now."""
     source = torch.empty(max(size // 2, 1), dtype=torch.uint8, device=device)
@@ -196,12 +201,6 @@ def _bound(known: float | None, here: float, ceilings: Ceilings | None, device: 
         return RateBound(_MARGIN * here, f"{_MARGIN:g} times what torch's own {what} does here")
     margin = _CLOSE if ceilings.whole and not device.startswith("cpu") else _ABOVE
     return RateBound(margin * max(known, here), f"{margin:g} times the fastest {what} that was measured here")
-
-
-def _product(shape: Shape, device: str, dtype: torch.dtype) -> float:
-    a, b = (torch.randn(rows, shape.k).to(device, dtype) for rows in (shape.m, shape.n))
-    seconds = fastest({"": partial(torch.mm, a, b.t())}, device)[""]
-    return 2 * shape.m * shape.n * shape.k / seconds
 
 
 # Calls that take this long are timed by themselves; the largest side that is tried for that.
@@ -234,15 +233,20 @@ class SpeedCheck(AuditCheck):
         if seconds < _LONG_ENOUGH:
             why = f"{units.seconds(seconds)} a call: too short to see whether it grows"
             return [*found, self.remark("overhead", why, given)]
+
+        def flat(larger: Shape) -> str:
+            """Both times if the larger one takes no longer; '' if it does."""
+            before, after = self._seconds(shape), self._seconds(larger)
+            return "" if after >= _AT_LEAST * before else f"{units.seconds(after)}, and {units.seconds(before)} before"
+
         for side in ("m", "k"):
             larger = shape._replace(**{side: _MORE * getattr(shape, side)})
-            if why := _always(partial(self._flat, shape, larger)):
+            if why := _always(partial(flat, larger)):
                 why = f"{_MORE} times the {side.upper()}: {why}"
                 found.append(self.fail("flat-time", why, given._replace(shape=larger)))
         return found
 
     def _too_fast(self, shape: Shape) -> str:
-        """What it does a second, where no look finds it below what the machine can; '' if one does."""
         device, ceilings, precision = self.subject.device, self.auditor.ceilings, self.subject.signature.precision
         arguments = self._arguments(NORMAL, shape)
         moved = sum(
@@ -282,11 +286,6 @@ class SpeedCheck(AuditCheck):
         elif (spread := spread_of(auditor.times)) > _CLEARLY * noise_of(auditor.times):
             yield self.remark("data-time", f"its time differs by {spread:.0%} with what its inputs hold: {why}", given)
 
-    def _flat(self, shape: Shape, larger: Shape) -> str:
-        """Both times if the larger one takes no longer; '' if it does."""
-        before, after = self._seconds(shape), self._seconds(larger)
-        return "" if after >= _AT_LEAST * before else f"{units.seconds(after)}, and {units.seconds(before)} before"
-
     def _arguments(self, data: str, shape: Shape) -> Matrices:
         return self.subject.arguments(self.auditor.matrices(AuditInput(data, shape)))
 
@@ -295,7 +294,6 @@ class SpeedCheck(AuditCheck):
 
 
 def _always(look: Callable[[], str]) -> str:
-    """What the last of a few looks says; '' as soon as one has nothing to say."""
     why = ""
     for _ in range(_AGAIN):
         if not (why := look()):

@@ -90,13 +90,11 @@ CONTROL = "normal, again"
 
 
 def spread_of(times: Mapping[str, float]) -> float:
-    """How much longer the slowest kind of data takes than the fastest, from seconds by name."""
     kinds = [seconds for name, seconds in times.items() if name != CONTROL]
     return max(kinds) / min(kinds) - 1
 
 
 def noise_of(times: Mapping[str, float]) -> float:
-    """How much two turns on the same data differ."""
     pair = times[CONTROL], times[CONTROL.partition(",")[0]]
     return max(pair) / min(pair) - 1
 
@@ -120,7 +118,6 @@ class Audit:
 
     @property
     def low_flops(self) -> int:
-        """Of the products of layers that promise low precision."""
         return sum(layer.flops for layer in self.layers if layer.low)
 
     @property

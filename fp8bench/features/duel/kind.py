@@ -48,7 +48,6 @@ def start_duel(duel: Duel, store: Path) -> DuelWriter:
 
 
 def _renamed(plain: Any) -> Any:
-    """An object of an older file in the words of today."""
     return {_OLD_WORDS.get(key, key): value for key, value in plain.items()} if isinstance(plain, dict) else plain
 
 

@@ -8,7 +8,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,20 +97,15 @@ def run_duel(
             secrets.token_hex(4), now(), command_line(), request, _side(before, request), _side(after, request),
             wanted, sessions,
         )  # fmt: skip
-        said = (*notes, *_alone(before, after), *_alone(after, before))
+        said: list[str] = [*notes]
+        for own, other in ((before, after), (after, before)):
+            if lacking := [name for name in own.cases if name not in other.cases]:
+                more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+                said.append(f"only side {own.name} has {lacking[0]}{more}: not compared")
         return _measured((before, after), begun, said, store, observer, start)
 
 
-def _alone(own: SideWorkers, other: SideWorkers) -> Iterator[str]:
-    """A note on the cases that one side would measure and the other has not."""
-    names = [name for name in own.cases if name not in other.cases]
-    if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        yield f"only side {own.name} has {names[0]}{more}: not compared"
-
-
 def _measured(pair: Pair, begun: Duel, notes: Sequence[str], store: Path, observer: JobObserver, start: float) -> Duel:
-    """The duel as far as it came, each session of a case kept as soon as it is over."""
     writer = start_duel(begun, store)
     begun = replace(begun, path=str(writer.path))
     cases = [begin_case(case, pair) for case in begun.cases]
@@ -159,7 +154,6 @@ class SessionProgress(SilentObserver):
 def _sessions(
     pair: Pair, duel: Duel, cases: Sequence[CaseProgress], writer: DuelWriter, progress: SessionProgress, start: float
 ) -> None:
-    """Every case once in each session; errors and memory in the first."""
     request, sessions = duel.request, duel.sessions
     runner = CaseRunner(pair, request.seed, progress, Limits(request.case_timeout))
     for number in range(sessions):
@@ -205,6 +199,13 @@ def _side(side: SideWorkers, request: Request) -> DuelSide:
     return DuelSide(start.name, start.title, start.python, start.commit, environment, side.devices)
 
 
+def _idle(pair: Pair) -> list[str]:
+    """A note where nothing of the repository was loaded, so that the sides cannot have differed."""
+    tree = pair[1].start.tree
+    alike = tree is not None and not set(pair[1].workers[0].modules_under(tree)) - _shared(pair[0].start.imports)
+    return [IDLE] if alike else []
+
+
 def _check_origins(pair: Pair) -> None:
     """Raise UsageError where side A has loaded code of this tree: then it is no duel with the revision."""
     before, after = (side.start for side in pair)
@@ -217,15 +218,6 @@ def _check_origins(pair: Pair) -> None:
             f"side A has loaded {', '.join(sorted(alien)[:5])} from this tree and not from that of {before.title}: "
             "what is installed there wins over PYTHONPATH. Uninstall the package, or install it with `pip install -e`."
         )
-
-
-def _idle(pair: Pair) -> Iterator[str]:
-    """A note where nothing of the repository was loaded, so that the sides cannot have differed."""
-    before, after = (side.start for side in pair)
-    if after.tree is None:
-        return
-    if not set(pair[1].workers[0].modules_under(after.tree)) - _shared(before.imports):
-        yield IDLE
 
 
 def _shared(imports: Sequence[str]) -> set[str]:
@@ -252,7 +244,6 @@ class CaseProgress:
 
     @property
     def result(self) -> CaseResult:
-        """As far as it has come, frozen."""
         before, after = self.before.record(True, self.left_out), self.after.record(False, self.left_out)
         return CaseResult(before, after, tuple(self.sessions))
 
@@ -266,7 +257,6 @@ def begin_case(case: str, pair: Pair) -> CaseProgress:
 
 
 def _unfit(pair: Pair, planned: tuple[PlannedCase, PlannedCase]) -> str:
-    """Why a case is not measured on both sides; '' if it is."""
     refused = [f"side {side.name}: {one.skip}" for side, one in zip(pair, planned, strict=True) if one.skip]
     if refused:
         return "; ".join(refused)

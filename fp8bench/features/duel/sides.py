@@ -55,15 +55,13 @@ def sweep() -> None:
     """Remove what duels of this user that were killed have left."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            if folder.lstat().st_uid == os.getuid() and not folder.is_symlink() and _left(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _left(folder: Path) -> bool:
-    try:
-        return not is_locked(folder / _LOCK)
-    except FileNotFoundError:
-        return time.time() - folder.stat().st_mtime > _YOUNG_SECONDS
+            if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
+                try:
+                    left = not is_locked(folder / _LOCK)
+                except FileNotFoundError:
+                    left = time.time() - folder.stat().st_mtime > _YOUNG_SECONDS
+                if left:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def package_beside(folder: Path, package: Path) -> Path:
@@ -149,7 +147,6 @@ def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _words(done: subprocess.CompletedProcess[str]) -> str:
-    """What git says of a failure, in one line."""
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     fatal = next((line for line in lines if line.startswith(("fatal:", "error:"))), lines[-1] if lines else "no reason")
     return fatal.removeprefix("fatal: ").removeprefix("error: ").rstrip(".")[:300]
@@ -254,7 +251,6 @@ def opened(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Opened]
 def _against(
     question: DuelQuestion, pythons: Sequence[str], imports: tuple[str, ...], folder: Path
 ) -> Iterator[Opened]:
-    """A revision against this tree: of the user's repository, or of fp8bench's own, whose workers then differ."""
     own = question.against is None
     option, word = ("--against-self", question.against_self) if own else ("--against", question.against)
     assert word is not None
@@ -277,7 +273,11 @@ def _against(
         if not own:
             package = str(package_beside(folder / "package", PACKAGE))
             paths = [*_paths_in(repository), *paths]
-            there = [_moved(path, repository, tree) for path in paths]
+            resolved = {path: Path(path).resolve() for path in paths}
+            there = [
+                str(tree / real.relative_to(repository)) if real.is_relative_to(repository) else path
+                for path, real in resolved.items()
+            ]
             moved, moving = _moved_imports(imports, repository, tree, word)
             yield (
                 Start(BEFORE, pythons[0], _once(package, there), title, moved, commit, tree),
@@ -313,7 +313,6 @@ def _own_paths(imports: tuple[str, ...]) -> list[str]:
 
 
 def _paths_in(top: Path) -> list[str]:
-    """Folders of a repository that this Python looks into, however they came there (an editable install, say)."""
     own = Path(sys.prefix).resolve()
     found = [Path.cwd()]
     for path in map(Path, sys.path):
@@ -327,14 +326,7 @@ def _installed(path: Path) -> bool:
     return bool(_INSTALLED & set(path.parts))
 
 
-def _moved(path: str, top: Path, tree: Path) -> str:
-    """A path below the repository, below the other tree of it; any other as it is."""
-    resolved = Path(path).resolve()
-    return str(tree / resolved.relative_to(top)) if resolved.is_relative_to(top) else path
-
-
 def _moved_imports(imports: tuple[str, ...], top: Path, tree: Path, word: str) -> tuple[tuple[str, ...], list[str]]:
-    """The user's files as the other tree has them; this tree's, with a note, where it does not."""
     moved, notes = [], []
     for name in imports:
         path = Path(name).resolve()

@@ -128,7 +128,6 @@ class DuelTurns:
         return culprit
 
     def _prepare(self, order: random.Random, tell: Callable[[str], None]) -> None:
-        """Prepare all arms, then have them agree on what must be the same for a fair comparison."""
         turn = [*self.entries]
         order.shuffle(turn)
         for entry in turn:
@@ -145,7 +144,6 @@ class DuelTurns:
             arm.discard = 1 if arm.step_seconds < WARMED_BELOW_SECONDS else 0
 
     def _run(self, orders: Orders[DuelEntry], rule: StoppingRule, start: float) -> str:
-        """Rounds in random, balanced orders until the rule says stop; returns why it did."""
         rounds, why = 0, ""
         while not why:
             for place, entry in enumerate(orders.next(self.entries)):

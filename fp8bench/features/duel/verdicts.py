@@ -107,7 +107,8 @@ def judge(
     shared = [session for session in sessions if _rounds(session)]
     if not shared:
         return None
-    whole = _of_whole_steps(shared)
+    # Whole steps are compared where stretches make up for each other by more than processes differ by.
+    whole = 2 * sum(map(_make_up, shared)) >= len(shared)
     kept = [(session, _logs(session, whole), len(_rounds(session))) for session in shared]
     logs, of_all_calls = np.concatenate([logs for _, logs, _ in kept], axis=1)
     is_after = np.concatenate([[False] * len(one.before) + [True] * len(one.after) for one, _, _ in kept])
@@ -139,7 +140,6 @@ def why_sure(found: Judged) -> str:
 
 
 def why_unsure(found: Judged) -> str:
-    """Why a case has no verdict, and what would give it one."""
     if found.rounds < LEAST_ROUNDS:
         return f"{found.rounds} rounds a session are too few; give it more time (--budget) or rounds"
     if not found.resolved:
@@ -158,7 +158,6 @@ def _rounds(session: Session) -> list[int]:
 
 
 def _logs(session: Session, whole: bool) -> NDArray[np.float64]:
-    """The logarithms of each entry's best case, and of the mean over all its calls, over their common rounds."""
     timings, rounds = [*session.before, *session.after], _rounds(session)
     of_all_calls = [float(verdicts.means(timing, rounds).mean()) for timing in timings]
     return np.log(np.array([_best(timings, rounds, whole), of_all_calls], dtype=np.float64))
@@ -166,11 +165,6 @@ def _logs(session: Session, whole: bool) -> NDArray[np.float64]:
 
 def _best(timings: Sequence[Timing], rounds: Sequence[int], whole: bool) -> list[float]:
     return [float(stats.best_by_segment(one).sum()) for one in verdicts.comparable(timings, rounds, whole)]
-
-
-def _of_whole_steps(sessions: Sequence[Session]) -> bool:
-    """Whether whole steps are compared: where stretches make up for each other by more than processes differ by."""
-    return 2 * sum(map(_make_up, sessions)) >= len(sessions)
 
 
 def _make_up(session: Session) -> bool:
@@ -213,7 +207,13 @@ class _Deals:
             choices = (itertools.combinations(range(before + after), after) for before, after in sizes)
             named = _named(sizes, list(itertools.product(*choices)))
         else:
-            named = _some(sizes, is_after)
+            # The true one and a seeded sample: the same samples always say the same.
+            draw = np.random.default_rng(0)
+            deals = [
+                [draw.permutation(before + after)[:after].tolist() for before, after in sizes]
+                for _ in range(_MOST_DEALS - 1)
+            ]
+            named = np.concatenate([[is_after], _named(sizes, deals)])
         self.finest = 2 / count if all(before == after for before, after in sizes) else 1 / count
         self.finest = max(self.finest, 1 / len(named))
         # A deal and its mirror image are alike apart from the sign, and every deal has as many of each name.
@@ -257,12 +257,10 @@ class _Deals:
 
     @cached_property
     def error(self) -> float:
-        """The standard deviation of what chance does to the shift."""
         return float(np.std(self._apart(self.shift)[0]))
 
     @property
     def distance(self) -> float:
-        """How many of those the sides are apart."""
         shift = abs(self.shift)
         return shift / self.error if self.error else math.inf if shift else 0.0
 
@@ -274,17 +272,7 @@ class _Deals:
         return after - before, float(_low(logs[self._is_after]) - _low(logs[~self._is_after]))
 
 
-def _some(sizes: Sequence[tuple[int, int]], true: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The true one and a seeded sample: the same samples always say the same."""
-    draw = np.random.default_rng(0)
-    deals = [
-        [draw.permutation(before + after)[:after].tolist() for before, after in sizes] for _ in range(_MOST_DEALS - 1)
-    ]
-    return np.concatenate([[true], _named(sizes, deals)])
-
-
 def _named(sizes: Sequence[tuple[int, int]], deals: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.bool_]:
-    """A row for each deal: which processes of all sessions it calls B."""
     ends = list(itertools.accumulate(before + after for before, after in sizes))
     rows = np.zeros((len(deals), ends[-1]), dtype=np.bool_)
     for row, deal in zip(rows, deals, strict=True):
@@ -301,7 +289,6 @@ _DIRECTIONS = {
 
 
 def judged(result: CaseResult) -> Judged | None:
-    """What the times of a result say; None where there are none, or the case has failed."""
     return judge(result.sessions) if result.measured else None
 
 
@@ -310,7 +297,6 @@ def comparisons(duel: Duel) -> tuple[Comparison, ...]:
 
 
 def of_means(duel: Duel) -> Iterator[Comparison]:
-    """What the means over all calls say of each case; its time's comparison says it only where the two disagree."""
     for result in duel.results:
         found = judged(result)
         if found is not None and found.resolved:
@@ -356,7 +342,6 @@ def p_value(found: Judged) -> float | None:
 
 
 def _labels(result: CaseResult, found: Judged) -> tuple[Label, ...]:
-    """Reasons for doubt that hold for half of the processes."""
     labels: list[Label] = []
     for session in result.sessions:
         for record, timings in ((result.before, session.before), (result.after, session.after)):
@@ -385,7 +370,6 @@ def _why_none(result: CaseResult) -> str:
 
 
 def _value(result: CaseResult, metric: str) -> Comparison:
-    """A value that is the same whenever the same code runs."""
     found = [record.measurement(metric) for record in (result.before, result.after)]
     unit = next(one.unit for one in found if one is not None)
     before, after = (statistics.median(one.samples) if one and one.samples else None for one in found)
@@ -398,7 +382,6 @@ def _value(result: CaseResult, metric: str) -> Comparison:
 
 
 def _blank(result: CaseResult, metric: str, unit: str) -> Comparison:
-    """A comparison that says nothing yet."""
     case = result.after.case
     failed = result.after.status is Status.FAILED and result.before.status is not Status.FAILED
     return Comparison(case.id, case.workload, metric, unit, Direction.NONE, Evidence.PAIRED, failed=failed)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.verdicts import BAND, FINAL_LEVEL, SAME
-from fp8bench.features.duel.values import CaseResult, Duel, DuelSide
+from fp8bench.features.duel.values import CaseResult, Duel
 from fp8bench.features.duel.verdicts import BELIEVED, compared, judged
 from fp8bench.features.duel.verdicts import comparisons as comparisons_of
 from fp8bench.model import Comparison, Direction, Level, Status
@@ -52,15 +52,12 @@ def page_of(duel: Duel) -> Page:
     sessions = many(duel.sessions, "session")
     legend = [*_LEGEND, *label_legend(comparison for _, comparisons in found for comparison in comparisons)]
     title = f"duel {duel.request.suite}: B against A, {sessions} of two processes a side"
-    facts = tuple((side.name, _side(side)) for side in (duel.before, duel.after))
-    return Page(title, "", (*parts, Part("summary", "", tuple(_ending(duel)))), legend if found else (), facts)
-
-
-def _side(side: DuelSide) -> str:
-    """'v1 (3fa9c2d1), Python 3.11.7, torch 2.13.0, /usr/bin/python'."""
-    facts = side.environment.facts
-    own = f"fp8bench {facts.get('fp8bench')}"
-    return ", ".join((side.title, f"Python {facts.get('python')}", f"torch {facts.get('torch')}", own, side.python))
+    facts = []
+    for side in (duel.before, duel.after):  # 'v1 (3fa9c2d1), Python 3.11.7, torch 2.13.0, /usr/bin/python'
+        known = side.environment.facts
+        software = f"Python {known.get('python')}, torch {known.get('torch')}, fp8bench {known.get('fp8bench')}"
+        facts.append((side.name, f"{side.title}, {software}, {side.python}"))
+    return Page(title, "", (*parts, Part("summary", "", tuple(_ending(duel)))), legend if found else (), tuple(facts))
 
 
 _Found = Sequence[tuple[CaseResult, list[Comparison]]]
@@ -88,7 +85,6 @@ def _name(result: CaseResult) -> str:
 
 
 def _values(found: _Found) -> Iterator[Element]:
-    """Errors and memory: those that differ in a table, the rest by their number."""
     values = [
         (result, comparison) for result, comparisons in found for comparison in comparisons if comparison.metric != TIME
     ]
@@ -105,7 +101,6 @@ def _values(found: _Found) -> Iterator[Element]:
 
 
 def _notes(found: _Found) -> list[str]:
-    """Why figures have no verdict or a doubtful one, once for each reason, with what it is said of."""
     said = []
     for result, comparisons in found:
         case = result.after.case.id
@@ -116,11 +111,9 @@ def _notes(found: _Found) -> list[str]:
         ]
         records = (result.before, result.after)
         said += [(record.detail, case) for record in records if record.status is Status.OK and record.detail]
-    return [f"{_few(list(dict.fromkeys(about)))}: {why}" for why, about in together(said).items()]
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+    alike = ((why, list(dict.fromkeys(about))) for why, about in together(said).items())
+    return [f"{', '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''}: {why}"
+            for why, names in alike]  # fmt: skip
 
 
 def _ending(duel: Duel) -> Iterator[Text]:

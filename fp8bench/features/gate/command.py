@@ -17,7 +17,6 @@ import os
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
@@ -41,9 +40,6 @@ from fp8bench.model.codec import encode
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render
 from fp8bench.user_code import import_user_modules
-
-if TYPE_CHECKING:
-    from fp8bench.features.gate.stored_runs import GateSource
 
 EXAMPLES = (
     "fp8bench gate HEAD~1 HEAD",
@@ -100,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             result = answer(arguments, TERMINAL)
     except Fp8benchError as error:
         if arguments.comment is not None:
-            from fp8bench.features.gate.comment import Review, ReviewStatus, comment
+            from fp8bench.features.gate.view import Review, ReviewStatus, comment
 
             apart = isinstance(error, NothingInCommon)
             status = ReviewStatus.MISMATCH if apart else ReviewStatus.INFRASTRUCTURE
@@ -114,13 +110,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    from fp8bench.features.gate.comment import WORDS, comment, review
-    from fp8bench.features.gate.stored_runs import judged
-    from fp8bench.features.gate.view import as_junit, as_trend, page_of
+    from fp8bench.features.gate.history import of_history
+    from fp8bench.features.gate.stored_runs import judged, of_duel, of_revision, of_sides
+    from fp8bench.features.gate.view import WORDS, as_junit, as_trend, comment, page_of, review
 
     _check(arguments)
     rules = read_rules(arguments.thresholds) if arguments.thresholds is not None else ()
-    source = _source(arguments, observer)
+    if arguments.against is not None:
+        request, sessions = _asked(arguments.asked)
+        question = DuelQuestion(against=arguments.against, sessions=sessions)
+        source = of_revision(question, request, arguments.store, observer)
+    elif arguments.duel is not None:
+        source = of_duel(arguments.duel, arguments.store, observer)
+    elif arguments.history:
+        source = of_history(arguments.store, observer)
+    else:
+        before, after = arguments.sides
+        source = of_sides(before, after, arguments.store, observer)
     for note in check_rules(rules, source.comparisons, str(arguments.thresholds)):
         observer.note(note)
     verdict = judged(source, rules, arguments.rerun, observer, arguments.require_power)
@@ -138,7 +144,6 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """What is asked for is one thing, and can be written, before anything is measured."""
     given = {"A B": arguments.sides, "--duel": arguments.duel is not None, "--history": arguments.history,
              "--against": arguments.against is not None}  # fmt: skip
     asked = " and ".join(name for name, there in given.items() if there)
@@ -152,30 +157,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError("--against and --config go together: a commit, and a file that says what is measured.")
     if arguments.comment is not None and arguments.against is None and arguments.duel is None:
         raise UsageError("--comment is of a duel. Give --against REV with --config FILE, or --duel DUEL.")
-    check_files(
-        {
-            "--comment": arguments.comment,
-            "--junit": arguments.junit,
-            "--md": arguments.md,
-            "--benchmark-json": arguments.benchmark_json,
-        }
-    )
-
-
-def _source(arguments: argparse.Namespace, observer: JobObserver) -> GateSource:
-    from fp8bench.features.gate.history import of_history
-    from fp8bench.features.gate.stored_runs import of_duel, of_revision, of_sides
-
-    if arguments.against is not None:
-        request, sessions = _asked(arguments.asked)
-        question = DuelQuestion(against=arguments.against, sessions=sessions)
-        return of_revision(question, request, arguments.store, observer)
-    if arguments.duel is not None:
-        return of_duel(arguments.duel, arguments.store, observer)
-    if arguments.history:
-        return of_history(arguments.store, observer)
-    before, after = arguments.sides
-    return of_sides(before, after, arguments.store, observer)
+    check_files({f"--{name}": getattr(arguments, name.replace("-", "_"))
+                 for name in ("comment", "junit", "md", "benchmark-json")})  # fmt: skip
 
 
 # Options of a suite that a duel has no use for.
@@ -185,7 +168,6 @@ _NOT_OF_A_DUEL = {
 
 
 def _asked(file: Path) -> tuple[Request, int | None]:
-    """What a file of options asks for, and how many sessions if it says so."""
     command = argparse.ArgumentParser()
     suite.add(command)
     values, _ = read_config(file, command)

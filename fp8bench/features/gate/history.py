@@ -40,7 +40,6 @@ _DERIVED = frozenset(name for name, _ in PER.values())
 
 
 def of_history(path: Path, observer: JobObserver) -> GateSource:
-    """What the history has come to. Without a run of this commit nothing was measured of it."""
     store = existing_store(path, observer)
     newest = next(_runs(store), None)
     title = f"the history in {path}"
@@ -67,11 +66,13 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
         return _second_look([changes[key_of(suspect)] for suspect in suspects], newest, store, observer)
 
     comparisons = (*failures, *(change.comparison for change in changes.values()))
-    return GateSource(title, comparisons, confirm, tuple(_notes(found)), newest=series)
+    known = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in found.changes)
+    notes = [f"{known} acknowledged: `fp8bench history regressions --all` tells them"] if known else []
+    notes += [f"{count} series not looked at: {why}" for why, count in found.left.items()]
+    return GateSource(title, comparisons, confirm, tuple(notes), newest=series)
 
 
 def _runs(store: Path) -> Iterator[Run]:
-    """The newest runs that can be read. What a gate measured again is a part of one."""
     for path in islice(run_files(store), _MOST_LOOKED_AT):
         try:
             run = load_run(path)
@@ -82,7 +83,6 @@ def _runs(store: Path) -> Iterator[Run]:
 
 
 def _failures(newest: Run, store: Path) -> Iterator[Comparison]:
-    """Cases of the newest run that failed, where they had not failed at the commit before, or were cut off."""
     commit = newest.environment.get("commit")
     before = next((run for run in _runs(store) if run.environment.get("commit") != commit), None)
     old = {record.case.id: record.status for record in before.records} if before is not None else {}
@@ -113,7 +113,6 @@ def _judgeable(found: Found, newest: Run, history: History) -> dict[Key, Change]
 
 
 def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
-    """The series of the newest run, as they are now: what a step would be told from."""
     compared = ((line.trend, history.lines.comparable(line)) for line in _lines_of(history, newest))
     latest = [(trend, max(every, key=lambda one: one.places[-1]).values) for trend, every in compared if every]
     found = [(trend, values) for trend, values in latest if values.min() > 0]
@@ -154,7 +153,6 @@ def _place(trend: Trend) -> tuple[object, ...]:
 
 
 def _with_relative(changes: Sequence[Change], history: History) -> set[tuple[object, ...]]:
-    """Where there is a series of times over the reference's."""
     suites = {change.trend.series.workload for change in changes if change.trend.series.unit == "seconds"}
     if not suites:
         return set()
@@ -165,16 +163,7 @@ def _with_relative(changes: Sequence[Change], history: History) -> set[tuple[obj
     return {_place(trend) for trend in history.trends(wanted) if trend.measured}
 
 
-def _notes(found: Found) -> Iterator[str]:
-    known = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in found.changes)
-    if known:
-        yield f"{known} acknowledged: `fp8bench history regressions --all` tells them"
-    for why, count in found.left.items():
-        yield f"{count} series not looked at: {why}"
-
-
 def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer: JobObserver) -> SecondLook:
-    """By duels with the commits before the steps; what cannot be duelled is measured again."""
     here = {(record.case.workload, cell_of(record.case, newest)): record.case.id for record in reversed(newest.records)}
     wanted = {key_of(suspect.comparison): (suspect.trend.series.workload, suspect.trend.cell) for suspect in suspects}
     cases = {key: here[cell] for key, cell in wanted.items() if cell in here}
@@ -203,7 +192,6 @@ def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer:
 
 
 def _new_value(change: Change, run: Run) -> Comparison | None:
-    """What a run comes to where a series has stepped: worse, if it lies nearer to the level after the step."""
     trend, step = change.trend, change.comparison
     points = [
         point for point in followed(run).points

@@ -124,7 +124,6 @@ class SecondLook:
 
 
 def key_of(figure: Comparison) -> Key:
-    """What tells a figure from all others of a comparison."""
     return figure.case, figure.metric
 
 
@@ -163,7 +162,6 @@ def _log(figure: JudgedFigure) -> float:
 
 
 def second_look(judged: Sequence[JudgedFigure], look: SecondLook, rules: Rules = ()) -> tuple[JudgedFigure, ...]:
-    """The suspects settled by a second look at them."""
     return tuple(_settled(one, look, rules) if one.outcome is GateOutcome.TO_CONFIRM else one for one in judged)
 
 
@@ -187,7 +185,6 @@ def _looked_at(figure: Comparison, rules: Rules, relative: set[str]) -> JudgedFi
 
 
 def exceeds(figure: Comparison, threshold: Threshold) -> bool:
-    """Whether a figure is worse than its threshold, and surely worse at all."""
     if figure.before is None or figure.after is None or figure.after - figure.before <= threshold.smallest:
         return False
     if figure.ratio is None:  # from nothing to something
@@ -198,19 +195,16 @@ def exceeds(figure: Comparison, threshold: Threshold) -> bool:
 
 
 def may_fail(figure: Comparison) -> bool:
-    """Whether such evidence may fail a build at all, however often it is repeated."""
     if figure.evidence is Evidence.PAIRED or figure.ratio is None or is_exact(figure):
         return True
     return figure.direction is Direction.WORSE and figure.ratio.point >= 1 + ALONE
 
 
 def is_exact(figure: Comparison) -> bool:
-    """Whether it is a number that the same code gives again, and no clock's."""
     return figure.ratio is not None and figure.ratio.low == figure.ratio.high and figure.ratio.level == 1
 
 
 def is_alone(figure: Comparison) -> bool:
-    """Whether it rests on a few stored runs, of which nobody knows how far they lie apart."""
     stored = figure.evidence is not Evidence.PAIRED and figure.p_value is None
     return stored and figure.ratio is not None and not is_exact(figure) and figure.ratio.level > 0
 
@@ -227,7 +221,6 @@ def _again_worse(figure: JudgedFigure, again: Comparison, rules: Rules) -> bool:
 
 
 def _decides(figure: JudgedFigure) -> str:
-    """What does where a second look does not."""
     return f"`fp8bench duel suite {figure.comparison.suite} --against COMMIT` decides"
 
 
@@ -314,7 +307,6 @@ class Sights:
 
     @property
     def blind(self) -> tuple[Sight, ...]:
-        """Figures whose threshold could not have been seen, and will not be with a few more nights."""
         return tuple(figure for figure in self.figures if not figure.enough and not figure.is_young)
 
     @property

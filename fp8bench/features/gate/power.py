@@ -83,14 +83,12 @@ class _Looks(NamedTuple):
 
 
 def sights_of(judged: Sequence[JudgedFigure], second: Second, power: float, required: bool) -> Sights:
-    """What could have been seen of the figures of two sides that vary."""
     chance = chance_among(judged)
     varying = [one for one in judged if _is_tested(one) and not is_exact(one.comparison)]
     return _sorted((sight_of(one, chance, second, power) for one in varying), power, required)
 
 
 def chance_among(judged: Sequence[JudgedFigure]) -> float:
-    """The chance that is asked of one more of the figures, which became worse: it would be one more discovery."""
     chances = [chance for one in judged if _is_tested(one) and (chance := chance_of(one)) is not None]
     return CHANCE * min(1.0, (1 + sum(discoveries(chances, CHANCE))) / max(1, len(chances)))
 
@@ -105,7 +103,6 @@ def _sorted(found: Iterable[Sight], power: float, required: bool) -> Sights:
 
 
 def sight_of(figure: JudgedFigure, chance: float, second: Second, power: float) -> Sight:
-    """What could have been seen of a figure, if such a chance is asked of it."""
     found, least = figure.comparison, _least(figure.threshold, figure.comparison.before)
     blank = Sight(found.case, found.metric, least, math.inf, math.inf)
     if found.noise is None or found.ratio is None or found.ratio.level == 0 or found.ratio.low <= 0:
@@ -121,16 +118,18 @@ def sight_of(figure: JudgedFigure, chance: float, second: Second, power: float) 
 
 
 def _least(threshold: Threshold, before: float | None) -> float:
-    """The slow-down that a threshold lets fail, both its share and its difference, as a share."""
     return max(threshold.relative, threshold.smallest / before if before else 0.0)
 
 
 def _looks(figure: JudgedFigure, chance: float, second: Second, least: float) -> _Looks:
-    """What both looks ask for, if a slow-down must be larger than `least`."""
     found, floor = figure.comparison, math.log1p(least)
     assert found.noise is not None
     if found.evidence is Evidence.PAIRED and not found.noise.before:
-        return _of_duel(found, chance, second, floor)
+        # Another duel has fresh processes on both sides.
+        error, sure = found.noise.error, math.log1p(verdicts.BAND) + _inside(found)
+        evidence = max(sure, error * quantile(1 - chance, found.noise.freedom))
+        other = _look(floor, sure, error, found.noise.freedom) if second is Second.DUEL else _PASSES
+        return _Looks(_look(floor, evidence, error, found.noise.freedom), other)
     first, again, error = _of_few(figure, chance) if is_alone(found) else _of_many(found, chance)
     freedom, band = found.noise.freedom or math.inf, math.log1p(ALONE if is_alone(found) else BAND)
     if second is Second.NONE:
@@ -144,21 +143,10 @@ def _looks(figure: JudgedFigure, chance: float, second: Second, least: float) ->
 
 
 def _before(noise: Noise) -> float:
-    """The share of the variance that is the first side's."""
     return (1 / noise.before) / (1 / noise.before + 1 / noise.after)
 
 
-def _of_duel(found: Comparison, chance: float, second: Second, floor: float) -> _Looks:
-    """Another duel has fresh processes on both sides."""
-    assert found.noise is not None
-    error, freedom = found.noise.error, found.noise.freedom
-    sure = math.log1p(verdicts.BAND) + _inside(found)
-    first = _look(floor, max(sure, error * quantile(1 - chance, freedom)), error, freedom)
-    return _Looks(first, _look(floor, sure, error, freedom) if second is Second.DUEL else _PASSES)
-
-
 def _of_few(figure: JudgedFigure, chance: float) -> tuple[float, float, float]:
-    """The evidence that both looks ask of a few runs, and how far such runs lie apart."""
     found, spread = figure.comparison, figure.spread
     assert found.noise is not None
     if spread is None:
@@ -168,7 +156,6 @@ def _of_few(figure: JudgedFigure, chance: float) -> tuple[float, float, float]:
 
 
 def _of_many(found: Comparison, chance: float) -> tuple[float, float, float]:
-    """The same of runs enough to know how far they lie apart."""
     assert found.noise is not None and found.ratio is not None
     error, freedom, level = found.noise.error, found.noise.freedom, found.ratio.level
     before = _before(found.noise)
@@ -177,7 +164,6 @@ def _of_many(found: Comparison, chance: float) -> tuple[float, float, float]:
 
 
 def _inside(found: Comparison) -> float:
-    """How far the interval reaches down from its point."""
     assert found.ratio is not None
     return math.log(found.ratio.point / found.ratio.low)
 
@@ -186,7 +172,6 @@ _PASSES = _Look(-math.inf, 0.0)
 
 
 def _smallest(looks: _Looks, power: float) -> float:
-    """The smallest slow-down, a share, that passes both looks with so large a chance; infinite if none does."""
     far = _DEVIATIONS * (looks.first.error + looks.second.error + looks.shared)
     low, high = 0.0, min(max(looks.first.cut, looks.second.cut) + far, _MOST)
     if _chance(looks, high) < power:
@@ -198,23 +183,21 @@ def _smallest(looks: _Looks, power: float) -> float:
 
 
 def _chance(looks: _Looks, effect: float) -> float:
-    """That a slow-down passes both looks, over all that they may have in common."""
     places, weights = _nodes() if looks.shared else ([0.0], [1.0])
+
+    def passing(look: _Look, mean: float) -> float:
+        if look.error == 0 or math.isinf(look.cut):
+            return float(mean >= look.cut)
+        return math.erfc((look.cut - mean) / look.error / math.sqrt(2)) / 2
+
     return sum(
-        weight * math.prod(_passing(look, effect + looks.shared * place) for look in looks[:2])
+        weight * math.prod(passing(look, effect + looks.shared * place) for look in looks[:2])
         for place, weight in zip(places, weights, strict=True)
     )  # fmt: skip
 
 
-def _passing(look: _Look, mean: float) -> float:
-    if look.error == 0 or math.isinf(look.cut):
-        return float(mean >= look.cut)
-    return math.erfc((look.cut - mean) / look.error / math.sqrt(2)) / 2
-
-
 @cache
 def _nodes() -> tuple[list[float], list[float]]:
-    """Gauss's places and weights for a mean over a normal distribution."""
     hermite: Any = np.polynomial.hermite_e.hermegauss(_NODES)
     places, weights = hermite
     return places.tolist(), (weights / weights.sum()).tolist()

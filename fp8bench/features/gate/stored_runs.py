@@ -68,12 +68,10 @@ class GateSource:
 
 
 def failed(case: str, suite: str, evidence: Evidence, why: str) -> Comparison:
-    """A case that came to nothing where it should have."""
     return Comparison(case, suite, TIME, "s", Direction.NONE, evidence, why=why, failed=True)
 
 
 def unmeasured(runs: Sequence[Run], evidence: Evidence) -> Iterator[Comparison]:
-    """The cases that unfinished runs lack, where no other of these runs has them."""
     there = {record.case.id for run in runs for record in run.records}
     for run in runs:
         for planned in (case for group in run.plan for case in group.cases):
@@ -131,7 +129,6 @@ def duelled(
 
 
 def _unhurried(request: Request) -> Request:
-    """The same cases with rounds enough for an interval, though a quick look may have suspected them."""
     rounds = max(LEAST_ROUNDS, request.rounds or 0) if request.quick else request.rounds
     return replace(request, trace=None, rounds=rounds)
 
@@ -151,7 +148,6 @@ def duel_with(
 
 
 def measured_again(run: Run, cases: Collection[str], store: Path, observer: JobObserver) -> tuple[Run | None, str]:
-    """Some cases of a run once more; None and why where that cannot be."""
     kept = store_of(Path(run.path)) or store
     try:
         with observer.measuring() as progress:
@@ -196,11 +192,14 @@ def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> Gat
 
     cut_off = unmeasured(compared.after.runs, Evidence.CROSS_RUN)
     second = Second.DUEL if _commit_to_duel(compared, compared.after.runs[-1]) is not None else Second.AGAIN
-    return GateSource(title, (*compared.comparisons, *cut_off), confirm, tuple(_notes(compared)), second=second)
+    notes = [f"{one.name} was {one.before:.60} and is {one.after:.60}" for one in compared.differing]
+    for words, cases in (("is gone", compared.only_before), ("is new", compared.only_after)):
+        notes += [f"{case} {words}" for case in cases[:_MOST_LISTED]]
+        notes += [f"and {len(cases) - _MOST_LISTED} more"] if len(cases) > _MOST_LISTED else []
+    return GateSource(title, (*compared.comparisons, *cut_off), confirm, tuple(notes), second=second)
 
 
 def _problem(compared: Compared) -> tuple[str, int]:
-    """Why nothing can be judged, and the exit code of that."""
     if not compared.after.measured:
         lost = any(comparison.failed for comparison in compared.comparisons)
         return ("" if lost else f"no case of {compared.after.name} came to a number."), EXIT_FAILED
@@ -215,16 +214,7 @@ def _problem(compared: Compared) -> tuple[str, int]:
     return "", 0
 
 
-def _notes(compared: Compared) -> list[str]:
-    found = [f"{one.name} was {one.before:.60} and is {one.after:.60}" for one in compared.differing]
-    for words, cases in (("is gone", compared.only_before), ("is new", compared.only_after)):
-        found += [f"{case} {words}" for case in cases[:_MOST_LISTED]]
-        found += [f"and {len(cases) - _MOST_LISTED} more"] if len(cases) > _MOST_LISTED else []
-    return found
-
-
 def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path, observer: JobObserver) -> SecondLook:
-    """A duel with the baseline's commit where that can be; else the second side alone."""
     # The newest run that has the first of the suspects: in nearly all comparisons there is but one.
     newest = compared.after.sightings[suspects[0].case][-1].run
     commit = _commit_to_duel(compared, newest)
@@ -254,7 +244,6 @@ def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
 
 
 def of_revision(question: DuelQuestion, request: Request, store: Path, observer: JobObserver) -> GateSource:
-    """This tree against a revision: a duel of now."""
     duel = run_duel(question, request, store, observer)
     if not duel.finished:
         raise KeyboardInterrupt
@@ -291,7 +280,6 @@ def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
 
 
 def _moved_on(duel: Duel) -> str:
-    """Why a duel with what is here would be another one; '' if it would not."""
     if not duel.after.commit:
         return ""
     here = commit_named("HEAD", PACKAGE if duel.before.title.startswith(OWN) else Path())

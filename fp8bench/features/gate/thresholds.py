@@ -68,7 +68,6 @@ def ruled_by(figure: Comparison, rules: Rules) -> ThresholdRule | None:
 
 
 def check_rules(rules: Rules, comparisons: tuple[Comparison, ...], file: str) -> list[str]:
-    """What is strange about rules for these figures. Raises UsageError where none of them speaks of any."""
     idle = [rule for rule in rules if not any(rule.fits(comparison) for comparison in comparisons)]
     if rules and comparisons and len(idle) == len(rules):
         some = comparisons[0]

@@ -149,7 +149,10 @@ def check_wandb() -> None:
 
 def send_to_wandb(run: Run, findings: Mapping[str, Finding], project: str, files: Sequence[Path]) -> None:
     """One run of wandb for one of ours. It may raise anything: it is another program's network."""
-    with sending(project=project, name=f"{run.request.suite} {run.id}", config=_config(run)) as sent:
+    devices = ", ".join(f"{device.key}: {device.name}" for device in run.devices)
+    config = {"command": run.command, "devices": devices, "moment": moment(run), "run": run.id}
+    config = {**told_of(run.environment), **config}
+    with sending(project=project, name=f"{run.request.suite} {run.id}", config=config) as sent:
         sent.log({f"{figure.mode}/{figure.tag}": figure.value for figure in figures(run, findings)})
         attach(sent, run.id, "fp8bench-run", files)
 
@@ -175,12 +178,6 @@ def attach(sent: Any, name: str, kind: str, files: Iterable[Path]) -> None:
     for file in files:
         artifact.add_file(str(file), name=file.name)
     sent.log_artifact(artifact)
-
-
-def _config(run: Run) -> dict[str, Scalar | None]:
-    devices = ", ".join(f"{device.key}: {device.name}" for device in run.devices)
-    where = told_of(run.environment)
-    return {**where, "command": run.command, "devices": devices, "moment": moment(run), "run": run.id}
 
 
 def told_of(environment: Environment) -> dict[str, Scalar | None]:

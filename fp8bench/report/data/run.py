@@ -7,7 +7,7 @@ one a case. docs/outputs.md says what the columns hold.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from fp8bench.model.specs import ENERGY, STEP, TIME, Rank, spec_of
 from fp8bench.report.case_status import emulated
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import printable
-from fp8bench.report.panels import Figures, Result, ResultGroup, metrics_within, panels_of, show_params
+from fp8bench.report.panels import Figures, Result, metrics_within, panels_of, show_params
 from fp8bench.report.topics.break_even import BreakEvenRow, break_even_rows
 from fp8bench.units import RATIO
 
@@ -65,7 +65,9 @@ def rows(run: Run, findings: Mapping[str, Finding]) -> list[TidyRow]:
         for group, result in panel.members:
             named = {"device_name": names.get(result.record.case.device)}
             about = empty | heads | _about(result.record, panel.reference) | named
-            found += [about | figures for figures in _figures(group, result)]
+            # What became of a case stands in the row of the step's time, which comes first.
+            first, *others = (one for one in metrics_within(group, result) if one.rank is not Rank.RESTATED)
+            found += [about | _row(first) | _of_the_case(result), *(about | _row(one) for one in others)]
     for row in break_even_rows(run, findings):
         found.append(empty | heads | {"device_name": names.get(row.device)} | _crossing(row))
     # One line a text, and nothing for an empty one, so that a reader of the CSV finds the same.
@@ -108,13 +110,6 @@ def _about(record: Record, reference: str) -> TidyRow:
     if (failed := record.failed_rank) is not None:
         about |= {"failed_rank": failed.rank, "failed_phase": failed.phase or failed.request}
     return about | {f"param_{name}": value for name, value in case.params}
-
-
-def _figures(group: ResultGroup, result: Result) -> Iterator[TidyRow]:
-    """A row a figure. What became of the case stands in that of the step's time, which comes first."""
-    told = (one for one in metrics_within(group, result) if one.rank is not Rank.RESTATED)
-    yield _row(next(told)) | _of_the_case(result)
-    yield from map(_row, told)
 
 
 def _row(metric: Metric) -> TidyRow:
@@ -195,7 +190,6 @@ def _columns_of_figure(row: Mapping[str, Cell]) -> TidyRow:
 
 
 def run_rows(pairs: Sequence[tuple[Run, Mapping[str, Finding]]], wide: bool = False) -> Rows:
-    """The rows of several runs below each other: tidy ones, or one a case if they are to be wide."""
     tidy = [row for run, findings in pairs for row in rows(run, findings)]
     return widened(tidy) if wide else (columns_of(*(run for run, _ in pairs)) if pairs else (), tidy)
 

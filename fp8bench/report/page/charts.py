@@ -84,7 +84,6 @@ def stacked(
 
 
 def grouped(marks: Iterable[tuple[str, Mark]]) -> tuple[tuple[str, tuple[Mark, ...]], ...]:
-    """Marks under their headings, in the order in which these are met."""
     return tuple((heading, tuple(members)) for heading, members in together(marks).items())
 
 
@@ -113,7 +112,13 @@ def numbers_table(chart: AnyChart) -> Table:
     heads, numbers, rows = _content(chart)
     columns = [*heads, *(Column(title, number=True, unit=unit) for title, unit in numbers)]
     fields = [
-        (*words, *(_field(value, unit) for value, (_, unit) in zip(values, numbers, strict=True)))
+        (
+            *words,
+            *(
+                Field(units.NONE) if value is None else Field(units.shown(value, unit), value)
+                for value, (_, unit) in zip(values, numbers, strict=True)
+            ),
+        )
         for words, values, _ in rows
     ]
     if any(hint for _, _, hint in rows):  # the words that show on hovering
@@ -132,7 +137,6 @@ _Rows = Sequence[tuple[Sequence[Field], Sequence[float | None], str]]
 
 
 def _content(chart: AnyChart) -> tuple[Sequence[Column], _Numbers, _Rows]:
-    """Columns of words, columns of numbers with their units, and of each row words, numbers and hint."""
     match chart:
         case Bars():
             named = any(title for title, _ in chart.groups)
@@ -189,7 +193,3 @@ def _summary(samples: Iterable[float]) -> Sequence[float | None]:
     if len(finite) < 2:
         return [finite[0] if finite else None] * 5
     return [min(finite), *statistics.quantiles(finite, n=4, method="inclusive"), max(finite)]
-
-
-def _field(value: float | None, unit: str) -> Field:
-    return Field(units.NONE) if value is None else Field(units.shown(value, unit), value)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fp8bench import units
 from fp8bench.report.elements import AnyChart, Chart, Column, Element, Field, Page, Part, Table
 from fp8bench.report.page.charts import numbers_table
-from fp8bench.report.page.drawing.labels import FORBIDDEN
+from fp8bench.report.page.drawing.scale import FORBIDDEN
 
 if TYPE_CHECKING:
     import jinja2
@@ -30,24 +30,18 @@ _MOST_CHOICES = 12
 
 
 class _Column(NamedTuple):
-    """A column, whether its fields sort by their values, and the texts that it can be filtered by."""
-
     column: Column
     by_value: bool
     choices: tuple[str, ...]
 
 
 class _Sheet(NamedTuple):
-    """A table with its id."""
-
     id: str
     table: Table
     columns: tuple[_Column, ...]
 
 
 class _Block(NamedTuple):
-    """An element with its id; a table has a sheet, a chart its drawing and the sheet of its numbers."""
-
     element: Element
     id: str = ""
     sheet: _Sheet | None = None
@@ -55,17 +49,18 @@ class _Block(NamedTuple):
 
 
 def render(page: Page) -> str:
-    """The file's text: the same page gives the same bytes."""
     from fp8bench.report.page.drawing.draw import draw
 
     ids = _Ids()
     script = _asset("script.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = _template().render(
         page=page,
         parts=[(ids.give(part.name), part, tuple(_blocks(part, ids, draw))) for part in page.parts],
         style=_asset("style.css") + _asset("drawing", "charts.css"),
         script=script,
-        policy=_policy(script),
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'",
     )
     return FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text).lstrip()
 
@@ -85,14 +80,6 @@ def _template() -> jinja2.Template:
     return environment.from_string(_asset("page.html.j2"))
 
 
-def _policy(script: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
 @cache
 def _asset(*names: str) -> str:
     return files("fp8bench.report.page").joinpath(*names).read_text(encoding="utf-8")
@@ -105,7 +92,6 @@ class _Ids:
         self._taken = {"content", "contents", "tip"}
 
     def give(self, name: str) -> str:
-        """The name as a word without blanks; with a number where another has it already."""
         word = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "part"
         candidates = (word if number == 1 else f"{word}-{number}" for number in count(1))
         chosen = next(candidate for candidate in candidates if candidate not in self._taken)
@@ -128,15 +114,14 @@ def _blocks(part: Part, ids: _Ids, draw: Callable[[AnyChart], str]) -> Iterator[
 
 
 def _sheet(table: Table, own: str) -> _Sheet:
-    return _Sheet(own, table, tuple(_column(table, place) for place in range(len(table.columns))))
-
-
-def _column(table: Table, place: int) -> _Column:
-    column, fields = table.columns[place], [row[place] for row in table.rows]
-    texts = tuple(dict.fromkeys(field.text for field in fields if field.text not in ("", units.NONE)))
-    chosen_from = table.main and not column.number and 2 <= len(texts) <= _MOST_CHOICES and len(texts) < len(fields)
-    by_value = column.number or any(field.value is not None for field in fields)
-    return _Column(column, by_value, texts if chosen_from else ())
+    columns = []
+    for place, column in enumerate(table.columns):
+        fields = [row[place] for row in table.rows]
+        texts = tuple(dict.fromkeys(field.text for field in fields if field.text not in ("", units.NONE)))
+        chosen_from = table.main and not column.number and 2 <= len(texts) <= _MOST_CHOICES and len(texts) < len(fields)
+        by_value = column.number or any(field.value is not None for field in fields)
+        columns.append(_Column(column, by_value, texts if chosen_from else ()))
+    return _Sheet(own, table, tuple(columns))
 
 
 def _sort_value(field: Field) -> str:

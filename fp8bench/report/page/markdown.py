@@ -43,7 +43,6 @@ _STARTS = re.compile(r"^(?:=|#+(?=\s|$)|[+-](?=[\s-]|$)|\d+(?=[.)](?:\s|$)))")
 
 
 def render(page: Page) -> str:
-    """The file's text: the same page gives the same bytes."""
     blocks = [_heading(1, page.title)]
     blocks += [_paragraph(page.subtitle)] if page.subtitle else []
     blocks += [", ".join(f"{_line(name)}: {_line(what)}" for name, what in page.facts)] if page.facts else []
@@ -69,15 +68,11 @@ def _parted(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     parts = [place for place, block in enumerate(blocks[:number]) if block.startswith("## ")]
     if len(parts) > 1 and not blocks[number].startswith("## "):
         number = parts[-1]
-    cut, headed = _cut(blocks[number], _MOST_LINES - _lines(blocks[:number]) - 3), number
+    lines, headed = blocks[number].split("\n")[: _MOST_LINES - _lines(blocks[:number]) - 3], number
+    cut = ["\n".join(lines)] if len(lines) >= _LEAST_CUT and blocks[number].startswith(("- ", "| ")) else []
     while headed > 1 and blocks[headed - 1].startswith("#"):
         headed -= 1
     return [*blocks[:number], *cut] if cut else blocks[:headed], blocks[headed:]
-
-
-def _cut(block: str, room: int) -> list[str]:
-    lines = block.split("\n")[:room]
-    return ["\n".join(lines)] if len(lines) >= _LEAST_CUT and block.startswith(("- ", "| ")) else []
 
 
 def _part(part: Part) -> Iterator[str]:
@@ -108,7 +103,10 @@ def _element(element: Element) -> Iterator[str]:
             ]
             yield _table(columns, rows)
         case Code():
-            yield _code(element.text)
+            # Between fences longer than any run of backticks in it.
+            fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", element.text)), 3)
+            lines = ("\t".join(map(printable, line.split("\t"))) for line in element.text.rstrip("\n").split("\n"))
+            yield "\n".join([fence, *lines, fence])
         case Table():
             if element.caption:
                 yield _heading(3, element.caption)
@@ -140,14 +138,6 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _code(text: str) -> str:
-    """Between fences longer than any run of backticks in it."""
-    runs = [len(run) for run in re.findall("`+", text)]
-    fence = "`" * max(3, *(run + 1 for run in runs)) if runs else "```"
-    lines = ("\t".join(map(printable, line.split("\t"))) for line in text.rstrip("\n").split("\n"))
-    return "\n".join([fence, *lines, fence])
-
-
 def _heading(level: int, text: str) -> str:
     """A number sign at the end would count as the heading's own."""
     line = re.sub(r"#$", r"\\#", _line(text))
@@ -168,7 +158,6 @@ def _toned(text: str, tone: Tone) -> str:
 
 
 def _line(text: str) -> str:
-    """A text as one line that reads as it is: no tag, link, emphasis or cell's end in it."""
     line = _SPACES.sub(" ", printable(text)).strip()
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKS.sub(lambda found: f"\\{found[0]}", line)

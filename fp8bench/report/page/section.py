@@ -79,8 +79,6 @@ _sections: dict[str, Section] = {}
 def section(
     name: str, title: str, rank: int, lead: str | Callable[[Material], str] = "", repeats: bool = False
 ) -> Callable[[Elements], Elements]:
-    """Decorates what yields a section's elements; its docstring is the lead, unless that is given."""
-
     def register(elements: Elements) -> Elements:
         said = lead or " ".join((elements.__doc__ or "").split())
         _sections[name] = Section(name, title, rank, elements, said, repeats)
@@ -90,7 +88,6 @@ def section(
 
 
 def sections() -> dict[str, Section]:
-    """By name, in the order of their ranks."""
     for module in pkgutil.iter_modules(topics.__path__):
         importlib.import_module(f"{topics.__name__}.{module.name}")
     list(feature_parts("section"))
@@ -161,12 +158,16 @@ _LONGEST_NAME = 60
 
 def page_of(material: Material) -> Page:
     """The whole report; nothing in it tells of the machine or the time at which it is rendered."""
-    runs = [entry.run for entry in material.entries]
-    return Page(_title(runs), _subtitle(material), parts_of(material), tuple(_footer(runs)), tuple(_facts(runs)))
+    runs, footer = [entry.run for entry in material.entries], []
+    for run in runs:
+        version = fact(run, "fp8bench")
+        by = f"fp8bench {version}" if version else "an fp8bench that its file no longer names"
+        kept = f", kept in {run.path}" if run.path else ", not stored"
+        footer.append(f"Run {run.id or 'without an id'}, measured with {by}, schema {SCHEMA}{kept}.")
+    return Page(_title(runs), _subtitle(material), parts_of(material), tuple(footer), tuple(_facts(runs)))
 
 
 def _title(runs: Sequence[Run]) -> str:
-    """'gemm, transformer on NVIDIA H200'."""
     suites, devices = (
         list(dict.fromkeys(shortened(name, _LONGEST_NAME) for run in runs for name in names_of(run)))
         for names_of in (suites_of, devices_of)
@@ -191,24 +192,12 @@ def _facts(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
     if len(runs) != 1:
         return
     run = runs[0]
+    memory = [units.size(device.memory_bytes) for device in run.devices if device.accelerated]
     pairs = (
-        ("cases", counts(run)),
-        ("torch", fact(run, "torch")),
-        ("threads", fact(run, "threads")),
-        (
-            "memory",
-            listed([units.size(device.memory_bytes) for device in run.devices if device.accelerated], _MOST_DEVICES),
-        ),
-    )
+        ("cases", counts(run)), ("torch", fact(run, "torch")), ("threads", fact(run, "threads")),
+        ("memory", listed(memory, _MOST_DEVICES)),
+    )  # fmt: skip
     yield from ((name, text) for name, text in pairs if text)
-
-
-def _footer(runs: Sequence[Run]) -> Iterator[str]:
-    for run in runs:
-        version = fact(run, "fp8bench")
-        by = f"fp8bench {version}" if version else "an fp8bench that its file no longer names"
-        kept = f", kept in {run.path}" if run.path else ", not stored"
-        yield f"Run {run.id or 'without an id'}, measured with {by}, schema {SCHEMA}{kept}."
 
 
 LONGEST_LABEL = 40
@@ -225,7 +214,6 @@ class Entry:
 
     @cached_property
     def panels(self) -> tuple[Panel, ...]:
-        """What every section reads, made once."""
         return panels_of(self.run, self.findings)
 
 
@@ -246,6 +234,10 @@ class PastFigure:
     hasty: bool = False
     unkept: bool = False
     order: float = 0.0
+
+    @property
+    def rough(self) -> bool:
+        return self.hasty or self.unkept
 
 
 @dataclass(frozen=True)
@@ -312,13 +304,11 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
         tuple(f"{one}, {other}" for one, other in zip(*two, strict=True))
         for two in combinations([words for words in chosen if len(set(words)) > 1], 2)
     ]
-    ids = tuple(run.id or "run" for run in runs)
-    return list(next((words for words in (*chosen, *pairs) if len(set(words)) == len(runs)), _numbered(ids)))
-
-
-def _suites(run: Run) -> str:
-    found = suites_of(run)
-    return ", ".join(found) if len(found) <= _LABEL_SUITES else many(len(found), "suite")
+    ids = [run.id or "run" for run in runs]
+    numbered = tuple(
+        f"{name} ({ids[: place + 1].count(name)})" if ids.count(name) > 1 else name for place, name in enumerate(ids)
+    )
+    return list(next((words for words in (*chosen, *pairs) if len(set(words)) == len(runs)), numbered))
 
 
 _SOURCES: tuple[Callable[[Run], str], ...] = (
@@ -326,28 +316,18 @@ _SOURCES: tuple[Callable[[Run], str], ...] = (
     lambda run: fact(run, "commit")[:COMMIT_LETTERS],
     lambda run: fact(run, "machine"),
     lambda run: f"torch {fact(run, 'torch')}" if fact(run, "torch") else "",
-    _suites,
+    lambda run: ", ".join(names) if len(names := suites_of(run)) <= _LABEL_SUITES else many(len(names), "suite"),
     lambda run: ",".join(dict.fromkeys(record.case.mode for record in run.records)),
 )
 
 
-def _numbered(words: Sequence[str]) -> tuple[str, ...]:
-    numbers = (words[: place + 1].count(word) for place, word in enumerate(words))
-    return tuple(f"{word} ({n})" if words.count(word) > 1 else word for word, n in zip(words, numbers, strict=True))
-
-
 def titled_panels(material: Material) -> Iterator[tuple[str, Panel]]:
-    """Every panel under a short title: the suite, and device, run and reference where those tell it from others."""
-    panels = list(material.panels())
-    suites = [_panel_title(material, entry, panel) for entry, panel in panels]
+    panels, suites = list(material.panels()), []
+    for entry, panel in panels:
+        device = f" on {panel.case.device}" if len({one.case.device for one in entry.panels}) > 1 else ""
+        label = f", {entry.label}" if entry.label and not material.alone else ""
+        suites.append(f"{panel.case.workload}{device}{label}")
     counts = Counter(suites)
     for (_, panel), title in zip(panels, suites, strict=True):
         against = f" against {panel.reference}" if counts[title] > 1 and panel.reference else ""
         yield title + against, panel
-
-
-def _panel_title(material: Material, entry: Entry, panel: Panel) -> str:
-    words = panel.case.workload
-    if len({one.case.device for one in entry.panels}) > 1:
-        words += f" on {panel.case.device}"
-    return words if material.alone or not entry.label else f"{words}, {entry.label}"

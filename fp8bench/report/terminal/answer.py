@@ -9,10 +9,11 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.energy import Demand
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Interval, Run, Status, Verdict
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Run, Status, Verdict
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.specs import REPLAY, TIME
 from fp8bench.report.case_status import (
@@ -26,7 +27,7 @@ from fp8bench.report.case_status import (
     what_intervals_hold,
 )
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Column, Element, Facts, Field, Items, Part, Table, Text, Tone
+from fp8bench.report.elements import Element, Facts, Field, Items, Part, Table, Text, Tone
 from fp8bench.report.energies import ratio_against
 from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import (
@@ -89,7 +90,9 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
     found = outcomes(entry.panels)
     ranks = entry.run.request.ranks
     told = [f"{ranks} ranks: the slowest one's time counts, call by call"] if ranks else []
-    told += [*_emulated(entry), *few(skips(found)), *(f"note: {words}" for words in entry.run.notes)]
+    if modes := dict.fromkeys(result.mode for panel in entry.panels for result in panel.results if emulated(result)):
+        told.append(f"emulated ({listed(list(modes))}): right in numbers; time and memory are what emulating costs")
+    told += [*few(skips(found)), *(f"note: {words}" for words in entry.run.notes)]
     told += [f"trouble: {words}" for words in entry.run.troubles]
     if told:
         yield Part("beside", "", tuple(Text(words, Tone.DOUBT) for words in told))
@@ -112,20 +115,19 @@ def _next(entry: Entry, options: str) -> Iterator[Text]:
     yield Text(f"fp8bench show {entry.run.id}{options} --all: the rest; in parts with {details}")
 
 
-def _emulated(entry: Entry) -> Iterator[str]:
-    modes = dict.fromkeys(result.mode for panel in entry.panels for result in panel.results if emulated(result))
-    if modes:
-        yield f"emulated ({listed(list(modes))}): right in numbers; time and memory are what emulating costs"
-
-
 def _of_panel(panel: Panel, entry: Entry, width: int) -> Iterator[Part]:
     title = heading(panel.case.workload, panel.shared, panel.case.device, entry.run.devices)
     boards: list[Element] = list(rank_boards.boards(panel))
     several = len(panel.groups) > 1
     elements: list[Element] = list(_device(panel, entry.run))
     if several and _timed(panel):
-        elements.append(Facts(tuple(_lines(panel))))
-    elements += map(Text, _covered(panel))
+        by_mode = together((member[1].mode, member) for member in panel.members if member[1].mode != panel.reference)
+        ordered = sorted(by_mode.items(), key=lambda pair: not any(speed_up(one) for _, one in pair[1]))
+        elements.append(Facts(tuple((mode, _line(members, panel)) for mode, members in ordered)))
+    # How much of a model is converted, once for all precisions of which it is the same.
+    alike = together(((found.converted_flops, found.flops), (modes, found)) for modes, found in coverages(panel))
+    told = ((", ".join(modes for modes, _ in known), known[0][1]) for known in alike.values())
+    elements += (Text(f"{coverage_sentence(modes, found)}.") for modes, found in told)
     elements += boards or [_grid(panel) if several else _cases(panel, width)]
     left_out = len(panel.groups) - _MOST_GROUPS
     if several and not boards and left_out > 0:
@@ -136,15 +138,7 @@ def _of_panel(panel: Panel, entry: Entry, width: int) -> Iterator[Part]:
     yield from _asked(panel, several, bool(boards))
 
 
-def _covered(panel: Panel) -> Iterator[str]:
-    """How much of a model is converted, once for all precisions of which it is the same."""
-    alike = together(((found.converted_flops, found.flops), (modes, found)) for modes, found in coverages(panel))
-    for members in alike.values():
-        yield f"{coverage_sentence(', '.join(modes for modes, _ in members), members[0][1])}."
-
-
 def _device(panel: Panel, run: Run) -> Iterator[Text]:
-    """Power cap, clocks and what held them back, as the device said; loud where somebody has lowered the cap."""
     watches = [result.record.watch for result in panel.results if result.record.watch is not None]
     cap, default, highest = (run.environment.get(f"{panel.case.device} {name}")
                              for name in ("power_cap", "power_cap_default", "sm_clock_max"))  # fmt: skip
@@ -164,7 +158,6 @@ def _device(panel: Panel, run: Run) -> Iterator[Text]:
 
 
 def _asked(panel: Panel, several: bool, ranked: bool) -> Iterator[Part]:
-    """Where the time goes, and what an option of the run asked for."""
     phases = None if several or ranked else phases_table(panel)
     crossings = swept(panel)
     tables = [*([phases] if phases else []), *sustained(panel), *energy_of_phases(panel), *capacity(panel)]
@@ -174,7 +167,6 @@ def _asked(panel: Panel, several: bool, ranked: bool) -> Iterator[Part]:
 
 
 def _cases(panel: Panel, width: int) -> Table:
-    """A row a precision: the word, how many times as fast, times, error, memory."""
     error = main_error(panel)
     cols: list[Col[tuple[ResultGroup, Result, Figures]]] = [
         Col("case", lambda row: row[1].mode),
@@ -182,7 +174,8 @@ def _cases(panel: Panel, width: int) -> Table:
         Col("speed-up", lambda row: show_speed_up(row[1]) or None, tone=lambda row: tone_of(row[1])),
         Col("best", lambda row: row[2][TIME].best, number=True, unit="s"),
         Col("replayed", lambda row: row[2][REPLAY].best, number=True, unit="s"),
-        Col("error", lambda row: _error(value_of(row[1].record.measurement(error)), row[1])),
+        Col("error", lambda row: None if (value := value_of(row[1].record.measurement(error))) is None else
+            f"{error_word([value])} " * (not row[1].record.is_reference) + units.relative_error(value)),
         Col("memory", lambda row: _memory(row[0], row[1]), number=True),
         Col("energy", lambda row: _energy(row[0], row[1]), number=True),
         Col("throughput", lambda row: row[2].shown(row[2].rate), number=True, when=width >= _ROOM_FOR_RATES),
@@ -191,16 +184,7 @@ def _cases(panel: Panel, width: int) -> Table:
     return table("cases", "", cols, rows, kept={"case", "verdict", "best"})
 
 
-def _error(value: float | None, result: Result) -> str | None:
-    """'small 5.4e-03'; the reference's needs no word."""
-    if value is None:
-        return None
-    shown = units.relative_error(value)
-    return shown if result.record.is_reference else f"{error_word([value])} {shown}"
-
-
 def _memory(group: ResultGroup, result: Result) -> str | None:
-    """Of the reference what it takes, of the others how many times that."""
     if result.record.is_reference:
         return units.size(peak) if (peak := peak_of(result)) else None
     share = share_of(group, result)
@@ -215,29 +199,23 @@ def _energy(group: ResultGroup, result: Result) -> str | None:
 
 
 def _grid(panel: Panel) -> Table:
-    """A row a group, a column a precision."""
     modes = list(dict.fromkeys(result.mode for result in panel.results if result.mode != panel.reference))
-    rows = [
-        (
-            Field(group.place),
-            *(
-                _in_grid(group, [result for result in group.results if result.mode == mode])
-                for mode in (panel.reference, *modes)
-            ),
-        )
-        for group in panel.groups[:_MOST_GROUPS]
+    cols: list[Col[ResultGroup]] = [
+        Col("case", lambda group: group.place),
+        Col(panel.reference or "reference", partial(_in_grid, mode=panel.reference), number=True),
+        *(Col(mode, partial(_in_grid, mode=mode)) for mode in modes),
     ]
-    columns = (Column("case"), Column(panel.reference or "reference", number=True), *map(Column, modes))
     caption = _HOW_GRID.format(reference=panel.reference) if _timed(panel) else ""
-    return Table("grid", caption, columns, tuple(rows))
+    return table("grid", caption, cols, panel.groups[:_MOST_GROUPS])
 
 
 def _timed(panel: Panel) -> bool:
     return any(result.best for result in panel.results)
 
 
-def _in_grid(group: ResultGroup, results: Sequence[Result]) -> Field:
+def _in_grid(group: ResultGroup, mode: str) -> Field:
     """The reference's time; a rate where nothing was timed, as of ceilings."""
+    results = [result for result in group.results if result.mode == mode]
     if len(results) == 1 and status_words(results[0]) == units.NONE:
         figures = Figures(group, results[0])
         return Field(figures.shown(figures.rate))
@@ -254,11 +232,10 @@ def _suites(panels: Sequence[Panel]) -> Table:
         for panel in panels
         for result in panel.results
     )
-    rows = [
-        (Field(suite), *(_cell([result for result in results if result.mode == mode]) for mode in modes))
-        for suite, results in by_suite.items()
-    ]
-    return Table("matrix", _HOW_MATRIX, (Column("suite"), *(Column(mode) for mode in modes)), tuple(rows))
+    cols: list[Col[tuple[str, list[Result]]]] = [Col("suite", lambda row: row[0])]
+    cols += [Col(mode, partial(lambda mode, row: _cell([one for one in row[1] if one.mode == mode]), mode))
+             for mode in modes]  # fmt: skip
+    return table("matrix", _HOW_MATRIX, cols, by_suite.items())
 
 
 def _cell(results: Sequence[Result]) -> Field:
@@ -275,12 +252,14 @@ def _cell(results: Sequence[Result]) -> Field:
     return Field(f"{word}{shown}", tone=common_tone(map(tone_of, results)))
 
 
-def _lines(panel: Panel) -> Iterator[tuple[str, str]]:
-    """'bf16: slower than fp32 in 4 of 5 cases, same in 1; 0.311x to 0.506x; error small (2.9e-03); memory 0.77x'."""
-    by_mode = together((member[1].mode, member) for member in panel.members if member[1].mode != panel.reference)
-    for mode, members in sorted(by_mode.items(), key=lambda pair: not any(speed_up(one) for _, one in pair[1])):
-        clauses = (_verdict(members, panel.reference), _speeds(members), _errors(members, panel), _shares(members))
-        yield mode, "; ".join(filter(None, clauses))
+def _line(members: Sequence[_Member], panel: Panel) -> str:
+    """'slower than fp32 in 4 of 5 cases, same in 1; 0.311x to 0.506x; error small (2.9e-03); memory 0.77x'."""
+    speeds = [speed.point for _, result in members if (speed := speed_up(result)) is not None]
+    shares = [share for group, result in members
+              if not emulated(result) and (share := share_of(group, result)) is not None]  # fmt: skip
+    memory = f"memory {units.span(shares, units.ratio)}" if shares else ""  # of emulation it would be its cost
+    clauses = (_verdict(members, panel.reference), span(speeds) if speeds else "", _errors(members, panel), memory)
+    return "; ".join(filter(None, clauses))
 
 
 def _verdict(members: Sequence[_Member], reference: str) -> str:
@@ -292,13 +271,7 @@ def _verdict(members: Sequence[_Member], reference: str) -> str:
     return f"{first}{word + reference if word else ''}{many}" + "".join(f", {one} in {n}" for one, n in others)
 
 
-def _speeds(members: Sequence[_Member]) -> str:
-    speeds = [speed.point for _, result in members if (speed := speed_up(result)) is not None]
-    return span(speeds) if speeds else ""
-
-
 def _errors(members: Sequence[_Member], panel: Panel) -> str:
-    """'error small (2.9e-03)', the largest of several cases."""
     known = (value_of(result.record.measurement(main_error(panel))) for _, result in members)
     values = [value for value in known if value is not None]
     if not values:
@@ -307,15 +280,7 @@ def _errors(members: Sequence[_Member], panel: Panel) -> str:
     return f"error {error_word(values)} ({units.relative_error(worst)})"
 
 
-def _shares(members: Sequence[_Member]) -> str:
-    """'memory 0.626x to 0.771x'; of emulation it would be its cost."""
-    known = [share for group, result in members
-             if not emulated(result) and (share := share_of(group, result)) is not None]  # fmt: skip
-    return f"memory {units.span(known, units.ratio)}" if known else ""
-
-
 def _grounds(panel: Panel) -> Iterator[tuple[str, str]]:
-    """Why it is so, how sure that is, and which labels cast doubt."""
     if len(panel.groups) == 1:
         (group,) = panel.groups
         yield from (("why", words) for result in group.results if (words := _why(result, group.lead)))
@@ -333,7 +298,6 @@ def _grounds(panel: Panel) -> Iterator[tuple[str, str]]:
 
 
 def _reservations(panel: Panel) -> Iterator[tuple[str, str, str]]:
-    """Why a case has no verdict, what a reader may hold against the verdict it has, and what of it could not be had."""
     for group, result in panel.members:
         if result.finding and result.finding.why and not emulated(result):
             yield f"{result.mode} {status_words(result)}", result.finding.why, group.place
@@ -360,7 +324,6 @@ def _why(result: Result, lead: Result | None) -> str:
 
 
 def _changes(own: Finding, base: Finding) -> list[tuple[str, float]]:
-    """Seconds of each phase that can be told, above the reference's; the largest first."""
     seconds: Mapping[str, float] = dict(own.phases)
     before: Mapping[str, float] = dict(base.phases)
     unknown = {*own.below_floor, *base.below_floor, UNATTRIBUTED}
@@ -371,21 +334,15 @@ def _changes(own: Finding, base: Finding) -> list[tuple[str, float]]:
 
 
 def _sureness(panel: Panel) -> Iterator[str]:
-    """The floor, how many times that the effects are, and what the intervals hold."""
     alone = len(panel.groups) == 1
     floor = noise_floor(panel.groups[0]) if alone else floor_of(panel.results) or "not measured"
     yield f"noise floor (A/A): {floor}"
-    if alone:
-        told = [f"{result.mode}'s difference is {times} it" for result in panel.results
-                if (times := _times_floor(result.finding, speed_up(result)))]  # fmt: skip
-        yield from told
+    for result in panel.results if alone else ():
+        speed = speed_up(result)
+        if result.finding is not None and result.finding.floor and speed is not None:
+            # On the scale on which half as fast and twice as fast are as far.
+            times = abs(math.log(speed.point)) / math.log1p(result.finding.floor)
+            words = f"{units.significant(times, 2)} times" if times >= 1 else "within"
+            yield f"{result.mode}'s difference is {words} it"
     if held := what_intervals_hold(panel.results):
         yield f"[low, high]: {held}"
-
-
-def _times_floor(finding: Finding | None, speed: Interval | None) -> str:
-    """'17 times'; on the scale on which half as fast and twice as fast are as far."""
-    if finding is None or not finding.floor or speed is None:
-        return ""
-    times = abs(math.log(speed.point)) / math.log1p(finding.floor)
-    return f"{units.significant(times, 2)} times" if times >= 1 else "within"

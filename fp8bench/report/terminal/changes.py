@@ -11,16 +11,24 @@ from fp8bench.analysis.steps.change_points import BY_CHANCE
 from fp8bench.analysis.steps.changes import Change, ChangeState, Found
 from fp8bench.model import Label
 from fp8bench.model.codec import SCHEMA, encode
+from fp8bench.report.columns import Col, table
 from fp8bench.report.comparisons import signed
-from fp8bench.report.elements import Code, Column, Element, Field, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Code, Element, Page, Part, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.history import count_of, value, where
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.naming import listed
 
-_COLUMNS = (
-    Column("commits", shared=True), Column("series"), Column("before", number=True), Column("after", number=True),
-    Column("change"), Column("chance", number=True), Column("notes", below=True),
+_COLS: tuple[Col[tuple[str, Change]], ...] = (
+    Col("commits", lambda row: row[0], shared=True), Col("series", lambda row: row[1].trend.name),
+    Col("before", lambda row: value(row[1].trend, row[1].comparison.before), number=True),
+    Col("after", lambda row: value(row[1].trend, row[1].comparison.after), number=True),
+    Col("change", lambda row: signed(row[1].comparison.ratio),
+        tone=lambda row: Tone.BAD if row[1].is_worse else Tone.GOOD),
+    # A chance of nearly nothing is not none.
+    Col("chance", lambda row: row[1].comparison.p_value, number=True,
+        show=lambda chance: units.share(max(chance, sys.float_info.min))),
+    Col("notes", lambda row: "\n".join(_notes(row[1])), below=True),
 )  # fmt: skip
 _RATIO = "change: from the level before the step to the level after it, with a 99% interval; less is better everywhere"
 _RANGE = "after, up to: the step lies after the one commit, and not after the other"
@@ -42,11 +50,19 @@ def page_of(found: Found, store: str, everything: bool = False, options: str = "
     `options` are words that a command needs to find the same.
     """
     several = len({(change.trend.machine.get("machine"), change.trend.python) for change in found.changes}) > 1
-    parts = [
-        Part("changes", title, (Table(title, "", _COLUMNS, tuple(_rows(changes, several))),))
-        for title, changes in _sections(found, everything)
-        if changes
-    ]
+    parts = []
+    for title, changes in _sections(found, everything):
+        # Under the commits they lie between, in the order of the first of each; of several places, also under these.
+        # 'after 00000018 and up to 0000001a, one of 2 commits, most likely 0000001a'.
+        places = []
+        for change in changes:
+            words = f"after {change.comparison.since[:8]} and up to {change.comparison.until[:8]}"
+            if change.commits > 1:
+                lacking = f" ({change.unmeasured} of them without a figure that compares)" if change.unmeasured else ""
+                words += f", one of {change.commits} commits{lacking}, most likely {change.first[:8]}"
+            places.append((words + (f", {where(change.trend)}" if several else ""), change))
+        rows = [(place, change) for place, members in together(places).items() for change in members]
+        parts += [Part("changes", title, (table(title, "", _COLS, rows),))] if rows else []
     reasons = sorted(found.left.items(), key=lambda pair: (-pair[1], pair[0]))
     left = (f"{count_of(count, 'series', 'series')}: {why}" for why, count in reasons)
     parts += list_of("left", "not looked at", left)
@@ -86,7 +102,6 @@ def value_of(found: Found) -> dict[str, object]:
 
 
 def _counted(found: Found) -> str:
-    """'2 regressions and 1 improvement in 40 series'."""
     still = [change for change in found.changes if change.state is ChangeState.OPEN]
     worse, fewer = sum(change.is_worse for change in still), sum(_is_fewer(change) for change in still)
     known = sum(change.state is ChangeState.ACKNOWLEDGED for change in found.changes)
@@ -112,33 +127,6 @@ def _sections(found: Found, everything: bool) -> Iterator[tuple[str, list[Change
     for state in ChangeState:
         if state is ChangeState.CONTRADICTED or (everything and state is not ChangeState.OPEN):
             yield state.value, [change for change in found.changes if change.state is state]
-
-
-def _rows(changes: Sequence[Change], several: bool) -> Iterator[tuple[Field, ...]]:
-    """Changes under the commits they lie between, in the order of the first of each; of several places, also these."""
-    named = ((_commits(change) + (f", {where(change.trend)}" if several else ""), change) for change in changes)
-    for commits, members in together(named).items():
-        yield from ((Field(commits), *_row(change)) for change in members)
-
-
-def _commits(change: Change) -> str:
-    """'after 00000018 and up to 0000001a, one of 2 commits, most likely 0000001a'."""
-    words = f"after {change.comparison.since[:8]} and up to {change.comparison.until[:8]}"
-    if change.commits == 1:
-        return words
-    lacking = f" ({change.unmeasured} of them without a figure that compares)" if change.unmeasured else ""
-    return f"{words}, one of {change.commits} commits{lacking}, most likely {change.first[:8]}"
-
-
-def _row(change: Change) -> tuple[Field, ...]:
-    trend, one = change.trend, change.comparison
-    # A chance of nearly nothing is not none.
-    chance = units.NONE if one.p_value is None else units.share(max(one.p_value, sys.float_info.min))
-    return (
-        Field(trend.name), Field(value(trend, one.before)), Field(value(trend, one.after)),
-        Field(signed(one.ratio), tone=Tone.BAD if change.is_worse else Tone.GOOD), Field(chance),
-        Field("\n".join(_notes(change))),
-    )  # fmt: skip
 
 
 def _notes(change: Change) -> Iterator[str]:

@@ -16,6 +16,7 @@ from fp8bench import units
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.model import Conditions, Ending, Fault, Figure, Run, Status, Trend
 from fp8bench.model.specs import spec_of
+from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Code, Column, Field, Page, Part, Table, Text
 from fp8bench.report.terminal.layout import list_of
 
@@ -51,15 +52,16 @@ def trends_page(
     `options` are words that a command needs to find the same.
     """
     counts = f"{count_of(len(endings), 'series', 'series')}, {count_of(runs, 'run')} of {count_of(commits, 'commit')}"
-    columns = (
-        Column("series"), Column("points", number=True), Column("last"), Column("value", number=True),
-        Column("change", number=True),
-    )  # fmt: skip
+    cols: list[Col[Ending]] = [
+        Col("series", lambda ending: ending.trend.name), Col("points", lambda ending: str(ending.points), number=True),
+        Col("last", lambda ending: ending.last.commit[:8]),
+        Col("value", lambda ending: _shown(ending.trend, ending.last), number=True),
+        Col("change", lambda ending: _change(ending.last, ending.before), number=True),
+    ]  # fmt: skip
     parts = []
     for _, alike in itertools.groupby(endings, key=lambda one: (one.trend.machine.get("machine"), one.trend.python)):
         members = list(alike)
-        rows = tuple(tuple(map(Field, _last_cells(member))) for member in members)
-        parts.append(Part("series", "", (Table("series", where(members[0].trend), columns, rows),)))
+        parts.append(Part("series", "", (table("series", where(members[0].trend), cols, members),)))
     if endings:
         name = shlex.quote(endings[0].trend.name)
         parts.append(_next("one of them, commit by commit", f"fp8bench history show {name}{options}"))
@@ -161,12 +163,6 @@ def where(trend: Trend) -> str:
     return f"on {machine.get('machine')}{f' ({facts})' if facts else ''}, {trend.python}"
 
 
-def _last_cells(ending: Ending) -> tuple[str, ...]:
-    """A trend in one line: its last commit, against the one before that has a number."""
-    trend, last, before, points = ending
-    return trend.name, str(points), last.commit[:8], _shown(trend, last), _change(last, before)
-
-
 def _shown(trend: Trend, figure: Figure, digits: int = 3) -> str:
     if figure.value is None:
         return {Status.FAILED: "FAILED", Status.SKIPPED: "skipped"}.get(figure.status, units.NONE)
@@ -174,7 +170,6 @@ def _shown(trend: Trend, figure: Figure, digits: int = 3) -> str:
 
 
 def _change(figure: Figure, before: Figure | None) -> str:
-    """A figure over the one before; nothing where they do not compare."""
     if before is None or figure.value is None or before.value is None:
         return units.NONE
     if figure.version != before.version:
@@ -187,7 +182,6 @@ def _change(figure: Figure, before: Figure | None) -> str:
 
 
 def _figure_rows(trend: Trend, gone: Collection[str]) -> Iterable[tuple[Field, ...]]:
-    """A row a commit; what else changed than the commit stands above those it holds for."""
     before: Figure | None = None
     version, conditions = trend.figures[0].version, ""
     for figure in trend.figures:
@@ -214,7 +208,6 @@ def _figure_rows(trend: Trend, gone: Collection[str]) -> Iterable[tuple[Field, .
 
 
 def _new_conditions(before: Conditions, now: Conditions) -> Iterable[str]:
-    """What else than the commit may be why a number changed."""
     old, new = dict(before), dict(now)
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     for name in changed:
@@ -234,7 +227,8 @@ def _unfinished(run: Run, being_written: bool) -> str:
 
 
 def _list_legend(endings: Sequence[Ending]) -> list[str]:
-    values, changes = zip(*(_last_cells(ending)[-2:] for ending in endings), strict=True)
+    values = [_shown(ending.trend, ending.last) for ending in endings]
+    changes = [_change(ending.last, ending.before) for ending in endings]
     samples = _samples([ending.trend for ending in endings])
     words = [f"value: the last commit's median over {samples}, of all its runs; lower is better everywhere"]
     words += [VERSUS] if any(change[-1:].isdigit() or change.endswith("%") for change in changes) else []
@@ -249,6 +243,5 @@ def _samples(trends: Sequence[Trend]) -> str:
 
 
 def _left_out(left: Mapping[str, int]) -> list[Part]:
-    """Runs that are in no line, and why, the most frequent reason first."""
     reasons = sorted(left.items(), key=lambda pair: (-pair[1], pair[0]))[:_MOST_WORDS]
     return list_of("left", "not in it", (f"{count_of(count, 'run')}: {why}" for why, count in reasons))

@@ -55,13 +55,11 @@ def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
 
 
 def list_of(name: str, title: str, sentences: Iterable[str]) -> list[Part]:
-    """A part that lists them under its title; none where there are none."""
     texts = tuple(map(Text, sentences))
     return [Part(name, title, (Items(texts),))] if texts else []
 
 
 def render(page: Page, width: int = 100, color: bool = False, explain: bool = True) -> str:
-    """A whole page, parts and paragraphs apart by blank lines. The footer, how to read it, is for who asks."""
     width, paint = max(width, MIN_WIDTH), painter(color)
     head = [paint(line, Tone.STRONG) for line in wrap(page.title, width, hang=INDENT)] if page.title else []
     head += wrap(page.subtitle, width, hang=INDENT) if page.subtitle else []
@@ -78,7 +76,6 @@ def render(page: Page, width: int = 100, color: bool = False, explain: bool = Tr
 
 
 def _part(part: Part, width: int, paint: Paint) -> Iterator[list[str]]:
-    """Its paragraphs: the heading with what follows it, and each table with what is said of it."""
     block = [paint(line, Tone.STRONG) for line in wrap(part.title, width, hang=INDENT)] if part.title else []
     indent = INDENT if part.title else ""
     block += wrap(part.lead, width, indent, INDENT) if part.lead else []
@@ -101,16 +98,12 @@ def _lines(element: Element, width: int, paint: Paint, indent: str) -> list[str]
         case Facts():
             return [line for name, what in element.pairs for line in wrap(f"{name}: {what}", width, INDENT, INDENT)]
         case Code():
-            return _command(element.text, width)
+            # Something to type, gone on behind a backslash where a line does not hold it.
+            *begun, last = wrap(element.text, width - 2, INDENT, INDENT)
+            return [*(f"{line} \\" for line in begun), last]
         case Table():
             return _table(element, width, paint)
     raise TypeError(f"a terminal draws no {type(element).__name__}: give its numbers as a Table")
-
-
-def _command(text: str, width: int) -> list[str]:
-    """Something to type, gone on behind a backslash where a line does not hold it."""
-    lines = wrap(text, width - 2, INDENT, INDENT)
-    return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]
 
 
 def _table(found: Table, width: int, paint: Paint) -> list[str]:
@@ -129,7 +122,12 @@ def _table(found: Table, width: int, paint: Paint) -> list[str]:
     widths[0] = max([min(len(columns[0].title), room), *(len(row[0].text) for row in rows if len(row[0].text) <= room)])
     titles = [Field(column.title[:size], tone=Tone.STRONG) for column, size in zip(columns, widths, strict=True)]
     lines = _row(titles[:shown], columns, widths, width, paint)
-    for words, alike in groupby(zip(found.rows, rows, strict=True), lambda pair: _shared(found.columns, pair[0])):
+    shared = [place for place, column in enumerate(found.columns) if column.shared]
+    by_words = groupby(
+        zip(found.rows, rows, strict=True),
+        lambda pair: "  ".join(pair[0][place].text for place in shared if pair[0][place].text),
+    )
+    for words, alike in by_words:
         lines += wrap(words, width, hang=INDENT) if words else []
         for whole, row in alike:
             lines += _row(row[:shown], columns, widths, width, paint)
@@ -140,12 +138,7 @@ def _table(found: Table, width: int, paint: Paint) -> list[str]:
     return lines
 
 
-def _shared(columns: Sequence[Column], row: Iterable[Field]) -> str:
-    return "  ".join(field.text for column, field in zip(columns, row, strict=True) if column.shared and field.text)
-
-
 def _folded(columns: Sequence[Column], fields: Sequence[Field], width: int) -> list[str]:
-    """What found no room in the grid, without the empty fields."""
     pairs = [
         f"{column.title}: {' '.join(field.text.split())}".removeprefix(": ")
         for column, field in zip(columns, fields, strict=True)
@@ -155,7 +148,6 @@ def _folded(columns: Sequence[Column], fields: Sequence[Field], width: int) -> l
 
 
 def _room_for_name(widths: Sequence[int], width: int) -> int:
-    """How wide the first column may be when the others are as wide as they need."""
     return width - len(INDENT) - sum(len(GAP) + one for one in widths[1:])
 
 

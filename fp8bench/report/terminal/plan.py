@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from fp8bench.model import DeviceFacts, Group, Level, Plan
+from fp8bench.model import DeviceFacts, Group, Level, Plan, Support
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Column, Field, Page, Part, Table, Text
+from fp8bench.report.elements import Page, Part, Table, Text
 from fp8bench.report.panels import heading, merge_notes, shared_params, show_params
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.naming import listed
@@ -31,7 +31,6 @@ def page_of(plan: Plan, facts: Sequence[DeviceFacts], expected: str = "") -> Pag
 
 
 def _overview(panels: Sequence[Sequence[Group]]) -> Part:
-    """Of many suites a row each; what a single one would do, its own plan says."""
     cols: list[Col[Sequence[Group]]] = [
         Col("suite", lambda groups: groups[0].cases[0].case.workload),
         Col("on", lambda groups: groups[0].cases[0].case.device),
@@ -55,7 +54,13 @@ def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Pa
     case = groups[0].cases[0].case
     shared = shared_params([group.cases[0].case.params for group in groups])
     places = [show_params(pair for pair in group.cases[0].case.params if pair not in shared) for group in groups]
-    lines = [f"{place or 'one group'}: {_cases(group)}" for group, place in zip(groups, places, strict=True)]
+    lines = []  # 'one group: fp32 (reference), bf16; skip nvfp4'
+    for group, place in zip(groups, places, strict=True):
+        marks = {group.reference: " (reference)"}
+        named = [(one.runs, one.case.mode + marks.get(number, "")) for number, one in enumerate(group.cases)]
+        names, skips = (", ".join(name for runs, name in named if runs is wanted) for wanted in (True, False))
+        said = "; ".join(filter(None, (names, f"skip {skips}" if skips else "")))
+        lines.append(f"{place or 'one group'}: {said}")
     skipped = [
         (f"{one.case.mode} skipped", one.skip, place)
         for group, place in zip(groups, places, strict=True)
@@ -75,13 +80,8 @@ def _support_table(groups: Sequence[Group]) -> Table:
     modes = dict.fromkeys(
         (case.case.mode, case.support) for case in cases if case.runs or case.case.mode not in running
     )
-    rows = tuple(tuple(map(Field, (mode, support.level.value, support.reason))) for mode, support in modes)
-    return Table("support", "", (Column("case"), Column("how"), Column("why")), rows)
-
-
-def _cases(group: Group) -> str:
-    """'fp32 (reference), bf16; skip nvfp4'."""
-    marks = {group.reference: " (reference)"}
-    named = [(case.runs, case.case.mode + marks.get(place, "")) for place, case in enumerate(group.cases)]
-    names, skipped = (", ".join(name for runs, name in named if runs is wanted) for wanted in (True, False))
-    return "; ".join(filter(None, (names, f"skip {skipped}" if skipped else "")))
+    cols: list[Col[tuple[str, Support]]] = [
+        Col("case", lambda row: row[0]), Col("how", lambda row: row[1].level.value),
+        Col("why", lambda row: row[1].reason),
+    ]  # fmt: skip
+    return table("support", "", cols, modes)

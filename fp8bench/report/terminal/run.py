@@ -51,7 +51,6 @@ _REST = (
 def render(
     run: Run, findings: Mapping[str, Finding], width: int = 100, color: bool = False, whole: bool = False
 ) -> str:
-    """The answer of a run, or all that is known of it. Without colour it depends on nothing but its arguments."""
     page = detail_of("all", run, findings, width) if whole else page_of(run, findings, width)
     return layout.render(page, width, color)
 
@@ -67,7 +66,6 @@ def page_of(run: Run, findings: Mapping[str, Finding], width: int, report: str =
 
 
 def detail_of(name: str, run: Run, findings: Mapping[str, Finding], width: int, report: str = "") -> Page:
-    """What an option of `fp8bench show` prints beside the answer, of every panel."""
     width, panels = max(width, layout.MIN_WIDTH), panels_of(run, findings)
     parts = [part for panel in panels for part in _DETAILS[name](panel, run, width)]
     parts += [Part("ending", "", tuple(ending))] if (ending := _ending(name, run, panels)) else []
@@ -81,23 +79,6 @@ def detail_of(name: str, run: Run, findings: Mapping[str, Finding], width: int, 
 def _titled(panel: Panel, run: Run, elements: Iterable[Element], lead: str = "") -> Iterator[Part]:
     if found := tuple(elements):
         yield Part("panel", heading(panel.case.workload, panel.shared, panel.case.device, run.devices), found, lead)
-
-
-def _memory(panel: Panel, run: Run, width: int) -> Iterator[Part]:
-    yield from _titled(panel, run, () if about_tensors(panel) else (*memory(panel), *capacity(panel)))
-
-
-def _data(panel: Panel, run: Run, width: int) -> Iterator[Part]:
-    yield from _titled(panel, run, data(panel))
-
-
-def _of_energy(panel: Panel, run: Run, width: int) -> Iterator[Part]:
-    yield from _titled(panel, run, () if about_tensors(panel) else (*energy(panel), *energy_of_phases(panel)))
-
-
-def _of_numbers(panel: Panel, run: Run, width: int) -> Iterator[Part]:
-    numbers = [] if about_tensors(panel) else _numbers(panel)
-    yield from _titled(panel, run, [Facts(tuple(numbers))] if numbers else [])
 
 
 def _of_notes(panel: Panel, run: Run, width: int) -> Iterator[Part]:
@@ -137,18 +118,21 @@ def _timed(panel: Panel, run: Run) -> Iterator[Part]:
         yield Part("roofline", "what bounds it", (Items(tuple(bounds)),))
 
 
+def _of_timed(elements: Callable[[Panel], Iterable[Element]]) -> Callable[[Panel, Run, int], Iterator[Part]]:
+    return lambda panel, run, width: _titled(panel, run, () if about_tensors(panel) else elements(panel))
+
+
 _DETAILS: dict[str, Callable[[Panel, Run, int], Iterator[Part]]] = {
-    "memory": _memory,
-    "data": _data,
-    "numbers": _of_numbers,
-    "energy": _of_energy,
+    "memory": _of_timed(lambda panel: (*memory(panel), *capacity(panel))),
+    "data": lambda panel, run, width: _titled(panel, run, data(panel)),
+    "numbers": _of_timed(lambda panel: [Facts(tuple(found))] if (found := _numbers(panel)) else ()),
+    "energy": _of_timed(lambda panel: (*energy(panel), *energy_of_phases(panel))),
     "notes": _of_notes,
     "all": _whole,
 }
 
 
 def _reference_line(panel: Panel) -> str:
-    """What the others are held against; the noise floor too where one line can say it for all."""
     measured = any(result.record.is_reference for result in panel.results)
     reference = panel.reference if measured else f"none ({panel.reference or 'none planned'} was not measured)"
     intervals = f"; [low, high]: {words}" if (words := what_intervals_hold(panel.results)) else ""
@@ -190,7 +174,6 @@ def _conditions(record: Record, run: Run) -> Iterator[str]:
 
 
 def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
-    """(about, text, place) of everything that was skipped, failed or has no clear verdict."""
     for group in panel.groups:
         place = group.place
         for result in group.results:
@@ -214,7 +197,6 @@ def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
 
 
 def _legend(panels: Sequence[Panel], whole: bool = False) -> list[str]:
-    """A line for every word of the answer, or of the whole, that needs one, and only for those that occur."""
     timed = [panel for panel in panels if not about_tensors(panel)]
     results = [result for panel in timed for result in panel.results]
     of_tensors = [LEGEND] if len(timed) < len(panels) else []
@@ -234,7 +216,11 @@ def _legend(panels: Sequence[Panel], whole: bool = False) -> list[str]:
     lines += [rank_boards.LEGEND] if any(any(rank_boards.boards(panel)) for panel in timed) else []
     lines += [f"pays: {legend.BREAK_EVEN}"] if any(map(swept, timed)) else []
     lines += [legend.ERRORS]
-    lines += [*_number_legends(timed), *_energy_legends(timed), *_memory_legends(timed)] if whole else []
+    if whole:
+        lines += [*_number_legends(timed), *_energy_legends(timed)]
+        in_memory = [panel for panel in timed if tells_memory(panel)]
+        known = dict.fromkeys(f"{spec.heading}: {spec.description}" for panel in in_memory for spec in counted(panel))
+        lines += [legend.MEMORY, *filter(None, ["; ".join(known)])] if in_memory else []
     seen = {label for result in results for label in result.labels if whole or label.casts_doubt}
     return [*lines, *of_tensors, *of_data, *(f"{label}: {legend.LABELS[label]}" for label in Label if label in seen)]
 
@@ -251,7 +237,6 @@ def _ratio_legends(panels: Sequence[Panel]) -> list[str]:
 
 
 def _error_legends(panels: Sequence[Panel]) -> list[str]:
-    """What the error column holds; with the suites where it is not the same in all."""
     told = []
     for panel in panels:
         metric = main_error(panel)
@@ -276,15 +261,7 @@ def _number_legends(panels: Sequence[Panel]) -> list[str]:
 
 
 def _told_elsewhere(panel: Panel) -> str:
-    """The metric that has a table of its own; '' where it has none."""
     return PEAK if tells_memory(panel) else ""
-
-
-def _memory_legends(panels: Sequence[Panel]) -> list[str]:
-    told = [panel for panel in panels if tells_memory(panel)]
-    others = dict.fromkeys(spec for panel in told for spec in counted(panel))
-    known = "; ".join(f"{spec.heading}: {spec.description}" for spec in others)
-    return list(filter(None, (legend.MEMORY, known))) if told else []
 
 
 def _energy_legends(panels: Sequence[Panel]) -> list[str]:
@@ -296,7 +273,6 @@ def _energy_legends(panels: Sequence[Panel]) -> list[str]:
 
 
 def _ending(name: str, run: Run, panels: Sequence[Panel]) -> list[Text]:
-    """What is said of the whole run, beside its panels."""
     if name not in ("energy", "notes", "all"):
         return []
     absent = [*map(Text, absences(run))]

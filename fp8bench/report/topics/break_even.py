@@ -9,11 +9,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.break_even import BreakEven, Crossing
+from fp8bench.analysis.break_even import BreakEven
 from fp8bench.analysis.sweeps import Sweep, SweptMode, sweeps_of, swept_modes
 from fp8bench.model import Finding, Params, Run
 from fp8bench.report.case_status import FACTS, doubts, emulated, show_speed_up, speed_up, standing, status_words
-from fp8bench.report.elements import ChartAxis, ChartPoint, Column, Element, Field, Heat, Scatter, Table, Tone
+from fp8bench.report.columns import Col, table
+from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Heat, Scatter, Table, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Figures, NamedCase, Panel, panels_of, show_params, together
 from fp8bench.report.words.legend import BREAK_EVEN
@@ -24,7 +25,6 @@ _MARKED = "break-even"
 
 
 def swept(panel: Panel) -> list[Swept]:
-    """Every number that varies alone in a panel, with what each precision comes to over it."""
     groups = [[(result.record, result.finding) for result in group.results] for group in panel.groups]
     sweeps = sweeps_of([group.case.params for group in panel.groups])
     found = ((sweep, tuple(swept_modes(sweep, groups))) for sweep in sweeps)
@@ -32,23 +32,21 @@ def swept(panel: Panel) -> list[Swept]:
 
 
 def break_even_table(panel: Panel, found: Sequence[Swept], caption: str) -> Table:
-    columns = (
-        Column("", shared=True), Column("case"), Column("against"), Column("pays"), Column("measured"),
-        Column("remarks", below=True),
-    )  # fmt: skip
-    rows = []
-    for sweep, modes in found:
-        held = show_params(pair for pair in sweep.held if pair not in panel.shared)
-        sizes = [size for size, _ in sweep.places]
-        measured = f"{sweep.axis} = {units.whole(sizes[0])} to {units.whole(sizes[-1])}, {len(sizes)} sizes"
-        for mode in modes:
-            doubtful = mode.found is None or bool(mode.doubted)
-            tone = Tone.DOUBT if doubtful else Tone.PLAIN
-            words = Field(pays(sweep.axis, mode.found) if mode.found else units.NONE, tone=tone)
-            place = Field(f"over {sweep.axis}{' at ' * bool(held)}{held}")
-            rest = Field("; ".join(remarks(mode)))
-            rows.append((place, Field(mode.mode), Field(mode.against), words, Field(measured), rest))
-    return Table("break-even", caption, columns, tuple(rows))
+    def place(row: tuple[Sweep, SweptMode]) -> str:
+        held = show_params(pair for pair in row[0].held if pair not in panel.shared)
+        return f"over {row[0].axis}{' at ' * bool(held)}{held}"
+
+    def measured(row: tuple[Sweep, SweptMode]) -> str:
+        sizes = [size for size, _ in row[0].places]
+        return f"{row[0].axis} = {units.whole(sizes[0])} to {units.whole(sizes[-1])}, {len(sizes)} sizes"
+
+    cols: list[Col[tuple[Sweep, SweptMode]]] = [
+        Col("", place, shared=True), Col("case", lambda row: row[1].mode), Col("against", lambda row: row[1].against),
+        Col("pays", lambda row: pays(row[0].axis, row[1].found) if row[1].found else None,
+            tone=lambda row: Tone.DOUBT if row[1].found is None or row[1].doubted else Tone.PLAIN),
+        Col("measured", measured), Col("remarks", lambda row: "; ".join(remarks(row[1])), below=True),
+    ]  # fmt: skip
+    return table("break-even", caption, cols, [(sweep, mode) for sweep, modes in found for mode in modes])
 
 
 def pays(axis: str, found: BreakEven) -> str:
@@ -62,22 +60,16 @@ def pays(axis: str, found: BreakEven) -> str:
         return "wherever it can be told" if told[0] else "nowhere that can be told"
     parts, beginning = [], ""
     for crossing in found.crossings:
+        size, low, high = (units.whole(round(each)) for each in (crossing.size, crossing.low, crossing.high))
         if crossing.begins:
-            beginning = f"from {axis} = {_place(crossing)}"
+            beginning = f"from {axis} = {size} ({low} to {high})"
         else:
-            parts.append(f"{beginning} to {_place(crossing)}" if beginning else f"up to {axis} = {_place(crossing)}")
+            parts.append(f"{beginning or f'up to {axis} ='}{' to' * bool(beginning)} {size} ({low} to {high})")
             beginning = ""
     return " and ".join([*parts, *([f"{beginning} on"] if beginning else [])])
 
 
-def _place(one: Crossing) -> str:
-    """'900 (700 to 1100)'."""
-    size, low, high = (units.whole(round(value)) for value in (one.size, one.low, one.high))
-    return f"{size} ({low} to {high})"
-
-
 def remarks(one: SweptMode) -> Iterator[str]:
-    """What else is to know: stretches that cannot be told, sizes within noise, without a ratio, or in doubt."""
     if one.found is None and one.points:
         yield "too few sizes with a ratio"
     if one.found is not None:
@@ -159,7 +151,6 @@ def break_even_section(material: Material) -> Iterator[Element]:
 
 
 def _chart(number: int, title: str, panel: Panel, found: Swept) -> Iterator[Scatter]:
-    """What is done in a second, a line for each precision, and a mark where one begins or ends to pay."""
     sweep, modes = found
     curves: dict[str, list[ChartPoint]] = {}
     unit = ""
@@ -174,9 +165,17 @@ def _chart(number: int, title: str, panel: Panel, found: Swept) -> Iterator[Scat
                 curves.setdefault(result.mode, []).append(point)
     if not curves:
         return
+
+    def height(curve: list[ChartPoint], size: float) -> float:
+        """Where a line stands at a size, on logarithmic axes; at its end beyond it."""
+        for one, other in pairwise(curve):
+            if one.x is not None and other.x is not None and one.x <= size <= other.x:
+                return float(one.y * (other.y / one.y) ** (math.log(size / one.x) / math.log(other.x / one.x)))
+        return curve[-1].y
+
     marks = [
         ChartPoint(_MARKED, f"{mode.mode}: {sweep.axis} = {units.whole(round(crossing.size))}",
-              crossing.size, _height(curves[mode.mode], crossing.size), Tone.STRONG,
+              crossing.size, height(curves[mode.mode], crossing.size), Tone.STRONG,
               f"{mode.mode} pays {pays(sweep.axis, mode.found)}")
         for mode in modes if mode.found is not None and mode.mode in curves
         for crossing in mode.found.crossings
@@ -193,14 +192,6 @@ def _chart(number: int, title: str, panel: Panel, found: Swept) -> Iterator[Scat
         ChartAxis(sweep.axis, "", log=True), ChartAxis(unit, "", log=True),
         (*(point for points in curves.values() for point in points), *marks), joined=tuple(curves), folded=number > 1,
     )  # fmt: skip
-
-
-def _height(curve: list[ChartPoint], size: float) -> float:
-    """Where a line stands at a size, on logarithmic axes; at its end beyond it."""
-    for one, other in pairwise(curve):
-        if one.x is not None and other.x is not None and one.x <= size <= other.x:
-            return float(one.y * (other.y / one.y) ** (math.log(size / one.x) / math.log(other.x / one.x)))
-    return curve[-1].y
 
 
 _SIDES = ("m", "n", "k")
@@ -256,7 +247,6 @@ def _panel(title: str, panel: Panel) -> Iterator[Element]:
 
 
 def _layout(panel: Panel) -> _Layout | None:
-    """The fullest map that has at least two rows and columns; None where all have too many holes."""
     own = [tuple(pair for pair in group.case.params if pair not in panel.shared) for group in panel.groups]
     layouts = [made for columns in _COLUMNS if (made := _split(own, columns)) is not None]
     return max(
@@ -265,7 +255,6 @@ def _layout(panel: Panel) -> _Layout | None:
 
 
 def _split(own: Sequence[Params], columns: Sequence[str]) -> _Layout | None:
-    """Parameters as rows and columns; None where they make no map, or two shapes would share a field."""
     if any("layer" in dict(params) for params in own):  # which says n and k, by the product
         own = [tuple(pair for pair in params if pair[0] not in _SIDES) for params in own]
     down = [tuple(pair for pair in params if pair[0] not in columns) for params in own]
@@ -279,7 +268,6 @@ def _split(own: Sequence[Params], columns: Sequence[str]) -> _Layout | None:
 
 
 def _sorted(found: Sequence[Params]) -> list[Params]:
-    """Each once; by size where all values are numbers, else as they came."""
     each = list(dict.fromkeys(found))
     numbers = all(isinstance(value, int | float) for params in each for _, value in params)
     alike = len({len(params) for params in each}) == 1
@@ -301,7 +289,6 @@ def _value(case: NamedCase | None) -> float | None:
 
 
 def _hint(case: NamedCase | None) -> str:
-    """'m=256 n=256 bf16: 1.95x [1.90, 2.01], faster', and why it is in doubt."""
     if case is None:
         return "not measured"
     words, why = f"{case.name}: {show_speed_up(case.result)}, {status_words(case.result)}", doubts(case.result)
@@ -310,7 +297,6 @@ def _hint(case: NamedCase | None) -> str:
 
 
 def _description(grid: _Grid) -> str:
-    """The best and the worst, how many gain, and how many are in doubt."""
     found = [(speed, case) for row in grid for case in row if case and (speed := _value(case)) is not None]
     least, most = (choose(found, key=lambda pair: pair[0]) for choose in (min, max))
     gain = sum(speed > 1 for speed, _ in found)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.energy import EnergyFigures
+from fp8bench.analysis.energy import EnergyFigures, EnergyRatio
 from fp8bench.analysis.phase_energy import PhaseEnergies, PhaseJoules, per_work
 from fp8bench.model import UNATTRIBUTED, EnergyUse, EnergyWindow, specs
 from fp8bench.model.specs import (
@@ -16,7 +16,7 @@ from fp8bench.model.specs import (
 )
 from fp8bench.report.case_status import emulated, speed_up
 from fp8bench.report.columns import Col, case_cols, table, with_figures
-from fp8bench.report.elements import Bars, ChartAxis, Column, Element, Field, Items, Mark, Stacks, Table, Text, Tone
+from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Items, Mark, Stacks, Text, Tone
 from fp8bench.report.energies import (
     DEMANDS,
     absences,
@@ -55,45 +55,54 @@ _close = partial(units.joules, digits=4)
 
 
 def energy(panel: Panel) -> Iterator[Element]:
-    """What a step of each case takes in joules, and its device in watts; nothing where there are no windows."""
     sources = sources_of(panel.results)
     if not sources:
         return
     caption = f"energy of a step, by {named_source(sources[0])}"
     if len(sources) > 1:
         caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
-    known = panel.known(figures_of)
-    first = {name for _, _, found in known for name, _ in found.per[:1]}
-    counts = [spec for spec, _ in ENERGY_PER.values() if spec in first]
-    columns = (
-        Column("group", shared=True), Column("case"), Column("per step", number=True),
-        Column(f"vs {panel.reference or 'reference'}"), Column(""), Column("net/step", number=True),
-        *(Column(spec.heading, number=True) for spec in counts), Column("power", number=True),
-        Column("idle", number=True), Column("windows"), Column("clock", number=True),
-        *([Column("source")] if len(sources) > 1 else []),
-    )  # fmt: skip
-    rows = tuple(
-        (Field(group.place), *_energy_row(group, one, found, counts), Field(found.source))[: len(columns)]
-        for group, one, found in known
-    )
-    yield with_figures(Table("energy", caption, columns, rows), ((group, one) for group, one, _ in known))
+    rows = [
+        _EnergyRow(group, result, found, Figures(group, result), ratio_against(result, group.lead))
+        for group, result, found in panel.known(figures_of)
+    ]
+    first = {name for row in rows for name, _ in row.found.per[:1]}
+    cols: list[Col[_EnergyRow]] = [
+        *case_cols(), Col("per step", partial(_shown, spec=ENERGY), number=True),
+        Col(f"vs {panel.reference or 'reference'}", _demand, tone=_demand_tone),
+        Col("", lambda row: show_ratio(row.ratio) if row.ratio else "", tone=_demand_tone),
+        Col("net/step", partial(_shown, spec=specs.ENERGY_NET), number=True),
+        *(Col(spec.heading, partial(_shown, spec=spec), number=True) for spec, _ in ENERGY_PER.values()
+          if spec in first),
+        Col("power", lambda row: _shown(row, specs.POWER) + " of " * bool(limits := power_limits_of(row[1])) + limits,
+            number=True),
+        Col("idle", partial(_shown, spec=specs.IDLE_POWER), number=True),
+        Col("windows", lambda row: f"{len(row.found.windows)}" + (
+            "" if row.found.uncertainty is None else f" (+-{units.percent(row.found.uncertainty)})")),
+        Col("clock", lambda row: row.found.sm_clock, number=True, show=partial(units.count, unit="Hz")),
+        Col("source", lambda row: row.found.source, when=len(sources) > 1),
+    ]  # fmt: skip
+    yield with_figures(table("energy", caption, cols, rows), (row[:2] for row in rows))
 
 
-def _energy_row(group: ResultGroup, result: Result, found: EnergyFigures, counts: Sequence[str]) -> Iterator[Field]:
-    figures, ratio = Figures(group, result), ratio_against(result, group.lead)
-    word = "reference" if result.record.is_reference else "emulated" if emulated(result) else units.NONE
-    tone = DEMANDS[ratio.demand] if ratio else Tone.PLAIN
-    yield Field(result.mode)
-    yield Field(figures.shown(ENERGY))
-    yield Field(ratio.demand.value if ratio else word, tone=tone)
-    yield Field(show_ratio(ratio) if ratio else "", tone=tone)
-    limits = power_limits_of(result)
-    yield from (Field(figures.shown(name)) for name in (specs.ENERGY_NET, *counts))
-    yield Field(figures.shown(specs.POWER) + (f" of {limits}" if limits else ""))
-    yield Field(figures.shown(specs.IDLE_POWER))
-    unsure = f" (+-{units.percent(found.uncertainty)})" if found.uncertainty is not None else ""
-    yield Field(f"{len(found.windows)}{unsure}")
-    yield Field(units.count(found.sm_clock, "Hz"))
+class _EnergyRow(NamedTuple):
+    group: ResultGroup
+    result: Result
+    found: EnergyFigures
+    figures: Figures
+    ratio: EnergyRatio | None
+
+
+def _shown(row: _EnergyRow, spec: str) -> str:
+    return row.figures.shown(spec)
+
+
+def _demand(row: _EnergyRow) -> str:
+    word = "reference" if row.result.record.is_reference else "emulated" if emulated(row.result) else units.NONE
+    return row.ratio.demand.value if row.ratio else word
+
+
+def _demand_tone(row: _EnergyRow) -> Tone:
+    return DEMANDS[row.ratio.demand] if row.ratio else Tone.PLAIN
 
 
 def energy_of_phases(panel: Panel) -> Iterator[Element]:
@@ -215,35 +224,33 @@ def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Eleme
     doubts = merge_notes(notes, len(panel.groups))
     if doubts:
         yield Items(tuple(Text(f"{doubt.removeprefix('- ')}.", Tone.DOUBT) for doubt in doubts))
+    uses = ((case, case.result.record.energy, figures) for case, figures in found)
+    windows = [_Window(case, use, window) for case, use, figures in uses if use for window in figures.windows]
     if found:
-        yield _windows(title, found)
+        more = f" (the first {MOST_ROWS} of {len(windows)}; the run has all)" if len(windows) > MOST_ROWS else ""
+        name, caption = f"energy-windows-{panel.case.workload}", f"{title}: the windows{more}"
+        yield table(name, caption, _WINDOW, windows[:MOST_ROWS], folded=True, kept=())
 
 
 def _joules(kind: str, title: str, found: Sequence[_Measured]) -> Stacks:
-    """A bar for each case, parted into idling and what comes on top."""
     rows = []
     for case, figures in found:
         gross, net = figures.gross.middle, figures.net.middle if figures.net else None
         rows.append((case.name, gross, {_WHOLE: gross} if net is None else {_NET: net, _IDLE: gross - net}))
     name, axis = f"{kind}-{found[0][0].result.record.case.workload}", ChartAxis("energy of a step", "J")
     parts, folded = {part: part for part in (_NET, _IDLE, _WHOLE)}, emulated(found[0][0].result)
-    return stacked(name, title, _described(found), axis, "share of the energy", parts, rows, folded)
-
-
-def _described(found: Sequence[_Measured]) -> str:
-    least, most = (choose(found, key=lambda one: one[1].gross.middle) for choose in (min, max))
-    words = f"{_named(*least)} a step" if len(found) == 1 else f"From {_named(*least)} to {_named(*most)} a step"
-    shares = [1 - one.net.middle / one.gross.middle for _, one in found if one.net is not None]
+    least, most = (
+        f"{units.joules(figures.gross.middle)} ({case.name})"
+        for case, figures in (choose(found, key=lambda pair: pair[1].gross.middle) for choose in (min, max))
+    )
+    words = f"{least} a step" if len(found) == 1 else f"From {least} to {most} a step"
+    shares = [1 - figures.net.middle / figures.gross.middle for _, figures in found if figures.net is not None]
     idling = f"; idling is {units.span(shares, partial(units.percent, decimals=0))} of it" if shares else ""
-    return f"{words}, at {units.span((one.watts for _, one in found), _watts)}{idling}."
-
-
-def _named(case: NamedCase, figures: EnergyFigures) -> str:
-    return f"{units.joules(figures.gross.middle)} ({case.name})"
+    words = f"{words}, at {units.span((figures.watts for _, figures in found), _watts)}{idling}."
+    return stacked(name, title, words, axis, "share of the energy", parts, rows, folded)
 
 
 def _ratios(title: str, panel: Panel, found: Sequence[_Measured]) -> Iterator[Bars]:
-    """Bars from 1x: to the left of it a case takes less than the reference."""
     marks = [(case.place, mark) for case, _ in found if (mark := _mark(case)) is not None]
     if not marks:
         return
@@ -288,7 +295,6 @@ def _phases(title: str, found: Sequence[_Measured], parts: Mapping[str, str]) ->
 
 
 def _parts(told: PhaseEnergies) -> dict[str, float]:
-    """Joules by phase; what no phase takes is unattributed, unless that was measured too."""
     found = {phase.phase: phase.joules for phase in told.phases}
     measured = sum(phase.joules for phase in told.phases if phase.found is not None)
     if told.residual is not None and measured:
@@ -296,11 +302,3 @@ def _parts(told: PhaseEnergies) -> dict[str, float]:
         whole = told.residual.middle + measured
         found[UNATTRIBUTED] = max(0.0, whole - known)
     return found
-
-
-def _windows(title: str, found: Sequence[_Measured]) -> Table:
-    uses = ((case, case.result.record.energy, figures) for case, figures in found)
-    windows = [_Window(case, use, window) for case, use, figures in uses if use for window in figures.windows]
-    more = f" (the first {MOST_ROWS} of {len(windows)}; the run has all)" if len(windows) > MOST_ROWS else ""
-    name, caption = f"energy-windows-{found[0][0].result.record.case.workload}", f"{title}: the windows{more}"
-    return table(name, caption, _WINDOW, windows[:MOST_ROWS], folded=True, kept=())

@@ -12,7 +12,8 @@ from fp8bench.model import DeviceFacts, Label, Record, Run, Status, Timing
 from fp8bench.model.codec import SCHEMA
 from fp8bench.model.run import SWITCHES_SET
 from fp8bench.report.case_status import Standing, standing
-from fp8bench.report.elements import Code, Column, Element, Facts, Field, Items, Table, Text, Tone
+from fp8bench.report.columns import Col, table
+from fp8bench.report.elements import Code, Element, Facts, Items, Text, Tone
 from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import Result, floor_of, together
 from fp8bench.report.words import legend
@@ -31,7 +32,13 @@ _LOST = "the header of its file is lost: what was asked, planned and run on is n
 def environment_section(material: Material) -> Iterator[Element]:
     if not material.entries:
         return
-    yield Facts(tuple(_facts(material.entries[0]))) if material.alone else _side_by_side(material.entries)
+    if material.alone:
+        yield Facts(tuple(_facts(material.entries[0])))
+    else:  # a column a run; a fact that a run does not know is '-'
+        facts = [dict(_facts(entry)) for entry in material.entries]
+        cols: list[Col[str]] = [Col("fact", lambda name: name)]
+        cols += [Col(entry.label, own.get) for entry, own in zip(material.entries, facts, strict=True)]
+        yield table("machines", "What each run was made under", cols, dict.fromkeys(n for own in facts for n in own))
     for entry in material.entries:
         yield from _remarks(entry)
     yield Text("How to measure it again", Tone.STRONG)
@@ -46,21 +53,15 @@ def environment_section(material: Material) -> Iterator[Element]:
         yield Code(_again(kept))
 
 
-def _side_by_side(entries: Sequence[Entry]) -> Table:
-    """A column a run; a fact that a run does not know is '-'."""
-    found = [dict(_facts(entry)) for entry in entries]
-    names = dict.fromkeys(name for facts in found for name in facts)
-    columns = (Column("fact"), *(Column(entry.label) for entry in entries))
-    rows = tuple((Field(name), *(Field(facts.get(name, units.NONE)) for facts in found)) for name in names)
-    return Table("machines", "What each run was made under", columns, rows)
-
-
 def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
-    """Names and what they are; what is not known has no line."""
     run = entry.run
     # Told as 'gemm +-0.4%; mlp +-1.1% to +-1.7%'.
     floors = together((panel.case.workload, floor) for panel in entry.panels if (floor := floor_of(panel.results)))
     pairs = [pair for facts in _used(run) for pair in _device_facts(run, facts)]
+    total, own, governor = (fact(run, name) for name in ("cpu_count", "cpu_affinity", "cpu_governor"))
+    processors = f"{own} of {total}" if own and total and own != total else total
+    # How wide vectors of compiled quantisers were, where they could be chosen.
+    bits = ", ".join(map(str, sorted({bit for timing in _timings(run.records) for bit in timing.vector_bits})))
     pairs += [
         ("torch", _with(fact(run, "torch"), "git ", fact(run, "torch_git")[:8])),
         ("CUDA", listed(list(dict.fromkeys(facts.cuda for facts in _used(run) if facts.cuda)))),
@@ -69,8 +70,8 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
         ("Python", _with(fact(run, "python"), "", fact(run, "python_implementation"))),
         ("machine", fact(run, "machine")),
         ("system", fact(run, "system")),
-        ("processors", _processors(run)),
-        ("compiled quantisers", _vectors(run.records)),
+        ("processors", ", ".join(filter(None, (processors, f"governor {governor}" if governor else "")))),
+        ("compiled quantisers", f"vectors of {bits} bits" if bits else ""),
         ("threads", fact(run, "threads") or (str(run.request.threads) if run.started else "")),
         ("switches", fact(run, SWITCHES_SET)),
         ("load at start", _with(fact(run, "load_1min"), "mean of ", "1 minute" if fact(run, "load_1min") else "")),
@@ -126,19 +127,6 @@ def _with(text: str, word: str, more: str) -> str:
     return f"{text} ({word}{more})" if text and more else text
 
 
-def _processors(run: Run) -> str:
-    """'2 of 64, governor performance'."""
-    total, own, governor = (fact(run, name) for name in ("cpu_count", "cpu_affinity", "cpu_governor"))
-    number = f"{own} of {total}" if own and total and own != total else total
-    return ", ".join(part for part in (number, f"governor {governor}" if governor else "") if part)
-
-
-def _vectors(records: Iterable[Record]) -> str:
-    """'vectors of 256, 512 bits': how wide those of compiled quantisers were, where they could be chosen."""
-    bits = sorted({bit for timing in _timings(records) for bit in timing.vector_bits})
-    return f"vectors of {', '.join(map(str, bits))} bits" if bits else ""
-
-
 def _timings(records: Iterable[Record]) -> Iterator[Timing]:
     for record in records:
         yield from (one for one in (record.timing, record.control, record.paired_with) if one is not None)
@@ -148,14 +136,17 @@ def _remarks(entry: Entry) -> Iterator[Element]:
     run = entry.run
     lost = [] if run.started or run.devices else [_LOST]
     unfinished = (Text(words, Tone.BAD) for words in (missing_of(run), *lost) if words)
-    found = (*unfinished, *_levels(entry), *_labels(entry), *_notes(run))
+    notes = [Text(f"note: {note}") for note in notes_of(run)[:_MOST]]
+    notes += [Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles[:_MOST]]
+    if more := max(0, len(notes_of(run)) - _MOST) + max(0, len(run.troubles) - _MOST):
+        notes.append(Text(f"and {many(more, 'more note')} and troubles in the run's file"))
+    found = (*unfinished, *_levels(entry), *_labels(entry), *notes)
     if found:
         yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
         yield Items(found)
 
 
 def _levels(entry: Entry) -> Iterator[Text]:
-    """What was emulated, skipped and failed; a line for each reason, for emulations one that says what they are."""
     results = [result for panel in entry.panels for result in panel.results]
     found = [result for result in results if standing(result) is Standing.EMULATED]
     if found:
@@ -172,7 +163,6 @@ def _levels(entry: Entry) -> Iterator[Text]:
 
 
 def _kept(kept: Standing, found: Sequence[Result], words: str) -> str:
-    """'skipped: nvfp4 (3 cases): no hardware for FP4'."""
     modes = listed(list(dict.fromkeys(result.mode for result in found)))
     return f"{kept}: {modes} ({many(len(found), 'case')}): {words or 'no reason was given'}"
 
@@ -183,27 +173,14 @@ def _labels(entry: Entry) -> Iterator[Text]:
         number = sum(label in result.labels for result in measured)
         if number:
             words = f"{label} ({number} of {many(len(measured), 'case')}): {legend.LABELS[label]}"
-            yield Text(f"{words}{_reasons(label, measured)}", Tone.DOUBT if label.casts_doubt else Tone.PLAIN)
-
-
-def _reasons(label: Label, measured: Sequence[Result]) -> str:
-    """' (--quick compiles nothing)'; a few reasons at most."""
-    reasons = list(dict.fromkeys(reason for result in measured if (reason := result.reason(label))))
-    more = [f"{len(reasons) - _MOST_REASONS} more reasons"] if len(reasons) > _MOST_REASONS + 1 else []
-    shown = reasons[:_MOST_REASONS] if more else reasons
-    return f" ({'; '.join([*shown, *more])})" if reasons else ""
-
-
-def _notes(run: Run) -> Iterator[Text]:
-    yield from (Text(f"note: {note}") for note in notes_of(run)[:_MOST])
-    yield from (Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles[:_MOST])
-    more = max(0, len(notes_of(run)) - _MOST) + max(0, len(run.troubles) - _MOST)
-    if more:
-        yield Text(f"and {many(more, 'more note')} and troubles in the run's file")
+            reasons = list(dict.fromkeys(reason for result in measured if (reason := result.reason(label))))
+            if len(reasons) > _MOST_REASONS + 1:
+                reasons[_MOST_REASONS:] = [f"{len(reasons) - _MOST_REASONS} more reasons"]
+            words += f" ({'; '.join(reasons)})" if reasons else ""
+            yield Text(words, Tone.DOUBT if label.casts_doubt else Tone.PLAIN)
 
 
 def _again(runs: Sequence[Run]) -> str:
-    """The command that renders the page from the store, with its folder where it is not the one that is looked in."""
     words = ["fp8bench", "report", *(run.id for run in runs)]
     folders = (folder for run in runs for folder in Path(run.path).parents[1:3])  # below machine=, and month=, too
     stores = {folder.parent for folder in folders if folder.name == "runs"}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from fp8bench import units
 from fp8bench.model import Params
 from fp8bench.model.specs import spec_of
 from fp8bench.report.case_status import cost_tone, doubts, emulated
-from fp8bench.report.elements import Bars, ChartAxis, Column, Element, Field, Lines, Mark, Table, Text, Tone
+from fp8bench.report.columns import Col, table
+from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Lines, Mark, Table, Text, Tone
 from fp8bench.report.page.charts import lasting
 from fp8bench.report.page.section import Material, PastFigure, PastSeries, section
 from fp8bench.report.panels import Result, shared_params, show_params, together
@@ -43,7 +45,6 @@ def history_section(material: Material) -> Iterator[Element]:
 
 
 def _values(series: PastSeries) -> list[PastFigure]:
-    """The figures that are numbers."""
     return [figure for figure in series.figures if math.isfinite(figure.value)]
 
 
@@ -86,57 +87,53 @@ def _marks(series: PastSeries, places: Sequence[str]) -> tuple[Mark | None, ...]
 
 
 def _mark(series: PastSeries, figure: PastFigure, first: float) -> Mark | None:
-    """A figure over the oldest; None where that is no length of time."""
     if first <= 0 or figure.value <= 0:
         return None
     low, high = ((end / first if end is not None else None) for end in (figure.low, figure.high))
     rough = "; a few rounds only" if figure.hasty else ""
     hint = f"{figure.when}: {_show(series, figure.value)}, {many(figure.samples, 'sample')}{rough}"
-    return Mark(_place(figure), figure.value / first, low, high, Tone.DOUBT if _rough(figure) else Tone.PLAIN, hint)
-
-
-def _rough(figure: PastFigure) -> bool:
-    return figure.hasty or figure.unkept
+    return Mark(_place(figure), figure.value / first, low, high, Tone.DOUBT if figure.rough else Tone.PLAIN, hint)
 
 
 def _show(series: PastSeries, value: float) -> str:
     return spec_of(series.metric).shown(value, series.unit or units.RATIO)
 
 
+_Row = tuple[PastSeries, PastFigure | None, PastFigure, float | None]
+
+
 def _table(known: Sequence[PastSeries]) -> Table:
     """Where figures changed most stands first; emulations last."""
-    columns = (
-        Column("case"), Column("metric"), Column("previous", number=True), Column("last", number=True),
-        Column("change", number=True, hint="of the figure itself, from previous to last; less is better"),
-        Column("last commit"), Column("commits", number=True),
-    )  # fmt: skip
-    told = [series for series in known if not series.metric.startswith(_PER_WORK)]
-    places = together((series.suite, series.place) for series in told)
-    ordered = sorted(told, key=lambda series: (series.emulated, -abs(math.log(_last_two(series)[2] or 1.0))))
-    rows = tuple(_row(series, series.place if len({*places[series.suite]}) > 1 else "") for series in ordered)
-    return Table("history-of-all", "The last two figures of every series, the largest changes first", columns, rows)
+    told: list[_Row] = []
+    for series in known:
+        before, last = [None, *_values(series)][-2:]
+        assert last is not None  # a series without a figure is not shown
+        ratio = last.value / before.value if before and before.value > 0 and last.value > 0 else None
+        told += [] if series.metric.startswith(_PER_WORK) else [(series, before, last, ratio)]
+    places = together((series.suite, series.place) for series, *_ in told)
 
+    def case(row: _Row) -> str:
+        series = row[0]
+        place = series.place if len({*places[series.suite]}) > 1 else ""
+        return " ".join(filter(None, (series.suite, place, series.precision, "(emulated)" * series.emulated)))
 
-def _last_two(series: PastSeries) -> tuple[PastFigure | None, PastFigure, float | None]:
-    """The figure before the last one, the last one, and their ratio; None where there is none."""
-    before, last = [None, *_values(series)][-2:]
-    assert last is not None  # a series without a figure is not shown
-    return before, last, last.value / before.value if before and before.value > 0 and last.value > 0 else None
+    def shown(series: PastSeries, figure: PastFigure | None) -> Field | None:
+        return Field(_show(series, figure.value), figure.value) if figure is not None else None
 
-
-def _row(series: PastSeries, place: str) -> tuple[Field, ...]:
-    before, last, change = _last_two(series)
-    rough = _rough(last) or (before is not None and _rough(before))
-    words = " ".join(word for word in (series.suite, place, series.precision) if word)
-    return (
-        Field(f"{words} (emulated)" if series.emulated else words, tone=Tone.DOUBT if series.emulated else Tone.PLAIN),
-        Field(series.metric, hint=f"{series.name} on {series.machine}"),
-        Field(_show(series, before.value), before.value) if before is not None else Field(units.NONE),
-        Field(_show(series, last.value), last.value),
-        Field(units.change(change), change, Tone.DOUBT if rough and change else Tone.PLAIN),
-        Field(_place(last), hint=last.when),
-        Field(str(len(_values(series))), float(len(_values(series)))),
-    )
+    cols: list[Col[_Row]] = [
+        Col("case", case, tone=lambda row: Tone.DOUBT if row[0].emulated else Tone.PLAIN),
+        Col("metric", lambda row: Field(row[0].metric, hint=f"{row[0].name} on {row[0].machine}")),
+        Col("previous", lambda row: shown(row[0], row[1]), number=True),
+        Col("last", lambda row: shown(row[0], row[2]), number=True),
+        Col("change", lambda row: row[3], number=True, show=units.change,
+            tone=lambda row: Tone.DOUBT if row[3] and any(one and one.rough for one in row[1:3]) else Tone.PLAIN,
+            hint="of the figure itself, from previous to last; less is better"),
+        Col("last commit", lambda row: Field(_place(row[2]), hint=row[2].when)),
+        Col("commits", lambda row: len(_values(row[0])), number=True, show=str),
+    ]  # fmt: skip
+    ordered = sorted(told, key=lambda row: (row[0].emulated, -abs(math.log(row[3] or 1.0))))
+    caption = "The last two figures of every series, the largest changes first"
+    return table("history-of-all", caption, cols, ordered)
 
 
 def _notes(known: Sequence[PastSeries]) -> Iterator[Element]:
@@ -187,14 +184,21 @@ def across_section(material: Material) -> Iterator[Element]:
         yield Text("No case was timed in more than one of these runs.")
         return
     settings = _settings(list(shared))
-    yield _times_table(titles, shared, settings)
+    cols: list[Col[tuple[_Key, dict[int, Result]]]] = [
+        Col("precision", lambda row: row[0].mode), Col("suite", lambda row: row[0].workload),
+        Col("setting", lambda row: Field(settings[row[0]] or units.NONE, hint=show_params(row[0].params))),
+    ]  # fmt: skip
+    for number, title in enumerate(titles):
+        cols.append(Col(title, partial(_time, number=number), number=True, unit="s", hint="best time"))
+        faster = Col("speed-up", partial(_faster, number=number), number=True, unit="x", hint=f"over {titles[0]}")
+        cols += [faster] if number else []
+    yield table("across-table", "Best time of each case", cols, shared.items())
     if lonely:
         yield Text(f"{many(lonely, 'timed case')} {'is' if lonely == 1 else 'are'} in one of them only.")
     yield from _speed_charts(titles, shared, settings)
 
 
 def _collect(material: Material) -> tuple[list[str], _Found]:
-    """The columns, one for each run and device, and the timed cases that stand in them."""
     titles: list[str] = []
     found: _Found = {}
     for entry in material.entries:
@@ -212,7 +216,6 @@ def _collect(material: Material) -> tuple[list[str], _Found]:
 
 
 def _settings(keys: Sequence[_Key]) -> dict[_Key, str]:
-    """What tells the cases of a workload apart; their versions too where there are several."""
     settings = {}
     for workload in dict.fromkeys(key.workload for key in keys):
         members = [key for key in keys if key.workload == workload]
@@ -224,51 +227,33 @@ def _settings(keys: Sequence[_Key]) -> dict[_Key, str]:
     return settings
 
 
-def _times_table(titles: Sequence[str], found: _Found, settings: dict[_Key, str]) -> Table:
-    columns = [Column("precision"), Column("suite"), Column("setting")]
-    for number, title in enumerate(titles):
-        columns.append(Column(title, number=True, unit="s", hint="best time"))
-        columns += [Column("speed-up", number=True, unit="x", hint=f"over {titles[0]}")] if number else []
-    rows = []
-    for key, results in found.items():
-        row = [Field(key.mode), Field(key.workload), Field(settings[key] or units.NONE, hint=show_params(key.params))]
-        for number in range(len(titles)):
-            row += [_time(results.get(number)), *([_faster(results, number)] if number else [])]
-        rows.append(tuple(row))
-    return Table("across-table", "Best time of each case", tuple(columns), tuple(rows))
-
-
-def _time(result: Result | None) -> Field:
+def _time(row: tuple[_Key, dict[int, Result]], number: int) -> Field:
+    result = row[1].get(number)
     if result is None:
         return Field(units.NONE, hint="not timed in this run")
     hints = [*([_COST] if emulated(result) else []), *doubts(result)]
     return Field(units.seconds(result.best), result.best, cost_tone(result), "; ".join(hints))
 
 
-def _faster(results: dict[int, Result], number: int) -> Field:
+def _faster(row: tuple[_Key, dict[int, Result]], number: int) -> Field:
     """Of speeds alone: what emulating costs here and there is no comparison of devices."""
-    speed, doubted = _speed(results, number)
-    return Field(units.NONE) if speed is None else Field(units.speed_up(speed), speed, hint=_because(doubted))
+    speed, why = _speed(row[1], number)
+    return Field(units.NONE) if speed is None else Field(units.speed_up(speed), speed, hint=why)
 
 
-def _because(doubted: Sequence[str]) -> str:
-    return "; ".join([NO_VERDICT, *doubted])
-
-
-def _speed(results: dict[int, Result], number: int) -> tuple[float | None, Sequence[str]]:
-    """How many times as fast as in the first column, and why to doubt it; None where one of them has no speed."""
+def _speed(results: dict[int, Result], number: int) -> tuple[float | None, str]:
+    """How many times as fast as in the first column, and why it is no verdict; None where one has no speed."""
     first, own = results.get(0), results.get(number)
     if first is None or own is None or emulated(first) or emulated(own) or not first.best or not own.best:
-        return None, ()
-    return first.best / own.best, list(dict.fromkeys([*doubts(first), *doubts(own)]))
+        return None, ""
+    return first.best / own.best, "; ".join(dict.fromkeys([NO_VERDICT, *doubts(first), *doubts(own)]))
 
 
 def _speed_charts(titles: Sequence[str], found: _Found, settings: dict[_Key, str]) -> Iterator[Bars]:
-    """Speed against the first column, a heading a case; none where nothing has a speed in both."""
     groups = []
     for key, results in found.items():
         marks = tuple(
-            Mark(title, speed, tone=Tone.DOUBT if why else Tone.PLAIN, hint=_because(why))
+            Mark(title, speed, tone=Tone.DOUBT if why != NO_VERDICT else Tone.PLAIN, hint=why)
             for number, title in list(enumerate(titles))[1:]
             for speed, why in [_speed(results, number)]
             if speed is not None

@@ -12,7 +12,6 @@ from fp8bench.model import (
     PHASES,
     UNATTRIBUTED,
     Capacity,
-    Interval,
     MemoryRole,
     MemoryUse,
     Phase,
@@ -67,14 +66,12 @@ def peak_of(result: Result) -> float | None:
 
 
 def roles_of(result: Result) -> dict[MemoryRole, int]:
-    """Bytes by what they are for, in the order of the roles; {} where nobody knows."""
     use = use_of(result.record)
     known = dict(use.roles) if use else {}
     return {role: known[role] for role in MemoryRole if role in known}
 
 
 def highest_in(use: MemoryUse) -> list[str]:
-    """The phases whose highest point is the step's, inner ones first."""
     most = max((one.allocated for one in use.phases), default=0)
     found = [one.phase for one in use.phases if one.allocated == most]
     return sorted(found, key=lambda phase: (phase in _OUTER, PHASES.index(phase) if phase in PHASES else 0))
@@ -93,7 +90,6 @@ def _base(group: ResultGroup) -> float:
 
 
 def sentences(panel: Panel, cases: Iterable[NamedCase]) -> Iterator[str]:
-    """What each precision takes against the reference, and what that comes from as far as it is known."""
     shares = ((case, share_of(case.group, case.result)) for case in cases)
     by_mode = together((case.result.mode, (case, share)) for case, share in shares if share is not None)
     for mode, found in by_mode.items():
@@ -107,8 +103,9 @@ def sentences(panel: Panel, cases: Iterable[NamedCase]) -> Iterator[str]:
 
 
 def _why(case: NamedCase, share: float, several: bool) -> str:
-    """That it is emulated, where it is and saves nothing; then what stays and what differs, as far as it is known."""
-    told = _told(case)
+    before, after = (roles_of(one) if one else {} for one in (case.group.lead, case.result))
+    parts = (_staying(before, after), *_changes(before, after), _elsewhere(case)) if before and after else ()
+    told = ", ".join(filter(None, parts))
     place = f"at {case.place} " if several and case.place else ""
     text = f"{place}{told}" if told else ""
     if share <= 1 - _LEAST_SAVING:
@@ -118,14 +115,6 @@ def _why(case: NamedCase, share: float, several: bool) -> str:
         because = f", because it is emulated ({reason}): its peak is the cost of emulation"
         return f"{because}; {text}" if text else because
     return f"; {text}" if text else ""
-
-
-def _told(case: NamedCase) -> str:
-    """'weights and optimizer state stay (11.5 MiB), low-precision copies of weights are 2.000x (3.38 MiB)'."""
-    before, after = (roles_of(one) if one else {} for one in (case.group.lead, case.result))
-    if not before or not after:
-        return ""
-    return ", ".join(filter(None, (_staying(before, after), *_changes(before, after), _elsewhere(case))))
 
 
 def _staying(before: Mapping[MemoryRole, int], after: Mapping[MemoryRole, int]) -> str:
@@ -143,7 +132,6 @@ def _staying(before: Mapping[MemoryRole, int], after: Mapping[MemoryRole, int]) 
 
 
 def _changes(before: Mapping[MemoryRole, int], after: Mapping[MemoryRole, int]) -> Iterator[str]:
-    """The largest differences, the largest first."""
     changes = {role: after.get(role, 0) - before.get(role, 0) for role in MemoryRole}
     moved, total = sum(map(abs, changes.values())), sum(before.values())
     least = max(_LEAST_OF_CHANGES * moved, _LEAST_OF_PEAK * total, 1)
@@ -166,7 +154,6 @@ def _plural(role: MemoryRole) -> bool:
 
 
 def _elsewhere(case: NamedCase) -> str:
-    """Where the highest point lies, if that is in another phase than the reference's."""
     there, here = (use_of(one.record) if one else None for one in (case.group.lead, case.result))
     if there is None or here is None or not there.phases or set(highest_in(there)) & set(highest_in(here)):
         return ""
@@ -190,7 +177,6 @@ def room(found: Capacity) -> str:
 
 
 def place_of(panel: Panel, group: ResultGroup, found: Capacity) -> str:
-    """What tells a group from the others, its own batch aside."""
     return show_params(pair for pair in group.case.params if pair not in panel.shared and pair[0] != found.axis)
 
 
@@ -202,7 +188,6 @@ def show_batch(found: Capacity) -> str:
 
 
 def share_within(group: ResultGroup, result: Result) -> float | None:
-    """How many times the reference's batch a case fits; None where that says nothing."""
     return capacity_ratio(result.record, group.lead.record if group.lead is not None else None)
 
 
@@ -235,7 +220,6 @@ def counted(panel: Panel) -> list[MetricSpec]:
 
 
 def memory(panel: Panel) -> Iterator[Element]:
-    """What a step's memory is for at its highest point, and a sentence for each precision; nothing without roles."""
     if not tells_memory(panel):
         return
     present, others = {role for result in panel.results for role in roles_of(result)}, counted(panel)
@@ -266,14 +250,20 @@ def _figure(row: tuple[ResultGroup, Result, MemoryUse, Figures], name: str) -> f
 
 
 def capacity(panel: Panel) -> Iterator[Element]:
-    """The largest batches that fit, and what it comes to; nothing where nobody asked."""
     found = searched(panel)
     if not found:
         return
+
+    def against(row: tuple[ResultGroup, Result, Capacity, Figures]) -> str:
+        share = row[3][MAX_BATCH].interval
+        if share is not None or emulated(row[1]):
+            return units.speed_up(share.point) if share is not None else EMULATED
+        return "reference" if row[1].record.is_reference else units.NONE
+
     cols: list[Col[tuple[ResultGroup, Result, Capacity, Figures]]] = [
         Col("group", lambda row: place_of(panel, row[0], row[2]), shared=True), Col("case", lambda row: row[1].mode),
         Col("largest", lambda row: show_batch(row[2]), number=True),
-        Col(f"vs {panel.reference or 'reference'}", lambda row: _against(row[1], row[3][MAX_BATCH].interval)),
+        Col(f"vs {panel.reference or 'reference'}", against),
         Col(MAX_BATCH_TOKENS.heading, lambda row: row[3].shown(MAX_BATCH_TOKENS), number=True),
         Col(MAX_BATCH_MEMORY.heading, lambda row: row[3].shown(MAX_BATCH_MEMORY), number=True),
         Col("does not fit", lambda row: row[3][MAX_BATCH].why),
@@ -283,17 +273,10 @@ def capacity(panel: Panel) -> Iterator[Element]:
     yield from map(Text, batch_sentences(panel))
 
 
-def _against(result: Result, share: Interval | None) -> str:
-    if share is not None or emulated(result):
-        return units.speed_up(share.point) if share is not None else EMULATED
-    return "reference" if result.record.is_reference else units.NONE
-
-
 _Row = tuple[NamedCase, MemoryUse, Figures]
 
 
 def _lead(material: Material) -> str:
-    """With the words of the device's own count."""
     results = (result for _, panel in timed_panels(material) for result in panel.results)
     measured = (result.record.measurement(PEAK) for result in results)
     described = next((one.description for one in measured if one and one.description), "")
@@ -338,27 +321,33 @@ def _parts(case: NamedCase) -> dict[str, float]:
 
 
 def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], description: str) -> Stacks | Bars:
-    """By what the memory is for, where that is known of any case."""
     name = f"memory-{cases[0].result.record.case.workload}"
     if not _known(cases):
-        groups = grouped((case.place, _mark(case)) for case in cases)
+        marks = []
+        for case in cases:
+            label, tone = told(case.result, case.result.mode)
+            peak, share = peak_of(case.result), share_of(case.group, case.result)
+            beside = "" if share is None else f", {units.ratio(share)} of {case.group.reference}'s"
+            marks.append((case.place, Mark(label, peak or 0.0, tone=tone, hint=f"{units.size(peak)}{beside}")))
+        groups = grouped(marks)
         return Bars(name, f"{title}: peak memory", description, ChartAxis("peak memory", "B"), groups)
     rows = [(told(case.result, case.name)[0], peak_of(case.result) or 0.0, _parts(case)) for case in cases]
     axis = ChartAxis("memory at the highest point of a step", "B")
     return stacked(name, f"{title}: peak memory by what it is for", description, axis, "share of the peak", parts, rows)
 
 
-def _mark(case: NamedCase) -> Mark:
-    label, tone = told(case.result, case.result.mode)
-    peak, share = peak_of(case.result), share_of(case.group, case.result)
-    beside = "" if share is None else f", {units.ratio(share)} of {case.group.reference}'s"
-    return Mark(label, peak or 0.0, tone=tone, hint=f"{units.size(peak)}{beside}")
-
-
 def _table(title: str, cases: Sequence[NamedCase]) -> Table:
     uses = [(case, use) for case in cases if (use := use_of(case.result.record)) is not None]
     phases = sorted({phase.phase for _, use in uses for phase in use.phases}, key=phase_order)
     figures = [Figures(case.group, case.result) for case, _ in uses]
+
+    def in_phase(phase: str, row: _Row) -> int | None:
+        return {one.phase: one.allocated for one in row[1].phases}.get(phase)
+
+    def of_spec(spec: MetricSpec, row: _Row) -> Field:
+        value = row[2][spec].value
+        return Field(units.NONE, hint=row[1].why) if value is None else number(value, spec.shown)
+
     counted = [spec for spec in MEMORY_COUNTERS if any(figure[spec].value is not None for figure in figures)]
     cols: list[Col[_Row]] = [
         PRECISION,
@@ -366,9 +355,9 @@ def _table(title: str, cases: Sequence[NamedCase]) -> Table:
         Col("of the reference's", lambda row: share_of(row[0].group, row[0].result), number=True, unit="x"),
         Col("highest in", lambda row: phase_words(next(iter(highest_in(row[1])), units.NONE)),
             hint="the phase of the highest point"),
-        *(Col(phase_words(phase), partial(_in_phase, phase=phase), number=True, unit="B",
+        *(Col(phase_words(phase), partial(in_phase, phase), number=True, unit="B",
               hint="the most that was held at once in this phase") for phase in phases),
-        *(figure_col(spec, partial(_counted, spec=spec)) for spec in counted),
+        *(figure_col(spec, partial(of_spec, spec)) for spec in counted),
     ]  # fmt: skip
     rows = [(case, use, own) for (case, use), own in zip(uses, figures, strict=True)]
     name = f"memory-phases-{cases[0].result.record.case.workload}"
@@ -376,24 +365,20 @@ def _table(title: str, cases: Sequence[NamedCase]) -> Table:
     return table(name, caption, cols, rows, folded=len(rows) > _MOST_OPEN)
 
 
-def _in_phase(row: _Row, phase: str) -> int | None:
-    return {one.phase: one.allocated for one in row[1].phases}.get(phase)
-
-
-def _counted(row: _Row, spec: MetricSpec) -> Field:
-    value = row[2][spec].value
-    return Field(units.NONE, hint=row[1].why) if value is None else number(value, spec.shown)
-
-
 def _largest(name: str, panel: Panel, place: int) -> Iterator[Element]:
     found = searched(panel)
     if not found:
         return
+
+    def versus(row: tuple[ResultGroup, Result, Capacity]) -> Field:
+        share = share_within(*row[:2])
+        return Field(EMULATED if emulated(row[1]) else units.speed_up(share), share, cost_tone(row[1]))
+
     cols: list[Col[tuple[ResultGroup, Result, Capacity]]] = [
         Col("precision", lambda row: ", ".join(filter(None, (row[1].mode, place_of(panel, row[0], row[2])))),
             tone=lambda row: cost_tone(row[1]), hint=PRECISION.hint),
         Col("largest", lambda row: Field(show_batch(row[2]), row[2].batch, cost_tone(row[1])), number=True),
-        Col(f"vs {panel.reference}", _versus, number=True, unit="x"),
+        Col(f"vs {panel.reference}", versus, number=True, unit="x"),
         Col("tokens a step", lambda row: row[2].tokens or None, number=True, show=units.whole,
             tone=lambda row: cost_tone(row[1])),
         Col("peak memory", lambda row: row[2].peak, number=True, unit="B", tone=lambda row: cost_tone(row[1])),
@@ -401,8 +386,3 @@ def _largest(name: str, panel: Panel, place: int) -> Iterator[Element]:
     ]  # fmt: skip
     yield table(f"capacity-{panel.case.workload}-{place}", f"{name}: {batch_title(found[0][2])}", cols, found)
     yield from (Text(text) for text in batch_sentences(panel))
-
-
-def _versus(row: tuple[ResultGroup, Result, Capacity]) -> Field:
-    share = share_within(*row[:2])
-    return Field(EMULATED if emulated(row[1]) else units.speed_up(share), share, cost_tone(row[1]))

@@ -36,7 +36,12 @@ def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
     """A row for each kind and role, over all groups; a format has a column only if some value is outside its range."""
     looked_at = [result.record.statistics for result in panel.results if result.record.statistics]
     by_name = together(((one.kind, one.role), one) for group in looked_at for one in group)
-    worst = [*map(_largest, by_name.values())]
+    worst = []
+    for (kind, role), members in by_name.items():
+        shares = together((name, pair) for member in members for name, *pair in member.outside)
+        outside = tuple((name, *map(max, zip(*pairs, strict=True))) for name, pairs in shares.items())
+        count, amax = max(member.count for member in members), max(member.amax for member in members)
+        worst.append(TensorStatistics(kind, role, count, amax, outside))
     if not worst:
         return
     names = dict.fromkeys(name for one in worst for name, _, _ in one.outside)
@@ -55,13 +60,6 @@ def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
     yield table(name, title, cols, worst)
 
 
-def _largest(members: Sequence[TensorStatistics]) -> TensorStatistics:
-    shares = together((name, pair) for member in members for name, *pair in member.outside)
-    outside = tuple((name, *map(max, zip(*pairs, strict=True))) for name, pairs in shares.items())
-    count, amax = max(member.count for member in members), max(member.amax for member in members)
-    return TensorStatistics(members[0].kind, members[0].role, count, amax, outside)
-
-
 def name_of(one: TensorStatistics) -> str:
     """'mlp gradient'; once where kind and role are the same word."""
     return one.kind if one.role in ("", one.kind) else f"{one.kind} {one.role}"
@@ -72,7 +70,6 @@ def shares_of(one: TensorStatistics, name: str) -> tuple[float, float]:
 
 
 def _outside(one: TensorStatistics, name: str) -> Field:
-    """'0.02% / 1.3%', '-' where nothing lies outside."""
     pair = shares_of(one, name)
     return Field(" / ".join(units.share(share) for share in pair) if any(pair) else units.NONE, sum(pair))
 
@@ -157,7 +154,6 @@ def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measureme
 
 
 def _summary(result: Result) -> str:
-    """A precision's formats in its own words, and the options it was given; '' for one that is not known here."""
     mode = result.record.case.precision
     try:
         summary = precisions.get(mode).summary

@@ -95,7 +95,6 @@ def phase_clauses(own: Finding, base: Finding) -> str:
 
 
 def change_of(own: float, base: float) -> PhaseChange:
-    """A phase gains or loses where its times differ by more than 5%."""
     if base <= 0:
         return PhaseChange.NEW
     if own <= 0:
@@ -120,7 +119,6 @@ def _taking(names: Sequence[str], finding: Finding, many: str, one: str) -> str:
 
 
 def _subject(names: Sequence[str], verb: str) -> str:
-    """'products gain', 'attention gains'."""
     words = listed([PHASE_WORDS[name][0] for name in names], len(CELL_PHASES))
     return f"{words} {verb}{'' if _plural(names) else 's'}"
 
@@ -155,7 +153,6 @@ def _suite(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> 
 
 
 def _phases(case: NamedCase) -> dict[str, float]:
-    """Seconds by phase; what is no length of time is none."""
     return {name: seconds if 0 < seconds < math.inf else 0.0 for name, seconds in phases_of(case.result)}
 
 
@@ -177,7 +174,6 @@ def _description(cases: Sequence[NamedCase]) -> str:
 
 
 def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
-    """Phases too short to be known, labels, and why compiled steps have so few phases."""
     judged = [(case.name, case.result.finding) for case in cases if case.result.finding]
     below = together((phase_words(phase), name) for name, finding in judged for phase in finding.below_floor)
     if below:
@@ -195,14 +191,12 @@ def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
 
 def _told(by_word: Mapping[str, Sequence[str]], num_cases: int) -> str:
     """'unattributed in all 6; cast and gemm in bf16': words of the same cases stand together."""
-    by_names = together((tuple(names), word) for word, names in by_word.items())
-    return "; ".join(f"{listed(words, len(words))} {_where(names, num_cases)}" for names, words in by_names.items())
-
-
-def _where(names: Sequence[str], num_cases: int) -> str:
-    if len(names) <= _MOST_NAMED:
-        return f"in {listed(names)}"
-    return f"in all {num_cases}" if len(names) == num_cases else f"in {len(names)} of {num_cases}"
+    told = []
+    for names, words in together((tuple(names), word) for word, names in by_word.items()).items():
+        some = f"all {num_cases}" if len(names) == num_cases else f"{len(names)} of {num_cases}"
+        where = listed(names) if len(names) <= _MOST_NAMED else some
+        told.append(f"{listed(words, len(words))} in {where}")
+    return "; ".join(told)
 
 
 # A step of fewer phases is an operation and its casts: its time as a whole says it all.
@@ -225,7 +219,6 @@ class _Pair:
     times: Mapping[str, tuple[float, float]]
 
     def clear(self, phase: str) -> bool:
-        """Whether both are long enough to be told from the cost of marking them."""
         return phase not in self.finding.below_floor and phase not in self.reference.below_floor
 
     def share(self, phase: str) -> float:
@@ -268,7 +261,6 @@ def _pairs(title: str, panel: Panel) -> Iterator[_Pair]:
 
 
 def _timed(result: Result) -> Finding | None:
-    """What was found of a case, if its step and its phases are lengths of time."""
     finding = result.finding if lasting(result) else None
     return finding if finding and all(math.isfinite(seconds) for _, seconds in finding.phases) else None
 
@@ -282,8 +274,10 @@ def _pair(pair: _Pair, drawn: bool) -> Iterator[Element]:
         yield Waterfall(f"gains-{name}", pair.title, _lead(pair), axis, (reference, before), changes, (mode, after))
     else:
         yield Text(f"{pair.title}: {_lead(pair)}", Tone.DOUBT if pair.finding.doubtful else Tone.PLAIN)
+    short = f"shorter than {BELOW_FLOOR_MARKERS} times the cost of marking it: no ratio says anything"
     cols: list[Col[str]] = [
-        Col("phase", lambda phase: _phase(pair, phase)),
+        Col("phase", lambda phase: phase_words(phase) if pair.clear(phase) else Field(
+            phase_words(phase), tone=Tone.DOUBT, hint=short)),
         Col(reference, lambda phase: _time(pair.times[phase][0]), number=True, unit="s",
             hint="best-case seconds in the reference"),
         Col(mode, lambda phase: _time(pair.times[phase][1]), number=True, unit="s",
@@ -300,7 +294,6 @@ def _pair(pair: _Pair, drawn: bool) -> Iterator[Element]:
 
 
 def _changes(pair: _Pair) -> Iterator[Mark]:
-    """What each phase adds or takes; what cannot be told from the cost of marking it is one row with the rest."""
     before, after = pair.steps
     rest, short = after - before, [phase for phase in pair.times if not pair.clear(phase)]
     for phase, (own, other) in pair.times.items():
@@ -321,13 +314,6 @@ def _tone(pair: _Pair, change: float) -> Tone:
     return Tone.GOOD if change < 0 else Tone.BAD
 
 
-def _phase(pair: _Pair, phase: str) -> Field:
-    if pair.clear(phase):
-        return Field(phase_words(phase))
-    hint = f"shorter than {BELOW_FLOOR_MARKERS} times the cost of marking it: no ratio says anything"
-    return Field(phase_words(phase), tone=Tone.DOUBT, hint=hint)
-
-
 def _step_row(pair: _Pair) -> tuple[Field, ...]:
     before, after = pair.steps
     paired = speed_up(pair.result)
@@ -344,7 +330,6 @@ def _time(seconds: float, tone: Tone = Tone.PLAIN) -> Field:
 
 
 def _ratio(below: float, above: float) -> Field:
-    """What stands above over what stands below; nothing where either is none."""
     if below <= 0 or above <= 0 or not math.isfinite(above / below):
         return Field(units.NONE)
     return Field(units.speed_up(above / below), above / below)
@@ -357,8 +342,12 @@ def _lead(pair: _Pair) -> str:
     gains = sorted((phase for phase in saved if saved[phase] > 0), key=lambda phase: -saved[phase])
     losses = sorted((phase for phase in saved if saved[phase] < 0), key=lambda phase: saved[phase])
     words = f"The step takes {units.seconds(after)} instead of {units.seconds(before)}."
-    words += f" It saves most in {_most(gains, saved)}" if gains else " It saves in no phase"
-    words += f" and adds most in {_most(losses, saved)}." if losses else "."
+    gained, lost = (
+        f"{phase_words(phases[0])} ({units.seconds(abs(saved[phases[0]]))})" if phases else ""
+        for phases in (gains, losses)
+    )
+    words += f" It saves most in {gained}" if gains else " It saves in no phase"
+    words += f" and adds most in {lost}." if losses else "."
     kept = [phase for phase, (old, new) in times.items() if new > 0 and new >= old * (1 - SAME)]
     if kept and gains:
         share = sum(times[phase][1] for phase in kept) / after
@@ -368,7 +357,3 @@ def _lead(pair: _Pair) -> str:
     if pair.finding.doubtful:
         words += f" Labelled {', '.join(pair.finding.labels)}."
     return words
-
-
-def _most(phases: list[str], saved: dict[str, float]) -> str:
-    return f"{phase_words(phases[0])} ({units.seconds(abs(saved[phases[0]]))})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -49,7 +49,6 @@ def boards(panel: Panel) -> Iterator[Table]:
 
 
 def remarks(panel: Panel) -> Iterator[str]:
-    """What signs and words in its boards mean, and what is not to be read from them."""
     if any(cheapest(panel)):
         yield UNBEATEN
     if any(_COMPOSED[0] in dict(group.case.params) for group in panel.groups) and len(panel.groups) > 1:
@@ -64,7 +63,12 @@ def remarks(panel: Panel) -> Iterator[str]:
 
 def _of_collective(collective: str, members: Sequence[Member], panel: Panel) -> Table:
     composed = {one.mode for _, one in members if one.record.transfer is not None and one.record.transfer.counted}
-    named = (((_swept(panel, member[0]), _words(*member, member[1].mode in composed)), member) for member in members)
+    named = []
+    for group, result in members:
+        params = dict(group.case.params)
+        ways = [str(params[name]) for name in _COMPOSED if result.mode in composed and name in params]
+        words = " ".join([*([] if ways and result.mode == "fp8" else [result.mode]), *ways])
+        named.append(((_beside(panel, group, {_COLLECTIVE, *_COMPOSED}), words), (group, result)))
     lines = [_Line(*names, own) for names, own in together(named).items()]
     sizes = dict.fromkeys(one.record.transfer.logical for _, one in members if one.record.transfer is not None)
     size = f" of {' or '.join(map(units.size, sizes))}" if sizes else ""
@@ -85,25 +89,15 @@ def _of_collective(collective: str, members: Sequence[Member], panel: Panel) -> 
 
 
 def _unbeaten(lines: Sequence[_Line], line: _Line) -> bool:
-    """Whether no other of the same sweep sends as little with as small an error."""
     alike = [(one, one.cost) for one in lines if one.swept == line.swept]
     known = [(one, cost) for one, cost in alike if cost is not None]
     best = [known[place][0] for place in frontier([cost for _, cost in known])]
     return line in best and len(best) < len(known)
 
 
-def _swept(panel: Panel, group: ResultGroup) -> str:
-    """What tells a group from others but the collective and how FP8 is composed: 'elements=65536'."""
-    told = {_COLLECTIVE, *_COMPOSED}
+def _beside(panel: Panel, group: ResultGroup, told: Collection[str]) -> str:
+    """What tells a group from the others but what is told otherwise: 'elements=65536'."""
     return show_params(pair for pair in group.case.params if pair not in panel.shared and pair[0] not in told)
-
-
-def _words(group: ResultGroup, result: Result, composed: bool) -> str:
-    """'bf16', 'fp8_twoshot ms_amp'."""
-    params = dict(group.case.params)
-    ways = [str(params[name]) for name in _COMPOSED if composed and name in params]
-    own = [] if ways and result.mode == "fp8" else [result.mode]
-    return " ".join([*own, *ways])
 
 
 @dataclass(frozen=True)
@@ -124,7 +118,6 @@ class _Line:
 
     @property
     def cost(self) -> tuple[float, float] | None:
-        """Bytes on the wire and decibels."""
         wire, sqnr = (self.middle(name).value for name in (specs.WIRE_BYTES, _SQNR))
         return None if wire is None or sqnr is None else (wire, sqnr)
 
@@ -141,7 +134,6 @@ class _Line:
 
 
 def _verdict(results: Sequence[Result]) -> Field:
-    """'unsure'; the words with how many of the groups they are of, the gravest first."""
     counts = together((status_words(result), result) for result in results)
     ordered = sorted(counts.items(), key=lambda one: (one[0] != "FAILED", -len(one[1])))
     said = [words if len(counts) == 1 else f"{words} {len(some)}/{len(results)}" for words, some in ordered]
@@ -160,14 +152,17 @@ def _lost(figures: Sequence[Figures]) -> str:
 
 def _of_ways(panel: Panel) -> Table:
     cols: list[Col[tuple[ResultGroup, Result, Figures]]] = [
-        Col("", lambda row: _place(panel, row[0]), shared=True), Col("case", lambda row: row[1].mode),
+        Col("", lambda row: f"{row[0].case.param(_WAY)} {_beside(panel, row[0], {_WAY})}".strip(), shared=True),
+        Col("case", lambda row: row[1].mode),
         Col("verdict", lambda row: status_words(row[1]), tone=lambda row: tone_of(row[1])),
         Col("pace", lambda row: Field(row[2].shown(row[2].rate), row[2][row[2].rate].value), number=True, unit="tok/s",
             hint="of all ranks together; none where it is the cost of emulation"),
         Col("strong", lambda row: _strong(row[1]), hint="one rank over ranks times together, within what rounds leave"),
         Col("sent", lambda row: max(sent_by_rank(row[1].record), default=None), number=True, unit="B",
             hint="by the rank that sends most"),
-        Col("memory", lambda row: _most_memory(row[1]), number=True, unit="B", hint="of the rank that takes most"),
+        Col("memory", lambda row: ((use := row[1].record.memory) and max(
+            (rank.peak for rank in use.ranks), default=use.peak)) or None, number=True, unit="B",
+            hint="of the rank that takes most"),
         Col("gap", lambda row: row[2]["update_error"].value, number=True, show=units.relative_error,
             hint="relative distance of three updates from one rank's"),
     ]  # fmt: skip
@@ -175,19 +170,7 @@ def _of_ways(panel: Panel) -> Table:
     return table("board-ways", f"steps that {panel.case.ranks} ranks take together", cols, rows)
 
 
-def _place(panel: Panel, group: ResultGroup) -> str:
-    """'ddp wire=fp32'."""
-    others = [pair for pair in group.case.params if pair not in panel.shared and pair[0] != _WAY]
-    return f"{dict(group.case.params)[_WAY]} {show_params(others)}".strip()
-
-
-def _most_memory(result: Result) -> float | None:
-    use = result.record.memory
-    return max((rank.peak for rank in use.ranks), default=use.peak) or None if use is not None else None
-
-
 def _strong(result: Result) -> Field:
-    """'71% to 100%': of a handful of rounds no middle is told without it."""
     found = efficiency(result.record)
     if found is None:
         return Field(units.NONE)

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 
 from fp8bench import units
 from fp8bench.analysis.ranks import (
@@ -58,7 +59,6 @@ def within(
 
 
 def reasons(what: str, figures: Iterable[tuple[str, Middle | Untold]]) -> Iterator[str]:
-    """Why there is no `what` of these cases, and what the words mean that stand in its place: each once."""
     untold = [(why, mode) for mode, why in figures if isinstance(why, Untold)]
     for why, modes in together(untold).items():
         if why.word == units.NONE:
@@ -80,7 +80,9 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
         figures = ((mode, figure) for mode, gain in known for figure in gain)
         yield from map(Text, reasons("efficiency", figures))
     yield from (one for one in (_sent(panel), _overlaps(panel)) if one.rows)
-    yield from map(Text, (*_no_overlaps(panel), *_bubbles(panel)))
+    told = panel.known(lambda one: overlap_of(one.record))
+    overlaps = ((one.mode, each) for _, one, found in told for each in (found.exposed, found.hidden) if each != WAITING)
+    yield from map(Text, (*reasons("overlap", overlaps), *_bubbles(panel)))
     if panel.case.device == "cpu":
         yield Text(FUNCTIONAL)
 
@@ -108,21 +110,17 @@ def _sent(panel: Panel) -> Table:
     cols: list[Col[tuple[ResultGroup, Result, Sequence[Sent]]]] = [
         *case_cols(""),
         Col("operation", lambda row: row[2][0].operation), Col("dtype", lambda row: row[2][0].dtype),
-        Col("calls", lambda row: max(row[2], key=_bytes).calls, number=True, show=str,
+        Col("calls", lambda row: max(row[2], key=attrgetter("bytes")).calls, number=True, show=str,
             hint="of the rank that sends most by it"),
-        Col("most", lambda row: max(map(_bytes, row[2])), number=True, unit="B",
+        Col("most", lambda row: max(sent.bytes for sent in row[2]), number=True, unit="B",
             hint="by the rank that sends most; of a collective a ring's share"),
-        Col("least", lambda row: min(map(_bytes, row[2])) if len(row[2]) == panel.case.ranks else 0.0, number=True,
-            unit="B", hint="by the rank that sends least"),
+        Col("least", lambda row: min(sent.bytes for sent in row[2]) if len(row[2]) == panel.case.ranks else 0.0,
+            number=True, unit="B", hint="by the rank that sends least"),
     ]  # fmt: skip
     sent = ((*case, together(((one.operation, one.dtype), one) for one in case[1].record.sent))
             for case in panel.members)  # fmt: skip
     rows = [(group, result, each) for group, result, known in sent for each in known.values()]
     return table("sent", "what a rank sends in a step, counted", cols, rows)
-
-
-def _bytes(sent: Sent) -> float:
-    return sent.bytes
 
 
 def _times(panel: Panel) -> Table:
@@ -145,21 +143,17 @@ _WithMemory = tuple[ResultGroup, Result, MemoryUse]
 
 
 def _memory(panel: Panel) -> Table:
-    """A column a rank, where they are few."""
     each = range(panel.case.ranks) if panel.case.ranks <= _MOST_COLUMNS else ()
     cols: list[Col[_WithMemory]] = [
         *case_cols(""),
-        *(Col(f"rank {rank}", partial(_peak, rank=rank), number=True, unit="B") for rank in each),
+        *(Col(f"rank {rank}", partial(lambda rank, row: row[2].ranks[rank].peak, rank), number=True, unit="B")
+          for rank in each),
         Col("most", lambda row: max(rank.peak for rank in row[2].ranks), number=True, unit="B", when=not each),
         Col("least", lambda row: min(rank.peak for rank in row[2].ranks), number=True, unit="B", when=not each),
         figure_col(specs.MEMORY_SKEW, lambda row: (memory_skew(row[2]) or 0.0) * 100),
-    ]
+    ]  # fmt: skip
     rows = [(group, one, use) for group, one in panel.members if (use := one.record.memory) is not None and use.ranks]
     return table("rank-memory", "memory of each rank at the highest point of a step", cols, rows)
-
-
-def _peak(row: _WithMemory, rank: int) -> float:
-    return row[2].ranks[rank].peak
 
 
 _Wire = tuple[ResultGroup, Result, Transfer, Figures]
@@ -172,19 +166,13 @@ def _wire(panel: Panel) -> Table:
         figure_col(specs.WIRE_BYTES, lambda row: Field(
             units.size(row[2].wire), row[2].wire, hint="counted" if row[2].counted else "a ring's share")),
         figure_col(specs.LOGICAL_BYTES, lambda row: row[2].logical),
-        *(figure_col(spec, partial(_rate, spec=spec)) for spec in _RATES),
-        *(Col(heading, partial(_error, name=name), number=True, unit=unit) for heading, name, unit in errors),
+        *(figure_col(spec, partial(lambda spec, row: Field(
+            row[3].shown(spec), row[3][spec].value, cost_tone(row[1])), spec)) for spec in _RATES),
+        *(Col(heading, partial(lambda name, row: _measured(row[1], name), name), number=True, unit=unit)
+          for heading, name, unit in errors),
     ]  # fmt: skip
     rows = [(*case, Figures(*case[:2])) for case in panel.known(lambda one: one.record.transfer)]
     return table("wire", "bytes on the wire beside the error", cols, rows)
-
-
-def _rate(row: _Wire, spec: specs.MetricSpec) -> Field:
-    return Field(row[3].shown(spec), row[3][spec].value, cost_tone(row[1]))
-
-
-def _error(row: _Wire, name: str) -> Field:
-    return _measured(row[1], name)
 
 
 @dataclass(frozen=True)
@@ -254,12 +242,6 @@ def _middle(seconds: Sequence[float]) -> float | None:
     return statistics.median(seconds) if seconds else None
 
 
-def _no_overlaps(panel: Panel) -> Iterator[str]:
-    told = panel.known(lambda one: overlap_of(one.record))
-    figures = ((one.mode, each) for _, one, found in told for each in (found.exposed, found.hidden) if each != WAITING)
-    yield from reasons("overlap", figures)
-
-
 def _bubbles(panel: Panel) -> Iterator[str]:
     for group, result, found in panel.known(lambda one: bubble(one.record)):
         who = " at ".join(filter(None, (result.mode, group.place)))
@@ -291,7 +273,6 @@ def ranks_section(material: Material) -> Iterator[Element]:
 
 
 def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
-    """Bytes on the wire beside the error, of each collective that has more than one way."""
     for collective, costs in wire_costs(panel).items():
         shown = [cost for cost in costs if cost.sqnr < _ALL_BUT_EXACT_DB]
         if len(shown) < _LEAST_WAYS:
@@ -306,7 +287,6 @@ def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
 
 
 def _over_time(number: int, panel: Panel) -> Iterator[Lines]:
-    """Each rank's median of a round, of the case whose ranks are furthest apart."""
     timed = panel.known(lambda one: one.record.timing)
     apart = [(far, *case) for case in timed if (far := skew(case[2])) is not None]
     if not apart:

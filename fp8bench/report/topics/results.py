@@ -12,7 +12,7 @@ from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.samples import step_samples
-from fp8bench.model import Label, Params, Status, Verdict
+from fp8bench.model import Label, Status, Verdict
 from fp8bench.model.specs import ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
 from fp8bench.report import case_status
 from fp8bench.report.case_status import emulated
@@ -44,7 +44,6 @@ _Case = tuple[ResultGroup, Result, Figures]
 
 
 def main_table(panel: Panel) -> Table:
-    """Case by case: verdict, speed-up, times, error, throughput. What has no room left is told last."""
     error, floors = main_error(panel), len(panel.groups) > 1
     cols: list[Col[_Case]] = [
         Col("group", lambda row: f"{row[0].place}  noise floor (A/A): {noise_floor(row[0])}" * floors,
@@ -91,8 +90,6 @@ def noise_floor(group: ResultGroup) -> str:
 
 @dataclass(frozen=True)
 class _ShownCase:
-    """A case with all that it stands under, and what its run says of its step."""
-
     entry: Entry
     panel: Panel
     result: Result
@@ -125,8 +122,9 @@ def results_section(material: Material) -> Iterator[Element]:
         # What all cases of a suite have in common, on whatever device and in whatever run.
         shared = {suite: shared_params([*dict.fromkeys(every)]) for suite, every in by_suite.items()}
         rows = [
-            _ShownCase(entry, panel, one, _own(one, shared[panel.case.workload]), Figures(group, one))
+            _ShownCase(entry, panel, one, own or units.NONE, Figures(group, one))
             for entry, panel, group, one in cases
+            for own in [show_params(pair for pair in group.case.params if pair not in shared[panel.case.workload])]
         ]
         yield _table(rows, material.alone)
         words = "; ".join(f"{suite} {show_params(params)}" for suite, params in shared.items() if params)
@@ -144,12 +142,7 @@ def _cases(material: Material) -> Iterator[tuple[Entry, Panel, ResultGroup, Resu
         yield from ((entry, panel, group, result) for group, result in panel.members)
 
 
-def _own(result: Result, shared: Params) -> str:
-    return show_params(pair for pair in result.record.case.params if pair not in shared) or units.NONE
-
-
 def _table(rows: Sequence[_ShownCase], alone: bool) -> Table:
-    """The columns that say something; suite, run and device only where there are several."""
     several = {
         "run": not alone,
         "device": len({row.panel.case.device for row in rows}) > 1,
@@ -197,20 +190,16 @@ def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
               hint="native: the hardware does it; emulated: right in numbers, without a speed; refused")  # fmt: skip
     words = "which of torch's kernels computed it, as an untimed step showed"
     yield Col("attention", lambda row: attention_of(row.result.record), hint=words)
-    yield Col("labels", _labels, hint="reasons for doubt, and what else one should know")
+    yield Col("labels", lambda row: Field(", ".join(case_status.named_labels(row.result)), hint="; ".join(
+              case_status.meaning(label, row.result) for label in row.result.labels)),
+              hint="reasons for doubt, and what else one should know")  # fmt: skip
 
 
 def _of_spec(spec: MetricSpec) -> Col[_ShownCase]:
     return figure_col(spec, partial(_ShownCase.figure, name=spec))
 
 
-def _labels(row: _ShownCase) -> Field:
-    meanings = (case_status.meaning(label, row.result) for label in row.result.labels)
-    return Field(", ".join(case_status.named_labels(row.result)), hint="; ".join(meanings))
-
-
 def _setting(row: _ShownCase) -> Field:
-    """What tells it from others; in the hint all of it, and how its cache came to be so."""
     record = row.result.record
     words = filter(None, (show_params(record.case.params), cache_of(record, row.entry.run.devices)))
     return Field(row.setting, hint="; ".join(words))
@@ -238,7 +227,6 @@ def _seen(row: _ShownCase) -> Field | None:
 
 
 def _why(result: Result) -> str:
-    """The reason it was not measured, or is not to be trusted."""
     if result.record.status is not Status.OK:
         return result.record.reason
     return "; ".join(part for part in (*case_status.doubts(result), result.record.detail) if part)
@@ -287,7 +275,13 @@ def samples_section(material: Material) -> Iterator[Element]:
     """
     rows = sorted(_rows(material), key=lambda row: not row.unsteady)  # a stable sort: else as in the table
     kinds = [[row for row in rows[:_MOST_ROWS] if emulated(row.result) is cost] for cost in (False, True)]
-    yield from (_strips(found) for found in kinds if found)
+    for shown in filter(None, kinds):
+        strips = tuple((row.label, tuple(one for one in row.percent if one <= _FAR), row.tone) for row in shown)
+        cost = emulated(shown[0].result)
+        name, whose = ("samples-of-emulations", "emulated case") if cost else ("samples-by-case", "case")
+        title = f"Rounds of each {whose}, relative to its median"
+        axis = ChartAxis("distance from the case's median", "%")
+        yield Strips(name, title, _description(shown), axis, strips, folded=cost)
     if len(rows) > _MOST_ROWS:
         yield Text(f"{len(rows) - _MOST_ROWS} more cases are not shown here; their samples are in the run.")
     yield from _words(rows)
@@ -301,14 +295,6 @@ def _rows(material: Material) -> Iterator[_Strip]:
             middle = statistics.median(finite) if finite else 0.0
             if middle > 0:
                 yield _Strip(f"{title} {case.name}", case.result, tuple(100 * (one / middle - 1) for one in finite))
-
-
-def _strips(rows: Sequence[_Strip]) -> Strips:
-    shown = tuple((row.label, tuple(one for one in row.percent if one <= _FAR), row.tone) for row in rows)
-    cost = emulated(rows[0].result)
-    name, whose = ("samples-of-emulations", "emulated case") if cost else ("samples-by-case", "case")
-    title, axis = f"Rounds of each {whose}, relative to its median", ChartAxis("distance from the case's median", "%")
-    return Strips(name, title, _description(rows), axis, shown, folded=cost)
 
 
 def _description(rows: Sequence[_Strip]) -> str:

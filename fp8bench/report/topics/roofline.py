@@ -36,7 +36,6 @@ def bound_words(roof: PhaseRoof) -> str:
 
 
 def sentences(panel: Panel) -> Iterator[str]:
-    """Of each case what its phases wait for, then of each native precision what it could give."""
     for group in panel.groups:
         place = f" at {group.place}" if len(panel.groups) > 1 else ""
         for result in group.results:
@@ -63,7 +62,6 @@ def how_to_know(results: Iterable[Result], run: Run) -> str:
 
 
 def gain_in(group: ResultGroup, result: Result) -> Gain | None:
-    """What a case's precision could give at most on its group's reference; None of those without speed or ceilings."""
     lead = group.lead
     if lead is None or standing(lead) is not Standing.REFERENCE or lead.finding is None or result.finding is None:
         return None
@@ -73,7 +71,6 @@ def gain_in(group: ResultGroup, result: Result) -> Gain | None:
 
 
 def sources(results: Sequence[Result]) -> Iterator[str]:
-    """By what phases are held against the most there is: the rates measured here with their spreads, and the sheet."""
     ceiling = next((result.record.ceiling for result in results if result.record.ceiling is not None), None)
     sheet = datasheet_of(ceiling.device) if ceiling is not None else None
     if ceiling is not None and ceiling.rates:
@@ -186,9 +183,14 @@ def _panel(title: str, panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Ele
 
 
 def _chart(title: str, cases: Sequence[NamedCase]) -> Scatter:
-    """Phases that multiply, by precision; and over their intensities the roofs of each kind of products."""
     points = [
-        ChartPoint(case.result.mode, _label(case, roof), roof.intensity, roof.flop_rate, hint=bound_words(roof))
+        ChartPoint(
+            case.result.mode,
+            ", ".join(filter(None, (phase_words(roof.count.phase), case.place))),
+            roof.intensity,
+            roof.flop_rate,
+            hint=bound_words(roof),
+        )
         for case in cases
         for roof in _roofs(case)
         if roof.intensity is not None
@@ -213,11 +215,6 @@ def _chart(title: str, cases: Sequence[NamedCase]) -> Scatter:
     )  # fmt: skip
 
 
-def _label(case: NamedCase, roof: PhaseRoof) -> str:
-    """'gemm, m=256'."""
-    return ", ".join(filter(None, (phase_words(roof.count.phase), case.place)))
-
-
 UNITS = {**dict.fromkeys(Limit, "B/s"), Limit.PRODUCT: "FLOP/s", Limit.LAUNCH: "launches/s"}
 _TONES = {Pace.SLOWER: Tone.BAD, Pace.FASTER: Tone.GOOD, Pace.UNCLEAR: Tone.DOUBT}
 _LEGEND = (
@@ -227,14 +224,30 @@ _LEGEND = (
 
 
 def lines_of(found: Ceilings, history: Sequence[Ceilings] = ()) -> Iterator[str]:
-    """When and under which settings, then a line a rate, with what it was before under the same ones."""
     settings = settings_words(found)
     yield f"measured {found.when}{f' ({settings})' if settings else ''}; other software or settings need their own"
     earlier, names = alike(found, history), list(map(rate_words, found.rates))
     longest = max(map(len, names), default=0)
     for name, rate in zip(names, found.rates, strict=True):
-        one = since(rate, earlier)
-        yield f"{name:<{longest}}  {_said(rate)}{f'; {since_words(one)}' if one is not None else ''}"
+        one, said = since(rate, earlier), f"not measured: {rate.why}"
+        if rate.value is not None:
+            each = f", {units.seconds(1 / rate.value)} each" if rate.limit is Limit.LAUNCH else ""
+            rated = units.count(rate.value, UNITS[rate.limit])
+            said = f"{rated}{each}; {spread_words(rate)}; {shape_words(rate)}"
+        yield f"{name:<{longest}}  {said}{f'; {since_words(one)}' if one is not None else ''}"
+
+
+def spread_words(rate: Rate) -> str:
+    """'spread 1.5% over 5 runs', and what that means where it is wide."""
+    bound = "" if rate.steady else ": no bound"
+    return f"spread {units.percent(rate.spread)} over {len(rate.runs)} runs{bound}"
+
+
+def shape_words(rate: Rate) -> str:
+    if rate.limit is Limit.LAUNCH:
+        return "one element"
+    size = "x".join(map(str, rate.shape)) if rate.limit is Limit.PRODUCT else f"arrays of {units.size(rate.shape[0])}"
+    return f"{size}, the best of {rate.searched} searched"
 
 
 def settings_words(found: Ceilings) -> str:
@@ -256,50 +269,24 @@ def since_words(one: Since) -> str:
     return f"{words}: {units.change(one.rate.value / one.middle)} against {middle}{count}"
 
 
-def spread_words(rate: Rate) -> str:
-    """'spread 1.5% over 5 runs', and what that means where it is wide."""
-    bound = "" if rate.steady else ": no bound"
-    return f"spread {units.percent(rate.spread)} over {len(rate.runs)} runs{bound}"
-
-
-def shape_words(rate: Rate) -> str:
-    if rate.limit is Limit.LAUNCH:
-        return "one element"
-    size = "x".join(map(str, rate.shape)) if rate.limit is Limit.PRODUCT else f"arrays of {units.size(rate.shape[0])}"
-    return f"{size}, the best of {rate.searched} searched"
-
-
-def _said(rate: Rate) -> str:
-    if rate.value is None:
-        return f"not measured: {rate.why}"
-    each = f", {units.seconds(1 / rate.value)} each" if rate.limit is Limit.LAUNCH else ""
-    rated = units.count(rate.value, UNITS[rate.limit])
-    return f"{rated}{each}; {spread_words(rate)}; {shape_words(rate)}"
-
-
 def ceilings_page(history: Sequence[Ceilings], store: str) -> Page:
-    """A part for each device with its settings: its newest rates beside those of before."""
-    parts = [
-        Part("ceilings", _title(some), (_table(some),))
-        for some in together(((one.device, one.under), one) for one in history).values()
-    ]
+    parts = []
+    for some in together(((one.device, one.under), one) for one in history).values():
+        days = " to ".join(dict.fromkeys(one.when[:10] for one in (some[0], some[-1])))
+        title = f"{some[-1].device} ({settings_words(some[-1])}): {count_of(len(some), 'measurement')}, {days}"
+        parts.append(Part("ceilings", title, (_table(some),)))
     return Page(
         f"{store}: {count_of(len(history), 'measurement')} of what devices do at most", "", tuple(parts), _LEGEND
     )
-
-
-def _title(some: Sequence[Ceilings]) -> str:
-    """'AMD EPYC (torch 2.13.0, threads 1): 3 measurements, 2026-11-20 to 2026-11-23'."""
-    days = dict.fromkeys(one.when[:10] for one in (some[0], some[-1]))
-    return f"{some[-1].device} ({settings_words(some[-1])}): {count_of(len(some), 'measurement')}, {' to '.join(days)}"
 
 
 def _table(some: Sequence[Ceilings]) -> Table:
     newest = some[-1]
     cols: list[Col[tuple[Rate, Since | None]]] = [
         Col("rate", lambda row: rate_words(row[0])),
-        Col("before", lambda row: units.span(row[1].before, partial(_shown, row)) if row[1] else None),
-        Col("last", lambda row: _shown(row, row[0].value), number=True),
+        Col("before", lambda row: units.span(row[1].before, partial(units.count, unit=UNITS[row[0].limit]))
+            if row[1] else None),
+        Col("last", lambda row: units.count(row[0].value, UNITS[row[0].limit]), number=True),
         Col("change", lambda row: units.change((row[0].value or 0.0) / row[1].middle) if row[1] else None, number=True),
         Col("is", lambda row: row[1].pace.value if row[1] else row[0].why,
             tone=lambda row: _TONES.get(row[1].pace, Tone.PLAIN) if row[1] else Tone.PLAIN),
@@ -307,7 +294,3 @@ def _table(some: Sequence[Ceilings]) -> Table:
     earlier = alike(newest, some)
     rows = [(rate, since(rate, earlier) if rate.value is not None else None) for rate in newest.rates]
     return table("ceilings", "", cols, rows)
-
-
-def _shown(row: tuple[Rate, Since | None], value: float | None) -> str:
-    return units.count(value, UNITS[row[0].limit])

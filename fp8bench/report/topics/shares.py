@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.shares import StepShares, parts_of_record
@@ -15,7 +16,7 @@ from fp8bench.model.codec import encode
 from fp8bench.model.step import Coverage
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import ChartAxis, Column, Element, Field, Items, Page, Part, Stacks, Table, Text, Tone
+from fp8bench.report.elements import ChartAxis, Element, Field, Items, Page, Part, Stacks, Table, Text, Tone
 from fp8bench.report.page.charts import stacked
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, together
@@ -37,7 +38,6 @@ _MOST_KINDS, _OTHERS = 6, "others"
 
 
 def page_of(run: Run, parts: Sequence[StepShares]) -> Page:
-    """A part for each setting: its precisions side by side."""
     found = [
         Part(f"setting-{place}", setting, tuple(_elements(some)))
         for place, (setting, some) in enumerate(together((part.case.setting, part) for part in parts).items())
@@ -54,40 +54,34 @@ def _elements(parts: Sequence[StepShares]) -> list[Element]:
 
 
 def tables_of(parts: Sequence[tuple[str, StepShares]], captions: tuple[str, str]) -> Iterator[Table]:
-    """A row for each kind of work, and for each of the modules that take most in any; none where no module is known."""
-    names = [name for name, _ in parts]
     shares = [one.by_kind for _, one in parts]
     kinds = dict.fromkeys(kind for share in shares for kind in share if kind != UNATTRIBUTED)
     ordered = sorted(kinds, key=lambda kind: -max(share.get(kind, 0.0) for share in shares))
-    yield _table("kinds", captions[0], "kind", names, [*ordered, UNATTRIBUTED], shares, parts)
+    yield table("kinds", captions[0], [*_share_cols("kind", parts, shares)], [*ordered, UNATTRIBUTED])
     shares = [one.by_module for _, one in parts]
     modules = dict.fromkeys(module for share in shares for module in share)
     first = sorted(modules, key=lambda module: -max(share.get(module, 0.0) for share in shares))[:MOST_MODULES]
     if first:
-        yield _table("modules", captions[1], "module", names, first, shares, parts)
+        yield table("modules", captions[1], [*_share_cols("module", parts, shares)], first)
 
 
-def _table(
-    name: str, caption: str, first: str, names: Sequence[str], keys: Sequence[str],
-    shares: Sequence[Mapping[str, float]], parts: Sequence[tuple[str, StepShares]],
-) -> Table:  # fmt: skip
-    columns = (Column(first), *(Column(one, number=True) for one in names))
-    rows = [
-        (Field(key), *(_cell(one, own.get(key)) for (_, one), own in zip(parts, shares, strict=True))) for key in keys
-    ]
-    return Table(name, caption, columns, tuple(rows))
-
-
-def _cell(parts: StepShares, share: float | None) -> Field:
+def _share_cols(
+    first: str, parts: Sequence[tuple[str, StepShares]], shares: Sequence[Mapping[str, float]]
+) -> Iterator[Col[str]]:
     """'64.1%  1.20 ms'."""
-    if share is None:
-        return Field(units.NONE)
-    seconds = "" if parts.seconds is None else f"  {units.seconds(share * parts.seconds)}"
-    return Field(f"{units.percent(share)}{seconds}", share)
+
+    def share(key: str, seconds: float | None, own: Mapping[str, float]) -> Field | None:
+        if key not in own:
+            return None
+        estimated = "" if seconds is None else f"  {units.seconds(own[key] * seconds)}"
+        return Field(f"{units.percent(own[key])}{estimated}", own[key])
+
+    yield Col(first, lambda key: key)
+    for (name, part), own in zip(parts, shares, strict=True):
+        yield Col(name, partial(share, seconds=part.seconds, own=own), number=True)
 
 
 def value_of(parts: Sequence[StepShares]) -> dict[str, object]:
-    """Every case with its parts and what is left of its step, or why nobody knows them."""
     return {
         "shares": [
             {"case": part.case.id, "precision": part.case.mode, "why": part.why, "seconds": part.seconds,
@@ -126,21 +120,18 @@ def shares_section(material: Material) -> Iterator[Element]:
 
 def _panel(title: str, found: Sequence[_Known]) -> Iterator[Element]:
     workload = found[0][0].result.record.case.workload
-    if timed := [(case, parts) for case, parts in found if parts.seconds]:
+    named = [(f"{case.name} (emulated)" if parts.emulated else case.name, parts) for case, parts in found]
+    if timed := [(name, parts) for name, parts in named if parts.seconds]:
         yield _chart(f"shares-{workload}", title, timed)
     captions = f"{title}: a step by kind of work", f"{title}: the modules that take most"
-    for shown in tables_of([(_name(case, parts), parts) for case, parts in found], captions):
+    for shown in tables_of(named, captions):
         yield replace(shown, name=f"share-{shown.name}-{workload}")
     remarks = together((remark, case.name) for case, parts in found for remark in parts.remarks)
     if remarks:
         yield Items(tuple(Text(f"{', '.join(names)}: {remark}", Tone.DOUBT) for remark, names in remarks.items()))
 
 
-def _name(case: NamedCase, parts: StepShares) -> str:
-    return f"{case.name} (emulated)" if parts.emulated else case.name
-
-
-def _chart(name: str, title: str, timed: Sequence[_Known]) -> Stacks:
+def _chart(name: str, title: str, timed: Sequence[tuple[str, StepShares]]) -> Stacks:
     """The smallest kinds are one: there are so many colours that can be told apart."""
     shares = [parts.by_kind for _, parts in timed]
     kinds = dict.fromkeys(kind for own in shares for kind in own if kind != UNATTRIBUTED)
@@ -148,13 +139,14 @@ def _chart(name: str, title: str, timed: Sequence[_Known]) -> Stacks:
     drawn = {kind: kind if place < _MOST_KINDS else _OTHERS for place, kind in enumerate(ordered)}
     drawn[UNATTRIBUTED] = UNATTRIBUTED
     rows = []
-    for (case, parts), own in zip(timed, shares, strict=True):
+    for (called, parts), own in zip(timed, shares, strict=True):
         seconds = dict.fromkeys(drawn.values(), 0.0)
         for kind, share in own.items():
             seconds[drawn[kind]] += share * (parts.seconds or 0.0)
-        rows.append((_name(case, parts), parts.seconds or 0.0, seconds))
+        rows.append((called, parts.seconds or 0.0, seconds))
     most = max(shares[0], key=lambda kind: shares[0][kind])
-    said = f"In {timed[0][0].name} {most} takes most of the step, {units.percent(shares[0][most], 0)}."
+    first = timed[0][0].removesuffix(" (emulated)")
+    said = f"In {first} {most} takes most of the step, {units.percent(shares[0][most], 0)}."
     axis = ChartAxis("best case of a step, parted by estimated shares", "s")
     words = {kind: kind for kind in dict.fromkeys(drawn.values())}
     return stacked(name, f"{title}: a step by kind of work", said, axis, "share of the step", words, rows)
@@ -209,7 +201,6 @@ def _kinds(name: str, modes: str, coverage: Coverage) -> Table:
 
 
 def _left(coverage: Coverage) -> list[tuple[str, list[str], int]]:
-    """What is not converted by its reason, the most FLOPs first: (reason, names, FLOPs)."""
     names, flops = defaultdict[str, list[str]](list), defaultdict[str, int](int)
     for holder in coverage.holders:
         if not holder.converted:

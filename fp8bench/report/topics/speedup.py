@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from fp8bench import units
-from fp8bench.analysis.sustained import sustained_figures, sustained_ratio
+from fp8bench.analysis.sustained import Sustained, sustained_figures, sustained_ratio
 from fp8bench.model import Interval
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.report.case_status import Standing, doubts, inverse, show_speed, speed_up, standing, tone_of
-from fp8bench.report.columns import with_figures
-from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Column, Element, Field, Mark, Scatter, Table, Tone
+from fp8bench.report.columns import Col, case_cols, table, with_figures
+from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Element, Mark, Scatter, Table, Tone
 from fp8bench.report.page.charts import against
-from fp8bench.report.page.drawing.limits import BARS
+from fp8bench.report.page.drawing.scale import BARS
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import Panel, Result, main_error, together, value_of
+from fp8bench.report.panels import Panel, Result, ResultGroup, main_error, together, value_of
 from fp8bench.report.topics.tensors import about_tensors, timed_panels
 from fp8bench.report.words.naming import listed, many
 
@@ -31,25 +31,24 @@ _REFERENCE = Interval(1.0, 1.0, 1.0, 1.0)
 
 
 def sustained(panel: Panel) -> Iterator[Table]:
-    """What each case sustains, beside its time in slots; nothing where nobody asked."""
     known = panel.known(lambda one: sustained_figures(one.record, one.finding))
     if not known:
         return
-    columns = (
-        Column("group", shared=True), Column("case"), Column("sustained", number=True), Column("speed-up"),
-        Column("vs slots", number=True), Column("clock", number=True), Column("power", number=True), Column("turns"),
-    )  # fmt: skip
-    rows = []
-    for group, one, found in known:
-        ratio = sustained_ratio(one.record, group.lead.record if group.lead else None)
-        word = "reference" if one.record.is_reference else units.NONE
-        settled = "cannot be told" if found.settled is None else f"{found.settled} settled"
-        words = (group.place, one.mode, units.seconds(found.seconds),
-                 show_speed(inverse(ratio)) or word, units.change(found.change), units.count(found.clock, "Hz"),
-                 units.count(found.watts, "W"), f"{found.turns}, {settled}")  # fmt: skip
-        rows.append(tuple(map(Field, words)))
+
+    def speed(row: tuple[ResultGroup, Result, Sustained]) -> str:
+        ratio = sustained_ratio(row[1].record, row[0].lead.record if row[0].lead else None)
+        return show_speed(inverse(ratio)) or ("reference" if row[1].record.is_reference else units.NONE)
+
+    cols: list[Col[tuple[ResultGroup, Result, Sustained]]] = [
+        *case_cols(), Col("sustained", lambda row: units.seconds(row[2].seconds), number=True), Col("speed-up", speed),
+        Col("vs slots", lambda row: units.change(row[2].change), number=True),
+        Col("clock", lambda row: units.count(row[2].clock, "Hz"), number=True),
+        Col("power", lambda row: units.count(row[2].watts, "W"), number=True),
+        Col("turns", lambda row: f"{row[2].turns}, " + (
+            "cannot be told" if row[2].settled is None else f"{row[2].settled} settled")),
+    ]  # fmt: skip
     caption = "sustained: a step in turns of seconds, back to back; settled: clock and temperature stood still before"
-    yield with_figures(Table("sustained", caption, columns, tuple(rows)), ((group, one) for group, one, _ in known))
+    yield with_figures(table("sustained", caption, cols, known), (row[:2] for row in known))
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,6 @@ def _cases(material: Material) -> Iterator[_Case]:
 
 
 def _charts(bars: Sequence[_Case]) -> Iterator[Bars]:
-    """For each reference as few charts as hold them all, without parting a suite."""
     pages: list[dict[str, list[_Case]]] = []
     for reference in dict.fromkeys(bar.reference for bar in bars):
         pages.append({})
@@ -135,7 +133,6 @@ def _mark(bar: _Case) -> Mark:
 
 
 def _description(bars: Sequence[_Case]) -> str:
-    """How many are faster and slower as a fact, which is the most, and how many are in doubt."""
     found = together((tone_of(bar.result), (bar.speed.point, bar.name)) for bar in bars if bar.speed)
     good, bad, doubtful = (found.get(tone, []) for tone in (Tone.GOOD, Tone.BAD, Tone.DOUBT))
     sentences = [f"{many(len(bars), 'case')}: {len(good)} faster, {len(bad)} slower, {len(doubtful)} in doubt (grey)."]
@@ -173,7 +170,6 @@ def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
 
 
 def _point(spot: _Case, better: _Case | None, titled: bool) -> ChartPoint:
-    """Its series is the precision; the label says of which group it is, and of which suite where that is not given."""
     label = " ".join(part for part in (spot.title if titled else "", spot.setting) if part)
     x = spot.speed.point if spot.speed is not None else None
     speed = f"{units.speed_up(x)}, " if x is not None else ""
@@ -198,7 +194,6 @@ def _outdone(spots: Sequence[_Case]) -> dict[_Case, _Case]:
 
 
 def _ranges(spots: Sequence[_Case], outdone: Mapping[_Case, _Case], metric: str) -> str:
-    """The range of errors by precision, and which cases are outdone."""
     by_mode = together((spot.result.mode, spot.error) for spot in spots)
     ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in by_mode.items()]
     sentences = [f"{many(len(spots), 'case')}. {metric}: {listed(ranges, 12)}."]
@@ -214,5 +209,5 @@ def sustained_section(material: Material) -> Iterator[Element]:
     (or for half as long where the device tells neither). The speed-up is by rounds of turns.
     """
     for title, panel in timed_panels(material):
-        for table in sustained(panel):
-            yield replace(table, name=f"sustained-{panel.case.workload}", caption=title)
+        for found in sustained(panel):
+            yield replace(found, name=f"sustained-{panel.case.workload}", caption=title)

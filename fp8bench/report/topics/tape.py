@@ -33,7 +33,6 @@ _OF_CSV = (
 
 
 def remarks(tape: Tape) -> list[str]:
-    """What has no formula, what nobody saw written, and what a compiler fused."""
     unknown = together((operator.operator, operator.calls) for operator in tape.operators if operator.flops is None)
     found = [f"unknown x {sum(calls)}: {operator} has no formula" for operator, calls in unknown.items()]
     if tape.unwritten:
@@ -42,7 +41,6 @@ def remarks(tape: Tape) -> list[str]:
 
 
 def page_of(title: str, taped: Sequence[Taped]) -> Page:
-    """A part for each setting: its modes side by side."""
     parts = [
         Part(f"setting-{place}", setting, tuple(_elements(some, [])))
         for place, (setting, some) in enumerate(together((one.setting, one) for one in taped).items())
@@ -51,7 +49,6 @@ def page_of(title: str, taped: Sequence[Taped]) -> Page:
 
 
 def page_against(title: str, taped: Sequence[Taped]) -> Page:
-    """A part for each case: its tapes side by side, and of their operators those that are not alike."""
     parts = []
     for place, some in enumerate(together(((one.setting, one.mode), one) for one in taped).values()):
         differ = [Text("every operator is called as often, on as many bytes, in both")]
@@ -60,7 +57,6 @@ def page_against(title: str, taped: Sequence[Taped]) -> Page:
 
 
 def _elements(taped: Sequence[Taped], where_alike: list[Text]) -> list[Element]:
-    """With something to say where all operators are alike, those that are alike are left out."""
     known = [(one, one.tape) for one in taped if one.tape is not None]
     found: list[Element] = []
     if known:
@@ -73,7 +69,6 @@ def _elements(taped: Sequence[Taped], where_alike: list[Text]) -> list[Element]:
 
 
 def _counts(known: Sequence[tuple[Taped, Tape]]) -> Table:
-    """A row for each tape: its sums, and what follows from them."""
     cols: list[Col[tuple[Taped, Tape]]] = [
         Col("tape", lambda row: row[0].name),
         Col("FLOPs", lambda row: row[1].flops, number=True, show=units.count),
@@ -103,7 +98,6 @@ def _operators(known: Sequence[tuple[Taped, Tape]], rows: Sequence[TapeRow]) -> 
 
 
 def _sums(row: TapeRow, place: int) -> str | None:
-    """'1.43 GFLOP, 33.6 MiB in 36'."""
     one = row.sums[place]
     if not one.calls:
         return None
@@ -126,7 +120,6 @@ _Counted = tuple[NamedCase, Tape | PhaseCount]
 
 
 def _cols() -> Iterator[Col[_Counted]]:
-    """Of a step, and of each of its phases."""
     yield PRECISION
     yield Col("phase", lambda row: phase_words(row[1].phase) if isinstance(row[1], PhaseCount)
               else Field("step", tone=Tone.STRONG))  # fmt: skip
@@ -136,7 +129,9 @@ def _cols() -> Iterator[Col[_Counted]]:
               number=True, show=units.count, hint="the FLOPs that the suite declares")  # fmt: skip
     words = "read and written, each tensor once a call, as if nothing lay in a cache"
     yield Col("bytes", lambda row: row[1].bytes, number=True, unit="B", hint=words)
-    yield Col("FLOP/B", _intensity, number=True, show=units.count, hint="FLOPs for each byte")
+    yield Col("FLOP/B", lambda row: intensity_of(row[1]) if isinstance(row[1], Tape) else (
+              row[1].flops / row[1].bytes if row[1].flops and row[1].bytes else None), number=True, show=units.count,
+              hint="FLOPs for each byte")  # fmt: skip
     words = "operators that start a kernel at least"
     yield Col("launches", lambda row: row[1].launches, number=True, show="{:,}".format, hint=words)
     words = "calls of operators that have no formula, in no sum of FLOPs"
@@ -161,13 +156,6 @@ def tape_section(material: Material) -> Iterator[Element]:
         yield from table_of_cases(name, title, words, [*_cols()], rows, "The CSV has them.")
         said = tuple(Text(f"{case.name}: {words}") for case, tape in taped for words in remarks(tape))
         yield from [Items(said)] if said else []
-
-
-def _intensity(row: _Counted) -> float | None:
-    count = row[1]
-    if isinstance(count, Tape):
-        return intensity_of(count)
-    return count.flops / count.bytes if count.flops and count.bytes else None
 
 
 # Of each phase so many, and what takes less of a step only where it is its phase's first.
@@ -202,7 +190,8 @@ def _panel(title: str, panel: Panel) -> Iterator[Element]:
     cols: list[Col[_ShownOperator]] = [
         PRECISION,
         Col("phase", lambda row: phase_words(row.operator.phase)),
-        Col("operator or kernel" if on_device else "operator", _name),
+        Col("operator or kernel" if on_device else "operator", lambda row: row.operator.name or Field(
+            f"{REST} on the device" if row.operator.on_device else REST, hint=REST_HINT)),
         Col("calls", lambda row: row.operator.calls, number=True,
             show=lambda calls: units.whole(int(calls)) if calls.is_integer() else units.significant(calls),
             hint="in one step; those that begin in the phase"),
@@ -220,7 +209,6 @@ def _whole(operators: Sequence[OperatorTime]) -> float:
 
 
 def _rows(case: NamedCase) -> Iterator[_ShownOperator]:
-    """The first ones of each phase, on each side; what is below them goes into the rest."""
     operators = case.result.record.operators
     whole = _whole(operators)
     for phase in sorted({operator.phase for operator in operators}, key=phase_order):
@@ -235,11 +223,6 @@ def _rows(case: NamedCase) -> Iterator[_ShownOperator]:
             if rest >= LEAST_SHARE * whole:
                 calls = sum(other.calls for other in others)
                 yield _ShownOperator(case, OperatorTime(phase, "", calls, rest, on_device), whole)
-
-
-def _name(row: _ShownOperator) -> Field:
-    rest = f"{REST} on the device" if row.operator.on_device else REST
-    return Field(row.operator.name) if row.operator.name else Field(rest, hint=REST_HINT)
 
 
 def _where(material: Material) -> str:

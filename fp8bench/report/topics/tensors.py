@@ -11,7 +11,6 @@ from functools import cache, partial
 from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model.specs import spec_of
-from fp8bench.protocols import Precision
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Field, Table, Text, Tone
@@ -81,12 +80,10 @@ class TensorCell:
 
 
 def about_tensors(panel: Panel) -> bool:
-    """Whether its cases have the figures of a rounded tensor."""
     return {SQNR, WORST_BLOCKS, UNDERFLOW} <= {*panel.metrics}
 
 
 def timed_panels(material: Material) -> Iterator[tuple[str, Panel]]:
-    """The others under their titles: those whose times are worth a chart."""
     return ((title, panel) for title, panel in titled_panels(material) if not about_tensors(panel))
 
 
@@ -106,20 +103,15 @@ def _cell(word: str) -> TensorCell:
     chosen = precision.chosen
     if not {_FORMAT, _SCALING} <= {*chosen} or any(chosen.get(role, _SAME) != _SAME for role in _ROLES):
         return TensorCell(word, OWN if hasattr(precision, "recipe") else _NONE, word)
-    fmt, scaling = str(chosen[_FORMAT]), f"{chosen[_SCALING]} {_rounding(precision)}".strip()
+    recipe = getattr(precision, "recipe", None)
+    own = recipe.input.scaling if recipe is not None else None
+    # How scales are rounded: an MX format without that word may be any of four.
+    rounding = "" if own is None or str(own.rounding) == _EXACT else str(own.rounding)
+    fmt, scaling = str(chosen[_FORMAT]), f"{chosen[_SCALING]} {rounding}".strip()
     return TensorCell(fmt, scaling, f"{fmt} {scaling}")
 
 
-def _rounding(precision: Precision) -> str:
-    """How its scales are rounded, where they are: an MX format without that word may be any of four."""
-    recipe = getattr(precision, "recipe", None)
-    scaling = recipe.input.scaling if recipe is not None else None
-    word = str(scaling.rounding) if scaling is not None else ""
-    return "" if word == _EXACT else word
-
-
 def tensor_name(panel: Panel, group: ResultGroup) -> str:
-    """What a group's tensor is called, with what else tells it from others of that name."""
     own = dict(group.case.params)
     if _NAME not in own:
         return group.place or panel.case.workload
@@ -131,7 +123,6 @@ def tensor_name(panel: Panel, group: ResultGroup) -> str:
 
 
 def figure(result: Result, metric: str) -> tuple[str, float | None]:
-    """One figure of a case as text and as a number; a dash where it has none."""
     measured = result.record.measurement(metric)
     value = value_of(measured)
     if measured is None or value is None:
@@ -140,7 +131,6 @@ def figure(result: Result, metric: str) -> tuple[str, float | None]:
 
 
 def shown(value: float, unit: str) -> str:
-    """Without the unit, for a column whose title has it: '31.6', '0.64%'."""
     if unit == "dB":
         return units.decibels(value).removesuffix(" dB")
     if unit == units.RATIO:
@@ -182,7 +172,6 @@ def _sentence(bits: int, found: Sequence[Mapping[str, float]], suite: str) -> st
 
 
 def tensors(panel: Panel, width: int) -> Iterator[Element]:
-    """A table of the figures of each tensor, or of many tensors one of the SQNR by precision and tensor."""
     if len(panel.groups) > _MOST_IN_FULL:
         yield from _overview(panel, width)
         return
@@ -200,21 +189,17 @@ def _of_case(row: tuple[ResultGroup, Result], metric: str) -> Field:
 
 
 def _overview(panel: Panel, width: int) -> Iterator[Element]:
-    """As many tensors beside each other as fit, the others below."""
     modes = {result.mode: result for group in panel.groups for result in group.results}
     found = [{result.mode: figure(result, SQNR)[0] for result in group.results} for group in panel.groups]
     names = [tensor_name(panel, group) for group in panel.groups]
     label = max(len(cell_of(mode).words) for mode in modes.values())
     for number, places in enumerate(_fitting([len(name) for name in names], width - len(INDENT) - label)):
         cols: list[Col[Result]] = [
-            Col("precision", lambda one: cell_of(one).words),
-            *(Col(names[place], partial(_of_mode, found[place]), number=True) for place in places),
-        ]
+            Col("precision", lambda result: cell_of(result).words),
+            *(Col(names[place], partial(lambda own, result: own.get(result.mode), found[place]), number=True)
+              for place in places),
+        ]  # fmt: skip
         yield table("sqnr", "" if number else _OVERVIEW, cols, modes.values())
-
-
-def _of_mode(found: Mapping[str, str], result: Result) -> str | None:
-    return found.get(result.mode)
 
 
 def _fitting(widths: Sequence[int], room: int) -> list[list[int]]:
@@ -242,7 +227,6 @@ def tensors_section(material: Material) -> Iterator[Element]:
 
 
 def _grid(title: str, tensor: str, group: ResultGroup) -> Iterator[Element]:
-    """Scalings down, formats across; the best scaling of each format stands out."""
     cells = {(cell.scaling, cell.fmt): result for result in group.results for cell in [cell_of(result)]}
     scalings, formats = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
     cols: list[Col[str]] = [
@@ -257,7 +241,6 @@ def _grid(title: str, tensor: str, group: ResultGroup) -> Iterator[Element]:
 
 
 def _best(fmt: str, cells: Mapping[tuple[str, str], Result]) -> float | None:
-    """The highest SQNR of a format that has several scalings."""
     found = [figure(cell, SQNR)[1] for (_, own), cell in cells.items() if own == fmt]
     values = [value for value in found if value is not None]
     return max(values) if len(values) > 1 else None
@@ -280,7 +263,6 @@ def _sqnr(scaling: str, cells: Mapping[tuple[str, str], Result], fmt: str, best:
 
 
 def _all_figures(title: str, panel: Panel) -> Table:
-    """A row for each case, a column for each figure that any of them has."""
     present = [metric for metric in FIGURES if metric in panel.metrics]
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         Col("tensor", lambda row: tensor_name(panel, row[0])),

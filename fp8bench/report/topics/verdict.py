@@ -59,12 +59,10 @@ class ReportedCase:
 
     @property
     def reason(self) -> str:
-        """Its reason in one line that is not too long."""
         return shortened(self.result.record.reason, LONGEST_REASON) or "no reason was given"
 
 
 def outcomes(panels: Iterable[Panel]) -> list[ReportedCase]:
-    """Every case, in order."""
     return [
         ReportedCase(result, setting_of(group), metric)
         for panel in panels
@@ -117,7 +115,6 @@ def emulations(found: Sequence[ReportedCase], name_devices: bool = False) -> lis
 
 
 def _place(alike: Sequence[ReportedCase], found: Sequence[ReportedCase], name_devices: bool) -> str:
-    """'on this CPU'; with the suites, where another one has the mode natively."""
     first = alike[0].result.record.case
     here = "this CPU" if first.device == "cpu" else "this device"
     suites = dict.fromkeys(one.suite for one in alike)
@@ -128,7 +125,6 @@ def _place(alike: Sequence[ReportedCase], found: Sequence[ReportedCase], name_de
 
 
 def _errors(alike: Iterable[ReportedCase]) -> dict[tuple[str, str], list[float]]:
-    """The errors of each suite, by suite and metric."""
     return together(
         ((one.suite, one.metric), value)
         for one in alike
@@ -141,7 +137,6 @@ def _finite(alike: Iterable[ReportedCase]) -> bool:
 
 
 def _numbers(alike: Sequence[ReportedCase]) -> str:
-    """That the numbers count, with the errors of a few suites."""
     errors = _errors(alike)
     if not _finite(alike):
         return "its errors are not all finite"
@@ -156,11 +151,11 @@ def _numbers(alike: Sequence[ReportedCase]) -> str:
 
 
 def _lead(material: Material) -> str:
-    speeds = [speed for _, panel in timed_panels(material) for result in panel.results if (speed := speed_up(result))]
     results = [result for _, panel in timed_panels(material) for result in panel.results]
-    said = [f"[low, high]: {words}." if (words := what_intervals_hold(results)) else ""]
-    said += [f"{legend.RANGE}." if any(speed.level == 0 for speed in speeds) else ""]
-    return " ".join(filter(None, ["Speed against the reference: above 1x is faster.", *said])) if speeds else ""
+    speeds = [speed for result in results if (speed := speed_up(result))]
+    said = f"[low, high]: {words}." if (words := what_intervals_hold(results)) else ""
+    ranges = f"{legend.RANGE}." if any(speed.level == 0 for speed in speeds) else ""
+    return " ".join(filter(None, ["Speed against the reference: above 1x is faster.", said, ranges])) if speeds else ""
 
 
 @section("verdict", "Verdict", 10, lead=_lead)
@@ -172,7 +167,6 @@ def verdict_section(material: Material) -> Iterator[Element]:
 
 
 def _rows(entry: Entry) -> Iterator[tuple[str, tuple[Field, ...]]]:
-    """For each precision of a run whether it is faster, right, small and thrifty."""
     by_mode = together(
         (result.mode, (panel, group, result))
         for panel in entry.panels
@@ -180,9 +174,14 @@ def _rows(entry: Entry) -> Iterator[tuple[str, tuple[Field, ...]]]:
         if not result.record.is_reference
     )
     for mode, cases in by_mode.items():
+        native = [(group, result) for _, group, result in cases if not emulated(result)]
+        shares = [share for case in native if (share := share_of(*case)) is not None]
+        sizes = {"less" if one < 1 - _ALIKE else "more" if one > 1 + _ALIKE else "same" for one in shares}
+        ratios = [ratio for group, result in native if (ratio := ratio_against(result, group.lead))]
+        demands, points = {ratio.demand.value for ratio in ratios}, [ratio.point for ratio in ratios]
         yield (
             ", ".join(filter(None, (mode, entry.label))),
-            (_speed(cases), _error(cases), _memory(cases), _energy(cases)),
+            (_speed(cases), _error(cases), _of_reference(cases, sizes, shares), _of_reference(cases, demands, points)),
         )
 
 
@@ -201,7 +200,6 @@ def _speed(cases: Sequence[_Case]) -> Field:
 
 
 def _error(cases: Sequence[_Case]) -> Field:
-    """By the largest: what a precision costs in numbers, emulated or not."""
     found = [value_of(result.record.measurement(main_error(panel))) for panel, _, result in cases]
     errors = [error for error in found if error is not None]
     if not errors:
@@ -209,19 +207,6 @@ def _error(cases: Sequence[_Case]) -> Field:
     word = legend.error_word(errors)
     tone = Tone.BAD if word == legend.NOT_FINITE else Tone.PLAIN
     return Field(word, tone=tone, hint=units.span(errors, units.relative_error))
-
-
-def _memory(cases: Sequence[_Case]) -> Field:
-    found = [
-        share for _, group, result in cases if not emulated(result) if (share := share_of(group, result)) is not None
-    ]
-    words = {"less" if one < 1 - _ALIKE else "more" if one > 1 + _ALIKE else "same" for one in found}
-    return _of_reference(cases, words, found)
-
-
-def _energy(cases: Sequence[_Case]) -> Field:
-    found = [ratio for _, group, one in cases if not emulated(one) if (ratio := ratio_against(one, group.lead))]
-    return _of_reference(cases, {one.demand.value for one in found}, [one.point for one in found])
 
 
 def _of_reference(cases: Sequence[_Case], words: set[str], shares: Sequence[float]) -> Field:
@@ -233,7 +218,6 @@ def _of_reference(cases: Sequence[_Case], words: set[str], shares: Sequence[floa
 
 
 def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
-    """What one run says, under its label where there are several."""
     if not alone:
         yield Text(entry.label, Tone.STRONG)
     yield from losses(entry)
@@ -255,7 +239,6 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
 
 
 def losses(entry: Entry) -> Iterator[Element]:
-    """What failed, what is missing, or that there is nothing at all."""
     failed = failures(outcomes(entry.panels))
     if failed:
         number = sum(record.status is Status.FAILED for record in entry.run.records)
@@ -269,7 +252,6 @@ def losses(entry: Entry) -> Iterator[Element]:
 
 
 def few(sentences: list[str]) -> list[str]:
-    """The first ones, and how many more there are."""
     if len(sentences) <= _MOST:
         return sentences
     return [*sentences[: _MOST - 1], f"and {len(sentences) - _MOST + 1} more like these: the table has every case"]

@@ -177,7 +177,6 @@ ENERGY_EMULATED = "energy of an emulated case is the cost of emulation, and comp
 
 
 def energy_versus(reference: str) -> str:
-    """What the column of energy ratios says."""
     return (
         f"energy vs {reference}: of a step / that of {reference}, below 1x is less; [low, high]: of all pairs of "
         "windows, with their uncertainty; less or more if windows of the two lie apart by more than those of either, "

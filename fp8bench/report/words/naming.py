@@ -16,7 +16,6 @@ COMMIT_LETTERS = 8
 
 
 def suites_of(run: Run) -> tuple[str, ...]:
-    """The suites it has cases of, in order."""
     return tuple(dict.fromkeys(case.workload for case in _cases(run)))
 
 
@@ -27,7 +26,6 @@ def devices_of(run: Run) -> tuple[str, ...]:
 
 
 def _cases(run: Run) -> list[Case]:
-    """What was measured or planned."""
     return [*(record.case for record in run.records), *(case.case for group in run.plan for case in group.cases)]
 
 
@@ -107,13 +105,11 @@ def shortened(text: str, most: int) -> str:
 
 
 def notes_of(run: Run) -> list[str]:
-    """What was noted when it was planned, gone on with, and measured; what a quick look left out."""
     resumed = (f"it was resumed at {resumption.started}" for resumption in run.resumptions)
     return [*run.plan.notes, *resumed, *run.notes, *filter(None, [_unchecked(run)])]
 
 
 def _unchecked(run: Run) -> str:
-    """What foreign code may say of itself and nobody looked at, because of --quick; '' where there is nothing."""
     timed = [record for record in run.records if record.timing is not None]
     left_out = {
         "declared work (--tape counts it)": [record for record in timed if record.tape is None],

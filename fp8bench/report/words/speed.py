@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fp8bench import units
 from fp8bench.analysis.verdicts import SAME
-from fp8bench.model import Finding, Label, Scalar, Status, Verdict
+from fp8bench.model import Finding, Label, Status, Verdict
 from fp8bench.protocols.axes import VALUES
 from fp8bench.report.case_status import Standing, emulated, show_speed, show_speed_up, speed_up, standing, tone_of
 from fp8bench.report.elements import Text
@@ -51,7 +51,6 @@ class ComparedAs:
 
 
 def kind_of(result: Result) -> ComparedAs:
-    """How a native case that ran compares."""
     found, timed = standing(result), result.finding
     return ComparedAs(found, Verdict.NONE if found is Standing.UNTIMED or timed is None else timed.verdict)
 
@@ -109,7 +108,6 @@ def _single(
 
 
 def _claim(kind: ComparedAs, result: Result, reference: str, subject: str) -> str:
-    """The sentence without reasons."""
     speed = show_speed_up(result)
     if speed and kind.verdict is Verdict.FASTER:
         perhaps = "perhaps " if kind.standing is Standing.DOUBTED else ""
@@ -144,7 +142,6 @@ def _opening(kind: ComparedAs, mode: str, reference: str) -> str:
 
 
 def _speeds(kind: ComparedAs, members: Sequence[tuple[str, Result]]) -> str:
-    """Of a few cases each one with its place, of more the range."""
     if kind.verdict is Verdict.SAME:
         return f" ({_WITHIN})"
     speeds = [(place, speed.point) for place, result in members if (speed := speed_up(result)) is not None]
@@ -164,7 +161,6 @@ def of_all_calls(finding: Finding) -> str:
 
 
 def would_have_seen(finding: Finding) -> str:
-    """Of calls that are slower than others, in a case that is called the same."""
     if finding.rarest is None:
         return "too few calls to have seen some that take twice as long"
     rarer = (
@@ -184,7 +180,6 @@ def span(speeds: Sequence[float]) -> str:
 
 
 def _doubt(kind: ComparedAs, results: Sequence[Result], said: frozenset[Label]) -> str:
-    """Why it says 'perhaps', or why nothing is clear."""
     reasons, because = "", _because(results, said)
     if kind.standing is Standing.DOUBTED:
         return f", but {because}" if because else ""
@@ -197,7 +192,6 @@ def _doubt(kind: ComparedAs, results: Sequence[Result], said: frozenset[Label]) 
 
 
 def _because(results: Sequence[Result], said: frozenset[Label]) -> str:
-    """'other processes took the CPU in 2 of them (contended) and it rests on few rounds (few-samples)'."""
     numbers = {label: sum(label in _doubts(result) for result in results) for label in Label}
     reasons = [
         f"{legend.REASONS[label]}{f' in {number} of them' if number < len(results) else ''} ({label})"
@@ -224,7 +218,6 @@ def _pace(results: Sequence[Result]) -> str:
 
 
 def _alone(panel: Panel, where: str) -> Iterator[str]:
-    """That the reference was measured and nothing else was, where it was."""
     timed = [
         result
         for result in panel.results
@@ -244,7 +237,11 @@ def over_values(panel: Panel) -> Iterator[str]:
 
     Its groups were measured one after the other, so that this is no verdict.
     """
-    alike = together((_rest(result), result) for result in panel.results if result.best and not emulated(result))
+    alike = together(
+        ((result.mode, tuple(pair for pair in result.record.case.params if pair[0] != VALUES.name)), result)
+        for result in panel.results
+        if result.best and not emulated(result)
+    )
     for (mode, rest), results in alike.items():
         # The default is no parameter of a case.
         kinds = dict.fromkeys(
@@ -258,8 +255,3 @@ def over_values(panel: Panel) -> Iterator[str]:
             told.append(f"speed-up {units.span(speeds, units.speed_up)}")
         place = show_params(pair for pair in rest if pair not in panel.shared)
         yield f"{' '.join(filter(None, (mode, place)))} by values ({', '.join(kinds)}): {'; '.join(told)}"
-
-
-def _rest(result: Result) -> tuple[str, tuple[tuple[str, Scalar], ...]]:
-    case = result.record.case
-    return case.mode, tuple(pair for pair in case.params if pair[0] != VALUES.name)

@@ -17,9 +17,9 @@ import yaml
 from fp8bench.features.duel.run import IDLE
 from fp8bench.features.duel.values import CaseResult, Duel, Session
 from fp8bench.features.duel.verdicts import comparisons
-from fp8bench.features.gate.comment import WORDS, Review, ReviewStatus, comment, review
 from fp8bench.features.gate.judging import GateOutcome, GateVerdict
 from fp8bench.features.gate.stored_runs import GateSource, failed, judged
+from fp8bench.features.gate.view import WORDS, Review, ReviewStatus, comment, review
 from fp8bench.model import Comparison, Evidence, Level, Measurement, Status
 from tests.commands import ROOT, environment, git
 from tests.counts import SLOW

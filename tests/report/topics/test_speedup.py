@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fp8bench.model import Interval, Label, SustainedTurn, Verdict
 from fp8bench.report.elements import Bars, ChartPoint, Mark, Scatter, Table, Tone
-from fp8bench.report.page.drawing.limits import BARS
+from fp8bench.report.page.drawing.scale import BARS
 from tests.materials import Made, built, emulated_with_a_ratio, of_kind, part, recased, with_errors
 from tests.runs import NATIVE, gemm, judged, transformer
 

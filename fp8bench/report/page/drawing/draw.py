@@ -9,11 +9,9 @@ from typing import Any
 
 from fp8bench import units
 from fp8bench.report.elements import AnyChart, Bars, Heat, Lines, Scatter, Stacks, Strips, Waterfall
-from fp8bench.report.page.drawing.labels import shortened, worded
-from fp8bench.report.page.drawing.limits import CELLS, TABBED, cells_drawn, placeless
 from fp8bench.report.page.drawing.plots import draw_lines, draw_scatter
 from fp8bench.report.page.drawing.rows import draw_bars, draw_stacks, draw_strips, draw_waterfall
-from fp8bench.report.page.drawing.scale import shown
+from fp8bench.report.page.drawing.scale import CELLS, TABBED, cells_drawn, placeless, shortened, shown, worded
 from fp8bench.report.page.drawing.sheet import Sheet
 
 _HEIGHT = 30.0
@@ -66,7 +64,6 @@ def _written(value: float) -> str:
 
 
 def _grid(sheet: Sheet, chart: Heat, values: Sequence[float], top: float) -> _Grid:
-    """Cells as wide as their texts at least; a sheet too narrow for them grows."""
     room, columns = 0.3 * sheet.width, len(chart.columns[:CELLS])
     left = max(sheet.measure(shortened(label, room, sheet.size)) for label in chart.rows[:CELLS]) + _GAP
     least = max(sheet.measure(_written(value)) for value in values) + 8
@@ -98,7 +95,6 @@ def _cell(sheet: Sheet, chart: Heat, grid: _Grid, row: int, column: int, value: 
 
 
 def _border(cells: list[list[float | None]], grid: _Grid) -> list[list[tuple[float, float]]]:
-    """The line between cells on either side of 1x: where it begins to pay."""
     places = ((row, column, value) for row, line in enumerate(cells) for column, value in enumerate(line))
     known = {(row, column): value for row, column, value in places if value is not None}
     return [
@@ -110,7 +106,6 @@ def _border(cells: list[list[float | None]], grid: _Grid) -> list[list[tuple[flo
 
 
 def _key(sheet: Sheet, chart: Heat) -> float:
-    """What the colours say; returns where it ends."""
     sheet.text(0, 8, shortened(chart.axis.title, sheet.width, sheet.size), "quiet")
     x, y = 0.0, 24.0
     for styles, text in ((["low-4", "low-2"], "below 1x"), (["level"], "even"), (["high-2", "high-4"], "above 1x")):
@@ -123,7 +118,6 @@ def _key(sheet: Sheet, chart: Heat) -> float:
 
 
 def _columns(sheet: Sheet, chart: Heat, grid: _Grid, rows: int) -> float:
-    """The columns' names under them, turned where they are wider than a cell; returns where they end."""
     bottom = grid.top + rows * _HEIGHT
     names = [shortened(name, 150.0, sheet.size) for name in chart.columns[:CELLS]]
     widest = max(sheet.measure(name) for name in names)

@@ -8,20 +8,26 @@ from dataclasses import dataclass
 from itertools import count, groupby
 
 from fp8bench.report.elements import ChartAxis, ChartPoint, Lines, Mark, Scatter, Tone
-from fp8bench.report.page.drawing.labels import Hint, ends, hint, shortened, worded
-from fp8bench.report.page.drawing.limits import (
+from fp8bench.report.page.drawing.rows import along, legend
+from fp8bench.report.page.drawing.scale import (
     LABELS,
     PLACES,
     POINTED,
     SERIES,
+    Hint,
+    Scale,
     drawable,
+    ends,
+    fitted,
+    hint,
     numbers_of,
     placeless,
     points_drawn,
     points_placed,
+    shortened,
+    shown,
+    worded,
 )
-from fp8bench.report.page.drawing.rows import along, legend
-from fp8bench.report.page.drawing.scale import Scale, fitted, shown
 from fp8bench.report.page.drawing.sheet import SHAPES, Sheet
 
 _GAP = 8.0
@@ -59,7 +65,6 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
 
 
 def _across(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]], y: Scale, places: int) -> Scale:
-    """Where places stand: between the ticks on the left and the last values on the right."""
     left = max(sheet.measure(text) for _, text in y.ticks(6)) + 14
     last = [mark for _, marks in series if (mark := _last(marks))]
     room = max(sheet.measure(shown(mark.value, chart.axis.unit), bold=True) for mark in last) + _GAP + 4
@@ -84,8 +89,10 @@ def _line_axes(sheet: Sheet, places: Sequence[str], x: Scale, y: Scale) -> None:
 
 
 def _series(sheet: Sheet, chart: Lines, places: Sequence[str], number: int, marks: Marks, x: Scale, y: Scale) -> None:
-    """One series: band or whiskers, a line that breaks where there is no mark, the marks."""
-    style, runs = f"s{number + 1}", _runs(marks)
+    style = f"s{number + 1}"
+    # Marks without a gap between them, each with its place.
+    known = groupby(enumerate(marks), key=lambda pair: pair[1] is not None)
+    runs = [[(place, mark) for place, mark in run if mark is not None] for there, run in known if there]
     for run in runs:
         spans = [(x.at(place), [y.at(end) for end in ends(mark)]) for place, mark in run]
         if len(run) > 1 and all(span for _, span in spans):
@@ -105,14 +112,7 @@ def _series(sheet: Sheet, chart: Lines, places: Sequence[str], number: int, mark
         sheet.dot(f"mark point {style}{tone}", SHAPES[number], x.at(place), y.at(mark.value), 8.0, words)
 
 
-def _runs(marks: Marks) -> list[list[tuple[int, Mark]]]:
-    """Marks without a gap between them, each with its place."""
-    known = groupby(enumerate(marks), key=lambda pair: pair[1] is not None)
-    return [[(place, mark) for place, mark in run if mark is not None] for there, run in known if there]
-
-
 def _evenly(marks: list[tuple[int, Mark]], most: int) -> list[tuple[int, Mark]]:
-    """At most so many of the marks: those that are meant somehow, and others evenly between first and last."""
     if len(marks) <= most:
         return marks
     kept = {round(number * (len(marks) - 1) / (most - 1)) for number in range(most)}
@@ -120,7 +120,6 @@ def _evenly(marks: list[tuple[int, Mark]], most: int) -> list[tuple[int, Mark]]:
 
 
 def _last_values(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]], x: Scale, y: Scale) -> None:
-    """What each line came to, at its end; texts that would overlap move apart."""
     found = [(y.at(mark.value), number, mark) for number, (_, marks) in enumerate(series) if (mark := _last(marks))]
     below = y.end - sheet.size
     for height, number, mark in sorted(found, key=lambda one: one[:2]):
@@ -167,7 +166,11 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     if not points:
         return 0.0
     names = list(dict.fromkeys(point.series for point in points))
-    looks = {name: _look(number) for number, name in enumerate(names)}
+    # Shape and class of a series: no two of the first 64 look alike.
+    looks = {
+        name: (SHAPES[(number + number // SERIES) % len(SHAPES)], f"point s{number % SERIES + 1}")
+        for number, name in enumerate(names)
+    }
     top = legend(sheet, [(*looks[name], name) for name in names[:_NAMED] if len(names) > 1 or name], 0.0)
     aside = chart.margin if any(point.x is None for point in points) else ""
     aside = shortened(aside, 0.45 * sheet.width, sheet.size)
@@ -189,11 +192,6 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     return end
 
 
-def _look(number: int) -> tuple[str, str]:
-    """Shape and class of a series: no two of the first 64 look alike."""
-    return SHAPES[(number + number // SERIES) % len(SHAPES)], f"point s{number % SERIES + 1}"
-
-
 def _frame(chart: Scatter, points: list[ChartPoint], sheet: Sheet, top: float) -> _Frame:
     bottom = top + (280.0 if sheet.narrow else 380.0)
     y = fitted([point.y for point in points], bottom, top, chart.y.log, chart.y.unit, 0.05)
@@ -210,7 +208,6 @@ def _frame(chart: Scatter, points: list[ChartPoint], sheet: Sheet, top: float) -
 
 
 def _axes(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
-    """Lines, ticks and titles; returns where they end."""
     first = frame.plot or frame.margin
     assert first is not None
     heights = [(frame.y.at(value), text) for value, text in frame.y.ticks(_TICKS[sheet.narrow])]
@@ -237,7 +234,6 @@ def _below(sheet: Sheet, axis: ChartAxis, scale: Scale, plot: _Box) -> None:
 
 
 def _spots(points: Sequence[ChartPoint], names: Sequence[str], frame: _Frame) -> list[tuple[float, float]]:
-    """Where each point stands; in the margin each series has a column of its own."""
     aside = [name for name in names if any(point.series == name for point in points if point.x is None)]
     columns = {name: (number + 1) / (len(aside) + 1) for number, name in enumerate(aside)}
     spots = []
@@ -261,7 +257,6 @@ def _hint(chart: Scatter, point: ChartPoint) -> Hint:
 def _labels(
     sheet: Sheet, points: Sequence[ChartPoint], spots: Sequence[tuple[float, float]], frames: Sequence[_Box]
 ) -> None:
-    """Names points that have room for a name beside them."""
     taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
     written = 0
     # The strong ones, then the first of each series, then the second of each.
@@ -283,7 +278,6 @@ def _labels(
 
 
 def _around(x: float, y: float, wide: float, size: float) -> Iterable[tuple[_Box, str, float]]:
-    """Places for a label beside a point: right, left, above, below."""
     half = size * 0.6
     yield _Box(x + 9, y - half, x + 9 + wide, y + half), "start", x + 9
     yield _Box(x - 9 - wide, y - half, x - 9, y + half), "end", x - 9

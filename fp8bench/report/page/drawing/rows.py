@@ -13,22 +13,27 @@ from itertools import accumulate, pairwise
 
 from fp8bench import units
 from fp8bench.report.elements import Bars, ChartAxis, Mark, Stacks, Strips, Tone, Waterfall
-from fp8bench.report.page.drawing.labels import ends, hint, shortened, worded
-from fp8bench.report.page.drawing.limits import (
+from fp8bench.report.page.drawing.scale import (
     BARS,
     DOTS,
     ROWS,
     SERIES,
+    Scale,
     bars_drawn,
     drawable,
+    ends,
+    fitted,
+    hint,
     numbers_of,
     on_ratios,
     part_drawable,
     placeless,
+    shortened,
+    shown,
     stack_rows,
     strip_rows,
+    worded,
 )
-from fp8bench.report.page.drawing.scale import Scale, fitted, shown
 from fp8bench.report.page.drawing.sheet import Sheet
 
 _LABELS_SHARE = 0.4
@@ -101,7 +106,6 @@ def foot(sheet: Sheet, scale: Scale, axis: ChartAxis, rows: Rows) -> float:
 
 
 def along(sheet: Sheet, places: Sequence[tuple[float, str]], y: float) -> None:
-    """Writes the texts along a line that do not run into one before them."""
     before, reach = -math.inf, 0.0
     for x, text in sorted(places):
         half = sheet.measure(text) / 2
@@ -158,7 +162,6 @@ def draw_bars(sheet: Sheet, chart: Bars) -> float:
 
 
 def _scale(chart: Bars, marks: list[Mark], start: float | None, sheet: Sheet, left: float) -> Scale:
-    """An axis with room for the values at the ends of the bars, on the side to which these point."""
     log = on_ratios(chart)
     values = [value for mark in marks for value in (mark.value, *ends(mark, log))]
     values += [] if start is None else [start]
@@ -171,7 +174,6 @@ def _scale(chart: Bars, marks: list[Mark], start: float | None, sheet: Sheet, le
 
 
 def _start_lines(rows: Rows, narrow: bool) -> list[tuple[float, float]]:
-    """From where to where the start is marked: along rows, not through the labels and headings above them."""
     if narrow:
         return [(row.y - 12, row.y + 12) for row in rows.rows]
     spans: list[tuple[float, float]] = []
@@ -182,7 +184,6 @@ def _start_lines(rows: Rows, narrow: bool) -> list[tuple[float, float]]:
 
 
 def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale, start: float | None) -> None:
-    """One row: a band to point at, the bar or the dot, its interval, its value."""
     unit, style = chart.axis.unit, mark.tone.value
     sheet.box("mark band", 0, row.top, sheet.width, row.height, layer=1, hint=hint(mark, unit))
     end = scale.at(mark.value)
@@ -208,7 +209,6 @@ def _box(sheet: Sheet, style: str, row: Row, start: float, end: float, back: boo
 
 
 def draw_waterfall(sheet: Sheet, chart: Waterfall) -> float:
-    """A bar for either whole, and between them each change where the one before it ended."""
     changes, unit = [mark for mark in chart.changes if drawable(mark.value)], chart.axis.unit
     sheet.omit(len(chart.changes) - len(changes), len(changes) - ROWS)
     if not all(drawable(whole) and whole >= 0 for _, whole in (chart.before, chart.after)):
@@ -265,12 +265,10 @@ def _written(whole: float, unit: str) -> str:
 
 
 def _style(chart: Stacks, number: int) -> str:
-    """The class of a part, by its place among the parts."""
     return "rest" if chart.parts[number] in _RESTS else f"part s{number % SERIES + 1}"
 
 
 def _stack(sheet: Sheet, chart: Stacks, label: str, values: tuple[float, ...], place: Row, scale: Scale) -> None:
-    """The parts of one whole, side by side, each with its share where it has room for it."""
     whole, before = sum(value for value in values if part_drawable(value)), 0.0
     top, unit = place.y - _STACKED / 2, chart.axis.unit
     for number, (part, value) in enumerate(zip(chart.parts, values, strict=True)):
@@ -318,7 +316,6 @@ def draw_strips(sheet: Sheet, chart: Strips) -> float:
 
 
 def chosen(samples: Sequence[float]) -> list[float]:
-    """At most DOTS of the samples, evenly over their sorted order, the ends among them."""
     ordered = sorted(samples)
     if len(ordered) <= DOTS:
         return ordered

@@ -1,13 +1,22 @@
-"""From values to places on the sheet, and the ticks a person would write."""
+"""From values to places on the sheet, the ticks a person would write, how much of a chart is drawn, and its texts.
+
+What is left over stands in the table beside a chart. The page sets texts in the reader's own font, so widths are those
+of a wide one (DejaVu Sans).
+"""
 
 from __future__ import annotations
 
+import html
 import math
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from fp8bench import units
+from fp8bench.report.elements import Bars, ChartPoint, Heat, Mark, Scatter, Stacks, Strips
+from fp8bench.report.panels import together
 
 # Values closer than this, relative to their size, are drawn as equal: ticks between them would read alike.
 _ALIKE = 1e-9
@@ -40,7 +49,6 @@ class Scale:
     unit: str = ""
 
     def at(self, value: float) -> float:
-        """Where a value stands; one beyond an end stands at the end."""
         value = min(max(value, self.low), self.high)
         if self.log:
             share = math.log(value / self.low) if value / self.low < math.inf else math.log(value) - math.log(self.low)
@@ -50,7 +58,6 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
-        """About `most` round values with their texts."""
         values = _log_ticks(self.low, self.high, most, self.unit) if self.log else []
         if len(values) < 2:
             values = _linear_ticks(self.low, self.high, most, self.unit)
@@ -79,7 +86,6 @@ def _bounded(logarithm: float) -> float:
 
 
 def shown(value: float, unit: str) -> str:
-    """A value as the reader of a chart sees it."""
     if unit == "%":
         return _plain(units.significant(value)) + "%"
     if unit:
@@ -105,7 +111,10 @@ def _log_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
     first, last = math.log10(low), math.log10(high)
     octaves = (last - first) / math.log10(2)
     if unit == "x" and octaves <= 3.2:
-        return _few_ratios(low, high) if octaves >= 1.3 else []
+        # Powers of two, and from 0.75 up what lies between them.
+        powers = range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
+        values = [factor * 2.0**power for power in powers for factor in (1.0, 1.5)] if octaves >= 1.3 else []
+        return [value for value in values if low <= value <= high and (value >= 0.75 or math.log2(value).is_integer())]
     if unit == "B" or (unit == "x" and octaves < _MANY_OCTAVES):
         return _powers(2.0, low, high, most) if octaves >= 1.6 else []
     if last - first < 1:
@@ -115,15 +124,7 @@ def _log_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
     return fine if len(fine) <= most else _powers(10.0, low, high, most)
 
 
-def _few_ratios(low: float, high: float) -> list[float]:
-    """Powers of two, and from 0.75 up what lies between them."""
-    first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
-    values = [factor * 2.0**power for power in range(first, last + 1) for factor in (1.0, 1.5)]
-    return [value for value in values if low <= value <= high and (value >= 0.75 or math.log2(value).is_integer())]
-
-
 def _powers(base: float, low: float, high: float, most: int) -> list[float]:
-    """Powers of a base at whole strides, 1 among them where it is on the axis."""
     first, last = math.log(low) / math.log(base), math.log(high) / math.log(base)
     rough = (last - first) / max(1, most)
     stride = next(one for one in _STRIDES if one >= rough)
@@ -132,7 +133,6 @@ def _powers(base: float, low: float, high: float, most: int) -> list[float]:
 
 
 def _texts(values: Sequence[float], unit: str, log: bool) -> list[str]:
-    """The ticks' texts with as few digits as tell them apart."""
     size = max((abs(value) for value in values), default=0.0)
     texts: list[str] = []
     exact = [_number(_tick(value, unit, 15, value if log else size)) for value in values]
@@ -153,7 +153,6 @@ def _number(text: str) -> float:
 
 
 def _tick(value: float, unit: str, digits: int, size: float) -> str:
-    """One tick, in the unit that suits `size`."""
     if unit in ("x", "%"):
         return _plain(units.significant(value, digits)) + unit
     if size and not unit and not _EXPONENT_BELOW <= abs(size) < 1e18:
@@ -173,3 +172,159 @@ def _plain(number: str) -> str:
 def _short_exponent(number: str) -> str:
     """'1.2e-03' -> '1.2e-3'."""
     return re.sub(r"e([+-])0*(\d)", lambda found: f"e{found[1].strip('+')}{found[2]}", number)
+
+
+BARS = 25
+ROWS = 25
+CELLS = 40
+PLACES = 200
+SERIES = 8
+DOTS = 40
+LABELS = 12
+POINTS = 400
+# Marks of one drawing that can be pointed at, where lines have more: a page of tab stops helps nobody.
+POINTED = {False: 120, True: 60}
+# Where a map has more cells than this, they can be pointed at, and not tabbed to.
+TABBED = 400
+
+# Beyond these a difference of two values, or a step between ticks, is no number any more.
+_SMALLEST, _LARGEST = 1e-300, 1e300
+
+
+def drawable(value: float | None, log: bool = False) -> bool:
+    """Whether a value has a place on an axis: finite, not absurd, and above zero where the axis is logarithmic."""
+    if value is None or not math.isfinite(value) or abs(value) > _LARGEST:
+        return False
+    return value >= _SMALLEST if log else True
+
+
+def on_ratios(chart: Bars) -> bool:
+    """Ratios stand on a logarithmic axis, so that 2x and 0.5x are equally far from 1x."""
+    return chart.axis.log or (chart.axis.unit == "x" and chart.start > 0)
+
+
+def bars_drawn(chart: Bars) -> tuple[tuple[str, tuple[Mark, ...]], ...]:
+    marks = [((place, heading), mark) for place, (heading, own) in enumerate(chart.groups) for mark in own]
+    groups = together([pair for pair in marks if drawable(pair[1].value, on_ratios(chart))][:BARS])
+    return tuple((heading, tuple(own)) for (_, heading), own in groups.items())
+
+
+def stack_rows(chart: Stacks) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    return tuple(row for row in chart.rows if any(map(part_drawable, row[1])))
+
+
+def part_drawable(value: float) -> bool:
+    return drawable(value, log=True)
+
+
+def strip_rows(chart: Strips) -> tuple[tuple[str, tuple[float, ...], str], ...]:
+    rows = ((label, tuple(filter(drawable, samples)), tone.value) for label, samples, tone in chart.rows)
+    return tuple(row for row in rows if row[1])
+
+
+def cells_drawn(chart: Heat) -> list[list[float | None]]:
+    return [[value if drawable(value, log=True) else None for value in row[:CELLS]] for row in chart.values[:CELLS]]
+
+
+def points_placed(chart: Scatter) -> list[ChartPoint]:
+    return [
+        point
+        for point in chart.points
+        if drawable(point.y, chart.y.log) and (point.x is None or drawable(point.x, chart.x.log))
+    ]
+
+
+def points_drawn(placed: list[ChartPoint]) -> list[ChartPoint]:
+    return placed[:: max(1, -(-len(placed) // POINTS))]
+
+
+def numbers_of(marks: Iterable[Mark]) -> list[float]:
+    return [value for mark in marks for value in (mark.value, mark.low, mark.high) if value is not None]
+
+
+def placeless(values: Iterable[float], log: bool = False) -> int:
+    return sum(not drawable(value, log) for value in values)
+
+
+ELLIPSIS = "\u2026"
+
+# Widths in units of the font's size; what is not named is as wide as a digit.
+_WIDTHS = {
+    **dict.fromkeys("ijl'", 0.3),
+    **dict.fromkeys(" .,:;/\\|IJ", 0.34),
+    **dict.fromkeys("ft()[]r-!", 0.41),
+    **dict.fromkeys('"`*?_', 0.53),
+    **dict.fromkeys("cszLF", 0.58),
+    **dict.fromkeys("ABCKPRVXYZ", 0.7),
+    **dict.fromkeys("DGHNOQU&", 0.79),
+    **dict.fromkeys("w=+<>#~^\u00d7\u00b1", 0.84),
+    **dict.fromkeys("mMW%@\u2026\u2014", 1.0),
+}
+_DIGIT = 0.64
+_OTHER = 0.75
+_WIDE = 1.3
+_BOLD = 1.21
+# Control characters, halves of surrogate pairs and non-characters have no place in XML or HTML, not even escaped. Marks
+# that turn the order of letters round would make a name read as another.
+FORBIDDEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+_SPACES = re.compile(r"\s+")
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What a mark says: in short to a screen reader, at length on hovering. Without `stop` it cannot be tabbed to."""
+
+    short: str
+    full: str
+    stop: bool = True
+
+
+def width(text: str, size: float, bold: bool = False) -> float:
+    wide = 0.0
+    for letter in text:
+        if letter.isascii() or letter in _WIDTHS:
+            wide += _WIDTHS.get(letter, _DIGIT)
+        elif not (unicodedata.combining(letter) or unicodedata.category(letter) in ("Cf", "Mn", "Me")):
+            wide += _WIDE if unicodedata.east_asian_width(letter) in "WF" else _OTHER
+    return wide * size * (_BOLD if bold else 1.0)
+
+
+def shortened(text: str, room: float, size: float, bold: bool = False) -> str:
+    """One line of at most `room` pixels: what is too much goes from the middle, as ends tell names apart."""
+    text = _SPACES.sub(" ", text).strip()
+    if width(text, size, bold) <= room + 0.01:
+        return text
+    kept = max(0.0, room - width(ELLIPSIS, size, bold))
+    tail = _fitting(text[::-1], kept / 2, size, bold)
+    head = _fitting(text, kept - width(text[len(text) - tail :], size, bold), size, bold)
+    return text[:head].rstrip() + ELLIPSIS + text[len(text) - tail :].lstrip()
+
+
+def _fitting(text: str, room: float, size: float, bold: bool) -> int:
+    return sum(used <= room for used in accumulate(width(letter, size, bold) for letter in text))
+
+
+def escaped(text: str) -> str:
+    """A text as it may stand in XML and HTML, between tags and in quotes; line ends survive in an attribute."""
+    clean = FORBIDDEN.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
+    return html.escape(clean, quote=True).replace("\n", "&#10;")
+
+
+def ends(mark: Mark, log: bool = False) -> list[float]:
+    found = [value for value in (mark.low, mark.high) if value is not None and drawable(value, log)]
+    return sorted(found) if len(found) == 2 else []
+
+
+def hint(mark: Mark, unit: str, *names: str) -> Hint:
+    """'name, label: 0.512x [0.508x, 0.515x]', then the mark's own words on a line of their own."""
+    text = shown(mark.value, unit)
+    if mark.low is not None and mark.high is not None and math.isfinite(mark.low) and math.isfinite(mark.high):
+        text += f" [{shown(mark.low, unit)}, {shown(mark.high, unit)}]"
+    return worded(", ".join(dict.fromkeys(name for name in (*names, mark.label) if name)), text, mark.hint)
+
+
+def worded(name: str, said: str, words: str = "", stop: bool = True) -> Hint:
+    short = f"{name}: {said}" if name else said
+    return Hint(short, short if words in ("", short) else f"{short}\n{words}", stop)

@@ -13,7 +13,7 @@ from matplotlib.markers import MarkerStyle
 from matplotlib.transforms import Affine2D
 
 from fp8bench.report.elements import Chart
-from fp8bench.report.page.drawing.labels import Hint, escaped, width
+from fp8bench.report.page.drawing.scale import Hint, escaped, width
 
 # A chart is drawn twice, for a window and for a telephone; charts.css shows the one that fits.
 WIDE, NARROW = 880.0, 340.0
@@ -44,13 +44,11 @@ class Sheet:
 
     @property
     def grown(self) -> bool:
-        """Whether it is wider than the sheets that the page expects."""
         return self.width > (NARROW if self.narrow else WIDE)
 
     def lines(
         self, style: str, lines: Sequence[Line], layer: int = 1, hint: Hint | None = None, closed: bool = False
     ) -> None:
-        """Lines, or closed shapes, all of them one path."""
         steps = [
             (command, point)
             for line in lines
@@ -61,12 +59,10 @@ class Sheet:
     def box(
         self, style: str, x: float, y: float, wide: float, high: float, layer: int = 1, hint: Hint | None = None
     ) -> None:
-        """A rectangle from its upper left corner."""
         corners = [(x, y), (x + wide, y), (x + wide, y + high), (x, y + high)]
         self.lines(style, [corners], layer, hint, closed=True)
 
     def hatch(self, style: str, x: float, y: float, wide: float, high: float, layer: int = 1) -> None:
-        """Slanted lines that fill a rectangle."""
         offsets = takewhile(lambda offset: offset < wide + high, count(3.0, 6.0))
         ends = ((offset, min(offset, wide), max(0.0, offset - high)) for offset in offsets)
         lines = [[(x + right, y + offset - right), (x + left, y + offset - left)] for offset, right, left in ends]
@@ -91,11 +87,9 @@ class Sheet:
         self._drawn.append((3, f"<text{attributes}>{escaped(text)}</text>"))
 
     def measure(self, text: str, bold: bool = False) -> float:
-        """About how wide a text comes out."""
         return width(text, self.size, bold)
 
     def omit(self, missing: int, left: int, note: str = "") -> None:
-        """So many numbers have no place on the axis, and so many marks with one find no room."""
         self._omitted += [note] if note else []
         if missing:
             numbers = "1 number is" if missing == 1 else f"{missing} numbers are"
@@ -104,7 +98,6 @@ class Sheet:
             self._omitted.append(f"{left} more {'is' if left == 1 else 'are'} in the table only.")
 
     def svg(self, height: float) -> str:
-        """The sheet as an element of a page, cut off at `height`."""
         paths = "".join(f'<path id="{name}" d="{path}"/>' for path, name in self._markers.items())
         content = [f"<defs>{paths}</defs>"] if paths else []
         content += [element for _, element in sorted(self._drawn, key=lambda one: one[0])]
@@ -134,7 +127,6 @@ class Sheet:
 
 @cache
 def _marker(shape: str, size: float) -> str:
-    """The path of one of matplotlib's markers."""
     marker, size = MarkerStyle(shape, "full"), size * _SHAPE_SIZES[shape]
     path = marker.get_path().transformed(marker.get_transform() + Affine2D().scale(size, -size))
     steps = ((_COMMANDS[int(code)], numbers.tolist()) for numbers, code in path.iter_segments(simplify=False))
