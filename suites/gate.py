@@ -11,9 +11,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fp8bench.analysis.compare.compare import of_times
+from fp8bench.analysis.compare.compare import MatchedFigures, of_times
 from fp8bench.analysis.compare.interval import Estimate
-from fp8bench.analysis.compare.matched_figures import MatchedFigures
 from fp8bench.features.gate.judging import GateOutcome, JudgedFigure, SecondLook, first_look, key_of, second_look
 from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.model import Comparison

@@ -313,3 +313,15 @@ def _fastest_steps(timing: Timing, calls: int) -> stats.Floats:
     order = np.argsort(fastest.sum(axis=1), kind="stable")[: stats.fastest_of(len(fastest))]
     found: stats.Floats = fastest[order].mean(axis=0)
     return found
+
+
+def fastest(candidates: Sequence[Timing], reference: Timing, control: Timing | None) -> int | None:
+    """The one with the smallest ratio of best cases to the reference; None where none is faster than that."""
+    entries = [one for one in (reference, control) if one is not None]
+    ratios = {
+        number: best_ratio([timing, *entries], rounds).point
+        for number, timing in enumerate(candidates)
+        if (rounds := common_rounds([timing, *entries]))
+    }
+    best = min(ratios, key=lambda number: ratios[number], default=None)
+    return best if best is not None and ratios[best] < 1 else None

@@ -32,8 +32,7 @@ from fp8bench.worker.memory_pass import memory_of_step, of_workload, try_batch
 from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.worker.step_guards import apart
 from fp8bench.worker.switches import unchanged, under
-from fp8bench.worker.trace_operators import operators_of
-from fp8bench.worker.tracing import record, write
+from fp8bench.worker.tracing import operators_of, record, write
 
 
 class KeptState(NamedTuple):

@@ -16,7 +16,7 @@ import pytest
 
 from fp8bench import units
 from fp8bench.analysis import metrics
-from fp8bench.analysis.compare.matched_figures import counted
+from fp8bench.analysis.compare.compare import counted
 from fp8bench.analysis.compare.sides import Sighting
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.metric import Metric, Told
