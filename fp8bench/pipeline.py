@@ -31,11 +31,10 @@ from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker, claimed
 from fp8bench.measure.interrupts import held_back, ignored
 from fp8bench.measure.limits import Limits
-from fp8bench.measure.passes import trace_folder
+from fp8bench.measure.passes import records_tapes, tapes_apart, trace_folder
 from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.measure.sensors.device_state import device_state_of
 from fp8bench.measure.sensors.meter import Meters
-from fp8bench.measure.tapes import apart, records_tapes
 from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import Ceilings, DeviceFacts, Group, Interval, Plan, Record, Request, Resumption, Run
 from fp8bench.model.raw import Settings
@@ -350,7 +349,7 @@ def _group(
         lost=lost,
         choose=None if request.quick or request.budget is not None else fastest,
         tapes=records_tapes(request, os.environ),
-        tapes_apart=apart(request),
+        tapes_apart=tapes_apart(request),
         shares=request.shares,
     )
     meter = meters.of(used) if used is not None else None

@@ -37,7 +37,6 @@ class SizedRatio(NamedTuple):
 
     @property
     def within_noise(self) -> bool:
-        """Whether this size alone cannot be told to pay or to cost."""
         return self.ratio.low <= 1 + BAND and self.ratio.high >= 1 - BAND
 
 
@@ -209,7 +208,6 @@ def _base(own: Told, group: Sequence[Told]) -> Told | None:
 
 
 def _ratio(own: Told, base: Told) -> Interval | str:
-    """The ratio of two cases' times, or why there is none."""
     record, finding = own
     if record.support.level is Level.EMULATED:
         return "emulated here: no speed"

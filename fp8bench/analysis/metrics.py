@@ -129,7 +129,6 @@ def _joined(*words: str) -> str:
 
 
 def _relative(told: Told) -> Iterator[Metric]:
-    """The time over the reference's of the same rounds."""
     if told.record.timing is None or told.emulated:
         return
     interval = told.finding.ratio if told.finding is not None else None
@@ -205,7 +204,6 @@ def _scaled(samples: Samples, many: float, count: float) -> tuple[float, ...]:
 
 
 def _measurements(told: Told) -> Iterator[Metric]:
-    """What the suite measured, and the highest point of memory."""
     for measurement in told.record.measurements:
         spec = spec_of(measurement.metric)
         yield Metric(
@@ -265,7 +263,6 @@ def _of_phases(record: Record, found: PhaseEnergies, finding: Finding | None, bl
 
 
 def _beside(found: EnergyFigures, blank: Metric) -> Iterator[Metric]:
-    """What else the windows say of the step, and the power of the device."""
     net = found.net.middle if found.net else None
     yield replace(blank, spec=specs.ENERGY_NET, value=net, why=found.net_why)
     if found.uncertainty is not None:
@@ -317,7 +314,6 @@ def _capacity(told: Told) -> Iterator[Metric]:
 
 
 def _data(told: Told) -> Iterator[Metric]:
-    """What the data are made of, before any scaling."""
     for statistic in told.record.statistics:
         figures = {specs.VALUES: float(statistic.count), specs.AMAX: statistic.amax}
         for name, above, vanishing in statistic.outside:

@@ -81,7 +81,6 @@ def _fewest_calls(*timings: Timing) -> int:
 
 
 def common_rounds(timings: Sequence[Timing]) -> list[int]:
-    """The rounds that all were in."""
     return sorted(set.intersection(*({slot.round for slot in timing.slots} for timing in timings)))
 
 
@@ -184,7 +183,6 @@ def band_of(aa: Interval | None) -> float:
 
 
 def rule(interval: Interval, band: float, same: float = SAME) -> Verdict:
-    """The verdict an interval and a band allow."""
     if interval.low > 1 + band:
         return Verdict.SLOWER
     if interval.high < 1 - band:

@@ -314,7 +314,6 @@ class ArmFailed(Exception):
 
 @contextmanager
 def guarding(arm: MeasuredArm) -> Iterator[None]:
-    """A worker's error, with the arm it struck."""
     try:
         yield
     except WorkerError as error:

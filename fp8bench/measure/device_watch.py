@@ -91,7 +91,6 @@ class Watch:
         self._begun = clock()
 
     def look(self, arm: MeasuredArm) -> None:
-        """Right after a slot of that arm, which takes the clock down."""
         slot, now = arm.slots[-1], self._clock()
         if slot.round != self._round:
             self._round, self._looking = slot.round, now >= self._due
@@ -104,7 +103,6 @@ class Watch:
         self._due = max(self._due, now) + (self._clock() - now) / _SHARE
 
     def end(self) -> None:
-        """The session is over: what was counted meanwhile is read."""
         self._counted = grown(self._before, self._device.violations())
         self._seconds = self._clock() - self._begun
         self._sharing = max(self._sharing, self._others(), key=lambda found: found.get("others", 0))

@@ -69,7 +69,6 @@ def _layers(workload: Workload, params: Mapping[str, Scalar], keys: Iterable[str
 
 
 def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], of: str) -> None:
-    """Every key of the map must name a layer of what is mapped."""
     known = keys_of(layers)
     for key, _ in precision_map:
         if key not in known:

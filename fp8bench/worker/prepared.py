@@ -121,7 +121,6 @@ class Prepared:
 
     @property
     def state(self) -> Any:
-        """The first one, of which all others are copies."""
         return self.states[0].held
 
     @property

@@ -189,7 +189,6 @@ class _Taken:
     anew: bool
 
     def counts(self, one: _Seen) -> bool:
-        """Whether it may be a count of steps."""
         return one.address in self.going_on or (self.anew and one.elements <= 1 and one.address not in self._lasting)
 
     @cached_property

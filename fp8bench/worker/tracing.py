@@ -85,7 +85,6 @@ def record(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
 
 
 def write(trace: Mapping[str, Any], file: Path) -> None:
-    """The trace under that name, whole or not at all."""
     text = json.dumps({**trace, "traceName": file.name}, separators=(",", ":"))
     write_whole(file, gzip.compress(text.encode(), compresslevel=6, mtime=0), sync=False)
 
@@ -220,7 +219,6 @@ class _Timeline:
         return self._names[place - 1] if place else _NOWHERE
 
     def within(self, phase: str, start: int, end: int) -> int:
-        """How much of a stretch lies in a phase."""
         total, place = 0, max(0, bisect_right(self._times, start) - 1)
         while place < len(self._times) and self._times[place] < end:
             until = self._times[place + 1] if place + 1 < len(self._times) else end
@@ -250,7 +248,6 @@ class _Tally:
         return sorted(found, key=lambda one: (-one[2], one[0]))
 
     def rows(self, phase: str, num_steps: int, most: int, whole: int) -> Iterator[OperatorTime]:
-        """The first ones, a step, and what they leave of the whole."""
         found = self.of(phase)
         for name, calls, nanoseconds in found[:most]:
             short = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"

@@ -60,7 +60,6 @@ class UntimedPasses:
             workload.examine(setup())
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
-        """The workload's numerical errors for one case, or why there are none."""
         with self._apart(case, facts) as (workload, _, setup):
             if why := workload.error_refused(dict(case.params)):
                 return str(why)

@@ -76,7 +76,8 @@ def timed(
     few = rounds < LEAST_ROUNDS
     calls = min(len(slot.calls_ns) for timing in all_timings for slot in timing.slots)
     alike = len({(timing.segments, timing.varying) for timing in all_timings}) == 1
-    alike = alike and not any(_whole_steps(one) for side in (before, after, beside) for one in side)
+    found = (sighting.finding for side in (before, after, beside) for sighting in side)
+    alike = alike and not any(finding and Label.WHOLE_STEPS in finding.labels for finding in found)
     old, new, others = (tuple(_best_case(one, rounds, calls, alike) for one in side) for side in timings)
     yield MatchedFigures(
         TIME, "s", old, new, few, others, tuple(tuple(_mean(one, rounds) for one in side) for side in timings)
@@ -115,7 +116,6 @@ _Costs = Mapping[str, Metric]
 
 
 def _costs(sighting: Sighting) -> _Costs:
-    """What was measured beside times, where less is better, by name."""
     if sighting.record.status is not Status.OK:
         return {}
     told = (one for one in metrics_of(sighting.record, None) if one.rank is Rank.MAIN and one.phase == STEP)
@@ -140,10 +140,6 @@ def _sensed(side: Sequence[_Costs], metric: Metric) -> Iterator[Estimate]:
         if logs:
             error = _MEDIANS * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
             yield Estimate(median(logs), error)
-
-
-def _whole_steps(sighting: Sighting) -> bool:
-    return sighting.finding is not None and Label.WHOLE_STEPS in sighting.finding.labels
 
 
 def _best_case(timing: Timing, rounds: int, calls: int, alike: bool) -> Estimate:
@@ -189,7 +185,6 @@ class Compared:
 
     @property
     def comparable(self) -> bool:
-        """Whether any figure has a number on both sides."""
         return any(comparison.before is not None and comparison.after is not None for comparison in self.comparisons)
 
     @property
@@ -351,7 +346,6 @@ def _none(case: Case, why: str, failed: bool = False) -> Comparison:
 
 
 def of_times(figures: MatchedFigures, case: str, suite: str, labels: tuple[str, ...]) -> Comparison:
-    """What times of the runs of two sides come to."""
     difference = across(figures.before, figures.after, figures.beside)
     where, why = direction(difference)
     ratio = difference.ratio

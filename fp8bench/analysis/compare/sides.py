@@ -52,7 +52,6 @@ class Side:
 
     @property
     def measured(self) -> bool:
-        """Whether any case came to a number."""
         return any(one.record.status is Status.OK for seen in self.sightings.values() for one in seen)
 
 
@@ -115,7 +114,6 @@ def _is_hardware(name: str) -> bool:
 
 
 def _all_facts(runs: Sequence[Run]) -> dict[str, list[Scalar | None]]:
-    """The values that the runs of a side have, each once."""
     found: dict[str, dict[Scalar | None, None]] = {}
     for run in runs:
         for name, value in _facts(run):

@@ -85,7 +85,6 @@ def _ends() -> Iterator[_End]:
 
 
 def _own_sockets() -> Iterator[str]:
-    """Numbers of this process's sockets."""
     folder = Path("/proc/self/fd")
     for file in folder.iterdir() if folder.exists() else ():
         try:
@@ -277,7 +276,6 @@ class RankBench(Bench):
         return (*own, *bits_of_ranks(facts))
 
     def transfer(self, case: Case, facts: DeviceFacts) -> Transfer | None:
-        """What a step moves between the ranks."""
         with self._apart(case, facts) as (workload, _, setup):
             return workload.transfer(setup())
 
