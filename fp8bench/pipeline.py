@@ -18,25 +18,23 @@ from pathlib import Path
 from types import MappingProxyType
 
 from fp8bench import __version__
-from fp8bench.analysis.verdicts import decided
-from fp8bench.analysis.winners import fastest
+from fp8bench.analysis.verdicts import decided, fastest
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
 from fp8bench.files import check_folder, clock_ahead
+from fp8bench.measure.arm import Quantisers, quantisers_for
 from fp8bench.measure.capacity import CapacityRule
 from fp8bench.measure.ceilings import SECONDS as CEILING_SECONDS
 from fp8bench.measure.ceilings import measures_ceilings
+from fp8bench.measure.device_watch import warm_up_limit
 from fp8bench.measure.environment import gather, load_in_words
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker, claimed
 from fp8bench.measure.interrupts import held_back, ignored
 from fp8bench.measure.limits import Limits
-from fp8bench.measure.passes import trace_folder
-from fp8bench.measure.quantisers import Quantisers, quantisers_for
+from fp8bench.measure.passes import records_tapes, tapes_apart, trace_folder
 from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.measure.sensors.device_state import device_state_of
 from fp8bench.measure.sensors.meter import Meters
-from fp8bench.measure.settle import warm_up_limit
-from fp8bench.measure.tapes import apart, records_tapes
 from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import Ceilings, DeviceFacts, Group, Interval, Plan, Record, Request, Resumption, Run
 from fp8bench.model.raw import Settings
@@ -351,7 +349,7 @@ def _group(
         lost=lost,
         choose=None if request.quick or request.budget is not None else fastest,
         tapes=records_tapes(request, os.environ),
-        tapes_apart=apart(request),
+        tapes_apart=tapes_apart(request),
         shares=request.shares,
     )
     meter = meters.of(used) if used is not None else None

@@ -7,19 +7,15 @@ up: what stands in the folder's rows.jsonl is not measured again, and is read fr
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fp8bench.analysis.findings import findings
 from fp8bench.model import Run
@@ -27,6 +23,7 @@ from fp8bench.store.reruns import add_reruns, with_reruns
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.units import percent
+from suites.trials import FP8BENCH, Row, Rows, options, ran, say, scratch
 from suites.trials import load as planted
 
 LOADS = (0, 2, 4, 8)
@@ -46,7 +43,13 @@ CASES: dict[str, tuple[str, ...]] = {
 # What is checked beside the times takes longer than they do, and moves none of them.
 QUICKER = {"FP8BENCH_TAPE": "off", "FP8BENCH_CEILINGS": "off"}
 _SEEN = 0.02
-Row = dict[str, Any]
+# What rows are told by.
+_BY: dict[str, Callable[[Row], str]] = {
+    "load": lambda row: str(row["load"]),
+    "case": lambda row: str(row["case"]),
+    "of": lambda row: "reruns" if row["known"] else "these rounds",
+    "all": lambda row: "",
+}
 
 
 def measured(case: str, load: int, store: Path) -> list[Row]:
@@ -55,9 +58,8 @@ def measured(case: str, load: int, store: Path) -> list[Row]:
     began, at_start = time.time(), os.getloadavg()[0]
     suite, dtypes, *axes = CASES[case]
     with planted(load):
-        command = [sys.executable, "-m", "fp8bench", "suite", suite, "--dtypes", dtypes, "--store", str(store)]
-        command += [word for axis in axes for word in ("--set", axis)]
-        subprocess.run(command, env=os.environ | QUICKER, capture_output=True, check=True)
+        command = [*FP8BENCH, "suite", suite, "--dtypes", dtypes, "--store", str(store)]
+        ran([*command, *(word for axis in axes for word in ("--set", axis))], more=QUICKER)
     (path,) = set(run_files(store)) - before
     return rows_of(load_run(path), {"case": case, "load": load, "began": began, "loadavg": at_start})
 
@@ -82,43 +84,35 @@ def rows_of(run: Run, facts: Row) -> list[Row]:
 
 def measure(folder: Path, minutes: float) -> None:
     """What is missing, a turn of all cases at each load after the other, until time is up."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rows, until = folder / "rows.jsonl", time.monotonic() + 60 * minutes
+    rows, until = Rows(folder), time.monotonic() + 60 * minutes
     for turn in range(RUNS):
         for load in LOADS:
             for case in CASES:
-                done = sum(row["case"] == case and row["load"] == load for row in read(folder))
-                if done > turn or time.monotonic() > until:
-                    continue
-                with rows.open("a") as file:
-                    file.writelines(f"{json.dumps(row)}\n" for row in measured(case, load, folder / "store"))
-                sys.stdout.write(f"turn {turn + 1}, load {load}: {case}\n")
+                if len(rows.of(case=case, load=load)) <= turn and time.monotonic() <= until:
+                    for row in measured(case, load, folder / "store"):
+                        rows.add(**row)
 
 
 def judged_again(folder: Path) -> list[Row]:
     """What this code says of the samples that are there, in the order in which they were measured."""
-    facts = {row["run"]: {name: row[name] for name in ("case", "load", "began", "loadavg")} for row in read(folder)}
+    names = ("case", "load", "began", "loadavg")
+    facts = {row["run"]: {name: row[name] for name in names} for row in Rows(folder).all}
     runs = sorted((load_run(path) for path in run_files(folder / "store")), key=lambda run: run.started)
     rows = []
-    with tempfile.TemporaryDirectory() as learned:
+    with scratch() as learned:
         for run in runs:
             if run.id in facts:
-                known = with_reruns(run.records, run, Path(learned))
+                known = with_reruns(run.records, run, learned)
                 rows += rows_of(replace(run, records=known), facts[run.id])
-                add_reruns(run.records, run, Path(learned))
+                add_reruns(run.records, run, learned)
     return rows
-
-
-def read(folder: Path) -> list[Row]:
-    path = folder / "rows.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def told(rows: Sequence[Row]) -> Iterator[str]:
     """How many intervals hold the median of the other runs, by load and by case; how many verdicts are wrong."""
     heads = ("runs", "rounds alone", "as printed", "half-width", "no interval", "wrong")
     yield f"{'':20}" + "".join(f"{head:>14}" for head in heads)
-    for name, of in (("load", _load), ("case", _case), ("of", _whose), ("all", lambda row: "")):
+    for name, of in _BY.items():
         for value in dict.fromkeys(map(of, rows)):
             some = [row for row in rows if of(row) == value]
             judged = [row for row in some if row["level"]]
@@ -129,18 +123,6 @@ def told(rows: Sequence[Row]) -> Iterator[str]:
                 wrong = sum(_wrong(row, rows) for row in judged)
                 shown = (len(judged), percent(alone), percent(printed), percent(width), len(some) - len(judged), wrong)
                 yield f"{f'{name} {value}':20}" + "".join(f"{one:>14}" for one in shown)
-
-
-def _load(row: Row) -> str:
-    return str(row["load"])
-
-
-def _case(row: Row) -> str:
-    return str(row["case"])
-
-
-def _whose(row: Row) -> str:
-    return "reruns" if row["known"] else "these rounds"
 
 
 def _truth(row: Row, rows: Sequence[Row]) -> float:
@@ -159,15 +141,15 @@ def _wrong(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=0.0, help="how long to measure; 0 tells what is there")
-    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "fp8bench-coverage")
-    parser.add_argument("--again", action="store_true", help="judge the kept samples anew, by this code")
-    wanted = parser.parse_args()
-    measure(wanted.out, wanted.minutes)
-    rows = judged_again(wanted.out) if wanted.again else read(wanted.out)
-    enough = [row for row in rows if sum(one["of"] == row["of"] for one in rows) > 2]
-    sys.stdout.writelines(f"{line}\n" for line in told(enough))
+    asked = options(
+        __doc__, minutes=(0.0, "how long to measure; 0 tells what is there"),
+        out=(Path(tempfile.gettempdir(), "fp8bench-coverage"), "the folder"),
+        again=(False, "judge the kept samples anew, by this code"),
+    )  # fmt: skip
+    measure(asked.out, asked.minutes)
+    rows = judged_again(asked.out) if asked.again else Rows(asked.out).all
+    for line in told([row for row in rows if sum(other["of"] == row["of"] for other in rows) > 2]):
+        say(line)
     return 0
 
 

@@ -11,6 +11,7 @@ import enum
 import functools
 import importlib.util
 import itertools
+import math
 import os
 import pickle
 import resource
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from fp8bench.measure.handle import ProcessWorker
+from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.measure.sensors.sampler_thread import Source, SourceKind
@@ -39,7 +41,7 @@ from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.runs.run_file import start_run
-from suites import compacted_history, long_history, ranks
+from suites import long_history
 from suites.gate import Setting, false_alarms, found
 from suites.long_history import COMMITS, PAIRS, Cost
 from suites.quantisers import CASTS, OTHERS, cold_compile, linear_over_product, over_copy, over_torchao
@@ -147,9 +149,51 @@ def _harness_ratio(size: Size, settings: Settings, corpus: str) -> float:
     return statistics.median(one / other for one, other in zip(inside, outside, strict=True))
 
 
-def _ranks(size: Size) -> ranks.Cost:
-    """Of a step of about 50 ms that two ranks take, which begin together. For a machine with two free cores."""
-    return ranks.cost(size.of(ranks.PAIRS, 1))
+_RANK_SHAPE = "1408"
+# As many pairs as tell the ratio to 1% either way where pairs differ by 5%.
+_RANK_PAIRS = 150
+_RANK_SECONDS = 60.0
+
+
+class RanksCost(NamedTuple):
+    """What two ranks cost: the median of slots over bare loops, pair by pair, with the ends of its 95% interval; and
+    the median of the seconds of a slot that are not its step."""
+
+    ratio: float
+    low: float
+    high: float
+    beside: float
+
+
+@functools.cache
+def _ranks(size: Size) -> RanksCost:
+    """Of a step of about 50 ms: pairs of a slot of one call and a bare loop over the same step, both on the slowest of
+    two ranks, which begin together. For a machine with two free cores.
+
+    A median lies between the two values that hold it in 95% of samples, whatever they are distributed like.
+    """
+    pairs = size.of(_RANK_PAIRS, 1)
+    with RanksWorker(Settings(), 2) as worker:
+        facts = worker.probe()
+        request = Request("gemm", ("fp32",), ("cpu",), axes=(("shape", (_RANK_SHAPE,)),), ranks=2)
+        case = make_plan(request, facts).groups[0].cases[0].case
+        worker.within(_RANK_SECONDS).prepare("a", case, facts[0])
+        measured = [_pair(worker, turn % 2 == 0) for turn in range(pairs)]
+    ratios, away = sorted(ratio for ratio, _ in measured), math.ceil(0.98 * math.sqrt(pairs))
+    ends = max(0, pairs // 2 - away), min(pairs - 1, pairs // 2 + away)
+    low, high = (ratios[end] for end in ends)
+    return RanksCost(statistics.median(ratios), low, high, statistics.median(beside for _, beside in measured))
+
+
+def _pair(worker: RanksWorker, bare_first: bool) -> tuple[float, float]:
+    """A slot over a bare loop, and the seconds of the slot that are not its step."""
+    bare = worker.within(_RANK_SECONDS).loop("a", 1) if bare_first else math.nan
+    start = time.perf_counter()
+    slot = worker.within(_RANK_SECONDS).slot("a", 1, 0)
+    seconds = time.perf_counter() - start
+    if not bare_first:
+        bare = worker.within(_RANK_SECONDS).loop("a", 1)
+    return seconds / bare, seconds - slot.steps[0].seconds
 
 
 def _mission(size: Size, *words: str) -> tuple[str, ...]:
@@ -247,7 +291,7 @@ def _history(size: Size, what: str) -> Cost:
 
 def _compacted(size: Size, what: str) -> Cost:
     """Of reading 3,000,000 points out of Parquet files, beside the start of a process."""
-    return compacted_history.measure(_compacted_store(size), what, size.repeats)
+    return long_history.measure_reading(_compacted_store(size), what, size.repeats)
 
 
 @functools.cache
@@ -255,13 +299,13 @@ def _compacted_store(size: Size) -> Path:
     """A store that is read only, for all of this process. Making it takes a minute."""
     folder = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    compacted_history.make(folder, *size.of((compacted_history.COMMITS, PAIRS), _FEW))
+    long_history.make_compacted(folder, *size.of((long_history.MANY_COMMITS, PAIRS), _FEW))
     return folder
 
 
 def _compaction_bytes(size: Size) -> int:
     with scratch() as folder:
-        return compacted_history.make(folder, *size.of((compacted_history.MONTH, PAIRS), _FEW)).peak
+        return long_history.make_compacted(folder, *size.of((long_history.MONTH, PAIRS), _FEW)).peak
 
 
 class Figure(NamedTuple):
@@ -332,7 +376,7 @@ FIGURES = {
         lambda size: _history(size, "first open").peak),
     "compacted": Figure(
         "seconds", "CPU time of reading it: goals 0.05 for each of ten series, 3 for the medians of all",
-        lambda size, what: _compacted(size, what).cpu, "what", compacted_history.WORKS),
+        lambda size, what: _compacted(size, what).cpu, "what", long_history.READS),
     "compacted_peak_bytes": Figure(
         "bytes", "peak of a process that reads all of it: goal 400 MiB",
         lambda size: _compacted(size, "all medians").peak),

@@ -3,6 +3,10 @@
 300 commits of a suite with 1,001 series, ten samples each: figures that spread by 2% from commit to commit, and a step
 of 5% in every tenth pair of cases. `python -m suites.long_history FOLDER [COMMITS [PAIRS]]` makes such a store there
 and prints what opening it takes.
+
+With `--compacted` in front its points, millions by default, lie in Parquet files: commits one an hour, whose run files
+have no records here. What compacting would read from them is made of what it reads from one, and the compaction writes
+it as it writes all.
 """
 
 from __future__ import annotations
@@ -11,10 +15,12 @@ import math
 import random
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from fp8bench.model import (
     Case,
@@ -33,8 +39,12 @@ from fp8bench.model import (
     Timing,
     Work,
 )
+from fp8bench.store.commit_runs import moment_of
+from fp8bench.store.compacted.compact import Compaction, Sampled, compact, read_commit
+from fp8bench.store.index.figure_files import CommitFigures, Fingerprints, stamps
+from fp8bench.store.index.tables import FigureTable
 from fp8bench.store.runs.run_file import plan_of, start_run
-from suites.trials import ran, say
+from suites.trials import ran, say, scratch
 
 COMMITS = 300
 # Of cases, fp32 and bf16, with eleven series each.
@@ -244,10 +254,90 @@ def say_cost(what: str, cost: Cost) -> None:
     say(f"{what:<20} {cost.cpu:7.3f} s CPU {cost.wall:7.3f} s {cost.peak >> 20:5} MiB")
 
 
+# With 1,001 points each that have a number, and as many rows that have none.
+MANY_COMMITS = 3000
+# So many come to 740,000 rows in one month.
+MONTH = 370
+
+
+class Made:
+    """What the runs of commits come to, without their files: one real run, whose figures differ by 2% from commit to
+    commit, and those of every tenth series by 5% from some commit on."""
+
+    def __init__(self, pairs: int) -> None:
+        with scratch() as folder:
+            read = read_commit(folder, Fingerprints(), write_store(folder, 1, pairs))
+        assert read is not None
+        self._read = read
+        ((self._table, self._samples, _),) = read.places
+        steps = np.random.default_rng(0).integers(20, MANY_COMMITS, len(self._samples))
+        self._steps = np.where(np.arange(len(steps)) % 10, MANY_COMMITS, steps)
+
+    def read(self, store: Path, _: Fingerprints, paths: Sequence[Path]) -> CommitFigures[Sampled]:
+        """In the place of read_commit."""
+        (path,) = paths
+        sources, number = stamps(store, paths), int(path.stem.rpartition("-")[2], 16)
+        assert sources is not None
+        rows = self._table.rows.copy()
+        factors = np.random.default_rng(number).normal(1, 0.02, len(rows)) * np.where(number < self._steps, 1, 1.05)
+        for figure in ("value", "low", "high"):
+            rows[figure] *= factors
+        pairs = zip(self._samples, factors.tolist(), strict=True)
+        samples = [[value * factor for value in values] for values, factor in pairs]
+        run = run_of(number, ())
+        facts, began = run.environment.facts, moment_of(run.started).timestamp() * 1000
+        said = {"commit": facts["commit"], "date": facts["commit_date"], "began": began, "newest": run.started}
+        table = FigureTable({**self._table.said, **said}, self._table.layout, rows)
+        return self._read._replace(sources=tuple(sources), places=((table, samples, [run.id]),))
+
+
+def write_compacted(store: Path, commits: int = MANY_COMMITS, pairs: int = PAIRS) -> Compaction:
+    """A store whose Parquet files are as those of whole runs. The suite of its runs is known."""
+    write_store(store, commits, 0)
+    return compact(store, lambda done, commits: None, Made(pairs).read)
+
+
+_FIGURES = f"""{OPENED}
+def figures(number):
+    name = history.names[number * len(history.names) // 11]
+    assert len(history.trends(name.__eq__)[0].figures) > 1
+"""
+_MAKING = """
+from suites.long_history import write_compacted
+write_compacted(store, {commits}, {pairs})
+history = open_history(store, lambda done, runs: None)
+"""
+# Before the clock runs, and while it does.
+_READS = {
+    "first series": ("", f"{_FIGURES}figures(0)"),
+    "ten series": (f"{_FIGURES}figures(0)", "for number in range(1, 11):\n    figures(number)"),
+    "all medians": ("", f"{OPENED}assert len(history.endings(lambda name: True)) > 1"),
+}
+READS = tuple(_READS)
+
+
+def measure_reading(folder: Path, what: str, repeats: int = 5) -> Cost:
+    """What one of READS takes in a store that was made in a folder: the least of a few times, the largest peak."""
+    before, work = _READS[what]
+    costs = [cost_of(work, folder, before) for _ in range(repeats)]
+    return min(costs)._replace(peak=max(cost.peak for cost in costs))
+
+
+def make_compacted(folder: Path, commits: int = MANY_COMMITS, pairs: int = PAIRS) -> Cost:
+    """What it takes to make such a store in a folder, most of which is its compaction."""
+    write_module(folder, pairs)
+    return cost_of(_MAKING.format(commits=commits, pairs=pairs), folder)
+
+
 if __name__ == "__main__":
-    _folder = Path(sys.argv[1])
+    _words = [word for word in sys.argv[1:] if word != "--compacted"]
+    _folder, _counts = Path(_words[0]), [int(word) for word in _words[1:]]
     _folder.mkdir(parents=True, exist_ok=True)
-    _counts = [int(word) for word in sys.argv[2:]]
-    make(_folder, *_counts)
-    for _what in WORKS:
-        say_cost(_what, measure(_folder, _what, *_counts[1:]))
+    if len(_words) < len(sys.argv) - 1:
+        say_cost("made", make_compacted(_folder, *_counts))
+        for _what in READS:
+            say_cost(_what, measure_reading(_folder, _what))
+    else:
+        make(_folder, *_counts)
+        for _what in WORKS:
+            say_cost(_what, measure(_folder, _what, *_counts[1:]))

@@ -22,7 +22,7 @@ from fp8bench.analysis.flat_time import flat_times
 from fp8bench.analysis.labels import Labelled, are_held_up, hard_labels, in_process, labels_of
 from fp8bench.analysis.places import PlaceEffect, place_effect
 from fp8bench.analysis.reruns import reach_of
-from fp8bench.analysis.winners import fastest
+from fp8bench.analysis.verdicts import fastest
 from fp8bench.model import Finding, Interval, Label, Level, Overheads, Record, Run, Status, Timing, Verdict
 from fp8bench.model.stopping import LEAST_CANDIDATES, LEAST_ROUNDS
 

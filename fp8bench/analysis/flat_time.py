@@ -57,7 +57,6 @@ def _grown(small: Record, large: Record) -> bool:
 
 
 def _larger(small: Case, large: Case) -> bool:
-    """Whether their parameters differ in numbers alone, none of which is smaller."""
     before, after = dict(small.params), dict(large.params)
     return before.keys() == after.keys() and all(_at_least(after[name], value) for name, value in before.items())
 

@@ -5,13 +5,23 @@ The rows and boards for other programs, the history and comparisons read this on
 
 from __future__ import annotations
 
+import functools
+import operator
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from enum import StrEnum
 from functools import cache, partial
 
-from fp8bench.analysis.energy import EnergyFigures, energy_figures, energy_ratio, energy_samples, why_no_energy
-from fp8bench.analysis.energy_validity import energy_validity
+from fp8bench.analysis.energy import (
+    EnergyFigures,
+    energy_figures,
+    energy_ratio,
+    energy_samples,
+    why_no_energy,
+    why_unresolved,
+)
+from fp8bench.analysis.labels import shared
 from fp8bench.analysis.metric import EnergyConditions, Metric, Reference, Samples, Told, capacity_ratio, why_no_larger
 from fp8bench.analysis.phase_energy import PhaseEnergies, per_work, phase_energies
 from fp8bench.analysis.ranks import rank_metrics
@@ -28,6 +38,7 @@ from fp8bench.analysis.sustained import sustained_figures, sustained_ratio, sust
 from fp8bench.analysis.tapes import coverage_metrics, tape_metrics
 from fp8bench.analysis.verdicts import best_phases, totals
 from fp8bench.model import UNATTRIBUTED, Finding, Interval, Label, Provenance, Record, Status, Verdict, specs
+from fp8bench.model.consumed import CHOSEN, COUNTERS, LEAST_INTERVALS, TICK_INTERVALS, reasons_in
 from fp8bench.model.specs import STEP, MetricSpec, Rank, memory_of_role, spec_of
 
 _MEASURED = Provenance.MEASURED
@@ -118,7 +129,6 @@ def _joined(*words: str) -> str:
 
 
 def _relative(told: Told) -> Iterator[Metric]:
-    """The time over the reference's of the same rounds."""
     if told.record.timing is None or told.emulated:
         return
     interval = told.finding.ratio if told.finding is not None else None
@@ -194,7 +204,6 @@ def _scaled(samples: Samples, many: float, count: float) -> tuple[float, ...]:
 
 
 def _measurements(told: Told) -> Iterator[Metric]:
-    """What the suite measured, and the highest point of memory."""
     for measurement in told.record.measurements:
         spec = spec_of(measurement.metric)
         yield Metric(
@@ -254,7 +263,6 @@ def _of_phases(record: Record, found: PhaseEnergies, finding: Finding | None, bl
 
 
 def _beside(found: EnergyFigures, blank: Metric) -> Iterator[Metric]:
-    """What else the windows say of the step, and the power of the device."""
     net = found.net.middle if found.net else None
     yield replace(blank, spec=specs.ENERGY_NET, value=net, why=found.net_why)
     if found.uncertainty is not None:
@@ -306,7 +314,6 @@ def _capacity(told: Told) -> Iterator[Metric]:
 
 
 def _data(told: Told) -> Iterator[Metric]:
-    """What the data are made of, before any scaling."""
     for statistic in told.record.statistics:
         figures = {specs.VALUES: float(statistic.count), specs.AMAX: statistic.amax}
         for name, above, vanishing in statistic.outside:
@@ -324,3 +331,35 @@ MEASURES: list[Callable[[Told], Iterator[Metric]]] = [
     _step_time, _replays, _means, _sustained, _relative, _phases, _by_work, tape_metrics, coverage_metrics, _by_tape,
     _measurements, rank_metrics, _energy, _memory, _capacity, _data,
 ]  # fmt: skip
+
+
+class EnergyValidity(StrEnum):
+    """Whether an energy may be relied on: certified, or the first of the reasons why not, the gravest first."""
+
+    CERTIFIED = "certified"
+    SHARED = "shared-device"
+    NO_COUNTER = "no-counter"
+    TOO_FEW_TICKS = "too-few-ticks"
+    THROTTLED = "throttled"
+    LIMIT_CHANGED = "power-limit-changed"
+    UNRESOLVED = "unresolved"
+
+
+def energy_validity(record: Record) -> EnergyValidity | None:
+    """None where nobody asked for its energy."""
+    use = record.energy
+    if use is None:
+        return None
+    if any(shared(record.watch)):
+        return EnergyValidity.SHARED
+    if use.source not in COUNTERS:
+        return EnergyValidity.NO_COUNTER
+    few = TICK_INTERVALS in use.why and not use.windows
+    if few or any(window.intervals < LEAST_INTERVALS for window in use.windows):
+        return EnergyValidity.TOO_FEW_TICKS
+    seen = functools.reduce(operator.or_, (window.throttle or 0 for window in use.windows), 0)
+    if any(name not in CHOSEN for name in reasons_in(seen)):
+        return EnergyValidity.THROTTLED
+    if len(use.power_limits) > 1:
+        return EnergyValidity.LIMIT_CHANGED
+    return EnergyValidity.UNRESOLVED if why_unresolved(use) else EnergyValidity.CERTIFIED

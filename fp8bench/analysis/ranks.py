@@ -311,7 +311,6 @@ def _transfer_metrics(transfer: Transfer, seconds: float | None) -> Iterator[Met
 
 
 def _figure_of(spec: MetricSpec, found: Middle | Untold, times: float = 1.0) -> Metric:
-    """With its bounds, or with the reason why there is none."""
     if isinstance(found, Untold):
         return Metric(spec, why=found.why)
     return Metric(spec, found.value * times, bounds=(found.low * times, found.high * times))

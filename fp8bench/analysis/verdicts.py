@@ -81,7 +81,6 @@ def _fewest_calls(*timings: Timing) -> int:
 
 
 def common_rounds(timings: Sequence[Timing]) -> list[int]:
-    """The rounds that all were in."""
     return sorted(set.intersection(*({slot.round for slot in timing.slots} for timing in timings)))
 
 
@@ -184,7 +183,6 @@ def band_of(aa: Interval | None) -> float:
 
 
 def rule(interval: Interval, band: float, same: float = SAME) -> Verdict:
-    """The verdict an interval and a band allow."""
     if interval.low > 1 + band:
         return Verdict.SLOWER
     if interval.high < 1 - band:
@@ -313,3 +311,15 @@ def _fastest_steps(timing: Timing, calls: int) -> stats.Floats:
     order = np.argsort(fastest.sum(axis=1), kind="stable")[: stats.fastest_of(len(fastest))]
     found: stats.Floats = fastest[order].mean(axis=0)
     return found
+
+
+def fastest(candidates: Sequence[Timing], reference: Timing, control: Timing | None) -> int | None:
+    """The one with the smallest ratio of best cases to the reference; None where none is faster than that."""
+    entries = [one for one in (reference, control) if one is not None]
+    ratios = {
+        number: best_ratio([timing, *entries], rounds).point
+        for number, timing in enumerate(candidates)
+        if (rounds := common_rounds([timing, *entries]))
+    }
+    best = min(ratios, key=lambda number: ratios[number], default=None)
+    return best if best is not None and ratios[best] < 1 else None

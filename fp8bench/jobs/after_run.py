@@ -83,7 +83,6 @@ def exported(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None])
 
 
 def kept_exported(kind: Kind[K], kept: K, path: Path, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
-    """The same of another kind of thing that is kept."""
     if wanted.tensorboard is None and wanted.wandb is None:
         return True
     exports, folder = kind.exports(kept), folder_of_kept(path, store)

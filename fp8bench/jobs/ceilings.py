@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.analysis.ceiling_history import Since, alike, since
+from fp8bench.analysis.roofline import Since, alike, since
 from fp8bench.errors import UsageError, WorkerError
 from fp8bench.files import make_store
 from fp8bench.jobs.observer import JobObserver

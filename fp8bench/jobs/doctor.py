@@ -14,10 +14,10 @@ from pathlib import Path
 
 from fp8bench import __version__
 from fp8bench.errors import WorkerError
+from fp8bench.measure.arm import quantisers_for
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.measure.limits import COMPILE_SECONDS
-from fp8bench.measure.quantisers import quantisers_for
 from fp8bench.measure.sensors.device_state import device_lines, driver_state
 from fp8bench.measure.sensors.meter import meter_for
 from fp8bench.model import DeviceFacts, Level, Request, Scalar

@@ -45,7 +45,6 @@ def _taped(planned: PlannedCase, tape: Tape | None, why: str = "") -> Taped:
 
 
 def tapes_of(run: Run, name: str = "") -> list[Taped]:
-    """Those that a run has kept; it is told by this name."""
     found = [
         Taped(
             record.case.setting, record.case.mode, record.tape,

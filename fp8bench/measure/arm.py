@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,9 +12,16 @@ from typing import Any
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
-from fp8bench.measure.quantisers import Quantisers
-from fp8bench.measure.segments import Segmentation, block_length, by_phase, by_phase_totals, segment
-from fp8bench.measure.slots import REPEAT_BELOW_SECONDS, filling_of, shape_of
+from fp8bench.measure.slots import (
+    REPEAT_BELOW_SECONDS,
+    Segmentation,
+    block_length,
+    by_phase,
+    by_phase_totals,
+    filling_of,
+    segment,
+    shape_of,
+)
 from fp8bench.model import (
     CELL_PHASES,
     DeviceFacts,
@@ -27,9 +34,32 @@ from fp8bench.model import (
     StepEffect,
     Timing,
 )
-from fp8bench.model.raw import Filling, RawSlot, RawStep
+from fp8bench.model.raw import QUANTISERS_VARIABLE, Filling, RawSlot, RawStep
+from fp8bench.model.run import is_on
 from fp8bench.protocols.axes import CACHE, ROTATING
 from fp8bench.registry import precisions
+
+_EAGER = "eager"
+
+
+@dataclass
+class Quantisers:
+    """What a run does about its quantisers, decided once. `why_eager` is '' as long as they are compiled.
+
+    An emulated cast is a dozen operations in a row, or one kernel that torch.compile makes of them: the same numbers
+    bit for bit, many times as fast. Compiling takes seconds, so that it stays outside of everything timed.
+    It is set for good when compiling ends the worker: the next one would end alike.
+    """
+
+    why_eager: str = ""
+
+
+def quantisers_for(quick: bool, environment: Mapping[str, str]) -> Quantisers:
+    """Compiled, unless a quick look was asked for, or the variable says eager."""
+    if not is_on(QUANTISERS_VARIABLE, environment, "compiled", _EAGER, "to compile no quantisers"):
+        return Quantisers(f"{QUANTISERS_VARIABLE}={_EAGER} compiles none")
+    return Quantisers("--quick compiles none" if quick else "")
+
 
 # Two states of one code differ by where their memory lies, for as long as they live: products of 0.3 ms by 0.25% in the
 # ratio on one processor, by more than the band on another. So a short step has several, and each round takes one.
@@ -284,7 +314,6 @@ class ArmFailed(Exception):
 
 @contextmanager
 def guarding(arm: MeasuredArm) -> Iterator[None]:
-    """A worker's error, with the arm it struck."""
     try:
         yield
     except WorkerError as error:

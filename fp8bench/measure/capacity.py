@@ -49,14 +49,12 @@ class Search:
 
     @property
     def fitting(self) -> BatchAttempt | None:
-        """The largest that has fitted."""
         return max(
             (attempt for attempt in self.attempts if attempt.fits), key=lambda attempt: attempt.number, default=None
         )
 
     @property
     def failing(self) -> BatchAttempt | None:
-        """The smallest that has not."""
         return min(
             (attempt for attempt in self.attempts if not attempt.fits), key=lambda attempt: attempt.number, default=None
         )

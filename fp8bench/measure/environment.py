@@ -136,7 +136,6 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def command_line() -> str:
-    """How this process was called, as a person would type it."""
     words = list(sys.argv)
     if words and words[0].endswith("__main__.py"):
         words[0:1] = ["python", "-m", "fp8bench"]

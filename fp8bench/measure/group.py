@@ -13,19 +13,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from fp8bench.errors import WorkerError
-from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, guarding
+from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, Quantisers, guarding
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.ceilings import ceiling_of
-from fp8bench.measure.device_watch import Watch
+from fp8bench.measure.device_watch import Settler, Watch
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
-from fp8bench.measure.quantisers import Quantisers
 from fp8bench.measure.replays import ReplayPass
 from fp8bench.measure.rounds import Choose, Judge, RoundSession
 from fp8bench.measure.sensors.looks import Looks
 from fp8bench.measure.sensors.meter import Meter
-from fp8bench.measure.settle import Settler
 from fp8bench.measure.windows import WindowPass, WindowRule
 from fp8bench.model import Ceilings, DeviceFacts, Group, Level, Record
 from fp8bench.model.stopping import Settling, StoppingRule

@@ -28,6 +28,7 @@ from fp8bench.model import (
     MemoryUse,
     PlannedCase,
     Record,
+    Request,
     Run,
     Status,
     StepEffect,
@@ -36,6 +37,7 @@ from fp8bench.model import (
 )
 from fp8bench.model.ranks import FailedRank
 from fp8bench.model.readings import Reading
+from fp8bench.model.run import is_on
 from fp8bench.model.specs import spec_of
 from fp8bench.protocols import Observer
 
@@ -204,7 +206,6 @@ class Passes:
         self.leave_gpus([one for one in outcomes if one.draft.effect or one.draft.memory])
 
     def traces(self, outcomes: Sequence[CaseOutcome], folder: TraceFolder) -> None:
-        """A few steps of every case into a file of its own."""
         for outcome in outcomes:
             with self._asking(outcome, "recording a trace", "trace") as (bench, case, facts):
                 name = folder.file_of(case)
@@ -249,3 +250,17 @@ class Passes:
                 outcome.fail(why, cause)
             else:
                 outcome.lacks(why)
+
+
+TAPE_VARIABLE = "FP8BENCH_TAPE"
+
+
+def records_tapes(request: Request, environment: Mapping[str, str]) -> bool:
+    """Unless the variable says off; --tape records them in any case."""
+    return request.tape or is_on(TAPE_VARIABLE, environment, "recorded", "off", "to record no tapes")
+
+
+def tapes_apart(request: Request) -> bool:
+    """Whether a worker of its own records them, which takes seconds to start; a quick look's steps are recorded in
+    the one that has timed them, but for compiled ones."""
+    return request.tape or not request.quick

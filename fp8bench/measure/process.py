@@ -72,7 +72,6 @@ class WorkerProcess:
         return plain_value(self._connection.recv_bytes())
 
     def close(self) -> None:
-        """Let it end by itself, for a while; then end it."""
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(_POLITE_SECONDS)

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fp8bench.measure.arm import ArmFailed, MeasuredArm, Tell, guarding
+from fp8bench.measure.arm import ArmFailed, MeasuredArm, Quantisers, Tell, guarding
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.orders import Orders
-from fp8bench.measure.quantisers import Quantisers
 from fp8bench.model import Fresh, Timing
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_CANDIDATES, StoppingRule
 

@@ -1,9 +1,16 @@
-"""How many calls a slot has, how many come before them, and how a device's queue is filled ahead of them."""
+"""How many calls a slot has, how many come before them, how a device's queue is filled ahead of them; and its cells.
+
+A cell is the time that one phase took within one stretch of 100 us or more of a step (tried: stretches of 1 ms widen
+the interval of a 30 ms step by a tenth and of 5 ms by two thirds; finer ones gain nothing). Cells are fixed by the
+marks of a calibrating step, so that the same cell means the same work in every call, and cells sum to the step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fp8bench.model import CELL_PHASES, Segments
 from fp8bench.model.raw import Filling
 from fp8bench.protocols.axes import COLD
 
@@ -52,3 +59,57 @@ def filling_of(host_seconds: float, calls: int) -> Filling | None:
         return None
     together = max(1, min(calls, int(MOST_FILLING_SECONDS / (_MARGIN * host_seconds))))
     return Filling(together, min(MOST_FILLING_SECONDS, _MARGIN * host_seconds * together))
+
+
+LEAST_BLOCK_NS = 100_000
+MOST_BLOCKS = 256
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """Which cell each interval between marks belongs to."""
+
+    codes: tuple[int, ...]
+    cell_of: tuple[int, ...]
+    segments: Segments
+
+    def cells(self, codes: Sequence[int], intervals_ns: Sequence[int]) -> tuple[int, ...] | None:
+        """The cells of one step, or None if its marks differ from the calibrating step's."""
+        if tuple(codes) != self.codes:
+            return None
+        totals = [0] * len(self.segments.phases)
+        for cell, interval in zip(self.cell_of, intervals_ns, strict=True):
+            totals[cell] += interval
+        return tuple(totals)
+
+
+def block_length(step_ns: int) -> int:
+    return max(LEAST_BLOCK_NS, step_ns // MOST_BLOCKS)
+
+
+def segment(codes: Sequence[int], intervals_ns: Sequence[int], block_ns: int | None = None) -> Segmentation:
+    """Cut a step at its marks into blocks, and number the (block, phase) cells in order of appearance."""
+    block_ns = block_ns or block_length(sum(intervals_ns))
+    cells: dict[tuple[int, int], int] = {}
+    cell_of = []
+    block, in_block = 0, 0
+    for code, interval in zip(codes, intervals_ns, strict=True):
+        if in_block >= block_ns:
+            block, in_block = block + 1, 0
+        cell_of.append(cells.setdefault((block, code), len(cells)))
+        in_block += interval
+    phases = tuple(CELL_PHASES[code] for _, code in cells)
+    return Segmentation(tuple(codes), tuple(cell_of), Segments(phases, tuple(number for number, _ in cells)))
+
+
+def by_phase(codes: Sequence[int]) -> Segmentation:
+    """One cell a phase, for steps whose marks vary from call to call."""
+    segments = Segments(CELL_PHASES, (0,) * len(CELL_PHASES))
+    return Segmentation(tuple(codes), tuple(codes), segments)
+
+
+def by_phase_totals(codes: Sequence[int], intervals_ns: Sequence[int]) -> tuple[int, ...]:
+    totals = [0] * len(CELL_PHASES)
+    for code, interval in zip(codes, intervals_ns, strict=True):
+        totals[code] += interval
+    return tuple(totals)

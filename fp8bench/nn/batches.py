@@ -16,9 +16,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp8bench.protocols import Operand
+from fp8bench.nn.sizes import GPTConfig
+from fp8bench.protocols import Operand, Setup
 
 BYTES = 256
+
+
+def loader_for(setup: Setup, batch: int, config: GPTConfig, draw: int = 0) -> TokenLoader:
+    """Of a case's text, by its seed."""
+    if setup.corpus is None:
+        raise ValueError("training steps need a token file, and the case was given none")
+    return TokenLoader(setup.corpus, batch, config.sequence, setup.facts.key, setup.seed + draw, config.vocabulary)
 
 
 class TokenLoader:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Scalar, Support, TensorStatistics
@@ -102,6 +102,20 @@ def why_no_errors(params: Mapping[str, Scalar]) -> str:
     kind = VALUES.of(params)
     constant = kind in ("ones", "zeros")
     return f"values={kind} are constant, so that a relative error would say nothing" if constant else ""
+
+
+class TrainingWorkload(Workload):
+    """Training steps of a GPT on text; a state is a TrainingState."""
+
+    uses_corpus = True
+    loads = "its batches"
+    layer_kinds = ("attn", "mlp", "head")
+
+    def load(self, state: Any) -> None:
+        state.loader.load_ahead(state.micro_batches)
+
+    def step(self, state: Any, phase: Phases) -> None:
+        state.step(phase)
 
 
 class LayerWorkload(Workload):

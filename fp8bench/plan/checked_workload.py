@@ -81,7 +81,6 @@ def sound_params(workload: Workload, params: Params) -> Params:
 
 
 def sound_work(workload: Workload, work: Work) -> Work:
-    """The work, if it is made of counts."""
     given: object = work
     if not isinstance(given, Work):
         raise _cannot(workload, f"work() gave {given!r:.80}, and must give a Work")
@@ -96,7 +95,6 @@ def sound_work(workload: Workload, work: Work) -> Work:
 
 
 def sound_support(workload: Workload, support: Support) -> Support:
-    """The support, if it is a level and a reason."""
     level, reason = getattr(support, "level", None), getattr(support, "reason", None)
     if type(support) is not Support or not isinstance(level, Level) or not isinstance(reason, str):
         raise _cannot(workload, f"support() gave {support!r:.120}, and must give a Support of a Level and a text")

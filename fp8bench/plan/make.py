@@ -13,14 +13,16 @@ from dataclasses import dataclass, replace
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support
 from fp8bench.plan.asked_suites import suites_of
-from fp8bench.plan.backends import layered_support, multiplied_by, who_multiplies
 from fp8bench.plan.checked_workload import answering, cases_of, sound_axes, sound_support, sound_work
 from fp8bench.plan.precision_map import (
     PrecisionMap,
     check_keys,
+    layered_support,
     layers_of,
     map_for,
     mapped_support,
+    multiplied_by,
+    who_multiplies,
     with_static_scales,
 )
 from fp8bench.protocols import Layer, Workload

@@ -17,7 +17,7 @@ from fp8bench.analysis.energy import (
     other_pace,
     why_no_energy,
 )
-from fp8bench.analysis.energy_validity import EnergyValidity, energy_validity
+from fp8bench.analysis.metrics import EnergyValidity, energy_validity
 from fp8bench.analysis.phase_energy import PhaseEnergies, phase_energies
 from fp8bench.model import UNATTRIBUTED, Label, Run, Status
 from fp8bench.report.case_status import emulated, speed_up

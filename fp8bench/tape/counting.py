@@ -68,7 +68,7 @@ class Traffic:
         for name, value in arguments.items():
             tensors = list(tensors_in(value))
             writes = changes.get(name)
-            if writes is None or not self._overwrites(call, name, writes):
+            if writes is None or not self._overwrites(call, writes):
                 self.read += tensors
             if writes is not None and not (name == _GRADIENTS and arguments.get("grad_scale") is None):
                 self.written += tensors
@@ -102,7 +102,7 @@ class Traffic:
                 found[one.dtype] = found.get(one.dtype, 0) + size
         return found
 
-    def _overwrites(self, call: Call, name: str, keyword: bool) -> bool:
+    def _overwrites(self, call: Call, keyword: bool) -> bool:
         ours = self._name.startswith("fp8bench::")
         accumulates = call.named.get("accumulate", len(call.given) > 3 and call.given[3])
         put = self._name in _PUT and "add" not in self._name and not accumulates

@@ -98,7 +98,6 @@ class Bench(UntimedPasses):
         return {**torch_build(), **self._switches}
 
     def versions(self, suites: tuple[str, ...]) -> dict[str, str]:
-        """The versions of those of some suites that are known here."""
         known = workloads.names(hidden=True)
         return {name: workloads.get(name).version for name in suites if name in known}
 
@@ -223,7 +222,6 @@ class Bench(UntimedPasses):
         self._selected(facts).synchronise(facts.index)
 
     def ceilings(self, facts: DeviceFacts, seconds: float) -> Ceilings:
-        """A quick look at the most that a device does."""
         return ceilings.quick(self._selected(facts), facts, seconds)
 
     def ceiling_rates(self, facts: DeviceFacts) -> tuple[Rate, ...]:

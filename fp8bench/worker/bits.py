@@ -45,31 +45,21 @@ def bits_of_ranks(facts: DeviceFacts) -> tuple[OperationBits, ...]:
     """What all ranks come to by their exchanges: of numbers whose sums are exact, so that no order makes others."""
     import torch.distributed as dist
 
-    size = dist.get_world_size()
-    own = _numbers(3 + dist.get_rank()).to(facts.key)
+    from fp8bench.nn.parallel.exchanges import RankGroup
+
+    assert dist.group.WORLD is not None
+    ranks = RankGroup(dist.group.WORLD)
+    own = _numbers(3 + ranks.rank).to(facts.key)
+    codes = own.to(torch.float8_e4m3fn).view(torch.uint8)  # as bytes: gloo sends no values in FP8
+    exchanges: tuple[tuple[str, str, Callable[[], Tensor]], ...] = (
+        ("float32", "sum of all ranks", lambda: ranks.added(own)),
+        ("uint8", "codes of all ranks", lambda: torch.stack(ranks.everybodys(codes))),
+    )
     found = []
-    for dtype, name, exchange in (("float32", "sum of all ranks", _added), ("uint8", "codes of all ranks", _gathered)):
-        several = [_hexadecimal(exchange(own)) for _ in range(TIMES)]
-        found.append(OperationBits(f"{facts.key} of {size} ranks", dtype, name, tuple(dict.fromkeys(several))))
+    for dtype, name, exchanged in exchanges:
+        several = [_hexadecimal(exchanged()) for _ in range(TIMES)]
+        found.append(OperationBits(f"{facts.key} of {ranks.size} ranks", dtype, name, tuple(dict.fromkeys(several))))
     return tuple(found)
-
-
-def _added(own: Tensor) -> Tensor:
-    import torch.distributed as dist
-
-    whole = own.clone()
-    dist.all_reduce(whole)
-    return whole
-
-
-def _gathered(own: Tensor) -> Tensor:
-    """Of values in FP8, as bytes: gloo sends no others."""
-    import torch.distributed as dist
-
-    codes = own.to(torch.float8_e4m3fn).view(torch.uint8)
-    everybodys = [torch.empty_like(codes) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybodys, codes)
-    return torch.stack(everybodys)
 
 
 def _numbers(seed: int) -> Tensor:

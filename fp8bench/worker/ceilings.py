@@ -109,7 +109,6 @@ def _best(
 
 
 def _stretch(call: Callable[[], Any], calls: int, wait: Callable[[], None]) -> float:
-    """Seconds of one of so many calls, one after the other."""
     wait()
     start = time.perf_counter()
     for _ in range(calls):

@@ -39,7 +39,7 @@ from fp8bench.worker.switches import collected_by_hand, unchanged, under
 from fp8bench.worker.tape_pass import uncompiled
 
 if TYPE_CHECKING:
-    from fp8bench.worker.timed_steps import Slot
+    from fp8bench.worker.step_effect import Slot
 
 
 def begins_alone() -> None:
@@ -121,7 +121,6 @@ class Prepared:
 
     @property
     def state(self) -> Any:
-        """The first one, of which all others are copies."""
         return self.states[0].held
 
     @property
@@ -250,19 +249,19 @@ class Prepared:
 
     def told_apart(self, calls: int, discard: int) -> str:
         """How slots of steps differ from others whose operators are counted; '' if they do not, or nobody knows."""
-        from fp8bench.worker import timed_steps
+        from fp8bench.worker import step_effect
 
         turns, state = self._next, self.states[0]
         self._next = lambda: state
         try:
-            return timed_steps.told_apart(partial(self._looked_at, state, calls, discard))
+            return step_effect.told_apart(partial(self._looked_at, state, calls, discard))
         finally:
             self._next = turns
 
     def _looked_at(self, state: State, calls: int, discard: int, timed: bool) -> Slot | None:
         """A slot whose steps are timed as all are, or counted as well; None where these are compiled."""
         from fp8bench.tape.recorder import OperatorTape
-        from fp8bench.worker.timed_steps import as_they_were, slot_of
+        from fp8bench.worker.step_effect import as_they_were, slot_of
 
         answer: list[Any] = []
         compiled: list[Any] = []

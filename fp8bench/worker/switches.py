@@ -67,7 +67,6 @@ def collected_by_hand() -> Iterator[None]:
 
 @functools.cache
 def switches() -> tuple[Switch, ...]:
-    """Torch's first."""
     from fp8bench.worker.torch_switches import of_torch
 
     return (*of_torch(), *of_the_process())

@@ -30,7 +30,6 @@ def of_torch() -> Iterator[Switch]:
 
 
 def _of_modes() -> Iterator[Switch]:
-    """What every operator runs under."""
     autograd = torch._C._autograd
     yield Switch(
         "torch's lock on its flags", torch.backends.flags_frozen, state.freeze, usual=False, bends=bool,
@@ -102,7 +101,6 @@ def _of_numbers() -> Iterator[Switch]:
 
 
 def _of_libraries() -> Iterator[Switch]:
-    """Which library computes, and how it may."""
     cuda = torch.backends.cuda
     yield from _flag("oneDNN", "mkldnn.enabled", True, bends=True)
     yield from _flag("oneDNN's deterministic algorithms", "mkldnn.deterministic", False)

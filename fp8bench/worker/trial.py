@@ -148,7 +148,6 @@ def _of_parts(
         return arithmetic.restore(one, torch.float64)
 
     def columns(source: Tensor, role: Role) -> list[Tensor]:
-        """Every part turned by itself."""
         parts = torch.split_with_sizes(source, sizes)
         return [exact(arithmetic.turn(arithmetic.cast(part, role), part, role)) for part in parts]
 

@@ -32,8 +32,7 @@ from fp8bench.worker.memory_pass import memory_of_step, of_workload, try_batch
 from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.worker.step_guards import apart
 from fp8bench.worker.switches import unchanged, under
-from fp8bench.worker.trace_operators import operators_of
-from fp8bench.worker.tracing import record, write
+from fp8bench.worker.tracing import operators_of, record, write
 
 
 class KeptState(NamedTuple):
@@ -61,7 +60,6 @@ class UntimedPasses:
             workload.examine(setup())
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
-        """The workload's numerical errors for one case, or why there are none."""
         with self._apart(case, facts) as (workload, _, setup):
             if why := workload.error_refused(dict(case.params)):
                 return str(why)

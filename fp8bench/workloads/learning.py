@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from fp8bench.model import Case, DeviceFacts, Params, Scalar, Work
 from fp8bench.model.specs import RELATIVE_LOSS
+from fp8bench.nn.shared_workloads import TrainingWorkload
 from fp8bench.nn.sizes import GPTConfig, gpt_layers
-from fp8bench.protocols import Grid, Layer, Phases, Setup, Workload
+from fp8bench.protocols import Grid, Layer, Setup
 from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import precisions, workloads
 
@@ -28,7 +29,7 @@ _REFERENCE, _OF_REFERENCE = "bf16", "fp32"
 
 
 @workloads.register("learning")
-class Learning(Workload):
+class Learning(TrainingWorkload):
     """Two blocks of a GPT on bytes, with AdamW. A timed step is one of this training's.
 
     The figure is a mean over all steps of several draws of weights and batches: the last loss of one draw moves by
@@ -38,9 +39,6 @@ class Learning(Workload):
 
     name = "learning"
     summary = "a small fixed training: its mean loss over bf16's, by which a change of numerics shows"
-    uses_corpus = True
-    loads = "its batches"
-    layer_kinds = ("attn", "mlp", "head")
     dtypes = ("bf16", "fp8", "fp8-delayed", "mxfp8", "nvfp4")
     fused = False
     history = Grid(
@@ -68,33 +66,22 @@ class Learning(Workload):
     def prepare(self, setup: Setup) -> TrainingState:
         import torch
 
-        from fp8bench.nn.batches import TokenLoader
+        from fp8bench.nn.batches import loader_for
         from fp8bench.nn.gpt import GPT
         from fp8bench.nn.training_step import TrainingState, adamw, drawn
         from fp8bench.nn.whole_layers import CachedWeights
 
-        if setup.corpus is None:
-            raise ValueError("the training needs a token file and was given none")
         config = _config(dict(setup.case.params))
         with drawn(setup):
             model = GPT(config, self.arithmetics(setup), setup.arithmetic.carrier)
         parameters = list(model.parameters())
-        seed = setup.seed + setup.draw
         return TrainingState(
             model, model, compiled=False, attention="math",
             optimizer=adamw(parameters, _RATE, setup.facts), parameters=parameters,
             buffers=[torch.zeros_like(parameter) for parameter in parameters],
-            loader=TokenLoader(
-                setup.corpus, _BATCH, _SEQUENCE, setup.facts.key, seed, config.vocabulary
-            ),
+            loader=loader_for(setup, _BATCH, config, setup.draw),
             micro_batches=1, loss_scale=setup.loss_scale, weights=CachedWeights(model).cast,
         )  # fmt: skip
-
-    def load(self, state: TrainingState) -> None:
-        state.loader.load_ahead(state.micro_batches)
-
-    def step(self, state: TrainingState, phase: Phases) -> None:
-        state.step(phase)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """The mean loss over that of the reference, whose weights and batches are the same; infinite once a loss is."""

@@ -214,11 +214,6 @@ def _config(params: Mapping[str, Scalar]) -> GPTConfig:
 
 
 def _loader(setup: Setup, parts: int = 1) -> TokenLoader:
-    from fp8bench.nn.batches import TokenLoader
+    from fp8bench.nn.batches import loader_for
 
-    if setup.corpus is None:
-        raise ValueError("training steps need a token file and were given none")
-    config, batch = _config(dict(setup.case.params)), int(setup.case.param("batch"))
-    return TokenLoader(
-        setup.corpus, max(1, batch // parts), config.sequence, setup.facts.key, setup.seed, config.vocabulary
-    )
+    return loader_for(setup, max(1, int(setup.case.param("batch")) // parts), _config(dict(setup.case.params)))

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, StaticScales, Support, TensorStatistics, Work
-from fp8bench.nn.shared_workloads import BACKENDS, attention_by, missing_kernel, uncompilable
+from fp8bench.nn.shared_workloads import BACKENDS, TrainingWorkload, attention_by, missing_kernel, uncompilable
 from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_layers
-from fp8bench.protocols import Grid, Layer, Phases, Precision, Role, Setup, SilentPhases, Workload
+from fp8bench.protocols import Grid, Layer, Precision, Role, Setup, SilentPhases
 from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
 
@@ -32,7 +32,7 @@ COMPILE_SECONDS = 600.0
 
 
 @workloads.register("transformer")
-class Transformer(Workload):
+class Transformer(TrainingWorkload):
     """Every phase of training: the main road of this tool.
 
     With compile=yes forward and backward are one graph each, whose parts are fused and cannot be told apart: their
@@ -44,10 +44,7 @@ class Transformer(Workload):
     name = "transformer"
     version = "2"
     summary = "a GPT training step with every phase, from data loading to the optimizer"
-    uses_corpus = True
     linear_layers = True
-    loads = "its batches"
-    layer_kinds = ("attn", "mlp", "head")
     batch_axis = "batch"
     history = Grid(
         cpu={"size": ("nano",)}, gpu={"size": ("gpt2-124m",)},
@@ -166,12 +163,6 @@ class Transformer(Workload):
             weights=_weights(setup, model),
         )  # fmt: skip
 
-    def load(self, state: TrainingState) -> None:
-        state.loader.load_ahead(state.micro_batches)
-
-    def step(self, state: TrainingState, phase: Phases) -> None:
-        state.step(phase)
-
     def error(self, setup: Setup) -> dict[str, float]:
         """Loss and all gradients of one step against the same step in fp64 throughout, from identical state."""
         import torch
@@ -285,13 +276,9 @@ def _forward(setup: Setup, model: GPT) -> Forward:
 
 
 def _loader(setup: Setup) -> TokenLoader:
-    from fp8bench.nn.batches import TokenLoader
+    from fp8bench.nn.batches import loader_for
 
-    if setup.corpus is None:
-        raise ValueError("the transformer needs a token file and was given none")
-    config = _config(setup)
-    batch = int(setup.case.param("batch"))
-    return TokenLoader(setup.corpus, batch, config.sequence, setup.facts.key, setup.seed, config.vocabulary)
+    return loader_for(setup, int(setup.case.param("batch")), _config(setup))
 
 
 def _gradients(setup: Setup, model: GPT, forward: Forward, loss_scale: float) -> tuple[float, list[Tensor]]:

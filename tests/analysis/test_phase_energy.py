@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.analysis.energy_validity import EnergyValidity, energy_validity
 from fp8bench.analysis.labels import labels_of
-from fp8bench.analysis.metrics import metrics_of
+from fp8bench.analysis.metrics import EnergyValidity, energy_validity, metrics_of
 from fp8bench.analysis.phase_energy import PhaseEnergies, per_work, phase_energies
 from fp8bench.model import (
     DeviceWatch,

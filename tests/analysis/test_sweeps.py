@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fp8bench.analysis.break_even import SweptMode, Told, sweeps_of, swept_modes
 from fp8bench.analysis.findings import find
-from fp8bench.analysis.sweeps import SweptMode, Told, sweeps_of, swept_modes
 from fp8bench.model import Label, Params, Record, Status, Support, Work
 from tests.runs import EMULATED, NATIVE, case, samples
 

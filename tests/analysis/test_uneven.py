@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fp8bench.analysis.findings import find, rarest
-from fp8bench.analysis.patterns import pattern
+from fp8bench.analysis.labels import pattern
 from fp8bench.analysis.verdicts import Conclusion, conclude, means
 from fp8bench.model import Interval, Label, Segments, SlotSample, Timing, Verdict
 from tests.counts import counts

@@ -7,8 +7,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from fp8bench.analysis.verdicts import best_ratio, common_rounds
-from fp8bench.analysis.winners import fastest
+from fp8bench.analysis.verdicts import best_ratio, common_rounds, fastest
 from fp8bench.model import Timing
 from tests.fakes import MS, steady, timing
 

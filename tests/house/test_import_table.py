@@ -120,7 +120,7 @@ LAZY = HEAVY | {
 AUDITING = ("auditor", "inputs", "model", "operands", "promises", "results", "steps", "subjects", "times")
 # What a bench imports when it is asked for it, since its parent imports the bench.
 ONCE_ASKED = (
-    "bits", "conformity", "products", "shares_pass", "state_bits", "step_effect", "timed_steps", "torch_state",
+    "bits", "conformity", "products", "shares_pass", "state_bits", "step_effect", "torch_state",
     "torch_switches", "trial",
 )  # fmt: skip
 HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from fp8bench.analysis.findings import find
-from fp8bench.analysis.verdicts import decided
-from fp8bench.analysis.winners import fastest
+from fp8bench.analysis.verdicts import decided, fastest
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.rounds import Choose

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fp8bench.errors import UsageError
+from fp8bench.measure.arm import quantisers_for
 from fp8bench.measure.environment import _VARIABLES
-from fp8bench.measure.quantisers import quantisers_for
 from fp8bench.model.raw import QUANTISERS_VARIABLE
 
 

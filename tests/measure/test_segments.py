@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.measure.segments import LEAST_BLOCK_NS, MOST_BLOCKS, by_phase, segment
+from fp8bench.measure.slots import LEAST_BLOCK_NS, MOST_BLOCKS, by_phase, segment
 from fp8bench.model import CELL_PHASES
 
 CAST, GEMM, NOBODY = (CELL_PHASES.index(name) for name in ("cast", "gemm", "unattributed"))

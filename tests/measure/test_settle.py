@@ -12,10 +12,10 @@ from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import UsageError, WorkerFault
 from fp8bench.measure import group as group_module
+from fp8bench.measure.device_watch import Settler, warm_up_limit
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.measure.settle import Settler, warm_up_limit
 from fp8bench.model import DeviceFacts, Label, Level, Record
 from fp8bench.model.readings import Reading, Readings, Unavailable
 from fp8bench.model.stopping import Settling, StoppingRule

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.analysis.ceiling_history import Pace, since
+from fp8bench.analysis.roofline import Pace, since
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Limit, Rate
 from fp8bench.report.topics.roofline import lines_of
 from fp8bench.store.ceilings import new_ceilings

@@ -10,7 +10,7 @@ import pytest
 from fp8bench import pipeline
 from fp8bench.analysis.findings import findings
 from fp8bench.measure.ceilings import VARIABLE
-from fp8bench.measure.tapes import VARIABLE as TAPE
+from fp8bench.measure.passes import TAPE_VARIABLE as TAPE
 from fp8bench.model import Case, Label, Products, Request, Run, Verdict
 from fp8bench.user_code import import_user_modules
 from fp8bench.worker.bench import Bench

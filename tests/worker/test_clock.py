@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.measure.segments import segment
+from fp8bench.measure.slots import segment
 from fp8bench.model import CELL_PHASES, PHASES, DeviceFacts
 from fp8bench.protocols import Device, Phases, SilentPhases, Stamper
 from fp8bench.worker.clock import UNATTRIBUTED_CODE, PhaseClock, calibrate

@@ -9,9 +9,9 @@ import pytest
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
+from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.limits import COMPILE_SECONDS, Limits
-from fp8bench.measure.quantisers import Quantisers
 from fp8bench.model import Label, Level, PlannedCase, Record, Status, Timing
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver

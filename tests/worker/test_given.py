@@ -11,7 +11,7 @@ import torch
 from fp8bench import pipeline
 from fp8bench.analysis.findings import findings
 from fp8bench.measure.ceilings import VARIABLE
-from fp8bench.measure.tapes import VARIABLE as TAPE
+from fp8bench.measure.passes import TAPE_VARIABLE as TAPE
 from fp8bench.model import Finding, GivenTensors, Label, Request, Verdict
 from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules

@@ -8,9 +8,8 @@ from functools import partial
 import pytest
 
 from fp8bench.model import Case, DeviceFacts
-from fp8bench.worker.ranks import overlap
-from fp8bench.worker.ranks.bench import RankBench, StepAnswer
-from fp8bench.worker.ranks.overlap import RankMeeting, rounds
+from fp8bench.worker.ranks import bench
+from fp8bench.worker.ranks.bench import RankBench, RankMeeting, StepAnswer, rounds
 from tests.fakes import CPU
 
 
@@ -41,7 +40,7 @@ def test_rounds_are_as_many_of_each_part_in_the_same_order_on_all_ranks(
     monkeypatch: pytest.MonkeyPatch, seconds: float, count: int
 ) -> None:
     """Before them each part that is made of nothing else has run once, and nothing of that is counted."""
-    monkeypatch.setattr(overlap, "_most", lambda own: seconds)
+    monkeypatch.setattr(bench, "_most", lambda own: seconds)
     names, ran = ["one", "two", "both", "in_turn"], {0: list[str](), 1: list[str]()}
     for said in ran.values():
         parts = {name: partial(said.append, name) for name in names}

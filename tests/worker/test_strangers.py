@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fp8bench.worker.ranks.strangers import refuse_strangers, watch_groups
+from fp8bench.worker.ranks.bench import refuse_strangers, watch_groups
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells whose a connection is")
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp8bench.worker import timed_steps
-from fp8bench.worker.timed_steps import Left, as_they_were, slot_of, told_apart
+from fp8bench.worker import step_effect
+from fp8bench.worker.step_effect import Left, as_they_were, slot_of, told_apart
 
 MS = 1e-3
 
@@ -18,7 +18,7 @@ def told(left: Callable[[int, bool], Left], seconds: Callable[[int, bool], float
     """Of slots that leave this and take so long, the n-th from 0."""
     numbers = iter(range(8))
 
-    def slot(timed: bool) -> timed_steps.Slot:
+    def slot(timed: bool) -> step_effect.Slot:
         number = next(numbers)
         return slot_of([seconds(number, timed)] * 3, 1, left(number, timed))
 
@@ -32,7 +32,7 @@ def sums(*values: float) -> torch.Tensor:
 def test_slots_that_agree_are_two() -> None:
     seen: list[bool] = []
 
-    def slot(timed: bool) -> timed_steps.Slot:
+    def slot(timed: bool) -> step_effect.Slot:
         seen.append(timed)
         return slot_of([MS], 1, [sums(1, 2), sums(3, 4)])
 
@@ -92,6 +92,6 @@ def test_a_state_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
             found.append(left(given @ given))
     assert torch.equal(given, before[0]) and torch.equal(weights, before[1])
     assert all(map(torch.equal, *found)) and sorted(bool(one.any()) for one in found[0]) == [False, True, True]
-    monkeypatch.setattr(timed_steps, "MOST_BYTES", 100)
+    monkeypatch.setattr(step_effect, "MOST_BYTES", 100)
     with as_they_were(state, {given.untyped_storage().data_ptr()}) as left:
         assert torch.equal(given, before[0]) and left(given) == []

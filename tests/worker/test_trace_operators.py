@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.model import CELL_PHASES, OperatorTime
-from fp8bench.worker.trace_operators import LONGEST_NAME, MOST, mended, operators_of
+from fp8bench.worker.tracing import LONGEST_NAME, MOST, mended, operators_of
 
 Event = dict[str, Any]
 

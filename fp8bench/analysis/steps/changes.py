@@ -84,7 +84,6 @@ class Change:
 
     @property
     def alarms(self) -> bool:
-        """Whether somebody should look at it."""
         return (self.is_worse or self.is_counted) and self.state is ChangeState.OPEN
 
     @property
@@ -114,10 +113,6 @@ class Stretch:
     values: Floats
     counted: bool = False
 
-    @property
-    def is_long_enough(self) -> bool:
-        return len(self.values) >= (2 if self.counted else LEAST_VALUES)
-
 
 def find_changes(trends: Iterable[Trend]) -> Found:
     """Look at each trend, all at once. Nothing is acknowledged yet."""
@@ -130,7 +125,7 @@ def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
     chosen: list[Stretch] = []
     looked_at = [0, 0]
     for of_trend in stretches:
-        compared = [one for one in of_trend if one.is_long_enough]
+        compared = [one for one in of_trend if len(one.values) >= (2 if one.counted else LEAST_VALUES)]
         sound = [one for one in compared if one.values.min() >= 0]
         chosen += sound
         counted = any(one.counted for one in of_trend)
@@ -149,7 +144,6 @@ def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
 
 
 def _exact_steps(values: Floats) -> tuple[Step, ...]:
-    """Wherever a value differs from the one before."""
     at = (np.flatnonzero(np.diff(values)) + 1).tolist()
     return tuple(Step(one, one - 1, one, float(values[one - 1]), float(values[one]), 0.0, 0.0) for one in at)
 

@@ -17,9 +17,9 @@ from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wante
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
+from fp8bench.measure.device_watch import warm_up_limit
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
-from fp8bench.measure.settle import warm_up_limit
 from fp8bench.measure.windows import WindowRule, phases_at_most, window_rule_for, windows_of
 from fp8bench.model import Case, Group, Plan, Record, Request, Run
 from fp8bench.model.request import HOW, PHASE_ENERGY, WHAT, whole_number

@@ -18,13 +18,13 @@ from fp8bench.errors import StoreError, UnknownName, UsageError
 from fp8bench.features.ablate.values import KEPT, MOST_BY_SHAPLEY, AblatedArm, AblatedOption, Ablation, arms_of
 from fp8bench.files import compact, sealed, stamp, write_whole
 from fp8bench.jobs.observer import JobObserver
+from fp8bench.measure.arm import quantisers_for
 from fp8bench.measure.environment import gather
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.handle import claimed
 from fp8bench.measure.limits import Limits
-from fp8bench.measure.quantisers import quantisers_for
+from fp8bench.measure.passes import records_tapes
 from fp8bench.measure.sensors.meter import Meters
-from fp8bench.measure.tapes import records_tapes
 from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import DeviceFacts, Environment, Group, Level, Plan, PlannedCase, Record, Request, Timing
 from fp8bench.model.codec import encode

@@ -29,12 +29,11 @@ from fp8bench.features.duel.values import (
 )
 from fp8bench.features.duel.verdicts import LEAST_ROUNDS
 from fp8bench.jobs.observer import JobObserver, Tell
-from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm
+from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, Quantisers, quantisers_for
 from fp8bench.measure.environment import command_line, gather
 from fp8bench.measure.interrupts import held_back, ignored
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import CaseOutcome, Passes, exhausted
-from fp8bench.measure.quantisers import Quantisers, quantisers_for
 from fp8bench.model import Case, Environment, PlannedCase, Request
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import CEILING_SECONDS, QUICK_ROUNDS, StoppingRule

@@ -80,7 +80,6 @@ class Order:
 
     @property
     def logs(self) -> Path:
-        """The folder of what workers print."""
         return self.store.resolve() / "cells" / "logs"
 
     @property

@@ -41,7 +41,6 @@ class Tasks:
 
     @property
     def name(self) -> str:
-        """For the scheduler's lists."""
         return f"fp8bench-{self.plan.id}"
 
     @property

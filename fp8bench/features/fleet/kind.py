@@ -13,7 +13,6 @@ from fp8bench.store.runs.listing import store_of
 
 
 def machines(run: Run, value: str, store: Path) -> View:
-    """As `fleet report` has them."""
     from fp8bench.features.fleet.report import fleet_of
     from fp8bench.features.fleet.view import report_page, report_rows
 

@@ -73,7 +73,6 @@ def _began(run: MachineRun, off: float, words: str) -> _Hit:
 
 
 def _set_back(seen: Sequence[MachineRun]) -> Iterator[_Hit]:
-    """Runs that were gone on with before they began."""
     for one in seen:
         for before, after in pairwise(one.started):
             back = (before - after).total_seconds()
@@ -203,7 +202,6 @@ def seen_from(times: Mapping[str, Mapping[str, float]]) -> float | None:
 
 
 def _logs(times: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Of the cases that enough machines have."""
     return {
         case: {machine: math.log(value) for machine, value in seen.items()}
         for case, seen in times.items() if len(seen) >= LEAST_MACHINES
@@ -237,7 +235,6 @@ def _in_case(case: str, logs: Mapping[str, float], rate: float) -> dict[str, Dev
 
 
 def _distances(logs: Floats) -> tuple[Floats, Floats]:
-    """From the median of a row, and the row's spread."""
     distances = logs - np.median(logs, axis=1, keepdims=True)
     return distances, _NORMAL * np.median(np.abs(distances), axis=1)
 

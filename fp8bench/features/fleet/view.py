@@ -165,7 +165,6 @@ _LEGEND = (
 
 
 def why_of(state: CellState) -> str:
-    """Why it failed, and what of it is damaged."""
     return "; ".join(filter(None, (state.why, *state.damage)))
 
 
@@ -214,7 +213,6 @@ def report_rows(report: FleetReport) -> Rows:
 
 
 def named_for(report: FleetReport) -> dict[str, str]:
-    """What each machine that is named is named for, in words with commas."""
     named = together((alarm.machine, alarm.what.value) for alarm in report.alarms)
     return {machine: ", ".join(dict.fromkeys(words)) for machine, words in named.items()}
 

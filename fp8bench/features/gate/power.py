@@ -2,7 +2,7 @@
 
 A slow-down is found if it passes both looks. Each look asks for some logarithm at least, for its interval, for its
 p-value among so many and for what stored times may say. What it finds is the true one and noise, of which looks share
-what they share runs of. `suites/sight.py` plants such slow-downs and counts how many fail.
+what they share runs of. `suites/gate.py` plants such slow-downs and counts how many fail.
 """
 
 from __future__ import annotations

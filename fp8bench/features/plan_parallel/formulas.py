@@ -163,19 +163,14 @@ def memory_of(model: DecoderModel, layout: ParallelLayout, load: Load) -> GpuMem
     layers = -(-model.layers // layout.pipeline)
     stage = (layers * model.block + model.ends * (2 if layout.pipeline == 1 else 1)) / layout.tensor
     in_flight = min(layout.pipeline, load.micro_batches)
+    logit = _FUSED_LOGIT if load.fused_loss else _LOGIT if load.compiled else _EAGER_LOGIT
     return GpuMemory(
         states=STATES * stage / (layout.shards * layout.context),
         gathered=_gathered(model, layout, stage),
         kept=_kept(model, load) * tokens * layers * in_flight / layout.tensor,
         block=_block(model, layout) * tokens,
-        logits=_logit(load) * tokens * model.vocabulary / layout.tensor,
+        logits=logit * tokens * model.vocabulary / layout.tensor,
     )
-
-
-def _logit(load: Load) -> int:
-    if load.fused_loss:
-        return _FUSED_LOGIT
-    return _LOGIT if load.compiled else _EAGER_LOGIT
 
 
 def _gathered(model: DecoderModel, layout: ParallelLayout, stage: float) -> float:

@@ -71,7 +71,6 @@ def checks(device: str = "cpu") -> Iterator[SelfCheck]:
 
 
 def rounding() -> SelfCheck:
-    """Every FP8 code survives rounding, and every midpoint goes to the even neighbour."""
     import torch
 
     from fp8bench.formats.quantise import round_to
@@ -88,7 +87,6 @@ def rounding() -> SelfCheck:
 
 
 def switches() -> SelfCheck:
-    """A precision's global switches are put back, also when the measured code raises."""
     import torch
 
     before = torch.get_float32_matmul_precision()
@@ -104,7 +102,6 @@ def switches() -> SelfCheck:
 
 
 def product(side: int) -> Params:
-    """What work is planted into."""
     return (
         ("base", "gemm"), ("base.m", side), ("base.n", side), ("base.k", side),
         ("base.product", "forward"), ("base.operands", "cast"),
@@ -143,7 +140,6 @@ def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[SelfCheck]:
 
 
 def phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfCheck:
-    """Every phase of a training step is seen, and little is left unattributed."""
     params = (("size", "nano"), ("batch", 2), ("sequence", 96), ("micro_batches", 2), ("data", corpus.identity))
     case = Case("transformer", params, "bf16", facts.key)
     work = workloads.get("transformer").work(dict(params))
@@ -168,7 +164,6 @@ def phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfCheck:
 
 
 def crash(worker: ProcessWorker, facts: DeviceFacts) -> SelfCheck:
-    """A worker that dies in the middle is noticed, and a fresh one answers."""
     worker.probe()
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
@@ -191,7 +186,6 @@ time.sleep(60)
 
 
 def orphan() -> SelfCheck:
-    """Only the parent is killed; the worker must be gone within two seconds."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with subprocess.Popen(
         [sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True, env=environment
@@ -226,7 +220,6 @@ def alive(pid: int) -> bool:
 
 
 def storage() -> SelfCheck:
-    """A run file cut in the middle of a line still opens, with what was whole."""
     environment = Environment({"machine": "m"})
     run = Run("selftest", "2026-01-01T00:00:00+00:00", "selftest", Request("gemm"), Plan(()), environment, ())
     with tempfile.TemporaryDirectory() as folder:

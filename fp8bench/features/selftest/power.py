@@ -221,7 +221,6 @@ def measure_power(
     seed: int,
     after_trial: Callable[[Arms], None] = lambda result: None,
 ) -> Arms:
-    """All trials of one operation."""
     start = time.monotonic()
     result = Arms(operation.name)
     # What a tiny call takes: from the step with none and with about half as much again.

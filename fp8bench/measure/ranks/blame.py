@@ -38,7 +38,6 @@ class RankState:
 
     @property
     def well(self) -> bool:
-        """It has done what it was asked."""
         return self.answered and not self.fault[0]
 
     @property
@@ -87,12 +86,10 @@ def suspects(states: Sequence[RankState]) -> tuple[RankState, ...]:
 
 
 def failed_rank(beat: Heartbeat, ranks: int, now: float) -> FailedRank:
-    """The rank that a case failed by, in figures."""
     return FailedRank(beat.rank, ranks, beat.request, beat.phase, beat.sequence, max(0.0, now - beat.seconds))
 
 
 def sentence(states: Sequence[RankState], now: float) -> str:
-    """What is known of the rank that failed, and what the others said."""
     named = suspects(states)
     return _named(named, len(states), now) + "".join(
         f"; rank {other.rank} said: {_short(other.fault[0])}"

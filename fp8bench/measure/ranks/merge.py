@@ -55,7 +55,6 @@ def _communication(step: RawStep) -> int:
 
 
 def _devices(answers: Sequence[Sequence[DeviceFacts]]) -> tuple[DeviceFacts, ...]:
-    """Those that every rank has one of."""
     keys = set.intersection(*({one.key for one in found} for found in answers))
     return tuple(one for one in answers[0] if one.key in keys)
 
@@ -73,7 +72,6 @@ def _agreed(answers: Sequence[Mapping[str, float] | str]) -> Mapping[str, float]
 
 
 def most_memory(answers: Sequence[MemoryUse | str]) -> MemoryUse | str:
-    """Of the rank that takes most, with that of each."""
     told = [answer for answer in answers if isinstance(answer, MemoryUse)]
     if len(told) < len(answers):
         return next(answer for answer in answers if isinstance(answer, str))
@@ -87,10 +85,6 @@ def _checked(answers: Sequence[StateCheck]) -> StateCheck:
         if answer.wrong:
             return replace(answer, wrong=f"rank {rank} of {len(answers)}: {answer.wrong}")
     return max(answers, key=lambda answer: answer.not_finite)
-
-
-def _left(answers: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    return tuple(f"rank {rank}: {name}" for rank, names in enumerate(answers) for name in names)
 
 
 def _software(answers: Sequence[Mapping[str, Scalar | None]]) -> dict[str, Scalar | None]:
@@ -121,11 +115,6 @@ def _bits(answers: Sequence[Sequence[OperationBits]]) -> tuple[OperationBits, ..
     return tuple(replace(one, digests=tuple(digests)) for one, digests in found.items())
 
 
-def _smallest(answers: Sequence[int | None]) -> int | None:
-    """Bytes at the highest point of any rank, where all of them had room."""
-    return None if None in answers else max(answer for answer in answers if answer is not None)
-
-
 StepAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
 
 
@@ -152,9 +141,10 @@ _MERGED: Merges = {
     "memory": most_memory,
     "step_parts": _step_parts,
     "check": _checked,
-    "release": _left,
+    "release": lambda answers: tuple(f"rank {rank}: {name}" for rank, names in enumerate(answers) for name in names),
     "software": _software,
     "trial": _said,
     "capture": _said,
-    "try_batch": _smallest,
+    # Bytes at the highest point of any rank, where all of them had room.
+    "try_batch": lambda answers: None if None in answers else max(answers),
 }

@@ -136,7 +136,6 @@ class RanksProcess(WorkerProcess):
         return True
 
     def receive(self) -> Any:
-        """One answer for all, or the fault of the rank that failed."""
         replies = [rank.reply for rank in self._ranks if rank.reply is not None]
         faults = [reply for _, reply in replies if reply[0] == "fault"]
         number = replies[0][0]
@@ -311,7 +310,6 @@ class RanksProcess(WorkerProcess):
         return self._told
 
     def _meet(self, listening: socket.socket) -> None:
-        """Let every rank connect twice."""
         begun = time.monotonic()
         end = begun + self._launch.start_seconds
         while missing := [rank for rank in self._ranks if rank.requests is None or rank.lifeline is None]:

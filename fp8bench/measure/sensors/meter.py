@@ -19,8 +19,8 @@ from fp8bench.measure.sensors.host import HostDevice
 from fp8bench.measure.sensors.looks import DriverDevice, Looks
 from fp8bench.measure.sensors.mean_power import INTERVALS, rhythm
 from fp8bench.measure.sensors.nvml import AbsentDevice, NvmlDevice
-from fp8bench.measure.sensors.nvml_library import LIBRARY, Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
+from fp8bench.measure.sensors.nvml_queries import LIBRARY, Library
 from fp8bench.measure.sensors.sampler_thread import Sampler, Source, SourceKind
 from fp8bench.measure.sensors.timeouts import HOST, TIMEOUT, Clock, NoAnswer
 from fp8bench.model import DeviceFacts

@@ -7,9 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fp8bench.measure.sensors.looks import DriverDevice, Looks, Query
-from fp8bench.measure.sensors.nvml_library import FUNCTION_NOT_FOUND, LIBRARY, NOT_FOUND, NOT_SUPPORTED, Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity, Instance, Listed, Match, match
-from fp8bench.measure.sensors.nvml_queries import QUERIES
+from fp8bench.measure.sensors.nvml_queries import (
+    FUNCTION_NOT_FOUND,
+    LIBRARY,
+    NOT_FOUND,
+    NOT_SUPPORTED,
+    QUERIES,
+    Library,
+)
 from fp8bench.model.readings import NoReading, Reading, Readings, Unavailable, attempt
 
 

@@ -42,7 +42,6 @@ class RankGroup:
             return whole
 
     def largest(self, x: Tensor) -> Tensor:
-        """The largest of everybody's, element by element."""
         with self.phase.communication:
             whole = x.clone()
             dist.all_reduce(whole, dist.ReduceOp.MAX, group=self.handle)

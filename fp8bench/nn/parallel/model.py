@@ -89,7 +89,6 @@ class ParallelModel:
         return [ScaleWitness(self.layers(), self.shared_roles, self.group), *wires]
 
     def layers(self) -> dict[str, Linear]:
-        """Those of fp8bench's own, by their paths."""
         return {path: one for path, one in self.module.named_modules() if isinstance(one, Linear)}
 
     def memory_roles(self) -> dict[MemoryRole, object]:

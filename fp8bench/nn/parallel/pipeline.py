@@ -73,11 +73,9 @@ class MarkedStage(PipelineStage):
         return self.group is not None and is_silent(self.group)
 
     def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
-        return (
-            torch.ones(1, dtype=torch.int32)
-            if self._alone()
-            else super()._warmup_forward_vote(has_backward, received_acc)
-        )
+        if self._alone():
+            return torch.ones(1, dtype=torch.int32)
+        return super()._warmup_forward_vote(has_backward, received_acc)
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
         if self._alone():

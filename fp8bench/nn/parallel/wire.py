@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fp8bench.model.ranks import Sent
+from fp8bench.numerics.operands import OperatorWatch
 
 # Of the bytes that it brings to an operation a ring's rank sends that many times to others, of n ranks.
 _FACTORS: dict[str, Callable[[int], float]] = {
@@ -59,29 +58,26 @@ class NotCounted(RuntimeError):
     """An operation between ranks of which nobody has said what it sends."""
 
 
-class StepWire(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
     """Sees every operation between ranks while it is open: torch's own (c10d), and those of DTensor.
 
     What a rank sends of one is what a ring sends, which a backend need not take.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._calls: Counter[tuple[str, str]] = Counter()
         self._bytes: dict[tuple[str, str], float] = defaultdict(float)
         self._again: list[tuple[Any, Any]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return (
-                NotImplemented  # what it asks of other ranks is within, and would be done with this mode switched off
-            )
+    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        # What a DTensor asks of other ranks is within, and comes by itself.
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.name().partition(".")[0]
             self._count(name, args)
             if name not in _SENDS_NOTHING:
                 self._again.append((func, tree_map_only(Tensor, torch.zeros_like, args)))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **named)
 
     def sent(self, rank: int) -> tuple[Sent, ...]:
         """By operation and dtype, the most bytes first."""

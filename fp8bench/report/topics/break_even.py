@@ -9,8 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.break_even import BreakEven
-from fp8bench.analysis.sweeps import Sweep, SweptMode, sweeps_of, swept_modes
+from fp8bench.analysis.break_even import BreakEven, Sweep, SweptMode, sweeps_of, swept_modes
 from fp8bench.model import Finding, Params, Run
 from fp8bench.report.case_status import FACTS, doubts, emulated, show_speed_up, speed_up, standing, status_words
 from fp8bench.report.columns import Col, table

@@ -1,29 +1,195 @@
-"""The bench of one rank: joins the others in a process group, and says how far it has come."""
+"""The bench of one rank: joins the others in a process group, and says how far it has come.
+
+It looks whether somebody else is connected to this rank: gloo takes whoever comes first, and asks nobody who he is.
+Linux alone tells whose a connection is. How far communication hides is told by parts of a step alone, at once and in
+turn, in rounds of random order.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8bench.model import Case, DeviceFacts, Scalar, StepEffect
 from fp8bench.model.codec import PlainUnpickler
 from fp8bench.model.ranks import MEETING, Sent, Transfer
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import OperationBits
+from fp8bench.protocols.workload import StepParts
 from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.ranks.heart import Heart, StartLine
-from fp8bench.worker.ranks.overlap import RankMeeting, Rounds, step_rounds
-from fp8bench.worker.ranks.strangers import watch_groups
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+_ESTABLISHED, _LISTENING = "01", "0A"
+
+
+class _End(NamedTuple):
+    """One end of a connection of this machine, as /proc/net/tcp has it: both addresses, state, owner, inode."""
+
+    here: str
+    there: str
+    state: str
+    owner: int
+    inode: str
+
+
+def watch_groups(c10d: Any) -> None:
+    """From here on torch makes no process group to which a stranger is connected: it raises instead.
+
+    All connections of a group are there once it is made, and none comes after. So nobody else's bytes are read.
+    """
+    make: Callable[..., Any] = c10d._new_process_group_helper
+
+    def made(*arguments: Any, **named: Any) -> Any:
+        group = make(*arguments, **named)
+        refuse_strangers()
+        return group
+
+    c10d._new_process_group_helper = made
+
+
+def refuse_strangers() -> None:
+    """Raise where another user holds the other end of a connection that this process has accepted."""
+    ends = list(_ends())
+    numbers = set(_own_sockets())
+    own = [end for end in ends if end.inode in numbers]
+    doors = {one.here for one in own if one.state == _LISTENING}
+    taken = {(one.there, one.here) for one in own if one.state == _ESTABLISHED and one.here in doors}
+    for end in ends:
+        # One without an inode belongs to nobody any more: whoever had it has closed it.
+        if (end.here, end.there) in taken and end.inode != "0" and end.owner != os.geteuid():
+            raise PermissionError(
+                f"a process of another user (number {end.owner}) has connected to this rank, where only ranks belong: "
+                "what it sends would be taken for theirs. Measure again without that process."
+            )
+
+
+def _ends() -> Iterator[_End]:
+    for name in ("tcp", "tcp6"):
+        file = Path("/proc/self/net", name)
+        for line in file.read_text().splitlines()[1:] if file.exists() else ():
+            words = line.split()
+            yield _End(words[1], words[2], words[3], int(words[7]), words[9])
+
+
+def _own_sockets() -> Iterator[str]:
+    folder = Path("/proc/self/fd")
+    for file in folder.iterdir() if folder.exists() else ():
+        try:
+            kind, _, number = str(file.readlink()).partition(":")
+        except OSError:  # closed meanwhile
+            continue
+        if kind == "socket":
+            yield number.strip("[]")
+
+
+# Seconds of each round, by part.
+Rounds = dict[str, list[float]]
+# Fewer rounds agree by chance too often; short parts have more, for so many seconds of all ranks.
+_LEAST_ROUNDS, _MOST_ROUNDS, _ROUNDS_SECONDS = 6, 15, 0.15
+# Long enough that a barrier's own skew is small.
+_LEAST_SECONDS = 3e-3
+# Parts that do nothing new once the others have run: a whole step has run by then, too.
+_MADE_OF_OTHERS = {"both", "in_turn"}
+
+
+class RankMeeting(NamedTuple):
+    """How a rank waits for its device, and for the other ranks."""
+
+    synchronise: Callable[[], None]
+    meet: Callable[[], None]
+
+
+def step_rounds(parts: StepParts, together: RankMeeting, seed: int) -> Rounds:
+    """Seconds of the parts of a step, of both at once and in turn, and of one rank's steps while the others wait."""
+    import torch.distributed as dist
+
+    if parts.together is None:
+        parts = _repeated(parts, together.synchronise)
+    assert parts.together is not None
+
+    def in_turn() -> None:
+        parts.compute()
+        together.synchronise()
+        parts.communicate()
+
+    ours = {"compute": parts.compute, "communication": parts.communicate, "both": parts.together, "in_turn": in_turn}
+    if parts.alone is not None:
+        ours["whole"], ours["share"] = parts.alone if dist.get_rank() == 0 else (_nothing, _nothing)
+    return rounds(ours, together, seed)
+
+
+def _repeated(parts: StepParts, synchronise: Callable[[], None]) -> StepParts:
+    """Beside a communication that goes on by itself, as many products as last long enough."""
+    times = _times(parts.compute, synchronise)
+
+    def products() -> None:
+        for _ in range(times):
+            parts.compute()
+
+    def both() -> None:
+        sent = parts.communicate()
+        products()
+        sent.wait()
+
+    return StepParts(products, lambda: parts.communicate().wait(), both)
+
+
+def rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, seed: int) -> Rounds:
+    """Seconds of each part in each round, which all ranks begin together. The order is the same on all of them."""
+    order, found = random.Random(seed), {name: list[float]() for name in parts}
+    for name, part in parts.items():  # for whatever comes first
+        if name not in _MADE_OF_OTHERS:
+            part()
+    together.synchronise()
+    begun = time.perf_counter()
+    for number in range(_MOST_ROUNDS):
+        if number >= _LEAST_ROUNDS and _most(time.perf_counter() - begun) > _ROUNDS_SECONDS:
+            break
+        for name in order.sample(list(parts), len(parts)):
+            together.meet()
+            start = time.perf_counter()
+            parts[name]()
+            together.synchronise()
+            found[name].append(time.perf_counter() - start)
+    return found
+
+
+def _nothing() -> None:
+    """What a rank does while another works."""
+
+
+def _times(compute: Callable[[], object], synchronise: Callable[[], None]) -> int:
+    """How many products last long enough: as many on each rank as on the fastest of them, or ranks would differ."""
+    compute()
+    synchronise()
+    start = time.perf_counter()
+    compute()
+    synchronise()
+    return int(_most(max(1.0, _LEAST_SECONDS / max(time.perf_counter() - start, 1e-6))))
+
+
+def _most(value: float) -> float:
+    """The largest that a rank has, on all of them."""
+    import torch
+    import torch.distributed as dist
+
+    told = torch.tensor([value], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    return float(told)
+
 
 # What a rank sends in a step, and seconds of each round of what a step is made of; or why nobody can tell.
 StepAnswer = tuple[tuple[Sent, ...], Rounds] | str | None
@@ -110,7 +276,6 @@ class RankBench(Bench):
         return (*own, *bits_of_ranks(facts))
 
     def transfer(self, case: Case, facts: DeviceFacts) -> Transfer | None:
-        """What a step moves between the ranks."""
         with self._apart(case, facts) as (workload, _, setup):
             return workload.transfer(setup())
 

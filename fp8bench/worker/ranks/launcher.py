@@ -97,7 +97,6 @@ def _is_there(pid: int) -> bool:
 
 
 def main() -> None:
-    """Take the two descriptors off the command line, be told, launch, and tell."""
     connection, lifeline = Connection(int(sys.argv[1])), int(sys.argv[2])
     ranks, module, folder, wait_seconds = connection.recv()
     die_with_parent(lifeline, connection, partial(_end_all, folder, os.getpid()))

@@ -41,7 +41,6 @@ def _one_device(rank: int) -> None:
 
 
 def main(made: Callable[[Settings, Heart, float], RankBench] = RankBench) -> None:
-    """Take folder and seconds off the command line, connect, and serve with the bench that is made."""
     folder, wait_seconds = Path(sys.argv[1]), float(sys.argv[2])
     rank = int(os.environ["RANK"])
     if os.getpgrp() != os.getpid():  # whoever ends this rank ends its group
@@ -52,11 +51,7 @@ def main(made: Callable[[Settings, Heart, float], RankBench] = RankBench) -> Non
     heart = Heart(folder / beat_file(rank))
     connection = Connection(_connected(folder, rank, "requests"))
     lifeline = _connected(folder, rank, "lifeline")
-
-    def opened(settings: Settings) -> RankBench:
-        return made(settings, heart, wait_seconds)
-
-    run(connection, lifeline, opened, heart.request)
+    run(connection, lifeline, lambda settings: made(settings, heart, wait_seconds), heart.request)
 
 
 if __name__ == "__main__":

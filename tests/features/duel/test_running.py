@@ -22,8 +22,8 @@ from fp8bench.features.duel.run import CaseProgress, CaseRunner, begin_case
 from fp8bench.features.duel.sides import DuelQuestion
 from fp8bench.features.duel.turns import PartnerWorker, SideWorkers, Start
 from fp8bench.features.duel.values import Duel, DuelCutOff
+from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.limits import USUAL
-from fp8bench.measure.quantisers import Quantisers
 from fp8bench.model import Case, PlannedCase, Request, Status
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver

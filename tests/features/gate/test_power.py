@@ -18,8 +18,7 @@ from fp8bench.features.gate.view import page_of, seen, sentence, summary, warnin
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Noise
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render
-from suites.gate import Setting
-from suites.sight import nights, stored, trial
+from suites.gate import Setting, nights, stored, trial
 from tests.counts import counts
 from tests.duels import result
 from tests.fakes import steady

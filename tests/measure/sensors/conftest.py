@@ -10,8 +10,8 @@ import pytest
 
 from fp8bench.measure.sensors.meter import Meter, nvml_meter
 from fp8bench.measure.sensors.nvml import NvmlDevice
-from fp8bench.measure.sensors.nvml_library import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
+from fp8bench.measure.sensors.nvml_queries import Library
 from tests.measure.sensors.nvml.library import Simulation, build, uuid_of, why_not
 from tests.measure.sensors.virtual import VirtualClock
 

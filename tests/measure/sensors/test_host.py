@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fp8bench.measure.device_watch import Settler
 from fp8bench.measure.sensors.host import HostDevice
-from fp8bench.measure.settle import Settler
 from fp8bench.model.readings import Reading, Unavailable
 from tests.fakes import MS, FakeWorker, Script, arm, gemm_steps
 

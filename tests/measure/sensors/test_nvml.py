@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fp8bench.measure.sensors.nvml import NvmlDevice
-from fp8bench.measure.sensors.nvml_library import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
+from fp8bench.measure.sensors.nvml_queries import Library
 from fp8bench.model.readings import NoReading, Reading, Unavailable, grown
 from tests.measure.sensors.nvml.library import GIGABYTE, Simulation, pci_of, uuid_of
 from tests.measure.sensors.test_nvml_library import left_behind

@@ -33,8 +33,7 @@ from fp8bench.store.index.points_file import points_file
 from fp8bench.store.runs.listing import index_of
 from fp8bench.store.verify import verify
 from fp8bench.user_code import import_user_modules
-from suites.compacted_history import WORKS, make, measure, write_compacted
-from suites.long_history import write_module, write_store
+from suites.long_history import READS, make_compacted, measure_reading, write_compacted, write_module, write_store
 from tests.counts import sampled
 from tests.histories import history, keep, read_trends, records, run_at, trends_of
 from tests.own_suites import forgotten
@@ -441,7 +440,7 @@ def test_it_is_as_what_compacting_runs_makes(folder: Path) -> None:
 @pytest.mark.slow
 def test_what_is_measured_works(tmp_path: Path) -> None:
     """On a small store."""
-    assert make(tmp_path, 40, 1).cpu > 0
-    for what in WORKS:
-        cost = measure(tmp_path, what, 1)
+    assert make_compacted(tmp_path, 40, 1).cpu > 0
+    for what in READS:
+        cost = measure_reading(tmp_path, what, 1)
         assert 0 < cost.cpu < 60 and cost.wall > 0 and 10 << 20 < cost.peak < 400 << 20

@@ -1,0 +1,136 @@
+"""What looking at operators costs: `python -m suites.looking`, about a minute.
+
+Steps with and without somebody looking in turn, by the fastest of each: with the recorder of tapes, and with what times
+operators for shares. Shares are then held against those of torch's profiler on the same step, whose self times are put
+into kinds by the same rules.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fp8bench.model import Case, DeviceFacts, Request
+from fp8bench.model.raw import Settings
+from fp8bench.model.step import Share, ShareKind
+from fp8bench.numerics.operands import ProductWatch
+from fp8bench.plan.corpus import prepare_corpus
+from fp8bench.plan.make import make_plan
+from fp8bench.profiler import recorded
+from fp8bench.protocols import SilentPhases
+from fp8bench.registry import precisions, workloads
+from fp8bench.tape.counting import counted
+from fp8bench.tape.profiled import profiled
+from fp8bench.tape.recorder import OperatorTape
+from fp8bench.tape.timed_calls import OperatorTimes, shares_of
+from fp8bench.worker.bench import Bench
+from suites.trials import least_seconds, options, say, seconds
+
+# The most that an operator may take while it is looked at.
+MOST_SECONDS = 30e-6
+_CASES = (("transformer", "fp32"), ("transformer", "fp8"), ("mlp", "bf16"))
+_STEPS = 9
+
+
+def recording(bench: Bench, case: Case, facts: DeviceFacts, repeats: int) -> tuple[int, float, float]:
+    """How many operators a step calls, views too; seconds that recording adds to each, and that counting takes."""
+    with precisions.get(case.precision).scope():
+        workload = workloads.get(case.workload)
+        state = workload.prepare(bench._setup(case, facts))
+
+        def taped() -> OperatorTape:
+            with OperatorTape() as tape:
+                workload.step(state, tape.phases)
+            return tape
+
+        plain, watched = least_seconds(repeats, lambda: workload.step(state, SilentPhases()), taped)
+        calls = taped().calls
+        with ProductWatch(lambda operands: None) as watch:
+            workload.step(state, SilentPhases())
+    return watch.operators, (watched - plain) / watch.operators, seconds(lambda: counted(calls))
+
+
+def tapes(repeats: int) -> Iterator[float]:
+    """Seconds an operator."""
+    corpus = prepare_corpus(None, Path(".fp8bench/data"))
+    bench = Bench(Settings(corpus=corpus.path))
+    facts = tuple(device for device in bench.probe() if device.key == "cpu")
+    for suite, dtype in _CASES:
+        plan = make_plan(Request(suite, (dtype,), ("cpu",)), facts, corpus.identity)
+        case = next(planned.case for group in plan for planned in group.cases if planned.runs)
+        count, added, counting = recording(bench, case, facts[0], repeats)
+        say(f"{suite} {dtype}: {count} operators, {added * 1e6:.1f} us each; counted in {counting * 1e3:.0f} ms")
+        yield added
+
+
+def _blocks() -> tuple[nn.Module, torch.Tensor]:
+    """A stack of blocks with attention."""
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.randn(4, 128, 256)
+
+
+def _convolutions() -> tuple[nn.Module, torch.Tensor]:
+    parts = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(6)]
+    return nn.Sequential(nn.Conv2d(3, 16, 1), *parts), torch.randn(8, 3, 32, 32)
+
+
+def compared(made: Callable[[], tuple[nn.Module, torch.Tensor]]) -> tuple[float, dict[str, tuple[float, float]], int]:
+    """Seconds that looking adds to an operator, shares by kind here and by torch's profiler, and how many operators."""
+    torch.manual_seed(0)
+    model, batch = made()
+    optimizer = torch.optim.AdamW(model.parameters())
+    mode = OperatorTimes([model], time.thread_time_ns)
+    plain, looked, steps, theirs = [], [], [], []
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def look() -> None:
+        with mode.watching() as calls:
+            step()
+        steps.append(calls)
+
+    for _ in range(1 + _STEPS):
+        plain.append(seconds(step))
+        looked.append(seconds(look))
+        theirs.append(profiled(recorded(step, "cpu")).parts)
+    ours = shares_of(steps[1:], plain[1:]).parts
+    shares = {kind.value: (_share(ours, kind), statistics.median(_share(parts, kind) for parts in theirs[1:]))
+              for kind in ShareKind}  # fmt: skip
+    cost = (min(looked[1:]) - min(plain[1:])) / len(steps[1])
+    return cost, {name: both for name, both in shares.items() if any(both)}, len(steps[1])
+
+
+def _share(parts: Sequence[Share], kind: ShareKind) -> float:
+    return sum(part.seconds for part in parts if part.kind is kind) / sum(part.seconds for part in parts)
+
+
+def main() -> int:
+    """1 where looking takes longer than it may, or a kind's share is further off than asked."""
+    asked = options(
+        __doc__, repeats=(30, "steps of each kind with the recorder of tapes"),
+        most=(0.05, "how far a share may be from that of torch's profiler"),
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    costs, furthest = list(tapes(asked.repeats)), 0.0
+    for name, made in (("blocks", _blocks), ("convolutions", _convolutions)):
+        cost, shares, operators = compared(made)
+        costs.append(cost)
+        say(f"shares of {name}: {operators} operators, {cost * 1e6:.1f} us each for looking")
+        for kind, (mine, other) in shares.items():
+            say(f"  {kind:12} {mine:6.1%}   torch's profiler {other:6.1%}   apart {mine - other:+.1%}")
+            furthest = max(furthest, abs(mine - other))
+    say(f"at most {max(costs) * 1e6:.1f} us an operator, {MOST_SECONDS * 1e6:.0f} us are allowed")
+    return int(max(costs) > MOST_SECONDS or furthest > asked.most)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
