@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train.lab.models import check, check_ranks, config_of, layers_of, support
+from fp8bench.features.train.own import check_own
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
@@ -21,7 +22,7 @@ from fp8bench.units import size
 
 MOST_ARMS = 64
 # What must be the same in all arms: weights and batches are shared. The map is a table of its own.
-_SHARED = {"model", "arch", "batch", "sequence", "rates", "precision_map", "parallel"}
+_SHARED = {"make", "skip", "model", "arch", "batch", "sequence", "rates", "precision_map", "parallel"}
 _SWEPT: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
 }
@@ -60,8 +61,11 @@ def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceF
 def check_training(request: TrainingRequest) -> None:
     """Raise for unknown names and for what cannot be kept, before anything is started."""
     arms, mapped = _named(request), request.settings.precision_map
-    layers = layers_of(request.settings.arch, config_of(request.settings, 1))
-    check_keys(mapped, layers, f"model {request.settings.model}")
+    if request.settings.make:
+        check_own(request)
+    else:
+        layers = layers_of(request.settings.arch, config_of(request.settings, 1))
+        check_keys(mapped, layers, f"model {request.settings.model}")
     for arm in arms:
         check(arm.taken(request.settings))
         if request.ranks is not None:

@@ -92,12 +92,19 @@ class TrainerSettings:
     `attention` of 'auto' is torch's own, in the dtype that values travel in; 'prescaled' divides queries by the root of
     the head width before they are rounded, so that fewer scores are beyond the format. `nudge` disturbs an arm as
     rounding does, so that a study can be held against itself: 'ulp' moves the initial weights by one unit in the last
-    place, 'order' sums in another order. `handicap` multiplies the rate, to plant a loss.
+    place; 'order' sums in another order. `handicap` multiplies the rate, to plant a loss. `make` gives a model of the
+    user's own, with its batches: what is said of the built-in ones then does not count.
     """
 
     model: str = option(
         "nano", Rule("a model's name", lambda value: isinstance(value, str) and bool(value)),
         f"its size: {', '.join(SIZES)}; default {{default}}", "NAME", WHAT,
+    )  # fmt: skip
+    make: str = option("", Rule("module:function, or file.py:function", lambda value: isinstance(value, str)), group="")
+    skip: tuple[str, ...] = option(
+        (), Rule("a list of layers", lambda value: isinstance(value, tuple) and all(map(str, value))),
+        "of a model of your own, what stays as it came: kinds of layers (head, linear), or paths with * and ?", "A,B",
+        WHAT,
     )  # fmt: skip
     arch: str = _choice("gpt", ARCHITECTURES, "the model's architecture; default {default}", WHAT)
     batch: int = option(
@@ -183,6 +190,11 @@ class TrainerSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, SETTINGS_RULES)
+
+    @property
+    def called(self) -> str:
+        """The model, wherever that is named."""
+        return self.make or self.model
 
 
 SETTINGS_RULES: Mapping[str, Rule] = {name: one.rule for name, one in options_of(TrainerSettings).items()}

@@ -240,6 +240,8 @@ class Validation(StreamLine):
 
 # The kind of event that an arm's products are in another precision than its own.
 FALLBACK = "fallback"
+# The event that says how much of a model of the user's own an arm converts.
+COVERAGE = "coverage"
 # The event of a loop of somebody's own in which nothing could be seen for some updates.
 UNSEEN = "unseen"
 
@@ -247,7 +249,7 @@ UNSEEN = "unseen"
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
     """Something that happened in a step: 'not-finite', 'alarm', 'tried-fix', 'scale-halved', 'rate-lowered', 'stopped',
-    'resumed', 'pairs' (not all arms fit into memory), UNPAIRED, FALLBACK, UNSEEN.
+    'resumed', 'pairs' (not all arms fit into memory), UNPAIRED, FALLBACK, COVERAGE, UNSEEN.
 
     `layer` and `tensor` say where, `values` what was seen there, `remedy` what may help.
     """

@@ -16,6 +16,7 @@ from fp8bench.analysis.metric import why_no_larger
 from fp8bench.features.train import words
 from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import (
+    COVERAGE,
     WATCHED_SECONDS,
     Arm,
     ArmCost,
@@ -93,7 +94,7 @@ def plan_page(training: Training, reference: ArmState, seconds: float, unknown: 
     repeats = sum(arm.role is ArmRole.REPEAT for arm in running)
     steps = request.steps * ((len(running) - repeats) * request.seeds + repeats)
     ending = (
-        f"parameters: {units.whole(reference.parameters)} ({request.settings.model}, {request.settings.arch})",
+        f"parameters: {units.whole(reference.parameters)} ({_model_of(request)})",
         f"steps: {units.whole(steps)} in all, {many(request.steps, 'step')} of {many(len(running), 'arm')} in "
         + many(request.seeds, "seed"),
         *([f"ranks: {request.ranks} by {request.settings.parallel}; {_scales_of(request)}"] if request.ranks else []),
@@ -102,7 +103,7 @@ def plan_page(training: Training, reference: ArmState, seconds: float, unknown: 
         _expected_time(seconds, unknown),
         *filter(None, [words.without_histories(training)]),
     )
-    title = f"training of {request.settings.model} on {training.device.key}, which is {training.device.name}"
+    title = f"training of {request.settings.called} on {training.device.key}, which is {training.device.name}"
     arms = table("arms", "", cols, training.arms)
     return Page(title, "", (Part("arms", "", (arms,)), Part("ending", "", tuple(map(Text, ending)))))
 
@@ -123,7 +124,8 @@ def _bytes(parts: dict[str, float]) -> str:
 
 def title_of(training: Training) -> str:
     settings = training.request.settings
-    return f"training of {settings.model} ({settings.arch}, {units.count(training.parameters)} parameters)"
+    kind = "" if settings.make else f"{settings.arch}, "
+    return f"training of {settings.called} ({kind}{units.count(training.parameters)} parameters)"
 
 
 def facts_of(training: Training) -> Iterator[tuple[str, str]]:
@@ -140,6 +142,11 @@ def facts_of(training: Training) -> Iterator[tuple[str, str]]:
 def _scales_of(request: TrainingRequest) -> str:
     whose = "its own rank" if request.settings.amax_group == "own" else "all ranks"
     return f"a tensor's scale is by the largest magnitude of {whose}"
+
+
+def _model_of(request: TrainingRequest) -> str:
+    settings = request.settings
+    return settings.make or f"{settings.model}, {settings.arch}"
 
 
 def _how(arm: Arm) -> str:
@@ -286,6 +293,9 @@ def bands_of(found: TrainingVerdicts) -> Iterator[str]:
 
 
 def notes_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[str]:
+    yield from dict.fromkeys(event.words for event in kept.of(TrainingEvent) if event.kind == COVERAGE)
+    if not found.looks:
+        yield "nothing was held out, and the loss of training alone decides: give held_out in what make() returns"
     for said in found.arms:
         if not said.arm.skip:
             yield from (f"{said.arm.name}: {note}" for note in words.notes(said))
@@ -301,7 +311,7 @@ def notes_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[str]:
 
 
 def _events(kept: KeptTraining) -> Iterator[str]:
-    events = kept.of(TrainingEvent)
+    events = [event for event in kept.of(TrainingEvent) if event.kind != COVERAGE]
     for event in events[:_SHOWN_EVENTS]:
         where = f"{event.layer} {event.tensor}".strip()
         who = f"{event.arm}, seed {event.seed}, step {event.step}" if event.arm else f"seed {event.seed}"

@@ -11,8 +11,10 @@ from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, JudgedArm,
 from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, SeedBand, TrainingVerdicts
 from fp8bench.model import Interval
+from fp8bench.model.step import Coverage
 from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
+from fp8bench.report.topics.shares import coverage_sentence, left_of
 from fp8bench.report.words.naming import listed, many
 
 _ROLES = {
@@ -20,6 +22,18 @@ _ROLES = {
     ArmRole.REPEAT: "the reference once more, in the first seed alone",
     ArmRole.OTHER_SEED: "the reference with other weights and batches",
 }
+
+
+_SHOWN = 3
+
+
+def coverage_words(name: str, coverage: Coverage) -> Iterator[str]:
+    """How much of the model an arm converts, what it leaves and why, and what backward begins from."""
+    yield coverage_sentence(name, coverage)
+    for why, names, _ in left_of(coverage)[:_SHOWN]:
+        yield f"{listed(list(dict.fromkeys(names)), _SHOWN)}: {why}"
+    yield from coverage.remarks
+    yield f"backward begins from {coverage.loss}"
 
 
 def of_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:

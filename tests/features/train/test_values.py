@@ -19,7 +19,7 @@ REFUSED: dict[str, list[Any]] = {
     "gradients": ["fp16"], "checkpointing": ["yes"], "compile": ["maybe"], "attention": ["low"],
     "on_nan": ["ignore"], "nudge": ["bit"],
     "scale_growth": [0], "handicap": [0, float("inf")], "precision_map": [(("mlp",),), "mlp=fp8"],
-    "parallel": ["pp"], "amax_group": ["dp"],
+    "parallel": ["pp"], "amax_group": ["dp"], "make": [3], "skip": ["head"],
 }  # fmt: skip
 ASKED: dict[str, list[Any]] = {
     "dtypes": [(), "fp8", (8,)], "reference": [8], "steps": [0, 1.5, True], "seeds": [0], "seed": [-1],

@@ -346,6 +346,11 @@ class AdamW:
         """What the next step depends on: gradients are found anew, how they are scaled is not."""
         return self.kept() | {"gradients": self.gradients.memory()}
 
+    def recall(self, memory: Mapping[str, Sequence[Tensor]]) -> None:
+        for name, tensors in self.memory().items():
+            for tensor, kept in zip(tensors, memory[name], strict=True):
+                tensor.copy_(kept)
+
 
 def _groups(parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> Iterator[_Group]:
     kinds: dict[tuple[float, float], list[Tensor]] = {}

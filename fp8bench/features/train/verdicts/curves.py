@@ -215,19 +215,19 @@ def gap_of(gaps: Sequence[float]) -> Gap | None:
     return Gap(point, count, deviation, decides, shown)
 
 
-def judge(pairs: Sequence[Pair], margin: float) -> JudgedArm:
-    """The verdict on pairs, none of which diverged."""
+def judge(pairs: Sequence[Pair], margin: float, looks: bool = True) -> JudgedArm:
+    """The verdict on pairs, none of which diverged. Not `looks`: there is no held-out text, and nothing to agree."""
     gap = gap_of([pair.gap for pair in pairs])
     held_out = gap_of([pair.held_out for pair in pairs if pair.held_out is not None])
     found = JudgedArm(Learned.INCONCLUSIVE, gap, held_out)
     if gap is None or gap.decides is None or gap.pairs < LEAST_PAIRS:
         return replace(found, why=Why.FEW_PAIRS, more_seeds=LEAST_PAIRS - len(pairs))
-    if held_out is None or held_out.decides is None or held_out.pairs < LEAST_PAIRS:
+    if looks and (held_out is None or held_out.decides is None or held_out.pairs < LEAST_PAIRS):
         return replace(found, why=Why.NO_HELD_OUT)
     learned = rule(gap.decides, margin)
     if learned is Learned.INCONCLUSIVE:
         return replace(found, why=Why.TOO_WIDE, more_seeds=_more_seeds(gap, margin))
-    if not _agrees(learned, held_out.decides, margin):
+    if looks and held_out and held_out.decides and not _agrees(learned, held_out.decides, margin):
         return replace(found, why=Why.DISAGREE)
     return replace(found, learned=learned)
 

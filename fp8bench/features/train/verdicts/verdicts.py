@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fp8bench.analysis.compare.interval import quantile
-from fp8bench.features.train.values import FALLBACK, UNPAIRED, Arm, ArmRole, StreamLine, Training
+from fp8bench.features.train.values import FALLBACK, UNPAIRED, Arm, ArmRole, StreamLine, Training, Validation
 from fp8bench.features.train.verdicts.curves import (
     LEAST_PAIRS,
     SHOWN,
@@ -90,7 +90,8 @@ class RepeatBand:
 
 @dataclass(frozen=True)
 class TrainingVerdicts:
-    """All that is said of how a training's arms learned. `falls` are those of the reference by seed."""
+    """All that is said of how a training's arms learned. `falls` are those of the reference by seed. Not `looks`: its
+    batches are a user's own, none of them was held out, and the training loss alone decides."""
 
     reference: str
     margin: float
@@ -100,6 +101,7 @@ class TrainingVerdicts:
     arms: tuple[ArmVerdict, ...]
     seed_band: SeedBand | None
     repeat_band: RepeatBand | None
+    looks: bool = True
 
     def of(self, name: str) -> ArmVerdict | None:
         """None for the reference itself, and its bands."""
@@ -112,13 +114,20 @@ def least_fall(margin: float) -> float:
 
 
 def verdicts_of(training: Training, lines: Iterable[StreamLine]) -> TrainingVerdicts:
-    request = training.request
-    curves = curves_of(lines, request.steps)
+    request, lines = training.request, tuple(lines)
     seeds = tuple(range(request.seed, request.seed + request.seeds))
-    arms = {role: [arm for arm in training.arms if arm.role is role and not arm.skip] for role in ArmRole}
+    looks = not request.settings.make or any(isinstance(line, Validation) for line in lines)
+    return verdicts_on(training.arms, curves_of(lines, request.steps), seeds, request.steps, request.margin, looks)
+
+
+def verdicts_on(
+    every: Sequence[Arm], curves: Mapping[Key, Curve], seeds: tuple[int, ...], steps: int, margin: float, looks: bool
+) -> TrainingVerdicts:
+    """The same of arms and their curves, wherever these are from."""
+    arms = {role: [arm for arm in every if arm.role is role and not arm.skip] for role in ArmRole}
     reference = arms[ArmRole.REFERENCE][0]
-    own = {seed: curves.get((reference.name, seed), Curve(request.steps)) for seed in seeds}
-    least = least_fall(request.margin)
+    own = {seed: curves.get((reference.name, seed), Curve(steps)) for seed in seeds}
+    least = least_fall(margin)
     learned = not any(curve.blew_up or curve.fall < least for curve in own.values())
     others = [pair.gap for arm in arms[ArmRole.OTHER_SEED] for pair in _pairs(own, arm, curves)[0]]
     repeats = [
@@ -126,23 +135,24 @@ def verdicts_of(training: Training, lines: Iterable[StreamLine]) -> TrainingVerd
         for arm in arms[ArmRole.REPEAT] for seed in seeds if (arm.name, seed) in curves
     ]  # fmt: skip
     return TrainingVerdicts(
-        reference.name, request.margin, seeds, least, {seed: curve.fall for seed, curve in own.items() if curve.rows},
-        tuple(_of_arm(reference, arm, own, curves, request.margin, learned) for arm in arms[ArmRole.CANDIDATE]),
+        reference.name, margin, seeds, least, {seed: curve.fall for seed, curve in own.items() if curve.rows},
+        tuple(_of_arm(reference, arm, own, curves, margin, learned, looks) for arm in arms[ArmRole.CANDIDATE]),
         SeedBand(tuple(others)) if others else None,
-        _repeat_band(*repeats[0]) if repeats else None,
+        _repeat_band(*repeats[0]) if repeats else None, looks,
     )  # fmt: skip
 
 
 def _of_arm(
-    reference: Arm, arm: Arm, own: Mapping[int, Curve], curves: Mapping[Key, Curve], margin: float, learned: bool
-) -> ArmVerdict:
+    reference: Arm, arm: Arm, own: Mapping[int, Curve], curves: Mapping[Key, Curve], margin: float, learned: bool,
+    looks: bool,
+) -> ArmVerdict:  # fmt: skip
     pairs, voids = _pairs(own, arm, curves)
     least = least_fall(margin)
     diverged = tuple(
         seed for seed, curve in own.items()
         if (arm.name, seed) in curves and _diverged(curve, curves[arm.name, seed], least)
     )  # fmt: skip
-    judged = judge(pairs, margin)
+    judged = judge(pairs, margin, looks)
     if diverged:
         judged = JudgedArm(Learned.DIVERGED, judged.gap, judged.held_out)
     elif not learned:
