@@ -47,6 +47,7 @@ from fp8bench.features.train.values import (
     TrainingObserver,
     TrainingText,
 )
+from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.features.train.words import coverage_words, without_histories
 from fp8bench.measure import arm as measured
 from fp8bench.measure.capacity import Batches, BatchSearch
@@ -111,15 +112,16 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
         return True, _trained(replace(training, text=text), writer, worker, observer, resumed=True)
 
 
-def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState, float, list[str]]:
+def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState, float, list[str], float | None]:
     """A training as it would be, its reference's model as it was built, and what is expected of its time.
 
     Nothing is trained. Seconds are those of all steps of arms whose precision was trained here before; then come the
-    names of the other arms.
+    names of the other arms, and how far gaps were apart from seed to seed.
     """
     with _ready(request, store) as (worker, text):
         training = _of_today(request, worker, text)
-        return training, _reference(training, worker), *_expected_seconds(training, store)
+        _examined(training, worker)
+        return training, _reference(training, worker), *_expected_seconds(training, store), _spread(training, store)
 
 
 def _differences(training: Training, today: Training) -> Iterator[str]:
@@ -394,6 +396,18 @@ def _known(training: Training, store: Path) -> dict[str, float]:
                     seconds.setdefault(modes[row.arm], []).append(row.seconds)
             known |= {mode: median(times) for mode, times in seconds.items()}
     return known
+
+
+def _spread(training: Training, store: Path) -> float | None:
+    """The middle deviation of an arm's gaps over seeds, in kept trainings of this model and so many steps."""
+    found: list[float] = []
+    for path in training_files(store)[:_LOOKED_AT]:
+        with contextlib.suppress(StoreError):
+            head = load_head(path)
+            if _conditions(head) == _conditions(training) and head.request.steps == training.request.steps:
+                said = verdicts_of(head, load_training(path).lines).arms
+                found += [arm.judged.gap.deviation for arm in said if arm.judged.gap and arm.judged.gap.pairs > 1]
+    return median(found) if found else None
 
 
 def _conditions(training: Training) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from fp8bench.features.train.request import TrainerSettings, TrainingRequest
+from fp8bench.features.train.request import BANDS, TrainerSettings, TrainingRequest
 from fp8bench.model.consumed import Capacity, EnergyUse, MemoryUse
 from fp8bench.model.planned import DeviceFacts, Params
 from fp8bench.model.run import Environment
@@ -44,13 +44,17 @@ class ArmRole(StrEnum):
     """What an arm is there for.
 
     A `repeat` is the reference once more under the same seed: what differs is not deterministic. An `other-seed` is the
-    reference with other initial weights and batches: what differs is what seeds do.
+    reference with other initial weights and batches: what differs is what seeds do. `one-ulp` has its initial weights
+    one unit in the last place apart, in the first seed: what differs is chaos, and no seed knows better. `other-rate`
+    is the reference at another rate, where rates are swept.
     """
 
     REFERENCE = "reference"
     CANDIDATE = "candidate"
     REPEAT = "repeat"
     OTHER_SEED = "other-seed"
+    CHAOS = "one-ulp"
+    OTHER_RATE = "other-rate"
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Arm:
     @property
     def is_band(self) -> bool:
         """Whether it is there for what chance and other seeds do to the reference."""
-        return self.role in (ArmRole.REPEAT, ArmRole.OTHER_SEED)
+        return self.role.value in BANDS
 
     def taken(self, settings: TrainerSettings) -> TrainerSettings:
         """All settings of the arm: those of its training but for its own. Only candidates take the precision map."""

@@ -26,7 +26,7 @@ ASKED: dict[str, list[Any]] = {
     "margin": [0, 1, -0.01, float("nan")], "sweep": [(("history", ()),)], "device": [""], "threads": [0], "data": [""],
     "other_data": [""], "tokens": ["words"], "stride": [0], "evaluate": [0], "keep": [0],
     "imports": ["x"], "isolation": [None], "try_fix": ["yes"], "max_batch": ["yes"],
-    "memory_limit": [0], "energy": ["yes"], "ranks": [0, 1, 2, True],
+    "memory_limit": [0], "energy": ["yes"], "bands": ["one-ulp", ("chaos",)], "ranks": [0, 1, 2, True],
 }  # fmt: skip
 
 

@@ -122,6 +122,8 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
          "a compiled graph has weights that are taken away between two steps"),
         (shared and given.arch == "moe", "--arch moe", "--ranks",
          f"experts cast on some ranks and not on others, so that no largest magnitude is that of all: {advice}"),
+        (cut and given.master == "bf16-stochastic", f"--master {given.master}", "--parallel tp",
+         "weights that all ranks have would be rounded in other ways on each. Choose another master"),
         (shared and compiled, "--compile yes", "--ranks",
          f"the largest magnitudes of all ranks are sent between casts: {advice}"),
     )  # fmt: skip

@@ -187,6 +187,7 @@ class Trainer:
             norm = joint(self.together.norms(self._optimizer.gradients.norms())) / scale
             skip = (~(loss + norm).isfinite()).to(torch.float32)
             clipping = (norm / settings.clip).clamp(min=1.0) if settings.clip else torch.ones_like(norm)
+            self._optimizer.weights.draws(seed_of("round", self._seed, self.step))
             with phase.optimizer_step:
                 self._optimizer.step(rate, clipping * scale, skip)
             count = len(self._optimizer.update_norms)

@@ -174,6 +174,7 @@ class Why(StrEnum):
     """Why a comparison is inconclusive."""
 
     SAME_BITS = "in another precision every loss is the reference's, bit for bit"
+    OTHER_RATE = "at another rate it has a lower loss"
     FALLBACK = "its products are in another precision than its own"
     FEW_PAIRS = "too few pairs of seeds"
     NO_HELD_OUT = "too few pairs of seeds have a loss on held-out text"
@@ -265,6 +266,23 @@ def _more_seeds(gap: Gap, margin: float) -> int | None:
     counts = range(gap.pairs + 1, MOST_SEEDS + 1)
     place = bisect_left(counts, True, key=decides)
     return counts[place] - gap.pairs if place < len(counts) else None
+
+
+def bound_of_one(gap: float, chaos: float) -> Interval | None:
+    """What a gap of one seed says of that seed, by what one ulp did in it: Student's t with the one freedom that one
+    difference leaves. None where the ulp did nothing.
+
+    Both differences share the reference's own chance, which makes the ratio of them a little narrower than that.
+    """
+    reach = quantile(SHOWN, 1) * abs(chaos)
+    return Interval(gap, gap - reach, gap + reach, SHOWN) if reach else None
+
+
+def least_seen(deviation: float, seeds: int) -> tuple[float, float]:
+    """For gaps of such a spread over so many seeds: the difference that would be told from none in four of five cases,
+    and how far the interval of 99% would reach."""
+    reach, moved = (one * deviation / math.sqrt(seeds) for one in (quantile(DECIDING, seeds - 1), _POWER))
+    return reach + moved, reach
 
 
 def outlier_of(pairs: Sequence[Pair]) -> int | None:

@@ -79,7 +79,7 @@ def summaries_of(
             held_out=mean_of([curve.held_out[curve.steps] for curve in own if curve.steps in curve.held_out]),
             tokens_per_second=1 / statistics.median(paces[arm.name]) if arm.native and paces[arm.name] else None,
             bytes_per_parameter=kept_bytes.get(arm.name, next(iter(sizes[arm.name].values()), None)),
-            peak_memory=peaks.get(arm.name if arm.role is ArmRole.CANDIDATE else lead),
+            peak_memory=peaks.get(lead if arm.is_band else arm.name),
             capacity=capacities.get(arm.name),
             energy=energies.get(arm.name),
             events=events[arm.name] if own else None,
