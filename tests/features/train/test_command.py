@@ -228,7 +228,7 @@ def test_arms_that_do_not_fit_together_come_to_the_same_losses_in_pairs(say: Say
         kept = load_training(training_files(store)[0])
         losses.append({(row.arm, row.step): row.loss for row in kept.of(StepRow)})
         assert [event.kind for event in kept.of(TrainingEvent)] == (["pairs"] if limit else [])
-        assert len(kept.of(StepRow)) == len(losses[-1]) == 4 * 4
+        assert len(kept.of(StepRow)) == len(losses[-1]) == 5 * 4
     assert losses[0] == losses[1]
 
 
