@@ -23,6 +23,7 @@ _HOME = {
     "Verdict": "model",
     "audit_model": "features.audit.model",
     "audited": "user_code.named",
+    "compare_streams": "features.train.api",
     "findings": "api",
     "hugging_face_callback": "features.train.api",
     "lightning_callback": "features.train.api",

@@ -15,6 +15,7 @@ from fp8bench.cli.outputs import CommandResult as CommandResult
 from fp8bench.errors import Fp8benchError as Fp8benchError
 from fp8bench.features.audit.model import audit_model as audit_model
 from fp8bench.features.fleet.api import load_fleet as load_fleet
+from fp8bench.features.train.api import compare_streams as compare_streams
 from fp8bench.features.train.api import hugging_face_callback as hugging_face_callback
 from fp8bench.features.train.api import lightning_callback as lightning_callback
 from fp8bench.features.train.api import load_training as load_training
@@ -123,7 +124,8 @@ def train(
     *, dtypes: str | Iterable[str] = ..., steps: int | None = None, seeds: int | None = None, quick: bool = False,
     margin: float = 1.0, precision_map: Mapping[str, str] | None = None, rates: Mapping[str, float] | None = None,
     tensorboard: str | Path | None = None, store: str | Path = ".fp8bench", progress: bool = True,
-    observer: TrainingObserver | None = None, reference: str | None = None, seed: int = 0,
+    observer: TrainingObserver | None = None, make: str | Callable[[], object] = "",
+    skip: str | Iterable[str] = ..., reference: str | None = None, seed: int = 0, bands: str | Iterable[str] = ...,
     sweep: Mapping[str, object] = ..., device: str | None = None, threads: int = 1, data: str | None = None,
     other_data: str | None = None, tokens: str = "bytes", stride: int = 10, evaluate: int = 50, keep: int = 50,
     try_fix: bool = False, max_batch: bool = False, memory_limit: int | str | None = None, energy: bool = True,
@@ -131,7 +133,8 @@ def train(
     arch: Literal["gpt", "mlp", "cnn", "moe"] = "gpt", batch: int = 0, sequence: int = 0, micro_batches: int = 1,
     rate: float = 0.001, warmup: float = 0.1, floor: float = 0.1, weight_decay: float = 0.1, clip: float = 1.0,
     dropout: float = 0.0, loss_scale: str = "auto", scale_growth: int = 200,
-    optimizer_states: Literal["fp32", "bf16", "fp8lm"] = "fp32", master: Literal["fp32", "fp16-scaled"] = "fp32",
+    optimizer_states: Literal["fp32", "bf16", "fp8lm"] = "fp32",
+    master: Literal["fp32", "fp16-scaled", "bf16-stochastic"] = "fp32",
     gradients: Literal["fp32", "bf16", "fp8"] = "fp32", checkpointing: Literal["no", "blocks"] = "no",
     compile: Literal["no", "yes"] = "no", attention: Literal["auto", "rounded", "prescaled"] = "auto",
     on_nan: Literal["stop", "skip", "lower-rate"] = "stop", nudge: Literal["", "ulp", "order"] = "",

@@ -184,6 +184,7 @@ def replaced(line: StreamLine) -> StreamLine:
 def small(**changes: Any) -> TrainingRequest:
     """Two seeds of a few steps, whose energy nobody looks at."""
     usual = {"steps": 20, "seeds": 2, "evaluate": 10, "keep": 6, "data": "text.txt", "energy": False}
+    usual["bands"] = ("repeat", "other-seed")
     return TrainingRequest(**{**usual, **changes})
 
 

@@ -38,8 +38,9 @@ class Conversion:
 
     `held` are all the weights that products are made with, those that stay as they are with the reason. `multiples` are
     what native products of a device want of contractions and columns: a layer whose sides do not fit stays as it is,
-    and rows are filled up. `keys` are those of the precision map that `choose` obeys: a layer of two paths is asked for
-    by the one that the map names. Raises UsageError if nothing would be converted, UnknownName for a pattern or a key
+    and rows are filled up. `shown`, a layer's arithmetic is its module's `arithmetic`, for whoever watches casts.
+    `keys` are those of the precision map that `choose` obeys: a layer of two paths is asked for by the one that the map
+    names. Raises UsageError if nothing would be converted, UnknownName for a pattern or a key
     that names no layer; the model is untouched until it is entered.
     Whoever copies a model copies it before: what was replaced belongs to this one.
     """
@@ -53,8 +54,10 @@ class Conversion:
         allow: Sequence[str] = (),
         keys: Collection[str] = (),
         multiples: tuple[int, int] = (1, 1),
+        shown: bool = False,
     ) -> None:
         refuse_meta(model)
+        self._shown = shown
         self.phase: Phases = SilentPhases()
         self._rows = multiples[0]
         self._replaced: list[nn.Module] = []
@@ -81,6 +84,7 @@ class Conversion:
                 if one.kind == EXPERTS:
                     stacks.setdefault(one.module, []).append(one)
                 else:
+                    self._show(one)
                     self._replace(one.module, forward_of(one.module, one.kind, self._products(one)))
             for module, parameters in stacks.items():
                 self._replace(module, self._listening(module, parameters))
@@ -95,15 +99,22 @@ class Conversion:
     def undo(self) -> None:
         """The model is as it was; nothing to do where it is already."""
         while self._replaced:
-            vars(self._replaced[-1]).pop("forward", None)
+            for name in ("forward", "arithmetic") if self._shown else ("forward",):
+                vars(self._replaced[-1]).pop(name, None)
             self._replaced.pop()
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._replaced.append(module)  # first: whatever comes in between is undone
         vars(module)["forward"] = forward
 
+    def _show(self, held: Held) -> None:
+        if self._shown:
+            self._replaced.append(held.module)
+            vars(held.module)["arithmetic"] = self._arithmetics[id(held)]
+
     def _products(self, held: Held) -> LayerProducts:
-        return LayerProducts(self._arithmetics[id(held)], lambda: self.phase, self._rows)
+        home = held.module if self._shown and held.kind != EXPERTS else None
+        return LayerProducts(self._arithmetics[id(held)], lambda: self.phase, self._rows, home)
 
     def _listening(self, module: nn.Module, parameters: Sequence[Held]) -> Callable[..., Any]:
         products = {parameter.parameter: self._products(parameter) for parameter in parameters}
@@ -150,13 +161,19 @@ class LayerProducts:
     """One arithmetic for one layer. `phase` gives the markers of the step that is running.
 
     `rows` is what native products contract over in multiples of: weight gradients contract over rows, which are filled
-    up with zeros. Zeros change no product and no scale.
+    up with zeros. Zeros change no product and no scale. `home` is a module that has the arithmetic.
     """
 
-    def __init__(self, arithmetic: Arithmetic, phase: Callable[[], Phases], rows: int = 1) -> None:
-        self.arithmetic = arithmetic
+    def __init__(
+        self, arithmetic: Arithmetic, phase: Callable[[], Phases], rows: int = 1, home: nn.Module | None = None
+    ) -> None:
+        self._own, self._home = arithmetic, home
         self._phase = phase
         self._rows = rows
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return self._own if self._home is None else vars(self._home)["arithmetic"]
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x (..., K) times weight (N, K) transposed, in the dtype of the layer's own product."""

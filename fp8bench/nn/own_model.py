@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fp8bench.errors import UsageError
+from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.conversion import Conversion
@@ -190,23 +190,64 @@ _RATE = 1e-5
 
 
 class Given(NamedTuple):
-    """A model, what it is called with, and what makes a loss of its output: None where that says it itself."""
+    """A model, what it is called with, and what makes a loss of its output: None where that says it itself.
+
+    What a training alone asks for: `batches`, an iterable or a function of step and seed, whose first is `batch`;
+    `held_out`, batches that it never trains on; `optimizer`, a function of the model, and `schedule`, one of that.
+    """
 
     model: nn.Module
     batch: Any
     loss: Callable[..., Any] | None = None
+    batches: Any = None
+    held_out: Any = None
+    optimizer: Callable[..., Any] | None = None
+    schedule: Callable[..., Any] | None = None
 
 
-def given_of(name: str, answer: object) -> Given:
+def given_of(name: str, answer: object, seed: int = 0) -> Given:
+    """What a maker gave: two or three things by place, or any of them by name."""
     match answer:
         case (nn.Module() as model, batch):
-            return Given(model, batch)
+            return _given(name, seed, model=model, **_one_or_many(batch))
         case (nn.Module() as model, batch, loss) if callable(loss):
-            return Given(model, batch, loss)
+            return _given(name, seed, model=model, loss=loss, **_one_or_many(batch))
+        case Mapping() if isinstance(answer.get("model"), nn.Module) and {"batch", "batches"} & answer.keys():
+            for word in answer:
+                if word not in Given._fields:
+                    raise UnknownName(f"name in what {name} gives", str(word), Given._fields)
+            return _given(name, seed, **answer)
     words = (
         f"({', '.join(type(one).__name__ for one in answer)})" if isinstance(answer, tuple) else type(answer).__name__
     )
-    raise UsageError(f"{name} gives {words}; expected (model, batch), or (model, batch, loss) with a callable loss.")
+    raise UsageError(
+        f"{name} gives {words}; expected (model, batch), (model, batch, loss) with a callable loss, or a dict with "
+        f"'model', 'batch' or 'batches', and more of {', '.join(Given._fields[2:])}."
+    )
+
+
+def _one_or_many(batch: Any) -> dict[str, Any]:
+    """A batch as forward takes it, or what gives several: a function, or what can be gone through and is none."""
+    several = callable(batch) or (
+        isinstance(batch, Iterable) and not isinstance(batch, Tensor | Mapping | list | tuple)
+    )
+    return {"batches" if several else "batch": batch}
+
+
+def _given(name: str, seed: int, **known: Any) -> Given:
+    for word in ("loss", "optimizer", "schedule"):
+        if known.get(word) is not None and not callable(known[word]):
+            raise UsageError(f"{name}: its {word} is {_shown(known[word])}. Give a function.")
+    if known.get("schedule") is not None and known.get("optimizer") is None:
+        raise UsageError(f"{name} gives a schedule and no optimizer that it could be of. Give both.")
+    if "batch" in known:
+        return Given(**known)
+    batches = known["batches"]
+    try:
+        return Given(batch=batches(0, seed) if callable(batches) else next(iter(batches)), **known)
+    except Exception as error:
+        why = "there is none" if isinstance(error, StopIteration) else short(error)
+        raise UsageError(f"{name}: its batches give no first one: {why}.") from error
 
 
 @contextmanager
@@ -256,7 +297,7 @@ class OwnModel:
         converts: bool = True, draws_alike: bool = False,
     ) -> None:  # fmt: skip
         params = dict(setup.case.params)
-        self.model, batch, self._loss = given
+        self.model, batch, self._loss = given[:3]
         self._batch = batch
         self._arguments = arguments_of(self.model, batch)
         _refuse_elsewhere(batch, setup.facts)

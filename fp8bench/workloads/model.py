@@ -174,18 +174,22 @@ def _name(setup: Setup) -> str:
 
 def _copied(setup: Setup) -> Given:
     """Model, batch and loss of the case's maker: a copy of what it gave when it was called, once a process."""
+    return copied(_name(setup), setup.seed, setup.facts)
+
+
+def copied(name: str, seed: int, facts: DeviceFacts) -> Given:
+    """The same for whoever else has arms. What a training goes through or calls is shared, and no copy."""
     from fp8bench.nn.own_model import given_of, seeded
 
-    name = _name(setup)
-    if (name, setup.seed) not in MADE:
-        with seeded(setup.seed, setup.facts):
-            given = given_of(name, _called(name))
+    if (name, seed) not in MADE:
+        with seeded(seed, facts):
+            given = given_of(name, _called(name), seed)
         _refuse_parameters(name, given)
-        MADE[name, setup.seed] = given
-    given = MADE[name, setup.seed]
+        MADE[name, seed] = given
+    given = MADE[name, seed]
     try:
-        copied = copy.deepcopy(given)
-        return copied._replace(model=copied.model.to(setup.facts.key))
+        model, batch, loss = copy.deepcopy((given.model, given.batch, given.loss))
+        return given._replace(model=model.to(facts.key), batch=batch, loss=loss)
     except Exception as error:
         if _exhausted(error):
             raise

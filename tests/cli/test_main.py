@@ -151,7 +151,7 @@ OPTIONS = {
         "--scale-growth", "--floor", "--weight-decay", "--clip", "--loss-scale", "--optimizer-states", "--master",
         "--gradients", "--on-nan", "--store", "--resume", "--try-fix", "--explain", "--json", "--csv",
         "--tensorboard", "--wandb", "--max-batch", "--memory-limit", "--fail-on", "--no-energy",
-        "--ranks", "--parallel", "--amax-group",
+        "--ranks", "--parallel", "--amax-group", "MODULE:FUNCTION", "--skip", "--bands", "--nudge", "--handicap",
     },
     "selftest": COMMON | {"--device", "--power", "--trials", "--operation", "--json"},
 }  # fmt: skip

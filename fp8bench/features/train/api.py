@@ -8,32 +8,38 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from fp8bench.cli.keywords import asked as fields_given
 from fp8bench.cli.keywords import asks, keywords_of
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import folder, names, pairs
+from fp8bench.cli.outputs import CommandResult
 from fp8bench.cli.streams import complain
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.train.data import TrainingFrames, write_training
 from fp8bench.features.train.health.health import Health
 from fp8bench.features.train.kind import TrainingKind, plain, training_named
 from fp8bench.features.train.kind import load_training as read_training
+from fp8bench.features.train.own import name_of_maker
 from fp8bench.features.train.progress import on_terminal
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest, asked
 from fp8bench.features.train.run import resume as go_on_training
 from fp8bench.features.train.run import train as train_all
+from fp8bench.features.train.streams import Stream, compared, loops_page
 from fp8bench.features.train.values import Arm, ArmRole, KeptTraining, StreamLine, TrainingEvent, TrainingObserver
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.files import append
 from fp8bench.jobs.report_files import PAGE, folder_of_kept, typed_from_here
 from fp8bench.measure.environment import command_line
+from fp8bench.model.codec import encode
 from fp8bench.registry import precisions
 from fp8bench.report.data.boards import check_tensorboard
 from fp8bench.report.notebook import as_html
 from fp8bench.report.terminal import layout
+from fp8bench.workloads.model import LIVE, MADE
 
 if TYPE_CHECKING:
     import torch
@@ -74,25 +80,40 @@ def train(
     store: str | Path = DEFAULT_STORE,
     progress: bool = True,
     observer: TrainingObserver | None = None,
+    make: str | Callable[[], object] = "",
+    skip: str | Iterable[str] = (),
     **options: Any,
 ) -> TrainingResult:
     """Train the same model in several precisions beside each other; returns what was kept of it.
 
     Arguments are the command line's options (`help(fp8bench.train)` names them), and the settings of the model and of
     how it learns (`model`, `rate`, `loss_scale`). `sweep` maps a setting, or an option of the dtypes, to values.
-    `margin` is in percent. How it goes along is told on stderr unless `progress` is False. Raises Fp8benchError with a
-    sentence for what cannot be done; what happens in a step is an event.
+    `margin` is in percent. `make` gives a model of your own with its batches: 'module:function', or the function; one
+    that a worker cannot import is trained in this process. How it goes along is told on stderr unless `progress` is
+    False. Raises Fp8benchError with a sentence for what cannot be done; what happens in a step is an event.
     """
+    name = make if isinstance(make, str) else name_of_maker(make)
+    here = not isinstance(make, str) and ":" not in name
+    if here:
+        options["isolation"] = False
+        LIVE[name] = cast(Callable[[], Any], make)
     own = {name: options.pop(name) for name in list(options) if name in keywords_of(TrainingRequest)}
     request = asked(
         quick, steps, seeds, names(dtypes), margin=margin / 100, **fields_given(TrainingRequest, own),
-        settings=TrainerSettings(**options, precision_map=pairs(precision_map), rates=pairs(rates)),
+        settings=TrainerSettings(
+            **options, make=name, skip=names(skip), precision_map=pairs(precision_map), rates=pairs(rates)
+        ),
     )  # fmt: skip
     board = None if tensorboard is None else folder("tensorboard", tensorboard)
     if board is not None:
         check_tensorboard(board)
-    with _told(observer, progress) as told:
-        done = train_all(request, folder("store", store), told, command_line())
+    try:
+        with _told(observer, progress) as told:
+            done = train_all(request, folder("store", store), told, command_line())
+    finally:
+        if here:
+            LIVE.pop(name, None)
+            MADE.clear()
     if board is not None:
         write_training(done, verdicts_of(done.training, done.lines), board)
     return _shown(done)
@@ -164,6 +185,25 @@ def watch(
         yield stack.enter_context(OwnLoop(module, optimizer, tell, name, stride, tokens, scaler))
 
 
+def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> CommandResult:
+    """How loops of your own learned beside a reference's, from the streams of `fp8bench.watch` alone: verdicts as those
+    of trainings.
+
+    Of several seeds, give a list of files for each, in the same order. The loss on held-out text counts where loops
+    have told one (`loop.held_out`, or the callbacks). `margin` is in percent. Nothing is said of speed: nobody knows
+    what ran beside a loop.
+    """
+    found = compared(reference, others, margin / 100)
+    columns = ("arm", "steps", "loss", "held_out", "learned")
+    rows = [
+        (row.arm.name, row.steps, row.loss, row.held_out, row.said.judged.learned.value if row.said else "reference")
+        for row in found.loops
+    ]
+    return CommandResult(
+        found.verdicts, partial(loops_page, found), partial(encode, found.verdicts), lambda: (columns, rows)
+    )
+
+
 def complain_of(lines: Sequence[StreamLine]) -> None:
     """A sentence on stderr for each event."""
     for event in (line for line in lines if isinstance(line, TrainingEvent)):
@@ -204,14 +244,20 @@ def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any
 
         def __init__(self) -> None:
             self._stack = ExitStack()
+            self._loop: OwnLoop | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
             self._stack.close()
             optimizer = known["optimizer"]
             own = getattr(optimizer, "optimizer", optimizer)
-            self._stack.enter_context(watch(known["model"], own, path, **options))
+            self._loop = self._stack.enter_context(watch(known["model"], own, path, **options))
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **known: Any) -> None:
+            if self._loop is not None and "eval_loss" in (metrics or {}):
+                self._loop.held_out(metrics["eval_loss"])
 
         def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
+            self._loop = None
             self._stack.close()
 
     return WatchCallback()
@@ -243,7 +289,12 @@ def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
             if self._loop is not None:  # Lightning has divided it by the number of micro-batches
                 self._loop.loss(loss * trainer.accumulate_grad_batches)
 
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            if self._loop is not None and not trainer.sanity_checking and "val_loss" in trainer.callback_metrics:
+                self._loop.held_out(trainer.callback_metrics["val_loss"])
+
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self._loop = None
             self._stack.close()
 
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

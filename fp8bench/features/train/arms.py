@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train.lab.models import check, check_ranks, config_of, layers_of, support
+from fp8bench.features.train.own import check_own
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
@@ -21,7 +22,7 @@ from fp8bench.units import size
 
 MOST_ARMS = 64
 # What must be the same in all arms: weights and batches are shared. The map is a table of its own.
-_SHARED = {"model", "arch", "batch", "sequence", "rates", "precision_map", "parallel"}
+_SHARED = {"make", "skip", "model", "arch", "batch", "sequence", "rates", "precision_map", "parallel"}
 _SWEPT: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
 }
@@ -46,8 +47,8 @@ def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
 
 
 def arms_of_seed(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
-    """Those that are trained in the seed of that number: the repeat shows in the first one all that it can show."""
-    return tuple(arm for arm in arms if not arm.skip and (number == 0 or arm.role is not ArmRole.REPEAT))
+    """Those that are trained in the seed of that number: what one ulp does is shown in the first one."""
+    return tuple(arm for arm in arms if not arm.skip and (number == 0 or arm.role is not ArmRole.CHAOS))
 
 
 def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceFacts:
@@ -60,8 +61,11 @@ def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceF
 def check_training(request: TrainingRequest) -> None:
     """Raise for unknown names and for what cannot be kept, before anything is started."""
     arms, mapped = _named(request), request.settings.precision_map
-    layers = layers_of(request.settings.arch, config_of(request.settings, 1))
-    check_keys(mapped, layers, f"model {request.settings.model}")
+    if request.settings.make:
+        check_own(request)
+    else:
+        layers = layers_of(request.settings.arch, config_of(request.settings, 1))
+        check_keys(mapped, layers, f"model {request.settings.model}")
     for arm in arms:
         check(arm.taken(request.settings))
         if request.ranks is not None:
@@ -88,13 +92,25 @@ def _named(request: TrainingRequest) -> tuple[Arm, ...]:
             f"{lead} alone has nothing to be compared with. Give --dtypes another one, or --sweep a setting, like "
             "--sweep optimizer-states=fp32,bf16."
         )
+    bands = (
+        Arm(f"{lead} again", lead, ArmRole.REPEAT), Arm(f"{lead} other seed", lead, ArmRole.OTHER_SEED),
+        Arm(f"{lead} one ulp", lead, ArmRole.CHAOS, (("nudge", "ulp"),)),
+    )  # fmt: skip
     arms = (
-        Arm(lead, lead, ArmRole.REFERENCE), Arm(f"{lead} again", lead, ArmRole.REPEAT),
-        Arm(f"{lead} other seed", lead, ArmRole.OTHER_SEED), *candidates.values(),
+        Arm(lead, lead, ArmRole.REFERENCE), *(arm for arm in bands if arm.role.value in request.bands),
+        *(_other_rates(request, lead) if lead not in others else ()), *candidates.values(),
     )  # fmt: skip
     if len(arms) > MOST_ARMS:
         raise UsageError(f"{len(arms)} arms are more than the {MOST_ARMS} that one training takes. Sweep less.")
     return arms
+
+
+def _other_rates(request: TrainingRequest, lead: str) -> Iterator[Arm]:
+    """The reference at every other rate that is swept: arms are held against its best one."""
+    for value in dict(request.sweep).get("rate", ()):
+        rate = _value("rate", value)
+        if rate != request.settings.rate:
+            yield Arm(f"{lead} rate={rate}", lead, ArmRole.OTHER_RATE, (("rate", rate),))
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Exit codes: 0 fine, 1 what --fail-on names, 2 wrong usage, 3 an arm could not be trained to its end, 130 "
         "interrupted. Without --fail-on a verdict is no exit code."
     )
+    words = "train this instead: a function without arguments that gives a model of your own, as for `profile`"
+    parser.add_argument("make", nargs="?", default="", metavar="MODULE:FUNCTION", help=words)
     group = parser.add_argument_group(WHAT)
     shared(group, "--dtypes", help=f"precisions; default {','.join(_REQUEST.dtypes)}")
     length, learning = parser.add_argument_group(LENGTH), parser.add_argument_group(LEARNING)
@@ -112,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     _check_reasons(arguments.fail_on)
     if arguments.resume is not None:
-        check_alone(arguments.words, _BESIDE_RESUME)
+        check_alone(arguments.words, _BESIDE_RESUME, [arguments.make] if arguments.make else [])
         path = training_named(arguments.resume, arguments.store)
         with _training(arguments) as observer:
             resumed, kept = resume(path, arguments.store, observer)

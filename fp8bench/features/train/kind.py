@@ -140,6 +140,12 @@ def plain(line: StreamLine) -> dict[str, Any]:
     return {_NAMES[type(line)]: encode(line)}
 
 
+def line_of(content: Content) -> StreamLine:
+    """Its way back."""
+    ((name, value),) = content.items()
+    return cast(StreamLine, decode(_KINDS[name], value))
+
+
 def start_training(training: Training, store: Path) -> TrainingWriter:
     """Make the folder, and the stream with its first line."""
     commit = str(training.environment.get("commit") or "nocommit")[:8]
@@ -260,7 +266,7 @@ def load_training(path: Path) -> KeptTraining:
         if name == "end":
             ends.append(plain)
         elif name in _KINDS:
-            lines.append(cast(StreamLine, decode(_KINDS[name], plain)))
+            lines.append(line_of(content))
         else:
             raise UnknownKind
 
@@ -326,7 +332,7 @@ def _line(path: Path) -> str:
     arms = ", ".join(arm.name for arm in training.arms if not arm.is_band)
     ranks, settings = training.request.ranks, training.request.settings
     together = "" if ranks is None else f", {ranks} ranks by {settings.parallel}"
-    return f"{training.id} of {training.started[:19].replace('T', ' ')}: {settings.model} in {arms}{together}"
+    return f"{training.id} of {training.started[:19].replace('T', ' ')}: {settings.called} in {arms}{together}"
 
 
 def histories(kept: KeptTraining, arm: str, store: Path) -> View:

@@ -73,7 +73,7 @@ def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
     parts = (
         Part("verdict", "Does it still learn?", tuple(_verdicts(kept, found, curves)), _LEAD),
         Part("curves", "Losses", (
-            *gap_curves(kept, means, ends), *loss_curves(kept, means, ends), *held_out_curves(kept),
+            *gap_curves(kept, means, ends, found.reference), *loss_curves(kept, means, ends), *held_out_curves(kept),
             *loss_by_time(kept, curves, means, ends),
         )),
         Part("memory", "Memory by what it is for", tuple(_memory(kept))),
@@ -290,10 +290,9 @@ def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iter
     )  # fmt: skip
 
 
-def gap_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
+def gap_curves(kept: KeptTraining, means: Windows, ends: Sequence[int], reference: str) -> Iterator[Element]:
     """By what share each arm's loss lies above the reference's in the same seed, with the interval over seeds."""
     steps, arms = kept.training.request.steps, kept.training.arms
-    reference = next(arm.name for arm in arms if arm.role is ArmRole.REFERENCE)
     base = {seed: values for (name, seed), values in means.items() if name == reference}
     series = []
     for arm in arms:
@@ -314,7 +313,7 @@ def gap_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Itera
 def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
     """The loss on held-out text at each look."""
     seen = [(one.arm, one.step, one.loss) for one in kept.of(Validation) if one.of == HELD_OUT]
-    arms = [arm.name for arm in kept.training.arms if arm.role is not ArmRole.REPEAT]
+    arms = [arm.name for arm in kept.training.arms if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS)]
     steps = sorted({step for _, step, loss in seen if math.isfinite(loss)})
     yield Lines(
         "held-out", "Loss on held-out text", "Means over seeds, of text that was never trained on.", _places(steps),

@@ -33,6 +33,14 @@ def merges_of(tokens: str) -> int | None:
     return int(number) if right else None
 
 
+# What may be trained beside the reference, to show what chance does to it.
+BANDS = ("repeat", "other-seed", "one-ulp")
+
+
+def _are_bands(value: object) -> bool:
+    return isinstance(value, tuple) and set(value) <= set(BANDS)
+
+
 def _above_nothing(what: str, most: float = math.inf) -> Rule:
     return number(what, lambda value: 0 < value <= most and math.isfinite(value))
 
@@ -92,12 +100,19 @@ class TrainerSettings:
     `attention` of 'auto' is torch's own, in the dtype that values travel in; 'prescaled' divides queries by the root of
     the head width before they are rounded, so that fewer scores are beyond the format. `nudge` disturbs an arm as
     rounding does, so that a study can be held against itself: 'ulp' moves the initial weights by one unit in the last
-    place, 'order' sums in another order. `handicap` multiplies the rate, to plant a loss.
+    place; 'order' sums in another order. `handicap` multiplies the rate, to plant a loss. `make` gives a model of the
+    user's own, with its batches: what is said of the built-in ones then does not count.
     """
 
     model: str = option(
         "nano", Rule("a model's name", lambda value: isinstance(value, str) and bool(value)),
         f"its size: {', '.join(SIZES)}; default {{default}}", "NAME", WHAT,
+    )  # fmt: skip
+    make: str = option("", Rule("module:function, or file.py:function", lambda value: isinstance(value, str)), group="")
+    skip: tuple[str, ...] = option(
+        (), Rule("a list of layers", lambda value: isinstance(value, tuple) and all(map(str, value))),
+        "of a model of your own, what stays as it came: kinds of layers (head, linear), or paths with * and ?", "A,B",
+        WHAT,
     )  # fmt: skip
     arch: str = _choice("gpt", ARCHITECTURES, "the model's architecture; default {default}", WHAT)
     batch: int = option(
@@ -149,7 +164,10 @@ class TrainerSettings:
     optimizer_states: str = _choice(
         "fp32", ("fp32", "bf16", "fp8lm"), "what AdamW's moments are kept in; default {default}"
     )
-    master: str = _choice("fp32", ("fp32", "fp16-scaled"), "what the weights are kept in; default {default}")
+    master: str = _choice(
+        "fp32", ("fp32", "fp16-scaled", "bf16-stochastic"),
+        "what the weights are kept in, bf16-stochastic: rounded at random, up or down by how near; default {default}",
+    )  # fmt: skip
     gradients: str = _choice("fp32", ("fp32", "bf16", "fp8"), "what gradients are kept in; default {default}")
     checkpointing: str = _choice(
         "no", ("no", "blocks"),
@@ -167,8 +185,15 @@ class TrainerSettings:
     on_nan: str = _choice(
         "stop", ("stop", "skip", "lower-rate"), "what is done about a step that is not finite; default {default}"
     )
-    nudge: str = _choice("", ("", "ulp", "order"), group="")
-    handicap: float = option(1.0, _above_nothing("a number above 0 and up to 1000", 1000.0), group="")
+    nudge: str = _choice(
+        "", ("", "ulp", "order"),
+        "disturb arms as rounding does, to hold a training against itself: ulp moves initial weights by one unit in "
+        "the last place, order sums a batch from its other end",
+    )  # fmt: skip
+    handicap: float = option(
+        1.0, _above_nothing("a number above 0 and up to 1000", 1000.0),
+        "multiply the rate, to plant a loss that has to be found; default {default}", "NUMBER", LEARNING,
+    )  # fmt: skip
     precision_map: tuple[tuple[str, str], ...] = _as_in_a_run(
         (), "precision_map", "layers that take another precision, as in suite; the reference stays pure", group=WHAT
     )
@@ -184,6 +209,11 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         check_fields(self, SETTINGS_RULES)
 
+    @property
+    def called(self) -> str:
+        """The model, wherever that is named."""
+        return self.make or self.model
+
 
 SETTINGS_RULES: Mapping[str, Rule] = {name: one.rule for name, one in options_of(TrainerSettings).items()}
 
@@ -198,6 +228,11 @@ class TrainingRequest:
     steps: int = option(300, whole_number(1, MOST_STEPS), group="")
     seeds: int = option(5, whole_number(1, 10_000), group="")
     seed: int = _as_in_a_run(0, "seed", "the first seed; default 0")
+    bands: tuple[str, ...] = option(
+        BANDS, Rule(f"none, or some of {', '.join(BANDS)}", lambda value: value == ("none",) or _are_bands(value)),
+        "which arms show what chance does to the reference: repeat (nondeterminism), other-seed, one-ulp (chaos, in "
+        "the first seed); none: none; default all", "NAME,...", LENGTH,
+    )  # fmt: skip
     margin: float = option(0.01, number("a share above 0 and below 1", lambda value: 0 < value < 1), group="")
     sweep: tuple[tuple[str, tuple[str, ...]], ...] = option(
         (),

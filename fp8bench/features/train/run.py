@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from fp8bench import __version__
-from fp8bench.errors import NotKept, StoreError, WorkerError, WorkerFault
+from fp8bench.errors import NotKept, StoreError, WorkerError, WorkerFault, as_usage
 from fp8bench.features.train.arms import Turns, arms_of_seed, check_training, device_of, make_arms, supported, turns_of
 from fp8bench.features.train.kind import (
     ResumePlace,
@@ -29,11 +29,13 @@ from fp8bench.features.train.kind import (
 from fp8bench.features.train.lab.lab import MODULE, Lab
 from fp8bench.features.train.lab.models import config_of
 from fp8bench.features.train.lab.rank_lab import MODULE as RANK_MODULE
+from fp8bench.features.train.own import no_text, place_of
 from fp8bench.features.train.ranks_merge import MERGES
 from fp8bench.features.train.request import SETTINGS_RULES, TrainingRequest
 from fp8bench.features.train.seed import FIRST_SECONDS, SeedPace, SeedRun, lab_of
 from fp8bench.features.train.texts import prepare_text
 from fp8bench.features.train.values import (
+    COVERAGE,
     Arm,
     ArmCost,
     ArmRole,
@@ -45,7 +47,8 @@ from fp8bench.features.train.values import (
     TrainingObserver,
     TrainingText,
 )
-from fp8bench.features.train.words import without_histories
+from fp8bench.features.train.verdicts.verdicts import verdicts_of
+from fp8bench.features.train.words import coverage_words, without_histories
 from fp8bench.measure import arm as measured
 from fp8bench.measure.capacity import Batches, BatchSearch
 from fp8bench.measure.environment import gather
@@ -59,6 +62,7 @@ from fp8bench.model import Case, EnergyUse, Level, PlannedCase, Support, Work
 from fp8bench.model.raw import Settings
 from fp8bench.pipeline import now
 from fp8bench.plan.resumable import cannot_resume, refuse_files_elsewhere, surroundings_differ
+from fp8bench.report.panels import together
 from fp8bench.store.runs.run_file import check_store
 from fp8bench.user_code import import_user_modules
 
@@ -71,10 +75,16 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
     """
     with _ready(request, store) as (worker, text):
         training = _of_today(request, worker, text, command)
+        covered = _examined(training, worker)
         training = replace(training, parameters=_reference(training, worker).parameters)
         if note := without_histories(training):
             observer.note(note)
-        return _trained(training, start_training(training, store), worker, observer)
+        writer = start_training(training, store)
+        if covered:
+            writer.append(covered)
+            for event in covered:
+                observer.note(event.words)
+        return _trained(training, writer, worker, observer)
 
 
 def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, KeptTraining]:
@@ -102,15 +112,16 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
         return True, _trained(replace(training, text=text), writer, worker, observer, resumed=True)
 
 
-def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState, float, list[str]]:
+def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState, float, list[str], float | None]:
     """A training as it would be, its reference's model as it was built, and what is expected of its time.
 
     Nothing is trained. Seconds are those of all steps of arms whose precision was trained here before; then come the
-    names of the other arms.
+    names of the other arms, and how far gaps were apart from seed to seed.
     """
     with _ready(request, store) as (worker, text):
         training = _of_today(request, worker, text)
-        return training, _reference(training, worker), *_expected_seconds(training, store)
+        _examined(training, worker)
+        return training, _reference(training, worker), *_expected_seconds(training, store), _spread(training, store)
 
 
 def _differences(training: Training, today: Training) -> Iterator[str]:
@@ -130,10 +141,14 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
     """The text and the worker; everything that can be refused before one is started is."""
     import_user_modules(request.imports)
     check_training(request)
+    settings = request.settings
     with claimed(request.isolation):
         check_store(store)
-        sequence = config_of(request.settings, 1).sequence
-        text = prepare_text(request.data, request.other_data, request.tokens, store / "data", sequence)
+        if settings.make:
+            text = no_text(settings)
+        else:
+            sequence = config_of(settings, 1).sequence
+            text = prepare_text(request.data, request.other_data, request.tokens, store / "data", sequence)
         worker = _worker(request, Settings(request.threads, request.seed, request.imports))
         try:
             yield worker, text
@@ -145,7 +160,8 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
 def _of_today(request: TrainingRequest, worker: Worker, text: TrainingText, command: str = "") -> Training:
     """What the worker says of where it is, and the plan that follows from it; nobody has counted parameters yet."""
     device = device_of(request, worker.probe())
-    environment = gather(worker.software(), __version__, request.threads, request.imports)
+    imports = (*request.imports, *place_of(request.settings))
+    environment = gather(worker.software(), __version__, request.threads, imports)
     arms = make_arms(request, device)
     return Training(secrets.token_hex(4), now(), command, request, arms, device, environment, text, 0)
 
@@ -154,6 +170,20 @@ def _worker(request: TrainingRequest, settings: Settings) -> Worker:
     if request.ranks is not None:
         return RanksWorker(settings, request.ranks, module=RANK_MODULE, merges=MERGES)
     return ProcessWorker(settings, module=MODULE) if request.isolation else LocalWorker(settings, Lab)
+
+
+def _examined(training: Training, worker: Worker) -> tuple[TrainingEvent, ...]:
+    """Of a model of the user's own, that it can be trained, and how much of it each arm converts."""
+    if not training.request.settings.make:
+        return ()
+    arms = tuple(arm for arm in training.arms if not arm.skip and not arm.is_band)
+    try:
+        found = lab_of(worker, FIRST_SECONDS).examine(training.task(arms))
+    except WorkerFault as fault:
+        raise as_usage(fault) from None
+    alike = together((coverage, name) for name, coverage in found)
+    words = [sentence for coverage, names in alike.items() for sentence in coverage_words(", ".join(names), coverage)]
+    return tuple(TrainingEvent("", training.request.seed, 0, COVERAGE, sentence) for sentence in words)
 
 
 def _reference(training: Training, worker: Worker) -> ArmState:
@@ -336,7 +366,7 @@ def _without(training: Training, writer: TrainingWriter, has: Callable[[ArmCost]
 
 
 _LOOKED_AT = 20
-_SAME = ("model", "arch", "batch", "sequence", "micro_batches", "checkpointing", "compile", "parallel")
+_SAME = ("make", "model", "arch", "batch", "sequence", "micro_batches", "checkpointing", "compile", "parallel")
 
 
 def _expected_seconds(training: Training, store: Path) -> tuple[float, list[str]]:
@@ -366,6 +396,18 @@ def _known(training: Training, store: Path) -> dict[str, float]:
                     seconds.setdefault(modes[row.arm], []).append(row.seconds)
             known |= {mode: median(times) for mode, times in seconds.items()}
     return known
+
+
+def _spread(training: Training, store: Path) -> float | None:
+    """The middle deviation of an arm's gaps over seeds, in kept trainings of this model and so many steps."""
+    found: list[float] = []
+    for path in training_files(store)[:_LOOKED_AT]:
+        with contextlib.suppress(StoreError):
+            head = load_head(path)
+            if _conditions(head) == _conditions(training) and head.request.steps == training.request.steps:
+                said = verdicts_of(head, load_training(path).lines).arms
+                found += [arm.judged.gap.deviation for arm in said if arm.judged.gap and arm.judged.gap.pairs > 1]
+    return median(found) if found else None
 
 
 def _conditions(training: Training) -> tuple[object, ...]:

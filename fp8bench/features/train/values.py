@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from fp8bench.features.train.request import TrainerSettings, TrainingRequest
+from fp8bench.features.train.request import BANDS, TrainerSettings, TrainingRequest
 from fp8bench.model.consumed import Capacity, EnergyUse, MemoryUse
 from fp8bench.model.planned import DeviceFacts, Params
 from fp8bench.model.run import Environment
@@ -44,13 +44,17 @@ class ArmRole(StrEnum):
     """What an arm is there for.
 
     A `repeat` is the reference once more under the same seed: what differs is not deterministic. An `other-seed` is the
-    reference with other initial weights and batches: what differs is what seeds do.
+    reference with other initial weights and batches: what differs is what seeds do. `one-ulp` has its initial weights
+    one unit in the last place apart, in the first seed: what differs is chaos, and no seed knows better. `other-rate`
+    is the reference at another rate, where rates are swept.
     """
 
     REFERENCE = "reference"
     CANDIDATE = "candidate"
     REPEAT = "repeat"
     OTHER_SEED = "other-seed"
+    CHAOS = "one-ulp"
+    OTHER_RATE = "other-rate"
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Arm:
     @property
     def is_band(self) -> bool:
         """Whether it is there for what chance and other seeds do to the reference."""
-        return self.role in (ArmRole.REPEAT, ArmRole.OTHER_SEED)
+        return self.role.value in BANDS
 
     def taken(self, settings: TrainerSettings) -> TrainerSettings:
         """All settings of the arm: those of its training but for its own. Only candidates take the precision map."""
@@ -244,6 +248,8 @@ class Validation(StreamLine):
 
 # The kind of event that an arm's products are in another precision than its own.
 FALLBACK = "fallback"
+# The event that says how much of a model of the user's own an arm converts.
+COVERAGE = "coverage"
 # The event of a loop of somebody's own in which nothing could be seen for some updates.
 UNSEEN = "unseen"
 
@@ -251,7 +257,7 @@ UNSEEN = "unseen"
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
     """Something that happened in a step: 'not-finite', 'alarm', 'tried-fix', 'scale-halved', 'rate-lowered', 'stopped',
-    'resumed', 'pairs' (not all arms fit into memory), UNPAIRED, FALLBACK, UNSEEN.
+    'resumed', 'pairs' (not all arms fit into memory), UNPAIRED, FALLBACK, COVERAGE, UNSEEN.
 
     `layer` and `tensor` say where, `values` what was seen there, `remedy` what may help.
     """

@@ -16,6 +16,7 @@ from fp8bench.analysis.metric import why_no_larger
 from fp8bench.features.train import words
 from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import (
+    COVERAGE,
     WATCHED_SECONDS,
     Arm,
     ArmCost,
@@ -28,7 +29,7 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import Learned
+from fp8bench.features.train.verdicts.curves import Learned, Why
 from fp8bench.features.train.verdicts.histories import Replayed, best_of
 from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy, energies_of, summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
@@ -78,11 +79,13 @@ def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
 def answers(found: TrainingVerdicts) -> Iterator[Text]:
     """A sentence an arm that was compared."""
     for said in found.arms:
-        if not said.arm.skip:
+        if not said.arm.skip and said.judged.why is not Why.OTHER_RATE:
             yield Text(f"{words.answer(said, found)}.", _TONES.get(said.judged.learned, Tone.DOUBT))
 
 
-def plan_page(training: Training, reference: ArmState, seconds: float, unknown: Sequence[str]) -> Page:
+def plan_page(
+    training: Training, reference: ArmState, seconds: float, unknown: Sequence[str], spread: float | None
+) -> Page:
     """The arms that would be trained, and what they come to."""
     request = training.request
     cols: list[Col[Arm]] = [
@@ -90,19 +93,20 @@ def plan_page(training: Training, reference: ArmState, seconds: float, unknown: 
         Col("why not", lambda arm: arm.skip, below=True),
     ]  # fmt: skip
     running = [arm for arm in training.arms if not arm.skip]
-    repeats = sum(arm.role is ArmRole.REPEAT for arm in running)
-    steps = request.steps * ((len(running) - repeats) * request.seeds + repeats)
+    once = sum(arm.role is ArmRole.CHAOS for arm in running)
+    steps = request.steps * ((len(running) - once) * request.seeds + once)
     ending = (
-        f"parameters: {units.whole(reference.parameters)} ({request.settings.model}, {request.settings.arch})",
+        f"parameters: {units.whole(reference.parameters)} ({_model_of(request)})",
         f"steps: {units.whole(steps)} in all, {many(request.steps, 'step')} of {many(len(running), 'arm')} in "
         + many(request.seeds, "seed"),
         *([f"ranks: {request.ranks} by {request.settings.parallel}; {_scales_of(request)}"] if request.ranks else []),
         f"tokens: {units.whole(reference.tokens)} a step, {units.whole(steps * reference.tokens)} in all",
         f"kept between two steps of the reference: {_bytes(dict(reference.bytes_per_parameter))}",
         _expected_time(seconds, unknown),
+        words.detectable(request, spread),
         *filter(None, [words.without_histories(training)]),
     )
-    title = f"training of {request.settings.model} on {training.device.key}, which is {training.device.name}"
+    title = f"training of {request.settings.called} on {training.device.key}, which is {training.device.name}"
     arms = table("arms", "", cols, training.arms)
     return Page(title, "", (Part("arms", "", (arms,)), Part("ending", "", tuple(map(Text, ending)))))
 
@@ -123,7 +127,8 @@ def _bytes(parts: dict[str, float]) -> str:
 
 def title_of(training: Training) -> str:
     settings = training.request.settings
-    return f"training of {settings.model} ({settings.arch}, {units.count(training.parameters)} parameters)"
+    kind = "" if settings.make else f"{settings.arch}, "
+    return f"training of {settings.called} ({kind}{units.count(training.parameters)} parameters)"
 
 
 def facts_of(training: Training) -> Iterator[tuple[str, str]]:
@@ -140,6 +145,11 @@ def facts_of(training: Training) -> Iterator[tuple[str, str]]:
 def _scales_of(request: TrainingRequest) -> str:
     whose = "its own rank" if request.settings.amax_group == "own" else "all ranks"
     return f"a tensor's scale is by the largest magnitude of {whose}"
+
+
+def _model_of(request: TrainingRequest) -> str:
+    settings = request.settings
+    return settings.make or f"{settings.model}, {settings.arch}"
 
 
 def _how(arm: Arm) -> str:
@@ -238,7 +248,9 @@ def looks_of(kept: KeptTraining) -> Iterator[Part]:
     places = list(dict.fromkeys(one.of for one in last if one.of.startswith(POSITION)))
     shown += [places[0], places[-1]] if len(places) > 1 else []
     seen = {one.arm for one in last}
-    arms = [arm.name for arm in kept.training.arms if arm.role is not ArmRole.REPEAT and arm.name in seen]
+    arms = [
+        arm.name for arm in kept.training.arms if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS) and arm.name in seen
+    ]
     if arms:
         kinds = (("looks", "loss", _loss), ("perplexities", "perplexity of a token", _perplexity))
         yield Part("looks", _LOOKS, tuple(table(*kind[:2], _look_cols(last, shown, kind[2]), arms) for kind in kinds))
@@ -281,11 +293,16 @@ def bands_of(found: TrainingVerdicts) -> Iterator[str]:
         yield words.seed_band(found.seed_band)
     if found.repeat_band is not None:
         yield words.repeat_band(found.repeat_band)
+    if found.chaos is not None:
+        yield words.chaos(found.chaos)
     if all_of := words.chance_of_all(found):
         yield all_of
 
 
 def notes_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[str]:
+    yield from dict.fromkeys(event.words for event in kept.of(TrainingEvent) if event.kind == COVERAGE)
+    if not found.looks:
+        yield "nothing was held out, and the loss of training alone decides: give held_out in what make() returns"
     for said in found.arms:
         if not said.arm.skip:
             yield from (f"{said.arm.name}: {note}" for note in words.notes(said))
@@ -301,7 +318,7 @@ def notes_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[str]:
 
 
 def _events(kept: KeptTraining) -> Iterator[str]:
-    events = kept.of(TrainingEvent)
+    events = [event for event in kept.of(TrainingEvent) if event.kind != COVERAGE]
     for event in events[:_SHOWN_EVENTS]:
         where = f"{event.layer} {event.tensor}".strip()
         who = f"{event.arm}, seed {event.seed}, step {event.step}" if event.arm else f"seed {event.seed}"

@@ -6,26 +6,57 @@ import math
 from collections.abc import Collection, Iterator
 
 from fp8bench import units
+from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import ArmRole, KeptTraining, Training, TrainingEvent
-from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, JudgedArm, Learned, Why
+from fp8bench.features.train.verdicts.curves import (
+    LEAST_PAIRS,
+    Gap,
+    JudgedArm,
+    Learned,
+    Pair,
+    Why,
+    bound_of_one,
+    least_seen,
+)
 from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, SeedBand, TrainingVerdicts
 from fp8bench.model import Interval
+from fp8bench.model.step import Coverage
 from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
+from fp8bench.report.topics.shares import coverage_sentence, left_of
 from fp8bench.report.words.naming import listed, many
 
 _ROLES = {
     ArmRole.REFERENCE: "the reference",
-    ArmRole.REPEAT: "the reference once more, in the first seed alone",
+    ArmRole.REPEAT: "the reference once more",
     ArmRole.OTHER_SEED: "the reference with other weights and batches",
+    ArmRole.CHAOS: "the reference with its weights one ulp apart, in the first seed alone",
+    ArmRole.OTHER_RATE: "the reference at another rate",
 }
+
+
+_SHOWN = 3
+
+
+def coverage_words(name: str, coverage: Coverage) -> Iterator[str]:
+    """How much of the model an arm converts, what it leaves and why, and what backward begins from."""
+    yield coverage_sentence(name, coverage)
+    for why, names, _ in left_of(coverage)[:_SHOWN]:
+        yield f"{listed(list(dict.fromkeys(names)), _SHOWN)}: {why}"
+    yield from coverage.remarks
+    yield f"backward begins from {coverage.loss}"
 
 
 def of_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:
     """Its verdict; why there is none, or what else the arm is there for."""
     arm = summary.arm
-    return arm.skip or (verdict(summary.said, among) if summary.said is not None else _ROLES[arm.role])
+    if arm.skip or summary.said is not None:
+        return arm.skip if summary.said is None or arm.skip else verdict(summary.said, among)
+    if arm.role is ArmRole.CHAOS and among.chaos is not None:
+        return f"{_ROLES[arm.role]}: {100 * among.chaos.gap:+.2g}% from it there"
+    best = arm.name == among.reference and among.rates > 1
+    return f"{_ROLES[arm.role]}{': its best, which arms are held against' if best else ''}"
 
 
 def answer(found: ArmVerdict, among: TrainingVerdicts) -> str:
@@ -37,8 +68,7 @@ def answer(found: ArmVerdict, among: TrainingVerdicts) -> str:
         return f"whether {name} learns is not known: {reference} did not learn ({did_not_learn(among)})"
     gap = judged.gap
     if judged.learned is Learned.INCONCLUSIVE or gap is None or gap.decides is None:
-        bounded = gap.shown if gap is not None and judged.why in (Why.FEW_PAIRS, Why.TOO_WIDE) else None
-        excluded = f"a loss more than {_excluded(bounded)} worse is excluded (95%); " if bounded else ""
+        excluded = _excluded_so_far(found, among)
         return f"whether {name} learns as {reference} does is open: {excluded}{inconclusive(judged)}"
     seeds = many(gap.pairs, "seed")
     if judged.learned is Learned.WITHIN_NOISE:
@@ -50,7 +80,25 @@ def answer(found: ArmVerdict, among: TrainingVerdicts) -> str:
     sign = "higher" if judged.learned is Learned.WORSE else "lower"
     told = f"{name} learns {judged.learned} than {reference}: its loss is {_share(abs(gap.point), gap.decides)} {sign}"
     tune = f"; tune {reference} first: another rate may be as good (--sweep rate)" if sign == "lower" else ""
+    if among.rates > 1:
+        tune = f"; both at the best of {many(among.rates, 'rate')}"
     return f"{told}, at least {least} ({seeds}){tune}"
+
+
+def _excluded_so_far(found: ArmVerdict, among: TrainingVerdicts) -> str:
+    """What is known where no verdict is: of one seed by what one ulp does in it."""
+    gap = found.judged.gap
+    if gap is None or found.judged.why not in (Why.FEW_PAIRS, Why.TOO_WIDE):
+        return ""
+    if gap.shown is not None:
+        return f"a loss more than {_excluded(gap.shown)} worse is excluded (95%); "
+    if among.chaos is None or found.pairs[0].seed != among.chaos.seed:
+        return ""
+    bound = bound_of_one(gap.point, among.chaos.gap)
+    if bound is None:
+        return f"one ulp changed no loss of seed {among.chaos.seed}, which bounds nothing; "
+    worse = f"a loss more than {_excluded(bound)} worse is excluded"
+    return f"{worse} in seed {among.chaos.seed} (95%, by what one ulp does there; of other seeds it says nothing); "
 
 
 def _excluded(interval: Interval) -> str:
@@ -91,7 +139,7 @@ FAILURES = (*(one.replace(" ", "-") for one in Learned if one not in (Learned.BE
 def failures(kept: KeptTraining, found: TrainingVerdicts, wanted: Collection[str]) -> Iterator[str]:
     """A sentence for each arm with a verdict that is wanted, and for each alarm if these are."""
     for arm in found.arms:
-        if arm.judged.learned.replace(" ", "-") in wanted:
+        if arm.judged.learned.replace(" ", "-") in wanted and arm.judged.why is not Why.OTHER_RATE:
             yield f"{arm.arm.name}: {verdict(arm, found)}"
     if ALARM in wanted:
         for event in kept.of(TrainingEvent):
@@ -102,7 +150,7 @@ def failures(kept: KeptTraining, found: TrainingVerdicts, wanted: Collection[str
 def inconclusive(judged: JudgedArm) -> str:
     """Why, and how many more seeds would do."""
     more = f"{judged.more_seeds} more would do" if judged.more_seeds else "no number of seeds that is known would do"
-    if judged.why in (Why.SAME_BITS, Why.FALLBACK):
+    if judged.why in (Why.SAME_BITS, Why.FALLBACK, Why.OTHER_RATE):
         return str(judged.why)
     if judged.why is Why.FEW_PAIRS:
         pairs = judged.gap.pairs if judged.gap else 0
@@ -162,6 +210,28 @@ def seed_band(band: SeedBand) -> str:
     """'other seeds move the reference by 1.2% (root mean square of 5), at most 2.0%'."""
     deviation, largest = (units.percent(one, 2) for one in (band.deviation, band.largest))
     return f"other seeds move the reference by {deviation} (root mean square of {len(band.gaps)}), at most {largest}"
+
+
+def chaos(pair: Pair) -> str:
+    return (
+        f"one ulp in its initial weights moves the reference by {100 * pair.gap:+.2g}% in seed {pair.seed}: one seed "
+        "knows no better than that"
+    )
+
+
+def detectable(request: TrainingRequest, spread: float | None) -> str:
+    """What so many seeds could tell, by how far gaps were apart in trainings that were kept."""
+    seeds = many(request.seeds, "seed")
+    if request.seeds < LEAST_PAIRS:
+        more = "by what one ulp does in it" if request.seeds == 1 else "by their spread"
+        return f"what could be detected: a bound of {seeds}, {more}, and no verdict: {LEAST_PAIRS} seeds give one"
+    if spread is None:
+        return "what could be detected is not known before such a model was trained here in two seeds"
+    seen, reach = least_seen(spread, request.seeds)
+    return (
+        f"what could be detected: a difference of {units.percent(seen, 2)} in four of five cases; more than "
+        f"{units.percent(reach, 2)} could be excluded ({seeds}, by a spread of {units.percent(spread, 2)} in kept ones)"
+    )
 
 
 def repeat_band(band: RepeatBand) -> str:

@@ -177,7 +177,7 @@ def coverage_elements(panel: Panel, number: int = 0) -> Iterator[Element]:
         name = f"{number}-{place}" if number or place else "kinds"
         yield Text(f"{coverage_sentence(modes, coverage)}.", Tone.STRONG)
         yield _kinds(f"coverage-{name}", modes, coverage)
-        left = _left(coverage)
+        left = left_of(coverage)
         if left:
             yield _reasons(f"coverage-left-{name}", modes, left, coverage)
         if remarks := list(_remarks(coverage)):
@@ -200,7 +200,8 @@ def _kinds(name: str, modes: str, coverage: Coverage) -> Table:
     return table(name, f"what is converted in {modes}", cols, rows)
 
 
-def _left(coverage: Coverage) -> list[tuple[str, list[str], int]]:
+def left_of(coverage: Coverage) -> list[tuple[str, list[str], int]]:
+    """What is not converted by its reason, the most FLOPs first: (reason, names, FLOPs)."""
     names, flops = defaultdict[str, list[str]](list), defaultdict[str, int](int)
     for holder in coverage.holders:
         if not holder.converted:

@@ -27,20 +27,36 @@ def names(**asked: Any) -> list[str]:
 
 
 def test_reference_repeat_other_seed_and_candidates() -> None:
-    """The highest precision leads, wherever it stands; its repeat is there in the first seed alone."""
+    """The highest precision leads, wherever it stands; one ulp is there in the first seed alone."""
     arms = make_arms(TrainingRequest(("nvfp4", "fp8", "bf16")), CPU)
     assert [(arm.name, arm.precision, arm.role) for arm in arms] == [
         ("bf16", "bf16", ArmRole.REFERENCE), ("bf16 again", "bf16", ArmRole.REPEAT),
-        ("bf16 other seed", "bf16", ArmRole.OTHER_SEED), ("nvfp4", "nvfp4", ArmRole.CANDIDATE),
-        ("fp8", "fp8", ArmRole.CANDIDATE),
+        ("bf16 other seed", "bf16", ArmRole.OTHER_SEED), ("bf16 one ulp", "bf16", ArmRole.CHAOS),
+        ("nvfp4", "nvfp4", ArmRole.CANDIDATE), ("fp8", "fp8", ArmRole.CANDIDATE),
     ]  # fmt: skip
-    assert arms_of_seed(arms, 0) == arms and arms_of_seed(arms, 1) == (arms[0], *arms[2:])
+    assert arms_of_seed(arms, 0) == arms and arms_of_seed(arms, 1) == (*arms[:3], *arms[4:])
+    assert arms[3].taken(TrainerSettings()).nudge == "ulp"
+    few = make_arms(TrainingRequest(("fp8", "bf16"), bands=("one-ulp",)), CPU)
+    assert [arm.name for arm in few] == ["bf16", "bf16 one ulp", "fp8"]
+    assert [arm.name for arm in make_arms(TrainingRequest(bands=("none",)), CPU)] == ["bf16", "fp8"]
+
+
+def test_a_swept_rate_is_swept_in_the_reference_too() -> None:
+    """But for its own; where rates of one precision alone are compared they are compared with each other."""
+    rates = (("rate", ("5e-4", "1e-3", "2e-3")),)
+    arms = make_arms(TrainingRequest(("bf16", "fp8"), sweep=rates, bands=("none",)), CPU)
+    assert [(arm.name, arm.role) for arm in arms] == [
+        ("bf16", ArmRole.REFERENCE), ("bf16 rate=0.0005", ArmRole.OTHER_RATE), ("bf16 rate=0.002", ArmRole.OTHER_RATE),
+        ("fp8 rate=0.0005", ArmRole.CANDIDATE), ("fp8", ArmRole.CANDIDATE), ("fp8 rate=0.002", ArmRole.CANDIDATE),
+    ]  # fmt: skip
+    alone = make_arms(TrainingRequest(("bf16",), sweep=rates, bands=("none",)), CPU)
+    assert [arm.role for arm in alone] == [ArmRole.REFERENCE, ArmRole.CANDIDATE, ArmRole.CANDIDATE]
 
 
 def test_a_reference_that_is_named_leads() -> None:
     """Also one that is not among the dtypes, or lower than they are."""
     assert make_arms(TrainingRequest(("bf16", "fp8"), "fp8"), CPU)[0].name == "fp8"
-    arms = make_arms(TrainingRequest(("bf16", "fp8"), "fp32"), CPU)
+    arms = make_arms(TrainingRequest(("bf16", "fp8"), "fp32", bands=("repeat", "other-seed")), CPU)
     assert [arm.name for arm in arms if arm.role is not ArmRole.REPEAT] == ["fp32", "fp32 other seed", "bf16", "fp8"]
 
 
@@ -171,7 +187,7 @@ def test_what_several_ranks_can_train() -> None:
         skips = {arm.name: arm.skip for arm in make_arms(request, several)}
         assert not skips["fp8"] and ("is always a rank's own" in skips["nvfp4"]) is refused
     swept = TrainingRequest(("fp8", "bf16"), ranks=2, settings=DDP, sweep=(("amax-group", ("own", "parallel")),))
-    assert [arm.name for arm in make_arms(swept, several)][3:] == ["fp8 amax-group=own", "fp8 amax-group=parallel"]
+    assert [arm.name for arm in make_arms(swept, several)][4:] == ["fp8 amax-group=own", "fp8 amax-group=parallel"]
 
 
 def test_blocks_are_cut_where_a_ranks_share_of_them_is_one() -> None:
@@ -215,9 +231,9 @@ ALL = "bf16+bf16 again+bf16 other seed+fp8+mxfp8"
 
 
 def test_all_are_together_where_they_fit() -> None:
-    """What all keep, and the most that a step of one needs more: 230 and 120; the repeat is in the first seed alone."""
+    """What all keep, and the most that a step of one needs more: 230 and 120."""
     found = turns(350)
-    assert told(found) == [(0, ALL), (1, ALL.replace("+bf16 again", ""))] and (found.cut, found.out) == ("", {})
+    assert told(found) == [(0, ALL), (1, ALL)] and (found.cut, found.out) == ("", {})
     assert told(turns(349))[0] == (0, "bf16+bf16 again")
     assert told(turns(1, {"bf16": (40, 100)}))[0] == (0, ALL), "nobody knows what the others need"
 
@@ -226,8 +242,8 @@ def test_else_each_is_beside_the_reference() -> None:
     """In every seed; the first of a seed has the reference's own lines. One that fits alone only is alone."""
     found = turns(219)
     pairs = ["bf16+bf16 again", "bf16+bf16 other seed", "bf16+fp8", "mxfp8"]
-    assert told(found) == [*((0, one) for one in pairs), *((1, one) for one in pairs[1:])]
-    assert [one.first for one in found.turns] == [True, False, False, False, True, False, False]
+    assert told(found) == [*((0, one) for one in pairs), *((1, one) for one in pairs)]
+    assert [one.first for one in found.turns] == [True, False, False, False] * 2
     assert "all arms need 350 B together, and there are 219 B" in found.cut and not found.out
 
 
@@ -236,6 +252,6 @@ def test_one_that_fits_nowhere_is_out_and_the_reference_is_needed() -> None:
     found = turns(179)
     assert found.out == {"mxfp8": "it needs 180 B alone, and there are 179 B"}
     assert told(found) == [(0, "bf16+bf16 again"), (0, "bf16+bf16 other seed"), (0, "bf16+fp8"),
-                            (1, "bf16+bf16 other seed"), (1, "bf16+fp8")]  # fmt: skip
+                            (1, "bf16+bf16 again"), (1, "bf16+bf16 other seed"), (1, "bf16+fp8")]  # fmt: skip
     with pytest.raises(UsageError, match=r"the reference bf16 needs 100 B .*, and there are 99 B. Choose a smaller"):
         turns(99)

@@ -90,7 +90,8 @@ def test_every_setting_of_the_request_can_be_said() -> None:
         "--other-data b.txt --tokens bpe:64 --steps 7 --seeds 2 "
         "--margin 2.5 --seed 3 --stride 4 --evaluate 5 --keep 6 --device cpu --threads 2 --rate 0.01 --warmup 0.2 "
         "--floor 0.3 --weight-decay 0.4 --clip 0.5 --loss-scale 1024 --optimizer-states fp8lm --master fp16-scaled "
-        "--gradients bf16 --on-nan skip --rates norm=0,head=2 --no-isolation"
+        "--gradients bf16 --on-nan skip --rates norm=0,head=2 --no-isolation "
+        "--bands one-ulp,repeat"
     )
     settings = TrainerSettings(
         model="gpt2-124m", arch="moe", batch=2, sequence=64, micro_batches=3, dropout=0.1,
@@ -100,7 +101,8 @@ def test_every_setting_of_the_request_can_be_said() -> None:
         rates=(("norm", 0.0), ("head", 2.0)),
     )  # fmt: skip
     assert request_from(build_parser().parse_args(words.split())) == TrainingRequest(
-        ("bf16", "fp8-delayed"), "bf16", settings, 7, 2, 3, 0.025, (("history", ("1", "16", "4")), ("margin", ("1",))),
+        ("bf16", "fp8-delayed"), "bf16", settings, 7, 2, 3, ("one-ulp", "repeat"), 0.025,
+        (("history", ("1", "16", "4")), ("margin", ("1",))),
         "cpu", 2, "a.txt", "b.txt", "bpe:64", 4, 5, 6, isolation=False,
     )  # fmt: skip
 
@@ -164,7 +166,8 @@ def test_a_training_is_told_kept_shown_and_exported(say: Say, fp8bench: Say, sto
     code, _, err = fp8bench("show", "last")
     assert code == 2 and "The store has no runs yet" in err
     code, again, err = fp8bench("show", kept.training.id, "--tensorboard", "board")
-    assert (code, again) == (0, out) and "tensorboard: 8 curves in board; `tensorboard --logdir board`" in unfolded(err)
+    assert (code, again) == (0, out)
+    assert "tensorboard: 10 curves in board; `tensorboard --logdir board`" in unfolded(err)
     has_a_report_of_its_own(path.parent.name, store, fp8bench)
 
 
@@ -225,7 +228,7 @@ def test_arms_that_do_not_fit_together_come_to_the_same_losses_in_pairs(say: Say
         kept = load_training(training_files(store)[0])
         losses.append({(row.arm, row.step): row.loss for row in kept.of(StepRow)})
         assert [event.kind for event in kept.of(TrainingEvent)] == (["pairs"] if limit else [])
-        assert len(kept.of(StepRow)) == len(losses[-1]) == 4 * 4
+        assert len(kept.of(StepRow)) == len(losses[-1]) == 5 * 4
     assert losses[0] == losses[1]
 
 
@@ -235,7 +238,7 @@ def test_a_plan_is_told_and_nothing_is_trained(say: Say, store: Path, local: Non
     words = " ".join(out.split())
     assert (code, err) == (0, "") and not training_files(store)
     assert "fp8 gradients=bf16 candidate emulated" in words and "bf16 again repeat native" in words
-    assert "steps: 52 in all, 4 steps of 5 arms in 3 seeds" in words and "16 a step, 832 in all" in words
+    assert "steps: 64 in all, 4 steps of 6 arms in 3 seeds" in words and "16 a step, 1024 in all" in words
     assert "time: not known before such a model was trained here; --quick tells" in words
     assert re.search(r"parameters: [\d,]+ ", words) and "bytes a parameter (weights 4, gradients 4," in words
 

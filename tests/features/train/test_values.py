@@ -19,14 +19,14 @@ REFUSED: dict[str, list[Any]] = {
     "gradients": ["fp16"], "checkpointing": ["yes"], "compile": ["maybe"], "attention": ["low"],
     "on_nan": ["ignore"], "nudge": ["bit"],
     "scale_growth": [0], "handicap": [0, float("inf")], "precision_map": [(("mlp",),), "mlp=fp8"],
-    "parallel": ["pp"], "amax_group": ["dp"],
+    "parallel": ["pp"], "amax_group": ["dp"], "make": [3], "skip": ["head"],
 }  # fmt: skip
 ASKED: dict[str, list[Any]] = {
     "dtypes": [(), "fp8", (8,)], "reference": [8], "steps": [0, 1.5, True], "seeds": [0], "seed": [-1],
     "margin": [0, 1, -0.01, float("nan")], "sweep": [(("history", ()),)], "device": [""], "threads": [0], "data": [""],
     "other_data": [""], "tokens": ["words"], "stride": [0], "evaluate": [0], "keep": [0],
     "imports": ["x"], "isolation": [None], "try_fix": ["yes"], "max_batch": ["yes"],
-    "memory_limit": [0], "energy": ["yes"], "ranks": [0, 1, 2, True],
+    "memory_limit": [0], "energy": ["yes"], "bands": ["one-ulp", ("chaos",)], "ranks": [0, 1, 2, True],
 }  # fmt: skip
 
 

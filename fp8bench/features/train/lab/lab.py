@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import Arm, ArmCost, ArmState, SeedTask, StreamLine, Validation
 from fp8bench.model.raw import StateCheck
+from fp8bench.model.step import Coverage
 from fp8bench.protocols import Device, Phases, Precision, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
@@ -24,6 +25,7 @@ from fp8bench.worker.main import main
 from fp8bench.worker.memory_pass import Make, PreparedMemory, Told, memory_of_step, try_batch, watch_of
 from fp8bench.worker.step_guards import aside
 from fp8bench.worker.switches import unchanged, under
+from fp8bench.workloads.model import MADE
 
 if TYPE_CHECKING:
     from fp8bench.features.train.lab.trainer import Trainer
@@ -50,13 +52,13 @@ class Lab(Bench):
 
     def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
         """Forget the seed before, and build every arm of this one. Why one cannot be is said when it is asked for."""
-        from fp8bench.features.train.lab.trainer import Trainer
+        from fp8bench.features.train.lab.own_trainer import trainer_of
 
         self._forget(task)
         for arm in task.arms:
             try:
                 with self._running():
-                    self._trainers[arm.name] = Trainer(task, arm)
+                    self._trainers[arm.name] = trainer_of(task, arm)
             except Exception as error:  # noqa: BLE001 - the others have room, or a sound plan
                 self._unbuilt[arm.name] = described(error)
         return tuple(trainer.state() for trainer in self._trainers.values())
@@ -65,11 +67,20 @@ class Lab(Bench):
         """All of the seed before; what comes is of that task."""
         self._trainers: dict[str, Trainer] = {}
         self._unbuilt: dict[str, PlantedFault] = {}
+        MADE.clear()
         gc.collect()
         self._task = task
         device = self._selected(task.facts)
         device.empty_cache()
         return device
+
+    def examine(self, task: SeedTask) -> tuple[tuple[str, Coverage], ...]:  # type: ignore[override]
+        """Of a model of the user's own: a step of every arm, and what each converts. Raises for what cannot be."""
+        from fp8bench.features.train.lab.own_trainer import examined
+
+        self._forget(task)
+        with self._running():
+            return examined(task)
 
     def alone(self, task: SeedTask) -> ArmCost:
         """The memory of a task's one arm with nothing beside it. The seed before is forgotten."""
@@ -119,11 +130,11 @@ class Lab(Bench):
         """Another arm, which goes on from what a folder keeps of one that is there, with a precision and settings of
         its own; from the first step where `folder` is ''. Returns the step that comes next."""
         from fp8bench.features.train.lab.checkpoint import read
-        from fp8bench.features.train.lab.trainer import Trainer
+        from fp8bench.features.train.lab.own_trainer import trainer_of
 
         memory = read(folder, self._task, self._rank, arm)[arm] if folder else None
         with self._running():
-            trainer = Trainer(replace(self._task, settings=settings), trial)
+            trainer = trainer_of(replace(self._task, settings=settings), trial)
         if memory is not None:
             with self._running(trainer.precision):
                 trainer.take_over(self._trainers[arm], memory)
@@ -198,11 +209,11 @@ def another_step(trainer: Trainer, phase: Phases) -> None:
 
 def made_alone(task: SeedTask, arm: Arm) -> Make:
     """How an arm is made that nobody watches: readings of tensors take memory, too, every so many steps."""
-    from fp8bench.features.train.lab.trainer import Trainer
+    from fp8bench.features.train.lab.own_trainer import trainer_of
 
     def make(told: Told | None) -> Callable[[], PreparedMemory]:
         def prepare() -> PreparedMemory:
-            trainer = Trainer(task, arm, None if told is None else watch_of(told))
+            trainer = trainer_of(task, arm, None if told is None else watch_of(told))
             return PreparedMemory(trainer, lambda phase: another_step(trainer, phase))
 
         return prepare

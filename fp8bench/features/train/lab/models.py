@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.formats.grids import E4M3
-from fp8bench.formats.hardware import emulated, refused
+from fp8bench.formats.hardware import emulated, native, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Support
+from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.parallel.ways import uncuttable
 from fp8bench.nn.shared_workloads import uncompilable
 from fp8bench.nn.sizes import LINE, SIZES, GPTConfig
@@ -121,6 +122,8 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
          "a compiled graph has weights that are taken away between two steps"),
         (shared and given.arch == "moe", "--arch moe", "--ranks",
          f"experts cast on some ranks and not on others, so that no largest magnitude is that of all: {advice}"),
+        (cut and given.master == "bf16-stochastic", f"--master {given.master}", "--parallel tp",
+         "weights that all ranks have would be rounded in other ways on each. Choose another master"),
         (shared and compiled, "--compile yes", "--ranks",
          f"the largest magnitudes of all ranks are sent between casts: {advice}"),
     )  # fmt: skip
@@ -133,7 +136,8 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
 
 def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
     """How a device trains such a model in a precision."""
-    found = precision.support(facts)
+    own = settings.make and precision.name == UNTOUCHED
+    found = native("the model as it came") if own else precision.support(facts)
     if precision.whole_layers and precision.remembers and found.level is not Level.REFUSED:
         return refused(
             f"layers of {precision.mode} keep scales that no checkpoint can hold: choose backend=torch or emulated"
@@ -150,7 +154,7 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
             f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: choose "
             "--compile no"
         )
-    if found.level is not Level.NATIVE:
+    if settings.make or found.level is not Level.NATIVE:
         return found
     rounded = bool(precision.carried_by) and precision.float32_products == "highest"
     if cut and (misfit := _misfit(config, facts.ranks, precision)):

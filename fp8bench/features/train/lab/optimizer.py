@@ -238,6 +238,9 @@ class Weights:
         """The parameters have their values in the body."""
         yield
 
+    def draws(self, seed: int) -> None:
+        """What comes is drawn from the seed, where anything is."""
+
     def round(self, parameters: Sequence[Tensor]) -> None:
         """Parameters that a step has changed become what is kept of them."""
 
@@ -251,12 +254,15 @@ class HalfWeights(Weights):
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(parameters)
-        # By powers of two: what is rounded already is then the same once more, as in a step that changes nothing.
-        self._storage = scaled(FP16, ScaleRounding.POWER_OF_TWO)
+        self._storage = self._stored()
         self._masters: dict[Tensor, Operand] = {}
         self._sizes = {parameter: parameter.untyped_storage().nbytes() for parameter in parameters}
         self.round(parameters)
         self._release()
+
+    def _stored(self) -> Storage:
+        """By powers of two: what is rounded already is then the same once more, as in a step that changes nothing."""
+        return scaled(FP16, ScaleRounding.POWER_OF_TWO)
 
     @contextmanager
     def present(self) -> Iterator[None]:
@@ -281,6 +287,30 @@ class HalfWeights(Weights):
         return [part for parameter in self._parameters for part in self._masters[parameter].tensors]
 
 
+class StochasticWeights(HalfWeights):
+    """bf16, rounded at random: up with the probability that is the share of the step that a value has gone.
+
+    The mean of many roundings is the value, so that updates too small for bf16 are not lost. Each step draws from a
+    seed of its own.
+    """
+
+    def _stored(self) -> Storage:
+        self._drawn = torch.Generator(self._parameters[0].device)
+        self._drawn.manual_seed(0)
+        return Storage(lambda x: Operand(stochastic_bf16(x, self._drawn)), lambda kept: kept.data.to(torch.float32))
+
+    def draws(self, seed: int) -> None:
+        self._drawn.manual_seed(seed)
+
+
+def stochastic_bf16(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Of float32: sixteen random bits are added below the last one that is kept, and cut off with the others there."""
+    noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    cut = ((x.contiguous().view(torch.int32) + noise) & ~0xFFFF).view(torch.float32)
+    return torch.where(x.isfinite(), cut, x).to(torch.bfloat16)
+
+
+_MASTERS = {"fp32": Weights, "fp16-scaled": HalfWeights, "bf16-stochastic": StochasticWeights}
 # Of so many weights at a time the values before a step are kept, to say how far they moved.
 _MOST_ELEMENTS = 1 << 24
 
@@ -305,7 +335,7 @@ class AdamW:
             else Gradients(self._parameters)
         )
         self._groups = list(_groups(parameters, settings))
-        self.weights = (HalfWeights if settings.master == "fp16-scaled" else Weights)(self._parameters)
+        self.weights = _MASTERS[settings.master](self._parameters)
         self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
     def step(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
@@ -345,6 +375,11 @@ class AdamW:
     def memory(self) -> dict[str, list[Tensor]]:
         """What the next step depends on: gradients are found anew, how they are scaled is not."""
         return self.kept() | {"gradients": self.gradients.memory()}
+
+    def recall(self, memory: Mapping[str, Sequence[Tensor]]) -> None:
+        for name, tensors in self.memory().items():
+            for tensor, kept in zip(tensors, memory[name], strict=True):
+                tensor.copy_(kept)
 
 
 def _groups(parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> Iterator[_Group]:

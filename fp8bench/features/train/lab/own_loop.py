@@ -18,7 +18,7 @@ from fp8bench.features.train.lab.loop_habits import LoopHabits
 from fp8bench.features.train.lab.optimizer import joint
 from fp8bench.features.train.lab.readings import Figures, read
 from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched
-from fp8bench.features.train.values import UNSEEN, StepFigure, StepRow, StreamLine, TrainingEvent
+from fp8bench.features.train.values import UNSEEN, StepFigure, StepRow, StreamLine, TrainingEvent, Validation
 
 # Micro-batches are counted as they come: there may be several.
 _SEVERAL = 2
@@ -100,6 +100,10 @@ class OwnLoop(BackwardListener):
     def loss(self, value: Tensor | float) -> None:
         """Say the loss of a micro-batch: for a module that gives back something else."""
         self._losses.append(torch.as_tensor(value, device=self._watch.device).detach().reshape(()))
+
+    def held_out(self, value: Tensor | float, tokens: int = 1) -> None:
+        """Say the loss on what is never trained on, as it is now."""
+        self._told((Validation(self._name, 0, self._step, "held-out", float(value), tokens, None),))
 
     @property
     def _updated(self) -> dict[str, nn.Parameter]:

@@ -64,21 +64,32 @@ class Trainer:
         self._settings = settings = arm.taken(task.settings)
         self._rate = settings.rate
         self._seed = own_seed(task.seed, arm)
-        self._config = models.config_of(settings, task.text.vocabulary)
-        self._layers = models.layers_of(settings.arch, self._config)
+        # Batches are those of later steps by so many.
+        self._past = 0
         self._arithmetics: dict[str, Arithmetic] = {}
-        self.together = together_of(settings, self._config, task.facts)
-        self._model = self._made(task.facts)
-        self._parameters = dict(self._model.named_parameters())
+        self._model = self._begun(task)
+        self._parameters = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
         self._weights = CachedWeights(self._model)
-        self._windows = TokenWindows(task.text.train, self._config.sequence, task.facts.key, self._config.vocabulary)
-        self._evaluation = Evaluation(task.text, self._config, self._layers, task.facts, self.together.scaled)
         self._forward = self._compiled() if settings.compile == "yes" else self._model
-        self._optimizer = AdamW(self.together.own(self._parameters), settings)
+        self._optimizer = self._updating()
         self._loss_scale = loss_scale_of(settings, self.precision.loss_scale)
         self._watch = ModelWatch(
             self._model, arm.name, task.seed, self.tokens // settings.micro_batches, inside=settings.compile == "no"
         )
+
+    def _begun(self, task: SeedTask) -> Any:
+        """The model, and what its batches come from."""
+        settings = self._settings
+        self._config = models.config_of(settings, task.text.vocabulary)
+        self._layers = models.layers_of(settings.arch, self._config)
+        self.together = together_of(settings, self._config, task.facts)
+        model = self._made(task.facts)
+        self._windows = TokenWindows(task.text.train, self._config.sequence, task.facts.key, self._config.vocabulary)
+        self._evaluation = Evaluation(task.text, self._config, self._layers, task.facts, self.together.scaled)
+        return model
+
+    def _updating(self) -> Any:
+        return AdamW(self.together.own(self._parameters), self._settings)
 
     def _made(self, facts: DeviceFacts) -> LanguageModel:
         """The model, its weights drawn from the seed in float32 whatever the precision."""
@@ -103,7 +114,7 @@ class Trainer:
         if self._settings.attention != "auto":
             self._round_attention(model, facts)
         if self._settings.nudge == "ulp":
-            _moved_by_an_ulp(model, seed_of("nudge", self._seed))
+            moved_by_an_ulp(model, seed_of("nudge", self._seed))
         self._count = sum(parameter.numel() for parameter in model.parameters())
         self.together.take(model)
         return model
@@ -147,12 +158,13 @@ class Trainer:
         """All that lies in memory between two steps; what casts remember is there once they have cast."""
         remembered = [one for own in self._arithmetics.values() for one in own.memory().values()]
         others = {"casts": remembered, "statistics": list(self._model.buffers())}
-        return self._optimizer.kept() | {name: some for name, some in others.items() if some}
+        own: dict[str, list[Tensor]] = self._optimizer.kept()
+        return own | {name: some for name, some in others.items() if some}
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         """What its tensors are for, where they do not say it themselves."""
-        kept = self._kept()
-        moments = [kept[name] for name in ("first moment", "second moment", "steps")]
+        kept = self._optimizer.kept()
+        moments = [some for name, some in kept.items() if name not in ("weights", "gradients")]
         return {
             MemoryRole.WEIGHTS: kept["weights"],
             MemoryRole.GRADIENTS: kept["gradients"],
@@ -168,16 +180,17 @@ class Trainer:
             yield self._event(FALLBACK, words)
         started = time.perf_counter()
         settings, scale, before = self._settings, self._loss_scale.scale, self._remembered()
-        rate = self._rate * settings.handicap * share_of_rate(settings, self.step, self._task.steps)
+        rate = self._rate_now()
         with self._present(phase), self._watching(watched) as seen:
             loss = self._losses(scale, phase)
             self.together.average(self._optimizer.gradients, phase)
             norm = joint(self.together.norms(self._optimizer.gradients.norms())) / scale
             skip = (~(loss + norm).isfinite()).to(torch.float32)
             clipping = (norm / settings.clip).clamp(min=1.0) if settings.clip else torch.ones_like(norm)
+            self._optimizer.weights.draws(seed_of("round", self._seed, self.step))
             with phase.optimizer_step:
                 self._optimizer.step(rate, clipping * scale, skip)
-            count = len(self._parameters)
+            count = len(self._optimizer.update_norms)
             norms = self.together.norms([*self._optimizer.update_norms, *self._optimizer.weight_norms])
             moved, size = norms[:count], norms[count:]
             numbers = torch.stack([loss, norm, clipping, joint(moved), joint(size)]).tolist()  # the one wait of a step
@@ -197,13 +210,16 @@ class Trainer:
         self._skipped = self._skipped + 1 if row.skipped else 0
         self.step += 1
 
+    def _rate_now(self) -> float:
+        return self._rate * self._settings.handicap * share_of_rate(self._settings, self.step, self._task.steps)
+
     def read(self, step: int) -> tuple[int, int]:
         """Digests of what this rank reads in a step, and of all that is read in it."""
         settings, digest, together = self._settings, self._windows.digest, self.together
         numbers = range(settings.micro_batches)
         parts = [number * together.shares + together.share for number in numbers]
-        own = sum(digest(self._seed, step, part, self._share) for part in parts)
-        whole = sum(digest(self._seed, step, number, self._config.batch) for number in numbers)
+        own = sum(digest(self._seed, step + self._past, part, self._share) for part in parts)
+        whole = sum(digest(self._seed, step + self._past, number, self._config.batch) for number in numbers)
         return own % DIGESTS, whole % DIGESTS
 
     def weights_digest(self) -> tuple[int, tuple[str, ...]]:
@@ -249,7 +265,7 @@ class Trainer:
         part = number * self.together.shares + self.together.share
         torch.manual_seed(seed_of("step", self._seed, self.step, part))
         with phase.data_load:
-            batch = self._windows.drawn(self._seed, self.step, part, self._share)
+            batch = self._windows.drawn(self._seed, self.step + self._past, part, self._share)
         if self._settings.nudge == "order":  # the same sums over the batch, from its other end
             batch = batch[0].flip(0), batch[1].flip(0)
         loss = self._forward(*batch, phase)
@@ -261,7 +277,7 @@ class Trainer:
         finite = math.isfinite(loss + norm)
         return StepRow(
             self.arm.name, self._task.seed, self.step, loss, rate, norm, 1 - 1 / clipping if finite else 0.0, size,
-            moved / size, scale, self.tokens, seconds, skipped=not finite,
+            moved / size if size else 0.0, scale, self.tokens, seconds, skipped=not finite,
         )  # fmt: skip
 
     def _answered(self, row: StepRow, before: _Remembered) -> Iterator[TrainingEvent]:
@@ -281,7 +297,8 @@ class Trainer:
             yield self._event("stopped", f"the arm is stopped: {why}")
         elif self._settings.on_nan == "lower-rate":
             self._rate /= 2
-            yield self._event("rate-lowered", f"the rate is halved from here on, to {self._rate:g} at its highest")
+            share = self._rate / self._settings.rate
+            yield self._event("rate-lowered", f"the rate is halved from here on, to {share:g} of what was asked")
 
     def _why_stopped(self, row: StepRow) -> str:
         """Why an arm does not go on after a step that was not finite; '' where it does."""
@@ -328,12 +345,14 @@ class Trainer:
         What casts remember is put back: looking changes no step to come.
         """
         who, before = (self.arm.name, self._task.seed, self.step), self._remembered()
+        modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
             with self._present(_SILENT), torch.no_grad(), self._weights.cast(_SILENT):
                 return tuple(self._evaluation.look(self._model, who, last=self.step == self._task.steps))
         finally:
-            self._model.train()
+            for module, mode in modes:
+                module.training = mode
             self._recall(before)
 
     def memory(self) -> dict[str, Any]:
@@ -344,6 +363,7 @@ class Trainer:
             "loss_scale": [self._loss_scale.scale, self._loss_scale.good_steps],
             "optimizer": self._optimizer.memory(),
             "rate": self._rate,
+            "past": self._past,
             "skipped": self._skipped,
             "remembered": self._remembered()._asdict(),
             "watched": dict(self._watch.scales),
@@ -375,9 +395,8 @@ class Trainer:
         self.step, self.stopped = int(memory["step"]), bool(memory["stopped"])
         self._loss_scale.scale, self._loss_scale.good_steps = memory["loss_scale"]
         self._rate, self._skipped = memory["rate"], memory["skipped"]
-        for name, tensors in self._optimizer.memory().items():
-            for tensor, kept in zip(tensors, memory["optimizer"][name], strict=True):
-                tensor.copy_(kept)
+        self._past = memory["past"]
+        self._optimizer.recall(memory["optimizer"])
         self._recall(_Remembered(**memory["remembered"]))
         self._watch.scales = dict(memory["watched"])
 
@@ -388,8 +407,8 @@ def _alike(one: Arithmetic, other: Arithmetic) -> bool:
 
 
 @torch.no_grad()
-def _moved_by_an_ulp(model: nn.Module, seed: int) -> None:
-    """Every weight goes to a neighbour in float32, up or down at random."""
+def moved_by_an_ulp(model: nn.Module, seed: int) -> None:
+    """Every weight goes to a neighbour in its dtype, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         up = torch.rand(parameter.shape, generator=generator) < 0.5

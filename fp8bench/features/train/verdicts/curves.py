@@ -174,6 +174,7 @@ class Why(StrEnum):
     """Why a comparison is inconclusive."""
 
     SAME_BITS = "in another precision every loss is the reference's, bit for bit"
+    OTHER_RATE = "at another rate it has a lower loss"
     FALLBACK = "its products are in another precision than its own"
     FEW_PAIRS = "too few pairs of seeds"
     NO_HELD_OUT = "too few pairs of seeds have a loss on held-out text"
@@ -215,19 +216,19 @@ def gap_of(gaps: Sequence[float]) -> Gap | None:
     return Gap(point, count, deviation, decides, shown)
 
 
-def judge(pairs: Sequence[Pair], margin: float) -> JudgedArm:
-    """The verdict on pairs, none of which diverged."""
+def judge(pairs: Sequence[Pair], margin: float, looks: bool = True) -> JudgedArm:
+    """The verdict on pairs, none of which diverged. Not `looks`: there is no held-out text, and nothing to agree."""
     gap = gap_of([pair.gap for pair in pairs])
     held_out = gap_of([pair.held_out for pair in pairs if pair.held_out is not None])
     found = JudgedArm(Learned.INCONCLUSIVE, gap, held_out)
     if gap is None or gap.decides is None or gap.pairs < LEAST_PAIRS:
         return replace(found, why=Why.FEW_PAIRS, more_seeds=LEAST_PAIRS - len(pairs))
-    if held_out is None or held_out.decides is None or held_out.pairs < LEAST_PAIRS:
+    if looks and (held_out is None or held_out.decides is None or held_out.pairs < LEAST_PAIRS):
         return replace(found, why=Why.NO_HELD_OUT)
     learned = rule(gap.decides, margin)
     if learned is Learned.INCONCLUSIVE:
         return replace(found, why=Why.TOO_WIDE, more_seeds=_more_seeds(gap, margin))
-    if not _agrees(learned, held_out.decides, margin):
+    if looks and held_out and held_out.decides and not _agrees(learned, held_out.decides, margin):
         return replace(found, why=Why.DISAGREE)
     return replace(found, learned=learned)
 
@@ -265,6 +266,23 @@ def _more_seeds(gap: Gap, margin: float) -> int | None:
     counts = range(gap.pairs + 1, MOST_SEEDS + 1)
     place = bisect_left(counts, True, key=decides)
     return counts[place] - gap.pairs if place < len(counts) else None
+
+
+def bound_of_one(gap: float, chaos: float) -> Interval | None:
+    """What a gap of one seed says of that seed, by what one ulp did in it: Student's t with the one freedom that one
+    difference leaves. None where the ulp did nothing.
+
+    Both differences share the reference's own chance, which makes the ratio of them a little narrower than that.
+    """
+    reach = quantile(SHOWN, 1) * abs(chaos)
+    return Interval(gap, gap - reach, gap + reach, SHOWN) if reach else None
+
+
+def least_seen(deviation: float, seeds: int) -> tuple[float, float]:
+    """For gaps of such a spread over so many seeds: the difference that would be told from none in four of five cases,
+    and how far the interval of 99% would reach."""
+    reach, moved = (one * deviation / math.sqrt(seeds) for one in (quantile(DECIDING, seeds - 1), _POWER))
+    return reach + moved, reach
 
 
 def outlier_of(pairs: Sequence[Pair]) -> int | None:

@@ -53,6 +53,11 @@ def summaries_of(
     curves = curves_of(kept.lines, kept.training.request.steps) if curves is None else curves
     peaks = {line.arm: line.memory.peak for line in kept.of(ArmCost) if line.memory is not None}
     capacities = {line.arm: line.capacity for line in kept.of(ArmCost) if line.capacity is not None}
+    # What a user's own optimizer keeps is there after its first step alone.
+    kept_bytes = {
+        line.arm: sum(size for _, size in line.kept) / kept.training.parameters
+        for line in kept.of(ArmCost) if line.kept and kept.training.request.settings.make
+    }  # fmt: skip
     lead = next(arm.name for arm in kept.training.arms if arm.role is ArmRole.REFERENCE)
     energies = energies_of(kept, found)
     events, sizes, paces = Counter[str](), defaultdict[str, dict[int, float]](dict), defaultdict[str, list[float]](list)
@@ -70,11 +75,11 @@ def summaries_of(
         summary = ArmSummary(
             arm,
             steps=sum(len(curve.rows) for curve in own),
-            loss=_mean([curve.endpoint for curve in own if curve.whole]),
-            held_out=_mean([curve.held_out[curve.steps] for curve in own if curve.steps in curve.held_out]),
+            loss=mean_of([curve.endpoint for curve in own if curve.whole]),
+            held_out=mean_of([curve.held_out[curve.steps] for curve in own if curve.steps in curve.held_out]),
             tokens_per_second=1 / statistics.median(paces[arm.name]) if arm.native and paces[arm.name] else None,
-            bytes_per_parameter=next(iter(sizes[arm.name].values()), None),
-            peak_memory=peaks.get(arm.name if arm.role is ArmRole.CANDIDATE else lead),
+            bytes_per_parameter=kept_bytes.get(arm.name, next(iter(sizes[arm.name].values()), None)),
+            peak_memory=peaks.get(lead if arm.is_band else arm.name),
             capacity=capacities.get(arm.name),
             energy=energies.get(arm.name),
             events=events[arm.name] if own else None,
@@ -84,7 +89,7 @@ def summaries_of(
     return tuple(summaries)
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def mean_of(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fp8bench.analysis.compare.interval import quantile
-from fp8bench.features.train.values import FALLBACK, UNPAIRED, Arm, ArmRole, StreamLine, Training
+from fp8bench.features.train.values import FALLBACK, UNPAIRED, Arm, ArmRole, StreamLine, Training, Validation
 from fp8bench.features.train.verdicts.curves import (
     LEAST_PAIRS,
     SHOWN,
@@ -90,7 +90,12 @@ class RepeatBand:
 
 @dataclass(frozen=True)
 class TrainingVerdicts:
-    """All that is said of how a training's arms learned. `falls` are those of the reference by seed."""
+    """All that is said of how a training's arms learned. `falls` are those of the reference by seed.
+
+    Not `looks`: its batches are a user's own, none of them was held out, and the training loss alone decides. `chaos`
+    is what one ulp in the initial weights does in the first seed. `rates` are those that the reference was trained at;
+    with several of them it is the best one, and so are those arms that are judged.
+    """
 
     reference: str
     margin: float
@@ -100,6 +105,9 @@ class TrainingVerdicts:
     arms: tuple[ArmVerdict, ...]
     seed_band: SeedBand | None
     repeat_band: RepeatBand | None
+    looks: bool = True
+    chaos: Pair | None = None
+    rates: int = 1
 
     def of(self, name: str) -> ArmVerdict | None:
         """None for the reference itself, and its bands."""
@@ -112,37 +120,81 @@ def least_fall(margin: float) -> float:
 
 
 def verdicts_of(training: Training, lines: Iterable[StreamLine]) -> TrainingVerdicts:
-    request = training.request
-    curves = curves_of(lines, request.steps)
+    request, lines = training.request, tuple(lines)
     seeds = tuple(range(request.seed, request.seed + request.seeds))
-    arms = {role: [arm for arm in training.arms if arm.role is role and not arm.skip] for role in ArmRole}
-    reference = arms[ArmRole.REFERENCE][0]
-    own = {seed: curves.get((reference.name, seed), Curve(request.steps)) for seed in seeds}
-    least = least_fall(request.margin)
+    looks = not request.settings.make or any(isinstance(line, Validation) for line in lines)
+    return verdicts_on(training.arms, curves_of(lines, request.steps), seeds, request.steps, request.margin, looks)
+
+
+def verdicts_on(
+    every: Sequence[Arm], curves: Mapping[Key, Curve], seeds: tuple[int, ...], steps: int, margin: float, looks: bool
+) -> TrainingVerdicts:
+    """The same of arms and their curves, wherever these are from."""
+    arms = {role: [arm for arm in every if arm.role is role and not arm.skip] for role in ArmRole}
+    base = arms[ArmRole.REFERENCE][0]
+    at_rates = [base, *arms[ArmRole.OTHER_RATE]]
+    reference = _best(at_rates, curves, seeds)
+    usual = {seed: curves.get((base.name, seed), Curve(steps)) for seed in seeds}
+    own = {seed: curves.get((reference.name, seed), Curve(steps)) for seed in seeds}
+    least = least_fall(margin)
     learned = not any(curve.blew_up or curve.fall < least for curve in own.values())
-    others = [pair.gap for arm in arms[ArmRole.OTHER_SEED] for pair in _pairs(own, arm, curves)[0]]
+    others = [pair.gap for arm in arms[ArmRole.OTHER_SEED] for pair in _pairs(usual, arm, curves)[0]]
+    chaos = [pair for arm in arms[ArmRole.CHAOS] for pair in _pairs(usual, arm, curves)[0]]
     repeats = [
-        (own[seed], curves[arm.name, seed])
+        (usual[seed], curves[arm.name, seed])
         for arm in arms[ArmRole.REPEAT] for seed in seeds if (arm.name, seed) in curves
     ]  # fmt: skip
+    candidates = arms[ArmRole.CANDIDATE]
+    judged = [_of_arm(reference, arm, own, curves, margin, learned, looks) for arm in candidates]
     return TrainingVerdicts(
-        reference.name, request.margin, seeds, least, {seed: curve.fall for seed, curve in own.items() if curve.rows},
-        tuple(_of_arm(reference, arm, own, curves, request.margin, learned) for arm in arms[ArmRole.CANDIDATE]),
+        reference.name, margin, seeds, least, {seed: curve.fall for seed, curve in own.items() if curve.rows},
+        tuple(said if len(at_rates) == 1 else _at_its_best(said, candidates, curves) for said in judged),
         SeedBand(tuple(others)) if others else None,
-        _repeat_band(*repeats[0]) if repeats else None,
+        _repeat_band(repeats) if repeats else None, looks, chaos[0] if chaos else None, len(at_rates),
     )  # fmt: skip
 
 
+def _best(arms: Sequence[Arm], curves: Mapping[Key, Curve], seeds: Iterable[int]) -> Arm:
+    """The arm whose endpoint is lowest over all seeds; the first one where none has come to its end in all of them."""
+
+    def mean(arm: Arm) -> float:
+        ends = [curves[arm.name, seed].endpoint if (arm.name, seed) in curves else math.nan for seed in seeds]
+        found = math.fsum(ends) / len(ends)
+        return found if math.isfinite(found) else math.inf
+
+    return min(arms, key=mean)
+
+
+def _at_its_best(said: ArmVerdict, arms: Sequence[Arm], curves: Mapping[Key, Curve]) -> ArmVerdict:
+    """The best of an arm's rates is compared with the best of the reference's, and of the others nothing is said."""
+
+    def but_for_rate(arm: Arm) -> tuple[object, ...]:
+        return arm.precision, *(pair for pair in arm.settings if pair[0] != "rate")
+
+    alike = [arm for arm in arms if but_for_rate(arm) == but_for_rate(said.arm)]
+    seeds = {seed for name, seed in curves if name in {arm.name for arm in alike}}
+    if (
+        len(alike) < 2
+        or not seeds
+        or said.judged.learned is Learned.DIVERGED
+        or _best(alike, curves, seeds) is said.arm
+    ):
+        return said
+    judged = replace(said.judged, learned=Learned.INCONCLUSIVE, why=Why.OTHER_RATE, more_seeds=None)
+    return replace(said, judged=judged, speed=None)
+
+
 def _of_arm(
-    reference: Arm, arm: Arm, own: Mapping[int, Curve], curves: Mapping[Key, Curve], margin: float, learned: bool
-) -> ArmVerdict:
+    reference: Arm, arm: Arm, own: Mapping[int, Curve], curves: Mapping[Key, Curve], margin: float, learned: bool,
+    looks: bool,
+) -> ArmVerdict:  # fmt: skip
     pairs, voids = _pairs(own, arm, curves)
     least = least_fall(margin)
     diverged = tuple(
         seed for seed, curve in own.items()
         if (arm.name, seed) in curves and _diverged(curve, curves[arm.name, seed], least)
     )  # fmt: skip
-    judged = judge(pairs, margin)
+    judged = judge(pairs, margin, looks)
     if diverged:
         judged = JudgedArm(Learned.DIVERGED, judged.gap, judged.held_out)
     elif not learned:
@@ -188,8 +240,9 @@ def _pairs(
     return tuple(pairs), tuple(voids)
 
 
-def _repeat_band(reference: Curve, repeat: Curve) -> RepeatBand:
-    both = list(zip(reference.rows, repeat.rows, strict=False))
+def _repeat_band(repeats: Sequence[tuple[Curve, Curve]]) -> RepeatBand:
+    """Of all seeds together."""
+    both = [rows for reference, repeat in repeats for rows in zip(reference.rows, repeat.rows, strict=False)]
     first = next((old.step for old, new in both if old.loss != new.loss), None)
     gaps = [abs(new.loss / old.loss - 1) if old.loss else math.inf for old, new in both if old.loss != new.loss]
     return RepeatBand(len(both), first, max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0))

@@ -51,9 +51,10 @@ def test_an_arm_that_multiplies_in_another_precision_is_told(corpus: Corpus, mon
 
 
 LOW = (("optimizer_states", "fp8lm"), ("master", "fp16-scaled"), ("gradients", "fp8"), ("micro_batches", 2))
+DRAWN = (("master", "bf16-stochastic"), ("dropout", 0.1))
 HALF = (("optimizer_states", "bf16"), ("gradients", "bf16"), ("dropout", 0.1), ("checkpointing", "blocks"))
 MODES = (
-    "nvfp4", Arm("fp8lm", "fp8", settings=LOW),
+    "nvfp4", Arm("fp8lm", "fp8", settings=LOW), Arm("drawn", "bf16", settings=DRAWN),
     Arm("half", "fp8-delayed:history=3", settings=HALF), Arm("dynamic", "fp16", settings=(("loss_scale", "dynamic"),)),
 )  # fmt: skip
 MANY = (

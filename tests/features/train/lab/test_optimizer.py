@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.optimizer import AdamW, AutomaticScale, joint, share_of_rate
+from fp8bench.features.train.lab.optimizer import (
+    AdamW,
+    AutomaticScale,
+    StochasticWeights,
+    joint,
+    share_of_rate,
+    stochastic_bf16,
+)
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scaled import values
@@ -167,3 +174,41 @@ def test_the_rate_of_each_step() -> None:
     assert shares[10] == 1 and shares[-1] == pytest.approx(0.1) and shares[55] == pytest.approx(0.55)
     assert all(one > other for one, other in pairwise(shares[10:]))
     assert share_of_rate(TrainerSettings(warmup=0.0), 0, 1) == 1.0
+
+
+def test_stochastic_rounding_keeps_the_mean_and_what_bf16_has() -> None:
+    """Values go to the two neighbours alone, up as often as their share of the way; those of bf16 stay, and so does
+    what is not finite."""
+    drawn = torch.Generator().manual_seed(0)
+    for value in (1.0 + 2.0**-9, -3.0 - 2.0**-8, 1e-30 * (1 + 2.0**-10), 7.3):
+        x = torch.full((200_000,), value)
+        found = stochastic_bf16(x, drawn).to(torch.float64)
+        bits = x[:1].view(torch.int32) & ~0xFFFF
+        low, high = (float(one.view(torch.float32)) for one in (bits, bits + (1 << 16)))
+        assert set(found.tolist()) <= {low, high}
+        exact = (float(x[0]) - low) / (high - low)
+        assert float((found == high).double().mean()) == pytest.approx(exact, abs=0.005)
+    same = torch.randn(1000).bfloat16()
+    assert torch.equal(stochastic_bf16(same.float(), drawn), same)
+    odd = stochastic_bf16(torch.tensor([math.inf, -math.inf, math.nan]), drawn)
+    assert odd[0] == math.inf and odd[1] == -math.inf and bool(odd[2].isnan())
+
+
+def test_updates_too_small_for_bf16_are_kept_on_average() -> None:
+    """A weight of 1 that goes down by 0.0001 a step: a thousand steps take 0.1 from the mean of many, and nothing from
+    bf16 rounded to the nearest. Between two steps there are two bytes a weight, and the same seed rounds alike."""
+    own = [nn.Parameter(torch.ones(4096))]
+    weights, nearest = StochasticWeights(own), torch.ones(4096)
+    for number in range(1000):
+        weights.draws(number)
+        nearest = (nearest - 1e-4).bfloat16().float()
+        with weights.present(), torch.no_grad():
+            own[0] -= 1e-4
+            weights.round(own)
+    assert sum(one.nbytes for one in weights.kept()) == 2 * 4096 and not own[0].untyped_storage().nbytes()
+    assert torch.equal(nearest, torch.ones(4096))
+    (kept,) = weights.kept()
+    assert float(kept.double().mean()) == pytest.approx(0.9, abs=0.002)
+    again = [nn.Parameter(torch.full((64,), 1.001)) for _ in range(2)]
+    twice = [StochasticWeights([one]) for one in again]
+    assert torch.equal(twice[0].kept()[0], twice[1].kept()[0])

@@ -1,0 +1,118 @@
+"""An optimizer and a schedule of the user's own, asked in a step as AdamW of the built-in models is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8bench.errors import UsageError
+from fp8bench.features.train.lab.optimizer import Gradients, Weights
+from fp8bench.user_code import own_words
+
+
+class OwnGradients(Gradients):
+    """Sparse ones too."""
+
+    def norms(self) -> list[Tensor]:
+        return list(torch._foreach_norm([_values(gradient) for gradient in self.of(self._parameters)]))
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+class TorchOptimizer:
+    """Updates are torch's. `factor` multiplies the rates of a step and no more; `rate` is that of the first group.
+
+    Whether a step is skipped is asked on the host, which waits for the device once more.
+    """
+
+    def __init__(
+        self, name: str, model: nn.Module, make: Callable[..., Any], schedule: Callable[..., Any] | None
+    ) -> None:
+        self._own, self._schedule = _made(name, model, make, schedule)
+        changed = {id(one) for group in self._own.param_groups for one in group["params"]}
+        self.parameters = {path: one for path, one in model.named_parameters() if id(one) in changed}
+        if len(self.parameters) < len(changed):
+            raise UsageError(f"{name}: its optimizer has parameters that are none of its model. Make it of the model.")
+        trained = list(self.parameters.values())
+        self._changed: list[Tensor] = [*trained]
+        self.gradients, self.weights = OwnGradients(trained), Weights(trained)
+        self.factor = 1.0
+        self.update_norms = self.weight_norms = [one.new_zeros(()) for one in self._changed]
+
+    @property
+    def rate(self) -> float:
+        return float(self._own.param_groups[0]["lr"]) * self.factor
+
+    @torch.no_grad()
+    def step(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
+        before = [parameter.detach().clone() for parameter in self._changed]
+        if not bool(skip):
+            for parameter in self._changed:
+                if parameter.grad is not None:
+                    parameter.grad.div_(divisor.to(parameter.grad.dtype))
+            self._update()
+        torch._foreach_sub_(before, self._changed)
+        self.update_norms = [one.to(torch.float32) for one in torch._foreach_norm(before)]
+        self.weight_norms = [one.to(torch.float32) for one in torch._foreach_norm(self._changed)]
+        self.gradients.end()
+
+    def _update(self) -> None:
+        rates = [group["lr"] for group in self._own.param_groups]
+        try:
+            if self.factor != 1.0:
+                for group, rate in zip(self._own.param_groups, rates, strict=True):
+                    group["lr"] = rate * self.factor
+            self._own.step()
+        finally:
+            for group, rate in zip(self._own.param_groups, rates, strict=True):
+                group["lr"] = rate
+        if self._schedule is not None:
+            self._schedule.step()
+
+    def kept(self) -> dict[str, list[Tensor]]:
+        """All that lies in memory between two steps, by what torch calls it."""
+        found: dict[str, list[Tensor]] = {"weights": self.weights.kept(), "gradients": self.gradients.kept()}
+        for state in self._own.state.values():
+            for word, value in state.items():
+                if isinstance(value, Tensor):
+                    found.setdefault(word.replace("_", " "), []).append(value)
+        return found
+
+    def memory(self) -> dict[str, Any]:
+        schedule = {} if self._schedule is None else self._schedule.state_dict()
+        return {"weights": self.weights.kept(), "own": self._own.state_dict(), "schedule": schedule}
+
+    @torch.no_grad()
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        for parameter, kept in zip(self._changed, memory["weights"], strict=True):
+            parameter.copy_(kept)
+        self._own.load_state_dict(memory["own"])
+        if self._schedule is not None:
+            self._schedule.load_state_dict(memory["schedule"])
+
+
+def _made(
+    name: str, model: nn.Module, make: Callable[..., Any], schedule: Callable[..., Any] | None
+) -> tuple[torch.optim.Optimizer, Any]:
+    try:
+        optimizer = make(model)
+        scheduler = schedule(optimizer) if schedule is not None else None
+    except Exception as error:
+        raise UsageError(f"{name}: its optimizer or schedule cannot be made: {own_words(error)}.") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"{name}: its optimizer gives {type(optimizer).__name__}. Give a function of the model that gives an "
+            "optimizer of torch: lambda model: torch.optim.SGD(model.parameters(), lr=0.1)."
+        )
+    by_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if scheduler is not None and (by_loss or not callable(getattr(scheduler, "step", None))):
+        raise UsageError(
+            f"{name}: its schedule gives {type(scheduler).__name__}. Give a function of the optimizer that gives one "
+            "of torch's schedulers, whose step() takes nothing."
+        )
+    return optimizer, scheduler

@@ -1,0 +1,310 @@
+"""A model of a user's own in the lab: its batches, its optimizer, what its layers cast, and what cannot be trained."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fp8bench.errors import UsageError
+from fp8bench.features.train.lab.lab import Lab
+from fp8bench.features.train.lab.own_batches import OwnBatches
+from fp8bench.features.train.lab.own_trainer import OwnTrainer
+from fp8bench.features.train.own import no_text
+from fp8bench.features.train.request import TrainerSettings
+from fp8bench.features.train.values import Arm, ArmRole, LayerReading, SeedTask, StepRow, StreamLine, Validation
+from fp8bench.model.raw import Settings
+from fp8bench.nn.own_model import given_of
+from fp8bench.workloads.model import LIVE, MADE
+from tests.facts import CPU
+from tests.features.train.lab.labs import rows
+
+TRUE = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    """With dropout, batch norm and a head; gives the loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = F.dropout(F.relu(self.norm(self.first(x))), 0.1, self.training)
+        return F.cross_entropy(self.head(hidden), y)
+
+
+def pairs(step: int, seed: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(16, 16)
+    return x, (x @ TRUE).argmax(1)
+
+
+def loader() -> DataLoader[Any]:
+    x = torch.randn(80, 16, generator=torch.Generator().manual_seed(2))
+    return DataLoader(TensorDataset(x, (x @ TRUE).argmax(1)), batch_size=16, shuffle=True)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> object:
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 8], 0.5)
+
+
+MAKERS: dict[str, Callable[[], object]] = {
+    "function": lambda: {"model": Net(), "batches": pairs, "held_out": pairs},
+    "loader": lambda: (Net(), loader()),
+    "sgd": lambda: {"model": Net(), "batches": loader(), "optimizer": sgd, "schedule": halving},
+    "single": lambda: (Net(), pairs(0, 0)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _makers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, make in MAKERS.items():
+        monkeypatch.setitem(LIVE, name, make)
+    yield
+    MADE.clear()
+
+
+def task_of(name: str, *modes: str, steps: int = 12, seed: int = 0, **settings: Any) -> SeedTask:
+    own = replace(TrainerSettings(make=name), **settings)
+    arms = tuple(Arm(mode, mode) for mode in modes)
+    return SeedTask(seed, arms, own, steps, 4, no_text(own), CPU)
+
+
+def lab_of(task: SeedTask) -> Lab:
+    lab = Lab(Settings())
+    lab.begin(task)
+    return lab
+
+
+def trained(task: SeedTask, arm: str) -> list[StreamLine]:
+    return list(lab_of(task).advance(arm, task.steps))
+
+
+def by_hand(make: Callable[[], object], steps: int, seed: int = 0) -> list[float]:
+    """The same loop as anybody writes it, with the same draws."""
+    from fp8bench.features.train.lab.optimizer import seed_of
+    from fp8bench.nn.own_model import seeded
+
+    with seeded(seed, CPU):
+        given = given_of("own", make(), seed)
+    batches, losses = OwnBatches("own", given, seed, CPU), []
+    assert given.optimizer is not None and given.schedule is not None
+    optimizer = given.optimizer(given.model)
+    schedule = given.schedule(optimizer)
+    for step in range(steps):
+        x, y = batches.at(step)
+        with seeded(seed_of("step", seed, step, 0), CPU):
+            optimizer.zero_grad()
+            loss = given.model(x, y)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(given.model.parameters(), 1e9)
+        optimizer.step()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_an_untouched_arm_is_the_loop_written_by_hand() -> None:
+    """With torch's optimizer and schedule: the same losses, bit for bit, and the rates of the schedule."""
+    lines = rows(trained(task_of("sgd", "untouched", clip=0.0), "untouched"))
+    assert [row.loss for row in lines] == by_hand(MAKERS["sgd"], 12)
+    assert [row.rate for row in lines] == pytest.approx([0.1] * 4 + [0.05] * 4 + [0.025] * 4)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_arms_read_the_same_batches_and_differ_by_their_arithmetic(name: str) -> None:
+    """The first loss of fp32 is that of the model as it came; fp8's is another; the same task again gives the same."""
+    task = task_of(name, "untouched", "fp32", "fp8")
+    lab = lab_of(task)
+    found = {arm.name: rows(lab.advance(arm.name, 6)) for arm in task.arms}
+    assert found["fp32"][0].loss == pytest.approx(found["untouched"][0].loss, rel=1e-6)
+    assert found["fp8"][0].loss != found["fp32"][0].loss
+    assert found["fp8"][0].loss == pytest.approx(found["fp32"][0].loss, rel=0.1)
+    assert rows(trained(task, "fp8"))[:6] == found["fp8"]
+    other = lab_of(replace(task, seed=1))
+    assert rows(other.advance("fp32", 1))[0].loss != found["fp32"][0].loss
+    assert {row.tokens for row in found["fp8"]} == {16}
+
+
+@pytest.mark.parametrize("name", ["sgd", "loader"])
+@pytest.mark.parametrize("mode", ["fp8-delayed", "untouched"])
+def test_a_checkpoint_goes_on_to_the_same_bits(name: str, mode: str, tmp_path: Path) -> None:
+    """Moments, schedules, running means, delayed scales and the place in the batches, in the middle of an epoch."""
+    task = task_of(name, mode)
+    whole = rows(trained(task, mode))
+    lab = lab_of(task)
+    lab.advance(mode, 7)
+    assert lab.save(str(tmp_path / "kept")) == ()
+    other = lab_of(task)
+    other.restore(str(tmp_path / "kept"))
+    assert rows(other.advance(mode, 12)) == whole[7:]
+
+
+def test_micro_batches_are_the_next_batches() -> None:
+    """Two of them are a step of both: without dropout and batch norm its loss is the mean of theirs."""
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(x), y)
+
+    LIVE["plain"] = lambda: (Plain(), loader())
+    try:
+        own = [one.loss for one in rows(trained(task_of("plain", "untouched", steps=4, rate=1e-10), "untouched"))]
+        two = task_of("plain", "untouched", steps=2, rate=1e-10, micro_batches=2)
+        joint = rows(trained(two, "untouched"))
+    finally:
+        LIVE.pop("plain")
+    assert [row.loss for row in joint] == pytest.approx([(own[0] + own[1]) / 2, (own[2] + own[3]) / 2], rel=1e-5)
+    assert joint[0].tokens == 32
+
+
+def test_watched_steps_say_what_layers_cast() -> None:
+    """Scales, shares and noise of converted layers, as of the built-in ones; of an untouched arm tensors alone."""
+    lines = trained(task_of("function", "fp8"), "fp8")
+    readings = [line for line in lines if isinstance(line, LayerReading) and line.step == 0]
+    assert {(line.layer, line.role) for line in readings} >= {
+        (layer, role) for layer in ("first", "head") for role in ("input", "weight", "gradient")
+    }
+    assert all(line.signal_to_noise is not None and 15 < line.signal_to_noise < 60 for line in readings)
+    assert any(line.scale != 1 for line in readings)
+    plain = [line for line in trained(task_of("function", "untouched"), "untouched") if isinstance(line, LayerReading)]
+    assert plain and all(line.signal_to_noise is None for line in plain)
+    assert [row.loss for row in rows(trained(replace(task_of("function", "fp8"), stride=1), "fp8"))] == [
+        row.loss for row in rows(lines)
+    ]
+
+
+def test_held_out_batches_are_looked_at_and_change_nothing() -> None:
+    task = task_of("function", "fp8-delayed")
+    lab = lab_of(task)
+    (look,) = lab.validate("fp8-delayed")
+    assert isinstance(look, Validation) and look.of == "held-out" and look.tokens == 8 * 16
+    assert rows(lab.advance("fp8-delayed", 12)) == rows(trained(task, "fp8-delayed"))
+    assert lab_of(task_of("loader", "fp8")).validate("fp8") == ()
+
+
+def test_every_epoch_is_shuffled_anew_and_places_may_come_in_any_order() -> None:
+    with_seed = OwnBatches("own", given_of("own", MAKERS["loader"]()), 3, CPU)
+    read = [with_seed.at(place)[0] for place in range(11)]
+    again = OwnBatches("own", given_of("own", MAKERS["loader"]()), 3, CPU)
+    for place in (9, 2, 10, 0):
+        assert torch.equal(again.at(place)[0], read[place])
+    assert not torch.equal(read[0], read[5])
+    first = torch.cat(read[:5]).sort(0).values
+    assert torch.equal(first, torch.cat(read[5:10]).sort(0).values)
+
+
+def test_what_is_converted_is_counted() -> None:
+    """All products of the model; half of the weights' where a layer of the same sides is left out."""
+    lab = Lab(Settings())
+    ((name, whole),) = lab.examine(task_of("function", "untouched", "fp8"))
+    assert name == "fp8" and whole.share == 1.0 and whole.loss == "the single number that forward gives"
+    ((_, part),) = lab.examine(task_of("function", "fp8", skip=("head",)))
+    own = {holder.name: holder.flops for holder in part.holders}
+    assert part.share == pytest.approx(own["first"] / (own["first"] + own["head"]))
+
+
+def _numpy_batches() -> object:
+    def batches(step: int, seed: int) -> tuple[Tensor, Tensor]:
+        x = torch.from_numpy(np.random.randn(8, 16)).float() * (1 + random.random())
+        return x, (x @ TRUE).argmax(1)
+
+    return Net(), batches
+
+
+def test_draws_of_numpy_and_random_are_seeded() -> None:
+    LIVE["numpy"] = _numpy_batches
+    try:
+        Lab(Settings()).examine(task_of("numpy", "fp32"))
+    finally:
+        LIVE.pop("numpy")
+
+
+def _changing() -> object:
+    own = np.random.default_rng()
+
+    def batches(step: int, seed: int) -> tuple[Tensor, Tensor]:
+        x = torch.from_numpy(own.standard_normal((8, 16))).float()
+        return x, (x @ TRUE).argmax(1)
+
+    return Net(), batches
+
+
+def _failing(step: int, seed: int) -> tuple[Tensor, Tensor]:
+    if step == 1:
+        raise RuntimeError("the disk is gone")
+    return pairs(step, seed)
+
+
+def _frozen() -> object:
+    return Net().requires_grad_(False), pairs
+
+
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "iterator": (lambda: (Net(), iter([pairs(0, 0)] * 20)), "can be gone through once"),
+    "changing": (_changing, "batch 0 is another one when it is read again"),
+    "failing": (lambda: (Net(), _failing), r"batch 1 cannot be had: RuntimeError: the disk is gone"),
+    "empty": (lambda: {"model": Net(), "batches": []}, "give no first one: there is none"),
+    "frozen": (_frozen, "no parameter of its model needs a gradient"),
+    "half": (lambda: (Net().bfloat16(), pairs), "is bfloat16, and the usual optimizer keeps float32"),
+    "word": (lambda: {"model": Net(), "batches": pairs, "optimiser": sgd}, "optimiser.*Did you mean.*optimizer"),
+    "schedule": (lambda: {"model": Net(), "batches": pairs, "schedule": halving}, "a schedule and no optimizer"),
+    "no-optimizer": (lambda: {"model": Net(), "batches": pairs, "optimizer": lambda m: 3}, "optimizer gives int"),
+    "others": (lambda: {"model": Net(), "batches": pairs, "optimizer": lambda m: sgd(Net())}, "none of its model"),
+    "plateau": (
+        lambda: {"model": Net(), "batches": pairs, "optimizer": sgd,
+                 "schedule": torch.optim.lr_scheduler.ReduceLROnPlateau},
+        "schedule gives ReduceLROnPlateau",
+    ),
+    "nothing": (lambda: (nn.Sequential(nn.LayerNorm(16)), torch.ones(2, 16)), "nothing of Sequential can be converted"),
+    "shape": (lambda: (Net(), (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))), "fails"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_trained_is_refused(name: str) -> None:
+    make, words = WRONG[name]
+    LIVE[name] = make
+    try:
+        with pytest.raises(UsageError, match=f"{name}|{words}") as caught:
+            Lab(Settings()).examine(task_of(name, "bf16"))
+        import re
+
+        assert re.search(words, str(caught.value)), str(caught.value)
+    finally:
+        LIVE.pop(name)
+
+
+def test_settings_of_the_usual_optimizer_are_refused_beside_another() -> None:
+    with pytest.raises(UsageError, match=r"--rate is of the usual optimizer.*--sweep handicap"):
+        Lab(Settings()).examine(task_of("sgd", "fp32", rate=0.5))
+    half = rows(trained(task_of("sgd", "untouched", handicap=0.5), "untouched"))
+    assert half[0].rate == 0.05
+
+
+def test_other_seeds_have_other_weights_and_nudges_move_them() -> None:
+    task = task_of("single", "fp32")
+    one = OwnTrainer(task, Arm("fp32", "fp32"))
+    other = OwnTrainer(task, Arm("other", "fp32", ArmRole.OTHER_SEED))
+    nudged = OwnTrainer(replace(task, settings=replace(task.settings, nudge="ulp")), Arm("nudged", "fp32"))
+    weights, others, moved = (each._model.head.weight for each in (one, other, nudged))
+    assert not torch.equal(weights, others) and not torch.equal(weights, moved)
+    assert torch.allclose(weights, moved, rtol=1e-6)
+    assert isinstance(next(iter(one.advance())), StepRow)
