@@ -297,7 +297,7 @@ STEPS = (
         "step", f"{_STEP} bf16,fp8 --tape --energy phases --shares", 240,
         Line("launches of a gpt2-124m step, fp8 over bf16", ratio("launches", "fp8", "bf16"), high=1.8),
         Line("gpt2-124m step, fp8 over bf16, times as fast", ratio("time", "bf16", "fp8"), speed=True),
-        Line("the same, replayed as one launch", ratio("replayed", "bf16", "fp8"), speed=True),
+        Line("the same, replayed as one launch", ratio("replay_time", "bf16", "fp8"), speed=True),
         Line("marks of a step, % of it", marker_share, high=0.5), rows=("replays by a CUDA graph",)),
     FirstStep("ceilings", "fp8bench doctor --ceilings", 90, (Line("ceilings", said("FLOP/s")),), (
         "whole ceilings (`suite ceilings`, `doctor --ceilings`), the roofline by them",)),
@@ -317,7 +317,9 @@ STEPS = (
     _suite(
         "infer", "fp8bench infer --size llama-1b", 240, Line("infer", said("pays|faster|slower")),
         rows=("`suite prefill`, `suite decode`, `infer`: caches and weights in formats of their own",)),
-    _suite("moe", "fp8bench suite moe --dtypes native:bf16,fp8-rowwise,mxfp8", 150),
+    _suite(
+        "moe", "fp8bench suite moe --dtypes native:bf16,fp8-rowwise,mxfp8", 150,
+        rows=("`suite moe`: loads, dispatch, combine, router",)),
     _suite("torchao", f"{_STEP} bf16,fp8:backend=torchao", 150, rows=("backend `torchao`",)),
     _suite("te", f"{_STEP} bf16,fp8:backend=te", 150, rows=("backend `te`",)),
     FirstStep("ablate", "fp8bench ablate transformer --options bf16,compile,fp8", 300, (Line("ablate", said("fp8")),)),

@@ -42,8 +42,8 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "optimizer": {"width": ("4096",), "tensors": ("2",)},
     "transformer": {"checkpointing": ("blocks",)},
 }
-# Their arms are caches and weights in formats of their own, and not rows of this table.
-NOT_REHEARSED = {"decode", "prefill"}
+# Their arms are caches and weights in formats of their own, and not rows of this table; experts have parts.
+NOT_REHEARSED = {"decode", "moe", "prefill"}
 STORES = ("accumulate", "cast", "data", "numerics", "optimizer")
 PRODUCTS = ("attention", "gemm", "mlp")
 # All blocks of a model are alike.
