@@ -329,5 +329,5 @@ STEPS = (
     _suite("serving", "fp8bench suite prefill,decode --dtypes bf16,fp8", 300),
     _suite(
         "compiled", "fp8bench suite transformer --set size=gpt-350m --set compile=no,yes --dtypes "
-        "bf16,fp8,fp8-rowwise,fp8-block", 540, rows=("`compile=yes`",)),
+        "bf16,fp8,fp8-rowwise,fp8-block", 500, rows=("`compile=yes`",)),
 )  # fmt: skip

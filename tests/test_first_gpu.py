@@ -195,7 +195,9 @@ def test_every_row_of_the_architecture_that_a_step_names_is_there(tmp_path: Path
         line.removeprefix("- | ").split(" | ")[0] for line in text.splitlines() if line.startswith("- | ")
     }
     assert "**tried on H1" in text and "run on H1" not in text.partition("\n")[2]
-    assert len({step.name for step in STEPS}) == len(STEPS) and max(step.seconds for step in STEPS) <= first_gpu.LONGEST
+    assert (
+        len({step.name for step in STEPS}) == len(STEPS) and max(step.seconds for step in STEPS) < 9 * 60
+    )  # what --minutes is
 
 
 def start(folder: Path, command: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -333,7 +333,8 @@ for _name, _unit, _words in (
     ("rows_median", "count", "of the same"),
     ("layers_that_agree", "count", "ahead of the first whose router chooses other experts than an exact one"),
 ):
-    _row(_name, _unit, _words, better=_NO, page="suites.md", **_OF_WORKLOADS)
+    _show = "{:g}".format if _unit == "count" else None
+    _row(_name, _unit, _words, better=_NO, page="suites.md", show=_show, **_OF_WORKLOADS)
 for _end, _unit in (("percent", "%"), ("ulp", "ulp"), ("octaves", "octaves"), ("ppm", "ppm")):
     _row(f"*_{_end}", _unit, f"numerical errors in {_unit}", page="numerics.md", **_OF_WORKLOADS)
 

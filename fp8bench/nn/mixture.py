@@ -120,7 +120,9 @@ class LoadedExperts(Experts):
         """Every expert on its tokens, filled up to the multiple; one that has none multiplies no row."""
         grouped = self._may_be_grouped()
         arithmetic = self.experts[0].up.arithmetic
-        least = 1 if not grouped else arithmetic.groups if arithmetic.plain else arithmetic.part_rows
+        # The weight gradient contracts over a part's rows: forward alone asks plain products for no multiple of them.
+        multiple = arithmetic.groups if torch.is_grad_enabled() else 1
+        least = 1 if not grouped else multiple if arithmetic.plain else arithmetic.part_rows
         rows = max(self.travel.rows, least)
         sizes = [-(-len(part) // rows) * rows for part in parts]
         filled = [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, sizes, strict=True)]

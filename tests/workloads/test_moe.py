@@ -215,6 +215,16 @@ def test_decoding_casts_no_weight_in_its_step() -> None:
     assert torch.equal(state.outcome()[0], output)
 
 
+@pytest.mark.parametrize("load", LOADS)
+def test_decoding_in_bf16_multiplies_no_row_more(load: str) -> None:
+    """Its grouped products take parts of any length; a verdict is refused where FLOPs differ."""
+    tapes = [
+        tape_in_phases(state_of(name, tokens=6, load=load, **{"pass": "decode"}).step) for name in ("fp32", "bf16")
+    ]
+    assert tapes[0].flops == tapes[1].flops
+    assert any("grouped" in operator.operator for operator in tapes[1].operators)
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UsageError, match="top_k=5 is more than experts=4"):
         Moe().expand({**SMALL["moe"], "top_k": 5})
