@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,8 +83,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def take(files: StepFiles, limit: float, native: Mapping[str, str], quick: bool) -> dict[str, Any]:
     """One attempt at a step, in this process's group: who kills that leaves nothing running."""
     state = files.state() or {"state": "begun", "attempts": 0, "overruns": 0}
+    commit = conditions()["commit"]
+    if state.get("commit", commit) != commit:  # after a mend: halves of two commits would not compare
+        shutil.rmtree(files.store, ignore_errors=True)
     command = command_of(files, native, quick)
-    state |= {"attempts": state["attempts"] + 1, "command": command[1:], "begun": datetime.now(UTC).isoformat()}
+    state |= {
+        "commit": commit,
+        "attempts": state["attempts"] + 1,
+        "command": command[1:],
+        "begun": datetime.now(UTC).isoformat(),
+    }
     files.write(state)
     start = time.monotonic()
     with files.path("out").open("wb") as out, files.path("err").open("wb") as err:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -20,7 +21,7 @@ from fp8bench.store.runs.run_file import load_run
 from suites import first_gpu
 from suites.first_gpu import STEPS, changes, command_of, go, rows_of, waiting
 from suites.first_gpu_steps import FirstStep, Line, Measured, NoFigure, StepFiles, cases, conforms, ratio
-from suites.trials import ROOT
+from suites.trials import ROOT, conditions
 
 # Steps of a rehearsal: each says when it begins and ends in a log of its own; two are resumed by what they kept.
 STEPS_FILE = """
@@ -180,6 +181,16 @@ def test_steps_that_fit_are_taken_in_their_order(tmp_path: Path, monkeypatch: py
     assert [files.step.name for files in waiting(steps, tmp_path)] == ["cut", "long"]
 
 
+def test_a_run_of_another_commit_is_not_gone_on_with(tmp_path: Path) -> None:
+    """After a mend its halves would not compare."""
+    files = StepFiles(FirstStep("x", "json.tool --help", 1, ()), tmp_path)
+    for commit, kept in ((conditions()["commit"], True), ("0" * 8, False)):
+        (files.store / "runs").mkdir(parents=True, exist_ok=True)
+        files.write({"state": "begun", "attempts": 1, "overruns": 0, "commit": commit})
+        assert first_gpu.take(files, 60.0, {}, False)["code"] == 0
+        assert files.store.exists() is kept and files.state()["state"] == "ended"
+
+
 def test_precisions_that_are_not_native_are_left_out() -> None:
     casts = next(step for step in STEPS if step.name == "casts")
     words = command_of(
@@ -213,16 +224,28 @@ def kept(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for name in done for path in folder.glob(f"{name}.*")}
 
 
+def moment(process: subprocess.Popen[bytes], out: Path, chance: random.Random, longest: float) -> None:
+    """Any, or in half of the cases one shortly after a run has grown; earlier where the process ends."""
+
+    def written() -> int:
+        return sum(path.stat().st_size for path in out.rglob("*.jsonl"))
+
+    size, end = written(), time.monotonic() + chance.choice((longest, 30.0))
+    while process.poll() is None and time.monotonic() < end and written() == size:
+        time.sleep(0.02)
+    time.sleep(chance.uniform(0.0, 0.5))
+
+
 def cut_off(folder: Path, command: Sequence[str], out: Path, kills: int, longest: float, seed: int) -> int:
     """Start it, kill its group at a random moment, so many times, and let it end; nothing that ended changes."""
     chance, before = random.Random(seed), dict[str, bytes]()
     for turn in range(kills + 1):
         process = start(folder, command)
-        try:
-            code = process.wait(chance.uniform(0.2, longest) if turn < kills else None)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait()
+        if turn < kills:
+            moment(process, out, chance, chance.uniform(0.2, longest))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
         now = kept(out)
         assert {name: now.get(name) for name in before} == before, f"done again after kill {turn}"
         before = now
@@ -248,4 +271,4 @@ def test_a_rehearsal_that_is_cut_off_ten_times(tmp_path: Path) -> None:
         assert run.finished and len(run.plan.groups) == groups
         records = [line for line in path.read_text().splitlines() if '"record"' in line]
         assert len(records) == run.plan.num_cases
-    assert (out / "table.md").read_text().count("| measured |") == 6
+    assert (out / "table.md").read_text().count("| measured |\n") == 6
