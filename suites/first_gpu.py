@@ -210,6 +210,17 @@ def closing(steps: Sequence[FirstStep], folder: Path) -> int:
     return EXIT_OK if all(row.verdict in ("reached", "measured") for row in rows) else EXIT_FAILED
 
 
+def forget(steps: Sequence[FirstStep], names: Sequence[str], folder: Path) -> None:
+    """Of these steps nothing stays. Raises SystemExit for one that nobody knows."""
+    known = {step.name: StepFiles(step, folder) for step in steps}
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"--again: there is no step {unknown[0]!r}. Choose of {', '.join(known)}.")
+    for name in names:
+        shutil.rmtree(known[name].store, ignore_errors=True)
+        for path in folder.glob(f"{name}.*"):
+            path.unlink()
+
+
 def main() -> int:
     asked = options(
         __doc__, minutes=(9.0, "that it may take"), out=(Path, "the folder; of an earlier start, to go on"),
@@ -226,8 +237,7 @@ def main() -> int:
             raise SystemExit(
                 f"{asked.out} is at work in another process. Wait for it, or give another --out."
             ) from None
-        for name in (asked.again or "").split(","):
-            (asked.out / f"{name}.state.json").unlink(missing_ok=True)
+        forget(STEPS, (asked.again or "").split(",") if asked.again else [], asked.out)
         go(STEPS, asked.out, 60 * asked.minutes, asked.quick)
         return closing(STEPS, asked.out)
 

@@ -191,6 +191,18 @@ def test_a_run_of_another_commit_is_not_gone_on_with(tmp_path: Path) -> None:
         assert files.store.exists() is kept and files.state()["state"] == "ended"
 
 
+def test_a_step_that_is_forgotten_is_done_anew(tmp_path: Path) -> None:
+    """Its run, too: what it had begun would be gone on with. A name that nobody knows is refused."""
+    steps = (STEPS[0], step_of("x"), step_of("x-ray"))
+    for step in steps:
+        ended(tmp_path, step).store.mkdir(parents=True)
+    first_gpu.forget(steps, ["x"], tmp_path)
+    assert [files.step.name for files in waiting(steps, tmp_path)] == ["x"]
+    assert [files.store.exists() for files in (StepFiles(step, tmp_path) for step in steps)] == [True, False, True]
+    with pytest.raises(SystemExit, match="no step 'nosuch'"):
+        first_gpu.forget(steps, ["nosuch"], tmp_path)
+
+
 def test_precisions_that_are_not_native_are_left_out() -> None:
     casts = next(step for step in STEPS if step.name == "casts")
     words = command_of(
