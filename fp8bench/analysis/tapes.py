@@ -45,6 +45,7 @@ def intensity_of(tape: Tape) -> float | None:
 
 # Sides are filled up to this at most.
 _FILLED = 128
+_Pair = tuple[list[int], list[int], OperatorCount, OperatorCount]
 _SIDES = re.compile(r"\[([\d,]+)\]")
 
 
@@ -89,12 +90,28 @@ def _again(tape: Tape) -> int:
 
 
 def _filled(tape: Tape, reference: Tape) -> int:
-    """FLOPs of products whose sides are a little longer than the reference's, each held against its own."""
+    """FLOPs of products whose sides are a little longer than the reference's, each held against its own.
+
+    In their order; where these are not alike (the parts of experts, filled up, are alike where the tokens' are not),
+    each against the largest that nobody has and that it may be, the largest first.
+    """
     own, others = ([product for product in _products(some) for _ in range(product.calls)] for some in (tape, reference))
     if len(own) != len(others):
         return 0
-    pairs = zip(own, others, strict=True)
-    return sum((one.flops or 0) - (other.flops or 0) for one, other in pairs if _is_longer(_sides(one), _sides(other)))
+    pairs = list(zip(map(_sides, own), map(_sides, others), own, others, strict=True))
+    if not all(mine == theirs or _is_longer(mine, theirs) for mine, theirs, _, _ in pairs):
+        pairs = list(_paired(own, others))
+    return sum((one.flops or 0) - (other.flops or 0) for mine, theirs, one, other in pairs if _is_longer(mine, theirs))
+
+
+def _paired(own: Sequence[OperatorCount], others: Sequence[OperatorCount]) -> Iterator[_Pair]:
+    left = sorted(((_sides(product), product) for product in others), key=lambda each: -(each[1].flops or 0))
+    for product in sorted(own, key=lambda product: -(product.flops or 0)):
+        mine = _sides(product)
+        place = next((place for place, (theirs, _) in enumerate(left) if _is_longer(mine, theirs)), None)
+        if place is not None:
+            theirs, other = left.pop(place)
+            yield mine, theirs, product, other
 
 
 def _sides(operator: OperatorCount) -> list[int]:

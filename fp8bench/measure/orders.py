@@ -26,6 +26,8 @@ class Orders(Generic[T]):
         self._left: list[list[int]] = []
 
     def next(self, arms: Sequence[T]) -> list[T]:
+        if not arms:  # all have failed, or none has a phase of its own
+            return []
         if not self._left or self._arms != list(arms):
             self._arms = list(arms)
             self._left = self._block(len(arms))

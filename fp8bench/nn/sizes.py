@@ -6,11 +6,21 @@ No torch here: plans read it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fp8bench.protocols import Layer, Role
 
 # Of all experts, those that a token goes through.
 CHOSEN = 2
+
+
+class MoeSizes(NamedTuple):
+    """Those of a layer of gated experts, of which each token takes `top_k`."""
+
+    width: int
+    hidden: int
+    experts: int
+    top_k: int
 
 
 @dataclass(frozen=True)

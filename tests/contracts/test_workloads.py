@@ -56,6 +56,7 @@ SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "learning": (("width", ("32",)), ("steps", ("2",)), ("draws", ("1",))),
     "optimizer": (("width", ("64",)), ("tensors", ("3",))),
     "mlp": (("tokens", ("32",)), ("width", ("64",)), ("hidden", ("128",)), ("gated", ("yes",))),
+    "moe": (("tokens", ("32",)), ("width", ("32",)), ("hidden", ("64",)), ("load", ("zipf:1",))),
     "conv": (("batch", ("2",)), ("channels", ("32",)), ("image", ("8",))),
     "norm_act": (("tokens", ("32",)), ("width", ("64",))),
     "data": (("batch", ("4",)), ("record", ("1024",))),
@@ -67,6 +68,10 @@ QUICK = ("optimizer",)  # whose whole grid is measured each time; the others' wh
 # Errors that a workload has and does not follow: SQNR is better when higher, which asv cannot know; the rest says
 # again, or only describes, what the followed ones say.
 UNFOLLOWED = {
+    "moe": {
+        "distinct_experts", "expert_bytes", "layers_that_agree", "load_ratio", "rows_least", "rows_median",
+        "top_k_differs_percent",
+    },
     "numerics": {
         "sqnr_db", "sqnr_row_median_db", "sqnr_row_p1_db", "sqnr_block_median_db", "sqnr_block_p1_db", "cosine_loss",
         "slope", "underflow_nonzero_percent", "subnormal_percent", "not_finite_percent", "utilisation_percent",
@@ -203,7 +208,7 @@ def test_steps_run_and_close_their_phases(name: str, precision: str, corpus: Cor
 
 
 # What their steps give goes with the step, in every precision that remembers nothing of it: nobody can look at it.
-GIVE_NOTHING_THAT_STAYS = frozenset({"attention", "cast", "conv", "gemm", "mlp", "norm_act", "numerics"})
+GIVE_NOTHING_THAT_STAYS = frozenset({"attention", "cast", "conv", "gemm", "mlp", "moe", "norm_act", "numerics"})
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-delayed"])

@@ -47,6 +47,12 @@ def test_arms_that_leave_put_nobody_out_of_balance(stay: int, before: int) -> No
     assert set(Counter((arm, place) for row in rest for place, arm in enumerate(row)).values()) == {3}
 
 
+def test_nobody_takes_no_turns() -> None:
+    """As after all arms have failed."""
+    orders: Orders[int] = Orders(random.Random(0))
+    assert orders.next([]) == [] and sorted(orders.next([3, 4])) == [3, 4] and orders.next([]) == []
+
+
 def test_orders_are_drawn() -> None:
     """By the seed alone, another block another time; with 2 arms, either may be the first of a block."""
     assert drawn(4, 40, 1) == drawn(4, 40, 1) != drawn(4, 40, 2)

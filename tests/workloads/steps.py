@@ -30,6 +30,10 @@ SMALL: dict[str, dict[str, Scalar]] = {
     "decode": {"size": "nano-llama", "batch": 2, "context": 40, "kv": "own", "weights": "own"},
     "prefill": {"size": "nano", "batch": 2, "context": 24, "kv": "own", "weights": "own"},
     "mlp": {"tokens": 24, "width": 16, "hidden": 48, "gated": "no", "pass": "training"},
+    "moe": {
+        "tokens": 24, "width": 32, "hidden": 48, "experts": 4, "top_k": 2, "layers": 1, "load": "zipf:1",
+        "dispatch": "carrier", "combine": "carrier", "router": "fp32", "pass": "training",
+    },
     "norm_act": {"operation": "gelu", "tokens": 24, "width": 32, "pass": "training"},
     "optimizer": {"fused": "no", "second_moment": "scaled-fp16", "tensors": 3, "width": 64},
 }  # fmt: skip

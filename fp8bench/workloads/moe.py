@@ -1,0 +1,169 @@
+"""Experts of which each token takes a few: router, dispatch, the experts' products, combine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from fp8bench.errors import UsageError
+from fp8bench.formats.hardware import refused
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
+from fp8bench.nn.shared_workloads import LayerWorkload, is_training, misfit
+from fp8bench.nn.sizes import MoeSizes
+from fp8bench.protocols import Grid, Layer, Precision, Setup
+from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
+from fp8bench.registry import precisions, workloads
+
+if TYPE_CHECKING:
+    import torch
+
+    from fp8bench.nn.exercise import Exercise
+    from fp8bench.nn.linear import Choose
+
+_WAYS = ("carrier", "bf16", "fp8")
+_ROUTERS = ("fp32", "bf16", "fp16", "fp8", "fp8-rowwise", "nvfp4")
+_HIGHEST = 4.0
+
+
+def load_word(text: str) -> str:
+    """uniform, router, or zipf with an exponent, written in one way."""
+    kind, _, exponent = text.partition(":")
+    if kind == "zipf":
+        try:
+            number = float(exponent)
+        except ValueError:
+            raise ValueError("expected zipf with its exponent, as in zipf:1") from None
+        if not 0 < number <= _HIGHEST:
+            raise ValueError(f"expected an exponent above 0, up to {_HIGHEST:g}")
+        return f"zipf:{number:g}"
+    return one_of("uniform", "zipf:1", "router")(text)
+
+
+def sizes_of(params: Mapping[str, Scalar]) -> MoeSizes:
+    return MoeSizes(*(int(params[name]) for name in MoeSizes._fields))
+
+
+@workloads.register("moe")
+class Moe(LayerWorkload):
+    """FLOPs of its work are those of tokens: rows that fill an expert's part up to what a format multiplies are none,
+    and the tape tells them apart. Experts without a token are neither read nor multiplied."""
+
+    name = "moe"
+    summary = "a mixture of experts: router, dispatch, products, combine; a training step, or decoding, by load"
+    linear_layers = True
+    layer_kinds = ("up", "down")
+    batch_axis = "tokens"
+    history = Grid(
+        cpu={"width": ("128",), "load": ("uniform",), "pass": ("training",)},
+        gpu={"width": ("2048",), "load": ("uniform",), "pass": ("training",)},
+        phases=("cast", "gemm", "elementwise"), errors=("output_error", "gradient_error"), per="flops",
+    )  # fmt: skip
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        tokens, width, hidden, experts, top_k = (
+            ("8192", "2048", "1024", "64", "8") if facts.accelerated else ("256", "128", "256", "8", "2")
+        )
+        return (
+            Axis("tokens", "rows of the input; in decoding one a sequence", (tokens,), whole_number(high=1 << 20)),
+            Axis("width", "features of input and output", (width,), whole_number(high=1 << 16)),
+            Axis("hidden", "features between an expert's products", (hidden,), whole_number(high=1 << 16)),
+            Axis("experts", "of a layer", (experts,), whole_number(high=1024)),
+            Axis("top_k", "how many experts a token takes", (top_k,), whole_number(high=64)),
+            Axis("layers", "one behind the other: choices differ the more, the deeper", ("1",), whole_number(high=64)),
+            Axis("load", "who goes where: uniform: round robin; zipf:S: by a Zipf law with that exponent; router: the "
+                 "router's own choice", ("uniform", "zipf:1"), load_word),
+            Axis("dispatch", "what rows travel to experts in: carrier, bf16, or fp8 with a scale for 128 elements",
+                 ("carrier",), one_of(*_WAYS)),
+            Axis("combine", "the same of the way back", ("carrier",), one_of(*_WAYS)),
+            Axis("router", f"the precision of the router's product: {', '.join(_ROUTERS)}", ("fp32",),
+                 one_of(*_ROUTERS)),
+            Axis("pass", "training: forward and backward; decode: forward alone", ("training",),
+                 one_of("training", "decode")),
+            VALUES,
+        )  # fmt: skip
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        if int(params["top_k"]) > int(params["experts"]):
+            raise UsageError(
+                f"top_k={params['top_k']} is more than experts={params['experts']}: a token takes no expert twice. "
+                "Choose fewer."
+            )
+        return super().expand(params)
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        sizes, tokens, layers = sizes_of(params), int(params["tokens"]), int(params["layers"])
+        expert = 3 * sizes.width * sizes.hidden
+        products = tokens * (sizes.top_k * expert + sizes.experts * sizes.width)
+        # fp32 weights; a row for each expert that a token takes, in two bytes, and what lies between its products.
+        rows = tokens * sizes.top_k * (2 * sizes.width + 3 * sizes.hidden)
+        least = layers * (4.0 * sizes.experts * expert + (2.0 * rows if is_training(params) else 0.0))
+        return Work(2.0 * layers * products * (3 if is_training(params) else 1), tokens, least_memory=least)
+
+    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        return tuple(
+            Layer(f"blocks.{layer}.experts.{number}.{kind}", kind)
+            for layer in range(int(params["layers"])) for number in range(int(params["experts"]))
+            for kind in self.layer_kinds
+        )  # fmt: skip
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        support, sizes = precision.support(facts), sizes_of(params)
+        shown = f"width={sizes.width}, hidden={sizes.hidden}"
+        if support.level is Level.NATIVE and (
+            wrong := misfit(precision, 0, (sizes.width, sizes.hidden), is_training(params), shown)
+        ):
+            return refused(wrong)
+        router = precisions.get(str(params["router"]))
+        routed = router.support(facts)
+        if routed.level is Level.REFUSED:
+            return refused(f"router={router.name}: {routed.reason}")
+        along = f"experts={sizes.experts}, tokens={params['tokens']}"
+        sides = (sizes.width, sizes.experts, *([int(params["tokens"])] if is_training(params) else []))
+        if routed.level is Level.NATIVE and (wrong := misfit(router, 0, sides, False, along)):
+            return refused(f"router={router.name}: {wrong}")
+        return support
+
+    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
+        import torch
+
+        from fp8bench.nn.arithmetics import PlainArithmetic
+        from fp8bench.nn.exercise import exercise
+        from fp8bench.nn.mixture import Mixture, Travel, cast_once, made_load
+
+        params, sizes = dict(setup.case.params), sizes_of(dict(setup.case.params))
+        tokens, load = int(params["tokens"]), str(params["load"])
+        plans = [made_load(load, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))]
+        if carrier is torch.float64:  # the exact pass: nothing is rounded, and nothing is filled up
+            travel = Travel("carrier", "carrier", PlainArithmetic(torch.float64), 1)
+        else:
+            router = precisions.get(str(params["router"])).arithmetic(setup.facts)
+            rows = precisions.get(setup.case.precision).multiples[0] if is_training(params) else 1
+            travel = Travel(str(params["dispatch"]), str(params["combine"]), router, rows)
+        state = exercise(
+            setup, lambda: Mixture(sizes, plans, travel, choose), [(tokens, sizes.width)], carrier, is_training(params)
+        )
+        if not is_training(params):
+            cast_once(state.layer)
+        return state
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """Of output and gradients; the router's choices that are not the exact pass's, by layer; and the load."""
+        import torch
+
+        from fp8bench.nn.arithmetics import PlainArithmetic
+        from fp8bench.nn.mixture import Mixture, disagreements, load_figures
+
+        exact = PlainArithmetic(torch.float64)
+        state, wanted = self.prepare(setup), self.exercise(setup, lambda name: exact, exact.carrier)
+        errors = state.errors(wanted, setup.settles)
+        assert isinstance(state.layer, Mixture) and isinstance(wanted.layer, Mixture)
+        seen, right = state.layer.watch(state.outcome), wanted.layer.watch(wanted.outcome)
+        shares = disagreements([chosen for chosen, _ in seen], [chosen for chosen, _ in right])
+        differing = next((number for number, share in enumerate(shares) if share), len(shares))
+        by_layer = {f"top_k_layer{number}_differs_percent": 100 * share for number, share in enumerate(shares)}
+        return {
+            **errors, "top_k_differs_percent": 100 * sum(shares) / len(shares),
+            **(by_layer if len(shares) > 1 else {}),
+            "layers_that_agree": float(differing),
+            **load_figures([counts for _, counts in seen], state.layer.bytes_each()),
+        }  # fmt: skip

@@ -1,0 +1,246 @@
+"""The first hour on a GPU: `python -m suites.first_gpu --minutes 9 --out FOLDER`, again and again until no step waits.
+
+Steps come in the order of their value, cheap ones first; each ends within 10 minutes and has its files in the folder:
+NAME.state.json, what it printed, its rows. Whatever cuts it off, the next start goes on: an ended step is not done
+again (but `--again NAME`), and a run or training that was cut off is resumed. The end is a table, FOLDER/table.md, and
+FOLDER/changes.md: what changes in README.md and in ARCHITECTURE.md's table of what has run where.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fp8bench.errors import EXIT_FAILED, EXIT_OK, Fp8benchError
+from fp8bench.files import write_whole
+from suites.first_gpu_steps import STEPS, FirstStep, Line, NoFigure, StepFiles
+from suites.kill import children, wait_until_gone
+from suites.trials import ROOT, conditions, environment, options, say
+
+LONGEST = 600
+# A step that ran into its limit so often could not be done.
+_MOST_OVERRUNS = 2
+_GRACE = 20.0
+_STORED = ("doctor", "suite", "train", "infer", "ablate")
+
+
+class Row(NamedTuple):
+    """Of the table."""
+
+    line: str
+    target: str
+    measured: str
+    verdict: str
+
+
+def command_of(files: StepFiles, native: Mapping[str, str], quick: bool) -> list[str]:
+    """A step's words, or those that go on with what an attempt that was cut off had begun.
+
+    `native:A,B` becomes those of them that the GPU multiplies.
+    """
+    step = files.step
+    words = [
+        word.format(json=files.path("json")) for word in (*step.words.split(), *(step.quick.split() if quick else ()))
+    ]
+    kind = words[1] if words[0] == "fp8bench" else words[0]
+    if begun := files.begun():
+        words = [*words[:2], "--resume", begun[-1].stem.split("-")[-1], *(["--json"] if kind == "train" else [])]
+    for place, word in enumerate(words):
+        if word.startswith("native:"):
+            wanted = word.removeprefix("native:").split(",")
+            words[place] = ",".join(name for name in wanted if native.get(name, "native") == "native")
+    if kind == "suite":
+        words += ["--csv", str(files.path("csv")), "--no-report"]
+    return [sys.executable, "-m", *words, *(["--store", str(files.store)] if kind in _STORED else [])]
+
+
+def _descendants(pid: int) -> list[int]:
+    return [name for child in children(pid) for name in (child, *_descendants(child))]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt it, so that it keeps what it has; after a while kill it and all that it started."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_GRACE)
+    except subprocess.TimeoutExpired:
+        pids = [process.pid, *_descendants(process.pid)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        wait_until_gone(pids, _GRACE)
+
+
+def take(files: StepFiles, limit: float, native: Mapping[str, str], quick: bool) -> dict[str, Any]:
+    """One attempt at a step, in this process's group: who kills that leaves nothing running."""
+    state = files.state() or {"state": "begun", "attempts": 0, "overruns": 0}
+    commit = conditions()["commit"]
+    if state.get("commit", commit) != commit:  # after a mend: halves of two commits would not compare
+        shutil.rmtree(files.store, ignore_errors=True)
+    command = command_of(files, native, quick)
+    state |= {
+        "commit": commit,
+        "attempts": state["attempts"] + 1,
+        "command": command[1:],
+        "begun": datetime.now(UTC).isoformat(),
+    }
+    files.write(state)
+    start = time.monotonic()
+    with files.path("out").open("wb") as out, files.path("err").open("wb") as err:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=err, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL
+        )
+        try:
+            state["code"] = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            state["code"] = None
+    state["seconds"] = round(time.monotonic() - start, 1)
+    # An end by a signal, of the system's for want of memory say, is none of its own; time that was short is no fault.
+    ended = state["code"] is not None and state["code"] >= 0
+    state["overruns"] += not ended and (limit >= LONGEST or state["code"] is not None)
+    if ended or state["overruns"] >= _MOST_OVERRUNS:
+        state |= {"state": "ended", "quick": quick, **conditions()}
+    files.write(state)
+    return state
+
+
+def waiting(steps: Sequence[FirstStep], folder: Path) -> list[StepFiles]:
+    """The steps that have not ended, in their order."""
+    every = (StepFiles(step, folder) for step in steps)
+    return [files for files in every if (files.state() or {}).get("state") != "ended"]
+
+
+def go(steps: Sequence[FirstStep], folder: Path, seconds: float, quick: bool = False) -> None:
+    """Steps until the time is over; one that needs more than is left makes way for those behind it."""
+    end = time.monotonic() + seconds
+    probe = StepFiles(steps[0], folder)
+    tried: set[str] = set()
+    while True:
+        left = end - time.monotonic()
+        fit = (files for files in waiting(steps, folder) if files.step.name not in tried and files.step.seconds <= left)
+        files = next(fit, None)
+        if files is None or (files.step is not steps[0] and probe.state() and not probe.device()):
+            return
+        known = {name: level for name, (level, _) in probe.device().get("precisions", {}).items()}
+        state = take(files, min(LONGEST, left), known, quick)
+        tried.add(files.step.name)
+        say(f"{files.step.name}: {state['state']} after {state['seconds']:.0f} s, exit {state['code']}")
+
+
+def rows_of(every: Sequence[StepFiles]) -> list[Row]:
+    """A row for each line of each step. Speed in low precision is told only where casts, products and checks hold."""
+    probe = every[0].device()
+    nothing = "" if probe.get("computes") else "no GPU that computes was seen"
+    rows, trusted = [], True
+    for files, line in ((step, line) for step in every for line in step.step.lines):
+        row = row_of(files, line, nothing)
+        if files.step.name in ("conform", "selftest"):
+            trusted &= row.verdict == "reached"
+        if line.speed and not trusted and row.verdict in ("reached", "missed", "measured"):
+            row = Row(line.what, line.target, "withheld", "could not be: conform and selftest have not held here")
+        rows.append(row)
+    return rows
+
+
+def row_of(files: StepFiles, line: Line, nothing: str) -> Row:
+    state = files.state()
+    try:
+        if state.get("overruns", 0) >= _MOST_OVERRUNS:
+            raise NoFigure(f"{_MOST_OVERRUNS} attempts were ended by a signal or after {LONGEST} s")
+        if state.get("state") != "ended":
+            return Row(line.what, line.target, "-", f"waits, cut off {state['attempts']} times" if state else "waits")
+        measured = line.read(files)
+    except NoFigure as reason:
+        return Row(line.what, line.target, "-", f"could not be: {reason}")
+    except (ArithmeticError, LookupError, OSError, StopIteration, TypeError, ValueError, Fp8benchError) as failure:
+        return Row(
+            line.what, line.target, "-", f"could not be: read from its files, {type(failure).__name__}: {failure}"
+        )
+    if nothing or state["quick"]:
+        return Row(line.what, line.target, measured.text, f"could not be: {nothing or '--quick measures too little'}")
+    if measured.number is None or line.target == "-":
+        return Row(line.what, line.target, measured.text, "measured")
+    return Row(line.what, line.target, measured.text, "reached" if line.reached(measured.number) else "missed")
+
+
+def changes(every: Sequence[StepFiles], rows: Sequence[Row]) -> str:
+    """What README.md and the rows of ARCHITECTURE.md's table that steps answer are to say."""
+    device, verdicts = every[0].device(), iter(rows)
+    if not device.get("computes"):
+        return "Nothing changes: no GPU that computes was seen.\n"
+    where = f"{device['device']['name']}, torch {device['torch']}, driver {device['driver'].get('driver_version', '?')}"
+    said: dict[str, list[str]] = {}
+    for files in every:
+        own = [next(verdicts) for _ in files.step.lines]
+        for row in files.step.rows:
+            said.setdefault(row, []).extend(f"{each.line}: {each.verdict}" for each in own)
+    table = {
+        line.split(" | ")[0].removeprefix("| "): line for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines()
+    }
+    lines = [
+        f"README.md, Status: instead of 'Nothing has run on a GPU yet': run on {where}, at {device['commit']}.",
+        "",
+    ]
+    for row, verdict in said.items():
+        done = all(words.endswith((": reached", ": measured")) for words in verdict)
+        words = f"run on {where}" if done else f"**tried on {where}**: {'; '.join(verdict)}"
+        lines += [f"- {table[row]}", f"+ {table[row].replace('**not run yet**', words, 1)}", ""]
+    return "\n".join(lines)
+
+
+def closing(steps: Sequence[FirstStep], folder: Path) -> int:
+    """The table and what changes, printed and kept; 1 unless every line is reached or measured."""
+    every = [StepFiles(step, folder) for step in steps]
+    rows = rows_of(every)
+    lines = ["| line | target | measured | verdict |", "|---|---|---|---|"]
+    text = "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+    write_whole(folder / "table.md", text)
+    write_whole(folder / "changes.md", changes(every, rows))
+    say(text + f"\nwhat changes in README.md and ARCHITECTURE.md: {folder / 'changes.md'}")
+    return EXIT_OK if all(row.verdict in ("reached", "measured") for row in rows) else EXIT_FAILED
+
+
+def forget(steps: Sequence[FirstStep], names: Sequence[str], folder: Path) -> None:
+    """Of these steps nothing stays. Raises SystemExit for one that nobody knows."""
+    known = {step.name: StepFiles(step, folder) for step in steps}
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"--again: there is no step {unknown[0]!r}. Choose of {', '.join(known)}.")
+    for name in names:
+        shutil.rmtree(known[name].store, ignore_errors=True)
+        for path in folder.glob(f"{name}.*"):
+            path.unlink()
+
+
+def main() -> int:
+    asked = options(
+        __doc__, minutes=(9.0, "that it may take"), out=(Path, "the folder; of an earlier start, to go on"),
+        quick=(False, "the least of each step, to rehearse: no verdict"),
+        again=(str, "steps to do anew, with commas"),
+    )  # fmt: skip
+    if asked.out is None:
+        raise SystemExit("--out names the folder of results and was not given. Give --out FOLDER.")
+    asked.out.mkdir(parents=True, exist_ok=True)
+    with (asked.out / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise SystemExit(
+                f"{asked.out} is at work in another process. Wait for it, or give another --out."
+            ) from None
+        forget(STEPS, (asked.again or "").split(",") if asked.again else [], asked.out)
+        go(STEPS, asked.out, 60 * asked.minutes, asked.quick)
+        return closing(STEPS, asked.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

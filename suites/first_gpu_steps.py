@@ -1,0 +1,333 @@
+"""What a first GPU is to show: each step's command, its lines with what they are to reach, and how they are read."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fp8bench.files import write_whole
+from fp8bench.store.runs.listing import run_files
+from fp8bench.store.runs.run_file import load_run
+from suites.trials import ROOT
+
+
+class NoFigure(Exception):
+    """Why a step gave none: a row with its reason."""
+
+
+class Measured(NamedTuple):
+    """A figure, and how it reads; no number where words are all that there is."""
+
+    number: float | None
+    text: str
+
+
+Reader = Callable[["StepFiles"], Measured]
+
+
+class Line(NamedTuple):
+    """A line of the table. `speed` of low precision says nothing before casts and products conform."""
+
+    what: str
+    read: Reader
+    low: float | None = None
+    high: float | None = None
+    speed: bool = False
+
+    @property
+    def target(self) -> str:
+        return (
+            f"at least {self.low:g}" if self.low is not None else "-" if self.high is None else f"at most {self.high:g}"
+        )
+
+    def reached(self, number: float) -> bool:
+        return (self.low is None or number >= self.low) and (self.high is None or number <= self.high)
+
+
+class FirstStep(NamedTuple):
+    """Its words behind `python -m`, its usual seconds, rows of ARCHITECTURE.md that it answers, what --quick adds."""
+
+    name: str
+    words: str
+    seconds: int
+    lines: tuple[Line, ...]
+    rows: tuple[str, ...] = ()
+    quick: str = ""
+
+
+@dataclass(frozen=True)
+class StepFiles:
+    """A step's own files in a folder."""
+
+    step: FirstStep
+    folder: Path
+
+    def path(self, kind: str) -> Path:
+        return self.folder / f"{self.step.name}.{kind}"
+
+    def state(self) -> dict[str, Any]:
+        """{} where it has not begun."""
+        path = self.path("state.json")
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def write(self, state: dict[str, Any]) -> None:
+        write_whole(self.path("state.json"), json.dumps(state, indent=1) + "\n")
+
+    def device(self) -> dict[str, Any]:
+        """Of the probe: what it found; {} where there is no GPU."""
+        path = self.path("json")
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    @property
+    def store(self) -> Path:
+        """Of its own, so that what it began is all that lies there."""
+        return self.folder / "stores" / self.step.name
+
+    def begun(self) -> list[Path]:
+        """Its runs or trainings, oldest first."""
+        kind = self.step.words.split()[1]
+        every = run_files(self.store) if kind == "suite" else (self.store / "trainings").glob("*-*")
+        return sorted(every, key=lambda path: path.stem)
+
+    def text(self) -> str:
+        return self.path("out").read_text(errors="replace")
+
+    def why(self) -> str:
+        """The last line that it said for its end, without bars that a table would take for its own."""
+        said = [self.path(kind) for kind in ("err", "out") if self.path(kind).exists()]
+        lines = [line for path in said for line in path.read_text(errors="replace").splitlines()[-1:] if line.strip()]
+        return lines[0].replace("|", "/")[:300] if lines else "it said nothing"
+
+    def json(self) -> Any:
+        path = self.path("json")
+        try:
+            return json.loads(path.read_text() if path.exists() else self.text())
+        except ValueError:
+            raise NoFigure(self.why()) from None
+
+    def cases(self, metric: str, precision: str) -> list[dict[str, str]]:
+        """The rows of whole steps, of a precision that the GPU multiplies. Raises NoFigure with its reason."""
+        if not self.path("csv").exists():
+            raise NoFigure(self.why())
+        with self.path("csv").open() as file:
+            rows = [row for row in csv.DictReader(file) if row["precision"] == precision]
+        if not rows:
+            raise NoFigure(f"{precision} was not measured: the GPU does not multiply it")
+        if bad := next((row for row in rows if row["status"] != "ok"), None):
+            raise NoFigure(f"{bad['status']}: {bad['reason']}".replace("|", "/").splitlines()[0])
+        if rows[0]["level"] != "native":
+            raise NoFigure(f"{precision} was {rows[0]['level']}")
+        found = [row for row in rows if row["metric"] == metric and row["phase"] == "step" and row["median_in_unit"]]
+        return found or _none(f"{precision} has no {metric}")
+
+
+def _none(why: str) -> Any:
+    raise NoFigure(why)
+
+
+def _values(files: StepFiles, metric: str, precision: str) -> dict[str, float]:
+    return {row["params"]: float(row["median_in_unit"]) for row in files.cases(metric, precision)}
+
+
+def ratio(metric: str, above: str, below: str) -> Reader:
+    """Of sums over the cases of both."""
+
+    def read(files: StepFiles) -> Measured:
+        over, under = _values(files, metric, above), _values(files, metric, below)
+        if over.keys() != under.keys():
+            raise NoFigure(f"{above} and {below} have not the same cases")
+        each = ", ".join(f"{over[case] / under[case]:.3g}" for case in over)
+        total = sum(over.values()) / sum(under.values())
+        return Measured(total, f"{total:.3g} (by case {each})")
+
+    return read
+
+
+def fastest(precision: str) -> Reader:
+    def read(files: StepFiles) -> Measured:
+        best = max(_values(files, "flops_per_second", precision).values()) / 1e12
+        return Measured(best, f"{best:.4g} TFLOP/s")
+
+    return read
+
+
+def marker_share(files: StepFiles) -> Measured:
+    """Of the host's cost of all marks of a step in bf16, in its time, in percent."""
+    step = _values(files, "time", "bf16")
+    run = load_run(files.begun()[-1])
+    record = next(record for record in run.records if record.case.precision == "bf16" and record.timing)
+    marks = sum(count for _, count in record.timing.entries) if record.timing else 0
+    share = 100 * dict(run.overheads)[record.case.device].marker_on * marks / min(step.values())
+    return Measured(share, f"{share:.2g}%, {marks} marks")
+
+
+def conforms(files: StepFiles) -> Measured:
+    """Native casts and products that nothing explains; what was not compared is none that conforms."""
+    native = [mode for mode in files.json()["modes"] if mode["support"]["level"] == "native"]
+    each = [case["difference"] for mode in native for case in mode["found"]]
+    if not [difference for difference in each if difference]:
+        raise NoFigure(next((case["why"] for mode in native for case in mode["found"]), files.why()).replace("|", "/"))
+    kinds = ", ".join(f"{each.count(kind)} {kind or 'not done'}" for kind in dict.fromkeys(each))
+    return Measured(each.count("unexplained"), f"{len(native)} native precisions: {kinds}")
+
+
+def alarms(files: StepFiles) -> Measured:
+    """Verdicts on candidates that are the same as the reference."""
+    same = [row for row in files.json()["rows"] if row["planted"] == 0]
+    wrong, trials = sum(row["slower"] + row["faster"] for row in same), sum(row["trials"] for row in same)
+    return Measured(wrong, f"{wrong} of {trials}") if trials else _none("no trial was done")
+
+
+def counted(bad: str, good: str) -> Reader:
+    """How many of its words are bad, where any is good."""
+
+    def read(files: StepFiles) -> Measured:
+        wrong, right = (sum(map(int, re.findall(words, files.text()))) for words in (bad, good))
+        return Measured(wrong, f"{wrong} failed, {right} held") if wrong + right else _none(files.why())
+
+    return read
+
+
+def checks(files: StepFiles) -> Measured:
+    wrong, right = (len(re.findall(rf"^{word} ", files.text(), re.MULTILINE)) for word in ("FAIL", "ok"))
+    return Measured(wrong, f"{wrong} failed, {right} held") if wrong + right else _none(files.why())
+
+
+def probed(what: str) -> Reader:
+    """Of the probe: what the clock costs in microseconds, how far energy windows are from NVML's total in percent."""
+
+    def read(files: StepFiles) -> Measured:
+        document = files.json()
+        if what == "marker":
+            return Measured(micros := 1e6 * document["overheads"]["marker_on"], f"{micros:.2g} us")
+        if what == "energy":
+            energy = document["energy"]
+            if "why" in energy:
+                raise NoFigure(energy["why"])
+            far = 100 * abs(energy["window_watts"] / energy["nvml_watts"] - 1)
+            return Measured(far, f"{far:.2g}% of {energy['nvml_watts']:.0f} W, by {energy['source']}")
+        return Measured(None, "; ".join(f"{name} {value}" for name, value in document["driver"].items()))
+
+    return read
+
+
+def said(pattern: str) -> Reader:
+    """The first line of what it printed that has these words, which may hold a number."""
+
+    def read(files: StepFiles) -> Measured:
+        line = next((line for line in files.text().splitlines() if re.search(pattern, line)), None)
+        if line is None or files.state()["code"] not in (0, 1):
+            raise NoFigure(files.why())
+        return Measured(None, line.strip().replace("|", "/"))
+
+    return read
+
+
+def passes(files: StepFiles) -> Measured:
+    """1 where an audit fails; one that cannot tell is no figure."""
+    verdict = next((line for line in files.text().splitlines() if re.search("PASS|FAIL", line)), None)
+    return Measured(files.state()["code"], verdict.replace("|", "/")) if verdict else _none(files.why())
+
+
+def cases(files: StepFiles) -> Measured:
+    """How many cases were measured, of how many."""
+    if not files.path("csv").exists():
+        raise NoFigure(files.why())
+    with files.path("csv").open() as file:
+        status = {row["case"]: (row["status"], row["reason"]) for row in csv.DictReader(file)}
+    bad = [
+        f"{name}: {reason}".replace("|", "/").splitlines()[0] for name, (word, reason) in status.items() if word != "ok"
+    ]
+    words = f"{len(status) - len(bad)} of {len(status)} cases" + (f"; {bad[0][:200]}" if bad else "")
+    return Measured(None, words) if len(status) > len(bad) else _none(words)
+
+
+def learns(files: StepFiles) -> Measured:
+    verdicts = files.json()["verdicts"]
+    return Measured(
+        None, "; ".join(f"{arm}: {verdict['words']}" for arm, verdict in verdicts.items()).replace("|", "/")
+    )
+
+
+_STEP = "fp8bench suite transformer --set size=gpt2-124m --dtypes"
+_SHAPES = "15872x4096x4096,15872x16384x4096,15872x4096x16384"
+_PYTEST = "pytest -q -o addopts=--import-mode=importlib -W ignore:Unknown -p no:cacheprovider"
+
+
+def _suite(name: str, words: str, seconds: int, *lines: Line, rows: tuple[str, ...] = ()) -> FirstStep:
+    return FirstStep(name, words, seconds, lines or (Line(f"{name}: cases measured", cases),), rows, "--quick")
+
+
+def _tests() -> Iterator[FirstStep]:
+    """A file each, so that each ends in time."""
+    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+        name = f"tests/gpu/{path.name}"
+        line = Line(f"{name}, failures", counted(r"(\d+) (?:failed|error)", r"(\d+) passed"), high=0)
+        yield FirstStep(path.stem.replace("_", "-"), f"{_PYTEST} {name}", 120, (line,), ("`tests/gpu`",))
+
+
+STEPS = (
+    FirstStep("probe", "suites.gpu_probe --json {json}", 60, (
+        Line("driver, clocks, power cap", probed("driver")),
+        Line("event clock, us a marker", probed("marker"), high=1.5),
+        Line("energy windows beside NVML's own total, %", probed("energy"), high=2),
+    ), ("energy, state and throttle reasons by NVML",)),
+    FirstStep("doctor", "fp8bench doctor", 45, (Line("doctor", said("cuda")),)),
+    FirstStep("conform", "fp8bench conform --json", 120, (
+        Line("native casts and products that nothing explains", conforms, high=0),
+    ), ("`fp8bench conform`",)),
+    FirstStep("selftest", "fp8bench selftest --device cuda", 90, (
+        Line("checks of selftest that fail", checks, high=0),
+    ), ("`selftest`, and its `--power`",)),
+    _suite(
+        "best-products", "fp8bench suite gemm --set shape=8192 --set operands=ready --dtypes bf16,fp8", 60,
+        Line("best product in bf16, TFLOP/s", fastest("bf16"), low=770),
+        Line("best product in fp8, TFLOP/s", fastest("fp8"), low=1409, speed=True)),
+    _suite(
+        "casts", f"fp8bench suite gemm --set shape={_SHAPES} --dtypes native:bf16,fp8,fp8-rowwise,mxfp8,nvfp4", 150,
+        Line("fp8 with its casts over bf16, times as fast", ratio("time", "bf16", "fp8"), low=1.58, speed=True),
+        *(Line(f"the same of {name}", ratio("time", "bf16", name), speed=True)
+          for name in ("fp8-rowwise", "mxfp8", "nvfp4"))),
+    _suite(
+        "step", f"{_STEP} bf16,fp8 --tape --energy phases --shares", 240,
+        Line("launches of a gpt2-124m step, fp8 over bf16", ratio("launches", "fp8", "bf16"), high=1.8),
+        Line("gpt2-124m step, fp8 over bf16, times as fast", ratio("time", "bf16", "fp8"), speed=True),
+        Line("the same, replayed as one launch", ratio("replay_time", "bf16", "fp8"), speed=True),
+        Line("marks of a step, % of it", marker_share, high=0.5), rows=("replays by a CUDA graph",)),
+    FirstStep("ceilings", "fp8bench doctor --ceilings", 90, (Line("ceilings", said("FLOP/s")),), (
+        "whole ceilings (`suite ceilings`, `doctor --ceilings`), the roofline by them",)),
+    FirstStep("audit", "fp8bench audit suites/gpu_probe.py:scaled_product", 60, (
+        Line("audit of torch's scaled product, 1: it fails", passes, high=0),
+    ), ("`fp8bench audit`: kernels, optimizers, converted models",)),
+    *_tests(),
+    _suite(
+        "train-nano", "fp8bench train --steps 200 --dtypes bf16,fp8 --json", 200, Line("nano, 200 steps", learns),
+        rows=("`fp8bench train`: arms, checkpoints, watching, health rules, `--try-fix`",)),
+    FirstStep("power", "fp8bench selftest --power --device cuda --operation small --trials 30 --json {json}", 400, (
+        Line("alarms of 30 A/A trials", alarms, high=0),
+    ), (), "--trials 2"),
+    _suite(
+        "train-gpt2", "fp8bench train --model gpt2-124m --steps 200 --seeds 1 --dtypes bf16,fp8 --json", 300,
+        Line("gpt2-124m, 200 steps", learns)),
+    _suite(
+        "infer", "fp8bench infer --size llama-1b", 240, Line("infer", said("pays|faster|slower")),
+        rows=("`suite prefill`, `suite decode`, `infer`: caches and weights in formats of their own",)),
+    _suite(
+        "moe", "fp8bench suite moe --dtypes native:bf16,fp8-rowwise,mxfp8", 150,
+        rows=("`suite moe`: loads, dispatch, combine, router",)),
+    _suite("torchao", f"{_STEP} bf16,fp8:backend=torchao", 150, rows=("backend `torchao`",)),
+    _suite("te", f"{_STEP} bf16,fp8:backend=te", 150, rows=("backend `te`",)),
+    FirstStep("ablate", "fp8bench ablate transformer --options bf16,compile,fp8", 300, (Line("ablate", said("fp8")),)),
+    FirstStep("calibrate", "fp8bench doctor --calibrate", 300, (Line("harness", said("against a bare loop")),)),
+    _suite("crossing", "fp8bench suite gemm --set shape=sweep --set operands=cast,ready --dtypes bf16,fp8", 400),
+    _suite("attention", "fp8bench suite attention --dtypes bf16,fp8", 150),
+    _suite("serving", "fp8bench suite prefill,decode --dtypes bf16,fp8", 300),
+    _suite(
+        "compiled", "fp8bench suite transformer --set size=gpt-350m --set compile=no,yes --dtypes "
+        "bf16,fp8,fp8-rowwise,fp8-block", 500, rows=("`compile=yes`",)),
+)  # fmt: skip

@@ -1,0 +1,130 @@
+"""What a GPU says of itself and what looking at it costs: `python -m suites.gpu_probe --json PATH`, about 40 s.
+
+Its energy is held against the driver's own counter, which is read here through NVML and by nothing of fp8bench: from
+tick to tick around a window, under a steady load.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fp8bench
+from fp8bench.errors import EXIT_FAILED, EXIT_OK
+from fp8bench.measure.handle import START_SECONDS, ProcessWorker
+from fp8bench.measure.sensors.energy import Energy
+from fp8bench.measure.sensors.meter import meter_for
+from fp8bench.model import DeviceFacts
+from fp8bench.model.codec import encode
+from fp8bench.model.raw import Settings
+from fp8bench.registry import precisions
+from suites.trials import conditions, options, ran, say
+
+_FIELDS = (
+    "name,driver_version,vbios_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.applications.graphics,power.draw,"
+    "power.limit,power.max_limit,temperature.gpu,ecc.mode.current,mig.mode.current,persistence_mode,memory.used"
+)
+_WINDOW = 4.0
+_LONGEST_TICK = 2.0
+
+
+@fp8bench.audited("product", "fp8", takes="codes", second="kn", multiple=16)
+def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    """torch's own, for the audit of what it promises."""
+    return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
+
+
+def _computes(device: str) -> bool:
+    """Whether products are right at all: under a runtime that computes nothing no figure means anything."""
+    torch.manual_seed(0)
+    a = torch.randn(64, 64, dtype=torch.float64)
+    return bool(torch.allclose((a.to(device) @ a.to(device)).cpu(), a @ a))
+
+
+def _driver() -> dict[str, str]:
+    try:
+        said = ran(["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader"]).stdout.splitlines()[0]
+    except (OSError, RuntimeError) as failure:
+        return {"why": str(failure)}
+    return dict(zip(_FIELDS.split(","), map(str.strip, said.split(",")), strict=False))
+
+
+class _Counter:
+    """NVML's total of a GPU, in joules, while products keep it busy."""
+
+    def __init__(self, facts: DeviceFacts) -> None:
+        library: Any = importlib.import_module("pynvml")
+        library.nvmlInit()
+        handle = library.nvmlDeviceGetHandleByUUID(f"GPU-{facts.uuid.removeprefix('GPU-')}")
+        self._read: Callable[[], float] = lambda: library.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3
+        self._a = torch.randn(4096, 4096, device=facts.key, dtype=torch.bfloat16)
+
+    def work(self) -> None:
+        for _ in range(20):
+            self._a @ self._a
+        torch.cuda.synchronize(self._a.device)
+
+    def tick(self) -> tuple[float, float]:
+        """When it next changes, and to what."""
+        first, end = self._read(), time.monotonic() + _LONGEST_TICK
+        while (now := self._read()) == first:
+            if time.monotonic() > end:
+                raise RuntimeError(f"NVML's total did not change in {_LONGEST_TICK:g} s of work")
+            self._a @ self._a
+            torch.cuda.synchronize(self._a.device)
+        return time.monotonic(), now
+
+
+def _energy(facts: DeviceFacts) -> dict[str, Any]:
+    """Watts by a window of fp8bench and by NVML's total from tick to tick, or why there are none."""
+    try:
+        counter = _Counter(facts)
+        with meter_for(facts) as meter:
+            (begun, first), opened = counter.tick(), time.monotonic()
+            with meter.window() as window:
+                while not window.failed and (not window.enough or time.monotonic() < opened + _WINDOW):
+                    counter.work()
+            ended, last = counter.tick()
+            energy = window.energy
+    except Exception as failure:  # noqa: BLE001 - whatever a driver says, it is a row of the table
+        return {"why": f"{type(failure).__name__}: {failure}"}
+    if not isinstance(energy, Energy):
+        return {"why": energy.reason}
+    return {"window_watts": energy.watts, "nvml_watts": (last - first) / (ended - begun), "source": energy.source.value}
+
+
+def probe() -> dict[str, Any]:
+    """All of it, as JSON has it; SystemExit where there is no GPU."""
+    with ProcessWorker(Settings()) as worker:
+        facts = next((device for device in worker.probe() if device.kind == "cuda"), None)
+        if facts is None:
+            raise SystemExit(f"torch {torch.__version__} sees no CUDA device")
+        overheads = worker.within(START_SECONDS).overheads(facts)
+    supports = {name: precisions.get(name).support(facts) for name in precisions.names()}
+    return {
+        "device": encode(facts), "computes": _computes(facts.key), "driver": _driver(), "overheads": encode(overheads),
+        "precisions": {name: [support.level.value, support.reason] for name, support in supports.items()},
+        "energy": _energy(facts), "cuda": torch.version.cuda, **conditions(),
+    }  # fmt: skip
+
+
+def main() -> int:
+    asked = options(__doc__, json=(Path, "also write it there"))
+    document = probe()
+    text = json.dumps(document, indent=1)
+    if asked.json:
+        asked.json.write_text(text + "\n")
+    say(text)
+    return EXIT_OK if document["computes"] else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""The first hour on a GPU: its planning, resuming, and a table that passes nothing that was not measured."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8bench.store.runs.run_file import load_run
+from suites import first_gpu
+from suites.first_gpu import STEPS, changes, command_of, go, rows_of, waiting
+from suites.first_gpu_steps import FirstStep, Line, Measured, NoFigure, StepFiles, cases, conforms, ratio
+from suites.trials import ROOT, conditions
+
+# Steps of a rehearsal: each says when it begins and ends in a log of its own; two are resumed by what they kept.
+STEPS_FILE = """
+import sys, time
+from pathlib import Path
+from suites.first_gpu import closing, go
+from suites.first_gpu_steps import FirstStep, Line, cases, said
+
+def nap(name):
+    return FirstStep(name, f"nap {name} {{json}}", 1, (Line(name, said("slept")),))
+
+suite = "fp8bench suite gemm --devices cpu --dtypes bf16 --rounds 2 --no-energy --set shape="
+STEPS = (
+    nap("probe"), nap("first"),
+    FirstStep("products", suite + "32,48,64", 1, (Line("products", cases),)), nap("second"),
+    FirstStep("rectangles", suite + "32x64x96,96x64x32", 1, (Line("rectangles", cases),)), nap("third"),
+)
+folder = Path(sys.argv[1])
+go(STEPS, folder, 600)
+sys.exit(closing(STEPS, folder))
+"""
+NAP = '''
+import json, sys, time
+name, path = sys.argv[1:]
+with open("naps.log", "a") as log:
+    log.write(f"begins {name}\\\\n")
+time.sleep(0.4)
+with open(path, "w") as file:
+    device = {"computes": True, "device": {"name": "pretended"}, "torch": "", "commit": ""}
+    json.dump({**device, "precisions": {}, "driver": {}}, file)
+print("slept")
+with open("naps.log", "a") as log:
+    log.write(f"ends {name}\\\\n")
+'''  # fmt: skip
+
+
+def ended(folder: Path, step: FirstStep, code: int = 0, quick: bool = False) -> StepFiles:
+    files = StepFiles(step, folder)
+    files.write({"state": "ended", "attempts": 1, "overruns": 0, "code": code, "quick": quick})
+    return files
+
+
+def probe_of(folder: Path, computes: bool = True) -> StepFiles:
+    probe = ended(folder, STEPS[0])
+    document = {
+        "computes": computes, "device": {"name": "H1"}, "torch": "2", "driver": {}, "commit": "c", "precisions": {},
+        "overheads": {"marker_on": 1e-6}, "energy": {"why": "no driver"},
+    }  # fmt: skip
+    probe.path("json").write_text(json.dumps(document))
+    return probe
+
+
+def number(value: float) -> Any:
+    return lambda files: Measured(value, f"{value:g}")
+
+
+def refused(files: StepFiles) -> Measured:
+    raise NoFigure("no such unit")
+
+
+def verdicts(folder: Path, *steps: FirstStep, computes: bool = True) -> dict[str, str]:
+    every = [probe_of(folder, computes), *(ended(folder, step) for step in steps)]
+    return {row.line: row.verdict for row in rows_of(every)[len(STEPS[0].lines) :]}
+
+
+def step_of(name: str, *lines: Line) -> FirstStep:
+    return FirstStep(name, "fp8bench doctor", 10, lines)
+
+
+def test_what_could_not_be_is_a_row_and_never_a_pass(tmp_path: Path) -> None:
+    lines = Line("a", number(2), low=1), Line("b", number(2), high=1), Line("c", number(2)), Line("d", refused, low=1)
+    assert verdicts(tmp_path, step_of("x", *lines)) == {
+        "a": "reached", "b": "missed", "c": "measured", "d": "could not be: no such unit",
+    }  # fmt: skip
+
+
+def test_a_device_that_computes_nothing_reaches_nothing(tmp_path: Path) -> None:
+    told = verdicts(tmp_path, step_of("x", Line("a", number(2), low=1)), computes=False)
+    assert told == {"a": "could not be: no GPU that computes was seen"}
+    assert changes([probe_of(tmp_path, computes=False)], []) == "Nothing changes: no GPU that computes was seen.\n"
+
+
+def test_no_speed_in_low_precision_before_conform_holds(tmp_path: Path) -> None:
+    speed = step_of("x", Line("fast", number(2), low=1, speed=True))
+    for differences, verdict in ((0, "reached"), (1, "could not be: conform and selftest have not held here")):
+        told = verdicts(tmp_path, step_of("conform", Line("unexplained", number(differences), high=0)), speed)
+        assert told["fast"] == verdict
+
+
+def test_quick_figures_are_no_verdict(tmp_path: Path) -> None:
+    files = [probe_of(tmp_path), ended(tmp_path, step_of("x", Line("a", number(2), low=1)), quick=True)]
+    assert rows_of(files)[-1].verdict == "could not be: --quick measures too little"
+
+
+def test_ratios_are_of_the_same_cases_and_of_native_ones(tmp_path: Path) -> None:
+    files = ended(tmp_path, step_of("x"))
+    head = ["precision", "level", "status", "reason", "metric", "phase", "params", "median_in_unit", "case"]
+
+    def write(*rows: Sequence[str]) -> None:
+        with files.path("csv").open("w") as file:
+            csv.writer(file).writerows([head, *rows])
+
+    low = ["fp8", "native", "ok", "", "time", "step"]
+    high = ["bf16", *low[1:]]
+    write([*high, "a", "3", "1"], [*high, "b", "5", "2"], [*low, "a", "1", "3"], [*low, "b", "3", "4"])
+    assert ratio("time", "bf16", "fp8")(files) == (2.0, "2 (by case 3, 1.67)")
+    assert cases(files).text == "4 of 4 cases"
+    for rows, why in (
+        ([[*high, "a", "3", "1"], [*low, "b", "1", "2"]], "not the same cases"),
+        ([[*high, "a", "3", "1"], ["fp8", "emulated", *low[2:], "a", "1", "2"]], "fp8 was emulated"),
+        ([[*high, "a", "3", "1"], ["fp8", "native", "failed", "no | unit", *low[4:], "a", "", "2"]], "no / unit"),
+        ([[*high, "a", "3", "1"]], "fp8 was not measured"),
+    ):  # fmt: skip
+        write(*rows)
+        with pytest.raises(NoFigure, match=why):
+            ratio("time", "bf16", "fp8")(files)
+
+
+def test_casts_that_nobody_compared_do_not_conform(tmp_path: Path) -> None:
+    files = ended(tmp_path, step_of("conform"))
+    for differences, counted in ((["none", "order"], 0), (["unexplained", None], 1)):
+        found = [{"difference": difference, "why": "refused"} for difference in differences]
+        files.path("out").write_text(json.dumps({"modes": [{"support": {"level": "native"}, "found": found}]}))
+        assert conforms(files).number == counted
+    files.path("out").write_text(json.dumps({"modes": [{"support": {"level": "native"}, "found": found[1:]}]}))
+    with pytest.raises(NoFigure, match="refused"):
+        conforms(files)
+
+
+def test_files_that_do_not_read_are_rows_too(tmp_path: Path) -> None:
+    every = [probe_of(tmp_path), *(ended(tmp_path, step) for step in STEPS[1:])]
+    for files in every[1:]:
+        for kind in ("out", "csv", "json"):
+            files.path(kind).write_text("[1]\n")
+    good = {row.line: row.verdict for row in rows_of(every) if not row.verdict.startswith("could not be")}
+    assert good == {"driver, clocks, power cap": "measured", "event clock, us a marker": "reached"}
+
+
+def test_steps_that_fit_are_taken_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    def take(files: StepFiles, limit: float, native: object, quick: bool) -> dict[str, Any]:
+        taken.append(files.step.name)
+        assert limit <= first_gpu.LONGEST
+        if files.step.name != "cut":
+            ended(tmp_path, files.step)
+        return {"state": "-", "seconds": 1, "code": 0}
+
+    monkeypatch.setattr(first_gpu, "take", take)
+    steps = (STEPS[0], step_of("cut"), FirstStep("long", "fp8bench doctor", 3600, ()), step_of("last"))
+    StepFiles(steps[0], tmp_path).path("json").write_text("{}")
+    go(steps, tmp_path, 1000)
+    assert taken == ["probe"]  # no GPU was found: nothing else is tried
+    probe_of(tmp_path)
+    go(steps, tmp_path, 1000)
+    assert taken == ["probe", "cut", "last"]
+    assert [files.step.name for files in waiting(steps, tmp_path)] == ["cut", "long"]
+
+
+def test_a_run_of_another_commit_is_not_gone_on_with(tmp_path: Path) -> None:
+    """After a mend its halves would not compare."""
+    files = StepFiles(FirstStep("x", "json.tool --help", 1, ()), tmp_path)
+    for commit, kept in ((conditions()["commit"], True), ("0" * 8, False)):
+        (files.store / "runs").mkdir(parents=True, exist_ok=True)
+        files.write({"state": "begun", "attempts": 1, "overruns": 0, "commit": commit})
+        assert first_gpu.take(files, 60.0, {}, False)["code"] == 0
+        assert files.store.exists() is kept and files.state()["state"] == "ended"
+
+
+def test_a_step_that_is_forgotten_is_done_anew(tmp_path: Path) -> None:
+    """Its run, too: what it had begun would be gone on with. A name that nobody knows is refused."""
+    steps = (STEPS[0], step_of("x"), step_of("x-ray"))
+    for step in steps:
+        ended(tmp_path, step).store.mkdir(parents=True)
+    first_gpu.forget(steps, ["x"], tmp_path)
+    assert [files.step.name for files in waiting(steps, tmp_path)] == ["x"]
+    assert [files.store.exists() for files in (StepFiles(step, tmp_path) for step in steps)] == [True, False, True]
+    with pytest.raises(SystemExit, match="no step 'nosuch'"):
+        first_gpu.forget(steps, ["nosuch"], tmp_path)
+
+
+def test_precisions_that_are_not_native_are_left_out() -> None:
+    casts = next(step for step in STEPS if step.name == "casts")
+    words = command_of(
+        StepFiles(casts, Path("/nowhere")), {"mxfp8": "emulated", "nvfp4": "refused", "fp8": "native"}, True
+    )
+    assert "bf16,fp8,fp8-rowwise" in words and "--quick" in words
+
+
+def test_every_row_of_the_architecture_that_a_step_names_is_there(tmp_path: Path) -> None:
+    every = [probe_of(tmp_path), *(StepFiles(step, tmp_path) for step in STEPS[1:])]
+    text = changes(every, rows_of(every))
+    assert {row for step in STEPS for row in step.rows} == {
+        line.removeprefix("- | ").split(" | ")[0] for line in text.splitlines() if line.startswith("- | ")
+    }
+    assert "**tried on H1" in text and "run on H1" not in text.partition("\n")[2]
+    assert (
+        len({step.name for step in STEPS}) == len(STEPS) and max(step.seconds for step in STEPS) < 9 * 60
+    )  # what --minutes is
+
+
+def start(folder: Path, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """In a group of its own."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")))}
+    return subprocess.Popen(command, cwd=folder, env=env, start_new_session=True, **quiet)  # type: ignore[call-overload]
+
+
+def kept(folder: Path) -> dict[str, bytes]:
+    """All that ended steps have kept of their own."""
+    done = [path.name.partition(".")[0] for path in folder.glob("*.state.json") if b'"ended"' in path.read_bytes()]
+    return {path.name: path.read_bytes() for name in done for path in folder.glob(f"{name}.*")}
+
+
+def moment(process: subprocess.Popen[bytes], out: Path, chance: random.Random, longest: float) -> None:
+    """Any, or in half of the cases one shortly after a run has grown; earlier where the process ends."""
+
+    def written() -> int:
+        return sum(path.stat().st_size for path in out.rglob("*.jsonl"))
+
+    size, end = written(), time.monotonic() + chance.choice((longest, 30.0))
+    while process.poll() is None and time.monotonic() < end and written() == size:
+        time.sleep(0.02)
+    time.sleep(chance.uniform(0.0, 0.5))
+
+
+def cut_off(folder: Path, command: Sequence[str], out: Path, kills: int, longest: float, seed: int) -> int:
+    """Start it, kill its group at a random moment, so many times, and let it end; nothing that ended changes."""
+    chance, before = random.Random(seed), dict[str, bytes]()
+    for turn in range(kills + 1):
+        process = start(folder, command)
+        if turn < kills:
+            moment(process, out, chance, chance.uniform(0.2, longest))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        code = process.wait()
+        now = kept(out)
+        assert {name: now.get(name) for name in before} == before, f"done again after kill {turn}"
+        before = now
+        time.sleep(0.3)
+    return code
+
+
+@pytest.mark.slow
+def test_a_rehearsal_that_is_cut_off_ten_times(tmp_path: Path) -> None:
+    """Whole steps, real suites among them; each ends once, and no group of a suite is measured twice."""
+    (tmp_path / "steps_of_a_rehearsal.py").write_text(STEPS_FILE)
+    (tmp_path / "nap.py").write_text(NAP.replace("\\\\", "\\").replace("naps.log", str(tmp_path / "naps.log")))
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "steps_of_a_rehearsal", str(out)]
+    assert cut_off(tmp_path, command, out, 10, 9.0, seed=4) == 0
+    naps = (tmp_path / "naps.log").read_text().splitlines()
+    assert {line for line in naps if line.startswith("ends")} == {
+        f"ends {name}" for name in ("probe", "first", "second", "third")
+    }
+    for name, groups in (("products", 3), ("rectangles", 2)):
+        (path,) = (out / "stores" / name).rglob("*.jsonl")
+        run = load_run(path)
+        assert run.finished and len(run.plan.groups) == groups
+        records = [line for line in path.read_text().splitlines() if '"record"' in line]
+        assert len(records) == run.plan.num_cases
+    assert (out / "table.md").read_text().count("| measured |\n") == 6

@@ -1,0 +1,239 @@
+"""Mixtures of experts against plain loops, a router by sorting, FLOPs by hand, and mistakes that are planted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fp8bench.analysis.tapes import product_work
+from fp8bench.errors import UsageError
+from fp8bench.model import Level, Scalar
+from fp8bench.nn.exercise import Exercise
+from fp8bench.nn.mixture import LoadedExperts, Mixture, disagreements, load_figures, made_load, moved
+from fp8bench.nn.sizes import MoeSizes
+from fp8bench.protocols import SilentPhases
+from fp8bench.registry import precisions
+from fp8bench.workloads.moe import Moe, load_word
+from tests.tapes import tape_in_phases
+from tests.workloads.steps import CPU, H200, SMALL, small
+
+SIZES = MoeSizes(32, 48, 4, 2)
+LOADS = ("uniform", "zipf:1", "zipf:4", "router")
+
+
+def state_of(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Exercise:
+    return Moe().prepare(small("moe", precision, seed, **changes))
+
+
+def by_loops(state: Exercise, load: str, seed: int = 0) -> Tensor:
+    """The same of one layer, a token and an expert at a time, its router by sorting, in fp32 and without the module."""
+    (x,), layer = state.inputs, state.layer
+    weights = dict(layer.named_parameters())
+    normed = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weights["norms.0.weight"]
+    router = weights["blocks.0.router"]
+    plan = made_load(load, len(x), SIZES, seed)
+    rows = []
+    for token, row in enumerate(normed):
+        scores = [(row * expert).sum() for expert in router]
+        ranked = sorted(range(len(scores)), key=lambda number: -scores[number].item())
+        chosen = ranked[: SIZES.top_k] if plan is None else plan[token].tolist()
+        total = sum((scores[number].exp() for number in chosen), torch.zeros(()))
+        out = torch.zeros(SIZES.width)
+        for number in chosen:
+            up, down = (weights[f"blocks.0.experts.{number}.{name}.weight"] for name in ("up", "down"))
+            gate, hidden = (up @ row).split(SIZES.hidden)
+            out = out + scores[number].exp() / total * (down @ (functional.silu(gate) * hidden))
+        rows.append(x[token] + out)
+    return torch.stack(rows)
+
+
+def agree(state: Exercise, load: str) -> bool:
+    output, gradients = state.outcome()
+    wanted = by_loops(state, load)
+    others = torch.autograd.grad(wanted, state.leaves(), state.pull, allow_unused=True)
+    pairs = [
+        (output, wanted),
+        *((a, torch.zeros_like(a) if b is None else b) for a, b in zip(gradients, others, strict=True)),
+    ]
+    return all(torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_it_is_what_plain_loops_compute(load: str) -> None:
+    """Output and all gradients, those of experts without a token included."""
+    assert agree(state_of(load=load), load)
+
+
+def _skip(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """The last expert that has tokens gives nothing."""
+
+    def each(self: LoadedExperts, parts: tuple[Tensor, ...], counts: Tensor, phase: SilentPhases) -> list[Tensor]:
+        outputs = function(self, parts, counts, phase)
+        last = max(number for number, part in enumerate(parts) if len(part))
+        return [y * (number != last) for number, y in enumerate(outputs)]
+
+    return each
+
+
+@pytest.mark.parametrize("load", ["uniform", "router"])
+def test_an_expert_that_is_skipped_is_found(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LoadedExperts, "_each", _skip(LoadedExperts._each))
+    assert not agree(state_of(load=load), load)
+
+
+def test_wrong_weights_of_the_combination_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alike for all, which leaves sums as large as they were."""
+    softmax = Tensor.softmax
+    monkeypatch.setattr(Tensor, "softmax", lambda x, dim: softmax(x * 0, dim))
+    assert not agree(state_of(load="uniform"), "uniform")
+
+
+def rows_of(state: Exercise) -> list[int]:
+    assert isinstance(state.layer, Mixture)
+    ((_, counts),) = state.layer.watch(state.outcome)
+    return counts
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("passing", ["training", "decode"])
+def test_flops_by_hand(load: str, passing: str) -> None:
+    """To the FLOP: a gated expert's three matrices for each row, the router's for each token; thrice in training."""
+    state = state_of(load=load, **{"pass": passing})
+    tape = tape_in_phases(state.step)
+    expert, times = 2 * 3 * 32 * 48, 3 if passing == "training" else 1
+    assert tape.flops == times * (24 * 2 * expert + 24 * 2 * 32 * 4)
+    assert Moe().work({**SMALL["moe"], "load": load, "pass": passing}).flops == tape.flops
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_rows_that_fill_a_part_up_are_not_useful(load: str) -> None:
+    """In fp8 up to multiples of 16: FLOPs apart from the tokens', to the FLOP."""
+    plain, filled = (state_of(precision, load=load) for precision in ("fp32", "fp8"))
+    tape, reference = (tape_in_phases(state.step) for state in (filled, plain))
+    more = sum(-(-rows // 16) * 16 - rows for rows in rows_of(filled))
+    assert more > 0
+    assert tape.flops == reference.flops + 3 * more * 2 * 3 * 32 * 48
+    work = product_work(tape, reference)
+    assert (work.useful, work.padding) == (reference.flops, 3 * more * 2 * 3 * 32 * 48)
+
+
+def test_a_uniform_load_is_exactly_so() -> None:
+    plan = made_load("uniform", 64, MoeSizes(8, 8, 16, 4), 0)
+    assert plan is not None and plan.flatten().bincount().tolist() == [16] * 16
+    assert all(len(set(row)) == 4 for row in plan.tolist())
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
+def test_a_zipf_load_is_drawn_without_an_expert_twice(exponent: float) -> None:
+    """First choices by the law itself; both against numpy's draws, one after the other."""
+    plan = made_load(f"zipf:{exponent:g}", 20_000, MoeSizes(8, 8, 6, 2), 3)
+    assert plan is not None and all(len(set(row)) == 2 for row in plan.tolist())
+    law = np.arange(1, 7.0) ** -exponent
+    law /= law.sum()
+    shares = plan[:, 0].bincount(minlength=6).double().numpy() / len(plan)
+    assert np.abs(shares - law).max() < 5 * math.sqrt(0.25 / len(plan))
+    chance = np.random.default_rng(0)
+    drawn = np.array([chance.choice(6, 2, replace=False, p=law) for _ in range(20_000)]).ravel()
+    ours = plan.flatten().bincount(minlength=6).double().numpy() / len(plan)
+    assert np.abs(ours - np.bincount(drawn, minlength=6) / len(plan)).max() < 10 * math.sqrt(0.25 / len(plan))
+
+
+def test_a_load_is_the_same_in_every_precision() -> None:
+    for load in ("uniform", "zipf:1"):
+        assert rows_of(state_of("fp32", load=load)) == rows_of(state_of("fp8", load=load))
+    assert rows_of(state_of(seed=0)) != rows_of(state_of(seed=1))
+
+
+def test_rows_travel_as_e4m3_with_a_scale_for_128_elements() -> None:
+    """Against ml_dtypes, block by block; gradients come back as they are, those of one row summed."""
+    torch.manual_seed(0)
+    x = (torch.randn(5, 256) * torch.logspace(-3, 3, 5)[:, None]).requires_grad_(True)
+    numbers = torch.tensor([4, 0, 0, 2])
+    rows = moved(x, numbers, "fp8")
+    for row, number in zip(rows.detach().numpy(), numbers.tolist(), strict=True):
+        for start in (0, 128):
+            part = x.detach().numpy()[number, start : start + 128]
+            scale = np.float32(np.abs(part).max() / np.float32(448))
+            codes = (part / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            assert np.array_equal(row[start : start + 128], codes * scale)
+    gradient = torch.randn(4, 256)
+    (back,) = torch.autograd.grad(rows, x, gradient)
+    assert (
+        torch.allclose(back[0], gradient[1] + gradient[2]) and not back[1].any() and torch.equal(back[4], gradient[0])
+    )
+
+
+@pytest.mark.parametrize("way", ["dispatch", "combine"])
+def test_low_travel_costs_what_its_format_rounds(way: str) -> None:
+    errors = {
+        word: Moe().error(small("moe", "fp32", **{way: word}))["output_error"] for word in ("carrier", "bf16", "fp8")
+    }
+    assert errors["carrier"] < 1e-6 < 1e-4 < errors["bf16"] < 5e-3 < errors["fp8"] < 5e-2
+
+
+def test_a_low_router_chooses_others_and_says_from_which_layer_on() -> None:
+    """Of three layers; in fp32 none differs. With a load that is made the choice is the router's all the same."""
+    for load in ("router", "uniform"):
+        exact = Moe().error(small("moe", "fp32", tokens=96, layers=3, load=load))
+        assert exact["top_k_differs_percent"] == 0 and exact["layers_that_agree"] == 3
+        low = Moe().error(small("moe", "fp32", tokens=96, layers=3, load=load, router="nvfp4"))
+        shares = [low[f"top_k_layer{number}_differs_percent"] for number in range(3)]
+        assert 0 < shares[0] < 50 and low["layers_that_agree"] == 0
+        assert low["top_k_differs_percent"] == pytest.approx(sum(shares) / 3)
+
+
+def test_agreement_and_load_by_hand() -> None:
+    ours, exact = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[1, 0], [2, 1]])
+    assert disagreements([ours], [exact]) == [0.25]
+    assert load_figures([[6, 0, 1, 1], [2, 2, 2, 2]], 10) == {
+        "load_ratio": 3.0, "distinct_experts": 7.0, "expert_bytes": 70.0, "rows_least": 1.0, "rows_median": 2.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("precision", "each"), [("fp32", 4), ("bf16", 2)])
+def test_bytes_are_those_of_experts_that_have_tokens(precision: str, each: int) -> None:
+    figures = Moe().error(small("moe", precision, tokens=1, load="uniform", **{"pass": "decode"}))
+    assert figures["distinct_experts"] == 2 and figures["expert_bytes"] == 2 * 3 * 32 * 48 * each
+
+
+def test_decoding_casts_no_weight_in_its_step() -> None:
+    """They are cast once; what comes out is what it was without."""
+    state = state_of("fp8", **{"pass": "decode"})
+    assert state.pull is None
+    output, _ = state.outcome()
+    layers = [module for module in state.layer.modules() if getattr(module, "operands", None) is not None]
+    assert len(layers) == 8
+    for layer in layers:
+        layer.operands = None  # type: ignore[assignment]
+    assert torch.equal(state.outcome()[0], output)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_decoding_in_bf16_multiplies_no_row_more(load: str) -> None:
+    """Its grouped products take parts of any length; a verdict is refused where FLOPs differ."""
+    tapes = [
+        tape_in_phases(state_of(name, tokens=6, load=load, **{"pass": "decode"}).step) for name in ("fp32", "bf16")
+    ]
+    assert tapes[0].flops == tapes[1].flops
+    assert any("grouped" in operator.operator for operator in tapes[1].operators)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UsageError, match="top_k=5 is more than experts=4"):
+        Moe().expand({**SMALL["moe"], "top_k": 5})
+    for text in ("zipf", "zipf:0", "zipf:9", "skewed"):
+        with pytest.raises(ValueError, match="expected"):
+            load_word(text)
+    assert load_word("zipf:1.50") == "zipf:1.5"
+    support = Moe().support({**SMALL["moe"], "width": 40}, precisions.get("fp8"), H200)
+    assert support.level is Level.REFUSED and "width=40" in support.reason
+    support = Moe().support({**SMALL["moe"], "router": "fp8"}, precisions.get("bf16"), H200)
+    assert support.level is Level.REFUSED and "router=fp8" in support.reason
+    assert Moe().support(SMALL["moe"], precisions.get("fp8"), CPU).level is Level.EMULATED
