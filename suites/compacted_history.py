@@ -15,7 +15,7 @@ import numpy as np
 
 from fp8bench.store.commit_runs import moment_of
 from fp8bench.store.compacted.compact import Compaction, Sampled, compact, read_commit
-from fp8bench.store.index.figure_files import CommitFigures, Fingerprints, stamps
+from fp8bench.store.index.figure_files import CommitFigures, Fingerprints, stamped
 from fp8bench.store.index.tables import FigureTable
 from suites.long_history import OPENED, PAIRS, Cost, cost_of, run_of, say_cost, write_module, write_store
 from suites.trials import scratch
@@ -42,7 +42,7 @@ class Made:
     def read(self, store: Path, _: Fingerprints, paths: Sequence[Path]) -> CommitFigures[Sampled]:
         """In the place of read_commit."""
         (path,) = paths
-        sources, number = stamps(store, paths), int(path.stem.rpartition("-")[2], 16)
+        sources, number = [stamped(store, path)[0] for path in paths], int(path.stem.rpartition("-")[2], 16)
         assert sources is not None
         rows = self._table.rows.copy()
         factors = np.random.default_rng(number).normal(1, 0.02, len(rows)) * np.where(number < self._steps, 1, 1.05)

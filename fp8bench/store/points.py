@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.errors import UsageError
@@ -167,12 +167,17 @@ def _conditions_of(grid: Grid, record: Record, metric: str, sampled: bool, under
     """
     timing = record.timing
     if metric in COUNTS:
-        return tuple(pair for pair in under if pair[0] not in _NOT_OF_COUNTS)
+        return _of_counts(under)
     if timing is not None and metric not in grid.errors and (timing.eager or timing.fused):
         under = (*under, ("quantisers", "eager" if timing.eager else "compiled"))
     if metric == ENERGY and record.energy is not None and sampled:
         under = (*under, (ENERGY_SOURCE, record.energy.source))
     return under
+
+
+@lru_cache
+def _of_counts(under: Conditions) -> Conditions:
+    return tuple(pair for pair in under if pair[0] not in _NOT_OF_COUNTS)
 
 
 def metric_of(point: Point) -> str:
@@ -227,6 +232,11 @@ def _metrics(kind: type[Workload]) -> tuple[MetricSpec, ...]:
     return tracked_by(grid)
 
 
+@cache
+def _reference(kind: type[Workload]) -> str:
+    return reference_of(kind())
+
+
 def cell_of(case: Case, run: Run) -> Cell | None:
     """The cell of a declared grid that a case of a run is; None for one that is in none."""
     if case.workload not in workloads.names(hidden=True) or workloads.get(case.workload).history is None:
@@ -278,7 +288,7 @@ def _told(workload: Workload, record: Record, reference: Record | None) -> dict[
     """What a run says of a case, by the names that the history has for it."""
     if record.status is not Status.OK:
         return {}
-    comparable = reference is not None and reference.case.precision == reference_of(workload)
+    comparable = reference is not None and reference.case.precision == _reference(type(workload))
     against = Reference(reference) if reference is not None and comparable else None
     named: dict[str, Metric] = {}
     from fp8bench.analysis.metrics import metrics_of

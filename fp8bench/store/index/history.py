@@ -189,12 +189,13 @@ def fit(
     index: Index, commit: str, names: Sequence[str], files: Mapping[str, tuple[int, int]], known: Fingerprints
 ) -> tuple[Fit, list[Stamp]]:
     """And where only dates have changed, the stamps with those of today."""
-    sources: list[Stamp] | None = index.sources(commit)
-    current = {source.name: (source.size, source.changed_ns) for source in sources or ()}
-    restamped = []
+    sources = index.sources(commit)
+    current = {source.name: (source.size, source.changed_ns) for source in sources}
+    restamped: list[Stamp] = []
     if current != {name: files[name] for name in names}:
         with contextlib.suppress(OSError):
-            restamped = as_they_are(index.store, [index.store / name for name in names], sources or ()) or []
+            paths = [index.store / name for name in names] if sources else []
+            restamped = as_they_are(index.store, paths, sources) or []
         if not restamped:
             return Fit.STALE, []
     if are_known(index.suites(commit), known):
