@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 
 from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.errors import UsageError
@@ -167,17 +167,12 @@ def _conditions_of(grid: Grid, record: Record, metric: str, sampled: bool, under
     """
     timing = record.timing
     if metric in COUNTS:
-        return _of_counts(under)
+        return tuple(pair for pair in under if pair[0] not in _NOT_OF_COUNTS)
     if timing is not None and metric not in grid.errors and (timing.eager or timing.fused):
         under = (*under, ("quantisers", "eager" if timing.eager else "compiled"))
     if metric == ENERGY and record.energy is not None and sampled:
         under = (*under, (ENERGY_SOURCE, record.energy.source))
     return under
-
-
-@lru_cache
-def _of_counts(under: Conditions) -> Conditions:
-    return tuple(pair for pair in under if pair[0] not in _NOT_OF_COUNTS)
 
 
 def metric_of(point: Point) -> str:

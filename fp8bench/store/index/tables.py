@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -169,25 +169,14 @@ def table_of(members: Sequence[TrackedRun]) -> FigureTable:
         "python": oldest.identity.home.python, "interpreter": oldest.identity.home.interpreter,
         "versions": list(versions), "unders": list(unders), "reasons": list(reasons),
     }  # fmt: skip
-    return FigureTable(said, _layout(series_of_runs(members), points), np.array(rows, dtype=ROW))
+    return FigureTable(said, _layout(tuple(series_of_runs(members)), tuple(points)), np.array(rows, dtype=ROW))
 
 
-# Layouts that were written last, by the ids of their series, which they hold, and by their points.
-_layouts: dict[tuple[tuple[int, ...], tuple[tuple[str, Cell], ...]], tuple[Sequence[Series], bytes]] = {}
-
-
-def _layout(series: Sequence[Series], points: Iterable[tuple[str, Cell]]) -> bytes:
-    key = tuple(map(id, series)), tuple(points)
-    if key not in _layouts:
-        ranks = {one.name: rank for rank, one in enumerate(series)}
-        plain = [
-            [one.name, one.workload, one.metric, one.unit, one.param_names, one.params, one.version] for one in series
-        ]
-        text = json.dumps([plain, [[ranks[name], cell] for name, cell in key[1]]], separators=(",", ":"))
-        if len(_layouts) >= _MOST_LAYOUTS:
-            _layouts.clear()
-        _layouts[key] = series, text.encode()
-    return _layouts[key][1]
+@lru_cache(maxsize=_MOST_LAYOUTS)  # cells are texts and whole numbers: what is equal is written alike
+def _layout(series: tuple[Series, ...], points: tuple[tuple[str, Cell], ...]) -> bytes:
+    ranks = {one.name: rank for rank, one in enumerate(series)}
+    plain = [[one.name, one.workload, one.metric, one.unit, one.param_names, one.params, one.version] for one in series]
+    return json.dumps([plain, [[ranks[name], cell] for name, cell in points]], separators=(",", ":")).encode()
 
 
 @lru_cache(maxsize=_MOST_LAYOUTS)

@@ -256,15 +256,13 @@ def test_an_interrupt_says_how_to_go_on(
     assert code == 0 and "cut off" not in out and "gone on with from step 2" in " ".join(out.split())
 
 
-def test_where_no_arm_can_be_built_it_ends_at_once(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_arm_can_be_built_it_ends_at_once(say: Say, local: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fresh worker, which takes seconds, would have as little memory."""
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    lab = FakeLab()
-    monkeypatch.setattr(lab, "restart", lambda: pytest.fail("a fresh worker was tried"))
-    monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: lab)
+    monkeypatch.setattr(LocalWorker, "restart", lambda worker: pytest.fail("a fresh worker was tried"))
     monkeypatch.setattr("fp8bench.features.train.lab.trainer.Trainer", full)
     code, out, err = say(*TINY)
     assert (code, out) == (3, "")
