@@ -34,6 +34,7 @@ _DIGITS = 8
 _SUM = "sum"
 # How a line ends that was written with a checksum, and one that is one of several.
 _SEAL = re.compile(rb',"sum":"([0-9a-f]{16})"}\r?$')
+_SEALED_WITH = 40  # bytes, more than a seal has
 _NUMBERED = re.compile(rb',"line":(\d+),"sum":"([0-9a-f]{16})"}\r?$', re.MULTILINE)
 
 
@@ -68,7 +69,7 @@ def unsealed(content: dict[str, Any]) -> dict[str, Any]:
 
 def unsealed_line(line: bytes) -> tuple[dict[str, Any], str]:
     """The same of a line of JSON, and the checksum, '' without. Raises ValueError for what is no JSON object, too."""
-    seal = _SEAL.search(line)
+    seal = _SEAL.search(line, max(0, len(line) - _SEALED_WITH))
     if seal is not None and _checksum(plain := line[: seal.start()] + b"}") == seal[1].decode():
         return json.loads(plain), seal[1].decode()  # as it was written, which is soon seen
     content = json.loads(line)

@@ -41,7 +41,7 @@ from fp8bench.model import (
 )
 from fp8bench.store.commit_runs import moment_of
 from fp8bench.store.compacted.compact import Compaction, Sampled, compact, read_commit
-from fp8bench.store.index.figure_files import CommitFigures, Fingerprints, stamps
+from fp8bench.store.index.figure_files import CommitFigures, Fingerprints, stamped
 from fp8bench.store.index.tables import FigureTable
 from fp8bench.store.runs.run_file import plan_of, start_run
 from suites.trials import ran, say, scratch
@@ -276,7 +276,7 @@ class Made:
     def read(self, store: Path, _: Fingerprints, paths: Sequence[Path]) -> CommitFigures[Sampled]:
         """In the place of read_commit."""
         (path,) = paths
-        sources, number = stamps(store, paths), int(path.stem.rpartition("-")[2], 16)
+        sources, number = [stamped(store, path)[0] for path in paths], int(path.stem.rpartition("-")[2], 16)
         assert sources is not None
         rows = self._table.rows.copy()
         factors = np.random.default_rng(number).normal(1, 0.02, len(rows)) * np.where(number < self._steps, 1, 1.05)

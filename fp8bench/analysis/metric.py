@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from fp8bench import units
 from fp8bench.model import Capacity, Finding, Interval, Label, Level, Provenance, Record, Series
@@ -84,12 +85,14 @@ class Reference(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What figures of a case are worked out of. Without a finding there are no best cases."""
+    """What figures of a case are worked out of. Without a finding there are no best cases. `timed` says of how many
+    rounds and calls a figure of its timing is."""
 
     record: Record
     finding: Finding | None = None
     reference: Reference | None = None
     steps: Samples = tuple
+    timed: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def base(self) -> Record | None:

@@ -48,14 +48,10 @@ def metrics_of(record: Record, finding: Finding | None, reference: Reference | N
     """The step's time first, which a case without one has too, with its reason. Without a finding no best cases."""
     # Once for all that rests on it, and only where somebody asks.
     steps = cache(partial(step_samples, record.timing)) if record.timing is not None else tuple
-    told = Told(record, finding, reference, steps)
+    timed = {"rounds": record.timing.num_rounds, "count": record.timing.num_calls} if record.timing is not None else {}
+    told = Told(record, finding, reference, steps, timed)
     for measured in MEASURES:
         yield from measured(told)
-
-
-def _clocked(record: Record, metric: Metric) -> Metric:
-    timing = record.timing
-    return metric if timing is None else replace(metric, rounds=timing.num_rounds, count=timing.num_calls)
 
 
 def _detail(spec: MetricSpec) -> MetricSpec:
@@ -64,21 +60,20 @@ def _detail(spec: MetricSpec) -> MetricSpec:
 
 
 def _step_time(told: Told) -> Iterator[Metric]:
-    record, finding, emulated = told.record, told.finding, told.emulated
+    finding, emulated = told.finding, told.emulated
     blank = Metric(specs.TIME, provenance=None, cost=emulated, samples=told.steps)
     if finding is None:
         yield blank
     elif finding.best_seconds is None:
         yield replace(blank, verdict=finding.verdict_words, why=finding.why)
     else:
-        metric = replace(
+        yield replace(
             blank, value=finding.median_seconds, best=finding.best_seconds, provenance=_MEASURED,
             # Whatever is known of it, the time of an emulation is no speed.
             interval=None if emulated else finding.ratio,
             verdict=Verdict.EMULATED.value if emulated else finding.verdict_words, labels=finding.labels,
-            why=_joined(finding.why, dict(finding.label_reasons).get(Label.EAGER_QUANTISER, "")),
+            why=_joined(finding.why, dict(finding.label_reasons).get(Label.EAGER_QUANTISER, "")), **told.timed,
         )  # fmt: skip
-        yield _clocked(record, metric)
 
 
 def _replays(told: Told) -> Iterator[Metric]:
@@ -103,7 +98,7 @@ def _means(told: Told) -> Iterator[Metric]:
     if timing is None:
         return
     samples = partial(mean_sample, timing)
-    yield _clocked(told.record, Metric(specs.MEAN, provenance=_MEASURED, cost=told.emulated, samples=samples))
+    yield Metric(specs.MEAN, provenance=_MEASURED, cost=told.emulated, samples=samples, **told.timed)
     if not told.emulated:
         yield Metric(specs.RELATIVE_MEAN, samples=partial(relative_mean_sample, told.record, told.base))
 
@@ -139,7 +134,7 @@ def _relative(told: Told) -> Iterator[Metric]:
 
 def _phases(told: Told) -> Iterator[Metric]:
     """Time of each phase the step has, and its share; best cases sum to the step's."""
-    record, finding, timing = told.record, told.finding, told.record.timing
+    finding, timing = told.finding, told.record.timing
     medians = phase_medians(timing) if timing is not None and finding is not None else {}
     if finding is None:
         found: dict[str, float | None] = dict.fromkeys(timing.segments.phases if timing is not None else ())
@@ -150,10 +145,10 @@ def _phases(told: Told) -> Iterator[Metric]:
         # What the marks of no phase cover is 0 in every call where there is nothing.
         seconds, share = medians.get(phase, (0.0, 0.0) if best == 0 else (None, None))
         samples = tuple if timing is None else partial(phase_samples, timing, phase)
-        metric = _clocked(record, Metric(
+        metric = Metric(
             specs.TIME, seconds, best, phase, provenance=_MEASURED, cost=told.emulated,
-            labels=_with_floor(finding, phase), samples=samples,
-        ))  # fmt: skip
+            labels=_with_floor(finding, phase), samples=samples, **told.timed,
+        )  # fmt: skip
         yield metric
         if finding is not None and finding.best_seconds and best is not None:
             share_of_best = best / finding.best_seconds
@@ -180,7 +175,7 @@ def _by_work(told: Told) -> Iterator[Metric]:
         count = getattr(record.work, name)
         if count and finding is not None and finding.best_seconds:
             median = count / finding.median_seconds if finding.median_seconds else None
-            yield _clocked(record, Metric(spec, median, count / finding.best_seconds, labels=finding.labels))
+            yield Metric(spec, median, count / finding.best_seconds, labels=finding.labels, **told.timed)
         if count and record.timing is not None:
             per, many = specs.PER[name]
             yield Metric(per, samples=partial(_scaled, told.steps, many, count))

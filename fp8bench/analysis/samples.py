@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,6 +23,23 @@ from fp8bench.model import Level, Record, Timing
 
 # Of sums of the same numbers in another order.
 _ROUNDING = 1e-9
+T = TypeVar("T")
+
+
+def _remembered(make: Callable[[Timing], T]) -> Callable[[Timing], T]:
+    """The same, which makes it once of the timings that were asked for last: of one several figures are told, and each
+    case's reference stands beside it."""
+    known: deque[tuple[Timing, T]] = deque(maxlen=4)
+
+    def of_timing(timing: Timing) -> T:
+        for asked, value in known:
+            if asked is timing:
+                return value
+        value = make(timing)
+        known.append((timing, value))
+        return value
+
+    return of_timing
 
 
 def step_samples(timing: Timing) -> tuple[float, ...]:
@@ -29,13 +48,16 @@ def step_samples(timing: Timing) -> tuple[float, ...]:
 
 def mean_sample(timing: Timing) -> tuple[float, ...]:
     """Seconds of a step, the mean over all calls: one figure, since a middle of means would hide rare calls again."""
-    return (float(means(timing, [slot.round for slot in timing.slots]).mean()),) if timing.slots else ()
+    return (_mean_of(timing, [slot.round for slot in timing.slots]),) if timing.slots else ()
 
 
 def phase_samples(timing: Timing, phase: str) -> tuple[float, ...]:
     """Seconds of one phase, one figure a round; none where the step has no such phase."""
-    wanted = np.array(timing.segments.phases) == phase
-    return tuple(_rounds(timing)[:, wanted].sum(axis=1).tolist()) if timing.slots and wanted.any() else ()
+    wanted = [place for place, name in enumerate(timing.segments.phases) if name == phase]
+    if not timing.slots or not wanted:
+        return ()
+    rounds = _rounds(timing)
+    return tuple((rounds[:, wanted].sum(axis=1) if len(wanted) > 1 else rounds[:, wanted[0]]).tolist())
 
 
 def relative_samples(record: Record, reference: Record | None) -> tuple[float, ...]:
@@ -46,10 +68,11 @@ def relative_samples(record: Record, reference: Record | None) -> tuple[float, .
     entries = _entries(record, reference)
     if record.timing is None or not entries:
         return ()
-    by_round = [_by_round(timing) for timing in entries]
-    own = _by_round(record.timing)
-    common = [number for number in own if all(one.get(number) for one in by_round)]  # a clock may not see a step
-    return tuple(own[number] / math.prod(one[number] for one in by_round) ** (1 / len(by_round)) for number in common)
+    own, *others = map(_by_round, (record.timing, *entries))
+    if len(others) == 1:
+        return tuple(seconds / base for number, seconds in own.items() if (base := others[0].get(number)))
+    common = [number for number in own if all(one.get(number) for one in others)]  # a clock may not see a step
+    return tuple(own[number] / math.prod(one[number] for one in others) ** (1 / len(others)) for number in common)
 
 
 def relative_mean_sample(record: Record, reference: Record | None) -> tuple[float, ...]:
@@ -57,7 +80,7 @@ def relative_mean_sample(record: Record, reference: Record | None) -> tuple[floa
     entries = _entries(record, reference)
     if record.timing is None or not entries or not (rounds := common_rounds([record.timing, *entries])):
         return ()
-    own, *others = (float(means(timing, rounds).mean()) for timing in (record.timing, *entries))
+    own, *others = (_mean_of(timing, rounds) for timing in (record.timing, *entries))
     return (own / math.prod(others) ** (1 / len(others)),)
 
 
@@ -91,29 +114,35 @@ def phase_medians(timing: Timing) -> dict[str, tuple[float, float]]:
     return medians
 
 
+@_remembered
 def _by_round(timing: Timing) -> dict[int, float]:
     return dict(zip((slot.round for slot in timing.slots), step_samples(timing), strict=True))
 
 
-# Of the timings that were asked for last: of one several figures are told, and each case's reference stands beside it.
-_known: deque[tuple[Timing, Floats]] = deque(maxlen=4)
+@_remembered
+def _means(timing: Timing) -> Floats:
+    return means(timing, [slot.round for slot in timing.slots])
 
 
+@_remembered
+def _mean_of_all(timing: Timing) -> float:
+    return float(_means(timing).mean())
+
+
+def _mean_of(timing: Timing, rounds: Sequence[int]) -> float:
+    return _mean_of_all(timing) if len(rounds) == len(timing.slots) else float(means(timing, rounds).mean())
+
+
+@_remembered
 def _rounds(timing: Timing) -> Floats:
-    found = next((rounds for known, rounds in _known if known is timing), None)
-    if found is None:
-        found = _rounds_of(timing)
-        _known.append((timing, found))
-    return found
-
-
-def _rounds_of(timing: Timing) -> Floats:
     """Seconds by round and cell; as many calls of each slot as all have, since a minimum of more is lower.
 
     Scaled to the mean over all calls of the slot, less their waiting, where that is lower: some call took no longer.
     """
     fastest = cells(timing, min(len(slot.calls_ns) for slot in timing.slots))
-    steps, most = fastest.sum(axis=1), means(timing, [slot.round for slot in timing.slots])
+    steps, most = fastest.sum(axis=1), _means(timing)
     beyond = steps > most * (1 + _ROUNDING)
+    if not beyond.any():
+        return fastest
     scale: Floats = np.divide(most, steps, out=np.ones_like(steps), where=beyond)[:, None]
     return np.multiply(fastest, scale, dtype=np.float64)

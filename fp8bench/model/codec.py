@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import marshal
 import math
 import pickle
 import re
@@ -24,6 +25,9 @@ from fp8bench.errors import UsageError
 SCHEMA = 1
 _INTEGERS = {int}
 _LISTS = {list}
+# What each run of a suite has again, and each record of a case: of so many of a kind the values are remembered.
+_REPEATED = {"Request", "Plan", "DeviceFacts", "Case", "Support", "Work", "Segments"}
+_MOST_REMEMBERED = 1000
 
 T = TypeVar("T")
 
@@ -73,7 +77,8 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
     if origin is not None and issubclass(origin, Mapping):
         return _mapping(typing.get_args(kind)[1])
     if dataclasses.is_dataclass(kind):
-        return _dataclass(cast(type, kind))
+        decode_one = _dataclass(cast(type, kind))
+        return _remembering(decode_one) if cast(type, kind).__name__ in _REPEATED else decode_one
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _enum(kind)
     return _float if kind is float else _scalar(kind)
@@ -96,32 +101,60 @@ def _mapping(inside: Any) -> Callable[[Any], Any]:
     return decode
 
 
+def _remembering(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same, which gives one frozen value for what is alike to the bit: 1, 1.0 and True are not."""
+    known: dict[bytes, Any] = {}
+
+    def remembered(plain: Any) -> Any:
+        try:
+            key = marshal.dumps(plain, 2)  # a later version writes one text in several ways
+        except ValueError:  # too deep
+            return decode(plain)
+        if key not in known:
+            if len(known) >= _MOST_REMEMBERED:
+                known.clear()
+            known[key] = decode(plain)
+        return known[key]
+
+    return remembered
+
+
+def _taken_as_it_is(kind: Any) -> frozenset[type]:
+    """The types of plain values that are values of a kind already."""
+    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    return frozenset(one for one in kinds if one in (str, int, float, bool, type(None)))
+
+
 def _dataclass(kind: type) -> Callable[[Any], Any]:
     hints = typing.get_type_hints(kind)
-    decoders = [(field.name, _decoder(hints[field.name])) for field in dataclasses.fields(kind)]
-    lacks = dataclasses.MISSING
-    required = [
-        field.name for field in dataclasses.fields(kind) if field.default is lacks and field.default_factory is lacks
+    decoders = [
+        (field.name, _taken_as_it_is(hints[field.name]), _decoder(hints[field.name]))
+        for field in dataclasses.fields(kind)
     ]
+    names = {name: None for name, _, _ in decoders}
+    lacks = dataclasses.MISSING
+    required = dict.fromkeys(
+        field.name for field in dataclasses.fields(kind) if field.default is lacks and field.default_factory is lacks
+    )
     defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.default is not lacks}
     # What checks nothing of itself is filled in as it is: a run has thousands, and frozen values are slow to make.
-    whole = len(defaults) + len(required) == len(decoders)
-    quick = whole and not hasattr(kind, "__post_init__") and not hasattr(kind, "__slots__")
+    plain_defaults = len(defaults) + len(required) == len(decoders)
+    quick = plain_defaults and not hasattr(kind, "__post_init__") and not hasattr(kind, "__slots__")
 
     def decode(plain: Any) -> Any:
         if not isinstance(plain, dict):
             raise Malformed(": expected an object")
-        values = {}
-        for name, decode_one in decoders:
-            if name in plain:
+        whole = plain.keys() == names.keys()
+        values = plain.copy() if whole else {name: plain[name] for name in names if name in plain}
+        for name, as_it_is, decode_one in decoders:
+            if (whole or name in values) and type(item := values[name]) not in as_it_is:
                 try:
-                    values[name] = decode_one(plain[name])
+                    values[name] = decode_one(item)
                 except Malformed as error:
                     raise Malformed(f".{name}{error}") from None
-        if quick and all(name in values for name in required):
+        if quick and required.keys() <= values.keys():
             made: Any = object.__new__(kind)
-            made.__dict__.update(defaults)
-            made.__dict__.update(values)
+            made.__dict__.update(values if whole else defaults | values)
             return made
         try:
             return kind(**values)
@@ -143,6 +176,8 @@ def _tuple(inside: tuple[Any, ...]) -> Callable[[Any], Any]:
     def decode(plain: Any) -> Any:
         if not isinstance(plain, list):
             raise Malformed(": expected a list")
+        if many and not plain:
+            return ()
         if of_numbers and set(map(type, plain)) <= _INTEGERS:
             return tuple(plain)  # raw samples: many, and worth a short way
         lists = of_lists_of_numbers and set(map(type, plain)) <= _LISTS

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -92,13 +92,16 @@ def by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
     return found
 
 
-def read_runs(paths: Sequence[Path], keep: bool = False) -> CommitRuns:
-    """Read the runs of one commit. With `keep` what they say is remembered, which fits into memory."""
+def read_runs(
+    paths: Sequence[Path], keep: bool = False, content_of: Callable[[Path], bytes] | None = None
+) -> CommitRuns:
+    """Read the runs of one commit. With `keep` what they say is remembered, which fits into memory; `content_of` reads
+    a file for who wants to see it, too."""
     kept: list[TrackedRun] = []
     left: list[str] = []
     suites: set[str] = set()
     for path in paths:
-        tracked, why, names = _read(path, keep)
+        tracked, why, names = _read(path, keep, content_of)
         suites |= names
         left += [why] if why else []
         if tracked is not None:
@@ -116,20 +119,22 @@ def runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
 _remembered: dict[Path, tuple[tuple[int, ...], TrackedRun, frozenset[str]]] = {}
 
 
-def _read(path: Path, keep: bool) -> tuple[TrackedRun | None, str, frozenset[str]]:
+def _read(
+    path: Path, keep: bool, content_of: Callable[[Path], bytes] | None
+) -> tuple[TrackedRun | None, str, frozenset[str]]:
     """What the run in a file tells, why that is nothing or not everything, and the suites that it has cases of."""
     try:
-        known = _remembered.get(path)
-        if known is not None and known[0] == _stamp(path):
+        content = content_of(path) if content_of is not None else None
+        stamp, known = _stamp(path), _remembered.get(path)
+        if known is not None and known[0] == stamp:
             return known[1], "", known[2]
-        stamp = _stamp(path)
-        run, sheet = load_sheet(path)
+        run, sheet = load_sheet(path, content)
     except (StoreError, OSError):
         return None, UNREADABLE, frozenset()
     tracked, why = checked_run(run, path)
     why = DAMAGED if sheet.lost and tracked is not None else why
     names = frozenset(record.case.workload for record in run.records)
-    if keep and tracked is not None and not why:  # a suite that is not known may be, later
+    if keep and content is None and tracked is not None and not why:  # a suite that is not known may be, later
         _remember(path, stamp, tracked, names)
     return tracked, why, names
 

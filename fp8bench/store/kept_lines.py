@@ -139,10 +139,10 @@ class _SealedLine(NamedTuple):
     sum: str
 
 
-def lines_of(path: Path, called: str) -> FileLines:
-    """What is in a file. Raises RunNotFound where it cannot be read."""
+def lines_of(path: Path, called: str, content: bytes | None = None) -> FileLines:
+    """What is in a file, or in `content` where that was read already. Raises RunNotFound where it cannot be read."""
     try:
-        return sheet_of(path.read_bytes())
+        return sheet_of(path.read_bytes() if content is None else content)
     except OSError as error:
         raise RunNotFound(f"{called} {path} cannot be read ({error.strerror}).") from None
 
@@ -152,7 +152,7 @@ def sheet_of(content: bytes) -> FileLines:
     free: list[tuple[int, Content]] = []
     sealed: list[_SealedLine] = []
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        if not line.strip():
+        if not line or line.isspace():
             continue
         try:
             plain, checksum = unsealed_line(line)

@@ -227,6 +227,11 @@ def _metrics(kind: type[Workload]) -> tuple[MetricSpec, ...]:
     return tracked_by(grid)
 
 
+@cache
+def _reference(kind: type[Workload]) -> str:
+    return reference_of(kind())
+
+
 def cell_of(case: Case, run: Run) -> Cell | None:
     """The cell of a declared grid that a case of a run is; None for one that is in none."""
     if case.workload not in workloads.names(hidden=True) or workloads.get(case.workload).history is None:
@@ -278,7 +283,7 @@ def _told(workload: Workload, record: Record, reference: Record | None) -> dict[
     """What a run says of a case, by the names that the history has for it."""
     if record.status is not Status.OK:
         return {}
-    comparable = reference is not None and reference.case.precision == reference_of(workload)
+    comparable = reference is not None and reference.case.precision == _reference(type(workload))
     against = Reference(reference) if reference is not None and comparable else None
     named: dict[str, Metric] = {}
     from fp8bench.analysis.metrics import metrics_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import traceback
+from errno import ENOMEM
 from typing import NamedTuple
 
 from fp8bench.registry import devices
@@ -39,6 +40,8 @@ def described(error: BaseException, known: bool = True) -> PlantedFault:
         said.encode("utf-8", "backslashreplace").decode() for said in (text, "".join(traceback.format_exception(error)))
     )
     text = _ADVICE.sub(r"\1", text)
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == ENOMEM):
+        text = f"{text or 'no memory'}. Free some, or raise this process's limit (ulimit -v)"
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
         text += f" for {sys.executable}. Install torch there, or run fp8bench with a Python that has it."
     if len(text) > _LONGEST:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +75,17 @@ def test_a_case_that_hangs_past_its_limit_fails_alone(capsys: pytest.CaptureFixt
     (path,) = run_files(Path(".fp8bench"))
     statuses = {record.case.precision: record.status for record in load_run(path).records}
     assert statuses == {"fp32": Status.OK, "bf16": Status.FAILED}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is kept by Linux alone")
+@pytest.mark.parametrize("words", [("suite", "gemm", "--quick"), ("train", "--quick")], ids=lambda words: words[0])
+def test_too_little_memory_is_a_sentence(words: tuple[str, ...], tmp_path: Path) -> None:
+    """Too little to import torch. Whoever went on would hold the output open, and it would not end."""
+    process = subprocess.Popen(
+        ("sh", "-c", 'ulimit -v 400000; exec "$@"', "sh", sys.executable, "-m", "fp8bench", *words, "--store", "store"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    )  # fmt: skip
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, out) == (3, "") and err.startswith("fp8bench: ") and "Traceback" not in err

@@ -327,6 +327,17 @@ def test_true_is_no_number_in_raw_samples() -> None:
         decode(SlotSample, plain)
 
 
+def test_what_is_alike_is_one_value_and_what_is_equal_is_not_alike() -> None:
+    """To Python 1, 1.0 and True are equal keys."""
+    assert there_and_back(CASE) is there_and_back(CASE)
+    for _ in range(2):
+        assert type(decode(Work, {"flops": 1, "tokens": 1}).flops) is float
+        for wrong in (True, 1.0, "1"):
+            with pytest.raises(Malformed, match="tokens"):
+                decode(Work, {"flops": 1, "tokens": wrong})
+    assert str(decode(Work, {"flops": -0.0}).flops) == "-0.0" and str(decode(Work, {"flops": 0.0}).flops) == "0.0"
+
+
 anything = st.recursive(
     st.none()
     | st.booleans()

@@ -23,9 +23,9 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that are parsed, each time."""
     names: list[str] = []
 
-    def counted(path: Path) -> object:
+    def counted(path: Path, content: bytes | None) -> object:
         names.append(path.name)
-        return load_sheet(path)
+        return load_sheet(path, content)
 
     monkeypatch.setattr(commit_runs, "load_sheet", counted)
     monkeypatch.setattr(commit_runs, "_remembered", {})

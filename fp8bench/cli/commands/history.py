@@ -29,7 +29,7 @@ from fp8bench.report.terminal.history import (
 )
 from fp8bench.store.ceilings import history_of_ceilings
 from fp8bench.store.commit_runs import UNREADABLE, gone
-from fp8bench.store.runs.listing import all_files, closed_folders, index_of, listing
+from fp8bench.store.runs.listing import closed_folders, index_of, listing, newest_files
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.store.series import tracked_by
 
@@ -107,15 +107,18 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import opened
 
-    told_of = _kept_lines(store, Counter()) if arguments.runs else index_of(store).exists()
-    if not told_of and not all_files(store):
+    found = opened(store, TERMINAL) if not arguments.runs else None
+    if found is not None:
+        told_of = bool(found.runs or found.left or index_of(store).exists())
+    else:
+        told_of = bool(_kept_lines(store, Counter())) or any(newest_files(store))
+    if not told_of:
         begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
         say_folded([f"{store}: {'no runs that may be read' if closed_folders(store) else begin}"])
         return EXIT_OK
     word = arguments.word.lower()
-    if arguments.runs:
+    if found is None:
         return _list_runs(arguments, store, word)
-    found = opened(store, TERMINAL)
     endings = found.endings(lambda name: word in name.lower())
     if not endings and word and found.runs:
         raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")

@@ -189,7 +189,10 @@ def _examined(training: Training, worker: Worker) -> tuple[TrainingEvent, ...]:
 def _reference(training: Training, worker: Worker) -> ArmState:
     """The reference's model, built and counted."""
     lead = tuple(arm for arm in training.arms if arm.role is ArmRole.REFERENCE)
-    (state,) = lab_of(worker, START_SECONDS).begin(training.task(lead))
+    lab = lab_of(worker, START_SECONDS)
+    if not (states := lab.begin(training.task(lead))):
+        lab.validate(lead[0].name)  # says why it could not be built
+    (state,) = states
     return state
 
 

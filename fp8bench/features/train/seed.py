@@ -127,6 +127,8 @@ class SeedRun:
         lab = lab_of(self.worker, START_SECONDS)
         with _faults():
             states = lab.begin(self.task)
+        if not states:  # no arm could be built in a worker that holds nothing else: a fresh one would say the same
+            lab.validate(self.task.arms[0].name)
         place = self._restored(lab)
         self.writer.go_back(place)
         self._health = Health(arms_of_seed(self.training.arms, self.turn.number), self.training.request.settings)

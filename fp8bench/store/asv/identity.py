@@ -130,7 +130,7 @@ def _usable(entry: object) -> dict[str, Scalar | None] | None:
     if not isinstance(entry, Mapping):
         return None
     name = entry.get("machine")
-    if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or Path(name).name != name:
+    if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or os.sep in name:
         return None
     kept = {key: value for key, value in entry.items() if value is None or isinstance(value, int | float | str | bool)}
     kept.pop("python", None)  # asv's own word on the interpreter stands in its place

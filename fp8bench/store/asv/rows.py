@@ -131,18 +131,32 @@ def cell(samples: Sequence[float]) -> tuple[float | None, Stats | None]:
     asv's interval divides by zero on some samples beyond what floats are good for (all of them 1e-313, say): those
     have no interval here.
     """
-    kept, asv = list(samples), asv_statistics()
+    if not samples:
+        return None, None
+    if len(samples) == 1:
+        return samples[0], Stats(-math.inf, math.inf, samples[0], samples[0], 1, 1)
+    kept = sorted(samples)
     low, high = _ranks(len(kept))
     if math.isfinite(low) and math.isfinite(high):
-        kept.sort()
-        middle, first, third = (asv.quantile(kept, share) for share in (0.5, 0.25, 0.75))
+        middle, first, third = (
+            kept[place] if place == len(kept) - 1 else (1 - rest) * kept[place] + rest * kept[place + 1]
+            for place, rest in _quartiles(len(kept))
+        )
         return middle, Stats(kept[int(low)], kept[int(high)], first, third, 1, len(kept))
+    kept, asv = list(samples), asv_statistics()
     try:
         value, stats = asv.compute_stats(kept, 1)
     except ArithmeticError:
         value, low, high = (asv.quantile(kept, share) for share in (0.5, 0.25, 0.75))
         return value, Stats(-math.inf, math.inf, low, high, 1, len(kept))
     return value, None if stats is None else Stats(**stats)
+
+
+@lru_cache(maxsize=1024)
+def _quartiles(count: int) -> list[tuple[int, float]]:
+    """Where the middle and the quartiles of so many sorted samples lie, as asv has it: a place, and how far behind."""
+    parts = (divmod((count - 1) * share, 1) for share in (0.5, 0.25, 0.75))
+    return [(int(place), rest) for place, rest in parts]
 
 
 @lru_cache(maxsize=1024)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cache
@@ -23,7 +24,7 @@ from fp8bench.analysis.steps.change_points import Step, Values, steps_of_many
 from fp8bench.files import compact, sealed, unsealed, write_whole
 from fp8bench.model import Fault
 from fp8bench.store.commit_runs import CommitRuns, TrackedRun, by_place, read_runs
-from fp8bench.store.runs.listing import id_of
+from fp8bench.store.runs.listing import id_in, id_of
 from fp8bench.store.series import fingerprint
 
 P = TypeVar("P")
@@ -79,22 +80,25 @@ def figures_of_runs(
 def read_stamped(store: Path, paths: Sequence[Path]) -> tuple[CommitRuns, list[Stamp] | None]:
     """Read the runs of a commit, and say which files those were; None where one changed meanwhile."""
     before: list[Stamp] = []
-    with contextlib.suppress(OSError):
-        before = stamps(store, paths)
-    read = read_runs(paths)
+
+    def content_of(path: Path) -> bytes:
+        stamp, content = stamped(store, path)
+        before.append(stamp)
+        return content
+
+    read = read_runs(paths, content_of=content_of)
     with contextlib.suppress(OSError):
         if as_they_are(store, paths, before) == before:
             return read, before
     return read, None
 
 
-def stamps(store: Path, paths: Sequence[Path]) -> list[Stamp]:
-    """The run files as they are. Raises OSError."""
-    current = []
-    for path, name in zip(paths, names_of(store, paths), strict=True):
-        status = path.stat()
-        current.append(Stamp(name, status.st_size, status.st_mtime_ns, digest_of(path), id_of(path)))
-    return current
+def stamped(store: Path, path: Path) -> tuple[Stamp, bytes]:
+    """A run file as it is, and its content. Raises OSError."""
+    with path.open("rb", buffering=0) as file:
+        status, content = os.fstat(file.fileno()), file.readall()
+    (name,), digest = names_of(store, [path]), hashlib.blake2b(content).hexdigest()[:_DIGITS]
+    return Stamp(name, status.st_size, status.st_mtime_ns, digest, id_in(content) or id_of(path)), content
 
 
 def digest_of(path: Path) -> str:

@@ -59,9 +59,7 @@ def spread(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[Resul
             with warnings.catch_warnings():
                 # Of threads in a process that is forked: those of numpy's linear algebra, which is not called for this.
                 warnings.simplefilter("ignore", DeprecationWarning)
-                # Ctrl-C goes to all processes of a terminal, and this one's parent ends it.
-                fork, ignored = get_context("fork"), (signal.SIGINT, signal.SIG_IGN)
-                pool = ProcessPoolExecutor(processes, fork, signal.signal, ignored)
+                pool = ProcessPoolExecutor(processes, get_context("fork"), _begin_beside, (os.getpid(),))
                 try:
                     for result in pool.map(work, jobs, chunksize=min(_MOST_AT_ONCE, len(jobs) // _LEAST_JOBS)):
                         done += 1
@@ -71,6 +69,19 @@ def spread(work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[Resul
         except (BrokenProcessPool, OSError):  # no memory for so many, say
             pass
     yield from map(work, jobs[done:])
+
+
+def _begin_beside(parent: int) -> None:
+    """Ctrl-C goes to all processes of a terminal, and this one's parent ends it; so does the system, where that is
+    killed: each fork holds the pipe open on which the others would wait for ever."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        import ctypes
+
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before it was asked
+        os._exit(1)
 
 
 def _processors() -> int:
@@ -189,12 +200,13 @@ def fit(
     index: Index, commit: str, names: Sequence[str], files: Mapping[str, tuple[int, int]], known: Fingerprints
 ) -> tuple[Fit, list[Stamp]]:
     """And where only dates have changed, the stamps with those of today."""
-    sources: list[Stamp] | None = index.sources(commit)
-    current = {source.name: (source.size, source.changed_ns) for source in sources or ()}
-    restamped = []
+    sources = index.sources(commit)
+    current = {source.name: (source.size, source.changed_ns) for source in sources}
+    restamped: list[Stamp] = []
     if current != {name: files[name] for name in names}:
         with contextlib.suppress(OSError):
-            restamped = as_they_are(index.store, [index.store / name for name in names], sources or ()) or []
+            paths = [index.store / name for name in names] if sources else []
+            restamped = as_they_are(index.store, paths, sources) or []
         if not restamped:
             return Fit.STALE, []
     if are_known(index.suites(commit), known):

@@ -102,15 +102,18 @@ class Numbered:
 
     def __init__(self, values: list[Any]) -> None:
         self.values = values
-        self._numbers = {json.dumps(value): number for number, value in enumerate(values)}
+        self._numbers = {self._key(value): number for number, value in enumerate(values)}
 
     def number(self, value: Any) -> int:
         """The number of a value, which is a new one for a new value."""
-        text = json.dumps(value)
-        if text not in self._numbers:
-            self._numbers[text] = len(self.values)
+        key = self._key(value)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.values)
             self.values.append(value)
-        return self._numbers[text]
+        return self._numbers[key]
+
+    def _key(self, value: Any) -> str | tuple[str]:
+        return (value,) if isinstance(value, str) else json.dumps(value)  # layouts are long
 
 
 def points_file(store: Path) -> Path:

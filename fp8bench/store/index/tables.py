@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -34,13 +34,18 @@ def home_of(own: Home, homes: list[Home]) -> Home:
 
 def figure_of(tracked: TrackedRun, point: Point) -> Figure:
     """What a point says of its commit, or of the files that a run was made with."""
-    value, stats = cell(point.samples)
-    low, high = (stats.ci_99_a, stats.ci_99_b) if stats is not None else (-math.inf, math.inf)
-    known = math.isfinite(low) and math.isfinite(high) and len(point.samples) > 1
     return Figure(
-        tracked.commit, _commit_date(tracked), point.version, point.runs, len(point.samples), value,
-        low if known else None, high if known else None, point.hasty, point.status, point.reason, point.under,
+        tracked.commit, _commit_date(tracked), point.version, point.runs, len(point.samples), *_value_of(point),
+        point.hasty, point.status, point.reason, point.under,
     )  # fmt: skip
+
+
+def _value_of(point: Point) -> tuple[float | None, float | None, float | None]:
+    """The middle of its samples, and the ends of its interval."""
+    value, stats = cell(point.samples)
+    if stats is None or stats.repeat < 2 or not (math.isfinite(stats.ci_99_a) and math.isfinite(stats.ci_99_b)):
+        return value, None, None
+    return value, stats.ci_99_a, stats.ci_99_b
 
 
 def _commit_date(tracked: TrackedRun) -> int | None:
@@ -127,6 +132,13 @@ class FigureTable:
     layout: bytes
     rows: Rows
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _table, (self.said, self.layout, self.rows.tobytes())  # its type takes longer than its rows
+
+
+def _table(said: dict[str, Any], layout: bytes, rows: bytes) -> FigureTable:
+    return FigureTable(said, layout, np.frombuffer(rows, ROW))
+
 
 def table_of(members: Sequence[TrackedRun]) -> FigureTable:
     """What the runs of one commit, machine and interpreter come to, oldest first: a row for each of `commit_points`.
@@ -136,30 +148,32 @@ def table_of(members: Sequence[TrackedRun]) -> FigureTable:
     """
     oldest, newest = members[0], members[-1]
     points = commit_points(members)
-    figures = [figure_of(oldest, point) for point in points.values()]
     versions: dict[str, int] = {}
     unders: dict[Conditions, int] = {}
+    under_of: dict[int, int] = {}  # by the id of conditions, which are many words, and the same of many points
     reasons: dict[str, int] = {}
-    rows = [
-        (
-            *(0.0 if one is None else one for one in (figure.value, figure.low, figure.high)),
-            figure.runs, figure.samples, versions.setdefault(figure.version, len(versions)),
-            unders.setdefault(figure.under, len(unders)), reasons.setdefault(figure.reason, len(reasons)),
-            _VALUE * (figure.value is not None) + _INTERVAL * (figure.low is not None) + _HASTY * figure.hasty
-            + _STATUS_FACTOR * _STATUSES.index(figure.status),
-        )
-        for figure in figures
-    ]  # fmt: skip
+    rows = []
+    for point in points.values():
+        value, low, high = _value_of(point)
+        if (under := under_of.get(id(point.under))) is None:
+            under = under_of[id(point.under)] = unders.setdefault(point.under, len(unders))
+        known = _VALUE * (value is not None) + _INTERVAL * (low is not None) + _HASTY * point.hasty
+        rows.append((
+            *(0.0 if one is None else one for one in (value, low, high)), point.runs, len(point.samples),
+            versions.setdefault(point.version, len(versions)), under,
+            reasons.setdefault(point.reason, len(reasons)), known + _STATUS_FACTOR * _STATUSES.index(point.status),
+        ))  # fmt: skip
     said = {
         "commit": oldest.commit, "date": _commit_date(oldest), "began": oldest.order[0] * 1000,
         "newest": newest.run.started, "machine": dict(newest.identity.machine),
         "python": oldest.identity.home.python, "interpreter": oldest.identity.home.interpreter,
         "versions": list(versions), "unders": list(unders), "reasons": list(reasons),
     }  # fmt: skip
-    return FigureTable(said, _layout(series_of_runs(members), points), np.array(rows, dtype=ROW))
+    return FigureTable(said, _layout(tuple(series_of_runs(members)), tuple(points)), np.array(rows, dtype=ROW))
 
 
-def _layout(series: Sequence[Series], points: Iterable[tuple[str, Cell]]) -> bytes:
+@lru_cache(maxsize=_MOST_LAYOUTS)  # cells are texts and whole numbers: what is equal is written alike
+def _layout(series: tuple[Series, ...], points: tuple[tuple[str, Cell], ...]) -> bytes:
     ranks = {one.name: rank for rank, one in enumerate(series)}
     plain = [[one.name, one.workload, one.metric, one.unit, one.param_names, one.params, one.version] for one in series]
     return json.dumps([plain, [[ranks[name], cell] for name, cell in points]], separators=(",", ":")).encode()

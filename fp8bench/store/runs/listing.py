@@ -16,7 +16,9 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -138,9 +140,8 @@ def id_of(path: Path) -> str:
     """The id of the run in a file; of one without a header a digest, and of one that cannot be read its path."""
     try:
         with path.open("rb", buffering=0) as file:
-            begins = _BEGINS.match(file.read(_PEEKED))
-            if begins is not None:
-                return str(json.loads(begins[1]))
+            if known := id_in(file.read(_PEEKED)):
+                return known
         run = load_head(path)
         if run.started:
             return run.id
@@ -148,6 +149,12 @@ def id_of(path: Path) -> str:
             return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
     except (StoreError, OSError, ValueError):
         return str(path)
+
+
+def id_in(content: bytes) -> str:
+    """The same by a header as it is written, at the beginning of a file; '' where it is none."""
+    begins = _BEGINS.match(content)
+    return "" if begins is None else str(json.loads(begins[1]))
 
 
 def _length(path: Path) -> tuple[int, int]:
@@ -192,9 +199,14 @@ def all_files(store: Path) -> list[Path]:
 
     They lie in a folder of their machine, or in those of `collected_folder`.
     """
+    return list(newest_files(store))
+
+
+def newest_files(store: Path) -> Iterator[Path]:
+    """The same one by one: of 50,000 files asking for each takes as long as all the rest of a command."""
     runs = store / "runs"
     found = sorted((*runs.glob("*/*.jsonl"), *runs.glob(_COLLECTED)), key=lambda path: path.name, reverse=True)
-    return [path for path in found if _may_be_run(path)]
+    return filter(_may_be_run, found)
 
 
 def _may_be_run(path: Path) -> bool:
@@ -211,15 +223,18 @@ def stamps_of(store: Path) -> dict[str, tuple[int, int]]:
     folders = [path.relative_to(store).as_posix() for pattern in ("*", _MONTHS) for path in runs.glob(pattern)]
     found = []
     for folder in folders:
-        with contextlib.suppress(OSError), os.scandir(store / folder) as entries:
-            for entry in entries:
-                if (name := entry.name).endswith(".jsonl"):
-                    try:
-                        status = entry.stat()
-                    except OSError:
-                        continue
-                    if stat.S_ISREG(status.st_mode):
-                        found.append((name, f"{folder}/{name}", (status.st_size, status.st_mtime_ns)))
+        with contextlib.suppress(OSError), ExitStack() as closed:
+            opened = os.open(store / folder, os.O_RDONLY | os.O_DIRECTORY)
+            closed.callback(os.close, opened)
+            for name in os.listdir(opened):  # noqa: PTH208 - by the open folder, in two thirds of the time
+                if not name.endswith(".jsonl"):
+                    continue
+                try:
+                    status = os.stat(name, dir_fd=opened)
+                except OSError:
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    found.append((name, f"{folder}/{name}", (status.st_size, status.st_mtime_ns)))
     found.sort(key=itemgetter(0), reverse=True)
     return {name: stamp for _, name, stamp in found}
 
@@ -280,7 +295,7 @@ def running_beside(own: Path) -> list[str]:
         return []
     recent = time.time() - _RECENT_SECONDS
     found = []
-    for path, _ in zip(all_files(store), range(_LOOKED_AT), strict=False):
+    for path in islice(newest_files(store), _LOOKED_AT):
         with contextlib.suppress(OSError):
             if path != own and path.stat().st_mtime > recent and is_locked(path):
                 found.append(path.stem)
@@ -290,7 +305,7 @@ def running_beside(own: Path) -> list[str]:
 def dated_later(own: Path) -> str:
     """The stem of a run in the same store that is dated later than this one, which has only begun; '' for none."""
     store = store_of(own.resolve())
-    newest = next(iter(all_files(store)), own) if store is not None else own
+    newest = next(newest_files(store), own) if store is not None else own
     return newest.stem if newest.name > own.name and not is_locked(newest) else ""
 
 

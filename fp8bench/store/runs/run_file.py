@@ -98,15 +98,15 @@ def _unsound(timing: Timing) -> str:
         return "its cells are of no known phases"
     if len({slot.round for slot in timing.slots}) != len(timing.slots):
         return "two slots have the same round"
+    calls = [call for slot in timing.slots for call in slot.calls_ns]
+    if not all(slot.calls_ns for slot in timing.slots) or not set(map(len, calls)) <= {cells}:
+        return f"a step has not the {cells} cells of its segments"
+    if calls and (min(map(min, calls)) < 0 or max(map(max, calls)) >= _MOST or not all(map(any, calls))):
+        return "a step took no time, or more than any clock counts"
     for slot in timing.slots:
-        if not slot.calls_ns or set(map(len, slot.calls_ns)) != {cells}:
-            return f"a step has not the {cells} cells of its segments"
-        least, most = min(map(min, slot.calls_ns)), max(map(max, slot.calls_ns))
-        if least < 0 or most >= _MOST or not all(map(any, slot.calls_ns)):
-            return "a step took no time, or more than any clock counts"
         known = (slot.thread_seconds, slot.stolen_seconds, slot.waited_seconds, slot.clock)
         clocks = (slot.wall_seconds, slot.cpu_seconds, slot.host_seconds, *(one for one in known if one is not None))
-        if not all(map(_is_time, clocks)):
+        if not all(0 <= clock < math.inf for clock in clocks):
             return "a slot's clocks have no times"
     return ""
 
@@ -131,9 +131,9 @@ def load_run(path: Path) -> Run:
     return load_sheet(path)[0]
 
 
-def load_sheet(path: Path) -> tuple[Run, FileLines]:
-    """The same, and the lines of the file."""
-    sheet = lines_of(path, "the run file")
+def load_sheet(path: Path, content: bytes | None = None) -> tuple[Run, FileLines]:
+    """The same, and the lines of the file, whose content may have been read already."""
+    sheet = lines_of(path, "the run file", content)
     if not (sheet.lines or sheet.broken):
         raise StoreError(f"{path} is no run file: it is empty.")
     refuse_newer(sheet, path)

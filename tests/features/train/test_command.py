@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import sys
@@ -256,6 +257,19 @@ def test_an_interrupt_says_how_to_go_on(
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: FakeLab())
     code, out, err = say(*told[1].split())
     assert code == 0 and "cut off" not in out and "gone on with from step 2" in " ".join(out.split())
+
+
+def test_where_no_arm_can_be_built_it_ends_at_once(say: Say, local: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh worker, which takes seconds, would have as little memory."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(LocalWorker, "restart", lambda worker: pytest.fail("a fresh worker was tried"))
+    monkeypatch.setattr("fp8bench.features.train.lab.trainer.Trainer", full)
+    code, out, err = say(*TINY)
+    assert (code, out) == (3, "")
+    assert "Cannot allocate memory. Free some, or raise this process's limit (ulimit -v)" in " ".join(err.split())
 
 
 def test_an_arm_that_is_out_is_an_exit_code(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:

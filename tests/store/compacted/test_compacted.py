@@ -359,12 +359,13 @@ def test_a_run_that_comes_or_goes_on_meanwhile(tmp_path: Path, monkeypatch: pyte
     paths = history(tmp_path, 1.0, 1.1)
     read = figure_files.read_runs
 
-    def meanwhile(some: Any) -> Any:
+    def meanwhile(some: Any, **how: Any) -> Any:
+        told = read(some, **how)
         if paths[0] in some:
             with paths[0].open("a") as file:
                 file.write('{"note":"more"}\n')
             keep(tmp_path, run_at(5))
-        return read(some)
+        return told
 
     with monkeypatch.context() as patch:
         patch.setattr(figure_files, "read_runs", meanwhile)

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -111,6 +112,14 @@ def test_any_runs(
         measured = tuple(records(time, status, rounds))
         keep(store, run_at(number, hour, records=measured, facts=facts, request=Request("gemm", quick=quick)))
     same(store)
+
+
+def test_a_table_comes_back_from_another_process_as_it_was(tmp_path: Path) -> None:
+    """Bit for bit: its rows cross as bytes."""
+    tables = [table_of(members) for members in by_place(read_runs(history(tmp_path, 1.0, 1.1)).runs)]
+    for table, again in zip(tables, pickle.loads(pickle.dumps(tables)), strict=True):
+        assert (again.said, again.layout) == (table.said, table.layout)
+        assert again.rows.dtype == table.rows.dtype and again.rows.tobytes() == table.rows.tobytes()
 
 
 def test_an_empty_store(tmp_path: Path) -> None:

@@ -94,3 +94,25 @@ def test_commands_at_once(tmp_path: Path) -> None:
     assert "track_time" in alone.stdout and found == [(alone.stdout, "")] * 3 and not alone.stderr
     assert {path.name for path in (tmp_path / "points").iterdir()} == {".lock", "points.figures"}
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "points", "figures"}
+
+
+KILLED = """
+import os, time
+from fp8bench.store.index import history
+history._processors = lambda: 2
+def work(_):
+    os.write(1, b"begun\\n")
+    time.sleep(600)
+list(history.spread(work, range(40)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is ended with another one")
+def test_nobody_goes_on_for_a_process_that_was_killed() -> None:
+    """Their output ends with them."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen((sys.executable, "-c", KILLED), stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == [b"begun\n"] * 2
+        process.kill()
+        assert process.communicate(timeout=60) == (b"", None)

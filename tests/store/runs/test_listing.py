@@ -217,3 +217,12 @@ def test_the_id_is_read_from_wherever_the_header_is(store: Path) -> None:
     head, *rest = path.read_bytes().splitlines(True)
     shuffled = placed(path, b"".join([*rest, rewritten(head)]), name="x.jsonl")
     assert id_of(path) == id_of(shuffled) == "00000064"
+
+
+def test_the_newest_files_are_asked_for_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run asks for a hundred at its start, of however many there are."""
+    paths = history(tmp_path, 1.0, 1.1, 1.2)
+    asked: list[Path] = []
+    monkeypatch.setattr(reading, "_may_be_run", lambda path: not asked.append(path))
+    assert next(reading.newest_files(tmp_path)) == paths[-1] and asked == paths[-1:]
+    assert reading.all_files(tmp_path) == paths[::-1]
