@@ -283,7 +283,7 @@ def test_products_run_on_operands_of_the_precision(precision: str, corpus: Corpu
             else:
                 assert products.low or not products.count, f"{case.id}: {products}"
                 looked += products.count
-    assert looked == {"fp32": 0, "fp16": 6, "tf32": 6}.get(precision, 8)
+    assert looked == {"fp32": 0, "fp16": 7, "tf32": 8, "bf16": 9}.get(precision, 10)
 
 
 def test_a_map_without_a_layer_left_is_of_its_own_precisions(corpus: Corpus, bench: Bench) -> None:

@@ -266,7 +266,7 @@ def test_where_no_arm_can_be_built_it_ends_at_once(say: Say, local: None, monkey
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(LocalWorker, "restart", lambda worker: pytest.fail("a fresh worker was tried"))
-    monkeypatch.setattr("fp8bench.features.train.lab.trainer.Trainer", full)
+    monkeypatch.setattr("fp8bench.features.train.lab.own_trainer.Trainer", full)
     code, out, err = say(*TINY)
     assert (code, out) == (3, "")
     assert "Cannot allocate memory. Free some, or raise this process's limit (ulimit -v)" in " ".join(err.split())
