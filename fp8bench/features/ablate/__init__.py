@@ -1,1 +1,1 @@
-"""Understand: every option alone, added to those before it, and left out of all, in one run."""
+"""Understand: measure each option of a step alone, added, and left out of all."""
