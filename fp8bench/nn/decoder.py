@@ -350,8 +350,7 @@ class Decoder:
         tensors += [tensor for layer in self.layers.values() for tensor in layer.tensors()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def memory_roles(self) -> tuple[object, object]:
-        """Weights, and the cache."""
+    def weights_and_cache(self) -> tuple[object, object]:
         return (self.embedding, self.positions, self.norms, self.layers), self.cache
 
     def parameters(self) -> int:

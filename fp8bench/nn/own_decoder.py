@@ -205,7 +205,7 @@ class OwnDecoder:
     def parameters(self) -> int:
         return sum(one.numel() for one in self.model.parameters())
 
-    def memory_roles(self) -> tuple[object, object]:
+    def weights_and_cache(self) -> tuple[object, object]:
         return (list(self.model.parameters()), self.kept), [(one.keys, one.values) for one in self.cache.layers]
 
 

@@ -36,7 +36,7 @@ class ServedState:
             self.logits.copy_(self.model.forward(self.tokens, self.at, phase)[:, -1])
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        weights, cache = self.model.memory_roles()
+        weights, cache = self.model.weights_and_cache()
         return {
             MemoryRole.WEIGHTS: weights,
             MemoryRole.ACTIVATIONS: (cache, self.logits),

@@ -18,6 +18,7 @@ from fp8bench.features.ablate.view import rows_of, sentences, value_of
 from fp8bench.model import Interval, Level
 from fp8bench.model.codec import decode, encode
 from tests.commands import Say, unfolded
+from tests.own_suites import forgotten
 
 NAMES = ("a", "b", "c")
 SAVES = {"a": 2e-3, "b": 1e-3, "c": -0.5e-3}
@@ -191,7 +192,8 @@ def test_an_arm_that_does_less_has_no_speed_up(fp8bench: Say, tmp_path: Path, mo
     monkeypatch.setenv("FP8BENCH_TAPE", "recorded")
     (tmp_path / "skipping.py").write_text(SKIPPED)
     words = ("skipping", "--import", str(tmp_path / "skipping.py"), "--options", "less=yes,other=yes", "--rounds", "4")
-    code, out, err = fp8bench("ablate", *words, "--json", "--store", str(tmp_path / "store"))
+    with forgotten(tmp_path):
+        code, out, err = fp8bench("ablate", *words, "--json", "--store", str(tmp_path / "store"))
     assert code == 0, err
     arms = {tuple(arm["options"]): arm["why"] for arm in json.loads(out)["arms"]}
     assert {options for options, why in arms.items() if "other work" in why} == {
@@ -231,7 +233,8 @@ def test_planted_waiting_is_found(fp8bench: Say, tmp_path: Path) -> None:
     """The second option works only beside the first: by a real run, of waiting shorter than a system's turns."""
     (tmp_path / "planted.py").write_text(PLANTED)
     words = ("planted", "--import", str(tmp_path / "planted.py"), "--options", "first=yes,second=yes", "--rounds", "24")
-    code, out, err = fp8bench("ablate", *words, "--json", "--store", str(tmp_path / "store"))
+    with forgotten(tmp_path):
+        code, out, err = fp8bench("ablate", *words, "--json", "--store", str(tmp_path / "store"))
     assert code == 0, err
     saved = json.loads(out)["saved"]["options"]
     half = 0.15e-3

@@ -108,7 +108,7 @@ def test_what_is_killed_with_its_parent_goes_on_to_the_same_bits(whole: KeptTrai
         sys.executable, "-m", "fp8bench", "train", "--dtypes", "fp32,fp8-delayed", "--model", TINY, "--ranks", "2",
         "--parallel", "ddp", "--seeds", "1", "--seed", str(planted.KILLED), "--steps", "12", "--keep", "5",
         "--evaluate", "10", "--data", "text.txt", "--import", planted.FILE, "--sweep", "amax-group=own,parallel",
-        "--store", "killed",
+        "--store", "killed", "--bands", "repeat,other-seed",
     ]  # fmt: skip
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 600
