@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from fp8bench.features.infer.values import (
 )
 from fp8bench.features.infer.view import page_of, rows_of, value_of
 from fp8bench.model import Level
+from fp8bench.nn.decoder import Decoder
 from fp8bench.nn.served import OWN, Arm, served_shapes, served_support
 from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.protocols import SilentPhases
@@ -243,6 +245,19 @@ def test_kl_is_that_of_the_definition(found: Quality) -> None:
         p, q = (_predicted(model, torch.tensor(text)).logs[0].exp().numpy() for model in served)
     total = sum(p[t][i] * np.log(p[t][i] / q[t][i]) for t in range(WINDOW) for i in range(128) if p[t][i] > 0)
     assert own.arms[0].kl == pytest.approx(total / WINDOW, rel=1e-6)
+
+
+def test_arms_of_another_length_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the low arm sees the last token alone, which would be held against every one of the reference's."""
+    forward = Decoder.forward
+
+    def shortened(model: Decoder, *words: Any, **more: Any) -> torch.Tensor:
+        logits = forward(model, *words, **more)
+        return logits if logits.dtype is torch.float32 else logits[:, -1:]
+
+    monkeypatch.setattr(Decoder, "forward", shortened)
+    with pytest.raises(RuntimeError, match="Size does not match"):
+        quality(held_out_text(256), arms=ARMS[:2])
 
 
 def test_layers_alone() -> None:
