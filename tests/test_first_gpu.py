@@ -19,7 +19,7 @@ import pytest
 
 from fp8bench.store.runs.run_file import load_run
 from suites import first_gpu
-from suites.first_gpu import STEPS, changes, command_of, go, rows_of, waiting
+from suites.first_gpu import STEPS, changes, command_of, go, rows_of, take, waiting
 from suites.first_gpu_steps import FirstStep, Line, Measured, NoFigure, StepFiles, cases, conforms, ratio
 from suites.trials import ROOT, conditions
 
@@ -189,6 +189,18 @@ def test_a_run_of_another_commit_is_not_gone_on_with(tmp_path: Path) -> None:
         files.write({"state": "begun", "attempts": 1, "overruns": 0, "commit": commit})
         assert first_gpu.take(files, 60.0, {}, False)["code"] == 0
         assert files.store.exists() is kept and files.state()["state"] == "ended"
+
+
+def test_a_run_that_cannot_be_resumed_is_begun_anew(tmp_path: Path) -> None:
+    """A file of another state of the code, say: `--resume` refuses it, and the step is measured all the same."""
+    step = FirstStep("one", "fp8bench suite gemm --devices cpu --dtypes bf16 --rounds 1 --set shape=16", 1, ())
+    files = StepFiles(step, tmp_path)
+    (files.store / "runs" / "box").mkdir(parents=True)
+    (files.store / "runs" / "box" / "20260105T120000.000Z-0000000f-ffff.jsonl").write_text("no run\n")
+    assert "--resume" in command_of(files, {}, quick=False)
+    state = take(files, 120, {}, quick=False)
+    (path,) = files.begun()
+    assert (state["state"], state["code"], state["attempts"]) == ("ended", 0, 2) and load_run(path).finished
 
 
 def test_a_step_that_is_forgotten_is_done_anew(tmp_path: Path) -> None:

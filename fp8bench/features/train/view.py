@@ -322,7 +322,8 @@ def _events(kept: KeptTraining) -> Iterator[str]:
     for event in events[:_SHOWN_EVENTS]:
         where = f"{event.layer} {event.tensor}".strip()
         who = f"{event.arm}, seed {event.seed}, step {event.step}" if event.arm else f"seed {event.seed}"
-        yield f"{who}: {event.words}{f' ({where})' if where else ''}{f'. {event.remedy}' if event.remedy else ''}"
+        helps = f". What may help: {event.remedy}" if event.remedy else ""
+        yield f"{who}: {event.words}{f' ({where})' if where else ''}{helps}"
     if len(events) > _SHOWN_EVENTS:
         counts = Counter(event.kind for event in events[_SHOWN_EVENTS:])
         yield f"and {', '.join(f'{count} more of {kind}' for kind, count in counts.items())}"
