@@ -106,7 +106,7 @@ def _verdicts(kept: KeptTraining, found: TrainingVerdicts, curves: Curves) -> It
         yield Items(told)
     yield table("arms", "Arms", arm_cols(found, _ARMS), shown, main=True)
     yield from (Text(one) for one in (*bands_of(found), *notes_of(kept, found)))
-    if not kept.training.request.max_batch:
+    if not (kept.training.request.max_batch or kept.training.request.settings.make):
         yield Text("No largest batch was looked for: `fp8bench train --max-batch` does, within --memory-limit SIZE.")
 
 
@@ -285,7 +285,7 @@ def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iter
         "the largest of the reference under all its seeds: its own and the other ones."
     )
     yield Lines(
-        "loss", "Training loss over steps", words, _places(ends), ChartAxis("loss in nats a token, by steps done"),
+        "loss", "Training loss over steps", words, _places(ends), ChartAxis(f"{_unit(kept)}, by steps done"),
         _told(series),
     )  # fmt: skip
 
@@ -317,7 +317,7 @@ def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
     steps = sorted({step for _, step, loss in seen if math.isfinite(loss)})
     yield Lines(
         "held-out", "Loss on held-out text", "Means over seeds, of text that was never trained on.", _places(steps),
-        ChartAxis("loss in nats a token, by steps done"), _told(_means(arms, seen, steps)),
+        ChartAxis(f"{_unit(kept)}, by steps done"), _told(_means(arms, seen, steps)),
     )  # fmt: skip
 
 
@@ -362,7 +362,7 @@ def loss_by_time(kept: KeptTraining, curves: Curves, means: Windows, ends: Seque
     if len(joined) > 1:
         yield Scatter(
             "loss-by-time", "Training loss over time", "Native arms of the first seed, by the time of their steps.",
-            ChartAxis("time of the steps", "s"), ChartAxis("loss in nats a token"), tuple(points), joined=tuple(joined),
+            ChartAxis("time of the steps", "s"), ChartAxis(_unit(kept)), tuple(points), joined=tuple(joined),
         )  # fmt: skip
 
 
@@ -419,3 +419,8 @@ def _places(steps: Iterable[int]) -> tuple[str, ...]:
 
 def _told(series: Iterable[Series]) -> tuple[Series, ...]:
     return tuple((name, marks) for name, marks in series if any(marks))
+
+
+def _unit(kept: KeptTraining) -> str:
+    """A model of one's own has whatever loss it has."""
+    return "loss" if kept.training.request.settings.make else "loss in nats a token"
