@@ -322,7 +322,10 @@ STEPS = (
         rows=("`suite moe`: loads, dispatch, combine, router",)),
     _suite("torchao", f"{_STEP} bf16,fp8:backend=torchao", 150, rows=("backend `torchao`",)),
     _suite("te", f"{_STEP} bf16,fp8:backend=te", 150, rows=("backend `te`",)),
-    FirstStep("ablate", "fp8bench ablate transformer --options bf16,compile,fp8", 300, (Line("ablate", said("fp8")),)),
+    FirstStep(
+        "ablate", "fp8bench ablate transformer --reference bf16 --options fp8,compile,cached-weights", 300,
+        (Line("ablate", said("together: ")),), quick="--quick",
+    ),
     FirstStep("calibrate", "fp8bench doctor --calibrate", 300, (Line("harness", said("against a bare loop")),)),
     _suite("crossing", "fp8bench suite gemm --set shape=sweep --set operands=cast,ready --dtypes bf16,fp8", 400),
     _suite("attention", "fp8bench suite attention --dtypes bf16,fp8", 150),
