@@ -26,7 +26,7 @@ from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import records_tapes
 from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.windows import window_rule_for
-from fp8bench.model import DeviceFacts, Environment, Group, Level, Plan, PlannedCase, Record, Request, Timing
+from fp8bench.model import DeviceFacts, Environment, Group, Level, Plan, PlannedCase, Record, Request
 from fp8bench.model.codec import encode
 from fp8bench.model.stopping import rule_for
 from fp8bench.pipeline import examine, now, worker_for
@@ -44,7 +44,6 @@ NAMED = {
     "compile": ("compile", "yes", "no"),
     "checkpointing": ("checkpointing", "blocks", "no"),
     "cached-weights": ("weights", "cached", "recast"),
-    "channels-last": ("layout", "channels_last", "contiguous"),
 }
 # Steps whose useful FLOPs of products differ by so much are not the same work.
 _OTHER = 0.05
@@ -153,22 +152,24 @@ def _told(
     planned: Iterable[tuple[str, ...]], records: Sequence[Record], environment: Environment,
 ) -> Ablation:  # fmt: skip
     first = records[0]
-    native = [record.timing for record in records if record.timing and record.support.level is Level.NATIVE]
+    together = [record for record in records if record.paired and record.paired_with is None]
+    native = [record.timing for record in together if record.timing and record.support.level is Level.NATIVE]
     entries = [*native, *([first.control] if first.control else [])]
     rounds = frozenset(common_rounds(entries)) if entries else frozenset()
     error = next((name for name in _ERRORS if first.measurement(name)), "")
     arms = []
     for names, record in zip(planned, records, strict=True):
         share = first.work.tokens / record.work.tokens if record.work.tokens else 1.0
-        energy, paired = energy_figures(record), record.paired and record.paired_with is None
+        energy, paired = energy_figures(record), record in together
         why = record.reason or ("" if paired else "memory has no room for it beside the others: no common rounds")
         why = why or other_work(record, first, share)
         # Alone: the first arm's inputs and work may be others', which is asked here as what this arm is.
         (finding,) = find([record], {})
+        why = why or ", ".join(label.value for label in finding.hard)
         arms.append(
             AblatedArm(
                 names, record.case.id, record.support.level, why,
-                _rounds(record.timing, rounds, share) if paired else (), value_of(record.measurement(PEAK)),
+                _rounds(record, rounds, share) if paired else (), value_of(record.measurement(PEAK)),
                 value_of(record.measurement(error)) if error else None,
                 None if energy is None else share * energy.gross.middle,
                 tuple(label.value for label in finding.labels),
@@ -176,7 +177,8 @@ def _told(
         )  # fmt: skip
     return Ablation(
         first.case.workload, first.case.params, device.key, device.name, first.case.precision, options, tuple(arms),
-        error, _rounds(first.control, rounds, 1.0), question.shapley, started=now(), environment=environment.facts,
+        error, _rounds(replace(first, timing=first.control), rounds, 1.0), question.shapley, started=now(),
+        environment=environment.facts,
     )  # fmt: skip
 
 
@@ -194,17 +196,17 @@ def other_work(record: Record, first: Record, share: float) -> str:
     return f"other work: for as many tokens its products do {did}, those of the first arm {others}"
 
 
-def _rounds(timing: Timing | None, rounds: Collection[int], share: float) -> tuple[float, ...]:
+def _rounds(record: Record, rounds: Collection[int], share: float) -> tuple[float, ...]:
     """Seconds of whole steps in the rounds that all arms were in, as if steps had as many tokens as the first one's.
 
     Of emulated ones, which have few rounds, all of them.
     """
-    if timing is None:
+    if record.timing is None:
         return ()
-    samples = list(zip((slot.round for slot in timing.slots), step_samples(timing), strict=True))
-    return tuple(share * seconds for number, seconds in samples if number in rounds) or tuple(
-        share * seconds for _, seconds in samples
-    )
+    numbers = (slot.round for slot in record.timing.slots)
+    emulated = record.support.level is Level.EMULATED
+    samples = zip(numbers, step_samples(record.timing), strict=True)
+    return tuple(share * seconds for number, seconds in samples if emulated or number in rounds)
 
 
 def kept(ablation: Ablation, store: Path) -> Ablation:

@@ -48,8 +48,9 @@ def sentences(ablation: Ablation) -> Iterator[str]:
     """The whole, whether options act on one another, and what is often said."""
     first, whole = ablation.arms[0], ablation.arm(ablation.names)
     names = listed(list(ablation.names))
-    if not first.rounds:
-        yield f"nothing can be said: the step without options failed ({first.why})"
+    if not first.timed:
+        why = first.why or "emulated: its time is no speed"
+        yield f"nothing can be said of speed: the step without options has none ({why})"
         return
     if not whole.timed:
         why = whole.why or "emulated: its time is no speed"
@@ -60,13 +61,8 @@ def sentences(ablation: Ablation) -> Iterator[str]:
     savings = Savings(ablation)
     speed = savings.speed_up(whole)
     assert speed is not None
-    word = (
-        "faster"
-        if speed.low > 1 + (Savings(ablation).floor or 0)
-        else "slower"
-        if speed.high < 1
-        else "not surely faster"
-    )
+    beyond = 1 + (savings.floor or 0.0)
+    word = "faster" if speed.low > beyond else "slower" if speed.high < 1 / beyond else "not told apart"
     yield f"{names} together: {word}, {units.speed_up(speed.point)} {_times(speed)} of {ablation.reference}"
     yield from _interplay(ablation)
     if any(option.precision for option in ablation.options):

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,22 @@ def test_an_emulated_arm_has_no_saving_and_few_rounds_no_interval() -> None:
     assert any("no speed" in sentence for sentence in sentences(low))
     few = Savings(ablation(additive, rounds=10)).alone("a")
     assert few is not None and few.level == 0 and few.low < 2e-3 < few.high
+
+
+def test_without_a_speed_of_the_first_arm_there_is_none() -> None:
+    known = ablation(additive)
+    for first in (replace(known.arms[0], level=Level.EMULATED), replace(known.arms[0], why="throttled")):
+        none = replace(known, arms=(first, *known.arms[1:]))
+        (told,) = sentences(none)
+        assert told.startswith("nothing can be said of speed") and Savings(none).alone("a") is None
+
+
+def test_no_word_within_the_noise_floor() -> None:
+    """Identical code that differs by 30% here: a fifth faster is nothing."""
+    known = ablation(lambda options: 10e-3 * (1.2 if options == NAMES else 1.0))
+    assert ": slower" in next(iter(sentences(known)))
+    loud = replace(known, control=tuple(1.3 * seconds for seconds in known.control))
+    assert ": not told apart" in next(iter(sentences(loud)))
 
 
 def test_it_is_kept_and_shown_as_it_was(tmp_path: Path) -> None:
