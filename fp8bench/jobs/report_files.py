@@ -22,6 +22,7 @@ from fp8bench.report.data.plain import Rows, csv_text
 from fp8bench.report.data.run import run_rows
 from fp8bench.report.elements import Page
 from fp8bench.report.page.html import render as as_html
+from fp8bench.report.page.index import CARD_BYTES, MOST_REPORTS, Listed, began, index_page, read_card
 from fp8bench.report.page.markdown import render as as_markdown
 from fp8bench.report.page.section import PastFigure, PastSeries, material_of, page_of
 from fp8bench.store.commit_runs import TrackedRun, tracked_run, why_not
@@ -32,6 +33,7 @@ from fp8bench.store.runs.run_file import load_run
 
 PAGE = "report.html"
 ROWS = "results.csv"
+INDEX = "index.html"
 _LONGEST_NAME = 120
 # Of a store that was named; a page of more is too large to be read.
 _MOST_RUNS = 64
@@ -62,7 +64,8 @@ def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
             continue
         if len(words) > 1:
             raise UsageError(f"{word} is a {kind.name}, which has a report of its own. Name it alone.")
-        return _written(report.page(), report.rows(), folder_of_kept(path, store), pages)
+        page = replace(report.page(), kind=kind.name)
+        return _written(page, report.rows(), folder_of_kept(path, store), pages)
     runs = [load_named(word, store) for word in words]
     each_once(dict.fromkeys(Path(run.path) for run in runs)).none_refused()
     ids = [run.id for run in runs]
@@ -109,7 +112,19 @@ def _written(page: Page, rows: Rows, folder: Path, pages: Pages) -> Path:
         _write(pages.html, text)
     if pages.markdown is not None:
         _write(pages.markdown, as_markdown(page))
+    _write(folder.parent / INDEX, as_html(_index_of(folder.parent)))
     return folder / PAGE
+
+
+def _index_of(reports: Path) -> Page:
+    """The page of all reports in a folder, of which each is read at its beginning only."""
+    dated = sorted(((began(path.parent.name), path) for path in reports.glob(f"*/{PAGE}")), reverse=True)
+    found = []
+    for when, path in dated[:MOST_REPORTS]:
+        with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+            if (card := read_card(file.read(CARD_BYTES))) is not None:
+                found.append(Listed(card, path.parent.name, when))
+    return index_page(found, len(dated) - len(found))
 
 
 def why_not_shown(page: Path) -> str:

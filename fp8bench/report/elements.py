@@ -85,12 +85,17 @@ class Column:
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a table: what is shown, what it sorts by where that differs, and more words for who asks."""
+    """One field of a table: what is shown, what it sorts by where that differs, and more words for who asks.
+
+    A page draws a `trend`, oldest first, behind the text, and makes the text a `link` to a file beside it.
+    """
 
     text: str
     value: float | None = None
     tone: Tone = Tone.PLAIN
     hint: str = ""
+    link: str = ""
+    trend: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -242,10 +247,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole report. `facts` are the few that stand in one line under the title."""
+    """A whole report. `facts` are the few that stand in one line under the title.
+
+    `kind` is what it is of, `command` what measured that: who lists reports says it.
+    """
 
     title: str
     subtitle: str
     parts: tuple[Part, ...]
     footer: Sequence[str] = ()
     facts: tuple[tuple[str, str], ...] = ()
+    kind: str = "run"
+    command: str = ""

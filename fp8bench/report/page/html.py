@@ -18,9 +18,12 @@ from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from fp8bench import units
+from fp8bench.model.codec import encode
+from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import AnyChart, Chart, Column, Element, Field, Page, Part, Table
 from fp8bench.report.page.charts import numbers_table
-from fp8bench.report.page.drawing.scale import FORBIDDEN
+from fp8bench.report.page.drawing.scale import FORBIDDEN, sparkline
+from fp8bench.report.page.index import card_of
 
 if TYPE_CHECKING:
     import jinja2
@@ -56,6 +59,7 @@ def render(page: Page) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = _template().render(
         page=page,
+        card=json_line(encode(card_of(page))).strip(),
         parts=[(ids.give(part.name), part, tuple(_blocks(part, ids, draw))) for part in page.parts],
         style=_asset("style.css") + _asset("drawing", "charts.css"),
         script=script,
@@ -76,7 +80,9 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"sort_value": _sort_value, "kind": lambda element: type(element).__name__}
+    environment.filters |= {
+        "sort_value": _sort_value, "kind": lambda element: type(element).__name__, "sparkline": sparkline,
+    }  # fmt: skip
     return environment.from_string(_asset("page.html.j2"))
 
 

@@ -164,7 +164,10 @@ def page_of(material: Material) -> Page:
         by = f"fp8bench {version}" if version else "an fp8bench that its file no longer names"
         kept = f", kept in {run.path}" if run.path else ", not stored"
         footer.append(f"Run {run.id or 'without an id'}, measured with {by}, schema {SCHEMA}{kept}.")
-    return Page(_title(runs), _subtitle(material), parts_of(material), tuple(footer), tuple(_facts(runs)))
+    command = "; ".join(run.command for run in runs)
+    return Page(
+        _title(runs), _subtitle(material), parts_of(material), tuple(footer), tuple(_facts(runs)), command=command
+    )
 
 
 def _title(runs: Sequence[Run]) -> str:

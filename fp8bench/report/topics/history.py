@@ -14,6 +14,7 @@ from fp8bench.report.case_status import cost_tone, doubts, emulated
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Lines, Mark, Table, Text, Tone
 from fp8bench.report.page.charts import lasting
+from fp8bench.report.page.index import MOST_DRAWN
 from fp8bench.report.page.section import Material, PastFigure, PastSeries, section
 from fp8bench.report.panels import Result, shared_params, show_params, together
 from fp8bench.report.words.naming import listed, many
@@ -129,7 +130,8 @@ def _table(known: Sequence[PastSeries]) -> Table:
             tone=lambda row: Tone.DOUBT if row[3] and any(one and one.rough for one in row[1:3]) else Tone.PLAIN,
             hint="of the figure itself, from previous to last; less is better"),
         Col("last commit", lambda row: Field(_place(row[2]), hint=row[2].when)),
-        Col("commits", lambda row: len(_values(row[0])), number=True, show=str),
+        Col("commits", lambda row: Field(str(len(_values(row[0]))), len(_values(row[0])),
+            trend=tuple(figure.value for figure in _values(row[0])[-MOST_DRAWN:])), number=True),
     ]  # fmt: skip
     ordered = sorted(told, key=lambda row: (row[0].emulated, -abs(math.log(row[3] or 1.0))))
     caption = "The last two figures of every series, the largest changes first"

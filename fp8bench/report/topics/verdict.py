@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -188,15 +189,16 @@ def _rows(entry: Entry) -> Iterator[tuple[str, tuple[Field, ...]]]:
 def _speed(cases: Sequence[_Case]) -> Field:
     """Its verdict where all cases have the same; 'mostly faster' where most have it."""
     words = Counter(status_words(result) for _, _, result in cases).most_common()
-    speeds = units.span((speed.point for _, _, result in cases if (speed := speed_up(result))), units.speed_up)
+    points = [speed.point for _, _, result in cases if (speed := speed_up(result))]
+    speeds, middle = units.span(points, units.speed_up), statistics.median(points) if points else None
     (word, number), *others = words
     if not others:
         alone = show_speed_up(cases[0][2]) if len(cases) == 1 else ""
-        return Field(word.replace(units.NONE, "not timed"), tone=tone_of(cases[0][2]), hint=alone or speeds)
+        return Field(word.replace(units.NONE, "not timed"), middle, tone_of(cases[0][2]), alone or speeds)
     said = ", ".join(f"{number} {word.replace(units.NONE, 'not timed')}" for word, number in words)
     mostly = number >= _MOSTLY * len(cases)
     tone = tone_of(next(one for _, _, one in cases if status_words(one) == word)) if mostly else Tone.PLAIN
-    return Field(f"mostly {word}" if mostly else "mixed", tone=tone, hint="; ".join(filter(None, (said, speeds))))
+    return Field(f"mostly {word}" if mostly else "mixed", middle, tone, "; ".join(filter(None, (said, speeds))))
 
 
 def _error(cases: Sequence[_Case]) -> Field:
