@@ -87,7 +87,8 @@ class Column:
 class Field:
     """One field of a table: what is shown, what it sorts by where that differs, and more words for who asks.
 
-    A page draws a `trend`, oldest first, behind the text, and makes the text a `link` to a file beside it.
+    A page draws a `trend`, oldest first, behind the text, a ratio's `interval` below it, and makes the text a `link` to
+    a file beside it.
     """
 
     text: str
@@ -96,6 +97,7 @@ class Field:
     hint: str = ""
     link: str = ""
     trend: tuple[float, ...] = ()
+    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

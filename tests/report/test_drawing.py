@@ -583,7 +583,8 @@ def ticks(low: float, high: float, unit: str = "", log: bool = False, most: int 
 
 def test_ticks_read_as_a_person_writes_them() -> None:
     assert ticks(0.4, 2.2, "x", True) == ["0.5x", "0.75x", "1x", "1.5x", "2x"]
-    assert ticks(0.2, 5, "x", True) == ["0.25x", "0.5x", "1x", "2x", "4x"]
+    assert ticks(0.2, 5, "x", True) == ["0.2x", "0.5x", "1x", "2x", "5x"]
+    assert ticks(0.03, 1, "x", True) == ["0.05x", "0.1x", "0.2x", "0.5x", "1x"]
     assert ticks(0.96, 1.05, "x", True) == ["0.96x", "0.98x", "1x", "1.02x", "1.04x"]
     assert ticks(0, 0.0021, "s") == ["0 ms", "0.5 ms", "1 ms", "1.5 ms", "2 ms"]
     assert ticks(0, 5 * 2**30, "B") == ["0 GiB", "1 GiB", "2 GiB", "3 GiB", "4 GiB", "5 GiB"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from fp8bench.model.codec import encode
 from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import AnyChart, Chart, Column, Element, Field, Page, Part, Table
 from fp8bench.report.page.charts import numbers_table
-from fp8bench.report.page.drawing.scale import FORBIDDEN, sparkline
+from fp8bench.report.page.drawing.scale import FORBIDDEN, interval_bar, sparkline
 from fp8bench.report.page.index import card_of
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def _template() -> jinja2.Template:
     )
     environment.filters |= {
         "sort_value": _sort_value, "kind": lambda element: type(element).__name__, "sparkline": sparkline,
+        "marked": _marked, "interval_bar": lambda field: interval_bar(field.value, field.interval),
     }  # fmt: skip
     return environment.from_string(_asset("page.html.j2"))
 
@@ -128,6 +130,11 @@ def _sheet(table: Table, own: str) -> _Sheet:
         by_value = column.number or any(field.value is not None for field in fields)
         columns.append(_Column(column, by_value, texts if chosen_from else ()))
     return _Sheet(own, table, tuple(columns))
+
+
+def _marked(text: str) -> str:
+    """A sentence with what is to be typed, `between such signs`, set as that."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
 
 
 def _sort_value(field: Field) -> str:

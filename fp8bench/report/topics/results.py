@@ -164,6 +164,9 @@ def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
     yield Col("setting", _setting, hint="what tells a group of cases from the others; hover for all parameters")
     yield Col("verdict", lambda row: Field(case_status.status_words(row.result), tone=case_status.tone_of(row.result),
               hint=_why(row.result)), hint=legend.VERDICT.removeprefix("verdict: "))  # fmt: skip
+    yield Col("labels", lambda row: Field(", ".join(case_status.named_labels(row.result)), hint="; ".join(
+              case_status.meaning(label, row.result) for label in row.result.labels)),
+              hint="reasons for doubt, and what else one should know")  # fmt: skip
     words = "step time of the reference / that of the case: above 1x is faster"
     yield Col("speed-up", lambda row: number(speed.point if (speed := case_status.speed_up(row.result)) else None,
               units.speed_up, case_status.tone_of(row.result)), number=True, unit="x", hint=words)  # fmt: skip
@@ -190,9 +193,6 @@ def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
               hint="native: the hardware does it; emulated: right in numbers, without a speed; refused")  # fmt: skip
     words = "which of torch's kernels computed it, as an untimed step showed"
     yield Col("attention", lambda row: attention_of(row.result.record), hint=words)
-    yield Col("labels", lambda row: Field(", ".join(case_status.named_labels(row.result)), hint="; ".join(
-              case_status.meaning(label, row.result) for label in row.result.labels)),
-              hint="reasons for doubt, and what else one should know")  # fmt: skip
 
 
 def _of_spec(spec: MetricSpec) -> Col[_ShownCase]:

@@ -39,7 +39,7 @@ _MOST = 12
 # Of the cases so many make a verdict that most have.
 _MOSTLY = 0.75
 # Memory that differs by less is called the same.
-_ALIKE = 0.01
+_ALIKE = 0.03
 _TONES = {"less": Tone.GOOD, "more": Tone.BAD, "unclear": Tone.DOUBT}
 _NOT_MEASURED = Field("not measured", tone=Tone.DOUBT)
 _NO_CLAIM = Field("no claim", tone=Tone.DOUBT, hint="emulated")
@@ -193,8 +193,12 @@ def _speed(cases: Sequence[_Case]) -> Field:
     speeds, middle = units.span(points, units.speed_up), statistics.median(points) if points else None
     (word, number), *others = words
     if not others:
-        alone = show_speed_up(cases[0][2]) if len(cases) == 1 else ""
-        return Field(word.replace(units.NONE, "not timed"), middle, tone_of(cases[0][2]), alone or speeds)
+        alone = speed_up(cases[0][2]) if len(cases) == 1 else None
+        return Field(
+            word.replace(units.NONE, "not timed"), middle, tone_of(cases[0][2]),
+            (show_speed_up(cases[0][2]) if len(cases) == 1 else "") or speeds,
+            interval=(alone.low, alone.high) if alone else None,
+        )  # fmt: skip
     said = ", ".join(f"{number} {word.replace(units.NONE, 'not timed')}" for word, number in words)
     mostly = number >= _MOSTLY * len(cases)
     tone = tone_of(next(one for _, _, one in cases if status_words(one) == word)) if mostly else Tone.PLAIN

@@ -194,4 +194,4 @@ def test_many_rows_are_light() -> None:
 def test_what_every_page_carries_is_light() -> None:
     """Style and script are paid by every report, however small."""
     sizes = {name: len((FOLDER / "page" / name).read_bytes()) for name in ("style.css", "script.js")}
-    assert sizes["style.css"] < 12_000 and sizes["script.js"] < 10_000, sizes
+    assert sizes["style.css"] < 12_500 and sizes["script.js"] < 10_000, sizes

@@ -51,8 +51,8 @@ def test_a_fact_is_shown_with_its_numbers() -> None:
         "The same in every row: gemm product=forward operands=cast."
     )
     titles = [column.title for column in table(transformer(), gemm()).columns]
-    assert titles[:10] == [
-        "precision", "run", "suite", "setting", "verdict", "speed-up", "interval", "over all calls", "error",
+    assert titles[:11] == [
+        "precision", "run", "suite", "setting", "verdict", "labels", "speed-up", "interval", "over all calls", "error",
         "peak memory",
     ]  # fmt: skip
     assert found["setting"].hint == "m=256 n=256 k=256 product=forward operands=cast"

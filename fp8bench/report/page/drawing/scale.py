@@ -24,8 +24,6 @@ _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _STRIDES = (1, 2, 3, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 2000, 5000)
 # Ratios that differ by less than this are not made to look as if they differed by much.
 _LEAST_RATIO = 1.1
-# From so many octaves on, powers of ten read better than powers of two.
-_MANY_OCTAVES = 14
 # Numbers without a unit that are smaller than this are errors, and read better as 8.0e-4.
 _EXPONENT_BELOW = 0.01
 # Units that the ticks of a linear axis have in common: 0.5, 1 and 1.5 ms, not 500 us and 1 ms.
@@ -107,19 +105,19 @@ def _linear_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
 
 
 def _log_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
-    """Powers of two for ratios and sizes, 1-2-5 or powers of ten for others; none where that makes too few."""
+    """Powers of two for sizes and ratios near 1, 1-2-5 or powers of ten for others; none where that makes too few."""
     first, last = math.log10(low), math.log10(high)
     octaves = (last - first) / math.log10(2)
-    if unit == "x" and octaves <= 3.2:
+    if unit == "x" and octaves <= 3.2 and low > 0.2:
         # Powers of two, and from 0.75 up what lies between them.
         powers = range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
         values = [factor * 2.0**power for power in powers for factor in (1.0, 1.5)] if octaves >= 1.3 else []
         return [value for value in values if low <= value <= high and (value >= 0.75 or math.log2(value).is_integer())]
-    if unit == "B" or (unit == "x" and octaves < _MANY_OCTAVES):
+    if unit == "B":
         return _powers(2.0, low, high, most) if octaves >= 1.6 else []
-    if last - first < 1:
+    if last - first < 0.7:
         return []
-    fine = [digit * 10.0**power for power in range(math.floor(first), math.ceil(last)) for digit in (1, 2, 5)]
+    fine = [digit * 10.0**power for power in range(math.floor(first), math.ceil(last) + 1) for digit in (1, 2, 5)]
     fine = [value for value in fine if low * (1 - _ALIKE) <= value <= high * (1 + _ALIKE)]
     return fine if len(fine) <= most else _powers(10.0, low, high, most)
 
@@ -357,4 +355,22 @@ def sparkline(values: Sequence[float]) -> str:
         'aria-hidden="true" style="margin-left:.6rem;vertical-align:middle">'
         f'<polyline fill="none" stroke="currentColor" stroke-opacity=".6" points="{points}"/>'
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="currentColor"/></svg>'
+    )
+
+
+_BAR_WIDE, _BAR_HIGH = 150, 14
+
+
+def interval_bar(value: float | None, interval: tuple[float, float] | None) -> str:
+    """A ratio with its interval beside a line at 1."""
+    if value is None or interval is None or not 0 < interval[0] <= interval[1] < math.inf:
+        return ""
+    scale = fitted((1.0, value, *interval), 4, _BAR_WIDE - 4, log=True, unit="x")
+    one, at, low, high = (f"{scale.at(place):.1f}" for place in (1.0, value, *interval))
+    middle = _BAR_HIGH // 2
+    return (
+        f'<dd><svg viewBox="0 0 {_BAR_WIDE} {_BAR_HIGH}" width="{_BAR_WIDE}" height="{_BAR_HIGH}" role="img" '
+        f'aria-label="beside 1x"><path d="M{one} 0V{_BAR_HIGH}" stroke="currentColor" stroke-opacity=".4"/>'
+        f'<path d="M{low} {middle}H{high}M{low} 3V{_BAR_HIGH - 3}M{high} 3V{_BAR_HIGH - 3}" stroke="currentColor"/>'
+        f'<circle cx="{at}" cy="{middle}" r="3" fill="currentColor"/></svg></dd>'
     )
