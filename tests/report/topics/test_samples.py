@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import Finding, Label, Record, Segments, SlotSample, Status, Timing, Verdict
-from fp8bench.report.elements import ChartAxis, Items, Strips, Text, Tone
+from fp8bench.report.elements import ChartAxis, Items, Lines, Strips, Text, Tone
 from tests.materials import Made, built, many, of_kind, part
 from tests.runs import EMULATED, NATIVE, case, measured, run_of
 
@@ -85,3 +85,12 @@ def test_a_case_that_lost_its_finding_is_shown() -> None:
     run, findings = measured()
     (strips,) = of_kind(part("samples", (replace(run, records=run.records[:1]), {})), Strips)
     assert strips.rows[0][2] is Tone.PLAIN and findings
+
+
+def test_rounds_are_drawn_in_their_order_where_that_explains_a_label() -> None:
+    rounds = (100,) * 6 + (120,) * 7
+    (lines,) = of_kind(part("samples", made(("fp32", rounds, (Label.DRIFT,)), ("bf16", rounds, (Label.NOISY,)))), Lines)
+    ((name, marks),) = lines.series
+    assert name == "gemm fp32" and len(lines.places) == 13
+    assert [mark.value if mark else None for mark in marks] == pytest.approx([100 / 120] * 6 + [1.0] * 7)
+    assert not of_kind(part("samples", made(("fp32", rounds[3:10], (Label.DRIFT,)))), Lines)
