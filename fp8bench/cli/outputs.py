@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.cli.main import DEFAULT_STORE
-from fp8bench.cli.streams import say
+from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_OK, NotPrinted, UsageError
 from fp8bench.model import Run
 from fp8bench.report.data.boards import check_tensorboard, check_wandb
@@ -72,6 +72,10 @@ class CommandResult:
     def told(self, arguments: argparse.Namespace) -> int:
         with write_outputs(self.files):
             tell(arguments, self.page, self.as_value, self.as_rows, self.whole)
+        if getattr(self.found, "path", ""):
+            from fp8bench.jobs.after_run import kept_reported
+
+            kept_reported(self.found, arguments.store, complain)
         return self.code
 
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError
-from fp8bench.jobs.kinds import Exports, K, Kind
+from fp8bench.jobs.kinds import Exports, K, Kind, kinds
 from fp8bench.jobs.report_files import (
     PAGE,
     ROWS,
     Pages,
     folder_of,
     folder_of_kept,
+    report_of_kept,
     typed_from_here,
     why_not_shown,
     write_report,
@@ -85,9 +87,21 @@ def exported(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None])
 def kept_exported(kind: Kind[K], kept: K, path: Path, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
     if wanted.tensorboard is None and wanted.wandb is None:
         return True
-    exports, folder = kind.exports(kept), folder_of_kept(path, store)
-    files = (path, folder / PAGE, folder / ROWS)
-    return exports is None or _sent(kind.name, kind.names(path)[0], exports, files, wanted, note)
+    name, stem = kind.names(path)
+    exports, folder = kind.exports(kept), folder_of_kept(stem, store)
+    return exports is None or _sent(kind.name, name, exports, (path, folder / PAGE, folder / ROWS), wanted, note)
+
+
+def kept_reported(kept: Any, store: Path, note: Callable[[str], None]) -> None:
+    """Write the page of what a command has just kept, if it is of a kind that has one, as every run gets its own."""
+    for kind in kinds():
+        if isinstance(kept, kind.holds) and (path := Path(kept.path)).is_file():
+            try:
+                page = report_of_kept(kind, kept, path, store)
+            except StoreError as error:
+                note(f"report: {error} The {kind.name} is kept; `fp8bench report {kind.names(path)[0]}` writes it")
+            else:
+                note(f"report: {typed_from_here(page)}") if page is not None else None
 
 
 def _sent(

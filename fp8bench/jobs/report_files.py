@@ -16,7 +16,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.files import keeping, write_whole
-from fp8bench.jobs.kinds import kinds
+from fp8bench.jobs.kinds import K, Kind, kinds
 from fp8bench.model import Figure, Level, Run, Trend, trend_name
 from fp8bench.report.data.plain import Rows, csv_text
 from fp8bench.report.data.run import run_rows
@@ -60,12 +60,10 @@ def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
     if stores:
         raise UsageError(f"{stores[0]} is a store, whose runs fill a page. Name it alone.")
     for kind, word, path in [(kind, word, kind.find(word, store)) for kind in kinds() for word in words]:
-        if path is None or (report := kind.report(kind.load(path))) is None:
-            continue
-        if len(words) > 1:
+        if path is not None and len(words) > 1:
             raise UsageError(f"{word} is a {kind.name}, which has a report of its own. Name it alone.")
-        page = replace(report.page(), kind=kind.name)
-        return _written(page, report.rows(), folder_of_kept(path, store), pages)
+        if path is not None and (page := report_of_kept(kind, kind.load(path), path, store, pages)) is not None:
+            return page
     runs = [load_named(word, store) for word in words]
     each_once(dict.fromkeys(Path(run.path) for run in runs)).none_refused()
     ids = [run.id for run in runs]
@@ -73,6 +71,15 @@ def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
     if twice is not None:
         raise UsageError(f"the run {twice} was named twice. Name each run once.")
     return write_report(runs, store, pages)
+
+
+def report_of_kept(kind: Kind[K], kept: K, path: Path, store: Path, pages: Pages = Pages()) -> Path | None:
+    """Write the report of something of another kind; returns the page, None where it has none."""
+    report = kind.report(kept)
+    if report is None:
+        return None
+    page = replace(report.page(), kind=kind.name)
+    return _written(page, report.rows(), folder_of_kept(kind.names(path)[1], store), pages)
 
 
 def _all_of(store: Path) -> list[Run]:
@@ -100,8 +107,8 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
     return _written(page, rows, folder_of(runs, store), pages)
 
 
-def folder_of_kept(path: Path, store: Path) -> Path:
-    return store / "reports" / path.parent.name
+def folder_of_kept(name: str, store: Path) -> Path:
+    return store / "reports" / name
 
 
 def _written(page: Page, rows: Rows, folder: Path, pages: Pages) -> Path:

@@ -118,5 +118,8 @@ class DuelKind(Kind[Duel]):
 
         return View(partial(page_of, kept), partial(value_of, kept))
 
+    def report(self, kept: Duel) -> View:
+        return self.view(kept)
+
 
 KINDS = (DuelKind(),)

@@ -58,7 +58,7 @@ class TrainingResult(KeptTraining):
         return layout.render(replace(TrainingKind().view(self).page(), footer=())).rstrip("\n")
 
     def _repr_html_(self) -> str:
-        page = folder_of_kept(Path(self.path), Path(self.path).parents[2]) / PAGE
+        page = folder_of_kept(Path(self.path).parent.name, Path(self.path).parents[2]) / PAGE
         return as_html(TrainingKind().view(self).page(), typed_from_here(page) if page.is_file() else "")
 
 

@@ -147,7 +147,7 @@ def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
 
 
 def _ended(kept: KeptTraining, arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.after_run import kept_exported
+    from fp8bench.jobs.after_run import kept_exported, kept_reported
 
     if not kept.finished:
         _tell_how_to_go_on(kept, arguments)
@@ -155,6 +155,7 @@ def _ended(kept: KeptTraining, arguments: argparse.Namespace) -> int:
     if not kept.finished:
         return EXIT_INTERRUPTED
     path, wanted = Path(kept.path), wanted_of(arguments)
+    kept_reported(kept, arguments.store, complain)
     if not kept_exported(TrainingKind(), kept, path, arguments.store, wanted, complain):
         return EXIT_INTERRUPTED
     if any(event.kind == "out" for event in kept.of(TrainingEvent)):

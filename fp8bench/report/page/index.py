@@ -16,7 +16,7 @@ from urllib.parse import quote
 from fp8bench import units
 from fp8bench.model.codec import Malformed, decode
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Field, Items, Page, Part, Text, Tone, Verdicts
+from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone, Verdicts
 from fp8bench.report.words.naming import many
 
 # A card stands within so many bytes from the beginning of a page.
@@ -60,16 +60,25 @@ class Listed:
 
 def card_of(page: Page) -> Card:
     elements = page.parts[0].elements if page.parts else ()
-    strip = next((element for element in elements if isinstance(element, Verdicts)), None)
-    if strip is not None:
-        answers = [Answer(label, fields[0].text, fields[0].value) for label, fields in strip.rows[:_MOST_ANSWERS]]
-    else:
-        said = [
-            text for element in elements if isinstance(element, Text | Items)
-            for text in (element.items if isinstance(element, Items) else (element,))
-        ]  # fmt: skip
-        answers = [Answer("", text.text[:_LONGEST_ANSWER]) for text in said[:1]]
-    return Card(page.kind, page.title, page.subtitle, page.command, tuple(answers))
+    answers = next(filter(None, map(_answers, elements)), ())
+    return Card(page.kind, page.title, page.subtitle, page.command, answers[:_MOST_ANSWERS])
+
+
+def _answers(element: Element) -> tuple[Answer, ...]:
+    """The words of a strip, the verdicts of a table, or the first sentence."""
+    match element:
+        case Verdicts():
+            return tuple(Answer(label, fields[0].text, fields[0].value) for label, fields in element.rows)
+        case Table():
+            wanted = ("case", "arm", "verdict")
+            places = [place for place, column in enumerate(element.columns) if column.title in wanted]
+            told = [[row[place].text for place in places] for row in element.rows] if len(places) > 1 else []
+            return tuple(Answer(*row[:2]) for row in told if row[1] not in ("", units.NONE))
+        case Text():
+            return (Answer("", element.text[:_LONGEST_ANSWER]),)
+        case Items():
+            return _answers(element.items[0])
+    return ()
 
 
 def read_card(beginning: str) -> Card | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.jobs.report_files import INDEX, PAGE, Pages, _written
-from fp8bench.report.elements import Field, Page, Part, Text, Verdicts
+from fp8bench.report.elements import Column, Field, Page, Part, Table, Text, Verdicts
 from fp8bench.report.page.html import render
 from fp8bench.report.page.index import Answer, Listed, card_of, index_page, read_card
 
@@ -38,6 +38,9 @@ def test_a_page_gives_back_the_card_it_was_made_with() -> None:
     assert card.answers == (Answer("bf16", "slower", 0.5), Answer("fp8", "emulated"))
     said = replace(PAGE_OF_RUN, parts=(Part("a", "A", (Text("fp8 learns as bf16 does."),)),))
     assert card_of(said).answers == (Answer("", "fp8 learns as bf16 does."),)
+    columns = (Column("setting"), Column("case"), Column("verdict"))
+    told = Table("a", "", columns, ((Field("m=64"), Field("fp32"), Field("unsure")),))
+    assert card_of(replace(said, parts=(Part("a", "", (told,)),))).answers == (Answer("fp32", "unsure"),)
 
 
 def test_reports_are_listed_newest_first_and_link_to_their_pages(tmp_path: Path) -> None:
