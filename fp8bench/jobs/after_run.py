@@ -94,8 +94,9 @@ def kept_exported(kind: Kind[K], kept: K, path: Path, store: Path, wanted: Wante
 
 def kept_reported(kept: Any, store: Path, note: Callable[[str], None]) -> None:
     """Write the page of what a command has just kept, if it is of a kind that has one, as every run gets its own."""
+    path = Path(getattr(kept, "path", ""))
     for kind in kinds():
-        if isinstance(kept, kind.holds) and (path := Path(kept.path)).is_file():
+        if isinstance(kept, kind.holds) and path.is_file():
             try:
                 page = report_of_kept(kind, kept, path, store)
             except StoreError as error:

@@ -73,7 +73,7 @@ def _answers(element: Element) -> tuple[Answer, ...]:
             wanted = ("case", "arm", "verdict")
             places = [place for place, column in enumerate(element.columns) if column.title in wanted]
             told = [[row[place].text for place in places] for row in element.rows] if len(places) > 1 else []
-            return tuple(Answer(*row[:2]) for row in told if row[1] not in ("", units.NONE))
+            return tuple(Answer(about, word) for about, word, *_ in told if word not in ("", units.NONE))
         case Text():
             return (Answer("", element.text[:_LONGEST_ANSWER]),)
         case Items():
