@@ -5,6 +5,7 @@ No torch here: plans read it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,6 +84,101 @@ def gpt_layers(blocks: int) -> tuple[Layer, ...]:
     parts = (("attn.qkv", "attn"), ("attn.out", "attn"), ("mlp.up", "mlp"), ("mlp.down", "mlp"))
     own = (Layer(f"blocks.{block}.{part}", kind) for block in range(blocks) for part, kind in parts)
     return (*own, Layer("head", "head", high=True))
+
+
+# What an image may be.
+CLASSES = 1000
+
+
+class SeenProduct(NamedTuple):
+    """A layer's product of a model that sees: rows an image, its two other sides, and whether nothing before it is
+    trained. `high` as in Layer."""
+
+    layer: str
+    kind: str
+    rows: int
+    inputs: int
+    outputs: int
+    first: bool = False
+    high: bool = False
+
+
+@dataclass(frozen=True)
+class VisionSizes:
+    """A model of square images: `resnet`, `vit`, or `two-input`, which takes as many tokens of `text` beside each."""
+
+    model: str
+    image: int
+    width: int
+    layers: int
+    patch: int = 1
+    text: int = 0
+
+    @property
+    def inner(self) -> int:
+        """Channels of a bottleneck's 3x3 convolution."""
+        return self.width // 4
+
+    @property
+    def stage(self) -> int:
+        """The side of the stage's images, behind a convolution and a pooling that each halve it."""
+        halved = (self.image - 1) // 2 + 1
+        return (halved - 1) // 2 + 1
+
+    @property
+    def patches(self) -> int:
+        return (self.image // self.patch) ** 2
+
+    @property
+    def vocabulary(self) -> int:
+        return 16 * self.width
+
+    def config(self) -> GPTConfig:
+        """Of its blocks."""
+        heads = self.width // (64 if self.width >= 256 and self.width % 64 == 0 else 16)
+        return GPTConfig(
+            self.vocabulary, self.width, self.layers, heads, heads, 4 * self.width, 1, self.patches + self.text
+        )
+
+    def products(self) -> tuple[SeenProduct, ...]:
+        width = self.width
+        if self.model == "resnet":
+            return tuple(self._of_resnet())
+        if self.model == "vit":
+            return (*self._of_patches(""), SeenProduct("head", "head", 1, width, CLASSES, high=True))
+        project = SeenProduct("project", "block", self.patches, width, width)
+        head = SeenProduct("head", "head", self.text, width, self.vocabulary, high=True)
+        return (*self._of_patches("image."), project, *self._of_blocks("", self.patches + self.text), head)
+
+    def attention_flops(self) -> float:
+        """Of an image, forward: 4 T^2 w a block, half of it masked where text is read."""
+        joint = 2.0 * (self.patches + self.text) ** 2 if self.model == "two-input" else 0.0
+        return 0.0 if self.model == "resnet" else self.layers * self.width * (4.0 * self.patches**2 + joint)
+
+    def _of_resnet(self) -> Iterator[SeenProduct]:
+        places, inner, width = self.stage**2, self.inner, self.width
+        yield SeenProduct("stem", "stem", ((self.image - 1) // 2 + 1) ** 2, 49 * 3, inner, first=True, high=True)
+        for block in range(self.layers):
+            inputs = width if block else inner
+            yield SeenProduct(f"blocks.{block}.reduce", "block", places, inputs, inner)
+            yield SeenProduct(f"blocks.{block}.spatial", "block", places, 9 * inner, inner)
+            yield SeenProduct(f"blocks.{block}.expand", "block", places, inner, width)
+            if not block:
+                yield SeenProduct(f"blocks.{block}.shortcut", "block", places, inputs, width)
+        yield SeenProduct("head", "head", 1, width, CLASSES, high=True)
+
+    def _of_patches(self, path: str) -> tuple[SeenProduct, ...]:
+        window = 3 * self.patch**2
+        embedding = SeenProduct(f"{path}patches", "stem", self.patches, window, self.width, first=True, high=True)
+        return (embedding, *self._of_blocks(path, self.patches))
+
+    def _of_blocks(self, path: str, rows: int) -> tuple[SeenProduct, ...]:
+        width = self.width
+        sides = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+        return tuple(
+            SeenProduct(f"{path}{layer.name}", "block", rows, *sides[layer.name.rpartition(".")[2]])
+            for layer in gpt_layers(self.layers) if not layer.high
+        )  # fmt: skip
 
 
 # Tokens that an MLP sees before the one that it foretells, and tokens in a line of a text that is convolved.
