@@ -42,8 +42,9 @@ class Vision(TrainingWorkload):
     layer_kinds = ("stem", "block", "head")
     batch_axis = "batch"
     history = Grid(
-        cpu={"width": ("64",), "layout": ("channels_last",)}, gpu={"width": ("1024",), "layout": ("channels_last",)},
-        phases=("data_load", "cast", "gemm", "accumulate", "optimizer_step", "elementwise"),
+        cpu={"model": _MODELS, "width": ("64",), "layout": ("channels_last",)},
+        gpu={"model": _MODELS, "width": ("1024",), "layout": ("channels_last",)},
+        phases=("data_load", "cast", "gemm", "attention", "accumulate", "optimizer_step", "elementwise"),
         errors=("gradient_error", "loss_error"), per="flops",
     )  # fmt: skip
 
