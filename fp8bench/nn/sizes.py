@@ -5,7 +5,6 @@ No torch here: plans read it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -90,19 +89,6 @@ def gpt_layers(blocks: int) -> tuple[Layer, ...]:
 CLASSES = 1000
 
 
-class SeenProduct(NamedTuple):
-    """A layer's product of a model that sees: rows an image, its two other sides, and whether nothing before it is
-    trained. `high` as in Layer."""
-
-    layer: str
-    kind: str
-    rows: int
-    inputs: int
-    outputs: int
-    first: bool = False
-    high: bool = False
-
-
 @dataclass(frozen=True)
 class VisionSizes:
     """A model of square images: `resnet`, `vit`, or `two-input`, which takes as many tokens of `text` beside each."""
@@ -122,8 +108,7 @@ class VisionSizes:
     @property
     def stage(self) -> int:
         """The side of the stage's images, behind a convolution and a pooling that each halve it."""
-        halved = (self.image - 1) // 2 + 1
-        return (halved - 1) // 2 + 1
+        return ((self.image - 1) // 2) // 2 + 1
 
     @property
     def patches(self) -> int:
@@ -133,52 +118,37 @@ class VisionSizes:
     def vocabulary(self) -> int:
         return 16 * self.width
 
-    def config(self) -> GPTConfig:
-        """Of its blocks."""
+    @property
+    def blocks(self) -> GPTConfig:
         heads = self.width // (64 if self.width >= 256 and self.width % 64 == 0 else 16)
-        return GPTConfig(
-            self.vocabulary, self.width, self.layers, heads, heads, 4 * self.width, 1, self.patches + self.text
-        )
+        tokens = self.patches + self.text
+        return GPTConfig(self.vocabulary, self.width, self.layers, heads, heads, 4 * self.width, 1, tokens)
 
-    def products(self) -> tuple[SeenProduct, ...]:
-        width = self.width
-        if self.model == "resnet":
-            return tuple(self._of_resnet())
+    def products(self) -> tuple[tuple[str, int, int], ...]:
+        """Kinds of layers, the rows of an image that they multiply, and the weights that each row goes through."""
+        width, inner, every = self.width, self.inner, self.layers * self.blocks.block_weights
+        if self.model == "resnet":  # a bottleneck's three convolutions, and the first one's shortcut
+            stage = self.layers * (2 * width * inner + 9 * inner**2) + inner**2
+            stem = ((self.image - 1) // 2 + 1) ** 2, 49 * 3 * inner
+            return ("stem", *stem), ("block", self.stage**2, stage), ("head", 1, width * CLASSES)
+        stem = self.patches, 3 * self.patch**2 * width
         if self.model == "vit":
-            return (*self._of_patches(""), SeenProduct("head", "head", 1, width, CLASSES, high=True))
-        project = SeenProduct("project", "block", self.patches, width, width)
-        head = SeenProduct("head", "head", self.text, width, self.vocabulary, high=True)
-        return (*self._of_patches("image."), project, *self._of_blocks("", self.patches + self.text), head)
+            return ("stem", *stem), ("block", self.patches, every), ("head", 1, width * CLASSES)
+        joint = ("block", self.patches + self.text, every), ("head", self.text, width * self.vocabulary)
+        return ("stem", *stem), ("block", self.patches, every + width**2), *joint
 
     def attention_flops(self) -> float:
         """Of an image, forward: 4 T^2 w a block, half of it masked where text is read."""
         joint = 2.0 * (self.patches + self.text) ** 2 if self.model == "two-input" else 0.0
         return 0.0 if self.model == "resnet" else self.layers * self.width * (4.0 * self.patches**2 + joint)
 
-    def _of_resnet(self) -> Iterator[SeenProduct]:
-        places, inner, width = self.stage**2, self.inner, self.width
-        yield SeenProduct("stem", "stem", ((self.image - 1) // 2 + 1) ** 2, 49 * 3, inner, first=True, high=True)
-        for block in range(self.layers):
-            inputs = width if block else inner
-            yield SeenProduct(f"blocks.{block}.reduce", "block", places, inputs, inner)
-            yield SeenProduct(f"blocks.{block}.spatial", "block", places, 9 * inner, inner)
-            yield SeenProduct(f"blocks.{block}.expand", "block", places, inner, width)
-            if not block:
-                yield SeenProduct(f"blocks.{block}.shortcut", "block", places, inputs, width)
-        yield SeenProduct("head", "head", 1, width, CLASSES, high=True)
-
-    def _of_patches(self, path: str) -> tuple[SeenProduct, ...]:
-        window = 3 * self.patch**2
-        embedding = SeenProduct(f"{path}patches", "stem", self.patches, window, self.width, first=True, high=True)
-        return (embedding, *self._of_blocks(path, self.patches))
-
-    def _of_blocks(self, path: str, rows: int) -> tuple[SeenProduct, ...]:
-        width = self.width
-        sides = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
-        return tuple(
-            SeenProduct(f"{path}{layer.name}", "block", rows, *sides[layer.name.rpartition(".")[2]])
-            for layer in gpt_layers(self.layers) if not layer.high
-        )  # fmt: skip
+    def low_layers(self) -> tuple[str, ...]:
+        """Paths of the layers between the first and the head."""
+        blocks = tuple(layer.name for layer in gpt_layers(self.layers) if not layer.high)
+        if self.model == "resnet":
+            parts = ("reduce", "spatial", "expand")
+            return ("blocks.0.shortcut", *(f"blocks.{block}.{part}" for block in range(self.layers) for part in parts))
+        return blocks if self.model == "vit" else (*(f"image.{name}" for name in blocks), "project", *blocks)
 
 
 # Tokens that an MLP sees before the one that it foretells, and tokens in a line of a text that is convolved.

@@ -153,7 +153,7 @@ class TwoInput(SeeingModel):
 
 def _blocks(sizes: VisionSizes, choose: Choose, causal: bool) -> nn.ModuleList:
     parts = [within(choose, f"blocks.{number}") for number in range(sizes.layers)]
-    return nn.ModuleList(Block(sizes.config(), part, FusedCore(causal)) for part in parts)
+    return nn.ModuleList(Block(sizes.blocks, part, FusedCore(causal)) for part in parts)
 
 
 MODELS = {"resnet": ResNet, "vit": VisionTransformer, "two-input": TwoInput}

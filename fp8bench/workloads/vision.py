@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.nn.shared_workloads import PASS, TrainingWorkload, convolution_support, is_training, misfit
-from fp8bench.nn.sizes import VisionSizes
+from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
@@ -83,19 +83,21 @@ class Vision(TrainingWorkload):
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         """No image needs a gradient: the first product has two in training, the others three."""
-        sizes, batch = sizes_of(params), int(params["batch"])
-        times, first = (3, 2) if is_training(params) else (1, 1)
-        products = sizes.products()
-        flops = times * sizes.attention_flops() + sum(
-            2.0 * one.rows * one.inputs * one.outputs * (first if one.first else times) for one in products
+        sizes, batch, training = sizes_of(params), int(params["batch"]), is_training(params)
+        flops = (3 if training else 1) * sizes.attention_flops() + sum(
+            2.0 * rows * weights * ((2 if kind == "stem" else 3) if training else 1)
+            for kind, rows, weights in sizes.products()
         )
-        weights = sum(one.inputs * one.outputs for one in products)
-        least = 4.0 * weights * (4 if is_training(params) else 1) + 3.0 * batch * sizes.image**2
+        weights = sum(weights for _, _, weights in sizes.products())
+        least = 4.0 * weights * (4 if training else 1) + 3.0 * batch * sizes.image**2
         tokens = 0 if sizes.model == "resnet" else batch * (sizes.patches + sizes.text)
         return Work(batch * flops, tokens, least_memory=least)
 
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
-        return tuple(Layer(one.layer, one.kind, one.high) for one in sizes_of(params).products())
+        sizes = sizes_of(params)
+        first = {"resnet": "stem", "vit": "patches", "two-input": "image.patches"}[sizes.model]
+        low = (Layer(path, "block") for path in sizes.low_layers())
+        return (Layer(first, "stem", high=True), *low, Layer("head", "head", high=True))
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         return self.layer_support("block", params, precision, facts)
@@ -103,15 +105,18 @@ class Vision(TrainingWorkload):
     def layer_support(
         self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
     ) -> Support:
-        convolved = kind == "stem" or (kind == "block" and params["model"] == "resnet")
+        sizes = sizes_of(params)
+        resnet = sizes.model == "resnet"
+        convolved = kind == "stem" or (kind == "block" and resnet)
         support = convolution_support(precision, facts) if convolved else precision.support(facts)
-        if support.level is not Level.NATIVE:
-            return support
-        for product in sizes_of(params).products():
-            rows = int(params["batch"]) * product.rows
-            shown = f"{product.layer} multiplies {rows} rows, {product.inputs} x {product.outputs}"
-            sides = (product.inputs, product.outputs)
-            if product.kind == kind and (wrong := misfit(precision, rows, sides, is_training(params), shown)):
+        outputs = sizes.vocabulary if sizes.model == "two-input" else CLASSES
+        narrow = sizes.inner if resnet else sizes.width  # what all other sides are multiples of
+        stem = 3 * (7 if resnet else sizes.patch) ** 2
+        sides = {"stem": (stem, narrow), "block": (narrow,), "head": (sizes.width, outputs)}[kind]
+        for other, of_image, _ in sizes.products() if support.level is Level.NATIVE else ():
+            rows = int(params["batch"]) * of_image
+            shown = f"a {kind} multiplies {rows} rows, with sides {' and '.join(map(str, sides))}"
+            if other == kind and (wrong := misfit(precision, rows, sides, is_training(params), shown)):
                 return refused(wrong)
         return support
 
@@ -122,20 +127,6 @@ class Vision(TrainingWorkload):
         from fp8bench.nn.vision import fault_of
 
         return fault_of(state)
-
-    def losses(self, setup: Setup, steps: int) -> Sequence[float]:
-        """Of the very steps that are timed."""
-        from fp8bench.nn.vision import InferenceState
-
-        state = self.prepare(setup)
-        return () if isinstance(state, InferenceState) else state.losses(steps)
-
-    def gradient_error(self, setup: Setup, reference: Setup) -> float | None:
-        from fp8bench.nn.vision import outcome
-        from fp8bench.numerics.norms import joint_relative_frobenius
-
-        ours, wanted = (outcome(self.prepare(one), one.settles)[1] for one in (setup, reference))
-        return joint_relative_frobenius(ours, wanted) if ours else None
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Loss and all gradients of a step, or logits, against the same in fp64 throughout."""

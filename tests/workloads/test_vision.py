@@ -361,7 +361,9 @@ def test_images_are_those_of_their_seed_in_every_layout_and_precision() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_it_learns(model: str) -> None:
-    losses = Vision().losses(setup_for(model), 40)
+    state = state_of(model)
+    assert isinstance(state, TrainingState)
+    losses = state.losses(40)
     assert sum(losses[-4:]) < 0.97 * sum(losses[:4])
 
 
@@ -382,7 +384,7 @@ def test_what_is_native_and_what_is_not() -> None:
     assert Vision().support(vit, fp8, H200).level is Level.NATIVE
     assert Vision().layer_support("stem", vit, fp8, H200).level is Level.EMULATED
     refused = Vision().layer_support("head", vit, fp8, H200)  # a thousand classes
-    assert refused.level is Level.REFUSED and "64 x 1000" in refused.reason
+    assert refused.level is Level.REFUSED and "sides 64 and 1000" in refused.reason
     odd = Vision().support(params_of("vit", **{**sizes, "batch": 3, "patch": 16}), fp8, H200)
     assert odd.level is Level.REFUSED and "12 rows" in odd.reason
     rotated = precisions.get("nvfp4:hadamard=on")
