@@ -71,7 +71,9 @@ class Vision(TrainingWorkload):
         model, layout = str(params["model"]), params["layout"]
         own = {name: value for name, value in params.items() if name not in _OTHERS[model]}
         if int(params["width"]) % 16:
-            raise UsageError(f"width={params['width']} is no multiple of 16, of which heads and bottlenecks are made. Choose one.")
+            raise UsageError(
+                f"width={params['width']} is no multiple of 16, of which heads and bottlenecks are made. Choose one."
+            )
         if model != "resnet" and int(own["image"]) % int(own["patch"]):
             raise UsageError(f"image={own['image']} is no multiple of patch={own['patch']}. Choose others.")
         if model == "resnet" and is_training(own) and int(own["batch"]) * sizes_of(own).stage == 1:
