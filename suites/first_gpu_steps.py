@@ -320,6 +320,13 @@ STEPS = (
     _suite(
         "moe", "fp8bench suite moe --dtypes native:bf16,fp8-rowwise,mxfp8", 150,
         rows=("`suite moe`: loads, dispatch, combine, router",)),
+    _suite(
+        "vision", "fp8bench suite vision --dtypes native:bf16,fp8,mxfp8", 150,
+        rows=("`suite vision`: layouts, a ViT, image beside text",)),
+    FirstStep(
+        "layout", "fp8bench ablate vision --set model=resnet --options channels_last,bf16", 120,
+        (Line("layout", said("together: ")),), quick="--quick",
+    ),
     _suite("torchao", f"{_STEP} bf16,fp8:backend=torchao", 150, rows=("backend `torchao`",)),
     _suite("te", f"{_STEP} bf16,fp8:backend=te", 150, rows=("backend `te`",)),
     FirstStep(

@@ -5,6 +5,8 @@ layer, without a copy. Forward contracts over window and input channels, the inp
 weight gradient over batch and positions. Arithmetics that round get their operands rounded along these and convolved
 in fp32, pixel by pixel along the channels, as a kernel would read them; torch convolves nothing narrower than 16 bits.
 Arithmetics whose products are more than products of values get the windows written out, as a matrix, instead.
+So dimensions are called; in memory channels are last, too, unless a layer's layout is torch's contiguous one. Then what
+is converted from dtype to dtype stays as it lies, and what is rounded along the channels is put back by its cast.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.linear import Choose, casting_of, linear, region
+from fp8bench.nn.linear import Both, Choose, both_of, casting_of, linear, region
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 Sides = tuple[int, int]
@@ -40,6 +42,12 @@ class Windows(NamedTuple):
 
 
 _USUAL = Windows()
+Layout = torch.memory_format
+
+
+def as_it_lies(arithmetic: Arithmetic, layout: Layout) -> bool:
+    """Whether casts take images and windows whole: elements one by one, where they are not rows in memory."""
+    return arithmetic.plain and layout == torch.contiguous_format
 
 
 def _values(operand: Operand, arithmetic: Arithmetic) -> Tensor:
@@ -47,14 +55,23 @@ def _values(operand: Operand, arithmetic: Arithmetic) -> Tensor:
     return operand.data if operand.scale is None else arithmetic.restore(operand, torch.float32)
 
 
-def _images(matrix: Tensor, shape: Sequence[int]) -> Tensor:
-    """Rows of pixels as torch has images, (batch, channels, height, width), channels last in memory."""
-    return matrix.reshape(*shape[:3], -1).permute(0, 3, 1, 2)
+def _images(matrix: Tensor, shape: Sequence[int], layout: Layout) -> Tensor:
+    """Rows of pixels as torch has images, (batch, channels, height, width), which lie as `layout` says."""
+    images = matrix.reshape(*shape[:3], -1).permute(0, 3, 1, 2)
+    # Windows of one place lie either way, and torch goes by their strides.
+    return images if layout == torch.channels_last else images.contiguous().view(-1).view(images.shape)
 
 
-def _windows(matrix: Tensor, size: Sides) -> Tensor:
+def _windows(matrix: Tensor, size: Sides, layout: Layout = torch.channels_last) -> Tensor:
     """Rows of weights, (outputs, window x inputs), as torch has them: (outputs, inputs, height, width)."""
-    return matrix.reshape(matrix.shape[0], *size, -1).permute(0, 3, 1, 2)
+    return _images(matrix, (matrix.shape[0], *size), layout)
+
+
+def laid(images: Tensor, layout: Layout) -> Tensor:
+    """Torch's images as (batch, height, width, channels), in memory as `layout` says."""
+    if layout == torch.contiguous_format:
+        return images.contiguous().permute(0, 2, 3, 1)
+    return images.permute(0, 2, 3, 1).contiguous()
 
 
 def _gradient(g: Tensor, images: Tensor, windows: Tensor, lie: Windows, wanted: int) -> Tensor:
@@ -89,52 +106,70 @@ class _Product(torch.autograd.Function):
     """Images (B, H, W, I) under windows (O, window x I), marking its own backward: it may run on another thread."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, lie: Windows, arithmetic: Arithmetic, phase: Phases) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, lie: Windows, arithmetic: Arithmetic, phase: Phases, layout: Layout,
+        given: Both | None,
+    ) -> Tensor:  # fmt: skip
         with casting_of(arithmetic, phase):
-            pixels = x.reshape(-1, x.shape[-1])
-            a, b = arithmetic.cast(pixels, Role.INPUT), arithmetic.cast(weight, Role.WEIGHT)
-            images, windows = _images(_values(a, arithmetic), x.shape), _windows(_values(b, arithmetic), lie.size)
+            pixels = x if as_it_lies(arithmetic, layout) else x.reshape(-1, x.shape[-1])
+            a, b = arithmetic.cast(pixels, Role.INPUT), given[0] if given else arithmetic.cast(weight, Role.WEIGHT)
+            images = _images(_values(a, arithmetic), x.shape, layout)
+            windows = _windows(_values(b, arithmetic), lie.size, layout)
         sources = (pixels, weight) if arithmetic.keeps_source else (None, None)
         ctx.save_for_backward(a.data, a.scale, b.data, b.scale, *sources)
-        ctx.arithmetic, ctx.phase, ctx.shape, ctx.lie = arithmetic, phase, x.shape, lie
+        ctx.arithmetic, ctx.phase, ctx.lie, ctx.layout = arithmetic, phase, lie, layout
+        ctx.shapes = x.shape, weight.shape
         with phase.gemm:
             y = F.conv2d(images, windows, None, lie.stride, lie.padding, lie.dilation)
-            return y.permute(0, 2, 3, 1).to(arithmetic.carrier).contiguous()
+            return laid(y.to(arithmetic.carrier), layout)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        arithmetic, phase, shape, lie = ctx.arithmetic, ctx.phase, ctx.shape, ctx.lie
+        arithmetic, phase, lie, layout, (shape, weights) = ctx.arithmetic, ctx.phase, ctx.lie, ctx.layout, ctx.shapes
         a_data, a_scale, b_data, b_scale, pixels, weight = ctx.saved_tensors
         a, b = Operand(a_data, a_scale), Operand(b_data, b_scale)
-        casting = casting_of(arithmetic, phase)
+        casting, whole = casting_of(arithmetic, phase), as_it_lies(arithmetic, layout)
+
+        def turned(operand: Operand, source: Tensor, role: Role) -> Tensor:
+            return operand.data if whole else _values(arithmetic.turn(operand, source, role), arithmetic).t()
+
         with casting:
-            places, gradient = gradients[0].shape, gradients[0].reshape(-1, gradients[0].shape[-1])
+            places = gradients[0].shape
+            gradient = gradients[0] if whole else gradients[0].reshape(-1, places[-1])
             g = arithmetic.cast(gradient, Role.GRADIENT)
-            images, windows = _images(_values(a, arithmetic), shape), _windows(_values(b, arithmetic), lie.size)
+            images = _images(_values(a, arithmetic), shape, layout)
+            windows = _windows(_values(b, arithmetic), lie.size, layout)
         input_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
             with casting:
-                b_turned = _windows(_values(arithmetic.turn(b, weight, Role.WEIGHT), arithmetic).t(), lie.size)
-                g_images = _images(_values(g, arithmetic), places)
+                b_turned = _windows(turned(b, weight, Role.WEIGHT), lie.size, layout)
+                g_images = _images(_values(g, arithmetic), places, layout)
             with phase.gemm:
                 input_gradient = _gradient(g_images, images, b_turned, lie, 0).to(arithmetic.carrier)
         if ctx.needs_input_grad[1]:
             with casting:
-                g_turned = _images(_values(arithmetic.turn(g, gradient, Role.GRADIENT), arithmetic).t(), places)
-                a_turned = _images(_values(arithmetic.turn(a, pixels, Role.INPUT), arithmetic).t(), shape)
+                g_turned = _images(turned(g, gradient, Role.GRADIENT), places, layout)
+                a_turned = _images(turned(a, pixels, Role.INPUT), shape, layout)
             with phase.gemm:
                 like = windows.to(g_turned.dtype)
-                weight_gradient = _gradient(g_turned, a_turned, like, lie, 1).reshape(windows.shape[0], -1)
+                weight_gradient = _gradient(g_turned, a_turned, like, lie, 1).reshape(weights)
             with casting:  # the master weight is fp32, and autograd would convert outside any phase
                 weight_gradient = weight_gradient.to(torch.promote_types(arithmetic.carrier, torch.float32))
-        return input_gradient, weight_gradient, None, None, None
+        return input_gradient, weight_gradient, None, None, None, None, None
 
 
-def convolved(x: Tensor, weight: Tensor, lie: Windows, arithmetic: Arithmetic, phase: Phases) -> Tensor:
-    """(B, H, W, I) under windows (O, window x I), a pixel's channels beside each other: (B, places, O)."""
+def convolved(
+    x: Tensor, weight: Tensor, lie: Windows, arithmetic: Arithmetic, phase: Phases,
+    layout: Layout = torch.channels_last, operands: Both | None = None,
+) -> Tensor:  # fmt: skip
+    """(B, H, W, I) under windows (O, window x I), a pixel's channels beside each other: (B, places, O).
+
+    Images that lie otherwise come, and go, as `layout` says; windows that are taken as they lie are (O, height, width,
+    I). `operands` of the weight, if it was cast.
+    """
     x = x.to(arithmetic.carrier)
     if not arithmetic.explicit:
-        y: Tensor = _Product.apply(x, weight, lie, arithmetic, phase)  # type: ignore[no-untyped-call]
+        y: Tensor = _Product.apply(x, weight, lie, arithmetic, phase, layout, operands)  # type: ignore[no-untyped-call]
         return y
     # The same as one product of a linear layer, a row for every place.
     if x.requires_grad:
@@ -142,20 +177,42 @@ def convolved(x: Tensor, weight: Tensor, lie: Windows, arithmetic: Arithmetic, p
     else:
         with phase.gemm:
             windows = _written_out(x, lie)
-    return linear(windows, weight, arithmetic, phase)
+    places = linear(windows, weight, arithmetic, phase, operands)
+    return places if layout == torch.channels_last else laid(places.permute(0, 3, 1, 2), layout)
 
 
 class Convolution(nn.Module):
-    """3x3, stride 1, as many positions out as in, without bias; the fp32 master weight is (outputs, 9 x inputs)."""
+    """3x3, stride 1, as many positions out as in, unless told otherwise; without bias.
 
-    def __init__(self, inputs: int, outputs: int, arithmetic: Arithmetic) -> None:
+    The fp32 master weight is (outputs, window x inputs), and as torch has it where the layout is contiguous.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, arithmetic: Arithmetic, lie: Windows = _USUAL,
+        layout: Layout = torch.channels_last,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.arithmetic = arithmetic
-        self.weight = nn.Parameter(torch.empty(outputs, math.prod(_USUAL.size) * inputs))
-        nn.init.normal_(self.weight, std=math.sqrt(2 / self.weight.shape[1]))
+        self.arithmetic, self.lie, self.layout = arithmetic, lie, layout
+        self.operands: Both | None = None
+        weight = torch.empty(outputs, math.prod(lie.size) * inputs)
+        nn.init.normal_(weight, std=math.sqrt(2 / weight.shape[1]))
+        self.weight = nn.Parameter(weight if layout == torch.channels_last else _windows(weight, lie.size, layout))
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        return convolved(x, self.weight, _USUAL, self.arithmetic, phase)
+        return convolved(x, self._windows(), self.lie, self.arithmetic, phase, self.layout, self.operands)
+
+    def cast_once(self) -> None:
+        """Have its weight cast ahead of all passes to come, which may not change it."""
+        weight = self._windows().detach()
+        whole = as_it_lies(self.arithmetic, self.layout)
+        operand = self.arithmetic.cast(weight, Role.WEIGHT) if whole else None
+        self.operands = (operand, operand) if operand else both_of(self.arithmetic, weight)
+
+    def _windows(self) -> Tensor:
+        if self.layout == torch.channels_last:
+            return self.weight
+        windows = self.weight.permute(0, 2, 3, 1)
+        return windows if as_it_lies(self.arithmetic, self.layout) else windows.flatten(1)
 
 
 class BatchNorm(nn.Module):

@@ -169,7 +169,7 @@ def linear(x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, ope
     return y.view(*x.shape[:-1], -1)
 
 
-# What a layer multiplies by. A convolution has an arithmetic alone.
+# What a layer multiplies by. A convolution has no whole layer.
 _OF_A_LAYER = ("arithmetic", "operands", "_whole")
 
 

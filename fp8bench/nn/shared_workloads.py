@@ -8,10 +8,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, Scalar, Support, TensorStatistics
+from fp8bench.formats.hardware import emulated, refused
+from fp8bench.formats.recipes import Recipe
+from fp8bench.model import DeviceFacts, Level, Scalar, Support, TensorStatistics
 from fp8bench.nn.sizes import GPTConfig, of_config
 from fp8bench.protocols import Phases, Precision, Setup, Workload
 from fp8bench.protocols.axes import VALUES, Axis, one_of
@@ -85,6 +86,20 @@ def is_training(params: Mapping[str, Scalar]) -> bool:
     return params["pass"] == "training"
 
 
+def convolution_support(precision: Precision, facts: DeviceFacts) -> Support:
+    """The precision's own support, emulated where torch has no convolution of what it rounds to.
+
+    TF32 is a switch of torch's own; operands that are rotated are matrices, windows written out, and are multiplied as
+    those of linear layers.
+    """
+    support = precision.support(facts)
+    rounded = bool(precision.carried_by) and precision.float32_products == "highest"
+    recipe = getattr(precision, "recipe", None)
+    if support.level is not Level.NATIVE or not rounded or (isinstance(recipe, Recipe) and recipe.hadamard):
+        return support
+    return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
+
+
 def misfit(precision: Precision, rows: int, features: Sequence[int], training: bool, shown: str) -> str:
     """Why a layer's products do not fit a native precision; '' if they do. `shown` are its sizes in words."""
     along_k, along_n = precision.multiples
@@ -109,7 +124,7 @@ class TrainingWorkload(Workload):
 
     uses_corpus = True
     loads = "its batches"
-    layer_kinds = ("attn", "mlp", "head")
+    layer_kinds: ClassVar[tuple[str, ...]] = ("attn", "mlp", "head")
 
     def load(self, state: Any) -> None:
         state.loader.load_ahead(state.micro_batches)

@@ -85,6 +85,72 @@ def gpt_layers(blocks: int) -> tuple[Layer, ...]:
     return (*own, Layer("head", "head", high=True))
 
 
+# What an image may be.
+CLASSES = 1000
+
+
+@dataclass(frozen=True)
+class VisionSizes:
+    """A model of square images: `resnet`, `vit`, or `two-input`, which takes as many tokens of `text` beside each."""
+
+    model: str
+    image: int
+    width: int
+    layers: int
+    patch: int = 1
+    text: int = 0
+
+    @property
+    def inner(self) -> int:
+        """Channels of a bottleneck's 3x3 convolution."""
+        return self.width // 4
+
+    @property
+    def stage(self) -> int:
+        """The side of the stage's images, behind a convolution and a pooling that each halve it."""
+        return ((self.image - 1) // 2) // 2 + 1
+
+    @property
+    def patches(self) -> int:
+        return (self.image // self.patch) ** 2
+
+    @property
+    def vocabulary(self) -> int:
+        return 16 * self.width
+
+    @property
+    def blocks(self) -> GPTConfig:
+        heads = self.width // (64 if self.width >= 256 and self.width % 64 == 0 else 16)
+        tokens = self.patches + self.text
+        return GPTConfig(self.vocabulary, self.width, self.layers, heads, heads, 4 * self.width, 1, tokens)
+
+    def products(self) -> tuple[tuple[str, int, int], ...]:
+        """Kinds of layers, the rows of an image that they multiply, and the weights that each row goes through."""
+        width, inner, every = self.width, self.inner, self.layers * self.blocks.block_weights
+        if self.model == "resnet":  # a bottleneck's three convolutions, and the first one's shortcut
+            stage = self.layers * (2 * width * inner + 9 * inner**2) + inner**2
+            stem = ((self.image - 1) // 2 + 1) ** 2, 49 * 3 * inner
+            return ("stem", *stem), ("block", self.stage**2, stage), ("head", 1, width * CLASSES)
+        stem = self.patches, 3 * self.patch**2 * width
+        if self.model == "vit":
+            return ("stem", *stem), ("block", self.patches, every), ("head", 1, width * CLASSES)
+        joint = ("block", self.patches + self.text, every), ("head", self.text, width * self.vocabulary)
+        return ("stem", *stem), ("block", self.patches, every + width**2), *joint
+
+    def attention_flops(self) -> float:
+        """Of an image, forward: 4 T^2 w a block, half of it masked where text is read."""
+        joint = 2.0 * (self.patches + self.text) ** 2 if self.model == "two-input" else 0.0
+        return 0.0 if self.model == "resnet" else self.layers * self.width * (4.0 * self.patches**2 + joint)
+
+    def low_layers(self) -> tuple[str, ...]:
+        """Paths of the layers between the first and the head."""
+        blocks = tuple(layer.name for layer in gpt_layers(self.layers) if not layer.high)
+        if self.model == "resnet":
+            parts = ("reduce", "spatial", "expand")
+            return ("blocks.0.shortcut", *(f"blocks.{block}.{part}" for block in range(self.layers) for part in parts))
+        return blocks if self.model == "vit" else (*(f"image.{name}" for name in blocks), "project", *blocks)
+
+
 # Tokens that an MLP sees before the one that it foretells, and tokens in a line of a text that is convolved.
 CONTEXT = 8
 LINE = 16

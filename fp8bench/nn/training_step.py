@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,13 +18,25 @@ from torch import Tensor
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.batches import TokenLoader
-from fp8bench.nn.gpt import GPT, Forward
+from fp8bench.nn.gpt import GPT
 from fp8bench.nn.shared_workloads import attention_by
 from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS, SIZES, TRAINED_BATCH, TRAINED_SIZE, TRAINING_STEPS
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role, Setup, SilentPhases, float32_products, one_thread
 
 # What goes on while it is open takes weights that were cast once.
 Cast = Callable[[Phases], AbstractContextManager[None]]
+
+
+class Loader(Protocol):
+    """Where a training's batches come from."""
+
+    def next(self) -> tuple[Any, Tensor]:
+        """Inputs and targets of a batch, on the device."""
+
+    def load_ahead(self, batches: int) -> None:
+        """Load so many, each to where the one before it lay: `next` gives these in turn from now on."""
+
+
 # Seeds of other draws of the weights; a generator on a processor takes 32 bits of them.
 _DRAWS_APART = 0x9E3779B9
 
@@ -50,14 +63,14 @@ class TrainingState:
     `forward` gives the loss: the model, or what torch.compile made of it; inside `weights`, once a step.
     """
 
-    model: GPT
-    forward: Forward
+    model: torch.nn.Module
+    forward: Callable[[Any, Tensor, Phases], Tensor]
     compiled: bool
     attention: str
     optimizer: torch.optim.Optimizer
     parameters: list[torch.nn.Parameter]
     buffers: list[Tensor]
-    loader: TokenLoader
+    loader: Loader
     micro_batches: int
     loss_scale: float
     weights: Cast
@@ -82,7 +95,7 @@ class TrainingState:
         seen: list[Tensor] = []
         found: list[float] = []
 
-        def forward(tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+        def forward(tokens: Any, targets: Tensor, phase: Phases) -> Tensor:
             loss = inner(tokens, targets, phase)
             seen.append(loss.detach())
             return loss

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
-from fp8bench.formats.hardware import emulated, refused
-from fp8bench.formats.recipes import Recipe
+from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
-from fp8bench.nn.shared_workloads import PASS, LayerWorkload, is_training, misfit
+from fp8bench.nn.shared_workloads import PASS, LayerWorkload, convolution_support, is_training, misfit
 from fp8bench.protocols import Arithmetic, Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, whole_number
 from fp8bench.registry import workloads
@@ -70,15 +69,9 @@ class Conv(LayerWorkload):
         )
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
-        support = precision.support(facts)
-        # TF32 is a switch of torch's own convolutions; whatever else another precision carries is narrower than those.
-        rounded = bool(precision.carried_by) and precision.float32_products == "highest"
-        if support.level is not Level.NATIVE or not rounded:
+        support = convolution_support(precision, facts)
+        if support.level is not Level.NATIVE:
             return support
-        recipe = getattr(precision, "recipe", None)
-        if not (isinstance(recipe, Recipe) and recipe.hadamard):
-            return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
-        # Operands that are rotated are matrices, windows written out, and are multiplied as those of linear layers.
         batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
         shown = f"batch={batch}, channels={channels}, image={image}"
         wrong = misfit(precision, batch * image * image, (WINDOW * channels, channels), is_training(params), shown)

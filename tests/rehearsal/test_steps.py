@@ -44,6 +44,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "optimizer": {"width": ("4096",), "tensors": ("2",)},
     "prefill": {"batch": ("2",)},
     "transformer": {"checkpointing": ("blocks",)},
+    "vision": {"layers": ("1",)},
 }
 # Experts have parts of their own.
 NOT_REHEARSED = {"moe"}
@@ -79,7 +80,7 @@ def cases() -> Iterator[ParameterSet]:
     for gpu, facts in GPUS.items():
         for mode in modes_of(Level.NATIVE, facts):
             for workload in AXES:
-                dear = workload in ("learning", "transformer", *SERVED) and mode not in precisions.names()
+                dear = workload in ("learning", "transformer", "vision", *SERVED) and mode not in precisions.names()
                 if (workload in PRODUCTS or (workload, mode) not in seen) and not dear and not leaves(workload, mode):
                     seen.add((workload, mode))
                     few = mode in precisions.names() or workload in ("gemm", "mlp")
@@ -109,6 +110,8 @@ def expected(case: Case, gpu: str) -> Counter[tuple[str, str, str]]:
     of_model = 4 * BLOCKS * int(params.get("micro_batches", 0))
     layers = {"attention": 2, "conv": 2, "learning": 8, "mlp": 2, "transformer": of_model}
     layers |= dict.fromkeys(SERVED, 4 * BLOCKS)
+    # Convolutions as matrices where operands are rotated; blocks of both, and what is between them.
+    layers["vision"] = {"resnet": 4, "vit": 4, "two-input": 9}.get(str(params.get("model")), 0)
     for product, roles in sizes.PRODUCTS.items():
         if case.workload in SERVED and product != "forward":
             continue
@@ -135,7 +138,7 @@ def test_a_step_is_what_a_gpu_takes(gpu: str, workload: str, mode: str, stage: S
         done = stage.second_step(one.case, GPUS[gpu])
         assert not done.phases["unattributed"], one.case.id
         if one.support.level is Level.EMULATED:  # torch has no such convolution
-            assert workload == "conv" and not done.products, one.case.id
+            assert workload in ("conv", "vision") and not done.products, one.case.id
             continue
         found = Counter((str(product.scheme), product.a.fmt.name, product.b.fmt.name) for product in done.products)
         assert found == expected(one.case, gpu), one.case.id

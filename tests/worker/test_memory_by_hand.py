@@ -150,6 +150,7 @@ SMALL: dict[str, Mapping[str, str]] = {
     "data": {"record": "256", "batch": "8"},
     "transformer": {"size": "nano", "batch": "1", "sequence": "32"},
     "learning": {"width": "32"},
+    "vision": {"model": "resnet", "layout": "channels_last", "batch": "2", "image": "16", "width": "32"},
     "numerics": {"tensor": "outliers", "rows": "64", "columns": "64"},
 }
 TRAINED = {"weights", "gradients", "activations"}
@@ -160,7 +161,7 @@ EXPECTED = {
     "optimizer": {"weights", "gradients", "optimizer"}, "cast": {"activations"},
     "attention": {"gradients", "activations"}, "conv": TRAINED, "data": {"data"},
     "transformer": TRAINED | {"optimizer"}, "numerics": set(),
-    "learning": TRAINED | {"optimizer"},
+    "learning": TRAINED | {"optimizer"}, "vision": TRAINED | {"optimizer"},
 }  # fmt: skip
 
 

@@ -35,6 +35,10 @@ SMALL: dict[str, dict[str, Scalar]] = {
         "dispatch": "carrier", "combine": "carrier", "router": "fp32", "pass": "training",
     },
     "norm_act": {"operation": "gelu", "tokens": 24, "width": 32, "pass": "training"},
+    "vision": {
+        "model": "resnet", "batch": 4, "image": 16, "patch": 4, "width": 32, "layers": 2, "text": 8,
+        "layout": "channels_last", "pass": "training",
+    },
     "optimizer": {"fused": "no", "second_moment": "scaled-fp16", "tensors": 3, "width": 64},
 }  # fmt: skip
 

@@ -44,6 +44,7 @@ NAMED = {
     "compile": ("compile", "yes", "no"),
     "checkpointing": ("checkpointing", "blocks", "no"),
     "cached-weights": ("weights", "cached", "recast"),
+    "channels_last": ("layout", "channels_last", "contiguous"),
 }
 # Steps whose useful FLOPs of products differ by so much are not the same work.
 _OTHER = 0.05

@@ -235,18 +235,24 @@ def _alone(panel: Panel, where: str) -> Iterator[str]:
 def over_values(panel: Panel) -> Iterator[str]:
     """'bf16 by values (normal, zeros): best 1.20 ms to 1.31 ms, 1.09x apart; speed-up 1.84x to 1.91x' for each case.
 
-    Its groups were measured one after the other, so that this is no verdict.
+    The same of memory layouts, the fastest first. Its groups were measured one after the other, so that this is no
+    verdict.
     """
+    for name, default in ((VALUES.name, VALUES.default[0]), ("layout", "")):
+        yield from _over(panel, name, default)
+
+
+def _over(panel: Panel, axis: str, default: str) -> Iterator[str]:
     alike = together(
-        ((result.mode, tuple(pair for pair in result.record.case.params if pair[0] != VALUES.name)), result)
+        ((result.mode, tuple(pair for pair in result.record.case.params if pair[0] != axis)), result)
         for result in panel.results
         if result.best and not emulated(result)
     )
     for (mode, rest), results in alike.items():
-        # The default is no parameter of a case.
-        kinds = dict.fromkeys(
-            str(dict(result.record.case.params).get(VALUES.name, VALUES.default[0])) for result in results
-        )
+        if not default:
+            results.sort(key=lambda result: result.best or 0.0)
+        # The default of values is no parameter of a case.
+        kinds = dict.fromkeys(str(dict(result.record.case.params).get(axis, default)) for result in results)
         if len(kinds) < 2:
             continue
         times = [result.best for result in results if result.best]
@@ -254,4 +260,4 @@ def over_values(panel: Panel) -> Iterator[str]:
         if speeds := [speed.point for result in results if (speed := speed_up(result)) is not None]:
             told.append(f"speed-up {units.span(speeds, units.speed_up)}")
         place = show_params(pair for pair in rest if pair not in panel.shared)
-        yield f"{' '.join(filter(None, (mode, place)))} by values ({', '.join(kinds)}): {'; '.join(told)}"
+        yield f"{' '.join(filter(None, (mode, place)))} by {axis} ({', '.join(kinds)}): {'; '.join(told)}"

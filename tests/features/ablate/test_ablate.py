@@ -12,13 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fp8bench.errors import UnknownName
 from fp8bench.features.ablate.kind import AblationKind
+from fp8bench.features.ablate.run import AblationQuestion, options_of, planned_arms
 from fp8bench.features.ablate.savings import Savings, seconds_of
 from fp8bench.features.ablate.values import AblatedArm, AblatedOption, Ablation, arms_of
 from fp8bench.features.ablate.view import rows_of, sentences, value_of
-from fp8bench.model import Interval, Level
+from fp8bench.model import Interval, Level, Request
 from fp8bench.model.codec import decode, encode
 from tests.commands import Say, unfolded
+from tests.facts import CPU
 from tests.own_suites import forgotten
 
 NAMES = ("a", "b", "c")
@@ -68,6 +71,19 @@ def test_arms_are_three_times_the_options_less_one() -> None:
     assert [len(list(arms_of(NAMES[:count], False))) for count in (2, 3)] == [4, 8]
     assert len(list(arms_of("abcd", False))) == 11 and len(list(arms_of("abcd", True))) == 16
     assert next(arms_of(NAMES, False)) == () and len(set(arms_of(NAMES, True))) == 8
+
+
+def test_a_layout_is_an_option_of_images() -> None:
+    """Its arms differ in it and in nothing else; with the precision it makes four."""
+    request = Request("vision", ("fp32",), ("cpu",), axes=(("model", ("resnet",)),))
+    question = AblationQuestion(request, ("channels_last", "bf16"))
+    arms = planned_arms(question, options_of(question, CPU), (CPU,), None)
+    assert [(arm.case.param("layout"), arm.case.precision) for arm in arms.values()] == [
+        ("contiguous", "fp32"), ("channels_last", "fp32"), ("contiguous", "bf16"), ("channels_last", "bf16"),
+    ]  # fmt: skip
+    assert len({tuple(pair for pair in arm.case.params if pair[0] != "layout") for arm in arms.values()}) == 1
+    with pytest.raises(UnknownName, match="channels_last"):
+        options_of(AblationQuestion(Request("gemm"), ("channels_last", "bf16")), CPU)
 
 
 def test_additive_costs_come_out_additive() -> None:

@@ -203,6 +203,16 @@ def told(*wanted: dict[str, Scalar]) -> list[str]:
     return list(over_values(panel))
 
 
+def test_layouts_are_told_by_who_is_fastest() -> None:
+    """Each precision by itself: its layout and its speed are separate answers."""
+    first, second = ({**SIDES, "layout": layout} for layout in ("contiguous", "channels_last"))
+    assert told(first, second) == [
+        "fp32 by layout (contiguous, channels_last): best 1.00 ms, 1.000x apart",
+        "bf16 by layout (channels_last, contiguous): best 333 us to 500 us, 1.500x apart; speed-up 2.00x to 3.00x",
+    ]
+    assert told(first) == []
+
+
 def test_the_range_over_values_is_told() -> None:
     """Of native cases; the default is no parameter and has its name all the same."""
     run, findings = shapes(SIDES, {**SIDES, "values": "zeros"})

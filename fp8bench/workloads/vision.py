@@ -1,0 +1,173 @@
+"""Models of images, and of images beside text: a training step with every phase, or inference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from fp8bench.errors import UsageError
+from fp8bench.formats.hardware import refused
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
+from fp8bench.nn.shared_workloads import PASS, TrainingWorkload, convolution_support, is_training, misfit
+from fp8bench.nn.sizes import CLASSES, VisionSizes
+from fp8bench.protocols import Grid, Layer, Precision, Setup
+from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.registry import workloads
+
+if TYPE_CHECKING:
+    import torch
+
+    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.training_step import TrainingState
+    from fp8bench.nn.vision import InferenceState
+
+_MODELS = ("resnet", "vit", "two-input")
+# What a model has no use for.
+_OTHERS = {"resnet": ("patch", "text"), "vit": ("text",), "two-input": ()}
+
+
+def sizes_of(params: Mapping[str, Scalar]) -> VisionSizes:
+    counts = {name: int(params[name]) for name in ("image", "width", "layers", "patch", "text") if name in params}
+    return VisionSizes(str(params["model"]), **counts)
+
+
+@workloads.register("vision")
+class Vision(TrainingWorkload):
+    """The first product of a model and its head stay high; embeddings, norms and attention's core do in any case."""
+
+    name = "vision"
+    summary = "a ResNet stage by memory layout, a ViT block, or an image beside text: a training step, or inference"
+    uses_corpus = False
+    layer_kinds = ("stem", "block", "head")
+    batch_axis = "batch"
+    history = Grid(
+        cpu={"model": _MODELS, "width": ("64",), "layout": ("channels_last",)},
+        gpu={"model": _MODELS, "width": ("1024",), "layout": ("channels_last",)},
+        phases=("data_load", "cast", "gemm", "attention", "accumulate", "optimizer_step", "elementwise"),
+        errors=("gradient_error", "loss_error"), per="flops",
+    )  # fmt: skip
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        batch, image, patch, width, layers, text = (
+            ("64", "224", "16", "1024", "2", "128") if facts.accelerated else ("8", "32", "8", "64", "1", "16")
+        )
+        return (
+            Axis("model", "resnet: its stem and a stage of bottlenecks; vit: patches and blocks; two-input: the tokens "
+                 "of a vit ahead of a text's, and as many causal blocks over both", _MODELS, one_of(*_MODELS)),
+            Axis("batch", "images in a batch", (batch,), whole_number(high=1 << 16)),
+            Axis("image", "height and width of an image", (image,), whole_number(high=1 << 12)),
+            Axis("patch", "of a vit: height and width of a patch", (patch,), whole_number(high=1 << 10)),
+            Axis("width", "of the stream, in multiples of 16; of a resnet's stage a quarter is between", (width,),
+                 whole_number(high=1 << 14)),
+            Axis("layers", "blocks, or bottlenecks", (layers,), whole_number(high=256)),
+            Axis("text", "of two-input: tokens beside each image", (text,), whole_number(high=1 << 14)),
+            Axis("layout", "of images and windows in memory; auto: both for a resnet, one after the other, and "
+                 "channels_last for patches", ("auto",), one_of("auto", "contiguous", "channels_last")),
+            PASS,
+        )  # fmt: skip
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        model, layout = str(params["model"]), params["layout"]
+        own = {name: value for name, value in params.items() if name not in _OTHERS[model]}
+        if int(params["width"]) % 16:
+            raise UsageError(
+                f"width={params['width']} is no multiple of 16, of which heads and bottlenecks are made. Choose one."
+            )
+        if model != "resnet" and int(own["image"]) % int(own["patch"]):
+            raise UsageError(f"image={own['image']} is no multiple of patch={own['patch']}. Choose others.")
+        if model == "resnet" and is_training(own) and int(own["batch"]) * sizes_of(own).stage == 1:
+            raise UsageError(
+                f"batch=1 with image={own['image']} leaves one value a channel, without a batch norm: choose a larger."
+            )
+        both = ("contiguous", "channels_last") if model == "resnet" else ("channels_last",)
+        return tuple(tuple({**own, "layout": chosen}.items()) for chosen in (both if layout == "auto" else (layout,)))
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        """No image needs a gradient: the first product has two in training, the others three."""
+        sizes, batch, training = sizes_of(params), int(params["batch"]), is_training(params)
+        flops = (3 if training else 1) * sizes.attention_flops() + sum(
+            2.0 * rows * weights * ((2 if kind == "stem" else 3) if training else 1)
+            for kind, rows, weights in sizes.products()
+        )
+        weights = sum(weights for _, _, weights in sizes.products())
+        least = 4.0 * weights * (4 if training else 1) + 3.0 * batch * sizes.image**2
+        tokens = 0 if sizes.model == "resnet" else batch * (sizes.patches + sizes.text)
+        return Work(batch * flops, tokens, least_memory=least)
+
+    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        sizes = sizes_of(params)
+        first = {"resnet": "stem", "vit": "patches", "two-input": "image.patches"}[sizes.model]
+        low = (Layer(path, "block") for path in sizes.low_layers())
+        return (Layer(first, "stem", high=True), *low, Layer("head", "head", high=True))
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        return self.layer_support("block", params, precision, facts)
+
+    def layer_support(
+        self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
+    ) -> Support:
+        sizes = sizes_of(params)
+        resnet = sizes.model == "resnet"
+        convolved = kind == "stem" or (kind == "block" and resnet)
+        support = convolution_support(precision, facts) if convolved else precision.support(facts)
+        outputs = sizes.vocabulary if sizes.model == "two-input" else CLASSES
+        narrow = sizes.inner if resnet else sizes.width  # what all other sides are multiples of
+        stem = 3 * (7 if resnet else sizes.patch) ** 2
+        sides = {"stem": (stem, narrow), "block": (narrow,), "head": (sizes.width, outputs)}[kind]
+        for other, of_image, _ in sizes.products() if support.level is Level.NATIVE else ():
+            rows = int(params["batch"]) * of_image
+            shown = f"a {kind} multiplies {rows} rows, with sides {' and '.join(map(str, sides))}"
+            if other == kind and (wrong := misfit(precision, rows, sides, is_training(params), shown)):
+                return refused(wrong)
+        return support
+
+    def prepare(self, setup: Setup) -> TrainingState | InferenceState:
+        return _state(setup, self.arithmetics(setup), setup.arithmetic.carrier)
+
+    def check(self, state: Any) -> str:
+        from fp8bench.nn.vision import fault_of
+
+        return fault_of(state)
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """Loss and all gradients of a step, or logits, against the same in fp64 throughout."""
+        import torch
+
+        from fp8bench.nn.arithmetics import PlainArithmetic
+        from fp8bench.nn.vision import outcome
+        from fp8bench.numerics.norms import joint_relative_frobenius, relative_error, relative_frobenius
+
+        exact = PlainArithmetic(torch.float64)
+        given, gradients = outcome(self.prepare(setup), setup.settles)
+        wanted, exact_gradients = outcome(_state(setup, lambda name: exact, exact.carrier), False)
+        if not gradients:
+            return {"output_error": relative_frobenius(given, wanted)}
+        return {
+            "loss_error": relative_error(float(given), float(wanted)),
+            "gradient_error": joint_relative_frobenius(gradients, exact_gradients),
+        }
+
+
+def _state(setup: Setup, choose: Choose, carrier: torch.dtype) -> TrainingState | InferenceState:
+    """A case's model from its seed, the same weights for every arithmetic and layout, and its batches."""
+    import torch
+
+    from fp8bench.nn.training_step import TrainingState, adamw, drawn
+    from fp8bench.nn.vision import LAYOUTS, MODELS, ImageLoader, inference
+
+    params = dict(setup.case.params)
+    sizes, layout = sizes_of(params), LAYOUTS[str(params["layout"])]
+    with drawn(setup):
+        model = MODELS[sizes.model](sizes, choose, layout)
+    model = model.double() if carrier is torch.float64 else model
+    loader = ImageLoader(sizes, int(params["batch"]), layout, carrier, setup.facts.key, setup.seed)
+    if not is_training(params):
+        return inference(model, loader)
+    parameters = list(model.parameters())
+    return TrainingState(
+        model, model, compiled=False, attention="auto",
+        optimizer=adamw(parameters, 3e-4, setup.facts), parameters=parameters,
+        buffers=[torch.zeros_like(parameter) for parameter in parameters],
+        loader=loader, micro_batches=1, loss_scale=setup.loss_scale, weights=lambda phase: nullcontext(),
+    )  # fmt: skip

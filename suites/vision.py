@@ -1,0 +1,9 @@
+"""What asv follows of the suite vision."""
+
+from fp8bench import asv_bridge
+
+
+class Vision(asv_bridge.Suite):
+    """Its declared grid; see Grid in fp8bench/workloads/vision.py."""
+
+    workload = "vision"

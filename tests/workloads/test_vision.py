@@ -1,0 +1,410 @@
+"""Models of images against plain loops, layouts, FLOPs by hand, and mistakes that are planted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fp8bench.analysis.findings import findings
+from fp8bench.errors import UsageError
+from fp8bench.model import Label, Level, Request, Scalar, Verdict
+from fp8bench.nn import convolution
+from fp8bench.nn.convolution import BatchNorm
+from fp8bench.nn.training_step import TrainingState
+from fp8bench.nn.vision import DEVIATIONS, MEANS, Bottleneck, ImageLoader, InferenceState, ResNet, outcome
+from fp8bench.numerics.norms import joint_relative_frobenius
+from fp8bench.pipeline import execute
+from fp8bench.protocols import Phases, Setup, SilentObserver
+from fp8bench.registry import precisions
+from fp8bench.workloads.vision import Vision, sizes_of
+from tests.facts import B200
+from tests.tapes import tape_in_phases
+from tests.workloads.steps import CPU, H200, SMALL, marks, phases, setup_of
+
+MODELS = ("resnet", "vit", "two-input")
+LAYOUTS = ("contiguous", "channels_last")
+Weights = dict[str, Tensor]
+
+
+def params_of(model: str, **changes: Scalar) -> dict[str, Scalar]:
+    (params,) = Vision().expand({**SMALL["vision"], "model": model, "layout": "channels_last"} | changes)
+    return dict(params)
+
+
+def setup_for(model: str, precision: str = "fp32", **changes: Scalar) -> Setup:
+    return setup_of("vision", params_of(model, **changes), precision)
+
+
+def state_of(model: str, precision: str = "fp32", **changes: Scalar) -> TrainingState | InferenceState:
+    return Vision().prepare(setup_for(model, precision, **changes))
+
+
+def by_places(x: Tensor, weight: Tensor, side: int, stride: int, padding: int) -> Tensor:
+    """(B, H, W, I) under weights (O, window x I), a place at a time."""
+    around = functional.pad(x, (0, 0, padding, padding, padding, padding))
+    count = (x.shape[1] + 2 * padding - side) // stride + 1
+    rows = []
+    for up in range(0, count * stride, stride):
+        windows = [around[:, up : up + side, across : across + side] for across in range(0, count * stride, stride)]
+        rows.append(torch.stack([window.flatten(1) @ weight.t() for window in windows], 1))
+    return torch.stack(rows, 1)
+
+
+def normed(x: Tensor, weights: Weights, name: str) -> Tensor:
+    """Batch norm channel by channel, by the batch's own statistics, or by those that were kept."""
+    channels = []
+    for number in range(x.shape[-1]):
+        values = x[..., number]
+        kept = f"{name}.running_mean" not in weights
+        mean = values.mean() if kept else weights[f"{name}.running_mean"][number]
+        variance = (values - mean).square().mean() if kept else weights[f"{name}.running_var"][number]
+        scaled = (values - mean) / (variance + 1e-5).sqrt()
+        channels.append(scaled * weights[f"{name}.weight"][number] + weights[f"{name}.bias"][number])
+    return torch.stack(channels, -1)
+
+
+def resnet_by_loops(images: Tensor, weights: Weights) -> Tensor:
+    x = normed(by_places(images, weights["stem.weight"], 7, 2, 3), weights, "norm").relu()
+    around = functional.pad(x, (0, 0, 1, 1, 1, 1), value=-math.inf)
+    places = range(0, x.shape[1], 2)
+    x = torch.stack([torch.stack([around[:, i : i + 3, j : j + 3].amax((1, 2)) for j in places], 1) for i in places], 1)
+    for block in range(int(SMALL["vision"]["layers"])):
+        path = f"blocks.{block}"
+
+        def through(name: str, y: Tensor, side: int = 1, path: str = path) -> Tensor:
+            weight = weights[f"{path}.{name}.weight"]
+            return normed(by_places(y, weight, side, 1, side // 2), weights, f"{path}.norms.{name}")
+
+        hidden = through("spatial", through("reduce", x).relu(), 3).relu()
+        shortcut = through("shortcut", x) if block == 0 else x
+        x = (shortcut + through("expand", hidden)).relu()
+    return x.mean((1, 2)) @ weights["head.weight"].t()
+
+
+def layer_normed(x: Tensor, weight: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def block_by_loops(x: Tensor, weights: Weights, path: str, causal: bool) -> Tensor:
+    """Attention a head and a query at a time."""
+    width, head = x.shape[-1], 16
+    q, k, v = (layer_normed(x, weights[f"{path}.norm_attn.weight"]) @ weights[f"{path}.attn.qkv.weight"].t()).split(
+        width, -1
+    )
+    mixed = []
+    for place in range(x.shape[1]):
+        seen = place + 1 if causal else x.shape[1]
+        parts = []
+        for begin in range(0, width, head):
+            one = slice(begin, begin + head)
+            scores = (q[:, place, None, one] * k[:, :seen, one]).sum(-1) / math.sqrt(head)
+            parts.append((scores.softmax(-1)[..., None] * v[:, :seen, one]).sum(1))
+        mixed.append(torch.cat(parts, -1))
+    x = x + torch.stack(mixed, 1) @ weights[f"{path}.attn.out.weight"].t()
+    hidden = layer_normed(x, weights[f"{path}.norm_mlp.weight"]) @ weights[f"{path}.mlp.up.weight"].t()
+    return x + functional.gelu(hidden, approximate="tanh") @ weights[f"{path}.mlp.down.weight"].t()
+
+
+def tokens_by_loops(images: Tensor, weights: Weights, path: str = "") -> Tensor:
+    patch = int(SMALL["vision"]["patch"])
+    x = by_places(images, weights[f"{path}patches.weight"], patch, patch, 0).flatten(1, 2)
+    x = x + weights[f"{path}positions"]
+    for block in range(int(SMALL["vision"]["layers"])):
+        x = block_by_loops(x, weights, f"{path}blocks.{block}", causal=False)
+    return layer_normed(x, weights[f"{path}norm.weight"])
+
+
+def vit_by_loops(images: Tensor, weights: Weights) -> Tensor:
+    return tokens_by_loops(images, weights).mean(1) @ weights["head.weight"].t()
+
+
+def two_input_by_loops(images: Tensor, weights: Weights, text: Tensor) -> Tensor:
+    words = torch.stack([weights["embedding"][row] for row in text]) + weights["positions"]
+    x = torch.cat((tokens_by_loops(images, weights, "image.") @ weights["project.weight"].t(), words), 1)
+    for block in range(int(SMALL["vision"]["layers"])):
+        x = block_by_loops(x, weights, f"blocks.{block}", causal=True)
+    return layer_normed(x[:, -text.shape[1] :], weights["norm.weight"]) @ weights["head.weight"].t()
+
+
+BY_LOOPS: dict[str, Callable[..., Tensor]] = {
+    "resnet": resnet_by_loops, "vit": vit_by_loops, "two-input": two_input_by_loops,
+}  # fmt: skip
+
+
+def agrees(model: str, layout: str, passing: str) -> bool:
+    """Loss and all gradients, or logits, of the first batch."""
+    state, other = (state_of(model, layout=layout, **{"pass": passing}) for _ in range(2))
+    ours, gradients = outcome(state, False)
+    (images, *text), targets = other.loader.next()
+    weights: Weights = {}
+    for name, weight in other.model.named_parameters():
+        weights[name] = weight if weight.dim() < 4 else weight.permute(0, 2, 3, 1).flatten(1)
+    if passing == "forward":
+        weights |= dict(other.model.named_buffers())
+    logits = BY_LOOPS[model](images, weights, *text)
+    if isinstance(other, InferenceState):
+        return torch.allclose(ours, logits, rtol=1e-4, atol=1e-5)
+    loss = -logits.flatten(0, -2).log_softmax(-1).gather(1, targets.reshape(-1, 1)).mean()
+    wanted = torch.autograd.grad(loss, other.parameters)
+    return torch.allclose(ours, loss, rtol=1e-5) and joint_relative_frobenius(gradients, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("passing", ["training", "forward"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_it_is_what_plain_loops_compute(model: str, layout: str, passing: str) -> None:
+    assert agrees(model, layout, passing)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "nvfp4:hadamard=on"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_layout_changes_no_number(model: str, precision: str) -> None:
+    """Beyond the order of sums; in formats that round along the channels no rounding moves."""
+    for passing in ("training", "forward"):
+        errors = [Vision().error(setup_for(model, precision, layout=layout, **{"pass": passing})) for layout in LAYOUTS]
+        low = precision not in ("fp32", "bf16")
+        for name, error in errors[0].items():
+            assert error == pytest.approx(errors[1][name], rel=0.2 if low else 0.05, abs=1e-6), name
+
+
+def test_bf16_is_what_autocast_computes() -> None:
+    """Torch's own modules, channels last, with the same weights."""
+    state = state_of("resnet", "bf16", layers=1)
+    assert isinstance(state, TrainingState) and isinstance(state.model, ResNet)
+    _, ours = outcome(state, False)
+    (images,), targets = state.loader.next()
+    weights = {name: weight.detach().requires_grad_() for name, weight in state.model.named_parameters()}
+
+    def through(name: str, norm: str, x: Tensor, side: int = 1, stride: int = 1) -> Tensor:
+        weight = weights[f"{name}.weight"]
+        windows = weight.view(len(weight), side, side, -1).permute(0, 3, 1, 2)
+        y = functional.conv2d(x, windows, None, stride, side // 2)
+        return functional.batch_norm(y, None, None, weights[f"{norm}.weight"], weights[f"{norm}.bias"], True)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        x = through("stem", "norm", images.permute(0, 3, 1, 2), 7, 2).relu()
+        x, path = functional.max_pool2d(x, 3, 2, 1), "blocks.0"
+        hidden = through(f"{path}.reduce", f"{path}.norms.reduce", x).relu()
+        hidden = through(f"{path}.spatial", f"{path}.norms.spatial", hidden, 3).relu()
+        shortcut = through(f"{path}.shortcut", f"{path}.norms.shortcut", x)
+        x = (shortcut + through(f"{path}.expand", f"{path}.norms.expand", hidden)).relu()
+        loss = functional.cross_entropy((x.mean((2, 3)) @ weights["head.weight"].t()).float(), targets)
+    theirs = torch.autograd.grad(loss, list(weights.values()))
+    assert joint_relative_frobenius(ours, theirs) < 1e-3
+
+
+def flops_by_hand(model: str, training: bool) -> tuple[float, float]:
+    """Of an image: products and attention; 32 wide, two blocks, images of 16, patches of 4, 8 tokens of text."""
+    times, first = (3, 2) if training else (1, 1)
+    if model == "resnet":  # 8 x 8 places behind the stem, 4 x 4 in the stage, 8 channels inside
+        blocks = 16 * (8 * 8 + 9 * 8 * 8 + 8 * 32 + 8 * 32) + 16 * (32 * 8 + 9 * 8 * 8 + 8 * 32)
+        return 2 * (first * 64 * 147 * 8 + times * (blocks + 32 * 1000)), 0
+    block = 12 * 32 * 32
+    image = first * 16 * 48 * 32 + times * 2 * 16 * block
+    attention = times * 2 * 4 * 16 * 16 * 32
+    if model == "vit":
+        return 2 * (image + times * 32 * 1000), attention
+    joint = times * (16 * 32 * 32 + 2 * 24 * block + 8 * 32 * 512)
+    return 2 * (image + joint), attention + times * 2 * 2 * 24 * 24 * 32
+
+
+@pytest.mark.parametrize("passing", ["training", "forward"])
+@pytest.mark.parametrize("model", MODELS)
+def test_flops_by_hand(model: str, passing: str) -> None:
+    """To the FLOP, in every layout and precision; attention's backward multiplies its scores once more."""
+    products, attention = flops_by_hand(model, passing == "training")
+    batch, again = int(SMALL["vision"]["batch"]), attention / 6 if passing == "training" else 0
+    assert Vision().work(params_of(model, **{"pass": passing})).flops == batch * (products + attention)
+    for layout in LAYOUTS:
+        for precision in ("fp32", "bf16", "fp8"):
+            tape = tape_in_phases(state_of(model, precision, layout=layout, **{"pass": passing}).step)
+            assert tape.flops == batch * (products + attention + again), (layout, precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("passing", ["training", "forward"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_layout_stays_through_a_whole_step(model: str, layout: str, passing: str, precision: str) -> None:
+    state = state_of(model, precision, layout=layout, **{"pass": passing})
+    assert Vision().check(state) == ""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_neither_layout_copies_more_than_the_other(precision: str) -> None:
+    """Bytes that a step moves: a conversion anywhere in it would be some."""
+    moved = [
+        sum(count.bytes for count in tape_in_phases(state_of("resnet", precision, layout=layout).step).operators)
+        for layout in LAYOUTS
+    ]
+    assert moved[0] == pytest.approx(moved[1], rel=0.01)
+
+
+def _converted(function: Callable[..., Tensor], layout: torch.memory_format) -> Callable[..., Tensor]:
+    return lambda *arguments, **options: function(*arguments, **options).contiguous(memory_format=layout)
+
+
+def test_a_layout_that_is_converted_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a convolution, and between layers, where the next one would put it back."""
+    with monkeypatch.context() as patches:
+        patches.setattr(convolution, "_images", _converted(convolution._images, torch.contiguous_format))
+        assert "layout=channels_last" in Vision().check(state_of("resnet"))
+    relu = functional.relu
+    state = state_of("resnet")
+    assert isinstance(state.model, ResNet)
+    monkeypatch.setattr(functional, "relu", lambda x: relu(x).permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1))
+    assert "layout=channels_last" in Vision().check(state)
+    monkeypatch.undo()
+    assert Vision().check(state) == ""
+
+
+def test_windows_of_one_place_do_not_say_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lie either way; torch convolves as their strides say, and gave channels last back."""
+    images = convolution._images
+
+    def as_they_come(matrix: Tensor, shape: tuple[int, ...], layout: torch.memory_format) -> Tensor:
+        return matrix.reshape(*shape[:3], -1).permute(0, 3, 1, 2).contiguous()
+
+    monkeypatch.setattr(convolution, "_images", as_they_come)
+    state = state_of("resnet", layout="contiguous")
+    for layer in state.model.modules():
+        if isinstance(layer, convolution.Convolution) and layer.lie.size == (1, 1):
+            layer.weight.data = layer.weight.data.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    assert "layout=contiguous" in Vision().check(state)
+    monkeypatch.setattr(convolution, "_images", images)
+    assert Vision().check(state) == ""
+
+
+def test_batch_norm_in_the_other_mode_is_found() -> None:
+    state = state_of("resnet")
+    state.model.eval()
+    assert "batch norm norm goes by kept statistics" in Vision().check(state)
+    state = state_of("resnet", **{"pass": "forward"})
+    state.model.train()
+    assert "batch norm norm goes by its batch" in Vision().check(state)
+    assert {norm.training for norm in state_of("resnet").model.modules() if isinstance(norm, BatchNorm)} == {True}
+
+
+@pytest.mark.slow
+def test_an_arm_that_does_other_work_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One whose 3x3 convolutions see half of each image is labelled, and has no verdict."""
+    normed_by = Bottleneck._normed
+
+    def shorter(self: Bottleneck, name: str, x: Tensor, phase: Phases) -> Tensor:
+        if name != "spatial" or x.dtype != torch.bfloat16:
+            return normed_by(self, name, x, phase)
+        half = normed_by(self, name, x[:, :, : x.shape[2] // 2].contiguous(), phase)
+        return torch.cat((half, half), 2)
+
+    monkeypatch.setattr(Bottleneck, "_normed", shorter)
+    axes = tuple((name, (str(value),)) for name, value in SMALL["vision"].items())
+    request = Request("vision", ("fp32", "bf16"), ("cpu",), axes=axes, rounds=2, tape=True, isolation=False)
+    run = execute(request, tmp_path, SilentObserver(), "")
+    told = {record.case.precision: findings(run)[record.case.id] for record in run.records}
+    assert Label.WORK_MISMATCH not in told["fp32"].labels
+    assert Label.WORK_MISMATCH in told["bf16"].labels and told["bf16"].verdict is Verdict.UNSURE
+
+
+def test_phases_are_told_apart() -> None:
+    every = ["data_load", "cast", "gemm", "accumulate", "optimizer_step", "elementwise"]
+    assert set(phases(Vision(), setup_for("resnet", "bf16"))) == {*every}
+    assert set(phases(Vision(), setup_for("vit", "bf16"))) == {*every, "attention"}
+    inferred = phases(Vision(), setup_for("two-input", "bf16", **{"pass": "forward"}))
+    assert set(inferred) == {"data_load", "cast", "gemm", "attention", "elementwise"}
+    state = state_of("vit", **{"pass": "forward"})
+    assert "cast" not in marks(Vision(), state)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inference_casts_no_weight_in_its_step(model: str, layout: str) -> None:
+    """They are cast once; what comes out is what it was without."""
+    state, other = (state_of(model, "fp8", layout=layout, **{"pass": "forward"}) for _ in range(2))
+    logits, gradients = outcome(other, False)
+    assert gradients == []
+    layers = [module for module in state.model.modules() if getattr(module, "operands", None) is not None]
+    assert len(layers) == len(Vision().layers(params_of(model)))
+    for layer in layers:
+        layer.operands = None  # type: ignore[assignment]
+    assert torch.equal(outcome(state, False)[0], logits)
+
+
+def test_images_are_those_of_their_seed_in_every_layout_and_precision() -> None:
+    """Bytes normalised; batches take turns, and those that are loaded ahead stay where they are."""
+    sizes = sizes_of(params_of("two-input"))
+    loaders = [
+        ImageLoader(sizes, 4, layout, dtype, "cpu", 5)
+        for layout, dtype in ((torch.contiguous_format, torch.float32), (torch.channels_last, torch.bfloat16))
+    ]
+    for _ in range(6):
+        ((images, text), targets), ((others, _), _) = (loader.next() for loader in loaders)
+        assert torch.equal(images.bfloat16(), others) and images.permute(0, 3, 1, 2).is_contiguous()
+        assert others.is_contiguous() and torch.equal(text[:, 1:], targets[:, :-1])
+        bytes_of = images * torch.tensor(DEVIATIONS) + torch.tensor(MEANS)
+        assert (bytes_of.round() - bytes_of).abs().max() < 1e-3 and -0.1 < bytes_of.min() < bytes_of.max() < 255.1
+    loader = ImageLoader(sizes, 4, torch.channels_last, torch.float32, "cpu", 5)
+    first = [loader.next() for _ in range(4)]
+    for _ in range(3):
+        loader.load_ahead(1)
+    assert torch.equal(loader.next()[1], first[2][1]) and torch.equal(loader.next()[1], first[2][1])
+    again = ImageLoader(sizes, 4, torch.channels_last, torch.float32, "cpu", 5)
+    assert [torch.equal(again.next()[1], targets) for _, targets in first] == [True] * 4
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_it_learns(model: str) -> None:
+    state = state_of(model)
+    assert isinstance(state, TrainingState)
+    losses = state.losses(40)
+    assert sum(losses[-4:]) < 0.97 * sum(losses[:4])
+
+
+def test_layers_have_their_path_as_their_name() -> None:
+    for model in MODELS:
+        state = state_of(model)
+        layers = Vision().layers(params_of(model))
+        assert all(hasattr(state.model.get_submodule(layer.name), "arithmetic") for layer in layers)
+        assert {layer.kind for layer in layers if layer.high} == {"stem", "head"}
+
+
+def test_what_is_native_and_what_is_not() -> None:
+    sizes: dict[str, Scalar] = {"image": 32, "patch": 8, "width": 64, "batch": 16, "text": 16}
+    resnet, vit = params_of("resnet", **sizes), params_of("vit", **sizes)
+    fp8 = precisions.get("fp8")
+    support = Vision().support(resnet, fp8, H200)
+    assert support.level is Level.EMULATED and "no convolution in fp8" in support.reason
+    assert Vision().support(vit, fp8, H200).level is Level.NATIVE
+    assert Vision().layer_support("stem", vit, fp8, H200).level is Level.EMULATED
+    refused = Vision().layer_support("head", vit, fp8, H200)  # a thousand classes
+    assert refused.level is Level.REFUSED and "sides 64 and 1000" in refused.reason
+    odd = Vision().support(params_of("vit", **{**sizes, "batch": 3, "patch": 16}), fp8, H200)
+    assert odd.level is Level.REFUSED and "12 rows" in odd.reason
+    rotated = precisions.get("nvfp4:hadamard=on")
+    assert Vision().support(params_of("resnet", **{**sizes, "width": 128}), rotated, B200).level is Level.NATIVE
+    assert Vision().support(resnet, rotated, B200).level is Level.REFUSED  # of 16 channels
+    assert Vision().support(resnet, fp8, CPU).level is Level.EMULATED
+
+
+def test_a_resnet_comes_in_both_layouts_unless_told_otherwise() -> None:
+    whole = {**SMALL["vision"], "layout": "auto"}
+    layouts = [dict(params)["layout"] for params in Vision().expand({**whole, "model": "resnet"})]
+    assert layouts == ["contiguous", "channels_last"]
+    (vit,) = Vision().expand({**whole, "model": "vit"})
+    assert dict(vit)["layout"] == "channels_last" and "text" not in dict(vit) and "patch" in dict(vit)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for model, changes, word in (
+        ("vit", {"patch": 5}, "image=16 is no multiple of patch=5"), ("resnet", {"width": 24}, "width=24"),
+        ("resnet", {"batch": 1, "image": 4}, "one value a channel"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=word):
+            params_of(model, **changes)
+    params_of("resnet", batch=1, image=4, **{"pass": "forward"})
