@@ -1,0 +1,119 @@
+"""A sampler step by step, its first steps too: what each takes, and how far its latent is from the exact one."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from fp8bench import units
+from fp8bench.model import Timing
+from fp8bench.model.words import Phase
+from fp8bench.report.case_status import emulated
+from fp8bench.report.columns import Col, case_cols, table
+from fp8bench.report.elements import ChartAxis, Element, Lines, Mark, Table, Text
+from fp8bench.report.page.section import Material, section
+from fp8bench.report.panels import Panel, Result, ResultGroup, value_of
+from fp8bench.report.topics.tensors import timed_panels
+
+_ERROR = re.compile(r"(\w+)_step(\d+)_error")
+_KINDS = {
+    "single": ("one step", "of one step, from the exact latent before it"),
+    "single_floor": ("its floor", "the carrier's own products by another kernel: no precision is told from it"),
+    "free": ("sampled", "sampled freely from the noise: errors of all steps before are in it"),
+    "free_floor": ("its floor", "the same floor, sampled freely"),
+}  # fmt: skip
+READING = (
+    "Errors of the latent, relative to the exact one: of one step, and sampled freely. An error near its floor says "
+    "nothing of a precision: another kernel makes as much. What one step costs is the precision's; what sampling makes "
+    "of it is the trajectory's."
+)
+
+
+class SamplerStep(NamedTuple):
+    """`seconds` is None where marks of a step do not tell its sampler's steps apart."""
+
+    group: ResultGroup
+    result: Result
+    number: int
+    seconds: float | None
+    errors: Mapping[str, float]
+
+
+def is_of_step(metric: str) -> bool:
+    return _ERROR.fullmatch(metric) is not None
+
+
+def step_seconds(timing: Timing) -> tuple[float, ...]:
+    """The median over all calls of each stretch that ends in ACCUMULATE, to the length of a block of the clock's."""
+    calls = np.array([call for slot in timing.slots for call in slot.calls_ns], dtype=np.float64)
+    blocks, phases = timing.segments.blocks, timing.segments.phases
+    ends = [block for block, phase in zip(blocks, phases, strict=True) if phase == Phase.ACCUMULATE]
+    if not len(calls) or not ends or timing.varying:
+        return ()
+    stretch = np.array([min(bisect_left(ends, block), len(ends) - 1) for block in blocks])
+    return tuple(float(np.median(calls[:, stretch == number].sum(axis=1))) / 1e9 for number in range(len(ends)))
+
+
+def _of_case(group: ResultGroup, result: Result) -> Iterator[SamplerStep]:
+    errors: dict[int, dict[str, float]] = {}
+    for measurement in result.record.measurements:
+        known, value = _ERROR.fullmatch(measurement.metric), value_of(measurement)
+        if known and value is not None:
+            errors.setdefault(int(known[2]), {})[known[1]] = value
+    seconds = step_seconds(result.record.timing) if errors and result.record.timing else ()
+    for number, own in sorted(errors.items()):
+        yield SamplerStep(group, result, number, seconds[number - 1] if len(seconds) == len(errors) else None, own)
+
+
+def by_step(panel: Panel) -> Iterator[Element]:
+    """A row for each step of each case; nothing where there is no sampler."""
+    if rows := [row for group, result in panel.members for row in _of_case(group, result)]:
+        yield _table(panel, rows)
+        yield Text(READING)
+
+
+def _table(panel: Panel, rows: Sequence[SamplerStep]) -> Table:
+    cols: list[Col[SamplerStep]] = [
+        *case_cols(),
+        Col("step", lambda row: row.number, number=True, show=units.whole),
+        # For an emulation with the word that keeps it from being read as a speed.
+        Col("time", lambda row: f"{'emulated ' * emulated(row.result)}{units.seconds(row.seconds)}", number=True),
+        *(Col(heading, partial(_error, name=name), number=True, show=units.relative_error, hint=hint)
+          for name, (heading, hint) in _KINDS.items()),
+    ]  # fmt: skip
+    return table(f"by-step-of-{panel.case.workload}", "step by step of the sampler", cols, rows)
+
+
+def _error(row: SamplerStep, name: str) -> float | None:
+    return row.errors.get(name)
+
+
+@section("by-step", "Step by step of a sampler", 101)
+def by_step_section(material: Material) -> Iterator[Element]:
+    for number, (title, panel) in enumerate(timed_panels(material)):
+        if steps := list(by_step(panel)):
+            yield from (_chart(f"by-step-{number}-{place}", title, group) for place, group in enumerate(panel.groups))
+            yield from steps
+
+
+def _chart(name: str, title: str, group: ResultGroup) -> Lines:
+    """A line for each case, sampled and of one step; those whose floors are the same share its line."""
+    series: dict[tuple[float, ...], str] = {}
+    count = 0
+    for result in group.results:
+        steps = list(_of_case(group, result))
+        count = max(count, len(steps))
+        for kind, words in (("free", "sampled"), ("single", "one step"), ("free_floor", "floor")):
+            values = tuple(step.errors[kind] for step in steps if kind in step.errors)
+            if values:
+                series.setdefault(values, f"{result.mode} {words}")
+    lines = tuple((label, tuple(Mark(label, value) for value in values)) for values, label in series.items())
+    where = f"{title}{', ' * bool(group.place)}{group.place}"
+    description = f"Relative error of the latent after each of {count} steps."
+    axis = ChartAxis("relative error of the latent", log=True)
+    return Lines(name, f"{where}: error by step", description, tuple(map(str, range(1, count + 1))), axis, lines)
