@@ -77,8 +77,8 @@ class DiTBlock(nn.Module):
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.modulation(time, phase, x.dtype)
         x = x + gate * self.attn(modulated(x, shift, scale), phase)
         # A layer of another precision hands back its own carrier; the stream keeps the model's.
-        hidden: Tensor = self.mlp(modulated(x, shift_mlp, scale_mlp), phase)
-        return x + gate_mlp * hidden.to(x.dtype)
+        added: Tensor = gate_mlp * self.mlp(modulated(x, shift_mlp, scale_mlp), phase).to(x.dtype)
+        return x + added
 
 
 class DiT(nn.Module):

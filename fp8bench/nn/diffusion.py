@@ -70,7 +70,7 @@ class Sampling(Exercise):
                 self.switched.append((layer, own, _way(layer, self.high)))
 
     def step(self, phase: Phases) -> None:
-        """The latent of each step is added up in ACCUMULATE, which ends it: so the clock tells steps apart."""
+        """The latent of each step is added up in ACCUMULATE, which ends it: so the clock tells them apart."""
         with phase.elementwise:
             for _ in self.latents(phase):
                 pass

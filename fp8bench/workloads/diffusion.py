@@ -116,6 +116,7 @@ class Diffusion(LayerWorkload):
     summary = "a denoiser (DiT, UNet) on random weights: all steps of a sampler with its error by step, or training"
     layer_kinds = ("attn", "body", "time", "ends")
     batch_axis = "batch"
+    part_ends = "accumulate"
     history = Grid(
         cpu={"denoiser": ("dit", "unet"), "image": ("8",)}, gpu={"denoiser": ("dit", "unet"), "image": ("64",)},
         phases=("cast", "gemm", "attention", "accumulate", "elementwise"), errors=("latent_error",), per="flops",
@@ -135,7 +136,7 @@ class Diffusion(LayerWorkload):
                  whole_number(high=64)),
             Axis("pass", "sampling: all steps from noise to image; training: forward and backward", ("sampling",),
                  one_of("sampling", "training")),
-            Axis("steps", "of the sampler, DDIM", (steps,), whole_number(high=1000)),
+            Axis("steps", "of the sampler, DDIM", (steps,), whole_number(high=250)),
             Axis("guidance", "none; twice: two evaluations a step, with the condition and without; batch: one of twice "
                  "the batch", ("none",), one_of("none", "twice", "batch")),
             Axis("high_steps", "how many of the first and the last steps multiply in high precision, as in 4+1",

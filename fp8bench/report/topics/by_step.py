@@ -49,7 +49,7 @@ def is_of_step(metric: str) -> bool:
 
 
 def step_seconds(timing: Timing) -> tuple[float, ...]:
-    """The median over all calls of each stretch that ends in ACCUMULATE, to the length of a block of the clock's."""
+    """The median over all calls of each part of a step that ends in ACCUMULATE (`Workload.part_ends`)."""
     calls = np.array([call for slot in timing.slots for call in slot.calls_ns], dtype=np.float64)
     blocks, phases = timing.segments.blocks, timing.segments.phases
     ends = [block for block, phase in zip(blocks, phases, strict=True) if phase == Phase.ACCUMULATE]
