@@ -40,10 +40,9 @@ class OtherKernel(PlainArithmetic):
         return in_dtype(torch.mm(b.data, a.data.t()).t().contiguous(), dtype)
 
 
-def levels(time: int) -> tuple[float, float]:
-    """How much of the image and of the noise there is at a time step; at -1 the image alone."""
-    angle = math.pi / 2 * (time + 1) / (TIME_STEPS + 1)
-    return math.cos(angle), math.sin(angle)
+def angle(time: int) -> float:
+    """Of a time step; at -1, which is the image, 0."""
+    return math.pi / 2 * (time + 1) / (TIME_STEPS + 1)
 
 
 @dataclass
@@ -93,8 +92,9 @@ class Sampling(Exercise):
         time, next_time = self.plan.times()[step : step + 2]
         velocity = self._velocity(latent, time, phase).to(latent.dtype)
         with phase.accumulate:
-            (a, b), (next_a, next_b) = levels(time), levels(next_time)
-            return next_a * (a * latent - b * velocity) + next_b * (b * latent + a * velocity)
+            # What image and noise make at the next time, where each is what latent and velocity say now.
+            turn = angle(time) - angle(next_time)
+            return math.cos(turn) * latent - math.sin(turn) * velocity
 
     def _velocity(self, latent: Tensor, time: int, phase: Phases) -> Tensor:
         """By one evaluation, or, guided, by two: one after the other, or as one of twice the batch."""
@@ -192,6 +192,7 @@ def made(
     noise, condition, image = state.inputs
     chance = torch.Generator("cpu").manual_seed(setup.seed)
     times = torch.randint(TIME_STEPS, (sizes.batch,), generator=chance, device="cpu")
-    mixed = torch.tensor([levels(time) for time in times.tolist()], dtype=wide, device=noise.device)
+    angles = torch.tensor([angle(time) for time in times.tolist()], dtype=torch.float64, device="cpu")
+    mixed = torch.stack((angles.cos(), angles.sin())).to(noise)
     inputs = image, noise, condition, times.to(noise)
-    return DenoiserTraining(state.layer, inputs, mixed.t()[..., None, None, None])
+    return DenoiserTraining(state.layer, inputs, mixed[..., None, None, None])

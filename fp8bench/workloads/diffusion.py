@@ -124,7 +124,7 @@ class Diffusion(LayerWorkload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         batch, image, width, layers, steps = (
-            ("4", "64", "auto", "8", "20") if facts.accelerated else ("2", "8", "64", "2", "8")
+            ("4", "64", "auto", "8", "20") if facts.accelerated else ("2", "8", "64", "2", "6")
         )
         return (
             Axis("denoiser", "dit: a transformer of patches; unet: convolutions, attention at half the resolution",

@@ -36,6 +36,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "conv": {"channels": ("256",)},
     "data": {"batch": ("4",), "record": ("4096",)},
     "decode": {"batch": ("1", "16"), "context": ("4096",)},
+    "diffusion": {"denoiser": ("dit",), "layers": ("1",), "steps": ("2",)},
     "gemm": {"shape": ("1x8192x8192", "16384x2048x4096", "1000"), "product": tuple(sizes.PRODUCTS)},
     "learning": {},
     "mlp": {"gated": ("yes",)},
@@ -109,8 +110,9 @@ def expected(case: Case, gpu: str) -> Counter[tuple[str, str, str]]:
     of_model = 4 * BLOCKS * int(params.get("micro_batches", 0))
     layers = {"attention": 2, "conv": 2, "learning": 8, "mlp": 2, "transformer": of_model}
     layers |= dict.fromkeys(SERVED, 4 * BLOCKS)
+    layers["diffusion"] = 4 * int(params.get("steps", 0))
     for product, roles in sizes.PRODUCTS.items():
-        if case.workload in SERVED and product != "forward":
+        if case.workload in (*SERVED, "diffusion") and product != "forward":
             continue
         count = int(params["product"] == product) if case.workload == "gemm" else layers.get(case.workload, 0)
         if product == "forward" and params.get("checkpointing") == "blocks":

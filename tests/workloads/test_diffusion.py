@@ -19,7 +19,7 @@ from fp8bench.model import Label, Level, Scalar, Tape, Verdict
 from fp8bench.nn import exercise as exercises
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.denoisers import sinusoids
-from fp8bench.nn.diffusion import GUIDANCE, DenoiserTraining, Sampling, errors_by_step, levels
+from fp8bench.nn.diffusion import GUIDANCE, DenoiserTraining, Sampling, angle, errors_by_step
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.sizes import SamplerPlan
 from fp8bench.numerics.distributions import drawn
@@ -404,12 +404,11 @@ def test_sinusoids_keep_single_steps_apart() -> None:
     assert float((waves[1:] - waves[:-1]).abs().amax(1).min()) > 0.5
 
 
-def test_times_and_levels_go_from_noise_to_image() -> None:
+def test_times_and_angles_go_from_noise_to_image() -> None:
     assert SamplerPlan(4, "none", 0, 0).times() == [999, 749, 499, 249, -1]
     assert SamplerPlan(1, "none", 0, 0).times() == [999, -1]
     assert len(set(SamplerPlan(1000, "none", 0, 0).times())) == 1001
-    assert levels(-1) == (1.0, 0.0)
-    assert all(math.isclose(a * a + b * b, 1) for a, b in map(levels, range(1000)))
+    assert angle(-1) == 0 and 0 < angle(0) < angle(999) < math.pi / 2
     assert [SamplerPlan(5, "none", 1, 2).high(step) for step in range(5)] == [True, False, False, True, True]
 
 
