@@ -320,6 +320,9 @@ STEPS = (
     _suite(
         "moe", "fp8bench suite moe --dtypes native:bf16,fp8-rowwise,mxfp8", 150,
         rows=("`suite moe`: loads, dispatch, combine, router",)),
+    _suite(
+        "diffusion", "fp8bench suite diffusion --dtypes native:bf16,fp8-rowwise,mxfp8", 200,
+        rows=("`suite diffusion`: denoisers, sampler, errors and times by step",)),
     _suite("torchao", f"{_STEP} bf16,fp8:backend=torchao", 150, rows=("backend `torchao`",)),
     _suite("te", f"{_STEP} bf16,fp8:backend=te", 150, rows=("backend `te`",)),
     FirstStep(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
+import statistics
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
-
-import numpy as np
 
 from fp8bench import units
 from fp8bench.model import Timing
@@ -50,13 +49,17 @@ def is_of_step(metric: str) -> bool:
 
 def step_seconds(timing: Timing) -> tuple[float, ...]:
     """The median over all calls of each part of a step that ends in ACCUMULATE (`Workload.part_ends`)."""
-    calls = np.array([call for slot in timing.slots for call in slot.calls_ns], dtype=np.float64)
+    calls = [call for slot in timing.slots for call in slot.calls_ns]
     blocks, phases = timing.segments.blocks, timing.segments.phases
     ends = [block for block, phase in zip(blocks, phases, strict=True) if phase == Phase.ACCUMULATE]
-    if not len(calls) or not ends or timing.varying:
+    if not calls or not ends or timing.varying:
         return ()
-    stretch = np.array([min(bisect_left(ends, block), len(ends) - 1) for block in blocks])
-    return tuple(float(np.median(calls[:, stretch == number].sum(axis=1))) / 1e9 for number in range(len(ends)))
+    parts = [min(bisect_left(ends, block), len(ends) - 1) for block in blocks]
+    sums = [[0] * len(ends) for _ in calls]
+    for call, own in zip(calls, sums, strict=True):
+        for part, cell in zip(parts, call, strict=True):
+            own[part] += cell
+    return tuple(statistics.median(taken) / 1e9 for taken in zip(*sums, strict=True))
 
 
 def _of_case(group: ResultGroup, result: Result) -> Iterator[SamplerStep]:
