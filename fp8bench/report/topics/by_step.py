@@ -14,7 +14,7 @@ from fp8bench.model import Timing
 from fp8bench.model.words import Phase
 from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, case_cols, table
-from fp8bench.report.elements import ChartAxis, Element, Lines, Mark, Table, Text
+from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Scatter, Table, Text
 from fp8bench.report.page.section import Material, section
 from fp8bench.report.panels import Panel, Result, ResultGroup, value_of
 from fp8bench.report.topics.tensors import timed_panels
@@ -104,19 +104,19 @@ def by_step_section(material: Material) -> Iterator[Element]:
             yield from steps
 
 
-def _chart(name: str, title: str, group: ResultGroup) -> Lines:
+def _chart(name: str, title: str, group: ResultGroup) -> Scatter:
     """A line for each case, sampled and of one step; those whose floors are the same share its line."""
-    series: dict[tuple[float, ...], str] = {}
-    count = 0
+    lines: dict[tuple[float, ...], str] = {}
     for result in group.results:
         steps = list(_of_case(group, result))
-        count = max(count, len(steps))
-        for kind, words in (("free", "sampled"), ("single", "one step"), ("free_floor", "floor")):
+        for kind, words in (("free", "sampled"), ("single", "one step"), ("free_floor", "floor of sampled")):
             values = tuple(step.errors[kind] for step in steps if kind in step.errors)
-            if values:
-                series.setdefault(values, f"{result.mode} {words}")
-    lines = tuple((label, tuple(Mark(label, value) for value in values)) for values, label in series.items())
+            lines.setdefault(values, f"{result.mode} {words}")
+    points = tuple(
+        ChartPoint(label, str(number), number, value)
+        for values, label in lines.items() for number, value in enumerate(values, 1) if value > 0
+    )  # fmt: skip
     where = f"{title}{', ' * bool(group.place)}{group.place}"
-    description = f"Relative error of the latent after each of {count} steps."
-    axis = ChartAxis("relative error of the latent", log=True)
-    return Lines(name, f"{where}: error by step", description, tuple(map(str, range(1, count + 1))), axis, lines)
+    description = "Error of the latent after each step; exact ones have no place on a logarithmic axis."
+    axes = ChartAxis("step of the sampler"), ChartAxis("relative error of the latent", log=True)
+    return Scatter(name, f"{where}: error by step", description, *axes, points, joined=tuple(lines.values()))

@@ -8,7 +8,7 @@ import pytest
 
 from fp8bench.measure.slots import segment
 from fp8bench.model import CELL_PHASES, SlotSample, Timing
-from fp8bench.report.elements import Lines, Table
+from fp8bench.report.elements import Scatter, Table
 from fp8bench.report.topics.by_step import is_of_step, step_seconds
 from tests.fakes import MS, steady
 from tests.materials import Made, built, of_kind, part
@@ -86,12 +86,15 @@ def test_every_step_of_every_case_has_a_row() -> None:
 
 def test_lines_that_are_the_same_are_one() -> None:
     """bf16 and fp16 have alike errors here, and all have one floor."""
-    (chart,) = of_kind(part("by-step", sampling()), Lines)
-    assert chart.places == ("1", "2") and chart.axis.log
-    drawn = {label: [mark.value for mark in marks if mark] for label, marks in chart.series}
+    (chart,) = of_kind(part("by-step", sampling()), Scatter)
+    assert chart.y.log and not chart.x.log
+    drawn: dict[str, list[tuple[float | None, float]]] = {label: [] for label in chart.joined}
+    for point in chart.points:
+        drawn[point.series].append((point.x, point.y))
     assert drawn == {
-        "bf16 sampled": [1e-2, 3e-2], "bf16 one step": [1e-2, 2e-2], "bf16 floor": [1e-3, 2e-3],
-        "fp8 sampled": [5e-2, pytest.approx(0.15)], "fp8 one step": [5e-2, 0.1],
+        "bf16 sampled": [(1, 1e-2), (2, 3e-2)], "bf16 one step": [(1, 1e-2), (2, 2e-2)],
+        "bf16 floor of sampled": [(1, 1e-3), (2, 2e-3)],
+        "fp8 sampled": [(1, 5e-2), (2, pytest.approx(0.15))], "fp8 one step": [(1, 5e-2), (2, 0.1)],
     }  # fmt: skip
 
 
