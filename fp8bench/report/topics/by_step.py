@@ -14,22 +14,22 @@ from fp8bench.model import Timing
 from fp8bench.model.words import Phase
 from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, case_cols, table
-from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Scatter, Table, Text
+from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Items, Scatter, Table, Text
 from fp8bench.report.page.section import Material, section
 from fp8bench.report.panels import Panel, Result, ResultGroup, value_of
 from fp8bench.report.topics.tensors import timed_panels
 
-_ERROR = re.compile(r"(\w+)_step(\d+)_error")
 _KINDS = {
     "single": ("one step", "of one step, from the exact latent before it"),
     "single_floor": ("its floor", "the carrier's own products by another kernel: no precision is told from it"),
     "free": ("sampled", "sampled freely from the noise: errors of all steps before are in it"),
     "free_floor": ("its floor", "the same floor, sampled freely"),
 }  # fmt: skip
+_ERROR = re.compile(rf"({'|'.join(_KINDS)})_step(\d+)_error")
 READING = (
-    "Errors of the latent, relative to the exact one: of one step, and sampled freely. An error near its floor says "
-    "nothing of a precision: another kernel makes as much. What one step costs is the precision's; what sampling makes "
-    "of it is the trajectory's."
+    "Errors of the latent are relative to the exact one. An error near its floor says nothing of a precision: other "
+    "kernels of its carrier make as much. What one step costs is the precision's; what sampling makes of it is the "
+    "trajectory's."
 )
 
 
@@ -75,9 +75,23 @@ def _of_case(group: ResultGroup, result: Result) -> Iterator[SamplerStep]:
 
 def by_step(panel: Panel) -> Iterator[Element]:
     """A row for each step of each case; nothing where there is no sampler."""
-    if rows := [row for group, result in panel.members for row in _of_case(group, result)]:
-        yield _table(panel, rows)
+    if cases := [steps for group, result in panel.members if (steps := list(_of_case(group, result)))]:
+        yield _table(panel, [step for steps in cases for step in steps])
+        yield Items(
+            tuple(Text(_ending(steps)) for steps in cases if all({*step.errors} == {*_KINDS} for step in steps))
+        )
         yield Text(READING)
+
+
+def _ending(steps: Sequence[SamplerStep]) -> str:
+    """Which step costs most, and what it comes to beside the floor."""
+    worst, last = max(steps, key=lambda step: step.errors["single"]), steps[-1].errors
+    name = f"{worst.group.place} {worst.result.mode}".strip()
+    beside = f", {last['free'] / last['free_floor']:.2g} times its floor" if last["free_floor"] else ""
+    return (
+        f"{name}: of one step {units.relative_error(worst.errors['single'])} at most, in step {worst.number}; sampled "
+        f"{units.relative_error(last['free'])} at the end{beside}"
+    )
 
 
 def _table(panel: Panel, rows: Sequence[SamplerStep]) -> Table:

@@ -8,7 +8,7 @@ import pytest
 
 from fp8bench.measure.slots import segment
 from fp8bench.model import CELL_PHASES, SlotSample, Timing
-from fp8bench.report.elements import Scatter, Table
+from fp8bench.report.elements import Items, Scatter, Table
 from fp8bench.report.topics.by_step import is_of_step, step_seconds
 from tests.fakes import MS, steady
 from tests.materials import Made, built, of_kind, part
@@ -81,6 +81,14 @@ def test_every_step_of_every_case_has_a_row() -> None:
         ["fp16", "2", "107 ms", "2.0e-02", "1.0e-03", "3.0e-02", "2.0e-03"],
         ["fp8", "1", "emulated 45.0 ms", "5.0e-02", "1.0e-03", "5.0e-02", "1.0e-03"],
         ["fp8", "2", "emulated 107 ms", "1.0e-01", "1.0e-03", "1.5e-01", "2.0e-03"],
+    ]
+
+
+def test_what_it_comes_to_is_said_beside_its_floor() -> None:
+    (told,) = of_kind(part("by-step", sampling()), Items)
+    assert [text.text.partition(": ")[2] for text in told.items][1:] == [
+        "of one step 2.0e-02 at most, in step 2; sampled 3.0e-02 at the end, 15 times its floor",
+        "of one step 1.0e-01 at most, in step 2; sampled 1.5e-01 at the end, 75 times its floor",
     ]
 
 
