@@ -89,7 +89,7 @@ class Sampling(Exercise):
     def after(self, latent: Tensor, step: int, phase: Phases) -> Tensor:
         for layer, own, high in self.switched:
             vars(layer).update(high if self.plan.high(step) else own)
-        time, next_time = self.plan.times()[step : step + 2]
+        time, next_time = self.plan.time(step), self.plan.time(step + 1)
         velocity = self._velocity(latent, time, phase).to(latent.dtype)
         with phase.accumulate:
             # What image and noise make at the next time, where each is what latent and velocity say now.

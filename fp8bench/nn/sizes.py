@@ -57,9 +57,9 @@ class SamplerPlan(NamedTuple):
     def evaluations(self) -> int:
         return self.steps * (2 if self.guidance == "twice" else 1)
 
-    def times(self) -> list[int]:
-        """Of each step, evenly from the noisiest on, and -1, which is the image."""
-        return [round(TIME_STEPS * (self.steps - step) / self.steps) - 1 for step in range(self.steps + 1)]
+    def time(self, step: int) -> int:
+        """From the noisiest on, evenly; after the last step -1, which is the image."""
+        return round(TIME_STEPS * (self.steps - step) / self.steps) - 1
 
     def high(self, step: int) -> bool:
         return step < self.first or step >= self.steps - self.last

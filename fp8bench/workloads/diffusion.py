@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # Of sampling alone: a training step has none of them.
 _SAMPLED = ("steps", "guidance", "high_steps")
+_PASSES = ("sampling", "training")
 _WIDTHS = {"dit": 1152, "unet": 320}
 
 
@@ -118,8 +119,10 @@ class Diffusion(LayerWorkload):
     batch_axis = "batch"
     part_ends = "accumulate"
     history = Grid(
-        cpu={"denoiser": ("dit", "unet"), "image": ("8",)}, gpu={"denoiser": ("dit", "unet"), "image": ("64",)},
-        phases=("cast", "gemm", "attention", "accumulate", "elementwise"), errors=("latent_error",), per="flops",
+        cpu={"denoiser": ("dit", "unet"), "pass": _PASSES, "image": ("8",)},
+        gpu={"denoiser": ("dit", "unet"), "pass": _PASSES, "image": ("64",)},
+        phases=("cast", "gemm", "attention", "accumulate", "elementwise"),
+        errors=("latent_error", "output_error", "gradient_error"), per="flops",
     )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
@@ -129,13 +132,13 @@ class Diffusion(LayerWorkload):
         return (
             Axis("denoiser", "dit: a transformer of patches; unet: convolutions, attention at half the resolution",
                  ("dit", "unet"), one_of("dit", "unet")),
-            Axis("batch", "latents that are denoised together", (batch,), whole_number(high=1 << 12)),
+            Axis("batch", "latents that are denoised together", (batch,), whole_number(high=1 << 16)),
             Axis("image", f"height and width of a latent of {CHANNELS} channels", (image,), whole_number(high=1 << 10)),
             Axis("width", "features of the stream", (width,), auto_or(whole_number(high=1 << 14))),
             Axis("layers", "blocks of a DiT; of a UNet at full resolution, down and up", (layers,),
                  whole_number(high=64)),
             Axis("pass", "sampling: all steps from noise to image; training: forward and backward", ("sampling",),
-                 one_of("sampling", "training")),
+                 one_of(*_PASSES)),
             Axis("steps", "of the sampler, DDIM", (steps,), whole_number(high=250)),
             Axis("guidance", "none; twice: two evaluations a step, with the condition and without; batch: one of twice "
                  "the batch", ("none",), one_of("none", "twice", "batch")),
