@@ -327,6 +327,9 @@ STEPS = (
         "layout", "fp8bench ablate vision --set model=resnet --options channels_last,bf16", 120,
         (Line("layout", said("together: ")),), quick="--quick",
     ),
+    FirstStep(
+        "diffusion", "fp8bench suite diffusion --dtypes native:bf16,fp8-rowwise,mxfp8", 200,
+        rows=("`suite diffusion`: denoisers, sampler, errors and times by step",)),
     _suite("torchao", f"{_STEP} bf16,fp8:backend=torchao", 150, rows=("backend `torchao`",)),
     _suite("te", f"{_STEP} bf16,fp8:backend=te", 150, rows=("backend `te`",)),
     FirstStep(

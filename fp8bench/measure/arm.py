@@ -37,7 +37,7 @@ from fp8bench.model import (
 from fp8bench.model.raw import QUANTISERS_VARIABLE, Filling, RawSlot, RawStep
 from fp8bench.model.run import is_on
 from fp8bench.protocols.axes import CACHE, ROTATING
-from fp8bench.registry import precisions
+from fp8bench.registry import precisions, workloads
 
 _EAGER = "eager"
 
@@ -133,7 +133,7 @@ class MeasuredArm:
             best = self._fastest_of_a_few(worker, limit)
         self.step_seconds = max(best.seconds, 1e-7)
         self.calibrated = best
-        self.segmentation = segment(best.codes, best.intervals_ns)
+        self.segmentation = segment(best.codes, best.intervals_ns, part_ends=self._part_ends)
         shape = shape_of(self.step_seconds, self.host_seconds, self.cache, self.queues)
         self.calls, self.discard, self.filling = shape.calls, shape.discard, shape.filling
         if self.cache == ROTATING:
@@ -199,7 +199,7 @@ class MeasuredArm:
             return
         own_ns, lead_ns = sum(self.calibrated.intervals_ns), sum(lead.calibrated.intervals_ns)
         block_ns = max(1, round(block_length(lead_ns) * own_ns / max(lead_ns, 1)))
-        self.segmentation = segment(self.calibrated.codes, self.calibrated.intervals_ns, block_ns)
+        self.segmentation = segment(self.calibrated.codes, self.calibrated.intervals_ns, block_ns, self._part_ends)
 
     def run(self, worker: Worker, round_number: int, place: int | None = None) -> None:
         """One slot of this arm, which is so many slots after the first of its round.
@@ -225,6 +225,10 @@ class MeasuredArm:
             self.not_finite = max(self.not_finite, found.not_finite)
         if self.planned.case.static is not None or precisions.get(self.planned.case.precision).whole_layers:
             self.scales = worker.within(self.limits.numbers(self.planned.work)).scales(self.key)
+
+    @property
+    def _part_ends(self) -> str:
+        return workloads.get(self.planned.case.workload).part_ends
 
     def counted(self, worker: Worker) -> dict[str, Any]:
         """What a record has of how its steps work now that they have been timed; of which nobody may be able to tell.

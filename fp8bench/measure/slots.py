@@ -87,8 +87,11 @@ def block_length(step_ns: int) -> int:
     return max(LEAST_BLOCK_NS, step_ns // MOST_BLOCKS)
 
 
-def segment(codes: Sequence[int], intervals_ns: Sequence[int], block_ns: int | None = None) -> Segmentation:
-    """Cut a step at its marks into blocks, and number the (block, phase) cells in order of appearance."""
+def segment(
+    codes: Sequence[int], intervals_ns: Sequence[int], block_ns: int | None = None, part_ends: str = ""
+) -> Segmentation:
+    """Cut a step at its marks into blocks, and number the (block, phase) cells in order of appearance. No block goes
+    on behind the phase that ends a part of a step, if there is such a one."""
     block_ns = block_ns or block_length(sum(intervals_ns))
     cells: dict[tuple[int, int], int] = {}
     cell_of = []
@@ -97,7 +100,7 @@ def segment(codes: Sequence[int], intervals_ns: Sequence[int], block_ns: int | N
         if in_block >= block_ns:
             block, in_block = block + 1, 0
         cell_of.append(cells.setdefault((block, code), len(cells)))
-        in_block += interval
+        in_block = block_ns if CELL_PHASES[code] == part_ends else in_block + interval
     phases = tuple(CELL_PHASES[code] for _, code in cells)
     return Segmentation(tuple(codes), tuple(cell_of), Segments(phases, tuple(number for number, _ in cells)))
 

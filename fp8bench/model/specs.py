@@ -324,7 +324,7 @@ _row("*_vanished", units.RATIO, "the share of all values that are zero and are n
 _row("*_db", "dB", "numerical errors in decibels", better=_UP, page="numerics.md", **_OF_WORKLOADS)
 for _name in ("utilisation_percent", "dynamic_range_octaves", "subnormal_percent"):  # neither more nor less is better
     _row(_name, {"t": "%", "s": "octaves"}[_name[-1]], "of a format", better=_NO, page="numerics.md", **_OF_WORKLOADS)
-# Of a mixture of experts: its load, of which neither more nor less is better.
+# Of a mixture of experts its load, and of a sampler: of these neither more nor less is better.
 for _name, _unit, _words in (
     ("load_ratio", "x", "the most tokens that an expert has, over the mean"),
     ("distinct_experts", "count", "those that have any token, of all layers"),
@@ -332,6 +332,7 @@ for _name, _unit, _words in (
     ("rows_least", "count", "of the tokens of an expert that has any"),
     ("rows_median", "count", "of the same"),
     ("layers_that_agree", "count", "ahead of the first whose router chooses other experts than an exact one"),
+    ("evaluations", "count", "of the denoiser, in all steps of a sampler"),
 ):
     _show = "{:g}".format if _unit == "count" else None
     _row(_name, _unit, _words, better=_NO, page="suites.md", show=_show, **_OF_WORKLOADS)

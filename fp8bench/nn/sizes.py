@@ -23,6 +23,48 @@ class MoeSizes(NamedTuple):
     top_k: int
 
 
+# Of latents: channels, and the sides of a DiT's patches; sinusoids that a time step becomes.
+CHANNELS, PATCH, FREQUENCIES = 4, 2, 256
+# So many features of a head, where the width is made up of them.
+HEAD_WIDTH = 64
+# Time steps of the whole way from noise to image.
+TIME_STEPS = 1000
+
+
+class DenoiserSizes(NamedTuple):
+    """Latents of image x image; `layers` are a DiT's blocks, or a UNet's at its full resolution, either way."""
+
+    denoiser: str
+    batch: int
+    image: int
+    width: int
+    layers: int
+
+
+def heads_of(width: int) -> int:
+    return 1 if width % HEAD_WIDTH else width // HEAD_WIDTH
+
+
+class SamplerPlan(NamedTuple):
+    """Steps of a sampler, how it is guided, and of how many at either end all products are in high precision."""
+
+    steps: int
+    guidance: str
+    first: int
+    last: int
+
+    @property
+    def evaluations(self) -> int:
+        return self.steps * (2 if self.guidance == "twice" else 1)
+
+    def time(self, step: int) -> int:
+        """From the noisiest on, evenly; after the last step -1, which is the image."""
+        return round(TIME_STEPS * (self.steps - step) / self.steps) - 1
+
+    def high(self, step: int) -> bool:
+        return step < self.first or step >= self.steps - self.last
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """A model and the step it runs by default. `modern` is Llama's manner: RMS norm, rotary positions, gates.

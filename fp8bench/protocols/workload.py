@@ -137,7 +137,8 @@ class Workload(ABC):
     state may become infinite or NaN: the case is then labelled, and fails otherwise. `linear_layers` says that all its
     products in low precision are those of linear layers, which a backend may make its own. `loads` says what `load`
     brings. `error`, `statistics` and `check` run apart from any timing. One that is not `listed` has a command of its
-    own, or takes `least_ranks` processes together. `examined` says that which cases there can be, and which layers,
+    own, or takes `least_ranks` processes together. `part_ends` is the phase that ends each part of a step whose time is
+    told by itself, if it has such parts. `examined` says that which cases there can be, and which layers,
     only a worker knows: it is asked beforehand (`examine`), and a plan takes the keys of a precision map as they are.
     """
 
@@ -155,6 +156,7 @@ class Workload(ABC):
     loads: ClassVar[str] = ""
     listed: ClassVar[bool] = True
     least_ranks: ClassVar[int] = 1
+    part_ends: ClassVar[str] = ""
     examined: ClassVar[bool] = False
 
     @abstractmethod

@@ -52,6 +52,7 @@ SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "accumulate": (("width", ("64",)), ("tensors", ("3",))),
     "attention": (("part", ("layer",)), ("sequence", ("32",)), ("heads", ("2",)), ("head_width", ("16",))),
     "cast": (("shape", ("64",)),),
+    "diffusion": (("denoiser", ("dit",)), ("image", ("4",)), ("width", ("32",)), ("steps", ("3",))),
     "gemm": (("shape", ("32",)),),
     "learning": (("width", ("32",)), ("steps", ("2",)), ("draws", ("1",))),
     "optimizer": (("width", ("64",)), ("tensors", ("3",))),
@@ -72,6 +73,11 @@ QUICK = ("optimizer",)  # whose whole grid is measured each time; the others' wh
 # Errors that a workload has and does not follow: SQNR is better when higher, which asv cannot know; the rest says
 # again, or only describes, what the followed ones say.
 UNFOLLOWED = {
+    "diffusion": {
+        "evaluations",
+        *(f"{kind}_step{step}_error" for kind in ("free", "free_floor", "single", "single_floor")
+          for step in range(1, 9)),
+    },
     "moe": {
         "distinct_experts", "expert_bytes", "layers_that_agree", "load_ratio", "rows_least", "rows_median",
         "top_k_differs_percent",
@@ -212,7 +218,9 @@ def test_steps_run_and_close_their_phases(name: str, precision: str, corpus: Cor
 
 
 # What their steps give goes with the step, in every precision that remembers nothing of it: nobody can look at it.
-GIVE_NOTHING_THAT_STAYS = frozenset({"attention", "cast", "conv", "gemm", "mlp", "moe", "norm_act", "numerics"})
+GIVE_NOTHING_THAT_STAYS = frozenset(
+    {"attention", "cast", "conv", "diffusion", "gemm", "mlp", "moe", "norm_act", "numerics"}
+)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-delayed"])

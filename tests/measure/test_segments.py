@@ -31,6 +31,17 @@ def test_cells_sum_to_the_step(marks: list[tuple[int, int]]) -> None:
         assert in_cells == sum(interval for own, interval in marks if own == code)
 
 
+@given(MARKS)
+def test_no_block_goes_on_behind_a_part(marks: list[tuple[int, int]]) -> None:
+    """Nor does a phase that ends parts change anything where the step has none of it."""
+    codes, intervals = split(marks)
+    made = segment(codes, intervals, part_ends="gemm")
+    blocks = [made.segments.blocks[cell] for cell in made.cell_of]
+    assert all(after > block for code, block, after in zip(codes, blocks, blocks[1:], strict=False) if code == GEMM)
+    if GEMM not in codes:
+        assert made == segment(codes, intervals)
+
+
 @given(MARKS, st.data())
 def test_the_same_marks_fall_into_the_same_cells(marks: list[tuple[int, int]], data: st.DataObject) -> None:
     """Whatever the times of another call are: the cells are those of the calibrating step."""

@@ -128,6 +128,10 @@ def of_phases(case: Case) -> dict[str, int]:
             found |= {"gemm": 2 * 3, "elementwise": 2 + 3 + 1}
         case "attention":  # heads put together; keys and values repeated for those that share them
             found |= {"gemm": 2 * 3, "elementwise": 3, "attention": attention + 2 * 2}
+        case "diffusion":  # a DiT's: time and each end twice, every block's modulation and that of the last
+            steps, blocks = int(params["steps"]), int(params["layers"])
+            found |= {"gemm": steps * (4 + 4 * blocks + blocks + 1), "accumulate": steps * 3}
+            found["attention"] = steps * blocks * ATTENTION_FORWARD
         case "decode" | "prefill":  # keys and values repeated; the embedding, the last norm, and logits where they stay
             blocks = SERVED_SIZES[str(params["size"])].layers
             block = SERVED_BLOCK + (case.workload == "prefill")

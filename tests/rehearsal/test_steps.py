@@ -36,6 +36,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "conv": {"channels": ("256",)},
     "data": {"batch": ("4",), "record": ("4096",)},
     "decode": {"batch": ("1", "16"), "context": ("4096",)},
+    "diffusion": {"denoiser": ("dit",), "layers": ("1",), "steps": ("2",)},
     "gemm": {"shape": ("1x8192x8192", "16384x2048x4096", "1000"), "product": tuple(sizes.PRODUCTS)},
     "learning": {},
     "mlp": {"gated": ("yes",)},
@@ -112,8 +113,9 @@ def expected(case: Case, gpu: str) -> Counter[tuple[str, str, str]]:
     layers |= dict.fromkeys(SERVED, 4 * BLOCKS)
     # Convolutions as matrices where operands are rotated; blocks of both, and what is between them.
     layers["vision"] = {"resnet": 4, "vit": 4, "two-input": 9}.get(str(params.get("model")), 0)
+    layers["diffusion"] = 4 * int(params.get("steps", 0))
     for product, roles in sizes.PRODUCTS.items():
-        if case.workload in SERVED and product != "forward":
+        if case.workload in (*SERVED, "diffusion") and product != "forward":
             continue
         count = int(params["product"] == product) if case.workload == "gemm" else layers.get(case.workload, 0)
         if product == "forward" and params.get("checkpointing") == "blocks":

@@ -141,6 +141,7 @@ SMALL: dict[str, Mapping[str, str]] = {
     "gemm": {"shape": "64x48x32"},
     "mlp": {"tokens": "32", "width": "64", "hidden": "128"},
     "moe": {"tokens": "64", "width": "64", "hidden": "128", "load": "zipf:1"},
+    "diffusion": {"image": "4", "width": "64", "pass": "training"},
     "norm_act": {"tokens": "32", "width": "64"},
     "accumulate": {"width": "64", "tensors": "3", "micro_batches": "2"},
     "optimizer": {"width": "64", "tensors": "3"},
@@ -157,7 +158,7 @@ TRAINED = {"weights", "gradients", "activations"}
 # What must be there at the highest point in fp32, at the least.
 EXPECTED = {
     "gemm": {"weights", "activations"}, "mlp": TRAINED, "moe": TRAINED, "norm_act": {"activations"},
-    "accumulate": {"gradients"},
+    "diffusion": TRAINED, "accumulate": {"gradients"},
     "optimizer": {"weights", "gradients", "optimizer"}, "cast": {"activations"},
     "attention": {"gradients", "activations"}, "conv": TRAINED, "data": {"data"},
     "transformer": TRAINED | {"optimizer"}, "numerics": set(),

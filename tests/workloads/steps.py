@@ -26,6 +26,10 @@ SMALL: dict[str, dict[str, Scalar]] = {
     "cast": {"rows": 40, "columns": 72, "source": "fp32", "direction": "to", "scaling": "on", "role": "input"},
     "conv": {"batch": 4, "channels": 16, "image": 6, "pass": "training"},
     "data": {"kind": "reading", "batch": 4, "record": 512},
+    "diffusion": {
+        "denoiser": "dit", "batch": 2, "image": 4, "width": 128, "layers": 2, "pass": "sampling", "steps": 4,
+        "guidance": "none", "high_steps": "0+0", "time": "fp32",
+    },
     "gemm": {"m": 24, "n": 40, "k": 64, "product": "forward", "operands": "cast"},
     "decode": {"size": "nano-llama", "batch": 2, "context": 40, "kv": "own", "weights": "own"},
     "prefill": {"size": "nano", "batch": 2, "context": 24, "kv": "own", "weights": "own"},

@@ -28,6 +28,7 @@ from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.answer import answer, stored
 from fp8bench.report.topics import rank_boards, roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
+from fp8bench.report.topics.by_step import by_step, is_of_step
 from fp8bench.report.topics.energy import energy, energy_of_phases
 from fp8bench.report.topics.memory import PEAK, capacity, counted, memory, tells_memory
 from fp8bench.report.topics.numbers import data
@@ -111,7 +112,7 @@ def _timed(panel: Panel, run: Run) -> Iterator[Part]:
     elements += [*ranks(panel), *capacity(panel), *data(panel)]
     yield from _titled(panel, run, elements, _reference_line(panel))
     if numbers := _numbers(panel):
-        yield Part("numbers", "numbers", (Facts(tuple(numbers)),))
+        yield Part("numbers", "numbers", (Facts(tuple(numbers)), *by_step(panel)))
     bounds = [Text(sentence) for sentence in roofline.sentences(panel)]
     bounds += [Text(source) for source in roofline.sources(panel.results)] if bounds else []
     if bounds:
@@ -125,7 +126,7 @@ def _of_timed(elements: Callable[[Panel], Iterable[Element]]) -> Callable[[Panel
 _DETAILS: dict[str, Callable[[Panel, Run, int], Iterator[Part]]] = {
     "memory": _of_timed(lambda panel: (*memory(panel), *capacity(panel))),
     "data": lambda panel, run, width: _titled(panel, run, data(panel)),
-    "numbers": _of_timed(lambda panel: [Facts(tuple(found))] if (found := _numbers(panel)) else ()),
+    "numbers": _of_timed(lambda panel: [Facts(tuple(found)), *by_step(panel)] if (found := _numbers(panel)) else ()),
     "energy": _of_timed(lambda panel: (*energy(panel), *energy_of_phases(panel))),
     "notes": _of_notes,
     "all": _whole,
@@ -152,6 +153,7 @@ def _numbers(panel: Panel) -> list[tuple[str, str]]:
             for measurement in result.record.measurements
             for how in [" (emulated)" if measurement.unit == "B" and emulated(result) else ""]
             if measurement.metric != _told_elsewhere(panel)
+            and not is_of_step(measurement.metric)
             and (measurement.phase or measurement.metric != main_error(panel))
         ]
         told += [

@@ -15,6 +15,7 @@ from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Mark, Tabl
 from fp8bench.report.page.charts import grouped
 from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, Result, error_name, main_error, show_value, together, value_of
+from fp8bench.report.topics.by_step import is_of_step
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import listed
@@ -109,7 +110,9 @@ def _by_mode(panel: Panel) -> dict[str, dict[str, list[Measurement]]]:
         (result.mode, (error_name(measurement), measurement))
         for result in panel.results
         for measurement in result.record.measurements
-        if measurement.unit not in _OTHER_UNITS and value_of(measurement) is not None
+        if measurement.unit not in _OTHER_UNITS
+        and value_of(measurement) is not None
+        and not is_of_step(measurement.metric)
     )
     return {mode: together(members) for mode, members in found.items()}
 

@@ -1,0 +1,247 @@
+"""A denoiser of diffusion models, DiT or UNet, on random weights: all steps of a sampler, or a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from fp8bench.errors import UsageError
+from fp8bench.formats.hardware import refused
+from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
+from fp8bench.nn.shared_workloads import LayerWorkload, is_training, misfit
+from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, SamplerPlan
+from fp8bench.protocols import Arithmetic, Grid, Layer, Precision, Setup
+from fp8bench.protocols.axes import VALUES, Axis, auto_or, one_of, whole_number
+from fp8bench.registry import workloads
+
+if TYPE_CHECKING:
+    import torch
+
+    from fp8bench.nn.exercise import Exercise
+    from fp8bench.nn.linear import Choose
+    from fp8bench.numerics.ranges import Ledger
+
+# Of sampling alone: a training step has none of them.
+_SAMPLED = ("steps", "guidance", "high_steps")
+_PASSES = ("sampling", "training")
+_WIDTHS = {"dit": 1152, "unet": 320}
+
+
+class _Product(NamedTuple):
+    """A layer, its rows in one evaluation of the denoiser, and what they are multiplied by."""
+
+    layer: Layer
+    rows: int
+    inputs: int
+    outputs: int
+
+
+def ends_word(text: str) -> str:
+    """How many of the first and of the last steps: 4+1."""
+    first, plus, last = text.partition("+")
+    if not (plus and first.isdecimal() and last.isdecimal()):
+        raise ValueError("expected how many of the first and of the last steps, as in 4+1")
+    return f"{int(first)}+{int(last)}"
+
+
+def sizes_of(params: Mapping[str, Scalar]) -> DenoiserSizes:
+    numbers = (int(params[name]) for name in DenoiserSizes._fields[1:])
+    return DenoiserSizes(str(params["denoiser"]), *numbers)
+
+
+def plan_of(params: Mapping[str, Scalar]) -> SamplerPlan:
+    first, last = map(int, str(params["high_steps"]).split("+"))
+    return SamplerPlan(int(params["steps"]), str(params["guidance"]), first, last)
+
+
+def _products(sizes: DenoiserSizes) -> list[_Product]:
+    """Time's products and those at either end stay high, unless they are mapped."""
+    body = _of_dit(sizes) if sizes.denoiser == "dit" else _of_unet(sizes)
+    shapes = [
+        ("time.up", "time", sizes.batch, FREQUENCIES, sizes.width),
+        ("time.down", "time", sizes.batch, sizes.width, sizes.width),
+        *body,
+    ]
+    return [_Product(Layer(name, kind, kind in ("time", "ends")), *shape) for name, kind, *shape in shapes]
+
+
+_Shape = tuple[str, str, int, int, int]
+
+
+def _of_dit(sizes: DenoiserSizes) -> Iterator[_Shape]:
+    _, batch, image, width, layers = sizes
+    tokens, patch = batch * (image // PATCH) ** 2, PATCH * PATCH * CHANNELS
+    yield "first", "ends", tokens, patch, width
+    for block in (f"blocks.{number}" for number in range(layers)):
+        yield f"{block}.modulation", "time", batch, width, 6 * width
+        yield f"{block}.attn.qkv", "attn", tokens, width, 3 * width
+        yield f"{block}.attn.out", "attn", tokens, width, width
+        yield f"{block}.mlp.up", "body", tokens, width, 4 * width
+        yield f"{block}.mlp.down", "body", tokens, 4 * width, width
+    yield "modulation", "time", batch, width, 2 * width
+    yield "last", "ends", tokens, width, patch
+
+
+def _of_unet(sizes: DenoiserSizes) -> Iterator[_Shape]:
+    """Convolutions as products of windows: 9 pixels each."""
+    _, batch, image, width, layers = sizes
+    pixels = batch * image * image
+    inner = pixels // 4
+
+    def block(name: str, rows: int, inputs: int, outputs: int) -> Iterator[_Shape]:
+        yield f"{name}.conv1", "body", rows, 9 * inputs, outputs
+        yield f"{name}.conv2", "body", rows, 9 * outputs, outputs
+        yield f"{name}.time", "time", batch, width, outputs
+        if inputs != outputs:
+            yield f"{name}.skip", "body", rows, inputs, outputs
+
+    yield "first", "ends", pixels, 9 * CHANNELS, width
+    for number in range(layers):
+        yield from block(f"down.{number}", pixels, width, width)
+        yield from block(f"up.{number}", pixels, width if number else 3 * width, width)
+    yield from block("middle.0", inner, width, 2 * width)
+    yield from block("middle.1", inner, 2 * width, 2 * width)
+    yield "attn.qkv", "attn", inner, 2 * width, 6 * width
+    yield "attn.out", "attn", inner, 2 * width, 2 * width
+    yield "last", "ends", pixels, 9 * width, CHANNELS
+
+
+@workloads.register("diffusion")
+class Diffusion(LayerWorkload):
+    """A step of sampling is a whole one, from noise to image, its first steps included: a report shows the time and
+    the error of each. Text encoder and decoder of images are left out.
+    """
+
+    name = "diffusion"
+    summary = "a denoiser (DiT, UNet) on random weights: all steps of a sampler with its error by step, or training"
+    layer_kinds = ("attn", "body", "time", "ends")
+    batch_axis = "batch"
+    part_ends = "accumulate"
+    history = Grid(
+        cpu={"denoiser": ("dit", "unet"), "pass": _PASSES, "image": ("8",)},
+        gpu={"denoiser": ("dit", "unet"), "pass": _PASSES, "image": ("64",)},
+        phases=("cast", "gemm", "attention", "accumulate", "elementwise"),
+        errors=("latent_error", "output_error", "gradient_error"), per="flops",
+    )  # fmt: skip
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        batch, image, width, layers, steps = (
+            ("4", "64", "auto", "8", "20") if facts.accelerated else ("2", "8", "64", "2", "6")
+        )
+        return (
+            Axis("denoiser", "dit: a transformer of patches; unet: convolutions, attention at half the resolution",
+                 ("dit", "unet"), one_of("dit", "unet")),
+            Axis("batch", "latents that are denoised together", (batch,), whole_number(high=1 << 16)),
+            Axis("image", f"height and width of a latent of {CHANNELS} channels", (image,), whole_number(high=1 << 10)),
+            Axis("width", "features of the stream", (width,), auto_or(whole_number(high=1 << 14))),
+            Axis("layers", "blocks of a DiT; of a UNet at full resolution, down and up", (layers,),
+                 whole_number(high=64)),
+            Axis("pass", "sampling: all steps from noise to image; training: forward and backward", ("sampling",),
+                 one_of(*_PASSES)),
+            Axis("steps", "of the sampler, DDIM", (steps,), whole_number(high=250)),
+            Axis("guidance", "none; twice: two evaluations a step, with the condition and without; batch: one of twice "
+                 "the batch", ("none",), one_of("none", "twice", "batch")),
+            Axis("high_steps", "how many of the first and the last steps multiply in high precision, as in 4+1",
+                 ("0+0",), ends_word),
+            Axis("time", "what time steps come in: fp32, or the carrier, as in a model moved to bf16 whole", ("fp32",),
+                 one_of("fp32", "carrier")),
+            VALUES,
+        )  # fmt: skip
+
+    def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
+        if params["width"] == "auto":
+            params = {**params, "width": _WIDTHS[str(params["denoiser"])]}
+        for name, multiple in (("image", 2), ("width", 8)):
+            if int(params[name]) % multiple:
+                raise UsageError(f"{name}={params[name]} is no multiple of {multiple}: choose one that is.")
+        if is_training(params):
+            return super().expand({name: value for name, value in params.items() if name not in _SAMPLED})
+        plan = plan_of(params)
+        if plan.first + plan.last > plan.steps:
+            raise UsageError(f"high_steps={params['high_steps']} are more than steps={plan.steps}: choose fewer.")
+        return super().expand(params)
+
+    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        return tuple(product.layer for product in _products(sizes_of(params)))
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        sizes = sizes_of(params)
+        tokens, width = (sizes.image // 2) ** 2, sizes.width * (1 if sizes.denoiser == "dit" else 2)
+        blocks = sizes.layers if sizes.denoiser == "dit" else 1
+        products = _products(sizes)
+        flops = 4.0 * blocks * sizes.batch * tokens * tokens * width
+        flops += sum(2.0 * rows * inputs * outputs for _, rows, inputs, outputs in products)
+        least = 4.0 * sum(inputs * outputs for *_, inputs, outputs in products)  # fp32 weights
+        if not is_training(params):
+            plan = plan_of(params)
+            return Work(flops * plan.steps * (1 if plan.guidance == "none" else 2), least_memory=least)
+        # Of what comes in nobody wants a gradient: noised latents, and time's sinusoids.
+        entering = (product for product in products if product.layer.name in ("first", "time.up"))
+        return Work(3 * flops - sum(2.0 * rows * inputs * outputs for _, rows, inputs, outputs in entering),
+                    least_memory=2 * least)  # fmt: skip
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        kinds = (self.layer_support(kind, params, precision, facts) for kind in ("attn", "body"))
+        return max(kinds, key=lambda support: list(Level).index(support.level))
+
+    def layer_support(
+        self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
+    ) -> Support:
+        """Of a UNet's convolutions as suite conv has it, without which it has no body and no ends."""
+        sizes, support = sizes_of(params), precision.support(facts)
+        if sizes.denoiser == "unet" and kind in ("body", "ends"):
+            channels = sizes.width if kind == "body" else CHANNELS
+            asked = {"batch": sizes.batch, "channels": channels, "image": sizes.image // 2}
+            passing = "training" if is_training(params) else "forward"
+            return workloads.get("conv").support({**asked, "pass": passing}, precision, facts)
+        own = [product for product in _products(sizes) if product.layer.kind == kind]
+        sides = {side for product in own for side in product[2:]}
+        shown = f"width={sizes.width}, image={sizes.image}, batch={sizes.batch}"
+        rows = next((product.rows for product in own if product.rows % precision.multiples[0]), 0)
+        if support.level is Level.NATIVE and (
+            wrong := misfit(precision, rows, sorted(sides), is_training(params), shown)
+        ):
+            return refused(wrong)
+        return support
+
+    def counted(self, setup: Setup, ledger: Ledger) -> Choose:
+        """By kind; where windows are written out, of the carrier: each pixel once."""
+        from fp8bench.nn.arithmetics import PlainArithmetic, counted
+
+        own, kinds = self.arithmetics(setup), {name: kind for name, kind, _ in self.layers(dict(setup.case.params))}
+
+        def watched(name: str) -> Arithmetic:
+            inner = own(name)
+            return counted(PlainArithmetic(inner.carrier) if inner.explicit else inner, kinds[name], ledger)
+
+        return watched
+
+    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
+        from fp8bench.nn.diffusion import made
+
+        params = dict(setup.case.params)
+        plan = None if is_training(params) else plan_of(params)
+        return made(setup, sizes_of(params), plan, choose, carrier, params["time"] == "carrier")
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """Of training as of any layer; of sampling by step, and how often a step's denoiser is evaluated."""
+        import torch
+
+        from fp8bench.nn.arithmetics import PlainArithmetic
+        from fp8bench.nn.diffusion import OtherKernel, Sampling, errors_by_step
+
+        params, exact = dict(setup.case.params), PlainArithmetic(torch.float64)
+        own = self.prepare(setup)
+        if not isinstance(own, Sampling):
+            return own.errors(self.exercise(setup, lambda name: exact, exact.carrier), setup.settles)
+        if setup.settles:
+            own.outcome()
+        arithmetics = exact, setup.high, OtherKernel(setup.high.carrier)
+        others = [self.exercise(setup, partial(_all_in, arithmetic), arithmetic.carrier) for arithmetic in arithmetics]
+        samplings = [other for other in others if isinstance(other, Sampling)]
+        return {**errors_by_step(own, *samplings), "evaluations": float(plan_of(params).evaluations)}
+
+
+def _all_in(arithmetic: Arithmetic, name: str) -> Arithmetic:
+    return arithmetic

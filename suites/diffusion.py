@@ -1,0 +1,9 @@
+"""What asv follows of the suite diffusion."""
+
+from fp8bench import asv_bridge
+
+
+class Diffusion(asv_bridge.Suite):
+    """Its declared grid; see Grid in fp8bench/workloads/diffusion.py."""
+
+    workload = "diffusion"

@@ -1,0 +1,452 @@
+"""Denoisers and their sampler against plain loops, FLOPs by hand, errors by step, and mistakes that are planted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fp8bench.analysis.claims import claims_of
+from fp8bench.analysis.findings import find
+from fp8bench.errors import UsageError
+from fp8bench.model import Label, Level, Scalar, Tape, Verdict
+from fp8bench.nn import exercise as exercises
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.denoisers import sinusoids
+from fp8bench.nn.diffusion import GUIDANCE, DenoiserTraining, Sampling, angle, errors_by_step
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.sizes import SamplerPlan
+from fp8bench.numerics.distributions import drawn
+from fp8bench.protocols import SilentPhases
+from fp8bench.registry import precisions
+from fp8bench.workloads.diffusion import Diffusion, ends_word
+from tests.fakes import MS, record, steady
+from tests.tapes import tape_in_phases
+from tests.workloads.steps import CPU, H200, SMALL, setup_of, small
+
+Array = NDArray[np.float64]
+DENOISERS = pytest.mark.parametrize("denoiser", ["dit", "unet"])
+BATCH, IMAGE, STEPS = 2, 4, 4
+WIDTH = {"dit": 128, "unet": 16}
+
+
+def params_of(denoiser: str, **changes: Scalar) -> dict[str, Scalar]:
+    made = SMALL["diffusion"] | {"denoiser": denoiser, "width": WIDTH[denoiser]} | changes
+    return dict(Diffusion().expand(made)[0])
+
+
+def state_of(denoiser: str, precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Sampling | DenoiserTraining:
+    state = Diffusion().prepare(setup_of("diffusion", params_of(denoiser, **changes), precision, seed))
+    assert isinstance(state, Sampling | DenoiserTraining)
+    return state
+
+
+def exact_of(denoiser: str, **changes: Scalar) -> Sampling | DenoiserTraining:
+    exact = PlainArithmetic(torch.float64)
+    setup = setup_of("diffusion", params_of(denoiser, **changes), "fp32")
+    state = Diffusion().exercise(setup, lambda name: exact, exact.carrier)
+    assert isinstance(state, Sampling | DenoiserTraining)
+    return state
+
+
+# The same in numpy, a token, a head, a pixel of a window at a time.
+
+
+def silu(x: Array) -> Array:
+    return np.asarray(x / (1 + np.exp(-x)))
+
+
+def gelu(x: Array) -> Array:
+    return np.asarray(0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
+
+
+class Loops:
+    """One image through a denoiser by its weights."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self.weights = {name: weight.detach().double().numpy() for name, weight in weights.items()}
+
+    def __call__(self, latent: Array, time: float, condition: Array) -> Array:
+        angles = [time * 10_000 ** (-number / 128) for number in range(128)]
+        waves = np.array([math.cos(angle) for angle in angles] + [math.sin(angle) for angle in angles])
+        hidden = self.times("time.down", silu(self.times("time.up", waves)))
+        return self.denoised(latent, silu(hidden + condition))
+
+    def times(self, name: str, x: Array) -> Array:
+        return np.asarray([row @ x for row in self.weights[f"{name}.weight"]])
+
+    def denoised(self, latent: Array, time: Array) -> Array:
+        raise NotImplementedError
+
+    def attention(self, name: str, rows: list[Array], head: int) -> list[Array]:
+        width = len(rows[0])
+        parts = [np.split(self.times(f"{name}.qkv", row), 3) for row in rows]
+        mixed = [np.zeros(width) for _ in rows]
+        for begin in range(0, width, head):
+            of_head = slice(begin, begin + head)
+            for number, (query, _, _) in enumerate(parts):
+                scores = [math.exp(query[of_head] @ key[of_head] / math.sqrt(head)) for _, key, _ in parts]
+                for score, (_, _, value) in zip(scores, parts, strict=True):
+                    mixed[number][of_head] += score / sum(scores) * value[of_head]
+        return [self.times(f"{name}.out", row) for row in mixed]
+
+
+class LoopedDiT(Loops):
+    """Patch by patch."""
+
+    def denoised(self, latent: Array, time: Array) -> Array:
+        places = [(up, across) for up in range(0, IMAGE, 2) for across in range(0, IMAGE, 2)]
+        rows = [latent[i : i + 2, j : j + 2].ravel() for i, j in places]
+        stream = [self.times("first", row) + own for row, own in zip(rows, self.weights["positions"], strict=True)]
+        for block in ("blocks.0", "blocks.1"):
+            shift, scale, gate, shift2, scale2, gate2 = np.split(self.times(f"{block}.modulation.product", time), 6)
+            mixed = self.attention(f"{block}.attn", [normed(x) * (1 + scale) + shift for x in stream], 64)
+            stream = [x + gate * y for x, y in zip(stream, mixed, strict=True)]
+            for number, x in enumerate(stream):
+                up = gelu(self.times(f"{block}.mlp.up", normed(x) * (1 + scale2) + shift2))
+                stream[number] = x + gate2 * self.times(f"{block}.mlp.down", up)
+        shift, scale = np.split(self.times("modulation.product", time), 2)
+        image = np.zeros_like(latent)
+        for (i, j), x in zip(places, stream, strict=True):
+            image[i : i + 2, j : j + 2] = self.times("last", normed(x) * (1 + scale) + shift).reshape(2, 2, 4)
+        return image
+
+
+def normed(x: Array) -> Array:
+    return np.asarray((x - x.mean()) / math.sqrt(x.var() + 1e-6))
+
+
+class LoopedUNet(Loops):
+    """Pixel by pixel."""
+
+    def denoised(self, latent: Array, time: Array) -> Array:
+        x = self.convolved("first", latent)
+        for name in ("down.0", "down.1"):
+            x = self.block(name, x, time)
+        half = IMAGE // 2
+        inner = np.array(
+            [[x[2 * i : 2 * i + 2, 2 * j : 2 * j + 2].mean((0, 1)) for j in range(half)] for i in range(half)]
+        )
+        inner = self.block("middle.0", inner, time)
+        rows = list(self.grouped("attn_norm", inner).reshape(half * half, -1))
+        inner = inner + np.array(self.attention("attn", rows, len(rows[0]))).reshape(inner.shape)
+        inner = self.block("middle.1", inner, time)
+        x = np.array([[np.concatenate((inner[i // 2, j // 2], x[i, j])) for j in range(IMAGE)] for i in range(IMAGE)])
+        for name in ("up.0", "up.1"):
+            x = self.block(name, x, time)
+        return self.convolved("last", silu(self.grouped("norm", x)))
+
+    def block(self, name: str, x: Array, time: Array) -> Array:
+        hidden = self.convolved(f"{name}.conv1", silu(self.grouped(f"{name}.norms.0", x)))
+        hidden = hidden + self.times(f"{name}.time", time)
+        skip = f"{name}.skip"
+        kept = np.array([[self.times(skip, y) for y in row] for row in x]) if f"{skip}.weight" in self.weights else x
+        return np.asarray(kept + self.convolved(f"{name}.conv2", silu(self.grouped(f"{name}.norms.1", hidden))))
+
+    def convolved(self, name: str, x: Array) -> Array:
+        """Zeros around; of weights (outputs, 9 x inputs) the pixels of a window come first."""
+        side, inputs = x.shape[0], x.shape[2]
+        weight = self.weights[f"{name}.weight"].reshape(-1, 3, 3, inputs)
+        out = np.zeros((side, side, len(weight)))
+        for i, j, up, across in np.ndindex(side, side, 3, 3):
+            row, column = i + up - 1, j + across - 1
+            if 0 <= row < side and 0 <= column < side:
+                out[i, j] += weight[:, up, across] @ x[row, column]
+        return out
+
+    def grouped(self, name: str, x: Array) -> Array:
+        out = np.empty_like(x)
+        for channels in np.split(np.arange(x.shape[2]), 8):
+            part = x[:, :, channels]
+            out[:, :, channels] = (part - part.mean()) / math.sqrt(part.var() + 1e-5)
+        return np.asarray(out * self.weights[f"{name}.weight"] + self.weights[f"{name}.bias"])
+
+
+LOOPED = {"dit": LoopedDiT, "unet": LoopedUNet}
+
+
+def by_loops(denoiser: str, state: Sampling, guidance: str = "none") -> list[Array]:
+    """DDIM by the sum of squares of its levels, with the image and the noise written out, an image at a time."""
+    denoise = LOOPED[denoiser](dict(state.layer.named_parameters()))
+    latents, conditions = (tensor.double().numpy() for tensor in state.inputs)
+    after = []
+    for step in range(STEPS):
+        time, following = (round(1000 * (STEPS - number) / STEPS) - 1 for number in (step, step + 1))
+        kept, next_kept = (math.cos(math.pi / 2 * (t + 1) / 1001) ** 2 for t in (time, following))
+        moved = []
+        for x, condition in zip(latents, conditions, strict=True):
+            v = denoise(x, time, condition)
+            if guidance != "none":
+                free = denoise(x, time, 0 * condition)
+                v = free + 4 * (v - free)
+            image = math.sqrt(kept) * x - math.sqrt(1 - kept) * v
+            noise = math.sqrt(1 - kept) * x + math.sqrt(kept) * v
+            moved.append(math.sqrt(next_kept) * image + math.sqrt(1 - next_kept) * noise)
+        latents = np.array(moved)
+        after.append(latents)
+    return after
+
+
+def agree(denoiser: str, state: Sampling, guidance: str = "none") -> bool:
+    ours = [latent.numpy() for latent in state.latents(SilentPhases())]
+    wanted = by_loops(denoiser, state, guidance)
+    return len(ours) == len(wanted) and all(
+        np.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(ours, wanted, strict=True)
+    )
+
+
+def mismatched(tape: Tape, reference: Tape) -> bool:
+    """Whether a case with that tape is labelled for doing other work, which takes its verdict away."""
+    lead = replace(record(steady(10 * MS, 24), "fp32", is_reference=True), tape=reference)
+    case = replace(record(steady(MS, 24), "bf16"), tape=tape)
+    labels = [one for one in claims_of(case, lead) if one.label is Label.WORK_MISMATCH and one.hard]
+    return bool(labels) and find([lead, case], {})[1].verdict is Verdict.UNSURE
+
+
+@pytest.mark.parametrize("guidance", ["none", "twice", "batch"])
+@DENOISERS
+def test_sampling_is_what_plain_loops_compute(denoiser: str, guidance: str) -> None:
+    """In fp64, after each step: denoiser and sampler both."""
+    state = exact_of(denoiser, guidance=guidance)
+    assert isinstance(state, Sampling) and GUIDANCE == 4
+    assert agree(denoiser, state, guidance)
+
+
+def _skipping(function: Callable[[Sampling, SilentPhases], Iterator[Tensor]]) -> Callable[..., Iterator[Tensor]]:
+    """The third step gives what the second gave."""
+
+    def latents(self: Sampling, phase: SilentPhases) -> Iterator[Tensor]:
+        latent = self.inputs[0]
+        for step in range(self.plan.steps):
+            latent = latent if step == 2 else self.after(latent, step, phase)
+            yield latent
+
+    return latents
+
+
+@DENOISERS
+def test_a_step_that_the_sampler_skips_is_found(denoiser: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By loops, and by the FLOPs that the step then has: a verdict is refused where they differ."""
+    whole = tape_in_phases(state_of(denoiser, "bf16").step)
+    monkeypatch.setattr(Sampling, "latents", _skipping(Sampling.latents))
+    state = exact_of(denoiser)
+    assert isinstance(state, Sampling) and not agree(denoiser, state)
+    fewer = tape_in_phases(state_of(denoiser).step)
+    assert fewer.flops == whole.flops * 3 / 4
+    assert mismatched(fewer, whole)
+
+
+@pytest.mark.parametrize("order", [0, 1])
+@DENOISERS
+def test_training_goes_down_the_loss_that_loops_compute(denoiser: str, order: int) -> None:
+    """Gradients along a random direction against differences of the looped loss, in fp64."""
+    state = exact_of(denoiser, **{"pass": "training"})
+    assert isinstance(state, DenoiserTraining)
+    _, gradients = state.outcome()
+    torch.manual_seed(order)
+    names = [name for name, _ in state.layer.named_parameters()]
+    directions = [torch.randn_like(parameter) for parameter in state.leaves()]
+    slope = sum(float((g * d).sum()) for g, d in zip(gradients, directions, strict=True))
+
+    def loss(reach: float) -> float:
+        moved = (p.detach() + reach * d for p, d in zip(state.leaves(), directions, strict=True))
+        denoise = LOOPED[denoiser](dict(zip(names, moved, strict=True)))
+        total = 0.0
+        for image, noise, condition, time in zip(*(tensor.double().numpy() for tensor in state.inputs), strict=True):
+            a, b = math.cos(math.pi / 2 * (time + 1) / 1001), math.sin(math.pi / 2 * (time + 1) / 1001)
+            total += ((denoise(a * image + b * noise, time, condition) - (a * noise - b * image)) ** 2).sum() / 2
+        return total
+
+    assert (loss(1e-6) - loss(-1e-6)) / 2e-6 == pytest.approx(slope, rel=1e-5)
+
+
+def flops_by_hand(denoiser: str, width: int, layers: int) -> tuple[int, int]:
+    """Of one evaluation, and of the products whose inputs want no gradient."""
+    pixels, time = BATCH * IMAGE**2, 2 * BATCH * (256 * width + width**2)
+    entering = 2 * BATCH * 256 * width
+    if denoiser == "dit":
+        tokens = pixels // 4
+        block = 2 * tokens * 12 * width**2 + 2 * BATCH * 6 * width**2 + 4 * tokens * (IMAGE // 2) ** 2 * width
+        ends = 2 * 2 * tokens * 16 * width + 2 * BATCH * 2 * width**2
+        return time + ends + layers * block, entering + 2 * tokens * 16 * width
+    plain = 2 * pixels * 2 * 9 * width**2 + 2 * BATCH * width**2
+    up = 2 * pixels * (9 * 3 + 9 + 3) * width**2 + 2 * BATCH * width**2
+    inner = pixels // 4
+    middle = 2 * inner * (9 * 2 + 9 * 4 + 2 + 9 * 8) * width**2 + 2 * 2 * BATCH * 2 * width**2
+    attention = 2 * inner * 4 * (2 * width) ** 2 + 4 * inner * (IMAGE // 2) ** 2 * 2 * width
+    ends = 2 * 2 * pixels * 9 * 4 * width
+    return time + (2 * layers - 1) * plain + up + middle + attention + ends, entering + ends // 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize(("guidance", "times"), [("none", STEPS), ("twice", 2 * STEPS), ("batch", 2 * STEPS)])
+@DENOISERS
+def test_flops_of_sampling_by_hand(denoiser: str, guidance: str, times: int, precision: str) -> None:
+    params = params_of(denoiser, guidance=guidance)
+    once, _ = flops_by_hand(denoiser, WIDTH[denoiser], 2)
+    tape = tape_in_phases(state_of(denoiser, precision, guidance=guidance).step)
+    assert tape.flops == Diffusion().work(params).flops == times * once
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+@DENOISERS
+def test_flops_of_training_by_hand(denoiser: str, precision: str) -> None:
+    """Thrice those of one evaluation, less the gradients that nobody wants."""
+    changes = {"pass": "training", "layers": 1} if denoiser == "unet" else {"pass": "training"}
+    once, entering = flops_by_hand(denoiser, WIDTH[denoiser], int(changes.get("layers", 2)))
+    work = Diffusion().work(params_of(denoiser, **changes)).flops
+    assert work == 3 * once - entering
+    # Torch's fused attention makes the scores again in backward: five products there, where forward has two.
+    tokens, width, blocks = (8, 128, 2) if denoiser == "dit" else (8, 32, 1)
+    scores_again = blocks * 2 * tokens * (IMAGE // 2) ** 2 * width
+    assert tape_in_phases(state_of(denoiser, precision, **changes).step).flops == work + scores_again
+
+
+def test_an_arm_that_does_other_work_has_no_verdict() -> None:
+    """One block fewer; whatever else an arm does is not that."""
+    reference, other = (tape_in_phases(state_of("dit", layers=layers).step) for layers in (2, 1))
+    assert mismatched(other, reference) and mismatched(reference, other)
+    low = tape_in_phases(state_of("dit", "fp8", high_steps="1+1").step)
+    assert not mismatched(low, reference)
+
+
+def same_noise() -> bool:
+    states = [state_of("dit", precision) for precision in ("fp32", "bf16", "fp8", "nvfp4")]
+    states.append(exact_of("dit"))
+    return all(
+        torch.equal(ours.double(), wanted.double())
+        for state in states for ours, wanted in zip(state.inputs, states[0].inputs, strict=True)
+    )  # fmt: skip
+
+
+def test_all_arms_begin_with_the_same_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, in fp64 too; and noise that is drawn anew by each arm is found, by the latents' errors as well."""
+    assert same_noise()
+    assert not torch.equal(state_of("dit").inputs[0], state_of("dit", seed=1).inputs[0])
+    others = iter(range(1000))
+
+    def anew(params: Mapping[str, Scalar], shape: tuple[int, ...]) -> Tensor:
+        torch.manual_seed(next(others))
+        return drawn(params, shape)
+
+    monkeypatch.setattr(exercises, "drawn", anew)
+    assert not same_noise()
+    assert Diffusion().error(small("diffusion", "fp32"))["free_step1_error"] > 0.5
+
+
+def errors(precision: str, denoiser: str = "dit", **changes: Scalar) -> dict[str, float]:
+    return Diffusion().error(setup_of("diffusion", params_of(denoiser, **changes), precision))
+
+
+@DENOISERS
+def test_errors_grow_as_bits_go_and_stand_above_their_floor(denoiser: str) -> None:
+    of = {precision: errors(precision, denoiser) for precision in ("fp32", "bf16", "fp8", "nvfp4")}
+    for step in range(1, STEPS + 1):
+        for kind in ("single", "free"):
+            values = [of[precision][f"{kind}_step{step}_error"] for precision in of]
+            assert values == sorted(values) and values[0] < 1e-5
+            floors = [of[precision][f"{kind}_floor_step{step}_error"] for precision in of]
+            assert 0 < floors[0] < 1e-5 < floors[1] == floors[2] == floors[3] < values[2]
+    for own in of.values():
+        assert own["single_step1_error"] == own["free_step1_error"]
+        assert own["latent_error"] == own[f"free_step{STEPS}_error"] >= own[f"single_step{STEPS}_error"]
+        assert own["evaluations"] == STEPS
+
+
+def test_a_kernel_is_no_different_from_itself() -> None:
+    """In fp64, where attention is done headwise either way: nothing but the last bits of the sum of three."""
+    state = exact_of("dit")
+    assert isinstance(state, Sampling)
+    found = errors_by_step(state, state, state, state)
+    assert all(value < (1e-14 if "floor" in name else 1e-30) for name, value in found.items())
+
+
+@DENOISERS
+def test_steps_in_high_precision_err_as_the_carrier_does(denoiser: str) -> None:
+    """Of one step each, from the exact latents: those at the ends as bf16's, bit for bit, the others as fp8's."""
+    low, high = errors("fp8", denoiser), errors("bf16", denoiser)
+    mixed = errors("fp8", denoiser, high_steps="2+1")
+    for step in range(1, STEPS + 1):
+        wanted = high if step in (1, 2, 4) else low
+        assert mixed[f"single_step{step}_error"] == wanted[f"single_step{step}_error"]
+    assert errors("bf16", denoiser, high_steps="2+1") == high  # nothing is above its carrier
+
+
+def test_a_map_reaches_each_layer() -> None:
+    """Everything high is the carrier's own sampling, by kinds and by the front part of names; time in fp8 is worse."""
+    params = params_of("dit")
+    setup, high = setup_of("diffusion", params, "fp8"), errors("bf16")
+    for layers in ({"attn", "body"}, {"blocks"}):
+        mapped = Diffusion().error(type(setup)(**{**vars(setup), "layers": dict.fromkeys(layers, setup.high)}))
+        assert mapped == high
+    low = precisions.get("fp8").arithmetic(CPU)
+    timed = Diffusion().error(type(setup)(**{**vars(setup), "layers": {"time": low}}))
+    assert timed["latent_error"] > errors("fp8")["latent_error"]
+
+
+def test_time_steps_in_the_carrier_are_other_time_steps() -> None:
+    """750 is 752 in bf16: what comes of it is an error of bf16 itself, and none of fp32."""
+    assert torch.tensor(750.0).to(torch.bfloat16) == 752
+    assert errors("fp32", time="carrier") == errors("fp32")
+    for precision in ("bf16", "fp8"):
+        # The first of four steps is at 999, and 1000 in bf16.
+        assert errors(precision, time="carrier")["single_step1_error"] > 2 * errors(precision)["single_step1_error"]
+
+
+def test_sinusoids_keep_single_steps_apart() -> None:
+    waves = sinusoids(torch.arange(1000, dtype=torch.float32))
+    assert float((waves[1:] - waves[:-1]).abs().amax(1).min()) > 0.5
+
+
+def test_times_and_angles_go_from_noise_to_image() -> None:
+    assert [SamplerPlan(4, "none", 0, 0).time(step) for step in range(5)] == [999, 749, 499, 249, -1]
+    assert len({SamplerPlan(250, "none", 0, 0).time(step) for step in range(251)}) == 251
+    assert angle(-1) == 0 and 0 < angle(0) < angle(999) < math.pi / 2
+    assert [SamplerPlan(5, "none", 1, 2).high(step) for step in range(5)] == [True, False, False, True, True]
+
+
+def test_weights_are_cast_ahead_of_all_steps() -> None:
+    """What comes out is what it is where each product casts its own."""
+    state = state_of("dit", "fp8")
+    output, _ = state.outcome()
+    layers = [layer for layer in state.layer.modules() if isinstance(layer, Linear) and layer.operands is not None]
+    assert len(layers) == 8  # time's and those at the ends are in the carrier, and kept in it
+    assert all(layer.weight.dtype == torch.bfloat16 for layer in state.layer.modules()
+               if isinstance(layer, Linear) and layer.operands is None)  # fmt: skip
+    for layer in layers:
+        layer.operands = None
+    assert torch.equal(state.outcome()[0], output)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"high_steps=3\+2 are more than steps=4"):
+        params_of("dit", high_steps="3+2")
+    with pytest.raises(UsageError, match="image=5 is no multiple of 2"):
+        params_of("dit", image=5)
+    with pytest.raises(UsageError, match="width=12 is no multiple of 8"):
+        params_of("unet", width=12)
+    for text in ("", "4", "4+", "+1", "-1+2", "a+b"):
+        with pytest.raises(ValueError, match="as in 4"):
+            ends_word(text)
+    assert ends_word("04+1") == "4+1"
+    training = params_of("dit", **{"pass": "training"})
+    assert not {"steps", "guidance", "high_steps"} & set(training)
+
+
+def test_support_is_that_of_the_products() -> None:
+    """A UNet's convolutions have no fp8 kernel; a DiT's width has to fit."""
+    fp8 = precisions.get("fp8")
+    assert Diffusion().support(params_of("dit"), fp8, H200).level is Level.NATIVE
+    assert Diffusion().support(params_of("unet"), fp8, H200).level is Level.EMULATED
+    refused = Diffusion().support(params_of("dit", width=40), fp8, H200)
+    assert refused.level is Level.REFUSED and "width=40" in refused.reason
+    assert Diffusion().layer_support("attn", params_of("unet"), fp8, H200).level is Level.NATIVE
+    timed = params_of("dit", **{"pass": "training"})
+    assert Diffusion().layer_support("time", timed, fp8, H200).level is Level.REFUSED  # two images are no 16 rows
+    assert Diffusion().support(params_of("unet"), fp8, CPU).level is Level.EMULATED
