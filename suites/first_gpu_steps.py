@@ -327,7 +327,7 @@ STEPS = (
         "layout", "fp8bench ablate vision --set model=resnet --options channels_last,bf16", 120,
         (Line("layout", said("together: ")),), quick="--quick",
     ),
-    FirstStep(
+    _suite(
         "diffusion", "fp8bench suite diffusion --dtypes native:bf16,fp8-rowwise,mxfp8", 200,
         rows=("`suite diffusion`: denoisers, sampler, errors and times by step",)),
     _suite("torchao", f"{_STEP} bf16,fp8:backend=torchao", 150, rows=("backend `torchao`",)),
