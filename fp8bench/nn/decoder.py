@@ -359,7 +359,8 @@ class Decoder:
                     heads.put(drawn.to(self.carrier), at)
 
     def weight_bytes(self) -> int:
-        tensors = [self.embedding, *([] if self.positions is None else [self.positions]), *self.norms.values(), *self.routers]
+        tensors = [self.embedding, *([] if self.positions is None else [self.positions])]
+        tensors += [*self.norms.values(), *self.routers]
         tensors += [tensor for layer in self.layers.values() for tensor in layer.tensors()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 def routed(
     x: Tensor, router: Tensor, top_k: int, path: str, through: Callable[[Tensor, str], Tensor]
 ) -> tuple[Tensor, list[int]]:
-    """What the experts `path`.N make of tokens, weighed by the softmax of their scores, and how many tokens each had."""
+    """What the experts `path`.N make of tokens, weighed by the softmax of their scores, and the tokens of each."""
     flat, wide = x.reshape(-1, x.shape[-1]), torch.promote_types(x.dtype, torch.float32)
     best, chosen = F.linear(flat.to(wide), router.to(wide)).topk(top_k)
     loads = waited_for((chosen.view(-1, 1) == torch.arange(len(router), device=x.device)).sum(0))
