@@ -57,6 +57,12 @@ def _judged(answer: ServingAnswer, rule: str, arm: Arm, where: str, because: str
     return _advice(answer, rule, AdviceKind.NOTHING, name, f"do nothing about {name}, because {reason}")
 
 
+def _untimed(answer: ServingAnswer, times: ArmTimes) -> Advice:
+    name = word_of(times.arm, carrier_of(answer))
+    words = f"do nothing about the speed of {name}, because it was not timed: {times.why or 'no line fits its times'}"
+    return _advice(answer, "context", AdviceKind.NOTHING, name, words)
+
+
 def _of_batches(answer: ServingAnswer, sweep: BatchSweep, gain: BatchGain) -> Advice:
     outputs, inputs = sweep.layer
     product = f"its product of {outputs} x {inputs} is faster than in {_lead(answer)}"
@@ -80,9 +86,7 @@ def _of_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
     lead, crossing = _lead(answer), times.crossing
     low, high = answer.question.contexts[0], answer.question.contexts[-1]
     if crossing is None:
-        return _judged(
-            answer, "context", times.arm, "", f"it was not timed: {times.why or 'no line through its times'}"
-        )
+        return _untimed(answer, times)
     if times.doubts:
         return _judged(answer, "context", times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
     if crossing.at is not None:

@@ -51,7 +51,7 @@ def page_of(answer: ServingAnswer) -> Page:
         parts.append([_rollouts(answer, answer.quality.rollouts)])
     if answer.layers:
         parts.append([_layers(answer), *_to_paste(answer)])
-    parts.append([Text(words) for words in _stored(answer)])
+    parts[-1] += [Text(words) for words in _stored(answer)]
     made = tuple(Part(f"part-{number}", "", tuple(elements)) for number, elements in enumerate(parts) if elements)
     return Page(title, "", made, _LEGEND)
 
@@ -182,7 +182,6 @@ def _crossings(answer: ServingAnswer) -> Iterator[str]:
     if answer.sweep is not None:
         yield from sweep_words(answer.sweep)
     reference = _name(answer, answer.question.arms[0])
-    low, high = answer.question.contexts[0], answer.question.contexts[-1]
     for one in answer.times:
         name, crossing = _name(answer, one.arm), one.crossing
         kernel = one.kernel.removeprefix("torch's ")
@@ -197,7 +196,7 @@ def _crossings(answer: ServingAnswer) -> Iterator[str]:
             else:
                 yield f"{name} {words} {place} against {reference}{off}"
         elif crossing is not None:
-            yield f"{name}: no crossing with {reference} in {low} to {high}; {_ends(crossing.faster)}{off}{doubt}"
+            yield f"{name}: no crossing with {reference}; {_ends(crossing.faster)}{off}{doubt}"
         elif one.why and one.kernel:
             yield f"{name}: not timed, {one.why}"
     without = [one for one in answer.times if one.why and not one.kernel]
