@@ -5,7 +5,7 @@
 | the cache is filled inside the step | `test_a_planted_step_is_found[filling]` |
 | ... by a model of one's own | `test_a_model_that_cheats_is_labelled[prefills]`: work-mismatch |
 | a warm prefix | `test_a_planted_step_is_found[remembering]` |
-| ... of a model of one's own | `test_a_model_that_cheats_is_labelled[remembers]`: no-work |
+| ... of a model of one's own | `test_a_model_that_cheats_is_labelled[remembers]`: work-mismatch |
 | the context grows from step to step | `test_a_planted_step_is_found[growing]` |
 | constant values | `[constant]` there; test_decoder.py: planted mistakes of a cache, a filled cache's scale |
 | the cache one position off | test_decoder.py: planted mistakes of a cache; test_own_decoder.py: `a_slip`, refused |
@@ -26,16 +26,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8bench.analysis.claims import claims_of
 from fp8bench.errors import UsageError
 from fp8bench.features.infer.bench import InferBench
 from fp8bench.features.infer.job import HELD_OUT, WINDOW, held_out_text
 from fp8bench.features.infer.values import QualityTask, ServedModel
+from fp8bench.model import Label
 from fp8bench.model.raw import Settings
-from fp8bench.nn.served import Arm
+from fp8bench.nn.served import OWN_SHAPES, Arm, ServedShape
 from fp8bench.nn.serving import ServedState
+from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import workloads
-from tests.commands import Say
+from fp8bench.worker.bench import Bench
+from tests.worker.test_tape_pass import records
 from tests.workloads.steps import CPU, Operations, small
 
 MODELS = "tests.nn.served_models"
@@ -102,15 +106,18 @@ def test_a_planted_step_is_found(planted: str, fault: str) -> None:
     assert fault in faults(state, step)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("maker", "label"), [("remembers", "no-work"), ("prefills", "work-mismatch")])
-def test_a_model_that_cheats_is_labelled(maker: str, label: str, fp8bench: Say, tmp_path: Path) -> None:
-    """Through the whole command: a step that only looks up what it said, and one that does its prompt again."""
-    words = ("--quick", "--contexts", "8,16,32,60", "--arms", "bf16", "--store", str(tmp_path))
-    code, out, err = fp8bench("infer", f"{MODELS}:{maker}", *words)
-    assert code == 0, err
-    (line,) = [line for line in " ".join(out.split("\n\n")[1].split()).split(" mean KL") if line.startswith("bf16")]
-    assert "doubtful: " in line and label in line
+@pytest.mark.parametrize("maker", ["own", "remembers", "prefills"])
+def test_a_model_that_cheats_is_labelled(
+    maker: str, bench: Bench, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the tape of its step beside the work of one token: one looks up what it said, one does its prompt again."""
+    wanted = set[Label]() if maker == "own" else {Label.WORK_MISMATCH}
+    name = f"{MODELS}:{maker}"
+    monkeypatch.setitem(OWN_SHAPES, name, ServedShape(*InferBench(Settings()).shape(name, CPU, 0)))
+    found = records(bench, corpus, "decode", "fp32", "bf16", size=name, context="32,60")
+    assert len(found) == 4
+    for record in found:
+        assert {claim.label for claim in claims_of(record, None)} == wanted, record.case.id
 
 
 def test_text_that_is_encoded_again() -> None:
