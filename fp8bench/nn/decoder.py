@@ -28,10 +28,10 @@ from fp8bench.formats.codes import decode, encode, pack, unpack
 from fp8bench.formats.grids import E2M1, E4M3
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.attention import rotate, rotations
+from fp8bench.nn.chosen_experts import routed
 from fp8bench.nn.gpt import gelu, silu_gate
 from fp8bench.nn.linear import casting_of
 from fp8bench.nn.served import KV_FORMATS, ROUTER, WEIGHT_FORMATS, KeptFormat, Shapes, int4_format, served_shapes
-from fp8bench.nn.served_experts import routed
 from fp8bench.nn.sizes import GPTConfig, feed_parts
 from fp8bench.protocols import Arithmetic, Phases, Role
 

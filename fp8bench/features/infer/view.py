@@ -223,7 +223,7 @@ def sweep_words(sweep: BatchSweep) -> Iterator[str]:
         bound = "" if gain.computed is None else f"; computed: bound by traffic below {gain.computed:.0f}"
         yield f"{word_of(gain.arm, 'bf16')} {crossings or alike}{why}{bound}"
     if sweep.bound is None:
-        yield "computed: nothing, as ceilings are not known (`fp8bench doctor --ceilings` measures them)"
+        yield "computed: nothing, without ceilings that bound (`fp8bench doctor --ceilings` measures them)"
     else:
         yield f"computed from ceilings: fewer bytes a weight gain nothing past {sweep.bound:.0f}"
 
