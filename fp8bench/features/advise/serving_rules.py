@@ -64,22 +64,22 @@ def _untimed(answer: ServingAnswer, times: ArmTimes) -> Advice:
 
 
 def _of_batches(answer: ServingAnswer, sweep: BatchSweep, gain: BatchGain) -> Advice:
-    outputs, inputs = sweep.layer
-    product = f"its product of {outputs} x {inputs} is faster than in {_lead(answer)}"
+    product, faster = "its product of {} x {}".format(*sweep.layer), f"faster than in {_lead(answer)}"
     span = f"{sweep.rows[0]} to {sweep.rows[-1]} rows"
-    loses = f", and loses most at {gain.worst} by {gain.cause}" if gain.cause else ""
+    loses = f"; it loses most at {gain.worst} by {gain.cause}" if gain.cause else ""
     if gain.crossings:
         (rows, low, high, begins), last = gain.crossings[0], gain.crossings[-1]
+        place = f"{rows:.0f} [{low:.0f}, {high:.0f}]{loses}"
         if not begins:
-            where, because = f"below a batch of {low:.0f} rows", f"{product} up to {rows:.0f} [{low:.0f}, {high:.0f}]"
+            where, because = f"below a batch of {low:.0f} rows", f"{product} is {faster} up to {place}"
         else:
-            where, because = f"from a batch of {high:.0f} rows on", f"{product} from {rows:.0f} [{low:.0f}, {high:.0f}]"
+            where, because = f"from a batch of {high:.0f} rows on", f"{product} is {faster} from {place}"
             where += "" if last[3] else f", up to {last[1]:.0f}"
-        return _judged(answer, "batch", gain.arm, where, because + loses)
+        return _judged(answer, "batch", gain.arm, where, because)
     if gain.pays:
-        return _judged(answer, "batch", gain.arm, f"at every batch of {span}", product)
-    told = "no row count is surely faster" if gain.pays is None else "none is faster"
-    return _judged(answer, "batch", gain.arm, "", f"of {span} {told} than in {_lead(answer)}{loses}")
+        return _judged(answer, "batch", gain.arm, f"at every batch of {span}", f"{product} is {faster}")
+    sure = "surely " if gain.pays is None else ""
+    return _judged(answer, "batch", gain.arm, "", f"at no batch of {span} is {product} {sure}{faster}{loses}")
 
 
 def _of_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:

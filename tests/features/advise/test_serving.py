@@ -59,7 +59,7 @@ def test_weights_are_quantised_below_the_batch_where_they_stop_paying() -> None:
     assert advice.kind is ADOPT and advice.recipe == "--arms weights=int8" and advice.gain is None
     assert advice.sentence.startswith(
         "quantise weights (weights=int8) below a batch of 45 rows: its product of 768 x 192 is faster than in fp32 "
-        "up to 50 [45, 60], and loses most at 4096 by dequantising inside its product; perplexity"
+        "up to 50 [45, 60]; it loses most at 4096 by dequantising inside its product; perplexity"
     )
     assert "mean KL 2.0e-04 beside a floor of 4e-13 on nano-python" in advice.sentence
     assert "12345678" in advice.grounds[0].row and advice.settings == ("nano on cpu",)
@@ -70,11 +70,11 @@ def test_weights_are_quantised_below_the_batch_where_they_stop_paying() -> None:
     assert "at every batch of 1 to 4096 rows" in of_sweep(replace(ends, crossings=(), pays=True)).sentence
     none = of_sweep(replace(ends, crossings=(), pays=False))
     assert none.kind is NOTHING and none.sentence == (
-        "do nothing about weights=int8, because of 1 to 4096 rows none is faster than in fp32, and loses most at 4096 "
-        "by dequantising inside its product"
+        "do nothing about weights=int8, because at no batch of 1 to 4096 rows is its product of 768 x 192 faster than "
+        "in fp32; it loses most at 4096 by dequantising inside its product"
     )
     unclear = of_sweep(replace(ends, crossings=(), pays=None, cause=""))
-    assert unclear.kind is NOTHING and "no row count is surely faster" in unclear.sentence
+    assert unclear.kind is NOTHING and "rows is its product of 768 x 192 surely faster" in unclear.sentence
 
 
 def test_a_gain_that_spoils_predictions_is_none() -> None:
