@@ -36,7 +36,16 @@ from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import ProcessWorker, Worker, claimed
 from fp8bench.model import DeviceFacts, Level, Record, Request, Run, Support
 from fp8bench.model.raw import Settings
-from fp8bench.nn.served import OWN, OWN_SHAPES, Arm, ServedShape, served_memory, served_shape, served_support
+from fp8bench.nn.served import (
+    OWN,
+    OWN_SHAPES,
+    Arm,
+    ServedShape,
+    served_memory,
+    served_shape,
+    served_support,
+    step_bytes,
+)
 from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.pipeline import execute
 from fp8bench.plan.make import device_named
@@ -107,7 +116,9 @@ def checked(question: ServingQuestion) -> ServingQuestion:
 
 
 def _check_memory(question: ServingQuestion, facts: DeviceFacts) -> None:
-    least = served_memory(served_shape(question.size), question.batch, max(question.contexts))
+    shape, lead, longest = served_shape(question.size), question.arms[0], max(question.contexts)
+    whole = step_bytes(shape, lead, question.batch, longest, shape.experts).total  # the reference's, of all experts
+    least = max(served_memory(shape, question.batch, longest), whole)
     if facts.memory_bytes and least > facts.memory_bytes:
         raise UsageError(
             f"{question.size} with --batch {question.batch} at a context of {max(question.contexts)} takes "

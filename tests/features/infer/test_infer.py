@@ -297,4 +297,6 @@ def test_bad_input_is_a_sentence(refused: Callable[..., str], tmp_path: Path) ->
     assert "is no arm" in refused("--arms", "kv=fp9", *store)
     wide = ("--size", "llama3-8b", "--batch", "128", "--contexts", "1,2,3,131072")
     assert "Choose a smaller batch" in refused(*wide, *store)
+    mixtral = ("--size", "mixtral-8x7b", "--reference", "fp32", "--quick")
+    assert "mixtral-8x7b with --batch 1 at a context of 2048 takes 174 GiB" in refused(*mixtral, *store)
     assert not list(tmp_path.iterdir())
