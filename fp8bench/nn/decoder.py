@@ -5,7 +5,7 @@ Per block, with x the stream of new tokens at positions `at`, `at` + 1, ...:
     q, k, v  = split(W_qkv norm(x)),   q and k turned by their positions' angles where the model is Llama's
     cache[at : at + new] = kept(k), kept(v)
     x += W_out softmax(q K^T / sqrt(d)) V,     K and V what the cache gives back of positions 0 .. at + new - 1
-    x += W_down f(W_up norm(x))
+    x += W_down f(W_up norm(x)),               or so of the experts that each token is sent to
 
 Norms are computed in fp32, all else in the carrier. Every token reads all keys and values, its own too, as the cache
 kept them: so a prompt at once gives what token by token gives. Grouped queries share their head of keys.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from math import prod
 from typing import Protocol
 
@@ -27,10 +28,11 @@ from fp8bench.formats.codes import decode, encode, pack, unpack
 from fp8bench.formats.grids import E2M1, E4M3
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.attention import rotate, rotations
+from fp8bench.nn.chosen_experts import routed
 from fp8bench.nn.gpt import gelu, silu_gate
 from fp8bench.nn.linear import casting_of
-from fp8bench.nn.served import KV_FORMATS, WEIGHT_FORMATS, KeptFormat, Shapes, int4_format, served_shapes
-from fp8bench.nn.sizes import GPTConfig
+from fp8bench.nn.served import KV_FORMATS, ROUTER, WEIGHT_FORMATS, KeptFormat, Shapes, int4_format, served_shapes
+from fp8bench.nn.sizes import GPTConfig, feed_parts
 from fp8bench.protocols import Arithmetic, Phases, Role
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -271,10 +273,13 @@ class Decoder:
         self.rotation = rotations(sizes[1], config.head_width).to(device, carrier) if config.modern else None
         self.layers: dict[str, KeptWeight] = {}
         self.norms: dict[str, Tensor] = {}
+        self.routers = [weight(f"blocks.{b}.{ROUTER}").to(carrier) for b in range(config.layers) if config.experts]
+        # How many tokens each layer's experts had in the last pass.
+        self.loads: dict[int, list[int]] = {}
         for block in range(config.layers):
             for norm in ("norm_attn", "norm_mlp"):
                 self.norms[f"{block}.{norm}"] = weight(f"blocks.{block}.{norm}.weight").to(carrier)
-            for part in ("attn.qkv", "attn.out", "mlp.up", "mlp.down"):
+            for part in ("attn.qkv", "attn.out", *feed_parts(config.experts)):
                 self.layers[f"{block}.{part}"] = keep(f"blocks.{block}.{part}", weight(f"blocks.{block}.{part}.weight"))
         self.norms["norm"] = weight("norm.weight").to(carrier)
         self.layers["head"] = keep("head", weight("head.weight"))
@@ -310,9 +315,17 @@ class Decoder:
         with phase.attention:
             mixed = attended(q, keys, values, at)
         x = x + self._times(mixed.transpose(1, 2).reshape(batch, new, width), f"{block}.attn.out", phase)
-        hidden = self._times(self._norm(x, f"{block}.norm_mlp"), f"{block}.mlp.up", phase)
-        between = silu_gate(*hidden.chunk(2, -1)) if config.modern else gelu(hidden)
-        return x + self._times(between, f"{block}.mlp.down", phase)
+        normed = self._norm(x, f"{block}.norm_mlp")
+        if not config.experts:
+            return x + self._fed(normed, f"{block}.mlp", phase)
+        through = partial(self._fed, phase=phase)
+        mixed, self.loads[block] = routed(normed, self.routers[block], config.top_k, f"{block}.mlp.experts", through)
+        return x + mixed
+
+    def _fed(self, x: Tensor, path: str, phase: Phases) -> Tensor:
+        hidden = self._times(x, f"{path}.up", phase)
+        between = silu_gate(*hidden.chunk(2, -1)) if self.config.modern else gelu(hidden)
+        return self._times(between, f"{path}.down", phase)
 
     def _kept(self, block: int, k: Tensor, v: Tensor, at: int, phase: Phases) -> list[Tensor]:
         found = []
@@ -346,12 +359,19 @@ class Decoder:
                     heads.put(drawn.to(self.carrier), at)
 
     def weight_bytes(self) -> int:
-        tensors = [self.embedding, *([] if self.positions is None else [self.positions]), *self.norms.values()]
+        tensors = [self.embedding, *([] if self.positions is None else [self.positions])]
+        tensors += [*self.norms.values(), *self.routers]
         tensors += [tensor for layer in self.layers.values() for tensor in layer.tensors()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def weights_and_cache(self) -> tuple[object, object]:
-        return (self.embedding, self.positions, self.norms, self.layers), self.cache
+        return (self.embedding, self.positions, self.norms, self.routers, self.layers), self.cache
+
+    def expert_bytes(self) -> int:
+        """Of those that had a token in the last pass, from what is stored."""
+        used = [f"{b}.mlp.experts.{e}." for b, rows in self.loads.items() for e, count in enumerate(rows) if count]
+        kept = (tensor for path in used for part in ("up", "down") for tensor in self.layers[path + part].tensors())
+        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
     def parameters(self) -> int:
         return sum(prod(shape) for shape, _ in served_shapes(self.config).values())

@@ -116,7 +116,13 @@ class OwnDecoder:
         named: dict[str, Any] = {_CACHE: self.cache, "use_cache": True, "logits_to_keep": 0 if every else 1}
         if "cache_position" in self._asks:
             named["cache_position"] = torch.arange(at, at + tokens.shape[1], device=tokens.device)
-        out = self.model(tokens, **{name: value for name, value in named.items() if name in self._asks})
+        try:
+            out = self.model(tokens, **{name: value for name, value in named.items() if name in self._asks})
+        except IndexError as error:
+            raise UsageError(
+                f"{self.name}: tokens at positions {at} to {at + tokens.shape[1] - 1} fail: {short(error)}. It has "
+                "fewer positions or ids: give shorter --contexts, and (model, token ids) with texts of its own."
+            ) from error
         logits: Tensor = out if isinstance(out, Tensor) else out.logits if hasattr(out, "logits") else out[0]
         return logits if every else logits[:, -1:]
 
@@ -126,7 +132,7 @@ class OwnDecoder:
         try:
             with torch.no_grad():
                 vocabulary = self.forward(tokens, 0, self.phase).shape[2]
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, UsageError):
             raise
         except Exception as error:
             raise UsageError(f"{self.name}: a token with a cache fails: {short(error)}.") from error

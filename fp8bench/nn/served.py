@@ -16,7 +16,7 @@ from fp8bench.formats import hardware
 from fp8bench.formats.grids import E2M1, E4M3, Format
 from fp8bench.formats.recipes import MX, NVFP4, ROW, TENSOR, Scaling
 from fp8bench.model import DeviceFacts, Scalar, Support
-from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
+from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, feed_parts
 from fp8bench.protocols import Precision
 from fp8bench.protocols.axes import one_of
 
@@ -183,6 +183,7 @@ def _arm_support(arm: Arm, shape: ServedShape, precision: Precision, facts: Devi
     return hardware.emulated(f"weights in {', '.join(kept)} are restored before they are multiplied")
 
 
+ROUTER, EXPERTS = "mlp.router", ".experts."
 # Name -> its shape, and the standard deviation of random ones (0: ones, as norms begin).
 Shapes = dict[str, tuple[tuple[int, ...], float]]
 
@@ -201,16 +202,20 @@ def served_shapes(config: GPTConfig) -> Shapes:
             f"blocks.{block}.norm_mlp.weight": ((width,), 0.0),
             f"blocks.{block}.attn.qkv.weight": ((heads, width), width**-0.5),
             f"blocks.{block}.attn.out.weight": ((width, width), gain * width**-0.5),
-            f"blocks.{block}.mlp.up.weight": ((up, width), width**-0.5),
-            f"blocks.{block}.mlp.down.weight": ((width, config.hidden), gain * config.hidden**-0.5),
         }
+        if config.experts:  # scores of order one: with smaller ones all experts would weigh the same
+            shapes[f"blocks.{block}.{ROUTER}"] = ((config.experts, width), width**-0.5)
+        feed = {"up": ((up, width), width**-0.5), "down": ((width, config.hidden), gain * config.hidden**-0.5)}
+        parts = feed_parts(config.experts)
+        shapes |= {f"blocks.{block}.{part}.weight": feed[part.rpartition(".")[2]] for part in parts}
     return {**shapes, "norm.weight": ((width,), 0.0), "head.weight": ((config.vocabulary, width), width**-0.5)}
 
 
 @dataclass(frozen=True)
 class ServedShape:
-    """What is counted of a served model. Matrices of `blocks.N.` are kept as an arm says; of `embedding` a step reads a
-    row a token, of `positions` one, and all else whole, the `head` for one token a sequence."""
+    """What is counted of a served model. Matrices of `blocks.N.` are kept as an arm says, but for a router's; of
+    `embedding` a step reads a row a token, of `positions` one, of `experts` those that are chosen, and all else whole,
+    the `head` for one token a sequence."""
 
     vocabulary: int
     sequence: int
@@ -219,6 +224,18 @@ class ServedShape:
     key_heads: int
     head_width: int
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    experts: int = 0
+    top_k: int = 0
+
+    def chosen(self, tokens: int) -> float:
+        """How many experts of a layer have any of so many tokens, where each takes `top_k` by chance."""
+        return self.experts * (1 - (1 - self.top_k / self.experts) ** tokens) if self.experts else 0.0
+
+    @property
+    def active(self) -> float:
+        """Weights of blocks that one token goes through."""
+        of_experts = sum(prod(shape) for name, shape in self.shapes if EXPERTS in name)
+        return self.weights("blocks") - (of_experts * (1 - self.top_k / self.experts) if self.experts else 0)
 
     def weights(self, *parts: str) -> int:
         """Those of matrices whose names begin so."""
@@ -228,7 +245,7 @@ class ServedShape:
     def kept(self) -> Iterator[tuple[int, int, int]]:
         """Layer, outputs and inputs of each matrix that an arm may keep in a format."""
         for name, shape in self.shapes:
-            if name.startswith("blocks.") and len(shape) == 2:
+            if name.startswith("blocks.") and len(shape) == 2 and not name.endswith(ROUTER):
                 yield int(name.split(".")[1]), shape[0], shape[1]
 
 
@@ -257,8 +274,8 @@ def served_shape(size: str) -> ServedShape:
 
 def shape_of(config: GPTConfig) -> ServedShape:
     shapes = tuple((name, shape) for name, (shape, _) in served_shapes(config).items())
-    heads = config.heads, config.key_heads, config.head_width
-    return ServedShape(config.vocabulary, config.sequence, config.layers, *heads, shapes)
+    heads, chosen = (config.heads, config.key_heads, config.head_width), config.top_k if config.experts else 0
+    return ServedShape(config.vocabulary, config.sequence, config.layers, *heads, shapes, config.experts, chosen)
 
 
 @dataclass(frozen=True)
@@ -273,22 +290,25 @@ class StepBytes:
         return self.weights + self.kv
 
 
-def step_bytes(model: ServedShape, arm: Arm, batch: int, context: int) -> StepBytes:
-    """By count, for weights in formats of this page: `own` ones of a precision are not known here."""
-    wide, weights = CARRIERS[arm.carrier], 0
+def step_bytes(model: ServedShape, arm: Arm, batch: int, context: int, experts: float | None = None) -> StepBytes:
+    """By count, for weights in formats of this page: `own` ones of a precision are not known here. `experts` of a layer
+    are read in the mean, those that chance chooses where nobody has counted."""
+    wide, weights = CARRIERS[arm.carrier], 0.0
+    read = (model.chosen(batch) if experts is None else experts) / model.experts if model.experts else 1.0
     formats = arm.weights_of(model.layers)
     for name, shape in model.shapes:
         part, *path = name.split(".")
         if part in ("embedding", "positions"):
             weights += (batch if part == "embedding" else 1) * shape[-1] * wide
-        elif part == "blocks" and len(shape) == 2:
+        elif part == "blocks" and len(shape) == 2 and not name.endswith(ROUTER):
             kept = formats[int(path[0])]
-            weights += (int4_format(shape[1]) if kept == "int4" else WEIGHT_FORMATS[kept]).bytes(*shape)
+            stored = (int4_format(shape[1]) if kept == "int4" else WEIGHT_FORMATS[kept]).bytes(*shape)
+            weights += stored * (read if EXPERTS in name else 1)
         else:
             weights += prod(shape) * wide
     rows = batch * model.key_heads * context
     kv = sum(2 * KV_FORMATS[name].bytes(rows, model.head_width, model.key_heads) for name in arm.kv_of(model.layers))
-    return StepBytes(weights, kv)
+    return StepBytes(round(weights), kv)
 
 
 def served_memory(model: ServedShape, batch: int, context: int) -> float:
@@ -299,7 +319,7 @@ def served_memory(model: ServedShape, batch: int, context: int) -> float:
 
 def forward_flops(model: ServedShape, batch: int, new: int, context: int) -> float:
     """Two a weight and token (of the head once a sequence), and attention's two products over what each token sees."""
-    linear = 2.0 * batch * (new * model.weights("blocks") + model.weights("head"))
+    linear = 2.0 * batch * (new * model.active + model.weights("head"))
     seen = new * (context - new) + new * (new + 1) / 2
     return linear + attention_flops(model, batch, seen)
 

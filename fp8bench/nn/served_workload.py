@@ -90,7 +90,7 @@ class ServedWorkload(Workload):
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
         """None of a model of one's own, of which no precision map is written."""
         size = str(params["size"])
-        return gpt_layers(SERVED_SIZES[size].layers) if size in SERVED_SIZES else ()
+        return gpt_layers(config.layers, config.experts) if (config := SERVED_SIZES.get(size)) else ()
 
     def prepare(self, setup: Setup) -> ServedState:
         from fp8bench.nn.serving import served_state

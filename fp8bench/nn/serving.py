@@ -13,6 +13,7 @@ from torch import Tensor
 from fp8bench.model import MemoryRole
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import DTYPES, Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
+from fp8bench.nn.mixture import load_figures
 from fp8bench.nn.own_decoder import OwnDecoder, made
 from fp8bench.nn.served import OWN, Arm, served_shapes
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
@@ -88,9 +89,13 @@ def _decoder(
 def logits_error(
     setup: Setup, arm: Arm, layers: tuple[Layer, ...], new: int, named: Named
 ) -> dict[str, float]:  # fmt: skip
-    """Of a step's logits, against those of the same weights, cache and tokens in fp64 throughout."""
+    """Of a step's logits, against those of the same weights, cache and tokens in fp64 throughout; and which experts it
+    read, where there are any."""
     exact = replace(setup, arithmetic=PlainArithmetic(torch.float64), high=PlainArithmetic(torch.float64), layers={})
     states = served_state(setup, arm, layers, new, named), served_state(exact, Arm("fp64"), layers, new, named)
     for state in states:
         state.step(SilentPhases())
-    return {"logits_error": relative_frobenius(states[0].logits, states[1].logits)}
+    errors, model = {"logits_error": relative_frobenius(states[0].logits, states[1].logits)}, states[0].model
+    if not isinstance(model, Decoder) or not model.loads:
+        return errors
+    return {**errors, **load_figures([*model.loads.values()], 0), "expert_bytes": float(model.expert_bytes())}

@@ -69,7 +69,7 @@ class SamplerPlan(NamedTuple):
 class GPTConfig:
     """A model and the step it runs by default. `modern` is Llama's manner: RMS norm, rotary positions, gates.
 
-    With `experts` each feed-forward block is so many, of which each token goes through CHOSEN.
+    With `experts` each feed-forward block is so many, of which each token goes through `top_k`.
     """
 
     vocabulary: int
@@ -82,6 +82,7 @@ class GPTConfig:
     sequence: int
     modern: bool = False
     experts: int = 0
+    top_k: int = CHOSEN
 
     @property
     def head_width(self) -> int:
@@ -113,16 +114,22 @@ class GPTConfig:
     def step_flops(self, sequences: int, length: int) -> float:
         """Forward and backward: 6 FLOPs a weight that a token goes through, and causal attention's products."""
         tokens = sequences * length
-        block = self._attention_weights + (CHOSEN if self.experts else 1) * self._expert_weights
+        block = self._attention_weights + (self.top_k if self.experts else 1) * self._expert_weights
         linear = 6.0 * tokens * (self.layers * block + self.vocabulary * self.width)
         # Scores and their product with the values: 4 T^2 w a sequence forward, twice that backward, half masked.
         attention = 12.0 * sequences * self.layers * length * length * self.width / 2
         return linear + attention
 
 
-def gpt_layers(blocks: int) -> tuple[Layer, ...]:
+def feed_parts(experts: int) -> tuple[str, ...]:
+    """The layers of a feed-forward block, or of each of its experts."""
+    owners = [f"mlp.experts.{number}" for number in range(experts)] or ["mlp"]
+    return tuple(f"{owner}.{part}" for owner in owners for part in ("up", "down"))
+
+
+def gpt_layers(blocks: int, experts: int = 0) -> tuple[Layer, ...]:
     """The layers of a GPT of so many blocks, by their path in it; the head stays high unless mapped."""
-    parts = (("attn.qkv", "attn"), ("attn.out", "attn"), ("mlp.up", "mlp"), ("mlp.down", "mlp"))
+    parts = (("attn.qkv", "attn"), ("attn.out", "attn"), *((part, "mlp") for part in feed_parts(experts)))
     own = (Layer(f"blocks.{block}.{part}", kind) for block in range(blocks) for part, kind in parts)
     return (*own, Layer("head", "head", high=True))
 
@@ -211,12 +218,15 @@ NANO_PYTHON = GPTConfig(128, 64, 4, 2, 1, 160, batch=8, sequence=256, modern=Tru
 SERVED_SIZES = {
     "nano": GPTConfig(256, 192, 2, 4, 4, 768, batch=1, sequence=16384),
     "nano-llama": GPTConfig(256, 192, 2, 6, 2, 512, batch=1, sequence=16384, modern=True),
+    "nano-moe": GPTConfig(256, 192, 2, 6, 2, 256, batch=1, sequence=16384, modern=True, experts=8),
     "nano-python": NANO_PYTHON,
     "micro": GPTConfig(256, 256, 4, 4, 4, 1024, batch=1, sequence=16384),
     "gpt2": GPTConfig(50257, 768, 12, 12, 12, 3072, batch=1, sequence=1024),
     "gpt-350m": GPTConfig(50304, 1024, 24, 16, 16, 4096, batch=1, sequence=1024),
     "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=1, sequence=131072, modern=True),
     "llama3-8b": GPTConfig(128256, 4096, 32, 32, 8, 14336, batch=1, sequence=131072, modern=True),
+    "olmoe-1b-7b": GPTConfig(50304, 2048, 16, 16, 16, 1024, 1, 4096, modern=True, experts=64, top_k=8),
+    "mixtral-8x7b": GPTConfig(32000, 4096, 32, 32, 8, 14336, batch=1, sequence=32768, modern=True, experts=8),
 }
 
 

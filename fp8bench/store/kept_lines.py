@@ -25,7 +25,7 @@ _SCHEMA = re.compile(r'{"schema": ?(\d+)\b')
 # What a store keeps beside its runs, with checksums; of acknowledgements `load_acks` says what is wrong.
 BESIDE_RUNS = (
     "advice.jsonl", "ceilings/*.json", "ceilings/history.jsonl", "cells/*/attempts.jsonl", "duels/*.jsonl",
-    "plans/*.json", "sensitivity/*.json", "trainings/*/steps.jsonl",
+    "inference.jsonl", "plans/*.json", "sensitivity/*.json", "trainings/*/steps.jsonl",
 )  # fmt: skip
 
 

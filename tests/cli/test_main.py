@@ -131,7 +131,8 @@ OPTIONS = {
     },
     "infer": MANY | {
         "MODULE:FUNCTION", "--from", "--size", "--arms", "--reference", "--batch", "--contexts", "--sweep", "--tokens",
-        "--check-layers", "--quick", "--seed", "--threads", "--device", "--store", "--explain", "--json", "--csv",
+        "--check-layers", "--rollout", "--quick", "--seed", "--threads", "--device", "--store", "--explain", "--json",
+        "--csv",
     },
     "ablate": MANY | {
         "--options", "--shapley", "--reference", "--set", "--quick", "--budget", "--rounds", "--device", "--data",

@@ -85,7 +85,7 @@ PARTS: dict[tuple[str, str], frozenset[str]] = {
 # A feature may import the core below the command line, the command line from its own command and what that shows and
 # takes, and of other features only these.
 OTHER_FEATURES: dict[str, frozenset[str]] = {
-    "advise": frozenset({"train", "sensitivity"}),
+    "advise": frozenset({"infer", "sensitivity", "train"}),
     "gate": frozenset({"duel"}),
     "infer": frozenset({"train"}),
 }

@@ -23,11 +23,11 @@ def transformers() -> ModuleType:
     return transformers
 
 
-def llama(**more: Any) -> nn.Module:
+def llama(key_heads: int = KEY_HEADS, **more: Any) -> nn.Module:
     library = transformers()
     config = library.LlamaConfig(
         vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=LAYERS, rms_norm_eps=1e-5,
-        num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, max_position_embeddings=512,
+        num_attention_heads=HEADS, num_key_value_heads=key_heads, max_position_embeddings=512,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, **more,
     )  # fmt: skip
     model: nn.Module = library.LlamaForCausalLM(config)
@@ -126,3 +126,58 @@ def odd_rows() -> nn.Module:
     for layer in model.layers:
         layer.extra = nn.Linear(50, 16)
     return model
+
+
+class Remembering(Own):
+    """Says what it said of the same ids at the same place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[object, Tensor] = {}
+
+    def forward(self, ids: Tensor, past_key_values: Any = None) -> Tensor:
+        key = id(past_key_values), past_key_values.get_seq_length(), tuple(ids.flatten().tolist())
+        if key not in self.known:
+            self.known[key] = super().forward(ids, past_key_values)
+        return self.known[key]
+
+
+class Prefilling(Own):
+    """Does its whole prompt again in each step of one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = torch.zeros(64, dtype=torch.int64)
+
+    def forward(self, ids: Tensor, past_key_values: Any = None) -> Tensor:
+        at = past_key_values.get_seq_length()
+        self.ids[at : at + ids.shape[1]] = ids[0]
+        parts = [past_key_values, *past_key_values.layers]
+        if at and len(ids) == 1:
+            for place in (0, at):
+                for part in parts:
+                    part.at = place
+                if not place:
+                    super().forward(self.ids[None, :at], past_key_values)
+        return super().forward(ids, past_key_values)
+
+
+def remembers() -> tuple[nn.Module, Tensor]:
+    return Remembering(), torch.randint(WORDS, (3, 17))
+
+
+def prefills() -> tuple[nn.Module, Tensor]:
+    return Prefilling(), torch.randint(WORDS, (3, 17))
+
+
+def of_another_vocabulary() -> tuple[nn.Module, Tensor]:
+    return Own(), torch.randint(WORDS, 2 * WORDS, (3, 17))
+
+
+def of_longer_texts() -> tuple[nn.Module, Tensor]:
+    return Own(), torch.randint(WORDS, (3, 170))
+
+
+def heads_that_do_not_divide() -> nn.Module:
+    """Three heads of keys for four of queries."""
+    return llama(key_heads=3)

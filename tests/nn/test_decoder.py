@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench.errors import UsageError
 from fp8bench.formats.scaled import values
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder, IntegerWeight, KeptHeads, KeptWeight, OwnWeight, drawn_weights, kept_weight
+from fp8bench.nn.experts import MixtureGPT
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.served import (
     KV_FORMATS,
@@ -29,10 +32,13 @@ from fp8bench.nn.served import (
 )
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
 from fp8bench.protocols import SilentPhases
+from fp8bench.registry import workloads
 
 Array = NDArray[np.float64]
 TINY = GPTConfig(19, 24, 2, 6, 2, 40, batch=1, sequence=16, modern=True)
 TINY_GPT2 = GPTConfig(19, 24, 2, 3, 3, 40, batch=1, sequence=16)
+TINY_MOE = replace(TINY, experts=5, top_k=3)
+TINY_MOE_GPT2 = replace(TINY_GPT2, experts=4)
 
 
 def model_of(
@@ -60,6 +66,26 @@ def turned(x: Array, position: int) -> Array:
         angle = position / 500000.0 ** (2 * i / len(x))
         out[i] = x[i] * math.cos(angle) - x[half + i] * math.sin(angle)
         out[half + i] = x[half + i] * math.cos(angle) + x[i] * math.sin(angle)
+    return out
+
+
+def fed_by_hand(config: GPTConfig, w: dict[str, Array], block: str, x: Array) -> Array:
+    """A feed-forward block, or the best of its experts one after the other, weighed by the softmax of their scores."""
+    chosen = {"mlp": 1.0}
+    if config.experts:
+        scores = [float(row @ x) for row in w[f"{block}.mlp.router"]]
+        best = sorted(range(config.experts), key=lambda expert: -scores[expert])[: config.top_k]
+        total = sum(math.exp(scores[expert]) for expert in best)
+        chosen = {f"mlp.experts.{expert}": math.exp(scores[expert]) / total for expert in best}
+    out = np.zeros_like(x)
+    for owner, share in chosen.items():
+        hidden = w[f"{block}.{owner}.up.weight"] @ x
+        if config.modern:
+            gate, value = hidden[: config.hidden], hidden[config.hidden :]
+            between = gate / (1 + np.exp(-gate)) * value
+        else:
+            between = 0.5 * hidden * (1 + np.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
+        out += share * (w[f"{block}.{owner}.down.weight"] @ between)
     return out
 
 
@@ -91,13 +117,7 @@ def by_hand(config: GPTConfig, weight: Callable[[str], Tensor], tokens: list[int
                 pairs = zip(shares, kept[block][head // group], strict=True)
                 mixed.append(sum(share * v for share, v in pairs) / sum(shares))
             x = x + w[f"{b}.attn.out.weight"] @ np.concatenate(mixed)
-            hidden = w[f"{b}.mlp.up.weight"] @ norm(x, config.modern)
-            if config.modern:
-                gate, value = hidden[: config.hidden], hidden[config.hidden :]
-                between = gate / (1 + np.exp(-gate)) * value
-            else:
-                between = 0.5 * hidden * (1 + np.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
-            x = x + w[f"{b}.mlp.down.weight"] @ between
+            x = x + fed_by_hand(config, w, b, norm(x, config.modern))
         rows.append(w["head.weight"] @ norm(x, config.modern))
     return np.stack(rows)
 
@@ -109,7 +129,9 @@ def token_by_token(model: Decoder, tokens: Tensor, first: int) -> Tensor:
     return torch.cat(found, 1)
 
 
-@pytest.mark.parametrize("config", [TINY, TINY_GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "config", [TINY, TINY_GPT2, TINY_MOE, TINY_MOE_GPT2], ids=["llama", "gpt2", "experts", "gpt2-experts"]
+)
 def test_a_cached_decode_is_the_formulas(config: GPTConfig) -> None:
     """Grouped queries and rotations included; at once, in pieces, and token by token."""
     tokens = torch.randint(config.vocabulary, (2, 11), generator=torch.Generator().manual_seed(1))
@@ -138,6 +160,69 @@ def test_the_trained_model_of_these_weights_gives_the_same_logits() -> None:
         wanted = gpt.logits(tokens, SilentPhases())
     found = token_by_token(model_of(config), tokens, 7)
     assert float((found - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+
+
+def test_the_trained_mixture_of_these_weights_gives_the_same_logits() -> None:
+    """fp8bench's mixture, whose parameters come in the same order: its checkpoints are read so."""
+    config = replace(SERVED_SIZES["nano-moe"], sequence=32)
+    plain, weight = PlainArithmetic(torch.float32), drawn_weights(served_shapes(config), 3, "cpu")
+    gpt = MixtureGPT(config, lambda name: plain, torch.float32)
+    names = dict(gpt.named_parameters())
+    assert {name: (*one.shape,) for name, one in names.items()} == {
+        name: shape for name, (shape, _) in served_shapes(config).items()
+    }
+    assert list(names) == list(served_shapes(config))
+    with torch.no_grad():
+        for name, parameter in names.items():
+            parameter.copy_(weight(name))
+        tokens = torch.randint(config.vocabulary, (2, 20), generator=torch.Generator().manual_seed(2))
+        wanted = gpt.logits(tokens, SilentPhases())
+    found = token_by_token(model_of(config), tokens, 7)
+    assert float((found - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+
+
+class Touched(TorchDispatchMode):  # type: ignore[misc]
+    """The memory that operators take something from, by where it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for given in args:
+            self.places |= {one.data_ptr() for one in (given if isinstance(given, list | tuple) else [given])
+                            if isinstance(one, Tensor)}  # fmt: skip
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("weights", ["own", "int8", "nvfp4"])
+@pytest.mark.parametrize("batch", [1, 2, 40])
+def test_of_experts_those_that_are_chosen_are_read(weights: str, batch: int) -> None:
+    """By watching what a step takes: not one tensor of another expert. Counting all of them is far off."""
+    config = replace(SERVED_SIZES["nano-moe"], sequence=4)
+    model = model_of(config, "bf16", weights, torch.bfloat16, batch)
+    model.fill(3, torch.Generator().manual_seed(0))
+    tokens = torch.randint(config.vocabulary, (batch, 1), generator=torch.Generator().manual_seed(batch))
+    with Touched() as seen, torch.no_grad():
+        model.forward(tokens, 3, SilentPhases())
+    names = {
+        tensor.data_ptr(): (name, tensor) for name, layer in model.layers.items()
+        for tensor in [*layer.tensors(), *getattr(layer, "native", ())]
+    }  # fmt: skip
+    read = {name.rpartition(".")[0] for place, (name, _) in names.items() if place in seen.places and "experts" in name}
+    chosen = {
+        f"{block}.mlp.experts.{number}" for block, rows in model.loads.items() for number, few in enumerate(rows) if few
+    }
+    assert read == chosen and len(chosen) == (4 if batch == 1 else len(chosen))
+    assert sum(map(sum, model.loads.values())) == 2 * batch * config.layers
+    arm, shape = Arm("bf16", "", "" if weights == "own" else weights), shape_of(config)
+    each = len(chosen) / config.layers
+    counted, every = (step_bytes(shape, arm, batch, 4, experts).weights for experts in (each, config.experts))
+    dense = step_bytes(shape, arm, batch, 4, 0).weights
+    assert counted - dense == model.expert_bytes()
+    assert every - dense == model.expert_bytes() * config.experts / each
+    if batch == 1:
+        assert counted == step_bytes(shape, arm, batch, 4).weights < 0.5 * every
 
 
 def wrong_by(spoil: Callable[[Decoder], None]) -> float:
@@ -248,6 +333,29 @@ def test_bytes_are_those_of_a_hand_count() -> None:
     rows = 6144 + 4096 + 28672 + 4096
     assert step_bytes(llama, Arm("bf16", "", "int8"), 3, 1).weights == 2 * others + 32 * (block + 2 * rows)
     assert step_bytes(llama, Arm("bf16", "", "int4"), 3, 1).weights == 2 * others + 32 * (block // 2 + block // 32)
+
+
+def test_bytes_of_experts_are_those_of_a_hand_count() -> None:
+    """mixtral-8x7b: 46.7e9 weights, of which a token goes through 12.9e9; olmoe-1b-7b: 6.9e9 and 1.3e9."""
+    mixtral = shape_of(SERVED_SIZES["mixtral-8x7b"])
+    attention, expert, router = 4096 * (4096 + 2 * 1024) + 4096 * 4096, 3 * 4096 * 14336, 8 * 4096
+    whole = 2 * 32000 * 4096 + 32 * (attention + 8 * expert + router) + 65 * 4096
+    assert sum(math.prod(shape) for _, shape in mixtral.shapes) == whole == 46_702_792_704
+    others = 4096 + 65 * 4096 + 32000 * 4096 + 32 * router
+    assert step_bytes(mixtral, Arm("bf16"), 1, 8).weights == 2 * (others + 32 * (attention + 2 * expert))
+    assert step_bytes(mixtral, Arm("bf16"), 1, 8, 7.5).weights == 2 * (others + 32 * attention + 240 * expert)
+    rows = 6144 + 4096 + 2 * (28672 + 4096)
+    int8 = 2 * others + 32 * (attention + 2 * expert + 2 * rows)
+    assert step_bytes(mixtral, Arm("bf16", "", "int8"), 1, 8).weights == int8
+    assert mixtral.chosen(1) == 2 and 7.7 < mixtral.chosen(12) < 7.8 and mixtral.chosen(10**6) == 8
+    flops = 2 * (32 * (attention + 2 * expert + router) + 32000 * 4096) + 4 * 32 * 4096 * 8
+    assert workloads.get("decode").work({"size": "mixtral-8x7b", "batch": 1, "context": 8}).flops == flops
+    olmoe = shape_of(SERVED_SIZES["olmoe-1b-7b"])
+    assert sum(math.prod(shape) for _, shape in olmoe.shapes) == pytest.approx(6.92e9, rel=0.01)
+    assert olmoe.active + 2 * 50304 * 2048 == pytest.approx(1.28e9, rel=0.01) and olmoe.chosen(1) == 8
+    # DeepSeek-V3's, as published: 256 experts, 8 of them a token.
+    deepseek = replace(olmoe, experts=256, top_k=8)
+    assert [round(deepseek.chosen(batch)) for batch in (1, 8, 32, 128)] == [8, 57, 163, 252]
 
 
 @pytest.mark.parametrize("kv", KV_FORMATS)

@@ -137,6 +137,7 @@ REFUSED = {
     "seeing_later": "tokens see later ones",
     "mixtral": "a stack of experts",
     "mistral": "a sliding window",
+    "heads_that_do_not_divide": "a token with a cache fails",
 }
 
 

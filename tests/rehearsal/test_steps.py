@@ -9,11 +9,12 @@ from functools import partial
 
 import pytest
 from _pytest.mark import ParameterSet
+from torch import Tensor
 
 from fp8bench.formats.product_rules import Product
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Case, DeviceFacts, Level, PlannedCase, Request
-from fp8bench.nn import sizes
+from fp8bench.nn import chosen_experts, sizes
 from fp8bench.nn.served import OWN, served_support
 from fp8bench.numerics.operands import needs_host
 from fp8bench.plan.corpus import Corpus
@@ -166,6 +167,31 @@ def test_a_step_of_what_is_kept_low_waits_for_nothing(kept: str, stage: Stage, c
     done = stage.second_step(one.case, H200)
     assert one.support.level is Level.EMULATED and done.phases["cast"] and not done.products
     assert not done.phases["unattributed"]
+
+
+@pytest.mark.parametrize(("mode", "phase"), [("bf16", ""), ("fp8", "cast"), ("served:weights=int4", "cast")])
+def test_a_served_mixture_waits_once_a_layer(
+    mode: str, phase: str, stage: Stage, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For how many tokens each expert has, and for nothing else; two products for each of eight that are read."""
+    waits: list[int] = []
+
+    def first_eight(counts: Tensor) -> list[int]:
+        waits.append(len(counts))
+        return [1] * 8 + [0] * 56
+
+    size = "olmoe-1b-7b"
+    monkeypatch.setattr(chosen_experts, "waited_for", first_eight)
+    monkeypatch.setitem(sizes.SERVED_SIZES, size, replace(sizes.SERVED_SIZES[size], layers=BLOCKS))
+    request = Request("decode", (mode,), axes=(("size", (size,)), ("batch", ("1",)), ("context", ("4096",))))
+    (planned,) = [
+        one for group in make_plan(request, (H200,), corpus.identity, compares=False) for one in group.cases if one.runs
+    ]
+    done = stage.second_step(planned.case, H200)
+    assert waits == [64] * (2 * BLOCKS) and not done.phases["unattributed"]
+    assert len(done.products) == (2 + 16 if mode == "fp8" else 0) and bool(done.phases["cast"]) == bool(phase)
+    most = {"bf16": 101, "fp8": 155, "served:weights=int4": 263}[mode]
+    assert done.launches <= most, (done.launches, done.operators)
 
 
 @pytest.mark.parametrize("workload", [*AXES])

@@ -18,6 +18,7 @@ from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.errors import UsageError
 from fp8bench.features.advise.values import Answer, Ground, Met
+from fp8bench.features.infer.values import ServingAnswer
 from fp8bench.features.sensitivity.study import Study
 from fp8bench.features.train.values import KeptTraining
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
@@ -214,7 +215,8 @@ def part_ratio(own: Timing, phases: Collection[str], base: Timing, theirs: Colle
 class Basis:
     """A run with what its samples say, and what else was measured with the same device: studies, trainings.
 
-    `other_runs` are of the same machine: what they timed answers questions about this one. `least` is the gain from
+    `other_runs` are of the same machine: what they timed answers questions about this one. `served` is what `infer`
+    answered by these runs. `least` is the gain from
     which on a precision is worth the trouble, as a share.
     """
 
@@ -224,6 +226,7 @@ class Basis:
     training: Trained | None = None
     least: float = 0.1
     other_runs: tuple[tuple[Run, Mapping[str, Finding]], ...] = ()
+    served: tuple[ServingAnswer, ...] = ()
 
     @cached_property
     def besides(self) -> tuple[ComparedCase, ...]:

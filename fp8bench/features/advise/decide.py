@@ -16,6 +16,7 @@ from fp8bench.analysis.verdicts import BAND
 from fp8bench.features.advise import cost_rules, shape_rules, speed_rules
 from fp8bench.features.advise.basis import Basis, ComparedCase, Trained, doubts, mapped, met_above, times
 from fp8bench.features.advise.cost_rules import arm_of, study_of, tried_as
+from fp8bench.features.advise.serving_rules import serving_advice
 from fp8bench.features.advise.shape_rules import pays_from, projections
 from fp8bench.features.advise.speed_rules import bound_of, stage_of
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Answer, Ground, Met
@@ -282,4 +283,6 @@ def advised(basis: Basis) -> Advised:
         (*advice_of(basis, answers), *projections(basis)),
         key=lambda one: (_ORDER.index(one.kind), -one.gain.point if one.gain is not None else math.inf),
     )
-    return Advised(basis.run.id, tuple(ordered), answers, basis.least)
+    of_serving = (advice for answer in basis.served for advice in serving_advice(answer))
+    first = sorted(of_serving, key=lambda advice: _ORDER.index(advice.kind))
+    return Advised(basis.run.id, (*first, *ordered), answers, basis.least)

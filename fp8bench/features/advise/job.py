@@ -14,6 +14,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.advise.basis import Basis, Trained, speed_of
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Checked
+from fp8bench.features.infer.kept import kept_answers
 from fp8bench.features.sensitivity.job import studies_of, write_map_file
 from fp8bench.features.sensitivity.study import as_words
 from fp8bench.features.train.kind import load_training, training_named
@@ -43,7 +44,10 @@ def basis_of(
         trained = Trained(kept, verdicts_of(kept.training, kept.lines))
         troubles += kept.troubles
     known = tuple((other, findings(other)) for other in other_runs)
-    return Basis(run, findings(run), studies, trained, least, known), troubles
+    answers, wrong = kept_answers(store_of(Path(run.path)) or store).lines()
+    ids = {run.id, *(other.id for other in other_runs)}
+    served = tuple(dict.fromkeys(answer for answer in answers if ids & {*answer.runs}))
+    return Basis(run, findings(run), studies, trained, least, known, served), troubles + wrong
 
 
 def _refuse_foreign(run: Run, other: Run) -> None:

@@ -25,7 +25,8 @@ _TOKENS = {False: 8192, True: 2048}
 _BATCHES = {False: (1, 8, 16, 32, 64, 128, 256, 512, 4096), True: (1, 16, 128, 1024)}
 EXAMPLES = ("fp8bench infer --quick", "fp8bench infer my_package:make", "fp8bench infer --from last --arms kv=fp8")
 FIRST_OPTIONS = (
-    "--size --from --arms --reference --batch --contexts --sweep --check-layers --quick --json --csv --explain"
+    "--size --from --arms --reference --batch --contexts --sweep --check-layers --rollout --quick --json --csv "
+    "--explain"
 )
 
 
@@ -52,6 +53,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         choices=("batch",),
         help="batch: up to which batch arms pay, by one layer's product at 1, 8, 16, ... 4096 rows",
     )
+    words = (
+        "also sample texts in each arm, and say how far the reference's log-probabilities of these tokens are from it"
+    )
+    add("--rollout", action="store_true", help=words)
     words = "kv or weights: one layer low at a time, ranked by what it does to predictions"
     add("--check-layers", choices=("kv", "weights"), help=words)
     words = "tokens that predictions are compared on; default 8192, 2048 with --quick"
@@ -91,7 +96,7 @@ def _question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedMod
     question = ServingQuestion(
         size, tuple(dict.fromkeys((lead, *arms))), _contexts(arguments), arguments.batch, arguments.quick, tokens,
         arguments.seed, arguments.threads, arguments.device or "", check_layers=arguments.check_layers or "",
-        batches=_BATCHES[arguments.quick] if arguments.sweep else (),
+        batches=_BATCHES[arguments.quick] if arguments.sweep else (), rollout=arguments.rollout,
     )  # fmt: skip
     return question if question.is_own else checked(question), trained
 

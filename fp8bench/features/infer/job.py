@@ -15,9 +15,10 @@ from typing import Any, cast
 from fp8bench.analysis.energy import energy_figures
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.samples import step_samples
-from fp8bench.errors import UsageError, WorkerFault, as_usage
-from fp8bench.features.infer.batches import computed_batch, crossing_of_batches
+from fp8bench.errors import StoreError, UsageError, WorkerFault, as_usage
+from fp8bench.features.infer.batches import swept
 from fp8bench.features.infer.fits import LineDraws, crossing_of, fastest, line_of
+from fp8bench.features.infer.kept import kept_answers
 from fp8bench.features.infer.values import (
     ArmQuality,
     ArmTimes,
@@ -29,18 +30,29 @@ from fp8bench.features.infer.values import (
     check_arm,
     dtype_of,
     is_of,
+    low_layer,
 )
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import ProcessWorker, Worker, claimed
 from fp8bench.model import DeviceFacts, Level, Record, Request, Run, Support
 from fp8bench.model.raw import Settings
-from fp8bench.nn.served import OWN, OWN_SHAPES, Arm, ServedShape, served_memory, served_shape, served_support
+from fp8bench.nn.served import (
+    OWN,
+    OWN_SHAPES,
+    Arm,
+    ServedShape,
+    served_memory,
+    served_shape,
+    served_support,
+    step_bytes,
+)
 from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.pipeline import execute
 from fp8bench.plan.make import device_named
 from fp8bench.registry import precisions
 from fp8bench.units import size
 
+RankedArms = tuple[tuple[Arm, ArmQuality], ...]
 _MODULE = "fp8bench.features.infer.bench"
 SHIPPED, WEIGHTS = "nano-python", Path(__file__).with_name("nano-python.bin")
 # Left out of the shipped model's training; its positions.
@@ -54,7 +66,7 @@ def answered(
     question: ServingQuestion, store: Path, command: str, observer: JobObserver, trained: ServedModel | None = None
 ) -> ServingAnswer:  # fmt: skip
     """Quality is that of `trained`, where there is one, of a maker's model, or of the one that is shipped. An interrupt
-    ends it early: what was found until then is the answer."""
+    ends it early: what was found until then is the answer. A whole one is kept beside its runs."""
     settings = Settings(question.threads, question.seed)
     with claimed(True), ProcessWorker(settings, module=_MODULE) as worker:
         known = worker.probe()
@@ -68,12 +80,17 @@ def answered(
             OWN_SHAPES[question.size] = ServedShape(*_asked(worker, "shape", question.size, facts, question.seed))
             question, model = checked(question), ServedModel(question.size)
         _check_memory(question, facts)
-        quality, layers = _qualities(question, model, facts, worker, observer)
-    answer = ServingAnswer(question, facts.key, (), question.contexts[0], quality, layers)
+        quality, layers, spared = _qualities(question, model, facts, worker, observer)
+    answer = ServingAnswer(question, facts.key, (), question.contexts[0], quality, layers, spared=spared)
     try:
-        return _timed(answer, facts, store, command, observer)
+        answer = _timed(answer, facts, store, command, observer)
     except KeyboardInterrupt:
         return replace(answer, finished=False)
+    try:
+        kept_answers(store).append([answer])
+    except StoreError as error:
+        observer.note(str(error))
+    return answer
 
 
 def _asked(worker: Worker, name: str, *arguments: Any) -> Any:
@@ -99,7 +116,9 @@ def checked(question: ServingQuestion) -> ServingQuestion:
 
 
 def _check_memory(question: ServingQuestion, facts: DeviceFacts) -> None:
-    least = served_memory(served_shape(question.size), question.batch, max(question.contexts))
+    shape, lead, longest = served_shape(question.size), question.arms[0], max(question.contexts)
+    whole = step_bytes(shape, lead, question.batch, longest, shape.experts).total  # the reference's, of all experts
+    least = max(served_memory(shape, question.batch, longest), whole)
     if facts.memory_bytes and least > facts.memory_bytes:
         raise UsageError(
             f"{question.size} with --batch {question.batch} at a context of {max(question.contexts)} takes "
@@ -125,19 +144,25 @@ def held_out_text(tokens: int) -> tuple[tuple[int, ...], ...]:
 
 def _qualities(
     question: ServingQuestion, model: ServedModel, facts: DeviceFacts, worker: Worker, observer: JobObserver
-) -> tuple[Quality, tuple[tuple[Arm, ArmQuality], ...]]:
+) -> tuple[Quality, RankedArms, RankedArms]:
+    """Of all arms; of layers low alone, the worst first; and of all layers low, and of those but the worst."""
     lead, *others = question.arms
     arms = [_within(arm, model.layers) for arm in question.arms]
     if any(one != asked for one, asked in zip(arms, question.arms, strict=True)):
         whose = f"{model.name}, of {model.layers} layers"
         observer.note(f"quality is read on {whose}: exceptions of later ones are not in it")
     alone = layer_arms(question.check_layers, lead, others, model.layers)
-    task = QualityTask(model, question.tokens, (*arms, *alone), facts, question.seed)
+    rolls_out = len(arms) if question.rollout else 0
+    task = QualityTask(model, question.tokens, (*arms, *alone), facts, question.seed, rolls_out)
     with observer.counting() as tell:
         tell(0, 1, "models", "quality on the same tokens")
         found: Quality = _asked(worker, "quality", task)
-    ranked = sorted(zip(alone, found.arms[len(others) :], strict=True), key=lambda pair: -pair[1].kl)
-    return replace(found, arms=found.arms[: len(others)]), tuple(ranked)
+        ranked = sorted(zip(alone, found.arms[len(others) :], strict=True), key=lambda pair: -pair[1].kl)
+        both = spared_arms(question.check_layers, [arm for arm, _ in ranked])
+        again: tuple[ArmQuality, ...] = ()
+        if both:
+            again = _asked(worker, "quality", replace(task, arms=(lead, *both), rolls_out=0)).arms
+    return replace(found, arms=found.arms[: len(others)]), tuple(ranked), tuple(zip(both, again, strict=True))
 
 
 def _within(arm: Arm, layers: int) -> Arm:
@@ -163,6 +188,16 @@ def layer_arms(what: str, lead: Arm, others: Sequence[Arm], layers: int) -> list
         replace(lead, kv=word) if what == "kv" else replace(lead, weights=word)
         for word in (f"{lead.carrier}@{layer}={usual}" for layer in range(layers))
     ]
+
+
+def spared_arms(what: str, ranked: Sequence[Arm]) -> list[Arm]:
+    """Of arms with one layer low, the worst first: that with all of them low, and that with the worst quarter high."""
+    if not ranked:
+        return []
+    pairs = [low_layer(arm, what) for arm in ranked]
+    high = [layer for layer, _ in pairs[: max(1, len(pairs) // 4)]]
+    words = (pairs[0][1], pairs[0][1] + "".join(f"@{layer}={ranked[0].carrier}" for layer in sorted(high)))
+    return [replace(ranked[0], kv=word) if what == "kv" else replace(ranked[0], weights=word) for word in words]
 
 
 def _support_of(question: ServingQuestion, arm: Arm, facts: DeviceFacts) -> Support:
@@ -197,8 +232,7 @@ def _timed(
         _, outputs, inputs = max(served_shape(question.size).kept, key=lambda one: one[1] * one[2])
         arms = [arm for arm in native if not arm.kv]
         run = measured("gemm", arms, shape=[f"{batch}x{outputs}x{inputs}" for batch in question.batches])
-        said = (*crossing_of_batches(run, arms), computed_batch(run, arms[0]))
-        return replace(answer, sweep=(f"by rows of the layer of {outputs} x {inputs}:", *said), runs=(run.id,))
+        return replace(answer, sweep=swept(run, arms, (outputs, inputs), question.batches), runs=(run.id,))
     own: dict[str, Sequence[object]] = {"size": [question.size], "batch": [question.batch]}
     decode = measured("decode", native, **own, context=question.contexts)
     prefill = measured("prefill", native, **own, context=[answer.prompt])
@@ -207,7 +241,19 @@ def _timed(
     times = [replace(one, kernel=kernels[one.arm]) for one in times]
     times += [ArmTimes(arm, why=kernels[arm]) for arm in question.arms if arm not in native]
     ceiling = next((one.ceiling.bytes for one in decode.records if one.ceiling is not None), None)
-    return replace(answer, times=tuple(times), bandwidth=ceiling, runs=(decode.id, prefill.id))
+    experts = experts_read(decode, question)
+    return replace(answer, times=tuple(times), bandwidth=ceiling, runs=(decode.id, prefill.id), experts=experts)
+
+
+def experts_read(decode: Run, question: ServingQuestion) -> float | None:
+    """Of a layer, in the mean, by the reference's step at the longest context."""
+    record = next((one for one in decode.records if one.is_reference and _context(one) == question.contexts[-1]), None)
+    counted = [] if record is None else [one for one in record.measurements if one.metric == "distinct_experts"]
+    return counted[0].samples[0] / served_shape(question.size).layers if counted and counted[0].samples else None
+
+
+def _context(record: Record) -> int:
+    return int(record.case.param("context"))
 
 
 def times_of(question: ServingQuestion, native: Sequence[Arm], decode: Run, prefill: Run) -> Iterator[ArmTimes]:
@@ -215,9 +261,7 @@ def times_of(question: ServingQuestion, native: Sequence[Arm], decode: Run, pref
     best = findings(decode)
     reference: LineDraws | None = None
     for arm in native:
-        records = sorted(
-            (int(record.case.param("context")), record) for record in decode.records if is_of(record, arm)
-        )  # fmt: skip
+        records = sorted((_context(record), record) for record in decode.records if is_of(record, arm))
         why = next((record.reason for _, record in records if record.timing is None), "")
         rounds = {context: step_samples(record.timing) for context, record in records if record.timing is not None}
         line = None if why else line_of(rounds)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8bench.features.infer.values import ArmQuality, Quality, QualityTask, ServedModel
+from fp8bench.features.infer.values import ArmQuality, Quality, QualityTask, RolloutGap, ServedModel
 from fp8bench.model import Interval
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import DTYPES, Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
@@ -30,6 +30,8 @@ from fp8bench.protocols import SilentPhases
 
 _BOOTSTRAPS = 2000
 _TAIL = 0.999
+# Ratios beyond which PPO clips.
+_CLIP = (0.8, 1.2)
 # Random tokens of a model of one's own come in texts of so many.
 WINDOW = 128
 RANDOM_WEIGHTS, RANDOM_TOKENS = (f"random {what}: arithmetic only" for what in ("weights", "tokens"))
@@ -79,7 +81,42 @@ def quality_of(task: QualityTask, maker: Callable[[], Any] | None = None) -> Qua
     itself, floor = _compared(predicted(lead), reference), _compared(predicted(lead, "math"), reference)
     arms = tuple(_compared(predicted(arm), reference) for arm in others)
     perplexity = math.exp(-float(reference.true.mean()))
-    return Quality(task.model.name, int(reference.true.numel()), perplexity, itself, floor, arms, caution)
+    with torch.no_grad():
+        rollouts = tuple(rollout_gap(serve, arm, lead, text, task.seed) for arm in task.arms[: task.rolls_out])
+    return Quality(task.model.name, int(reference.true.numel()), perplexity, itself, floor, arms, caution, rollouts)
+
+
+def rollout_gap(serve: Serve, arm: Arm, trainer: Arm, text: Tensor, seed: int) -> RolloutGap:
+    """The arm goes on from the first half of each text, token by token from its cache; the trainer scores what came at
+    once. All arms are given the same random numbers."""
+    start, length = text.shape[1] // 2, text.shape[1]
+    tokens, sizes, said = text.clone(), (text.shape[0], length - 1), []
+    model, generator = serve(arm, sizes), torch.Generator(str(text.device)).manual_seed(seed)
+    for at in range(start, length):
+        first = 0 if at == start else at - 1
+        model.calibrates = first == 0  # scales that stay are those of the prompt
+        logs = F.log_softmax(model.forward(tokens[:, first:at], first, SilentPhases())[:, -1].double(), -1)
+        chosen = torch.multinomial(logs.exp(), 1, generator=generator)
+        tokens[:, at : at + 1] = chosen
+        said.append(logs.gather(-1, chosen))
+    scored = _predicted(serve(trainer, sizes), tokens).true[:, start - 1 :]
+    return gap_of(scored - torch.cat(said, 1))
+
+
+def gap_of(gaps: Tensor) -> RolloutGap:
+    """Of log-probabilities (texts, tokens), the trainer's less those they were sampled by."""
+    ratios = gaps.exp()
+    clipped = (ratios < _CLIP[0]) | (ratios > _CLIP[1])
+
+    def effective(logs: Tensor) -> float:
+        weights = logs.flatten().softmax(0)  # a common factor makes no difference
+        return float(1 / (weights.square().sum() * weights.numel()))
+
+    return RolloutGap(
+        gaps.numel(), float(gaps.abs().mean()), float(gaps.abs().max()), float((ratios - 1 - gaps).mean()),
+        _over_texts(ratios), float(ratios.min()), float(ratios.max()), float(clipped.double().mean()),
+        (effective(gaps), effective(gaps.sum(1))),
+    )  # fmt: skip
 
 
 def _own(task: QualityTask, maker: Callable[[], Any]) -> tuple[Serve, Tensor, str]:
@@ -153,14 +190,14 @@ def _compared(own: _Predicted, reference: _Predicted) -> ArmQuality:
     return ArmQuality(
         float(kl.mean()), float(kl.flatten().quantile(_TAIL)), float(kl[:, :quarter].mean()),
         float(kl[:, -quarter:].mean()), float(alike.double().mean()),
-        (int(apart[0, 0]), int(apart[0, 1])) if len(apart) else None, streams, _log_ratio(own.true, reference.true),
+        (int(apart[0, 0]), int(apart[0, 1])) if len(apart) else None, streams, _over_texts(reference.true - own.true),
         own.bits,
     )  # fmt: skip
 
 
-def _log_ratio(own: Tensor, reference: Tensor) -> Interval:
-    """ln of the perplexity over the reference's: the mean of the differences token by token, texts resampled whole."""
-    by_text = (reference - own).mean(1).cpu().numpy()
+def _over_texts(by_token: Tensor) -> Interval:
+    """The mean of what is known of each token, texts resampled whole."""
+    by_text = by_token.mean(1).cpu().numpy()
     count = len(by_text)
     draws = np.random.default_rng(0).integers(count, size=(_BOOTSTRAPS, count))
     low, high = np.quantile(by_text[draws].mean(1), [0.025, 0.975])

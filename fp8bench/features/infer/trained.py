@@ -14,6 +14,7 @@ from fp8bench.features.train.values import TokenSpan, Training
 
 # Models that are trained under one name and served under another.
 _SERVED_AS = {"gpt2-124m": "gpt2"}
+_WITH_EXPERTS = "nano-moe"
 
 
 def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str]:
@@ -29,7 +30,10 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
         raise UsageError(f"{called} has no arm {arm!r:.80}. It has {', '.join(one.name for one in training.arms)}.")
     settings = own.taken(training.request.settings)
     refusals = (
-        (settings.arch != "gpt", f"is of --arch {settings.arch}, of which no cache is served: gpt alone is"),
+        (
+            settings.arch not in ("gpt", "moe"),
+            f"is of --arch {settings.arch}, of which no cache is served: gpt and moe are",
+        ),
         (settings.parallel in ("tp", "fsdp"), f"is cut by --parallel {settings.parallel}: a rank has a part of it"),
         (settings.master != "fp32", f"keeps weights as --master {settings.master}: fp32 ones are read"),
     )
@@ -48,7 +52,8 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
     config = config_of(settings, training.text.vocabulary)
     folder = folder / "rank-0" if training.request.ranks else folder
     text = _windows(training, config.sequence, tokens)
-    return ServedModel(words, config, str(folder), arm, text), _SERVED_AS.get(settings.model, settings.model)
+    size = _WITH_EXPERTS if config.experts else _SERVED_AS.get(settings.model, settings.model)
+    return ServedModel(words, config, str(folder), arm, text), size
 
 
 def _windows(training: Training, length: int, tokens: int) -> tuple[tuple[int, ...], ...]:

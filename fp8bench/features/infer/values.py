@@ -13,10 +13,12 @@ from fp8bench.nn.served import (
     WEIGHT_FORMATS,
     Arm,
     ServedShape,
+    StepBytes,
     by_layer,
     check_groups,
     kept_word,
     served_shape,
+    step_bytes,
 )
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols.axes import one_of
@@ -60,6 +62,12 @@ def word_of(arm: Arm, carrier: str) -> str:
     return "+".join([*([] if arm.carrier == carrier else [f"carrier={arm.carrier}"]), *parts])
 
 
+def low_layer(arm: Arm, what: str) -> tuple[int, str]:
+    """The one layer that is low, and its format."""
+    layer, _, low = str(getattr(arm, what)).partition("@")[2].partition("=")
+    return int(layer), low
+
+
 def dtype_of(arm: Arm) -> str:
     """The precision that the suites prefill and decode call it."""
     if not (arm.kv or arm.weights):
@@ -96,6 +104,7 @@ class ServingQuestion:
     device: str = ""
     check_layers: str = ""
     batches: tuple[int, ...] = ()
+    rollout: bool = False
 
     @property
     def is_own(self) -> bool:
@@ -121,13 +130,15 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class QualityTask:
-    """What a worker needs; `tokens` are as many as a maker's model without text is read on."""
+    """What a worker needs; `tokens` are as many as a maker's model without text is read on. The first so many of the
+    arms roll out."""
 
     model: ServedModel
     tokens: int
     arms: tuple[Arm, ...]
     facts: DeviceFacts
     seed: int
+    rolls_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,9 +168,32 @@ class ArmQuality:
 
 
 @dataclass(frozen=True)
+class RolloutGap:
+    """Of tokens that an arm sampled a step at a time, and that the reference scored at once, as a trainer does what was
+    rolled out: the log-probability that the reference gives a token, less the arm's.
+
+    `mean` and `largest` are of its size. `ratio` is the mean of its exponential, the importance ratio, over texts: 1 of
+    the same weights, whatever the arithmetic; `least` and `most` are the ends of that. `clipped` is the share of tokens
+    that PPO's usual clip takes, `kl` the arm's divergence from the reference (Schulman's k3), and `effective` the share
+    of samples that the ratios leave, by token, and by text with the product of its tokens' ratios.
+    """
+
+    tokens: int
+    mean: float
+    largest: float
+    kl: float
+    ratio: Interval
+    least: float
+    most: float
+    clipped: float
+    effective: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class Quality:
     """`itself` is the reference once more, which must be no different; `floor` is the reference by another kernel;
-    `arms` are all others, in the order they were asked for. `caution` says why it is arithmetic only."""
+    `arms` are all others, in the order they were asked for. `caution` says why it is arithmetic only. `rollouts` are of
+    all arms, the reference's own first: its steps against itself at once."""
 
     model: str
     tokens: int
@@ -168,6 +202,7 @@ class Quality:
     floor: ArmQuality
     arms: tuple[ArmQuality, ...]
     caution: str = ""
+    rollouts: tuple[RolloutGap, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -212,8 +247,35 @@ class ArmTimes:
 
 
 @dataclass(frozen=True)
+class BatchGain:
+    """Up to how many rows an arm pays: crossings (rows, low, high, whether it begins to pay), or where there is none
+    whether it `pays` at all, None for what nobody can tell. `worst` are the rows where it loses most and `cause` what
+    by, '' where it surely loses nowhere; below `computed` rows its product is bound by the bytes of its weight."""
+
+    arm: Arm
+    crossings: tuple[tuple[float, float, float, bool], ...]
+    pays: bool | None
+    worst: int
+    cause: str
+    computed: float | None
+
+
+@dataclass(frozen=True)
+class BatchSweep:
+    """Of a layer's product. Past `bound` rows the reference's own is bound by arithmetic, so that fewer bytes gain
+    nothing; None where no ceilings are known."""
+
+    layer: tuple[int, int]
+    rows: tuple[int, ...]
+    gains: tuple[BatchGain, ...]
+    bound: float | None
+
+
+@dataclass(frozen=True)
 class ServingAnswer:
-    """All that was found, of which the view makes sentences."""
+    """All that was found, of which the view makes sentences. `layers` are arms with one layer low, the worst first, and
+    `spared` that with all of them low and that with all but the worst; `experts` are those of a layer that a step reads
+    in the mean."""
 
     question: ServingQuestion
     device: str
@@ -223,8 +285,15 @@ class ServingAnswer:
     layers: tuple[tuple[Arm, ArmQuality], ...] = ()
     bandwidth: float | None = None
     runs: tuple[str, ...] = ()
-    sweep: tuple[str, ...] = ()
+    sweep: BatchSweep | None = None
     finished: bool = True
+    spared: tuple[tuple[Arm, ArmQuality], ...] = ()
+    experts: float | None = None
+
+    def moved(self, arm: Arm) -> StepBytes:
+        """What a step reads at the longest context."""
+        asked = self.question
+        return step_bytes(served_shape(asked.size), arm, asked.batch, asked.contexts[-1], self.experts)
 
     def quality_of(self, arm: Arm) -> ArmQuality | None:
         """Of the reference, the floor."""

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fp8bench import units
-from fp8bench.features.infer.values import ArmQuality, ArmTimes, ServingAnswer, word_of
+from fp8bench.features.infer.values import (
+    ArmQuality,
+    ArmTimes,
+    BatchSweep,
+    RolloutGap,
+    ServingAnswer,
+    low_layer,
+    word_of,
+)
 from fp8bench.model import Interval
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.nn.served import Arm, attention_flops, forward_flops, served_shape, step_bytes
+from fp8bench.nn.served import Arm, attention_flops, forward_flops, served_shape
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Code, Element, Page, Part, Table, Text
@@ -24,6 +32,10 @@ _LEGEND = (
     "KL: of the reference's predictions from the arm's, mean and 99.9%; late: last over first quarter of positions",
     "top: tokens with the same likeliest successor; parts: first layer, and text.token, at which something differs",
     "1e3 ln ppl: of the ratio of perplexities, paired by token, 95% over texts; floor: another kernel",
+    "J a token: of a step, over all tokens of its batch; of a prompt and of decoding apart",
+    "rollout: tokens that an arm samples step by step; gap: their log-probability in the reference, less the arm's",
+    "ratio: exp of the gap, 1 in the mean of the same weights; clipped: outside 0.8 to 1.2; k3: KL by Schulman's k3",
+    "effective: the share of samples that these ratios leave, by token, and by text with their product",
 )  # fmt: skip
 
 
@@ -35,9 +47,11 @@ def page_of(answer: ServingAnswer) -> Page:
     if any(one.tpot for one in answer.times):
         parts.append([_times(answer)])
     parts.append([_costs(answer)])
+    if answer.quality is not None and answer.quality.rollouts:
+        parts.append([_rollouts(answer, answer.quality.rollouts)])
     if answer.layers:
         parts.append([_layers(answer), *_to_paste(answer)])
-    parts.append([Text(words) for words in _stored(answer)])
+    parts[-1] += [Text(words) for words in _stored(answer)]
     made = tuple(Part(f"part-{number}", "", tuple(elements)) for number, elements in enumerate(parts) if elements)
     return Page(title, "", made, _LEGEND)
 
@@ -78,9 +92,8 @@ def _times(answer: ServingAnswer) -> Table:
 
 def _costs(answer: ServingAnswer) -> Table:
     """What every arm reads, and what it does to predictions."""
-    batch, longest = answer.question.batch, answer.question.contexts[-1]
-    config, known = served_shape(answer.question.size), {one.arm: one for one in answer.times}
-    moved = {arm: step_bytes(config, arm, batch, longest) for arm in answer.question.arms}
+    known = {one.arm: one for one in answer.times}
+    moved = {arm: answer.moved(arm) for arm in answer.question.arms}
 
     def share(arm: Arm) -> str | None:
         times = known.get(arm)
@@ -97,7 +110,7 @@ def _costs(answer: ServingAnswer) -> Table:
         return f"{count / 2**20:.3g}"
 
     cols: list[Col[Arm]] = [
-        Col("arm", lambda arm: _name(answer, arm) + (" (floor)" if arm == answer.question.arms[0] else "")),
+        Col("arm", lambda arm: _floor(answer, arm)),
         Col("W MiB", lambda arm: mebibytes(moved[arm].weights), number=True),
         Col("kv", lambda arm: mebibytes(moved[arm].kv), number=True),
         Col("of copy", share, number=True, when=answer.bandwidth is not None),
@@ -110,6 +123,25 @@ def _costs(answer: ServingAnswer) -> Table:
         Col("1e3 ln ppl", lambda arm: of(arm, _ratio), number=True),
     ]  # fmt: skip
     return table("costs", "", cols, answer.question.arms)
+
+
+def _floor(answer: ServingAnswer, arm: Arm) -> str:
+    return _name(answer, arm) + (" (floor)" if arm == answer.question.arms[0] else "")
+
+
+def _rollouts(answer: ServingAnswer, gaps: Sequence[RolloutGap]) -> Table:
+    cols: list[Col[tuple[Arm, RolloutGap]]] = [
+        Col("rollout by", lambda pair: _floor(answer, pair[0])),
+        Col("mean gap", lambda pair: _short(pair[1].mean, 1), number=True),
+        Col("largest", lambda pair: _short(pair[1].largest, 1), number=True),
+        Col("k3", lambda pair: _short(pair[1].kl, 1), number=True),
+        Col("ratio", lambda pair: _interval(pair[1].ratio, "{:.4f}"), number=True),
+        Col("least, most", lambda pair: f"{pair[1].least:.2f}, {pair[1].most:.2f}", number=True),
+        Col("clipped", lambda pair: units.percent(pair[1].clipped), number=True),
+        Col("effective", lambda pair: ", ".join(units.percent(share) for share in pair[1].effective), number=True),
+    ]  # fmt: skip
+    caption = f"{gaps[0].tokens} tokens of each, scored by {_name(answer, answer.question.arms[0])}"
+    return table("rollouts", caption, cols, [*zip(answer.question.arms, gaps, strict=True)])
 
 
 def _parts(one: ArmQuality) -> str:
@@ -125,8 +157,13 @@ def _short(value: float, digits: int) -> str:
 
 
 def _ratio(one: ArmQuality) -> str:
-    ratio = one.log_perplexity
-    return f"{1e3 * ratio.point:+.1f} +-{1e3 * max(ratio.high - ratio.point, ratio.point - ratio.low):.1f}"
+    return _interval(one.log_perplexity, "{:+.1f}", 1e3)
+
+
+def _interval(value: Interval, shown: str, times: float = 1.0) -> str:
+    """The value and how far its interval reaches, whichever side reaches further."""
+    reach = times * max(value.high - value.point, value.point - value.low)
+    return f"{shown.format(times * value.point)} +-{shown.replace('+', '').format(reach)}"
 
 
 def _joules(joules: float | None) -> str:
@@ -142,11 +179,13 @@ def _seconds(interval: Interval | None, times: int = 1) -> str:
 
 
 def _crossings(answer: ServingAnswer) -> Iterator[str]:
-    yield from answer.sweep
+    if answer.sweep is not None:
+        yield from sweep_words(answer.sweep)
     reference = _name(answer, answer.question.arms[0])
-    low, high = answer.question.contexts[0], answer.question.contexts[-1]
     for one in answer.times:
         name, crossing = _name(answer, one.arm), one.crossing
+        kernel = one.kernel.removeprefix("torch's ")
+        name += f" ({kernel})" if kernel.startswith("_") else ""
         off = f" ({units.percent(one.line.off, 0)} off its line)" if one.line and one.line.off > 0.1 else ""
         doubt = f"; doubtful: {', '.join(one.doubts)}" if one.doubts else ""
         if crossing is not None and crossing.at is not None:
@@ -157,25 +196,47 @@ def _crossings(answer: ServingAnswer) -> Iterator[str]:
             else:
                 yield f"{name} {words} {place} against {reference}{off}"
         elif crossing is not None:
-            yield f"{name} against {reference}: no crossing in {low} to {high}; {_ends(crossing.faster)}{off}{doubt}"
+            yield f"{name}: no crossing with {reference}; {_ends(crossing.faster)}{off}{doubt}"
         elif one.why and one.kernel:
             yield f"{name}: not timed, {one.why}"
     without = [one for one in answer.times if one.why and not one.kernel]
     if without:
         gains = ", ".join(f"{_name(answer, one.arm)} {_derived(answer, one.arm)}" for one in without)
         yield f"no kernel, not timed; derived from bytes, no crossing: at most {gains}"
+    shape = served_shape(answer.question.size)
+    if shape.experts and answer.times:
+        chance, read = shape.chosen(answer.question.batch), answer.experts
+        words = "" if read is None else f"{read:.3g} of {shape.experts} experts a layer, "
+        yield f"a step reads {words}by chance {chance:.3g}: bytes are theirs alone"
+
+
+def sweep_words(sweep: BatchSweep) -> Iterator[str]:
+    outputs, inputs = sweep.layer
+    yield f"by rows of the layer of {outputs} x {inputs}:"
+    for gain in sweep.gains:
+        crossings = ", ".join(
+            f"{'pays from' if begins else 'stops paying at'} {rows:.0f} ({low:.0f} to {high:.0f}) rows"
+            for rows, low, high, begins in gain.crossings
+        )
+        alike = {True: "pays at all", False: "pays at none", None: "has no crossing that is sure"}[gain.pays]
+        why = f", loses most at {gain.worst} by {gain.cause}" if gain.cause else ""
+        bound = "" if gain.computed is None else f"; computed: bound by traffic below {gain.computed:.0f}"
+        yield f"{word_of(gain.arm, 'bf16')} {crossings or alike}{why}{bound}"
+    if sweep.bound is None:
+        yield "computed: nothing, without ceilings that bound (`fp8bench doctor --ceilings` measures them)"
+    else:
+        yield f"computed from ceilings: fewer bytes a weight gain nothing past {sweep.bound:.0f}"
 
 
 def _ends(faster: tuple[bool | None, bool | None]) -> str:
     """At the shortest and at the longest context."""
-    first, last = ({True: "faster", False: "slower", None: "not told apart"}[end] for end in faster)
+    first, last = ({True: "faster", False: "slower", None: "unclear"}[end] for end in faster)
     return f"{first} at both ends" if first == last else f"{first}, then {last}"
 
 
 def _derived(answer: ServingAnswer, arm: Arm) -> str:
     """By bytes alone at the longest context: a step reads fewer at every one, so that the lines cross nowhere."""
-    config, batch, longest = served_shape(answer.question.size), answer.question.batch, answer.question.contexts[-1]
-    both = [step_bytes(config, one, batch, longest).total for one in (answer.question.arms[0], arm)]
+    both = [answer.moved(one).total for one in (answer.question.arms[0], arm)]
     return f"{both[0] / both[1]:.1f}x"
 
 
@@ -187,39 +248,46 @@ def _quality(answer: ServingAnswer) -> Iterator[str]:
     arms = zip(quality.arms, answer.question.arms[1:], strict=True)
     worst, arm = max(arms, key=lambda pair: pair[0].kl, default=(quality.floor, answer.question.arms[0]))
     yield (
-        f"mean KL on {quality.model}{whose}: {_short(worst.kl, 1)} at most ({_name(answer, arm)}); floor "
-        f"{_short(quality.floor.kl, 0)} by another kernel, {quality.itself.kl:g} from itself"
+        f"mean KL on {quality.model}{whose}: at most {_short(worst.kl, 1)} ({_name(answer, arm)}); floor "
+        f"{_short(quality.floor.kl, 0)} (another kernel), itself {quality.itself.kl:g}"
     )
+    if quality.rollouts:
+        floor, *_ = quality.rollouts
+        gap, arm = max(zip(quality.rollouts, answer.question.arms, strict=True), key=lambda pair: pair[0].mean)
+        yield (
+            f"rollouts scored by {_name(answer, answer.question.arms[0])}: log-probabilities differ by at most "
+            f"{_short(gap.mean, 1)} in the mean ({_name(answer, arm)}); floor {_short(floor.mean, 0)} (its own steps)"
+        )
 
 
 def _stored(answer: ServingAnswer) -> Iterator[str]:
     if answer.runs:
-        yield f"stored as runs {', '.join(answer.runs)}"
+        yield f"stored as runs {', '.join(answer.runs)}; token ids straight in: no tokeniser, sampler or server"
 
 
 def _layers(answer: ServingAnswer) -> Table:
     what = answer.question.check_layers
-    cols: list[Col[tuple[Arm, ArmQuality]]] = [
-        Col("low alone", lambda pair: f"{what} of layer {_low_layer(pair[0], what)[0]}"),
+    labels = [f"layer {low_layer(arm, what)[0]}" for arm, _ in answer.layers] + ["all", "all but the worst"]
+    rows = [(label, quality) for label, (_, quality) in zip(labels, (*answer.layers, *answer.spared), strict=True)]
+    cols: list[Col[tuple[str, ArmQuality]]] = [
+        Col("low", lambda pair: f"{what} of {pair[0]}"),
         Col("KL", lambda pair: _short(pair[1].kl, 1), number=True),
         Col("top", lambda pair: units.percent(pair[1].same_top), number=True),
         Col("1e3 ln ppl", lambda pair: _ratio(pair[1]), number=True),
     ]
-    return table("layers", "one layer low at a time, the worst first", cols, answer.layers)
-
-
-def _low_layer(arm: Arm, what: str) -> tuple[str, str]:
-    """The one layer that is low, and its format."""
-    layer, _, low = (arm.kv if what == "kv" else arm.weights).partition("@")[2].partition("=")
-    return layer, low
+    return table("layers", "one layer low at a time, the worst first", cols, rows)
 
 
 def _to_paste(answer: ServingAnswer) -> Iterator[Element]:
-    """The arm that leaves the worst layer high."""
+    yield Text("with the worst high:")
+    yield Code(f"fp8bench infer --arms {spared_word(answer)}")
+
+
+def spared_word(answer: ServingAnswer) -> str:
+    """The arm that leaves the worst layers high, in words of the command line."""
     what = answer.question.check_layers
-    layer, low = _low_layer(answer.layers[0][0], what)
-    yield Text("with the worst one high:")
-    yield Code(f"fp8bench infer --arms {what}={low}@{layer}={carrier_of(answer)}")
+    word = str(getattr(answer.spared[-1][0], what))
+    return f"{what}={word.replace('=' + answer.question.arms[0].carrier, '=' + carrier_of(answer))}"
 
 
 def value_of(answer: ServingAnswer) -> dict[str, Any]:
@@ -228,7 +296,7 @@ def value_of(answer: ServingAnswer) -> dict[str, Any]:
     config, prompt = served_shape(question.size), answer.prompt
     attention = attention_flops(config, question.batch, prompt * (prompt + 1) / 2)
     whole = forward_flops(config, question.batch, prompt, prompt)
-    moved = [step_bytes(config, arm, question.batch, question.contexts[-1]) for arm in question.arms]
+    moved = [answer.moved(arm) for arm in question.arms]
     prefill = {"flops": whole, "attention_flops": attention}
     return {"schema": SCHEMA, **encode(answer), "prefill": prefill, "bytes": encode(tuple(moved))}
 
@@ -237,10 +305,7 @@ def rows_of(answer: ServingAnswer) -> Rows:
     """A row an arm; numbers with all their digits."""
     rows = []
     for one in answer.times:
-        quality = answer.quality_of(one.arm)
-        moved = step_bytes(
-            served_shape(answer.question.size), one.arm, answer.question.batch, answer.question.contexts[-1]
-        )
+        quality, moved = answer.quality_of(one.arm), answer.moved(one.arm)
         line, crossing = one.line, one.crossing
         rows.append({
             "arm": _name(answer, one.arm), "ttft": one.ttft,
@@ -248,7 +313,8 @@ def rows_of(answer: ServingAnswer) -> Rows:
             "a": line and line.a.point, "a_low": line and line.a.low, "a_high": line and line.a.high,
             "b": line and line.b.point, "b_low": line and line.b.low, "b_high": line and line.b.high,
             "break_even": crossing and crossing.at, "weight_bytes": moved.weights, "kv_bytes": moved.kv,
-            "kl": quality and quality.kl, "kl_tail": quality and quality.kl_tail, "why": one.why,
+            "kl": quality and quality.kl, "kl_tail": quality and quality.kl_tail, "why": one.why, "kernel": one.kernel,
+            "first_layer_error": quality and quality.streams[0], "last_layer_error": quality and quality.streams[-1],
             "log_perplexity_ratio": quality and quality.log_perplexity.point,
         })  # fmt: skip
     names = dict.fromkeys(name for row in rows for name in row)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from fp8bench.features.infer.batches import cause_of, computed_batch, crossing_of_batches
+from fp8bench.features.infer.batches import cause_of, swept
 from fp8bench.features.infer.bench import InferBench
 from fp8bench.features.infer.job import checked, times_of
 from fp8bench.features.infer.quality import RANDOM_TOKENS
 from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion
-from fp8bench.features.infer.view import value_of
+from fp8bench.features.infer.view import sweep_words, value_of
 from fp8bench.model import Level, Record, Segments, SlotSample, Status, Timing
 from fp8bench.model.measured import Ceiling
 from fp8bench.model.raw import Settings
@@ -130,14 +131,17 @@ def test_up_to_how_many_rows_an_arm_pays() -> None:
             made = case("gemm", precision, {"m": rows, "n": 768, "k": 192, "product": "forward", "operands": "cast"})
             lead = precision == "fp32"
             records.append(Record(made, NATIVE, Status.OK, timing=timing, is_reference=lead, ceiling=ceiling))
-    int8, bf16 = crossing_of_batches(run_of(records), arms)
+    heading, int8, bf16, bound = sweep_words(swept(run_of(records), arms, (768, 192), (1, 512)))
+    assert heading == "by rows of the layer of 768 x 192:"
     match = re.match(r"weights=int8 stops paying at (\d+) \((\d+) to (\d+)\) rows, loses most at 512 by (.*); ", int8)
     assert match is not None, int8
     at, low, high = map(int, match.groups()[:3])
     assert low <= 50 <= high and 45 <= at <= 55 and match[4] == "dequantising inside its product"
     assert int8.endswith("; computed: bound by traffic below 10")  # 1 + 2/192 bytes x 200 / (2 x 10)
     assert bf16.startswith("bf16 pays at none, loses most at 512 by its product: that of bf16 is slower here")
-    assert bf16.endswith("below 20") and computed_batch(run_of(records), arms[0]).endswith("gain nothing past 40")
+    assert bf16.endswith("below 20") and bound.endswith("gain nothing past 40")
+    unknown = run_of([replace(one, ceiling=None) for one in records])
+    assert [*sweep_words(swept(unknown, arms, (768, 192), (1, 512)))][-1].startswith("computed: nothing")
 
 
 def test_a_figure_lies_on_its_line() -> None:

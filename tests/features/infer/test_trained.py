@@ -26,23 +26,28 @@ SETTINGS = TrainerSettings(batch=2, sequence=64)
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_in(tmp_path_factory.mktemp("store"), SETTINGS)
+
+
+def trained_in(store: Path, settings: TrainerSettings) -> Path:
     """A training of 12 steps, of which the state before the ninth is kept."""
-    store = tmp_path_factory.mktemp("store")
     request = TrainingRequest(
-        ("fp32", "bf16"), settings=SETTINGS, steps=12, seeds=1, keep=8, evaluate=8, energy=False, isolation=False
+        ("fp32", "bf16"), settings=settings, steps=12, seeds=1, keep=8, evaluate=8, energy=False, isolation=False
     )
     train(request, store, TrainingObserver(), "fp8bench train")
     return store
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_served(stored: Path) -> None:
+@pytest.mark.parametrize(("arch", "served"), [("gpt", "nano"), ("moe", "nano-moe")])
+def test_a_checkpoint_is_served(arch: str, served: str, stored: Path, tmp_path: Path) -> None:
     """Its perplexity is that of the training's own look at the text that it held out, in the same step."""
+    stored = stored if arch == "gpt" else trained_in(tmp_path, replace(SETTINGS, arch=arch))
     (path,) = training_files(stored)
     seen = {one.arm: one.loss for one in load_training(path).of(Validation) if (one.of, one.step) == ("held-out", 8)}
     for word, arm in (("last", "fp32"), ("last:bf16", "bf16")):
         model, size = trained_model(word, stored, 8192)
-        assert model.name.startswith(f"{arm} of training ") and model.name.endswith("step 8 of 12") and size == "nano"
+        assert model.name.startswith(f"{arm} of training ") and model.name.endswith("step 8 of 12") and size == served
         span = load_head(path).text.held_out
         ids = np.memmap(span.path, np.uint16)[span.start : span.stop].tobytes()
         # The training's own tokens, straight, and not text that was encoded again.
@@ -57,7 +62,7 @@ def test_a_checkpoint_is_served(stored: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"arch": "moe"}, "of which no cache is served"), ({"arch": "cnn"}, "of which no cache is served"),
+    [({"arch": "mlp"}, "gpt and moe are"), ({"arch": "cnn"}, "of which no cache is served"),
      ({"master": "fp16-scaled"}, "fp32 ones are read"), ({"parallel": "tp"}, "a rank has a part of it")],
 )  # fmt: skip
 def test_what_is_no_served_model_is_a_sentence(

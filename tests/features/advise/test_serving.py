@@ -1,0 +1,160 @@
+"""Advice from answers of `infer`: planted sweeps, lines and layers, and how they come from a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fp8bench.features.advise.basis import Basis
+from fp8bench.features.advise.decide import advised
+from fp8bench.features.advise.job import basis_of
+from fp8bench.features.advise.serving_rules import serving_advice
+from fp8bench.features.advise.values import Advice, AdviceKind
+from fp8bench.features.infer.kept import kept_answers
+from fp8bench.features.infer.values import (
+    ArmQuality,
+    ArmTimes,
+    BatchGain,
+    BatchSweep,
+    ContextCrossing,
+    Quality,
+    ServingAnswer,
+    ServingQuestion,
+)
+from fp8bench.model import Interval
+from fp8bench.nn.served import Arm
+from tests.advised import FP8, group, run
+from tests.commands import Say
+
+ADOPT, ROUTE, _, NOTHING = AdviceKind
+LEAD, INT8, FP8_KV = Arm("fp32"), Arm("bf16", "", "int8"), Arm("bf16", "fp8")
+
+
+def quality(kl: float, harm: float = 0.0) -> ArmQuality:
+    ratio = Interval(harm, harm - 1e-3, harm + 1e-3, 0.95)
+    return ArmQuality(kl, 10 * kl, kl, kl, 0.99, (0, 3), (1e-3, 2e-3), ratio, 16.0)
+
+
+def answer(**more: object) -> ServingAnswer:
+    question = ServingQuestion("nano", (LEAD, INT8, FP8_KV), (128, 512, 1024, 2048), 1, True, 1024)
+    known = Quality("nano-python", 1024, 6.0, quality(0), quality(4e-13), (quality(2e-4), quality(2e-3)))
+    return replace(ServingAnswer(question, "cpu", (), 128, known, runs=("12345678", "9abcdef0")), **more)  # type: ignore[arg-type]
+
+
+def only(given: ServingAnswer) -> Advice:
+    (advice,) = serving_advice(given)
+    return advice
+
+
+def of_sweep(gain: BatchGain, **more: object) -> Advice:
+    return only(answer(sweep=BatchSweep((768, 192), (1, 8, 4096), (gain,), 40.0), **more))
+
+
+def test_weights_are_quantised_below_the_batch_where_they_stop_paying() -> None:
+    ends = BatchGain(INT8, ((50.0, 45.0, 60.0, False),), None, 4096, "dequantising inside its product", 10.0)
+    advice = of_sweep(ends)
+    assert advice.kind is ADOPT and advice.recipe == "--arms weights=int8" and advice.gain is None
+    assert advice.sentence.startswith(
+        "quantise weights (weights=int8) below a batch of 45 rows: its product of 768 x 192 is faster than in fp32 "
+        "up to 50 [45, 60]; it loses most at 4096 by dequantising inside its product; perplexity"
+    )
+    assert "mean KL 2.0e-04 beside a floor of 4e-13 on nano-python" in advice.sentence
+    assert "12345678" in advice.grounds[0].row and advice.settings == ("nano on cpu",)
+    begins = of_sweep(replace(ends, crossings=((50.0, 45.0, 60.0, True),), cause=""))
+    assert begins.kind is ADOPT and "from a batch of 60 rows on: " in begins.sentence
+    both = ((50.0, 45.0, 60.0, True), (900.0, 800.0, 950.0, False))
+    assert "from a batch of 60 rows on, up to 800: " in of_sweep(replace(ends, crossings=both)).sentence
+    assert "at every batch of 1 to 4096 rows" in of_sweep(replace(ends, crossings=(), pays=True)).sentence
+    none = of_sweep(replace(ends, crossings=(), pays=False))
+    assert none.kind is NOTHING and none.sentence == (
+        "do nothing about weights=int8, because at no batch of 1 to 4096 rows is its product of 768 x 192 faster than "
+        "in fp32; it loses most at 4096 by dequantising inside its product"
+    )
+    unclear = of_sweep(replace(ends, crossings=(), pays=None, cause=""))
+    assert unclear.kind is NOTHING and "rows is its product of 768 x 192 surely faster" in unclear.sentence
+
+
+def test_a_gain_that_spoils_predictions_is_none() -> None:
+    """3% of perplexity; of random weights nobody knows."""
+    ends = BatchGain(INT8, ((50.0, 45.0, 60.0, False),), None, 4096, "", None)
+    known = answer().quality
+    assert known is not None
+    spoiled = replace(known, arms=(quality(2e-2, 0.03), known.arms[1]))
+    advice = of_sweep(ends, quality=spoiled)
+    assert advice.kind is NOTHING and "predictions suffer (perplexity +3.0%" in advice.sentence
+    assert of_sweep(ends, quality=replace(spoiled, caution="random weights: arithmetic only")).kind is ADOPT
+
+
+@pytest.mark.parametrize(
+    ("times", "kind", "words"),
+    [
+        (ArmTimes(FP8_KV, why="restored"), NOTHING, "about the speed of kv=fp8, because it was not timed: restored"),
+        (ArmTimes(FP8_KV, crossing=ContextCrossing(7000.0, 6500.0, 7600.0, (False, True))), ADOPT,
+         "take kv=fp8 from a context of 7600 on: its decode step crosses that of fp32 at 7000 [6500, 7600]"),
+        (ArmTimes(FP8_KV, crossing=ContextCrossing(700.0, 650.0, 760.0, (True, False))), ADOPT,
+         "take kv=fp8 up to 650 tokens"),
+        (ArmTimes(INT8, crossing=ContextCrossing(None, 128, 2048, (True, True))), ADOPT,
+         "quantise weights (weights=int8) at contexts of 128 to 2048"),
+        (ArmTimes(FP8_KV, crossing=ContextCrossing(None, 128, 2048, (None, False))), NOTHING,
+         "because its decode step is not told apart at a context of 128 and slower at 2048, against fp32"),
+        (ArmTimes(FP8_KV, crossing=ContextCrossing(700.0, 650.0, 760.0, (True, False)), doubts=("contended",)), NOTHING,
+         "because its times are labelled contended"),
+    ],
+)  # fmt: skip
+def test_contexts(times: ArmTimes, kind: AdviceKind, words: str) -> None:
+    advice = only(answer(times=(ArmTimes(LEAD), times)))
+    assert advice.kind is kind and words in advice.sentence, advice.sentence
+
+
+@pytest.mark.parametrize(("left", "kind"), [(4e-4, ROUTE), (1.5e-3, NOTHING)])
+def test_layers_stay_high_where_few_carry_the_harm(left: float, kind: AdviceKind) -> None:
+    asked = replace(answer().question, check_layers="kv")
+    spared = ((Arm("fp32", "fp8"), quality(2e-3)), (Arm("fp32", "fp8@0=fp32@1=fp32"), quality(left)))
+    advice = only(answer(question=asked, spared=spared))
+    assert advice.kind is kind and f"{left:.1e} instead of 2.0e-03" in advice.sentence
+    if kind is ROUTE:
+        assert advice.sentence.startswith("keep KV of layers 0, 1 high with kv=fp8")
+        assert advice.recipe == "--arms kv=fp8@0=bf16@1=bf16"
+
+
+def test_it_comes_first_and_is_read_from_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers that name the run, or one beside it, and no other's; a line that is broken is told."""
+    asked = replace(answer().question, check_layers="kv")
+    spared = ((Arm("fp32", "fp8"), quality(2e-3)), (Arm("fp32", "fp8@0=fp32"), quality(4e-4)))
+    ends = BatchGain(INT8, ((50.0, 45.0, 60.0, False),), None, 4096, "launches", 10.0)
+    sweep = BatchSweep((768, 192), (1, 8, 4096), (ends,), 40.0)
+    whole = answer(question=asked, spared=spared, layers=spared[:1], sweep=sweep, times=(ArmTimes(LEAD),), experts=2.5)
+    made = replace(run(group(fp8=FP8)), id="9abcdef0")
+    log = kept_answers(tmp_path)
+    log.append([whole, replace(whole, runs=("00000000",)), whole])
+    assert log.lines() == ([whole, replace(whole, runs=("00000000",)), whole], [])
+    with log.path.open("a") as file:
+        file.write("{}\n")
+    monkeypatch.setattr("fp8bench.features.advise.job.load_named", lambda word, store: made)
+    basis, troubles = basis_of("9abcdef0", tmp_path, None, 0.1)
+    assert basis.served == (whole,) and len(troubles) == 1
+    first, second, *rest = advised(basis).advice
+    assert (first.rule, second.rule) == ("batch", "layers") and rest == [*advised(replace(basis, served=())).advice]
+    assert not Basis(made, {}).served
+
+
+@pytest.mark.slow
+def test_from_infer_to_advice(fp8bench: Say, tmp_path: Path) -> None:
+    """The whole way, twice: by contexts with layers, and by batches."""
+    here: Callable[..., tuple[int, str, str]] = lambda *words: fp8bench(*words, "--store", str(tmp_path))  # noqa: E731
+    few = ("infer", "--quick", "--size", "nano-python", "--tokens", "256", "--arms", "kv=fp8,weights=int8")
+    code, out, err = here(*few, "--contexts", "8,16,32,64", "--check-layers", "kv")
+    assert code == 0 and "kv of all but the worst" in out, err
+    code, out, err = here("advise", "last")
+    assert (
+        code == 0 and "weights=int8" in out and "of the speed of kv=fp8" in " ".join(out.split()).replace("about", "of")
+    ), err
+    assert "the mean KL is then" in " ".join(out.split())
+    code, out, err = here(*few, "--sweep", "batch")
+    assert code == 0 and "by rows of the layer" in out, err
+    code, out, err = here("advise", "last")
+    assert code == 0 and "rows" in out.split("adopt")[0], err
+    assert len(kept_answers(tmp_path).values()) == 2

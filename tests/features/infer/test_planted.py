@@ -1,0 +1,138 @@
+"""Mistakes that benchmarks of inference have made, planted: each is refused, labelled, or found here.
+
+| mistake | by |
+|---|---|
+| the cache is filled inside the step | `test_a_planted_step_is_found[filling]` |
+| ... by a model of one's own | `test_a_model_that_cheats_is_labelled[prefills]`: work-mismatch |
+| a warm prefix | `test_a_planted_step_is_found[remembering]` |
+| ... of a model of one's own | `test_a_model_that_cheats_is_labelled[remembers]`: work-mismatch |
+| the context grows from step to step | `test_a_planted_step_is_found[growing]` |
+| constant values | `[constant]` there; test_decoder.py: planted mistakes of a cache, a filled cache's scale |
+| the cache one position off | test_decoder.py: planted mistakes of a cache; test_own_decoder.py: `a_slip`, refused |
+| another layer's scale, or cache | test_decoder.py: another layer's scale, planted mistakes of a cache |
+| scales found again in each step | test_rollout.py: `test_planted_rollouts` |
+| arms of different length | test_infer.py: arms of another length are not compared |
+| all experts counted | test_decoder.py: of experts those that are chosen are read |
+| tokens decoded and encoded again | `test_text_that_is_encoded_again`; test_trained.py: a checkpoint's own tokens |
+| tokens or positions that the model has not | `test_tokens_that_the_model_has_not_are_a_sentence` |
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8bench.analysis.claims import claims_of
+from fp8bench.errors import UsageError
+from fp8bench.features.infer.bench import InferBench
+from fp8bench.features.infer.job import HELD_OUT, WINDOW, held_out_text
+from fp8bench.features.infer.values import QualityTask, ServedModel
+from fp8bench.model import Label
+from fp8bench.model.raw import Settings
+from fp8bench.nn.served import OWN_SHAPES, Arm, ServedShape
+from fp8bench.nn.serving import ServedState
+from fp8bench.plan.corpus import Corpus
+from fp8bench.protocols import SilentPhases
+from fp8bench.registry import workloads
+from fp8bench.worker.bench import Bench
+from tests.worker.test_tape_pass import records
+from tests.workloads.steps import CPU, Operations, small
+
+MODELS = "tests.nn.served_models"
+
+
+def faults(state: ServedState, step: Callable[[], None]) -> set[str]:
+    """What a step does that one token behind a filled cache does not."""
+    wrong = set()
+    cache = [heads for pair in state.model.cache for heads in pair]
+    before, place = [heads.codes.clone() for heads in cache], state.at
+    if any(heads.read(place).float().std(2).min() < 0.1 for heads in cache if place > 2):
+        wrong.add("constant values")
+    with Operations() as seen:
+        step()
+    if {"normal_", "randn", "uniform_", "random_"} & set(seen.names):
+        wrong.add("draws")
+    first = state.logits.clone()
+    step()
+    wrong |= set() if torch.equal(first, state.logits) else {"differs each time"}
+    wrong |= set() if state.at == place else {"grows"}
+    for old, heads in zip(before, cache, strict=True):
+        if not torch.equal(old[:, :, :place], heads.codes[:, :, :place]):
+            wrong.add("fills")
+        if torch.equal(old[:, :, place:], heads.codes[:, :, place:]):
+            wrong.add("writes nothing")
+    state.tokens.add_(1)
+    step()
+    return wrong | ({"remembers"} if torch.equal(first, state.logits) else set())
+
+
+@pytest.mark.parametrize(("name", "new"), [("decode", 1), ("prefill", 24)])
+@pytest.mark.parametrize("size", ["nano", "nano-moe"])
+def test_a_step_fills_no_cache_and_is_the_same_each_time(name: str, new: int, size: str) -> None:
+    workload, setup = workloads.get(name), small(name, "bf16", size=size)
+    state = workload.prepare(setup)
+    assert state.tokens.shape == (2, new) and state.at + new == setup.case.param("context")
+    assert faults(state, lambda: workload.step(state, SilentPhases())) == set()
+
+
+@pytest.mark.parametrize(
+    ("planted", "fault"),
+    [("filling", "fills"), ("drawing", "draws"), ("remembering", "remembers"), ("growing", "grows"),
+     ("constant", "constant values")],
+)  # fmt: skip
+def test_a_planted_step_is_found(planted: str, fault: str) -> None:
+    workload = workloads.get("decode")
+    state = workload.prepare(small("decode", "bf16"))
+    generator, known = torch.Generator().manual_seed(9), torch.empty(0)
+
+    def step() -> None:
+        nonlocal known
+        if planted in ("filling", "drawing"):
+            state.model.fill(state.at - 1 if planted == "drawing" else state.at, generator)
+        if planted == "remembering" and known.numel():
+            state.logits.copy_(known)
+            return
+        workload.step(state, SilentPhases())
+        known = state.logits.clone()
+        state.at -= planted == "growing"  # the other way, as its cache ends here
+
+    if planted == "constant":
+        for heads in (heads for pair in state.model.cache for heads in pair):
+            heads.codes.fill_(0.015)
+    assert fault in faults(state, step)
+
+
+@pytest.mark.parametrize("maker", ["own", "remembers", "prefills"])
+def test_a_model_that_cheats_is_labelled(
+    maker: str, bench: Bench, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the tape of its step beside the work of one token: one looks up what it said, one does its prompt again."""
+    wanted = set[Label]() if maker == "own" else {Label.WORK_MISMATCH}
+    name = f"{MODELS}:{maker}"
+    monkeypatch.setitem(OWN_SHAPES, name, ServedShape(*InferBench(Settings()).shape(name, CPU, 0)))
+    found = records(bench, corpus, "decode", "fp32", "bf16", size=name, context="32,60")
+    assert len(found) == 4
+    for record in found:
+        assert {claim.label for claim in claims_of(record, None)} == wanted, record.case.id
+
+
+def test_text_that_is_encoded_again() -> None:
+    """Every window is a stretch of the text's own ids, one a character; encoded once more it would be none."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    whole = "".join((folder / name).read_text(encoding="utf-8", errors="replace") for name in HELD_OUT)
+    ids = whole.encode("ascii", errors="replace")
+    windows = held_out_text(2048)
+    assert len(windows) == 16 and all(len(window) == WINDOW + 1 and bytes(window) in ids for window in windows)
+    again = [bytes(window).decode().encode("utf-16") for window in windows]
+    assert not any(window in ids for window in again)
+
+
+@pytest.mark.parametrize("maker", ["of_another_vocabulary", "of_longer_texts"])
+def test_tokens_that_the_model_has_not_are_a_sentence(maker: str) -> None:
+    task = QualityTask(ServedModel(f"{MODELS}:{maker}"), 512, (Arm("fp32"), Arm("bf16")), CPU, 0)
+    with pytest.raises(UsageError, match="fewer positions or ids: give shorter"):
+        InferBench(Settings()).quality(task)

@@ -1,0 +1,125 @@
+"""Two sides of one model: what an arm samples and how the reference scores it, against truths that are known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.features.infer import quality as module
+from fp8bench.features.infer.job import SHIPPED, WEIGHTS, held_out_text
+from fp8bench.features.infer.quality import Serve, _served, gap_of, quality_of, rollout_gap
+from fp8bench.features.infer.values import QualityTask, ServedModel
+from fp8bench.nn.decoder import Decoder
+from fp8bench.nn.served import Arm
+from fp8bench.nn.sizes import SERVED_SIZES
+from tests.workloads.steps import CPU
+
+LEAD, LOW = Arm("fp32"), Arm("bf16", "fp8-tensor", "int4")
+TASK = QualityTask(
+    ServedModel(SHIPPED, SERVED_SIZES[SHIPPED], str(WEIGHTS), text=held_out_text(1024)), 0, (LEAD, LOW), CPU, 0, 2
+)  # fmt: skip
+
+
+def test_figures_are_those_of_their_definitions() -> None:
+    """By plain sums over two texts of three tokens."""
+    rows = [[0.1, -0.3, 0.0], [0.02, 0.25, -0.01]]
+    gap, flat = gap_of(torch.tensor(rows, dtype=torch.float64)), [value for row in rows for value in row]
+    ratios = [math.exp(value) for value in flat]
+    assert gap.tokens == 6 and gap.mean == pytest.approx(sum(map(abs, flat)) / 6) and gap.largest == 0.3
+    assert gap.kl == pytest.approx(sum(ratio - 1 - value for ratio, value in zip(ratios, flat, strict=True)) / 6)
+    assert gap.ratio.point == pytest.approx(sum(ratios) / 6) and gap.ratio.low <= gap.ratio.point <= gap.ratio.high
+    assert (gap.least, gap.most) == (pytest.approx(min(ratios)), pytest.approx(max(ratios)))
+    assert gap.clipped == pytest.approx(2 / 6)  # exp(-0.3) and exp(0.25)
+    texts = [math.exp(sum(row)) for row in rows]
+    for share, weights in zip(gap.effective, (ratios, texts), strict=True):
+        assert share == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights) / len(weights))
+
+
+def test_of_known_distributions_they_are_the_truth() -> None:
+    """400,000 draws from one of two: k3 is the divergence, the ratio 1 in the mean, the share left 1 / (1 + chi2)."""
+    random = np.random.default_rng(3)
+    p, q = random.dirichlet(np.ones(40)), random.dirichlet(np.ones(40) * 50)
+    p = 0.7 * q + 0.3 * p
+    draws = random.choice(40, p=q, size=(400, 1000))
+    gap = gap_of(torch.tensor(np.log(p / q)[draws]))
+    assert gap.kl == pytest.approx(float((q * np.log(q / p)).sum()), rel=0.02)
+    assert gap.ratio.low < 1 < gap.ratio.high and gap.ratio.high - gap.ratio.low < 0.01
+    assert gap.effective[0] == pytest.approx(1 / float((p * p / q).sum()), rel=0.01) and gap.effective[1] < 0.1
+    assert gap.clipped == pytest.approx(float(q[(p / q < 0.8) | (p / q > 1.2)].sum()), abs=0.005)
+
+
+@pytest.fixture(scope="module")
+def serve() -> tuple[Serve, Tensor]:
+    return _served(TASK)[:2]
+
+
+def test_the_reference_against_itself_is_the_floor() -> None:
+    floor, low = quality_of(TASK).rollouts
+    assert 0 < floor.mean < 1e-5 and floor.largest < 1e-3 and floor.clipped == 0 and floor.effective[1] > 0.999
+    assert floor.ratio.point == pytest.approx(1, abs=1e-5)
+    assert (
+        low.mean > 1000 * floor.mean and low.tokens == floor.tokens == 8 * 65 and low.effective[1] < floor.effective[1]
+    )
+    # The same weights: whatever the arithmetic, ratios are 1 in the mean.
+    assert low.ratio.low < 1 < low.ratio.high
+
+
+def test_what_an_arm_samples_by_is_what_it_says_of_the_same_tokens_at_once(
+    serve: tuple[Serve, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Independently of its steps: bf16 weights of low precision, whose cache is exact. And the exact divergence between
+    both sides, from whole distributions at the same tokens, is what k3 estimates."""
+    build, text = serve
+    seen: list[Tensor] = []
+    predicted = module._predicted
+
+    def watched(model: Decoder, tokens: Tensor) -> module._Predicted:
+        seen.append(tokens)
+        return predicted(model, tokens)
+
+    monkeypatch.setattr(module, "_predicted", watched)
+    arm = Arm("fp32", "", "int4")
+    gap = rollout_gap(build, arm, LEAD, text, 7)
+    (tokens,) = seen
+    assert torch.equal(tokens[:, :64], text[:, :64]) and not torch.equal(tokens[:, 64:], text[:, 64:])
+    with torch.no_grad():
+        own, lead = (predicted(build(one, (8, 128)), tokens) for one in (arm, LEAD))
+    differences = (lead.true - own.true)[:, 63:]
+    assert gap.mean == pytest.approx(float(differences.abs().mean()), rel=1e-3)
+    assert gap.ratio.point == pytest.approx(float(differences.exp().mean()), rel=1e-4)
+    exact = float((own.logs.exp() * (own.logs - lead.logs)).sum(-1)[:, 63:].mean())
+    assert gap.kl == pytest.approx(exact, rel=0.25)
+
+
+def test_planted_rollouts(serve: tuple[Serve, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scored one position off; weights of another step; scales that are found again in each step: all stand out."""
+    build, text = serve
+    plain, scaled = Arm("bf16"), Arm("fp32", "fp8-tensor")
+
+    def stale(arm: Arm, sizes: tuple[int, int]) -> Decoder:
+        model = build(arm, sizes)
+        assert isinstance(model, Decoder)
+        model.embedding = model.embedding * (1.0 if arm == LEAD else 1.2)
+        return model
+
+    class Finding(Decoder):
+        calibrates = property(lambda self: True, lambda self, value: None)  # type: ignore[assignment]
+
+    def again(arm: Arm, sizes: tuple[int, int]) -> Decoder:
+        model = build(arm, sizes)
+        assert isinstance(model, Decoder)
+        if arm == scaled:
+            vars(model).pop("calibrates")
+            model.__class__ = Finding
+        return model
+
+    for arm, planted in ((plain, stale), (scaled, again)):
+        right, wrong = (rollout_gap(each, arm, LEAD, text, 7).mean for each in (build, planted))
+        assert wrong > 1.5 * right, planted
+    gather = module._predicted
+    monkeypatch.setattr(module, "_predicted", lambda model, tokens: gather(model, tokens.roll(1, 1)))
+    assert rollout_gap(build, LEAD, LEAD, text, 7).mean > 0.1
