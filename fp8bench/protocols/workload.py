@@ -139,6 +139,7 @@ class Workload(ABC):
     brings. `error`, `statistics` and `check` run apart from any timing. One that is not `listed` has a command of its
     own, or takes `least_ranks` processes together. `examined` says that which cases there can be, and which layers,
     only a worker knows: it is asked beforehand (`examine`), and a plan takes the keys of a precision map as they are.
+    `not_on_device` says why nobody can tell what hardware would hold of its emulated cases; '' where somebody can.
     """
 
     name: ClassVar[str]
@@ -156,6 +157,7 @@ class Workload(ABC):
     listed: ClassVar[bool] = True
     least_ranks: ClassVar[int] = 1
     examined: ClassVar[bool] = False
+    not_on_device: ClassVar[str] = ""
 
     @abstractmethod
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
