@@ -127,7 +127,7 @@ OPTIONS = {
     },
     "plan-parallel": MANY | {
         "MODEL", "--model", "--gpus", "--topology", "--batch", "--sequence", "--dtype", "--checkpointing", "--top",
-        "--explain", "--json", "--csv", "--calibrate", "--recipe", "--compiled-loss", "--power-limit",
+        "--explain", "--json", "--csv", "--calibrate", "--recipe", "--compiled-loss", "--states", "--power-limit",
     },
     "infer": MANY | {
         "MODULE:FUNCTION", "--from", "--size", "--arms", "--reference", "--batch", "--contexts", "--sweep", "--tokens",
