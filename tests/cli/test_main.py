@@ -68,7 +68,7 @@ OPTIONS = {
     "help": COMMON | {"COMMAND"},
     "init": COMMON | {"DIR", "--install"},
     "list": COMMON | {"WHAT", "NAME", "--import"},
-    "doctor": COMMON | {"--calibrate", "--ceilings", "--threads", "--store", "--json"},
+    "doctor": COMMON | {"--calibrate", "--ceilings", "--peak", "--topology", "--threads", "--store", "--json"},
     "show": MANY
     | {"RUN", "--explain", "--store", "--json", "--csv", "--tensorboard", "--wandb", "--histories", "--tape"}
     | {"--shares", "--fleet", "--memory", "--data", "--numbers", "--energy", "--notes", "--all"},
