@@ -66,7 +66,10 @@ def topology_lines(path: Path, store: Path, infiniband: Path = INFINIBAND) -> It
     yield from _adapters(infiniband)
     lines = list(_lines(gpus, kinds, store, infiniband))
     text = [f"# {len(gpus)} {gpus[0][0]}, as fp8bench doctor --topology found them", *(one.text for one in lines)]
-    path.write_text("\n".join([*text, ""]), encoding="utf-8")
+    try:
+        path.write_text("\n".join([*text, ""]), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--topology {path} cannot be written: {error.strerror}.") from None
     yield from text[1:]
     missing = [one.name for one in lines if one.value is None]
     yield f"written to {path}" + (f"; add {', '.join(missing)}, which nothing here says" if missing else "")
@@ -75,9 +78,13 @@ def topology_lines(path: Path, store: Path, infiniband: Path = INFINIBAND) -> It
 def _lines(gpus: list[list[str]], kinds: dict[str, int], store: Path, infiniband: Path) -> Iterator[TopologyLine]:
     name, memory, *pcie = gpus[0]
     yield TopologyLine("node", len(gpus), "", "nvidia-smi")
-    yield TopologyLine("memory", float(memory), "MiB", "nvidia-smi")
+    known = re.fullmatch(r"[\d.]+", memory)
+    yield TopologyLine(
+        "memory", float(memory) if known else None, "MiB", "nvidia-smi" if known else "the driver is silent"
+    )
     measured = measured_bandwidth(store, len(gpus))
     links = signalled(_asked("nvlink", "-s")) if any(kind.startswith("NV") for kind in kinds) else None
+    rate: float | None
     if measured is not None:
         rate, words = measured[0] / 1e9, f"bus bandwidth of all_reduce, measured in run {measured[1]}"
     elif links:
@@ -198,4 +205,4 @@ def _bus(record: Record, gpus: int) -> float | None:
         return None
     if record.support.level is not Level.NATIVE:
         return None
-    return transfer.payload * transfer.bus_factor / statistics.median(totals(record.timing).tolist())
+    return float(transfer.payload * transfer.bus_factor / statistics.median(totals(record.timing).tolist()))

@@ -174,6 +174,17 @@ def test_what_is_refused(name: str, text: str | None, why: str, driver: Path, tm
     assert not (tmp_path / "node.yaml").exists()
 
 
+def test_what_a_driver_does_not_know(driver: Path, tmp_path: Path) -> None:
+    """'[N/A]' is no number: its lines are left to the reader."""
+    (driver / "--query-gpu").write_text("NVIDIA Unheard, [N/A], [N/A], [N/A]\n")
+    (driver / "topo").write_text("GPU0\nGPU0\t X \n")
+    file = tmp_path / "node.yaml"
+    *_, last = topology_lines(file, tmp_path / "store", tmp_path / "nothing")
+    assert last.endswith("add memory, inside, between, bf16, fp8, which nothing here says")
+    with pytest.raises(UsageError, match="cannot be written"):
+        list(topology_lines(tmp_path / "no" / "node.yaml", tmp_path / "store", tmp_path / "nothing"))
+
+
 def test_no_file_is_written_over(driver: Path, tmp_path: Path) -> None:
     file = tmp_path / "node.yaml"
     file.write_text("mine")
