@@ -182,6 +182,7 @@ DEVICE_PEAK_MEMORY = _row(
     history="tensor memory at the highest point of a step, as hardware with the formats would have it",
     threshold=(0.02, float(1 << 20)),
 )
+PEAKS = (PEAK_MEMORY, DEVICE_PEAK_MEMORY)
 for _role in MemoryRole:
     _row(memory_of_role(_role), "B", "`peak_memory` by role: those that occur, which sum to it; derived",
          page="method.md#roles")
