@@ -20,7 +20,7 @@ from fp8bench.formats.grids import FORMATS
 from fp8bench.formats.hardware import foreign_kernel
 from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.model import Ceiling, Label, Record, Tape
-from fp8bench.model.specs import LOSS_ERROR, PEAK_MEMORY
+from fp8bench.model.specs import LOSS_ERROR, PEAKS
 from fp8bench.protocols.axes import VALUES
 from fp8bench.registry import precisions
 
@@ -248,7 +248,7 @@ def _treatments(precision: str) -> Sequence[Treatment]:
 def _same_errors(record: Record, reference: Record) -> list[str]:
     """The errors of both, where they are equal to the last bit; none where there is no error at all."""
     own, theirs = (
-        {error.metric: error.samples for error in one.measurements if error.metric != PEAK_MEMORY}
+        {error.metric: error.samples for error in one.measurements if error.metric not in PEAKS}
         for one in (record, reference)
     )
     return list(own) if own == theirs and any(any(samples) for samples in own.values()) else []

@@ -24,6 +24,8 @@ class Datasheet:
 
     `unverified` are the fields that nobody has seen in a document of the vendor's. `sparse` is of operands with 2:4
     structure, and no peak of anything that fp8bench measures. `exceptions` say why an unusual ratio of two is right.
+    `capacity` are bytes of memory, `link` those that it sends to others of its node in a second, one way; None where
+    nobody says. Of what is `published` alone fp8bench measures nothing.
     """
 
     name: str
@@ -35,6 +37,9 @@ class Datasheet:
     bandwidth: float
     sparse: Mapping[str, float] = field(default_factory=dict)
     watts: float | None = None
+    capacity: float | None = None
+    link: float | None = None
+    published: bool = False
     unverified: tuple[str, ...] = ()
     exceptions: Mapping[str, str] = field(default_factory=dict)
 
@@ -62,8 +67,8 @@ def datasheet_from(entry: Mapping[str, Any]) -> Datasheet:
     """One entry of the table, in FLOPs and bytes a second."""
     peaks = {kind: {name: 1e12 * value for name, value in entry.get(kind, {}).items()} for kind in ("dense", "sparse")}
     lists = {name: tuple(entry.get(name, ())) for name in ("match", "unverified")}
-    told = {**entry, **peaks, **lists, "date": str(entry["date"]), "bandwidth": 1e9 * entry["bandwidth"]}
-    return Datasheet(**told)
+    told = {**entry, **peaks, **lists, "date": str(entry["date"])}
+    return Datasheet(**told | {name: 1e9 * entry[name] for name in ("bandwidth", "capacity", "link") if name in entry})
 
 
 def datasheet_of(device: str) -> Datasheet | None:

@@ -306,6 +306,8 @@ def _capacity(told: Told) -> Iterator[Metric]:
         specs.MAX_BATCH_LIMIT: found.limit,
     }  # fmt: skip
     yield from (_size(spec, size) for spec, size in beside.items() if size is not None)
+    if found.on_device is not None:
+        yield _size(specs.DEVICE_MAX_BATCH, found.on_device, provenance=Provenance.DERIVED)
 
 
 def _data(told: Told) -> Iterator[Metric]:

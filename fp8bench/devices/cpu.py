@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.model import DeviceFacts, MemoryCourse, MemoryRole
+from fp8bench.model.consumed import DeviceNote
 from fp8bench.profiler.allocations import AllocationStream, Begun, Said, course
 from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
@@ -48,6 +49,13 @@ class ProfilerMeter(MemoryMeter):
 
     def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
         self._stream.note(Said(tuple(addresses), role))
+
+    @property
+    def listening(self) -> bool:
+        return self._stream.listening
+
+    def note(self, note: DeviceNote) -> None:
+        self._stream.note(note)
 
     def stop(self) -> MemoryCourse | None:
         events = self._stream.stop()

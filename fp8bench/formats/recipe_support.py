@@ -47,6 +47,15 @@ def in_formats_of(device: DeviceClass, recipe: Recipe) -> Recipe:
     return replace(recipe, input=made[0], weight=made[1], gradient=made[2])
 
 
+def kept_by_nobody(recipe: Recipe) -> str:
+    """Why nobody can say how operands of a recipe lie on a device; '' where a library has a product that reads them."""
+    for a, b in recipe.products:
+        scheme = Product(_SIDE, _SIDE, _SIDE, a, b).scheme
+        if scheme in (None, Scheme.MXFP6):
+            return f"no library here has a product of {a.fmt.name} and {b.fmt.name} scaled so, whose operands would lie"
+    return ""
+
+
 def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
     """Native where torch has a scaled product for all products of a recipe, else emulated, and why."""
     if not (is_nvidia(facts) or is_amd(facts) or is_intel(facts)):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import CaseOutcome, exhausted
-from fp8bench.model import Capacity, DeviceFacts, Level, PlannedCase, Scalar
+from fp8bench.model import Capacity, DeviceFacts, Level, MemoryUse, PlannedCase, Scalar
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
 from fp8bench.units import size
@@ -229,7 +229,10 @@ class CapacityPass:
             facts = self._facts[outcome.planned.case.device]
             batches = _OfCase(outcome.planned, facts, self._worker, self._limits, self._observer, self._rule)
             room = self._rule.limit or facts.memory_bytes
-            outcome.note(capacity=BatchSearch(batches, self._rule.limit, room, self._worker.restart).found())
+            found = BatchSearch(batches, self._rule.limit, room, self._worker.restart).found()
+            if outcome.planned.support.level is Level.EMULATED and found.batch:
+                found = replace(found, on_device=batches.on_device(found.batch, found.grain, room))
+            outcome.note(capacity=found)
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             self._worker.restart()  # who counts on a GPU may stay attached to a process, and would slow its launches
 
@@ -268,6 +271,27 @@ class _OfCase(Batches):
         self._observer.working(self._planned.case, f"trying a batch of {batch}", 1.0)
         seconds = self._limits.numbers(tried.work)
         return self._worker.within(seconds).try_batch(tried.case, self._facts, self._rule.limit)
+
+    def on_device(self, batch: int, grain: int, room: int) -> int | None:
+        """The largest batch where hardware keeps the formats, by the line through one that was run and half of it."""
+        half = batch // grain // 2 * grain
+        less, more = (self._device_peak(one) if half else None for one in (half, batch))
+        if less is None or more is None or more <= less:
+            return None
+        return min((batch + (room - more) * (batch - half) // (more - less)) // grain * grain, LARGEST_BATCH)
+
+    def _device_peak(self, batch: int) -> int | None:
+        tried = self._with(batch)
+        if tried is None:
+            return None
+        self._observer.working(self._planned.case, f"deriving the memory of a batch of {batch}", 1.0)
+        try:
+            use = self._worker.within(self._limits.numbers(tried.work)).memory(tried.case, self._facts)
+        except WorkerError as cause:
+            if not exhausted(cause):
+                self._worker.restart()
+            return None
+        return use.on_device if isinstance(use, MemoryUse) else None
 
     def _with(self, batch: int) -> PlannedCase | None:
         return self._rule.with_batch(self._planned, batch, self._facts)

@@ -27,6 +27,7 @@ from fp8bench.model import (
     Measurement,
     MemoryUse,
     PlannedCase,
+    Provenance,
     Record,
     Request,
     Run,
@@ -126,6 +127,16 @@ def trace_folder(run: Run) -> TraceFolder | None:
 _PEAK_MEMORY = "tensor memory allocated through torch, the state included, at the highest point of a step"
 
 
+_ON_DEVICE = "the same, with the formats' codes and scales in the place of an emulation's values"
+
+
+def _peaks(use: MemoryUse) -> Iterator[Measurement]:
+    yield Measurement(specs.PEAK_MEMORY, "B", (float(use.peak),), description=_PEAK_MEMORY)
+    if use.on_device is not None:
+        derived, size = Provenance.DERIVED, float(use.on_device)
+        yield Measurement(specs.DEVICE_PEAK_MEMORY, "B", (size,), derived, description=_ON_DEVICE)
+
+
 # What the bench is asked about one case, and a record has the answer to by the same name: what the observer is told
 # meanwhile, and what a case without an answer lacks.
 QUESTIONS: Mapping[str, tuple[str, str]] = {
@@ -200,8 +211,7 @@ class Passes:
                 if isinstance(found, str):
                     outcome.lacks(f"no peak memory: {found}")
                     continue
-                peak = Measurement(specs.PEAK_MEMORY, "B", (float(found.peak),), description=_PEAK_MEMORY)
-                outcome.note(memory=found, measurements=(*outcome.draft.measurements, peak))
+                outcome.note(memory=found, measurements=(*outcome.draft.measurements, *_peaks(found)))
         # torch's profiler was on in it, and nobody knows that it leaves no trace
         self.leave_gpus([one for one in outcomes if one.draft.effect or one.draft.memory])
 

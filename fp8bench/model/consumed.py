@@ -119,7 +119,9 @@ class PhaseMemory:
 class MemoryUse:
     """What a step's memory is made of at its highest point.
 
-    `peak` are bytes of tensors; `roles` say what they are, and sum to it (`fp8bench.model.MemoryRole`). `process` is
+    `peak` are bytes of tensors; `roles` say what they are, and sum to it (`fp8bench.model.MemoryRole`). `on_device` is
+    what it would be where the hardware keeps the formats, derived from the same allocations: of a case that emulates
+    nothing the peak itself; None where nobody can say, and then `off_device` says why. `process` is
     what the driver counts for the worker's process on the device, its context included, right after the step;
     `resident` the most that the process had in the machine's memory during it. `leak` are the bytes by which
     tensors, on the host too, take more with every step, 0 where they do not; None where nobody looked. Of several
@@ -135,6 +137,40 @@ class MemoryUse:
     why: str = ""
     leak: float | None = None
     ranks: tuple[RankMemory, ...] = ()
+    on_device: int | None = None
+    off_device: str = ""
+
+
+@dataclass(frozen=True)
+class Emulating:
+    """What is allocated from here on is an emulation's: it counts on no device until the note is said to have ended."""
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """The end of that. What lies at these addresses has something else in its place; what else is still there counts
+    from now on, and what has gone meanwhile never did."""
+
+    replaced: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A device holds so many bytes more until they are `Lifted`; with an address what lies there, for as long."""
+
+    key: int
+    size: int
+    address: int = 0
+
+
+@dataclass(frozen=True)
+class Lifted:
+    """What was laid under that key is gone."""
+
+    key: int
+
+
+DeviceNote = Emulating | Emulated | Laid | Lifted
 
 
 @dataclass(frozen=True)
@@ -162,6 +198,7 @@ class MemoryCourse:
     """The highest point of a stretch, what was held there, and the highest points of its phases.
 
     `held` are () where nobody could see single allocations; then `why` says why. They may sum to less than `peak`.
+    `on_device` is the highest point where an emulation's tensors are replaced as notes said; None where none did.
     """
 
     peak: int
@@ -169,6 +206,7 @@ class MemoryCourse:
     phases: tuple[PhaseMemory, ...] = ()
     reserved: int | None = None
     why: str = ""
+    on_device: int | None = None
 
 
 @dataclass(frozen=True)
@@ -179,7 +217,9 @@ class Capacity:
     0 where not even the smallest fits; `why` says why, or why `beyond`, the next batch, does not fit. `beyond` is None
     where the axis ends before the memory does. `tokens` are those of a step with `batch`, 0 where the notion does not
     apply; `peak` are the bytes of its tensors at the highest point of preparing and two steps, `limit` those that were
-    allowed: None for as many as the device gives. `attempts` counts what was run.
+    allowed: None for as many as the device gives. `attempts` counts what was run. Of an emulated case `on_device` is
+    the largest batch where hardware keeps its formats, by the line through what `batch` and half of it would take
+    there; None where nobody can say.
     """
 
     axis: str
@@ -191,6 +231,7 @@ class Capacity:
     beyond: int | None = None
     why: str = ""
     attempts: int = 0
+    on_device: int | None = None
 
 
 # The sources of energy that count it; sensors of power do not, and nobody knows how far they are off.

@@ -175,6 +175,14 @@ PEAK_MEMORY = _row(
     "peak_memory", "B", "tensors, at the highest point of a step", rank=_MAIN, heading="peak memory", page="method.md",
     history="tensor memory at the highest point of a step, the state included", threshold=(0.02, float(1 << 20)),
 )
+DEVICE_PEAK_MEMORY = _row(
+    "device_peak_memory", "B", "the same where hardware keeps the formats: codes and scales in the place of an "
+    "emulation's wide values, for as long; derived from the same allocations; `peak_memory` itself where nothing is "
+    "emulated", rank=_MAIN, heading="on a device", page="method.md#memory-on-a-device",
+    history="tensor memory at the highest point of a step, as hardware with the formats would have it",
+    threshold=(0.02, float(1 << 20)),
+)
+PEAKS = (PEAK_MEMORY, DEVICE_PEAK_MEMORY)
 for _role in MemoryRole:
     _row(memory_of_role(_role), "B", "`peak_memory` by role: those that occur, which sum to it; derived",
          page="method.md#roles")
@@ -268,6 +276,10 @@ SM_CLOCK = _row("sm_clock", "Hz", "the device's mean clock over the case's slots
 MAX_BATCH = _row(
     "max_batch", "count", "the largest batch that fits, 0 if none does; only with `--max-batch`", better=_UP,
     page="max-batch.md",
+)
+DEVICE_MAX_BATCH = _row(
+    "device_max_batch", "count", "the same of an emulated case where hardware keeps its formats, by a line through "
+    "what two batches would take there; derived", better=_UP, heading="on a device", page="max-batch.md",
 )
 MAX_BATCH_TOKENS = _row(
     "max_batch_tokens", "count", "tokens of a step with it", better=_UP, heading="tokens a step",

@@ -13,7 +13,7 @@ from fp8bench.errors import RecipeRefused
 from fp8bench.formats.grids import Format
 from fp8bench.formats.hardware import refused
 from fp8bench.formats.product_rules import grouped_multiple, rows_give_float32
-from fp8bench.formats.recipe_support import on_device, recipe_support
+from fp8bench.formats.recipe_support import kept_by_nobody, on_device, recipe_support
 from fp8bench.formats.recipes import (
     FORMATS_BY_ROLE,
     HOPPER_BITS,
@@ -148,6 +148,13 @@ class RecipePrecision(Precision):
     def native(self, facts: DeviceFacts) -> Arithmetic:
         """That of torch's own kernels, on devices without the hardware too."""
         return native_arithmetic(self.recipe, facts)
+
+    def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
+        if self.support(facts).level is Level.NATIVE:
+            return self.arithmetic(facts)
+        if self.whole_layers:
+            return f"{self.mode} is emulated by layers of another library, and nobody sees what these keep"
+        return kept_by_nobody(self.recipe) or self.native(facts)
 
     def recipe_of(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
         """A recipe of the treatments of inputs, weights and gradients, with what the usual options say of the rest."""

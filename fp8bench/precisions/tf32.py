@@ -34,6 +34,9 @@ class Tf32(PlainPrecision):
         nvidia = hardware.from_capability(facts, hardware.AMPERE, "TF32")
         return hardware.of_vendor(facts, "TF32", cpu, amd, nvidia, intel)
 
+    def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
+        return super().arithmetic(facts)  # hardware rounds what it reads, and keeps nothing of it
+
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         if self.support(facts).level is Level.NATIVE:
             return super().arithmetic(facts)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import HeldBlock, MemoryCourse, MemoryRole, PhaseMemory
+from fp8bench.model.consumed import DeviceNote, Emulated, Emulating, Laid, Lifted
 from fp8bench.profiler import quiet
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class Live:
     addresses: frozenset[int]
 
 
-Event = Sized | Begun | Said | Live
+Note = Begun | Said | Live | DeviceNote
+Event = Sized | Note
 
 
 @dataclass
@@ -130,11 +132,86 @@ class _Stretch:
         self._now -= block.size
 
 
+@dataclass(slots=True)
+class _DeviceBlock:
+    """What a device holds while there are `users` of it: who allocated it, and what was laid where it lies."""
+
+    size: int
+    counts: bool = True
+    users: int = 1
+
+
+class _DeviceCount:
+    """What a device would hold that keeps the formats: the same events, with what notes put in an emulation's place."""
+
+    def __init__(self) -> None:
+        self.peak: int | None = None
+        self.noted = False
+        self._held: dict[int, _DeviceBlock] = {}
+        self._laid: dict[int, _DeviceBlock] = {}
+        self._aside: dict[int, _DeviceBlock] | None = None
+        self._now = 0
+        self._begun = False
+
+    def read(self, event: Event) -> None:
+        match event:
+            case Sized():
+                self._change(event)
+            case Begun():
+                self._begun = True
+            case Live():
+                for address in self._held.keys() - event.addresses:
+                    self._let_go(self._held.pop(address))
+            case Emulating():
+                self._aside, self.noted = {}, True
+            case Emulated():
+                self._end(event.replaced)
+            case Laid():
+                self._lay(event)
+            case Lifted():
+                if event.key in self._laid:
+                    self._let_go(self._laid.pop(event.key))
+        if self._begun and self._aside is None:  # an emulation's own highest point is none of a device
+            self.peak = max(self._now, self.peak or 0)
+
+    def _change(self, change: Sized) -> None:
+        if change.address in self._held:
+            self._let_go(self._held.pop(change.address))
+        if change.size <= 0:
+            return
+        block = self._held[change.address] = _DeviceBlock(change.size, self._aside is None)
+        if self._aside is None:
+            self._now += block.size
+        else:
+            self._aside[change.address] = block
+
+    def _end(self, replaced: Sequence[int]) -> None:
+        for address, block in (self._aside or {}).items():
+            if self._held.get(address) is block and address not in replaced:
+                block.counts = True
+                self._now += block.size
+        self._aside = None
+
+    def _lay(self, laid: Laid) -> None:
+        if not laid.address:
+            self._laid[laid.key] = _DeviceBlock(laid.size)
+            self._now += laid.size
+        elif laid.address in self._held:
+            block = self._laid[laid.key] = self._held[laid.address]
+            block.users += 1
+
+    def _let_go(self, block: _DeviceBlock) -> None:
+        block.users -= 1
+        if not block.users and block.counts:
+            self._now -= block.size
+
+
 def course(events: Iterable[Event]) -> MemoryCourse | None:
     """What a stretch of events comes to; None without a turn, with which it would begin."""
-    stretch = _Stretch()
+    stretch, device = _Stretch(), _DeviceCount()
     for number, event in enumerate(events):
         stretch.read(number, event)
+        device.read(event)
     if stretch.peak is None:
         return None
     held = [
@@ -143,7 +220,8 @@ def course(events: Iterable[Event]) -> MemoryCourse | None:
         if block.born <= stretch.at and (block.gone is None or block.gone > stretch.at)
     ]
     phases = tuple(PhaseMemory(phase, most) for phase, most in stretch.phases.items())
-    return MemoryCourse(stretch.peak, tuple(_as_held(one, stretch.backwards) for one in held), phases)
+    blocks = tuple(_as_held(one, stretch.backwards) for one in held)
+    return MemoryCourse(stretch.peak, blocks, phases, on_device=device.peak if device.noted else None)
 
 
 def _as_held(block: _Block, backwards: Sequence[int]) -> HeldBlock:
@@ -185,7 +263,7 @@ class AllocationStream:
 
     def __init__(self, *devices: str) -> None:
         self._devices = devices
-        self._notes: list[Begun | Said | Live] = []
+        self._notes: list[Note] = []
         self._profile: torch.autograd.profiler.profile | None = None
         self._whole = ExitStack()
 
@@ -213,7 +291,7 @@ class AllocationStream:
 
         self._whole.enter_context(torch.autograd.set_multithreading_enabled(False))
 
-    def note(self, note: Begun | Said | Live) -> None:
+    def note(self, note: Note) -> None:
         """Said now: it has its place among the events. Nothing where nobody listens."""
         from torch.autograd.profiler import record_function
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import DeviceFacts, MemoryCourse, MemoryRole, PhaseMemory
+from fp8bench.model.consumed import DeviceNote
 from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Said, Sized, course
 from fp8bench.protocols import Device, MemoryMeter, Stamper
 
@@ -121,6 +122,13 @@ class AllocatorMeter(MemoryMeter):
     def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
         self._stream.note(Said(tuple(addresses), role))
 
+    @property
+    def listening(self) -> bool:
+        return self._stream.listening
+
+    def note(self, note: DeviceNote) -> None:
+        self._stream.note(note)
+
     def stop(self) -> MemoryCourse | None:
         try:
             if self._phase:
@@ -137,7 +145,7 @@ class AllocatorMeter(MemoryMeter):
         seen = None if events is None else _seen(events)
         reserved = max(phase.reserved or 0 for phase in phases)
         most = MemoryCourse(max(phase.allocated for phase in phases), (), phases, reserved)
-        return replace(most, why=_UNHEARD) if seen is None else replace(most, held=seen.held)
+        return replace(most, why=_UNHEARD) if seen is None else replace(most, held=seen.held, on_device=seen.on_device)
 
     def _live(self) -> frozenset[int]:
         mine = (one for one in self._backend.memory_snapshot() if one["device"] == self._index)

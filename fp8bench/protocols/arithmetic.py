@@ -206,7 +206,7 @@ Watch = Callable[[Operand, "Tensor | None", Role, Operand | None], None]
 
 
 # What a watched arithmetic says and does as the one that it watches.
-_AS_IT_IS = (
+AS_IT_IS = (
     "carrier", "casts", "keeps_source", "explicit", "settles", "plain", "takes_amax",
     "whole", "fused", "layer_scales", "memory", "recall", "restore",
 )  # fmt: skip
@@ -218,7 +218,7 @@ class WatchedArithmetic(Arithmetic):
     def __init__(self, inner: Arithmetic, watch: Watch, turned: bool = True) -> None:
         """Not `turned`: of casts alone, and not of values that are cast once more, turned."""
         self.inner, self.watch, self.tells_turned = inner, watch, turned
-        vars(self).update({name: getattr(inner, name) for name in _AS_IT_IS})
+        vars(self).update({name: getattr(inner, name) for name in AS_IT_IS})
 
     def layer(self, name: str) -> Arithmetic:
         return self._around(self.inner.layer(name))

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from fp8bench.model import UNATTRIBUTED, DeviceFacts, MemoryCourse, MemoryRole
+from fp8bench.model.consumed import DeviceNote
 
 
 class Stamper(ABC):
@@ -53,6 +54,14 @@ class MemoryMeter(ABC):
 
     def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
         """What lies at these addresses now is for that; where single allocations are not seen, nobody listens."""
+
+    @property
+    def listening(self) -> bool:
+        """Whether single allocations are being seen, so that what is said of them has its place among them."""
+        return False
+
+    def note(self, note: DeviceNote) -> None:
+        """What a device that keeps the formats would do at this place of the stretch; nothing where nobody listens."""
 
 
 class CannotCapture(RuntimeError):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, ClassVar, Self
 
-from fp8bench.model import DeviceFacts, Scalar, Support
+from fp8bench.model import DeviceFacts, Level, Scalar, Support
 from fp8bench.protocols.arithmetic import Arithmetic
 from fp8bench.protocols.axes import Option
 
@@ -92,6 +92,13 @@ class Precision(ABC):
     @abstractmethod
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         """The operations for that device; only called where `support` does not refuse."""
+
+    def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
+        """The operations of hardware that keeps the precision's codes, which are only asked how these lie; `arithmetic`
+        where nothing is emulated, else why nobody can say."""
+        if self.support(facts).level is Level.NATIVE:
+            return self.arithmetic(facts)
+        return f"{self.mode} is emulated, and says nothing of how hardware would keep it"
 
     @contextmanager
     def scope(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from fp8bench.protocols import (
     Workload,
 )  # fmt: skip
 from fp8bench.protocols.arithmetic import Watch
+from fp8bench.worker.device_layout import EMULATES_NOTHING, DeviceLedger, Hardware
 from fp8bench.worker.host_counters import memory, reset_high_water
 from fp8bench.worker.state_tensors import StateTensors, addresses_of, state_tensors
 from fp8bench.worker.static_scales import step
@@ -46,13 +47,15 @@ class PreparedMemory(NamedTuple):
     step: Callable[[Phases], None]
 
 
-# Finds what a state needs, whose casts tell of what they make if somebody is told; and then prepares it.
-Make = Callable[[Told | None], Callable[[], PreparedMemory]]
+# Finds what a state needs, whose casts tell of what they make if somebody is told, and of what hardware would have of
+# it if there is a ledger; and then prepares it.
+Make = Callable[[Told | None, DeviceLedger | None], Callable[[], PreparedMemory]]
 
 
-def of_workload(workload: Workload, make_setup: Callable[[], Setup]) -> Make:
-    def make(told: Told | None) -> Callable[[], PreparedMemory]:
-        setup = make_setup() if told is None else listening(make_setup(), told)
+def of_workload(workload: Workload, make_setup: Callable[[], Setup], hardware: Hardware = EMULATES_NOTHING) -> Make:
+    def make(told: Told | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
+        setup = make_setup() if ledger is None else hardware.laid_out(make_setup(), ledger)
+        setup = setup if told is None else listening(setup, told)
 
         def prepare() -> PreparedMemory:
             state = workload.prepare(setup)
@@ -63,7 +66,19 @@ def of_workload(workload: Workload, make_setup: Callable[[], Setup]) -> Make:
     return make
 
 
-def memory_of_step(make: Make, device: Device, index: int, leaks: bool = True) -> tuple[MemoryUse | str, Any]:
+class _SecondStep(NamedTuple):
+    """What is known of the second step of a state."""
+
+    course: MemoryCourse | None
+    prepared: PreparedMemory
+    before: StateTensors
+    resident: Read
+    seconds: float
+
+
+def memory_of_step(
+    make: Make, device: Device, index: int, leaks: bool = True, hardware: Hardware = EMULATES_NOTHING
+) -> tuple[MemoryUse | str, Any]:
     """The memory of a step and the state; or why nobody can say, and no state. Without `leaks` nobody looks for any.
 
     The second step of a state is looked at: what the first one makes and keeps is there by then. Whatever counts makes
@@ -73,34 +88,50 @@ def memory_of_step(make: Make, device: Device, index: int, leaks: bool = True) -
     if isinstance(meter, str):
         return meter, None
     with collected_by_hand():
-        prepare = make(meter.say)
-        gc.collect(0)
-        device.empty_cache()  # what lies there would decide how blocks are cut
-        meter.start()
-        course = None
-        try:
-            state, step_under = prepare()
-            step_under(SilentPhases())
-            gc.collect(0)  # the youngest only: all that has been made since the start
-            before = state_tensors(state)
-            resident = reset_high_water()
-            meter.mark()
-            stack = [UNATTRIBUTED]  # backward may run on another thread: phases share it
-            begun = time.perf_counter()
-            step_under(Markers(lambda name: TellingMarker(name, stack, meter.enter)))
-            seconds = time.perf_counter() - begun
-            if isinstance(resident, Reading):
-                resident = memory()["rss_high_water"]
-        finally:
-            course = meter.stop()
-        if course is None:
+        ledger = DeviceLedger(meter) if hardware.arithmetics and not hardware.why else None
+        laid = _second_step(make, device, meter, ledger).course if ledger and hardware.apart else None
+        own = _second_step(make, device, meter, None if laid else ledger)
+        if own.course is None:
             return "torch's profiler recorded nothing", None
-        use = _use(course, before, state_tensors(state), resident)
+        use = _use(own.course, own.before, state_tensors(own.prepared.state), own.resident)
+        use = _on_device(use, laid or own.course, ledger, hardware)
         if not leaks:
-            return use, state
-        again = partial(step_under, SilentPhases())
-        leak = leak_of(again, device.kind if device.kind == "cpu" else f"{device.kind}:{index}", seconds)
-        return replace(use, leak=leak), state
+            return use, own.prepared.state
+        again = partial(own.prepared.step, SilentPhases())
+        leak = leak_of(again, device.kind if device.kind == "cpu" else f"{device.kind}:{index}", own.seconds)
+        return replace(use, leak=leak), own.prepared.state
+
+
+def _second_step(make: Make, device: Device, meter: MemoryMeter, ledger: DeviceLedger | None) -> _SecondStep:
+    prepare = make(meter.say, ledger)
+    gc.collect(0)
+    device.empty_cache()  # what lies there would decide how blocks are cut
+    meter.start()
+    course = None
+    try:
+        prepared = prepare()
+        prepared.step(SilentPhases())
+        gc.collect(0)  # the youngest only: all that has been made since the start
+        before = state_tensors(prepared.state)
+        resident = reset_high_water()
+        meter.mark()
+        stack = [UNATTRIBUTED]  # backward may run on another thread: phases share it
+        begun = time.perf_counter()
+        prepared.step(Markers(lambda name: TellingMarker(name, stack, meter.enter)))
+        seconds = time.perf_counter() - begun
+        if isinstance(resident, Reading):
+            resident = memory()["rss_high_water"]
+    finally:
+        course = meter.stop()
+    return _SecondStep(course, prepared, before, resident, seconds)
+
+
+def _on_device(use: MemoryUse, course: MemoryCourse, ledger: DeviceLedger | None, hardware: Hardware) -> MemoryUse:
+    """With what hardware would hold: the peak itself where nothing is emulated."""
+    if hardware.why or ledger is not None:
+        why = hardware.why or (ledger.why() if ledger else "")
+        return replace(use, on_device=None if why else course.on_device, off_device=why)
+    return replace(use, on_device=use.peak)
 
 
 def _use(course: MemoryCourse, before: StateTensors, after: StateTensors, resident: Read) -> MemoryUse:
@@ -230,7 +261,7 @@ def try_batch(make: Make, device: Device, index: int, limit: int | None) -> int 
             counter.start(blocks=False)  # a GPU's worker goes on to time things
         try:
             with ended:
-                _two_steps(make(None), counter)
+                _two_steps(make(None, None), counter)
         finally:  # reading takes some memory, too, which has its own end again by now
             course = counter.stop() if counter is not None else None
         gc.collect(1)

@@ -28,6 +28,7 @@ from fp8bench.registry import devices, precisions, workloads
 from fp8bench.worker import tape_pass
 from fp8bench.worker.beside import Beside
 from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
+from fp8bench.worker.device_layout import hardware_of
 from fp8bench.worker.memory_pass import memory_of_step, of_workload, try_batch
 from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.worker.step_guards import apart
@@ -117,7 +118,9 @@ class UntimedPasses:
         With a key its state stays until that is released: somebody may want to look at the process from outside.
         """
         with self._apart(case, facts) as (workload, device, setup):
-            use, state = memory_of_step(of_workload(workload, setup), device, facts.index, self._alone)
+            hardware = hardware_of(case, workload, facts)
+            make = of_workload(workload, setup, hardware)
+            use, state = memory_of_step(make, device, facts.index, self._alone, hardware)
         if isinstance(use, str):
             return use
         if key:

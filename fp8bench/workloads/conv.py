@@ -35,6 +35,7 @@ class Conv(LayerWorkload):
     summary = "a residual block of two 3x3 convolutions with batch norm in fp32, forward or forward and backward"
     layer_kinds = ("conv",)
     batch_axis = "batch"
+    not_on_device = "torch has no convolution in small formats, so that no device keeps these operands"
     history = Grid(
         cpu={"channels": ("32",)}, gpu={"channels": ("256",)},
         phases=("cast", "gemm", "elementwise"), errors=("output_error", "gradient_error"), per="flops",

@@ -57,6 +57,7 @@ class Data(Workload):
     name = "data"
     summary = "decode, batch, cast, pin and copy: dominated by reading, and dominated by the transfer"
     uses_corpus = True
+    not_on_device = "batches are copied as values, and codes would be fewer bytes all the way"
     history = Grid(
         cpu={"kind": ("reading", "transfer"), "record": ("16384",)},
         gpu={"kind": ("reading", "transfer"), "record": ("150528",)},

@@ -40,7 +40,7 @@ def peak_faults(one: Datasheet) -> Iterator[str]:
             yield f"a sparse peak of {path} and no dense one"
         elif abs(peak / one.dense[path] / SPARSE - 1) > ROUNDING:
             yield f"sparse {path} is {peak / one.dense[path]:.2f} times dense"
-    widest = one.dense.get("bf16", 0.0) / one.dense["fp32"]
+    widest = one.dense.get("bf16", 0.0) / one.dense["fp32"] if "fp32" in one.dense else 0.0
     if widest > FP32_TO_BF16:
         yield f"bf16 is {widest:.0f} times fp32: a sparse peak?"
     for (name, path), peak in MISQUOTED.items():
@@ -52,6 +52,10 @@ def told_faults(one: Datasheet) -> Iterator[str]:
     """Of its bandwidth, and of what it says of itself."""
     if not 1e11 < one.bandwidth < 1e13:
         yield f"a bandwidth of {one.bandwidth:g} B/s"
+    if one.capacity is not None and not 1.5e10 < one.capacity < 1e12:
+        yield f"a capacity of {one.capacity:g} B"
+    if one.link is not None and not 2.5e10 < one.link < one.bandwidth:
+        yield f"a link of {one.link:g} B/s"
     if not one.source or not date(2020, 1, 1) <= date.fromisoformat(one.date) <= date(2100, 1, 1):
         yield "no source, or no date"
     if not {*one.unverified} <= {"dense", "sparse", "bandwidth", "watts"}:
@@ -101,6 +105,7 @@ def test_bandwidths_are_bytes() -> None:
     """A device of 864 GB/s, and one whose entry is a thousand times too large."""
     assert H200 is not None
     assert list(faults(replace(H200, bandwidth=4.8e15))) and list(faults(replace(H200, bandwidth=4.8e9)))
+    assert list(faults(replace(H200, capacity=141.0))) and list(faults(replace(H200, link=9e14)))
 
 
 @pytest.mark.parametrize(

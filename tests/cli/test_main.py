@@ -68,7 +68,7 @@ OPTIONS = {
     "help": COMMON | {"COMMAND"},
     "init": COMMON | {"DIR", "--install"},
     "list": COMMON | {"WHAT", "NAME", "--import"},
-    "doctor": COMMON | {"--calibrate", "--ceilings", "--threads", "--store", "--json"},
+    "doctor": COMMON | {"--calibrate", "--ceilings", "--peak", "--topology", "--threads", "--store", "--json"},
     "show": MANY
     | {"RUN", "--explain", "--store", "--json", "--csv", "--tensorboard", "--wandb", "--histories", "--tape"}
     | {"--shares", "--fleet", "--memory", "--data", "--numbers", "--energy", "--notes", "--all"},
@@ -127,7 +127,7 @@ OPTIONS = {
     },
     "plan-parallel": MANY | {
         "MODEL", "--model", "--gpus", "--topology", "--batch", "--sequence", "--dtype", "--checkpointing", "--top",
-        "--explain", "--json", "--csv", "--calibrate", "--recipe", "--compiled-loss", "--power-limit",
+        "--explain", "--json", "--csv", "--calibrate", "--recipe", "--compiled-loss", "--states", "--power-limit",
     },
     "infer": MANY | {
         "MODULE:FUNCTION", "--from", "--size", "--arms", "--reference", "--batch", "--contexts", "--sweep", "--tokens",

@@ -30,7 +30,7 @@ from fp8bench.model import (
     specs,
 )
 from fp8bench.model.raw import StateCheck
-from fp8bench.model.specs import ENERGY, PEAK_MEMORY, spec_of
+from fp8bench.model.specs import ENERGY, PEAK_MEMORY, PEAKS, spec_of
 from fp8bench.pipeline import execute
 from fp8bench.plan.checked_workload import sound_layers
 from fp8bench.plan.corpus import Corpus
@@ -352,7 +352,7 @@ def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str],
     records = measured_of(run)
     phases = {phase for record in records if record.timing for phase in record.timing.segments.phases} - {UNATTRIBUTED}
     assert set(grid.phases) == (phases if len(phases) > 1 else set())
-    measurements = [one for record in records for one in record.measurements if one.metric != PEAK_MEMORY]
+    measurements = [one for record in records for one in record.measurements if one.metric not in PEAKS]
     assert all(one.unit == spec_of(one.metric).unit for one in measurements)
     errors = {one.metric for one in measurements}
     assert set(grid.errors) == errors - UNFOLLOWED.get(name, set())

@@ -13,7 +13,7 @@ from fp8bench.measure.capacity import LARGEST_BATCH, CapacityPass, CapacityRule
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import USUAL
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome
-from fp8bench.model import Capacity, Case, DeviceFacts, Group, Plan, PlannedCase, Request
+from fp8bench.model import Capacity, Case, DeviceFacts, Group, MemoryUse, Plan, PlannedCase, Request
 from fp8bench.plan.make import make_plan, searched_for_batches, with_batch
 from fp8bench.protocols import SilentObserver
 from tests.facts import CPU
@@ -26,16 +26,20 @@ LIMIT = 1000
 
 @dataclass
 class Filled(Worker):
-    """A worker in which a batch takes so much; `dies` raises instead from a batch on."""
+    """A worker in which a batch takes so much, and on hardware `holds`; `dies` raises instead from a batch on."""
 
     takes: Callable[[int], int | None] = lambda batch: 10 * batch
     dies: Callable[[int], Exception | None] = lambda batch: None
+    holds: Callable[[int], MemoryUse | str] = lambda batch: "nobody counts"
     axis: str = "batch"
     log: list[tuple[int, int | None]] = field(default_factory=list)
     restarts: int = 0
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
-        assert name == "try_batch" and limit >= 60
+        assert limit >= 60
+        if name == "memory":
+            return self.holds(int(arguments[0].param(self.axis)))
+        assert name == "try_batch"
         case, _, memory_limit = arguments
         assert isinstance(case, Case)
         batch = int(case.param(self.axis))
@@ -86,6 +90,34 @@ def test_a_worker_that_the_system_has_ended_had_no_memory_left() -> None:
     found = search(worker)
     assert (found.batch, found.beyond, found.why) == (33, 34, str(gone))
     assert worker.restarts == sum(batch > 33 for batch, _ in worker.log)
+
+
+def on_hardware(holds: Callable[[int], int | None], dtype: str = "fp8", limit: int = LIMIT) -> int | None:
+    """The batch of a device, of a case whose emulation takes 10 bytes a sequence."""
+    worker = Filled(holds=lambda batch: MemoryUse(10 * batch, on_device=holds(batch)))
+    return search(worker, planned(dtype=dtype, batch="2"), limit).on_device
+
+
+def test_what_hardware_would_fit_is_on_the_line_through_two_batches() -> None:
+    """The largest, by what the batch that was found and half of it would hold there; no more than one can ask for."""
+    assert on_hardware(lambda batch: 4 * batch) == 250
+    assert on_hardware(lambda batch: 100 + 4 * batch) == 225
+    assert on_hardware(lambda batch: 4 * batch + (3 if batch == 100 else 0)) == 247  # rounded towards what fits
+    assert on_hardware(lambda batch: None) is None and on_hardware(lambda batch: 7) is None
+    assert on_hardware(lambda batch: 4 * batch, "fp32") is None  # nothing is emulated: what fits was run
+    assert on_hardware(lambda batch: 4 * batch, limit=19) is None  # one sequence fits, and half of it is none
+
+
+def test_a_batch_whose_memory_nobody_tells_costs_the_figure_alone() -> None:
+    """The search stands; a worker that has ended is started again."""
+
+    def ends(batch: int) -> MemoryUse:
+        raise WorkerHung("no answer to 'memory'")
+
+    worker = Filled(holds=ends)
+    found = search(worker, planned(dtype="fp8", batch="2"))
+    assert (found.batch, found.on_device) == (100, None) and worker.restarts == 2
+    assert search(Filled(), planned(dtype="fp8", batch="2")).on_device is None
 
 
 @pytest.mark.parametrize(

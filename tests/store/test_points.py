@@ -34,7 +34,7 @@ from fp8bench.model import (
     Work,
 )
 from fp8bench.model.ranks import Transfer
-from fp8bench.model.specs import COUNTS
+from fp8bench.model.specs import COUNTS, PEAKS
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.protocols import Grid, Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, whole_number
@@ -113,7 +113,7 @@ def test_every_metric_of_a_native_case() -> None:
     assert found.pop("product_error") == (0.002,) and found.pop("kernel_error") == (0.0016,)
     assert found.pop("flops") == (4_000_000_001.0,) and found.pop("moved_bytes") == (300.0,)
     assert found.pop("launches") == (7.0,)
-    assert found == {"energy": ()}
+    assert found == {"device_peak_memory": (), "energy": ()}
 
 
 def test_every_metric_of_the_reference() -> None:
@@ -124,7 +124,7 @@ def test_every_metric_of_the_reference() -> None:
     assert found.pop("product_error") == (1.23457e-7,) and found.pop("kernel_error") == (1e-7,)
     assert found.pop("peak_memory") == (4096.0,)
     assert found.pop("mean_time") == pytest.approx((7e-3,))
-    nothing = {"time_cast", "relative_time", "relative_mean_time", "energy", *COUNTS}
+    nothing = {"time_cast", "relative_time", "relative_mean_time", "device_peak_memory", "energy", *COUNTS}
     assert set(found) == nothing and not any(found.values())
 
 
@@ -136,7 +136,7 @@ def test_an_emulated_case_has_a_time_and_no_speed() -> None:
     assert found.pop("product_error") == (0.03,) and found.pop("kernel_error") == (0.0017,)
     assert found.pop("mean_time") == pytest.approx((10e-3,))
     assert set(found) == {
-        "seconds_per_tflop", "relative_time", "relative_mean_time", "peak_memory", "energy", *COUNTS,
+        "seconds_per_tflop", "relative_time", "relative_mean_time", *PEAKS, "energy", *COUNTS,
     } and not any(found.values())  # fmt: skip
 
 
@@ -326,7 +326,7 @@ def test_few_rounds_are_hasty(words: dict[str, Any], hasty: bool) -> None:
     """Times are; errors, memory and counts do not depend on rounds."""
     by_metric = {one.series.rpartition("track_")[2]: one.hasty for one in followed(run(**words)).points}
     assert by_metric.pop("product_error") is by_metric.pop("kernel_error") is by_metric.pop("peak_memory") is False
-    assert not any(by_metric.pop(name) for name in COUNTS)
+    assert not any(by_metric.pop(name) for name in (*COUNTS, "device_peak_memory"))
     assert set(by_metric.values()) == {hasty}
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+from fp8bench.cli import option_types as types
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import say_folded
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import say
-from fp8bench.errors import EXIT_OK, UsageError
+from fp8bench.errors import EXIT_OK, EXIT_REGRESSION, UsageError
 from fp8bench.jobs import doctor
+from fp8bench.jobs.quoted_peaks import quote_of, told, wrong
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.data.plain import json_line
 
@@ -23,12 +25,31 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--ceilings", action="store_true",
         help="measure what each device does at most, in five runs (45 s), keep it in the store, and say nothing else",
     )  # fmt: skip
+    parser.add_argument(
+        "--peak", action="append", metavar="'DEVICE FIGURE [NUMBER]'",
+        help="hold a quoted figure against the vendor's, and say nothing else: 'H200 tf32 312'; again for more",
+    )  # fmt: skip
+    parser.add_argument(
+        "--topology", type=types.path, metavar="FILE",
+        help="write what joins this machine's GPUs to this file, as plan-parallel takes it, and say nothing else",
+    )  # fmt: skip
     shared(parser, "--threads", help="of a processor, for --ceilings; default 1")
     shared(parser, "--store", help="where ceilings and spreads are kept, as in suite")
     shared(parser, "--json", help="with --ceilings: print every run of every rate as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if (arguments.peak or arguments.topology) and (arguments.calibrate or arguments.ceilings or arguments.json):
+        raise UsageError("--peak and --topology measure nothing. Give them without --calibrate, --ceilings and --json.")
+    if arguments.topology:
+        from fp8bench.jobs.topology import topology_lines
+
+        say_folded(topology_lines(arguments.topology, arguments.store))
+        return EXIT_OK
+    if arguments.peak:
+        quotes = [quote_of(text) for text in arguments.peak]
+        say_folded(told(quotes))
+        return EXIT_REGRESSION if any(map(wrong, quotes)) else EXIT_OK
     if arguments.json:
         return _ceilings_as_json(arguments)
     if arguments.calibrate or not arguments.ceilings:

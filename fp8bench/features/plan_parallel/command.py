@@ -39,7 +39,15 @@ from fp8bench.features.plan_parallel.calibration import (
     pace_band,
     with_rate,
 )
-from fp8bench.features.plan_parallel.formulas import Checkpointing, DecoderModel, Load, ParallelLayout, Topology
+from fp8bench.features.plan_parallel.formulas import (
+    STATES,
+    Checkpointing,
+    DecoderModel,
+    Load,
+    ParallelLayout,
+    Topology,
+    memory_of,
+)
 from fp8bench.features.plan_parallel.ranking import (
     MODELS,
     WORST_ERRORS,
@@ -84,6 +92,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = f"tokens of a sequence; default {_SEQUENCE}, or a size's own"
     add("--sequence", type=types.whole(whole_number(1, 1 << 24)), metavar="N", help=words)
     add("--dtype", choices=("bf16", "fp8"), default="bf16", help="dtype of the products in blocks; default bf16")
+    words = "bytes a weight: fp32 keeps 16, fp8-lm 6 (fp16 weights and second moments, FP8 gradients and first ones)"
+    add("--states", choices=[*STATES], default="fp32", help=words)
     words = "a whole training measured on such GPUs, in tokens/s of each: llama3-8b,FSDP8,6667,dtype=bf16,batch=16"
     add("--calibrate", metavar="MODEL,LAYOUT,PACE", help=words)
     words = (
@@ -127,9 +137,12 @@ def _asked(arguments: argparse.Namespace) -> ParallelQuestion:
     model = _model(arguments.model)
     own = SIZES[model.name].sequence if model.name in SIZES else _SEQUENCE
     level = Checkpointing.NONE if arguments.checkpointing == _AUTO else Checkpointing(arguments.checkpointing)
+    if arguments.states != "fp32" and arguments.dtype != "fp8":
+        raise UsageError(f"--states {arguments.states} goes with FP8 products: give --dtype fp8 too.")
     load = Load(
-        arguments.sequence or own, 1, checkpointing=level, precision=arguments.dtype, fused_loss=arguments.compiled_loss
-    )
+        arguments.sequence or own, 1, checkpointing=level, precision=arguments.dtype, states=arguments.states,
+        fused_loss=arguments.compiled_loss,
+    )  # fmt: skip
     batch, topology = arguments.batch or 8 * arguments.gpus, read_topology(arguments.topology)
     by = _training(arguments.calibrate, load) if arguments.calibrate is not None else None
     recipe = arguments.recipe or next(iter(RECIPES))
@@ -188,7 +201,7 @@ def _training(text: str, planned: Load) -> MeasuredTraining:
             raise ValueError
         load = replace(
             planned, sequence=positive(given.get("sequence", str(planned.sequence))), local=int(local),
-            micro_batches=pieces, precision=precision,
+            micro_batches=pieces, precision=precision, states="fp32",
             checkpointing=Checkpointing(given.get("checkpointing", planned.checkpointing)),
         )  # fmt: skip
     except (ValueError, argparse.ArgumentTypeError):
@@ -310,6 +323,15 @@ def _remarks(asked: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]
         )
     if asked.derated:
         yield "Rates follow the power limit by its 2/3 power, which no published training holds: paces have no band."
+    if (kept := asked.load.kept) != STATES["fp32"]:
+        way = plans[0]
+        wide = memory_of(asked.model, way.layout, replace(way.load, states="fp32")).total
+        yield (
+            f"States take {kept.total} bytes a weight instead of {STATES['fp32'].total}: this layout takes "
+            f"{units.percent(1 - way.memory.total / wide, 0)} less than with those in fp32 ({units.size(wide)}). No "
+            "training with them is among those that the formulas were held against; FP8-LM itself tells of 39% less, "
+            "of GPT-175B against Megatron-LM in bf16."
+        )
     if what := outside(asked.model, asked.gpus, asked.load.sequence):
         yield f"No published training is like this: {'; '.join(what)}. Bands are a guess here."
 

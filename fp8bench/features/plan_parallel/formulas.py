@@ -1,7 +1,8 @@
 """A training on many GPUs before it runs: the model, how it is cut, what joins the GPUs; what it takes, by formulas.
 
-Weights, gradients and two moments in fp32 are 16 bytes a weight, sharded by FSDP; products read bf16 copies. FP8 saves
-none of it: its codes last as long as a product. Activations are bf16, cut by TP along the sequence between products.
+Weights, gradients and two moments in fp32 are 16 bytes a weight, sharded by FSDP; products read bf16 copies. FP8
+products save none of it: their codes last as long as a product. What FP8-LM keeps does: 6 bytes a weight, and copies of
+one byte. Activations are bf16, cut by TP along the sequence between products.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Load:
     """What a step of it is: `local` sequences for the GPUs that work on the same ones, in `micro_batches`.
 
     `narrow_gather`: FSDP gathers weights in FP8. `hidden_tensor`: half of what TP sends hides behind its products
-    (async TP). `fused_loss`: the loss is compiled, so that nothing of it is written in fp32.
+    (async TP). `fused_loss`: the loss is compiled, so that nothing of it is written in fp32. `states` is one of STATES.
     """
 
     sequence: int
@@ -114,6 +115,32 @@ class Load:
     narrow_gather: bool = False
     hidden_tensor: bool = False
     fused_loss: bool = False
+    states: str = "fp32"
+
+    @property
+    def kept(self) -> KeptStates:
+        return STATES[self.states]
+
+
+@dataclass(frozen=True)
+class KeptStates:
+    """Bytes that a training keeps of each weight: what is updated, its gradient, both moments; and those of the copy
+    that products read."""
+
+    weight: int
+    gradient: int
+    first: int
+    second: int
+    copy: int
+
+    @property
+    def total(self) -> int:
+        return self.weight + self.gradient + self.first + self.second
+
+
+# FP8-LM (arXiv 2310.18313): fp16 master weights, FP8 gradients and first moments, fp16 second moments, each tensor with
+# one scale; weights and gradients travel in FP8.
+STATES = {"fp32": KeptStates(4, 4, 4, 4, copy=2), "fp8-lm": KeptStates(2, 1, 1, 2, copy=1)}
 
 
 @dataclass(frozen=True)
@@ -134,8 +161,7 @@ class Topology:
         return self.inside if gpus <= self.node else self.between
 
 
-STATES = 16
-_BF16, _FP8, _FP32 = 2, 1, 4
+_BF16, _FP8 = 2, 1
 # Of a number that the head gives: bf16, fp32 with its logarithms' and their gradient; eagerly one copy more; by a
 # compiled loss itself and its gradient, both bf16.
 _LOGIT, _EAGER_LOGIT, _FUSED_LOGIT = 12, 16, 4
@@ -165,21 +191,21 @@ def memory_of(model: DecoderModel, layout: ParallelLayout, load: Load) -> GpuMem
     in_flight = min(layout.pipeline, load.micro_batches)
     logit = _FUSED_LOGIT if load.fused_loss else _LOGIT if load.compiled else _EAGER_LOGIT
     return GpuMemory(
-        states=STATES * stage / (layout.shards * layout.context),
-        gathered=_gathered(model, layout, stage),
+        states=load.kept.total * stage / (layout.shards * layout.context),
+        gathered=_gathered(model, layout, load.kept, stage),
         kept=_kept(model, load) * tokens * layers * in_flight / layout.tensor,
         block=_block(model, layout) * tokens,
         logits=logit * tokens * model.vocabulary / layout.tensor,
     )
 
 
-def _gathered(model: DecoderModel, layout: ParallelLayout, stage: float) -> float:
-    if layout.pipeline > 1:  # nothing is sharded again between micro-batches, gradients are summed in fp32
-        return (_BF16 + _FP32) * stage
+def _gathered(model: DecoderModel, layout: ParallelLayout, kept: KeptStates, stage: float) -> float:
+    if layout.pipeline > 1:  # nothing is sharded again between micro-batches, gradients are summed as they are kept
+        return (kept.copy + kept.gradient) * stage
     if layout.shards * layout.context == 1:
-        return _BF16 * stage
+        return kept.copy * stage
     # Two blocks, one ahead of its time; the head; the gradients of one block, in bf16 and as they are sent.
-    return (2 * _BF16 * model.block + _BF16 * model.ends + (_BF16 + _FP32) * model.block) / layout.tensor
+    return (2 * kept.copy * model.block + _BF16 * model.ends + (_BF16 + kept.gradient) * model.block) / layout.tensor
 
 
 def _kept(model: DecoderModel, load: Load) -> float:
@@ -250,7 +276,7 @@ def pace_of(model: DecoderModel, layout: ParallelLayout, load: Load, topology: T
         tensor=_tensor(model, layout, load, topology, tokens * layers),
         context=_context(model, layout, load, topology, tokens * layers),
         shards=_shards(layout, load, topology, stage),
-        copies=_copies(layout, topology, stage),
+        copies=_copies(layout, load, topology, stage),
         bubble=(layout.pipeline - 1) / (layout.virtual * load.micro_batches),
     )
 
@@ -296,11 +322,11 @@ def _shards(layout: ParallelLayout, load: Load, topology: Topology, stage: float
     """Weights twice, in every micro-batch where there is no pipeline that keeps them; gradients once."""
     ranks = layout.shards * layout.context
     gathers = 2 * (load.micro_batches if layout.pipeline == 1 else 1)
-    each = gathers * (_FP8 if load.narrow_gather else _BF16) + _FP32
+    each = gathers * (_FP8 if load.narrow_gather else load.kept.copy) + load.kept.gradient
     return each * stage * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
 
 
-def _copies(layout: ParallelLayout, topology: Topology, stage: float) -> float:
+def _copies(layout: ParallelLayout, load: Load, topology: Topology, stage: float) -> float:
     """Gradients of every copy, summed by a ring."""
     own = stage / (layout.shards * layout.context)
-    return 2 * _FP32 * own * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)
+    return 2 * load.kept.gradient * own * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)

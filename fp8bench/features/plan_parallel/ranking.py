@@ -14,7 +14,6 @@ from enum import StrEnum
 from fp8bench import units
 from fp8bench.features.plan_parallel.calibration import DEFAULT_RECIPE, MeasuredTraining
 from fp8bench.features.plan_parallel.formulas import (
-    STATES,
     Checkpointing,
     DecoderModel,
     GpuMemory,
@@ -179,7 +178,7 @@ def rulings(asked: ParallelQuestion) -> tuple[Ruling, ...]:
     room = units.size(usable)
     rows = (
         ("DDP", alone <= usable and dealt,
-         (f"all {STATES} bytes a weight and one sequence take {units.size(alone)} of {room} that a plan may "
+         (f"all {load.kept.total} bytes a weight and one sequence take {units.size(alone)} of {room} that a plan may "
           f"use{undealt}")),
         ("FSDP", gpus > 1 and sharded <= usable and tokens >= hidden and dealt,
          (f"shared by {gpus} GPUs it takes {units.size(sharded)} of {room}; {units.count(tokens)} tokens a "
@@ -198,7 +197,11 @@ def rulings(asked: ParallelQuestion) -> tuple[Ruling, ...]:
 
 def _tokens_that_hide(asked: ParallelQuestion) -> float:
     """Tokens of a GPU's step from which on products take as long as what FSDP sends."""
-    sent = (2 * (1 if asked.load.narrow_gather else 2) + 4) * (asked.gpus - 1) / asked.gpus
+    sent = (
+        (2 * (1 if asked.load.narrow_gather else asked.load.kept.copy) + asked.load.kept.gradient)
+        * (asked.gpus - 1)
+        / asked.gpus
+    )
     rate = asked.topology.fp8 if asked.load.precision == "fp8" else asked.topology.bf16
     return sent * rate / (6 * asked.topology.link(asked.gpus))
 

@@ -45,7 +45,7 @@ from fp8bench.report.panels import (
 from fp8bench.report.topics import rank_boards, roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
 from fp8bench.report.topics.energy import energy_of_phases
-from fp8bench.report.topics.memory import capacity, peak_of, share_of
+from fp8bench.report.topics.memory import capacity, device_share_of, on_device, peak_of, share_of
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.results import noise_floor
 from fp8bench.report.topics.shares import coverage_sentence, coverages
@@ -91,7 +91,11 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
     ranks = entry.run.request.ranks
     told = [f"{ranks} ranks: the slowest one's time counts, call by call"] if ranks else []
     if modes := dict.fromkeys(result.mode for panel in entry.panels for result in panel.results if emulated(result)):
-        told.append(f"emulated ({listed(list(modes))}): right in numbers; time and memory are what emulating costs")
+        derived = any(on_device(result) is not None for panel in entry.panels for result in panel.results)
+        beside = ", beside what hardware with the formats would hold (on a device: derived)" * derived
+        told.append(
+            f"emulated ({listed(list(modes))}): right in numbers; time and memory are what emulating costs{beside}"
+        )
     told += [*few(skips(found)), *(f"note: {words}" for words in entry.run.notes)]
     told += [f"trouble: {words}" for words in entry.run.troubles]
     if told:
@@ -177,6 +181,7 @@ def _cases(panel: Panel, width: int) -> Table:
         Col("error", lambda row: None if (value := value_of(row[1].record.measurement(error))) is None else
             f"{error_word([value])} " * (not row[1].record.is_reference) + units.relative_error(value)),
         Col("memory", lambda row: _memory(row[0], row[1]), number=True),
+        Col("on a device", lambda row: device_share_of(row[0], row[1]), number=True, unit="x"),
         Col("energy", lambda row: _energy(row[0], row[1]), number=True),
         Col("throughput", lambda row: row[2].shown(row[2].rate), number=True, when=width >= _ROOM_FOR_RATES),
     ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fp8bench.model import Finding, Label, Record, Run, Status, Verdict
+from fp8bench.model.specs import DEVICE_PEAK_MEMORY, PEAKS
 from fp8bench.report.case_status import (
     emulated,
     what_intervals_hold,
@@ -30,7 +31,7 @@ from fp8bench.report.topics import rank_boards, roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
 from fp8bench.report.topics.by_step import by_step, is_of_step
 from fp8bench.report.topics.energy import energy, energy_of_phases
-from fp8bench.report.topics.memory import PEAK, capacity, counted, memory, tells_memory
+from fp8bench.report.topics.memory import capacity, counted, memory, tells_memory
 from fp8bench.report.topics.numbers import data
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.ranks import ranks
@@ -152,7 +153,7 @@ def _numbers(panel: Panel) -> list[tuple[str, str]]:
             for result in group.results
             for measurement in result.record.measurements
             for how in [" (emulated)" if measurement.unit == "B" and emulated(result) else ""]
-            if measurement.metric != _told_elsewhere(panel)
+            if measurement.metric not in _told_elsewhere(panel)
             and not is_of_step(measurement.metric)
             and (measurement.phase or measurement.metric != main_error(panel))
         ]
@@ -255,15 +256,15 @@ def _number_legends(panels: Sequence[Panel]) -> list[str]:
     return sorted({
         f"{measurement.metric}: {measurement.description}"
         for panel in panels
-        for shown in [(main_error(panel), _told_elsewhere(panel))]
+        for shown in [(main_error(panel), *_told_elsewhere(panel))]
         for result in panel.results
         for measurement in result.record.measurements
         if measurement.description and measurement.metric not in shown
     })  # fmt: skip
 
 
-def _told_elsewhere(panel: Panel) -> str:
-    return PEAK if tells_memory(panel) else ""
+def _told_elsewhere(panel: Panel) -> tuple[str, ...]:
+    return PEAKS if tells_memory(panel) else (DEVICE_PEAK_MEMORY,)
 
 
 def _energy_legends(panels: Sequence[Panel]) -> list[str]:

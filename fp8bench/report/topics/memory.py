@@ -19,6 +19,8 @@ from fp8bench.model import (
     Status,
 )
 from fp8bench.model.specs import (
+    DEVICE_MAX_BATCH,
+    DEVICE_PEAK_MEMORY,
     MAX_BATCH,
     MAX_BATCH_MEMORY,
     MAX_BATCH_TOKENS,
@@ -85,6 +87,23 @@ def share_of(group: ResultGroup, result: Result) -> float | None:
     return peak / base
 
 
+def on_device(result: Result) -> float | None:
+    """Bytes where hardware keeps the formats that this case emulates; None of other cases."""
+    return value_of(result.record.measurement(DEVICE_PEAK_MEMORY)) if emulated(result) else None
+
+
+def device_share_of(group: ResultGroup, result: Result) -> float | None:
+    """The same over the peak of the group's reference."""
+    base, peak = _base(group), on_device(result)
+    return None if peak is None or not 0 < base < math.inf else peak / base
+
+
+def device_words(group: ResultGroup, result: Result) -> str:
+    """'0.55x (186 KiB)'; '' where nobody can say."""
+    share, size = device_share_of(group, result), on_device(result)
+    return "" if share is None or size is None else f"{units.ratio(share)} ({units.size(size)})"
+
+
 def _base(group: ResultGroup) -> float:
     return (peak_of(group.lead) if group.lead else None) or 0.0
 
@@ -112,9 +131,17 @@ def _why(case: NamedCase, share: float, several: bool) -> str:
         return f": {text}" if text else ""
     reason = case.result.record.support.reason
     if emulated(case.result) and reason:
-        because = f", because it is emulated ({reason}): its peak is the cost of emulation"
+        because = f", because it is emulated ({reason}): its peak is the cost of emulation{_derived(case)}"
         return f"{because}; {text}" if text else because
     return f"; {text}" if text else ""
+
+
+def _derived(case: NamedCase) -> str:
+    """What its figure on a device is, or why there is none."""
+    if words := device_words(case.group, case.result):
+        return f", and on hardware with its formats it would be {words}, derived"
+    use = use_of(case.result.record)
+    return f" (on a device: unknown, {use.off_device})" if use is not None and use.off_device else ""
 
 
 def _staying(before: Mapping[MemoryRole, int], after: Mapping[MemoryRole, int]) -> str:
@@ -191,6 +218,16 @@ def share_within(group: ResultGroup, result: Result) -> float | None:
     return capacity_ratio(result.record, group.lead.record if group.lead is not None else None)
 
 
+def device_batch(group: ResultGroup, result: Result) -> str:
+    """'1203, 3.20x': what would fit where hardware keeps the formats, over what fits of the reference."""
+    found = result.record.capacity
+    if found is None or found.on_device is None:
+        return ""
+    base = group.lead.record.capacity if group.lead is not None else None
+    share = f", {units.speed_up(found.on_device / base.batch)}" if base is not None and base.batch else ""
+    return f"{found.on_device}{share}"
+
+
 def batch_sentences(panel: Panel) -> Iterator[str]:
     """'bf16 fits 1.61x of fp32's batch into 1.00 GiB.'; and of emulated cases why they say nothing."""
     several = len({group.case.setting for group, _, _ in searched(panel)}) > 1
@@ -204,9 +241,12 @@ def batch_sentences(panel: Panel) -> Iterator[str]:
     wide = dict.fromkeys(result.mode for _, result, _ in searched(panel) if emulated(result))
     if wide:
         verb = "is" if len(wide) == 1 else "are"
+        derived = any(found.on_device for _, _, found in searched(panel))
         yield (
             f"{listed(list(wide))} {verb} emulated, with values of a small format kept in wider ones: what fits here "
             "says nothing about a device that has the format."
+            + " Of that 'on a device' tells, derived by a line through what two batches would take there."
+            * derived
         )
 
 
@@ -235,6 +275,8 @@ def memory(panel: Panel) -> Iterator[Element]:
     cols: list[Col[tuple[ResultGroup, Result, MemoryUse, Figures]]] = [
         *case_cols(), Col("peak", lambda row: row[2].peak, number=True, show=shown),
         Col(f"vs {panel.reference or 'reference'}", lambda row: share_of(*row[:2]), number=True, unit="x"),
+        Col("on a device", lambda row: device_words(*row[:2]) or None, number=True,
+            when=any(on_device(result) for _, result, _ in known)),
         *(Col(MEMORY_TITLES[role], partial(_figure, name=memory_of_role(role)), number=True, show=shown)
           for role in roles),
         Col("in", lambda row: PHASE_TITLES.get(phase := next(iter(highest_in(row[2])), units.NONE), phase)),
@@ -264,6 +306,8 @@ def capacity(panel: Panel) -> Iterator[Element]:
         Col("group", lambda row: place_of(panel, row[0], row[2]), shared=True), Col("case", lambda row: row[1].mode),
         Col("largest", lambda row: show_batch(row[2]), number=True),
         Col(f"vs {panel.reference or 'reference'}", against),
+        Col(DEVICE_MAX_BATCH.heading, lambda row: device_batch(*row[:2]) or None, number=True,
+            when=any(row[2].on_device for row in found)),
         Col(MAX_BATCH_TOKENS.heading, lambda row: row[3].shown(MAX_BATCH_TOKENS), number=True),
         Col(MAX_BATCH_MEMORY.heading, lambda row: row[3].shown(MAX_BATCH_MEMORY), number=True),
         Col("does not fit", lambda row: row[3][MAX_BATCH].why),
@@ -353,6 +397,8 @@ def _table(title: str, cases: Sequence[NamedCase]) -> Table:
         PRECISION,
         Col("peak", lambda row: row[1].peak, number=True, unit="B"),
         Col("of the reference's", lambda row: share_of(row[0].group, row[0].result), number=True, unit="x"),
+        Col("on a device", lambda row: _on_a_device(row[0]), number=True, hint=DEVICE_PEAK_MEMORY.description,
+            when=any(on_device(case.result) or use.off_device for case, use in uses)),
         Col("highest in", lambda row: phase_words(next(iter(highest_in(row[1])), units.NONE)),
             hint="the phase of the highest point"),
         *(Col(phase_words(phase), partial(in_phase, phase), number=True, unit="B",
@@ -363,6 +409,13 @@ def _table(title: str, cases: Sequence[NamedCase]) -> Table:
     name = f"memory-phases-{cases[0].result.record.case.workload}"
     caption = f"{title}: the most that was held in each phase"
     return table(name, caption, cols, rows, folded=len(rows) > _MOST_OPEN)
+
+
+def _on_a_device(case: NamedCase) -> Field | None:
+    use = use_of(case.result.record)
+    if words := device_words(case.group, case.result):
+        return Field(words, on_device(case.result), hint="derived")
+    return Field(units.NONE, hint=use.off_device) if use is not None and use.off_device else None
 
 
 def _largest(name: str, panel: Panel, place: int) -> Iterator[Element]:
@@ -379,6 +432,8 @@ def _largest(name: str, panel: Panel, place: int) -> Iterator[Element]:
             tone=lambda row: cost_tone(row[1]), hint=PRECISION.hint),
         Col("largest", lambda row: Field(show_batch(row[2]), row[2].batch, cost_tone(row[1])), number=True),
         Col(f"vs {panel.reference}", versus, number=True, unit="x"),
+        Col(DEVICE_MAX_BATCH.heading, lambda row: device_batch(*row[:2]) or None, number=True,
+            hint=DEVICE_MAX_BATCH.description, when=any(row[2].on_device for row in found)),
         Col("tokens a step", lambda row: row[2].tokens or None, number=True, show=units.whole,
             tone=lambda row: cost_tone(row[1])),
         Col("peak memory", lambda row: row[2].peak, number=True, unit="B", tone=lambda row: cost_tone(row[1])),

@@ -13,7 +13,7 @@ from functools import partial
 from fp8bench import units
 from fp8bench.analysis.samples import step_samples
 from fp8bench.model import Label, Status, Verdict
-from fp8bench.model.specs import ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
+from fp8bench.model.specs import DEVICE_PEAK_MEMORY, ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
 from fp8bench.report import case_status
 from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, figure_col, in_table, other_tables, table, with_figures
@@ -178,7 +178,10 @@ def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
     words = ", ".join(f"{metric} ({', '.join(dict.fromkeys(suites))})" for metric, suites in errors.items())
     yield Col("error", lambda row: number(row.figures[main_error(row.panel)].value, units.relative_error,
               hint=main_error(row.panel)), number=True, hint=words)  # fmt: skip
-    yield from map(_of_spec, (PEAK_MEMORY, ENERGY))
+    yield _of_spec(PEAK_MEMORY)
+    yield figure_col(DEVICE_PEAK_MEMORY, lambda row: row.figure(DEVICE_PEAK_MEMORY) if case_status.emulated(row.result)
+                     else Field(units.NONE))  # fmt: skip
+    yield _of_spec(ENERGY)
     words = legend.BEST.partition(";")[0].partition(": ")[2]
     yield Col("best", lambda row: row.figure(TIME, best=True), number=True, unit="s", hint=words)
     yield Col("median", lambda row: row.figure(TIME), number=True, unit="s", hint="of a step, over all calls")

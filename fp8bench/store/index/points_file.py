@@ -39,7 +39,7 @@ from fp8bench.store.index.tables import ROW, FigureTable, Places, Rows, Shape, t
 from fp8bench.store.runs.listing import POINTS, index_of
 
 # Raised when the same runs would come to other figures, or be written down in another way.
-VERSION = 10
+VERSION = 11
 _MAGIC = b"fp8bench figures"
 _SIZE = ROW.itemsize
 _BEGINS = re.compile(rb"fp8bench figures (\d{1,9}) (\d{1,9}) *\n")

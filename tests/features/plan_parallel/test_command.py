@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -162,6 +163,21 @@ def test_a_measured_training_sets_the_rates(say: Say, topology: Path) -> None:
     assert way("--compiled-loss")["logits_bytes"] == pytest.approx(way()["logits_bytes"] / 3)
 
 
+def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
+    """Less memory, and the answer says how much; a measured training keeps its own states, and so its rates."""
+    given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--dtype", "fp8", "--batch", "16")
+
+    def value(*words: str) -> Any:
+        return json.loads(say(*given, *words, "--json", "--checkpointing", "full")[1])
+
+    wide, narrow = (value("--states", name, "--calibrate", MEASURED) for name in ("fp32", "fp8-lm"))
+    assert [one["asked"]["topology"]["bf16"] for one in (wide, narrow)] == [wide["asked"]["topology"]["bf16"]] * 2
+    alike = [next(way for way in one["ways"] if way["shards"] == 8) for one in (wide, narrow)]
+    assert alike[1]["states_bytes"] / alike[0]["states_bytes"] == 6 / 16
+    text = " ".join(say(*given, "--states", "fp8-lm")[1].split())
+    assert "States take 6 bytes a weight instead of 16" in text and "less than with those in fp32" in text
+
+
 def test_rates_that_nothing_calibrates_are_said_to_be(say: Say, topology: Path) -> None:
     given = ("llama3-8b", "--gpus", "8", "--topology", str(topology))
     said, calibrated = (" ".join(say(*given, *more)[1].split()) for more in ((), ("--calibrate", MEASURED)))
@@ -173,6 +189,7 @@ def test_rates_that_nothing_calibrates_are_said_to_be(say: Say, topology: Path) 
     ("words", "said"),
     [
         ((), "--model is missing: a plan needs --model, --gpus and --topology."),
+        (("llama3-8b", "--gpus", "8", "--topology", "h100", "--states", "fp8-lm"), "goes with FP8 products"),
         (("--model", "llama3-8", "--gpus", "8"), "--topology is missing"),
         (("--model", "llama3-8", "--gpus", "8", "--topology", "FILE"), "llama3-8b"),
         (("--model", "nano", "--gpus", "3", "--batch", "5", "--topology", "FILE"), "cannot be dealt out evenly"),

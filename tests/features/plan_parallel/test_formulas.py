@@ -14,6 +14,7 @@ from fp8bench.features.plan_parallel.formulas import (
     STATES,
     Checkpointing,
     DecoderModel,
+    KeptStates,
     Load,
     ParallelLayout,
     Topology,
@@ -108,7 +109,7 @@ def test_what_no_published_training_is_like_is_named() -> None:
 
 def test_a_wrong_formula_leaves_a_band(monkeypatch: pytest.MonkeyPatch) -> None:
     """States of 12 bytes a weight, as if gradients took none."""
-    monkeypatch.setattr(memory_module, "STATES", 12)
+    monkeypatch.setitem(memory_module.STATES, "fp32", KeptStates(0, 4, 4, 4, copy=2))
     assert {one.row.name for one in held() if not one.inside} >= {"8B, 32k, FP8", "8B, 256k, FP8"}
 
 
@@ -157,7 +158,7 @@ def test_what_must_hold(shards: int, tensor: int, pipeline: int, level: Checkpoi
     """All states lie somewhere once; computing again takes time and gives memory; FP8 takes no more time."""
     layout, load = ParallelLayout(shards=shards, tensor=tensor, pipeline=pipeline), replace(LOAD, micro_batches=count)
     found = memory_of(SMALL, layout, replace(load, checkpointing=level))
-    assert found.states * shards * tensor * pipeline >= STATES * (SMALL.weights - SMALL.ends - 64) * 0.99
+    assert found.states * shards * tensor * pipeline >= LOAD.kept.total * (SMALL.weights - SMALL.ends - 64) * 0.99
     more = memory_of(SMALL, replace(layout, shards=2 * shards), load)
     assert more.states == found.states / 2 and more.kept == memory_of(SMALL, layout, load).kept
     paces = [pace_of(SMALL, layout, replace(load, checkpointing=one), LINKS).products for one in Checkpointing]
@@ -165,3 +166,30 @@ def test_what_must_hold(shards: int, tensor: int, pipeline: int, level: Checkpoi
     assert paces == sorted(paces) and kept == sorted(kept, reverse=True)
     narrow = pace_of(SMALL, layout, replace(load, precision="fp8"), LINKS)
     assert narrow.step <= pace_of(SMALL, layout, load, LINKS).step * (1 + 1e-9)
+
+
+def test_what_fp8_lm_keeps() -> None:
+    """As published: 6 bytes of 16 a weight (arXiv 2310.18313); moments 62.5% less (MS-AMP's page on its levels)."""
+    wide, narrow = STATES["fp32"], STATES["fp8-lm"]
+    assert (wide.total, narrow.total) == (16, 6)
+    assert (narrow.first + narrow.second) / (wide.first + wide.second) == 1 - 0.625
+    narrow_load = replace(LOAD, precision="fp8", states="fp8-lm")
+    for layout in (ParallelLayout(), ParallelLayout(shards=4), ParallelLayout(tensor=2, pipeline=2)):
+        before, after = (memory_of(SMALL, layout, load) for load in (LOAD, narrow_load))
+        assert after.states == before.states * 6 / 16
+        assert (after.kept, after.block, after.logits) == (before.kept, before.block, before.logits)
+
+
+def test_its_copies_and_what_it_sends_by_hand() -> None:
+    """Weights are read as one byte instead of two; of gradients one is summed and sent instead of four."""
+    load = replace(LOAD, precision="fp8", states="fp8-lm")
+    assert memory_of(SMALL, ParallelLayout(), load).gathered == SMALL.weights - 64
+    stage = 2 * SMALL.block + SMALL.ends
+    pipelined = memory_of(SMALL, ParallelLayout(pipeline=2), replace(load, micro_batches=2))
+    assert pipelined.gathered == (1 + 1) * stage
+    sharded = memory_of(SMALL, ParallelLayout(shards=4), load)
+    assert sharded.gathered == 2 * SMALL.block + 2 * SMALL.ends + (2 + 1) * SMALL.block
+    sent = pace_of(SMALL, ParallelLayout(shards=4), load, LINKS).shards
+    assert sent == pytest.approx((2 * 1 + 1) * (SMALL.weights - 64) * 3 / 4 / LINKS.inside)
+    copied = pace_of(SMALL, ParallelLayout(copies=4), load, LINKS).copies
+    assert copied == pytest.approx(2 * 1 * (SMALL.weights - 64) * 3 / 4 / LINKS.inside)

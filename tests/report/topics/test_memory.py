@@ -7,14 +7,25 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.model import Capacity, Finding, MemoryRole, MemoryUse, PhaseMemory, Record, Run, Status
+from fp8bench.model import (
+    Capacity,
+    Finding,
+    Measurement,
+    MemoryRole,
+    MemoryUse,
+    PhaseMemory,
+    Provenance,
+    Record,
+    Run,
+    Status,
+)
 from fp8bench.report.data.run import rows, widened
 from fp8bench.report.elements import Bars, ChartAxis, Items, Stacks, Table, Text, Tone
 from fp8bench.report.panels import panels_of
 from fp8bench.report.topics.memory import capacity, highest_in, sentences
 from fp8bench.report.topics.memory import memory as memory_of
 from tests.materials import Made, built, of_kind, part, strange, told
-from tests.runs import EMULATED, NATIVE, case, gemm, memory, render_whole, run_of, transformer
+from tests.runs import EMULATED, NATIVE, case, gemm, memory, render, render_whole, run_of, transformer
 
 MIB = 1 << 20
 FP32 = {"weights": 40 * MIB, "gradients": 40 * MIB, "optimizer": 80 * MIB, "activations": 140 * MIB}
@@ -85,6 +96,40 @@ def test_sentences_name_what_stays_and_what_changes_most() -> None:
         "activations are 0.500x (70.0 MiB), low-precision copies of activations add 70.0 MiB, workspace adds 45.0 MiB, "
         "low-precision copies of weights add 40.0 MiB, and its highest point is in casts."
     )
+
+
+def on_a_device(size: int | None, why: str = "") -> Made:
+    """The usual run, whose fp8 would hold so much on a device."""
+    run, findings = usual()
+    *others, last = run.records
+    assert last.memory is not None
+    derived = Measurement("device_peak_memory", "B", (float(size),), Provenance.DERIVED) if size is not None else None
+    measurements = (*last.measurements, *([derived] if derived else []))
+    memory_use = replace(last.memory, on_device=size, off_device=why)
+    return replace(run, records=(*others, replace(last, memory=memory_use, measurements=measurements))), findings
+
+
+def test_what_a_device_would_hold_stands_beside_the_peak() -> None:
+    """Of emulated cases alone, as a share of the reference's; in sentences, the table and the answer."""
+    made = on_a_device(150 * MIB)
+    lines = [" ".join(line.split()) for line in told(memory_of(panels_of(*made)[0]), 140)]
+    assert lines[1].startswith("case peak vs bf16 on a device weights")
+    assert lines[3].startswith("fp16 200 0.667x - 40.0") and lines[4].startswith("fp8 345 1.150x 0.500x (150 MiB) 40.0")
+    assert (
+        "its peak is the cost of emulation, and on hardware with its formats it would be 0.500x (150 MiB), derived"
+        in (said(*made)[1])
+    )
+    text = " ".join(render(*made).split())
+    assert "on a device" in text and "(on a device: derived)" in text
+    fields = [row for row in rows(*made) if row["metric"] == "device_peak_memory"]
+    assert [(row["precision"], row["provenance"]) for row in fields] == [("fp8", "derived")]
+
+
+def test_where_nobody_can_say_there_is_a_reason_and_no_column() -> None:
+    made = on_a_device(None, "no cast was seen")
+    assert "(on a device: unknown, no cast was seen)" in said(*made)[1]
+    assert "on a device" not in " ".join(told(memory_of(panels_of(*made)[0]), 120)[:5])
+    assert "on a device" not in render(*usual())
 
 
 def test_a_native_precision_that_saves_nothing_is_explained_too() -> None:
@@ -301,6 +346,19 @@ def test_the_table() -> None:
 def test_it_stands_in_the_text_and_keeps_its_width(width: int) -> None:
     text = render_whole(*USUAL, width=width)
     assert "largest batch that fits" in text and all(len(line) <= width for line in text.splitlines())
+
+
+def test_the_batch_of_a_device_is_derived_beside_it() -> None:
+    """Over what fits of the reference; of emulated cases alone, and a sentence says what it is."""
+    run, findings = made(("fp32", fits(376)), ("bf16", fits(606)), ("fp8", replace(fits(288), on_device=1203)))
+    found = [" ".join(line.split()) for line in told(capacity(panels_of(run, findings)[0]), 120)]
+    assert "vs fp32 on a device tokens a step" in found[1] and "emulated 1203, 3.20x" in found[4]
+    assert any("derived by a line" in line for line in found)
+    figures = {row["metric"]: row for row in rows(run, findings) if row["precision"] == "fp8"}
+    assert (figures["device_max_batch"]["median_in_unit"], figures["device_max_batch"]["provenance"]) == (
+        1203.0,
+        "derived",
+    )
 
 
 def test_who_did_not_ask_sees_nothing() -> None:

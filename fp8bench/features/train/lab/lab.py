@@ -20,6 +20,7 @@ from fp8bench.model.step import Coverage
 from fp8bench.protocols import Device, Phases, Precision, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
+from fp8bench.worker.device_layout import DeviceLedger
 from fp8bench.worker.faults import PlantedFault, described
 from fp8bench.worker.main import main
 from fp8bench.worker.memory_pass import Make, PreparedMemory, Told, memory_of_step, try_batch, watch_of
@@ -211,7 +212,7 @@ def made_alone(task: SeedTask, arm: Arm) -> Make:
     """How an arm is made that nobody watches: readings of tensors take memory, too, every so many steps."""
     from fp8bench.features.train.lab.own_trainer import trainer_of
 
-    def make(told: Told | None) -> Callable[[], PreparedMemory]:
+    def make(told: Told | None, _: DeviceLedger | None) -> Callable[[], PreparedMemory]:
         def prepare() -> PreparedMemory:
             trainer = trainer_of(task, arm, None if told is None else watch_of(told))
             return PreparedMemory(trainer, lambda phase: another_step(trainer, phase))

@@ -1,0 +1,208 @@
+"""What joins the GPUs of this machine, read and measured, as the file that `plan-parallel --topology` takes.
+
+Links are what the driver and the system say; where the store has a measured all-reduce of all GPUs, its bus bandwidth
+takes the place of that. Rates of products are measured ceilings, else the vendor's, which no product reaches.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from fp8bench.analysis.datasheet import datasheet_of
+from fp8bench.analysis.verdicts import totals
+from fp8bench.errors import StoreError, UsageError
+from fp8bench.model import Level, Limit, Record, Status
+from fp8bench.store.ceilings import history_of_ceilings
+from fp8bench.store.runs.listing import newest_files
+from fp8bench.store.runs.run_file import load_run
+
+# GB/s of a lane, one way, by PCIe's generation.
+_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+# The driver tells the rate of signals, of which so much is data: 18 links of 26.562 GB/s are the 450 of an H100.
+_DATA = 16 / 17
+# Runs are looked through for a collective from the newest on.
+_MOST_RUNS = 200
+_QUERY = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
+# Counters of a port that count what went wrong.
+_WRONG = ("symbol_error", "link_downed", "port_rcv_errors")
+INFINIBAND = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True)
+class TopologyLine:
+    """One line of the file: a value None is one that nothing here says; `source` is where it comes from."""
+
+    name: str
+    value: float | None
+    unit: str
+    source: str
+
+    @property
+    def text(self) -> str:
+        if self.value is None:
+            return f"# {self.name}: {self.source}"
+        return f"{self.name}: {self.value:.6g}{f' {self.unit}' if self.unit else ''}  # {self.source}"
+
+
+def topology_lines(path: Path, store: Path, infiniband: Path = INFINIBAND) -> Iterator[str]:
+    """Writes the file, and says what it says. Raises UsageError where there is nothing to write, or a file already."""
+    if path.exists():
+        raise UsageError(f"--topology {path} exists already. Give another name, or remove it.")
+    told = _asked(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
+    gpus = [[field.strip() for field in line.split(",")] for line in told]
+    if not gpus or any(len(fields) != len(_QUERY.split(",")) for fields in gpus):
+        raise UsageError(f"--topology: nvidia-smi tells of no GPUs: {' '.join(told)[:200]!r}")
+    if len(names := sorted({fields[0] for fields in gpus})) > 1:
+        raise UsageError(f"--topology: a plan is of one kind of GPU, and here are {', '.join(names)}.")
+    kinds = links_between(_asked("topo", "-m"))
+    yield from (f"{name} {memory} MiB" for name, memory, *_ in gpus)
+    yield f"between GPUs: {', '.join(f'{count} x {kind}' for kind, count in kinds.items()) or 'nothing to join'}"
+    yield from _adapters(infiniband)
+    lines = list(_lines(gpus, kinds, store, infiniband))
+    text = [f"# {len(gpus)} {gpus[0][0]}, as fp8bench doctor --topology found them", *(one.text for one in lines)]
+    try:
+        path.write_text("\n".join([*text, ""]), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--topology {path} cannot be written: {error.strerror}.") from None
+    yield from text[1:]
+    missing = [one.name for one in lines if one.value is None]
+    yield f"written to {path}" + (f"; add {', '.join(missing)}, which nothing here says" if missing else "")
+
+
+def _lines(gpus: list[list[str]], kinds: dict[str, int], store: Path, infiniband: Path) -> Iterator[TopologyLine]:
+    name, memory, *pcie = gpus[0]
+    yield TopologyLine("node", len(gpus), "", "nvidia-smi")
+    known = re.fullmatch(r"[\d.]+", memory)
+    yield TopologyLine(
+        "memory", float(memory) if known else None, "MiB", "nvidia-smi" if known else "the driver is silent"
+    )
+    measured = measured_bandwidth(store, len(gpus))
+    links = signalled(_asked("nvlink", "-s")) if any(kind.startswith("NV") for kind in kinds) else None
+    rate: float | None
+    if measured is not None:
+        rate, words = measured[0] / 1e9, f"bus bandwidth of all_reduce, measured in run {measured[1]}"
+    elif links:
+        rate, words = links * _DATA, "the data rate of its NVLinks, not measured"
+    else:
+        rate, words = _pcie(*pcie), f"PCIe {pcie[0]} x{pcie[1]}, not measured"
+    yield TopologyLine("inside", rate, "GB/s", words)
+    ports = sum(rate for _, rate, _ in adapters(infiniband)) / 8 / len(gpus)
+    words = "a GPU's share of the active InfiniBand or RoCE ports, not measured" if ports else "no active port here"
+    yield TopologyLine("between", ports or None, "GB/s", words)
+    yield from (_rate(precision, name, store) for precision in ("bf16", "fp8"))
+
+
+def _rate(precision: str, name: str, store: Path) -> TopologyLine:
+    known = [one.bound(Limit.PRODUCT, precision) for one in history_of_ceilings(store) if one.device == name]
+    if found := next((one for one in reversed(known) if one), None):
+        return TopologyLine(precision, found / 1e12, "TFLOP/s", "measured ceiling")
+    sheet = datasheet_of(name)
+    peak = sheet.peak(precision) if sheet is not None else None
+    if sheet is None or peak is None:
+        return TopologyLine(precision, None, "", "unknown: fp8bench doctor --ceilings measures it")
+    words = f"{sheet.told('dense')}, which no product reaches: fp8bench doctor --ceilings measures it"
+    return TopologyLine(precision, peak / 1e12, "TFLOP/s", words)
+
+
+def _asked(*words: str) -> list[str]:
+    command = ["nvidia-smi", *words]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=30, check=False,
+            env={**os.environ, "LC_ALL": "C"},
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"--topology reads an NVIDIA driver, and nvidia-smi gave no answer: {error}") from None
+    if done.returncode:
+        raise UsageError(f"{' '.join(command)} failed: {(done.stderr or done.stdout).strip()[:200]}")
+    return [line for line in done.stdout.splitlines() if line.strip()]
+
+
+def links_between(matrix: list[str]) -> dict[str, int]:
+    """How often each kind of link joins two GPUs: 'NV18', 'PIX', 'SYS', as nvidia-smi's matrix has them."""
+    found: dict[str, int] = {}
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix]
+    of_gpus = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
+    for number, row in enumerate(of_gpus):
+        for kind in row[1 : len(of_gpus) + 1][number + 1 :]:
+            found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+def signalled(status: list[str]) -> float:
+    """GB/s of signals on the links of the GPU that has fewest; links that are inactive have none."""
+    sums: list[float] = []
+    for line in status:
+        if line.startswith("GPU "):
+            sums.append(0.0)
+        elif sums and (rate := re.search(r"Link \d+: ([\d.]+) GB/s", line)):
+            sums[-1] += float(rate[1])
+    return min(sums, default=0.0)
+
+
+def _pcie(generation: str, width: str) -> float | None:
+    try:
+        return _LANE[int(generation)] * int(width)
+    except (KeyError, ValueError):
+        return None
+
+
+def adapters(folder: Path) -> list[tuple[str, float, dict[str, int]]]:
+    """Active ports: names, Gb/s, and the counters of what went wrong on them."""
+    found = []
+    for port in sorted(folder.glob("*/ports/*")):
+        try:
+            rate = re.match(r"([\d.]+) Gb/sec", (port / "rate").read_text())
+            active = "ACTIVE" in (port / "state").read_text()
+        except OSError:
+            continue
+        if rate and active:
+            counted = {name: _count(port / "counters" / name) for name in _WRONG}
+            wrong = {name: count for name, count in counted.items() if count}
+            found.append((f"{port.parts[-3]} port {port.name}", float(rate[1]), wrong))
+    return found
+
+
+def _count(file: Path) -> int:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _adapters(folder: Path) -> Iterator[str]:
+    for name, rate, wrong in adapters(folder):
+        faults = f"; counted {', '.join(f'{key} {count}' for key, count in wrong.items())}" if wrong else ""
+        yield f"{name}: {rate:g} Gb/s{faults}"
+
+
+def measured_bandwidth(store: Path, gpus: int) -> tuple[float, str] | None:
+    """The best bus bandwidth of an all-reduce of all GPUs, in bytes a second, and its run; the newest that has one."""
+    for place, file in enumerate(newest_files(store)):
+        if place >= _MOST_RUNS:
+            break
+        try:
+            run = load_run(file)
+        except StoreError:  # of another version, or no run
+            continue
+        found = [rate for record in run.records if (rate := _bus(record, gpus))]
+        if found:
+            return max(found), run.id
+    return None
+
+
+def _bus(record: Record, gpus: int) -> float | None:
+    case, transfer = record.case, record.transfer
+    if record.status is not Status.OK or record.timing is None or transfer is None or case.workload != "collective":
+        return None
+    if case.ranks != gpus or not case.device.startswith("cuda") or dict(case.params).get("collective") != "all_reduce":
+        return None
+    if record.support.level is not Level.NATIVE:
+        return None
+    return float(transfer.payload * transfer.bus_factor / statistics.median(totals(record.timing).tolist()))

@@ -1,0 +1,282 @@
+"""What a device that keeps the formats would hold of a step that emulates them, while the same step runs.
+
+Beside each operand that an emulation makes stand those that the hardware's own arithmetic makes of a tensor of that
+shape, without memory (torch's meta device): codes, scales with what fills their tiles up, and the turned copy that a
+product without transposed operands needs. They are there for as long as the emulation's operand is. What a cast or a
+product makes and gives back at once is none of a device, whose kernels are fused; the workspace of its products is not
+counted either, which no format decides.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fp8bench.model import Case, DeviceFacts, Level
+from fp8bench.model.consumed import DeviceNote, Emulated, Emulating, Laid, Lifted
+from fp8bench.protocols import Arithmetic, MemoryMeter, Operand, Role, ScaleBook, Setup, Workload
+from fp8bench.protocols.arithmetic import AS_IT_IS
+from fp8bench.registry import precisions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class _Holding:
+    """Some bytes that a device holds until nobody has them any more."""
+
+    _keys = itertools.count()
+
+    def __init__(self, note: Callable[[DeviceNote], None], size: int, address: int = 0) -> None:
+        self._note, self._key = note, next(self._keys)
+        note(Laid(self._key, size, address))
+
+    def __del__(self) -> None:
+        self._note(Lifted(self._key))
+
+
+class _Shadow(NamedTuple):
+    """An operand of the hardware's, of no memory, and what a device holds of it: of its data, and of its scale."""
+
+    operand: Operand
+    holdings: tuple[_Holding, ...]
+
+
+# Parts of what hardware makes: a number of an allocation of its own, the source as it is, or a part of the operand that
+# was given.
+_SOURCE = -1
+_GIVEN = (-2, -3)
+
+
+class _Recipe(NamedTuple):
+    """What a call makes of a source of one shape: operands, whose memory each part is, and the bytes of new memory."""
+
+    operands: tuple[Operand | None, ...]
+    parts: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass
+class DeviceLedger:
+    """Who is told of a device's memory; `followed` says whether all operands were, `seen` whether there were any."""
+
+    meter: MemoryMeter
+    followed: bool = True
+    seen: bool = False
+
+    @property
+    def listening(self) -> bool:
+        import torch
+
+        return self.meter.listening and not torch.compiler.is_compiling()
+
+    @contextmanager
+    def emulating(self) -> Iterator[list[int]]:
+        """In the body tensors are an emulation's; the body names the addresses of those that are replaced."""
+        self.seen = True
+        replaced: list[int] = []
+        self.meter.note(Emulating())
+        try:
+            yield replaced
+        finally:
+            self.meter.note(Emulated(tuple(replaced)))
+
+    def why(self) -> str:
+        """Why its figure is none, '' if it is one."""
+        if not self.seen:
+            return "no cast was seen: a compiled step shows none"
+        return "" if self.followed else "an operand came from somewhere else than a cast"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What lays out the operands of a case where arithmetics are emulated: by the layer's key, '' for the case's own;
+    none where nothing is. `why` is why nobody can say what hardware would hold, '' where somebody can."""
+
+    arithmetics: Mapping[str, Arithmetic] = field(default_factory=dict)
+    why: str = ""
+
+    def laid_out(self, setup: Setup, ledger: DeviceLedger) -> Setup:
+        def around(key: str, inner: Arithmetic) -> Arithmetic:
+            hardware = self.arithmetics.get(key)
+            return inner if hardware is None else LaidOutArithmetic(inner, hardware, ledger)
+
+        layers = {key: around(key, arithmetic) for key, arithmetic in setup.layers.items()}
+        return replace(setup, arithmetic=around("", setup.arithmetic), layers=layers)
+
+    @property
+    def apart(self) -> bool:
+        """Whether an emulation keeps sources of which hardware keeps both orientations instead."""
+        return any(arithmetic.keeps_source for arithmetic in self.arithmetics.values())
+
+
+EMULATES_NOTHING = Hardware()
+
+
+def hardware_of(case: Case, workload: Workload, facts: DeviceFacts) -> Hardware:
+    if case.ranks > 1:
+        return Hardware(why="of several ranks nobody derives it")
+    found: dict[str, Arithmetic] = {}
+    for key, name in (("", case.precision), *case.precision_map):
+        precision = precisions.get(name)
+        if precision.support(facts).level is Level.EMULATED:
+            laid_out = precision.laid_out(facts)
+            if isinstance(laid_out, str):
+                return Hardware(why=laid_out)
+            found[key] = laid_out
+    why = workload.not_on_device if found else ""
+    support = workload.support(dict(case.params), precisions.get(case.precision), facts)
+    if support.level is Level.EMULATED and not found:
+        why = f"the suite emulates by itself ({support.reason})"
+    return Hardware(found, why)
+
+
+class LaidOutArithmetic(Arithmetic):
+    """An emulated arithmetic as it is; what it casts is laid out as `hardware` would, for a ledger."""
+
+    def __init__(self, inner: Arithmetic, hardware: Arithmetic, ledger: DeviceLedger) -> None:
+        vars(self).update({name: getattr(inner, name) for name in AS_IT_IS if name != "restore"})
+        self._inner, self._hardware, self._ledger = inner, hardware, ledger
+        self._known: dict[tuple[Any, ...], _Recipe] = {}
+        self._shadows: dict[int, tuple[_Shadow, weakref.ref[Tensor]]] = {}
+
+    def layer(self, name: str) -> Arithmetic:
+        inner = self._inner.layer(name)
+        return self if inner is self._inner else LaidOutArithmetic(inner, self._hardware.layer(name), self._ledger)
+
+    def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
+        inner = self._inner.scaled_by(book, name)  # a kept scale is a tensor of either, and lies where that is made
+        return self if inner is self._inner else LaidOutArithmetic(inner, self._hardware, self._ledger)
+
+    def cast(self, tensor: Tensor, role: Role) -> Operand:
+        return self._one("cast", tensor, role)
+
+    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
+        return self._one("unscaled", tensor, role)
+
+    def turned(self, source: Tensor, role: Role) -> Operand:
+        return self._one("turned", source, role)
+
+    def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
+        if not self._ledger.listening:
+            return self._inner.turn(operand, source, role)
+        with self._ledger.emulating() as replaced:
+            turned = self._inner.turn(operand, source, role)
+            (found,) = self._laid("turn", source, role, [turned], replaced, given=operand)
+        return found  # type: ignore[no-any-return]
+
+    def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
+        """Hardware that makes both orientations at once keeps no source to turn: nor may the emulation, then."""
+        if not self._ledger.listening:
+            return self._inner.cast_both(tensor, role, amax)
+        with self._ledger.emulating() as replaced:
+            operand, turned = self._inner.cast_both(tensor, role, amax)
+            if turned is None and self._recipe("cast_both", tensor, role, None).operands[1] is not None:
+                turned = self._inner.turn(operand, tensor, role)
+            operand, turned = self._laid("cast_both", tensor, role, [operand, turned], replaced)
+        return operand, turned
+
+    def product(self, a: Operand, b: Operand, dtype: Any) -> Tensor:
+        if not self._ledger.listening:
+            return self._inner.product(a, b, dtype)
+        with self._ledger.emulating():
+            return self._inner.product(a, b, dtype)
+
+    def restore(self, operand: Operand, dtype: Any) -> Tensor:
+        """What hardware makes anew, an emulation may have at hand: then it is a view, which has an end of its own."""
+        if not self._ledger.listening:
+            return self._inner.restore(operand, dtype)
+        with self._ledger.emulating() as replaced:
+            values = self._inner.restore(operand, dtype).detach()
+            replaced.append(values.untyped_storage().data_ptr())
+            holding = _Holding(self._ledger.meter.note, values.numel() * values.element_size())
+        self._attach(_Shadow(Operand(values.to("meta")), (holding,)), values)
+        return values
+
+    def _one(self, name: str, tensor: Tensor, role: Role) -> Operand:
+        call = getattr(self._inner, name)
+        if not self._ledger.listening:
+            return call(tensor, role)  # type: ignore[no-any-return]
+        with self._ledger.emulating() as replaced:
+            (operand,) = self._laid(name, tensor, role, [call(tensor, role)], replaced)
+        return operand  # type: ignore[no-any-return]
+
+    def _laid(
+        self, name: str, source: Any, role: Role, made: Sequence[Any], replaced: list[int], given: Operand | None = None
+    ) -> list[Any]:
+        """What a call of that name has made, each a tensor of its own: no view keeps another one there, for hardware
+        has copies."""
+        before = self._shadows.get(id(given.data), (None,))[0] if given is not None else None
+        if given is not None and before is None:
+            self._ledger.followed = False
+            return list(made)
+        recipe = self._recipe(name, source, role, before)
+        new = [_Holding(self._ledger.meter.note, size) for size in recipe.sizes]
+        if kept := self._kept_scale(role):
+            new = [_Holding(self._ledger.meter.note, 0, kept) if n == recipe.parts[0][-1] else one
+                   for n, one in enumerate(new)]  # fmt: skip
+        found = []
+        for real, operand, parts in zip(made, recipe.operands, recipe.parts, strict=True):
+            if real is None or operand is None:  # hardware that turns later needs a source that nobody keeps
+                self._ledger.followed &= real is operand
+                found.append(real)
+                continue
+            own = replace(real, data=real.data.detach())
+            replaced.append(own.data.untyped_storage().data_ptr())
+            self._attach(_Shadow(operand, tuple(self._holding(part, new, source, before) for part in parts)), own.data)
+            found.append(own)
+        return found
+
+    def _kept_scale(self, role: Role) -> int:
+        """Where the scale lies that a cast of that role was given, which is the same tensor here and there; 0 for one
+        that comes from the tensor alone."""
+        scale = getattr(self._inner, "scales", {}).get(role)
+        return 0 if scale is None or scale.last is None else int(scale.last.inverse.untyped_storage().data_ptr())
+
+    def _holding(self, part: int, new: Sequence[_Holding], source: Any, before: _Shadow | None) -> _Holding:
+        if part >= 0:
+            return new[part]
+        if part == _SOURCE:
+            return _Holding(self._ledger.meter.note, 0, source.untyped_storage().data_ptr())
+        assert before is not None
+        return before.holdings[_GIVEN.index(part)]
+
+    def _attach(self, shadow: _Shadow, real: Tensor) -> None:
+        """The shadow is there for as long as the tensor, whoever keeps it: a graph that has saved it, too."""
+        key = id(real)
+        self._shadows[key] = shadow, weakref.ref(real, lambda _: self._shadows.pop(key, None))
+
+    def _recipe(self, name: str, source: Any, role: Role, before: _Shadow | None) -> _Recipe:
+        given = () if before is None else before.operand.tensors
+        key = name, role, *(None if one is None else (one.shape, one.stride(), one.dtype) for one in (source, *given))
+        if key not in self._known:
+            self._known[key] = self._made(name, source, role, before)
+        return self._known[key]
+
+    def _made(self, name: str, source: Any, role: Role, before: _Shadow | None) -> _Recipe:
+        import torch
+
+        with torch.device("meta"), torch.no_grad():
+            like = None if source is None else torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
+            given = () if before is None else (before.operand,)
+            made = getattr(self._hardware, name)(*given, like, role)
+        operands = made if isinstance(made, tuple) else (made,)
+        places = {} if like is None else {like.untyped_storage()._cdata: _SOURCE}
+        if before is not None:
+            places |= {one.untyped_storage()._cdata: _GIVEN[n] for n, one in enumerate(before.operand.tensors)}
+        sizes: list[int] = []
+        parts = []
+        for operand in operands:
+            numbers = []
+            for one in () if operand is None else operand.tensors:
+                storage = one.untyped_storage()
+                if storage._cdata not in places:
+                    places[storage._cdata] = len(sizes)
+                    sizes.append(storage.nbytes())
+                numbers.append(places[storage._cdata])
+            parts.append(tuple(numbers))
+        return _Recipe(operands, tuple(parts), tuple(sizes))

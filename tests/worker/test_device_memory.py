@@ -1,0 +1,348 @@
+"""What hardware would hold of an emulated step: by hand, and against the same step with the hardware's own codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.model import Case, MemoryUse, Request
+from fp8bench.model.consumed import Emulated, Emulating, Laid, Lifted
+from fp8bench.nn import rotations
+from fp8bench.nn.linear import Linear
+from fp8bench.plan.make import make_plan
+from fp8bench.profiler.allocations import Begun, Event, Live, Sized, course
+from fp8bench.protocols import Arithmetic, MemoryMeter, Operand, Phases, Role, ScaleBook, Setup
+from fp8bench.protocols.arithmetic import AS_IT_IS
+from fp8bench.registry import devices, precisions, workloads
+from fp8bench.worker import device_layout
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.device_layout import DeviceLedger, LaidOutArithmetic
+from fp8bench.worker.memory_pass import _second_step, of_workload
+from tests.worker.told import CPU, Tell
+from tests.worker.told import tell as tell
+
+TOKENS, WIDTH, HIDDEN = 32, 64, 128
+
+
+class Perceptron:
+    """Two linear layers with ReLU between them, whose weights have gradients and a momentum; no phases."""
+
+    def __init__(self, setup: Setup) -> None:
+        torch.manual_seed(0)
+        self.up, self.down = (
+            Linear(inputs, outputs, setup.arithmetic.layer(name))
+            for name, inputs, outputs in (("up", WIDTH, HIDDEN), ("down", HIDDEN, WIDTH))
+        )
+        self.x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
+        weights = [self.up.weight, self.down.weight]
+        self.optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9, foreach=False)
+
+    def step(self, phase: Phases) -> None:
+        hidden = self.up(self.x, phase).relu()
+        y = self.down(hidden, phase)
+        del hidden
+        y.backward(torch.ones_like(y))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def tiles(rows: int, columns: int) -> int:
+    """Bytes of an E8M0 scale for 32 elements, in tiles of 128 rows and 4 scales."""
+    return -(-rows // 128) * 128 * -(-columns // 128) * 4
+
+
+# Bytes of the codes of an element, and of the scales of a matrix; with a scale a tensor both orientations have one.
+LAYOUTS: Mapping[str, tuple[float, Callable[[int, int], int]]] = {
+    "fp8-rowwise": (1, lambda rows, columns: 4 * rows),
+    "fp8-block": (1, lambda rows, columns: 4 * rows * -(-columns // 128)),
+    "mxfp8": (1, tiles),
+    "mxfp4": (0.5, tiles),
+}
+
+
+def by_hand(code: float, scales: int) -> float:
+    """The highest point, in the backward pass of the upper product: its weight's gradient goes from bf16 to fp32.
+
+    There are: both weights in fp32 with their momenta, and the batch; the output, and what backward began with; the
+    lower weight's gradient in fp32, the upper one's in both; the gradient of the hidden layer as it came, and its codes
+    in both orientations; the batch's turned codes, which forward kept.
+    """
+    weights, hidden, batch = WIDTH * HIDDEN, TOKENS * HIDDEN, TOKENS * WIDTH
+    state = 2 * 4 * 2 * weights + 2 * batch
+    gradients = 4 * weights + (4 + 2) * weights + 2 * hidden
+    return state + 2 * 2 * batch + gradients + code * (2 * hidden + batch) + scales
+
+
+def derived(bench: Bench, case: Case) -> int:
+    use = bench.memory(case, CPU)
+    assert isinstance(use, MemoryUse) and not use.off_device and use.on_device is not None
+    return use.on_device
+
+
+@pytest.mark.parametrize("precision", ["fp8", *LAYOUTS])
+def test_a_perceptron_by_hand(precision: str, bench: Bench, tell: Tell) -> None:
+    """To the byte: codes, scales with what fills their tiles, and nothing of the emulation."""
+    code, scales_of = LAYOUTS.get(precision, (1, lambda rows, columns: 4))
+    shapes = [(TOKENS, HIDDEN), (HIDDEN, TOKENS), (WIDTH, TOKENS)][precision == "fp8" :]
+    expected = by_hand(code, sum(scales_of(*shape) for shape in shapes))
+    assert derived(bench, tell(Perceptron, precision=precision)) == expected
+
+
+def _scales_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Operand, "tensors", property(lambda own: [own.data]))
+
+
+def _two_views_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What shares memory in hardware is laid once more."""
+    made = LaidOutArithmetic._made
+
+    def apart(own: LaidOutArithmetic, *given: Any) -> Any:
+        found = made(own, *given)
+        numbers = iter(range(100))
+        sizes = [one.untyped_storage().nbytes() for operand in found.operands if operand for one in operand.tensors]
+        parts = tuple(tuple(next(numbers) for _ in operand.tensors) if operand else () for operand in found.operands)
+        return found._replace(parts=parts, sizes=tuple(sizes))
+
+    monkeypatch.setattr(LaidOutArithmetic, "_made", apart)
+
+
+def _master_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wide source of a cast is taken for its copy."""
+    laid = LaidOutArithmetic._laid
+
+    def replacing(own: LaidOutArithmetic, name: str, source: Any, *given: Any, **more: Any) -> Any:
+        own._ledger.meter.note(Laid(-1, -source.untyped_storage().nbytes()))
+        return laid(own, name, source, *given, **more)
+
+    monkeypatch.setattr(LaidOutArithmetic, "_laid", replacing)
+
+
+def _temporaries_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An emulated cast's and product's own tensors count as a device's."""
+    monkeypatch.setattr(device_layout, "Emulating", lambda: Begun("unattributed"))
+
+
+@pytest.mark.parametrize("plant", [_scales_forgotten, _two_views_counted, _master_forgotten, _temporaries_counted])
+def test_a_planted_mistake_is_seen(
+    plant: Callable[[pytest.MonkeyPatch], None], bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    use = bench.memory(tell(Perceptron, precision="fp8"), CPU)
+    assert isinstance(use, MemoryUse) and use.on_device != by_hand(1, 4 + 4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_what_is_native_is_its_peak(precision: str, bench: Bench, tell: Tell) -> None:
+    use = bench.memory(tell(Perceptron, precision=precision), CPU)
+    assert isinstance(use, MemoryUse) and use.on_device == use.peak and not use.off_device
+
+
+class Bfloat16Emulated(Arithmetic):
+    """bf16 as a format that only emulation has: values in fp32."""
+
+    keeps_source = False
+
+    def __init__(self, carrier: torch.dtype = torch.bfloat16) -> None:
+        self.carrier = carrier
+
+    def cast(self, tensor: Tensor, role: Role) -> Operand:
+        return Operand(tensor.detach().to(torch.bfloat16).to(torch.float32))
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        return (a.data @ b.data.t()).to(dtype)
+
+
+def test_bf16_derived_from_an_emulation_is_bf16_as_counted(
+    bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A format that this processor has: the figure derived from fp32 values is what native bf16 takes, within 1%."""
+    native = bench.memory(tell(Perceptron, precision="bf16"), CPU)
+    hardware = precisions.get("bf16").arithmetic(CPU)
+    emulated = device_layout.Hardware({"": hardware})
+    monkeypatch.setattr("fp8bench.worker.untimed_passes.hardware_of", lambda *_: emulated)
+    made = Bench._setup
+    monkeypatch.setattr(Bench, "_setup", lambda *given: replace(made(*given), arithmetic=Bfloat16Emulated()))
+    use = bench.memory(tell(Perceptron, precision="bf16"), CPU)
+    assert isinstance(native, MemoryUse) and isinstance(use, MemoryUse) and use.on_device is not None
+    assert use.peak > 1.1 * native.peak and abs(use.on_device / native.peak - 1) < 0.01
+
+
+class RealCodes(Arithmetic):
+    """The hardware's own codes and scales in memory, multiplied as values: what a call makes meanwhile is aside."""
+
+    def __init__(self, inner: Arithmetic, ledger: DeviceLedger) -> None:
+        vars(self).update({name: getattr(inner, name) for name in AS_IT_IS if name != "restore"})
+        self.inner, self.ledger = inner, ledger
+
+    def layer(self, name: str) -> Arithmetic:
+        return RealCodes(self.inner.layer(name), self.ledger)
+
+    def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
+        return RealCodes(self.inner.scaled_by(book, name), self.ledger)
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        with self.ledger.emulating():
+            return (self.inner.restore(a, torch.float32) @ self.inner.restore(b, torch.float32).t()).to(dtype)
+
+    def _aside(self, name: str, *given: Any) -> Any:
+        with self.ledger.emulating():
+            return getattr(self.inner, name)(*given)
+
+    def cast(self, tensor: Tensor, role: Role) -> Operand:
+        return self._aside("cast", tensor, role)  # type: ignore[no-any-return]
+
+    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
+        return self._aside("unscaled", tensor, role)  # type: ignore[no-any-return]
+
+    def turned(self, source: Tensor, role: Role) -> Operand:
+        return self._aside("turned", source, role)  # type: ignore[no-any-return]
+
+    def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
+        return self._aside("turn", operand, source, role)  # type: ignore[no-any-return]
+
+    def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
+        return self._aside("cast_both", tensor, role, amax)  # type: ignore[no-any-return]
+
+    def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
+        return self._aside("restore", operand, dtype)  # type: ignore[no-any-return]
+
+
+def with_codes(bench: Bench, case: Case) -> int:
+    """The highest point of the same step with codes in memory, whose every tensor the allocator tells of."""
+    precision, device = precisions.get(case.precision), devices.get("cpu")
+    meter, hardware = device.memory_meter(0), precision.laid_out(CPU)
+    assert isinstance(meter, MemoryMeter) and isinstance(hardware, Arithmetic)
+    ledger = DeviceLedger(meter)
+
+    def setup() -> Setup:
+        return replace(bench._setup(case, CPU), arithmetic=RealCodes(hardware, ledger))
+
+    found = _second_step(of_workload(workloads.get(case.workload), setup), device, meter, None).course
+    assert found is not None and found.on_device is not None
+    return found.on_device
+
+
+SUITES: Mapping[str, Mapping[str, str]] = {
+    "gemm": {"shape": "64x48x32"},
+    "mlp": {"tokens": "32", "width": "64", "hidden": "128"},
+    "attention": {"sequence": "32", "heads": "2", "head_width": "32"},
+    "transformer": {"size": "nano", "batch": "1", "sequence": "32"},
+    "moe": {"tokens": "64", "width": "64", "hidden": "128", "load": "zipf:1"},
+    "accumulate": {"width": "64", "tensors": "3", "micro_batches": "2"},
+    "optimizer": {"width": "64", "tensors": "3"},
+    "cast": {"shape": "64"},
+    "learning": {"width": "32"},
+}
+QUICK = [("gemm", "nvfp4"), ("mlp", "fp8"), ("optimizer", "fp8"), ("accumulate", "mxfp8")]
+FORMATS = ("fp8", "fp8-rowwise", "fp8-block", "fp8-delayed", "mxfp8", "mxfp4", "nvfp4")
+ALL = [
+    pytest.param(suite, mode, marks=() if (suite, mode) in QUICK else pytest.mark.slow)
+    for suite in SUITES
+    for mode in FORMATS
+]
+
+
+@pytest.mark.parametrize(("suite", "precision"), ALL)
+def test_against_codes_in_memory(suite: str, precision: str, bench: Bench) -> None:
+    """To the byte in every suite and format: the hardware's own arithmetic, run here, holds as much."""
+    axes = tuple((axis, (value,)) for axis, value in SUITES[suite].items())
+    plan = make_plan(Request(suite, (precision,), ("cpu",), axes=axes), (CPU,))
+    cases = [one for group in plan.groups for one in group.cases if one.case.precision == precision and not one.skip]
+    for case in (one.case for one in cases):
+        with_codes(bench, case)  # what is made once a process is there by then
+        figures = []
+        for counted in (with_codes, derived):
+            rotations._matrix.cache_clear()  # a matrix that a state makes is part of it
+            figures.append(counted(bench, case))
+        assert figures[0] == figures[1], case
+
+
+@pytest.mark.parametrize(
+    ("suite", "precision", "why"),
+    [
+        ("gemm", "mxfp6", "no library here has a product of e3m2 and e3m2"),
+        ("gemm", "custom:format=e3m2", "no library here has a product"),
+        ("conv", "fp8", "torch has no convolution in small formats"),
+        ("data", "fp8", "batches are copied as values"),
+    ],
+)
+def test_nobody_can_say(suite: str, precision: str, why: str, bench: Bench) -> None:
+    """Then there is no figure, and a reason."""
+    axes = {"conv": {"channels": "8", "batch": "2", "image": "8"}, "data": {"record": "256", "batch": "8"}}
+    asked = tuple((axis, (value,)) for axis, value in axes.get(suite, {"shape": "64x48x32"}).items())
+    group = make_plan(Request(suite, (precision,), ("cpu",), axes=asked), (CPU,)).groups[0]
+    case = next(one.case for one in group.cases if one.case.precision == precision)
+    use = bench.memory(case, CPU)
+    assert isinstance(use, MemoryUse) and use.on_device is None and use.off_device.startswith(why)
+
+
+class FromElsewhere:
+    """An operand that is none of a cast's is turned."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.arithmetic, self.x = setup.arithmetic, torch.randn(TOKENS, WIDTH)
+
+    def step(self, phase: Phases) -> None:
+        self.arithmetic.turn(Operand(self.x.clone()), self.x, Role.WEIGHT)
+
+
+class Nothing:
+    """No cast at all."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.x = torch.randn(TOKENS, WIDTH)
+
+    def step(self, phase: Phases) -> None:
+        self.x.clone()
+
+
+@pytest.mark.parametrize(("state", "why"), [(FromElsewhere, "came from somewhere else"), (Nothing, "no cast was seen")])
+def test_what_was_not_followed_is_no_figure(state: type, why: str, bench: Bench, tell: Tell) -> None:
+    use = bench.memory(tell(state, precision="fp8"), CPU)
+    assert isinstance(use, MemoryUse) and use.on_device is None and why in use.off_device
+
+
+def test_the_measured_peak_is_as_it_was(bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not somebody derives another figure beside it; its roles and phases, too."""
+    for precision in ("fp8", "fp8-rowwise", "nvfp4"):
+        beside = bench.memory(tell(Perceptron, precision=precision), CPU)
+        with monkeypatch.context() as patched:
+            nothing = device_layout.EMULATES_NOTHING
+            patched.setattr("fp8bench.worker.untimed_passes.hardware_of", lambda *_, nothing=nothing: nothing)
+            alone = bench.memory(tell(Perceptron, precision=precision), CPU)
+        assert isinstance(beside, MemoryUse) and isinstance(alone, MemoryUse)
+        assert (beside.peak, beside.roles, beside.phases) == (alone.peak, alone.roles, alone.phases)
+
+
+STRETCH: list[tuple[str, list[Event], int]] = [
+    ("a temporary of a cast", [Emulating(), Sized(1, 9), Sized(1, -9), Emulated()], 100),
+    ("what a cast leaves", [Emulating(), Sized(1, 9), Emulated()], 109),
+    ("what is replaced", [Emulating(), Sized(1, 9), Laid(5, 3), Emulated((1,))], 103),
+    ("what is laid lives on", [Emulating(), Sized(1, 9), Laid(5, 3), Emulated((1,)), Sized(1, -9), Sized(2, 4)], 107),
+    ("what is lifted does not", [Laid(5, 3), Lifted(5), Sized(2, 2)], 103),
+    ("a source that is kept", [Laid(5, 0, 7), Sized(7, -100), Sized(2, 8)], 108),
+    ("a source that is let go", [Laid(5, 0, 7), Sized(7, -100), Lifted(5), Sized(2, 8)], 100),
+    ("twice kept, once let go", [Laid(5, 0, 7), Laid(6, 0, 7), Sized(7, -100), Lifted(5), Sized(2, 8)], 108),
+    ("laid where nothing lies", [Laid(5, 0, 99), Lifted(5), Lifted(6), Sized(2, 8)], 108),
+    ("an address that is used again", [Sized(7, 50), Sized(2, 8)], 100),
+    ("what the allocator has no more", [Live(frozenset()), Sized(2, 8)], 100),
+]
+
+
+@pytest.mark.parametrize(
+    ("events", "peak"), [(events, peak) for _, events, peak in STRETCH], ids=[one[0] for one in STRETCH]
+)
+def test_a_stretch(events: list[Event], peak: int) -> None:
+    """A hundred bytes lie at 7 before it begins."""
+    found = course([Sized(7, 100), Begun("gemm"), *events, Emulating(), Emulated()])
+    assert found is not None and found.on_device == peak
+
+
+def test_without_notes_there_is_none() -> None:
+    found = course([Sized(7, 100), Begun("gemm")])
+    assert found is not None and found.on_device is None
