@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8bench.nn.around import held
 from fp8bench.nn.linear import Choose, casting_of, linear, region
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
@@ -159,11 +160,14 @@ class Convolution(nn.Module):
 
 
 class BatchNorm(nn.Module):
-    """Batch norm by the batch's own statistics, computed in at least fp32 and handed back in the input's dtype.
+    """Batch norm by the batch's own statistics, computed in at least fp32 unless an arithmetic says otherwise, and
+    handed back in the input's dtype.
 
-    A `running` one keeps a mean of these while it is trained, as torch's does, and goes by that in eval mode.
+    A `running` one keeps a mean of these while it is trained, as torch's does, and goes by that in eval mode. Its
+    statistics are kept in the arithmetic, too.
     """
 
+    arithmetic: Arithmetic | None = None
     running_mean: Tensor | None
     running_var: Tensor | None
 
@@ -175,10 +179,17 @@ class BatchNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(self.weight.dtype).permute(0, 3, 1, 2)
+        own = self.arithmetic
+        weight, bias = (held(one, own, Role.WEIGHT) for one in (self.weight, self.bias))
+        wide = held(x, own).to(weight.dtype).permute(0, 3, 1, 2)
         mean, variance = self.running_mean, self.running_var
         by_batch = self.training or mean is None
-        y = F.batch_norm(wide, mean, variance, self.weight, self.bias, by_batch, momentum=0.1, eps=1e-5)
+        if own is not None and mean is not None and variance is not None:
+            mean, variance = mean.clone(), variance.clone()  # backward keeps those that it was given
+        y = F.batch_norm(wide, mean, variance, weight, bias, by_batch, momentum=0.1, eps=1e-5)
+        if self.training and mean is not None and mean is not self.running_mean:
+            for name, statistic in (("running_mean", mean), ("running_var", variance)):
+                getattr(self, name).copy_(held(statistic, own).detach())
         return y.permute(0, 2, 3, 1).to(x.dtype)
 
 

@@ -13,8 +13,8 @@ from fp8bench.workloads.model import LIVE
 
 # Settings that say how a built-in model is made, or cut for ranks.
 _BUILT_IN = (
-    "model", "arch", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention", "parallel",
-    "amax_group",
+    "model", "arch", "norm", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention",
+    "parallel", "amax_group",
 )  # fmt: skip
 _OF_A_TEXT = ("data", "other_data", "tokens")
 

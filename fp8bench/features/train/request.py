@@ -115,6 +115,10 @@ class TrainerSettings:
         WHAT,
     )  # fmt: skip
     arch: str = _choice("gpt", ARCHITECTURES, "the model's architecture; default {default}", WHAT)
+    norm: str = _choice(
+        "batch", ("batch", "layer"), "what cnn has behind a convolution: batch norm or layer norm; default {default}",
+        WHAT,
+    )  # fmt: skip
     batch: int = option(
         0, whole_number(0, 4096, "a whole number from 1 to 4096, or 0 for the model's own"),
         "sequences in a micro-batch; default the model's own", "N", WHAT,

@@ -18,7 +18,7 @@ from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.parallel.ways import uncuttable
 from fp8bench.nn.shared_workloads import uncompilable
-from fp8bench.nn.sizes import LINE, SIZES, GPTConfig
+from fp8bench.nn.sizes import LINE, SIZES, GPTConfig, around, gpt_around
 from fp8bench.protocols import Layer, Precision
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ _BLOCKS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "moe": (("attn.qkv", "attn"), ("attn.out", "attn")),
 }
 EXPERTS = 8
+# The norms of each block, or of an mlp's, beside the last one.
+_NORMS: Mapping[str, tuple[str, ...]] = {
+    "mlp": ("norms.{}",), "cnn": ("blocks.{}.norm_first", "blocks.{}.norm_second"),
+}  # fmt: skip
 # A product's sides are multiples of this on every device that has a low precision.
 _ROUND = 128
 
@@ -71,6 +75,13 @@ def layers_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
     return (*first, *own, Layer("head", "head", high=True))
 
 
+def around_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
+    """What stands around products, and may have a precision of its own."""
+    if arch not in _NORMS:
+        return gpt_around(config.layers)
+    return around(norm.format(block) for block in range(config.layers) for norm in _NORMS[arch])
+
+
 def check(settings: TrainerSettings) -> None:
     """Raise UsageError for what cannot be trained."""
     config, compiled = config_of(settings, 1), settings.compile == "yes"
@@ -86,6 +97,8 @@ def check(settings: TrainerSettings) -> None:
         (settings.attention != "auto" and (not attends or compiled),
          (f"--attention {settings.attention} is for --arch gpt and moe, and cannot be compiled: choose these, or "
           "--attention auto.")),
+        (settings.norm != "batch" and settings.arch != "cnn",
+         f"--norm {settings.norm} is for --arch cnn: {settings.arch} has no batch norm. Leave it out."),
         (compiled and settings.arch == "moe",
          ("--compile yes cannot be had of --arch moe: how many tokens an expert has is known in the step alone. "
           "Choose --compile no.")),
@@ -207,8 +220,10 @@ def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier:
     from fp8bench.nn.whole_layers import surrounded
 
     if settings.arch in ("mlp", "cnn"):
-        model: LanguageModel = (WindowMLP if settings.arch == "mlp" else TextCNN)(
-            config, choose, carrier, settings.dropout
+        model: LanguageModel = (
+            WindowMLP(config, choose, carrier, settings.dropout)
+            if settings.arch == "mlp"
+            else TextCNN(config, choose, carrier, settings.dropout, layer_norm=settings.norm == "layer")
         )
     else:
         model = (MixtureGPT if settings.arch == "moe" else GPT)(

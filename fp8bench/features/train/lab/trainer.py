@@ -29,6 +29,7 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.model import DeviceFacts, MemoryRole
+from fp8bench.nn.around import take_around
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
 from fp8bench.nn.gpt import Forward, LanguageModel, compiled
 from fp8bench.nn.whole_layers import CachedWeights
@@ -111,6 +112,10 @@ class Trainer:
         torch.manual_seed(seed_of("weights", self._seed))
         with torch.device(facts.key):
             model = models.built(self._settings, self._config, choose, carrier)
+        around = {layer.name: key_of(layer, keys) for layer in models.around_of(self._settings.arch, self._config)}
+        take_around(
+            model, {name: precisions.get(keys[key]).arithmetic(facts) for name, key in around.items() if key}
+        )  # fmt: skip
         if self._settings.attention != "auto":
             self._round_attention(model, facts)
         if self._settings.nudge == "ulp":
