@@ -15,10 +15,10 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -165,6 +165,51 @@ _ALGORITHM = "fp8_amax_compute_algo"
 KEYS = (SWITCH, "fp8_format", "fp8_margin", "fp8_interval", _HISTORY, _ALGORITHM)
 
 
+class Alias(NamedTuple):
+    """An option by the name that others give it, or an axis of --set; `values` are its values in their words."""
+
+    option: str
+    values: Mapping[str, str] = {}
+    axis: str = ""
+
+
+_YES = {"true": "yes", "false": "no"}
+_BLOCKS = {"true": "blocks", "false": "no"}
+# An option or axis may have several names, a name one option and one axis: `train` has the first, `suite` the second.
+ALIASES: Mapping[str, tuple[Alias, ...]] = {
+    **dict.fromkeys(("max_grad_norm", "gradient_clipping", "clip_grad", "grad_clip"), (Alias("clip"),)),
+    **dict.fromkeys(("learning_rate", "lr"), (Alias("rate"),)),
+    **dict.fromkeys(("warmup_ratio", "warmup_fraction"), (Alias("warmup"),)),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_decay_style"), (Alias("schedule", {
+        "reduce_lr_on_plateau": "plateau", "warmup_stable_decay": "wsd", "inverse_sqrt": "inverse-sqrt",
+        "one_cycle": "one-cycle", "onecycle": "one-cycle", "constant_with_warmup": "constant",
+    }),)),
+    "optim": (Alias("optimizer", {"adamw_torch": "adamw", "adamw_torch_fused": "adamw"}),),
+    **dict.fromkeys(("adam_beta1", "momentum"), (Alias("beta1"),)),
+    "adam_beta2": (Alias("beta2"),),
+    **dict.fromkeys(("adam_epsilon", "adam_eps", "epsilon"), (Alias("eps"),)),
+    **dict.fromkeys(("max_steps", "train_iters", "num_train_steps"), (Alias("steps"),)),
+    **dict.fromkeys(
+        ("max_batch_size", "batch_size", "micro_batch_size", "per_device_train_batch_size"),
+        (Alias("batch"), Alias("set", axis="batch")),
+    ),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps"),
+                    (Alias("micro-batches"), Alias("set", axis="micro_batches"))),
+    **dict.fromkeys(("seq_length", "sequence_length", "max_seq_length", "block_size"),
+                    (Alias("sequence"), Alias("set", axis="sequence"))),
+    **dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"),
+                    (Alias("checkpointing", _BLOCKS), Alias("set", _BLOCKS, "checkpointing"))),
+    "torch_compile": (Alias("compile", _YES), Alias("set", _YES, "compile")),
+    "use_flash_attention": (Alias("attention", {"true": "auto"}),
+                            Alias("set", {"true": "flash", "false": "math"}, "attention")),
+    **dict.fromkeys(("initial_scale", "init_scale", "initial_loss_scale"), (Alias("scale-first"),)),
+    **dict.fromkeys(("scale_window", "loss_scale_window", "growth_interval"), (Alias("scale-growth"),)),
+    **dict.fromkeys(("growth_factor", "loss_scale_factor"), (Alias("scale-factor"),)),
+    "eval_steps": (Alias("evaluate"),),
+    "save_steps": (Alias("keep"),),
+}  # fmt: skip
+
+
 def with_config(
     parser: argparse.ArgumentParser, command: argparse.ArgumentParser, words: Sequence[str], file: Path
 ) -> argparse.Namespace:
@@ -172,12 +217,19 @@ def with_config(
 
     Options that may be repeated add to the file's values, except that an axis given on the command line replaces the
     file's values of that axis. `parser` and `command` (its sub-parser) keep the file's values as their defaults.
-    `unused` of what is returned says which keys of the file have no effect.
+    `unused` of what is returned says which keys of the file have no effect, `configured` where options stand in it.
     """
-    values, training = read_config(file, command)
+    values, training, places = read_config(file, command)
     command.set_defaults(**values)
     arguments = parser.parse_args(words)
-    arguments.unused = tuple(training.without_effect(arguments.dtypes is not values.get("dtypes")))
+    arguments.configured = places
+    arguments.unused = (
+        *training.without_effect(arguments.dtypes is not values.get("dtypes")),
+        *(
+            f"{places[action.dest]} has no effect: {word} on the command line wins"
+            for action, word in _winning(command, words) if action.dest in places
+        ),
+    )
     for action in command._actions:
         if _repeats(action) and _names_things(action) and action.dest in values:
             kept = values[action.dest]
@@ -185,6 +237,13 @@ def with_config(
             replaced = {name for name, _ in given}
             setattr(arguments, action.dest, [*(pair for pair in kept if pair[0] not in replaced), *given])
     return arguments
+
+
+def _winning(command: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[tuple[argparse.Action, str]]:
+    """The options on the command line that take the place of a file's values, as they were typed."""
+    options = list(dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")))
+    for action in command._actions:
+        yield from ((action, word) for word in options if word in action.option_strings and not _repeats(action))
 
 
 def written(command: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
@@ -218,10 +277,12 @@ def _quoted(text: str) -> str:
     return text if plain else json.dumps(text, ensure_ascii=False)
 
 
-def read_config(file: Path, command: argparse.ArgumentParser) -> tuple[dict[str, Any], TrainingKeys]:
+def read_config(file: Path, command: argparse.ArgumentParser) -> tuple[dict[str, Any], TrainingKeys, dict[str, str]]:
+    """What the file sets by the destination of its option, the keys of FP8 training, and where each option stands."""
     options = {key: _Option(str(file), command, action) for key, action in _keys(command).items()}
     tree = read_mapping(file, _KIND)
     values: dict[str, Any] = {}
+    places: dict[str, str] = {}
     training = TrainingKeys()
     for key, key_node, node in items(file, tree, _KIND):
         if key in KEYS:
@@ -230,18 +291,43 @@ def read_config(file: Path, command: argparse.ArgumentParser) -> tuple[dict[str,
                 raise UsageError(f"{place(file, node)}: {key}: expected one value, got {given}.")
             training.take(key, scalar(file, node), place(file, node))
             continue
-        if key not in options:
-            known = [*options, *KEYS]
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise UsageError(f"{place(file, key_node)}: unknown key {key!r}.{hint} Known: {', '.join(known)}.")
-        name = options[key].action.dest
-        if name in values:
+        alias = next((one for one in ALIASES.get(key, ()) if one.option in options), Alias(key))
+        option = options.get(alias.option) or options.get(key.replace("_", "-"))
+        if option is None:
+            raise _unknown(place(file, key_node), key, [*options, *KEYS])
+        given = option.value(_in_our_words(place(file, node), key, alias, node))
+        name = option.action.dest
+        if name in values and not alias.axis:
             raise UsageError(f"{place(file, key_node)}: {key!r} sets what a line above sets. Keep one of the two.")
-        values[name] = options[key].value(node)
+        values[name] = [*values.get(name, ()), *given] if alias.axis else given
+        places[name] = f"{place(file, key_node)}: {key}"
     if training.mode:
         values["dtypes"] = (*values.get("dtypes", _BESIDE_TRAINING), training.mode)
-    return values, training
+    return values, training, places
+
+
+def _unknown(where: str, key: str, known: Sequence[str]) -> UsageError:
+    if key in ALIASES:
+        called = " or ".join(f"--{one.option}" for one in ALIASES[key])
+        return UsageError(f"{where}: {key} is {called} of `fp8bench train`, and this command has nothing of the kind.")
+    near = difflib.get_close_matches(key, [*known, *ALIASES], n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return UsageError(f"{where}: unknown key {key!r}.{hint} Known: {', '.join(known)}.")
+
+
+def _in_our_words(where: str, key: str, alias: Alias, node: yaml.Node) -> yaml.Node:
+    """The value of a key that has another name here, as its option or axis takes it."""
+    if not isinstance(node, yaml.ScalarNode) or not (alias.values or alias.axis) or is_none(node):
+        return node
+    text = str(node.value)
+    if text.lower() in ("true", "false") and alias.values and text.lower() not in alias.values:
+        raise UsageError(
+            f"{where}: {key} cannot be {text} here: attention is torch's own kernel, or rounded. Leave it out; "
+            "`fp8bench suite transformer --set attention=math,flash` measures kernels."
+        )
+    text = alias.values.get(text.lower(), text)
+    whole = f"{alias.axis}={text}" if alias.axis else text
+    return yaml.ScalarNode("tag:yaml.org,2002:str", whole, node.start_mark, node.end_mark)
 
 
 def _keys(command: argparse.ArgumentParser) -> dict[str, argparse.Action]:
