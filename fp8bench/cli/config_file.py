@@ -219,7 +219,8 @@ def with_config(
     file's values of that axis. `parser` and `command` (its sub-parser) keep the file's values as their defaults.
     `unused` of what is returned says which keys of the file have no effect, `configured` where options stand in it.
     """
-    values, training, places = read_config(file, command)
+    values, training = read_config(file, command)
+    places = training.options
     command.set_defaults(**values)
     arguments = parser.parse_args(words)
     arguments.configured = places
@@ -227,7 +228,8 @@ def with_config(
         *training.without_effect(arguments.dtypes is not values.get("dtypes")),
         *(
             f"{places[action.dest]} has no effect: {word} on the command line wins"
-            for action, word in _winning(command, words) if action.dest in places
+            for action, word in _winning(command, words)
+            if action.dest in places
         ),
     )
     for action in command._actions:
@@ -277,12 +279,10 @@ def _quoted(text: str) -> str:
     return text if plain else json.dumps(text, ensure_ascii=False)
 
 
-def read_config(file: Path, command: argparse.ArgumentParser) -> tuple[dict[str, Any], TrainingKeys, dict[str, str]]:
-    """What the file sets by the destination of its option, the keys of FP8 training, and where each option stands."""
+def read_config(file: Path, command: argparse.ArgumentParser) -> tuple[dict[str, Any], TrainingKeys]:
     options = {key: _Option(str(file), command, action) for key, action in _keys(command).items()}
     tree = read_mapping(file, _KIND)
     values: dict[str, Any] = {}
-    places: dict[str, str] = {}
     training = TrainingKeys()
     for key, key_node, node in items(file, tree, _KIND):
         if key in KEYS:
@@ -300,10 +300,10 @@ def read_config(file: Path, command: argparse.ArgumentParser) -> tuple[dict[str,
         if name in values and not alias.axis:
             raise UsageError(f"{place(file, key_node)}: {key!r} sets what a line above sets. Keep one of the two.")
         values[name] = [*values.get(name, ()), *given] if alias.axis else given
-        places[name] = f"{place(file, key_node)}: {key}"
+        training.options[name] = f"{place(file, key_node)}: {key}"
     if training.mode:
         values["dtypes"] = (*values.get("dtypes", _BESIDE_TRAINING), training.mode)
-    return values, training, places
+    return values, training
 
 
 def _unknown(where: str, key: str, known: Sequence[str]) -> UsageError:
@@ -414,9 +414,13 @@ class _Option:
 
 
 class TrainingKeys:
-    """The keys of FP8 training that a file has, each with its value and the place where it stands ('my.yaml:7')."""
+    """The keys of FP8 training that a file has, each with its value and the place where it stands ('my.yaml:7').
+
+    `options` says where each other option stands, by its destination.
+    """
 
     def __init__(self) -> None:
+        self.options: dict[str, str] = {}
         self._places: dict[str, str] = {}
         self._values: dict[str, str] = {}
 

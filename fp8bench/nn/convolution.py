@@ -184,11 +184,11 @@ class BatchNorm(nn.Module):
         wide = held(x, own).to(weight.dtype).permute(0, 3, 1, 2)
         mean, variance = self.running_mean, self.running_var
         by_batch = self.training or mean is None
-        if own is not None and mean is not None and variance is not None:
-            mean, variance = mean.clone(), variance.clone()  # backward keeps those that it was given
+        if own is not None:  # backward keeps those that it is given
+            mean, variance = (None if one is None else one.clone() for one in (mean, variance))
         y = F.batch_norm(wide, mean, variance, weight, bias, by_batch, momentum=0.1, eps=1e-5)
-        if self.training and mean is not None and mean is not self.running_mean:
-            for name, statistic in (("running_mean", mean), ("running_var", variance)):
+        for name, statistic in (("running_mean", mean), ("running_var", variance)):
+            if own is not None and self.training and statistic is not None:
                 getattr(self, name).copy_(held(statistic, own).detach())
         return y.permute(0, 2, 3, 1).to(x.dtype)
 

@@ -153,6 +153,14 @@ def with_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tup
             "--static-scales would change nothing: no layer of these suites and dtypes has one float32 scale a tensor. "
             f"Add a dtype that has ({', '.join(known)}), or leave it out."
         )
+    if rule.source:
+        names = {layer for _, layer, *_ in rule.known}
+        takes = {one.name for case in having for one in workloads.get(case.workload).layers(dict(case.params))}
+        if not names & takes:
+            raise UsageError(
+                f"--scales-from {rule.source}: it has scales of {', '.join(sorted(names)[:_SHOWN]) or 'nothing'}, and "
+                f"no layer here is called so ({', '.join(sorted(takes)[:_SHOWN])}). Choose a run of this model."
+            )
     changed = tuple(
         replace(group, cases=tuple(_scaled(case, rule) if case.case in having else case for case in group.cases))
         for group in groups

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8bench.errors import UsageError
-from fp8bench.model.request import REQUEST_RULES, Request, Rule, check_fields, number, option, options_of, whole_number
+from fp8bench.model.request import (
+    REQUEST_RULES,
+    KnownScales,
+    Request,
+    Rule,
+    check_fields,
+    number,
+    option,
+    options_of,
+    whole_number,
+)
 from fp8bench.nn.sizes import SIZES
 from fp8bench.units import number_of
 
@@ -248,6 +258,8 @@ class TrainerSettings:
     precision_map: tuple[tuple[str, str], ...] = _as_in_a_run(
         (), "precision_map", "layers that take another precision, as in suite; the reference stays pure", group=WHAT
     )
+    # Largest magnitudes that `scales_from` has, by precision, layer and role.
+    scales: KnownScales = ()
     parallel: str = _choice(
         "", ("", *PARALLEL),
         "how: ddp (parts of a batch), fsdp (these, and rows of all weights), tp (parts of each block)", LENGTH,
@@ -335,6 +347,11 @@ class TrainingRequest:
     energy: bool = _as_in_a_run(
         True, "energy",
         "measure no energy; else it is where a device can tell it, in windows of steps after the last one",
+    )  # fmt: skip
+    scales_from: str | None = _as_in_a_run(
+        None, "scales_from",
+        "scales that stay as a training or a run has kept them, in place of those of each tensor: its id, or last; the "
+        "reference stays pure", group=LEARNING,
     )  # fmt: skip
     imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
     isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")

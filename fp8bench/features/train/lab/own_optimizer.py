@@ -35,13 +35,18 @@ class TorchOptimizer:
         updates: str = "fp32",
     ) -> None:  # fmt: skip
         self._own, self._schedule = _made(name, model, make, schedule)
-        changed = {id(one) for group in self._own.param_groups for one in group["params"]}
+        held = [one for group in self._own.param_groups for one in group["params"]]
+        changed = {id(one) for one in getattr(self._own, "trained", held)}
         self.parameters = {path: one for path, one in model.named_parameters() if id(one) in changed}
         if len(self.parameters) < len(changed):
             raise UsageError(f"{name}: its optimizer has parameters that are none of its model. Make it of the model.")
         trained = list(self.parameters.values())
         self._changed: list[Tensor] = [*trained]
-        self.gradients, self.weights = OwnGradients(trained), Weights(trained)
+        # Where gradients lie: with the parameters, or with the masters of a HighAccumulation.
+        low, high = (getattr(self._own, word, trained) for word in ("trained", "masters"))
+        masters = dict(zip(map(id, low), high, strict=True))
+        self._holders = [masters[id(one)] for one in trained]
+        self.gradients, self.weights = OwnGradients(self._holders), Weights(trained)
         self.factor = 1.0
         self._rounded = rounded_update(updates)
         self.update_norms = self.weight_norms = [one.new_zeros(()) for one in self._changed]
@@ -54,7 +59,7 @@ class TorchOptimizer:
     def step(self, rate: float, divisors: Sequence[Tensor], skip: Tensor) -> None:
         before = [parameter.detach().clone() for parameter in self._changed]
         if not bool(skip):
-            for parameter, divisor in zip(self._changed, divisors, strict=True):
+            for parameter, divisor in zip(self._holders, divisors, strict=True):
                 if parameter.grad is not None:
                     parameter.grad.div_(divisor.to(parameter.grad.dtype))
             self._update()

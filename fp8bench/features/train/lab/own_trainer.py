@@ -90,9 +90,7 @@ class OwnTrainer(Trainer):
     def _updating(self) -> Any:
         given, settings = self._given, self._settings
         if given.optimizer is not None:
-            self._optimizer = TorchOptimizer(
-                self._name, self._model, given.optimizer, given.schedule, settings.updates
-            )
+            self._optimizer = TorchOptimizer(self._name, self._model, given.optimizer, given.schedule, settings.updates)
             self._refuse_settings()
             self._parameters = self._optimizer.parameters
             return self._optimizer

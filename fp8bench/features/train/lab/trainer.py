@@ -29,12 +29,12 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.model import DeviceFacts, MemoryRole
+from fp8bench.model import DeviceFacts, MemoryRole, StaticScales
 from fp8bench.nn.around import take_around
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
 from fp8bench.nn.gpt import Forward, LanguageModel, compiled
 from fp8bench.nn.whole_layers import CachedWeights
-from fp8bench.protocols import Arithmetic, Operand, Phases, Role, SilentPhases, WatchedArithmetic, key_of
+from fp8bench.protocols import Arithmetic, Operand, Phases, Role, ScaleBook, SilentPhases, WatchedArithmetic, key_of
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
 from fp8bench.worker.products import product_like
@@ -107,6 +107,9 @@ class Trainer:
             high = self.precision.carried_by if layers[name].high else ""
             mode = keys[key] if key is not None else high or self.arm.precision
             arithmetic = precisions.get(mode).arithmetic(facts).layer(f"{own}/{name}")
+            if self._settings.scales:
+                rule = StaticScales(0, source="stored", known=self._settings.scales)
+                arithmetic = arithmetic.scaled_by(ScaleBook(rule, rule.known_for(mode)), name)
             found = self._told(self.together.scaled(name, arithmetic))
             self._arithmetics[name] = found
             return found
