@@ -372,7 +372,10 @@ def _without(training: Training, writer: TrainingWriter, has: Callable[[ArmCost]
 
 
 _LOOKED_AT = 20
-_SAME = ("make", "model", "arch", "batch", "sequence", "micro_batches", "checkpointing", "compile", "parallel")
+_SAME = (
+    "make", "model", "arch", "norm", "batch", "sequence", "micro_batches", "checkpointing", "compile", "parallel",
+    "optimizer", "updates", "schedule",
+)  # fmt: skip
 
 
 def _expected_seconds(training: Training, store: Path) -> tuple[float, list[str]]:

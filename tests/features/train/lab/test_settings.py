@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fp8bench.features.train.lab.models import config_of, layers_of
 from fp8bench.features.train.request import SCHEDULES
-from fp8bench.features.train.values import StepFigure
+from fp8bench.features.train.values import LayerReading, StepFigure
 from fp8bench.plan.corpus import Corpus
 from tests.features.train.lab.labs import lab_of, rows, task_of
 
@@ -44,6 +46,24 @@ def test_what_was_killed_goes_on_to_the_same_bits(way: str, corpus: Corpus, tmp_
         for lab in (whole, other)
     )
     assert found == wanted
+
+
+def test_stored_scales_stay_as_they_are_in_every_step_and_after_a_kill(corpus: Corpus, tmp_path: Path) -> None:
+    """Of every layer but the head; another magnitude gives another training."""
+    task = task_of(corpus, "fp8-delayed", "bf16")
+    layers = [one.name for one in layers_of("gpt", config_of(task.settings, 256)) if not one.high]
+    known = tuple(("fp8", layer, role, 2.0) for layer in layers for role in ("input", "weight", "gradient"))
+    task = replace(task, settings=replace(task.settings, scales=known))
+    whole, other = lab_of(task), lab_of(task)
+    lines = [*whole.advance("fp8-delayed", 11)]
+    scales = {(one.role, one.scale) for one in lines if isinstance(one, LayerReading) and one.layer in layers}
+    assert scales == {("input", 224.0), ("weight", 224.0), ("gradient", 57344.0 / 2)}
+    whole.save(str(tmp_path / "kept"))
+    other.restore(str(tmp_path / "kept"))
+    assert rows(other.advance("fp8-delayed", 2)) == rows(whole.advance("fp8-delayed", 2))
+    plain = lab_of(task_of(corpus, "fp8-delayed", "bf16"))
+    assert rows(plain.advance("fp8-delayed", 11)) != rows(lines)
+    assert rows(plain.advance("bf16", 3)) == rows(whole.advance("bf16", 3))  # which has no such scales
 
 
 def _losses(corpus: Corpus, **settings: Any) -> list[float]:
