@@ -49,7 +49,7 @@ def held(x: Tensor, arithmetic: Arithmetic | None, role: Role = Role.INPUT) -> T
 def take_around(model: Any, chosen: Mapping[str, Arithmetic]) -> None:
     """Have parts of a model in arithmetics, by name: norms by their path, and what the model itself has."""
     for name, arithmetic in chosen.items():
-        if name in model.around:
+        if name in getattr(model, "around", ()):
             model.around = {**model.around, name: arithmetic}
             for block in getattr(model, "blocks", ()) if name == "residual" else ():
                 block.residual = arithmetic

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.around import held
+from fp8bench.nn.gpt import Norm
 from fp8bench.nn.linear import Choose, casting_of, linear, region
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
@@ -194,12 +195,14 @@ class BatchNorm(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """ResNet's basic block: convolution and batch norm twice, ReLU after each, the input added before the last."""
+    """ResNet's basic block: convolution and norm twice, ReLU after each, the input added before the last."""
 
-    def __init__(self, channels: int, choose: Choose) -> None:
+    def __init__(self, channels: int, choose: Choose, layer_norm: bool = False) -> None:
         super().__init__()
         self.first, self.second = (Convolution(channels, channels, choose(name)) for name in ("first", "second"))
-        self.norm_first, self.norm_second = BatchNorm(channels), BatchNorm(channels)
+        self.norm_first, self.norm_second = (
+            Norm(channels, root_mean_square=False) if layer_norm else BatchNorm(channels) for _ in range(2)
+        )
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = F.relu(self.norm_first(self.first(x, phase)))

@@ -9,13 +9,13 @@ from torch import nn
 
 from fp8bench.features.train.lab.models import around_of, built, config_of, layers_of
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.model import DeviceFacts
+from fp8bench.model import Case, DeviceFacts
 from fp8bench.nn.around import held, take_around
 from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.gpt import LanguageModel, Norm
-from fp8bench.protocols import Arithmetic, Layer, Role, SilentPhases
-from fp8bench.registry import precisions
+from fp8bench.protocols import Arithmetic, Layer, Role, Setup, SilentPhases
+from fp8bench.registry import precisions, workloads
 
 FACTS = DeviceFacts("cpu", 0, "cpu", 1 << 30, torch=torch.__version__)
 
@@ -183,3 +183,27 @@ def test_a_norm_of_ones_own_and_the_logits_of_a_head() -> None:
     assert torch.equal(y, e4m3(model.head(hidden).detach()))  # type: ignore[operator]
     assert torch.equal(model(tokens), before)  # and all is as it was
     assert model.wte.weight.grad is not None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("norm", ["batch", "layer"])
+def test_the_suite_of_convolutions_has_both_norms_in_fp16(norm: str) -> None:
+    """Its block by torch's own layers of fp16 around its convolutions; the reference has none of it."""
+    workload = workloads.get("conv")
+    params = {"batch": 2, "channels": 8, "image": 4, "pass": "forward", **({"norm": norm} if norm == "layer" else {})}
+    case = Case("conv", tuple(params.items()), "fp32", "cpu", (("norm", "fp16"),))
+    high = arithmetic("fp32")
+    state = workload.prepare(Setup(case, FACTS, 0, high, high, {"norm": arithmetic("fp16")}))
+    block, (x,) = state.layer, state.inputs
+    half = [nn.BatchNorm2d(8).half() if norm == "batch" else nn.LayerNorm(8, bias=False).half() for _ in range(2)]
+
+    def normed(y: torch.Tensor, by: nn.Module) -> torch.Tensor:
+        moved = y.permute(0, 3, 1, 2) if norm == "batch" else y
+        found = by(moved.half()).float()
+        return found.permute(0, 2, 3, 1) if norm == "batch" else found
+
+    hidden = F.relu(normed(block.first(x, SilentPhases()), half[0]))
+    wanted = F.relu(x + normed(block.second(hidden, SilentPhases()), half[1]))
+    assert torch.equal(state.outcome()[0], wanted)
+    plain = workload.prepare(Setup(case, FACTS, 0, high, high, {}))
+    assert not torch.equal(plain.outcome()[0], wanted)
+    assert workload.error(Setup(case, FACTS, 0, high, high, {}))["output_error"] < 1e-5

@@ -140,9 +140,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_same(arguments: argparse.Namespace, training: Training) -> None:
-    """Raise where a file of options beside --resume has others than the training was begun with."""
+    """Raise where a file of options beside --resume has others than the training was begun with, unless its command
+    line had the last word then."""
     asked, begun = request_from(arguments), training.request
+    typed = {word.partition("=")[0] for word in training.command.split()}
     for name, where in getattr(arguments, "configured", {}).items():
+        if f"--{name.replace('_', '-')}" in typed:
+            continue
         for given, was in ((asked, begun), (asked.settings, begun.settings)):
             if hasattr(was, name) and getattr(given, name) != getattr(was, name):
                 raise UsageError(
