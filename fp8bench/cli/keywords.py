@@ -33,7 +33,7 @@ def asks(*kinds: type, without: Iterable[str] = ()) -> Callable[[F], F]:
         own = {name: one for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
         for kind in kinds:
             for word, field in keywords_of(kind).items():
-                if word not in own and word not in without and field.name in options_of(kind):
+                if word not in own and word not in without:
                     annotation = _field_type(str(field.type), options_of(kind).get(field.name))
                     own[word] = inspect.Parameter(
                         word, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation

@@ -84,6 +84,9 @@ def _is_axis(value: object) -> bool:
 _MOST_BYTES = 100 << 40
 _SECONDS = number("a number of seconds above 0", lambda value: 0 < value < 1e7)
 PERCENT = number("a percentage from 0 to below 100", lambda value: 0 <= value < 100)
+KNOWN_SCALES = _texts(
+    "magnitudes by precision, layer and role", lambda one: isinstance(one, tuple) and len(one) == 4 and one[3] >= 0
+)
 _NAMES = _texts("a list of names")
 _FLAG = Rule("True or False", lambda value: isinstance(value, bool))
 _TEXT = Rule("a path", lambda value: isinstance(value, str) and bool(value))
@@ -290,7 +293,7 @@ class Request:
     )
 
     # What `scales_from` has, once somebody has looked.
-    known_scales: KnownScales = ()
+    known_scales: KnownScales = option((), KNOWN_SCALES, group="")
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, whoever asks: the command line, a call, or a stored run."""
