@@ -95,10 +95,10 @@ def run(
     data: str | None = None, quick: bool = False, budget: float | None = None, rounds: int | None = None,
     seed: int = 0, threads: int = 1, imports: str | Iterable[str] = ..., isolation: bool = True,
     case_timeout: float | None = None, grid: bool = False, trace: str | Path | None = None,
-    static_scales: int | None = None, scales_from: str | None = None, refresh_scales: int | None = None,
-    saturation_bound: float | None = None, energy: bool = True, energy_of: Literal["step", "phases"] = "step",
-    max_batch: bool = False, memory_limit: int | str | None = None, backend: str = "auto",
-    sustained: float | None = None, tape: bool = False, shares: bool = False, ranks: int | None = None
+    static_scales: int | None = None, refresh_scales: int | None = None, saturation_bound: float | None = None,
+    energy: bool = True, energy_of: Literal["step", "phases"] = "step", max_batch: bool = False,
+    memory_limit: int | str | None = None, backend: str = "auto", sustained: float | None = None,
+    tape: bool = False, shares: bool = False, ranks: int | None = None, scales_from: str | None = None
 ) -> Run: ...
 def sensitivity(
     target: str | None = None, *, size: str | None = None, dtype: str = "fp8", reference: str | None = None,
@@ -116,10 +116,10 @@ def suite(
     data: str | None = None, quick: bool = False, budget: float | None = None, rounds: int | None = None,
     seed: int = 0, threads: int = 1, imports: str | Iterable[str] = ..., isolation: bool = True,
     case_timeout: float | None = None, grid: bool = False, trace: str | Path | None = None,
-    static_scales: int | None = None, scales_from: str | None = None, refresh_scales: int | None = None,
-    saturation_bound: float | None = None, energy: bool = True, energy_of: Literal["step", "phases"] = "step",
-    max_batch: bool = False, memory_limit: int | str | None = None, backend: str = "auto",
-    sustained: float | None = None, tape: bool = False, shares: bool = False, ranks: int | None = None
+    static_scales: int | None = None, refresh_scales: int | None = None, saturation_bound: float | None = None,
+    energy: bool = True, energy_of: Literal["step", "phases"] = "step", max_batch: bool = False,
+    memory_limit: int | str | None = None, backend: str = "auto", sustained: float | None = None,
+    tape: bool = False, shares: bool = False, ranks: int | None = None, scales_from: str | None = None
 ) -> Run: ...
 def train(
     *, dtypes: str | Iterable[str] = ..., steps: int | None = None, seeds: int | None = None, quick: bool = False,

@@ -225,9 +225,6 @@ class Request:
         "N",
         WHAT,
     )
-    scales_from: str | None = option(
-        None, _TEXT, "scales from data that a run has kept, instead: its id, its file, or last", "RUN", WHAT
-    )
     refresh_scales: int | None = option(
         None, whole_number(1), "renew the scales from data in every M-th step", "M", WHAT
     )
@@ -292,8 +289,11 @@ class Request:
         "N",
     )
 
+    scales_from: str | None = option(
+        None, _TEXT, "scales from data that a run has kept, instead: its id, its file, or last", "RUN", WHAT
+    )
     # What `scales_from` has, once somebody has looked.
-    known_scales: KnownScales = option((), KNOWN_SCALES, group="")
+    known_scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, whoever asks: the command line, a call, or a stored run."""

@@ -11,7 +11,6 @@ from fp8bench.errors import UsageError
 from fp8bench.model.request import (
     KNOWN_SCALES,
     REQUEST_RULES,
-    KnownScales,
     Request,
     Rule,
     check_fields,
@@ -260,7 +259,7 @@ class TrainerSettings:
         (), "precision_map", "layers that take another precision, as in suite; the reference stays pure", group=WHAT
     )
     # Largest magnitudes that `scales_from` has, by precision, layer and role.
-    scales: KnownScales = option((), KNOWN_SCALES, group="")
+    scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
     parallel: str = _choice(
         "", ("", *PARALLEL),
         "how: ddp (parts of a batch), fsdp (these, and rows of all weights), tp (parts of each block)", LENGTH,

@@ -147,7 +147,8 @@ def facts_of(training: Training) -> Iterator[tuple[str, str]]:
 def settings_of(request: TrainingRequest) -> str:
     """What is not as usual of how all arms learn, beside what the title has."""
     usual, own = TrainerSettings(), request.settings
-    named = [name for name in SETTINGS_RULES if name not in ("make", "model", "arch", "scales", "parallel", "amax_group")]
+    others = {"make", "model", "arch", "scales", "parallel", "amax_group"}
+    named = [name for name in SETTINGS_RULES if name not in others]
     found = {name: getattr(own, name) for name in named if getattr(own, name) != getattr(usual, name)}
     found |= {"scales_from": request.scales_from} if request.scales_from else {}
     return ", ".join(f"{name.replace('_', '-')} {_shown(value)}" for name, value in found.items())
