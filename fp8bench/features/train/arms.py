@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.train.lab.models import around_of, check, check_ranks, config_of, layers_of, support
+from fp8bench.features.train.lab.models import (
+    around_of,
+    check,
+    check_effective,
+    check_ranks,
+    config_of,
+    layers_of,
+    support,
+)
 from fp8bench.features.train.own import check_own
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
@@ -66,6 +74,7 @@ def check_training(request: TrainingRequest) -> None:
     else:
         arch, config = request.settings.arch, config_of(request.settings, 1)
         check_keys(mapped, (*layers_of(arch, config), *around_of(arch, config)), f"model {request.settings.model}")
+    check_effective([arm.taken(request.settings) for arm in arms])
     for arm in arms:
         check(arm.taken(request.settings))
         if request.ranks is not None:

@@ -15,6 +15,7 @@ import pytest
 from fp8bench.cli.config_file import with_config
 from fp8bench.cli.main import build_parser, commands_of
 from fp8bench.features.train import run as job
+from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.command import request_from
 from fp8bench.features.train.kind import load_training, training_files
 from fp8bench.features.train.lab.lab import Lab
@@ -284,6 +285,32 @@ def test_an_arm_that_is_out_is_an_exit_code(say: Say, monkeypatch: pytest.Monkey
     assert (code, out) == (3, "") and "the worker crashed during 'advance'" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (
+            ["--decay", "0.3"],
+            "--decay has no effect: it is of --schedule wsd, and that is cosine. Choose",
+        ),
+        (
+            ["--optimizer", "sgd", "--beta2", "0.9"],
+            "--beta2 has no effect: it is of --optimizer adamw or lion, and",
+        ),
+        (["--scale-first", "2^8"], "--scale-first has no effect: it is of --loss-scale dynamic, and that is auto."),
+        (["--optimizer", "adafactor", "--beta1", "0"], "--beta1 has no effect"),
+        (["--patience", "5", "--schedule", "linear"], "--patience has no effect"),
+    ],
+)
+def test_what_no_arm_would_take_notice_of(words: list[str], why: str, say: Say, local: None) -> None:
+    code, out, err = say(*TINY, *words)
+    assert (code, out) == (2, "") and why in err
+
+
+def test_an_arm_that_takes_notice_is_enough(store: Path) -> None:
+    settings = TrainerSettings(decay=0.3)
+    check_training(TrainingRequest(settings=settings, sweep=(("schedule", ("cosine", "wsd")),)))
+
+
 CONFIG = """
 dtypes: [bf16, fp8]
 use_fp8: true
@@ -335,6 +362,7 @@ WRONG_FILES = {
     "use_flash_attention: false": "my.yaml:1: use_flash_attention cannot be false here",
     "optim: rmsprop": "my.yaml:1: --optimizer: invalid choice: 'rmsprop'",
     "rates: {atn: 2}": "unknown parameters of --rates 'atn'. Did you mean 'attn'?",
+    "init_scale: 2^8": "--scale-first has no effect: it is of --loss-scale dynamic",
     "init_scale: big": "my.yaml:1: --scale-first: expected a number from 1 to 2^32, like 2^10, got 'big'.",
     "precision_map: {norm: tf32}": "--precision-map norm=tf32: tf32 rounds what products read, and norm multiplies",
 }

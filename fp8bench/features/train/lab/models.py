@@ -5,7 +5,7 @@ Imports no torch: the parent asks it what a training would be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -118,6 +118,28 @@ def check(settings: TrainerSettings) -> None:
     for name, _ in settings.rates:
         if name not in known:
             raise UnknownName("parameters of --rates", name, known, f"{', '.join(PARAMETER_KINDS)}; {_RATED}")
+
+
+# Settings that say something for some values of another one alone.
+_ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "decay": ("schedule", ("wsd",)), "patience": ("schedule", ("plateau",)), "drop": ("schedule", ("plateau",)),
+    "scale_first": ("loss_scale", ("dynamic",)), "scale_factor": ("loss_scale", ("dynamic",)),
+    "beta1": ("optimizer", ("adamw", "sgd", "lion")), "beta2": ("optimizer", ("adamw", "lion")),
+    "eps": ("optimizer", ("adamw", "adafactor")),
+}  # fmt: skip
+
+
+def check_effective(arms: Sequence[TrainerSettings]) -> None:
+    """Raise UsageError for what no arm would take notice of."""
+    usual = TrainerSettings()
+    for name, (of, values) in _ONLY_WITH.items():
+        given = [arm for arm in arms if getattr(arm, name) != getattr(usual, name)]
+        if given and not any(getattr(arm, of) in values for arm in given):
+            option, other = (f"--{word.replace('_', '-')}" for word in (name, of))
+            raise UsageError(
+                f"{option} has no effect: it is of {other} {' or '.join(values)}, and that is {getattr(given[0], of)}. "
+                f"Choose {other} {values[0]}, or leave {option} out."
+            )
 
 
 def _around(settings: TrainerSettings) -> list[str]:
