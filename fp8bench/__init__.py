@@ -16,6 +16,7 @@ _HOME = {
     "CommandResult": "cli.outputs",
     "Finding": "model",
     "Fp8benchError": "errors",
+    "HighAccumulation": "features.train.lab.high_accumulation",
     "Label": "model",
     "Phase": "model",
     "Record": "model",

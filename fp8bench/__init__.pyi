@@ -22,6 +22,7 @@ from fp8bench.features.train.api import load_training as load_training
 from fp8bench.features.train.api import resume_training as resume_training
 from fp8bench.features.train.api import TrainingResult
 from fp8bench.features.train.api import watch as watch
+from fp8bench.features.train.lab.high_accumulation import HighAccumulation as HighAccumulation
 from fp8bench.features.train.values import TrainingObserver
 from fp8bench.model.measured import Record as Record
 from fp8bench.model.planned import Case as Case
@@ -97,7 +98,7 @@ def run(
     static_scales: int | None = None, refresh_scales: int | None = None, saturation_bound: float | None = None,
     energy: bool = True, energy_of: Literal["step", "phases"] = "step", max_batch: bool = False,
     memory_limit: int | str | None = None, backend: str = "auto", sustained: float | None = None,
-    tape: bool = False, shares: bool = False, ranks: int | None = None
+    tape: bool = False, shares: bool = False, ranks: int | None = None, scales_from: str | None = None
 ) -> Run: ...
 def sensitivity(
     target: str | None = None, *, size: str | None = None, dtype: str = "fp8", reference: str | None = None,
@@ -118,7 +119,7 @@ def suite(
     static_scales: int | None = None, refresh_scales: int | None = None, saturation_bound: float | None = None,
     energy: bool = True, energy_of: Literal["step", "phases"] = "step", max_batch: bool = False,
     memory_limit: int | str | None = None, backend: str = "auto", sustained: float | None = None,
-    tape: bool = False, shares: bool = False, ranks: int | None = None
+    tape: bool = False, shares: bool = False, ranks: int | None = None, scales_from: str | None = None
 ) -> Run: ...
 def train(
     *, dtypes: str | Iterable[str] = ..., steps: int | None = None, seeds: int | None = None, quick: bool = False,
@@ -129,11 +130,16 @@ def train(
     sweep: Mapping[str, object] = ..., device: str | None = None, threads: int = 1, data: str | None = None,
     other_data: str | None = None, tokens: str = "bytes", stride: int = 10, evaluate: int = 50, keep: int = 50,
     try_fix: bool = False, max_batch: bool = False, memory_limit: int | str | None = None, energy: bool = True,
-    imports: str | Iterable[str] = ..., isolation: bool = True, ranks: int | None = None, model: str = "nano",
-    arch: Literal["gpt", "mlp", "cnn", "moe"] = "gpt", batch: int = 0, sequence: int = 0, micro_batches: int = 1,
-    rate: float = 0.001, warmup: float = 0.1, floor: float = 0.1, weight_decay: float = 0.1, clip: float = 1.0,
-    dropout: float = 0.0, loss_scale: str = "auto", scale_growth: int = 200,
-    optimizer_states: Literal["fp32", "bf16", "fp8lm"] = "fp32",
+    scales_from: str | None = None, imports: str | Iterable[str] = ..., isolation: bool = True,
+    ranks: int | None = None, model: str = "nano", arch: Literal["gpt", "mlp", "cnn", "moe"] = "gpt",
+    norm: Literal["batch", "layer"] = "batch", batch: int = 0, sequence: int = 0, micro_batches: int = 1,
+    rate: float = 0.001, optimizer: Literal["adamw", "sgd", "lion", "adafactor"] = "adamw", beta1: float = -1.0,
+    beta2: float = -1.0, eps: float = 0.0, updates: Literal["fp32", "bf16", "fp8"] = "fp32",
+    schedule: Literal["cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt", "plateau"] = "cosine",
+    warmup: float = 0.1, floor: float = 0.1, decay: float = 0.2, patience: int = 2, drop: float = 0.5,
+    weight_decay: float = 0.1, clip: float = 1.0, clip_by: Literal["all", "kind", "block", "tensor"] = "all",
+    dropout: float = 0.0, loss_scale: str = "auto", scale_first: float = 65536.0, scale_factor: float = 2.0,
+    scale_growth: int = 200, optimizer_states: Literal["fp32", "bf16", "fp8lm"] = "fp32",
     master: Literal["fp32", "fp16-scaled", "bf16-stochastic"] = "fp32",
     gradients: Literal["fp32", "bf16", "fp8"] = "fp32", checkpointing: Literal["no", "blocks"] = "no",
     compile: Literal["no", "yes"] = "no", attention: Literal["auto", "rounded", "prescaled"] = "auto",

@@ -63,7 +63,7 @@ class Run(model.Run):
         return speed_chart(self, findings(self))
 
 
-@asks(Request)
+@asks(Request, without=("known_scales",))
 def run(
     suite: str,
     *,
@@ -125,7 +125,7 @@ def _followed(done: model.Run, store: Path, told: bool, report: bool, board: Pat
 # Fields of a request that a profile has words of its own for, or none.
 _NOT_OF_A_PROFILE = {
     "suite", "dtypes", "reference", "set", "precision_map", "data", "isolation", "grid", "static_scales",
-    "refresh_scales", "saturation_bound", "max_batch", "memory_limit",
+    "scales_from", "known_scales", "refresh_scales", "saturation_bound", "max_batch", "memory_limit",
 }  # fmt: skip
 
 

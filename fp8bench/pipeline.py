@@ -57,6 +57,7 @@ from fp8bench.store.ceilings import ceilings_of
 from fp8bench.store.reruns import add_reruns, with_reruns
 from fp8bench.store.runs.listing import dated_later, running_beside, store_of
 from fp8bench.store.runs.run_file import RunWriter, check_store, load_run, missing_groups, reopen_run, start_run
+from fp8bench.store.stored_scales import with_stored_scales
 from fp8bench.user_code import import_user_modules
 
 Sessions = Mapping[str, tuple[Interval, ...]]
@@ -77,6 +78,7 @@ def execute(
     Raises NotKept, which holds the run, where the store fails meanwhile.
     """
     start = time.monotonic()
+    request = with_stored_scales(request, store)
     with _ready(request, store) as (corpus, *workers), Meters(request.energy) as meters:
         run = replace(_opened(request, corpus, workers[0], meters, command, folder), origin=origin)
         if cell is not None:
@@ -140,6 +142,7 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
     """What a run would do, and on which devices; measures nothing."""
+    request = with_stored_scales(request, store)
     with _ready(request, store, write=False) as (corpus, worker, _):
         facts = worker.probe()
     return make_plan(request, facts, corpus.identity if corpus else None), facts

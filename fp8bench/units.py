@@ -25,6 +25,15 @@ _SYMBOLS = {"seconds": "s", "bytes": "B", "joules": "J"}
 EXACT_DB = 200.0
 
 
+def number_of(text: str) -> float:
+    """A number as people write it, '2^10' too; NaN where it is none."""
+    base, power, exponent = text.partition("^")
+    try:
+        return float(base) ** float(exponent) if power else float(text)
+    except (ValueError, OverflowError, ZeroDivisionError):
+        return math.nan
+
+
 def symbol(unit: str) -> str:
     """A unit as it is shown, however it is kept: 'joules' -> 'J'."""
     return _SYMBOLS.get(unit, unit)

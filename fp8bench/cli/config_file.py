@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from fp8bench.cli.config_aliases import ALIASES, Alias
 from fp8bench.errors import UsageError
 from fp8bench.registry import precisions
 
@@ -172,12 +173,21 @@ def with_config(
 
     Options that may be repeated add to the file's values, except that an axis given on the command line replaces the
     file's values of that axis. `parser` and `command` (its sub-parser) keep the file's values as their defaults.
-    `unused` of what is returned says which keys of the file have no effect.
+    `unused` of what is returned says which keys of the file have no effect, `configured` where options stand in it.
     """
     values, training = read_config(file, command)
+    places = training.options
     command.set_defaults(**values)
     arguments = parser.parse_args(words)
-    arguments.unused = tuple(training.without_effect(arguments.dtypes is not values.get("dtypes")))
+    arguments.configured = places
+    arguments.unused = (
+        *training.without_effect(arguments.dtypes is not values.get("dtypes")),
+        *(
+            f"{places[action.dest]} has no effect: {word} on the command line wins"
+            for action, word in _winning(command, words)
+            if action.dest in places
+        ),
+    )
     for action in command._actions:
         if _repeats(action) and _names_things(action) and action.dest in values:
             kept = values[action.dest]
@@ -185,6 +195,13 @@ def with_config(
             replaced = {name for name, _ in given}
             setattr(arguments, action.dest, [*(pair for pair in kept if pair[0] not in replaced), *given])
     return arguments
+
+
+def _winning(command: argparse.ArgumentParser, words: Sequence[str]) -> Iterator[tuple[argparse.Action, str]]:
+    """The options on the command line that take the place of a file's values, as they were typed."""
+    options = list(dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")))
+    for action in command._actions:
+        yield from ((action, word) for word in options if word in action.option_strings and not _repeats(action))
 
 
 def written(command: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
@@ -230,18 +247,43 @@ def read_config(file: Path, command: argparse.ArgumentParser) -> tuple[dict[str,
                 raise UsageError(f"{place(file, node)}: {key}: expected one value, got {given}.")
             training.take(key, scalar(file, node), place(file, node))
             continue
-        if key not in options:
-            known = [*options, *KEYS]
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise UsageError(f"{place(file, key_node)}: unknown key {key!r}.{hint} Known: {', '.join(known)}.")
-        name = options[key].action.dest
-        if name in values:
+        alias = next((one for one in ALIASES.get(key, ()) if one.option in options), Alias(key))
+        option = options.get(alias.option) or options.get(key.replace("_", "-"))
+        if option is None:
+            raise _unknown(place(file, key_node), key, [*options, *KEYS])
+        given = option.value(_in_our_words(place(file, node), key, alias, node))
+        name = option.action.dest
+        if name in values and not alias.axis:
             raise UsageError(f"{place(file, key_node)}: {key!r} sets what a line above sets. Keep one of the two.")
-        values[name] = options[key].value(node)
+        values[name] = [*values.get(name, ()), *given] if alias.axis else given
+        training.options[name] = f"{place(file, key_node)}: {key}"
     if training.mode:
         values["dtypes"] = (*values.get("dtypes", _BESIDE_TRAINING), training.mode)
     return values, training
+
+
+def _unknown(where: str, key: str, known: Sequence[str]) -> UsageError:
+    if key in ALIASES:
+        called = " or ".join(f"--{one.option}" for one in ALIASES[key])
+        return UsageError(f"{where}: {key} is {called} of `fp8bench train`, and this command has nothing of the kind.")
+    near = difflib.get_close_matches(key, [*known, *ALIASES], n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return UsageError(f"{where}: unknown key {key!r}.{hint} Known: {', '.join(known)}.")
+
+
+def _in_our_words(where: str, key: str, alias: Alias, node: yaml.Node) -> yaml.Node:
+    """The value of a key that has another name here, as its option or axis takes it."""
+    if not isinstance(node, yaml.ScalarNode) or not (alias.values or alias.axis) or is_none(node):
+        return node
+    text = str(node.value)
+    if text.lower() in ("true", "false") and alias.values and text.lower() not in alias.values:
+        raise UsageError(
+            f"{where}: {key} cannot be {text} here: attention is torch's own kernel, or rounded. Leave it out; "
+            "`fp8bench suite transformer --set attention=math,flash` measures kernels."
+        )
+    text = alias.values.get(text.lower(), text)
+    whole = f"{alias.axis}={text}" if alias.axis else text
+    return yaml.ScalarNode("tag:yaml.org,2002:str", whole, node.start_mark, node.end_mark)
 
 
 def _keys(command: argparse.ArgumentParser) -> dict[str, argparse.Action]:
@@ -328,9 +370,13 @@ class _Option:
 
 
 class TrainingKeys:
-    """The keys of FP8 training that a file has, each with its value and the place where it stands ('my.yaml:7')."""
+    """The keys of FP8 training that a file has, each with its value and the place where it stands ('my.yaml:7').
+
+    `options` says where each other option stands, by its destination.
+    """
 
     def __init__(self) -> None:
+        self.options: dict[str, str] = {}
         self._places: dict[str, str] = {}
         self._values: dict[str, str] = {}
 

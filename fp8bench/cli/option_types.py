@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 from fp8bench.errors import UsageError
 from fp8bench.files import is_address
 from fp8bench.model.request import REQUEST_RULES, Rule
-from fp8bench.units import bytes_of
+from fp8bench.units import bytes_of, number_of
 
 T = TypeVar("T")
 _UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -81,7 +81,7 @@ def whole(rule: Rule) -> Callable[[str], int]:
 
 
 def number(rule: Rule) -> Callable[[str], float]:
-    return lambda text: _held(rule, text, _float(text))
+    return lambda text: _held(rule, text, number_of(text))
 
 
 def text(rule: Rule) -> Callable[[str], str]:

@@ -218,7 +218,8 @@ def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
     layers = layers_of(workloads.get(name), [group.cases[0].case.params for group in plan])
     if layers:
         kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
-        names = f"{layers[0].name} to {layers[-1].name}" if len(layers) > 1 else layers[0].name
+        products = [layer.name for layer in layers if layer.product]
+        names = f"{products[0]} to {products[-1]}" if len(products) > 1 else products[0]
         yield f"layers for --precision-map: by kind {kinds}; by name {names}, or a prefix of names"
     grid = workloads.get(name).history
     if grid is not None:

@@ -10,10 +10,14 @@ from typing import Any
 from fp8bench.errors import UsageError
 from fp8bench.units import size
 
+# Largest magnitudes by precision, layer and role.
+KnownScales = tuple[tuple[str, str, str, float], ...]
+
 
 @dataclass(frozen=True)
 class StaticScales:
-    """Scales from data, where a tensor has one float32 scale: from the largest magnitudes of `batches` untimed steps.
+    """Scales from data, where a tensor has one float32 scale: from the largest magnitudes of `batches` untimed steps,
+    or from those `known` of the run `source`.
 
     They are renewed in every `refresh`-th step (0: never), and a tensor's whenever more than the share `bound` of its
     values would saturate (None: nobody looks).
@@ -22,13 +26,24 @@ class StaticScales:
     batches: int
     refresh: int = 0
     bound: float | None = None
+    source: str = ""
+    known: KnownScales = ()
+
+    def known_for(self, mode: str) -> dict[tuple[str, str], float]:
+        """Those of a precision; where the source has none of it, the largest of all."""
+        modes = {own for own, *_ in self.known}
+        found: dict[tuple[str, str], float] = {}
+        for own, layer, role, amax in self.known:
+            if own == mode or mode not in modes:
+                found[layer, role] = max(amax, found.get((layer, role), 0.0))
+        return found
 
     @property
     def words(self) -> str:
         """'static=8', 'static=8:refresh=100:bound=0.001'."""
         refresh = f":refresh={self.refresh}" if self.refresh else ""
         bound = f":bound={self.bound:g}" if self.bound is not None else ""
-        return f"static={self.batches}{refresh}{bound}"
+        return f"static={self.source or self.batches}{refresh}{bound}"
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,9 @@ def _is_axis(value: object) -> bool:
 _MOST_BYTES = 100 << 40
 _SECONDS = number("a number of seconds above 0", lambda value: 0 < value < 1e7)
 PERCENT = number("a percentage from 0 to below 100", lambda value: 0 <= value < 100)
+KNOWN_SCALES = _texts(
+    "magnitudes by precision, layer and role", lambda one: isinstance(one, tuple) and len(one) == 4 and one[3] >= 0
+)
 _NAMES = _texts("a list of names")
 _FLAG = Rule("True or False", lambda value: isinstance(value, bool))
 _TEXT = Rule("a path", lambda value: isinstance(value, str) and bool(value))
@@ -142,39 +160,51 @@ class Request:
         group="",
     )
     dtypes: tuple[str, ...] = option((), _NAMES, "precisions; default fp32,bf16,fp8", "A,B", WHAT)
-    devices: tuple[str, ...] = option(
-        (), _NAMES, "cpu, cuda, cuda:1; default the first GPU, else cpu", "A,B", WHAT
-    )
+    devices: tuple[str, ...] = option((), _NAMES, "cpu, cuda, cuda:1; default the first GPU, else cpu", "A,B", WHAT)
     reference: str | None = option(
-        None, Rule("a dtype's name", lambda value: isinstance(value, str)),
-        "what the others are compared with; default the highest precision", "DTYPE", WHAT,
+        None,
+        Rule("a dtype's name", lambda value: isinstance(value, str)),
+        "what the others are compared with; default the highest precision",
+        "DTYPE",
+        WHAT,
     )
     axes: tuple[tuple[str, tuple[str, ...]], ...] = option(
-        (), _texts("a mapping of axes to values, at least one each, like {'shape': [64, 128]}", _is_axis),
-        "values of an axis; `fp8bench list NAME` names the axes of a suite", "AXIS=A,B", WHAT, called="set",
+        (),
+        _texts("a mapping of axes to values, at least one each, like {'shape': [64, 128]}", _is_axis),
+        "values of an axis; `fp8bench list NAME` names the axes of a suite",
+        "AXIS=A,B",
+        WHAT,
+        called="set",
         parse="axis",
     )
     precision_map: tuple[tuple[str, str], ...] = option(
-        (), _texts("a mapping of layers, or kinds of them, to dtypes, like {'mlp': 'fp8'}", _is_pair),
+        (),
+        _texts("a mapping of layers, or kinds of them, to dtypes, like {'mlp': 'fp8'}", _is_pair),
         "layers that take another precision than the case's: a kind (mlp), a name (blocks.0.mlp.up) or a prefix "
         "of names (blocks.0); or a file with one on each line; the reference stays pure",
-        "LAYER=DTYPE,...", WHAT, parse="precision_map",
+        "LAYER=DTYPE,...",
+        WHAT,
+        parse="precision_map",
     )
     data: str | None = option(None, _TEXT, "text to train on; default Python's own sources", "FILE", WHAT)
     quick: bool = option(False, _FLAG, "a few rounds, to see that it runs")
-    budget: float | None = option(
-        None, _SECONDS, "time for the whole run; default about 10 s a group", "SECONDS"
-    )
+    budget: float | None = option(None, _SECONDS, "time for the whole run; default about 10 s a group", "SECONDS")
     rounds: int | None = option(None, whole_number(1), "exactly so many rounds, no early stop", "N")
     seed: int = option(0, whole_number(0), "for data, weights and order; default 0", "N")
     threads: int = option(1, whole_number(1, 1024), "CPU threads of torch; default 1", "N")
     imports: tuple[str, ...] = option(
-        (), _NAMES, "module or .py file that registers workloads, precisions or devices of your own", "MODULE", WHAT,
-        called="import", parse="each",
+        (),
+        _NAMES,
+        "module or .py file that registers workloads, precisions or devices of your own",
+        "MODULE",
+        WHAT,
+        called="import",
+        parse="each",
     )
     isolation: bool = option(True, _FLAG, "measure in this process, without a worker")
     case_timeout: float | None = option(
-        None, _SECONDS,
+        None,
+        _SECONDS,
         "the most that preparing a case or one slot of it may take; default 60 or far more than its work needs",
         "SECONDS",
     )
@@ -182,61 +212,88 @@ class Request:
         False, _FLAG, "the cases whose history is kept, as `asv run` measures them; --set has the last word", "", WHAT
     )
     trace: str | None = option(
-        None, _TEXT,
-        "also record a few steps of each case there, untimed: traces for Perfetto and TensorBoard's profiler", "DIR",
+        None,
+        _TEXT,
+        "also record a few steps of each case there, untimed: traces for Perfetto and TensorBoard's profiler",
+        "DIR",
         parse="path",
     )
     static_scales: int | None = option(
-        None, whole_number(1, 100_000),
-        "scales from data, where a tensor has one float32 scale: from N untimed steps, then fixed", "N", WHAT,
+        None,
+        whole_number(1, 100_000),
+        "scales from data, where a tensor has one float32 scale: from N untimed steps, then fixed",
+        "N",
+        WHAT,
     )
     refresh_scales: int | None = option(
         None, whole_number(1), "renew the scales from data in every M-th step", "M", WHAT
     )
     saturation_bound: float | None = option(
-        None, PERCENT,
-        "renew a tensor's scale from data whenever more than so many percent of its values would saturate", "PERCENT",
+        None,
+        PERCENT,
+        "renew a tensor's scale from data whenever more than so many percent of its values would saturate",
+        "PERCENT",
         WHAT,
     )
     energy: bool = option(
-        True, _FLAG,
+        True,
+        _FLAG,
         "measure no energy; else it is where a device can tell it, in windows of a second or more a case",
     )
     energy_of: str = option(
-        STEP_ENERGY, Rule(f"one of {', '.join(ENERGY_OF)}", lambda value: value in ENERGY_OF),
-        "phases: also measure the joules of each phase of a step, in windows in which it is done by itself", "OF",
-        called="energy", choices=ENERGY_OF,
+        STEP_ENERGY,
+        Rule(f"one of {', '.join(ENERGY_OF)}", lambda value: value in ENERGY_OF),
+        "phases: also measure the joules of each phase of a step, in windows in which it is done by itself",
+        "OF",
+        called="energy",
+        choices=ENERGY_OF,
     )
     max_batch: bool = option(
-        False, _FLAG,
+        False,
+        _FLAG,
         "also look for the largest batch that fits into memory, per precision, by running it and the next one",
     )
     memory_limit: int | None = option(
-        None, whole_number(1, _MOST_BYTES, f"a size in bytes, or like 2GiB, above 0 and up to {size(_MOST_BYTES)}"),
+        None,
+        whole_number(1, _MOST_BYTES, f"a size in bytes, or like 2GiB, above 0 and up to {size(_MOST_BYTES)}"),
         "what --max-batch has to fit into, like 2GiB; on a GPU default its own end, on a CPU there is no default",
-        "SIZE", parse="size",
+        "SIZE",
+        parse="size",
     )
     backend: str = option(
-        "auto", Rule("a backend's name", lambda value: isinstance(value, str) and bool(value)),
+        "auto",
+        Rule("a backend's name", lambda value: isinstance(value, str) and bool(value)),
         "who multiplies in low precision: {backends} (default auto: torch where it can, else emulated); a dtype may "
-        "say so itself: fp8:backend=torchao", "NAME", WHAT,
+        "say so itself: fp8:backend=torchao",
+        "NAME",
+        WHAT,
     )
     sustained: float | None = option(
-        None, number("a number of seconds from 1 to 600", lambda value: 1 <= value <= 600),
-        "also run each case for so many seconds at a time, once it has settled: the time that it sustains", "SECONDS",
+        None,
+        number("a number of seconds from 1 to 600", lambda value: 1 <= value <= 600),
+        "also run each case for so many seconds at a time, once it has settled: the time that it sustains",
+        "SECONDS",
     )
     tape: bool = option(
-        False, _FLAG,
+        False,
+        _FLAG,
         "count the operators of compiled steps, too, with --quick; of others, and without it, this is always done",
     )
     shares: bool = option(
         False, _FLAG, "also find what each kind of work and each module takes of a step, in an untimed pass"
     )
     ranks: int | None = option(
-        None, whole_number(2, 1024),
+        None,
+        whole_number(2, 1024),
         "run each case in so many processes together, on a GPU each, or all on the CPU; the slowest rank's time counts",
         "N",
     )
+
+    scales_from: str | None = option(
+        None, _TEXT, "scales from data that a run has kept, instead: its id, its file, or last", "RUN", WHAT
+    )
+    # What `scales_from` has, once somebody has looked.
+    known_scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
 
     def __post_init__(self) -> None:
         """Refuse what cannot be, whoever asks: the command line, a call, or a stored run."""
@@ -256,11 +313,13 @@ class Request:
             ("--refresh-scales", self.refresh_scales),
             ("--saturation-bound", self.saturation_bound),
         ):
-            if given is not None and self.static_scales is None:
+            if given is not None and self.static_scales is None and self.scales_from is None:
                 raise UsageError(
                     f"{option} says when scales from data are renewed, and there are none. Add --static-scales N, or "
                     f"leave {option} out."
                 )
+        if self.static_scales is not None and self.scales_from is not None:
+            raise UsageError("--static-scales finds scales, and --scales-from has them. Leave one of them out.")
 
     def _check_ranks(self) -> None:
         """Refuse what asks about one process of a run that has several."""
@@ -276,10 +335,11 @@ class Request:
     @property
     def scales(self) -> StaticScales | None:
         """The scales from data that are asked for, as a rule."""
-        if self.static_scales is None:
+        if self.static_scales is None and self.scales_from is None:
             return None
         bound = None if self.saturation_bound is None else self.saturation_bound / 100
-        return StaticScales(self.static_scales, self.refresh_scales or 0, bound)
+        source = self.scales_from or ""
+        return StaticScales(self.static_scales or 0, self.refresh_scales or 0, bound, source, self.known_scales)
 
 
 # What each field of a request must be, where it is given.

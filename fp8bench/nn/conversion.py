@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
+from fp8bench.nn.around import rounded_behind, stood_around
 from fp8bench.nn.convolution import Windows, convolved
-from fp8bench.nn.holders import EXPERTS, LINEAR, Held, Stacked, check_map, held_in, refuse_meta
+from fp8bench.nn.holders import EXPERTS, LINEAR, Held, Stacked, around_in, check_map, held_in, kind_of, refuse_meta
 from fp8bench.nn.linear import grouped_linear, linear, region
 from fp8bench.nn.whole_layers import WholeLayers
 from fp8bench.protocols import Arithmetic, Layer, Phases, SilentPhases
@@ -62,7 +63,9 @@ class Conversion:
         self._rows = multiples[0]
         self._replaced: list[nn.Module] = []
         found = held_in(model, skip, allow)
-        check_map(keys, found)
+        parts = around_in(model, found, keys)
+        check_map(keys, found, [layer for layer, _ in parts])
+        self._around = [(module, _for_around(layer, choose(layer))) for layer, module in parts]
         chosen = [(one, None if one.reason else choose(one.layer(keys))) for one in found]
         self.held = tuple(_decided(one, arithmetic, multiples) for one, arithmetic in chosen)
         self._arithmetics = {
@@ -88,6 +91,9 @@ class Conversion:
                     self._replace(one.module, forward_of(one.module, one.kind, self._products(one)))
             for module, parameters in stacks.items():
                 self._replace(module, self._listening(module, parameters))
+            for module, arithmetic in self._around:
+                if arithmetic is not None:
+                    self._stand(module, arithmetic)
         except BaseException:
             self.undo()
             raise
@@ -107,6 +113,13 @@ class Conversion:
         self._replaced.append(module)  # first: whatever comes in between is undone
         vars(module)["forward"] = forward
 
+    def _stand(self, module: nn.Module, arithmetic: Arithmetic) -> None:
+        """An embedding or a norm in an arithmetic; of any other module, which is the head, what it gives."""
+        around = stood_around if isinstance(module, nn.Embedding) or not kind_of(module)[0] else rounded_behind
+        self._replace(module, around(module, arithmetic))
+        if self._shown and around is stood_around:
+            vars(module)["arithmetic"] = arithmetic
+
     def _show(self, held: Held) -> None:
         if self._shown:
             self._replaced.append(held.module)
@@ -125,6 +138,15 @@ class Conversion:
                 return own(*arguments, **options)
 
         return forward
+
+
+def _for_around(layer: Layer, arithmetic: Arithmetic | None) -> Arithmetic | None:
+    if isinstance(arithmetic, WholeLayers):
+        raise UsageError(
+            f"{layer.name} multiplies nothing, and a backend of whole layers has products alone. Give {layer.kind} "
+            "another precision in --precision-map."
+        )
+    return arithmetic
 
 
 def _decided(held: Held, arithmetic: Arithmetic | None, multiples: tuple[int, int]) -> Held:

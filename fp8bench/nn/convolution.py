@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8bench.nn.around import held
+from fp8bench.nn.gpt import Norm
 from fp8bench.nn.linear import Both, Choose, both_of, casting_of, linear, region
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
@@ -216,11 +218,14 @@ class Convolution(nn.Module):
 
 
 class BatchNorm(nn.Module):
-    """Batch norm by the batch's own statistics, computed in at least fp32 and handed back in the input's dtype.
+    """Batch norm by the batch's own statistics, computed in at least fp32 unless an arithmetic says otherwise, and
+    handed back in the input's dtype.
 
-    A `running` one keeps a mean of these while it is trained, as torch's does, and goes by that in eval mode.
+    A `running` one keeps a mean of these while it is trained, as torch's does, and goes by that in eval mode. Its
+    statistics are kept in the arithmetic, too.
     """
 
+    arithmetic: Arithmetic | None = None
     running_mean: Tensor | None
     running_var: Tensor | None
 
@@ -232,20 +237,29 @@ class BatchNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(self.weight.dtype).permute(0, 3, 1, 2)
+        own = self.arithmetic
+        weight, bias = (held(one, own, Role.WEIGHT) for one in (self.weight, self.bias))
+        wide = held(x, own).to(weight.dtype).permute(0, 3, 1, 2)
         mean, variance = self.running_mean, self.running_var
         by_batch = self.training or mean is None
-        y = F.batch_norm(wide, mean, variance, self.weight, self.bias, by_batch, momentum=0.1, eps=1e-5)
+        if own is not None:  # backward keeps those that it is given
+            mean, variance = (None if one is None else one.clone() for one in (mean, variance))
+        y = F.batch_norm(wide, mean, variance, weight, bias, by_batch, momentum=0.1, eps=1e-5)
+        for name, statistic in (("running_mean", mean), ("running_var", variance)):
+            if own is not None and self.training and statistic is not None:
+                getattr(self, name).copy_(held(statistic, own).detach())
         return y.permute(0, 2, 3, 1).to(x.dtype)
 
 
 class ResidualBlock(nn.Module):
-    """ResNet's basic block: convolution and batch norm twice, ReLU after each, the input added before the last."""
+    """ResNet's basic block: convolution and norm twice, ReLU after each, the input added before the last."""
 
-    def __init__(self, channels: int, choose: Choose) -> None:
+    def __init__(self, channels: int, choose: Choose, layer_norm: bool = False) -> None:
         super().__init__()
         self.first, self.second = (Convolution(channels, channels, choose(name)) for name in ("first", "second"))
-        self.norm_first, self.norm_second = BatchNorm(channels), BatchNorm(channels)
+        self.norm_first, self.norm_second = (
+            Norm(channels, root_mean_square=False) if layer_norm else BatchNorm(channels) for _ in range(2)
+        )
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = F.relu(self.norm_first(self.first(x, phase)))

@@ -1,17 +1,18 @@
 """A decoder-only transformer, in the manner of GPT-2 or of Llama, its parts under their phases.
 
 Which arithmetic a layer takes comes from the caller by its name, which is its path in the model: `blocks.0.attn.qkv`,
-`blocks.0.attn.out`, `blocks.0.mlp.up`, `blocks.0.mlp.down`, and so on to `head`. Embedding, norms, attention scores,
-softmax and loss stay in high precision: the residual stream has the carrier's dtype, norms and loss are computed in
-fp32 (fp64 for the reference). The operations between products are also here one by one, and what a backend may take
-into one layer: a norm with the product behind it, a feed-forward block, a whole block. `compiled` is a model through
+`blocks.0.attn.out`, `blocks.0.mlp.up`, `blocks.0.mlp.down`, and so on to `head`. Attention scores, softmax and loss
+stay in high precision, and so do embedding, norms, logits and the residual stream unless they are given another one
+(`around`): the stream has the carrier's dtype, norms and loss are computed in fp32 (fp64 for the reference). The
+operations between products are also here one by one, and what a backend may take into one layer: a norm with the
+product behind it, a feed-forward block, a whole block. `compiled` is a model through
 torch.compile: as one graph, or an exception that says why not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 
 import torch
@@ -19,14 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8bench.nn.around import held
 from fp8bench.nn.attention import Core, FusedCore, SelfAttention, rotations
 from fp8bench.nn.linear import Choose, Linear, region, within
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.protocols import Fused, Phases, SilentPhases
+from fp8bench.protocols import Arithmetic, Fused, Phases, Role, SilentPhases
 
 
 class Norm(nn.Module):
-    """Layer norm or RMS norm, computed in at least fp32 and handed back in the input's dtype."""
+    """Layer norm or RMS norm, computed in at least fp32 unless an arithmetic says otherwise, and handed back in the
+    input's dtype."""
+
+    arithmetic: Arithmetic | None = None
 
     def __init__(self, width: int, root_mean_square: bool) -> None:
         super().__init__()
@@ -34,11 +39,11 @@ class Norm(nn.Module):
         self.root_mean_square = root_mean_square
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(self.weight.dtype)
-        shape = self.weight.shape
+        weight, own = held(self.weight, self.arithmetic, Role.WEIGHT), held(x, self.arithmetic)
+        wide, shape = own.to(weight.dtype), weight.shape
         if self.root_mean_square:
-            return F.rms_norm(wide, shape, self.weight, 1e-5).to(x.dtype)
-        return F.layer_norm(wide, shape, self.weight, None, 1e-5).to(x.dtype)
+            return F.rms_norm(wide, shape, weight, 1e-5).to(x.dtype)
+        return F.layer_norm(wide, shape, weight, None, 1e-5).to(x.dtype)
 
 
 class FeedForward(nn.Module):
@@ -67,7 +72,9 @@ def _feed_forward(config: GPTConfig, gain: float, choose: Choose) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Norm, attention, norm, feed-forward, each with its residual."""
+    """Norm, attention, norm, feed-forward, each with its residual, which is kept in an arithmetic of its own if any."""
+
+    residual: Arithmetic | None = None
 
     def __init__(
         self,
@@ -88,15 +95,29 @@ class Block(nn.Module):
     def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
         share = self.dropout if self.training else 0.0
         # A layer of another precision hands back its own carrier; the stream keeps the model's.
-        x = x + dropped(self.attn(self.norm_attn(x), phase, rotation).to(x.dtype), share)
-        return x + dropped(self.mlp(self.norm_mlp(x), phase).to(x.dtype), share)
+        x = held(x + dropped(self.attn(self.norm_attn(x), phase, rotation).to(x.dtype), share), self.residual)
+        return held(x + dropped(self.mlp(self.norm_mlp(x), phase).to(x.dtype), share), self.residual)
 
 
 class LanguageModel(nn.Module):
-    """Tokens and targets in, mean loss out; with the reduction 'none' the loss of each token, (batch x tokens)."""
+    """Tokens and targets in, mean loss out; with the reduction 'none' the loss of each token, (batch x tokens).
+
+    `around` are the arithmetics of what the model has beside its modules, None where it is as high as ever.
+    """
+
+    carrier: torch.dtype
+    around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
-        return loss_of(self.logits(tokens, phase), targets, reduction)
+        return loss_of(held(self.logits(tokens, phase), self.around["logits"]), targets, reduction)
+
+    def looked_up(self, tokens: Tensor, table: Tensor, positions: Tensor | None = None) -> Tensor:
+        """The stream's beginning: rows of a table, and of that of places."""
+        own, residual = self.around["embedding"], self.around["residual"]
+        x = F.embedding(tokens, held(table, own, Role.WEIGHT))
+        if positions is not None:
+            x = x + held(positions[: tokens.shape[1]], own, Role.WEIGHT)
+        return x.to(self.carrier) if residual is None else held(x.to(residual.carrier), residual)
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
         """Of the token that follows each, (batch, tokens, vocabulary)."""
@@ -139,10 +160,8 @@ class GPT(LanguageModel):
         return self.read(self.through(self.embedded(tokens), phase, tokens.shape[1]), phase)
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        x = F.embedding(tokens, self.embedding)
-        if self.positions is not None:
-            x = x + self.positions[: tokens.shape[1]]
-        return dropped(x.to(self.carrier), self.dropout if self.training else 0.0)
+        x = self.looked_up(tokens, self.embedding, self.positions)
+        return dropped(x, self.dropout if self.training else 0.0)
 
     def through(self, x: Tensor, phase: Phases, length: int) -> Tensor:
         """The stream behind the last block, of sequences of so many tokens; `x` may be a part of them."""

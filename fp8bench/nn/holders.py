@@ -31,6 +31,15 @@ _OTHERS = (
     nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Bilinear, nn.RNNBase,
     nn.RNNCellBase, nn.MultiheadAttention,
 )  # fmt: skip
+# What parts of a transformer are called in paths, the first that fits: BERT has an attention.output.dense, too.
+_GROUPS = {
+    "attn": ("attn", "attention"),
+    "mlp": ("mlp", "ffn", "feed_forward", "feedforward", "densereludense", "intermediate", "experts", "fc1", "fc2",
+            "linear1", "linear2", "output.dense"),
+}  # fmt: skip
+# What stands around products: embeddings and norms, what the head gives, and what no module is.
+EMBED, NORM, LOGITS, RESIDUAL = "embed", "norm", "logits", "residual"
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.RMSNorm)
 # The last words of a head's path, where neither the model nor a tied embedding says which layer it is.
 _HEADS = ("head", "lm_head", "classifier", "score")
 # More groups than that would be as many small products, one after the other.
@@ -59,11 +68,18 @@ class Held:
     def shown_kind(self) -> str:
         return HEAD if self.head else self.kind
 
+    @property
+    def group(self) -> str:
+        """'attn' or 'mlp', where its path says so."""
+        path = self.name.lower()
+        fits = (group for group, marks in _GROUPS.items() if any(mark in path for mark in marks))
+        return "" if self.head else next(fits, "")
+
     def layer(self, keys: Collection[str] = ()) -> Layer:
         """As precision maps know it: by that of its paths which the longest key of the map names."""
         layers = list(_layers(self))
         keyed = [(key_of(layer, keys) or "", layer) for layer in layers]
-        named = [(len(key), one) for key, one in keyed if key != one.kind]
+        named = [(len(key), one) for key, one in keyed if key not in (one.kind, one.group)]
         return max(named, key=lambda pair: pair[0])[1] if named else layers[0]
 
     @property
@@ -110,19 +126,42 @@ def held_in(model: nn.Module, skip: Sequence[str] = (), allow: Sequence[str] = (
     return tuple(_skipped(one, skip) for one in found)
 
 
-def check_map(keys: Collection[str], found: Sequence[Held]) -> None:
-    known = keys_of([layer for one in found for layer in _layers(one)])
+def around_in(model: nn.Module, found: Sequence[Held], keys: Collection[str]) -> list[tuple[Layer, nn.Module]]:
+    """The embeddings and norms of a model that keys name, and what its head gives."""
+    parts = [(Layer(f"{one.name}.{LOGITS}", LOGITS, product=False), one.module) for one in found if one.head]
+    for path, module in model.named_modules():
+        norm = isinstance(module, _NORMS) or ("norm" in type(module).__name__.lower() and _is_gain(module))
+        kind = EMBED if isinstance(module, nn.Embedding) else NORM if norm else ""
+        if kind:
+            parts.append((Layer(path, kind, product=False), module))
+    return [(layer, module) for layer, module in parts if key_of(layer, keys) is not None]
+
+
+def _is_gain(module: nn.Module) -> bool:
+    """Whether all that it has is a weight for each feature, as of norms that a library has of its own."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 1 and not list(module.children())
+
+
+def check_map(keys: Collection[str], found: Sequence[Held], around: Sequence[Layer] = ()) -> None:
+    known = keys_of([*(layer for one in found for layer in _layers(one)), *around])
     for key in keys:
+        if key == RESIDUAL and key not in known:
+            raise UsageError(
+                f"--precision-map {key}=...: a model of your own adds to its residual stream where nobody can see it. "
+                "Leave it out; embed, norm, logits and output can be given a precision."
+            )
         if key not in known:
             raise UnknownName("layer of this model", key, known, _known(found))
 
 
 def _layers(one: Held) -> Iterator[Layer]:
-    yield from (Layer(name, one.shown_kind) for name in (one.name, *one.also))
+    yield from (Layer(name, one.shown_kind, group=one.group) for name in (one.name, *one.also))
 
 
 def _known(found: Sequence[Held]) -> str:
-    kinds = ", ".join(dict.fromkeys(one.shown_kind for one in found))
+    words = (word for one in found for word in (one.shown_kind, one.group))
+    kinds = ", ".join(dict.fromkeys(filter(None, (*words, EMBED, NORM))))
     names = ", ".join(one.name for one in found[:_SHOWN])
     return f"{kinds}; layers by name ({names}, {len(found)} in all), and prefixes of names" if found else ""
 
@@ -147,7 +186,7 @@ def _skipped(one: Held, skip: Sequence[str]) -> Held:
 
 
 def _of_module(module: nn.Module, paths: Sequence[str], in_attention: bool, allow: Sequence[str]) -> Iterator[Held]:
-    kind, base = _kind_of(module)
+    kind, base = kind_of(module)
     if base is not None:
         first, *also = paths
         held = Held(first or type(module).__name__, kind, module, also=tuple(also))
@@ -183,7 +222,7 @@ def _is_stack(parameter: nn.Parameter) -> bool:
     return parameter.dim() == 3 and min(parameter.shape) > 1 and parameter.is_floating_point()
 
 
-def _kind_of(module: nn.Module) -> tuple[str, type[nn.Module] | None]:
+def kind_of(module: nn.Module) -> tuple[str, type[nn.Module] | None]:
     transformers = sys.modules.get("transformers.pytorch_utils")
     kinds: list[tuple[str, type[nn.Module] | None]] = [(LINEAR, nn.Linear), (CONV2D, nn.Conv2d)]
     kinds.append((CONV1D, getattr(transformers, "Conv1D", None)))
@@ -225,7 +264,7 @@ def _head_of(model: nn.Module, paths: dict[nn.Module, list[str]]) -> nn.Module |
     if isinstance(said, nn.Module) and said in paths:
         return said
     tables = {id(path.weight) for path in paths if isinstance(path, nn.Embedding)}
-    layers = [path for path in paths if _kind_of(path)[0]]
+    layers = [path for path in paths if kind_of(path)[0]]
     tied = next((layer for layer in layers if id(getattr(layer, "weight", None)) in tables), None)
     # 'classifier.1' too: the last layer of a head that is more than one.
     so_called = [layer for layer in layers if set(paths[layer][0].split(".")[-2:]) & set(_HEADS)]

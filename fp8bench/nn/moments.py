@@ -34,6 +34,8 @@ class Update:
 
     rate: float = LEARNING_RATE
     decay: float = WEIGHT_DECAY
+    betas: tuple[float, float] = BETAS
+    epsilon: float = EPSILON
     divisor: Tensor | None = None
     skip: Tensor | None = None
 
@@ -166,8 +168,8 @@ class Bucket:
         """
         adamw(
             self.parameters, self.gradients, first, second, [], self._steps, fused=True if self._fused else None,
-            amsgrad=False, beta1=BETAS[0], beta2=BETAS[1], lr=how.rate, weight_decay=how.decay, eps=EPSILON,
-            maximize=False, grad_scale=how.divisor, found_inf=how.skip,
+            amsgrad=False, beta1=how.betas[0], beta2=how.betas[1], lr=how.rate, weight_decay=how.decay,
+            eps=how.epsilon, maximize=False, grad_scale=how.divisor, found_inf=how.skip,
         )  # fmt: skip
 
 

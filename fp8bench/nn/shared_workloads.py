@@ -141,7 +141,12 @@ class LayerWorkload(Workload):
         """The layer with its inputs in the carrier's dtype; `choose` gives its products their arithmetic."""
 
     def prepare(self, setup: Setup) -> Exercise:
-        return self.exercise(setup, self.arithmetics(setup), setup.arithmetic.carrier)
+        state = self.exercise(setup, self.arithmetics(setup), setup.arithmetic.carrier)
+        if around := setup.around(self.around(dict(setup.case.params))):
+            from fp8bench.nn.around import take_around
+
+            take_around(state.layer, around)
+        return state
 
     def step(self, state: Exercise, phase: Phases) -> None:
         state.step(phase)

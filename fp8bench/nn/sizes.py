@@ -5,6 +5,7 @@ No torch here: plans read it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -198,6 +199,15 @@ class VisionSizes:
             parts = ("reduce", "spatial", "expand")
             return ("blocks.0.shortcut", *(f"blocks.{block}.{part}" for block in range(self.layers) for part in parts))
         return blocks if self.model == "vit" else (*(f"image.{name}" for name in blocks), "project", *blocks)
+def around(norms: Iterable[str]) -> tuple[Layer, ...]:
+    """What stands around the products of a model of text, with those norms beside its last one."""
+    parts = (("embedding", "embed"), ("residual", "residual"), ("logits", "logits"))
+    named = (*parts, *((name, "norm") for name in (*norms, "norm")))
+    return tuple(Layer(name, kind, product=False) for name, kind in named)
+
+
+def gpt_around(blocks: int) -> tuple[Layer, ...]:
+    return around(f"blocks.{block}.{norm}" for block in range(blocks) for norm in ("norm_attn", "norm_mlp"))
 
 
 # Tokens that an MLP sees before the one that it foretells, and tokens in a line of a text that is convolved.

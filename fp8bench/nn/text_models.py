@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8bench.nn.around import held
 from fp8bench.nn.convolution import BatchNorm, Convolution
 from fp8bench.nn.gpt import FeedForward, LanguageModel, Norm, dropped
 from fp8bench.nn.linear import Choose, Linear, within
 from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
-from fp8bench.protocols import Phases
+from fp8bench.protocols import Arithmetic, Phases
 
 # The deviation of embeddings at the start, as a GPT's.
 _EMBEDDING = 0.02
@@ -39,35 +40,40 @@ class WindowMLP(LanguageModel):
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
         share = self.dropout if self.training else 0.0
-        x = F.embedding(tokens, self.embedding).to(self.carrier)
+        x = self.looked_up(tokens, self.embedding)
         # Ahead of the first token there are zeros.
         before = F.pad(x, (0, 0, CONTEXT - 1, 0)).unfold(1, CONTEXT, 1).transpose(2, 3).flatten(2)
-        x = dropped(self.window(before, phase).to(self.carrier), share)
+        residual = self.around["residual"]
+        x = held(dropped(self.window(before, phase).to(x.dtype), share), residual)
         for norm, block in zip(self.norms, self.blocks, strict=True):
-            x = x + dropped(block(norm(x), phase), share).to(x.dtype)
+            x = held(x + dropped(block(norm(x), phase), share).to(x.dtype), residual)
         y: Tensor = self.head(self.norm(x), phase)
         return y
 
 
 class CausalBlock(nn.Module):
-    """Two convolutions, each with batch norm, ReLU between them, added to what came in.
+    """Two convolutions, each with batch norm or layer norm, ReLU between them, added to what came in.
 
     An image is a text in lines. Moved down and right by one, each place of it sees, in its 3x3 window, itself and
     places to the left of it, in its own line and in the two above: nothing that comes later.
     """
 
-    def __init__(self, channels: int, choose: Choose) -> None:
+    residual: Arithmetic | None = None
+
+    def __init__(self, channels: int, choose: Choose, layer_norm: bool = False) -> None:
         super().__init__()
         self.first, self.second = (Convolution(channels, channels, choose(name)) for name in ("first", "second"))
-        self.norm_first, self.norm_second = (BatchNorm(channels, running=True) for _ in range(2))
+        self.norm_first, self.norm_second = (
+            Norm(channels, root_mean_square=False) if layer_norm else BatchNorm(channels, running=True)
+            for _ in range(2)
+        )
         # At first a block adds as much as there is: what it adds at full size would drown the tokens for long.
         nn.init.constant_(self.norm_second.weight, _EMBEDDING)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = F.relu(self.norm_first(causal(self.first, x, phase)))
         # A layer of another precision hands back its own carrier; the block gives what it was given.
-        y: Tensor = x + self.norm_second(causal(self.second, hidden, phase)).to(x.dtype)
-        return y
+        return held(x + self.norm_second(causal(self.second, hidden, phase)).to(x.dtype), self.residual)
 
 
 def causal(convolution: Convolution, x: Tensor, phase: Phases) -> Tensor:
@@ -80,18 +86,20 @@ def causal(convolution: Convolution, x: Tensor, phase: Phases) -> Tensor:
 class TextCNN(LanguageModel):
     """Convolutions over a text in lines of LINE tokens; in eval mode batch norm takes the statistics that it kept."""
 
-    def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0) -> None:
+    def __init__(
+        self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0, layer_norm: bool = False
+    ) -> None:
         super().__init__()
         self.carrier, self.dropout = carrier, dropout
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * _EMBEDDING)
         parts = [within(choose, f"blocks.{number}") for number in range(config.layers)]
-        self.blocks = nn.ModuleList(CausalBlock(config.width, part) for part in parts)
+        self.blocks = nn.ModuleList(CausalBlock(config.width, part, layer_norm) for part in parts)
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
         share = self.dropout if self.training else 0.0
-        x = F.embedding(tokens.reshape(len(tokens), -1, LINE), self.embedding).to(self.carrier)
+        x = self.looked_up(tokens.reshape(len(tokens), -1, LINE), self.embedding)
         for block in self.blocks:
             x = dropped(block(x, phase), share)
         y: Tensor = self.head(self.norm(x).flatten(1, 2), phase)

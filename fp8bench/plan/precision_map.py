@@ -8,7 +8,7 @@ from dataclasses import replace
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, Params, PlannedCase, Request, Scalar, StaticScales, Support
 from fp8bench.plan.checked_workload import answering, sound_layers
-from fp8bench.protocols import Layer, Precision, TensorScale, Workload, key_of, keys_of
+from fp8bench.protocols import Layer, Precision, TensorScale, Workload, around_refused, key_of, keys_of
 from fp8bench.registry import AUTO, backends, precisions, workloads
 
 
@@ -65,17 +65,20 @@ def layers_of(workload: Workload, settings: Iterable[Params], precision_map: Pre
 def _layers(workload: Workload, params: Mapping[str, Scalar], keys: Iterable[str]) -> tuple[Layer, ...]:
     if workload.examined:
         return tuple(Layer(key, key) for key in keys)
-    return sound_layers(workload, workload.layers(params))
+    return sound_layers(workload, (*workload.layers(params), *workload.around(params)))
 
 
 def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], of: str) -> None:
     known = keys_of(layers)
-    for key, _ in precision_map:
+    names = [layer.name for layer in layers if layer.product]
+    for key, word in precision_map:
         if key not in known:
             kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
-            names = ", ".join(layer.name for layer in layers[:_SHOWN])
-            shown = f"{kinds}; layers by name ({names}, {len(layers)} in all), and prefixes of names"
+            shown = f"{kinds}; layers by name ({', '.join(names[:_SHOWN])}, {len(names)} in all), and prefixes of names"
             raise UnknownName(f"layer of {of}", key, known, shown if layers else "")
+        around = any(not layer.product and key_of(layer, [key]) for layer in layers)
+        if around and (why := around_refused(precisions.get(word), key)):
+            raise UsageError(f"--precision-map {key}={word}: {why}.")
 
 
 def check_mixed(mode: str, other: str) -> None:
@@ -113,8 +116,16 @@ def mapped_support(
         if key not in keys_of(own):
             kinds = " and ".join(dict.fromkeys(layer.kind for layer in own)) or "none that a map could name"
             yield Support(Level.REFUSED, f"no layer is called {key} here, there are {kinds}: leave {key} unmapped")
-        for kind in dict.fromkeys(layer.kind for layer in own if key_of(layer, keys) == key):
-            yield layered_support(workload, params, precisions.get(word), facts, kind)
+        for kind, product in dict.fromkeys((one.kind, one.product) for one in own if key_of(one, keys) == key):
+            support = layered_support(workload, params, precisions.get(word), facts, kind)
+            yield support if product else around_support(precisions.get(word), support, key)
+
+
+def around_support(precision: Precision, support: Support, key: str) -> Support:
+    """How a device does what stands around products: nothing computes it in less than a dtype of torch's."""
+    if support.level is Level.NATIVE and precision.carried_by:
+        return Support(Level.EMULATED, f"{key} is rounded to {precision.mode} and computed in float32")
+    return support
 
 
 def modes_of(workload: Workload, case: Case) -> dict[str, None]:
@@ -142,6 +153,14 @@ def with_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tup
             "--static-scales would change nothing: no layer of these suites and dtypes has one float32 scale a tensor. "
             f"Add a dtype that has ({', '.join(known)}), or leave it out."
         )
+    if rule.source:
+        names = {layer for _, layer, *_ in rule.known}
+        takes = {one.name for case in having for one in workloads.get(case.workload).layers(dict(case.params))}
+        if not names & takes:
+            raise UsageError(
+                f"--scales-from {rule.source}: it has scales of {', '.join(sorted(names)[:_SHOWN]) or 'nothing'}, and "
+                f"no layer here is called so ({', '.join(sorted(takes)[:_SHOWN])}). Choose a run of this model."
+            )
     changed = tuple(
         replace(group, cases=tuple(_scaled(case, rule) if case.case in having else case for case in group.cases))
         for group in groups

@@ -8,11 +8,11 @@ from fp8bench.protocols.arithmetic import MEMORY_OF, Arithmetic, Fused, Operand,
 from fp8bench.protocols.device import CannotCapture, CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.protocols.phases import Markers, Observer, Phases, SilentObserver, SilentPhases, TellingMarker
 from fp8bench.protocols.precision import Backend, Precision, TensorScale, float32_products, one_thread
-from fp8bench.protocols.workload import Covered, Grid, Layer, Setup, Workload, key_of, keys_of
+from fp8bench.protocols.workload import Covered, Grid, Layer, Setup, Workload, around_refused, key_of, keys_of
 
 __all__ = [
     "MEMORY_OF", "Arithmetic", "Backend", "CannotCapture", "CannotLimit", "Covered", "Device", "Fused", "Grid", "Layer",
     "Markers", "MemoryMeter", "Observer", "Operand", "Phases", "Precision", "Role", "ScaleBook", "Setup",
     "SilentObserver", "SilentPhases", "Stamper", "TellingMarker", "TensorScale", "WatchedArithmetic",
-    "Workload", "float32_products", "key_of", "keys_of", "one_thread",
+    "Workload", "around_refused", "float32_products", "key_of", "keys_of", "one_thread",
 ]  # fmt: skip

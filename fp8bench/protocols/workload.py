@@ -19,12 +19,25 @@ class Layer(NamedTuple):
     """A layer whose products run in an arithmetic of its own.
 
     `name` is a path of words with points between ('blocks.0.attn.qkv'); `kind` is what alike layers have in common
-    ('attn'). `high` ones stay in high precision unless a map says otherwise.
+    ('attn'). `high` ones stay in high precision unless a map says otherwise. Without a `product` it is what stands
+    around products (embeddings, norms): it has a precision only where a map has its whole name, or its kind. `group` is
+    one more word for it.
     """
 
     name: str
     kind: str
     high: bool = False
+    product: bool = True
+    group: str = ""
+
+
+# What people call a layer of a kind, too.
+_ALSO = {"head": "output"}
+
+
+def _words_for(layer: Layer) -> tuple[str, ...]:
+    """What a map may say for layers like this one, the most exact word first."""
+    return tuple(filter(None, (layer.group, layer.kind, _ALSO.get(layer.kind, ""))))
 
 
 def keys_of(layers: Iterable[Layer]) -> dict[str, None]:
@@ -32,16 +45,33 @@ def keys_of(layers: Iterable[Layer]) -> dict[str, None]:
     found: dict[str, None] = {}
     for layer in layers:
         words = layer.name.split(".")
-        found.update(dict.fromkeys((layer.kind, *(".".join(words[:count]) for count in range(1, len(words) + 1)))))
+        fronts = [".".join(words[:count]) for count in range(1, len(words) + 1)]
+        found.update(dict.fromkeys((*_words_for(layer), *(fronts if layer.product else fronts[-1:]))))
     return found
 
 
 def key_of(layer: Layer, keys: Collection[str]) -> str | None:
     """The key that a layer obeys: the longest that is its name or the front part of it, else its kind, else none."""
-    fitting = [key for key in keys if layer.name == key or layer.name.startswith(f"{key}.")]
+    fitting = [key for key in keys if layer.name == key or (layer.product and layer.name.startswith(f"{key}."))]
     if fitting:
         return max(fitting, key=len)
-    return layer.kind if layer.kind in keys else None
+    return next((word for word in _words_for(layer) if word in keys), None)
+
+
+def around_refused(precision: Precision, key: str) -> str:
+    """Why what stands around products cannot be in a precision; '' where it can."""
+    if precision.whole_layers:
+        return (
+            f"{precision.mode} has products of a library alone, and {key} multiplies nothing: choose backend=emulated"
+        )
+    if precision.float32_products != "highest":
+        return f"{precision.mode} rounds what products read, and {key} multiplies nothing: choose fp32 or bf16"
+    if precision.remembers:
+        return (
+            f"{precision.mode} takes scales or draws from casts before, which products alone have, and {key} is none: "
+            "choose a precision that looks at its tensor alone, like fp8, mxfp8 or mxfp4"
+        )
+    return ""
 
 
 @dataclass(frozen=True)
@@ -71,6 +101,11 @@ class Setup:
         chosen = self.layers[key] if key is not None else self.high if layer.high else self.arithmetic
         own = chosen.layer(layer.name)
         return own if self.scales is None else own.scaled_by(self.scales, layer.name)
+
+    def around(self, layers: Iterable[Layer]) -> dict[str, Arithmetic]:
+        """The arithmetics of what stands around products, where the map has one."""
+        keyed = {layer.name: key_of(layer, self.layers) for layer in layers}
+        return {name: self.layers[key] for name, key in keyed.items() if key is not None}
 
     @property
     def settles(self) -> bool:
@@ -205,6 +240,10 @@ class Workload(ABC):
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
         """The layers that a precision map may name; by default one of each kind."""
         return tuple(Layer(kind, kind) for kind in self.layer_kinds)
+
+    def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        """What stands around their products and a precision map may name, too: embeddings, norms."""
+        return ()
 
     def examine(self, setup: Setup) -> None:
         """Raise UsageError for a case that cannot be; asked in a worker before anything is kept, where `examined`."""

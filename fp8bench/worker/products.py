@@ -64,8 +64,9 @@ def formats_of(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Form
     keys = dict(case.precision_map)
     layers = workload.layers(dict(case.params))
     own = not layers or any(not layer.high and key_of(layer, keys) is None for layer in layers)
+    obeyed = [key for layer in layers if (key := key_of(layer, keys)) is not None]  # not what stands around products
     found: dict[Format, None] = {}
-    for name in (case.precision,) if own else tuple(keys.values()):
+    for name in (case.precision,) if own else [keys[key] for key in dict.fromkeys(obeyed)]:
         recipe = getattr(precisions.get(name), "recipe", None)
         named = [FORMATS[name]] if name in FORMATS else []
         if isinstance(recipe, Recipe):

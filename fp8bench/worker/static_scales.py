@@ -19,6 +19,8 @@ class Calibrations:
         rule = setup.case.static
         if rule is None:
             return setup
+        if rule.source:
+            return replace(setup, scales=ScaleBook(rule, rule.known_for(setup.case.precision)))
         name = setup.case.id
         if name not in self._known:
             book = ScaleBook(rule)

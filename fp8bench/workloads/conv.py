@@ -10,7 +10,7 @@ from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.nn.shared_workloads import PASS, LayerWorkload, convolution_support, is_training, misfit
 from fp8bench.protocols import Arithmetic, Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -24,9 +24,15 @@ if TYPE_CHECKING:
 WINDOW = 9
 
 
+_NORM = Axis(
+    "norm", "behind each convolution: batch norm, or layer norm over channels", ("batch",), one_of("batch", "layer"),
+    quiet=True,
+)  # fmt: skip
+
+
 @workloads.register("conv")
 class Conv(LayerWorkload):
-    """ResNet's basic block: two 3x3 convolutions, batch norm in fp32, ReLU, and the residual's sum.
+    """ResNet's basic block: two 3x3 convolutions, batch norm in fp32 unless mapped, ReLU, and the residual's sum.
 
     The convolutions are GEMM: they are products, contracted over windows and channels.
     """
@@ -49,11 +55,15 @@ class Conv(LayerWorkload):
             Axis("image", "height and width of an image", (image,), whole_number(high=1 << 12)),
             PASS,
             VALUES,
+            _NORM,
         )  # fmt: skip
+
+    def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        return tuple(Layer(name, "norm", product=False) for name in ("norm_first", "norm_second"))
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         batch, image = int(params["batch"]), int(params["image"])
-        if batch * image * image == 1:
+        if batch * image * image == 1 and _NORM.of(params) == "batch":
             raise UsageError(
                 "batch=1 with image=1 is one value a channel, without a batch norm: choose a larger batch or image"
             )
@@ -105,4 +115,5 @@ class Conv(LayerWorkload):
         params = dict(setup.case.params)
         batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
         shape = (batch, image, image, channels)
-        return exercise(setup, lambda: ResidualBlock(channels, choose), [shape], carrier, is_training(params))
+        layered = _NORM.of(params) == "layer"
+        return exercise(setup, lambda: ResidualBlock(channels, choose, layered), [shape], carrier, is_training(params))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fp8bench.model import Case, DeviceFacts, Params, Scalar, Work
 from fp8bench.model.specs import RELATIVE_LOSS
 from fp8bench.nn.shared_workloads import TrainingWorkload
-from fp8bench.nn.sizes import GPTConfig, gpt_layers
+from fp8bench.nn.sizes import GPTConfig, gpt_around, gpt_layers
 from fp8bench.protocols import Grid, Layer, Setup
 from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import precisions, workloads
@@ -63,9 +63,13 @@ class Learning(TrainingWorkload):
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
         return gpt_layers(_config(params).layers)
 
+    def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        return gpt_around(_config(params).layers)
+
     def prepare(self, setup: Setup) -> TrainingState:
         import torch
 
+        from fp8bench.nn.around import take_around
         from fp8bench.nn.batches import loader_for
         from fp8bench.nn.gpt import GPT
         from fp8bench.nn.training_step import TrainingState, adamw, drawn
@@ -74,6 +78,7 @@ class Learning(TrainingWorkload):
         config = _config(dict(setup.case.params))
         with drawn(setup):
             model = GPT(config, self.arithmetics(setup), setup.arithmetic.carrier)
+        take_around(model, setup.around(self.around(dict(setup.case.params))))
         parameters = list(model.parameters())
         return TrainingState(
             model, model, compiled=False, attention="math",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, StaticScales, Support, TensorStatistics, Work
 from fp8bench.nn.shared_workloads import BACKENDS, TrainingWorkload, attention_by, missing_kernel, uncompilable
-from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_layers
+from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_around, gpt_layers
 from fp8bench.protocols import Grid, Layer, Precision, Role, Setup, SilentPhases
 from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
@@ -114,6 +114,17 @@ class Transformer(TrainingWorkload):
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
         return gpt_layers(SIZES[str(params["size"])].layers)
 
+    def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        return gpt_around(SIZES[str(params["size"])].layers)
+
+    def _own(self, setup: Setup) -> GPT:
+        """The model in the case's precisions."""
+        from fp8bench.nn.around import take_around
+
+        model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, _checkpointing(setup))
+        take_around(model, setup.around(self.around(dict(setup.case.params))))
+        return model
+
     def _products(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and _choice(params, "compile") == "yes":
@@ -150,7 +161,7 @@ class Transformer(TrainingWorkload):
 
         params = dict(setup.case.params)
         attention = _choice(params, "attention")
-        model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, _checkpointing(setup))
+        model = self._own(setup)
         with attention_by(attention):
             forward = _forward(setup, model)
         marked = forward is model and not blocks_are_taken(model)
@@ -194,7 +205,7 @@ class Transformer(TrainingWorkload):
 
     def _first_gradients(self, setup: Setup) -> tuple[float, list[Tensor]]:
         """Mean loss and gradients of the case's first step, of a second pass where an arithmetic settles."""
-        model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, _checkpointing(setup))
+        model = self._own(setup)
         with attention_by(_choice(dict(setup.case.params), "attention")):
             forward = _forward(setup, model)
             if setup.settles:

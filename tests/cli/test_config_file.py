@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[str | bytes, str, str]] = {
     "a key twice": ("seed: 1\nquick: true\nseed: 1", "my.yaml:3", "'seed' stands in line 1 already."),
     "an axis twice": ("set:\n  shape: 1\n  shape: 2", "my.yaml:3", "'shape' stands in line 2 already."),
     "an unknown key": ("dtype: fp8", "my.yaml:1", "unknown key 'dtype'. Did you mean 'dtypes'? Known: suite, dtypes,"),
-    "an underscore": ("no_isolation: true", "my.yaml:1", "Did you mean 'no-isolation'?"),
+    "an underscore too many": ("no__isolation: true", "my.yaml:1", "Did you mean 'no-isolation'?"),
     "a key with dashes": ("--seed: 1", "my.yaml:1", "Did you mean 'seed'?"),
     "a file in a file": ("config: other.yaml", "my.yaml:1", "unknown key 'config'"),
     "a merge": ("<<: {seed: 1}", "my.yaml:1", "unknown key '<<'"),

@@ -48,7 +48,7 @@ CONFIGURED = {
     "--rounds", "--seed", "--threads", "--dry-run", "--store", "--import", "--no-isolation", "--case-timeout",
     "--config", "--resume", "--write-plan", "--plan", "--cell", "--json", "--csv",
     "--grid", "--trace", "--tensorboard", "--wandb", "--html", "--md",
-    "--csv-wide", "--open", "--no-report", "--static-scales", "--refresh-scales", "--saturation-bound",
+    "--csv-wide", "--open", "--no-report", "--static-scales", "--scales-from", "--refresh-scales", "--saturation-bound",
     "--energy", "--no-energy", "--sustained", "--max-batch", "--memory-limit", "--explain", "--backend", "--tape",
     "--shares",
     "--ranks", "--sessions", "--apart",
@@ -153,6 +153,8 @@ OPTIONS = {
         "--gradients", "--on-nan", "--store", "--resume", "--try-fix", "--explain", "--json", "--csv",
         "--tensorboard", "--wandb", "--max-batch", "--memory-limit", "--fail-on", "--no-energy",
         "--ranks", "--parallel", "--amax-group", "MODULE:FUNCTION", "--skip", "--bands", "--nudge", "--handicap",
+        "--config", "--norm", "--optimizer", "--beta1", "--beta2", "--eps", "--updates", "--schedule", "--decay",
+        "--patience", "--drop", "--clip-by", "--scale-first", "--scale-factor", "--scales-from",
     },
     "selftest": COMMON | {"--device", "--power", "--trials", "--operation", "--json"},
 }  # fmt: skip
@@ -281,7 +283,7 @@ REFUSED = {
     ),
     "unknown layer": (
         ["suite", "transformer", "--precision-map", "blocks.0.mpl=fp8"],
-        "Did you mean 'blocks.0.mlp'? Known: attn, mlp, head; layers by name (blocks.0.attn.qkv,",
+        "Did you mean 'blocks.0.mlp'? Known: attn, mlp, head, embed, residual, logits, norm; layers by name (",
     ),
     "map without a layer": (["suite", "transformer", "--precision-map", "=fp8"], "is not of the form LAYER=DTYPE"),
     "map without a dtype": (["suite", "transformer", "--precision-map", "mlp="], "is not of the form LAYER=DTYPE"),

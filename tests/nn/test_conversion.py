@@ -181,8 +181,8 @@ def test_layers_are_chosen_by_name_and_kind(model: Model) -> None:
 
     conversion = Conversion(model, choose, skip=["picture"])
     assert asked == [
-        Layer("first", "linear"), Layer("experts.stack", "experts"), Layer("experts.position", "experts"),
-        Layer("router", "linear"), Layer("out", "head"),
+        Layer("first", "linear"), Layer("experts.stack", "experts", group="mlp"),
+        Layer("experts.position", "experts", group="mlp"), Layer("router", "linear"), Layer("out", "head"),
     ]  # fmt: skip
     assert [(one.name, one.rule) for one in conversion.held if one.reason] == [("picture", "skipped"), ("out", "kept")]
 

@@ -45,7 +45,9 @@ def test_the_keys_of_layers_are_kinds_names_and_front_parts() -> None:
     layers = layers_of(workloads.get("transformer"), [SMALL])
     keys = list(keys_of(layers))
     assert keys[:5] == ["attn", "blocks", "blocks.0", "blocks.0.attn", "blocks.0.attn.qkv"]
-    assert len(keys) == 3 + 1 + 2 * (1 + 2 + 4)
+    # The head is the output, too; embedding (embed), residual, logits and norms have their names and kinds alone.
+    assert len(keys) == 3 + 1 + 2 * (1 + 2 + 4) + 1 + 2 + 1 + 1 + 1 + 2 * 2
+    assert key_of(Layer("blocks.0.norm_attn", "norm", product=False), ("blocks.0", "blocks")) is None
     assert all(any(key_of(layer, (key,)) for layer in layers) for key in keys)
 
 

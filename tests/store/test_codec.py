@@ -97,7 +97,7 @@ from fp8bench.model.stopping import ClockLook, Settling
 
 CASE = Case(
     "gemm", (("m", 64), ("ratio", 0.5), ("product", "forward"), ("flag", True)), "fp8", "cuda:0", (("mlp", "bf16"),),
-    "2", StaticScales(8, 100, 0.001),
+    "2", StaticScales(8, 100, 0.001, "a1b2", (("fp8", "up", "input", 1.5),)),
 )  # fmt: skip
 SUPPORT = Support(Level.EMULATED, "no hardware", "torchao 0.18.0")
 TIMING = Timing(
@@ -233,11 +233,13 @@ def test_the_full_run_leaves_no_field_at_its_default() -> None:
     for value in (RUN, REQUEST, RECORD, MEASUREMENT, TIMING):
         at_default = {field.name for field in fields(value) if getattr(value, field.name) == field.default}
         # A request without isolation has no limit for a case, one without energy none of phases, and one of
-        # several ranks no passes: see below.
-        expected = {"isolation", "energy_of", "ranks"} if value is REQUEST else set()
+        # several ranks no passes, one with scales of its own takes no other run's: see below.
+        expected = {"isolation", "energy_of", "ranks", "scales_from", "known_scales"} if value is REQUEST else set()
         assert at_default == expected, (type(value), at_default)
     alone = Request("gemm", isolation=False, energy_of="phases")
     assert there_and_back(alone) == alone and not alone.isolation and alone.energy_of == "phases"
+    scaled = Request("gemm", scales_from="a1b2", known_scales=(("fp8", "up", "input", 1.5),))
+    assert there_and_back(scaled) == scaled and scaled.scales is not None and scaled.scales.source == "a1b2"
     several = Request("gemm", ranks=4, energy=False)
     assert there_and_back(several) == several and several.ranks == 4
 

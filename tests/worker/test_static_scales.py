@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from fp8bench.errors import UsageError
 from fp8bench.model import Case, LayerScale, Request, StaticScales, Status
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.plan.make import make_plan
@@ -163,3 +164,38 @@ def test_calibrating_may_take_the_time_of_its_steps() -> None:
     )
     one.prepare(worker)
     assert dict(worker.limits[::-1])["calibrate"] == 60.0 + 100 * 1.0
+
+
+def test_known_scales_are_loaded_as_they_were_and_nothing_is_calibrated(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit those of a run in that precision; of a run in others the largest of each layer and role."""
+    found = kept(bench, case_of())
+    known = tuple(("fp8", one.layer, one.role, one.amax) for one in found)
+    case = case_of(static_scales=None, scales_from="a1b2", known_scales=known)
+    assert case.id == case_of().id.replace("static=2", "static=a1b2")
+    watched: list[bool] = []
+    inner = type(workloads.get("transformer")).prepare
+
+    def prepare(self: Any, setup: Any) -> Any:
+        watched.append(setup.scales.watching)
+        return inner(self, setup)
+
+    monkeypatch.setattr(type(workloads.get("transformer")), "prepare", prepare)
+    bench.calibrate(case, CPU)
+    assert kept(bench, case, slots=2) == found and watched == [False]
+    others = tuple((mode, layer, role, amax * size) for mode, size in (("fp8-e4m3", 2.0), ("fp8-delayed", 4.0))
+                   for _, layer, role, amax in known)  # fmt: skip
+    doubled = kept(bench, case_of(static_scales=None, scales_from="a1b2", known_scales=(*known, *others)))
+    assert doubled == found
+    largest = kept(bench, case_of(static_scales=None, scales_from="a1b2", known_scales=others))
+    assert [one.amax for one in largest] == [4.0 * one.amax for one in found]
+
+
+def test_known_scales_of_no_layer_here_are_refused() -> None:
+    with pytest.raises(
+        UsageError, match=r"--scales-from a1b2: it has scales of nowhere, and no layer here is called so"
+    ):
+        case_of(static_scales=None, scales_from="a1b2", known_scales=(("fp8", "nowhere", "input", 1.0),))
+    with pytest.raises(UsageError, match=r"--scales-from has them\. Leave one of them out"):
+        case_of(scales_from="a1b2")

@@ -66,7 +66,7 @@ def _shown(kept: KeptTraining) -> TrainingResult:
     return TrainingResult(**{field.name: getattr(kept, field.name) for field in fields(kept)})
 
 
-@asks(TrainingRequest, TrainerSettings, without=("settings",))
+@asks(TrainingRequest, TrainerSettings, without=("settings", "scales"))
 def train(
     *,
     dtypes: str | Iterable[str] = (),

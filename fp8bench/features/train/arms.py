@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.train.lab.models import check, check_ranks, config_of, layers_of, support
+from fp8bench.features.train.lab.models import (
+    around_of,
+    check,
+    check_effective,
+    check_ranks,
+    config_of,
+    layers_of,
+    support,
+)
 from fp8bench.features.train.own import check_own
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
@@ -22,7 +30,7 @@ from fp8bench.units import size
 
 MOST_ARMS = 64
 # What must be the same in all arms: weights and batches are shared. The map is a table of its own.
-_SHARED = {"make", "skip", "model", "arch", "batch", "sequence", "rates", "precision_map", "parallel"}
+_SHARED = {"make", "skip", "model", "arch", "norm", "batch", "sequence", "rates", "precision_map", "scales", "parallel"}
 _SWEPT: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
 }
@@ -64,8 +72,9 @@ def check_training(request: TrainingRequest) -> None:
     if request.settings.make:
         check_own(request)
     else:
-        layers = layers_of(request.settings.arch, config_of(request.settings, 1))
-        check_keys(mapped, layers, f"model {request.settings.model}")
+        arch, config = request.settings.arch, config_of(request.settings, 1)
+        check_keys(mapped, (*layers_of(arch, config), *around_of(arch, config)), f"model {request.settings.model}")
+    check_effective([arm.taken(request.settings) for arm in arms])
     for arm in arms:
         check(arm.taken(request.settings))
         if request.ranks is not None:

@@ -14,9 +14,9 @@ from fp8bench.cli import option_types as types
 from fp8bench.cli.options import asked_in, check_alone, shared
 from fp8bench.cli.outputs import check_outputs, in_store, tell, wanted_of
 from fp8bench.cli.streams import complain
-from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName
+from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName, UsageError
 from fp8bench.features.train.arms import check_training
-from fp8bench.features.train.kind import TrainingKind, training_named
+from fp8bench.features.train.kind import TrainingKind, load_head, training_named
 from fp8bench.features.train.progress import on_terminal
 from fp8bench.features.train.request import (
     LEARNING,
@@ -28,12 +28,14 @@ from fp8bench.features.train.request import (
     TrainingRequest,
     asked,
 )
-from fp8bench.features.train.values import KeptTraining, TrainingEvent, TrainingObserver
+from fp8bench.features.train.values import KeptTraining, Training, TrainingEvent, TrainingObserver
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import PERCENT
 
-_BESIDE_RESUME = {"--resume", "--store", "--json", "--csv", "--explain", "--tensorboard", "--wandb", "--fail-on"}
+_BESIDE_RESUME = {
+    "--resume", "--config", "--store", "--json", "--csv", "--explain", "--tensorboard", "--wandb", "--fail-on",
+}  # fmt: skip
 _REQUEST = TrainingRequest()
 
 EXAMPLES = (
@@ -80,6 +82,8 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
 
 def _add_where(group: argparse._ArgumentGroup) -> None:
     shared(group, "--store", help="where trainings are kept, below trainings/; default .fp8bench")
+    words = "options in YAML, by their names without dashes or by those of other trainers; the command line wins"
+    group.add_argument("--config", type=types.path, metavar="FILE", help=words)
     words = "go on with a training that was cut off: an id, its folder, or last"
     group.add_argument("--resume", metavar="TRAINING", help=words)
     words = "end with 1 where an arm is so: worse, diverged, did-not-learn, inconclusive, or has an alarm"
@@ -114,8 +118,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     _check_reasons(arguments.fail_on)
     if arguments.resume is not None:
-        check_alone(arguments.words, _BESIDE_RESUME, [arguments.make] if arguments.make else [])
+        typed = arguments.make in arguments.words
+        check_alone(arguments.words, _BESIDE_RESUME, [arguments.make] if typed and arguments.make else [])
         path = training_named(arguments.resume, arguments.store)
+        _check_same(arguments, load_head(path))
         with _training(arguments) as observer:
             resumed, kept = resume(path, arguments.store, observer)
         if not resumed:
@@ -131,6 +137,22 @@ def run(arguments: argparse.Namespace) -> int:
     with _training(arguments) as observer:
         kept = train(request, arguments.store, observer, command_line())
     return _ended(kept, arguments)
+
+
+def _check_same(arguments: argparse.Namespace, training: Training) -> None:
+    """Raise where a file of options beside --resume has others than the training was begun with, unless its command
+    line had the last word then."""
+    asked, begun = request_from(arguments), training.request
+    typed = {word.partition("=")[0] for word in training.command.split()}
+    for name, where in getattr(arguments, "configured", {}).items():
+        if f"--{name.replace('_', '-')}" in typed:
+            continue
+        for given, was in ((asked, begun), (asked.settings, begun.settings)):
+            if hasattr(was, name) and getattr(given, name) != getattr(was, name):
+                raise UsageError(
+                    f"{where} is {getattr(given, name)}, and training {training.id} was begun with "
+                    f"{getattr(was, name)}. Resume it with the file that it was begun with, or without --config."
+                )
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from fp8bench.workloads.model import LIVE
 
 # Settings that say how a built-in model is made, or cut for ranks.
 _BUILT_IN = (
-    "model", "arch", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention", "parallel",
-    "amax_group",
+    "model", "arch", "norm", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention",
+    "parallel", "amax_group",
 )  # fmt: skip
 _OF_A_TEXT = ("data", "other_data", "tokens")
 
@@ -36,6 +36,7 @@ def check_own(request: TrainingRequest) -> None:
         )
     refusals = (
         (request.ranks is not None, "--ranks", "its batches are read by one process"),
+        (request.scales_from is not None, "--scales-from", "its layers are known to its worker alone"),
         (request.max_batch, "--max-batch", "its batches are as large as it makes them"),
         ("micro_batches" in swept, "--sweep micro-batches", "arms would not read the same batches in a step"),
         (settings.nudge == "order" or any(axis == "nudge" and "order" in values for axis, values in request.sweep),

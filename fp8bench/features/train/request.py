@@ -8,8 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8bench.errors import UsageError
-from fp8bench.model.request import REQUEST_RULES, Request, Rule, check_fields, number, option, options_of, whole_number
+from fp8bench.model.request import (
+    KNOWN_SCALES,
+    REQUEST_RULES,
+    Request,
+    Rule,
+    check_fields,
+    number,
+    option,
+    options_of,
+    whole_number,
+)
 from fp8bench.nn.sizes import SIZES
+from fp8bench.units import number_of
 
 ARCHITECTURES = ("gpt", "mlp", "cnn", "moe")
 # Of parameters: those that learn at rates of their own.
@@ -17,6 +28,8 @@ PARAMETER_KINDS = ("embedding", "norm", "layer", "head")
 LOSS_SCALES = ("auto", "dynamic")
 LARGEST_LOSS_SCALE = float(1 << 32)
 MOST_STEPS = 10_000_000
+OPTIMIZERS = ("adamw", "sgd", "lion", "adafactor")
+SCHEDULES = ("cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt", "plateau")
 # How several ranks train together.
 PARALLEL = ("ddp", "fsdp", "tp")
 USUAL_MERGES = 1024
@@ -48,18 +61,17 @@ def _above_nothing(what: str, most: float = math.inf) -> Rule:
 def _is_loss_scale(value: object) -> bool:
     if value in LOSS_SCALES:
         return True
-    try:
-        return isinstance(value, str) and 1.0 <= float(value) <= LARGEST_LOSS_SCALE
-    except ValueError:
-        return False
+    return isinstance(value, str) and 1.0 <= number_of(value) <= LARGEST_LOSS_SCALE
 
 
 def _are_rates(value: object) -> bool:
     return isinstance(value, tuple) and all(
-        kind in PARAMETER_KINDS and isinstance(factor, int | float) and 0 <= factor < math.inf for kind, factor in value
+        isinstance(name, str) and name and isinstance(factor, int | float) and 0 <= factor < math.inf
+        for name, factor in value
     )
 
 
+_BETA = number("a number from 0 to below 1, or -1 for the usual one", lambda value: value == -1 or 0 <= value < 1)
 _SHARE = number("a share from 0 to 1", lambda value: 0 <= value <= 1)
 WHAT, LENGTH, LEARNING = "what to train", "how long, and how sure", "how it learns"
 _OF_A_RUN = options_of(Request)
@@ -115,6 +127,10 @@ class TrainerSettings:
         WHAT,
     )  # fmt: skip
     arch: str = _choice("gpt", ARCHITECTURES, "the model's architecture; default {default}", WHAT)
+    norm: str = _choice(
+        "batch", ("batch", "layer"), "what cnn has behind a convolution: batch norm or layer norm; default {default}",
+        WHAT,
+    )  # fmt: skip
     batch: int = option(
         0, whole_number(0, 4096, "a whole number from 1 to 4096, or 0 for the model's own"),
         "sequences in a micro-batch; default the model's own", "N", WHAT,
@@ -132,15 +148,47 @@ class TrainerSettings:
     )  # fmt: skip
     rates: tuple[tuple[str, float], ...] = option(
         (),
-        Rule(f"kinds of parameters ({', '.join(PARAMETER_KINDS)}) and factors, like embedding=0.5,head=2", _are_rates),
-        "factors of the rate by kind of parameters", "KIND=FACTOR,...", LEARNING, parse="factors",
+        Rule(f"kinds of parameters ({', '.join(PARAMETER_KINDS)}) or of layers, or paths, and factors, like "
+             "embedding=0.5,attn=2,blocks.0=0.1", _are_rates),
+        "factors of the rate: by kind of parameters or layers (attn, mlp), or the front of their path (blocks.0)",
+        "NAME=FACTOR,...", LEARNING, parse="factors",
+    )  # fmt: skip
+    optimizer: str = _choice("adamw", OPTIMIZERS, "what updates the weights; default {default}")
+    beta1: float = option(
+        -1.0, _BETA, "of the first moment, sgd's momentum; default adamw 0.9, sgd 0.9, lion 0.9", "NUMBER", LEARNING
+    )
+    beta2: float = option(-1.0, _BETA, "of the second one; default adamw 0.999, lion 0.99", "NUMBER", LEARNING)
+    eps: float = option(
+        0.0, number("a number from 0 to 1", lambda value: 0 <= value <= 1),
+        "what adamw adds to the root of the second moment, and adafactor's least root mean square of a weight; default "
+        "1e-8, 1e-3", "NUMBER", LEARNING,
+    )  # fmt: skip
+    updates: str = _choice(
+        "fp32", ("fp32", "bf16", "fp8"),
+        "what each update is rounded to before the weights take it, an optimizer's of your own, too; default {default}",
+    )  # fmt: skip
+    schedule: str = _choice(
+        "cosine", SCHEDULES,
+        "how the rate goes on once it has risen; plateau: it falls where held-out losses do not; default {default}",
     )  # fmt: skip
     warmup: float = option(
         0.1, _SHARE, "share of the steps in which the rate rises; default {default}", "SHARE", LEARNING
     )
     floor: float = option(
-        0.1, _SHARE, "share of the rate that is left at the end of the cosine; default {default}", "SHARE", LEARNING
+        0.1, _SHARE, "share of the rate that is left at the end of the schedule; default {default}", "SHARE", LEARNING
     )
+    decay: float = option(
+        0.2, _SHARE, "share of the steps in which wsd's rate falls, at the end; default {default}", "SHARE", LEARNING
+    )
+    patience: int = option(
+        2, whole_number(0, MOST_STEPS),
+        "of plateau, looks at the held-out text without a better loss that leave the rate alone; default {default}",
+        "N", LEARNING,
+    )  # fmt: skip
+    drop: float = option(
+        0.5, number("a share above 0 and below 1", lambda value: 0 < value < 1),
+        "of plateau, what the rate is multiplied by then; default {default}", "SHARE", LEARNING,
+    )  # fmt: skip
     weight_decay: float = option(
         0.1, number("a number from 0 to 10", lambda value: 0 <= value <= 10),
         "of matrices; default {default}", "NUMBER", LEARNING,
@@ -148,6 +196,11 @@ class TrainerSettings:
     clip: float = option(
         1.0, number("a number above 0, or 0 for none", lambda value: 0 <= value < math.inf),
         "norm of all gradients above which they are clipped; 0: never; default {default}", "NUMBER", LEARNING,
+    )  # fmt: skip
+    clip_by: str = _choice(
+        "all", ("all", "kind", "block", "tensor"),
+        "whose norm is held against --clip: of all gradients together, or of each kind (attn, mlp, embedding, norm, "
+        "head), block or tensor by itself; default {default}",
     )  # fmt: skip
     dropout: float = option(
         0.0, number("a share from 0 to below 1", lambda value: 0 <= value < 1),
@@ -157,12 +210,20 @@ class TrainerSettings:
         "auto", Rule("auto, dynamic, or a number from 1 to 2^32", _is_loss_scale),
         "auto (the precision's own), dynamic, or a number from 1 to 2^32; default {default}", "SCALE", LEARNING,
     )  # fmt: skip
+    scale_first: float = option(
+        2.0**16, _above_nothing("a number from 1 to 2^32, like 2^10", LARGEST_LOSS_SCALE),
+        "where a dynamic loss scale begins; default 2^16", "SCALE", LEARNING,
+    )  # fmt: skip
+    scale_factor: float = option(
+        2.0, number("a number above 1 and up to 1024, like 2^1", lambda value: 1 < value <= 1024),
+        "what a dynamic loss scale is multiplied and divided by; default {default}", "NUMBER", LEARNING,
+    )  # fmt: skip
     scale_growth: int = option(
         200, whole_number(1, MOST_STEPS),
-        "steps without an overflow after which a dynamic loss scale doubles; default {default}", "N", LEARNING,
+        "steps without an overflow after which a dynamic loss scale grows; default {default}", "N", LEARNING,
     )  # fmt: skip
     optimizer_states: str = _choice(
-        "fp32", ("fp32", "bf16", "fp8lm"), "what AdamW's moments are kept in; default {default}"
+        "fp32", ("fp32", "bf16", "fp8lm"), "what the optimizer's moments are kept in; default {default}"
     )
     master: str = _choice(
         "fp32", ("fp32", "fp16-scaled", "bf16-stochastic"),
@@ -197,6 +258,8 @@ class TrainerSettings:
     precision_map: tuple[tuple[str, str], ...] = _as_in_a_run(
         (), "precision_map", "layers that take another precision, as in suite; the reference stays pure", group=WHAT
     )
+    # Largest magnitudes that `scales_from` has, by precision, layer and role.
+    scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
     parallel: str = _choice(
         "", ("", *PARALLEL),
         "how: ddp (parts of a batch), fsdp (these, and rows of all weights), tp (parts of each block)", LENGTH,
@@ -284,6 +347,11 @@ class TrainingRequest:
     energy: bool = _as_in_a_run(
         True, "energy",
         "measure no energy; else it is where a device can tell it, in windows of steps after the last one",
+    )  # fmt: skip
+    scales_from: str | None = _as_in_a_run(
+        None, "scales_from",
+        "scales that stay as a training or a run has kept them, in place of those of each tensor: its id, or last; the "
+        "reference stays pure", group=LEARNING,
     )  # fmt: skip
     imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
     isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")

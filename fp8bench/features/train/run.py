@@ -32,6 +32,7 @@ from fp8bench.features.train.lab.rank_lab import MODULE as RANK_MODULE
 from fp8bench.features.train.own import no_text, place_of
 from fp8bench.features.train.ranks_merge import MERGES
 from fp8bench.features.train.request import SETTINGS_RULES, TrainingRequest
+from fp8bench.features.train.scales import with_scales
 from fp8bench.features.train.seed import FIRST_SECONDS, SeedPace, SeedRun, lab_of
 from fp8bench.features.train.texts import prepare_text
 from fp8bench.features.train.values import (
@@ -73,6 +74,7 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
     An interrupt ends it early: what was kept is returned, with `finished` False. Raises NotKept, which holds the
     training as far as it was kept, where the store fails, and WorkerError where the reference cannot go on.
     """
+    request = with_scales(request, store)
     with _ready(request, store) as (worker, text):
         training = _of_today(request, worker, text, command)
         covered = _examined(training, worker)
@@ -118,6 +120,7 @@ def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState, 
     Nothing is trained. Seconds are those of all steps of arms whose precision was trained here before; then come the
     names of the other arms, and how far gaps were apart from seed to seed.
     """
+    request = with_scales(request, store)
     with _ready(request, store) as (worker, text):
         training = _of_today(request, worker, text)
         _examined(training, worker)
@@ -369,7 +372,10 @@ def _without(training: Training, writer: TrainingWriter, has: Callable[[ArmCost]
 
 
 _LOOKED_AT = 20
-_SAME = ("make", "model", "arch", "batch", "sequence", "micro_batches", "checkpointing", "compile", "parallel")
+_SAME = (
+    "make", "model", "arch", "norm", "batch", "sequence", "micro_batches", "checkpointing", "compile", "parallel",
+    "optimizer", "updates", "schedule",
+)  # fmt: skip
 
 
 def _expected_seconds(training: Training, store: Path) -> tuple[float, list[str]]:

@@ -78,10 +78,11 @@ class Arm:
         return self.role.value in BANDS
 
     def taken(self, settings: TrainerSettings) -> TrainerSettings:
-        """All settings of the arm: those of its training but for its own. Only candidates take the precision map."""
+        """All settings of the arm: those of its training but for its own. Only candidates take the precision map and
+        stored scales."""
         own: dict[str, Any] = dict(self.settings)
-        mapped = settings.precision_map if self.role is ArmRole.CANDIDATE else ()
-        return replace(settings, **{"precision_map": mapped, **own})
+        alike: dict[str, Any] = {} if self.role is ArmRole.CANDIDATE else {"precision_map": (), "scales": ()}
+        return replace(settings, **alike, **own)
 
 
 @dataclass(frozen=True)

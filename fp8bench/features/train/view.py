@@ -14,7 +14,7 @@ from statistics import median
 from fp8bench import units
 from fp8bench.analysis.metric import why_no_larger
 from fp8bench.features.train import words
-from fp8bench.features.train.request import TrainingRequest
+from fp8bench.features.train.request import SETTINGS_RULES, TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import (
     COVERAGE,
     WATCHED_SECONDS,
@@ -139,7 +139,25 @@ def facts_of(training: Training) -> Iterator[tuple[str, str]]:
     if request.ranks is not None:
         yield "ranks", f"{request.ranks} by {request.settings.parallel}; {_scales_of(request)}"
     yield "text", training.text.identity
+    if settings := settings_of(request):
+        yield "settings", settings
     yield "margin", units.percent(request.margin)
+
+
+def settings_of(request: TrainingRequest) -> str:
+    """What is not as usual of how all arms learn, beside what the title has."""
+    usual, own = TrainerSettings(), request.settings
+    others = {"make", "model", "arch", "scales", "parallel", "amax_group"}
+    named = [name for name in SETTINGS_RULES if name not in others]
+    found = {name: getattr(own, name) for name in named if getattr(own, name) != getattr(usual, name)}
+    found |= {"scales_from": request.scales_from} if request.scales_from else {}
+    return ", ".join(f"{name.replace('_', '-')} {_shown(value)}" for name, value in found.items())
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join("=".join(map(str, one)) if isinstance(one, tuple) else str(one) for one in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _scales_of(request: TrainingRequest) -> str:

@@ -6,18 +6,21 @@ import errno
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fp8bench.cli.config_file import with_config
 from fp8bench.cli.main import build_parser, commands_of
 from fp8bench.features.train import run as job
+from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.command import request_from
 from fp8bench.features.train.kind import load_training, training_files
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.values import ArmCost, StepRow, TrainingEvent
+from fp8bench.features.train.values import ArmCost, LayerReading, StepRow, TrainingEvent
 from fp8bench.features.train.words import FAILURES
 from fp8bench.measure.handle import LocalWorker
 from tests.commands import Say, unfolded, unfolding
@@ -280,3 +283,126 @@ def test_an_arm_that_is_out_is_an_exit_code(say: Say, monkeypatch: pytest.Monkey
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: FakeLab(strikes("bf16", 2, times=2)))
     code, out, err = say(*TINY, "--keep", "1")
     assert (code, out) == (3, "") and "the worker crashed during 'advance'" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (
+            ["--decay", "0.3"],
+            "--decay has no effect: it is of --schedule wsd, and that is cosine. Choose",
+        ),
+        (
+            ["--optimizer", "sgd", "--beta2", "0.9"],
+            "--beta2 has no effect: it is of --optimizer adamw or lion, and",
+        ),
+        (["--scale-first", "2^8"], "--scale-first has no effect: it is of --loss-scale dynamic, and that is auto."),
+        (["--optimizer", "adafactor", "--beta1", "0"], "--beta1 has no effect"),
+        (["--patience", "5", "--schedule", "linear"], "--patience has no effect"),
+    ],
+)
+def test_what_no_arm_would_take_notice_of(words: list[str], why: str, say: Say, local: None) -> None:
+    code, out, err = say(*TINY, *words)
+    assert (code, out) == (2, "") and why in err
+
+
+def test_an_arm_that_takes_notice_is_enough(store: Path) -> None:
+    settings = TrainerSettings(decay=0.3)
+    check_training(TrainingRequest(settings=settings, sweep=(("schedule", ("cosine", "wsd")),)))
+
+
+CONFIG = """
+dtypes: [bf16, fp8]
+use_fp8: true
+fp8_format: e4m3
+fp8_amax_history_len: 16
+fp8_amax_compute_algo: max
+max_grad_norm: 0.5
+learning_rate: 2e-3
+lr_scheduler_type: reduce_lr_on_plateau
+optim: adamw_torch
+adam_beta2: 0.95
+weight_decay: 0.2
+max_batch_size: 4
+gradient_accumulation_steps: 2
+gradient_checkpointing: true
+torch_compile: false
+use_flash_attention: true
+initial_loss_scale: 2^10
+growth_factor: 4
+rates: {attn: 0.5, blocks.0: 2}
+precision_map: "embed=fp16, attn=fp8, mlp=fp8, norm=fp16, output=fp16"
+steps: 7
+"""
+
+
+def configured(*words: str, text: str = CONFIG) -> TrainingRequest:
+    Path("my.yaml").write_text(text)
+    parser = build_parser()
+    words = ("train", "--config", "my.yaml", *words)
+    return request_from(with_config(parser, commands_of(parser)["train"], words, Path("my.yaml")))
+
+
+def test_a_file_of_options_is_what_the_command_line_would_be(store: Path) -> None:
+    wanted = TrainerSettings(
+        clip=0.5, rate=2e-3, schedule="plateau", beta2=0.95, weight_decay=0.2, batch=4, micro_batches=2,
+        checkpointing="blocks", scale_first=1024.0, scale_factor=4.0, rates=(("attn", 0.5), ("blocks.0", 2.0)),
+        precision_map=(("embed", "fp16"), ("attn", "fp8"), ("mlp", "fp8"), ("norm", "fp16"), ("output", "fp16")),
+    )  # fmt: skip
+    request = configured()
+    assert request.settings == wanted and request.steps == 7
+    assert request.dtypes == ("bf16", "fp8", "fp8-delayed:history=16:formats=e4m3")
+    assert configured("--clip", "2", "--seeds", "3").settings == replace(wanted, clip=2.0)
+
+
+WRONG_FILES = {
+    "max_grad_nrm: 1": "my.yaml:1: unknown key 'max_grad_nrm'. Did you mean 'max_grad_norm'?",
+    "weight_decy: 1": "my.yaml:1: unknown key 'weight_decy'. Did you mean 'weight-decay'?",
+    "clip: 1\nmax_grad_norm: 2": "my.yaml:2: 'max_grad_norm' sets what a line above sets. Keep one of the two.",
+    "use_flash_attention: false": "my.yaml:1: use_flash_attention cannot be false here",
+    "optim: rmsprop": "my.yaml:1: --optimizer: invalid choice: 'rmsprop'",
+    "rates: {atn: 2}": "unknown parameters of --rates 'atn'. Did you mean 'attn'?",
+    "init_scale: 2^8": "--scale-first has no effect: it is of --loss-scale dynamic",
+    "init_scale: big": "my.yaml:1: --scale-first: expected a number from 1 to 2^32, like 2^10, got 'big'.",
+    "precision_map: {norm: tf32}": "--precision-map norm=tf32: tf32 rounds what products read, and norm multiplies",
+}
+
+
+@pytest.mark.parametrize("text", WRONG_FILES)
+def test_what_a_file_cannot_say_of_a_training(text: str, store: Path, fp8bench: Say) -> None:
+    Path("my.yaml").write_text(text)
+    code, out, err = unfolding(fp8bench)("train", "--config", "my.yaml", "--dry-run")
+    assert (code, out) == (2, "") and WRONG_FILES[text] in err
+
+
+def test_the_same_file_beside_resume_and_another_one(
+    store: Path, local: None, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the command line had the last word on may stand in it; anything else that differs is refused."""
+    typed = "fp8bench train --config my.yaml --rate 1e-3"
+    monkeypatch.setattr("fp8bench.features.train.command.command_line", lambda: typed)
+    Path("my.yaml").write_text("max_grad_norm: 0.5\nlearning_rate: 2e-3\noptim: sgd\nbands: none\n")
+    code, out, err = say("--config", "my.yaml", "--rate", "1e-3", *TINY)
+    assert code == 0 and "my.yaml:2: learning_rate has no effect: --rate on the command line wins" in err
+    assert "settings: batch 1, sequence 16, optimizer sgd, clip 0.5" in out
+    code, _, err = say("--config", "my.yaml", "--resume", "last")
+    assert code == 0 and "is finished; nothing was missing" in err
+    Path("my.yaml").write_text("max_grad_norm: 0.25\n")
+    code, out, err = say("--config", "my.yaml", "--resume", "last")
+    assert (code, out) == (2, "") and "my.yaml:1: max_grad_norm is 0.25, and training" in err
+    assert "was begun with 0.5. Resume it with the file that it was begun with, or without --config." in err
+
+
+def test_scales_of_a_training_are_taken_by_another(store: Path, local: None, say: Say) -> None:
+    assert say(*TINY, "--bands", "none")[0] == 0
+    code, out, _ = say(*TINY, "--bands", "none", "--scales-from", "last")
+    assert code == 0 and "scales-from last" in out
+    newest, first = (load_training(path) for path in training_files(store))
+    known = {(mode, layer, role): amax for mode, layer, role, amax in newest.training.request.settings.scales}
+    amaxes = {(line.layer, line.role): line.amax for line in first.of(LayerReading) if line.arm == "fp8"}
+    assert known["fp8", "blocks.0.mlp.up", "weight"] == amaxes["blocks.0.mlp.up", "weight"]
+    weights = [line for line in newest.of(LayerReading) if (line.arm, line.role) == ("fp8", "weight")]
+    (scale,) = {line.scale for line in weights if line.layer == "blocks.0.mlp.up"}
+    assert scale == pytest.approx(448 / known["fp8", "blocks.0.mlp.up", "weight"])
+    code, _, err = say(*TINY, "--arch", "mlp", "--scales-from", "last")
+    assert code == 2 and "has no scale of window, which --model nano multiplies by." in err

@@ -13,13 +13,16 @@ from fp8bench.features.train.values import Arm, ArmRole
 
 REFUSED: dict[str, list[Any]] = {
     "model": ["", 3], "arch": ["rnn"], "batch": [-1, 1.5, True], "sequence": [-1], "micro_batches": [0],
-    "rate": [0, -1, float("nan"), 11], "rates": [(("norm", -1.0),), (("nrom", 1.0),), "norm=1"], "warmup": [-0.1, 1.1],
+    "rate": [0, -1, float("nan"), 11], "rates": [(("norm", -1.0),), (("", 1.0),), "norm=1"], "warmup": [-0.1, 1.1],
     "floor": [2], "weight_decay": [-1], "clip": [-1, float("inf")], "dropout": [1.0, -0.1],
     "loss_scale": ["0.5", "8589934592", "big", 1024.0, "nan"], "optimizer_states": ["fp8"], "master": ["bf16"],
     "gradients": ["fp16"], "checkpointing": ["yes"], "compile": ["maybe"], "attention": ["low"],
     "on_nan": ["ignore"], "nudge": ["bit"],
     "scale_growth": [0], "handicap": [0, float("inf")], "precision_map": [(("mlp",),), "mlp=fp8"],
-    "parallel": ["pp"], "amax_group": ["dp"], "make": [3], "skip": ["head"],
+    "parallel": ["pp"], "amax_group": ["dp"], "make": [3], "skip": ["head"], "norm": ["group"], "decay": [2],
+    "optimizer": ["rmsprop"], "beta1": [1, -0.5], "beta2": [1.5], "eps": [-1, 2], "updates": ["fp4"],
+    "schedule": ["cyclic"], "patience": [-1], "drop": [0, 1], "clip_by": ["layer"], "scale_first": [0, 2.0**33],
+    "scale_factor": [1, 2000], "scales": ["last", (("fp8", "up", "input"),)],
 }  # fmt: skip
 ASKED: dict[str, list[Any]] = {
     "dtypes": [(), "fp8", (8,)], "reference": [8], "steps": [0, 1.5, True], "seeds": [0], "seed": [-1],
@@ -27,6 +30,7 @@ ASKED: dict[str, list[Any]] = {
     "other_data": [""], "tokens": ["words"], "stride": [0], "evaluate": [0], "keep": [0],
     "imports": ["x"], "isolation": [None], "try_fix": ["yes"], "max_batch": ["yes"],
     "memory_limit": [0], "energy": ["yes"], "bands": ["one-ulp", ("chaos",)], "ranks": [0, 1, 2, True],
+    "scales_from": [""],
 }  # fmt: skip
 
 

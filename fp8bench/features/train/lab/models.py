@@ -5,12 +5,12 @@ Imports no torch: the parent asks it what a training would be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.train.request import TrainerSettings
+from fp8bench.features.train.request import PARAMETER_KINDS, TrainerSettings
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.hardware import emulated, native, refused
 from fp8bench.formats.recipes import Recipe
@@ -18,8 +18,9 @@ from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.parallel.ways import uncuttable
 from fp8bench.nn.shared_workloads import uncompilable
-from fp8bench.nn.sizes import LINE, SIZES, GPTConfig
-from fp8bench.protocols import Layer, Precision
+from fp8bench.nn.sizes import LINE, SIZES, GPTConfig, around, gpt_around
+from fp8bench.protocols import Layer, Precision, key_of, keys_of
+from fp8bench.registry import precisions
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,11 @@ _BLOCKS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "moe": (("attn.qkv", "attn"), ("attn.out", "attn")),
 }
 EXPERTS = 8
+_RATED = "kinds of layers (attn, mlp, conv), and fronts of paths (blocks.0, blocks.0.attn.qkv)"
+# The norms of each block, or of an mlp's, beside the last one.
+_NORMS: Mapping[str, tuple[str, ...]] = {
+    "mlp": ("norms.{}",), "cnn": ("blocks.{}.norm_first", "blocks.{}.norm_second"),
+}  # fmt: skip
 # A product's sides are multiples of this on every device that has a low precision.
 _ROUND = 128
 
@@ -71,6 +77,13 @@ def layers_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
     return (*first, *own, Layer("head", "head", high=True))
 
 
+def around_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
+    """What stands around products, and may have a precision of its own."""
+    if arch not in _NORMS:
+        return gpt_around(config.layers)
+    return around(norm.format(block) for block in range(config.layers) for norm in _NORMS[arch])
+
+
 def check(settings: TrainerSettings) -> None:
     """Raise UsageError for what cannot be trained."""
     config, compiled = config_of(settings, 1), settings.compile == "yes"
@@ -86,6 +99,11 @@ def check(settings: TrainerSettings) -> None:
         (settings.attention != "auto" and (not attends or compiled),
          (f"--attention {settings.attention} is for --arch gpt and moe, and cannot be compiled: choose these, or "
           "--attention auto.")),
+        (settings.optimizer == "adafactor" and settings.optimizer_states != "fp32",
+         (f"--optimizer-states {settings.optimizer_states} are of moments as large as their weights, and adafactor "
+          "keeps means of rows and columns: choose fp32, or another optimizer.")),
+        (settings.norm != "batch" and settings.arch != "cnn",
+         f"--norm {settings.norm} is for --arch cnn: {settings.arch} has no batch norm. Leave it out."),
         (compiled and settings.arch == "moe",
          ("--compile yes cannot be had of --arch moe: how many tokens an expert has is known in the step alone. "
           "Choose --compile no.")),
@@ -95,6 +113,39 @@ def check(settings: TrainerSettings) -> None:
     for wrong, words in refusals:
         if wrong:
             raise UsageError(words)
+    known = {**dict.fromkeys(PARAMETER_KINDS), **keys_of(layers_of(settings.arch, config))}
+    known |= {layer.name: None for layer in around_of(settings.arch, config) if layer.kind == "norm"}
+    for name, _ in settings.rates:
+        if name not in known:
+            raise UnknownName("parameters of --rates", name, known, f"{', '.join(PARAMETER_KINDS)}; {_RATED}")
+
+
+# Settings that say something for some values of another one alone.
+_ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "decay": ("schedule", ("wsd",)), "patience": ("schedule", ("plateau",)), "drop": ("schedule", ("plateau",)),
+    "scale_first": ("loss_scale", ("dynamic",)), "scale_factor": ("loss_scale", ("dynamic",)),
+    "beta1": ("optimizer", ("adamw", "sgd", "lion")), "beta2": ("optimizer", ("adamw", "lion")),
+    "eps": ("optimizer", ("adamw", "adafactor")),
+}  # fmt: skip
+
+
+def check_effective(arms: Sequence[TrainerSettings]) -> None:
+    """Raise UsageError for what no arm would take notice of."""
+    usual = TrainerSettings()
+    for name, (of, values) in _ONLY_WITH.items():
+        given = [arm for arm in arms if getattr(arm, name) != getattr(usual, name)]
+        if given and not any(getattr(arm, of) in values for arm in given):
+            option, other = (f"--{word.replace('_', '-')}" for word in (name, of))
+            raise UsageError(
+                f"{option} has no effect: it is of {other} {' or '.join(values)}, and that is {getattr(given[0], of)}. "
+                f"Choose {other} {values[0]}, or leave {option} out."
+            )
+
+
+def _around(settings: TrainerSettings) -> list[str]:
+    """The precisions that a map gives to what stands around products."""
+    layers = around_of(settings.arch, config_of(settings, 1))
+    return [word for key, word in settings.precision_map if any(key_of(layer, [key]) for layer in layers)]
 
 
 def check_ranks(settings: TrainerSettings, ranks: int) -> None:
@@ -124,6 +175,12 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
          f"experts cast on some ranks and not on others, so that no largest magnitude is that of all: {advice}"),
         (cut and given.master == "bf16-stochastic", f"--master {given.master}", "--parallel tp",
          "weights that all ranks have would be rounded in other ways on each. Choose another master"),
+        ((cut or sharded) and given.optimizer == "adafactor", "--optimizer adafactor", f"--parallel {given.parallel}",
+         "means of rows and columns are those of a whole weight, of which a rank has a part. Choose another one"),
+        ((cut or sharded) and given.updates == "fp8", "--updates fp8", f"--parallel {given.parallel}",
+         "its scale is that of a whole weight's update, of which a rank has a part. Choose bf16"),
+        (shared and any(precisions.get(word).carried_by for word in _around(given)), "--precision-map", "--ranks",
+         f"what stands around products is rounded by a rank's own magnitudes: {advice}"),
         (shared and compiled, "--compile yes", "--ranks",
          f"the largest magnitudes of all ranks are sent between casts: {advice}"),
     )  # fmt: skip
@@ -207,8 +264,10 @@ def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier:
     from fp8bench.nn.whole_layers import surrounded
 
     if settings.arch in ("mlp", "cnn"):
-        model: LanguageModel = (WindowMLP if settings.arch == "mlp" else TextCNN)(
-            config, choose, carrier, settings.dropout
+        model: LanguageModel = (
+            WindowMLP(config, choose, carrier, settings.dropout)
+            if settings.arch == "mlp"
+            else TextCNN(config, choose, carrier, settings.dropout, layer_norm=settings.norm == "layer")
         )
     else:
         model = (MixtureGPT if settings.arch == "moe" else GPT)(

@@ -1,75 +1,28 @@
-"""What a step does with its gradients: how they are kept from one micro-batch to the next, the rate and the loss scale,
-and AdamW over the weights of one arm, in few kernels, with nothing that the host has to wait for.
+"""What a step does with its gradients: how they are kept from one micro-batch to the next, and the optimizer over the
+weights of one arm, in few kernels, with nothing that the host has to wait for.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.request import LARGEST_LOSS_SCALE, TrainerSettings
+from fp8bench.features.train.lab.rates import factor_of, group_of
+from fp8bench.features.train.lab.update_rules import RULES, states_for
+from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import Arm, ArmRole
 from fp8bench.formats.grids import E4M3, FP16
 from fp8bench.formats.native_codes import codes, current_scale
 from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.moments import Bucket, Storage, Update, bucketed, in_arithmetic, scaled
+from fp8bench.nn.moments import BETAS, EPSILON, Bucket, Storage, Update, bucketed, in_arithmetic, scaled
 from fp8bench.protocols import Operand
-
-
-def share_of_rate(settings: TrainerSettings, step: int, steps: int) -> float:
-    """The share of the full rate in a step, which counts from 0: it rises in a line, then falls along a cosine."""
-    rising = round(settings.warmup * steps)
-    if step < rising:
-        return (step + 1) / rising
-    gone = (step - rising) / max(1, steps - 1 - rising)
-    return settings.floor + (1 - settings.floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, gone)))
-
-
-def kind_of(name: str, dimensions: int) -> str:
-    """What a parameter is, as `rates` names it: 'embedding', 'norm' (whatever has one dimension), 'head' or 'layer'."""
-    first = name.partition(".")[0]
-    if first in ("embedding", "positions", "head"):
-        return "head" if first == "head" else "embedding"
-    return "norm" if dimensions < 2 else "layer"
-
-
-_LEAST = 1.0
-# Where a dynamic scale begins, as torch's own.
-_FIRST = 2.0**16
-
-
-class LossScale:
-    """A scale that stays (`growth` 0), or one that finds itself: halved after a step whose gradients overflow, doubled
-    after `growth` steps in a row in which none did."""
-
-    def __init__(self, scale: float, growth: int = 0) -> None:
-        self.scale = scale
-        self.growth = growth
-        self.good_steps = 0
-
-    def seen(self, finite: bool) -> None:
-        if not self.growth:
-            return
-        self.good_steps = self.good_steps + 1 if finite else 0
-        if not finite:
-            self.scale = max(_LEAST, self.scale / 2)
-        elif self.good_steps == self.growth:
-            self.scale, self.good_steps = min(LARGEST_LOSS_SCALE, self.scale * 2), 0
-
-
-def loss_scale_of(settings: TrainerSettings, own: float) -> LossScale:
-    word = settings.loss_scale
-    if word == "dynamic":
-        return LossScale(_FIRST, settings.scale_growth)
-    return LossScale(own if word == "auto" else float(word))
 
 
 def seed_of(purpose: str, *numbers: int) -> int:
@@ -316,15 +269,23 @@ _MOST_ELEMENTS = 1 << 24
 
 
 class _Group(NamedTuple):
-    """A bucket of parameters whose rate is multiplied by `rate` and which decay by `decay`."""
+    """A bucket of parameters whose rate is multiplied by `rate` and which decay by `decay`; `first` is the place of its
+    first one in the model, whose gradients are clipped as those of all of them."""
 
     bucket: Bucket
     rate: float
     decay: float
+    first: int
 
 
-class AdamW:
-    """`update_norms` and `weight_norms` are those of the last step by parameter, in the order of the model."""
+# The usual betas of each optimizer; sgd's first one is its momentum.
+_BETAS = {"adamw": BETAS, "sgd": (0.9, 0.0), "lion": (0.9, 0.99), "adafactor": (0.0, 0.0)}
+_EPSILONS = {"adafactor": 1e-3}
+
+
+class Optimizer:
+    """AdamW, or another one of float32 weights. `update_norms` and `weight_norms` are those of the last step by
+    parameter, in the order of the model."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> None:
         self._parameters = list(parameters.values())
@@ -335,16 +296,29 @@ class AdamW:
             else Gradients(self._parameters)
         )
         self._groups = list(_groups(parameters, settings))
+        self._rule = RULES.get(settings.optimizer)
+        first, second = _BETAS[settings.optimizer]
+        self._betas = (
+            first if settings.beta1 < 0 else settings.beta1, second if settings.beta2 < 0 else settings.beta2
+        )  # fmt: skip
+        self._epsilon = settings.eps or _EPSILONS.get(settings.optimizer, EPSILON)
+        self._rounded = rounded_update(settings.updates)
         self.weights = _MASTERS[settings.master](self._parameters)
         self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
-    def step(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
-        """Take the gradients divided by `divisor`; nothing changes where `skip` is 1. Both lie on the device."""
-        for bucket, own, decay in self._groups:
+    def step(self, rate: float, divisors: Sequence[Tensor], skip: Tensor) -> None:
+        """Take the gradients divided by `divisors`, one a parameter; nothing changes where `skip` is 1. All lie on the
+        device."""
+        for bucket, own, decay, place in self._groups:
             before = [parameter.detach().clone() for parameter in bucket.parameters]
             bucket.gradients = self.gradients.of(bucket.parameters)
             first, second = bucket.restored()
-            bucket.update(first, second, Update(rate * own, decay, divisor, skip))
+            how = Update(rate * own, decay, self._betas, self._epsilon, divisors[place], skip)
+            if self._rule is None:
+                bucket.update(first, second, how)
+            else:
+                self._rule(bucket, first, second, how)
+            self._rounded(before, bucket.parameters)
             if bucket.plain is None:
                 bucket.keep(first, second)
             bucket.gradients = []
@@ -383,17 +357,34 @@ class AdamW:
 
 
 def _groups(parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> Iterator[_Group]:
-    kinds: dict[tuple[float, float], list[Tensor]] = {}
-    rates = dict(settings.rates)
-    for name, parameter in parameters.items():
-        own = rates.get(kind_of(name, parameter.ndim), 1.0)
+    kinds: dict[tuple[float, float, str], list[tuple[int, Tensor]]] = {}
+    for place, (name, parameter) in enumerate(parameters.items()):
+        own = factor_of(name, parameter.ndim, settings.rates)
         decay = settings.weight_decay if parameter.ndim > 1 else 0.0  # of matrices, and neither of norms nor of biases
-        kinds.setdefault((own, decay), []).append(parameter)
-    for (own, decay), alike in kinds.items():
-        for part in bucketed([one.numel() for one in alike], _MOST_ELEMENTS):
-            some = alike[part]
-            first, second = ([torch.zeros_like(one) for one in some] for _ in range(2))
-            yield _Group(Bucket(some, [], first, second, _storages(settings.optimizer_states), 0, True), own, decay)
+        clipped = group_of(name, parameter.ndim, settings.clip_by)
+        kinds.setdefault((own, decay, clipped), []).append((place, parameter))
+    for (own, decay, _), alike in kinds.items():
+        for part in bucketed([one.numel() for _, one in alike], _MOST_ELEMENTS):
+            some = [one for _, one in alike[part]]
+            first, second = states_for(settings.optimizer, some)
+            storages = _storages(settings.optimizer_states)
+            if settings.optimizer in RULES:  # their second moments are none, or one for many
+                storages = storages[0], _storages("fp32")[1]
+            yield _Group(Bucket(some, [], first, second, storages, 0, True), own, decay, alike[part][0][0])
+
+
+def rounded_update(kept: str) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
+    """What makes an update low: what it changes is rounded, and added to the weights before in their dtype."""
+    storage = {"fp32": None, "bf16": in_arithmetic(PlainArithmetic(torch.bfloat16)), "fp8": scaled(E4M3)}[kept]
+
+    @torch.no_grad()
+    def rounded(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+        for old, new in zip(before, after, strict=True) if storage is not None else ():
+            assert storage is not None
+            update = storage.restore(storage.keep((new - old).to(torch.float32)))
+            new.copy_(old + update.to(old.dtype))
+
+    return rounded
 
 
 def _storages(states: str) -> tuple[Storage, Storage]:

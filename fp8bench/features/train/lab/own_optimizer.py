@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.lab.optimizer import Gradients, Weights
+from fp8bench.features.train.lab.optimizer import Gradients, Weights, rounded_update
 from fp8bench.user_code import own_words
 
 
@@ -31,17 +31,24 @@ class TorchOptimizer:
     """
 
     def __init__(
-        self, name: str, model: nn.Module, make: Callable[..., Any], schedule: Callable[..., Any] | None
-    ) -> None:
+        self, name: str, model: nn.Module, make: Callable[..., Any], schedule: Callable[..., Any] | None,
+        updates: str = "fp32",
+    ) -> None:  # fmt: skip
         self._own, self._schedule = _made(name, model, make, schedule)
-        changed = {id(one) for group in self._own.param_groups for one in group["params"]}
+        held = [one for group in self._own.param_groups for one in group["params"]]
+        changed = {id(one) for one in getattr(self._own, "trained", held)}
         self.parameters = {path: one for path, one in model.named_parameters() if id(one) in changed}
         if len(self.parameters) < len(changed):
             raise UsageError(f"{name}: its optimizer has parameters that are none of its model. Make it of the model.")
         trained = list(self.parameters.values())
         self._changed: list[Tensor] = [*trained]
-        self.gradients, self.weights = OwnGradients(trained), Weights(trained)
+        # Where gradients lie: with the parameters, or with the masters of a HighAccumulation.
+        low, high = (getattr(self._own, word, trained) for word in ("trained", "masters"))
+        masters = dict(zip(map(id, low), high, strict=True))
+        self._holders = [masters[id(one)] for one in trained]
+        self.gradients, self.weights = OwnGradients(self._holders), Weights(trained)
         self.factor = 1.0
+        self._rounded = rounded_update(updates)
         self.update_norms = self.weight_norms = [one.new_zeros(()) for one in self._changed]
 
     @property
@@ -49,13 +56,14 @@ class TorchOptimizer:
         return float(self._own.param_groups[0]["lr"]) * self.factor
 
     @torch.no_grad()
-    def step(self, rate: float, divisor: Tensor, skip: Tensor) -> None:
+    def step(self, rate: float, divisors: Sequence[Tensor], skip: Tensor) -> None:
         before = [parameter.detach().clone() for parameter in self._changed]
         if not bool(skip):
-            for parameter in self._changed:
+            for parameter, divisor in zip(self._holders, divisors, strict=True):
                 if parameter.grad is not None:
                     parameter.grad.div_(divisor.to(parameter.grad.dtype))
             self._update()
+            self._rounded(before, self._changed)
         torch._foreach_sub_(before, self._changed)
         self.update_norms = [one.to(torch.float32) for one in torch._foreach_norm(before)]
         self.weight_norms = [one.to(torch.float32) for one in torch._foreach_norm(self._changed)]

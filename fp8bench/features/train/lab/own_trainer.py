@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import Fp8benchError, UsageError
-from fp8bench.features.train.lab.optimizer import AdamW, seed_of
+from fp8bench.features.train.lab.optimizer import Optimizer, seed_of
 from fp8bench.features.train.lab.own_batches import OwnBatches, check_batches, held_out_of, size_of
 from fp8bench.features.train.lab.own_optimizer import TorchOptimizer
 from fp8bench.features.train.lab.together import Alone
@@ -90,7 +90,7 @@ class OwnTrainer(Trainer):
     def _updating(self) -> Any:
         given, settings = self._given, self._settings
         if given.optimizer is not None:
-            self._optimizer = TorchOptimizer(self._name, self._model, given.optimizer, given.schedule)
+            self._optimizer = TorchOptimizer(self._name, self._model, given.optimizer, given.schedule, settings.updates)
             self._refuse_settings()
             self._parameters = self._optimizer.parameters
             return self._optimizer
@@ -101,12 +101,20 @@ class OwnTrainer(Trainer):
                     f"{self._name}: its parameter {path} is {dtype}, and the usual optimizer keeps float32, from which "
                     "casts begin. Make it float32, or give an optimizer."
                 )
-        return AdamW(self._parameters, settings)
+        if settings.schedule == "plateau" and not self._held_out:
+            raise UsageError(
+                f"--schedule plateau looks at held-out losses, and {self._name} gives no held_out batches. Give "
+                "some, or choose another schedule."
+            )
+        return Optimizer(self._parameters, settings)
 
     def _refuse_settings(self) -> None:
         """What is asked of an optimizer that is the user's own."""
         usual = type(self._settings)()
-        names = ("rate", "warmup", "floor", "weight_decay", "optimizer_states", "master", "gradients")
+        names = (
+            "rate", "warmup", "floor", "weight_decay", "optimizer_states", "master", "gradients", "schedule", "decay",
+            "optimizer", "beta1", "beta2", "eps",
+        )  # fmt: skip
         for name in names:
             if getattr(self._settings, name) != getattr(usual, name):
                 hint = "; --sweep handicap=0.5,2 multiplies its rate" if name == "rate" else ""

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fp8bench.features.train.lab import models
 from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, TokenWindows
-from fp8bench.features.train.lab.optimizer import AdamW, joint, loss_scale_of, own_seed, seed_of, share_of_rate
+from fp8bench.features.train.lab.optimizer import Optimizer, joint, own_seed, seed_of
+from fp8bench.features.train.lab.rates import Plateau, group_of, loss_scale_of, share_of_rate
 from fp8bench.features.train.lab.together import digest_of, together_of
 from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, whole_words
 from fp8bench.features.train.values import (
@@ -28,11 +29,12 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.model import DeviceFacts, MemoryRole
+from fp8bench.model import DeviceFacts, MemoryRole, StaticScales
+from fp8bench.nn.around import take_around
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
 from fp8bench.nn.gpt import Forward, LanguageModel, compiled
 from fp8bench.nn.whole_layers import CachedWeights
-from fp8bench.protocols import Arithmetic, Operand, Phases, Role, SilentPhases, WatchedArithmetic, key_of
+from fp8bench.protocols import Arithmetic, Operand, Phases, Role, ScaleBook, SilentPhases, WatchedArithmetic, key_of
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
 from fp8bench.worker.products import product_like
@@ -72,6 +74,8 @@ class Trainer:
         self._weights = CachedWeights(self._model)
         self._forward = self._compiled() if settings.compile == "yes" else self._model
         self._optimizer = self._updating()
+        self._clipped = [group_of(name, one.ndim, settings.clip_by) for name, one in self._parameters.items()]
+        self._plateau = Plateau(settings)
         self._loss_scale = loss_scale_of(settings, self.precision.loss_scale)
         self._watch = ModelWatch(
             self._model, arm.name, task.seed, self.tokens // settings.micro_batches, inside=settings.compile == "no"
@@ -89,7 +93,7 @@ class Trainer:
         return model
 
     def _updating(self) -> Any:
-        return AdamW(self.together.own(self._parameters), self._settings)
+        return Optimizer(self.together.own(self._parameters), self._settings)
 
     def _made(self, facts: DeviceFacts) -> LanguageModel:
         """The model, its weights drawn from the seed in float32 whatever the precision."""
@@ -103,6 +107,9 @@ class Trainer:
             high = self.precision.carried_by if layers[name].high else ""
             mode = keys[key] if key is not None else high or self.arm.precision
             arithmetic = precisions.get(mode).arithmetic(facts).layer(f"{own}/{name}")
+            if self._settings.scales:
+                rule = StaticScales(0, source="stored", known=self._settings.scales)
+                arithmetic = arithmetic.scaled_by(ScaleBook(rule, rule.known_for(mode)), name)
             found = self._told(self.together.scaled(name, arithmetic))
             self._arithmetics[name] = found
             return found
@@ -111,6 +118,10 @@ class Trainer:
         torch.manual_seed(seed_of("weights", self._seed))
         with torch.device(facts.key):
             model = models.built(self._settings, self._config, choose, carrier)
+        around = {layer.name: key_of(layer, keys) for layer in models.around_of(self._settings.arch, self._config)}
+        take_around(
+            model, {name: precisions.get(keys[key]).arithmetic(facts) for name, key in around.items() if key}
+        )  # fmt: skip
         if self._settings.attention != "auto":
             self._round_attention(model, facts)
         if self._settings.nudge == "ulp":
@@ -179,17 +190,18 @@ class Trainer:
             words = f"the numbers of a product are those of {found}, not of {self.precision.mode}"
             yield self._event(FALLBACK, words)
         started = time.perf_counter()
-        settings, scale, before = self._settings, self._loss_scale.scale, self._remembered()
+        scale, before = self._loss_scale.scale, self._remembered()
         rate = self._rate_now()
         with self._present(phase), self._watching(watched) as seen:
             loss = self._losses(scale, phase)
             self.together.average(self._optimizer.gradients, phase)
-            norm = joint(self.together.norms(self._optimizer.gradients.norms())) / scale
+            norms = self.together.norms(self._optimizer.gradients.norms())
+            norm = joint(norms) / scale
             skip = (~(loss + norm).isfinite()).to(torch.float32)
-            clipping = (norm / settings.clip).clamp(min=1.0) if settings.clip else torch.ones_like(norm)
+            clippings, clipping = self._clippings(norms, norm, scale)
             self._optimizer.weights.draws(seed_of("round", self._seed, self.step))
             with phase.optimizer_step:
-                self._optimizer.step(rate, clipping * scale, skip)
+                self._optimizer.step(rate, [each * scale for each in clippings], skip)
             count = len(self._optimizer.update_norms)
             norms = self.together.norms([*self._optimizer.update_norms, *self._optimizer.weight_norms])
             moved, size = norms[:count], norms[count:]
@@ -210,8 +222,23 @@ class Trainer:
         self._skipped = self._skipped + 1 if row.skipped else 0
         self.step += 1
 
+    def _clippings(self, norms: list[Tensor], norm: Tensor, scale: float) -> tuple[list[Tensor], Tensor]:
+        """What the gradient of each parameter is divided by, and all of them together are smaller by."""
+        most, groups = self._settings.clip, list(dict.fromkeys(self._clipped))
+        if not most or len(groups) == 1:
+            clipping = (norm / most).clamp(min=1.0) if most else torch.ones_like(norm)
+            return [clipping] * len(norms), clipping
+        parts = {
+            group: joint([one for one, own in zip(norms, self._clipped, strict=True) if own == group]) / scale
+            for group in groups
+        }
+        by = {group: (part / most).clamp(min=1.0) for group, part in parts.items()}
+        after = joint([parts[group] / by[group] for group in groups])
+        return [by[group] for group in self._clipped], (norm / after).clamp(min=1.0)
+
     def _rate_now(self) -> float:
-        return self._rate * self._settings.handicap * share_of_rate(self._settings, self.step, self._task.steps)
+        share = share_of_rate(self._settings, self.step, self._task.steps) * self._plateau.share
+        return self._rate * self._settings.handicap * share
 
     def read(self, step: int) -> tuple[int, int]:
         """Digests of what this rank reads in a step, and of all that is read in it."""
@@ -349,7 +376,11 @@ class Trainer:
         self._model.eval()
         try:
             with self._present(_SILENT), torch.no_grad(), self._weights.cast(_SILENT):
-                return tuple(self._evaluation.look(self._model, who, last=self.step == self._task.steps))
+                looks = tuple(self._evaluation.look(self._model, who, last=self.step == self._task.steps))
+            for look in looks:
+                if look.of == "held-out":
+                    self._plateau.seen(self.step, look.loss)
+            return looks
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -363,6 +394,7 @@ class Trainer:
             "loss_scale": [self._loss_scale.scale, self._loss_scale.good_steps],
             "optimizer": self._optimizer.memory(),
             "rate": self._rate,
+            "plateau": self._plateau.memory(),
             "past": self._past,
             "skipped": self._skipped,
             "remembered": self._remembered()._asdict(),
@@ -396,6 +428,7 @@ class Trainer:
         self._loss_scale.scale, self._loss_scale.good_steps = memory["loss_scale"]
         self._rate, self._skipped = memory["rate"], memory["skipped"]
         self._past = memory["past"]
+        self._plateau.recall(memory["plateau"])
         self._optimizer.recall(memory["optimizer"])
         self._recall(_Remembered(**memory["remembered"]))
         self._watch.scales = dict(memory["watched"])

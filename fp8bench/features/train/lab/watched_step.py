@@ -38,6 +38,7 @@ from fp8bench.features.train.lab.readings import (
 from fp8bench.features.train.values import LayerReading, StepFigure, StreamLine
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.model import Params
+from fp8bench.nn.around import held
 from fp8bench.nn.attention import Core, SelfAttention
 from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.whole_layers import WholeLayers
@@ -70,6 +71,12 @@ class ModelWatch:
         self.embeddings = {path for path in self.weights if path in tables or path.split(".")[-1] == "embedding"}
         self.gains = gains_of(model)
         self.device = next(iter(self.parameters.values())).device
+
+    def table(self, layer: str) -> Tensor:
+        """An embedding as the model looks it up: in the precision that it is given."""
+        module = dict(self.model.named_modules()).get(layer)
+        own = getattr(self.model, "around", {}).get(layer, getattr(module, "arithmetic", None))
+        return held(self.weights[layer].detach(), own, Role.WEIGHT)
 
     @contextmanager
     def step(self, micro_batches: int = 1) -> Iterator[WatchedStep]:
@@ -237,7 +244,7 @@ class WatchedStep:
         for layer, weight in self._watch.weights.items():
             self._see(layer, Role.WEIGHT, weight)
         for layer in self._watch.embeddings:
-            self.named["embedding_spread", layer] = embedding_spread(self._watch.weights[layer])
+            self.named["embedding_spread", layer] = embedding_spread(self._watch.table(layer))
         for path, norm in moved.items():
             self.named["update_ratio", path.removesuffix(".weight")] = norm / sizes[path]
         for path, gain in self._watch.gains.items():

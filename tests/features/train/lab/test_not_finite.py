@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.features.train.lab.lab import Lab
-from fp8bench.features.train.lab.optimizer import LossScale, loss_scale_of
+from fp8bench.features.train.lab.rates import LossScale, loss_scale_of
 from fp8bench.features.train.lab.watched_step import Finder
 from fp8bench.features.train.values import StreamLine, TrainingEvent
 from fp8bench.nn.linear import Linear

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.features.train.lab.optimizer import (
-    AdamW,
     AutomaticScale,
+    Optimizer,
     StochasticWeights,
     joint,
-    share_of_rate,
     stochastic_bf16,
 )
+from fp8bench.features.train.lab.rates import share_of_rate
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scaled import values
@@ -40,20 +40,20 @@ def gradients(step: int, size: float = 1.0) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) * size for shape in SHAPES.values()]
 
 
-def made(**settings: Any) -> tuple[AdamW, list[nn.Parameter]]:
+def made(**settings: Any) -> tuple[Optimizer, list[nn.Parameter]]:
     own = parameters()
-    return AdamW(own, TrainerSettings(**settings)), list(own.values())
+    return Optimizer(own, TrainerSettings(**settings)), list(own.values())
 
 
-def found(optimizer: AdamW, own: list[nn.Parameter], *micro_batches: list[Tensor]) -> None:
+def found(optimizer: Optimizer, own: list[nn.Parameter], *micro_batches: list[Tensor]) -> None:
     """What backward does."""
     optimizer.gradients.begin()
     for several in micro_batches:
         torch.stack([(one * other).sum() for one, other in zip(own, several, strict=True)]).sum().backward()
 
 
-def step(optimizer: AdamW, rate: float = 1e-2, divisor: float = 1.0, skip: bool = False) -> None:
-    optimizer.step(rate, torch.tensor(float(divisor)), torch.tensor(float(skip)))
+def step(optimizer: Optimizer, rate: float = 1e-2, divisor: float = 1.0, skip: bool = False) -> None:
+    optimizer.step(rate, [torch.tensor(float(divisor))] * len(SHAPES), torch.tensor(float(skip)))
 
 
 def test_it_is_adamw_by_hand() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.features.train.lab import together as ranks_together
-from fp8bench.features.train.lab.optimizer import AdamW, joint
+from fp8bench.features.train.lab.optimizer import Optimizer, joint
 from fp8bench.features.train.lab.together import FullySharded, TensorParallel, digest_of
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.nn.arithmetics import PlainArithmetic
@@ -47,13 +47,13 @@ def gradients(step: int, rank: int) -> list[Tensor]:
 def alone(ranks: int, **settings: Any) -> tuple[list[float], list[Tensor]]:
     """All ranks' gradients, averaged for the whole model."""
     own, norms = parameters(), []
-    optimizer = AdamW(own, TrainerSettings(**settings))
+    optimizer = Optimizer(own, TrainerSettings(**settings))
     for step in range(STEPS):
         for one, *parts in zip(own.values(), *(gradients(step, rank) for rank in range(ranks)), strict=True):
             one.grad = torch.stack(parts).sum(0) / ranks
         norms.append(float(joint(optimizer.gradients.norms())))
         with optimizer.weights.present():
-            optimizer.step(1e-2, torch.tensor(1.0), torch.tensor(0.0))
+            optimizer.step(1e-2, [torch.tensor(1.0)] * 99, torch.tensor(0.0))
         norms += [float(joint(optimizer.update_norms)), float(joint(optimizer.weight_norms))]
     with optimizer.weights.present():
         return norms, [one.detach().clone() for one in own.values()]
@@ -67,7 +67,7 @@ def sharded(
 ) -> list[Learnt]:
     def run(place: Place) -> Learnt:
         together, wholes, norms = ranks_of(place, kind, exchanges), parameters(), []
-        optimizer = AdamW(together.own(wholes), TrainerSettings(**settings))
+        optimizer = Optimizer(together.own(wholes), TrainerSettings(**settings))
         for step in range(STEPS):
             with optimizer.weights.present(), together.present(PHASE):
                 optimizer.gradients.begin()
@@ -76,7 +76,7 @@ def sharded(
                 together.average(optimizer.gradients, PHASE)
                 assert all(one.grad is None for one in wholes.values())
                 norms.append(float(joint(together.norms(optimizer.gradients.norms()))))
-                optimizer.step(1e-2, torch.tensor(1.0), torch.tensor(0.0))
+                optimizer.step(1e-2, [torch.tensor(1.0)] * 99, torch.tensor(0.0))
                 norms += [
                     float(joint(together.norms(some))) for some in (optimizer.update_norms, optimizer.weight_norms)
                 ]
@@ -104,7 +104,7 @@ def test_a_rank_keeps_its_rows_alone() -> None:
     """Of what does not divide the next larger share."""
 
     def kept(place: Place) -> dict[str, int]:
-        optimizer = AdamW(ranks_of(place, FullySharded, ThreadedGroup).own(parameters()), TrainerSettings())
+        optimizer = Optimizer(ranks_of(place, FullySharded, ThreadedGroup).own(parameters()), TrainerSettings())
         return {name: sum(one.nbytes for one in some) for name, some in optimizer.kept().items()}
 
     rows = 4 * (8 * 16 + 6 + 11 * 8 + 5)

@@ -1,0 +1,209 @@
+"""What stands around products in precisions of its own, against plain torch and by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp8bench.features.train.lab.models import around_of, built, config_of, layers_of
+from fp8bench.features.train.request import TrainerSettings
+from fp8bench.model import Case, DeviceFacts
+from fp8bench.nn.around import held, take_around
+from fp8bench.nn.conversion import Conversion
+from fp8bench.nn.convolution import BatchNorm
+from fp8bench.nn.gpt import LanguageModel, Norm
+from fp8bench.protocols import Arithmetic, Layer, Role, Setup, SilentPhases
+from fp8bench.registry import precisions, workloads
+
+FACTS = DeviceFacts("cpu", 0, "cpu", 1 << 30, torch=torch.__version__)
+
+
+def arithmetic(mode: str) -> Arithmetic:
+    return precisions.get(mode).arithmetic(FACTS)
+
+
+def e4m3(x: torch.Tensor) -> torch.Tensor:
+    """One scale for all, from the largest magnitude: by torch's own cast."""
+    scale = torch.tensor(448.0) / x.abs().max()
+    return (x * scale).to(torch.float8_e4m3fn).float() * scale.reciprocal()
+
+
+def e5m2(x: torch.Tensor) -> torch.Tensor:
+    scale = torch.tensor(57344.0) / x.abs().max()
+    return (x * scale).to(torch.float8_e5m2).float() * scale.reciprocal()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_norm_in_a_dtype_is_torchs_own_layer_of_it_bit_for_bit(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm, x = Norm(48, root_mean_square=False), torch.randn(5, 48) * 3
+    nn.init.normal_(norm.weight, 1.0)
+    theirs = nn.LayerNorm(48, bias=False).to(dtype)
+    theirs.weight.data.copy_(norm.weight)
+    norm.arithmetic = arithmetic({torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype])
+    own, other = x.clone().requires_grad_(), x.to(dtype).requires_grad_()
+    y, wanted = norm(own), theirs(other)
+    assert torch.equal(y, wanted.float())
+    assert not torch.equal(y, F.layer_norm(x, (48,), norm.weight.detach()))
+    y.square().sum().backward()
+    wanted.float().square().sum().backward()
+    assert own.grad is not None and other.grad is not None and theirs.weight.grad is not None
+    assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.float32
+    assert torch.equal(own.grad, other.grad.float())
+    assert torch.equal(norm.weight.grad, theirs.weight.grad.float())
+
+
+def test_a_norm_in_fp8_is_float32_of_rounded_values_and_its_gradients_are_rounded() -> None:
+    torch.manual_seed(0)
+    norm, x, pull = Norm(64, root_mean_square=True), torch.randn(6, 64, requires_grad=True), torch.randn(6, 64)
+    nn.init.normal_(norm.weight, 1.0)
+    norm.arithmetic = arithmetic("fp8")
+    y = norm(x)
+    y.backward(pull)
+    rounded = e4m3(x.detach()).requires_grad_()
+    weight = e4m3(norm.weight.detach()).requires_grad_()
+    wanted = F.rms_norm(rounded, (64,), weight, 1e-5)
+    wanted.backward(pull)
+    assert torch.equal(y, wanted)
+    assert x.grad is not None and rounded.grad is not None and norm.weight.grad is not None and weight.grad is not None
+    assert torch.equal(x.grad, e5m2(rounded.grad))
+    assert torch.equal(norm.weight.grad, e5m2(weight.grad))
+
+
+@pytest.mark.parametrize("channels_apart", [False, True])
+def test_a_batch_norm_in_fp16_keeps_its_statistics_in_it(channels_apart: bool) -> None:
+    """Ours and, converted, torch's own: both as torch's own layer of fp16."""
+    torch.manual_seed(0)
+    theirs = nn.BatchNorm2d(16).half()
+    if channels_apart:
+        ours: nn.Module = nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16))
+        Conversion(
+            ours, lambda layer: arithmetic("fp16") if layer.kind == "norm" else arithmetic("fp32"), keys=("norm",)
+        ).__enter__()
+        norm: nn.Module = ours[1]  # type: ignore[index]
+    else:
+        norm = BatchNorm(16, running=True)
+        model = nn.Module()
+        model.norm = norm
+        model.around = {}  # type: ignore[assignment]
+        take_around(model, {"norm": arithmetic("fp16")})
+    for _ in range(5):
+        x = torch.randn(3, 16, 4, 4) * 2 + 5
+        y = norm(x) if channels_apart else norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        assert torch.equal(y, theirs(x.half()).float())
+    assert torch.equal(norm.running_mean.half(), theirs.running_mean)  # type: ignore[operator,arg-type]
+    assert torch.equal(norm.running_var.half(), theirs.running_var)  # type: ignore[operator,arg-type]
+    norm.eval(), theirs.eval()
+    x = torch.randn(3, 16, 4, 4)
+    y = norm(x) if channels_apart else norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    assert torch.equal(y, theirs(x.half()).float())
+
+
+def test_statistics_in_fp8_stand_still_where_a_step_is_below_half_a_place() -> None:
+    """Batch norm drifts by its own cause: a tenth of a small change is rounded away, step after step."""
+    drifted = {}
+    for mode in ("", "fp8"):
+        norm = BatchNorm(8, running=True)
+        norm.arithmetic = arithmetic(mode) if mode else None
+        torch.manual_seed(1)
+        for mean in (1.0, 1.25):  # of all channels but the first, which takes the scale
+            places = torch.tensor([4.0] + 7 * [mean])
+            for _ in range(100):
+                norm(torch.randn(4, 8, 8, 8) * 0.05 + places)
+        assert norm.running_mean is not None
+        drifted[mode] = float(((norm.running_mean - places) / 0.05)[1:].abs().max())
+    assert drifted[""] < 0.5 and drifted["fp8"] > 2
+
+
+def _model(arch: str, map_: dict[str, str], mode: str = "bf16") -> LanguageModel:
+    settings = TrainerSettings(arch=arch, batch=2, sequence=32)
+    config = config_of(settings, 256)
+    torch.manual_seed(3)
+    model = built(settings, config, lambda name: arithmetic(mode), arithmetic(mode).carrier)
+    named = {layer.name: layer for layer in around_of(arch, config)}
+    take_around(model, {name: arithmetic(map_[layer.kind]) for name, layer in named.items() if layer.kind in map_})
+    return model
+
+
+@pytest.mark.parametrize("arch", ["gpt", "mlp", "cnn", "moe"])
+@pytest.mark.parametrize("mode", ["fp32", "fp8", "mxfp4"])
+def test_every_part_of_every_model_takes_it_and_still_learns(arch: str, mode: str) -> None:
+    tokens = torch.arange(64).view(2, 32) % 256
+    usual = _model(arch, {})(tokens, tokens, SilentPhases())
+    for kind in ("embed", "norm", "residual", "logits"):
+        model = _model(arch, {kind: mode})
+        loss = model(tokens, tokens, SilentPhases())
+        loss.backward()
+        assert all(one.grad is None or bool(one.grad.isfinite().all()) for one in model.parameters())
+        # All but the stream is float32 anyway, or bf16 values in it.
+        same = mode == "fp32" and kind != "residual"
+        assert torch.equal(loss, usual) == same, kind
+
+
+def test_the_stream_and_the_table_by_hand() -> None:
+    tokens = torch.arange(64).view(2, 32) % 256
+    model = _model("gpt", {"embed": "fp8", "residual": "fp32"})
+    assert model.embedded(tokens).dtype == torch.float32  # type: ignore[operator]
+    places = model.positions[:32]  # type: ignore[index]
+    table = model.embedding.detach()  # type: ignore[union-attr]
+    wanted = e4m3(table)[tokens] + held(places.detach(), arithmetic("fp8"), Role.WEIGHT)  # type: ignore[union-attr]
+    assert torch.equal(model.embedded(tokens).detach(), wanted)  # type: ignore[operator]
+
+
+def test_names_are_those_of_the_model_and_none_is_a_product() -> None:
+    for arch in ("gpt", "mlp", "cnn", "moe"):
+        settings = TrainerSettings(arch=arch)
+        config = config_of(settings, 256)
+        model = built(settings, config, lambda name: arithmetic("bf16"), torch.bfloat16)
+        norms = {path for path, one in model.named_modules() if isinstance(one, Norm | BatchNorm)}
+        layers = around_of(arch, config)
+        assert {layer.name for layer in layers if layer.kind == "norm"} == norms
+        assert not any(layer.product for layer in layers) and all(layer.product for layer in layers_of(arch, config))
+
+
+def test_a_norm_of_ones_own_and_the_logits_of_a_head() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("wte", nn.Embedding(16, 32))
+    model.add_module("norm", nn.LayerNorm(32))
+    model.add_module("head", nn.Linear(32, 16))
+    tokens = torch.arange(8)
+    before = model(tokens)
+
+    def choose(layer: Layer) -> Arithmetic:
+        return arithmetic("fp16" if layer.kind == "norm" else "fp8" if layer.kind in ("embed", "logits") else "fp32")
+
+    with Conversion(model, choose, keys=("embed", "norm", "logits")):
+        y = model(tokens)
+        y.sum().backward()
+    half = nn.LayerNorm(32).half()
+    hidden = half(e4m3(model.wte.weight.detach())[tokens].half()).float()  # type: ignore[union-attr,operator]
+    assert torch.equal(y, e4m3(model.head(hidden).detach()))  # type: ignore[operator]
+    assert torch.equal(model(tokens), before)  # and all is as it was
+    assert model.wte.weight.grad is not None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("norm", ["batch", "layer"])
+def test_the_suite_of_convolutions_has_both_norms_in_fp16(norm: str) -> None:
+    """Its block by torch's own layers of fp16 around its convolutions; the reference has none of it."""
+    workload = workloads.get("conv")
+    params = {"batch": 2, "channels": 8, "image": 4, "pass": "forward", **({"norm": norm} if norm == "layer" else {})}
+    case = Case("conv", tuple(params.items()), "fp32", "cpu", (("norm", "fp16"),))
+    high = arithmetic("fp32")
+    state = workload.prepare(Setup(case, FACTS, 0, high, high, {"norm": arithmetic("fp16")}))
+    block, (x,) = state.layer, state.inputs
+    half = [nn.BatchNorm2d(8).half() if norm == "batch" else nn.LayerNorm(8, bias=False).half() for _ in range(2)]
+
+    def normed(y: torch.Tensor, by: nn.Module) -> torch.Tensor:
+        moved = y.permute(0, 3, 1, 2) if norm == "batch" else y
+        found = by(moved.half()).float()
+        return found.permute(0, 2, 3, 1) if norm == "batch" else found
+
+    hidden = F.relu(normed(block.first(x, SilentPhases()), half[0]))
+    wanted = F.relu(x + normed(block.second(hidden, SilentPhases()), half[1]))
+    assert torch.equal(state.outcome()[0], wanted)
+    plain = workload.prepare(Setup(case, FACTS, 0, high, high, {}))
+    assert not torch.equal(plain.outcome()[0], wanted)
+    assert workload.error(Setup(case, FACTS, 0, high, high, {}))["output_error"] < 1e-5
