@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, StaticScales, Support, TensorStatistics, Work
-from fp8bench.nn.shared_workloads import BACKENDS, TrainingWorkload, attention_by, missing_kernel, uncompilable
+from fp8bench.nn.shared_workloads import (
+    BACKENDS,
+    SCORES_BESIDE,
+    SCORES_KEPT,
+    TrainingWorkload,
+    attention_by,
+    carrier_bytes,
+    missing_kernel,
+    uncompilable,
+)
 from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_layers
 from fp8bench.protocols import Grid, Layer, Precision, Role, Setup, SilentPhases
 from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
@@ -88,6 +97,24 @@ class Transformer(TrainingWorkload):
         return Work(
             config.step_flops(sequences, length), sequences * length, least_memory=least, setup_seconds=compiling
         )
+
+    def memory(self, params: Mapping[str, Scalar], precision: Precision) -> float:
+        """Of a step that is not compiled: weights with gradients and moments in fp32; what blocks keep of a
+        micro-batch, or their inputs and what one keeps; logits with their gradients; scores that are written down."""
+        config, length, batch = SIZES[str(params["size"])], int(params["sequence"]), int(params["batch"])
+        size, inputs = carrier_bytes(precision), config.width
+        keys = 2 * config.key_heads * config.head_width
+        # Both norms, queries and what attention gives, the sum behind it; before and behind the activation.
+        kept = 7 * config.width + keys + (3 if config.modern else 2) * config.hidden
+        blocks = config.layers * inputs + kept if _choice(params, "checkpointing") == "blocks" else config.layers * kept
+        scores = 0.0
+        if _choice(params, "attention") == "math":
+            matrices = SCORES_BESIDE + SCORES_KEPT * (
+                1 if _choice(params, "checkpointing") == "blocks" else config.layers
+            )
+            scores = matrices * 4.0 * batch * config.heads * length**2
+        tokens = batch * length
+        return 16.0 * config.weights + tokens * (size * (blocks + 5 * config.width) + 12.0 * config.vocabulary) + scores
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         support = self._products(params, precision, facts)
@@ -168,7 +195,7 @@ class Transformer(TrainingWorkload):
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic
-        from fp8bench.nn.attention import FusedCore, HeadwiseCore
+        from fp8bench.nn.attention import FusedCore, HeadwiseCore, WrittenScores
         from fp8bench.numerics.norms import joint_relative_frobenius, relative_error
 
         exact = PlainArithmetic(torch.float64)
@@ -176,10 +203,13 @@ class Transformer(TrainingWorkload):
         core = HeadwiseCore(FusedCore())
         model = _model(setup, lambda name: exact, exact.carrier, checkpointing=True, core=core).double()
         reference_loss, reference = _gradients(setup, model, model, 1.0)
-        loss, gradients = self._first_gradients(setup)
+        with WrittenScores() as written:
+            loss, gradients = self._first_gradients(setup)
+        told = {} if _choice(dict(setup.case.params), "compile") == "yes" else {"scores_bytes": float(written.most)}
         return {
             "loss_error": relative_error(loss, reference_loss),
             "gradient_error": joint_relative_frobenius(gradients, reference),
+            **told,
         }
 
     def losses(self, setup: Setup, steps: int) -> Sequence[float]:
