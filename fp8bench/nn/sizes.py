@@ -78,6 +78,15 @@ class GPTConfig:
         return linear + attention
 
 
+def expert_layers(config: GPTConfig) -> tuple[Layer, ...]:
+    """The same of a model whose feed-forward blocks are experts."""
+    return tuple(
+        Layer(layer.name.replace("mlp.", f"mlp.experts.{number}."), layer.kind, layer.high)
+        for layer in gpt_layers(config.layers)
+        for number in (range(config.experts) if ".mlp." in layer.name else (0,))
+    )
+
+
 def gpt_layers(blocks: int) -> tuple[Layer, ...]:
     """The layers of a GPT of so many blocks, by their path in it; the head stays high unless mapped."""
     parts = (("attn.qkv", "attn"), ("attn.out", "attn"), ("mlp.up", "mlp"), ("mlp.down", "mlp"))
