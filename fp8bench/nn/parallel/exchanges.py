@@ -38,7 +38,7 @@ class RankGroup:
     @property
     def silent(self) -> bool:
         """Whether nothing is sent in it: all ranks are then taken to be alike."""
-        return isinstance(self.handle, dist.ProcessGroup) and str(dist.get_backend(self.handle)) == "fake"
+        return str(dist.get_backend(self.handle)) == "fake"
 
     def added(self, x: Tensor) -> Tensor:
         with self.phase.communication:

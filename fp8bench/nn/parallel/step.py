@@ -16,8 +16,9 @@ shortens, half its square, so that a gain sees much less than a distance.
 | fewer bits                   | 0.54, 0.66, 0.15                 | 0.65, 0.9, 0.21     |
 | a router's choice, beside it | 0.09, 0.68, 0.004                | 0.1, 0.8, 0.02      |
 
-Weights and tokens that are sent in FP8 are cast once more where products cast them: what both leave is added up. Where anything rounds, a router sends a token near
-a boundary to another expert, whose weights then change by it: one of few tokens' is far away.
+Weights and tokens that are sent in FP8 are cast once more where products cast them: what both leave is added up. Where
+anything rounds, a router sends a token near a boundary to another expert, whose weights then change by it: those of an
+expert of few tokens are far away.
 
 A mistake in scales, or in a mean that is sent in FP8, may be far below rounding: model.py and exchanges.py
 see those.
