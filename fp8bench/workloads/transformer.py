@@ -36,7 +36,14 @@ if TYPE_CHECKING:
 
 # What changes how a step is done, and what it computes by no more than what casts remember. A case made by hand may
 # leave these out.
-USUAL = {"checkpointing": "no", "compile": "no", "attention": "auto", "weights": "cached", "cut": "linear"}
+USUAL = {
+    "checkpointing": "no",
+    "compile": "no",
+    "attention": "auto",
+    "weights": "cached",
+    "cut": "linear",
+    "fused": "yes",
+}
 COMPILE_SECONDS = 600.0
 
 
@@ -76,6 +83,8 @@ class Transformer(TrainingWorkload):
                  one_of("auto", *BACKENDS)),
             Axis("cut", "block: a backend may take each block into one layer, without phases; linear: products alone",
                  (USUAL["cut"],), one_of("linear", "block"), quiet=True),
+            Axis("fused", "yes: AdamW in torch's one kernel; no: in the several that it takes without",
+                 (USUAL["fused"],), one_of("yes", "no"), quiet=True),
             Axis("weights", "cached: cast once a step; recast: in every micro-batch", (USUAL["weights"],),
                  one_of("cached", "recast")),
         )  # fmt: skip
@@ -102,11 +111,12 @@ class Transformer(TrainingWorkload):
         """Of a step that is not compiled: weights with gradients and moments in fp32; what blocks keep of a
         micro-batch, or their inputs and what one keeps; logits with their gradients; scores that are written down."""
         config, length, batch = SIZES[str(params["size"])], int(params["sequence"]), int(params["batch"])
-        size, inputs = carrier_bytes(precision), config.width
+        size = carrier_bytes(precision)
         keys = 2 * config.key_heads * config.head_width
         # Both norms, queries and what attention gives, the sum behind it; before and behind the activation.
         kept = 7 * config.width + keys + (3 if config.modern else 2) * config.hidden
-        blocks = config.layers * inputs + kept if _choice(params, "checkpointing") == "blocks" else config.layers * kept
+        again = _choice(params, "checkpointing") == "blocks"
+        blocks = config.layers * config.width + kept if again else config.layers * kept
         scores = 0.0
         if _choice(params, "attention") == "math":
             matrices = SCORES_BESIDE + SCORES_KEPT * (
@@ -184,7 +194,7 @@ class Transformer(TrainingWorkload):
         parameters = list(model.parameters())
         return TrainingState(
             model, forward, compiled=not marked, attention=attention,
-            optimizer=adamw(parameters, 3e-4, setup.facts), parameters=parameters,
+            optimizer=adamw(parameters, 3e-4, setup.facts, _choice(params, "fused") == "yes"), parameters=parameters,
             buffers=[torch.zeros_like(parameter) for parameter in parameters], loader=_loader(setup),
             micro_batches=int(setup.case.param("micro_batches")), loss_scale=setup.loss_scale,
             weights=_weights(setup, model),

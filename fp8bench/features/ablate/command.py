@@ -31,7 +31,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 the step without options failed, 130 interrupted."
     add = parser.add_argument
     add("target", metavar="SUITE", help="a suite, or MODULE:FUNCTION of a model of your own, as profile takes it")
-    words = "precisions, compile, checkpointing, cached-weights, or AXIS=VALUE, in the order in which they are added"
+    words = (
+        "precisions, compile, checkpointing, cached-weights, fused-optimizer, static-kv, or AXIS=VALUE, in the order "
+        "in which they are added"
+    )
     add("--options", required=True, type=types.words, metavar="A,B", help=words)
     add("--shapley", action="store_true", help="all subsets of up to four options, and each one's share of the whole")
     add("--reference", metavar="DTYPE", help="the precision without options; default fp32, of your own model untouched")

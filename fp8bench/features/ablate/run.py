@@ -44,6 +44,8 @@ NAMED = {
     "compile": ("compile", "yes", "no"),
     "checkpointing": ("checkpointing", "blocks", "no"),
     "cached-weights": ("weights", "cached", "recast"),
+    "fused-optimizer": ("fused", "yes", "no"),
+    "static-kv": ("static", "yes", "no"),
 }
 # Steps whose useful FLOPs of products differ by so much are not the same work.
 _OTHER = 0.05

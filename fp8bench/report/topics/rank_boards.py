@@ -65,15 +65,16 @@ def remarks(panel: Panel) -> Iterator[str]:
 
 
 def _waiting(group: ResultGroup, result: Result) -> str:
-    """'load=zipf:1 fp32: of 6,144 rows the experts of rank 0 multiply 4,523; rank 1 waits 202 ms a step': where a load
-    says what each rank does, and one waits longer than the other for it."""
+    """'fp32: of 6144 rows the experts of rank 0 multiply 4523; rank 1 waits longest, 202 ms of a step.', where a load
+    gives one rank more of them."""
     rows = [value_of(result.record.measurement(f"rank{rank}_rows")) for rank in range(result.record.case.ranks)]
     times = rank_times(result.record.timing) if result.record.timing is not None else ()
     counts = [count for count in rows if count is not None]
     if not times or len(counts) < len(times) or max(counts) < _UNEVEN * statistics.mean(counts):
         return ""
     most, waiting = counts.index(max(counts)), max(times, key=lambda one: one.waiting)
-    told = f"of {units.whole(round(sum(counts)))} rows the experts of rank {most} multiply {units.whole(round(counts[most]))}"
+    rows_of_all, own = (units.whole(round(count)) for count in (sum(counts), counts[most]))
+    told = f"of {rows_of_all} rows the experts of rank {most} multiply {own}"
     name = f"{group.place} {result.mode}".strip()
     return f"{name}: {told}; rank {waiting.rank} waits longest, {units.seconds(waiting.waiting)} of a step."
 
