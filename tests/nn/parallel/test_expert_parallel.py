@@ -71,10 +71,11 @@ def tokens() -> tuple[Tensor, Tensor]:
 
 def by_ranks(ranks: int, precision: str, load: str, wire: str = "stream") -> list[Passed]:
     x, pull = tokens()
+    blocks = [block(precision, load) for _ in range(ranks)]  # threads have one state of random numbers in common
 
     def one(place: Place) -> Passed:
         group = ThreadedGroup(place)  # type: ignore[arg-type]
-        made = RankedExperts(block(precision, load), group, wire)
+        made = RankedExperts(blocks[place.number], group, wire)
         found = passed(made, x.chunk(ranks)[place.number], pull.chunk(ranks)[place.number], made.own.start)
         found.sent, found.rows = place.sent["handed"], tuple(made.rows)
         return found
@@ -152,11 +153,12 @@ def test_rows_travel_in_the_bits_that_the_wire_says() -> None:
     """Against ml_dtypes, of what experts are given; weights of one and an identity would hide it less well."""
     x, _ = tokens()
     seen: dict[str, Tensor] = {}
+    blocks = [block("fp32", "uniform") for _ in range(2)]
 
     def given(wire: str) -> Tensor:
         def one(place: Place) -> Tensor:
             group = ThreadedGroup(place)  # type: ignore[arg-type]
-            made = RankedExperts(block("fp32", "uniform"), group, wire)
+            made = RankedExperts(blocks[place.number], group, wire)
             return made._handed(x.chunk(2)[place.number], [10, 10], [10, 10], wire)
 
         return torch.cat(on_ranks(2, one))
