@@ -14,7 +14,7 @@ from fp8bench.registry import precisions
 # A weight's gradient goes into float32, and the head's weights into bf16.
 CONVERTED = 1
 # All experts have one product in common, on the first GPU that has the precision.
-GROUPED = {"bf16", "fp8-rowwise", "mxfp8"}
+GROUPED = {"bf16", "fp8-rowwise", "mxfp8", "mxfp8:scale=floor"}
 # The largest magnitudes of all weights, in one call.
 ALL_AMAXES = 3
 
