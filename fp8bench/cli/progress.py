@@ -171,6 +171,8 @@ class RunProgress(LiveLine):
     def planned(self, plan: Plan) -> None:
         self._left = {group.setting: sum(planned.runs for planned in group.cases) for group in plan}
         self._running, self._total = sum(self._left.values()), plan.num_cases
+        for note in plan.what_fits:
+            self._write(f"{_ERASE}{printable(note)}\n")
         self._begun = self._clock()
 
     def working(self, case: Case, doing: str, share: float) -> None:
@@ -207,6 +209,8 @@ class GroupLines(SilentObserver):
 
     def planned(self, plan: Plan) -> None:
         self._left = {group.setting: len(group.cases) for group in plan}
+        for note in plan.what_fits:
+            self._say(note)
         self._begun = self._clock()
 
     def finished(self, record: Record) -> None:

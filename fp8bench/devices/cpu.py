@@ -112,6 +112,14 @@ class Cpu(Device):
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (before, most))
 
+    def end_where_memory_does(self, shared_by: int = 1) -> None:
+        """Else the kernel would end the process, or another one."""
+        with contextlib.suppress(CannotLimit, OSError, ValueError):
+            if sys.platform == "linux" and (free := free_bytes()):
+                before, most = resource.getrlimit(resource.RLIMIT_DATA)
+                bounds = [one for one in (before, most) if one != resource.RLIM_INFINITY]
+                resource.setrlimit(resource.RLIMIT_DATA, (min([data_bytes() + free // shared_by, *bounds]), most))
+
 
 def data_bytes() -> int:
     """What the kernel holds against RLIMIT_DATA for this process."""
@@ -123,11 +131,30 @@ def data_bytes() -> int:
 
 
 def memory_bytes() -> int:
-    """Physical memory; 0 where the system does not say."""
+    """Physical memory, or what a container may have of it; 0 where the system does not say."""
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return 0
+    return min([physical, *(limit for limit, _ in _of_container() if limit)])
+
+
+def _of_container(root: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[int, int]]:
+    """The limit of this process's container on memory, and what is taken of it."""
+    names = ("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
+    for limit, taken in names:
+        with contextlib.suppress(OSError, ValueError):  # none, or the word max
+            yield int((root / limit).read_text()), int((root / taken).read_text())
+
+
+def free_bytes() -> int:
+    """What may still be taken without anything being ended for it; 0 where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return 0
+    return min([free, *(max(0, limit - taken) for limit, taken in _of_container())])
 
 
 def last_cache(system: Path = Path("/sys/devices/system/cpu")) -> tuple[int, int]:

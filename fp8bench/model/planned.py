@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fp8bench.model.request import StaticScales
 from fp8bench.model.words import Level
@@ -161,8 +162,15 @@ class Plan:
     groups: tuple[Group, ...]
     notes: tuple[str, ...] = ()
 
+    # What a note begins with that says what cases take of a device's memory.
+    MEMORY: ClassVar[str] = "memory: "
+
     def __iter__(self) -> Iterator[Group]:
         return iter(self.groups)
+
+    @property
+    def what_fits(self) -> tuple[str, ...]:
+        return tuple(note for note in self.notes if note.startswith(self.MEMORY))
 
     @property
     def num_cases(self) -> int:

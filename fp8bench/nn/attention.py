@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8bench.nn.linear import Choose, Linear, region
+from fp8bench.nn.shared_workloads import attention_by
+from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -31,11 +33,29 @@ class FusedCore:
     """
 
     causal: bool = True
+    kernel: str = "auto"
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with attention_by(self.kernel):
+            return self._mixed(q, k, v)
+
+    def _mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[1] != k.shape[1] and q.dtype == torch.float32 and q.device.type != "cpu":
             k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=q.shape[1] != k.shape[1])
+
+
+class WrittenScores(OperatorWatch):  # type: ignore[no-untyped-call]
+    """Sees what a kernel that writes its scores down does and no fused one: a softmax by itself. `most` are the bytes
+    of the largest, 0 where there was none."""
+
+    most = 0
+
+    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        result = func(*args, **named)
+        if func._schema.name in ("aten::_softmax", "aten::_safe_softmax"):
+            self.most = max(self.most, result.nbytes)
+        return result
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,11 @@ class KeptHeads:
     """The keys of one layer, or its values: (batch, key heads, positions, head width), in a format.
 
     Scales of a tensor or of heads, and the one above NVFP4's blocks, are found in what `calibrate` is given and stay:
-    what is larger later becomes the largest value. Those of tokens and blocks come with each token.
+    what is larger later becomes the largest value. Those of tokens and blocks come with each token. What is `grown` is
+    no static cache: new positions are put behind copies of all before, as where a cache begins empty.
     """
+
+    grown: Tensor | None = None
 
     def __init__(self, name: str, shape: tuple[int, int, int, int], carrier: torch.dtype, device: str) -> None:
         plain = DTYPES.get(name)
@@ -96,7 +99,9 @@ class KeptHeads:
 
     def put(self, x: Tensor, at: int) -> None:
         place = slice(at, at + x.shape[2])
-        if self.blocks is not None:
+        if self.grown is not None:
+            self.grown = torch.cat((self.codes[:, :, :at], x), 2)
+        elif self.blocks is not None:
             assert self.scales is not None
             self.codes[:, :, place], self.scales[:, :, place] = self.blocks.encoded(x)
         elif self.kept.fmt is None:
@@ -112,7 +117,7 @@ class KeptHeads:
 
     def read(self, end: int) -> Tensor:
         """What the first positions give back, in the carrier; no copy where that is what they are kept in."""
-        codes = self.codes[:, :, :end]
+        codes = self.codes[:, :, :end] if self.grown is None else self.grown
         if self.blocks is not None:
             assert self.scales is not None
             return self.blocks.decoded(codes, self.scales[:, :, :end], self.width).to(self.carrier)

@@ -27,31 +27,51 @@ ROWS = 32
 
 
 class Experts(nn.Module):
-    """`balance` is the balancing loss of the last pass: 1 where all experts are chosen alike, more where not."""
+    """`balance` is the balancing loss of the last pass: 1 where all experts are chosen alike, more where not.
+
+    `ahead` are each token's experts where a load is made and not the router's; `count` are those of all ranks.
+    """
 
     experts: Sequence[FeedForward]
+    ahead: Tensor | None = None
+    ranks = 1
 
     def __init__(self, width: int, count: int, expert: Callable[[Choose], FeedForward], choose: Choose) -> None:
         super().__init__()
         self.router = nn.Parameter(torch.randn(count, width) * 0.02)
         made = [expert(within(choose, f"experts.{number}")) for number in range(count)]
         self.experts = nn.ModuleList(made)  # type: ignore[assignment]
+        self.count = count
         self.balance: Tensor | None = None
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         scores = F.linear(flat.to(self.router.dtype), self.router)
-        best, chosen = scores.topk(CHOSEN)
-        every = torch.arange(len(self.experts), device=x.device)
+        best, chosen = self._choice(scores)
+        every = torch.arange(self.count, device=x.device)
         counts = (chosen.view(-1, 1) == every).sum(0)  # bincount would have the host wait for the device
-        shares = counts.to(scores.dtype) / chosen.numel()
-        self.balance = len(self.experts) * (shares * scores.softmax(-1).mean(0)).sum()
+        shares = self._of_all(counts).to(scores.dtype) / (chosen.numel() * self.ranks)
+        self.balance = self.count * (shares * scores.softmax(-1).mean(0)).sum()
         order = chosen.flatten().argsort(stable=True)
         rows = flat[:, None].expand(-1, CHOSEN, -1).reshape(-1, flat.shape[-1])[order]
-        parts = torch.split_with_sizes(rows, self._waited_for(counts))
-        found = torch.cat(self._each(parts, counts, phase))[order.argsort()].view(len(flat), CHOSEN, -1)
+        found = self._through(rows, counts, phase)[order.argsort()].view(len(flat), CHOSEN, -1)
         weights = best.softmax(-1)[..., None]
         return (found.to(weights.dtype) * weights).sum(1).to(x.dtype).view(x.shape)
+
+    def _choice(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        if self.ahead is None:
+            best, chosen = scores.topk(CHOSEN)
+            return best, chosen
+        chosen = self.ahead[: len(scores)]
+        return scores.gather(1, chosen), chosen
+
+    def _of_all(self, counts: Tensor) -> Tensor:
+        """The tokens of each expert, of all ranks."""
+        return counts
+
+    def _through(self, rows: Tensor, counts: Tensor, phase: Phases) -> Tensor:
+        """Rows that lie by expert, and what their experts make of them, in that order."""
+        return torch.cat(self._each(torch.split_with_sizes(rows, self._waited_for(counts)), counts, phase))
 
     @staticmethod
     def _waited_for(counts: Tensor) -> list[int]:

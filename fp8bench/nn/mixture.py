@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fp8bench.nn.experts import Experts
 from fp8bench.nn.gpt import FeedForward, Norm
 from fp8bench.nn.linear import Choose, Linear, both_of, linear, within
-from fp8bench.nn.sizes import MoeSizes
+from fp8bench.nn.sizes import CHOSEN, MoeSizes
 from fp8bench.protocols import Arithmetic, Phases, Role
 
 _BLOCK = 128
@@ -54,6 +54,27 @@ def made_load(load: str, tokens: int, sizes: MoeSizes, seed: int) -> Tensor | No
     return keys.topk(sizes.top_k).indices
 
 
+def coded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows as codes of E4M3 (rows, blocks, 128), a byte each, and the float32 scale of every block."""
+    block = _BLOCK if x.shape[1] % _BLOCK == 0 else x.shape[1]
+    parts = x.float().view(len(x), x.shape[1] // block, block)
+    scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-30) / torch.finfo(_E4M3).max
+    return (parts / scale).to(_E4M3).view(torch.uint8), scale
+
+
+def decoded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (codes.view(_E4M3).float() * scale).flatten(1).to(dtype)
+
+
+def load_made(model: nn.Module, load: str, tokens: int, seed: int) -> None:
+    """Have who goes where set ahead in all blocks of a model, or left to their routers."""
+    blocks = [block for block in model.modules() if isinstance(block, Experts)]
+    for number, block in enumerate(blocks):
+        width = block.router.shape[1]
+        plan = made_load(load, tokens, MoeSizes(width, width, block.count, CHOSEN), seed + number)
+        block.ahead = None if plan is None else plan.to(block.router.device)
+
+
 class _Moved(torch.autograd.Function):
     """Rows of x by their numbers, in the format that they travel in; gradients come back in their own."""
 
@@ -65,11 +86,8 @@ class _Moved(torch.autograd.Function):
             return x[numbers]
         if way == "bf16":
             return x.to(torch.bfloat16)[numbers].to(x.dtype)
-        block = _BLOCK if x.shape[1] % _BLOCK == 0 else x.shape[1]
-        parts = x.float().view(len(x), -1, block)
-        scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-30) / torch.finfo(_E4M3).max
-        codes = (parts / scale).to(_E4M3).view(torch.uint8)
-        return (codes[numbers].view(_E4M3).float() * scale[numbers]).view(len(numbers), -1).to(x.dtype)
+        codes, scale = coded(x)
+        return decoded(codes[numbers], scale[numbers], x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -61,6 +61,9 @@ def served_state(setup: Setup, arm: Arm, layers: tuple[Layer, ...], new: int, na
         generator = torch.Generator(device).manual_seed(setup.seed)
         model.fill(context - new, generator)
         model.calibrates = new == context
+        if params.get("static") == "no" and isinstance(model, Decoder):
+            for heads in (heads for pair in model.cache for heads in pair):
+                heads.grown = heads.codes
     tokens = torch.randint(model.vocabulary, (batch, new), generator=generator, device=device)
     logits = torch.zeros(batch, model.vocabulary, dtype=model.carrier, device=device)
     return ServedState(model, tokens, context - new, logits)

@@ -39,6 +39,16 @@ BACKENDS = {
 }  # fmt: skip
 
 
+def carrier_bytes(precision: Precision) -> float:
+    """Of an element of what a precision's values travel in."""
+    return 4.0 if (precision.carried_by or precision.name) in ("fp32", "tf32") else 2.0
+
+
+# A kernel that writes scores down has one matrix of them for backward, and so many more at once while it runs: in
+# float32, whatever comes in.
+SCORES_FORWARD, SCORES_KEPT, SCORES_BESIDE = 2.5, 1.0, 2.2
+
+
 def attention_by(name: str) -> AbstractContextManager[None]:
     """The kernel that attention takes in the body, backward included: recomputed blocks choose again there."""
     if name == "auto":

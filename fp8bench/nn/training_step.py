@@ -51,9 +51,11 @@ def drawn(setup: Setup) -> Iterator[None]:
         yield
 
 
-def adamw(parameters: list[torch.nn.Parameter], rate: float, facts: DeviceFacts) -> torch.optim.Optimizer:
+def adamw(
+    parameters: list[torch.nn.Parameter], rate: float, facts: DeviceFacts, fused: bool = True
+) -> torch.optim.Optimizer:
     """A fused one keeps its count on the GPU anyway; asked to, it lets itself be captured there."""
-    return torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1, fused=True, capturable=facts.accelerated)
+    return torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1, fused=fused, capturable=facts.accelerated)
 
 
 @dataclass

@@ -94,6 +94,12 @@ def sound_work(workload: Workload, work: Work) -> Work:
     return work
 
 
+def sound_memory(workload: Workload, given: object) -> float:
+    if type(given) not in (int, float) or not math.isfinite(number := float(str(given))) or number < 0:
+        raise _cannot(workload, f"memory() gave {given!r:.80}, and must give a number of bytes (float)")
+    return number
+
+
 def sound_support(workload: Workload, support: Support) -> Support:
     level, reason = getattr(support, "level", None), getattr(support, "reason", None)
     if type(support) is not Support or not isinstance(level, Level) or not isinstance(reason, str):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support
 from fp8bench.plan.asked_suites import suites_of
-from fp8bench.plan.checked_workload import answering, cases_of, sound_axes, sound_support, sound_work
+from fp8bench.plan.checked_workload import answering, cases_of, sound_axes, sound_memory, sound_support, sound_work
 from fp8bench.plan.precision_map import (
     PrecisionMap,
     check_keys,
@@ -32,6 +32,8 @@ from fp8bench.units import size
 
 # What is added as the reference where the precisions that were named leave nothing to compare.
 ADDED = "fp32"
+# From such a share of a device's memory on is said what cases take.
+_SAID_FROM = 0.1
 MOST_CASES = 20_000
 # What a device of either class may be, where only the class matters: defaults of axes, and which layers there are.
 _CLASSES = (DeviceFacts("cpu", 0, "", 0, ""), DeviceFacts("cuda", 0, "", 0, ""))
@@ -87,6 +89,7 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
             f"--backend {request.backend} has no effect: it is for low precisions, and these are {', '.join(modes)}"
         )
     notes += _check_memory(request, chosen)
+    notes += [told for one in chosen for told in _what_fits(groups, one)]
     if request.ranks is not None:
         notes += _of_ranks(request.ranks, chosen)
     if request.scales is None:
@@ -195,6 +198,24 @@ def _check_memory(request: Request, chosen: Sequence[DeviceFacts]) -> list[str]:
     notes = [f"--max-batch: after all else, the largest batch {where} is looked for"]
     without = [name for name in suites_of(request) if not workloads.get(name).batch_axis]
     return [*notes, f"--max-batch has no effect on {', '.join(without)}: no batch there"] if without else notes
+
+
+def _what_fits(groups: Sequence[Group], facts: DeviceFacts) -> Iterator[str]:
+    """What the largest case of a suite takes, where that is no small part of a device's memory, before it is begun."""
+    by_suite: dict[str, list[tuple[float, PlannedCase]]] = {}
+    for planned in (one for group in groups for one in group.cases if one.case.device == facts.key):
+        named, precision = dict(planned.case.params), precisions.get(planned.case.precision)
+        if takes := workloads.get(planned.case.workload).memory(named, precision):
+            by_suite.setdefault(planned.case.workload, []).append((takes, planned))
+    for suite, cases in by_suite.items():
+        running = [(takes, one) for takes, one in cases if one.runs]
+        too_large = sum(takes > facts.memory_bytes > 0 and not one.runs for takes, one in cases)
+        most, largest = max(running, key=lambda pair: pair[0], default=(0.0, None))
+        if too_large or most > _SAID_FROM * facts.memory_bytes > 0:
+            takes_most = f"({largest.case.mode}) takes about {size(most)}" if largest else "does not fit"
+            left_out = f"; {too_large} of {len(cases)} cases take more and are skipped" if too_large else ""
+            has = f"{facts.key} has {size(facts.memory_bytes)}"
+            yield f"{Plan.MEMORY}the largest case of {suite} {takes_most}, {has}{left_out}"
 
 
 def _parts(request: Request, facts: Sequence[DeviceFacts], compares: bool = True) -> list[_Part]:
@@ -325,11 +346,11 @@ def _case(workload: Workload, params: Params, facts: DeviceFacts, name: str, lay
         support = Support(Level.REFUSED, facts.unusable)
     work = sound_work(workload, workload.work(named))
     skip = support.reason if support.level is Level.REFUSED else ""
-    if not skip and facts.memory_bytes and work.least_memory > facts.memory_bytes:
-        skip = (
-            f"its tensors need at least {size(work.least_memory)} and {facts.key} has {size(facts.memory_bytes)}: "
-            "choose smaller sizes"
-        )
+    expected = sound_memory(workload, workload.memory(named, precisions.get(name)))
+    if not skip and facts.memory_bytes and max(work.least_memory, expected) > facts.memory_bytes:
+        surely = work.least_memory > facts.memory_bytes
+        takes = f"need at least {size(work.least_memory)}" if surely else f"take about {size(expected)}"
+        skip = f"its tensors {takes} and {facts.key} has {size(facts.memory_bytes)}: choose smaller sizes"
     return PlannedCase(case, support, work, skip or _unknown_cache(case, facts))
 
 

@@ -120,6 +120,10 @@ class Device(ABC):
         """What counts the memory of one device, or why nobody can say."""
         return f"nobody counts the memory of a device of the kind {self.kind}"
 
+    def end_where_memory_does(self, shared_by: int = 1) -> None:
+        """Have a process's own allocations fail where free memory ends, so that a case that does not fit is an answer;
+        so many processes share it. Nothing where nobody can say."""
+
     def memory_limited(self, index: int, limit: int) -> AbstractContextManager[None]:
         """In the body memory ends after so many bytes more, and what then fails is `is_out_of_memory`.
 

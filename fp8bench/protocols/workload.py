@@ -224,6 +224,11 @@ class Workload(ABC):
         """The cases one combination of axis values stands for."""
         return (tuple(params.items()),)
 
+    def memory(self, params: Mapping[str, Scalar], precision: Precision) -> float:
+        """About what a state and its step take at their highest, in bytes, said before anything is measured; 0 where
+        nobody has worked it out. What takes more than there is is not begun."""
+        return 0.0
+
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         """How a device does these parameters in that precision: never better than the precision itself.
 

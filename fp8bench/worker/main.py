@@ -27,6 +27,7 @@ from typing import Any
 from fp8bench import __version__
 from fp8bench.model import Scalar
 from fp8bench.model.raw import PROTOCOL, Settings
+from fp8bench.registry import devices
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.beside import everything_is_the_workloads
 from fp8bench.worker.faults import described
@@ -132,7 +133,16 @@ def serve(connection: Connection, opened: Open, told: Callable[[str], None]) -> 
             # What is imported by now lives as long as this process: looking through it for garbage takes 0.1 s a time.
             gc.collect()
             gc.freeze()
+            keep_within_memory()
         connection.send((number, reply))
+
+
+def keep_within_memory() -> None:
+    """A GPU's says where its memory ends; on a processor the kernel would end this process, or another one."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        devices.get("cpu").end_where_memory_does(int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def main(opened: Open = Bench) -> None:

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import emulated, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, TensorStatistics, Work
-from fp8bench.nn.shared_workloads import PASS, LayerWorkload, is_training, misfit
+from fp8bench.nn.shared_workloads import (
+    BACKENDS,
+    PASS,
+    SCORES_BESIDE,
+    SCORES_FORWARD,
+    SCORES_KEPT,
+    LayerWorkload,
+    carrier_bytes,
+    is_training,
+    misfit,
+    missing_kernel,
+)
 from fp8bench.protocols import Grid, Layer, Precision, Setup, SilentPhases
 from fp8bench.protocols.axes import VALUES, Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
@@ -24,6 +35,10 @@ if TYPE_CHECKING:
 
 LONGEST = 1 << 17
 _SCORES = ("high", "low", "low-prescaled")
+_KERNEL = Axis(
+    "kernel", "torch's for the core; auto: torch's own choice; math: writes the scores down, the others do not",
+    ("auto",), one_of("auto", *BACKENDS), quiet=True,
+)  # fmt: skip
 
 
 @workloads.register("attention")
@@ -65,6 +80,7 @@ class Attention(LayerWorkload):
                  one_of(*_SCORES)),
             Axis("spread", "standard deviation of the values that come in: how large scores get", ("1",),
                  whole_number(high=1024)),
+            _KERNEL,
             VALUES,
         )  # fmt: skip
 
@@ -96,10 +112,24 @@ class Attention(LayerWorkload):
             least += (3 if training else 2) * 4.0 * scores
         return Work(flops * (3 if training else 1), rows, least_memory=least)
 
+    def memory(self, params: Mapping[str, Scalar], precision: Precision) -> float:
+        """Of queries, keys, values, what comes in and goes out, and their gradients; and scores that are written."""
+        rows, width, inner = _sizes(params)
+        training, layer = is_training(params), params["part"] == "layer"
+        features = (2 if training else 1) * (inner + width * layer) + (3 if training else 1) * width
+        weights = 4.0 * (width * inner + width * width) * (2 if training else 1) * layer
+        written = (SCORES_KEPT + SCORES_BESIDE if training else SCORES_FORWARD) * 4.0 * rows * int(params["sequence"])
+        scores = written * int(params["heads"]) if _low(params) or _KERNEL.of(params) == "math" else 0.0
+        return carrier_bytes(precision) * rows * features + weights + scores
+
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
-        support = precision.support(facts)
+        support, kernel = precision.support(facts), str(_KERNEL.of(params))
         if support.level is Level.REFUSED:
             return support
+        if kernel != "auto" and _low(params):
+            return refused(f"scores={params['scores']} are explicit products, and kernel={kernel} is none of them")
+        if missing := missing_kernel(kernel, params["heads"] != params["key_heads"], precision, facts):
+            return refused(missing)
         if params["part"] == "core" and not _low(params) and precision.carried_by:
             return refused(
                 f"{precision.name} leaves attention's scores to {precision.carried_by}: ask for --set scores=low to "
@@ -122,7 +152,7 @@ class Attention(LayerWorkload):
         from fp8bench.nn.attention import EmulatedCore, FusedCore
 
         params = dict(setup.case.params)
-        core: Core = FusedCore(_causal(params))
+        core: Core = FusedCore(_causal(params), str(_KERNEL.of(params)))
         if _low(params):
             core = EmulatedCore(setup.arithmetic, params["scores"] == "low-prescaled", _causal(params))
         return _exercise(setup, choose, carrier, core)
@@ -131,10 +161,14 @@ class Attention(LayerWorkload):
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic
-        from fp8bench.nn.attention import FusedCore, HeadwiseCore
+        from fp8bench.nn.attention import FusedCore, HeadwiseCore, WrittenScores
 
         exact, core = PlainArithmetic(torch.float64), HeadwiseCore(FusedCore(_causal(dict(setup.case.params))))
-        return self.prepare(setup).errors(_exercise(setup, lambda name: exact, exact.carrier, core), setup.settles)
+        state = self.prepare(setup)
+        errors = state.errors(_exercise(setup, lambda name: exact, exact.carrier, core), setup.settles)
+        with WrittenScores() as written:
+            state.outcome()
+        return {**errors, "scores_bytes": float(written.most)}
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Of the operands of the layer's products, and of the core's where it is alone or its scores are low."""

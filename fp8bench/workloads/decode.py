@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from fp8bench.formats.hardware import refused
+from fp8bench.model import DeviceFacts, Level, Scalar, Support
+from fp8bench.nn.served import OWN, SERVED
 from fp8bench.nn.served_workload import ServedWorkload
+from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.protocols import Grid, Precision, Setup
+from fp8bench.protocols.axes import Axis, one_of
 from fp8bench.registry import precisions, workloads
 from fp8bench.user_code.named import named
+
+_STATIC = Axis(
+    "static", "yes: new keys and values are written into a cache that is there; no: behind copies of all before, as "
+    "where a cache grows", ("yes",), one_of("yes", "no"), quiet=True,
+)  # fmt: skip
 
 
 @workloads.register("decode")
@@ -28,6 +38,16 @@ class Decode(ServedWorkload):
         cpu={"size": ("nano",), "context": ("512",)}, gpu={"size": ("llama-1b",), "context": ("8192",)},
         phases=("cast", "gemm", "attention", "elementwise"), errors=("logits_error",), per="tokens",
     )  # fmt: skip
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return (*super().axes(facts), _STATIC)
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        support = super().support(params, precision, facts)
+        own = str(params["size"]) in SERVED_SIZES and params["kv"] == OWN and precision.name != SERVED
+        if _STATIC.of(params) == "no" and not own and support.level is not Level.REFUSED:
+            return refused("static=no is a cache of one's own keys and values: choose kv=own, and a size of fp8bench's")
+        return support
 
     def named(self, target: str) -> Callable[[], Any]:
         return named(target)

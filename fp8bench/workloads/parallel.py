@@ -86,11 +86,12 @@ class Parallel(Workload):
         return tuple((*plain.items(), *zip(open_ones, some, strict=True)) for some in chosen)
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
-        config, length, sequences = SIZES[str(params["size"])], int(params["sequence"]), int(params["batch"])
+        config, length, sequences = _config(params), int(params["sequence"]), int(params["batch"])
         return Work(config.step_flops(sequences, length), sequences * length, least_memory=4.0 * config.weights)
 
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
-        return gpt_layers(SIZES[str(params["size"])].layers)
+        config = _config(params)
+        return gpt_layers(config.layers, config.experts)
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         way = WAYS[str(params["way"])]
@@ -129,10 +130,11 @@ class Parallel(Workload):
         state = self._state(setup, dist.group.WORLD, plain=True)
         apart = agreement(state, self._alone(setup, plain=True), _AGREEING_STEPS)
         made_in = (setup.case.precision, *(name for _, name in setup.case.precision_map))
-        limits = most_apart(map(precisions.get, made_in), str(dict(setup.case.params).get("wire", "")))
+        params = dict(setup.case.params)
+        limits = most_apart(map(precisions.get, made_in), str(params.get("wire", "")), str(params.get("load", "")))
         if why := limits.why_not(apart):
             raise NotTheSame(f"{_AGREEING_STEPS} steps change weights otherwise than one rank alone does: {why}")
-        return apart.figures()
+        return {**apart.figures(), **state.model.figures()}
 
     def step_parts(self, setup: Setup) -> StepParts:
         import torch.distributed as dist
@@ -146,7 +148,7 @@ class Parallel(Workload):
         together, size = self.prepare(setup), dist.get_world_size()
         for _ in range(_STEPS_BEFORE):
             together.trained(SilentPhases())
-        with StepWire() as wire:
+        with StepWire(dist.get_rank()) as wire:
             together.trained(SilentPhases())
         alone = stepping(self._alone(setup)), stepping(self._alone(setup, parts=size))
         silent = stepping(self._state(setup, silent_group()))
@@ -177,11 +179,18 @@ class Parallel(Workload):
         )  # fmt: skip
 
     def _made(self, setup: Setup) -> GPT:
+        from fp8bench.nn.experts import MixtureGPT
         from fp8bench.nn.gpt import GPT
+        from fp8bench.nn.mixture import load_made
         from fp8bench.nn.training_step import drawn
 
+        params = dict(setup.case.params)
+        config = _config(params)
         with drawn(setup):
-            return GPT(_config(dict(setup.case.params)), self.arithmetics(setup), setup.arithmetic.carrier)
+            model = (MixtureGPT if config.experts else GPT)(config, self.arithmetics(setup), setup.arithmetic.carrier)
+        if config.experts:
+            load_made(model, str(params["load"]), int(params["batch"]) * config.sequence, setup.seed)
+        return model
 
 
 def _or_words(option: str, ranks: int) -> Callable[[str], Scalar]:
@@ -210,7 +219,9 @@ def _parse(option: str) -> Callable[[str], Scalar]:
 
 
 def _config(params: Mapping[str, Scalar]) -> GPTConfig:
-    return replace(SIZES[str(params["size"])], sequence=int(params["sequence"]))
+    config = replace(SIZES[str(params["size"])], sequence=int(params["sequence"]))
+    experts = WAYS[str(params["way"])].experts
+    return replace(config, experts=experts, hidden=config.hidden // 2) if experts else config
 
 
 def _loader(setup: Setup, parts: int = 1) -> TokenLoader:

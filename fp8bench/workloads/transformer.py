@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, StaticScales, Support, TensorStatistics, Work
-from fp8bench.nn.shared_workloads import BACKENDS, TrainingWorkload, attention_by, missing_kernel, uncompilable
+from fp8bench.nn.shared_workloads import (
+    BACKENDS,
+    SCORES_BESIDE,
+    SCORES_KEPT,
+    TrainingWorkload,
+    attention_by,
+    carrier_bytes,
+    missing_kernel,
+    uncompilable,
+)
 from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_around, gpt_layers
 from fp8bench.protocols import Grid, Layer, Precision, Role, Setup, SilentPhases
 from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
@@ -27,7 +36,14 @@ if TYPE_CHECKING:
 
 # What changes how a step is done, and what it computes by no more than what casts remember. A case made by hand may
 # leave these out.
-USUAL = {"checkpointing": "no", "compile": "no", "attention": "auto", "weights": "cached", "cut": "linear"}
+USUAL = {
+    "checkpointing": "no",
+    "compile": "no",
+    "attention": "auto",
+    "weights": "cached",
+    "cut": "linear",
+    "fused": "yes",
+}
 COMPILE_SECONDS = 600.0
 
 
@@ -67,6 +83,8 @@ class Transformer(TrainingWorkload):
                  one_of("auto", *BACKENDS)),
             Axis("cut", "block: a backend may take each block into one layer, without phases; linear: products alone",
                  (USUAL["cut"],), one_of("linear", "block"), quiet=True),
+            Axis("fused", "yes: AdamW in torch's one kernel; no: in the several that it takes without",
+                 (USUAL["fused"],), one_of("yes", "no"), quiet=True),
             Axis("weights", "cached: cast once a step; recast: in every micro-batch", (USUAL["weights"],),
                  one_of("cached", "recast")),
         )  # fmt: skip
@@ -88,6 +106,25 @@ class Transformer(TrainingWorkload):
         return Work(
             config.step_flops(sequences, length), sequences * length, least_memory=least, setup_seconds=compiling
         )
+
+    def memory(self, params: Mapping[str, Scalar], precision: Precision) -> float:
+        """Of a step that is not compiled: weights with gradients and moments in fp32; what blocks keep of a
+        micro-batch, or their inputs and what one keeps; logits with their gradients; scores that are written down."""
+        config, length, batch = SIZES[str(params["size"])], int(params["sequence"]), int(params["batch"])
+        size = carrier_bytes(precision)
+        keys = 2 * config.key_heads * config.head_width
+        # Both norms, queries and what attention gives, the sum behind it; before and behind the activation.
+        kept = 7 * config.width + keys + (3 if config.modern else 2) * config.hidden
+        again = _choice(params, "checkpointing") == "blocks"
+        blocks = config.layers * config.width + kept if again else config.layers * kept
+        scores = 0.0
+        if _choice(params, "attention") == "math":
+            matrices = SCORES_BESIDE + SCORES_KEPT * (
+                1 if _choice(params, "checkpointing") == "blocks" else config.layers
+            )
+            scores = matrices * 4.0 * batch * config.heads * length**2
+        tokens = batch * length
+        return 16.0 * config.weights + tokens * (size * (blocks + 5 * config.width) + 12.0 * config.vocabulary) + scores
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         support = self._products(params, precision, facts)
@@ -168,7 +205,7 @@ class Transformer(TrainingWorkload):
         parameters = list(model.parameters())
         return TrainingState(
             model, forward, compiled=not marked, attention=attention,
-            optimizer=adamw(parameters, 3e-4, setup.facts), parameters=parameters,
+            optimizer=adamw(parameters, 3e-4, setup.facts, _choice(params, "fused") == "yes"), parameters=parameters,
             buffers=[torch.zeros_like(parameter) for parameter in parameters], loader=_loader(setup),
             micro_batches=int(setup.case.param("micro_batches")), loss_scale=setup.loss_scale,
             weights=_weights(setup, model),
@@ -179,7 +216,7 @@ class Transformer(TrainingWorkload):
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic
-        from fp8bench.nn.attention import FusedCore, HeadwiseCore
+        from fp8bench.nn.attention import FusedCore, HeadwiseCore, WrittenScores
         from fp8bench.numerics.norms import joint_relative_frobenius, relative_error
 
         exact = PlainArithmetic(torch.float64)
@@ -187,10 +224,13 @@ class Transformer(TrainingWorkload):
         core = HeadwiseCore(FusedCore())
         model = _model(setup, lambda name: exact, exact.carrier, checkpointing=True, core=core).double()
         reference_loss, reference = _gradients(setup, model, model, 1.0)
-        loss, gradients = self._first_gradients(setup)
+        with WrittenScores() as written:
+            loss, gradients = self._first_gradients(setup)
+        told = {} if _choice(dict(setup.case.params), "compile") == "yes" else {"scores_bytes": float(written.most)}
         return {
             "loss_error": relative_error(loss, reference_loss),
             "gradient_error": joint_relative_frobenius(gradients, reference),
+            **told,
         }
 
     def losses(self, setup: Setup, steps: int) -> Sequence[float]:

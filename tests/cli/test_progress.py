@@ -253,6 +253,17 @@ def test_a_run_that_nobody_watches_has_a_line_a_group(clock: Clock) -> None:
     assert len(lines) == 2
 
 
+def test_what_cases_take_of_memory_is_said_before_the_first(clock: Clock) -> None:
+    """On a terminal and elsewhere; other notes stand with the answer."""
+    lines: list[str] = []
+    plan = Plan(PLAN.groups, ("memory: the largest case takes 3 GiB", "another note"))
+    GroupLines(lines.append, clock).planned(plan)
+    assert lines == ["memory: the largest case takes 3 GiB"]
+    screen = Screen()
+    line(screen, clock).planned(plan)
+    assert "3 GiB" in screen.getvalue() and "another" not in screen.getvalue()
+
+
 def test_many_things_that_nobody_watches_have_a_line_now_and_then(clock: Clock) -> None:
     """A tenth further each, and 20 s apart at least; a job of some seconds is silent."""
     lines: list[str] = []

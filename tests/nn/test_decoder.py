@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench.errors import UsageError
 from fp8bench.formats.scaled import values
+from fp8bench.model import Level, Scalar
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder, IntegerWeight, KeptHeads, KeptWeight, OwnWeight, drawn_weights, kept_weight
 from fp8bench.nn.experts import MixtureGPT
@@ -32,7 +33,10 @@ from fp8bench.nn.served import (
 )
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
 from fp8bench.protocols import SilentPhases
-from fp8bench.registry import workloads
+from fp8bench.registry import precisions, workloads
+from fp8bench.workloads.decode import Decode
+from tests.tapes import tape_in_phases
+from tests.workloads.steps import CPU, SMALL, setup_of
 
 Array = NDArray[np.float64]
 TINY = GPTConfig(19, 24, 2, 6, 2, 40, batch=1, sequence=16, modern=True)
@@ -389,3 +393,31 @@ def test_formats_by_layer() -> None:
     for wrong in ("fp9", "fp8@1", "fp8@3-1=bf16", "fp8@0=e5m2", "fp8@=bf16"):
         with pytest.raises(ValueError, match="expected"):
             kept_word(KV_FORMATS)(wrong)
+
+
+@pytest.mark.parametrize("size", ["nano", "nano-llama"])
+def test_a_cache_that_grows_gives_what_a_static_one_gives(size: str) -> None:
+    """To the bit, step after step; each step copies all positions of keys and values, which a static one does not."""
+    config, found = SERVED_SIZES[size], []
+    cache = f"fp32[2,{config.key_heads},40,{config.head_width}]"
+    for more in ({}, {"static": "no"}):
+        state = Decode().prepare(setup_of("decode", {**SMALL["decode"], "size": size, **more}, "fp32"))
+        for _ in range(2):
+            Decode().step(state, SilentPhases())
+        tape = tape_in_phases(state.step)
+        copies = [one for one in tape.operators if one.operator == "cat" and one.outputs == (cache,)]
+        moved = sum(one.calls * one.bytes for one in copies)
+        found.append((state.logits.clone(), tape.flops, moved))
+    (logits, flops, none), (grown, as_many, moved) = found
+    assert torch.equal(logits, grown) and flops == as_many and none == 0
+    assert moved == config.layers * 2 * 2 * (2 * config.key_heads * 40 * config.head_width * 4)
+
+
+def test_a_cache_that_grows_is_one_of_own_keys_and_values() -> None:
+    def reason(precision: str, **changes: Scalar) -> str:
+        support = Decode().support({**SMALL["decode"], "static": "no", **changes}, precisions.get(precision), CPU)
+        return support.reason if support.level is Level.REFUSED else ""
+
+    assert "static=no is a cache of one's own" in reason("bf16", kv="fp8")
+    assert "static=no is a cache of one's own" in reason("served:kv=fp8")
+    assert reason("bf16") == reason("fp32") == ""

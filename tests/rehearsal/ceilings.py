@@ -13,6 +13,8 @@ from fp8bench.registry import precisions
 
 # A weight's gradient goes into float32, and the head's weights into bf16.
 CONVERTED = 1
+# All experts have one product in common, on the first GPU that has the precision.
+GROUPED = {"bf16", "fp8-rowwise", "mxfp8", "mxfp8:scale=floor"}
 # The largest magnitudes of all weights, in one call.
 ALL_AMAXES = 3
 
@@ -84,6 +86,8 @@ def of_casts(case: Case) -> int | None:
             return tensors * (micro_batches * cast.one + (micro_batches - 1) * cast.restored)
         case "attention" | "mlp":  # two layers: inputs, weights and gradients, and the weights' gradients converted
             return 2 * (2 * cast.both + cast.weight_both + CONVERTED)
+        case "moe":
+            return _of_experts(case, cast)
         case "decode" | "prefill":  # inputs alone: weights are cast before the first step
             rows = int(params["batch"]) * (1 if case.workload == "decode" else int(params["context"]))
             untiled = cast.untiled if rows % TILE_ROWS else 0
@@ -91,6 +95,20 @@ def of_casts(case: Case) -> int | None:
         case "transformer" if params["checkpointing"] == "no":
             return _of_model(case, cast, micro_batches)
     return None
+
+
+def _of_experts(case: Case, cast: Launches) -> int:
+    """Two layers of each expert. In one product of all: inputs and gradients at once, and again part by part for the
+    weights' gradients; codes and scales of weights are put beside each other, those of parts behind each other."""
+    params = dict(case.params)
+    experts, training = int(params["experts"]), params["pass"] == "training"
+    untiled = 0 if params["load"] == "uniform" else cast.untiled  # by turns as well
+    rows = 2 * (cast.both + 2 * untiled) if training else cast.one + cast.untiled
+    weight = cast.weight_both + CONVERTED if training else 0
+    one_by_one = 2 * experts * (rows + weight)
+    parts = 2 * experts * cast.one + 2 * 2 + 2 + experts * cast.weight_both + CONVERTED if training else 0
+    together = 2 * ((2 if training else 1) * cast.one + 2 + parts)
+    return together if case.precision in GROUPED else one_by_one
 
 
 def _of_model(case: Case, cast: Launches, micro_batches: int) -> int:
@@ -124,6 +142,9 @@ def of_phases(case: Case) -> dict[str, int]:
     match case.workload:
         case "gemm":
             found["gemm"] = 1
+        case "moe":  # and the router's
+            products = 2 * (1 if case.precision in GROUPED else int(params["experts"])) + 1
+            found["gemm"] = products * (3 if params["pass"] == "training" else 1)
         case "mlp":  # SiLU and the gate, their gradients, and both halves put together
             found |= {"gemm": 2 * 3, "elementwise": 2 + 3 + 1}
         case "attention":  # heads put together; keys and values repeated for those that share them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -14,13 +15,15 @@ from torch.nn import functional
 
 from fp8bench.analysis.tapes import product_work
 from fp8bench.errors import UsageError
-from fp8bench.model import Level, Scalar
+from fp8bench.model import DeviceFacts, Level, Scalar
 from fp8bench.nn.exercise import Exercise
 from fp8bench.nn.mixture import LoadedExperts, Mixture, disagreements, load_figures, made_load, moved
 from fp8bench.nn.sizes import MoeSizes
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.moe import Moe, load_word
+from tests.facts import B200
+from tests.nn.grouped_kernel import GroupedKernel
 from tests.tapes import tape_in_phases
 from tests.workloads.steps import CPU, H200, SMALL, small
 
@@ -223,6 +226,30 @@ def test_decoding_in_bf16_multiplies_no_row_more(load: str) -> None:
     ]
     assert tapes[0].flops == tapes[1].flops
     assert any("grouped" in operator.operator for operator in tapes[1].operators)
+
+
+def _product_of_codes(a: Tensor, b: Tensor, *others: object) -> Tensor:
+    """In place of a kernel that no processor has: as much work, and numbers that nobody looks at."""
+    return (a.float() @ b.float()).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("precision", "facts", "rows"),
+    [("fp8-rowwise", H200, 32), ("mxfp8", B200, 128), ("fp8", H200, 1)],
+)
+def test_native_decoding_fills_groups_up_to_what_its_products_take(
+    precision: str, facts: DeviceFacts, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of experts that have tokens, to the FLOP; what fills them is no useful work. One by one they take any rows."""
+    monkeypatch.setattr(torch.ops.aten._scaled_mm_v2, "default", _product_of_codes)
+    monkeypatch.setattr(torch.ops.aten._scaled_grouped_mm, "default", GroupedKernel())
+    setup = small("moe", precision, load="zipf:2", hidden=64, **{"pass": "decode"})
+    state = Moe().prepare(replace(setup, arithmetic=precisions.get(precision).arithmetic(facts)))
+    counts, reference = rows_of(state), tape_in_phases(state_of(load="zipf:2", hidden=64, **{"pass": "decode"}).step)
+    filled = sum(-(-count // rows) * rows - count for count in counts)
+    assert (filled > 0) == (rows > 1)
+    work = product_work(tape_in_phases(state.step), reference)
+    assert (work.useful, work.padding) == (reference.flops, filled * 2 * 3 * 32 * 64)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -10,16 +10,19 @@ import pytest
 
 from fp8bench import pipeline
 from fp8bench.analysis.metrics import metrics_of
+from fp8bench.errors import WorkerFault
 from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model import Case, Level, Request, Status
 from fp8bench.model.raw import Settings
+from fp8bench.nn.mixture import made_load
 from fp8bench.nn.parallel.data_parallel import owners
 from fp8bench.nn.parallel.ways import WAYS
-from fp8bench.nn.sizes import SIZES
+from fp8bench.nn.sizes import SIZES, MoeSizes
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import workloads
 from tests.facts import CPU
+from tests.nn.parallel import planted_ways
 
 TEXT = "the text that ranks train on, of which every one reads all. " * 1200
 
@@ -168,3 +171,64 @@ def test_a_run_tells_scaling_and_bytes(tmp_path: Path) -> None:
     assert record.status is Status.OK, record.reason
     told = {str(one.name) for one in metrics_of(record, None)}
     assert {"strong_scaling", "weak_scaling", "wire_bytes", "exposed_time", "loss_gap", "update_error"} <= told
+
+
+@pytest.mark.slow
+def test_experts_by_ranks_train_what_one_rank_does(tmp_path: Path) -> None:
+    """Two real ranks in every wire: agreement, and bytes by a count of tokens one after the other."""
+    tokens = tmp_path / "tokens"
+    np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16).tofile(tokens)
+    axes = (("way", ("ep",)), ("wire", ("auto",)), ("load", ("zipf:1",)))
+    with RanksWorker(Settings(threads=1, corpus=str(tokens)), 2) as worker:
+        (facts,) = (one for one in worker.probe() if one.kind == "cpu")
+        plan = make_plan(Request("parallel", dtypes=("fp32", "fp8"), axes=axes, quick=True, ranks=2), (facts,))
+        cases = [one.case for group in plan for one in group.cases]
+        assert len(cases) == 3 * 2
+        for case in cases:
+            gaps = worker.within(60).error(case, facts)
+            exact = case.precision == "fp32" and case.param("wire") == "stream"
+            assert gaps["update_error"] < (1e-5 if exact else 0.5) and (exact or gaps["update_error"] > 1e-4), case.id
+            rows = [gaps[f"rank{rank}_rows"] for rank in range(2)]
+            assert sum(rows) == CONFIG.layers * 2 * 4 * CONFIG.sequence
+            assert rows[0] > 1.5 * rows[1]
+            if case.precision == "fp32":
+                sent, _, _ = worker.ask(60, "step_parts", case, facts)
+                for rank in range(2):
+                    of_rank = {(one.operation, one.dtype): one.bytes for one in sent if one.rank == rank}
+                    assert of_rank == {key: pytest.approx(value) for key, value in _of_experts(case, rank).items()}
+
+
+def _of_experts(case: Case, rank: int) -> Bytes:
+    """What a rank of two sends in a step whose batch is 4 sequences: there and back, and the gradients of both."""
+    out = come = 0
+    for layer in range(CONFIG.layers):
+        plan = made_load(str(case.param("load")), 4 * CONFIG.sequence, MoeSizes(1, 1, 8, 2), layer)
+        assert plan is not None
+        for token, chosen in enumerate(plan.tolist()):
+            for expert in chosen:
+                out += token // (2 * CONFIG.sequence) == rank != expert // 4
+                come += token // (2 * CONFIG.sequence) != rank == expert // 4
+    width, wire = CONFIG.width, case.param("wire")
+    everywhere = 4 * CONFIG.layers * CONFIG.width**2 + CONFIG.layers * 8 * CONFIG.width + NORMS + AROUND
+    found: Bytes = {("all_reduce", "float32"): 4.0 * everywhere, ("all_gather", "int64"): CONFIG.layers * 8 * 8.0}
+    if wire == "fp8":
+        return found | {
+            ("all_to_all", "uint8"): out * width, ("all_to_all", "float32"): out * 4.0,
+            ("all_to_all", "bfloat16"): 2.0 * width * (come + come + out),
+        }  # fmt: skip
+    dtype, size = ("float32", 4) if wire == "stream" else ("bfloat16", 2)
+    return found | {("all_to_all", dtype): 2.0 * (out + come) * width * size}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["ep_turned", "ep_alone"])
+def test_mistakes_of_experts_by_ranks_are_found(mistake: str, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16).tofile(tokens)
+    params = {"size": "nano", "batch": 4, "sequence": 32, "wire": "stream", "load": "uniform", "way": mistake}
+    case = Case("parallel", tuple(params.items()), "fp8", "cpu", ranks=2)
+    settings = Settings(threads=1, corpus=str(tokens), imports=(str(Path(planted_ways.__file__)),))
+    with RanksWorker(settings, 2) as worker:
+        (facts,) = (one for one in worker.probe() if one.kind == "cpu")
+        with pytest.raises(WorkerFault, match="change weights otherwise than one rank alone does"):
+            worker.within(60).error(case, facts)

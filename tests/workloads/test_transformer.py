@@ -641,3 +641,16 @@ def test_the_first_gradients_are_held_against_another_setups(corpus: Corpus) -> 
     wanted = joint_relative_frobenius(*found)
     assert 0 < wanted < 0.5 and Transformer().gradient_error(low, high) == wanted
     assert Transformer().gradient_error(low, low) == 0.0
+
+
+def test_an_optimizer_that_is_not_fused_trains_alike(corpus: Corpus) -> None:
+    """By several kernels instead of one; the default of the axis is no parameter of a case."""
+    found = []
+    for changes in ({}, {"fused": "no"}):
+        state, seen = stepped(setup_for(corpus, **changes)), Operations()
+        with seen:
+            Transformer().step(state, SilentPhases())
+        found.append((torch.cat([one.detach().flatten() for one in state.parameters]), seen.names))
+    (fused, one), (several, many) = found
+    assert torch.allclose(fused, several, rtol=1e-5, atol=1e-6) and not torch.equal(fused, several * 1.001)
+    assert "_fused_adamw_" in one and "_fused_adamw_" not in many and len(many) > len(one)

@@ -31,8 +31,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 the step without options failed, 130 interrupted."
     add = parser.add_argument
     add("target", metavar="SUITE", help="a suite, or MODULE:FUNCTION of a model of your own, as profile takes it")
-    named = "precisions, compile, checkpointing, cached-weights, channels_last, or AXIS=VALUE"
-    words = f"{named}, in the order in which they are added"
+    named = "compile, checkpointing, cached-weights, fused-optimizer, static-kv, channels_last, or AXIS=VALUE"
+    words = f"precisions, {named}, in the order in which they are added"
     add("--options", required=True, type=types.words, metavar="A,B", help=words)
     add("--shapley", action="store_true", help="all subsets of up to four options, and each one's share of the whole")
     add("--reference", metavar="DTYPE", help="the precision without options; default fp32, of your own model untouched")

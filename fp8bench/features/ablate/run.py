@@ -45,6 +45,8 @@ NAMED = {
     "checkpointing": ("checkpointing", "blocks", "no"),
     "cached-weights": ("weights", "cached", "recast"),
     "channels_last": ("layout", "channels_last", "contiguous"),
+    "fused-optimizer": ("fused", "yes", "no"),
+    "static-kv": ("static", "yes", "no"),
 }
 # Steps whose useful FLOPs of products differ by so much are not the same work.
 _OTHER = 0.05

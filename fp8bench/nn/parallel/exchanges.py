@@ -8,7 +8,7 @@ and where tensors are added up the gradient is everybody's. The same for tokens 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,11 @@ class RankGroup:
     def __post_init__(self) -> None:
         self.rank, self.size = self.handle.rank(), self.handle.size()
 
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is sent in it: all ranks are then taken to be alike."""
+        return str(dist.get_backend(self.handle)) == "fake"
+
     def added(self, x: Tensor) -> Tensor:
         with self.phase.communication:
             whole = x.clone(memory_format=torch.contiguous_format)
@@ -48,6 +53,8 @@ class RankGroup:
             return whole
 
     def everybodys(self, x: Tensor) -> list[Tensor]:
+        if self.silent:
+            return [x] * self.size
         with self.phase.communication:
             found = [torch.empty_like(x) for _ in range(self.size)]
             dist.all_gather(found, x, group=self.handle)
@@ -74,6 +81,20 @@ class RankGroup:
             own = parts.new_empty(1, *parts.shape[1:])
             newest("reduce_scatter_single", "reduce_scatter_tensor")(own, parts, group=self.handle)
             return own[0]
+
+    def handed(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """So many of its rows to each rank, by rank; and those that each has sent here."""
+        with self.phase.communication:
+            got = x.new_zeros(sum(received), *x.shape[1:])
+            if not self.silent:
+                dist.all_to_all_single(got, x.contiguous(), list(received), list(sent), group=self.handle)
+            return got
+
+    def added_together(self, gradients: Sequence[Tensor]) -> None:
+        """In place, in one message."""
+        own = [one.view(-1) for one in gradients]
+        whole = self.added(torch.cat(own))
+        torch._foreach_copy_(own, list(torch.split(whole, [one.numel() for one in own])))
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's tokens of (batch, tokens, ...)."""
@@ -133,6 +154,11 @@ def first_of_all(mistake: str, group: dist.ProcessGroup) -> str:
     """Of what each rank says, that of the first that says anything, with its number."""
     everybody = enumerate(said_by_all(mistake, group))
     return next((f"rank {rank} {said}" for rank, said in everybody if said), "")
+
+
+def handed(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+    """Rows to other ranks; gradients come back as the rows went."""
+    return _exchanged(x, there, back)
 
 
 # What a rank does with its values, by its number.

@@ -65,6 +65,10 @@ class ParallelModel:
         """The weights have been updated: whoever else has them is told."""
         return
 
+    def figures(self) -> dict[str, float]:
+        """What else there is to say of the last step, the same on all ranks."""
+        return {}
+
     def forget(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None

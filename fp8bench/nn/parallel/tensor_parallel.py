@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-import torch
 from torch import Tensor, nn
 
 from fp8bench.formats.native_codes import current_scale
@@ -162,7 +161,5 @@ class SequenceCut(TensorCut):
             loss = loss_of(self.module.read(stream, phase), group.own(targets))
             (loss * (self.loss_scale / group.size)).backward()  # type: ignore[no-untyped-call]
             common = [parameter.grad for parameter, cut in zip(self.parameters, self._cuts, strict=True) if cut is None]
-            own = [one.view(-1) for one in common if one is not None]
-            whole = group.added(torch.cat(own))
-            torch._foreach_copy_(own, list(torch.split(whole, [one.numel() for one in own])))
+            group.added_together([one for one in common if one is not None])
         return loss.detach()

@@ -31,6 +31,7 @@ OWN, OF_GROUP = AMAX_GROUPS = ("own", "group")
 OPTIONS = {
     "wire": "what gradients, weights or tokens are while they are sent; stream: as a model computes them",
     "microbatches": "parts of a batch that follow each other through a pipeline",
+    "load": "who goes to which expert: uniform: round robin; zipf:1: by a Zipf law; router: as the router chooses",
     "amax": "whose largest magnitude scales a part of a tensor: own (the rank's), or group (of all that have parts)",
 }
 _AMAX = {"amax": AMAX_GROUPS}
@@ -74,7 +75,8 @@ class Way:
     """A way of training one model by several ranks.
 
     `refused` says why a case cannot be, '' where it can. `model` makes this rank's part, and is called on all ranks at
-    once. `options` are its own axes, of OPTIONS, each with all values that it takes.
+    once. `options` are its own axes, of OPTIONS, each with all values that it takes. With `experts` the model has so
+    many in each feed-forward block, of half its width each.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Way:
     model: Callable[[Job], ParallelModel]
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     least_ranks: int = 2
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,12 @@ def _unstaged(asked: ParallelCase, fewest: int = 1) -> str:
     return ""
 
 
+def _unrouted(asked: ParallelCase) -> str:
+    if asked.config.experts % asked.ranks:
+        return f"{asked.config.experts} experts have no equal share for each of {asked.ranks} ranks"
+    return _unshared(asked)
+
+
 def _uncut(asked: ParallelCase, ranks: int) -> str:
     if asked.options["amax"] == OF_GROUP and asked.precision.tensor_scale is TensorScale.NONE:
         return f"{asked.precision.name} has no scale of a tensor that ranks could share: choose amax=own"
@@ -213,6 +222,9 @@ WAYS = {
     for way in (
         Way("ddp", "the whole model on every rank, torch's DistributedDataParallel; the mean of gradients is sent",
             _unshared, _made_by("data_parallel:DDPModel"), {"wire": ("fp32", "bf16", "fp8_gather", "fp8_twoshot")}),
+        Way("ep", "experts by ranks: tokens are sent to the ranks of theirs and back; all else is on every rank",
+            _unrouted, _made_by("expert_parallel:ExpertsByRanks"),
+            {"wire": ("stream", "bf16", "fp8"), "load": ("uniform", "zipf:1", "router")}, experts=8),
         Way("fsdp2", "weights, gradients and moments cut into equal rows, torch's fully_shard",
             _unequal_rows, _made_by("fsdp:FSDPModel"), {"wire": ("fp32", "bf16", *_TORCHAO)}),
         # The same losses and the same wait, with the activations of at most as many microbatches as stages.

@@ -64,8 +64,9 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
     What a rank sends of one is what a ring sends, which a backend need not take.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
         super().__init__()
+        self._rank = rank
         self._calls: Counter[tuple[str, str]] = Counter()
         self._bytes: dict[tuple[str, str], float] = defaultdict(float)
         self._again: list[tuple[Any, Any]] = []
@@ -105,6 +106,8 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
             raise NotCounted(f"the bytes of {name} are not counted: give it a line in nn/parallel/wire.py")
         operation, place = _OPERATIONS[name]
         share = _FACTORS[operation](_size(args))
+        if name == "c10d::alltoall_base_" and args[4]:  # so many rows to each rank: those to itself go nowhere
+            share = 1 - args[4][self._rank] / max(1, sum(args[4]))
         for tensor in tree_leaves(args[place]):
             key = operation, str(tensor.dtype).removeprefix("torch.")
             self._calls[key] += 1

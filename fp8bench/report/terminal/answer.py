@@ -54,7 +54,7 @@ from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
 from fp8bench.report.topics.verdict import few, losses, outcomes, skips
 from fp8bench.report.words.legend import PHASE_TITLES, error_word
 from fp8bench.report.words.naming import common_tone, listed
-from fp8bench.report.words.speed import over_values, span
+from fp8bench.report.words.speed import over_loads, over_values, span
 
 _HOW_MATRIX = "speed-up over the reference, median over a suite's cases; perhaps: some are in doubt or unsure"
 _HOW_GRID = "speed-up over {reference}; perhaps: in doubt"
@@ -123,7 +123,10 @@ def _of_panel(panel: Panel, entry: Entry, width: int) -> Iterator[Part]:
     title = heading(panel.case.workload, panel.shared, panel.case.device, entry.run.devices)
     boards: list[Element] = list(rank_boards.boards(panel))
     several = len(panel.groups) > 1
-    elements: list[Element] = list(_device(panel, entry.run))
+    elements: list[Element] = [
+        *_device(panel, entry.run),
+        *(Text(f"{told}.", Tone.STRONG) for told in over_loads(panel)),
+    ]
     if several and _timed(panel):
         by_mode = together((member[1].mode, member) for member in panel.members if member[1].mode != panel.reference)
         ordered = sorted(by_mode.items(), key=lambda pair: not any(speed_up(one) for _, one in pair[1]))

@@ -41,7 +41,7 @@ from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import LEGEND, about_tensors, tensors
 from fp8bench.report.words import legend, speed
 from fp8bench.report.words.naming import attention_of, cache_of, missing_of, notes_of, replays_of
-from fp8bench.report.words.speed import over_values
+from fp8bench.report.words.speed import over_loads, over_values
 
 # Where there are several groups of several ranks: hundreds of lines would bury the answer.
 _REST = (
@@ -105,6 +105,7 @@ def _timed(panel: Panel, run: Run) -> Iterator[Part]:
         yield from _titled(panel, run, (*elements, *told), _reference_line(panel))
         return
     phases = phases_table(panel)
+    elements += [Text(f"{told}.", Tone.STRONG) for told in over_loads(panel)]
     elements += [main_table(panel), *([phases] if phases else []), *map(Text, over_values(panel))]
     elements += [*sustained(panel), *energy(panel), *energy_of_phases(panel), *memory(panel)]
     elements += other_tables(panel)

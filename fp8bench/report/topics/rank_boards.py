@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fp8bench import units
-from fp8bench.analysis.ranks import Untold, efficiency, frontier, sent_by_rank
+from fp8bench.analysis.ranks import Untold, efficiency, frontier, rank_times, sent_by_rank
 from fp8bench.model import specs
 from fp8bench.report.case_status import cost_tone, emulated, status_words, tone_of
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Field, Table, Text, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, show_params, together
+from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, show_params, together, value_of
 from fp8bench.report.topics.ranks import FUNCTIONAL, cheapest, reasons
 from fp8bench.report.words.naming import common_tone
 
@@ -25,6 +25,8 @@ _SQNR = "sqnr_db"
 _COMPOSED = ("fp8", "scaling")
 # Fewer values than a hundredth of a percent are lost in any format.
 _LOST_PERCENT = 0.01
+# Rows of the rank that has most over the mean: less is what any router leaves.
+_UNEVEN = 1.1
 UNBEATEN = "* nothing else sends as little with as small an error"
 POOLED = "What is measured beside every way of FP8 stands once, by the median of its groups."
 EMULATED_RATES = "Rates of emulated cases are what emulating their casts costs here, and no speed."
@@ -55,10 +57,26 @@ def remarks(panel: Panel) -> Iterator[str]:
         yield POOLED
     if _COLLECTIVE in dict(panel.case.params) and any(emulated(one) for _, one in panel.members):
         yield EMULATED_RATES
+    yield from filter(None, (_waiting(*member) for member in panel.members))
     told = ((one.mode, found.strong) for _, one in panel.members if (found := efficiency(one.record)) is not None)
     yield from reasons("efficiency", told)
     if panel.case.device == "cpu":
         yield FUNCTIONAL
+
+
+def _waiting(group: ResultGroup, result: Result) -> str:
+    """'fp32: of 6144 rows the experts of rank 0 multiply 4523; rank 1 waits longest, 202 ms of a step.', where a load
+    gives one rank more of them."""
+    rows = [value_of(result.record.measurement(f"rank{rank}_rows")) for rank in range(result.record.case.ranks)]
+    times = rank_times(result.record.timing) if result.record.timing is not None else ()
+    counts = [count for count in rows if count is not None]
+    if not times or len(counts) < len(times) or max(counts) < _UNEVEN * statistics.mean(counts):
+        return ""
+    most, waiting = counts.index(max(counts)), max(times, key=lambda one: one.waiting)
+    rows_of_all, own = (units.whole(round(count)) for count in (sum(counts), counts[most]))
+    told = f"of {rows_of_all} rows the experts of rank {most} multiply {own}"
+    name = f"{group.place} {result.mode}".strip()
+    return f"{name}: {told}; rank {waiting.rank} waits longest, {units.seconds(waiting.waiting)} of a step."
 
 
 def _of_collective(collective: str, members: Sequence[Member], panel: Panel) -> Table:

@@ -28,7 +28,7 @@ from fp8bench.report.topics.memory import share_of
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_panels
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import counts, listed, many, missing_of, setting_of, shortened
-from fp8bench.report.words.speed import comparisons, doubt_of_all, said_once
+from fp8bench.report.words.speed import comparisons, doubt_of_all, over_loads, said_once
 
 LONGEST_REASON = 300
 _MOST_SUITES = 2
@@ -234,7 +234,8 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
     said = said_once(timed)
     if said:
         yield Text(doubt_of_all(said), Tone.DOUBT)
-    sentences = [
+    sentences = [Text(f"{text}.", Tone.STRONG) for panel in timed for text in over_loads(panel)]
+    sentences += [
         text for panel in timed for text in comparisons(panel, panel.case.device if name_devices else "", said)
     ]
     sentences += [Text(text) for panel in entry.panels if about_tensors(panel) for text in best_by_width(panel)]

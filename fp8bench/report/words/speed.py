@@ -17,7 +17,7 @@ from fp8bench.protocols.axes import VALUES
 from fp8bench.report.case_status import Standing, emulated, show_speed, show_speed_up, speed_up, standing, tone_of
 from fp8bench.report.elements import Text
 from fp8bench.report.energies import energy_clause
-from fp8bench.report.panels import Panel, Result, show_params, together
+from fp8bench.report.panels import Panel, Result, show_params, together, value_of
 from fp8bench.report.topics.phases import is_mixed, phase_clauses
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import common_tone, listed, many, setting_of
@@ -27,6 +27,8 @@ _COMPARED = (
 )  # fmt: skip
 # What sets a speed and is no doubt of it.
 _PACE = Label.POWER_CAPPED
+# The axis of a suite whose verdict is no verdict without it, and what tells how uneven its values are.
+_LOAD, _UNEVEN = "load", "load_ratio"
 # So few cases are named one by one.
 _NAMED = 2
 _WITHIN = f"within {units.percent(SAME, 0)}"
@@ -261,3 +263,32 @@ def _over(panel: Panel, axis: str, default: str) -> Iterator[str]:
             told.append(f"speed-up {units.span(speeds, units.speed_up)}")
         place = show_params(pair for pair in rest if pair not in panel.shared)
         yield f"{' '.join(filter(None, (mode, place)))} by {axis} ({', '.join(kinds)}): {'; '.join(told)}"
+
+
+def over_loads(panel: Panel) -> Iterator[str]:
+    """'bf16 against fp32: the load decides: faster with load=uniform (1.42x [...]); slower with ...' where it turns.
+
+    Cases that differ in their load alone are held together; in doubt is what any side of it is.
+    """
+    alike = together(
+        ((result.mode, tuple(pair for pair in result.record.case.params if pair[0] != _LOAD)), result)
+        for result in panel.results
+        if speed_up(result) is not None and _LOAD in dict(result.record.case.params)
+    )
+    for (mode, rest), results in alike.items():
+        kinds = together((kind_of(result), result) for result in results)
+        turning = [kind for kind in kinds if kind.verdict in (Verdict.FASTER, Verdict.SLOWER)]
+        if len({kind.verdict for kind in turning}) < 2:
+            continue
+        decides = "may decide" if any(kind.standing is Standing.DOUBTED for kind in turning) else "decides"
+        place = show_params(pair for pair in rest if pair not in panel.shared)
+        clauses = (f"{kind.words} with {listed(list(map(_load_of, some)))}" for kind, some in kinds.items())
+        subject = f"{mode} against {panel.reference}{f' ({place})' if place else ''}"
+        yield f"{subject}: the load {decides}: {'; '.join(clauses)}"
+
+
+def _load_of(result: Result) -> str:
+    """'load=zipf:1 (0.81x [0.80, 0.82], max/mean 3.2)'."""
+    ratio = value_of(result.record.measurement(_UNEVEN))
+    uneven = "" if ratio is None else f", max/mean {units.significant(ratio, 2)}"
+    return f"{_LOAD}={result.record.case.param(_LOAD)} ({show_speed_up(result)}{uneven})"

@@ -276,3 +276,18 @@ def test_planted_waiting_is_found(fp8bench: Say, tmp_path: Path) -> None:
     (path,) = (tmp_path / "store" / "ablations").glob("*/ablation.json")
     _, shown, _ = fp8bench("show", str(path), "--store", str(tmp_path / "store"))
     assert "second=yes" in shown and "left out" in shown
+
+
+@pytest.mark.slow
+def test_a_static_cache_and_a_fused_optimizer_are_options(fp8bench: Say, tmp_path: Path) -> None:
+    """Without them a cache is copied in each step, and the optimizer takes several kernels."""
+    for suite, option, other, off in (
+        ("decode", "static-kv", "batch=2", "static=no"),
+        ("transformer", "fused-optimizer", "checkpointing", "fused=no"),
+    ):
+        words = (suite, "--options", f"{option},{other}", "--reference", "fp32", "--rounds", "2", "--json")
+        code, out, err = fp8bench("ablate", *words, "--store", str(tmp_path / "store"))
+        assert code == 0, err
+        for arm in json.loads(out)["arms"]:
+            assert arm["rounds"] and not arm["why"], arm
+            assert (off in arm["case"]) == (option not in arm["options"])

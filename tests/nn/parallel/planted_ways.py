@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.nn.parallel.ways import AMAX_GROUPS, WAYS, Job, Way
@@ -129,6 +130,33 @@ def other_wire_scale(way: Way) -> Callable[[Job], ParallelModel]:
     return model
 
 
+def expert_mistake(kind: str) -> Callable[[Job], ParallelModel]:
+    """Rank 1 gives rows back in another order; or the router's gradients, and all else that is no expert's, are each
+    rank's own."""
+
+    def model(job: Job) -> ParallelModel:
+        from fp8bench.nn.parallel.exchanges import RankGroup
+        from fp8bench.nn.parallel.expert_parallel import ExpertsByRanks, RankedExperts
+
+        made = ExpertsByRanks(job)
+        if kind == "alone":
+            made._shared.added_together = lambda gradients: None  # type: ignore[method-assign]
+            return made
+
+        class Turned(RankGroup):
+            def handed(self, x: Tensor, sent: Any, received: Any) -> Tensor:
+                got = super().handed(x, sent, received)
+                return got.roll(1, 0) if self.rank == 1 else got
+
+        turned = Turned(job.group)
+        for block in made.module.blocks:
+            assert isinstance(block.mlp, RankedExperts)
+            block.mlp.group = turned
+        return made
+
+    return model
+
+
 def seen_twice(kind: type[DDPModel]) -> type[DDPModel]:
     """Rank 1 takes rank 0's share of a batch."""
 
@@ -206,5 +234,7 @@ for word, made in {
     "tp_alone": nobody_asked, "tp_forgets": one_sum_forgotten,
 }.items():  # fmt: skip
     plant(word, made, AMAX)
+for word in ("turned", "alone"):
+    WAYS[f"ep_{word}"] = replace(WAYS["ep"], name=f"ep_{word}", model=expert_mistake(word))
 for word in ("sp", "zero"):
     plant(f"{word}_wire", other_wire_scale(WAYS[word]), WAYS[word].options)

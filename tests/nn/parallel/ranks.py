@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -55,6 +55,18 @@ class ThreadedGroup(RankGroup):
     """The exchanges of RankGroup by a board; counts the bytes that are handed over, by exchange."""
 
     handle: Any
+    silent = False
+
+    def handed(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        place = self.handle
+        others = sum(sent) - sent[self.rank]
+        place.sent["handed"] = place.sent.get("handed", 0) + others * x[:1].nelement() * x.element_size()
+        with self.phase.communication:
+            counts = place.board.everybodys(place.number, torch.tensor(sent))
+            rows = place.board.everybodys(place.number, x.detach().clone())
+        parts = [one.split(count.tolist())[self.rank] for one, count in zip(rows, counts, strict=True)]
+        assert [len(part) for part in parts] == list(received)
+        return torch.cat(parts)
 
     def added(self, x: Tensor) -> Tensor:
         return torch.stack(self._brought("added", x)).sum(0)

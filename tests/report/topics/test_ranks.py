@@ -198,6 +198,22 @@ def test_ways_of_training_are_a_row_each() -> None:
     }  # fmt: skip
 
 
+def test_an_unbalanced_load_names_the_rank_that_waits() -> None:
+    """Rank 0 is longer in its collective: it has less to do. An even load is no cause."""
+
+    def told(first: float, second: float) -> list[str]:
+        one = record("fp32", "", 1.0, 1.0)
+        case = replace(one.case, workload="parallel", params=(("way", "ep"), ("load", "zipf:1")))
+        rows = (error("rank0_rows", first), error("rank1_rows", second))
+        run = run_of([replace(one, case=case, transfer=None, measurements=rows)])
+        (panel,) = panels_of(run, findings(run))
+        return [text for text in remarks(panel) if "rows" in text]
+
+    (said,) = told(1621.0, 4523.0)
+    assert said == "fp32: of 6144 rows the experts of rank 1 multiply 4523; rank 0 waits longest, 2.00 ms of a step."
+    assert told(3000.0, 3144.0) == []
+
+
 def test_the_page_has_boards_ahead_of_all_cases() -> None:
     run = made()
     elements = list(rank_boards_section(material_of([run], [findings(run)])))

@@ -9,11 +9,11 @@ import pytest
 
 from fp8bench.model import Finding, Interval, Label, Run, Scalar, Verdict
 from fp8bench.model.words import REMARKS
-from fp8bench.report.elements import Text, Tone
+from fp8bench.report.elements import Items, Text, Tone
 from fp8bench.report.panels import panels_of
-from fp8bench.report.words.speed import comparisons, doubt_of_all, over_values, said_once, span
-from tests.materials import shapes
-from tests.runs import gemm, judged, phases, render_whole, transformer
+from fp8bench.report.words.speed import comparisons, doubt_of_all, over_loads, over_values, said_once, span
+from tests.materials import of_kind, part, shapes
+from tests.runs import EMULATED, gemm, judged, phases, render, render_whole, transformer
 
 FASTER, SLOWER, SAME, UNSURE, NONE = (
     (Verdict.FASTER, 0.5), (Verdict.SLOWER, 1.25), (Verdict.SAME, 1.01), (Verdict.UNSURE, 1.02), (Verdict.NONE, None),
@@ -231,3 +231,50 @@ def test_only_cases_that_differ_in_nothing_else_are_held_together() -> None:
     assert told(SIDES) == []
     both = told(SIDES, {**SIDES, "values": "ones"}, {**SIDES, "m": 512}, {**SIDES, "m": 512, "values": "ones"})
     assert [one.partition(" by")[0] for one in both] == ["fp32 m=256", "bf16 m=256", "fp32 m=512", "bf16 m=512"]
+
+
+def loaded(
+    verdicts: dict[str, tuple[Verdict, float, tuple[Label, ...]]], **more: Scalar
+) -> tuple[Run, dict[str, Finding]]:
+    """bf16 takes so many times as long as fp32 under each load."""
+    run, findings = shapes(*({**SIDES, **more, "load": load} for load in verdicts))
+    for record in run.records:
+        if record.case.precision == "bf16":
+            verdict, ratio, labels = verdicts[str(record.case.param("load"))]
+            interval = Interval(ratio, ratio * 0.99, ratio * 1.01, 0.99)
+            findings[record.case.id] = replace(
+                findings[record.case.id], verdict=verdict, ratio=interval, labels=labels, best_seconds=ratio * 1e-3
+            )
+    return run, findings
+
+
+def over(made: tuple[Run, dict[str, Finding]]) -> list[str]:
+    return [text for panel in panels_of(*made) for text in over_loads(panel)]
+
+
+def test_where_the_sign_turns_between_loads_that_is_the_answer() -> None:
+    """The first sentence of terminal and page; what is in doubt is no fact here either."""
+    made = loaded({"uniform": (*FASTER, ()), "zipf:1": (*SAME, ()), "zipf:2": (*SLOWER, ())})
+    expected = (
+        "bf16 against fp32: the load decides: faster with load=uniform (2.00x [1.98, 2.02]); as fast with load=zipf:1 "
+        "(0.990x [0.980, 1.00]); slower with load=zipf:2 (0.800x [0.792, 0.808])"
+    )
+    assert over(made) == [expected]
+    for shown in (render(*made, 200), render_whole(*made, 200)):
+        words = " ".join(shown.split())
+        assert expected in words and words.index(expected) < words.index(
+            "0.990x", words.index(expected) + len(expected)
+        )
+    items = of_kind(part("verdict", made), Items)[0].items
+    assert items[0] == Text(f"{expected}.", Tone.STRONG)
+    doubted = loaded({"uniform": (*FASTER, (NOISY,)), "zipf:1": (*SLOWER, ())})
+    assert "the load may decide: perhaps faster with load=uniform" in over(doubted)[0]
+
+
+def test_a_sign_that_does_not_turn_and_an_emulation_decide_nothing() -> None:
+    assert over(loaded({"uniform": (*FASTER, ()), "zipf:1": (*SAME, ())})) == []
+    assert over(loaded({"uniform": (*FASTER, ())})) == []
+    assert over(shapes(SIDES, {**SIDES, "m": 512})) == []
+    run, findings = loaded({"uniform": (*FASTER, ()), "zipf:1": (*SLOWER, ())})
+    emulated = tuple(replace(one, support=EMULATED) for one in run.records)
+    assert over((replace(run, records=emulated), findings)) == []

@@ -1,0 +1,133 @@
+"""Expert parallelism: each rank has its experts and its share of a batch; tokens go to their experts' ranks, and back.
+
+An expert's rows lie as they do on one rank, those of the first rank first: its products are the same, bit for bit.
+What is no expert is on every rank, and gets the sum of all ranks' gradients. In FP8 tokens travel as codes of E4M3 with
+a scale for 128 elements; what comes back, and all gradients, in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from fp8bench.nn.experts import Experts
+from fp8bench.nn.gpt import GPT, Block
+from fp8bench.nn.mixture import coded, decoded
+from fp8bench.nn.parallel.exchanges import RankGroup, handed
+from fp8bench.nn.parallel.model import ParallelModel
+from fp8bench.nn.parallel.ways import Job
+from fp8bench.protocols import Phases
+
+_EXPERTS = ".experts."
+
+
+class RankedExperts(Experts):
+    """This rank's of a block's experts. `rows` are those that each rank multiplied in the last pass."""
+
+    def __init__(self, whole: Experts, group: RankGroup, wire: str) -> None:
+        nn.Module.__init__(self)
+        self.router, self.count, self.balance = whole.router, whole.count, None
+        self.group, self.wire, self.ranks = group, wire, group.size
+        self.own = range(self.count // group.size * group.rank, self.count // group.size * (group.rank + 1))
+        self.experts = nn.ModuleList(whole.experts[number] for number in self.own)  # type: ignore[assignment]
+        self.ahead = None if whole.ahead is None else whole.ahead.chunk(group.size)[group.rank]
+        self._tokens: list[list[int]] = []
+        self.rows: list[int] = []
+
+    def _of_all(self, counts: Tensor) -> Tensor:
+        table = torch.stack(self.group.everybodys(counts))
+        self._tokens = table.tolist()  # whom to send how many rows: the host waits
+        self.rows = [sum(expert) for expert in table.view(self.ranks, self.ranks, -1).sum(0).tolist()]
+        return table.sum(0)
+
+    def _through(self, rows: Tensor, counts: Tensor, phase: Phases) -> Tensor:
+        here = [tokens[self.own.start : self.own.stop] for tokens in self._tokens]
+        sent = [sum(part) for part in _by_rank(self._tokens[self.group.rank], self.ranks)]
+        received = [sum(tokens) for tokens in here]
+        got = self._handed(rows, sent, received, self.wire)
+        numbers = torch.tensor(_by_expert(here), dtype=torch.int64, device=rows.device)
+        sizes = [sum(expert) for expert in zip(*here, strict=True)]
+        parts = torch.split_with_sizes(got[numbers], sizes)
+        made = torch.cat(self._each(parts, torch.tensor(sizes, device=rows.device), phase))
+        return self._handed(made[numbers.argsort()], received, sent, "bf16" if self.wire == "fp8" else self.wire)
+
+    def _handed(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
+        back = "bf16" if wire == "fp8" else wire
+        return handed(x, lambda y: self._sent(y, sent, received, wire), lambda y: self._sent(y, received, sent, back))
+
+    def _sent(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
+        if wire == "stream":
+            return self.group.handed(x, sent, received)
+        with self.group.phase.cast:
+            words = coded(x) if wire == "fp8" else (x.to(torch.bfloat16),)
+        got = [self.group.handed(word, sent, received) for word in words]
+        with self.group.phase.cast:
+            return decoded(got[0], got[1], x.dtype) if wire == "fp8" else got[0].to(x.dtype)
+
+
+def _by_rank(counts: Sequence[int], ranks: int) -> list[Sequence[int]]:
+    each = len(counts) // ranks
+    return [counts[each * rank : each * (rank + 1)] for rank in range(ranks)]
+
+
+def _by_expert(tokens: Sequence[Sequence[int]]) -> list[int]:
+    """The places of rows that came by rank, and of each by expert, in the order of experts."""
+    flat = [count for of_rank in tokens for count in of_rank]
+    begins = [0, *accumulate(flat)]
+    experts = len(tokens[0])
+    return [
+        place
+        for expert in range(experts)
+        for part in range(expert, len(flat), experts)
+        for place in range(begins[part], begins[part + 1])
+    ]
+
+
+class ExpertsByRanks(ParallelModel):
+    """A rank's experts, and all else of the model, which reads the rank's share of a batch."""
+
+    module: GPT
+
+    def __init__(self, job: Job) -> None:
+        self.group = self.sharers = job.group
+        self._shared, self.module = RankGroup(job.group), job.make()
+        for block in self.module.blocks:
+            assert isinstance(block, Block) and isinstance(block.mlp, Experts)
+            block.mlp = RankedExperts(block.mlp, self._shared, job.options["wire"])
+        self._each = job.config.experts // self._shared.size
+        named = {self._numbered(name, self._shared.rank): one for name, one in self.module.named_parameters()}
+        super().__init__(named, job.loss_scale)
+
+    def _numbered(self, name: str, rank: int) -> str:
+        """The path in the whole model of a weight that a rank calls so."""
+        front, experts, rest = name.partition(_EXPERTS)
+        number, _, layer = rest.partition(".")
+        return f"{front}{experts}{int(number) % self._each + rank * self._each}.{layer}" if experts else name
+
+    def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+        self._shared.phase = phase
+        with phase.elementwise:
+            loss = self.forward(self.own_share(tokens), self.own_share(targets), phase)
+            (loss * (self.loss_scale / self._shared.size)).backward()  # type: ignore[no-untyped-call]
+            pairs = zip(self.names, self.parameters, strict=True)
+            self._shared.added_together(
+                [one.grad for name, one in pairs if one.grad is not None and _EXPERTS not in name]
+            )
+        return loss.detach()
+
+    def full_weights(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, weight in zip(self.names, self.weights, strict=True):
+            shares = self._shared.everybodys(weight) if _EXPERTS in name else [weight]
+            found |= {self._numbered(name, rank): share for rank, share in enumerate(shares)}
+        return found
+
+    def figures(self) -> dict[str, float]:
+        """Of the last step: the rows that each rank's experts multiplied in all blocks, and the most over the mean."""
+        blocks = [block.mlp.rows for block in self.module.blocks if isinstance(block.mlp, RankedExperts)]
+        rows = [sum(rank) for rank in zip(*blocks, strict=True)]
+        told = {f"rank{rank}_rows": float(count) for rank, count in enumerate(rows)}
+        return {"load_ratio": max(rows) * len(rows) / sum(rows), **told}

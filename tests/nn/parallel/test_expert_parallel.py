@@ -1,0 +1,198 @@
+"""Experts by ranks against the same block on one rank, bit for bit; bytes by hand, and mistakes that are planted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.nn.experts import Experts
+from fp8bench.nn.gpt import FeedForward
+from fp8bench.nn.mixture import made_load
+from fp8bench.nn.parallel import expert_parallel
+from fp8bench.nn.parallel.expert_parallel import RankedExperts, _by_expert
+from fp8bench.nn.sizes import MoeSizes
+from fp8bench.protocols import SilentPhases
+from fp8bench.registry import precisions
+from tests.facts import CPU
+from tests.nn.parallel.ranks import Place, ThreadedGroup, on_ranks
+
+WIDTH, HIDDEN, EXPERTS, TOKENS = 32, 48, 8, 40
+LOADS = ("router", "uniform", "zipf:1", "zipf:4")
+
+
+def block(precision: str, load: str) -> Experts:
+    """The same on every rank."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(1)
+        arithmetic = precisions.get(precision).arithmetic(CPU)
+        made = Experts(WIDTH, EXPERTS, lambda own: FeedForward(WIDTH, HIDDEN, True, 1.0, own), lambda name: arithmetic)
+        with torch.no_grad():
+            made.router.mul_(20)
+    made.ahead = made_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
+    return made
+
+
+@dataclass
+class Passed:
+    """Of a pass forward and backward: what came out, gradients by name, the balancing loss, bytes and rows."""
+
+    output: Tensor
+    of_input: Tensor
+    gradients: dict[str, Tensor]
+    balance: float
+    sent: int = 0
+    rows: tuple[int, ...] = ()
+
+
+def passed(made: Experts, x: Tensor, pull: Tensor, first: int = 0) -> Passed:
+    x = x.clone().requires_grad_()
+    output = made(x, SilentPhases())
+    (output * pull).sum().backward()
+    gradients = {name: one.grad for name, one in made.named_parameters() if one.grad is not None}
+    assert x.grad is not None and made.balance is not None
+    renamed = {_moved(name, first): one for name, one in gradients.items()}
+    return Passed(output.detach(), x.grad, renamed, float(made.balance.detach()))
+
+
+def _moved(name: str, first: int) -> str:
+    words = name.split(".")
+    return ".".join((words[0], str(int(words[1]) + first), *words[2:])) if words[0] == "experts" else name
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(TOKENS, WIDTH, generator=generator), torch.randn(TOKENS, WIDTH, generator=generator)
+
+
+def by_ranks(ranks: int, precision: str, load: str, wire: str = "stream") -> list[Passed]:
+    x, pull = tokens()
+    blocks = [block(precision, load) for _ in range(ranks)]  # threads have one state of random numbers in common
+
+    def one(place: Place) -> Passed:
+        group = ThreadedGroup(place)  # type: ignore[arg-type]
+        made = RankedExperts(blocks[place.number], group, wire)
+        found = passed(made, x.chunk(ranks)[place.number], pull.chunk(ranks)[place.number], made.own.start)
+        found.sent, found.rows = place.sent["handed"], tuple(made.rows)
+        return found
+
+    return on_ranks(ranks, one)
+
+
+def differing(ranks: int, precision: str, load: str, wire: str = "stream") -> set[str]:
+    """What is not what one rank computes, to the bit; of the router's gradient the ranks' sum, to rounding."""
+    alone, together = passed(block(precision, load), *tokens()), by_ranks(ranks, precision, load, wire)
+    gradients = {name: one for rank in together for name, one in rank.gradients.items()}
+    gradients["router"] = sum((rank.gradients["router"] for rank in together), torch.zeros(()))
+    missing = gradients.keys() ^ alone.gradients.keys()
+    if missing:
+        return {*missing}
+    wrong = {
+        name for name, one in alone.gradients.items() if name != "router" and not torch.equal(gradients[name], one)
+    }
+    wrong |= (
+        set() if torch.allclose(gradients["router"], alone.gradients["router"], rtol=1e-4, atol=1e-5) else {"router"}
+    )
+    wrong |= set() if torch.equal(torch.cat([rank.output for rank in together]), alone.output) else {"output"}
+    wrong |= set() if torch.equal(torch.cat([rank.of_input for rank in together]), alone.of_input) else {"input"}
+    # Each rank's balancing loss is of the tokens of all, and of its own scores.
+    mean = sum(rank.balance for rank in together) / ranks
+    return wrong | (set() if abs(mean - alone.balance) < 1e-5 else {"balance"})
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "mxfp8"])
+def test_ranks_compute_what_one_does_bit_for_bit(precision: str, load: str) -> None:
+    assert differing(2, precision, load) == set()
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_more_ranks_do_too(ranks: int) -> None:
+    """Down to one expert a rank."""
+    assert differing(ranks, "fp32", "zipf:1") == set()
+
+
+def rows_to(load: str, ranks: int) -> list[list[int]]:
+    """From each rank to each, counted one token after the other."""
+    plan = made_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
+    assert plan is not None
+    found = [[0] * ranks for _ in range(ranks)]
+    for token, chosen in enumerate(plan.tolist()):
+        for expert in chosen:
+            found[token // (TOKENS // ranks)][expert // (EXPERTS // ranks)] += 1
+    return found
+
+
+# Bytes of a row there, and back: in FP8 a byte an element and one scale of four, the way back and gradients in bf16.
+ROW_BYTES = {"stream": (4 * WIDTH, 4 * WIDTH), "bf16": (2 * WIDTH, 2 * WIDTH), "fp8": (WIDTH + 4, 2 * WIDTH)}
+
+
+@pytest.mark.parametrize("wire", [*ROW_BYTES])
+@pytest.mark.parametrize("load", ["uniform", "zipf:1"])
+def test_bytes_are_counted_by_hand(load: str, wire: str) -> None:
+    """Rows for other ranks alone; forward there and back, and the gradients of both."""
+    there, back = ROW_BYTES[wire]
+    table = rows_to(load, 2)
+    for rank, found in enumerate(by_ranks(2, "fp32", load, wire)):
+        out, come = table[rank][1 - rank], table[1 - rank][rank]
+        gradients = back if wire == "fp8" else there
+        assert found.sent == out * there + come * back + come * gradients + out * back
+        assert found.rows == tuple(table[0][owner] + table[1][owner] for owner in range(2))
+
+
+def test_an_unbalanced_load_says_which_rank_has_less_to_do() -> None:
+    even, uneven = (by_ranks(2, "fp32", load)[0].rows for load in ("uniform", "zipf:4"))
+    assert even[0] == even[1] and uneven[0] > 3 * uneven[1] and sum(even) == sum(uneven) == 2 * TOKENS
+
+
+def test_rows_travel_in_the_bits_that_the_wire_says() -> None:
+    """Against ml_dtypes, of what experts are given; weights of one and an identity would hide it less well."""
+    x, _ = tokens()
+    seen: dict[str, Tensor] = {}
+    blocks = [block("fp32", "uniform") for _ in range(2)]
+
+    def given(wire: str) -> Tensor:
+        def one(place: Place) -> Tensor:
+            group = ThreadedGroup(place)  # type: ignore[arg-type]
+            made = RankedExperts(blocks[place.number], group, wire)
+            return made._handed(x.chunk(2)[place.number], [10, 10], [10, 10], wire)
+
+        return torch.cat(on_ranks(2, one))
+
+    for wire in ROW_BYTES:
+        seen[wire] = given(wire)
+    order = [*range(10), *range(20, 30), *range(10, 20), *range(30, 40)]
+    rows = x[order].numpy()
+    scale = (np.abs(rows).max(1, keepdims=True) / np.float32(448)).astype(np.float32)
+    codes = (rows / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    assert torch.equal(seen["stream"], x[order])
+    assert np.array_equal(seen["bf16"].numpy(), rows.astype(ml_dtypes.bfloat16).astype(np.float32))
+    assert np.array_equal(seen["fp8"].numpy(), codes * scale)
+
+
+def test_places_by_expert() -> None:
+    """Of two ranks' rows for two experts: 1 and 2, then 3 and 1."""
+    assert _by_expert([[1, 2], [3, 1]]) == [0, 3, 4, 5, 1, 2, 6]
+    assert _by_expert([[0, 0], [0, 0]]) == []
+
+
+def test_planted_mistakes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows for the wrong expert; rows given back in another order; gradients that go nowhere; counts of one rank."""
+    with monkeypatch.context() as patch:
+        patch.setattr(expert_parallel, "_by_expert", lambda here: [*range(sum(map(sum, here)))])
+        assert {"output", "input"} <= differing(2, "fp32", "zipf:1")
+    handed = RankedExperts._handed
+    with monkeypatch.context() as patch:
+        patch.setattr(RankedExperts, "_handed", lambda self, x, *given: handed(self, x, *given).flip(0))
+        assert "output" in differing(2, "fp32", "uniform")
+    with monkeypatch.context() as patch:
+        patch.setattr(RankedExperts, "_handed", lambda self, x, *given: handed(self, x.detach(), *given))
+        assert "experts.5.up.weight" in differing(2, "fp32", "uniform")
+    of_all = RankedExperts._of_all
+    with monkeypatch.context() as patch:
+        patch.setattr(RankedExperts, "_of_all", lambda self, counts: of_all(self, counts) * 0 + counts * 2)
+        assert "balance" in differing(2, "fp32", "zipf:1")

@@ -1,0 +1,166 @@
+"""What long sequences take, said before they are begun; kernels that write scores down, and those that do not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8bench.devices.cpu import _of_container, memory_bytes
+from fp8bench.measure.handle import ProcessWorker
+from fp8bench.model import DeviceFacts, Level, Plan, Request, Scalar
+from fp8bench.model.raw import Settings
+from fp8bench.nn import attention
+from fp8bench.plan.corpus import Corpus
+from fp8bench.plan.make import make_plan
+from fp8bench.protocols import Setup
+from fp8bench.registry import devices, precisions, workloads
+from fp8bench.worker.memory_pass import try_batch
+from fp8bench.workloads.attention import Attention
+from fp8bench.workloads.transformer import Transformer
+from tests.workloads.steps import CPU, H200, SMALL, setup_of, small
+
+SEQUENCE = 2048
+CORE: dict[str, Scalar] = {
+    **SMALL["attention"], "part": "core", "sequence": SEQUENCE, "batch": 1, "key_heads": 4, "head_width": 64,
+}  # fmt: skip
+MODEL: dict[str, Scalar] = {"size": "nano", "batch": 1, "sequence": 768, "micro_batches": 1}
+linux = pytest.mark.skipif(sys.platform != "linux", reason="limits are Linux's")
+
+
+def peak(setup: Setup) -> int:
+    """Bytes of tensors at the highest point of two steps, as torch's allocator counts them."""
+    workload = workloads.get(setup.case.workload)
+
+    def prepared() -> tuple[object, object]:
+        state = workload.prepare(setup)
+        return state, partial(workload.step, state)
+
+    with precisions.get(setup.case.precision).scope():
+        counted = try_batch(lambda _: prepared, devices.get("cpu"), 0, None)  # type: ignore[arg-type, return-value]
+    assert counted is not None
+    return counted
+
+
+@pytest.mark.parametrize("kernel", ["auto", "math"])
+@pytest.mark.parametrize(
+    ("precision", "changes"),
+    [
+        ("fp32", {}),
+        ("fp32", {"part": "layer"}),
+        ("fp32", {"key_heads": 2}),
+        ("fp32", {"pass": "forward"}),
+        ("bf16", {}),
+    ],
+    ids=["core", "layer", "grouped", "forward", "bf16"],
+)
+def test_attention_takes_about_what_was_said(precision: str, changes: dict[str, Scalar], kernel: str) -> None:
+    """Where scores are written down they are most of it; where not, a fused kernel's workspace is not foreseen."""
+    params = {**CORE, **changes, **({} if kernel == "auto" else {"kernel": kernel})}
+    takes = Attention().memory(params, precisions.get(precision))
+    assert 0.65 < takes / peak(setup_of("attention", params, precision)) < 1.15
+    assert (takes > 4 * 4 * SEQUENCE**2 * 2) == (kernel == "math")
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention": "math"}, {"checkpointing": "blocks"}], ids=str)
+def test_a_training_step_takes_about_what_was_said(changes: dict[str, Scalar], corpus: Corpus) -> None:
+    params = {**MODEL, **changes}
+    takes = Transformer().memory(params, precisions.get("fp32"))
+    assert 0.85 < takes / peak(setup_of("transformer", params, "fp32", corpus=corpus.path)) < 1.15
+
+
+def test_scores_that_are_written_down_are_counted(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every head, in the softmax's own dtype; none of a fused kernel, and of one that only says that it is."""
+    written = 2 * 4 * 32 * 32 * 4
+    assert Attention().error(small("attention", "fp32"))["scores_bytes"] == 0
+    assert Attention().error(small("attention", "fp32", kernel="math"))["scores_bytes"] == written
+    assert Attention().error(small("attention", "bf16", kernel="math", part="core"))["scores_bytes"] == written
+    assert Attention().error(small("attention", "fp8", scores="low"))["scores_bytes"] == written
+    monkeypatch.setattr(attention.FusedCore, "_mixed", lambda core, q, k, v: (q @ k.mT).softmax(-1) @ v)
+    assert Attention().error(small("attention", "fp32", key_heads=4))["scores_bytes"] == written
+    monkeypatch.undo()
+    for kernel, most in (("auto", 0), ("math", 4 * 48 * 48 * 4)):
+        params = {**MODEL, "sequence": 48, "attention": kernel}
+        assert Transformer().error(setup_of("transformer", params, "fp32", corpus=corpus.path))["scores_bytes"] == most
+
+
+def planned(memory: int, **axes: tuple[str, ...]) -> Plan:
+    request = Request("attention", ("fp32", "bf16"), axes=tuple({"part": ("core",), **axes}.items()))
+    return make_plan(request, (replace(CPU, memory_bytes=memory),))
+
+
+def test_what_does_not_fit_is_a_row_with_its_reason_and_said_before() -> None:
+    plan = planned(4 << 30, sequence=("32768",), kernel=("auto", "math"))
+    fused, written = plan.groups
+    assert all(one.runs for one in fused.cases) and not any(one.runs for one in written.cases)
+    assert "take about 51.5 GiB and cpu has 4.00 GiB" in written.cases[0].skip
+    (said,) = plan.what_fits
+    assert "(fp32) takes about 288 MiB, cpu has 4.00 GiB; 2 of 4 cases take more and are skipped" in said
+    (alone,) = planned(4 << 30, sequence=("32768",), kernel=("math",)).what_fits
+    assert "does not fit" in alone
+
+
+def test_small_cases_are_not_spoken_of() -> None:
+    assert planned(16 << 30, sequence=("512",)).what_fits == ()
+    assert planned(0, sequence=("32768",), kernel=("math",)).what_fits == ()  # nobody knows how much there is
+
+
+def test_kernels_that_cannot_be_are_refused() -> None:
+    def refused(precision: str, facts: DeviceFacts, **changes: Scalar) -> str:
+        support = Attention().support({**CORE, **changes}, precisions.get(precision), facts)
+        return support.reason if support.level is Level.REFUSED else ""
+
+    assert "no cudnn attention on a CPU" in refused("fp32", CPU, kernel="cudnn")
+    assert "takes no float32" in refused("fp32", H200, kernel="flash")
+    assert "explicit products" in refused("bf16", CPU, kernel="math", scores="low")
+    assert refused("bf16", H200, kernel="flash") == refused("bf16", CPU, kernel="math") == ""
+
+
+PROGRAM = """
+import torch
+from fp8bench.devices import cpu
+cpu.free_bytes = lambda: 256 << 20
+cpu.Cpu().end_where_memory_does({ranks})
+try:
+    kept = [torch.empty(1 << 20, dtype=torch.uint8) for _ in range(1024)]
+except RuntimeError as error:
+    print(cpu.Cpu().is_out_of_memory(error))
+"""
+
+
+@linux
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_memory_that_ends_is_an_answer_of_the_process(ranks: int) -> None:
+    """256 MiB are free, and a GiB is asked for."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(ranks=ranks)], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
+
+
+@linux
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="a GPU says where its memory ends")
+def test_a_worker_ends_where_memory_does() -> None:
+    with ProcessWorker(Settings()) as worker:
+        worker.probe()
+        limits = Path(f"/proc/{worker.pid}/limits").read_text().splitlines()
+    (soft,) = (line.split()[3] for line in limits if line.startswith("Max data size"))
+    assert int(soft) < 2 * memory_bytes()
+
+
+def test_a_container_has_what_it_may_have(tmp_path: Path) -> None:
+    """By either version of control groups; without a limit there is none."""
+    assert [*_of_container(tmp_path)] == []
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("7\n")
+    assert [*_of_container(tmp_path)] == []
+    (tmp_path / "memory.max").write_text("4096\n")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("8192\n")
+    (tmp_path / "memory/memory.usage_in_bytes").write_text("9\n")
+    assert [*_of_container(tmp_path)] == [(4096, 7), (8192, 9)]
