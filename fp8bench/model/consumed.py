@@ -123,7 +123,8 @@ class MemoryUse:
     what the driver counts for the worker's process on the device, its context included, right after the step;
     `resident` the most that the process had in the machine's memory during it. `leak` are the bytes by which
     tensors, on the host too, take more with every step, 0 where they do not; None where nobody looked. Of several
-    ranks it is that of the one that takes most, and `ranks` has all.
+    ranks it is that of the one that takes most, and `ranks` has all. `forward` are the roles of what is held where the
+    first forward pass has ended and nothing of backward has begun: the same moment in every precision.
     """
 
     peak: int
@@ -135,6 +136,7 @@ class MemoryUse:
     why: str = ""
     leak: float | None = None
     ranks: tuple[RankMemory, ...] = ()
+    forward: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class MemoryCourse:
     """The highest point of a stretch, what was held there, and the highest points of its phases.
 
     `held` are () where nobody could see single allocations; then `why` says why. They may sum to less than `peak`.
+    `forward` is what was held when the first backward pass began, () where there was none.
     """
 
     peak: int
@@ -169,6 +172,7 @@ class MemoryCourse:
     phases: tuple[PhaseMemory, ...] = ()
     reserved: int | None = None
     why: str = ""
+    forward: tuple[HeldBlock, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ class _Stretch:
         self.peak: int | None = None
         self.at = 0
         self.phases: dict[str, int] = {}
+        self.begun: int | None = None
         self._held: dict[int, _Block] = {}
         self._now = 0
         self._phase = ""
@@ -98,6 +99,7 @@ class _Stretch:
             case Sized():
                 self._change(number, event)
             case Begun():
+                self.begun = number if self.begun is None else self.begun
                 self._phase = event.phase
                 self._piece += 1
             case Said():
@@ -129,21 +131,23 @@ class _Stretch:
         block.end(number, self._piece, node)
         self._now -= block.size
 
+    def held_after(self, number: int) -> tuple[HeldBlock, ...]:
+        """What is held once an event has happened; to be asked when all have."""
+        held = (one for one in self.blocks if one.born <= number and (one.gone is None or one.gone > number))
+        return tuple(_as_held(one, self.backwards) for one in held)
+
 
 def course(events: Iterable[Event]) -> MemoryCourse | None:
     """What a stretch of events comes to; None without a turn, with which it would begin."""
     stretch = _Stretch()
     for number, event in enumerate(events):
         stretch.read(number, event)
-    if stretch.peak is None:
+    if stretch.peak is None or stretch.begun is None:
         return None
-    held = [
-        block
-        for block in stretch.blocks
-        if block.born <= stretch.at and (block.gone is None or block.gone > stretch.at)
-    ]
+    begun = stretch.begun
+    turn = next((number for number in stretch.backwards if number > begun), 0)
     phases = tuple(PhaseMemory(phase, most) for phase, most in stretch.phases.items())
-    return MemoryCourse(stretch.peak, tuple(_as_held(one, stretch.backwards) for one in held), phases)
+    return MemoryCourse(stretch.peak, stretch.held_after(stretch.at), phases, forward=stretch.held_after(turn - 1))
 
 
 def _as_held(block: _Block, backwards: Sequence[int]) -> HeldBlock:

@@ -137,7 +137,7 @@ class AllocatorMeter(MemoryMeter):
         seen = None if events is None else _seen(events)
         reserved = max(phase.reserved or 0 for phase in phases)
         most = MemoryCourse(max(phase.allocated for phase in phases), (), phases, reserved)
-        return replace(most, why=_UNHEARD) if seen is None else replace(most, held=seen.held)
+        return replace(most, why=_UNHEARD) if seen is None else replace(most, held=seen.held, forward=seen.forward)
 
     def _live(self) -> frozenset[int]:
         mine = (one for one in self._backend.memory_snapshot() if one["device"] == self._index)
@@ -164,8 +164,11 @@ def _seen(events: Sequence[Event]) -> MemoryCourse | None:
     if found is None:
         return None
     workspace = (MemoryRole.WORKSPACE,)
-    held = [replace(one, said=workspace) if one.lasting and one.address in gone else one for one in found.held]
-    return replace(found, held=tuple(held))
+    held, forward = (
+        tuple(replace(one, said=workspace) if one.lasting and one.address in gone else one for one in blocks)
+        for blocks in (found.held, found.forward)
+    )
+    return replace(found, held=held, forward=forward)
 
 
 @contextmanager
