@@ -268,10 +268,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole report. `facts` are the few that stand in one line under the title."""
+    """A whole report. `facts` are the few that stand in one line under the title; of one that will be written again a
+    browser asks every `refresh` seconds."""
 
     title: str
     subtitle: str
     parts: tuple[Part, ...]
     footer: Sequence[str] = ()
     facts: tuple[tuple[str, str], ...] = ()
+    refresh: int = 0

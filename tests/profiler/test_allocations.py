@@ -56,7 +56,7 @@ def test_what_is_held_when_backward_begins() -> None:
     """Of the stretch: a backward pass before it does not count, nor what comes or goes with the first node."""
     before = [Sized(7, 70), Sized(8, 80, 1), Sized(8, -80, 1)]
     forward = [START, Sized(1, 10), Sized(2, 20), Sized(2, -20), Sized(3, 30)]
-    backward = [Sized(4, 40, 2), Sized(3, -30, 2), Sized(1, -10, 3), Sized(9, 900), Sized(5, 5, 4)]
+    backward = [Sized(4, 40, 2), Sized(3, -30, 2), Sized(1, -10, 3), Sized(9, 900), Sized(9, -900)]
     found = course([*before, *forward, *backward])
     assert found is not None and {one.address: one.size for one in found.forward} == {7: 70, 1: 10, 3: 30}
     assert found.peak == 1010 and {one.address for one in found.held} == {7, 4, 9}

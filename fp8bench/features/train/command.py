@@ -33,7 +33,10 @@ from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import PERCENT
 
-_BESIDE_RESUME = {"--resume", "--store", "--json", "--csv", "--explain", "--tensorboard", "--wandb", "--fail-on"}
+_BESIDE_RESUME = {
+    "--resume", "--store", "--json", "--csv", "--explain", "--tensorboard", "--wandb", "--fail-on", "--live",
+    "--on-alarm",
+}  # fmt: skip
 _REQUEST = TrainingRequest()
 
 EXAMPLES = (
@@ -84,11 +87,19 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--resume", metavar="TRAINING", help=words)
     words = "end with 1 where an arm is so: worse, diverged, did-not-learn, inconclusive, or has an alarm"
     group.add_argument("--fail-on", type=types.words, default=(), metavar="WHAT,...", help=words)
+    words = "write its page there while it trains, for a browser that is left open: it reads it again by itself"
+    group.add_argument("--live", type=Path, metavar="FILE", help=words)
+    words = "run this by the shell at alarms, with a sentence for each on its stdin: --on-alarm 'mail -s fp8bench me'"
+    group.add_argument("--on-alarm", metavar="COMMAND", help=words)
     shared(group, "--explain")
     shared(group, "--json", help="print the training as JSON, every line of it and the verdicts, instead of the table")
     shared(group, "--csv", help="also write its lines there, one figure a row; '-' prints them instead of the table")
     shared(group, "--tensorboard", help="also write its curves there as TensorBoard's scalars, by step, arm and seed")
-    shared(group, "--wandb", help="also send its curves to Weights & Biases, a run an arm and seed; as in suite")
+    shared(
+        group,
+        "--wandb",
+        help="also send its curves to Weights & Biases, as it goes, and at the end a run an arm and seed",
+    )
 
 
 def request_from(arguments: argparse.Namespace) -> TrainingRequest:
@@ -136,9 +147,12 @@ def run(arguments: argparse.Namespace) -> int:
 @contextmanager
 def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
     """Told on the terminal. Where the store takes no more, what it has is shown, and how to go on."""
+    from fp8bench.features.train.outward import outward
+
     try:
-        with only_once(), on_terminal() as observer:
-            yield observer
+        wanted = arguments.store, arguments.live, arguments.on_alarm, arguments.wandb
+        with only_once(), on_terminal() as observer, outward(observer, *wanted) as told:
+            yield told
     except NotKept as error:
         kept = cast(KeptTraining, error.run)
         tell(arguments, *TrainingKind().view(kept))

@@ -204,19 +204,35 @@ def _pace_and_memory(kept: KeptTraining, arms: Mapping[str, Curve], ends: Sequen
         "place, without those that were watched.",
         _places(ends), ChartAxis("tokens/s, by steps done"), _told(series), folded=True,
     )  # fmt: skip
-    seed = kept.training.request.seed
-    most: dict[int, float] = {}
-    for figure in kept.of(StepFigure):
-        if (figure.name, figure.seed) == ("memory", seed):
-            most[figure.step] = max(figure.value, most.get(figure.step, 0.0))
-    steps = sorted(most)[:: max(1, -(-len(most) // _PLACES))]
-    if len({most[step] for step in steps}) > 1:
-        yield Lines(
-            "memory-over-steps", "Memory over steps", "Of all arms together, which lie in memory beside each other, in "
-            "watched steps of the first seed.",
-            _places(step + 1 for step in steps), ChartAxis("bytes in use, by steps done", "B"),
-            (("all arms", tuple(Mark("", most[step]) for step in steps)),), folded=True,
-        )  # fmt: skip
+    yield _of_all_arms(
+        kept, "memory-over-steps", "Memory over steps",
+        "Of all arms together, which lie in memory beside each other, in watched steps of the first seed.",
+        ChartAxis("bytes in use, by steps done", "B"), {"memory": "all arms"},
+    )  # fmt: skip
+    yield _of_all_arms(
+        kept, "device-use", "Use of the device over steps",
+        "As its driver tells it, whichever arms had their turns: the share of about a second in which kernels ran, and "
+        "in which memory was read or written. The first seed.",
+        ChartAxis("share of the time, by steps done", "%"),
+        {"device_use": "kernels", "device_memory_use": "memory"}, 100,
+    )  # fmt: skip
+
+
+def _of_all_arms(
+    kept: KeptTraining, name: str, title: str, words: str, axis: ChartAxis, figures: Mapping[str, str], times: float = 1
+) -> Lines:
+    """Figures by their names, and what their lines are called; of several in a step the largest."""
+    seed, most = kept.training.request.seed, dict[tuple[str, int], float]()
+    for one in kept.of(StepFigure):
+        if one.name in figures and one.seed == seed:
+            most[one.name, one.step] = max(times * one.value, most.get((one.name, one.step), 0.0))
+    steps = sorted({step for _, step in most})
+    steps = steps[:: max(1, -(-len(steps) // _PLACES))]
+    series = (
+        (line, tuple(Mark("", value) if (value := most.get((of, step))) is not None else None for step in steps))
+        for of, line in figures.items()
+    )
+    return Lines(name, title, words, _places(step + 1 for step in steps), axis, _told(series), folded=True)
 
 
 def windows_of(curves: Curves, ends: Sequence[int]) -> Windows:

@@ -214,8 +214,8 @@ def test_last_is_a_run_or_a_training_whichever_began_last(tmp_path: Path, capsys
     for words, said, code in (
         (["report", "last"], "/20960105T", 0),
         (["show", "last"], "id: 0000abcd", 0),
-        (["show", "last", "--notes"], run.id, 0),
-        (["show", "last", "--histories", "none"], "0000abcd", 2),
+        (["show", "last", "--notes"], "nvfp4 skipped", 0),
+        (["show", "last", "--histories", "none"], "unknown arm 'none'", 2),
         (["report", "last", "last"], "is a training, which has a report of its own", 2),
     ):
         assert main([*words, "--store", str(store)]) == code
