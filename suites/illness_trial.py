@@ -84,6 +84,16 @@ def bias(loop: Loop, value: float) -> None:
             module.bias.detach().fill_(value)
 
 
+def copies(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """A quarter of the batch, four times."""
+    some = max(1, len(x) // 4)
+    return torch.cat([x[:some]] * 4), torch.cat([y[:some]] * 4)
+
+
+def moved(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return x + x.std(), y
+
+
 def scale_left_in(loop: Loop, factor: float) -> None:
     """Gradients are not divided by it."""
     for parameter in loop.model.parameters():
@@ -157,6 +167,10 @@ KINDS = (
          once(lambda loop: bias(loop, -40)), 0),
     Kind("inputs 255 times as large", "MLP, AdamW", "amax-jump", once(lambda loop: louder(loop, 255))),
     Kind("inputs 255 times as large", "CNN with batch norm", "amax-jump", once(lambda loop: louder(loop, 255))),
+    *(Kind("a quarter of each batch four times", style, "duplicate-inputs", once(lambda loop: loop.batches(copies)))
+      for style in ("MLP, AdamW", "CNN with batch norm")),
+    *(Kind("inputs one deviation higher", style, "data-drift", once(lambda loop: loop.batches(moved)))
+      for style in ("MLP, AdamW", "CNN with batch norm")),
     Kind("inputs of zeros", "MLP, autocast", "amax-jump dead-units same-inputs", once(lambda loop: louder(loop, 0))),
     Kind("a layer's weights 64 times as large", "MLP, autocast", "amax-jump", once(lambda loop: heavier(loop, 64))),
     Kind("a layer's weights 64 times as large", "MLP in bf16", "amax-jump", once(lambda loop: heavier(loop, 64))),
