@@ -117,10 +117,10 @@ def _memory(kept: KeptTraining) -> Iterator[Element]:
 
     cols: list[Col[str]] = [
         Col("arm", str),
-        *(Col(MEMORY_WORDS[role], partial(size, role.value), number=True, show=units.size) for role in shown),
         Col("all of it", lambda name: sum(known[name].values()), number=True, show=units.size, when=common),
         Col("highest point", lambda name: uses[name].peak, number=True, show=units.size, when=common),
         Col("in", lambda name: ", ".join(map(phase_words, highest_in(uses[name])[:1])), when=common),
+        *(Col(MEMORY_WORDS[role], partial(size, role.value), number=True, show=units.size) for role in shown),
     ]  # fmt: skip
     when = "when the first forward pass has ended" if common else "at the highest point of a step"
     if known:
