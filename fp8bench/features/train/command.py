@@ -14,7 +14,7 @@ from fp8bench.cli import option_types as types
 from fp8bench.cli.options import asked_in, check_alone, shared
 from fp8bench.cli.outputs import check_outputs, in_store, tell, wanted_of
 from fp8bench.cli.streams import complain
-from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName
+from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName, UsageError
 from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.kind import TrainingKind, training_named
 from fp8bench.features.train.progress import on_terminal
@@ -123,6 +123,8 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8bench.features.train.run import planned, resume, train
 
     check_outputs(arguments)
+    if arguments.on_alarm is not None and not arguments.on_alarm.strip():
+        raise UsageError("--on-alarm was given no command. Give one for the shell, like 'mail -s fp8bench me'.")
     _check_reasons(arguments.fail_on)
     if arguments.resume is not None:
         check_alone(arguments.words, _BESIDE_RESUME, [arguments.make] if arguments.make else [])

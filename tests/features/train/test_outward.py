@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fp8bench.cli.main import main
 from fp8bench.features.train.kind import start_training
 from fp8bench.features.train.outward import PAGE_SECONDS, AlarmCommand, LiveBoard, LivePage, outward
 from fp8bench.features.train.values import StreamLine, Training, TrainingEvent, TrainingObserver
@@ -203,3 +204,22 @@ def test_whoever_watched_before_is_told_all_the_same(tmp_path: Path) -> None:
         several.trained(0, 1, [alarm(1)])
     assert told.notes[0] == "a word" and "ended with 3" in told.notes[1] and file.read_text()
     assert not (tmp_path / "live.html").exists()  # the store has no such training
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--live", "no/such/x.html"], "there is no directory no/such"),
+        (["--live", "."], "it is a directory"),
+        (["--live", "-"], "would be a file of that name"),
+        (["--live", "a.html", "--dry-run"], "there is nothing for --live"),
+        (["--on-alarm", " "], "--on-alarm was given no command"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_trained(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the code of a wrong usage, and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--quick", *words]) == 2
+    assert said in capsys.readouterr().err and not list(tmp_path.iterdir())
