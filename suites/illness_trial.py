@@ -3,8 +3,10 @@ alone: `python -m suites.illness_trial --folder DIR`.
 
 Every style is under `fp8bench.watch` as it comes; an illness is planted in one from its onset on. Lines are kept in the
 folder, no training is done again, and the rules judge them as they are. `--seeds tune` are those that thresholds may be
-set by, `--seeds judge` those that are reported. A delay is what a person waits for: up to the step in which the alarm
-was told. The diagnosis is right where, of the alarms that are told first, one is by a rule that the illness names.
+set by, `--seeds judge` those that are reported. `--kinds lead` are illnesses that end in a loss or norm that is not
+finite: by how many steps the first alarm comes before it. A delay is what a person waits for: up to the step in which
+the alarm was told. The diagnosis is right where, of the alarms that are told first, one is by a rule that the illness
+names.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torch.nn import functional as F
 
 import fp8bench
 from fp8bench.features.train.health.health import Health
-from fp8bench.features.train.values import Arm, ArmRole, StreamLine, TrainingEvent
+from fp8bench.features.train.values import Arm, ArmRole, StepRow, StreamLine, TrainingEvent
 from suites.health import upper_bound
 from suites.loop_styles import STYLES, WELL_STEPS, Loop, drawn
 from suites.trials import Row, conditions, options, say
@@ -36,6 +38,8 @@ SEEDS = {"tune": range(2), "judge": range(10, 12)}
 # Of a healthy style more seeds make it 100,000 steps in all.
 WELL_SEEDS = {"tune": range(1), "judge": range(10, 14)}
 NANO_STEPS, WAIT = 200, 100
+# Rules that say nothing but that it has happened.
+NOT_FINITE = ("not-finite", "tensor-not-finite")
 
 
 Plant = Callable[[Loop], object]
@@ -78,6 +82,16 @@ def bias(loop: Loop, value: float) -> None:
     for module in loop.model.modules():
         if isinstance(module, nn.LayerNorm | nn.BatchNorm2d):
             module.bias.detach().fill_(value)
+
+
+def copies(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """A quarter of the batch, four times."""
+    some = max(1, len(x) // 4)
+    return torch.cat([x[:some]] * 4), torch.cat([y[:some]] * 4)
+
+
+def moved(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return x + x.std(), y
 
 
 def scale_left_in(loop: Loop, factor: float) -> None:
@@ -153,6 +167,10 @@ KINDS = (
          once(lambda loop: bias(loop, -40)), 0),
     Kind("inputs 255 times as large", "MLP, AdamW", "amax-jump", once(lambda loop: louder(loop, 255))),
     Kind("inputs 255 times as large", "CNN with batch norm", "amax-jump", once(lambda loop: louder(loop, 255))),
+    *(Kind("a quarter of each batch four times", style, "duplicate-inputs", once(lambda loop: loop.batches(copies)))
+      for style in ("MLP, AdamW", "CNN with batch norm")),
+    *(Kind("inputs one deviation higher", style, "data-drift", once(lambda loop: loop.batches(moved)))
+      for style in ("MLP, AdamW", "CNN with batch norm")),
     Kind("inputs of zeros", "MLP, autocast", "amax-jump dead-units same-inputs", once(lambda loop: louder(loop, 0))),
     Kind("a layer's weights 64 times as large", "MLP, autocast", "amax-jump", once(lambda loop: heavier(loop, 64))),
     Kind("a layer's weights 64 times as large", "MLP in bf16", "amax-jump", once(lambda loop: heavier(loop, 64))),
@@ -199,6 +217,22 @@ KINDS = (
     Kind("a weight that is infinite", "LSTM, SGD", "not-finite tensor-not-finite",
          once(lambda loop: loop.layer(nn.Linear, -1).weight.detach()[0].fill_(math.inf))),
 )  # fmt: skip
+
+
+# What ends in numbers that are not finite, slowly or at once; whatever rule says something is right.
+LEADS = (
+    *(Kind("a rate that grows 10% a step", style, "", lambda loop: loop.rate(1.1))
+      for style in ("CNN with batch norm", "MLP, AdamW", "nano")),
+    Kind("updates uphill", "MLP, SGD with momentum", "", once(lambda loop: loop.rate(-1))),
+    Kind("a loss scale left in", "MLP, SGD with momentum", "", once(lambda loop: scale_left_in(loop, 2.0**10))),
+    *(Kind("a layer's weights that grow 30% a step", style, "", lambda loop: heavier(loop, 1.3))
+      for style in ("MLP, SGD with momentum", "MLP in bf16", "MLP, AdamW")),
+    Kind("gains that grow 30% a step", "MLP, AdamW", "",
+         lambda loop: loop.layer(nn.LayerNorm).weight.detach().mul_(1.3)),
+    Kind("a head that grows 30% a step", "MLP, AdamW", "", lambda loop: heavier(loop, 1.3, loop.layer(nn.Linear, -1))),
+)  # fmt: skip
+# Of what has not ended so by then nothing is said.
+LEAD_STEPS = 400
 
 
 def onset_of(kind: Kind, seed: int) -> int:
@@ -248,6 +282,22 @@ def run(folder: Path, style: str, seed: int, steps: int, kind: Kind | None = Non
     return told
 
 
+def lead(folder: Path, kind: Kind, seed: int) -> dict[str, Any]:
+    """By how many steps the first alarm since the onset came before the first loss or norm that is not finite; None of
+    a training that never had one, 0 where nothing was told before."""
+    onset, name = onset_of(kind, seed), f"{kind.words} ({kind.style})"
+    told = run(folder, kind.style, seed, onset + LEAD_STEPS, kind)
+    batches = pickle.loads(gzip.decompress(path_of(folder, kind.style, seed, kind).read_bytes()))
+    ended = [line.step for _, batch in batches for line in batch if isinstance(line, StepRow)
+             and not (math.isfinite(line.loss) and math.isfinite(line.gradient_norm))]  # fmt: skip
+    first = next(((step, rule) for step, rule, _ in told if step >= onset and rule not in NOT_FINITE), None)
+    if not ended:
+        return {"lead_of": name, "seed": seed, "lead": None, "rule": first and first[1], "after": None}
+    ahead = max(0, ended[0] - first[0]) if first else 0
+    rule = first[1] if first and ahead else None
+    return {"lead_of": name, "seed": seed, "lead": ahead, "rule": rule, "after": ended[0] - onset}
+
+
 def ill(folder: Path, kind: Kind, seed: int) -> dict[str, Any]:
     """What was told of it within so many steps, and what had been told before it."""
     name = f"{kind.words} ({kind.style})"
@@ -275,6 +325,15 @@ def well(folder: Path, style: str, seed: int) -> dict[str, Any]:
 
 def summary(rows: Sequence[Row]) -> None:
     ills, wells = ([row for row in rows if name in row] for name in ("kind", "style"))
+    if leads := [row for row in rows if row.get("lead") is not None]:
+        ahead = [row["lead"] for row in leads]
+        delays = [row["after"] - row["lead"] for row in leads if row["lead"]]
+        say(
+            f"{len(leads)} trainings came to what is not finite: an alarm ahead of {sum(map(bool, ahead))}, by "
+            f"{statistics.median(ahead):g} steps in the middle, {min(ahead)} at least, {max(ahead)} at most, and "
+            f"{statistics.median(delays):g} after the onset in the middle; rules "
+            f"{dict(Counter(row['rule'] for row in leads if row['lead']))}"
+        )
     if ills:
         found, right = (sum(row[name] for row in ills) for name in ("found", "right"))
         delays = [row["delay"] for row in ills if row["found"]]
@@ -305,7 +364,7 @@ def main() -> None:
         report=("", "folder that gets all rows"),
     )  # fmt: skip
     torch.set_num_threads(1)
-    asked.folder.mkdir(parents=True, exist_ok=True)
+    (asked.folder / "lead").mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
 
     def add(row: Row) -> None:
@@ -317,6 +376,10 @@ def main() -> None:
             there = not asked.kept or path_of(asked.folder, kind.style, seed, kind).exists()
             if there and asked.only in f"{kind.words} ({kind.style})":
                 add(ill(asked.folder, kind, seed))
+    for kind in LEADS if "lead" in asked.kinds else ():
+        for seed in SEEDS[asked.seeds]:
+            if asked.only in f"{kind.words} ({kind.style})":
+                add(lead(asked.folder / "lead", kind, seed))
     for seed in WELL_SEEDS[asked.seeds] if "well" in asked.kinds else ():
         for style in STYLES:
             there = not asked.kept or path_of(asked.folder, style, seed).exists()

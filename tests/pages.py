@@ -20,6 +20,7 @@ from fp8bench.report.elements import (
     Page,
     Part,
     Scatter,
+    Sparks,
     Stacks,
     Strips,
     Table,
@@ -139,6 +140,10 @@ def charts() -> tuple[AnyChart, ...]:
             ((0.5, 0.8, 1.1), (0.9, 1.2, None)), SPEED, (("", "", ""),) * 2,
         ),
         Lines("history", "History", "Nothing has changed.", ("a1b2c3d4", "b2c3d4e5"), TIME, history),
+        Sparks(
+            "tensors", "Tensors by layer", "Magnitudes and scales.", ("0", "10", "20"), ("inputs", "weights"),
+            ("amax", "scale"), (("head", (((1.0, 2.0, 8.0), (4.0, 2.0, None)), ((0.5, None, 1.0),))),),
+        ),
         Strips("samples", "All samples", "A dot a sample.", TIME, strips),
         Waterfall(
             "gains", "From bf16 to fp8", "What each phase takes away or adds.", TIME, ("bf16", 0.024), gains,

@@ -90,15 +90,15 @@ def check_outputs(arguments: argparse.Namespace) -> None:
     if given.get("dry_run"):
         check_files({"--write-plan": given.get("write_plan")})
         on_stdout = ["json or --csv"] if given["json"] or given["csv"] is not None else []
-        exports = [name for name in ("trace", "tensorboard", "wandb") if given.get(name) is not None]
+        exports = [name for name in ("trace", "tensorboard", "wandb", "live") if given.get(name) is not None]
         for name in (*on_stdout, *pages, *exports):
             raise UsageError(f"--dry-run measures nothing, so that there is nothing for --{name}. Leave one out.")
     if given.get("csv") not in (None, "-"):
         check_files({"--csv": given["csv"]}, "a file, or '-'")
-    for name in ("html", "md"):
+    for name in ("html", "md", "live"):
         if str(given.get(name)) == "-":
             raise UsageError(f"--{name} '-' would be a file of that name. Give a file with a name of its own.")
-    check_files({f"--{name}": given.get(name) for name in ("html", "md", "output")})
+    check_files({f"--{name}": given.get(name) for name in ("html", "md", "output", "live")})
     if given.get("tensorboard") is not None:
         check_tensorboard(given["tensorboard"])
     if given.get("wandb") is not None:

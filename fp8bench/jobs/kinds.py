@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from fp8bench.feature_list import feature_parts
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Page
+from fp8bench.store.runs.listing import listing
 
 K = TypeVar("K")
 # What tables are of that are of no other kind.
@@ -71,6 +72,10 @@ class Kind(ABC, Generic[K]):
     def find(self, word: str, store: Path) -> Path | None:
         """What a word means: a path, an id or the beginning of one."""
 
+    def newest(self, store: Path) -> Path | None:
+        """What 'last' means, where it may mean one of these; its last name begins with when it started."""
+        return None
+
     @abstractmethod
     def names(self, path: Path) -> tuple[str, ...]:
         """The names of what lies there: its id, and that of its file."""
@@ -101,6 +106,20 @@ class Kind(ABC, Generic[K]):
 
 def kinds() -> list[Kind[Any]]:
     return [kind for module in feature_parts("kind") for kind in getattr(module, "KINDS", ())]
+
+
+def meant_by(word: str, store: Path, of: Collection[str] = ()) -> list[tuple[Kind[Any], Path]]:
+    """What a word means that is no run; 'last' is what began last, whatever that is, or with `of` one of these."""
+    if word != "last":
+        return [(kind, path) for kind in kinds() if (path := kind.find(word, store)) is not None]
+    wanted = [kind for kind in kinds() if not of or kind.name in of]
+    newest = [(kind, path) for kind in wanted if (path := kind.newest(store)) is not None]
+    newest.sort(key=lambda pair: pair[0].names(pair[1])[-1], reverse=True)
+    try:
+        run = listing(store).newest if newest and (not of or RUN in of) else None
+    except (OSError, ValueError):
+        return []  # who looks for the run says why
+    return [(kind, path) for kind, path in newest[:1] if run is None or kind.names(path)[-1] > run.name]
 
 
 def feature_tables() -> list[KeptTable]:

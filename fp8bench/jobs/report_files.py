@@ -16,7 +16,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.files import keeping, write_whole
-from fp8bench.jobs.kinds import K, Kind, kinds
+from fp8bench.jobs.kinds import K, Kind, meant_by
 from fp8bench.model import Figure, Level, Run, Trend, trend_name
 from fp8bench.report.data.plain import Rows, csv_text
 from fp8bench.report.data.run import run_rows
@@ -59,10 +59,10 @@ def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
         return write_report(_all_of(stores[0]), stores[0], pages)
     if stores:
         raise UsageError(f"{stores[0]} is a store, whose runs fill a page. Name it alone.")
-    for kind, word, path in [(kind, word, kind.find(word, store)) for kind in kinds() for word in words]:
-        if path is not None and len(words) > 1:
-            raise UsageError(f"{word} is a {kind.name}, which has a report of its own. Name it alone.")
-        if path is not None and (page := report_of_kept(kind, kind.load(path), path, store, pages)) is not None:
+    for called, kind, path in [(word, *meant) for word in words for meant in meant_by(word, store)]:
+        if len(words) > 1:
+            raise UsageError(f"{called} is a {kind.name}, which has a report of its own. Name it alone.")
+        if (page := report_of_kept(kind, kind.load(path), path, store, pages)) is not None:
             return page
     runs = [load_named(word, store) for word in words]
     each_once(dict.fromkeys(Path(run.path) for run in runs)).none_refused()

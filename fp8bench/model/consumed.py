@@ -125,7 +125,8 @@ class MemoryUse:
     what the driver counts for the worker's process on the device, its context included, right after the step;
     `resident` the most that the process had in the machine's memory during it. `leak` are the bytes by which
     tensors, on the host too, take more with every step, 0 where they do not; None where nobody looked. Of several
-    ranks it is that of the one that takes most, and `ranks` has all.
+    ranks it is that of the one that takes most, and `ranks` has all. `forward` are the roles of what is held where the
+    first forward pass has ended and nothing of backward has begun: the same moment in every precision.
     """
 
     peak: int
@@ -139,6 +140,7 @@ class MemoryUse:
     ranks: tuple[RankMemory, ...] = ()
     on_device: int | None = None
     off_device: str = ""
+    forward: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ class MemoryCourse:
 
     `held` are () where nobody could see single allocations; then `why` says why. They may sum to less than `peak`.
     `on_device` is the highest point where an emulation's tensors are replaced as notes said; None where none did.
+    `forward` is what was held when the first backward pass began, () where there was none.
     """
 
     peak: int
@@ -207,6 +210,7 @@ class MemoryCourse:
     reserved: int | None = None
     why: str = ""
     on_device: int | None = None
+    forward: tuple[HeldBlock, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ class _Stretch:
         self.peak: int | None = None
         self.at = 0
         self.phases: dict[str, int] = {}
+        self.begun: int | None = None
         self._held: dict[int, _Block] = {}
         self._now = 0
         self._phase = ""
@@ -100,6 +101,7 @@ class _Stretch:
             case Sized():
                 self._change(number, event)
             case Begun():
+                self.begun = number if self.begun is None else self.begun
                 self._phase = event.phase
                 self._piece += 1
             case Said():
@@ -130,6 +132,11 @@ class _Stretch:
         block = self._held.pop(address)
         block.end(number, self._piece, node)
         self._now -= block.size
+
+    def held_after(self, number: int) -> tuple[HeldBlock, ...]:
+        """What is held once an event has happened; to be asked when all have."""
+        held = (one for one in self.blocks if one.born <= number and (one.gone is None or one.gone > number))
+        return tuple(_as_held(one, self.backwards) for one in held)
 
 
 @dataclass(slots=True)
@@ -212,16 +219,14 @@ def course(events: Iterable[Event]) -> MemoryCourse | None:
     for number, event in enumerate(events):
         stretch.read(number, event)
         device.read(event)
-    if stretch.peak is None:
+    if stretch.peak is None or stretch.begun is None:
         return None
-    held = [
-        block
-        for block in stretch.blocks
-        if block.born <= stretch.at and (block.gone is None or block.gone > stretch.at)
-    ]
+    begun = stretch.begun
+    turn = next((number for number in stretch.backwards if number > begun), 0)
     phases = tuple(PhaseMemory(phase, most) for phase, most in stretch.phases.items())
-    blocks = tuple(_as_held(one, stretch.backwards) for one in held)
-    return MemoryCourse(stretch.peak, blocks, phases, on_device=device.peak if device.noted else None)
+    held, forward = stretch.held_after(stretch.at), stretch.held_after(turn - 1)
+    on_device = device.peak if device.noted else None
+    return MemoryCourse(stretch.peak, held, phases, on_device=on_device, forward=forward)
 
 
 def _as_held(block: _Block, backwards: Sequence[int]) -> HeldBlock:

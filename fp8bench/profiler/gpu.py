@@ -145,7 +145,9 @@ class AllocatorMeter(MemoryMeter):
         seen = None if events is None else _seen(events)
         reserved = max(phase.reserved or 0 for phase in phases)
         most = MemoryCourse(max(phase.allocated for phase in phases), (), phases, reserved)
-        return replace(most, why=_UNHEARD) if seen is None else replace(most, held=seen.held, on_device=seen.on_device)
+        if seen is None:
+            return replace(most, why=_UNHEARD)
+        return replace(most, held=seen.held, on_device=seen.on_device, forward=seen.forward)
 
     def _live(self) -> frozenset[int]:
         mine = (one for one in self._backend.memory_snapshot() if one["device"] == self._index)
@@ -172,8 +174,11 @@ def _seen(events: Sequence[Event]) -> MemoryCourse | None:
     if found is None:
         return None
     workspace = (MemoryRole.WORKSPACE,)
-    held = [replace(one, said=workspace) if one.lasting and one.address in gone else one for one in found.held]
-    return replace(found, held=tuple(held))
+    held, forward = (
+        tuple(replace(one, said=workspace) if one.lasting and one.address in gone else one for one in blocks)
+        for blocks in (found.held, found.forward)
+    )
+    return replace(found, held=held, forward=forward)
 
 
 @contextmanager

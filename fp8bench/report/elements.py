@@ -117,7 +117,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Mark:
-    """One value of a chart with its interval, and the words that show on hovering."""
+    """One value of a chart with its interval, and the words that show on hovering.
+
+    `flag` is what happened there: a chart of lines writes it beside the mark.
+    """
 
     label: str
     value: float
@@ -125,6 +128,7 @@ class Mark:
     high: float | None = None
     tone: Tone = Tone.PLAIN
     hint: str = ""
+    flag: str = ""
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,10 @@ class Waterfall(Chart):
 
 @dataclass(frozen=True)
 class ChartPoint:
-    """One point of a scatter chart; without x it stands in a margin of its own. `series` chooses shape and colour."""
+    """One point of a scatter chart; without x it stands in a margin of its own. `series` chooses shape and colour.
+
+    Of a series that is joined each `strand` is a line of its own.
+    """
 
     series: str
     label: str
@@ -179,6 +186,7 @@ class ChartPoint:
     y: float
     tone: Tone = Tone.PLAIN
     hint: str = ""
+    strand: str = ""
 
 
 @dataclass(frozen=True)
@@ -218,11 +226,29 @@ class Heat(Chart):
 
 @dataclass(frozen=True)
 class Lines(Chart):
-    """Series over one row of places (runs, commits): a mark for each place or None."""
+    """Series over one row of places (runs, commits): a mark for each place or None.
+
+    The axis is that of the places from `settled` on. Where those before it do not fit there, an inset has them.
+    """
 
     places: tuple[str, ...]
     axis: ChartAxis
     series: tuple[tuple[str, tuple[Mark | None, ...]], ...]
+    settled: int = field(default=0, kw_only=True)
+
+
+SparkLines = tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class Sparks(Chart):
+    """A small chart for each row and column, of the same few series over the same places: each line in octaves around
+    its own middle, all of them on one scale. `rows` have a cell a column, a line a series, a value a place."""
+
+    places: tuple[str, ...]
+    columns: tuple[str, ...]
+    series: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[SparkLines, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -233,7 +259,7 @@ class Strips(Chart):
     rows: tuple[tuple[str, tuple[float, ...], Tone], ...]
 
 
-AnyChart = Bars | Scatter | Stacks | Heat | Lines | Strips | Waterfall
+AnyChart = Bars | Scatter | Stacks | Heat | Lines | Sparks | Strips | Waterfall
 Element = Text | Items | Facts | Code | Table | Verdicts | AnyChart
 
 
@@ -251,7 +277,8 @@ class Part:
 class Page:
     """A whole report. `facts` are the few that stand in one line under the title.
 
-    `kind` is what it is of, `command` what measured that: who lists reports says it.
+    `kind` is what it is of, `command` what measured that: who lists reports says it. A browser asks every `refresh`
+    seconds for one that will be written again.
     """
 
     title: str
@@ -261,3 +288,4 @@ class Page:
     facts: tuple[tuple[str, str], ...] = ()
     kind: str = "run"
     command: str = ""
+    refresh: int = 0

@@ -136,6 +136,7 @@ def _on_device(use: MemoryUse, course: MemoryCourse, ledger: DeviceLedger | None
 
 def _use(course: MemoryCourse, before: StateTensors, after: StateTensors, resident: Read) -> MemoryUse:
     found = roles(course.held, course.peak, before, after) if course.held else {}
+    forward = roles(course.forward, sum(block.size for block in course.forward), before, after)
     whys = [course.why]
     if course.held and not found:
         whys.append("torch's profiler saw more allocated than its allocator counts")
@@ -148,6 +149,7 @@ def _use(course: MemoryCourse, before: StateTensors, after: StateTensors, reside
         course.reserved,
         resident=int(resident.number) if isinstance(resident, Reading) else None,
         why="; ".join(filter(None, whys)),
+        forward=tuple((role.value, size) for role, size in forward.items()),
     )
 
 

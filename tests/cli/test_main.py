@@ -155,6 +155,7 @@ OPTIONS = {
         "--ranks", "--parallel", "--amax-group", "MODULE:FUNCTION", "--skip", "--bands", "--nudge", "--handicap",
         "--config", "--norm", "--optimizer", "--beta1", "--beta2", "--eps", "--updates", "--schedule", "--decay",
         "--patience", "--drop", "--clip-by", "--scale-first", "--scale-factor", "--scales-from",
+        "--live", "--on-alarm",
     },
     "selftest": COMMON | {"--device", "--power", "--trials", "--operation", "--json"},
 }  # fmt: skip

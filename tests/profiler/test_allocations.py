@@ -52,6 +52,18 @@ def test_phases_have_their_own_highest_points() -> None:
     assert [one.reserved for one in found.phases] == [None] * 3
 
 
+def test_what_is_held_when_backward_begins() -> None:
+    """Of the stretch: a backward pass before it does not count, nor what comes or goes with the first node."""
+    before = [Sized(7, 70), Sized(8, 80, 1), Sized(8, -80, 1)]
+    forward = [START, Sized(1, 10), Sized(2, 20), Sized(2, -20), Sized(3, 30)]
+    backward = [Sized(4, 40, 2), Sized(3, -30, 2), Sized(1, -10, 3), Sized(9, 900), Sized(9, -900)]
+    found = course([*before, *forward, *backward])
+    assert found is not None and {one.address: one.size for one in found.forward} == {7: 70, 1: 10, 3: 30}
+    assert found.peak == 1010 and {one.address for one in found.held} == {7, 4, 9}
+    none = course([*before, *forward])
+    assert none is not None and none.forward == ()
+
+
 def held(*events: Event) -> dict[int, HeldBlock]:
     """What is held at the highest point, by address; a large block at address 0 makes the point."""
     found = course(events)

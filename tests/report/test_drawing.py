@@ -27,6 +27,7 @@ from fp8bench.report.elements import (
     Lines,
     Mark,
     Scatter,
+    Sparks,
     Stacks,
     Strips,
     Tone,
@@ -149,7 +150,7 @@ def test_every_class_has_a_style(kind: str) -> None:
 @KINDS
 def test_marks_can_be_reached_and_say_what_they_are(kind: str) -> None:
     """By keyboard and by pointing: a role, a short label, a hint that begins with it."""
-    counts = {"bars": 4, "scatter": 4, "stacks": 6, "heat": 6, "lines": 9, "strips": 2, "waterfall": 5}
+    counts = {"bars": 4, "scatter": 4, "stacks": 6, "heat": 6, "lines": 9, "strips": 2, "waterfall": 5, "sparks": 2}
     for sheet in parsed(draw(CHARTS[kind])):
         marks = marks_of(sheet)
         assert len(marks) == counts[kind]
@@ -224,10 +225,11 @@ NUMBERS = st.one_of(
 )
 AXES = st.builds(ChartAxis, WILD, st.sampled_from(["", "s", "B", "x", "J", "%"]), st.booleans())
 TONES = st.sampled_from(Tone)
-MARKS = st.builds(Mark, WILD, NUMBERS, st.none() | NUMBERS, st.none() | NUMBERS, TONES, WILD)
+MARKS = st.builds(Mark, WILD, NUMBERS, st.none() | NUMBERS, st.none() | NUMBERS, TONES, WILD, WILD)
 POINTS = st.builds(
-    ChartPoint, st.sampled_from(["a", "b", "<c>"]) | WILD, WILD, st.none() | NUMBERS, NUMBERS, TONES, WILD
-)
+    ChartPoint, st.sampled_from(["a", "b", "<c>"]) | WILD, WILD, st.none() | NUMBERS, NUMBERS, TONES, WILD,
+    st.sampled_from(["", "x"]),
+)  # fmt: skip
 
 
 def few(things: st.SearchStrategy[object], most: int = 5) -> st.SearchStrategy[tuple[object, ...]]:
@@ -248,7 +250,7 @@ SIZES = st.tuples(st.integers(0, 5), st.integers(0, 5))
 CELLS = st.none() | NUMBERS
 ANY = {
     "bars": st.builds(Bars, *WORDS, AXES, few(st.tuples(WILD, few(MARKS))), NUMBERS),
-    "scatter": st.builds(Scatter, *WORDS, AXES, AXES, few(POINTS, 20), WILD),
+    "scatter": st.builds(Scatter, *WORDS, AXES, AXES, few(POINTS, 20), WILD, st.just(("a", "b"))),
     "stacks": st.integers(0, 5).flatmap(
         lambda parts: st.builds(
             Stacks, *WORDS, AXES, many(parts, st.just("unattributed") | WILD),
@@ -263,7 +265,14 @@ ANY = {
     ),
     "lines": st.integers(0, 5).flatmap(
         lambda places: st.builds(
-            Lines, *WORDS, many(places, WILD), AXES, few(st.tuples(WILD, many(places, st.none() | MARKS)))
+            Lines, *WORDS, many(places, WILD), AXES, few(st.tuples(WILD, many(places, st.none() | MARKS))),
+            settled=st.integers(0, places),
+        )
+    ),
+    "sparks": SIZES.flatmap(
+        lambda size: st.builds(
+            Sparks, *WORDS, many(size[0], WILD), many(size[1], WILD), st.just(("a", "b")),
+            few(st.tuples(WILD, rows_of(2, size[1], many(size[0], CELLS)))),
         )
     ),
     "strips": st.builds(Strips, *WORDS, AXES, few(st.tuples(WILD, few(NUMBERS, 50), TONES))),

@@ -14,7 +14,7 @@ from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, print_run, stdout_look, tell, wanted_of
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
-from fp8bench.jobs.kinds import RUN, KeptTable, Kind, View, feature_tables, kinds
+from fp8bench.jobs.kinds import RUN, KeptTable, Kind, View, feature_tables, meant_by
 from fp8bench.model import Run
 from fp8bench.model.codec import encode
 from fp8bench.store.runs.listing import find_run, load_named
@@ -33,7 +33,7 @@ _DETAILS = {
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    words = "an id, a file's stem, a path, or 'last'; a duel's or a training's too, but for 'last'"
+    words = "an id, a file's stem, a path, or 'last', a run's or a training's; a duel's too, but for 'last'"
     parser.add_argument("run", metavar="RUN", help=words)
     shared(parser, "--store", help="as in suite")
     for table in _tables():
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_outputs(arguments)
     word, store = arguments.run, arguments.store
-    meant = [(kind, path) for kind in kinds() if (path := kind.find(word, store)) is not None]
+    meant = meant_by(word, store, {table.of for table in _tables() if getattr(arguments, table.name)})
     if not meant:
         _refuse_other_tables(arguments, word, RUN)
         measured = load_named(word, store)

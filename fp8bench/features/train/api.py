@@ -16,13 +16,14 @@ from fp8bench.cli.keywords import asked as fields_given
 from fp8bench.cli.keywords import asks, keywords_of
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import folder, names, pairs
-from fp8bench.cli.outputs import CommandResult
+from fp8bench.cli.outputs import CommandResult, check_files
 from fp8bench.cli.streams import complain
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.train.data import TrainingFrames, write_training
 from fp8bench.features.train.health.health import Health
 from fp8bench.features.train.kind import TrainingKind, plain, training_named
 from fp8bench.features.train.kind import load_training as read_training
+from fp8bench.features.train.outward import outward
 from fp8bench.features.train.own import name_of_maker
 from fp8bench.features.train.progress import on_terminal
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest, asked
@@ -77,6 +78,8 @@ def train(
     precision_map: Mapping[str, str] | None = None,
     rates: Mapping[str, float] | None = None,
     tensorboard: str | Path | None = None,
+    live: str | Path | None = None,
+    on_alarm: str | None = None,
     store: str | Path = DEFAULT_STORE,
     progress: bool = True,
     observer: TrainingObserver | None = None,
@@ -89,7 +92,8 @@ def train(
     Arguments are the command line's options (`help(fp8bench.train)` names them), and the settings of the model and of
     how it learns (`model`, `rate`, `loss_scale`). `sweep` maps a setting, or an option of the dtypes, to values.
     `margin` is in percent. `make` gives a model of your own with its batches: 'module:function', or the function; one
-    that a worker cannot import is trained in this process. How it goes along is told on stderr unless `progress` is
+    that a worker cannot import is trained in this process. `live` is a file for its page while it trains, `on_alarm` a
+    command of the shell. How it goes along is told on stderr unless `progress` is
     False. Raises Fp8benchError with a sentence for what cannot be done; what happens in a step is an event.
     """
     name = make if isinstance(make, str) else name_of_maker(make)
@@ -108,8 +112,10 @@ def train(
     if board is not None:
         check_tensorboard(board)
     try:
-        with _told(observer, progress) as told:
-            done = train_all(request, folder("store", store), told, command_line())
+        kept, page = folder("store", store), None if live is None else Path(live)
+        check_files({"live": page})
+        with _told(observer, progress) as told, outward(told, kept, page, on_alarm) as every:
+            done = train_all(request, kept, every, command_line())
     finally:
         if here:
             LIVE.pop(name, None)

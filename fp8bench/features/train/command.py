@@ -35,6 +35,7 @@ from fp8bench.model.request import PERCENT
 
 _BESIDE_RESUME = {
     "--resume", "--config", "--store", "--json", "--csv", "--explain", "--tensorboard", "--wandb", "--fail-on",
+    "--live", "--on-alarm",
 }  # fmt: skip
 _REQUEST = TrainingRequest()
 
@@ -88,11 +89,19 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--resume", metavar="TRAINING", help=words)
     words = "end with 1 where an arm is so: worse, diverged, did-not-learn, inconclusive, or has an alarm"
     group.add_argument("--fail-on", type=types.words, default=(), metavar="WHAT,...", help=words)
+    words = "write its page there while it trains, for a browser that is left open: it reads it again by itself"
+    group.add_argument("--live", type=Path, metavar="FILE", help=words)
+    words = "run this by the shell at alarms, with a sentence for each on its stdin: --on-alarm 'mail -s fp8bench me'"
+    group.add_argument("--on-alarm", metavar="COMMAND", help=words)
     shared(group, "--explain")
     shared(group, "--json", help="print the training as JSON, every line of it and the verdicts, instead of the table")
     shared(group, "--csv", help="also write its lines there, one figure a row; '-' prints them instead of the table")
     shared(group, "--tensorboard", help="also write its curves there as TensorBoard's scalars, by step, arm and seed")
-    shared(group, "--wandb", help="also send its curves to Weights & Biases, a run an arm and seed; as in suite")
+    shared(
+        group,
+        "--wandb",
+        help="also send its curves to Weights & Biases, as it goes, and at the end a run an arm and seed",
+    )
 
 
 def request_from(arguments: argparse.Namespace) -> TrainingRequest:
@@ -116,6 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8bench.features.train.run import planned, resume, train
 
     check_outputs(arguments)
+    if arguments.on_alarm is not None and not arguments.on_alarm.strip():
+        raise UsageError("--on-alarm was given no command. Give one for the shell, like 'mail -s fp8bench me'.")
     _check_reasons(arguments.fail_on)
     if arguments.resume is not None:
         typed = arguments.make in arguments.words
@@ -158,9 +169,12 @@ def _check_same(arguments: argparse.Namespace, training: Training) -> None:
 @contextmanager
 def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
     """Told on the terminal. Where the store takes no more, what it has is shown, and how to go on."""
+    from fp8bench.features.train.outward import outward
+
     try:
-        with only_once(), on_terminal() as observer:
-            yield observer
+        wanted = arguments.store, arguments.live, arguments.on_alarm, arguments.wandb
+        with only_once(), on_terminal() as observer, outward(observer, *wanted) as told:
+            yield told
     except NotKept as error:
         kept = cast(KeptTraining, error.run)
         tell(arguments, *TrainingKind().view(kept))

@@ -2,7 +2,7 @@
 
 TensorBoard gets `<training>/<arm>/seed-<number>` and, for what is said of all seeds, `<training>/<arm>`. Weights &
 Biases gets a run for each arm and seed and one for the training, all of one group. Readings of single tensors are left
-out: there are millions. The training's report has maps of them, and its CSV every one.
+out: there are millions. The training's report draws them by layer, and its CSV has every one.
 """
 
 from __future__ import annotations

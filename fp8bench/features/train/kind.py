@@ -283,6 +283,9 @@ class TrainingKind(Kind[KeptTraining]):
     def find(self, word: str, store: Path) -> Path | None:
         return find_training(word, store)
 
+    def newest(self, store: Path) -> Path | None:
+        return next(iter(training_files(store)), None)
+
     def names(self, path: Path) -> tuple[str, ...]:
         return id_of(path), path.parent.name
 

@@ -225,9 +225,11 @@ def _trained(
         if at_begin:
             out |= turns.out
             _tell(training, turns, writer, observer)
-        for number, turn in enumerate(turns.turns[first:], first):
-            SeedRun(training, number, turn, worker, writer, observer, pace, out).run(fresh)
-            fresh = True
+        with Meters(energy=False) as meters:
+            device = meters.of(training.device).device if training.device.accelerated else None
+            for number, turn in enumerate(turns.turns[first:], first):
+                SeedRun(training, number, turn, worker, writer, observer, pace, out, device).run(fresh)
+                fresh = True
         _measure_energy(training, worker, writer, observer, apart=bool(turns.cut))
         _largest_batches(training, worker, writer, observer)
         writer.finish("finished")

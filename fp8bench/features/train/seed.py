@@ -7,6 +7,7 @@ again, by a fresh one; an arm in whose slice that happens twice is out, and the 
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -36,12 +37,16 @@ from fp8bench.features.train.values import (
 from fp8bench.measure.handle import START_SECONDS, Worker
 from fp8bench.measure.interrupts import held_back
 from fp8bench.measure.limits import HANG_SECONDS, HANG_STEPS
+from fp8bench.measure.sensors.looks import Looks
+from fp8bench.model.readings import Reading
 
 # So many steps of an arm, then of another: a machine that is slowed for a while slows all of them.
 SLICE = 5
 # A slice of steps nobody has timed may take so long, compiling included.
 FIRST_SECONDS = 1800.0
 _FAILURES = 2
+# Between two looks at how busy the device is: what a driver tells is of so long.
+_LOOK_SECONDS = 1.0
 
 
 @dataclass
@@ -75,7 +80,7 @@ class _Lost(Exception):
 class SeedRun:
     """The arms of one turn, all of a seed's where they fit into memory; `place` counts turns from 0.
 
-    `out` are the arms that are no longer trained, and why.
+    `out` are the arms that are no longer trained, and why. `device` is asked how busy it is, where it can be.
     """
 
     training: Training
@@ -86,6 +91,8 @@ class SeedRun:
     observer: TrainingObserver
     pace: SeedPace
     out: dict[str, str]
+    device: Looks | None = None
+    _looked: float = -math.inf
     _failures: dict[str, int] = field(default_factory=dict)
     _health: Health = field(init=False)
     _tried: set[str] = field(default_factory=set)
@@ -169,10 +176,21 @@ class SeedRun:
             for arm in arms:
                 self._keep_lines(self._asked(arm, until - step, "advance", arm.name, until - step), until)
             step = until
+            if use := tuple(self._device_use(step)):
+                self._keep_lines(use, step)
             if step == request.steps or step % request.evaluate == 0:
                 self._validate(step)
             if step < request.steps and step % request.keep == 0:
                 self._checkpoint(step)
+
+    def _device_use(self, step: int) -> Iterator[StepFigure]:
+        """As its driver tells it of about the last second, whichever arms had their turns in it."""
+        if self.device is None or time.monotonic() - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        for name, read in self.device.state().items():
+            if name in ("use", "memory_use") and isinstance(read, Reading):
+                yield StepFigure("", self.seed, step - 1, f"device_{name}", float(read.number))
 
     def _validate(self, step: int) -> None:
         for arm in self._alive:

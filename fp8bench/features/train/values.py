@@ -215,8 +215,8 @@ class StepFigure(StreamLine):
     """A further figure of a watched step by its name, of a layer or, without one, of all.
 
     'update_ratio' and 'gradient_snr' of a weight, 'noise_scale' (in tokens), 'output_amax', 'attention_score',
-    'embedding_spread', 'batch_norm_drift', 'memory' (bytes, of all arms together), WATCHED_SECONDS; docs/watching.md
-    has all of them.
+    'embedding_spread', 'batch_norm_drift', 'memory' (bytes, of all arms together), WATCHED_SECONDS; 'device_use' and
+    'device_memory_use' (shares, of no arm); docs/watching.md has all of them.
     """
 
     name: str

@@ -335,13 +335,17 @@ def notes_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[str]:
     yield from kept.troubles
 
 
+def event_words(event: TrainingEvent) -> str:
+    """'fp8, seed 0, step 57: the loss is nan (head output). What may help: a lower learning rate'."""
+    where = f"{event.layer} {event.tensor}".strip()
+    who = f"{event.arm}, seed {event.seed}, step {event.step}" if event.arm else f"seed {event.seed}"
+    helps = f". What may help: {event.remedy}" if event.remedy else ""
+    return f"{who}: {event.words}{f' ({where})' if where else ''}{helps}"
+
+
 def _events(kept: KeptTraining) -> Iterator[str]:
     events = [event for event in kept.of(TrainingEvent) if event.kind != COVERAGE]
-    for event in events[:_SHOWN_EVENTS]:
-        where = f"{event.layer} {event.tensor}".strip()
-        who = f"{event.arm}, seed {event.seed}, step {event.step}" if event.arm else f"seed {event.seed}"
-        helps = f". What may help: {event.remedy}" if event.remedy else ""
-        yield f"{who}: {event.words}{f' ({where})' if where else ''}{helps}"
+    yield from map(event_words, events[:_SHOWN_EVENTS])
     if len(events) > _SHOWN_EVENTS:
         counts = Counter(event.kind for event in events[_SHOWN_EVENTS:])
         yield f"and {', '.join(f'{count} more of {kind}' for kind, count in counts.items())}"

@@ -144,7 +144,7 @@ def write_scalars(folder: Path, name: str, at: int, points: Iterable[tuple[int, 
 
 
 def check_wandb() -> None:
-    _check_package("wandb", "wandb", "")
+    _check_package("wandb", "'fp8bench[wandb]'", "")
 
 
 def send_to_wandb(run: Run, findings: Mapping[str, Finding], project: str, files: Sequence[Path]) -> None:

@@ -23,6 +23,7 @@ from fp8bench.report.elements import (
     Lines,
     Mark,
     Scatter,
+    Sparks,
     Stacks,
     Strips,
     Table,
@@ -54,7 +55,7 @@ def _points(chart: AnyChart) -> int:
         case Heat():
             values = [value for row in chart.values for value in row if value is not None]
             return len(values) if len(chart.columns) > 1 else 0
-        case Lines():
+        case Lines() | Sparks():
             return len(chart.places)
         case Strips():
             return sum(len(samples) for _, samples, _ in chart.rows)
@@ -167,6 +168,14 @@ def _content(chart: AnyChart) -> tuple[Sequence[Column], _Numbers, _Rows]:
         case Heat():
             cells = [([Field(name)], values, "") for name, values in zip(chart.rows, chart.values, strict=True)]
             return [Column("")], [(name, chart.axis.unit) for name in chart.columns], cells
+        case Sparks():
+            heads = [Column("of"), Column("what"), Column("line")]
+            sparks = [
+                ([Field(name), Field(column), Field(line)], values, "")
+                for name, cells in chart.rows for column, lines in zip(chart.columns, cells, strict=True)
+                for line, values in zip(chart.series, lines, strict=False)
+            ]  # fmt: skip
+            return heads, [(place, "") for place in chart.places], sparks
         case Strips():
             numbers = [(name, chart.axis.unit) for name in _SUMMARY]
             strips = [

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fp8bench.cli.main import main
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.features.train.kind import (
     ResumePlace,
@@ -35,8 +36,10 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.model import MemoryUse
 from fp8bench.model.codec import encode
+from fp8bench.store.runs.run_file import start_run
 from tests.commands import environment
 from tests.older import as_older
+from tests.runs import measured
 from tests.trainings import row_of, training
 
 LINES: tuple[StreamLine, ...] = (
@@ -195,3 +198,25 @@ def test_trainings_are_found_by_what_they_are_called(tmp_path: Path) -> None:
         training_named("ffff", store)
     with pytest.raises(RunNotFound, match="The store has no trainings yet"):
         training_named("last", tmp_path / "nowhere")
+
+
+def test_last_is_a_run_or_a_training_whichever_began_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In show and report; an option of runs alone means the last run, and --histories the last training."""
+    store = tmp_path / "store"
+    start_training(replace(training(1), started="2020-01-05T12:00:00Z"), store).close()
+    assert main(["report", "last", "--store", str(store)]) == 0 and "/20200105T" in capsys.readouterr().out
+    run = replace(measured()[0], started="2026-01-05T12:00:00.000+00:00")
+    writer = start_run(run, store)
+    writer.append(run.records)
+    writer.finish("finished")
+    assert main(["report", "last", "--store", str(store)]) == 0 and run.id in capsys.readouterr().out
+    start_training(replace(training(2), id="0000abcd", started="2096-01-05T12:00:00Z"), store).close()
+    for words, said, code in (
+        (["report", "last"], "/20960105T", 0),
+        (["show", "last"], "id: 0000abcd", 0),
+        (["show", "last", "--notes"], "nvfp4 skipped", 0),
+        (["show", "last", "--histories", "none"], "unknown arm 'none'", 2),
+        (["report", "last", "last"], "is a training, which has a report of its own", 2),
+    ):
+        assert main([*words, "--store", str(store)]) == code
+        assert said in "".join(capsys.readouterr())

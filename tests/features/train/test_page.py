@@ -6,14 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.features.train.page import ends_of, page_of
-from fp8bench.features.train.values import ArmCost, KeptTraining, LayerReading, StreamLine, TrainingEvent, Validation
+from fp8bench.features.train.curve_charts import ends_of
+from fp8bench.features.train.page import page_of
+from fp8bench.features.train.values import (
+    ArmCost,
+    KeptTraining,
+    LayerReading,
+    StepFigure,
+    StepRow,
+    StreamLine,
+    TrainingEvent,
+    Validation,
+)
 from fp8bench.features.train.verdicts.curves import curves_of
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.features.train.words import without_histories
-from fp8bench.model import Capacity, MemoryUse
-from fp8bench.report.elements import Chart, Heat, Lines, Page, Scatter, Table
+from fp8bench.model import Capacity, MemoryUse, PhaseMemory
+from fp8bench.report.elements import Chart, Lines, Page, Scatter, Sparks, Stacks, Table
 from fp8bench.report.page import html, markdown
+from fp8bench.report.page.drawing.draw import draw
 from tests.learning_curves import CANDIDATE, lines, training
 
 GAPS = {"fp8": [0.02, 0.03, 0.025, 0.02, 0.03], "bf16 other seed": [0.01, -0.02, 0.03, 0.0, 0.01]}
@@ -37,9 +48,9 @@ def reading(step: int, amax: float, layer: str = "head", **more: float) -> Layer
 
 @pytest.mark.parametrize("steps", [1, 2, 9, 60, 300, 1000, 12345])
 def test_windows_end_at_the_endpoint(steps: int) -> None:
-    """The last one is that of all steps; none begins before the first step; there are few enough to draw."""
+    """The first is of one step, the last of all; there are few enough to draw."""
     ends = ends_of(steps)
-    assert ends[-1] == steps and ends == tuple(sorted(set(ends))) and ends[0] >= max(1, steps // 10) and len(ends) <= 61
+    assert (ends[0], ends[-1]) == (1, steps) and ends == tuple(sorted(set(ends))) and len(ends) <= 61
 
 
 def test_the_last_gap_drawn_is_the_verdict() -> None:
@@ -74,8 +85,79 @@ def test_what_is_not_finite_is_not_drawn() -> None:
     chart = element(page(said=said), "loss")
     assert isinstance(chart, Lines)
     marks = dict(zip(chart.places, dict(chart.series)["fp8"], strict=True))
-    assert marks["10"] is not None and marks["100"] is not None
+    assert marks["1"] is not None and marks["100"] is not None
     assert any(mark is None for mark in marks.values())
+
+
+def alarm(step: int, rule: str, arm: str = "fp8", seed: int = 0) -> TrainingEvent:
+    return TrainingEvent(arm, seed, step, "alarm", f"{rule} it is", values=(("rule", rule),))
+
+
+def test_alarms_stand_on_the_curves_by_their_rules() -> None:
+    """At the place of their step, in whichever seed; those of a band's arm and of the reference not on the gap."""
+    alarms = (alarm(0, "plateau"), alarm(49, "loss-gap", seed=1), alarm(49, "plateau"), alarm(99, "plateau", "bf16"))
+    made = page(*alarms, alarm(30, "plateau", "bf16 again"))
+    loss, gap = element(made, "loss"), element(made, "gap")
+    assert isinstance(loss, Lines) and isinstance(gap, Lines)
+    for chart in (loss, gap):
+        flagged = {place: mark.flag for place, mark in zip(chart.places, dict(chart.series)["fp8"], strict=True)
+                   if mark is not None and mark.flag}  # fmt: skip
+        assert list(flagged.values()) == ["plateau", "loss-gap, plateau"] and "1" in flagged
+        assert 50 <= int(list(flagged)[1]) <= 52
+    last = dict(loss.series)["bf16"][-1]
+    assert last is not None and last.flag == "plateau" and "plateau in step 99 of seed 0: plateau it is" in last.hint
+    assert {name for name, _ in gap.series} == {"fp8"}
+    text = html.render(made)
+    assert text.count(">loss-gap</text>") == 4 and text.count(">plateau</text>") == 10
+
+
+def test_an_alarm_of_what_is_not_finite_stands_at_the_last_mark() -> None:
+    """Where the curve has ended there is no mark to bear it."""
+    nan = float("nan")
+    said = tuple(replace(one, loss=nan) if isinstance(one, StepRow) and one.arm == "fp8" and one.step >= 40 else one
+                 for one in lines(GAPS))  # fmt: skip
+    chart = element(page(alarm(40, "not-finite"), said=said), "loss")
+    assert isinstance(chart, Lines)
+    known = [(place, mark) for place, mark in zip(chart.places, dict(chart.series)["fp8"], strict=True) if mark]
+    assert int(known[-1][0]) <= 40 and known[-1][1].flag == "not-finite"
+
+
+def test_the_gap_is_drawn_by_its_last_two_thirds() -> None:
+    """First steps that are far off have an axis of their own, and are not drawn on the other."""
+    said = tuple(replace(one, loss=3 * one.loss) if isinstance(one, StepRow) and one.arm == "fp8" and one.step < 8
+                 else one for one in lines(GAPS))  # fmt: skip
+    chart = element(page(said=said), "gap")
+    assert isinstance(chart, Lines) and chart.settled == len(chart.places) // 3
+    assert "on an axis of their own" in html.render(page(said=said))
+    assert "on an axis of their own" not in draw(replace(chart, settled=0))
+
+
+def test_times_have_a_line_a_seed() -> None:
+    """Of native arms, those of all seeds."""
+    held = training(replace(CANDIDATE, native=True))
+    kept = KeptTraining(held, lines(GAPS), True, "x/steps.jsonl")
+    chart = element(page_of(kept, verdicts_of(kept.training, kept.lines)), "loss-by-time")
+    assert isinstance(chart, Scatter) and chart.joined == ("bf16", "fp8")
+    assert {point.strand for point in chart.points} == {f"seed {seed}" for seed in range(5)}
+    assert len(chart.points) <= 400 and max(point.x or 0 for point in chart.points) == pytest.approx(1.0)
+    assert draw(chart).count('class="line s1" d="M') == 2
+
+
+def test_pace_memory_and_norms_over_steps() -> None:
+    """Throughput of native arms alone, memory of all arms; gradients and updates are open."""
+    memory = [StepFigure("fp8", 0, step, "memory", 1e6 + step) for step in (0, 10, 20)]
+    said = tuple(replace(one, gradient_norm=one.loss, update_ratio=one.loss, parameter_norm=one.loss,
+                         seconds=0.01 + one.step * 1e-4) if isinstance(one, StepRow) else one
+                 for one in lines(GAPS))  # fmt: skip
+    made = page(*memory, said=said)
+    pace, bytes_used = element(made, "throughput"), element(made, "memory-over-steps")
+    assert isinstance(pace, Lines) and isinstance(bytes_used, Lines)
+    assert [name for name, _ in pace.series] == ["bf16"]
+    first = pace.series[0][1][0]
+    assert first is not None and first.value == pytest.approx(19200)
+    assert bytes_used.places == ("1", "11", "21")
+    charts = [element(made, name) for name in ("gradient-norm", "update-ratio", "parameter-norm")]
+    assert [chart.folded for chart in charts if isinstance(chart, Lines)] == [False, False, True]
 
 
 def test_the_first_table_has_the_verdict_of_every_arm() -> None:
@@ -97,6 +179,24 @@ def test_memory_is_told_by_arm_and_by_what_it_is_for() -> None:
     assert [[field.text for field in row] for row in roles.rows] == [["bf16", "1.00 MiB", "2.00 MiB"]]
     assert "fp8: its memory could not be measured: lost" in markdown.render(made)
     assert "Memory by what" not in markdown.render(page())
+
+
+def test_memory_of_arms_is_told_at_one_moment() -> None:
+    """Where the forward pass has ended; the highest point has a moment of its own in each arm."""
+    forward = (("weights", 1 << 20), ("activations", 1 << 20))
+    phases = (PhaseMemory("backward", 3 << 20), PhaseMemory("optimizer_step", 1 << 20))
+    use = MemoryUse(3 << 20, (("weights", 3 << 20),), phases, forward=forward)
+    other = replace(use, forward=(("weights", 1 << 20), ("activations", 1 << 19)), phases=phases[::-1])
+    made = page(ArmCost("bf16", 0, memory=use), ArmCost("fp8", 0, memory=other))
+    told = element(made, "memory")
+    assert isinstance(told, Table)
+    assert [column.title for column in told.columns][1:4] == ["all of it", "highest point", "in"]
+    assert [[field.text for field in row[1:]] for row in told.rows] == [
+        ["2.00 MiB", "3.00 MiB", "backward", "1.00 MiB", "1.00 MiB"],
+        ["1.50 MiB", "3.00 MiB", "backward", "1.00 MiB", "512 KiB"],
+    ]
+    bars = element(made, "memory-bars")
+    assert isinstance(bars, Stacks) and [sum(parts) for _, parts in bars.rows] == [2 << 20, 3 << 19]
 
 
 def test_largest_batches_stand_in_the_table_or_how_to_have_them() -> None:
@@ -125,20 +225,25 @@ def test_events_are_told_in_their_order_and_drawn() -> None:
     assert "Nothing: no alarm" in html.render(page()) and "cut off" in html.render(page(finished=False))
 
 
-def test_maps_show_tensors_beside_their_own_middle() -> None:
-    """A layer whose scale never moves has no row of scales; a reading that is no number leaves its place empty."""
+def test_lines_show_magnitudes_and_scales_by_layer() -> None:
+    """A row a layer, a cell a role, two lines in it; a reading that is no number leaves its place empty."""
     told = [reading(step, amax, scale=2.0) for step, amax in ((0, 1.0), (10, 2.0), (20, 8.0))]
     other = [
         reading(0, 4.0, "first", scale=1.0),
         reading(20, 1.0, "first", scale=4.0),
-        reading(10, float("nan"), "first"),
+        replace(reading(10, 0.5, "first", scale=4.0), role="weight"),
     ]
-    made = page(*told, *other)
-    amaxes, scales = element(made, "amax-1-input"), element(made, "scale-1-input")
-    assert isinstance(amaxes, Heat) and isinstance(scales, Heat)
-    assert amaxes.rows == ("head (2.00)", "first (2.50)") and amaxes.columns == ("0", "10", "20")
-    assert amaxes.values == ((0.5, 1.0, 4.0), (1.6, None, 0.4))
-    assert scales.rows == ("first (1.00)",)
+    chart = element(page(*told, *other), "tensors-1")
+    assert isinstance(chart, Sparks) and not chart.folded
+    assert chart.places == ("0", "10", "20") and chart.columns == ("inputs", "weights")
+    none = (None, None, None)
+    assert dict(chart.rows) == {
+        "head": (((1.0, 2.0, 8.0), (2.0, 2.0, 2.0)), (none, none)),
+        "first": (((4.0, None, 1.0), (1.0, None, 4.0)), ((None, 0.5, None), (None, 4.0, None))),
+    }
+    assert "largest magnitude from 1.00 to 8.00, last 8.00; scale from 2.00" in draw(chart)
+    plain = element(page(*(replace(one, scale=1.0) for one in told)), "tensors-1")
+    assert isinstance(plain, Sparks) and plain.series == ("largest magnitude",)
 
 
 def test_the_worst_reading_names_layer_and_step() -> None:

@@ -14,6 +14,7 @@ from fp8bench import files
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerFault, WorkerLost
 from fp8bench.features.train import run as job
 from fp8bench.features.train.kind import ResumePlace, TrainingWriter, load_training, reopen_training, training_files
+from fp8bench.features.train.page import page_of
 from fp8bench.features.train.request import BANDS, TrainingRequest
 from fp8bench.features.train.values import (
     REFERENCE_SECONDS,
@@ -24,9 +25,14 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
+from fp8bench.features.train.verdicts.verdicts import verdicts_of
+from fp8bench.measure.sensors.looks import Looks, Query
 from fp8bench.measure.sensors.meter import Meter, Meters
+from fp8bench.measure.sensors.nvml_queries import QUERIES
 from fp8bench.model import DeviceFacts, EnergyUse
 from fp8bench.model.raw import StateCheck
+from fp8bench.model.readings import Reading, Readings, Unavailable
+from fp8bench.report.elements import Lines
 from tests.facts import H200
 from tests.measure.powered import IDLE, Power, sampling
 from tests.trainings import LOST, FakeLab, NotedTraining, said, small, strikes
@@ -217,6 +223,36 @@ def test_without_a_counter_the_reason_is_kept_and_no_step_more_is_run(trained: T
     powered.power.broken = ""
     apart = trained(powered, small(energy=True, memory_limit=33_000))[0].of(ArmCost)
     assert {one.energy.why for one in apart if one.energy} == {job.APART}
+
+
+class BusyDevice(Looks):
+    """A driver that tells how busy the device is, in part."""
+
+    def _read(self, wanted: tuple[Query, ...]) -> Readings:
+        return {"use": Reading(0.75, "share", "x"), "memory_use": Unavailable("no"), "power": Reading(300.0, "W", "x")}
+
+    queries = QUERIES
+
+
+def test_what_the_driver_says_of_use_is_kept(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """About once a second, of no arm; nobody asks a processor's."""
+    opened = []
+
+    class Driver(Meters):
+        def of(self, facts: DeviceFacts) -> Meter:
+            opened.append(facts.kind)
+            return Meter((), BusyDevice())
+
+    monkeypatch.setattr(job, "Meters", Driver)
+    kept, _, _ = trained(FakeLab(facts=H200), small(device="cuda"))
+    use = [(one.arm, one.value) for one in kept.of(StepFigure) if one.name.startswith("device_")]
+    assert use and set(use) == {("", 0.75)}
+    assert {one.name for one in kept.of(StepFigure) if not one.arm} == {"device_use"}
+    page = page_of(kept, verdicts_of(kept.training, kept.lines))
+    charts = {one.name: one for part in page.parts for one in part.elements if isinstance(one, Lines)}
+    assert charts.get("device-use") is None or charts["device-use"].series[0][0] == "kernels"
+    trained(FakeLab(), small())
+    assert opened == ["cuda"]
 
 
 # FakeLab's arms keep 12,000 bytes each, and need 8,000 more in a step: two fit.

@@ -264,7 +264,7 @@ def test_what_goes_wrong_is_told_to_both_sides(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_package_itself_takes_it_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing leaves the machine."""
-    pytest.importorskip("wandb", reason="wandb is in no extra; `pip install wandb` to run this")
+    pytest.importorskip("wandb", reason="`pip install 'fp8bench[wandb]'` to run this")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")

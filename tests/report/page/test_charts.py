@@ -113,7 +113,7 @@ def test_a_part_that_no_row_has_is_no_column() -> None:
 
 def test_a_waterfall() -> None:
     """Both wholes, and between them every change."""
-    rows = texts(numbers_table(charts()[6]))
+    rows = texts(numbers_table(charts()[7]))
     assert rows == [
         ["step", "time of a step"], ["bf16", "24.0 ms"], ["cast", "1.00 ms"], ["gemm", "-8.00 ms"],
         ["the rest", "0 s"], ["fp8", "17.0 ms"],
@@ -122,7 +122,7 @@ def test_a_waterfall() -> None:
 
 def test_what_is_worth_drawing() -> None:
     """Three points, in more than one column: of the page by hand all charts but the one of two commits."""
-    assert [worth_drawing(chart) for chart in charts()] == [True, True, True, True, False, True, True]
+    assert [worth_drawing(chart) for chart in charts()] == [True, True, True, True, False, True, True, True]
     two, ratio = bars().groups[0][1][:2], ChartAxis("speed-up", "x")
     assert not worth_drawing(replace(bars(), groups=(("", two),)))
     assert not worth_drawing(Heat("a", "A", "", ("r", "s", "t"), ("c",), ((1.0,), (2.0,), (3.0,)), ratio, ()))

@@ -15,6 +15,8 @@ from fp8bench.nn.linear import Linear
 
 # Inputs are told apart by at most so many of their values.
 _LOOKED_AT = 1 << 12
+# Fewer examples, or values of one, may well be equal.
+_LEAST_COPIES = 8
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -111,6 +113,25 @@ def sign_of_inputs(given: Any) -> tuple[Tensor | None, int]:
         some = flat[:: -(-len(flat) // _LOOKED_AT)].to(torch.float64)
         total = total + (some * _vector(some.shape, some.device)).sum().to(total.device)
     return total, len(tensors[0]) if tensors[0].ndim else 1
+
+
+def data_figures(given: Any) -> dict[str, Number]:
+    """Of the first tensor that a model is given: mean and deviation of at most so many of its values, and the share of
+    its examples that are equal to another, where there are eight of eight values or more. Nobody waits for a device."""
+    tensor = next((one.detach() for one in tensors_in(given) if one.numel() > 1 and one.dtype != torch.bool), None)
+    if tensor is None or tensor.is_complex():
+        return {}
+    flat = tensor.flatten()
+    some = flat[:: -(-len(flat) // _LOOKED_AT)].to(torch.float64)
+    found: dict[str, Number] = {"input_mean": some.mean(), "input_deviation": some.std()}
+    rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
+    if min(rows.shape) >= _LEAST_COPIES:
+        some = rows[:, :: -(-rows.shape[1] // _LOOKED_AT)].to(torch.float64)
+        signs = (some * _vector(some.shape[1:], some.device)).sum(1).sort().values
+        same = signs[1:] == signs[:-1]
+        ends = torch.zeros_like(signs[:1], dtype=torch.bool)
+        found["duplicates"] = (torch.cat([same, ends]) | torch.cat([ends, same])).to(torch.float64).mean()
+    return found
 
 
 def gains_of(model: nn.Module) -> dict[str, Tensor]:

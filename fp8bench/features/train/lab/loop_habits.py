@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8bench.features.train.lab.loop_figures import sign_of_inputs
+from fp8bench.features.train.lab.loop_figures import data_figures, sign_of_inputs
 from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN
 
 # Parameters, their gradients, and how often those had been changed.
@@ -31,6 +31,7 @@ class LoopHabits:
         self._inputs: Tensor | None = None
         self._again: Tensor | float = 0.0
         self.examples = 0
+        self._data: dict[str, Any] = {}
         self._noticed: list[str] = []
         self._so: set[str] = set()
 
@@ -42,8 +43,9 @@ class LoopHabits:
         finally:
             handle.remove()
 
-    def given(self, inputs: Any) -> None:
+    def given(self, inputs: Any, watched: bool = False) -> None:
         """What the first micro-batch of a step is."""
+        self._data = data_figures(inputs) if watched else {}
         sign, self.examples = sign_of_inputs(inputs)
         if sign is not None:
             same = sign == self._inputs if self._inputs is not None else torch.zeros_like(sign)
@@ -54,7 +56,8 @@ class LoopHabits:
         shares: dict[tuple[str, str], Tensor | float] = {
             ("rate_share", name): own for name, own in self._slower(parameters)
         }
-        return shares | {("inputs_again", ""): self._again, ("examples", ""): float(self.examples)}
+        data = {(name, ""): value for name, value in self._data.items()}
+        return shares | data | {("inputs_again", ""): self._again, ("examples", ""): float(self.examples)}
 
     def backward_begins(self) -> bool:
         """Whether gradients begin anew: those that nobody has touched since the last update, or since the backward

@@ -120,7 +120,7 @@ class OwnLoop(BackwardListener):
     def _given(self, module: nn.Module, *given: Any) -> None:
         if self._is_first and module.training and torch.is_grad_enabled():
             self._is_first = False
-            self._habits.given(given)
+            self._habits.given(given, self._seen is not None)
 
     def _passed(self, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):

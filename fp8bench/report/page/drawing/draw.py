@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8bench import units
-from fp8bench.report.elements import AnyChart, Bars, Heat, Lines, Scatter, Stacks, Strips, Waterfall
+from fp8bench.report.elements import AnyChart, Bars, Heat, Lines, Scatter, Sparks, Stacks, Strips, Waterfall
 from fp8bench.report.page.drawing.plots import draw_lines, draw_scatter
 from fp8bench.report.page.drawing.rows import draw_bars, draw_stacks, draw_strips, draw_waterfall
 from fp8bench.report.page.drawing.scale import CELLS, TABBED, cells_drawn, placeless, shortened, shown, worded
 from fp8bench.report.page.drawing.sheet import Sheet
+from fp8bench.report.page.drawing.sparks import draw_sparks
 
 _HEIGHT = 30.0
 _WIDEST = 96.0
@@ -138,6 +139,7 @@ _DRAWN_BY: dict[type[AnyChart], Callable[[Sheet, Any], float]] = {
     Stacks: draw_stacks,
     Heat: draw_heat,
     Lines: draw_lines,
+    Sparks: draw_sparks,
     Strips: draw_strips,
     Waterfall: draw_waterfall,
 }

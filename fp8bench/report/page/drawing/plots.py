@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count, groupby
+from itertools import count, groupby, pairwise
 
 from fp8bench.report.elements import ChartAxis, ChartPoint, Lines, Mark, Scatter, Tone
 from fp8bench.report.page.drawing.rows import along, legend
@@ -29,8 +29,13 @@ from fp8bench.report.page.drawing.scale import (
     worded,
 )
 from fp8bench.report.page.drawing.sheet import SHAPES, Sheet
+from fp8bench.report.panels import together
 
 _GAP = 8.0
+# What stands in the inset of first places: its height, where it begins in a window, and its ticks.
+_INSET, _INSET_FROM, _INSET_TICKS = 92.0, 0.5, 3
+# First places that make the axis so many times as long stand in the inset.
+_LONGER = 1.5
 # From so many places on a mark is seen when it is pointed at, and the line otherwise.
 _FAINT_FROM = {False: 60, True: 25}
 
@@ -47,21 +52,67 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     every = [mark for _, own in chart.series for mark in own if mark is not None]
     drawn = sum(mark is not None for _, marks in series for mark in marks)
     sheet.omit(placeless(numbers_of(every)), sum(drawable(mark.value) for mark in every) - drawn)
-    values = [value for _, marks in series for mark in marks if mark for value in (mark.value, *ends(mark))]
+    first = max(0, chart.settled - len(chart.places[:-PLACES]))
+    early, late = ([(name, marks[part]) for name, marks in series] for part in (slice(first), slice(first, None)))
+    values = _spans(late) or _spans(early)
     if not values:
         return 0.0
     named = [(SHAPES[number], f"point s{number + 1}", name) for number, (name, _) in enumerate(series)]
     top = legend(sheet, named if len(series) > 1 else [], 0.0)
     sheet.text(0, top + 8, shortened(chart.axis.title, sheet.width, sheet.size), "quiet")
     top += 24
+    whole = fitted([*values, *_spans(early)], 0.0, 1.0, unit=unit, pad=0.05)
+    settled = fitted(values, 0.0, 1.0, unit=unit, pad=0.05)
+    outside = whole.high - whole.low > _LONGER * (settled.high - settled.low)
+    low, high = (settled.low, settled.high) if outside else (whole.low, whole.high)
+    if outside:
+        top = _draw_inset(sheet, chart, places[: first + 1], early, top, settled)
     bottom = top + (190.0 if sheet.narrow else 260.0)
-    y = fitted(values, bottom, top, unit=unit, pad=0.05)
+    y = Scale(low, high, bottom, top, unit=unit)
     x = _across(sheet, chart, series, y, len(places))
     _line_axes(sheet, places, x, y)
-    for number, (_, marks) in enumerate(series):
-        _series(sheet, chart, places, number, marks, x, y)
+    _draw_series(sheet, chart, places, series, x, y)
     _last_values(sheet, chart, series, x, y)
     return bottom + 26
+
+
+def _spans(series: Sequence[tuple[str, Marks]]) -> list[float]:
+    return [value for _, marks in series for mark in marks if mark for value in (mark.value, *ends(mark))]
+
+
+def _draw_inset(
+    sheet: Sheet, chart: Lines, places: Sequence[str], series: Sequence[tuple[str, Marks]], top: float, settled: Scale
+) -> float:
+    """The places that do not fit on the axis, on one of their own above the plot; returns where the plot may begin."""
+    y = fitted(_spans(series), top + 16 + _INSET, top + 16, unit=chart.axis.unit, pad=0.05)
+    begin = 0.0 if sheet.narrow else _INSET_FROM * sheet.width
+    left = begin + max(sheet.measure(text) for _, text in y.ticks(_INSET_TICKS)) + 18
+    x = Scale(0.0, max(0.5, len(places) - 1.0), left, sheet.width - 8)
+    sheet.text(left - 4, top, f"the first places, up to {places[-1]}, on an axis of their own", "quiet")
+    _line_axes(sheet, places, x, y, _INSET_TICKS)
+    _draw_series(sheet, chart, places, series, x, y, elsewhere=settled)
+    return y.start + 40
+
+
+def _draw_series(
+    sheet: Sheet, chart: Lines, places: Sequence[str], series: Sequence[tuple[str, Marks]], x: Scale, y: Scale,
+    elsewhere: Scale | None = None,
+) -> None:  # fmt: skip
+    """With their flags, but for those that have a place `elsewhere`."""
+    for number, (_, marks) in enumerate(series):
+        _series(sheet, chart, places, number, marks, x, y)
+    flagged = [
+        (x.at(place), y.at(mark.value), flag, f"flag s{number + 1}")
+        for number, (_, marks) in enumerate(series)
+        for place, mark in enumerate(marks)
+        if mark is not None and _is_on(mark, y) and not (elsewhere and _is_on(mark, elsewhere))
+        for flag in filter(None, mark.flag.split(", "))
+    ]
+    _write_beside(sheet, flagged, [], [_Box(x.start - 4, y.end - 4, x.end + 8, y.start)], _over)
+
+
+def _is_on(mark: Mark, y: Scale) -> bool:
+    return y.low <= mark.value <= y.high
 
 
 def _across(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]], y: Scale, places: int) -> Scale:
@@ -75,13 +126,13 @@ def _last(marks: Marks) -> Mark | None:
     return next((mark for mark in reversed(marks) if mark is not None), None)
 
 
-def _line_axes(sheet: Sheet, places: Sequence[str], x: Scale, y: Scale) -> None:
-    for value, text in y.ticks(6):
+def _line_axes(sheet: Sheet, places: Sequence[str], x: Scale, y: Scale, ticks: int = 6) -> None:
+    for value, text in y.ticks(ticks):
         sheet.lines("grid", [[(x.start - 4, y.at(value)), (x.end + 4, y.at(value))]], layer=0)
         sheet.text(x.start - 12, y.at(value), text, "tick", anchor="end")
     sheet.lines("axis", [[(x.start - 4, y.start), (x.end + 4, y.start)]], layer=0)
     sheet.lines("ticks", [[(x.at(number), y.start), (x.at(number), y.start + 4)] for number in range(len(places))])
-    most = 3 if sheet.narrow else 7
+    most = 3 if sheet.narrow or ticks < 6 else 7
     room = (x.end - x.start) / most
     numbers = sorted({round(step * (len(places) - 1) / (most - 1)) for step in range(most)})
     texts = [(x.at(number), shortened(places[number], room, sheet.size)) for number in numbers]
@@ -101,15 +152,29 @@ def _series(sheet: Sheet, chart: Lines, places: Sequence[str], number: int, mark
             sheet.lines(f"haze {style}", [upper + lower], closed=True)
         elif any(span for _, span in spans):
             sheet.lines("whisker", [[(place, span[0]), (place, span[1])] for place, span in spans if span])
-    strokes = [[(x.at(place), y.at(mark.value)) for place, mark in run] for run in runs if len(run) > 1]
-    if strokes:
+    if strokes := [piece for run in runs for piece in _clipped([(x.at(place), mark.value) for place, mark in run], y)]:
         sheet.lines(f"line {style}", strokes)
-    every = [(place, mark) for run in runs for place, mark in run]
+    every = [(place, mark) for run in runs for place, mark in run if _is_on(mark, y)]
     many = len(marks) > _FAINT_FROM[sheet.narrow]
     for place, mark in _evenly(every, POINTED[sheet.narrow] // min(SERIES, len(chart.series))):
         tone = f" {mark.tone.value}" if mark.tone is not Tone.PLAIN else " faint" if many else ""
         words = hint(mark, chart.axis.unit, chart.series[number][0], places[place])
         sheet.dot(f"mark point {style}{tone}", SHAPES[number], x.at(place), y.at(mark.value), 8.0, words)
+
+
+def _clipped(points: Sequence[tuple[float, float]], y: Scale) -> list[list[tuple[float, float]]]:
+    """The pieces of a line, by place and value, that lie on the axis."""
+    pieces: list[list[tuple[float, float]]] = []
+    for (left, first), (right, last) in pairwise(points):
+        ends_at = sorted((end - first) / (last - first) for end in (y.low, y.high)) if first != last else [0.0, 1.0]
+        begin, end = max(0.0, ends_at[0]), min(1.0, ends_at[1])
+        if begin < end and (first != last or y.low <= first <= y.high):
+            here, there = ((left + (right - left) * at, y.at(first + (last - first) * at)) for at in (begin, end))
+            if pieces and begin == 0 and pieces[-1][-1] == here:
+                pieces[-1].append(there)
+            else:
+                pieces.append([here, there])
+    return pieces
 
 
 def _evenly(marks: list[tuple[int, Mark]], most: int) -> list[tuple[int, Mark]]:
@@ -120,12 +185,15 @@ def _evenly(marks: list[tuple[int, Mark]], most: int) -> list[tuple[int, Mark]]:
 
 
 def _last_values(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]], x: Scale, y: Scale) -> None:
-    found = [(y.at(mark.value), number, mark) for number, (_, marks) in enumerate(series) if (mark := _last(marks))]
-    below = y.end - sheet.size
-    for height, number, mark in sorted(found, key=lambda one: one[:2]):
-        below = max(height, below + sheet.size)
-        text = shown(mark.value, chart.axis.unit)
-        sheet.text(x.end + _GAP + 2, below, text, f"last s{number + 1}")
+    lasts = [(y.at(mark.value), number, mark) for number, (_, marks) in enumerate(series) if (mark := _last(marks))]
+    lasts.sort(key=lambda last: last[:2])
+    right = x.at(max(place for _, marks in series for place, mark in enumerate(marks) if mark is not None))
+    heights: list[float] = []
+    for height, _, _ in lasts:
+        heights.append(max(height, heights[-1] + sheet.size if heights else height))
+    for place, (height, (_, number, mark)) in enumerate(zip(heights, lasts, strict=True), 1):
+        lowest = y.start - (len(lasts) - place) * sheet.size  # none below the axis, where other texts stand
+        sheet.text(right + _GAP + 2, min(height, lowest), shown(mark.value, chart.axis.unit), f"last s{number + 1}")
 
 
 _DOT = 9.5
@@ -147,6 +215,10 @@ class _Box:
         return (
             self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
         )
+
+
+# Where a text may stand, its anchor, and the place of that.
+_Spot = tuple[_Box, str, float]
 
 
 @dataclass(frozen=True)
@@ -181,9 +253,10 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     end = _axes(sheet, chart, frame)
     spots = _spots(points, names, frame)
     for name in chart.joined:
-        line = sorted(spot for point, spot in zip(points, spots, strict=True) if point.series == name)
-        if len(line) > 1:
-            sheet.lines(looks[name][1].replace("point", "line"), [line])
+        strands = together((point.strand, spot) for point, spot in zip(points, spots, strict=True)
+                           if point.series == name)  # fmt: skip
+        if lines := [sorted(strand) for strand in strands.values() if len(strand) > 1]:
+            sheet.lines(looks[name][1].replace("point", "line"), lines)
     for point, (x, y) in zip(points, spots, strict=True):
         shape, style = looks[point.series]
         tone = f" {point.tone.value}" if point.tone is not Tone.PLAIN else ""
@@ -257,27 +330,44 @@ def _hint(chart: Scatter, point: ChartPoint) -> Hint:
 def _labels(
     sheet: Sheet, points: Sequence[ChartPoint], spots: Sequence[tuple[float, float]], frames: Sequence[_Box]
 ) -> None:
+    """The strong ones, then the first of each series, then the second of each; none of a strand, whose line says it."""
     taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
-    written = 0
-    # The strong ones, then the first of each series, then the second of each.
     turns: dict[str, count[int]] = defaultdict(count)
-    order = [(point.tone is not Tone.STRONG, next(turns[point.series]), number) for number, point in enumerate(points)]
-    for _, _, number in sorted(order):
+    order = [(point.tone is not Tone.STRONG, next(turns[point.series]), number)
+             for number, point in enumerate(points) if not point.strand]  # fmt: skip
+    wanted = [(*spots[number], points[number].label, "label") for _, _, number in sorted(order)]
+    _write_beside(sheet, wanted, taken, frames, _around)
+
+
+def _write_beside(
+    sheet: Sheet, wanted: Iterable[tuple[float, float, str, str]], taken: list[_Box], frames: Sequence[_Box],
+    around: Callable[[float, float, float, float], Iterable[_Spot]],
+) -> None:  # fmt: skip
+    """Texts beside their places, as many as have room beside each other."""
+    written = 0
+    for x, y, label, style in wanted:
         if written == LABELS:
             return
-        x, y = spots[number]
-        text = shortened(points[number].label, _LABEL_ROOM * (0.65 if sheet.narrow else 1), sheet.size)
-        for box, anchor, place in _around(x, y, sheet.measure(text), sheet.size) if text else ():
+        text = shortened(label, _LABEL_ROOM * (0.65 if sheet.narrow else 1), sheet.size)
+        for box, anchor, place in around(x, y, sheet.measure(text), sheet.size) if text else ():
             inside = any(frame.left <= box.left and box.right <= frame.right and frame.top <= box.top
                          and box.bottom <= frame.bottom for frame in frames)  # fmt: skip
             if inside and not any(box.meets(other) for other in taken):
                 taken.append(box)
-                sheet.text(place, (box.top + box.bottom) / 2, text, "label", anchor=anchor)
+                sheet.text(place, (box.top + box.bottom) / 2, text, style, anchor=anchor)
                 written += 1
                 break
 
 
-def _around(x: float, y: float, wide: float, size: float) -> Iterable[tuple[_Box, str, float]]:
+def _over(x: float, y: float, wide: float, size: float) -> Iterable[_Spot]:
+    """Of what is written over lines: above a mark, higher, and below it."""
+    half = size * 0.6
+    for middle in (y + way * size * 1.25 for way in (-1, -2, -3, -4, 1, 2, 3)):
+        for left, anchor, place in ((x - wide / 2, "middle", x), (x, "start", x), (x - wide, "end", x)):
+            yield _Box(left, middle - half, left + wide, middle + half), anchor, place
+
+
+def _around(x: float, y: float, wide: float, size: float) -> Iterable[_Spot]:
     half = size * 0.6
     yield _Box(x + 9, y - half, x + 9 + wide, y + half), "start", x + 9
     yield _Box(x - 9 - wide, y - half, x - 9, y + half), "end", x - 9

@@ -111,6 +111,13 @@ def given(again: Iterable[float], examples: float = 32) -> Iterator[StreamLine]:
         yield StepFigure("bf16", 0, 10 * number, "inputs_again", times)
 
 
+def drifting(mean: Callable[[int], float], deviation: float = 2.0) -> Iterator[StepFigure]:
+    """Twenty watched batches of inputs with these means, and what lies between batches."""
+    for number in range(20):
+        yield StepFigure("bf16", 0, 10 * number, "input_deviation", deviation)
+        yield StepFigure("bf16", 0, 10 * number, "input_mean", mean(number) + 0.05 * (number * 7 % 5 - 2))
+
+
 def wavering(level: float, step: int) -> float:
     """Noise of some percent, the same whatever is tested."""
     return level * (1 + 0.02 * (step * 7 % 5 - 2))
@@ -148,6 +155,8 @@ ILL: dict[str, tuple[Callable[[], Iterable[StreamLine]], int]] = {
     "amax-jump": (lambda: readings(9, "input", scale=lambda _: 1.0, amax=lambda at: 40.0 if at == 6 else 2.0), 60),
     "dead-units": (lambda: readings(9, "input", zeros=lambda number: 0.99 if number >= 6 else 0.5), 60),
     "norm-gain": (lambda: figures("gain", (1.0, 1.1, 1.4, 5.0)), 30),
+    "duplicate-inputs": (lambda: figures("duplicates", (0.0, 0.5, 0.75, 0.6)), 30),
+    "data-drift": (lambda: drifting(lambda at: 5.0 if at >= 15 else 1.0), 180),
     "large-logits": (lambda: figures("logit_range", (8.0, 9.0, 12.0, 60.0)), 30),
 }
 
@@ -208,6 +217,12 @@ WELL: dict[str, Callable[[], Iterable[StreamLine]]] = {
         StepFigure("bf16", 0, 0, "rate_share", 0.02, "blocks.0"),
         *updates(lambda number: 0.02),
     ),
+    "few examples that are drawn again": lambda: figures("duplicates", (0.6, 0.6, 0.4, 0.9, 0.7, 0.3)),
+    "inputs that move within their noise": lambda: drifting(lambda at: 0.02 * at),
+    "inputs that move by little of their size": lambda: drifting(lambda at: 5.0 if at >= 15 else 1.0, 20.0),
+    "three batches of another kind": lambda: drifting(lambda at: 5.0 if 12 <= at < 15 else 1.0),
+    "kinds of batches in turn": lambda: drifting(lambda at: 5.0 * (at % 2)),
+    "inputs that are all alike": lambda: drifting(lambda at: 1.0, 0.0),
     "batch norms that begin anywhere": lambda: figures("batch_norm_drift", (9, 5, 3, 2, 1.5, 0.4, 2, 0.2, 0.1)),
 }
 

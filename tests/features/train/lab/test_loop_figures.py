@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8bench
-from fp8bench.features.train.lab.loop_figures import predictions_of, sign_of_inputs
+from fp8bench.features.train.lab.loop_figures import data_figures, predictions_of, sign_of_inputs
 from fp8bench.features.train.lab.watched_step import is_watched
 from fp8bench.features.train.values import (
     GRADIENTS_LEFT,
@@ -127,6 +127,48 @@ def test_predictions_of_a_cross_entropy() -> None:
         torch.tensor(1.0),
     ):
         assert predictions_of(root) == {}
+
+
+@pytest.mark.parametrize("copies", [0, 1, 3, 15])
+def test_copies_in_a_batch_are_counted(copies: int) -> None:
+    """Each example that has a twin, by a comparison of all pairs; wherever the twins stand, in any dtype."""
+    for drawn in (torch.randn(16, 3, 5), torch.randint(0, 9000, (16, 40)), torch.randn(16, 20).bfloat16()):
+        drawn[1 : copies + 1] = drawn[0]
+        x = drawn[torch.randperm(16)]
+        twins = sum(any(bool((x[a] == x[b]).all()) for b in range(16) if a != b) for a in range(16)) / 16
+        found = data_figures(({"input_ids": x},))
+        assert float(found["duplicates"]) == twins == ((copies + 1) / 16 if copies else 0.0)
+        values = x.double()
+        assert float(found["input_mean"]) == pytest.approx(float(values.mean()))
+        assert float(found["input_deviation"]) == pytest.approx(float(values.std()))
+
+
+def test_little_is_said_of_little_data() -> None:
+    """Of few examples, of few values, of masks and of nothing; what is not finite is no copy of anything."""
+    few = (torch.zeros(4, 20), torch.zeros(20, 4), torch.zeros(20))
+    assert all(data_figures(x).keys() == {"input_mean", "input_deviation"} for x in few)
+    assert data_figures(torch.zeros(9, 9, dtype=torch.bool)) == data_figures(()) == data_figures("text") == {}
+    assert float(data_figures(torch.full((9, 9), math.nan))["duplicates"]) == 0.0
+    large = torch.randn(8, 3, 224, 224)
+    large[7] = large[0]
+    assert float(data_figures(large)["duplicates"]) == 0.25
+
+
+def test_a_loop_tells_of_its_batches() -> None:
+    """In watched steps alone, of the first micro-batch."""
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told: list[StreamLine] = []
+    with fp8bench.watch(model, optimizer, told=told.extend, stride=5):
+        for step in range(10):
+            model(torch.full((8, 8), float(step)) + torch.arange(8.0)[:, None] // 2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    figures = [one for one in told if isinstance(one, StepFigure)]
+    watched = {one.step for one in figures if one.name == "examples"}
+    assert {one.step for one in figures if one.name == "duplicates"} == watched and len(watched) == 2
+    assert {one.value for one in figures if one.name == "duplicates"} == {1.0}
+    assert [one.value for one in figures if one.name == "input_mean"] == [step + 1.5 for step in sorted(watched)]
 
 
 def test_inputs_are_told_apart() -> None:

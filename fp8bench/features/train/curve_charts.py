@@ -1,0 +1,278 @@
+"""The curves of a training over its steps, as charts.
+
+A value of a curve at a step is the mean over the window that ends there. A window is as long as the endpoint's, so that
+the last one is the endpoint; the first ones have the steps that there are.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from statistics import fmean, median
+from typing import TypeVar
+
+from fp8bench import units
+from fp8bench.features.train.values import ArmRole, KeptTraining, StepFigure, StepRow, TrainingEvent, Validation
+from fp8bench.features.train.verdicts.curves import HELD_OUT, Curve, Key, gap_of, last_of
+from fp8bench.features.train.view import POSITION
+from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Lines, Mark, Scatter, Tone
+from fp8bench.report.page.drawing.scale import POINTS
+from fp8bench.report.panels import together
+from fp8bench.report.words.naming import many
+
+P = TypeVar("P", int, str)
+Curves = Mapping[Key, Curve]
+# Means of each curve before each end; marks of an arm.
+Windows = dict[Key, list[float]]
+Series = tuple[str, tuple[Mark | None, ...]]
+# Alarms of a place whose words show on hovering.
+_MOST_TOLD = 3
+# So many places of a curve are drawn; every number is in the training's CSV.
+_PLACES = 60
+# What steps from one place to the next come to, and whether it is for who asks.
+_FIGURES: tuple[tuple[str, str, Callable[[Sequence[StepRow]], float], bool], ...] = (
+    ("gradient-norm", "norm of the gradients, before clipping", lambda rows: rows[-1].gradient_norm, False),
+    ("update-ratio", "norm of the update over that of the weights", lambda rows: rows[-1].update_ratio, False),
+    ("parameter-norm", "norm of the weights", lambda rows: rows[-1].parameter_norm, True),
+    ("clipped", "share of the gradients' norm that clipping took", lambda rows: rows[-1].clipped, True),
+    ("loss-scale", "loss scale", lambda rows: rows[-1].loss_scale, True),
+    ("rate", "learning rate", lambda rows: rows[-1].rate, True),
+)
+
+
+def ends_of(steps: int) -> tuple[int, ...]:
+    """How many steps are done where windows end, from the first: at most so many as are drawn, and the last."""
+    count = min(_PLACES, steps)
+    return tuple(sorted({1 + round(one * (steps - 1) / max(1, count - 1)) for one in range(count)} | {steps}))
+
+
+def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
+    """The mean over seeds of each arm, and between which values the reference lies under all seeds it was given."""
+    steps, arms = kept.training.request.steps, kept.training.arms
+    names = {arm.name for arm in arms if arm.role in (ArmRole.REFERENCE, ArmRole.OTHER_SEED)}
+    band = [values for (name, _), values in means.items() if name in names]
+    series = []
+    for arm in arms:
+        if not arm.is_band:
+            own = [values for (name, _), values in means.items() if name == arm.name]
+            beside = band if arm.role is ArmRole.REFERENCE else []
+            series.append((arm.name, tuple(_loss(own, beside, place) for place in range(len(ends)))))
+    words = (
+        f"Means over seeds, each of the last {many(last_of(steps), 'step')} before its place. The band is from the "
+        "least to the largest of the reference under all its seeds: its own and the other ones. Alarms of any "
+        "seed stand at their steps."
+    )
+    yield Lines(
+        "loss", "Training loss over steps", words, _places(ends), ChartAxis(f"{_unit(kept)}, by steps done"),
+        _told(_flagged(kept, series, ends)),
+    )  # fmt: skip
+
+
+def gap_curves(kept: KeptTraining, means: Windows, ends: Sequence[int], reference: str) -> Iterator[Element]:
+    """By what share each arm's loss lies above the reference's in the same seed, with the interval over seeds."""
+    steps, arms = kept.training.request.steps, kept.training.arms
+    base = {seed: values for (name, seed), values in means.items() if name == reference}
+    series = []
+    for arm in arms:
+        if arm.role is ArmRole.CANDIDATE:
+            both = [(own, base[seed]) for (name, seed), own in means.items() if name == arm.name and seed in base]
+            series.append((arm.name, tuple(_gap(both, place) for place in range(len(ends)))))
+    margin = units.percent(kept.training.request.margin)
+    words = (
+        f"Relative to {reference} in the same seed, of the last {many(last_of(steps), 'step')} before each place: the "
+        f"last one is the endpoint. The band is the 95% interval over seeds; the margin is {margin}. Alarms of any "
+        "seed stand at their steps. The axis is that of the last two thirds."
+    )
+    yield Lines(
+        "gap", "Gap to the reference over steps", words, _places(ends),
+        ChartAxis("gap of the loss, by steps done", "%"), _told(_flagged(kept, series, ends)), settled=len(ends) // 3,
+    )  # fmt: skip
+
+
+def _flagged(kept: KeptTraining, series: Iterable[Series], ends: Sequence[int]) -> Iterator[Series]:
+    """The series with the alarms of their arms in any seed, each at its step's place, else at the last mark before it:
+    what is not finite has none."""
+    alarms = [event for event in kept.of(TrainingEvent) if event.kind == "alarm"]
+    for name, marks in series:
+        known = [place for place, mark in enumerate(marks) if mark is not None]
+        own = ((bisect_right(known, bisect_left(ends, event.step + 1)), event) for event in alarms if event.arm == name)
+        flags = {known[before - 1]: events for before, events in together(own).items() if before}
+        yield name, tuple(mark and _with_flag(mark, flags.get(place, [])) for place, mark in enumerate(marks))
+
+
+def _rule(alarm: TrainingEvent) -> str:
+    return str(dict(alarm.values).get("rule", alarm.kind))
+
+
+def _with_flag(mark: Mark, alarms: Sequence[TrainingEvent]) -> Mark:
+    if not alarms:
+        return mark
+    words = [f"{_rule(one)} in step {one.step} of seed {one.seed}: {one.words}" for one in alarms[:_MOST_TOLD]]
+    more = [f"and {many(len(alarms) - _MOST_TOLD, 'more alarm')}"] if len(alarms) > _MOST_TOLD else []
+    flag = ", ".join(dict.fromkeys(map(_rule, alarms)))
+    return replace(mark, tone=Tone.BAD, flag=flag, hint="\n".join(filter(None, (mark.hint, *words, *more))))
+
+
+def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
+    """The loss on held-out text at each look."""
+    seen = [(one.arm, one.step, one.loss) for one in kept.of(Validation) if one.of == HELD_OUT]
+    arms = [arm.name for arm in kept.training.arms if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS)]
+    steps = sorted({step for _, step, loss in seen if math.isfinite(loss)})
+    yield Lines(
+        "held-out", "Loss on held-out text", "Means over seeds, of text that was never trained on.", _places(steps),
+        ChartAxis(f"{_unit(kept)}, by steps done"), _told(_means(arms, seen, steps)),
+    )  # fmt: skip
+
+
+def loss_by_place(kept: KeptTraining) -> Iterator[Element]:
+    """The loss of held-out text after the last step, by where in the context a token stands."""
+    last = [one for one in kept.of(Validation) if one.step == kept.training.request.steps]
+    seen = [(one.arm, one.of.removeprefix(POSITION), one.loss) for one in last if one.of.startswith(POSITION)]
+    arms = [arm.name for arm in kept.training.arms if not arm.is_band]
+    places = list(dict.fromkeys(place for _, place, loss in seen if math.isfinite(loss)))
+    yield Lines(
+        "places", "Loss by place in the context", "Means over seeds, of held-out text after the last step.",
+        tuple(places), ChartAxis("loss in nats a token, by tokens from the beginning"),
+        _told(_means(arms, seen, places)),
+    )  # fmt: skip
+
+
+def _means(arms: Iterable[str], seen: Iterable[tuple[str, P, float]], places: Sequence[P]) -> Iterator[Series]:
+    """Over seeds, of the losses that arms have at places."""
+    known: dict[tuple[str, P], list[float]] = {}
+    for arm, place, loss in seen:
+        if math.isfinite(loss):
+            known.setdefault((arm, place), []).append(loss)
+    for arm in arms:
+        yield arm, tuple(Mark("", fmean(own)) if (own := known.get((arm, place))) else None for place in places)
+
+
+def loss_by_time(kept: KeptTraining, curves: Curves, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
+    """Native arms alone, a line a seed: the time of an emulation means nothing. Watched steps count as the median."""
+    points, names = [], {arm.name for arm in kept.training.arms if arm.native and not arm.is_band}
+    timed = {key: curve for key, curve in curves.items() if key[0] in names and any(row.seconds for row in curve.rows)}
+    apart = max(1, -(-len(timed) * len(ends) // POINTS))
+    for (name, seed), curve in timed.items():
+        usual = median(row.seconds for row in curve.rows if row.seconds > 0)
+        elapsed = list(accumulate(row.seconds or usual for row in curve.rows))
+        for end, loss in [*zip(ends, means[name, seed], strict=True)][::-apart][::-1]:
+            if math.isfinite(loss):
+                where = f"seed {seed}, {many(end, 'step')}"
+                points.append(ChartPoint(name, where, elapsed[end - 1], loss, strand=f"seed {seed}"))
+    joined = tuple(dict.fromkeys(point.series for point in points))
+    if len(joined) > 1:
+        yield Scatter(
+            "loss-by-time", "Training loss over time", "Native arms, a line a seed, by the time of their steps.",
+            ChartAxis("time of the steps", "s"), ChartAxis(_unit(kept)), tuple(points), joined=joined,
+        )  # fmt: skip
+
+
+def figure_curves(kept: KeptTraining, curves: Curves, ends: Sequence[int]) -> Iterator[Element]:
+    """What else every step says, of the first seed, one chart a figure; a figure that never changes has none."""
+    arms = {arm.name: curve for arm in kept.training.arms if not arm.is_band
+            and (curve := curves.get((arm.name, kept.training.request.seed))) is not None}  # fmt: skip
+    for name, title, value, folded in _FIGURES:
+        series = [(arm, tuple(_figures(curve, ends, value))) for arm, curve in arms.items()]
+        if len({mark.value for _, marks in series for mark in marks if mark}) > 1:
+            yield Lines(
+                name, title[0].upper() + title[1:], "Of the first seed, at each place the last step's.", _places(ends),
+                ChartAxis(f"{title}, by steps done"), _told(series), folded=folded, settled=len(ends) // 3,
+            )  # fmt: skip
+    yield from _pace_and_memory(kept, arms, ends)
+
+
+def _figures(curve: Curve, ends: Sequence[int], value: Callable[[Sequence[StepRow]], float]) -> Iterator[Mark | None]:
+    for before, end in pairwise((0, *ends)):
+        figure = value(curve.rows[before:end]) if end <= len(curve.rows) else math.nan
+        yield Mark("", figure) if math.isfinite(figure) else None
+
+
+def _pace(rows: Sequence[StepRow]) -> float:
+    """NaN where all of them were watched, which takes time of its own."""
+    paces = [row.tokens / row.seconds for row in rows if row.seconds > 0]
+    return median(paces) if paces else math.nan
+
+
+def _pace_and_memory(kept: KeptTraining, arms: Mapping[str, Curve], ends: Sequence[int]) -> Iterator[Element]:
+    native = {arm.name for arm in kept.training.arms if arm.native}
+    series = [(arm, tuple(_figures(curve, ends, _pace))) for arm, curve in arms.items() if arm in native]
+    yield Lines(
+        "throughput", "Throughput over steps", "Of native arms in the first seed: the median of the steps before each "
+        "place, without those that were watched.",
+        _places(ends), ChartAxis("tokens/s, by steps done"), _told(series), folded=True,
+    )  # fmt: skip
+    yield _of_all_arms(
+        kept, "memory-over-steps", "Memory over steps",
+        "Of all arms together, which lie in memory beside each other, in watched steps of the first seed.",
+        ChartAxis("bytes in use, by steps done", "B"), {"memory": "all arms"},
+    )  # fmt: skip
+    yield _of_all_arms(
+        kept, "device-use", "Use of the device over steps",
+        "As its driver tells it, whichever arms had their turns: the share of about a second in which kernels ran, and "
+        "in which memory was read or written. The first seed.",
+        ChartAxis("share of the time, by steps done", "%"),
+        {"device_use": "kernels", "device_memory_use": "memory"}, 100,
+    )  # fmt: skip
+
+
+def _of_all_arms(
+    kept: KeptTraining, name: str, title: str, words: str, axis: ChartAxis, figures: Mapping[str, str], times: float = 1
+) -> Lines:
+    """Figures by their names, and what their lines are called; of several in a step the largest."""
+    seed, most = kept.training.request.seed, dict[tuple[str, int], float]()
+    for one in kept.of(StepFigure):
+        if one.name in figures and one.seed == seed:
+            most[one.name, one.step] = max(times * one.value, most.get((one.name, one.step), 0.0))
+    steps = sorted({step for _, step in most})
+    steps = steps[:: max(1, -(-len(steps) // _PLACES))]
+    series = (
+        (line, tuple(Mark("", value) if (value := most.get((of, step))) is not None else None for step in steps))
+        for of, line in figures.items()
+    )
+    return Lines(name, title, words, _places(step + 1 for step in steps), axis, _told(series), folded=True)
+
+
+def windows_of(curves: Curves, ends: Sequence[int]) -> Windows:
+    """Of each curve the mean before each end; NaN where it has not come so far, or is not finite."""
+    found = {}
+    for key, curve in curves.items():
+        window, values = last_of(curve.steps), curve.losses
+        found[key] = [_mean(values[max(0, end - window) : end]) if end <= len(values) else math.nan for end in ends]
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def _loss(own: Sequence[Sequence[float]], band: Sequence[Sequence[float]], place: int) -> Mark | None:
+    found, around = ([one[place] for one in each if math.isfinite(one[place])] for each in (own, band))
+    if not found:
+        return None
+    return Mark("", fmean(found), *((min(around), max(around)) if len(around) > 1 else ()))
+
+
+def _gap(both: Sequence[tuple[Sequence[float], Sequence[float]]], place: int) -> Mark | None:
+    """In percent; without an interval of one seed."""
+    pairs = ((new[place], old[place]) for new, old in both)
+    found = gap_of([100 * (new / old - 1) for new, old in pairs if math.isfinite(new) and 0 < old < math.inf])
+    if found is None:
+        return None
+    low, high = (found.shown.low, found.shown.high) if found.shown is not None else (None, None)
+    return Mark("", found.point, low, high, hint=f"of {many(found.pairs, 'seed')}")
+
+
+def _places(steps: Iterable[int]) -> tuple[str, ...]:
+    return tuple(map(units.whole, steps))
+
+
+def _told(series: Iterable[Series]) -> tuple[Series, ...]:
+    return tuple((name, marks) for name, marks in series if any(marks))
+
+
+def _unit(kept: KeptTraining) -> str:
+    """A model of one's own has whatever loss it has."""
+    return "loss" if kept.training.request.settings.make else "loss in nats a token"
