@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +22,9 @@ from typing import Any, cast
 
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.features.train.values import (
+    BYTES_PER_PARAMETER,
+    REFERENCE_SECONDS,
+    REWOUND,
     ArmCost,
     KeptTraining,
     LayerReading,
@@ -271,7 +275,32 @@ def load_training(path: Path) -> KeptTraining:
             raise UnknownKind
 
     troubles = take_lines(sheet, take, but=1)
-    return KeptTraining(training, tuple(lines), ends[-1:] == ["finished"], str(path), tuple(troubles))
+    return KeptTraining(training, _standing(lines), ends[-1:] == ["finished"], str(path), tuple(troubles))
+
+
+def _standing(lines: Sequence[StreamLine]) -> tuple[StreamLine, ...]:
+    """Without what an arm did in steps that it went back from: the same steps come again, or are passed over."""
+    kept: list[StreamLine] = []
+    back: dict[tuple[str, int], float] = {}
+    for line in reversed(lines):
+        to = back.get((line.arm, line.seed), math.inf)
+        if isinstance(line, TrainingEvent) and line.kind == REWOUND:
+            back[line.arm, line.seed] = min(to, int(dict(line.values)["to"]))
+        if line.step < to or not _is_made_again(line, line.step == to):
+            kept.append(line)
+    return tuple(reversed(kept))
+
+
+def _is_made_again(line: StreamLine, there: bool) -> bool:
+    """Whether a line of a step that comes again is then told anew; a look from before the step `there` is not."""
+    match line:
+        case StepRow() | LayerReading():
+            return True
+        case StepFigure():
+            return line.name not in (BYTES_PER_PARAMETER, REFERENCE_SECONDS)
+        case Validation():
+            return not there
+    return isinstance(line, TrainingEvent) and line.kind == "alarm"
 
 
 class TrainingKind(Kind[KeptTraining]):

@@ -26,7 +26,17 @@ from fp8bench.features.train.values import (
 from fp8bench.features.train.verdicts.curves import HELD_OUT, Curve, Key, curves_of, gap_of, last_of
 from fp8bench.features.train.verdicts.summary import summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
-from fp8bench.features.train.view import POSITION, answers, arm_cols, bands_of, facts_of, looks_of, notes_of, title_of
+from fp8bench.features.train.view import (
+    POSITION,
+    answers,
+    arm_cols,
+    bands_of,
+    facts_of,
+    looks_of,
+    notes_of,
+    reached_table,
+    title_of,
+)
 from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
 from fp8bench.protocols import Role
@@ -105,6 +115,7 @@ def _verdicts(kept: KeptTraining, found: TrainingVerdicts, curves: Curves) -> It
     if told := tuple(answers(found)):
         yield Items(told)
     yield table("arms", "Arms", arm_cols(found, _ARMS), shown, main=True)
+    yield from reached_table(found)
     yield from (Text(one) for one in (*bands_of(found), *notes_of(kept, found)))
     if not (kept.training.request.max_batch or kept.training.request.settings.make):
         yield Text("No largest batch was looked for: `fp8bench train --max-batch` does, within --memory-limit SIZE.")
@@ -323,8 +334,8 @@ def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
 
 def loss_by_place(kept: KeptTraining) -> Iterator[Element]:
     """The loss of held-out text after the last step, by where in the context a token stands."""
-    last = [one for one in kept.of(Validation) if one.step == kept.training.request.steps]
-    seen = [(one.arm, one.of.removeprefix(POSITION), one.loss) for one in last if one.of.startswith(POSITION)]
+    every = kept.of(Validation)
+    seen = [(one.arm, one.of.removeprefix(POSITION), one.loss) for one in every if one.of.startswith(POSITION)]
     arms = [arm.name for arm in kept.training.arms if not arm.is_band]
     places = list(dict.fromkeys(place for _, place, loss in seen if math.isfinite(loss)))
     yield Lines(
@@ -387,13 +398,16 @@ def _windows(curves: Curves, ends: Sequence[int]) -> Windows:
     """Of each curve the mean before each end; NaN where it has not come so far, or is not finite."""
     found = {}
     for key, curve in curves.items():
-        window, values = last_of(curve.steps), curve.losses
-        found[key] = [_mean(values[max(0, end - window) : end]) if end <= len(values) else math.nan for end in ends]
+        window, rows = last_of(curve.steps), curve.rows
+        found[key] = [
+            _mean([row.loss for row in rows[max(0, end - window) : end] if row.step not in curve.passed])
+            if end <= len(rows) else math.nan for end in ends
+        ]  # fmt: skip
     return found
 
 
 def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
+    return math.fsum(values) / len(values) if values and all(map(math.isfinite, values)) else math.nan
 
 
 def _loss(own: Sequence[Sequence[float]], band: Sequence[Sequence[float]], place: int) -> Mark | None:

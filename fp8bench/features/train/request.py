@@ -183,8 +183,14 @@ class TrainerSettings:
         WHAT,
     )  # fmt: skip
     on_nan: str = _choice(
-        "stop", ("stop", "skip", "lower-rate"), "what is done about a step that is not finite; default {default}"
-    )
+        "stop", ("stop", "skip", "lower-rate", "rewind"),
+        "what is done about a step that is not finite, rewind: back to a checkpoint, and past the batch; default "
+        "{default}",
+    )  # fmt: skip
+    rewinds: int = option(
+        3, whole_number(1, 100), "rewinds of an arm in a seed, after which it is stopped; default {default}", "N",
+        LEARNING,
+    )  # fmt: skip
     nudge: str = _choice(
         "", ("", "ulp", "order"),
         "disturb arms as rounding does, to hold a training against itself: ulp moves initial weights by one unit in "
@@ -232,6 +238,11 @@ class TrainingRequest:
         BANDS, Rule(f"none, or some of {', '.join(BANDS)}", lambda value: value == ("none",) or _are_bands(value)),
         "which arms show what chance does to the reference: repeat (nondeterminism), other-seed, one-ulp (chaos, in "
         "the first seed); none: none; default all", "NAME,...", LENGTH,
+    )  # fmt: skip
+    until: float | None = option(
+        None, _above_nothing("a loss above 0"),
+        "end a seed where all arms have come to this loss on held-out text, and say in how many steps; --steps at most",
+        "LOSS", LENGTH,
     )  # fmt: skip
     margin: float = option(0.01, number("a share above 0 and below 1", lambda value: 0 < value < 1), group="")
     sweep: tuple[tuple[str, tuple[str, ...]], ...] = option(

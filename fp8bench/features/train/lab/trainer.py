@@ -18,6 +18,7 @@ from fp8bench.features.train.lab.together import digest_of, together_of
 from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, whole_words
 from fp8bench.features.train.values import (
     FALLBACK,
+    NOT_FINITE,
     WATCHED_SECONDS,
     Arm,
     ArmState,
@@ -64,6 +65,8 @@ class Trainer:
         self._settings = settings = arm.taken(task.settings)
         self._rate = settings.rate
         self._seed = own_seed(task.seed, arm)
+        # First and last of the steps whose batches are passed over.
+        self.rewinds: tuple[tuple[int, int], ...] = ()
         # Batches are those of later steps by so many.
         self._past = 0
         self._arithmetics: dict[str, Arithmetic] = {}
@@ -175,6 +178,9 @@ class Trainer:
         """One step; nothing where the arm has stopped or is done. Not `watched`: whichever step it is."""
         if self.stopped or self.step == self._task.steps:
             return
+        if self._passes:
+            self.step += 1
+            return
         if self.step == 0 and (found := product_like(self.precision, self._task.facts)):
             words = f"the numbers of a product are those of {found}, not of {self.precision.mode}"
             yield self._event(FALLBACK, words)
@@ -233,10 +239,19 @@ class Trainer:
         kept = [one for own in self._arithmetics.values() for one in own.memory().values()]
         return digest_of([one for one in kept if one.dtype == torch.float32]) if self.together.shares_scales else 0
 
+    @property
+    def _passes(self) -> bool:
+        return any(first <= self.step <= last for first, last in self.rewinds)
+
     def repeat(self, last: int) -> None:
-        """An arm that is done goes back by so many steps, with its weights as they are."""
+        """An arm that is done goes back by so many steps, with its weights as they are; what it passes over
+        is none of them."""
         if self.step == self._task.steps:
             self.step = max(0, self.step - last)
+        for _ in range(self._task.steps):
+            if not self._passes:
+                return
+            self.step = (self.step + 1) % self._task.steps
 
     @contextmanager
     def _present(self, phase: Phases) -> Iterator[None]:
@@ -290,9 +305,11 @@ class Trainer:
         layer, tensor, values = (place.layer, place.tensor, place.values) if place is not None else ("", "", ())
         words = whole_words(place, row.loss, row.gradient_norm)
         values = (*values, ("loss_scale", row.loss_scale))
-        yield TrainingEvent(row.arm, row.seed, row.step, "not-finite", words, layer, tensor, values)
+        yield TrainingEvent(row.arm, row.seed, row.step, NOT_FINITE, words, layer, tensor, values)
         why = self._why_stopped(row)
-        if why:
+        if self._settings.on_nan == "rewind":
+            self.stopped = True  # until whoever has the checkpoints goes back, or says that it is over
+        elif why:
             self.stopped = True
             yield self._event("stopped", f"the arm is stopped: {why}")
         elif self._settings.on_nan == "lower-rate":
@@ -339,8 +356,8 @@ class Trainer:
         for name, buffer in self._model.named_buffers():
             buffer.copy_(remembered.statistics[name])
 
-    def validate(self) -> tuple[Validation, ...]:
-        """The losses on text that was not trained on; once all steps are done, in every way that is looked at.
+    def validate(self, last: bool = False) -> tuple[Validation, ...]:
+        """The losses on text that was not trained on; the `last` time in every way that is looked at.
 
         What casts remember is put back: looking changes no step to come.
         """
@@ -349,7 +366,7 @@ class Trainer:
         self._model.eval()
         try:
             with self._present(_SILENT), torch.no_grad(), self._weights.cast(_SILENT):
-                return tuple(self._evaluation.look(self._model, who, last=self.step == self._task.steps))
+                return tuple(self._evaluation.look(self._model, who, last=last or self.step == self._task.steps))
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -364,6 +381,7 @@ class Trainer:
             "optimizer": self._optimizer.memory(),
             "rate": self._rate,
             "past": self._past,
+            "rewinds": [list(window) for window in self.rewinds],
             "skipped": self._skipped,
             "remembered": self._remembered()._asdict(),
             "watched": dict(self._watch.scales),
@@ -396,6 +414,7 @@ class Trainer:
         self._loss_scale.scale, self._loss_scale.good_steps = memory["loss_scale"]
         self._rate, self._skipped = memory["rate"], memory["skipped"]
         self._past = memory["past"]
+        self.rewinds = tuple((first, last) for first, last in memory["rewinds"])
         self._optimizer.recall(memory["optimizer"])
         self._recall(_Remembered(**memory["remembered"]))
         self._watch.scales = dict(memory["watched"])
