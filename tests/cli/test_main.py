@@ -152,7 +152,7 @@ OPTIONS = {
         "--gradients", "--on-nan", "--store", "--resume", "--try-fix", "--explain", "--json", "--csv",
         "--tensorboard", "--wandb", "--max-batch", "--memory-limit", "--fail-on", "--no-energy",
         "--ranks", "--parallel", "--amax-group", "MODULE:FUNCTION", "--skip", "--bands", "--nudge", "--handicap",
-        "--rewinds", "--until",
+        "--rewinds", "--until", "--shift", "--start", "--experiment",
     },
     "selftest": COMMON | {"--device", "--power", "--trials", "--operation", "--json"},
 }  # fmt: skip

@@ -22,7 +22,7 @@ from fp8bench.units import size
 
 MOST_ARMS = 64
 # What must be the same in all arms: weights and batches are shared. The map is a table of its own.
-_SHARED = {"make", "skip", "model", "arch", "batch", "sequence", "rates", "precision_map", "parallel"}
+_SHARED = {"make", "skip", "model", "arch", "batch", "sequence", "rates", "precision_map", "parallel", "shift", "start"}
 _SWEPT: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
 }

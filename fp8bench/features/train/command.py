@@ -16,6 +16,7 @@ from fp8bench.cli.outputs import check_outputs, in_store, tell, wanted_of
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName
 from fp8bench.features.train.arms import check_training
+from fp8bench.features.train.experiments import as_experiment, listing
 from fp8bench.features.train.kind import TrainingKind, training_named
 from fp8bench.features.train.progress import on_terminal
 from fp8bench.features.train.request import (
@@ -62,6 +63,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         asked_in(one, TrainerSettings)
         asked_in(one, TrainingRequest)
     length.add_argument("--dry-run", action="store_true", help="print the arms and what they come to, train nothing")
+    words = "train a small experiment, with its hypothesis and its word; without a name: list them"
+    parser.add_argument("--experiment", nargs="?", const=None, default="", metavar="NAME", help=words)
     _add_where(parser.add_argument_group("where"))
 
 
@@ -121,7 +124,10 @@ def run(arguments: argparse.Namespace) -> int:
         if not resumed:
             complain(f"training {kept.training.id} is finished; nothing was missing")
         return _ended(kept, arguments)
-    request = request_from(arguments)
+    if arguments.experiment is None:
+        tell(arguments, listing)
+        return EXIT_OK
+    request = as_experiment(request_from(arguments))
     check_training(request)
     if arguments.dry_run:
         from fp8bench.features.train.view import plan_page

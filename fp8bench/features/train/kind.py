@@ -20,7 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.errors import RunNotFound, StoreError, UsageError
+from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
     REFERENCE_SECONDS,
@@ -207,6 +208,31 @@ def newest_checkpoint(path: Path) -> tuple[Path, ResumePlace] | None:
     """Of the training of that stream: its folder, and before which step it was kept; None where there is none."""
     place = _places(path)[-1]
     return (path.parent.resolve() / _CHECKPOINTS / place.folder, place) if place.folder else None
+
+
+def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
+    """With the checkpoint that 'TRAINING' or 'TRAINING:ARM' means in the place of these words. Raises UsageError."""
+    word, _, asked = request.settings.start.partition(":")
+    if not word:
+        return request
+    path = training_named(word, store)
+    training, kept = load_head(path), newest_checkpoint(path)
+    own, arm = training.request.settings, asked or training.arms[0].name
+    refusals = (
+        (arm not in [one.name for one in training.arms],
+         f"it has no arm {arm!r:.80}, but {', '.join(one.name for one in training.arms)}"),
+        (bool(own.make) or own.parallel in ("fsdp", "tp") or own.master != "fp32",
+         "whole fp32 weights of a built-in model are needed: no --make, --parallel fsdp or tp, or other --master"),
+        ((own.arch, own.model) != (request.settings.arch, request.settings.model),
+         f"it trained --arch {own.arch} --model {own.model}"),
+        (kept is None, f"it has no checkpoint: {training.request.steps} steps, --keep {training.request.keep}"),
+    )  # fmt: skip
+    for wrong, why in refusals:
+        if wrong:
+            raise UsageError(f"--start {word}: {why}. Choose another training or arm.")
+    assert kept is not None
+    folder = kept[0] / "rank-0" if training.request.ranks else kept[0]
+    return replace(request, settings=replace(request.settings, start=f"{folder}::{arm}"))
 
 
 def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:

@@ -14,6 +14,7 @@ from statistics import fmean, median
 from typing import Any, TypeVar
 
 from fp8bench import units
+from fp8bench.features.train.experiments import parts_of
 from fp8bench.features.train.values import (
     ArmCost,
     ArmRole,
@@ -81,6 +82,7 @@ def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
     curves, ends = curves_of(kept.lines, training.request.steps), ends_of(training.request.steps)
     means = _windows(curves, ends)
     parts = (
+        *parts_of(kept, found),
         Part("verdict", "Does it still learn?", tuple(_verdicts(kept, found, curves)), _LEAD),
         Part("curves", "Losses", (
             *gap_curves(kept, means, ends, found.reference), *loss_curves(kept, means, ends), *held_out_curves(kept),

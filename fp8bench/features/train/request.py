@@ -149,6 +149,14 @@ class TrainerSettings:
         1.0, number("a number above 0, or 0 for none", lambda value: 0 <= value < math.inf),
         "norm of all gradients above which they are clipped; 0: never; default {default}", "NUMBER", LEARNING,
     )  # fmt: skip
+    shift: float = option(
+        1.0, _SHARE, "share of the steps after which batches are of the other text; 1: never", "SHARE", WHAT,
+    )  # fmt: skip
+    start: str = option(
+        "", Rule("a training, or TRAINING:ARM", lambda value: isinstance(value, str)),
+        "begin with the weights in the newest checkpoint of a kept training: of its reference, or of ARM",
+        "TRAINING:ARM", WHAT,
+    )  # fmt: skip
     dropout: float = option(
         0.0, number("a share from 0 to below 1", lambda value: 0 <= value < 1),
         "share of values that are dropped, the same in all arms", "SHARE", WHAT,
@@ -296,6 +304,7 @@ class TrainingRequest:
         True, "energy",
         "measure no energy; else it is where a device can tell it, in windows of steps after the last one",
     )  # fmt: skip
+    experiment: str = option("", Rule("an experiment's name", lambda value: isinstance(value, str)), group="")
     imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
     isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")
     ranks: int | None = _as_in_a_run(

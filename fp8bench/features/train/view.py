@@ -14,6 +14,7 @@ from statistics import median
 from fp8bench import units
 from fp8bench.analysis.metric import why_no_larger
 from fp8bench.features.train import words
+from fp8bench.features.train.experiments import parts_of
 from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import (
     COVERAGE,
@@ -68,7 +69,11 @@ def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
     """One row an arm, the bands, notes, and the first things that happened."""
     training = kept.training
     arms = table("arms", "", arm_cols(found), summaries_of(kept, found), main=True)
-    parts = [Part("answer", "", tuple(answers(found))), Part("arms", "", (arms, *reached_table(found)))]
+    parts = [
+        Part("answer", "", tuple(answers(found))),
+        *parts_of(kept, found),
+        Part("arms", "", (arms, *reached_table(found))),
+    ]
     parts += list(looks_of(kept))
     parts += [Part("bands", "", tuple(map(Text, bands_of(found))))]
     parts += list_of("notes", "notes", notes_of(kept, found))

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fp8bench.errors import StoreError
+from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import SeedTask
 from fp8bench.files import PARTIAL, keeping, sealed, unsealed, write_whole
@@ -95,6 +95,19 @@ def weights(folder: str, arm: str) -> list[Tensor]:
         raise StoreError(f"the checkpoint {folder} has nothing of {arm!r}. It has {', '.join(files)}.")
     kept: list[Tensor] = _loaded(place / files[arm]["file"], files[arm]["sha256"])["optimizer"]["weights"]
     return kept
+
+
+def begin_with(model: nn.Module, start: str) -> None:
+    """Give a model the weights of a checkpoint, 'FOLDER::ARM'. Raises UsageError where they are another model's."""
+    folder, _, arm = start.rpartition("::")
+    kept, own = weights(folder, arm), list(model.parameters())
+    if [weight.shape for weight in kept] != [parameter.shape for parameter in own]:
+        raise UsageError(
+            f"--start: {folder} has weights of another model than this one. Choose its --model, --arch and --tokens."
+        )
+    with torch.no_grad():
+        for parameter, weight in zip(own, kept, strict=True):
+            parameter.copy_(weight)
 
 
 def _head(place: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ arms of a seed. However a step is cut into micro-batches, its windows are the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -78,8 +78,17 @@ class TokenWindows:
         return host[:, :-1].contiguous(), host[:, 1:].contiguous()
 
 
-# What a trained model is quantised to, each layer anew from its weights: nothing of the training's scales is used.
-QUANTISED = ("fp8", "nvfp4")
+def held_out_of_other(text: TrainingText, gap: int) -> tuple[TrainingText, TokenSpan]:
+    """Of a text of another kind that is trained on, too: its last tenth to look at, and what lies before it."""
+    other = text.other
+    assert other is not None
+    cut = other.stop - (other.stop - other.start) // 10
+    return replace(text, other=replace(other, start=cut)), replace(other, stop=cut - gap)
+
+
+# What a trained model is quantised to, each layer anew from its weights: nothing of the training's scales is used. bf16
+# is there to hold the others against, whatever an arm was trained in.
+QUANTISED = ("bf16", "fp8", "nvfp4")
 # A look reads about so many tokens, in so many windows at least, and so many of them at a time.
 _TOKENS = 4096
 _LEAST_WINDOWS = 16

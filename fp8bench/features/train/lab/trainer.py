@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.features.train.lab import models
-from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, TokenWindows
+from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, TokenWindows, held_out_of_other
 from fp8bench.features.train.lab.optimizer import AdamW, joint, loss_scale_of, own_seed, seed_of, share_of_rate
 from fp8bench.features.train.lab.together import digest_of, together_of
 from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, whole_words
@@ -87,9 +87,18 @@ class Trainer:
         self._layers = models.layers_of(settings.arch, self._config)
         self.together = together_of(settings, self._config, task.facts)
         model = self._made(task.facts)
-        self._windows = TokenWindows(task.text.train, self._config.sequence, task.facts.key, self._config.vocabulary)
-        self._evaluation = Evaluation(task.text, self._config, self._layers, task.facts, self.together.scaled)
+        text = task.text
+        self._shifts_at = round(settings.shift * task.steps) if text.other is not None else task.steps
+        own = (self._config.sequence, task.facts.key, self._config.vocabulary)
+        self._windows = self._later = TokenWindows(text.train, *own)
+        if text.other is not None and self._shifts_at < task.steps:
+            text, other = held_out_of_other(text, self._config.sequence)
+            self._later = TokenWindows(other, *own)
+        self._evaluation = Evaluation(text, self._config, self._layers, task.facts, self.together.scaled)
         return model
+
+    def _read_in(self, step: int) -> TokenWindows:
+        return self._windows if step < self._shifts_at else self._later
 
     def _updating(self) -> Any:
         return AdamW(self.together.own(self._parameters), self._settings)
@@ -116,6 +125,10 @@ class Trainer:
             model = models.built(self._settings, self._config, choose, carrier)
         if self._settings.attention != "auto":
             self._round_attention(model, facts)
+        if self._settings.start:
+            from fp8bench.features.train.lab.checkpoint import begin_with
+
+            begin_with(model, self._settings.start)
         if self._settings.nudge == "ulp":
             moved_by_an_ulp(model, seed_of("nudge", self._seed))
         self._count = sum(parameter.numel() for parameter in model.parameters())
@@ -221,7 +234,7 @@ class Trainer:
 
     def read(self, step: int) -> tuple[int, int]:
         """Digests of what this rank reads in a step, and of all that is read in it."""
-        settings, digest, together = self._settings, self._windows.digest, self.together
+        settings, digest, together = self._settings, self._read_in(step).digest, self.together
         numbers = range(settings.micro_batches)
         parts = [number * together.shares + together.share for number in numbers]
         own = sum(digest(self._seed, step + self._past, part, self._share) for part in parts)
@@ -280,7 +293,7 @@ class Trainer:
         part = number * self.together.shares + self.together.share
         torch.manual_seed(seed_of("step", self._seed, self.step, part))
         with phase.data_load:
-            batch = self._windows.drawn(self._seed, self.step + self._past, part, self._share)
+            batch = self._read_in(self.step).drawn(self._seed, self.step + self._past, part, self._share)
         if self._settings.nudge == "order":  # the same sums over the batch, from its other end
             batch = batch[0].flip(0), batch[1].flip(0)
         loss = self._forward(*batch, phase)

@@ -265,7 +265,7 @@ def judge(pairs: Sequence[Pair], margin: float, looks: bool = True) -> JudgedArm
         return replace(found, why=Why.NO_HELD_OUT)
     learned = rule(gap.decides, margin)
     if learned is Learned.INCONCLUSIVE:
-        return replace(found, why=Why.TOO_WIDE, more_seeds=_more_seeds(gap, margin))
+        return replace(found, why=Why.TOO_WIDE, more_seeds=seeds_until(gap, margin))
     if looks and held_out and held_out.decides and not _agrees(learned, held_out.decides, margin):
         return replace(found, why=Why.DISAGREE)
     return replace(found, learned=learned)
@@ -293,7 +293,7 @@ def _interval(point: float, deviation: float, count: int, level: float) -> Inter
     return Interval(point, point - reach, point + reach, level)
 
 
-def _more_seeds(gap: Gap, margin: float) -> int | None:
+def seeds_until(gap: Gap, margin: float) -> int | None:
     """The least number that decides, wherever chance may move the mean of so many; None if too many are needed."""
 
     def decides(count: int) -> bool:
@@ -313,7 +313,7 @@ def settled_by_more(gap: Gap, bound: float) -> tuple[float, int] | None:
         return None
     tenth = 10.0 ** math.floor(math.log10(bound / 2))
     finer = max(digit * tenth for digit in (1, 2, 5) if digit * tenth <= bound / 2)
-    seeds = _more_seeds(gap, finer)
+    seeds = seeds_until(gap, finer)
     return None if seeds is None else (finer, seeds)
 
 
