@@ -69,7 +69,7 @@ def _by_quantising(seen: TrainedFigures, arm: str, seed: int, of: Arm) -> float:
 
 @dataclass(frozen=True)
 class Experiment:
-    """`sign` is 1 where the hypothesis is that the figure is higher than the reference's, by a share of `least` or more,
+    """`sign` is 1 where the hypothesis is that the figure is higher than the reference's by a share of `least` or more,
     and -1 where it is lower. `changes` are of the usual request, `base` of the training whose weights arms begin with.
     """
 
