@@ -16,7 +16,6 @@ from fp8bench.cli.outputs import check_outputs, in_store, tell, wanted_of
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName
 from fp8bench.features.train.arms import check_training
-from fp8bench.features.train.experiments import as_experiment, listing
 from fp8bench.features.train.kind import TrainingKind, training_named
 from fp8bench.features.train.progress import on_terminal
 from fp8bench.features.train.request import (
@@ -112,6 +111,7 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, or go on with a training; tell. An interrupt ends it early: what was kept is told all the same."""
+    from fp8bench.features.train.experiments import as_experiment, listing
     from fp8bench.features.train.run import planned, resume, train
 
     check_outputs(arguments)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import SeedTask
 from fp8bench.files import PARTIAL, keeping, sealed, unsealed, write_whole
 
@@ -48,9 +47,8 @@ class _Digesting:
         return self._digest.hexdigest()
 
 
-def write(folder: str, task: SeedTask, trainers: Mapping[str, Trainer], rank: int) -> None:
+def write(folder: str, task: SeedTask, memories: Mapping[str, dict[str, Any]], rank: int) -> None:
     """Keep the state of these arms, of one rank. Raises StoreError."""
-    memories = {name: trainer.memory() for name, trainer in trainers.items()}
     target = Path(folder)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:

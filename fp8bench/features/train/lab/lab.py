@@ -171,7 +171,7 @@ class Lab(Bench):
         from fp8bench.features.train.lab.checkpoint import write
 
         lost = self._lost()
-        kept = {name: trainer for name, trainer in self._trainers.items() if name not in lost}
+        kept = {name: trainer.memory() for name, trainer in self._trainers.items() if name not in lost}
         write(folder, self._task, kept, self._rank)
         return lost
 

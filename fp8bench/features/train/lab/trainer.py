@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.features.train.lab import models
+from fp8bench.features.train.lab.checkpoint import begin_with
 from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, TokenWindows, held_out_of_other
 from fp8bench.features.train.lab.optimizer import AdamW, joint, loss_scale_of, own_seed, seed_of, share_of_rate
 from fp8bench.features.train.lab.together import digest_of, together_of
@@ -126,8 +127,6 @@ class Trainer:
         if self._settings.attention != "auto":
             self._round_attention(model, facts)
         if self._settings.start:
-            from fp8bench.features.train.lab.checkpoint import begin_with
-
             begin_with(model, self._settings.start)
         if self._settings.nudge == "ulp":
             moved_by_an_ulp(model, seed_of("nudge", self._seed))
