@@ -78,12 +78,17 @@ class TokenWindows:
         return host[:, :-1].contiguous(), host[:, 1:].contiguous()
 
 
-def held_out_of_other(text: TrainingText, gap: int) -> tuple[TrainingText, TokenSpan]:
-    """Of a text of another kind that is trained on, too: its last tenth to look at, and what lies before it."""
-    other = text.other
-    assert other is not None
-    cut = other.stop - (other.stop - other.start) // 10
-    return replace(text, other=replace(other, start=cut)), replace(other, stop=cut - gap)
+def windows_by_step(
+    text: TrainingText, shift: float, steps: int, length: int, device: str, vocabulary: int
+) -> tuple[TrainingText, Callable[[int], TokenWindows]]:
+    """What each step reads: from that share of the steps on the text of another kind, whose last tenth is held out in
+    the text that comes back."""
+    first, at = TokenWindows(text.train, length, device, vocabulary), round(shift * steps)
+    if at >= steps or text.other is None:
+        return text, lambda step: first
+    cut = text.other.stop - (text.other.stop - text.other.start) // 10
+    later = TokenWindows(replace(text.other, stop=cut - length), length, device, vocabulary)
+    return replace(text, other=replace(text.other, start=cut)), lambda step: first if step < at else later
 
 
 # What a trained model is quantised to, each layer anew from its weights: nothing of the training's scales is used. bf16

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fp8bench.features.train.lab import models
 from fp8bench.features.train.lab.checkpoint import begin_with
-from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, TokenWindows, held_out_of_other
+from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, windows_by_step
 from fp8bench.features.train.lab.optimizer import AdamW, joint, loss_scale_of, own_seed, seed_of, share_of_rate
 from fp8bench.features.train.lab.together import digest_of, together_of
 from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, whole_words
@@ -88,18 +88,10 @@ class Trainer:
         self._layers = models.layers_of(settings.arch, self._config)
         self.together = together_of(settings, self._config, task.facts)
         model = self._made(task.facts)
-        text = task.text
-        self._shifts_at = round(settings.shift * task.steps) if text.other is not None else task.steps
-        own = (self._config.sequence, task.facts.key, self._config.vocabulary)
-        self._windows = self._later = TokenWindows(text.train, *own)
-        if text.other is not None and self._shifts_at < task.steps:
-            text, other = held_out_of_other(text, self._config.sequence)
-            self._later = TokenWindows(other, *own)
+        own = self._config.sequence, task.facts.key, self._config.vocabulary
+        text, self._read_in = windows_by_step(task.text, settings.shift, task.steps, *own)
         self._evaluation = Evaluation(text, self._config, self._layers, task.facts, self.together.scaled)
         return model
-
-    def _read_in(self, step: int) -> TokenWindows:
-        return self._windows if step < self._shifts_at else self._later
 
     def _updating(self) -> Any:
         return AdamW(self.together.own(self._parameters), self._settings)
@@ -149,7 +141,7 @@ class Trainer:
 
     def _compiled(self) -> Forward:
         """The model compiled here and now, so that no step has to; what it has cast for that is forgotten."""
-        batch = self._windows.drawn(self._seed, 0, 0, self._share)
+        batch = self._read_in(0).drawn(self._seed, 0, 0, self._share)
         with self._weights.cast(_SILENT):
             return compiled(self._model, *batch)
 

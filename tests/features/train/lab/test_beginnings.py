@@ -13,7 +13,7 @@ from fp8bench.errors import UsageError
 from fp8bench.features.train import run as job
 from fp8bench.features.train.kind import newest_checkpoint, started_from, training_files
 from fp8bench.features.train.lab import checkpoint
-from fp8bench.features.train.lab.evaluate import TokenWindows, held_out_of_other
+from fp8bench.features.train.lab.evaluate import windows_by_step
 from fp8bench.features.train.lab.lab import Lab, NotBuilt
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import TokenSpan, Validation
@@ -47,11 +47,12 @@ def test_the_text_shifts_at_its_step(corpus: Corpus, tmp_path: Path) -> None:
 
 
 def test_what_is_looked_at_of_the_other_text_is_not_trained_on(corpus: Corpus) -> None:
+    """A window's length lies between them."""
     text = replace(task_of(corpus, "bf16").text, other=TokenSpan(corpus.path, 100, 1100))
-    looked_at, trained = held_out_of_other(text, 16)
-    assert (trained.start, trained.stop) == (100, 984) and looked_at.other == TokenSpan(corpus.path, 1000, 1100)
-    windows = TokenWindows(trained, 16, "cpu", 256)
-    assert windows._places == 884 - 16
+    looked_at, read = windows_by_step(text, 0.5, 10, 16, "cpu", 256)
+    assert looked_at.other == TokenSpan(corpus.path, 1000, 1100)
+    assert read(4)._places == corpus.num_tokens - 16 and read(5)._places == 884 - 16
+    assert windows_by_step(text, 1.0, 10, 16, "cpu", 256)[0] is text
 
 
 def test_arms_begin_with_the_weights_of_a_checkpoint(corpus: Corpus, tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ def test_the_weights_are_those_of_an_arm_that_never_met_the_batch(corpus: Corpus
     never._trainers[mode].rewinds = ((13, 13),)
     whole = never.advance(mode, 20)
     trainer = lab._trainers[mode]
-    drawn = trainer._windows.drawn
+    windows = trainer._read_in(0)
+    drawn = windows.drawn
     parameter = next(iter(trainer._parameters.values()))
 
     def spoilt(seed: int, step: int, *rest: int) -> Any:
@@ -33,7 +34,7 @@ def test_the_weights_are_those_of_an_arm_that_never_met_the_batch(corpus: Corpus
                 parameter.mul_(torch.nan)
         return drawn(seed, step, *rest)
 
-    trainer._windows.drawn = spoilt  # type: ignore[method-assign]
+    windows.drawn = spoilt  # type: ignore[method-assign]
     lines = lab.advance(mode, 10)
     assert rows(lines)[-1].step == 13 and trainer.stopped and lab.advance(mode, 3) == ()
     assert lab.rewinds(mode) == () and lab.rewind(folder, mode, ((13, 13),)) == 10
