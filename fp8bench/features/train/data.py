@@ -60,7 +60,8 @@ def value_of(kept: KeptTraining, found: TrainingVerdicts) -> dict[str, Any]:
     arms = {one.arm.name: encode(row_of(one, found)) for one in summaries_of(kept, found)}
     return {
         "schema": SCHEMA, "training": encode(kept.training), "finished": kept.finished, "arms": arms,
-        "verdicts": said, "experiment": encode(result_of(kept, found)), **bands, "bands": list(bands_of(found)),
+        "verdicts": said, "experiment": encode(result_of(kept, found)),
+        "reached": encode(found.reached), **bands, "bands": list(bands_of(found)),
         "notes": list(notes_of(kept, found)),
         "lines": [{"line": type(line).__name__, **encode(line)} for line in kept.lines],
         "troubles": list(kept.troubles),
