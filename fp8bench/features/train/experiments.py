@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from fp8bench import units
-from fp8bench.errors import UnknownName
+from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import Arm, KeptTraining, StepFigure, Validation
 from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, Learned, curves_of, gap_of, seeds_until
@@ -140,6 +140,8 @@ def as_experiment(request: TrainingRequest) -> TrainingRequest:
     if not request.experiment:
         return request
     own = experiment_named(request.experiment)
+    if request.settings.make:
+        raise UsageError(f"--experiment {own.name} is of the built-in models. Leave {request.settings.make} out.")
     settings = _changed(request.settings, {**_TINY, **own.settings})
     return _changed(replace(request, settings=settings), {**_SMALL, **own.changes})
 

@@ -247,11 +247,6 @@ class TrainingRequest:
         "which arms show what chance does to the reference: repeat (nondeterminism), other-seed, one-ulp (chaos, in "
         "the first seed); none: none; default all", "NAME,...", LENGTH,
     )  # fmt: skip
-    until: float | None = option(
-        None, _above_nothing("a loss above 0"),
-        "end a seed where all arms have come to this loss on held-out text, and say in how many steps; --steps at most",
-        "LOSS", LENGTH,
-    )  # fmt: skip
     margin: float = option(0.01, number("a share above 0 and below 1", lambda value: 0 < value < 1), group="")
     sweep: tuple[tuple[str, tuple[str, ...]], ...] = option(
         (),
@@ -287,6 +282,11 @@ class TrainingRequest:
         50, whole_number(1, MOST_STEPS), "steps between two looks at the held-out text; default {default}", "N", LENGTH
     )
     keep: int = option(50, whole_number(1, MOST_STEPS), "steps between two checkpoints; default {default}", "N", LENGTH)
+    until: float | None = option(
+        None, _above_nothing("a loss above 0"),
+        "end a seed where all arms have come to this loss on held-out text, and say in how many steps; --steps at most",
+        "LOSS", LENGTH,
+    )  # fmt: skip
     try_fix: bool = _as_in_a_run(
         False, "quick",
         "at an arm's first alarm, try what may help from the checkpoint before it, side by side, and say what did",

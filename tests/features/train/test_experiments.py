@@ -102,6 +102,8 @@ def test_without_a_name_they_are_listed(store: Path, fp8bench: Say) -> None:
     assert code == 0 and all(name in out for name in NAMES)
     code, _, error = fp8bench("train", "--experiment", "shfit")
     assert code == 2 and "unknown experiment 'shfit'" in error and "shift" in error
+    code, _, error = fp8bench("train", "net:make", "--experiment", "shift")
+    assert code == 2 and "--experiment shift is of the built-in models. Leave net:make out." in error
     with pytest.raises(UnknownName):
         as_experiment(TrainingRequest(experiment="none"))
     assert not store.exists()
