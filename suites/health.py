@@ -120,8 +120,9 @@ def train(study: Study, text: TrainingText) -> Iterator[StreamLine]:
     for start in range(0, study.steps, SLICE):
         if start == CHANGE and study.illness is None:  # from the sources of a program to prose
             assert text.other is not None
+            prose = TokenWindows(text.other, SEQUENCE, "cpu", next(iter(trainers.values()))._read_in(0)._vocabulary)
             for trainer in trainers.values():
-                trainer._windows = TokenWindows(text.other, SEQUENCE, "cpu", trainer._windows._vocabulary)
+                trainer._read_in = lambda step, prose=prose: prose
         for arm in order.sample(list(trainers), len(trainers)):
             if patient is None or arm != "ill" or study.illness is None:
                 yield from lab.advance(arm, SLICE)

@@ -108,10 +108,11 @@ class Garbage:
 def bad_batch(patient: Patient) -> None:
     """Of the first step."""
     if patient.steps == 0:
-        patient.notes["windows"] = patient.trainer._windows
-        patient.trainer._windows = Garbage(patient.trainer._windows)
+        patient.notes["windows"] = patient.trainer._read_in
+        garbage = Garbage(patient.trainer._read_in(0))
+        patient.trainer._read_in = lambda step: garbage
     else:
-        patient.trainer._windows = patient.notes["windows"]
+        patient.trainer._read_in = patient.notes["windows"]
 
 
 def exploding(patient: Patient) -> None:

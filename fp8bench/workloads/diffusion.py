@@ -209,7 +209,7 @@ class Diffusion(LayerWorkload):
         """By kind; where windows are written out, of the carrier: each pixel once."""
         from fp8bench.nn.arithmetics import PlainArithmetic, counted
 
-        own, kinds = self.arithmetics(setup), {name: kind for name, kind, _ in self.layers(dict(setup.case.params))}
+        own, kinds = self.arithmetics(setup), {one.name: one.kind for one in self.layers(dict(setup.case.params))}
 
         def watched(name: str) -> Arithmetic:
             inner = own(name)

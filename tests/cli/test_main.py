@@ -156,6 +156,7 @@ OPTIONS = {
         "--config", "--norm", "--optimizer", "--beta1", "--beta2", "--eps", "--updates", "--schedule", "--decay",
         "--patience", "--drop", "--clip-by", "--scale-first", "--scale-factor", "--scales-from",
         "--live", "--on-alarm",
+        "--rewinds", "--until", "--shift", "--start", "--experiment",
     },
     "selftest": COMMON | {"--device", "--power", "--trials", "--operation", "--json"},
 }  # fmt: skip

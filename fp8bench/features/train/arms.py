@@ -30,7 +30,10 @@ from fp8bench.units import size
 
 MOST_ARMS = 64
 # What must be the same in all arms: weights and batches are shared. The map is a table of its own.
-_SHARED = {"make", "skip", "model", "arch", "norm", "batch", "sequence", "rates", "precision_map", "scales", "parallel"}
+_SHARED = {
+    "make", "skip", "model", "arch", "norm", "batch", "sequence", "rates", "precision_map", "scales", "parallel",
+    "shift", "start",
+}  # fmt: skip
 _SWEPT: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
 }

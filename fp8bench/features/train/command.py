@@ -65,6 +65,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         asked_in(one, TrainerSettings)
         asked_in(one, TrainingRequest)
     length.add_argument("--dry-run", action="store_true", help="print the arms and what they come to, train nothing")
+    words = "train a small experiment, with its hypothesis and its word; without a name: list them"
+    parser.add_argument("--experiment", nargs="?", const=None, default="", metavar="NAME", help=words)
     _add_where(parser.add_argument_group("where"))
 
 
@@ -122,6 +124,7 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, or go on with a training; tell. An interrupt ends it early: what was kept is told all the same."""
+    from fp8bench.features.train.experiments import as_experiment, listing
     from fp8bench.features.train.run import planned, resume, train
 
     check_outputs(arguments)
@@ -138,7 +141,10 @@ def run(arguments: argparse.Namespace) -> int:
         if not resumed:
             complain(f"training {kept.training.id} is finished; nothing was missing")
         return _ended(kept, arguments)
-    request = request_from(arguments)
+    if arguments.experiment is None:
+        tell(arguments, listing)
+        return EXIT_OK
+    request = as_experiment(request_from(arguments))
     check_training(request)
     if arguments.dry_run:
         from fp8bench.features.train.view import plan_page

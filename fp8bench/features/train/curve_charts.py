@@ -129,8 +129,8 @@ def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
 
 def loss_by_place(kept: KeptTraining) -> Iterator[Element]:
     """The loss of held-out text after the last step, by where in the context a token stands."""
-    last = [one for one in kept.of(Validation) if one.step == kept.training.request.steps]
-    seen = [(one.arm, one.of.removeprefix(POSITION), one.loss) for one in last if one.of.startswith(POSITION)]
+    every = kept.of(Validation)
+    seen = [(one.arm, one.of.removeprefix(POSITION), one.loss) for one in every if one.of.startswith(POSITION)]
     arms = [arm.name for arm in kept.training.arms if not arm.is_band]
     places = list(dict.fromkeys(place for _, place, loss in seen if math.isfinite(loss)))
     yield Lines(
@@ -239,13 +239,16 @@ def windows_of(curves: Curves, ends: Sequence[int]) -> Windows:
     """Of each curve the mean before each end; NaN where it has not come so far, or is not finite."""
     found = {}
     for key, curve in curves.items():
-        window, values = last_of(curve.steps), curve.losses
-        found[key] = [_mean(values[max(0, end - window) : end]) if end <= len(values) else math.nan for end in ends]
+        window, rows = last_of(curve.steps), curve.rows
+        found[key] = [
+            _mean([row.loss for row in rows[max(0, end - window) : end] if row.step not in curve.passed])
+            if end <= len(rows) else math.nan for end in ends
+        ]  # fmt: skip
     return found
 
 
 def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan
+    return math.fsum(values) / len(values) if values and all(map(math.isfinite, values)) else math.nan
 
 
 def _loss(own: Sequence[Sequence[float]], band: Sequence[Sequence[float]], place: int) -> Mark | None:

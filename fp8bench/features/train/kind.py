@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,8 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.errors import RunNotFound, StoreError, UsageError
+from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import (
+    BYTES_PER_PARAMETER,
+    REFERENCE_SECONDS,
+    REWOUND,
     ArmCost,
     KeptTraining,
     LayerReading,
@@ -205,6 +210,31 @@ def newest_checkpoint(path: Path) -> tuple[Path, ResumePlace] | None:
     return (path.parent.resolve() / _CHECKPOINTS / place.folder, place) if place.folder else None
 
 
+def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
+    """With the checkpoint that 'TRAINING' or 'TRAINING:ARM' means in the place of these words. Raises UsageError."""
+    word, _, asked = request.settings.start.partition(":")
+    if not word:
+        return request
+    path = training_named(word, store)
+    training, kept = load_head(path), newest_checkpoint(path)
+    own, arm = training.request.settings, asked or training.arms[0].name
+    refusals = (
+        (arm not in [one.name for one in training.arms],
+         f"it has no arm {arm!r:.80}, but {', '.join(one.name for one in training.arms)}"),
+        (bool(own.make) or own.parallel in ("fsdp", "tp") or own.master != "fp32",
+         "whole fp32 weights of a built-in model are needed: no --make, --parallel fsdp or tp, or other --master"),
+        ((own.arch, own.model) != (request.settings.arch, request.settings.model),
+         f"it trained --arch {own.arch} --model {own.model}"),
+        (kept is None, f"it has no checkpoint: {training.request.steps} steps, --keep {training.request.keep}"),
+    )  # fmt: skip
+    for wrong, why in refusals:
+        if wrong:
+            raise UsageError(f"--start {word}: {why}. Choose another training or arm.")
+    assert kept is not None
+    folder = kept[0] / "rank-0" if training.request.ranks else kept[0]
+    return replace(request, settings=replace(request.settings, start=f"{folder}::{arm}"))
+
+
 def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:
     """Remove checkpoints that no place names: older ones, and what a kill has left half done."""
     named = {place.folder for place in places}
@@ -271,7 +301,32 @@ def load_training(path: Path) -> KeptTraining:
             raise UnknownKind
 
     troubles = take_lines(sheet, take, but=1)
-    return KeptTraining(training, tuple(lines), ends[-1:] == ["finished"], str(path), tuple(troubles))
+    return KeptTraining(training, _standing(lines), ends[-1:] == ["finished"], str(path), tuple(troubles))
+
+
+def _standing(lines: Sequence[StreamLine]) -> tuple[StreamLine, ...]:
+    """Without what an arm did in steps that it went back from: the same steps come again, or are passed over."""
+    kept: list[StreamLine] = []
+    back: dict[tuple[str, int], float] = {}
+    for line in reversed(lines):
+        to = back.get((line.arm, line.seed), math.inf)
+        if isinstance(line, TrainingEvent) and line.kind == REWOUND:
+            back[line.arm, line.seed] = min(to, int(dict(line.values)["to"]))
+        if line.step < to or not _is_made_again(line, line.step == to):
+            kept.append(line)
+    return tuple(reversed(kept))
+
+
+def _is_made_again(line: StreamLine, there: bool) -> bool:
+    """Whether a line of a step that comes again is then told anew; a look from before the step `there` is not."""
+    match line:
+        case StepRow() | LayerReading():
+            return True
+        case StepFigure():
+            return line.name not in (BYTES_PER_PARAMETER, REFERENCE_SECONDS)
+        case Validation():
+            return not there
+    return isinstance(line, TrainingEvent) and line.kind == "alarm"
 
 
 class TrainingKind(Kind[KeptTraining]):

@@ -20,11 +20,21 @@ from fp8bench.features.train.curve_charts import (
     loss_curves,
     windows_of,
 )
+from fp8bench.features.train.experiments import parts_of
 from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, LayerReading, TrainingEvent
 from fp8bench.features.train.verdicts.curves import curves_of
 from fp8bench.features.train.verdicts.summary import summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
-from fp8bench.features.train.view import answers, arm_cols, bands_of, facts_of, looks_of, notes_of, title_of
+from fp8bench.features.train.view import (
+    answers,
+    arm_cols,
+    bands_of,
+    facts_of,
+    looks_of,
+    notes_of,
+    reached_table,
+    title_of,
+)
 from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
 from fp8bench.protocols import Role
@@ -66,6 +76,7 @@ def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
     curves, ends = curves_of(kept.lines, training.request.steps), ends_of(training.request.steps)
     means = windows_of(curves, ends)
     parts = (
+        *parts_of(kept, found),
         Part("verdict", "Does it still learn?", tuple(_verdicts(kept, found, curves)), _LEAD),
         Part("curves", "Losses", (
             *gap_curves(kept, means, ends, found.reference), *loss_curves(kept, means, ends), *held_out_curves(kept),
@@ -100,6 +111,7 @@ def _verdicts(kept: KeptTraining, found: TrainingVerdicts, curves: Curves) -> It
     if told := tuple(answers(found)):
         yield Items(told)
     yield table("arms", "Arms", arm_cols(found, _ARMS), shown, main=True)
+    yield from reached_table(found)
     yield from (Text(one) for one in (*bands_of(found), *notes_of(kept, found)))
     if not (kept.training.request.max_batch or kept.training.request.settings.make):
         yield Text("No largest batch was looked for: `fp8bench train --max-batch` does, within --memory-limit SIZE.")

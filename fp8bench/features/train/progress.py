@@ -56,7 +56,8 @@ class _Watching(TrainingObserver):
             if line.arm in self._arms:
                 self._arms[line.arm] = _with(self._arms[line.arm], line, self._training.request.steps)
             if isinstance(line, TrainingEvent):
-                self.note(f"seed {line.seed}, step {line.step}, {line.arm}: {line.words}")
+                who = f", {line.arm}" if line.arm else ""
+                self.note(f"seed {line.seed}, step {line.step}{who}: {line.words}")
 
     def note(self, sentence: str) -> None:
         self._say(sentence)

@@ -202,6 +202,14 @@ class TrainerSettings:
         "whose norm is held against --clip: of all gradients together, or of each kind (attn, mlp, embedding, norm, "
         "head), block or tensor by itself; default {default}",
     )  # fmt: skip
+    shift: float = option(
+        1.0, _SHARE, "share of the steps after which batches are of the other text; 1: never", "SHARE", WHAT,
+    )  # fmt: skip
+    start: str = option(
+        "", Rule("a training, or TRAINING:ARM", lambda value: isinstance(value, str)),
+        "begin with the weights in the newest checkpoint of a kept training: of its reference, or of ARM",
+        "TRAINING:ARM", WHAT,
+    )  # fmt: skip
     dropout: float = option(
         0.0, number("a share from 0 to below 1", lambda value: 0 <= value < 1),
         "share of values that are dropped, the same in all arms", "SHARE", WHAT,
@@ -244,8 +252,14 @@ class TrainerSettings:
         WHAT,
     )  # fmt: skip
     on_nan: str = _choice(
-        "stop", ("stop", "skip", "lower-rate"), "what is done about a step that is not finite; default {default}"
-    )
+        "stop", ("stop", "skip", "lower-rate", "rewind"),
+        "what is done about a step that is not finite, rewind: back to a checkpoint, and past the batch; default "
+        "{default}",
+    )  # fmt: skip
+    rewinds: int = option(
+        3, whole_number(1, 100), "rewinds of an arm in a seed, after which it is stopped; default {default}", "N",
+        LEARNING,
+    )  # fmt: skip
     nudge: str = _choice(
         "", ("", "ulp", "order"),
         "disturb arms as rounding does, to hold a training against itself: ulp moves initial weights by one unit in "
@@ -331,6 +345,11 @@ class TrainingRequest:
         50, whole_number(1, MOST_STEPS), "steps between two looks at the held-out text; default {default}", "N", LENGTH
     )
     keep: int = option(50, whole_number(1, MOST_STEPS), "steps between two checkpoints; default {default}", "N", LENGTH)
+    until: float | None = option(
+        None, _above_nothing("a loss above 0"),
+        "end a seed where all arms have come to this loss on held-out text, and say in how many steps; --steps at most",
+        "LOSS", LENGTH,
+    )  # fmt: skip
     try_fix: bool = _as_in_a_run(
         False, "quick",
         "at an arm's first alarm, try what may help from the checkpoint before it, side by side, and say what did",
@@ -353,6 +372,7 @@ class TrainingRequest:
         "scales that stay as a training or a run has kept them, in place of those of each tensor: its id, or last; the "
         "reference stays pure", group=LEARNING,
     )  # fmt: skip
+    experiment: str = option("", Rule("an experiment's name", lambda value: isinstance(value, str)), group="")
     imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
     isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")
     ranks: int | None = _as_in_a_run(

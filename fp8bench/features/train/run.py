@@ -15,8 +15,9 @@ from pathlib import Path
 from statistics import median
 
 from fp8bench import __version__
-from fp8bench.errors import NotKept, StoreError, WorkerError, WorkerFault, as_usage
+from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
 from fp8bench.features.train.arms import Turns, arms_of_seed, check_training, device_of, make_arms, supported, turns_of
+from fp8bench.features.train.experiments import as_experiment, base_of
 from fp8bench.features.train.kind import (
     ResumePlace,
     TrainingWriter,
@@ -24,6 +25,7 @@ from fp8bench.features.train.kind import (
     load_training,
     reopen_training,
     start_training,
+    started_from,
     training_files,
 )
 from fp8bench.features.train.lab.lab import MODULE, Lab
@@ -74,7 +76,14 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
     An interrupt ends it early: what was kept is returned, with `finished` False. Raises NotKept, which holds the
     training as far as it was kept, where the store fails, and WorkerError where the reference cannot go on.
     """
-    request = with_scales(request, store)
+    request = as_experiment(request)
+    if base := base_of(request):
+        observer.note(f"experiment {request.experiment}: first the training whose weights its arms begin with")
+        begun = train(base, store, observer, command)
+        if not begun.finished:
+            return begun
+        request = replace(request, settings=replace(request.settings, start=begun.training.id))
+    request = with_scales(started_from(request, store), store)
     with _ready(request, store) as (worker, text):
         training = _of_today(request, worker, text, command)
         covered = _examined(training, worker)
@@ -120,7 +129,7 @@ def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState, 
     Nothing is trained. Seconds are those of all steps of arms whose precision was trained here before; then come the
     names of the other arms, and how far gaps were apart from seed to seed.
     """
-    request = with_scales(request, store)
+    request = with_scales(started_from(as_experiment(request), store), store)
     with _ready(request, store) as (worker, text):
         training = _of_today(request, worker, text)
         _examined(training, worker)
@@ -152,6 +161,8 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
         else:
             sequence = config_of(settings, 1).sequence
             text = prepare_text(request.data, request.other_data, request.tokens, store / "data", sequence)
+            if settings.shift < 1 and text.other is None:
+                raise UsageError("--shift needs a text of another kind, and there is none. Give --other-data.")
         worker = _worker(request, Settings(request.threads, request.seed, request.imports))
         try:
             yield worker, text

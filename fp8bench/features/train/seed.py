@@ -20,8 +20,11 @@ from fp8bench.features.train.health.health import AFTER, Health, RemedyTrial, ou
 from fp8bench.features.train.kind import ResumePlace, TrainingWriter, load_training
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.values import (
+    ARRIVED,
     BYTES_PER_PARAMETER,
+    NOT_FINITE,
     REFERENCE_SECONDS,
+    REWOUND,
     UNPAIRED,
     Arm,
     ArmRole,
@@ -33,12 +36,15 @@ from fp8bench.features.train.values import (
     Training,
     TrainingEvent,
     TrainingObserver,
+    Validation,
 )
+from fp8bench.features.train.verdicts.curves import HELD_OUT
 from fp8bench.measure.handle import START_SECONDS, Worker
 from fp8bench.measure.interrupts import held_back
 from fp8bench.measure.limits import HANG_SECONDS, HANG_STEPS
 from fp8bench.measure.sensors.looks import Looks
 from fp8bench.model.readings import Reading
+from fp8bench.report.words.naming import many
 
 # So many steps of an arm, then of another: a machine that is slowed for a while slows all of them.
 SLICE = 5
@@ -47,6 +53,8 @@ FIRST_SECONDS = 1800.0
 _FAILURES = 2
 # Between two looks at how busy the device is: what a driver tells is of so long.
 _LOOK_SECONDS = 1.0
+# A rewind that follows another one closely passes over so many times as many batches: what is wrong began before.
+_WIDER = 4
 
 
 @dataclass
@@ -96,6 +104,7 @@ class SeedRun:
     _failures: dict[str, int] = field(default_factory=dict)
     _health: Health = field(init=False)
     _tried: set[str] = field(default_factory=set)
+    _stopped: set[str] = field(default_factory=set)
 
     def run(self, fresh: bool) -> None:
         """To the last step: from the first one, or from the newest place that the seed may go on from."""
@@ -138,17 +147,22 @@ class SeedRun:
             lab.validate(self.task.arms[0].name)
         place = self._restored(lab)
         self.writer.go_back(place)
-        self._health = Health(arms_of_seed(self.training.arms, self.turn.number), self.training.request.settings)
-        if place.step or not self.turn.first:
-            lines = [line for line in load_training(self.writer.path).lines if line.seed == self.seed]
-            self._health.see(lines)
-            self._tried |= {line.arm for line in lines if isinstance(line, TrainingEvent) and line.kind == "tried-fix"}
+        events = [line for line in self._health_anew() if isinstance(line, TrainingEvent)]
+        self._tried |= {event.arm for event in events if event.kind == "tried-fix"}
+        self._stopped = {event.arm for event in events if event.kind == "stopped"}
         if not place.step:
             self._keep_lines(tuple(self._first_lines(states)), 0)
         for arm in self.task.arms:
             if arm.name in self.out:
                 lab.drop(arm.name)
         return place.step
+
+    def _health_anew(self) -> list[StreamLine]:
+        """The rules, which have seen the lines of this seed: these."""
+        lines = [line for line in load_training(self.writer.path).lines if line.seed == self.seed]
+        self._health = Health(arms_of_seed(self.training.arms, self.turn.number), self.training.request.settings)
+        self._health.see(lines)
+        return lines
 
     def _restored(self, lab: Lab) -> ResumePlace:
         first, *checkpoints = self.writer.places
@@ -162,7 +176,7 @@ class SeedRun:
         return first
 
     def _rounds(self, step: int) -> None:
-        """Every arm a slice, in an order drawn from the seed, until the last step."""
+        """Every arm a slice, in an order drawn from the seed, until the last step, or the loss that was asked for."""
         request = self.training.request
         if step == 0:
             self._validate(step)
@@ -174,12 +188,15 @@ class SeedRun:
             # The same order whether or not the training was gone on with.
             random.Random(f"{self.seed}/{step}").shuffle(arms)
             for arm in arms:
-                self._keep_lines(self._asked(arm, until - step, "advance", arm.name, until - step), until)
+                self._advance(arm, step, until)
             step = until
             if use := tuple(self._device_use(step)):
                 self._keep_lines(use, step)
             if step == request.steps or step % request.evaluate == 0:
-                self._validate(step)
+                losses = self._validate(step)
+                if step < request.steps and self._arrived(losses):
+                    self._end(step)
+                    return
             if step < request.steps and step % request.keep == 0:
                 self._checkpoint(step)
 
@@ -192,10 +209,66 @@ class SeedRun:
             if name in ("use", "memory_use") and isinstance(read, Reading):
                 yield StepFigure("", self.seed, step - 1, f"device_{name}", float(read.number))
 
-    def _validate(self, step: int) -> None:
+    def _advance(self, arm: Arm, step: int, until: int) -> None:
+        """Its steps before `until`; what it has to do again after a rewind, looks included, is among them."""
+        request = self.training.request
+        while step < until:
+            count = min(SLICE, until - step, _next(step, request.evaluate) - step)
+            lines = self._asked(arm, count, "advance", arm.name, count)
+            self._keep_lines(lines, step + count)
+            events = (line for line in lines if isinstance(line, TrainingEvent))
+            wrong = next((event.step for event in events if event.kind == NOT_FINITE), None)
+            if wrong is not None and arm.taken(request.settings).on_nan == "rewind":
+                step = self._rewound(arm, wrong, until)
+                continue
+            step += count
+            if step < until and step % request.evaluate == 0 and arm.name != self._again:
+                self._keep_lines(self._asked(arm, 0, "validate", arm.name), step)
+
+    def _rewound(self, arm: Arm, wrong: int, until: int) -> int:
+        """Back to the newest checkpoint before what is passed over: the batch of the step, and more before it where it
+        happens again. Returns the step that comes next. After as many rewinds as are allowed the arm stops."""
+        allowed = arm.taken(self.training.request.settings).rewinds
+        before = self._asked(arm, 0, "rewinds", arm.name)
+        if len(before) == allowed:
+            words = f"the arm is stopped: {many(allowed, 'rewind')}, all that --rewinds allows, did not help"
+            self._keep_lines((TrainingEvent(arm.name, self.seed, wrong, "stopped", words),), until)
+            return until
+        close = sum(wrong - last <= self.training.request.keep for _, last in before)
+        first = max(0, wrong + 1 - _WIDER**close)
+        (step,) = self._from_checkpoint(arm, first, [("rewind", arm.name, (*before, (first, wrong)))])
+        batches = f"the batch of step {wrong}" if first == wrong else f"the batches of steps {first} to {wrong}"
+        words = f"rewind {len(before) + 1} of {allowed}: back to before step {step}, and past {batches}"
+        values = (("to", step), ("first", first))
+        self._keep_lines((TrainingEvent(arm.name, self.seed, wrong, REWOUND, words, values=values),), until)
+        self._health_anew()
+        return step
+
+    def _validate(self, step: int) -> dict[str, float]:
+        """The losses on held-out text, by arm."""
+        lines: list[StreamLine] = []
         for arm in self._alive:
             if arm.name != self._again:
-                self._keep_lines(self._asked(arm, 0, "validate", arm.name), step)
+                lines += (own := self._asked(arm, 0, "validate", arm.name))
+                self._keep_lines(own, step)
+        return {line.arm: line.loss for line in lines if isinstance(line, Validation) and line.of == HELD_OUT}
+
+    def _arrived(self, losses: dict[str, float]) -> bool:
+        """Whether all arms but bands are at the loss that was asked for. In pairs none waits for the others."""
+        until = self.training.request.until
+        names = {arm.name for arm in self._alive if not arm.is_band} - self._stopped
+        every = {arm.name for arm in arms_of_seed(self.training.arms, self.turn.number)} - set(self.out)
+        if until is None or not names or not every <= {arm.name for arm in self.turn.arms}:
+            return False
+        return all(losses.get(name, math.inf) <= until for name in names)
+
+    def _end(self, step: int) -> None:
+        """Looks as after the last step, and the end of the seed."""
+        for arm in self._alive:
+            looks = self._asked(arm, 0, "validate", arm.name, True)
+            self._keep_lines([look for look in looks if look.of != HELD_OUT], step)
+        words = f"all arms have come to a loss of {self.training.request.until:g} on held-out text: the seed ends here"
+        self._keep_lines((TrainingEvent("", self.seed, step, ARRIVED, words),), step)
 
     def _first_lines(self, states: Sequence[ArmState]) -> Iterator[StreamLine]:
         """What each arm keeps between two steps, by what it is for, and whether no reference is beside it."""
@@ -229,6 +302,7 @@ class SeedRun:
         lines = (*lines, *alarms)
         with held_back():
             self.writer.append(lines)
+        self._stopped |= {line.arm for line in lines if isinstance(line, TrainingEvent) and line.kind == "stopped"}
         self.observer.trained(self.turn.number, step, lines)
         if self.training.request.try_fix:
             for alarm in alarms:
@@ -242,7 +316,9 @@ class SeedRun:
             return
         self._tried.add(arm.name)
         trials = trials_of(alarm, arm, task.settings)
-        begun = self._branched(arm, trials, alarm.step)
+        begun = self._from_checkpoint(
+            arm, alarm.step, [("branch", arm.name, trial.arm, trial.settings) for trial in trials]
+        )[0]
         until = min(task.steps, alarm.step + AFTER)
         lines: dict[RemedyTrial, list[StreamLine]] = {trial: [] for trial in trials}
         for start in range(begun, until, SLICE):
@@ -254,14 +330,13 @@ class SeedRun:
         before = load_training(self.writer.path).lines
         self._keep_lines((outcome(alarm, begun, before, lines),), step)
 
-    def _branched(self, arm: Arm, trials: Sequence[RemedyTrial], until: int) -> int:
-        """Build the trials from the newest checkpoint until that step that is sound and has the arm, else from the
-        first step; the step that they come to next."""
+    def _from_checkpoint(self, arm: Arm, until: int, requests: Sequence[tuple[Any, ...]]) -> list[int]:
+        """Ask for all of them from the newest checkpoint until that step that is sound and has the arm, else from the
+        first step; the steps that come next."""
         kept = [self.writer.folder_of(place) for place in reversed(self.writer.places[1:]) if place.step <= until]
         for folder in (*map(str, kept), ""):
             with contextlib.suppress(StoreError):
-                steps = [self._asked(arm, 0, "branch", folder, arm.name, trial.arm, trial.settings) for trial in trials]
-                return int(steps[0])
+                return [int(self._asked(arm, 0, name, folder, *rest)) for name, *rest in requests]
         raise AssertionError("the first step needs no checkpoint")
 
     def _checkpoint(self, step: int) -> None:

@@ -206,6 +206,11 @@ REFERENCE_SECONDS = "reference_seconds"
 # Figures of a loop of somebody's own, in the step in which they came to be so: gradients that were not cleared, an
 # optimizer that has forgotten its moments, and another one that trains what the module is not.
 GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN = "gradients_left", "moments_gone", "others_train"
+# A step that was not finite; and that an arm went back before step `to` of its values, and is past the batches of the
+# steps from `first` to the event's own, which it takes no more.
+NOT_FINITE, REWOUND = "not-finite", "rewound"
+# The event of a seed that ends before its last step: its arms have come to the loss that was asked for.
+ARRIVED = "arrived"
 # The event of an arm that was trained without the reference beside it.
 UNPAIRED = "unpaired"
 
@@ -258,7 +263,8 @@ UNSEEN = "unseen"
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
     """Something that happened in a step: 'not-finite', 'alarm', 'tried-fix', 'scale-halved', 'rate-lowered', 'stopped',
-    'resumed', 'pairs' (not all arms fit into memory), UNPAIRED, FALLBACK, COVERAGE, UNSEEN.
+    'resumed', 'pairs' (not all arms fit into memory), REWOUND, ARRIVED, UNPAIRED, FALLBACK, COVERAGE,
+    UNSEEN.
 
     `layer` and `tensor` say where, `values` what was seen there, `remedy` what may help.
     """

@@ -14,6 +14,7 @@ from statistics import median
 from fp8bench import units
 from fp8bench.analysis.metric import why_no_larger
 from fp8bench.features.train import words
+from fp8bench.features.train.experiments import parts_of
 from fp8bench.features.train.request import SETTINGS_RULES, TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import (
     COVERAGE,
@@ -29,14 +30,15 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import Learned, Why
+from fp8bench.features.train.verdicts.curves import Learned, Why, arrivals
 from fp8bench.features.train.verdicts.histories import Replayed, best_of
+from fp8bench.features.train.verdicts.reached import ArmReached
 from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy, energies_of, summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Capacity, Level
 from fp8bench.protocols import Role
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Field, Page, Part, Text, Tone
+from fp8bench.report.elements import Field, Page, Part, Table, Text, Tone
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics.memory import batch_title, show_batch
 from fp8bench.report.words.naming import listed, many
@@ -67,7 +69,11 @@ def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
     """One row an arm, the bands, notes, and the first things that happened."""
     training = kept.training
     arms = table("arms", "", arm_cols(found), summaries_of(kept, found), main=True)
-    parts = [Part("answer", "", tuple(answers(found))), Part("arms", "", (arms,))]
+    parts = [
+        Part("answer", "", tuple(answers(found))),
+        *parts_of(kept, found),
+        Part("arms", "", (arms, *reached_table(found))),
+    ]
     parts += list(looks_of(kept))
     parts += [Part("bands", "", tuple(map(Text, bands_of(found))))]
     parts += list_of("notes", "notes", notes_of(kept, found))
@@ -81,6 +87,26 @@ def answers(found: TrainingVerdicts) -> Iterator[Text]:
     for said in found.arms:
         if not said.arm.skip and said.judged.why is not Why.OTHER_RATE:
             yield Text(f"{words.answer(said, found)}.", _TONES.get(said.judged.learned, Tone.DOUBT))
+
+
+def reached_table(found: TrainingVerdicts) -> Iterator[Table]:
+    """Steps, tokens and time of each arm to the loss that was asked for, the middle ones of its seeds."""
+
+    def middle(name: str, arm: ArmReached) -> float | None:
+        known = [value for place in arm.seeds if (value := getattr(place, name)) is not None]
+        return median(known) if known else None
+
+    cols: list[Col[ArmReached]] = [
+        Col("arm", lambda one: one.arm), Col("seeds", lambda one: f"{one.arrived} of {len(one.seeds)}", number=True),
+        Col("steps", partial(middle, "steps"), number=True, show=lambda steps: units.whole(round(steps))),
+        Col("tokens", partial(middle, "tokens"), number=True, show=units.count),
+        Col("time", partial(middle, "seconds"), number=True, show=units.clock, hint="of native arms"),
+        Col("times the reference's steps", words.times_of, number=True, hint="over seeds, with the 95% interval"),
+        Col("steps by seed", lambda one: ", ".join(
+            "never" if place.steps is None else units.whole(round(place.steps)) for place in one.seeds)),
+    ]  # fmt: skip
+    if found.until is not None:
+        yield table("until", f"to a loss of {found.until:g} on held-out text", cols, found.reached)
 
 
 def plan_page(
@@ -260,8 +286,9 @@ def _largest(found: Capacity) -> str:
 
 def looks_of(kept: KeptTraining) -> Iterator[Part]:
     """What was seen of each arm after its last step on text that was never trained on: losses and perplexities."""
-    steps = kept.training.request.steps
-    last = [one for one in kept.of(Validation) if one.step == steps and math.isfinite(one.loss)]
+    steps, ends = kept.training.request.steps, arrivals(kept.lines)
+    looks = kept.of(Validation)
+    last = [one for one in looks if one.step == ends.get(one.seed, steps) and math.isfinite(one.loss)]
     shown = list(dict.fromkeys(one.of for one in last if not one.of.startswith(POSITION)))
     places = list(dict.fromkeys(one.of for one in last if one.of.startswith(POSITION)))
     shown += [places[0], places[-1]] if len(places) > 1 else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.features.train.request import TrainingRequest
@@ -14,16 +14,20 @@ from fp8bench.features.train.verdicts.curves import (
     JudgedArm,
     Learned,
     Pair,
+    Void,
     Why,
     bound_of_one,
     least_seen,
+    settled_by_more,
 )
+from fp8bench.features.train.verdicts.reached import ArmReached
 from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, SeedBand, TrainingVerdicts
 from fp8bench.model import Interval
 from fp8bench.model.step import Coverage
 from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
+from fp8bench.report.panels import together
 from fp8bench.report.topics.shares import coverage_sentence, left_of
 from fp8bench.report.words.naming import listed, many
 
@@ -36,7 +40,7 @@ _ROLES = {
 }
 
 
-_SHOWN = 3
+_SHOWN, _SHOWN_STEPS = 3, 20
 
 
 def coverage_words(name: str, coverage: Coverage) -> Iterator[str]:
@@ -60,7 +64,34 @@ def of_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:
 
 
 def answer(found: ArmVerdict, among: TrainingVerdicts) -> str:
-    """'fp8 learns as bf16 does: a loss more than 0.24% worse is excluded (5 seeds)'."""
+    """'fp8 learns as bf16 does: a loss more than 0.24% worse is excluded (5 seeds)', and when it came to a loss."""
+    own = next((one for one in among.reached if one.arm == found.arm.name), None)
+    return "; ".join([_learned(found, among), *([] if own is None else [_reached(own, among)])])
+
+
+def _reached(found: ArmReached, among: TrainingVerdicts) -> str:
+    """'it reaches 2 in 1.030x [1.010x, 1.050x] the steps (5 seeds)'."""
+    reference = next(one for one in among.reached if one.arm == among.reference)
+    loss, seeds = f"{among.until:g}", many(len(found.seeds), "seed")
+    if not found.arrived:
+        others = f"which {reference.arm} did in {reference.arrived} of {seeds}"
+        others = others if reference.arrived else f"and neither did {reference.arm}"
+        return f"it never reached a loss of {loss} on held-out text, {others}"
+    told = f"it reaches {loss} in {times_of(found)} the steps" if found.both else f"it reaches {loss}"
+    if found.arrived == reference.arrived == len(found.seeds):
+        return f"{told} ({seeds})"
+    return f"{told}; {found.arm} did in {found.arrived}, {reference.arm} in {reference.arrived} of {seeds}"
+
+
+def times_of(found: ArmReached) -> str | None:
+    """'1.03x [1.01x, 1.05x]'; None without a seed in which reference and arm came to the loss."""
+    if found.times is None:
+        return None
+    ends = found.interval
+    return units.ratio(found.times) + (f" [{units.ratio(ends.low)}, {units.ratio(ends.high)}]" if ends else "")
+
+
+def _learned(found: ArmVerdict, among: TrainingVerdicts) -> str:
     judged, name, reference = found.judged, found.arm.name, among.reference
     if judged.learned is Learned.DIVERGED:
         return f"{name} does not learn: it {verdict(found, among)}, and {reference} does not"
@@ -69,13 +100,14 @@ def answer(found: ArmVerdict, among: TrainingVerdicts) -> str:
     gap = judged.gap
     if judged.learned is Learned.INCONCLUSIVE or gap is None or gap.decides is None:
         excluded = _excluded_so_far(found, among)
-        return f"whether {name} learns as {reference} does is open: {excluded}{inconclusive(judged)}"
+        more = _settled(gap, gap.shown) if gap and gap.shown and judged.why is Why.FEW_PAIRS and not judged.void else ""
+        return f"whether {name} learns as {reference} does is open: {excluded}{inconclusive(judged)}{more}"
     seeds = many(gap.pairs, "seed")
     if judged.learned is Learned.WITHIN_NOISE:
         if found.same_bits:
             return f"{name} learns as {reference} does, to the bit: does this arm take effect?"
-        bound = _excluded(gap.decides)
-        return f"{name} learns as {reference} does: a loss more than {bound} worse is excluded ({seeds})"
+        bound, more = _excluded(gap.decides), _settled(gap, gap.decides)
+        return f"{name} learns as {reference} does: a loss more than {bound} worse is excluded ({seeds}){more}"
     least = _share(min(abs(gap.decides.low), abs(gap.decides.high)), gap.decides)
     sign = "higher" if judged.learned is Learned.WORSE else "lower"
     told = f"{name} learns {judged.learned} than {reference}: its loss is {_share(abs(gap.point), gap.decides)} {sign}"
@@ -99,6 +131,12 @@ def _excluded_so_far(found: ArmVerdict, among: TrainingVerdicts) -> str:
         return f"one ulp changed no loss of seed {among.chaos.seed}, which bounds nothing; "
     worse = f"a loss more than {_excluded(bound)} worse is excluded"
     return f"{worse} in seed {among.chaos.seed} (95%, by what one ulp does there; of other seeds it says nothing); "
+
+
+def _settled(gap: Gap, told: Interval) -> str:
+    """'; 12 more seeds would probably settle 0.1%'."""
+    more = settled_by_more(gap, told.high)
+    return "" if more is None else f"; {many(more[1], 'more seed')} would probably settle {100 * more[0]:.3g}%"
 
 
 def _excluded(interval: Interval) -> str:
@@ -147,6 +185,12 @@ def failures(kept: KeptTraining, found: TrainingVerdicts, wanted: Collection[str
                 yield f"{event.arm}, seed {event.seed}, step {event.step}: {event.words}"
 
 
+_CURES = {
+    Void.NEARLY_ZERO: ", and more seeds would be no other; train fewer --steps, or on more --data",
+    Void.OTHER_TOKENS: ", and more seeds would be no other",
+}
+
+
 def inconclusive(judged: JudgedArm) -> str:
     """Why, and how many more seeds would do."""
     more = f"{judged.more_seeds} more would do" if judged.more_seeds else "no number of seeds that is known would do"
@@ -154,7 +198,8 @@ def inconclusive(judged: JudgedArm) -> str:
         return str(judged.why)
     if judged.why is Why.FEW_PAIRS:
         pairs = judged.gap.pairs if judged.gap else 0
-        return f"{many(pairs, 'seed')} {'counts' if pairs == 1 else 'count'}, fewer than {LEAST_PAIRS}; {more}"
+        few = f"{many(pairs, 'seed')} {'counts' if pairs == 1 else 'count'}, fewer than {LEAST_PAIRS}"
+        return f"{few}: {judged.void}{_CURES.get(judged.void, '')}" if judged.void else f"{few}; {more}"
     if judged.why is Why.TOO_WIDE:
         assert judged.gap is not None and judged.gap.decides is not None
         return f"{_span(judged.gap.decides)} is too wide; {more} in four of five cases"
@@ -181,6 +226,8 @@ def notes(found: ArmVerdict) -> Iterator[str]:
     for seed, why in found.voids:
         if seed not in found.diverged_in:
             reasons.setdefault(why.value, []).append(seed)
+    for steps, alike in together((steps, seed) for seed, steps in found.passed).items():
+        yield f"in {_seeds(alike)} the batches of {_steps(steps)} were passed over: no arm is compared on them"
     for reason, seeds in reasons.items():
         yield f"{_seeds(seeds)} {'does' if len(seeds) == 1 else 'do'} not count: {reason}"
     if found.outlier is not None:
@@ -283,6 +330,10 @@ def _span(found: Interval, level: bool = True) -> str:
 
 def _seeds(seeds: tuple[int, ...] | list[int]) -> str:
     return f"seed{'s' * (len(seeds) != 1)} {listed([str(seed) for seed in seeds], len(seeds))}"
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"step{'s' * (len(steps) != 1)} {listed([str(step) for step in steps], _SHOWN_STEPS)}"
 
 
 def without_histories(training: Training) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
+import types
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from fp8bench.errors import RunNotFound, UnknownName, UsageError
 from fp8bench.features.train import run as job
 from fp8bench.features.train.command import request_from
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import LayerReading, StepRow, StreamLine
+from fp8bench.features.train.values import LayerReading, StepRow, StreamLine, Validation
 from tests.features.train.lab.labs import hooks_of
 from tests.trainings import FakeLab, NotedTraining, strikes
 
@@ -126,17 +129,23 @@ def test_hugging_face(tmp_path: Path) -> None:
     )
     lines: list[StreamLine] = []
     settings = transformers.TrainingArguments(
-        output_dir=str(tmp_path / "out"), max_steps=6, per_device_train_batch_size=4, logging_steps=1, use_cpu=True,
+        output_dir=str(tmp_path / "out"), max_steps=6, eval_strategy="steps", eval_steps=2,
+        per_device_train_batch_size=4, logging_steps=1, use_cpu=True,
         report_to=[], save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     callback = fp8bench.hugging_face_callback(tmp_path / "steps.jsonl", told=lines.extend, stride=3)
-    trainer = transformers.Trainer(model=model, args=settings, train_dataset=Rows(), callbacks=[callback])
+    trainer = transformers.Trainer(
+        model=model, args=settings, train_dataset=Rows(), eval_dataset=Rows(), callbacks=[callback]
+    )
     trainer.train()
     rows = [line for line in lines if isinstance(line, StepRow)]
     logged = [one for one in trainer.state.log_history if "loss" in one]
     assert [row.step for row in rows] == list(range(6))
     assert [row.loss for row in rows] == pytest.approx([float(one["loss"]) for one in logged], rel=1e-3)
     assert [row.rate for row in rows] == pytest.approx([one["learning_rate"] for one in logged], rel=1e-3)
+    looks = [(line.step, line.loss) for line in lines if isinstance(line, Validation) and line.of == "held-out"]
+    evaluated = [(one["step"], one["eval_loss"]) for one in trainer.state.log_history if "eval_loss" in one]
+    assert looks == [(step, pytest.approx(loss)) for step, loss in evaluated] and len(looks) == 3
     read = {(line.layer, line.role) for line in lines if isinstance(line, LayerReading)}
     assert ("transformer.h.0.attn.c_attn", "gradient") in read and ("transformer.wte", "weight") in read
     assert hooks_of(model) == 0 and (tmp_path / "steps.jsonl").read_text().count("\n") == len(lines)
@@ -146,7 +155,10 @@ def test_hugging_face(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
 def test_lightning(tmp_path: Path) -> None:
     """With two micro-batches a step: the loss that was logged, and the noise between them."""
-    lightning = pytest.importorskip("lightning.pytorch")
+    try:
+        lightning = importlib.import_module("lightning.pytorch")
+    except ImportError:
+        lightning = pytest.importorskip("pytorch_lightning")
 
     class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -160,17 +172,21 @@ def test_lightning(tmp_path: Path) -> None:
             self.losses.append(float(loss))
             return loss
 
+        def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
+            self.log("val_loss", (self.net(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean())
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
     module, lines = Module(), list[StreamLine]()
     data = torch.utils.data.TensorDataset(torch.randn(32, 6, generator=torch.Generator().manual_seed(1)))
     trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", accumulate_grad_batches=2, logger=False, enable_checkpointing=False,
+        max_epochs=1, accelerator="cpu", accumulate_grad_batches=2, logger=False, val_check_interval=4,
+        enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(tmp_path),
         callbacks=[fp8bench.lightning_callback(told=lines.extend, stride=2)],
     )  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
+    trainer.fit(module, *(torch.utils.data.DataLoader(data, batch_size=4) for _ in range(2)))
     rows = [line for line in lines if isinstance(line, StepRow)]
     means = [sum(module.losses[place : place + 2]) / 2 for place in range(0, 8, 2)]
     assert [row.loss for row in rows] == pytest.approx(means) and len(rows) == 4
@@ -178,6 +194,100 @@ def test_lightning(tmp_path: Path) -> None:
         (layer, role) for layer in ("net.0", "net.2") for role in ("input", "weight", "gradient")
     }
     assert any(getattr(line, "name", "") == "noise_scale" for line in lines) and hooks_of(module) == 0
+    looks = [line for line in lines if isinstance(line, Validation) and line.of == "held-out"]
+    assert [look.step for look in looks] == [2, 4]  # and none of the check before the first step
+    assert looks[-1].loss == pytest.approx(float(trainer.callback_metrics["val_loss"]))
+
+
+class LightningProtocol:
+    """What of Lightning's Trainer a callback is called with, in its order: a check of validation before the first step,
+    the loss divided by micro-batches before backward, metrics after validation."""
+
+    def __init__(self, module: nn.Module, callback: Any) -> None:
+        self.module, self.callback = module, callback
+        self.optimizers = [torch.optim.SGD(module.parameters(), lr=0.01)]
+        self.accumulate_grad_batches, self.sanity_checking = 2, False
+        self.callback_metrics: dict[str, torch.Tensor] = {}
+
+    def validated(self, loss: float | None, checking: bool = False) -> None:
+        self.sanity_checking = checking
+        self.callback_metrics = {} if loss is None else {"val_loss": torch.tensor(loss)}
+        self.callback.on_validation_end(self, self.module)
+
+    def fit(self, steps: int, looks: dict[int, float | None], fails: bool = False) -> None:
+        self.validated(9.0, checking=True)
+        self.callback.on_train_start(self, self.module)
+        self.validated(8.0, checking=True)
+        for step in range(1, steps + 1):
+            for _ in range(2):
+                loss = self.module(torch.ones(4, 6)).square().mean()
+                self.callback.on_before_backward(self, self.module, loss / 2)
+                (loss / 2).backward()
+            self.optimizers[0].step()
+            self.optimizers[0].zero_grad()
+            if step in looks:
+                self.validated(looks[step])
+            if fails:
+                self.callback.on_exception(self, self.module, RuntimeError())
+                return
+        self.callback.on_train_end(self, self.module)
+        self.validated(7.0)  # trainer.validate() of its own, after the training
+
+
+def test_lightnings_losses_on_held_out_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At the step that they are of; no check before the first step, none without a val_loss, none after the end. The
+    two streams then give a verdict."""
+    stand_in = types.SimpleNamespace(Callback=object)
+    monkeypatch.setitem(sys.modules, "lightning", types.SimpleNamespace(pytorch=stand_in))
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", stand_in)
+    for name in ("one", "other"):
+        torch.manual_seed(0)
+        module, lines = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)), list[StreamLine]()
+        callback = fp8bench.lightning_callback(tmp_path / name, told=lines.extend, stride=3)
+        LightningProtocol(module, callback).fit(6, {2: 0.5, 4: None, 6: 0.25})
+        looks = [(line.step, line.loss) for line in lines if isinstance(line, Validation)]
+        assert looks == [(2, 0.5), (6, 0.25)] and hooks_of(module) == 0
+        rows = [line for line in lines if isinstance(line, StepRow)]
+        assert len(rows) == 6 and rows[0].loss == pytest.approx(_first_loss())
+    assert "no loop told a held-out loss" not in str(fp8bench.compare_streams(tmp_path / "one", tmp_path / "other"))
+    failed = fp8bench.lightning_callback(told=lines.extend)
+    LightningProtocol(module, failed).fit(6, {}, fails=True)
+    assert hooks_of(module) == 0
+    two = LightningProtocol(module, failed)
+    two.optimizers *= 2
+    with pytest.raises(UsageError, match="a training with 2 optimizers"):
+        two.fit(1, {})
+
+
+def _first_loss() -> float:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    return float(module(torch.ones(4, 6)).square().mean().detach())
+
+
+def test_hugging_faces_losses_on_held_out_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `eval_loss`; an evaluation without one, before the first step or after the last one tells nothing. The
+    optimizer may be wrapped, as accelerate has it; a training that failed leaves nothing to the next one."""
+    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(TrainerCallback=object))
+    lines: list[StreamLine] = []
+    callback = fp8bench.hugging_face_callback(told=lines.extend, stride=3)
+    callback.on_evaluate(None, None, None, metrics={"eval_loss": 9.0})
+    for attempt in range(2):
+        lines.clear()
+        module = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        callback.on_train_begin(None, None, None, model=module, optimizer=types.SimpleNamespace(optimizer=optimizer))
+        for step in range(1, 5):
+            module(torch.ones(4, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            metrics = {"eval_loss": 1 / step} if step % 2 == 0 else {"eval_runtime": 3.0} if step == 3 else None
+            callback.on_evaluate(None, None, None, metrics=metrics)
+        if attempt:
+            callback.on_train_end(None, None, None)
+            callback.on_evaluate(None, None, None, metrics={"eval_loss": 9.0})
+    assert [(line.step, line.loss) for line in lines if isinstance(line, Validation)] == [(2, 0.5), (4, 0.25)]
+    assert [line.step for line in lines if isinstance(line, StepRow)] == [0, 1, 2, 3] and hooks_of(module) == 0
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,19 +95,20 @@ def test_every_setting_of_the_request_can_be_said() -> None:
         "--margin 2.5 --seed 3 --stride 4 --evaluate 5 --keep 6 --device cpu --threads 2 --rate 0.01 --warmup 0.2 "
         "--floor 0.3 --weight-decay 0.4 --clip 0.5 --loss-scale 1024 --optimizer-states fp8lm --master fp16-scaled "
         "--gradients bf16 --on-nan skip --rates norm=0,head=2 --no-isolation "
-        "--bands one-ulp,repeat"
+        "--bands one-ulp,repeat --until 2.5 --shift 0.5 --start last:fp8 --rewinds 2 --experiment shift"
     )
     settings = TrainerSettings(
         model="gpt2-124m", arch="moe", batch=2, sequence=64, micro_batches=3, dropout=0.1,
         checkpointing="blocks", compile="yes", precision_map=(("mlp", "fp8"),), rate=0.01, warmup=0.2, floor=0.3,
         weight_decay=0.4, clip=0.5,
         loss_scale="1024", optimizer_states="fp8lm", master="fp16-scaled", gradients="bf16", on_nan="skip",
-        rates=(("norm", 0.0), ("head", 2.0)),
+        rates=(("norm", 0.0), ("head", 2.0)), shift=0.5, start="last:fp8", rewinds=2,
     )  # fmt: skip
     assert request_from(build_parser().parse_args(words.split())) == TrainingRequest(
         ("bf16", "fp8-delayed"), "bf16", settings, 7, 2, 3, ("one-ulp", "repeat"), 0.025,
         (("history", ("1", "16", "4")), ("margin", ("1",))),
-        "cpu", 2, "a.txt", "b.txt", "bpe:64", 4, 5, 6, isolation=False,
+        "cpu", 2, "a.txt", "b.txt", "bpe:64", 4, 5, 6, isolation=False, until=2.5,
+        experiment="shift",
     )  # fmt: skip
 
 

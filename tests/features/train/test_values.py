@@ -17,7 +17,7 @@ REFUSED: dict[str, list[Any]] = {
     "floor": [2], "weight_decay": [-1], "clip": [-1, float("inf")], "dropout": [1.0, -0.1],
     "loss_scale": ["0.5", "8589934592", "big", 1024.0, "nan"], "optimizer_states": ["fp8"], "master": ["bf16"],
     "gradients": ["fp16"], "checkpointing": ["yes"], "compile": ["maybe"], "attention": ["low"],
-    "on_nan": ["ignore"], "nudge": ["bit"],
+    "on_nan": ["ignore"], "rewinds": [0, 1.5], "shift": [-0.1, 1.1], "start": [3], "nudge": ["bit"],
     "scale_growth": [0], "handicap": [0, float("inf")], "precision_map": [(("mlp",),), "mlp=fp8"],
     "parallel": ["pp"], "amax_group": ["dp"], "make": [3], "skip": ["head"], "norm": ["group"], "decay": [2],
     "optimizer": ["rmsprop"], "beta1": [1, -0.5], "beta2": [1.5], "eps": [-1, 2], "updates": ["fp4"],
@@ -29,7 +29,9 @@ ASKED: dict[str, list[Any]] = {
     "margin": [0, 1, -0.01, float("nan")], "sweep": [(("history", ()),)], "device": [""], "threads": [0], "data": [""],
     "other_data": [""], "tokens": ["words"], "stride": [0], "evaluate": [0], "keep": [0],
     "imports": ["x"], "isolation": [None], "try_fix": ["yes"], "max_batch": ["yes"],
-    "memory_limit": [0], "energy": ["yes"], "bands": ["one-ulp", ("chaos",)], "ranks": [0, 1, 2, True],
+    "memory_limit": [0], "energy": ["yes"],
+    "experiment": [3],
+    "until": [0, -1.0, float("nan"), float("inf"), "2"], "bands": ["one-ulp", ("chaos",)], "ranks": [0, 1, 2, True],
     "scales_from": [""],
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import pickle
 import secrets
@@ -13,10 +14,9 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fp8bench.errors import StoreError
-from fp8bench.features.train.lab.trainer import Trainer
+from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.train.values import SeedTask
 from fp8bench.files import PARTIAL, keeping, sealed, unsealed, write_whole
 
@@ -48,9 +48,8 @@ class _Digesting:
         return self._digest.hexdigest()
 
 
-def write(folder: str, task: SeedTask, trainers: Mapping[str, Trainer], rank: int) -> None:
+def write(folder: str, task: SeedTask, memories: Mapping[str, dict[str, Any]], rank: int) -> None:
     """Keep the state of these arms, of one rank. Raises StoreError."""
-    memories = {name: trainer.memory() for name, trainer in trainers.items()}
     target = Path(folder)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
@@ -95,6 +94,19 @@ def weights(folder: str, arm: str) -> list[Tensor]:
         raise StoreError(f"the checkpoint {folder} has nothing of {arm!r}. It has {', '.join(files)}.")
     kept: list[Tensor] = _loaded(place / files[arm]["file"], files[arm]["sha256"])["optimizer"]["weights"]
     return kept
+
+
+def begin_with(model: nn.Module, start: str) -> None:
+    """Give a model the weights of a checkpoint, 'FOLDER::ARM'. Raises UsageError where they are another model's."""
+    folder, _, arm = start.rpartition("::")
+    kept, own = weights(folder, arm), list(model.parameters())
+    if [weight.shape for weight in kept] != [parameter.shape for parameter in own]:
+        raise UsageError(
+            f"--start: {folder} has weights of another model than this one. Choose its --model, --arch and --tokens."
+        )
+    with torch.no_grad():
+        for parameter, weight in zip(own, kept, strict=True):
+            parameter.copy_(weight)
 
 
 def _head(place: Path) -> dict[str, Any]:
@@ -146,3 +158,12 @@ def finite(memory: Any) -> bool:
     if isinstance(memory, dict):
         return all(map(finite, memory.values()))
     return all(map(finite, memory)) if isinstance(memory, list) else True
+
+
+@torch.no_grad()
+def moved_by_an_ulp(model: nn.Module, seed: int) -> None:
+    """Every weight goes to a neighbour in its dtype, up or down at random."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        up = torch.rand(parameter.shape, generator=generator) < 0.5
+        parameter.copy_(torch.nextafter(parameter, torch.where(up, math.inf, -math.inf).to(parameter)))

@@ -7,7 +7,7 @@ arms of a seed. However a step is cut into micro-batches, its windows are the sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -78,8 +78,22 @@ class TokenWindows:
         return host[:, :-1].contiguous(), host[:, 1:].contiguous()
 
 
-# What a trained model is quantised to, each layer anew from its weights: nothing of the training's scales is used.
-QUANTISED = ("fp8", "nvfp4")
+def windows_by_step(
+    text: TrainingText, shift: float, steps: int, length: int, device: str, vocabulary: int
+) -> tuple[TrainingText, Callable[[int], TokenWindows]]:
+    """What each step reads: from that share of the steps on the text of another kind, whose last tenth is held out in
+    the text that comes back."""
+    first, at = TokenWindows(text.train, length, device, vocabulary), round(shift * steps)
+    if at >= steps or text.other is None:
+        return text, lambda step: first
+    cut = text.other.stop - (text.other.stop - text.other.start) // 10
+    later = TokenWindows(replace(text.other, stop=cut - length), length, device, vocabulary)
+    return replace(text, other=replace(text.other, start=cut)), lambda step: first if step < at else later
+
+
+# What a trained model is quantised to, each layer anew from its weights: nothing of the training's scales is used. bf16
+# is there to hold the others against, whatever an arm was trained in.
+QUANTISED = ("bf16", "fp8", "nvfp4")
 # A look reads about so many tokens, in so many windows at least, and so many of them at a time.
 _TOKENS = 4096
 _LEAST_WINDOWS = 16

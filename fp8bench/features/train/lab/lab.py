@@ -122,10 +122,10 @@ class Lab(Bench):
         stopped = self._trainer(key).stopped
         return StateCheck("it has stopped: its numbers are not finite" if stopped else "")
 
-    def validate(self, arm: str) -> tuple[Validation, ...]:
+    def validate(self, arm: str, last: bool = False) -> tuple[Validation, ...]:
         trainer = self._trainer(arm)
         with self._running(trainer.precision):
-            return trainer.validate()
+            return trainer.validate(last)
 
     def branch(self, folder: str, arm: str, trial: Arm, settings: TrainerSettings) -> int:
         """Another arm, which goes on from what a folder keeps of one that is there, with a precision and settings of
@@ -142,6 +142,26 @@ class Lab(Bench):
         self._trainers[trial.name] = trainer
         return trainer.step
 
+    def rewinds(self, arm: str) -> tuple[tuple[int, int], ...]:
+        return self._trainer(arm).rewinds
+
+    def rewind(self, folder: str, arm: str, rewinds: tuple[tuple[int, int], ...]) -> int:
+        """Have an arm go on from what a folder keeps of it, from the first step where that is '', past the batches of
+        the steps of `rewinds`. Returns the step that comes next."""
+        from fp8bench.features.train.lab.own_trainer import trainer_of
+
+        memory = self._read(folder, arm)[arm] if folder else None
+        if memory is None:
+            self.drop(arm)  # there may be no room for two of it
+            with self._running():
+                self._trainers[arm] = trainer_of(self._task, next(one for one in self._task.arms if one.name == arm))
+        trainer = self._trainers[arm]
+        if memory is not None:
+            with self._running(trainer.precision):
+                trainer.recall(memory)
+        trainer.rewinds = rewinds
+        return trainer.step
+
     def drop(self, arm: str) -> None:
         self._trainers.pop(arm, None)
         gc.collect()
@@ -152,7 +172,7 @@ class Lab(Bench):
         from fp8bench.features.train.lab.checkpoint import write
 
         lost = self._lost()
-        kept = {name: trainer for name, trainer in self._trainers.items() if name not in lost}
+        kept = {name: trainer.memory() for name, trainer in self._trainers.items() if name not in lost}
         write(folder, self._task, kept, self._rank)
         return lost
 
@@ -171,10 +191,10 @@ class Lab(Bench):
                 trainer.stopped = True
         return tuple((name, one.step) for name, one in self._trainers.items())
 
-    def _read(self, folder: str) -> dict[str, dict[str, Any]]:
+    def _read(self, folder: str, arm: str = "") -> dict[str, dict[str, Any]]:
         from fp8bench.features.train.lab.checkpoint import read
 
-        return read(folder, self._task, self._rank)
+        return read(folder, self._task, self._rank, arm)
 
     def close(self) -> None:
         self._trainers = {}

@@ -180,6 +180,23 @@ def joint(norms: Sequence[Tensor]) -> Tensor:
     return norm
 
 
+def clippings_of(
+    norms: list[Tensor], norm: Tensor, scale: float, most: float, clipped: Sequence[str]
+) -> tuple[list[Tensor], Tensor]:
+    """What the gradient of each parameter is divided by, and all of them together are smaller by; `clipped` names what
+    each is clipped together with."""
+    groups = list(dict.fromkeys(clipped))
+    if not most or len(groups) == 1:
+        clipping = (norm / most).clamp(min=1.0) if most else torch.ones_like(norm)
+        return [clipping] * len(norms), clipping
+    parts = {
+        group: joint([one for one, own in zip(norms, clipped, strict=True) if own == group]) / scale for group in groups
+    }
+    by = {group: (part / most).clamp(min=1.0) for group, part in parts.items()}
+    after = joint([parts[group] / by[group] for group in groups])
+    return [by[group] for group in clipped], (norm / after).clamp(min=1.0)
+
+
 class Weights:
     """float32: the parameters themselves."""
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import Fp8benchError, UsageError
+from fp8bench.features.train.lab.checkpoint import moved_by_an_ulp
 from fp8bench.features.train.lab.optimizer import Optimizer, seed_of
 from fp8bench.features.train.lab.own_batches import OwnBatches, check_batches, held_out_of, size_of
 from fp8bench.features.train.lab.own_optimizer import TorchOptimizer
 from fp8bench.features.train.lab.together import Alone
-from fp8bench.features.train.lab.trainer import Trainer, moved_by_an_ulp
+from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, Validation
 from fp8bench.model import Level
 from fp8bench.model.step import Coverage

@@ -55,8 +55,8 @@ class RankLab(RankBench, Lab):
         """On any rank: what was kept of an arm by some of them could not be gone on with."""
         return tuple(sorted({name for names in _said_by_all(super()._lost()) for name in names}))
 
-    def _read(self, folder: str) -> dict[str, dict[str, Any]]:
-        return self._together(lambda: super(RankLab, self)._read(self._own(folder)))
+    def _read(self, folder: str, arm: str = "") -> dict[str, dict[str, Any]]:
+        return self._together(lambda: super(RankLab, self)._read(self._own(folder), arm))
 
     def branch(self, folder: str, arm: str, trial: Arm, settings: TrainerSettings) -> int:
         own = folder and self._own(folder)

@@ -9,16 +9,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fp8bench.features.train.lab import models
-from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, TokenWindows
-from fp8bench.features.train.lab.optimizer import Optimizer, joint, own_seed, seed_of
+from fp8bench.features.train.lab.checkpoint import begin_with, moved_by_an_ulp
+from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, windows_by_step
+from fp8bench.features.train.lab.optimizer import Optimizer, clippings_of, joint, own_seed, seed_of
 from fp8bench.features.train.lab.rates import Plateau, group_of, loss_scale_of, share_of_rate
 from fp8bench.features.train.lab.together import digest_of, together_of
 from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, whole_words
 from fp8bench.features.train.values import (
     FALLBACK,
+    NOT_FINITE,
     WATCHED_SECONDS,
     Arm,
     ArmState,
@@ -66,6 +68,8 @@ class Trainer:
         self._settings = settings = arm.taken(task.settings)
         self._rate = settings.rate
         self._seed = own_seed(task.seed, arm)
+        # First and last of the steps whose batches are passed over.
+        self.rewinds: tuple[tuple[int, int], ...] = ()
         # Batches are those of later steps by so many.
         self._past = 0
         self._arithmetics: dict[str, Arithmetic] = {}
@@ -88,8 +92,9 @@ class Trainer:
         self._layers = models.layers_of(settings.arch, self._config)
         self.together = together_of(settings, self._config, task.facts)
         model = self._made(task.facts)
-        self._windows = TokenWindows(task.text.train, self._config.sequence, task.facts.key, self._config.vocabulary)
-        self._evaluation = Evaluation(task.text, self._config, self._layers, task.facts, self.together.scaled)
+        own = self._config.sequence, task.facts.key, self._config.vocabulary
+        text, self._read_in = windows_by_step(task.text, settings.shift, task.steps, *own)
+        self._evaluation = Evaluation(text, self._config, self._layers, task.facts, self.together.scaled)
         return model
 
     def _updating(self) -> Any:
@@ -124,6 +129,8 @@ class Trainer:
         )  # fmt: skip
         if self._settings.attention != "auto":
             self._round_attention(model, facts)
+        if self._settings.start:
+            begin_with(model, self._settings.start)
         if self._settings.nudge == "ulp":
             moved_by_an_ulp(model, seed_of("nudge", self._seed))
         self._count = sum(parameter.numel() for parameter in model.parameters())
@@ -145,7 +152,7 @@ class Trainer:
 
     def _compiled(self) -> Forward:
         """The model compiled here and now, so that no step has to; what it has cast for that is forgotten."""
-        batch = self._windows.drawn(self._seed, 0, 0, self._share)
+        batch = self._read_in(0).drawn(self._seed, 0, 0, self._share)
         with self._weights.cast(_SILENT):
             return compiled(self._model, *batch)
 
@@ -186,6 +193,9 @@ class Trainer:
         """One step; nothing where the arm has stopped or is done. Not `watched`: whichever step it is."""
         if self.stopped or self.step == self._task.steps:
             return
+        if self._passes:
+            self.step += 1
+            return
         if self.step == 0 and (found := product_like(self.precision, self._task.facts)):
             words = f"the numbers of a product are those of {found}, not of {self.precision.mode}"
             yield self._event(FALLBACK, words)
@@ -198,7 +208,7 @@ class Trainer:
             norms = self.together.norms(self._optimizer.gradients.norms())
             norm = joint(norms) / scale
             skip = (~(loss + norm).isfinite()).to(torch.float32)
-            clippings, clipping = self._clippings(norms, norm, scale)
+            clippings, clipping = clippings_of(norms, norm, scale, self._settings.clip, self._clipped)
             self._optimizer.weights.draws(seed_of("round", self._seed, self.step))
             with phase.optimizer_step:
                 self._optimizer.step(rate, [each * scale for each in clippings], skip)
@@ -222,27 +232,13 @@ class Trainer:
         self._skipped = self._skipped + 1 if row.skipped else 0
         self.step += 1
 
-    def _clippings(self, norms: list[Tensor], norm: Tensor, scale: float) -> tuple[list[Tensor], Tensor]:
-        """What the gradient of each parameter is divided by, and all of them together are smaller by."""
-        most, groups = self._settings.clip, list(dict.fromkeys(self._clipped))
-        if not most or len(groups) == 1:
-            clipping = (norm / most).clamp(min=1.0) if most else torch.ones_like(norm)
-            return [clipping] * len(norms), clipping
-        parts = {
-            group: joint([one for one, own in zip(norms, self._clipped, strict=True) if own == group]) / scale
-            for group in groups
-        }
-        by = {group: (part / most).clamp(min=1.0) for group, part in parts.items()}
-        after = joint([parts[group] / by[group] for group in groups])
-        return [by[group] for group in self._clipped], (norm / after).clamp(min=1.0)
-
     def _rate_now(self) -> float:
         share = share_of_rate(self._settings, self.step, self._task.steps) * self._plateau.share
         return self._rate * self._settings.handicap * share
 
     def read(self, step: int) -> tuple[int, int]:
         """Digests of what this rank reads in a step, and of all that is read in it."""
-        settings, digest, together = self._settings, self._windows.digest, self.together
+        settings, digest, together = self._settings, self._read_in(step).digest, self.together
         numbers = range(settings.micro_batches)
         parts = [number * together.shares + together.share for number in numbers]
         own = sum(digest(self._seed, step + self._past, part, self._share) for part in parts)
@@ -260,10 +256,19 @@ class Trainer:
         kept = [one for own in self._arithmetics.values() for one in own.memory().values()]
         return digest_of([one for one in kept if one.dtype == torch.float32]) if self.together.shares_scales else 0
 
+    @property
+    def _passes(self) -> bool:
+        return any(first <= self.step <= last for first, last in self.rewinds)
+
     def repeat(self, last: int) -> None:
-        """An arm that is done goes back by so many steps, with its weights as they are."""
+        """An arm that is done goes back by so many steps, with its weights as they are; what it passes over
+        is none of them."""
         if self.step == self._task.steps:
             self.step = max(0, self.step - last)
+        for _ in range(self._task.steps):
+            if not self._passes:
+                return
+            self.step = (self.step + 1) % self._task.steps
 
     @contextmanager
     def _present(self, phase: Phases) -> Iterator[None]:
@@ -292,7 +297,7 @@ class Trainer:
         part = number * self.together.shares + self.together.share
         torch.manual_seed(seed_of("step", self._seed, self.step, part))
         with phase.data_load:
-            batch = self._windows.drawn(self._seed, self.step + self._past, part, self._share)
+            batch = self._read_in(self.step).drawn(self._seed, self.step + self._past, part, self._share)
         if self._settings.nudge == "order":  # the same sums over the batch, from its other end
             batch = batch[0].flip(0), batch[1].flip(0)
         loss = self._forward(*batch, phase)
@@ -317,9 +322,11 @@ class Trainer:
         layer, tensor, values = (place.layer, place.tensor, place.values) if place is not None else ("", "", ())
         words = whole_words(place, row.loss, row.gradient_norm)
         values = (*values, ("loss_scale", row.loss_scale))
-        yield TrainingEvent(row.arm, row.seed, row.step, "not-finite", words, layer, tensor, values)
+        yield TrainingEvent(row.arm, row.seed, row.step, NOT_FINITE, words, layer, tensor, values)
         why = self._why_stopped(row)
-        if why:
+        if self._settings.on_nan == "rewind":
+            self.stopped = True  # until whoever has the checkpoints goes back, or says that it is over
+        elif why:
             self.stopped = True
             yield self._event("stopped", f"the arm is stopped: {why}")
         elif self._settings.on_nan == "lower-rate":
@@ -366,8 +373,8 @@ class Trainer:
         for name, buffer in self._model.named_buffers():
             buffer.copy_(remembered.statistics[name])
 
-    def validate(self) -> tuple[Validation, ...]:
-        """The losses on text that was not trained on; once all steps are done, in every way that is looked at.
+    def validate(self, last: bool = False) -> tuple[Validation, ...]:
+        """The losses on text that was not trained on; the `last` time in every way that is looked at.
 
         What casts remember is put back: looking changes no step to come.
         """
@@ -376,7 +383,7 @@ class Trainer:
         self._model.eval()
         try:
             with self._present(_SILENT), torch.no_grad(), self._weights.cast(_SILENT):
-                looks = tuple(self._evaluation.look(self._model, who, last=self.step == self._task.steps))
+                looks = tuple(self._evaluation.look(self._model, who, last=last or self.step == self._task.steps))
             for look in looks:
                 if look.of == "held-out":
                     self._plateau.seen(self.step, look.loss)
@@ -396,6 +403,7 @@ class Trainer:
             "rate": self._rate,
             "plateau": self._plateau.memory(),
             "past": self._past,
+            "rewinds": [list(window) for window in self.rewinds],
             "skipped": self._skipped,
             "remembered": self._remembered()._asdict(),
             "watched": dict(self._watch.scales),
@@ -429,6 +437,7 @@ class Trainer:
         self._rate, self._skipped = memory["rate"], memory["skipped"]
         self._past = memory["past"]
         self._plateau.recall(memory["plateau"])
+        self.rewinds = tuple((first, last) for first, last in memory["rewinds"])
         self._optimizer.recall(memory["optimizer"])
         self._recall(_Remembered(**memory["remembered"]))
         self._watch.scales = dict(memory["watched"])
@@ -437,12 +446,3 @@ class Trainer:
 def _alike(one: Arithmetic, other: Arithmetic) -> bool:
     """Whether two arithmetics remember the same things in the same way."""
     return type(one) is type(other) and getattr(one, "recipe", None) == getattr(other, "recipe", None)
-
-
-@torch.no_grad()
-def moved_by_an_ulp(model: nn.Module, seed: int) -> None:
-    """Every weight goes to a neighbour in its dtype, up or down at random."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        up = torch.rand(parameter.shape, generator=generator) < 0.5
-        parameter.copy_(torch.nextafter(parameter, torch.where(up, math.inf, -math.inf).to(parameter)))

@@ -19,7 +19,17 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from fp8bench.analysis.compare.interval import quantile
-from fp8bench.features.train.values import REFERENCE_SECONDS, StepFigure, StepRow, StreamLine, TrainingEvent, Validation
+from fp8bench.features.train.values import (
+    ARRIVED,
+    NOT_FINITE,
+    REFERENCE_SECONDS,
+    REWOUND,
+    StepFigure,
+    StepRow,
+    StreamLine,
+    TrainingEvent,
+    Validation,
+)
 from fp8bench.model import Interval
 
 HELD_OUT = "held-out"
@@ -27,7 +37,7 @@ _TENTHS = 10
 # A reference that has come down to this share of its first loss knows its text by heart: a share of next to nothing
 # says nothing. Of bytes that is 0.055 a token, where text that was learned and not copied stays above 0.6.
 _NEARLY_ZERO = 0.01
-_STOPPED, _NOT_FINITE = "stopped", "not-finite"
+_STOPPED = "stopped"
 
 Key = tuple[str, int]
 
@@ -37,6 +47,7 @@ class Void(StrEnum):
 
     NOT_FINISHED = "not finished"
     NOT_FINITE = "not finite"
+    PASSED_OVER = "all batches of its last tenth were passed over"
     NEARLY_ZERO = "the reference's loss is nearly zero"
     OTHER_TOKENS = "another number of tokens a step"
     COPY = "the reference's losses are those of another seed bit for bit"
@@ -47,6 +58,7 @@ class Curve:
     """One arm in one seed, its rows in the order of their steps, of `steps` that were asked for.
 
     `beside` are the seconds of the reference's steps beside it, where these are not those of the reference's rows.
+    `passed` are steps that rewinds passed over: their rows have no loss, and what is compared leaves them out.
     """
 
     steps: int
@@ -54,6 +66,7 @@ class Curve:
     held_out: Mapping[int, float] = field(default_factory=dict)
     events: frozenset[str] = frozenset()
     beside: Mapping[int, float] = field(default_factory=dict)
+    passed: frozenset[int] = frozenset()
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -64,13 +77,13 @@ class Curve:
         return len(self.rows) == self.steps
 
     @property
-    def end(self) -> tuple[float, ...]:
-        return self.losses[-last_of(self.steps) :]
-
-    @property
     def endpoint(self) -> float:
-        """Their mean; NaN if one is not finite, or it did not come to its last step."""
-        return math.fsum(self.end) / len(self.end) if self.whole and all(map(math.isfinite, self.end)) else math.nan
+        return self.endpoint_without(self.passed)
+
+    def endpoint_without(self, passed: frozenset[int]) -> float:
+        """The mean of the last tenth but for these; NaN if one is not finite, or it did not come to its last step."""
+        end = [row.loss for row in self.rows[-last_of(self.steps) :] if row.step not in passed]
+        return math.fsum(end) / len(end) if end and self.whole and all(map(math.isfinite, end)) else math.nan
 
     @property
     def fall(self) -> float:
@@ -84,8 +97,9 @@ class Curve:
         One that recovered from such a step is not meant, nor one that was lost for another reason.
         """
         if self.whole:
-            return not math.isfinite(self.rows[-1].loss)
-        return {_STOPPED, _NOT_FINITE} <= self.events
+            taken = [row.loss for row in self.rows if row.step not in self.passed]
+            return not (taken and math.isfinite(taken[-1]))
+        return {_STOPPED, NOT_FINITE} <= self.events
 
 
 def last_of(steps: int) -> int:
@@ -98,6 +112,9 @@ def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
     held_out: dict[Key, dict[int, float]] = defaultdict(dict)
     events: dict[Key, set[str]] = defaultdict(set)
     beside: dict[Key, dict[int, float]] = defaultdict(dict)
+    passed: dict[Key, set[int]] = defaultdict(set)
+    lines = tuple(lines)
+    ends = arrivals(lines)
     for line in lines:
         key = (line.arm, line.seed)
         if isinstance(line, StepRow):
@@ -106,14 +123,26 @@ def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
             held_out[key][line.step] = line.loss
         elif isinstance(line, TrainingEvent):
             events[key].add(line.kind)
+            if line.kind == REWOUND:
+                passed[key].update(range(int(dict(line.values)["first"]), line.step + 1))
         elif isinstance(line, StepFigure) and line.name == REFERENCE_SECONDS:
             beside[key][line.step] = line.value
+    for key, steps_passed in passed.items():
+        if like := next(iter(rows[key].values()), None):
+            empty = replace(like, loss=math.nan, gradient_norm=math.nan, seconds=0.0, skipped=True)
+            rows[key] |= {step: replace(empty, step=step) for step in steps_passed}
     return {
         key: Curve(
-            steps, tuple(found for _, found in sorted(own.items())), held_out[key], frozenset(events[key]), beside[key]
+            ends.get(key[1], steps), tuple(found for _, found in sorted(own.items())), held_out[key],
+            frozenset(events[key]), beside[key], frozenset(passed[key]),
         )
-        for key, own in rows.items()
-    }
+        for key, own in rows.items() if own
+    }  # fmt: skip
+
+
+def arrivals(lines: Iterable[StreamLine]) -> dict[int, int]:
+    """The steps of each seed that ended where its arms had come to a loss."""
+    return {line.seed: line.step for line in lines if isinstance(line, TrainingEvent) and line.kind == ARRIVED}
 
 
 @dataclass(frozen=True)
@@ -129,14 +158,17 @@ class Pair:
 def paired(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
     if not (reference.whole and arm.whole):
         return Void.NOT_FINISHED
-    if math.isnan(reference.endpoint) or math.isnan(arm.endpoint):
+    passed = reference.passed | arm.passed
+    if passed >= {row.step for row in reference.rows[-last_of(reference.steps) :]}:
+        return Void.PASSED_OVER
+    old, new = reference.endpoint_without(passed), arm.endpoint_without(passed)
+    if math.isnan(old) or math.isnan(new):
         return Void.NOT_FINITE
-    if reference.endpoint <= _NEARLY_ZERO * reference.rows[0].loss:
+    if old <= _NEARLY_ZERO * reference.rows[0].loss:
         return Void.NEARLY_ZERO
     if reference.rows[-1].tokens != arm.rows[-1].tokens:
         return Void.OTHER_TOKENS
-    gap = (arm.endpoint - reference.endpoint) / reference.endpoint
-    return Pair(seed, gap, _held_out_gap(reference, arm), reference.losses == arm.losses)
+    return Pair(seed, (new - old) / old, _held_out_gap(reference, arm), reference.losses == arm.losses)
 
 
 def _held_out_gap(reference: Curve, arm: Curve) -> float | None:
@@ -195,13 +227,19 @@ class Gap:
 
 @dataclass(frozen=True)
 class JudgedArm:
-    """What the pairs of one arm say. `more_seeds` would do; None where no number of them is known to."""
+    """What the pairs of one arm say. `more_seeds` would do; None where no number of them is known to, as of a study
+    whose seeds do not count for a reason, `void`, that others would have, too."""
 
     learned: Learned
     gap: Gap | None = None
     held_out: Gap | None = None
     why: Why | None = None
     more_seeds: int | None = None
+    void: Void | None = None
+
+
+# Why further seeds would count no more than those that there are.
+INCURABLE = (Void.NOT_FINISHED, Void.NEARLY_ZERO, Void.OTHER_TOKENS)
 
 
 def gap_of(gaps: Sequence[float]) -> Gap | None:
@@ -227,7 +265,7 @@ def judge(pairs: Sequence[Pair], margin: float, looks: bool = True) -> JudgedArm
         return replace(found, why=Why.NO_HELD_OUT)
     learned = rule(gap.decides, margin)
     if learned is Learned.INCONCLUSIVE:
-        return replace(found, why=Why.TOO_WIDE, more_seeds=_more_seeds(gap, margin))
+        return replace(found, why=Why.TOO_WIDE, more_seeds=seeds_until(gap, margin))
     if looks and held_out and held_out.decides and not _agrees(learned, held_out.decides, margin):
         return replace(found, why=Why.DISAGREE)
     return replace(found, learned=learned)
@@ -255,7 +293,7 @@ def _interval(point: float, deviation: float, count: int, level: float) -> Inter
     return Interval(point, point - reach, point + reach, level)
 
 
-def _more_seeds(gap: Gap, margin: float) -> int | None:
+def seeds_until(gap: Gap, margin: float) -> int | None:
     """The least number that decides, wherever chance may move the mean of so many; None if too many are needed."""
 
     def decides(count: int) -> bool:
@@ -263,9 +301,20 @@ def _more_seeds(gap: Gap, margin: float) -> int | None:
         nearest, furthest = max(0.0, abs(gap.point) - moved), abs(gap.point) + moved
         return nearest > reach or furthest <= margin - reach or 2 * reach <= margin
 
-    counts = range(gap.pairs + 1, MOST_SEEDS + 1)
+    counts = range(max(gap.pairs + 1, LEAST_PAIRS), MOST_SEEDS + 1)
     place = bisect_left(counts, True, key=decides)
     return counts[place] - gap.pairs if place < len(counts) else None
+
+
+def settled_by_more(gap: Gap, bound: float) -> tuple[float, int] | None:
+    """The next round share below half of what is excluded, and how many more seeds would probably decide it: of studies
+    that were drawn about two of three or more. None where two seeds say too little of their spread."""
+    if gap.pairs < 3 or bound <= 0 or not gap.deviation:
+        return None
+    tenth = 10.0 ** math.floor(math.log10(bound / 2))
+    finer = max(digit * tenth for digit in (1, 2, 5) if digit * tenth <= bound / 2)
+    seeds = seeds_until(gap, finer)
+    return None if seeds is None else (finer, seeds)
 
 
 def bound_of_one(gap: float, chaos: float) -> Interval | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ import numpy as np
 from fp8bench.analysis.compare.interval import quantile
 from fp8bench.features.train.values import FALLBACK, UNPAIRED, Arm, ArmRole, StreamLine, Training, Validation
 from fp8bench.features.train.verdicts.curves import (
+    INCURABLE,
     LEAST_PAIRS,
     SHOWN,
     Curve,
@@ -28,6 +30,7 @@ from fp8bench.features.train.verdicts.curves import (
     outlier_of,
     paired,
 )
+from fp8bench.features.train.verdicts.reached import ArmReached, reached_by
 from fp8bench.model import Interval
 
 # A verdict that an arm is no worse says something only if an arm that had lost this share of what the reference
@@ -44,7 +47,8 @@ class ArmVerdict:
     """What is said of one arm: its pairs judged, and of seeds without a pair why.
 
     `diverged_in` are the seeds in which it diverged, `outlier` one that lies far from all others. `same_bits` says that
-    every loss is the reference's. `speed` is None where it means nothing or is not known.
+    every loss is the reference's. `speed` is None where it means nothing or is not known. `passed` are the steps of
+    each seed whose batches it or its reference passed over after a rewind.
     """
 
     arm: Arm
@@ -54,6 +58,7 @@ class ArmVerdict:
     diverged_in: tuple[int, ...] = ()
     outlier: int | None = None
     speed: AdjustedSpeed | None = None
+    passed: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def same_bits(self) -> bool:
@@ -94,7 +99,8 @@ class TrainingVerdicts:
 
     Not `looks`: its batches are a user's own, none of them was held out, and the training loss alone decides. `chaos`
     is what one ulp in the initial weights does in the first seed. `rates` are those that the reference was trained at;
-    with several of them it is the best one, and so are those arms that are judged.
+    with several of them it is the best one, and so are those arms that are judged. `reached` says when each arm came to
+    the loss `until`, where one was asked for.
     """
 
     reference: str
@@ -108,6 +114,8 @@ class TrainingVerdicts:
     looks: bool = True
     chaos: Pair | None = None
     rates: int = 1
+    until: float | None = None
+    reached: tuple[ArmReached, ...] = ()
 
     def of(self, name: str) -> ArmVerdict | None:
         """None for the reference itself, and its bands."""
@@ -123,7 +131,13 @@ def verdicts_of(training: Training, lines: Iterable[StreamLine]) -> TrainingVerd
     request, lines = training.request, tuple(lines)
     seeds = tuple(range(request.seed, request.seed + request.seeds))
     looks = not request.settings.make or any(isinstance(line, Validation) for line in lines)
-    return verdicts_on(training.arms, curves_of(lines, request.steps), seeds, request.steps, request.margin, looks)
+    curves = curves_of(lines, request.steps)
+    found = verdicts_on(training.arms, curves, seeds, request.steps, request.margin, looks)
+    if request.until is None:
+        return found
+    arms = [arm for arm in training.arms if not arm.skip and not arm.is_band]
+    reached = reached_by(arms, found.reference, curves, seeds, request.until)
+    return replace(found, until=request.until, reached=reached)
 
 
 def verdicts_on(
@@ -195,6 +209,9 @@ def _of_arm(
         if (arm.name, seed) in curves and _diverged(curve, curves[arm.name, seed], least)
     )  # fmt: skip
     judged = judge(pairs, margin, looks)
+    void = Counter(why for _, why in voids).most_common(1)[0][0] if voids else None
+    if judged.why is Why.FEW_PAIRS and void in INCURABLE:
+        judged = replace(judged, more_seeds=None, void=void)
     if diverged:
         judged = JudgedArm(Learned.DIVERGED, judged.gap, judged.held_out)
     elif not learned:
@@ -202,10 +219,13 @@ def _of_arm(
     elif why := _not_what_it_is_called(reference, arm, pairs, curves):
         judged = replace(judged, learned=Learned.INCONCLUSIVE, why=why, more_seeds=None)
         learned = False
-    speed = None
-    if learned and not diverged and arm.native and reference.native:
+    speed, lengths = None, {curve.steps for curve in own.values()}
+    if learned and not diverged and arm.native and reference.native and len(lengths) == 1:
         speed = adjusted_speed([(own[pair.seed], curves[arm.name, pair.seed]) for pair in pairs])
-    return ArmVerdict(arm, judged, pairs, voids, diverged, outlier_of(pairs), speed)
+    empty = Curve(0)
+    either = {seed: curve.passed | curves.get((arm.name, seed), empty).passed for seed, curve in own.items()}
+    passed = tuple((seed, tuple(sorted(steps))) for seed, steps in either.items() if steps)
+    return ArmVerdict(arm, judged, pairs, voids, diverged, outlier_of(pairs), speed, passed)
 
 
 def _not_what_it_is_called(reference: Arm, arm: Arm, pairs: Sequence[Pair], curves: Mapping[Key, Curve]) -> Why | None:
@@ -242,7 +262,11 @@ def _pairs(
 
 def _repeat_band(repeats: Sequence[tuple[Curve, Curve]]) -> RepeatBand:
     """Of all seeds together."""
-    both = [rows for reference, repeat in repeats for rows in zip(reference.rows, repeat.rows, strict=False)]
+    both = [
+        (old, new)
+        for reference, repeat in repeats for old, new in zip(reference.rows, repeat.rows, strict=False)
+        if old.step not in reference.passed & repeat.passed
+    ]  # fmt: skip
     first = next((old.step for old, new in both if old.loss != new.loss), None)
     gaps = [abs(new.loss / old.loss - 1) if old.loss else math.inf for old, new in both if old.loss != new.loss]
     return RepeatBand(len(both), first, max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0))

@@ -80,7 +80,7 @@ def test_the_sentences() -> None:
     assert "all of it" not in words.verdict(*judged(lines({"fp8": [0.001, 0.02, 0.014, 0.014, 0.02]})))
     assert words.verdict(*judged(lines(SAME))).endswith("inside +-1.0%")
     few = words.verdict(*judged(lines({"fp8": [0.001] * 2})))
-    assert few == "inconclusive: 2 seeds count, fewer than 5; 3 more would do"
+    assert few == "inconclusive: 2 seeds count, fewer than 5: not finished"
     wide = words.verdict(*judged(lines({"fp8": [0.0, 0.03, -0.03, 0.02, 0.0]})))
     assert wide.endswith("is too wide; 140 more would do in four of five cases")
     apart = words.verdict(*judged(lines(WORSE, held={"fp8": [-0.01] * 5})))
@@ -93,13 +93,49 @@ def test_the_sentences() -> None:
         (SAME["fp8"], "fp8 learns as bf16 does: a loss more than 0.33% worse is excluded (5 seeds)"),
         (WORSE["fp8"], "fp8 learns worse than bf16: its loss is 3.04% higher, at least 2.81% (5 seeds)"),
         ([-one for one in WORSE["fp8"]], "fp8 learns better than bf16: its loss is 3.04% lower, at least 2.81%"),
-        ([0.001], "whether fp8 learns as bf16 does is open: 1 seed counts, fewer than 5; 4 more would do"),
+        ([0.001], "whether fp8 learns as bf16 does is open: 1 seed counts, fewer than 5: not finished"),
         ([0.001, 0.002], "whether fp8 learns as bf16 does is open: a loss more than 0.79% worse is excluded (95%)"),
     ],
 )
 def test_the_answer_is_one_sentence_with_the_digits_that_its_interval_leaves(gaps: list[float], sentence: str) -> None:
     """Bounds are those of Student's t by hand: of 0.1% and 0.2% at 95% 0.15% + 12.706 * 0.05%."""
     assert words.answer(*judged(lines({"fp8": gaps}))).startswith(sentence)
+
+
+NEARLY_ZERO = (
+    "the reference's loss is nearly zero, and more seeds would be no other; train fewer --steps, or on more --data"
+)
+
+
+@pytest.mark.parametrize(
+    ("void", "ending"),
+    [
+        (lambda row: replace(row, loss=0.001 * row.loss if row.step else row.loss), NEARLY_ZERO),
+        (
+            lambda row: replace(row, tokens=7) if row.arm == "fp8" else row,
+            "another number of tokens a step, and more seeds",
+        ),
+        (lambda row: replace(row, loss=math.nan) if row.step == 95 and row.arm == "fp8" else row, ""),
+    ],
+)
+def test_more_seeds_are_not_asked_for_where_they_would_not_count(
+    void: Callable[[StepRow], StepRow], ending: str
+) -> None:
+    """Nor is it said that they would do; where a seed was lost by chance they would."""
+    told = tuple(void(line) if isinstance(line, StepRow) else line for line in lines(SAME))
+    found, _ = judged(told)
+    said = words.inconclusive(found.judged)
+    assert not found.pairs and said.startswith("0 seeds count, fewer than 5")
+    assert f"5: {ending}" in said and "would do" not in said if ending else said.endswith("5 more would do")
+
+
+def test_a_finer_bound_names_the_seeds_that_it_would_take() -> None:
+    """Of three seeds or more; where everything is settled nothing is added."""
+    three = judged(lines({"fp8": [0.001, -0.001, 0.002]}))
+    few = replace(three[0], judged=replace(three[0].judged, more_seeds=2, void=None))
+    assert words.answer(few, three[1]).endswith("2 more would do; 17 more seeds would probably settle 0.2%")
+    assert words.answer(*judged(lines(SAME))).endswith("(5 seeds); 35 more seeds would probably settle 0.1%")
+    assert "settle" not in words.answer(*judged(lines(WORSE)))
 
 
 def test_what_a_command_may_fail_on() -> None:
@@ -185,7 +221,7 @@ def test_seeds_that_were_not_finished_do_not_count() -> None:
         told = changed(lines(SAME), lambda row: None if row.seed == 4 and row.step > 97 else row, arm)
         assert judged(told)[0].voids == ((4, Void.NOT_FINISHED),)
     assert len(judged(())[0].voids) == 5
-    assert words.verdict(*judged(())) == "inconclusive: 0 seeds count, fewer than 5; 5 more would do"
+    assert words.verdict(*judged(())) == "inconclusive: 0 seeds count, fewer than 5: not finished"
 
 
 def test_copies_of_a_seed_are_one_seed() -> None:

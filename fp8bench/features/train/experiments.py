@@ -1,0 +1,256 @@
+"""Named experiments: small trainings, each with a hypothesis, a figure of every arm that it is about, and its word.
+
+A figure is held against the reference's in the same seed, which has the same weights and batches. What the hypothesis
+says is confirmed where the interval of 99% over seeds has all of it and the middle is as much as matters; it is refuted
+where so much lies outside; else it is open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
+from typing import Any, TypeVar
+
+from fp8bench import units
+from fp8bench.errors import UnknownName, UsageError
+from fp8bench.features.train.request import TrainerSettings, TrainingRequest
+from fp8bench.features.train.values import Arm, KeptTraining, StepFigure, Validation
+from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, Learned, curves_of, gap_of, seeds_until
+from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
+from fp8bench.report.columns import Col, table
+from fp8bench.report.elements import Page, Part, Table, Text
+from fp8bench.report.words.naming import many
+
+
+@dataclass(frozen=True)
+class TrainedFigures:
+    """Where figures of experiments come from."""
+
+    kept: KeptTraining
+
+    @cached_property
+    def losses(self) -> dict[tuple[str, int], tuple[float, ...]]:
+        curves = curves_of(self.kept.lines, self.kept.training.request.steps)
+        return {key: curve.losses for key, curve in curves.items() if curve.whole and not curve.blew_up}
+
+    @cached_property
+    def looks(self) -> dict[tuple[str, int, str], float]:
+        """After the last step."""
+        return {(look.arm, look.seed, look.of): look.loss for look in self.kept.of(Validation)}
+
+    def mean(self, arm: str, seed: int, first: float, last: float) -> float:
+        """Of the losses from one share of the steps to another."""
+        losses = self.losses[arm, seed]
+        return fmean(losses[round(first * len(losses)) : round(last * len(losses))])
+
+    def late(self, arm: str, seed: int, name: str) -> float:
+        """The mean of a figure over layers in the last third of the steps."""
+        from_step = self.kept.training.request.steps * 2 / 3
+        own = (line for line in self.kept.of(StepFigure) if (line.arm, line.seed, line.name) == (arm, seed, name))
+        return fmean(line.value for line in own if line.step >= from_step)
+
+
+T = TypeVar("T", TrainingRequest, TrainerSettings)
+# The figure of an arm in a seed, for the sake of a candidate; a share of it is what is compared.
+Figure = Callable[[TrainedFigures, str, int, Arm], float]
+
+
+def _at_shift(seen: TrainedFigures, arm: str, seed: int, of: Arm) -> float:
+    return seen.mean(arm, seed, 0.5, 0.6) / seen.mean(arm, seed, 0.4, 0.5)
+
+
+def _by_quantising(seen: TrainedFigures, arm: str, seed: int, of: Arm) -> float:
+    own = seen.looks[arm, seed, f"quantised:{of.precision}"]
+    return own / seen.looks[arm, seed, "quantised:bf16"]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """`sign` is 1 where the hypothesis is that the figure is higher than the reference's by a share of `least` or more,
+    and -1 where it is lower. `changes` are of the usual request, `base` of the training whose weights arms begin with.
+    """
+
+    name: str
+    hypothesis: str
+    measured: str
+    figure: Figure
+    sign: int
+    least: float
+    changes: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    base: Mapping[str, Any] | None = None
+
+
+_SMALL = {"bands": ("none",), "energy": False, "evaluate": 1000, "keep": 1000}
+_TINY = {"batch": 1, "sequence": 64}
+EXPERIMENTS = (
+    Experiment(
+        "embedding-collapse", "a table of embeddings whose weights or gradients are kept in low precision collapses",
+        "how far its rows lie from their mean, in the last third of the steps",
+        lambda seen, arm, seed, of: seen.late(arm, seed, "embedding_spread"), -1, 0.1,
+        {"dtypes": ("bf16",), "steps": 60,
+         "sweep": (("master", ("fp32", "bf16-stochastic")), ("gradients", ("fp32", "fp8")))}, {},
+    ),
+    Experiment(
+        "batch-norm-drift", "in low precision running statistics drift away from those of the batches",
+        "by how many standard deviations running means are off, in the last third of the steps",
+        lambda seen, arm, seed, of: seen.late(arm, seed, "batch_norm_drift"), 1, 0.1,
+        {"dtypes": ("bf16", "fp8", "nvfp4"), "steps": 60}, {"arch": "cnn"},
+    ),
+    Experiment(
+        "loss-scale", "fp16 learns worse under this loss scale than fp32 does without one",
+        "the training loss over the last tenth of the steps",
+        lambda seen, arm, seed, of: seen.mean(arm, seed, 0.9, 1.0), 1, 0.01,
+        {"dtypes": ("fp32", "fp16"), "steps": 60,
+         "sweep": (("loss-scale", ("1", "256", "65536", "16777216", "4294967296", "dynamic")),)}, {"on_nan": "skip"},
+    ),
+    Experiment(
+        "shift", "another kind of text in the middle of a training hurts low precision more: its scales are of the old",
+        "the loss in the tenth of the steps after the shift, over that in the tenth before", _at_shift, 1, 0.01,
+        {"dtypes": ("bf16", "fp8", "fp8-delayed"), "steps": 100}, {"shift": 0.5},
+    ),
+    Experiment(
+        "fine-tuning", "a checkpoint of bf16 is tuned to other text less well in low precision than in bf16",
+        "the loss on held-out text of the new kind, after the last step",
+        lambda seen, arm, seed, of: seen.looks[arm, seed, "other-text"], 1, 0.01,
+        {"dtypes": ("bf16", "fp8", "nvfp4"), "steps": 60}, {"shift": 0.0, "rate": 3e-4},
+        base={"dtypes": ("bf16", "fp8"), "steps": 120, "seeds": 1, "keep": 119},
+    ),
+    Experiment(
+        "quantises-better", "what was trained in a low precision loses less by being quantised to it",
+        "the loss on held-out text with weights quantised to the arm's precision, over that in bf16: how much "
+        "more it is than of the arm that was trained in bf16 is an interaction",
+        _by_quantising, -1, 0.001, {"dtypes": ("bf16", "fp8", "nvfp4"), "steps": 100}, {},
+    ),
+)  # fmt: skip
+
+
+def experiment_named(name: str) -> Experiment:
+    for experiment in EXPERIMENTS:
+        if experiment.name == name:
+            return experiment
+    raise UnknownName("experiment", name, [experiment.name for experiment in EXPERIMENTS])
+
+
+def as_experiment(request: TrainingRequest) -> TrainingRequest:
+    """A request with what its experiment says, where nothing else was asked."""
+    if not request.experiment:
+        return request
+    own = experiment_named(request.experiment)
+    if request.settings.make:
+        raise UsageError(f"--experiment {own.name} is of the built-in models. Leave {request.settings.make} out.")
+    settings = _changed(request.settings, {**_TINY, **own.settings})
+    return _changed(replace(request, settings=settings), {**_SMALL, **own.changes})
+
+
+def base_of(request: TrainingRequest) -> TrainingRequest | None:
+    """The training whose weights the arms of an experiment begin with, where nobody has named one."""
+    own = experiment_named(request.experiment) if request.experiment else None
+    if own is None or own.base is None or request.settings.start:
+        return None
+    plain = replace(request, experiment="", settings=replace(request.settings, shift=1.0, rate=TrainerSettings().rate))
+    return replace(plain, **own.base)
+
+
+def _changed(request: T, changes: Mapping[str, Any]) -> T:
+    usual = type(request)()
+    return replace(
+        request, **{key: new for key, new in changes.items() if getattr(request, key) == getattr(usual, key)}
+    )
+
+
+@dataclass(frozen=True)
+class ExperimentArm:
+    """`change` is the share by which the arm's figure lies above its reference's, over the seeds that have both."""
+
+    arm: str
+    word: str
+    change: Gap | None = None
+
+
+@dataclass(frozen=True)
+class ExperimentResult:
+    """What an experiment asked, and what became of each arm."""
+
+    name: str
+    hypothesis: str
+    measured: str
+    arms: tuple[ExperimentArm, ...]
+
+
+def result_of(kept: KeptTraining, found: TrainingVerdicts) -> ExperimentResult | None:
+    """None for a training that is no experiment."""
+    request = kept.training.request
+    if not request.experiment:
+        return None
+    own, seen = experiment_named(request.experiment), TrainedFigures(kept)
+    arms = tuple(_of_arm(own, seen, said.arm, found) for said in found.arms if not said.arm.skip)
+    return ExperimentResult(own.name, own.hypothesis, own.measured, arms)
+
+
+def _of_arm(own: Experiment, seen: TrainedFigures, arm: Arm, found: TrainingVerdicts) -> ExperimentArm:
+    changes = []
+    for seed in found.seeds:
+        try:
+            ratio = own.figure(seen, arm.name, seed, arm) / own.figure(seen, found.reference, seed, arm)
+        except (KeyError, ValueError, ZeroDivisionError):  # a seed in which one of them has no such figure
+            continue
+        if math.isfinite(ratio):
+            changes.append(ratio - 1)
+    change, said = gap_of(changes), found.of(arm.name)
+    if said is not None and said.judged.learned is Learned.DIVERGED:
+        return ExperimentArm(
+            arm.name, f"it diverged in {len(said.diverged_in)} of {many(len(found.seeds), 'seed')}", change
+        )
+    return ExperimentArm(arm.name, _word(own, change), change)
+
+
+def _word(own: Experiment, change: Gap | None) -> str:
+    least = f"{100 * own.least:g}%"
+    if change is None or change.decides is None or change.pairs < LEAST_PAIRS:
+        return f"open: {many(change.pairs if change else 0, 'seed')} of {LEAST_PAIRS} that are needed"
+    low, high = sorted(own.sign * end for end in (change.decides.low, change.decides.high))
+    if low > 0 and own.sign * change.point >= own.least:
+        return "confirmed"
+    if high < own.least:
+        return f"refuted: so much as {least} is excluded"
+    more = seeds_until(change, own.least)
+    return (
+        f"open: {'no number of seeds that is known' if more is None else many(more, 'more seed')} would settle {least}"
+    )
+
+
+def parts_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[Part]:
+    """What was asked, what was measured, and the word of each arm."""
+    result = result_of(kept, found)
+    if result is None:
+        return
+
+    def shown(one: ExperimentArm) -> str | None:
+        if one.change is None:
+            return None
+        ends, point = one.change.decides, f"{100 * one.change.point:+.2g}%"
+        return f"{point} [{100 * ends.low:+.2g}%, {100 * ends.high:+.2g}%]" if ends else point
+
+    cols: list[Col[ExperimentArm]] = [
+        Col("arm", lambda one: one.arm), Col("change", shown, hint="with the 99% interval over seeds"),
+        Col("seeds", lambda one: one.change.pairs if one.change else 0, number=True, show=units.whole),
+        Col("word", lambda one: one.word),
+    ]  # fmt: skip
+    words = f"Hypothesis: {result.hypothesis}.", f"Measured: {result.measured}."
+    yield Part(
+        "experiment", f"Experiment {result.name}",
+        (*map(Text, words), table("experiment", "against the reference of the same seed", cols, result.arms)),
+    )  # fmt: skip
+
+
+def listing() -> Page:
+    cols: list[Col[Experiment]] = [
+        Col("experiment", lambda one: one.name), Col("hypothesis", lambda one: one.hypothesis),
+        Col("measured", lambda one: one.measured, below=True),
+    ]  # fmt: skip
+    shown: Table = table("experiments", "", cols, EXPERIMENTS, main=True)
+    return Page("fp8bench train --experiment NAME", "", (Part("experiments", "", (shown,)),))

@@ -1,0 +1,109 @@
+"""Named experiments: what each asks for, and its word on streams in which the answer was planted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fp8bench.errors import UnknownName
+from fp8bench.features.train.arms import check_training, make_arms
+from fp8bench.features.train.experiments import EXPERIMENTS, as_experiment, base_of, parts_of, result_of
+from fp8bench.features.train.request import TrainerSettings, TrainingRequest
+from fp8bench.features.train.values import KeptTraining, StepFigure, StreamLine, Training, Validation
+from fp8bench.features.train.verdicts.verdicts import verdicts_of
+from fp8bench.report.elements import Page
+from fp8bench.report.terminal.layout import render
+from tests.commands import Say
+from tests.facts import CPU
+from tests.learning_curves import curve, rows, training
+
+NAMES = [experiment.name for experiment in EXPERIMENTS]
+SEEDS = range(5)
+
+
+def asked(name: str) -> Training:
+    request = as_experiment(TrainingRequest(experiment=name))
+    return replace(training(), request=request, arms=make_arms(request, CPU))
+
+
+def stream(of: Training, effect: float, noise: float, chance: random.Random) -> Iterator[StreamLine]:
+    """Every figure of a candidate that an experiment may look at is so much higher than the reference's."""
+    steps = of.request.steps
+    for number, arm in enumerate(of.arms):
+        for seed in SEEDS:
+            factor = 1 + (effect + chance.gauss(0, noise)) * bool(number)
+            losses = curve(steps, 2.0 + 0.01 * seed)
+            shifted = [loss * (factor if step >= steps // 2 else 1) for step, loss in enumerate(losses)]
+            yield from rows(arm.name, seed, shifted)
+            for step in range(0, steps, 10):
+                for figure in ("embedding_spread", "batch_norm_drift"):
+                    yield StepFigure(arm.name, seed, step, figure, 0.3 * (factor if step > steps / 2 else 9), "layer")
+            for look, loss in (("held-out", 2.1), ("other-text", 3 * factor), ("quantised:bf16", 2.1)):
+                yield Validation(arm.name, seed, steps, look, loss, 1000, 1000)
+            for mode in ("fp8", "nvfp4"):
+                yield Validation(arm.name, seed, steps, f"quantised:{mode}", 2.2 * factor, 1000, 1000)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_effect_that_was_planted_is_confirmed_and_one_that_is_not_there_refuted(name: str) -> None:
+    """In the direction of the hypothesis; a spread as large as the effect leaves it open."""
+    of = asked(name)
+    (own,) = [experiment for experiment in EXPERIMENTS if experiment.name == name]
+    cases = (
+        (3 * own.sign * own.least, own.least / 10, "confirmed"), (0.0, own.least / 10, "refuted"),
+        (-3 * own.sign * own.least, own.least / 10, "refuted"), (own.sign * own.least, 2 * own.least, "open"),
+    )  # fmt: skip
+    for effect, noise, word in cases:
+        lines = tuple(stream(of, effect, noise, random.Random(name)))
+        kept = KeptTraining(of, lines, True, "store/trainings/one/steps.jsonl")
+        found = verdicts_of(of, lines)
+        result = result_of(kept, found)
+        assert result is not None and {one.word.partition(":")[0] for one in result.arms} == {word}, result.arms
+        assert all(one.change is not None and one.change.pairs == 5 for one in result.arms)
+        text = " ".join(render(Page("", "", tuple(parts_of(kept, found)))).split())
+        assert f"Hypothesis: {own.hypothesis}." in text and f"Measured: {own.measured}." in text and word in text
+
+
+def test_seeds_without_the_figure_do_not_count_and_an_arm_that_diverged_says_so() -> None:
+    of = asked("loss-scale")
+    lines = [line for line in stream(of, 0.1, 0.0, random.Random(1)) if not (line.arm == "fp16" and line.seed > 2)]
+    lines = [
+        replace(line, loss=9.0) if getattr(line, "loss_scale", 0) and line.arm.endswith("=256") else line
+        for line in lines
+    ]
+    result = result_of(KeptTraining(of, tuple(lines), True, ""), verdicts_of(of, lines))
+    assert result is not None
+    words = {one.arm: one.word for one in result.arms}
+    assert words["fp16 loss-scale=256"] == "it diverged in 5 of 5 seeds" and words["fp16 loss-scale=1"] == "confirmed"
+    few = result_of(KeptTraining(of, (), False, ""), verdicts_of(of, ()))
+    assert few is not None and {one.word for one in few.arms} == {"open: 0 seeds of 5 that are needed"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_is_a_training_that_can_be_asked_for(name: str) -> None:
+    """Small, of five seeds; what else was asked of it stands."""
+    request = as_experiment(TrainingRequest(experiment=name))
+    check_training(request)
+    assert request.seeds == 5 and request.steps <= 100 and request.settings.batch == 1
+    longer = as_experiment(TrainingRequest(experiment=name, steps=33, settings=TrainerSettings(batch=4)))
+    assert (longer.steps, longer.settings.batch) == (33, 4)
+    base = base_of(request)
+    assert (base is not None) == (name == "fine-tuning")
+    assert base is None or (base.experiment, base.seeds, base.settings.shift) == ("", 1, 1.0)
+    assert base_of(replace(request, settings=replace(request.settings, start="last"))) is None
+
+
+def test_without_a_name_they_are_listed(store: Path, fp8bench: Say) -> None:
+    code, out, _ = fp8bench("train", "--experiment")
+    assert code == 0 and all(name in out for name in NAMES)
+    code, _, error = fp8bench("train", "--experiment", "shfit")
+    assert code == 2 and "unknown experiment 'shfit'" in error and "shift" in error
+    code, _, error = fp8bench("train", "net:make", "--experiment", "shift")
+    assert code == 2 and "--experiment shift is of the built-in models. Leave net:make out." in error
+    with pytest.raises(UnknownName):
+        as_experiment(TrainingRequest(experiment="none"))
+    assert not store.exists()
