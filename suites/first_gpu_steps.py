@@ -316,7 +316,7 @@ STEPS = (
         Line("gpt2-124m, 200 steps", learns)),
     _suite(
         "infer", "fp8bench infer --size llama-1b", 240, Line("infer", said("pays|faster|slower")),
-        rows=("`suite prefill`, `suite decode`, `infer`: caches and weights in formats of their own",)),
+        rows=("`suite prefill`, `suite decode`, `infer`: caches and weights in formats of their own, experts",)),
     _suite(
         "moe", "fp8bench suite moe --dtypes native:bf16,fp8-rowwise,mxfp8", 150,
         rows=("`suite moe`: loads, dispatch, combine, router",)),

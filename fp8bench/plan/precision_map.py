@@ -9,6 +9,7 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, Params, PlannedCase, Request, Scalar, StaticScales, Support
 from fp8bench.plan.checked_workload import answering, sound_layers
 from fp8bench.protocols import Layer, Precision, TensorScale, Workload, around_refused, key_of, keys_of
+from fp8bench.protocols.workload import words_for
 from fp8bench.registry import AUTO, backends, precisions, workloads
 
 
@@ -65,7 +66,8 @@ def layers_of(workload: Workload, settings: Iterable[Params], precision_map: Pre
 def _layers(workload: Workload, params: Mapping[str, Scalar], keys: Iterable[str]) -> tuple[Layer, ...]:
     if workload.examined:
         return tuple(Layer(key, key) for key in keys)
-    return sound_layers(workload, (*workload.layers(params), *workload.around(params)))
+    products = sound_layers(workload, workload.layers(params))
+    return sound_layers(workload, (*products, *workload.around(params)))
 
 
 def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], of: str) -> None:
@@ -73,7 +75,7 @@ def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], of: str) ->
     names = [layer.name for layer in layers if layer.product]
     for key, word in precision_map:
         if key not in known:
-            kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
+            kinds = ", ".join(dict.fromkeys(word for layer in layers for word in words_for(layer)))
             shown = f"{kinds}; layers by name ({', '.join(names[:_SHOWN])}, {len(names)} in all), and prefixes of names"
             raise UnknownName(f"layer of {of}", key, known, shown if layers else "")
         around = any(not layer.product and key_of(layer, [key]) for layer in layers)

@@ -35,7 +35,7 @@ class Layer(NamedTuple):
 _ALSO = {"head": "output"}
 
 
-def _words_for(layer: Layer) -> tuple[str, ...]:
+def words_for(layer: Layer) -> tuple[str, ...]:
     """What a map may say for layers like this one, the most exact word first."""
     return tuple(filter(None, (layer.group, layer.kind, _ALSO.get(layer.kind, ""))))
 
@@ -46,7 +46,7 @@ def keys_of(layers: Iterable[Layer]) -> dict[str, None]:
     for layer in layers:
         words = layer.name.split(".")
         fronts = [".".join(words[:count]) for count in range(1, len(words) + 1)]
-        found.update(dict.fromkeys((*_words_for(layer), *(fronts if layer.product else fronts[-1:]))))
+        found.update(dict.fromkeys((*words_for(layer), *(fronts if layer.product else fronts[-1:]))))
     return found
 
 
@@ -55,7 +55,7 @@ def key_of(layer: Layer, keys: Collection[str]) -> str | None:
     fitting = [key for key in keys if layer.name == key or (layer.product and layer.name.startswith(f"{key}."))]
     if fitting:
         return max(fitting, key=len)
-    return next((word for word in _words_for(layer) if word in keys), None)
+    return next((word for word in words_for(layer) if word in keys), None)
 
 
 def around_refused(precision: Precision, key: str) -> str:

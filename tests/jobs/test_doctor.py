@@ -159,7 +159,7 @@ def test_listing_a_suite_shows_the_defaults_of_the_device_it_would_take(monkeypa
         shown[device.kind] = "\n".join(listing("transformer", ()))
     assert "cpu takes by default" in shown["cpu"] and "nano" in shown["cpu"]
     assert "cuda:0 takes by default" in shown["cuda"] and " gpt2-124m " in shown["cuda"]
-    assert "by kind attn, mlp, head; by name blocks.0.attn.qkv to head, or a prefix" in shown["cuda"]
+    assert "by kind attn, mlp, head, embed, residual, logits, norm; by name blocks.0.attn.qkv to head" in shown["cuda"]
 
 
 def test_a_suite_without_layers_names_none(monkeypatch: pytest.MonkeyPatch) -> None:

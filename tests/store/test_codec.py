@@ -126,10 +126,11 @@ WATCH = DeviceWatch(
 )
 MEMORY = MemoryUse(
     300, ((MemoryRole.WEIGHTS, 200), (MemoryRole.WORKSPACE, 100)), (PhaseMemory("gemm", 300, 512),), 512, 1024, 2048,
-    "why", 4096.0, (RankMemory(0, 300, ((MemoryRole.WEIGHTS, 300),)),), ((MemoryRole.WEIGHTS, 200),),
+    "why", 4096.0, (RankMemory(0, 300, ((MemoryRole.WEIGHTS, 300),)),), 150, "why",
+    ((MemoryRole.WEIGHTS, 200),),
 )  # fmt: skip
 HELD = (HeldBlock(4096, 300, "gemm", True, True, True, True, (MemoryRole.WEIGHTS,)),)
-COURSE_OF_MEMORY = MemoryCourse(300, HELD, MEMORY.phases, 512, "why", HELD)
+COURSE_OF_MEMORY = MemoryCourse(300, HELD, MEMORY.phases, 512, "why", 150, HELD)
 CAPACITY = Capacity("batch", 1 << 30, 376, 2, 72192, 1072641096, 378, "tensors need 1.6 MiB more", 5)
 RATE = Rate(Limit.PRODUCT, "fp32", (1e11, 2e11), 6, (256, 256, 512), "why")
 TAPE = Tape(

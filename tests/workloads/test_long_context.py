@@ -42,7 +42,7 @@ def peak(setup: Setup) -> int:
         return state, partial(workload.step, state)
 
     with precisions.get(setup.case.precision).scope():
-        counted = try_batch(lambda _: prepared, devices.get("cpu"), 0, None)  # type: ignore[arg-type, return-value]
+        counted = try_batch(lambda *_: prepared, devices.get("cpu"), 0, None)  # type: ignore[arg-type, return-value]
     assert counted is not None
     return counted
 
