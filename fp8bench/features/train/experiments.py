@@ -88,17 +88,17 @@ _SMALL = {"bands": ("none",), "energy": False, "evaluate": 1000, "keep": 1000}
 _TINY = {"batch": 1, "sequence": 64}
 EXPERIMENTS = (
     Experiment(
-        "embedding-collapse", "a table of embeddings whose weights or gradients are kept in low precision collapses",
+        "embedding-collapse", "a table of embeddings that is looked up, or learns, in low precision collapses",
         "how far its rows lie from their mean, in the last third of the steps",
         lambda seen, arm, seed, of: seen.late(arm, seed, "embedding_spread"), -1, 0.1,
-        {"dtypes": ("bf16",), "steps": 60,
-         "sweep": (("master", ("fp32", "bf16-stochastic")), ("gradients", ("fp32", "fp8")))}, {},
+        {"dtypes": ("fp32", "bf16"), "steps": 60, "sweep": (("gradients", ("fp32", "fp8")),)},
+        {"precision_map": (("embed", "fp8"),)},
     ),
     Experiment(
-        "batch-norm-drift", "in low precision running statistics drift away from those of the batches",
+        "batch-norm-drift", "running statistics that are kept in low precision drift away from those of the batches",
         "by how many standard deviations running means are off, in the last third of the steps",
         lambda seen, arm, seed, of: seen.late(arm, seed, "batch_norm_drift"), 1, 0.1,
-        {"dtypes": ("bf16", "fp8", "nvfp4"), "steps": 60}, {"arch": "cnn"},
+        {"dtypes": ("fp32", "bf16", "fp8"), "steps": 60}, {"arch": "cnn", "precision_map": (("norm", "fp8"),)},
     ),
     Experiment(
         "loss-scale", "fp16 learns worse under this loss scale than fp32 does without one",

@@ -216,6 +216,7 @@ class WeightsBehind(TensorRule):
     keep = 20
     far = 2.0
     wanted = 3
+    exact = 150.0  # dB from which on nothing was rounded: weights that begin as ones are on every grid
     window = f"the last {keep + 1} readings of a weight's signal to noise"
     threshold = f"the last {wanted} all {far:g} dB below the best"
     reason = "how well a format rounds weights is a matter of the format: within 0.4 dB all along, in any precision"
@@ -225,7 +226,7 @@ class WeightsBehind(TensorRule):
         if reading.role != Role.WEIGHT:
             return None
         known = [one.signal_to_noise for one in (*before, reading)]
-        noise = [one for one in known if one is not None]
+        noise = [one for one in known if one is not None and one < self.exact]
         if len(noise) <= self.wanted or max(noise[-self.wanted :]) > max(noise) - self.far:
             return None
         words = f"{of(reading)} is multiplied at {noise[-1]:.1f} dB of itself, once {max(noise):.1f} dB"
@@ -317,7 +318,7 @@ class LayerStill(HealthRule[Any]):
     def __init__(self, arm: WatchedArm) -> None:
         super().__init__(arm)
         self._moved: dict[str, float] = {}
-        self._embeddings: set[str] = set()
+        self._no_matrices: set[str] = set()
         self._low: dict[str, int] = defaultdict(int)
         self._shares: dict[str, float] = {}
         self._has_moved: set[str] = set()
@@ -327,11 +328,12 @@ class LayerStill(HealthRule[Any]):
             if line.role == Role.WEIGHT:
                 self._moved.setdefault(line.layer, math.nan)
             return None
-        if line.name == "embedding_spread":
-            self._embeddings.add(line.layer)
+        if line.name in ("embedding_spread", "gain"):
+            self._no_matrices.add(line.layer)
+            self._moved.pop(line.layer, None)
         if line.name == "rate_share":
             self._shares[line.layer] = line.value
-        matrix = line.layer in self._moved and line.layer not in self._embeddings
+        matrix = line.layer in self._moved and line.layer not in self._no_matrices
         if line.name != "update_ratio" or not matrix or not math.isfinite(line.value):
             return None
         self._moved[line.layer] = line.value

@@ -161,6 +161,9 @@ ILL: dict[str, tuple[Callable[[], Iterable[StreamLine]], int]] = {
 }
 
 WELL: dict[str, Callable[[], Iterable[StreamLine]]] = {
+    "a gain of ones, exact until it moves": lambda: readings(
+        15, "weight", signal_to_noise=lambda number: 37 if number else 200
+    ),
     "a training that learns": lambda: rows(2000),
     "a batch that is ten times as steep": lambda: rows(80, gradient_norm=lambda step: 10.0 if step == 60 else 1.0),
     "a batch of rare text among few tokens": lambda: rows(
