@@ -73,6 +73,7 @@ QUICK = ("optimizer",)  # whose whole grid is measured each time; the others' wh
 # Errors that a workload has and does not follow: SQNR is better when higher, which asv cannot know; the rest says
 # again, or only describes, what the followed ones say.
 UNFOLLOWED = {
+    "attention": {"scores_bytes"},
     "diffusion": {
         "evaluations",
         *(f"{kind}_step{step}_error" for kind in ("free", "free_floor", "single", "single_floor")
@@ -86,7 +87,8 @@ UNFOLLOWED = {
         "sqnr_db", "sqnr_row_median_db", "sqnr_row_p1_db", "sqnr_block_median_db", "sqnr_block_p1_db", "cosine_loss",
         "slope", "underflow_nonzero_percent", "subnormal_percent", "not_finite_percent", "utilisation_percent",
         "dynamic_range_octaves",
-    }
+    },
+    "transformer": {"scores_bytes"},
 }  # fmt: skip
 # More of it is neither better nor worse.
 UNORDERED = ("utilisation_percent",)
