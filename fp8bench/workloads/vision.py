@@ -28,8 +28,9 @@ _OTHERS = {"resnet": ("patch", "text"), "vit": ("text",), "two-input": ()}
 
 
 def sizes_of(params: Mapping[str, Scalar]) -> VisionSizes:
-    counts = {name: int(params[name]) for name in ("image", "width", "layers", "patch", "text") if name in params}
-    return VisionSizes(str(params["model"]), **counts)
+    model = str(params["model"])
+    names = (name for name in ("image", "width", "layers", "patch", "text") if name not in _OTHERS[model])
+    return VisionSizes(model, **{name: int(params[name]) for name in names if name in params})
 
 
 @workloads.register("vision")
