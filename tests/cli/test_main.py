@@ -285,7 +285,7 @@ REFUSED = {
     ),
     "unknown layer": (
         ["suite", "transformer", "--precision-map", "blocks.0.mpl=fp8"],
-        "Did you mean 'blocks.0.mlp'? Known: attn, mlp, head, embed, residual, logits, norm; layers by name (",
+        "Did you mean 'blocks.0.mlp'? Known: attn, mlp, head, output, embed, residual, logits, norm; layers by name (",
     ),
     "map without a layer": (["suite", "transformer", "--precision-map", "=fp8"], "is not of the form LAYER=DTYPE"),
     "map without a dtype": (["suite", "transformer", "--precision-map", "mlp="], "is not of the form LAYER=DTYPE"),
