@@ -101,8 +101,9 @@ def kept_reported(kept: Any, store: Path, note: Callable[[str], None]) -> None:
                 page = report_of_kept(kind, kept, path, store)
             except StoreError as error:
                 note(f"report: {error} The {kind.name} is kept; `fp8bench report {kind.names(path)[0]}` writes it")
-            else:
-                note(f"report: {typed_from_here(page)}") if page is not None else None
+                continue
+            if page is not None:
+                note(f"report: {typed_from_here(page)}")
 
 
 def _sent(

@@ -16,7 +16,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="ids, files' stems, paths, or 'last'; or a training's id, or 'last'; or a store, for all of its runs",
+        help="ids, files' stems, paths, or 'last', a run's or a training's; or a store, for all of its runs",
     )
     shared(parser, "--store", help="as in suite")
     shared(parser, "--html", "--md", "--csv-wide", "--open")

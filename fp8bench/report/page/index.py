@@ -24,7 +24,8 @@ CARD_BYTES = 16384
 # Older reports are not listed: their pages are where they were.
 MOST_REPORTS = 500
 MOST_DRAWN = 24
-_MOST_ANSWERS, _LONGEST_ANSWER = 12, 240
+# With these a card, escaped, stays within CARD_BYTES: the commands of many runs side by side do not.
+_MOST_ANSWERS, _LONGEST_ANSWER, _LONGEST_COMMAND = 12, 240, 1000
 _CARD = re.compile(r'<meta name="fp8bench" content="([^"]*)">')
 _NAMED_BY_TIME = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)")
 
@@ -61,7 +62,7 @@ class Listed:
 def card_of(page: Page) -> Card:
     elements = page.parts[0].elements if page.parts else ()
     answers = next(filter(None, map(_answers, elements)), ())
-    return Card(page.kind, page.title, page.subtitle, page.command, answers[:_MOST_ANSWERS])
+    return Card(page.kind, page.title, page.subtitle, page.command[:_LONGEST_COMMAND], answers[:_MOST_ANSWERS])
 
 
 def _answers(element: Element) -> tuple[Answer, ...]:
