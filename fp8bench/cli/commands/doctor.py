@@ -10,6 +10,7 @@ from fp8bench.cli.outputs import say_folded
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_OK, EXIT_REGRESSION, UsageError
+from fp8bench.jobs.quoted_peaks import quote_of, told, wrong
 from fp8bench.jobs import doctor
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.data.plain import json_line
@@ -46,8 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
         say_folded(topology_lines(arguments.topology, arguments.store))
         return EXIT_OK
     if arguments.peak:
-        from fp8bench.jobs.quoted_peaks import quote_of, told, wrong
-
         quotes = [quote_of(text) for text in arguments.peak]
         say_folded(told(quotes))
         return EXIT_REGRESSION if any(map(wrong, quotes)) else EXIT_OK
