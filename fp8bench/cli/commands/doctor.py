@@ -10,8 +10,8 @@ from fp8bench.cli.outputs import say_folded
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_OK, EXIT_REGRESSION, UsageError
-from fp8bench.jobs.quoted_peaks import quote_of, told, wrong
 from fp8bench.jobs import doctor
+from fp8bench.jobs.quoted_peaks import quote_of, told, wrong
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.data.plain import json_line
 
