@@ -256,7 +256,7 @@ def learns(files: StepFiles) -> Measured:
 
 _STEP = "fp8bench suite transformer --set size=gpt2-124m --dtypes"
 _SHAPES = "15872x4096x4096,15872x16384x4096,15872x4096x16384"
-_PYTEST = "pytest -q -o addopts=--import-mode=importlib -W ignore:Unknown -p no:cacheprovider"
+_PYTEST = "pytest -q -o addopts=--import-mode=importlib -W ignore:Unknown -p no:cacheprovider -p no:benchmark"
 
 
 def _suite(name: str, words: str, seconds: int, *lines: Line, rows: tuple[str, ...] = ()) -> FirstStep:

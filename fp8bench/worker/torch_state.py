@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,20 @@ def once_used(read: Callable[[], Any], before: Any) -> Any:
     """What is read, once the GPU is in use; asking would begin to use it."""
     cuda: Any = torch.cuda
     return read() if cuda.is_initialized() else before
+
+
+def attention_order() -> list[int]:
+    """torch puts cuDNN's kernel first when a GPU's attention is first chosen, where it prefers that: once in a process,
+    so that whichever case came first would seem to have changed it, and later ones would run without."""
+    if torch.cuda.is_available():
+        _choose_attention()
+    return torch._C._get_sdp_priority_order()
+
+
+@cache
+def _choose_attention() -> None:
+    query = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device="cuda")
+    torch._fused_sdp_choice(query, query, query)
 
 
 def pools_memory() -> bool:
