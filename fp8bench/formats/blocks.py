@@ -39,10 +39,24 @@ def float_factor(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> Tensor:
     At most 2^126, and 1 where amax is zero, infinite or NaN. POWER_OF_TWO takes the power of two at or below.
     """
     usable = amax.isfinite() & (amax > 0)
-    factor = torch.where(usable, _like(amax, fmt.largest) / amax, 1.0).clamp(max=_LARGEST_FACTOR)
+    factor = torch.where(usable, quotient(_like(amax, fmt.largest), amax), 1.0).clamp(max=_LARGEST_FACTOR)
     if rounding is ScaleRounding.POWER_OF_TWO:
         factor = factor.view(torch.int32).bitwise_and(_EXPONENT_MASK).view(torch.float32)
     return factor
+
+
+def quotient(dividend: Tensor, divisor: Tensor) -> Tensor:
+    """float32's nearest: compiled for a GPU, a quotient of a constant or a reciprocal may be the number beside it.
+
+    That of numbers of 24 bits is never so near to the middle of two others that float64's would be rounded otherwise.
+    """
+    if divisor.device.type == "cpu":
+        return dividend / divisor
+    return (dividend.to(torch.float64) / divisor.to(torch.float64)).to(torch.float32)
+
+
+def inverse_of(factor: Tensor) -> Tensor:
+    return factor.reciprocal() if factor.device.type == "cpu" else quotient(torch.ones_like(factor), factor)
 
 
 def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
@@ -75,7 +89,8 @@ def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
     amax / (448 * 6), at least 2^-126, and 1 where amax is zero, infinite or NaN.
     """
     usable = amax.isfinite() & (amax > 0)
-    return torch.where(usable, amax / _like(amax, E4M3.largest * E2M1.largest), 1.0).clamp(min=_SMALLEST_NORMAL)
+    scale = quotient(amax, _like(amax, E4M3.largest * E2M1.largest))
+    return torch.where(usable, scale, 1.0).clamp(min=_SMALLEST_NORMAL)
 
 
 def nvfp4_block_scale(amax: Tensor, tensor_scale: Tensor, rounding: ScaleRounding) -> Tensor:
@@ -83,8 +98,8 @@ def nvfp4_block_scale(amax: Tensor, tensor_scale: Tensor, rounding: ScaleRoundin
 
     Infinity saturates to 448, NaN stays; what NEAREST rounds to zero makes a block of zeros.
     """
-    quotient = amax / _like(amax, E2M1.largest) / tensor_scale
-    return _up(quotient, E4M3) if rounding is ScaleRounding.UP else quantised(quotient, E4M3)
+    scale = quotient(quotient(amax, _like(amax, E2M1.largest)), tensor_scale)
+    return _up(scale, E4M3) if rounding is ScaleRounding.UP else quantised(scale, E4M3)
 
 
 def largest_of(blocks: Tensor, inside: tuple[int, ...] | None = None) -> Tensor:
@@ -98,7 +113,7 @@ def steps_of(amax: Tensor, fmt: Format, scaling: Scaling) -> Tensor:
     NaN under scales in e8m0 and e4m3 where a magnitude is.
     """
     if scaling.scale is None:
-        return float_factor(amax, fmt, scaling.rounding).reciprocal()
+        return inverse_of(float_factor(amax, fmt, scaling.rounding))
     if scaling.scale is E8M0:
         return mx_scale(amax, fmt, scaling.rounding)[0]
     above = nvfp4_tensor_scale(amax.amax())
@@ -106,7 +121,7 @@ def steps_of(amax: Tensor, fmt: Format, scaling: Scaling) -> Tensor:
 
 
 def _like(amax: Tensor, number: float) -> Tensor:
-    """A number to divide by or into: with a bare one torch multiplies by a reciprocal, in places and on GPUs."""
+    """A number to divide by or into: with a bare one torch multiplies by a reciprocal, in places."""
     return torch.full_like(amax, number)
 
 
@@ -205,7 +220,7 @@ def _scaled(
     kept: Callable[[Tensor], Tensor] = _kept if apart else lambda scales: scales
     if scaling.scale is None:
         factor = kept(float_factor(amax, fmt, scaling.rounding))
-        scales = kept(factor.reciprocal())
+        scales = kept(inverse_of(factor))
         return _Scaled([magnitude * factor for magnitude in magnitudes], scales, None, scales)
     if scaling.scale is E8M0:
         scales, inverse = map(kept, mx_scale(amax, fmt, scaling.rounding))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8bench.formats.blocks import float_factor
+from fp8bench.formats.blocks import float_factor, inverse_of
 from fp8bench.formats.codes import DTYPES, elements
 from fp8bench.formats.compiling import Kernel
 from fp8bench.formats.grids import Format
@@ -115,7 +115,7 @@ class RowCodesKernel(Kernel):
         amax = given.abs().amax((3, 4), keepdim=True).to(torch.float32)
         scale = float_factor(amax, self.fmt, self.rounding)
         out.copy_(elements(given, self.fmt, scale))
-        inverse.copy_(scale.reciprocal())
+        inverse.copy_(inverse_of(scale))
         return ()
 
     def examples(self) -> list[Tensor]:
@@ -151,7 +151,7 @@ class SquareScalesKernel(Kernel):
         found = float_factor(given.abs().amax((2, 3)).to(torch.float32), self.fmt, self.rounding)
         scale.copy_(found)
         for memory in (inverse, turned):
-            memory.copy_(found.reciprocal())
+            memory.copy_(inverse_of(found))
         return ()
 
     def examples(self) -> list[Tensor]:
@@ -181,7 +181,7 @@ class ScaleKernel(Kernel):
         amax, scale, inverse = tensors
         found = float_factor(amax, self.fmt, self.rounding)
         scale.copy_(found)
-        inverse.copy_(found.reciprocal())
+        inverse.copy_(inverse_of(found))
         return ()
 
     def examples(self) -> list[Tensor]:
@@ -217,7 +217,7 @@ class DelayedScaleKernel(Kernel):
         wanted = float_factor(found, self.fmt, ScaleRounding.EXACT) / 2.0**self.delayed.margin
         renewed = finite & (found > 0) & (count.remainder(self.delayed.interval) == 0)
         # What only copies the scale that stands is first: compiled, memory is written in the arguments' order.
-        values = scale, scale.reciprocal(), entered, count, torch.where(renewed, wanted, scale)
+        values = scale, inverse_of(scale), entered, count, torch.where(renewed, wanted, scale)
         for memory, value in zip((used, inverse, history, casts, scale), values, strict=True):
             memory.copy_(value)
         return ()

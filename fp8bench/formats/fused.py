@@ -17,7 +17,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fp8bench.formats.blocks import block_values, magnitudes_left
+from fp8bench.formats.blocks import block_values, inverse_of, magnitudes_left
 from fp8bench.formats.compiling import Kernel
 from fp8bench.formats.grids import BF16, E4M3, E8M0, Format, Overflow
 from fp8bench.formats.quantise import drawn_bits, quantised, rounded_magnitudes
@@ -247,7 +247,7 @@ class ValuesKernel(Kernel):
         # Columns have factors of their own: those of two neighbours stand in a word, too.
         factors = float_lanes(factor) if self.layout is Layout.COLUMNS else [factor] * len(values)
         rounded = [self._rounded(value * by, draw) for value, by, draw in zip(values, factors, drawn, strict=True)]
-        return [one * by.reciprocal() for one, by in zip(rounded, factors, strict=True)]
+        return [one * inverse_of(by) for one, by in zip(rounded, factors, strict=True)]
 
     def _rounded(self, values: Tensor, random: Tensor | None) -> Tensor:
         how = rounded_magnitudes if self.fmt.signed_zero else quantised

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8bench.formats import operators
-from fp8bench.formats.blocks import float_factor
+from fp8bench.formats.blocks import float_factor, inverse_of
 from fp8bench.formats.code_kernels import (
     SIDE,
     CodesKernel,
@@ -158,7 +158,7 @@ def current_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[T
     """The factor of a tensor with that largest magnitude, and its inverse, the scale that decodes."""
     if torch.compiler.is_compiling():
         found = float_factor(amax, fmt, rounding)
-        return found, found.reciprocal()
+        return found, inverse_of(found)
     scale, inverse = torch.empty_like(amax), torch.empty_like(amax)
     torch.ops.fp8bench.scale(amax, scale, inverse, fmt.name, rounding.value)
     return scale, inverse

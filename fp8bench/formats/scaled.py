@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8bench.formats.blocks import block_elements, block_values, float_factor, largest_of, nvfp4_tensor_scale, steps_of
+from fp8bench.formats.blocks import (
+    block_elements,
+    block_values,
+    float_factor,
+    inverse_of,
+    largest_of,
+    nvfp4_tensor_scale,
+    steps_of,
+)
 from fp8bench.formats.codes import encode, pack
 from fp8bench.formats.grids import E4M3, Format
 from fp8bench.formats.quantise import check_input, check_output, random_bits, round_to
@@ -79,7 +87,7 @@ def factor(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
         raise ValueError(f"a tensor or a row has one factor, and {scaling.name} has blocks")
     amax = _row_magnitudes(x.detach()) if scaling.rows == 1 and x.dim() else largest_magnitude(x)
     found = float_factor(amax, fmt, scaling.rounding)
-    return found, found.reciprocal()
+    return found, inverse_of(found)
 
 
 def quantise(
@@ -128,7 +136,7 @@ def blocks_of(magnitudes: Tensor, fmt: Format, scaling: Scaling, scale: Tensor |
     check_scaling(fmt, scaling, scale)
     if _whole(scaling):
         peaks = magnitudes.amax(-1, keepdim=True) if scaling.rows else largest_magnitude(magnitudes)
-        steps = steps_of(peaks, fmt, scaling) if scale is None else scale.reciprocal()
+        steps = steps_of(peaks, fmt, scaling) if scale is None else inverse_of(scale)
         return Blocks(magnitudes, peaks, steps)
     blocks = _blocks(magnitudes, scaling)
     peaks = largest_of(blocks)
@@ -152,7 +160,7 @@ def _whole_elements(
     x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor | None, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     found = factor(x, fmt, scaling)[0] if scale is None else scale
-    return round_to(x.detach().to(torch.float32) * found, fmt, seed=seed), found.reciprocal()
+    return round_to(x.detach().to(torch.float32) * found, fmt, seed=seed), inverse_of(found)
 
 
 def largest_magnitude(x: Tensor) -> Tensor:

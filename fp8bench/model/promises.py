@@ -82,6 +82,7 @@ class Difference(StrEnum):
 
     NONE = "none"
     ORDER = "order"
+    UNITS = "units"
     ROUNDING = "rounding"
     OVERFLOW = "overflow"
     LAYOUT = "layout"
@@ -91,8 +92,9 @@ class Difference(StrEnum):
 
     @property
     def conforms(self) -> bool:
-        """Whether both do the same: no definition of a product says in which order it is summed."""
-        return self in (Difference.NONE, Difference.ORDER)
+        """Whether both do the same: no definition of a product says in which order it is summed, nor does a device that
+        sums as its units are known to do anything else than it should."""
+        return self in (Difference.NONE, Difference.ORDER, Difference.UNITS)
 
 
 @dataclass(frozen=True)

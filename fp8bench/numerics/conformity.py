@@ -25,7 +25,7 @@ from torch import Tensor
 from fp8bench.formats.grids import Format
 from fp8bench.formats.recipes import HOPPER_BITS, Accumulator
 from fp8bench.model.promises import Difference
-from fp8bench.numerics.products import INSTRUCTION, short_product
+from fp8bench.numerics.products import INSTRUCTION, PROMOTION, short_product, unit_sums
 
 FLOAT32_BITS = 24
 # Roundings of a float32 sum beside its additions: of both operands' values, of their scales, of the result.
@@ -206,6 +206,25 @@ def permutations(found: Tensor, wanted: Tensor) -> Iterator[tuple[str, Tensor]]:
         if sorted(order) == list(range(len(order))) != order:
             moved = theirs[order]
             yield f"{words} are permuted", moved if words == "rows" else moved.t()
+
+
+def of_units(found: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], promoted: bool) -> bool:
+    """Whether every element is what Hopper's FP8 units make of codes (M, K) and (N, K), each with a scale an element.
+
+    Their sums are known to the bit; the scales, and what is promoted, come to them in float32 in an order that is not.
+    """
+    length = PROMOTION if promoted else codes[0].shape[1]
+    total = magnitude = torch.zeros((), dtype=torch.float64)
+    for start in range(0, codes[0].shape[1], length):
+        part = slice(start, start + length)
+        down, across = (scale[:, part].to(torch.float64) for scale in scales)
+        if not all(bool((one == one[:, :1]).all()) for one in (down, across)):
+            return False
+        scaled = unit_sums(*(code[:, part] for code in codes)) * down[:, :1] * across[:, :1].t()
+        total, magnitude = total + scaled, magnitude + scaled.abs()
+    bound = (codes[0].shape[1] // length + _BESIDE) * 2.0**-FLOAT32_BITS * magnitude
+    low, high = ((total + side * bound).to(found.dtype) for side in (-1, 1))
+    return bool(((found >= low) & (found <= high)).all())
 
 
 class _Fit(NamedTuple):

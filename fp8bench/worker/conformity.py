@@ -31,7 +31,7 @@ def conformities(precision: Precision, facts: DeviceFacts, seed: int) -> tuple[C
         native, emulated = _native(precision, facts), _emulated(precision, facts)
     except (NotImplementedError, KeyError) as error:
         return (Conformity(precision.mode, "all of it", "", why=str(error.args[0])),)
-    compared = _Compared(precision, native, emulated, facts.key, seed)
+    compared = _Compared(precision, native, emulated, facts, seed)
     return (*compared.casts(), *compared.products())
 
 
@@ -76,11 +76,12 @@ class _Compared:
     """
 
     def __init__(
-        self, precision: Precision, native: Callable[[], Arithmetic], emulated: Callable[[], Arithmetic], device: str,
-        seed: int,
+        self, precision: Precision, native: Callable[[], Arithmetic], emulated: Callable[[], Arithmetic],
+        facts: DeviceFacts, seed: int,
     ) -> None:  # fmt: skip
         self.mode, self._native, self._emulated = precision.mode, native, emulated
-        self._device, self._seed = device, seed
+        self._device, self._seed = facts.key, seed
+        self._hopper = facts.kind == "cuda" and facts.hip is None and facts.capability == (9, 0)
         recipe = getattr(precision, "recipe", None)
         treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
         plain = FORMATS.get(precision.name, FORMATS["tf32"])  # of what has no format of its own nothing is cast
@@ -155,7 +156,11 @@ class _Compared:
         for number, (dtype, made, wanted) in enumerate(results):
             if number and torch.equal(made, made.to(native.carrier).to(dtype)):
                 continue  # it gives no more than the carrier
-            yield self._held(f"{what}, {str(dtype).removeprefix('torch.')} out", shape, made, wanted, values)
+            words = f"{what}, {str(dtype).removeprefix('torch.')} out"
+            held = self._held(words, shape, made, wanted, values)
+            if held.difference is not None and not held.difference.conforms and (why := self._units(made, operands)):
+                held = replace(held, difference=Difference.UNITS, why=why)
+            yield held
 
     def _operands(self, arithmetic: Arithmetic, device: str, product: str, m: int, n: int, k: int) -> list[Operand]:
         roles, found = PRODUCTS[product], []
@@ -163,6 +168,23 @@ class _Compared:
             cast = arithmetic.turned if role in TURNED[product] else arithmetic.cast
             found.append(cast(self._drawn(f"{product} {name}", rows, k).to(device), role))
         return found
+
+    def _units(self, made: Tensor, operands: list[Operand]) -> str:
+        """In words, that it is bit by bit what the GPU's FP8 units sum; '' where it is not, or has other units."""
+        from fp8bench.numerics.conformity import of_units
+
+        if not self._hopper or any(one.scale is None or one.data.element_size() != 1 for one in operands):
+            return ""
+        native = self._native()
+        first, second = (one.data.to(torch.float32).cpu() for one in operands)
+        of_ones = [
+            replace(one, data=torch.ones_like(one.data, dtype=torch.float32).to(one.data.dtype)) for one in operands
+        ]
+        down, across = (native.restore(one, torch.float32).cpu() for one in of_ones)
+        for promoted, words in ((True, "added to a float32 sum every 128"), (False, "all along")):
+            if of_units(made, (first, second), (down, across), promoted):
+                return f"as Hopper's FP8 units sum: 14 bits are kept after every 32 products, {words}"
+        return ""
 
     def _held(self, what: str, shape: str, made: Tensor, wanted: Tensor, values: list[Tensor]) -> Conformity:
         from fp8bench.numerics.conformity import ConformitySums, differing, explain_product, steps_between

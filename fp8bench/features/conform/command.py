@@ -27,6 +27,7 @@ from fp8bench.report.words.naming import listed
 
 _LEGEND = (
     "order: every element is what a sum of the same products in another order is rounded to; it conforms",
+    "units: every element is what this GPU's units sum in fewer bits than float32 has, to the bit; it conforms",
     "rounding: each is the exact result's neighbour, and not always the nearest one",
     "overflow: what lies beyond the largest number becomes something else (NaN, infinity, the largest)",
     "layout: rows, columns or a whole operand stand in another place; scale: a factor that should not be there",
