@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,7 +76,11 @@ def test_no_step_is_taken_for_idle_and_none_leaks(name: str, precision: str, fac
 def test_errors_on_the_device_are_as_small_as_the_precision_allows(
     name: str, precision: str, facts: DeviceFacts, bench: Bench
 ) -> None:
-    """Native kernels lose no more than the emulation."""
+    """Native kernels lose no more than the emulation, of which an optimizer's update has more: it is the difference of
+    two parameters, whose last bits weigh up to a thousandth of it."""
+    processor = next(one for one in bench.probe() if one.kind == "cpu")
     for case in cases(name, precision, facts):
+        there = bench.error(replace(case, device=processor.key), processor) if name == "optimizer" else {}
         for metric, value in bench.error(case, facts).items():
-            assert 0 <= value < LARGEST_ERROR[precision], (case.id, metric)
+            allowed = max(LARGEST_ERROR[precision], 1.1 * there.get(metric, 0.0) + 1e-3 * bool(there))
+            assert 0 <= value < allowed, (case.id, metric)

@@ -12,6 +12,7 @@ from fp8bench.devices.cuda import Cuda
 from fp8bench.measure.slots import filling_of
 from fp8bench.model import Case, DeviceFacts, Level
 from fp8bench.model.raw import RawSlot, Settings
+from fp8bench.plan.corpus import Corpus
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
 
@@ -77,12 +78,14 @@ def test_a_cold_cache_is_slower_where_the_data_fits_it(bench: Bench, facts: Devi
     assert times["cold"] > 1.25 * times["hot"] and times["rotating"] > times["hot"]
 
 
-def test_a_step_that_reads_its_data_is_not_captured(bench: Bench, facts: DeviceFacts) -> None:
+def test_a_step_that_reads_its_data_is_not_captured(corpus: Corpus, facts: DeviceFacts) -> None:
     """And goes on as before."""
+    bench = Bench(Settings(corpus=corpus.path))
     params = (("kind", "transfer"), ("batch", 16), ("record", 4096))
     bench.prepare("key", Case("data", params, "fp32", facts.key), facts)
     assert "takes data from the host" in bench.capture("key")
     assert len(bench.slot("key", 2, 1).steps) == 2
+    bench.close()
 
 
 def test_a_phase_by_itself_takes_its_time_in_the_step(bench: Bench, facts: DeviceFacts) -> None:
