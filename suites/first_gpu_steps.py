@@ -294,7 +294,7 @@ STEPS = (
         *(Line(f"the same of {name}", ratio("time", "bf16", name), speed=True)
           for name in ("fp8-rowwise", "mxfp8", "nvfp4"))),
     _suite(
-        "step", f"{_STEP} bf16,fp8 --tape --energy phases --shares", 240,
+        "step", f"{_STEP} bf16,fp8 --tape --shares", 200,
         Line("launches of a gpt2-124m step, fp8 over bf16", ratio("launches", "fp8", "bf16"), high=1.8),
         Line("gpt2-124m step, fp8 over bf16, times as fast", ratio("time", "bf16", "fp8"), speed=True),
         Line("the same, replayed as one launch", ratio("replay_time", "bf16", "fp8"), speed=True),
@@ -330,6 +330,7 @@ STEPS = (
     _suite(
         "diffusion", "fp8bench suite diffusion --dtypes native:bf16,fp8-rowwise,mxfp8", 200,
         rows=("`suite diffusion`: denoisers, sampler, errors and times by step",)),
+    _suite("phase-energy", f"{_STEP} bf16,fp8 --energy phases", 360),
     _suite("torchao", f"{_STEP} bf16,fp8:backend=torchao", 150, rows=("backend `torchao`",)),
     _suite("te", f"{_STEP} bf16,fp8:backend=te", 150, rows=("backend `te`",)),
     FirstStep(

