@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
 
 from fp8bench.model import (
     Case,
@@ -24,7 +23,7 @@ from fp8bench.model import (
     Scalar,
 )  # fmt: skip
 from fp8bench.model.promises import Conformity
-from fp8bench.model.raw import Settings
+from fp8bench.model.raw import Filling, RawReplay, RawSlot, Settings, StateCheck
 from fp8bench.model.run import OperationBits
 from fp8bench.protocols import Phases, SilentPhases, Stamper, Workload
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
@@ -40,18 +39,6 @@ from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import apart, aside
 from fp8bench.worker.switches import recorded, refuse_bent, switches, unchanged, under
 from fp8bench.worker.untimed_passes import UntimedPasses
-
-Given = ParamSpec("Given")
-Answer = TypeVar("Answer")
-
-
-def _by_key(method: Callable[Concatenate[Prepared, Given], Answer]) -> Callable[Concatenate[Bench, str, Given], Answer]:
-    """A request that a prepared state answers, on the device that it is on."""
-
-    def ask(bench: Bench, key: str, /, *arguments: Given.args, **named: Given.kwargs) -> Answer:
-        return method(bench._prepared_as(key), *arguments, **named)
-
-    return ask
 
 
 class Bench(UntimedPasses):
@@ -177,10 +164,35 @@ class Bench(UntimedPasses):
         still_running(running() - before)  # what compiling has started may end before anything is timed
         gc.collect()
 
-    slot, capture, replay = _by_key(Prepared.slot), _by_key(Prepared.capture), _by_key(Prepared.replayed)
-    loop, hold_phase, loop_phase = _by_key(Prepared.loop), _by_key(Prepared.hold_phase), _by_key(Prepared.loop_phase)
-    drop_phase, late_flops = _by_key(Prepared.drop_phase), _by_key(Prepared.late_flops)
-    told_apart, check = _by_key(Prepared.told_apart), _by_key(Prepared.check)
+    def slot(self, key: str, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
+        return self._prepared_as(key).slot(calls, discard, filling)
+
+    def capture(self, key: str) -> str:
+        return self._prepared_as(key).capture()
+
+    def replay(self, key: str, calls: int, discard: int, filling: Filling | None) -> RawSlot:
+        return self._prepared_as(key).replayed(calls, discard, filling)
+
+    def loop(self, key: str, steps: int) -> float:
+        return self._prepared_as(key).loop(steps)
+
+    def hold_phase(self, key: str, phase: str, most_bytes: int) -> RawReplay:
+        return self._prepared_as(key).hold_phase(phase, most_bytes)
+
+    def loop_phase(self, key: str, times: int) -> float:
+        return self._prepared_as(key).loop_phase(times)
+
+    def drop_phase(self, key: str) -> str:
+        return self._prepared_as(key).drop_phase()
+
+    def late_flops(self, key: str) -> int | None:
+        return self._prepared_as(key).late_flops()
+
+    def told_apart(self, key: str, calls: int, discard: int) -> str:
+        return self._prepared_as(key).told_apart(calls, discard)
+
+    def check(self, key: str) -> StateCheck:
+        return self._prepared_as(key).check()
 
     def scales(self, key: str) -> tuple[LayerScale, ...]:
         """The scales that a state has from data, or that a backend keeps for it, as they are after its steps."""
