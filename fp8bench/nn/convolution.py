@@ -254,11 +254,11 @@ class BatchNorm(nn.Module):
 class ResidualBlock(nn.Module):
     """ResNet's basic block: convolution and norm twice, ReLU after each, the input added before the last."""
 
-    def __init__(self, channels: int, choose: Choose, layer_norm: bool = False) -> None:
+    def __init__(self, channels: int, choose: Choose, layer_norm: bool = False, running: bool = False) -> None:
         super().__init__()
         self.first, self.second = (Convolution(channels, channels, choose(name)) for name in ("first", "second"))
         self.norm_first, self.norm_second = (
-            Norm(channels, root_mean_square=False) if layer_norm else BatchNorm(channels) for _ in range(2)
+            Norm(channels, root_mean_square=False) if layer_norm else BatchNorm(channels, running) for _ in range(2)
         )
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:

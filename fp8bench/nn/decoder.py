@@ -28,7 +28,7 @@ from fp8bench.formats.codes import decode, encode, pack, unpack
 from fp8bench.formats.grids import E2M1, E4M3
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.attention import rotate, rotations
-from fp8bench.nn.chosen_experts import routed
+from fp8bench.nn.experts import routed
 from fp8bench.nn.gpt import gelu, silu_gate
 from fp8bench.nn.linear import casting_of
 from fp8bench.nn.served import KV_FORMATS, ROUTER, WEIGHT_FORMATS, KeptFormat, Shapes, int4_format, served_shapes

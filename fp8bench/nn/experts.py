@@ -26,13 +26,39 @@ BALANCE = 0.01
 ROWS = 32
 
 
+def waited_for(counts: Tensor) -> list[int]:
+    """How many tokens each expert has: the one thing that the host waits for in each layer."""
+    loads: list[int] = counts.tolist()
+    return loads
+
+
+def routed(
+    x: Tensor, router: Tensor, top_k: int, path: str, through: Callable[[Tensor, str], Tensor]
+) -> tuple[Tensor, list[int]]:
+    """What the experts `path`.N of a served model make of tokens, weighed, and the tokens of each.
+
+    One expert's products after another, whatever its weights are kept in, and no row is filled up: those that the
+    router chooses are read alone.
+    """
+    flat, wide = x.reshape(-1, x.shape[-1]), torch.promote_types(x.dtype, torch.float32)
+    best, chosen = F.linear(flat.to(wide), router.to(wide)).topk(top_k)
+    loads = waited_for((chosen.view(-1, 1) == torch.arange(len(router), device=x.device)).sum(0))
+    order = chosen.flatten().argsort(stable=True)
+    parts = enumerate(torch.split_with_sizes(flat[order // top_k], loads))
+    done = torch.cat([through(rows, f"{path}.{number}") for number, rows in parts if len(rows)])
+    back = done[order.argsort()].view(len(flat), top_k, -1)
+    return (back.to(wide) * best.softmax(-1)[..., None]).sum(1).to(x.dtype).view(x.shape), loads
+
+
 class Experts(nn.Module):
     """`balance` is the balancing loss of the last pass: 1 where all experts are chosen alike, more where not.
 
-    `ahead` are each token's experts where a load is made and not the router's; `count` are those of all ranks.
+    `ahead` are each token's experts where a load is made and not the router's; `count` are those of all ranks. An
+    expert without a token multiplies zeros where it `fills_empty`, so that its weights have gradients, zero ones.
     """
 
     experts: Sequence[FeedForward]
+    fills_empty = True
     ahead: Tensor | None = None
     ranks = 1
 
@@ -73,24 +99,27 @@ class Experts(nn.Module):
         """Rows that lie by expert, and what their experts make of them, in that order."""
         return torch.cat(self._each(torch.split_with_sizes(rows, self._waited_for(counts)), counts, phase))
 
-    @staticmethod
-    def _waited_for(counts: Tensor) -> list[int]:
-        """How many tokens each expert has: the one thing that the host waits for."""
-        found: list[int] = counts.tolist()
-        return found
+    _waited_for = staticmethod(waited_for)
 
     def _each(self, parts: Sequence[Tensor], counts: Tensor, phase: Phases) -> list[Tensor]:
-        """Every expert on its tokens; on zeros where it has none, so that its weights have gradients, zero ones."""
+        """Every expert on its tokens, filled up to whole rows of what it multiplies."""
         grouped = self._may_be_grouped()
-        rows = self.experts[0].up.arithmetic.part_rows if grouped else ROWS
-        sizes = [max(rows, -(-len(part) // rows) * rows) for part in parts]
+        rows = self._rows(grouped)
+        least = rows if self.fills_empty else 0
+        sizes = [max(least, -(-len(part) // rows) * rows) for part in parts]
         filled = [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, sizes, strict=True)]
         if grouped:
-            ends = ((counts.clamp(min=1) + rows - 1) // rows * rows).cumsum(0).to(torch.int32)
-            found = torch.split_with_sizes(self._grouped(torch.cat(filled), sizes, ends, phase), sizes)
+            counts = counts.clamp(min=1) if self.fills_empty else counts
+            ends = ((counts + rows - 1) // rows * rows).cumsum(0).to(torch.int32)
+            outputs = torch.split_with_sizes(self._grouped(torch.cat(filled), sizes, ends, phase), sizes)
         else:
-            found = tuple(expert(part, phase) for expert, part in zip(self.experts, filled, strict=True))
-        return [y[: len(part)] for y, part in zip(found, parts, strict=True)]
+            pairs = zip(self.experts, filled, strict=True)
+            outputs = tuple(expert(part, phase) if len(part) else _of_nothing(expert, part) for expert, part in pairs)
+        return [y[: len(part)] for y, part in zip(outputs, parts, strict=True)]
+
+    def _rows(self, grouped: bool) -> int:
+        """What an expert's part is a multiple of."""
+        return self.experts[0].up.arithmetic.part_rows if grouped else ROWS
 
     def _may_be_grouped(self) -> bool:
         """Whether all experts have one arithmetic in common, which has one product for all of them."""
@@ -110,6 +139,12 @@ class Experts(nn.Module):
 
         hidden = self.experts[0].between(through(x, [expert.up for expert in self.experts]))
         return through(hidden, [expert.down for expert in self.experts])
+
+
+def _of_nothing(expert: FeedForward, part: Tensor) -> Tensor:
+    """No rows, through the weights all the same, so that they have gradients."""
+    wide = part.to(expert.up.weight.dtype)
+    return F.linear(expert.between(F.linear(wide, expert.up.weight)), expert.down.weight).to(part.dtype)
 
 
 class MixtureGPT(GPT):

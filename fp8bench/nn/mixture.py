@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.experts import Experts
@@ -105,6 +104,7 @@ def moved(x: Tensor, numbers: Tensor, way: str) -> Tensor:
 class LoadedExperts(Experts):
     """`seen` are, of the last pass that was watched, the experts that the router chooses and the tokens of each."""
 
+    fills_empty = False
     plan: Tensor | None
 
     def __init__(self, sizes: MoeSizes, plan: Tensor | None, travel: Travel, choose: Choose) -> None:
@@ -134,31 +134,12 @@ class LoadedExperts(Experts):
         weights = scores.gather(1, chosen).softmax(-1)[..., None]
         return (back.to(weights.dtype) * weights).sum(1).to(x.dtype)
 
-    def _each(self, parts: Sequence[Tensor], counts: Tensor, phase: Phases) -> list[Tensor]:
-        """Every expert on its tokens, filled up to the multiple; one that has none multiplies no row."""
-        grouped = self._may_be_grouped()
+    def _rows(self, grouped: bool) -> int:
         arithmetic = self.experts[0].up.arithmetic
         # The weight gradient contracts over a part's rows: forward alone asks plain products for no multiple of them.
         multiple = arithmetic.groups if torch.is_grad_enabled() else 1
         least = 1 if not grouped else multiple if arithmetic.plain else arithmetic.part_rows
-        rows = max(self.travel.rows, least)
-        sizes = [-(-len(part) // rows) * rows for part in parts]
-        filled = [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, sizes, strict=True)]
-        if grouped:
-            ends = ((counts + rows - 1) // rows * rows).cumsum(0).to(torch.int32)
-            outputs = torch.split_with_sizes(self._grouped(torch.cat(filled), sizes, ends, phase), sizes)
-        else:
-            outputs = tuple(
-                expert(part, phase) if len(part) else _of_nothing(expert, part)
-                for expert, part in zip(self.experts, filled, strict=True)
-            )
-        return [y[: len(part)] for y, part in zip(outputs, parts, strict=True)]
-
-
-def _of_nothing(expert: FeedForward, part: Tensor) -> Tensor:
-    """No rows, through the weights all the same, so that they have gradients."""
-    wide = part.to(expert.up.weight.dtype)
-    return F.linear(expert.between(F.linear(wide, expert.up.weight)), expert.down.weight).to(part.dtype)
+        return max(self.travel.rows, least)
 
 
 class Mixture(nn.Module):

@@ -40,10 +40,8 @@ class ServedWorkload(Workload):
     usual: ClassVar[tuple[tuple[str, str], tuple[str, str]]]
     context_words: ClassVar[str]
     new: ClassVar[int | None] = None
-
-    @abstractmethod
-    def named(self, target: str) -> Callable[[], Any]:
-        """The function of that name, which makes a model of one's own."""
+    # The function of a name, which makes a model of one's own.
+    named: Callable[[str], Callable[[], Any]]
 
     @abstractmethod
     def precision(self, setup: Setup) -> Precision:

@@ -14,7 +14,7 @@ from fp8bench.formats.hardware import emulated, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Scalar, Support, TensorStatistics
 from fp8bench.nn.sizes import GPTConfig, of_config
-from fp8bench.protocols import Phases, Precision, Setup, Workload
+from fp8bench.protocols import Arithmetic, Phases, Precision, Setup, Workload
 from fp8bench.protocols.axes import VALUES, Axis, one_of
 
 if TYPE_CHECKING:
@@ -166,12 +166,18 @@ class LayerWorkload(Workload):
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Output, and in training all gradients, against the same in fp64 throughout."""
+        return self.prepare(setup).errors(self.exact(setup), setup.settles)
+
+    def exact(self, setup: Setup) -> Exercise:
+        """The layer in fp64 throughout."""
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic
 
-        exact = PlainArithmetic(torch.float64)
-        return self.prepare(setup).errors(self.exercise(setup, lambda name: exact, exact.carrier), setup.settles)
+        return self.all_in(setup, PlainArithmetic(torch.float64))
+
+    def all_in(self, setup: Setup, arithmetic: Arithmetic) -> Exercise:
+        return self.exercise(setup, lambda name: arithmetic, arithmetic.carrier)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         from fp8bench.numerics.ranges import Ledger
@@ -187,3 +193,19 @@ class LayerWorkload(Workload):
 
         own = self.arithmetics(setup)
         return lambda name: counted(own(name), name, ledger)
+
+
+class ConvolvedWorkload(LayerWorkload):
+    """One that convolves: operands are counted by the kind of their layer."""
+
+    def counted(self, setup: Setup, ledger: Ledger) -> Choose:
+        """Where windows are written out, of the carrier: each pixel once."""
+        from fp8bench.nn.arithmetics import PlainArithmetic, counted
+
+        own, kinds = self.arithmetics(setup), {one.name: one.kind for one in self.layers(dict(setup.case.params))}
+
+        def watched(name: str) -> Arithmetic:
+            inner = own(name)
+            return counted(PlainArithmetic(inner.carrier) if inner.explicit else inner, kinds[name], ledger)
+
+        return watched

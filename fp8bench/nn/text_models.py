@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.around import held
-from fp8bench.nn.convolution import BatchNorm, Convolution
+from fp8bench.nn.convolution import Convolution, ResidualBlock
 from fp8bench.nn.gpt import FeedForward, LanguageModel, Norm, dropped
 from fp8bench.nn.linear import Choose, Linear, within
 from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
@@ -51,7 +51,7 @@ class WindowMLP(LanguageModel):
         return y
 
 
-class CausalBlock(nn.Module):
+class CausalBlock(ResidualBlock):
     """Two convolutions, each with batch norm or layer norm, ReLU between them, added to what came in.
 
     An image is a text in lines. Moved down and right by one, each place of it sees, in its 3x3 window, itself and
@@ -61,12 +61,7 @@ class CausalBlock(nn.Module):
     residual: Arithmetic | None = None
 
     def __init__(self, channels: int, choose: Choose, layer_norm: bool = False) -> None:
-        super().__init__()
-        self.first, self.second = (Convolution(channels, channels, choose(name)) for name in ("first", "second"))
-        self.norm_first, self.norm_second = (
-            Norm(channels, root_mean_square=False) if layer_norm else BatchNorm(channels, running=True)
-            for _ in range(2)
-        )
+        super().__init__(channels, choose, layer_norm, running=True)
         # At first a block adds as much as there is: what it adds at full size would drown the tokens for long.
         nn.init.constant_(self.norm_second.weight, _EMBEDDING)
 

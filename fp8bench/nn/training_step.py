@@ -132,6 +132,21 @@ class TrainingState:
                 parameter.grad = None
 
 
+def begun(
+    setup: Setup, model: torch.nn.Module, loader: Loader, weights: Cast, *, attention: str = "auto",
+    rate: float = 3e-4, forward: Callable[[Any, Tensor, Phases], Tensor] | None = None, compiled: bool = False,
+    fused: bool = True, micro_batches: int = 1,
+) -> TrainingState:  # fmt: skip
+    """What a case trains with, before its first step."""
+    parameters = list(model.parameters())
+    buffers = [torch.zeros_like(parameter) for parameter in parameters]
+    optimizer = adamw(parameters, rate, setup.facts, fused)
+    return TrainingState(
+        model, forward or model, compiled, attention, optimizer, parameters, buffers, loader, micro_batches,
+        setup.loss_scale, weights,
+    )  # fmt: skip
+
+
 Course = tuple[Tensor, ...]
 _LEARNING_RATE = 1e-3
 _DECAYS = (0.9, 0.99)

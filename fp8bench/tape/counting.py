@@ -16,7 +16,7 @@ import torch
 from fp8bench.model import CELL_PHASES
 from fp8bench.model.step import OperatorCount, PhaseCount, Tape
 from fp8bench.tape.formulas import flops_of
-from fp8bench.tape.recorder import Call, TensorSeen, arguments_of, name_of, tensors_in
+from fp8bench.tape.recorder import Call, TensorSeen, arguments_of, name_of, tensors_in, written_by
 
 # What these give has nothing in it yet.
 MAKE_ROOM = frozenset(
@@ -61,10 +61,13 @@ class Traffic:
 
     def __init__(self, call: Call) -> None:
         self._name = name_of(call)
+        self.makes_room = self._name in MAKE_ROOM
         self.read: list[TensorSeen] = []
         self.written: list[TensorSeen] = []
         self._least: dict[int, int] = {}
-        arguments, changes = arguments_of(call), _changed(call)
+        arguments = arguments_of(call)
+        # Whether those that it writes to are there for its result alone.
+        changes = {argument.name: argument.kwarg_only for _, argument in written_by(call.operator)}
         for name, value in arguments.items():
             tensors = list(tensors_in(value))
             writes = changes.get(name)
@@ -77,15 +80,11 @@ class Traffic:
         made = [result for result in results if result.storage not in given]
         self.made = made
         is_view = bool(results) and not made and not self.written
-        if is_view or self._name in MAKE_ROOM or self._name in _SAY_NOTHING:
+        if is_view or self.makes_room or self._name in _SAY_NOTHING:
             self.read, self.written = [], []
             return
         self.written += made
         self._limit(arguments, made)
-
-    @property
-    def makes_room(self) -> bool:
-        return self._name in MAKE_ROOM
 
     @property
     def moves(self) -> bool:
@@ -118,17 +117,6 @@ class Traffic:
             for one in tensors_in(arguments["self"]):
                 if count:
                     self._least[id(one)] = count * one.dtype.itemsize
-
-
-def _changed(call: Call) -> dict[str, bool]:
-    """The arguments that a call writes to, and whether they are there for its result alone."""
-    schema = getattr(call.operator, "_schema", None)
-    arguments = schema.arguments if schema is not None else ()
-    return {
-        argument.name: argument.kwarg_only
-        for argument in arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    }
 
 
 _WORDS = {

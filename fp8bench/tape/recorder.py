@@ -151,6 +151,14 @@ def arguments_of(call: Call) -> dict[str, Any]:
     return {**dict(zip(names, call.given, strict=False)), **call.named}
 
 
+def written_by(operator: Any) -> Iterator[tuple[int, Any]]:
+    """The arguments of its schema that an operator writes to, each with its place."""
+    schema = getattr(operator, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield place, argument
+
+
 def name_of(call: Call) -> str:
     return operator_name(call.operator)
 

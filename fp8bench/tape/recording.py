@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8bench.numerics.operands import OperatorWatch, tensors_within
+from fp8bench.tape.recorder import written_by
 from fp8bench.tape.replay import BitsCheck, CannotReplay, Register, Replay, ReplayedCall, Rewritten, bits_of
 
 # These give a tensor other memory.
@@ -213,12 +214,8 @@ def _refused(func: Any, given: Sequence[Tensor]) -> str:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    schema = getattr(func, "_schema", None)
-    found: list[Any] = []
-    for place, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[place] if place < len(args) else kwargs.get(argument.name))
-    return tensors_within(found)
+    changed = written_by(func)
+    return tensors_within([args[place] if place < len(args) else kwargs.get(one.name) for place, one in changed])
 
 
 def _spec_of(tensor: Tensor) -> _Spec:

@@ -66,19 +66,15 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self._paths.watched())
-            stack.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)
-            stack.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
+            begins = register_optimizer_step_pre_hook(lambda *given: setattr(self, "_optimizing", _task()))
+            ends = register_optimizer_step_post_hook(lambda *given: setattr(self, "_optimizing", None))
+            for hook in (begins, ends):
+                stack.callback(hook.remove)
             stack.enter_context(self)
             try:
                 yield self.calls
             finally:
                 self._optimizing = None
-
-    def _optimizer_begins(self, *given: object) -> None:
-        self._optimizing = _task()
-
-    def _optimizer_ends(self, *given: object) -> None:
-        self._optimizing = None
 
     def called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         module, node, backward = self._paths.now()
@@ -143,10 +139,10 @@ def put_together(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[
         alike = kind, call.module, call.backward, what
         before = found.get(alike, (0.0, 0))
         found[alike] = before[0] + taken, before[1] + 1
-    parts = [
+    parts = (
         Share(kind, module, backward, taken, number, what)
         for (kind, module, backward, what), (taken, number) in found.items()
-    ]
+    )
     return tuple(sorted(parts, key=lambda part: -part.seconds))
 
 

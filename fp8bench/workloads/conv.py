@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
-from fp8bench.nn.shared_workloads import PASS, LayerWorkload, convolution_support, is_training, misfit
-from fp8bench.protocols import Arithmetic, Grid, Layer, Precision, Setup
+from fp8bench.nn.shared_workloads import PASS, ConvolvedWorkload, convolution_support, is_training, misfit
+from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
-    from fp8bench.numerics.ranges import Ledger
 
 # Weights of a 3x3 window.
 WINDOW = 9
@@ -31,7 +30,7 @@ _NORM = Axis(
 
 
 @workloads.register("conv")
-class Conv(LayerWorkload):
+class Conv(ConvolvedWorkload):
     """ResNet's basic block: two 3x3 convolutions, batch norm in fp32 unless mapped, ReLU, and the residual's sum.
 
     The convolutions are GEMM: they are products, contracted over windows and channels.
@@ -67,7 +66,7 @@ class Conv(LayerWorkload):
             raise UsageError(
                 "batch=1 with image=1 is one value a channel, without a batch norm: choose a larger batch or image"
             )
-        return (tuple(params.items()),)
+        return super().expand(params)
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         """FLOPs of the two convolutions, windows over the edge counted whole."""
@@ -90,18 +89,6 @@ class Conv(LayerWorkload):
 
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
         return Layer("first", "conv"), Layer("second", "conv")
-
-    def counted(self, setup: Setup, ledger: Ledger) -> Choose:
-        """Both convolutions are one kind; where windows are written out, of the carrier: each pixel once."""
-        from fp8bench.nn.arithmetics import PlainArithmetic, counted
-
-        own = self.arithmetics(setup)
-
-        def watched(name: str) -> Arithmetic:
-            inner = own(name)
-            return counted(PlainArithmetic(inner.carrier) if inner.explicit else inner, "conv", ledger)
-
-        return watched
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
         """The block on random images in the carrier's dtype.

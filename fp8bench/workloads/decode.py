@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Scalar, Support
@@ -34,6 +33,7 @@ class Decode(ServedWorkload):
     usual = (("nano", "512"), ("llama-1b", "8192"))
     context_words = "positions that the step's token sees, its own included"
     new = 1
+    named = staticmethod(named)
     history = Grid(
         cpu={"size": ("nano",), "context": ("512",)}, gpu={"size": ("llama-1b",), "context": ("8192",)},
         phases=("cast", "gemm", "attention", "elementwise"), errors=("logits_error",), per="tokens",
@@ -48,9 +48,6 @@ class Decode(ServedWorkload):
         if _STATIC.of(params) == "no" and not own and support.level is not Level.REFUSED:
             return refused("static=no is a cache of one's own keys and values: choose kv=own, and a size of fp8bench's")
         return support
-
-    def named(self, target: str) -> Callable[[], Any]:
-        return named(target)
 
     def precision(self, setup: Setup) -> Precision:
         return precisions.get(setup.case.precision)

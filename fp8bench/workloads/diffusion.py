@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
-from fp8bench.nn.shared_workloads import LayerWorkload, is_training, misfit
+from fp8bench.nn.shared_workloads import ConvolvedWorkload, is_training, misfit
 from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, SamplerPlan
-from fp8bench.protocols import Arithmetic, Grid, Layer, Precision, Setup
+from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
-    from fp8bench.numerics.ranges import Ledger
 
 # Of sampling alone: a training step has none of them.
 _SAMPLED = ("steps", "guidance", "high_steps")
@@ -108,7 +106,7 @@ def _of_unet(sizes: DenoiserSizes) -> Iterator[_Shape]:
 
 
 @workloads.register("diffusion")
-class Diffusion(LayerWorkload):
+class Diffusion(ConvolvedWorkload):
     """A step of sampling is a whole one, from noise to image, its first steps included: a report shows the time and
     the error of each. Text encoder and decoder of images are left out.
     """
@@ -205,18 +203,6 @@ class Diffusion(LayerWorkload):
             return refused(wrong)
         return support
 
-    def counted(self, setup: Setup, ledger: Ledger) -> Choose:
-        """By kind; where windows are written out, of the carrier: each pixel once."""
-        from fp8bench.nn.arithmetics import PlainArithmetic, counted
-
-        own, kinds = self.arithmetics(setup), {one.name: one.kind for one in self.layers(dict(setup.case.params))}
-
-        def watched(name: str) -> Arithmetic:
-            inner = own(name)
-            return counted(PlainArithmetic(inner.carrier) if inner.explicit else inner, kinds[name], ledger)
-
-        return watched
-
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
         from fp8bench.nn.diffusion import made
 
@@ -226,22 +212,14 @@ class Diffusion(LayerWorkload):
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Of training as of any layer; of sampling by step, and how often a step's denoiser is evaluated."""
-        import torch
-
-        from fp8bench.nn.arithmetics import PlainArithmetic
         from fp8bench.nn.diffusion import OtherKernel, Sampling, errors_by_step
 
-        params, exact = dict(setup.case.params), PlainArithmetic(torch.float64)
-        own = self.prepare(setup)
+        own, exact = self.prepare(setup), self.exact(setup)
         if not isinstance(own, Sampling):
-            return own.errors(self.exercise(setup, lambda name: exact, exact.carrier), setup.settles)
+            return own.errors(exact, setup.settles)
         if setup.settles:
             own.outcome()
-        arithmetics = exact, setup.high, OtherKernel(setup.high.carrier)
-        others = [self.exercise(setup, partial(_all_in, arithmetic), arithmetic.carrier) for arithmetic in arithmetics]
-        samplings = [other for other in others if isinstance(other, Sampling)]
-        return {**errors_by_step(own, *samplings), "evaluations": float(plan_of(params).evaluations)}
-
-
-def _all_in(arithmetic: Arithmetic, name: str) -> Arithmetic:
-    return arithmetic
+        wide = (self.all_in(setup, one) for one in (setup.high, OtherKernel(setup.high.carrier)))
+        samplings = [sampling for sampling in (exact, *wide) if isinstance(sampling, Sampling)]
+        evaluations = plan_of(dict(setup.case.params)).evaluations
+        return {**errors_by_step(own, *samplings), "evaluations": float(evaluations)}

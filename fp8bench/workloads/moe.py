@@ -148,13 +148,9 @@ class Moe(LayerWorkload):
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Of output and gradients; the router's choices that are not the exact pass's, by layer; and the load."""
-        import torch
-
-        from fp8bench.nn.arithmetics import PlainArithmetic
         from fp8bench.nn.mixture import Mixture, disagreements, load_figures
 
-        exact = PlainArithmetic(torch.float64)
-        state, wanted = self.prepare(setup), self.exercise(setup, lambda name: exact, exact.carrier)
+        state, wanted = self.prepare(setup), self.exact(setup)
         errors = state.errors(wanted, setup.settles)
         assert isinstance(state.layer, Mixture) and isinstance(wanted.layer, Mixture)
         seen, right = state.layer.watch(state.outcome), wanted.layer.watch(wanted.outcome)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from fp8bench.nn.served_workload import ServedWorkload
 from fp8bench.protocols import Grid, Precision, Setup
 from fp8bench.registry import precisions, workloads
@@ -22,13 +19,11 @@ class Prefill(ServedWorkload):
     summary = "a whole prompt through a GPT into an empty cache of keys and values, at once"
     usual = (("nano", "128"), ("llama-1b", "2048"))
     context_words = "tokens of each prompt"
+    named = staticmethod(named)
     history = Grid(
         cpu={"size": ("nano",), "context": ("128",)}, gpu={"size": ("llama-1b",), "context": ("2048",)},
         phases=("cast", "gemm", "attention", "elementwise"), errors=("logits_error",), per="tokens",
     )  # fmt: skip
-
-    def named(self, target: str) -> Callable[[], Any]:
-        return named(target)
 
     def precision(self, setup: Setup) -> Precision:
         return precisions.get(setup.case.precision)

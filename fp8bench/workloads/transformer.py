@@ -119,9 +119,7 @@ class Transformer(TrainingWorkload):
         blocks = config.layers * config.width + kept if again else config.layers * kept
         scores = 0.0
         if _choice(params, "attention") == "math":
-            matrices = SCORES_BESIDE + SCORES_KEPT * (
-                1 if _choice(params, "checkpointing") == "blocks" else config.layers
-            )
+            matrices = SCORES_BESIDE + SCORES_KEPT * (1 if again else config.layers)
             scores = matrices * 4.0 * batch * config.heads * length**2
         tokens = batch * length
         return 16.0 * config.weights + tokens * (size * (blocks + 5 * config.width) + 12.0 * config.vocabulary) + scores
@@ -158,7 +156,8 @@ class Transformer(TrainingWorkload):
         """The model in the case's precisions."""
         from fp8bench.nn.around import take_around
 
-        model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, _checkpointing(setup))
+        again = _choice(dict(setup.case.params), "checkpointing") == "blocks"
+        model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, again)
         take_around(model, setup.around(self.around(dict(setup.case.params))))
         return model
 
@@ -191,24 +190,18 @@ class Transformer(TrainingWorkload):
         return support
 
     def prepare(self, setup: Setup) -> TrainingState:
-        import torch
-
         from fp8bench.nn.gpt import blocks_are_taken
-        from fp8bench.nn.training_step import TrainingState, adamw
+        from fp8bench.nn.training_step import begun
 
         params = dict(setup.case.params)
         attention = _choice(params, "attention")
         model = self._own(setup)
         with attention_by(attention):
             forward = _forward(setup, model)
-        marked = forward is model and not blocks_are_taken(model)
-        parameters = list(model.parameters())
-        return TrainingState(
-            model, forward, compiled=not marked, attention=attention,
-            optimizer=adamw(parameters, 3e-4, setup.facts, _choice(params, "fused") == "yes"), parameters=parameters,
-            buffers=[torch.zeros_like(parameter) for parameter in parameters], loader=_loader(setup),
-            micro_batches=int(setup.case.param("micro_batches")), loss_scale=setup.loss_scale,
-            weights=_weights(setup, model),
+        return begun(
+            setup, model, _loader(setup), _weights(setup, model), attention=attention, forward=forward,
+            compiled=forward is not model or blocks_are_taken(model), fused=_choice(params, "fused") == "yes",
+            micro_batches=int(params["micro_batches"]),
         )  # fmt: skip
 
     def error(self, setup: Setup) -> dict[str, float]:
@@ -277,10 +270,6 @@ class Transformer(TrainingWorkload):
 
 def _choice(params: Mapping[str, Scalar], name: str) -> str:
     return str(params.get(name, USUAL[name]))
-
-
-def _checkpointing(setup: Setup) -> bool:
-    return _choice(dict(setup.case.params), "checkpointing") == "blocks"
 
 
 def _config(setup: Setup) -> GPTConfig:

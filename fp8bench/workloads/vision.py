@@ -154,7 +154,7 @@ def _state(setup: Setup, choose: Choose, carrier: torch.dtype) -> TrainingState 
     """A case's model from its seed, the same weights for every arithmetic and layout, and its batches."""
     import torch
 
-    from fp8bench.nn.training_step import TrainingState, adamw, drawn
+    from fp8bench.nn.training_step import begun, drawn
     from fp8bench.nn.vision import LAYOUTS, MODELS, ImageLoader, inference
 
     params = dict(setup.case.params)
@@ -165,10 +165,4 @@ def _state(setup: Setup, choose: Choose, carrier: torch.dtype) -> TrainingState 
     loader = ImageLoader(sizes, int(params["batch"]), layout, carrier, setup.facts.key, setup.seed)
     if not is_training(params):
         return inference(model, loader)
-    parameters = list(model.parameters())
-    return TrainingState(
-        model, model, compiled=False, attention="auto",
-        optimizer=adamw(parameters, 3e-4, setup.facts), parameters=parameters,
-        buffers=[torch.zeros_like(parameter) for parameter in parameters],
-        loader=loader, micro_batches=1, loss_scale=setup.loss_scale, weights=lambda phase: nullcontext(),
-    )  # fmt: skip
+    return begun(setup, model, loader, lambda phase: nullcontext())

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fp8bench.model import DeviceFacts, Level, Limit
-from fp8bench.nn.limits import call_of, shapes_of
 from fp8bench.registry import precisions
-from fp8bench.worker.ceilings import DTYPES
+from fp8bench.worker.ceilings import DTYPES, call_of, shapes_of
 from tests.facts import B200, H200, MI300X
 from tests.rehearsal.stage import Stage
 

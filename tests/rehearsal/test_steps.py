@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8bench.formats.product_rules import Product
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Case, DeviceFacts, Level, PlannedCase, Request
-from fp8bench.nn import chosen_experts, sizes
+from fp8bench.nn import experts, sizes
 from fp8bench.nn.served import OWN, served_support
 from fp8bench.numerics.operands import needs_host
 from fp8bench.plan.corpus import Corpus
@@ -192,7 +192,7 @@ def test_a_served_mixture_waits_once_a_layer(
         return [1] * 8 + [0] * 56
 
     size = "olmoe-1b-7b"
-    monkeypatch.setattr(chosen_experts, "waited_for", first_eight)
+    monkeypatch.setattr(experts, "waited_for", first_eight)
     monkeypatch.setitem(sizes.SERVED_SIZES, size, replace(sizes.SERVED_SIZES[size], layers=BLOCKS))
     request = Request("decode", (mode,), axes=(("size", (size,)), ("batch", ("1",)), ("context", ("4096",))))
     (planned,) = [

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from fp8bench.model import Level, Limit, Rate
-from fp8bench.nn import limits
-from fp8bench.nn.limits import count_of, shapes_of
 from fp8bench.registry import devices, precisions
 from fp8bench.worker import ceilings
+from fp8bench.worker.ceilings import count_of, shapes_of
 from tests.facts import CPU, H200
 
 
@@ -67,7 +66,7 @@ SMALL = replace(CPU, cache_bytes=1 << 16)
 
 def test_a_quick_look_has_products_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of dtypes that a processor multiplies natively; whatever the machine does, it does some of it."""
-    monkeypatch.setitem(limits._PRODUCTS, "cpu", ((32, 32, 32),))
+    monkeypatch.setitem(ceilings._PRODUCTS, "cpu", ((32, 32, 32),))
     found = ceilings.quick(devices.get("cpu"), SMALL, 0.1)
     native = [name for name in ceilings.DTYPES if precisions.get(name).support(CPU).level is Level.NATIVE]
     assert [one.precision for one in found.rates if one.limit is Limit.PRODUCT] == native == ["fp32", "bf16", "fp16"]
@@ -78,10 +77,10 @@ def test_a_quick_look_has_products_and_copies(monkeypatch: pytest.MonkeyPatch) -
 
 def test_winners_are_measured_again_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """By tensors of a seed of their own: what a shape won by is in no run."""
-    monkeypatch.setitem(limits._PRODUCTS, "cpu", ((8, 8, 8), (16, 16, 16)))
-    made: list[tuple[Limit, limits.Shape, int]] = []
+    monkeypatch.setitem(ceilings._PRODUCTS, "cpu", ((8, 8, 8), (16, 16, 16)))
+    made: list[tuple[Limit, ceilings.Shape, int]] = []
 
-    def call(limit: Limit, shape: limits.Shape, facts: object, arithmetic: object, seed: int) -> Callable[[], None]:
+    def call(limit: Limit, shape: ceilings.Shape, facts: object, arithmetic: object, seed: int) -> Callable[[], None]:
         made.append((limit, shape, seed))
         return lambda: None
 
@@ -136,7 +135,7 @@ def test_counts_by_hand_and_tensors_beyond_the_cache() -> None:
 def test_a_call_does_what_its_name_says(limit: Limit) -> None:
     """A copy is equal to what was copied, a triad is b + 3 c, a product has its shape."""
     shape = (4, 6, 8) if limit is Limit.PRODUCT else (64,)
-    call: Any = limits.call_of(limit, shape, CPU, precisions.get("fp32").arithmetic(CPU), 1)
+    call: Any = ceilings.call_of(limit, shape, CPU, precisions.get("fp32").arithmetic(CPU), 1)
     result = call()
     if limit is Limit.PRODUCT:
         assert tuple(result.shape) == (4, 6)

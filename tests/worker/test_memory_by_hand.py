@@ -154,6 +154,8 @@ SMALL: dict[str, Mapping[str, str]] = {
     "vision": {"model": "resnet", "layout": "channels_last", "batch": "2", "image": "16", "width": "32"},
     "numerics": {"tensor": "outliers", "rows": "64", "columns": "64"},
 }
+# Their weights travel converted.
+CONVERTED = ("mlp", "transformer", "conv")
 TRAINED = {"weights", "gradients", "activations"}
 # What must be there at the highest point in fp32, at the least.
 EXPECTED = {
@@ -166,8 +168,10 @@ EXPECTED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [(name, precision) for precision in ("fp32", "fp8") for name in SMALL] + [(name, "bf16") for name in CONVERTED],
+)
 def test_every_suite_knows_what_its_memory_is_for(name: str, precision: str, bench: Bench) -> None:
     """Next to nothing is left for which nobody has a word; a trained suite's low precision has copies of weights."""
     axes = tuple((axis, (value,)) for axis, value in SMALL[name].items())
@@ -180,7 +184,7 @@ def test_every_suite_knows_what_its_memory_is_for(name: str, precision: str, ben
             assert found.get("other", 0) <= 0.01 * use.peak, found
             if precision == "fp32":
                 assert set(found) >= EXPECTED[name] and not any("low" in role for role in found), found
-            elif name in ("mlp", "transformer", "conv"):
+            elif name in CONVERTED:
                 assert found["low_precision_weights"] > 0
 
 

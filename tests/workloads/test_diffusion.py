@@ -18,8 +18,7 @@ from fp8bench.errors import UsageError
 from fp8bench.model import Label, Level, Scalar, Tape, Verdict
 from fp8bench.nn import exercise as exercises
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.denoisers import sinusoids
-from fp8bench.nn.diffusion import GUIDANCE, DenoiserTraining, Sampling, angle, errors_by_step
+from fp8bench.nn.diffusion import GUIDANCE, DenoiserTraining, Sampling, angle, errors_by_step, sinusoids
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.sizes import SamplerPlan
 from fp8bench.numerics.distributions import drawn

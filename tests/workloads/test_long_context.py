@@ -47,19 +47,18 @@ def peak(setup: Setup) -> int:
     return counted
 
 
-@pytest.mark.parametrize("kernel", ["auto", "math"])
 @pytest.mark.parametrize(
-    ("precision", "changes"),
+    ("precision", "kernel", "changes"),
     [
-        ("fp32", {}),
-        ("fp32", {"part": "layer"}),
-        ("fp32", {"key_heads": 2}),
-        ("fp32", {"pass": "forward"}),
-        ("bf16", {}),
+        ("fp32", "auto", {}),
+        ("fp32", "auto", {"part": "layer"}),
+        ("fp32", "math", {"key_heads": 2}),
+        ("fp32", "math", {"pass": "forward"}),
+        ("bf16", "math", {}),
     ],
     ids=["core", "layer", "grouped", "forward", "bf16"],
 )
-def test_attention_takes_about_what_was_said(precision: str, changes: dict[str, Scalar], kernel: str) -> None:
+def test_attention_takes_about_what_was_said(precision: str, kernel: str, changes: dict[str, Scalar]) -> None:
     """Where scores are written down they are most of it; where not, a fused kernel's workspace is not foreseen."""
     params = {**CORE, **changes, **({} if kernel == "auto" else {"kernel": kernel})}
     takes = Attention().memory(params, precisions.get(precision))
