@@ -164,7 +164,6 @@ def _finding(
 
 
 def _times(timing: Timing, record: Record, whole: bool | None, overheads: Overheads | None) -> Finding:
-    """What its own samples say; nothing of a verdict."""
     phases, all_calls = verdicts.best_phases(timing, whole), verdicts.totals(timing)
     return Finding(
         record.case,

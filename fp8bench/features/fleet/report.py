@@ -182,7 +182,6 @@ def _kinds(seen: Sequence[MachineRun]) -> dict[tuple[Fields, Fields], list[Machi
 
 
 def _times(runs: Sequence[MachineRun]) -> dict[str, dict[str, float]]:
-    """Seconds by case and machine: the middle of a machine's runs."""
     by_case = together((case, (run.machine, seconds)) for run in runs for case, seconds in run.times.items())
     return {case: {name: median(values) for name, values in together(pairs).items()} for case, pairs in by_case.items()}
 

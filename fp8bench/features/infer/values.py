@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Interval, Record
@@ -23,6 +24,7 @@ from fp8bench.nn.served import (
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols.axes import one_of
 from fp8bench.registry import precisions
+from fp8bench.store.kept_lines import Log
 
 # Fewer are no line.
 LEAST_CONTEXTS = 4
@@ -300,3 +302,7 @@ class ServingAnswer:
         if self.quality is None:
             return None
         return (self.quality.floor, *self.quality.arms)[self.question.arms.index(arm)]
+
+
+def kept_answers(store: Path) -> Log[ServingAnswer]:
+    return Log(store / "inference.jsonl", {"inference": ServingAnswer}, "answer of infer", 1, "Choose another --store.")

@@ -67,7 +67,6 @@ def carrier_of(answer: ServingAnswer) -> str:
 
 
 def _times(answer: ServingAnswer) -> Table:
-    """Of the arms that have a kernel here."""
     batch = answer.question.batch
 
     def last(one: ArmTimes) -> float | None:
@@ -91,7 +90,6 @@ def _times(answer: ServingAnswer) -> Table:
 
 
 def _costs(answer: ServingAnswer) -> Table:
-    """What every arm reads, and what it does to predictions."""
     known = {one.arm: one for one in answer.times}
     moved = {arm: answer.moved(arm) for arm in answer.question.arms}
 

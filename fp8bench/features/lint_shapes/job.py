@@ -299,7 +299,6 @@ def examine(
 
 
 def judge(product: Product, device: DeviceClass) -> Judgement:
-    """What torch and the hardware make of it."""
     lacking = missing(product, device)
     if lacking is not None:
         return Judgement(ShapeOutcome.MISSING, (lacking,))
@@ -307,7 +306,6 @@ def judge(product: Product, device: DeviceClass) -> Judgement:
 
 
 def judge_by_te(product: Product, device: DeviceClass) -> Judgement | None:
-    """What Transformer Engine makes of it."""
     found = te_objections(product, device)
     return None if found is None else _judged(product, found)
 

@@ -176,7 +176,6 @@ def _changed(path: Path) -> float:
 
 
 def define(results: Path, series: Iterable[Series], aside: list[Path]) -> None:
-    """Make the series known to asv, beside what it knows. For holders of the lock."""
     path = results / "benchmarks.json"
     known = existing(load_benchmarks, path, aside) or {}
     new = merge_benchmarks(known, series)
@@ -185,7 +184,6 @@ def define(results: Path, series: Iterable[Series], aside: list[Path]) -> None:
 
 
 def nothing_of(commit: str, identity: Identity) -> ResultsFile:
-    """A commit's file before anything stands in it."""
     return ResultsFile(commit, identity.env_name, 0, identity.params, identity.python, {}, {}, {})
 
 

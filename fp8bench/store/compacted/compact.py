@@ -218,7 +218,6 @@ class _Compacting:
         spool.forget()
 
     def _said(self, places: Sequence[int]) -> list[tuple[int, dict[str, Any], list[str]]]:
-        """Of places the numbers, what is said of them, and the ids of their runs."""
         known = [(number, self.manifest.places[number]) for number in places]
         return [
             (number, self.index.figures(place.commit).places[place.rank].said, place.runs) for number, place in known

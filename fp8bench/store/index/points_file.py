@@ -237,7 +237,6 @@ class Index:
         )
 
     def told(self, commits: Sequence[str]) -> tuple[int, int, Counter[str]]:
-        """Of how many runs and commits these tell, and how many runs are left out, and why."""
         units = [self.units[commit] for commit in commits]
         runs = [self.head.commits.runs[unit] for unit in units]
         left: Counter[str] = Counter()
@@ -247,7 +246,6 @@ class Index:
         return sum(runs), sum(count > 0 for count in runs), left
 
     def places(self, commits: Sequence[str]) -> Places:
-        """What some commits came to, in their order."""
         chosen = [place for commit in commits for place in self._range(self._places, self.units[commit])]
         columns: list[list[Any]] = [[column[place] for place in chosen] for column in self.head.places]
         numbers, shape = np.unique(np.array(columns[0], np.int64), return_inverse=True)

@@ -112,7 +112,6 @@ class Places:
 
     @cached_property
     def count(self) -> int:
-        """How many rows they have."""
         counts = np.array([shape.count for shape in self.shapes], np.int64)
         return int(counts[self.shape].sum()) if len(counts) else 0
 
@@ -383,7 +382,6 @@ def _gathered(places: Places, wanted: Callable[[str], bool]) -> _Gathered | None
 
 
 def names_in(places: Places, wanted: Callable[[str], bool]) -> set[str]:
-    """What the wanted lines are called."""
     found = _gathered(places, wanted)
     if found is None:
         return set()

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fp8bench.errors import RunNotFound, UsageError
+from fp8bench.features.infer.job import trained_model
 from fp8bench.features.infer.quality import quality_of
-from fp8bench.features.infer.trained import trained_model
 from fp8bench.features.infer.values import QualityTask
 from fp8bench.features.train.kind import load_head, load_training, training_files
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
