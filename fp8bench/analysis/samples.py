@@ -16,12 +16,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import TypeVar
 
 import numpy as np
 
-from fp8bench.analysis.compare.interval import quantile
+from fp8bench.analysis.compare.interval import mean_of
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, common_rounds, means
 from fp8bench.model import Finding, Interval, Level, Record, SustainedTurn, Timing
@@ -207,10 +207,9 @@ def sustained_ratio(record: Record, reference: Record | None) -> Interval | None
     logs = [math.log(own / base) for own, base in pairs]
     if not logs:
         return None
-    point = fmean(logs)
     if len(logs) < LEAST_TURNS:
-        return Interval(math.exp(point), math.exp(min(logs)), math.exp(max(logs)), 0.0)
-    reach = quantile(FINAL_LEVEL, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+        return Interval(math.exp(fmean(logs)), math.exp(min(logs)), math.exp(max(logs)), 0.0)
+    point, reach = mean_of(logs)
     return Interval(math.exp(point), math.exp(point - reach), math.exp(point + reach), FINAL_LEVEL)
 
 
