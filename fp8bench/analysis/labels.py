@@ -198,7 +198,6 @@ def _memory_full(timing: Timing) -> Iterator[Labelled]:
 
 
 def _implausible(record: Record) -> Iterator[Labelled]:
-    """What untimed looks at its state and its steps have found."""
     if record.memory is not None and record.memory.leak:
         yield Labelled(Label.LEAK, f"{units.size(record.memory.leak)} a step")
     if record.not_finite:

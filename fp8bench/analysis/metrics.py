@@ -159,7 +159,6 @@ def _phases(told: Told) -> Iterator[Metric]:
 
 
 def _with_floor(finding: Finding | None, phase: str) -> tuple[Label, ...]:
-    """The labels of a case and, of a phase too short to be told from its markers, that it is."""
     if finding is None:
         return ()
     labels = {*finding.labels, *([Label.BELOW_FLOOR] if phase in finding.below_floor else [])}

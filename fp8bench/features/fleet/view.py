@@ -84,7 +84,6 @@ def kinds(report: FleetReport) -> Table:
 
 
 def _hardware_of(kind: MachineKind) -> str:
-    """Its devices, else its processor."""
     told = [value for name, value in kind.hardware if name.startswith("device ")]
     return " + ".join(dict.fromkeys(told)) or dict(kind.hardware).get("asv_cpu", units.NONE)
 

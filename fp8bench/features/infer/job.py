@@ -261,7 +261,6 @@ def _context(record: Record) -> int:
 
 
 def times_of(question: ServingQuestion, native: Sequence[Arm], decode: Run, prefill: Run) -> Iterator[ArmTimes]:
-    """Lines and crossings of the arms that were timed, the reference first."""
     best = findings(decode)
     reference: LineDraws | None = None
     for arm in native:

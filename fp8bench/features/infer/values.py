@@ -65,13 +65,11 @@ def word_of(arm: Arm, carrier: str) -> str:
 
 
 def low_layer(arm: Arm, what: str) -> tuple[int, str]:
-    """The one layer that is low, and its format."""
     layer, _, low = str(getattr(arm, what)).partition("@")[2].partition("=")
     return int(layer), low
 
 
 def dtype_of(arm: Arm) -> str:
-    """The precision that the suites prefill and decode call it."""
     if not (arm.kv or arm.weights):
         return arm.carrier
     options = (("carrier", arm.carrier if arm.carrier != "bf16" else ""), ("kv", arm.kv), ("weights", arm.weights),
@@ -293,7 +291,6 @@ class ServingAnswer:
     experts: float | None = None
 
     def moved(self, arm: Arm) -> StepBytes:
-        """What a step reads at the longest context."""
         asked = self.question
         return step_bytes(served_shape(asked.size), arm, asked.batch, asked.contexts[-1], self.experts)
 

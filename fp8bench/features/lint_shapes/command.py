@@ -112,7 +112,6 @@ def _there(findings: Iterable[ShapeFinding]) -> list[ShapeFinding]:
 
 
 def _count(fits: Sequence[bool] | None) -> Field:
-    """How many products of a mode fit on a device that has it."""
     if fits is None:
         return Field(units.NONE)
     return Field("all", tone=Tone.GOOD) if all(fits) else Field(f"{sum(fits)} of {len(fits)}", tone=Tone.DOUBT)

@@ -97,7 +97,6 @@ def is_measured(figures: Figures) -> bool:
 
 
 def numbers(row: AsvRow) -> dict[tuple[str, ...], float]:
-    """The numbers in a row, by the texts of their combinations."""
     return {texts: value for texts, (value, *_) in by_combination(row).items() if value is not None and value == value}
 
 

@@ -246,7 +246,6 @@ def merge_folders(ours: Path, theirs: Path, taken: Taken) -> Taken:
 
 
 def merge_files(ours: ResultsFile, theirs: ResultsFile) -> ResultsFile:
-    """Our file with the rows, combinations and durations that it lacks."""
     rows = {name: merge_rows(ours.rows[name], row) if name in ours.rows else row for name, row in theirs.rows.items()}
     return replace(
         ours, rows={**ours.rows, **rows}, durations={**theirs.durations, **ours.durations},

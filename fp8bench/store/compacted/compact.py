@@ -277,7 +277,6 @@ def _partition(table: FigureTable) -> str:
 
 
 def is_compacting(store: Path) -> bool:
-    """Whether a compaction is at work, or something is being restored."""
     try:
         return is_locked(store / ARCHIVE / LOCK)
     except OSError:

@@ -268,7 +268,6 @@ class Spool:
         self._insert("rows", {**columns, "samples": samples})
 
     def keep(self, path: Path, places: Sequence[int]) -> None:
-        """Take the rows of some places in from a file that counts."""
         self._run("CREATE OR REPLACE TABLE kept(place UINTEGER)")
         self._insert("kept", {"place": np.array(places, np.uint32)})
         self._run(

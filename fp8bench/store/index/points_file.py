@@ -105,7 +105,6 @@ class Numbered:
         self._numbers = {self._key(value): number for number, value in enumerate(values)}
 
     def number(self, value: Any) -> int:
-        """The number of a value, which is a new one for a new value."""
         key = self._key(value)
         if key not in self._numbers:
             self._numbers[key] = len(self.values)
@@ -220,7 +219,6 @@ class Index:
         return [commit for _, commit in sorted((name.rpartition("/")[2], commit) for name, commit in firsts)]
 
     def are_known(self, known: Fingerprints) -> bool:
-        """Whether all suites are those that are known here."""
         suites = {self.head.commits.suites[unit] for unit in self.units.values()}
         return all(are_known(self.head.values[number], known) for number in suites)
 

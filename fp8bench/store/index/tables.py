@@ -33,7 +33,6 @@ def home_of(own: Home, homes: list[Home]) -> Home:
 
 
 def figure_of(tracked: TrackedRun, point: Point) -> Figure:
-    """What a point says of its commit, or of the files that a run was made with."""
     return Figure(
         tracked.commit, _commit_date(tracked), point.version, point.runs, len(point.samples), *_value_of(point),
         point.hasty, point.status, point.reason, point.under,
@@ -211,7 +210,6 @@ def is_whole(flags: Flags) -> NDArray[np.bool_]:
 
 
 def tells(flags: Flags) -> NDArray[np.bool_]:
-    """Which rows have a value, or are of a case that failed."""
     failed: NDArray[np.bool_] = flags // _STATUS_FACTOR == _FAILED
     return has_number(flags) | failed
 
@@ -390,7 +388,6 @@ def names_in(places: Places, wanted: Callable[[str], bool]) -> set[str]:
 
 
 def lines_of(places: Places, wanted: Callable[[str], bool]) -> TrendLines:
-    """The wanted lines of what commits have come to in some places."""
     found = _gathered(places, wanted)
     if found is None:
         return TrendLines(places)
