@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from statistics import fmean, stdev
+from statistics import fmean
 
 from fp8bench import units
-from fp8bench.analysis.compare.interval import quantile
+from fp8bench.analysis.compare.interval import mean_of
 from fp8bench.analysis.labels import Labelled
-from fp8bench.analysis.verdicts import FINAL_LEVEL
 from fp8bench.model import DeviceWatch, Interval, Label, Timing
 from fp8bench.model.stopping import slopes
 
@@ -35,8 +34,7 @@ def clock_offset(
     if len(rounds) < LEAST_LOOKS:
         return
     apart = [math.log(own[one]) - fmean(math.log(other[one]) for other in others) for one in rounds]
-    point = fmean(apart)
-    reach = quantile(FINAL_LEVEL, len(apart) - 1) * stdev(apart) / math.sqrt(len(apart))
+    point, reach = mean_of(apart)
     if abs(point) <= math.log1p(APART) or abs(point) - reach <= math.log1p(_SURELY):
         return
     ran, against = (_mean(timings, rounds) for timings in ([case], entries))

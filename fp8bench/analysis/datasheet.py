@@ -64,7 +64,6 @@ def datasheets() -> tuple[Datasheet, ...]:
 
 
 def datasheet_from(entry: Mapping[str, Any]) -> Datasheet:
-    """One entry of the table, in FLOPs and bytes a second."""
     peaks = {kind: {name: 1e12 * value for name, value in entry.get(kind, {}).items()} for kind in ("dense", "sparse")}
     lists = {name: tuple(entry.get(name, ())) for name in ("match", "unverified")}
     told = {**entry, **peaks, **lists, "date": str(entry["date"])}

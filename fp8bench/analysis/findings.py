@@ -57,7 +57,6 @@ class _Standard:
 
 
 def findings(run: Run) -> dict[str, Finding]:
-    """What the samples of a run say, by case id."""
     groups: dict[str, list[Record]] = {}
     for record in run.records:
         groups.setdefault(record.case.setting, []).append(record)
@@ -164,7 +163,6 @@ def _finding(
 
 
 def _times(timing: Timing, record: Record, whole: bool | None, overheads: Overheads | None) -> Finding:
-    """What its own samples say; nothing of a verdict."""
     phases, all_calls = verdicts.best_phases(timing, whole), verdicts.totals(timing)
     return Finding(
         record.case,
@@ -229,7 +227,6 @@ def _concluded(record: Record, standard: _Standard) -> verdicts.Conclusion | Non
 def _with_verdict(
     finding: Finding, record: Record, standard: _Standard, conclusion: verdicts.Conclusion | None, aa: Interval | None
 ) -> tuple[Finding, Interval | None]:
-    """The verdict by the samples, and the A/A interval of the rounds that it rests on."""
     assert record.timing is not None
     if record.support.level is Level.EMULATED:
         return replace(finding, verdict=Verdict.EMULATED), None

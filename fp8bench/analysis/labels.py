@@ -99,7 +99,6 @@ def _on_core(slot: SlotSample) -> float:
 
 
 def contended(timing: Timing, ahead: float = AHEAD) -> bool:
-    """Whether that was so in most slots."""
     return disturbed_slots(timing, ahead) > SHARE * len(timing.slots)
 
 
@@ -154,7 +153,6 @@ def in_process(run: Run) -> tuple[Labelled, ...]:
 
 
 def _found(record: Record, finding: Finding, reference: Timing | None, aa: Interval | None) -> Iterator[Labelled]:
-    """What was wrong with where it ran, and what can be said of the times themselves."""
     timing = record.timing
     assert timing is not None
     yield from _told_apart(aa, timing.num_rounds)
@@ -200,7 +198,6 @@ def _memory_full(timing: Timing) -> Iterator[Labelled]:
 
 
 def _implausible(record: Record) -> Iterator[Labelled]:
-    """What untimed looks at its state and its steps have found."""
     if record.memory is not None and record.memory.leak:
         yield Labelled(Label.LEAK, f"{units.size(record.memory.leak)} a step")
     if record.not_finite:

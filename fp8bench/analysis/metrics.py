@@ -33,8 +33,10 @@ from fp8bench.analysis.samples import (
     relative_mean_sample,
     relative_samples,
     step_samples,
+    sustained_figures,
+    sustained_ratio,
+    sustained_samples,
 )
-from fp8bench.analysis.sustained import sustained_figures, sustained_ratio, sustained_samples
 from fp8bench.analysis.tapes import coverage_metrics, tape_metrics
 from fp8bench.analysis.verdicts import best_phases, totals
 from fp8bench.model import UNATTRIBUTED, Finding, Interval, Label, Provenance, Record, Status, Verdict, specs
@@ -104,7 +106,6 @@ def _means(told: Told) -> Iterator[Metric]:
 
 
 def _sustained(told: Told) -> Iterator[Metric]:
-    """In turns of seconds; and what the device said of itself meanwhile, where it did."""
     record, found = told.record, sustained_figures(told.record, told.finding)
     beside: dict[MetricSpec, float | None] = {}
     if found is not None and record.status is Status.OK:
@@ -158,7 +159,6 @@ def _phases(told: Told) -> Iterator[Metric]:
 
 
 def _with_floor(finding: Finding | None, phase: str) -> tuple[Label, ...]:
-    """The labels of a case and, of a phase too short to be told from its markers, that it is."""
     if finding is None:
         return ()
     labels = {*finding.labels, *([Label.BELOW_FLOOR] if phase in finding.below_floor else [])}

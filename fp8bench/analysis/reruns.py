@@ -43,7 +43,6 @@ class Seen:
         return max(0, self.runs - 1)
 
     def also(self, log: float) -> Seen:
-        """With one more run."""
         apart, runs = log - self.mean, self.runs + 1
         mean = self.mean + apart / runs
         return Seen(runs, mean, self.squares + apart * (log - mean))

@@ -60,7 +60,6 @@ class ProductWork:
 
     @property
     def apart(self) -> dict[MetricSpec, int]:
-        """What is beside the useful ones, where there is anything."""
         told = specs.ROTATION_FLOPS, specs.PADDING_FLOPS, specs.RECOMPUTED_FLOPS
         return {spec: flops for spec, flops in zip(told, astuple(self)[1:], strict=True) if flops}
 
@@ -131,7 +130,6 @@ def counts_of(tape: Tape) -> tuple[int, int, int]:
 
 
 def tape_metrics(told: Told) -> Iterator[Metric]:
-    """The counts of a step and of its phases, which are exact, and what follows from them."""
     tape = told.record.tape
     if tape is None:
         return

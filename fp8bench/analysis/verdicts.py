@@ -133,7 +133,6 @@ def _parts(samples: stats.Floats) -> float:
 
 
 def mean_ratio(timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL) -> Interval:
-    """The same of the means over all calls."""
     samples = [means(timing, rounds) for timing in timings]
     own, *others = map(stats.mean_case, samples)
     if len(rounds) < LEAST_ROUNDS:
@@ -161,7 +160,6 @@ def noise(reference: Timing, control: Timing | None) -> Interval | None:
 
 
 def whole_steps(reference: Timing, control: Timing | None) -> bool:
-    """Whether whole steps of a reference and its control are compared."""
     entries = [reference] if control is None or not control.slots else [reference, control]
     rounds = common_rounds(entries)
     return bool(rounds) and _floor(entries, rounds)[1]

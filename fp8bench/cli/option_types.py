@@ -158,7 +158,6 @@ def commit(text: str) -> str:
 
 
 def names(given: object) -> tuple[str, ...]:
-    """Names from a list, or from a text with commas as on the command line."""
     if isinstance(given, str):
         return tuple(word.strip() for word in given.split(","))
     return cast(tuple[str, ...], tuple(given) if isinstance(given, Iterable) else given)

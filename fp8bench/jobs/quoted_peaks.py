@@ -37,7 +37,6 @@ class Quote:
         return _FIGURES[self.figure][2] if self.figure in _FIGURES else "TFLOP/s"
 
     def of(self, device: Datasheet, sparse: bool = False) -> float | None:
-        """The figure of one device in the quote's unit."""
         if self.figure in _FIGURES:
             name, factor, _ = _FIGURES[self.figure]
             value = None if sparse else getattr(device, name)

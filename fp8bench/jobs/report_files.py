@@ -124,7 +124,6 @@ def _written(page: Page, rows: Rows, folder: Path, pages: Pages) -> Path:
 
 
 def _index_of(reports: Path) -> Page:
-    """The page of all reports in a folder, of which each is read at its beginning only."""
     dated = sorted(((began(path.parent.name), path) for path in reports.glob(f"*/{PAGE}")), reverse=True)
     found = []
     for when, path in dated[:MOST_REPORTS]:

@@ -63,7 +63,9 @@ def topology_lines(path: Path, store: Path, infiniband: Path = INFINIBAND) -> It
     kinds = links_between(_asked("topo", "-m"))
     yield from (f"{name} {memory} MiB" for name, memory, *_ in gpus)
     yield f"between GPUs: {', '.join(f'{count} x {kind}' for kind, count in kinds.items()) or 'nothing to join'}"
-    yield from _adapters(infiniband)
+    for name, rate, wrong in adapters(infiniband):
+        faults = f"; counted {', '.join(f'{key} {count}' for key, count in wrong.items())}" if wrong else ""
+        yield f"{name}: {rate:g} Gb/s{faults}"
     lines = list(_lines(gpus, kinds, store, infiniband))
     text = [f"# {len(gpus)} {gpus[0][0]}, as fp8bench doctor --topology found them", *(one.text for one in lines)]
     try:
@@ -174,12 +176,6 @@ def _count(file: Path) -> int:
         return int(file.read_text())
     except (OSError, ValueError):
         return 0
-
-
-def _adapters(folder: Path) -> Iterator[str]:
-    for name, rate, wrong in adapters(folder):
-        faults = f"; counted {', '.join(f'{key} {count}' for key, count in wrong.items())}" if wrong else ""
-        yield f"{name}: {rate:g} Gb/s{faults}"
 
 
 def measured_bandwidth(store: Path, gpus: int) -> tuple[float, str] | None:

@@ -206,7 +206,6 @@ def why_not(run: Run) -> str:
 
 
 def tracked_run(run: Run) -> TrackedRun | None:
-    """What a run tells the history; None where it does not say where it was made."""
     identity = from_facts(run.environment.facts)
     return None if identity is None else TrackedRun(run, identity, followed(run))
 
@@ -225,7 +224,6 @@ def by_place(tracked: Iterable[TrackedRun]) -> list[tuple[TrackedRun, ...]]:
 
 
 def series_of_runs(tracked: Sequence[TrackedRun]) -> list[Series]:
-    """The series of all runs, each once, the newest definition of it."""
     return list({one.name: one for each in tracked for one in each.content.series}.values())
 
 

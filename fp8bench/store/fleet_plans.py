@@ -36,7 +36,6 @@ _TAIL = 4000
 
 
 def write_plan(plan: FleetPlan, path: Path) -> None:
-    """As one JSON document that people can read too."""
     write_whole(path, json.dumps(sealed({"schema": _SCHEMA, "fleet": encode(plan)}), indent=1) + "\n")
 
 
@@ -167,7 +166,6 @@ def note(plan: FleetPlan, number: int, store: Path, attempt: Attempt) -> None:
 
 
 def wanted(state: CellState, retry: bool) -> bool:
-    """Whether a worker would take it."""
     return state.status in _TAKEN or (retry and state.status is CellStatus.FAILED)
 
 

@@ -193,7 +193,6 @@ def _wrong_words(grid: Grid) -> Iterator[str]:
 
 
 def _ambiguous(workload: Workload) -> Iterator[str]:
-    """Every cell must be one case."""
     for kind, facts in _CLASSES.items():
         for axis in sound_axes(workload, facts):
             if axis.name not in _values(workload, facts) and len(axis.values(axis.default)) != 1:

@@ -28,7 +28,6 @@ def largest(scales: Iterable[tuple[str, str, str, float]]) -> KnownScales:
 
 
 def with_stored_scales(request: Request, store: Path) -> Request:
-    """The request with the scales of the run that it names."""
     if request.scales_from is None or request.known_scales:
         return request
     run = load_named(request.scales_from, store)

@@ -12,7 +12,7 @@ import pytest
 
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.metrics import metrics_of
-from fp8bench.analysis.sustained import sustained_figures, sustained_ratio, sustained_samples
+from fp8bench.analysis.samples import sustained_figures, sustained_ratio, sustained_samples
 from fp8bench.model import Level, Provenance, Record, SustainedTurn
 from fp8bench.model.stopping import ClockLook, Settling
 from fp8bench.report.panels import panels_of

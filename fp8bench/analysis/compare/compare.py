@@ -194,7 +194,6 @@ def _none(case: Case, why: str, failed: bool = False) -> Comparison:
 
 
 def of_times(figures: MatchedFigures, case: str, suite: str, labels: tuple[str, ...]) -> Comparison:
-    """What times of the runs of two sides come to."""
     difference = across(figures.before, figures.after, figures.beside)
     where, why = direction(difference)
     ratio = difference.ratio

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import NormalDist, fmean, median
+from statistics import NormalDist, fmean, median, stdev
 from typing import NamedTuple
 
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
@@ -131,6 +131,11 @@ def exact_change(before: Sequence[float], after: Sequence[float], *, rounding: f
     where = Direction.WORSE if ratio > 1 else Direction.BETTER
     where = Direction.SAME if abs(ratio - 1) <= rounding else where
     return FigureChange(where, old, new, Interval(ratio, ratio, ratio, 1.0))
+
+
+def mean_of(values: Sequence[float]) -> tuple[float, float]:
+    """The mean of two values or more, and how far its interval reaches, by Student's t."""
+    return fmean(values), quantile(FINAL_LEVEL, len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
 
 def _interval(*logs: float) -> Interval:

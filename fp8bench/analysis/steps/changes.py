@@ -197,7 +197,6 @@ def _moved(change: Change) -> str:
 
 
 def _stretches(trend: Trend) -> list[Stretch]:
-    """The figures of a trend by version and conditions."""
     alike: dict[tuple[str, Conditions], dict[int, float]] = {}
     for place, figure in enumerate(trend.figures):
         if (value := _counted(figure)) is not None:
@@ -209,7 +208,6 @@ def _stretches(trend: Trend) -> list[Stretch]:
 
 
 def _counted(figure: Figure) -> float | None:
-    """The value of a figure that compares with others."""
     return None if figure.value is None or not math.isfinite(figure.value) or figure.hasty else figure.value
 
 
@@ -300,7 +298,6 @@ _LEAST = 1e-300
 
 
 def acknowledged(found: Found, acks: Sequence[Ack]) -> Found:
-    """The same with the acks that cover open changes."""
     changes = []
     for change in found.changes:
         ack = (

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.calibrate or not arguments.ceilings:
         say_folded(doctor.examine(arguments.calibrate))
     if arguments.calibrate:
-        from fp8bench.jobs.standard_runs import standard_runs
+        from fp8bench.jobs.sessions import standard_runs
 
         say_folded(standard_runs(arguments.store, TERMINAL))
     if arguments.ceilings:

@@ -182,7 +182,6 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
 
 
 def _regressions(arguments: argparse.Namespace, store: Path) -> int:
-    """Tell the open changes; the exit code says whether one of them alarms."""
     from fp8bench.jobs.history import all_changes, opened
     from fp8bench.report.terminal.changes import page_of, value_of
 

@@ -33,7 +33,6 @@ class Savings:
         return self.saved((((), 1), ((name,), -1)))
 
     def cumulative(self, name: str) -> Interval | None:
-        """What it saves beside those before it."""
         place = self.ablation.names.index(name)
         return self.saved(((self.ablation.names[:place], 1), (self.ablation.names[: place + 1], -1)))
 
@@ -46,7 +45,6 @@ class Savings:
         return self.saved(((self._but(name), 1), (self.ablation.names, -1), ((), -1), ((name,), 1)))
 
     def interaction(self) -> Interval | None:
-        """What the whole saves more than its options alone add up to."""
         alone = [((name,), 1.0) for name in self.ablation.names]
         return self.saved((*alone, (self.ablation.names, -1), ((), 1.0 - len(alone))))
 
@@ -61,7 +59,6 @@ class Savings:
         return self.saved(terms)
 
     def speed_up(self, arm: AblatedArm) -> Interval | None:
-        """Over the arm without options."""
         first = self.ablation.arms[0]
         if not arm.timed or not first.timed or arm is first:
             return None

@@ -45,7 +45,6 @@ def page_of(ablation: Ablation, charts: bool = False) -> Page:
 
 
 def sentences(ablation: Ablation) -> Iterator[str]:
-    """The whole, whether options act on one another, and what is often said."""
     first, whole = ablation.arms[0], ablation.arm(ablation.names)
     names = listed(list(ablation.names))
     if not first.timed:
@@ -131,7 +130,6 @@ def _time(arm: AblatedArm) -> str:
 
 
 def _waterfall(ablation: Ablation) -> Iterator[Element]:
-    """From the step without options to that with all, in the order that was given."""
     whole = ablation.arm(ablation.names)
     steps = {name: Savings(ablation).cumulative(name) for name in ablation.names}
     if not whole.timed or not all(steps.values()):
@@ -172,7 +170,6 @@ def _shown(speed: Interval | None) -> str:
 
 
 def value_of(ablation: Ablation) -> dict[str, Any]:
-    """All of it, with what is worked out of the rounds."""
     savings = Savings(ablation)
     figures = {
         name: {
@@ -187,7 +184,6 @@ def value_of(ablation: Ablation) -> dict[str, Any]:
 
 
 def rows_of(ablation: Ablation) -> Rows:
-    """A row an arm."""
     speeds = [(arm, Savings(ablation).speed_up(arm)) for arm in ablation.arms]
     rows = [
         {

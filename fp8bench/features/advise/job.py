@@ -14,7 +14,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.advise.basis import Basis, Trained, speed_of
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Checked
-from fp8bench.features.infer.kept import kept_answers
+from fp8bench.features.infer.values import kept_answers
 from fp8bench.features.sensitivity.job import studies_of, write_map_file
 from fp8bench.features.sensitivity.study import as_words
 from fp8bench.features.train.kind import load_training, training_named

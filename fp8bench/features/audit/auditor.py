@@ -83,7 +83,6 @@ class Auditor:
         return found
 
     def wrong(self, given: AuditInput) -> dict[str, PromiseVerdict]:
-        """What is wrong with the results of one input, by name; remarks too."""
         matrices = self.matrices(given)
         results = self.results(matrices)
         verdicts = {name: one for name, one in self.judged(matrices, results).items() if one.code}

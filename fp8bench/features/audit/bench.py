@@ -16,7 +16,6 @@ class AuditBench(Bench):
     """Imports what is audited, here and nowhere else."""
 
     def declared(self, target: str) -> Signature | None:
-        """The signature that its decorator gave it, if one did."""
         with aside():
             return declared_of(named(target))
 

@@ -288,7 +288,6 @@ def _other_treatments(own: Treatment) -> Iterator[tuple[str, Treatment]]:
 
 
 def _of_scales(kept: Rounded) -> Iterator[Mistake]:
-    """Right elements under wrong scales."""
     if kept.treatment is None or kept.treatment.scaling is None:
         return
     scales, elements, fmt = kept.scales, kept.elements, kept.treatment.fmt
@@ -315,7 +314,6 @@ def _of_scales(kept: Rounded) -> Iterator[Mistake]:
 
 
 def _of_tails(kept: Rounded) -> Iterator[Mistake]:
-    """Without the end of the contraction."""
     columns = kept.elements.shape[1]
     lost = {columns % size for size in _TAILS} | {size for size in _TAILS if size < columns}
     for count in sorted(lost - {0}):

@@ -304,7 +304,6 @@ class AttentionPromise:
     causal: bool
 
     def judge(self, found: Tensor, search: bool = True) -> PromiseVerdict:
-        """By its error, and by the mistakes that people make in attention."""
         if wrong := unusable(found, tuple(self.given[0].shape)) or not_finite(found):
             return wrong
         exact, wanted = self._exact(), self._promised()

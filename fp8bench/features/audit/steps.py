@@ -255,7 +255,6 @@ class OptimizerPromise:
     likely: dict[str, tuple[Cast, Cast]]
 
     def judge(self, found: Tensor, search: bool = True) -> PromiseVerdict:
-        """By the way that it lies nearest to, else by its error."""
         if wrong := unusable(found, tuple(self.start.shape)) or not_finite(found):
             return wrong
         exact = self._exact

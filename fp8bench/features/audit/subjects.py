@@ -79,7 +79,6 @@ class Subject(ABC):
         return tuple(drawn(data, place, *size, seed, self.promised.carrier) for place, size in enumerate(sizes))
 
     def zeroed(self, matrices: Matrices) -> Matrices:
-        """Other matrices, of which all results are zero."""
         return torch.zeros_like(matrices[0]), *matrices[1:]
 
     def flops(self, shape: Shape) -> int:

@@ -220,7 +220,6 @@ def _check_origins(pair: Pair) -> None:
 
 
 def _shared(imports: Sequence[str]) -> set[str]:
-    """The modules of files that side A runs as given."""
     return {user_module(name) for name in imports if name.endswith(".py")}
 
 

@@ -74,7 +74,6 @@ def _from(store: Path, plan: FleetPlan | None, out: Path, known: dict[str, Path]
 
 
 def _foreign(store: Path, runs: set[Path]) -> Iterator[str]:
-    """What lies among the runs and is none."""
     for path in sorted((store / "runs").rglob("*")):
         if path not in runs and path.is_file():
             begun = path.name.endswith(PARTIAL)

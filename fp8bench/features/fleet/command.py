@@ -175,7 +175,6 @@ def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
 
 
 def _submit(plan: FleetPlan, arguments: argparse.Namespace) -> int:
-    """Hand out; with --wait as `work` of several, else what to ask later."""
     options, store = dict(arguments.option), arguments.store
     order = Order(plan, arguments.plan, store, arguments.workers, arguments.retry, arguments.wait, options)
     workers = start(arguments.on, order)

@@ -150,7 +150,6 @@ class MachineRun:
 
 
 def seen_of(run: Run, file_time: float) -> MachineRun:
-    """A run whose file was written at that moment."""
     known = {record.case.id for record in run.records}
     lacking = [group.setting for group in run.plan if not all(planned.case.id in known for planned in group.cases)]
     moments = [_moment(text) for text in (run.started, *(resumption.started for resumption in run.resumptions))]

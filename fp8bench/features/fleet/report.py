@@ -176,13 +176,11 @@ def _names() -> Iterator[str]:
 
 
 def _kinds(seen: Sequence[MachineRun]) -> dict[tuple[Fields, Fields], list[MachineRun]]:
-    """Runs by what they were made under, those of most machines first."""
     found = together(((run.hardware, run.software), run) for run in seen)
     return dict(sorted(found.items(), key=lambda pair: (-len({run.machine for run in pair[1]}), pair[0])))
 
 
 def _times(runs: Sequence[MachineRun]) -> dict[str, dict[str, float]]:
-    """Seconds by case and machine: the middle of a machine's runs."""
     by_case = together((case, (run.machine, seconds)) for run in runs for case, seconds in run.times.items())
     return {case: {name: median(values) for name, values in together(pairs).items()} for case, pairs in by_case.items()}
 
@@ -252,7 +250,6 @@ def of_coverage(seen: Sequence[MachineRun], expected: Collection[str]) -> Iterat
 
 
 def _of_failures(seen: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
-    """Of cases that failed on a machine and came to numbers on others."""
     good = {case for run in seen for case in run.times}
     for machine, runs in _by_machine(seen).items():
         failed = {case: why for run in runs for case, why in run.failed.items() if case in good}

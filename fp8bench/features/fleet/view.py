@@ -84,7 +84,6 @@ def kinds(report: FleetReport) -> Table:
 
 
 def _hardware_of(kind: MachineKind) -> str:
-    """Its devices, else its processor."""
     told = [value for name, value in kind.hardware if name.startswith("device ")]
     return " + ".join(dict.fromkeys(told)) or dict(kind.hardware).get("asv_cpu", units.NONE)
 
@@ -126,12 +125,10 @@ class FleetFrames:
 
     @frame
     def cases(self) -> Rows:
-        """A row for each case on each machine, as the CSV has them."""
         return report_rows(self.report)
 
     @frame
     def machines(self) -> Rows:
-        """A row a machine, with what it is named for."""
         names, named = [field.name for field in fields(Machine)], named_for(self.report)
         return [*names, "named_for"], [
             {**{name: getattr(machine, name) for name in names}, "kinds": ", ".join(machine.kinds),
@@ -141,7 +138,6 @@ class FleetFrames:
 
     @frame
     def kinds(self) -> Rows:
-        """A row for each field by which a kind of machines is told from others."""
         return ("kind", "machines", "of", "field", "value"), [
             (kind.name, ", ".join(kind.machines), of, name, value)
             for kind in self.report.kinds
@@ -151,7 +147,6 @@ class FleetFrames:
 
     @frame
     def alarms(self) -> Rows:
-        """A row for each thing that a machine is named for."""
         alarms = [(alarm.machine, alarm.what.value, alarm.words) for alarm in self.report.alarms]
         return [field.name for field in fields(MachineAlarm)], alarms
 
@@ -200,7 +195,6 @@ CASE_COLUMNS = ("kind", "machine", "case", "seconds", "change", "score", "odd", 
 
 
 def report_rows(report: FleetReport) -> Rows:
-    """A row for each case on each machine, with '' as the case for the middle over all of them."""
     named = named_for(report)
     return CASE_COLUMNS, [
         dict(zip(CASE_COLUMNS, (

@@ -12,7 +12,6 @@ from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
-from fp8bench.features.infer.trained import trained_model
 from fp8bench.features.infer.values import LEAST_CONTEXTS, ServedModel, ServingQuestion, arm_in_words
 from fp8bench.features.infer.view import page_of, rows_of, value_of
 from fp8bench.measure.interrupts import only_once
@@ -111,6 +110,8 @@ def _model(arguments: argparse.Namespace, tokens: int) -> tuple[str, ServedModel
         return function_named(arguments.make), None
     trained, size = None, "nano"
     if arguments.trained:
+        from fp8bench.features.infer.job import trained_model
+
         trained, size = trained_model(arguments.trained, arguments.store, tokens)
     size = arguments.size or size
     if size not in SERVED_SIZES:

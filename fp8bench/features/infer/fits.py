@@ -3,19 +3,24 @@
 A context's figure is the best case of its rounds, as everywhere in fp8bench. Rounds of one context are resampled
 together for all arms, which were measured in the same ones, and of each context by themselves. So few rounds say less
 than their resamples do: a resample's spread is widened as Student's t widens that of a mean.
+
+And up to how many rows of a product arms of weights pay, what takes the gain away, and what ceilings say beside it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fp8bench.analysis.break_even import SizedRatio, break_even
+from fp8bench.analysis.findings import findings
 from fp8bench.analysis.stats import Floats, best_case
-from fp8bench.features.infer.values import LEAST_CONTEXTS, ContextCrossing, TimeLine
-from fp8bench.model import Interval
+from fp8bench.features.infer.values import LEAST_CONTEXTS, BatchGain, BatchSweep, ContextCrossing, TimeLine, is_of
+from fp8bench.model import Interval, Record, Run
+from fp8bench.nn.served import CARRIERS, Arm, ServedShape, step_bytes
 
 # What intervals are called, and the share of resamples that they hold: by simulated sweeps these hold the truth in 95
 # of 100, from 10 rounds on. The fastest of few rounds are a little slower than those of many.
@@ -105,3 +110,67 @@ def crossing_of(arm: LineDraws, reference: LineDraws, contexts: Sequence[int]) -
     # From the last place of the one's to the first of the other's: lines cross once.
     own, others = np.flatnonzero(signs == signs[0])[-1], np.flatnonzero(signs == signs[-1])[0]
     return ContextCrossing(at, min(float(places[own]), at), max(float(places[others]), at), faster)
+
+
+Phases = Mapping[str, float]
+
+
+def swept(run: Run, arms: Sequence[Arm], layer: tuple[int, int], rows: tuple[int, ...]) -> BatchSweep:
+    return BatchSweep(layer, rows, tuple(gains_of(run, arms)), computed_batch(run, arms[0]))
+
+
+def gains_of(run: Run, arms: Sequence[Arm]) -> Iterator[BatchGain]:
+    """By the ratios of the suite's own verdicts; beside what is measured what ceilings say."""
+    verdicts = findings(run)
+    leads = {int(record.case.param("m")): record for record in run.records if record.is_reference}
+    for arm in arms[1:]:
+        own = {int(record.case.param("m")): record for record in run.records if is_of(record, arm)}
+        known = ((rows, verdicts[record.case.id].ratio) for rows, record in own.items())
+        ratios = [SizedRatio(rows, ratio) for rows, ratio in known if ratio is not None]
+        even = break_even(ratios)
+        if even is None:
+            continue
+        crossings = tuple((one.size, one.low, one.high, one.begins) for one in even.crossings)
+        pays = even.stretches[0].pays if len(even.stretches) == 1 else None
+        worst = max(ratios, key=lambda one: one.ratio.point)
+        cases = own[min(own)], own[worst.size], leads[worst.size]
+        first, last, lead = (dict(verdicts[record.case.id].phases) for record in cases)
+        cause = cause_of(first, last, lead, arm) if worst.ratio.low > 1 else ""
+        yield BatchGain(arm, crossings, pays, worst.size, cause, computed_rows(own[min(own)], arm))
+
+
+# A product that takes less than so many times what it takes of one row has a time that is fixed.
+_FIXED = 1.5
+
+
+def cause_of(first: Phases, last: Phases, reference: Phases, arm: Arm) -> str:
+    """What an arm loses by: its seconds by phase at the fewest rows and where it loses most, and the reference's there.
+
+    A time that hardly depends on the rows is what a launch and reading the weight take; one that grows is what is
+    computed, of which dequantising is the part that the reference has not.
+    """
+    lost = {phase: seconds - reference.get(phase, 0.0) for phase, seconds in last.items()}
+    if max(lost, key=lambda phase: lost[phase]) == "cast":
+        return "casts of inputs" if arm.low_inputs else "dequantising ahead of its product"
+    if sum(last.values()) < _FIXED * sum(first.values()):
+        return "launches: its time is fixed"
+    return "dequantising inside its product" if arm.weights else f"its product: that of {arm.carrier} is slower here"
+
+
+def computed_rows(record: Record, arm: Arm) -> float | None:
+    """Below how many rows a product of the arm is bound by the bytes of its weight, by the ceilings of its device."""
+    ceiling = record.ceiling
+    if ceiling is None or not ceiling.flops or not ceiling.bytes:
+        return None
+    outputs, inputs = int(record.case.param("n")), int(record.case.param("k"))
+    shape = ServedShape(0, 0, 1, 1, 1, 1, (("blocks.0.weight", (outputs, inputs)),))
+    each = step_bytes(shape, replace(arm, kv=""), 1, 0).weights / (outputs * inputs)
+    return each * ceiling.flops / (2 * ceiling.bytes)
+
+
+def computed_batch(run: Run, reference: Arm) -> float | None:
+    """The batch from which the reference's own products are bound by arithmetic, so that fewer bytes gain nothing."""
+    ceiling = next((one.ceiling for one in run.records if one.is_reference and one.ceiling is not None), None)
+    if ceiling is None or not ceiling.flops or not ceiling.bytes:
+        return None
+    return CARRIERS[reference.carrier] * ceiling.flops / (2 * ceiling.bytes)

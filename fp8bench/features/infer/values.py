@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Interval, Record
@@ -23,6 +24,7 @@ from fp8bench.nn.served import (
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols.axes import one_of
 from fp8bench.registry import precisions
+from fp8bench.store.kept_lines import Log
 
 # Fewer are no line.
 LEAST_CONTEXTS = 4
@@ -63,13 +65,11 @@ def word_of(arm: Arm, carrier: str) -> str:
 
 
 def low_layer(arm: Arm, what: str) -> tuple[int, str]:
-    """The one layer that is low, and its format."""
     layer, _, low = str(getattr(arm, what)).partition("@")[2].partition("=")
     return int(layer), low
 
 
 def dtype_of(arm: Arm) -> str:
-    """The precision that the suites prefill and decode call it."""
     if not (arm.kv or arm.weights):
         return arm.carrier
     options = (("carrier", arm.carrier if arm.carrier != "bf16" else ""), ("kv", arm.kv), ("weights", arm.weights),
@@ -291,7 +291,6 @@ class ServingAnswer:
     experts: float | None = None
 
     def moved(self, arm: Arm) -> StepBytes:
-        """What a step reads at the longest context."""
         asked = self.question
         return step_bytes(served_shape(asked.size), arm, asked.batch, asked.contexts[-1], self.experts)
 
@@ -300,3 +299,7 @@ class ServingAnswer:
         if self.quality is None:
             return None
         return (self.quality.floor, *self.quality.arms)[self.question.arms.index(arm)]
+
+
+def kept_answers(store: Path) -> Log[ServingAnswer]:
+    return Log(store / "inference.jsonl", {"inference": ServingAnswer}, "answer of infer", 1, "Choose another --store.")

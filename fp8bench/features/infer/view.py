@@ -67,7 +67,6 @@ def carrier_of(answer: ServingAnswer) -> str:
 
 
 def _times(answer: ServingAnswer) -> Table:
-    """Of the arms that have a kernel here."""
     batch = answer.question.batch
 
     def last(one: ArmTimes) -> float | None:
@@ -91,7 +90,6 @@ def _times(answer: ServingAnswer) -> Table:
 
 
 def _costs(answer: ServingAnswer) -> Table:
-    """What every arm reads, and what it does to predictions."""
     known = {one.arm: one for one in answer.times}
     moved = {arm: answer.moved(arm) for arm in answer.question.arms}
 
@@ -171,7 +169,6 @@ def _joules(joules: float | None) -> str:
 
 
 def _seconds(interval: Interval | None, times: int = 1) -> str:
-    """The value and how far its interval reaches, whichever side reaches further."""
     if interval is None:
         return units.NONE
     reach = max(interval.high - interval.point, interval.point - interval.low) * times
@@ -229,7 +226,6 @@ def sweep_words(sweep: BatchSweep) -> Iterator[str]:
 
 
 def _ends(faster: tuple[bool | None, bool | None]) -> str:
-    """At the shortest and at the longest context."""
     first, last = ({True: "faster", False: "slower", None: "unclear"}[end] for end in faster)
     return f"{first} at both ends" if first == last else f"{first}, then {last}"
 

@@ -98,7 +98,6 @@ def conclusion(findings: Sequence[ShapeFinding]) -> str:
 
 
 def _overview(findings: Sequence[ShapeFinding]) -> Table:
-    """A row for every device and a column for every mode: how many of the products fit there."""
     counts = together((_place(one), one.torch.outcome is ShapeOutcome.FITS) for one in _there(findings))
 
     def fitting(mode: str) -> Col[str]:
@@ -109,12 +108,10 @@ def _overview(findings: Sequence[ShapeFinding]) -> Table:
 
 
 def _there(findings: Iterable[ShapeFinding]) -> list[ShapeFinding]:
-    """Those of products that there are."""
     return [finding for finding in findings if finding.torch.outcome is not ShapeOutcome.MISSING]
 
 
 def _count(fits: Sequence[bool] | None) -> Field:
-    """How many products of a mode fit on a device that has it."""
     if fits is None:
         return Field(units.NONE)
     return Field("all", tone=Tone.GOOD) if all(fits) else Field(f"{sum(fits)} of {len(fits)}", tone=Tone.DOUBT)
@@ -191,7 +188,6 @@ def _why(judgement: Judgement, mended: bool = True) -> list[str]:
 
 
 def _products(some: Sequence[ShapeFinding], findings: Sequence[ShapeFinding]) -> str:
-    """Which products those are, by their names where they are few."""
     names, all_ = dict.fromkeys(map(_name, some)), {_name(finding) for finding in findings}
     if len(names) == len(all_):
         return "every product"

@@ -82,7 +82,6 @@ _SIZE = re.compile(r"(\S+?)[xX*](\S+?)[xX*](\S+)")
 
 
 def shapes_of_model(model: str, tokens: int | None) -> list[LinearShape]:
-    """All linear layers of a model, with its usual tokens unless told."""
     if model not in models():
         raise UnknownName("model", model, models())
     rows = tokens or usual_tokens(model)
@@ -253,7 +252,6 @@ def look(
 
 
 def _shapes(model: str | None, file: Path | None, tokens: int | None) -> tuple[str, list[LinearShape]]:
-    """What is looked at, in a word, and its layers."""
     if model is not None and file is None:
         return model, shapes_of_model(model, tokens)
     if file is None or model is not None:
@@ -299,7 +297,6 @@ def examine(
 
 
 def judge(product: Product, device: DeviceClass) -> Judgement:
-    """What torch and the hardware make of it."""
     lacking = missing(product, device)
     if lacking is not None:
         return Judgement(ShapeOutcome.MISSING, (lacking,))
@@ -307,7 +304,6 @@ def judge(product: Product, device: DeviceClass) -> Judgement:
 
 
 def judge_by_te(product: Product, device: DeviceClass) -> Judgement | None:
-    """What Transformer Engine makes of it."""
     found = te_objections(product, device)
     return None if found is None else _judged(product, found)
 

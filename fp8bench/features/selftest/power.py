@@ -326,7 +326,6 @@ def _row(operation: str, effect: float, outcomes: Sequence[PowerOutcome]) -> Pow
 
 
 def power_table(power: Power) -> str:
-    """The experiment's table: one line an operation and effect."""
     rows, loads = power.rows, power.loads
     load = f"load {loads[0]:.1f} to {loads[-1]:.1f}, median {loads[len(loads) // 2]:.1f}, on {os.cpu_count()} cores"
     heading = f"{'operation':<22}{'planted':>9}{'found':>8}{'trials':>8}{'slower':>8}{'faster':>8}{'same':>7}"

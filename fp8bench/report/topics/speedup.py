@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from fp8bench import units
-from fp8bench.analysis.sustained import Sustained, sustained_figures, sustained_ratio
+from fp8bench.analysis.samples import Sustained, sustained_figures, sustained_ratio
 from fp8bench.model import Interval
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.report.case_status import Standing, doubts, inverse, show_speed, speed_up, standing, tone_of

@@ -176,7 +176,6 @@ def existing(load: Callable[[Path], T], path: Path, aside: list[Path] | None = N
 
 
 def definition_of(series: Series) -> dict[str, Any]:
-    """A series as asv's discovery would describe it."""
     return {
         "name": series.name, "type": "track", "unit": series.unit, "code": "", "timeout": 60.0,
         "params": [list(map(repr, param)) for param in series.params], "param_names": list(series.param_names),

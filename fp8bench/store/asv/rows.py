@@ -86,7 +86,6 @@ def row_of(
     started_at: int | None,
     duration: float | None,
 ) -> AsvRow:
-    """A row of what is known of each combination, by its texts; others were not measured."""
     cells = [figures.get(texts, NOT_MEASURED) for texts in itertools.product(*params)]
     values, stats, samples = zip(*cells, strict=True) if cells else ((), (), ())
     return AsvRow(params, version, values, stats, samples, started_at, duration)
@@ -98,7 +97,6 @@ def is_measured(figures: Figures) -> bool:
 
 
 def numbers(row: AsvRow) -> dict[tuple[str, ...], float]:
-    """The numbers in a row, by the texts of their combinations."""
     return {texts: value for texts, (value, *_) in by_combination(row).items() if value is not None and value == value}
 
 

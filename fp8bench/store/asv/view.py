@@ -176,7 +176,6 @@ def _changed(path: Path) -> float:
 
 
 def define(results: Path, series: Iterable[Series], aside: list[Path]) -> None:
-    """Make the series known to asv, beside what it knows. For holders of the lock."""
     path = results / "benchmarks.json"
     known = existing(load_benchmarks, path, aside) or {}
     new = merge_benchmarks(known, series)
@@ -185,7 +184,6 @@ def define(results: Path, series: Iterable[Series], aside: list[Path]) -> None:
 
 
 def nothing_of(commit: str, identity: Identity) -> ResultsFile:
-    """A commit's file before anything stands in it."""
     return ResultsFile(commit, identity.env_name, 0, identity.params, identity.python, {}, {}, {})
 
 
@@ -248,7 +246,6 @@ def merge_folders(ours: Path, theirs: Path, taken: Taken) -> Taken:
 
 
 def merge_files(ours: ResultsFile, theirs: ResultsFile) -> ResultsFile:
-    """Our file with the rows, combinations and durations that it lacks."""
     rows = {name: merge_rows(ours.rows[name], row) if name in ours.rows else row for name, row in theirs.rows.items()}
     return replace(
         ours, rows={**ours.rows, **rows}, durations={**theirs.durations, **ours.durations},

@@ -7,7 +7,7 @@ its files were written and read back. A kill leaves the months before it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -129,8 +129,9 @@ class _Compacting:
             for commit, sources in restamped.items() if sources
         ])  # fmt: skip
         with Spool.opened(self.store) as spool:
-            for some in _months(changed, self.files):
-                touched |= self._take(spool, some, len(changed))
+            # By the months in which their first runs began, as names of files say it.
+            for _, some in groupby(changed, key=lambda commit: self.files[commit][0].rpartition("/")[2][:6]):
+                touched |= self._take(spool, list(some), len(changed))
                 self._write(spool, touched)
                 touched = set()
                 self._save()
@@ -218,7 +219,6 @@ class _Compacting:
         spool.forget()
 
     def _said(self, places: Sequence[int]) -> list[tuple[int, dict[str, Any], list[str]]]:
-        """Of places the numbers, what is said of them, and the ids of their runs."""
         known = [(number, self.manifest.places[number]) for number in places]
         return [
             (number, self.index.figures(place.commit).places[place.rank].said, place.runs) for number, place in known
@@ -256,12 +256,6 @@ def keys_of(series: Sequence[Sequence[str]], cells: Sequence[tuple[int, object]]
     return [LineKey(series[rank][0], json.dumps(cell), *series[rank][1:4]) for rank, cell in cells]
 
 
-def _months(commits: Sequence[str], files: dict[str, list[str]]) -> Iterator[list[str]]:
-    """Commits by the months in which their first runs began, as names of files say it."""
-    for _, some in groupby(commits, key=lambda commit: files[commit][0].rpartition("/")[2][:6]):
-        yield list(some)
-
-
 def read_commit(store: Path, known: Fingerprints, paths: Sequence[Path]) -> CommitFigures[Sampled] | None:
     """What the runs of a commit come to; None where one changes meanwhile."""
     read, sources = read_stamped(store, paths)
@@ -283,7 +277,6 @@ def _partition(table: FigureTable) -> str:
 
 
 def is_compacting(store: Path) -> bool:
-    """Whether a compaction is at work, or something is being restored."""
     try:
         return is_locked(store / ARCHIVE / LOCK)
     except OSError:

@@ -90,7 +90,6 @@ class Manifest:
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def written(self, store: Path) -> dict[Path, Partition | Archive]:
-        """All files that count."""
         parquet = {parquet_of(store, name): partition for name, partition in self.partitions.items()}
         return {**parquet, **{archive_of(store, name): archive for name, archive in self.archives.items()}}
 

@@ -79,10 +79,6 @@ def checks(columns: Columns) -> NDArray[np.uint32]:
     return found.astype(np.uint32)
 
 
-def are_sound(columns: Columns) -> bool:
-    return bool((checks(columns) == columns[CHECK]).all())
-
-
 ID = "fp8bench_id"
 _FOOTER_END = 8
 _MEMORY = "192MB"
@@ -94,19 +90,12 @@ CHUNK_ROWS = 200_000
 _AGAIN = "`fp8bench store compact` makes it again; until then delete it"
 
 
-def duckdb_here() -> Any:
+def need_duckdb() -> Any:
+    """DuckDB. Raises UsageError where it is not installed."""
     try:
         import duckdb
     except ImportError:
-        return None
-    return duckdb
-
-
-def need_duckdb() -> Any:
-    """DuckDB. Raises UsageError where it is not installed."""
-    duckdb = duckdb_here()
-    if duckdb is None:
-        raise UsageError("Parquet files need DuckDB, which is not installed: pip install 'fp8bench[fleet]'.")
+        raise UsageError("Parquet files need DuckDB, which is not installed: pip install 'fp8bench[fleet]'.") from None
     return duckdb
 
 
@@ -153,7 +142,8 @@ def check_file(path: Path, connection: Any) -> tuple[int, int]:
             samples = ask("unnest(samples) AS one", where).fetchnumpy()["one"]
             keys = columns["line"].astype(np.int64) << 32 | columns["place"]
             sorted_once = bool((np.diff(keys) > 0).all())
-            if not sorted_once or not are_sound(columns) or not _has_samples(columns, samples):
+            are_sound = bool((checks(columns) == columns[CHECK]).all())
+            if not sorted_once or not are_sound or not _has_samples(columns, samples):
                 raise StoreError(f"{path} does not hold what was written into it. {_AGAIN}.")
             rows += len(columns["line"])
             total += int(columns[CHECK].sum(dtype=np.int64))
@@ -278,7 +268,6 @@ class Spool:
         self._insert("rows", {**columns, "samples": samples})
 
     def keep(self, path: Path, places: Sequence[int]) -> None:
-        """Take the rows of some places in from a file that counts."""
         self._run("CREATE OR REPLACE TABLE kept(place UINTEGER)")
         self._insert("kept", {"place": np.array(places, np.uint32)})
         self._run(

@@ -108,7 +108,6 @@ def digest_of(path: Path) -> str:
 
 
 def names_of(store: Path, paths: Iterable[Path]) -> list[str]:
-    """What files are called within a store."""
     begin = len(str(store / "-")) - 1
     return [str(path)[begin:] for path in paths]
 

@@ -105,7 +105,6 @@ class Numbered:
         self._numbers = {self._key(value): number for number, value in enumerate(values)}
 
     def number(self, value: Any) -> int:
-        """The number of a value, which is a new one for a new value."""
         key = self._key(value)
         if key not in self._numbers:
             self._numbers[key] = len(self.values)
@@ -220,7 +219,6 @@ class Index:
         return [commit for _, commit in sorted((name.rpartition("/")[2], commit) for name, commit in firsts)]
 
     def are_known(self, known: Fingerprints) -> bool:
-        """Whether all suites are those that are known here."""
         suites = {self.head.commits.suites[unit] for unit in self.units.values()}
         return all(are_known(self.head.values[number], known) for number in suites)
 
@@ -237,7 +235,6 @@ class Index:
         )
 
     def told(self, commits: Sequence[str]) -> tuple[int, int, Counter[str]]:
-        """Of how many runs and commits these tell, and how many runs are left out, and why."""
         units = [self.units[commit] for commit in commits]
         runs = [self.head.commits.runs[unit] for unit in units]
         left: Counter[str] = Counter()
@@ -247,7 +244,6 @@ class Index:
         return sum(runs), sum(count > 0 for count in runs), left
 
     def places(self, commits: Sequence[str]) -> Places:
-        """What some commits came to, in their order."""
         chosen = [place for commit in commits for place in self._range(self._places, self.units[commit])]
         columns: list[list[Any]] = [[column[place] for place in chosen] for column in self.head.places]
         numbers, shape = np.unique(np.array(columns[0], np.int64), return_inverse=True)

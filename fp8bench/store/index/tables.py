@@ -33,7 +33,6 @@ def home_of(own: Home, homes: list[Home]) -> Home:
 
 
 def figure_of(tracked: TrackedRun, point: Point) -> Figure:
-    """What a point says of its commit, or of the files that a run was made with."""
     return Figure(
         tracked.commit, _commit_date(tracked), point.version, point.runs, len(point.samples), *_value_of(point),
         point.hasty, point.status, point.reason, point.under,
@@ -112,7 +111,6 @@ class Places:
 
     @cached_property
     def count(self) -> int:
-        """How many rows they have."""
         counts = np.array([shape.count for shape in self.shapes], np.int64)
         return int(counts[self.shape].sum()) if len(counts) else 0
 
@@ -212,7 +210,6 @@ def is_whole(flags: Flags) -> NDArray[np.bool_]:
 
 
 def tells(flags: Flags) -> NDArray[np.bool_]:
-    """Which rows have a value, or are of a case that failed."""
     failed: NDArray[np.bool_] = flags // _STATUS_FACTOR == _FAILED
     return has_number(flags) | failed
 
@@ -383,7 +380,6 @@ def _gathered(places: Places, wanted: Callable[[str], bool]) -> _Gathered | None
 
 
 def names_in(places: Places, wanted: Callable[[str], bool]) -> set[str]:
-    """What the wanted lines are called."""
     found = _gathered(places, wanted)
     if found is None:
         return set()
@@ -392,7 +388,6 @@ def names_in(places: Places, wanted: Callable[[str], bool]) -> set[str]:
 
 
 def lines_of(places: Places, wanted: Callable[[str], bool]) -> TrendLines:
-    """The wanted lines of what commits have come to in some places."""
     found = _gathered(places, wanted)
     if found is None:
         return TrendLines(places)

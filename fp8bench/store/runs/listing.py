@@ -176,7 +176,6 @@ def _lines(content: bytes) -> list[bytes]:
 
 
 def _alike(one: bytes, other: bytes) -> bool:
-    """Whether two lines say the same, however they were written down."""
     try:
         return json.dumps(json.loads(one), sort_keys=True) == json.dumps(json.loads(other), sort_keys=True)
     except (ValueError, RecursionError):

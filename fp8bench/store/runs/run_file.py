@@ -182,7 +182,6 @@ def _find_header(sheet: FileLines, path: Path) -> tuple[int, Run | None, str]:
 
 
 def _take(reading: _RunReading, content: Content) -> None:
-    """One line's content into the reading."""
     if "record" in content:
         reading.records.append(_record(content["record"]))
     elif "resumed" in content:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fp8bench.errors import RunNotFound
-from fp8bench.model import Environment, Run
 from fp8bench.store.commit_runs import runs_meant
 from tests.commands import Say, git, unfolding
 from tests.histories import commit, history, keep, records, run_at, tree
@@ -20,10 +18,6 @@ from tests.histories import commit, history, keep, records, run_at, tree
 def say(store: Path, fp8bench: Say) -> Say:
     """Run `compare`."""
     return unfolding(fp8bench, "compare")
-
-
-def with_facts(run: Run, **facts: object) -> Run:
-    return replace(run, environment=Environment({**run.environment.facts, **facts}))  # type: ignore[dict-item]
 
 
 def test_two_runs(store: Path, say: Say) -> None:

@@ -13,7 +13,6 @@ from fp8bench.features.advise.decide import advised
 from fp8bench.features.advise.job import basis_of
 from fp8bench.features.advise.serving_rules import serving_advice
 from fp8bench.features.advise.values import Advice, AdviceKind
-from fp8bench.features.infer.kept import kept_answers
 from fp8bench.features.infer.values import (
     ArmQuality,
     ArmTimes,
@@ -23,6 +22,7 @@ from fp8bench.features.infer.values import (
     Quality,
     ServingAnswer,
     ServingQuestion,
+    kept_answers,
 )
 from fp8bench.model import Interval
 from fp8bench.nn.served import Arm

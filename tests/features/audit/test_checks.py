@@ -44,7 +44,16 @@ REMEMBERED = {
 }
 
 
-@pytest.mark.parametrize("kernel", [one for one in LIES if one.name in REMEMBERED], ids=lambda one: one.name)
+QUICK = ("no tail of the contraction", "NaN of zeros", "a NaN that is lost")
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(kernel, marks=() if kernel.name in QUICK else pytest.mark.slow, id=kernel.name)
+        for kernel in LIES if kernel.name in REMEMBERED
+    ],
+)  # fmt: skip
 def test_a_lie_that_fresh_numbers_do_not_show(kernel: Kernel) -> None:
     assert REMEMBERED[kernel.name] in codes_of(result_of(kernel, "cpu", UNTIMED)).split(", ")
 

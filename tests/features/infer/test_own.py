@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8bench.features.infer.batches import cause_of, swept
 from fp8bench.features.infer.bench import InferBench
+from fp8bench.features.infer.fits import cause_of, swept
 from fp8bench.features.infer.job import checked, times_of
 from fp8bench.features.infer.quality import RANDOM_TOKENS
 from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fp8bench.errors import RunNotFound, UsageError
+from fp8bench.features.infer.job import trained_model
 from fp8bench.features.infer.quality import quality_of
-from fp8bench.features.infer.trained import trained_model
 from fp8bench.features.infer.values import QualityTask
 from fp8bench.features.train.kind import load_head, load_training, training_files
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
@@ -68,7 +68,7 @@ def test_a_checkpoint_is_served(arch: str, served: str, stored: Path, tmp_path: 
 def test_what_is_no_served_model_is_a_sentence(
     settings: dict[str, str], words: str, stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fp8bench.features.infer import trained
+    from fp8bench.features.infer import job
 
     def other(path: Path) -> object:
         head = load(path)
@@ -76,8 +76,8 @@ def test_what_is_no_served_model_is_a_sentence(
         settings_of = replace(SETTINGS, **settings)
         return replace(head, request=replace(head.request, ranks=ranks, isolation=True, settings=settings_of))
 
-    load: Callable[[Path], object] = trained.load_head
-    monkeypatch.setattr(trained, "load_head", other)
+    load: Callable[[Path], object] = job.load_head
+    monkeypatch.setattr(job, "load_head", other)
     with pytest.raises(UsageError, match=words):
         trained_model("last", stored, 8192)
 

@@ -44,7 +44,8 @@ STORE = Path(".fp8bench")
 GEMM = Request("gemm", ("fp32",), quick=True, rounds=2, energy=False, isolation=False, axes=(("shape", ("16", "24")),))
 # Whatever reads a store. PLAN is the plan's file, OUT a folder for what is written.
 COMMANDS = [
-    *(f"show {run}{how}" for run in (OLD, FAILING, SAMPLE) for how in ("", " --csv -", " --json", " --explain")),
+    *(f"show {OLD}{how}" for how in ("", " --csv -", " --json", " --explain")),
+    f"show {FAILING}", f"show {SAMPLE} --json",
     "show last",
     "show CELL --fleet", "show CELL --fleet --json", "show 0a1b2c3d", "show 0a1b2c3d --json", "show TRAINING",
     "show TRAINING --csv -", "show .fp8bench/runs/PATH", f"report {OLD} --html OUT/old.html --md OUT/old.md",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.errors import StoreError
@@ -132,6 +132,7 @@ def test_a_full_disk_leaves_no_half_a_run(ours: Path, theirs: Path, monkeypatch:
     assert not tree(ours)
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
 def test_beginnings_always_merge(tmp_path_factory: pytest.TempPathFactory, here: int, there: int) -> None:
     """Wherever two copies of one run were cut off behind the header, the longer one stands in the end."""
