@@ -418,5 +418,3 @@ def _on_a_device(case: NamedCase) -> Field | None:
     if words := device_words(case.group, case.result):
         return Field(words, on_device(case.result), hint="derived")
     return Field(units.NONE, hint=use.off_device) if use is not None and use.off_device else None
-
-
