@@ -12,7 +12,7 @@ from fp8bench.model.words import REMARKS
 from fp8bench.report.case_status import doubts, named_labels
 from fp8bench.report.data.plain import csv_text
 from fp8bench.report.data.run import columns_of, rows, run_value, widened
-from fp8bench.report.elements import Items, Table, Text, Tone
+from fp8bench.report.elements import Items, Text, Tone
 from fp8bench.report.panels import panels_of
 from fp8bench.report.words import legend
 from fp8bench.report.words.speed import comparisons, said_once
@@ -108,19 +108,6 @@ def test_remarks_are_shown_and_are_no_doubt(label: Label) -> None:
         run, findings, width=300
     )
     assert doubts(panels_of(run, findings)[0].results[1]) == ()
-
-
-def test_the_report_explains_labels_with_their_reasons() -> None:
-    """Among the remarks on the run, in the row of the case, and where its verdict stands."""
-    run, findings = hot()
-    remarks = [text for items in of_kind(part("environment", (run, findings)), Items) for text in items.items]
-    words = f"{legend.LABELS[Label.THROTTLED]} (hw-thermal, sw-thermal)"
-    assert Text(f"throttled (1 of 2 cases): {words}", Tone.DOUBT) in remarks
-    (table,) = of_kind(part("results", (run, findings)), Table)
-    cells = {column.title: field for column, field in zip(table.columns, table.rows[1], strict=True)}
-    assert cells["labels"].text == "noisy, throttled (hw-thermal, sw-thermal)"
-    assert f"throttled: {words}" in cells["labels"].hint and f"throttled: {words}" in cells["verdict"].hint
-    assert cells["verdict"].text == "unsure" and WHY in cells["verdict"].hint
 
 
 def test_many_reasons_are_cut() -> None:

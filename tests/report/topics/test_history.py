@@ -54,27 +54,6 @@ def test_a_count_is_told_with_all_its_digits() -> None:
     assert [field.text for field in table.rows[0]][2:4] == ["20,110", "20,111"]
 
 
-def test_the_table_has_all_series_where_most_changed_first() -> None:
-    """Emulations stand last; a rate changes as its time does, and would say everything twice."""
-    past = (
-        series("bf16", figure(1, 0.02), figure(2, 0.021)),
-        series("fp8", figure(1, 0.01), figure(2, 0.09), emulated=True),
-        series("bf16", figure(1, 4096.0), metric="peak_memory", unit="B"),
-        series("bf16", figure(1, 1e-3), figure(2, 2e-3), metric="product_error", unit=""),
-        series("bf16", figure(1, 0.5), figure(2, 0.51), metric="relative_time", unit="x"),
-        series("bf16", figure(1, 1.0), figure(2, 1.05), metric="seconds_per_tflop"),
-    )
-    (table,) = of_kind(part("history", at_commit(), past=past), Table)
-    assert [[field.text for field in row] for row in table.rows] == [
-        ["gemm bf16", "product_error", "1.0e-03", "2.0e-03", "+100.0%", "22222222", "2"],
-        ["gemm bf16", "time", "20.0 ms", "21.0 ms", "+5.0%", "22222222", "2"],
-        ["gemm bf16", "relative_time", "0.500x", "0.510x", "+2.0%", "22222222", "2"],
-        ["gemm bf16", "peak_memory", "-", "4.00 KiB", "-", "11111111", "1"],
-        ["gemm fp8 (emulated)", "time", "10.0 ms", "90.0 ms", "+800.0%", "22222222", "2"],
-    ]
-    assert "bf16" in table.rows[0][1].hint and "box" in table.rows[0][1].hint
-
-
 def test_emulations_are_in_no_chart() -> None:
     past = (series("fp8", figure(1, 0.01), figure(2, 0.09), emulated=True),)
     found = part("history", at_commit(), past=past)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import Finding, LayerScale, Record, Run, TensorStatistics
-from fp8bench.report.elements import Bars, ChartAxis, Table, Text, Tone
+from fp8bench.report.elements import Bars, Table, Text, Tone
 from fp8bench.report.page.section import MOST_ROWS
 from fp8bench.report.words import legend
 from tests.materials import Made, many, of_kind, part, with_errors
@@ -20,30 +20,6 @@ FOUND = (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0), LayerScale("blocks.
 
 def texts(table: Table) -> list[list[str]]:
     return [[field.text for field in row] for row in table.rows]
-
-
-def test_the_main_error_as_bars_on_a_logarithmic_axis() -> None:
-    (bars,) = of_kind(part("numbers", transformer()), Bars)
-    assert bars.axis == ChartAxis("gradient_error", log=True) and bars.title == "transformer: gradient_error"
-    assert [(one.label, one.value) for one in bars.groups[0][1]] == [
-        ("bf16", 3.1e-3),
-        ("fp16", 4.2e-4),
-        ("fp8", 4.7e-2),
-    ]
-    assert bars.description == "Smallest in fp16 (4.2e-04), largest in fp8 (4.7e-02)."
-    assert bars.groups[0][1][2].hint == "fp8: 4.7e-02, emulated"
-
-
-def test_every_error_by_precision() -> None:
-    """Memory is no error, and stands elsewhere."""
-    (table,) = of_kind(part("numbers", transformer()), Table)
-    assert [column.title for column in table.columns] == ["precision", "how", "loss_error (one draw)", "gradient_error"]
-    assert texts(table) == [
-        ["bf16", "native", "1.2e-05", "3.1e-03"],
-        ["fp16", "native", "2.2e-06", "4.2e-04"],
-        ["fp8", "emulated", "8.8e-04", "4.7e-02"],
-    ]
-    assert table.rows[2][1].hint.startswith("no hardware") and "E4M3" in table.rows[2][0].hint
 
 
 @pytest.mark.parametrize(
@@ -124,26 +100,6 @@ def with_data(*statistics: TensorStatistics) -> tuple[Run, dict[str, Finding]]:
     """One group, whose reference knows its data."""
     run, findings = transformer()
     return replace(run, records=(replace(run.records[0], statistics=statistics), *run.records[1:])), findings
-
-
-def test_a_row_for_each_kind_and_role() -> None:
-    """Values that have no role in a product go by their kind alone, as do those whose role says no more."""
-    text = block(
-        *with_data(
-            TensorStatistics("attn", "input", 131072, 4.5678, (("fp16", 0.0, 2e-7), ("e4m3", 0.0123, 0.0))),
-            TensorStatistics("attn", "gradient", 4096, 1.5e-7, (("fp16", 0.0, 0.5), ("e4m3", 0.0, 1.0))),
-            TensorStatistics("batch", "", 12, 255.0, (("fp16", 0.0, 0.0), ("e4m3", 0.0, 0.0))),
-            TensorStatistics("gradient", "gradient", 7, 1.0, (("fp16", 0.0, 0.0), ("e4m3", 0.0, 0.0))),
-        )
-    )
-    assert [line.split() for line in text] == [
-        TITLE.split(),
-        ["data", "values", "amax", "fp16", "e4m3"],
-        ["attn", "input", "131", "k", "4.57", "-", "/", "<0.01%", "1.2%", "/", "-"],
-        ["attn", "gradient", "4096", "1.50e-07", "-", "/", "50.0%", "-", "/", "100.0%"],
-        ["batch", "12", "255", "-", "-"],
-        ["gradient", "7", "1.00", "-", "-"],
-    ]
 
 
 def test_a_format_that_holds_everything_has_no_column() -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-
-import pytest
 
 from fp8bench.model import Ceiling, Label, Limit, Request, Verdict
 from fp8bench.report.elements import Items, Scatter, Table, Text
-from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.panels import panels_of
 from fp8bench.report.topics.roofline import how_to_know, roofline_section, sentences
 from tests.materials import Made, built, material, of_kind, part, told
@@ -155,15 +151,3 @@ def test_without_ceilings_a_sentence_and_without_tapes_nothing() -> None:
     assert "fp8bench doctor --ceilings" in " ".join(told(part("roofline", (run, findings)).elements))
     bare = replace(run, records=tuple(replace(one, tape=None) for one in run.records))
     assert built("roofline", (bare, findings)) is None
-
-
-@pytest.mark.slow
-def test_it_is_rendered_in_a_fifth_of_a_second() -> None:
-    """By the processor's own time, the best of three."""
-    taken = []
-    for _ in range(3):
-        start = time.process_time()
-        for one in of_kind(part("roofline", made()), Scatter):
-            draw(one)
-        taken.append(time.process_time() - start)
-    assert min(taken) < 0.2

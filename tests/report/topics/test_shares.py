@@ -28,18 +28,6 @@ def made(**changes: object) -> tuple[Run, dict[str, Finding]]:
     return replace(run, records=records), findings
 
 
-def test_shares_of_the_untouched_step() -> None:
-    """What is left is the host's; parts that come to more than their step are shares of their sum."""
-    shares = Shares(PARTS, 10e-3)
-    assert {kind.value: round(share, 3) for kind, share in shares.by_kind.items()} == {
-        "gemm": 0.5, "cast": 0.2, "optimizer": 0.1, "unknown": 0.05,
-    }  # fmt: skip
-    assert round(shares.unattributed, 3) == 0.15 and next(iter(shares.by_module)) == "blocks.0.mlp.up"
-    tight = Shares(PARTS, 1e-3)
-    assert tight.whole == sum(one.seconds for one in PARTS) and abs(tight.unattributed) < 1e-9
-    assert Shares().unattributed == 0.0 and Shares().by_kind == {}
-
-
 def test_a_bar_a_case_and_its_modules() -> None:
     run, findings = made()
     (bars,) = of_kind(part("shares", (run, findings)), Stacks)

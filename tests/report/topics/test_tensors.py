@@ -12,7 +12,6 @@ from fp8bench.report.elements import Items, Table, Text, Tone
 from fp8bench.report.panels import Panel, Result, panels_of
 from fp8bench.report.topics.tensors import (
     FIGURES,
-    LEGEND,
     OWN,
     about_tensors,
     best_by_width,
@@ -140,25 +139,6 @@ def test_the_best_of_each_width_in_sentences() -> None:
     ]
 
 
-def test_every_figure_that_matters_of_one_tensor() -> None:
-    """A row for each precision; no times, no verdicts."""
-    text = render_whole(*tensors("gaussian"))
-    assert (
-        """\
-  precision        SQNR  worst rows  worst blocks  underflow  saturated    slope
-  fp16             70.0        69.0          67.0      0.08%         0%  0.99925
-  e4m3fn none      60.0        59.0          57.0      0.08%         0%  0.99925
-  e4m3fn row       50.0        49.0          47.0      0.08%         0%  0.99925
-  e4m3fn mx rceil  40.0        39.0          37.0      0.08%         0%  0.99925
-  e2m1 mx rceil    30.0        29.0          27.0      0.08%         0%  0.99925
-  fp8              20.0        19.0          17.0      0.08%         0%  0.99925
-"""
-        in text
-    )
-    assert "verdict" not in text and "reference" not in text and "relative_error" not in text
-    assert LEGEND[:40] in text
-
-
 def test_two_tensors_stand_below_each_other() -> None:
     """Under their names."""
     lines = render_whole(*tensors("gaussian", "outliers")).splitlines()
@@ -221,24 +201,6 @@ def with_record(made: Made, place: int, **changes: object) -> Made:
     return replace(run, records=tuple(records)), findings
 
 
-def test_a_table_for_each_tensor_scalings_down_and_formats_across() -> None:
-    """What has no cell has a dash; a recipe stands in a row of its own; the best scaling of a format stands out."""
-    *tables, _ = of_kind(part("tensors", tensors("gaussian", "outliers")), Table)
-    assert [table.caption for table in tables] == ["numerics, gaussian: SQNR in dB", "numerics, outliers: SQNR in dB"]
-    assert [column.title for column in tables[0].columns] == ["scaling", "fp16", "e4m3fn", "e2m1", "fp8"]
-    assert texts(tables[0]) == [
-        ["none", "70.0", "60.0", "-", "-"],
-        ["row", "-", "50.0", "-", "-"],
-        ["mx rceil", "-", "40.0", "30.0", "-"],
-        ["its own", "-", "-", "-", "20.0"],
-    ]
-    tones = {field.text: field.tone for row in tables[0].rows for field in row if field.value is not None}
-    assert [text for text, tone in tones.items() if tone is Tone.STRONG] == ["60.0"]
-    assert tables[0].rows[0][1].hint == (
-        "rows, p1 69.0 dB, blocks, p1 67.0 dB, underflow 0.08%, saturated 0%, slope 0.99925"
-    )
-
-
 def test_a_case_that_failed_is_a_dash_with_its_reason() -> None:
     made = with_record(tensors("gaussian"), 1, status=Status.FAILED, reason="out of memory", measurements=())
     table, _ = of_kind(part("tensors", made), Table)
@@ -250,21 +212,6 @@ def test_numbers_that_became_infinite_are_said() -> None:
     (words,) = of_kind(part("tensors", with_record(tensors("gaussian"), 0, measurements=left(70.0, lost=0.5))), Text)
     assert words.tone is Tone.BAD
     assert words.text == "gaussian: numbers became infinite or NaN in fp16; its SQNR leaves them out."
-
-
-def test_all_figures_are_for_who_asks() -> None:
-    """Those that any case has, a row a case."""
-    _, table = of_kind(part("tensors", tensors("gaussian")), Table)
-    assert table.folded
-    assert [column.title for column in table.columns] == [
-        "tensor", "precision", "SQNR", "rows, p1", "blocks, p1", "relative error", "slope", "underflow", "saturated",
-        "lost",
-    ]  # fmt: skip
-    assert [column.unit for column in table.columns[2:]] == ["dB", "dB", "dB", "", "", "%", "%", "%"]
-    assert texts(table)[3] == [
-        "gaussian", "e4m3fn mx rceil", "40.0", "39.0", "37.0", "1.0e-02", "0.99925", "0.08%", "0%", "0%",
-    ]  # fmt: skip
-    assert table.rows[3][1].hint == "custom:scaling=mx" and "sqnr_db" in table.columns[2].hint
 
 
 def test_times_errors_and_memory_of_tensors_are_in_no_other_section() -> None:

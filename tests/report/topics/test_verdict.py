@@ -37,18 +37,6 @@ def test_failures_come_first_and_loud() -> None:
     assert isinstance(sentences, Items) and [text.tone for text in sentences.items] == [Tone.GOOD, *[Tone.DOUBT] * 2]
 
 
-def test_the_whole_text() -> None:
-    assert texts(gemm())[2:] == [
-        "bf16 is faster than fp32 in all 3 cases of gemm, 1.95x",
-        (
-            "fp8 is emulated on this CPU: its numbers are right (product_error 3.7e-02), its time says nothing "
-            "about speed"
-        ),
-        "nvfp4 was skipped in all 3 cases of gemm: fp4 needs torch 2.8 or later, this is 2.7.1",
-    ]
-    assert part("verdict", gemm()).lead.startswith("Speed against the reference")
-
-
 def test_doubt_that_all_share_is_said_once() -> None:
     said = texts(judged((Verdict.FASTER, 0.5, FEW), (Verdict.FASTER, 0.5, FEW), (Verdict.FASTER, 0.5, FEW)))
     assert said == [
