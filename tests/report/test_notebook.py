@@ -143,16 +143,6 @@ def test_the_medians_of_the_results_follow_from_the_samples(frames: RunFrames) -
         assert row.n_samples == len(calls)
 
 
-def test_statistics_are_by_kind_role_and_format(frames: RunFrames) -> None:
-    """One that knows no format has a row of its own."""
-    found = frames.statistics
-    assert tuple(found.columns) == STATISTICS_COLUMNS
-    assert list(found.format[:3]) == ["fp16", "e4m3", "e2m1"] and pd.isna(found.format[3])
-    assert list(found["kind"]) == ["linear"] * 3 + ["batch"] and list(found["values"]) == [4096] * 3 + [64]
-    assert list(found.share_vanishing[:3]) == [0, 0.0008, 0.2] and list(found.share_above[:3]) == [0, 0, 0]
-    assert set(found.case) == {frames.run.records[0].case.id}
-
-
 @pytest.mark.parametrize("name", ["results", "samples", "statistics", "energy"])
 def test_a_frame_is_made_once(name: str, frames: RunFrames) -> None:
     assert getattr(frames, name) is getattr(frames, name)

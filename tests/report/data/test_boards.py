@@ -35,40 +35,12 @@ def kind_of(tag: str) -> str:
     return tag.partition("/")[2].partition(" ")[0]
 
 
-def test_what_a_case_has_come_to() -> None:
-    """Times, the ratio with its bounds, how many labels it has, phases, errors and memory."""
-    told = named(*transformer())
-    of_fp16 = {kind_of(tag): value for (mode, tag), value in told.items() if mode == "fp16"}
-    assert {tag.partition(" ")[2] for _, tag in told} == {PLACE}
-    assert of_fp16 == pytest.approx(
-        {
-            "best_seconds": 0.0249, "median_seconds": 0.0262, "ratio": 1.0247, "ratio_low": 0.9971,
-            "ratio_high": 1.0533, "labels": 2, "loss_error": 2.2e-6, "gradient_error": 4.2e-4,
-            "peak_memory_bytes": 200 << 20,
-            **{name: value for name, value in of_fp16.items() if name.startswith("phase_")},
-        }
-    )  # fmt: skip
-    phases = [value for name, value in of_fp16.items() if name.startswith("phase_")]
-    assert "phase_gemm_seconds" in of_fp16 and sum(phases) == pytest.approx(0.0249)
-
-
 def test_what_an_emulation_costs_shares_no_chart_with_a_speed() -> None:
     """Its errors do: they are right."""
     told = named(*transformer())
     kinds = {kind_of(tag) for mode, tag in told if mode == "fp8"}
     assert {"emulation_best_seconds", "emulation_phase_cast_seconds", "gradient_error"} <= kinds
     assert not {"best_seconds", "median_seconds", "phase_cast_seconds", "ratio"} & kinds
-
-
-def test_the_precisions_of_a_group_share_their_tags() -> None:
-    """And groups do not."""
-    told = named(*gemm())
-    tags = [tag for mode, tag in told if mode == "fp32" and "/best_seconds " in tag]
-    assert (
-        len(tags) == len(set(tags)) == 3
-        and tags[0] == "gemm/best_seconds m=256,n=256,k=256,product=forward,operands=cast@cpu"
-    )
-    assert ("bf16", tags[0]) in told
 
 
 def test_a_later_version_of_a_workload_has_charts_of_its_own() -> None:

@@ -119,13 +119,6 @@ def test_what_json_has_no_word_for_is_text() -> None:
     assert plain["measurements"][0]["samples"] == ["inf", "-inf", "nan"]
 
 
-@settings(max_examples=40)
-@given(wild_runs())
-def test_any_run_is_strict_json(wild: tuple[Run, dict[str, Finding]]) -> None:
-    run, findings = wild
-    assert len(strict(json_line(run_value(run, findings)))["records"]) == len(run.records)
-
-
 @pytest.fixture(scope="module")
 def run_and_findings() -> tuple[Run, dict[str, Finding]]:
     return measured()
@@ -163,26 +156,6 @@ def test_every_row_has_every_column(run_and_findings: tuple[Run, dict[str, Findi
 def test_a_run_that_was_not_stored_goes_by_its_id(run_and_findings: tuple[Run, dict[str, Finding]]) -> None:
     run, findings = run_and_findings
     assert {row["run"] for row in rows(replace(run, path=""), findings)} == {run.id}
-
-
-def test_the_step_s_time_has_the_verdict(
-    run_and_findings: tuple[Run, dict[str, Finding]], table: list[TidyRow]
-) -> None:
-    """All that the finding says, and how much it rests on."""
-    _, findings = run_and_findings
-    row = only(table, NATIVE_CASE, phase=STEP, metric="time")
-    found = findings[str(row["case"])]
-    assert found.ratio is not None and found.verdict is Verdict.FASTER
-    assert (row["unit"], row["median_in_unit"], row["best_in_unit"]) == ("s", found.median_seconds, found.best_seconds)
-    speed = (row["speedup"], row["speedup_low"], row["speedup_high"])
-    assert speed == (1 / found.ratio.point, 1 / found.ratio.high, 1 / found.ratio.low) and speed[0] > 1
-    interval = (row["ratio_to_reference"], row["ratio_low"], row["ratio_high"], row["ratio_confidence"])
-    assert interval == (found.ratio.point, found.ratio.low, found.ratio.high, None)
-    assert (row["ratio_of_medians"], row["noise_floor"], row["spread"]) == (
-        found.median_ratio, found.floor, found.spread,
-    )  # fmt: skip
-    assert (row["n_rounds"], row["n_samples"], row["provenance"]) == (12, 24, "measured")
-    assert (row["verdict"], row["labels"], row["why"]) == ("faster", "few-samples", None)
 
 
 def test_only_the_step_s_time_has_a_verdict(table: list[TidyRow]) -> None:
@@ -228,17 +201,6 @@ def test_a_phase_too_short_to_tell_is_labelled(table: list[TidyRow]) -> None:
     assert labels["gemm"] == labels[STEP] == "few-samples"
 
 
-def test_throughput_by_every_count_of_work(table: list[TidyRow]) -> None:
-    """At the best, and at the median."""
-    time = only(table, NATIVE_CASE, phase=STEP, metric="time")
-    for name, amount, unit in (("tokens", 32, "tok/s"), ("flops", 4e6, "FLOP/s"), ("bytes", 1e5, "B/s")):
-        row = only(table, NATIVE_CASE, metric=f"{name}_per_second")
-        assert row["best_in_unit"] == pytest.approx(amount / float(time["best_in_unit"] or 0))
-        assert row["median_in_unit"] == pytest.approx(amount / float(time["median_in_unit"] or 0))
-        assert (row["unit"], row["phase"], row["provenance"]) == (unit, STEP, "derived")
-    assert not [row for row in chosen(table, "padded=True]@cpu/bf16") if "per_second" in str(row["metric"])]
-
-
 def test_an_emulated_case_has_no_speed(run_and_findings: tuple[Run, dict[str, Finding]]) -> None:
     """Not even where a finding carries a ratio and a verdict."""
     run, findings = run_and_findings
@@ -253,33 +215,18 @@ def test_an_emulated_case_has_no_speed(run_and_findings: tuple[Run, dict[str, Fi
     assert not [row for row in chosen(table, "cpu/fp8") if "per_second" in str(row["metric"])]
 
 
-@pytest.mark.parametrize(
-    ("case", "status", "reason"),
-    [
-        ("cpu/nvfp4", "skipped", 'no hardware, and no "kernel"'),
-        ("padded=True]@cpu/fp32", "failed", "out of memory, even alone"),
-    ],
-)
-def test_a_case_without_times_has_a_row_with_its_reason(
-    case: str, status: str, reason: str, table: list[TidyRow]
-) -> None:
-    """On one line, and without a number."""
-    row = only(table, case)
-    assert (row["phase"], row["metric"], row["status"], row["reason"]) == (STEP, "time", status, reason)
-    assert row["best_in_unit"] is None and row["median_in_unit"] is None and row["n_samples"] is None
-
-
 def test_numerical_errors_are_rows(table: list[TidyRow]) -> None:
     row = only(table, NATIVE_CASE, metric="product_error")
     assert (row["phase"], row["median_in_unit"], row["best_in_unit"], row["n_samples"]) == (STEP, 2.4e-3, None, 1)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(wild_runs())
-def test_any_run_has_rows(wild: tuple[Run, dict[str, Finding]]) -> None:
+def test_any_run_has_rows_and_is_strict_json(wild: tuple[Run, dict[str, Finding]]) -> None:
     """One line a text, and never an empty one, which a reader of the CSV could not tell from a missing one."""
     run, findings = wild
     found = rows(run, findings)
     texts = [cell for row in found for cell in row.values() if isinstance(cell, str)]
     assert all(text and text.isprintable() for text in texts)
     assert {row["case"] for row in found} == {record.case.id for record in run.records}
+    assert len(strict(json_line(run_value(run, findings)))["records"]) == len(run.records)

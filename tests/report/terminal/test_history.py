@@ -41,16 +41,6 @@ def trend(*figures: Figure, **changes: object) -> Trend:
     return replace(Trend(TIME, ("bf16", "512"), MACHINE, PYTHON, figures), **changes)  # type: ignore[arg-type]
 
 
-MANY = trend(
-    figure(1, 4.21, runs=2, samples=48),
-    figure(2, 4.61),
-    figure(3, None, status=Status.FAILED, reason="out of memory, even alone", samples=0),
-    figure(4, 4.60, hasty=True, low=None, high=None, samples=1),
-    figure(5, 2.30, version="1.2"),
-    figure(6, 2.31, version="1.2"),
-)
-
-
 def test_what_else_changed_stands_between_the_commits() -> None:
     """A step that came with another torch or another GPU is not taken for the commit's."""
     old = (("torch", "2.12.0"), ("torch_git", "1"), ("device", "NVIDIA A100"))

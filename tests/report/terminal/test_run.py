@@ -77,7 +77,7 @@ def test_golden(make: Make) -> None:
     assert layout.render(plan_page(run.plan, run.devices)) == (GOLDEN / f"plan_{make.__name__}.txt").read_text()
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100, 160])
+@pytest.mark.parametrize("width", [40, 100])
 @pytest.mark.parametrize("make", [transformer, gemm])
 def test_colour_changes_nothing_but_colour(make: Make, width: int) -> None:
     run, findings = make()
@@ -296,7 +296,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     assert "second line" in text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(wild_runs(), st.integers(40, 140))
 def test_no_line_is_wider_than_asked(wild: tuple[Run, dict[str, Finding]], width: int) -> None:
     run, findings = wild

@@ -8,6 +8,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.model import Run
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
+from fp8bench.report.elements import Items, Table, Text
 from fp8bench.report.page.section import sections
 from tests.materials import material
 from tests.runs import gemm, render_whole
@@ -28,6 +29,33 @@ def profiled(coverage: Coverage | None = COVERAGE) -> Run:
     run, _ = gemm()
     first, *others = run.records
     return replace(run, records=(first, *(replace(one, coverage=coverage) for one in others)))
+
+
+def test_the_page_says_what_is_converted_and_what_not_and_why() -> None:
+    run = profiled()
+    part = sections()["coverage"].build(material((run, findings(run))))
+    assert part is not None
+    said, kinds, left, remarks = part.elements
+    modes = ", ".join(dict.fromkeys(one.case.mode for one in run.records[1:]))
+    assert isinstance(said, Text)
+    assert said.text == f"60.0% of the FLOPs of a step's products are converted in {modes}: 6.00 kFLOP of 10.0 kFLOP."
+    assert isinstance(kinds, Table) and isinstance(left, Table) and isinstance(remarks, Items)
+    assert [[field.text for field in row] for row in kinds.rows] == [
+        ["linear layers", "1", "6.00 k", "60.0%", "100.0%"],
+        ["the head", "1", "3.00 k", "30.0%", "0.0%"],
+        ["outside of layers", "-", "1.00 k", "10.0%", "0.0%"],
+    ]
+    assert [[field.text for field in row] for row in left.rows] == [
+        ["lm_head", "30.0%", "left out by 'head'"],
+        ["attention.0 and attention.1", "10.0%", "no weights"],
+        ["mine::mul", "0.0%", "nobody has a formula"],
+    ]
+    assert [one.text for one in remarks.items] == [
+        "steps are not alike",
+        "backward begins from the loss that forward gives",
+        "up: M=8 is no multiple of 16",
+        "3 calls of operators without a formula are in no sum",
+    ]
 
 
 def test_the_terminal_begins_with_it() -> None:

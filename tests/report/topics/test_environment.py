@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.model import DeviceFacts, Environment, Label, Resumption, Scalar, Verdict
+from fp8bench.model import DeviceFacts, Environment, Resumption, Scalar, Verdict
 from fp8bench.report.elements import Code, Facts, Items, Table, Text, Tone
-from fp8bench.report.words import legend
 from tests.materials import Made, nothing, of_kind, part, recased
 from tests.runs import gemm, judged, measured, transformer
 
@@ -121,18 +120,6 @@ def test_what_was_not_simply_measured_is_explained() -> None:
     ]
 
 
-def test_labels_notes_and_troubles() -> None:
-    run, findings = transformer()
-    said = remarks((replace(run, troubles=("line 3 is broken",), notes=("beside another",)), findings))
-    assert [text.text for text in said[1:]] == [
-        f"contended (1 of 3 cases): {legend.LABELS[Label.CONTENDED]}",
-        "few-samples (1 of 3 cases): fewer than 24 rounds: the range of the rounds stands where an interval would",
-        "note: nvfp4 was left out: --quick keeps three precisions",
-        "note: beside another",
-        "trouble: line 3 is broken",
-    ]  # fmt: skip
-
-
 def test_more_notes_than_one_reads_are_counted() -> None:
     run, findings = transformer()
     said = remarks((replace(run, notes=tuple(f"note {number}" for number in range(50))), findings))
@@ -185,12 +172,6 @@ def test_the_commands_and_where_the_samples_are() -> None:
 )
 def test_a_store_elsewhere_is_named(path: str, more: str) -> None:
     assert codes(kept(path))[-1] == f"fp8bench report 20260105-120000{more}"
-
-
-def test_several_runs_are_rendered_together() -> None:
-    run, findings = transformer()
-    said = codes(kept(), (replace(run, id="other"), findings))
-    assert said[-1] == "fp8bench report 20260105-120000 other"
 
 
 def test_a_run_that_was_not_kept_cannot_be_rendered_again() -> None:

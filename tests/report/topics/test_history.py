@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.model import Environment
-from fp8bench.report.elements import ChartAxis, Lines, Table, Text, Tone
+from fp8bench.report.elements import Lines, Table, Text, Tone
 from fp8bench.report.page.section import PastFigure, PastSeries
 from fp8bench.report.topics.history import NONE_YET
 from tests.materials import Made, of_kind, part
@@ -30,21 +28,6 @@ def series(precision: str, *figures: PastFigure, **changes: object) -> PastSerie
         f"gemm.Gemm.track_time({precision}, 512)", "s", figures, "gemm", "time", precision, "shape=512", "box"
     )
     return replace(made, **changes)  # type: ignore[arg-type]
-
-
-def test_a_line_for_each_precision_over_its_oldest_figure() -> None:
-    """Commits in order, whatever series they come from; a gap where nothing is known."""
-    fp32 = series("fp32", figure(1, 0.02), figure(3, 0.03))
-    bf16 = series("bf16", figure(2, 0.01), figure(3, 0.005))
-    (lines,) = of_kind(part("history", at_commit(), past=(fp32, bf16)), Lines)
-    assert lines.places == ("11111111", "22222222", "33333333")
-    assert lines.axis == ChartAxis("time over that of the oldest commit", "x")
-    values = {name: [mark and mark.value for mark in marks] for name, marks in lines.series}
-    assert values == {"fp32": [1.0, None, pytest.approx(1.5)], "bf16": [None, 1.0, pytest.approx(0.5)]}
-    last = lines.series[0][1][2]
-    assert last is not None and (last.low, last.high) == (pytest.approx(1.35), pytest.approx(1.65))
-    assert last.hint == "day 3: 30.0 ms, 24 samples" and last.tone is Tone.PLAIN
-    assert lines.description == "Each line is over its own oldest figure: fp32 is at 1.500x, bf16 is at 0.500x."
 
 
 def test_a_count_is_told_with_all_its_digits() -> None:

@@ -68,21 +68,6 @@ def said(run: Run, findings: Mapping[str, Finding]) -> list[str]:
     return list(sentences(panel, panel.members))
 
 
-def test_sentences_name_what_stays_and_what_changes_most() -> None:
-    """Of what is emulated also that; a change of a few per cent is not told."""
-    fp16, fp8 = said(*usual())
-    assert fp16 == (
-        "fp16 takes 0.667x of bf16's memory: weights, gradients and optimizer state stay (160 MiB), activations are "
-        "0.143x (20.0 MiB), low-precision copies of weights add 20.0 MiB."
-    )
-    assert fp8 == (
-        "fp8 takes 1.150x of bf16's memory: nothing is saved, because it is emulated (no hardware for FP8: values "
-        "rounded, products in fp32): its peak is the cost of emulation; weights and optimizer state stay (120 MiB), "
-        "activations are 0.500x (70.0 MiB), low-precision copies of activations add 70.0 MiB, workspace adds 45.0 MiB, "
-        "low-precision copies of weights add 40.0 MiB, and its highest point is in casts."
-    )
-
-
 def on_a_device(size: int | None, why: str = "") -> Made:
     """The usual run, whose fp8 would hold so much on a device."""
     run, findings = usual()

@@ -10,7 +10,6 @@ import pytest
 from fp8bench.model import Finding, LayerScale, Record, Run, TensorStatistics
 from fp8bench.report.elements import Bars, Table, Text, Tone
 from fp8bench.report.page.section import MOST_ROWS
-from fp8bench.report.words import legend
 from tests.materials import Made, many, of_kind, part, with_errors
 from tests.runs import error, gemm, measured, render_whole, transformer
 
@@ -62,22 +61,6 @@ def test_an_error_that_is_no_number_is_said() -> None:
 def test_an_exact_result_has_no_bar_and_is_said() -> None:
     (bars,) = of_kind(part("numbers", with_errors(transformer(), 0.0, 1e-3, 1e-2)), Bars)
     assert bars.description.endswith("1 is exactly 0, which has no place on a logarithmic axis.")
-
-
-def test_the_data_with_a_column_for_each_format_they_do_not_fit() -> None:
-    """The same columns and figures as in the terminal, and the legend before them."""
-    found = part("numbers", gemm())
-    table = of_kind(found, Table)[-1]
-    assert [column.title for column in table.columns] == ["data", "values", "amax", "e4m3", "e2m1"]
-    assert texts(table) == [
-        ["operand input", "262 k", "68.0", "- / 0.08%", "<0.01% / 19.7%"],
-        ["operand weight", "4.19 M", "4.25", "- / 0.08%", "<0.01% / 19.7%"],
-    ]
-    assert table.caption == (
-        "gemm: data, before any scaling; each figure is the largest of 3 groups; all within the range of bf16, fp16"
-    )
-    shown = [one.text.lower() for one in of_kind(found, Text)]
-    assert shown[-2:] == ["what the data are made of", f"{legend.DATA.lower()}."]
 
 
 def test_no_data_no_legend() -> None:
@@ -153,16 +136,6 @@ def scaled(made: Made, *modes: str) -> Made:
     run, findings = made
     records = [replace(one, scales=FOUND) if not modes or one.case.mode in modes else one for one in run.records]
     return replace(run, records=tuple(records)), findings
-
-
-def test_every_scale_is_a_row() -> None:
-    """Of the cases that have some."""
-    (table,) = of_kind(part("scales", scaled(transformer(), "fp8")), Table)
-    assert [tuple(field.text for field in row) for row in table.rows] == [
-        ("fp8 (emulated)", "blocks.0.mlp.up", "input", "3.50", "128", "0"),
-        ("fp8 (emulated)", "blocks.0.mlp.up", "gradient", "0.0000700", "8.00e+08", "12"),
-    ]
-    assert [field.value for field in table.rows[1][3:]] == [7e-5, 8e8, 12.0]
 
 
 def test_a_table_has_an_end() -> None:

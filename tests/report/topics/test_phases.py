@@ -82,12 +82,6 @@ def test_every_phase_has_words() -> None:
     assert set(PHASE_WORDS) == set(CELL_PHASES)
 
 
-def test_which_phase_takes_most_is_said() -> None:
-    native, cost = of_kind(part("phases", transformer()), Stacks)
-    assert native.description == "gemm takes most of every step, 50%."
-    assert cost.description == "cast takes most of every step, 60%."
-
-
 def test_steps_of_very_different_length_are_shares() -> None:
     """206 us beside 3.05 ms: in seconds the phases of the short one would be a line. Labels say how long a step is."""
     native, _ = of_kind(part("phases", gemm()), Stacks)

@@ -11,11 +11,11 @@ from fp8bench.analysis.ranks import frontier
 from fp8bench.model import Case, MemoryUse, Record, Run, Segments, SlotSample, Status, Timing
 from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, Scaling, Transfer
 from fp8bench.report.data.run import rows, widened
-from fp8bench.report.elements import Scatter, Table, Text
+from fp8bench.report.elements import Table, Text
 from fp8bench.report.page.section import material_of
 from fp8bench.report.panels import panels_of
 from fp8bench.report.topics.rank_boards import boards, remarks
-from fp8bench.report.topics.ranks import ranks, ranks_section, wire_costs
+from fp8bench.report.topics.ranks import ranks, ranks_section
 from tests.runs import EMULATED, NATIVE, error, render_whole, run_of
 
 MS = 1_000_000
@@ -54,22 +54,6 @@ def test_the_cheapest_ways_are_those_that_nothing_beats() -> None:
     """Alike ones stand beside each other."""
     assert frontier([(1.0, 28.0), (1.0, 26.0), (2.0, 27.0), (3.0, 50.0), (1.0, 28.0)]) == (0, 3, 4)
     assert frontier([]) == ()
-
-
-def test_bytes_stand_beside_the_error() -> None:
-    """What has no codes is the same in all groups, and stands there once."""
-    (panel,) = panels_of(made(), findings(made()))
-    costs = wire_costs(panel)["all_reduce"]
-    assert [one.words for one in costs] == [
-        "fp32",
-        "bf16",
-        "fp8 fp8_gather pre",
-        "fp8 fp8_twoshot pre",
-        "fp8 fp8_ring pre",
-    ]
-    said = [one.text for one in ranks(panel) if isinstance(one, Text)]
-    assert said[0].startswith("all_reduce: nothing else sends as little with as small an error as fp8 fp8_twoshot pre")
-    assert "bf16 (" in said[0] and "fp32 (" in said[0] and "fp8_gather" not in said[0] and "fp8_ring" not in said[0]
 
 
 def test_tables_of_memory_and_overlap() -> None:
@@ -180,15 +164,6 @@ def test_a_pipeline_says_what_of_it_is_idle() -> None:
     said = [one.text for one in ranks(panel) if isinstance(one, Text)]
     assert any(one.startswith("fp32: for 80% of the time that they compute ranks wait or send") for one in said), said
     assert any(one.endswith("of equal stages that send in no time it is 25%.") for one in said)
-
-
-def test_the_page_has_a_picture() -> None:
-    run = made()
-    elements = list(ranks_section(material_of([run], [findings(run)])))
-    (chart,) = (one for one in elements if isinstance(one, Scatter))
-    assert {(point.series, point.x, point.y) for point in chart.points} == {
-        ("bf16", 3000.0, 50.0), *((way, wire, sqnr) for way, (wire, sqnr) in WAYS.items()),
-    }  # fmt: skip
 
 
 def test_rows_of_ranks_and_of_a_failed_one() -> None:

@@ -130,14 +130,6 @@ def test_ceilings_of_a_machine_that_was_not_left_alone_are_no_roofs() -> None:
     assert text.text.endswith("bound nothing, their runs differ too much: copy (88.9%) and triad (101.1%).")
 
 
-def test_a_terminal_says_the_same() -> None:
-    """Below the numbers, and nothing without ceilings."""
-    text = " ".join(render_whole(*made(), width=200).split())
-    assert "what bounds it bf16 is compute-bound in gemm (54% of the step, at 71% of its ceiling)" in text
-    assert "would give at most 1.53x; it gives 1.22x" in text and "differ too much: triad (30.0%)." in text
-    assert "what bounds it" not in render_whole(*made(None))
-
-
 def test_more_than_memory_gives_is_a_cache() -> None:
     """A tenth of the bandwidth: the optimizer moves eight times what memory could."""
     slow = tuple(replace(one, runs=tuple(run / 10 for run in one.runs)) if one.limit.value in ("copy", "triad") else one

@@ -26,18 +26,6 @@ def marks(*made: Made) -> list[Mark]:
     return [mark for chart in charts(*made) for _, found in chart.groups for mark in found]
 
 
-def test_one_precision_in_several_settings_has_one_heading() -> None:
-    (chart,) = charts(judged(FASTER, (Verdict.SLOWER, 1.25)))
-    ((heading, found),) = chart.groups
-    assert heading == "bf16 over fp32" and [mark.label for mark in found] == ["m=64", "m=128"]
-    assert found[0] == Mark("m=64", 2.0, 1 / (0.5 * 1.01), 1 / (0.5 * 0.99), Tone.GOOD, "bf16 2.00x as fast as fp32")
-    assert found[1].tone is Tone.BAD and chart.start == 1.0 and chart.axis.unit == "x"
-    assert chart.description == (
-        "2 cases: 1 faster, 1 slower, 0 in doubt (grey). The most is 2.00x: gemm m=64 bf16. The least is 0.800x: gemm "
-        "m=128 bf16."
-    )
-
-
 def test_an_emulated_case_has_no_bar() -> None:
     """Not even where a finding carries a ratio."""
     assert {mark.label for mark in marks(emulated_with_a_ratio())} == {"fp16"}

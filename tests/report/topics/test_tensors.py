@@ -8,7 +8,7 @@ import pytest
 
 from fp8bench.model import Measurement, Record, Status
 from fp8bench.model.specs import spec_of
-from fp8bench.report.elements import Items, Table, Text, Tone
+from fp8bench.report.elements import Table, Text, Tone
 from fp8bench.report.panels import Panel, Result, panels_of
 from fp8bench.report.topics.tensors import (
     FIGURES,
@@ -139,12 +139,6 @@ def test_the_best_of_each_width_in_sentences() -> None:
     ]
 
 
-def test_two_tensors_stand_below_each_other() -> None:
-    """Under their names."""
-    lines = render_whole(*tensors("gaussian", "outliers")).splitlines()
-    assert lines.index("gaussian") + len(("fp16", "none", "row", "mx", "mx", "fp8")) + 1 == lines.index("outliers")
-
-
 def test_of_many_tensors_the_sqnr_alone() -> None:
     """A row for each precision, a column for each tensor."""
     text = render_whole(*tensors("gaussian", "outliers", "log-normal"))
@@ -190,10 +184,6 @@ def test_other_suites_keep_their_tables_and_legends() -> None:
     assert "SQNR" not in alone
 
 
-def texts(table: Table) -> list[list[str]]:
-    return [[field.text for field in row] for row in table.rows]
-
-
 def with_record(made: Made, place: int, **changes: object) -> Made:
     run, findings = made
     records = list(run.records)
@@ -220,13 +210,3 @@ def test_times_errors_and_memory_of_tensors_are_in_no_other_section() -> None:
     assert [
         name for name in ("results", "speedup", "phases", "memory", "samples", "numbers") if built(name, made)
     ] == []
-
-
-def test_the_verdict_is_about_numbers() -> None:
-    """Which precision of a width keeps most, and nothing of speed."""
-    found = part("verdict", tensors("gaussian", "outliers"))
-    (items,) = of_kind(found, Items)
-    assert items.items[0].text == (
-        "with 8 bits e4m3fn none has the highest SQNR in all 2 tensors of numerics: 60.0 to 61.0 dB"
-    )
-    assert found.lead == "" and not any("faster" in item.text or "alone was timed" in item.text for item in items.items)
