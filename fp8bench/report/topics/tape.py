@@ -94,11 +94,8 @@ def _count_cols(declared: Callable[[Any], float | None]) -> Iterator[Col[Any]]:
     yield Col("unknown", lambda row: row[1].unknown, number=True, show=str, hint=words)
     words = "the share of FLOPs that multiply elements so wide"
     for bits in _WIDTHS:
-        yield Col(f"{bits} bits", partial(_share, bits=bits), number=True, show=units.percent, hint=words)
-
-
-def _share(row: tuple[object, Tape | PhaseCount], bits: int) -> float | None:
-    return share_of(row[1], bits) if isinstance(row[1], Tape) else None
+        share = partial(lambda bits, row: share_of(row[1], bits) if isinstance(row[1], Tape) else None, bits)
+        yield Col(f"{bits} bits", share, number=True, show=units.percent, hint=words)
 
 
 def _operators(known: Sequence[tuple[Taped, Tape]], rows: Sequence[TapeRow]) -> Table:
