@@ -10,9 +10,8 @@ from fp8bench.model import Finding, Label, Run, Verdict
 from fp8bench.model.specs import STEP
 from fp8bench.model.words import REMARKS
 from fp8bench.report.case_status import doubts, named_labels
-from fp8bench.report.data.plain import csv_text
-from fp8bench.report.data.run import columns_of, rows, run_value, widened
-from fp8bench.report.elements import Items, Table, Text, Tone
+from fp8bench.report.data.run import rows, run_value
+from fp8bench.report.elements import Items, Text, Tone
 from fp8bench.report.panels import panels_of
 from fp8bench.report.words import legend
 from fp8bench.report.words.speed import comparisons, said_once
@@ -59,26 +58,6 @@ def test_the_table_has_the_reason_beside_the_label_and_the_ratio_beside_no_verdi
     assert f"\n  {legend.HARD}\n" in text and legend.HARD not in render_whole(*capped(), width=300)
 
 
-def test_csv_has_machine_words_and_reasons_in_a_column_of_their_own() -> None:
-    """The last one; in wide rows too. What has no reason has an empty cell."""
-    run, findings = hot()
-    assert "label_reasons" in columns_of(run)
-    step = {row["mode"]: row for row in rows(run, findings) if (row["phase"], row["metric"]) == (STEP, "time")}
-    assert step["bf16"]["labels"] == "noisy throttled" and step["bf16"]["why"] == WHY
-    assert step["bf16"]["label_reasons"] == "throttled: hw-thermal, sw-thermal"
-    assert (step["fp32"]["labels"], step["fp32"]["label_reasons"]) == (None, None)
-    assert '"throttled: hw-thermal, sw-thermal"' in csv_text(columns_of(run), rows(run, findings))
-    _, wide = widened(rows(run, findings))
-    assert [one["label_reasons"] for one in wide] == [None, "throttled: hw-thermal, sw-thermal"]
-
-
-def test_json_has_them_as_pairs() -> None:
-    """With the labels that took the verdict."""
-    finding = run_value(*hot())["records"][1]["finding"]
-    assert finding["labels"] == ["noisy", "throttled"] and finding["hard"] == ["throttled"]
-    assert finding["label_reasons"] == [["throttled", "hw-thermal, sw-thermal"]] and finding["verdict"] == "unsure"
-
-
 def test_the_sentence_says_why_once() -> None:
     """The hard label is in the why; the other one follows."""
     (text,) = sentences(hot())
@@ -108,19 +87,6 @@ def test_remarks_are_shown_and_are_no_doubt(label: Label) -> None:
         run, findings, width=300
     )
     assert doubts(panels_of(run, findings)[0].results[1]) == ()
-
-
-def test_the_report_explains_labels_with_their_reasons() -> None:
-    """Among the remarks on the run, in the row of the case, and where its verdict stands."""
-    run, findings = hot()
-    remarks = [text for items in of_kind(part("environment", (run, findings)), Items) for text in items.items]
-    words = f"{legend.LABELS[Label.THROTTLED]} (hw-thermal, sw-thermal)"
-    assert Text(f"throttled (1 of 2 cases): {words}", Tone.DOUBT) in remarks
-    (table,) = of_kind(part("results", (run, findings)), Table)
-    cells = {column.title: field for column, field in zip(table.columns, table.rows[1], strict=True)}
-    assert cells["labels"].text == "noisy, throttled (hw-thermal, sw-thermal)"
-    assert f"throttled: {words}" in cells["labels"].hint and f"throttled: {words}" in cells["verdict"].hint
-    assert cells["verdict"].text == "unsure" and WHY in cells["verdict"].hint
 
 
 def test_many_reasons_are_cut() -> None:

@@ -18,7 +18,6 @@ from fp8bench.model import Case, Run, Timing
 from fp8bench.report.data.plain import csv_text
 from fp8bench.report.data.run import rows, run_rows
 from fp8bench.report.notebook import ENERGY_COLUMNS, SAMPLE_COLUMNS, STATISTICS_COLUMNS, RunFrames, short_names
-from tests.energies import energetic
 from tests.runs import measured
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -142,28 +141,6 @@ def test_the_medians_of_the_results_follow_from_the_samples(frames: RunFrames) -
         calls = chosen.groupby(["round", "call"]).nanoseconds.sum()
         assert row.median_in_unit == pytest.approx(statistics.median(calls) * 1e-9, rel=1e-12)
         assert row.n_samples == len(calls)
-
-
-def test_statistics_are_by_kind_role_and_format(frames: RunFrames) -> None:
-    """One that knows no format has a row of its own."""
-    found = frames.statistics
-    assert tuple(found.columns) == STATISTICS_COLUMNS
-    assert list(found.format[:3]) == ["fp16", "e4m3", "e2m1"] and pd.isna(found.format[3])
-    assert list(found["kind"]) == ["linear"] * 3 + ["batch"] and list(found["values"]) == [4096] * 3 + [64]
-    assert list(found.share_vanishing[:3]) == [0, 0.0008, 0.2] and list(found.share_above[:3]) == [0, 0, 0]
-    assert set(found.case) == {frames.run.records[0].case.id}
-
-
-def test_energy_has_a_row_a_window() -> None:
-    """From which joules of a step follow."""
-    frames = RunFrames(energetic()[0])
-    found = frames.energy
-    assert tuple(found.columns) == ENERGY_COLUMNS and len(found) == 10 and list(found.window[:4]) == [0, 1, 2, 0]
-    steps = (found.joules / found.steps).groupby(found["mode"]).median()
-    assert steps.to_dict() == pytest.approx({"fp32": 3.1, "bf16": 1.9, "fp8": 3.02, "nvfp4": 31.0})
-    results = frames.results[(frames.results.metric == "energy") & (frames.results.phase == "step")]
-    assert results.set_index("mode").median_in_unit.dropna().to_dict() == pytest.approx(steps.to_dict())
-    assert set(found.idle_before) == {81.0} and set(found.source) == {"counter"}
 
 
 @pytest.mark.parametrize("name", ["results", "samples", "statistics", "energy"])

@@ -62,7 +62,7 @@ def sentences(ablation: Ablation) -> Iterator[str]:
     assert speed is not None
     beyond = 1 + (savings.floor or 0.0)
     word = "faster" if speed.low > beyond else "slower" if speed.high < 1 / beyond else "not told apart"
-    yield f"{names} together: {word}, {units.speed_up(speed.point)} {_times(speed)} of {ablation.reference}"
+    yield f"{names} together: {word}, {_speed(speed)} of {ablation.reference}"
     yield from _interplay(ablation)
     if any(option.precision for option in ablation.options):
         quoted = f"{_QUOTED[0]:g} to {_QUOTED[1]:g} times"
@@ -107,8 +107,9 @@ def _options(ablation: Ablation) -> Element:
 def _arms(ablation: Ablation) -> Element:
     cols: list[Col[AblatedArm]] = [
         Col("arm", lambda arm: " + ".join(arm.options) or f"none ({ablation.reference})"),
-        Col("time", _time, number=True),
-        Col("speed-up", lambda arm: _shown(Savings(ablation).speed_up(arm)), number=True),
+        Col("time", lambda arm: "emulated " * (arm.level is Level.EMULATED) + units.seconds(seconds_of(arm)),
+            number=True),
+        Col("speed-up", lambda arm: _speed(Savings(ablation).speed_up(arm)), number=True),
         Col("memory", lambda arm: arm.memory, number=True, unit="B"),
         Col("energy", lambda arm: arm.joules, number=True, unit="J", when=any(arm.joules for arm in ablation.arms)),
         Col(ablation.error.replace("_", " ") or "error", lambda arm: arm.error, number=True,
@@ -123,10 +124,6 @@ def _labels(ablation: Ablation) -> Iterator[Text]:
     if counts:
         shown = (f"{label} ({count} of {len(ablation.arms)} arms)" for label, count in counts.items())
         yield Text(f"labels: {', '.join(shown)}", Tone.DOUBT)
-
-
-def _time(arm: AblatedArm) -> str:
-    return f"{'emulated ' * (arm.level is Level.EMULATED)}{units.seconds(seconds_of(arm))}"
 
 
 def _waterfall(ablation: Ablation) -> Iterator[Element]:
@@ -161,12 +158,10 @@ def _range(saved: Interval) -> str:
     return f"[{_signed(saved.low)}, {_signed(saved.high)}]"
 
 
-def _times(speed: Interval) -> str:
-    return f"[{units.significant(speed.low)}, {units.significant(speed.high)}]"
-
-
-def _shown(speed: Interval | None) -> str:
-    return units.NONE if speed is None else f"{units.speed_up(speed.point)} {_times(speed)}"
+def _speed(speed: Interval | None) -> str:
+    if speed is None:
+        return units.NONE
+    return f"{units.speed_up(speed.point)} [{units.significant(speed.low)}, {units.significant(speed.high)}]"
 
 
 def value_of(ablation: Ablation) -> dict[str, Any]:

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter, itemgetter
+from typing import Any
 
 from fp8bench import units
 from fp8bench.model import UNATTRIBUTED
+from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import (
     AnyChart,
     Bars,
     ChartAxis,
-    ChartPoint,
-    Column,
     Field,
     Heat,
     Lines,
@@ -109,92 +110,83 @@ def phase_parts(results: Iterable[Result]) -> dict[str, str]:
 
 
 def numbers_table(chart: AnyChart) -> Table:
-    """Every number that the chart shows; of strips, which are many samples, what sums them up."""
-    heads, numbers, rows = _content(chart)
-    columns = [*heads, *(Column(title, number=True, unit=unit) for title, unit in numbers)]
-    fields = [
-        (
-            *words,
-            *(
-                Field(units.NONE) if value is None else Field(units.shown(value, unit), value)
-                for value, (_, unit) in zip(values, numbers, strict=True)
-            ),
-        )
-        for words, values, _ in rows
-    ]
-    if any(hint for _, _, hint in rows):  # the words that show on hovering
-        columns.append(Column("notes"))
-        fields = [(*row, Field(hint)) for row, (_, _, hint) in zip(fields, rows, strict=True)]
-    if isinstance(chart, Heat):  # whose hints stay with their fields: notes would not say which field is meant
-        fields = [
-            (name, *(replace(field, hint=hint) for field, hint in zip(own, hints, strict=True)))
-            for (name, *own), hints in zip(fields, chart.hints, strict=True)
-        ]
-    return Table(f"{chart.name}-numbers", f"{chart.title}: numbers", tuple(columns), tuple(fields))
+    """Every number that the chart shows, with the words that show on hovering; of strips, which are many samples, what
+    sums them up.
+    """
+    return table(f"{chart.name}-numbers", f"{chart.title}: numbers", *_content(chart))
 
 
-_Numbers = Sequence[tuple[str, str]]
-_Rows = Sequence[tuple[Sequence[Field], Sequence[float | None], str]]
-
-
-def _content(chart: AnyChart) -> tuple[Sequence[Column], _Numbers, _Rows]:
+def _content(chart: AnyChart) -> tuple[Sequence[Col[Any]], Sequence[Any]]:
+    """Rows are tuples; those of marks and points end with them."""
     match chart:
         case Bars():
             named = any(title for title, _ in chart.groups)
-            marks = [([Field(title)] if named else [], mark) for title, own in chart.groups for mark in own]
-            heads = [*([Column("group")] if named else []), Column("case")]
-            return heads, _ends(chart.axis), [_marked([*head, _name(mark)], mark) for head, mark in marks]
+            bars = [(title, mark) for title, own in chart.groups for mark in own]
+            group = Col("group", itemgetter(0), when=named)
+            return [group, Col("case", _name), *_ends(chart.axis), _notes(bars)], bars
         case Lines():
-            found = [
+            lines = [
                 (place, name, mark)
                 for index, place in enumerate(chart.places)
                 for name, marks in chart.series
                 if (mark := marks[index]) is not None
             ]
-            rows = [_marked([Field(place), Field(name, tone=mark.tone)], mark) for place, name, mark in found]
-            return [Column("at"), Column("series")], _ends(chart.axis), rows
+            series = Col("series", itemgetter(1), tone=lambda row: row[-1].tone)
+            return [Col("at", itemgetter(0)), series, *_ends(chart.axis), _notes(lines)], lines
         case Waterfall():
             first, last = (Mark(label, value) for label, value in (chart.before, chart.after))
-            steps = [([_name(mark)], [mark.value], mark.hint) for mark in (first, *chart.changes, last)]
-            return [Column("step")], [(chart.axis.title, chart.axis.unit)], steps
+            steps = [(mark,) for mark in (first, *chart.changes, last)]
+            return [Col("step", _name), _ends(chart.axis)[0], _notes(steps)], steps
         case Scatter():
-            numbers = [(axis.title, axis.unit) for axis in (chart.x, chart.y)]
-            points = [([Field(point.series), _name(point)], [point.x, point.y], point.hint) for point in chart.points]
-            return [Column("series"), Column("case")], numbers, points
+            points = [(point.series, point) for point in chart.points]
+            axes = [_number(axis.title, attrgetter(name), axis.unit) for name, axis in (("x", chart.x), ("y", chart.y))]
+            return [Col("series", itemgetter(0)), Col("case", _name), *axes, _notes(points)], points
         case Stacks():
-            numbers = [(chart.parts[part], chart.axis.unit) for part in chart.present]
-            parts = [([Field(label)], [values[n] for n in chart.present], "") for label, values in chart.rows]
-            return [Column("case")], numbers, parts
+            parts = [_at(chart.parts[part], part, chart.axis.unit) for part in chart.present]
+            return [Col("case", itemgetter(0)), *parts], chart.rows
         case Heat():
-            cells = [([Field(name)], values, "") for name, values in zip(chart.rows, chart.values, strict=True)]
-            return [Column("")], [(name, chart.axis.unit) for name in chart.columns], cells
+            unit, rows = chart.axis.unit, zip(chart.rows, chart.values, chart.hints, strict=True)
+            cells = [
+                (name, [Field(units.shown(value, unit), value, hint=hint) for value, hint in zip(*own, strict=True)])
+                for name, *own in rows
+            ]
+            columns = [_at(name, place, unit) for place, name in enumerate(chart.columns)]
+            return [Col("", itemgetter(0)), *columns], cells
         case Sparks():
-            heads = [Column("of"), Column("what"), Column("line")]
             sparks = [
-                ([Field(name), Field(column), Field(line)], values, "")
+                (name, column, line, values)
                 for name, cells in chart.rows for column, lines in zip(chart.columns, cells, strict=True)
                 for line, values in zip(chart.series, lines, strict=False)
             ]  # fmt: skip
-            return heads, [(place, "") for place in chart.places], sparks
+            heads = [Col(title, itemgetter(place)) for place, title in enumerate(("of", "what", "line"))]
+            return [*heads, *(_at(name, place) for place, name in enumerate(chart.places))], sparks
         case Strips():
-            numbers = [(name, chart.axis.unit) for name in _SUMMARY]
-            strips = [
-                ([Field(label, tone=tone), Field(str(len(samples)), len(samples))], _summary(samples), "")
-                for label, samples, tone in chart.rows
-            ]
-            return [Column("case"), Column("samples", number=True)], numbers, strips
+            strips = [(label, tone, len(samples), _summary(samples)) for label, samples, tone in chart.rows]
+            heads = [Col("case", itemgetter(0), tone=itemgetter(1)),
+                     Col("samples", itemgetter(2), number=True, show=str)]  # fmt: skip
+            return [*heads, *(_at(name, place, chart.axis.unit) for place, name in enumerate(_SUMMARY))], strips
 
 
-def _name(mark: Mark | ChartPoint) -> Field:
-    return Field(mark.label, tone=mark.tone)
+def _name(row: Sequence[Any]) -> Field:
+    return Field(row[-1].label, tone=row[-1].tone)
 
 
-def _ends(axis: ChartAxis) -> _Numbers:
-    return [(name, axis.unit) for name in (axis.title, "low", "high")]
+def _number(title: str, of: Callable[[Any], float | None], unit: str) -> Col[Any]:
+    return Col(title, lambda row: of(row[-1]), number=True, unit=unit)
 
 
-def _marked(words: Sequence[Field], mark: Mark) -> tuple[Sequence[Field], Sequence[float | None], str]:
-    return words, [mark.value, mark.low, mark.high], mark.hint
+def _at(title: str, place: int, unit: str = "") -> Col[Any]:
+    """Of rows that end with their values."""
+    return Col(title, lambda row: row[-1][place], number=True, unit=unit)
+
+
+def _ends(axis: ChartAxis) -> Sequence[Col[Any]]:
+    names = {axis.title: "value", "low": "low", "high": "high"}
+    return [_number(title, attrgetter(name), axis.unit) for title, name in names.items()]
+
+
+def _notes(rows: Sequence[Sequence[Any]]) -> Col[Any]:
+    return Col("notes", lambda row: row[-1].hint, when=any(row[-1].hint for row in rows))
 
 
 def _summary(samples: Iterable[float]) -> Sequence[float | None]:

@@ -15,11 +15,9 @@ from fp8bench import units
 from fp8bench.analysis.energy import Demand
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Run, Status, Verdict
 from fp8bench.model.consumed import reasons_in
-from fp8bench.model.specs import REPLAY, TIME
 from fp8bench.report.case_status import (
     Standing,
     emulated,
-    show_speed_up,
     speed_up,
     standing,
     status_words,
@@ -47,7 +45,7 @@ from fp8bench.report.topics.break_even import break_even_table, swept
 from fp8bench.report.topics.energy import energy_of_phases
 from fp8bench.report.topics.memory import capacity, device_share_of, on_device, peak_of, share_of
 from fp8bench.report.topics.phases import phases_table
-from fp8bench.report.topics.results import noise_floor
+from fp8bench.report.topics.results import CASE, noise_floor
 from fp8bench.report.topics.shares import coverage_sentence, coverages
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
@@ -176,11 +174,7 @@ def _asked(panel: Panel, several: bool, ranked: bool) -> Iterator[Part]:
 def _cases(panel: Panel, width: int) -> Table:
     error = main_error(panel)
     cols: list[Col[tuple[ResultGroup, Result, Figures]]] = [
-        Col("case", lambda row: row[1].mode),
-        Col("verdict", lambda row: status_words(row[1]), tone=lambda row: tone_of(row[1])),
-        Col("speed-up", lambda row: show_speed_up(row[1]) or None, tone=lambda row: tone_of(row[1])),
-        Col("best", lambda row: row[2][TIME].best, number=True, unit="s"),
-        Col("replayed", lambda row: row[2][REPLAY].best, number=True, unit="s"),
+        *(col for col in CASE if col.heading != "median"),
         Col("error", lambda row: None if (value := value_of(row[1].record.measurement(error))) is None else
             f"{error_word([value])} " * (not row[1].record.is_reference) + units.relative_error(value)),
         Col("memory", lambda row: _memory(row[0], row[1]), number=True),

@@ -15,7 +15,7 @@ from fp8bench.report.case_status import Standing, standing
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Code, Element, Facts, Items, Text, Tone
 from fp8bench.report.page.section import Entry, Material, section
-from fp8bench.report.panels import Result, floor_of, together
+from fp8bench.report.panels import floor_of, together
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import commit_of, counts, fact, listed, many, missing_of, notes_of, when
 
@@ -147,24 +147,14 @@ def _remarks(entry: Entry) -> Iterator[Element]:
 
 
 def _levels(entry: Entry) -> Iterator[Text]:
-    results = [result for panel in entry.panels for result in panel.results]
-    found = [result for result in results if standing(result) is Standing.EMULATED]
+    """Why cases are emulated; why others were skipped, or failed, the verdict says."""
+    found = [result for panel in entry.panels for result in panel.results if standing(result) is Standing.EMULATED]
     if found:
+        modes = listed(list(dict.fromkeys(result.mode for result in found)))
         reasons = list(dict.fromkeys(result.record.support.reason for result in found))
         meaning = legend.EMULATED.removeprefix("emulated: ")
-        yield Text("; ".join([_kept(Standing.EMULATED, found, meaning), *reasons[: len(reasons) == 1]]), Tone.DOUBT)
-    for kept, tone in ((Standing.SKIPPED, Tone.DOUBT), (Standing.FAILED, Tone.BAD)):
-        by_reason = together(
-            (" ".join(result.record.reason.split()), result) for result in results if standing(result) is kept
-        )
-        yield from (Text(_kept(kept, alike, reason), tone) for reason, alike in list(by_reason.items())[:_MOST])
-        if len(by_reason) > _MOST:
-            yield Text(f"{kept} for {many(len(by_reason) - _MOST, 'more reason')}: the table has each case", tone)
-
-
-def _kept(kept: Standing, found: Sequence[Result], words: str) -> str:
-    modes = listed(list(dict.fromkeys(result.mode for result in found)))
-    return f"{kept}: {modes} ({many(len(found), 'case')}): {words or 'no reason was given'}"
+        words = "; ".join([meaning, *reasons[: len(reasons) == 1]])
+        yield Text(f"emulated: {modes} ({many(len(found), 'case')}): {words}", Tone.DOUBT)
 
 
 def _labels(entry: Entry) -> Iterator[Text]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from fp8bench import units
@@ -21,7 +22,6 @@ from fp8bench.model import (
 from fp8bench.model.specs import (
     DEVICE_MAX_BATCH,
     DEVICE_PEAK_MEMORY,
-    MAX_BATCH,
     MAX_BATCH_MEMORY,
     MAX_BATCH_TOKENS,
     MEMORY_COUNTERS,
@@ -296,24 +296,24 @@ def capacity(panel: Panel) -> Iterator[Element]:
     if not found:
         return
 
-    def against(row: tuple[ResultGroup, Result, Capacity, Figures]) -> str:
-        share = row[3][MAX_BATCH].interval
-        if share is not None or emulated(row[1]):
-            return units.speed_up(share.point) if share is not None else EMULATED
-        return "reference" if row[1].record.is_reference else units.NONE
+    def against(row: tuple[ResultGroup, Result, Capacity]) -> Field:
+        share, own = share_within(*row[:2]), row[1]
+        word = EMULATED if emulated(own) else "reference" if own.record.is_reference else units.NONE
+        return Field(word if share is None else units.speed_up(share), share, cost_tone(own))
 
-    cols: list[Col[tuple[ResultGroup, Result, Capacity, Figures]]] = [
-        Col("group", lambda row: place_of(panel, row[0], row[2]), shared=True), Col("case", lambda row: row[1].mode),
-        Col("largest", lambda row: show_batch(row[2]), number=True),
+    cols: list[Col[tuple[ResultGroup, Result, Capacity]]] = [
+        Col("group", lambda row: place_of(panel, row[0], row[2]), shared=True),
+        Col("case", lambda row: row[1].mode, tone=lambda row: cost_tone(row[1])),
+        Col("largest", lambda row: Field(show_batch(row[2]), row[2].batch, cost_tone(row[1])), number=True),
         Col(f"vs {panel.reference or 'reference'}", against),
         Col(DEVICE_MAX_BATCH.heading, lambda row: device_batch(*row[:2]) or None, number=True,
-            when=any(row[2].on_device for row in found)),
-        Col(MAX_BATCH_TOKENS.heading, lambda row: row[3].shown(MAX_BATCH_TOKENS), number=True),
-        Col(MAX_BATCH_MEMORY.heading, lambda row: row[3].shown(MAX_BATCH_MEMORY), number=True),
-        Col("does not fit", lambda row: row[3][MAX_BATCH].why),
+            hint=DEVICE_MAX_BATCH.description, when=any(row[2].on_device for row in found)),
+        Col(MAX_BATCH_TOKENS.heading, lambda row: row[2].tokens or None, number=True, show=MAX_BATCH_TOKENS.shown),
+        Col(MAX_BATCH_MEMORY.heading, lambda row: row[2].peak, number=True, unit="B"),
+        Col("does not fit", lambda row: why_no_larger(row[2])),
     ]  # fmt: skip
-    rows = [(*case, Figures(*case[:2])) for case in found]
-    yield with_figures(table("capacity", batch_title(found[0][2]), cols, rows), (case[:2] for case in found))
+    shown = table("capacity", batch_title(found[0][2]), cols, found, kept={col.heading for col in cols} - {"group"})
+    yield with_figures(shown, (case[:2] for case in found))
     yield from map(Text, batch_sentences(panel))
 
 
@@ -340,7 +340,9 @@ def memory_section(material: Material) -> Iterator[Element]:
     for title, panel, cases in panels:
         yield from _panel(title, panel, cases, parts) if cases else ()
     for place, (title, panel) in enumerate(titled_panels(material)):
-        yield from _largest(title, panel, place)
+        for element in capacity(panel):
+            yield replace(element, name=f"capacity-{panel.case.workload}-{place}", caption=f"{title}: {element.caption}"
+                          ) if isinstance(element, Table) else element  # fmt: skip
 
 
 def _panel(title: str, panel: Panel, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Iterator[Element]:
@@ -416,28 +418,3 @@ def _on_a_device(case: NamedCase) -> Field | None:
     if words := device_words(case.group, case.result):
         return Field(words, on_device(case.result), hint="derived")
     return Field(units.NONE, hint=use.off_device) if use is not None and use.off_device else None
-
-
-def _largest(name: str, panel: Panel, place: int) -> Iterator[Element]:
-    found = searched(panel)
-    if not found:
-        return
-
-    def versus(row: tuple[ResultGroup, Result, Capacity]) -> Field:
-        share = share_within(*row[:2])
-        return Field(EMULATED if emulated(row[1]) else units.speed_up(share), share, cost_tone(row[1]))
-
-    cols: list[Col[tuple[ResultGroup, Result, Capacity]]] = [
-        Col("precision", lambda row: ", ".join(filter(None, (row[1].mode, place_of(panel, row[0], row[2])))),
-            tone=lambda row: cost_tone(row[1]), hint=PRECISION.hint),
-        Col("largest", lambda row: Field(show_batch(row[2]), row[2].batch, cost_tone(row[1])), number=True),
-        Col(f"vs {panel.reference}", versus, number=True, unit="x"),
-        Col(DEVICE_MAX_BATCH.heading, lambda row: device_batch(*row[:2]) or None, number=True,
-            hint=DEVICE_MAX_BATCH.description, when=any(row[2].on_device for row in found)),
-        Col("tokens a step", lambda row: row[2].tokens or None, number=True, show=units.whole,
-            tone=lambda row: cost_tone(row[1])),
-        Col("peak memory", lambda row: row[2].peak, number=True, unit="B", tone=lambda row: cost_tone(row[1])),
-        Col("does not fit", lambda row: why_no_larger(row[2])),
-    ]  # fmt: skip
-    yield table(f"capacity-{panel.case.workload}-{place}", f"{name}: {batch_title(found[0][2])}", cols, found)
-    yield from (Text(text) for text in batch_sentences(panel))

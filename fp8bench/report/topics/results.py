@@ -43,40 +43,36 @@ _NAMES = {"precision", "verdict"}
 _Case = tuple[ResultGroup, Result, Figures]
 
 
+# What a terminal shows first of every case.
+CASE: tuple[Col[_Case], ...] = (
+    Col("case", lambda row: row[1].mode),
+    Col("verdict", lambda row: case_status.status_words(row[1]), tone=lambda row: case_status.tone_of(row[1])),
+    Col("speed-up", lambda row: case_status.show_speed_up(row[1]) or None,
+        tone=lambda row: case_status.tone_of(row[1])),
+    Col("best", lambda row: row[2][TIME].best, number=True, unit="s"),
+    Col("median", lambda row: row[2][TIME].value, number=True, unit="s"),
+    Col("replayed", lambda row: row[2][REPLAY].best, number=True, unit="s"),
+)  # fmt: skip
+
+
 def main_table(panel: Panel) -> Table:
     error, floors = main_error(panel), len(panel.groups) > 1
     cols: list[Col[_Case]] = [
-        Col("group", lambda row: f"{row[0].place}  noise floor (A/A): {noise_floor(row[0])}" * floors,
-            shared=True),
-        Col("case", lambda row: row[1].mode),
-        Col("verdict", lambda row: case_status.status_words(row[1]), tone=_tone),
-        Col("speed-up", lambda row: case_status.show_speed_up(row[1]) or None, tone=_tone),
-        Col("best", lambda row: row[2][TIME].best if _known(row) else None, number=True, unit="s"),
-        Col("median", lambda row: row[2][TIME].value if _known(row) else None, number=True, unit="s"),
-        Col("replayed", lambda row: row[2][REPLAY].best if _known(row) else None, number=True, unit="s"),
+        Col("group", lambda row: f"{row[0].place}  noise floor (A/A): {noise_floor(row[0])}" * floors, shared=True),
+        *CASE,
         Col("error", lambda row: row[2][error].value, number=True, show=units.relative_error),
-        Col("spread", lambda row: row[1].finding.spread if row[1].finding and _known(row) else None, number=True,
-            show=units.percent),
-        Col("throughput", lambda row: row[2].shown(row[2].rate) if _known(row) else None, number=True),
+        Col("spread", lambda row: row[1].finding.spread if row[1].finding else None, number=True, show=units.percent),
+        Col("throughput", lambda row: row[2].shown(row[2].rate), number=True),
         Col("labels", lambda row: "\n".join(_doubts(row)), below=True),
-    ]  # fmt: skip
+    ]
     kept = {"group", "case", "verdict", "best", "median", "spread", "labels"}
     rows = [(*member, Figures(*member)) for member in panel.members]
     return with_figures(table("cases", "", cols, rows, kept=kept), panel.members)
 
 
-def _known(row: _Case) -> bool:
-    return row[1].record.status is Status.OK
-
-
-def _tone(row: _Case) -> Tone:
-    failed = case_status.standing(row[1]) is case_status.Standing.FAILED
-    return Tone.STRONG if failed else case_status.tone_of(row[1])
-
-
 def _doubts(row: _Case) -> Iterator[str]:
     finding, labels = row[1].finding, ", ".join(case_status.named_labels(row[1]))
-    if labels and _known(row):
+    if labels and row[1].record.status is Status.OK:
         yield f"labels: {labels}"
     if finding and finding.judged and finding.why:
         yield finding.why

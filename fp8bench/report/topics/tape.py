@@ -5,9 +5,9 @@ recorded, the operators and kernels that its time goes to.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.tapes import Taped, TapeRow, intensity_of, narrow_over_wide, share_of, side_by_side
@@ -71,20 +71,31 @@ def _elements(taped: Sequence[Taped], where_alike: list[Text]) -> list[Element]:
 def _counts(known: Sequence[tuple[Taped, Tape]]) -> Table:
     cols: list[Col[tuple[Taped, Tape]]] = [
         Col("tape", lambda row: row[0].name),
-        Col("FLOPs", lambda row: row[1].flops, number=True, show=units.count),
-        Col("declared", lambda row: row[0].declared or None, number=True, show=units.count),
-        Col("bytes", lambda row: row[1].bytes, number=True, unit="B"),
-        Col("FLOP/B", lambda row: intensity_of(row[1]), number=True, show=units.count),
-        Col("launches", lambda row: row[1].launches, number=True, show=str),
-        Col("unknown", lambda row: row[1].unknown, number=True, show=str),
-        *(Col(f"{bits} bits", partial(_share, bits=bits), number=True, show=units.percent) for bits in _WIDTHS),
+        *_count_cols(lambda taped: taped.declared),
         Col("8/32", lambda row: narrow_over_wide(row[1]), number=True, show=units.ratio),
     ]
     return table("counts", "", cols, known)
 
 
-def _share(row: tuple[object, Tape | PhaseCount], bits: int) -> float | None:
-    return share_of(row[1], bits) if isinstance(row[1], Tape) else None
+def _count_cols(declared: Callable[[Any], float | None]) -> Iterator[Col[Any]]:
+    """Of rows of what was counted and the tape of a step, or the counts of a phase."""
+    words = "of products, forward and backward; a product of M x K by K x N has 2MNK"
+    yield Col("FLOPs", lambda row: row[1].flops or None, number=True, show=units.count, hint=words)
+    yield Col("declared", lambda row: (declared(row[0]) or None) if isinstance(row[1], Tape) else None,
+              number=True, show=units.count, hint="the FLOPs that the suite declares")  # fmt: skip
+    words = "read and written, each tensor once a call, as if nothing lay in a cache"
+    yield Col("bytes", lambda row: row[1].bytes, number=True, unit="B", hint=words)
+    yield Col("FLOP/B", lambda row: intensity_of(row[1]) if isinstance(row[1], Tape) else (
+              row[1].flops / row[1].bytes if row[1].flops and row[1].bytes else None), number=True, show=units.count,
+              hint="FLOPs for each byte")  # fmt: skip
+    words = "operators that start a kernel at least"
+    yield Col("launches", lambda row: row[1].launches, number=True, show=str, hint=words)
+    words = "calls of operators that have no formula, in no sum of FLOPs"
+    yield Col("unknown", lambda row: row[1].unknown, number=True, show=str, hint=words)
+    words = "the share of FLOPs that multiply elements so wide"
+    for bits in _WIDTHS:
+        share = partial(lambda bits, row: share_of(row[1], bits) if isinstance(row[1], Tape) else None, bits)
+        yield Col(f"{bits} bits", share, number=True, show=units.percent, hint=words)
 
 
 def _operators(known: Sequence[tuple[Taped, Tape]], rows: Sequence[TapeRow]) -> Table:
@@ -116,44 +127,23 @@ def tape_rows(taped: Sequence[Taped]) -> Rows:
     )  # fmt: skip
 
 
-_Counted = tuple[NamedCase, Tape | PhaseCount]
-
-
-def _cols() -> Iterator[Col[_Counted]]:
-    yield PRECISION
-    yield Col("phase", lambda row: phase_words(row[1].phase) if isinstance(row[1], PhaseCount)
-              else Field("step", tone=Tone.STRONG))  # fmt: skip
-    words = "of products, forward and backward; a product of M x K by K x N has 2MNK"
-    yield Col("FLOPs", lambda row: row[1].flops or None, number=True, show=units.count, hint=words)
-    yield Col("declared", lambda row: (row[0].result.record.work.flops or None) if isinstance(row[1], Tape) else None,
-              number=True, show=units.count, hint="the FLOPs that the suite declares")  # fmt: skip
-    words = "read and written, each tensor once a call, as if nothing lay in a cache"
-    yield Col("bytes", lambda row: row[1].bytes, number=True, unit="B", hint=words)
-    yield Col("FLOP/B", lambda row: intensity_of(row[1]) if isinstance(row[1], Tape) else (
-              row[1].flops / row[1].bytes if row[1].flops and row[1].bytes else None), number=True, show=units.count,
-              hint="FLOPs for each byte")  # fmt: skip
-    words = "operators that start a kernel at least"
-    yield Col("launches", lambda row: row[1].launches, number=True, show="{:,}".format, hint=words)
-    words = "calls of operators that have no formula, in no sum of FLOPs"
-    yield Col("unknown", lambda row: row[1].unknown, number=True, show=str, hint=words)
-    words = "the share of FLOPs that multiply elements so wide"
-    for bits in _WIDTHS:
-        yield Col(f"{bits} bits", partial(_share, bits=bits), number=True, show=units.percent, hint=words)
-
-
 @section("tape", "What a step does", 77)
 def tape_section(material: Material) -> Iterator[Element]:
     """Counted operator by operator in an untimed step; nothing is declared by the suite but what says so. `fp8bench
     show RUN --tape` has the operators.
     """
+    cols: list[Col[Any]] = [
+        PRECISION,
+        Col("phase", lambda row: phase_words(row[1].phase) if isinstance(row[1], PhaseCount)
+            else Field("step", tone=Tone.STRONG)),
+        *_count_cols(lambda case: case.result.record.work.flops),
+    ]  # fmt: skip
     for title, panel in titled_panels(material):
         cases = [(case, case.result.record.tape) for case in panel.members]
         taped = [(case, tape) for case, tape in cases if tape is not None and tape.phases]
-        rows: list[tuple[str, list[_Counted]]] = [
-            (case.name, [(case, tape), *((case, phase) for phase in tape.phases)]) for case, tape in taped
-        ]
+        rows = [(case.name, [(case, tape), *((case, phase) for phase in tape.phases)]) for case, tape in taped]
         name, words = f"tape-{panel.case.workload}", "counts of a step, by phase"
-        yield from table_of_cases(name, title, words, [*_cols()], rows, "The CSV has them.")
+        yield from table_of_cases(name, title, words, cols, rows, "The CSV has them.")
         said = tuple(Text(f"{case.name}: {words}") for case, tape in taped for words in remarks(tape))
         yield from [Items(said)] if said else []
 

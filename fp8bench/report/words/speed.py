@@ -245,12 +245,8 @@ def over_values(panel: Panel) -> Iterator[str]:
 
 
 def _over(panel: Panel, axis: str, default: str) -> Iterator[str]:
-    alike = together(
-        ((result.mode, tuple(pair for pair in result.record.case.params if pair[0] != axis)), result)
-        for result in panel.results
-        if result.best and not emulated(result)
-    )
-    for (mode, rest), results in alike.items():
+    timed = [result for result in panel.results if result.best and not emulated(result)]
+    for mode, place, results in _alike_but_for(axis, timed, panel):
         if not default:
             results.sort(key=lambda result: result.best or 0.0)
         # The default of values is no parameter of a case.
@@ -261,8 +257,17 @@ def _over(panel: Panel, axis: str, default: str) -> Iterator[str]:
         told = [f"best {units.span(times, units.seconds)}, {units.ratio(max(times) / min(times))} apart"]
         if speeds := [speed.point for result in results if (speed := speed_up(result)) is not None]:
             told.append(f"speed-up {units.span(speeds, units.speed_up)}")
-        place = show_params(pair for pair in rest if pair not in panel.shared)
         yield f"{' '.join(filter(None, (mode, place)))} by {axis} ({', '.join(kinds)}): {'; '.join(told)}"
+
+
+def _alike_but_for(axis: str, results: Iterable[Result], panel: Panel) -> Iterator[tuple[str, str, list[Result]]]:
+    """The results by their precision and what tells them apart beside the axis."""
+    alike = together(
+        ((result.mode, tuple(pair for pair in result.record.case.params if pair[0] != axis)), result)
+        for result in results
+    )
+    for (mode, rest), members in alike.items():
+        yield mode, show_params(pair for pair in rest if pair not in panel.shared), members
 
 
 def over_loads(panel: Panel) -> Iterator[str]:
@@ -270,18 +275,13 @@ def over_loads(panel: Panel) -> Iterator[str]:
 
     Cases that differ in their load alone are held together; in doubt is what any side of it is.
     """
-    alike = together(
-        ((result.mode, tuple(pair for pair in result.record.case.params if pair[0] != _LOAD)), result)
-        for result in panel.results
-        if speed_up(result) is not None and _LOAD in dict(result.record.case.params)
-    )
-    for (mode, rest), results in alike.items():
+    loaded = [one for one in panel.results if speed_up(one) is not None and _LOAD in dict(one.record.case.params)]
+    for mode, place, results in _alike_but_for(_LOAD, loaded, panel):
         kinds = together((kind_of(result), result) for result in results)
         turning = [kind for kind in kinds if kind.verdict in (Verdict.FASTER, Verdict.SLOWER)]
         if len({kind.verdict for kind in turning}) < 2:
             continue
         decides = "may decide" if any(kind.standing is Standing.DOUBTED for kind in turning) else "decides"
-        place = show_params(pair for pair in rest if pair not in panel.shared)
         clauses = (f"{kind.words} with {listed(list(map(_load_of, some)))}" for kind, some in kinds.items())
         subject = f"{mode} against {panel.reference}{f' ({place})' if place else ''}"
         yield f"{subject}: the load {decides}: {'; '.join(clauses)}"

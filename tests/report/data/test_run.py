@@ -52,23 +52,6 @@ def test_columns_do_not_depend_on_what_became_of_a_run() -> None:
     assert run_rows([(nothing, {})]) == (tuple(name for name in first if "param_" not in name), [])
 
 
-def test_one_row_a_case_and_every_figure_in_a_column_of_its_own() -> None:
-    """Nothing of the tidy rows is lost, and nothing is said twice."""
-    run, findings = measured()
-    tidy = rows(run, findings)
-    columns, wide = widened(tidy)
-    assert [row["case"] for row in wide] == [record.case.id for record in run.records]
-    assert len(set(columns)) == len(columns) and all(set(row) == set(columns) for row in wide)
-    first = next(row for row in wide if row["precision"] == "bf16" and row["time_best_s"] is not None)
-    of_it = {(row["phase"], row["metric"]): row for row in tidy if row["case"] == first["case"]}
-    assert first["time_best_s"] == of_it["step", "time"]["best_in_unit"]
-    assert first["time_median_s"] == of_it["step", "time"]["median_in_unit"]
-    assert first["cast_time_best_s"] == of_it["cast", "time"]["best_in_unit"]
-    assert first["product_error"] == of_it["step", "product_error"]["median_in_unit"]
-    assert first["ratio_to_reference"] == of_it["step", "time"]["ratio_to_reference"]
-    assert first["flops_per_second_best_FLOP_per_s"] == of_it["step", "flops_per_second"]["best_in_unit"]
-
-
 def test_a_unit_that_a_metric_names_is_not_named_twice() -> None:
     """'sqnr_db' is a column, and 'peak_memory_B'."""
     run, findings = measured()
@@ -136,13 +119,6 @@ def test_what_json_has_no_word_for_is_text() -> None:
     assert plain["measurements"][0]["samples"] == ["inf", "-inf", "nan"]
 
 
-@settings(max_examples=40)
-@given(wild_runs())
-def test_any_run_is_strict_json(wild: tuple[Run, dict[str, Finding]]) -> None:
-    run, findings = wild
-    assert len(strict(json_line(run_value(run, findings)))["records"]) == len(run.records)
-
-
 @pytest.fixture(scope="module")
 def run_and_findings() -> tuple[Run, dict[str, Finding]]:
     return measured()
@@ -177,40 +153,9 @@ def test_every_row_has_every_column(run_and_findings: tuple[Run, dict[str, Findi
     }  # fmt: skip
 
 
-def test_every_row_says_what_it_is_about(table: list[TidyRow]) -> None:
-    row = only(table, NATIVE_CASE, phase=STEP, metric="time")
-    about = {
-        "run": "20260105T120000Z-0a1b2c3d-12345678", "started_utc": "2026-01-05T12:00:00Z", "suite": "gemm",
-        "suite_version": "1", "device": "cpu", "device_name": "AMD EPYC 7B13", "precision": "bf16",
-        "mode": "bf16{head=fp32}", "reference_mode": "fp32", "level": "native", "status": "ok", "reason": None,
-        "params": "m=64 operands=cast",
-    }  # fmt: skip
-    assert {name: row[name] for name in about} == about
-
-
 def test_a_run_that_was_not_stored_goes_by_its_id(run_and_findings: tuple[Run, dict[str, Finding]]) -> None:
     run, findings = run_and_findings
     assert {row["run"] for row in rows(replace(run, path=""), findings)} == {run.id}
-
-
-def test_the_step_s_time_has_the_verdict(
-    run_and_findings: tuple[Run, dict[str, Finding]], table: list[TidyRow]
-) -> None:
-    """All that the finding says, and how much it rests on."""
-    _, findings = run_and_findings
-    row = only(table, NATIVE_CASE, phase=STEP, metric="time")
-    found = findings[str(row["case"])]
-    assert found.ratio is not None and found.verdict is Verdict.FASTER
-    assert (row["unit"], row["median_in_unit"], row["best_in_unit"]) == ("s", found.median_seconds, found.best_seconds)
-    speed = (row["speedup"], row["speedup_low"], row["speedup_high"])
-    assert speed == (1 / found.ratio.point, 1 / found.ratio.high, 1 / found.ratio.low) and speed[0] > 1
-    interval = (row["ratio_to_reference"], row["ratio_low"], row["ratio_high"], row["ratio_confidence"])
-    assert interval == (found.ratio.point, found.ratio.low, found.ratio.high, None)
-    assert (row["ratio_of_medians"], row["noise_floor"], row["spread"]) == (
-        found.median_ratio, found.floor, found.spread,
-    )  # fmt: skip
-    assert (row["n_rounds"], row["n_samples"], row["provenance"]) == (12, 24, "measured")
-    assert (row["verdict"], row["labels"], row["why"]) == ("faster", "few-samples", None)
 
 
 def test_only_the_step_s_time_has_a_verdict(table: list[TidyRow]) -> None:
@@ -256,17 +201,6 @@ def test_a_phase_too_short_to_tell_is_labelled(table: list[TidyRow]) -> None:
     assert labels["gemm"] == labels[STEP] == "few-samples"
 
 
-def test_throughput_by_every_count_of_work(table: list[TidyRow]) -> None:
-    """At the best, and at the median."""
-    time = only(table, NATIVE_CASE, phase=STEP, metric="time")
-    for name, amount, unit in (("tokens", 32, "tok/s"), ("flops", 4e6, "FLOP/s"), ("bytes", 1e5, "B/s")):
-        row = only(table, NATIVE_CASE, metric=f"{name}_per_second")
-        assert row["best_in_unit"] == pytest.approx(amount / float(time["best_in_unit"] or 0))
-        assert row["median_in_unit"] == pytest.approx(amount / float(time["median_in_unit"] or 0))
-        assert (row["unit"], row["phase"], row["provenance"]) == (unit, STEP, "derived")
-    assert not [row for row in chosen(table, "padded=True]@cpu/bf16") if "per_second" in str(row["metric"])]
-
-
 def test_an_emulated_case_has_no_speed(run_and_findings: tuple[Run, dict[str, Finding]]) -> None:
     """Not even where a finding carries a ratio and a verdict."""
     run, findings = run_and_findings
@@ -281,71 +215,18 @@ def test_an_emulated_case_has_no_speed(run_and_findings: tuple[Run, dict[str, Fi
     assert not [row for row in chosen(table, "cpu/fp8") if "per_second" in str(row["metric"])]
 
 
-@pytest.mark.parametrize(
-    ("case", "status", "reason"),
-    [
-        ("cpu/nvfp4", "skipped", 'no hardware, and no "kernel"'),
-        ("padded=True]@cpu/fp32", "failed", "out of memory, even alone"),
-    ],
-)
-def test_a_case_without_times_has_a_row_with_its_reason(
-    case: str, status: str, reason: str, table: list[TidyRow]
-) -> None:
-    """On one line, and without a number."""
-    row = only(table, case)
-    assert (row["phase"], row["metric"], row["status"], row["reason"]) == (STEP, "time", status, reason)
-    assert row["best_in_unit"] is None and row["median_in_unit"] is None and row["n_samples"] is None
-
-
-def test_every_case_has_one_row_for_the_step_s_time() -> None:
-    """Whatever is known of it."""
-    for make in (measured, gemm, transformer):
-        run, findings = make()
-        for given_findings in (findings, {}):
-            steps = [
-                row["case"] for row in rows(run, given_findings) if (row["phase"], row["metric"]) == (STEP, "time")
-            ]
-            assert steps == [record.case.id for record in run.records]
-
-
 def test_numerical_errors_are_rows(table: list[TidyRow]) -> None:
     row = only(table, NATIVE_CASE, metric="product_error")
     assert (row["phase"], row["median_in_unit"], row["best_in_unit"], row["n_samples"]) == (STEP, 2.4e-3, None, 1)
 
 
-def test_what_the_data_are_made_of_stands_with_the_reference(table: list[TidyRow]) -> None:
-    """By kind and role; of no phase."""
-    data = [row for row in table if row["kind"] is not None]
-    assert {row["case"] for row in data} == {"gemm[m=64,operands=cast]@cpu/fp32"}
-    figures = {(row["kind"], row["role"], row["metric"]): row["median_in_unit"] for row in data}
-    assert figures == {
-        ("linear", "input", "values"): 4096, ("linear", "input", "amax"): 4.5,
-        ("linear", "input", "share_above_fp16"): 0, ("linear", "input", "share_vanishing_fp16"): 0,
-        ("linear", "input", "share_above_e4m3"): 0, ("linear", "input", "share_vanishing_e4m3"): 0.0008,
-        ("linear", "input", "share_above_e2m1"): 0, ("linear", "input", "share_vanishing_e2m1"): 0.2,
-        ("batch", None, "values"): 64, ("batch", None, "amax"): 255,
-    }  # fmt: skip
-    assert all(row["phase"] is None for row in data)
-
-
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(wild_runs())
-def test_any_run_has_rows(wild: tuple[Run, dict[str, Finding]]) -> None:
+def test_any_run_has_rows_and_is_strict_json(wild: tuple[Run, dict[str, Finding]]) -> None:
     """One line a text, and never an empty one, which a reader of the CSV could not tell from a missing one."""
     run, findings = wild
     found = rows(run, findings)
     texts = [cell for row in found for cell in row.values() if isinstance(cell, str)]
     assert all(text and text.isprintable() for text in texts)
     assert {row["case"] for row in found} == {record.case.id for record in run.records}
-
-
-def test_memory_is_a_row_of_the_step_in_bytes() -> None:
-    """Of every case that has it; an emulation is told by its level."""
-    peaks = chosen(rows(*transformer()), metric="peak_memory")
-    assert [(row["mode"], row["level"]) for row in peaks] == [
-        ("bf16", "native"), ("fp16", "native"), ("fp8", "emulated"),
-    ]  # fmt: skip
-    assert [row["median_in_unit"] for row in peaks] == [300 << 20, 200 << 20, 345 << 20]
-    assert {(row["phase"], row["unit"], row["n_samples"], row["provenance"]) for row in peaks} == {
-        (STEP, "B", 1, "measured")
-    }
+    assert len(strict(json_line(run_value(run, findings)))["records"]) == len(run.records)

@@ -57,21 +57,6 @@ def test_elements() -> None:
     assert one(replace(table, rows=())) == "### Times\n\nNo rows.\n"
 
 
-def test_a_page() -> None:
-    """Headings in their order, facts in a line, the footer under a rule."""
-    text = render(whole_page(3))
-    headings = [line for line in text.splitlines() if line.startswith("#")]
-    assert headings[:4] == [
-        "# Does low precision pay here?", "## Verdict", "## All cases", "### Every case that was planned",
-    ]  # fmt: skip
-    assert "\ndevice: NVIDIA H200, torch: 2.13.0, cases: 3, 8 skipped, noise floor: 0.6%\n" in text
-    assert text.endswith(
-        "\n\n---\n\nStored in .fp8bench/runs/box/20260105T120000Z-0a1b2c3d-7f.jsonl.\n\nMade by fp8bench 0.1.\n\n"
-        "</details>\n"
-    )
-    assert text == render(whole_page(3))
-
-
 @pytest.mark.parametrize("rows", [1, 5, 60, 2000])
 def test_a_pull_request_sees_few_lines(rows: int) -> None:
     """25 at most until one opens the rest: of the first part what has room, and no heading without what it heads."""

@@ -41,16 +41,6 @@ def trend(*figures: Figure, **changes: object) -> Trend:
     return replace(Trend(TIME, ("bf16", "512"), MACHINE, PYTHON, figures), **changes)  # type: ignore[arg-type]
 
 
-MANY = trend(
-    figure(1, 4.21, runs=2, samples=48),
-    figure(2, 4.61),
-    figure(3, None, status=Status.FAILED, reason="out of memory, even alone", samples=0),
-    figure(4, 4.60, hasty=True, low=None, high=None, samples=1),
-    figure(5, 2.30, version="1.2"),
-    figure(6, 2.31, version="1.2"),
-)
-
-
 def test_what_else_changed_stands_between_the_commits() -> None:
     """A step that came with another torch or another GPU is not taken for the commit's."""
     old = (("torch", "2.12.0"), ("torch_git", "1"), ("device", "NVIDIA A100"))
@@ -62,35 +52,6 @@ def test_what_else_changed_stands_between_the_commits() -> None:
         "torch 2.12.0 -> 2.13.0; device NVIDIA A100 -> NVIDIA H200; env_NVIDIA_TF32_OVERRIDE none -> 0"
     )
     assert "00000003" in lines[place + 1]
-
-
-def test_a_series_commit_by_commit() -> None:
-    """Failures keep their reason, hasty ones their mark, versions their break, and a commit that is gone is said."""
-    shown = render(trend_page([MANY], "a step, the fastest call of each round, in seconds", {commit(2)}))
-    assert shown == (
-        """\
-gemm.Gemm.track_time(bf16, 512)
-
-  a step, the fastest call of each round, in seconds; lower is better
-
-on box (AMD EPYC, 2 CPUs), /venv/bin/python3
-  date (UTC)        commit    runs  samples     median  99% interval          change
-  2026-01-06 12:00  00000001     2       48   4.210 ms  [4.189 ms, 4.231 ms]       -
-  2026-01-07 12:00  00000002     1       24   4.610 ms  [4.587 ms, 4.633 ms]   +9.5%
-      not in this repository: rebased or squashed away, another clone's, or this clone is shallow
-  2026-01-08 12:00  00000003     1        0     FAILED  -                          -
-      FAILED: out of memory, even alone
-  2026-01-09 12:00  00000004     1        1  ~4.600 ms  -                     ~-0.2%
-version 1.1 -> 1.2: numbers before do not compare
-  2026-01-10 12:00  00000005     1       24   2.300 ms  [2.288 ms, 2.311 ms]       -
-  2026-01-11 12:00  00000006     1       24   2.310 ms  [2.298 ms, 2.322 ms]   +0.4%
-
-how to read this
-  99% interval: of the median over rounds, as asv has it; what differs from run to run is not in it
-  change: against the commit before, without a verdict; less is better
-  ~: of a --quick run or a few rounds only: it ran, and the number is a rough one
-"""
-    )
 
 
 def test_one_commit_needs_no_word_on_changes() -> None:
@@ -106,42 +67,6 @@ def test_machines_and_interpreters_have_sections() -> None:
     lines = render(trend_page([trend(figure(1, 2.0)), other], "words", ())).splitlines()
     assert "on box (AMD EPYC, 2 CPUs), /venv/bin/python3" in lines
     assert "on h200 (NVIDIA H200), /b/python" in lines
-
-
-def test_what_there_is() -> None:
-    """A line a series and cell; a change is against the last commit that has a number of the same version."""
-    failed = trend(figure(1, 3.0), figure(2, None, status=Status.FAILED), cell=("fp8", "512"))
-    memory = replace(TIME, name="gemm.Gemm.track_peak_memory", metric="peak_memory", unit="bytes")
-    bytes_of = replace(figure(1, None), value=3 << 20)
-    trends = [MANY, failed, trend(bytes_of, series=memory), trend(*MANY.figures[:5], python="/b/python")]
-    left = {"the files differed from their commit": 3, "they cannot be read": 1}
-    assert render(trends_page([one.ending for one in trends], ".fp8bench", 9, 6, left)) == (
-        """\
-.fp8bench: 4 series, 9 runs of 6 commits
-
-on box (AMD EPYC, 2 CPUs), /venv/bin/python3
-  series                                  points  last         value  change
-  gemm.Gemm.track_time(bf16, 512)              5  00000006   2.31 ms   +0.4%
-  gemm.Gemm.track_time(fp8, 512)               1  00000002    FAILED       -
-  gemm.Gemm.track_peak_memory(bf16, 512)       1  00000001  3.00 MiB       -
-
-on box (AMD EPYC, 2 CPUs), /b/python
-  series                           points  last        value       change
-  gemm.Gemm.track_time(bf16, 512)       4  00000005  2.30 ms  new version
-
-not in it
-  3 runs: the files differed from their commit
-  1 run: they cannot be read
-
-how to read this
-  value: the last commit's median over rounds, of all its runs; lower is better everywhere
-  change: against the commit before, without a verdict; less is better
-  new version: the work or the method changed, and numbers before do not compare
-
-one of them, commit by commit
-  fp8bench history show 'gemm.Gemm.track_time(bf16, 512)'
-"""
-    )
 
 
 def test_hasty_figures_are_marked_in_the_list() -> None:

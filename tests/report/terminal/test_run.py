@@ -16,7 +16,6 @@ from fp8bench.model import (
     Interval,
     Label,
     Level,
-    Products,
     Record,
     Replays,
     Rotation,
@@ -78,7 +77,7 @@ def test_golden(make: Make) -> None:
     assert layout.render(plan_page(run.plan, run.devices)) == (GOLDEN / f"plan_{make.__name__}.txt").read_text()
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100, 160])
+@pytest.mark.parametrize("width", [40, 100])
 @pytest.mark.parametrize("make", [transformer, gemm])
 def test_colour_changes_nothing_but_colour(make: Make, width: int) -> None:
     run, findings = make()
@@ -165,16 +164,6 @@ def test_what_vanished_is_a_share_under_numbers() -> None:
         assert "error: cast_error " in text and f"cast_vanished: bf16 {shown}" in text
 
 
-def test_memory_stands_under_numbers_and_says_what_it_is() -> None:
-    """Once for all panels; that of an emulation is marked, because it saves nothing."""
-    run, findings = transformer()
-    text = render_whole(run, findings)
-    assert "\n  peak_memory: bf16 300 MiB, fp16 200 MiB, fp8 345 MiB (emulated)\n" in text
-    assert text.count("peak_memory: memory at the highest point of a step") == 1
-    records = tuple(replace(one, measurements=one.measurements[:2]) for one in run.records)
-    assert "peak_memory" not in render_whole(replace(run, records=records), findings)
-
-
 LAST = "the last cache (32.0 MiB, shared by 2 processors)"
 
 
@@ -222,32 +211,8 @@ def test_replays_have_a_column_where_there_are_any() -> None:
     assert "replayed" not in render_whole(run, findings, width=250)
 
 
-def test_the_kernel_that_attention_took_is_told() -> None:
-    """Once for all modes that took the same; in the page's table a column."""
-    run, findings = transformer()
-    taken = {"bf16": ("efficient",), "fp16": ("cudnn",), "fp8": ("cudnn",)}
-    records = tuple(
-        replace(one, products=Products(1, None, attention=taken.get(one.case.mode, ()))) for one in run.records
-    )
-    made = replace(run, records=records), findings
-    text = render_whole(*made, width=200)
-    first, *others = [one for one in records if one.case.mode in taken]
-    assert f"- {first.case.mode}: attention by torch's kernel efficient\n" in text
-    assert f"- {', '.join(one.case.mode for one in others)}: attention by torch's kernel cudnn\n" in text
-    (table,) = of_kind(part("results", made), Table)
-    (column,) = [number for number, one in enumerate(table.columns) if one.title == "attention"]
-    assert [row[column].text for row in table.rows] == ["".join(taken.get(one.case.mode, ())) for one in records]
-    assert "attention by" not in render_whole(run, findings)
-
-
 def test_every_label_has_its_sentence() -> None:
     assert set(LABELS) == set(Label)
-
-
-def test_labels_that_occur_are_explained_and_no_others() -> None:
-    text = render_whole(*transformer())
-    explained = {label for label in Label if f"\n  {label}: " in text}
-    assert explained == {Label.CONTENDED, Label.FEW_SAMPLES}
 
 
 def test_unknown_is_a_dash_never_a_zero() -> None:
@@ -323,13 +288,6 @@ def test_a_reference_that_was_not_measured_is_named() -> None:
     assert "bf16 FAILED: out of memory" in text
 
 
-def test_troubles_and_notes_are_told() -> None:
-    run, findings = transformer()
-    text = render_whole(replace(run, troubles=("line 3 of the file is broken",)), findings)
-    assert "trouble: line 3 of the file is broken" in text
-    assert "note: nvfp4 was left out" in text
-
-
 def test_control_characters_do_not_reach_the_terminal() -> None:
     run, findings = transformer()
     failed = Record(run.records[1].case, NATIVE, Status.FAILED, reason="bad\x1b[31m\x07 thing\nsecond line")
@@ -338,7 +296,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     assert "second line" in text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(wild_runs(), st.integers(40, 140))
 def test_no_line_is_wider_than_asked(wild: tuple[Run, dict[str, Finding]], width: int) -> None:
     run, findings = wild

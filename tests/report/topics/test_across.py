@@ -28,20 +28,6 @@ def rows(*made: Made) -> list[list[str]]:
     return [[field.text for field in row] for row in table.rows]
 
 
-def test_the_same_cases_stand_side_by_side() -> None:
-    made = judged(FASTER), elsewhere(judged(FASTER), slower=0.5)
-    (table,) = of_kind(part("across", *made), Table)
-    assert [column.title for column in table.columns] == [
-        "precision", "suite", "setting", "AMD EPYC 7B13", "NVIDIA H200", "speed-up",
-    ]  # fmt: skip
-    assert rows(*made) == [
-        ["fp32", "gemm", "-", "1.00 ms", "500 us", "2.00x"],
-        ["bf16", "gemm", "-", "500 us", "250 us", "2.00x"],
-    ]
-    assert table.rows[0][5].hint == NO_VERDICT and table.rows[0][5].tone is Tone.PLAIN
-    assert "no verdict" in part("across", *made).lead
-
-
 def test_the_chart_claims_nothing() -> None:
     made = judged(FASTER, FASTER), elsewhere(judged(FASTER, (*FASTER, Label.NOISY)), slower=0.5)
     (chart,) = of_kind(part("across", *made), Bars)

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 
 import pytest
 
 from fp8bench.analysis.break_even import SizedRatio, break_even
 from fp8bench.model import Interval, Label, Scalar
-from fp8bench.model.specs import STEP
-from fp8bench.report.data.plain import csv_text
-from fp8bench.report.data.run import run_rows, run_value
+from fp8bench.report.data.run import run_value
 from fp8bench.report.elements import Scatter, Table, Text, Tone
 from fp8bench.report.notebook import RunFrames
-from fp8bench.report.page import markdown
-from fp8bench.report.page.section import page_of
-from fp8bench.report.panels import panels_of
-from fp8bench.report.terminal import run as terminal
 from fp8bench.report.topics.break_even import BreakEvenRow, break_even_rows, break_even_table, pays, swept
 from tests.materials import Made, built, material, of_kind, part, shapes, told
-
-HELD = (("n", 64), ("k", 64), ("product", "forward"))
 
 
 def swept_shapes(*speeds: float, labels: tuple[Label, ...] = ()) -> Made:
@@ -76,31 +66,6 @@ def test_remarks_name_what_is_not_sure() -> None:
     assert "; within the noise: 16 and 32; labels cast doubt on 16, 32, 64 and 128" in row[5].text
 
 
-def test_a_terminal_has_the_table_and_its_legend() -> None:
-    run, findings = swept_shapes(0.5, 0.8, 1.25, 2.0)
-    text = terminal.render(run, findings)
-    assert "from where on it pays" in text and "bf16  fp32     from m = 45" in text
-    assert "pays: The sizes at which" in " ".join(text.split())
-    plain = terminal.render(*shapes(params(16), params(32)))
-    assert "pays" not in plain
-
-
-def test_the_chart_marks_the_crossing_on_the_lines() -> None:
-    """Where both lines meet, with the numbers as a table beside it."""
-    (chart,) = of_kind(part("break-even", swept_shapes(0.5, 0.8, 1.25, 2.0)), Scatter)
-    assert chart.joined == ("fp32", "bf16") and chart.x.log and (chart.x.title, chart.y.title) == ("m", "FLOP/s")
-    assert {point.series for point in chart.points} == {"fp32", "bf16", "break-even"}
-    mark = chart.points[-1]
-    assert mark.label.startswith("bf16: m = 45") and mark.tone is Tone.STRONG
-    assert mark.x == pytest.approx(45.25, rel=0.02) and mark.y == pytest.approx(1e12, rel=0.02)
-    assert chart.description.startswith("bf16 against fp32 pays from m = 45 (")
-
-
-def test_markdown_has_the_points() -> None:
-    text = markdown.render(page_of(material(swept_shapes(0.5, 0.8, 1.25, 2.0))))
-    assert "From which size on it pays" in text and "from m = 45" in text and "| bf16 |" in text.replace("  ", " ")
-
-
 def test_without_a_sweep_there_is_nothing() -> None:
     """Nor a table, nor a section."""
     assert built("break-even", shapes(params(16), params(32))) is None
@@ -124,19 +89,6 @@ def of_bf16(made: Made) -> list[BreakEvenRow]:
     return [row for row in break_even_rows(*made) if row.mode == "bf16"]
 
 
-def test_each_crossing_has_a_row_with_its_interval() -> None:
-    """As the sweep found it, of all that it is about."""
-    (panel,) = panels_of(*TWICE)
-    ((_, modes),) = swept(panel)
-    found = modes[0].found
-    assert found is not None and len(found.crossings) == 2
-    rows = of_bf16(TWICE)
-    assert [(row.size, row.low, row.high, row.begins) for row in rows] == [tuple(one) for one in found.crossings]
-    assert [row.begins for row in rows] == [True, False] and {row.confidence for row in rows} == {found.level or None}
-    assert all(row.pays.startswith("from m = ") and " to " in row.pays for row in rows)
-    assert {row[:6] + row[12:14] for row in rows} == {("gemm", "cpu", "m", HELD, "bf16", "fp32", 16, 128)}
-
-
 @pytest.mark.parametrize(("speed", "pays"), [(2.0, "at every size"), (0.5, "nowhere")])
 def test_without_a_crossing_words_say_all(speed: float, pays: str) -> None:
     (row,) = of_bf16(swept_shapes(speed, speed, speed))
@@ -148,33 +100,7 @@ def test_what_has_no_ratio_says_why() -> None:
     assert (row.pays, row.size, row.confidence) == ("", None, None) and "emulated here: no speed" in row.remarks
 
 
-def test_csv_json_and_frames_have_them() -> None:
-    """In CSV a row of no case, so that rows of cases stay as they are; one row a case has none."""
-    wanted = of_bf16(TWICE)
-    told = [row for row in csv.DictReader(io.StringIO(csv_text(*run_rows([TWICE])))) if row["metric"] == "break_even"]
-    assert [row for row in told if row["mode"] == "bf16"] == told[:2] and {row["case"] for row in told} == {""}
-    for row, one in zip(told, wanted, strict=False):
-        numbers = [float(row[name]) for name in ("median_in_unit", "size_low", "size_high")]
-        assert numbers == [one.size, one.low, one.high]
-        assert (row["axis"], row["param_n"], row["param_m"], row["phase"]) == ("m", "64", "", "")
-        assert (row["reference_mode"], row["verdict"], row["provenance"]) == ("fp32", one.pays, "derived")
-    assert "break_even" not in csv_text(*run_rows([TWICE], wide=True))
-    document = run_value(*TWICE)["break_even"]
-    assert [one["size"] for one in document if one["mode"] == "bf16"] == [one.size for one in wanted]
-    assert document[0]["held"] == dict(HELD)
-
-
 def test_a_run_without_a_sweep_has_none() -> None:
     made = shapes(params(16), params(32))
     assert not [*break_even_rows(*made)] and run_value(*made)["break_even"] == []
     assert RunFrames(made[0]).break_even.empty
-
-
-def test_the_frame_is_of_what_the_samples_say() -> None:
-    """Made from the run alone, as all frames are."""
-    frames = RunFrames(TWICE[0])
-    assert list(frames.break_even.columns) == [*BreakEvenRow._fields]
-    assert set(frames.break_even["mode"]) == {"bf16", "fp8"} and set(frames.break_even["axis"]) == {"m"}
-    results = frames.results
-    assert len(results[results.metric == "break_even"]) == len(frames.break_even)
-    assert results[results.case.isna()].phase.isna().all() and (results.phase == STEP).any()

@@ -9,13 +9,11 @@ import pytest
 from fp8bench.model import EnergyUse, Label, PhaseEnergy
 from fp8bench.model.specs import STEP
 from fp8bench.report.data.run import TidyRow, rows, widened
-from fp8bench.report.elements import Bars, ChartAxis, Items, Stacks, Table, Text, Tone
-from fp8bench.report.page import html
-from fp8bench.report.page.section import page_of
+from fp8bench.report.elements import Bars, Items, Stacks, Table, Text, Tone
 from fp8bench.report.panels import panels_of
 from fp8bench.report.topics.energy import energy, energy_of_phases
 from tests.energies import TOO_FEW, VIRTUAL, energetic, phase_of, squares, unmeasured, use, with_energy, without_energy
-from tests.materials import Made, material, of_kind, part, told
+from tests.materials import Made, of_kind, part, told
 from tests.runs import render_whole
 
 # Of the best case of each.
@@ -27,83 +25,10 @@ def said(made: Made) -> list[Text]:
     return [text for items in of_kind(part("energy", made), Items) for text in items.items]
 
 
-def test_a_sentence_for_each_precision() -> None:
-    """With the joules, and what its speed alone would give; then what is missing."""
-    found = said(energetic())
-    bf16, fp8, nvfp4, fp16 = (one.text for one in found)
-    assert bf16 == (
-        "bf16 takes 0.613x [0.599, 0.625] of fp32's energy on transformer (1.90 J a step against 3.10 J; beyond "
-        "idling 1.39 J against 2.28 J); at the same power its speed would give 0.617x."
-    )
-    assert fp8 == (
-        "fp8 takes perhaps 0.974x [0.935, 1.011] of fp32's energy on transformer (3.02 J a step against 3.10 J; "
-        "beyond idling 2.25 J against 2.28 J); at the same power its speed would give 0.939x. It is not clear: their "
-        "windows lie too close together."
-    )
-    assert nvfp4 == "nvfp4 is emulated: the 31.0 J of its steps are the cost of emulation."
-    assert fp16 == f"fp16: no energy: {TOO_FEW}."
-    assert [one.tone for one in found] == [Tone.GOOD, Tone.DOUBT, Tone.DOUBT, Tone.DOUBT]
-
-
 def test_the_source_is_named() -> None:
     assert part("energy", energetic()).lead.endswith("Read from the driver's energy counter.")
     lead = part("energy", with_energy(bf16=use((1.9,) * 3, source="average"))).lead
     assert lead.endswith("counter and the driver's mean power, summed up, whose figures do not compare.")
-
-
-def test_bars_are_idling_and_what_comes_on_top() -> None:
-    """Emulations in a chart of their own; without an idle power a bar is in one piece."""
-    energy, cost = of_kind(part("energy", with_energy(fp8=replace(use((3.0,) * 3), idle_before=None))), Stacks)[:2]
-    assert energy.axis == ChartAxis("energy of a step", "J") and energy.parts == (
-        "beyond idling",
-        "idling",
-        "not split",
-    )
-    rows = dict(energy.rows)
-    assert list(rows) == ["fp32", "bf16", "fp8"] and list(dict(cost.rows)) == ["nvfp4"]
-    assert rows["bf16"] == pytest.approx((1.3916, 0.5084, 0.0)) and rows["fp8"] == pytest.approx((0.0, 0.0, 3.0))
-    assert energy.description.startswith(
-        "From 1.90 J (bf16) to 3.10 J (fp32) a step, at 300 W to 310 W; idling is 26% "
-    )
-
-
-def test_ratios_are_bars_from_the_reference() -> None:
-    """Green and red where it is clear, grey where not; no bar for the reference, emulations and other sources."""
-    (bars,) = of_kind(part("energy", with_energy(fp16=use((4.0,) * 3))), Bars)
-    ((_, marks),) = bars.groups
-    assert bars.start == 1.0 and bars.axis.unit == "x"
-    assert [(one.label, one.tone) for one in marks] == [
-        ("bf16", Tone.GOOD), ("fp8", Tone.DOUBT), ("fp16", Tone.BAD),
-    ]  # fmt: skip
-    assert marks[0].low is not None and marks[0].high is not None and marks[0].low < marks[0].value < marks[0].high
-    assert "0.617x of its time" in marks[0].hint and "not clear" in marks[1].hint
-
-
-def test_phases_are_estimates() -> None:
-    """With the parts of the chart of times, so that colours agree; they sum to the step."""
-    made = energetic()
-    estimated = of_kind(part("energy", made), Stacks)[-1]
-    times = of_kind(part("phases", made), Stacks)[0]
-    assert "estimate" in estimated.title and estimated.description.startswith("An estimate")
-    assert estimated.parts == times.parts
-    assert {label: sum(values) for label, values in estimated.rows} == pytest.approx(
-        {"fp32": 3.1, "bf16": 1.9, "fp8": 3.02}
-    )
-
-
-def test_windows_are_all_there_and_folded() -> None:
-    (table,) = of_kind(part("energy", energetic()), Table)
-    assert table.folded and len(table.rows) == 10
-    titles = [column.title for column in table.columns]
-    row = dict(zip(titles, (field.text for field in table.rows[3]), strict=True))
-    assert row == {
-        "precision": "bf16", "source": "counter", "steps": "100", "length": "620 ms", "energy": "190 J",
-        "per step": "1.900 J", "valid": "certified",
-        "power": "306 W", "idle before": "81.0 W", "idle after": "83.0 W", "intervals": "12",
-        "uncertainty": "+-0.40%", "SM clock": "1.41 GHz", "temperature": "61",
-    }  # fmt: skip
-    page = html.render(page_of(material(energetic())))
-    assert '<details class="sheet" id="energy-windows-transformer"' in page
 
 
 def test_what_no_window_knows_has_no_column() -> None:
@@ -137,16 +62,6 @@ def test_where_nobody_can_tell_there_is_the_reason() -> None:
     assert found.elements == (Text(f"Not measured on cpu: {VIRTUAL}.", Tone.DOUBT),) and found.lead == ""
 
 
-def test_the_table_of_all_cases_has_joules() -> None:
-    """Where there are some; of emulations with the word that they are a cost."""
-    (table,) = of_kind(part("results", energetic()), Table)
-    place = [column.title for column in table.columns].index("energy")
-    assert [row[place].text for row in table.rows] == ["3.10 J", "1.90 J", "3.02 J", "31.0 J", "-"]
-    assert [row[place].tone for row in table.rows[2:4]] == [Tone.PLAIN, Tone.DOUBT]
-    (table,) = of_kind(part("results", without_energy()), Table)
-    assert "energy" not in [column.title for column in table.columns]
-
-
 def test_the_verdict_tells_of_energy_that_is_clear() -> None:
     """And of no other; of several cases how many are."""
     sentences = [text.text for items in of_kind(part("verdict", energetic()), Items) for text in items.items]
@@ -177,31 +92,6 @@ def test_phases_that_were_measured_have_a_chart_of_their_own_and_a_table() -> No
 def lines(made: Made, width: int = 120) -> list[str]:
     """The tables of all panels."""
     return told([element for panel in panels_of(*made) for element in energy(panel)], width)
-
-
-def test_the_table() -> None:
-    """The source in its title, gross, against the reference, net, by tokens, watts, windows and clock."""
-    assert lines(energetic()) == [
-        "energy of a step, by the driver's energy counter",
-        "  case   per step  vs fp32                           net/step  per token  power    idle  windows        clock",
-        "  fp32     3.10 J  reference                           2.28 J    3.03 mJ  310 W  82.0 W  3 (+-0.4%)  1.41 GHz",
-        "  bf16     1.90 J  less       0.613x [0.599, 0.625]    1.39 J    1.86 mJ  306 W  82.0 W  3 (+-0.4%)  1.41 GHz",
-        "  fp8      3.02 J  unclear    0.974x [0.935, 1.011]    2.25 J    2.95 mJ  321 W  82.0 W  3 (+-0.4%)  1.41 GHz",
-        "  nvfp4    31.0 J  emulated                            21.2 J    30.3 mJ  258 W  82.0 W  1 (+-0.4%)  1.41 GHz",
-    ]
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 100])
-def test_no_line_is_wider_than_the_terminal(width: int) -> None:
-    assert all(len(line) <= width for line in lines(energetic(), width))
-
-
-def test_what_is_missing_is_a_note_and_the_words_are_explained() -> None:
-    text = render_whole(*energetic(), width=200)
-    assert f"- fp16: no energy: {TOO_FEW}" in text
-    assert "- fp8: energy unclear: their windows lie too close together" in text
-    assert "energy vs fp32: of a step / that of fp32, below 1x is less" in text
-    assert "energy of an emulated case is the cost of emulation" in text
 
 
 def test_the_same_doubt_of_several_cases_is_one_note() -> None:
@@ -259,12 +149,6 @@ def test_sources_that_differ_are_named() -> None:
     assert row.split()[:4] == ["bf16", "1.90", "J", "-"] and row.endswith("average") and " 3  " in row
 
 
-def test_where_nobody_can_tell_there_is_one_line() -> None:
-    text = render_whole(*unmeasured(), width=200)
-    assert f"energy: not measured on cpu: {VIRTUAL}\n" in text and text.count("energy") == 1
-    assert not lines(unmeasured())
-
-
 def test_a_run_that_was_not_asked_looks_as_before() -> None:
     assert "energy" not in render_whole(*without_energy())
 
@@ -306,33 +190,6 @@ def only(mode: str, **wanted: object) -> TidyRow:
     return row
 
 
-def test_the_row_of_the_step() -> None:
-    """Gross, with how it compares; its range is of no confidence."""
-    row = only("bf16", metric="energy", phase=STEP)
-    assert (row["median_in_unit"], row["unit"], row["n_samples"]) == (pytest.approx(1.9), "J", 3)
-    assert (row["verdict"], row["provenance"], row["energy_source"]) == ("less", "measured", "counter")
-    assert row["ratio_to_reference"] == pytest.approx(1.9 / 3.1) and row["ratio_confidence"] is None
-    assert float(str(row["ratio_low"])) < 1.89 / 3.13 and float(str(row["ratio_high"])) > 1.91 / 3.08
-    assert only("fp8", metric="energy", phase=STEP)["why"] == "their windows lie too close together"
-
-
-@pytest.mark.parametrize(
-    ("metric", "value", "unit", "provenance"),
-    [
-        ("energy_net", 1.9 - 82 * 0.0062, "J", "derived"),
-        ("energy_uncertainty", 0.004, "ratio", "derived"),
-        ("energy_per_token", 1.9 / 1024, "J", "derived"),
-        ("energy_per_tflop", 1.9 / 3.1, "J", "derived"),
-        ("power", 1.9 / 0.0062, "W", "measured"),
-        ("idle_power", 82.0, "W", "measured"),
-    ],
-)
-def test_figures_beside_it(metric: str, value: float, unit: str, provenance: str) -> None:
-    row = only("bf16", metric=metric)
-    assert row["median_in_unit"] == pytest.approx(value)
-    assert (row["unit"], row["provenance"], row["phase"], row["energy_source"]) == (unit, provenance, STEP, "counter")
-
-
 def test_phases_are_estimates_that_sum_to_the_step() -> None:
     found = [row for row in of("bf16", metric="energy") if row["phase"] != STEP]
     assert {row["provenance"] for row in found} == {"estimated"}
@@ -363,12 +220,3 @@ def test_a_run_that_was_not_asked_has_no_rows() -> None:
     assert not [row for row in found if "energy" in str(row["metric"]) or "power" in str(row["metric"])]
     columns, _ = widened(found)
     assert not [name for name in columns if "energy" in name]
-
-
-def test_wide_rows_have_a_column_a_figure() -> None:
-    """With the source and the reason once; the verdict stays that of the time."""
-    columns, wide = widened(rows(*energetic()))
-    by_mode = {row["mode"]: row for row in wide}
-    assert {"energy_J", "energy_net_J", "energy_per_token_J", "power_W", "gemm_energy_J"} <= set(columns)
-    assert by_mode["bf16"]["verdict"] == "faster" and by_mode["bf16"]["energy_source"] == "counter"
-    assert by_mode["fp16"]["energy_J"] is None and by_mode["fp16"]["energy_why"] == TOO_FEW

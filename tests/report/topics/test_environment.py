@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.model import DeviceFacts, Environment, Label, Record, Resumption, Scalar, Status, Verdict
+from fp8bench.model import DeviceFacts, Environment, Resumption, Scalar, Verdict
 from fp8bench.report.elements import Code, Facts, Items, Table, Text, Tone
-from fp8bench.report.words import legend
 from tests.materials import Made, nothing, of_kind, part, recased
-from tests.runs import NATIVE, case, gemm, judged, measured, run_of, transformer
+from tests.runs import gemm, judged, measured, transformer
 
 
 def facts(*made: Made) -> dict[str, str]:
@@ -118,35 +117,13 @@ def test_what_was_not_simply_measured_is_explained() -> None:
             "no hardware for FP8: values rounded, products in fp32",
             Tone.DOUBT,
         ),
-        Text("skipped: nvfp4 (3 cases): fp4 needs torch 2.8 or later, this is 2.7.1", Tone.DOUBT),
-        Text("failed: fp8 (1 case): out of memory, even alone", Tone.BAD),
     ]
-
-
-def test_labels_notes_and_troubles() -> None:
-    run, findings = transformer()
-    said = remarks((replace(run, troubles=("line 3 is broken",), notes=("beside another",)), findings))
-    assert [text.text for text in said[1:]] == [
-        f"contended (1 of 3 cases): {legend.LABELS[Label.CONTENDED]}",
-        "few-samples (1 of 3 cases): fewer than 24 rounds: the range of the rounds stands where an interval would",
-        "note: nvfp4 was left out: --quick keeps three precisions",
-        "note: beside another",
-        "trouble: line 3 is broken",
-    ]  # fmt: skip
 
 
 def test_more_notes_than_one_reads_are_counted() -> None:
     run, findings = transformer()
     said = remarks((replace(run, notes=tuple(f"note {number}" for number in range(50))), findings))
     assert said[-1].text == "and 31 more notes and troubles in the run's file"
-
-
-def test_more_reasons_than_one_reads_are_counted() -> None:
-    records = [
-        Record(case("gemm", "bf16", {"m": size}), NATIVE, Status.FAILED, reason=f"fault {size}") for size in range(40)
-    ]
-    said = remarks((run_of(records), {}))
-    assert len(said) == 21 and said[-1].text == "failed for 20 more reasons: the table has each case"
 
 
 def test_a_run_cut_off_says_so() -> None:
@@ -195,12 +172,6 @@ def test_the_commands_and_where_the_samples_are() -> None:
 )
 def test_a_store_elsewhere_is_named(path: str, more: str) -> None:
     assert codes(kept(path))[-1] == f"fp8bench report 20260105-120000{more}"
-
-
-def test_several_runs_are_rendered_together() -> None:
-    run, findings = transformer()
-    said = codes(kept(), (replace(run, id="other"), findings))
-    assert said[-1] == "fp8bench report 20260105-120000 other"
 
 
 def test_a_run_that_was_not_kept_cannot_be_rendered_again() -> None:

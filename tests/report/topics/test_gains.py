@@ -29,41 +29,8 @@ def step(reference: Level = Level.NATIVE, low: Level = Level.NATIVE, **changes: 
     return run_of(records), findings
 
 
-def test_each_phase_beside_its_own_in_the_reference() -> None:
-    """Times, ratio, share of the step, and Amdahl's law: 5 ms without 2 ms of gemm are 3 ms, 1.667 times as fast."""
-    (table,) = of_kind(part("gains", step()), Table)
-    assert [column.title for column in table.columns] == [
-        "phase", "fp32", "bf16", "speed-up", "share of step", "if it cost nothing",
-    ]  # fmt: skip
-    assert [[field.text for field in row] for row in table.rows] == [
-        ["data load", "1.00 us", "2.00 us", "-", "0.04%", "-"],
-        ["cast", "-", "1.00 ms", "-", "20.0%", "1.25x"],
-        ["gemm", "8.00 ms", "2.00 ms", "4.00x", "40.0%", "1.67x"],
-        ["attention", "1.00 ms", "1.50 ms", "0.667x", "30.0%", "1.43x"],
-        ["elementwise", "1.00 ms", "500 us", "2.00x", "10.0%", "1.11x"],
-        ["unattributed", "10.0 us", "-", "-", "-", "1.00x"],
-        ["step", "10.0 ms", "5.00 ms", "2.00x", "100.0%", "-"],
-    ]
-    assert [field.value for field in table.rows[2]] == [None, 8e-3, 2e-3, 4.0, 0.4, pytest.approx(5 / 3)]
-    assert table.rows[0][0].tone is Tone.DOUBT and "20 times the cost" in table.rows[0][0].hint
-
-
 def fall(made: Made) -> Waterfall:
     return of_kind(part("gains", made), Waterfall)[0]
-
-
-def test_from_the_reference_s_step_to_its_own() -> None:
-    """Every clear phase is a change, good or bad; what is too short to tell is in the rest, so that all sums up."""
-    chart = fall(step())
-    assert (chart.before, chart.after, chart.title) == (("fp32", 1e-2), ("bf16", 5e-3), "model bf16 against fp32")
-    assert [(mark.label, mark.tone) for mark in chart.changes] == [
-        ("cast", Tone.BAD), ("gemm", Tone.GOOD), ("attention", Tone.BAD), ("elementwise", Tone.GOOD),
-        ("unattributed", Tone.PLAIN), ("the rest", Tone.DOUBT),
-    ]  # fmt: skip
-    assert [mark.value for mark in chart.changes[:3]] == [1e-3, pytest.approx(-6e-3), pytest.approx(5e-4)]
-    assert chart.before[1] + sum(mark.value for mark in chart.changes) == pytest.approx(chart.after[1])
-    assert chart.changes[1].hint == "8.00 ms in fp32, 2.00 ms in bf16"
-    assert chart.changes[-1].hint == "data load: too short to tell"
 
 
 def test_the_description_says_where_it_gains_and_where_not() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.model import Environment
-from fp8bench.report.elements import ChartAxis, Lines, Table, Text, Tone
+from fp8bench.report.elements import Lines, Table, Text, Tone
 from fp8bench.report.page.section import PastFigure, PastSeries
 from fp8bench.report.topics.history import NONE_YET
 from tests.materials import Made, of_kind, part
@@ -32,47 +30,11 @@ def series(precision: str, *figures: PastFigure, **changes: object) -> PastSerie
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def test_a_line_for_each_precision_over_its_oldest_figure() -> None:
-    """Commits in order, whatever series they come from; a gap where nothing is known."""
-    fp32 = series("fp32", figure(1, 0.02), figure(3, 0.03))
-    bf16 = series("bf16", figure(2, 0.01), figure(3, 0.005))
-    (lines,) = of_kind(part("history", at_commit(), past=(fp32, bf16)), Lines)
-    assert lines.places == ("11111111", "22222222", "33333333")
-    assert lines.axis == ChartAxis("time over that of the oldest commit", "x")
-    values = {name: [mark and mark.value for mark in marks] for name, marks in lines.series}
-    assert values == {"fp32": [1.0, None, pytest.approx(1.5)], "bf16": [None, 1.0, pytest.approx(0.5)]}
-    last = lines.series[0][1][2]
-    assert last is not None and (last.low, last.high) == (pytest.approx(1.35), pytest.approx(1.65))
-    assert last.hint == "day 3: 30.0 ms, 24 samples" and last.tone is Tone.PLAIN
-    assert lines.description == "Each line is over its own oldest figure: fp32 is at 1.500x, bf16 is at 0.500x."
-
-
 def test_a_count_is_told_with_all_its_digits() -> None:
     """One launch more in a thousand must show."""
     past = (series("bf16", figure(1, 20_110.0), figure(2, 20_111.0), metric="launches", unit="count"),)
     (table,) = of_kind(part("history", at_commit(), past=past), Table)
     assert [field.text for field in table.rows[0]][2:4] == ["20,110", "20,111"]
-
-
-def test_the_table_has_all_series_where_most_changed_first() -> None:
-    """Emulations stand last; a rate changes as its time does, and would say everything twice."""
-    past = (
-        series("bf16", figure(1, 0.02), figure(2, 0.021)),
-        series("fp8", figure(1, 0.01), figure(2, 0.09), emulated=True),
-        series("bf16", figure(1, 4096.0), metric="peak_memory", unit="B"),
-        series("bf16", figure(1, 1e-3), figure(2, 2e-3), metric="product_error", unit=""),
-        series("bf16", figure(1, 0.5), figure(2, 0.51), metric="relative_time", unit="x"),
-        series("bf16", figure(1, 1.0), figure(2, 1.05), metric="seconds_per_tflop"),
-    )
-    (table,) = of_kind(part("history", at_commit(), past=past), Table)
-    assert [[field.text for field in row] for row in table.rows] == [
-        ["gemm bf16", "product_error", "1.0e-03", "2.0e-03", "+100.0%", "22222222", "2"],
-        ["gemm bf16", "time", "20.0 ms", "21.0 ms", "+5.0%", "22222222", "2"],
-        ["gemm bf16", "relative_time", "0.500x", "0.510x", "+2.0%", "22222222", "2"],
-        ["gemm bf16", "peak_memory", "-", "4.00 KiB", "-", "11111111", "1"],
-        ["gemm fp8 (emulated)", "time", "10.0 ms", "90.0 ms", "+800.0%", "22222222", "2"],
-    ]
-    assert "bf16" in table.rows[0][1].hint and "box" in table.rows[0][1].hint
 
 
 def test_emulations_are_in_no_chart() -> None:

@@ -20,7 +20,7 @@ from fp8bench.model import (
     Status,
 )
 from fp8bench.report.data.run import rows, widened
-from fp8bench.report.elements import Bars, ChartAxis, Items, Stacks, Table, Text, Tone
+from fp8bench.report.elements import Bars, ChartAxis, Stacks, Table, Tone
 from fp8bench.report.panels import panels_of
 from fp8bench.report.topics.memory import capacity, highest_in, sentences
 from fp8bench.report.topics.memory import memory as memory_of
@@ -66,36 +66,6 @@ def said(run: Run, findings: Mapping[str, Finding]) -> list[str]:
     """The sentences of the first panel."""
     panel = panels_of(run, findings)[0]
     return list(sentences(panel, panel.members))
-
-
-def test_the_table_has_a_column_for_each_role_that_occurs() -> None:
-    """In one unit; what is next to nothing is told from none, and what others count stands where it is known."""
-    lines = told(memory_of(panels_of(*usual())[0]), 120)
-    assert [" ".join(line.split()) for line in lines[:5]] == [
-        "memory at the highest point of a step, in MiB",
-        "case peak vs bf16 weights low w grads optim activ low a work other in resident",
-        "bf16 300 - 40.0 - 40.0 80.0 140 - - - gemm 600",
-        "fp16 200 0.667x 40.0 20.0 40.0 80.0 20.0 - - - gemm -",
-        "fp8 345 1.150x 40.0 40.0 - 80.0 70.0 70.0 45.0 <0.01 cast 700",
-    ]
-    text = render_whole(*usual())
-    assert "peak_memory" not in text and "in: the phase of the highest point" in " ".join(text.split())
-    assert "resident: the most" in text and "reserved:" not in text and "process:" not in text
-
-
-def test_sentences_name_what_stays_and_what_changes_most() -> None:
-    """Of what is emulated also that; a change of a few per cent is not told."""
-    fp16, fp8 = said(*usual())
-    assert fp16 == (
-        "fp16 takes 0.667x of bf16's memory: weights, gradients and optimizer state stay (160 MiB), activations are "
-        "0.143x (20.0 MiB), low-precision copies of weights add 20.0 MiB."
-    )
-    assert fp8 == (
-        "fp8 takes 1.150x of bf16's memory: nothing is saved, because it is emulated (no hardware for FP8: values "
-        "rounded, products in fp32): its peak is the cost of emulation; weights and optimizer state stay (120 MiB), "
-        "activations are 0.500x (70.0 MiB), low-precision copies of activations add 70.0 MiB, workspace adds 45.0 MiB, "
-        "low-precision copies of weights add 40.0 MiB, and its highest point is in casts."
-    )
 
 
 def on_a_device(size: int | None, why: str = "") -> Made:
@@ -168,13 +138,6 @@ def test_one_role_or_none_has_no_table(uses: tuple[MemoryUse | None, ...]) -> No
     assert ("peak_memory" in render_whole(*made)) == (uses[0] is not None)
 
 
-@pytest.mark.parametrize("width", [40, 60, 100, 200])
-def test_no_line_is_too_wide(width: int) -> None:
-    """Columns that find no room follow their row."""
-    text = render_whole(*usual(), width=width)
-    assert all(len(line) <= width for line in text.splitlines()) and "memory at the highest point" in text
-
-
 def test_the_phase_of_the_highest_point_is_the_innermost() -> None:
     """What is held when a product ends is still held by the phase around it."""
     phases = [PhaseMemory(name, 10) for name in ("unattributed", "elementwise", "gemm", "cast")]
@@ -209,24 +172,6 @@ def test_a_case_that_failed_says_nothing_of_its_memory() -> None:
     run, findings = usual()
     failed = replace(run, records=tuple(replace(one, status=Status.FAILED) for one in run.records))
     assert not any("memory_" in str(row["metric"]) for row in rows(failed, findings))
-
-
-def test_the_page_has_stacks_sentences_and_phases() -> None:
-    """The same parts in every chart; a table of the highest point in each phase, with what others count."""
-    found = part("memory", usual())
-    (stacks,), (items,), (table,) = (of_kind(found, kind) for kind in (Stacks, Items, Table))
-    assert stacks.parts[0] == "weights" and stacks.parts[-1] == "the rest" and stacks.axis.unit == "B"
-    assert [(label, sum(values)) for label, values in stacks.rows] == [
-        ("bf16", 300 * MIB), ("fp16", 200 * MIB), ("fp8 (emulated)", 345 * MIB),
-    ]  # fmt: skip
-    assert [one.text for one in items.items] == said(*usual())
-    assert [one.title for one in table.columns] == [
-        "precision", "peak", "of the reference's", "highest in", "cast", "gemm", "elementwise", "resident",
-    ]  # fmt: skip
-    assert [one.text for one in table.rows[2]] == [
-        "fp8 (emulated)", "345 MiB", "1.150x", "cast", "345 MiB", "-", "60.0 MiB", "700 MiB",
-    ]  # fmt: skip
-    assert table.rows[2][0].tone is Tone.DOUBT and table.rows[1][0].tone is Tone.PLAIN
 
 
 def test_cases_far_apart_are_shown_as_shares() -> None:
@@ -329,25 +274,6 @@ def lines(one: Made, width: int = 100) -> list[str]:
     return told([element for panel in panels_of(*one) for element in capacity(panel)], width)
 
 
-def test_the_table() -> None:
-    assert lines(USUAL) == [
-        "largest batch that fits into 1.00 GiB",
-        "  case  largest  vs fp32    tokens a step  peak memory  does not fit",
-        "  fp32      376  reference         72.2 k     1.00 GiB  377: tensors need 1.63 MiB more",
-        "  bf16      606  1.61x              116 k     1.00 GiB  607: tensors need 963 KiB more",
-        "  fp8       288  emulated          55.3 k     1.00 GiB  289: tensors need 1.63 MiB more",
-        "  bf16 fits 1.61x of fp32's batch into 1.00 GiB.",
-        "  fp8 is emulated, with values of a small format kept in wider ones: what fits here says nothing",
-        "    about a device that has the format.",
-    ]
-
-
-@pytest.mark.parametrize("width", [40, 60, 200])
-def test_it_stands_in_the_text_and_keeps_its_width(width: int) -> None:
-    text = render_whole(*USUAL, width=width)
-    assert "largest batch that fits" in text and all(len(line) <= width for line in text.splitlines())
-
-
 def test_the_batch_of_a_device_is_derived_beside_it() -> None:
     """Over what fits of the reference; of emulated cases alone, and a sentence says what it is."""
     run, findings = made(("fp32", fits(376)), ("bf16", fits(606)), ("fp8", replace(fits(288), on_device=1203)))
@@ -408,34 +334,9 @@ def test_groups_are_told_apart_by_all_but_their_batch() -> None:
     assert "batch=" not in "".join(shown)
 
 
-def test_the_section() -> None:
-    found = part("memory", USUAL)
-    (table,) = of_kind(found, Table)
-    assert table.caption == "transformer: largest batch that fits into 1.00 GiB"
-    assert [[field.value for field in row[1:5]] for row in table.rows] == [
-        [376, None, 72192, GIB - 7], [606, pytest.approx(606 / 376), 116352, GIB - 7], [288, None, 55296, GIB - 7],
-    ]  # fmt: skip
-    assert [row[0].tone for row in table.rows] == [Tone.PLAIN, Tone.PLAIN, Tone.DOUBT]
-    assert next(text.text for text in of_kind(found, Text)) == "bf16 fits 1.61x of fp32's batch into 1.00 GiB."
-
-
 def test_two_runs_have_tables_of_different_names() -> None:
     tables = of_kind(part("memory", USUAL, USUAL), Table)
     assert len({table.name for table in tables}) == 2
-
-
-def test_the_rows() -> None:
-    """Numbers as they are; the ratio of a native case alone; the reason with the largest."""
-    found = [row for row in rows(*USUAL) if str(row["metric"]).startswith("max_batch")]
-    largest = {row["mode"]: row for row in found if row["metric"] == "max_batch"}
-    assert {mode: row["median_in_unit"] for mode, row in largest.items()} == {"fp32": 376, "bf16": 606, "fp8": 288}
-    assert {mode: row["ratio_to_reference"] for mode, row in largest.items()} == {
-        "fp32": None, "bf16": pytest.approx(606 / 376), "fp8": None,
-    }  # fmt: skip
-    assert largest["bf16"]["why"] == "607: tensors need 963 KiB more"
-    others = {row["metric"]: row["median_in_unit"] for row in found if row["mode"] == "bf16"}
-    assert others["max_batch_tokens"] == 116352 and others["max_batch_limit"] == GIB
-    assert others["max_batch_memory"] == GIB - 7
 
 
 def test_the_rows_of_what_is_unknown_are_empty() -> None:

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import Finding, LayerScale, Record, Run, TensorStatistics
-from fp8bench.report.elements import Bars, ChartAxis, Table, Text, Tone
+from fp8bench.report.elements import Bars, Table, Text, Tone
 from fp8bench.report.page.section import MOST_ROWS
-from fp8bench.report.words import legend
 from tests.materials import Made, many, of_kind, part, with_errors
 from tests.runs import error, gemm, measured, render_whole, transformer
 
@@ -20,30 +19,6 @@ FOUND = (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0), LayerScale("blocks.
 
 def texts(table: Table) -> list[list[str]]:
     return [[field.text for field in row] for row in table.rows]
-
-
-def test_the_main_error_as_bars_on_a_logarithmic_axis() -> None:
-    (bars,) = of_kind(part("numbers", transformer()), Bars)
-    assert bars.axis == ChartAxis("gradient_error", log=True) and bars.title == "transformer: gradient_error"
-    assert [(one.label, one.value) for one in bars.groups[0][1]] == [
-        ("bf16", 3.1e-3),
-        ("fp16", 4.2e-4),
-        ("fp8", 4.7e-2),
-    ]
-    assert bars.description == "Smallest in fp16 (4.2e-04), largest in fp8 (4.7e-02)."
-    assert bars.groups[0][1][2].hint == "fp8: 4.7e-02, emulated"
-
-
-def test_every_error_by_precision() -> None:
-    """Memory is no error, and stands elsewhere."""
-    (table,) = of_kind(part("numbers", transformer()), Table)
-    assert [column.title for column in table.columns] == ["precision", "how", "loss_error (one draw)", "gradient_error"]
-    assert texts(table) == [
-        ["bf16", "native", "1.2e-05", "3.1e-03"],
-        ["fp16", "native", "2.2e-06", "4.2e-04"],
-        ["fp8", "emulated", "8.8e-04", "4.7e-02"],
-    ]
-    assert table.rows[2][1].hint.startswith("no hardware") and "E4M3" in table.rows[2][0].hint
 
 
 @pytest.mark.parametrize(
@@ -88,22 +63,6 @@ def test_an_exact_result_has_no_bar_and_is_said() -> None:
     assert bars.description.endswith("1 is exactly 0, which has no place on a logarithmic axis.")
 
 
-def test_the_data_with_a_column_for_each_format_they_do_not_fit() -> None:
-    """The same columns and figures as in the terminal, and the legend before them."""
-    found = part("numbers", gemm())
-    table = of_kind(found, Table)[-1]
-    assert [column.title for column in table.columns] == ["data", "values", "amax", "e4m3", "e2m1"]
-    assert texts(table) == [
-        ["operand input", "262 k", "68.0", "- / 0.08%", "<0.01% / 19.7%"],
-        ["operand weight", "4.19 M", "4.25", "- / 0.08%", "<0.01% / 19.7%"],
-    ]
-    assert table.caption == (
-        "gemm: data, before any scaling; each figure is the largest of 3 groups; all within the range of bf16, fp16"
-    )
-    shown = [one.text.lower() for one in of_kind(found, Text)]
-    assert shown[-2:] == ["what the data are made of", f"{legend.DATA.lower()}."]
-
-
 def test_no_data_no_legend() -> None:
     assert not of_kind(part("numbers", transformer()), Text)
 
@@ -124,26 +83,6 @@ def with_data(*statistics: TensorStatistics) -> tuple[Run, dict[str, Finding]]:
     """One group, whose reference knows its data."""
     run, findings = transformer()
     return replace(run, records=(replace(run.records[0], statistics=statistics), *run.records[1:])), findings
-
-
-def test_a_row_for_each_kind_and_role() -> None:
-    """Values that have no role in a product go by their kind alone, as do those whose role says no more."""
-    text = block(
-        *with_data(
-            TensorStatistics("attn", "input", 131072, 4.5678, (("fp16", 0.0, 2e-7), ("e4m3", 0.0123, 0.0))),
-            TensorStatistics("attn", "gradient", 4096, 1.5e-7, (("fp16", 0.0, 0.5), ("e4m3", 0.0, 1.0))),
-            TensorStatistics("batch", "", 12, 255.0, (("fp16", 0.0, 0.0), ("e4m3", 0.0, 0.0))),
-            TensorStatistics("gradient", "gradient", 7, 1.0, (("fp16", 0.0, 0.0), ("e4m3", 0.0, 0.0))),
-        )
-    )
-    assert [line.split() for line in text] == [
-        TITLE.split(),
-        ["data", "values", "amax", "fp16", "e4m3"],
-        ["attn", "input", "131", "k", "4.57", "-", "/", "<0.01%", "1.2%", "/", "-"],
-        ["attn", "gradient", "4096", "1.50e-07", "-", "/", "50.0%", "-", "/", "100.0%"],
-        ["batch", "12", "255", "-", "-"],
-        ["gradient", "7", "1.00", "-", "-"],
-    ]
 
 
 def test_a_format_that_holds_everything_has_no_column() -> None:
@@ -197,16 +136,6 @@ def scaled(made: Made, *modes: str) -> Made:
     run, findings = made
     records = [replace(one, scales=FOUND) if not modes or one.case.mode in modes else one for one in run.records]
     return replace(run, records=tuple(records)), findings
-
-
-def test_every_scale_is_a_row() -> None:
-    """Of the cases that have some."""
-    (table,) = of_kind(part("scales", scaled(transformer(), "fp8")), Table)
-    assert [tuple(field.text for field in row) for row in table.rows] == [
-        ("fp8 (emulated)", "blocks.0.mlp.up", "input", "3.50", "128", "0"),
-        ("fp8 (emulated)", "blocks.0.mlp.up", "gradient", "0.0000700", "8.00e+08", "12"),
-    ]
-    assert [field.value for field in table.rows[1][3:]] == [7e-5, 8e8, 12.0]
 
 
 def test_a_table_has_an_end() -> None:

@@ -82,23 +82,6 @@ def test_every_phase_has_words() -> None:
     assert set(PHASE_WORDS) == set(CELL_PHASES)
 
 
-def test_native_cases_and_emulations_have_charts_of_their_own() -> None:
-    """Seconds of each phase, casts and what is unattributed among them; an emulation's time is a cost."""
-    native, cost = of_kind(part("phases", transformer()), Stacks)
-    assert native.parts == cost.parts == PARTS and native.axis == ChartAxis("best case of a step", "s")
-    assert [label for label, _ in native.rows] == ["bf16", "fp16"] and [label for label, _ in cost.rows] == ["fp8"]
-    assert native.rows[0][1] == pytest.approx((2.43e-8, 0, 0.01215, 2.43e-3, 1.215e-3, 2.43e-3, 4.86e-3, 1.2149757e-3))
-    assert native.rows[1][1] == pytest.approx((0, 2.49e-4, 0.01245, 2.49e-3, 1.245e-3, 2.49e-3, 4.98e-3, 9.96e-4))
-    assert cost.rows[0][1] == pytest.approx((0, 0.0366, 0.0122, 2.44e-3, 1.22e-3, 2.44e-3, 4.88e-3, 1.22e-3))
-    assert "cost" in cost.title and "no speed" in cost.title and "cost" not in native.title
-
-
-def test_which_phase_takes_most_is_said() -> None:
-    native, cost = of_kind(part("phases", transformer()), Stacks)
-    assert native.description == "gemm takes most of every step, 50%."
-    assert cost.description == "cast takes most of every step, 60%."
-
-
 def test_steps_of_very_different_length_are_shares() -> None:
     """206 us beside 3.05 ms: in seconds the phases of the short one would be a line. Labels say how long a step is."""
     native, _ = of_kind(part("phases", gemm()), Stacks)

@@ -9,13 +9,13 @@ import pytest
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.ranks import frontier
 from fp8bench.model import Case, MemoryUse, Record, Run, Segments, SlotSample, Status, Timing
-from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, Scaling, Sent, Transfer
+from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, Scaling, Transfer
 from fp8bench.report.data.run import rows, widened
-from fp8bench.report.elements import Scatter, Table, Text
+from fp8bench.report.elements import Table, Text
 from fp8bench.report.page.section import material_of
 from fp8bench.report.panels import panels_of
-from fp8bench.report.topics.rank_boards import EMULATED_RATES, POOLED, UNBEATEN, boards, rank_boards_section, remarks
-from fp8bench.report.topics.ranks import FUNCTIONAL, ranks, ranks_section, wire_costs
+from fp8bench.report.topics.rank_boards import boards, remarks
+from fp8bench.report.topics.ranks import ranks, ranks_section
 from tests.runs import EMULATED, NATIVE, error, render_whole, run_of
 
 MS = 1_000_000
@@ -54,22 +54,6 @@ def test_the_cheapest_ways_are_those_that_nothing_beats() -> None:
     """Alike ones stand beside each other."""
     assert frontier([(1.0, 28.0), (1.0, 26.0), (2.0, 27.0), (3.0, 50.0), (1.0, 28.0)]) == (0, 3, 4)
     assert frontier([]) == ()
-
-
-def test_bytes_stand_beside_the_error() -> None:
-    """What has no codes is the same in all groups, and stands there once."""
-    (panel,) = panels_of(made(), findings(made()))
-    costs = wire_costs(panel)["all_reduce"]
-    assert [one.words for one in costs] == [
-        "fp32",
-        "bf16",
-        "fp8 fp8_gather pre",
-        "fp8 fp8_twoshot pre",
-        "fp8 fp8_ring pre",
-    ]
-    said = [one.text for one in ranks(panel) if isinstance(one, Text)]
-    assert said[0].startswith("all_reduce: nothing else sends as little with as small an error as fp8 fp8_twoshot pre")
-    assert "bf16 (" in said[0] and "fp32 (" in said[0] and "fp8_gather" not in said[0] and "fp8_ring" not in said[0]
 
 
 def test_tables_of_memory_and_overlap() -> None:
@@ -126,24 +110,6 @@ def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
     assert bounds == [(pytest.approx(250 / 3), pytest.approx(500 / 7), 100.0, False), (None, None, None, True)]
 
 
-def test_a_board_has_each_case_of_a_collective_once() -> None:
-    """What is measured beside every way of FP8 by the middle of its groups; a star where nothing beats it."""
-    run = made()
-    (panel,) = panels_of(run, findings(run))
-    (board,) = boards(panel)
-    assert board.caption == "all_reduce of 3.91 KiB, 2 ranks"
-    assert [column.title for column in board.columns] == ["case", "", "busbw", "algbw", "wire", "SQNR", "verdict"]
-    assert [[field.text for field in row] for row in board.rows] == [
-        ["fp32", "*", "200 kB/s", "200 kB/s", "5.86 KiB", "151", "reference"],
-        ["bf16", "*", "200 kB/s", "200 kB/s", "2.93 KiB", "50.0", "unsure"],
-        ["fp8_gather pre", "", "200 kB/s", "200 kB/s", "2.93 KiB", "31.5", "emulated"],
-        ["fp8_twoshot pre", "*", "200 kB/s", "200 kB/s", "1.46 KiB", "28.4", "emulated"],
-        ["fp8_ring pre", "", "200 kB/s", "200 kB/s", "1.46 KiB", "26.0", "emulated"],
-    ]
-    single = run_of([replace(one, case=replace(one.case, ranks=1)) for one in run.records])
-    assert not any(any(boards(one)) for one in panels_of(single, findings(single)))
-
-
 def test_a_board_names_what_was_lost_swept_and_failed() -> None:
     failed = replace(record("bf16", "fp8_gather", 1.0, 1.0), status=Status.FAILED, timing=None, transfer=None)
     clipped = record("fp8", "fp8_ring", 1500.0, 26.0)
@@ -173,31 +139,6 @@ def test_several_settings_of_ranks_are_a_board_and_little_else() -> None:
     assert "all_reduce of 3.91 KiB, 2 ranks" in alone and "phases, as shares" in alone
 
 
-def test_ways_of_training_are_a_row_each() -> None:
-    """Efficiency by its interval alone, what the rank sends that sends most, and how far it is from one rank."""
-    sent = (Sent(0, "all_reduce", "float32", 1, 1024.0), Sent(1, "all_reduce", "float32", 1, 2048.0))
-    known = Scaling((10.0,) * 6, (5.0,) * 6, (5.0, 5.5, 6.0, 6.0, 6.5, 7.0))
-    ways = [
-        replace(
-            one, case=replace(one.case, workload="parallel", params=(("way", way), ("wire", "fp32"))), transfer=None,
-            measurements=(error("update_error", 0.01),), scaling=known, sent=sent,
-        )
-        for way in ("ddp", "zero")
-        for one in (record("fp32", "", 1.0, 1.0), record("bf16", "", 1.0, 1.0))
-    ]  # fmt: skip
-    run = run_of(ways)
-    (panel,) = panels_of(run, findings(run))
-    (board,) = boards(panel)
-    assert list(remarks(panel)) == [FUNCTIONAL]
-    assert [row[0].text for row in board.rows] == ["ddp", "ddp", "zero", "zero"]
-    shown = dict(zip((column.title for column in board.columns), board.rows[0], strict=True))
-    told = {name: shown[name].text for name in ("case", "verdict", "strong", "sent", "memory", "gap")}
-    assert told == {
-        "case": "fp32", "verdict": "reference", "strong": "71% to 100%", "sent": "2.00 KiB", "memory": "400 B",
-        "gap": "1.0e-02",
-    }  # fmt: skip
-
-
 def test_an_unbalanced_load_names_the_rank_that_waits() -> None:
     """Rank 0 is longer in its collective: it has less to do. An even load is no cause."""
 
@@ -214,13 +155,6 @@ def test_an_unbalanced_load_names_the_rank_that_waits() -> None:
     assert told(3000.0, 3144.0) == []
 
 
-def test_the_page_has_boards_ahead_of_all_cases() -> None:
-    run = made()
-    elements = list(rank_boards_section(material_of([run], [findings(run)])))
-    assert [one.name for one in elements if isinstance(one, Table)] == ["board-all_reduce-1"]
-    assert [one.text for one in elements if isinstance(one, Text)] == [UNBEATEN, POOLED, EMULATED_RATES, FUNCTIONAL]
-
-
 def test_a_pipeline_says_what_of_it_is_idle() -> None:
     """Of 18 ms that two ranks take 8 are waiting and sending."""
     own = record("fp32", "", 1.0, 1.0)
@@ -230,15 +164,6 @@ def test_a_pipeline_says_what_of_it_is_idle() -> None:
     said = [one.text for one in ranks(panel) if isinstance(one, Text)]
     assert any(one.startswith("fp32: for 80% of the time that they compute ranks wait or send") for one in said), said
     assert any(one.endswith("of equal stages that send in no time it is 25%.") for one in said)
-
-
-def test_the_page_has_a_picture() -> None:
-    run = made()
-    elements = list(ranks_section(material_of([run], [findings(run)])))
-    (chart,) = (one for one in elements if isinstance(one, Scatter))
-    assert {(point.series, point.x, point.y) for point in chart.points} == {
-        ("bf16", 3000.0, 50.0), *((way, wire, sqnr) for way, (wire, sqnr) in WAYS.items()),
-    }  # fmt: skip
 
 
 def test_rows_of_ranks_and_of_a_failed_one() -> None:

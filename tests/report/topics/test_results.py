@@ -30,52 +30,12 @@ def test_every_case_is_a_row_of_the_main_table() -> None:
     assert table(gemm()).main and len(table(gemm()).rows) == 12
 
 
-def test_a_fact_is_shown_with_its_numbers() -> None:
-    found = row("bf16", gemm())
-    assert {title: (field.text, field.value) for title, field in found.items()} == {
-        "setting": ("m=256 n=256 k=256", None),
-        "precision": ("bf16", None),
-        "verdict": ("faster", None),
-        "speed-up": ("1.95x", 1 / 0.512),
-        "interval": ("[1.94, 1.97]", pytest.approx(0.0068, rel=0.01)),
-        "over all calls": ("1.96x [1.92, 2.00]", 1 / 0.51),
-        "best": ("206 us", 206e-6),
-        "median": ("214 us", pytest.approx(214.24e-6)),
-        "spread": ("2.0%", 0.02),
-        "throughput": ("157 GFLOP/s", pytest.approx(2 * 256**3 / (206e-6 * 1.04))),
-        "error": ("2.4e-03", 2.4e-3),
-        "how": ("native", None),
-    }
-    assert found["verdict"].tone is Tone.GOOD is found["speed-up"].tone
-    assert of_kind(part("results", gemm()), Text)[0].text == (
-        "The same in every row: gemm product=forward operands=cast."
-    )
-    titles = [column.title for column in table(transformer(), gemm()).columns]
-    assert titles[:11] == [
-        "precision", "run", "suite", "setting", "verdict", "labels", "speed-up", "interval", "over all calls", "error",
-        "peak memory",
-    ]  # fmt: skip
-    assert found["setting"].hint == "m=256 n=256 k=256 product=forward operands=cast"
-    assert found["error"].hint == "product_error"
-
-
 def test_a_number_of_a_suite_is_not_taken_for_the_steps_own() -> None:
     """Whatever the suite calls it."""
     run, findings = gemm()
     own = tuple(Measurement(name, "J", (7.0,)) for name in ("time", "energy", "flops_per_second", "tokens_per_second"))
     records = tuple(replace(one, measurements=(*one.measurements, *own)) for one in run.records)
     assert row("bf16", (replace(run, records=records), findings)) == row("bf16", gemm())
-
-
-def test_columns_say_what_they_are() -> None:
-    columns = {column.title: column for column in table(gemm()).columns}
-    assert "above 1x is faster" in columns["speed-up"].hint
-    assert columns["throughput"].unit == "FLOP/s" and columns["best"].unit == "s"
-    assert {column.unit for column in table(transformer()).columns if column.title == "throughput"} == {"tok/s"}
-    assert columns["error"].hint == "product_error (gemm)"
-    both = {column.title: column for column in table(gemm(), transformer()).columns}
-    assert both["throughput"].unit == ""  # some count FLOP, others tokens
-    assert both["error"].hint == "product_error (gemm), gradient_error (transformer)"
 
 
 def test_an_emulation_has_no_speed() -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-
-import pytest
 
 from fp8bench.model import Ceiling, Label, Limit, Request, Verdict
 from fp8bench.report.elements import Items, Scatter, Table, Text
-from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.panels import panels_of
 from fp8bench.report.topics.roofline import how_to_know, roofline_section, sentences
 from tests.materials import Made, built, material, of_kind, part, told
@@ -134,14 +130,6 @@ def test_ceilings_of_a_machine_that_was_not_left_alone_are_no_roofs() -> None:
     assert text.text.endswith("bound nothing, their runs differ too much: copy (88.9%) and triad (101.1%).")
 
 
-def test_a_terminal_says_the_same() -> None:
-    """Below the numbers, and nothing without ceilings."""
-    text = " ".join(render_whole(*made(), width=200).split())
-    assert "what bounds it bf16 is compute-bound in gemm (54% of the step, at 71% of its ceiling)" in text
-    assert "would give at most 1.53x; it gives 1.22x" in text and "differ too much: triad (30.0%)." in text
-    assert "what bounds it" not in render_whole(*made(None))
-
-
 def test_more_than_memory_gives_is_a_cache() -> None:
     """A tenth of the bandwidth: the optimizer moves eight times what memory could."""
     slow = tuple(replace(one, runs=tuple(run / 10 for run in one.runs)) if one.limit.value in ("copy", "triad") else one
@@ -155,15 +143,3 @@ def test_without_ceilings_a_sentence_and_without_tapes_nothing() -> None:
     assert "fp8bench doctor --ceilings" in " ".join(told(part("roofline", (run, findings)).elements))
     bare = replace(run, records=tuple(replace(one, tape=None) for one in run.records))
     assert built("roofline", (bare, findings)) is None
-
-
-@pytest.mark.slow
-def test_it_is_rendered_in_a_fifth_of_a_second() -> None:
-    """By the processor's own time, the best of three."""
-    taken = []
-    for _ in range(3):
-        start = time.process_time()
-        for one in of_kind(part("roofline", made()), Scatter):
-            draw(one)
-        taken.append(time.process_time() - start)
-    assert min(taken) < 0.2

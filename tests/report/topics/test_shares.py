@@ -6,10 +6,8 @@ from dataclasses import replace
 
 from fp8bench.analysis.shares import parts_of
 from fp8bench.model import Finding, Run, Share, ShareKind, Shares, SharesFrom
-from fp8bench.report.elements import Items, Stacks, Table
 from fp8bench.report.terminal.layout import render
 from fp8bench.report.topics.shares import page_of
-from tests.materials import of_kind, part
 from tests.runs import transformer
 
 PARTS = (
@@ -26,32 +24,6 @@ def made(**changes: object) -> tuple[Run, dict[str, Finding]]:
     shares = replace(Shares(PARTS, 10e-3), **changes)  # type: ignore[arg-type]
     records = tuple(replace(one, shares=shares) for one in run.records)
     return replace(run, records=records), findings
-
-
-def test_shares_of_the_untouched_step() -> None:
-    """What is left is the host's; parts that come to more than their step are shares of their sum."""
-    shares = Shares(PARTS, 10e-3)
-    assert {kind.value: round(share, 3) for kind, share in shares.by_kind.items()} == {
-        "gemm": 0.5, "cast": 0.2, "optimizer": 0.1, "unknown": 0.05,
-    }  # fmt: skip
-    assert round(shares.unattributed, 3) == 0.15 and next(iter(shares.by_module)) == "blocks.0.mlp.up"
-    tight = Shares(PARTS, 1e-3)
-    assert tight.whole == sum(one.seconds for one in PARTS) and abs(tight.unattributed) < 1e-9
-    assert Shares().unattributed == 0.0 and Shares().by_kind == {}
-
-
-def test_a_bar_a_case_and_its_modules() -> None:
-    run, findings = made()
-    (bars,) = of_kind(part("shares", (run, findings)), Stacks)
-    assert bars.parts[:2] == ("gemm", "cast") and bars.parts[-1] == "unattributed"
-    kinds, modules = of_kind(part("shares", (run, findings)), Table)
-    assert [row[0].text for row in kinds.rows] == [
-        "gemm", "cast", "gemm (conv)", "optimizer", "unknown", "unattributed",
-    ]  # fmt: skip
-    assert [row[0].text for row in modules.rows] == ["blocks.0.mlp.up", "patches", "blocks.0"]
-    (remarks,) = of_kind(part("shares", (run, findings)), Items)
-    assert any("unknown: mine::kernel, 3 calls" in one.text for one in remarks.items)
-    assert any("emulated: these are parts of what the emulation costs" in one.text for one in remarks.items)
 
 
 def test_of_a_compiled_step_no_module_is_told() -> None:

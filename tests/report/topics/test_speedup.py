@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from fp8bench.model import Interval, Label, SustainedTurn, Verdict
-from fp8bench.report.elements import Bars, ChartPoint, Mark, Scatter, Table, Tone
+from fp8bench.model import Interval, Label, Verdict
+from fp8bench.report.elements import Bars, Mark, Scatter, Tone
 from fp8bench.report.page.drawing.scale import BARS
-from tests.materials import Made, built, emulated_with_a_ratio, of_kind, part, recased, with_errors
-from tests.runs import NATIVE, gemm, judged, transformer
+from tests.materials import Made, emulated_with_a_ratio, of_kind, part, recased, with_errors
+from tests.runs import gemm, judged, transformer
 
 FASTER = (Verdict.FASTER, 0.5)
 
@@ -24,34 +24,6 @@ def scatters(*made: Made) -> list[Scatter]:
 
 def marks(*made: Made) -> list[Mark]:
     return [mark for chart in charts(*made) for _, found in chart.groups for mark in found]
-
-
-def test_one_precision_in_several_settings_has_one_heading() -> None:
-    (chart,) = charts(judged(FASTER, (Verdict.SLOWER, 1.25)))
-    ((heading, found),) = chart.groups
-    assert heading == "bf16 over fp32" and [mark.label for mark in found] == ["m=64", "m=128"]
-    assert found[0] == Mark("m=64", 2.0, 1 / (0.5 * 1.01), 1 / (0.5 * 0.99), Tone.GOOD, "bf16 2.00x as fast as fp32")
-    assert found[1].tone is Tone.BAD and chart.start == 1.0 and chart.axis.unit == "x"
-    assert chart.description == (
-        "2 cases: 1 faster, 1 slower, 0 in doubt (grey). The most is 2.00x: gemm m=64 bf16. The least is 0.800x: gemm "
-        "m=128 bf16."
-    )
-
-
-def test_several_precisions_have_a_heading_a_setting() -> None:
-    run, findings = gemm()
-    native = tuple(replace(one, support=NATIVE) if one.case.precision == "fp8" else one for one in run.records)
-    quick = {
-        name: replace(found, verdict=Verdict.FASTER, ratio=Interval(0.4, 0.39, 0.41, 0.99))
-        if found.case.precision == "fp8" else found
-        for name, found in findings.items()
-    }  # fmt: skip
-    (chart,) = charts((replace(run, records=native), quick))
-    assert [(heading, [mark.label for mark in found]) for heading, found in chart.groups] == [
-        ("m=256 n=256 k=256", ["bf16", "fp8"]),
-        ("m=512 n=512 k=512", ["bf16"]),
-        ("m=1 n=2048 k=2048", ["bf16", "fp8"]),
-    ]
 
 
 def test_an_emulated_case_has_no_bar() -> None:
@@ -94,18 +66,6 @@ def test_a_suite_is_not_parted() -> None:
     """Its chart draws the first bars, and the rest stands in the table of its numbers."""
     (chart,) = charts(judged(*[FASTER] * 60))
     assert len(chart.groups[0][1]) == 60
-
-
-def test_each_case_has_a_place() -> None:
-    (chart,) = scatters(gemm())
-    assert (chart.title, chart.x.unit, chart.y.log) == ("Speed-up against product_error: gemm", "x", True)
-    assert chart.points[:3] == (
-        ChartPoint("fp32", "m=256 n=256 k=256", 1.0, 2.3e-7, hint="1.00x, error 2.3e-07"),
-        ChartPoint("bf16", "m=256 n=256 k=256", 1 / 0.512, 2.4e-3, Tone.GOOD, "1.95x, error 2.4e-03"),
-        ChartPoint("fp8", "m=256 n=256 k=256", None, 3.7e-2, Tone.DOUBT, "error 3.7e-02; emulated: no speed"),
-    )
-    assert chart.margin == "emulated: no speed"
-    assert chart.description == "8 cases. product_error: fp32 2.3e-07, bf16 2.4e-03 and fp8 3.7e-02."
 
 
 def test_errors_of_different_kinds_have_charts_of_their_own() -> None:
@@ -168,16 +128,3 @@ def test_the_point_of_an_emulation_has_no_speed() -> None:
 
 def test_without_errors_there_is_no_chart_of_them() -> None:
     assert not scatters(judged(FASTER))
-
-
-def test_a_table_a_suite_where_somebody_asked() -> None:
-    """The same as in the terminal; nothing where nobody did."""
-    run, findings = transformer()
-    turns = (SustainedTurn(10, (0.25,) * 4, None, 1.7e9, 650.0),) * 3
-    made: Made = replace(run, records=tuple(replace(one, sustained=turns) for one in run.records)), findings
-    (table,) = of_kind(part("sustained", made), Table)
-    assert [column.title for column in table.columns][:4] == ["group", "case", "sustained", "speed-up"]
-    first = [field.text for field in table.rows[0]]
-    assert first[1] == "bf16" and first[2] == "25.0 ms" and first[5:] == ["1.70 GHz", "650 W", "3, cannot be told"]
-    assert len(table.rows) == len(run.records)
-    assert built("sustained", transformer()) is None

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import Finding, Label, Level, Record, Run, Status, Support, Verdict
-from fp8bench.report.elements import Items, Text, Tone, Verdicts
+from fp8bench.report.elements import Items, Text, Verdicts
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal.run import render
 from fp8bench.report.topics.verdict import LONGEST_REASON, ReportedCase, emulations, failures, outcomes, skips
@@ -27,26 +27,6 @@ def texts(*made: Made) -> list[str]:
         for text in (element.items if isinstance(element, Items) else [element])
         if isinstance(text, Text)
     ]
-
-
-def test_failures_come_first_and_loud() -> None:
-    found = part("verdict", gemm())
-    _, headline, failed, sentences = found.elements
-    assert headline == Text("1 of 12 cases failed.", Tone.BAD)
-    assert failed == Items((Text("FAILED: fp8 on gemm m=512 n=512 k=512: out of memory, even alone", Tone.BAD),))
-    assert isinstance(sentences, Items) and [text.tone for text in sentences.items] == [Tone.GOOD, *[Tone.DOUBT] * 2]
-
-
-def test_the_whole_text() -> None:
-    assert texts(gemm())[2:] == [
-        "bf16 is faster than fp32 in all 3 cases of gemm, 1.95x",
-        (
-            "fp8 is emulated on this CPU: its numbers are right (product_error 3.7e-02), its time says nothing "
-            "about speed"
-        ),
-        "nvfp4 was skipped in all 3 cases of gemm: fp4 needs torch 2.8 or later, this is 2.7.1",
-    ]
-    assert part("verdict", gemm()).lead.startswith("Speed against the reference")
 
 
 def test_doubt_that_all_share_is_said_once() -> None:
@@ -157,22 +137,6 @@ def test_a_skip_says_its_reason_once() -> None:
     two = [Record(case(suite, one, {}), REFUSED, Status.SKIPPED, reason="no hardware") for suite, one in (
         ("gemm", "mxfp4"), ("mlp", "nvfp4"))]  # fmt: skip
     assert skips(of(*two)) == ["mxfp4 and nvfp4 were skipped in all 2 cases of gemm and mlp: no hardware"]
-
-
-@pytest.mark.parametrize(
-    ("found", "errors"),
-    [
-        (made(transformer()), " (gradient_error 4.7e-02)"),
-        (of(emulated("fp8", value=None)), ""),
-        (of(emulated("fp8"), emulated("fp8", "mlp", 0.05)),
-         " (product_error 3.7e-02 in gemm and product_error 5.0e-02 in mlp)"),
-        (of(*(emulated("fp8", suite) for suite in ("gemm", "mlp", "conv"))), ""),
-    ],
-    ids=["of one suite", "none", "of two suites", "of more"],
-)  # fmt: skip
-def test_an_emulation_is_right_in_numbers_and_has_no_speed(found: list[ReportedCase], errors: str) -> None:
-    right = f"fp8 is emulated on this CPU: its numbers are right{errors}"
-    assert emulations(found) == [f"{right}, its time says nothing about speed"]
 
 
 def test_what_is_not_finite_is_not_called_right() -> None:

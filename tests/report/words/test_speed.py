@@ -46,11 +46,6 @@ def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
             Tone.DOUBT,
         ),
         (
-            [(*SLOWER, NOISY)],
-            f"bf16 is perhaps slower than fp32 {ON}: 0.800x [0.792, 0.808] its speed, but {VARIED}",
-            Tone.DOUBT,
-        ),
-        (
             [(*SAME, NOISY)],
             f"bf16 is perhaps as fast as fp32 {ON}: 0.990x [0.980, 1.00] its speed, within 2%, but {VARIED}",
             Tone.DOUBT,
@@ -61,7 +56,6 @@ def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
             Tone.GOOD,
         ),
         ([(Verdict.FASTER, None)], f"bf16 is faster than fp32 {ON}", Tone.GOOD),
-        ([(Verdict.SLOWER, None)], f"bf16 is slower than fp32 {ON}", Tone.BAD),
         ([(Verdict.SAME, None)], f"bf16 is as fast as fp32 {ON}, within 2%", Tone.PLAIN),
         ([FASTER] * 3, "bf16 is faster than fp32 in all 3 cases of gemm, 2.00x", Tone.GOOD),
         ([FASTER] * 2, "bf16 is faster than fp32 in both cases of gemm (m=64: 2.00x; m=128: 2.00x)", Tone.GOOD),
@@ -73,7 +67,6 @@ def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
             ),
             Tone.PLAIN,
         ),
-        ([SLOWER] * 3, "bf16 is slower than fp32 in all 3 cases of gemm, 0.800x", Tone.BAD),
         ([SAME] * 3, "bf16 is as fast as fp32 in all 3 cases of gemm (within 2%)", Tone.PLAIN),
         (
             [SLOWER, SAME, SAME],
@@ -87,11 +80,6 @@ def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
                 f"{VARIED} and it rests on few rounds in 1 of them (few-samples); perhaps slower in 1 (m=192: 0.800x), "
                 f"but {RESTS}"
             ),
-            Tone.DOUBT,
-        ),
-        (
-            [(*SAME, NOISY)] * 3,
-            f"bf16 is perhaps as fast as fp32 in all 3 cases of gemm (within 2%), but {VARIED}",
             Tone.DOUBT,
         ),
         (

@@ -11,7 +11,7 @@ from fp8bench import units
 from fp8bench.report.elements import AnyChart, Bars, Heat, Lines, Scatter, Sparks, Stacks, Strips, Waterfall
 from fp8bench.report.page.drawing.plots import draw_lines, draw_scatter
 from fp8bench.report.page.drawing.rows import draw_bars, draw_stacks, draw_strips, draw_waterfall
-from fp8bench.report.page.drawing.scale import CELLS, TABBED, cells_drawn, placeless, shortened, shown, worded
+from fp8bench.report.page.drawing.scale import CELLS, TABBED, drawable, placeless, shortened, shown, worded
 from fp8bench.report.page.drawing.sheet import Sheet
 from fp8bench.report.page.drawing.sparks import draw_sparks
 
@@ -39,7 +39,7 @@ class _Grid:
 
 
 def draw_heat(sheet: Sheet, chart: Heat) -> float:
-    cells = cells_drawn(chart)
+    cells = [[value if drawable(value, log=True) else None for value in row[:CELLS]] for row in chart.values[:CELLS]]
     values = [value for row in cells for value in row if value is not None]
     every = [value for row in chart.values for value in row if value is not None]
     missing = placeless(every, log=True)

@@ -13,6 +13,7 @@ from fp8bench.report.page.drawing.scale import (
     LABELS,
     PLACES,
     POINTED,
+    POINTS,
     SERIES,
     Hint,
     Scale,
@@ -22,8 +23,6 @@ from fp8bench.report.page.drawing.scale import (
     hint,
     numbers_of,
     placeless,
-    points_drawn,
-    points_placed,
     shortened,
     shown,
     worded,
@@ -232,8 +231,9 @@ class _Frame:
 
 
 def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
-    placed = points_placed(chart)
-    points = points_drawn(placed)
+    placed = [point for point in chart.points if drawable(point.y, chart.y.log)
+              and (point.x is None or drawable(point.x, chart.x.log))]  # fmt: skip
+    points = placed[:: max(1, -(-len(placed) // POINTS))]
     sheet.omit(len(chart.points) - len(placed), len(placed) - len(points))
     if not points:
         return 0.0

@@ -19,7 +19,6 @@ from fp8bench.report.page.drawing.scale import (
     ROWS,
     SERIES,
     Scale,
-    bars_drawn,
     drawable,
     ends,
     fitted,
@@ -30,11 +29,10 @@ from fp8bench.report.page.drawing.scale import (
     placeless,
     shortened,
     shown,
-    stack_rows,
-    strip_rows,
     worded,
 )
 from fp8bench.report.page.drawing.sheet import Sheet
+from fp8bench.report.panels import together
 
 _LABELS_SHARE = 0.4
 _LABEL_GAP = 14.0
@@ -142,13 +140,15 @@ _THINNEST = 2.0
 
 def draw_bars(sheet: Sheet, chart: Bars) -> float:
     """From the start; as dots where the axis has no place for one, as errors have none on a logarithmic axis."""
-    groups, log = bars_drawn(chart), on_ratios(chart)
-    marks = [mark for _, group in groups for mark in group]
-    every = [mark for _, group in chart.groups for mark in group]
-    sheet.omit(placeless(numbers_of(every), log), sum(drawable(mark.value, log) for mark in every) - BARS)
+    log = on_ratios(chart)
+    every = [((place, heading), mark) for place, (heading, own) in enumerate(chart.groups) for mark in own]
+    placed = [(group, mark) for group, mark in every if drawable(mark.value, log)]
+    marks = [mark for _, mark in placed[:BARS]]
+    sheet.omit(placeless(numbers_of(mark for _, mark in every), log), len(placed) - BARS)
     if not marks:
         return 0.0
-    labels = [(heading, [mark.label for mark in group]) for heading, group in groups]
+    by_group = together((group, mark.label) for group, mark in placed[:BARS])
+    labels = [(heading, own) for (_, heading), own in by_group.items()]
     rows = arranged(sheet, labels, 22.0 if sheet.narrow else 28.0)
     start = chart.start if drawable(chart.start, log) else None
     scale = _scale(chart, marks, start, sheet, rows.left)
@@ -240,7 +240,7 @@ _RESTS = ("unattributed", "the rest")
 
 
 def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
-    rows = stack_rows(chart)
+    rows = [row for row in chart.rows if any(map(part_drawable, row[1]))]
     sheet.omit(placeless((value for _, values in chart.rows for value in values if value), log=True), len(rows) - ROWS)
     rows = rows[:ROWS]
     if not rows:
@@ -293,7 +293,8 @@ _PLACES = (0.0, -4.5, 4.5, -9.0, 9.0)
 
 
 def draw_strips(sheet: Sheet, chart: Strips) -> float:
-    rows = strip_rows(chart)
+    known = ((label, tuple(filter(drawable, samples)), tone.value) for label, samples, tone in chart.rows)
+    rows = [row for row in known if row[1]]
     missing, left = placeless(value for _, samples, _ in chart.rows for value in samples), len(rows) - ROWS
     rows = rows[:ROWS]
     many = f"Of more than {DOTS} samples {DOTS} are drawn, chosen evenly over their sorted order."

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from fp8bench import units
-from fp8bench.report.elements import Bars, ChartPoint, Heat, Mark, Scatter, Stacks, Strips
-from fp8bench.report.panels import together
+from fp8bench.report.elements import Bars, Mark
 
 # Values closer than this, relative to their size, are drawn as equal: ticks between them would read alike.
 _ALIKE = 1e-9
@@ -201,39 +200,8 @@ def on_ratios(chart: Bars) -> bool:
     return chart.axis.log or (chart.axis.unit == "x" and chart.start > 0)
 
 
-def bars_drawn(chart: Bars) -> tuple[tuple[str, tuple[Mark, ...]], ...]:
-    marks = [((place, heading), mark) for place, (heading, own) in enumerate(chart.groups) for mark in own]
-    groups = together([pair for pair in marks if drawable(pair[1].value, on_ratios(chart))][:BARS])
-    return tuple((heading, tuple(own)) for (_, heading), own in groups.items())
-
-
-def stack_rows(chart: Stacks) -> tuple[tuple[str, tuple[float, ...]], ...]:
-    return tuple(row for row in chart.rows if any(map(part_drawable, row[1])))
-
-
 def part_drawable(value: float) -> bool:
     return drawable(value, log=True)
-
-
-def strip_rows(chart: Strips) -> tuple[tuple[str, tuple[float, ...], str], ...]:
-    rows = ((label, tuple(filter(drawable, samples)), tone.value) for label, samples, tone in chart.rows)
-    return tuple(row for row in rows if row[1])
-
-
-def cells_drawn(chart: Heat) -> list[list[float | None]]:
-    return [[value if drawable(value, log=True) else None for value in row[:CELLS]] for row in chart.values[:CELLS]]
-
-
-def points_placed(chart: Scatter) -> list[ChartPoint]:
-    return [
-        point
-        for point in chart.points
-        if drawable(point.y, chart.y.log) and (point.x is None or drawable(point.x, chart.x.log))
-    ]
-
-
-def points_drawn(placed: list[ChartPoint]) -> list[ChartPoint]:
-    return placed[:: max(1, -(-len(placed) // POINTS))]
 
 
 def numbers_of(marks: Iterable[Mark]) -> list[float]:
