@@ -158,7 +158,6 @@ def _asked(arguments: argparse.Namespace) -> ParallelQuestion:
 
 
 def _watts(text: str) -> float:
-    """What a limit is of the other."""
     try:
         limit, of = map(float, text.split("/"))
     except ValueError:
@@ -178,7 +177,6 @@ _TRAINING = (
 
 
 def _training(text: str, planned: Load) -> MeasuredTraining:
-    """Raises UsageError with the word that is none."""
     words = [word.strip() for word in text.split(",")]
     if len(words) < 3:
         raise UsageError(f"--calibrate {text!r:.80} is too short. {_TRAINING}.")

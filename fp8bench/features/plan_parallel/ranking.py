@@ -79,7 +79,6 @@ class Planned:
 
     @property
     def kinds(self) -> int:
-        """Ways that it is cut, whatever their number."""
         one = self.layout
         return sum(count > 1 for count in (one.copies, one.shards, one.tensor, one.pipeline, one.context))
 
@@ -123,7 +122,6 @@ def layouts(asked: ParallelQuestion) -> Iterator[ParallelLayout]:
 
 
 def _within_a_node(topology: Topology, inner: ParallelLayout, ranks: int) -> int:
-    """Shards that stay within a node: a whole number of them, or all."""
     room = topology.node // (inner.tensor * inner.context)
     return room if room > 1 and ranks % room == 0 else ranks
 

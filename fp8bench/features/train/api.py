@@ -211,7 +211,6 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
 
 
 def complain_of(lines: Sequence[StreamLine]) -> None:
-    """A sentence on stderr for each event."""
     for event in (line for line in lines if isinstance(line, TrainingEvent)):
         where = f" ({event.layer} {event.tensor}".rstrip() + ")" if event.layer else ""
         remedy = f". What may help: {event.remedy}" if event.remedy else ""
@@ -246,8 +245,6 @@ def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any
     base: Any = _package("transformers").TrainerCallback
 
     class WatchCallback(base):  # type: ignore[misc]
-        """Watches from the first step to the last."""
-
         def __init__(self) -> None:
             self._stack = ExitStack()
             self._loop: OwnLoop | None = None
@@ -277,8 +274,6 @@ def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
     base: Any = _package("lightning.pytorch", "pytorch_lightning").Callback
 
     class WatchCallback(base):  # type: ignore[misc]
-        """Watches from the first step to the last, or to an exception."""
-
         def __init__(self) -> None:
             self._stack = ExitStack()
             self._loop: OwnLoop | None = None
@@ -310,7 +305,6 @@ def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
 
 
 def _package(*names: str) -> Any:
-    """The first of these that is installed."""
     for name in names:
         try:
             return importlib.import_module(name)

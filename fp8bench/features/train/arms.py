@@ -63,7 +63,6 @@ def arms_of_seed(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
 
 
 def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceFacts:
-    """The device asked for; by default the first GPU, else the processor."""
     if request.device is not None:
         return device_named(request.device, facts)
     return next((fact for fact in facts if fact.accelerated), facts[0])
@@ -87,7 +86,6 @@ def check_training(request: TrainingRequest) -> None:
 
 
 def _named(request: TrainingRequest) -> tuple[Arm, ...]:
-    """All arms, whatever a device makes of them."""
     modes = list(dict.fromkeys(map(precisions.canonical, request.dtypes)))
     lead = min(modes, key=lambda mode: precisions.get(mode).rank)
     if request.reference is not None:
@@ -172,7 +170,6 @@ def _axis(name: str, values: Sequence[str], modes: Sequence[str]) -> _Swept:
 
 
 def _value(setting: str, text: str) -> Scalar:
-    """What was typed as the setting has it; its own rule says whether it may be."""
     try:
         value = _SWEPT[setting](text)
         Arm("", "", settings=((setting, value),)).taken(TrainerSettings())

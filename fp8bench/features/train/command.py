@@ -174,7 +174,6 @@ def _check_same(arguments: argparse.Namespace, training: Training) -> None:
 
 @contextmanager
 def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
-    """Told on the terminal. Where the store takes no more, what it has is shown, and how to go on."""
     from fp8bench.features.train.outward import outward
 
     try:

@@ -54,7 +54,6 @@ _NAMES: Mapping[type, tuple[str, ...]] = {
 
 
 def value_of(kept: KeptTraining, found: TrainingVerdicts) -> dict[str, Any]:
-    """The training, every line, and what is said of each arm."""
     said = {arm.arm.name: {**encode(arm), "words": verdict(arm, found)} for arm in found.arms if not arm.arm.skip}
     bands = {name: encode(getattr(found, name)) for name in ("seed_band", "repeat_band")}
     arms = {one.arm.name: encode(row_of(one, found)) for one in summaries_of(kept, found)}
@@ -90,7 +89,6 @@ def _summaries(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[dict[str
 
 
 def _rows(kept: KeptTraining) -> Iterator[tuple[Any, ...]]:
-    """A row a figure of every line, in the order of the columns."""
     arms = {arm.name: tuple(map(cell, _arm(arm).values())) for arm in kept.training.arms}
     for line in kept.lines:
         of, layer, role, tensor = (getattr(line, name, "") for name in ("of", "layer", "role", "tensor"))
@@ -120,7 +118,6 @@ def _figures(line: StreamLine) -> Iterator[tuple[str, Any]]:
 
 
 def costs_of(cost: ArmCost) -> Iterator[tuple[str, Any]]:
-    """Bytes, by what they are for; what is not there has its reason."""
     for name, size in cost.kept:
         yield f"kept {name}", size
     if cost.memory is not None:
@@ -179,7 +176,6 @@ def _scalars(line: StreamLine, native: bool) -> Iterator[tuple[str, float]]:
 
 
 def summed_up(kept: KeptTraining, found: TrainingVerdicts) -> dict[str, dict[str, float]]:
-    """What every arm came to: gaps as shares with their intervals, losses, speed."""
     return {
         one.arm.name: {
             name: value for name, value in figures_of(one, found).items() if value is not None and math.isfinite(value)

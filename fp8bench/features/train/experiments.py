@@ -38,11 +38,9 @@ class TrainedFigures:
 
     @cached_property
     def looks(self) -> dict[tuple[str, int, str], float]:
-        """After the last step."""
         return {(look.arm, look.seed, look.of): look.loss for look in self.kept.of(Validation)}
 
     def mean(self, arm: str, seed: int, first: float, last: float) -> float:
-        """Of the losses from one share of the steps to another."""
         losses = self.losses[arm, seed]
         return fmean(losses[round(first * len(losses)) : round(last * len(losses))])
 
@@ -136,7 +134,6 @@ def experiment_named(name: str) -> Experiment:
 
 
 def as_experiment(request: TrainingRequest) -> TrainingRequest:
-    """A request with what its experiment says, where nothing else was asked."""
     if not request.experiment:
         return request
     own = experiment_named(request.experiment)
@@ -224,7 +221,6 @@ def _word(own: Experiment, change: Gap | None) -> str:
 
 
 def parts_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[Part]:
-    """What was asked, what was measured, and the word of each arm."""
     result = result_of(kept, found)
     if result is None:
         return

@@ -141,18 +141,15 @@ def _content(line: bytes) -> Content:
 
 
 def plain(line: StreamLine) -> dict[str, Any]:
-    """A line of a stream as a JSON value: what it is, and that."""
     return {_NAMES[type(line)]: encode(line)}
 
 
 def line_of(content: Content) -> StreamLine:
-    """Its way back."""
     ((name, value),) = content.items()
     return cast(StreamLine, decode(_KINDS[name], value))
 
 
 def start_training(training: Training, store: Path) -> TrainingWriter:
-    """Make the folder, and the stream with its first line."""
     commit = str(training.environment.get("commit") or "nocommit")[:8]
     folder = store / "trainings" / f"{stamp(training.started)}-{commit}-{training.id}"
     return TrainingWriter.started(folder / STREAM, {"schema": SCHEMA, "training": encode(training)})
@@ -197,7 +194,6 @@ def _places(path: Path) -> tuple[ResumePlace, ...]:
 
 
 def _reaches(stream: bytes, place: ResumePlace) -> bool:
-    """Whether a stream has all that it had at a place, as it was then."""
     if place.length > len(stream):
         return False
     before = sheet_of(stream[: place.length])
@@ -270,12 +266,10 @@ def training_named(word: str, store: Path) -> Path:
 
 
 def id_of(path: Path) -> str:
-    """The id of the training of a stream, by its folder's name."""
     return path.parent.name.rpartition("-")[2]
 
 
 def load_head(path: Path) -> Training:
-    """A training without its lines; raises StoreError as load_training."""
     try:
         with path.open("rb") as file:
             first = sheet_of(file.readline())
@@ -394,7 +388,6 @@ def _line(path: Path) -> str:
 
 
 def histories(kept: KeptTraining, arm: str, store: Path) -> View:
-    """What every way of delayed scaling would have done to an arm's amaxes."""
     from fp8bench.features.train.verdicts.histories import histories_of
     from fp8bench.features.train.view import histories_page
 

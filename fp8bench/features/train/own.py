@@ -20,7 +20,6 @@ _OF_A_TEXT = ("data", "other_data", "tokens", "experiment")
 
 
 def check_own(request: TrainingRequest) -> None:
-    """Raise UsageError for what a model that `make` gives cannot be asked."""
     from fp8bench.jobs.profile import function_named
 
     settings, usual, name = request.settings, TrainerSettings(), request.settings.make
@@ -54,7 +53,6 @@ def place_of(settings: TrainerSettings) -> tuple[str, ...]:
 
 
 def no_text(settings: TrainerSettings) -> TrainingText:
-    """What stands where a text would."""
     nothing = TokenSpan("", 0, 0)
     return TrainingText(nothing, nothing, None, 0, "own", f"batches of {settings.make}")
 

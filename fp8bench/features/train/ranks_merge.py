@@ -29,7 +29,6 @@ _LARGEST = ("output_amax", "attention_score", "batch_norm_drift", "memory", "wat
 
 
 def steps(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
-    """The lines of some steps. Raises RanksDisagree where ranks no longer train the same model on parts of one text."""
     _check_batches(answers)
     _check_same(answers)
     return tuple(_merged_lines([answer.lines for answer in answers]))

@@ -90,7 +90,6 @@ def _as_in_a_run(default: Any, name: str, words: str = "", metavar: str = "", gr
 
 
 def refuse_ranks(request: Any) -> None:
-    """Raise UsageError where a request of a training asks for several ranks and one, or for neither."""
     ranks, settings = request.ranks, request.settings
     if ranks is not None and not settings.parallel:
         raise UsageError(
@@ -288,7 +287,6 @@ class TrainerSettings:
 
     @property
     def called(self) -> str:
-        """The model, wherever that is named."""
         return self.make or self.model
 
 
@@ -392,7 +390,6 @@ QUICK_STEPS = 60
 
 
 def asked(quick: bool, steps: int | None, seeds: int | None, dtypes: tuple[str, ...], **more: Any) -> TrainingRequest:
-    """A request of what was said, with the usual values for what was not."""
     usual = TrainingRequest()
     steps = (QUICK_STEPS if quick else usual.steps) if steps is None else steps
     seeds = (1 if quick else usual.seeds) if seeds is None else seeds

@@ -201,7 +201,6 @@ def _examined(training: Training, worker: Worker) -> tuple[TrainingEvent, ...]:
 
 
 def _reference(training: Training, worker: Worker) -> ArmState:
-    """The reference's model, built and counted."""
     lead = tuple(arm for arm in training.arms if arm.role is ArmRole.REFERENCE)
     lab = lab_of(worker, START_SECONDS)
     if not (states := lab.begin(training.task(lead))):
@@ -211,7 +210,6 @@ def _reference(training: Training, worker: Worker) -> ArmState:
 
 
 def _tell(training: Training, turns: Turns, writer: TrainingWriter, observer: TrainingObserver) -> None:
-    """Why arms are not all trained together, or not at all."""
     seed = training.request.seed
     events = [TrainingEvent(arm, seed, 0, "out", words) for arm, words in turns.out.items()]
     if turns.cut:

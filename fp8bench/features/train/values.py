@@ -243,7 +243,6 @@ class Validation(StreamLine):
 
     @property
     def perplexity(self) -> float:
-        """Of a token."""
         return _exponential(self.loss)
 
     @property

@@ -66,7 +66,6 @@ _LEAST_BYTES = 0.001
 
 
 def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
-    """One row an arm, the bands, notes, and the first things that happened."""
     training = kept.training
     arms = table("arms", "", arm_cols(found), summaries_of(kept, found), main=True)
     parts = [
@@ -83,7 +82,6 @@ def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
 
 
 def answers(found: TrainingVerdicts) -> Iterator[Text]:
-    """A sentence an arm that was compared."""
     for said in found.arms:
         if not said.arm.skip and said.judged.why is not Why.OTHER_RATE:
             yield Text(f"{words.answer(said, found)}.", _TONES.get(said.judged.learned, Tone.DOUBT))
@@ -112,7 +110,6 @@ def reached_table(found: TrainingVerdicts) -> Iterator[Table]:
 def plan_page(
     training: Training, reference: ArmState, seconds: float, unknown: Sequence[str], spread: float | None
 ) -> Page:
-    """The arms that would be trained, and what they come to."""
     request = training.request
     cols: list[Col[Arm]] = [
         Col("arm", lambda arm: arm.name), Col("role", lambda arm: arm.role.value), Col("how", _how),
@@ -138,7 +135,6 @@ def plan_page(
 
 
 def _expected_time(seconds: float, unknown: Sequence[str]) -> str:
-    """How long all steps would take, as far as steps of the same model are known."""
     if not seconds:
         return "time: not known before such a model was trained here; --quick tells"
     more = f", and what {', '.join(unknown)} takes, which was not trained here before" if unknown else ""
@@ -323,7 +319,6 @@ def _perplexity(last: Sequence[Validation], of: str, arm: str) -> Field | None:
 
 
 def _mean(last: Sequence[Validation], of: str, arm: str) -> Validation | None:
-    """Of all seeds."""
     seen = [one for one in last if (one.arm, one.of) == (arm, of)]
     if not seen:
         return None
@@ -411,7 +406,6 @@ _HISTORY_LEGEND = (
 
 
 def histories_page(training: Training, arm: str, found: Sequence[Replayed]) -> Page:
-    """A row for each way, in their order."""
     ways = dict.fromkeys(one.delayed for one in found)
     rows = [[one for one in found if one.delayed == way] for way in ways]
     cols: list[Col[list[Replayed]]] = [
@@ -435,7 +429,6 @@ def histories_page(training: Training, arm: str, found: Sequence[Replayed]) -> P
 
 
 def _shares(word: str, share: Callable[[Replayed], float | None]) -> Iterator[Col[list[Replayed]]]:
-    """A column for each role."""
     for role in (Role.INPUT, Role.WEIGHT, Role.GRADIENT):
         yield Col(f"{word} {role[0]}", partial(_share, role, share), number=True)
 

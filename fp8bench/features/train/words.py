@@ -211,7 +211,6 @@ def inconclusive(judged: JudgedArm) -> str:
 
 
 def did_not_learn(among: TrainingVerdicts) -> str:
-    """By how much the reference's loss fell in its worst seed."""
     least, worst = (
         units.percent(among.least_fall),
         min(among.falls.values(), key=lambda fall: (not math.isnan(fall), fall)),
@@ -254,7 +253,6 @@ def chance_of_all(among: TrainingVerdicts) -> str:
 
 
 def seed_band(band: SeedBand) -> str:
-    """'other seeds move the reference by 1.2% (root mean square of 5), at most 2.0%'."""
     deviation, largest = (units.percent(one, 2) for one in (band.deviation, band.largest))
     return f"other seeds move the reference by {deviation} (root mean square of {len(band.gaps)}), at most {largest}"
 
@@ -267,7 +265,6 @@ def chaos(pair: Pair) -> str:
 
 
 def detectable(request: TrainingRequest, spread: float | None) -> str:
-    """What so many seeds could tell, by how far gaps were apart in trainings that were kept."""
     seeds = many(request.seeds, "seed")
     if request.seeds < LEAST_PAIRS:
         more = "by what one ulp does in it" if request.seeds == 1 else "by their spread"
@@ -282,7 +279,6 @@ def detectable(request: TrainingRequest, spread: float | None) -> str:
 
 
 def repeat_band(band: RepeatBand) -> str:
-    """Whether the reference, repeated, gives the same losses."""
     if band.first is None:
         return (
             f"nondeterminism is zero: the repeat has the same loss in each of {many(band.steps, 'step')}, bit for bit"
@@ -318,7 +314,6 @@ def energy(found: TrainedEnergy) -> str:
 
 
 def energy_to_loss(found: Interval, at_least: bool) -> str:
-    """'0.83x [0.80x, 0.87x]'."""
     point, low, high = (units.ratio(one) for one in (found.point, found.low, found.high))
     return f"at least {point}" if at_least else f"{point} [{low}, {high}]"
 

@@ -193,7 +193,6 @@ def outcome(
 def _alarmed(
     alarm: TrainingEvent, trial: RemedyTrial, known: Sequence[StreamLine], lines: Sequence[StreamLine]
 ) -> bool:
-    """Whether the rule alarms in a trial, too, about the same layer."""
     health = Health((trial.arm,), trial.settings)
     health.see(replace(line, arm=trial.arm.name) for line in known)
     return any((rule_of(one), one.layer) == (rule_of(alarm), alarm.layer) for one in health.see(lines))
@@ -207,7 +206,6 @@ def _loss(lines: Sequence[StreamLine]) -> float:
 
 
 def _gain(loss: float, base: float) -> float:
-    """The share by which a loss is lower than another."""
     if math.isinf(base) or math.isinf(loss):
         return 0.0 if math.isinf(base) and math.isinf(loss) else math.copysign(math.inf, base - loss)
     return 1 - loss / base

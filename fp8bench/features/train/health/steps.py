@@ -276,7 +276,6 @@ class GapCause:
         self._seen: dict[str, dict[tuple[str, str, int], float]] = {}
 
     def see(self, line: StepFigure | StepRow) -> None:
-        """Of any of the two; of losses the first counts."""
         if isinstance(line, StepFigure) and line.name in ("inputs", "dropout"):
             self._seen.setdefault(line.arm, {})[line.name, line.layer, line.step] = line.value
         elif isinstance(line, StepRow) and line.step == 0:

@@ -65,7 +65,6 @@ class Lab(Bench):
         return tuple(trainer.state() for trainer in self._trainers.values())
 
     def _forget(self, task: SeedTask) -> Device:
-        """All of the seed before; what comes is of that task."""
         self._trainers: dict[str, Trainer] = {}
         self._unbuilt: dict[str, PlantedFault] = {}
         MADE.clear()

@@ -135,7 +135,6 @@ def data_figures(given: Any) -> dict[str, Number]:
 
 
 def gains_of(model: nn.Module) -> dict[str, Tensor]:
-    """The gains of norms by path."""
     norms = (
         (path, one) for path, one in model.named_modules() if isinstance(one, _NORMS) or "Norm" in type(one).__name__
     )
@@ -144,7 +143,6 @@ def gains_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def dropouts_of(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """The share that each leaves out as it is now."""
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             yield path, module.p if module.training else 0.0

@@ -44,7 +44,6 @@ class LoopHabits:
             handle.remove()
 
     def given(self, inputs: Any, watched: bool = False) -> None:
-        """What the first micro-batch of a step is."""
         self._data = data_figures(inputs) if watched else {}
         sign, self.examples = sign_of_inputs(inputs)
         if sign is not None:

@@ -66,14 +66,12 @@ class Gradients:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
     def norms(self) -> list[Tensor]:
-        """Of each; not finite where it is not."""
         return list(torch._foreach_norm(self.of(self._parameters)))
 
     def end(self) -> None:
         """The weights are updated."""
 
     def kept(self) -> list[Tensor]:
-        """What they are kept in."""
         return self.of(self._parameters)
 
     def memory(self) -> list[Tensor]:
@@ -355,7 +353,6 @@ class Optimizer:
         return [self._norms[parameter][1] for parameter in self._parameters]
 
     def kept(self) -> dict[str, list[Tensor]]:
-        """All that lies in memory between two steps, by what it is."""
         kept = [group.bucket.kept() for group in self._groups]
         moments = {
             name: [one for some in kept for one in some[order]]

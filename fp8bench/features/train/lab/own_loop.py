@@ -107,7 +107,6 @@ class OwnLoop(BackwardListener):
 
     @property
     def _updated(self) -> dict[str, nn.Parameter]:
-        """The parameters of the module that this optimizer has."""
         own = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
         return {path: one for path, one in self._watch.parameters.items() if id(one) in own}
 

@@ -83,7 +83,6 @@ class TorchOptimizer:
             self._schedule.step()
 
     def kept(self) -> dict[str, list[Tensor]]:
-        """All that lies in memory between two steps, by what torch calls it."""
         found: dict[str, list[Tensor]] = {"weights": self.weights.kept(), "gradients": self.gradients.kept()}
         for state in self._own.state.values():
             for word, value in state.items():

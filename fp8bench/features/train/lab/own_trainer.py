@@ -110,7 +110,6 @@ class OwnTrainer(Trainer):
         return Optimizer(self._parameters, settings)
 
     def _refuse_settings(self) -> None:
-        """What is asked of an optimizer that is the user's own."""
         usual = type(self._settings)()
         names = (
             "rate", "warmup", "floor", "weight_decay", "optimizer_states", "master", "gradients", "schedule", "decay",
@@ -165,7 +164,6 @@ class OwnTrainer(Trainer):
         return loss
 
     def look(self, model: Any, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
-        """As the evaluation of a text does: the loss on what is never trained on, if there is anything."""
         if not self._held_out:
             return
         facts = self._task.facts

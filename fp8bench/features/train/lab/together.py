@@ -162,7 +162,6 @@ class FullySharded(DataParallel):
         return ""
 
     def _digests(self) -> list[int]:
-        """Of each rank's rows of the whole model."""
         return [digest_of(self._cut(whole)[share] for whole in self._wholes) for share in range(self.shares)]
 
     def _cut(self, whole: Tensor) -> Tensor:

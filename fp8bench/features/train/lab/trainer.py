@@ -86,7 +86,6 @@ class Trainer:
         )
 
     def _begun(self, task: SeedTask) -> Any:
-        """The model, and what its batches come from."""
         settings = self._settings
         self._config = models.config_of(settings, task.text.vocabulary)
         self._layers = models.layers_of(settings.arch, self._config)
@@ -158,7 +157,6 @@ class Trainer:
 
     @property
     def _share(self) -> int:
-        """This rank's sequences in a micro-batch."""
         return self._config.batch // self.together.shares
 
     @property
@@ -180,7 +178,6 @@ class Trainer:
         return own | {name: some for name, some in others.items() if some}
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        """What its tensors are for, where they do not say it themselves."""
         kept = self._optimizer.kept()
         moments = [some for name, some in kept.items() if name not in ("weights", "gradients")]
         return {
@@ -284,7 +281,6 @@ class Trainer:
         return self._watch.step(self._settings.micro_batches) if watched else nullcontext()
 
     def _losses(self, scale: float, phase: Phases = _SILENT) -> Tensor:
-        """Forward and backward of all micro-batches: their mean loss."""
         self._optimizer.gradients.begin()
         with self._weights.cast(phase):
             numbers = range(self._settings.micro_batches)
@@ -357,7 +353,6 @@ class Trainer:
         return finder.place
 
     def _remembered(self) -> _Remembered:
-        """A copy of what the model's arithmetics and norms keep of earlier steps."""
         return _Remembered(
             {
                 name: {key: kept.clone() for key, kept in arithmetic.memory().items()}
@@ -394,7 +389,6 @@ class Trainer:
             self._recall(before)
 
     def memory(self) -> dict[str, Any]:
-        """All that the steps to come depend on."""
         return {
             "step": self.step,
             "stopped": self.stopped,

@@ -80,7 +80,6 @@ class ModelWatch:
 
     @contextmanager
     def step(self, micro_batches: int = 1) -> Iterator[WatchedStep]:
-        """Watch for the body, and leave nothing attached."""
         with ExitStack() as stack:
             yield WatchedStep(self, stack, micro_batches)
 
@@ -156,7 +155,6 @@ class Finder:
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
-        """Look at whatever a model does in the body, in its order."""
         with ExitStack() as stack:
             for name, parameter in model.named_parameters():
                 self.see(name, "parameter", parameter)
@@ -199,7 +197,6 @@ class Finder:
 
 
 def whole_words(place: FaultyTensor | None, loss: float, norm: float) -> str:
-    """What was not finite, and where."""
     if math.isfinite(loss + norm):
         what = "the weights are not after an update"
     else:
@@ -255,7 +252,6 @@ class WatchedStep:
                 self.named["gradient_cosine", layer] = cosine
 
     def _begins(self, module: nn.Module, *given: Any) -> None:
-        """The first micro-batch is given to the model."""
         if torch.is_grad_enabled() and ("inputs", "") not in self.named:
             sign, _ = sign_of_inputs(given)
             if sign is not None:

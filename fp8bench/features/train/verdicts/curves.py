@@ -141,7 +141,6 @@ def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
 
 
 def arrivals(lines: Iterable[StreamLine]) -> dict[int, int]:
-    """The steps of each seed that ended where its arms had come to a loss."""
     return {line.seed: line.step for line in lines if isinstance(line, TrainingEvent) and line.kind == ARRIVED}
 
 

@@ -261,7 +261,6 @@ def _pairs(
 
 
 def _repeat_band(repeats: Sequence[tuple[Curve, Curve]]) -> RepeatBand:
-    """Of all seeds together."""
     both = [
         (old, new)
         for reference, repeat in repeats for old, new in zip(reference.rows, repeat.rows, strict=False)
