@@ -24,7 +24,6 @@ from fp8bench.features.train.health.health import Health
 from fp8bench.features.train.kind import TrainingKind, plain, training_named
 from fp8bench.features.train.kind import load_training as read_training
 from fp8bench.features.train.outward import outward
-from fp8bench.features.train.own import name_of_maker
 from fp8bench.features.train.progress import on_terminal
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest, asked
 from fp8bench.features.train.run import resume as go_on_training
@@ -40,6 +39,7 @@ from fp8bench.registry import precisions
 from fp8bench.report.data.boards import check_tensorboard
 from fp8bench.report.notebook import as_html
 from fp8bench.report.terminal import layout
+from fp8bench.user_code.named import named
 from fp8bench.workloads.model import LIVE, MADE
 
 if TYPE_CHECKING:
@@ -123,6 +123,19 @@ def train(
     if board is not None:
         write_training(done, verdicts_of(done.training, done.lines), board)
     return _shown(done)
+
+
+def name_of_maker(make: Callable[..., Any]) -> str:
+    """By what a worker finds it; the word alone of what only this process has (a lambda, what a session defined)."""
+    module, word = getattr(make, "__module__", ""), getattr(make, "__qualname__", type(make).__name__)
+    name = f"{module}:{word}"
+    if module in ("", "__main__", None) or "<" in word:
+        return "".join(letter for letter in word if letter.isalnum() or letter in "._") or "make"
+    try:
+        known = named(name)
+    except Exception:  # noqa: BLE001 - it is not to be found by its name, whatever the reason
+        known = None
+    return name if known is make else word
 
 
 def _told(observer: TrainingObserver | None, progress: bool) -> AbstractContextManager[TrainingObserver]:

@@ -19,7 +19,6 @@ from fp8bench.features.train.lab.models import (
     layers_of,
     support,
 )
-from fp8bench.features.train.own import check_own
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
@@ -27,6 +26,7 @@ from fp8bench.plan.make import check_limit, device_named
 from fp8bench.plan.precision_map import check_keys, check_mixed
 from fp8bench.registry import precisions
 from fp8bench.units import size
+from fp8bench.workloads.model import LIVE
 
 MOST_ARMS = 64
 # What must be the same in all arms: weights and batches are shared. The map is a table of its own.
@@ -72,7 +72,7 @@ def check_training(request: TrainingRequest) -> None:
     """Raise for unknown names and for what cannot be kept, before anything is started."""
     arms, mapped = _named(request), request.settings.precision_map
     if request.settings.make:
-        check_own(request)
+        _check_own(request)
     else:
         arch, config = request.settings.arch, config_of(request.settings, 1)
         check_keys(mapped, (*layers_of(arch, config), *around_of(arch, config)), f"model {request.settings.model}")
@@ -83,6 +83,41 @@ def check_training(request: TrainingRequest) -> None:
             check_ranks(arm.taken(request.settings), request.ranks)
         for _, word in mapped if arm.role is ArmRole.CANDIDATE else ():
             check_mixed(arm.precision, word)
+
+
+# Settings that say how a built-in model is made, or cut for ranks.
+_BUILT_IN = (
+    "model", "arch", "norm", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention",
+    "parallel", "amax_group", "shift", "start",
+)  # fmt: skip
+_OF_A_TEXT = ("data", "other_data", "tokens", "experiment")
+
+
+def _check_own(request: TrainingRequest) -> None:
+    from fp8bench.jobs.profile import function_named
+
+    settings, usual, name = request.settings, TrainerSettings(), request.settings.make
+    if name not in LIVE:
+        function_named(name)
+    swept = {axis.replace("-", "_") for axis, _ in request.sweep}
+    asked = [word for word in _BUILT_IN if getattr(settings, word) != getattr(usual, word) or word in swept]
+    asked += [word for word in _OF_A_TEXT if getattr(request, word) != getattr(TrainingRequest(), word)]
+    if asked:
+        raise UsageError(
+            f"--{asked[0].replace('_', '-')} is about the built-in models and texts, and {name} gives a model and "
+            "batches of its own. Leave it out."
+        )
+    refusals = (
+        (request.ranks is not None, "--ranks", "its batches are read by one process"),
+        (request.scales_from is not None, "--scales-from", "its layers are known to its worker alone"),
+        (request.max_batch, "--max-batch", "its batches are as large as it makes them"),
+        ("micro_batches" in swept, "--sweep micro-batches", "arms would not read the same batches in a step"),
+        (settings.nudge == "order" or any(axis == "nudge" and "order" in values for axis, values in request.sweep),
+         "nudge order", "nobody here knows which sides of its batches are sequences"),
+    )  # fmt: skip
+    for wrong, option, why in refusals:
+        if wrong:
+            raise UsageError(f"{option} does not go with a model of your own ({name}): {why}. Leave it out.")
 
 
 def _named(request: TrainingRequest) -> tuple[Arm, ...]:

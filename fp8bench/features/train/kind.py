@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
+from fp8bench.features.train.lab.models import config_of, layers_of
 from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
@@ -51,6 +52,8 @@ from fp8bench.files import (
 from fp8bench.jobs.kinds import Exports, KeptTable, Kind, SparePart, View
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.store.kept_lines import Content, UnknownKind, fitting, headed, lines_of, sheet_of, take_lines
+from fp8bench.store.runs.listing import load_named
+from fp8bench.store.stored_scales import largest, refuse_none, scales_of
 
 STREAM = "steps.jsonl"
 _PLACES = "places.json"
@@ -229,6 +232,32 @@ def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
     assert kept is not None
     folder = kept[0] / "rank-0" if training.request.ranks else kept[0]
     return replace(request, settings=replace(request.settings, start=f"{folder}::{arm}"))
+
+
+def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
+    """The request with the scales of the training or run that it names; a training's are of its last watched steps."""
+    if request.scales_from is None or request.settings.make or request.settings.scales:
+        return request
+    last, word = request.scales_from == "last", request.scales_from
+    path = training_named(word, store) if last else find_training(word, store)
+    if path is None:
+        run = load_named(word, store)
+        known, of = scales_of(run), f"run {run.id}"
+    else:
+        kept = load_training(path)
+        modes = {arm.name: arm.precision for arm in kept.training.arms}
+        amaxes = {(line.arm, line.seed, line.layer, line.role): line.amax for line in kept.of(LayerReading)}
+        known = largest((modes[arm], layer, role, amax) for (arm, _, layer, role), amax in amaxes.items() if amax > 0)
+        of = f"training {kept.training.id}"
+    settings = replace(request.settings, scales=refuse_none(known, of))
+    named = {layer for _, layer, *_ in known}
+    for layer in layers_of(settings.arch, config_of(settings, 1)):
+        if not layer.high and layer.name not in named:
+            raise UsageError(
+                f"--scales-from: {of} has no scale of {layer.name}, which --model {settings.model} multiplies by. "
+                "Choose one of the same model."
+            )
+    return replace(request, settings=settings)
 
 
 def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:

@@ -10,6 +10,7 @@ from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import ArmRole, KeptTraining, Training, TrainingEvent
 from fp8bench.features.train.verdicts.curves import (
     LEAST_PAIRS,
+    ArmReached,
     Gap,
     JudgedArm,
     Learned,
@@ -20,7 +21,6 @@ from fp8bench.features.train.verdicts.curves import (
     least_seen,
     settled_by_more,
 )
-from fp8bench.features.train.verdicts.reached import ArmReached
 from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, SeedBand, TrainingVerdicts
 from fp8bench.model import Interval

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.backward_roots import tensors_in
 from fp8bench.features.train.lab.readings import Number
 from fp8bench.nn.linear import Linear
 
@@ -100,6 +99,18 @@ def _times_vector(gradient: Tensor) -> Tensor:
         return values.new_zeros(gradient.shape[0]).index_add_(0, gradient.indices()[0], values)
     rows = gradient.detach().flatten(1).to(torch.float32)
     return rows @ _vector(rows.shape[1:], rows.device)
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Those in what a module gives back, in tuples, dictionaries and named outputs."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from tensors_in(value)
 
 
 def sign_of_inputs(given: Any) -> tuple[Tensor | None, int]:

@@ -1,10 +1,11 @@
 """What somebody's own loop does with gradients and its optimizer between two steps, as far as it can be seen for
-nothing: no tensor is read."""
+nothing: no tensor is read; and what backward begins with, of a module whose loss is made outside of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,3 +122,55 @@ class LoopHabits:
 
 def _is_still(parameter: Tensor, gradient: Tensor, version: int) -> bool:
     return parameter.grad is gradient and gradient._version == version
+
+
+class BackwardListener(ABC):
+    """Hears of every backward while it listens; of those inside another one, as of checkpoints, it hears nothing."""
+
+    @abstractmethod
+    def backward_begins(self, root: Tensor | None) -> None:
+        """The number that it begins with, with its graph; None where it is no single number."""
+
+    @abstractmethod
+    def backward_ended(self, root: Tensor | None) -> None:
+        """The number it began with, None where it was no single number."""
+
+
+_listeners: list[BackwardListener] = []
+_running: list[bool] = []
+_plain = torch.autograd.backward
+
+
+@contextmanager
+def listening(listener: BackwardListener) -> Iterator[None]:
+    """Every way into backward passes by `torch.autograd.backward`, which is wrapped while anybody listens."""
+    _listeners.append(listener)
+    torch.autograd.backward = _heard  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+        if not _listeners and torch.autograd.backward is _heard:
+            torch.autograd.backward = _plain
+
+
+def _heard(tensors: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> None:
+    if _running:
+        return _plain(tensors, *args, **named)
+    listeners, root = tuple(_listeners), _number(tensors)
+    for listener in listeners:
+        listener.backward_begins(root)
+    _running.append(True)
+    try:
+        _plain(tensors, *args, **named)
+    finally:
+        _running.pop()
+    for listener in listeners:
+        listener.backward_ended(None if root is None else root.detach().reshape(()))
+    return None
+
+
+def _number(tensors: Tensor | Sequence[Tensor]) -> Tensor | None:
+    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    alone = found[0] if len(found) == 1 else None
+    return alone if alone is not None and alone.numel() == 1 else None

@@ -16,6 +16,7 @@ from fp8bench.features.train.verdicts.curves import (
     INCURABLE,
     LEAST_PAIRS,
     SHOWN,
+    ArmReached,
     Curve,
     JudgedArm,
     Key,
@@ -29,8 +30,8 @@ from fp8bench.features.train.verdicts.curves import (
     last_of,
     outlier_of,
     paired,
+    reached_by,
 )
-from fp8bench.features.train.verdicts.reached import ArmReached, reached_by
 from fp8bench.model import Interval
 
 # A verdict that an arm is no worse says something only if an arm that had lost this share of what the reference
