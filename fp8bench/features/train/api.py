@@ -250,6 +250,18 @@ class _Kept:
             self._file = None
 
 
+class _LoopCallback:
+    """Watches from the first step to the last."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._loop: OwnLoop | None = None
+
+    def on_train_end(self, *_: Any, **known: Any) -> None:
+        self._loop = None
+        self._stack.close()
+
+
 def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any:
     """A callback for transformers' Trainer that watches what it trains; options are those of `watch`.
 
@@ -257,11 +269,7 @@ def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any
     """
     base: Any = _package("transformers").TrainerCallback
 
-    class WatchCallback(base):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self._stack = ExitStack()
-            self._loop: OwnLoop | None = None
-
+    class WatchCallback(_LoopCallback, base):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
             self._stack.close()
             optimizer = known["optimizer"]
@@ -271,10 +279,6 @@ def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **known: Any) -> None:
             if self._loop is not None and "eval_loss" in (metrics or {}):
                 self._loop.held_out(metrics["eval_loss"])
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-            self._loop = None
-            self._stack.close()
 
     return WatchCallback()
 
@@ -286,11 +290,7 @@ def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
     """
     base: Any = _package("lightning.pytorch", "pytorch_lightning").Callback
 
-    class WatchCallback(base):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self._stack = ExitStack()
-            self._loop: OwnLoop | None = None
-
+    class WatchCallback(_LoopCallback, base):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             if len(trainer.optimizers) != 1:
                 raise UsageError(
@@ -306,10 +306,6 @@ def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             if self._loop is not None and not trainer.sanity_checking and "val_loss" in trainer.callback_metrics:
                 self._loop.held_out(trainer.callback_metrics["val_loss"])
-
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            self._loop = None
-            self._stack.close()
 
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
             self._stack.close()

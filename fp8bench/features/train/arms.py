@@ -141,43 +141,28 @@ def _named(request: TrainingRequest) -> tuple[Arm, ...]:
         Arm(f"{lead} again", lead, ArmRole.REPEAT), Arm(f"{lead} other seed", lead, ArmRole.OTHER_SEED),
         Arm(f"{lead} one ulp", lead, ArmRole.CHAOS, (("nudge", "ulp"),)),
     )  # fmt: skip
+    # The reference at every other rate that is swept: arms are held against its best one.
+    swept = () if lead in others else dict(request.sweep).get("rate", ())
+    rates = [rate for rate in (_value("rate", value) for value in swept) if rate != request.settings.rate]
     arms = (
         Arm(lead, lead, ArmRole.REFERENCE), *(arm for arm in bands if arm.role.value in request.bands),
-        *(_other_rates(request, lead) if lead not in others else ()), *candidates.values(),
+        *(Arm(f"{lead} rate={rate}", lead, ArmRole.OTHER_RATE, (("rate", rate),)) for rate in rates),
+        *candidates.values(),
     )  # fmt: skip
     if len(arms) > MOST_ARMS:
         raise UsageError(f"{len(arms)} arms are more than the {MOST_ARMS} that one training takes. Sweep less.")
     return arms
 
 
-def _other_rates(request: TrainingRequest, lead: str) -> Iterator[Arm]:
-    """The reference at every other rate that is swept: arms are held against its best one."""
-    for value in dict(request.sweep).get("rate", ()):
-        rate = _value("rate", value)
-        if rate != request.settings.rate:
-            yield Arm(f"{lead} rate={rate}", lead, ArmRole.OTHER_RATE, (("rate", rate),))
-
-
-@dataclass(frozen=True)
-class _Swept:
-    """A setting with its values, or an option of precisions, which are parsed with the precision."""
-
-    name: str
-    values: tuple[Scalar, ...]
-    is_setting: bool
-
-
 def _swept(request: TrainingRequest, modes: Sequence[str]) -> Iterator[tuple[str, Params]]:
-    """Every precision with every combination of what is swept of it."""
-    axes = [_axis(name, values, modes) for name, values in request.sweep]
+    """Every precision with every combination of what is swept of it: settings, and options that it has."""
+    axes, base = [_axis(name, values, modes) for name, values in request.sweep], request.settings
     for mode in modes:
-        own = [axis for axis in axes if axis.is_setting or _has_option(mode, axis.name)]
-        for combination in itertools.product(*(axis.values for axis in own)):
-            chosen = list(zip(own, combination, strict=True))
-            word = ":".join((mode, *(f"{axis.name}={value}" for axis, value in chosen if not axis.is_setting)))
-            base = request.settings
-            settings = ((axis.name, value) for axis, value in chosen if axis.is_setting)
-            changed = tuple((key, value) for key, value in settings if value != getattr(base, key))
+        own = [axis for axis in axes if axis[0] in _SWEPT or _has_option(mode, axis[0])]
+        for values in itertools.product(*(values for _, values in own)):
+            chosen = [(name, value) for (name, _), value in zip(own, values, strict=True)]
+            word = ":".join((mode, *(f"{name}={value}" for name, value in chosen if name not in _SWEPT)))
+            changed = [(name, value) for name, value in chosen if name in _SWEPT and value != getattr(base, name)]
             yield precisions.canonical(word), (*changed, *_batch_beside(dict(changed), base))
 
 
@@ -194,14 +179,14 @@ def _batch_beside(changed: Mapping[str, Scalar], base: TrainerSettings) -> Itera
     yield "batch", sequences // count
 
 
-def _axis(name: str, values: Sequence[str], modes: Sequence[str]) -> _Swept:
+def _axis(name: str, values: Sequence[str], modes: Sequence[str]) -> tuple[str, Sequence[Scalar]]:
     setting = name.replace("-", "_")
     if setting in _SWEPT:
-        return _Swept(setting, tuple(_value(setting, value) for value in values), True)
+        return setting, [_value(setting, value) for value in values]
     if not any(_has_option(mode, name) for mode in modes):
         options = {option.name for mode in modes for option in precisions.get(mode).options}
         raise UnknownName("setting or option to sweep", name, {*options, *(key.replace("_", "-") for key in _SWEPT)})
-    return _Swept(name, tuple(values), False)
+    return name, values
 
 
 def _value(setting: str, text: str) -> Scalar:

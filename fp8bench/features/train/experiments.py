@@ -56,15 +56,6 @@ T = TypeVar("T", TrainingRequest, TrainerSettings)
 Figure = Callable[[TrainedFigures, str, int, Arm], float]
 
 
-def _at_shift(seen: TrainedFigures, arm: str, seed: int, of: Arm) -> float:
-    return seen.mean(arm, seed, 0.5, 0.6) / seen.mean(arm, seed, 0.4, 0.5)
-
-
-def _by_quantising(seen: TrainedFigures, arm: str, seed: int, of: Arm) -> float:
-    own = seen.looks[arm, seed, f"quantised:{of.precision}"]
-    return own / seen.looks[arm, seed, "quantised:bf16"]
-
-
 @dataclass(frozen=True)
 class Experiment:
     """`sign` is 1 where the hypothesis is that the figure is higher than the reference's by a share of `least` or more,
@@ -107,7 +98,8 @@ EXPERIMENTS = (
     ),
     Experiment(
         "shift", "another kind of text in the middle of a training hurts low precision more: its scales are of the old",
-        "the loss in the tenth of the steps after the shift, over that in the tenth before", _at_shift, 1, 0.01,
+        "the loss in the tenth of the steps after the shift, over that in the tenth before",
+        lambda seen, arm, seed, of: seen.mean(arm, seed, 0.5, 0.6) / seen.mean(arm, seed, 0.4, 0.5), 1, 0.01,
         {"dtypes": ("bf16", "fp8", "fp8-delayed"), "steps": 100}, {"shift": 0.5},
     ),
     Experiment(
@@ -121,7 +113,9 @@ EXPERIMENTS = (
         "quantises-better", "what was trained in a low precision loses less by being quantised to it",
         "the loss on held-out text with weights quantised to the arm's precision, over that in bf16: how much "
         "more it is than of the arm that was trained in bf16 is an interaction",
-        _by_quantising, -1, 0.001, {"dtypes": ("bf16", "fp8", "nvfp4"), "steps": 100}, {},
+        lambda seen, arm, seed, of: seen.looks[arm, seed, f"quantised:{of.precision}"]
+        / seen.looks[arm, seed, "quantised:bf16"],
+        -1, 0.001, {"dtypes": ("bf16", "fp8", "nvfp4"), "steps": 100}, {},
     ),
 )  # fmt: skip
 

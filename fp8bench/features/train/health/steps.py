@@ -50,15 +50,12 @@ class HealthAlarm:
 class HealthRule(ABC, Generic[L]):
     """One way for a training not to be well.
 
-    `window` says how far back it looks, `threshold` from which figure on it alarms, and `reason` why from that one. It
-    keeps of earlier lines what it needs. `compares`: it reads the rows of the arms beside its own, too.
+    docs/health.md says of each how far back it looks, from which figure on it alarms, and why from that one. It keeps
+    of earlier lines what it needs. `compares`: it reads the rows of the arms beside its own, too.
     """
 
     name: ClassVar[str]
     reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType]
-    window: ClassVar[str]
-    threshold: ClassVar[str]
-    reason: ClassVar[str]
     remedies: ClassVar[tuple[Remedy, ...]]
     compares: ClassVar[bool] = False
 
@@ -97,15 +94,6 @@ class GradientSpike(HealthRule[StepRow]):
     times = 16.0
     times_with_loss = 8.0
     far = 2.5
-    window = f"the last {keep} steps, from the {fewest}th on; of multiples of their median the last {longer}"
-    threshold = (
-        f"{times:g} times their median, and the square of the largest multiple; or {times_with_loss:g} times it and a "
-        f"loss {far:g} times as far above its median as any of theirs"
-    )
-    reason = (
-        "batches of few tokens move a norm by a factor of 5 (256 tokens) to 15 (64), and it has done so before; text "
-        "that is merely rare moves the norm and not the loss"
-    )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
 
     def __init__(self, arm: WatchedArm) -> None:
@@ -150,9 +138,6 @@ class UpdateBurst(HealthRule[StepRow]):
     keep = 20
     fewest = 10
     times = 4.0
-    window = f"the last {keep} steps, from the {fewest}th on"
-    threshold = f"{times:g} times their median"
-    reason = "a rate that warms up in a line is at most twice its median ahead, and Adam bounds what a batch can do"
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER)
 
     def __init__(self, arm: WatchedArm) -> None:
@@ -187,13 +172,6 @@ class Plateau(HealthRule[Any]):
     flat = 0.01
     noise = 0.0075
     gradients = 0.9
-    window = f"the last half of all steps, {least} at least, in {parts} parts; looked at every {often} steps"
-    threshold = (
-        f"their mean losses lie within {flat:.1%} of each other and are known to {noise:.2%} each, the median gradient "
-        f"norm is at least {gradients:g} of that in the half before, and the rate at least half of its peak; the "
-        f"entropy of predictions, where it is known, lies {entropy:.0%} away"
-    )
-    reason = "losses fall by equal parts in equal multiples of time: the last half of a training is never flat"
     remedies = (Remedy.HIGHER_MASTER, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOOK_AT_LAYER)
 
     def __init__(self, arm: WatchedArm) -> None:
@@ -243,12 +221,6 @@ class NotFiniteStep(HealthRule[StepRow]):
     name = "not-finite"
     reads = StepRow
     allowed = 20
-    window = "every step"
-    threshold = (
-        "the first loss or weight that is not finite, or gradient norm of a step that was not skipped; of skipped "
-        f"ones {allowed} in a row"
-    )
-    reason = "a dynamic loss scale comes down from 2^32 to what fits by skipping steps, and tries a larger one at times"
     remedies = (Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
 
     def __init__(self, arm: WatchedArm) -> None:
@@ -306,11 +278,6 @@ class LossGap(HealthRule[Any]):
     compares = True
     keep = 50
     margin = 0.02
-    window = f"the means of {keep} steps, of which all three arms are known"
-    threshold = (
-        f"{margin:.0%} behind the reference, and further than the reference under another seed has ever been from it"
-    )
-    reason = "batches and dropout are the same in both arms: what is left is the arithmetic, and what little chaos does"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
 
     def __init__(self, arm: WatchedArm) -> None:
