@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
+from dataclasses import field
 from statistics import fmean, median, stdev
 from typing import Any
 
-from fp8bench.features.train.health.steps import LEARNED, HealthAlarm, HealthRule, Remedy, WatchedArm, noise_of_values
+from fp8bench.features.train.health.steps import LEARNED, HealthAlarm, HealthRule, Remedy, newest, noise_of_values
 from fp8bench.features.train.health.tensors import FigureRule, TensorRule, octaves, of
 from fp8bench.features.train.values import (
     GRADIENTS_LEFT,
@@ -29,12 +30,9 @@ class LossRule(HealthRule[Any]):
     """A rule over losses; silent of a module against which another one may train."""
 
     reads = StepRow | StepFigure
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._losses: deque[float] = deque(maxlen=_LOSSES)
-        self._alone = True
-        self._guessing = math.inf
+    _losses: deque[float] = newest(_LOSSES)
+    _alone: bool = True
+    _guessing: float = math.inf
 
     def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
         if isinstance(line, StepFigure):
@@ -62,11 +60,8 @@ class LossBackUp(LossRule):
     noise = 6.0
     above = 0.25
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER, Remedy.LOOK_AT_DATA)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._first: list[float] = []
-        self._best = math.inf
+    _first: list[float] = field(default_factory=list)
+    _best: float = math.inf
 
     def judge(self, row: StepRow) -> HealthAlarm | None:
         if len(self._first) < self.first:
@@ -145,11 +140,10 @@ class NoUpdate(HealthRule[Any]):
     rows = 5
     same = 3
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.HIGHER_MASTER)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._counts: dict[str, int] = defaultdict(int)
-        self._weights, self._first, self._learned = math.nan, 0.0, False
+    _counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _weights: float = math.nan
+    _first: float = 0.0
+    _learned: bool = False
 
     def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
         if isinstance(line, StepFigure):
@@ -188,10 +182,7 @@ class GradientScale(HealthRule[StepRow]):
     apart = 1.0
     noise = 5.0
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.DYNAMIC_LOSS_SCALE)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._rows: deque[tuple[float, float]] = deque(maxlen=self.keep + self.last)
+    _rows: deque[tuple[float, float]] = newest(keep + last)
 
     def see(self, line: StepRow) -> HealthAlarm | None:
         if not (0 < line.gradient_norm < math.inf and 0 < line.loss < math.inf):
@@ -223,10 +214,7 @@ class SameInputs(FigureRule):
     times = 7
     few = 128
     remedies = (Remedy.LOOK_AT_DATA,)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._examples = math.inf
+    _examples: float = math.inf
 
     def see(self, line: StepFigure) -> HealthAlarm | None:
         if line.name == "examples":
@@ -274,10 +262,7 @@ class DeadUnits(TensorRule):
     rise = 0.2
     always = 0.999
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LOOK_AT_DATA)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._first = ""
+    _first: str = ""
 
     def judge(self, reading: LayerReading, before: deque[LayerReading]) -> tuple[str, Params] | None:
         if reading.role != Role.INPUT:
@@ -390,12 +375,9 @@ class DataDrift(HealthRule[StepFigure]):
     noise = 6.0
     far = 0.5
     remedies = (Remedy.LOOK_AT_DATA,)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._first: list[float] = []
-        self._last: deque[float] = deque(maxlen=self.last)
-        self._deviations: deque[float] = deque(maxlen=self.first)
+    _first: list[float] = field(default_factory=list)
+    _last: deque[float] = newest(last)
+    _deviations: deque[float] = newest(first)
 
     def see(self, line: StepFigure) -> HealthAlarm | None:
         if line.name == "input_deviation":

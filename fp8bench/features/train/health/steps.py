@@ -9,12 +9,12 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from statistics import fmean, median
 from types import UnionType
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
 
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 from fp8bench.model import Params
@@ -47,6 +47,13 @@ class HealthAlarm:
     figures: Params = ()
 
 
+def newest(length: int) -> Any:
+    """The field of a rule that keeps so many of what it has seen."""
+    return field(init=False, default_factory=lambda: deque(maxlen=length))
+
+
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
+@dataclass(eq=False)
 class HealthRule(ABC, Generic[L]):
     """One way for a training not to be well.
 
@@ -58,9 +65,11 @@ class HealthRule(ABC, Generic[L]):
     reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType]
     remedies: ClassVar[tuple[Remedy, ...]]
     compares: ClassVar[bool] = False
+    arm: WatchedArm
 
-    def __init__(self, arm: WatchedArm) -> None:
-        self.arm = arm
+    def __init_subclass__(cls) -> None:
+        """What a rule keeps of earlier lines are fields of it."""
+        dataclass(eq=False)(cls)
 
     @abstractmethod
     def see(self, line: L) -> HealthAlarm | None:
@@ -95,12 +104,9 @@ class GradientSpike(HealthRule[StepRow]):
     times_with_loss = 8.0
     far = 2.5
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._norms: deque[float] = deque(maxlen=self.keep)
-        self._losses: deque[float] = deque(maxlen=self.keep)
-        self._multiples: deque[float] = deque(maxlen=self.longer)
+    _norms: deque[float] = newest(keep)
+    _losses: deque[float] = newest(keep)
+    _multiples: deque[float] = newest(longer)
 
     def see(self, line: StepRow) -> HealthAlarm | None:
         norm, loss, norms, losses = line.gradient_norm, line.loss, self._norms, self._losses
@@ -139,10 +145,7 @@ class UpdateBurst(HealthRule[StepRow]):
     fewest = 10
     times = 4.0
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._ratios: deque[float] = deque(maxlen=self.keep)
+    _ratios: deque[float] = newest(keep)
 
     def see(self, line: StepRow) -> HealthAlarm | None:
         ratio, before = line.update_ratio, self._ratios
@@ -173,13 +176,10 @@ class Plateau(HealthRule[Any]):
     noise = 0.0075
     gradients = 0.9
     remedies = (Remedy.HIGHER_MASTER, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOOK_AT_LAYER)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._losses: list[float] = []
-        self._norms: list[float] = []
-        self._rates: list[float] = []
-        self._entropies: deque[float] = deque(maxlen=10)
+    _losses: list[float] = field(default_factory=list)
+    _norms: list[float] = field(default_factory=list)
+    _rates: list[float] = field(default_factory=list)
+    _entropies: deque[float] = newest(10)
 
     def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
         if isinstance(line, StepFigure):
@@ -222,10 +222,7 @@ class NotFiniteStep(HealthRule[StepRow]):
     reads = StepRow
     allowed = 20
     remedies = (Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._skipped = 0
+    _skipped: int = 0
 
     def see(self, line: StepRow) -> HealthAlarm | None:
         self._skipped = self._skipped + 1 if line.skipped else 0
@@ -279,14 +276,11 @@ class LossGap(HealthRule[Any]):
     keep = 50
     margin = 0.02
     remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._losses: dict[int, dict[str, float]] = {}
-        self._gaps: deque[float] = deque(maxlen=self.keep)
-        self._seeds: deque[float] = deque(maxlen=self.keep)
-        self._band = 0.0
-        self._cause = GapCause()
+    _losses: dict[int, dict[str, float]] = field(default_factory=dict)
+    _gaps: deque[float] = newest(keep)
+    _seeds: deque[float] = newest(keep)
+    _band: float = 0.0
+    _cause: GapCause = field(default_factory=GapCause)
 
     def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
         own, reference, other = self.arm.name, self.arm.reference, self.arm.other_seed

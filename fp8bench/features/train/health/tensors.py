@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import defaultdict, deque
+from dataclasses import field
 from itertools import pairwise
 from statistics import median
 from typing import Any, ClassVar
 
-from fp8bench.features.train.health.steps import HealthAlarm, HealthRule, Remedy, WatchedArm
+from fp8bench.features.train.health.steps import HealthAlarm, HealthRule, Remedy
 from fp8bench.features.train.values import LayerReading, StepFigure
 from fp8bench.model import Params
 from fp8bench.protocols import Role
@@ -27,8 +28,7 @@ class TensorRule(HealthRule[LayerReading]):
     reads = LayerReading
     keep: ClassVar[int]
 
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
+    def __post_init__(self) -> None:
         self._before: dict[tuple[str, str], deque[LayerReading]] = defaultdict(lambda: deque(maxlen=self.keep))
 
     def see(self, line: LayerReading) -> HealthAlarm | None:
@@ -54,7 +54,7 @@ class _Jump(TensorRule):
     fewest = 4
     far = 4.0
     gradients = 8.0
-    sign: int
+    sign: ClassVar[int]
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
         now = octaves(reading.scale)
@@ -163,10 +163,7 @@ class UnderflowCreep(TensorRule):
     keep = 8
     rise = 0.25
     remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.SHORTER_HISTORY, Remedy.LAYER_IN_BF16)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._first: dict[tuple[str, str], list[float]] = {}
+    _first: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
         first = self._first.setdefault((reading.layer, reading.role), [])
@@ -227,8 +224,7 @@ class FigureRule(HealthRule[StepFigure]):
     figure: ClassVar[str]
     keep: ClassVar[int] = 1
 
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
+    def __post_init__(self) -> None:
         self._last: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=self.keep))
 
     def see(self, line: StepFigure) -> HealthAlarm | None:
@@ -271,14 +267,11 @@ class LayerStill(HealthRule[Any]):
     share = 0.1
     keep = 3
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._moved: dict[str, float] = {}
-        self._no_matrices: set[str] = set()
-        self._low: dict[str, int] = defaultdict(int)
-        self._shares: dict[str, float] = {}
-        self._has_moved: set[str] = set()
+    _moved: dict[str, float] = field(default_factory=dict)
+    _no_matrices: set[str] = field(default_factory=set)
+    _low: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _shares: dict[str, float] = field(default_factory=dict)
+    _has_moved: set[str] = field(default_factory=set)
 
     def see(self, line: LayerReading | StepFigure) -> HealthAlarm | None:
         if isinstance(line, LayerReading):
@@ -328,10 +321,7 @@ class BatchNormDrift(FigureRule):
     keep = 3
     far = 1.0
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._seen: dict[str, int] = defaultdict(int)
+    _seen: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
         self._seen[line.layer] += 1

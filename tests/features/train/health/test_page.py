@@ -19,7 +19,12 @@ UNSAID = ("falling", "exact")
 
 def figures_of(rule: type[HealthRule[Any]]) -> dict[str, float]:
     """The constants by which it judges."""
-    own = {name: getattr(rule, name) for kind in rule.__mro__ for name in vars(kind) if name not in UNSAID}
+    own = {
+        name: getattr(rule, name)
+        for kind in rule.__mro__
+        for name in vars(kind)
+        if name[0] != "_" and name not in UNSAID
+    }
     return {name: value for name, value in own.items() if type(value) in (int, float) and value not in (1, -1)}
 
 
