@@ -292,13 +292,10 @@ def rulings(asked: ParallelQuestion) -> tuple[Ruling, ...]:
 
 def _tokens_that_hide(asked: ParallelQuestion) -> float:
     """Tokens of a GPU's step from which on products take as long as what FSDP sends."""
-    sent = (
-        (2 * (1 if asked.load.narrow_gather else asked.load.kept.copy) + asked.load.kept.gradient)
-        * (asked.gpus - 1)
-        / asked.gpus
-    )
-    rate = asked.topology.fp8 if asked.load.precision == "fp8" else asked.topology.bf16
-    return sent * rate / (6 * asked.topology.link(asked.gpus))
+    load, gpus = asked.load, asked.gpus
+    sent = (2 * (1 if load.narrow_gather else load.kept.copy) + load.kept.gradient) * (gpus - 1) / gpus
+    rate = asked.topology.fp8 if load.precision == "fp8" else asked.topology.bf16
+    return sent * rate / (6 * asked.topology.link(gpus))
 
 
 def checkpointed(asked: ParallelQuestion) -> tuple[ParallelQuestion, tuple[Planned, ...]]:

@@ -119,13 +119,13 @@ class Study:
     @property
     def ranking(self) -> tuple[LayerTrial, ...]:
         """The probes, worst first: failed ones, then gaps beyond the noise, the rest by their first gradients."""
-        return tuple(sorted(self.probes, key=self._badness, reverse=True))
 
-    def _badness(self, trial: LayerTrial) -> tuple[bool, float, float]:
-        suffers, gap = self.suffers(trial), self.gap(trial)
-        beyond = gap if gap is not None and suffers is Suffers.WORSE else 0.0
-        error = trial.gradient_error
-        return suffers is Suffers.FAILED, beyond, math.inf if error is None or math.isnan(error) else error
+        def badness(trial: LayerTrial) -> tuple[bool, float, float]:
+            suffers, gap, error = self.suffers(trial), self.gap(trial), trial.gradient_error
+            beyond = gap if gap is not None and suffers is Suffers.WORSE else 0.0
+            return suffers is Suffers.FAILED, beyond, math.inf if error is None or math.isnan(error) else error
+
+        return tuple(sorted(self.probes, key=badness, reverse=True))
 
     def keeps(self, trial: LayerTrial) -> bool:
         gap, error, most = self.gap(trial), trial.gradient_error, self.gradient_tolerance
@@ -148,11 +148,7 @@ class Study:
     @property
     def suggested(self) -> LayerTrial | None:
         """The candidate that keeps the loss with as many layers low as any; None if none did or can be told."""
-        return (
-            None
-            if self.undecided
-            else next((candidate for candidate in self.candidates if self.keeps(candidate)), None)
-        )
+        return None if self.undecided else next(filter(self.keeps, self.candidates), None)
 
     def together(self, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
         """The first gradients' errors of the probes of each group, put together as errors that know nothing of each

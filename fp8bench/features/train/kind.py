@@ -193,14 +193,13 @@ def _places(path: Path) -> tuple[ResumePlace, ...]:
         ) from None
     stream = path.read_bytes()
     begun = ResumePlace(0, 0, stream.find(b"\n") + 1)
-    return tuple(one for one in known if _reaches(stream, one)) or (begun,)
 
+    def is_reached(place: ResumePlace) -> bool:
+        before = sheet_of(stream[: place.length])
+        intact = not place.digest or (not before.lost and digest_of(before.sums) == place.digest)
+        return place.length <= len(stream) and intact
 
-def _reaches(stream: bytes, place: ResumePlace) -> bool:
-    if place.length > len(stream):
-        return False
-    before = sheet_of(stream[: place.length])
-    return not place.digest or (not before.lost and digest_of(before.sums) == place.digest)
+    return tuple(filter(is_reached, known)) or (begun,)
 
 
 def newest_checkpoint(path: Path) -> tuple[Path, ResumePlace] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.features.train.verdicts.curves import ArmReached, Learned, Why, arrivals
 from fp8bench.features.train.verdicts.histories import Replayed, best_of
-from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy, energies_of, summaries_of
+from fp8bench.features.train.verdicts.summary import ArmSummary, energies_of, summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Capacity, Level
 from fp8bench.protocols import Role
@@ -109,7 +109,7 @@ def reached_table(found: TrainingVerdicts) -> Iterator[Table]:
 def plan_page(
     training: Training, reference: ArmState, seconds: float, unknown: Sequence[str], spread: float | None
 ) -> Page:
-    request = training.request
+    request, settings = training.request, training.request.settings
     cols: list[Col[Arm]] = [
         Col("arm", lambda arm: arm.name), Col("role", lambda arm: arm.role.value), Col("how", _how),
         Col("why not", lambda arm: arm.skip, below=True),
@@ -118,17 +118,17 @@ def plan_page(
     once = sum(arm.role is ArmRole.CHAOS for arm in running)
     steps = request.steps * ((len(running) - once) * request.seeds + once)
     ending = (
-        f"parameters: {units.whole(reference.parameters)} ({_model_of(request)})",
+        f"parameters: {units.whole(reference.parameters)} ({settings.make or f'{settings.model}, {settings.arch}'})",
         f"steps: {units.whole(steps)} in all, {many(request.steps, 'step')} of {many(len(running), 'arm')} in "
         + many(request.seeds, "seed"),
-        *([f"ranks: {request.ranks} by {request.settings.parallel}; {_scales_of(request)}"] if request.ranks else []),
+        *([f"ranks: {request.ranks} by {settings.parallel}; {_scales_of(request)}"] if request.ranks else []),
         f"tokens: {units.whole(reference.tokens)} a step, {units.whole(steps * reference.tokens)} in all",
         f"kept between two steps of the reference: {_bytes(dict(reference.bytes_per_parameter))}",
         _expected_time(seconds, unknown),
         words.detectable(request, spread),
         *filter(None, [words.without_histories(training)]),
     )
-    title = f"training of {request.settings.called} on {training.device.key}, which is {training.device.name}"
+    title = f"training of {settings.called} on {training.device.key}, which is {training.device.name}"
     arms = table("arms", "", cols, training.arms)
     return Page(title, "", (Part("arms", "", (arms,)), Part("ending", "", tuple(map(Text, ending)))))
 
@@ -184,11 +184,6 @@ def _shown(value: object) -> str:
 def _scales_of(request: TrainingRequest) -> str:
     whose = "its own rank" if request.settings.amax_group == "own" else "all ranks"
     return f"a tensor's scale is by the largest magnitude of {whose}"
-
-
-def _model_of(request: TrainingRequest) -> str:
-    settings = request.settings
-    return settings.make or f"{settings.model}, {settings.arch}"
 
 
 def _how(arm: Arm) -> str:
@@ -253,26 +248,6 @@ def _four_digits(loss: float) -> str:
     return f"{loss:.4f}"
 
 
-def _of_emulation(kept: KeptTraining) -> Iterator[str]:
-    """What bytes and joules of emulated arms are, where some were measured."""
-    measured = {cost.arm for cost in kept.of(ArmCost)}
-    names = [arm.name for arm in kept.training.arms if not arm.native and arm.name in measured]
-    if names:
-        yield (
-            f"memory and energy of {listed(names)} are those of emulation, which keeps values of a small format in "
-            "wider ones: they say nothing of a device that has the format"
-        )
-
-
-def _energies(found: Mapping[str, TrainedEnergy]) -> Iterator[str]:
-    """A sentence an arm; one where none has any for the same reason."""
-    whys = {one.why for one in found.values()}
-    if len(found) > 1 and len(whys) == 1 and all(one.joules is None for one in found.values()):
-        yield f"no energy: {whys.pop()}"
-        return
-    yield from (f"{arm}: {words.energy(one)}" for arm, one in found.items())
-
-
 def _largest(found: Capacity) -> str:
     """'largest batch that fits into 2.00 GiB: 812 (52.0 k tokens); not 813: tensors need 1.20 MiB more'."""
     tokens = f" ({units.whole(found.tokens)} tokens)" if found.batch else ""
@@ -293,13 +268,13 @@ def looks_of(kept: KeptTraining) -> Iterator[Part]:
     ]
     if arms:
         kinds = (("looks", "loss", _loss), ("perplexities", "perplexity of a token", _perplexity))
-        yield Part("looks", _LOOKS, tuple(table(*kind[:2], _look_cols(last, shown, kind[2]), arms) for kind in kinds))
-
-
-def _look_cols(
-    last: Sequence[Validation], shown: Sequence[str], show: Callable[[Sequence[Validation], str, str], Field | None]
-) -> list[Col[str]]:
-    return [Col("arm", str), *(Col(of, partial(show, last, of), number=True) for of in shown)]
+        tables = (
+            table(
+                name, caption, [Col("arm", str), *(Col(of, partial(show, last, of), number=True) for of in shown)], arms
+            )
+            for name, caption, show in kinds
+        )
+        yield Part("looks", _LOOKS, tuple(tables))
 
 
 def _loss(last: Sequence[Validation], of: str, arm: str) -> Field | None:
@@ -348,10 +323,20 @@ def notes_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[str]:
             if said.speed is not None:
                 yield f"{said.arm.name}: {words.speed(said.speed, said.arm.native)}"
     yield from (f"{one.arm}: {one.why}" for one in kept.of(ArmCost) if one.why)
-    yield from _of_emulation(kept)
+    measured = {cost.arm for cost in kept.of(ArmCost)}
+    if names := [arm.name for arm in kept.training.arms if not arm.native and arm.name in measured]:
+        yield (
+            f"memory and energy of {listed(names)} are those of emulation, which keeps values of a small format in "
+            "wider ones: they say nothing of a device that has the format"
+        )
     if kept.training.request.ranks is not None and not kept.training.device.accelerated:
         yield "ranks on a CPU share its cores: tokens/s are a functional test"
-    yield from _energies(energies_of(kept, found))
+    energies = energies_of(kept, found)
+    whys = {energy.why for energy in energies.values()}
+    if len(energies) > 1 and len(whys) == 1 and all(energy.joules is None for energy in energies.values()):
+        yield f"no energy: {whys.pop()}"
+    else:
+        yield from (f"{arm}: {words.energy(energy)}" for arm, energy in energies.items())
     yield from (f"{one.arm}: {_largest(one.capacity)}" for one in kept.of(ArmCost) if one.capacity)
     yield from kept.troubles
 

@@ -87,8 +87,7 @@ def times_of(found: ArmReached) -> str | None:
     """'1.03x [1.01x, 1.05x]'; None without a seed in which reference and arm came to the loss."""
     if found.times is None:
         return None
-    ends = found.interval
-    return units.ratio(found.times) + (f" [{units.ratio(ends.low)}, {units.ratio(ends.high)}]" if ends else "")
+    return _ratio(found.interval) if found.interval else units.ratio(found.times)
 
 
 def _learned(found: ArmVerdict, among: TrainingVerdicts) -> str:
@@ -297,8 +296,7 @@ def speed(found: AdjustedSpeed | None, native: bool) -> str:
         return f"not known to the same loss, which does not surely fall any more {raw}"
     if found.bounded:
         return f"at most {units.ratio(found.adjusted.point)} to the same loss {raw}"
-    low, high = units.ratio(found.adjusted.low), units.ratio(found.adjusted.high)
-    return f"{units.ratio(found.adjusted.point)} [{low}, {high}] to the same loss {raw}"
+    return f"{_ratio(found.adjusted)} to the same loss {raw}"
 
 
 def energy(found: TrainedEnergy) -> str:
@@ -314,8 +312,12 @@ def energy(found: TrainedEnergy) -> str:
 
 
 def energy_to_loss(found: Interval, at_least: bool) -> str:
-    point, low, high = (units.ratio(one) for one in (found.point, found.low, found.high))
-    return f"at least {point}" if at_least else f"{point} [{low}, {high}]"
+    return f"at least {units.ratio(found.point)}" if at_least else _ratio(found)
+
+
+def _ratio(found: Interval) -> str:
+    """'0.83x [0.80x, 0.87x]'."""
+    return "{} [{}, {}]".format(*map(units.ratio, (found.point, found.low, found.high)))
 
 
 def _span(found: Interval, level: bool = True) -> str:

@@ -42,6 +42,11 @@ MOST_SATURATED = 1e-5
 _GROWTH = 2 ** (1 / 1000)
 
 
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Zeros where a step has found none, as of an expert that had no token."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
 class Gradients:
     """float32, where autograd keeps them and adds them up itself. They lie there until the next step begins."""
 
@@ -55,15 +60,12 @@ class Gradients:
             parameter.grad = None
 
     def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """float32; zeros where a step has found none, as of an expert that had no token."""
-        return [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+        return list(map(gradient_of, parameters))
 
     def filled(self) -> list[Tensor]:
-        """Where they lie, with zeros where a step has found none."""
         for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            parameter.grad = gradient_of(parameter)
+        return self.of(self._parameters)
 
     def norms(self) -> list[Tensor]:
         return list(torch._foreach_norm(self.of(self._parameters)))

@@ -137,9 +137,6 @@ class OwnTrainer(Trainer):
         """Of the step that was last, or of the first one: examples where a batch has no tokens."""
         return self._size
 
-    def read(self, step: int) -> tuple[int, int]:
-        raise AssertionError("one process reads its batches")
-
     def repeat(self, last: int) -> None:
         """Further steps read the batches that come next."""
         before = self.step

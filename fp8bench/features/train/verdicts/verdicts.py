@@ -188,12 +188,9 @@ def _at_its_best(said: ArmVerdict, arms: Sequence[Arm], curves: Mapping[Key, Cur
 
     alike = [arm for arm in arms if but_for_rate(arm) == but_for_rate(said.arm)]
     seeds = {seed for name, seed in curves if name in {arm.name for arm in alike}}
-    if (
-        len(alike) < 2
-        or not seeds
-        or said.judged.learned is Learned.DIVERGED
-        or _best(alike, curves, seeds) is said.arm
-    ):
+    if len(alike) < 2 or not seeds or said.judged.learned is Learned.DIVERGED:
+        return said
+    if _best(alike, curves, seeds) is said.arm:
         return said
     judged = replace(said.judged, learned=Learned.INCONCLUSIVE, why=Why.OTHER_RATE, more_seeds=None)
     return replace(said, judged=judged, speed=None)
