@@ -91,7 +91,7 @@ def test_a_function_of_this_process_is_trained_in_it(store: Path) -> None:
 
         return model, (x,), loss
 
-    kept = short(store, local, seeds=5, steps=60, rate=0.01)
+    kept = short(store, local, seeds=5, steps=12, rate=0.01)
     assert not LIVE and not MADE and kept.training.request.settings.make
     found = verdicts_of(kept.training, kept.lines)
     assert not found.looks and "nothing was held out" in " ".join(str(kept).split())
