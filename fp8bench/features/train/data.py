@@ -153,9 +153,8 @@ def series_of(kept: KeptTraining) -> dict[Key, Curve]:
                 before = own[line.step].get(tag, 0.0) if isinstance(line, TrainingEvent) else 0.0
                 if math.isfinite(value):
                     own[line.step][tag] = before + value
-    return {
-        key: {step: own[step] for step in sorted(own) if own[step]} for key, own in found.items() if any(own.values())
-    }
+    curves = ((key, {step: own[step] for step in sorted(own) if own[step]}) for key, own in found.items())
+    return {key: curve for key, curve in curves if curve}
 
 
 def _scalars(line: StreamLine, native: bool) -> Iterator[tuple[str, float]]:
@@ -176,11 +175,10 @@ def _scalars(line: StreamLine, native: bool) -> Iterator[tuple[str, float]]:
 
 
 def summed_up(kept: KeptTraining, found: TrainingVerdicts) -> dict[str, dict[str, float]]:
+    figures = {summary.arm.name: figures_of(summary, found) for summary in summaries_of(kept, found)}
     return {
-        one.arm.name: {
-            name: value for name, value in figures_of(one, found).items() if value is not None and math.isfinite(value)
-        }
-        for one in summaries_of(kept, found)
+        arm: {name: value for name, value in own.items() if value is not None and math.isfinite(value)}
+        for arm, own in figures.items()
     }
 
 
@@ -252,17 +250,10 @@ class TrainingFrames:
 
         kept, request = self.training, self.training.training.request
         found = verdicts_of(kept.training, kept.lines)
+        shared = {"ranks": request.ranks or 1, "parallel": request.settings.parallel}
         return pd.DataFrame(
-            {
-                "arm": one.arm.name,
-                "precision": one.arm.precision,
-                "role": one.arm.role.value,
-                "ranks": request.ranks or 1,
-                "parallel": request.settings.parallel,
-                "amax_group": one.arm.taken(request.settings).amax_group,
-                **row_of(one, found),
-            }
-            for one in summaries_of(kept, found)
+            {**_arm(own.arm), **shared, "amax_group": own.arm.taken(request.settings).amax_group, **row_of(own, found)}
+            for own in summaries_of(kept, found)
         )
 
     steps = _frame(StepRow, "A row a step of an arm in a seed.")

@@ -148,9 +148,8 @@ def base_of(request: TrainingRequest) -> TrainingRequest | None:
 
 def _changed(request: T, changes: Mapping[str, Any]) -> T:
     usual = type(request)()
-    return replace(
-        request, **{key: new for key, new in changes.items() if getattr(request, key) == getattr(usual, key)}
-    )
+    untold = {key: new for key, new in changes.items() if getattr(request, key) == getattr(usual, key)}
+    return replace(request, **untold)
 
 
 @dataclass(frozen=True)
@@ -192,11 +191,10 @@ def _of_arm(own: Experiment, seen: TrainedFigures, arm: Arm, found: TrainingVerd
         if math.isfinite(ratio):
             changes.append(ratio - 1)
     change, said = gap_of(changes), found.of(arm.name)
+    word = _word(own, change)
     if said is not None and said.judged.learned is Learned.DIVERGED:
-        return ExperimentArm(
-            arm.name, f"it diverged in {len(said.diverged_in)} of {many(len(found.seeds), 'seed')}", change
-        )
-    return ExperimentArm(arm.name, _word(own, change), change)
+        word = f"it diverged in {len(said.diverged_in)} of {many(len(found.seeds), 'seed')}"
+    return ExperimentArm(arm.name, word, change)
 
 
 def _word(own: Experiment, change: Gap | None) -> str:
@@ -208,10 +206,9 @@ def _word(own: Experiment, change: Gap | None) -> str:
         return "confirmed"
     if high < own.least:
         return f"refuted: so much as {least} is excluded"
-    more = seeds_until(change, own.least)
-    return (
-        f"open: {'no number of seeds that is known' if more is None else many(more, 'more seed')} would settle {least}"
-    )
+    seeds = seeds_until(change, own.least)
+    more = "no number of seeds that is known" if seeds is None else many(seeds, "more seed")
+    return f"open: {more} would settle {least}"
 
 
 def parts_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[Part]:

@@ -50,10 +50,6 @@ def merges_of(tokens: str) -> int | None:
 BANDS = ("repeat", "other-seed", "one-ulp")
 
 
-def _are_bands(value: object) -> bool:
-    return isinstance(value, tuple) and set(value) <= set(BANDS)
-
-
 def _above_nothing(what: str, most: float = math.inf) -> Rule:
     return number(what, lambda value: 0 < value <= most and math.isfinite(value))
 
@@ -304,7 +300,9 @@ class TrainingRequest:
     seeds: int = option(5, whole_number(1, 10_000), group="")
     seed: int = _as_in_a_run(0, "seed", "the first seed; default 0")
     bands: tuple[str, ...] = option(
-        BANDS, Rule(f"none, or some of {', '.join(BANDS)}", lambda value: value == ("none",) or _are_bands(value)),
+        BANDS,
+        Rule(f"none, or some of {', '.join(BANDS)}",
+             lambda value: isinstance(value, tuple) and (value == ("none",) or set(value) <= set(BANDS))),
         "which arms show what chance does to the reference: repeat (nondeterminism), other-seed, one-ulp (chaos, in "
         "the first seed); none: none; default all", "NAME,...", LENGTH,
     )  # fmt: skip

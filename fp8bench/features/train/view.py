@@ -210,7 +210,9 @@ def arm_cols(found: TrainingVerdicts, shown: Sequence[str] = _SHOWN) -> list[Col
         Col("loss gap", _gap, hint="to the reference of the same seed, with the 95% interval over seeds"),
         Col("tokens/s", lambda one: one.tokens_per_second, number=True, show=units.count,
             hint="by the median step; of native arms"),
-        Col("to the same loss", _speed, hint="speed times steps: how much sooner the arm is as good; of native arms"),
+        Col("to the same loss",
+            lambda one: words.speed(one.said.speed, one.arm.native) if one.said and one.said.speed else None,
+            hint="speed times steps: how much sooner the arm is as good; of native arms"),
         Col("J/step", lambda one: one.energy.joules.middle if one.energy and one.energy.joules else None, number=True,
             show=units.joules, hint="by windows of steps of the arm alone"),
         Col("energy to the same loss", _energy_to_loss,
@@ -230,11 +232,6 @@ def arm_cols(found: TrainingVerdicts, shown: Sequence[str] = _SHOWN) -> list[Col
 
 def _gap(summary: ArmSummary) -> str | None:
     return words.gap(summary.said.judged.gap) if summary.said else None
-
-
-def _speed(summary: ArmSummary) -> str | None:
-    said = summary.said
-    return words.speed(said.speed, summary.arm.native) if said is not None and said.speed is not None else None
 
 
 def _energy_to_loss(summary: ArmSummary) -> Field | None:

@@ -122,7 +122,9 @@ class GradientSpike(HealthRule[StepRow]):
         multiple = norm / max(usual, 1e-300)
         if multiple > self.times_with_loss:
             most = max(max(self._norms) / max(usual, 1e-300), *self._multiples, math.sqrt(self.times))
-            if math.sqrt(multiple) > most or self._is_far(loss):
+            middle = median(self._losses)
+            is_far = loss - middle > self.far * (max(self._losses) - middle)
+            if math.sqrt(multiple) > most or is_far:
                 words = (
                     f"the gradient norm is {norm:.3g}, {multiple:.1f} times its median of {usual:.3g}, at a loss "
                     f"of {loss:.4g}"
@@ -130,10 +132,6 @@ class GradientSpike(HealthRule[StepRow]):
                 return HealthAlarm(words, figures=(("norm", norm), ("median", usual), ("loss", loss)))
         self._multiples.append(multiple)
         return None
-
-    def _is_far(self, loss: float) -> bool:
-        usual = median(self._losses)
-        return loss - usual > self.far * (max(self._losses) - usual)
 
 
 class UpdateBurst(HealthRule[StepRow]):

@@ -53,16 +53,20 @@ class LoopHabits:
 
     def figures(self, parameters: Mapping[str, nn.Parameter]) -> dict[tuple[str, str], Tensor | float]:
         """By name and layer: how often in turn the same inputs were given, and shares of the highest rate."""
-        shares: dict[tuple[str, str], Tensor | float] = {
-            ("rate_share", name): own for name, own in self._slower(parameters)
-        }
+        highest = self.rate()
+        shares = {id(one): rate / highest for rate, group in self._groups() for one in group["params"] if highest > 0}
+        slower = {
+            ("rate_share", name.removesuffix(".weight")): share
+            for name, parameter in parameters.items() if (share := shares.get(id(parameter), 1.0)) < 1
+        }  # fmt: skip
         data = {(name, ""): value for name, value in self._data.items()}
-        return shares | data | {("inputs_again", ""): self._again, ("examples", ""): float(self.examples)}
+        return slower | data | {("inputs_again", ""): self._again, ("examples", ""): float(self.examples)}
 
     def backward_begins(self) -> bool:
         """Whether gradients begin anew: those that nobody has touched since the last update, or since the backward
         before, were not cleared."""
-        anew = not self._left or not all(_is_still(*left) for left in self._left)
+        still = (parameter.grad is grad and grad._version == version for parameter, grad, version in self._left)
+        anew = not self._left or not all(still)
         self._began = True
         self._cleared |= anew
         return anew
@@ -78,14 +82,6 @@ class LoopHabits:
     def rate(self) -> float:
         """The highest of all groups; NaN of an optimizer that finds its own."""
         return max((rate for rate, _ in self._groups()), default=math.nan)
-
-    def _slower(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, float]]:
-        """Those whose group has a lower rate than the highest, and the share that it is."""
-        highest = self.rate()
-        shares = {id(one): rate / highest for rate, group in self._groups() for one in group["params"] if highest > 0}
-        for name, parameter in parameters.items():
-            if shares.get(id(parameter), 1.0) < 1:
-                yield name.removesuffix(".weight"), shares[id(parameter)]
 
     def updated(self) -> None:
         self._left, self._cleared, self._began = self._gradients(), False, False
@@ -118,10 +114,6 @@ class LoopHabits:
         age = next(iter(state.values())).get("step", 0) if state else 0
         waits = isinstance(age, Tensor) and age.device.type != "cpu"
         return len(state), 0.0 if waits else float(age)
-
-
-def _is_still(parameter: Tensor, gradient: Tensor, version: int) -> bool:
-    return parameter.grad is gradient and gradient._version == version
 
 
 class BackwardListener(ABC):

@@ -87,12 +87,10 @@ class LowGradients(Gradients):
     def __init__(self, parameters: Sequence[nn.Parameter], micro_batches: int, fp8: bool) -> None:
         self._parameters = parameters
         self._sums: dict[Tensor, _BFloat16 | AutomaticScale] = {}
-        for parameter in parameters:
-            self._sums[parameter] = (
-                AutomaticScale(parameter.detach(), micro_batches) if fp8 else _BFloat16(parameter.detach())
-            )
         self._begun: set[Tensor] = set()
         for parameter in parameters:
+            own = parameter.detach()
+            self._sums[parameter] = AutomaticScale(own, micro_batches) if fp8 else _BFloat16(own)
             parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:

@@ -123,9 +123,7 @@ class Trainer:
         with torch.device(facts.key):
             model = models.built(self._settings, self._config, choose, carrier)
         around = {layer.name: key_of(layer, keys) for layer in models.around_of(self._settings.arch, self._config)}
-        take_around(
-            model, {name: precisions.get(keys[key]).arithmetic(facts) for name, key in around.items() if key}
-        )  # fmt: skip
+        take_around(model, {name: precisions.get(keys[key]).arithmetic(facts) for name, key in around.items() if key})
         if self._settings.attention != "auto":
             self._round_attention(model, facts)
         if self._settings.start:
@@ -180,11 +178,8 @@ class Trainer:
     def memory_roles(self) -> dict[MemoryRole, object]:
         kept = self._optimizer.kept()
         moments = [some for name, some in kept.items() if name not in ("weights", "gradients")]
-        return {
-            MemoryRole.WEIGHTS: kept["weights"],
-            MemoryRole.GRADIENTS: kept["gradients"],
-            MemoryRole.OPTIMIZER: moments,
-        }
+        weights, gradients = kept["weights"], kept["gradients"]
+        return {MemoryRole.WEIGHTS: weights, MemoryRole.GRADIENTS: gradients, MemoryRole.OPTIMIZER: moments}
 
     def advance(self, phase: Phases = _SILENT, watched: bool = True) -> Iterator[StreamLine]:
         """One step; nothing where the arm has stopped or is done. Not `watched`: whichever step it is."""
@@ -353,13 +348,9 @@ class Trainer:
         return finder.place
 
     def _remembered(self) -> _Remembered:
-        return _Remembered(
-            {
-                name: {key: kept.clone() for key, kept in arithmetic.memory().items()}
-                for name, arithmetic in self._arithmetics.items()
-            },
-            {name: kept.clone() for name, kept in self._model.named_buffers()},
-        )
+        memories = {name: arithmetic.memory() for name, arithmetic in self._arithmetics.items()}
+        copies = {name: {key: kept.clone() for key, kept in memory.items()} for name, memory in memories.items()}
+        return _Remembered(copies, {name: kept.clone() for name, kept in self._model.named_buffers()})
 
     def _recall(self, remembered: _Remembered) -> None:
         """Go on from there. The tensors are the arithmetics' from now on."""

@@ -59,14 +59,10 @@ class ModelWatch:
         found = {one: path for path, one in reversed([*_uncompiled(model, "")])} if inside else {}
         self.modules = [(path, one) for one, path in found.items() if _is_watched(one)]
         self.inside = bool(found)
-        self.parameters = {
-            path.removeprefix("_orig_mod."): one for path, one in model.named_parameters() if one.requires_grad
-        }
-        self.weights = {
-            path.removesuffix(".weight"): parameter
-            for path, parameter in self.parameters.items()
-            if parameter.ndim >= _MATRIX
-        }
+        trained = ((path, one) for path, one in model.named_parameters() if one.requires_grad)
+        self.parameters = {path.removeprefix("_orig_mod."): one for path, one in trained}
+        matrices = ((path, one) for path, one in self.parameters.items() if one.ndim >= _MATRIX)
+        self.weights = {path.removesuffix(".weight"): one for path, one in matrices}
         tables = {path for path, one in model.named_modules() if isinstance(one, nn.Embedding)}
         self.embeddings = {path for path in self.weights if path in tables or path.split(".")[-1] == "embedding"}
         self.gains = gains_of(model)
@@ -341,12 +337,8 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    return (
-        _has_weights(module)
-        or isinstance(getattr(module, "arithmetic", None), Arithmetic)
-        or isinstance(module, SelfAttention)
-        or hasattr(module, "running_mean")
-    )
+    casts = isinstance(getattr(module, "arithmetic", None), Arithmetic)
+    return casts or _has_weights(module) or isinstance(module, SelfAttention) or hasattr(module, "running_mean")
 
 
 def _uncompiled(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
