@@ -102,14 +102,8 @@ def refuse_ranks(request: Any) -> None:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """How a model is trained. An arm may have some of these otherwise (`Arm.settings`), by the same names.
-
-    `attention` of 'auto' is torch's own, in the dtype that values travel in; 'prescaled' divides queries by the root of
-    the head width before they are rounded, so that fewer scores are beyond the format. `nudge` disturbs an arm as
-    rounding does, so that a study can be held against itself: 'ulp' moves the initial weights by one unit in the last
-    place; 'order' sums in another order. `handicap` multiplies the rate, to plant a loss. `make` gives a model of the
-    user's own, with its batches: what is said of the built-in ones then does not count.
-    """
+    """How a model is trained. An arm may have some of these otherwise (`Arm.settings`), by the same names. `make` gives
+    a model of the user's own, with its batches: what is said of the built-in ones then does not count."""
 
     model: str = option(
         "nano", Rule("a model's name", lambda value: isinstance(value, str) and bool(value)),

@@ -37,11 +37,9 @@ class _Row(NamedTuple):
 class OwnLoop(BackwardListener):
     """Every step gives a row, and every `stride`-th is watched; `told` gets their lines as watched steps end.
 
-    A step is what happens until the optimizer has made one, whatever micro-batches there are. Where a GradScaler skips
-    one, it goes on. Norms are those that the optimizer meets: after any clipping; that of the parameters is of the last
-    watched step. The loss is what the module gives back if that is a number, else what backward began with, where it
-    came through the module: of several micro-batches their sum, which is what gradients add up to. A step whose loss
-    nobody knows has no row; three in turn are an event.
+    `fp8bench.watch` says what a step is and which loss it has. Norms are those that the optimizer meets: after any
+    clipping; that of the parameters is of the last watched step. A step whose loss nobody knows has no row; three in
+    turn are an event.
     """
 
     def __init__(

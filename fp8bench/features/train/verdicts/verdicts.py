@@ -274,14 +274,7 @@ class AdjustedSpeed:
     """How much sooner an arm comes to a loss, not only how fast its steps are. Above 1 is faster: `raw` by steps alone,
     `adjusted` to the same loss.
 
-    It is the ratio of speeds, by steps of the same number, times the ratio of the steps that both take to one loss: the
-    worse of their two endpoints, which both reach. When the better one had that loss is told by the course of its
-    losses in the last two thirds of the steps, a parabola over the logarithm of the steps. To look for the first step
-    that is as low as some loss was tried: the noise of batches decides which step that is, and arms that differ by one
-    unit in the last place were told half as fast.
-
-    The interval is Student's over seeds that are left out in turn (a jackknife): gap, course and speed are uncertain
-    together. A bootstrap of five seeds covers too little (suites/verdicts.py measures both).
+    docs/learning.md says how that loss is found, how the interval is, and what else was tried.
 
     `fewer_steps` is how many times fewer steps the arm takes to that loss. With `bounded` the arm ended with a loss
     that its reference had left behind after a third of its steps: it is at most so fast. None is not known, because
