@@ -36,7 +36,6 @@ def test_bands_are_the_errors_of_machines_that_were_held_out() -> None:
 
 
 def test_what_is_said_of_errors_is_what_they_are() -> None:
-    """`within` is said of held-out paces alone."""
     pairs, rough = held_out(), uncalibrated()
     told, inside = within(pairs)
     middle = units.percent(median(abs(pair.error) for pair in pairs))

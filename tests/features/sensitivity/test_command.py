@@ -47,7 +47,6 @@ def say(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> Say:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_meant_is_one_sentence(name: str, say: Say) -> None:
-    """Exit code 2, and nothing is trained."""
     words, sentence = REFUSED[name]
     code, out, err = say(*words)
     assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
@@ -115,8 +114,6 @@ def test_a_map_by_the_gradients_of_a_model_of_one_s_own(store: Path, say: Say) -
 
 
 def test_a_reference_that_fails_ends_it(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit code 3, with the reason."""
-
     def broken(self: object, *arguments: object) -> tuple[float, ...]:
         raise RuntimeError("no such kernel")
 
