@@ -123,7 +123,6 @@ def _reading(parts: Sequence[LayerReading]) -> LayerReading:
 
 
 def _signal_to_noise(parts: Sequence[LayerReading]) -> float | None:
-    """Of the powers of all parts together."""
     signal = noise = 0.0
     for part in parts:
         if part.signal_to_noise is None:

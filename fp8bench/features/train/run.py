@@ -229,7 +229,6 @@ def _tell(training: Training, turns: Turns, writer: TrainingWriter, observer: Tr
 def _trained(
     training: Training, writer: TrainingWriter, worker: Worker, observer: TrainingObserver, resumed: bool = False
 ) -> KeptTraining:
-    """The seeds one after the other, from the last place that was kept."""
     place = writer.places[-1] if writer.places else ResumePlace(0, 0, 0)
     first, at_begin = place.number, place.number == place.step == 0
     out, pace, fresh = dict(place.out), SeedPace(), not resumed or at_begin
@@ -313,7 +312,6 @@ def _measure_energy(
 def _in_windows(
     training: Training, arms: Sequence[Arm], worker: Worker, meter: Meter, observer: TrainingObserver
 ) -> dict[str, EnergyUse]:
-    """What the meter says of each arm, or why it says nothing."""
     found: dict[str, EnergyUse] = {}
     running, facts = [], training.device
     for arm in arms:
@@ -437,6 +435,5 @@ def _spread(training: Training, store: Path) -> float | None:
 
 
 def _conditions(training: Training) -> tuple[object, ...]:
-    """What makes a step as long as it is, beside the precision."""
     settings = (getattr(training.request.settings, name) for name in _SAME)
     return training.device.name, training.request.threads, training.request.ranks, *settings

@@ -252,7 +252,6 @@ def _mapped(files: tuple[Path, Path | None], other_data: str | None, sequence: i
 
 
 def _read_tokens(option: str, path: Path) -> tuple[int, int, str]:
-    """How many tokens a file has, the highest, and a digest of all."""
     import numpy as np
 
     try:

@@ -127,7 +127,6 @@ class Training:
     parameters: int
 
     def task(self, arms: tuple[Arm, ...], number: int = 0) -> SeedTask:
-        """To train these in the seed of that number."""
         asked = self.request
         return SeedTask(
             asked.seed + number, arms, asked.settings, asked.steps, asked.stride, self.text, self.device
@@ -287,7 +286,6 @@ class ArmCost(StreamLine):
 
 
 def _exponential(value: float) -> float:
-    """exp, infinite where it is beyond all numbers."""
     try:
         return math.exp(value)
     except OverflowError:

@@ -141,7 +141,6 @@ def _expected_time(seconds: float, unknown: Sequence[str]) -> str:
 
 
 def _bytes(parts: dict[str, float]) -> str:
-    """'16 bytes a parameter (weights 4, gradients 4, ...)'."""
     named = ", ".join(f"{name} {size:.3g}" for name, size in parts.items() if size >= _LEAST_BYTES)
     return f"{sum(parts.values()):.3g} bytes a parameter ({named})"
 

@@ -133,7 +133,6 @@ def _excluded_so_far(found: ArmVerdict, among: TrainingVerdicts) -> str:
 
 
 def _settled(gap: Gap, told: Interval) -> str:
-    """'; 12 more seeds would probably settle 0.1%'."""
     more = settled_by_more(gap, told.high)
     return "" if more is None else f"; {many(more[1], 'more seed')} would probably settle {100 * more[0]:.3g}%"
 

@@ -83,7 +83,6 @@ class Health:
 
 
 def _can(remedy: Remedy, arm: Arm, settings: TrainerSettings, layer: str) -> bool:
-    """Whether a remedy would change the arm, or is for people."""
     people = remedy in (Remedy.LOOK_AT_DATA, Remedy.LOOK_AT_LOOP, Remedy.LOOK_AT_LAYER)
     now = (arm.precision, arm.taken(settings))
     return people or helped(*now, remedy, layer) != now

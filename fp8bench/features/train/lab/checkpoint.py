@@ -49,7 +49,6 @@ class _Digesting:
 
 
 def write(folder: str, task: SeedTask, memories: Mapping[str, dict[str, Any]], rank: int) -> None:
-    """Keep the state of these arms, of one rank. Raises StoreError."""
     target = Path(folder)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:

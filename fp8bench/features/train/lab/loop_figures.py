@@ -102,7 +102,6 @@ def _times_vector(gradient: Tensor) -> Tensor:
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Those in what a module gives back, in tuples, dictionaries and named outputs."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, dict):

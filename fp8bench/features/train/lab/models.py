@@ -141,7 +141,6 @@ def check_effective(arms: Sequence[TrainerSettings]) -> None:
 
 
 def _around(settings: TrainerSettings) -> list[str]:
-    """The precisions that a map gives to what stands around products."""
     layers = around_of(settings.arch, config_of(settings, 1))
     return [word for key, word in settings.precision_map if any(key_of(layer, [key]) for layer in layers)]
 

@@ -269,7 +269,6 @@ class OwnBatches:
                 return batch
 
     def _following(self) -> Any:
-        """The next batch; of the next epoch where this one ends."""
         for _ in range(2):
             if self._iterator is None:
                 with self._drawn("epoch", self._epoch):

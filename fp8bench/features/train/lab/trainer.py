@@ -159,11 +159,9 @@ class Trainer:
 
     @property
     def tokens(self) -> int:
-        """Those of one step, of all ranks."""
         return self._config.batch * self._config.sequence * self._settings.micro_batches
 
     def state(self) -> ArmState:
-        """Of the whole model, with what this rank keeps of it."""
         sizes = {name: sum(one.nbytes for one in some) for name, some in self._kept().items()}
         each = tuple((name, size / self._count) for name, size in sizes.items())
         return ArmState(self.arm.name, self._count, self.tokens, each)
@@ -284,7 +282,6 @@ class Trainer:
             return self.together.mean(loss)
 
     def _micro_batch(self, number: int, scale: float, phase: Phases) -> Tensor:
-        """Gradients of one are added to those there are; its loss."""
         part = number * self.together.shares + self.together.share
         torch.manual_seed(seed_of("step", self._seed, self.step, part))
         with phase.data_load:
@@ -429,5 +426,4 @@ class Trainer:
 
 
 def _alike(one: Arithmetic, other: Arithmetic) -> bool:
-    """Whether two arithmetics remember the same things in the same way."""
     return type(one) is type(other) and getattr(one, "recipe", None) == getattr(other, "recipe", None)

@@ -318,7 +318,6 @@ class WatchedStep:
             self._totals[name] = _square(parameter.grad)
 
     def noise(self) -> dict[str, Figures]:
-        """Sums by parameter, of those with two micro-batches or more."""
         return {
             name: {"count": self._arrived[name], "squares": squares, "total": self._totals[name]}
             for name, squares in self._squares.items()
@@ -378,7 +377,6 @@ class GradientNoise:
 
 
 def noise_of(count: float, squares: float, total: float) -> GradientNoise:
-    """From the sum of the gradients' squares and the square of their sum."""
     variance = (squares - total / count) / (count - 1)
     return GradientNoise(variance, total / count**2 - variance / count)
 

@@ -227,7 +227,6 @@ def _of_arm(
 
 
 def _not_what_it_is_called(reference: Arm, arm: Arm, pairs: Sequence[Pair], curves: Mapping[Key, Curve]) -> Why | None:
-    """Whether the arm was seen to train in another precision than it says."""
     if any(FALLBACK in curve.events for (name, _), curve in curves.items() if name == arm.name):
         return Why.FALLBACK
     same = bool(pairs) and all(pair.same_bits for pair in pairs)
@@ -314,7 +313,6 @@ def adjusted_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None
 
 
 def _jackknifed(point: float, others: Sequence[float]) -> Interval:
-    """From a logarithm and what it is without each seed in turn."""
     error = math.sqrt((len(others) - 1) * statistics.pvariance(others))
     reach = quantile(SHOWN, len(others) - 1) * error
     return _exp(Interval(point, point - reach, point + reach, SHOWN))
