@@ -357,17 +357,14 @@ class TrainingKind(Kind[KeptTraining]):
     name = "training"
     holds = KeptTraining
 
-    def find(self, word: str, store: Path) -> Path | None:
-        return find_training(word, store)
+    find = staticmethod(find_training)
+    load = staticmethod(load_training)
 
     def newest(self, store: Path) -> Path | None:
         return next(iter(training_files(store)), None)
 
     def names(self, path: Path) -> tuple[str, ...]:
         return id_of(path), path.parent.name
-
-    def load(self, path: Path) -> KeptTraining:
-        return load_training(path)
 
     def view(self, kept: KeptTraining) -> View:
         from fp8bench.features.train.data import rows_of, value_of
