@@ -126,7 +126,8 @@ class TrainingWriter(LineWriter):
             self._file.truncate(place.length)
             self._file.seek(place.length)
             self._recount()
-        self._lines([_content(line) for line in told])
+        contents = (unsealed_line(line)[0] for line in told)
+        self._lines([{name: value for name, value in content.items() if name in _KINDS} for content in contents])
 
     def _write(self, places: tuple[ResumePlace, ...]) -> None:
         write_whole(self.path.with_name(_PLACES), compact(sealed({"places": encode(places)})))
@@ -136,11 +137,6 @@ class TrainingWriter(LineWriter):
 
 # What happened to the training and not in a step, which is not made again with the steps.
 _EVENT, _STAY = b'{"event":', tuple(f'"kind":"{kind}"'.encode() for kind in ("resumed", "restarted", "out"))
-
-
-def _content(line: bytes) -> Content:
-    content, _ = unsealed_line(line)
-    return {name: value for name, value in content.items() if name in _KINDS}
 
 
 def plain(line: StreamLine) -> dict[str, Any]:

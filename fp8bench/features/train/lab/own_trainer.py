@@ -234,10 +234,8 @@ class OwnBatches:
         self._source = given.batches
         self._next, self._epoch = 0, 0
         self._iterator: Iterator[Any] | None = None
-        if self._source is not None and not callable(self._source):
-            self._refuse_once()
-
-    def _refuse_once(self) -> None:
+        if self._source is None or callable(self._source):
+            return
         once = iter(self._source) is self._source
         if once or getattr(self._source, "persistent_workers", False):
             why = "can be gone through once" if once else "keep their workers, which arms cannot share"
