@@ -113,8 +113,11 @@ class DataParallel(Together):
         found = gradients.filled()
         with phase.communication:
             for part in bucketed([one.numel() for one in found], _MOST_ELEMENTS):
-                self._group.added_together(found[part])
-        torch._foreach_div_(found, self.shares)
+                some = found[part]
+                flat = torch.cat([one.reshape(-1) for one in some])
+                dist.all_reduce(flat, group=self._group.handle)
+                pieces = torch.split(flat / self.shares, [one.numel() for one in some])
+                torch._foreach_copy_(some, [new.view_as(one) for new, one in zip(pieces, some, strict=True)])
 
 
 def digest_of(tensors: Iterable[Tensor]) -> int:
