@@ -211,7 +211,7 @@ class SameInputs(FigureRule):
 
     name = "same-inputs"
     figure = "inputs_again"
-    times = 7
+    again = 7
     few = 128
     remedies = (Remedy.LOOK_AT_DATA,)
     _examples: float = math.inf
@@ -223,7 +223,7 @@ class SameInputs(FigureRule):
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
         from_the_first = line.value >= line.step
-        if line.value < self.times or (from_the_first and self._examples >= self.few):
+        if line.value < self.again or (from_the_first and self._examples >= self.few):
             return ""
         return f"the model was given the same inputs in {line.value + 1:g} steps in turn"
 
