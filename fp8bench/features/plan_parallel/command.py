@@ -29,16 +29,6 @@ from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, model_named, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UnknownName, UsageError
-from fp8bench.features.plan_parallel.calibration import (
-    HELD_OUT_WORDS,
-    POWER_EXPONENT,
-    RECIPES,
-    UNCALIBRATED_WORDS,
-    MeasuredTraining,
-    calibrated,
-    pace_band,
-    with_rate,
-)
 from fp8bench.features.plan_parallel.formulas import (
     STATES,
     Checkpointing,
@@ -49,17 +39,25 @@ from fp8bench.features.plan_parallel.formulas import (
     memory_of,
 )
 from fp8bench.features.plan_parallel.ranking import (
+    HELD_OUT_WORDS,
     MODELS,
+    POWER_EXPONENT,
+    RECIPES,
+    UNCALIBRATED_WORDS,
     WORST_ERRORS,
+    MeasuredTraining,
     ParallelQuestion,
     Planned,
     Ruling,
     Say,
+    calibrated,
     checkpointed,
     memory_band,
     outside,
+    pace_band,
     ranking,
     rulings,
+    with_rate,
 )
 from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
@@ -158,7 +156,6 @@ def _asked(arguments: argparse.Namespace) -> ParallelQuestion:
 
 
 def _watts(text: str) -> float:
-    """What a limit is of the other."""
     try:
         limit, of = map(float, text.split("/"))
     except ValueError:
@@ -178,7 +175,6 @@ _TRAINING = (
 
 
 def _training(text: str, planned: Load) -> MeasuredTraining:
-    """Raises UsageError with the word that is none."""
     words = [word.strip() for word in text.split(",")]
     if len(words) < 3:
         raise UsageError(f"--calibrate {text!r:.80} is too short. {_TRAINING}.")

@@ -44,7 +44,6 @@ class DecoderModel:
 
     @property
     def block(self) -> int:
-        """Those, and its norms'."""
         return self.block_products + 2 * self.width
 
     @property
@@ -92,7 +91,6 @@ class ParallelLayout:
 
     @property
     def words(self) -> str:
-        """'FSDP 8, TP 4'; 'one GPU'."""
         parts = (("DDP", self.copies), ("FSDP", self.shards), ("TP", self.tensor), ("PP", self.pipeline),
                  ("CP", self.context), ("VP", self.virtual))  # fmt: skip
         return ", ".join(f"{name} {count}" for name, count in parts if count > 1) or "one GPU"
@@ -258,12 +256,10 @@ class StepPace:
 
     @property
     def waits(self) -> float:
-        """The share of a step in which products wait for what is sent."""
         return ((self.tensor + self.context) * (1 + self.bubble) + self.exposed) / self.step
 
     @property
     def idle(self) -> float:
-        """The share of a step in which a pipeline is idle at its ends."""
         return (self.work - self.work / (1 + self.bubble)) / self.step
 
 
@@ -282,7 +278,6 @@ def pace_of(model: DecoderModel, layout: ParallelLayout, load: Load, topology: T
 
 
 def tokens_a_second(layout: ParallelLayout, load: Load, pace: StepPace) -> float:
-    """Of each GPU."""
     return load.local * load.sequence / pace.step / layout.inner
 
 

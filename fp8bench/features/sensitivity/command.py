@@ -143,7 +143,6 @@ def page_of(study: Study) -> Page:
 
 
 def _reference(study: Study) -> str:
-    """Its loss, and what other draws of its weights do to it, which is the noise."""
     if study.baseline.loss is None:
         return f"the reference itself failed: {study.baseline.failure or 'it was not run'}"
     last = last_of(study.steps)
@@ -169,7 +168,6 @@ def _probes(study: Study) -> Table:
 
 
 def _groups(study: Study) -> Iterator[str]:
-    """Attention against feed-forward, first against last."""
     if study.by is By.KIND:
         return
     words = [(probe.name, probe.name.split(".")) for probe in study.probes]
@@ -246,7 +244,6 @@ def _gap(study: Study, trial: LayerTrial) -> str:
 
 
 def _percent(share: float) -> str:
-    """With its sign: '+0.12%'."""
     text = units.percent(share, 2)
     return text if text.startswith("-") else f"+{text}"
 

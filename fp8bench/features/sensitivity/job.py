@@ -94,13 +94,11 @@ def write_map(study: Study, path: Path) -> None:
 
 
 def write_map_file(path: Path, head: str, precision_map: PrecisionMap) -> None:
-    """A map as --precision-map takes it, with a remark at its head."""
     with keeping(f"--write-map {path}", "Give another file."):
         write_whole(path, "\n".join([f"# {head}", *(f"{key}={mode}" for key, mode in precision_map), ""]))
 
 
 def check(request: Request) -> None:
-    """Raise for what cannot be meant, before anything is started."""
     check_names(request)
     low, reference = map(precisions.get, (*request.dtypes, request.reference or ""))
     if low.mode == reference.mode:
@@ -204,7 +202,6 @@ class StudyRuns:
                 return
 
     def _candidates(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """All layers low, then without the worst of those that are left."""
         left = {layer.name: None for layer in self.layers}
         name = _ALL
         yield name, tuple(left)

@@ -109,7 +109,6 @@ class Study:
         return max(gaps, default=None)
 
     def suffers(self, trial: LayerTrial) -> Suffers:
-        """What its gap says, beside the noise."""
         gap = self.gap(trial)
         if gap is None:
             return Suffers.FAILED
@@ -120,16 +119,15 @@ class Study:
     @property
     def ranking(self) -> tuple[LayerTrial, ...]:
         """The probes, worst first: failed ones, then gaps beyond the noise, the rest by their first gradients."""
-        return tuple(sorted(self.probes, key=self._badness, reverse=True))
 
-    def _badness(self, trial: LayerTrial) -> tuple[bool, float, float]:
-        suffers, gap = self.suffers(trial), self.gap(trial)
-        beyond = gap if gap is not None and suffers is Suffers.WORSE else 0.0
-        error = trial.gradient_error
-        return suffers is Suffers.FAILED, beyond, math.inf if error is None or math.isnan(error) else error
+        def badness(trial: LayerTrial) -> tuple[bool, float, float]:
+            suffers, gap, error = self.suffers(trial), self.gap(trial), trial.gradient_error
+            beyond = gap if gap is not None and suffers is Suffers.WORSE else 0.0
+            return suffers is Suffers.FAILED, beyond, math.inf if error is None or math.isnan(error) else error
+
+        return tuple(sorted(self.probes, key=badness, reverse=True))
 
     def keeps(self, trial: LayerTrial) -> bool:
-        """Whether its loss is within the tolerance, and its first gradients are where they have one."""
         gap, error, most = self.gap(trial), trial.gradient_error, self.gradient_tolerance
         exact = most is None or (error is not None and error <= most)
         return gap is not None and gap <= self.tolerance and exact
@@ -150,11 +148,7 @@ class Study:
     @property
     def suggested(self) -> LayerTrial | None:
         """The candidate that keeps the loss with as many layers low as any; None if none did or can be told."""
-        return (
-            None
-            if self.undecided
-            else next((candidate for candidate in self.candidates if self.keeps(candidate)), None)
-        )
+        return None if self.undecided else next(filter(self.keeps, self.candidates), None)
 
     def together(self, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
         """The first gradients' errors of the probes of each group, put together as errors that know nothing of each
@@ -165,7 +159,6 @@ class Study:
 
 
 def last_of(steps: int) -> int:
-    """How many steps a loss is the mean of."""
     return max(1, steps // _LAST)
 
 
@@ -210,18 +203,15 @@ def _enter(
 
 
 def _said(layers: Sequence[Layer], found: Mapping[str, str], usual: Mapping[str, str]) -> dict[str, str]:
-    """What every layer has under a map."""
     keys = {layer.name: key_of(layer, found) for layer in layers}
     return {name: usual[name] if key is None else found[key] for name, key in keys.items()}
 
 
 def as_words(precision_map: PrecisionMap) -> str:
-    """As --precision-map takes it."""
     return ",".join(f"{key}={mode}" for key, mode in precision_map)
 
 
 def value_of(study: Study) -> dict[str, Any]:
-    """Every loss, and beside each run what it says."""
     document = {"schema": SCHEMA, **encode(study), "noise": encode(study.noise)}
     document["baseline"] = _told(study, study.baseline)
     for part in ("draws", "probes", "candidates"):

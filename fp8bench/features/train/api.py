@@ -24,7 +24,6 @@ from fp8bench.features.train.health.health import Health
 from fp8bench.features.train.kind import TrainingKind, plain, training_named
 from fp8bench.features.train.kind import load_training as read_training
 from fp8bench.features.train.outward import outward
-from fp8bench.features.train.own import name_of_maker
 from fp8bench.features.train.progress import on_terminal
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest, asked
 from fp8bench.features.train.run import resume as go_on_training
@@ -40,6 +39,7 @@ from fp8bench.registry import precisions
 from fp8bench.report.data.boards import check_tensorboard
 from fp8bench.report.notebook import as_html
 from fp8bench.report.terminal import layout
+from fp8bench.user_code.named import named
 from fp8bench.workloads.model import LIVE, MADE
 
 if TYPE_CHECKING:
@@ -123,6 +123,19 @@ def train(
     if board is not None:
         write_training(done, verdicts_of(done.training, done.lines), board)
     return _shown(done)
+
+
+def name_of_maker(make: Callable[..., Any]) -> str:
+    """By what a worker finds it; the word alone of what only this process has (a lambda, what a session defined)."""
+    module, word = getattr(make, "__module__", ""), getattr(make, "__qualname__", type(make).__name__)
+    name = f"{module}:{word}"
+    if module in ("", "__main__", None) or "<" in word:
+        return "".join(letter for letter in word if letter.isalnum() or letter in "._") or "make"
+    try:
+        known = named(name)
+    except Exception:  # noqa: BLE001 - it is not to be found by its name, whatever the reason
+        known = None
+    return name if known is make else word
 
 
 def _told(observer: TrainingObserver | None, progress: bool) -> AbstractContextManager[TrainingObserver]:
@@ -211,7 +224,6 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
 
 
 def complain_of(lines: Sequence[StreamLine]) -> None:
-    """A sentence on stderr for each event."""
     for event in (line for line in lines if isinstance(line, TrainingEvent)):
         where = f" ({event.layer} {event.tensor}".rstrip() + ")" if event.layer else ""
         remedy = f". What may help: {event.remedy}" if event.remedy else ""
@@ -238,6 +250,18 @@ class _Kept:
             self._file = None
 
 
+class _LoopCallback:
+    """Watches from the first step to the last."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._loop: OwnLoop | None = None
+
+    def on_train_end(self, *_: Any, **known: Any) -> None:
+        self._loop = None
+        self._stack.close()
+
+
 def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any:
     """A callback for transformers' Trainer that watches what it trains; options are those of `watch`.
 
@@ -245,13 +269,7 @@ def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any
     """
     base: Any = _package("transformers").TrainerCallback
 
-    class WatchCallback(base):  # type: ignore[misc]
-        """Watches from the first step to the last."""
-
-        def __init__(self) -> None:
-            self._stack = ExitStack()
-            self._loop: OwnLoop | None = None
-
+    class WatchCallback(_LoopCallback, base):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
             self._stack.close()
             optimizer = known["optimizer"]
@@ -261,10 +279,6 @@ def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **known: Any) -> None:
             if self._loop is not None and "eval_loss" in (metrics or {}):
                 self._loop.held_out(metrics["eval_loss"])
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-            self._loop = None
-            self._stack.close()
 
     return WatchCallback()
 
@@ -276,13 +290,7 @@ def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
     """
     base: Any = _package("lightning.pytorch", "pytorch_lightning").Callback
 
-    class WatchCallback(base):  # type: ignore[misc]
-        """Watches from the first step to the last, or to an exception."""
-
-        def __init__(self) -> None:
-            self._stack = ExitStack()
-            self._loop: OwnLoop | None = None
-
+    class WatchCallback(_LoopCallback, base):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             if len(trainer.optimizers) != 1:
                 raise UsageError(
@@ -299,10 +307,6 @@ def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
             if self._loop is not None and not trainer.sanity_checking and "val_loss" in trainer.callback_metrics:
                 self._loop.held_out(trainer.callback_metrics["val_loss"])
 
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            self._loop = None
-            self._stack.close()
-
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
             self._stack.close()
 
@@ -310,7 +314,6 @@ def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
 
 
 def _package(*names: str) -> Any:
-    """The first of these that is installed."""
     for name in names:
         try:
             return importlib.import_module(name)

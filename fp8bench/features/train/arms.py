@@ -19,7 +19,6 @@ from fp8bench.features.train.lab.models import (
     layers_of,
     support,
 )
-from fp8bench.features.train.own import check_own
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
@@ -27,6 +26,7 @@ from fp8bench.plan.make import check_limit, device_named
 from fp8bench.plan.precision_map import check_keys, check_mixed
 from fp8bench.registry import precisions
 from fp8bench.units import size
+from fp8bench.workloads.model import LIVE
 
 MOST_ARMS = 64
 # What must be the same in all arms: weights and batches are shared. The map is a table of its own.
@@ -63,7 +63,6 @@ def arms_of_seed(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
 
 
 def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceFacts:
-    """The device asked for; by default the first GPU, else the processor."""
     if request.device is not None:
         return device_named(request.device, facts)
     return next((fact for fact in facts if fact.accelerated), facts[0])
@@ -73,7 +72,7 @@ def check_training(request: TrainingRequest) -> None:
     """Raise for unknown names and for what cannot be kept, before anything is started."""
     arms, mapped = _named(request), request.settings.precision_map
     if request.settings.make:
-        check_own(request)
+        _check_own(request)
     else:
         arch, config = request.settings.arch, config_of(request.settings, 1)
         check_keys(mapped, (*layers_of(arch, config), *around_of(arch, config)), f"model {request.settings.model}")
@@ -86,8 +85,42 @@ def check_training(request: TrainingRequest) -> None:
             check_mixed(arm.precision, word)
 
 
+# Settings that say how a built-in model is made, or cut for ranks.
+_BUILT_IN = (
+    "model", "arch", "norm", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention",
+    "parallel", "amax_group", "shift", "start",
+)  # fmt: skip
+_OF_A_TEXT = ("data", "other_data", "tokens", "experiment")
+
+
+def _check_own(request: TrainingRequest) -> None:
+    from fp8bench.jobs.profile import function_named
+
+    settings, usual, name = request.settings, TrainerSettings(), request.settings.make
+    if name not in LIVE:
+        function_named(name)
+    swept = {axis.replace("-", "_") for axis, _ in request.sweep}
+    asked = [word for word in _BUILT_IN if getattr(settings, word) != getattr(usual, word) or word in swept]
+    asked += [word for word in _OF_A_TEXT if getattr(request, word) != getattr(TrainingRequest(), word)]
+    if asked:
+        raise UsageError(
+            f"--{asked[0].replace('_', '-')} is about the built-in models and texts, and {name} gives a model and "
+            "batches of its own. Leave it out."
+        )
+    refusals = (
+        (request.ranks is not None, "--ranks", "its batches are read by one process"),
+        (request.scales_from is not None, "--scales-from", "its layers are known to its worker alone"),
+        (request.max_batch, "--max-batch", "its batches are as large as it makes them"),
+        ("micro_batches" in swept, "--sweep micro-batches", "arms would not read the same batches in a step"),
+        (settings.nudge == "order" or any(axis == "nudge" and "order" in values for axis, values in request.sweep),
+         "nudge order", "nobody here knows which sides of its batches are sequences"),
+    )  # fmt: skip
+    for wrong, option, why in refusals:
+        if wrong:
+            raise UsageError(f"{option} does not go with a model of your own ({name}): {why}. Leave it out.")
+
+
 def _named(request: TrainingRequest) -> tuple[Arm, ...]:
-    """All arms, whatever a device makes of them."""
     modes = list(dict.fromkeys(map(precisions.canonical, request.dtypes)))
     lead = min(modes, key=lambda mode: precisions.get(mode).rank)
     if request.reference is not None:
@@ -108,43 +141,28 @@ def _named(request: TrainingRequest) -> tuple[Arm, ...]:
         Arm(f"{lead} again", lead, ArmRole.REPEAT), Arm(f"{lead} other seed", lead, ArmRole.OTHER_SEED),
         Arm(f"{lead} one ulp", lead, ArmRole.CHAOS, (("nudge", "ulp"),)),
     )  # fmt: skip
+    # The reference at every other rate that is swept: arms are held against its best one.
+    swept = () if lead in others else dict(request.sweep).get("rate", ())
+    rates = [rate for rate in (_value("rate", value) for value in swept) if rate != request.settings.rate]
     arms = (
         Arm(lead, lead, ArmRole.REFERENCE), *(arm for arm in bands if arm.role.value in request.bands),
-        *(_other_rates(request, lead) if lead not in others else ()), *candidates.values(),
+        *(Arm(f"{lead} rate={rate}", lead, ArmRole.OTHER_RATE, (("rate", rate),)) for rate in rates),
+        *candidates.values(),
     )  # fmt: skip
     if len(arms) > MOST_ARMS:
         raise UsageError(f"{len(arms)} arms are more than the {MOST_ARMS} that one training takes. Sweep less.")
     return arms
 
 
-def _other_rates(request: TrainingRequest, lead: str) -> Iterator[Arm]:
-    """The reference at every other rate that is swept: arms are held against its best one."""
-    for value in dict(request.sweep).get("rate", ()):
-        rate = _value("rate", value)
-        if rate != request.settings.rate:
-            yield Arm(f"{lead} rate={rate}", lead, ArmRole.OTHER_RATE, (("rate", rate),))
-
-
-@dataclass(frozen=True)
-class _Swept:
-    """A setting with its values, or an option of precisions, which are parsed with the precision."""
-
-    name: str
-    values: tuple[Scalar, ...]
-    is_setting: bool
-
-
 def _swept(request: TrainingRequest, modes: Sequence[str]) -> Iterator[tuple[str, Params]]:
-    """Every precision with every combination of what is swept of it."""
-    axes = [_axis(name, values, modes) for name, values in request.sweep]
+    """Every precision with every combination of what is swept of it: settings, and options that it has."""
+    axes, base = [_axis(name, values, modes) for name, values in request.sweep], request.settings
     for mode in modes:
-        own = [axis for axis in axes if axis.is_setting or _has_option(mode, axis.name)]
-        for combination in itertools.product(*(axis.values for axis in own)):
-            chosen = list(zip(own, combination, strict=True))
-            word = ":".join((mode, *(f"{axis.name}={value}" for axis, value in chosen if not axis.is_setting)))
-            base = request.settings
-            settings = ((axis.name, value) for axis, value in chosen if axis.is_setting)
-            changed = tuple((key, value) for key, value in settings if value != getattr(base, key))
+        own = [axis for axis in axes if axis[0] in _SWEPT or _has_option(mode, axis[0])]
+        for values in itertools.product(*(values for _, values in own)):
+            chosen = [(name, value) for (name, _), value in zip(own, values, strict=True)]
+            word = ":".join((mode, *(f"{name}={value}" for name, value in chosen if name not in _SWEPT)))
+            changed = [(name, value) for name, value in chosen if name in _SWEPT and value != getattr(base, name)]
             yield precisions.canonical(word), (*changed, *_batch_beside(dict(changed), base))
 
 
@@ -161,18 +179,17 @@ def _batch_beside(changed: Mapping[str, Scalar], base: TrainerSettings) -> Itera
     yield "batch", sequences // count
 
 
-def _axis(name: str, values: Sequence[str], modes: Sequence[str]) -> _Swept:
+def _axis(name: str, values: Sequence[str], modes: Sequence[str]) -> tuple[str, Sequence[Scalar]]:
     setting = name.replace("-", "_")
     if setting in _SWEPT:
-        return _Swept(setting, tuple(_value(setting, value) for value in values), True)
+        return setting, [_value(setting, value) for value in values]
     if not any(_has_option(mode, name) for mode in modes):
         options = {option.name for mode in modes for option in precisions.get(mode).options}
         raise UnknownName("setting or option to sweep", name, {*options, *(key.replace("_", "-") for key in _SWEPT)})
-    return _Swept(name, tuple(values), False)
+    return name, values
 
 
 def _value(setting: str, text: str) -> Scalar:
-    """What was typed as the setting has it; its own rule says whether it may be."""
     try:
         value = _SWEPT[setting](text)
         Arm("", "", settings=((setting, value),)).taken(TrainerSettings())

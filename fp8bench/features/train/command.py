@@ -126,11 +126,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, or go on with a training; tell. An interrupt ends it early: what was kept is told all the same."""
     from fp8bench.features.train.experiments import as_experiment, listing
     from fp8bench.features.train.run import planned, resume, train
+    from fp8bench.features.train.words import FAILURES
 
     check_outputs(arguments)
     if arguments.on_alarm is not None and not arguments.on_alarm.strip():
         raise UsageError("--on-alarm was given no command. Give one for the shell, like 'mail -s fp8bench me'.")
-    _check_reasons(arguments.fail_on)
+    for name in arguments.fail_on:
+        if name not in FAILURES:
+            raise UnknownName("reason to fail", name, FAILURES)
     if arguments.resume is not None:
         typed = arguments.make in arguments.words
         check_alone(arguments.words, _BESIDE_RESUME, [arguments.make] if typed and arguments.make else [])
@@ -174,7 +177,6 @@ def _check_same(arguments: argparse.Namespace, training: Training) -> None:
 
 @contextmanager
 def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
-    """Told on the terminal. Where the store takes no more, what it has is shown, and how to go on."""
     from fp8bench.features.train.outward import outward
 
     try:
@@ -203,14 +205,6 @@ def _ended(kept: KeptTraining, arguments: argparse.Namespace) -> int:
     if any(event.kind == "out" for event in kept.of(TrainingEvent)):
         return EXIT_FAILED
     return _judged(kept, arguments.fail_on)
-
-
-def _check_reasons(wanted: Sequence[str]) -> None:
-    from fp8bench.features.train.words import FAILURES
-
-    for name in wanted:
-        if name not in FAILURES:
-            raise UnknownName("reason to fail", name, FAILURES)
 
 
 def _judged(kept: KeptTraining, wanted: Sequence[str]) -> int:

@@ -117,7 +117,6 @@ def _with_flag(mark: Mark, alarms: Sequence[TrainingEvent]) -> Mark:
 
 
 def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
-    """The loss on held-out text at each look."""
     seen = [(one.arm, one.step, one.loss) for one in kept.of(Validation) if one.of == HELD_OUT]
     arms = [arm.name for arm in kept.training.arms if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS)]
     steps = sorted({step for _, step, loss in seen if math.isfinite(loss)})
@@ -128,7 +127,6 @@ def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
 
 
 def loss_by_place(kept: KeptTraining) -> Iterator[Element]:
-    """The loss of held-out text after the last step, by where in the context a token stands."""
     every = kept.of(Validation)
     seen = [(one.arm, one.of.removeprefix(POSITION), one.loss) for one in every if one.of.startswith(POSITION)]
     arms = [arm.name for arm in kept.training.arms if not arm.is_band]
@@ -141,7 +139,6 @@ def loss_by_place(kept: KeptTraining) -> Iterator[Element]:
 
 
 def _means(arms: Iterable[str], seen: Iterable[tuple[str, P, float]], places: Sequence[P]) -> Iterator[Series]:
-    """Over seeds, of the losses that arms have at places."""
     known: dict[tuple[str, P], list[float]] = {}
     for arm, place, loss in seen:
         if math.isfinite(loss):
@@ -277,5 +274,4 @@ def _told(series: Iterable[Series]) -> tuple[Series, ...]:
 
 
 def _unit(kept: KeptTraining) -> str:
-    """A model of one's own has whatever loss it has."""
     return "loss" if kept.training.request.settings.make else "loss in nats a token"

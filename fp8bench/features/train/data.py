@@ -54,7 +54,6 @@ _NAMES: Mapping[type, tuple[str, ...]] = {
 
 
 def value_of(kept: KeptTraining, found: TrainingVerdicts) -> dict[str, Any]:
-    """The training, every line, and what is said of each arm."""
     said = {arm.arm.name: {**encode(arm), "words": verdict(arm, found)} for arm in found.arms if not arm.arm.skip}
     bands = {name: encode(getattr(found, name)) for name in ("seed_band", "repeat_band")}
     arms = {one.arm.name: encode(row_of(one, found)) for one in summaries_of(kept, found)}
@@ -90,7 +89,6 @@ def _summaries(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[dict[str
 
 
 def _rows(kept: KeptTraining) -> Iterator[tuple[Any, ...]]:
-    """A row a figure of every line, in the order of the columns."""
     arms = {arm.name: tuple(map(cell, _arm(arm).values())) for arm in kept.training.arms}
     for line in kept.lines:
         of, layer, role, tensor = (getattr(line, name, "") for name in ("of", "layer", "role", "tensor"))
@@ -120,7 +118,6 @@ def _figures(line: StreamLine) -> Iterator[tuple[str, Any]]:
 
 
 def costs_of(cost: ArmCost) -> Iterator[tuple[str, Any]]:
-    """Bytes, by what they are for; what is not there has its reason."""
     for name, size in cost.kept:
         yield f"kept {name}", size
     if cost.memory is not None:
@@ -156,9 +153,8 @@ def series_of(kept: KeptTraining) -> dict[Key, Curve]:
                 before = own[line.step].get(tag, 0.0) if isinstance(line, TrainingEvent) else 0.0
                 if math.isfinite(value):
                     own[line.step][tag] = before + value
-    return {
-        key: {step: own[step] for step in sorted(own) if own[step]} for key, own in found.items() if any(own.values())
-    }
+    curves = ((key, {step: own[step] for step in sorted(own) if own[step]}) for key, own in found.items())
+    return {key: curve for key, curve in curves if curve}
 
 
 def _scalars(line: StreamLine, native: bool) -> Iterator[tuple[str, float]]:
@@ -179,12 +175,10 @@ def _scalars(line: StreamLine, native: bool) -> Iterator[tuple[str, float]]:
 
 
 def summed_up(kept: KeptTraining, found: TrainingVerdicts) -> dict[str, dict[str, float]]:
-    """What every arm came to: gaps as shares with their intervals, losses, speed."""
+    figures = {summary.arm.name: figures_of(summary, found) for summary in summaries_of(kept, found)}
     return {
-        one.arm.name: {
-            name: value for name, value in figures_of(one, found).items() if value is not None and math.isfinite(value)
-        }
-        for one in summaries_of(kept, found)
+        arm: {name: value for name, value in own.items() if value is not None and math.isfinite(value)}
+        for arm, own in figures.items()
     }
 
 
@@ -256,17 +250,10 @@ class TrainingFrames:
 
         kept, request = self.training, self.training.training.request
         found = verdicts_of(kept.training, kept.lines)
+        shared = {"ranks": request.ranks or 1, "parallel": request.settings.parallel}
         return pd.DataFrame(
-            {
-                "arm": one.arm.name,
-                "precision": one.arm.precision,
-                "role": one.arm.role.value,
-                "ranks": request.ranks or 1,
-                "parallel": request.settings.parallel,
-                "amax_group": one.arm.taken(request.settings).amax_group,
-                **row_of(one, found),
-            }
-            for one in summaries_of(kept, found)
+            {**_arm(own.arm), **shared, "amax_group": own.arm.taken(request.settings).amax_group, **row_of(own, found)}
+            for own in summaries_of(kept, found)
         )
 
     steps = _frame(StepRow, "A row a step of an arm in a seed.")

@@ -38,11 +38,9 @@ class TrainedFigures:
 
     @cached_property
     def looks(self) -> dict[tuple[str, int, str], float]:
-        """After the last step."""
         return {(look.arm, look.seed, look.of): look.loss for look in self.kept.of(Validation)}
 
     def mean(self, arm: str, seed: int, first: float, last: float) -> float:
-        """Of the losses from one share of the steps to another."""
         losses = self.losses[arm, seed]
         return fmean(losses[round(first * len(losses)) : round(last * len(losses))])
 
@@ -56,15 +54,6 @@ class TrainedFigures:
 T = TypeVar("T", TrainingRequest, TrainerSettings)
 # The figure of an arm in a seed, for the sake of a candidate; a share of it is what is compared.
 Figure = Callable[[TrainedFigures, str, int, Arm], float]
-
-
-def _at_shift(seen: TrainedFigures, arm: str, seed: int, of: Arm) -> float:
-    return seen.mean(arm, seed, 0.5, 0.6) / seen.mean(arm, seed, 0.4, 0.5)
-
-
-def _by_quantising(seen: TrainedFigures, arm: str, seed: int, of: Arm) -> float:
-    own = seen.looks[arm, seed, f"quantised:{of.precision}"]
-    return own / seen.looks[arm, seed, "quantised:bf16"]
 
 
 @dataclass(frozen=True)
@@ -109,7 +98,8 @@ EXPERIMENTS = (
     ),
     Experiment(
         "shift", "another kind of text in the middle of a training hurts low precision more: its scales are of the old",
-        "the loss in the tenth of the steps after the shift, over that in the tenth before", _at_shift, 1, 0.01,
+        "the loss in the tenth of the steps after the shift, over that in the tenth before",
+        lambda seen, arm, seed, of: seen.mean(arm, seed, 0.5, 0.6) / seen.mean(arm, seed, 0.4, 0.5), 1, 0.01,
         {"dtypes": ("bf16", "fp8", "fp8-delayed"), "steps": 100}, {"shift": 0.5},
     ),
     Experiment(
@@ -123,7 +113,9 @@ EXPERIMENTS = (
         "quantises-better", "what was trained in a low precision loses less by being quantised to it",
         "the loss on held-out text with weights quantised to the arm's precision, over that in bf16: how much "
         "more it is than of the arm that was trained in bf16 is an interaction",
-        _by_quantising, -1, 0.001, {"dtypes": ("bf16", "fp8", "nvfp4"), "steps": 100}, {},
+        lambda seen, arm, seed, of: seen.looks[arm, seed, f"quantised:{of.precision}"]
+        / seen.looks[arm, seed, "quantised:bf16"],
+        -1, 0.001, {"dtypes": ("bf16", "fp8", "nvfp4"), "steps": 100}, {},
     ),
 )  # fmt: skip
 
@@ -136,7 +128,6 @@ def experiment_named(name: str) -> Experiment:
 
 
 def as_experiment(request: TrainingRequest) -> TrainingRequest:
-    """A request with what its experiment says, where nothing else was asked."""
     if not request.experiment:
         return request
     own = experiment_named(request.experiment)
@@ -157,9 +148,8 @@ def base_of(request: TrainingRequest) -> TrainingRequest | None:
 
 def _changed(request: T, changes: Mapping[str, Any]) -> T:
     usual = type(request)()
-    return replace(
-        request, **{key: new for key, new in changes.items() if getattr(request, key) == getattr(usual, key)}
-    )
+    untold = {key: new for key, new in changes.items() if getattr(request, key) == getattr(usual, key)}
+    return replace(request, **untold)
 
 
 @dataclass(frozen=True)
@@ -201,11 +191,10 @@ def _of_arm(own: Experiment, seen: TrainedFigures, arm: Arm, found: TrainingVerd
         if math.isfinite(ratio):
             changes.append(ratio - 1)
     change, said = gap_of(changes), found.of(arm.name)
+    word = _word(own, change)
     if said is not None and said.judged.learned is Learned.DIVERGED:
-        return ExperimentArm(
-            arm.name, f"it diverged in {len(said.diverged_in)} of {many(len(found.seeds), 'seed')}", change
-        )
-    return ExperimentArm(arm.name, _word(own, change), change)
+        word = f"it diverged in {len(said.diverged_in)} of {many(len(found.seeds), 'seed')}"
+    return ExperimentArm(arm.name, word, change)
 
 
 def _word(own: Experiment, change: Gap | None) -> str:
@@ -217,14 +206,12 @@ def _word(own: Experiment, change: Gap | None) -> str:
         return "confirmed"
     if high < own.least:
         return f"refuted: so much as {least} is excluded"
-    more = seeds_until(change, own.least)
-    return (
-        f"open: {'no number of seeds that is known' if more is None else many(more, 'more seed')} would settle {least}"
-    )
+    seeds = seeds_until(change, own.least)
+    more = "no number of seeds that is known" if seeds is None else many(seeds, "more seed")
+    return f"open: {more} would settle {least}"
 
 
 def parts_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[Part]:
-    """What was asked, what was measured, and the word of each arm."""
     result = result_of(kept, found)
     if result is None:
         return

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
+from fp8bench.features.train.lab.models import config_of, layers_of
 from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
@@ -51,6 +52,8 @@ from fp8bench.files import (
 from fp8bench.jobs.kinds import Exports, KeptTable, Kind, SparePart, View
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.store.kept_lines import Content, UnknownKind, fitting, headed, lines_of, sheet_of, take_lines
+from fp8bench.store.runs.listing import load_named
+from fp8bench.store.stored_scales import largest, refuse_none, scales_of
 
 STREAM = "steps.jsonl"
 _PLACES = "places.json"
@@ -123,7 +126,8 @@ class TrainingWriter(LineWriter):
             self._file.truncate(place.length)
             self._file.seek(place.length)
             self._recount()
-        self._lines([_content(line) for line in told])
+        contents = (unsealed_line(line)[0] for line in told)
+        self._lines([{name: value for name, value in content.items() if name in _KINDS} for content in contents])
 
     def _write(self, places: tuple[ResumePlace, ...]) -> None:
         write_whole(self.path.with_name(_PLACES), compact(sealed({"places": encode(places)})))
@@ -135,24 +139,16 @@ class TrainingWriter(LineWriter):
 _EVENT, _STAY = b'{"event":', tuple(f'"kind":"{kind}"'.encode() for kind in ("resumed", "restarted", "out"))
 
 
-def _content(line: bytes) -> Content:
-    content, _ = unsealed_line(line)
-    return {name: value for name, value in content.items() if name in _KINDS}
-
-
 def plain(line: StreamLine) -> dict[str, Any]:
-    """A line of a stream as a JSON value: what it is, and that."""
     return {_NAMES[type(line)]: encode(line)}
 
 
 def line_of(content: Content) -> StreamLine:
-    """Its way back."""
     ((name, value),) = content.items()
     return cast(StreamLine, decode(_KINDS[name], value))
 
 
 def start_training(training: Training, store: Path) -> TrainingWriter:
-    """Make the folder, and the stream with its first line."""
     commit = str(training.environment.get("commit") or "nocommit")[:8]
     folder = store / "trainings" / f"{stamp(training.started)}-{commit}-{training.id}"
     return TrainingWriter.started(folder / STREAM, {"schema": SCHEMA, "training": encode(training)})
@@ -193,15 +189,13 @@ def _places(path: Path) -> tuple[ResumePlace, ...]:
         ) from None
     stream = path.read_bytes()
     begun = ResumePlace(0, 0, stream.find(b"\n") + 1)
-    return tuple(one for one in known if _reaches(stream, one)) or (begun,)
 
+    def is_reached(place: ResumePlace) -> bool:
+        before = sheet_of(stream[: place.length])
+        intact = not place.digest or (not before.lost and digest_of(before.sums) == place.digest)
+        return place.length <= len(stream) and intact
 
-def _reaches(stream: bytes, place: ResumePlace) -> bool:
-    """Whether a stream has all that it had at a place, as it was then."""
-    if place.length > len(stream):
-        return False
-    before = sheet_of(stream[: place.length])
-    return not place.digest or (not before.lost and digest_of(before.sums) == place.digest)
+    return tuple(filter(is_reached, known)) or (begun,)
 
 
 def newest_checkpoint(path: Path) -> tuple[Path, ResumePlace] | None:
@@ -233,6 +227,32 @@ def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
     assert kept is not None
     folder = kept[0] / "rank-0" if training.request.ranks else kept[0]
     return replace(request, settings=replace(request.settings, start=f"{folder}::{arm}"))
+
+
+def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
+    """The request with the scales of the training or run that it names; a training's are of its last watched steps."""
+    if request.scales_from is None or request.settings.make or request.settings.scales:
+        return request
+    last, word = request.scales_from == "last", request.scales_from
+    path = training_named(word, store) if last else find_training(word, store)
+    if path is None:
+        run = load_named(word, store)
+        known, of = scales_of(run), f"run {run.id}"
+    else:
+        kept = load_training(path)
+        modes = {arm.name: arm.precision for arm in kept.training.arms}
+        amaxes = {(line.arm, line.seed, line.layer, line.role): line.amax for line in kept.of(LayerReading)}
+        known = largest((modes[arm], layer, role, amax) for (arm, _, layer, role), amax in amaxes.items() if amax > 0)
+        of = f"training {kept.training.id}"
+    settings = replace(request.settings, scales=refuse_none(known, of))
+    named = {layer for _, layer, *_ in known}
+    for layer in layers_of(settings.arch, config_of(settings, 1)):
+        if not layer.high and layer.name not in named:
+            raise UsageError(
+                f"--scales-from: {of} has no scale of {layer.name}, which --model {settings.model} multiplies by. "
+                "Choose one of the same model."
+            )
+    return replace(request, settings=settings)
 
 
 def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:
@@ -270,12 +290,10 @@ def training_named(word: str, store: Path) -> Path:
 
 
 def id_of(path: Path) -> str:
-    """The id of the training of a stream, by its folder's name."""
     return path.parent.name.rpartition("-")[2]
 
 
 def load_head(path: Path) -> Training:
-    """A training without its lines; raises StoreError as load_training."""
     try:
         with path.open("rb") as file:
             first = sheet_of(file.readline())
@@ -335,17 +353,14 @@ class TrainingKind(Kind[KeptTraining]):
     name = "training"
     holds = KeptTraining
 
-    def find(self, word: str, store: Path) -> Path | None:
-        return find_training(word, store)
+    find = staticmethod(find_training)
+    load = staticmethod(load_training)
 
     def newest(self, store: Path) -> Path | None:
         return next(iter(training_files(store)), None)
 
     def names(self, path: Path) -> tuple[str, ...]:
         return id_of(path), path.parent.name
-
-    def load(self, path: Path) -> KeptTraining:
-        return load_training(path)
 
     def view(self, kept: KeptTraining) -> View:
         from fp8bench.features.train.data import rows_of, value_of
@@ -394,7 +409,6 @@ def _line(path: Path) -> str:
 
 
 def histories(kept: KeptTraining, arm: str, store: Path) -> View:
-    """What every way of delayed scaling would have done to an arm's amaxes."""
     from fp8bench.features.train.verdicts.histories import histories_of
     from fp8bench.features.train.view import histories_page
 

@@ -42,7 +42,6 @@ Say = Callable[[str], None]
 def outward(
     inner: TrainingObserver, store: Path, live: Path | None, on_alarm: str | None, wandb: str | None = None
 ) -> Iterator[TrainingObserver]:
-    """The observer, and beside it whatever else is to be told."""
     told: list[_Outward] = []
     if live is not None:
         told.append(LivePage(live, store, inner.note))

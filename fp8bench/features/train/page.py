@@ -71,7 +71,6 @@ _ARMS = (
 
 
 def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
-    """The whole report; nothing in it tells of the machine or the time at which it is rendered."""
     training = kept.training
     curves, ends = curves_of(kept.lines, training.request.steps), ends_of(training.request.steps)
     means = windows_of(curves, ends)
@@ -148,7 +147,6 @@ def _memory(kept: KeptTraining) -> Iterator[Element]:
 
 
 def _looks(kept: KeptTraining) -> Iterator[Element]:
-    """What was seen after the last step, and the loss by place in the context."""
     for part in looks_of(kept):
         yield from (
             replace(element, caption=f"{part.title}: {element.caption}") if isinstance(element, Table) else element
@@ -227,7 +225,6 @@ def _worst(
 
 
 def tensor_lines(kept: KeptTraining) -> Iterator[Element]:
-    """Magnitudes and scales of each layer over the steps of the first seed."""
     seed = kept.training.request.seed
     candidates = [arm.name for arm in kept.training.arms if arm.role is ArmRole.CANDIDATE and not arm.skip]
     readings = together((one.arm, one) for one in kept.of(LayerReading) if one.seed == seed)

@@ -32,8 +32,6 @@ _OUT, _STOPPED = "out", "stopped"
 
 
 class _Watching(TrainingObserver):
-    """Where a training is, and what its arms have come to in this seed."""
-
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float]) -> None:
         self._say = say
         self._clock = clock
@@ -80,7 +78,6 @@ class _Watching(TrainingObserver):
 
 
 def _with(now: ArmNow, line: StreamLine, steps: int) -> ArmNow:
-    """What it has come to with one line more."""
     match line:
         case StepRow():
             place = line.step * min(PARTS, steps) // steps
@@ -142,7 +139,6 @@ class TrainingBoard(_Watching):
         self._shown_at = -REDRAW_SECONDS  # the board comes back at once
 
     def close(self) -> None:
-        """Erase the board. May be called twice."""
         self._block.close()
 
 
@@ -210,7 +206,6 @@ def _bar(mean: float | None, low: float, high: float) -> str:
 
 @contextmanager
 def on_terminal() -> Iterator[TrainingObserver]:
-    """A board on a terminal, and lines in a log."""
     if not is_watched(sys.stderr, os.environ):
         yield TrainingLines(complain)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fp8bench.errors import RanksDisagree
 from fp8bench.features.train.values import (
@@ -25,11 +25,12 @@ T = TypeVar("T")
 # Digests are below this.
 _DIGESTS = 1 << 63
 # Figures of a rank's own tensors whose largest is that of all ranks; of the others it is the mean.
+_MEANS = ("zeros", "underflow", "saturated", "not_finite")
+_LARGEST_OF = ("amax", "largest_scale", "lag", "drift")
 _LARGEST = ("output_amax", "attention_score", "batch_norm_drift", "memory", "watched_seconds")
 
 
 def steps(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
-    """The lines of some steps. Raises RanksDisagree where ranks no longer train the same model on parts of one text."""
     _check_batches(answers)
     _check_same(answers)
     return tuple(_merged_lines([answer.lines for answer in answers]))
@@ -107,27 +108,21 @@ def _reading(parts: Sequence[LayerReading]) -> LayerReading:
     mean = _mean([part.mean for part in parts])
     squares = _mean([part.deviation**2 + part.mean**2 for part in parts])
     scales = [part.scale for part in parts]
+    figures: dict[str, Any] = {name: _mean([getattr(part, name) for part in parts]) for name in _MEANS}
+    figures |= {name: _largest([getattr(part, name) for part in parts]) for name in _LARGEST_OF}
     return replace(
         first,
-        amax=max(part.amax for part in parts),
         smallest=min((part.smallest for part in parts if part.smallest), default=0.0),
         mean=mean,
         deviation=math.sqrt(max(0.0, squares - mean**2)),
-        zeros=_mean([part.zeros for part in parts]),
-        scale=scales[0] if len(set(scales)) == 1 else 2.0 ** _mean([math.log2(scale) for scale in scales]),
         least_scale=min(part.least_scale for part in parts),
-        largest_scale=max(part.largest_scale for part in parts),
-        lag=_largest([part.lag for part in parts]),
-        drift=_largest([part.drift for part in parts]),
-        underflow=_mean([part.underflow for part in parts]),
-        saturated=_mean([part.saturated for part in parts]),
+        scale=scales[0] if len(set(scales)) == 1 else 2.0 ** _mean([math.log2(scale) for scale in scales]),
         signal_to_noise=_signal_to_noise(parts),
-        not_finite=_mean([part.not_finite for part in parts]),
+        **figures,
     )
 
 
 def _signal_to_noise(parts: Sequence[LayerReading]) -> float | None:
-    """Of the powers of all parts together."""
     signal = noise = 0.0
     for part in parts:
         if part.signal_to_noise is None:

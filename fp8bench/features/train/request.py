@@ -50,10 +50,6 @@ def merges_of(tokens: str) -> int | None:
 BANDS = ("repeat", "other-seed", "one-ulp")
 
 
-def _are_bands(value: object) -> bool:
-    return isinstance(value, tuple) and set(value) <= set(BANDS)
-
-
 def _above_nothing(what: str, most: float = math.inf) -> Rule:
     return number(what, lambda value: 0 < value <= most and math.isfinite(value))
 
@@ -72,7 +68,6 @@ def _are_rates(value: object) -> bool:
 
 
 _BETA = number("a number from 0 to below 1, or -1 for the usual one", lambda value: value == -1 or 0 <= value < 1)
-_SHARE = number("a share from 0 to 1", lambda value: 0 <= value <= 1)
 WHAT, LENGTH, LEARNING = "what to train", "how long, and how sure", "how it learns"
 _OF_A_RUN = options_of(Request)
 
@@ -80,6 +75,14 @@ _OF_A_RUN = options_of(Request)
 def _choice(default: str, names: tuple[str, ...], words: str = "", group: str = LEARNING) -> Any:
     rule = Rule(f"one of {', '.join(filter(None, names))}", lambda value: value in names)
     return option(default, rule, words, group=group, choices=names)
+
+
+def _count(default: int, most: int, words: str, group: str = LENGTH) -> Any:
+    return option(default, whole_number(1, most), words, "N", group)
+
+
+def _share(default: float, words: str, group: str = LEARNING) -> Any:
+    return option(default, number("a share from 0 to 1", lambda value: 0 <= value <= 1), words, "SHARE", group)
 
 
 def _as_in_a_run(default: Any, name: str, words: str = "", metavar: str = "", group: str = LENGTH) -> Any:
@@ -90,7 +93,6 @@ def _as_in_a_run(default: Any, name: str, words: str = "", metavar: str = "", gr
 
 
 def refuse_ranks(request: Any) -> None:
-    """Raise UsageError where a request of a training asks for several ranks and one, or for neither."""
     ranks, settings = request.ranks, request.settings
     if ranks is not None and not settings.parallel:
         raise UsageError(
@@ -107,14 +109,8 @@ def refuse_ranks(request: Any) -> None:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """How a model is trained. An arm may have some of these otherwise (`Arm.settings`), by the same names.
-
-    `attention` of 'auto' is torch's own, in the dtype that values travel in; 'prescaled' divides queries by the root of
-    the head width before they are rounded, so that fewer scores are beyond the format. `nudge` disturbs an arm as
-    rounding does, so that a study can be held against itself: 'ulp' moves the initial weights by one unit in the last
-    place; 'order' sums in another order. `handicap` multiplies the rate, to plant a loss. `make` gives a model of the
-    user's own, with its batches: what is said of the built-in ones then does not count.
-    """
+    """How a model is trained. An arm may have some of these otherwise (`Arm.settings`), by the same names. `make` gives
+    a model of the user's own, with its batches: what is said of the built-in ones then does not count."""
 
     model: str = option(
         "nano", Rule("a model's name", lambda value: isinstance(value, str) and bool(value)),
@@ -139,9 +135,7 @@ class TrainerSettings:
         0, whole_number(0, 1 << 16, "a whole number from 1 to 65536, or 0 for the model's own"),
         "tokens in a sequence; default the model's own", "N", WHAT,
     )  # fmt: skip
-    micro_batches: int = option(
-        1, whole_number(1, 1024), "micro-batches that a step accumulates; default {default}", "N", WHAT
-    )
+    micro_batches: int = _count(1, 1024, "micro-batches that a step accumulates; default {default}", WHAT)
     rate: float = option(
         1e-3, _above_nothing("a number above 0 and up to 10", 10.0), "the largest learning rate; default {default}",
         "NUMBER", LEARNING,
@@ -171,15 +165,9 @@ class TrainerSettings:
         "cosine", SCHEDULES,
         "how the rate goes on once it has risen; plateau: it falls where held-out losses do not; default {default}",
     )  # fmt: skip
-    warmup: float = option(
-        0.1, _SHARE, "share of the steps in which the rate rises; default {default}", "SHARE", LEARNING
-    )
-    floor: float = option(
-        0.1, _SHARE, "share of the rate that is left at the end of the schedule; default {default}", "SHARE", LEARNING
-    )
-    decay: float = option(
-        0.2, _SHARE, "share of the steps in which wsd's rate falls, at the end; default {default}", "SHARE", LEARNING
-    )
+    warmup: float = _share(0.1, "share of the steps in which the rate rises; default {default}")
+    floor: float = _share(0.1, "share of the rate that is left at the end of the schedule; default {default}")
+    decay: float = _share(0.2, "share of the steps in which wsd's rate falls, at the end; default {default}")
     patience: int = option(
         2, whole_number(0, MOST_STEPS),
         "of plateau, looks at the held-out text without a better loss that leave the rate alone; default {default}",
@@ -202,9 +190,7 @@ class TrainerSettings:
         "whose norm is held against --clip: of all gradients together, or of each kind (attn, mlp, embedding, norm, "
         "head), block or tensor by itself; default {default}",
     )  # fmt: skip
-    shift: float = option(
-        1.0, _SHARE, "share of the steps after which batches are of the other text; 1: never", "SHARE", WHAT,
-    )  # fmt: skip
+    shift: float = _share(1.0, "share of the steps after which batches are of the other text; 1: never", WHAT)
     start: str = option(
         "", Rule("a training, or TRAINING:ARM", lambda value: isinstance(value, str)),
         "begin with the weights in the newest checkpoint of a kept training: of its reference, or of ARM",
@@ -226,10 +212,9 @@ class TrainerSettings:
         2.0, number("a number above 1 and up to 1024, like 2^1", lambda value: 1 < value <= 1024),
         "what a dynamic loss scale is multiplied and divided by; default {default}", "NUMBER", LEARNING,
     )  # fmt: skip
-    scale_growth: int = option(
-        200, whole_number(1, MOST_STEPS),
-        "steps without an overflow after which a dynamic loss scale grows; default {default}", "N", LEARNING,
-    )  # fmt: skip
+    scale_growth: int = _count(
+        200, MOST_STEPS, "steps without an overflow after which a dynamic loss scale grows; default {default}", LEARNING
+    )
     optimizer_states: str = _choice(
         "fp32", ("fp32", "bf16", "fp8lm"), "what the optimizer's moments are kept in; default {default}"
     )
@@ -256,10 +241,7 @@ class TrainerSettings:
         "what is done about a step that is not finite, rewind: back to a checkpoint, and past the batch; default "
         "{default}",
     )  # fmt: skip
-    rewinds: int = option(
-        3, whole_number(1, 100), "rewinds of an arm in a seed, after which it is stopped; default {default}", "N",
-        LEARNING,
-    )  # fmt: skip
+    rewinds: int = _count(3, 100, "rewinds of an arm in a seed, after which it is stopped; default {default}", LEARNING)
     nudge: str = _choice(
         "", ("", "ulp", "order"),
         "disturb arms as rounding does, to hold a training against itself: ulp moves initial weights by one unit in "
@@ -288,7 +270,6 @@ class TrainerSettings:
 
     @property
     def called(self) -> str:
-        """The model, wherever that is named."""
         return self.make or self.model
 
 
@@ -306,7 +287,9 @@ class TrainingRequest:
     seeds: int = option(5, whole_number(1, 10_000), group="")
     seed: int = _as_in_a_run(0, "seed", "the first seed; default 0")
     bands: tuple[str, ...] = option(
-        BANDS, Rule(f"none, or some of {', '.join(BANDS)}", lambda value: value == ("none",) or _are_bands(value)),
+        BANDS,
+        Rule(f"none, or some of {', '.join(BANDS)}",
+             lambda value: isinstance(value, tuple) and (value == ("none",) or set(value) <= set(BANDS))),
         "which arms show what chance does to the reference: repeat (nondeterminism), other-seed, one-ulp (chaos, in "
         "the first seed); none: none; default all", "NAME,...", LENGTH,
     )  # fmt: skip
@@ -337,14 +320,11 @@ class TrainingRequest:
         ),
         "bytes, bpe, or bpe:N by N merges that are learnt from the text; default {default}", "KIND", WHAT,
     )  # fmt: skip
-    stride: int = option(
-        10, whole_number(1, MOST_STEPS),
-        "every so many steps are watched closely; default {default}, and show --histories needs 1", "N", LENGTH,
-    )  # fmt: skip
-    evaluate: int = option(
-        50, whole_number(1, MOST_STEPS), "steps between two looks at the held-out text; default {default}", "N", LENGTH
+    stride: int = _count(
+        10, MOST_STEPS, "every so many steps are watched closely; default {default}, and show --histories needs 1"
     )
-    keep: int = option(50, whole_number(1, MOST_STEPS), "steps between two checkpoints; default {default}", "N", LENGTH)
+    evaluate: int = _count(50, MOST_STEPS, "steps between two looks at the held-out text; default {default}")
+    keep: int = _count(50, MOST_STEPS, "steps between two checkpoints; default {default}")
     until: float | None = option(
         None, _above_nothing("a loss above 0"),
         "end a seed where all arms have come to this loss on held-out text, and say in how many steps; --steps at most",
@@ -392,7 +372,6 @@ QUICK_STEPS = 60
 
 
 def asked(quick: bool, steps: int | None, seeds: int | None, dtypes: tuple[str, ...], **more: Any) -> TrainingRequest:
-    """A request of what was said, with the usual values for what was not."""
     usual = TrainingRequest()
     steps = (QUICK_STEPS if quick else usual.steps) if steps is None else steps
     seeds = (1 if quick else usual.seeds) if seeds is None else seeds

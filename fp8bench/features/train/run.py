@@ -27,14 +27,13 @@ from fp8bench.features.train.kind import (
     start_training,
     started_from,
     training_files,
+    with_scales,
 )
 from fp8bench.features.train.lab.lab import MODULE, Lab
 from fp8bench.features.train.lab.models import config_of
 from fp8bench.features.train.lab.rank_lab import MODULE as RANK_MODULE
-from fp8bench.features.train.own import no_text, place_of
 from fp8bench.features.train.ranks_merge import MERGES
 from fp8bench.features.train.request import SETTINGS_RULES, TrainingRequest
-from fp8bench.features.train.scales import with_scales
 from fp8bench.features.train.seed import FIRST_SECONDS, SeedPace, SeedRun, lab_of
 from fp8bench.features.train.texts import prepare_text
 from fp8bench.features.train.values import (
@@ -45,6 +44,7 @@ from fp8bench.features.train.values import (
     ArmState,
     KeptTraining,
     StepRow,
+    TokenSpan,
     Training,
     TrainingEvent,
     TrainingObserver,
@@ -157,7 +157,7 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
     with claimed(request.isolation):
         check_store(store)
         if settings.make:
-            text = no_text(settings)
+            text = no_text(settings.make)
         else:
             sequence = config_of(settings, 1).sequence
             text = prepare_text(request.data, request.other_data, request.tokens, store / "data", sequence)
@@ -171,10 +171,16 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
                 worker.close()
 
 
+def no_text(make: str) -> TrainingText:
+    nothing = TokenSpan("", 0, 0)
+    return TrainingText(nothing, nothing, None, 0, "own", f"batches of {make}")
+
+
 def _of_today(request: TrainingRequest, worker: Worker, text: TrainingText, command: str = "") -> Training:
     """What the worker says of where it is, and the plan that follows from it; nobody has counted parameters yet."""
     device = device_of(request, worker.probe())
-    imports = (*request.imports, *place_of(request.settings))
+    place, colon, _ = request.settings.make.rpartition(":")  # the module or file that has it is part of what it is
+    imports = (*request.imports, *([place] if colon else []))
     environment = gather(worker.software(), __version__, request.threads, imports)
     arms = make_arms(request, device)
     return Training(secrets.token_hex(4), now(), command, request, arms, device, environment, text, 0)
@@ -201,7 +207,6 @@ def _examined(training: Training, worker: Worker) -> tuple[TrainingEvent, ...]:
 
 
 def _reference(training: Training, worker: Worker) -> ArmState:
-    """The reference's model, built and counted."""
     lead = tuple(arm for arm in training.arms if arm.role is ArmRole.REFERENCE)
     lab = lab_of(worker, START_SECONDS)
     if not (states := lab.begin(training.task(lead))):
@@ -211,7 +216,6 @@ def _reference(training: Training, worker: Worker) -> ArmState:
 
 
 def _tell(training: Training, turns: Turns, writer: TrainingWriter, observer: TrainingObserver) -> None:
-    """Why arms are not all trained together, or not at all."""
     seed = training.request.seed
     events = [TrainingEvent(arm, seed, 0, "out", words) for arm, words in turns.out.items()]
     if turns.cut:
@@ -225,7 +229,6 @@ def _tell(training: Training, turns: Turns, writer: TrainingWriter, observer: Tr
 def _trained(
     training: Training, writer: TrainingWriter, worker: Worker, observer: TrainingObserver, resumed: bool = False
 ) -> KeptTraining:
-    """The seeds one after the other, from the last place that was kept."""
     place = writer.places[-1] if writer.places else ResumePlace(0, 0, 0)
     first, at_begin = place.number, place.number == place.step == 0
     out, pace, fresh = dict(place.out), SeedPace(), not resumed or at_begin
@@ -309,7 +312,6 @@ def _measure_energy(
 def _in_windows(
     training: Training, arms: Sequence[Arm], worker: Worker, meter: Meter, observer: TrainingObserver
 ) -> dict[str, EnergyUse]:
-    """What the meter says of each arm, or why it says nothing."""
     found: dict[str, EnergyUse] = {}
     running, facts = [], training.device
     for arm in arms:
@@ -433,6 +435,5 @@ def _spread(training: Training, store: Path) -> float | None:
 
 
 def _conditions(training: Training) -> tuple[object, ...]:
-    """What makes a step as long as it is, beside the precision."""
     settings = (getattr(training.request.settings, name) for name in _SAME)
     return training.device.name, training.request.threads, training.request.ranks, *settings

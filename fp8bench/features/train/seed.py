@@ -64,7 +64,6 @@ class SeedPace:
     slowest: float = 0.0
 
     def limit(self, steps: int) -> float:
-        """How long so many steps may take."""
         return max(HANG_SECONDS, HANG_STEPS * self.slowest * steps) if self.slowest else FIRST_SECONDS
 
     def took(self, seconds: float, steps: int) -> None:
@@ -245,7 +244,6 @@ class SeedRun:
         return step
 
     def _validate(self, step: int) -> dict[str, float]:
-        """The losses on held-out text, by arm."""
         lines: list[StreamLine] = []
         for arm in self._alive:
             if arm.name != self._again:
@@ -263,7 +261,6 @@ class SeedRun:
         return all(losses.get(name, math.inf) <= until for name in names)
 
     def _end(self, step: int) -> None:
-        """Looks as after the last step, and the end of the seed."""
         for arm in self._alive:
             looks = self._asked(arm, 0, "validate", arm.name, True)
             self._keep_lines([look for look in looks if look.of != HELD_OUT], step)
@@ -363,7 +360,6 @@ class SeedRun:
 
 
 def _next(step: int, every: int) -> int:
-    """The next multiple."""
     return (step // every + 1) * every
 
 

@@ -80,7 +80,6 @@ def _check_length(called: str, span: TokenSpan, sequence: int) -> None:
 
 
 def _made(source: _Source, other_data: str | None, merges: int, folder: Path, sequence: int) -> TrainingText:
-    """Tokens made of a text: both parts in one file."""
     digest = hashlib.sha256(source.train + source.held_out).hexdigest()
     learnt, trained, whole = _files_made(source, digest, merges, folder)
     gap = sequence if source.whole else 0
@@ -133,7 +132,6 @@ def _digest(known: tuple[Merges, int], tokens: bytes) -> str:
 
 
 def _other_made(other_data: str | None, merges: Merges, folder: Path) -> TokenSpan | None:
-    """Text of another kind in the same tokens."""
     text = given_text(Path(other_data), "--other-data") if other_data is not None else _documentation()
     if not text:
         return None
@@ -153,7 +151,6 @@ def _documentation() -> bytes:
 
 
 def _source(data: str | None) -> _Source:
-    """The text of a file or a saved dataset, or the default one."""
     if data is None or not Path(data).is_dir():
         text, name = named_text(data, MOST_TEXT)
         return _Source.cut(name, text)
@@ -255,7 +252,6 @@ def _mapped(files: tuple[Path, Path | None], other_data: str | None, sequence: i
 
 
 def _read_tokens(option: str, path: Path) -> tuple[int, int, str]:
-    """How many tokens a file has, the highest, and a digest of all."""
     import numpy as np
 
     try:

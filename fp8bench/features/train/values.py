@@ -127,7 +127,6 @@ class Training:
     parameters: int
 
     def task(self, arms: tuple[Arm, ...], number: int = 0) -> SeedTask:
-        """To train these in the seed of that number."""
         asked = self.request
         return SeedTask(
             asked.seed + number, arms, asked.settings, asked.steps, asked.stride, self.text, self.device
@@ -169,14 +168,11 @@ class StepRow(StreamLine):
 
 @dataclass(frozen=True)
 class LayerReading(StreamLine):
-    """What a watched step says of one tensor of one layer: shares are of all its elements.
+    """What a watched step says of one tensor of one layer: shares are of all its elements, and docs/watching.md defines
+    each figure.
 
-    `role` is one of Role: input, weight, gradient (of the output). `scale` multiplies values before they are rounded,
-    the least and the largest of its blocks in `least_scale` and `largest_scale`, in the middle of their octaves in
-    `scale`; of a tensor without one they are 1. `lag` is log2 of the share of the format's range that the largest
-    magnitude of the fullest block takes up (above 0: it was clipped), `drift` how many octaves the scale moved since
-    the reading before. `signal_to_noise` is in decibels, against the same tensor unrounded, None where nothing was
-    rounded. Values that are not finite, before or after, are counted in `not_finite`, and stand in no other figure.
+    `role` is one of Role: input, weight, gradient (of the output). `scale` is the middle of those of blocks, and 1
+    without any. `signal_to_noise` is None where nothing was rounded.
     """
 
     layer: str
@@ -217,12 +213,8 @@ UNPAIRED = "unpaired"
 
 @dataclass(frozen=True)
 class StepFigure(StreamLine):
-    """A further figure of a watched step by its name, of a layer or, without one, of all.
-
-    'update_ratio' and 'gradient_snr' of a weight, 'noise_scale' (in tokens), 'output_amax', 'attention_score',
-    'embedding_spread', 'batch_norm_drift', 'memory' (bytes, of all arms together), WATCHED_SECONDS; 'device_use' and
-    'device_memory_use' (shares, of no arm); docs/watching.md has all of them.
-    """
+    """A further figure of a watched step by its name, of a layer or, without one, of all; docs/watching.md has all of
+    them. 'memory' is of all arms together, 'device_use' and 'device_memory_use' are of none."""
 
     name: str
     value: float
@@ -243,7 +235,6 @@ class Validation(StreamLine):
 
     @property
     def perplexity(self) -> float:
-        """Of a token."""
         return _exponential(self.loss)
 
     @property
@@ -295,7 +286,6 @@ class ArmCost(StreamLine):
 
 
 def _exponential(value: float) -> float:
-    """exp, infinite where it is beyond all numbers."""
     try:
         return math.exp(value)
     except OverflowError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,10 +30,9 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import Learned, Why, arrivals
+from fp8bench.features.train.verdicts.curves import ArmReached, Learned, Why, arrivals
 from fp8bench.features.train.verdicts.histories import Replayed, best_of
-from fp8bench.features.train.verdicts.reached import ArmReached
-from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy, energies_of, summaries_of
+from fp8bench.features.train.verdicts.summary import ArmSummary, energies_of, summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Capacity, Level
 from fp8bench.protocols import Role
@@ -66,7 +65,6 @@ _LEAST_BYTES = 0.001
 
 
 def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
-    """One row an arm, the bands, notes, and the first things that happened."""
     training = kept.training
     arms = table("arms", "", arm_cols(found), summaries_of(kept, found), main=True)
     parts = [
@@ -83,7 +81,6 @@ def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
 
 
 def answers(found: TrainingVerdicts) -> Iterator[Text]:
-    """A sentence an arm that was compared."""
     for said in found.arms:
         if not said.arm.skip and said.judged.why is not Why.OTHER_RATE:
             yield Text(f"{words.answer(said, found)}.", _TONES.get(said.judged.learned, Tone.DOUBT))
@@ -112,8 +109,7 @@ def reached_table(found: TrainingVerdicts) -> Iterator[Table]:
 def plan_page(
     training: Training, reference: ArmState, seconds: float, unknown: Sequence[str], spread: float | None
 ) -> Page:
-    """The arms that would be trained, and what they come to."""
-    request = training.request
+    request, settings = training.request, training.request.settings
     cols: list[Col[Arm]] = [
         Col("arm", lambda arm: arm.name), Col("role", lambda arm: arm.role.value), Col("how", _how),
         Col("why not", lambda arm: arm.skip, below=True),
@@ -122,23 +118,22 @@ def plan_page(
     once = sum(arm.role is ArmRole.CHAOS for arm in running)
     steps = request.steps * ((len(running) - once) * request.seeds + once)
     ending = (
-        f"parameters: {units.whole(reference.parameters)} ({_model_of(request)})",
+        f"parameters: {units.whole(reference.parameters)} ({settings.make or f'{settings.model}, {settings.arch}'})",
         f"steps: {units.whole(steps)} in all, {many(request.steps, 'step')} of {many(len(running), 'arm')} in "
         + many(request.seeds, "seed"),
-        *([f"ranks: {request.ranks} by {request.settings.parallel}; {_scales_of(request)}"] if request.ranks else []),
+        *([f"ranks: {request.ranks} by {settings.parallel}; {_scales_of(request)}"] if request.ranks else []),
         f"tokens: {units.whole(reference.tokens)} a step, {units.whole(steps * reference.tokens)} in all",
         f"kept between two steps of the reference: {_bytes(dict(reference.bytes_per_parameter))}",
         _expected_time(seconds, unknown),
         words.detectable(request, spread),
         *filter(None, [words.without_histories(training)]),
     )
-    title = f"training of {request.settings.called} on {training.device.key}, which is {training.device.name}"
+    title = f"training of {settings.called} on {training.device.key}, which is {training.device.name}"
     arms = table("arms", "", cols, training.arms)
     return Page(title, "", (Part("arms", "", (arms,)), Part("ending", "", tuple(map(Text, ending)))))
 
 
 def _expected_time(seconds: float, unknown: Sequence[str]) -> str:
-    """How long all steps would take, as far as steps of the same model are known."""
     if not seconds:
         return "time: not known before such a model was trained here; --quick tells"
     more = f", and what {', '.join(unknown)} takes, which was not trained here before" if unknown else ""
@@ -146,7 +141,6 @@ def _expected_time(seconds: float, unknown: Sequence[str]) -> str:
 
 
 def _bytes(parts: dict[str, float]) -> str:
-    """'16 bytes a parameter (weights 4, gradients 4, ...)'."""
     named = ", ".join(f"{name} {size:.3g}" for name, size in parts.items() if size >= _LEAST_BYTES)
     return f"{sum(parts.values()):.3g} bytes a parameter ({named})"
 
@@ -191,11 +185,6 @@ def _scales_of(request: TrainingRequest) -> str:
     return f"a tensor's scale is by the largest magnitude of {whose}"
 
 
-def _model_of(request: TrainingRequest) -> str:
-    settings = request.settings
-    return settings.make or f"{settings.model}, {settings.arch}"
-
-
 def _how(arm: Arm) -> str:
     return "skipped" if arm.skip else (Level.NATIVE if arm.native else Level.EMULATED).value
 
@@ -220,7 +209,9 @@ def arm_cols(found: TrainingVerdicts, shown: Sequence[str] = _SHOWN) -> list[Col
         Col("loss gap", _gap, hint="to the reference of the same seed, with the 95% interval over seeds"),
         Col("tokens/s", lambda one: one.tokens_per_second, number=True, show=units.count,
             hint="by the median step; of native arms"),
-        Col("to the same loss", _speed, hint="speed times steps: how much sooner the arm is as good; of native arms"),
+        Col("to the same loss",
+            lambda one: words.speed(one.said.speed, one.arm.native) if one.said and one.said.speed else None,
+            hint="speed times steps: how much sooner the arm is as good; of native arms"),
         Col("J/step", lambda one: one.energy.joules.middle if one.energy and one.energy.joules else None, number=True,
             show=units.joules, hint="by windows of steps of the arm alone"),
         Col("energy to the same loss", _energy_to_loss,
@@ -242,11 +233,6 @@ def _gap(summary: ArmSummary) -> str | None:
     return words.gap(summary.said.judged.gap) if summary.said else None
 
 
-def _speed(summary: ArmSummary) -> str | None:
-    said = summary.said
-    return words.speed(said.speed, summary.arm.native) if said is not None and said.speed is not None else None
-
-
 def _energy_to_loss(summary: ArmSummary) -> Field | None:
     energy = summary.energy
     if energy is None or energy.to_loss is None:
@@ -256,26 +242,6 @@ def _energy_to_loss(summary: ArmSummary) -> Field | None:
 
 def _four_digits(loss: float) -> str:
     return f"{loss:.4f}"
-
-
-def _of_emulation(kept: KeptTraining) -> Iterator[str]:
-    """What bytes and joules of emulated arms are, where some were measured."""
-    measured = {cost.arm for cost in kept.of(ArmCost)}
-    names = [arm.name for arm in kept.training.arms if not arm.native and arm.name in measured]
-    if names:
-        yield (
-            f"memory and energy of {listed(names)} are those of emulation, which keeps values of a small format in "
-            "wider ones: they say nothing of a device that has the format"
-        )
-
-
-def _energies(found: Mapping[str, TrainedEnergy]) -> Iterator[str]:
-    """A sentence an arm; one where none has any for the same reason."""
-    whys = {one.why for one in found.values()}
-    if len(found) > 1 and len(whys) == 1 and all(one.joules is None for one in found.values()):
-        yield f"no energy: {whys.pop()}"
-        return
-    yield from (f"{arm}: {words.energy(one)}" for arm, one in found.items())
 
 
 def _largest(found: Capacity) -> str:
@@ -298,13 +264,13 @@ def looks_of(kept: KeptTraining) -> Iterator[Part]:
     ]
     if arms:
         kinds = (("looks", "loss", _loss), ("perplexities", "perplexity of a token", _perplexity))
-        yield Part("looks", _LOOKS, tuple(table(*kind[:2], _look_cols(last, shown, kind[2]), arms) for kind in kinds))
-
-
-def _look_cols(
-    last: Sequence[Validation], shown: Sequence[str], show: Callable[[Sequence[Validation], str, str], Field | None]
-) -> list[Col[str]]:
-    return [Col("arm", str), *(Col(of, partial(show, last, of), number=True) for of in shown)]
+        tables = (
+            table(
+                name, caption, [Col("arm", str), *(Col(of, partial(show, last, of), number=True) for of in shown)], arms
+            )
+            for name, caption, show in kinds
+        )
+        yield Part("looks", _LOOKS, tuple(tables))
 
 
 def _loss(last: Sequence[Validation], of: str, arm: str) -> Field | None:
@@ -323,7 +289,6 @@ def _perplexity(last: Sequence[Validation], of: str, arm: str) -> Field | None:
 
 
 def _mean(last: Sequence[Validation], of: str, arm: str) -> Validation | None:
-    """Of all seeds."""
     seen = [one for one in last if (one.arm, one.of) == (arm, of)]
     if not seen:
         return None
@@ -354,10 +319,20 @@ def notes_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[str]:
             if said.speed is not None:
                 yield f"{said.arm.name}: {words.speed(said.speed, said.arm.native)}"
     yield from (f"{one.arm}: {one.why}" for one in kept.of(ArmCost) if one.why)
-    yield from _of_emulation(kept)
+    measured = {cost.arm for cost in kept.of(ArmCost)}
+    if names := [arm.name for arm in kept.training.arms if not arm.native and arm.name in measured]:
+        yield (
+            f"memory and energy of {listed(names)} are those of emulation, which keeps values of a small format in "
+            "wider ones: they say nothing of a device that has the format"
+        )
     if kept.training.request.ranks is not None and not kept.training.device.accelerated:
         yield "ranks on a CPU share its cores: tokens/s are a functional test"
-    yield from _energies(energies_of(kept, found))
+    energies = energies_of(kept, found)
+    whys = {energy.why for energy in energies.values()}
+    if len(energies) > 1 and len(whys) == 1 and all(energy.joules is None for energy in energies.values()):
+        yield f"no energy: {whys.pop()}"
+    else:
+        yield from (f"{arm}: {words.energy(energy)}" for arm, energy in energies.items())
     yield from (f"{one.arm}: {_largest(one.capacity)}" for one in kept.of(ArmCost) if one.capacity)
     yield from kept.troubles
 
@@ -411,7 +386,6 @@ _HISTORY_LEGEND = (
 
 
 def histories_page(training: Training, arm: str, found: Sequence[Replayed]) -> Page:
-    """A row for each way, in their order."""
     ways = dict.fromkeys(one.delayed for one in found)
     rows = [[one for one in found if one.delayed == way] for way in ways]
     cols: list[Col[list[Replayed]]] = [
@@ -435,7 +409,6 @@ def histories_page(training: Training, arm: str, found: Sequence[Replayed]) -> P
 
 
 def _shares(word: str, share: Callable[[Replayed], float | None]) -> Iterator[Col[list[Replayed]]]:
-    """A column for each role."""
     for role in (Role.INPUT, Role.WEIGHT, Role.GRADIENT):
         yield Col(f"{word} {role[0]}", partial(_share, role, share), number=True)
 

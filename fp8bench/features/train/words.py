@@ -10,6 +10,7 @@ from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import ArmRole, KeptTraining, Training, TrainingEvent
 from fp8bench.features.train.verdicts.curves import (
     LEAST_PAIRS,
+    ArmReached,
     Gap,
     JudgedArm,
     Learned,
@@ -20,7 +21,6 @@ from fp8bench.features.train.verdicts.curves import (
     least_seen,
     settled_by_more,
 )
-from fp8bench.features.train.verdicts.reached import ArmReached
 from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, SeedBand, TrainingVerdicts
 from fp8bench.model import Interval
@@ -87,8 +87,7 @@ def times_of(found: ArmReached) -> str | None:
     """'1.03x [1.01x, 1.05x]'; None without a seed in which reference and arm came to the loss."""
     if found.times is None:
         return None
-    ends = found.interval
-    return units.ratio(found.times) + (f" [{units.ratio(ends.low)}, {units.ratio(ends.high)}]" if ends else "")
+    return _ratio(found.interval) if found.interval else units.ratio(found.times)
 
 
 def _learned(found: ArmVerdict, among: TrainingVerdicts) -> str:
@@ -134,7 +133,6 @@ def _excluded_so_far(found: ArmVerdict, among: TrainingVerdicts) -> str:
 
 
 def _settled(gap: Gap, told: Interval) -> str:
-    """'; 12 more seeds would probably settle 0.1%'."""
     more = settled_by_more(gap, told.high)
     return "" if more is None else f"; {many(more[1], 'more seed')} would probably settle {100 * more[0]:.3g}%"
 
@@ -211,7 +209,6 @@ def inconclusive(judged: JudgedArm) -> str:
 
 
 def did_not_learn(among: TrainingVerdicts) -> str:
-    """By how much the reference's loss fell in its worst seed."""
     least, worst = (
         units.percent(among.least_fall),
         min(among.falls.values(), key=lambda fall: (not math.isnan(fall), fall)),
@@ -254,7 +251,6 @@ def chance_of_all(among: TrainingVerdicts) -> str:
 
 
 def seed_band(band: SeedBand) -> str:
-    """'other seeds move the reference by 1.2% (root mean square of 5), at most 2.0%'."""
     deviation, largest = (units.percent(one, 2) for one in (band.deviation, band.largest))
     return f"other seeds move the reference by {deviation} (root mean square of {len(band.gaps)}), at most {largest}"
 
@@ -267,7 +263,6 @@ def chaos(pair: Pair) -> str:
 
 
 def detectable(request: TrainingRequest, spread: float | None) -> str:
-    """What so many seeds could tell, by how far gaps were apart in trainings that were kept."""
     seeds = many(request.seeds, "seed")
     if request.seeds < LEAST_PAIRS:
         more = "by what one ulp does in it" if request.seeds == 1 else "by their spread"
@@ -282,7 +277,6 @@ def detectable(request: TrainingRequest, spread: float | None) -> str:
 
 
 def repeat_band(band: RepeatBand) -> str:
-    """Whether the reference, repeated, gives the same losses."""
     if band.first is None:
         return (
             f"nondeterminism is zero: the repeat has the same loss in each of {many(band.steps, 'step')}, bit for bit"
@@ -301,8 +295,7 @@ def speed(found: AdjustedSpeed | None, native: bool) -> str:
         return f"not known to the same loss, which does not surely fall any more {raw}"
     if found.bounded:
         return f"at most {units.ratio(found.adjusted.point)} to the same loss {raw}"
-    low, high = units.ratio(found.adjusted.low), units.ratio(found.adjusted.high)
-    return f"{units.ratio(found.adjusted.point)} [{low}, {high}] to the same loss {raw}"
+    return f"{_ratio(found.adjusted)} to the same loss {raw}"
 
 
 def energy(found: TrainedEnergy) -> str:
@@ -318,9 +311,12 @@ def energy(found: TrainedEnergy) -> str:
 
 
 def energy_to_loss(found: Interval, at_least: bool) -> str:
+    return f"at least {units.ratio(found.point)}" if at_least else _ratio(found)
+
+
+def _ratio(found: Interval) -> str:
     """'0.83x [0.80x, 0.87x]'."""
-    point, low, high = (units.ratio(one) for one in (found.point, found.low, found.high))
-    return f"at least {point}" if at_least else f"{point} [{low}, {high}]"
+    return "{} [{}, {}]".format(*map(units.ratio, (found.point, found.low, found.high)))
 
 
 def _span(found: Interval, level: bool = True) -> str:

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from fp8bench.features.plan_parallel import calibration, formulas
-from fp8bench.features.plan_parallel.calibration import LayoutKind, MeasuredTraining, calibrated, kind_of, pace_with
+from fp8bench.features.plan_parallel import formulas, ranking
 from fp8bench.features.plan_parallel.formulas import (
     Checkpointing,
     DecoderModel,
@@ -27,7 +26,7 @@ from fp8bench.features.plan_parallel.formulas import (
     Topology,
     memory_of,
 )
-from fp8bench.features.plan_parallel.ranking import MODELS
+from fp8bench.features.plan_parallel.ranking import MODELS, LayoutKind, MeasuredTraining, calibrated, kind_of, pace_with
 
 GIB = 1 << 30
 TABLE = tomllib.loads((Path(__file__).parents[3] / "reports/plan_parallel/published.toml").read_text(encoding="utf-8"))
@@ -84,7 +83,7 @@ def _row(entry: Mapping[str, Any]) -> Published:
     load = {name: entry[name] for name in _LOAD if name in entry}
     gpus = TABLE["gpus"][entry.get("gpus", source.get("gpus"))]
     return Published(
-        entry["name"], entry.get("gpus", source.get("gpus")), entry.get("recipe", calibration.DEFAULT_RECIPE),
+        entry["name"], entry.get("gpus", source.get("gpus")), entry.get("recipe", ranking.DEFAULT_RECIPE),
         MODELS[entry["model"]], ParallelLayout(**entry["layout"]),
         Load(checkpointing=Checkpointing(entry["checkpointing"]), **load),
         Topology(gpus["node"], GIB * gpus["memory"], 1e9 * gpus["inside"], 1e9 * gpus["between"],
@@ -164,7 +163,7 @@ def _pairs(rows: Sequence[Published], recipes: Mapping[str, float]) -> Iterator[
     for by in rows:
         told: dict[str, Topology] = {}
         for row in rows:
-            narrow = {one.recipe for one in (by, row) if one.load.precision == "fp8"} or {calibration.DEFAULT_RECIPE}
+            narrow = {one.recipe for one in (by, row) if one.load.precision == "fp8"} or {ranking.DEFAULT_RECIPE}
             if row is by or row.machine != by.machine or len(narrow) > 1 or not narrow <= recipes.keys():
                 continue
             (recipe,) = narrow
@@ -179,10 +178,10 @@ def _fitted(rows: Sequence[Published], patch: pytest.MonkeyPatch) -> None:
     for share in _SHARES:
         patch.setattr(formulas, "_ATTENTION", share)
         recipes = recipes_of(rows)
-        patch.setattr(calibration, "RECIPES", recipes)
+        patch.setattr(ranking, "RECIPES", recipes)
         misses[share] = sum(math.log1p(pair.error) ** 2 for pair in _pairs(rows, recipes))
     patch.setattr(formulas, "_ATTENTION", min(misses, key=lambda share: misses[share]))
-    patch.setattr(calibration, "RECIPES", recipes_of(rows))
+    patch.setattr(ranking, "RECIPES", recipes_of(rows))
 
 
 @cache
@@ -193,7 +192,7 @@ def held_out() -> tuple[HeldOut, ...]:
     for machine in dict.fromkeys(row.machine for row in rows):
         with pytest.MonkeyPatch.context() as patch:
             _fitted([row for row in rows if row.machine != machine], patch)
-            found += _pairs([row for row in rows if row.machine == machine], calibration.RECIPES)
+            found += _pairs([row for row in rows if row.machine == machine], ranking.RECIPES)
     return tuple(found)
 
 

@@ -11,9 +11,11 @@ import pytest
 from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.features.plan_parallel import formulas
-from fp8bench.features.plan_parallel.calibration import (
+from fp8bench.features.plan_parallel.formulas import Load, ParallelLayout, Topology
+from fp8bench.features.plan_parallel.ranking import (
     HELD_OUT,
     HELD_OUT_WORDS,
+    MODELS,
     RECIPES,
     UNCALIBRATED_WORDS,
     MeasuredTraining,
@@ -22,8 +24,6 @@ from fp8bench.features.plan_parallel.calibration import (
     pace_band,
     pace_with,
 )
-from fp8bench.features.plan_parallel.formulas import Load, ParallelLayout, Topology
-from fp8bench.features.plan_parallel.ranking import MODELS
 from tests.features.plan_parallel.published import bands, held_out, recipes_of, trainings, uncalibrated, within
 
 H100 = Topology(8, 80 * 2**30, 450e9, 50e9, 794e12, 1402e12)
@@ -36,7 +36,6 @@ def test_bands_are_the_errors_of_machines_that_were_held_out() -> None:
 
 
 def test_what_is_said_of_errors_is_what_they_are() -> None:
-    """`within` is said of held-out paces alone."""
     pairs, rough = held_out(), uncalibrated()
     told, inside = within(pairs)
     middle = units.percent(median(abs(pair.error) for pair in pairs))

@@ -123,7 +123,6 @@ def test_short_steps_are_said_to_mean_nothing(say: Say, topology: Path) -> None:
 
 
 def test_how_to_read_it(say: Say, topology: Path) -> None:
-    """The page names an option that is there."""
     _, out, _ = say("--model", "llama3-8b", "--gpus", "8", "--topology", str(topology), "--explain")
     assert "how to read this" in out and "tight: it fits unless" in out and "No published" not in out
 

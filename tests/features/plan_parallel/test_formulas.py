@@ -43,7 +43,6 @@ LOAD = Load(sequence=32, local=8)
     ("model", "weights"), [("llama3-8b", 8030261248), ("llama3-70b", 70553706496), ("llama3-405b", 405853388800)]
 )
 def test_weights_are_those_that_are_published(model: str, weights: int) -> None:
-    """To the last one."""
     assert MODELS[model].weights == weights
 
 
@@ -96,7 +95,6 @@ def test_what_is_said_of_published_trainings_is_what_they_say() -> None:
 
 
 def test_what_no_published_training_is_like_is_named() -> None:
-    """Both ends are still like one."""
     model = MODELS["llama3-8b"]
     assert outside(model, 8, 8192) == outside(MODELS["llama3-405b"], 1024, 262144) == ()
     assert outside(model, 1 << 20, 8192) == ("1048576 GPUs (published: 8 to 1024)",)

@@ -28,7 +28,6 @@ def asked(model: str = "llama3-8b", gpus: int = 8, batch: int = 64, sequence: in
 
 @pytest.mark.parametrize(("gpus", "batch"), [(1, 1), (8, 64), (12, 24), (32, 8), (64, 256)])
 def test_every_way_is_there_once(gpus: int, batch: int) -> None:
-    """Against all numbers that multiply to so many GPUs."""
     question = asked(gpus=gpus, batch=batch)
     found = list(layouts(question))
     assert len(found) == len(set(found)) and all(one.gpus == gpus for one in found)

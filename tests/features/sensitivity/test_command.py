@@ -47,7 +47,6 @@ def say(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> Say:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_meant_is_one_sentence(name: str, say: Say) -> None:
-    """Exit code 2, and nothing is trained."""
     words, sentence = REFUSED[name]
     code, out, err = say(*words)
     assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
@@ -65,6 +64,8 @@ def test_a_study_is_told_kept_and_written(store: Path, say: Say) -> None:
     assert f"stored in .fp8bench/sensitivity/{file.name}" in out and document["finished"]
     assert {one["name"] for one in document["probes"]} == {"attn", "mlp", "head"}
     assert all(len(one["losses"]) == 1 for one in document["probes"])
+    losses = [one["loss"] for one in (document["baseline"], *document["draws"])]
+    assert len(set(losses)) == 3 and document["suggested"] is None and document["environment"]["facts"]["torch"]
     assert len(Path("rows.csv").read_text().splitlines()) == 1 + 3 + 3 + 1
 
 
@@ -112,17 +113,7 @@ def test_a_map_by_the_gradients_of_a_model_of_one_s_own(store: Path, say: Say) -
     assert found["suggested"] and Path("map.txt").read_text().count("=untouched") == 2
 
 
-def test_json_is_printed_alone(say: Say) -> None:
-    """Weights of other draws differ, and so do losses."""
-    document = json.loads(say(*FEW, "--json")[1])
-    losses = [one["loss"] for one in (document["baseline"], *document["draws"])]
-    assert len(set(losses)) == 3 and document["suggested"] is None
-    assert document["environment"]["facts"]["torch"] and document["path"].startswith(".fp8bench/")
-
-
 def test_a_reference_that_fails_ends_it(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit code 3, with the reason."""
-
     def broken(self: object, *arguments: object) -> tuple[float, ...]:
         raise RuntimeError("no such kernel")
 
@@ -133,6 +124,7 @@ def test_a_reference_that_fails_ends_it(say: Say, monkeypatch: pytest.MonkeyPatc
 
 def test_an_interrupt_tells_what_there_is(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 130; the table and the store have what was trained."""
+    Path("net.py").write_text(NET)
     inner, calls = Bench.losses, []
 
     def interrupted(self: Bench, *arguments: object) -> tuple[float, ...]:
@@ -142,16 +134,17 @@ def test_an_interrupt_tells_what_there_is(say: Say, monkeypatch: pytest.MonkeyPa
         return inner(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Bench, "losses", interrupted)
-    code, out, err = say(*FEW)
+    code, out, err = say("net.py:make", "--steps", "1")
     assert code == 130 and "interrupted; what was trained is shown" in err
-    assert "attn" in out and "suggested" not in out and "stored in" in out
+    assert "low layer" in out and "suggested" not in out and "stored in" in out
 
 
 def test_a_store_that_takes_nothing_costs_nobody_the_table(store: Path, say: Say) -> None:
     """Which is printed before the error."""
+    Path("net.py").write_text(NET)
     store.mkdir()
     (store / "sensitivity").write_text("no folder")
-    code, out, err = say(*FEW)
+    code, out, err = say("net.py:make", "--steps", "1")
     assert code == 2 and "suggested" in out and "the study cannot be kept in .fp8bench/sensitivity/" in err
 
 

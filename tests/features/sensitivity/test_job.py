@@ -102,7 +102,6 @@ def test_a_study_trains_the_reference_its_draws_every_layer_and_all_of_them() ->
 
 
 def test_by_kind_whole_kinds_are_low() -> None:
-    """Three runs instead of nine."""
     trainer = Trainer(costs())
     study, _ = studied(trainer, By.KIND)
     assert [one.precision_map for one in study.probes] == [((kind, "fp8"),) for kind in ("attn", "mlp", "head")]
@@ -147,7 +146,6 @@ def test_a_suggestion_without_a_map_names_what_stays_high(tmp_path: Path) -> Non
 
 
 def test_a_tolerance_that_no_map_keeps_ends_with_the_last_layer() -> None:
-    """Nothing is left to take out."""
     study, _ = studied(Trainer(lambda low: 1.0 + 0.1 * bool(low)))
     assert study.suggested is None and [len(one.low) for one in study.candidates] == list(range(9, 0, -1))
 
@@ -167,7 +165,6 @@ def test_a_tolerance_that_no_map_keeps_ends_with_the_last_layer() -> None:
 def test_a_run_that_fails_is_a_row_and_its_layer_the_first_to_go(
     fault: float | WorkerError, why: str, restarts: int
 ) -> None:
-    """Alone, and in every map that has it."""
     trainer = Trainer(lambda low: fault if "blocks.1.attn.qkv" in low else 1.0)
     study, _ = studied(trainer)
     assert study.ranking[0].name == "blocks.1.attn.qkv" and study.ranking[0].failure.startswith(why)
@@ -177,20 +174,17 @@ def test_a_run_that_fails_is_a_row_and_its_layer_the_first_to_go(
 
 
 def test_without_a_reference_nothing_can_be_told() -> None:
-    """It ends there."""
     trainer = Trainer(lambda low: LOST if not low else 1.0)
     study, _ = studied(trainer)
     assert study.baseline.failure and not study.draws and not study.probes and len(trainer.log) == 1
 
 
 def test_a_draw_that_fails_leaves_the_others() -> None:
-    """The noise comes from what there is."""
     study, _ = studied(Trainer(costs(), draws=(1.0, math.nan, 1.03)))
     assert study.draws[0].failure == "the loss is nan in step 1" and study.noise == pytest.approx(0.03)
 
 
 def test_a_training_may_take_the_time_of_its_steps() -> None:
-    """On the slowest device that will finish."""
     trainer = Trainer(costs())
     studied(trainer)
     (limit,) = trainer.limits

@@ -28,13 +28,11 @@ def probe(name: str, loss: float | None, error: float | None = 0.1, kind: str = 
 
 @pytest.mark.parametrize(("steps", "last"), [(1, 1), (4, 1), (5, 1), (9, 1), (10, 2), (50, 10)])
 def test_a_loss_is_the_mean_of_the_last_fifth(steps: int, last: int) -> None:
-    """Of one step at least."""
     assert last_of(steps) == last
     assert LayerTrial("", "", "bf16", losses=(100.0,) * (steps - last) + (2.0,) * last).loss == 2.0
 
 
 def test_gaps_are_relative_to_the_reference() -> None:
-    """What failed has none."""
     assert STUDY.gap(probe("a", 2.5)) == pytest.approx(0.25)
     assert STUDY.gap(probe("a", 1.5)) == pytest.approx(-0.25)
     assert STUDY.gap(probe("a", None)) is None
@@ -47,7 +45,6 @@ def test_gaps_are_relative_to_the_reference() -> None:
     [(0.0, 0.0, 0.0), (0.0, 0.5, math.inf), (0.0, -0.5, -math.inf), (-2.0, -1.0, 0.5), (-2.0, -3.0, -0.5)],
 )
 def test_a_loss_may_be_zero_or_below(wanted: float, found: float, gap: float) -> None:
-    """A larger one is worse all the same."""
     study = replace(STUDY, baseline=replace(BASE, losses=(wanted,)), draws=())
     trial = probe("a", found)
     assert study.gap(trial) == gap
@@ -64,7 +61,6 @@ def test_the_noise_is_the_largest_gap_of_another_draw() -> None:
 
 
 def test_what_a_gap_says_beside_the_noise() -> None:
-    """Both ways; without noise every gap says something."""
     said = {loss: STUDY.suffers(probe("a", loss)) for loss in (2.0, 2.09, 1.91, 2.11, 1.89)}
     assert list(said.values()) == [Suffers.NOISE] * 3 + [Suffers.WORSE, Suffers.BETTER]
     assert STUDY.suffers(probe("a", None)) is Suffers.FAILED
@@ -133,7 +129,6 @@ def said(layer: Layer, keys: dict[str, str], usual: dict[str, str]) -> str:
 
 @given(st.lists(st.booleans(), min_size=len(NAMES), max_size=len(NAMES)), st.sampled_from(["bf16", "fp32"]))
 def test_a_short_map_says_what_every_name_would(choice: list[bool], reference: str) -> None:
-    """For every set of layers of the model."""
     low = {name for name, chosen in zip(NAMES, choice, strict=True) if chosen}
     usual = {layer.name: "bf16" if layer.high else "fp8" for layer in LAYERS}
     keys = dict(map_of(LAYERS, low, ("fp8", reference), "bf16"))

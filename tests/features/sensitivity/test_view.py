@@ -83,26 +83,22 @@ def widest(text: str) -> int:
 
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_no_line_is_wider_than_it_may_be(width: int) -> None:
-    """Whatever the terminal."""
     assert widest(render(page_of(STUDY), width=width)) <= width
     assert "\x1b[" in render(page_of(STUDY), color=True)
 
 
 def test_by_kind_there_is_nothing_to_put_together() -> None:
-    """Nor a column of kinds."""
     text = render(page_of(replace(STUDY, by=By.KIND, probes=(low("attn", 2.0, 0.1), low("mlp", 2.2, 0.2)))))
     assert "one layer kind at a time" in text and "together, by" not in text and "  low   loss gap" in text
 
 
 def test_a_study_without_a_map_says_so() -> None:
-    """Because none was found, or because nobody waited."""
     lost = replace(STUDY, candidates=CANDIDATES[:1])
     assert "no map with fp8 in some layer keeps the loss within 1.0%: every map was tried" in render(page_of(lost))
     assert "it was interrupted before all maps were" in render(page_of(replace(lost, finished=False)))
 
 
 def test_a_study_cut_short_tells_what_there_is() -> None:
-    """Down to nothing."""
     early = replace(STUDY, draws=(), probes=PROBES[:1], candidates=())
     assert "so that a gap" not in render(page_of(early)) and "suggested" not in render(page_of(early))
     failed = Study(**{**vars(STUDY), "baseline": replace(BASE, losses=(), failure="crash"), "draws": (), "probes": (),
@@ -111,7 +107,6 @@ def test_a_study_cut_short_tells_what_there_is() -> None:
 
 
 def test_json_has_everything_and_what_it_says() -> None:
-    """Strictly: NaN is text."""
     diverged = replace(PROBES[4], losses=(3.0, math.nan))
     document = value_of(replace(STUDY, probes=(*PROBES[:4], diverged)))
     assert document["noise"] == pytest.approx(0.015) and document["suggested"] == "head=fp8,blocks.0.mlp.up=bf16"
@@ -122,7 +117,6 @@ def test_json_has_everything_and_what_it_says() -> None:
 
 
 def test_csv_has_a_row_a_run() -> None:
-    """The worst layers first, as in the table."""
     rows = list(csv.DictReader(io.StringIO(csv_text(*rows_of(STUDY)))))
     assert [row["part"] for row in rows] == ["reference", "draw", "draw", *["low"] * 5, "candidate", "candidate"]
     assert (rows[3]["name"], rows[3]["says"], rows[3]["loss"], rows[3]["keeps_loss"]) == ("head", "failed", "", "")

@@ -291,7 +291,6 @@ def test_hugging_faces_losses_on_held_out_text(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what to do."""
     for name in ("transformers", "lightning", "lightning.pytorch", "pytorch_lightning"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
     for make, word in ((fp8bench.hugging_face_callback, "transformers"), (fp8bench.lightning_callback, "lightning")):

@@ -248,7 +248,6 @@ def test_else_each_is_beside_the_reference() -> None:
 
 
 def test_one_that_fits_nowhere_is_out_and_the_reference_is_needed() -> None:
-    """With the bytes."""
     found = turns(179)
     assert found.out == {"mxfp8": "it needs 180 B alone, and there are 179 B"}
     assert told(found) == [(0, "bf16+bf16 again"), (0, "bf16+bf16 other seed"), (0, "bf16+fp8"),

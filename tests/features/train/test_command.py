@@ -72,7 +72,6 @@ def say(store: Path, fp8bench: Say) -> Say:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_meant_is_one_sentence(name: str, say: Say, local: None) -> None:
-    """Exit code 2, and nothing is trained."""
     words, sentence = REFUSED[name]
     code, out, err = say(*words)
     assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
@@ -80,13 +79,11 @@ def test_what_cannot_be_meant_is_one_sentence(name: str, say: Say, local: None) 
 
 
 def test_help_names_what_it_may_fail_on() -> None:
-    """All of it."""
     (words,) = (one.help for one in commands_of(build_parser())["train"]._actions if one.dest == "fail_on")
     assert words is not None and all(name in words for name in FAILURES)
 
 
 def test_every_setting_of_the_request_can_be_said() -> None:
-    """And is asked for as it was said."""
     words = (
         "train --dtypes bf16,fp8-delayed --reference bf16 --arch moe --model gpt2-124m --batch 2 --sequence 64 "
         "--micro-batches 3 --dropout 0.1 --compile yes --checkpointing blocks --precision-map mlp=fp8 "
@@ -116,7 +113,6 @@ def test_every_setting_of_the_request_can_be_said() -> None:
     ("words", "steps", "seeds"), [("", 300, 5), ("--quick", 60, 1), ("--quick --steps 9 --seeds 2", 9, 2)]
 )
 def test_quick_is_one_seed_of_few_steps(words: str, steps: int, seeds: int) -> None:
-    """What is said of either wins."""
     request = request_from(build_parser().parse_args(["train", *words.split()]))
     assert (request.steps, request.seeds, request.settings) == (steps, seeds, TrainerSettings())
 
@@ -237,7 +233,6 @@ def test_arms_that_do_not_fit_together_come_to_the_same_losses_in_pairs(say: Say
 
 
 def test_a_plan_is_told_and_nothing_is_trained(say: Say, store: Path, local: None) -> None:
-    """Arms, steps, tokens, and parameters as they are counted."""
     code, out, err = say(*TINY, "--seeds", "3", "--sweep", "gradients=fp32,bf16", "--dry-run")
     words = " ".join(out.split())
     assert (code, err) == (0, "") and not training_files(store)
@@ -276,7 +271,6 @@ def test_where_no_arm_can_be_built_it_ends_at_once(say: Say, local: None, monkey
 
 
 def test_an_arm_that_is_out_is_an_exit_code(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its reason; the reference's end is the training's."""
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: FakeLab(strikes("fp8", 2, times=2)))
     code, out, err = say(*TINY, "--keep", "1")
     assert code == 3 and "the worker crashed" in out and "it is trained no further" in err

@@ -202,7 +202,6 @@ def test_wandb_gets_a_run_for_each_arm_and_seed(
 
 
 def test_an_arm_that_was_not_trained_is_said_so(kept: KeptTraining) -> None:
-    """It has words and no numbers, in every form."""
     arms = tuple(replace(arm, skip="no units") if arm.role is ArmRole.CANDIDATE else arm for arm in kept.training.arms)
     own = KeptTraining(replace(kept.training, arms=arms), (), True, "x")
     said = verdicts_of(own.training, own.lines)

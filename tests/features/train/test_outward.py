@@ -152,7 +152,6 @@ def test_a_command_that_fails_or_hangs_is_said(script: str, seconds: float, said
 
 
 def test_a_process_that_hangs_leaves_nothing(tmp_path: Path) -> None:
-    """What the command has started ends with it."""
     marker = f"{tmp_path}/marker"
     command = AlarmCommand(f"sh -c 'sleep 600; : {marker}' & wait", Told().note, 0.3)
     command.begun(made())

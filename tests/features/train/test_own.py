@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import fp8bench
 from fp8bench.errors import UsageError
+from fp8bench.features.train.api import name_of_maker
 from fp8bench.features.train.arms import check_training
-from fp8bench.features.train.own import name_of_maker
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import COVERAGE, StreamLine, TrainingEvent, TrainingObserver
 from fp8bench.features.train.verdicts.curves import Learned, Why
@@ -91,7 +91,7 @@ def test_a_function_of_this_process_is_trained_in_it(store: Path) -> None:
 
         return model, (x,), loss
 
-    kept = short(store, local, seeds=5, steps=60, rate=0.01)
+    kept = short(store, local, seeds=5, steps=12, rate=0.01)
     assert not LIVE and not MADE and kept.training.request.settings.make
     found = verdicts_of(kept.training, kept.lines)
     assert not found.looks and "nothing was held out" in " ".join(str(kept).split())
@@ -100,7 +100,7 @@ def test_a_function_of_this_process_is_trained_in_it(store: Path) -> None:
 
 
 def test_makers_are_known_by_what_a_worker_can_import() -> None:
-    assert name_of_maker(name_of_maker) == "fp8bench.features.train.own:name_of_maker"
+    assert name_of_maker(name_of_maker) == "fp8bench.features.train.api:name_of_maker"
     assert name_of_maker(lambda: 0) == "test_makers_are_known_by_what_a_worker_can_import.locals.lambda"
 
 

@@ -133,7 +133,6 @@ def test_the_gap_is_drawn_by_its_last_two_thirds() -> None:
 
 
 def test_times_have_a_line_a_seed() -> None:
-    """Of native arms, those of all seeds."""
     held = training(replace(CANDIDATE, native=True))
     kept = KeptTraining(held, lines(GAPS), True, "x/steps.jsonl")
     chart = element(page_of(kept, verdicts_of(kept.training, kept.lines)), "loss-by-time")
@@ -200,7 +199,6 @@ def test_memory_of_arms_is_told_at_one_moment() -> None:
 
 
 def test_largest_batches_stand_in_the_table_or_how_to_have_them() -> None:
-    """A search that came to nothing has its reason."""
     said = "No largest batch was looked for: "
     assert said in markdown.render(page())
     known = Capacity("batch", 1 << 30, 812, tokens=51968, beyond=813, why="tensors need 2 B more")
@@ -284,14 +282,12 @@ def test_looks_and_places_in_the_context() -> None:
 
 @pytest.mark.parametrize("seeds", [1, 5])
 def test_the_same_training_gives_the_same_bytes(seeds: int) -> None:
-    """Both renderers; of one seed no interval is drawn."""
     first, again = page(seeds=seeds), page(seeds=seeds)
     assert html.render(first) == html.render(again) and markdown.render(first) == markdown.render(again)
     assert markdown.render(first).startswith("# training of nano")
 
 
 def test_a_training_without_steps_has_a_page() -> None:
-    """Nothing to draw, and nothing raised."""
     kept = KeptTraining(training(CANDIDATE), (), False, "x/steps.jsonl")
     made = page_of(kept, verdicts_of(kept.training, ()))
     assert not [one for part in made.parts for one in part.elements if isinstance(one, Chart)]

@@ -214,7 +214,6 @@ def test_every_arm_has_the_energy_of_its_own_power(trained: Trained, powered: Po
 
 
 def test_without_a_counter_the_reason_is_kept_and_no_step_more_is_run(trained: Trained, powered: PoweredLab) -> None:
-    """And nothing at all where nobody wants it."""
     powered.power.broken = "the counter is gone"
     kept, lab, _ = trained(powered, small(energy=True))
     (why,) = {one.energy.why for one in kept.of(ArmCost) if one.energy}
@@ -385,7 +384,6 @@ def test_an_arm_that_fails_twice_is_out(trained: Trained, error: Exception) -> N
 
 
 def test_an_arm_that_is_out_stays_out_after_a_resumption(trained: Trained) -> None:
-    """Its checkpoint says so."""
     fault, stop = strikes("fp8", 7, times=2), strikes("bf16", 18, KeyboardInterrupt())
     half, _, _ = trained(FakeLab(lambda *asked: fault(*asked) or stop(*asked)), small())
     assert kinds(half) == ["restarted", "out"] and not half.finished
@@ -396,7 +394,6 @@ def test_an_arm_that_is_out_stays_out_after_a_resumption(trained: Trained) -> No
 
 
 def test_without_its_reference_a_training_ends(trained: Trained, store: Path) -> None:
-    """What was kept stays, to be gone on with."""
     whole, _, _ = trained(FakeLab(), small())
     with pytest.raises(WorkerLost, match="crashed"):
         trained(FakeLab(strikes("bf16", 8, times=2)), small())
@@ -428,7 +425,6 @@ def test_a_full_disk_ends_it_with_what_was_kept(trained: Trained, monkeypatch: p
 
 
 def test_the_worker_s_full_disk_is_the_store_s(trained: Trained) -> None:
-    """A checkpoint is written there."""
     error = WorkerFault("StoreError", "the checkpoint cannot be written (No space left on device). Make room.")
     fault = strikes("", 0, error, name="save")
     with pytest.raises(NotKept, match=r"^the checkpoint cannot be written"):
@@ -464,7 +460,6 @@ def test_another_text_is_no_resumption(trained: Trained) -> None:
 
 
 def test_two_processes_never_write_one_training(trained: Trained, store: Path) -> None:
-    """The second one is told."""
     half, _, _ = trained(FakeLab(strikes("fp8", 7, KeyboardInterrupt())), small())
     writer = reopen_training(Path(half.path))
     assert replace(writer.places[-1], digest="") == ResumePlace(0, 6, writer.places[-1].length, "0-6")

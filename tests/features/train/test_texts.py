@@ -105,7 +105,6 @@ def test_other_text_is_pythons_documentation_or_the_users(tmp_path: Path, given:
 def test_a_python_without_documentation_has_no_other_text(
     tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some distributions leave it out."""
     monkeypatch.setattr(texts, "_documentation", lambda: b"")
     assert prepare_text(given, None, "bytes", tmp_path / "data", 64).other is None
 
@@ -155,7 +154,6 @@ def test_a_held_out_token_file_beside_it_is_taken(tmp_path: Path) -> None:
 def test_what_cannot_be_trained_on_is_refused(
     tmp_path: Path, name: str, content: bytes, tokens: str, words: str
 ) -> None:
-    """In a sentence that says what to do."""
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(UsageError, match=words):
@@ -248,7 +246,6 @@ def test_saved_datasets_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 def test_without_pyarrow_a_saved_dataset_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what to install."""
     (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UsageError, match="pip install pyarrow"):

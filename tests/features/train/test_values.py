@@ -38,7 +38,6 @@ ASKED: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values])
 def test_settings_that_cannot_be_are_refused(name: str, value: Any) -> None:
-    """With the field's name and what it must be."""
     with pytest.raises(UsageError, match=f"^{name} must be .*, got "):
         TrainerSettings(**{name: value})
 

@@ -64,7 +64,6 @@ def kept(store: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_every_way_has_a_row(kept: str, fp8bench: Say) -> None:
-    """A margin of an octave spares the gradients."""
     code, out, err = fp8bench("show", kept, "--histories", ARM.name)
     assert (code, err) == (0, "") and "replayed over 24 casts" in out
     rows = [line.split() for line in out.splitlines() if line.split()[:1] in ([str(one)] for one in (1, 4, 1024))]
@@ -77,7 +76,6 @@ def test_every_way_has_a_row(kept: str, fp8bench: Say) -> None:
 
 
 def test_the_same_for_programs(kept: str, fp8bench: Say) -> None:
-    """In the arm's own formats."""
     _, out, _ = fp8bench("show", kept, "--histories", ARM.name, "--json")
     found = [one for one in json.loads(out) if one["delayed"] == json.loads(out)[0]["delayed"]]
     assert [(one["role"], one["casts"], one["overflow"]) for one in found] == [
@@ -94,6 +92,5 @@ def test_the_same_for_programs(kept: str, fp8bench: Say) -> None:
     ],
 )
 def test_what_cannot_be_meant(words: tuple[str, ...], sentence: str, kept: str, fp8bench: Say) -> None:
-    """One sentence."""
     code, out, err = fp8bench("show", kept, *words)
     assert (code, out) == (2, "") and sentence in unfolded(err)

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp8bench.features.train.health import inputs, loops, steps, tensors
+from fp8bench.features.train.health import loops, steps, tensors
 from fp8bench.features.train.health.steps import HealthAlarm, HealthRule, Remedy, WatchedArm
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import Arm, ArmRole, StepRow, StreamLine, TrainingEvent
 from fp8bench.model import Scalar
 from fp8bench.registry import precisions
 
-RULES: tuple[type[HealthRule[Any]], ...] = (*steps.RULES, *tensors.RULES, *loops.RULES, *inputs.RULES)
+RULES: tuple[type[HealthRule[Any]], ...] = (*steps.RULES, *tensors.RULES, *loops.RULES)
 # An episode ends, and another alarm may be raised, when a rule has found nothing for so many steps.
 REST = 50
 
@@ -83,7 +83,6 @@ class Health:
 
 
 def _can(remedy: Remedy, arm: Arm, settings: TrainerSettings, layer: str) -> bool:
-    """Whether a remedy would change the arm, or is for people."""
     people = remedy in (Remedy.LOOK_AT_DATA, Remedy.LOOK_AT_LOOP, Remedy.LOOK_AT_LAYER)
     now = (arm.precision, arm.taken(settings))
     return people or helped(*now, remedy, layer) != now
@@ -193,7 +192,6 @@ def outcome(
 def _alarmed(
     alarm: TrainingEvent, trial: RemedyTrial, known: Sequence[StreamLine], lines: Sequence[StreamLine]
 ) -> bool:
-    """Whether the rule alarms in a trial, too, about the same layer."""
     health = Health((trial.arm,), trial.settings)
     health.see(replace(line, arm=trial.arm.name) for line in known)
     return any((rule_of(one), one.layer) == (rule_of(alarm), alarm.layer) for one in health.see(lines))
@@ -207,7 +205,6 @@ def _loss(lines: Sequence[StreamLine]) -> float:
 
 
 def _gain(loss: float, base: float) -> float:
-    """The share by which a loss is lower than another."""
     if math.isinf(base) or math.isinf(loss):
         return 0.0 if math.isinf(base) and math.isinf(loss) else math.copysign(math.inf, base - loss)
     return 1 - loss / base

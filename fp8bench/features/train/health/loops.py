@@ -1,13 +1,15 @@
-"""Rules that need nothing beside a training to see what is wrong with it: most of it is wrong with the loop."""
+"""Rules that need nothing beside a training to see what is wrong with it: most of it is wrong with the loop, or
+with its batches."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from statistics import fmean, median
+from dataclasses import field
+from statistics import fmean, median, stdev
 from typing import Any
 
-from fp8bench.features.train.health.steps import LEARNED, HealthAlarm, HealthRule, Remedy, WatchedArm, noise_of_values
+from fp8bench.features.train.health.steps import LEARNED, HealthAlarm, HealthRule, Remedy, newest, noise_of_values
 from fp8bench.features.train.health.tensors import FigureRule, TensorRule, octaves, of
 from fp8bench.features.train.values import (
     GRADIENTS_LEFT,
@@ -20,18 +22,17 @@ from fp8bench.features.train.values import (
 from fp8bench.model import Params
 from fp8bench.protocols import Role
 
+# As many as any rule over losses looks back.
+_LOSSES = 60
+
 
 class LossRule(HealthRule[Any]):
     """A rule over losses; silent of a module against which another one may train."""
 
     reads = StepRow | StepFigure
-    keep = 60
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._losses: deque[float] = deque(maxlen=self.keep)
-        self._alone = True
-        self._guessing = math.inf
+    _losses: deque[float] = newest(_LOSSES)
+    _alone: bool = True
+    _guessing: float = math.inf
 
     def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
         if isinstance(line, StepFigure):
@@ -58,18 +59,9 @@ class LossBackUp(LossRule):
     lost = 0.5
     noise = 6.0
     above = 0.25
-    window = f"the last {stays} losses, the first {first}, and the lowest mean of ten there has been; from step 5 on"
-    threshold = (
-        f"all of them above the lowest mean by {lost:.0%} of what was learned and by {noise:g} times the noise; "
-        f"or {above:.0%} above the first"
-    )
-    reason = "a batch may be hard, five in turn are not; another kind of text costs less than half of what was learned"
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER, Remedy.LOOK_AT_DATA)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._first: list[float] = []
-        self._best = math.inf
+    _first: list[float] = field(default_factory=list)
+    _best: float = math.inf
 
     def judge(self, row: StepRow) -> HealthAlarm | None:
         if len(self._first) < self.first:
@@ -99,9 +91,6 @@ class LossAboveGuessing(LossRule):
     last = 8
     above = 1.25
     falling = 0.9
-    window = f"the last {last} losses, and the {last} before"
-    threshold = f"all of the last {above:g} times ln of the classes, and their median no tenth below that before"
-    reason = "a model that learns is below it within some steps, or on its way there"
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
 
     def judge(self, row: StepRow) -> HealthAlarm | None:
@@ -126,9 +115,6 @@ class LossLeaked(LossRule):
     last = 3
     share = 0.1
     noise = 5.0
-    window = f"the last {last} losses, and the 20 before"
-    threshold = f"all of them below {share:g} of the least before, and {noise:g} times their noise in octaves below it"
-    reason = "losses fall by percents a step; those of single examples vary by more, and are left alone"
     remedies = (Remedy.LOOK_AT_DATA,)
 
     def judge(self, row: StepRow) -> HealthAlarm | None:
@@ -153,18 +139,11 @@ class NoUpdate(HealthRule[Any]):
     reads = StepRow | StepFigure
     rows = 5
     same = 3
-    window = f"{rows} steps; of weights {same} watched steps"
-    threshold = (
-        "a rate of 0, or a loss without gradients, in all of them; an update of less than 1e-8 of the weights, or "
-        "weights that are the same to the bit"
-    )
-    reason = "schedules begin and end with a step at 0; float32 keeps no change of less than 6e-8"
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.HIGHER_MASTER)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._counts: dict[str, int] = defaultdict(int)
-        self._weights, self._first, self._learned = math.nan, 0.0, False
+    _counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _weights: float = math.nan
+    _first: float = 0.0
+    _learned: bool = False
 
     def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
         if isinstance(line, StepFigure):
@@ -202,17 +181,8 @@ class GradientScale(HealthRule[StepRow]):
     octaves = 1.9
     apart = 1.0
     noise = 5.0
-    window = f"the last {last} steps, and the {keep} before"
-    threshold = (
-        f"medians {octaves:g} octaves and {noise:g} times the noise apart, the last {apart:g} beyond all before; "
-        "the loss as it was, or moved by as much, within half an octave"
-    )
-    reason = "what is steeper has another loss; a factor alone comes from a loss scale, a sum, or micro-batches"
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.DYNAMIC_LOSS_SCALE)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._rows: deque[tuple[float, float]] = deque(maxlen=self.keep + self.last)
+    _rows: deque[tuple[float, float]] = newest(keep + last)
 
     def see(self, line: StepRow) -> HealthAlarm | None:
         if not (0 < line.gradient_norm < math.inf and 0 < line.loss < math.inf):
@@ -241,18 +211,10 @@ class SameInputs(FigureRule):
 
     name = "same-inputs"
     figure = "inputs_again"
-    times = 7
+    again = 7
     few = 128
-    window = "every step"
-    threshold = (
-        f"the same for {times + 1} steps in turn, after another; or, of fewer than {few} examples, from the first on"
-    )
-    reason = "an epoch has more than one batch; who trains on all data in each step has more than a hundred examples"
     remedies = (Remedy.LOOK_AT_DATA,)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._examples = math.inf
+    _examples: float = math.inf
 
     def see(self, line: StepFigure) -> HealthAlarm | None:
         if line.name == "examples":
@@ -261,7 +223,7 @@ class SameInputs(FigureRule):
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
         from_the_first = line.value >= line.step
-        if line.value < self.times or (from_the_first and self._examples >= self.few):
+        if line.value < self.again or (from_the_first and self._examples >= self.few):
             return ""
         return f"the model was given the same inputs in {line.value + 1:g} steps in turn"
 
@@ -273,9 +235,6 @@ class AmaxJump(TensorRule):
     keep = 6
     fewest = 4
     far = 3.5
-    window = f"the last {keep} readings of an input or a weight without a scale, from the {fewest}th on"
-    threshold = f"{far:g} octaves from their median and 2 beyond all of them, of weights upwards alone"
-    reason = "as for scales: by an octave or two between readings, whatever the precision"
     remedies = (Remedy.LOOK_AT_DATA, Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, reading: LayerReading, before: deque[LayerReading]) -> tuple[str, Params] | None:
@@ -302,18 +261,8 @@ class DeadUnits(TensorRule):
     share = 0.97
     rise = 0.2
     always = 0.999
-    window = f"a reading of an input, and the {keep} before; of layers behind the first the first two, too"
-    threshold = (
-        f"{share:.0%} zeros, {rise:.0%} more than their median; or {always:.1%} twice in a row, behind the first"
-    )
-    reason = (
-        "units that cut off leave half of their inputs, with dropout three quarters; bags of words are sparse always"
-    )
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LOOK_AT_DATA)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._first = ""
+    _first: str = ""
 
     def judge(self, reading: LayerReading, before: deque[LayerReading]) -> tuple[str, Params] | None:
         if reading.role != Role.INPUT:
@@ -336,9 +285,6 @@ class NormGain(FigureRule):
     keep = 20
     times = 4.0
     least = 0.25
-    window = f"the last {keep} readings of a norm's gain, as its root mean square"
-    threshold = f"{times:g} times the least of them, which counts as {least:g} at least"
-    reason = "gains begin at 1 or 0 and move by a rate's worth a step"
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -357,9 +303,6 @@ class LargeLogits(FigureRule):
     largest = 88.0
     jump = 30.0
     times = 4.0
-    window = f"every reading, and the {keep - 1} before"
-    threshold = f"a range of {largest:g}; or of {jump:g}, if it is {times:g} times their median"
-    reason = "e^-88 is the least that fp32 holds as a normal number; what is learned by heart reaches 20 to 40, slowly"
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -374,9 +317,6 @@ class GradientsLeft(FigureRule):
 
     name = "gradients-left"
     figure = GRADIENTS_LEFT
-    window = "every step"
-    threshold = "no gradient was touched between an update and the backward after it, nor between those of a step"
-    reason = "it is seen, and not concluded: the same tensors, unchanged"
     remedies = (Remedy.LOOK_AT_LOOP,)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -388,9 +328,6 @@ class MomentsGone(FigureRule):
 
     name = "moments-gone"
     figure = MOMENTS_GONE
-    window = "every step"
-    threshold = "its state has fewer parameters than before, or counts fewer steps"
-    reason = "an optimizer's state only grows"
     remedies = (Remedy.LOOK_AT_LOOP,)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -403,9 +340,6 @@ class LayerGradient(FigureRule):
     name = "layer-gradient"
     figure = "gradient_cosine"
     turned = -0.5
-    window = "every reading of a linear layer, a convolution or a table"
-    threshold = f"a cosine below {turned:g}, or exactly 0: reversed, or nothing but zeros"
-    reason = "it is 1 but for rounding; what people add to gradients turns them by less than a right angle"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOOK_AT_LOOP)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -416,7 +350,60 @@ class LayerGradient(FigureRule):
         return f"the gradient of {line.layer}'s weight points the other way (a cosine of {line.value:.2f})"
 
 
+class DuplicateInputs(FigureRule):
+    """Examples of a batch are copies of each other: a sampler, or a join, has repeated them."""
+
+    name = "duplicate-inputs"
+    figure = "duplicates"
+    keep = 3
+    share = 0.5
+    remedies = (Remedy.LOOK_AT_DATA,)
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        if len(last) < self.keep or min(last) < self.share:
+            return ""
+        return f"{line.value:.0%} of the examples of a batch are copies of others in it"
+
+
+class DataDrift(HealthRule[StepFigure]):
+    """Inputs are not what they were: a source, a preprocessing, or their order is another."""
+
+    name = "data-drift"
+    reads = StepFigure
+    first = 10
+    last = 4
+    noise = 6.0
+    far = 0.5
+    remedies = (Remedy.LOOK_AT_DATA,)
+    _first: list[float] = field(default_factory=list)
+    _last: deque[float] = newest(last)
+    _deviations: deque[float] = newest(first)
+
+    def see(self, line: StepFigure) -> HealthAlarm | None:
+        if line.name == "input_deviation":
+            self._deviations.append(line.value)
+        if line.name != "input_mean":
+            return None
+        if len(self._first) < self.first:
+            self._first.append(line.value)
+            return None
+        self._last.append(line.value)
+        usual, size = fmean(self._first), median(self._deviations or [0.0])
+        moved = [value - usual for value in self._last]
+        least = min(map(abs, moved))
+        same_side = min(moved) > 0 or max(moved) < 0
+        if len(moved) < self.last or not same_side or least <= max(self.noise * stdev(self._first), self.far * size):
+            return None
+        words = (
+            f"the mean of the inputs has moved from {usual:.3g} to {line.value:.3g}, by {least / size:.2g} of their "
+            "standard deviations or more"
+            if size
+            else f"the inputs have moved from {usual:.3g} to {line.value:.3g}"
+        )
+        return HealthAlarm(words, figures=(("mean", line.value), ("usual", usual), ("deviation", size)))
+
+
 RULES: tuple[type[HealthRule[Any]], ...] = (
     GradientsLeft, MomentsGone, NoUpdate, LayerGradient, SameInputs, LossAboveGuessing, LossLeaked, LossBackUp,
-    GradientScale, AmaxJump, DeadUnits, NormGain, LargeLogits,
+    GradientScale, AmaxJump, DeadUnits, NormGain, LargeLogits, DuplicateInputs, DataDrift,
 )  # fmt: skip

@@ -9,12 +9,12 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from statistics import fmean, median
 from types import UnionType
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
 
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 from fp8bench.model import Params
@@ -47,23 +47,29 @@ class HealthAlarm:
     figures: Params = ()
 
 
+def newest(length: int) -> Any:
+    """The field of a rule that keeps so many of what it has seen."""
+    return field(init=False, default_factory=lambda: deque(maxlen=length))
+
+
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
+@dataclass(eq=False)
 class HealthRule(ABC, Generic[L]):
     """One way for a training not to be well.
 
-    `window` says how far back it looks, `threshold` from which figure on it alarms, and `reason` why from that one. It
-    keeps of earlier lines what it needs. `compares`: it reads the rows of the arms beside its own, too.
+    docs/health.md says of each how far back it looks, from which figure on it alarms, and why from that one. It keeps
+    of earlier lines what it needs. `compares`: it reads the rows of the arms beside its own, too.
     """
 
     name: ClassVar[str]
     reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType]
-    window: ClassVar[str]
-    threshold: ClassVar[str]
-    reason: ClassVar[str]
     remedies: ClassVar[tuple[Remedy, ...]]
     compares: ClassVar[bool] = False
+    arm: WatchedArm
 
-    def __init__(self, arm: WatchedArm) -> None:
-        self.arm = arm
+    def __init_subclass__(cls) -> None:
+        """What a rule keeps of earlier lines are fields of it."""
+        dataclass(eq=False)(cls)
 
     @abstractmethod
     def see(self, line: L) -> HealthAlarm | None:
@@ -97,22 +103,10 @@ class GradientSpike(HealthRule[StepRow]):
     times = 16.0
     times_with_loss = 8.0
     far = 2.5
-    window = f"the last {keep} steps, from the {fewest}th on; of multiples of their median the last {longer}"
-    threshold = (
-        f"{times:g} times their median, and the square of the largest multiple; or {times_with_loss:g} times it and a "
-        f"loss {far:g} times as far above its median as any of theirs"
-    )
-    reason = (
-        "batches of few tokens move a norm by a factor of 5 (256 tokens) to 15 (64), and it has done so before; text "
-        "that is merely rare moves the norm and not the loss"
-    )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._norms: deque[float] = deque(maxlen=self.keep)
-        self._losses: deque[float] = deque(maxlen=self.keep)
-        self._multiples: deque[float] = deque(maxlen=self.longer)
+    _norms: deque[float] = newest(keep)
+    _losses: deque[float] = newest(keep)
+    _multiples: deque[float] = newest(longer)
 
     def see(self, line: StepRow) -> HealthAlarm | None:
         norm, loss, norms, losses = line.gradient_norm, line.loss, self._norms, self._losses
@@ -128,7 +122,9 @@ class GradientSpike(HealthRule[StepRow]):
         multiple = norm / max(usual, 1e-300)
         if multiple > self.times_with_loss:
             most = max(max(self._norms) / max(usual, 1e-300), *self._multiples, math.sqrt(self.times))
-            if math.sqrt(multiple) > most or self._is_far(loss):
+            middle = median(self._losses)
+            is_far = loss - middle > self.far * (max(self._losses) - middle)
+            if math.sqrt(multiple) > most or is_far:
                 words = (
                     f"the gradient norm is {norm:.3g}, {multiple:.1f} times its median of {usual:.3g}, at a loss "
                     f"of {loss:.4g}"
@@ -136,10 +132,6 @@ class GradientSpike(HealthRule[StepRow]):
                 return HealthAlarm(words, figures=(("norm", norm), ("median", usual), ("loss", loss)))
         self._multiples.append(multiple)
         return None
-
-    def _is_far(self, loss: float) -> bool:
-        usual = median(self._losses)
-        return loss - usual > self.far * (max(self._losses) - usual)
 
 
 class UpdateBurst(HealthRule[StepRow]):
@@ -150,14 +142,8 @@ class UpdateBurst(HealthRule[StepRow]):
     keep = 20
     fewest = 10
     times = 4.0
-    window = f"the last {keep} steps, from the {fewest}th on"
-    threshold = f"{times:g} times their median"
-    reason = "a rate that warms up in a line is at most twice its median ahead, and Adam bounds what a batch can do"
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._ratios: deque[float] = deque(maxlen=self.keep)
+    _ratios: deque[float] = newest(keep)
 
     def see(self, line: StepRow) -> HealthAlarm | None:
         ratio, before = line.update_ratio, self._ratios
@@ -187,21 +173,11 @@ class Plateau(HealthRule[Any]):
     flat = 0.01
     noise = 0.0075
     gradients = 0.9
-    window = f"the last half of all steps, {least} at least, in {parts} parts; looked at every {often} steps"
-    threshold = (
-        f"their mean losses lie within {flat:.1%} of each other and are known to {noise:.2%} each, the median gradient "
-        f"norm is at least {gradients:g} of that in the half before, and the rate at least half of its peak; the "
-        f"entropy of predictions, where it is known, lies {entropy:.0%} away"
-    )
-    reason = "losses fall by equal parts in equal multiples of time: the last half of a training is never flat"
     remedies = (Remedy.HIGHER_MASTER, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOOK_AT_LAYER)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._losses: list[float] = []
-        self._norms: list[float] = []
-        self._rates: list[float] = []
-        self._entropies: deque[float] = deque(maxlen=10)
+    _losses: list[float] = field(default_factory=list)
+    _norms: list[float] = field(default_factory=list)
+    _rates: list[float] = field(default_factory=list)
+    _entropies: deque[float] = newest(10)
 
     def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
         if isinstance(line, StepFigure):
@@ -243,17 +219,8 @@ class NotFiniteStep(HealthRule[StepRow]):
     name = "not-finite"
     reads = StepRow
     allowed = 20
-    window = "every step"
-    threshold = (
-        "the first loss or weight that is not finite, or gradient norm of a step that was not skipped; of skipped "
-        f"ones {allowed} in a row"
-    )
-    reason = "a dynamic loss scale comes down from 2^32 to what fits by skipping steps, and tries a larger one at times"
     remedies = (Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._skipped = 0
+    _skipped: int = 0
 
     def see(self, line: StepRow) -> HealthAlarm | None:
         self._skipped = self._skipped + 1 if line.skipped else 0
@@ -276,7 +243,6 @@ class GapCause:
         self._seen: dict[str, dict[tuple[str, str, int], float]] = {}
 
     def see(self, line: StepFigure | StepRow) -> None:
-        """Of any of the two; of losses the first counts."""
         if isinstance(line, StepFigure) and line.name in ("inputs", "dropout"):
             self._seen.setdefault(line.arm, {})[line.name, line.layer, line.step] = line.value
         elif isinstance(line, StepRow) and line.step == 0:
@@ -307,20 +273,12 @@ class LossGap(HealthRule[Any]):
     compares = True
     keep = 50
     margin = 0.02
-    window = f"the means of {keep} steps, of which all three arms are known"
-    threshold = (
-        f"{margin:.0%} behind the reference, and further than the reference under another seed has ever been from it"
-    )
-    reason = "batches and dropout are the same in both arms: what is left is the arithmetic, and what little chaos does"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._losses: dict[int, dict[str, float]] = {}
-        self._gaps: deque[float] = deque(maxlen=self.keep)
-        self._seeds: deque[float] = deque(maxlen=self.keep)
-        self._band = 0.0
-        self._cause = GapCause()
+    _losses: dict[int, dict[str, float]] = field(default_factory=dict)
+    _gaps: deque[float] = newest(keep)
+    _seeds: deque[float] = newest(keep)
+    _band: float = 0.0
+    _cause: GapCause = field(default_factory=GapCause)
 
     def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
         own, reference, other = self.arm.name, self.arm.reference, self.arm.other_seed

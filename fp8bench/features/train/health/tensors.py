@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import defaultdict, deque
+from dataclasses import field
 from itertools import pairwise
 from statistics import median
 from typing import Any, ClassVar
 
-from fp8bench.features.train.health.steps import HealthAlarm, HealthRule, Remedy, WatchedArm
+from fp8bench.features.train.health.steps import HealthAlarm, HealthRule, Remedy
 from fp8bench.features.train.values import LayerReading, StepFigure
 from fp8bench.model import Params
 from fp8bench.protocols import Role
@@ -27,8 +28,7 @@ class TensorRule(HealthRule[LayerReading]):
     reads = LayerReading
     keep: ClassVar[int]
 
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
+    def __post_init__(self) -> None:
         self._before: dict[tuple[str, str], deque[LayerReading]] = defaultdict(lambda: deque(maxlen=self.keep))
 
     def see(self, line: LayerReading) -> HealthAlarm | None:
@@ -54,9 +54,7 @@ class _Jump(TensorRule):
     fewest = 4
     far = 4.0
     gradients = 8.0
-    sign: int
-    window = f"the last {keep} readings of the tensor, from the {fewest}th on"
-    threshold = f"{far:g} octaves from their median, of gradients {gradients:g}, and 2 beyond all of them"
+    sign: ClassVar[int]
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
         now = octaves(reading.scale)
@@ -77,10 +75,6 @@ class ScaleFall(_Jump):
 
     name = "scale-falls"
     sign = -1
-    reason = (
-        "the largest magnitude of a tensor moves by an octave or two between readings; that of a gradient by six where "
-        "a batch has few tokens and rare ones among them"
-    )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
 
 
@@ -89,7 +83,6 @@ class ScaleRise(_Jump):
 
     name = "scale-rises"
     sign = 1
-    reason = "as for a scale that falls: a tensor that became sixteen times as small has lost its input or its gradient"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
 
 
@@ -100,9 +93,6 @@ class ScaleUnsettled(TensorRule):
     keep = 9
     swing = 2.0
     turns = 6
-    window = f"{keep + 1} readings of the tensor"
-    threshold = f"{turns} turns of at least {swing:g} octaves each way"
-    reason = "a scale may follow its tensor up or down; one that swings as far as it goes is wrong in half of the steps"
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
@@ -124,9 +114,6 @@ class ScaleAtEdge(TensorRule):
 
     name = "scale-at-edge"
     keep = 1
-    window = "every reading"
-    threshold = "0, infinite, no number, or 2^-127 or 2^127, where the exponents of E8M0 end"
-    reason = "nothing comes back through such a scale; a tensor of zeros has a scale of 1"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
@@ -142,12 +129,6 @@ class Lag(TensorRule):
     name = "lag"
     keep = 2
     far = 0.75
-    window = f"{keep + 1} readings of the tensor"
-    threshold = f"above {far:g} octaves in all of them"
-    reason = (
-        "delayed scales are a few hundredths of an octave late wherever a tensor grows, and late once after a jump; "
-        "the least scales of NVFP4 are rounded by up to 0.58"
-    )
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
@@ -165,12 +146,6 @@ class OverflowBurst(TensorRule):
     keep = 6
     share = 0.05
     times = 5.0
-    window = f"a reading, and the {keep} before it"
-    threshold = f"{share:.0%} of all elements, and {times:g} times their median"
-    reason = (
-        "scales of blocks that are rounded down cut off 0.6% of normal values, and those of NVFP4, rounded to nearest, "
-        "3.5%, always; current scales cut off none"
-    )
     remedies = (Remedy.RAISE_MARGIN, Remedy.SHORTER_HISTORY, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
@@ -187,14 +162,8 @@ class UnderflowCreep(TensorRule):
     name = "underflow-creep"
     keep = 8
     rise = 0.25
-    window = f"the first {keep} readings of the tensor, and the last 3"
-    threshold = f"the last 3 all at least {rise:.0%} of all elements above the median of the first"
-    reason = "how much of a tensor underflows is a matter of its format, and the same within a few percent all along"
     remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.SHORTER_HISTORY, Remedy.LAYER_IN_BF16)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._first: dict[tuple[str, str], list[float]] = {}
+    _first: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
         first = self._first.setdefault((reading.layer, reading.role), [])
@@ -217,9 +186,6 @@ class WeightsBehind(TensorRule):
     far = 2.0
     wanted = 3
     exact = 150.0  # dB from which on nothing was rounded: weights that begin as ones are on every grid
-    window = f"the last {keep + 1} readings of a weight's signal to noise"
-    threshold = f"the last {wanted} all {far:g} dB below the best"
-    reason = "how well a format rounds weights is a matter of the format: within 0.4 dB all along, in any precision"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
@@ -238,9 +204,6 @@ class NotFiniteTensor(TensorRule):
 
     name = "tensor-not-finite"
     keep = 1
-    window = "every reading"
-    threshold = "a single element"
-    reason = "they spread to every element of every tensor behind; the first layer that has some is where to look"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE, Remedy.DYNAMIC_LOSS_SCALE)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
@@ -261,8 +224,7 @@ class FigureRule(HealthRule[StepFigure]):
     figure: ClassVar[str]
     keep: ClassVar[int] = 1
 
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
+    def __post_init__(self) -> None:
         self._last: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=self.keep))
 
     def see(self, line: StepFigure) -> HealthAlarm | None:
@@ -285,9 +247,6 @@ class EmbeddingCollapse(FigureRule):
     figure = "embedding_spread"
     keep = 20
     share = 0.75
-    window = f"the last {keep} readings"
-    threshold = f"below {share:g} of the largest spread among them"
-    reason = "an embedding spreads as it learns; weight decay takes 2% in 200 steps of one that stands still"
     remedies = (Remedy.LOWER_RATE, Remedy.HIGHER_MASTER, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -307,21 +266,12 @@ class LayerStill(HealthRule[Any]):
     reads = LayerReading | StepFigure
     share = 0.1
     keep = 3
-    window = f"{keep} readings of a matrix's update, relative to itself, embeddings left out"
-    threshold = (
-        f"all of them below {share:g} of the median of all matrices, times the least factor of --rates or its "
-        "parameter group's share of the highest rate; two, where nothing moves at all that has moved before"
-    )
-    reason = "matrices learn at rates within a factor of four of their median; weight decay alone moves one by 1 to 6%"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._moved: dict[str, float] = {}
-        self._no_matrices: set[str] = set()
-        self._low: dict[str, int] = defaultdict(int)
-        self._shares: dict[str, float] = {}
-        self._has_moved: set[str] = set()
+    _moved: dict[str, float] = field(default_factory=dict)
+    _no_matrices: set[str] = field(default_factory=set)
+    _low: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _shares: dict[str, float] = field(default_factory=dict)
+    _has_moved: set[str] = field(default_factory=set)
 
     def see(self, line: LayerReading | StepFigure) -> HealthAlarm | None:
         if isinstance(line, LayerReading):
@@ -355,9 +305,6 @@ class AttentionOverflow(FigureRule):
     name = "attention-score-overflow"
     figure = "attention_score"
     largest = 88.0
-    window = "every reading"
-    threshold = f"a score of {largest:g}"
-    reason = "e^-88 is the least that fp32 holds as a normal number: beside such a score every other key counts nothing"
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -373,14 +320,8 @@ class BatchNormDrift(FigureRule):
     figure = "batch_norm_drift"
     keep = 3
     far = 1.0
-    window = f"{keep} readings, from the 6th on: running statistics begin anywhere"
-    threshold = f"all of them above {far:g} standard deviations of the batch"
-    reason = "a momentum of 0.1 forgets half of what was in 7 steps; between batches means differ by hundredths"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
-
-    def __init__(self, arm: WatchedArm) -> None:
-        super().__init__(arm)
-        self._seen: dict[str, int] = defaultdict(int)
+    _seen: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
         self._seen[line.layer] += 1

@@ -49,7 +49,6 @@ class _Digesting:
 
 
 def write(folder: str, task: SeedTask, memories: Mapping[str, dict[str, Any]], rank: int) -> None:
-    """Keep the state of these arms, of one rank. Raises StoreError."""
     target = Path(folder)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
@@ -117,7 +116,6 @@ def _head(place: Path) -> dict[str, Any]:
 
 
 def _files(place: Path, task: SeedTask, rank: int) -> dict[str, tuple[Path, str]]:
-    """The file of each arm that a checkpoint keeps, and its digest."""
     head = _head(place)
     if head.get("version") != _VERSION or head.get("task") != _plan(task):
         raise StoreError(f"the checkpoint {place} is of another training. Resume with the settings it was begun with.")
@@ -152,7 +150,6 @@ def _plan(task: SeedTask) -> str:
 
 
 def finite(memory: Any) -> bool:
-    """Whether all of a state is."""
     if isinstance(memory, Tensor):
         return not memory.is_floating_point() or bool(memory.to(torch.float32).isfinite().all())
     if isinstance(memory, dict):

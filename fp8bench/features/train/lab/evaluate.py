@@ -143,7 +143,6 @@ class Evaluation:
         return windows.in_order(batch, max(_LEAST_WINDOWS, _TOKENS // length))
 
     def look(self, model: LanguageModel, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
-        """What a model's losses are, for an arm in a seed after so many steps: the `last` look says more."""
         held_out = self._sums(model, self._held_out)
         yield held_out.told(*who, "held-out")
         if not last:
@@ -162,7 +161,6 @@ class Evaluation:
                 yield self._sums(model, self._held_out).told(*who, f"quantised:{mode}")
 
     def _sums(self, model: LanguageModel, batches: Sequence[Batch]) -> _Sums:
-        """Summed on the device, in float64, and read once."""
         losses = torch.zeros(self._config.sequence, dtype=torch.float64, device=self._facts.key)
         lengths = torch.zeros(self._config.sequence, dtype=torch.int64, device=self._facts.key)
         for tokens, targets in batches:

@@ -53,19 +53,21 @@ class Lab(Bench):
 
     def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
         """Forget the seed before, and build every arm of this one. Why one cannot be is said when it is asked for."""
-        from fp8bench.features.train.lab.own_trainer import trainer_of
-
         self._forget(task)
         for arm in task.arms:
             try:
-                with self._running():
-                    self._trainers[arm.name] = trainer_of(task, arm)
+                self._trainers[arm.name] = self._built(task, arm)
             except Exception as error:  # noqa: BLE001 - the others have room, or a sound plan
                 self._unbuilt[arm.name] = described(error)
         return tuple(trainer.state() for trainer in self._trainers.values())
 
+    def _built(self, task: SeedTask, arm: Arm) -> Trainer:
+        from fp8bench.features.train.lab.own_trainer import trainer_of
+
+        with self._running():
+            return trainer_of(task, arm)
+
     def _forget(self, task: SeedTask) -> Device:
-        """All of the seed before; what comes is of that task."""
         self._trainers: dict[str, Trainer] = {}
         self._unbuilt: dict[str, PlantedFault] = {}
         MADE.clear()
@@ -130,12 +132,8 @@ class Lab(Bench):
     def branch(self, folder: str, arm: str, trial: Arm, settings: TrainerSettings) -> int:
         """Another arm, which goes on from what a folder keeps of one that is there, with a precision and settings of
         its own; from the first step where `folder` is ''. Returns the step that comes next."""
-        from fp8bench.features.train.lab.checkpoint import read
-        from fp8bench.features.train.lab.own_trainer import trainer_of
-
-        memory = read(folder, self._task, self._rank, arm)[arm] if folder else None
-        with self._running():
-            trainer = trainer_of(replace(self._task, settings=settings), trial)
+        memory = self._read(folder, arm)[arm] if folder else None
+        trainer = self._built(replace(self._task, settings=settings), trial)
         if memory is not None:
             with self._running(trainer.precision):
                 trainer.take_over(self._trainers[arm], memory)
@@ -148,17 +146,13 @@ class Lab(Bench):
     def rewind(self, folder: str, arm: str, rewinds: tuple[tuple[int, int], ...]) -> int:
         """Have an arm go on from what a folder keeps of it, from the first step where that is '', past the batches of
         the steps of `rewinds`. Returns the step that comes next."""
-        from fp8bench.features.train.lab.own_trainer import trainer_of
-
-        memory = self._read(folder, arm)[arm] if folder else None
-        if memory is None:
+        if folder:
+            with self._running(self._trainers[arm].precision):
+                self._trainers[arm].recall(self._read(folder, arm)[arm])
+        else:
             self.drop(arm)  # there may be no room for two of it
-            with self._running():
-                self._trainers[arm] = trainer_of(self._task, next(one for one in self._task.arms if one.name == arm))
+            self._trainers[arm] = self._built(self._task, next(own for own in self._task.arms if own.name == arm))
         trainer = self._trainers[arm]
-        if memory is not None:
-            with self._running(trainer.precision):
-                trainer.recall(memory)
         trainer.rewinds = rewinds
         return trainer.step
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.backward_roots import tensors_in
 from fp8bench.features.train.lab.readings import Number
 from fp8bench.nn.linear import Linear
 
@@ -102,6 +101,17 @@ def _times_vector(gradient: Tensor) -> Tensor:
     return rows @ _vector(rows.shape[1:], rows.device)
 
 
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from tensors_in(value)
+
+
 def sign_of_inputs(given: Any) -> tuple[Tensor | None, int]:
     """A number that equal inputs have alike, and others do not; and how many examples they are."""
     tensors = [one.detach() for one in tensors_in(given) if one.numel()]
@@ -135,7 +145,6 @@ def data_figures(given: Any) -> dict[str, Number]:
 
 
 def gains_of(model: nn.Module) -> dict[str, Tensor]:
-    """The gains of norms by path."""
     norms = (
         (path, one) for path, one in model.named_modules() if isinstance(one, _NORMS) or "Norm" in type(one).__name__
     )
@@ -144,7 +153,6 @@ def gains_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def dropouts_of(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """The share that each leaves out as it is now."""
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             yield path, module.p if module.training else 0.0

@@ -1,10 +1,11 @@
 """What somebody's own loop does with gradients and its optimizer between two steps, as far as it can be seen for
-nothing: no tensor is read."""
+nothing: no tensor is read; and what backward begins with, of a module whose loss is made outside of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,7 +45,6 @@ class LoopHabits:
             handle.remove()
 
     def given(self, inputs: Any, watched: bool = False) -> None:
-        """What the first micro-batch of a step is."""
         self._data = data_figures(inputs) if watched else {}
         sign, self.examples = sign_of_inputs(inputs)
         if sign is not None:
@@ -53,16 +53,20 @@ class LoopHabits:
 
     def figures(self, parameters: Mapping[str, nn.Parameter]) -> dict[tuple[str, str], Tensor | float]:
         """By name and layer: how often in turn the same inputs were given, and shares of the highest rate."""
-        shares: dict[tuple[str, str], Tensor | float] = {
-            ("rate_share", name): own for name, own in self._slower(parameters)
-        }
+        highest = self.rate()
+        shares = {id(one): rate / highest for rate, group in self._groups() for one in group["params"] if highest > 0}
+        slower = {
+            ("rate_share", name.removesuffix(".weight")): share
+            for name, parameter in parameters.items() if (share := shares.get(id(parameter), 1.0)) < 1
+        }  # fmt: skip
         data = {(name, ""): value for name, value in self._data.items()}
-        return shares | data | {("inputs_again", ""): self._again, ("examples", ""): float(self.examples)}
+        return slower | data | {("inputs_again", ""): self._again, ("examples", ""): float(self.examples)}
 
     def backward_begins(self) -> bool:
         """Whether gradients begin anew: those that nobody has touched since the last update, or since the backward
         before, were not cleared."""
-        anew = not self._left or not all(_is_still(*left) for left in self._left)
+        still = (parameter.grad is grad and grad._version == version for parameter, grad, version in self._left)
+        anew = not self._left or not all(still)
         self._began = True
         self._cleared |= anew
         return anew
@@ -78,14 +82,6 @@ class LoopHabits:
     def rate(self) -> float:
         """The highest of all groups; NaN of an optimizer that finds its own."""
         return max((rate for rate, _ in self._groups()), default=math.nan)
-
-    def _slower(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, float]]:
-        """Those whose group has a lower rate than the highest, and the share that it is."""
-        highest = self.rate()
-        shares = {id(one): rate / highest for rate, group in self._groups() for one in group["params"] if highest > 0}
-        for name, parameter in parameters.items():
-            if shares.get(id(parameter), 1.0) < 1:
-                yield name.removesuffix(".weight"), shares[id(parameter)]
 
     def updated(self) -> None:
         self._left, self._cleared, self._began = self._gradients(), False, False
@@ -120,5 +116,53 @@ class LoopHabits:
         return len(state), 0.0 if waits else float(age)
 
 
-def _is_still(parameter: Tensor, gradient: Tensor, version: int) -> bool:
-    return parameter.grad is gradient and gradient._version == version
+class BackwardListener(ABC):
+    """Hears of every backward while it listens; of those inside another one, as of checkpoints, it hears nothing."""
+
+    @abstractmethod
+    def backward_begins(self, root: Tensor | None) -> None:
+        """The number that it begins with, with its graph; None where it is no single number."""
+
+    @abstractmethod
+    def backward_ended(self, root: Tensor | None) -> None:
+        """The number it began with, None where it was no single number."""
+
+
+_listeners: list[BackwardListener] = []
+_running: list[bool] = []
+_plain = torch.autograd.backward
+
+
+@contextmanager
+def listening(listener: BackwardListener) -> Iterator[None]:
+    """Every way into backward passes by `torch.autograd.backward`, which is wrapped while anybody listens."""
+    _listeners.append(listener)
+    torch.autograd.backward = _heard  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+        if not _listeners and torch.autograd.backward is _heard:
+            torch.autograd.backward = _plain
+
+
+def _heard(tensors: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> None:
+    if _running:
+        return _plain(tensors, *args, **named)
+    listeners, root = tuple(_listeners), _number(tensors)
+    for listener in listeners:
+        listener.backward_begins(root)
+    _running.append(True)
+    try:
+        _plain(tensors, *args, **named)
+    finally:
+        _running.pop()
+    for listener in listeners:
+        listener.backward_ended(None if root is None else root.detach().reshape(()))
+    return None
+
+
+def _number(tensors: Tensor | Sequence[Tensor]) -> Tensor | None:
+    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    alone = found[0] if len(found) == 1 else None
+    return alone if alone is not None and alone.numel() == 1 else None

@@ -85,7 +85,6 @@ def around_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
 
 
 def check(settings: TrainerSettings) -> None:
-    """Raise UsageError for what cannot be trained."""
     config, compiled = config_of(settings, 1), settings.compile == "yes"
     attends = settings.arch in ("gpt", "moe")
     little = "batch norm would count a block twice" if settings.arch == "cnn" else "an mlp keeps little to begin with"
@@ -130,7 +129,6 @@ _ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 
 def check_effective(arms: Sequence[TrainerSettings]) -> None:
-    """Raise UsageError for what no arm would take notice of."""
     usual = TrainerSettings()
     for name, (of, values) in _ONLY_WITH.items():
         given = [arm for arm in arms if getattr(arm, name) != getattr(usual, name)]
@@ -143,13 +141,11 @@ def check_effective(arms: Sequence[TrainerSettings]) -> None:
 
 
 def _around(settings: TrainerSettings) -> list[str]:
-    """The precisions that a map gives to what stands around products."""
     layers = around_of(settings.arch, config_of(settings, 1))
     return [word for key, word in settings.precision_map if any(key_of(layer, [key]) for layer in layers)]
 
 
 def check_ranks(settings: TrainerSettings, ranks: int) -> None:
-    """Raise UsageError for what so many ranks cannot train together."""
     given, cut, sharded = settings, settings.parallel == "tp", settings.parallel == "fsdp"
     shared, compiled = not cut and given.amax_group != "own", given.compile == "yes"
     batch = config_of(given, 1).batch
@@ -192,7 +188,6 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
 
 
 def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
-    """How a device trains such a model in a precision."""
     own = settings.make and precision.name == UNTOUCHED
     found = native("the model as it came") if own else precision.support(facts)
     if precision.whole_layers and precision.remembers and found.level is not Level.REFUSED:

@@ -42,6 +42,11 @@ MOST_SATURATED = 1e-5
 _GROWTH = 2 ** (1 / 1000)
 
 
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Zeros where a step has found none, as of an expert that had no token."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
 class Gradients:
     """float32, where autograd keeps them and adds them up itself. They lie there until the next step begins."""
 
@@ -55,25 +60,20 @@ class Gradients:
             parameter.grad = None
 
     def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """float32; zeros where a step has found none, as of an expert that had no token."""
-        return [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+        return list(map(gradient_of, parameters))
 
     def filled(self) -> list[Tensor]:
-        """Where they lie, with zeros where a step has found none."""
         for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            parameter.grad = gradient_of(parameter)
+        return self.of(self._parameters)
 
     def norms(self) -> list[Tensor]:
-        """Of each; not finite where it is not."""
         return list(torch._foreach_norm(self.of(self._parameters)))
 
     def end(self) -> None:
         """The weights are updated."""
 
     def kept(self) -> list[Tensor]:
-        """What they are kept in."""
         return self.of(self._parameters)
 
     def memory(self) -> list[Tensor]:
@@ -87,12 +87,10 @@ class LowGradients(Gradients):
     def __init__(self, parameters: Sequence[nn.Parameter], micro_batches: int, fp8: bool) -> None:
         self._parameters = parameters
         self._sums: dict[Tensor, _BFloat16 | AutomaticScale] = {}
-        for parameter in parameters:
-            self._sums[parameter] = (
-                AutomaticScale(parameter.detach(), micro_batches) if fp8 else _BFloat16(parameter.detach())
-            )
         self._begun: set[Tensor] = set()
         for parameter in parameters:
+            own = parameter.detach()
+            self._sums[parameter] = AutomaticScale(own, micro_batches) if fp8 else _BFloat16(own)
             parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
@@ -355,7 +353,6 @@ class Optimizer:
         return [self._norms[parameter][1] for parameter in self._parameters]
 
     def kept(self) -> dict[str, list[Tensor]]:
-        """All that lies in memory between two steps, by what it is."""
         kept = [group.bucket.kept() for group in self._groups]
         moments = {
             name: [one for some in kept for one in some[order]]

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.lab.backward_roots import BackwardListener, listening, tensors_in
-from fp8bench.features.train.lab.loop_figures import predictions_of
-from fp8bench.features.train.lab.loop_habits import LoopHabits
+from fp8bench.features.train.lab.loop_figures import predictions_of, tensors_in
+from fp8bench.features.train.lab.loop_habits import BackwardListener, LoopHabits, listening
 from fp8bench.features.train.lab.optimizer import joint
 from fp8bench.features.train.lab.readings import Figures, read
 from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched
@@ -38,11 +37,9 @@ class _Row(NamedTuple):
 class OwnLoop(BackwardListener):
     """Every step gives a row, and every `stride`-th is watched; `told` gets their lines as watched steps end.
 
-    A step is what happens until the optimizer has made one, whatever micro-batches there are. Where a GradScaler skips
-    one, it goes on. Norms are those that the optimizer meets: after any clipping; that of the parameters is of the last
-    watched step. The loss is what the module gives back if that is a number, else what backward began with, where it
-    came through the module: of several micro-batches their sum, which is what gradients add up to. A step whose loss
-    nobody knows has no row; three in turn are an event.
+    `fp8bench.watch` says what a step is and which loss it has. Norms are those that the optimizer meets: after any
+    clipping; that of the parameters is of the last watched step. A step whose loss nobody knows has no row; three in
+    turn are an event.
     """
 
     def __init__(
@@ -107,7 +104,6 @@ class OwnLoop(BackwardListener):
 
     @property
     def _updated(self) -> dict[str, nn.Parameter]:
-        """The parameters of the module that this optimizer has."""
         own = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
         return {path: one for path, one in self._watch.parameters.items() if id(one) in own}
 

@@ -1,9 +1,14 @@
 """One arm of a training of a user's own model: the model as its maker gave it, converted, with its batches and, where
-it gives one, its optimizer."""
+it gives one, its optimizer.
+
+Batches are the same for every arm of a seed, in whatever order arms ask for them, and after a resume. Nothing of a
+place is kept: a function is asked for it, and an iterable is begun anew and gone through up to it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,16 +17,15 @@ from torch import Tensor, nn
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.features.train.lab.checkpoint import moved_by_an_ulp
 from fp8bench.features.train.lab.optimizer import Optimizer, seed_of
-from fp8bench.features.train.lab.own_batches import OwnBatches, check_batches, held_out_of, size_of
 from fp8bench.features.train.lab.own_optimizer import TorchOptimizer
 from fp8bench.features.train.lab.together import Alone
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, Validation
-from fp8bench.model import Level
+from fp8bench.model import DeviceFacts, Level
 from fp8bench.model.step import Coverage
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.conversion import Conversion
-from fp8bench.nn.own_model import arguments_of, called, loss_of, on_device, seeded
+from fp8bench.nn.own_model import Given, arguments_of, called, loss_of, on_device, seeded, tensors_in
 from fp8bench.protocols import Arithmetic, Layer, Phases, SilentPhases, key_of
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
@@ -30,7 +34,6 @@ from fp8bench.user_code import own_words
 from fp8bench.workloads.model import copied
 
 _SILENT = SilentPhases()
-_HELD_OUT = "held-out"
 
 
 def trainer_of(task: SeedTask, arm: Arm, watch: WatchCasts | None = None) -> Trainer:
@@ -110,7 +113,6 @@ class OwnTrainer(Trainer):
         return Optimizer(self._parameters, settings)
 
     def _refuse_settings(self) -> None:
-        """What is asked of an optimizer that is the user's own."""
         usual = type(self._settings)()
         names = (
             "rate", "warmup", "floor", "weight_decay", "optimizer_states", "master", "gradients", "schedule", "decay",
@@ -134,9 +136,6 @@ class OwnTrainer(Trainer):
     def tokens(self) -> int:
         """Of the step that was last, or of the first one: examples where a batch has no tokens."""
         return self._size
-
-    def read(self, step: int) -> tuple[int, int]:
-        raise AssertionError("one process reads its batches")
 
     def repeat(self, last: int) -> None:
         """Further steps read the batches that come next."""
@@ -165,7 +164,6 @@ class OwnTrainer(Trainer):
         return loss
 
     def look(self, model: Any, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
-        """As the evaluation of a text does: the loss on what is never trained on, if there is anything."""
         if not self._held_out:
             return
         facts = self._task.facts
@@ -173,7 +171,7 @@ class OwnTrainer(Trainer):
             losses = [float(self._loss_on(on_device(batch, facts.key), _SILENT)) for batch in self._held_out]
         tokens = [size_of(batch) for batch in self._held_out]
         mean = sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
-        yield Validation(*who, _HELD_OUT, mean, sum(tokens), None)
+        yield Validation(*who, "held-out", mean, sum(tokens), None)
 
     def coverage(self) -> Coverage | None:
         """Counted in a step of a copy that nobody converts; None for the model as it came."""
@@ -220,3 +218,109 @@ def examined(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
         if coverage is not None:
             found.append((arm.name, coverage))
     return tuple(found)
+
+
+# Of held-out batches that do not end so many are looked at; a function is asked for so few.
+_MOST_HELD_OUT, _ASKED_HELD_OUT = 64, 8
+# So many first ones are compared with themselves.
+_COMPARED = 3
+
+
+class OwnBatches:
+    """Batch `at` a place, counted from 0: of an iterable in its order, again and again; of a function what it gives."""
+
+    def __init__(self, name: str, given: Given, seed: int, facts: DeviceFacts) -> None:
+        self._name, self._given, self._seed, self._facts = name, given, seed, facts
+        self._source = given.batches
+        self._next, self._epoch = 0, 0
+        self._iterator: Iterator[Any] | None = None
+        if self._source is None or callable(self._source):
+            return
+        once = iter(self._source) is self._source
+        if once or getattr(self._source, "persistent_workers", False):
+            why = "can be gone through once" if once else "keep their workers, which arms cannot share"
+            raise UsageError(
+                f"{self._name}: its batches {why}, and every arm and seed begins anew. Give a list, a DataLoader "
+                "without persistent_workers, or a function of step and seed."
+            )
+
+    def at(self, place: int) -> Any:
+        if self._source is None:
+            return self._given.batch
+        try:
+            if callable(self._source):
+                with self._drawn("batch", place):
+                    return self._source(place, self._seed)
+            return self._read(place)
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(f"{self._name}: its batch {place} cannot be had: {own_words(error)}.") from error
+
+    def _read(self, place: int) -> Any:
+        if place < self._next:
+            self._next, self._epoch, self._iterator = 0, 0, None
+        while True:
+            batch = self._following()
+            self._next += 1
+            if self._next > place:
+                return batch
+
+    def _following(self) -> Any:
+        for _ in range(2):
+            if self._iterator is None:
+                with self._drawn("epoch", self._epoch):
+                    self._iterator = iter(self._source)
+            with self._drawn("batch", self._next):
+                for batch in self._iterator:
+                    return batch
+            self._epoch, self._iterator = self._epoch + 1, None
+        raise UsageError(f"{self._name}: its batches end before the first one. Give at least one.")
+
+    def _drawn(self, purpose: str, number: int) -> Any:
+        return seeded(seed_of(purpose, self._seed, number), self._facts)
+
+
+def held_out_of(name: str, given: Given, facts: DeviceFacts) -> list[Any]:
+    """Batches that are looked at and never trained on, always the same ones; none where the maker gives none."""
+    source = given.held_out
+    if source is None:
+        return []
+    one = isinstance(source, Tensor | dict | tuple)
+    try:
+        with seeded(seed_of("held-out"), facts):
+            if callable(source):
+                return [source(step, 0) for step in range(_ASKED_HELD_OUT)]
+            return [source] if one else list(islice(iter(source), _MOST_HELD_OUT))
+    except Exception as error:
+        raise UsageError(f"{name}: its held_out batches cannot be had: {own_words(error)}.") from error
+
+
+def check_batches(name: str, given: Given, seed: int, facts: DeviceFacts) -> None:
+    """Raise UsageError where batches are others when they are read again: arms would not be trained on the same."""
+    first, again = (OwnBatches(name, given, seed, facts) for _ in range(2))
+    read = [first.at(place) for place in range(_COMPARED)]
+    for place, batch in enumerate(read):
+        if not _same(batch, again.at(place)):
+            raise UsageError(
+                f"{name}: its batch {place} is another one when it is read again, and every arm has to see the same. "
+                "Draw it from torch, random or numpy's own generators, which are seeded here, or from the step and "
+                "seed that a function is given."
+            )
+
+
+def _same(one: Any, other: Any) -> bool:
+    pairs = list(tensors_in(one)), list(tensors_in(other))
+    return [path for path, _ in pairs[0]] == [path for path, _ in pairs[1]] and all(
+        left.dtype == right.dtype and torch.equal(left.nan_to_num(), right.nan_to_num())
+        for (_, left), (_, right) in zip(*pairs, strict=True)
+    )
+
+
+def size_of(batch: Any) -> int:
+    """Tokens of a batch whose first tensor has numbers of them; else its examples."""
+    first = next((tensor for _, tensor in tensors_in(batch)), None)
+    if first is None or not first.ndim:
+        return 1
+    whole = not first.is_floating_point() and not first.is_complex() and first.ndim > 1
+    return first.numel() if whole else first.shape[0]

@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 from fp8bench.errors import StoreError
 from fp8bench.features.train.lab.lab import Lab
-from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import Arm, ArmState, RankLines, SeedTask
+from fp8bench.features.train.values import ArmState, RankLines, SeedTask
 from fp8bench.worker.faults import PlantedFault
 from fp8bench.worker.ranks.bench import RankBench
 from fp8bench.worker.ranks.main import main
@@ -57,10 +56,6 @@ class RankLab(RankBench, Lab):
 
     def _read(self, folder: str, arm: str = "") -> dict[str, dict[str, Any]]:
         return self._together(lambda: super(RankLab, self)._read(self._own(folder), arm))
-
-    def branch(self, folder: str, arm: str, trial: Arm, settings: TrainerSettings) -> int:
-        own = folder and self._own(folder)
-        return self._together(lambda: super(RankLab, self).branch(own, arm, trial, settings))
 
     def _own(self, folder: str) -> str:
         """Where this rank keeps its state: scales may be a rank's own."""

@@ -98,7 +98,6 @@ def factor_of(name: str, dimensions: int, rates: tuple[tuple[str, float], ...]) 
 
 
 def group_of(name: str, dimensions: int, clip_by: str) -> str:
-    """What a parameter's gradient is clipped together with."""
     kind, words = kind_of(name, dimensions), name.split(".")
     if clip_by == "tensor":
         return name

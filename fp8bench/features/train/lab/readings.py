@@ -328,13 +328,11 @@ def batch_norm_drift(x: Tensor, mean: Tensor, channels_last: bool) -> Tensor:
 
 
 def running_mean(module: nn.Module) -> Tensor | None:
-    """The one that a batch norm keeps, while it trains."""
     found: Any = getattr(module, "running_mean", None)
     return found if isinstance(found, Tensor) and module.training else None
 
 
 def begin_peak(device: torch.device) -> None:
-    """From now on a GPU counts the most that was in use at a time."""
     if device.type != "cpu":
         torch.get_device_module(device).reset_peak_memory_stats(device)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.optimizer import Gradients
+from fp8bench.features.train.lab.optimizer import Gradients, gradient_of
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.gpt import GPT, LanguageModel
@@ -162,7 +162,6 @@ class FullySharded(DataParallel):
         return ""
 
     def _digests(self) -> list[int]:
-        """Of each rank's rows of the whole model."""
         return [digest_of(self._cut(whole)[share] for whole in self._wholes) for share in range(self.shares)]
 
     def _cut(self, whole: Tensor) -> Tensor:
@@ -201,7 +200,7 @@ class FullySharded(DataParallel):
         sums = []
         with phase.communication:
             for part in self._buckets:
-                every = torch.cat([self._cut(_gradient(one)).flatten(1) for one in self._wholes[part]], 1)
+                every = torch.cat([self._cut(gradient_of(one)).flatten(1) for one in self._wholes[part]], 1)
                 for one in self._wholes[part]:
                     one.grad = None
                 sums.append(torch.stack((every.sum(1), torch.linalg.vector_norm(every, 1, 1))))
@@ -217,7 +216,7 @@ class FullySharded(DataParallel):
         knows its share."""
         wanted_of = self._group.added(sums)[:, :, self.share] / self.shares
         for part, (wanted, size) in zip(self._buckets, wanted_of, strict=True):
-            got = torch.stack([_gradient(one).sum() for one in self._own[part]]).sum()
+            got = torch.stack([gradient_of(one).sum() for one in self._own[part]]).sum()
             apart = (got - wanted).abs()
             self._wrong |= apart.isfinite() & (apart > _ROUNDING * self.shares * size)
 
@@ -237,10 +236,6 @@ class FullySharded(DataParallel):
             "does not find its own rows in the weights that were put together": lost,
         }
         return tuple(one for one, true in words.items() if true)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 class TensorParallel(Together):

@@ -86,7 +86,6 @@ class Trainer:
         )
 
     def _begun(self, task: SeedTask) -> Any:
-        """The model, and what its batches come from."""
         settings = self._settings
         self._config = models.config_of(settings, task.text.vocabulary)
         self._layers = models.layers_of(settings.arch, self._config)
@@ -124,9 +123,7 @@ class Trainer:
         with torch.device(facts.key):
             model = models.built(self._settings, self._config, choose, carrier)
         around = {layer.name: key_of(layer, keys) for layer in models.around_of(self._settings.arch, self._config)}
-        take_around(
-            model, {name: precisions.get(keys[key]).arithmetic(facts) for name, key in around.items() if key}
-        )  # fmt: skip
+        take_around(model, {name: precisions.get(keys[key]).arithmetic(facts) for name, key in around.items() if key})
         if self._settings.attention != "auto":
             self._round_attention(model, facts)
         if self._settings.start:
@@ -158,16 +155,13 @@ class Trainer:
 
     @property
     def _share(self) -> int:
-        """This rank's sequences in a micro-batch."""
         return self._config.batch // self.together.shares
 
     @property
     def tokens(self) -> int:
-        """Those of one step, of all ranks."""
         return self._config.batch * self._config.sequence * self._settings.micro_batches
 
     def state(self) -> ArmState:
-        """Of the whole model, with what this rank keeps of it."""
         sizes = {name: sum(one.nbytes for one in some) for name, some in self._kept().items()}
         each = tuple((name, size / self._count) for name, size in sizes.items())
         return ArmState(self.arm.name, self._count, self.tokens, each)
@@ -180,14 +174,10 @@ class Trainer:
         return own | {name: some for name, some in others.items() if some}
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        """What its tensors are for, where they do not say it themselves."""
         kept = self._optimizer.kept()
         moments = [some for name, some in kept.items() if name not in ("weights", "gradients")]
-        return {
-            MemoryRole.WEIGHTS: kept["weights"],
-            MemoryRole.GRADIENTS: kept["gradients"],
-            MemoryRole.OPTIMIZER: moments,
-        }
+        weights, gradients = kept["weights"], kept["gradients"]
+        return {MemoryRole.WEIGHTS: weights, MemoryRole.GRADIENTS: gradients, MemoryRole.OPTIMIZER: moments}
 
     def advance(self, phase: Phases = _SILENT, watched: bool = True) -> Iterator[StreamLine]:
         """One step; nothing where the arm has stopped or is done. Not `watched`: whichever step it is."""
@@ -284,7 +274,6 @@ class Trainer:
         return self._watch.step(self._settings.micro_batches) if watched else nullcontext()
 
     def _losses(self, scale: float, phase: Phases = _SILENT) -> Tensor:
-        """Forward and backward of all micro-batches: their mean loss."""
         self._optimizer.gradients.begin()
         with self._weights.cast(phase):
             numbers = range(self._settings.micro_batches)
@@ -293,7 +282,6 @@ class Trainer:
             return self.together.mean(loss)
 
     def _micro_batch(self, number: int, scale: float, phase: Phases) -> Tensor:
-        """Gradients of one are added to those there are; its loss."""
         part = number * self.together.shares + self.together.share
         torch.manual_seed(seed_of("step", self._seed, self.step, part))
         with phase.data_load:
@@ -357,14 +345,9 @@ class Trainer:
         return finder.place
 
     def _remembered(self) -> _Remembered:
-        """A copy of what the model's arithmetics and norms keep of earlier steps."""
-        return _Remembered(
-            {
-                name: {key: kept.clone() for key, kept in arithmetic.memory().items()}
-                for name, arithmetic in self._arithmetics.items()
-            },
-            {name: kept.clone() for name, kept in self._model.named_buffers()},
-        )
+        memories = {name: arithmetic.memory() for name, arithmetic in self._arithmetics.items()}
+        copies = {name: {key: kept.clone() for key, kept in memory.items()} for name, memory in memories.items()}
+        return _Remembered(copies, {name: kept.clone() for name, kept in self._model.named_buffers()})
 
     def _recall(self, remembered: _Remembered) -> None:
         """Go on from there. The tensors are the arithmetics' from now on."""
@@ -394,7 +377,6 @@ class Trainer:
             self._recall(before)
 
     def memory(self) -> dict[str, Any]:
-        """All that the steps to come depend on."""
         return {
             "step": self.step,
             "stopped": self.stopped,
@@ -444,5 +426,4 @@ class Trainer:
 
 
 def _alike(one: Arithmetic, other: Arithmetic) -> bool:
-    """Whether two arithmetics remember the same things in the same way."""
     return type(one) is type(other) and getattr(one, "recipe", None) == getattr(other, "recipe", None)

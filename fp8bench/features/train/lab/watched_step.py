@@ -59,14 +59,10 @@ class ModelWatch:
         found = {one: path for path, one in reversed([*_uncompiled(model, "")])} if inside else {}
         self.modules = [(path, one) for one, path in found.items() if _is_watched(one)]
         self.inside = bool(found)
-        self.parameters = {
-            path.removeprefix("_orig_mod."): one for path, one in model.named_parameters() if one.requires_grad
-        }
-        self.weights = {
-            path.removesuffix(".weight"): parameter
-            for path, parameter in self.parameters.items()
-            if parameter.ndim >= _MATRIX
-        }
+        trained = ((path, one) for path, one in model.named_parameters() if one.requires_grad)
+        self.parameters = {path.removeprefix("_orig_mod."): one for path, one in trained}
+        matrices = ((path, one) for path, one in self.parameters.items() if one.ndim >= _MATRIX)
+        self.weights = {path.removesuffix(".weight"): one for path, one in matrices}
         tables = {path for path, one in model.named_modules() if isinstance(one, nn.Embedding)}
         self.embeddings = {path for path in self.weights if path in tables or path.split(".")[-1] == "embedding"}
         self.gains = gains_of(model)
@@ -80,7 +76,6 @@ class ModelWatch:
 
     @contextmanager
     def step(self, micro_batches: int = 1) -> Iterator[WatchedStep]:
-        """Watch for the body, and leave nothing attached."""
         with ExitStack() as stack:
             yield WatchedStep(self, stack, micro_batches)
 
@@ -156,7 +151,6 @@ class Finder:
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
-        """Look at whatever a model does in the body, in its order."""
         with ExitStack() as stack:
             for name, parameter in model.named_parameters():
                 self.see(name, "parameter", parameter)
@@ -199,7 +193,6 @@ class Finder:
 
 
 def whole_words(place: FaultyTensor | None, loss: float, norm: float) -> str:
-    """What was not finite, and where."""
     if math.isfinite(loss + norm):
         what = "the weights are not after an update"
     else:
@@ -255,7 +248,6 @@ class WatchedStep:
                 self.named["gradient_cosine", layer] = cosine
 
     def _begins(self, module: nn.Module, *given: Any) -> None:
-        """The first micro-batch is given to the model."""
         if torch.is_grad_enabled() and ("inputs", "") not in self.named:
             sign, _ = sign_of_inputs(given)
             if sign is not None:
@@ -326,7 +318,6 @@ class WatchedStep:
             self._totals[name] = _square(parameter.grad)
 
     def noise(self) -> dict[str, Figures]:
-        """Sums by parameter, of those with two micro-batches or more."""
         return {
             name: {"count": self._arrived[name], "squares": squares, "total": self._totals[name]}
             for name, squares in self._squares.items()
@@ -345,12 +336,8 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    return (
-        _has_weights(module)
-        or isinstance(getattr(module, "arithmetic", None), Arithmetic)
-        or isinstance(module, SelfAttention)
-        or hasattr(module, "running_mean")
-    )
+    casts = isinstance(getattr(module, "arithmetic", None), Arithmetic)
+    return casts or _has_weights(module) or isinstance(module, SelfAttention) or hasattr(module, "running_mean")
 
 
 def _uncompiled(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -390,7 +377,6 @@ class GradientNoise:
 
 
 def noise_of(count: float, squares: float, total: float) -> GradientNoise:
-    """From the sum of the gradients' squares and the square of their sum."""
     variance = (squares - total / count) / (count - 1)
     return GradientNoise(variance, total / count**2 - variance / count)
 

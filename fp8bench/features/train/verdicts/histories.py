@@ -106,7 +106,6 @@ def _trace(layer: str, role: Role, readings: Mapping[int, LayerReading]) -> Trac
 def ways(
     histories: Sequence[int] = HISTORIES, margins: Sequence[int] = MARGINS, intervals: Sequence[int] = INTERVALS
 ) -> Iterator[Delayed]:
-    """Every way of scaling. The most recent amax is a history of one, whatever the history."""
     for history, margin, interval in product(histories, margins, intervals):
         yield Delayed(history, Amax.MOST_RECENT if history == 1 else Amax.MAX, margin, interval)
 

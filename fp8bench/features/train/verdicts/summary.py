@@ -138,10 +138,6 @@ class TrainedEnergy:
     """`joules` are those of a step, by its windows. `to_loss` is the ratio to the reference's to the same loss, below 1
     is less; with `at_least` it is so much or more. `why` says why one of them is not known, '' where that needs no
     reason.
-
-    To a loss it is the ratio of joules of a step over the ratio of steps. The ends of the first are those of any pair
-    of windows, with the uncertainty of both, and of the second the interval over seeds: no confidence is claimed for
-    both.
     """
 
     joules: Range | None

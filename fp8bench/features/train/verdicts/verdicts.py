@@ -16,6 +16,7 @@ from fp8bench.features.train.verdicts.curves import (
     INCURABLE,
     LEAST_PAIRS,
     SHOWN,
+    ArmReached,
     Curve,
     JudgedArm,
     Key,
@@ -29,8 +30,8 @@ from fp8bench.features.train.verdicts.curves import (
     last_of,
     outlier_of,
     paired,
+    reached_by,
 )
-from fp8bench.features.train.verdicts.reached import ArmReached, reached_by
 from fp8bench.model import Interval
 
 # A verdict that an arm is no worse says something only if an arm that had lost this share of what the reference
@@ -187,12 +188,9 @@ def _at_its_best(said: ArmVerdict, arms: Sequence[Arm], curves: Mapping[Key, Cur
 
     alike = [arm for arm in arms if but_for_rate(arm) == but_for_rate(said.arm)]
     seeds = {seed for name, seed in curves if name in {arm.name for arm in alike}}
-    if (
-        len(alike) < 2
-        or not seeds
-        or said.judged.learned is Learned.DIVERGED
-        or _best(alike, curves, seeds) is said.arm
-    ):
+    if len(alike) < 2 or not seeds or said.judged.learned is Learned.DIVERGED:
+        return said
+    if _best(alike, curves, seeds) is said.arm:
         return said
     judged = replace(said.judged, learned=Learned.INCONCLUSIVE, why=Why.OTHER_RATE, more_seeds=None)
     return replace(said, judged=judged, speed=None)
@@ -229,7 +227,6 @@ def _of_arm(
 
 
 def _not_what_it_is_called(reference: Arm, arm: Arm, pairs: Sequence[Pair], curves: Mapping[Key, Curve]) -> Why | None:
-    """Whether the arm was seen to train in another precision than it says."""
     if any(FALLBACK in curve.events for (name, _), curve in curves.items() if name == arm.name):
         return Why.FALLBACK
     same = bool(pairs) and all(pair.same_bits for pair in pairs)
@@ -261,7 +258,6 @@ def _pairs(
 
 
 def _repeat_band(repeats: Sequence[tuple[Curve, Curve]]) -> RepeatBand:
-    """Of all seeds together."""
     both = [
         (old, new)
         for reference, repeat in repeats for old, new in zip(reference.rows, repeat.rows, strict=False)
@@ -277,14 +273,7 @@ class AdjustedSpeed:
     """How much sooner an arm comes to a loss, not only how fast its steps are. Above 1 is faster: `raw` by steps alone,
     `adjusted` to the same loss.
 
-    It is the ratio of speeds, by steps of the same number, times the ratio of the steps that both take to one loss: the
-    worse of their two endpoints, which both reach. When the better one had that loss is told by the course of its
-    losses in the last two thirds of the steps, a parabola over the logarithm of the steps. To look for the first step
-    that is as low as some loss was tried: the noise of batches decides which step that is, and arms that differ by one
-    unit in the last place were told half as fast.
-
-    The interval is Student's over seeds that are left out in turn (a jackknife): gap, course and speed are uncertain
-    together. A bootstrap of five seeds covers too little (suites/verdicts.py measures both).
+    docs/learning.md says how that loss is found, how the interval is, and what else was tried.
 
     `fewer_steps` is how many times fewer steps the arm takes to that loss. With `bounded` the arm ended with a loss
     that its reference had left behind after a third of its steps: it is at most so fast. None is not known, because
@@ -324,7 +313,6 @@ def adjusted_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None
 
 
 def _jackknifed(point: float, others: Sequence[float]) -> Interval:
-    """From a logarithm and what it is without each seed in turn."""
     error = math.sqrt((len(others) - 1) * statistics.pvariance(others))
     reach = quantile(SHOWN, len(others) - 1) * error
     return _exp(Interval(point, point - reach, point + reach, SHOWN))

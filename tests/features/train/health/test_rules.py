@@ -249,7 +249,6 @@ def test_every_rule_has_an_illness() -> None:
 
 @pytest.mark.parametrize(("share", "other"), [(0.015, 0.01), (-0.05, 0.01), (0.04, 0.05), (0.04, -0.05)])
 def test_a_gap_within_the_margin_or_the_band_is_none(share: float, other: float) -> None:
-    """Nor is one to the better."""
     assert alarms(gap(share, other), ARM, FP8, OTHER) == []
 
 

@@ -47,7 +47,6 @@ def test_the_text_shifts_at_its_step(corpus: Corpus, tmp_path: Path) -> None:
 
 
 def test_what_is_looked_at_of_the_other_text_is_not_trained_on(corpus: Corpus) -> None:
-    """A window's length lies between them."""
     text = replace(task_of(corpus, "bf16").text, other=TokenSpan(corpus.path, 100, 1100))
     looked_at, read = windows_by_step(text, 0.5, 10, 16, "cpu", 256)
     assert looked_at.other == TokenSpan(corpus.path, 1000, 1100)

@@ -172,7 +172,6 @@ def test_they_depend_on_seed_and_step_and_on_nothing_else(span: TokenSpan) -> No
 
 
 def test_a_step_has_the_same_windows_however_it_is_cut(span: TokenSpan) -> None:
-    """Arms with other micro-batches stay paired."""
     windows = TokenWindows(span, 8, "cpu", 1000)
     whole = windows.drawn(1, 7, 0, 12)[0]
     for batch in (1, 3, 4, 6):

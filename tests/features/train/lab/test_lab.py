@@ -127,7 +127,6 @@ def test_so_does_every_architecture(corpus: Corpus, tmp_path: Path, arch: str) -
 
 
 def test_an_arm_that_cannot_be_built_says_so_when_it_is_asked_for(corpus: Corpus, tmp_path: Path) -> None:
-    """The others are trained, and kept."""
     lab = Lab(Settings())
     task = task_of(corpus, "bf16", Arm("odd", "bf16", settings=(("model", "vast"),)))
     (state,) = lab.begin(task)
@@ -285,7 +284,6 @@ def test_what_is_kept_between_two_steps(corpus: Corpus) -> None:
 
 
 def test_an_arm_that_stops_has_no_memory_to_tell_of(corpus: Corpus) -> None:
-    """Its steps would be empty."""
     with pytest.raises(NotFinite, match="its steps were not finite after 1, and it stopped"):
         cost_of(corpus, "fp16", rate=10.0, handicap=1000.0, loss_scale="4294967296")
 

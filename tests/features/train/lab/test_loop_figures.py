@@ -155,7 +155,6 @@ def test_little_is_said_of_little_data() -> None:
 
 
 def test_a_loop_tells_of_its_batches() -> None:
-    """In watched steps alone, of the first micro-batch."""
     model = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told: list[StreamLine] = []
@@ -246,8 +245,6 @@ def test_moments_that_are_gone_and_others_that_train() -> None:
 
 
 def test_a_layer_that_is_frozen_on_the_way_ends_nobodys_training() -> None:
-    """It is told."""
-
     def freezes(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         if step == 5:
             for parameter in module[2].parameters():  # type: ignore[index]

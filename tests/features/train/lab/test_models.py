@@ -56,7 +56,6 @@ def test_a_small_model_takes_the_vocabulary_of_the_text() -> None:
 
 
 def test_batch_and_sequence_are_the_models_own_unless_given() -> None:
-    """The learned positions grow with the sequence."""
     own, given = (models.config_of(TrainerSettings(sequence=length, batch=length), 256) for length in (0, 320))
     assert (own.batch, own.sequence) == (SIZES["nano"].batch, SIZES["nano"].sequence)
     plain = PlainArithmetic(torch.float32)
@@ -65,7 +64,6 @@ def test_batch_and_sequence_are_the_models_own_unless_given() -> None:
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
-    """With what to choose instead."""
     with pytest.raises(UnknownName, match="Did you mean 'nano'"):
         models.check(TrainerSettings(model="nanno"))
     with pytest.raises(UsageError, match=r"sequence of 100 does not divide.*multiple of 16"):

@@ -204,7 +204,6 @@ def test_a_loss_that_the_module_does_not_give_back_is_said() -> None:
 
 
 def test_what_a_loss_looks_like() -> None:
-    """A number, as frameworks hand it back."""
     loss = torch.tensor(2.0)
     assert loss_of(loss) is loss and loss_of((loss, torch.ones(3))) is loss and loss_of({"loss": loss}) is loss
     assert loss_of(torch.ones(3)) is None and loss_of({"logits": loss}) is None and loss_of(torch.tensor(1)) is None
@@ -218,7 +217,6 @@ def test_what_a_loss_looks_like() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    """With a sentence."""
     net = Net()
     with pytest.raises(error, match=words), fp8bench.watch(net, adam(net.parameters()), **options):
         pass

@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.lab import Lab
-from fp8bench.features.train.lab.own_batches import OwnBatches
-from fp8bench.features.train.lab.own_trainer import OwnTrainer
-from fp8bench.features.train.own import no_text
+from fp8bench.features.train.lab.own_trainer import OwnBatches, OwnTrainer
 from fp8bench.features.train.request import TrainerSettings
+from fp8bench.features.train.run import no_text
 from fp8bench.features.train.values import Arm, ArmRole, LayerReading, SeedTask, StepRow, StreamLine, Validation
 from fp8bench.model.raw import Settings
 from fp8bench.nn.own_model import given_of
@@ -80,7 +79,7 @@ def _makers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def task_of(name: str, *modes: str, steps: int = 12, seed: int = 0, **settings: Any) -> SeedTask:
     own = replace(TrainerSettings(make=name), **settings)
     arms = tuple(Arm(mode, mode) for mode in modes)
-    return SeedTask(seed, arms, own, steps, 4, no_text(own), CPU)
+    return SeedTask(seed, arms, own, steps, 4, no_text(own.make), CPU)
 
 
 def lab_of(task: SeedTask) -> Lab:

@@ -220,7 +220,6 @@ def test_delayed_scales_say_lag_and_drift() -> None:
 
 
 def test_a_current_scale_never_lags() -> None:
-    """Whatever a quotient and its inverse are rounded to."""
     arithmetic = precisions.get("fp8").arithmetic(CPU)
     found = [reading(arithmetic, gaussian(1, 7, seed=seed) * 0.1 * seed, Role.INPUT)[0] for seed in range(1, 200)]
     assert all(one.lag is not None and -1e-5 < one.lag <= 0 and one.saturated == 0 for one in found)

@@ -33,9 +33,28 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_was_killed_goes_on_to_the_same_bits(way: str, corpus: Corpus, tmp_path: Path) -> None:
-    task = task_of(corpus, "fp8-delayed", steps=20, **WAYS[way])
+# Ways that have nothing to do with each other are killed together; every one of them once.
+TOGETHER = (
+    ("schedule cosine", "optimizer adamw", "clipping by kind", "parts in other precisions"),
+    ("schedule linear", "optimizer lion", "clipping by tensor"),
+    ("schedule constant", "optimizer adafactor", "rates"),
+    ("schedule wsd", "updates in fp8", "a scale that grows"),
+    ("schedule one-cycle", "lion in low precision"),
+    ("schedule inverse-sqrt", "optimizer sgd"),
+    ("schedule plateau", "layer norm"),
+    ("plateau that drops at once",), ("batch norm in fp16",), ("batch norm in fp8",),
+)  # fmt: skip
+
+
+def test_every_way_is_killed() -> None:
+    assert sorted(way for ways in TOGETHER for way in ways) == sorted(WAYS)
+
+
+@pytest.mark.parametrize("ways", TOGETHER, ids=lambda ways: ways[0])
+def test_what_was_killed_goes_on_to_the_same_bits(ways: tuple[str, ...], corpus: Corpus, tmp_path: Path) -> None:
+    settings = {name: value for way in ways for name, value in WAYS[way].items()}
+    assert len(settings) == sum(len(WAYS[way]) for way in ways)
+    task = task_of(corpus, "fp8-delayed", steps=20, **settings)
     whole = lab_of(task)
     _ = [whole.advance("fp8-delayed", 3), whole.validate("fp8-delayed")]
     whole.save(str(tmp_path / "kept"))

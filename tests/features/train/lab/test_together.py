@@ -101,8 +101,6 @@ def test_rows_are_updated_as_the_whole_is(settings: dict[str, Any], monkeypatch:
 
 
 def test_a_rank_keeps_its_rows_alone() -> None:
-    """Of what does not divide the next larger share."""
-
     def kept(place: Place) -> dict[str, int]:
         optimizer = Optimizer(ranks_of(place, FullySharded, ThreadedGroup).own(parameters()), TrainerSettings())
         return {name: sum(one.nbytes for one in some) for name, some in optimizer.kept().items()}

@@ -96,7 +96,6 @@ def test_amaxes_of_every_step_replayed_give_the_scales_that_there_were(corpus: C
 
 
 def test_what_else_a_watched_step_says(lines: list[StreamLine]) -> None:
-    """By name and layer."""
     found = {
         (one.arm, one.name, one.layer): one.value for one in lines if isinstance(one, StepFigure) and one.step == 4
     }

@@ -39,7 +39,6 @@ def test_intervals_are_those_of_a_t_test() -> None:
 
 
 def test_of_one_pair_there_is_a_point_and_of_none_nothing() -> None:
-    """No interval can be told from one."""
     one = gap_of([0.5])
     assert one is not None and (one.point, one.decides, one.shown) == (0.5, None, None)
     assert gap_of([]) is None
@@ -61,7 +60,6 @@ def test_where_an_interval_lies(low: float, high: float, learned: Learned) -> No
 
 @given(st.lists(st.floats(-0.2, 0.2), min_size=5, max_size=9), st.floats(0.001, 0.1))
 def test_the_mirror_image_has_the_mirrored_verdict(gaps: list[float], margin: float) -> None:
-    """Worse and better are one rule."""
     mirrored = {Learned.WORSE: Learned.BETTER, Learned.BETTER: Learned.WORSE}
     one, other = (judge(pairs([sign * gap for gap in gaps]), margin) for sign in (1, -1))
     assert other.learned is mirrored.get(one.learned, one.learned)
@@ -69,7 +67,6 @@ def test_the_mirror_image_has_the_mirrored_verdict(gaps: list[float], margin: fl
 
 
 def test_fewer_than_five_pairs_have_no_verdict() -> None:
-    """However clear they are."""
     for count in range(5):
         found = judge(pairs([0.5 + 0.001 * one for one in range(count)]), 0.01)
         assert (found.learned, found.why, found.more_seeds) == (Learned.INCONCLUSIVE, Why.FEW_PAIRS, 5 - count)

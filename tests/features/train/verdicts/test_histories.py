@@ -51,7 +51,6 @@ WAYS = [
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
 def test_scales_are_those_of_a_training(fmt: Format) -> None:
-    """Bit by bit, whatever the amaxes."""
     draw = random.Random(fmt.name)
     for delayed in WAYS:
         amaxes = trace_of(draw, 40)
@@ -59,7 +58,6 @@ def test_scales_are_those_of_a_training(fmt: Format) -> None:
 
 
 def test_the_most_recent_is_a_history_of_one() -> None:
-    """So that it is replayed once."""
     amaxes = trace_of(random.Random(1), 50)
     one = scales_of(amaxes, Delayed(1, Amax.MAX), 448.0)
     assert one.tolist() == scales_of(amaxes, Delayed(64, Amax.MOST_RECENT), 448.0).tolist()
@@ -80,7 +78,6 @@ def test_overflow_and_underflow_by_hand() -> None:
 
 
 def test_longer_histories_overflow_less_and_leave_more_idle() -> None:
-    """What a history is for."""
     draw = random.Random(0)
     noisy = [Trace("a", Role.GRADIENT, tuple(2.0 ** draw.gauss(0, 1) for _ in range(400)))]
     found = [next(iter(replayed(noisy, Delayed(history)))) for history in (1, 4, 16, 64)]
@@ -137,7 +134,6 @@ def test_the_best_way_cuts_off_least_and_then_leaves_least_idle() -> None:
 
 
 def test_amaxes_that_are_not_of_every_cast_are_refused() -> None:
-    """With what to do."""
     with pytest.raises(UsageError, match="of head input in fp8-delayed there are 2 amaxes in 11 steps"):
         traces_of(training(DELAYED), [reading(0), reading(10)], DELAYED)
     with pytest.raises(UsageError, match="nothing was watched of fp8-delayed"):

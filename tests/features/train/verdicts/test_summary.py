@@ -72,6 +72,5 @@ def test_nothing_is_said_without_a_reason(why: str) -> None:
 
 
 def test_no_window_is_never_nothing() -> None:
-    """The reason instead."""
     found = energy_of(use([], why=TOO_FEW), fewer=SURE)
     assert found == TrainedEnergy(None, why=TOO_FEW) and words.energy(found) == f"no energy: {TOO_FEW}"

@@ -151,7 +151,6 @@ def test_what_a_command_may_fail_on() -> None:
 
 
 def test_several_arms_say_what_their_level_means() -> None:
-    """99% is each arm's own."""
     other = replace(CANDIDATE, name="mxfp8")
     among = verdicts_of(training(CANDIDATE, other), lines({**WORSE, "mxfp8": SAME["fp8"]}))
     assert [one.judged.learned for one in among.arms] == [Learned.WORSE, Learned.WITHIN_NOISE]
@@ -257,7 +256,6 @@ def test_held_out_losses_are_compared_at_the_same_step() -> None:
 
 
 def test_the_band_of_seeds() -> None:
-    """How far other seeds move the reference."""
     _, among = judged(lines({OTHER_SEED.name: [0.03, -0.04]}))
     assert among.seed_band is not None
     assert (among.seed_band.largest, among.seed_band.deviation) == (
@@ -374,7 +372,6 @@ def test_one_that_learns_far_less_is_a_bound() -> None:
 
 
 def test_a_loss_that_falls_no_more_says_nothing_of_steps() -> None:
-    """Speed by steps is known all the same."""
     flat = [5.0] * 20 + [2.0] * (STEPS - 20)
     worse = of([loss * 1.01 for loss in flat], 0.005)
     found = speed(worse, reference=of(flat))
@@ -395,7 +392,6 @@ def test_speed_is_in_tokens_and_by_steps_that_were_timed() -> None:
 
 
 def test_fewer_than_five_seeds_say_nothing() -> None:
-    """As of verdicts."""
     assert adjusted_speed([(of(falling()), of(falling()))] * 4) is None
     assert words.speed(None, True) == "-"
 
