@@ -21,6 +21,7 @@ from fp8bench.features.train.lab.models import (
 )
 from fp8bench.features.train.own import check_own
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
+from fp8bench.features.train.tasks import check_metrics, check_tasks
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
 from fp8bench.plan.make import check_limit, device_named
@@ -32,7 +33,7 @@ MOST_ARMS = 64
 # What must be the same in all arms: weights and batches are shared. The map is a table of its own.
 _SHARED = {
     "make", "skip", "model", "arch", "norm", "batch", "sequence", "rates", "precision_map", "scales", "parallel",
-    "shift", "start",
+    "shift", "start", "tasks", "metric",
 }  # fmt: skip
 _SWEPT: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
@@ -72,9 +73,11 @@ def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceF
 def check_training(request: TrainingRequest) -> None:
     """Raise for unknown names and for what cannot be kept, before anything is started."""
     arms, mapped = _named(request), request.settings.precision_map
+    check_metrics(request)
     if request.settings.make:
         check_own(request)
     else:
+        check_tasks(request, config_of(request.settings, 1).sequence)
         arch, config = request.settings.arch, config_of(request.settings, 1)
         check_keys(mapped, (*layers_of(arch, config), *around_of(arch, config)), f"model {request.settings.model}")
     check_effective([arm.taken(request.settings) for arm in arms])

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fp8bench.analysis.energy import energy_samples
 from fp8bench.analysis.metric import why_no_larger
 from fp8bench.features.train.experiments import result_of
+from fp8bench.features.train.tasks import verdicts_of_scores
 from fp8bench.features.train.values import (
     WATCHED_SECONDS,
     Arm,
@@ -61,7 +62,8 @@ def value_of(kept: KeptTraining, found: TrainingVerdicts) -> dict[str, Any]:
     return {
         "schema": SCHEMA, "training": encode(kept.training), "finished": kept.finished, "arms": arms,
         "verdicts": said, "experiment": encode(result_of(kept, found)),
-        "reached": encode(found.reached), **bands, "bands": list(bands_of(found)),
+        "scores": encode(verdicts_of_scores(kept, found)), "reached": encode(found.reached), **bands,
+        "bands": list(bands_of(found)),
         "notes": list(notes_of(kept, found)),
         "lines": [{"line": type(line).__name__, **encode(line)} for line in kept.lines],
         "troubles": list(kept.troubles),

@@ -206,6 +206,11 @@ def _reference(training: Training, worker: Worker) -> ArmState:
     lab = lab_of(worker, START_SECONDS)
     if not (states := lab.begin(training.task(lead))):
         lab.validate(lead[0].name)  # says why it could not be built
+    if training.request.settings.metric:
+        try:
+            lab_of(worker, FIRST_SECONDS).validate(lead[0].name, True)  # one that fails is said before a step
+        except WorkerFault as fault:
+            raise as_usage(fault) from None
     (state,) = states
     return state
 

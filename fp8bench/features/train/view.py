@@ -16,6 +16,7 @@ from fp8bench.analysis.metric import why_no_larger
 from fp8bench.features.train import words
 from fp8bench.features.train.experiments import parts_of
 from fp8bench.features.train.request import SETTINGS_RULES, TrainerSettings, TrainingRequest
+from fp8bench.features.train.tasks import score_parts
 from fp8bench.features.train.values import (
     COVERAGE,
     WATCHED_SECONDS,
@@ -74,7 +75,7 @@ def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
         *parts_of(kept, found),
         Part("arms", "", (arms, *reached_table(found))),
     ]
-    parts += list(looks_of(kept))
+    parts += [*looks_of(kept), *score_parts(kept, found)]
     parts += [Part("bands", "", tuple(map(Text, bands_of(found))))]
     parts += list_of("notes", "notes", notes_of(kept, found))
     parts += list_of("events", "events", _events(kept))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import Arm, ArmCost, ArmState, SeedTask, StreamLine, Validation
+from fp8bench.features.train.values import Arm, ArmCost, ArmState, SeedTask, StreamLine
 from fp8bench.model.raw import StateCheck
 from fp8bench.model.step import Coverage
 from fp8bench.protocols import Device, Phases, Precision, SilentPhases
@@ -122,7 +122,7 @@ class Lab(Bench):
         stopped = self._trainer(key).stopped
         return StateCheck("it has stopped: its numbers are not finite" if stopped else "")
 
-    def validate(self, arm: str, last: bool = False) -> tuple[Validation, ...]:
+    def validate(self, arm: str, last: bool = False) -> tuple[StreamLine, ...]:
         trainer = self._trainer(arm)
         with self._running(trainer.precision):
             return trainer.validate(last)

@@ -3,7 +3,7 @@ it gives one, its optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -163,6 +163,9 @@ class OwnTrainer(Trainer):
         output = called(self._model, places, named)
         loss, self.loss_words = loss_of(self._model, batch, output, self._given.loss)
         return loss
+
+    def _measurable(self) -> tuple[Any, Sequence[Any]]:
+        return self._model, [on_device(batch, self._task.facts.key) for batch in self._held_out]
 
     def look(self, model: Any, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
         """As the evaluation of a text does: the loss on what is never trained on, if there is anything."""

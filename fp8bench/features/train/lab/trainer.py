@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from fp8bench.features.train.lab.checkpoint import begin_with, moved_by_an_ulp
 from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, windows_by_step
 from fp8bench.features.train.lab.optimizer import Optimizer, clippings_of, joint, own_seed, seed_of
 from fp8bench.features.train.lab.rates import Plateau, group_of, loss_scale_of, share_of_rate
+from fp8bench.features.train.lab.scores import TaskScores, measured, predicting
 from fp8bench.features.train.lab.together import digest_of, together_of
 from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, whole_words
 from fp8bench.features.train.values import (
@@ -29,7 +30,6 @@ from fp8bench.features.train.values import (
     StepRow,
     StreamLine,
     TrainingEvent,
-    Validation,
 )
 from fp8bench.model import DeviceFacts, MemoryRole, StaticScales
 from fp8bench.nn.around import take_around
@@ -95,6 +95,7 @@ class Trainer:
         own = self._config.sequence, task.facts.key, self._config.vocabulary
         text, self._read_in = windows_by_step(task.text, settings.shift, task.steps, *own)
         self._evaluation = Evaluation(text, self._config, self._layers, task.facts, self.together.scaled)
+        self._tasks = TaskScores(settings.tasks, task, self._config)
         return model
 
     def _updating(self) -> Any:
@@ -373,7 +374,19 @@ class Trainer:
         for name, buffer in self._model.named_buffers():
             buffer.copy_(remembered.statistics[name])
 
-    def validate(self, last: bool = False) -> tuple[Validation, ...]:
+    def _scored(self) -> Iterator[tuple[str, float]]:
+        """On tasks, and by metrics of the user's own."""
+        model, held_out = self._measurable()
+        if self._settings.tasks:
+            yield from self._tasks.of(model)
+        for metric in self._settings.metric:
+            yield from measured(metric, model, held_out)
+
+    def _measurable(self) -> tuple[Any, Sequence[Any]]:
+        """What a metric is called with."""
+        return predicting(self._model), self._evaluation.held_out
+
+    def validate(self, last: bool = False) -> tuple[StreamLine, ...]:
         """The losses on text that was not trained on; the `last` time in every way that is looked at.
 
         What casts remember is put back: looking changes no step to come.
@@ -382,12 +395,14 @@ class Trainer:
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
+            last = last or self.step == self._task.steps
             with self._present(_SILENT), torch.no_grad(), self._weights.cast(_SILENT):
-                looks = tuple(self._evaluation.look(self._model, who, last=last or self.step == self._task.steps))
+                looks = tuple(self._evaluation.look(self._model, who, last=last))
+                scores = tuple(self._scored()) if last else ()
             for look in looks:
                 if look.of == "held-out":
                     self._plateau.seen(self.step, look.loss)
-            return looks
+            return *looks, *(StepFigure(*who, name, value) for name, value in scores)
         finally:
             for module, mode in modes:
                 module.training = mode
