@@ -33,7 +33,7 @@ MOST_ARMS = 64
 # What must be the same in all arms: weights and batches are shared. The map is a table of its own.
 _SHARED = {
     "make", "skip", "model", "arch", "norm", "batch", "sequence", "rates", "precision_map", "scales", "parallel",
-    "shift", "start", "tasks", "metric",
+    "shift", "start", "weights_from", "tasks", "metric",
 }  # fmt: skip
 _SWEPT: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
@@ -81,12 +81,22 @@ def check_training(request: TrainingRequest) -> None:
         arch, config = request.settings.arch, config_of(request.settings, 1)
         check_keys(mapped, (*layers_of(arch, config), *around_of(arch, config)), f"model {request.settings.model}")
     check_effective([arm.taken(request.settings) for arm in arms])
+    check_beginning(request, any(arm.taken(request.settings).lora for arm in arms))
     for arm in arms:
         check(arm.taken(request.settings))
         if request.ranks is not None:
             check_ranks(arm.taken(request.settings), request.ranks)
         for _, word in mapped if arm.role is ArmRole.CANDIDATE else ():
             check_mixed(arm.precision, word)
+
+
+def check_beginning(request: TrainingRequest, lora: bool) -> None:
+    """Raise UsageError where weights come from two places, or from none and are to stay."""
+    start, file = request.settings.start, request.settings.weights_from
+    if start and file:
+        raise UsageError(f"--start {start} and --from {file} both say what weights begin with. Leave one of them out.")
+    if lora and not (start or file or request.experiment):
+        raise UsageError("--lora trains beside weights that stay, and these are random. Add --start, or --from FILE.")
 
 
 def _named(request: TrainingRequest) -> tuple[Arm, ...]:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from fp8bench.analysis.energy import energy_samples
 from fp8bench.analysis.metric import why_no_larger
 from fp8bench.features.train.experiments import result_of
-from fp8bench.features.train.tasks import verdicts_of_scores
 from fp8bench.features.train.values import (
     WATCHED_SECONDS,
     Arm,
@@ -33,6 +32,7 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.features.train.verdicts.curves import Key
+from fp8bench.features.train.verdicts.scores import verdicts_of_scores
 from fp8bench.features.train.verdicts.summary import ArmSummary, figures_of, summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of
 from fp8bench.features.train.view import bands_of, notes_of

@@ -14,7 +14,7 @@ from fp8bench.workloads.model import LIVE
 # Settings that say how a built-in model is made, or cut for ranks.
 _BUILT_IN = (
     "model", "arch", "norm", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention",
-    "parallel", "amax_group", "shift", "start", "tasks",
+    "parallel", "amax_group", "shift", "start", "tasks", "lora",
 )  # fmt: skip
 _OF_A_TEXT = ("data", "other_data", "tokens", "experiment")
 

@@ -21,9 +21,9 @@ from fp8bench.features.train.curve_charts import (
     windows_of,
 )
 from fp8bench.features.train.experiments import parts_of
-from fp8bench.features.train.tasks import score_parts
 from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, LayerReading, TrainingEvent
 from fp8bench.features.train.verdicts.curves import curves_of
+from fp8bench.features.train.verdicts.scores import score_parts
 from fp8bench.features.train.verdicts.summary import summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.features.train.view import (

@@ -212,6 +212,15 @@ class TrainerSettings:
         "begin with the weights in the newest checkpoint of a kept training: of its reference, or of ARM",
         "TRAINING:ARM", WHAT,
     )  # fmt: skip
+    weights_from: str = option(
+        "", Rule("a file with a state dict", lambda value: isinstance(value, str)),
+        "begin with the weights of a state dict (.pt, .safetensors), a model's of your own, too", "FILE", WHAT,
+        called="from",
+    )  # fmt: skip
+    lora: int = option(
+        0, whole_number(0, 1024), "train adapters of such a rank beside weights that stay as they began (--start, "
+        "--from); 0: all weights; default {default}", "RANK", LEARNING,
+    )  # fmt: skip
     tasks: tuple[str, ...] = option(
         (), Rule(f"some of {', '.join(TASKS)}", lambda value: isinstance(value, tuple)),
         f"score arms after the last step: {', '.join(TASKS)}; --data task:copy,retrieval is a text to learn the last "

@@ -16,7 +16,6 @@ from fp8bench.analysis.metric import why_no_larger
 from fp8bench.features.train import words
 from fp8bench.features.train.experiments import parts_of
 from fp8bench.features.train.request import SETTINGS_RULES, TrainerSettings, TrainingRequest
-from fp8bench.features.train.tasks import score_parts
 from fp8bench.features.train.values import (
     COVERAGE,
     WATCHED_SECONDS,
@@ -34,6 +33,7 @@ from fp8bench.features.train.values import (
 from fp8bench.features.train.verdicts.curves import Learned, Why, arrivals
 from fp8bench.features.train.verdicts.histories import Replayed, best_of
 from fp8bench.features.train.verdicts.reached import ArmReached
+from fp8bench.features.train.verdicts.scores import score_parts
 from fp8bench.features.train.verdicts.summary import ArmSummary, TrainedEnergy, energies_of, summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Capacity, Level

@@ -14,16 +14,14 @@ from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.tasks import (
     ITEMS,
-    ScoreVerdict,
     documents_of,
     items_of,
     lengths_of,
-    score_parts,
     text_of,
-    verdicts_of_scores,
 )
 from fp8bench.features.train.values import KeptTraining, StepFigure, StreamLine, Validation
 from fp8bench.features.train.verdicts.curves import Learned
+from fp8bench.features.train.verdicts.scores import ScoreVerdict, score_parts, verdicts_of_scores
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.report.elements import Page
 from fp8bench.report.terminal.layout import render
@@ -154,6 +152,11 @@ def test_quantising_is_held_against_the_reference_and_the_references_own_against
     assert own.learned is other.learned is Learned.WORSE and other.worse
     assert other.worse.point == pytest.approx(2.2 / 2.1 - 1) and other.against == "bf16"
     assert found["fp8", "quantised:bf16"].learned is Learned.WITHIN_NOISE
+
+
+def test_a_look_without_one_in_bf16_is_held_against_the_reference_alone() -> None:
+    looks = [Validation(arm, seed, 100, "quantised:fp8", 2.0, 9, 9) for arm in ("bf16", "fp8") for seed in range(5)]
+    assert [one.against for one in said(iter(looks))] == ["bf16"]
 
 
 def test_the_table_says_what_chance_is_and_a_training_without_scores_has_none() -> None:

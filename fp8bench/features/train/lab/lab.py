@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fp8bench.errors import UsageError
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import Arm, ArmCost, ArmState, SeedTask, StreamLine
 from fp8bench.model.raw import StateCheck
@@ -203,6 +204,8 @@ class Lab(Bench):
     def _trainer(self, arm: str) -> Trainer:
         if arm in self._unbuilt:
             fault = self._unbuilt[arm]
+            if fault.kind == UsageError.__name__:
+                raise UsageError(fault.text)
             raise NotBuilt(f"{fault.kind}: {fault.text}")
         return self._trainers[arm]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import UsageError
+from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.tasks import METRIC, TASK, TaskItem, items_of
 from fp8bench.features.train.values import SeedTask, TrainingText
 from fp8bench.nn.around import held
@@ -29,6 +30,24 @@ Predict = Callable[[Tensor], Tensor]
 
 def predicting(model: LanguageModel) -> Predict:
     return lambda tokens: held(model.logits(tokens, _SILENT), model.around["logits"])
+
+
+class Scores:
+    """Those of an arm: on tasks, of a built-in model alone, and by metrics of the user's own."""
+
+    def __init__(
+        self, task: SeedTask, settings: TrainerSettings, held_out: Sequence[Any], config: GPTConfig | None = None
+    ) -> None:
+        self._tasks = None if config is None else TaskScores(settings.tasks, task, config)
+        self._metrics, self._held_out = settings.metric, held_out
+
+    def of(self, model: Any) -> Iterator[tuple[str, float]]:
+        """A metric is called with the model, or with what gives logits of tokens by a built-in one."""
+        called = model if self._tasks is None else predicting(model)
+        if self._tasks is not None:
+            yield from self._tasks.of(called)
+        for metric in self._metrics:
+            yield from measured(metric, called, self._held_out)
 
 
 class TaskScores:

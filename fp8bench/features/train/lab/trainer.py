@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.train.lab import models
-from fp8bench.features.train.lab.checkpoint import begin_with, moved_by_an_ulp
+from fp8bench.features.train.lab.checkpoint import moved_by_an_ulp
 from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, windows_by_step
+from fp8bench.features.train.lab.fine_tuning import begin_as_asked, frozen_in
 from fp8bench.features.train.lab.optimizer import Optimizer, clippings_of, joint, own_seed, seed_of
 from fp8bench.features.train.lab.rates import Plateau, group_of, loss_scale_of, share_of_rate
-from fp8bench.features.train.lab.scores import TaskScores, measured, predicting
+from fp8bench.features.train.lab.scores import Scores
 from fp8bench.features.train.lab.together import digest_of, together_of
 from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, whole_words
 from fp8bench.features.train.values import (
@@ -95,7 +96,7 @@ class Trainer:
         own = self._config.sequence, task.facts.key, self._config.vocabulary
         text, self._read_in = windows_by_step(task.text, settings.shift, task.steps, *own)
         self._evaluation = Evaluation(text, self._config, self._layers, task.facts, self.together.scaled)
-        self._tasks = TaskScores(settings.tasks, task, self._config)
+        self._scores = Scores(task, settings, self._evaluation.held_out, self._config)
         return model
 
     def _updating(self) -> Any:
@@ -130,8 +131,7 @@ class Trainer:
         )  # fmt: skip
         if self._settings.attention != "auto":
             self._round_attention(model, facts)
-        if self._settings.start:
-            begin_with(model, self._settings.start)
+        begin_as_asked(model, self._settings)
         if self._settings.nudge == "ulp":
             moved_by_an_ulp(model, seed_of("nudge", self._seed))
         self._count = sum(parameter.numel() for parameter in model.parameters())
@@ -176,7 +176,7 @@ class Trainer:
     def _kept(self) -> dict[str, list[Tensor]]:
         """All that lies in memory between two steps; what casts remember is there once they have cast."""
         remembered = [one for own in self._arithmetics.values() for one in own.memory().values()]
-        others = {"casts": remembered, "statistics": list(self._model.buffers())}
+        others = {"casts": remembered, "statistics": [*self._model.buffers()], "frozen": frozen_in(self._model)}
         own: dict[str, list[Tensor]] = self._optimizer.kept()
         return own | {name: some for name, some in others.items() if some}
 
@@ -184,11 +184,8 @@ class Trainer:
         """What its tensors are for, where they do not say it themselves."""
         kept = self._optimizer.kept()
         moments = [some for name, some in kept.items() if name not in ("weights", "gradients")]
-        return {
-            MemoryRole.WEIGHTS: kept["weights"],
-            MemoryRole.GRADIENTS: kept["gradients"],
-            MemoryRole.OPTIMIZER: moments,
-        }
+        weights = [*kept["weights"], *frozen_in(self._model)]
+        return {MemoryRole.WEIGHTS: weights, MemoryRole.GRADIENTS: kept["gradients"], MemoryRole.OPTIMIZER: moments}
 
     def advance(self, phase: Phases = _SILENT, watched: bool = True) -> Iterator[StreamLine]:
         """One step; nothing where the arm has stopped or is done. Not `watched`: whichever step it is."""
@@ -374,18 +371,6 @@ class Trainer:
         for name, buffer in self._model.named_buffers():
             buffer.copy_(remembered.statistics[name])
 
-    def _scored(self) -> Iterator[tuple[str, float]]:
-        """On tasks, and by metrics of the user's own."""
-        model, held_out = self._measurable()
-        if self._settings.tasks:
-            yield from self._tasks.of(model)
-        for metric in self._settings.metric:
-            yield from measured(metric, model, held_out)
-
-    def _measurable(self) -> tuple[Any, Sequence[Any]]:
-        """What a metric is called with."""
-        return predicting(self._model), self._evaluation.held_out
-
     def validate(self, last: bool = False) -> tuple[StreamLine, ...]:
         """The losses on text that was not trained on; the `last` time in every way that is looked at.
 
@@ -398,7 +383,7 @@ class Trainer:
             last = last or self.step == self._task.steps
             with self._present(_SILENT), torch.no_grad(), self._weights.cast(_SILENT):
                 looks = tuple(self._evaluation.look(self._model, who, last=last))
-                scores = tuple(self._scored()) if last else ()
+                scores = tuple(self._scores.of(self._model)) if last else ()
             for look in looks:
                 if look.of == "held-out":
                     self._plateau.seen(self.step, look.loss)

@@ -104,7 +104,7 @@ def test_every_architecture_is_scored_and_scoring_changes_no_step(task: SeedTask
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "precision", "steps"), [("copy", "fp8", 160), ("retrieval", "bf16", 80)])
+@pytest.mark.parametrize(("name", "precision", "steps"), [("copy", "fp8", 160), ("retrieval", "bf16", 120)])
 def test_a_model_that_is_trained_on_a_task_learns_it(
     corpus: Corpus, tmp_path: Path, name: str, precision: str, steps: int
 ) -> None:
