@@ -23,7 +23,7 @@ LETTERS, DIGITS = b"abcdefghijklmnopqrstuvwxyz", b"0123456789"
 ITEMS, LEAST_SEQUENCE = 128, 16
 _CANDIDATES = 4
 # A hidden word stands behind so many bytes at most.
-_PASSAGE = 64
+_PASSAGE = 48
 CHANCES: Mapping[str, float] = {
     "cloze": 1 / _CANDIDATES, "copy": 1 / len(LETTERS), "retrieval": 1 / len(DIGITS),
 }  # fmt: skip

@@ -129,21 +129,19 @@ def score_parts(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[Part]:
     """A row for each arm and figure; what was not learnt says so."""
     rows = verdicts_of_scores(kept, found)
     cols: list[Col[ScoreVerdict]] = [
-        Col("arm", lambda one: one.arm), Col("figure", lambda one: one.figure), Col("against", lambda one: one.against),
-        Col("its own", lambda one: one.reference, number=True, show=_four),
-        Col("arm's", lambda one: one.own, number=True, show=_four),
+        Col("arm", lambda one: one.arm), Col("figure", lambda one: one.figure),
+        Col("value", lambda one: one.own, number=True, show=_four), Col("against", lambda one: one.against),
+        Col("its value", lambda one: one.reference, number=True, show=_four),
         Col("worse by", _worse, number=True, hint="points of a task, else a share; with the 99% interval over seeds"),
         Col("verdict", lambda one: one.word, tone=lambda one: _TONES.get(one.learned, Tone.DOUBT)),
     ]  # fmt: skip
+    asked = [task for task in CHANCES if any(one.figure.startswith(TASK + task) for one in rows)]
+    chances = ", ".join(f"{task} {100 * CHANCES[task]:.3g}%" for task in asked)
+    words = [Text(f"By chance alone answers are right in: {chances}.")] if asked else []
+    scored = any(not one.figure.startswith("quantised:") for one in rows)
+    title = "Scores, and losses after quantising" if scored else "Losses after quantising"
     if rows:
-        percent = f"{100 * kept.training.request.margin:g}"
-        words = f"{percent} points of a task's answers, or {percent}% of a loss or metric, do not matter."
-        asked = [task for task in CHANCES if any(one.figure.startswith(TASK + task) for one in rows)]
-        chances = ", ".join(f"{task} {100 * CHANCES[task]:.3g}%" for task in asked)
-        more = f" By chance alone answers are right in: {chances}." if asked else ""
-        yield Part(
-            "scores", "Tasks, and losses after quantising", (table("scores", "", cols, rows), Text(words + more))
-        )
+        yield Part("scores", title, (table("scores", "", cols, rows), *words))
 
 
 def _four(value: float) -> str:
