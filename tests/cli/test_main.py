@@ -128,6 +128,7 @@ OPTIONS = {
     "plan-parallel": MANY | {
         "MODEL", "--model", "--gpus", "--topology", "--batch", "--sequence", "--dtype", "--checkpointing", "--top",
         "--explain", "--json", "--csv", "--calibrate", "--recipe", "--compiled-loss", "--states", "--power-limit",
+        "--rlhf",
     },
     "infer": MANY | {
         "MODULE:FUNCTION", "--from", "--size", "--arms", "--reference", "--batch", "--contexts", "--sweep", "--tokens",
@@ -156,7 +157,7 @@ OPTIONS = {
         "--config", "--norm", "--optimizer", "--beta1", "--beta2", "--eps", "--updates", "--schedule", "--decay",
         "--patience", "--drop", "--clip-by", "--scale-first", "--scale-factor", "--scales-from",
         "--live", "--on-alarm",
-        "--rewinds", "--until", "--shift", "--start", "--experiment",
+        "--rewinds", "--until", "--shift", "--start", "--experiment", "--from", "--lora", "--tasks", "--metric",
     },
     "selftest": COMMON | {"--device", "--power", "--trials", "--operation", "--json"},
 }  # fmt: skip

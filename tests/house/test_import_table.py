@@ -108,6 +108,7 @@ LAZY = HEAVY | {
     "duckdb",
     "pyarrow",
     "ray",
+    "safetensors",
     "shtab",
     "tensorboard",
     "torchao",

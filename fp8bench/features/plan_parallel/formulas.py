@@ -102,6 +102,7 @@ class Load:
 
     `narrow_gather`: FSDP gathers weights in FP8. `hidden_tensor`: half of what TP sends hides behind its products
     (async TP). `fused_loss`: the loss is compiled, so that nothing of it is written in fp32. `states` is one of STATES.
+    `rlhf`: three more models as large lie in memory: a critic, which is trained too, a reference and a reward model.
     """
 
     sequence: int
@@ -114,6 +115,7 @@ class Load:
     hidden_tensor: bool = False
     fused_loss: bool = False
     states: str = "fp32"
+    rlhf: bool = False
 
     @property
     def kept(self) -> KeptStates:
@@ -160,6 +162,8 @@ class Topology:
 
 
 _BF16, _FP8 = 2, 1
+# A reference and a reward model, of which only what products read is kept.
+_FROZEN = 2
 # Of a number that the head gives: bf16, fp32 with its logarithms' and their gradient; eagerly one copy more; by a
 # compiled loss itself and its gradient, both bf16.
 _LOGIT, _EAGER_LOGIT, _FUSED_LOGIT = 12, 16, 4
@@ -168,17 +172,19 @@ _LOGIT, _EAGER_LOGIT, _FUSED_LOGIT = 12, 16, 4
 @dataclass(frozen=True)
 class GpuMemory:
     """`gathered` are weights and gradients that are not sharded, `kept` activations for backward, `block` those of the
-    block at work, `logits` what the head and the loss take."""
+    block at work, `logits` what the head and the loss take; `critic` and `frozen` what other models of RLHF keep."""
 
     states: float
     gathered: float
     kept: float
     block: float
     logits: float
+    critic: float = 0.0
+    frozen: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.states + self.gathered + self.kept + self.block + self.logits
+        return self.states + self.gathered + self.kept + self.block + self.logits + self.critic + self.frozen
 
 
 def memory_of(model: DecoderModel, layout: ParallelLayout, load: Load) -> GpuMemory:
@@ -187,13 +193,18 @@ def memory_of(model: DecoderModel, layout: ParallelLayout, load: Load) -> GpuMem
     layers = -(-model.layers // layout.pipeline)
     stage = (layers * model.block + model.ends * (2 if layout.pipeline == 1 else 1)) / layout.tensor
     in_flight = min(layout.pipeline, load.micro_batches)
+    ranks, gathered = layout.shards * layout.context, _gathered(model, layout, load.kept, stage)
+    states = load.kept.total * stage / ranks
+    stays = gathered if layout.pipeline > 1 or ranks == 1 else 0.0  # else one model is gathered at a time
     logit = _FUSED_LOGIT if load.fused_loss else _LOGIT if load.compiled else _EAGER_LOGIT
     return GpuMemory(
-        states=load.kept.total * stage / (layout.shards * layout.context),
-        gathered=_gathered(model, layout, load.kept, stage),
+        states=states,
+        gathered=gathered,
         kept=_kept(model, load) * tokens * layers * in_flight / layout.tensor,
         block=_block(model, layout) * tokens,
         logits=logit * tokens * model.vocabulary / layout.tensor,
+        critic=(states + stays) * load.rlhf,
+        frozen=_FROZEN * load.kept.copy * stage / ranks * load.rlhf,
     )
 
 

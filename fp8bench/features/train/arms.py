@@ -20,6 +20,7 @@ from fp8bench.features.train.lab.models import (
     support,
 )
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
+from fp8bench.features.train.tasks import check_metrics, check_tasks
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
 from fp8bench.plan.make import check_limit, device_named
@@ -32,7 +33,7 @@ MOST_ARMS = 64
 # What must be the same in all arms: weights and batches are shared. The map is a table of its own.
 _SHARED = {
     "make", "skip", "model", "arch", "norm", "batch", "sequence", "rates", "precision_map", "scales", "parallel",
-    "shift", "start",
+    "shift", "start", "weights_from", "tasks", "metric",
 }  # fmt: skip
 _SWEPT: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
@@ -71,12 +72,15 @@ def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceF
 def check_training(request: TrainingRequest) -> None:
     """Raise for unknown names and for what cannot be kept, before anything is started."""
     arms, mapped = _named(request), request.settings.precision_map
+    check_metrics(request)
     if request.settings.make:
         _check_own(request)
     else:
+        check_tasks(request, config_of(request.settings, 1).sequence)
         arch, config = request.settings.arch, config_of(request.settings, 1)
         check_keys(mapped, (*layers_of(arch, config), *around_of(arch, config)), f"model {request.settings.model}")
     check_effective([arm.taken(request.settings) for arm in arms])
+    check_beginning(request, any(arm.taken(request.settings).lora for arm in arms))
     for arm in arms:
         check(arm.taken(request.settings))
         if request.ranks is not None:
@@ -88,7 +92,7 @@ def check_training(request: TrainingRequest) -> None:
 # Settings that say how a built-in model is made, or cut for ranks.
 _BUILT_IN = (
     "model", "arch", "norm", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention",
-    "parallel", "amax_group", "shift", "start",
+    "parallel", "amax_group", "shift", "start", "tasks", "lora",
 )  # fmt: skip
 _OF_A_TEXT = ("data", "other_data", "tokens", "experiment")
 
@@ -118,6 +122,15 @@ def _check_own(request: TrainingRequest) -> None:
     for wrong, option, why in refusals:
         if wrong:
             raise UsageError(f"{option} does not go with a model of your own ({name}): {why}. Leave it out.")
+
+
+def check_beginning(request: TrainingRequest, lora: bool) -> None:
+    """Raise UsageError where weights come from two places, or from none and are to stay."""
+    start, file = request.settings.start, request.settings.weights_from
+    if start and file:
+        raise UsageError(f"--start {start} and --from {file} both say what weights begin with. Leave one of them out.")
+    if lora and not (start or file or request.experiment):
+        raise UsageError("--lora trains beside weights that stay, and these are random. Add --start, or --from FILE.")
 
 
 def _named(request: TrainingRequest) -> tuple[Arm, ...]:

@@ -32,6 +32,7 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.features.train.verdicts.curves import Key
+from fp8bench.features.train.verdicts.scores import verdicts_of_scores
 from fp8bench.features.train.verdicts.summary import ArmSummary, figures_of, summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of
 from fp8bench.features.train.view import bands_of, notes_of
@@ -60,7 +61,8 @@ def value_of(kept: KeptTraining, found: TrainingVerdicts) -> dict[str, Any]:
     return {
         "schema": SCHEMA, "training": encode(kept.training), "finished": kept.finished, "arms": arms,
         "verdicts": said, "experiment": encode(result_of(kept, found)),
-        "reached": encode(found.reached), **bands, "bands": list(bands_of(found)),
+        "scores": encode(verdicts_of_scores(kept, found)), "reached": encode(found.reached), **bands,
+        "bands": list(bands_of(found)),
         "notes": list(notes_of(kept, found)),
         "lines": [{"line": type(line).__name__, **encode(line)} for line in kept.lines],
         "troubles": list(kept.troubles),

@@ -140,9 +140,13 @@ def as_experiment(request: TrainingRequest) -> TrainingRequest:
 def base_of(request: TrainingRequest) -> TrainingRequest | None:
     """The training whose weights the arms of an experiment begin with, where nobody has named one."""
     own = experiment_named(request.experiment) if request.experiment else None
-    if own is None or own.base is None or request.settings.start:
+    if own is None or own.base is None or request.settings.start or request.settings.weights_from:
         return None
-    plain = replace(request, experiment="", settings=replace(request.settings, shift=1.0, rate=TrainerSettings().rate))
+    plain = replace(
+        request,
+        experiment="",
+        settings=replace(request.settings, shift=1.0, rate=TrainerSettings().rate, lora=0, tasks=()),
+    )
     return replace(plain, **own.base)
 
 

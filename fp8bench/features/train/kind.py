@@ -10,6 +10,7 @@ at every moment what it names is there.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -212,7 +213,9 @@ def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
     path = training_named(word, store)
     training, kept = load_head(path), newest_checkpoint(path)
     own, arm = training.request.settings, asked or training.arms[0].name
+    lora = any(one.taken(own).lora for one in training.arms if one.name == arm)
     refusals = (
+        (lora, "its checkpoint has adapters of --lora alone"),
         (arm not in [one.name for one in training.arms],
          f"it has no arm {arm!r:.80}, but {', '.join(one.name for one in training.arms)}"),
         (bool(own.make) or own.parallel in ("fsdp", "tp") or own.master != "fp32",
@@ -253,6 +256,19 @@ def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
                 "Choose one of the same model."
             )
     return replace(request, settings=settings)
+
+
+def with_file(request: TrainingRequest) -> TrainingRequest:
+    """With the digest of the state dict that it begins with behind its place: a resumed training reads the same."""
+    if not request.settings.weights_from:
+        return request
+    path = Path(request.settings.weights_from).resolve()
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UsageError(f"--from {path} cannot be read ({error.strerror}). Give a file with a state dict.") from None
+    return replace(request, settings=replace(request.settings, weights_from=f"{path}::{digest}"))
 
 
 def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:

@@ -23,6 +23,7 @@ from fp8bench.features.train.curve_charts import (
 from fp8bench.features.train.experiments import parts_of
 from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, LayerReading, TrainingEvent
 from fp8bench.features.train.verdicts.curves import curves_of
+from fp8bench.features.train.verdicts.scores import score_parts
 from fp8bench.features.train.verdicts.summary import summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.features.train.view import (
@@ -83,6 +84,7 @@ def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
         )),
         Part("memory", "Memory by what it is for", tuple(_memory(kept))),
         Part("texts", "Other looks at the trained model", tuple(_looks(kept))),
+        *score_parts(kept, found),
         Part("health", "What happened", tuple(_events(kept))),
         Part("tensors", "Tensors by layer", (*worst_readings(kept), *tensor_lines(kept))),
         Part("figures", "Gradients, updates and rates", tuple(figure_curves(kept, curves, ends))),

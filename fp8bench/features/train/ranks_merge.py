@@ -36,9 +36,9 @@ def steps(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
     return tuple(_merged_lines([answer.lines for answer in answers]))
 
 
-def looks(answers: Sequence[tuple[Validation, ...]]) -> tuple[Validation, ...]:
+def looks(answers: Sequence[tuple[StreamLine, ...]]) -> tuple[StreamLine, ...]:
     """Every rank has looked at the whole text, with the same weights and, where scales are its own, its own scales."""
-    return tuple(replace(some[0], loss=_mean([one.loss for one in some])) for some in _beside(answers))
+    return tuple(_merged_lines(answers))
 
 
 def most(answers: Sequence[ArmCost]) -> ArmCost:
@@ -138,6 +138,10 @@ def _figure(parts: Sequence[StepFigure]) -> StepFigure:
     return replace(parts[0], value=together([part.value for part in parts]))
 
 
+def _look(parts: Sequence[Validation]) -> Validation:
+    return replace(parts[0], loss=_mean([part.loss for part in parts]))
+
+
 def _event(parts: Sequence[TrainingEvent]) -> TrainingEvent:
     """One that all ranks say is theirs; else that of the first rank which knows where it was."""
     if all(part == parts[0] for part in parts):
@@ -157,6 +161,7 @@ def _largest(values: Sequence[float | None]) -> float | None:
 
 _MERGED: dict[type, Callable[..., StreamLine]] = {
     StepRow: _row, LayerReading: _reading, StepFigure: _figure, TrainingEvent: _event,
+    Validation: _look,
 }  # fmt: skip
 
 

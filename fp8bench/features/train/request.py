@@ -33,6 +33,8 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt",
 # How several ranks train together.
 PARALLEL = ("ddp", "fsdp", "tp")
 USUAL_MERGES = 1024
+# What a trained model may be scored on (tasks.py).
+TASKS = ("cloze", "copy", "retrieval")
 # With the bytes themselves they are all that 16 bits can tell apart.
 MOST_MERGES = (1 << 16) - 256
 
@@ -195,6 +197,25 @@ class TrainerSettings:
         "", Rule("a training, or TRAINING:ARM", lambda value: isinstance(value, str)),
         "begin with the weights in the newest checkpoint of a kept training: of its reference, or of ARM",
         "TRAINING:ARM", WHAT,
+    )  # fmt: skip
+    weights_from: str = option(
+        "", Rule("a file with a state dict", lambda value: isinstance(value, str)),
+        "begin with the weights of a state dict (.pt, .safetensors), a model's of your own, too", "FILE", WHAT,
+        called="from",
+    )  # fmt: skip
+    lora: int = option(
+        0, whole_number(0, 1024), "train adapters of such a rank beside weights that stay as they began (--start, "
+        "--from); 0: all weights; default {default}", "RANK", LEARNING,
+    )  # fmt: skip
+    tasks: tuple[str, ...] = option(
+        (), Rule(f"some of {', '.join(TASKS)}", lambda value: isinstance(value, tuple)),
+        f"score arms after the last step: {', '.join(TASKS)}; --data task:copy,retrieval is a text to learn the last "
+        "two from", "NAME,...", WHAT,
+    )  # fmt: skip
+    metric: tuple[str, ...] = option(
+        (), Rule("functions of your own, like my_pkg:f", lambda value: isinstance(value, tuple) and all(value)),
+        "measure arms after the last step by f(model, held_out), which gives a number or several by name: more is "
+        "better, with =lower less", "MODULE:FUNCTION[=lower],...", WHAT,
     )  # fmt: skip
     dropout: float = option(
         0.0, number("a share from 0 to below 1", lambda value: 0 <= value < 1),

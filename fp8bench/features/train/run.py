@@ -27,6 +27,7 @@ from fp8bench.features.train.kind import (
     start_training,
     started_from,
     training_files,
+    with_file,
     with_scales,
 )
 from fp8bench.features.train.lab.lab import MODULE, Lab
@@ -83,7 +84,7 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
         if not begun.finished:
             return begun
         request = replace(request, settings=replace(request.settings, start=begun.training.id))
-    request = with_scales(started_from(request, store), store)
+    request = with_scales(with_file(started_from(request, store)), store)
     with _ready(request, store) as (worker, text):
         training = _of_today(request, worker, text, command)
         covered = _examined(training, worker)
@@ -208,9 +209,14 @@ def _examined(training: Training, worker: Worker) -> tuple[TrainingEvent, ...]:
 
 def _reference(training: Training, worker: Worker) -> ArmState:
     lead = tuple(arm for arm in training.arms if arm.role is ArmRole.REFERENCE)
-    lab = lab_of(worker, START_SECONDS)
-    if not (states := lab.begin(training.task(lead))):
-        lab.validate(lead[0].name)  # says why it could not be built
+    lab, settings = lab_of(worker, START_SECONDS), training.request.settings
+    try:
+        if not (states := lab.begin(training.task(lead))):
+            lab.validate(lead[0].name)  # says why it could not be built
+        if settings.metric:
+            lab_of(worker, FIRST_SECONDS).validate(lead[0].name, True)  # one that fails is said before a step
+    except WorkerFault as fault:
+        raise as_usage(fault) from None
     (state,) = states
     return state
 

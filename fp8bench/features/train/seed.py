@@ -263,7 +263,7 @@ class SeedRun:
     def _end(self, step: int) -> None:
         for arm in self._alive:
             looks = self._asked(arm, 0, "validate", arm.name, True)
-            self._keep_lines([look for look in looks if look.of != HELD_OUT], step)
+            self._keep_lines([look for look in looks if getattr(look, "of", "") != HELD_OUT], step)
         words = f"all arms have come to a loss of {self.training.request.until:g} on held-out text: the seed ends here"
         self._keep_lines((TrainingEvent("", self.seed, step, ARRIVED, words),), step)
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.request import merges_of
+from fp8bench.features.train.tasks import TASK_TEXT, text_of
 from fp8bench.features.train.values import TokenSpan, TrainingText
 from fp8bench.plan.bpe import BYTES, Merges, encoded, learnt_merges
 from fp8bench.plan.corpus import given_text, name_of, named_text, replace_tokens, write_tokens
@@ -56,7 +57,12 @@ def prepare_text(data: str | None, other_data: str | None, tokens: str, folder: 
     merges = merges_of(tokens)
     assert merges is not None  # a request's rules have said so
     files = None if data is None else _token_files(Path(data))
-    if files is None:
+    if data is not None and data.startswith(TASK_TEXT):
+        if merges:
+            raise UsageError(f"--data {data} has questions of so many bytes each: leave --tokens {tokens} out.")
+        text = _made(_Source(*text_of(data, sequence), whole=False), other_data, 0, folder, sequence)
+        text = replace(text, train=replace(text.train, every=sequence))
+    elif files is None:
         text = _made(_source(data), other_data, merges, folder, sequence)
     elif merges:
         raise UsageError(f"--data {data} has tokens already, which --tokens {tokens} cannot make: leave --tokens out.")

@@ -16,11 +16,15 @@ from fp8bench.model.run import Environment
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """A stretch of a file of 16-bit tokens, mapped into memory where it lies: from token `start` to before `stop`."""
+    """A stretch of a file of 16-bit tokens, mapped into memory where it lies: from token `start` to before `stop`.
+
+    Windows begin at every `every`-th of them.
+    """
 
     path: str
     start: int
     stop: int
+    every: int = 1
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.features.train.verdicts.curves import ArmReached, Learned, Why, arrivals
 from fp8bench.features.train.verdicts.histories import Replayed, best_of
+from fp8bench.features.train.verdicts.scores import score_parts
 from fp8bench.features.train.verdicts.summary import ArmSummary, energies_of, summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Capacity, Level
@@ -72,7 +73,7 @@ def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
         *parts_of(kept, found),
         Part("arms", "", (arms, *reached_table(found))),
     ]
-    parts += list(looks_of(kept))
+    parts += [*looks_of(kept), *score_parts(kept, found)]
     parts += [Part("bands", "", tuple(map(Text, bands_of(found))))]
     parts += list_of("notes", "notes", notes_of(kept, found))
     parts += list_of("events", "events", _events(kept))

@@ -208,3 +208,19 @@ def test_rates_that_nothing_calibrates_are_said_to_be(say: Say, topology: Path) 
 def test_nonsense(say: Say, topology: Path, words: tuple[str, ...], said: str) -> None:
     code, _, err = say(*(str(topology) if word == "FILE" else word for word in words))
     assert code == 2 and said in err
+
+
+def test_rlhf_says_what_each_model_takes_and_that_paces_are_of_one(say: Say, topology: Path) -> None:
+    """More memory, the same paces."""
+    given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--batch", "16", "--checkpointing", "full")
+    plain, four = (json.loads(say(*given, *more, "--json")[1])["ways"] for more in ((), ("--rlhf",)))
+    cuts = ("copies", "shards", "tensor", "pipeline", "context", "virtual", "micro_batches")
+    ways = {tuple(way[cut] for cut in cuts): way for way in plain}
+    alike = [(way, ways[key]) for way in four if (key := tuple(way[cut] for cut in cuts)) in ways]
+    assert len(alike) > 1  # where less fits another number of micro-batches is chosen
+    for way, alone in alike:
+        more = way["critic_bytes"] + way["frozen_bytes"]
+        assert way["memory_bytes"] == pytest.approx(alone["memory_bytes"] + more) and more > 0
+        assert way["tokens_per_second"] == alone["tokens_per_second"]
+    text = " ".join(say(*given, "--rlhf")[1].split())
+    assert "reference and reward" in text and "no rollouts" in text

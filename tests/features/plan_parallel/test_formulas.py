@@ -191,3 +191,20 @@ def test_its_copies_and_what_it_sends_by_hand() -> None:
     assert sent == pytest.approx((2 * 1 + 1) * (SMALL.weights - 64) * 3 / 4 / LINKS.inside)
     copied = pace_of(SMALL, ParallelLayout(copies=4), load, LINKS).copies
     assert copied == pytest.approx(2 * 1 * (SMALL.weights - 64) * 3 / 4 / LINKS.inside)
+
+
+def test_rlhf_keeps_four_models_of_which_two_are_trained() -> None:
+    """By hand for one GPU: 16 bytes and a copy of two each, twice, and two copies that stay; sharded they are shared
+    out, and what is gathered is gathered for one model at a time."""
+    load = replace(LOAD, rlhf=True)
+    layout = ParallelLayout()
+    plain, found = memory_of(SMALL, layout, LOAD), memory_of(SMALL, layout, load)
+    weights = plain.states / 16
+    assert found.critic == (16 + 2) * weights and found.frozen == 2 * 2 * weights
+    assert found.total == plain.total + found.critic + found.frozen
+    assert (plain.critic, plain.frozen) == (0, 0)
+    cut = memory_of(SMALL, ParallelLayout(shards=4), load)
+    assert cut.critic == 16 * weights / 4 and cut.frozen == 2 * 2 * weights / 4
+    narrow = memory_of(SMALL, layout, replace(load, precision="fp8", states="fp8-lm"))
+    assert (narrow.states + narrow.critic) / (found.states + found.critic) == (6 + 7) / (16 + 18)
+    assert narrow.states / found.states == 1 - 0.625 and narrow.frozen / found.frozen == 0.5

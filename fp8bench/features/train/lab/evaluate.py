@@ -35,7 +35,7 @@ class TokenWindows:
 
     def __init__(self, text: TokenSpan, length: int, device: str, vocabulary: int) -> None:
         self._tokens = np.memmap(text.path, dtype=np.uint16, mode="r")[text.start : text.stop]
-        self._places = len(self._tokens) - length
+        self._places, self._every = len(self._tokens) - length, text.every
         self._length, self._device, self._vocabulary = length, device, vocabulary
         if self._places < 1:
             raise ValueError(f"{text.path} has {len(self._tokens)} tokens here; a window of {length} needs one more")
@@ -56,7 +56,7 @@ class TokenWindows:
         blocks, rest = divmod(micro_batch * batch, _WORDS)
         generator = np.random.Philox(key=seed, counter=(step << _DRAWS_BITS) + blocks)
         words = generator.random_raw(rest + batch)[rest:]
-        return words % np.uint64(self._places)
+        return words % np.uint64(-(-self._places // self._every)) * np.uint64(self._every)
 
     def in_order(self, batch: int, most: int) -> list[Batch]:
         """At most so many windows that do not overlap, from all parts of the text alike, as batches."""
@@ -133,7 +133,7 @@ class Evaluation:
         self._config, self._layers, self._facts = config, layers, facts
         lengths = [] if text.tokens == "given" else [len(one) for one in token_bytes(text.merges)]
         self._lengths = torch.tensor(lengths, device=facts.key) if lengths else None
-        self._held_out = self._windows(text.held_out)
+        self.held_out = self._windows(text.held_out)
         self._other = None if text.other is None else self._windows(text.other)
 
     def _windows(self, span: TokenSpan) -> list[Batch]:
@@ -143,7 +143,7 @@ class Evaluation:
         return windows.in_order(batch, max(_LEAST_WINDOWS, _TOKENS // length))
 
     def look(self, model: LanguageModel, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
-        held_out = self._sums(model, self._held_out)
+        held_out = self._sums(model, self.held_out)
         yield held_out.told(*who, "held-out")
         if not last:
             return
@@ -158,7 +158,7 @@ class Evaluation:
             arithmetic = precisions.get(mode).arithmetic(self._facts)
             names = [layer.name for layer in self._layers if not layer.high]
             with multiplied_by(model, {name: self._scaled(name, arithmetic.layer(name)) for name in names}):
-                yield self._sums(model, self._held_out).told(*who, f"quantised:{mode}")
+                yield self._sums(model, self.held_out).told(*who, f"quantised:{mode}")
 
     def _sums(self, model: LanguageModel, batches: Sequence[Batch]) -> _Sums:
         losses = torch.zeros(self._config.sequence, dtype=torch.float64, device=self._facts.key)

@@ -13,8 +13,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fp8bench.errors import UsageError
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import Arm, ArmCost, ArmState, SeedTask, StreamLine, Validation
+from fp8bench.features.train.values import Arm, ArmCost, ArmState, SeedTask, StreamLine
 from fp8bench.model.raw import StateCheck
 from fp8bench.model.step import Coverage
 from fp8bench.protocols import Device, Phases, Precision, SilentPhases
@@ -124,7 +125,7 @@ class Lab(Bench):
         stopped = self._trainer(key).stopped
         return StateCheck("it has stopped: its numbers are not finite" if stopped else "")
 
-    def validate(self, arm: str, last: bool = False) -> tuple[Validation, ...]:
+    def validate(self, arm: str, last: bool = False) -> tuple[StreamLine, ...]:
         trainer = self._trainer(arm)
         with self._running(trainer.precision):
             return trainer.validate(last)
@@ -197,6 +198,8 @@ class Lab(Bench):
     def _trainer(self, arm: str) -> Trainer:
         if arm in self._unbuilt:
             fault = self._unbuilt[arm]
+            if fault.kind == UsageError.__name__:
+                raise UsageError(fault.text)
             raise NotBuilt(f"{fault.kind}: {fault.text}")
         return self._trainers[arm]
 

@@ -103,6 +103,8 @@ def check(settings: TrainerSettings) -> None:
           "keeps means of rows and columns: choose fp32, or another optimizer.")),
         (settings.norm != "batch" and settings.arch != "cnn",
          f"--norm {settings.norm} is for --arch cnn: {settings.arch} has no batch norm. Leave it out."),
+        (settings.lora > 0 and (settings.arch != "gpt" or compiled or settings.parallel in ("tp", "fsdp")),
+         "--lora is for --arch gpt, by whole weights and op by op: no --compile yes, and no --parallel tp or fsdp."),
         (compiled and settings.arch == "moe",
          ("--compile yes cannot be had of --arch moe: how many tokens an expert has is known in the step alone. "
           "Choose --compile no.")),

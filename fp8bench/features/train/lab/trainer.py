@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.train.lab import models
-from fp8bench.features.train.lab.checkpoint import begin_with, moved_by_an_ulp
+from fp8bench.features.train.lab.checkpoint import moved_by_an_ulp
 from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, windows_by_step
+from fp8bench.features.train.lab.fine_tuning import begin_as_asked, frozen_in
 from fp8bench.features.train.lab.optimizer import Optimizer, clippings_of, joint, own_seed, seed_of
 from fp8bench.features.train.lab.rates import Plateau, group_of, loss_scale_of, share_of_rate
+from fp8bench.features.train.lab.scores import Scores
 from fp8bench.features.train.lab.together import digest_of, together_of
 from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, whole_words
 from fp8bench.features.train.values import (
@@ -29,7 +31,6 @@ from fp8bench.features.train.values import (
     StepRow,
     StreamLine,
     TrainingEvent,
-    Validation,
 )
 from fp8bench.model import DeviceFacts, MemoryRole, StaticScales
 from fp8bench.nn.around import take_around
@@ -94,6 +95,7 @@ class Trainer:
         own = self._config.sequence, task.facts.key, self._config.vocabulary
         text, self._read_in = windows_by_step(task.text, settings.shift, task.steps, *own)
         self._evaluation = Evaluation(text, self._config, self._layers, task.facts, self.together.scaled)
+        self._scores = Scores(task, settings, self._evaluation.held_out, self._config)
         return model
 
     def _updating(self) -> Any:
@@ -126,8 +128,7 @@ class Trainer:
         take_around(model, {name: precisions.get(keys[key]).arithmetic(facts) for name, key in around.items() if key})
         if self._settings.attention != "auto":
             self._round_attention(model, facts)
-        if self._settings.start:
-            begin_with(model, self._settings.start)
+        begin_as_asked(model, self._settings)
         if self._settings.nudge == "ulp":
             moved_by_an_ulp(model, seed_of("nudge", self._seed))
         self._count = sum(parameter.numel() for parameter in model.parameters())
@@ -169,15 +170,15 @@ class Trainer:
     def _kept(self) -> dict[str, list[Tensor]]:
         """All that lies in memory between two steps; what casts remember is there once they have cast."""
         remembered = [one for own in self._arithmetics.values() for one in own.memory().values()]
-        others = {"casts": remembered, "statistics": list(self._model.buffers())}
+        others = {"casts": remembered, "statistics": [*self._model.buffers()], "frozen": frozen_in(self._model)}
         own: dict[str, list[Tensor]] = self._optimizer.kept()
         return own | {name: some for name, some in others.items() if some}
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         kept = self._optimizer.kept()
         moments = [some for name, some in kept.items() if name not in ("weights", "gradients")]
-        weights, gradients = kept["weights"], kept["gradients"]
-        return {MemoryRole.WEIGHTS: weights, MemoryRole.GRADIENTS: gradients, MemoryRole.OPTIMIZER: moments}
+        weights = [*kept["weights"], *frozen_in(self._model)]
+        return {MemoryRole.WEIGHTS: weights, MemoryRole.GRADIENTS: kept["gradients"], MemoryRole.OPTIMIZER: moments}
 
     def advance(self, phase: Phases = _SILENT, watched: bool = True) -> Iterator[StreamLine]:
         """One step; nothing where the arm has stopped or is done. Not `watched`: whichever step it is."""
@@ -356,7 +357,7 @@ class Trainer:
         for name, buffer in self._model.named_buffers():
             buffer.copy_(remembered.statistics[name])
 
-    def validate(self, last: bool = False) -> tuple[Validation, ...]:
+    def validate(self, last: bool = False) -> tuple[StreamLine, ...]:
         """The losses on text that was not trained on; the `last` time in every way that is looked at.
 
         What casts remember is put back: looking changes no step to come.
@@ -365,12 +366,14 @@ class Trainer:
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
+            last = last or self.step == self._task.steps
             with self._present(_SILENT), torch.no_grad(), self._weights.cast(_SILENT):
-                looks = tuple(self._evaluation.look(self._model, who, last=last or self.step == self._task.steps))
+                looks = tuple(self._evaluation.look(self._model, who, last=last))
+                scores = tuple(self._scores.of(self._model)) if last else ()
             for look in looks:
                 if look.of == "held-out":
                     self._plateau.seen(self.step, look.loss)
-            return looks
+            return *looks, *(StepFigure(*who, name, value) for name, value in scores)
         finally:
             for module, mode in modes:
                 module.training = mode

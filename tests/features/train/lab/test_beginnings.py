@@ -14,7 +14,7 @@ from fp8bench.features.train import run as job
 from fp8bench.features.train.kind import newest_checkpoint, started_from, training_files
 from fp8bench.features.train.lab import checkpoint
 from fp8bench.features.train.lab.evaluate import windows_by_step
-from fp8bench.features.train.lab.lab import Lab, NotBuilt
+from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import TokenSpan, Validation
 from fp8bench.measure.handle import LocalWorker
@@ -66,7 +66,7 @@ def test_arms_begin_with_the_weights_of_a_checkpoint(corpus: Corpus, tmp_path: P
     first = rows(begun.advance("bf16", 1))[0]
     assert first.loss < rows(lab_of(task_of(corpus, "bf16", seed=3)).advance("bf16", 1))[0].loss
     wide = lab_of(task_of(corpus, "bf16", model="nano", start=f"{tmp_path / 'kept'}::fp8"))
-    with pytest.raises(NotBuilt, match="weights of another model"):
+    with pytest.raises(UsageError, match="weights of another model"):
         wide.advance("bf16", 1)
 
 

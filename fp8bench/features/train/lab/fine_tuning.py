@@ -1,0 +1,116 @@
+"""Weights that a training begins with, from a state dict in a file, and low-rank adapters beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8bench.errors import UsageError
+from fp8bench.features.train.lab.checkpoint import begin_with
+from fp8bench.features.train.request import TrainerSettings
+from fp8bench.nn.linear import Linear
+from fp8bench.report.words.naming import listed
+
+# Names that trainers put a state dict under, and what wrappers put in front of its names.
+_WITHIN, _PREFIXES = ("state_dict", "model_state_dict", "model"), ("module.", "_orig_mod.")
+_SHOWN = 3
+# What an adapter adds is multiplied by this, whatever its rank: alpha is twice the rank.
+LORA_SCALE = 2.0
+
+
+def begin_as_asked(model: nn.Module, settings: TrainerSettings) -> None:
+    """With the weights that settings name, and adapters if these are to be trained in their place."""
+    if settings.start:
+        begin_with(model, settings.start)
+    if settings.weights_from:
+        take_file(model, settings.weights_from)
+    if settings.lora:
+        take_adapters(model, settings.lora)
+
+
+def frozen_in(model: nn.Module) -> list[Tensor]:
+    """Weights that stay."""
+    return [one.detach() for one in model.parameters() if not one.requires_grad]
+
+
+def take_file(model: nn.Module, start: str) -> None:
+    """Give a model the state dict of a file, 'FILE::DIGEST'. Raises UsageError where it is another model's."""
+    name, _, digest = start.rpartition("::")
+    path = Path(name)
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            raise UsageError(f"--from {path} is another file than the training began with. Put that one back.")
+    kept = _loaded(path)
+    own = model.state_dict(keep_vars=True)
+    missing = [one for one, _ in model.named_parameters() if one not in kept]
+    others = [one for one in kept if one not in own]
+    if missing or others:
+        told = [f"has no {listed(missing, _SHOWN)}"] if missing else []
+        told += [f"has {listed(others, _SHOWN)}, which the model has not"] if others else []
+        raise UsageError(f"--from {path} is of another model: it {', and '.join(told)}. Choose its --model and --arch.")
+    for one, tensor in kept.items():
+        if tensor.shape != own[one].shape:
+            shapes = (list(some.shape) for some in (tensor, own[one]))
+            raise UsageError("--from {}: {} is {}, and the model's is {}.".format(path, one, *shapes))
+        if tensor.is_floating_point() and not tensor.float().isfinite().all():
+            raise UsageError(f"--from {path}: {one} has numbers that are not finite. Give weights of a sound training.")
+    with torch.no_grad():
+        for one, tensor in kept.items():
+            own[one].copy_(tensor)
+
+
+def _loaded(path: Path) -> dict[str, Tensor]:
+    """Tensors alone, by their names in the model: nothing in a file is run."""
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            found: Any = load_file(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except ImportError:
+        raise UsageError(f"--from {path} takes the package safetensors, which is not installed.") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, KeyError):
+        raise UsageError(
+            f"--from {path} is no state dict: torch.load reads no tensors alone in it. Give what torch.save made of "
+            "model.state_dict(), or a .safetensors."
+        ) from None
+    for name in _WITHIN:
+        if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
+            found = found[name]
+    if not isinstance(found, Mapping) or not found or not all(isinstance(one, Tensor) for one in found.values()):
+        raise UsageError(f"--from {path} is no state dict: expected tensors by name. Save model.state_dict().")
+    for prefix in _PREFIXES:
+        if all(name.startswith(prefix) for name in found):
+            found = {name.removeprefix(prefix): one for name, one in found.items()}
+    return dict(found)
+
+
+def take_adapters(model: nn.Module, rank: int) -> None:
+    """Freeze a model, and put an adapter beside each linear layer of its blocks: B A x is added to W x.
+
+    As usual A is drawn and B begins at zero, so that the first step is the model's own, and neither is rounded: both
+    products are in the carrier, whatever W is multiplied in.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear) and name.startswith("blocks."):
+            outputs, inputs = layer.weight.shape
+            layer.lora_a = nn.Parameter(torch.randn(rank, inputs, device=layer.weight.device) / math.sqrt(inputs))
+            layer.lora_b = nn.Parameter(torch.zeros(outputs, rank, device=layer.weight.device))
+            layer.register_forward_hook(_adapted)
+
+
+def _adapted(layer: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
+    x, carrier = given[0], output.dtype
+    down = x.to(carrier) @ layer.lora_a.to(carrier).T
+    added: Tensor = (down @ layer.lora_b.to(carrier).T) * LORA_SCALE
+    return output + added

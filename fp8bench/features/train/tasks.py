@@ -1,0 +1,168 @@
+"""Tasks that a trained model is scored on, made here, without a download.
+
+Every answer is a choice among a few: a model that has learnt nothing is right as often as chance is.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fp8bench.errors import UnknownName, UsageError
+from fp8bench.features.train.request import TASKS, TrainingRequest
+
+# What a text of tasks is asked for by: `--data task:copy,retrieval`.
+TASK_TEXT = "task:"
+# Figures of a training that are such scores, and those of a metric of somebody's own.
+TASK, METRIC = "task:", "metric:"
+LETTERS, DIGITS = b"abcdefghijklmnopqrstuvwxyz", b"0123456789"
+# Questions of a task, or of one length of it; windows with fewer places ask nothing.
+ITEMS, LEAST_SEQUENCE = 128, 16
+_CANDIDATES = 4
+# A hidden word stands behind so many bytes at most.
+_PASSAGE = 48
+CHANCES: Mapping[str, float] = {
+    "cloze": 1 / _CANDIDATES, "copy": 1 / len(LETTERS), "retrieval": 1 / len(DIGITS),
+}  # fmt: skip
+_WORDS = re.compile(rb"[A-Za-z]{4,12}")
+# A text of tasks to train on, in bytes, and its least number of documents.
+_TEXT_BYTES, _LEAST_DOCUMENTS = 1 << 20, 256
+
+
+@dataclass(frozen=True)
+class TaskItem:
+    """A question: `texts` of which the likeliest one is the answer; or one text whose bytes at `places` are answers,
+    each among `choices`. `right` is the place of the true text, or of each true byte among the choices."""
+
+    texts: tuple[bytes, ...]
+    right: tuple[int, ...]
+    places: tuple[int, ...] = ()
+    choices: bytes = b""
+
+
+def _copied(drawn: random.Random, length: int) -> bytes:
+    """'qwrtz=qwrtz': letters at random, and once more."""
+    letters = bytes(drawn.choices(LETTERS, k=(length - 1) // 2))
+    return letters + b"=" + letters
+
+
+def _retrieved(drawn: random.Random, length: int) -> bytes:
+    """'qwr7tzuiop?7': a digit somewhere among letters, which the question mark asks for."""
+    letters = bytearray(drawn.choices(LETTERS, k=length - 2))
+    digit = drawn.choice(DIGITS)
+    letters[drawn.randrange(len(letters))] = digit
+    return bytes((*letters, ord("?"), digit))
+
+
+def lengths_of(sequence: int) -> tuple[int, ...]:
+    """Of the contexts that something is retrieved from: an eighth of a window to all of it."""
+    return tuple(dict.fromkeys(max(8, sequence // part) for part in (8, 4, 2, 1)))
+
+
+def _told_again(drawn: random.Random, length: int) -> bytes:
+    """A text of one digit, which is asked for at several places behind it."""
+    letters, digit = bytearray(drawn.choices(LETTERS, k=length)), drawn.choice(DIGITS)
+    place = drawn.randrange(length // 2)
+    letters[place] = digit
+    while (place := place + 1 + drawn.randrange(1, 8)) + 1 < length:
+        letters[place : place + 2] = ord("?"), digit
+    return bytes(letters)
+
+
+def documents_of(tasks: Sequence[str], sequence: int, seed: str, count: int) -> bytes:
+    """A text to learn tasks from: documents as long as a window, in turns. Of those that something is retrieved from
+    every other one asks once, and at any distance, as questions do."""
+    drawn, made = random.Random(f"{seed}/{sequence}"), []
+    for number in range(count):
+        turn, task = divmod(number, len(tasks))
+        if tasks[task] == "copy":
+            document = _copied(drawn, sequence)
+        elif turn % 2:
+            document = _retrieved(drawn, drawn.choice(lengths_of(sequence)))
+        else:
+            document = _told_again(drawn, sequence)
+        made.append(document.ljust(sequence, b"\n"))
+    return b"".join(made)
+
+
+def text_of(word: str, sequence: int) -> tuple[str, bytes, bytes]:
+    """The name of a text of tasks, what is trained on, and what is held out. Raises UsageError."""
+    tasks = tuple(word.removeprefix(TASK_TEXT).split(","))
+    for task in tasks:
+        if task not in ("copy", "retrieval"):
+            raise UnknownName("task of --data", task, ("copy", "retrieval"), "copy and retrieval have texts")
+    _check_sequence(f"--data {word}", sequence)
+    count = max(_LEAST_DOCUMENTS, _TEXT_BYTES // sequence)
+    parts = [documents_of(tasks, sequence, part, size) for part, size in (("train", count), ("held-out", count // 9))]
+    return "+".join(tasks), parts[0], parts[1]
+
+
+def _check_sequence(option: str, sequence: int) -> None:
+    if sequence < LEAST_SEQUENCE:
+        raise UsageError(
+            f"{option} asks questions of {LEAST_SEQUENCE} tokens or more, and a sequence has {sequence}. Give a "
+            f"--sequence of at least {LEAST_SEQUENCE}."
+        )
+
+
+def check_metrics(request: TrainingRequest) -> None:
+    """Raise UsageError for what names no function; what it comes to is seen by a worker, before the first step."""
+    from fp8bench.jobs.profile import function_named
+
+    for metric in request.settings.metric:
+        function_named(metric.removesuffix("=lower"))
+
+
+def check_tasks(request: TrainingRequest, sequence: int) -> None:
+    """Raise UsageError for tasks that cannot be made."""
+    settings = request.settings
+    for task in settings.tasks:
+        if task not in TASKS:
+            raise UnknownName("task", task, TASKS)
+    if settings.tasks:
+        _check_sequence("--tasks", sequence)
+
+
+def items_of(task: str, sequence: int, held_out: bytes) -> Iterator[tuple[str, list[TaskItem]]]:
+    """The questions of a task by the names of their figures, the same ones for every arm and seed."""
+    drawn = random.Random(f"items/{task}/{sequence}")
+    if task == "retrieval":
+        for length in lengths_of(sequence):
+            texts = [_retrieved(drawn, length) for _ in range(ITEMS)]
+            yield f"retrieval@{length}", [_asked(text, (length - 1,), DIGITS) for text in texts]
+    elif task == "copy":
+        half = (sequence - 1) // 2
+        texts = [_copied(drawn, sequence) for _ in range(ITEMS)]
+        yield "copy", [_asked(text, tuple(range(half + 1, 2 * half + 1)), LETTERS) for text in texts]
+    else:
+        yield "cloze", list(_clozes(drawn, sequence, held_out))
+
+
+def _asked(text: bytes, places: tuple[int, ...], choices: bytes) -> TaskItem:
+    return TaskItem((text,), tuple(choices.index(text[place]) for place in places), places, choices)
+
+
+def _clozes(drawn: random.Random, sequence: int, text: bytes) -> Iterator[TaskItem]:
+    """The last word of a passage among others of the text that are as long. Raises UsageError for a text without."""
+    length = min(sequence, _PASSAGE)
+    places = [match for match in _WORDS.finditer(text) if match.end() > length]
+    alike = defaultdict(list)
+    for match in places:
+        alike[len(match[0])].append(match[0])
+    known = {length for length, words in alike.items() if len(set(words)) >= _CANDIDATES}
+    asked = [match for match in places if len(match[0]) in known]
+    if len(asked) < ITEMS:
+        raise UsageError(
+            f"--tasks cloze hides words of the held-out text, and it has {len(asked)} of the {ITEMS} that it takes. "
+            "Give a longer text, or leave cloze out."
+        )
+    for match in drawn.sample(asked, ITEMS):
+        words, true = {match[0]}, match[0]
+        while len(words) < _CANDIDATES:
+            words.add(drawn.choice(alike[len(true)]))
+        candidates = drawn.sample(sorted(words), _CANDIDATES)
+        before = text[match.end() - length : match.start()]
+        yield TaskItem(tuple(before + word for word in candidates), (candidates.index(true),))
