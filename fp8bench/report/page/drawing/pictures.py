@@ -30,8 +30,15 @@ from fp8bench.report.page.drawing.sheet import Line, Sheet, Steps, along_lines, 
 _PIXELS, _POINTS, _DOTS = 96.0, 72.0, 192.0
 _EDGE, _TITLE, _SMALL, _LINE = 20.0, 17.0, 12.0, 17.0
 # Texts stay texts and fonts are embedded as journals want them; the same charts give the same bytes.
-_SETTINGS = {"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "fp8bench", "path.simplify": False}
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "fp8bench",
+    "path.simplify": False,
+}
 _CODES = {"M": [Path.MOVETO], "L": [Path.LINETO], "C": [Path.CURVE4] * 3, "z": [Path.CLOSEPOLY]}
+# How each format calls a description, and what would differ from time to time.
+_DESCRIBED_BY = {"png": "Description", "svg": "Description", "pdf": "Subject"}
 _NO_DATES: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 _BOLD_FROM = 550
 
@@ -51,10 +58,6 @@ def picture(chart: AnyChart, page_title: str, form: str) -> bytes:
         metadata = {key: _plain(text) for key, text in titles.items()} | _NO_DATES[form]
         figure.savefig(file, format=form, dpi=_DOTS, metadata=metadata)
     return file.getvalue()
-
-
-_DESCRIBED_BY = {"png": "Description", "svg": "Description", "pdf": "Subject"}
-FORMATS = tuple(_DESCRIBED_BY)
 
 
 class _PictureSheet(Sheet):
@@ -104,8 +107,8 @@ class _PictureSheet(Sheet):
         below = [(0.0, height + 12 + _LINE * (n + 0.7), line, quiet | {"fontsize": _SMALL})
                  for n, line in enumerate(words)]  # fmt: skip
         for x, y, text, options in (*self._texts, *above, *below):
-            options = options | {"fontsize": options["fontsize"] * _POINTS / _PIXELS, "rotation_mode": "anchor"}
-            figure.text(x, y, _plain(text), transform=place, zorder=3, va="baseline", parse_math=False, **options)
+            written = figure.text(x, y, _plain(text), transform=place, zorder=3, va="baseline", **options)
+            written.set(parse_math=False, rotation_mode="anchor", fontsize=options["fontsize"] * _POINTS / _PIXELS)
         return figure
 
 
@@ -119,13 +122,15 @@ def _patch(steps: Steps, look: Style) -> PathPatch | None:
     codes: list[Any] = []
     for command, numbers in steps:
         pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
+        if command == "L" and pairs == points[-1:]:  # a dot by its round ends, which matplotlib would leave out
+            pairs = [(numbers[0] + 0.01, numbers[1])]
         points += pairs or [points[0]]
         codes += _CODES[command]
     width = float(look.get("stroke-width", "1").removesuffix("px")) * _POINTS / _PIXELS
     cap = {"square": "projecting"}.get(look.get("stroke-linecap", "butt"), look.get("stroke-linecap", "butt"))
     return PathPatch(
         Path(points, codes), facecolor=face, edgecolor=edge, linewidth=width if edge[1] else 0.0,
-        capstyle=cap, joinstyle="round",
+        capstyle=cap, joinstyle="round", snap=False if cap == "round" else None,
     )  # fmt: skip
 
 
