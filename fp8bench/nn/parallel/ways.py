@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.sizes import GPTConfig
@@ -217,6 +217,24 @@ def _unpaired(asked: ParallelCase) -> str:
     return _uncut(asked, 2)
 
 
+class ScaleTraffic(NamedTuple):
+    """What ranks exchange in a step so that they cast by one scale: messages that are waited for, bytes of a rank."""
+
+    messages: int
+    bytes: float
+
+
+def scale_traffic(way: str, config: GPTConfig, ranks: int, pieces: int = 0) -> ScaleTraffic:
+    """By formula, of scales of whole tensors. With `tp` and `sp` under amax=group each cast of a tensor that is cut asks
+    first: two operands of four products in a block. With `zero` in FP8 there are two messages, however large the model:
+    the largest magnitudes of all gradients, and a scale for each weight; an owner has at most so many `pieces`."""
+    share = (ranks - 1) / ranks
+    if way == "zero":
+        return ScaleTraffic(2, 4 * pieces * (2 * ranks * share + ranks - 1))
+    casts = 2 * len(cuts(config)) * config.layers
+    return ScaleTraffic(casts, 4 * casts * 2 * share)
+
+
 WAYS = {
     way.name: way
     for way in (
@@ -243,6 +261,6 @@ WAYS = {
         Way("tp_fsdp", "pairs of ranks share tensors as tp does, and FSDP2 shards what a pair has over all pairs",
             _unpaired, _made_by("fsdp:TensorFSDP"), _AMAX, least_ranks=4),
         Way("zero", "ZeRO-1: each weight has one owner, which gets its gradient, updates it and sends it to all",
-            _unowned, _made_by("data_parallel:ZeroModel"), {"wire": ("fp32", "fp8")}),
+            _unowned, _made_by("data_parallel:ZeroModel"), {"wire": ("fp32", "bf16", "fp8")}),
     )
 }  # fmt: skip
