@@ -224,15 +224,11 @@ class ScaleTraffic(NamedTuple):
     bytes: float
 
 
-def scale_traffic(way: str, config: GPTConfig, ranks: int, pieces: int = 0) -> ScaleTraffic:
-    """By formula, of scales of whole tensors. With `tp` and `sp` under amax=group each cast of a tensor that is cut asks
-    first: two operands of four products in a block. With `zero` in FP8 there are two messages, however large the model:
-    the largest magnitudes of all gradients, and a scale for each weight; an owner has at most so many `pieces`."""
-    share = (ranks - 1) / ranks
-    if way == "zero":
-        return ScaleTraffic(2, 4 * pieces * (2 * ranks * share + ranks - 1))
-    casts = 2 * len(cuts(config)) * config.layers
-    return ScaleTraffic(casts, 4 * casts * 2 * share)
+def scale_traffic_of_cuts(blocks: int, ranks: int) -> ScaleTraffic:
+    """By formula, of `tp` and `sp` under amax=group with a scale for each whole tensor: each cast of one that is cut
+    asks first, of two operands of four products in a block."""
+    casts = 2 * 4 * blocks
+    return ScaleTraffic(casts, 4 * casts * 2 * (ranks - 1) / ranks)
 
 
 WAYS = {

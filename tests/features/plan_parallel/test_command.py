@@ -209,3 +209,16 @@ def test_rates_that_nothing_calibrates_are_said_to_be(say: Say, topology: Path) 
 def test_nonsense(say: Say, topology: Path, words: tuple[str, ...], said: str) -> None:
     code, _, err = say(*(str(topology) if word == "FILE" else word for word in words))
     assert code == 2 and said in err
+
+
+def test_asking_for_scales_is_counted_where_tensors_are_cut(say: Say, topology: Path) -> None:
+    """Eight messages a block and micro-batch: none in bf16, none by rows, none without TP."""
+    words = ["llama3-70b", "--gpus", "64", "--topology", str(topology), "--dtype", "fp8"]
+    ways = json.loads(say(*words, "--json")[1])["ways"]
+    for way in ways:
+        blocks = -(-80 // way["pipeline"]) * way["micro_batches"]
+        assert way["scale_messages"] == (8 * blocks if way["tensor"] > 1 else 0)
+        assert way["scale_bytes"] == way["scale_messages"] * 8 * (way["tensor"] - 1) / way["tensor"]
+    assert ways[0]["tensor"] > 1 and f"for {ways[0]['scale_messages']} messages of 4 bytes" in say(*words)[1]
+    for others in (["--recipe", "rowwise"], ["--dtype", "bf16"]):
+        assert not any(way["scale_messages"] for way in json.loads(say(*words, *others, "--json")[1])["ways"])
