@@ -15,7 +15,7 @@ from fp8bench.store.runs.run_file import load_run
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE = ROOT / "reports" / "sample"
 # What the bytes depend on beside fp8bench itself.
-RENDERING = ("jinja2", "markupsafe", "matplotlib", "numpy")
+RENDERING = ("jinja2", "markupsafe", "numpy")
 
 
 def other_versions() -> list[str]:

@@ -21,6 +21,7 @@ from fp8bench.model import Figure, Level, Run, Trend, trend_name
 from fp8bench.report.data.plain import Rows, csv_text
 from fp8bench.report.data.run import run_rows
 from fp8bench.report.elements import Page
+from fp8bench.report.page.html import charts_of
 from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.index import CARD_BYTES, MOST_REPORTS, Listed, began, index_page, read_card
 from fp8bench.report.page.markdown import render as as_markdown
@@ -41,12 +42,17 @@ _MOST_RUNS = 64
 
 @dataclass(frozen=True)
 class Pages:
-    """Where else a report is wanted; with `wide` its table has one row a case; with `browser` its page is shown."""
+    """Where else a report is wanted; with `wide` its table has one row a case; with `browser` its page is shown.
+
+    `plots` is a folder for its charts as pictures, in these formats each.
+    """
 
     html: Path | None = None
     markdown: Path | None = None
     wide: bool = False
     browser: bool = False
+    plots: Path | None = None
+    plots_formats: tuple[str, ...] = ("png",)
 
 
 def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
@@ -120,7 +126,21 @@ def _written(page: Page, rows: Rows, folder: Path, pages: Pages) -> Path:
     if pages.markdown is not None:
         _write(pages.markdown, as_markdown(page))
     _write(folder.parent / INDEX, as_html(_index_of(folder.parent)))
+    if pages.plots is not None:
+        _write_plots(page, pages.plots, pages.plots_formats)
     return folder / PAGE
+
+
+def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
+    """Each chart under its id on the page."""
+    from fp8bench.report.page.drawing.pictures import picture
+
+    charts = charts_of(page)
+    if not charts:
+        raise UsageError(f"the report is written, and has no charts for --plots {folder}. Leave --plots out.")
+    for name, chart in charts.items():
+        for form in formats:
+            _write(folder / f"{name}.{form}", picture(chart, page.title, form))
 
 
 def _index_of(reports: Path) -> Page:
@@ -172,7 +192,7 @@ def _within(path: str, store: Path) -> str:
         return Path(path).name
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str | bytes) -> None:
     """In one step: a browser may be reading the one before."""
     with keeping(f"the report {path}"):
         write_whole(path, text)

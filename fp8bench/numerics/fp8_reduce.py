@@ -8,6 +8,7 @@ mean: honest bytes. `fp8_ring`: a sum travels round and is rounded to the format
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -130,6 +131,40 @@ def transported(part: Tensor) -> Program[Reduced]:
     scales = yield AllGather(own)
     values = [E4M3().decode(code) / scale for code, scale in zip(codes, scales, strict=True)]
     return Reduced(torch.cat(values), torch.cat(codes))
+
+
+class Pieces(NamedTuple):
+    """Whole tensors behind each other in a vector, each with a scale of its own; `most` are as many as a rank has."""
+
+    lengths: Sequence[int]
+    most: int
+
+    def amax(self, values: Tensor) -> Tensor:
+        found = torch.stack([piece.abs().amax() for piece in torch.split(values, list(self.lengths))])
+        return torch.nn.functional.pad(found, (0, self.most - len(self.lengths)))
+
+    def spread(self, scales: Tensor) -> Tensor:
+        """Each for every number of its tensor."""
+        lengths = torch.tensor(self.lengths, device=scales.device)
+        return scales[: len(self.lengths)].repeat_interleave(lengths, output_size=sum(self.lengths))
+
+
+def tensors_transported(part: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
+    """Everybody's tensors, one after the other, as codes with a scale for each; `pieces` are all ranks'."""
+    own = largest_scale(pieces[rank].amax(part))
+    codes = yield AllGather(E4M3().encode(part * pieces[rank].spread(own)))
+    scales = yield AllGather(own)
+    by_rank = zip(codes, scales, pieces, strict=True)
+    return torch.cat([E4M3().decode(code) / some.spread(scale) for code, scale, some in by_rank])
+
+
+def mean_of_tensors(rows: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
+    """Of (ranks, numbers) the mean of this rank's row, as codes that all ranks cast alike, with a scale a tensor."""
+    amax = torch.stack([some.amax(row) for some, row in zip(pieces, rows, strict=True)])
+    scales = largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf))))
+    spread = torch.stack([some.spread(scale) for some, scale in zip(pieces, scales, strict=True)])
+    arrived = yield AllToAll(E4M3().encode(rows * spread))
+    return _added([E4M3().decode(row) for row in arrived]) / (spread[rank] * len(pieces))
 
 
 def exchanged(values: Tensor, size: int) -> Program[Reduced]:

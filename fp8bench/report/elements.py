@@ -259,6 +259,9 @@ class Strips(Chart):
     rows: tuple[tuple[str, tuple[float, ...], Tone], ...]
 
 
+# What a chart can be as a file of its own.
+PICTURE_FORMATS = ("png", "svg", "pdf")
+
 AnyChart = Bars | Scatter | Stacks | Heat | Lines | Sparks | Strips | Waterfall
 Element = Text | Items | Facts | Code | Table | Verdicts | AnyChart
 

@@ -16,6 +16,7 @@ from fp8bench.analysis.shares import parts_of
 from fp8bench.model import Case, Finding, Record, Run, Timing, Verdict
 from fp8bench.model.specs import STEP
 from fp8bench.report.case_status import inverse
+from fp8bench.report.data.boards import check_package
 from fp8bench.report.data.plain import Rows, csv_text, frame
 from fp8bench.report.data.run import run_rows
 from fp8bench.report.elements import Code, Element, Facts, Field, Items, Page, Table, Text, Verdicts
@@ -209,6 +210,7 @@ def _grid(titles: Sequence[str], rows: Iterable[Sequence[Field]]) -> str:
 
 
 def speed_chart(run: Run, findings: Findings) -> Figure:
+    check_package("matplotlib", "'fp8bench[plots]'", ".pyplot", wanted_by="plot()")
     import matplotlib.pyplot as plt
 
     held = ((name, found.ratio) for name, found in findings.items() if found.verdict in _HELD)

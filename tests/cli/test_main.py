@@ -72,7 +72,7 @@ OPTIONS = {
     "show": MANY
     | {"RUN", "--explain", "--store", "--json", "--csv", "--tensorboard", "--wandb", "--histories", "--tape"}
     | {"--shares", "--fleet", "--memory", "--data", "--numbers", "--energy", "--notes", "--all"},
-    "report": COMMON | {"RUN", "--store", "--html", "--md", "--csv-wide", "--open"},
+    "report": COMMON | {"RUN", "--store", "--html", "--md", "--csv-wide", "--open", "--plots", "--plots-format"},
     "compare": COMMON | {"A", "B", "--explain", "--store", "--json", "--csv", "--md"},
     "duel": MANY | {
         "suite", "NAME", "--python-a", "--python-b", "--against", "--against-self", *DTYPES, "--devices", "--set",

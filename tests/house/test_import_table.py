@@ -143,7 +143,7 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     *((f"fp8bench.features.audit.{name}", frozenset({"torch"})) for name in AUDITING),
     ("fp8bench.features.infer.quality", frozenset({"numpy", "torch"})),
     ("fp8bench.features.", frozenset({"numpy"})),
-    ("fp8bench.report.page.drawing.", frozenset({"matplotlib"})),
+    ("fp8bench.report.page.drawing.pictures", frozenset({"matplotlib"})),
 )
 # Module -> what else it may import inside a function. The reason stands beside it.
 LAZY_ALLOWED: dict[str, frozenset[str]] = {

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+from fp8bench.cli import option_types as types
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs
 from fp8bench.cli.streams import complain, say
-from fp8bench.errors import EXIT_OK
-from fp8bench.report.elements import printable
+from fp8bench.errors import EXIT_OK, UsageError
+from fp8bench.files import check_folder
+from fp8bench.report.data.boards import check_package
+from fp8bench.report.elements import PICTURE_FORMATS, printable
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -20,16 +23,38 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     shared(parser, "--store", help="as in suite")
     shared(parser, "--html", "--md", "--csv-wide", "--open")
+    parser.add_argument(
+        "--plots", type=types.path, metavar="DIR",
+        help="also write each chart there as a picture for slides and papers, called as on the page",
+    )  # fmt: skip
+    parser.add_argument(
+        "--plots-format", type=types.words, metavar="FORMAT,...",
+        help=f"what pictures --plots writes: {', '.join(PICTURE_FORMATS)}; default {PICTURE_FORMATS[0]}",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.report_files import Pages, report_of, typed_from_here, why_not_shown
 
     check_outputs(arguments)
-    pages = Pages(arguments.html, arguments.md, arguments.csv_wide, arguments.open)
+    formats = _formats_asked(arguments)
+    pages = Pages(arguments.html, arguments.md, arguments.csv_wide, arguments.open, arguments.plots, formats)
     page = report_of(arguments.runs, arguments.store, pages)
     say(f"{printable(typed_from_here(page))}\n")
     problem = why_not_shown(page) if pages.browser else ""
     if problem:
         complain(problem)
     return EXIT_OK
+
+
+def _formats_asked(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Those of --plots, once each, where pictures can be drawn and written."""
+    wanted = tuple(dict.fromkeys(arguments.plots_format or PICTURE_FORMATS[:1]))
+    for unknown in [form for form in wanted if form not in PICTURE_FORMATS]:
+        raise UsageError(f"--plots-format {unknown!r:.80} is none of {', '.join(PICTURE_FORMATS)}. Give one of these.")
+    if arguments.plots is not None:
+        check_package("matplotlib", "'fp8bench[plots]'", ".figure", wanted_by="--plots")
+        check_folder("--plots", arguments.plots)
+    elif arguments.plots_format:
+        raise UsageError("--plots-format says what pictures to write, and not where. Add --plots DIR, or leave it out.")
+    return wanted

@@ -61,6 +61,7 @@ from fp8bench.features.plan_parallel.ranking import (
 )
 from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
+from fp8bench.nn.parallel.ways import ScaleTraffic, scale_traffic_of_cuts
 from fp8bench.nn.sizes import SIZES
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
@@ -281,6 +282,8 @@ _ERRORS = (
     f"Pace, by leave-one-machine-out: {HELD_OUT_WORDS}. Without a training it was {UNCALIBRATED_WORDS}. Memory and "
     f"FLOPs: nothing was held out; of 28 published figures that they were set on they are off at most: {WORST_ERRORS}."
 )
+# Seconds of a small message within a node: an assumption, which the sentence names.
+_MESSAGE = 1e-5
 # Shorter steps are made of launches.
 _SHORT = 0.02
 
@@ -339,9 +342,23 @@ def _remarks(asked: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]
             "time. tokens/s are of the actor's update alone: no rollouts, no other "
             "model's passes. FP8-LM tells of 62% less for states and 32% less for weights (LLaMA-7B); by these "
             "formulas --states fp8-lm has 62% and 50%, all copies in FP8. No RLHF was held against them."
+    if asks := _scale_traffic(asked, plans[0]).messages:
+        yield (
+            f"Scales: with one for each whole tensor the first way waits in a step for {asks} messages of 4 bytes, the "
+            f"largest magnitude over {plans[0].layout.tensor} GPUs before each cast of a tensor that TP cuts. That is "
+            f"in no pace here: at {units.seconds(_MESSAGE)} each {units.seconds(asks * _MESSAGE)} of "
+            f"{units.seconds(plans[0].pace.step)}. Scales of rows and blocks ask nobody."
         )
     if what := outside(asked.model, asked.gpus, asked.load.sequence):
         yield f"No published training is like this: {'; '.join(what)}. Bands are a guess here."
+
+
+def _scale_traffic(asked: ParallelQuestion, way: Planned) -> ScaleTraffic:
+    """Of a GPU in a step, where TP cuts tensors that have one scale each."""
+    if way.layout.tensor == 1 or way.load.precision != "fp8" or asked.recipe not in ("", "tensorwise"):
+        return ScaleTraffic(0, 0.0)
+    blocks = -(-asked.model.layers // way.layout.pipeline)
+    return scale_traffic_of_cuts(blocks * way.load.micro_batches, way.layout.tensor)
 
 
 def _ranking(asked: ParallelQuestion, plans: Sequence[Planned]) -> Table:
@@ -394,5 +411,6 @@ def _row(asked: ParallelQuestion, way: Planned) -> dict[str, object]:
         "memory_bytes": way.memory.total, **{f"{name}_bytes": size for name, size in asdict(way.memory).items()},
         "tokens_per_second": way.tokens, "step_seconds": way.pace.step, "bubble": pace.pop("bubble"),
         **{f"{name}_seconds": seconds for name, seconds in pace.items()},
+        **{f"scale_{name}": number for name, number in _scale_traffic(asked, way)._asdict().items()},
         "memory_band": memory_band(way.layout), "pace_band": _band(asked, way),
     }  # fmt: skip

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8bench.nn.parallel.exchanges import FP8Wire, WireWitness
 from fp8bench.nn.parallel.model import ParallelModel, Witness, is_silent
 from fp8bench.nn.parallel.ways import Job
+from fp8bench.numerics.fp8_reduce import Pieces
 from fp8bench.protocols import Phases, SilentPhases
 
 Hook = Callable[[GradBucket], Future[Tensor]]
@@ -98,8 +99,8 @@ class ZeroModel(ParallelModel):
     """Each weight has one owner, who alone keeps its moments and updates it. Gradients go to their owners, and updated
     weights from them to all.
 
-    In FP8 an owner keeps the float32 weights that it updates beside the model, which all ranks, the owner too, compute
-    with as it was sent. An owner's weights are sent with one scale, all gradients with another.
+    In bf16 and FP8 an owner keeps the float32 weights that it updates beside the model, which all ranks, the owner too,
+    compute with as it was sent. In FP8 each weight and each gradient is sent with a scale of its own.
     """
 
     def __init__(self, job: Job) -> None:
@@ -111,8 +112,12 @@ class ZeroModel(ParallelModel):
         self._owners = owners(sizes, self.group.size())
         self.names, self.weights = self._of(self.group.rank(), self.names), self._of(self.group.rank(), self.weights)
         self._most = max(sum(self._of(owner, sizes)) for owner in range(self.group.size()))
-        if job.options["wire"] == "fp8":
-            self.fp8_wire = FP8Wire(self.group)
+        owned = [self._of(owner, sizes) for owner in range(self.group.size())]
+        filled = [[*some, *filter(None, [self._most - sum(some)])] for some in owned]
+        self._pieces = [Pieces(some, max(map(len, filled))) for some in filled]
+        self._sent_as = torch.bfloat16 if job.options["wire"] == "bf16" else torch.float32
+        if job.options["wire"] != "fp32":
+            self.fp8_wire = FP8Wire(self.group) if job.options["wire"] == "fp8" else None
             self.weights = [weight.clone() for weight in self.weights]
             self.updated(SilentPhases())
 
@@ -121,13 +126,17 @@ class ZeroModel(ParallelModel):
         gradients = [one.grad for one in self.parameters if one.grad is not None]
         own = self._of(self.group.rank(), gradients)
         if self.fp8_wire is None:
+            with phase.cast:
+                sent = [gradient.to(self._sent_as) for gradient in gradients]  # themselves in float32
             with phase.communication:
-                pairs = zip(gradients, self._owners, strict=True)
+                pairs = zip(sent, self._owners, strict=True)
                 _wait(dist.reduce(one, group=self.group, group_dst=owner, async_op=True) for one, owner in pairs)
+            if self._sent_as != torch.float32:
+                torch._foreach_copy_(own, self._of(self.group.rank(), sent))
             torch._foreach_div_(own, self.group.size())
         else:
             rows = [self._row(self._of(owner, gradients)) for owner in range(self.group.size())]
-            _put(self.fp8_wire.part_of_mean(torch.cat(rows), phase), own)
+            _put(self.fp8_wire.own_tensors_of_mean(torch.stack(rows), self._pieces, phase), own)
         for parameter, owner in zip(self.parameters, self._owners, strict=True):
             if owner != self.group.rank():
                 parameter.grad = None
@@ -135,20 +144,26 @@ class ZeroModel(ParallelModel):
 
     def updated(self, phase: Phases) -> None:
         if self.fp8_wire is None:
+            with phase.cast:
+                sent = [weight.to(self._sent_as) for weight in self._newest().values()]
             with phase.communication:
-                self._broadcast(self._all_weights)
+                self._broadcast(sent)
+            if self._sent_as != torch.float32:
+                torch._foreach_copy_(self._all_weights, sent)
             return
-        every = self.fp8_wire.joined(self._row(self.weights), phase)
+        every = self.fp8_wire.joined_tensors(self._row(self.weights), self._pieces, phase)
         for owner, row in enumerate(every.view(self.group.size(), -1)):
             _put(row, self._of(owner, self._all_weights))
 
     def full_weights(self) -> dict[str, Tensor]:
-        own = dict(zip(self.names, self.weights, strict=True))
-        found = {
-            name: own.get(name, weight).clone() for name, weight in zip(self._all_names, self._all_weights, strict=True)
-        }
+        found = {name: weight.clone() for name, weight in self._newest().items()}
         self._broadcast(list(found.values()))
         return found
+
+    def _newest(self) -> dict[str, Tensor]:
+        """All weights, those of this rank as it updates them."""
+        every = dict(zip(self._all_names, self._all_weights, strict=True))
+        return every | dict(zip(self.names, self.weights, strict=True))
 
     def _of(self, owner: int, some: Sequence[T]) -> list[T]:
         """Of what there is for each weight that of an owner's."""

@@ -17,7 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8bench.numerics.collectives import newest
-from fp8bench.numerics.fp8_reduce import POST, TWOSHOT, AutoScale, mean_in_fp8, transported
+from fp8bench.numerics.fp8_reduce import (
+    POST,
+    TWOSHOT,
+    AutoScale,
+    Pieces,
+    mean_in_fp8,
+    mean_of_tensors,
+    tensors_transported,
+    transported,
+)
 from fp8bench.numerics.rank_programs import Program, on_this_rank, simulated
 from fp8bench.protocols import Phases, SilentPhases
 
@@ -183,6 +192,14 @@ class FP8Wire:
     def joined(self, part: Tensor, phase: Phases) -> Tensor:
         """Everybody's parts, by rank, with a scale each."""
         return self._sent(self._joined_of, part, phase)
+
+    def own_tensors_of_mean(self, rows: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
+        """Of the mean of (ranks, numbers) this rank's row, with a scale for each tensor in it."""
+        return self._sent(lambda values, rank: mean_of_tensors(values, rank, pieces), rows, phase)
+
+    def joined_tensors(self, part: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
+        """Everybody's parts, by rank, with a scale for each tensor in them."""
+        return self._sent(lambda values, rank: tensors_transported(values, rank, pieces), part, phase)
 
     def watched(self) -> WireWitness:
         """What looks from now on at all that this rank gets."""

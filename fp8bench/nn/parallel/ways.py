@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.sizes import GPTConfig
@@ -217,6 +217,20 @@ def _unpaired(asked: ParallelCase) -> str:
     return _uncut(asked, 2)
 
 
+class ScaleTraffic(NamedTuple):
+    """What ranks exchange in a step so that they cast by one scale: messages that are waited for, bytes of a rank."""
+
+    messages: int
+    bytes: float
+
+
+def scale_traffic_of_cuts(blocks: int, ranks: int) -> ScaleTraffic:
+    """By formula, of `tp` and `sp` under amax=group with a scale for each whole tensor: each cast of one that is cut
+    asks first, of two operands of four products in a block."""
+    casts = 2 * 4 * blocks
+    return ScaleTraffic(casts, 4 * casts * 2 * (ranks - 1) / ranks)
+
+
 WAYS = {
     way.name: way
     for way in (
@@ -243,6 +257,6 @@ WAYS = {
         Way("tp_fsdp", "pairs of ranks share tensors as tp does, and FSDP2 shards what a pair has over all pairs",
             _unpaired, _made_by("fsdp:TensorFSDP"), _AMAX, least_ranks=4),
         Way("zero", "ZeRO-1: each weight has one owner, which gets its gradient, updates it and sends it to all",
-            _unowned, _made_by("data_parallel:ZeroModel"), {"wire": ("fp32", "fp8")}),
+            _unowned, _made_by("data_parallel:ZeroModel"), {"wire": ("fp32", "bf16", "fp8")}),
     )
 }  # fmt: skip

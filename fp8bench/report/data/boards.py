@@ -100,19 +100,20 @@ def begun_at(started: str) -> int:
 
 
 def check_tensorboard(folder: Path) -> None:
-    _check_package("tensorboard", "'fp8bench[tb]'", ".compat.proto.event_pb2", ".summary.writer.record_writer")
+    check_package("tensorboard", "'fp8bench[tb]'", ".compat.proto.event_pb2", ".summary.writer.record_writer")
     check_folder("--tensorboard", folder)
 
 
-def _check_package(name: str, install: str, *modules: str) -> None:
-    """Raise UsageError for the option of that name, where the package does not import."""
+def check_package(name: str, install: str, *modules: str, wanted_by: str = "") -> None:
+    """Raise UsageError for the option of that name or `wanted_by`, where the package does not import."""
+    wanted_by = wanted_by or f"--{name}"
     try:
         for module in modules:
             import_module(name + module)
     except Exception as error:
         raise UsageError(
-            f"--{name} needs the package {name}, which does not import ({type(error).__name__}: {error}). "
-            f"`pip install {install}` installs it; or leave --{name} out."
+            f"{wanted_by} needs the package {name}, which does not import ({type(error).__name__}: {error}). "
+            f"`pip install {install}` installs it; or leave {wanted_by} out."
         ) from None
 
 
@@ -144,7 +145,7 @@ def write_scalars(folder: Path, name: str, at: int, points: Iterable[tuple[int, 
 
 
 def check_wandb() -> None:
-    _check_package("wandb", "'fp8bench[wandb]'", "")
+    check_package("wandb", "'fp8bench[wandb]'", "")
 
 
 def send_to_wandb(run: Run, findings: Mapping[str, Finding], project: str, files: Sequence[Path]) -> None:

@@ -23,6 +23,7 @@ from fp8bench.model.codec import encode
 from fp8bench.report.data.plain import json_line
 from fp8bench.report.elements import AnyChart, Chart, Column, Element, Field, Page, Part, Table
 from fp8bench.report.page.charts import numbers_table
+from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.page.drawing.scale import FORBIDDEN, interval_bar, sparkline
 from fp8bench.report.page.index import card_of
 
@@ -53,8 +54,6 @@ class _Block(NamedTuple):
 
 
 def render(page: Page) -> str:
-    from fp8bench.report.page.drawing.draw import draw
-
     ids = _Ids()
     script = _asset("script.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -91,6 +90,17 @@ def _template() -> jinja2.Template:
 @cache
 def _asset(*names: str) -> str:
     return files("fp8bench.report.page").joinpath(*names).read_text(encoding="utf-8")
+
+
+def charts_of(page: Page) -> dict[str, AnyChart]:
+    """By the ids that they have on the page."""
+    ids = _Ids()
+    found: dict[str, AnyChart] = {}
+    for part in page.parts:
+        ids.give(part.name)
+        blocks = _blocks(part, ids, lambda chart: "")
+        found.update((block.id, block.element) for block in blocks if isinstance(block.element, Chart))
+    return found
 
 
 class _Ids:

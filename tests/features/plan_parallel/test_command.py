@@ -224,3 +224,16 @@ def test_rlhf_says_what_each_model_takes_and_that_paces_are_of_one(say: Say, top
         assert way["tokens_per_second"] == alone["tokens_per_second"]
     text = " ".join(say(*given, "--rlhf")[1].split())
     assert "reference and reward" in text and "no rollouts" in text
+
+
+def test_asking_for_scales_is_counted_where_tensors_are_cut(say: Say, topology: Path) -> None:
+    """Eight messages a block and micro-batch: none in bf16, none by rows, none without TP."""
+    words = ["llama3-70b", "--gpus", "64", "--topology", str(topology), "--dtype", "fp8"]
+    ways = json.loads(say(*words, "--json")[1])["ways"]
+    for way in ways:
+        blocks = -(-80 // way["pipeline"]) * way["micro_batches"]
+        assert way["scale_messages"] == (8 * blocks if way["tensor"] > 1 else 0)
+        assert way["scale_bytes"] == way["scale_messages"] * 8 * (way["tensor"] - 1) / way["tensor"]
+    assert ways[0]["tensor"] > 1 and f"for {ways[0]['scale_messages']} messages of 4 bytes" in say(*words)[1]
+    for others in (["--recipe", "rowwise"], ["--dtype", "bf16"]):
+        assert not any(way["scale_messages"] for way in json.loads(say(*words, *others, "--json")[1])["ways"])

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from fp8bench.nn.parallel.exchanges import FP8Wire, OfRank
+from fp8bench.numerics.fp8_reduce import Pieces, mean_of_tensors, tensors_transported
 from fp8bench.numerics.rank_programs import simulated
 from tests.nn.parallel.ranks import Board, Place
 
@@ -45,3 +49,52 @@ def test_what_is_joined_has_a_scale_for_each_part() -> None:
     for found in of_all("_joined_of", values):
         for one, part in zip(found.chunk(RANKS), values, strict=True):
             assert (one - part).norm() < ROUNDING * part.norm()
+
+
+# Of three owners the tensors, of very different sizes, the last of them what fills a row up.
+LENGTHS = ((5, 7, 21), (30, 3), (1, 1, 1, 30))
+PIECES = [Pieces(some, 4) for some in LENGTHS]
+WIDE = [10.0**number for number in (-6, 4, 0, 2, -3, 5, -5, 1, 3)]
+
+
+def tensors_of(seed: int) -> list[list[Tensor]]:
+    draw, sizes = torch.Generator().manual_seed(seed), iter(WIDE)
+    return [[torch.randn(length, generator=draw) * next(sizes) for length in some] for some in LENGTHS]
+
+
+def as_sent(values: np.ndarray, amax: float) -> np.ndarray:
+    """By the definition, in another library's E4M3."""
+    scale = 2.0 ** np.floor(np.log2(448 / amax)) if amax else 1.0
+    return (values * scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) / scale
+
+
+def test_each_tensor_is_sent_with_a_scale_of_its_own() -> None:
+    owned = tensors_of(0)
+    programs = [tensors_transported(torch.cat(some), rank, PIECES) for rank, some in enumerate(owned)]
+    wanted = np.concatenate([as_sent(one.numpy(), float(one.abs().max())) for some in owned for one in some])
+    for found in simulated(programs):
+        assert np.array_equal(found.double().numpy(), wanted)
+
+
+def test_each_gradient_is_a_mean_with_a_scale_of_its_own() -> None:
+    """That of the largest magnitude over all ranks: codes of all are read by one scale."""
+    brought = [tensors_of(rank) for rank in range(RANKS)]
+    programs = [
+        mean_of_tensors(torch.stack([torch.cat(some) for some in own]), rank, PIECES)
+        for rank, own in enumerate(brought)
+    ]
+    for rank, found in enumerate(simulated(programs)):
+        wanted = []
+        for place in range(len(LENGTHS[rank])):
+            own = [brought[other][rank][place].numpy() for other in range(RANKS)]
+            amax = max(float(np.abs(one).max()) for one in own)
+            wanted.append(sum(as_sent(one, amax) for one in own) / RANKS)
+        assert found.double().numpy() == pytest.approx(np.concatenate(wanted), rel=1e-6)
+
+
+def test_a_tensor_that_is_not_finite_spoils_no_other() -> None:
+    own = tensors_of(0)
+    own[0][0][2] = float("nan")
+    rows = torch.stack([torch.cat(some) for some in own])
+    first, *others = simulated([mean_of_tensors(rows, rank, PIECES) for rank in range(RANKS)])
+    assert first[:5].isnan().any() and first[5:].isfinite().all() and all(one.isfinite().all() for one in others)

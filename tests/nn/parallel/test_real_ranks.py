@@ -7,12 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from fp8bench import pipeline
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model import Case, Record, Request, Status
 from fp8bench.model.raw import Settings
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.gpt import GPT
+from fp8bench.nn.parallel.data_parallel import owners
+from fp8bench.nn.parallel.ways import ScaleTraffic, scale_traffic_of_cuts
 from fp8bench.nn.sizes import SIZES
 from fp8bench.protocols import SilentObserver
 
@@ -58,6 +63,36 @@ def test_four_ranks_that_cut_products_train_what_one_does(tmp_path: Path) -> Non
         assert in_fp8["all_gather"] == pytest.approx(codes + sums * scale * (RANKS - 1), abs=RANKS)
         assert in_fp8["all_to_all"] == pytest.approx(codes, abs=RANKS)
         assert in_fp8["all_reduce"] == sums * scale * 2 * share
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_ask_for_scales_as_often_as_the_formula_says(tmp_path: Path, size: int) -> None:
+    """What `amax=group` sends beside what `own` does, by layers and ranks; ZeRO's two messages of any model."""
+    tokens = tmp_path / "tokens"
+    np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16).tofile(tokens)
+    config = replace(SIZES["nano"], sequence=32)
+    with RanksWorker(Settings(threads=1, corpus=str(tokens)), size) as worker:
+        (facts,) = (one for one in worker.probe() if one.kind == "cpu")
+
+        def asked(way: str, precision: str, **own: str) -> ScaleTraffic:
+            """In float32, of the first rank."""
+            params = {"way": way, "size": "nano", "batch": 4, "sequence": 32, **own}
+            sent, *_ = worker.ask(
+                60, "step_parts", Case("parallel", tuple(params.items()), precision, "cpu", ranks=size), facts
+            )
+            scales = [one for one in sent if one.rank == 0 and one.dtype == "float32"]
+            return ScaleTraffic(sum(one.calls for one in scales), sum(one.bytes for one in scales))
+
+        for precision in ("fp8", "fp8-delayed"):
+            assert asked("tp", precision, amax="own") == (0, 0)
+            assert asked("tp", precision, amax="group") == scale_traffic_of_cuts(config.layers, size)
+        model = GPT(config, lambda name: PlainArithmetic(torch.float32), torch.float32)
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        shares = [[n for n, own in zip(sizes, owners(sizes, size), strict=True) if own == rank] for rank in range(size)]
+        longest = max(map(sum, shares))
+        pieces = max(len(own) + (sum(own) < longest) for own in shares)  # what fills a row up is one more
+        assert asked("zero", "fp8", wire="fp8") == (2, 12 * pieces * (size - 1))
 
 
 @pytest.mark.slow

@@ -104,6 +104,7 @@ def test_mistakes_are_further_away_than_rounding(tmp_path: Path) -> None:
         case("fp8-delayed", "tp", amax="group"), case("fp8-delayed", "ddp", wire="fp8_gather"),
         case("fp8", "sp", amax="group", wire="stream"), case("fp8", "sp", amax="group", wire="fp8"),
         case("bf16", "sp", amax="own", wire="fp8"), case("fp8", "zero", wire="fp32"), case("bf16", "zero", wire="fp8"),
+        case("fp32", "zero", wire="bf16"), case("fp8", "zero", wire="bf16"),
         case("fp16", "zero", wire="fp32"), case("mxfp8", "zero", wire="fp8"), case("bf16", "fsdp2", wire="bf16"),
     ]  # fmt: skip
     rounding = "3 steps change weights otherwise than one rank alone does"

@@ -145,6 +145,14 @@ _DRAWN_BY: dict[type[AnyChart], Callable[[Sheet, Any], float]] = {
 }
 
 
+def draw_on(sheet: Sheet, chart: AnyChart) -> float:
+    """Returns the height that it takes."""
+    end = _DRAWN_BY[type(chart)](sheet, chart)
+    if not end:
+        sheet.text(0, 14, "Nothing to draw: no value here has a place on the axis.", "quiet")
+    return end or 28.0
+
+
 def draw(chart: AnyChart) -> str:
     """A chart as two SVGs, one for a window and one for a telephone; charts.css shows the one that fits.
 
@@ -153,10 +161,7 @@ def draw(chart: AnyChart) -> str:
     drawn: list[str] = []
     for narrow in (False, True):
         sheet = Sheet(chart, narrow)
-        end = _DRAWN_BY[type(chart)](sheet, chart)
-        if not end:
-            sheet.text(0, 14, "Nothing to draw: no value here has a place on the axis.", "quiet")
-        drawn.append(sheet.svg(end or 28))
+        drawn.append(sheet.svg(draw_on(sheet, chart)))
         if sheet.grown:
             break
     return "\n".join(drawn)

@@ -5,12 +5,10 @@ What is drawn has neither colour nor font: it carries a class, and the page's st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import count, takewhile
-
-from matplotlib.markers import MarkerStyle
-from matplotlib.transforms import Affine2D
 
 from fp8bench.report.elements import Chart
 from fp8bench.report.page.drawing.scale import Hint, escaped, width
@@ -22,10 +20,27 @@ SIZES = {False: 13.0, True: 12.0}
 # Shapes of series, so that they differ without colour, with what makes them look alike in size.
 _SHAPE_SIZES = {"o": 1.0, "s": 0.9, "^": 1.1, "D": 0.82, "v": 1.1, "P": 1.1, "X": 1.05, "p": 1.1}
 SHAPES = tuple(_SHAPE_SIZES)
-# matplotlib's codes of a path.
-_COMMANDS = {1: "M", 2: "L", 4: "C", 79: "z"}
+# Corners of those that have any, around the middle, with y up.
+_CORNERS: dict[str, Sequence[tuple[float, float]]] = {
+    "s": ((-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)),
+    "^": ((0, 0.5), (-0.5, -0.5), (0.5, -0.5)),
+    "D": ((0, -(0.5**0.5)), (0.5**0.5, 0), (0, 0.5**0.5), (-(0.5**0.5), 0)),
+    "v": ((0, -0.5), (0.5, 0.5), (-0.5, 0.5)),
+    "P": ((-1 / 6, -0.5), (1 / 6, -0.5), (1 / 6, -1 / 6), (0.5, -1 / 6), (0.5, 1 / 6), (1 / 6, 1 / 6), (1 / 6, 0.5),
+          (-1 / 6, 0.5), (-1 / 6, 1 / 6), (-0.5, 1 / 6), (-0.5, -1 / 6), (-1 / 6, -1 / 6)),
+    "X": ((-0.25, -0.5), (0, -0.25), (0.25, -0.5), (0.5, -0.25), (0.25, 0), (0.5, 0.25), (0.25, 0.5), (0, 0.25),
+          (-0.25, 0.5), (-0.5, 0.25), (-0.25, 0), (-0.5, -0.25)),
+    "p": tuple((-math.sin(0.4 * math.pi * n) / 2, math.cos(0.4 * math.pi * n) / 2) for n in range(5)),
+}  # fmt: skip
+# A quarter of a circle as two curves, from its lowest point on.
+_QUARTER = (
+    (0.13260155, -0.5), (0.259789935, -0.447316846), (0.353553391, -0.353553391),
+    (0.447316846, -0.259789935), (0.5, -0.13260155), (0.5, 0.0),
+)  # fmt: skip
 
 Line = Sequence[tuple[float, float]]
+# Commands of SVG, each with the numbers of its points.
+Steps = Sequence[tuple[str, Sequence[float]]]
 
 
 class Sheet:
@@ -49,11 +64,7 @@ class Sheet:
     def lines(
         self, style: str, lines: Sequence[Line], layer: int = 1, hint: Hint | None = None, closed: bool = False
     ) -> None:
-        steps = [
-            (command, point)
-            for line in lines
-            for command, point in (("M", line[0]), *(("L", point) for point in line[1:]), *([("z", ())] * closed))
-        ]
+        steps = along_lines(lines, closed)
         self._drawn.append((layer, f'<path class="{style}" d="{_path(steps)}"{self._words(hint)}/>'))
 
     def box(
@@ -97,6 +108,11 @@ class Sheet:
         if left > 0:
             self._omitted.append(f"{left} more {'is' if left == 1 else 'are'} in the table only.")
 
+    @property
+    def description(self) -> str:
+        """The chart's own, and what is not drawn."""
+        return " ".join(filter(None, (self._chart.description.strip(), *self._omitted)))
+
     def svg(self, height: float) -> str:
         paths = "".join(f'<path id="{name}" d="{path}"/>' for path, name in self._markers.items())
         content = [f"<defs>{paths}</defs>"] if paths else []
@@ -105,13 +121,12 @@ class Sheet:
         style = f' style="min-width:{self.width:.0f}px"' if self.grown else ""
         form = "narrow" if self.narrow else "only" if self.grown else "wide"
         lines = "\n".join(content)
-        description = " ".join(filter(None, (self._chart.description.strip(), *self._omitted)))
         return (
             f'<svg class="of-{type(self._chart).__name__.lower()} {form}" id="{self._name}" role="{self._role}"'
             f' aria-labelledby="{self._name}-title" aria-describedby="{self._name}-desc"'
             f' viewBox="0 0 {self.width:.0f} {height:.0f}"{style}>\n'
             f'<title id="{self._name}-title">{escaped(self._chart.title)}</title>\n'
-            f'<desc id="{self._name}-desc">{escaped(description)}</desc>\n'
+            f'<desc id="{self._name}-desc">{escaped(self.description)}</desc>\n'
             f"{lines}\n</svg>"
         )
 
@@ -125,12 +140,30 @@ class Sheet:
         return f'{stop} data-hint="{escaped(hint.full)}"'
 
 
+def along_lines(lines: Sequence[Line], closed: bool) -> Steps:
+    return [
+        (command, point)
+        for line in lines
+        for command, point in (("M", line[0]), *(("L", point) for point in line[1:]), *([("z", ())] * closed))
+    ]
+
+
+def outline(shape: str, size: float) -> Steps:
+    """Around (0, 0), with y down."""
+    size *= _SHAPE_SIZES[shape]
+    if shape in _CORNERS:
+        first, *others = ([x * size, -y * size] for x, y in _CORNERS[shape])
+        return [("M", first), *(("L", corner) for corner in others), ("z", [])]
+    points = [(x, y) for x, y in _QUARTER]
+    for _ in range(3):
+        points += [(-y, x) for x, y in points[-6:]]
+    numbers = [number * size for x, y in points for number in (x, -y)]
+    return [("M", [0.0, size / 2]), *(("C", numbers[at : at + 6]) for at in range(0, len(numbers), 6)), ("z", [])]
+
+
 @cache
 def _marker(shape: str, size: float) -> str:
-    marker, size = MarkerStyle(shape, "full"), size * _SHAPE_SIZES[shape]
-    path = marker.get_path().transformed(marker.get_transform() + Affine2D().scale(size, -size))
-    steps = ((_COMMANDS[int(code)], numbers.tolist()) for numbers, code in path.iter_segments(simplify=False))
-    return _path((command, [] if command == "z" else numbers) for command, numbers in steps)
+    return _path(outline(shape, size))
 
 
 def _path(steps: Iterable[tuple[str, Sequence[float]]]) -> str:

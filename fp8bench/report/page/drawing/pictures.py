@@ -1,0 +1,186 @@
+"""Charts as files for slides and papers, drawn by matplotlib: what the page draws, in its light colours.
+
+A sheet of the same size collects the same shapes. How they look is read from the page's own styles, so that there is
+one place that says it. Only who asks for pictures imports this, and matplotlib with it.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from io import BytesIO
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
+from matplotlib.transforms import Affine2D
+
+from fp8bench.report.elements import AnyChart
+from fp8bench.report.page.drawing.draw import draw_on
+from fp8bench.report.page.drawing.scale import FORBIDDEN, Hint
+from fp8bench.report.page.drawing.sheet import Line, Sheet, Steps, along_lines, outline
+
+# Pixels of the sheet, and points of a font or line, in an inch; a file of pixels has twice as many as the page.
+_PIXELS, _POINTS, _DOTS = 96.0, 72.0, 192.0
+_EDGE, _TITLE, _SMALL, _LINE = 20.0, 17.0, 12.0, 17.0
+# Texts stay texts and fonts are embedded as journals want them; the same charts give the same bytes.
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "fp8bench",
+    "path.simplify": False,
+}
+_CODES = {"M": [Path.MOVETO], "L": [Path.LINETO], "C": [Path.CURVE4] * 3, "z": [Path.CLOSEPOLY]}
+# How each format calls a description, and what would differ from time to time.
+_DESCRIBED_BY = {"png": "Description", "svg": "Description", "pdf": "Subject"}
+_NO_DATES: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+_BOLD_FROM = 550
+
+Style = Mapping[str, str]
+
+
+def picture(chart: AnyChart, page_title: str, form: str) -> bytes:
+    """The chart as a file in that format, with its title above it and its description below."""
+    sheet = _PictureSheet(chart, narrow=False)
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # letters that the font has not are boxes; what a reader's settings say
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_SETTINGS)
+        figure = sheet.figure(draw_on(sheet, chart), chart.title)
+        titles = {"Title": f"{chart.title} ({page_title})", _DESCRIBED_BY[form]: sheet.description}
+        file = BytesIO()
+        metadata = {key: _plain(text) for key, text in titles.items()} | _NO_DATES[form]
+        figure.savefig(file, format=form, dpi=_DOTS, metadata=metadata)
+    return file.getvalue()
+
+
+class _PictureSheet(Sheet):
+    """Collects what matplotlib draws, in pixels as the sheet has them."""
+
+    def __init__(self, chart: AnyChart, narrow: bool) -> None:
+        super().__init__(chart, narrow)
+        self._shapes: list[tuple[int, Steps, Style]] = []
+        self._texts: list[tuple[float, float, str, dict[str, Any]]] = []
+
+    def lines(
+        self, style: str, lines: Sequence[Line], layer: int = 1, hint: Hint | None = None, closed: bool = False
+    ) -> None:
+        self._shapes.append((layer, along_lines(lines, closed), looks("path", style)))
+
+    def dot(self, style: str, shape: str, x: float, y: float, size: float = 8.0, hint: Hint | None = None) -> None:
+        moved = [
+            (command, [number + (y if place % 2 else x) for place, number in enumerate(numbers)])
+            for command, numbers in outline(shape, size)
+        ]
+        self._shapes.append((2, moved, looks("path", style)))
+
+    def text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start", turn: int = 0) -> None:
+        look = looks("text", style)
+        bold = int(look.get("font-weight", 400)) >= _BOLD_FROM
+        self._texts.append((x, y + 0.36 * self.size * (turn == 0), text, {
+            "color": look["fill"], "fontweight": "bold" if bold else "normal", "rotation": turn,
+            "fontsize": self.size, "ha": {"start": "left", "middle": "center", "end": "right"}[anchor],
+        }))  # fmt: skip
+
+    def figure(self, height: float, title: str) -> Figure:
+        wide = self.width + 2 * _EDGE
+        letters = int(self.width / (0.55 * _SMALL))
+        heading = textwrap.wrap(_plain(title), int(self.width / (0.62 * _TITLE)))
+        words = textwrap.wrap(_plain(self.description), letters)
+        top = _EDGE + 1.4 * _TITLE * len(heading) + 8
+        high = top + height + 12 + _LINE * len(words) + _EDGE
+        figure = Figure(figsize=(wide / _PIXELS, high / _PIXELS), facecolor=looks("path", "")["--raised"])
+        place = Affine2D().translate(_EDGE, top).scale(1 / wide, -1 / high).translate(0, 1) + figure.transFigure
+        for layer, steps, look in self._shapes:
+            if (patch := _patch(steps, look)) is not None:
+                patch.set(transform=place, zorder=layer)
+                figure.add_artist(patch)
+        ink, quiet = {"color": looks("text", "")["fill"]}, {"color": looks("text", "quiet")["fill"]}
+        above = [(0.0, 1.4 * _TITLE * (n + 0.7) + _EDGE - top, line, ink | {"fontsize": _TITLE, "fontweight": "bold"})
+                 for n, line in enumerate(heading)]  # fmt: skip
+        below = [(0.0, height + 12 + _LINE * (n + 0.7), line, quiet | {"fontsize": _SMALL})
+                 for n, line in enumerate(words)]  # fmt: skip
+        for x, y, text, options in (*self._texts, *above, *below):
+            written = figure.text(x, y, _plain(text), transform=place, zorder=3, va="baseline", **options)
+            written.set(parse_math=False, rotation_mode="anchor", fontsize=options["fontsize"] * _POINTS / _PIXELS)
+        return figure
+
+
+def _patch(steps: Steps, look: Style) -> PathPatch | None:
+    """None for what cannot be seen."""
+    face = _color(look, "fill")
+    edge = _color(look, "stroke")
+    if not (face[1] or edge[1]):
+        return None
+    points: list[tuple[float, float]] = []
+    codes: list[Any] = []
+    for command, numbers in steps:
+        pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
+        if command == "L" and pairs == points[-1:]:  # a dot by its round ends, which matplotlib would leave out
+            pairs = [(numbers[0] + 0.01, numbers[1])]
+        points += pairs or [points[0]]
+        codes += _CODES[command]
+    width = float(look.get("stroke-width", "1").removesuffix("px")) * _POINTS / _PIXELS
+    cap = {"square": "projecting"}.get(look.get("stroke-linecap", "butt"), look.get("stroke-linecap", "butt"))
+    return PathPatch(
+        Path(points, codes), facecolor=face, edgecolor=edge, linewidth=width if edge[1] else 0.0,
+        capstyle=cap, joinstyle="round", snap=False if cap == "round" else None,
+    )  # fmt: skip
+
+
+def _color(look: Style, name: str) -> tuple[str, float]:
+    color = look.get(name, "none")
+    return ("#ffffff", 0.0) if color == "none" else (color, float(look.get(f"{name}-opacity", "1")))
+
+
+def _plain(text: str) -> str:
+    """One line of what a font, XML and a file's metadata can hold."""
+    return " ".join(FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text).split())
+
+
+@cache
+def looks(kind: str, classes: str) -> Style:
+    """The properties that the page's styles give a path or text of these classes, those of the light page."""
+    found: dict[str, str] = {}
+    for names, properties in sorted(_rules(), key=lambda rule: len(rule[0] - {":root", "path", "text"})):
+        if names <= {":root", kind, *classes.split()}:
+            found |= properties
+    while used := {name: text for name, text in found.items() if "var(" in text}:
+        for name, text in used.items():
+            wanted = re.findall(r"--[\w-]+", text)
+            found[name] = next((found[variable] for variable in wanted if variable in found), "none")
+    return found
+
+
+@cache
+def _rules() -> tuple[tuple[frozenset[str], Mapping[str, str]], ...]:
+    """Of both stylesheets what is said of the page and of drawings, by tag and class, without conditions."""
+    page = files("fp8bench.report.page")
+    text = page.joinpath("style.css").read_text("utf-8") + page.joinpath("drawing", "charts.css").read_text("utf-8")
+    text = re.sub(r"/\*.*?\*/|@[^{;]+\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}", "", text, flags=re.DOTALL)
+    return tuple(
+        (names, properties)
+        for selectors, content in re.findall(r"([^{}]+)\{([^{}]*)\}", text)
+        for properties in [dict(re.findall(r"([\w-]+):\s*([^;]+?)\s*(?:;|$)", content.strip()))]
+        for names in _selected(selectors)
+    )
+
+
+def _selected(selectors: str) -> Iterator[frozenset[str]]:
+    """':root' or '.drawing .a.b' as names; ':is(.a, .b)' is one after the other. What else there is says nothing of a
+    drawing that nobody points at."""
+    for selector in re.split(r",(?![^(]*\))", selectors):
+        own = selector.strip().removeprefix(".drawing ")
+        if own == ":root":
+            yield frozenset({own})
+        elif selector.strip() != own:
+            alternatives = re.fullmatch(r":is\(([^)]*)\)", own)
+            for each in alternatives[1].split(",") if alternatives else [own]:
+                if re.fullmatch(r"(text|path|(\.[\w-]+)+)", each.strip()):
+                    yield frozenset(filter(None, each.strip().split(".")))

@@ -1,0 +1,191 @@
+"""Pictures of charts by matplotlib: what the page shows, in any format, on any machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from hashlib import sha256
+from io import BytesIO
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from fp8bench.cli.main import main
+from fp8bench.errors import UsageError
+from fp8bench.jobs.report_files import Pages, _written
+from fp8bench.report.elements import PICTURE_FORMATS, Bars, ChartAxis, Mark, Page, Part, Tone
+from fp8bench.report.page.drawing.draw import draw
+from fp8bench.report.page.drawing.pictures import looks, picture
+from tests.report.test_drawing import CHARTS, KINDS, bars, parsed, texts_of
+
+ROOT = Path(__file__).resolve().parents[2]
+STORED = ROOT / "reports" / "sample" / "run.jsonl"
+STARTS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+GREEN = "#146c3c"
+
+
+def texts_in(svg: bytes) -> list[str]:
+    return [one.text or "" for one in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+@KINDS
+@pytest.mark.parametrize("form", PICTURE_FORMATS)
+def test_each_chart_in_each_format_is_the_same_bytes_again(kind: str, form: str) -> None:
+    first = picture(CHARTS[kind], "page", form)
+    assert first.startswith(STARTS[form]) and picture(CHARTS[kind], "page", form) == first
+
+
+@KINDS
+def test_every_text_of_the_page_is_in_the_picture(kind: str) -> None:
+    """Values, ticks, labels and legends, as often as there; and the title and what it describes beside them."""
+    chart = CHARTS[kind]
+    found = texts_in(picture(chart, "page", "svg"))
+    for text in texts_of(parsed(draw(chart))[0]):
+        found.remove(" ".join(text.split()))
+    assert found[0] == chart.title and " ".join(found[1:]).startswith(chart.description)
+
+
+@KINDS
+def test_every_shape_has_a_colour(kind: str) -> None:
+    """A class that the stylesheets do not name would be seen by nobody."""
+    for shape in [*parsed(draw(CHARTS[kind]))[0].iter("path"), *parsed(draw(CHARTS[kind]))[0].iter("use")]:
+        if classes := shape.get("class", ""):
+            look = looks("path", classes)
+            seen = [look.get(name, "none") for name in ("fill", "stroke")]
+            assert any(re.fullmatch(r"#[0-9a-f]{6}", color) for color in seen), classes
+            assert all(color == "none" or color[0] == "#" for color in seen), classes
+
+
+def test_colours_are_those_of_the_light_page() -> None:
+    assert looks("path", "bar good")["fill"] == GREEN
+    assert looks("path", "bar doubt") | {"fill": "#626a74", "fill-opacity": ".18"} == looks("path", "bar doubt")
+    assert looks("path", "line s2")["stroke"] == "#bf5a0d" and looks("text", "tick")["fill"] == "#59626d"
+
+
+def lengths(png: bytes) -> list[int]:
+    """How long each bar is, in pixels of its colour."""
+    pixels = imread(BytesIO(png))[:, :, :3]
+    wanted = 0.75 * np.array([int(GREEN[n : n + 2], 16) / 255 for n in (1, 3, 5)]) + 0.25
+    rows = (np.abs(pixels - wanted) < 0.02).all(axis=2).sum(axis=1)
+    starts = [n for n in range(1, len(rows)) if rows[n] and not rows[n - 1]]
+    return [int(rows[n : n + 20].max()) for n in starts]
+
+
+def test_a_bar_is_as_long_as_its_value() -> None:
+    """Read from the pixels, not from what was drawn."""
+    marks = tuple(Mark(name, value, tone=Tone.GOOD) for name, value in (("a", 1.0), ("b", 2.0), ("c", 4.0)))
+    short, middle, long = lengths(picture(Bars("b", "B", "", ChartAxis("time", "s"), (("", marks),)), "page", "png"))
+    assert long > 500 and middle == pytest.approx(long / 2, abs=2) and short == pytest.approx(long / 4, abs=2)
+
+
+def test_a_sample_is_a_dot() -> None:
+    """Round ends of a line without length, which matplotlib would leave out."""
+    blue = 0.75 * np.array([0x2A, 0x62, 0xBD]) / 255 + 0.25
+    pixels = imread(BytesIO(picture(CHARTS["strips"], "page", "png")))[:, :, :3]
+    assert (np.abs(pixels - blue) < 0.02).all(axis=2).sum() > 50
+
+
+@pytest.mark.parametrize("text", ["$x^2$ \\frac{1}{2}", "🚀 שלום", "a\x00b\ud800\n<", '<b>&amp;</b>"', ""])
+@pytest.mark.parametrize("form", PICTURE_FORMATS)
+def test_texts_are_nothing_but_texts(text: str, form: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn = picture(Bars("n", text, text, ChartAxis(text, "x"), ((text, (Mark(text, 1.2),)),), 1.0), text, form)
+    if form == "svg" and text.startswith("$"):
+        assert texts_in(drawn).count(text) == 5
+
+
+def test_nothing_to_draw_is_said_and_what_is_left_out_is_counted() -> None:
+    assert "Nothing to draw: no value here has a place on the axis." in texts_in(picture(bars(), "page", "svg"))
+    many = picture(bars(*[Mark("x", 1.1)] * 31), "page", "svg")
+    assert any("6 more are in the table only." in text for text in texts_in(many))
+
+
+def test_settings_of_the_process_stay_as_they_were() -> None:
+    before = dict(matplotlib.rcParams)
+    picture(CHARTS["bars"], "page", "png")
+    assert dict(matplotlib.rcParams) == before
+
+
+def drawn() -> bytes:
+    return b"".join(picture(CHARTS[kind], "page", form) for kind in ("bars", "lines") for form in PICTURE_FORMATS)
+
+
+PROGRAM = """
+from hashlib import sha256
+from tests.report.test_pictures import drawn
+print(sha256(drawn()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_the_same_bytes_whatever_the_reader_has_set(tmp_path: Path) -> None:
+    settings = tmp_path / "matplotlibrc"
+    settings.write_text(
+        "path.sketch: 3, 50, 10\nfont.size: 30\nsvg.fonttype: path\nfigure.dpi: 300\npath.simplify: True\n"
+        "figure.constrained_layout.use: True\npatch.force_edgecolor: True\nfont.family: serif\nsavefig.bbox: tight\n"
+        "text.usetex: True\nsavefig.transparent: True\n"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT), "MATPLOTLIBRC": str(settings)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, cwd=ROOT, capture_output=True, check=True)
+    assert done.stdout.decode().strip() == sha256(drawn()).hexdigest()
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+def test_report_writes_each_chart_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Directly in the folder, which is made, called as the page's drawings are."""
+    folder, page = tmp_path / "new", tmp_path / "page.html"
+    words = ["report", str(STORED), "--store", str(tmp_path / "store"), "--html", str(page), "--plots", str(folder)]
+    assert main([*words, "--plots-format", "svg,png,svg"]) == 0
+    drawn = set(re.findall(r'<svg class="of-\w+ (?:wide|only)" id="chart-([\w-]+)-wide"', page.read_text()))
+    assert drawn and {path.name for path in folder.iterdir()} == {
+        f"{n}.{form}" for n in drawn for form in ("svg", "png")
+    }
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--plots", "{}", "--plots-format", "jpeg"], "'jpeg' is none of png, svg, pdf"),
+        (["--plots-format", "svg"], "Add --plots DIR"),
+        (["--plots", "{}/file"], "cannot be written"),
+        (["--plots", "{}", "--plots-format", "png,"], "empty name"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a sentence, before anything is written."""
+    (tmp_path / "file").write_text("")
+    given = [word.format(tmp_path) for word in words]
+    assert main(["report", str(STORED), "--store", str(tmp_path / "store"), *given]) == 2
+    assert said in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "store").exists()
+
+
+def test_a_report_without_charts_says_so(tmp_path: Path) -> None:
+    page = Page("t", "", (Part("p", "P", ()),))
+    with pytest.raises(UsageError, match="has no charts"):
+        _written(page, ((), ()), tmp_path / "reports" / "x", Pages(plots=tmp_path))
+    assert (tmp_path / "reports" / "x" / "report.html").is_file()
+
+
+def test_without_matplotlib_the_page_is_written_and_pictures_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib" or name.endswith(".pictures")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    words = ["report", str(STORED), "--store", str(tmp_path / "store")]
+    assert main(words) == 0 and "report.html" in capsys.readouterr().out
+    assert main([*words, "--plots", str(tmp_path / "plots")]) == 2
+    assert "pip install 'fp8bench[plots]'" in " ".join(capsys.readouterr().err.split())
