@@ -30,7 +30,9 @@ BACKGROUND = ("method", "glossary", "formats", "run-format", "gpu", "trust", "de
 CONFIG: dict[str, Any] = {
     "project": "fp8bench", "release": __version__, "extensions": ["myst_parser"], "html_theme": "furo",
     "html_title": f"fp8bench {__version__}", "myst_heading_anchors": 4, "html_show_sourcelink": False,
-    "html_show_sphinx": False, "html_extra_path": ["extra"], "exclude_patterns": ["extra"],
+    "html_show_sphinx": False, "html_extra_path": ["extra"],
+    "html_static_path": ["static"],
+    "html_css_files": ["site.css"], "exclude_patterns": ["extra", "static"],
     # Reports are written in a fixed style; words like these are no Python, though people mark them so.
     "suppress_warnings": ["misc.highlighting_failure"],
 }  # fmt: skip
@@ -70,6 +72,8 @@ def stage(source: Path) -> None:
                     copy.write_text(as_page(path), encoding="utf-8")
                 else:
                     shutil.copyfile(path, copy)
+    (source / "static").mkdir()
+    (source / "static" / "site.css").write_text(".content { width: 62em } table code { white-space: nowrap }\n")
     made = source / "docs" / "reference"
     made.mkdir()
     for name, text in pages():
@@ -93,7 +97,7 @@ def index(source: Path) -> str:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     names = sorted(page.stem for page in (source / "docs").glob("*.md"))
     made = [f"reference/{page.stem}" for page in (source / "docs" / "reference").glob("*.md")]
-    told = {*FIRST, *BACKGROUND, "reference"}
+    told = {*FIRST, *BACKGROUND, "reference", "gallery"}
     groups = {
         "Begin": [name for name in FIRST if name in names] + ["gallery"],
         "Commands and topics": [name for name in names if name not in told],
