@@ -30,7 +30,8 @@ BACKGROUND = ("method", "glossary", "formats", "run-format", "gpu", "trust", "de
 CONFIG: dict[str, Any] = {
     "project": "fp8bench", "release": __version__, "extensions": ["myst_parser"], "html_theme": "furo",
     "html_title": f"fp8bench {__version__}", "myst_heading_anchors": 4, "html_show_sourcelink": False,
-    "html_show_sphinx": False, "html_extra_path": ["extra"],
+    "html_show_sphinx": False,
+    "smartquotes": False, "html_extra_path": ["extra"],
     "html_static_path": ["static"],
     "html_css_files": ["site.css"], "exclude_patterns": ["extra", "static"],
     # Reports are written in a fixed style; words like these are no Python, though people mark them so.
@@ -73,7 +74,7 @@ def stage(source: Path) -> None:
                 else:
                     shutil.copyfile(path, copy)
     (source / "static").mkdir()
-    (source / "static" / "site.css").write_text(".content { width: 62em } table code { white-space: nowrap }\n")
+    (source / "static" / "site.css").write_text(".content { width: 57em } table code { white-space: nowrap }\n")
     made = source / "docs" / "reference"
     made.mkdir()
     for name, text in pages():
@@ -149,12 +150,13 @@ def photograph(browser: str, page: Path) -> None:
 
 def llms(source: Path) -> str:
     """What a language model reads first: every page as text, with its first sentence."""
-    lines = (source / "index.md").read_text(encoding="utf-8").partition("```{toctree}")[0].splitlines()
+    first = (source / "index.md").read_text(encoding="utf-8").partition("```{toctree}")[0]
+    lines = [*first.splitlines(), "## Pages", ""]
     for page in sorted((source / "docs").rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         title, _, rest = text.lstrip("# ").partition("\n")
-        first = re.split(r"(?<=[.:]) |\n\n", re.sub(r"^(```.*?```|\||#.*$)", "", rest.strip()), maxsplit=1)[0]
-        lines.append(f"- [{title}](_sources/{page.relative_to(source)}.txt): {' '.join(first.split())}")
+        sentence = re.split(r"(?<=[.:]) |\n\n", re.sub(r"^(```.*?```|\||#.*$)", "", rest.strip()), maxsplit=1)[0]
+        lines.append(f"- [{title}](_sources/{page.relative_to(source)}.txt): {' '.join(sentence.split())}")
     return "\n".join(lines) + "\n"
 
 

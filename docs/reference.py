@@ -53,6 +53,8 @@ def code(text: object) -> str:
 
 # Commands
 
+HELP = {"--help", "--help-all"}
+
 
 def _option_row(action: argparse.Action) -> tuple[str, str]:
     metavar = action.metavar or ("" if action.nargs == 0 else "|".join(map(str, action.choices or ())) or action.dest)
@@ -68,7 +70,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
             for action in group._group_actions
             if action.help != argparse.SUPPRESS and not isinstance(action, argparse._SubParsersAction)
         ]
-        if rows := [_option_row(action) for action in actions if "--help" not in action.option_strings]:
+        if rows := [_option_row(action) for action in actions if not HELP & {*action.option_strings}]:
             yield f"**{group.title or 'options'}**\n\n" + table(("option", "what it does"), rows)
 
 
@@ -174,7 +176,7 @@ def metrics_page() -> str:
 
 def labels_page() -> str:
     def grade(label: Any) -> str:
-        return "remark" if label in REMARKS else "doubt; can forbid a verdict" if label in CAN_BE_HARD else "doubt"
+        return "remark" if label in REMARKS else "doubt, or hard" if label in CAN_BE_HARD else "doubt"
 
     rows = [(code(label), grade(label), words, *REMEDIES[label]) for label, words in LABELS.items()]
     return (
