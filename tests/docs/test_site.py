@@ -34,6 +34,7 @@ def schema() -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(made)
 
 
+@pytest.mark.slow
 def test_the_schema_holds_for_stored_runs_and_for_nothing_else(schema: jsonschema.Draft202012Validator) -> None:
     """Every line of them; and a digit that became a word, a key that is gone, a status that is none are refused."""
     stored = list(lines())
