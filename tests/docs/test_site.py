@@ -1,0 +1,81 @@
+"""The site: its reference says what the code says, and it is built without a warning, where Sphinx is installed."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from docs import reference
+from docs.label_remedies import REMEDIES
+from fp8bench.cli.main import COMMANDS
+from fp8bench.model import Label
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def lines() -> Iterator[Any]:
+    """Of every run that is kept for the tests, and of the sample."""
+    stored = ROOT.glob("tests/golden/store*/**/runs/*box/*.jsonl")
+    for path in (ROOT / "reports" / "sample" / "run.jsonl", *stored):
+        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
+
+
+@pytest.fixture(scope="module")
+def schema() -> jsonschema.Draft202012Validator:
+    made = reference.run_schema()
+    jsonschema.Draft202012Validator.check_schema(made)
+    return jsonschema.Draft202012Validator(made)
+
+
+@pytest.mark.slow
+def test_the_schema_holds_for_stored_runs_and_for_nothing_else(schema: jsonschema.Draft202012Validator) -> None:
+    """Every line of them; and a digit that became a word, a key that is gone, a status that is none are refused."""
+    stored = list(lines())
+    assert len(stored) > 100 and all(map(schema.is_valid, stored))
+    record = next(line for line in stored if line.get("record", {}).get("timing"))
+    for place, wrong in ((("status",), "fine"), (("case",), None), (("timing", "slots", 0, "wall_seconds"), "long")):
+        broken = copy.deepcopy(record)
+        inner = broken["record"]
+        for key in place[:-1]:
+            inner = inner[key]
+        inner[place[-1]] = wrong
+        assert not schema.is_valid(broken), place
+    assert schema.is_valid({**record, "record": {**record["record"], "a key of tomorrow": 1}})
+    assert not schema.is_valid({"schema": 2, "header": stored[0]["header"]})
+
+
+def test_every_label_has_a_remedy_and_every_command_a_page() -> None:
+    assert set(REMEDIES) == set(Label)
+    made = dict(reference.pages())
+    assert {f"command-{name}" for name in COMMANDS} | {"options", *reference.PAGES} == set(made)
+    assert "`--precision-map" in made["command-suite"] and "$ fp8bench gate" in made["command-gate"]
+    assert "## fp8bench history show" in made["command-history"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(importlib.util.find_spec("sphinx") is None, reason="the extra docs is not installed")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
+def test_it_is_built_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages, search, the text for machines, reports of the gallery; a link that leads nowhere ends it."""
+    from docs import build
+
+    monkeypatch.setattr(build, "BROWSERS", ())
+    build.build(tmp_path / "site")
+    for name in ("index.html", "searchindex.js", "docs/reference/labels.html", "gallery/training.html"):
+        assert (tmp_path / "site" / name).is_file(), name
+    listed = (tmp_path / "site" / "llms.txt").read_text(encoding="utf-8")
+    for page in listed.split("](")[1:]:
+        assert (tmp_path / "site" / page.partition(")")[0]).is_file() or "_sources" not in page
+    whole = build.as_page
+    monkeypatch.setattr(build, "GALLERY", ())
+    monkeypatch.setattr(build, "as_page", lambda path: whole(path) + "\n[nowhere](nowhere.md)\n")
+    with pytest.raises(SystemExit, match=r"not whole:[\s\S]*nowhere\.md"):
+        build.build(tmp_path / "broken")
