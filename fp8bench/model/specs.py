@@ -275,11 +275,11 @@ SUSTAINED_POWER = _row("sustained_power", "W", "its power in them", better=_NO)
 SM_CLOCK = _row("sm_clock", "Hz", "the device's mean clock over the case's slots", better=_NO)
 MAX_BATCH = _row(
     "max_batch", "count", "the largest batch that fits, 0 if none does; only with `--max-batch`", better=_UP,
-    page="max-batch.md",
+    page="planning.md",
 )
 DEVICE_MAX_BATCH = _row(
     "device_max_batch", "count", "the same of an emulated case where hardware keeps its formats, by a line through "
-    "what two batches would take there; derived", better=_UP, heading="on a device", page="max-batch.md",
+    "what two batches would take there; derived", better=_UP, heading="on a device", page="planning.md",
 )
 MAX_BATCH_TOKENS = _row(
     "max_batch_tokens", "count", "tokens of a step with it", better=_UP, heading="tokens a step",
