@@ -1,4 +1,4 @@
-"""docs/health.md says of every rule what the class says."""
+"""docs/health.md says of every rule what the class says: what it looks at, and where it alarms."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ PAGE = Path(__file__).resolve().parents[4] / "docs" / "health.md"
 
 def table() -> list[str]:
     """The rows of the page's table, from the classes; `python -m tests.features.train.health.test_page` prints them."""
-    cells = (
-        (f"`{rule.name}`", rule.window, rule.threshold, rule.reason, "; ".join(one.value for one in rule.remedies))
-        for rule in RULES
-    )
+    cells = ((f"`{rule.name}`", rule.window, rule.threshold) for rule in RULES)
     return [f"| {' | '.join(row)} |" for row in cells]
 
 
