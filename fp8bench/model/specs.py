@@ -2,7 +2,7 @@
 docs read these rows and name no figure by themselves.
 
 A new figure is a row here and the place where it is measured: a `Measurement` of the record, or a function in MEASURES
-of analysis/metrics.py. docs/outputs.md, docs/history.md and docs/gate.md have their tables of figures from here
+of analysis/metrics.py. docs/gate.md has its table of figures from here
 (`python -m tests.model.test_specs` writes them anew).
 """
 

@@ -22,7 +22,7 @@ from fp8bench.analysis.metric import Metric, Told
 from fp8bench.features.gate.thresholds import Threshold, threshold_of
 from fp8bench.model import CELL_PHASES, Comparison, Direction, Evidence, Run, specs
 from fp8bench.model.codec import decode, encode
-from fp8bench.model.specs import METRICS, Better, MetricSpec, Rank, taken
+from fp8bench.model.specs import METRICS, MetricSpec, Rank, taken
 from fp8bench.report.data.boards import figures
 from fp8bench.report.data.plain import csv_text
 from fp8bench.report.data.run import run_rows, run_value
@@ -32,36 +32,12 @@ from fp8bench.report.panels import together
 from fp8bench.report.topics.results import results_section
 from fp8bench.store import points
 from fp8bench.store.points import followed
-from fp8bench.store.series import UNITS
 from tests.materials import material
 from tests.runs import render_whole
 from tests.store.test_points import BF16, FP32, run, samples
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 _DEFAULT = MetricSpec("anything else").threshold
-
-
-def of_outputs() -> Iterator[tuple[str, ...]]:
-    """What rows a run has, and what they are of."""
-    yield "metric", "unit", ""
-    told = [spec for spec in METRICS.values() if spec.rank is not Rank.RESTATED]
-    for words, alike in together(((one.unit, one.description + _more(one)), one) for one in told).items():
-        yield _names(alike), words[0] or "none", words[1]
-
-
-def of_history() -> Iterator[tuple[str, ...]]:
-    """What is tracked; lower is better."""
-    yield "metric", "unit", "what it is"
-    rows = {}
-    for one in METRICS.values():
-        phase = one.kept_where if one.kept_where in CELL_PHASES else "\0"
-        words = one.history or one.description * (one.of_workload and one.better is Better.LOWER)
-        rows[one.replace(phase, "<phase>")] = one, words.replace(f"the {phase}", "that")
-    for name, (one, words) in rows.items():
-        if words:
-            sure = "; exact, so that any change alarms" if one.counted else ""
-            unit = units.RATIO if one.unit == "x" else UNITS.get(one.unit, one.unit)
-            yield f"`track_{_shown(name)}`", unit, words + sure + _more(one)
 
 
 def of_gate() -> Iterator[tuple[str, ...]]:
@@ -76,7 +52,7 @@ def of_gate() -> Iterator[tuple[str, ...]]:
     yield "anything else", f"{100 * _DEFAULT[0]:g}%", "0"
 
 
-PAGES = {"outputs.md": of_outputs, "history.md": of_history, "gate.md": of_gate}
+PAGES = {"gate.md": of_gate}
 
 
 def _names(alike: Iterable[str]) -> str:
@@ -86,11 +62,6 @@ def _names(alike: Iterable[str]) -> str:
 def _shown(name: str) -> str:
     """'..._error', 'share_above_...'."""
     return name.replace("*", "..." if name.startswith("*") else "FORMAT")
-
-
-def _more(one: MetricSpec) -> str:
-    page = one.page.partition("#")[0]
-    return f" ([{page}]({one.page}))" if page and page != "outputs.md" else ""
 
 
 def page_of(name: str) -> str:
@@ -165,11 +136,8 @@ def test_the_history_comparisons_and_the_gate_have_it(spec: MetricSpec) -> None:
     assert threshold_of(one) == Threshold(0.5, 1024.0)
 
 
-def test_the_docs_have_a_line_of_it(spec: MetricSpec) -> None:
-    """In the reference of outputs, of the history and of the gate; and no suite may call a number so."""
-    more = "([method.md](method.md))"
-    assert ("`reserve`", "B", f"half of what tensors hold {more}") in of_outputs()
-    assert ("`track_reserve`", "bytes", f"half of the memory of a step {more}") in of_history()
+def test_the_gate_has_a_line_of_it(spec: MetricSpec) -> None:
+    """In the table of the gate; and no suite may call a number so."""
     assert ("`reserve`", "50%", "1.00 KiB") in of_gate()
     assert taken(spec)
 
