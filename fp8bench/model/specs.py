@@ -274,11 +274,11 @@ SUSTAINED_POWER = _row("sustained_power", "W", "its power in them", better=_NO)
 SM_CLOCK = _row("sm_clock", "Hz", "the device's mean clock over the case's slots", better=_NO)
 MAX_BATCH = _row(
     "max_batch", "count", "the largest batch that fits, 0 if none does; only with `--max-batch`", better=_UP,
-    page="max-batch.md",
+    page="planning.md",
 )
 DEVICE_MAX_BATCH = _row(
     "device_max_batch", "count", "the same of an emulated case where hardware keeps its formats, by a line through "
-    "what two batches would take there; derived", better=_UP, heading="on a device", page="max-batch.md",
+    "what two batches would take there; derived", better=_UP, heading="on a device", page="planning.md",
 )
 MAX_BATCH_TOKENS = _row(
     "max_batch_tokens", "count", "tokens of a step with it", better=_UP, heading="tokens a step",
@@ -332,9 +332,9 @@ _row(
 _row("*_error", units.RATIO, "numerical errors, relative; 0 is exact", show=units.relative_error, **_OF_WORKLOADS)
 _row("*_vanished", units.RATIO, "the share of all values that are zero and are not in the reference: what a norm hides",
      show=lambda value: units.share(value) if value else "0%", **_OF_WORKLOADS)
-_row("*_db", "dB", "numerical errors in decibels", better=_UP, page="numerics.md", **_OF_WORKLOADS)
+_row("*_db", "dB", "numerical errors in decibels", better=_UP, page="formats.md", **_OF_WORKLOADS)
 for _name in ("utilisation_percent", "dynamic_range_octaves", "subnormal_percent"):  # neither more nor less is better
-    _row(_name, {"t": "%", "s": "octaves"}[_name[-1]], "of a format", better=_NO, page="numerics.md", **_OF_WORKLOADS)
+    _row(_name, {"t": "%", "s": "octaves"}[_name[-1]], "of a format", better=_NO, page="formats.md", **_OF_WORKLOADS)
 # Of a mixture of experts its load, and of a sampler: of these neither more nor less is better.
 for _name, _unit, _words in (
     ("load_ratio", "x", "the most tokens that an expert has, over the mean"),
@@ -348,7 +348,7 @@ for _name, _unit, _words in (
     _show = "{:g}".format if _unit == "count" else None
     _row(_name, _unit, _words, better=_NO, page="suites.md", show=_show, **_OF_WORKLOADS)
 for _end, _unit in (("percent", "%"), ("ulp", "ulp"), ("octaves", "octaves"), ("ppm", "ppm")):
-    _row(f"*_{_end}", _unit, f"numerical errors in {_unit}", page="numerics.md", **_OF_WORKLOADS)
+    _row(f"*_{_end}", _unit, f"numerical errors in {_unit}", page="formats.md", **_OF_WORKLOADS)
 
 
 def spec_of(name: str) -> MetricSpec:

@@ -319,7 +319,7 @@ def _octaves(above: float, below: float) -> float | None:
 
 
 def figures(found: TensorError, course: ScaleCourse | None = None) -> dict[str, float]:
-    """By name; docs/numerics.md has the definitions. What a tensor does not have is left out.
+    """By name; docs/formats.md has the definitions. What a tensor does not have is left out.
 
     An SQNR is told as EXACT_DB at most: that is what one without any error is shown as. `course` is that of the scale,
     where it comes from earlier steps.

@@ -21,7 +21,7 @@ from fp8bench.protocols import Observer
 from tests.commands import Say, unfolded
 from tests.counts import counts
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "config.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text()
 Asked = Callable[..., tuple[Request, Path]]
 
 

@@ -39,6 +39,11 @@ def words(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
+def options() -> list[list[str]]:
+    """The rows of the table of options, a row for each mode that a row names."""
+    return [[f"`{mode}`", *cells] for modes, *cells in table("option") for mode in words(modes)]
+
+
 def test_formats_by_role_and_where_a_mode_is_native() -> None:
     """Every recipe has a row, in the order of ranks but for custom, which is last anyway."""
     rows = {words(row[0])[0]: row[1:] for row in table("inputs")}
@@ -53,8 +58,8 @@ def test_formats_by_role_and_where_a_mode_is_native() -> None:
 
 
 def test_options_values_defaults_and_aliases() -> None:
-    """In the order they are declared; every value that is named can be chosen, the first is the default."""
-    rows = table("option")
+    """Each once; every value that is named can be chosen, the first is the default."""
+    rows = options()
     declared = [(name, option) for name in recipes() for option in precisions.get(name).options]
     assert sorted((words(row[0])[0], words(row[1])[0]) for row in rows) == sorted(
         (name, option.name) for name, option in declared
@@ -75,7 +80,7 @@ def test_options_values_defaults_and_aliases() -> None:
 
 def test_all_values_of_a_choice_are_named() -> None:
     """What a refusal lists is what the page lists."""
-    for mode, named, values, _ in table("option"):
+    for mode, named, values, _ in options():
         (option,) = (one for one in precisions.get(words(mode)[0]).options if one.name == words(named)[0])
         if not words(values) or "or a" in values:
             continue

@@ -22,7 +22,7 @@ from fp8bench.report.words.naming import listed
 SQNR = "sqnr_db"
 WORST_ROWS, WORST_BLOCKS = "sqnr_row_p1_db", "sqnr_block_p1_db"
 UNDERFLOW, SATURATION = "underflow_percent", "saturation_percent"
-# Metrics, the titles of their columns, and what they are; docs/numerics.md has the definitions.
+# Metrics, the titles of their columns, and what they are; docs/formats.md has the definitions.
 FIGURES = {
     SQNR: ("SQNR", "of the whole tensor"),
     "sqnr_row_median_db": ("rows, median", "SQNR of the middle row"),
