@@ -170,8 +170,10 @@ def magnitudes_left(
 ) -> list[Tensor]:
     """The same of numbers without signs; `apart` has a fused kernel make all scales before the first element."""
     scaled = _scaled(magnitudes, fmt, scaling, tensor_scale, apart)
-    # An infinite element stays one under these scales, and so does its value either way.
-    elements = _elements(scaled, fmt, scaling, random, saturate=scaling.rounding not in _NEVER_ABOVE)
+    # An infinite element stays one under these scales, and so does its value either way; but with one bit of mantissa
+    # and random numbers the inverse of its step would be 0.
+    lost = random is not None and fmt.mantissa_bits == 1
+    elements = _elements(scaled, fmt, scaling, random, saturate=lost or scaling.rounding not in _NEVER_ABOVE)
     return [element * scaled.left for element in elements]
 
 

@@ -82,6 +82,15 @@ def dequantised(stored: Scaled) -> torch.Tensor:
 
 
 @each_pair
+def test_infinities_are_the_same_stored_and_not(fmt: Format, scaling: Scaling | None) -> None:
+    """With random numbers, too."""
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(3))
+    x[0, 3], x[1, 5], x[1, 40] = torch.inf, -torch.inf, 3e38
+    for seed in (None, SEED):
+        assert differing(dequantised(quantise(x, fmt, scaling, seed=seed)), values(x, fmt, scaling, seed=seed)) == 0
+
+
+@each_pair
 def test_what_is_stored_gives_back_the_values(fmt: Format, scaling: Scaling | None) -> None:
     for shape in SHAPES:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 5
