@@ -20,9 +20,10 @@ from fp8bench.numerics.conformity import (
     explain_product,
     kept_bits,
     looks_like,
+    of_units,
     steps_between,
 )
-from fp8bench.numerics.products import short_product
+from fp8bench.numerics.products import PROMOTION, short_product, unit_sums
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 from tests.facts import CPU
@@ -298,3 +299,27 @@ def test_honest_products_never_alarm(name: str, seed: int) -> None:
                 assert maker is not makers[0]
                 continue
             assert looks_like(product, name, known) == ""
+
+
+def test_units_are_told_by_their_bits_alone() -> None:
+    """Under scales of a tensor, of rows and of blocks; what is nearly theirs, as float32 sums or a last bit, is not."""
+    codes = tuple(values(drawn(16, 256, seed), E4M3, None).clamp(-8, 8) for seed in (0, 1))
+    scales = torch.rand(2, 16, 2, generator=torch.Generator().manual_seed(2)) + 0.5
+    ways = {
+        "tensor": tuple(scale[:1, :1].expand(16, 256) for scale in scales),
+        "rows": tuple(scale[:, :1].expand(16, 256) for scale in scales),
+        "blocks": tuple(scale.repeat_interleave(PROMOTION, 1) for scale in scales),
+    }
+    for way, (down, across) in ways.items():
+        total = torch.zeros(16, 16)
+        for start in range(0, 256, PROMOTION):
+            part = slice(start, start + PROMOTION)
+            sums = unit_sums(codes[0][:, part], codes[1][:, part]).float()
+            total += sums * down[:, start, None] * across[:, start]
+        for dtype in (torch.float32, torch.bfloat16):
+            assert of_units(total.to(dtype), codes, (down, across), promoted=True), way
+        one = total.clone()
+        one[3, 5] *= 1 + 2.0**-12
+        whole = (codes[0] * down) @ (codes[1] * across).t()
+        assert not any(of_units(found, codes, (down, across), promoted=True) for found in (one, whole)), way
+        assert not of_units(total, codes, (down, across), promoted=False), way

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from fp8bench.numerics.products import (
     product_errors,
     rows_within,
     short_product,
+    unit_sums,
     values_product,
 )
 from tests.formats.scaling_definitions import gaussian
@@ -190,3 +192,55 @@ def test_nothing_and_what_is_not_finite() -> None:
         a = torch.tensor([[1.0, float("inf")], [1.0, float("nan")], [1.0, 2.0]])
         found = short_product(a, torch.ones(1, 2), accumulator).flatten().tolist()
         assert found[0] == float("inf") and np.isnan(found[1]) and found[2] == 3.0
+
+
+MEASURED = Path(__file__).resolve().parents[2] / "reports" / "gpu_h200_202611" / "unit_sums.npz"
+
+
+def values_of(kept: np.ndarray, name: str) -> Tensor:
+    """E4M3, but for the first operands of some: the units multiply no two of E5M2."""
+    e5 = name.startswith("e5") and name.endswith("_a")
+    return torch.from_numpy(kept).view(torch.float8_e5m2 if e5 else torch.float8_e4m3fn).to(torch.float32)
+
+
+def units_by_hand(row: Sequence[float], column: Sequence[float]) -> Fraction:
+    """One sum in fractions, with no float in it."""
+    kept = Fraction(0)
+    for start in range(0, len(row), INSTRUCTION):
+        pairs = [pair for pair in zip(row[start:], column[start : start + INSTRUCTION], strict=False) if all(pair)]
+        exponents = [sum(math.frexp(factor)[1] - 1 for factor in pair) for pair in pairs]
+        terms = [Fraction(a) * Fraction(b) for a, b in pairs]
+        if kept:
+            terms, exponents = [*terms, kept], [*exponents, math.frexp(float(kept))[1] - 1]
+        if not terms:
+            continue
+        last = Fraction(2) ** (max(exponents) - HOPPER_BITS + 1)
+        kept = sum((math.trunc(term / last) for term in terms), 0) * last
+        if kept:
+            last = Fraction(2) ** (math.frexp(float(kept))[1] - HOPPER_BITS)
+            kept = math.trunc(kept / last) * last
+    return kept
+
+
+def test_sums_of_units_are_those_that_a_gpu_made() -> None:
+    """Every one that is kept of an H200's, with sums that are promoted every 128 products and not."""
+    with np.load(MEASURED) as kept:
+        results = [name for name in kept.files if name.endswith(("fast", "promoted"))]
+        for name in results:
+            operands, how = name.rsplit("_", 1)
+            a, b = (values_of(kept[name], name) for name in (f"{operands}_a", f"{operands}_b"))
+            length = PROMOTION if how == "promoted" else a.shape[1]
+            total = torch.zeros(len(a), len(b))
+            for start in range(0, a.shape[1], length):
+                total += unit_sums(a[:, start : start + length], b[:, start : start + length]).to(torch.float32)
+            assert np.array_equal(total.numpy(), kept[name]), name
+            assert not np.array_equal((a @ b.t()).numpy(), kept[name])
+    assert len(results) == 12
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_sums_of_units_by_hand(fmt: Format) -> None:
+    for k in (1, 31, 96):
+        a, b = short_operands(fmt, k, 4.0)
+        wanted = [[float(units_by_hand(row, column)) for column in b.tolist()] for row in a.tolist()]
+        assert unit_sums(a, b).tolist() == wanted
