@@ -168,3 +168,8 @@ def foreign_kernel(names: Iterable[str], most_bits: int) -> str:
     if not known or any(bits <= most_bits for _, bits in known):
         return ""
     return known[0][0]
+
+
+def has_hopper_units(facts: DeviceFacts) -> bool:
+    """Whether FP8 is summed as Hopper does (`unit_sums` in numerics/products.py)."""
+    return is_nvidia(facts) and facts.capability == (9, 0)

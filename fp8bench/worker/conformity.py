@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import E2M1, FORMATS, Format, Overflow
+from fp8bench.formats.hardware import has_hopper_units
 from fp8bench.formats.recipe_support import on_device
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.model import DeviceFacts, Level
@@ -81,7 +82,7 @@ class _Compared:
     ) -> None:  # fmt: skip
         self.mode, self._native, self._emulated = precision.mode, native, emulated
         self._device, self._seed = facts.key, seed
-        self._hopper = facts.kind == "cuda" and facts.hip is None and facts.capability == (9, 0)
+        self._hopper = has_hopper_units(facts)
         recipe = getattr(precision, "recipe", None)
         treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
         plain = FORMATS.get(precision.name, FORMATS["tf32"])  # of what has no format of its own nothing is cast

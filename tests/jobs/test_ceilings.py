@@ -16,13 +16,23 @@ from fp8bench.errors import UsageError, WorkerLost
 from fp8bench.jobs import ceilings as job
 from fp8bench.measure.ceilings import whole_ceilings
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import DeviceFacts, Limit, Rate, Request, specs
+from fp8bench.model import Ceilings, DeviceFacts, Limit, Rate, Request, specs
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.worker.bench import Bench
 from tests.commands import Say, unfolded
 from tests.facts import CPU
-from tests.report.test_ceilings import FOUND
 from tests.runs import render_whole
+
+FOUND = Ceilings(
+    (
+        Rate(Limit.PRODUCT, "bf16", (4.24e11, 4.25e11, 4.26e11), 6, (512, 512, 2048)),
+        Rate(Limit.PRODUCT, "nvfp4", searched=1, why="RuntimeError: no kernel"),
+        Rate(Limit.COPY, runs=(8e9, 1e10, 9e9), searched=2, shape=(1 << 26,)),
+        Rate(Limit.LAUNCH, runs=(5e5, 5e5, 5e5), shape=(1,)),
+    ),
+    "2026-11-22T23:24:30+00:00",
+    (("torch", "2.13.0"), ("cuda:0 power_cap", 700.0), ("device", "cuda:0"), ("name", "H200")),
+)
 
 
 @pytest.fixture(autouse=True)

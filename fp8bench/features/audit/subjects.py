@@ -24,6 +24,7 @@ from fp8bench.features.audit.promises import AttentionPromise, CastPromise, Matr
 from fp8bench.features.audit.steps import Hyper, moments_of, optimizer_promise
 from fp8bench.formats.codes import DTYPES, decode, unpack
 from fp8bench.formats.grids import E2M1
+from fp8bench.formats.hardware import has_hopper_units
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import AuditKind, KeptWeights, Signature, Takes, UpdateRule
 from fp8bench.nn.arithmetics import RecipeArithmetic
@@ -69,6 +70,7 @@ class Subject(ABC):
     def __init__(self, function: Callable[..., Any], signature: Signature, facts: DeviceFacts) -> None:
         self.function, self.signature, self.device = function, signature, facts.key
         self.promised = promised_by(signature.precision, facts)
+        self.hopper = has_hopper_units(facts)
 
     @property
     def follows(self) -> bool:
@@ -126,7 +128,7 @@ class ProductSubject(Subject):
         return codes[0], codes[1].t() if turned else codes[1], *scales, *whole
 
     def promises(self, matrices: Matrices) -> dict[str, Promise]:
-        return {"product": ProductPromise(*self._kept(matrices))}
+        return {"product": ProductPromise(*self._kept(matrices), hopper=self.hopper)}
 
     def _kept(self, matrices: Matrices) -> tuple[Rounded, Rounded]:
         (a, b), (first, second, _) = matrices, self.promised.treatments
@@ -199,7 +201,7 @@ class LinearSubject(Subject):
         found: dict[str, Promise] = {}
         for name, (a, b, last) in products.items():
             first, second = (rounded(one.contiguous(), None if high and last else role[which]) for one, which in (a, b))
-            found[name] = ProductPromise(first, second, self._emulated(a, b, last))
+            found[name] = ProductPromise(first, second, self._emulated(a, b, last), self.hopper)
         return found
 
     def _emulated(self, a: tuple[Tensor, Role], b: tuple[Tensor, Role], last: bool) -> Tensor | None:

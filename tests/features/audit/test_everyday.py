@@ -12,6 +12,7 @@ from fp8bench.features.audit.operands import promised_by, rounded, span
 from fp8bench.features.audit.promises import ProductPromise
 from fp8bench.features.audit.subjects import ProductSubject, Shape
 from fp8bench.features.audit.values import AuditOutcome
+from fp8bench.numerics.products import unit_sums
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of
 from suites.audit_everyday import HONEST, LIES, kernel
@@ -106,3 +107,14 @@ def test_casts_that_lose_nothing_excuse_no_sum() -> None:
     assert promise.judge((ones @ ones.t()).to(torch.bfloat16)).code == ""
     assert promise.judge((ones @ ones.t() * (1 - 2.0**-7)).to(torch.bfloat16)).failed
     assert audited("", kernel(), signed("product", "fp8"), CPU, 0, [inputs.ExtremesCheck]).outcome is AuditOutcome.PASS
+
+
+def test_sums_of_hopper_are_excused_on_hopper_alone() -> None:
+    """To the bit as its units make them; a factor that they would not make is none of theirs."""
+    treatment = promised_by("fp8", CPU).treatments[0]
+    a, b = (rounded(torch.randn(64, 96, generator=torch.Generator().manual_seed(seed)), treatment) for seed in (0, 1))
+    sums = unit_sums(a.elements, b.elements).float() * (a.scales * b.scales)
+    for hopper in (True, False):
+        verdict = ProductPromise(a, b, hopper=hopper).judge(sums)
+        assert (verdict.code == "short-sums" and "Hopper" in verdict.why and verdict.remark) is hopper
+    assert ProductPromise(a, b, hopper=True).judge(sums * (1 - 2.0**-7)).failed
