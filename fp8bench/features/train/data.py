@@ -172,6 +172,9 @@ def _scalars(line: StreamLine, native: bool) -> Iterator[tuple[str, float]]:
         case StepFigure():
             if native or line.name != WATCHED_SECONDS:
                 yield f"{line.name}/{line.layer}" if line.layer else f"training/{line.name}", line.value
+        case LayerReading():
+            yield f"amax/{line.layer}/{line.role}", line.amax
+            yield f"scale/{line.layer}/{line.role}", line.scale
         case TrainingEvent():
             yield f"events/{line.kind}", 1.0
 

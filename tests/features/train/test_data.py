@@ -140,6 +140,11 @@ def test_curves_go_along_steps(kept: KeptTraining) -> None:
     }
     assert list(own) == sorted(own) and own[STEPS] == {"validation/held-out": 2.15}
     assert own[10]["update_ratio/head"] == 1e-3 and "training/noise_scale" not in own[10]
+    readings = [line for line in kept.of(LayerReading) if (line.arm, line.seed) == ("fp8", 0) and math.isfinite(line.amax)]
+    for line in readings:
+        assert own[line.step][f"amax/{line.layer}/{line.role}"] == line.amax
+        assert own[line.step][f"scale/{line.layer}/{line.role}"] == line.scale
+    assert readings
     assert not any("seconds" in tag for values in own.values() for tag in values)
     assert series["bf16", 0][10]["training/watched_seconds"] == 0.2
     assert series["bf16", 0][3]["training/tokens_per_second"] == pytest.approx(19200)
