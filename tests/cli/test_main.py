@@ -157,7 +157,8 @@ OPTIONS = {
         "--config", "--norm", "--optimizer", "--beta1", "--beta2", "--eps", "--updates", "--schedule", "--decay",
         "--patience", "--drop", "--clip-by", "--scale-first", "--scale-factor", "--scales-from",
         "--live", "--on-alarm",
-        "--rewinds", "--until", "--shift", "--start", "--experiment", "--from", "--lora", "--tasks", "--metric",
+        "--rewinds", "--until", "--shift", "--start", "--experiment", "--from", "--ladder", "--lora", "--tasks",
+        "--metric",
     },
     "selftest": COMMON | {"--device", "--power", "--trials", "--operation", "--json"},
 }  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from fp8bench import units
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.values import Arm, KeptTraining, StepFigure, Validation
+from fp8bench.features.train.values import Arm, KeptTraining, StepFigure, TrainingEvent, Validation
 from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, Learned, curves_of, gap_of, seeds_until
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.report.columns import Col, table
@@ -60,6 +60,7 @@ Figure = Callable[[TrainedFigures, str, int, Arm], float]
 class Experiment:
     """`sign` is 1 where the hypothesis is that the figure is higher than the reference's by a share of `least` or more,
     and -1 where it is lower. `changes` are of the usual request, `base` of the training whose weights arms begin with.
+    The arms of a ladder are rungs, each looser than the one before.
     """
 
     name: str
@@ -71,8 +72,11 @@ class Experiment:
     changes: Mapping[str, Any]
     settings: Mapping[str, Any]
     base: Mapping[str, Any] | None = None
+    is_ladder: bool = False
 
 
+# From the most careful: the margin goes, then the history shortens, then scales are renewed more seldom.
+_RUNGS = ("margin=2", "margin=1", "", "history=16", "history=1", "history=16:interval=10", "history=16:interval=100")
 _SMALL = {"bands": ("none",), "energy": False, "evaluate": 1000, "keep": 1000}
 _TINY = {"batch": 1, "sequence": 64}
 EXPERIMENTS = (
@@ -116,6 +120,12 @@ EXPERIMENTS = (
         lambda seen, arm, seed, of: seen.looks[arm, seed, f"quantised:{of.precision}"]
         / seen.looks[arm, seed, "quantised:bf16"],
         -1, 0.001, {"dtypes": ("bf16", "fp8", "nvfp4"), "steps": 100}, {},
+    ),
+    Experiment(
+        "ladder", "delayed scales that are loosened this far learn worse than bf16",
+        "the training loss over the last tenth of the steps",
+        lambda seen, arm, seed, of: seen.mean(arm, seed, 0.9, 1.0), 1, 0.01,
+        {"dtypes": ("bf16", *(f"fp8-delayed:{rung}".rstrip(":") for rung in _RUNGS)), "steps": 100}, {}, is_ladder=True,
     ),
 )  # fmt: skip
 
@@ -173,6 +183,7 @@ class ExperimentResult:
     hypothesis: str
     measured: str
     arms: tuple[ExperimentArm, ...]
+    stopped: str = ""
 
 
 def result_of(kept: KeptTraining, found: TrainingVerdicts) -> ExperimentResult | None:
@@ -182,7 +193,31 @@ def result_of(kept: KeptTraining, found: TrainingVerdicts) -> ExperimentResult |
         return None
     own, seen = experiment_named(request.experiment), TrainedFigures(kept)
     arms = tuple(_of_arm(own, seen, said.arm, found) for said in found.arms if not said.arm.skip)
-    return ExperimentResult(own.name, own.hypothesis, own.measured, arms)
+    stopped = _stopped(arms, _alarms(kept, found.reference)) if own.is_ladder else ""
+    return ExperimentResult(own.name, own.hypothesis, own.measured, arms, stopped)
+
+
+def _alarms(kept: KeptTraining, reference: str) -> dict[str, str]:
+    """The first alarm of every arm by a rule that its reference raised none by."""
+    alarms = [event for event in kept.of(TrainingEvent) if event.kind == "alarm"]
+    own = {dict(event.values).get("rule") for event in alarms if event.arm == reference}
+    found: dict[str, str] = {}
+    for event in alarms:
+        if dict(event.values).get("rule") not in own:
+            found.setdefault(event.arm, f"an alarm in seed {event.seed}, step {event.step}: {event.words}")
+    return found
+
+
+def _stopped(arms: tuple[ExperimentArm, ...], alarms: Mapping[str, str]) -> str:
+    """On which rung, and what the next one had against it."""
+    healthy = ""
+    for number, rung in enumerate(arms):
+        worse = "the loss is worse" if rung.word == "confirmed" else rung.word
+        if why := alarms.get(rung.arm) or ("" if worse.startswith("refuted") else worse):
+            until = f"{healthy} is the loosest healthy rung, {number} of {len(arms)}"
+            return f"{until if number else 'No rung is healthy'}. {rung.arm}: {why}."
+        healthy = rung.arm
+    return f"All {len(arms)} rungs are healthy, the loosest is {healthy}."
 
 
 def _of_arm(own: Experiment, seen: TrainedFigures, arm: Arm, found: TrainingVerdicts) -> ExperimentArm:
@@ -231,7 +266,8 @@ def parts_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[Part]:
         Col("seeds", lambda one: one.change.pairs if one.change else 0, number=True, show=units.whole),
         Col("word", lambda one: one.word),
     ]  # fmt: skip
-    words = f"Hypothesis: {result.hypothesis}.", f"Measured: {result.measured}."
+    words = [f"Hypothesis: {result.hypothesis}.", f"Measured: {result.measured}."]
+    words += [result.stopped] if result.stopped else []
     yield Part(
         "experiment", f"Experiment {result.name}",
         (*map(Text, words), table("experiment", "against the reference of the same seed", cols, result.arms)),

@@ -13,7 +13,15 @@ from fp8bench.errors import UnknownName
 from fp8bench.features.train.arms import check_training, make_arms
 from fp8bench.features.train.experiments import EXPERIMENTS, as_experiment, base_of, parts_of, result_of
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.values import KeptTraining, StepFigure, StreamLine, Training, Validation
+from fp8bench.features.train.values import (
+    KeptTraining,
+    StepFigure,
+    StepRow,
+    StreamLine,
+    Training,
+    TrainingEvent,
+    Validation,
+)
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.report.elements import Page
 from fp8bench.report.terminal.layout import render
@@ -107,3 +115,27 @@ def test_without_a_name_they_are_listed(store: Path, fp8bench: Say) -> None:
     with pytest.raises(UnknownName):
         as_experiment(TrainingRequest(experiment="none"))
     assert not store.exists()
+
+
+def test_a_ladder_says_on_which_rung_health_ends() -> None:
+    """By a loss that is worse, by an alarm that the reference has not, or nowhere."""
+    of = asked("ladder")
+    rungs = [arm.name for arm in of.arms if not arm.is_band][1:]
+    assert rungs[0] == "fp8-delayed:margin=2" and len(rungs) == 7
+
+    def stopped(worse: str = "", *alarms: TrainingEvent) -> str:
+        lines: list[StreamLine] = [*stream(of, 0.0, 1e-3, random.Random(1)), *alarms]
+        lines = [
+            replace(row, loss=1.1 * row.loss) if isinstance(row, StepRow) and row.arm == worse else row for row in lines
+        ]
+        result = result_of(KeptTraining(of, tuple(lines), True, ""), verdicts_of(of, lines))
+        assert result is not None
+        return result.stopped
+
+    assert stopped() == f"All 7 rungs are healthy, the loosest is {rungs[-1]}."
+    assert stopped(rungs[3]) == f"{rungs[2]} is the loosest healthy rung, 3 of 7. {rungs[3]}: the loss is worse."
+    assert stopped(rungs[0]) == f"No rung is healthy. {rungs[0]}: the loss is worse."
+    alarm = TrainingEvent(rungs[1], 2, 30, "alarm", "it clips", values=(("rule", "saturated"),))
+    told = f"{rungs[0]} is the loosest healthy rung, 1 of 7. {rungs[1]}: an alarm in seed 2, step 30: it clips."
+    assert stopped("", alarm) == told and stopped(rungs[3], alarm) == told
+    assert stopped("", alarm, replace(alarm, arm=of.arms[0].name)).startswith("All 7 rungs")
