@@ -268,7 +268,7 @@ def _tests() -> Iterator[FirstStep]:
     for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         name = f"tests/gpu/{path.name}"
         line = Line(f"{name}, failures", counted(r"(\d+) (?:failed|error)", r"(\d+) passed"), high=0)
-        yield FirstStep(path.stem.replace("_", "-"), f"{_PYTEST} {name}", 120, (line,), ("`tests/gpu`",))
+        yield FirstStep(path.stem.replace("_", "-"), f"{_PYTEST} {name}", 220, (line,), ("`tests/gpu`",))
 
 
 STEPS = (
@@ -285,16 +285,16 @@ STEPS = (
         Line("checks of selftest that fail", checks, high=0),
     ), ("`selftest`, and its `--power`",)),
     _suite(
-        "best-products", "fp8bench suite gemm --set shape=8192 --set operands=ready --dtypes bf16,fp8", 60,
+        "best-products", "fp8bench suite gemm --set shape=8192 --set operands=ready --dtypes bf16,fp8", 70,
         Line("best product in bf16, TFLOP/s", fastest("bf16"), low=770),
         Line("best product in fp8, TFLOP/s", fastest("fp8"), low=1409, speed=True)),
     _suite(
-        "casts", f"fp8bench suite gemm --set shape={_SHAPES} --dtypes native:bf16,fp8,fp8-rowwise,mxfp8,nvfp4", 150,
+        "casts", f"fp8bench suite gemm --set shape={_SHAPES} --dtypes native:bf16,fp8,fp8-rowwise,mxfp8,nvfp4", 230,
         Line("fp8 with its casts over bf16, times as fast", ratio("time", "bf16", "fp8"), low=1.58, speed=True),
         *(Line(f"the same of {name}", ratio("time", "bf16", name), speed=True)
           for name in ("fp8-rowwise", "mxfp8", "nvfp4"))),
     _suite(
-        "step", f"{_STEP} bf16,fp8 --tape --shares", 200,
+        "step", f"{_STEP} bf16,fp8 --tape --shares", 400,
         Line("launches of a gpt2-124m step, fp8 over bf16", ratio("launches", "fp8", "bf16"), high=1.8),
         Line("gpt2-124m step, fp8 over bf16, times as fast", ratio("time", "bf16", "fp8"), speed=True),
         Line("the same, replayed as one launch", ratio("replay_time", "bf16", "fp8"), speed=True),
@@ -306,7 +306,7 @@ STEPS = (
     ), ("`fp8bench audit`: kernels, optimizers, converted models",)),
     *_tests(),
     _suite(
-        "train-nano", "fp8bench train --steps 200 --dtypes bf16,fp8 --json", 200, Line("nano, 200 steps", learns),
+        "train-nano", "fp8bench train --steps 200 --dtypes bf16,fp8 --json", 260, Line("nano, 200 steps", learns),
         rows=("`fp8bench train`: arms, checkpoints, watching, health rules, `--try-fix`",)),
     FirstStep("power", "fp8bench selftest --power --device cuda --operation small --trials 30 --json {json}", 400, (
         Line("alarms of 30 A/A trials", alarms, high=0),
