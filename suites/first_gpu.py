@@ -199,7 +199,7 @@ def changes(every: Sequence[StepFiles], rows: Sequence[Row]) -> str:
         line.split(" | ")[0].removeprefix("| "): line for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines()
     }
     lines = [
-        f"README.md, Status: instead of 'Nothing has run on a GPU yet': run on {where}, at {device['commit']}.",
+        f"README.md, Status: run on {where}, at {device['commit']}.",
         "",
     ]
     for row, verdict in said.items():

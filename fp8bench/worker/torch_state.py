@@ -115,8 +115,7 @@ def once_used(read: Callable[[], Any], before: Any) -> Any:
 def attention_order() -> list[int]:
     """torch puts cuDNN's kernel first when a GPU's attention is first chosen, where it prefers that: once in a process,
     so that whichever case came first would seem to have changed it, and later ones would run without."""
-    if torch.cuda.is_available():
-        _choose_attention()
+    _choose_attention()
     return torch._C._get_sdp_priority_order()
 
 

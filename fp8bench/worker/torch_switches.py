@@ -142,9 +142,9 @@ def _of_attention() -> Iterator[Switch]:
         ("attention in plain products", "math"), ("cuDNN's attention", "cudnn"),
     ):  # fmt: skip
         yield _call(words, getattr(cuda, f"{name}_sdp_enabled"), f"torch.backends.cuda.enable_{name}_sdp", usual=True)
-    order = state.attention_order
+    order = torch._C._get_sdp_priority_order
     if torch.cuda.is_available():
-        order = partial(state.once_used, order, NotInUse)
+        order = partial(state.once_used, state.attention_order, NotInUse)
     yield Switch("the order of attention's kernels", order, torch._C._set_sdp_priority_order)
     yield Switch(
         "reduced-precision sums in attention", cuda.fp16_bf16_reduction_math_sdp_allowed,

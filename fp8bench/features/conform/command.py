@@ -102,7 +102,8 @@ def page_of(facts: DeviceFacts, found: Sequence[ModeConformity], whole: bool = F
     """
     good = all(mode.conforms for mode in found)
     parts = [Part("verdict", "", (Text(_verdict(found), Tone.GOOD if good else Tone.BAD),))]
-    emulated = [mode for mode in found if mode.support.level is Level.EMULATED and mode.conforms and not whole]
+    same_bits = [mode for mode in found if mode.conforms and not _by_units(mode)]
+    emulated = [mode for mode in same_bits if mode.support.level is Level.EMULATED and not whole]
     if rows := [mode for mode in found if mode not in emulated]:
         parts.append(Part("modes", "", (table("modes", "", _MODES, rows),)))
     if same := [mode.mode for mode in emulated if mode.compared]:
@@ -110,7 +111,8 @@ def page_of(facts: DeviceFacts, found: Sequence[ModeConformity], whole: bool = F
         parts.append(Part("emulated", "", (Text(words),)))
     different = [one for mode in found for one in mode.found if one.difference not in (None, Difference.NONE)]
     in_order = [] if whole else [one for one in different if one.difference is Difference.ORDER]
-    listed_ones = [one for one in different if one not in in_order]
+    of_units = [] if whole else [one for one in different if one.difference is Difference.UNITS]
+    listed_ones = [one for one in different if one not in in_order and one not in of_units]
     if listed_ones:
         caption = "what is not the same bit by bit"
         parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, listed_ones),)))
@@ -118,6 +120,10 @@ def page_of(facts: DeviceFacts, found: Sequence[ModeConformity], whole: bool = F
         modes = listed(list(dict.fromkeys(one.mode for one in in_order)), 20)
         words = f"{len(in_order)} products of {modes} differ by the order of sums alone (--all lists them)"
         parts.append(Part("order", "", (Text(words),)))
+    if of_units:
+        modes = listed(list(dict.fromkeys(one.mode for one in of_units)), 20)
+        words = f"{len(of_units)} products of {modes} are summed in the bits of this GPU's units (--all lists them)"
+        parts.append(Part("units", "", (Text(words),)))
     if undone := list(_undone(found)):
         parts.append(Part("undone", "not done here", (Items(tuple(map(Text, undone))),)))
     return Page(
@@ -150,6 +156,7 @@ _MODES: tuple[Col[ModeConformity], ...] = (
     Col("compared", lambda mode: _count(mode.found, *Difference), number=True),
     Col("same bits", lambda mode: _count(mode.found, Difference.NONE), number=True),
     Col("order", lambda mode: _count(mode.found, Difference.ORDER), number=True),
+    Col("units", lambda mode: _count(mode.found, Difference.UNITS), number=True),
     Col("not the same", lambda mode: _count(mode.found, *_WRONG), True, tone=lambda mode: _tone(mode.conforms)),
     Col("not done", lambda mode: _count(mode.found, None), number=True),
 )
@@ -180,4 +187,9 @@ def _verdict(found: Sequence[ModeConformity]) -> str:
         return f"{listed(different)} {'does' if len(different) == 1 else 'do'} not give what the emulation gives"
     if not compared:
         return "nothing could be compared"
-    return f"{listed(compared, 20)}: the emulation gives what the kernels give, up to the order of sums"
+    short = " and the bits of this GPU's units" if any(map(_by_units, found)) else ""
+    return f"{listed(compared, 20)}: the emulation gives what the kernels give, up to the order of sums{short}"
+
+
+def _by_units(mode: ModeConformity) -> bool:
+    return any(one.difference is Difference.UNITS for one in mode.found)

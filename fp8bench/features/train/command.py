@@ -66,8 +66,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         asked_in(one, TrainingRequest)
     length.add_argument("--dry-run", action="store_true", help="print the arms and what they come to, train nothing")
     words = "train a small experiment, with its hypothesis and its word; without a name: list them"
-    parser.add_argument("--experiment", nargs="?", const=None, default="", metavar="NAME", help=words)
-    parser.add_argument(
+    small = parser.add_mutually_exclusive_group()
+    small.add_argument("--experiment", nargs="?", const=None, default="", metavar="NAME", help=words)
+    small.add_argument(
         "--ladder", dest="experiment", action="store_const", const="ladder",
         help="loosen margin, history and interval of delayed scales rung by rung, and say where health ends",
     )  # fmt: skip

@@ -153,6 +153,13 @@ def test_the_page_names_the_first_element() -> None:
     facts = DeviceFacts("cuda", 0, "NVIDIA H200", 1 << 37, "2.13.0")
     mode = ModeConformity("fp8", Support(Level.NATIVE, ""), (same, wrong))
     text = " ".join(render(page_of(facts, [mode]), width=120).split())
-    assert "fp8 native 2 1 - 1 -" in text
+    assert "fp8 native 2 1 - - 1 -" in text
     assert "scale 9 of 16.4 k 3.00 [3,17] 1.5, emulated 1.25 rows scaled by 2" in text
     assert "fp8 does not give what the emulation gives" in text and not mode.conforms
+    units = Conformity("fp8", "product", "8x8x8", Difference.UNITS, "as its units", 3, 64, 2.0, wrong.first)
+    for level in (Level.NATIVE, Level.EMULATED):
+        mode = ModeConformity("fp8", Support(level, ""), (same, units))
+        text = " ".join(render(page_of(facts, [mode]), width=120).split())
+        assert f"fp8 {level.value} 2 1 - 1 - -" in text and mode.conforms
+        assert "up to the order of sums and the bits of this GPU's units" in text
+        assert "1 products of fp8 are summed in the bits of this GPU's units (--all lists them)" in text

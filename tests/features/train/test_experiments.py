@@ -112,6 +112,8 @@ def test_without_a_name_they_are_listed(store: Path, fp8bench: Say) -> None:
     assert code == 2 and "unknown experiment 'shfit'" in error and "shift" in error
     code, _, error = fp8bench("train", "net:make", "--experiment", "shift")
     assert code == 2 and "--experiment shift is of the built-in models. Leave net:make out." in error
+    code, _, error = fp8bench("train", "--experiment", "shift", "--ladder")
+    assert code == 2 and "--ladder: not allowed with argument --experiment" in error
     with pytest.raises(UnknownName):
         as_experiment(TrainingRequest(experiment="none"))
     assert not store.exists()
