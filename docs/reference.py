@@ -18,6 +18,7 @@ from fp8bench import units
 from fp8bench.analysis.labels import CAN_BE_HARD
 from fp8bench.cli.main import VERBS, Parser, build_parser, command_module, commands_of
 from fp8bench.errors import UsageError
+from fp8bench.features.train.health.health import RULES
 from fp8bench.formats.codes import encode
 from fp8bench.formats.grids import FORMATS, Format
 from fp8bench.model import CELL_PHASES, Record, Resumption, Run
@@ -185,6 +186,19 @@ def labels_page() -> str:
     )
 
 
+def health_page() -> str:
+    rows = [
+        (code(rule.name), rule.looks_at, rule.alarms_at, rule.because,
+         "; ".join(remedy.value for remedy in rule.remedies))
+        for rule in RULES
+    ]  # fmt: skip
+    return (
+        "# Health rules\n\nWhat a training alarms about ([health](../health.md)): the constants are those that the "
+        "rules judge by.\n\n"
+        + table(("rule", "looks at", "alarms at", "why there", "what may help"), rows)
+    )
+
+
 def _power(value: float) -> str:
     exponent = torch.tensor(value).log2().item()
     assert exponent.is_integer()
@@ -315,7 +329,7 @@ def _type_words(shape: dict[str, Any]) -> str:
 
 
 PAGES: Mapping[str, Callable[[], str]] = {
-    "metrics": metrics_page, "labels": labels_page, "number-formats": formats_page,
+    "metrics": metrics_page, "labels": labels_page, "health-rules": health_page, "number-formats": formats_page,
     "run-file": run_file_page,
 }  # fmt: skip
 

@@ -21,6 +21,8 @@ from fp8bench.features.train.curve_charts import (
     windows_of,
 )
 from fp8bench.features.train.experiments import parts_of
+from fp8bench.features.train.health.health import RULES
+from fp8bench.features.train.health.steps import HealthRule
 from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, LayerReading, TrainingEvent
 from fp8bench.features.train.verdicts.curves import curves_of
 from fp8bench.features.train.verdicts.scores import score_parts
@@ -182,6 +184,13 @@ def _events(kept: KeptTraining) -> Iterator[Element]:
     yield table("events", "Events", cols, events[:_MOST_EVENTS], main=True)
     if len(events) > _MOST_EVENTS:
         yield Text(f"{many(len(events) - _MOST_EVENTS, 'more event')} are in the training's CSV.")
+    struck = {dict(event.values).get("rule") for event in events}
+    rules: list[Col[type[HealthRule[Any]]]] = [
+        Col("rule", lambda rule: rule.name), Col("looks at", lambda rule: rule.looks_at),
+        Col("alarms at", lambda rule: rule.alarms_at), Col("why there", lambda rule: rule.because),
+    ]  # fmt: skip
+    if told := [rule for rule in RULES if rule.name in struck]:
+        yield table("rules", "The rules that alarmed", rules, told)
 
 
 # Places of a line, and arms whose tensors are drawn.

@@ -57,12 +57,15 @@ def newest(length: int) -> Any:
 class HealthRule(ABC, Generic[L]):
     """One way for a training not to be well.
 
-    docs/health.md says of each how far back it looks, from which figure on it alarms, and why from that one. It keeps
-    of earlier lines what it needs. `compares`: it reads the rows of the arms beside its own, too.
+    It says of itself how far back it looks, from which figure on it alarms, and why from that one. It keeps of earlier
+    lines what it needs. `compares`: it reads the rows of the arms beside its own, too.
     """
 
     name: ClassVar[str]
     reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType]
+    looks_at: ClassVar[str]
+    alarms_at: ClassVar[str]
+    because: ClassVar[str]
     remedies: ClassVar[tuple[Remedy, ...]]
     compares: ClassVar[bool] = False
     arm: WatchedArm
@@ -103,6 +106,15 @@ class GradientSpike(HealthRule[StepRow]):
     times = 16.0
     times_with_loss = 8.0
     far = 2.5
+    looks_at = f"the last {keep} steps, from the 20th on; of multiples of their median the last {longer}"
+    alarms_at = (
+        f"{times:g} times their median, and the square of the largest multiple; or {times_with_loss:g} times it "
+        f"and a loss {far:g} times as far above its median as any of theirs"
+    )
+    because = (
+        "batches of few tokens move a norm by a factor of 5 (256 tokens) to 15 (64), and it has done so before; "
+        "text that is merely rare moves the norm and not the loss"
+    )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
     _norms: deque[float] = newest(keep)
     _losses: deque[float] = newest(keep)
@@ -142,6 +154,9 @@ class UpdateBurst(HealthRule[StepRow]):
     keep = 20
     fewest = 10
     times = 4.0
+    looks_at = f"the last {keep} steps, from the 10th on"
+    alarms_at = f"{times:g} times their median"
+    because = "a rate that warms up in a line is at most twice its median ahead, and Adam bounds what a batch can do"
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER)
     _ratios: deque[float] = newest(keep)
 
@@ -173,6 +188,13 @@ class Plateau(HealthRule[Any]):
     flat = 0.01
     noise = 0.0075
     gradients = 0.9
+    looks_at = f"the last half of all steps, {least} at least, in {parts} parts; looked at every {often} steps"
+    alarms_at = (
+        f"their mean losses lie within {flat:.1%} of each other and are known to {noise:.2%} each, the median "
+        f"gradient norm is at least {gradients:g} of that in the half before, and the rate at least half of its "
+        f"peak; the entropy of predictions, where it is known, lies {entropy:.0%} away"
+    )
+    because = "losses fall by equal parts in equal multiples of time: the last half of a training is never flat"
     remedies = (Remedy.HIGHER_MASTER, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOOK_AT_LAYER)
     _losses: list[float] = field(default_factory=list)
     _norms: list[float] = field(default_factory=list)
@@ -219,6 +241,15 @@ class NotFiniteStep(HealthRule[StepRow]):
     name = "not-finite"
     reads = StepRow
     allowed = 20
+    looks_at = "every step"
+    alarms_at = (
+        "the first loss or weight that is not finite, or gradient norm of a step that was not skipped; of skipped"
+        f" ones {allowed} in a row"
+    )
+    because = (
+        "a dynamic loss scale comes down from 2^32 to what fits by skipping steps, and tries a larger one at "
+        "times"
+    )
     remedies = (Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
     _skipped: int = 0
 
@@ -273,6 +304,15 @@ class LossGap(HealthRule[Any]):
     compares = True
     keep = 50
     margin = 0.02
+    looks_at = f"the means of {keep} steps, of which all three arms are known"
+    alarms_at = (
+        f"{margin:.0%} behind the reference, and further than the reference under another seed has ever been from "
+        "it"
+    )
+    because = (
+        "batches and dropout are the same in both arms: what is left is the arithmetic, and what little chaos "
+        "does"
+    )
     remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
     _losses: dict[int, dict[str, float]] = field(default_factory=dict)
     _gaps: deque[float] = newest(keep)

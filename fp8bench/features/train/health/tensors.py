@@ -75,6 +75,12 @@ class ScaleFall(_Jump):
 
     name = "scale-falls"
     sign = -1
+    looks_at = "the last 6 readings of the tensor, from the 4th on"
+    alarms_at = "4 octaves from their median, of gradients 8, and 2 beyond all of them"
+    because = (
+        "the largest magnitude of a tensor moves by an octave or two between readings; that of a gradient by six "
+        "where a batch has few tokens and rare ones among them"
+    )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
 
 
@@ -83,6 +89,12 @@ class ScaleRise(_Jump):
 
     name = "scale-rises"
     sign = 1
+    looks_at = "the last 6 readings of the tensor, from the 4th on"
+    alarms_at = "4 octaves from their median, of gradients 8, and 2 beyond all of them"
+    because = (
+        "as for a scale that falls: a tensor that became sixteen times as small has lost its input or its "
+        "gradient"
+    )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
 
 
@@ -93,6 +105,12 @@ class ScaleUnsettled(TensorRule):
     keep = 9
     swing = 2.0
     turns = 6
+    looks_at = "10 readings of the tensor"
+    alarms_at = f"{turns} turns of at least {swing:g} octaves each way"
+    because = (
+        "a scale may follow its tensor up or down; one that swings as far as it goes is wrong in half of the "
+        "steps"
+    )
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
@@ -114,6 +132,9 @@ class ScaleAtEdge(TensorRule):
 
     name = "scale-at-edge"
     keep = 1
+    looks_at = "every reading"
+    alarms_at = "0, infinite, no number, or 2^-127 or 2^127, where the exponents of E8M0 end"
+    because = "nothing comes back through such a scale; a tensor of zeros has a scale of 1"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
@@ -129,6 +150,12 @@ class Lag(TensorRule):
     name = "lag"
     keep = 2
     far = 0.75
+    looks_at = "3 readings of the tensor"
+    alarms_at = f"above {far:g} octaves in all of them"
+    because = (
+        "delayed scales are a few hundredths of an octave late wherever a tensor grows, and late once after a "
+        "jump; the least scales of NVFP4 are rounded by up to 0.58"
+    )
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
@@ -146,6 +173,12 @@ class OverflowBurst(TensorRule):
     keep = 6
     share = 0.05
     times = 5.0
+    looks_at = f"a reading, and the {keep} before it"
+    alarms_at = f"{share:.0%} of all elements, and {times:g} times their median"
+    because = (
+        "scales of blocks that are rounded down cut off 0.6% of normal values, and those of NVFP4, rounded to "
+        "nearest, 3.5%, always; current scales cut off none"
+    )
     remedies = (Remedy.RAISE_MARGIN, Remedy.SHORTER_HISTORY, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
@@ -162,6 +195,9 @@ class UnderflowCreep(TensorRule):
     name = "underflow-creep"
     keep = 8
     rise = 0.25
+    looks_at = f"the first {keep} readings of the tensor, and the last 3"
+    alarms_at = f"the last 3 all at least {rise:.0%} of all elements above the median of the first"
+    because = "how much of a tensor underflows is a matter of its format, and the same within a few percent all along"
     remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.SHORTER_HISTORY, Remedy.LAYER_IN_BF16)
     _first: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
@@ -186,6 +222,9 @@ class WeightsBehind(TensorRule):
     far = 2.0
     wanted = 3
     exact = 150.0  # dB from which on nothing was rounded: weights that begin as ones are on every grid
+    looks_at = "the last 21 readings of a weight's signal to noise"
+    alarms_at = f"the last {wanted} all {far:g} dB below the best"
+    because = "how well a format rounds weights is a matter of the format: within 0.4 dB all along, in any precision"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
@@ -204,6 +243,9 @@ class NotFiniteTensor(TensorRule):
 
     name = "tensor-not-finite"
     keep = 1
+    looks_at = "every reading"
+    alarms_at = "a single element"
+    because = "they spread to every element of every tensor behind; the first layer that has some is where to look"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE, Remedy.DYNAMIC_LOSS_SCALE)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
@@ -247,6 +289,9 @@ class EmbeddingCollapse(FigureRule):
     figure = "embedding_spread"
     keep = 20
     share = 0.75
+    looks_at = f"the last {keep} readings"
+    alarms_at = f"below {share:g} of the largest spread among them"
+    because = "an embedding spreads as it learns; weight decay takes 2% in 200 steps of one that stands still"
     remedies = (Remedy.LOWER_RATE, Remedy.HIGHER_MASTER, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -266,6 +311,14 @@ class LayerStill(HealthRule[Any]):
     reads = LayerReading | StepFigure
     share = 0.1
     keep = 3
+    looks_at = f"{keep} readings of a matrix's update, relative to itself, embeddings left out"
+    alarms_at = (
+        f"all of them below {share:g} of the median of all matrices, times the least factor of --rates or its "
+        "parameter group's share of the highest rate; two, where nothing moves at all that has moved before"
+    )
+    because = (
+        "matrices learn at rates within a factor of four of their median; weight decay alone moves one by 1 to 6%"
+    )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
     _moved: dict[str, float] = field(default_factory=dict)
     _no_matrices: set[str] = field(default_factory=set)
@@ -305,6 +358,12 @@ class AttentionOverflow(FigureRule):
     name = "attention-score-overflow"
     figure = "attention_score"
     largest = 88.0
+    looks_at = "every reading"
+    alarms_at = f"a score of {largest:g}"
+    because = (
+        "e^-88 is the least that fp32 holds as a normal number: beside such a score every other key counts "
+        "nothing"
+    )
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -320,6 +379,9 @@ class BatchNormDrift(FigureRule):
     figure = "batch_norm_drift"
     keep = 3
     far = 1.0
+    looks_at = f"{keep} readings, from the 6th on: running statistics begin anywhere"
+    alarms_at = "all of them above 1 standard deviations of the batch"
+    because = "a momentum of 0.1 forgets half of what was in 7 steps; between batches means differ by hundredths"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
     _seen: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 

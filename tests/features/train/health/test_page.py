@@ -1,18 +1,13 @@
-"""docs/health.md says of every rule what the class does."""
+"""What a rule says of itself has the figures by which it judges."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from fp8bench.features.train.health.health import RULES
 from fp8bench.features.train.health.steps import HealthRule
 
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "health.md"
-ROWS = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
 # In words, and what nothing that was rounded comes to.
 UNSAID = ("falling", "exact")
 # Of lines before the one that is judged.
@@ -30,19 +25,14 @@ def figures_of(rule: type[HealthRule[Any]]) -> dict[str, float]:
     return {name: value for name, value in own.items() if type(value) in (int, float) and value not in (1, -1)}
 
 
-def test_every_rule_has_a_row_with_its_remedies() -> None:
-    wanted = [(f"`{rule.name}`", "; ".join(remedy.value for remedy in rule.remedies)) for rule in RULES]
-    assert [(row[0], row[-1]) for row in ROWS] == wanted
-    assert all(len(row) == 5 and all(row) for row in ROWS)
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_the_row_has_the_figures_by_which_the_rule_judges(rule: type[HealthRule[Any]]) -> None:
+def test_words_have_the_figures_by_which_the_rule_judges() -> None:
     """As numbers, or as shares; counts of what was before are told with or without the line that is judged."""
-    _, window, threshold, _, _ = ROWS[RULES.index(rule)]
-    told = {float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", f"{window} {threshold}")}
-    missing = {
-        name: value for name, value in figures_of(rule).items()
-        if not {value, round(100 * value, 6), *((value + 1, value - 1) if name in COUNTS else ())} & told
-    }  # fmt: skip
-    assert not missing
+    for rule in RULES:
+        assert rule.remedies and rule.because, rule.name
+        words = f"{rule.looks_at} {rule.alarms_at}"
+        told = {float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", words)}
+        missing = {
+            name: value for name, value in figures_of(rule).items()
+            if not {value, round(100 * value, 6), *((value + 1, value - 1) if name in COUNTS else ())} & told
+        }  # fmt: skip
+        assert not missing, rule.name
