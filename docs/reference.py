@@ -193,7 +193,7 @@ def health_page() -> str:
         for rule in RULES
     ]  # fmt: skip
     return (
-        "# Health rules\n\nWhat a training alarms about ([health](../health.md)): the constants are those that the "
+        "# Health rules\n\nWhat a training alarms about ([watching](../watching.md)): the constants are those that the "
         "rules judge by.\n\n"
         + table(("rule", "looks at", "alarms at", "why there", "what may help"), rows)
     )

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp8bench.features.train.health import loops, steps, tensors
+from fp8bench.features.train.health import inputs, loops, steps, tensors
 from fp8bench.features.train.health.steps import HealthAlarm, HealthRule, Remedy, WatchedArm
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import Arm, ArmRole, StepRow, StreamLine, TrainingEvent
 from fp8bench.model import Scalar
 from fp8bench.registry import precisions
 
-RULES: tuple[type[HealthRule[Any]], ...] = (*steps.RULES, *tensors.RULES, *loops.RULES)
+RULES: tuple[type[HealthRule[Any]], ...] = (*steps.RULES, *tensors.RULES, *loops.RULES, *inputs.RULES)
 # An episode ends, and another alarm may be raised, when a rule has found nothing for so many steps.
 REST = 50
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from dataclasses import field
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 from fp8bench.features.train.health.steps import LEARNED, HealthAlarm, HealthRule, Remedy, newest, noise_of_values
@@ -60,16 +60,13 @@ class LossBackUp(LossRule):
     noise = 6.0
     above = 0.25
     looks_at = (
-        f"the last {stays} losses, the first {first}, and the lowest mean of ten there has been; from step {stays}"
-        " on"
+        f"the last {stays} losses, the first {first}, and the lowest mean of ten there has been; from step {stays} on"
     )
     alarms_at = (
         f"all of them above the lowest mean by {lost:.0%} of what was learned and by {noise:g} times the noise; or"
         f" {above:.0%} above the first"
     )
-    because = (
-        "a batch may be hard, five in turn are not; another kind of text costs less than half of what was learned"
-    )
+    because = "a batch may be hard, five in turn are not; another kind of text costs less than half of what was learned"
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER, Remedy.LOOK_AT_DATA)
     _first: list[float] = field(default_factory=list)
     _best: float = math.inf
@@ -130,9 +127,7 @@ class LossLeaked(LossRule):
     share = 0.1
     noise = 5.0
     looks_at = f"the last {last} losses, and the 20 before"
-    alarms_at = (
-        f"all of them below {share:g} of the least before, and {noise:g} times their noise in octaves below it"
-    )
+    alarms_at = f"all of them below {share:g} of the least before, and {noise:g} times their noise in octaves below it"
     because = "losses fall by percents a step; those of single examples vary by more, and are left alone"
     remedies = (Remedy.LOOK_AT_DATA,)
 
@@ -303,8 +298,7 @@ class DeadUnits(TensorRule):
         f"{share:.0%} zeros, {rise:.0%} more than their median; or {always:.1%} twice in a row, behind the first"
     )
     because = (
-        "units that cut off leave half of their inputs, with dropout three quarters; bags of words are sparse "
-        "always"
+        "units that cut off leave half of their inputs, with dropout three quarters; bags of words are sparse always"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LOOK_AT_DATA)
     _first: str = ""
@@ -353,9 +347,7 @@ class LargeLogits(FigureRule):
     times = 4.0
     looks_at = "every reading, and the 6 before"
     alarms_at = f"a range of {largest:g}; or of {jump:g}, if it is {times:g} times their median"
-    because = (
-        "e^-88 is the least that fp32 holds as a normal number; what is learned by heart reaches 20 to 40, slowly"
-    )
+    because = "e^-88 is the least that fp32 holds as a normal number; what is learned by heart reaches 20 to 40, slowly"
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
@@ -412,69 +404,7 @@ class LayerGradient(FigureRule):
         return f"the gradient of {line.layer}'s weight points the other way (a cosine of {line.value:.2f})"
 
 
-class DuplicateInputs(FigureRule):
-    """Examples of a batch are copies of each other: a sampler, or a join, has repeated them."""
-
-    name = "duplicate-inputs"
-    figure = "duplicates"
-    keep = 3
-    share = 0.5
-    looks_at = f"{keep} watched batches in turn, of eight examples of eight values or more"
-    alarms_at = f"{share:.0%} of the examples of all of them are equal to another in the batch"
-    because = "a loader draws each example once an epoch; what is drawn with replacement repeats few of many"
-    remedies = (Remedy.LOOK_AT_DATA,)
-
-    def judge(self, line: StepFigure, last: deque[float]) -> str:
-        if len(last) < self.keep or min(last) < self.share:
-            return ""
-        return f"{line.value:.0%} of the examples of a batch are copies of others in it"
-
-
-class DataDrift(HealthRule[StepFigure]):
-    """Inputs are not what they were: a source, a preprocessing, or their order is another."""
-
-    name = "data-drift"
-    reads = StepFigure
-    first = 10
-    last = 4
-    noise = 6.0
-    far = 0.5
-    looks_at = f"the means of the last {last} watched batches' inputs, and of the first {first}"
-    alarms_at = (
-        f"all of the last on one side of the mean of the first, {noise:g} of their standard deviations and {far:g}"
-        " of the inputs' own away"
-    )
-    because = "batches that are drawn from one source have means as far apart as those of the first"
-    remedies = (Remedy.LOOK_AT_DATA,)
-    _first: list[float] = field(default_factory=list)
-    _last: deque[float] = newest(last)
-    _deviations: deque[float] = newest(first)
-
-    def see(self, line: StepFigure) -> HealthAlarm | None:
-        if line.name == "input_deviation":
-            self._deviations.append(line.value)
-        if line.name != "input_mean":
-            return None
-        if len(self._first) < self.first:
-            self._first.append(line.value)
-            return None
-        self._last.append(line.value)
-        usual, size = fmean(self._first), median(self._deviations or [0.0])
-        moved = [value - usual for value in self._last]
-        least = min(map(abs, moved))
-        same_side = min(moved) > 0 or max(moved) < 0
-        if len(moved) < self.last or not same_side or least <= max(self.noise * stdev(self._first), self.far * size):
-            return None
-        words = (
-            f"the mean of the inputs has moved from {usual:.3g} to {line.value:.3g}, by {least / size:.2g} of their "
-            "standard deviations or more"
-            if size
-            else f"the inputs have moved from {usual:.3g} to {line.value:.3g}"
-        )
-        return HealthAlarm(words, figures=(("mean", line.value), ("usual", usual), ("deviation", size)))
-
-
 RULES: tuple[type[HealthRule[Any]], ...] = (
     GradientsLeft, MomentsGone, NoUpdate, LayerGradient, SameInputs, LossAboveGuessing, LossLeaked, LossBackUp,
-    GradientScale, AmaxJump, DeadUnits, NormGain, LargeLogits, DuplicateInputs, DataDrift,
+    GradientScale, AmaxJump, DeadUnits, NormGain, LargeLogits,
 )  # fmt: skip

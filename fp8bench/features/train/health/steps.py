@@ -247,8 +247,7 @@ class NotFiniteStep(HealthRule[StepRow]):
         f" ones {allowed} in a row"
     )
     because = (
-        "a dynamic loss scale comes down from 2^32 to what fits by skipping steps, and tries a larger one at "
-        "times"
+        "a dynamic loss scale comes down from 2^32 to what fits by skipping steps, and tries a larger one at times"
     )
     remedies = (Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
     _skipped: int = 0
@@ -306,12 +305,10 @@ class LossGap(HealthRule[Any]):
     margin = 0.02
     looks_at = f"the means of {keep} steps, of which all three arms are known"
     alarms_at = (
-        f"{margin:.0%} behind the reference, and further than the reference under another seed has ever been from "
-        "it"
+        f"{margin:.0%} behind the reference, and further than the reference under another seed has ever been from it"
     )
     because = (
-        "batches and dropout are the same in both arms: what is left is the arithmetic, and what little chaos "
-        "does"
+        "batches and dropout are the same in both arms: what is left is the arithmetic, and what little chaos does"
     )
     remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
     _losses: dict[int, dict[str, float]] = field(default_factory=dict)

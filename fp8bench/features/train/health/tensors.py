@@ -92,8 +92,7 @@ class ScaleRise(_Jump):
     looks_at = "the last 6 readings of the tensor, from the 4th on"
     alarms_at = "4 octaves from their median, of gradients 8, and 2 beyond all of them"
     because = (
-        "as for a scale that falls: a tensor that became sixteen times as small has lost its input or its "
-        "gradient"
+        "as for a scale that falls: a tensor that became sixteen times as small has lost its input or its gradient"
     )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
 
@@ -108,8 +107,7 @@ class ScaleUnsettled(TensorRule):
     looks_at = "10 readings of the tensor"
     alarms_at = f"{turns} turns of at least {swing:g} octaves each way"
     because = (
-        "a scale may follow its tensor up or down; one that swings as far as it goes is wrong in half of the "
-        "steps"
+        "a scale may follow its tensor up or down; one that swings as far as it goes is wrong in half of the steps"
     )
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.LAYER_IN_BF16)
 
@@ -316,9 +314,7 @@ class LayerStill(HealthRule[Any]):
         f"all of them below {share:g} of the median of all matrices, times the least factor of --rates or its "
         "parameter group's share of the highest rate; two, where nothing moves at all that has moved before"
     )
-    because = (
-        "matrices learn at rates within a factor of four of their median; weight decay alone moves one by 1 to 6%"
-    )
+    because = "matrices learn at rates within a factor of four of their median; weight decay alone moves one by 1 to 6%"
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
     _moved: dict[str, float] = field(default_factory=dict)
     _no_matrices: set[str] = field(default_factory=set)
@@ -361,8 +357,7 @@ class AttentionOverflow(FigureRule):
     looks_at = "every reading"
     alarms_at = f"a score of {largest:g}"
     because = (
-        "e^-88 is the least that fp32 holds as a normal number: beside such a score every other key counts "
-        "nothing"
+        "e^-88 is the least that fp32 holds as a normal number: beside such a score every other key counts nothing"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
 
