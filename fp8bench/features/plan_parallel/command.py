@@ -342,7 +342,8 @@ def _remarks(asked: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]
             "time. tokens/s are of the actor's update alone: no rollouts, no other "
             "model's passes. FP8-LM tells of 62% less for states and 32% less for weights (LLaMA-7B); by these "
             "formulas --states fp8-lm has 62% and 50%, all copies in FP8. Bytes between steps are those of "
-            "`fp8bench suite transformer --set models=rlhf`, which holds four small models; no large RLHF was held against them."
+            "`fp8bench suite transformer --set models=rlhf`, which holds four small models; no large RLHF was held "
+            "against them."
         )
     if asks := _scale_traffic(asked, plans[0]).messages:
         yield (
