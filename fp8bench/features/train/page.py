@@ -111,7 +111,7 @@ def _verdicts(kept: KeptTraining, found: TrainingVerdicts, curves: Curves) -> It
     shown = [one for one in summaries_of(kept, found, curves) if not one.arm.is_band]
     if told := tuple(answers(found)):
         yield Items(told)
-    yield table("arms", "Arms", arm_cols(found, _ARMS), shown, main=True)
+    yield table("arms", "Arms", arm_cols(found, shown, _ARMS), shown, main=True)
     yield from reached_table(found)
     yield from (Text(one) for one in (*bands_of(found), *notes_of(kept, found)))
     if not (kept.training.request.max_batch or kept.training.request.settings.make):
