@@ -335,11 +335,15 @@ _row("*_vanished", units.RATIO, "the share of all values that are zero and are n
 _row("*_db", "dB", "numerical errors in decibels", better=_UP, page="formats.md", **_OF_WORKLOADS)
 for _name in ("utilisation_percent", "dynamic_range_octaves", "subnormal_percent"):  # neither more nor less is better
     _row(_name, {"t": "%", "s": "octaves"}[_name[-1]], "of a format", better=_NO, page="formats.md", **_OF_WORKLOADS)
-# Of a mixture of experts its load, and of a sampler: of these neither more nor less is better.
+# Of a mixture of experts its load, of RLHF's models, and of a sampler: of these neither more nor less is better.
 for _name, _unit, _words in (
     ("load_ratio", "x", "the most tokens that an expert has, over the mean"),
     ("distinct_experts", "count", "those that have any token, of all layers"),
     ("expert_bytes", "B", "of their weights with scales, as they are multiplied"),
+    ("actor_bytes", "B", "of RLHF's actor between two steps: weights, gradients, moments"),
+    ("critic_bytes", "B", "of its critic, the same"),
+    ("reference_bytes", "B", "of its reference's weights with scales, as they are kept"),
+    ("reward_bytes", "B", "of its reward model's, the same"),
     ("rows_least", "count", "of the tokens of an expert that has any"),
     ("rows_median", "count", "of the same"),
     ("layers_that_agree", "count", "ahead of the first whose router chooses other experts than an exact one"),

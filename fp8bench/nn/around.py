@@ -32,7 +32,8 @@ class _Rounded(torch.autograd.Function):
 def restored(x: Tensor, arithmetic: Arithmetic, role: Role) -> Tensor:
     """The values that a cast leaves of a tensor, in its own dtype."""
     flat = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
-    return arithmetic.restore(arithmetic.cast(flat, role), x.dtype).view(x.shape)
+    y = arithmetic.restore(arithmetic.cast(flat, role), x.dtype).view(x.shape)
+    return y if x.is_contiguous() else torch.empty_like(x).copy_(y)  # an image goes on as it lay
 
 
 def held(x: Tensor, arithmetic: Arithmetic | None, role: Role = Role.INPUT) -> Tensor:
@@ -45,14 +46,23 @@ def held(x: Tensor, arithmetic: Arithmetic | None, role: Role = Role.INPUT) -> T
     return rounded
 
 
+def streamed(x: Tensor, carrier: torch.dtype, residual: Arithmetic | None) -> Tensor:
+    """The beginning of a residual stream: in the model's carrier, or as the stream's own arithmetic has it."""
+    return x.to(carrier) if residual is None else held(x.to(residual.carrier), residual)
+
+
 @torch.no_grad()
 def take_around(model: Any, chosen: Mapping[str, Arithmetic]) -> None:
-    """Have parts of a model in arithmetics, by name: norms by their path, and what the model itself has."""
+    """Have parts of a model in arithmetics, by name: norms by their path, and what the model, and models in it, have
+    in their `around`."""
     for name, arithmetic in chosen.items():
-        if name in getattr(model, "around", ()):
-            model.around = {**model.around, name: arithmetic}
-            for block in getattr(model, "blocks", ()) if name == "residual" else ():
-                block.residual = arithmetic
+        holders = [part for part in model.modules() if name in getattr(part, "around", ())]
+        for part in holders:
+            part.around = {**part.around, name: arithmetic}
+        for part in model.modules() if name == "residual" else ():
+            if hasattr(part, "residual"):
+                part.residual = arithmetic
+        if holders:
             continue
         norm: Any = model.get_submodule(name)
         norm.arithmetic = arithmetic

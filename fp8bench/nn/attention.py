@@ -174,7 +174,8 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None = None) -> Tensor:
         q, k, v = self.heads(x, phase)
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            own = rotation.to(q.dtype)  # a stream may have another dtype than the model
+            q, k = rotate(q, own), rotate(k, own)
         mixed = region(phase.attention, self.core, q, k, v)
         y: Tensor = self.out(mixed.transpose(1, 2).flatten(2), phase)
         return y.to(x.dtype)

@@ -7,13 +7,15 @@ Per block, with x the stream of new tokens at positions `at`, `at` + 1, ...:
     x += W_out softmax(q K^T / sqrt(d)) V,     K and V what the cache gives back of positions 0 .. at + new - 1
     x += W_down f(W_up norm(x)),               or so of the experts that each token is sent to
 
-Norms are computed in fp32, all else in the carrier. Every token reads all keys and values, its own too, as the cache
-kept them: so a prompt at once gives what token by token gives. Grouped queries share their head of keys.
+Norms are computed in fp32, all else in the carrier, unless `around` gives embedding, norms, stream or logits another
+arithmetic: weights of embedding and norms are then kept as it has them. Every token reads all keys and values, its own
+too, as the cache kept them: so a prompt at once gives what token by token gives. Grouped queries share their head of
+keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from math import prod
@@ -27,6 +29,7 @@ from fp8bench.formats.blocks import block_elements, nvfp4_tensor_scale
 from fp8bench.formats.codes import decode, encode, pack, unpack
 from fp8bench.formats.grids import E2M1, E4M3
 from fp8bench.formats.scaled import largest_magnitude
+from fp8bench.nn.around import held, streamed
 from fp8bench.nn.attention import rotate, rotations
 from fp8bench.nn.experts import routed
 from fp8bench.nn.gpt import gelu, silu_gate
@@ -268,13 +271,19 @@ class Decoder:
 
     def __init__(
         self, config: GPTConfig, weight: Callable[[str], Tensor], keep: Keep, kv: list[str], carrier: torch.dtype,
-        sizes: tuple[int, int],
+        sizes: tuple[int, int], around: Mapping[str, Arithmetic] | None = None,
     ) -> None:  # fmt: skip
         """`sizes` are sequences, and positions that the cache has for each."""
         self.config, self.carrier, self.vocabulary = config, carrier, config.vocabulary
-        self.embedding = weight("embedding").to(carrier)
+        self.around = around or {}
+
+        def kept(path: str, part: str) -> Tensor:
+            own = self.around.get(part)
+            return weight(path).to(carrier) if own is None else held(weight(path), own, Role.WEIGHT)
+
+        self.embedding = kept("embedding", "embedding")
         device = str(self.embedding.device)
-        self.positions = None if config.modern else weight("positions").to(carrier)
+        self.positions = None if config.modern else kept("positions", "embedding")
         self.rotation = rotations(sizes[1], config.head_width).to(device, carrier) if config.modern else None
         self.layers: dict[str, KeptWeight] = {}
         self.norms: dict[str, Tensor] = {}
@@ -283,10 +292,10 @@ class Decoder:
         self.loads: dict[int, list[int]] = {}
         for block in range(config.layers):
             for norm in ("norm_attn", "norm_mlp"):
-                self.norms[f"{block}.{norm}"] = weight(f"blocks.{block}.{norm}.weight").to(carrier)
+                self.norms[f"blocks.{block}.{norm}"] = kept(f"blocks.{block}.{norm}.weight", f"blocks.{block}.{norm}")
             for part in ("attn.qkv", "attn.out", *feed_parts(config.experts)):
                 self.layers[f"{block}.{part}"] = keep(f"blocks.{block}.{part}", weight(f"blocks.{block}.{part}.weight"))
-        self.norms["norm"] = weight("norm.weight").to(carrier)
+        self.norms["norm"] = kept("norm.weight", "norm")
         self.layers["head"] = keep("head", weight("head.weight"))
         shape = (sizes[0], config.key_heads, sizes[1], config.head_width)
         self.cache = [(KeptHeads(name, shape, carrier, device), KeptHeads(name, shape, carrier, device)) for name in kv]
@@ -301,17 +310,18 @@ class Decoder:
         x = F.embedding(tokens, self.embedding)
         if self.positions is not None:
             x = x + self.positions[at : at + new]
+        x = streamed(x, self.carrier, self.around.get("residual"))
         for block in range(self.config.layers):
             x = self._block(x, block, at, phase)
             if self.watch is not None:
                 self.watch(block, x)
         last = x if every else x[:, -1:]
-        return self._times(self._norm(last, "norm"), "head", phase)
+        return held(self._times(self._norm(last, "norm"), "head", phase), self.around.get("logits"))
 
     def _block(self, x: Tensor, block: int, at: int, phase: Phases) -> Tensor:
         config, (batch, new, width) = self.config, x.shape
         ends = (width, config.key_heads * config.head_width, config.key_heads * config.head_width)
-        qkv = self._times(self._norm(x, f"{block}.norm_attn"), f"{block}.attn.qkv", phase)
+        qkv = self._times(self._norm(x, f"blocks.{block}.norm_attn"), f"{block}.attn.qkv", phase)
         parts = torch.split_with_sizes(qkv, ends, -1)
         q, k, v = (part.view(batch, new, -1, config.head_width).transpose(1, 2) for part in parts)
         if self.rotation is not None:
@@ -319,13 +329,16 @@ class Decoder:
         keys, values = self._kept(block, k, v, at, phase)
         with phase.attention:
             mixed = attended(q, keys, values, at)
-        x = x + self._times(mixed.transpose(1, 2).reshape(batch, new, width), f"{block}.attn.out", phase)
-        normed = self._norm(x, f"{block}.norm_mlp")
+        x = self._added(x, self._times(mixed.transpose(1, 2).reshape(batch, new, width), f"{block}.attn.out", phase))
+        normed = self._norm(x, f"blocks.{block}.norm_mlp")
         if not config.experts:
-            return x + self._fed(normed, f"{block}.mlp", phase)
+            return self._added(x, self._fed(normed, f"{block}.mlp", phase))
         through = partial(self._fed, phase=phase)
         mixed, self.loads[block] = routed(normed, self.routers[block], config.top_k, f"{block}.mlp.experts", through)
-        return x + mixed
+        return self._added(x, mixed)
+
+    def _added(self, x: Tensor, more: Tensor) -> Tensor:
+        return held(x + more.to(x.dtype), self.around.get("residual"))
 
     def _fed(self, x: Tensor, path: str, phase: Phases) -> Tensor:
         hidden = self._times(x, f"{path}.up", phase)
@@ -343,11 +356,12 @@ class Decoder:
         return found
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        weight = self.norms[name]
-        wide = torch.promote_types(x.dtype, torch.float32)
+        weight, own = self.norms[name], self.around.get(name)
+        wide = torch.promote_types(self.carrier, torch.float32) if own is None else weight.dtype
+        given, weight = held(x, own).to(wide), weight.to(wide)
         if self.config.modern:
-            return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), 1e-5).to(x.dtype)
-        return F.layer_norm(x.to(wide), weight.shape, weight.to(wide), None, 1e-5).to(x.dtype)
+            return F.rms_norm(given, weight.shape, weight, 1e-5).to(self.carrier)
+        return F.layer_norm(given, weight.shape, weight, None, 1e-5).to(self.carrier)
 
     def _times(self, x: Tensor, name: str, phase: Phases) -> Tensor:
         y = self.layers[name].times(x.reshape(-1, x.shape[-1]), phase)

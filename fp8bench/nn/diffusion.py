@@ -13,7 +13,7 @@ as the same noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.around import held, streamed
 from fp8bench.nn.attention import Core, FusedCore, HeadwiseCore, SelfAttention
 from fp8bench.nn.convolution import Convolution
 from fp8bench.nn.exercise import Exercise, exercise
@@ -69,14 +70,23 @@ class Modulation(nn.Module):
         return self.product(time, phase).to(dtype)[:, None].chunk(self.count, dim=-1)  # type: ignore[no-any-return]
 
 
-def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """A layer norm without weights, computed in at least fp32, shifted and scaled."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return F.layer_norm(wide, x.shape[-1:], eps=1e-6).to(x.dtype) * (1 + scale) + shift
+class ModulatedNorm(nn.Module):
+    """A layer norm without weights, computed in at least fp32 unless an arithmetic says otherwise, shifted and scaled
+    in the input's dtype."""
+
+    arithmetic: Arithmetic | None = None
+
+    def forward(self, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        own = self.arithmetic
+        dtype = own.carrier if own is not None and own.plain else torch.promote_types(x.dtype, torch.float32)
+        wide = held(x, own).to(dtype)
+        return F.layer_norm(wide, x.shape[-1:], eps=1e-6).to(x.dtype) * (1 + scale) + shift
 
 
 class DiTBlock(nn.Module):
     """Attention and a feed-forward part, each shifted, scaled and weighed by time and condition."""
+
+    residual: Arithmetic | None = None
 
     def __init__(self, width: int, choose: Choose, core: Core) -> None:
         super().__init__()
@@ -84,17 +94,20 @@ class DiTBlock(nn.Module):
         self.modulation = Modulation(width, 6, choose)
         self.attn = SelfAttention(width, heads, heads, 1.0, within(choose, "attn"), core)
         self.mlp = FeedForward(width, 4 * width, False, 1.0, within(choose, "mlp"))
+        self.norm_attn, self.norm_mlp = ModulatedNorm(), ModulatedNorm()
 
     def forward(self, x: Tensor, time: Tensor, phase: Phases) -> Tensor:
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.modulation(time, phase, x.dtype)
-        x = x + gate * self.attn(modulated(x, shift, scale), phase)
         # A layer of another precision hands back its own carrier; the stream keeps the model's.
-        added: Tensor = gate_mlp * self.mlp(modulated(x, shift_mlp, scale_mlp), phase).to(x.dtype)
-        return x + added
+        x = held(x + gate * self.attn(self.norm_attn(x, shift, scale), phase).to(x.dtype), self.residual)
+        added: Tensor = gate_mlp * self.mlp(self.norm_mlp(x, shift_mlp, scale_mlp), phase).to(x.dtype)
+        return held(x + added, self.residual)
 
 
 class DiT(nn.Module):
-    """Patches of 2x2 as tokens, through blocks that time modulates."""
+    """Patches of 2x2 as tokens, through blocks that time modulates; its places are its embedding."""
+
+    around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "residual"))
 
     def __init__(
         self, sizes: DenoiserSizes, choose: Choose, carrier: torch.dtype, clock: torch.dtype, core: Core
@@ -108,33 +121,41 @@ class DiT(nn.Module):
             DiTBlock(sizes.width, within(choose, f"blocks.{number}"), core) for number in range(sizes.layers)
         )
         self.modulation = Modulation(sizes.width, 2, choose)
+        self.norm = ModulatedNorm()
         self.last = Linear(sizes.width, PATCH * PATCH * CHANNELS, choose("last"))
 
     def forward(self, latent: Tensor, times: Tensor, condition: Tensor, phase: Phases) -> Tensor:
         grid = (len(latent), self.side, PATCH, self.side, PATCH, CHANNELS)
         patches = latent.view(grid).transpose(2, 3).reshape(len(latent), self.side * self.side, -1)
         time = self.time(times, condition, phase)
-        x = self.first(patches, phase).to(self.carrier) + self.positions.to(self.carrier)
+        places = held(self.positions, self.around["embedding"], Role.WEIGHT).to(self.carrier)
+        x = streamed(self.first(patches, phase).to(self.carrier) + places, self.carrier, self.around["residual"])
         for block in self.blocks:
             x = block(x, time, phase)
-        y = self.last(modulated(x, *self.modulation(time, phase, x.dtype)), phase)
+        y = self.last(self.norm(x, *self.modulation(time, phase, x.dtype)), phase)
         return y.view(len(y), self.side, self.side, PATCH, PATCH, CHANNELS).transpose(2, 3).reshape(latent.shape)  # type: ignore[no-any-return]
 
 
 class GroupNorm(nn.Module):
-    """Of channels in groups, computed in at least fp32 and handed back in the input's dtype."""
+    """Of channels in groups, computed in at least fp32 unless an arithmetic says otherwise, and handed back in the
+    input's dtype."""
+
+    arithmetic: Arithmetic | None = None
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(self.weight.dtype).permute(0, 3, 1, 2)
-        return F.group_norm(wide, _GROUPS, self.weight, self.bias).permute(0, 2, 3, 1).to(x.dtype)
+        weight, bias = (held(one, self.arithmetic, Role.WEIGHT) for one in (self.weight, self.bias))
+        wide = held(x, self.arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
+        return F.group_norm(wide, _GROUPS, weight, bias).permute(0, 2, 3, 1).to(x.dtype)
 
 
 class TimedResidual(nn.Module):
     """Two 3x3 convolutions behind norms, time added between them; the input, of as many channels, is added."""
+
+    residual: Arithmetic | None = None
 
     def __init__(self, inputs: int, outputs: int, width: int, choose: Choose) -> None:
         super().__init__()
@@ -148,11 +169,13 @@ class TimedResidual(nn.Module):
         first, second = self.norms
         hidden = self.conv1(F.silu(first(x)), phase).to(x.dtype) + self.time(time, phase).to(x.dtype)[:, None, None]
         kept = x if self.skip is None else self.skip(x, phase).to(x.dtype)
-        return kept + self.conv2(F.silu(second(hidden)), phase).to(x.dtype)  # type: ignore[no-any-return]
+        return held(kept + self.conv2(F.silu(second(hidden)), phase).to(x.dtype), self.residual)
 
 
 class UNet(nn.Module):
     """Residual blocks at full resolution, at half of it, with attention and twice the channels, and at full again."""
+
+    around: Mapping[str, Arithmetic | None] = dict.fromkeys(("residual",))
 
     def __init__(
         self, sizes: DenoiserSizes, choose: Choose, carrier: torch.dtype, clock: torch.dtype, core: Core
@@ -178,13 +201,14 @@ class UNet(nn.Module):
 
     def forward(self, latent: Tensor, times: Tensor, condition: Tensor, phase: Phases) -> Tensor:
         time = self.time(times, condition, phase)
-        x = self.first(latent, phase).to(self.carrier)
+        residual = self.around["residual"]
+        x = streamed(self.first(latent, phase), self.carrier, residual)
         for block in self.down:
             x = block(x, time, phase)
         before, after = self.middle
         inner = before(F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1), time, phase)
         mixed = self.attn(self.attn_norm(inner).flatten(1, 2), phase)
-        inner = after(inner + mixed.view(inner.shape), time, phase)
+        inner = after(held(inner + mixed.view(inner.shape).to(inner.dtype), residual), time, phase)
         x = torch.cat((inner.repeat_interleave(2, 1).repeat_interleave(2, 2), x), dim=-1)
         for block in self.up:
             x = block(x, time, phase)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8bench.nn.around import held
+from fp8bench.nn.around import held, streamed
 from fp8bench.nn.attention import Core, FusedCore, SelfAttention, rotations
 from fp8bench.nn.linear import Choose, Linear, region, within
 from fp8bench.nn.sizes import GPTConfig
@@ -109,15 +109,18 @@ class LanguageModel(nn.Module):
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
-        return loss_of(held(self.logits(tokens, phase), self.around["logits"]), targets, reduction)
+        return self.lost(self.logits(tokens, phase), targets, reduction)
+
+    def lost(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        return loss_of(held(logits, self.around["logits"]), targets, reduction)
 
     def looked_up(self, tokens: Tensor, table: Tensor, positions: Tensor | None = None) -> Tensor:
         """The stream's beginning: rows of a table, and of that of places."""
-        own, residual = self.around["embedding"], self.around["residual"]
+        own = self.around["embedding"]
         x = F.embedding(tokens, held(table, own, Role.WEIGHT))
         if positions is not None:
             x = x + held(positions[: tokens.shape[1]], own, Role.WEIGHT)
-        return x.to(self.carrier) if residual is None else held(x.to(residual.carrier), residual)
+        return streamed(x, self.carrier, self.around["residual"])
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
         """Of the token that follows each, (batch, tokens, vocabulary)."""

@@ -8,7 +8,7 @@ the carrier, in bf16, or as codes of E4M3 with a scale for 128 elements of a row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp8bench.nn.around import held, streamed
 from fp8bench.nn.experts import Experts
 from fp8bench.nn.gpt import FeedForward, Norm
 from fp8bench.nn.linear import Choose, Linear, both_of, linear, within
@@ -145,6 +146,8 @@ class LoadedExperts(Experts):
 class Mixture(nn.Module):
     """Layers of experts one after the other, each behind a norm and with its residual."""
 
+    around: Mapping[str, Arithmetic | None] = dict.fromkeys(("residual",))
+
     def __init__(
         self, sizes: MoeSizes, plans: Sequence[Tensor | None], travel: Travel, choose: Choose
     ) -> None:  # fmt: skip
@@ -155,9 +158,11 @@ class Mixture(nn.Module):
         )
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
+        given, residual = x.dtype, self.around["residual"]
+        x = streamed(x, given, residual)
         for norm, block in zip(self.norms, self.blocks, strict=True):
-            x = x + block(norm(x), phase).to(x.dtype)
-        return x
+            x = held(x + block(norm(x), phase).to(x.dtype), residual)
+        return x.to(given)
 
     def bytes_each(self) -> int:
         """Of an expert's weights with their scales, as they are multiplied here."""

@@ -21,7 +21,7 @@ from fp8bench.nn.served import (
     served_shape,
     served_support,
 )
-from fp8bench.nn.sizes import SERVED_SIZES, gpt_layers
+from fp8bench.nn.sizes import SERVED_SIZES, gpt_around, gpt_layers
 from fp8bench.protocols import Layer, Phases, Precision, Setup, Workload
 from fp8bench.protocols.axes import Axis, one_of, whole_number
 
@@ -89,6 +89,10 @@ class ServedWorkload(Workload):
         """None of a model of one's own, of which no precision map is written."""
         size = str(params["size"])
         return gpt_layers(config.layers, config.experts) if (config := SERVED_SIZES.get(size)) else ()
+
+    def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        config = SERVED_SIZES.get(str(params["size"]))
+        return gpt_around(config.layers) if config else ()
 
     def prepare(self, setup: Setup) -> ServedState:
         from fp8bench.nn.serving import served_state

@@ -16,7 +16,7 @@ from fp8bench.nn.decoder import DTYPES, Decoder, KeptWeight, OwnWeight, drawn_we
 from fp8bench.nn.mixture import load_figures
 from fp8bench.nn.own_decoder import OwnDecoder, made
 from fp8bench.nn.served import OWN, Arm, served_shapes
-from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
+from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, gpt_around
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Layer, Phases, Setup, SilentPhases
 from fp8bench.protocols.workload import key_of
@@ -86,7 +86,8 @@ def _decoder(
         return kept_weight(weight, kept, arm.low_inputs)
 
     weights = drawn_weights(served_shapes(config), setup.seed, setup.facts.key)
-    return Decoder(config, weights, keep, arm.kv_of(config.layers), DTYPES[arm.carrier], sizes)
+    around = setup.around(gpt_around(config.layers))
+    return Decoder(config, weights, keep, arm.kv_of(config.layers), DTYPES[arm.carrier], sizes, around)
 
 
 def logits_error(

@@ -192,6 +192,16 @@ class VisionSizes:
         joint = 2.0 * (self.patches + self.text) ** 2 if self.model == "two-input" else 0.0
         return 0.0 if self.model == "resnet" else self.layers * self.width * (4.0 * self.patches**2 + joint)
 
+    def around(self) -> tuple[Layer, ...]:
+        """A ResNet looks nothing up; a vision transformer's places are its embedding."""
+        if self.model == "resnet":
+            shortcut = ("blocks.0.norms.shortcut",)
+            parts = (f"blocks.{n}.norms.{part}" for n in range(self.layers) for part in ("reduce", "spatial", "expand"))
+            return standing(("norm", *shortcut, *parts), "residual", "logits")
+        norms = [one.name for one in gpt_around(self.layers) if one.kind == "norm"]
+        image = [f"image.{name}" for name in norms] if self.model == "two-input" else []
+        return standing((*image, *norms), *_BESIDE_NORMS)
+
     def low_layers(self) -> tuple[str, ...]:
         """Paths of the layers between the first and the head."""
         blocks = tuple(layer.name for layer in gpt_layers(self.layers) if not layer.high)
@@ -199,11 +209,18 @@ class VisionSizes:
             parts = ("reduce", "spatial", "expand")
             return ("blocks.0.shortcut", *(f"blocks.{block}.{part}" for block in range(self.layers) for part in parts))
         return blocks if self.model == "vit" else (*(f"image.{name}" for name in blocks), "project", *blocks)
+_BESIDE_NORMS = {"embedding": "embed", "residual": "residual", "logits": "logits"}
+
+
+def standing(norms: Iterable[str], *parts: str) -> tuple[Layer, ...]:
+    """What stands around a model's products: parts of it beside its norms, and these by their paths."""
+    named = (*((part, _BESIDE_NORMS[part]) for part in parts), *((name, "norm") for name in norms))
+    return tuple(Layer(name, kind, product=False) for name, kind in named)
+
+
 def around(norms: Iterable[str]) -> tuple[Layer, ...]:
     """What stands around the products of a model of text, with those norms beside its last one."""
-    parts = (("embedding", "embed"), ("residual", "residual"), ("logits", "logits"))
-    named = (*parts, *((name, "norm") for name in (*norms, "norm")))
-    return tuple(Layer(name, kind, product=False) for name, kind in named)
+    return standing((*norms, "norm"), *_BESIDE_NORMS)
 
 
 def gpt_around(blocks: int) -> tuple[Layer, ...]:

@@ -8,7 +8,7 @@ batch in training, and otherwise by statistics that were drawn as the weights we
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8bench.nn.around import held, streamed
 from fp8bench.nn.attention import FusedCore
 from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, Windows, laid
 from fp8bench.nn.gpt import Block, Norm, loss_of
@@ -25,7 +26,7 @@ from fp8bench.nn.mixture import cast_once
 from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.nn.training_step import TrainingState
 from fp8bench.numerics.operands import OperatorWatch
-from fp8bench.protocols import Phases, SilentPhases
+from fp8bench.protocols import Arithmetic, Phases, Role, SilentPhases
 
 # Batches that lie ready on the host.
 POOL = 4
@@ -39,6 +40,8 @@ Inputs = Sequence[Tensor]
 
 class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolutions, each with batch norm, and a shortcut, convolved where channels change."""
+
+    residual: Arithmetic | None = None
 
     def __init__(self, inputs: int, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ class Bottleneck(nn.Module):
         hidden = F.relu(self._normed("reduce", x, phase))
         hidden = F.relu(self._normed("spatial", hidden, phase))
         shortcut = self._normed("shortcut", x, phase) if "shortcut" in self.norms else x
-        return F.relu(shortcut + self._normed("expand", hidden, phase))
+        return held(F.relu(shortcut + self._normed("expand", hidden, phase)), self.residual)
 
     def _normed(self, name: str, x: Tensor, phase: Phases) -> Tensor:
         y: Tensor = self.norms[name](self.get_submodule(name)(x, phase))
@@ -74,13 +77,22 @@ def _batch_norm(channels: int) -> BatchNorm:
 
 
 class SeeingModel(nn.Module):
-    """Images, and text where it takes some, and targets in, mean loss out."""
+    """Images, and text where it takes some, and targets in, mean loss out; `around` as a LanguageModel's."""
+
+    around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
 
     def forward(self, inputs: Inputs, targets: Tensor, phase: Phases) -> Tensor:
         return loss_of(self.logits(inputs, phase), targets)
 
     def logits(self, inputs: Inputs, phase: Phases) -> Tensor:
+        return held(self.given(inputs, phase), self.around["logits"])
+
+    def given(self, inputs: Inputs, phase: Phases) -> Tensor:
+        """What the head gives."""
         raise NotImplementedError
+
+    def placed(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + held(positions, self.around["embedding"], Role.WEIGHT)
 
 
 class ResNet(SeeingModel):
@@ -96,9 +108,10 @@ class ResNet(SeeingModel):
         )
         self.head = Linear(sizes.width, CLASSES, choose("head"))
 
-    def logits(self, inputs: Inputs, phase: Phases) -> Tensor:
+    def given(self, inputs: Inputs, phase: Phases) -> Tensor:
         x = F.relu(self.norm(self.stem(inputs[0], phase)))
         x = F.max_pool2d(x.permute(0, 3, 1, 2), 3, 2, 1).permute(0, 2, 3, 1)
+        x = streamed(x, x.dtype, self.around["residual"])
         for block in self.blocks:
             x = block(x, phase)
         y: Tensor = self.head(x.mean((1, 2)), phase)
@@ -117,13 +130,14 @@ class VisionTransformer(SeeingModel):
         self.head = Linear(sizes.width, CLASSES, choose("head")) if headed else None
 
     def tokens(self, images: Tensor, phase: Phases) -> Tensor:
-        x = (self.patches(images, phase).flatten(1, 2) + self.positions).to(images.dtype)
+        x = self.placed(self.patches(images, phase).flatten(1, 2), self.positions)
+        x = streamed(x, images.dtype, self.around["residual"])
         for block in self.blocks:
             x = block(x, phase, None)
         y: Tensor = self.norm(x)
         return y
 
-    def logits(self, inputs: Inputs, phase: Phases) -> Tensor:
+    def given(self, inputs: Inputs, phase: Phases) -> Tensor:
         assert self.head is not None
         y: Tensor = self.head(self.tokens(inputs[0], phase).mean(1), phase)
         return y
@@ -141,10 +155,12 @@ class TwoInput(SeeingModel):
         self.blocks, self.norm = _blocks(sizes, choose, causal=True), Norm(sizes.width, False)
         self.head = Linear(sizes.width, sizes.vocabulary, choose("head"))
 
-    def logits(self, inputs: Inputs, phase: Phases) -> Tensor:
+    def given(self, inputs: Inputs, phase: Phases) -> Tensor:
         images, text = inputs
         seen = self.project(self.image.tokens(images, phase), phase)
-        x = torch.cat((seen, F.embedding(text, self.embedding) + self.positions), 1).to(images.dtype)
+        words = F.embedding(text, held(self.embedding, self.around["embedding"], Role.WEIGHT))
+        x = torch.cat((seen, self.placed(words, self.positions)), 1)
+        x = streamed(x, images.dtype, self.around["residual"])
         for block in self.blocks:
             x = block(x, phase, None)
         y: Tensor = self.head(self.norm(x[:, -text.shape[1] :]), phase)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -101,12 +101,12 @@ class Hardware:
     why: str = ""
 
     def laid_out(self, setup: Setup, ledger: DeviceLedger) -> Setup:
-        def around(key: str, inner: Arithmetic) -> Arithmetic:
-            hardware = self.arithmetics.get(key)
-            return inner if hardware is None else LaidOutArithmetic(inner, hardware, ledger)
+        layers = {key: self.beside(key, arithmetic, ledger) for key, arithmetic in setup.layers.items()}
+        return replace(setup, arithmetic=self.beside("", setup.arithmetic, ledger), layers=layers)
 
-        layers = {key: around(key, arithmetic) for key, arithmetic in setup.layers.items()}
-        return replace(setup, arithmetic=around("", setup.arithmetic), layers=layers)
+    def beside(self, key: str, inner: Arithmetic, ledger: DeviceLedger) -> Arithmetic:
+        hardware = self.arithmetics.get(key)
+        return inner if hardware is None else LaidOutArithmetic(inner, hardware, ledger)
 
     @property
     def apart(self) -> bool:
@@ -115,24 +115,32 @@ class Hardware:
 
 
 EMULATES_NOTHING = Hardware()
+OF_SEVERAL = "of several ranks nobody derives it"
 
 
 def hardware_of(case: Case, workload: Workload, facts: DeviceFacts) -> Hardware:
     if case.ranks > 1:
-        return Hardware(why="of several ranks nobody derives it")
+        return Hardware(why=OF_SEVERAL)
+    hardware = hardware_for((("", case.precision), *case.precision_map), facts)
+    if hardware.arithmetics or hardware.why:
+        return replace(hardware, why=hardware.why or workload.not_on_device)
+    support = workload.support(dict(case.params), precisions.get(case.precision), facts)
+    return Hardware(
+        why=f"the suite emulates by itself ({support.reason})" if support.level is Level.EMULATED else ""
+    )
+
+
+def hardware_for(modes: Iterable[tuple[str, str]], facts: DeviceFacts) -> Hardware:
+    """Of what keys are computed in, as far as it is emulated."""
     found: dict[str, Arithmetic] = {}
-    for key, name in (("", case.precision), *case.precision_map):
+    for key, name in modes:
         precision = precisions.get(name)
         if precision.support(facts).level is Level.EMULATED:
             laid_out = precision.laid_out(facts)
             if isinstance(laid_out, str):
                 return Hardware(why=laid_out)
             found[key] = laid_out
-    why = workload.not_on_device if found else ""
-    support = workload.support(dict(case.params), precisions.get(case.precision), facts)
-    if support.level is Level.EMULATED and not found:
-        why = f"the suite emulates by itself ({support.reason})"
-    return Hardware(found, why)
+    return Hardware(found)
 
 
 class LaidOutArithmetic(Arithmetic):

@@ -9,7 +9,7 @@ from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.nn.shared_workloads import ConvolvedWorkload, is_training, misfit
-from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, SamplerPlan
+from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, SamplerPlan, standing
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
@@ -61,7 +61,12 @@ def _products(sizes: DenoiserSizes) -> list[_Product]:
         ("time.down", "time", sizes.batch, sizes.width, sizes.width),
         *body,
     ]
-    return [_Product(Layer(name, kind, kind in ("time", "ends")), *shape) for name, kind, *shape in shapes]
+    return [_Product(_layer(name, kind), *shape) for name, kind, *shape in shapes]
+
+
+def _layer(name: str, kind: str) -> Layer:
+    group = "output" if name == "last" else "mlp" if ".mlp." in name else ""
+    return Layer(name, kind, kind in ("time", "ends"), group=group)
 
 
 _Shape = tuple[str, str, int, int, int]
@@ -162,6 +167,16 @@ class Diffusion(ConvolvedWorkload):
 
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
         return tuple(product.layer for product in _products(sizes_of(params)))
+
+    def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        """No denoiser gives logits, and a UNet looks nothing up and has no places."""
+        sizes = sizes_of(params)
+        if sizes.denoiser == "dit":
+            blocks = (f"blocks.{number}.{norm}" for number in range(sizes.layers) for norm in ("norm_attn", "norm_mlp"))
+            return standing((*blocks, "norm"), "embedding", "residual")
+        timed = [f"{way}.{number}" for way in ("down", "up") for number in range(sizes.layers)]
+        norms = (f"{block}.norms.{number}" for block in (*timed, "middle.0", "middle.1") for number in (0, 1))
+        return standing((*norms, "attn_norm", "norm"), "residual")
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         sizes = sizes_of(params)

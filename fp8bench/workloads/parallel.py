@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.nn.parallel.ways import OPTIONS, WAYS, Job, ParallelCase
-from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_layers
+from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_around, gpt_layers
 from fp8bench.protocols import Layer, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
 from fp8bench.protocols.workload import StepParts
@@ -92,6 +92,9 @@ class Parallel(Workload):
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
         config = _config(params)
         return gpt_layers(config.layers, config.experts)
+
+    def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        return gpt_around(_config(params).layers)
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         way = WAYS[str(params["way"])]
@@ -179,6 +182,7 @@ class Parallel(Workload):
         )  # fmt: skip
 
     def _made(self, setup: Setup) -> GPT:
+        from fp8bench.nn.around import take_around
         from fp8bench.nn.experts import MixtureGPT
         from fp8bench.nn.gpt import GPT
         from fp8bench.nn.mixture import load_made
@@ -188,6 +192,7 @@ class Parallel(Workload):
         config = _config(params)
         with drawn(setup):
             model = (MixtureGPT if config.experts else GPT)(config, self.arithmetics(setup), setup.arithmetic.carrier)
+        take_around(model, setup.around(self.around(params)))
         if config.experts:
             load_made(model, str(params["load"]), int(params["batch"]) * config.sequence, setup.seed)
         return model

@@ -7,8 +7,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fp8bench.formats.hardware import refused
+from fp8bench.errors import UsageError
+from fp8bench.formats.hardware import emulated, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, StaticScales, Support, TensorStatistics, Work
+from fp8bench.nn.served import CARRIERS, WEIGHT_FORMATS
 from fp8bench.nn.shared_workloads import (
     BACKENDS,
     SCORES_BESIDE,
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
     from fp8bench.nn.batches import TokenLoader
     from fp8bench.nn.gpt import GPT, Forward
     from fp8bench.nn.linear import Choose
-    from fp8bench.nn.training_step import Cast, TrainingState
+    from fp8bench.nn.rlhf import FourModels
+    from fp8bench.nn.training_step import Cast, Loader, TrainingState
 
 # What changes how a step is done, and what it computes by no more than what casts remember. A case made by hand may
 # leave these out.
@@ -43,7 +46,11 @@ USUAL = {
     "weights": "cached",
     "cut": "linear",
     "fused": "yes",
+    "models": "actor",
+    "frozen": "bf16",
 }
+# Forward is a third of a step's work: two models that go forward alone are so much of one that is trained.
+_FROZEN_WORK = 2 / 3
 COMPILE_SECONDS = 600.0
 
 
@@ -85,12 +92,21 @@ class Transformer(TrainingWorkload):
                  (USUAL["cut"],), one_of("linear", "block"), quiet=True),
             Axis("fused", "yes: AdamW in torch's one kernel; no: in the several that it takes without",
                  (USUAL["fused"],), one_of("yes", "no"), quiet=True),
+            Axis("models", "rlhf: beside the model (the actor) a critic that trains on the same batches, a reference "
+                 "and a reward model that go forward alone, all as large", (USUAL["models"],),
+                 one_of("actor", "rlhf"), quiet=True),
+            Axis("frozen", f"of rlhf: what weights of the reference's and reward model's blocks are kept in: "
+                 f"{', '.join(WEIGHT_FORMATS)}", (USUAL["frozen"],), one_of(*WEIGHT_FORMATS), quiet=True),
             Axis("weights", "cached: cast once a step; recast: in every micro-batch", (USUAL["weights"],),
                  one_of("cached", "recast")),
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
-        config = SIZES[str(params["size"])]
+        config, four = SIZES[str(params["size"])], _choice(params, "models") == "rlhf"
+        if not four and _choice(params, "frozen") != USUAL["frozen"]:
+            raise UsageError(f"frozen={params['frozen']} is of models=rlhf, whose other two models stay: add that.")
+        if four and (_choice(params, "compile"), _choice(params, "cut")) != ("no", "linear"):
+            raise UsageError("models=rlhf has four models, of which none is compiled: choose compile=no, cut=linear.")
         own: dict[str, Scalar] = {"batch": config.batch, "sequence": config.sequence}
         return (
             tuple((name, own[name] if name in own and value == "auto" else value) for name, value in params.items()),
@@ -103,9 +119,11 @@ class Transformer(TrainingWorkload):
         # In fp32: weights, two moments, gradient buffers; and the logits of a micro-batch.
         least = 16.0 * config.weights + 4.0 * int(params["batch"]) * length * config.vocabulary
         compiling = COMPILE_SECONDS if _choice(params, "compile") == "yes" else 0.0
-        return Work(
-            config.step_flops(sequences, length), sequences * length, least_memory=least, setup_seconds=compiling
-        )
+        flops, kept = config.step_flops(sequences, length), 0.0
+        if _choice(params, "models") == "rlhf":
+            flops *= 2 + _FROZEN_WORK
+            kept = 16.0 * config.weights + _frozen_bytes(params)
+        return Work(flops, sequences * length, least_memory=least + kept, setup_seconds=compiling)
 
     def memory(self, params: Mapping[str, Scalar], precision: Precision) -> float:
         """Of a step that is not compiled: weights with gradients and moments in fp32; what blocks keep of a
@@ -122,7 +140,10 @@ class Transformer(TrainingWorkload):
             matrices = SCORES_BESIDE + SCORES_KEPT * (1 if again else config.layers)
             scores = matrices * 4.0 * batch * config.heads * length**2
         tokens = batch * length
-        return 16.0 * config.weights + tokens * (size * (blocks + 5 * config.width) + 12.0 * config.vocabulary) + scores
+        states = 16.0 * config.weights
+        if _choice(params, "models") == "rlhf":
+            states += states + _frozen_bytes(params)
+        return states + tokens * (size * (blocks + 5 * config.width) + 12.0 * config.vocabulary) + scores
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         support = self._products(params, precision, facts)
@@ -130,6 +151,9 @@ class Transformer(TrainingWorkload):
         missing = missing_kernel(_choice(params, "attention"), grouped, precision, facts)
         if support.level is not Level.REFUSED and missing:
             return refused(missing)
+        frozen = _choice(params, "frozen")
+        if support.level is Level.NATIVE and frozen not in CARRIERS:
+            return emulated(f"frozen weights in {frozen} are restored before they are multiplied")
         return support
 
     def layer_support(
@@ -141,7 +165,9 @@ class Transformer(TrainingWorkload):
         return self._products(params, precision, facts)
 
     def scales_refused(self, params: Mapping[str, Scalar], rule: StaticScales) -> str:
-        """A compiled graph keeps the scales that it was compiled with."""
+        """A compiled graph keeps the scales that it was compiled with, and a book those of one model."""
+        if _choice(params, "models") == "rlhf":
+            return "of RLHF's models two are trained, each with scales of its own: choose models=actor"
         if _choice(params, "compile") == "no" or (not rule.refresh and rule.bound is None):
             return ""
         return "scales cannot be renewed in a compiled graph: choose compile=no, or let them stay as they are found"
@@ -189,7 +215,23 @@ class Transformer(TrainingWorkload):
             )
         return support
 
-    def prepare(self, setup: Setup) -> TrainingState:
+    def prepare(self, setup: Setup) -> TrainingState | FourModels:
+        if _choice(dict(setup.case.params), "models") == "rlhf":
+            return self._four(setup)
+        return self._trained(setup, _loader(setup))
+
+    def _four(self, setup: Setup) -> FourModels:
+        from fp8bench.nn.gpt import GPT
+        from fp8bench.nn.rlhf import FourModels, ReadBatches, frozen_models
+
+        count, frozen = int(setup.case.param("micro_batches")), _choice(dict(setup.case.params), "frozen")
+        loader = ReadBatches(_loader(setup), count)
+        actor, critic = self._trained(setup, loader), self._trained(replace(setup, draw=setup.draw + 1), loader)
+        assert isinstance(actor.model, GPT)
+        others = frozen_models(actor.model, _config(setup), int(setup.case.param("batch")), frozen, setup.seed)
+        return FourModels(actor, critic, others, loader, count, {})
+
+    def _trained(self, setup: Setup, loader: Loader) -> TrainingState:
         from fp8bench.nn.gpt import blocks_are_taken
         from fp8bench.nn.training_step import begun
 
@@ -199,7 +241,7 @@ class Transformer(TrainingWorkload):
         with attention_by(attention):
             forward = _forward(setup, model)
         return begun(
-            setup, model, _loader(setup), _weights(setup, model), attention=attention, forward=forward,
+            setup, model, loader, _weights(setup, model), attention=attention, forward=forward,
             compiled=forward is not model or blocks_are_taken(model), fused=_choice(params, "fused") == "yes",
             micro_batches=int(params["micro_batches"]),
         )  # fmt: skip
@@ -220,6 +262,10 @@ class Transformer(TrainingWorkload):
         with WrittenScores() as written:
             loss, gradients = self._first_gradients(setup)
         told = {} if _choice(dict(setup.case.params), "compile") == "yes" else {"scores_bytes": float(written.most)}
+        if _choice(dict(setup.case.params), "models") == "rlhf":
+            four = self._four(setup)
+            four.step(SilentPhases())  # moments are there from then on
+            told |= four.figures()
         return {
             "loss_error": relative_error(loss, reference_loss),
             "gradient_error": joint_relative_frobenius(gradients, reference),
@@ -270,6 +316,11 @@ class Transformer(TrainingWorkload):
 
 def _choice(params: Mapping[str, Scalar], name: str) -> str:
     return str(params.get(name, USUAL[name]))
+
+
+def _frozen_bytes(params: Mapping[str, Scalar]) -> float:
+    """Of both, as far as it is sure: less where scales stand beside codes."""
+    return 2.0 * SIZES[str(params["size"])].weights * WEIGHT_FORMATS[_choice(params, "frozen")].bits / 8
 
 
 def _config(setup: Setup) -> GPTConfig:

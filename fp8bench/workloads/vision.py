@@ -35,7 +35,8 @@ def sizes_of(params: Mapping[str, Scalar]) -> VisionSizes:
 
 @workloads.register("vision")
 class Vision(TrainingWorkload):
-    """The first product of a model and its head stay high; embeddings, norms and attention's core do in any case."""
+    """The first product of a model and its head stay high, and so does what stands around products, unless a map says
+    otherwise; attention's core does in any case."""
 
     name = "vision"
     summary = "a ResNet stage by memory layout, a ViT block, or an image beside text: a training step, or inference"
@@ -99,8 +100,14 @@ class Vision(TrainingWorkload):
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
         sizes = sizes_of(params)
         first = {"resnet": "stem", "vit": "patches", "two-input": "image.patches"}[sizes.model]
-        low = (Layer(path, "block") for path in sizes.low_layers())
+        low = (
+            Layer(path, "block", group=next((part for part in ("attn", "mlp") if f".{part}." in path), ""))
+            for path in sizes.low_layers()
+        )
         return (Layer(first, "stem", high=True), *low, Layer("head", "head", high=True))
+
+    def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        return sizes_of(params).around()
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         return self.layer_support("block", params, precision, facts)
@@ -108,6 +115,8 @@ class Vision(TrainingWorkload):
     def layer_support(
         self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
     ) -> Support:
+        if kind not in self.layer_kinds:  # it stands around products
+            return precision.support(facts)
         sizes = sizes_of(params)
         resnet = sizes.model == "resnet"
         convolved = kind == "stem" or (kind == "block" and resnet)
@@ -124,7 +133,11 @@ class Vision(TrainingWorkload):
         return support
 
     def prepare(self, setup: Setup) -> TrainingState | InferenceState:
-        return _state(setup, self.arithmetics(setup), setup.arithmetic.carrier)
+        from fp8bench.nn.around import take_around
+
+        state = _state(setup, self.arithmetics(setup), setup.arithmetic.carrier)
+        take_around(state.model, setup.around(self.around(dict(setup.case.params))))
+        return state
 
     def check(self, state: Any) -> str:
         from fp8bench.nn.vision import fault_of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,11 @@ from fp8bench.model import Case, DeviceFacts
 from fp8bench.nn.around import held, take_around
 from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.convolution import BatchNorm
-from fp8bench.nn.gpt import LanguageModel, Norm
+from fp8bench.nn.decoder import drawn_weights
+from fp8bench.nn.diffusion import GroupNorm, ModulatedNorm
+from fp8bench.nn.gpt import GPT, LanguageModel, Norm
+from fp8bench.nn.served import served_shapes
+from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.protocols import Arithmetic, Layer, Role, Setup, SilentPhases
 from fp8bench.registry import precisions, workloads
 
@@ -207,3 +213,162 @@ def test_the_suite_of_convolutions_has_both_norms_in_fp16(norm: str) -> None:
     plain = workload.prepare(Setup(case, FACTS, 0, high, high, {}))
     assert not torch.equal(plain.outcome()[0], wanted)
     assert workload.error(Setup(case, FACTS, 0, high, high, {}))["output_error"] < 1e-5
+
+
+# Suites whose models have more than products, each at its smallest, and the kinds that it has besides.
+SUITES = {
+    "moe": ({"tokens": 12, "width": 32, "hidden": 32, "experts": 4, "top_k": 2, "layers": 2, "load": "uniform",
+             "dispatch": "carrier", "combine": "carrier", "router": "fp32", "pass": "decode"}, ("norm", "residual")),
+    "resnet": ({"batch": 2, "image": 16, "width": 32, "layers": 2, "layout": "contiguous", "pass": "forward"},
+               ("norm", "residual", "logits")),
+    "vit": ({"batch": 2, "image": 16, "patch": 8, "width": 32, "layers": 2, "layout": "channels_last",
+             "pass": "forward"}, ("embed", "norm", "residual", "logits")),
+    "two-input": ({"batch": 2, "image": 16, "patch": 8, "text": 4, "width": 32, "layers": 1,
+                   "layout": "channels_last", "pass": "forward"}, ("embed", "norm", "residual", "logits")),
+    "dit": ({"batch": 2, "image": 4, "width": 32, "layers": 2, "pass": "training", "time": "fp32"},
+            ("embed", "norm", "residual")),
+    "unet": ({"batch": 2, "image": 4, "width": 32, "layers": 2, "pass": "training", "time": "fp32"},
+             ("norm", "residual")),
+    "prefill": ({"size": "nano-llama", "batch": 2, "context": 8, "kv": "own", "weights": "own"},
+                ("embed", "norm", "residual", "logits")),
+    "decode": ({"size": "nano", "batch": 2, "context": 8, "kv": "own", "weights": "own"},
+               ("embed", "norm", "residual", "logits")),
+}  # fmt: skip
+_OF = {"dit": ("diffusion", "denoiser"), "unet": ("diffusion", "denoiser")} | dict.fromkeys(
+    ("resnet", "vit", "two-input"), ("vision", "model")
+)
+
+
+def asked(name: str, map_: dict[str, str], mode: str = "fp32") -> Setup:
+    suite, axis = _OF.get(name, (name, ""))
+    params = {**({axis: name} if axis else {}), **SUITES[name][0]}
+    case = Case(suite, tuple(params.items()), mode, "cpu", tuple(map_.items()))
+    taken = {key: arithmetic(word) for key, word in map_.items()}
+    return Setup(case, FACTS, 0, arithmetic(mode), arithmetic("fp32"), taken)
+
+
+def outcome_of(setup: Setup) -> torch.Tensor:
+    """What a suite's model gives."""
+    state = workloads.get(setup.case.workload).prepare(setup)
+    if setup.case.workload == "vision":
+        state.loader.load_ahead(1)
+        inputs, _ = state.loader.next()
+        with torch.no_grad():
+            return state.model.logits(inputs, SilentPhases())  # type: ignore[no-any-return]
+    if setup.case.workload in ("prefill", "decode"):
+        state.step(SilentPhases())
+        return state.logits  # type: ignore[no-any-return]
+    return state.outcome()[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize("mode", ["fp16", "fp8", "mxfp4"])
+def test_every_part_of_a_suites_model_takes_it(name: str, mode: str) -> None:
+    usual = outcome_of(asked(name, {}))
+    for kind in SUITES[name][1]:
+        found = outcome_of(asked(name, {kind: mode}))
+        assert found.isfinite().all() and found.shape == usual.shape
+        assert not torch.equal(found.float(), usual), kind
+        assert torch.equal(outcome_of(asked(name, {kind: "fp32"})).float(), usual), kind
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_the_kinds_of_a_suite_are_those_that_its_model_has(name: str) -> None:
+    setup = asked(name, {})
+    workload, params = workloads.get(setup.case.workload), dict(setup.case.params)
+    layers = workload.around(params)
+    assert {layer.kind for layer in layers} == set(SUITES[name][1])
+    model: nn.Module | None = getattr(workload.prepare(setup), "layer" if name in ("moe", "dit", "unet") else "model")
+    if isinstance(model, nn.Module):
+        kinds = (Norm, BatchNorm, GroupNorm, ModulatedNorm)
+        norms = {path for path, one in model.named_modules() if isinstance(one, kinds)}
+        assert {layer.name for layer in layers if layer.kind == "norm"} == norms
+    else:
+        assert {layer.name for layer in layers if layer.kind == "norm"} == set(model.norms)  # type: ignore[union-attr]
+    assert not {layer.name for layer in layers} & {layer.name for layer in workload.layers(params)}
+
+
+def test_norms_of_a_suites_models_in_fp16_are_torchs_own_layers_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    group, half = GroupNorm(16), nn.GroupNorm(8, 16).half()
+    nn.init.normal_(group.weight, 1.0)
+    nn.init.normal_(group.bias, 1.0)
+    half.load_state_dict(group.state_dict())
+    group.arithmetic = arithmetic("fp16")
+    x = torch.randn(2, 4, 4, 16) * 3
+    assert torch.equal(group(x), half(x.half().permute(0, 3, 1, 2)).permute(0, 2, 3, 1).float())
+    modulated, plain = ModulatedNorm(), nn.LayerNorm(16, eps=1e-6, elementwise_affine=False)
+    modulated.arithmetic = arithmetic("fp16")
+    shift, scale = torch.randn(16), torch.randn(16)
+    assert torch.equal(modulated(x, shift, scale), plain(x.half()).float() * (1 + scale) + shift)
+    modulated.arithmetic = arithmetic("fp8")
+    assert torch.equal(modulated(x, shift, scale), plain(e4m3(x)) * (1 + scale) + shift)
+
+
+def test_a_mixture_and_its_stream_by_hand() -> None:
+    """Its experts as they are, between torch's own norms of fp16; the stream rounded after each of them."""
+    workload, setup = workloads.get("moe"), asked("moe", {"norm": "fp16", "residual": "fp8"})
+    state = workload.prepare(setup)
+    (x,) = state.inputs
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:  # the stream of fp8 travels in bf16
+        return e4m3(x.float()).bfloat16()
+
+    with torch.no_grad():
+        wanted = rounded(x.bfloat16())
+        for block in state.layer.blocks:
+            half = nn.RMSNorm(32, eps=1e-5).half()
+            wanted = rounded(wanted + block(half(wanted.half()).bfloat16(), SilentPhases()))
+    assert torch.equal(state.outcome()[0], wanted.float())
+
+
+def test_a_vision_transformer_by_hand() -> None:
+    setup = asked("vit", {"embed": "fp8", "norm": "fp16", "residual": "fp16", "logits": "fp8"})
+    state = workloads.get("vision").prepare(setup)
+    model, silent = state.model, SilentPhases()
+    state.loader.load_ahead(1)
+    (images,), _ = state.loader.next()
+    with torch.no_grad():
+        x = (model.patches(images, silent).flatten(1, 2) + e4m3(model.positions.detach())).half()
+
+        def normed(x: torch.Tensor) -> torch.Tensor:
+            return F.layer_norm(x, (32,), torch.ones(32).half(), None, 1e-5)
+
+        for block in model.blocks:
+            x = x + block.attn(normed(x), silent, None).half()
+            x = x + block.mlp(normed(x), silent).half()
+        wanted = e4m3(model.head(normed(x).mean(1), silent))
+        assert torch.equal(model.logits((images,), silent), wanted)
+
+
+@pytest.mark.parametrize("size", ["nano", "nano-llama"])
+def test_a_served_model_is_the_model_that_is_trained_in_the_same_map(size: str) -> None:
+    """A whole prompt by the decoder, and by a GPT of the same weights: the same bits, whatever stands around."""
+    workload = workloads.get("prefill")
+    params = (("size", size), ("batch", 2), ("context", 8), ("kv", "own"), ("weights", "own"))
+    case = Case("prefill", params, "fp32", "cpu")
+    seen: list[torch.Tensor] = []
+    for map_ in ({}, {"embed": "fp8", "norm": "fp16", "logits": "fp8"}, {"embed": "fp16", "norm": "fp8"}):
+        taken = {key: arithmetic(word) for key, word in map_.items()}
+        setup = Setup(case, FACTS, 0, arithmetic("fp32"), arithmetic("fp32"), taken)
+        state = workload.prepare(setup)
+        config = state.model.config
+        model = GPT(config, lambda name: arithmetic("fp32"), torch.float32).eval()
+        draw = drawn_weights(served_shapes(config), 0, "cpu")
+        model.load_state_dict({name: draw(name) for name in served_shapes(config)}, strict=False)
+        take_around(model, setup.around(workload.around(dict(case.params))))
+        with torch.no_grad():
+            wanted = held(model.logits(state.tokens, SilentPhases()), taken.get("logits"))
+            assert torch.equal(state.model.forward(state.tokens, 0, SilentPhases(), every=True), wanted), map_
+    state.model.around = {"residual": arithmetic("fp16")}
+    state.model.watch = lambda layer, x: seen.append(x)
+    state.model.forward(state.tokens, 0, SilentPhases())
+    assert {x.dtype for x in seen} == {torch.float16} and len(seen) == config.layers
+
+
+def test_a_modern_models_stream_may_have_another_dtype_than_its_products() -> None:
+    """Queries and keys are turned in what they come in: all three go into attention alike."""
+    model = GPT(replace(SERVED_SIZES["nano-llama"], sequence=8), lambda name: arithmetic("bf16"), torch.bfloat16)
+    take_around(model, {"residual": arithmetic("fp32")})
+    tokens = torch.arange(8)[None]
+    assert model(tokens, tokens, SilentPhases()).isfinite()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from fp8bench.model import Case, MemoryUse, Request
 from fp8bench.model.consumed import Emulated, Emulating, Laid, Lifted
@@ -16,13 +15,13 @@ from fp8bench.nn import rotations
 from fp8bench.nn.linear import Linear
 from fp8bench.plan.make import make_plan
 from fp8bench.profiler.allocations import Begun, Event, Live, Sized, course
-from fp8bench.protocols import Arithmetic, MemoryMeter, Operand, Phases, Role, ScaleBook, Setup
-from fp8bench.protocols.arithmetic import AS_IT_IS
+from fp8bench.protocols import Arithmetic, MemoryMeter, Operand, Phases, Role, Setup
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.worker import device_layout
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.device_layout import DeviceLedger, LaidOutArithmetic
 from fp8bench.worker.memory_pass import _second_step, of_workload
+from tests.worker.device_codes import Bfloat16Emulated, RealCodes
 from tests.worker.told import CPU, Tell
 from tests.worker.told import tell as tell
 
@@ -142,21 +141,6 @@ def test_what_is_native_is_its_peak(precision: str, bench: Bench, tell: Tell) ->
     assert isinstance(use, MemoryUse) and use.on_device == use.peak and not use.off_device
 
 
-class Bfloat16Emulated(Arithmetic):
-    """bf16 as a format that only emulation has: values in fp32."""
-
-    keeps_source = False
-
-    def __init__(self, carrier: torch.dtype = torch.bfloat16) -> None:
-        self.carrier = carrier
-
-    def cast(self, tensor: Tensor, role: Role) -> Operand:
-        return Operand(tensor.detach().to(torch.bfloat16).to(torch.float32))
-
-    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        return (a.data @ b.data.t()).to(dtype)
-
-
 def test_bf16_derived_from_an_emulation_is_bf16_as_counted(
     bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,46 +154,6 @@ def test_bf16_derived_from_an_emulation_is_bf16_as_counted(
     use = bench.memory(tell(Perceptron, precision="bf16"), CPU)
     assert isinstance(native, MemoryUse) and isinstance(use, MemoryUse) and use.on_device is not None
     assert use.peak > 1.1 * native.peak and abs(use.on_device / native.peak - 1) < 0.01
-
-
-class RealCodes(Arithmetic):
-    """The hardware's own codes and scales in memory, multiplied as values: what a call makes meanwhile is aside."""
-
-    def __init__(self, inner: Arithmetic, ledger: DeviceLedger) -> None:
-        vars(self).update({name: getattr(inner, name) for name in AS_IT_IS if name != "restore"})
-        self.inner, self.ledger = inner, ledger
-
-    def layer(self, name: str) -> Arithmetic:
-        return RealCodes(self.inner.layer(name), self.ledger)
-
-    def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
-        return RealCodes(self.inner.scaled_by(book, name), self.ledger)
-
-    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        with self.ledger.emulating():
-            return (self.inner.restore(a, torch.float32) @ self.inner.restore(b, torch.float32).t()).to(dtype)
-
-    def _aside(self, name: str, *given: Any) -> Any:
-        with self.ledger.emulating():
-            return getattr(self.inner, name)(*given)
-
-    def cast(self, tensor: Tensor, role: Role) -> Operand:
-        return self._aside("cast", tensor, role)  # type: ignore[no-any-return]
-
-    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
-        return self._aside("unscaled", tensor, role)  # type: ignore[no-any-return]
-
-    def turned(self, source: Tensor, role: Role) -> Operand:
-        return self._aside("turned", source, role)  # type: ignore[no-any-return]
-
-    def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
-        return self._aside("turn", operand, source, role)  # type: ignore[no-any-return]
-
-    def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
-        return self._aside("cast_both", tensor, role, amax)  # type: ignore[no-any-return]
-
-    def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
-        return self._aside("restore", operand, dtype)  # type: ignore[no-any-return]
 
 
 def with_codes(bench: Bench, case: Case) -> int:

@@ -330,8 +330,8 @@ def _remarks(asked: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]
         yield (
             f"States take {kept.total} bytes a weight instead of {STATES['fp32'].total}: this layout takes "
             f"{units.percent(1 - way.memory.total / wide, 0)} less than with those in fp32 ({units.size(wide)}). No "
-            "training with them is among those that the formulas were held against; FP8-LM itself tells of 39% less, "
-            "of GPT-175B against Megatron-LM in bf16."
+            "training with them is among those that the formulas were held against; FP8-LM itself tells of 28% to 39% "
+            "less (GPT-7B to 175B), of layouts that no way here is: all copies keep weights and gradients whole there."
         )
     if asked.load.rlhf:
         memory = plans[0].memory
@@ -341,7 +341,9 @@ def _remarks(asked: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]
             f"RLHF: of the first way weights, gradients and moments take {sizes}; one model works at a "
             "time. tokens/s are of the actor's update alone: no rollouts, no other "
             "model's passes. FP8-LM tells of 62% less for states and 32% less for weights (LLaMA-7B); by these "
-            "formulas --states fp8-lm has 62% and 50%, all copies in FP8. No RLHF was held against them."
+            "formulas --states fp8-lm has 62% and 50%, all copies in FP8. Bytes between steps are those of "
+            "`fp8bench suite transformer --set models=rlhf`, which holds four small models; no large RLHF was held "
+            "against them."
         )
     if asks := _scale_traffic(asked, plans[0]).messages:
         yield (

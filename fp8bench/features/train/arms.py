@@ -113,7 +113,6 @@ def _check_own(request: TrainingRequest) -> None:
         )
     refusals = (
         (request.ranks is not None, "--ranks", "its batches are read by one process"),
-        (request.scales_from is not None, "--scales-from", "its layers are known to its worker alone"),
         (request.max_batch, "--max-batch", "its batches are as large as it makes them"),
         ("micro_batches" in swept, "--sweep micro-batches", "arms would not read the same batches in a step"),
         (settings.nudge == "order" or any(axis == "nudge" and "order" in values for axis, values in request.sweep),

@@ -39,6 +39,7 @@ from fp8bench.features.train.view import bands_of, notes_of
 from fp8bench.features.train.words import of_arm, verdict
 from fp8bench.files import safe
 from fp8bench.model.codec import SCHEMA, encode
+from fp8bench.model.specs import DEVICE_PEAK_MEMORY
 from fp8bench.report.data.boards import attach, begun_at, sending, told_of, write_scalars
 from fp8bench.report.data.plain import Rows, cell
 
@@ -124,6 +125,10 @@ def costs_of(cost: ArmCost) -> Iterator[tuple[str, Any]]:
         yield f"kept {name}", size
     if cost.memory is not None:
         yield "peak_memory", cost.memory.peak
+        if cost.memory.on_device is not None:
+            yield DEVICE_PEAK_MEMORY, cost.memory.on_device
+        if cost.memory.off_device:
+            yield f"{DEVICE_PEAK_MEMORY} why", cell(cost.memory.off_device)
         for name, size in cost.memory.roles:
             yield f"peak_memory {name}", size
     if cost.energy is not None:

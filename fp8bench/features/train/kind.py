@@ -10,7 +10,6 @@ at every moment what it names is there.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -21,9 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from fp8bench.errors import RunNotFound, StoreError, UsageError
-from fp8bench.features.train.lab.models import config_of, layers_of
-from fp8bench.features.train.request import TrainingRequest
+from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
     REFERENCE_SECONDS,
@@ -53,8 +50,6 @@ from fp8bench.files import (
 from fp8bench.jobs.kinds import Exports, KeptTable, Kind, SparePart, View
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.store.kept_lines import Content, UnknownKind, fitting, headed, lines_of, sheet_of, take_lines
-from fp8bench.store.runs.listing import load_named
-from fp8bench.store.stored_scales import largest, refuse_none, scales_of
 
 STREAM = "steps.jsonl"
 _PLACES = "places.json"
@@ -203,72 +198,6 @@ def newest_checkpoint(path: Path) -> tuple[Path, ResumePlace] | None:
     """Of the training of that stream: its folder, and before which step it was kept; None where there is none."""
     place = _places(path)[-1]
     return (path.parent.resolve() / _CHECKPOINTS / place.folder, place) if place.folder else None
-
-
-def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
-    """With the checkpoint that 'TRAINING' or 'TRAINING:ARM' means in the place of these words. Raises UsageError."""
-    word, _, asked = request.settings.start.partition(":")
-    if not word:
-        return request
-    path = training_named(word, store)
-    training, kept = load_head(path), newest_checkpoint(path)
-    own, arm = training.request.settings, asked or training.arms[0].name
-    lora = any(one.taken(own).lora for one in training.arms if one.name == arm)
-    refusals = (
-        (lora, "its checkpoint has adapters of --lora alone"),
-        (arm not in [one.name for one in training.arms],
-         f"it has no arm {arm!r:.80}, but {', '.join(one.name for one in training.arms)}"),
-        (bool(own.make) or own.parallel in ("fsdp", "tp") or own.master != "fp32",
-         "whole fp32 weights of a built-in model are needed: no --make, --parallel fsdp or tp, or other --master"),
-        ((own.arch, own.model) != (request.settings.arch, request.settings.model),
-         f"it trained --arch {own.arch} --model {own.model}"),
-        (kept is None, f"it has no checkpoint: {training.request.steps} steps, --keep {training.request.keep}"),
-    )  # fmt: skip
-    for wrong, why in refusals:
-        if wrong:
-            raise UsageError(f"--start {word}: {why}. Choose another training or arm.")
-    assert kept is not None
-    folder = kept[0] / "rank-0" if training.request.ranks else kept[0]
-    return replace(request, settings=replace(request.settings, start=f"{folder}::{arm}"))
-
-
-def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
-    """The request with the scales of the training or run that it names; a training's are of its last watched steps."""
-    if request.scales_from is None or request.settings.make or request.settings.scales:
-        return request
-    last, word = request.scales_from == "last", request.scales_from
-    path = training_named(word, store) if last else find_training(word, store)
-    if path is None:
-        run = load_named(word, store)
-        known, of = scales_of(run), f"run {run.id}"
-    else:
-        kept = load_training(path)
-        modes = {arm.name: arm.precision for arm in kept.training.arms}
-        amaxes = {(line.arm, line.seed, line.layer, line.role): line.amax for line in kept.of(LayerReading)}
-        known = largest((modes[arm], layer, role, amax) for (arm, _, layer, role), amax in amaxes.items() if amax > 0)
-        of = f"training {kept.training.id}"
-    settings = replace(request.settings, scales=refuse_none(known, of))
-    named = {layer for _, layer, *_ in known}
-    for layer in layers_of(settings.arch, config_of(settings, 1)):
-        if not layer.high and layer.name not in named:
-            raise UsageError(
-                f"--scales-from: {of} has no scale of {layer.name}, which --model {settings.model} multiplies by. "
-                "Choose one of the same model."
-            )
-    return replace(request, settings=settings)
-
-
-def with_file(request: TrainingRequest) -> TrainingRequest:
-    """With the digest of the state dict that it begins with behind its place: a resumed training reads the same."""
-    if not request.settings.weights_from:
-        return request
-    path = Path(request.settings.weights_from).resolve()
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UsageError(f"--from {path} cannot be read ({error.strerror}). Give a file with a state dict.") from None
-    return replace(request, settings=replace(request.settings, weights_from=f"{path}::{digest}"))
 
 
 def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:

@@ -69,7 +69,7 @@ from fp8bench.report.words.naming import listed, many, phase_words
 _MOST_EVENTS = 300
 _ARMS = (
     "arm", "how", "loss", "held-out", "loss gap", "verdict", "tokens/s", "to the same loss", "J/step",
-    "energy to the same loss", "B/param", "largest batch", "memory",
+    "energy to the same loss", "B/param", "largest batch", "memory", "on a device",
 )  # fmt: skip
 
 
@@ -113,11 +113,14 @@ def _verdicts(kept: KeptTraining, found: TrainingVerdicts, curves: Curves) -> It
     shown = [one for one in summaries_of(kept, found, curves) if not one.arm.is_band]
     if told := tuple(answers(found)):
         yield Items(told)
-    yield table("arms", "Arms", arm_cols(found, _ARMS), shown, main=True)
+    yield table("arms", "Arms", arm_cols(found, shown, _ARMS), shown, main=True)
     yield from reached_table(found)
     yield from (Text(one) for one in (*bands_of(found), *notes_of(kept, found)))
     if not (kept.training.request.max_batch or kept.training.request.settings.make):
         yield Text("No largest batch was looked for: `fp8bench train --max-batch` does, within --memory-limit SIZE.")
+
+
+_DERIVED = "derived: the highest point where hardware keeps the formats that an arm emulates"
 
 
 def _memory(kept: KeptTraining) -> Iterator[Element]:
@@ -134,12 +137,17 @@ def _memory(kept: KeptTraining) -> Iterator[Element]:
         Col("arm", str),
         Col("all of it", lambda name: sum(known[name].values()), number=True, show=units.size, when=common),
         Col("highest point", lambda name: uses[name].peak, number=True, show=units.size, when=common),
+        Col("on a device", lambda name: uses[name].on_device, number=True, show=units.size, hint=_DERIVED,
+            when=any(use.on_device not in (None, use.peak) for use in uses.values())),
         Col("in", lambda name: ", ".join(map(phase_words, highest_in(uses[name])[:1])), when=common),
         *(Col(MEMORY_WORDS[role], partial(size, role.value), number=True, show=units.size) for role in shown),
     ]  # fmt: skip
     when = "when the first forward pass has ended" if common else "at the highest point of a step"
     if known:
         yield table("memory", f"Tensors {when}, each arm alone in memory", cols, list(known))
+        for name, use in uses.items():
+            if use.off_device:
+                yield Text(f"What {name} would take on a device nobody can say: {use.off_device}.")
         if common and len(known) > 1:
             bars = [(name, float(sum(roles.values())), roles) for name, roles in known.items()]
             words = {role.value: MEMORY_WORDS[role] for role in shown}

@@ -17,6 +17,7 @@ from statistics import median
 from fp8bench import __version__
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
 from fp8bench.features.train.arms import Turns, arms_of_seed, check_training, device_of, make_arms, supported, turns_of
+from fp8bench.features.train.beginnings import started_from, with_file, with_scales
 from fp8bench.features.train.experiments import as_experiment, base_of
 from fp8bench.features.train.kind import (
     ResumePlace,
@@ -25,10 +26,7 @@ from fp8bench.features.train.kind import (
     load_training,
     reopen_training,
     start_training,
-    started_from,
     training_files,
-    with_file,
-    with_scales,
 )
 from fp8bench.features.train.lab.lab import MODULE, Lab
 from fp8bench.features.train.lab.models import config_of

@@ -118,14 +118,14 @@ def _summary(arm: Arm, curves: Mapping[Key, Curve], lines: Sequence[StreamLine],
     last = [curve.held_out[max(curve.held_out)] for curve in own if curve.held_out]
     return ArmSummary(
         arm, sum(len(curve.rows) for curve in own), mean_of([curve.endpoint for curve in own if curve.whole]),
-        mean_of(last), None, None, None, None, None, events[arm.name], found.of(arm.name),
+        mean_of(last), None, None, None, None, None, None, events[arm.name], found.of(arm.name),
     )  # fmt: skip
 
 
 def loops_page(compared_loops: ComparedLoops) -> Page:
     found, rows, steps = compared_loops.verdicts, compared_loops.loops, compared_loops.steps
     parts = [Part("answer", "", tuple(answers(found)))]
-    parts += [Part("arms", "", (table("arms", "", arm_cols(found, _SHOWN), rows, main=True),))]
+    parts += [Part("arms", "", (table("arms", "", arm_cols(found, rows, _SHOWN), rows, main=True),))]
     parts += list_of("notes", "notes", _notes(found))
     title = f"{many(len(rows), 'loop')} of {many(steps, 'step')} in {many(len(found.seeds), 'seed')}"
     return Page(title, "", tuple(parts), _LEGEND)

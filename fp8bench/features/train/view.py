@@ -46,7 +46,7 @@ from fp8bench.report.words.naming import listed, many
 _TONES = {
     Learned.DIVERGED: Tone.BAD, Learned.WORSE: Tone.BAD, Learned.BETTER: Tone.GOOD, Learned.WITHIN_NOISE: Tone.GOOD,
 }  # fmt: skip
-_SHOWN = ("arm", "how", "loss", "held-out", "gap", "tokens/s", "B/param", "memory", "events", "verdict")
+_SHOWN = ("arm", "how", "loss", "held-out", "gap", "tokens/s", "B/param", "memory", "on a device", "events", "verdict")
 _LEGEND = (
     "loss: of training, in nats a token: the mean over seeds and the last tenth of the steps",
     "held-out: the loss on text that was never trained on, after the last step",
@@ -67,7 +67,8 @@ _LEAST_BYTES = 0.001
 
 def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
     training = kept.training
-    arms = table("arms", "", arm_cols(found), summaries_of(kept, found), main=True)
+    rows = summaries_of(kept, found)
+    arms = table("arms", "", arm_cols(found, rows), rows, main=True)
     parts = [
         Part("answer", "", tuple(answers(found))),
         *parts_of(kept, found),
@@ -190,8 +191,15 @@ def _how(arm: Arm) -> str:
     return "skipped" if arm.skip else (Level.NATIVE if arm.native else Level.EMULATED).value
 
 
-def arm_cols(found: TrainingVerdicts, shown: Sequence[str] = _SHOWN) -> list[Col[ArmSummary]]:
-    """The columns of an arm that are wanted, in their order; their hints are the page's."""
+def on_a_device(summary: ArmSummary) -> int | None:
+    """What hardware with the formats would hold of an arm that emulates them."""
+    return None if summary.arm.native else summary.device_peak_memory
+
+
+def arm_cols(
+    found: TrainingVerdicts, rows: Sequence[ArmSummary], shown: Sequence[str] = _SHOWN
+) -> list[Col[ArmSummary]]:  # fmt: skip
+    """The columns of these arms that are wanted, in their order; their hints are the page's."""
 
     def verdict(summary: ArmSummary) -> Field:
         arm, said = summary.arm, summary.said
@@ -223,6 +231,8 @@ def arm_cols(found: TrainingVerdicts, shown: Sequence[str] = _SHOWN) -> list[Col
             hint="sequences that fit, by runs of them; --max-batch looks for it"),
         Col("memory", lambda one: one.peak_memory, number=True, show=units.size,
             hint="tensors at the highest point of a step, with no other arm in memory"),
+        Col("on a device", on_a_device, number=True, show=units.size, when=any(map(on_a_device, rows)),
+            hint="derived: the same where hardware keeps the formats that the arm emulates"),
         Col("events", lambda one: None if one.events is None else str(one.events), number=True),
         Col("verdict", verdict, hint="by the 99% interval", below=True),
     )  # fmt: skip
@@ -322,9 +332,11 @@ def notes_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[str]:
     yield from (f"{one.arm}: {one.why}" for one in kept.of(ArmCost) if one.why)
     measured = {cost.arm for cost in kept.of(ArmCost)}
     if names := [arm.name for arm in kept.training.arms if not arm.native and arm.name in measured]:
+        memories = [cost.memory for cost in kept.of(ArmCost) if cost.memory and cost.arm in names]
+        derived = "; memory on a device is derived" if any(one.on_device for one in memories) else ""
         yield (
             f"memory and energy of {listed(names)} are those of emulation, which keeps values of a small format in "
-            "wider ones: they say nothing of a device that has the format"
+            f"wider ones: they say nothing of a device that has the format{derived}"
         )
     if kept.training.request.ranks is not None and not kept.training.device.accelerated:
         yield "ranks on a CPU share its cores: tokens/s are a functional test"

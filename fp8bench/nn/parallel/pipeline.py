@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from fp8bench.nn.gpt import GPT, loss_of
+from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel.exchanges import said_by_all
 from fp8bench.nn.parallel.model import ParallelModel, is_silent
 from fp8bench.nn.parallel.ways import Job
@@ -131,13 +131,15 @@ class GPipe(ParallelModel):
 
     def _lost(self, logits: Tensor, targets: Tensor) -> Tensor:
         with self.module.phase.elementwise:
-            return loss_of(logits, targets) * self.loss_scale
+            return self.module.model.lost(logits, targets) * self.loss_scale
 
     def _ends(self, job: Job, device: torch.device) -> tuple[Tensor, Tensor]:
         """What one microbatch is when it comes to this stage, and when it goes: shapes and dtypes alone."""
         model = self.module.model
         sides = job.batch // self._parts, job.config.sequence
-        stream = torch.empty(*sides, job.config.width, dtype=model.carrier, device="meta", requires_grad=True)
+        residual = model.around["residual"]
+        dtype = model.carrier if residual is None else residual.carrier
+        stream = torch.empty(*sides, job.config.width, dtype=dtype, device="meta", requires_grad=True)
         tokens = torch.empty(sides, dtype=torch.int64, device="meta")
         if not self.module.last:
             return (tokens if self.module.first else stream), stream

@@ -18,7 +18,7 @@ from fp8bench.formats.recipes import Delayed, Treatment
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.attention import SelfAttention
-from fp8bench.nn.gpt import GPT, Block, loss_of
+from fp8bench.nn.gpt import GPT, Block
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.parallel.exchanges import FP8Group, RankGroup, added, copied, gathered, scattered
 from fp8bench.nn.parallel.model import ParallelModel
@@ -158,7 +158,7 @@ class SequenceCut(TensorCut):
         group.phase = phase
         with phase.elementwise:
             stream = self.module.through(group.own(self.module.embedded(tokens)), phase, tokens.shape[1])
-            loss = loss_of(self.module.read(stream, phase), group.own(targets))
+            loss = self.module.lost(self.module.read(stream, phase), group.own(targets))
             (loss * (self.loss_scale / group.size)).backward()  # type: ignore[no-untyped-call]
             common = [parameter.grad for parameter, cut in zip(self.parameters, self._cuts, strict=True) if cut is None]
             group.added_together([one for one in common if one is not None])

@@ -136,7 +136,7 @@ def test_a_training_is_told_kept_shown_and_exported(say: Say, fp8bench: Say, sto
     assert len(losses) == 1
     costs = {row.rpartition(",")[0].split(",")[-1] for row in rows if row.startswith("fp8,fp8,candidate,0,0,ArmCost,")}
     assert {"kept weights", "peak_memory", "peak_memory optimizer"} <= costs
-    assert re.search(r"\n  fp8 .* 16 +[\d.]+ MiB +0", out)
+    assert re.search(r"\n  fp8 .* 16 +[\d.]+ MiB +[\d.]+ MiB +0", out)
     shown = fp8bench("show", kept.training.id)
     assert shown == (0, out, "")
     _, text, _ = fp8bench("show", kept.training.id, "--json")

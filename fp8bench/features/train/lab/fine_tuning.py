@@ -1,4 +1,5 @@
-"""Weights that a training begins with, from a state dict in a file, and low-rank adapters beside them."""
+"""Weights that a training begins with, from a state dict in a file, low-rank adapters beside them, and scales that are
+known before its first step."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.checkpoint import begin_with
 from fp8bench.features.train.request import TrainerSettings
+from fp8bench.model import StaticScales
 from fp8bench.nn.linear import Linear
+from fp8bench.protocols import Arithmetic, ScaleBook
 from fp8bench.report.words.naming import listed
 
 # Names that trainers put a state dict under, and what wrappers put in front of its names.
@@ -30,7 +33,7 @@ def begin_as_asked(model: nn.Module, settings: TrainerSettings) -> None:
     if settings.start:
         begin_with(model, settings.start)
     if settings.weights_from:
-        take_file(model, settings.weights_from)
+        take_file(model, settings.weights_from, settings.make)
     if settings.lora:
         take_adapters(model, settings.lora)
 
@@ -40,8 +43,9 @@ def frozen_in(model: nn.Module) -> list[Tensor]:
     return [one.detach() for one in model.parameters() if not one.requires_grad]
 
 
-def take_file(model: nn.Module, start: str) -> None:
-    """Give a model the state dict of a file, 'FILE::DIGEST'. Raises UsageError where it is another model's."""
+def take_file(model: nn.Module, start: str, make: str = "") -> None:
+    """Give a model the state dict of a file, 'FILE::DIGEST'. Raises UsageError where it is another model's. `make` is
+    the name of what makes a model of one's own."""
     name, _, digest = start.rpartition("::")
     path = Path(name)
     with path.open("rb") as file:
@@ -54,7 +58,8 @@ def take_file(model: nn.Module, start: str) -> None:
     if missing or others:
         told = [f"has no {listed(missing, _SHOWN)}"] if missing else []
         told += [f"has {listed(others, _SHOWN)}, which the model has not"] if others else []
-        raise UsageError(f"--from {path} is of another model: it {', and '.join(told)}. Choose its --model and --arch.")
+        advice = f"Give one of the model that {make} makes" if make else "Choose its --model and --arch"
+        raise UsageError(f"--from {path} is of another model: it {', and '.join(told)}. {advice}.")
     for one, tensor in kept.items():
         if tensor.shape != own[one].shape:
             shapes = (list(some.shape) for some in (tensor, own[one]))
@@ -91,6 +96,21 @@ def _loaded(path: Path) -> dict[str, Tensor]:
         if all(name.startswith(prefix) for name in found):
             found = {name.removeprefix(prefix): one for name, one in found.items()}
     return dict(found)
+
+
+def scaled(arithmetic: Arithmetic, settings: TrainerSettings, mode: str, name: str) -> Arithmetic:
+    """A layer's, with its stored scales where settings have any. Raises UsageError for a layer without."""
+    if not settings.scales:
+        return arithmetic
+    rule = StaticScales(0, source="stored", known=settings.scales)
+    known = rule.known_for(mode)
+    found = arithmetic.scaled_by(ScaleBook(rule, known), name)
+    if found is not arithmetic and not any(layer == name for layer, _ in known):
+        raise UsageError(
+            f"--scales-from: it has scales of {listed(list(dict.fromkeys(layer for layer, _ in known)), _SHOWN)}, and "
+            f"none of {name}, which the model multiplies by. Choose a training or run of the same model."
+        )
+    return found
 
 
 def take_adapters(model: nn.Module, rank: int) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.errors import UsageError
@@ -18,10 +19,10 @@ from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import Arm, ArmCost, ArmState, SeedTask, StreamLine
 from fp8bench.model.raw import StateCheck
 from fp8bench.model.step import Coverage
-from fp8bench.protocols import Device, Phases, Precision, SilentPhases
-from fp8bench.registry import precisions
+from fp8bench.protocols import Arithmetic, Device, Phases, Precision, SilentPhases
+from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.device_layout import DeviceLedger
+from fp8bench.worker.device_layout import EMULATES_NOTHING, OF_SEVERAL, DeviceLedger, Hardware, hardware_for
 from fp8bench.worker.faults import PlantedFault, described
 from fp8bench.worker.main import main
 from fp8bench.worker.memory_pass import Make, PreparedMemory, Told, memory_of_step, try_batch, watch_of
@@ -88,9 +89,10 @@ class Lab(Bench):
 
     def alone(self, task: SeedTask) -> ArmCost:
         """The memory of a task's one arm with nothing beside it. The seed before is forgotten."""
-        (arm,), device = task.arms, self._forget(task)
+        (arm,), device, hardware = task.arms, self._forget(task), hardware_of_arm(task)
         with self._running(precisions.get(arm.precision)):
-            use, trainer = memory_of_step(made_alone(task, arm), device, task.facts.index, leaks=False)
+            make = made_alone(task, arm, hardware)
+            use, trainer = memory_of_step(make, device, task.facts.index, leaks=False, hardware=hardware)
         if isinstance(use, str):
             return ArmCost(arm.name, task.seed, why=f"nobody counts its memory: {use}")
         count, sizes = trainer.state().parameters, trainer.state().bytes_per_parameter
@@ -225,18 +227,39 @@ def another_step(trainer: Trainer, phase: Phases) -> None:
         raise NotFinite(f"its steps were not finite after {trainer.step}, and it stopped")
 
 
-def made_alone(task: SeedTask, arm: Arm) -> Make:
+def hardware_of_arm(task: SeedTask) -> Hardware:
+    """What would keep what a task's one arm emulates, by its modes."""
+    (arm,) = task.arms
+    settings = arm.taken(task.settings)
+    if task.facts.ranks > 1:
+        return Hardware(why=OF_SEVERAL)
+    own = precisions.get(arm.precision)
+    modes = dict.fromkeys(filter(None, (arm.precision, own.carried_by, *dict(settings.precision_map).values())))
+    hardware = hardware_for(((mode, mode) for mode in modes), task.facts)
+    why = workloads.get("conv").not_on_device if settings.arch == "cnn" and not settings.make else ""
+    if settings.attention != "auto":
+        why = f"--attention {settings.attention} rounds what no kernel keeps"
+    return replace(hardware, why=hardware.why or why) if hardware.arithmetics else hardware
+
+
+def made_alone(task: SeedTask, arm: Arm, hardware: Hardware = EMULATES_NOTHING) -> Make:
     """How an arm is made that nobody watches: readings of tensors take memory, too, every so many steps."""
     from fp8bench.features.train.lab.own_trainer import trainer_of
 
-    def make(told: Told | None, _: DeviceLedger | None) -> Callable[[], PreparedMemory]:
+    def make(told: Told | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
+        beside = None if ledger is None else partial(_beside, hardware, ledger)
+
         def prepare() -> PreparedMemory:
-            trainer = trainer_of(task, arm, None if told is None else watch_of(told))
+            trainer = trainer_of(task, arm, None if told is None else watch_of(told), beside)
             return PreparedMemory(trainer, lambda phase: another_step(trainer, phase))
 
         return prepare
 
     return make
+
+
+def _beside(hardware: Hardware, ledger: DeviceLedger, mode: str, inner: Arithmetic) -> Arithmetic:
+    return hardware.beside(mode, inner, ledger)
 
 
 if __name__ == "__main__":

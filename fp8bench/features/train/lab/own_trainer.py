@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.features.train.lab.checkpoint import moved_by_an_ulp
-from fp8bench.features.train.lab.fine_tuning import begin_as_asked
+from fp8bench.features.train.lab.fine_tuning import begin_as_asked, scaled
 from fp8bench.features.train.lab.optimizer import Optimizer, seed_of
 from fp8bench.features.train.lab.own_optimizer import TorchOptimizer
 from fp8bench.features.train.lab.scores import Scores
 from fp8bench.features.train.lab.together import Alone
-from fp8bench.features.train.lab.trainer import Trainer
+from fp8bench.features.train.lab.trainer import Beside, Trainer
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, Validation
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.model.step import Coverage
@@ -38,8 +38,8 @@ from fp8bench.workloads.model import copied
 _SILENT = SilentPhases()
 
 
-def trainer_of(task: SeedTask, arm: Arm, watch: WatchCasts | None = None) -> Trainer:
-    return (OwnTrainer if task.settings.make else Trainer)(task, arm, watch)
+def trainer_of(task: SeedTask, arm: Arm, watch: WatchCasts | None = None, beside: Beside | None = None) -> Trainer:
+    return (OwnTrainer if task.settings.make else Trainer)(task, arm, watch, beside)
 
 
 class OwnTrainer(Trainer):
@@ -82,7 +82,8 @@ class OwnTrainer(Trainer):
             mode = keys[key] if key is not None else self.precision.mode
             if mode == UNTOUCHED:
                 return None
-            own = precisions.get(mode).arithmetic(facts).layer(f"{self._seed}/{layer.name}")
+            drawn = self._of(mode, facts).layer(f"{self._seed}/{layer.name}")
+            own = scaled(drawn, self._settings, mode, layer.name)
             self._arithmetics[layer.name] = told = self._told(own)
             return told
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8bench.features.train.lab import models
 from fp8bench.features.train.lab.checkpoint import moved_by_an_ulp
 from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, windows_by_step
-from fp8bench.features.train.lab.fine_tuning import begin_as_asked, frozen_in
+from fp8bench.features.train.lab.fine_tuning import begin_as_asked, frozen_in, scaled
 from fp8bench.features.train.lab.optimizer import Optimizer, clippings_of, joint, own_seed, seed_of
 from fp8bench.features.train.lab.rates import Plateau, group_of, loss_scale_of, share_of_rate
 from fp8bench.features.train.lab.scores import Scores
@@ -32,17 +32,19 @@ from fp8bench.features.train.values import (
     StreamLine,
     TrainingEvent,
 )
-from fp8bench.model import DeviceFacts, MemoryRole, StaticScales
+from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.nn.around import take_around
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
 from fp8bench.nn.gpt import Forward, LanguageModel, compiled
 from fp8bench.nn.whole_layers import CachedWeights
-from fp8bench.protocols import Arithmetic, Operand, Phases, Role, ScaleBook, SilentPhases, WatchedArithmetic, key_of
+from fp8bench.protocols import Arithmetic, Operand, Phases, Role, SilentPhases, WatchedArithmetic, key_of
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
 from fp8bench.worker.products import product_like
 
 _SILENT = SilentPhases()
+# An arithmetic that looks on, by the mode that it is one of.
+Beside = Callable[[str, Arithmetic], Arithmetic]
 # After so many steps in a row that were not finite nothing is learnt any more.
 _MOST_SKIPPED = 20
 
@@ -57,10 +59,13 @@ class _Remembered(NamedTuple):
 class Trainer:
     """An arm of one seed: `step` is the next step."""
 
-    def __init__(self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None) -> None:
-        """`watch` is told of every cast, where somebody wants to know."""
+    def __init__(
+        self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, beside: Beside | None = None
+    ) -> None:  # fmt: skip
+        """`watch` is told of every cast, where somebody wants to know; `beside` puts another arithmetic in the place of
+        that of a mode."""
         self.arm = arm
-        self._watch_casts = watch
+        self._watch_casts, self._beside = watch, beside
         self.precision = precisions.get(arm.precision)
         self.step = 0
         self.stopped = False
@@ -112,10 +117,7 @@ class Trainer:
             key = key_of(layers[name], keys)
             high = self.precision.carried_by if layers[name].high else ""
             mode = keys[key] if key is not None else high or self.arm.precision
-            arithmetic = precisions.get(mode).arithmetic(facts).layer(f"{own}/{name}")
-            if self._settings.scales:
-                rule = StaticScales(0, source="stored", known=self._settings.scales)
-                arithmetic = arithmetic.scaled_by(ScaleBook(rule, rule.known_for(mode)), name)
+            arithmetic = scaled(self._of(mode, facts).layer(f"{own}/{name}"), self._settings, mode, name)
             found = self._told(self.together.scaled(name, arithmetic))
             self._arithmetics[name] = found
             return found
@@ -125,7 +127,7 @@ class Trainer:
         with torch.device(facts.key):
             model = models.built(self._settings, self._config, choose, carrier)
         around = {layer.name: key_of(layer, keys) for layer in models.around_of(self._settings.arch, self._config)}
-        take_around(model, {name: precisions.get(keys[key]).arithmetic(facts) for name, key in around.items() if key})
+        take_around(model, {name: self._of(keys[key], facts) for name, key in around.items() if key})
         if self._settings.attention != "auto":
             self._round_attention(model, facts)
         begin_as_asked(model, self._settings)
@@ -144,6 +146,10 @@ class Trainer:
                 for part, one in core.parts.items():
                     name = f"{path}.core.{part}"
                     core.parts[part] = self._arithmetics[name] = self._told(self.together.scaled(name, one))
+
+    def _of(self, mode: str, facts: DeviceFacts) -> Arithmetic:
+        arithmetic = precisions.get(mode).arithmetic(facts)
+        return arithmetic if self._beside is None else self._beside(mode, arithmetic)
 
     def _told(self, arithmetic: Arithmetic) -> Arithmetic:
         return arithmetic if self._watch_casts is None else WatchedArithmetic(arithmetic, self._watch_casts)

@@ -28,8 +28,9 @@ from fp8bench.model import Capacity, EnergyUse, Interval
 class ArmSummary:
     """Losses are means over seeds: `loss` over the last tenth of the steps, `held_out` after the last one.
 
-    `tokens_per_second` is by the median step, None for an emulated arm. `peak_memory` is that of the arm alone; other
-    seeds and the repeat of the reference take what it takes, and have neither `capacity` nor `energy`. `events` is None
+    `tokens_per_second` is by the median step, None for an emulated arm. `peak_memory` is that of the arm alone, and
+    `device_peak_memory` what it would be where hardware keeps the formats; other seeds and the repeat of the reference
+    take what it takes, and have neither `capacity` nor `energy`. `events` is None
     for an arm without a step, `said` for the reference and its bands. `steps` are those of all seeds.
     """
 
@@ -40,6 +41,7 @@ class ArmSummary:
     tokens_per_second: float | None
     bytes_per_parameter: float | None
     peak_memory: int | None
+    device_peak_memory: int | None
     capacity: Capacity | None
     energy: TrainedEnergy | None
     events: int | None
@@ -51,7 +53,7 @@ def summaries_of(
 ) -> tuple[ArmSummary, ...]:
     """Of every arm, in their order. `curves` are those of its lines, for who has them."""
     curves = curves_of(kept.lines, kept.training.request.steps) if curves is None else curves
-    peaks = {line.arm: line.memory.peak for line in kept.of(ArmCost) if line.memory is not None}
+    peaks = {line.arm: line.memory for line in kept.of(ArmCost) if line.memory is not None}
     capacities = {line.arm: line.capacity for line in kept.of(ArmCost) if line.capacity is not None}
     # What a user's own optimizer keeps is there after its first step alone.
     kept_bytes = {
@@ -72,6 +74,7 @@ def summaries_of(
     summaries = []
     for arm in kept.training.arms:
         own = [curve for (name, _), curve in curves.items() if name == arm.name]
+        memory = peaks.get(lead if arm.is_band else arm.name)
         summary = ArmSummary(
             arm,
             steps=sum(len(curve.rows) for curve in own),
@@ -79,7 +82,8 @@ def summaries_of(
             held_out=mean_of([curve.held_out[curve.steps] for curve in own if curve.steps in curve.held_out]),
             tokens_per_second=1 / statistics.median(paces[arm.name]) if arm.native and paces[arm.name] else None,
             bytes_per_parameter=kept_bytes.get(arm.name, next(iter(sizes[arm.name].values()), None)),
-            peak_memory=peaks.get(lead if arm.is_band else arm.name),
+            peak_memory=memory.peak if memory else None,
+            device_peak_memory=memory.on_device if memory else None,
             capacity=capacities.get(arm.name),
             energy=energies.get(arm.name),
             events=events[arm.name] if own else None,
@@ -106,6 +110,7 @@ def figures_of(summary: ArmSummary, found: TrainingVerdicts) -> dict[str, float 
         **_gap("held_out_gap", said.judged.held_out if said else None),
         "tokens_per_second": summary.tokens_per_second, **_interval("speed_to_same_loss", speed),
         "bytes_per_parameter": summary.bytes_per_parameter, "peak_memory": summary.peak_memory,
+        "device_peak_memory": summary.device_peak_memory,
         "largest_batch": summary.capacity.batch if summary.capacity else None,
         "joules_per_step": energy.joules.middle if energy and energy.joules else None,
         **_interval("energy_to_same_loss", energy.to_loss if energy else None),

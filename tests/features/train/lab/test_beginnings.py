@@ -11,7 +11,8 @@ import torch
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train import run as job
-from fp8bench.features.train.kind import newest_checkpoint, started_from, training_files
+from fp8bench.features.train.beginnings import started_from
+from fp8bench.features.train.kind import newest_checkpoint, training_files
 from fp8bench.features.train.lab import checkpoint
 from fp8bench.features.train.lab.evaluate import windows_by_step
 from fp8bench.features.train.lab.lab import Lab

@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.arms import check_training
-from fp8bench.features.train.kind import with_file
+from fp8bench.features.train.beginnings import with_file
 from fp8bench.features.train.lab.fine_tuning import LORA_SCALE, take_adapters, take_file
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.lab.trainer import Trainer

@@ -307,3 +307,22 @@ def test_other_seeds_have_other_weights_and_nudges_move_them() -> None:
     assert not torch.equal(weights, others) and not torch.equal(weights, moved)
     assert torch.allclose(weights, moved, rtol=1e-6)
     assert isinstance(next(iter(one.advance())), StepRow)
+
+
+def test_stored_scales_stay_and_are_named_where_they_are_of_another_model() -> None:
+    """Every cast of a layer is by the scale of what was stored; the reference stays pure."""
+    amaxes = {"input": 4.0, "weight": 0.5, "gradient": 2.0}
+    layers = [name for name, one in MAKERS["function"]()["model"].named_modules() if isinstance(one, nn.Linear)]  # type: ignore[operator,index]
+    known = tuple(("fp8", layer, role, amax) for layer in layers for role, amax in amaxes.items())
+    arms = (Arm("untouched", "untouched", ArmRole.REFERENCE), Arm("fp8", "fp8"))
+    task = replace(task_of("function", scales=known), arms=arms)
+    lab = lab_of(task)
+    losses = {arm.name: [row.loss for row in rows(lab.advance(arm.name, 6))] for arm in arms}
+    plain = {arm: [row.loss for row in rows(trained(task_of("function", arm), arm))[:6]] for arm in losses}
+    assert losses["untouched"] == plain["untouched"] and losses["fp8"] != plain["fp8"]
+    for layer, arithmetic in lab._trainers["fp8"]._arithmetics.items():
+        scales = {role.value: float(scale.last.scale) for role, scale in arithmetic.scales.items()}  # type: ignore[attr-defined]
+        assert layer in layers and scales == {"input": 448 / 4, "weight": 448 / 0.5, "gradient": 57344 / 2}
+    other = replace(task, settings=replace(task.settings, scales=(("fp8", "elsewhere", "input", 1.0),)))
+    with pytest.raises(UsageError, match="--scales-from: it has scales of elsewhere, and none of "):
+        OwnTrainer(other, arms[1])

@@ -1,0 +1,110 @@
+"""The four models of RLHF in memory at once: actor and critic are trained, reference and reward model go forward alone.
+
+All are as large. The reference has the weights that the actor begins with, the reward model others; both are kept in a
+format and restored where nothing multiplies it, as a served model is. Nobody writes a text here and no policy's loss is
+computed: a step has the frozen models score every token of its batches, and trains the other two on the same batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8bench.model import MemoryRole
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.decoder import DTYPES, Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
+from fp8bench.nn.gpt import GPT, loss_of
+from fp8bench.nn.served import served_shapes
+from fp8bench.nn.sizes import GPTConfig
+from fp8bench.nn.training_step import Loader, TrainingState
+from fp8bench.protocols import Phases, SilentPhases
+
+
+class ReadBatches:
+    """Batches that somebody has read, for whoever trains on the same."""
+
+    def __init__(self, loader: Loader, count: int) -> None:
+        self._loader, self._count = loader, count
+        self.batches: list[tuple[Any, Tensor]] = []
+        self._at = 0
+
+    def read(self, phase: Phases) -> list[tuple[Any, Tensor]]:
+        with phase.data_load:
+            self.batches, self._at = [self._loader.next() for _ in range(self._count)], 0
+        return self.batches
+
+    def next(self) -> tuple[Any, Tensor]:
+        self._at += 1
+        return self.batches[(self._at - 1) % self._count]
+
+    def load_ahead(self, batches: int) -> None:
+        self._loader.load_ahead(batches)
+
+
+@dataclass
+class FourModels:
+    """`scores` are the frozen models' log-probabilities of the tokens of the last step, a row for each micro-batch."""
+
+    actor: TrainingState
+    critic: TrainingState
+    frozen: dict[str, Decoder]
+    loader: ReadBatches
+    micro_batches: int
+    scores: dict[str, list[Tensor]]
+
+    def step(self, phase: Phases) -> None:
+        batches = self.loader.read(phase)
+        for name, model in self.frozen.items():
+            with phase.elementwise, torch.no_grad():
+                logits = (model.forward(tokens, 0, phase, every=True) for tokens, _ in batches)
+                self.scores[name] = [
+                    -loss_of(one, targets, "none") for one, (_, targets) in zip(logits, batches, strict=True)
+                ]
+        self.actor.step(phase)
+        self.critic.step(phase)
+
+    def losses(self, steps: int) -> list[float]:
+        """The actor's."""
+        self.loader.read(SilentPhases())
+        return self.actor.losses(steps)
+
+    def memory_roles(self) -> dict[MemoryRole, object]:
+        parts = [model.weights_and_cache() for model in self.frozen.values()]
+        weights, caches = ([part[place] for part in parts] for place in (0, 1))
+        return {MemoryRole.WEIGHTS: weights, MemoryRole.ACTIVATIONS: (caches, self.scores)}
+
+    def figures(self) -> dict[str, float]:
+        """Bytes that lie between two steps, from the tensors that are there: of trained models weights, gradients and
+        moments, of frozen ones weights with their scales."""
+        trained = {"actor": _trained_bytes(self.actor), "critic": _trained_bytes(self.critic)}
+        frozen = {name: model.weight_bytes() for name, model in self.frozen.items()}
+        return {f"{name}_bytes": float(size) for name, size in (trained | frozen).items()}
+
+
+def _trained_bytes(state: TrainingState) -> int:
+    kept = (one for kept in state.optimizer.state.values() for one in kept.values() if isinstance(one, Tensor))
+    moments = [one for one in kept if one.dim()]  # not how many steps there were
+    return sum(one.numel() * one.element_size() for one in (*state.parameters, *state.buffers, *moments))
+
+
+def frozen_models(actor: GPT, config: GPTConfig, batch: int, kept: str, seed: int) -> dict[str, Decoder]:
+    """Reference and reward model, their blocks' weights kept in a format."""
+    carrier = DTYPES.get(kept, torch.bfloat16)
+    begun = {name: one.detach() for name, one in actor.named_parameters()}
+    other = drawn_weights(served_shapes(config), seed + 1, str(next(iter(begun.values())).device))
+
+    def keep(name: str, weight: Tensor) -> KeptWeight:
+        if kept in DTYPES or name == "head":
+            return OwnWeight(weight, PlainArithmetic(carrier))
+        return kept_weight(weight, kept, False)
+
+    def model(weight: Callable[[str], Tensor]) -> Decoder:
+        kv = ["fp32" if carrier is torch.float32 else "bf16"] * config.layers
+        return Decoder(config, weight, keep, kv, carrier, (batch, config.sequence))
+
+    with torch.no_grad():
+        return {"reference": model(lambda name: begun[name].clone()), "reward": model(other)}

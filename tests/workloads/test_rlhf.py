@@ -1,0 +1,129 @@
+"""RLHF's four models in memory at once: their bytes by hand and by plan-parallel's formula, and what they compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fp8bench.errors import UsageError
+from fp8bench.features.plan_parallel.formulas import DecoderModel, Load, ParallelLayout, memory_of
+from fp8bench.model import Level, MemoryUse, StaticScales
+from fp8bench.model.raw import Settings
+from fp8bench.nn.rlhf import FourModels
+from fp8bench.nn.sizes import SIZES, GPTConfig
+from fp8bench.plan.corpus import Corpus
+from fp8bench.protocols import Setup, SilentPhases
+from fp8bench.registry import precisions, workloads
+from fp8bench.worker.bench import Bench
+from fp8bench.workloads.transformer import Transformer
+from tests.facts import CPU
+from tests.workloads.steps import setup_of
+
+TINY = GPTConfig(256, 64, 2, 4, 4, 128, batch=2, sequence=16)
+
+
+@pytest.fixture(autouse=True)
+def _sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "tiny", TINY)
+    monkeypatch.setitem(SIZES, "tiny-modern", replace(TINY, modern=True, key_heads=2))
+
+
+def setup_for(corpus: Corpus, precision: str = "fp32", **changes: str) -> Setup:
+    params = {"size": "tiny", "batch": 2, "sequence": 16, "micro_batches": 2, "data": corpus.identity, **changes}
+    return setup_of("transformer", params, precision, 0, corpus.path)
+
+
+def four_of(setup: Setup) -> FourModels:
+    found = Transformer().prepare(setup)
+    assert isinstance(found, FourModels)
+    return found
+
+
+@pytest.mark.parametrize("size", ["tiny", "tiny-modern"])
+def test_bytes_of_each_model_are_those_of_the_formula(size: str, corpus: Corpus) -> None:
+    """To the byte, but for what the formula leaves out: the last norm and GPT-2's places; and for the bf16 copy of the
+    critic that stays there, and here is gone when its step has ended."""
+    config = SIZES[size]
+    four = four_of(setup_for(corpus, "bf16", size=size, models="rlhf"))
+    four.step(SilentPhases())
+    sides = config.vocabulary, config.width, config.layers, config.heads, config.key_heads, config.hidden
+    model = DecoderModel(size, *sides, config.modern)
+    formula, rest = memory_of(model, ParallelLayout(), Load(16, 2, rlhf=True)), config.width
+    rest += 0 if config.modern else config.sequence * config.width
+    figures = four.figures()
+    assert figures["actor_bytes"] == formula.states + 16 * rest
+    assert figures["critic_bytes"] == formula.critic - formula.gathered + 16 * rest
+    assert figures["reference_bytes"] + figures["reward_bytes"] == formula.frozen + 2 * 2 * rest
+
+
+def test_frozen_weights_in_fp8_by_hand(corpus: Corpus) -> None:
+    """A byte a weight of blocks and four a row; embedding, places, norms and head in bf16."""
+    four = four_of(setup_for(corpus, "bf16", models="rlhf", frozen="fp8"))
+    rows = 2 * ((3 * 64 + 64) + (128 + 64))
+    products = 2 * (64 * (3 * 64 + 64) + 2 * 64 * 128)
+    others = 2 * (2 * 256 * 64 + 16 * 64 + 5 * 64)
+    assert four.figures()["reference_bytes"] == products + 4 * rows + others == four.figures()["reward_bytes"]
+
+
+def test_the_actor_trains_as_it_does_alone_and_others_are_held_beside_it(corpus: Corpus) -> None:
+    """Bit for bit; the critic is another model on the same batches, and the frozen ones stay."""
+    alone = Transformer().prepare(setup_for(corpus))
+    four = four_of(setup_for(corpus, models="rlhf", frozen="fp32"))
+    begun = [one.detach().clone() for one in four.critic.parameters]
+    kept = four.frozen["reference"].embedding.clone()
+    assert torch.equal(kept, four.actor.parameters[0])
+    for _ in range(2):
+        alone.step(SilentPhases())
+        four.step(SilentPhases())
+    pairs = zip(alone.parameters, four.actor.parameters, strict=True)  # type: ignore[union-attr]
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert not any(torch.equal(one, other) for one, other in zip(begun, four.critic.parameters, strict=True))
+    assert torch.equal(four.frozen["reference"].embedding, kept) and not torch.equal(four.actor.parameters[0], kept)
+
+
+def test_the_reference_scores_tokens_as_the_actor_began(corpus: Corpus) -> None:
+    four = four_of(setup_for(corpus, models="rlhf", frozen="fp32"))
+    four.loader.load_ahead(2)
+    with torch.no_grad():
+        wanted = [
+            -four.actor.model(*batch, SilentPhases(), reduction="none") for batch in four.loader.read(SilentPhases())
+        ]
+    four.step(SilentPhases())
+    assert all(torch.equal(one, other) for one, other in zip(four.scores["reference"], wanted, strict=True))
+    assert not torch.equal(four.scores["reward"][0], four.scores["reference"][0])
+
+
+def test_all_four_lie_in_measured_memory(corpus: Corpus) -> None:
+    """The peak of a step is beyond the actor's alone by what the other three keep, their caches and scores, and by no
+    more than what they need meanwhile."""
+    alone, four = setup_for(corpus, "bf16"), setup_for(corpus, "bf16", models="rlhf")
+    bench = Bench(Settings(corpus=corpus.path))
+    peaks = []
+    for setup in (alone, four):
+        use = bench.memory(setup.case, CPU)
+        assert isinstance(use, MemoryUse) and sum(size for _, size in use.roles) == use.peak
+        peaks.append(use.peak)
+    state = four_of(four)
+    state.step(SilentPhases())
+    beside = sum(size for name, size in state.figures().items() if name != "actor_bytes")
+    beside += sum(model.cache_bytes(TINY.sequence) for model in state.frozen.values())
+    assert beside <= peaks[1] - peaks[0] < beside + 0.25 * peaks[0]
+
+
+def test_what_cannot_be_is_a_sentence(corpus: Corpus) -> None:
+    workload = workloads.get("transformer")
+    params = dict(setup_for(corpus).case.params)
+    for changes, why in (
+        ({"frozen": "fp8"}, "frozen=fp8 is of models=rlhf"),
+        ({"models": "rlhf", "compile": "yes"}, "none is compiled: choose compile=no"),
+        ({"models": "rlhf", "cut": "block"}, "none is compiled: choose compile=no, cut=linear"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            workload.expand({**params, **changes})
+    four = {**params, "models": "rlhf"}
+    assert "two are trained" in workload.scales_refused(four, StaticScales(4))
+    assert workload.support({**four, "frozen": "fp8"}, precisions.get("bf16"), CPU).level is Level.EMULATED
+    assert workload.support(four, precisions.get("bf16"), CPU).level is Level.NATIVE
+    assert workload.work(four).flops == workload.work(params).flops * (2 + 2 / 3)
