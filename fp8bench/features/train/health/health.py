@@ -71,7 +71,8 @@ class Health:
         key = seed, rule.arm.name, rule.name, alarm.layer, alarm.tensor
         before = self._last.get(key)
         self._last[key] = step
-        return before is None or step - before > REST
+        foretold = self._last.get((seed, rule.arm.name, rule.until, "", "")) if rule.until else None
+        return all(last is None or step - last > REST for last in (before, foretold))
 
     def _event(self, rule: HealthRule[Any], alarm: HealthAlarm, seed: int, step: int) -> TrainingEvent:
         arm = self._arms[rule.arm.name]

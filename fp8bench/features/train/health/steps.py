@@ -58,13 +58,15 @@ class HealthRule(ABC, Generic[L]):
     """One way for a training not to be well.
 
     docs/health.md says of each how far back it looks, from which figure on it alarms, and why from that one. It keeps
-    of earlier lines what it needs. `compares`: it reads the rows of the arms beside its own, too.
+    of earlier lines what it needs. `compares`: it reads the rows of the arms beside its own, too. `until`: a rule which
+    it foretells; as long as that one alarms, it is not told.
     """
 
     name: ClassVar[str]
     reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType]
     remedies: ClassVar[tuple[Remedy, ...]]
     compares: ClassVar[bool] = False
+    until: ClassVar[str] = ""
     arm: WatchedArm
 
     def __init_subclass__(cls) -> None:
@@ -138,6 +140,7 @@ class UpdateBurst(HealthRule[StepRow]):
     """Updates become large beside the weights: a loss that jumps comes after that, not before."""
 
     name = "update-norm-burst"
+    until = "loss-back-up"
     reads = StepRow
     keep = 20
     fewest = 10

@@ -289,6 +289,21 @@ def test_a_gap_is_told_with_its_cause(figure: tuple[str, float, float, float], c
     assert f"By its {cause}: " in event.words
 
 
+def test_large_updates_foretell_a_jump_and_are_not_told_after_it() -> None:
+    """Of a loss that has come back up that alarm is enough, however long updates are large; another episode is told."""
+
+    def lines(burst: int) -> Iterator[StepRow]:
+        return rows(
+            240,
+            loss=lambda step: wavering(3.5 if 60 <= step < 80 else 2.0 if step >= 40 else 4 - step / 20, step),
+            update_ratio=lambda step: 5e-3 if burst <= step < burst + 9 else 1e-3,
+        )
+
+    assert alarms(lines(59)) == [("update-norm-burst", 59), ("loss-back-up", 64)]
+    assert alarms(lines(65)) == alarms(lines(120)) == [("loss-back-up", 64)]
+    assert alarms(lines(140)) == [("loss-back-up", 64), ("update-norm-burst", 140)]
+
+
 def test_a_gap_needs_no_other_seed() -> None:
     """A training of one seed may have none: the margin decides alone."""
     lines = [line for line in gap(0.04) if line.arm != OTHER.name]
