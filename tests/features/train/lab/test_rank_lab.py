@@ -220,8 +220,8 @@ def test_overflows_and_branches_are_those_of_all_ranks(
 def test_ranks_go_back_together_past_a_batch_that_one_met(
     corpus: Corpus, ranks: RanksWorker, tmp_path: Path, parallel: str, seed: int
 ) -> None:
-    """Rank 1 alone meets the NaN. What every rank keeps, weights, moments and scales, is bit for bit that of an arm that
-    never met the batch; from a checkpoint, and from the first step."""
+    """Rank 1 alone meets the NaN. What every rank keeps, weights, moments and scales, is bit for bit that of an arm
+    that never met the batch; from a checkpoint, and from the first step."""
     several, task = asked(ranks, 60), of_ranks(corpus, *ARMS[2:], seed=seed, parallel=parallel, on_nan="rewind")
     names = [arm.name for arm in task.arms]
     passed = ((planted.KILLED_AT, planted.KILLED_AT),)
