@@ -65,6 +65,9 @@ class Health:
         slowest = min((factor for _, factor in self._settings.rates), default=1.0)
         if arm.role not in (ArmRole.CANDIDATE, ArmRole.REPEAT):
             return WatchedArm(arm.name, slowest=slowest)
+        for other in self._arms.values():  # the reference where it learns as fast: what is left is the arithmetic
+            if other.role is ArmRole.OTHER_RATE and set(other.settings) <= set(arm.settings):
+                return WatchedArm(arm.name, other.name, slowest=slowest)
         return WatchedArm(arm.name, named.get(ArmRole.REFERENCE, ""), named.get(ArmRole.OTHER_SEED, ""), slowest)
 
     def _is_new(self, rule: HealthRule[Any], alarm: HealthAlarm, seed: int, step: int) -> bool:
