@@ -177,7 +177,8 @@ def sheet_of(content: bytes) -> FileLines:
 def _once(lines: Sequence[_SealedLine]) -> tuple[list[_SealedLine], list[str]]:
     """Each line once and in the order in which it was written, and a sentence on each that stands elsewhere."""
     kept: dict[int, _SealedLine] = {}
-    last, troubles = 0, []
+    troubles = []
+    last = 0
     for line in lines:
         before = kept.setdefault(line.rank, line)
         if before is not line:
