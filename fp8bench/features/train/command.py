@@ -50,7 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Trains the same model on the same batches in several precisions, beside each other, and says of each whether "
         "it still learns as the reference does: a gap of the loss, paired over seeds, with its interval. As it comes "
-        "it trains nano 21 times, which takes about five minutes of a processor, and --quick some seconds."
+        "it trains nano 21 times, which takes about four minutes of a processor, and --quick some seconds."
     )
     parser.epilog = (
         "Exit codes: 0 fine, 1 what --fail-on names, 2 wrong usage, 3 an arm could not be trained to its end, 130 "
