@@ -35,8 +35,8 @@ from suites.loop_styles import STYLES, WELL_STEPS, Loop, drawn
 from suites.trials import Row, conditions, options, say
 
 SEEDS = {"tune": range(2), "judge": range(10, 12)}
-# Of a healthy style more seeds make it 100,000 steps in all.
-WELL_SEEDS = {"tune": range(1), "judge": range(10, 14)}
+# Of a healthy style more seeds make it 100,000 steps in all; a rule was mended by what 10 and 12 had shown.
+WELL_SEEDS = {"tune": (0,), "judge": (11, 13, 14)}
 NANO_STEPS, WAIT = 200, 100
 # Rules that say nothing but that it has happened.
 NOT_FINITE = ("not-finite", "tensor-not-finite")
@@ -318,7 +318,7 @@ def ill(folder: Path, kind: Kind, seed: int) -> dict[str, Any]:
 
 
 def well(folder: Path, style: str, seed: int) -> dict[str, Any]:
-    steps = NANO_STEPS if style == "nano" else WELL_STEPS if seed in WELL_SEEDS["judge"] else WELL_STEPS // 2
+    steps = NANO_STEPS if style == "nano" else WELL_STEPS // 2 if seed in WELL_SEEDS["tune"] else WELL_STEPS
     told = run(folder, style, seed, steps)
     return {"style": style, "seed": seed, "steps": steps, "alarms": [[step, rule, words] for step, rule, words in told]}
 

@@ -178,12 +178,14 @@ def _once(lines: Sequence[_SealedLine]) -> tuple[list[_SealedLine], list[str]]:
     """Each line once and in the order in which it was written, and a sentence on each that stands elsewhere."""
     kept: dict[int, _SealedLine] = {}
     troubles = []
+    last = 0
     for line in lines:
         before = kept.setdefault(line.rank, line)
         if before is not line:
             troubles.append(f"line {line.number} was written as line {before.number} was, and was left out")
-        elif line.rank < max(kept):
+        elif line.rank < last:
             troubles.append(f"line {line.number} stands behind lines that were written after it")
+        last = max(last, line.rank)
     return sorted(kept.values()), troubles
 
 

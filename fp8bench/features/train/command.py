@@ -49,7 +49,8 @@ FIRST_OPTIONS = "--dtypes --model --arch --steps --seeds --quick --data --device
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Trains the same model on the same batches in several precisions, beside each other, and says of each whether "
-        "it still learns as the reference does: a gap of the loss, paired over seeds, with its interval."
+        "it still learns as the reference does: a gap of the loss, paired over seeds, with its interval. As it comes "
+        "it trains nano 21 times, which takes about four minutes of a processor, and --quick some seconds."
     )
     parser.epilog = (
         "Exit codes: 0 fine, 1 what --fail-on names, 2 wrong usage, 3 an arm could not be trained to its end, 130 "

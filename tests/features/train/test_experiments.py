@@ -50,7 +50,7 @@ def stream(of: Training, effect: float, noise: float, chance: random.Random) -> 
             for step in range(0, steps, 10):
                 for figure in ("embedding_spread", "batch_norm_drift"):
                     yield StepFigure(arm.name, seed, step, figure, 0.3 * (factor if step > steps / 2 else 9), "layer")
-            for look, loss in (("held-out", 2.1), ("other-text", 3 * factor), ("quantised:bf16", 2.1)):
+            for look, loss in (("held-out", 2.1 * factor), ("quantised:bf16", 2.1)):
                 yield Validation(arm.name, seed, steps, look, loss, 1000, 1000)
             for mode in ("fp8", "nvfp4"):
                 yield Validation(arm.name, seed, steps, f"quantised:{mode}", 2.2 * factor, 1000, 1000)
@@ -96,7 +96,7 @@ def test_each_is_a_training_that_can_be_asked_for(name: str) -> None:
     """Small, of five seeds; what else was asked of it stands."""
     request = as_experiment(TrainingRequest(experiment=name))
     check_training(request)
-    assert request.seeds == 5 and request.steps <= 100 and request.settings.batch == 1
+    assert request.seeds == 5 and request.steps <= 100 and request.settings.batch <= 8
     longer = as_experiment(TrainingRequest(experiment=name, steps=33, settings=TrainerSettings(batch=4)))
     assert (longer.steps, longer.settings.batch) == (33, 4)
     base = base_of(request)

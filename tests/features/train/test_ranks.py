@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -15,7 +16,15 @@ import pytest
 from fp8bench.features.train.kind import load_training, training_files
 from fp8bench.features.train.request import PARALLEL, TrainerSettings
 from fp8bench.features.train.run import resume, train
-from fp8bench.features.train.values import ArmCost, KeptTraining, LayerReading, StepRow, TrainingEvent, Validation
+from fp8bench.features.train.values import (
+    REWOUND,
+    ArmCost,
+    KeptTraining,
+    LayerReading,
+    StepRow,
+    TrainingEvent,
+    Validation,
+)
 from fp8bench.features.train.view import facts_of
 from fp8bench.nn.sizes import SIZES
 from tests.features.train.lab import plants as planted
@@ -50,9 +59,10 @@ def _prepared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("text.txt").write_text("every token is a byte of this text. " * 4000)
 
 
-def trained(store: Path, seed: int, parallel: str = "ddp") -> KeptTraining:
+def trained(store: Path, seed: int, parallel: str = "ddp", on_nan: str = "stop") -> KeptTraining:
+    settings = replace(SETTINGS, parallel=parallel, on_nan=on_nan)
     request = small(
-        dtypes=("fp32", "fp8-delayed"), settings=replace(SETTINGS, parallel=parallel), ranks=2, seeds=1, seed=seed,
+        dtypes=("fp32", "fp8-delayed"), settings=settings, ranks=2, seeds=1, seed=seed,
         steps=12, keep=5, imports=(planted.FILE,), energy=True, sweep=(("amax-group", ("own", "parallel")),),
     )  # fmt: skip
     with forgotten(Path(planted.FILE).parent):
@@ -102,14 +112,19 @@ def test_a_rank_that_keeps_its_own_part_goes_on_to_the_same_bits(parallel: str, 
         assert kept == weights < 4 * whole.training.parameters
 
 
+def command(seed: int, *more: str) -> list[str]:
+    """What `trained` asks for, as another process of one's own."""
+    return [
+        sys.executable, "-m", "fp8bench", "train", "--dtypes", "fp32,fp8-delayed", "--model", TINY, "--ranks", "2",
+        "--parallel", "ddp", "--seeds", "1", "--seed", str(seed), "--steps", "12", "--keep", "5",
+        "--evaluate", "10", "--data", "text.txt", "--import", planted.FILE, "--sweep", "amax-group=own,parallel",
+        "--store", "killed", "--bands", "repeat,other-seed", *more,
+    ]  # fmt: skip
+
+
 def test_what_is_killed_with_its_parent_goes_on_to_the_same_bits(whole: KeptTraining) -> None:
     Path(f"died-{planted.KILLED}").touch()
-    words = [
-        sys.executable, "-m", "fp8bench", "train", "--dtypes", "fp32,fp8-delayed", "--model", TINY, "--ranks", "2",
-        "--parallel", "ddp", "--seeds", "1", "--seed", str(planted.KILLED), "--steps", "12", "--keep", "5",
-        "--evaluate", "10", "--data", "text.txt", "--import", planted.FILE, "--sweep", "amax-group=own,parallel",
-        "--store", "killed", "--bands", "repeat,other-seed",
-    ]  # fmt: skip
+    words = command(planted.KILLED)
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 600
     while not list(Path("killed").glob("trainings/*/checkpoints/0-5/rank-1/checkpoint.json")):
@@ -126,3 +141,33 @@ def test_what_is_killed_with_its_parent_goes_on_to_the_same_bits(whole: KeptTrai
     with forgotten(Path(planted.FILE).parent):
         _, kept = resume(path, Path("killed"), NotedTraining())
     assert kept.finished and told(kept) == told(whole)
+
+
+def test_ranks_rewind_to_the_same_bits_whenever_they_are_killed(tmp_path: Path) -> None:
+    """Rank 1 alone meets a NaN. The parent, and with it the ranks, is killed at three random moments: before, within
+    or after what is done again."""
+    whole = trained(tmp_path / "whole", planted.NAN_IN_OUTPUT, on_nan="rewind")
+    rewound = [(event.arm, event.step, dict(event.values)["to"]) for event in events(whole) if event.kind == REWOUND]
+    assert sorted(rewound) == [(f"fp8-delayed amax-group={group}", 7, 5) for group in ("own", "parallel")]
+    chance, store = random.Random(20261127), Path("killed")
+    moments = sorted(chance.uniform(0.1, 0.8) * Path(whole.path).stat().st_size for _ in range(3))
+    words = command(planted.NAN_IN_OUTPUT, "--on-nan", "rewind")
+    for moment in moments:
+        process, end = subprocess.Popen(words, stdout=subprocess.DEVNULL), time.monotonic() + 600
+        while sum(path.stat().st_size for path in training_files(store)) < moment:
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert gone()
+        words = [sys.executable, "-m", "fp8bench", "train", "--resume", "last", "--store", "killed"]
+    (path,) = training_files(store)
+    assert not load_training(path).finished
+    with forgotten(Path(planted.FILE).parent):
+        _, kept = resume(path, store, NotedTraining())
+    assert kept.finished and told(kept) == told(whole) and events(kept) == events(whole)
+
+
+def events(kept: KeptTraining) -> list[TrainingEvent]:
+    """But for what says that it was gone on with."""
+    return sorted((event for event in kept.of(TrainingEvent) if event.kind != "resumed"), key=repr)

@@ -65,13 +65,17 @@ class Health:
         slowest = min((factor for _, factor in self._settings.rates), default=1.0)
         if arm.role not in (ArmRole.CANDIDATE, ArmRole.REPEAT):
             return WatchedArm(arm.name, slowest=slowest)
+        for other in self._arms.values():  # the reference where it learns as fast: what is left is the arithmetic
+            if other.role is ArmRole.OTHER_RATE and set(other.settings) <= set(arm.settings):
+                return WatchedArm(arm.name, other.name, slowest=slowest)
         return WatchedArm(arm.name, named.get(ArmRole.REFERENCE, ""), named.get(ArmRole.OTHER_SEED, ""), slowest)
 
     def _is_new(self, rule: HealthRule[Any], alarm: HealthAlarm, seed: int, step: int) -> bool:
         key = seed, rule.arm.name, rule.name, alarm.layer, alarm.tensor
         before = self._last.get(key)
         self._last[key] = step
-        return before is None or step - before > REST
+        foretold = self._last.get((seed, rule.arm.name, rule.until, "", "")) if rule.until else None
+        return all(last is None or step - last > REST for last in (before, foretold))
 
     def _event(self, rule: HealthRule[Any], alarm: HealthAlarm, seed: int, step: int) -> TrainingEvent:
         arm = self._arms[rule.arm.name]

@@ -66,7 +66,10 @@ class LossBackUp(LossRule):
         f"all of them above the lowest mean by {lost:.0%} of what was learned and by {noise:g} times the noise; or"
         f" {above:.0%} above the first"
     )
-    because = "a batch may be hard, five in turn are not; another kind of text costs less than half of what was learned"
+    because = (
+        "a batch may be hard, five in turn are not; another kind of text costs less than half of what was learned, but "
+        "for one that has nothing in common with it: losses alone cannot tell that from wrong labels, so it is told"
+    )
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER, Remedy.LOOK_AT_DATA)
     _first: list[float] = field(default_factory=list)
     _best: float = math.inf

@@ -58,7 +58,8 @@ class HealthRule(ABC, Generic[L]):
     """One way for a training not to be well.
 
     It says of itself how far back it looks, from which figure on it alarms, and why from that one. It keeps of earlier
-    lines what it needs. `compares`: it reads the rows of the arms beside its own, too.
+    lines what it needs. `compares`: it reads the rows of the arms beside its own, too. `until`: a rule which it
+    foretells; as long as that one alarms, it is not told.
     """
 
     name: ClassVar[str]
@@ -68,6 +69,7 @@ class HealthRule(ABC, Generic[L]):
     because: ClassVar[str]
     remedies: ClassVar[tuple[Remedy, ...]]
     compares: ClassVar[bool] = False
+    until: ClassVar[str] = ""
     arm: WatchedArm
 
     def __init_subclass__(cls) -> None:
@@ -150,6 +152,7 @@ class UpdateBurst(HealthRule[StepRow]):
     """Updates become large beside the weights: a loss that jumps comes after that, not before."""
 
     name = "update-norm-burst"
+    until = "loss-back-up"
     reads = StepRow
     keep = 20
     fewest = 10

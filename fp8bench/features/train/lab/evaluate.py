@@ -82,13 +82,17 @@ def windows_by_step(
     text: TrainingText, shift: float, steps: int, length: int, device: str, vocabulary: int
 ) -> tuple[TrainingText, Callable[[int], TokenWindows]]:
     """What each step reads: from that share of the steps on the text of another kind, whose last tenth is held out in
-    the text that comes back."""
+    the text that comes back. Where all steps read it, that tenth is the held-out text, and the first kind is the other.
+    """
     first, at = TokenWindows(text.train, length, device, vocabulary), round(shift * steps)
     if at >= steps or text.other is None:
         return text, lambda step: first
     cut = text.other.stop - (text.other.stop - text.other.start) // 10
     later = TokenWindows(replace(text.other, stop=cut - length), length, device, vocabulary)
-    return replace(text, other=replace(text.other, start=cut)), lambda step: first if step < at else later
+    held_out = replace(text.other, start=cut)
+    if at == 0:
+        return replace(text, held_out=held_out, other=text.held_out), lambda step: later
+    return replace(text, other=held_out), lambda step: first if step < at else later
 
 
 # What a trained model is quantised to, each layer anew from its weights: nothing of the training's scales is used. bf16

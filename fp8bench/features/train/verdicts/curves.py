@@ -89,8 +89,12 @@ class Curve:
 
     @property
     def fall(self) -> float:
-        """The share of its first loss by which it fell until the end; NaN where one of these is void."""
-        return 1 - self.endpoint / self.rows[0].loss if self.rows and self.rows[0].loss > 0 else math.nan
+        """The share of its first loss by which it fell until the end, or that on held-out text, if that fell by more:
+        the first batch of weights that are trained already may be an easy one. NaN where one of these is void."""
+        if not (self.rows and self.rows[0].loss > 0):
+            return math.nan
+        fell, before, after = 1 - self.endpoint / self.rows[0].loss, *map(self.held_out.get, (0, self.steps))
+        return max(fell, 1 - after / before) if before and after and math.isfinite(fell) else fell
 
     @property
     def blew_up(self) -> bool:

@@ -289,6 +289,34 @@ def test_a_gap_is_told_with_its_cause(figure: tuple[str, float, float, float], c
     assert f"By its {cause}: " in event.words
 
 
+def test_a_gap_is_to_the_reference_at_the_rate_of_the_arm() -> None:
+    """Of rates that are swept: what another rate does is not said to be the arithmetic's."""
+    rate = (("rate", 4e-3),)
+    arms = (
+        ARM, Arm("bf16 rate=0.004", "bf16", ArmRole.OTHER_RATE, rate), Arm("fp8", "fp8", settings=rate),
+    )  # fmt: skip
+    lines = [replace(line, arm=line.arm.replace("bf16, other seed", arms[1].name)) for line in gap(0.04, 0.039)]
+    assert alarms(lines, *arms) == []
+    (event,) = Health(arms).see([replace(line, arm=line.arm.replace("bf16, other seed", arms[1].name))
+                                 for line in gap(0.04)])  # fmt: skip
+    assert f"behind that of {arms[1].name} over" in event.words
+
+
+def test_large_updates_foretell_a_jump_and_are_not_told_after_it() -> None:
+    """Of a loss that has come back up that alarm is enough, however long updates are large; another episode is told."""
+
+    def lines(burst: int) -> Iterator[StepRow]:
+        return rows(
+            240,
+            loss=lambda step: wavering(3.5 if 60 <= step < 80 else 2.0 if step >= 40 else 4 - step / 20, step),
+            update_ratio=lambda step: 5e-3 if burst <= step < burst + 9 else 1e-3,
+        )
+
+    assert alarms(lines(59)) == [("update-norm-burst", 59), ("loss-back-up", 64)]
+    assert alarms(lines(65)) == alarms(lines(120)) == [("loss-back-up", 64)]
+    assert alarms(lines(140)) == [("loss-back-up", 64), ("update-norm-burst", 140)]
+
+
 def test_a_gap_needs_no_other_seed() -> None:
     """A training of one seed may have none: the margin decides alone."""
     lines = [line for line in gap(0.04) if line.arm != OTHER.name]

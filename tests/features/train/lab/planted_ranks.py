@@ -24,6 +24,8 @@ from tests.features.train.lab.plants import (
     KILLED,
     KILLED_AT,
     KILLED_TWICE,
+    NAN_IN_GRADIENT,
+    NAN_IN_OUTPUT,
     SCALES,
     SEED,
     SHARE,
@@ -57,6 +59,8 @@ def _begun(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
         _spoil_weights(self)
     if planted == AVERAGE:
         _spoil_average(self)
+    if planted in (NAN_IN_OUTPUT, NAN_IN_GRADIENT):
+        _spoil_step(self, planted == NAN_IN_OUTPUT)
 
 
 def _double(kind: type[DataParallel] | type[TensorParallel]) -> None:
@@ -124,6 +128,19 @@ def _spoil_average(self: Trainer) -> None:
             torch._foreach_copy_(gradients.filled(), own)
 
     together.average = forgotten  # type: ignore[method-assign]
+
+
+def _spoil_step(trainer: Trainer, output: bool) -> None:
+    """Every time that it takes the step."""
+
+    def spoilt(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.nan if trainer.step == KILLED_AT else x
+
+    layer = trainer._model.get_submodule("blocks.0.mlp.up")
+    if output:
+        layer.register_forward_hook(lambda module, given, x: spoilt(x))
+    else:
+        layer.get_parameter("weight").register_hook(spoilt)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

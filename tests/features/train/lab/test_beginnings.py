@@ -53,6 +53,8 @@ def test_what_is_looked_at_of_the_other_text_is_not_trained_on(corpus: Corpus) -
     assert looked_at.other == TokenSpan(corpus.path, 1000, 1100)
     assert read(4)._places == corpus.num_tokens - 16 and read(5)._places == 884 - 16
     assert windows_by_step(text, 1.0, 10, 16, "cpu", 256)[0] is text
+    tuned, read = windows_by_step(text, 0.0, 10, 16, "cpu", 256)
+    assert tuned.held_out == looked_at.other and tuned.other == text.held_out and read(0)._places == 884 - 16
 
 
 def test_arms_begin_with_the_weights_of_a_checkpoint(corpus: Corpus, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fp8bench.errors import StoreError, WorkerError, WorkerFault, WorkerLost
 from fp8bench.features.train.lab.rank_lab import MODULE
@@ -212,6 +213,51 @@ def test_overflows_and_branches_are_those_of_all_ranks(
     assert losses(several.advance("anew", 3)) == losses(lines["fp32"])
     assert losses(several.advance("trial", 2)) == losses(several.advance("fp32", 2))
     assert losses(several.advance("other", 2)) == pytest.approx(losses(several.advance("anew", 2)), rel=0.01)
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("seed", [planted.NAN_IN_OUTPUT, planted.NAN_IN_GRADIENT])
+def test_ranks_go_back_together_past_a_batch_that_one_met(
+    corpus: Corpus, ranks: RanksWorker, tmp_path: Path, parallel: str, seed: int
+) -> None:
+    """Rank 1 alone meets the NaN. What every rank keeps, weights, moments and scales, is bit for bit that of an arm
+    that never met the batch; from a checkpoint, and from the first step."""
+    several, task = asked(ranks, 60), of_ranks(corpus, *ARMS[2:], seed=seed, parallel=parallel, on_nan="rewind")
+    names = [arm.name for arm in task.arms]
+    passed = ((planted.KILLED_AT, planted.KILLED_AT),)
+    several.begin(task)
+    for name in names:
+        several.advance(name, 5)
+    several.save(str(tmp_path / "before"))
+    whole = {}
+    for name in names:
+        met = several.advance(name, STEPS)
+        (event,) = [line for line in met if isinstance(line, TrainingEvent)]
+        assert rows(met)[-1].step == event.step == planted.KILLED_AT and event.kind == "not-finite"
+        assert several.rewind(str(tmp_path / "before"), name, passed) == 5
+        whole[name] = rows(several.advance(name, STEPS))
+    several.save(str(tmp_path / "again"))
+    for name in names:
+        assert several.rewind("", name, passed) == 0
+        never = rows(several.advance(name, STEPS))
+        assert [row.step for row in never] == [*range(7), *range(8, STEPS)] and never[5:] == whole[name], name
+    several.save(str(tmp_path / "never"))
+    for kept in sorted((tmp_path / "again").glob("rank-*/*.pt")):
+        other = tmp_path / "never" / kept.relative_to(tmp_path / "again")
+        assert _same(*(torch.load(path, weights_only=True) for path in (kept, other))), kept
+    assert len(list((tmp_path / "again").glob("rank-*/*.pt"))) == 2 * len(names)
+
+
+def _same(own: Any, other: Any) -> bool:
+    """To the bit, whatever it consists of."""
+    if isinstance(own, torch.Tensor):
+        one, two = (x.reshape(-1).contiguous().view(torch.uint8) for x in (own, other))
+        return own.dtype == other.dtype and own.shape == other.shape and torch.equal(one, two)
+    if isinstance(own, dict):
+        return own.keys() == other.keys() and all(_same(own[key], other[key]) for key in own)
+    if isinstance(own, list | tuple):
+        return len(own) == len(other) and all(map(_same, own, other))
+    return bool(own == other)
 
 
 def test_a_rank_that_dies_is_named(corpus: Corpus, ranks: RanksWorker) -> None:

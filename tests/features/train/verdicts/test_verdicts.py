@@ -207,6 +207,15 @@ def test_a_reference_that_did_not_learn_takes_every_verdict_away() -> None:
     assert "its loss was no number" in words.verdict(*judged(gone))
 
 
+def test_an_easy_first_batch_of_trained_weights_is_no_sign_that_nothing_was_learned() -> None:
+    """Where the loss on held-out text, the same before and after, has fallen; where it has not, batches alone tell."""
+    easy = tuple(rows("bf16", 0, [2.6, *[2.42] * 99]))
+    assert Curve(100, easy).fall == pytest.approx(0.069, abs=1e-3)
+    assert Curve(100, easy, {0: 2.66, 50: 1.0, 100: 2.22}).fall == pytest.approx(0.165, abs=1e-3)
+    assert Curve(100, easy, {0: 2.0, 100: 2.2}).fall == Curve(100, easy, {50: 1.0}).fall == Curve(100, easy).fall
+    assert math.isnan(Curve(100, easy[:50], {0: 2.66, 100: 2.22}).fall)
+
+
 def test_how_far_a_reference_has_to_fall() -> None:
     """So far that losing a tenth of it lies beyond the margin: 5.5 to 4.95, and back by 0.055, is 1.1%."""
     assert least_fall(0.01) == 0.1
