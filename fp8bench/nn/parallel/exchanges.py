@@ -8,7 +8,7 @@ and where tensors are added up the gradient is everybody's. The same for tokens 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +99,18 @@ class RankGroup:
                 dist.all_to_all_single(got, x.contiguous(), list(received), list(sent), group=self.handle)
             return got
 
+    def to_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """The sum of everybody's, each in its owner's place alone; what others have of it is anything."""
+        with self.phase.communication:
+            pairs = zip(tensors, owners, strict=True)
+            _wait(dist.reduce(one, group=self.handle, group_dst=owner, async_op=True) for one, owner in pairs)
+
+    def from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Each as its owner has it, in everybody's place."""
+        with self.phase.communication:
+            pairs = zip(tensors, owners, strict=True)
+            _wait(dist.broadcast(one, group=self.handle, group_src=owner, async_op=True) for one, owner in pairs)
+
     def added_together(self, gradients: Sequence[Tensor]) -> None:
         """In place, in one message."""
         own = [one.view(-1) for one in gradients]
@@ -108,6 +120,13 @@ class RankGroup:
     def own(self, x: Tensor) -> Tensor:
         """This rank's tokens of (batch, tokens, ...)."""
         return x.chunk(self.size, _TOKENS)[self.rank]
+
+
+def _wait(begun: Iterable[dist.Work | None]) -> None:
+    """For all of them, of which none waits for another to begin."""
+    for work in list(begun):
+        if work is not None:
+            work.wait()
 
 
 class _Exchanged(torch.autograd.Function):

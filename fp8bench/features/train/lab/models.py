@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.train.request import PARAMETER_KINDS, TrainerSettings
+from fp8bench.features.train.request import PARAMETER_KINDS, WIRED, TrainerSettings
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.hardware import emulated, native, refused
 from fp8bench.formats.recipes import Recipe
@@ -126,7 +126,7 @@ _ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "decay": ("schedule", ("wsd",)), "patience": ("schedule", ("plateau",)), "drop": ("schedule", ("plateau",)),
     "scale_first": ("loss_scale", ("dynamic",)), "scale_factor": ("loss_scale", ("dynamic",)),
     "beta1": ("optimizer", ("adamw", "sgd", "lion")), "beta2": ("optimizer", ("adamw", "lion")),
-    "eps": ("optimizer", ("adamw", "adafactor")),
+    "eps": ("optimizer", ("adamw", "adafactor")), "wire": ("parallel", WIRED),
 }  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
         (given.arch == "cnn", "--arch cnn", "--ranks", "its batch norm would know a rank's own part of a batch alone"),
         (given.gradients != "fp32", f"--gradients {given.gradients}", "--ranks",
          "what ranks average are float32 gradients"),
-        (compiled and sharded, "--compile yes", "--parallel fsdp",
+        (compiled and (sharded or given.parallel == "zero"), "--compile yes", f"--parallel {given.parallel}",
          "a compiled graph has weights that are taken away between two steps"),
         (shared and given.arch == "moe", "--arch moe", "--ranks",
          f"experts cast on some ranks and not on others, so that no largest magnitude is that of all: {advice}"),

@@ -1,0 +1,92 @@
+"""Whole tensors of a model that have one owner each among ranks: means of gradients go to owners, and what owners make
+of their tensors goes to all. In float32, in bf16, or in FP8 with a scale for each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fp8bench.nn.parallel.exchanges import FP8Wire, RankGroup
+from fp8bench.numerics.fp8_reduce import Pieces
+from fp8bench.protocols import Phases
+
+T = TypeVar("T")
+
+
+class OwnedTensors:
+    """Tensors by their places in a model, of so many numbers each; `wire` is what they travel in."""
+
+    def __init__(self, group: RankGroup, sizes: Sequence[int], wire: str) -> None:
+        self._group, self.owners = group, owners(sizes, group.size)
+        self.fp8 = FP8Wire(group.handle) if wire == "fp8" else None
+        self.sent_as = torch.bfloat16 if wire == "bf16" else torch.float32
+        owned = [self.of(owner, sizes) for owner in range(group.size)]
+        self._most = max(map(sum, owned))
+        filled = [[*some, *filter(None, [self._most - sum(some)])] for some in owned]
+        self._pieces = [Pieces(some, max(map(len, filled))) for some in filled]
+
+    def of(self, owner: int, some: Sequence[T]) -> list[T]:
+        """Of what there is for each tensor that of an owner's."""
+        return [one for one, place in zip(some, self.owners, strict=True) if place == owner]
+
+    def own(self, some: Sequence[T]) -> list[T]:
+        return self.of(self._group.rank, some)
+
+    def means(self, gradients: Sequence[Tensor], phase: Phases) -> list[Tensor]:
+        """Over all ranks, of the tensors that this one owns; what was given may be overwritten."""
+        if self.fp8 is not None:
+            rows = torch.stack([self._row(self.of(owner, gradients)) for owner in range(self._group.size)])
+            return _apart(self.fp8.own_tensors_of_mean(rows, self._pieces, phase), self.own(gradients))
+        self._group.phase = phase
+        with phase.cast:
+            sent = [gradient.to(self.sent_as) for gradient in gradients]  # themselves in float32
+        self._group.to_owners(sent, self.owners)
+        means = [one.to(torch.float32) for one in self.own(sent)]
+        torch._foreach_div_(means, self._group.size)
+        return means
+
+    def put(self, own: Sequence[Tensor], wholes: Sequence[Tensor], phase: Phases) -> None:
+        """What each owner has of its tensors into those of all, on every rank as it was sent."""
+        if self.fp8 is not None:
+            every = self.fp8.joined_tensors(self._row(own), self._pieces, phase).view(self._group.size, -1)
+            for owner, row in enumerate(every):
+                theirs = self.of(owner, wholes)
+                torch._foreach_copy_(theirs, _apart(row, theirs))
+            return
+        self._group.phase = phase
+        with phase.cast:
+            sent = [one.to(self.sent_as) for one in self.newest(own, wholes)]
+        self._group.from_owners(sent, self.owners)
+        changed = [(whole, one) for whole, one in zip(wholes, sent, strict=True) if whole is not one]
+        if changed:
+            torch._foreach_copy_(*map(list, zip(*changed, strict=True)))
+
+    def newest(self, own: Sequence[Tensor], wholes: Sequence[Tensor]) -> list[Tensor]:
+        """All tensors, those of this rank as it has them."""
+        mine = iter(own)
+        return [
+            next(mine) if owner == self._group.rank else whole
+            for owner, whole in zip(self.owners, wholes, strict=True)
+        ]
+
+    def _row(self, tensors: Sequence[Tensor]) -> Tensor:
+        """What there is for an owner's tensors, filled up to the numbers of whoever has most."""
+        row = torch.cat([tensor.flatten() for tensor in tensors])
+        return torch.nn.functional.pad(row, (0, self._most - row.numel()))
+
+
+def owners(elements: Sequence[int], ranks: int) -> list[int]:
+    """For each tensor the rank that owns it: the largest first, each to whoever has least so far."""
+    owned, found = [0] * ranks, [0] * len(elements)
+    for place in sorted(range(len(elements)), key=lambda one: (-elements[one], one)):
+        found[place] = owned.index(min(owned))
+        owned[found[place]] += elements[place]
+    return found
+
+
+def _apart(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    sizes = [tensor.numel() for tensor in like]
+    return [piece.view_as(one) for piece, one in zip(torch.split(row[: sum(sizes)], sizes), like, strict=True)]
