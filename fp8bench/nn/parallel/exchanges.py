@@ -212,9 +212,9 @@ class FP8Wire:
         """Everybody's parts, by rank, with a scale each."""
         return self._sent(self._joined_of, part, phase)
 
-    def own_tensors_of_mean(self, rows: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
-        """Of the mean of (ranks, numbers) this rank's row, with a scale for each tensor in it."""
-        return self._sent(lambda values, rank: mean_of_tensors(values, rank, pieces), rows, phase)
+    def own_tensors_of_mean(self, values: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
+        """Of tensors that lie behind each other by their ranks the mean of this rank's, with a scale for each."""
+        return self._sent(lambda own, rank: mean_of_tensors(own, rank, pieces), values, phase)
 
     def joined_tensors(self, part: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
         """Everybody's parts, by rank, with a scale for each tensor in them."""
@@ -275,7 +275,7 @@ class WireWitness:
 
     def look(self, own: Tensor, got: Tensor, program: OfRank) -> None:
         """All ranks look at every exchange: they ask each other."""
-        everybody = RankGroup(self._group).everybodys(own)
+        everybody = _of_any_length(own, self._group)
         wanted = simulated([program(one, rank) for rank, one in enumerate(everybody)])[self._group.rank()]
         wrong = int((got != wanted).sum())
         if wrong and not self._wrong:
@@ -283,6 +283,13 @@ class WireWitness:
 
     def mistake(self) -> str:
         return first_of_all(self._wrong, self._group)
+
+
+def _of_any_length(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Everybody's vector, which may have another length."""
+    lengths = said_by_all(len(own), group)
+    padded = torch.nn.functional.pad(own, (0, max(lengths) - len(own)))
+    return [one[:length] for one, length in zip(RankGroup(group).everybodys(padded), lengths, strict=True)]
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -24,9 +24,7 @@ class OwnedTensors:
         self.fp8 = FP8Wire(group.handle) if wire == "fp8" else None
         self.sent_as = torch.bfloat16 if wire == "bf16" else torch.float32
         owned = [self.of(owner, sizes) for owner in range(group.size)]
-        self._most = max(map(sum, owned))
-        filled = [[*some, *filter(None, [self._most - sum(some)])] for some in owned]
-        self._pieces = [Pieces(some, max(map(len, filled))) for some in filled]
+        self._pieces = [Pieces(some, max(map(len, owned))) for some in owned]
 
     def of(self, owner: int, some: Sequence[T]) -> list[T]:
         """Of what there is for each tensor that of an owner's."""
@@ -38,8 +36,9 @@ class OwnedTensors:
     def means(self, gradients: Sequence[Tensor], phase: Phases) -> list[Tensor]:
         """Over all ranks, of the tensors that this one owns; what was given may be overwritten."""
         if self.fp8 is not None:
-            rows = torch.stack([self._row(self.of(owner, gradients)) for owner in range(self._group.size)])
-            return _apart(self.fp8.own_tensors_of_mean(rows, self._pieces, phase), self.own(gradients))
+            by_owner = [_row(self.of(owner, gradients)) for owner in range(self._group.size)]
+            found = self.fp8.own_tensors_of_mean(torch.cat(by_owner), self._pieces, phase)
+            return _apart(found, self.own(gradients))
         self._group.phase = phase
         with phase.cast:
             sent = [gradient.to(self.sent_as) for gradient in gradients]  # themselves in float32
@@ -51,8 +50,8 @@ class OwnedTensors:
     def put(self, own: Sequence[Tensor], wholes: Sequence[Tensor], phase: Phases) -> None:
         """What each owner has of its tensors into those of all, on every rank as it was sent."""
         if self.fp8 is not None:
-            every = self.fp8.joined_tensors(self._row(own), self._pieces, phase).view(self._group.size, -1)
-            for owner, row in enumerate(every):
+            every = self.fp8.joined_tensors(_row(own), self._pieces, phase)
+            for owner, row in enumerate(every.split([some.size for some in self._pieces])):
                 theirs = self.of(owner, wholes)
                 torch._foreach_copy_(theirs, _apart(row, theirs))
             return
@@ -72,11 +71,6 @@ class OwnedTensors:
             for owner, whole in zip(self.owners, wholes, strict=True)
         ]
 
-    def _row(self, tensors: Sequence[Tensor]) -> Tensor:
-        """What there is for an owner's tensors, filled up to the numbers of whoever has most."""
-        row = torch.cat([tensor.flatten() for tensor in tensors])
-        return torch.nn.functional.pad(row, (0, self._most - row.numel()))
-
 
 def owners(elements: Sequence[int], ranks: int) -> list[int]:
     """For each tensor the rank that owns it: the largest first, each to whoever has least so far."""
@@ -87,6 +81,10 @@ def owners(elements: Sequence[int], ranks: int) -> list[int]:
     return found
 
 
+def _row(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
 def _apart(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     sizes = [tensor.numel() for tensor in like]
-    return [piece.view_as(one) for piece, one in zip(torch.split(row[: sum(sizes)], sizes), like, strict=True)]
+    return [piece.view_as(one) for piece, one in zip(torch.split(row, sizes), like, strict=True)]

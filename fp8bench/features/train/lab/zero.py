@@ -3,6 +3,7 @@ where it does so in FP8."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,29 +14,33 @@ from fp8bench.features.train.lab.optimizer import Gradients, gradient_of
 from fp8bench.features.train.lab.together import FullySharded, T
 from fp8bench.nn.parallel.exchanges import RankGroup
 from fp8bench.nn.parallel.owned import OwnedTensors
-from fp8bench.numerics.fp8_reduce import Pieces, mean_of_tensors, tensors_transported
-from fp8bench.numerics.rank_programs import simulated
+from fp8bench.numerics.fp8_reduce import E4M3, largest_scale
 from fp8bench.protocols import Phases
 
 # Of the sum of magnitudes, what additions in other orders may come to, for each rank.
 _ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
+# So many numbers of each tensor are looked at in every step.
+_SAMPLED = 64
+# Of steps that nobody asks about, as where memory is measured, the last ones.
+_MOST_STEPS = 64
 
 
 class ZeroTensors(FullySharded):
     """Every rank reads an equal part of every micro-batch, and keeps and updates whole weights, as FP8-LM divides them.
 
     What `wire` says goes to owners and comes from them: all ranks, the owner too, compute a step with the weights as
-    they were sent. After a slice one tensor of its last step is held against what all ranks have brought of it.
+    they were sent. After a slice some numbers of every gradient in each of its steps, and of every weight, are held
+    against what all ranks have brought, rounded by the definition: in FP8 to the bit.
     """
 
     def __init__(self, group: RankGroup, own_amax: bool, wire: str) -> None:
         super().__init__(group, own_amax)
-        self._wire, self._steps = wire, 0
-        # The place of a tensor, this rank's gradient of it, and the mean if this rank owns it.
-        self._sample: tuple[int, Tensor, Tensor | None] | None = None
+        self._wire = wire
+        # Of each step some numbers of all tensors that this rank has brought, and of the means that it was given.
+        self._seen, self._turn = deque[tuple[Tensor, Tensor]](maxlen=_MOST_STEPS), 0
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
-        self._wholes = list(parameters.values())
+        self._wholes, self._names = list(parameters.values()), list(parameters)
         if len(self._wholes) < self.shares:
             raise UsageError(
                 f"--parallel zero: {self.shares} ranks have no weight each, there are {len(self._wholes)}. Give fewer "
@@ -54,17 +59,15 @@ class ZeroTensors(FullySharded):
         self._owned.put([one.detach() for one in self._own], [whole.detach() for whole in self._wholes], phase)
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
-        found = [gradient_of(whole) for whole in self._wholes]
-        place = self._steps % len(found)
-        brought = found[place].clone()
+        found, turn = [gradient_of(whole) for whole in self._wholes], self._turn
+        brought = _sampled(found, turn)
         means = self._owned.means(found, phase)
         for whole in self._wholes:
             whole.grad = None
         for one, mean in zip(self._own, means, strict=True):
             one.grad = mean
-        own = dict(zip(self.mine(range(len(found))), self._own, strict=True))
-        got = gradient_of(own[place]).clone() if place in own else None
-        self._sample, self._steps = (place, brought, got), self._steps + 1
+        self._seen.append((brought, _sampled(means, turn)[:, 1:]))
+        self._turn += 1
 
     def norms(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Each is its owner's; several figures of all parameters come one behind the other."""
@@ -75,39 +78,61 @@ class ZeroTensors(FullySharded):
 
     def faults(self) -> tuple[str, ...]:
         """Asked while parameters are present."""
-        if self._sample is None:
-            return ()
-        (place, brought, got), self._sample = self._sample, None
-        owner, whole = self._owned.owners[place], self._wholes[place].detach()
-        own = dict(zip(self.mine(range(len(self._wholes))), self._own, strict=True))
-        kept = self._group.everybodys(own[place].detach() if place in own else torch.zeros_like(whole))[owner]
-        brought_by_all = self._group.everybodys(brought)
+        seen = list(self._seen)
+        self._seen.clear()
+        place = torch.tensor(self.mine(range(len(self._wholes))))
         words = []
-        if got is not None and not self._is_mean(got, brought_by_all):
-            words.append(f"was given a gradient (tensor {place}) that is not the mean of what all ranks have brought")
-        if not _alike(whole, self._as_sent(kept)):
-            words.append(f"has a weight (tensor {place}) that is not what its owner, rank {owner}, has sent")
-        return tuple(words)
+        if seen:
+            brought, got = map(torch.stack, zip(*seen, strict=True))
+            wrong = self._apart_from_mean(got, torch.stack(self._group.everybodys(brought))[:, :, place])
+            words.append(self._said("was given a gradient that is not the mean of what all have brought", wrong, place))
+        theirs = torch.stack(self._group.everybodys(self._own_numbers(place)))
+        kept = theirs[torch.tensor(self._owned.owners), torch.arange(len(self._wholes))]
+        numbers = _sampled([whole.detach() for whole in self._wholes], 0)[:, 1:]
+        wrong = ~_alike(numbers, self._as_sent(kept[:, 1:], kept[:, :1]))
+        words.append(self._said("has a weight that is not what its owner has sent", wrong, torch.arange(len(wrong))))
+        return tuple(filter(None, words))
 
-    def _is_mean(self, got: Tensor, brought: Sequence[Tensor]) -> bool:
-        ranks = range(self.shares)
+    def _own_numbers(self, place: Tensor) -> Tensor:
+        """Of all weights, zeros in the place of others'."""
+        own = _sampled([one.detach() for one in self._own], 0)
+        every = own.new_zeros(len(self._wholes), own.shape[1])
+        every[place.to(own.device)] = own
+        return every
+
+    def _said(self, words: str, wrong: Tensor, place: Tensor) -> str:
+        """Names the first tensor that is."""
+        tensors = wrong.any(-1).view(-1, len(place)).any(0).nonzero().flatten().tolist()
+        return f"{words}: {self._names[int(place[tensors[0]])]}" if tensors else ""
+
+    def _apart_from_mean(self, got: Tensor, brought: Tensor) -> Tensor:
+        """Of (steps, tensors, numbers) those that are not the mean of (ranks, steps, tensors, amax and numbers)."""
+        amax, numbers = brought[..., :1].amax(0), brought[..., 1:]
         if self._owned.fp8 is not None:
-            pieces = [Pieces([got.numel()], 1)] * self.shares
-            rows = [one.flatten().expand(self.shares, -1) for one in brought]
-            means = simulated([mean_of_tensors(rows[rank], rank, pieces) for rank in ranks])
-            return _alike(got, means[0].view_as(got))
-        sent = torch.stack([one.to(self._owned.sent_as).to(torch.float32) for one in brought])
+            total = torch.zeros_like(numbers[0])
+            for one in numbers:
+                total += self._as_sent(one, amax)
+            return ~_alike(got, total / self.shares)
+        sent = numbers.to(self._owned.sent_as).to(torch.float32)
         apart = (got - sent.mean(0)).abs()
-        most = _ROUNDING[self._owned.sent_as] * self.shares * sent.abs().mean(0)
-        return not bool((apart.isfinite() & (apart > most)).any())
+        return apart.isfinite() & (apart > _ROUNDING[self._owned.sent_as] * self.shares * sent.abs().mean(0))
 
-    def _as_sent(self, kept: Tensor) -> Tensor:
+    def _as_sent(self, numbers: Tensor, amax: Tensor) -> Tensor:
         if self._owned.fp8 is None:
-            return kept.to(self._owned.sent_as).to(torch.float32)
-        pieces, row = [Pieces([kept.numel()], 1)] * self.shares, kept.flatten()
-        every = simulated([tensors_transported(row, rank, pieces) for rank in range(self.shares)])[0]
-        return every[: kept.numel()].view_as(kept)
+            return numbers.to(self._owned.sent_as).to(torch.float32)
+        scale = largest_scale(amax)
+        return E4M3().decode(E4M3().encode(numbers * scale)) / scale
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+def _sampled(tensors: Sequence[Tensor], turn: int) -> Tensor:
+    """(tensors, 1 + numbers): the largest magnitude of each, and some of its numbers, others every turn."""
+    rows = []
+    for own in (tensor.flatten() for tensor in tensors):
+        stride = max(1, len(own) // _SAMPLED)
+        places = (torch.arange(_SAMPLED, device=own.device) * stride + turn) % len(own)
+        rows.append(torch.cat((own.abs().amax().view(1), own[places])))
+    return torch.stack(rows)
+
+
+def _alike(one: Tensor, other: Tensor) -> Tensor:
+    return (one == other) | (one.isnan() & other.isnan())

@@ -13,6 +13,7 @@ import torch
 
 from fp8bench.features.train.lab.together import DataParallel, FullySharded, TensorParallel
 from fp8bench.features.train.lab.trainer import Trainer
+from fp8bench.features.train.lab.zero import ZeroTensors
 from fp8bench.features.train.values import Arm, SeedTask, StreamLine
 from fp8bench.nn.sizes import SIZES
 from fp8bench.nn.tensor_scales import backward_is_running
@@ -106,6 +107,16 @@ def _spoil_average(self: Trainer) -> None:
         together._group.added = own  # type: ignore[method-assign]
         return
     assert isinstance(together, DataParallel)
+    if isinstance(together, ZeroTensors):
+        means = together._owned.means
+
+        def by_itself(gradients: Any, phase: Any) -> Any:
+            own = [one.clone() for one in together.mine(gradients)]
+            found = means(gradients, phase)
+            return own if self.step == KILLED_AT else found
+
+        together._owned.means = by_itself  # type: ignore[method-assign]
+        return
     if isinstance(together, FullySharded):
         scattered = together._group.own_part
 
