@@ -31,9 +31,11 @@ MOST_STEPS = 10_000_000
 OPTIMIZERS = ("adamw", "sgd", "lion", "adafactor")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt", "plateau")
 # How several ranks train together.
-PARALLEL = ("ddp", "zero", "fsdp", "tp")
+PARALLEL = ("ddp", "zero", "fsdp", "tp", "sp")
 # What they send, and the ways of which that is a choice.
-WIRES, WIRED = ("fp32", "bf16", "fp8"), ("zero",)
+WIRES, WIRED = ("fp32", "bf16", "fp8"), ("zero", "sp")
+# Those that cut blocks.
+CUT = ("tp", "sp")
 USUAL_MERGES = 1024
 # What a trained model may be scored on (tasks.py).
 TASKS = ("cloze", "copy", "retrieval")
@@ -285,12 +287,12 @@ class TrainerSettings:
     parallel: str = _choice(
         "", ("", *PARALLEL),
         "how: ddp (parts of a batch), zero (these, and whole weights by owner), fsdp (these, and rows of all weights), "
-        "tp (parts of each block)", LENGTH,
+        "tp (parts of each block), sp (tp, and own tokens between them)", LENGTH,
     )  # fmt: skip
     wire: str = _choice(
         "fp32", WIRES,
-        "of zero, what gradients and weights are while they are sent; fp8: each tensor with its scale; default "
-        "{default}", LENGTH,
+        "what is sent at most, of zero gradients and weights, of sp the stream, in the arm's own dtype where that is "
+        "less; fp8: codes, each tensor with its scale; default {default}", LENGTH,
     )  # fmt: skip
     amax_group: str = _choice(
         "", ("", "own", "parallel"),

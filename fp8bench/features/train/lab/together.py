@@ -262,8 +262,11 @@ class TensorParallel(Together):
         has that: later on nobody does."""
         assert isinstance(model, GPT)
         whole = self._bits(model)
-        share_blocks(model, self._config, self._group)
+        self._share(model)
         self._incomplete = not torch.equal(self._group.added(self._bits(model)), whole)
+
+    def _share(self, model: GPT) -> None:
+        share_blocks(model, self._config, self._group)
 
     def _bits(self, model: GPT) -> Tensor:
         """Of each parameter that is cut the sum of all its bits, as numbers."""

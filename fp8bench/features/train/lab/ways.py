@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from fp8bench.features.train.lab.sequence_parallel import SequenceParallel
 from fp8bench.features.train.lab.together import Alone, DataParallel, FullySharded, TensorParallel
 from fp8bench.features.train.lab.zero import ZeroTensors
 from fp8bench.features.train.request import TrainerSettings
@@ -20,6 +21,8 @@ def together_of(settings: TrainerSettings, config: GPTConfig, facts: DeviceFacts
     match settings.parallel:
         case "tp":
             return TensorParallel(group, config, own_amax)
+        case "sp":
+            return SequenceParallel(group, config, own_amax, settings.wire)
         case "zero":
             return ZeroTensors(group, own_amax, settings.wire)
         case "fsdp":

@@ -11,16 +11,12 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.optimizer import Gradients, gradient_of
+from fp8bench.features.train.lab.samples import alike, as_sent, sampled, wrong_means
 from fp8bench.features.train.lab.together import FullySharded, T
 from fp8bench.nn.parallel.exchanges import RankGroup
 from fp8bench.nn.parallel.owned import OwnedTensors
-from fp8bench.numerics.fp8_reduce import E4M3, largest_scale
 from fp8bench.protocols import Phases
 
-# Of the sum of magnitudes, what additions in other orders may come to, for each rank.
-_ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7}
-# So many numbers of each tensor are looked at in every step.
-_SAMPLED = 64
 # Of steps that nobody asks about, as where memory is measured, the last ones.
 _MOST_STEPS = 64
 
@@ -60,13 +56,13 @@ class ZeroTensors(FullySharded):
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
         found, turn = [gradient_of(whole) for whole in self._wholes], self._turn
-        brought = _sampled(found, turn)
+        brought = _rows(found, turn)
         means = self._owned.means(found, phase)
         for whole in self._wholes:
             whole.grad = None
         for one, mean in zip(self._own, means, strict=True):
             one.grad = mean
-        self._seen.append((brought, _sampled(means, turn)[:, 1:]))
+        self._seen.append((brought, _rows(means, turn)[:, 1:]))
         self._turn += 1
 
     def norms(self, own: Sequence[Tensor]) -> list[Tensor]:
@@ -88,14 +84,14 @@ class ZeroTensors(FullySharded):
             words.append(self._said("was given a gradient that is not the mean of what all have brought", wrong, place))
         theirs = torch.stack(self._group.everybodys(self._own_numbers(place)))
         kept = theirs[torch.tensor(self._owned.owners), torch.arange(len(self._wholes))]
-        numbers = _sampled([whole.detach() for whole in self._wholes], 0)[:, 1:]
-        wrong = ~_alike(numbers, self._as_sent(kept[:, 1:], kept[:, :1]))
+        numbers = _rows([whole.detach() for whole in self._wholes], 0)[:, 1:]
+        wrong = ~alike(numbers, as_sent(kept[:, 1:], kept[:, :1], self._wire))
         words.append(self._said("has a weight that is not what its owner has sent", wrong, torch.arange(len(wrong))))
         return tuple(filter(None, words))
 
     def _own_numbers(self, place: Tensor) -> Tensor:
         """Of all weights, zeros in the place of others'."""
-        own = _sampled([one.detach() for one in self._own], 0)
+        own = _rows([one.detach() for one in self._own], 0)
         every = own.new_zeros(len(self._wholes), own.shape[1])
         every[place.to(own.device)] = own
         return every
@@ -108,31 +104,9 @@ class ZeroTensors(FullySharded):
     def _apart_from_mean(self, got: Tensor, brought: Tensor) -> Tensor:
         """Of (steps, tensors, numbers) those that are not the mean of (ranks, steps, tensors, amax and numbers)."""
         amax, numbers = brought[..., :1].amax(0), brought[..., 1:]
-        if self._owned.fp8 is not None:
-            total = torch.zeros_like(numbers[0])
-            for one in numbers:
-                total += self._as_sent(one, amax)
-            return ~_alike(got, total / self.shares)
-        sent = numbers.to(self._owned.sent_as).to(torch.float32)
-        apart = (got - sent.mean(0)).abs()
-        return apart.isfinite() & (apart > _ROUNDING[self._owned.sent_as] * self.shares * sent.abs().mean(0))
-
-    def _as_sent(self, numbers: Tensor, amax: Tensor) -> Tensor:
-        if self._owned.fp8 is None:
-            return numbers.to(self._owned.sent_as).to(torch.float32)
-        scale = largest_scale(amax)
-        return E4M3().decode(E4M3().encode(numbers * scale)) / scale
+        return wrong_means(got, numbers, amax, self._wire)
 
 
-def _sampled(tensors: Sequence[Tensor], turn: int) -> Tensor:
-    """(tensors, 1 + numbers): the largest magnitude of each, and some of its numbers, others every turn."""
-    rows = []
-    for own in (tensor.flatten() for tensor in tensors):
-        stride = max(1, len(own) // _SAMPLED)
-        places = (torch.arange(_SAMPLED, device=own.device) * stride + turn) % len(own)
-        rows.append(torch.cat((own.abs().amax().view(1), own[places])))
-    return torch.stack(rows)
-
-
-def _alike(one: Tensor, other: Tensor) -> Tensor:
-    return (one == other) | (one.isnan() & other.isnan())
+def _rows(tensors: Sequence[Tensor], turn: int) -> Tensor:
+    """Of each tensor its largest magnitude and some of its numbers."""
+    return torch.stack([sampled(tensor, turn) for tensor in tensors])

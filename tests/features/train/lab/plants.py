@@ -8,7 +8,7 @@ from pathlib import Path
 from fp8bench.nn.sizes import GPTConfig
 
 FILE = str(Path(__file__).with_name("planted_ranks.py"))
-SEED, TEXT, SHARE, WEIGHTS, AVERAGE, KILLED, KILLED_TWICE, SCALES, CUT, SWAP = range(7001, 7011)
+SEED, TEXT, SHARE, WEIGHTS, AVERAGE, KILLED, KILLED_TWICE, SCALES, CUT, SWAP, WIRE = range(7001, 7012)
 KILLED_AT = 7
 SIZE = GPTConfig(256, 32, 1, 2, 2, 64, batch=4, sequence=16)
 # A head for each of four ranks.
