@@ -175,7 +175,7 @@ def mean_of_tensors(values: Tensor, rank: int, pieces: Sequence[Pieces]) -> Prog
     """Of everybody's tensors, one rank's after the other, the mean of this rank's, as codes that all ranks cast alike,
     with a scale a tensor."""
     sizes = [some.size for some in pieces]
-    rows = values.split(sizes)
+    rows = torch.split(values, sizes)
     amax = torch.stack([some.amax(row) for some, row in zip(pieces, rows, strict=True)])
     scales = largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
     codes = torch.cat([some.encoded(*own) for some, *own in zip(pieces, rows, scales, strict=True)])

@@ -121,7 +121,7 @@ def _exchanged(asked: Sequence[Exchange]) -> list[Any]:
         case AllToAll():
             return [torch.stack([rows[rank] for rows in payloads]) for rank in range(size)]
         case Handed():
-            parts = [one.payload.split(list(one.to)) for one in asked if isinstance(one, Handed)]
+            parts = [torch.split(one.payload, list(one.to)) for one in asked if isinstance(one, Handed)]
             return [[own[rank] for own in parts] for rank in range(size)]
         case Shift():
             return [payloads[rank - 1] for rank in range(size)]
@@ -200,7 +200,7 @@ def _asked(exchange: Exchange, group: ProcessGroup | None, alone: bool) -> tuple
         case Handed(to=to, given=given):
             received = payload.new_empty(sum(given))
             work = dist.all_to_all_single(received, payload.contiguous(), list(given), list(to), group, alone)
-            return _sent(work), received.split(list(given))
+            return _sent(work), torch.split(received, list(given))
         case Shift():
             received = torch.empty_like(payload)
             both = [

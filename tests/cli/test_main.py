@@ -153,7 +153,7 @@ OPTIONS = {
         "--scale-growth", "--floor", "--weight-decay", "--clip", "--loss-scale", "--optimizer-states", "--master",
         "--gradients", "--on-nan", "--store", "--resume", "--try-fix", "--explain", "--json", "--csv",
         "--tensorboard", "--wandb", "--max-batch", "--memory-limit", "--fail-on", "--no-energy",
-        "--ranks", "--parallel", "--amax-group", "MODULE:FUNCTION", "--skip", "--bands", "--nudge", "--handicap",
+        "--ranks", "--parallel", "--amax-group", "--wire", "MODULE:FUNCTION", "--skip", "--bands", "--nudge", "--handicap",
         "--config", "--norm", "--optimizer", "--beta1", "--beta2", "--eps", "--updates", "--schedule", "--decay",
         "--patience", "--drop", "--clip-by", "--scale-first", "--scale-factor", "--scales-from",
         "--live", "--on-alarm",

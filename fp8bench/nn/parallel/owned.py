@@ -51,7 +51,7 @@ class OwnedTensors:
         """What each owner has of its tensors into those of all, on every rank as it was sent."""
         if self.fp8 is not None:
             every = self.fp8.joined_tensors(_row(own), self._pieces, phase)
-            for owner, row in enumerate(every.split([some.size for some in self._pieces])):
+            for owner, row in enumerate(torch.split(every, [some.size for some in self._pieces])):
                 theirs = self.of(owner, wholes)
                 torch._foreach_copy_(theirs, _apart(row, theirs))
             return
@@ -59,9 +59,9 @@ class OwnedTensors:
         with phase.cast:
             sent = [one.to(self.sent_as) for one in self.newest(own, wholes)]
         self._group.from_owners(sent, self.owners)
-        changed = [(whole, one) for whole, one in zip(wholes, sent, strict=True) if whole is not one]
-        if changed:
-            torch._foreach_copy_(*map(list, zip(*changed, strict=True)))
+        pairs = [(whole, one) for whole, one in zip(wholes, sent, strict=True) if whole is not one]
+        if pairs:
+            torch._foreach_copy_([whole for whole, _ in pairs], [one for _, one in pairs])
 
     def newest(self, own: Sequence[Tensor], wholes: Sequence[Tensor]) -> list[Tensor]:
         """All tensors, those of this rank as it has them."""

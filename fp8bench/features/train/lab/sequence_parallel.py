@@ -138,7 +138,7 @@ class SequenceParallel(TensorParallel):
     def _arrived_otherwise(self, notes: Sequence[_Note]) -> bool:
         sizes = [note.brought.numel() for note in notes]
         flat = self._group.everybodys(torch.cat([note.brought.flatten() for note in notes]))
-        by_note = zip(notes, *(one.split(sizes) for one in flat), strict=True)
+        by_note = zip(notes, *(torch.split(one, sizes) for one in flat), strict=True)
         return any(self._is_wrong(note, torch.stack(brought)) for note, *brought in by_note)
 
     def _is_wrong(self, note: _Note, brought: Tensor) -> bool:

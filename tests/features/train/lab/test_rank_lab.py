@@ -195,7 +195,7 @@ def _of_tokens(task: SeedTask) -> dict[str, dict[str, float]]:
     """Of two ranks, of a stream in bf16: four of each exchange a layer, and the stream gathered at its end and, in
     backward, at its beginning. Norms of blocks have their gradients added up."""
     layers, width = planted.SIZE.layers, planted.SIZE.width
-    sizes = [one for one in lab_of(replace(task, facts=CPU))._trainers["fp32"]._parameters.values()]
+    sizes = list(lab_of(replace(task, facts=CPU))._trainers["fp32"]._parameters.values())
     half = 4 * planted.SIZE.sequence * width / 2
     gathers, sums, common = 4 * layers + 2, 4 * layers, 4.0 * 2 * layers * width
     norms = {"all_reduce float64": 3 * 8.0 * len(sizes)}
