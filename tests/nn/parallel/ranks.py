@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.nn.parallel.exchanges import RankGroup
-from fp8bench.numerics.rank_programs import AllGather, Handed, Largest, Program
+from fp8bench.numerics.rank_programs import AllGather, AllToAll, Handed, Largest, Program
 
 T = TypeVar("T")
 
@@ -116,6 +116,8 @@ def on_board(place: Place, program: Program[T]) -> T:
         if isinstance(exchange, Handed):
             to = place.board.everybodys(place.number, torch.tensor(exchange.to))
             answer = [own.split(some.tolist())[place.number] for own, some in zip(payloads, to, strict=True)]
+        elif isinstance(exchange, AllToAll):
+            answer = torch.stack([rows[place.number] for rows in payloads])
         else:
             assert isinstance(exchange, AllGather | Largest)
             answer = payloads if isinstance(exchange, AllGather) else torch.stack(payloads).amax(0)
