@@ -214,7 +214,8 @@ def test_what_several_ranks_can_train() -> None:
 @pytest.mark.parametrize("parallel", ["zero", "sp"])
 def test_arms_may_differ_by_the_wire_alone(parallel: str) -> None:
     settings = replace(DDP, parallel=parallel, wire="bf16")
-    request = TrainingRequest(("bf16",), ranks=2, settings=settings, sweep=(("wire", ("bf16", "fp8")),), bands=("none",))
+    swept = (("wire", ("bf16", "fp8")),)
+    request = TrainingRequest(("bf16",), ranks=2, settings=settings, sweep=swept, bands=("none",))
     check_training(request)
     arms = make_arms(request, replace(CPU, ranks=2))
     assert [arm.name for arm in arms] == ["bf16", "bf16 wire=fp8"]

@@ -20,7 +20,7 @@ REFUSED: dict[str, list[Any]] = {
     "on_nan": ["ignore"], "rewinds": [0, 1.5], "shift": [-0.1, 1.1], "start": [3],
     "weights_from": [3], "lora": [-1, 1.5, 2000], "tasks": ["copy"], "metric": ["pkg:f", ("",)], "nudge": ["bit"],
     "scale_growth": [0], "handicap": [0, float("inf")], "precision_map": [(("mlp",),), "mlp=fp8"],
-    "parallel": ["pp"], "amax_group": ["dp"], "make": [3], "skip": ["head"], "norm": ["group"], "decay": [2],
+    "parallel": ["pp"], "wire": ["int8"], "amax_group": ["dp"], "make": [3], "skip": ["head"], "norm": ["group"], "decay": [2],
     "optimizer": ["rmsprop"], "beta1": [1, -0.5], "beta2": [1.5], "eps": [-1, 2], "updates": ["fp4"],
     "schedule": ["cyclic"], "patience": [-1], "drop": [0, 1], "clip_by": ["layer"], "scale_first": [0, 2.0**33],
     "scale_factor": [1, 2000], "scales": ["last", (("fp8", "up", "input"),)],
