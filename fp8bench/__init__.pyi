@@ -147,6 +147,7 @@ def train(
     gradients: Literal["fp32", "bf16", "fp8"] = "fp32", checkpointing: Literal["no", "blocks"] = "no",
     compile: Literal["no", "yes"] = "no", attention: Literal["auto", "rounded", "prescaled"] = "auto",
     on_nan: Literal["stop", "skip", "lower-rate", "rewind"] = "stop", rewinds: int = 3,
-    nudge: Literal["", "ulp", "order"] = "", handicap: float = 1.0, parallel: Literal["", "ddp", "fsdp", "tp"] = "",
+    nudge: Literal["", "ulp", "order"] = "", handicap: float = 1.0,
+    parallel: Literal["", "ddp", "zero", "fsdp", "tp", "sp"] = "", wire: Literal["fp32", "bf16", "fp8"] = "fp32",
     amax_group: Literal["", "own", "parallel"] = ""
 ) -> TrainingResult: ...

@@ -8,14 +8,14 @@ mean: honest bytes. `fp8_ring`: a sum travels round and is rounded to the format
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fp8bench.numerics.rank_programs import AllGather, AllToAll, FromFirst, Largest, Program, Shift
+from fp8bench.numerics.rank_programs import AllGather, AllToAll, FromFirst, Handed, Largest, Program, Shift
 
 E4M3_LARGEST = 448.0
 _LARGEST_CODE = 0x7E
@@ -66,9 +66,13 @@ class Reduced(NamedTuple):
 
 
 def largest_scale(amax: Tensor) -> Tensor:
-    """The largest power of two that leaves the largest magnitude within E4M3, as MS-AMP takes it; 1 for none."""
+    """The largest power of two that leaves the largest magnitude within E4M3, as MS-AMP takes it; 1 for none.
+
+    NaN for one that is not finite: E4M3 has no infinity, and 448 in its place would hide an overflow.
+    """
     scale = torch.exp2(torch.floor(torch.log2(E4M3_LARGEST / amax)))
-    return torch.where((amax > 0) & torch.isfinite(amax) & torch.isfinite(scale), scale, torch.ones_like(scale))
+    known = torch.where((amax > 0) & torch.isfinite(scale), scale, torch.ones_like(scale))
+    return torch.where(torch.isfinite(amax), known, torch.full_like(scale, math.nan))
 
 
 def factor_of(scaling: str, size: int, auto: AutoScale) -> float | Tensor:
@@ -92,7 +96,7 @@ def scaled(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program[
         scale = -(yield Largest(-own))
         values = E4M3().decode(E4M3().encode(values * own)) / own
     else:
-        scale = largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf))))
+        scale = largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
     scale = scale * factor_of(scaling, size, auto)
     return values * scale, scale
 
@@ -139,32 +143,45 @@ class Pieces(NamedTuple):
     lengths: Sequence[int]
     most: int
 
+    @property
+    def size(self) -> int:
+        return sum(self.lengths)
+
     def amax(self, values: Tensor) -> Tensor:
         found = torch.stack([piece.abs().amax() for piece in torch.split(values, list(self.lengths))])
         return torch.nn.functional.pad(found, (0, self.most - len(self.lengths)))
 
-    def spread(self, scales: Tensor) -> Tensor:
-        """Each for every number of its tensor."""
-        lengths = torch.tensor(self.lengths, device=scales.device)
-        return scales[: len(self.lengths)].repeat_interleave(lengths, output_size=sum(self.lengths))
+    def each(self, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """A tensor with its scale, one at a time: no other vector is as long as all of them."""
+        return zip(torch.split(values, list(self.lengths)), scales[: len(self.lengths)], strict=True)
+
+    def encoded(self, values: Tensor, scales: Tensor) -> Tensor:
+        return torch.cat([E4M3().encode(piece * scale) for piece, scale in self.each(values, scales)])
+
+    def decoded(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return torch.cat([E4M3().decode(piece) / scale for piece, scale in self.each(codes, scales)])
 
 
 def tensors_transported(part: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
     """Everybody's tensors, one after the other, as codes with a scale for each; `pieces` are all ranks'."""
     own = largest_scale(pieces[rank].amax(part))
-    codes = yield AllGather(E4M3().encode(part * pieces[rank].spread(own)))
+    mine = pieces[rank].encoded(part, own)
+    codes = yield Handed(mine.repeat(len(pieces)), rank, [len(mine)] * len(pieces), [some.size for some in pieces])
     scales = yield AllGather(own)
-    by_rank = zip(codes, scales, pieces, strict=True)
-    return torch.cat([E4M3().decode(code) / some.spread(scale) for code, scale, some in by_rank])
+    return torch.cat([some.decoded(*theirs) for some, *theirs in zip(pieces, codes, scales, strict=True)])
 
 
-def mean_of_tensors(rows: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
-    """Of (ranks, numbers) the mean of this rank's row, as codes that all ranks cast alike, with a scale a tensor."""
+def mean_of_tensors(values: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
+    """Of everybody's tensors, one rank's after the other, the mean of this rank's, as codes that all ranks cast alike,
+    with a scale a tensor."""
+    sizes = [some.size for some in pieces]
+    rows = torch.split(values, sizes)
     amax = torch.stack([some.amax(row) for some, row in zip(pieces, rows, strict=True)])
-    scales = largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf))))
-    spread = torch.stack([some.spread(scale) for some, scale in zip(pieces, scales, strict=True)])
-    arrived = yield AllToAll(E4M3().encode(rows * spread))
-    return _added([E4M3().decode(row) for row in arrived]) / (spread[rank] * len(pieces))
+    scales = largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
+    codes = torch.cat([some.encoded(*own) for some, *own in zip(pieces, rows, scales, strict=True)])
+    arrived = yield Handed(codes, rank, sizes, [sizes[rank]] * len(pieces))
+    total = _added([E4M3().decode(row) for row in arrived])
+    return torch.cat([piece / (scale * len(pieces)) for piece, scale in pieces[rank].each(total, scales[rank])])
 
 
 def exchanged(values: Tensor, size: int) -> Program[Reduced]:

@@ -47,6 +47,18 @@ class AllToAll(Exchange):
     """The n-th row goes to rank n; everybody gets a row from each, by rank."""
 
 
+@dataclass(frozen=True)
+class Handed(Exchange):
+    """So many numbers of it to each rank, which lie behind each other; so many come from each, by rank."""
+
+    rank: int
+    to: Sequence[int]
+    given: Sequence[int]
+
+    def sent(self, size: int) -> float:
+        return (sum(self.to) - self.to[self.rank]) * self.payload.element_size()
+
+
 class Shift(Exchange):
     """To the next rank; what the one before gave comes."""
 
@@ -108,6 +120,9 @@ def _exchanged(asked: Sequence[Exchange]) -> list[Any]:
             return [payloads] * size
         case AllToAll():
             return [torch.stack([rows[rank] for rows in payloads]) for rank in range(size)]
+        case Handed():
+            parts = [torch.split(one.payload, list(one.to)) for one in asked if isinstance(one, Handed)]
+            return [[own[rank] for own in parts] for rank in range(size)]
         case Shift():
             return [payloads[rank - 1] for rank in range(size)]
         case FromFirst():
@@ -182,6 +197,10 @@ def _asked(exchange: Exchange, group: ProcessGroup | None, alone: bool) -> tuple
         case AllToAll():
             received = torch.empty_like(payload)
             return _sent(dist.all_to_all_single(received, payload.contiguous(), group=group, async_op=alone)), received
+        case Handed(to=to, given=given):
+            received = payload.new_empty(sum(given))
+            work = dist.all_to_all_single(received, payload.contiguous(), list(given), list(to), group, alone)
+            return _sent(work), torch.split(received, list(given))
         case Shift():
             received = torch.empty_like(payload)
             both = [

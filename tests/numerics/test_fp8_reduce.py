@@ -291,9 +291,11 @@ def test_small_values_are_flushed_and_counted() -> None:
 
 
 def test_scales() -> None:
-    """The largest power of two that fits; 1 where there is nothing to fit, or no number."""
-    amax = torch.tensor([448.0, 449.0, 1.0, 0.0, math.inf])
+    """The largest power of two that fits; 1 where there is nothing to fit, and NaN where something is not finite: an
+    overflow that was sent as 448 would be seen by nobody."""
+    amax = torch.tensor([448.0, 449.0, 1.0, 0.0, 1e-45])
     assert largest_scale(amax).tolist() == [1.0, 0.5, 256.0, 1.0, 1.0]
+    assert largest_scale(torch.tensor([math.inf, math.nan])).isnan().all()
     assert E4M3().decode(E4M3().encode(torch.tensor([1e6, -1e6, 448.0]))).tolist() == [448.0, -448.0, 448.0]
 
 

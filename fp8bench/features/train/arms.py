@@ -92,7 +92,7 @@ def check_training(request: TrainingRequest) -> None:
 # Settings that say how a built-in model is made, or cut for ranks.
 _BUILT_IN = (
     "model", "arch", "norm", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention",
-    "parallel", "amax_group", "shift", "start", "tasks", "lora",
+    "parallel", "amax_group", "wire", "shift", "start", "tasks", "lora",
 )  # fmt: skip
 _OF_A_TEXT = ("data", "other_data", "tokens", "experiment")
 

@@ -261,10 +261,12 @@ class TrainingFrames:
         kept, request = self.training, self.training.training.request
         found = verdicts_of(kept.training, kept.lines)
         shared = {"ranks": request.ranks or 1, "parallel": request.settings.parallel}
+        ways = ("amax_group", "wire")
         return pd.DataFrame(
-            {**_arm(own.arm), **shared, "amax_group": own.arm.taken(request.settings).amax_group, **row_of(own, found)}
+            {**_arm(own.arm), **shared, **{way: getattr(own.arm.taken(request.settings), way) for way in ways},
+             **row_of(own, found)}
             for own in summaries_of(kept, found)
-        )
+        )  # fmt: skip
 
     steps = _frame(StepRow, "A row a step of an arm in a seed.")
     readings = _frame(LayerReading, "A row a tensor of a layer in a watched step.")

@@ -37,6 +37,7 @@ from fp8bench.features.train.view import (
     notes_of,
     reached_table,
     title_of,
+    wire_table,
 )
 from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
@@ -114,7 +115,7 @@ def _verdicts(kept: KeptTraining, found: TrainingVerdicts, curves: Curves) -> It
     if told := tuple(answers(found)):
         yield Items(told)
     yield table("arms", "Arms", arm_cols(found, shown, _ARMS), shown, main=True)
-    yield from reached_table(found)
+    yield from (*reached_table(found), *wire_table(kept, found))
     yield from (Text(one) for one in (*bands_of(found), *notes_of(kept, found)))
     if not (kept.training.request.max_batch or kept.training.request.settings.make):
         yield Text("No largest batch was looked for: `fp8bench train --max-batch` does, within --memory-limit SIZE.")

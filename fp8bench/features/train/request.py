@@ -31,7 +31,11 @@ MOST_STEPS = 10_000_000
 OPTIMIZERS = ("adamw", "sgd", "lion", "adafactor")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt", "plateau")
 # How several ranks train together.
-PARALLEL = ("ddp", "fsdp", "tp")
+PARALLEL = ("ddp", "zero", "fsdp", "tp", "sp")
+# What they send, and the ways of which that is a choice.
+WIRES, WIRED = ("fp32", "bf16", "fp8"), ("zero", "sp")
+# Those that cut blocks.
+CUT = ("tp", "sp")
 USUAL_MERGES = 1024
 # What a trained model may be scored on (tasks.py).
 TASKS = ("cloze", "copy", "retrieval")
@@ -101,7 +105,10 @@ def refuse_ranks(request: Any) -> None:
             f"--ranks {ranks} does not say how they train together. Add --parallel {' or '.join(PARALLEL)}."
         )
     swept = {f"--{name.replace('_', '-')}" for name, _ in request.sweep}
-    for word, given in ("--parallel", settings.parallel), ("--amax-group", settings.amax_group):
+    of_ranks = (
+        ("--parallel", settings.parallel), ("--amax-group", settings.amax_group), ("--wire", settings.wire != "fp32"),
+    )  # fmt: skip
+    for word, given in of_ranks:
         if ranks is None and (given or word in swept):
             raise UsageError(f"{word} is about several ranks, and there is one. Add --ranks N.")
     for word, given in ("--no-isolation", not request.isolation), ("--max-batch", request.max_batch):
@@ -279,7 +286,13 @@ class TrainerSettings:
     scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
     parallel: str = _choice(
         "", ("", *PARALLEL),
-        "how: ddp (parts of a batch), fsdp (these, and rows of all weights), tp (parts of each block)", LENGTH,
+        "how: ddp (parts of a batch), zero (these, and whole weights by owner), fsdp (these, and rows of all weights), "
+        "tp (parts of each block), sp (tp, and own tokens between them)", LENGTH,
+    )  # fmt: skip
+    wire: str = _choice(
+        "fp32", WIRES,
+        "what is sent at most, of zero gradients and weights, of sp the stream, in the arm's own dtype where that is "
+        "less; fp8: codes, each tensor with its scale; default {default}", LENGTH,
     )  # fmt: skip
     amax_group: str = _choice(
         "", ("", "own", "parallel"),

@@ -393,7 +393,7 @@ def _without(training: Training, writer: TrainingWriter, has: Callable[[ArmCost]
 _LOOKED_AT = 20
 _SAME = (
     "make", "model", "arch", "norm", "batch", "sequence", "micro_batches", "checkpointing", "compile", "parallel",
-    "optimizer", "updates", "schedule",
+    "wire", "optimizer", "updates", "schedule",
 )  # fmt: skip
 
 

@@ -118,7 +118,7 @@ def _summary(arm: Arm, curves: Mapping[Key, Curve], lines: Sequence[StreamLine],
     last = [curve.held_out[max(curve.held_out)] for curve in own if curve.held_out]
     return ArmSummary(
         arm, sum(len(curve.rows) for curve in own), mean_of([curve.endpoint for curve in own if curve.whole]),
-        mean_of(last), None, None, None, None, None, None, events[arm.name], found.of(arm.name),
+        mean_of(last), None, None, None, None, {}, None, None, events[arm.name], found.of(arm.name),
     )  # fmt: skip
 
 

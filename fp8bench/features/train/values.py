@@ -203,6 +203,8 @@ BYTES_PER_PARAMETER = "bytes_per_parameter"
 WATCHED_SECONDS = "watched_seconds"
 # That of how long the same step of the reference took beside an arm, where not all arms fit into memory together.
 REFERENCE_SECONDS = "reference_seconds"
+# That of the bytes that a rank hands to others in a step; its layer is the operation and dtype ('all_to_all uint8').
+WIRE_BYTES = "wire_bytes"
 # Figures of a loop of somebody's own, in the step in which they came to be so: gradients that were not cleared, an
 # optimizer that has forgotten its moments, and another one that trains what the module is not.
 GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN = "gradients_left", "moments_gone", "others_train"

@@ -72,7 +72,7 @@ def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
     parts = [
         Part("answer", "", tuple(answers(found))),
         *parts_of(kept, found),
-        Part("arms", "", (arms, *reached_table(found))),
+        Part("arms", "", (arms, *reached_table(found), *wire_table(kept, found))),
     ]
     parts += [*looks_of(kept), *score_parts(kept, found)]
     parts += [Part("bands", "", tuple(map(Text, bands_of(found))))]
@@ -106,6 +106,23 @@ def reached_table(found: TrainingVerdicts) -> Iterator[Table]:
     ]  # fmt: skip
     if found.until is not None:
         yield table("until", f"to a loss of {found.until:g} on held-out text", cols, found.reached)
+
+
+def wire_table(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[Table]:
+    """What each arm sends, where several ranks train it, beside what the reference does."""
+    shown = [one for one in summaries_of(kept, found) if one.wire and not one.arm.is_band]
+    whole = {one.arm.name: math.fsum(one.wire.values()) for one in shown}
+    reference, count = whole.get(found.reference), kept.training.parameters
+    cols: list[Col[ArmSummary]] = [
+        Col("arm", lambda one: one.arm.name),
+        Col("sent", lambda one: whole[one.arm.name], number=True, show=units.size),
+        Col("B/param", lambda one: whole[one.arm.name] / count, number=True, show=lambda each: f"{each:.4g}"),
+        Col("of the reference's", lambda one: whole[one.arm.name] / reference if reference else None, number=True,
+            show=units.percent),
+        Col("as", lambda one: ", ".join(f"{what} {units.size(size)}" for what, size in one.wire.items()), below=True),
+    ]  # fmt: skip
+    if shown:
+        yield table("wire", "what a rank sends in a step, of a collective a ring's share", cols, shown)
 
 
 def plan_page(

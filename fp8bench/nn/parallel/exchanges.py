@@ -8,7 +8,7 @@ and where tensors are added up the gradient is everybody's. The same for tokens 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +99,18 @@ class RankGroup:
                 dist.all_to_all_single(got, x.contiguous(), list(received), list(sent), group=self.handle)
             return got
 
+    def to_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """The sum of everybody's, each in its owner's place alone; what others have of it is anything."""
+        with self.phase.communication:
+            pairs = zip(tensors, owners, strict=True)
+            _wait(dist.reduce(one, group=self.handle, group_dst=owner, async_op=True) for one, owner in pairs)
+
+    def from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Each as its owner has it, in everybody's place."""
+        with self.phase.communication:
+            pairs = zip(tensors, owners, strict=True)
+            _wait(dist.broadcast(one, group=self.handle, group_src=owner, async_op=True) for one, owner in pairs)
+
     def added_together(self, gradients: Sequence[Tensor]) -> None:
         """In place, in one message."""
         own = [one.view(-1) for one in gradients]
@@ -108,6 +120,13 @@ class RankGroup:
     def own(self, x: Tensor) -> Tensor:
         """This rank's tokens of (batch, tokens, ...)."""
         return x.chunk(self.size, _TOKENS)[self.rank]
+
+
+def _wait(begun: Iterable[dist.Work | None]) -> None:
+    """For all of them, of which none waits for another to begin."""
+    for work in list(begun):
+        if work is not None:
+            work.wait()
 
 
 class _Exchanged(torch.autograd.Function):
@@ -193,9 +212,9 @@ class FP8Wire:
         """Everybody's parts, by rank, with a scale each."""
         return self._sent(self._joined_of, part, phase)
 
-    def own_tensors_of_mean(self, rows: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
-        """Of the mean of (ranks, numbers) this rank's row, with a scale for each tensor in it."""
-        return self._sent(lambda values, rank: mean_of_tensors(values, rank, pieces), rows, phase)
+    def own_tensors_of_mean(self, values: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
+        """Of tensors that lie behind each other by their ranks the mean of this rank's, with a scale for each."""
+        return self._sent(lambda own, rank: mean_of_tensors(own, rank, pieces), values, phase)
 
     def joined_tensors(self, part: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
         """Everybody's parts, by rank, with a scale for each tensor in them."""
@@ -256,7 +275,7 @@ class WireWitness:
 
     def look(self, own: Tensor, got: Tensor, program: OfRank) -> None:
         """All ranks look at every exchange: they ask each other."""
-        everybody = RankGroup(self._group).everybodys(own)
+        everybody = _of_any_length(own, self._group)
         wanted = simulated([program(one, rank) for rank, one in enumerate(everybody)])[self._group.rank()]
         wrong = int((got != wanted).sum())
         if wrong and not self._wrong:
@@ -264,6 +283,13 @@ class WireWitness:
 
     def mistake(self) -> str:
         return first_of_all(self._wrong, self._group)
+
+
+def _of_any_length(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Everybody's vector, which may have another length."""
+    lengths = said_by_all(len(own), group)
+    padded = torch.nn.functional.pad(own, (0, max(lengths) - len(own)))
+    return [one[:length] for one, length in zip(RankGroup(group).everybodys(padded), lengths, strict=True)]
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -64,9 +64,10 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
     What a rank sends of one is what a ring sends, which a backend need not take.
     """
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, again: bool = True) -> None:
+        """With `again` it can be sent again, for which tensors as large are kept."""
         super().__init__()
-        self._rank = rank
+        self._rank, self._keeps = rank, again
         self._calls: Counter[tuple[str, str]] = Counter()
         self._bytes: dict[tuple[str, str], float] = defaultdict(float)
         self._again: list[tuple[Any, Any]] = []
@@ -76,7 +77,7 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.name().partition(".")[0]
             self._count(name, args)
-            if name not in _SENDS_NOTHING:
+            if self._keeps and name not in _SENDS_NOTHING:
                 self._again.append((func, tree_map_only(Tensor, torch.zeros_like, args)))
         return func(*args, **named)
 

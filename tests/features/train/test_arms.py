@@ -126,6 +126,7 @@ def test_what_a_device_refuses_is_an_arm_with_the_reason() -> None:
 
 DDP = TrainerSettings(parallel="ddp")
 TP = TrainerSettings(parallel="tp")
+SP = replace(TP, parallel="sp")
 REFUSED: dict[str, dict[str, Any]] = {
     "unknown dtype 'fb8'. Did you mean 'fp8'": {"dtypes": ("bf16", "fb8")},
     "unknown dtype 'bf61'. Did you mean 'bf16'": {"reference": "bf61"},
@@ -148,12 +149,32 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--checkpointing blocks is for --arch gpt and moe": {
         "settings": TrainerSettings(arch="mlp"), "sweep": (("checkpointing", ("no", "blocks")),),
     },
-    "--ranks 2 does not say how they train together. Add --parallel ddp or fsdp or tp": {"ranks": 2},
+    "--ranks 2 does not say how they train together. Add --parallel ddp or zero or fsdp or tp or sp": {"ranks": 2},
     "--parallel tp cannot cut nano for --ranks 3: ": {"ranks": 3, "settings": TP},
     "--arch mlp does not go with --parallel tp: heads": {"ranks": 2, "settings": replace(TP, arch="mlp")},
     "--arch moe does not go with --parallel tp: heads": {"ranks": 2, "settings": replace(TP, arch="moe")},
     "--gradients bf16 does not go with --parallel tp: ": {"ranks": 2, "settings": replace(TP, gradients="bf16")},
     "--compile yes does not go with --parallel tp: sums": {"ranks": 2, "settings": replace(TP, compile="yes")},
+    "--compile yes does not go with --parallel zero: a compiled graph has weights that are taken away": {
+        "ranks": 2, "settings": replace(DDP, parallel="zero", compile="yes", amax_group="own"),
+    },
+    "--wire is about several ranks, and there is one.": {"sweep": (("wire", ("bf16",)),)},
+    "--wire has no effect: it is of --parallel zero or sp, and that is ddp": {
+        "ranks": 2, "settings": replace(DDP, wire="fp8"),
+    },
+    "--sweep wire: wire must be one of fp32, bf16, fp8, got 'fp9'": {
+        "ranks": 2, "settings": SP, "sweep": (("wire", ("fp9",)),),
+    },
+    "--dropout 0.1 does not go with --parallel sp: ranks have other tokens": {
+        "ranks": 2, "settings": replace(SP, dropout=0.1),
+    },
+    "--parallel sp cannot cut nano for --ranks 2: 95 tokens have no equal share": {
+        "ranks": 2, "settings": replace(SP, sequence=95),
+    },
+    "--precision-map does not go with --parallel sp: what stands around products": {
+        "ranks": 2, "settings": replace(SP, precision_map=(("norm", "fp8"),)),
+    },
+    "--lora is for --arch gpt, by whole weights": {"ranks": 2, "settings": replace(SP, lora=2, weights_from="x")},
     "--parallel is about several ranks, and there is one. Add --ranks N": {"settings": DDP},
     "--amax-group is about several ranks, and there is one.": {"sweep": (("amax-group", ("own",)),)},
     "--no-isolation is of one process": {"ranks": 2, "settings": DDP, "isolation": False},
@@ -188,6 +209,17 @@ def test_what_several_ranks_can_train() -> None:
         assert not skips["fp8"] and ("is always a rank's own" in skips["nvfp4"]) is refused
     swept = TrainingRequest(("fp8", "bf16"), ranks=2, settings=DDP, sweep=(("amax-group", ("own", "parallel")),))
     assert [arm.name for arm in make_arms(swept, several)][4:] == ["fp8 amax-group=own", "fp8 amax-group=parallel"]
+
+
+@pytest.mark.parametrize("parallel", ["zero", "sp"])
+def test_arms_may_differ_by_the_wire_alone(parallel: str) -> None:
+    settings = replace(DDP, parallel=parallel, wire="bf16")
+    swept = (("wire", ("bf16", "fp8")),)
+    request = TrainingRequest(("bf16",), ranks=2, settings=settings, sweep=swept, bands=("none",))
+    check_training(request)
+    arms = make_arms(request, replace(CPU, ranks=2))
+    assert [arm.name for arm in arms] == ["bf16", "bf16 wire=fp8"]
+    assert [arm.taken(settings) for arm in arms] == [settings, replace(settings, wire="fp8")]
 
 
 def test_blocks_are_cut_where_a_ranks_share_of_them_is_one() -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from fp8bench.features.train.kind import start_training
+from fp8bench.features.train.page import page_of as report_of
 from fp8bench.features.train.values import (
     WATCHED_SECONDS,
+    WIRE_BYTES,
     Arm,
     KeptTraining,
     LayerReading,
@@ -18,9 +20,10 @@ from fp8bench.features.train.values import (
     StepRow,
     StreamLine,
 )
+from fp8bench.features.train.verdicts.summary import figures_of, summaries_of
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.features.train.view import page_of
-from fp8bench.report.elements import Text
+from fp8bench.report.elements import Table, Text
 from tests.commands import Say, unfolded
 from tests.learning_curves import training
 
@@ -42,6 +45,28 @@ def test_what_watching_took_is_said() -> None:
     bare = [one for one in lines if isinstance(one, StepRow)]
     page = page_of(KeptTraining(asked, tuple(bare), True, "steps.jsonl"), verdicts_of(asked, bare))
     assert not any("watched" in str(part) for part in page.parts)
+
+
+def test_what_a_rank_sends_is_told_beside_what_the_reference_sends() -> None:
+    """The whole of a step's operations, of the first step that was watched; in no table of one process."""
+    asked, lines = training(steps=30, seeds=1), list[StreamLine]()
+    wires = {"bf16": {"reduce bfloat16": 3000.0, "all_reduce float32": 96.0}, "fp8": {"all_to_all uint8": 1548.0}}
+    for arm, wire in wires.items():
+        lines.append(StepRow(arm, 0, 0, 2.0, 1e-3, 1.0, 0.0, 8.0, 1e-3, 1.0, 32, 0.0))
+        lines += [StepFigure(arm, 0, step, WIRE_BYTES, size, of) for step in (0, 10) for of, size in wire.items()]
+    kept, found = KeptTraining(asked, tuple(lines), True, "steps.jsonl"), verdicts_of(asked, lines)
+    for page in (page_of(kept, found), report_of(kept, found)):
+        (told,) = (one for part in page.parts for one in part.elements if isinstance(one, Table) and one.name == "wire")
+        rows = [[field.text for field in row] for row in told.rows]
+        each = [f"{size / asked.parameters:.4g}" for size in (3096, 1548)]
+        assert rows == [
+            ["bf16", "3.02 KiB", each[0], "100.0%", "reduce bfloat16 2.93 KiB, all_reduce float32 96 B"],
+            ["fp8", "1.51 KiB", each[1], "50.0%", "all_to_all uint8 1.51 KiB"],
+        ]
+    figures = [figures_of(one, found)["wire_bytes"] for one in summaries_of(kept, found)]
+    assert [one for one in figures if one] == [3096.0, 1548.0]
+    bare = replace(kept, lines=tuple(one for one in lines if isinstance(one, StepRow)))
+    assert not any(getattr(one, "name", "") == "wire" for part in page_of(bare, found).parts for one in part.elements)
 
 
 ARM = Arm("fp8-delayed", "fp8-delayed:formats=e4m3", native=False)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.nn.parallel.exchanges import RankGroup
+from fp8bench.numerics.rank_programs import AllGather, AllToAll, Handed, Largest, Program
 
 T = TypeVar("T")
 
@@ -83,11 +84,43 @@ class ThreadedGroup(RankGroup):
     def own_part(self, parts: Tensor) -> Tensor:
         return torch.stack(self._brought("scattered", parts)).sum(0)[self.rank]
 
+    def to_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        for one, owner in zip(tensors, owners, strict=True):
+            whole = torch.stack(self._brought("to_owners", one)).sum(0)
+            if owner == self.rank:
+                one.copy_(whole)
+
+    def from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        for one, owner in zip(tensors, owners, strict=True):
+            one.copy_(self._brought("from_owners", one)[owner])
+
     def _brought(self, what: str, x: Tensor) -> list[Tensor]:
         place = self.handle
         place.sent[what] = place.sent.get(what, 0) + x.numel() * x.element_size()
         with self.phase.communication:
             return [one.detach() for one in place.board.everybodys(place.number, x.detach().clone())]
+
+
+def on_board(place: Place, program: Program[T]) -> T:
+    """The result of a rank's program, whose exchanges go over the board."""
+    answer: Any = None
+    while True:
+        try:
+            exchange = program.send(answer)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        name = type(exchange).__name__
+        place.sent[name] = place.sent.get(name, 0) + int(exchange.sent(place.size()))
+        payloads = place.board.everybodys(place.number, exchange.payload)
+        if isinstance(exchange, Handed):
+            to = place.board.everybodys(place.number, torch.tensor(exchange.to))
+            answer = [own.split(some.tolist())[place.number] for own, some in zip(payloads, to, strict=True)]
+        elif isinstance(exchange, AllToAll):
+            answer = torch.stack([rows[place.number] for rows in payloads])
+        else:
+            assert isinstance(exchange, AllGather | Largest)
+            answer = payloads if isinstance(exchange, AllGather) else torch.stack(payloads).amax(0)
 
 
 def on_ranks(size: int, run: Callable[[Place], T]) -> list[T]:

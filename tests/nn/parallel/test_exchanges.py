@@ -51,8 +51,8 @@ def test_what_is_joined_has_a_scale_for_each_part() -> None:
             assert (one - part).norm() < ROUNDING * part.norm()
 
 
-# Of three owners the tensors, of very different sizes, the last of them what fills a row up.
-LENGTHS = ((5, 7, 21), (30, 3), (1, 1, 1, 30))
+# Of three owners the tensors, of very different sizes.
+LENGTHS = ((5, 7, 21), (30, 3), (1, 1, 1, 2))
 PIECES = [Pieces(some, 4) for some in LENGTHS]
 WIDE = [10.0**number for number in (-6, 4, 0, 2, -3, 5, -5, 1, 3)]
 
@@ -80,7 +80,7 @@ def test_each_gradient_is_a_mean_with_a_scale_of_its_own() -> None:
     """That of the largest magnitude over all ranks: codes of all are read by one scale."""
     brought = [tensors_of(rank) for rank in range(RANKS)]
     programs = [
-        mean_of_tensors(torch.stack([torch.cat(some) for some in own]), rank, PIECES)
+        mean_of_tensors(torch.cat([one for some in own for one in some]), rank, PIECES)
         for rank, own in enumerate(brought)
     ]
     for rank, found in enumerate(simulated(programs)):
@@ -95,6 +95,6 @@ def test_each_gradient_is_a_mean_with_a_scale_of_its_own() -> None:
 def test_a_tensor_that_is_not_finite_spoils_no_other() -> None:
     own = tensors_of(0)
     own[0][0][2] = float("nan")
-    rows = torch.stack([torch.cat(some) for some in own])
-    first, *others = simulated([mean_of_tensors(rows, rank, PIECES) for rank in range(RANKS)])
+    every = torch.cat([one for some in own for one in some])
+    first, *others = simulated([mean_of_tensors(every, rank, PIECES) for rank in range(RANKS)])
     assert first[:5].isnan().any() and first[5:].isfinite().all() and all(one.isfinite().all() for one in others)

@@ -16,7 +16,7 @@ from fp8bench.model import Case, Record, Request, Status
 from fp8bench.model.raw import Settings
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel.data_parallel import owners
+from fp8bench.nn.parallel.owned import owners
 from fp8bench.nn.parallel.ways import ScaleTraffic, scale_traffic_of_cuts
 from fp8bench.nn.sizes import SIZES
 from fp8bench.protocols import SilentObserver
@@ -90,8 +90,7 @@ def test_ranks_ask_for_scales_as_often_as_the_formula_says(tmp_path: Path, size:
         model = GPT(config, lambda name: PlainArithmetic(torch.float32), torch.float32)
         sizes = [parameter.numel() for parameter in model.parameters()]
         shares = [[n for n, own in zip(sizes, owners(sizes, size), strict=True) if own == rank] for rank in range(size)]
-        longest = max(map(sum, shares))
-        pieces = max(len(own) + (sum(own) < longest) for own in shares)  # what fills a row up is one more
+        pieces = max(map(len, shares))
         assert asked("zero", "fp8", wire="fp8") == (2, 12 * pieces * (size - 1))
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.train.request import PARAMETER_KINDS, TrainerSettings
+from fp8bench.features.train.request import CUT, PARAMETER_KINDS, WIRED, TrainerSettings
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.hardware import emulated, native, refused
 from fp8bench.formats.recipes import Recipe
@@ -103,8 +103,8 @@ def check(settings: TrainerSettings) -> None:
           "keeps means of rows and columns: choose fp32, or another optimizer.")),
         (settings.norm != "batch" and settings.arch != "cnn",
          f"--norm {settings.norm} is for --arch cnn: {settings.arch} has no batch norm. Leave it out."),
-        (settings.lora > 0 and (settings.arch != "gpt" or compiled or settings.parallel in ("tp", "fsdp")),
-         "--lora is for --arch gpt, by whole weights and op by op: no --compile yes, and no --parallel tp or fsdp."),
+        (settings.lora > 0 and (settings.arch != "gpt" or compiled or settings.parallel in ("fsdp", *CUT)),
+         "--lora is for --arch gpt, by whole weights and op by op: no --compile yes, no --parallel fsdp, tp or sp."),
         (compiled and settings.arch == "moe",
          ("--compile yes cannot be had of --arch moe: how many tokens an expert has is known in the step alone. "
           "Choose --compile no.")),
@@ -126,7 +126,7 @@ _ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "decay": ("schedule", ("wsd",)), "patience": ("schedule", ("plateau",)), "drop": ("schedule", ("plateau",)),
     "scale_first": ("loss_scale", ("dynamic",)), "scale_factor": ("loss_scale", ("dynamic",)),
     "beta1": ("optimizer", ("adamw", "sgd", "lion")), "beta2": ("optimizer", ("adamw", "lion")),
-    "eps": ("optimizer", ("adamw", "adafactor")),
+    "eps": ("optimizer", ("adamw", "adafactor")), "wire": ("parallel", WIRED),
 }  # fmt: skip
 
 
@@ -148,9 +148,10 @@ def _around(settings: TrainerSettings) -> list[str]:
 
 
 def check_ranks(settings: TrainerSettings, ranks: int) -> None:
-    given, cut, sharded = settings, settings.parallel == "tp", settings.parallel == "fsdp"
+    given, cut, sharded = settings, settings.parallel in CUT, settings.parallel == "fsdp"
+    way = f"--parallel {given.parallel}"
     shared, compiled = not cut and given.amax_group != "own", given.compile == "yes"
-    batch = config_of(given, 1).batch
+    batch, rounded = config_of(given, 1).batch, any(precisions.get(word).carried_by for word in _around(given))
     if not cut and batch % ranks:
         raise UsageError(
             f"{ranks} ranks cannot share a micro-batch of {batch} equally. Give a --batch that is a multiple of "
@@ -158,35 +159,43 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
         )
     advice = "add --amax-group own, or leave it out"
     refusals = (
-        (cut and given.arch != "gpt", f"--arch {given.arch}", "--parallel tp",
+        (cut and given.arch != "gpt", f"--arch {given.arch}", way,
          "heads and hidden features of gpt's blocks are what is cut. Choose --arch gpt"),
-        (cut and given.gradients != "fp32", f"--gradients {given.gradients}", "--parallel tp",
+        (cut and given.gradients != "fp32", f"--gradients {given.gradients}", way,
          "of a gradient that is cut a rank would have a scale of its own. Choose --gradients fp32"),
-        (cut and compiled, "--compile yes", "--parallel tp",
+        (cut and compiled, "--compile yes", way,
          "sums are sent between the parts of a block. Choose --compile no"),
+        (given.parallel == "sp" and given.dropout > 0, f"--dropout {given.dropout:g}", way,
+         "ranks have other tokens each, and would leave out the same places of them. Choose --dropout 0"),
+        (given.parallel == "sp" and rounded, "--precision-map", way,
+         "what stands around products is rounded by the magnitudes of a rank's own tokens. Leave it out"),
         (given.arch == "cnn", "--arch cnn", "--ranks", "its batch norm would know a rank's own part of a batch alone"),
         (given.gradients != "fp32", f"--gradients {given.gradients}", "--ranks",
          "what ranks average are float32 gradients"),
-        (compiled and sharded, "--compile yes", "--parallel fsdp",
+        (compiled and (sharded or given.parallel == "zero"), "--compile yes", way,
          "a compiled graph has weights that are taken away between two steps"),
         (shared and given.arch == "moe", "--arch moe", "--ranks",
          f"experts cast on some ranks and not on others, so that no largest magnitude is that of all: {advice}"),
-        (cut and given.master == "bf16-stochastic", f"--master {given.master}", "--parallel tp",
+        (cut and given.master == "bf16-stochastic", f"--master {given.master}", way,
          "weights that all ranks have would be rounded in other ways on each. Choose another master"),
-        ((cut or sharded) and given.optimizer == "adafactor", "--optimizer adafactor", f"--parallel {given.parallel}",
+        ((cut or sharded) and given.optimizer == "adafactor", "--optimizer adafactor", way,
          "means of rows and columns are those of a whole weight, of which a rank has a part. Choose another one"),
-        ((cut or sharded) and given.updates == "fp8", "--updates fp8", f"--parallel {given.parallel}",
+        ((cut or sharded) and given.updates == "fp8", "--updates fp8", way,
          "its scale is that of a whole weight's update, of which a rank has a part. Choose bf16"),
-        (shared and any(precisions.get(word).carried_by for word in _around(given)), "--precision-map", "--ranks",
+        (shared and rounded, "--precision-map", "--ranks",
          f"what stands around products is rounded by a rank's own magnitudes: {advice}"),
         (shared and compiled, "--compile yes", "--ranks",
          f"the largest magnitudes of all ranks are sent between casts: {advice}"),
     )  # fmt: skip
-    for wrong, option, way, why in refusals:
+    for wrong, option, other, why in refusals:
         if wrong:
-            raise UsageError(f"{option} does not go with {way}: {why}.")
-    if cut and (why := uncuttable(config_of(given, 1), ranks)):
-        raise UsageError(f"--parallel tp cannot cut {given.model} for --ranks {ranks}: {why}, or fewer ranks.")
+            raise UsageError(f"{option} does not go with {other}: {why}.")
+    config = config_of(given, 1)
+    why = uncuttable(config, ranks) if cut else ""
+    if given.parallel == "sp" and config.sequence % ranks:
+        why = f"{config.sequence} tokens have no equal share for each of {ranks} ranks: choose another --sequence"
+    if why:
+        raise UsageError(f"{way} cannot cut {given.model} for --ranks {ranks}: {why}, or fewer ranks.")
 
 
 def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
@@ -200,9 +209,10 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
         return refused(
             f"the scale that {precision.mode} has of a whole tensor is always a rank's own: choose --amax-group own"
         )
-    cut = settings.parallel == "tp" and facts.ranks > 1
+    cut = settings.parallel in CUT and facts.ranks > 1
     if cut and precision.whole_layers:
-        return refused(f"layers of {precision.mode} are a library's own, and --parallel tp cannot cut them")
+        way = f"--parallel {settings.parallel}"
+        return refused(f"layers of {precision.mode} are a library's own, and {way} cannot cut them")
     if settings.compile == "yes" and precision.remembers and found.level is not Level.REFUSED:
         return refused(
             f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: choose "

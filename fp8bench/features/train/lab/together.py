@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.features.train.lab.optimizer import Gradients, gradient_of
-from fp8bench.features.train.request import TrainerSettings
-from fp8bench.model import DeviceFacts
 from fp8bench.nn.gpt import GPT, LanguageModel
 from fp8bench.nn.moments import bucketed
 from fp8bench.nn.parallel.exchanges import RankGroup
@@ -37,12 +36,14 @@ _DIGESTED_ELEMENTS = 1 << 20
 _ROUNDING = 2.0**-16
 
 
+T = TypeVar("T")
+
+
 class Alone:
     """There are no others. The batch is cut into `shares` parts, and `share` is this rank's."""
 
     shares = 1
-    share = 0
-
+    share = rank = 0
     shares_scales = False
 
     def scaled(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
@@ -76,6 +77,10 @@ class Alone:
         """Of whole parameters, or what is like them, from those of what this rank has of each; in their order."""
         return list(own)
 
+    def mine(self, some: Sequence[T]) -> list[T]:
+        """Of what there is for each parameter that of those which this rank keeps."""
+        return list(some)
+
     def common(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
         """Those that all ranks must have alike."""
         return list(parameters.values())
@@ -89,7 +94,7 @@ class Together(Alone):
     """Several ranks, which are a group."""
 
     def __init__(self, group: RankGroup, own_amax: bool) -> None:
-        self._group, self.shares_scales = group, not own_amax
+        self._group, self.rank, self.shares_scales = group, group.rank, not own_amax
 
     def _over_ranks(self, amax: Tensor) -> Tensor:
         """Infinite where it is NaN on any rank: a maximum of several need not keep that."""
@@ -257,8 +262,11 @@ class TensorParallel(Together):
         has that: later on nobody does."""
         assert isinstance(model, GPT)
         whole = self._bits(model)
-        share_blocks(model, self._config, self._group)
+        self._share(model)
         self._incomplete = not torch.equal(self._group.added(self._bits(model)), whole)
+
+    def _share(self, model: GPT) -> None:
+        share_blocks(model, self._config, self._group)
 
     def _bits(self, model: GPT) -> Tensor:
         """Of each parameter that is cut the sum of all its bits, as numbers."""
@@ -288,13 +296,3 @@ class TensorParallel(Together):
 
     def faults(self) -> tuple[str, ...]:
         return ("has a share of the model that does not make it whole with the others'",) if self._incomplete else ()
-
-
-def together_of(settings: TrainerSettings, config: GPTConfig, facts: DeviceFacts) -> Alone:
-    if facts.ranks == 1:
-        return Alone()
-    assert dist.group.WORLD is not None
-    group, own_amax = RankGroup(dist.group.WORLD), settings.amax_group == "own"
-    if settings.parallel == "tp":
-        return TensorParallel(group, config, own_amax)
-    return (FullySharded if settings.parallel == "fsdp" else DataParallel)(group, own_amax)

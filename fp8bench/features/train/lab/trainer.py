@@ -18,12 +18,14 @@ from fp8bench.features.train.lab.fine_tuning import begin_as_asked, frozen_in, s
 from fp8bench.features.train.lab.optimizer import Optimizer, clippings_of, joint, own_seed, seed_of
 from fp8bench.features.train.lab.rates import Plateau, group_of, loss_scale_of, share_of_rate
 from fp8bench.features.train.lab.scores import Scores
-from fp8bench.features.train.lab.together import digest_of, together_of
+from fp8bench.features.train.lab.together import digest_of
 from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, whole_words
+from fp8bench.features.train.lab.ways import together_of
 from fp8bench.features.train.values import (
     FALLBACK,
     NOT_FINITE,
     WATCHED_SECONDS,
+    WIRE_BYTES,
     Arm,
     ArmState,
     SeedTask,
@@ -36,6 +38,7 @@ from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.nn.around import take_around
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
 from fp8bench.nn.gpt import Forward, LanguageModel, compiled
+from fp8bench.nn.parallel.wire import StepWire
 from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role, SilentPhases, WatchedArithmetic, key_of
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
@@ -199,7 +202,7 @@ class Trainer:
         started = time.perf_counter()
         scale, before = self._loss_scale.scale, self._remembered()
         rate = self._rate_now()
-        with self._present(phase), self._watching(watched) as seen:
+        with self._counting(watched) as wire, self._present(phase), self._watching(watched) as seen:
             loss = self._losses(scale, phase)
             self.together.average(self._optimizer.gradients, phase)
             norms = self.together.norms(self._optimizer.gradients.norms())
@@ -208,11 +211,11 @@ class Trainer:
             clippings, clipping = clippings_of(norms, norm, scale, self._settings.clip, self._clipped)
             self._optimizer.weights.draws(seed_of("round", self._seed, self.step))
             with phase.optimizer_step:
-                self._optimizer.step(rate, [each * scale for each in clippings], skip)
-            count = len(self._optimizer.update_norms)
+                self._optimizer.step(rate, [each * scale for each in self.together.mine(clippings)], skip)
             norms = self.together.norms([*self._optimizer.update_norms, *self._optimizer.weight_norms])
-            moved, size = norms[:count], norms[count:]
+            moved, size = norms[: len(clippings)], norms[len(clippings) :]
             numbers = torch.stack([loss, norm, clipping, joint(moved), joint(size)]).tolist()  # the one wait of a step
+            sent = () if wire is None else wire.sent(self.together.rank)  # what a watched step sends more is no step's
             if seen is not None:
                 self.together.updated(phase)
                 seen.updated(*(dict(zip(self._parameters, one, strict=True)) for one in (moved, size)))
@@ -223,6 +226,8 @@ class Trainer:
             yield from self._watch.lines(self.step, seen)
             whole = time.perf_counter() - started
             yield StepFigure(row.arm, row.seed, row.step, WATCHED_SECONDS, whole)
+            for one in sent:
+                yield StepFigure(row.arm, row.seed, row.step, WIRE_BYTES, one.bytes, f"{one.operation} {one.dtype}")
         self._loss_scale.seen(not row.skipped)
         if row.skipped or not math.isfinite(row.parameter_norm):
             yield from self._answered(row, before)
@@ -279,6 +284,11 @@ class Trainer:
     def _watching(self, watched: bool) -> AbstractContextManager[WatchedStep | None]:
         watched = watched and self.step % self._task.stride == 0
         return self._watch.step(self._settings.micro_batches) if watched else nullcontext()
+
+    def _counting(self, watched: bool) -> AbstractContextManager[StepWire | None]:
+        """Sees what a watched step sends to other ranks."""
+        counts = watched and self._task.facts.ranks > 1 and self.step % self._task.stride == 0
+        return StepWire(self.together.rank, again=False) if counts else nullcontext()
 
     def _losses(self, scale: float, phase: Phases = _SILENT) -> Tensor:
         self._optimizer.gradients.begin()

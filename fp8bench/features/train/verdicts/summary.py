@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fp8bench.analysis.energy import LEAST_WINDOWS, Range, energy_samples
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
+    WIRE_BYTES,
     Arm,
     ArmCost,
     ArmRole,
@@ -30,7 +31,8 @@ class ArmSummary:
 
     `tokens_per_second` is by the median step, None for an emulated arm. `peak_memory` is that of the arm alone, and
     `device_peak_memory` what it would be where hardware keeps the formats; other seeds and the repeat of the reference
-    take what it takes, and have neither `capacity` nor `energy`. `events` is None
+    take what it takes, and have neither `capacity` nor `energy`. `wire` is what a rank sends in a step, in bytes by
+    operation and dtype, of several ranks. `events` is None
     for an arm without a step, `said` for the reference and its bands. `steps` are those of all seeds.
     """
 
@@ -42,6 +44,7 @@ class ArmSummary:
     bytes_per_parameter: float | None
     peak_memory: int | None
     device_peak_memory: int | None
+    wire: Mapping[str, float]
     capacity: Capacity | None
     energy: TrainedEnergy | None
     events: int | None
@@ -62,6 +65,7 @@ def summaries_of(
     }  # fmt: skip
     lead = next(arm.name for arm in kept.training.arms if arm.role is ArmRole.REFERENCE)
     energies = energies_of(kept, found)
+    sent: dict[str, dict[tuple[int, int], dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     events, sizes, paces = Counter[str](), defaultdict[str, dict[int, float]](dict), defaultdict[str, list[float]](list)
     for line in kept.lines:
         if isinstance(line, StepRow):
@@ -71,6 +75,8 @@ def summaries_of(
             events[line.arm] += 1
         elif isinstance(line, StepFigure) and line.name == BYTES_PER_PARAMETER:
             sizes[line.arm][line.seed] = sizes[line.arm].get(line.seed, 0.0) + line.value
+        elif isinstance(line, StepFigure) and line.name == WIRE_BYTES:
+            sent[line.arm][line.seed, line.step][line.layer] = line.value
     summaries = []
     for arm in kept.training.arms:
         own = [curve for (name, _), curve in curves.items() if name == arm.name]
@@ -84,6 +90,7 @@ def summaries_of(
             bytes_per_parameter=kept_bytes.get(arm.name, next(iter(sizes[arm.name].values()), None)),
             peak_memory=memory.peak if memory else None,
             device_peak_memory=memory.on_device if memory else None,
+            wire=next(iter(sent[arm.name].values()), {}),
             capacity=capacities.get(arm.name),
             energy=energies.get(arm.name),
             events=events[arm.name] if own else None,
@@ -111,6 +118,7 @@ def figures_of(summary: ArmSummary, found: TrainingVerdicts) -> dict[str, float 
         "tokens_per_second": summary.tokens_per_second, **_interval("speed_to_same_loss", speed),
         "bytes_per_parameter": summary.bytes_per_parameter, "peak_memory": summary.peak_memory,
         "device_peak_memory": summary.device_peak_memory,
+        "wire_bytes": math.fsum(summary.wire.values()) if summary.wire else None,
         "largest_batch": summary.capacity.batch if summary.capacity else None,
         "joules_per_step": energy.joules.middle if energy and energy.joules else None,
         **_interval("energy_to_same_loss", energy.to_loss if energy else None),

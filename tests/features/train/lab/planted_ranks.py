@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 
+from fp8bench.features.train.lab.sequence_parallel import SequenceParallel
 from fp8bench.features.train.lab.together import DataParallel, FullySharded, TensorParallel
 from fp8bench.features.train.lab.trainer import Trainer
+from fp8bench.features.train.lab.zero import ZeroTensors
 from fp8bench.features.train.values import Arm, SeedTask, StreamLine
+from fp8bench.nn.parallel.exchanges import RankGroup
 from fp8bench.nn.sizes import SIZES
 from fp8bench.nn.tensor_scales import backward_is_running
+from fp8bench.numerics import fp8_reduce
 from tests.features.train.lab.labs import TINY
 from tests.features.train.lab.plants import (
     AVERAGE,
@@ -34,6 +38,7 @@ from tests.features.train.lab.plants import (
     SWAP,
     TEXT,
     WEIGHTS,
+    WIRE,
 )
 
 _RANK = int(os.environ.get("RANK", "0"))
@@ -61,6 +66,24 @@ def _begun(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
         _spoil_average(self)
     if planted in (NAN_IN_OUTPUT, NAN_IN_GRADIENT):
         _spoil_step(self, planted == NAN_IN_OUTPUT)
+    if planted == WIRE:
+        _spoil_wire(self)
+
+
+def _spoil_wire(self: Trainer) -> None:
+    """What it sends in FP8 is by twice the scale that its values ask for."""
+    together: Any = self.together
+    wire = together._owned.fp8 if isinstance(together, ZeroTensors) else together.stream.wire
+    own, result = fp8_reduce.largest_scale, wire._result
+
+    def wrong(*given: Any) -> Any:
+        fp8_reduce.largest_scale = lambda amax: own(amax) * 2
+        try:
+            return result(*given)
+        finally:
+            fp8_reduce.largest_scale = own
+
+    wire._result = wrong
 
 
 def _double(kind: type[DataParallel] | type[TensorParallel]) -> None:
@@ -79,8 +102,10 @@ def _swapped(self: FullySharded, parameters: Any) -> Any:
 
 def _misplaced(self: TensorParallel, model: Any) -> None:
     """It takes the share of rank 0."""
-    self._group.rank = 0
+    shared = getattr(self, "stream", self._group)
+    place, shared.rank = shared.rank, 0
     _take(self, model)
+    shared.rank = place
 
 
 def _spoil_weights(self: Trainer) -> None:
@@ -100,6 +125,15 @@ def _spoil_weights(self: Trainer) -> None:
 def _spoil_average(self: Trainer) -> None:
     """In one step it takes its own gradients for those of all."""
     together = self.together
+    if isinstance(together, SequenceParallel):
+        summed = RankGroup.own_part
+
+        def alone(group: RankGroup, parts: torch.Tensor) -> torch.Tensor:
+            whole = summed(group, parts)
+            return parts[group.rank] if self.step == KILLED_AT and backward_is_running() else whole
+
+        RankGroup.own_part = alone  # type: ignore[method-assign]
+        return
     if isinstance(together, TensorParallel):
         added = together._group.added
 
@@ -110,6 +144,16 @@ def _spoil_average(self: Trainer) -> None:
         together._group.added = own  # type: ignore[method-assign]
         return
     assert isinstance(together, DataParallel)
+    if isinstance(together, ZeroTensors):
+        means = together._owned.means
+
+        def by_itself(gradients: Any, phase: Any) -> Any:
+            own = [one.clone() for one in together.mine(gradients)]
+            found = means(gradients, phase)
+            return own if self.step == KILLED_AT else found
+
+        together._owned.means = by_itself  # type: ignore[method-assign]
+        return
     if isinstance(together, FullySharded):
         scattered = together._group.own_part
 
