@@ -33,12 +33,16 @@ MODES = tuple(dict.fromkeys((*precisions.names(), *test_modes.MODES, "fp8:gw=bf1
 AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "accumulate": {"micro_batches": ("2",), "tensors": ("2",)},
     "attention": {"sequence": ("1024",), "part": ("layer",), "key_heads": ("4",)},
-    "cast": {"role": ("input", "gradient")},
+    "cast": {"role": ("input", "gradient"), "layout": ("contiguous", "transposed", "strided")},
     "conv": {"channels": ("256",)},
     "data": {"batch": ("4",), "record": ("4096",)},
     "decode": {"batch": ("1", "16"), "context": ("4096",)},
     "diffusion": {"denoiser": ("dit",), "layers": ("1",), "steps": ("2",)},
-    "gemm": {"shape": ("1x8192x8192", "16384x2048x4096", "1000"), "product": tuple(sizes.PRODUCTS)},
+    "gemm": {
+        "shape": ("1x8192x8192", "16384x2048x4096", "1000"),
+        "product": tuple(sizes.PRODUCTS),
+        "layout": ("contiguous", "strided/transposed"),
+    },
     "learning": {},
     "mlp": {"gated": ("yes",)},
     "moe": {
