@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from fp8bench.model import (
     Case,
     DeviceFacts,
+    Measurement,
     MemoryUse,
     OperatorTime,
     Products,
@@ -97,6 +98,18 @@ class UntimedPasses:
 
         with self._apart(case, facts) as (workload, device, setup):
             found = shares_of_step(workload, setup(), device)
+        gc.collect(1)
+        device.empty_cache()
+        return found
+
+    def counters(
+        self, case: Case, facts: DeviceFacts, unprobed: str
+    ) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
+        """What a step asks of allocators and of the processor; `unprobed` says why no probe was made."""
+        from fp8bench.worker.step_counters import counters_of_step
+
+        with self._apart(case, facts) as (workload, device, setup):
+            found = counters_of_step(workload, setup(), device, facts.index, unprobed)
         gc.collect(1)
         device.empty_cache()
         return found

@@ -50,7 +50,7 @@ CONFIGURED = {
     "--grid", "--trace", "--tensorboard", "--wandb", "--html", "--md",
     "--csv-wide", "--open", "--no-report", "--static-scales", "--scales-from", "--refresh-scales", "--saturation-bound",
     "--energy", "--no-energy", "--sustained", "--max-batch", "--memory-limit", "--explain", "--backend", "--tape",
-    "--shares",
+    "--shares", "--counters",
     "--ranks", "--sessions", "--apart",
 }  # fmt: skip
 OPTIONS = {
