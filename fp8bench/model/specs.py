@@ -383,6 +383,7 @@ for _name, _unit, _words in (
     ("rows_median", "count", "of the same"),
     ("layers_that_agree", "count", "ahead of the first whose router chooses other experts than an exact one"),
     ("evaluations", "count", "of the denoiser, in all steps of a sampler"),
+    ("mean_depth", "count", "blocks that a row takes until it leaves, in the mean"),
 ):
     _show = "{:g}".format if _unit == "count" else None
     _row(_name, _unit, _words, better=_NO, page="suites.md", show=_show, **_OF_WORKLOADS)

@@ -38,6 +38,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "data": {"batch": ("4",), "record": ("4096",)},
     "decode": {"batch": ("1", "16"), "context": ("4096",)},
     "diffusion": {"denoiser": ("dit",), "layers": ("1",), "steps": ("2",)},
+    "early_exit": {"tokens": ("256",), "width": ("256",), "hidden": ("512",), "exits": ("held",)},
     "gemm": {
         "shape": ("1x8192x8192", "16384x2048x4096", "1000"),
         "product": tuple(sizes.PRODUCTS),
