@@ -6,8 +6,9 @@ and to no precision, and by a schedule that is made ahead, whatever the data.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,33 +91,23 @@ def sureness(logits: Tensor) -> Tensor:
     return wide.softmax(-1).amax(-1)
 
 
-def _stays(rows: int, leaving: float) -> int:
-    """How many of a block's rows go on; fewer than there are."""
-    return math.ceil((rows - 1) * (1 - leaving))
+def scheduled_exits(rows: Sequence[int], seed: int, device: torch.device) -> Exits:
+    """Of the rows of each block as many stay as the next one has, drawn from the seed."""
+    generator: torch.Generator = torch.Generator("cpu").manual_seed(seed)
+    pairs = itertools.pairwise(rows)
+    drawn = (torch.randperm(before, generator=generator)[:after].sort().values for before, after in pairs)
+    return Exits(staying=tuple(one.to(device) for one in drawn))
 
 
-def scheduled_exits(rows: int, depth: int, leaving: float, seed: int, device: torch.device) -> Exits:
-    """As many rows leave behind each block as in the exact pass, drawn from the seed."""
-    generator, staying = torch.Generator().manual_seed(seed), []
-    for _ in range(depth - 1):
-        rows, before = _stays(rows, leaving), rows
-        staying.append(torch.randperm(before, generator=generator)[:rows].sort().values.to(device))
-        if not rows:
-            break
-    return Exits(staying=tuple(staying))
-
-
-def own_exits(exact: EarlyExit, x: Tensor, leaving: float) -> Exits:
-    """The thresholds at which that share of the rows leaves in the exact pass."""
+def own_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Exits:
+    """The thresholds at which so many rows stay in the exact pass."""
     thresholds: list[float] = []
     here = torch.arange(len(x), device=x.device)
     with torch.no_grad():
-        for rows, logits in exact.walk(x, SilentPhases()):
-            sure = sureness(logits[torch.isin(rows, here)])
-            if not len(sure):
-                break
-            ordered, stays = sure.sort().values, _stays(len(sure), leaving)
+        for stays, (at, logits) in zip(rows[1:], exact.walk(x, SilentPhases()), strict=False):
+            sure = sureness(logits[torch.isin(at, here)])
+            ordered = sure.sort().values
             # Half-way between two rows: no rounding of either moves it to the other side.
             thresholds.append(float(ordered[stays - 1] + ordered[stays]) / 2 if stays else 0.0)
             here = here[sure < thresholds[-1]]
-    return Exits((*thresholds, *[math.inf] * (len(exact.blocks) - len(thresholds))))
+    return Exits((*thresholds, *[math.inf] * (len(exact.blocks) - 1 - len(thresholds))))

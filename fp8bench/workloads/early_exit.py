@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
@@ -22,6 +24,14 @@ _HELD, _OWN = "held", "own"
 _MOST_PERCENT = 90
 
 
+def rows_of_blocks(params: Mapping[str, Scalar]) -> list[int]:
+    """How many rows each block has in the exact pass, as far as there are any."""
+    rows, share = [int(params["tokens"])], 1 - int(params["leaving"]) / 100
+    while len(rows) < int(params["depth"]) and rows[-1]:
+        rows.append(math.ceil((rows[-1] - 1) * share))
+    return rows
+
+
 @workloads.register("early_exit")
 class EarlyExits(LayerWorkload):
     """A classifier whose rows leave behind the first block that makes them sure.
@@ -30,7 +40,7 @@ class EarlyExits(LayerWorkload):
     exits are held by default: as many rows leave behind each block as in the exact pass, the same in every precision,
     which does the same products and gets a verdict. With exits=own each precision's rows take their own way, as they
     would in service: the host waits for how many are left, the tape tells the products of each, and where they are not
-    the reference's the case is labelled work-mismatch. No FLOPs are declared: nobody knows them ahead of the data.
+    the reference's the case is labelled work-mismatch. The FLOPs that are declared are the exact pass's.
     """
 
     name = "early_exit"
@@ -64,7 +74,8 @@ class EarlyExits(LayerWorkload):
         tokens, width, hidden, depth = (int(params[name]) for name in ("tokens", "width", "hidden", "depth"))
         # fp32 weights; rows in two bytes, the least of any carrier.
         least = 8.0 * depth * width * hidden + 2.0 * tokens * (2 * width + hidden)
-        return Work(tokens=tokens, least_memory=least)
+        flops = 2.0 * sum(rows_of_blocks(params)) * width * (2 * hidden + int(params["classes"]))
+        return Work(flops, tokens, least_memory=least)
 
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
         blocks = range(int(params["depth"]))
@@ -84,20 +95,22 @@ class EarlyExits(LayerWorkload):
         from fp8bench.nn.exercise import exercise
 
         params = dict(setup.case.params)
-        tokens, *sizes = (int(params[name]) for name in ("tokens", "width", "hidden", "depth", "classes"))
+        width, hidden, depth, classes = (int(params[name]) for name in ("width", "hidden", "depth", "classes"))
+        tokens = int(params["tokens"])
 
         def made(chosen: Choose, dtype: torch.dtype) -> Exercise:
-            return exercise(setup, lambda: EarlyExit(*sizes, chosen), [(tokens, sizes[0])], dtype, training=False)
+            build = partial(EarlyExit, width, hidden, depth, classes, chosen)
+            return exercise(setup, build, [(tokens, width)], dtype, training=False)
 
-        state, leaving, wide = made(choose, carrier), int(params["leaving"]) / 100, torch.float64
+        state, rows, wide = made(choose, carrier), rows_of_blocks(params), torch.float64
         assert isinstance(state.layer, EarlyExit)
         if params["exits"] == _HELD:
             device = state.inputs[0].device
-            state.layer.exits = scheduled_exits(tokens, int(params["depth"]), leaving, setup.seed, device)
+            state.layer.exits = scheduled_exits(rows, setup.seed, device)
             return state
         exact = state if carrier is wide else made(lambda name: PlainArithmetic(wide), wide)
         assert isinstance(exact.layer, EarlyExit)
-        state.layer.exits = own_exits(exact.layer, *exact.inputs, leaving)
+        state.layer.exits = own_exits(exact.layer, exact.inputs[0], rows)
         return state
 
     def error(self, setup: Setup) -> dict[str, float]:
