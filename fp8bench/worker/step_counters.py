@@ -20,6 +20,8 @@ from fp8bench.protocols import Device, Markers, Phases, Setup, SilentPhases, Tel
 from fp8bench.worker import perf_counters
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.switches import collected_by_hand
+from fp8bench.worker.tracing import STEPS as TRACED
+from fp8bench.worker.tracing import record
 
 STEPS = 8
 _WARM_UPS = 2
@@ -168,9 +170,6 @@ def _device(run: Callable[[Phases], None], device: Device, index: int) -> Told:
         after = device.allocations(index) or {}
         for name, spec in _OF_DEVICE.items():
             samples[spec].append(float(after.get(name, 0) - before.get(name, 0)))
-    from fp8bench.worker.tracing import STEPS as TRACED
-    from fp8bench.worker.tracing import record
-
     seconds = device_call_seconds(record(run, device.kind)["traceEvents"]) / TRACED
     measured = [Measurement(spec.name, spec.unit, tuple(counts)) for spec, counts in samples.items()]
     return (*measured, Measurement(specs.DEVICE_ALLOCATOR_TIME.name, "s", (seconds,))), ()
