@@ -128,11 +128,13 @@ def expected(case: Case, gpu: str) -> Counter[tuple[str, str, str]]:
     experts = 2 * (1 if case.precision in GROUPED else int(params.get("experts", 0)))
     layers = {"attention": 2, "conv": 2, "learning": 8, "mlp": 2, "moe": experts, "transformer": of_model}
     layers |= dict.fromkeys(SERVED, 4 * BLOCKS)
+    layers["early_exit"] = 2 * int(params.get("depth", 0))
     # Convolutions as matrices where operands are rotated; blocks of both, and what is between them.
     layers["vision"] = {"resnet": 4, "vit": 4, "two-input": 9}.get(str(params.get("model")), 0)
     layers["diffusion"] = 4 * int(params.get("steps", 0))
     for product, roles in sizes.PRODUCTS.items():
-        if (case.workload in (*SERVED, "diffusion") or params.get("pass") == "decode") and product != "forward":
+        forward = case.workload in (*SERVED, "diffusion", "early_exit") or params.get("pass") == "decode"
+        if forward and product != "forward":
             continue
         count = int(params["product"] == product) if case.workload == "gemm" else layers.get(case.workload, 0)
         if product == "forward" and params.get("checkpointing") == "blocks":
