@@ -62,11 +62,11 @@ def compare(
 ) -> CommandResult: ...
 def duel(
     suite: str, *, python_a: str | None = None, python_b: str | None = None, against: str | None = None,
-    against_self: str | None = None, dtypes: str | Iterable[str] = ..., devices: str | Iterable[str] = ...,
-    set: Mapping[str, object] = ..., data: str | None = None, imports: str | Iterable[str] = ...,
-    sessions: int | None = None, quick: bool = False, budget: float | None = None, rounds: int | None = None,
-    seed: int = 0, threads: int = 1, case_timeout: float | None = None, store: str | Path = ".fp8bench",
-    progress: bool = True
+    against_self: str | None = None, env_a: str | Iterable[str] = ..., env_b: str | Iterable[str] = ...,
+    dtypes: str | Iterable[str] = ..., devices: str | Iterable[str] = ..., set: Mapping[str, object] = ...,
+    data: str | None = None, imports: str | Iterable[str] = ..., sessions: int | None = None, quick: bool = False,
+    budget: float | None = None, rounds: int | None = None, seed: int = 0, threads: int = 1,
+    case_timeout: float | None = None, store: str | Path = ".fp8bench", progress: bool = True
 ) -> CommandResult: ...
 def gate(
     *sides: str, duel: str | None = None, against: str | None = None, config: str | Path | None = None,
@@ -85,7 +85,8 @@ def profile(
     budget: float | None = None, rounds: int | None = None, seed: int = 0, threads: int = 1,
     imports: str | Iterable[str] = ..., case_timeout: float | None = None, trace: str | Path | None = None,
     energy: bool = True, energy_of: Literal["step", "phases"] = "step", backend: str = "auto",
-    sustained: float | None = None, tape: bool = False, shares: bool = False, ranks: int | None = None
+    sustained: float | None = None, tape: bool = False, shares: bool = False, counters: bool = False,
+    ranks: int | None = None
 ) -> Run: ...
 def run(
     suite: str, *, sessions: int = 1, apart: float = 0.0, report: bool = True,
@@ -98,7 +99,8 @@ def run(
     static_scales: int | None = None, refresh_scales: int | None = None, saturation_bound: float | None = None,
     energy: bool = True, energy_of: Literal["step", "phases"] = "step", max_batch: bool = False,
     memory_limit: int | str | None = None, backend: str = "auto", sustained: float | None = None,
-    tape: bool = False, shares: bool = False, ranks: int | None = None, scales_from: str | None = None
+    tape: bool = False, shares: bool = False, counters: bool = False, ranks: int | None = None,
+    scales_from: str | None = None
 ) -> Run: ...
 def sensitivity(
     target: str | None = None, *, size: str | None = None, dtype: str = "fp8", reference: str | None = None,
@@ -119,7 +121,8 @@ def suite(
     static_scales: int | None = None, refresh_scales: int | None = None, saturation_bound: float | None = None,
     energy: bool = True, energy_of: Literal["step", "phases"] = "step", max_batch: bool = False,
     memory_limit: int | str | None = None, backend: str = "auto", sustained: float | None = None,
-    tape: bool = False, shares: bool = False, ranks: int | None = None, scales_from: str | None = None
+    tape: bool = False, shares: bool = False, counters: bool = False, ranks: int | None = None,
+    scales_from: str | None = None
 ) -> Run: ...
 def train(
     *, dtypes: str | Iterable[str] = ..., steps: int | None = None, seeds: int | None = None, quick: bool = False,

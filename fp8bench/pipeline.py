@@ -10,12 +10,13 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from fp8bench import __version__
 from fp8bench.analysis.verdicts import decided, fastest
@@ -25,6 +26,7 @@ from fp8bench.measure.arm import Quantisers, quantisers_for
 from fp8bench.measure.capacity import CapacityRule
 from fp8bench.measure.ceilings import SECONDS as CEILING_SECONDS
 from fp8bench.measure.ceilings import measures_ceilings
+from fp8bench.measure.counting_worker import CountingWorker, counting_worker
 from fp8bench.measure.device_watch import warm_up_limit
 from fp8bench.measure.environment import gather, load_in_words
 from fp8bench.measure.group import GroupMeasurement, Method
@@ -79,11 +81,11 @@ def execute(
     """
     start = time.monotonic()
     request = with_stored_scales(request, store)
-    with _ready(request, store) as (corpus, *workers), Meters(request.energy) as meters:
-        run = replace(_opened(request, corpus, workers[0], meters, command, folder), origin=origin)
+    with _ready(request, store) as (corpus, workers), Meters(request.energy) as meters:
+        run = replace(_opened(request, corpus, workers.timing, meters, command, folder), origin=origin)
         if cell is not None:
             run = replace(run, plan=of_cell(run.plan, cell[1]), cell=cell[0])
-            run = replace(run, bits=_bits(run, workers[0]), clock_ahead=clock_ahead(store))
+            run = replace(run, bits=_bits(run, workers.timing), clock_ahead=clock_ahead(store))
         observer.planned(run.plan)
         writer = start_run(run, store)
         if note:
@@ -105,9 +107,9 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         return False, run
     refuse_elsewhere(run)
     store = store_of(path) or store
-    with _ready(run.request, store) as (corpus, *workers), Meters(run.request.energy) as meters:
-        facts = workers[0].probe()
-        environment = gather(workers[0].software(), __version__, run.request.threads, run.request.imports)
+    with _ready(run.request, store) as (corpus, workers), Meters(run.request.energy) as meters:
+        facts = workers.timing.probe()
+        environment = gather(workers.timing.software(), __version__, run.request.threads, run.request.imports)
         plan = make_plan(run.request, facts, corpus.identity if corpus else None, has_reference_added(run.plan))
         plan = of_cell(plan, cell_of(run.plan.groups[0])) if run.cell else plan
         refuse_foreign(run, plan, facts, environment)
@@ -126,8 +128,8 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
     refuse_lost(run)
     refuse_elsewhere(run)
     request = replace(run.request, trace=None, isolation=True)
-    with _ready(request, store) as (corpus, *workers), Meters(request.energy) as meters:
-        opened = _opened(request, corpus, workers[0], meters, command, None, has_reference_added(run.plan))
+    with _ready(request, store) as (corpus, workers), Meters(request.energy) as meters:
+        opened = _opened(request, corpus, workers.timing, meters, command, None, has_reference_added(run.plan))
         again = replace(opened, origin=AGAIN)
         differs = foreign(run, again.plan, again.devices, again.environment)
         if differs:
@@ -143,17 +145,17 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
     """What a run would do, and on which devices; measures nothing."""
     request = with_stored_scales(request, store)
-    with _ready(request, store, write=False) as (corpus, worker, _):
-        facts = worker.probe()
+    with _ready(request, store, write=False) as (corpus, workers):
+        facts = workers.timing.probe()
     return make_plan(request, facts, corpus.identity if corpus else None), facts
 
 
 def _measure(
-    run: Run, groups: Sequence[Group], store: Path, writer: RunWriter, workers: Sequence[Worker], meters: Meters,
+    run: Run, groups: Sequence[Group], store: Path, writer: RunWriter, workers: Workers, meters: Meters,
     observer: Observer, start: float, sessions: Sessions = MappingProxyType({}),
 ) -> Run:  # fmt: skip
     """The groups one by one, each kept as soon as it is done."""
-    worker, other = workers
+    worker = workers.timing
     noted: set[str] = set()
     measured: list[Record] = []
     quantisers = quantisers_for(run.request.quick, os.environ)
@@ -167,8 +169,10 @@ def _measure(
                 writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
                 noted.add(stem)
             budget = share_of(run.request.budget, start, len(groups) - place)
-            untimed = _untimed(run, group, worker if group is groups[-1] else None, other)
-            done = _group(group, run, budget, worker, meters, observer, quantisers, ceilings, lost, untimed)
+            untimed = _untimed(run, group, worker if group is groups[-1] else None, workers.untimed)
+            done = _group(
+                group, run, budget, worker, meters, observer, quantisers, ceilings, lost, untimed, workers.counting
+            )
             known = with_reruns(done, run, store)
             measured += [replace(one, sessions=sessions.get(one.case.id, ())) for one in known]
             with held_back():
@@ -213,16 +217,24 @@ def _ceilings(
     return found
 
 
-@contextmanager
-def _ready(request: Request, store: Path, write: bool = True) -> Iterator[tuple[Corpus | None, Worker, Worker]]:
-    """The text, the worker that measures, and one that times nothing, in a process that nobody else measures in.
+class Workers(NamedTuple):
+    """The worker that measures, one that times nothing, and one that counts, where somebody asked for it."""
 
-    Neither is started before it is asked.
-    """
-    with claimed(request.isolation):
+    timing: Worker
+    untimed: Worker
+    counting: CountingWorker | None = None
+
+
+@contextmanager
+def _ready(request: Request, store: Path, write: bool = True) -> Iterator[tuple[Corpus | None, Workers]]:
+    """The text, and the workers, in a process that nobody else measures in. None is started before it is asked."""
+    with ExitStack() as stack:
+        stack.enter_context(claimed(request.isolation))
         corpus = _prepared(request, store, write)
-        with worker_for(request, corpus) as worker, worker_for(request, corpus) as other:
-            yield corpus, worker, other
+        timing, untimed = (stack.enter_context(worker_for(request, corpus)) for _ in range(2))
+        wanted = request.counters and write
+        counting = stack.enter_context(counting_worker(settings_of(request, corpus))) if wanted else None
+        yield corpus, Workers(timing, untimed, counting)
 
 
 def _prepared(request: Request, store: Path, write: bool) -> Corpus | None:
@@ -240,10 +252,14 @@ def _prepared(request: Request, store: Path, write: bool) -> Corpus | None:
     return prepare_corpus(request.data, store / "data", write) if reads_corpus(request) else None
 
 
+def settings_of(request: Request, corpus: Corpus | None) -> Settings:
+    return Settings(request.threads, request.seed, request.imports, corpus.path if corpus else None)
+
+
 @contextmanager
 def worker_for(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
     """The worker that a request asks for, closed at the end, whatever happens."""
-    settings = Settings(request.threads, request.seed, request.imports, corpus.path if corpus else None)
+    settings = settings_of(request, corpus)
     if request.ranks is not None:
         worker: Worker = RanksWorker(settings, request.ranks, case_timeout=request.case_timeout)
     else:
@@ -331,6 +347,7 @@ def share_of(budget: float | None, start: float, left: int) -> float | None:
 def _group(
     group: Group, run: Run, budget: float | None, worker: Worker, meters: Meters, observer: Observer,
     quantisers: Quantisers, ceilings: Mapping[str, Ceilings], lost: dict[str, str], untimed: Worker | None,
+    counting: CountingWorker | None,
 ) -> tuple[Record, ...]:  # fmt: skip
     request, facts = run.request, {device.key: device for device in run.devices}
     windows = window_rule_for(request) if request.ranks is None else None
@@ -356,4 +373,4 @@ def _group(
         shares=request.shares,
     )
     meter = meters.of(used) if used is not None else None
-    return GroupMeasurement(group, facts, worker, observer, method, meter, untimed).run()
+    return GroupMeasurement(group, facts, worker, observer, method, meter, untimed, counting).run()

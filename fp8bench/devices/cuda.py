@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -157,6 +157,11 @@ class Cuda(Gpu):
             words = next(iter(str(error).strip().splitlines()), "")
             raise CannotCapture(f"torch captured no graph of its step: {type(error).__name__}: {words}") from error
         return graph.replay
+
+    def allocations(self, index: int) -> Mapping[str, int] | None:
+        import torch
+
+        return None if any(name in os.environ for name in _UNCOUNTED) else torch.cuda.memory_stats(index)
 
     def retried(self, index: int) -> int | None:
         import torch

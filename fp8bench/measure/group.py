@@ -16,6 +16,7 @@ from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, Quantisers, guarding
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.ceilings import ceiling_of
+from fp8bench.measure.counting_worker import CountingWorker
 from fp8bench.measure.device_watch import Settler, Watch
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
@@ -69,6 +70,7 @@ class GroupMeasurement:
     _method: Method
     _meter: Meter | None = None
     _other: Worker | None = None
+    _counting: CountingWorker | None = None
 
     def __post_init__(self) -> None:
         # The order of rounds depends on the group, but not on its place in the run.
@@ -100,6 +102,9 @@ class GroupMeasurement:
             limits, rule = self._method.limits, self._method.capacity
             searching = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
             searching.search([one for one in self._outcomes if one.may_fit])
+        if self._counting is not None:
+            counting = Passes(self._counting, self._facts, self._method.limits, self._observer)
+            counting.counters(self._alive(), self._counting.why)
         if self._method.traces is not None:
             passes.traces(self._alive(), self._method.traces)
         self._look_at_operators(passes)

@@ -191,6 +191,16 @@ class Passes:
                     sent, overlap, scaling = parts
                     outcome.note(sent=sent, overlap=overlap, scaling=scaling)
 
+    def counters(self, outcomes: Sequence[CaseOutcome], unprobed: str) -> None:
+        """What steps ask of allocators and of the processor; `unprobed` says why the worker has no probe."""
+        for outcome in outcomes:
+            with self._asking(outcome, "counting allocations", "counters") as (bench, case, facts):
+                found, whys = bench.counters(case, facts, unprobed)
+                outcome.note(measurements=(*outcome.draft.measurements, *found))
+                for why in whys:
+                    outcome.lacks(why)
+        self.leave_gpus(outcomes)
+
     def effects(self, outcomes: Sequence[CaseOutcome]) -> None:
         for outcome in outcomes:
             if outcome.draft.effect is None and outcome.planned.work.setup_seconds:

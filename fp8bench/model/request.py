@@ -282,6 +282,12 @@ class Request:
     shares: bool = option(
         False, _FLAG, "also find what each kind of work and each module takes of a step, in an untimed pass"
     )
+    counters: bool = option(
+        False,
+        _FLAG,
+        "also count what a step asks of its allocators, with the time that takes, page faults and, where the kernel "
+        "lets them be counted, the processor's instructions, cycles and cache misses; in an untimed pass",
+    )
     ranks: int | None = option(
         None,
         whole_number(2, 1024),
@@ -302,6 +308,11 @@ class Request:
             raise UsageError(
                 "--case-timeout cannot be kept with --no-isolation: only a worker in a process of its own can be "
                 "ended. Leave one out."
+            )
+        if self.counters and not self.isolation:
+            raise UsageError(
+                "--counters puts a library ahead of the allocator of a worker of its own, and --no-isolation allows "
+                "none. Leave one of them out."
             )
         if self.memory_limit is not None and not self.max_batch:
             raise UsageError("--memory-limit goes with --max-batch, which was not given. Add it, or leave this out.")
@@ -326,7 +337,7 @@ class Request:
         alone = {
             "--no-isolation": not self.isolation, "--energy phases": self.energy_of == PHASE_ENERGY,
             "--sustained": self.sustained is not None, "--tape": self.tape, "--shares": self.shares,
-            "--max-batch": self.max_batch, "--trace": self.trace is not None,
+            "--max-batch": self.max_batch, "--counters": self.counters, "--trace": self.trace is not None,
         }  # fmt: skip
         for option, given in alone.items():
             if given:

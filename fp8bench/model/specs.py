@@ -195,6 +195,45 @@ RESIDENT_MEMORY = _row(
 )
 # Who else counts the memory of a step.
 MEMORY_COUNTERS = (RESERVED_MEMORY, PROCESS_MEMORY, RESIDENT_MEMORY)
+_COUNTER: dict[str, Any] = {"table": "counters", "page": "method.md#counters"}
+ALLOCATOR_TIME = _row(
+    "allocator_time", "s", "in calls of the host's allocator (malloc, free and the like), the whole process's; of the "
+    "step and of each phase; only with `--counters`, as all that follow", heading="in the allocator", **_COUNTER,
+)
+ALLOCATOR_CALLS = _row(
+    "allocator_calls", "count", "of these in a step", heading="calls of it", show=_exact(), **_COUNTER
+)
+ALLOCATED_BYTES = _row("allocated_bytes", "B", "that they asked for", heading="asked for", **_COUNTER)
+PAGE_FAULTS = _row(
+    "page_faults", "count", "pages of memory that a step touched first: the system clears each", heading="page faults",
+    show=_exact(), **_COUNTER,
+)
+DEVICE_ALLOCATIONS = _row(
+    "device_allocations", "count", "calls of a GPU's driver for memory that torch's allocator did not have",
+    heading="driver's allocations", show=_exact(), **_COUNTER,
+)
+ALLOCATION_RETRIES = _row(
+    "allocation_retries", "count", "of these that needed unused memory given back first", heading="retried",
+    show=_exact(), **_COUNTER,
+)
+DEVICE_ALLOCATOR_TIME = _row(
+    "device_allocator_time", "s", "in these calls, as torch's profiler tells them", heading="in them", **_COUNTER
+)
+_OF_PROCESSOR: dict[str, Any] = {"show": _exact(), **_COUNTER}
+INSTRUCTIONS = _row(
+    "instructions", "count", "of the thread that runs the steps, in user mode, as all that follow: by perf events, "
+    "where the kernel lets them be counted", heading="instructions", **_OF_PROCESSOR,
+)
+CYCLES = _row("cycles", "count", "of the processor's clock", heading="cycles", **_OF_PROCESSOR)
+CACHE_LOADS = _row("cache_loads", "count", "that reached the last cache", heading="loads (last cache)", **_OF_PROCESSOR)
+CACHE_LOAD_MISSES = _row(
+    "cache_load_misses", "count", "of these that it did not hold", heading="missed (last cache)", **_OF_PROCESSOR
+)
+CACHE_REFERENCES = _row(
+    "cache_references", "count", "by the kernel's own choice: of the last cache on Intel's, of L2 on AMD's processors",
+    heading="references", **_OF_PROCESSOR,
+)
+CACHE_MISSES = _row("cache_misses", "count", "of these", heading="missed", **_OF_PROCESSOR)
 WIRE_BYTES = _row(
     "wire_bytes", "B", "what a rank sends to others in a step", heading="wire",
     history="that a rank sends to others in a step", kept_where="ranks", page="distributed.md",
@@ -348,6 +387,7 @@ for _name, _unit, _words in (
     ("rows_median", "count", "of the same"),
     ("layers_that_agree", "count", "ahead of the first whose router chooses other experts than an exact one"),
     ("evaluations", "count", "of the denoiser, in all steps of a sampler"),
+    ("mean_depth", "count", "blocks that a row takes until it leaves, in the mean"),
 ):
     _show = "{:g}".format if _unit == "count" else None
     _row(_name, _unit, _words, better=_NO, page="suites.md", show=_show, **_OF_WORKLOADS)

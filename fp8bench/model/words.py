@@ -9,6 +9,7 @@ class Phase(StrEnum):
     """What a stretch of a step is for. Closed, so that workloads compare."""
 
     DATA_LOAD = "data_load"
+    DECODE = "decode"
     CAST = "cast"
     GEMM = "gemm"
     ATTENTION = "attention"
@@ -22,6 +23,8 @@ UNATTRIBUTED = "unattributed"
 # The precision of a model of one's own as it came.
 UNTOUCHED = "untouched"
 PHASES: tuple[str, ...] = tuple(Phase)
+# Those that bring numbers from where they are kept, which is no matter of tensors.
+LOADING = frozenset({Phase.DATA_LOAD, Phase.DECODE})
 # The order of phases in clocks, cells and tables; unattributed time is what a step leaves over.
 CELL_PHASES: tuple[str, ...] = (*PHASES, UNATTRIBUTED)
 

@@ -121,10 +121,15 @@ class CompressedRecords:
             # The mapping keeps the file, which was unlinked when it was made, until the array goes.
             self._file = np.memmap(file, dtype=np.uint8, mode="r")
 
-    def batch(self, indices: Indices) -> Tensor:
-        rows = [zlib.decompress(self._file[self._places[index]], bufsize=self._size) for index in indices]
-        stacked = np.stack([np.frombuffer(row, dtype=np.uint8) for row in rows])
-        return torch.from_numpy(normalised(stacked))
+    def batch(self, indices: Indices, into: Tensor | None = None) -> Tensor:
+        """In memory of its own, or in that of an earlier batch of as many."""
+        batch = torch.empty(len(indices), self._size) if into is None else into
+        for row, index in zip(batch.numpy(), indices, strict=True):
+            record = zlib.decompress(self._file[self._places[index]], bufsize=self._size)
+            row[:] = np.frombuffer(record, dtype=np.uint8)
+        batch.numpy()[:] -= _MEAN
+        batch.numpy()[:] /= _DEVIATION
+        return batch
 
 
 class DecodedRecords:

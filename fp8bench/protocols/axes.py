@@ -95,6 +95,18 @@ VALUES = Axis(
     one_of("normal", "uniform", "integers", "ones", "zeros"),
     quiet=True,
 )
+CONTIGUOUS, TRANSPOSED, PADDED, STRIDED = LAYOUTS = ("contiguous", "transposed", "padded", "strided")
+# So much memory lies between a matrix's first and last element for each of its own.
+SPREAD = {STRIDED: 2}
+# Of every suite whose operands are matrices by themselves.
+LAYOUT = Axis(
+    "layout",
+    "how matrices lie in memory: contiguous, row by row; transposed, column by column; padded: row by row with gaps "
+    "between rows; strided: every second element",
+    (CONTIGUOUS,),
+    one_of(*LAYOUTS),
+    quiet=True,
+)
 HOT, COLD, ROTATING = "hot", "cold", "rotating"
 CACHE = Axis(
     "cache",
@@ -109,4 +121,4 @@ CACHE_TIMES = 2
 # Axes that every workload has. How they are obeyed is the worker's matter: workloads never see them.
 COMMON = (CACHE,)
 # The usual values of quiet axes, by name: what a case without such a parameter has.
-QUIET: dict[str, Scalar] = {axis.name: axis.default[0] for axis in (VALUES, CACHE)}
+QUIET: dict[str, Scalar] = {axis.name: axis.default[0] for axis in (VALUES, LAYOUT, CACHE)}

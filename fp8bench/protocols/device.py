@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -114,6 +114,10 @@ class Device(ABC):
     def retried(self, index: int) -> int | None:
         """How often memory did not suffice so far, and did once what nobody used had been given back: that waits for
         the device. None where nobody counts."""
+        return None
+
+    def allocations(self, index: int) -> Mapping[str, int] | None:
+        """What torch's allocator of that device counts, by its own names; None where nobody does."""
         return None
 
     def memory_meter(self, index: int) -> MemoryMeter | str:

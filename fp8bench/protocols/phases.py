@@ -16,6 +16,8 @@ class Phases(Protocol):
     @property
     def data_load(self) -> AbstractContextManager[None]: ...
     @property
+    def decode(self) -> AbstractContextManager[None]: ...
+    @property
     def cast(self) -> AbstractContextManager[None]: ...
     @property
     def gemm(self) -> AbstractContextManager[None]: ...
@@ -38,10 +40,12 @@ class Markers(Generic[Marker]):
     """A marker for each phase, by its name. A plain object, because backward may run on another thread."""
 
     __slots__ = (
-        "accumulate", "attention", "cast", "communication", "data_load", "elementwise", "gemm", "optimizer_step",
+        "accumulate", "attention", "cast", "communication", "data_load", "decode", "elementwise", "gemm",
+        "optimizer_step",
     )  # fmt: skip
 
     data_load: Marker
+    decode: Marker
     cast: Marker
     gemm: Marker
     attention: Marker

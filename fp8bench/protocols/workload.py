@@ -175,6 +175,7 @@ class Workload(ABC):
     own, or takes `least_ranks` processes together. `part_ends` is the phase that ends each part of a step whose time is
     told by itself, if it has such parts. `examined` says that which cases there can be, and which layers,
     only a worker knows: it is asked beforehand (`examine`), and a plan takes the keys of a precision map as they are.
+    `own_paths` says that what a step does depends on its numbers, so that precisions may do different work.
     `not_on_device` says why nobody can tell what hardware would hold of its emulated cases; '' where somebody can.
     """
 
@@ -194,6 +195,7 @@ class Workload(ABC):
     least_ranks: ClassVar[int] = 1
     part_ends: ClassVar[str] = ""
     examined: ClassVar[bool] = False
+    own_paths: ClassVar[bool] = False
     not_on_device: ClassVar[str] = ""
 
     @abstractmethod

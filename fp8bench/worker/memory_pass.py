@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from fp8bench.model import UNATTRIBUTED, HeldBlock, MemoryCourse, MemoryRole, MemoryUse, Phase
 from fp8bench.model.readings import Read, Reading
+from fp8bench.model.words import LOADING
 from fp8bench.profiler.allocations import AllocationStream, Begun, live_at_turns
 from fp8bench.protocols import (
     MEMORY_OF,
@@ -223,7 +224,7 @@ def role_of(block: HeldBlock, before: StateTensors, after: StateTensors) -> Memo
     copied = next((role for role in block.said if role in _LOW), None)
     if state or copied:
         return state or copied or MemoryRole.OTHER
-    if block.phase == Phase.DATA_LOAD:
+    if block.phase in LOADING:
         return MemoryRole.DATA
     # A weight lasts, or comes from other ranks. What else a step makes to be cast as one is a weight on its way, as
     # moments are that are cast alike.

@@ -34,7 +34,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8bench import units
-from fp8bench.model import CELL_PHASES, Phase, StepEffect
+from fp8bench.model import CELL_PHASES, StepEffect
+from fp8bench.model.words import LOADING
 from fp8bench.profiler import calls_operators
 from fp8bench.protocols import Device, Setup, Workload
 from fp8bench.worker.clock import PhaseClock
@@ -151,7 +152,7 @@ def _effect(steps: _Steps) -> StepEffect:
     before, after = taken.seen[-2:]
     if not after:
         return StepEffect(None, "its state holds no tensor")
-    if Phase.DATA_LOAD in steps.phases or reads_elsewhere(steps.state):
+    if LOADING & set(steps.phases) or reads_elsewhere(steps.state):
         return StepEffect(None, "it may read what does not lie in tensors")
     given = set(prepared) & set(before) & set(after)
     answered = {address_of(tensor) for tensor in tensors_of(steps.returned)}

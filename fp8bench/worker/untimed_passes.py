@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from fp8bench.model import (
     Case,
     DeviceFacts,
+    Measurement,
     MemoryUse,
     OperatorTime,
     Products,
@@ -31,6 +32,7 @@ from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses
 from fp8bench.worker.device_layout import hardware_of
 from fp8bench.worker.memory_pass import memory_of_step, of_workload, try_batch
 from fp8bench.worker.static_scales import Calibrations, step
+from fp8bench.worker.step_counters import counters_of_step
 from fp8bench.worker.step_guards import apart
 from fp8bench.worker.switches import unchanged, under
 from fp8bench.worker.tracing import operators_of, record, write
@@ -97,6 +99,16 @@ class UntimedPasses:
 
         with self._apart(case, facts) as (workload, device, setup):
             found = shares_of_step(workload, setup(), device)
+        gc.collect(1)
+        device.empty_cache()
+        return found
+
+    def counters(
+        self, case: Case, facts: DeviceFacts, unprobed: str
+    ) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
+        """What a step asks of allocators and of the processor; `unprobed` says why no probe was made."""
+        with self._apart(case, facts) as (workload, device, setup):
+            found = counters_of_step(workload, setup(), device, facts.index, unprobed)
         gc.collect(1)
         device.empty_cache()
         return found

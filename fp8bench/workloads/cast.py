@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalar, Support, TensorStatistics, Work
 from fp8bench.nn.shared_workloads import storage_support, why_no_errors
 from fp8bench.protocols import MEMORY_OF, Grid, Operand, Phases, Precision, Role, Setup, Workload
-from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
+from fp8bench.protocols.axes import CONTIGUOUS, LAYOUT, SPREAD, STRIDED, VALUES, Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Cast(Workload):
                  "the same there. A way back always has its scales", ("on", "off"), one_of("on", "off")),
             Axis("role", "values like inputs (fp8: E4M3) or like gradients (fp8: E5M2; fp16: times its loss scale)",
                  ("input",), one_of(Role.INPUT.value, Role.GRADIENT.value)),
+            LAYOUT,
             VALUES,
         )  # fmt: skip
 
@@ -70,7 +72,7 @@ class Cast(Workload):
         return (
             (
                 ("rows", rows), ("columns", columns), ("source", params["source"]), ("direction", params["direction"]),
-                *scaling, ("role", params["role"]), ("values", VALUES.of(params)),
+                *scaling, ("role", params["role"]), ("layout", LAYOUT.of(params)), ("values", VALUES.of(params)),
             ),
         )  # fmt: skip
 
@@ -82,9 +84,15 @@ class Cast(Workload):
         count = int(params["rows"]) * int(params["columns"])
         source = float(BYTES[str(params["source"])] * count)
         # Beside the source its image, half a byte an element at the least.
-        return Work(bytes=source, least_memory=source + count / 2)
+        spread = SPREAD.get(str(LAYOUT.of(params)), 1)
+        return Work(bytes=source, least_memory=spread * source + count / 2)
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        layout = LAYOUT.of(params)
+        if layout != CONTIGUOUS and params["direction"] == "from":
+            return refused("a way back begins with codes, which lie as their format wants: choose direction=to")
+        if layout not in (CONTIGUOUS, STRIDED) and int(params["rows"]) == 1:
+            return refused(f"one row lies the same in layout={layout}: choose contiguous or strided")
         return storage_support(precision, facts, "there is nothing to cast")
 
     def prepare(self, setup: Setup) -> CastState:
@@ -141,8 +149,11 @@ def _into(setup: Setup) -> Callable[[Tensor], Operand]:
 
 def _scaled(setup: Setup) -> Tensor:
     """The source as it arrives: gradients multiplied by the precision's loss scale."""
+    from fp8bench.numerics.strided import laid_out
+
     source = _source(setup)
-    return source * setup.loss_scale if setup.case.param("role") == Role.GRADIENT else source
+    source = source * setup.loss_scale if setup.case.param("role") == Role.GRADIENT else source
+    return laid_out(source, str(LAYOUT.of(dict(setup.case.params))))
 
 
 def _source(setup: Setup) -> Tensor:

@@ -27,6 +27,8 @@ RECORDS = 256
 READY = 4
 # Bytes a second that zlib compresses on a slow machine.
 _COMPRESSING = 5e6
+_BUFFERS = Axis("buffers", "of decoded batches: fresh memory in every step, or the same, kept", ("fresh",),
+                one_of("fresh", "kept"), quiet=True)  # fmt: skip
 
 
 @dataclass
@@ -36,6 +38,7 @@ class LoadState:
     batches: Iterator[Tensor]
     arithmetic: Arithmetic
     destination: Destination
+    decodes: bool = False
     casts_there: bool = False
     after: Operand | None = None
 
@@ -50,18 +53,21 @@ class Data(Workload):
     reading: records lie compressed in a file, and decoding dominates. transfer: a few large batches lie gathered in
     memory as fp32, and steps copy them in turn; gathering in the step would take longer than the copy. A batch that is
     cast on the host has fewer bytes to move, but a host casts more slowly than a GPU: there it is cast on the device,
-    unless told otherwise. Where the device is the processor itself, the transfer is a copy in its own memory, and
+    unless told otherwise. What makes values of records is decoding, allocating their memory included: buffers=kept
+    decodes into the same memory in every step, and what that saves is the cost of fresh memory, with the faults of its
+    first touch. Where the device is the processor itself, the transfer is a copy in its own memory, and
     nothing is pinned.
     """
 
     name = "data"
+    version = "2"  # decoding is a phase of its own
     summary = "decode, batch, cast, pin and copy: dominated by reading, and dominated by the transfer"
     uses_corpus = True
     not_on_device = "batches are copied as values, and codes would be fewer bytes all the way"
     history = Grid(
         cpu={"kind": ("reading", "transfer"), "record": ("16384",)},
         gpu={"kind": ("reading", "transfer"), "record": ("150528",)},
-        phases=("data_load", "cast"), errors=("batch_error",), per="bytes",
+        phases=("data_load", "decode", "cast"), errors=("batch_error",), per="bytes",
     )  # fmt: skip
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
@@ -75,6 +81,7 @@ class Data(Workload):
             Axis("record", "values in a record", (record,), whole_number(high=1 << 22)),
             Axis("cast_on", "host: before a batch is moved, which are fewer bytes; device: after it",
                  ("device" if facts.accelerated else "host",), one_of("host", "device")),
+            _BUFFERS,
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
@@ -99,6 +106,8 @@ class Data(Workload):
             return refused(
                 f"{precision.name} is how products read float32: a batch travels as float32, so measure fp32"
             )
+        if params["kind"] != "reading" and _BUFFERS.of(params) == "kept":
+            return refused("batches lie ready, and no step allocates one: buffers=kept is of kind=reading")
         return precision.support(facts)
 
     def prepare(self, setup: Setup) -> LoadState:
@@ -108,10 +117,11 @@ class Data(Workload):
         batches = _batches(setup, _records(setup, text), random)
         there, first = _casts_there(setup), next(batches)
         like = Operand(first) if there else setup.arithmetic.cast(first, Role.INPUT)
-        return LoadState(batches, setup.arithmetic, Destination(like, setup.facts.key), there)
+        decodes = setup.case.param("kind") == "reading"
+        return LoadState(batches, setup.arithmetic, Destination(like, setup.facts.key), decodes, there)
 
     def step(self, state: LoadState, phase: Phases) -> None:
-        with phase.data_load:
+        with phase.decode if state.decodes else phase.data_load:
             values = next(state.batches)
         batch = Operand(values)
         if state.arithmetic.casts and not state.casts_there:
@@ -173,9 +183,15 @@ def _records(setup: Setup, text: Bytes) -> Records:
 
 def _batches(setup: Setup, records: Records, random: np.random.Generator) -> Iterator[Tensor]:
     """Batches without end: each drawn when it is asked for, or a few that were gathered before, in turn."""
+    import numpy as np
+
+    from fp8bench.nn.batches import CompressedRecords
+
     batch = int(setup.case.param("batch"))
-    if setup.case.param("kind") == "reading":
-        return (records.batch(_drawn(random, batch)) for _ in itertools.count())
+    if isinstance(records, CompressedRecords):
+        kept = _BUFFERS.of(dict(setup.case.params)) == "kept"
+        into = records.batch(np.zeros(batch, np.int64)) if kept else None
+        return (records.batch(_drawn(random, batch), into) for _ in itertools.count())
     # One batch of more records than there are is larger than any cache.
     ready = READY if batch <= RECORDS else 1
     return itertools.cycle([records.batch(_drawn(random, batch)) for _ in range(ready)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
@@ -23,7 +23,7 @@ from fp8bench.protocols import (
     SilentPhases,
     Workload,
 )
-from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
+from fp8bench.protocols.axes import CONTIGUOUS, LAYOUT, LAYOUTS, SPREAD, STRIDED, VALUES, Axis, one_of, whole_number
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ _CPU_SHAPES = ("256", "512", "1024", "256x2048x512", "1x2048x2048")
 _LEAST_SIDE, _BEYOND_BASE = 16, 4
 _SIDES = "mnk"
 _OPERANDS = ("cast", "ready")
+_EACH = "/"
 _GPU_SHAPES = ("1024", "2048", "4096", "8192", "16384x2048x4096", "1x8192x8192")
 
 
@@ -88,12 +89,15 @@ class Gemm(Workload):
             Axis("base", "M or MxNxK: what a sweep holds sides at; it varies one from 16 to four times of that",
                  ("4096" if facts.accelerated else "512",), parse_sides),
             Axis("factor", "from one size of a sweep to the next", ("2",), whole_number(2, 64), quick=("4",)),
+            replace(LAYOUT, description=f"{LAYOUT.description}; of both operands, or of each: transposed/contiguous",
+                    parse=parse_layouts),
             VALUES,
         )  # fmt: skip
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         """A model stands for all its layers' products, a sweep for all its sizes."""
-        return tuple((*one, ("values", VALUES.of(params))) for one in self._expanded(params))
+        own = (("layout", LAYOUT.of(params)), ("values", VALUES.of(params)))
+        return tuple((*one, *own) for one in self._expanded(params))
 
     def _expanded(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         shape = str(params["shape"])
@@ -119,11 +123,14 @@ class Gemm(Workload):
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         m, n, k = (int(params[name]) for name in "mnk")
+        of_a, of_b = (SPREAD.get(layout, 1) for layout in _layouts(params))
         # Operands and product in two bytes, the least of any carrier.
-        return Work(flops=2.0 * m * n * k, least_memory=2.0 * (m * k + n * k + m * n))
+        return Work(flops=2.0 * m * n * k, least_memory=2.0 * (of_a * m * k + of_b * n * k + m * n))
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         k, n = int(params["k"]), int(params["n"])
+        if wrong := _same_anyway(params, precision):
+            return refused(wrong)
         if precision.name == SERVED:
             if (params["product"], params["operands"]) != ("forward", "cast"):
                 return refused("weights are kept for forward products alone, their inputs cast as they come")
@@ -239,6 +246,41 @@ def _params(m: int, n: int, k: int, product: str, operands: str) -> Params:
     return (("m", m), ("n", n), ("k", k), ("product", product), ("operands", operands))
 
 
+def parse_layouts(text: str) -> str:
+    """'strided' is of both operands, 'transposed/contiguous' of each; the same of both is said once."""
+    words = text.split(_EACH)
+    if len(words) > 2:
+        raise ValueError(
+            f"expected one layout, or two as in transposed{_EACH}contiguous; layouts: {', '.join(LAYOUTS)}"
+        )
+    first, *other = map(one_of(*LAYOUTS), words)
+    return first if other in ([], [first]) else _EACH.join((first, *other))
+
+
+def _layouts(params: Mapping[str, Scalar]) -> tuple[str, str]:
+    """Of a and of b."""
+    first, _, other = str(LAYOUT.of(params)).partition(_EACH)
+    return first, other or first
+
+
+def _same_anyway(params: Mapping[str, Scalar], precision: Precision) -> str:
+    """Why a layout changes nothing here, '' if it does or is the usual one."""
+    layouts = dict(zip("ab", _layouts(params), strict=True))
+    odd = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
+    if precision.name == SERVED and "b" in odd:
+        return "weights are kept row by row, whatever layout they come in: choose contiguous for operand b"
+    if odd and precision.carried_by and params["operands"] == "ready":
+        return (
+            "codes are written the way that the product reads them, whatever layout they are cast from: measure "
+            "operands=cast, in which that is done in every step"
+        )
+    for name, layout in layouts.items():
+        rows = int(params["m" if name == "a" else "n"])
+        if rows == 1 and layout not in (CONTIGUOUS, STRIDED):
+            return f"operand {name} is one row, which lies the same in layout={layout}: choose contiguous or strided"
+    return ""
+
+
 def _casts(setup: Setup) -> Callable[[Tensor, Tensor], tuple[Operand, Operand]]:
     product, arithmetic = str(setup.case.param("product")), setup.arithmetic
     (role_a, role_b), turned = PRODUCTS[product], TURNED[product]
@@ -266,10 +308,12 @@ def _operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tensor, T
     import torch
 
     from fp8bench.numerics.distributions import drawn
+    from fp8bench.numerics.strided import laid_out
 
     params, k = dict(setup.case.params), int(setup.case.param("k"))
     generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
     a, b = (
-        drawn(params, (int(params[rows]), k), generator, setup.facts.key).to(dtype or torch.float32) for rows in "mn"
+        laid_out(drawn(params, (int(params[rows]), k), generator, setup.facts.key).to(dtype or torch.float32), layout)
+        for rows, layout in zip("mn", _layouts(params), strict=True)
     )
     return a, b, PRODUCTS[str(setup.case.param("product"))]

@@ -50,7 +50,7 @@ CONFIGURED = {
     "--grid", "--trace", "--tensorboard", "--wandb", "--html", "--md",
     "--csv-wide", "--open", "--no-report", "--static-scales", "--scales-from", "--refresh-scales", "--saturation-bound",
     "--energy", "--no-energy", "--sustained", "--max-batch", "--memory-limit", "--explain", "--backend", "--tape",
-    "--shares",
+    "--shares", "--counters",
     "--ranks", "--sessions", "--apart",
 }  # fmt: skip
 OPTIONS = {
@@ -61,7 +61,7 @@ OPTIONS = {
         "--forward", "--optimizer", "--compile", "--import", "--quick", "--budget", "--rounds", "--seed", "--threads",
         "--case-timeout", "--trace", "--no-energy", "--energy", "--sustained", "--tape", "--no-isolation", "--store",
         "--explain", "--json", "--csv", "--html", "--md", "--csv-wide", "--open", "--no-report", "--tensorboard",
-        "--wandb", "--shares",
+        "--wandb", "--shares", "--counters",
     },
     "config": MANY | CONFIGURED | {"--write"},
     "completion": COMMON | {"SHELL"},
@@ -75,7 +75,8 @@ OPTIONS = {
     "report": COMMON | {"RUN", "--store", "--html", "--md", "--csv-wide", "--open", "--plots", "--plots-format"},
     "compare": COMMON | {"A", "B", "--explain", "--store", "--json", "--csv", "--md"},
     "duel": MANY | {
-        "suite", "NAME", "--python-a", "--python-b", "--against", "--against-self", *DTYPES, "--devices", "--set",
+        "suite", "NAME", "--python-a", "--python-b", "--env-a", "--env-b", "--against", "--against-self", *DTYPES,
+        "--devices", "--set",
         "--data", "--import", "--quick", "--budget", "--rounds", "--seed", "--threads", "--case-timeout", "--store",
         "--json", "--sessions", "--explain", "--md",
     },

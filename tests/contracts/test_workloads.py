@@ -53,6 +53,7 @@ SMALL: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     "attention": (("part", ("layer",)), ("sequence", ("32",)), ("heads", ("2",)), ("head_width", ("16",))),
     "cast": (("shape", ("64",)),),
     "diffusion": (("denoiser", ("dit",)), ("image", ("4",)), ("width", ("32",)), ("steps", ("3",))),
+    "early_exit": (("tokens", ("32",)), ("width", ("32",)), ("hidden", ("64",)), ("depth", ("3",))),
     "gemm": (("shape", ("32",)),),
     "learning": (("width", ("32",)), ("steps", ("2",)), ("draws", ("1",))),
     "optimizer": (("width", ("64",)), ("tensors", ("3",))),
@@ -79,6 +80,7 @@ UNFOLLOWED = {
         *(f"{kind}_step{step}_error" for kind in ("free", "free_floor", "single", "single_floor")
           for step in range(1, 9)),
     },
+    "early_exit": {"exits_differ_percent", "mean_depth"},
     "moe": {
         "distinct_experts", "expert_bytes", "layers_that_agree", "load_ratio", "rows_least", "rows_median",
         "top_k_differs_percent",
@@ -221,7 +223,7 @@ def test_steps_run_and_close_their_phases(name: str, precision: str, corpus: Cor
 
 # What their steps give goes with the step, in every precision that remembers nothing of it: nobody can look at it.
 GIVE_NOTHING_THAT_STAYS = frozenset(
-    {"attention", "cast", "conv", "diffusion", "gemm", "mlp", "moe", "norm_act", "numerics"}
+    {"attention", "cast", "conv", "diffusion", "early_exit", "gemm", "mlp", "moe", "norm_act", "numerics"}
 )
 
 

@@ -75,7 +75,8 @@ def of_casts(case: Case) -> int | None:
         case "gemm":
             weights = params["product"] != "weight-gradient"
             untiled = cast.untiled if int(params["m"]) % TILE_ROWS else 0
-            return cast.one + untiled + (cast.weight if weights else cast.one)
+            copied = str(params.get("layout", "")).count("strided")  # every second element is no matrix of its own
+            return cast.one + untiled + copied + (cast.weight if weights else cast.one)
         case "cast" if params["direction"] == "from":
             return cast.restored + (params["source"] != "fp32")
         case "cast" | "numerics":

@@ -33,12 +33,17 @@ MODES = tuple(dict.fromkeys((*precisions.names(), *test_modes.MODES, "fp8:gw=bf1
 AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "accumulate": {"micro_batches": ("2",), "tensors": ("2",)},
     "attention": {"sequence": ("1024",), "part": ("layer",), "key_heads": ("4",)},
-    "cast": {"role": ("input", "gradient")},
+    "cast": {"role": ("input", "gradient"), "layout": ("contiguous", "transposed", "strided")},
     "conv": {"channels": ("256",)},
     "data": {"batch": ("4",), "record": ("4096",)},
     "decode": {"batch": ("1", "16"), "context": ("4096",)},
     "diffusion": {"denoiser": ("dit",), "layers": ("1",), "steps": ("2",)},
-    "gemm": {"shape": ("1x8192x8192", "16384x2048x4096", "1000"), "product": tuple(sizes.PRODUCTS)},
+    "early_exit": {"tokens": ("256",), "width": ("256",), "hidden": ("512",), "exits": ("held",)},
+    "gemm": {
+        "shape": ("1x8192x8192", "16384x2048x4096", "1000"),
+        "product": tuple(sizes.PRODUCTS),
+        "layout": ("contiguous", "strided/transposed"),
+    },
     "learning": {},
     "mlp": {"gated": ("yes",)},
     "moe": {
@@ -123,11 +128,13 @@ def expected(case: Case, gpu: str) -> Counter[tuple[str, str, str]]:
     experts = 2 * (1 if case.precision in GROUPED else int(params.get("experts", 0)))
     layers = {"attention": 2, "conv": 2, "learning": 8, "mlp": 2, "moe": experts, "transformer": of_model}
     layers |= dict.fromkeys(SERVED, 4 * BLOCKS)
+    layers["early_exit"] = 2 * int(params.get("depth", 0))
     # Convolutions as matrices where operands are rotated; blocks of both, and what is between them.
     layers["vision"] = {"resnet": 4, "vit": 4, "two-input": 9}.get(str(params.get("model")), 0)
     layers["diffusion"] = 4 * int(params.get("steps", 0))
     for product, roles in sizes.PRODUCTS.items():
-        if (case.workload in (*SERVED, "diffusion") or params.get("pass") == "decode") and product != "forward":
+        forward = case.workload in (*SERVED, "diffusion", "early_exit") or params.get("pass") == "decode"
+        if forward and product != "forward":
             continue
         count = int(params["product"] == product) if case.workload == "gemm" else layers.get(case.workload, 0)
         if product == "forward" and params.get("checkpointing") == "blocks":

@@ -30,6 +30,9 @@ SMALL: dict[str, dict[str, Scalar]] = {
         "denoiser": "dit", "batch": 2, "image": 4, "width": 128, "layers": 2, "pass": "sampling", "steps": 4,
         "guidance": "none", "high_steps": "0+0", "time": "fp32",
     },
+    "early_exit": {
+        "tokens": 48, "width": 32, "hidden": 64, "depth": 4, "classes": 16, "leaving": 25, "exits": "held",
+    },
     "gemm": {"m": 24, "n": 40, "k": 64, "product": "forward", "operands": "cast"},
     "decode": {"size": "nano-llama", "batch": 2, "context": 40, "kv": "own", "weights": "own"},
     "prefill": {"size": "nano", "batch": 2, "context": 24, "kv": "own", "weights": "own"},

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from fp8bench.model import Scalar
+from fp8bench.model import Level, Scalar
 from fp8bench.protocols import Setup, SilentPhases
+from fp8bench.registry import precisions
 from fp8bench.workloads.cast import Cast, parse_shape
 from tests.workloads.steps import CPU, marks, small
 
@@ -53,7 +54,7 @@ def test_a_way_back_is_one_case_whatever_the_scaling() -> None:
     assert expand(direction="from", scaling="on") == expand(direction="from", scaling="off")
     assert expand() == {
         "rows": 8, "columns": 16, "source": "fp32", "direction": "to", "scaling": "on", "role": "input",
-        "values": "normal",
+        "layout": "contiguous", "values": "normal",
     }  # fmt: skip
 
 
@@ -173,3 +174,23 @@ def test_the_source_comes_from_the_seed_alone() -> None:
     before = one.source.clone()
     Cast().step(one, SilentPhases())
     assert torch.equal(one.source, before)
+
+
+@pytest.mark.parametrize("role", ["input", "gradient"])
+@pytest.mark.parametrize("precision", ALL)
+def test_what_is_cast_from_another_layout_has_the_same_bits(precision: str, role: str) -> None:
+    """Strides are the source's alone, and the bytes of its values what a step takes in."""
+    usual = result(setup_for(precision, role=role))
+    for layout, strides in (("transposed", (1, 40)), ("padded", (136, 1)), ("strided", (144, 2))):
+        source = Cast().prepare(setup_for(precision, role=role, layout=layout)).source
+        found = result(setup_for(precision, role=role, layout=layout))
+        assert source.stride() == strides and torch.equal(found, usual)
+
+
+def test_layouts_of_a_cast_count_what_is_cast_and_hold_what_lies_between() -> None:
+    """A way back and a row have no such choice."""
+    usual, strided = Cast().work(expand()), Cast().work(expand(layout="strided"))
+    assert (usual.bytes, strided.least_memory - usual.least_memory) == (strided.bytes, 4 * 128)
+    for changes, words in (({"direction": "from"}, "direction=to"), ({"shape": "1x16"}, "contiguous or strided")):
+        support = Cast().support(expand(layout="padded", **changes), precisions.get("bf16"), CPU)
+        assert support.level is Level.REFUSED and words in support.reason

@@ -87,26 +87,42 @@ def test_emulated_batches_hold_rounded_values(corpus: Corpus) -> None:
     assert torch.equal(batch, values(torch.from_numpy(by_hand(corpus, 1)[0]), E4M3, TENSOR))
 
 
-@pytest.mark.parametrize(("precision", "wanted"), [("fp32", ["data_load", "data_load"]),
-                                                   ("bf16", ["data_load", "cast", "data_load"])])  # fmt: skip
+FIRST = {"reading": "decode", "transfer": "data_load"}
+
+
+@pytest.mark.parametrize(("precision", "casts"), [("fp32", []), ("bf16", ["cast"])])
 @KINDS
-def test_all_but_the_cast_is_loading(corpus: Corpus, kind: str, precision: str, wanted: list[str]) -> None:
-    """And fp32 casts nothing."""
-    assert phases(Data(), setup_for(corpus, precision, kind=kind)) == wanted
+def test_all_but_the_cast_is_loading(corpus: Corpus, kind: str, precision: str, casts: list[str]) -> None:
+    """Records are decoded ahead of it, and fp32 casts nothing."""
+    assert phases(Data(), setup_for(corpus, precision, kind=kind)) == [FIRST[kind], *casts, "data_load"]
+
+
+def test_kept_buffers_hold_the_same_batches_in_one_place(corpus: Corpus) -> None:
+    """Bit for bit, step after step; what lies ready has no such choice."""
+    fresh, kept = (Data().prepare(setup_for(corpus, "fp32", buffers=one)) for one in ("fresh", "kept"))
+    places = set()
+    for _ in range(3):
+        one, other = next(fresh.batches), next(kept.batches)
+        assert torch.equal(one, other)
+        places.add(other.data_ptr())
+    assert len(places) == 1
+    (params,) = Data().expand({"kind": "transfer", "batch": "auto", "record": 8, "cast_on": "host", "buffers": "kept"})
+    refused = Data().support(dict(params), precisions.get("fp32"), CPU)
+    assert refused.level is Level.REFUSED and "kind=reading" in refused.reason
 
 
 @KINDS
 def test_what_is_cast_on_the_device_travels_as_it_comes(corpus: Corpus, kind: str) -> None:
     """And is cast there: the same values in the end, from a batch of four bytes a value."""
     here, there = (setup_for(corpus, "fp8", kind=kind, **more) for more in ({}, {"cast_on": "device"}))
-    assert phases(Data(), there) == ["data_load", "data_load", "cast"]
+    assert phases(Data(), there) == [FIRST[kind], "data_load", "cast"]
     state, other = Data().prepare(there), Data().prepare(here)
     fp32 = by_hand(corpus, 1)[0]
     assert torch.equal(arrived(state), torch.from_numpy(fp32))
     assert state.after is not None and torch.equal(state.after.data, arrived(other))
     assert Data().error(there) == Data().error(here)
     plain = setup_for(corpus, "fp32", kind=kind, cast_on="device")
-    assert phases(Data(), plain) == ["data_load", "data_load"]  # there is nothing to cast
+    assert phases(Data(), plain) == [FIRST[kind], "data_load"]  # there is nothing to cast
 
 
 @KINDS

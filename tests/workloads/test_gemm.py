@@ -12,11 +12,13 @@ import torch
 from fp8bench.model import Level, Request, Scalar
 from fp8bench.nn.sizes import MODELS, PRODUCTS
 from fp8bench.numerics import products
+from fp8bench.numerics.strided import laid_out
 from fp8bench.plan.make import make_plan
 from fp8bench.profiler.allocations import AllocationStream, Begun, course
 from fp8bench.protocols import Operand, Role, Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.workloads.gemm import LARGEST, Gemm, parse_shape, parse_sides
+from fp8bench.workloads.gemm import LARGEST, Gemm, parse_layouts, parse_shape, parse_sides
+from tests.facts import B200
 from tests.workloads.steps import CPU, H200, phases, small
 
 
@@ -103,7 +105,7 @@ def test_a_plain_shape_is_one_forward_product() -> None:
     """GEMV included."""
     assert expand("1x2048x512") == [{
         "m": 1, "n": 2048, "k": 512, "product": "forward", "operands": "cast",
-        "values": "normal",
+        "layout": "contiguous", "values": "normal",
     }]  # fmt: skip
     assert expand("64", "weight-gradient")[0]["product"] == "weight-gradient"
 
@@ -253,3 +255,87 @@ def test_two_operands_are_never_held_in_fp32_at_once() -> None:
     found = course(stream.stop() or [])
     elements = 512 * 512
     assert found is not None and 8 * elements <= found.peak < 9 * elements
+
+
+LAYOUTS = ("transposed", "padded", "strided", "transposed/contiguous", "contiguous/strided", "padded/transposed")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_operands_lie_as_their_layout_says(layout: str) -> None:
+    """By their strides, with the numbers of contiguous ones."""
+    gap = 64 + 64  # beside k
+    strides = {"contiguous": (64, 1), "padded": (gap, 1), "strided": (128, 2)}
+    words = layout.split("/") * (1 if "/" in layout else 2)
+    state, plain = (Gemm().prepare(small("gemm", "fp32", layout=one)) for one in (layout, "contiguous"))
+    for word, found, usual, rows in zip(words, (state.a, state.b), (plain.a, plain.b), (24, 40), strict=True):
+        assert found.stride() == strides.get(word, (1, rows)) and torch.equal(found, usual)
+
+
+@pytest.mark.parametrize("product", ["forward", "input-gradient", "weight-gradient"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "fp8-rowwise", "mxfp8", "nvfp4"])
+def test_no_layout_changes_a_product(precision: str, product: str) -> None:
+    """Sums are those of contiguous operands, but for their order."""
+
+    def made(layout: str) -> torch.Tensor:
+        setup = small("gemm", precision, layout=layout, product=product)
+        state = Gemm().prepare(setup)
+        return setup.arithmetic.product(*state.cast(state.a, state.b), torch.float32)
+
+    usual = made("contiguous")
+    for layout in LAYOUTS:
+        torch.testing.assert_close(made(layout), usual, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise", "fp8-block", "mxfp8"])
+def test_native_codes_are_row_by_row_whatever_they_are_cast_from(precision: str) -> None:
+    """What scaled products ask for: the copy is the cast's own, bit for bit that of contiguous ones."""
+    arithmetic = precisions.get(precision).arithmetic(H200 if precision == "fp8-block" else B200)
+    source = torch.randn(256, 384, generator=torch.Generator().manual_seed(3)).bfloat16()
+    usual = arithmetic.cast(source, Role.INPUT)
+    for layout in ("transposed", "padded", "strided"):
+        found = arithmetic.cast(laid_out(source, layout), Role.INPUT)
+        assert found.data.is_contiguous() and found.data.stride() == usual.data.stride()
+        assert torch.equal(found.data.view(torch.uint8), usual.data.view(torch.uint8))
+        assert found.scale is not None and usual.scale is not None
+        assert found.scale.stride() == usual.scale.stride()
+        assert torch.equal(found.scale.reshape(-1).view(torch.uint8), usual.scale.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("text", ["", "rows", "strided/", "a/b/c", "Contiguous", "strided/strided/strided"])
+def test_layouts_that_cannot_be_meant(text: str) -> None:
+    """With what is expected."""
+    with pytest.raises(ValueError, match="expected one"):
+        parse_layouts(text)
+
+
+def test_a_layout_said_twice_is_said_once_and_the_usual_one_is_no_parameter() -> None:
+    """So that no case has two names, and old ones keep theirs."""
+    assert parse_layouts("strided/strided") == "strided" and parse_layouts("padded/strided") == "padded/strided"
+    plan = make_plan(Request("gemm", ("fp32",), axes=(("shape", ("8",)), ("layout", ("contiguous", "strided")))), [CPU])
+    assert [dict(group.cases[0].case.params).get("layout") for group in plan] == [None, "strided"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "changes", "words"),
+    [
+        ("fp8", {"operands": "ready"}, "codes are written the way"), ("fp32", {"operands": "ready"}, ""),
+        ("fp32", {"m": 1}, "operand a is one row"), ("fp32", {"m": 1, "layout": "contiguous/transposed"}, ""),
+        ("fp32", {"n": 1}, "operand b is one row"), ("bf16", {"m": 1, "layout": "strided"}, ""),
+        ("served:weights=int4", {}, "weights are kept row by row"),
+        ("served:weights=int4", {"layout": "strided/contiguous"}, ""),
+    ],
+)  # fmt: skip
+def test_layouts_that_would_change_nothing_are_refused(precision: str, changes: dict[str, Scalar], words: str) -> None:
+    """In a sentence that says what to choose."""
+    params = {"m": 24, "n": 40, "k": 64, "product": "forward", "operands": "cast", "layout": "transposed", **changes}
+    found = Gemm().support(params, precisions.get(precision), CPU)
+    assert (found.level is Level.REFUSED) == bool(words) and words in found.reason
+
+
+def test_work_is_that_of_the_product_and_memory_that_of_its_gaps() -> None:
+    """Two FLOPs each way, whatever the layout; a strided operand lies in twice the memory."""
+    params = {"m": 24, "n": 40, "k": 64}
+    usual = Gemm().work(params)
+    assert Gemm().work({**params, "layout": "transposed"}) == usual
+    strided = Gemm().work({**params, "layout": "contiguous/strided"})
+    assert strided.flops == usual.flops and strided.least_memory - usual.least_memory == 2.0 * 40 * 64

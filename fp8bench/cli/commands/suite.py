@@ -33,7 +33,7 @@ from fp8bench.store.fleet_plans import read_plan, write_plan
 from fp8bench.store.runs.listing import find_run
 from fp8bench.units import clock
 
-PASSES = ("--trace", "--no-energy", "--energy", "--sustained", "--tape", "--shares")
+PASSES = ("--trace", "--no-energy", "--energy", "--sustained", "--tape", "--shares", "--counters")
 OUTPUTS = (
     "--explain", "--json", "--csv", "--html", "--md", "--csv-wide", "--open", "--no-report", "--tensorboard", "--wandb",
 )  # fmt: skip

@@ -35,6 +35,7 @@ from fp8bench.plan.checked_workload import sound_axes
 from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import check_names, devices_asked, make_plan
 from fp8bench.protocols import Workload
+from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
 from fp8bench.report.panels import value_of
 from fp8bench.report.topics.memory import PEAK
@@ -62,11 +63,20 @@ class AblationQuestion:
     shapley: bool = False
 
 
+def _takes(axis: Axis, value: str) -> bool:
+    """Several suites call an axis alike: a layout is one of images in some, of matrices in others."""
+    try:
+        axis.values([value])
+    except UsageError:
+        return False
+    return True
+
+
 def option_of(word: str, workload: Workload, facts: DeviceFacts) -> AblatedOption:
     """A precision, a named option, or AXIS=VALUE. Raises UnknownName, or UsageError for a value that is none."""
     axes = {axis.name: axis for axis in sound_axes(workload, facts)}
     name, given, value = word.partition("=")
-    named = {own: option for own, option in NAMED.items() if option[0] in axes}
+    named = {own: option for own, option in NAMED.items() if option[0] in axes and _takes(axes[option[0]], option[1])}
     if word in named:
         axis, on, off = named[word]
         return AblatedOption(word, axis=axis, on=on, off=off)

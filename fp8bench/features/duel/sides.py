@@ -15,10 +15,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8bench.errors import StoreError, UsageError
+from fp8bench.features.duel.allocators import of_host, settings_of, words_of
 from fp8bench.features.duel.turns import Start
 from fp8bench.features.duel.values import AFTER, BEFORE
 from fp8bench.files import is_locked, lock
@@ -205,18 +206,24 @@ PACKAGE = Path(__file__).resolve().parents[2]
 # How the title of a side begins that is a revision of fp8bench's own.
 OWN = "fp8bench at "
 SAME = "both sides are the same: what they differ by is noise"
+AS_IT_COMES = (
+    "both sides have their allocator as it comes, but for what was set; else a duel has glibc's keep its memory"
+)
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
 @dataclass(frozen=True)
 class DuelQuestion:
-    """What makes the sides differ, as given; None is what runs here. `sessions` is how many, if given."""
+    """What makes the sides differ, as given; None is what runs here. `sessions` is how many, if given. `env_a` and
+    `env_b` are settings of allocators, as words NAME=VALUE."""
 
     python_a: str | None = None
     python_b: str | None = None
     against: str | None = None
     against_self: str | None = None
     sessions: int | None = None
+    env_a: tuple[str, ...] = ()
+    env_b: tuple[str, ...] = ()
 
 
 Opened = tuple[Start, Start, tuple[str, ...]]
@@ -225,6 +232,25 @@ Opened = tuple[Start, Start, tuple[str, ...]]
 @contextmanager
 def opened(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Opened]:
     """Both sides with notes on them, for as long as the body runs. Raises UsageError for what cannot be."""
+    settings = settings_of(question.env_a, "--env-a"), settings_of(question.env_b, "--env-b")
+    differ = settings[0] != settings[1]
+    if differ and any((question.python_a, question.python_b, question.against, question.against_self)):
+        raise UsageError(
+            "--env-a and --env-b make the sides differ already: another interpreter or revision would be a "
+            "second change. Leave one out, or set the same on both sides."
+        )
+    with _opened(question, imports) as (before, after, notes):
+        calm = not any(map(of_host, settings))
+        sides = (
+            replace(side, settings=own, calm=calm, title=f"{side.title} under {words_of(own)}" if own else side.title)
+            for side, own in zip((before, after), settings, strict=True)
+        )
+        told = tuple(note for note in notes if note != SAME or not differ)
+        yield *sides, (*told, *([] if calm else [AS_IT_COMES]))  # type: ignore[misc]
+
+
+@contextmanager
+def _opened(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Opened]:
     if question.against is not None and question.against_self is not None:
         raise UsageError(
             "--against and --against-self would change two things at once, and nobody could say which one did it. "

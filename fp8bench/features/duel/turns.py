@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerLost
+from fp8bench.features.duel.allocators import AllocatorSettings
 from fp8bench.features.duel.values import AFTER, BEFORE, Session
 from fp8bench.measure.arm import ArmFailed, MeasuredArm, Quantisers, guarding
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
@@ -170,7 +171,7 @@ class Start:
     """How a side is started: its interpreter, and the folders that come before its own packages.
 
     `title` is what a person calls it, `imports` is the user's code. `tree` is the working tree that its code must come
-    from, if it matters.
+    from, if it matters. `settings` are of allocators; a `calm` one of glibc's keeps its memory.
     """
 
     name: str
@@ -180,6 +181,8 @@ class Start:
     imports: tuple[str, ...] = ()
     commit: str = ""
     tree: Path | None = None
+    settings: AllocatorSettings = ()
+    calm: bool = True
 
     @property
     def side(self) -> str:
@@ -200,7 +203,8 @@ class PartnerWorker(ProcessWorker):
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in super()._environment().items() if name not in _ABOUT_THIS_PYTHON}
-        return {**_CALM, **kept, "PYTHONPATH": os.pathsep.join(self._start.paths)}
+        calm = _CALM if self._start.calm else {}
+        return {**calm, **kept, **dict(self._start.settings), "PYTHONPATH": os.pathsep.join(self._start.paths)}
 
     def _begin(self, process: WorkerProcess) -> None:
         side = self._start.side

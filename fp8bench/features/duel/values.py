@@ -15,7 +15,8 @@ BEFORE, AFTER = "A", "B"
 class DuelSide:
     """One side: what a person calls it, its interpreter, and what that found itself to be.
 
-    `commit` is that of the code which makes the sides differ, '' where no revision was asked for.
+    `commit` is that of the code which makes the sides differ, '' where no revision was asked for;
+    `settings` are those of allocators that it was started under.
     """
 
     name: str
@@ -24,6 +25,7 @@ class DuelSide:
     commit: str
     environment: Environment
     devices: tuple[DeviceFacts, ...]
+    settings: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

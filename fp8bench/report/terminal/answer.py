@@ -24,7 +24,7 @@ from fp8bench.report.case_status import (
     tone_of,
     what_intervals_hold,
 )
-from fp8bench.report.columns import Col, table
+from fp8bench.report.columns import Col, other_tables, table
 from fp8bench.report.elements import Element, Facts, Field, Items, Part, Table, Text, Tone
 from fp8bench.report.energies import ratio_against
 from fp8bench.report.page.section import Entry
@@ -165,7 +165,8 @@ def _device(panel: Panel, run: Run) -> Iterator[Text]:
 def _asked(panel: Panel, several: bool, ranked: bool) -> Iterator[Part]:
     phases = None if several or ranked else phases_table(panel)
     crossings = swept(panel)
-    tables = [*([phases] if phases else []), *sustained(panel), *energy_of_phases(panel), *capacity(panel)]
+    tables = [*([phases] if phases else []), *sustained(panel), *energy_of_phases(panel)]
+    tables += [*other_tables(panel), *capacity(panel)]
     tables += [break_even_table(panel, crossings, "from where on it pays")] if crossings else []
     if tables:
         yield Part("asked", "", tuple(tables))

@@ -89,6 +89,7 @@ REASONS: dict[Label, str] = {
 # a plural.
 _PHASES: dict[str, tuple[str, str, bool]] = {
     Phase.DATA_LOAD: ("data", "data loading", False),
+    Phase.DECODE: ("decode", "decoding", False),
     Phase.CAST: ("cast", "casts", True),
     Phase.GEMM: ("gemm", "products", True),
     Phase.ATTENTION: ("attn", "attention", False),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fp8bench import units
 from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import Finding, Label, Status, Verdict
-from fp8bench.protocols.axes import VALUES
+from fp8bench.protocols.axes import LAYOUT, VALUES
 from fp8bench.report.case_status import Standing, emulated, show_speed, show_speed_up, speed_up, standing, tone_of
 from fp8bench.report.elements import Text
 from fp8bench.report.energies import energy_clause
@@ -240,16 +240,16 @@ def over_values(panel: Panel) -> Iterator[str]:
     The same of memory layouts, the fastest first. Its groups were measured one after the other, so that this is no
     verdict.
     """
-    for name, default in ((VALUES.name, VALUES.default[0]), ("layout", "")):
-        yield from _over(panel, name, default)
+    for axis in (VALUES, LAYOUT):
+        yield from _over(panel, axis.name, axis.default[0])
 
 
 def _over(panel: Panel, axis: str, default: str) -> Iterator[str]:
     timed = [result for result in panel.results if result.best and not emulated(result)]
     for mode, place, results in _alike_but_for(axis, timed, panel):
-        if not default:
+        if axis == LAYOUT.name:
             results.sort(key=lambda result: result.best or 0.0)
-        # The default of values is no parameter of a case.
+        # The default of either is no parameter of a case.
         kinds = dict.fromkeys(str(dict(result.record.case.params).get(axis, default)) for result in results)
         if len(kinds) < 2:
             continue

@@ -1,0 +1,184 @@
+"""What steps ask of allocators and of the processor, counted in a worker that times nothing.
+
+Calls of the host's allocator by the probe that the worker was started under (measure/counting_worker.py), page faults
+by the system, a GPU's allocations by torch's allocator and its profiler, the processor's counters by perf events. Each
+in steps of its own, after two that make what lasts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Measurement, specs
+from fp8bench.model.specs import MetricSpec
+from fp8bench.protocols import Device, Markers, Phases, Setup, SilentPhases, TellingMarker, Workload
+from fp8bench.worker import perf_counters
+from fp8bench.worker.static_scales import step
+from fp8bench.worker.switches import collected_by_hand
+from fp8bench.worker.tracing import STEPS as TRACED
+from fp8bench.worker.tracing import record
+
+STEPS = 8
+_WARM_UPS = 2
+_CALIBRATING = 1001
+NO_PROBE = "the system's loader preloads no library into the worker"
+# The figures of one reading, in its order.
+HOST = (specs.ALLOCATOR_CALLS, specs.ALLOCATED_BYTES, specs.ALLOCATOR_TIME, specs.PAGE_FAULTS)
+# torch's allocator's own names.
+_OF_DEVICE: Mapping[str, MetricSpec] = {
+    "num_device_alloc": specs.DEVICE_ALLOCATIONS, "num_alloc_retries": specs.ALLOCATION_RETRIES,
+}  # fmt: skip
+# The last of expandable segments.
+_DEVICE_CALLS = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMemCreate", "cuMemMap", "cuMemUnmap")
+Told = tuple[tuple[Measurement, ...], tuple[str, ...]]
+"""What was counted, and why something was not."""
+
+
+class Probe:
+    """The library ahead of this process's allocator. `read` gives allocations and releases, bytes, and seconds."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._numbers = (ctypes.c_uint64 * 4)()
+        library.fp8bench_probe_cost.restype = ctypes.c_uint64
+        costs = [library.fp8bench_probe_cost(_CALIBRATING) / _CALIBRATING for _ in range(5)]
+        # The clock that times a call is read twice, and one reading lies inside.
+        self._cost = min(costs)
+
+    def switch(self, on: bool) -> None:
+        self._library.fp8bench_probe_switch(int(on))
+
+    def read(self) -> tuple[float, float, float]:
+        self._library.fp8bench_probe_read(self._numbers)
+        allocations, releases, size, nanoseconds = self._numbers
+        calls = allocations + releases
+        return float(calls), float(size), max(0.0, nanoseconds - calls * self._cost) * 1e-9
+
+
+def found_probe() -> Probe | None:
+    library = ctypes.CDLL(None)
+    return Probe(library) if hasattr(library, "fp8bench_probe_read") else None
+
+
+@dataclass
+class PhaseReadings:
+    """Readings of counters that only grow, by the phase that a step was in. What a reading itself adds is left out:
+    there are two at each turn, and nothing between them counts."""
+
+    read: Callable[[], Sequence[float]]
+    steps: list[dict[str, list[float]]] = field(default_factory=list)
+    _phase: str = UNATTRIBUTED
+    _last: Sequence[float] = ()
+
+    def run(self, one: Callable[[Phases], object]) -> None:
+        stack = [UNATTRIBUTED]  # backward may run on another thread: phases share it
+        phases = Markers(lambda name: TellingMarker(name, stack, self.turn))
+        self.steps.append({})
+        self._phase, self._last = UNATTRIBUTED, self.read()
+        one(phases)
+        self.turn(UNATTRIBUTED)
+
+    def turn(self, phase: str) -> None:
+        seen = self.read()
+        taken = self.steps[-1].setdefault(self._phase, [0.0] * len(seen))
+        for place, (now, before) in enumerate(zip(seen, self._last, strict=True)):
+            taken[place] += now - before
+        self._phase = phase
+        self._last = self.read()
+
+    def measurements(self, figures: Sequence[MetricSpec]) -> list[Measurement]:
+        """Of whole steps, and of each phase that any had."""
+        present = [name for name in CELL_PHASES if any(name in one for one in self.steps)]
+        found = []
+        for place, spec in enumerate(figures):
+            whole = tuple(sum(part[place] for part in one.values()) for one in self.steps)
+            found.append(Measurement(spec.name, spec.unit, whole))
+            for name in present:
+                parts = tuple(one[name][place] if name in one else 0.0 for one in self.steps)
+                found.append(Measurement(spec.name, spec.unit, parts, phase=name))
+        return found
+
+
+def counters_of_step(workload: Workload, setup: Setup, device: Device, index: int, unprobed: str = "") -> Told:
+    state = workload.prepare(setup)
+    one = partial(step, workload, state, setup.scales)
+
+    def run(phases: Phases) -> None:
+        one(phases)
+        device.synchronise(index)
+
+    with collected_by_hand():
+        for _ in range(_WARM_UPS):
+            run(SilentPhases())
+        parts = (_host(run, unprobed or NO_PROBE), _processor(run), _device(run, device, index))
+    measured = tuple(one for found, _ in parts for one in found)
+    return measured, tuple(dict.fromkeys(why for _, whys in parts for why in whys))
+
+
+def _host(run: Callable[[Phases], None], unprobed: str) -> Told:
+    probe = found_probe()
+
+    def read() -> Sequence[float]:
+        faults = float(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        return (*probe.read(), faults) if probe is not None else (faults,)
+
+    readings = PhaseReadings(read)
+    if probe is not None:
+        probe.switch(True)
+    try:
+        for _ in range(STEPS):
+            readings.run(run)
+    finally:
+        if probe is not None:
+            probe.switch(False)
+    if probe is None:
+        return tuple(readings.measurements(HOST[-1:])), (f"no calls of the allocator: {unprobed}",)
+    return tuple(readings.measurements(HOST)), ()
+
+
+def _processor(run: Callable[[Phases], None]) -> Told:
+    """One event after another, in as many steps each."""
+    silent = SilentPhases()
+    found: dict[str, list[float]] = {event.name: [] for event in perf_counters.EVENTS}
+    reasons: dict[str, list[str]] = {}
+    for event in perf_counters.EVENTS:
+        for _ in range(STEPS):
+            count = perf_counters.counted(lambda: run(silent), event)
+            if isinstance(count, str):
+                reasons.setdefault(count, []).append(event.name)
+                break
+            found[event.name].append(float(count))
+    measured = tuple(
+        Measurement(name, specs.spec_of(name).unit, tuple(counts)) for name, counts in found.items() if counts
+    )
+    return measured, tuple(f"no {', '.join(dict.fromkeys(names))}: {why}" for why, names in reasons.items())
+
+
+def _device(run: Callable[[Phases], None], device: Device, index: int) -> Told:
+    """Of a GPU: what torch's allocator asked of the driver, and the time of these calls on the host."""
+    if device.allocations(index) is None:
+        return (), ()
+    samples: dict[MetricSpec, list[float]] = {spec: [] for spec in _OF_DEVICE.values()}
+    for _ in range(STEPS):
+        before = device.allocations(index) or {}
+        run(SilentPhases())
+        after = device.allocations(index) or {}
+        for name, spec in _OF_DEVICE.items():
+            samples[spec].append(float(after.get(name, 0) - before.get(name, 0)))
+    seconds = device_call_seconds(record(run, device.kind)["traceEvents"]) / TRACED
+    measured = [Measurement(spec.name, spec.unit, tuple(counts)) for spec, counts in samples.items()]
+    return (*measured, Measurement(specs.DEVICE_ALLOCATOR_TIME.name, "s", (seconds,))), ()
+
+
+def device_call_seconds(events: Sequence[Mapping[str, Any]]) -> float:
+    """Of the calls in a trace that take memory of a driver, or give it back."""
+    return 1e-6 * sum(
+        float(event.get("dur", 0.0))
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and str(event.get("name", "")).startswith(_DEVICE_CALLS)
+    )

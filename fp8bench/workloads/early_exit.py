@@ -1,0 +1,128 @@
+"""Rows that leave a stack of blocks as soon as they are sure: control flow that depends on the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from fp8bench.formats.hardware import refused
+from fp8bench.model import DeviceFacts, Level, Scalar, Support, Work
+from fp8bench.nn.shared_workloads import LayerWorkload, misfit
+from fp8bench.protocols import Grid, Layer, Precision, Setup
+from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
+from fp8bench.registry import workloads
+
+if TYPE_CHECKING:
+    import torch
+
+    from fp8bench.nn.exercise import Exercise
+    from fp8bench.nn.linear import Choose
+
+_HELD, _OWN = "held", "own"
+_MOST_PERCENT = 90
+
+
+def rows_of_blocks(params: Mapping[str, Scalar]) -> list[int]:
+    """How many rows each block has in the exact pass, as far as there are any."""
+    rows, share = [int(params["tokens"])], 1 - int(params["leaving"]) / 100
+    while len(rows) < int(params["depth"]) and rows[-1]:
+        rows.append(math.ceil((rows[-1] - 1) * share))
+    return rows
+
+
+@workloads.register("early_exit")
+class EarlyExits(LayerWorkload):
+    """A classifier whose rows leave behind the first block that makes them sure.
+
+    A row near its threshold leaves elsewhere in low precision, and a step that does less is faster for that alone. So
+    exits are held by default: as many rows leave behind each block as in the exact pass, the same in every precision,
+    which does the same products and gets a verdict. With exits=own each precision's rows take their own way, as they
+    would in service: the host waits for how many are left, the tape tells the products of each, and where they are not
+    the reference's the case is labelled work-mismatch. The FLOPs that are declared are the exact pass's.
+    """
+
+    name = "early_exit"
+    summary = "blocks that rows leave when a head is sure: exits held alike in all precisions, or each one's own"
+    linear_layers = True
+    own_paths = True
+    layer_kinds = ("up", "down")
+    batch_axis = "tokens"
+    history = Grid(
+        cpu={"width": ("128",), "exits": (_HELD,)},
+        gpu={"width": ("4096",), "exits": (_HELD,)},
+        phases=("cast", "gemm", "elementwise"), errors=("output_error",), per="tokens",
+    )  # fmt: skip
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        tokens, width, hidden = ("8192", "4096", "16384") if facts.accelerated else ("256", "128", "512")
+        return (
+            Axis("tokens", "rows of the input", (tokens,), whole_number(high=1 << 18)),
+            Axis("width", "features of a row", (width,), whole_number(high=1 << 16)),
+            Axis("hidden", "features between a block's products", (hidden,), whole_number(high=1 << 18)),
+            Axis("depth", "blocks, if no row leaves ahead of the last", ("6",), whole_number(2, 256)),
+            Axis("classes", "of the head behind each block", ("64",), whole_number(2, 1 << 17)),
+            Axis("leaving", "percent of the rows of a block that leave behind it in the exact pass", ("25",),
+                 whole_number(1, _MOST_PERCENT)),
+            Axis("exits", "held: drawn from the seed, the same in every precision; own: each precision's own",
+                 (_HELD, _OWN), one_of(_HELD, _OWN)),
+            VALUES,
+        )  # fmt: skip
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        tokens, width, hidden, depth = (int(params[name]) for name in ("tokens", "width", "hidden", "depth"))
+        # fp32 weights; rows in two bytes, the least of any carrier.
+        least = 8.0 * depth * width * hidden + 2.0 * tokens * (2 * width + hidden)
+        flops = 2.0 * sum(rows_of_blocks(params)) * width * (2 * hidden + int(params["classes"]))
+        return Work(flops, tokens, least_memory=least)
+
+    def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
+        blocks = range(int(params["depth"]))
+        return tuple(Layer(f"blocks.{number}.{kind}", kind) for number in blocks for kind in self.layer_kinds)
+
+    def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
+        support = precision.support(facts)
+        width, hidden = int(params["width"]), int(params["hidden"])
+        wrong = misfit(precision, 0, (width, hidden), False, f"width={width}, hidden={hidden}")
+        return refused(wrong) if wrong and support.level is Level.NATIVE else support
+
+    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
+        import torch
+
+        from fp8bench.nn.arithmetics import PlainArithmetic
+        from fp8bench.nn.early_exit import EarlyExit, own_exits, scheduled_exits
+        from fp8bench.nn.exercise import exercise
+
+        params = dict(setup.case.params)
+        width, hidden, depth, classes = (int(params[name]) for name in ("width", "hidden", "depth", "classes"))
+        tokens = int(params["tokens"])
+
+        def made(chosen: Choose, dtype: torch.dtype) -> Exercise:
+            build = partial(EarlyExit, width, hidden, depth, classes, chosen)
+            return exercise(setup, build, [(tokens, width)], dtype, training=False)
+
+        state, rows, wide = made(choose, carrier), rows_of_blocks(params), torch.float64
+        assert isinstance(state.layer, EarlyExit)
+        if params["exits"] == _HELD:
+            device = state.inputs[0].device
+            state.layer.exits = scheduled_exits(rows, setup.seed, device)
+            return state
+        exact = state if carrier is wide else made(lambda name: PlainArithmetic(wide), wide)
+        assert isinstance(exact.layer, EarlyExit)
+        state.layer.exits = own_exits(exact.layer, exact.inputs[0], rows)
+        return state
+
+    def error(self, setup: Setup) -> dict[str, float]:
+        """Of the logits that rows leave with; the share of rows that leave elsewhere than in the exact pass, and the
+        blocks that a row takes."""
+        from fp8bench.nn.early_exit import EarlyExit
+
+        state, wanted = self.prepare(setup), self.exact(setup)
+        errors = state.errors(wanted, setup.settles)
+        assert isinstance(state.layer, EarlyExit) and isinstance(wanted.layer, EarlyExit)
+        own, right = state.layer.depths(*state.inputs), wanted.layer.depths(*wanted.inputs)
+        return {
+            **errors, "exits_differ_percent": 100 * float((own != right).double().mean()),
+            "mean_depth": float(own.double().mean()),
+        }  # fmt: skip

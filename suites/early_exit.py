@@ -1,0 +1,9 @@
+"""What asv follows of the suite early_exit."""
+
+from fp8bench import asv_bridge
+
+
+class EarlyExit(asv_bridge.Suite):
+    """Its declared grid; see Grid in fp8bench/workloads/early_exit.py."""
+
+    workload = "early_exit"

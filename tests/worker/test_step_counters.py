@@ -1,0 +1,283 @@
+"""What steps ask of allocators and of the processor, against independent counts."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import resource
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from fp8bench.devices.cpu import Cpu
+from fp8bench.errors import UsageError
+from fp8bench.measure.counting_worker import CountingWorker, built, counting_worker
+from fp8bench.model import UNATTRIBUTED, Case, Measurement, Request, specs
+from fp8bench.model.raw import Settings
+from fp8bench.model.readings import NoReading
+from fp8bench.protocols import Phases
+from fp8bench.worker import perf_counters, step_counters
+from fp8bench.worker.perf_counters import EVENTS, SOFTWARE, Counter, PerfEvent, counted, why_not
+from tests.workloads.steps import CPU, SMALL, small
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the probe and perf events are Linux's")
+# In a process of its own: what it does is known call by call, through ctypes, which allocates nothing meanwhile.
+BY_HAND = """
+import ctypes
+own = ctypes.CDLL(None)
+own.malloc.restype = own.calloc.restype = own.realloc.restype = own.aligned_alloc.restype = ctypes.c_void_p
+numbers, held = (ctypes.c_uint64 * 4)(), ctypes.c_void_p()
+calls = [
+    lambda: own.free(ctypes.c_void_p(own.malloc(1000))),
+    lambda: own.free(ctypes.c_void_p(own.calloc(30, 40))),
+    lambda: own.free(ctypes.c_void_p(own.realloc(None, 77))),
+    lambda: own.free(ctypes.c_void_p(own.aligned_alloc(64, 128))),
+    lambda: (own.posix_memalign(ctypes.byref(held), 64, 3 << 20), own.free(held)),
+    lambda: own.free(None),
+]
+for call in calls:
+    call()
+for call in calls:
+    before = [*numbers]
+    own.fp8bench_probe_switch(1)
+    call()
+    own.fp8bench_probe_switch(0)
+    own.fp8bench_probe_read(numbers)
+    print(*(after - then for after, then in zip(numbers, before)))
+"""
+
+
+def under_probe(folder: Path, code: str) -> list[list[int]]:
+    probe = built(folder)
+    assert isinstance(probe, Path), probe
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "LD_PRELOAD": str(probe)}, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    return [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
+
+
+@LINUX
+def test_the_probe_counts_every_call_and_its_bytes(tmp_path: Path) -> None:
+    """Of each way to ask an allocator, one call and one release; nothing is released where there is nothing."""
+    found = under_probe(tmp_path, BY_HAND)
+    wanted = [1000, 1200, 77, 128, 3 << 20]
+    assert [one[:3] for one in found] == [*([1, 1, size] for size in wanted), [0, 0, 0]]
+    assert all(one[3] > 0 for one in found[:-1])
+
+
+@LINUX
+def test_a_probe_that_is_off_counts_nothing(tmp_path: Path) -> None:
+    """Whatever is allocated meanwhile."""
+    code = "import ctypes; n = (ctypes.c_uint64 * 4)(); x = [bytes(10**6) for _ in range(99)]; "
+    assert under_probe(tmp_path, code + "ctypes.CDLL(None).fp8bench_probe_read(n); print(*n)") == [[0, 0, 0, 0]]
+
+
+def test_why_there_is_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another system, no compiler, one that fails: a sentence each."""
+    assert "Linux" in str(built(tmp_path, "darwin"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert "install gcc" in str(built(tmp_path, "linux"))
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho 'x.c:1: error: no such header' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    assert "error: no such header" in str(built(tmp_path, "linux"))
+
+
+def figures(found: tuple[Measurement, ...], phase: str | None = None) -> Mapping[str, tuple[float, ...]]:
+    return {one.metric: one.samples for one in found if one.phase == phase}
+
+
+@LINUX
+def test_a_real_worker_counts_a_casts_bytes() -> None:
+    """What a step allocates is the image that it makes: as many bytes as torch's own profiler tells, with a few more
+    for the objects around it. Without counters of a processor there is a reason, once."""
+    case = Case("cast", tuple({**SMALL["cast"], "rows": 512, "columns": 1024}.items()), "bf16", "cpu")
+    with counting_worker(Settings()) as worker:
+        found, whys = worker.within(120).counters(case, CPU, worker.why)
+    whole, cast = figures(found), figures(found, "cast")
+    image = 512 * 1024 * 2
+    assert all(image <= size < image + 4096 for size in cast[specs.ALLOCATED_BYTES])
+    assert len(set(whole[specs.ALLOCATOR_CALLS][1:])) == 1 and 0 < min(whole[specs.ALLOCATOR_TIME]) < 0.1
+    for name in map(str, (specs.ALLOCATED_BYTES, specs.ALLOCATOR_CALLS, specs.PAGE_FAULTS)):
+        parts = zip(cast[name], figures(found, UNATTRIBUTED)[name], strict=True)
+        assert whole[name] == tuple(map(sum, parts))
+    missing = {event.name for event in EVENTS} - set(whole)
+    assert all(sum(name in why for why in whys) == 1 for name in missing) and bool(missing) == bool(whys)
+
+
+@LINUX
+def test_without_a_probe_faults_are_counted_and_the_reason_is_told() -> None:
+    """In this very process there is none."""
+    found, whys = step_counters.counters_of_step(_cast(), small("cast", "bf16"), Cpu(), 0, "no compiler")
+    assert specs.PAGE_FAULTS in figures(found) and specs.ALLOCATOR_TIME not in figures(found)
+    assert "no calls of the allocator: no compiler" in whys
+
+
+def _cast() -> object:
+    from fp8bench.registry import workloads
+
+    return workloads.get("cast")
+
+
+def test_readings_go_to_the_phase_that_a_step_was_in() -> None:
+    """Nested phases are exclusive, and what a reading itself adds is nobody's."""
+    count = 0
+
+    def read() -> tuple[float]:
+        nonlocal count
+        count += 1000  # a dear reading
+        return (float(count),)
+
+    def step(phases: Phases) -> None:
+        nonlocal count
+        count += 1
+        with phases.gemm:
+            count += 10
+            with phases.cast:
+                count += 100
+            count += 20
+
+    readings = step_counters.PhaseReadings(read)
+    readings.run(step)
+    readings.run(step)
+    found = readings.measurements([specs.ALLOCATOR_CALLS])
+    taken = {one.phase: one.samples[0] % 1000 for one in found}
+    assert taken == {None: 131 % 1000, UNATTRIBUTED: 1, "gemm": 30, "cast": 100} and len(found[0].samples) == 2
+
+
+def test_time_of_a_drivers_allocations_in_a_trace() -> None:
+    """Calls of the runtime and of the driver, in seconds; kernels and copies are none."""
+    events = [
+        {"cat": "cuda_runtime", "name": "cudaMalloc", "dur": 300},
+        {"cat": "cuda_driver", "name": "cuMemMap", "dur": 5e1},
+        {"cat": "cuda_runtime", "name": "cudaFree", "dur": 150.5}, {"cat": "kernel", "name": "cudaMalloc", "dur": 9},
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "dur": 7}, {"cat": "cuda_runtime", "name": "hipFree"},
+    ]  # fmt: skip
+    assert step_counters.device_call_seconds(events) == pytest.approx(500.5e-6)
+
+
+class CountingDevice(Cpu):
+    """A GPU's allocator, as torch tells of it: one that goes to its driver in each third step."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def synchronise(self, index: int) -> None:
+        self.steps += 1
+
+    def allocations(self, index: int) -> Mapping[str, int]:
+        return {"num_device_alloc": self.steps // 3, "num_alloc_retries": self.steps // 6, "other": 7}
+
+
+def test_a_devices_allocations_are_those_of_steps() -> None:
+    """By torch's own names, before and after each."""
+    found, _ = step_counters.counters_of_step(_cast(), small("cast", "bf16"), CountingDevice(), 0)
+    whole = figures(found)
+    assert sum(whole[specs.DEVICE_ALLOCATIONS]) in (2, 3) and set(whole[specs.DEVICE_ALLOCATIONS]) == {0.0, 1.0}
+    assert sum(whole[specs.ALLOCATION_RETRIES]) in (1, 2) and whole[specs.DEVICE_ALLOCATOR_TIME] == (0.0,)
+
+
+# Perf events: a real one of the kernel's own, a planted one, and what the kernel may answer.
+
+
+@LINUX
+def test_a_software_event_counts_what_the_system_counts() -> None:
+    """Page faults, by perf events and by getrusage: the way that hardware events are read is the same."""
+    faults, pages = PerfEvent("page_faults", SOFTWARE, 2), 300
+    seen: list[int] = []
+
+    def touch() -> None:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        with mmap.mmap(-1, pages * mmap.PAGESIZE) as memory:
+            memory.madvise(getattr(mmap, "MADV_NOHUGEPAGE", 15))
+            for page in range(pages):
+                memory[page * mmap.PAGESIZE] = 1
+        seen.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+
+    touch()
+    found = counted(touch, faults)
+    if isinstance(found, str):
+        pytest.skip(f"this system counts no software event: {found}")
+    assert pages <= seen[-1] <= found <= seen[-1] + 8
+
+
+def planted(*counts: tuple[int, int, int]) -> int:
+    """A file that gives one reading after another, as a perf event does."""
+    reader, writer = os.pipe()
+    os.write(writer, b"".join(struct.pack("=QQQ", *one) for one in counts))
+    os.close(writer)
+    return reader
+
+
+def test_a_planted_event_is_read_as_the_kernel_writes_it() -> None:
+    """The count's growth; the attribute that was asked for is the kernel's first version, user mode only."""
+    asked: list[bytes] = []
+
+    def opened(attribute: bytes) -> int:
+        asked.append(attribute)
+        return planted((1000, 5, 5), (1700, 9, 9))
+
+    assert counted(lambda: None, EVENTS[2], opened) == 700
+    (attribute,) = asked
+    kind, size, config = struct.unpack_from("=IIQ", attribute)
+    (flags,) = struct.unpack_from("=Q", attribute, 40)
+    assert (kind, size, len(attribute), config, flags) == (3, 64, 64, 2, 0b1100000)
+    assert [event.config for event in EVENTS if event.kind == 3] == [2, 2 | 1 << 16]
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"), [([(1, 5, 5), (9, 9, 7)], "another program holds"), ([(1, 5, 5)], "0 bytes")]
+)
+def test_a_count_that_is_an_estimate_is_none(counts: list[tuple[int, int, int]], words: str) -> None:
+    """Where the counter was somebody else's for a while, or there is nothing to read."""
+    assert words in str(counted(lambda: None, EVENTS[0], lambda attribute: planted(*counts)))
+
+
+@pytest.mark.parametrize(
+    ("code", "pmu", "paranoid", "words"),
+    [
+        (errno.ENOENT, False, "2", "virtual machine"), (errno.ENOENT, True, "2", "no such counter"),
+        (errno.EACCES, True, "3", "perf_event_paranoid is 3"), (errno.EPERM, True, "1", "seccomp"),
+        (errno.EPERM, True, "", "seccomp"), (errno.ENOSYS, False, "", "no perf events"),
+        (errno.EMFILE, True, "2", os.strerror(errno.EMFILE)),
+    ],
+)  # fmt: skip
+def test_every_refusal_says_what_can_be_done(code: int, pmu: bool, paranoid: str, words: str, tmp_path: Path) -> None:
+    """By what the kernel answered and what it says of itself."""
+    level = tmp_path / "paranoid"
+    level.write_text(paranoid)
+    if pmu:
+        (tmp_path / "cpu").mkdir()
+    assert words in why_not(OSError(code, os.strerror(code)), tmp_path, level)
+
+
+@LINUX
+def test_the_true_answer_of_this_machine() -> None:
+    """A count where the kernel shows a processor's counters, and a reason where it does not."""
+    found = counted(lambda: sum(range(10_000)), EVENTS[0])
+    shown = any(perf_counters.DEVICES.glob("cpu*")) or any(perf_counters.DEVICES.glob("armv*"))
+    assert shown or (isinstance(found, str) and found)
+    if isinstance(found, int):
+        assert found > 10_000
+    with pytest.raises(NoReading, match=r"\w+"):
+        Counter(PerfEvent("none", 99, 1))
+
+
+@pytest.mark.parametrize("given", [{"isolation": False}, {"ranks": 2}])
+def test_counters_that_have_no_worker_of_their_own_are_refused(given: dict[str, object]) -> None:
+    """In a sentence that names both options."""
+    with pytest.raises(UsageError, match=r"--counters.*(--no-isolation|--ranks)"):
+        Request("gemm", counters=True, **given)  # type: ignore[arg-type]
+
+
+@LINUX
+def test_a_worker_that_is_not_asked_is_not_started() -> None:
+    with counting_worker(Settings()) as worker:
+        assert isinstance(worker, CountingWorker) and worker.pid is None and not worker.why
