@@ -177,7 +177,7 @@ class Waterfall(Chart):
 class ChartPoint:
     """One point of a scatter chart; without x it stands in a margin of its own. `series` chooses shape and colour.
 
-    Of a series that is joined each `strand` is a line of its own.
+    Of a series that is joined each `strand` is a line of its own. `low` and `high` are the interval of y.
     """
 
     series: str
@@ -187,6 +187,8 @@ class ChartPoint:
     tone: Tone = Tone.PLAIN
     hint: str = ""
     strand: str = ""
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,8 @@ class Stacks(Chart):
 
 @dataclass(frozen=True)
 class Heat(Chart):
-    """A ratio for rows and columns; None where there is none. Those on either side of 1 differ in colour."""
+    """A figure for rows and columns; None where there is none. Ratios on either side of 1 differ in colour; of others
+    more is darker, each shade as often."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]

@@ -163,7 +163,7 @@ def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
         f"Speed-up against {metric}: {listed(titles)}",
         _ranges(spots, outdone, metric),
         ChartAxis(f"speed-up over {spots[0].reference}", "x"),
-        ChartAxis(metric, "", log=True),
+        ChartAxis(metric, units.RATIO, log=True),
         tuple(_point(spot, outdone.get(spot), len(titles) > 1) for spot in spots),
         "emulated: no speed" if emulated else "",
     )

@@ -19,7 +19,7 @@ from fp8bench.report.elements import Text
 from fp8bench.report.energies import energy_clause
 from fp8bench.report.panels import Panel, Result, show_params, together, value_of
 from fp8bench.report.topics.phases import is_mixed, phase_clauses
-from fp8bench.report.words import legend
+from fp8bench.report.words.labels import LABELS
 from fp8bench.report.words.naming import common_tone, listed, many, setting_of
 
 _COMPARED = (
@@ -67,7 +67,7 @@ def said_once(panels: Iterable[Panel]) -> frozenset[Label]:
 
 def doubt_of_all(labels: frozenset[Label]) -> str:
     """'Every comparison here is in doubt: ...'; '' without labels."""
-    reasons = [f"{legend.REASONS[label]} ({label})" for label in Label if label in labels]
+    reasons = [f"{LABELS[label].reason} ({label})" for label in Label if label in labels]
     return f"Every comparison here is in doubt: {listed(reasons, len(Label))}." if reasons else ""
 
 
@@ -196,7 +196,7 @@ def _doubt(kind: ComparedAs, results: Sequence[Result], said: frozenset[Label]) 
 def _because(results: Sequence[Result], said: frozenset[Label]) -> str:
     numbers = {label: sum(label in _doubts(result) for result in results) for label in Label}
     reasons = [
-        f"{legend.REASONS[label]}{f' in {number} of them' if number < len(results) else ''} ({label})"
+        f"{LABELS[label].reason}{f' in {number} of them' if number < len(results) else ''} ({label})"
         for label, number in numbers.items()
         if number and label not in said
     ]
@@ -216,7 +216,7 @@ def _pace(results: Sequence[Result]) -> str:
     reasons = [result.reason(_PACE) for result in results if _PACE in result.labels]
     where = "" if len(reasons) == len(results) else f" in {len(reasons)} of {len(results)}"
     known = f", {reasons[0]}" if reasons and reasons[0] and len({*reasons}) == 1 else ""
-    return f"; {legend.REASONS[_PACE]}{where} ({_PACE}{known})" if reasons else ""
+    return f"; {LABELS[_PACE].reason}{where} ({_PACE}{known})" if reasons else ""
 
 
 def _alone(panel: Panel, where: str) -> Iterator[str]:

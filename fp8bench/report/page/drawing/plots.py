@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby, pairwise
 
+from fp8bench import units
 from fp8bench.report.elements import ChartAxis, ChartPoint, Lines, Mark, Scatter, Tone
 from fp8bench.report.page.drawing.rows import along, legend
 from fp8bench.report.page.drawing.scale import (
@@ -257,6 +258,10 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
                            if point.series == name)  # fmt: skip
         if lines := [sorted(strand) for strand in strands.values() if len(strand) > 1]:
             sheet.lines(looks[name][1].replace("point", "line"), lines)
+    spans = [(x, [frame.y.at(end) for end in ends(point, chart.y.log)])
+             for point, (x, _) in zip(points, spots, strict=True)]  # fmt: skip
+    if whiskers := [[(x, span[0]), (x, span[1])] for x, span in spans if span]:
+        sheet.lines("whisker", whiskers)
     for point, (x, y) in zip(points, spots, strict=True):
         shape, style = looks[point.series]
         tone = f" {point.tone.value}" if point.tone is not Tone.PLAIN else ""
@@ -267,7 +272,8 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
 
 def _frame(chart: Scatter, points: list[ChartPoint], sheet: Sheet, top: float) -> _Frame:
     bottom = top + (280.0 if sheet.narrow else 380.0)
-    y = fitted([point.y for point in points], bottom, top, chart.y.log, chart.y.unit, 0.05)
+    heights = [height for point in points for height in (point.y, *ends(point, chart.y.log))]
+    y = fitted(heights, bottom, top, chart.y.log, chart.y.unit, 0.05)
     left = max(sheet.measure(text) for _, text in y.ticks(_TICKS[sheet.narrow])) + 10
     placed = [point.x for point in points if point.x is not None]
     if not placed:
@@ -322,7 +328,8 @@ def _spots(points: Sequence[ChartPoint], names: Sequence[str], frame: _Frame) ->
 
 def _hint(chart: Scatter, point: ChartPoint) -> Hint:
     where = chart.margin if point.x is None else f"{chart.x.title} {shown(point.x, chart.x.unit)}".strip()
-    said = ", ".join(filter(None, (where, f"{chart.y.title} {shown(point.y, chart.y.unit)}".strip())))
+    within = f" ({units.span(found, lambda end: shown(end, chart.y.unit))})" if (found := ends(point)) else ""
+    said = ", ".join(filter(None, (where, f"{chart.y.title} {shown(point.y, chart.y.unit)}{within}".strip())))
     name = point.label if point.series in point.label else f"{point.series} {point.label}".strip()
     return worded(name, said, point.hint)
 
