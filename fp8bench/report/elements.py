@@ -144,13 +144,15 @@ class ChartAxis:
 class Chart:
     """What all charts have: a name for links and ids, a title, and a description that replaces seeing it.
 
-    A `folded` one is for who asks, as a table is.
+    A `folded` one is for who asks, as a table is. `order` are series that a page has in several charts: they look
+    alike in all of them.
     """
 
     name: str
     title: str
     description: str
     folded: bool = field(default=False, kw_only=True)
+    order: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -232,12 +234,14 @@ class Lines(Chart):
     """Series over one row of places (runs, commits): a mark for each place or None.
 
     The axis is that of the places from `settled` on. Where those before it do not fit there, an inset has them.
+    `levels` are lines across, with their words, where the axis reaches so far.
     """
 
     places: tuple[str, ...]
     axis: ChartAxis
     series: tuple[tuple[str, tuple[Mark | None, ...]], ...]
     settled: int = field(default=0, kw_only=True)
+    levels: tuple[tuple[float, str], ...] = field(default=(), kw_only=True)
 
 
 SparkLines = tuple[tuple[float | None, ...], ...]

@@ -43,8 +43,6 @@ FUNCTIONAL = (
     "On a CPU this is a functional test: ranks share its cores and send through its memory, so that rates, skew and "
     "overlap say nothing about a cluster."
 )
-# A longer table is for who asks: its charts stand above it.
-_MOST_ROWS = 16
 # Fewer say nothing that the table does not; float32 beside them would leave no room for differences.
 _LEAST_WAYS = 4
 _ALL_BUT_EXACT_DB = 100.0
@@ -271,8 +269,7 @@ def ranks_section(material: Material) -> Iterator[Element]:
             if not isinstance(element, Table):
                 yield element
                 continue
-            caption, long = f"{title}: {element.caption}", len(element.rows) > _MOST_ROWS
-            yield replace(element, name=f"{element.name}-{number}", caption=caption, folded=long)
+            yield replace(element, name=f"{element.name}-{number}", caption=f"{title}: {element.caption}")
 
 
 def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
