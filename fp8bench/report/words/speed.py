@@ -6,6 +6,7 @@ reason. Speed is told as how many times as fast: above 1x is faster.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -186,11 +187,17 @@ def _doubt(kind: ComparedAs, results: Sequence[Result], said: frozenset[Label]) 
     if kind.standing is Standing.DOUBTED:
         return f", but {because}" if because else ""
     if kind.standing is Standing.UNSURE:
-        whys = dict.fromkeys(result.finding.why for result in results if result.finding)
-        reasons = "; ".join(filter(None, (*whys, because)))
+        whys = [result.finding.why for result in results if result.finding and result.finding.why]
+        reasons = "; ".join(filter(None, (*_counted(whys), because)))
     elif kind.standing is Standing.UNTIMED:
         reasons = listed(list(dict.fromkeys(result.record.detail for result in results if result.record.detail)))
     return f": {reasons}" if reasons else ""
+
+
+def _counted(reasons: Iterable[str]) -> Iterator[str]:
+    """Those that differ in their numbers alone are told once: 'labelled contended (8 of 10 slots) (so in 3 of them)'."""
+    for alike in together((re.sub(r"[0-9.]+", "#", reason), reason) for reason in reasons).values():
+        yield alike[0] + (f" (so in {len(alike)} of them)" if len({*alike}) > 1 else "")
 
 
 def _because(results: Sequence[Result], said: frozenset[Label]) -> str:

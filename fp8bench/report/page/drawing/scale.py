@@ -301,7 +301,7 @@ def sparkline(values: Sequence[float]) -> str:
     It is made of numbers alone, so that nothing in it needs escaping.
     """
     shown = [value for value in values if math.isfinite(value) and value > 0]
-    if not shown:
+    if len(shown) < 2:
         return ""
     middle = math.sqrt(min(shown) * max(shown))
     scale = Scale(
