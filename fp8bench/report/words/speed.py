@@ -195,7 +195,7 @@ def _doubt(kind: ComparedAs, results: Sequence[Result], said: frozenset[Label]) 
 
 
 def _counted(reasons: Iterable[str]) -> Iterator[str]:
-    """Those that differ in their numbers alone are told once: 'labelled contended (8 of 10 slots) (so in 3 of them)'."""
+    """Those that differ in their numbers alone are told once: 'contended (8 of 10 slots) (so in 3 of them)'."""
     for alike in together((re.sub(r"[0-9.]+", "#", reason), reason) for reason in reasons).values():
         yield alike[0] + (f" (so in {len(alike)} of them)" if len({*alike}) > 1 else "")
 
