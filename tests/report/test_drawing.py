@@ -512,7 +512,9 @@ def test_ticks_read_as_a_person_writes_them() -> None:
     assert ticks(0.96, 1.05, "x", True) == ["0.96x", "0.98x", "1x", "1.02x", "1.04x"]
     assert ticks(0, 0.0021, "s") == ["0 ms", "0.5 ms", "1 ms", "1.5 ms", "2 ms"]
     assert ticks(0, 5 * 2**30, "B") == ["0 GiB", "1 GiB", "2 GiB", "3 GiB", "4 GiB", "5 GiB"]
-    assert ticks(1e-7, 1e-1, "", True) == ["1e-7", "1e-6", "1e-5", "1e-4", "1e-3", "0.01", "0.1"][:7]
+    assert ticks(1e-7, 1e-1, "", True) == ["1e-07", "1e-06", "1e-05", "1e-04", "1e-03", "0.01", "0.1"][:7]
+    assert ticks(1e-3, 0.9, "ratio", True) == ["1e-03", "1e-02", "1e-01"]
+    assert ticks(2e5, 3e9, "B/s", True) == ["1 MB/s", "10 MB/s", "100 MB/s", "1 GB/s"]
     assert ticks(1e-6, 3.0, "s", True) == ["1 us", "100 us", "10 ms", "1 s"]
     assert ticks(0, 1.3e12) == ["0 T", "0.25 T", "0.5 T", "0.75 T", "1 T", "1.25 T"]
 
@@ -520,7 +522,7 @@ def test_ticks_read_as_a_person_writes_them() -> None:
 @given(
     values=st.lists(st.floats(1e-300, 1e300), min_size=1, max_size=6),
     log=st.booleans(),
-    unit=st.sampled_from(["", "s", "B", "x", "J"]),
+    unit=st.sampled_from(["", "s", "B", "x", "J", "B/s", "dB", "ratio"]),
 )
 def test_any_axis_has_ticks_in_order_and_told_apart(values: list[float], log: bool, unit: str) -> None:
     """And every value stands between its ends."""
@@ -534,4 +536,4 @@ def test_any_axis_has_ticks_in_order_and_told_apart(values: list[float], log: bo
 
 def test_values_are_written_by_their_unit() -> None:
     assert [shown(0.0243, "s"), shown(1.0312, "x"), shown(2**31, "B")] == ["24.3 ms", "1.031x", "2.00 GiB"]
-    assert [shown(0.0008, ""), shown(0.05, ""), shown(12.4, "J"), shown(0.0, "")] == ["8.0e-4", "0.0500", "12.4 J", "0"]
+    assert [shown(0.0008, ""), shown(0.05, ""), shown(12.4, "J"), shown(0.0, "")] == ["8.0e-04", "0.0500", "12.4 J", "0"]

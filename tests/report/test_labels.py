@@ -92,13 +92,13 @@ def test_remarks_are_shown_and_are_no_doubt(label: Label) -> None:
 
 def test_many_reasons_are_cut() -> None:
     """Each clock is one; five are shown, of more the first four."""
-    for number, end in ((5, "reason 3; reason 4)"), (9, "reason 3; 5 more reasons)")):
+    for number, end in ((5, "reason 3; reason 4). "), (9, "reason 3; 5 more reasons). ")):
         run, findings = judged(*[(Verdict.FASTER, 0.5, Label.POWER_CAPPED)] * number)
         for place, record in enumerate(run.records[1::2]):
             reasons = ((Label.POWER_CAPPED, f"reason {place}"),)
             findings[record.case.id] = replace(findings[record.case.id], label_reasons=reasons)
         (text,) = (text for items in of_kind(part("environment", (run, findings)), Items) for text in items.items)
-        assert text.text.endswith(end) and text.tone is Tone.PLAIN
+        assert end in text.text and text.tone is Tone.PLAIN
 
 
 def test_a_long_reason_is_not_in_the_row() -> None:
@@ -131,5 +131,5 @@ def test_eager_quantisers_are_told_with_the_reason_they_ran_so() -> None:
     assert record["finding"]["labels"] == ["eager-quantiser"]
     assert record["timing"]["eager"] == why and record["timing"]["fused"] is False
     remarks = [one.text for items in of_kind(part("environment", (run, findings)), Items) for one in items.items]
-    assert f"eager-quantiser (1 of 3 cases): {sentence} ({why})" in remarks
+    assert any(text.startswith(f"eager-quantiser (1 of 3 cases): {sentence} ({why}). Usual cause: ") for text in remarks)
     assert doubts(panels_of(run, findings)[0].results[-1]) == (f"eager-quantiser: {sentence} ({why})",)

@@ -150,7 +150,7 @@ def _line_axes(sheet: Sheet, places: Sequence[str], x: Scale, y: Scale, ticks: i
 
 
 def _written(places: Sequence[str], most: int) -> Sequence[int]:
-    """Of places that are numbers the round ones, else evenly many apart."""
+    """Of places that are numbers the round ones, else evenly many apart, up to the last."""
     if all(re.fullmatch(r"[0-9,]+", place) for place in places):
         numbers = [int(place.replace(",", "")) for place in places]
         steps = (factor * 10**power for power in range(12) for factor in (1, 2, 5))
@@ -158,7 +158,8 @@ def _written(places: Sequence[str], most: int) -> Sequence[int]:
         chosen = next((found for found in round_ones if len(found) <= most), [])
         if len(chosen) >= min(most, len(places)) / 2:
             return chosen
-    return range(0, len(places), max(1, -(-(len(places) - 1) // (most - 1))))
+    stride = max(1, -(-(len(places) - 1) // (most - 1)))
+    return range((len(places) - 1) % stride, len(places), stride)
 
 
 def _series(
