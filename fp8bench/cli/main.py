@@ -164,7 +164,8 @@ def _meant(parser: argparse.ArgumentParser, *names: str) -> Iterator[str]:
     formatter = parser._get_formatter()
     for action in parser._actions:
         if action.help and {action.metavar, action.dest, *action.option_strings} & {*names}:
-            yield f"{names[0] if action.option_strings else action.metavar or action.dest}: {formatter._expand_help(action)}"
+            name = names[0] if action.option_strings else action.metavar or action.dest
+            yield f"{name}: {formatter._expand_help(action)}"
 
 
 def _options(parser: argparse.ArgumentParser) -> set[str]:

@@ -131,5 +131,6 @@ def test_eager_quantisers_are_told_with_the_reason_they_ran_so() -> None:
     assert record["finding"]["labels"] == ["eager-quantiser"]
     assert record["timing"]["eager"] == why and record["timing"]["fused"] is False
     remarks = [one.text for items in of_kind(part("environment", (run, findings)), Items) for one in items.items]
-    assert any(text.startswith(f"eager-quantiser (1 of 3 cases): {sentence} ({why}). Usual cause: ") for text in remarks)
+    begun = f"eager-quantiser (1 of 3 cases): {sentence} ({why}). Usual cause: "
+    assert any(text.startswith(begun) for text in remarks)
     assert doubts(panels_of(run, findings)[0].results[-1]) == (f"eager-quantiser: {sentence} ({why})",)
