@@ -235,7 +235,7 @@ def _map(title: str, panel: Panel) -> Heat:
     ordered = sorted(modes, key=lambda mode: formats.index(modes[mode].fmt))
     found = [{result.mode: result for result in group.results} for group in panel.groups]
     cells = [[by_mode.get(mode) for by_mode in found] for mode in ordered]
-    values = tuple(tuple(result and figure(result, SQNR)[1] for result in row) for row in cells)
+    values = tuple(tuple(figure(result, SQNR)[1] if result else None for result in row) for row in cells)
     hints = tuple(tuple(_worst(result) if result else "not measured" for result in row) for row in cells)
     known = [(value, modes[mode].words, tensor_name(panel, group)) for mode, row in zip(ordered, values, strict=True)
              for group, value in zip(panel.groups, row, strict=True) if value is not None]  # fmt: skip

@@ -75,7 +75,10 @@ def sized(precision: str, elements: int, slowest_ms: tuple[int, ...], fp8: str =
     """An all-reduce of so many numbers, whose rank 1 takes so long in each round, and rank 0 half of it."""
     known = record(precision, fp8, 3000.0, 50.0)
     took = [(RankCalls(0, (ms * MS // 2,), (1,)), RankCalls(1, (ms * MS,), (1,))) for ms in slowest_ms]
-    slots = tuple(SlotSample(place, ((1,),), 0.01, 0.01, ranks=calls) for place, calls in enumerate(took))
+    slots = tuple(
+        SlotSample(place, ((ms * MS,),), 0.01, 0.01, ranks=calls)
+        for place, (ms, calls) in enumerate(zip(slowest_ms, took, strict=True))
+    )
     case = replace(known.case, params=(("collective", "all_reduce"), ("elements", elements), ("fp8", fp8)))
     timing = Timing(Segments(("communication",), (0,)), slots)
     sent = Transfer(4.0 * elements, 2.0 * elements, 3000.0, 1.5, precision == "fp8")
