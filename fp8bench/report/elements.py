@@ -220,7 +220,7 @@ class Stacks(Chart):
 @dataclass(frozen=True)
 class Heat(Chart):
     """A figure for rows and columns; None where there is none. Ratios on either side of 1 differ in colour; of others
-    more is darker, each shade as often."""
+    more is stronger, each shade as often."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]

@@ -190,14 +190,25 @@ class WireCost:
     hint: str
 
 
+def _collective(panel: Panel, result: Result) -> str:
+    return str(dict(result.record.case.params).get("collective", panel.case.workload))
+
+
 def wire_costs(panel: Panel) -> dict[str, list[WireCost]]:
-    """By collective. What is the same in several groups, since it has no codes, is told once."""
+    """By collective; of several sizes the largest. What is the same in several groups, since it has no codes, is told
+    once."""
+    sizes = together(
+        (_collective(panel, result), sent.logical) for _, result, sent in panel.known(lambda one: one.record.transfer)
+    )
     found: dict[tuple[object, ...], WireCost] = {}
     for _, result in panel.members:
         sent, sqnr, params = result.record.transfer, _measured(result, "sqnr_db").value, dict(result.record.case.params)
         if sent is None or sqnr is None:
             continue
-        collective = str(params.get("collective", panel.case.workload))
+        collective = _collective(panel, result)
+        if sent.logical < max(sizes[collective]):
+            continue
+        collective += f" of {units.size(sent.logical)}" if len({*sizes[collective]}) > 1 else ""
         composed = [str(params[name]) for name in ("fp8", "scaling") if name in params and sent.counted]
         way = composed[0] if composed else result.mode
         shares = (
@@ -320,7 +331,7 @@ def _rates(panel: Panel) -> Iterator[tuple[str, tuple[tuple[str, float], ChartPo
         low, high = span or (None, None)
         where = f"{way}, {units.size(sent.logical)}"
         point = ChartPoint(way, where, sent.logical, rate, cost_tone(result), strand=way, low=low, high=high)
-        yield str(params.get("collective", panel.case.workload)), ((way, sent.logical), point)
+        yield _collective(panel, result), ((way, sent.logical), point)
 
 
 def _over_time(number: int, panel: Panel) -> Iterator[Lines]:

@@ -240,7 +240,7 @@ def _map(title: str, panel: Panel) -> Heat:
     known = [(value, modes[mode].words, tensor_name(panel, group)) for mode, row in zip(ordered, values, strict=True)
              for group, value in zip(panel.groups, row, strict=True) if value is not None]  # fmt: skip
     least, most = min(known, default=None), max(known, default=None)
-    words = "Higher and darker is a smaller error."
+    words = "Higher and bluer is a smaller error."
     if least and most:
         ends = (f"{units.decibels(value)}: {words} of {tensor}" for value, words, tensor in (most, least))
         words += " The most is {}; the least {}.".format(*ends)

@@ -15,7 +15,7 @@ from fp8bench.report.elements import Scatter, Table, Text, Tone
 from fp8bench.report.page.section import material_of
 from fp8bench.report.panels import panels_of
 from fp8bench.report.topics.rank_boards import boards, remarks
-from fp8bench.report.topics.ranks import ranks, ranks_section
+from fp8bench.report.topics.ranks import ranks, ranks_section, wire_costs
 from tests.materials import of_kind, part
 from tests.runs import EMULATED, NATIVE, error, render_whole, run_of
 
@@ -101,6 +101,7 @@ def test_bandwidth_over_size_has_a_line_a_way_between_what_rounds_leave() -> Non
         one = points["bf16", 4.0 * elements]
         assert (one.low, one.y, one.high) == pytest.approx([3.0 * elements / (ms / 1000) for ms in (8, 4, 2)])
     assert {one.series for one in chart.points if one.tone is Tone.DOUBT} == {"fp8 fp8_ring", "fp8 fp8_gather"}
+    assert set(wire_costs(*panels_of(run, findings(run)))) == {"all_reduce of 15.6 KiB"}
     alone = run_of(found[:6])
     charts = of_kind(part("ranks", (alone, findings(alone))), Scatter)
     assert not any(one.name.startswith("busbw") for one in charts)
