@@ -94,7 +94,7 @@ def as_page(path: Path) -> str:
 
 
 def index(source: Path) -> str:
-    """The first page: README's first lines, and every page by what it is for."""
+    """The first page: README's first lines, its questions and its table of what to read, and every page."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     names = sorted(page.stem for page in (source / "docs").glob("*.md"))
     made = [f"reference/{page.stem}" for page in (source / "docs" / "reference").glob("*.md")]
@@ -109,7 +109,8 @@ def index(source: Path) -> str:
     others = sorted(page.relative_to(source).as_posix()[:-3] for page in source.rglob("*.md")
                     if "docs" not in page.relative_to(source).parts)  # fmt: skip
     intro = readme.partition("\n![")[0]
-    return "\n".join([intro, *trees, _tree("The project", others)])
+    sections = ["## " + part for part in readme.split("\n## ") if part.startswith(("Six questions", "Documentation"))]
+    return "\n".join([intro, *sections, *trees, _tree("The project", others)])
 
 
 def _tree(title: str, names: list[str]) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from docs.label_remedies import REMEDIES
 from fp8bench import units
 from fp8bench.analysis.labels import CAN_BE_HARD
 from fp8bench.cli.main import VERBS, Parser, build_parser, command_module, commands_of
@@ -26,7 +25,7 @@ from fp8bench.model.codec import SCHEMA
 from fp8bench.model.specs import METRICS, Better, MetricSpec, Rank
 from fp8bench.model.words import REMARKS
 from fp8bench.report.panels import together
-from fp8bench.report.words.legend import LABELS
+from fp8bench.report.words.labels import LABELS
 from fp8bench.store.runs.run_file import _HEADER_LEFT_OUT
 from fp8bench.store.series import UNITS
 
@@ -178,7 +177,7 @@ def labels_page() -> str:
     def grade(label: Any) -> str:
         return "remark" if label in REMARKS else "doubt, or hard" if label in CAN_BE_HARD else "doubt"
 
-    rows = [(code(label), grade(label), words, *REMEDIES[label]) for label, words in LABELS.items()]
+    rows = [(code(label), grade(label), words.meaning, words.cause, words.remedy) for label, words in LABELS.items()]
     return (
         "# Labels\n\nA label stands beside a verdict: a remark takes nothing from it, a doubt makes it *perhaps*, and "
         "a hard one leaves none. [Method](../method.md) says how each is found.\n\n"

@@ -74,7 +74,8 @@ def _no_work(record: Record) -> Iterator[Labelled]:
 
 
 def _work_mismatch(record: Record) -> Iterator[Labelled]:
-    """Of what has no formula, or is no operator of torch, a tape has too little: then it is no bound from above."""
+    """Of what has no formula, or is no operator of torch, a tape has too little: then it is no bound from above. So
+    of the bytes that ranks send each other."""
     tape, work = record.tape, record.work
     if tape is None or not tape.operators:
         return
@@ -82,7 +83,7 @@ def _work_mismatch(record: Record) -> Iterator[Labelled]:
     declared, did = units.count(work.flops, "FLOP"), units.count(tape.flops, "FLOP")
     if whole and work.flops > _SLACK * tape.flops:
         yield Labelled(Label.WORK_MISMATCH, f"it declares {declared} a step, its operators do {did}", hard=True)
-    elif tape.unwritten == 0 and work.bytes > _WIDER * tape.bytes:
+    elif record.case.ranks < 2 and tape.unwritten == 0 and work.bytes > _WIDER * tape.bytes:
         declared, did = units.size(int(work.bytes)), units.size(tape.bytes)
         yield Labelled(Label.WORK_MISMATCH, f"it declares {declared} a step, its operators move {did}", hard=True)
     elif (late := record.late_flops) is not None and whole and not tape.fused and _differ(late, tape.flops):

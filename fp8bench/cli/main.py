@@ -154,7 +154,18 @@ def _nearest(parser: argparse.ArgumentParser, message: str) -> str:
     if command:
         # A word behind an option that belongs to the command looks like a command itself.
         return f"{UnknownName('command', command[2][:80], commands_of(parser))} Options stand behind the command."
-    return message[:1].lower() + message[1:].rstrip(".") + "."
+    lacking = re.match(r"the following arguments are required: (.*)|argument (\S+): expected .* argument", message)
+    words = "; ".join(_meant(parser, *re.split(r"[,/] ?", lacking[1] or lacking[2]))) if lacking else ""
+    return message[:1].lower() + message[1:].rstrip(".") + f"{f' ({words})' if words else ''}."
+
+
+def _meant(parser: argparse.ArgumentParser, *names: str) -> Iterator[str]:
+    """'RUN is an id, a file's stem, a path, or 'last'', by what the help says."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        if action.help and {action.metavar, action.dest, *action.option_strings} & {*names}:
+            name = names[0] if action.option_strings else action.metavar or action.dest
+            yield f"{name}: {formatter._expand_help(action)}"
 
 
 def _options(parser: argparse.ArgumentParser) -> set[str]:

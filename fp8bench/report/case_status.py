@@ -13,7 +13,7 @@ from fp8bench import units
 from fp8bench.model import Interval, Label, Level, Status, Verdict
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import Result
-from fp8bench.report.words import legend
+from fp8bench.report.words.labels import LABELS
 
 
 class Standing(StrEnum):
@@ -139,7 +139,7 @@ def doubts(result: Result) -> tuple[str, ...]:
 
 def meaning(label: Label, result: Result) -> str:
     reason = result.reason(label)
-    return f"{label}: {legend.LABELS[label]}{f' ({reason})' if reason else ''}"
+    return f"{label}: {LABELS[label].meaning}{f' ({reason})' if reason else ''}"
 
 
 def named_labels(result: Result) -> tuple[str, ...]:

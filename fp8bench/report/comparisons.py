@@ -19,7 +19,7 @@ from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Items, Page, Part, Text, Tone
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.legend import LABELS
+from fp8bench.report.words.labels import explained
 from fp8bench.report.words.naming import many
 
 TONES = {Direction.BETTER: Tone.GOOD, Direction.WORSE: Tone.BAD, Direction.UNSURE: Tone.DOUBT}
@@ -85,7 +85,7 @@ def counted(comparisons: Iterable[Comparison]) -> str:
 
 def label_legend(comparisons: Iterable[Comparison]) -> list[str]:
     used = {label for comparison in comparisons for label in comparison.labels}
-    return [f"{label.value}: {LABELS[label]}" for label in Label if label.value in used]
+    return [explained(label) for label in Label if label.value in used]
 
 
 def page_of(compared: Compared, everything: bool = False) -> Page:

@@ -144,13 +144,15 @@ class ChartAxis:
 class Chart:
     """What all charts have: a name for links and ids, a title, and a description that replaces seeing it.
 
-    A `folded` one is for who asks, as a table is.
+    A `folded` one is for who asks, as a table is. `order` are series that a page has in several charts: they look
+    alike in all of them.
     """
 
     name: str
     title: str
     description: str
     folded: bool = field(default=False, kw_only=True)
+    order: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ class Waterfall(Chart):
 class ChartPoint:
     """One point of a scatter chart; without x it stands in a margin of its own. `series` chooses shape and colour.
 
-    Of a series that is joined each `strand` is a line of its own.
+    Of a series that is joined each `strand` is a line of its own. `low` and `high` are the interval of y.
     """
 
     series: str
@@ -187,6 +189,8 @@ class ChartPoint:
     tone: Tone = Tone.PLAIN
     hint: str = ""
     strand: str = ""
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)
@@ -215,7 +219,8 @@ class Stacks(Chart):
 
 @dataclass(frozen=True)
 class Heat(Chart):
-    """A ratio for rows and columns; None where there is none. Those on either side of 1 differ in colour."""
+    """A figure for rows and columns; None where there is none. Ratios on either side of 1 differ in colour; of others
+    more is stronger, each shade as often."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
@@ -229,12 +234,14 @@ class Lines(Chart):
     """Series over one row of places (runs, commits): a mark for each place or None.
 
     The axis is that of the places from `settled` on. Where those before it do not fit there, an inset has them.
+    `levels` are lines across, with their words, where the axis reaches so far.
     """
 
     places: tuple[str, ...]
     axis: ChartAxis
     series: tuple[tuple[str, tuple[Mark | None, ...]], ...]
     settled: int = field(default=0, kw_only=True)
+    levels: tuple[tuple[float, str], ...] = field(default=(), kw_only=True)
 
 
 SparkLines = tuple[tuple[float | None, ...], ...]

@@ -92,6 +92,12 @@ def test_declared_work_that_the_tape_contradicts(
     assert [(one.label, one.reason, one.hard) for one in found] == [(Label.WORK_MISMATCH, reason, hard)] * bool(reason)
 
 
+def test_bytes_that_ranks_send_each_other_are_no_operators() -> None:
+    """A collective's tape has none of them: what is declared is no mismatch."""
+    one = replace(working(None, bytes=5e3), tape=DID)
+    assert claims(one) and not claims(replace(one, case=replace(one.case, ranks=2)))
+
+
 def test_an_empty_tape_is_no_work_where_some_is_declared() -> None:
     """Unless what the step gives changes: then others than torch have done it."""
     idle = replace(working(None, flops=1e6), tape=Tape())

@@ -35,6 +35,7 @@ from fp8bench.report.page.drawing import scale as limits
 from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.page.drawing.rows import chosen
 from fp8bench.report.page.drawing.scale import Scale, escaped, fitted, shortened, shown, width
+from fp8bench.report.page.drawing.sheet import looks_of
 from tests.pages import SPEED, TIME, charts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -462,6 +463,47 @@ def test_a_large_map_is_cut_and_scrolls() -> None:
     assert all(one.get("tabindex") is None and one.get("data-hint") for one in marks_of(sheet))
 
 
+def test_a_map_of_other_figures_has_each_shade_as_often() -> None:
+    """One far from all others leaves these apart; zero and less have a place."""
+    rows = tuple(map(str, range(5)))
+    cells = (*((2.0 * row - 2, 2.0 * row - 1) for row in range(4)), (6.0, 900.0))
+    chart = Heat("h", "", "", rows, ("a", "b"), cells, ChartAxis("SQNR", "dB"), (("", ""),) * 5)
+    sheet = parsed(draw(chart))[0]
+    styles = [(one.get("class") or "").split()[-1] for one in marks_of(sheet)]
+    assert styles == [shade for shade in ("level", "high-1", "high-2", "high-3", "high-4") for _ in range(2)]
+    assert {"-2.0", "0.0", "-2.0 dB", "exact"} <= {*texts_of(sheet)} and not sheet.findall(".//*[@class='even']")
+
+
+def test_points_have_their_intervals_on_the_axis_and_in_words() -> None:
+    chart = Scatter("s", "", "", ChartAxis("size", "B", log=True), ChartAxis("rate", "B/s", log=True), (
+        ChartPoint("a", "one", 1024.0, 1e6, low=1e3, high=1e9), ChartPoint("a", "two", 4096.0, 2e6)))  # fmt: skip
+    sheet = parsed(draw(chart))[0]
+    (whisker,) = sheet.findall(".//*[@class='whisker']")
+    assert (whisker.get("d") or "").count("M") == 1 and {"1 kB/s", "1 GB/s"} <= {*texts_of(sheet)}
+    hints = [one.get("data-hint") or "" for one in marks_of(sheet)]
+    assert "rate 1.00 MB/s (1.00 kB/s to 1.00 GB/s)" in hints[0] and hints[1].endswith("rate 2.00 MB/s")
+
+
+def test_series_look_alike_in_all_charts_of_a_page() -> None:
+    """By the page's order; others come behind it, and where two would look alike the chart's own order decides."""
+    assert looks_of(["b", "c"], ()) == looks_of(["b", "c"], ("x",)) == {"b": ("o", "s1"), "c": ("s", "s2")}
+    assert looks_of(["c", "a"], ("a", "b")) == {"c": ("^", "s3"), "a": ("o", "s1")}
+    order = tuple(map(str, range(9)))
+    assert looks_of(["0", "8"], order) == {"0": ("o", "s1"), "8": ("s", "s2")}
+    every = [f"n{number}" for number in range(64)]
+    assert len({*looks_of(every, ("n3", "n1")).values()}) == 64
+
+
+def test_levels_stand_where_the_axis_reaches_and_places_at_round_numbers() -> None:
+    places = tuple(str(number) for number in range(1, 61))
+    marks = tuple(Mark("", number / 30) for number in range(60))
+    levels = ((1.0, "margin +1.0%"), (-1.0, "margin -1.0%"))
+    sheet = parsed(draw(Lines("l", "", "", places, ChartAxis("gap", "%"), (("fp8", marks),), levels=levels)))[0]
+    assert len(sheet.findall(".//*[@class='level-line']")) == 1
+    assert "margin +1.0%" in texts_of(sheet) and "margin -1.0%" not in texts_of(sheet)
+    assert [text for text in texts_of(sheet) if text.isdigit()] == ["10", "20", "30", "40", "50", "60"]
+
+
 def test_long_histories_keep_their_end() -> None:
     """The newest places are drawn, a few of them named, some marks pointed at, those meant somehow among them."""
     places = tuple(f"commit {n}" for n in range(250))
@@ -512,7 +554,9 @@ def test_ticks_read_as_a_person_writes_them() -> None:
     assert ticks(0.96, 1.05, "x", True) == ["0.96x", "0.98x", "1x", "1.02x", "1.04x"]
     assert ticks(0, 0.0021, "s") == ["0 ms", "0.5 ms", "1 ms", "1.5 ms", "2 ms"]
     assert ticks(0, 5 * 2**30, "B") == ["0 GiB", "1 GiB", "2 GiB", "3 GiB", "4 GiB", "5 GiB"]
-    assert ticks(1e-7, 1e-1, "", True) == ["1e-7", "1e-6", "1e-5", "1e-4", "1e-3", "0.01", "0.1"][:7]
+    assert ticks(1e-7, 1e-1, "", True) == ["1e-07", "1e-06", "1e-05", "1e-04", "1e-03", "0.01", "0.1"][:7]
+    assert ticks(1e-3, 0.9, "ratio", True) == ["1e-03", "1e-02", "1e-01"]
+    assert ticks(2e5, 3e9, "B/s", True) == ["1 MB/s", "10 MB/s", "100 MB/s", "1 GB/s"]
     assert ticks(1e-6, 3.0, "s", True) == ["1 us", "100 us", "10 ms", "1 s"]
     assert ticks(0, 1.3e12) == ["0 T", "0.25 T", "0.5 T", "0.75 T", "1 T", "1.25 T"]
 
@@ -520,7 +564,7 @@ def test_ticks_read_as_a_person_writes_them() -> None:
 @given(
     values=st.lists(st.floats(1e-300, 1e300), min_size=1, max_size=6),
     log=st.booleans(),
-    unit=st.sampled_from(["", "s", "B", "x", "J"]),
+    unit=st.sampled_from(["", "s", "B", "x", "J", "B/s", "dB", "ratio"]),
 )
 def test_any_axis_has_ticks_in_order_and_told_apart(values: list[float], log: bool, unit: str) -> None:
     """And every value stands between its ends."""
@@ -534,4 +578,5 @@ def test_any_axis_has_ticks_in_order_and_told_apart(values: list[float], log: bo
 
 def test_values_are_written_by_their_unit() -> None:
     assert [shown(0.0243, "s"), shown(1.0312, "x"), shown(2**31, "B")] == ["24.3 ms", "1.031x", "2.00 GiB"]
-    assert [shown(0.0008, ""), shown(0.05, ""), shown(12.4, "J"), shown(0.0, "")] == ["8.0e-4", "0.0500", "12.4 J", "0"]
+    assert [shown(0.0008, ""), shown(0.05, ""), shown(0.0, "")] == ["8.0e-04", "0.0500", "0"]
+    assert [shown(12.4, "J"), shown(0.05, "ratio")] == ["12.4 J", "5.0e-02"]

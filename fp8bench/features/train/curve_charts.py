@@ -89,6 +89,8 @@ def gap_curves(kept: KeptTraining, means: Windows, ends: Sequence[int], referenc
     yield Lines(
         "gap", "Gap to the reference over steps", words, _places(ends),
         ChartAxis("gap of the loss, by steps done", "%"), _told(_flagged(kept, series, ends)), settled=len(ends) // 3,
+        levels=tuple((sign * 100 * kept.training.request.margin, f"margin {words}")
+                     for sign, words in ((1, f"+{margin}"), (-1, f"-{margin}"))),
     )  # fmt: skip
 
 

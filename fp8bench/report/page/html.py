@@ -11,6 +11,7 @@ import hashlib
 import html
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fp8bench import units
 from fp8bench.model.codec import encode
 from fp8bench.report.data.plain import json_line
-from fp8bench.report.elements import AnyChart, Chart, Column, Element, Field, Page, Part, Table
+from fp8bench.report.elements import AnyChart, Chart, Column, Element, Field, Lines, Page, Part, Scatter, Table
 from fp8bench.report.page.charts import numbers_table
 from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.page.drawing.scale import FORBIDDEN, interval_bar, sparkline
@@ -54,13 +55,13 @@ class _Block(NamedTuple):
 
 
 def render(page: Page) -> str:
-    ids = _Ids()
+    ids, order = _Ids(), _order(page)
     script = _asset("script.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = _template().render(
         page=page,
         card=json_line(encode(card_of(page))).strip(),
-        parts=[(ids.give(part.name), part, tuple(_blocks(part, ids, draw))) for part in page.parts],
+        parts=[(ids.give(part.name), part, tuple(_blocks(part, ids, draw, order))) for part in page.parts],
         style=_asset("style.css") + _asset("drawing", "charts.css"),
         script=script,
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
@@ -94,11 +95,11 @@ def _asset(*names: str) -> str:
 
 def charts_of(page: Page) -> dict[str, AnyChart]:
     """By the ids that they have on the page."""
-    ids = _Ids()
+    ids, order = _Ids(), _order(page)
     found: dict[str, AnyChart] = {}
     for part in page.parts:
         ids.give(part.name)
-        blocks = _blocks(part, ids, lambda chart: "")
+        blocks = _blocks(part, ids, lambda chart: "", order)
         found.update((block.id, block.element) for block in blocks if isinstance(block.element, Chart))
     return found
 
@@ -117,7 +118,21 @@ class _Ids:
         return chosen
 
 
-def _blocks(part: Part, ids: _Ids, draw: Callable[[AnyChart], str]) -> Iterator[_Block]:
+def _order(page: Page) -> tuple[str, ...]:
+    """Series of more than one chart."""
+    charts = (element for part in page.parts for element in part.elements)
+    found: Counter[str] = Counter()
+    for chart in charts:
+        if isinstance(chart, Lines):
+            found.update(list(dict.fromkeys(name for name, _ in chart.series)))
+        elif isinstance(chart, Scatter):
+            found.update(list(dict.fromkeys(point.series for point in chart.points)))
+    return tuple(name for name, count in found.items() if count > 1)
+
+
+def _blocks(
+    part: Part, ids: _Ids, draw: Callable[[AnyChart], str], order: tuple[str, ...]
+) -> Iterator[_Block]:
     for element in part.elements:
         if isinstance(element, Table):
             own = ids.give(element.name)
@@ -126,7 +141,8 @@ def _blocks(part: Part, ids: _Ids, draw: Callable[[AnyChart], str]) -> Iterator[
             own = ids.give(element.name)
             numbers = _sheet(numbers_table(element), ids.give(f"{own}-numbers"))
             # Under the id, which no other chart has: what is inside a drawing is named after it.
-            yield _Block(element, own, numbers, draw(replace(element, name=own)))
+            ordered = replace(element, order=order)
+            yield _Block(ordered, own, numbers, draw(replace(ordered, name=own)))
         else:
             yield _Block(element)
 

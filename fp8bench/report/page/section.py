@@ -25,7 +25,7 @@ from fp8bench.model.codec import SCHEMA
 from fp8bench.report import topics
 from fp8bench.report.case_status import cost_tone, emulated
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Chart, Element, Field, Items, Page, Part, Text, Tone
+from fp8bench.report.elements import Chart, Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.page.charts import numbers_table, worth_drawing
 from fp8bench.report.panels import NamedCase, Panel, Result, panels_of
 from fp8bench.report.words.naming import (
@@ -153,15 +153,19 @@ def _folded(parts: Sequence[Part]) -> Iterator[Part]:
 
 
 def _settled(part: Part, repeats: bool) -> Iterator[Element]:
-    """Charts of which there is next to nothing to see are tables of their numbers, or none where those stand above."""
+    """Charts of which there is next to nothing to see are tables of their numbers, or none where those stand above;
+    a long table that is not the main one is for who asks."""
     for element in part.elements:
-        if not isinstance(element, Chart) or worth_drawing(element):
+        if isinstance(element, Table) and not element.main and len(element.rows) > _MOST_OPEN:
+            yield replace(element, folded=True)
+        elif not isinstance(element, Chart) or worth_drawing(element):
             yield element
         elif not repeats:
             yield Text(element.description)
             yield replace(numbers_table(element), caption=element.title, folded=element.folded)
 
 
+_MOST_OPEN = 24  # rows
 _MOST_ANSWERING = 2  # parts at the top say whatever they say in words, too
 _MOST_SUITES = 4
 _MOST_DEVICES = 3

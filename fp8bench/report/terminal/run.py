@@ -40,6 +40,7 @@ from fp8bench.report.topics.shares import coverage_elements
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import LEGEND, about_tensors, tensors
 from fp8bench.report.words import legend, speed
+from fp8bench.report.words.labels import explained
 from fp8bench.report.words.naming import attention_of, cache_of, missing_of, notes_of, replays_of
 from fp8bench.report.words.speed import over_loads, over_values
 
@@ -226,7 +227,7 @@ def _legend(panels: Sequence[Panel], whole: bool = False) -> list[str]:
         known = dict.fromkeys(f"{spec.heading}: {spec.description}" for panel in in_memory for spec in counted(panel))
         lines += [legend.MEMORY, *filter(None, ["; ".join(known)])] if in_memory else []
     seen = {label for result in results for label in result.labels if whole or label.casts_doubt}
-    return [*lines, *of_tensors, *of_data, *(f"{label}: {legend.LABELS[label]}" for label in Label if label in seen)]
+    return [*lines, *of_tensors, *of_data, *(explained(label) for label in Label if label in seen)]
 
 
 def _ratio_legends(panels: Sequence[Panel]) -> list[str]:

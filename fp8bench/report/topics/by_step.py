@@ -132,5 +132,5 @@ def _chart(name: str, title: str, group: ResultGroup) -> Scatter:
     )  # fmt: skip
     where = f"{title}{', ' * bool(group.place)}{group.place}"
     description = "Error of the latent after each step; exact ones have no place on a logarithmic axis."
-    axes = ChartAxis("step of the sampler"), ChartAxis("relative error of the latent", log=True)
+    axes = ChartAxis("step of the sampler"), ChartAxis("relative error of the latent", units.RATIO, log=True)
     return Scatter(name, f"{where}: error by step", description, *axes, points, joined=tuple(lines.values()))

@@ -17,6 +17,7 @@ from fp8bench.report.elements import Code, Element, Facts, Items, Text, Tone
 from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import floor_of, together
 from fp8bench.report.words import legend
+from fp8bench.report.words.labels import explained
 from fp8bench.report.words.naming import commit_of, counts, fact, listed, many, missing_of, notes_of, when
 
 _MOST = 20
@@ -162,11 +163,11 @@ def _labels(entry: Entry) -> Iterator[Text]:
     for label in Label:
         number = sum(label in result.labels for result in measured)
         if number:
-            words = f"{label} ({number} of {many(len(measured), 'case')}): {legend.LABELS[label]}"
             reasons = list(dict.fromkeys(reason for result in measured if (reason := result.reason(label))))
             if len(reasons) > _MOST_REASONS + 1:
                 reasons[_MOST_REASONS:] = [f"{len(reasons) - _MOST_REASONS} more reasons"]
-            words += f" ({'; '.join(reasons)})" if reasons else ""
+            heading = f"{label} ({number} of {many(len(measured), 'case')})"
+            words = explained(label, heading, f" ({'; '.join(reasons)})" if reasons else "")
             yield Text(words, Tone.DOUBT if label.casts_doubt else Tone.PLAIN)
 
 

@@ -132,7 +132,7 @@ def _bars(title: str, panel: Panel, metric: str, found: Sequence[tuple[NamedCase
     exact = sum(value == 0 for *_, value in found)
     if exact:
         description += f" {exact} {'is' if exact == 1 else 'are'} exactly 0, which has no place on a logarithmic axis."
-    axis = ChartAxis(metric, log=True)
+    axis = ChartAxis(metric, units.RATIO, log=True)
     return Bars(f"errors-{panel.case.workload}", f"{title}: {metric}", description, axis, groups)
 
 

@@ -21,6 +21,7 @@ from fp8bench.analysis.ranks import (
     efficiency,
     frontier,
     memory_skew,
+    middle,
     overlap_of,
     rank_times,
     round_times,
@@ -42,11 +43,10 @@ FUNCTIONAL = (
     "On a CPU this is a functional test: ranks share its cores and send through its memory, so that rates, skew and "
     "overlap say nothing about a cluster."
 )
-# A longer table is for who asks: its charts stand above it.
-_MOST_ROWS = 16
 # Fewer say nothing that the table does not; float32 beside them would leave no room for differences.
 _LEAST_WAYS = 4
 _ALL_BUT_EXACT_DB = 100.0
+_LEAST_SIZES = 2
 
 
 def within(
@@ -190,14 +190,25 @@ class WireCost:
     hint: str
 
 
+def _collective(panel: Panel, result: Result) -> str:
+    return str(dict(result.record.case.params).get("collective", panel.case.workload))
+
+
 def wire_costs(panel: Panel) -> dict[str, list[WireCost]]:
-    """By collective. What is the same in several groups, since it has no codes, is told once."""
+    """By collective; of several sizes the largest. What is the same in several groups, since it has no codes, is told
+    once."""
+    sizes = together(
+        (_collective(panel, result), sent.logical) for _, result, sent in panel.known(lambda one: one.record.transfer)
+    )
     found: dict[tuple[object, ...], WireCost] = {}
     for _, result in panel.members:
         sent, sqnr, params = result.record.transfer, _measured(result, "sqnr_db").value, dict(result.record.case.params)
         if sent is None or sqnr is None:
             continue
-        collective = str(params.get("collective", panel.case.workload))
+        collective = _collective(panel, result)
+        if sent.logical < max(sizes[collective]):
+            continue
+        collective += f" of {units.size(sent.logical)}" if len({*sizes[collective]}) > 1 else ""
         composed = [str(params[name]) for name in ("fp8", "scaling") if name in params and sent.counted]
         way = composed[0] if composed else result.mode
         shares = (
@@ -263,13 +274,13 @@ def ranks_section(material: Material) -> Iterator[Element]:
     """
     for number, (title, panel) in enumerate(titled_panels(material), 1):
         yield from _costs(number, panel)
+        yield from _bandwidths(number, panel)
         yield from _over_time(number, panel)
         for element in ranks(panel):
             if not isinstance(element, Table):
                 yield element
                 continue
-            caption, long = f"{title}: {element.caption}", len(element.rows) > _MOST_ROWS
-            yield replace(element, name=f"{element.name}-{number}", caption=caption, folded=long)
+            yield replace(element, name=f"{element.name}-{number}", caption=f"{title}: {element.caption}")
 
 
 def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
@@ -284,6 +295,43 @@ def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
         )
         yield Scatter(f"wire-{collective}-{number}", f"{collective}: bytes on the wire beside the error", description,
                       ChartAxis("sent by a rank", "B", log=True), ChartAxis("SQNR in dB"), points)  # fmt: skip
+
+
+def _bandwidths(number: int, panel: Panel) -> Iterator[Scatter]:
+    """A line for each way of sending; what the same way took beside others stands once, by the middle one of them."""
+    for collective, costs in together(_rates(panel)).items():
+        sizes = {size for _, size in together(costs)}
+        if len(sizes) < _LEAST_SIZES:
+            continue
+        points = tuple(
+            sorted(alike, key=lambda point: point.y)[len(alike) // 2] for alike in together(costs).values()
+        )
+        description = (
+            f"{collective} of {panel.case.ranks} ranks: bytes of the vector over the median step, times nccl-tests' "
+            "factor, so that it compares with a link's rate. Bars are what rounds leave. Grey ones are emulated: their "
+            "rate is the cost of casts."
+        )
+        joined = tuple(dict.fromkeys(point.series for point in points))
+        yield Scatter(f"busbw-{collective}-{number}", f"{collective}: bus bandwidth over size", description,
+                      ChartAxis("bytes of the vector in float32", "B", log=True), ChartAxis("busbw", "B/s", log=True),
+                      points, joined=joined)  # fmt: skip
+
+
+def _rates(panel: Panel) -> Iterator[tuple[str, tuple[tuple[str, float], ChartPoint]]]:
+    """By collective, way and size."""
+    for group, result, sent in panel.known(lambda one: one.record.transfer):
+        figures, times = Figures(group, result), round_times(result.record.timing) if result.record.timing else ()
+        rate, seconds = figures[specs.BUSBW].value, middle([max(ranks) for ranks in zip(*times, strict=True)])
+        if rate is None:
+            continue
+        params = dict(result.record.case.params)
+        ways = [str(params[name]) for name in ("fp8", "scaling") if name in params and sent.counted]
+        way = " ".join([result.mode, *ways])
+        span = () if isinstance(seconds, Untold) else sorted(rate * seconds.value / end for end in seconds[1:])
+        low, high = span or (None, None)
+        where = f"{way}, {units.size(sent.logical)}"
+        point = ChartPoint(way, where, sent.logical, rate, cost_tone(result), strand=way, low=low, high=high)
+        yield _collective(panel, result), ((way, sent.logical), point)
 
 
 def _over_time(number: int, panel: Panel) -> Iterator[Lines]:

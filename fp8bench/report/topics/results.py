@@ -17,7 +17,7 @@ from fp8bench.model.specs import DEVICE_PEAK_MEMORY, ENERGY, PEAK_MEMORY, REPLAY
 from fp8bench.report import case_status
 from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, figure_col, in_table, other_tables, table, with_figures
-from fp8bench.report.elements import ChartAxis, Element, Field, Items, Lines, Mark, Strips, Table, Text, Tone
+from fp8bench.report.elements import ChartAxis, Element, Field, Lines, Mark, Strips, Table, Text, Tone
 from fp8bench.report.page.section import Entry, Material, number, section
 from fp8bench.report.panels import (
     Figures,
@@ -32,7 +32,7 @@ from fp8bench.report.panels import (
 )
 from fp8bench.report.topics.tensors import about_tensors, timed_panels
 from fp8bench.report.words import legend
-from fp8bench.report.words.naming import attention_of, cache_of, listed, many, replays_of
+from fp8bench.report.words.naming import attention_of, cache_of, many, replays_of
 from fp8bench.report.words.speed import over_values, would_have_seen
 
 _COST = "the cost of emulation, not of the precision"
@@ -291,7 +291,6 @@ def samples_section(material: Material) -> Iterator[Element]:
     yield from _in_order([row for row in rows if row.moved and not emulated(row.result)])
     if len(rows) > _MOST_ROWS:
         yield Text(f"{len(rows) - _MOST_ROWS} more cases are not shown here; their samples are in the run.")
-    yield from _words(rows)
 
 
 def _in_order(moved: Sequence[_Strip]) -> Iterator[Lines]:
@@ -335,14 +334,3 @@ def _description(rows: Sequence[_Strip]) -> str:
         f"{words} {many(len(far), 'round')} took more than twice the median, which is not drawn; "
         f"the longest took {units.ratio(1 + most / 100)} of it, in {case.name}."
     )
-
-
-def _words(rows: Sequence[_Strip]) -> Iterator[Element]:
-    named = {label: [row.name for row in rows if label in row.unsteady] for label in _UNSTEADY}
-    items = [
-        Text(f"{label} ({listed(names)}): {legend.LABELS[label]}.", Tone.DOUBT)
-        for label, names in named.items()
-        if names
-    ]
-    if items:
-        yield Items(tuple(items))

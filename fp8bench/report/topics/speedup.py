@@ -142,7 +142,8 @@ def _description(bars: Sequence[_Case]) -> str:
 
 
 def _scatters(cases: Iterable[_Case]) -> Iterator[Scatter]:
-    """A chart for each error metric and each reference of a run: neither kinds of errors nor speeds share an axis."""
+    """A chart for each error metric and each reference of a run: neither kinds of errors nor speeds share an axis.
+    None where nothing but references and emulations was measured."""
     by_axes = together(
         ((case.metric, case.run, case.reference), case)
         for case in cases
@@ -150,7 +151,7 @@ def _scatters(cases: Iterable[_Case]) -> Iterator[Scatter]:
     )
     numbers = count(1)
     for (metric, *_), spots in by_axes.items():
-        if any(standing(spot.result) is not Standing.REFERENCE for spot in spots):
+        if any(speed_up(spot.result) is not None for spot in spots):
             yield _scatter(f"trade-off-{next(numbers)}", metric, spots)
 
 
@@ -163,7 +164,7 @@ def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
         f"Speed-up against {metric}: {listed(titles)}",
         _ranges(spots, outdone, metric),
         ChartAxis(f"speed-up over {spots[0].reference}", "x"),
-        ChartAxis(metric, "", log=True),
+        ChartAxis(metric, units.RATIO, log=True),
         tuple(_point(spot, outdone.get(spot), len(titles) > 1) for spot in spots),
         "emulated: no speed" if emulated else "",
     )

@@ -5,7 +5,7 @@ recorded, the operators and kernels that its time goes to.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,6 +40,12 @@ def remarks(tape: Tape) -> list[str]:
     return [*found, tape.fused] if tape.fused else found
 
 
+def _remarks_of(taped: Iterable[tuple[str, Tape]]) -> Iterator[str]:
+    """What is the same of several cases is said once."""
+    for remark, names in together((remark, name) for name, tape in taped for remark in remarks(tape)).items():
+        yield f"{listed(names)}: {remark}"
+
+
 def page_of(title: str, taped: Sequence[Taped]) -> Page:
     parts = [
         Part(f"setting-{place}", setting, tuple(_elements(some, [])))
@@ -64,7 +70,7 @@ def _elements(taped: Sequence[Taped], where_alike: list[Text]) -> list[Element]:
         shown = [row for row in rows if row.differs] if where_alike and len(known) > 1 else rows
         found += [_counts(known), _operators(known, shown)] if shown else [_counts(known), *where_alike]
     words = [f"{one.name}: no tape: {one.why}" for one in taped if one.tape is None]
-    words += [f"{one.name}: {remark}" for one, tape in known for remark in remarks(tape)]
+    words += _remarks_of((one.name, tape) for one, tape in known)
     return [*found, Items(tuple(map(Text, words)))] if words else found
 
 
@@ -144,7 +150,7 @@ def tape_section(material: Material) -> Iterator[Element]:
         rows = [(case.name, [(case, tape), *((case, phase) for phase in tape.phases)]) for case, tape in taped]
         name, words = f"tape-{panel.case.workload}", "counts of a step, by phase"
         yield from table_of_cases(name, title, words, cols, rows, "The CSV has them.")
-        said = tuple(Text(f"{case.name}: {words}") for case, tape in taped for words in remarks(tape))
+        said = tuple(map(Text, _remarks_of((case.name, tape) for case, tape in taped)))
         yield from [Items(said)] if said else []
 
 

@@ -13,7 +13,8 @@ from fp8bench.errors import UsageError
 from fp8bench.model.specs import spec_of
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Element, Field, Table, Text, Tone
+from fp8bench.report.elements import ChartAxis, Element, Field, Heat, Table, Text, Tone
+from fp8bench.report.page.charts import worth_drawing
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Panel, Result, ResultGroup, together, value_of
 from fp8bench.report.terminal.layout import GAP, INDENT
@@ -221,12 +222,34 @@ def tensors_section(material: Material) -> Iterator[Element]:
     """
     panels = [(title, panel) for title, panel in titled_panels(material) if about_tensors(panel)]
     for title, panel in panels:
+        maps = list(filter(worth_drawing, [_map(title, panel)]))
+        yield from maps
         for group in panel.groups:
-            yield from _grid(title, tensor_name(panel, group), group)
+            yield from _grid(title, tensor_name(panel, group), group, folded=bool(maps))
     yield from (_all_figures(title, panel) for title, panel in panels)
 
 
-def _grid(title: str, tensor: str, group: ResultGroup) -> Iterator[Element]:
+def _map(title: str, panel: Panel) -> Heat:
+    modes = {result.mode: cell_of(result) for group in panel.groups for result in group.results}
+    formats = list(dict.fromkeys(cell.fmt for cell in modes.values()))
+    ordered = sorted(modes, key=lambda mode: formats.index(modes[mode].fmt))
+    found = [{result.mode: result for result in group.results} for group in panel.groups]
+    cells = [[by_mode.get(mode) for by_mode in found] for mode in ordered]
+    values = tuple(tuple(figure(result, SQNR)[1] if result else None for result in row) for row in cells)
+    hints = tuple(tuple(_worst(result) if result else "not measured" for result in row) for row in cells)
+    known = [(value, modes[mode].words, tensor_name(panel, group)) for mode, row in zip(ordered, values, strict=True)
+             for group, value in zip(panel.groups, row, strict=True) if value is not None]  # fmt: skip
+    least, most = min(known, default=None), max(known, default=None)
+    words = "Higher and bluer is a smaller error."
+    if least and most:
+        ends = (f"{units.decibels(value)}: {words} of {tensor}" for value, words, tensor in (most, least))
+        words += " The most is {}; the least {}.".format(*ends)
+    return Heat(f"sqnr-map-{panel.case.workload}", f"{title}: SQNR by format and tensor", words,
+                tuple(modes[mode].words for mode in ordered), tuple(tensor_name(panel, one) for one in panel.groups),
+                values, ChartAxis("SQNR in dB", "dB"), hints)  # fmt: skip
+
+
+def _grid(title: str, tensor: str, group: ResultGroup, folded: bool) -> Iterator[Element]:
     cells = {(cell.scaling, cell.fmt): result for result in group.results for cell in [cell_of(result)]}
     scalings, formats = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
     cols: list[Col[str]] = [
@@ -234,7 +257,7 @@ def _grid(title: str, tensor: str, group: ResultGroup) -> Iterator[Element]:
         *(Col(fmt, partial(_sqnr, cells=cells, fmt=fmt, best=_best(fmt, cells)), number=True, unit="dB")
           for fmt in formats),
     ]  # fmt: skip
-    yield table(f"sqnr-{group.case.workload}", f"{title}, {tensor}: SQNR in dB", cols, scalings)
+    yield table(f"sqnr-{group.case.workload}", f"{title}, {tensor}: SQNR in dB", cols, scalings, folded=folded)
     lost = [cell_of(result).words for result in group.results if (figure(result, "not_finite_percent")[1] or 0) > 0]
     if lost:
         yield Text(f"{tensor}: numbers became infinite or NaN in {listed(lost)}; its SQNR leaves them out.", Tone.BAD)
@@ -253,13 +276,17 @@ def _sqnr(scaling: str, cells: Mapping[tuple[str, str], Result], fmt: str, best:
     text, value = figure(result, SQNR)
     if value is None:
         return Field(units.NONE, hint=result.record.reason)
+    return Field(text, value, Tone.STRONG if value == best else Tone.PLAIN, _worst(result))
+
+
+def _worst(result: Result) -> str:
     others = {metric: figure(result, metric)[0] for metric in _IN_HINTS}
     named = [
         f"{FIGURES[metric][0]} {text}{' dB' if metric.endswith('_db') and text != 'exact' else ''}"
         for metric, text in others.items()
         if text != units.NONE
     ]
-    return Field(text, value, Tone.STRONG if value == best else Tone.PLAIN, ", ".join(named))
+    return ", ".join(named)
 
 
 def _all_figures(title: str, panel: Panel) -> Table:

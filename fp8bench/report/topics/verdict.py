@@ -27,7 +27,7 @@ from fp8bench.report.panels import Panel, Result, ResultGroup, main_error, toget
 from fp8bench.report.topics.memory import share_of
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_panels
 from fp8bench.report.words import legend
-from fp8bench.report.words.naming import counts, listed, many, missing_of, setting_of, shortened
+from fp8bench.report.words.naming import MOSTLY, counts, listed, many, missing_of, setting_of, shortened
 from fp8bench.report.words.speed import comparisons, doubt_of_all, over_loads, said_once
 
 LONGEST_REASON = 300
@@ -36,8 +36,6 @@ _MOST_SUITES = 2
 _MOST_ALONE = 2
 # More sentences of one kind are not read; the table has each case.
 _MOST = 12
-# Of the cases so many make a verdict that most have.
-_MOSTLY = 0.75
 # Memory that differs by less is called the same.
 _ALIKE = 0.03
 _TONES = {"less": Tone.GOOD, "more": Tone.BAD, "unclear": Tone.DOUBT}
@@ -200,7 +198,7 @@ def _speed(cases: Sequence[_Case]) -> Field:
             interval=(alone.low, alone.high) if alone else None,
         )  # fmt: skip
     said = ", ".join(f"{number} {word.replace(units.NONE, 'not timed')}" for word, number in words)
-    mostly = number >= _MOSTLY * len(cases)
+    mostly = number >= MOSTLY * len(cases)
     tone = tone_of(next(one for _, _, one in cases if status_words(one) == word)) if mostly else Tone.PLAIN
     return Field(f"mostly {word}" if mostly else "mixed", middle, tone, "; ".join(filter(None, (said, speeds))))
 

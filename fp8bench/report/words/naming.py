@@ -163,7 +163,13 @@ def phase_order(phase: str) -> tuple[float, str]:
     return float(CELL_PHASES.index(phase)) if phase in CELL_PHASES else last - 0.5, phase
 
 
+# Of the cases so many make a verdict that most have.
+MOSTLY = 0.75
+
+
 def common_tone(tones: Iterable[Tone]) -> Tone:
-    """That of all, or none."""
-    found = set(tones)
-    return found.pop() if len(found) == 1 else Tone.PLAIN
+    """That of most where none means the opposite; else none."""
+    found = Counter(tones)
+    if found[Tone.GOOD] and found[Tone.BAD]:
+        return Tone.PLAIN
+    return next((tone for tone, number in found.items() if number >= MOSTLY * found.total()), Tone.PLAIN)

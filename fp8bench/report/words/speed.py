@@ -6,6 +6,7 @@ reason. Speed is told as how many times as fast: above 1x is faster.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from fp8bench.report.elements import Text
 from fp8bench.report.energies import energy_clause
 from fp8bench.report.panels import Panel, Result, show_params, together, value_of
 from fp8bench.report.topics.phases import is_mixed, phase_clauses
-from fp8bench.report.words import legend
+from fp8bench.report.words.labels import LABELS
 from fp8bench.report.words.naming import common_tone, listed, many, setting_of
 
 _COMPARED = (
@@ -67,7 +68,7 @@ def said_once(panels: Iterable[Panel]) -> frozenset[Label]:
 
 def doubt_of_all(labels: frozenset[Label]) -> str:
     """'Every comparison here is in doubt: ...'; '' without labels."""
-    reasons = [f"{legend.REASONS[label]} ({label})" for label in Label if label in labels]
+    reasons = [f"{LABELS[label].reason} ({label})" for label in Label if label in labels]
     return f"Every comparison here is in doubt: {listed(reasons, len(Label))}." if reasons else ""
 
 
@@ -186,17 +187,23 @@ def _doubt(kind: ComparedAs, results: Sequence[Result], said: frozenset[Label]) 
     if kind.standing is Standing.DOUBTED:
         return f", but {because}" if because else ""
     if kind.standing is Standing.UNSURE:
-        whys = dict.fromkeys(result.finding.why for result in results if result.finding)
-        reasons = "; ".join(filter(None, (*whys, because)))
+        whys = [result.finding.why for result in results if result.finding and result.finding.why]
+        reasons = "; ".join(filter(None, (*_counted(whys), because)))
     elif kind.standing is Standing.UNTIMED:
         reasons = listed(list(dict.fromkeys(result.record.detail for result in results if result.record.detail)))
     return f": {reasons}" if reasons else ""
 
 
+def _counted(reasons: Iterable[str]) -> Iterator[str]:
+    """Those that differ in their numbers alone are told once: 'contended (8 of 10 slots) (so in 3 of them)'."""
+    for alike in together((re.sub(r"[0-9.]+", "#", reason), reason) for reason in reasons).values():
+        yield alike[0] + (f" (so in {len(alike)} of them)" if len({*alike}) > 1 else "")
+
+
 def _because(results: Sequence[Result], said: frozenset[Label]) -> str:
     numbers = {label: sum(label in _doubts(result) for result in results) for label in Label}
     reasons = [
-        f"{legend.REASONS[label]}{f' in {number} of them' if number < len(results) else ''} ({label})"
+        f"{LABELS[label].reason}{f' in {number} of them' if number < len(results) else ''} ({label})"
         for label, number in numbers.items()
         if number and label not in said
     ]
@@ -216,7 +223,7 @@ def _pace(results: Sequence[Result]) -> str:
     reasons = [result.reason(_PACE) for result in results if _PACE in result.labels]
     where = "" if len(reasons) == len(results) else f" in {len(reasons)} of {len(results)}"
     known = f", {reasons[0]}" if reasons and reasons[0] and len({*reasons}) == 1 else ""
-    return f"; {legend.REASONS[_PACE]}{where} ({_PACE}{known})" if reasons else ""
+    return f"; {LABELS[_PACE].reason}{where} ({_PACE}{known})" if reasons else ""
 
 
 def _alone(panel: Panel, where: str) -> Iterator[str]:

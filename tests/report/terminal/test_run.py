@@ -36,7 +36,7 @@ from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.plan import page_of as plan_page
 from fp8bench.report.terminal.run import render
 from fp8bench.report.topics.results import main_table
-from fp8bench.report.words.legend import LABELS
+from fp8bench.report.words.labels import LABELS
 from tests.materials import of_kind, part, recased
 from tests.runs import NATIVE, Make, error, gemm, render_whole, transformer, wild_runs
 

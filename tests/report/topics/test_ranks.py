@@ -11,11 +11,12 @@ from fp8bench.analysis.ranks import frontier
 from fp8bench.model import Case, MemoryUse, Record, Run, Segments, SlotSample, Status, Timing
 from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, Scaling, Transfer
 from fp8bench.report.data.run import rows, widened
-from fp8bench.report.elements import Table, Text
+from fp8bench.report.elements import Scatter, Table, Text, Tone
 from fp8bench.report.page.section import material_of
 from fp8bench.report.panels import panels_of
 from fp8bench.report.topics.rank_boards import boards, remarks
-from fp8bench.report.topics.ranks import ranks, ranks_section
+from fp8bench.report.topics.ranks import ranks, ranks_section, wire_costs
+from tests.materials import of_kind, part
 from tests.runs import EMULATED, NATIVE, error, render_whole, run_of
 
 MS = 1_000_000
@@ -68,6 +69,42 @@ def test_tables_of_memory_and_overlap() -> None:
     assert [field.text for field in first[6:]] == ["1.00 s (900 ms to 1.10 s)", "50.0% (45.0% to 55.0%)"]
     assert ring[-1].hint == RING and ring[-1].value is None
     assert f"No overlap of fp8: {RING}." in [one.text for one in ranks(panel) if isinstance(one, Text)]
+
+
+def sized(precision: str, elements: int, slowest_ms: tuple[int, ...], fp8: str = "fp8_ring") -> Record:
+    """An all-reduce of so many numbers, whose rank 1 takes so long in each round, and rank 0 half of it."""
+    known = record(precision, fp8, 3000.0, 50.0)
+    took = [(RankCalls(0, (ms * MS // 2,), (1,)), RankCalls(1, (ms * MS,), (1,))) for ms in slowest_ms]
+    slots = tuple(
+        SlotSample(place, ((ms * MS,),), 0.01, 0.01, ranks=calls)
+        for place, (ms, calls) in enumerate(zip(slowest_ms, took, strict=True))
+    )
+    case = replace(known.case, params=(("collective", "all_reduce"), ("elements", elements), ("fp8", fp8)))
+    timing = Timing(Segments(("communication",), (0,)), slots)
+    sent = Transfer(4.0 * elements, 2.0 * elements, 3000.0, 1.5, precision == "fp8")
+    return replace(known, case=case, timing=timing, transfer=sent)
+
+
+def test_bandwidth_over_size_has_a_line_a_way_between_what_rounds_leave() -> None:
+    """By hand: 1.5 x 2 B x elements / 4 ms, between the rounds of 8 ms and of 2 ms; what a precision without codes took
+    beside several ways stands once; of one size nothing is drawn."""
+    rounds = (2, 4, 4, 4, 4, 8)
+    ways = [(precision, fp8) for fp8 in ("fp8_ring", "fp8_gather") for precision in ("fp32", "bf16", "fp8")]
+    found = [sized(precision, elements, rounds, fp8) for elements in (1000, 4000) for precision, fp8 in ways]
+    run = run_of(found)
+    charts = of_kind(part("ranks", (run, findings(run))), Scatter)
+    (chart,) = [one for one in charts if one.name.startswith("busbw")]
+    assert chart.joined == ("fp32", "bf16", "fp8 fp8_ring", "fp8 fp8_gather") and chart.x.log and chart.y.log
+    assert len(chart.points) == 8
+    points = {(one.series, one.x): one for one in chart.points}
+    for elements in (1000, 4000):
+        one = points["bf16", 4.0 * elements]
+        assert (one.low, one.y, one.high) == pytest.approx([3.0 * elements / (ms / 1000) for ms in (8, 4, 2)])
+    assert {one.series for one in chart.points if one.tone is Tone.DOUBT} == {"fp8 fp8_ring", "fp8 fp8_gather"}
+    assert set(wire_costs(*panels_of(run, findings(run)))) == {"all_reduce of 15.6 KiB"}
+    alone = run_of(found[:6])
+    charts = of_kind(part("ranks", (alone, findings(alone))), Scatter)
+    assert not any(one.name.startswith("busbw") for one in charts)
 
 
 def test_a_word_stands_where_nothing_is_told() -> None:

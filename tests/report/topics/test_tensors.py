@@ -8,7 +8,7 @@ import pytest
 
 from fp8bench.model import Measurement, Record, Status
 from fp8bench.model.specs import spec_of
-from fp8bench.report.elements import Table, Text, Tone
+from fp8bench.report.elements import Heat, Table, Text, Tone
 from fp8bench.report.panels import Panel, Result, panels_of
 from fp8bench.report.topics.tensors import (
     FIGURES,
@@ -152,6 +152,22 @@ SQNR in dB, higher is better; all other figures: the report, --csv, or one tenso
         in text
     )
     assert "underflow:" in text and "0.08%" not in text
+
+
+def test_the_map_of_several_tensors_has_every_sqnr() -> None:
+    """And its tables are folded below it; one tensor is a table alone."""
+    found = part("tensors", tensors("gaussian", "outliers"))
+    (chart,) = of_kind(found, Heat)
+    assert chart.columns == ("gaussian", "outliers") and chart.axis.unit == "dB"
+    assert dict(zip(chart.rows, chart.values, strict=True))["e4m3fn none"] == (60.0, 61.0)
+    assert sorted(value for row in chart.values for value in row if value) == [
+        70.0 - 10 * place + tensor for place in range(5, -1, -1) for tensor in (0, 1)
+    ]
+    assert "The most is 71.0 dB: fp16 of outliers; the least 20.0 dB: fp8 of gaussian." in chart.description
+    assert chart.hints[0][0].startswith("rows, p1 69.0 dB")
+    assert all(one.folded for one in of_kind(found, Table))
+    alone = part("tensors", tensors("gaussian"))
+    assert not of_kind(alone, Heat) and not of_kind(alone, Table)[0].folded
 
 
 @pytest.mark.parametrize(("width", "sizes"), [(40, [2, 2, 2, 1]), (60, [4, 3]), (100, [7])])

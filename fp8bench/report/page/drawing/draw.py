@@ -1,8 +1,9 @@
-"""The door to all drawings, and maps: a ratio for each row and column, in colours that part at 1."""
+"""The door to all drawings, and maps: a figure for each row and column; the colours of ratios part at 1."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from fp8bench.report.page.drawing.sheet import Sheet
 from fp8bench.report.page.drawing.sparks import draw_sparks
 
 _HEIGHT = 30.0
-_WIDEST = 96.0
+_WIDEST = 120.0
 _GAP = 10.0
 # Shades on either side of 1.
 _SHADES = 4
@@ -39,60 +40,80 @@ class _Grid:
 
 
 def draw_heat(sheet: Sheet, chart: Heat) -> float:
-    cells = [[value if drawable(value, log=True) else None for value in row[:CELLS]] for row in chart.values[:CELLS]]
+    ratios = chart.axis.unit == "x"
+    cells = [[value if drawable(value, ratios) else None for value in row[:CELLS]] for row in chart.values[:CELLS]]
     values = [value for row in cells for value in row if value is not None]
     every = [value for row in chart.values for value in row if value is not None]
-    missing = placeless(every, log=True)
+    missing = placeless(every, ratios)
     sheet.omit(missing, len(every) - missing - len(values))
     if not values:
         return 0.0
-    grid = _grid(sheet, chart, values, _key(sheet, chart))
-    farthest = max(_LEAST, *(abs(math.log(value)) for value in values))
+    shade, keys = _by_ratio(values) if ratios else _by_size(values, chart.axis.unit)
+    grid = _grid(sheet, chart, values, _key(sheet, chart, keys))
     for row, line in enumerate(cells):
         label = shortened(chart.rows[row], grid.left - _GAP, sheet.size)
         sheet.text(grid.left - _GAP, grid.top + (row + 0.5) * _HEIGHT, label, "label", anchor="end")
         for column, value in enumerate(line):
-            _cell(sheet, chart, grid, row, column, value, farthest)
-    border = _border(cells, grid)
-    if border:
+            _cell(sheet, chart, grid, row, column, value, "none" if value is None else shade(value))
+    if ratios and (border := _border(cells, grid)):
         sheet.lines("even", border)
     return _columns(sheet, chart, grid, len(cells))
 
 
-def _written(value: float) -> str:
-    """In three digits; the unit is in the key."""
-    return units.significant(value) if 1e-3 <= value < 1e4 else shown(value, "x")
+def _written(value: float, unit: str) -> str:
+    """Ratios in three digits, without their unit, which is in the key."""
+    if unit == "x" and 1e-3 <= value < 1e4:
+        return units.significant(value)
+    return shown(value, unit).removesuffix(f" {unit}")
 
 
 def _grid(sheet: Sheet, chart: Heat, values: Sequence[float], top: float) -> _Grid:
     room, columns = 0.3 * sheet.width, len(chart.columns[:CELLS])
     left = max(sheet.measure(shortened(label, room, sheet.size)) for label in chart.rows[:CELLS]) + _GAP
-    least = max(sheet.measure(_written(value)) for value in values) + 8
+    least = max(sheet.measure(_written(value, chart.axis.unit)) for value in values) + 8
     wide = max(least, min(_WIDEST, (sheet.width - left - 2) / columns))
     sheet.width = max(sheet.width, left + columns * wide + 2)
     return _Grid(left, top, wide)
 
 
-def _shade(value: float, farthest: float) -> str:
-    """The class of a value: 'level', 'low-1' to 'low-4', 'high-1' to 'high-4'; 2x and 0.5x are equally far from 1."""
-    far = math.log(value)
-    if abs(far) <= _EVEN:
-        return "level"
-    shade = min(_SHADES, max(1, math.ceil(abs(far) / farthest * _SHADES - 1e-9)))
-    return f"{'low' if far < 0 else 'high'}-{shade}"
+# What gives a value its class, and the classes of the key with their words.
+_Shading = tuple[Callable[[float], str], Sequence[tuple[Sequence[str], str]]]
 
 
-def _cell(sheet: Sheet, chart: Heat, grid: _Grid, row: int, column: int, value: float | None, farthest: float) -> None:
+def _by_ratio(values: Sequence[float]) -> _Shading:
+    """'level', 'low-1' to 'low-4', 'high-1' to 'high-4'; 2x and 0.5x are equally far from 1."""
+    farthest = max(_LEAST, *(abs(math.log(value)) for value in values))
+
+    def shade(value: float) -> str:
+        far = math.log(value)
+        if abs(far) <= _EVEN:
+            return "level"
+        number = min(_SHADES, max(1, math.ceil(abs(far) / farthest * _SHADES - 1e-9)))
+        return f"{'low' if far < 0 else 'high'}-{number}"
+
+    return shade, ((("low-4", "low-2"), "below 1x"), (("level",), "even"), (("high-2", "high-4"), "above 1x"))
+
+
+def _by_size(values: Sequence[float], unit: str) -> _Shading:
+    """Each shade has as many values: one far from all others leaves these apart."""
+    ordered, shades = sorted(values), ("level", *(f"high-{number}" for number in range(1, _SHADES + 1)))
+
+    def shade(value: float) -> str:
+        return shades[bisect_left(ordered, value) * len(shades) // len(ordered)]
+
+    return shade, ((shades[:1], shown(ordered[0], unit)), (shades[2:], shown(ordered[-1], unit)))
+
+
+def _cell(sheet: Sheet, chart: Heat, grid: _Grid, row: int, column: int, value: float | None, style: str) -> None:
     x, y = grid.corner(row, column)
     name = f"{chart.rows[row]}, {chart.columns[column]}"
     stop = len(chart.rows) * len(chart.columns) <= TABBED
-    hint = worded(name, "no value" if value is None else shown(value, "x"), chart.hints[row][column], stop)
-    style = "none" if value is None else _shade(value, farthest)
+    hint = worded(name, "no value" if value is None else shown(value, chart.axis.unit), chart.hints[row][column], stop)
     sheet.box(f"mark cell {style}", x + 1, y + 1, grid.wide - 2, _HEIGHT - 2, hint=hint)
     if value is None:
         sheet.hatch("hatch", x + 1, y + 1, grid.wide - 2, _HEIGHT - 2)
     else:
-        sheet.text(x + grid.wide / 2, y + _HEIGHT / 2, _written(value), "value", anchor="middle")
+        sheet.text(x + grid.wide / 2, y + _HEIGHT / 2, _written(value, chart.axis.unit), "value", anchor="middle")
 
 
 def _border(cells: list[list[float | None]], grid: _Grid) -> list[list[tuple[float, float]]]:
@@ -106,10 +127,10 @@ def _border(cells: list[list[float | None]], grid: _Grid) -> list[list[tuple[flo
     ]
 
 
-def _key(sheet: Sheet, chart: Heat) -> float:
+def _key(sheet: Sheet, chart: Heat, keys: Sequence[tuple[Sequence[str], str]]) -> float:
     sheet.text(0, 8, shortened(chart.axis.title, sheet.width, sheet.size), "quiet")
     x, y = 0.0, 24.0
-    for styles, text in ((["low-4", "low-2"], "below 1x"), (["level"], "even"), (["high-2", "high-4"], "above 1x")):
+    for styles, text in keys:
         for style in styles:
             sheet.box(f"cell {style}", x, y + 2, 13, 13)
             x += 13

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby, pairwise
 
+from fp8bench import units
 from fp8bench.report.elements import ChartAxis, ChartPoint, Lines, Mark, Scatter, Tone
 from fp8bench.report.page.drawing.rows import along, legend
 from fp8bench.report.page.drawing.scale import (
@@ -27,7 +29,7 @@ from fp8bench.report.page.drawing.scale import (
     shown,
     worded,
 )
-from fp8bench.report.page.drawing.sheet import SHAPES, Sheet
+from fp8bench.report.page.drawing.sheet import Sheet, looks_of
 from fp8bench.report.panels import together
 
 _GAP = 8.0
@@ -56,8 +58,9 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     values = _spans(late) or _spans(early)
     if not values:
         return 0.0
-    named = [(SHAPES[number], f"point s{number + 1}", name) for number, (name, _) in enumerate(series)]
-    top = legend(sheet, named if len(series) > 1 else [], 0.0)
+    looks = looks_of([name for name, _ in series], chart.order)
+    named = [(shape, f"point {style}", name) for name, (shape, style) in looks.items()]
+    top = legend(sheet, named if len(series) > 1 or {*looks} & {*chart.order} else [], 0.0)
     sheet.text(0, top + 8, shortened(chart.axis.title, sheet.width, sheet.size), "quiet")
     top += 24
     whole = fitted([*values, *_spans(early)], 0.0, 1.0, unit=unit, pad=0.05)
@@ -70,9 +73,17 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     y = Scale(low, high, bottom, top, unit=unit)
     x = _across(sheet, chart, series, y, len(places))
     _line_axes(sheet, places, x, y)
+    _levels(sheet, chart, x, y)
     _draw_series(sheet, chart, places, series, x, y)
     _last_values(sheet, chart, series, x, y)
     return bottom + 26
+
+
+def _levels(sheet: Sheet, chart: Lines, x: Scale, y: Scale) -> None:
+    for value, words in chart.levels:
+        if y.low <= value <= y.high:
+            sheet.lines("level-line", [[(x.start - 4, y.at(value)), (x.end + 4, y.at(value))]], layer=0)
+            sheet.text(x.start, y.at(value) - 8, words, "quiet")
 
 
 def _spans(series: Sequence[tuple[str, Marks]]) -> list[float]:
@@ -98,11 +109,12 @@ def _draw_series(
     elsewhere: Scale | None = None,
 ) -> None:  # fmt: skip
     """With their flags, but for those that have a place `elsewhere`."""
-    for number, (_, marks) in enumerate(series):
-        _series(sheet, chart, places, number, marks, x, y)
+    looks = looks_of([name for name, _ in series], chart.order)
+    for name, marks in series:
+        _series(sheet, chart, places, (name, *looks[name]), marks, x, y)
     flagged = [
-        (x.at(place), y.at(mark.value), flag, f"flag s{number + 1}")
-        for number, (_, marks) in enumerate(series)
+        (x.at(place), y.at(mark.value), flag, f"flag {looks[name][1]}")
+        for name, marks in series
         for place, mark in enumerate(marks)
         if mark is not None and _is_on(mark, y) and not (elsewhere and _is_on(mark, elsewhere))
         for flag in filter(None, mark.flag.split(", "))
@@ -133,13 +145,27 @@ def _line_axes(sheet: Sheet, places: Sequence[str], x: Scale, y: Scale, ticks: i
     sheet.lines("ticks", [[(x.at(number), y.start), (x.at(number), y.start + 4)] for number in range(len(places))])
     most = 3 if sheet.narrow or ticks < 6 else 7
     room = (x.end - x.start) / most
-    numbers = sorted({round(step * (len(places) - 1) / (most - 1)) for step in range(most)})
-    texts = [(x.at(number), shortened(places[number], room, sheet.size)) for number in numbers]
+    texts = [(x.at(number), shortened(places[number], room, sheet.size)) for number in _written(places, most)]
     along(sheet, texts, y.start + 14)
 
 
-def _series(sheet: Sheet, chart: Lines, places: Sequence[str], number: int, marks: Marks, x: Scale, y: Scale) -> None:
-    style = f"s{number + 1}"
+def _written(places: Sequence[str], most: int) -> Sequence[int]:
+    """Of places that are numbers the round ones, else evenly many apart, up to the last."""
+    if all(re.fullmatch(r"[0-9,]+", place) for place in places):
+        numbers = [int(place.replace(",", "")) for place in places]
+        steps = (factor * 10**power for power in range(12) for factor in (1, 2, 5))
+        round_ones = ([place for place, number in enumerate(numbers) if number % step == 0] for step in steps)
+        chosen = next((found for found in round_ones if len(found) <= most), [])
+        if len(chosen) >= min(most, len(places)) / 2:
+            return chosen
+    stride = max(1, -(-(len(places) - 1) // (most - 1)))
+    return range((len(places) - 1) % stride, len(places), stride)
+
+
+def _series(
+    sheet: Sheet, chart: Lines, places: Sequence[str], named: tuple[str, str, str], marks: Marks, x: Scale, y: Scale
+) -> None:
+    name, shape, style = named
     # Marks without a gap between them, each with its place.
     known = groupby(enumerate(marks), key=lambda pair: pair[1] is not None)
     runs = [[(place, mark) for place, mark in run if mark is not None] for there, run in known if there]
@@ -157,8 +183,8 @@ def _series(sheet: Sheet, chart: Lines, places: Sequence[str], number: int, mark
     many = len(marks) > _FAINT_FROM[sheet.narrow]
     for place, mark in _evenly(every, POINTED[sheet.narrow] // min(SERIES, len(chart.series))):
         tone = f" {mark.tone.value}" if mark.tone is not Tone.PLAIN else " faint" if many else ""
-        words = hint(mark, chart.axis.unit, chart.series[number][0], places[place])
-        sheet.dot(f"mark point {style}{tone}", SHAPES[number], x.at(place), y.at(mark.value), 8.0, words)
+        words = hint(mark, chart.axis.unit, name, places[place])
+        sheet.dot(f"mark point {style}{tone}", shape, x.at(place), y.at(mark.value), 8.0, words)
 
 
 def _clipped(points: Sequence[tuple[float, float]], y: Scale) -> list[list[tuple[float, float]]]:
@@ -184,15 +210,16 @@ def _evenly(marks: list[tuple[int, Mark]], most: int) -> list[tuple[int, Mark]]:
 
 
 def _last_values(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]], x: Scale, y: Scale) -> None:
-    lasts = [(y.at(mark.value), number, mark) for number, (_, marks) in enumerate(series) if (mark := _last(marks))]
+    looks = looks_of([name for name, _ in series], chart.order)
+    lasts = [(y.at(mark.value), looks[name][1], mark) for name, marks in series if (mark := _last(marks))]
     lasts.sort(key=lambda last: last[:2])
     right = x.at(max(place for _, marks in series for place, mark in enumerate(marks) if mark is not None))
     heights: list[float] = []
     for height, _, _ in lasts:
         heights.append(max(height, heights[-1] + sheet.size if heights else height))
-    for place, (height, (_, number, mark)) in enumerate(zip(heights, lasts, strict=True), 1):
+    for place, (height, (_, style, mark)) in enumerate(zip(heights, lasts, strict=True), 1):
         lowest = y.start - (len(lasts) - place) * sheet.size  # none below the axis, where other texts stand
-        sheet.text(right + _GAP + 2, min(height, lowest), shown(mark.value, chart.axis.unit), f"last s{number + 1}")
+        sheet.text(right + _GAP + 2, min(height, lowest), shown(mark.value, chart.axis.unit), f"last {style}")
 
 
 _DOT = 9.5
@@ -238,11 +265,7 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     if not points:
         return 0.0
     names = list(dict.fromkeys(point.series for point in points))
-    # Shape and class of a series: no two of the first 64 look alike.
-    looks = {
-        name: (SHAPES[(number + number // SERIES) % len(SHAPES)], f"point s{number % SERIES + 1}")
-        for number, name in enumerate(names)
-    }
+    looks = {name: (shape, f"point {style}") for name, (shape, style) in looks_of(names, chart.order).items()}
     top = legend(sheet, [(*looks[name], name) for name in names[:_NAMED] if len(names) > 1 or name], 0.0)
     aside = chart.margin if any(point.x is None for point in points) else ""
     aside = shortened(aside, 0.45 * sheet.width, sheet.size)
@@ -257,6 +280,10 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
                            if point.series == name)  # fmt: skip
         if lines := [sorted(strand) for strand in strands.values() if len(strand) > 1]:
             sheet.lines(looks[name][1].replace("point", "line"), lines)
+    spans = [(x, [frame.y.at(end) for end in ends(point, chart.y.log)])
+             for point, (x, _) in zip(points, spots, strict=True)]  # fmt: skip
+    if whiskers := [[(x, span[0]), (x, span[1])] for x, span in spans if span]:
+        sheet.lines("whisker", whiskers)
     for point, (x, y) in zip(points, spots, strict=True):
         shape, style = looks[point.series]
         tone = f" {point.tone.value}" if point.tone is not Tone.PLAIN else ""
@@ -267,7 +294,8 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
 
 def _frame(chart: Scatter, points: list[ChartPoint], sheet: Sheet, top: float) -> _Frame:
     bottom = top + (280.0 if sheet.narrow else 380.0)
-    y = fitted([point.y for point in points], bottom, top, chart.y.log, chart.y.unit, 0.05)
+    heights = [height for point in points for height in (point.y, *ends(point, chart.y.log))]
+    y = fitted(heights, bottom, top, chart.y.log, chart.y.unit, 0.05)
     left = max(sheet.measure(text) for _, text in y.ticks(_TICKS[sheet.narrow])) + 10
     placed = [point.x for point in points if point.x is not None]
     if not placed:
@@ -322,7 +350,8 @@ def _spots(points: Sequence[ChartPoint], names: Sequence[str], frame: _Frame) ->
 
 def _hint(chart: Scatter, point: ChartPoint) -> Hint:
     where = chart.margin if point.x is None else f"{chart.x.title} {shown(point.x, chart.x.unit)}".strip()
-    said = ", ".join(filter(None, (where, f"{chart.y.title} {shown(point.y, chart.y.unit)}".strip())))
+    within = f" ({units.span(found, lambda end: shown(end, chart.y.unit))})" if (found := ends(point)) else ""
+    said = ", ".join(filter(None, (where, f"{chart.y.title} {shown(point.y, chart.y.unit)}{within}".strip())))
     name = point.label if point.series in point.label else f"{point.series} {point.label}".strip()
     return worded(name, said, point.hint)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from fp8bench import units
-from fp8bench.report.elements import Bars, Mark
+from fp8bench.report.elements import Bars, ChartPoint, Mark
 
 # Values closer than this, relative to their size, are drawn as equal: ticks between them would read alike.
 _ALIKE = 1e-9
@@ -23,12 +23,14 @@ _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _STRIDES = (1, 2, 3, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 2000, 5000)
 # Ratios that differ by less than this are not made to look as if they differed by much.
 _LEAST_RATIO = 1.1
-# Numbers without a unit that are smaller than this are errors, and read better as 8.0e-4.
+# Numbers without a unit that are smaller than this are errors, and read better as 8.0e-04.
 _EXPONENT_BELOW = 0.01
 # Units that the ticks of a linear axis have in common: 0.5, 1 and 1.5 ms, not 500 us and 1 ms.
 _PREFIXES = {
     "s": ((1.0, " s"), (1e-3, " ms"), (1e-6, " us"), (1e-9, " ns")),
     "B": ((2.0**40, " TiB"), (2.0**30, " GiB"), (2.0**20, " MiB"), (2.0**10, " KiB"), (1.0, " B")),
+    "B/s": ((1e12, " TB/s"), (1e9, " GB/s"), (1e6, " MB/s"), (1e3, " kB/s"), (1.0, " B/s")),
+    "dB": ((1.0, " dB"),),
     "J": ((1e6, " MJ"), (1e3, " kJ"), (1.0, " J"), (1e-3, " mJ"), (1e-6, " uJ"), (1e-9, " nJ")),
     "": ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k"), (1.0, " ")),
 }
@@ -88,7 +90,7 @@ def shown(value: float, unit: str) -> str:
     if unit:
         return units.shown(value, unit)
     if value and abs(value) < _EXPONENT_BELOW:
-        return _short_exponent(units.relative_error(value))
+        return units.relative_error(value)
     return units.count(value) if abs(value) < 1e18 else _plain(units.significant(value))
 
 
@@ -152,23 +154,17 @@ def _number(text: str) -> float:
 def _tick(value: float, unit: str, digits: int, size: float) -> str:
     if unit in ("x", "%"):
         return _plain(units.significant(value, digits)) + unit
-    if size and not unit and not _EXPONENT_BELOW <= abs(size) < 1e18:
+    if size and (unit == units.RATIO or (not unit and not _EXPONENT_BELOW <= abs(size) < 1e18)):
         return _plain(f"{value:.{digits - 1}e}") if value else "0"
-    prefixes = _PREFIXES[unit]
+    prefixes = _PREFIXES["" if unit == units.RATIO else unit]
     scale, name = next((prefix for prefix in prefixes if abs(size) >= prefix[0] * (1 - _ALIKE)), prefixes[-1])
     return _plain(units.significant(value / scale, digits)) + name.rstrip()
 
 
 def _plain(number: str) -> str:
-    """Without zeros that say nothing: '2.50' -> '2.5', '1.00e-07' -> '1e-7'."""
+    """Without zeros that say nothing: '2.50' -> '2.5', '1.00e-07' -> '1e-07'."""
     number = re.sub(r"(\.\d*?)0+(?=\D|$)", r"\1", number)
-    number = re.sub(r"\.(?=\D|$)", "", number)
-    return _short_exponent(number)
-
-
-def _short_exponent(number: str) -> str:
-    """'1.2e-03' -> '1.2e-3'."""
-    return re.sub(r"e([+-])0*(\d)", lambda found: f"e{found[1].strip('+')}{found[2]}", number)
+    return re.sub(r"\.(?=\D|$)", "", number)
 
 
 BARS = 25
@@ -278,7 +274,7 @@ def escaped(text: str) -> str:
     return html.escape(clean, quote=True).replace("\n", "&#10;")
 
 
-def ends(mark: Mark, log: bool = False) -> list[float]:
+def ends(mark: Mark | ChartPoint, log: bool = False) -> list[float]:
     found = [value for value in (mark.low, mark.high) if value is not None and drawable(value, log)]
     return sorted(found) if len(found) == 2 else []
 
@@ -305,7 +301,7 @@ def sparkline(values: Sequence[float]) -> str:
     It is made of numbers alone, so that nothing in it needs escaping.
     """
     shown = [value for value in values if math.isfinite(value) and value > 0]
-    if not shown:
+    if len(shown) < 2:
         return ""
     middle = math.sqrt(min(shown) * max(shown))
     scale = Scale(

@@ -11,7 +11,7 @@ from functools import cache
 from itertools import count, takewhile
 
 from fp8bench.report.elements import Chart
-from fp8bench.report.page.drawing.scale import Hint, escaped, width
+from fp8bench.report.page.drawing.scale import SERIES, Hint, escaped, width
 
 # A chart is drawn twice, for a window and for a telephone; charts.css shows the one that fits.
 WIDE, NARROW = 880.0, 340.0
@@ -138,6 +138,19 @@ class Sheet:
         self._role = "group"
         stop = f' tabindex="0" role="img" aria-label="{escaped(hint.short)}"' if hint.stop else ""
         return f'{stop} data-hint="{escaped(hint.full)}"'
+
+
+def looks_of(names: Sequence[str], order: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Shape and class of each series, by its place in the page's order where it is there; no two of a chart's first
+    SERIES look alike, and no two of 64."""
+    known = list(dict.fromkeys([*(order if {*order} & {*names} else ()), *names]))
+    numbers = [known.index(name) for name in names]
+    if len({number % SERIES for number in numbers}) < min(len(numbers), SERIES):
+        numbers = list(range(len(names)))
+    return {
+        name: (SHAPES[(number + number // SERIES) % len(SHAPES)], f"s{number % SERIES + 1}")
+        for name, number in zip(names, numbers, strict=True)
+    }
 
 
 def along_lines(lines: Sequence[Line], closed: bool) -> Steps:
