@@ -31,7 +31,8 @@ class Precision(ABC):
     multiplies the loss of a training step, for formats whose gradients would underflow. `carried_by` names the
     precision in which values travel between products, where it is not this one: all that is no product runs in it.
     `takes_backend` says that others than torch may multiply in it; `backend` is who was chosen to, None is whoever can.
-    One that is not `listed` is of one workload alone.
+    One that is not `listed` is of one workload alone. With one that is `unit_scaled` a whole model is scaled by constants
+    that its shapes give, so that its casts need no scales.
     """
 
     listed: ClassVar[bool] = True
@@ -49,6 +50,7 @@ class Precision(ABC):
     compiled_multiple: ClassVar[int] = 1
     options: ClassVar[tuple[Option, ...]] = ()
     takes_backend: ClassVar[bool] = False
+    unit_scaled: ClassVar[bool] = False
     backend: Backend | None = None
 
     def __init__(self, chosen: Mapping[str, Scalar] | None = None) -> None:

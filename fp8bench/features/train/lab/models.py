@@ -200,6 +200,8 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
         return refused(
             f"the scale that {precision.mode} has of a whole tensor is always a rank's own: choose --amax-group own"
         )
+    if precision.unit_scaled and found.level is not Level.REFUSED and (why := _not_unit(settings)):
+        return refused(f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole: {why}")
     cut = settings.parallel == "tp" and facts.ranks > 1
     if cut and precision.whole_layers:
         return refused(f"layers of {precision.mode} are a library's own, and --parallel tp cannot cut them")
@@ -231,6 +233,19 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
             "choose another --batch or --sequence"
         )
     return found
+
+
+def _not_unit(settings: TrainerSettings) -> str:
+    """Why unit scaling has no constants for what is trained; '' where it has."""
+    if settings.make:
+        return f"there are no constants for {settings.make}: choose fp8, whose scales come from the tensors"
+    unlike = {
+        "--arch": settings.arch != "gpt" and settings.arch, "--attention": settings.attention != "auto" and "auto",
+        "--lora": settings.lora, "--parallel": settings.parallel in ("tp", "fsdp") and settings.parallel,
+        "--precision-map": next(iter(_around(settings)), ""),
+    }  # fmt: skip
+    known = "a GPT of whole weights, with torch's own attention, and with nothing around its products in a precision"
+    return next((f"{one} is none of what it has constants for ({known})" for one, is_ in unlike.items() if is_), "")
 
 
 def _misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
