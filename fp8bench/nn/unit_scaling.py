@@ -139,7 +139,7 @@ class UnitCore:
 
 
 def attention_deviation(tokens: int) -> float:
-    """That of causal attention over random scores of deviation 1: the token at place t mixes 1 + (t - 1) / e of them."""
+    """That of causal attention over random scores of deviation 1: the token at place t mixes 1 + (t - 1) / e values."""
     return math.sqrt(sum(1 / (1 + place / math.e) for place in range(tokens)) / tokens)
 
 
@@ -203,7 +203,10 @@ def _scale_gpt(model: GPT, tokens: int) -> None:
     size = first = _EMBEDDING if model.positions is None else math.hypot(_EMBEDDING, _PLACES)
     mixed = attention_deviation(tokens)
     for block in model.blocks:
-        skips, branches, before = [], [], []
+        assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
+        skips: list[float] = []
+        branches: list[float] = []
+        before: list[float] = []
         for added in (mixed, GATED if block.mlp.gated else GELU):
             norm = block.norm_mlp if skips else block.norm_attn
             after = math.hypot(size, gain * added)

@@ -191,7 +191,7 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
 
 def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
     own = settings.make and precision.name == UNTOUCHED
-    found = native("the model as it came") if own else precision.support(facts)
+    found = native("the model as it came") if own else _support_of(settings, precision, facts)
     if precision.whole_layers and precision.remembers and found.level is not Level.REFUSED:
         return refused(
             f"layers of {precision.mode} keep scales that no checkpoint can hold: choose backend=torch or emulated"
@@ -200,8 +200,6 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
         return refused(
             f"the scale that {precision.mode} has of a whole tensor is always a rank's own: choose --amax-group own"
         )
-    if precision.unit_scaled and found.level is not Level.REFUSED and (why := _not_unit(settings)):
-        return refused(f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole: {why}")
     cut = settings.parallel == "tp" and facts.ranks > 1
     if cut and precision.whole_layers:
         return refused(f"layers of {precision.mode} are a library's own, and --parallel tp cannot cut them")
@@ -235,17 +233,20 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
     return found
 
 
-def _not_unit(settings: TrainerSettings) -> str:
-    """Why unit scaling has no constants for what is trained; '' where it has."""
-    if settings.make:
-        return f"there are no constants for {settings.make}: choose fp8, whose scales come from the tensors"
-    unlike = {
-        "--arch": settings.arch != "gpt" and settings.arch, "--attention": settings.attention != "auto" and "auto",
-        "--lora": settings.lora, "--parallel": settings.parallel in ("tp", "fsdp") and settings.parallel,
-        "--precision-map": next(iter(_around(settings)), ""),
-    }  # fmt: skip
-    known = "a GPT of whole weights, with torch's own attention, and with nothing around its products in a precision"
-    return next((f"{one} is none of what it has constants for ({known})" for one, is_ in unlike.items() if is_), "")
+def _support_of(settings: TrainerSettings, precision: Precision, facts: DeviceFacts) -> Support:
+    """A precision's own; one that unit-scales has constants for some models alone."""
+    unlike = (
+        settings.make or (settings.arch != "gpt" and f"--arch {settings.arch}"),
+        settings.attention != "auto" and f"--attention {settings.attention}", settings.lora and "--lora",
+        settings.parallel in ("tp", "fsdp") and f"--parallel {settings.parallel}",
+        not settings.make and _around(settings) and "--precision-map of what is no product",
+    ) if precision.unit_scaled else ()  # fmt: skip
+    for given in filter(None, unlike):
+        return refused(
+            f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole, and there are "
+            f"constants for a GPT alone, none with {given}: choose fp8, whose scales come from the tensors"
+        )
+    return precision.support(facts)
 
 
 def _misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
