@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from fp8bench.model import DeviceFacts
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.holders import LINEAR, Held
 
+OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer | None]
 # The layers that it puts in, by their classes' names: torchao's and Transformer Engine's, and MS-AMP's.
 _CONVERTED = ("Float8Linear", "FP8Linear")
 _TRANSFORMER_ENGINE = "transformer_engine"
@@ -30,25 +31,31 @@ class AcceleratedModel(PlainArithmetic):
         super().__init__(torch.bfloat16)
         self._recipe, self._level, self._facts = recipe, level, facts
 
-    def prepared(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None
-    ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-        """Raises UsageError where Accelerate refuses, and where it would leave the model as it is."""
-        name = type(model).__name__
+    def prepared(self, model: nn.Module, optimizer_of: OptimizerOf) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+        """Raises UsageError where Accelerate refuses, and where it would leave the model as it is.
+
+        torchao's layers get new parameters by Accelerate's defaults, and an optimizer that has the old ones would never
+        move them: it is made of those that are there then. The other recipes ask for both at once.
+        """
+        name, apart = type(model).__name__, self._recipe == "ao"
         with _quiet():
             try:
-                given = (model,) if optimizer is None else (model, optimizer)
-                found = self._accelerator().prepare(*given)
+                accelerator = self._accelerator()
+                made = accelerator.prepare(model) if apart else model
+                optimizer = optimizer_of([one for one in made.parameters() if one.requires_grad])
+                if optimizer is not None:
+                    optimizer = accelerator.prepare(optimizer) if apart else optimizer
+                if not apart:
+                    made, optimizer = accelerator.prepare(made, optimizer)
             except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
                 words = " ".join(str(error).split())
                 raise UsageError(f"Accelerate prepares no {name} by recipe={self._recipe}: {words}") from error
-        made, wrapped = (found, None) if optimizer is None else found
         if not converted_in(made):
             raise UsageError(
                 f"Accelerate converts nothing of {name}: it leaves the first and the last linear layer, and those "
                 "whose sides are no multiples of 16, as they are. Choose fp8, or a model with more linear layers."
             )
-        return made, wrapped
+        return made, optimizer
 
     def _accelerator(self) -> Any:
         from accelerate import Accelerator

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -313,9 +314,11 @@ class OwnModel:
         self.parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         if self.training and not self.parameters:
             raise UsageError(f"{params['make']}: no parameter of its model needs a gradient. Profile its --forward.")
-        self.optimizer = _optimizer(str(params["optimizer"]), list(self.parameters.values()), setup.facts)
-        if prepares is not None:
-            self.model, self.optimizer = prepares.prepared(self.model, self.optimizer)
+        optimizer_of = partial(_optimizer, str(params["optimizer"]), facts=setup.facts)
+        if prepares is None:
+            self.optimizer = optimizer_of(list(self.parameters.values()))
+        else:
+            self.model, self.optimizer = prepares.prepared(self.model, optimizer_of)
             self.parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         self._call: Call = called
         if compiles and params["compile"] == "yes":

@@ -29,6 +29,7 @@ class AccelerateFp8(PlainPrecision):
         "autocast; `fp8bench profile` alone."
     )
     rank = 49
+    listed = False
     dtype = "bfloat16"
     carried_by = "bf16"
     options = (

@@ -59,7 +59,7 @@ def batch(config: GPTConfig) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_function_and_gradients_are_those_of_the_model_as_it_was(name: str, checkpointing: bool) -> None:
-    """In fp64, to the last digits: all constants cancel, in every weight's gradient, over two batches of other sizes."""
+    """In fp64, to the last digits: all constants cancel, in every weight's gradient, over batches of two sizes."""
     config = CONFIGS[name]
     plain, unit = built(config, torch.float64), built(config, torch.float64, checkpointing)
     scale_to_unit(unit, config.sequence)
@@ -169,7 +169,8 @@ def test_attention_shrinks_by_its_constant_forward_and_back(tokens: int) -> None
     wanted = attention_deviation(tokens)
     assert float(mixed.detach().std()) == pytest.approx(wanted, rel=0.1)
     for one in given:
-        assert one.grad is not None and float(one.grad.std()) == pytest.approx(wanted, rel=0.5)  # a token less where few are mixed
+        # Less where few are mixed: a change of all scores of a token alike changes nothing.
+        assert one.grad is not None and float(one.grad.std()) == pytest.approx(wanted, rel=0.5)
 
 
 def test_it_is_what_the_package_of_its_authors_computes() -> None:

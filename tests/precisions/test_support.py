@@ -16,7 +16,7 @@ from tests.facts import A100, B200, CPU, H200, MI300X, MI350X, V100, XPU, gpu
 NATIVE, EMULATED, REFUSED = Level.NATIVE, Level.EMULATED, Level.REFUSED
 NAMES = (
     "fp32", "tf32", "fp16", "bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "fp8-e4m3", "fp8-e5m2", "mxfp8",
-    "mxfp6", "nvfp4", "mxfp4", "custom", "fp8-unit", "accelerate-fp8",
+    "mxfp6", "nvfp4", "mxfp4", "custom", "fp8-unit",
 )  # fmt: skip
 
 
@@ -53,8 +53,7 @@ TABLE = {
 def test_support(device: str) -> None:
     facts, levels = TABLE[device]
     found = {name: precisions.get(name).support(facts) for name in NAMES}
-    # Without scales fp8 is as native as with them; Accelerate prepares whole models alone.
-    levels = (*levels, levels[NAMES.index("fp8")], REFUSED)
+    levels = (*levels, levels[NAMES.index("fp8")])  # without scales it is as native as with them
     assert {name: support.level for name, support in found.items()} == dict(zip(NAMES, levels, strict=True))
     assert all(support.reason for support in found.values())
 
@@ -126,7 +125,7 @@ def test_every_precision_is_registered_under_its_own_name() -> None:
 
 def test_ranks_go_from_high_precision_down() -> None:
     assert [precisions.get(name).rank for name in NAMES] == [
-        0, 10, 20, 30, 40, 41, 42, 43, 44, 45, 50, 55, 60, 70, 90, 46, 49,
+        0, 10, 20, 30, 40, 41, 42, 43, 44, 45, 50, 55, 60, 70, 90, 46,
     ]  # fmt: skip
 
 

@@ -66,6 +66,8 @@ ON_MI300X = {"e4m3fn": "e4m3fnuz", "e5m2": "e5m2fnuz"}
 
 def leaves(workload: str, mode: str) -> bool:
     """Whether a suite has nothing to measure in a precision."""
+    if precisions.get(mode).unit_scaled and not workloads.get(workload).unit_scales:
+        return True
     if workload in SERVED:
         params = {"size": "llama-1b", "kv": OWN, "weights": OWN}
         return served_support(params, precisions.get(mode), H200).level is Level.REFUSED
