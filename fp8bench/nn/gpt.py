@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,13 @@ from fp8bench.nn.linear import Choose, Linear, region, within
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Fused, Phases, Role, SilentPhases
 
-if TYPE_CHECKING:
-    from fp8bench.nn.unit_scaling import UnitFeed, UnitResidual, UnitStream, UnitWeight
+
+class UnitStream(Protocol):
+    """What unit scaling does with a model's stream at its beginning and its end, of a batch of so many tokens."""
+
+    def begin(self, tokens: int) -> None: ...
+    def begun(self, x: Tensor) -> Tensor: ...
+    def read(self, logits: Tensor) -> Tensor: ...
 
 
 class Norm(nn.Module):
@@ -37,7 +42,7 @@ class Norm(nn.Module):
 
     arithmetic: Arithmetic | None = None
     epsilon = 1e-5
-    unit: UnitWeight | None = None
+    unit: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, width: int, root_mean_square: bool) -> None:
         super().__init__()
@@ -56,7 +61,7 @@ class Norm(nn.Module):
 class FeedForward(nn.Module):
     """GELU between two products, or Llama's gated form; `unit` where it is unit-scaled."""
 
-    unit: UnitFeed | None = None
+    unit: Callable[[FeedForward, Tensor, Phases], Tensor] | None = None
 
     def __init__(self, width: int, hidden: int, gated: bool, gain: float, choose: Choose) -> None:
         super().__init__()
@@ -87,7 +92,7 @@ class Block(nn.Module):
     `unit` where it is unit-scaled."""
 
     residual: Arithmetic | None = None
-    unit: UnitResidual | None = None
+    unit: Callable[[Block, Tensor, Phases, Tensor | None], Tensor] | None = None
 
     def __init__(
         self,
@@ -129,7 +134,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
         if self.unit is not None:
-            self.unit.loss.begin(tokens.numel())
+            self.unit.begin(tokens.numel())
             return loss_of(self.unit.read(self.logits(tokens, phase)), targets, reduction)
         return loss_of(held(self.logits(tokens, phase), self.around["logits"]), targets, reduction)
 

@@ -167,6 +167,9 @@ class UnitStream:
     behind: float
     loss: LossGradient
 
+    def begin(self, tokens: int) -> None:
+        self.loss.begin(tokens)
+
     def begun(self, x: Tensor) -> Tensor:
         return rescaled(x, 1 / self.deviation, 1 / (self.deviation * self.behind * self.loss.factor))
 
@@ -192,7 +195,7 @@ def _scale_alone(feed: FeedForward) -> None:
     """Its inputs and the gradients that come in have a deviation of 1 already."""
     deviation = GATED if feed.gated else GELU
     before = _made_unit_feed(feed, 1.0, 1 / deviation, LossGradient(2))
-    assert feed.unit is not None
+    assert isinstance(feed.unit, UnitFeed)
     feed.unit.enter, feed.unit.leave = (1.0, 1 / before), (deviation, 1.0)
 
 
