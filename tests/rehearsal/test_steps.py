@@ -159,6 +159,8 @@ def test_a_step_is_what_a_gpu_takes(gpu: str, workload: str, mode: str, stage: S
         found = Counter((str(product.scheme), product.a.fmt.name, product.b.fmt.name) for product in done.products)
         assert found == expected(one.case, gpu), one.case.id
         most = of_phases(one.case)
+        if precisions.get(mode).unit_scaled:  # its constants are launches of their own, in these phases alone
+            most = {phase: count for phase, count in most.items() if phase not in ("elementwise", "attention")}
         assert {phase: done.phases[phase] for phase in most if done.phases[phase] > most[phase]} == {}, one.case.id
 
 
