@@ -146,7 +146,7 @@ def train(
     shift: float = 1.0, start: str = "", weights_from: str = "", lora: int = 0, tasks: str | Iterable[str] = ...,
     metric: str | Iterable[str] = ..., dropout: float = 0.0, loss_scale: str = "auto", scale_first: float = 65536.0,
     scale_factor: float = 2.0, scale_growth: int = 200, optimizer_states: Literal["fp32", "bf16", "fp8lm"] = "fp32",
-    master: Literal["fp32", "fp16-scaled", "bf16-stochastic"] = "fp32",
+    master: Literal["fp32", "fp16-scaled", "fp16-fp8", "bf16-stochastic"] = "fp32",
     gradients: Literal["fp32", "bf16", "fp8"] = "fp32", checkpointing: Literal["no", "blocks"] = "no",
     compile: Literal["no", "yes"] = "no", attention: Literal["auto", "rounded", "prescaled"] = "auto",
     on_nan: Literal["stop", "skip", "lower-rate", "rewind"] = "stop", rewinds: int = 3,

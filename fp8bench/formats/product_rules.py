@@ -106,8 +106,8 @@ def uneven(product: Product, source: RuleSource, multiples: Sides) -> Iterator[O
 
 def _scheme_of(treatment: Treatment) -> Scheme | None:
     scaling, fmt = treatment.scaling, treatment.fmt
-    if scaling is None:
-        return None
+    if scaling is None:  # the product's scales are 1
+        return Scheme.TENSOR if fmt in (E4M3, E5M2, *FNUZ) else None
     if scaling.scale is E8M0:
         return _MX_BY_FORMAT[fmt]
     if scaling.scale is E4M3:

@@ -72,7 +72,8 @@ def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
     if why := against(scheme, products, facts):
         return emulated_because(f"{words} is not native here ({why})")
     where = f"{_WHERE} by oneDNN, which widens codes where the GPU has no FP8 units" if is_intel(facts) else _WHERE
-    return native(f"{where}, {_EXTENTS[scheme]}{_other_formats(recipe.treatments, meant.treatments)}")
+    extent = "whose scales are 1" if recipe.unscaled else _EXTENTS[scheme]
+    return native(f"{where}, {extent}{_other_formats(recipe.treatments, meant.treatments)}")
 
 
 _WHERE = "torch's scaled product (torch.nn.functional.scaled_mm)"

@@ -214,6 +214,11 @@ class Recipe:
         )
 
     @property
+    def unscaled(self) -> bool:
+        """Whether no role has a scale: casts are plain ones."""
+        return all(treatment.scaling is None for treatment in self.treatments)
+
+    @property
     def in_blocks(self) -> bool:
         """Whether some role has a scale for less than a row."""
         return any(treatment.scaling is not None and treatment.scaling.columns > 0 for treatment in self.treatments)

@@ -252,6 +252,11 @@ class ScaledArithmetic(RecipeArithmetic):
     def _looks_at_amax(self) -> bool:
         return self.recipe.per_tensor
 
+    @property
+    def _of_tensors(self) -> bool:
+        """Whether a product takes one scale of each operand; without any it takes ones."""
+        return self.recipe.per_tensor or self.recipe.unscaled
+
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         one = self.treatments[role]
         if not self._turns(role):
@@ -266,11 +271,11 @@ class ScaledArithmetic(RecipeArithmetic):
 
     def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
         one = self.treatments[role]
-        assert one.scaling is not None
-        if self.recipe.per_tensor:
+        if self._of_tensors:
             scale, inverse = self._scale(tensor, role, again)
             data = codes(tensor, one.fmt, scale)
         else:
+            assert one.scaling is not None
             data, inverse = row_codes(tensor, one.fmt, one.scaling.rounding)
         return Operand(data, inverse, role is Role.GRADIENT)
 
@@ -278,7 +283,9 @@ class ScaledArithmetic(RecipeArithmetic):
         if role in self.scales:
             return self.scales[role].next(tensor, again, amax)
         one = self.treatments[role]
-        assert one.scaling is not None
+        if one.scaling is None:
+            unit = torch.ones((), dtype=torch.float32, device=tensor.device)
+            return unit, unit
         return current_scale(largest_magnitude(tensor) if amax is None else amax, one.fmt, one.scaling.rounding)
 
     def transposed(self, operand: Operand) -> Operand:
@@ -294,7 +301,7 @@ class ScaledArithmetic(RecipeArithmetic):
             raise ValueError("CUDA has no product of two E5M2 tensors; one of them must not be a gradient")
         if a.scale is None or b.scale is None:
             raise ValueError("float8 operands need their scales")
-        tensor_wise = self.recipe.per_tensor
+        tensor_wise = self._of_tensors
         kind = (ScalingType.TensorWise if tensor_wise else ScalingType.RowWise).value
         # A scale for every column of the second operand lies in a row; as a column it is taken, and is wrong.
         scale_b = b.scale if tensor_wise else b.scale.t()

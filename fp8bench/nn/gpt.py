@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -27,11 +28,21 @@ from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Fused, Phases, Role, SilentPhases
 
 
+class UnitStream(Protocol):
+    """What unit scaling does with a model's stream at its beginning and its end, of a batch of so many tokens."""
+
+    def begin(self, tokens: int) -> None: ...
+    def begun(self, x: Tensor) -> Tensor: ...
+    def read(self, logits: Tensor) -> Tensor: ...
+
+
 class Norm(nn.Module):
     """Layer norm or RMS norm, computed in at least fp32 unless an arithmetic says otherwise, and handed back in the
     input's dtype."""
 
     arithmetic: Arithmetic | None = None
+    epsilon = 1e-5
+    unit: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, width: int, root_mean_square: bool) -> None:
         super().__init__()
@@ -39,15 +50,18 @@ class Norm(nn.Module):
         self.root_mean_square = root_mean_square
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, own = held(self.weight, self.arithmetic, Role.WEIGHT), held(x, self.arithmetic)
+        given = self.weight if self.unit is None else self.unit(self.weight)
+        weight, own = held(given, self.arithmetic, Role.WEIGHT), held(x, self.arithmetic)
         wide, shape = own.to(weight.dtype), weight.shape
         if self.root_mean_square:
-            return F.rms_norm(wide, shape, weight, 1e-5).to(x.dtype)
-        return F.layer_norm(wide, shape, weight, None, 1e-5).to(x.dtype)
+            return F.rms_norm(wide, shape, weight, self.epsilon).to(x.dtype)
+        return F.layer_norm(wide, shape, weight, None, self.epsilon).to(x.dtype)
 
 
 class FeedForward(nn.Module):
-    """GELU between two products, or Llama's gated form."""
+    """GELU between two products, or Llama's gated form; `unit` where it is unit-scaled."""
+
+    unit: Callable[[FeedForward, Tensor, Phases], Tensor] | None = None
 
     def __init__(self, width: int, hidden: int, gated: bool, gain: float, choose: Choose) -> None:
         super().__init__()
@@ -56,6 +70,8 @@ class FeedForward(nn.Module):
         self.down = Linear(hidden, width, choose("down"), gain)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
+        if self.unit is not None:
+            return self.unit(self, x, phase)
         y: Tensor = self.down(self.between(self.up(x, phase)), phase)
         return y
 
@@ -72,9 +88,11 @@ def _feed_forward(config: GPTConfig, gain: float, choose: Choose) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Norm, attention, norm, feed-forward, each with its residual, which is kept in an arithmetic of its own if any."""
+    """Norm, attention, norm, feed-forward, each with its residual, which is kept in an arithmetic of its own if any;
+    `unit` where it is unit-scaled."""
 
     residual: Arithmetic | None = None
+    unit: Callable[[Block, Tensor, Phases, Tensor | None], Tensor] | None = None
 
     def __init__(
         self,
@@ -93,10 +111,15 @@ class Block(nn.Module):
         self.mlp = (feed_forward or _feed_forward)(config, gain, mlp)
 
     def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
-        share = self.dropout if self.training else 0.0
-        # A layer of another precision hands back its own carrier; the stream keeps the model's.
-        x = held(x + dropped(self.attn(self.norm_attn(x), phase, rotation).to(x.dtype), share), self.residual)
-        return held(x + dropped(self.mlp(self.norm_mlp(x), phase).to(x.dtype), share), self.residual)
+        if self.unit is not None:
+            return self.unit(self, x, phase, rotation)
+        x = held(x + self.added(self.attn, self.norm_attn(x), phase, rotation), self.residual)
+        return held(x + self.added(self.mlp, self.norm_mlp(x), phase), self.residual)
+
+    def added(self, part: nn.Module, normed: Tensor, *more: Phases | Tensor | None) -> Tensor:
+        """What a part adds to the stream. A layer of another precision hands back its own carrier; the stream keeps
+        the model's, which a norm hands on."""
+        return dropped(part(normed, *more).to(normed.dtype), self.dropout if self.training else 0.0)
 
 
 class LanguageModel(nn.Module):
@@ -107,12 +130,16 @@ class LanguageModel(nn.Module):
 
     carrier: torch.dtype
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
+    unit: UnitStream | None = None
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
+        if self.unit is not None:
+            self.unit.begin(tokens.numel())
         return self.lost(self.logits(tokens, phase), targets, reduction)
 
     def lost(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        return loss_of(held(logits, self.around["logits"]), targets, reduction)
+        read = held(logits, self.around["logits"]) if self.unit is None else self.unit.read(logits)
+        return loss_of(read, targets, reduction)
 
     def looked_up(self, tokens: Tensor, table: Tensor, positions: Tensor | None = None) -> Tensor:
         """The stream's beginning: rows of a table, and of that of places."""
@@ -164,6 +191,8 @@ class GPT(LanguageModel):
 
     def embedded(self, tokens: Tensor) -> Tensor:
         x = self.looked_up(tokens, self.embedding, self.positions)
+        if self.unit is not None:
+            x = self.unit.begun(x)
         return dropped(x, self.dropout if self.training else 0.0)
 
     def through(self, x: Tensor, phase: Phases, length: int) -> Tensor:

@@ -174,7 +174,11 @@ _OF_A_LAYER = ("arithmetic", "operands", "_whole")
 
 
 class Linear(nn.Module):
-    """y = x W^T without bias, in an arithmetic; by `operands` of W while there are some."""
+    """y = x W^T without bias, in an arithmetic; by `operands` of W while there are some. Under unit scaling (`unit`)
+    what is cast is `factor` times W."""
+
+    unit: Callable[[Linear, Tensor, Phases], Tensor] | None = None
+    factor: float = 1.0
 
     def __init__(self, inputs: int, outputs: int, arithmetic: Arithmetic, gain: float = 1.0) -> None:
         super().__init__()
@@ -187,6 +191,8 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         if self._whole is not None:  # its casts are within, where no phase can be opened for them
             return region(phase.gemm, self._whole, x.to(self.arithmetic.carrier))
+        if self.unit is not None:
+            return self.unit(self, x, phase)
         return linear(x, self.weight, self.arithmetic, phase, self.operands)
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.model.words import UNTOUCHED
+from fp8bench.nn.accelerated_model import AcceleratedModel
 from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.training_step import adamw
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_error
@@ -305,13 +307,19 @@ class OwnModel:
         self._facts, self._seed, self._loss_scale = setup.facts, setup.seed, setup.loss_scale
         self.training = params["pass"] == "training"
         self.doing = "conversion"
-        self.conversion = conversion_of(self.model, setup, multiples) if converts else None
+        prepares = setup.arithmetic if isinstance(setup.arithmetic, AcceleratedModel) and converts else None
+        self.conversion = conversion_of(self.model, setup, multiples) if converts and prepares is None else None
         if self.conversion is not None:
             self.conversion.__enter__()  # for as long as this copy lives
         self.parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         if self.training and not self.parameters:
             raise UsageError(f"{params['make']}: no parameter of its model needs a gradient. Profile its --forward.")
-        self.optimizer = _optimizer(str(params["optimizer"]), list(self.parameters.values()), setup.facts)
+        optimizer_of = partial(_optimizer, str(params["optimizer"]), facts=setup.facts)
+        if prepares is None:
+            self.optimizer = optimizer_of(list(self.parameters.values()))
+        else:
+            self.model, self.optimizer = prepares.prepared(self.model, optimizer_of)
+            self.parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         self._call: Call = called
         if compiles and params["compile"] == "yes":
             self._call = self._compiled(draws_alike)

@@ -164,4 +164,5 @@ class CachedWeights:
         taking = [layer for layer in self._layers if layer.arithmetic.takes_amax]
         amaxes = dict(zip(taking, largest_magnitudes([one.weight for one in taking]), strict=True))
         for layer in self._layers:
-            layer.operands = both_of(layer.arithmetic, layer.weight, amaxes.get(layer))
+            weight = layer.weight if layer.unit is None else layer.weight * layer.factor
+            layer.operands = both_of(layer.arithmetic, weight, amaxes.get(layer))

@@ -338,7 +338,7 @@ def _case(workload: Workload, params: Params, facts: DeviceFacts, name: str, lay
     case = Case(workload.name, params, name, facts.key, layers, workload.version, ranks=facts.ranks)
     named = dict(params)
     answers = [layered_support(workload, named, precisions.get(name), facts)]
-    answers += mapped_support(workload, named, facts, layers)
+    answers += mapped_support(workload, named, facts, layers, name)
     # A case is as native as the least native of its layers.
     support = max((sound_support(workload, answer) for answer in answers), key=lambda one: _WORST_LAST.index(one.level))
     support = replace(support, backend=who_multiplies(name, support.level, facts))

@@ -32,6 +32,11 @@ def layered_support(
         having = ", ".join(name for name in workloads.names() if workloads.get(name).linear_layers)
         why = f"{precision.backend.name} multiplies in layers of its own, and suite {workload.name} has none for it"
         return Support(Level.REFUSED, f"{why}: choose {having}")
+    if precision.unit_scaled and (kind or not workload.unit_scales):
+        having = " or ".join(name for name in workloads.names() if workloads.get(name).unit_scales)
+        what = f"{kind} layers of another model have" if kind else f"suite {workload.name} has"
+        why = f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole, and {what} no such"
+        return Support(Level.REFUSED, f"{why} constants: choose suite {having} or train, or fp8 here")
     refuses = precision.backend.refuses if precision.backend else {}
     for (axis, value), why in refuses.items():
         if params.get(axis) == value:
@@ -109,9 +114,9 @@ def map_for(request: Request, known: Sequence[Layer], modes: Sequence[str]) -> P
 
 
 def mapped_support(
-    workload: Workload, params: Mapping[str, Scalar], facts: DeviceFacts, layers: PrecisionMap
+    workload: Workload, params: Mapping[str, Scalar], facts: DeviceFacts, layers: PrecisionMap, mode: str
 ) -> Iterator[Support]:
-    """How a device does the layers that a map names, key by key; a key may name none in this case."""
+    """How a device does the layers that a map names, in a case of that mode, key by key; a key may name none in it."""
     keys = [key for key, _ in layers]
     own = _layers(workload, params, keys) if layers else ()
     for key, word in layers:
@@ -120,6 +125,8 @@ def mapped_support(
             yield Support(Level.REFUSED, f"no layer is called {key} here, there are {kinds}: leave {key} unmapped")
         for kind, product in dict.fromkeys((one.kind, one.product) for one in own if key_of(one, keys) == key):
             support = layered_support(workload, params, precisions.get(word), facts, kind)
+            if not product and precisions.get(mode).unit_scaled:
+                yield Support(Level.REFUSED, f"what stands around products of {mode} is unit-scaled: leave {key} out")
             yield support if product else around_support(precisions.get(word), support, key)
 
 

@@ -113,6 +113,24 @@ class Fp8E5M2(RecipePrecision):
     options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)
 
 
+@precisions.register("fp8-unit")
+class Fp8Unit(RecipePrecision):
+    """A model that keeps every tensor near a deviation of 1 has nothing to scale when it casts."""
+
+    name = "fp8-unit"
+    summary = (
+        "E4M3 inputs and weights, E5M2 gradients, no scale at all: the model is unit-scaled, its tensors near a "
+        "deviation of 1 by constants of its shapes, elements to nearest even."
+    )
+    rank = 46
+    words = "FP8"
+    unit_scaled = True
+    options = (formats_option("hybrid"), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)
+
+    def made(self) -> Recipe:
+        return self.recipe_of(Treatment(fmt) for fmt in self.formats)
+
+
 @precisions.register("fp8-rowwise")
 class Fp8Rowwise(RecipePrecision):
     """An outlier spoils its own row only, so that no role needs E5M2's range."""

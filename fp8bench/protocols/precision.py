@@ -31,7 +31,8 @@ class Precision(ABC):
     multiplies the loss of a training step, for formats whose gradients would underflow. `carried_by` names the
     precision in which values travel between products, where it is not this one: all that is no product runs in it.
     `takes_backend` says that others than torch may multiply in it; `backend` is who was chosen to, None is whoever can.
-    One that is not `listed` is of one workload alone.
+    One that is not `listed` is of one workload alone. With one that is `unit_scaled` a whole model is scaled by
+    constants of its shapes, so that its casts need no scales.
     """
 
     listed: ClassVar[bool] = True
@@ -49,6 +50,7 @@ class Precision(ABC):
     compiled_multiple: ClassVar[int] = 1
     options: ClassVar[tuple[Option, ...]] = ()
     takes_backend: ClassVar[bool] = False
+    unit_scaled: ClassVar[bool] = False
     backend: Backend | None = None
 
     def __init__(self, chosen: Mapping[str, Scalar] | None = None) -> None:
@@ -84,6 +86,10 @@ class Precision(ABC):
     def remembers(self) -> bool:
         """Whether what becomes of a tensor depends on casts before: on their magnitudes, or on how many there were."""
         return False
+
+    def prepares(self, facts: DeviceFacts) -> Support | None:
+        """How a library makes its own of a whole model for a device; None where layers are converted one by one."""
+        return None
 
     @abstractmethod
     def support(self, facts: DeviceFacts) -> Support:

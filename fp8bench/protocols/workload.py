@@ -170,7 +170,8 @@ class Workload(ABC):
     before they are timed: not where numbers are all that it is about. `batch_axis` is the axis that --max-batch
     varies, which says how much a step takes in at once; '' if there is none. `may_diverge` says that numbers of the
     state may become infinite or NaN: the case is then labelled, and fails otherwise. `linear_layers` says that all its
-    products in low precision are those of linear layers, which a backend may make its own. `loads` says what `load`
+    products in low precision are those of linear layers, which a backend may make its own; `unit_scales` that unit
+    scaling knows its model. `loads` says what `load`
     brings. `error`, `statistics` and `check` run apart from any timing. One that is not `listed` has a command of its
     own, or takes `least_ranks` processes together. `part_ends` is the phase that ends each part of a step whose time is
     told by itself, if it has such parts. `examined` says that which cases there can be, and which layers,
@@ -190,6 +191,7 @@ class Workload(ABC):
     batch_axis: ClassVar[str] = ""
     may_diverge: ClassVar[bool] = False
     linear_layers: ClassVar[bool] = False
+    unit_scales: ClassVar[bool] = False
     loads: ClassVar[str] = ""
     listed: ClassVar[bool] = True
     least_ranks: ClassVar[int] = 1

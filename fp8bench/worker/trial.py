@@ -32,10 +32,13 @@ _MOST = 0.01
 _MOST_OF_WHOLE = 0.08
 
 
+_BY_ACCELERATE = ("accelerate", "msamp")
+
+
 def installed() -> tuple[tuple[str, str], ...]:
-    """The versions of the packages that backends come with, torch left out. Nothing is imported."""
+    """The versions of the packages that backends and Accelerate come with, torch left out. Nothing is imported."""
     found = []
-    for package in sorted({backends.get(name).package for name in backends.names()} - {"torch"}):
+    for package in sorted({*(backends.get(name).package for name in backends.names()), *_BY_ACCELERATE} - {"torch"}):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found.append((package, metadata.version(package)))
     return tuple(found)

@@ -10,7 +10,7 @@ from fp8bench.model import DeviceFacts, Level, Scalar, Support, Work
 from fp8bench.nn.shared_workloads import PASS, LayerWorkload, is_training, misfit
 from fp8bench.protocols import Grid, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
-from fp8bench.registry import workloads
+from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,7 @@ class Mlp(LayerWorkload):
     name = "mlp"
     summary = "a dense feed-forward block, plain (GELU) and gated (SiLU), forward or forward and backward"
     linear_layers = True
+    unit_scales = True
     layer_kinds = ("up", "down")
     batch_axis = "tokens"
     history = Grid(
@@ -60,6 +61,8 @@ class Mlp(LayerWorkload):
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
+        if precision.unit_scaled and params.get("cut", _LINEAR) != _LINEAR:
+            return refused(f"{precision.mode} scales a block without its norm: choose cut={_LINEAR}")
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
         shown = f"tokens={tokens}, width={width}, hidden={hidden}"
         wrong = misfit(precision, tokens, (width, hidden), is_training(params), shown)
@@ -71,6 +74,14 @@ class Mlp(LayerWorkload):
         if params.get("cut") == NORM_MLP:
             return refused("cut=norm-mlp may be one layer, which a precision map cannot part: choose cut=norm-linear")
         return super().layer_support(kind, params, precision, facts)
+
+    def prepare(self, setup: Setup) -> Exercise:
+        state = super().prepare(setup)
+        if precisions.get(setup.case.precision).unit_scaled:
+            from fp8bench.nn.unit_scaling import scale_to_unit
+
+            scale_to_unit(state.layer)
+        return state
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
         from fp8bench.nn.exercise import exercise

@@ -88,13 +88,20 @@ class Model(Workload):
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         if precision.name == UNTOUCHED:
             return native("the model as it came")
-        support = precision.support(facts)
+        support = precision.prepares(facts) or precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and params["compile"] == "yes":
             return refused(
                 f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: "
                 "leave --compile out"
             )
         return support
+
+    def layer_support(
+        self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
+    ) -> Support:
+        """Who prepares whole models has no layers."""
+        whole = precision.prepares(facts) is not None
+        return precision.support(facts) if whole else self.support(params, precision, facts)
 
     def examine(self, setup: Setup) -> None:
         """One step of a copy, uncompiled."""
@@ -140,12 +147,16 @@ class Model(Workload):
         return errors_between(found, wanted).get("gradient_error")
 
     def covered(self, setup: Setup) -> Covered | None:
+        from fp8bench.nn.accelerated_model import AcceleratedModel, converted_in, unconverted
         from fp8bench.nn.own_model import OwnModel, conversion_of
 
         if not _converts(setup):
             return None
         state = OwnModel(_copied(setup), setup, compiles=False, converts=False)
         held = conversion_of(state.model, setup, _multiples(setup)).held
+        if isinstance(setup.arithmetic, AcceleratedModel):
+            low = converted_in(_own(setup, compiles=False).model)
+            held = tuple(one if one.name in low else unconverted(one) for one in held)
         multiple = max(precisions.get(setup.case.precision).multiples)
         return Covered(state.model, held, lambda: state.step(SilentPhases()), multiple, lambda: state.loss_words)
 

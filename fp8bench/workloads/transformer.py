@@ -24,7 +24,7 @@ from fp8bench.nn.shared_workloads import (
 from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_around, gpt_layers
 from fp8bench.protocols import Grid, Layer, Precision, Role, Setup, SilentPhases
 from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
-from fp8bench.registry import workloads
+from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +68,7 @@ class Transformer(TrainingWorkload):
     version = "2"
     summary = "a GPT training step with every phase, from data loading to the optimizer"
     linear_layers = True
+    unit_scales = True
     batch_axis = "batch"
     history = Grid(
         cpu={"size": ("nano",)}, gpu={"size": ("gpt2-124m",)},
@@ -181,9 +182,12 @@ class Transformer(TrainingWorkload):
     def _own(self, setup: Setup) -> GPT:
         """The model in the case's precisions."""
         from fp8bench.nn.around import take_around
+        from fp8bench.nn.unit_scaling import scale_to_unit
 
         again = _choice(dict(setup.case.params), "checkpointing") == "blocks"
         model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, again)
+        if precisions.get(setup.case.precision).unit_scaled:
+            scale_to_unit(model, int(setup.case.param("sequence")))
         take_around(model, setup.around(self.around(dict(setup.case.params))))
         return model
 

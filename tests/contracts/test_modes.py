@@ -61,6 +61,8 @@ def pairs() -> Iterator[ParameterSet]:
     """Every mode in every suite; unasked, options of precisions where all roles are cast, in few layers."""
     for workload in SMALL:
         for mode in MODES:
+            if precisions.get(mode).unit_scaled and not workloads.get(workload).unit_scales:
+                continue
             dear = ":" in mode and workload not in ("cast", "mlp")
             yield pytest.param(workload, mode, marks=pytest.mark.slow if dear else ())
 

@@ -101,6 +101,7 @@ MOST_ROOMS = 22
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
 LAZY = HEAVY | {
+    "accelerate",
     "asv_runner",
     "pynvml",
     "amdsmi",

@@ -22,7 +22,7 @@ from tests.formats.scaling_definitions import gaussian
 MODES = (
     "fp8", "fp8:scale=pow2", "fp8:formats=e4m3", "fp8:weight-gradient=bf16", "fp8-e4m3", "fp8-delayed:history=2",
     "fp8-delayed:margin=2:weight-gradient=bf16", "fp8-rowwise", "fp8-rowwise:formats=hybrid:scale=exact",
-    "fp8-rowwise:weight-gradient=bf16",
+    "fp8-rowwise:weight-gradient=bf16", "fp8-unit", "fp8-unit:weight-gradient=bf16",
 )  # fmt: skip
 EMULATED = ("fp8-e5m2", "fp8:formats=e5m2", "fp8-rowwise:formats=e5m2", "fp8:accumulator=short", "mxfp8",
             "fp8-block:accumulator=short", "fp8-delayed:accumulator=promoted", "custom")  # fmt: skip

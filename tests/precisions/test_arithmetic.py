@@ -37,7 +37,7 @@ CARRIERS = {
     "bf16": torch.bfloat16,
     **dict.fromkeys(
         ("fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "fp8-e4m3", "fp8-e5m2", "mxfp8", "mxfp6", "nvfp4", "mxfp4",
-         "custom"),
+         "custom", "fp8-unit"),
         torch.bfloat16,
     ),
 }  # fmt: skip
@@ -45,7 +45,7 @@ CARRIERS = {
 ERRORS = {
     "fp16": 5e-4, "tf32": 5e-4, "bf16": 4e-3, "fp8": 0.042, "fp8-delayed": 0.042, "fp8-rowwise": 0.042,
     "fp8-block": 0.042, "fp8-e4m3": 0.042, "fp8-e5m2": 0.084, "mxfp8": 0.042, "mxfp6": 0.084, "nvfp4": 0.15,
-    "mxfp4": 0.19, "custom": 0.042,
+    "mxfp4": 0.19, "custom": 0.042, "fp8-unit": 0.042,
 }  # fmt: skip
 
 
@@ -107,6 +107,7 @@ Treated = tuple[Format, Scaling | None]
 CASTS: dict[str, Treated | tuple[Treated, Treated, Treated]] = {
     "tf32": (TF32, None),
     "fp8": ((E4M3, TENSOR), (E4M3, TENSOR), (E5M2, TENSOR)),
+    "fp8-unit": ((E4M3, None), (E4M3, None), (E5M2, None)),
     "fp8:formats=e4m3:scale=pow2": (E4M3, TENSOR_POWER_OF_TWO),
     "fp8-e4m3": (E4M3, TENSOR),
     "fp8-e5m2": (E5M2, TENSOR),

@@ -16,7 +16,7 @@ from tests.facts import A100, B200, CPU, H200, MI300X, MI350X, V100, XPU, gpu
 NATIVE, EMULATED, REFUSED = Level.NATIVE, Level.EMULATED, Level.REFUSED
 NAMES = (
     "fp32", "tf32", "fp16", "bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "fp8-e4m3", "fp8-e5m2", "mxfp8",
-    "mxfp6", "nvfp4", "mxfp4", "custom",
+    "mxfp6", "nvfp4", "mxfp4", "custom", "fp8-unit",
 )  # fmt: skip
 
 
@@ -53,6 +53,7 @@ TABLE = {
 def test_support(device: str) -> None:
     facts, levels = TABLE[device]
     found = {name: precisions.get(name).support(facts) for name in NAMES}
+    levels = (*levels, levels[NAMES.index("fp8")])  # without scales it is as native as with them
     assert {name: support.level for name, support in found.items()} == dict(zip(NAMES, levels, strict=True))
     assert all(support.reason for support in found.values())
 
@@ -67,6 +68,9 @@ def test_support(device: str) -> None:
         ("fp8", A100, "begin at compute capability 8.9; this device has 8.0"),
         ("fp8", H200, "scaled_mm), a scale a tensor"),
         ("fp8-rowwise", H200, "scaled_mm), a scale a row"),
+        ("fp8-unit", H200, "scaled_mm), whose scales are 1"),
+        ("fp8-unit", A100, "begin at compute capability 8.9; this device has 8.0"),
+        ("accelerate-fp8", H200, "a whole model of your own by Accelerate: fp8bench profile"),
         ("fp8-delayed:history=2", A100, "begin at compute capability 8.9"),
         ("fp8-e5m2", H200, "two E5M2 operands are not multiplied"),
         ("fp8:formats=e5m2", B200, "two E5M2 operands are not multiplied"),
@@ -120,7 +124,9 @@ def test_every_precision_is_registered_under_its_own_name() -> None:
 
 
 def test_ranks_go_from_high_precision_down() -> None:
-    assert [precisions.get(name).rank for name in NAMES] == [0, 10, 20, 30, 40, 41, 42, 43, 44, 45, 50, 55, 60, 70, 90]
+    assert [precisions.get(name).rank for name in NAMES] == [
+        0, 10, 20, 30, 40, 41, 42, 43, 44, 45, 50, 55, 60, 70, 90, 46,
+    ]  # fmt: skip
 
 
 def test_listing_needs_neither_torch_nor_numpy() -> None:

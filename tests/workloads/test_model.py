@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.model import Case, Level, Scalar
+from fp8bench.model import Case, DeviceFacts, Level, Scalar
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions, workloads
 from fp8bench.workloads.model import LIVE, MADE, Model
-from tests.facts import CPU, H200
+from tests.facts import A100, CPU, H200
 
 Make = Callable[[], Any]
 
@@ -39,6 +41,9 @@ def setup_of(
     exceptions = {key: precisions.get(word).arithmetic(CPU) for key, word in layers}
     case = Case("model", tuple(params.items()), precision, "cpu", layers)
     return Setup(case, CPU, 3, arithmetic, arithmetic, exceptions, chosen.loss_scale)
+
+
+WITH = replace(CPU, packages=(("accelerate", "1.15.0"), ("torchao", "0.18.0")))
 
 
 class Net(nn.Module):
@@ -200,6 +205,71 @@ def test_what_a_precision_is_there() -> None:
     assert "leave --compile out" in workload.support(params, precisions.get("fp8-delayed"), H200).reason
     assert precisions.get("untouched").support(H200).level is Level.REFUSED
     assert "model" not in workloads.names() and "untouched" not in precisions.names()
+
+
+def deep() -> Any:
+    sides = (32, 64, 96, 64, 40, 32)
+    layers = [nn.Linear(one, other) for one, other in pairwise(sides)]
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.GELU()))), torch.randn(16, 32)
+
+
+def test_accelerate_prepares_a_model_by_its_own_hand() -> None:
+    """Real Accelerate and torchao: what it converts is what it says, the step is that of its layers by torchao itself,
+    and the model trains. The model as it came stays so."""
+    pytest.importorskip("accelerate")
+    convert = pytest.importorskip("torchao.float8").convert_to_float8_training
+    setup = setup_of(deep, "accelerate-fp8")
+    state = Model().prepare(setup)
+    assert [type(one).__name__ for one in state.model[::2]] == ["Linear", "Float8Linear", "Float8Linear", "Linear",
+                                                                "Linear"]  # fmt: skip
+    covered = Model().covered(setup)
+    assert covered is not None
+    assert [one.reason for one in covered.held] == [
+        "Accelerate leaves the first and the last linear layer as they are", "", "",
+        "Accelerate leaves layers whose sides are no multiples of 16",
+        "Accelerate leaves layers whose sides are no multiples of 16",
+    ]  # fmt: skip
+    torch.manual_seed(3)
+    own = Model().prepare(setup_of(deep)).model
+    convert(own, module_filter_fn=lambda module, name: name in ("2", "4"))
+    with torch.autocast("cpu", torch.bfloat16):
+        (wanted,) = own(*state._arguments[0]).float()[None]
+    found = state.outcome()
+    torch.testing.assert_close(found.outputs[0], wanted, rtol=0.02, atol=2e-3)
+    before = [one.detach().clone() for one in state.model.parameters()]
+    state.step(SilentPhases())
+    assert all(not torch.equal(*pair) for pair in zip(before, state.model.parameters(), strict=True))
+    errors = Model().error(setup)
+    assert 1e-4 < errors["output_error"] < 0.1 and 1e-3 < errors["gradient_error"] < 0.3
+    assert not any(type(one).__name__ == "Float8Linear" for one in Model().prepare(setup_of(deep)).model.modules())
+
+
+def test_accelerate_that_would_convert_nothing_is_refused() -> None:
+    pytest.importorskip("accelerate")
+    with pytest.raises(UsageError, match="Accelerate converts nothing of Net: it leaves the first and the last"):
+        Model().examine(setup_of(make, "accelerate-fp8"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "facts", "level", "words"),
+    [
+        ("accelerate-fp8", WITH, Level.EMULATED, "on torch's CPU kernels"),
+        ("accelerate-fp8", CPU, Level.REFUSED, "accelerate is not installed here: pip install accelerate"),
+        ("accelerate-fp8", replace(WITH, packages=(("accelerate", "1.15.0"),)), Level.REFUSED, "pip install torchao"),
+        ("accelerate-fp8:recipe=te", WITH, Level.REFUSED, "needs an NVIDIA GPU with FP8 units"),
+        ("accelerate-fp8:recipe=msamp", WITH, Level.REFUSED, "MS-AMP's, which needs an NVIDIA GPU with FP8 units"),
+        ("accelerate-fp8:level=O1", WITH, Level.REFUSED, "choose recipe=msamp"),
+        ("accelerate-fp8", replace(H200, packages=WITH.packages), Level.NATIVE, "recipe ao"),
+        ("accelerate-fp8", replace(A100, packages=WITH.packages), Level.REFUSED, "below compute capability 8.9"),
+        ("accelerate-fp8:recipe=te", replace(H200, packages=WITH.packages), Level.REFUSED, "transformer_engine is not"),
+        ("accelerate-fp8:recipe=msamp", replace(H200, packages=WITH.packages), Level.REFUSED, "no registry has it"),
+        ("accelerate-fp8", replace(H200, packages=WITH.packages, index=1), Level.REFUSED, "first GPU, not cuda:1"),
+    ],
+)  # fmt: skip
+def test_what_accelerate_needs_is_a_sentence(mode: str, facts: DeviceFacts, level: Level, words: str) -> None:
+    found = Model().support({"compile": "no"}, precisions.get(mode), facts)
+    assert found.level is level and words in found.reason
+    assert Model().layer_support("linear", {"compile": "no"}, precisions.get(mode), facts).level is Level.REFUSED
 
 
 @pytest.mark.slow

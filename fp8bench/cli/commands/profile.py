@@ -36,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _add_what(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    shared(group, "--dtypes", help="precisions of the copies; default bf16,fp8")
+    shared(group, "--dtypes", help="precisions of the copies, accelerate-fp8 too; default bf16,fp8")
     shared(group, "--devices")
     shared(group, "--reference", help="what the others are compared with; default untouched, the model as it came")
     shared(group, "--backend")

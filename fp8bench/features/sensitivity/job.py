@@ -106,6 +106,12 @@ def check(request: Request) -> None:
             f"--dtype and --reference are both {low.mode}, so that no layer would differ. Give --reference a higher "
             "precision."
         )
+    for one in (low, reference):
+        if one.unit_scaled:
+            raise UsageError(
+                f"{one.mode} casts without scales, in a model that is unit-scaled as a whole: no layer of it can stand "
+                "in a model of another precision. Choose fp8."
+            )
     if reference.rank > low.rank:
         raise UsageError(
             f"--reference {reference.mode} is a lower precision than --dtype {low.mode}: exchange them, or leave "

@@ -40,6 +40,25 @@ _SWEPT: dict[str, Callable[[str], Scalar]] = {
 }
 
 
+@dataclass(frozen=True)
+class MsampLevel:
+    """One of MS-AMP's levels: a precision, and what is kept of a parameter."""
+
+    precision: str
+    settings: Params
+
+
+# By the table of its documentation; its scales are powers of two. The wire is no part of a training's arm.
+_O1: Params = (("gradients", "fp8"), ("master", "fp16-scaled"))
+_O2: Params = (*_O1, ("optimizer_states", "fp8lm"))
+LEVELS: Mapping[str, MsampLevel] = {
+    "msamp-o1": MsampLevel("fp8:scale=pow2", _O1),
+    "msamp-o2": MsampLevel("fp8:scale=pow2", _O2),
+    "msamp-o3": MsampLevel("fp8:scale=pow2", (*((name, value) for name, value in _O2 if name != "master"),
+                                         ("master", "fp16-fp8"))),
+}  # fmt: skip
+
+
 def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
     """The reference, its repeat and its other seed, and a candidate for every other precision and value swept.
 
@@ -133,16 +152,25 @@ def check_beginning(request: TrainingRequest, lora: bool) -> None:
 
 
 def _named(request: TrainingRequest) -> tuple[Arm, ...]:
-    modes = list(dict.fromkeys(map(precisions.canonical, request.dtypes)))
-    lead = min(modes, key=lambda mode: precisions.get(mode).rank)
+    modes = list(dict.fromkeys(word if word in LEVELS else precisions.canonical(word) for word in request.dtypes))
+    leads = [mode for mode in modes if mode not in LEVELS]
+    if request.reference in LEVELS or not (leads or request.reference):
+        raise UsageError(
+            f"{request.reference or modes[0]} is one of MS-AMP's levels, which are held against a precision. Add bf16 "
+            "to --dtypes, or another --reference."
+        )
+    lead = min(leads, key=lambda mode: precisions.get(mode).rank, default="")
     if request.reference is not None:
         lead = precisions.canonical(request.reference)
     # Held against itself, where settings are swept and nothing else.
     others = [mode for mode in modes if mode != lead] or [lead]
     candidates = {}
     for mode, settings in _swept(request, others):
+        level = LEVELS.get(mode, MsampLevel(mode, ()))
         name = " ".join((mode, *(f"{key.replace('_', '-')}={value}" for key, value in settings)))
-        candidates[name] = Arm(name, mode, settings=settings)
+        if both := {axis.replace("-", "_") for axis, _ in request.sweep} & dict(level.settings).keys():
+            raise UsageError(f"--sweep {min(both).replace('_', '-')}: {mode} says what it is. Leave one of them out.")
+        candidates[name] = Arm(name, level.precision, settings=(*level.settings, *settings))
     candidates.pop(lead, None)
     if not candidates:
         raise UsageError(
@@ -175,7 +203,8 @@ def _swept(request: TrainingRequest, modes: Sequence[str]) -> Iterator[tuple[str
             chosen = [(name, value) for (name, _), value in zip(own, values, strict=True)]
             word = ":".join((mode, *(f"{name}={value}" for name, value in chosen if name not in _SWEPT)))
             changed = [(name, value) for name, value in chosen if name in _SWEPT and value != getattr(base, name)]
-            yield precisions.canonical(word), (*changed, *_batch_beside(dict(changed), base))
+            own_mode = word if word in LEVELS else precisions.canonical(word)
+            yield own_mode, (*changed, *_batch_beside(dict(changed), base))
 
 
 def _batch_beside(changed: Mapping[str, Scalar], base: TrainerSettings) -> Iterator[tuple[str, Scalar]]:
@@ -196,7 +225,7 @@ def _axis(name: str, values: Sequence[str], modes: Sequence[str]) -> tuple[str, 
     if setting in _SWEPT:
         return setting, [_value(setting, value) for value in values]
     if not any(_has_option(mode, name) for mode in modes):
-        options = {option.name for mode in modes for option in precisions.get(mode).options}
+        options = {option.name for mode in modes if mode not in LEVELS for option in precisions.get(mode).options}
         raise UnknownName("setting or option to sweep", name, {*options, *(key.replace("_", "-") for key in _SWEPT)})
     return name, values
 
@@ -212,7 +241,8 @@ def _value(setting: str, text: str) -> Scalar:
 
 
 def _has_option(mode: str, name: str) -> bool:
-    return any(name in (option.name, *option.aliases) for option in precisions.get(mode).options)
+    known = () if mode in LEVELS else precisions.get(mode).options
+    return any(name in (option.name, *option.aliases) for option in known)
 
 
 def supported(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:

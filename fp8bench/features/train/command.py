@@ -59,7 +59,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "train this instead: a function without arguments that gives a model of your own, as for `profile`"
     parser.add_argument("make", nargs="?", default="", metavar="MODULE:FUNCTION", help=words)
     group = parser.add_argument_group(WHAT)
-    shared(group, "--dtypes", help=f"precisions; default {','.join(_REQUEST.dtypes)}")
+    shared(group, "--dtypes", help=f"precisions, and MS-AMP's levels msamp-o1 to msamp-o3; default "
+           f"{','.join(_REQUEST.dtypes)}")
     length, learning = parser.add_argument_group(LENGTH), parser.add_argument_group(LEARNING)
     _add_length(length)
     for one in (group, length, learning):

@@ -247,8 +247,9 @@ class TrainerSettings:
         "fp32", ("fp32", "bf16", "fp8lm"), "what the optimizer's moments are kept in; default {default}"
     )
     master: str = _choice(
-        "fp32", ("fp32", "fp16-scaled", "bf16-stochastic"),
-        "what the weights are kept in, bf16-stochastic: rounded at random, up or down by how near; default {default}",
+        "fp32", ("fp32", "fp16-scaled", "fp16-fp8", "bf16-stochastic"),
+        "what the weights are kept in, fp16-fp8: fp16-scaled, and fp8 for the passes beside, bf16-stochastic: rounded "
+        "at random, up or down by how near; default {default}",
     )  # fmt: skip
     gradients: str = _choice("fp32", ("fp32", "bf16", "fp8"), "what gradients are kept in; default {default}")
     checkpointing: str = _choice(

@@ -41,6 +41,48 @@ def test_reference_repeat_other_seed_and_candidates() -> None:
     assert [arm.name for arm in make_arms(TrainingRequest(bands=("none",)), CPU)] == ["bf16", "fp8"]
 
 
+def test_levels_of_ms_amp_are_arms_by_their_names() -> None:
+    """By its table: weights, gradients and both moments of O1, O2 and O3. What they say is not swept beside them."""
+    arms = make_arms(TrainingRequest(("bf16", "msamp-o1", "msamp-o2", "msamp-o3"), bands=("none",)), CPU)
+    assert [arm.name for arm in arms] == ["bf16", "msamp-o1", "msamp-o2", "msamp-o3"]
+    kept = [arm.taken(TrainerSettings()) for arm in arms]
+    assert [(one.master, one.gradients, one.optimizer_states) for one in kept] == [
+        ("fp32", "fp32", "fp32"), ("fp16-scaled", "fp8", "fp32"), ("fp16-scaled", "fp8", "fp8lm"),
+        ("fp16-fp8", "fp8", "fp8lm"),
+    ]  # fmt: skip
+    assert {arm.precision for arm in arms[1:]} == {"fp8:scale=pow2"}
+    swept = names(dtypes=("bf16", "msamp-o2"), sweep=(("rate", ("1e-3", "2e-3")),))
+    assert swept == ["msamp-o2", "msamp-o2 rate=0.002"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"dtypes": ("msamp-o2",)}, "msamp-o2 is one of MS-AMP's levels, which are held against a precision. Add bf16"),
+        ({"dtypes": ("bf16", "msamp-o1"), "reference": "msamp-o1"}, "msamp-o1 is one of MS-AMP's levels"),
+        ({"dtypes": ("bf16", "msamp-o1"), "sweep": (("gradients", ("fp32", "fp8")),)},
+         "--sweep gradients: msamp-o1 says what it is. Leave one of them out."),
+        ({"dtypes": ("bf16", "msamp-o4")}, "unknown dtype 'msamp-o4'"),
+        ({"dtypes": ("bf16", "msamp-o1"), "ranks": 2, "settings": TrainerSettings(parallel="ddp", batch=2)},
+         "--gradients fp8 does not go with --ranks"),
+        ({"dtypes": ("bf16", "fp8-unit"), "settings": TrainerSettings(arch="moe")},
+         "constants for a GPT alone, none with --arch moe: choose fp8"),
+        ({"dtypes": ("bf16", "fp8-unit"), "settings": TrainerSettings(attention="rounded")},
+         "none with --attention rounded"),
+        ({"dtypes": ("bf16", "fp8-unit"), "settings": TrainerSettings(precision_map=(("norm", "bf16"),))},
+         "none with --precision-map of what is no product"),
+    ],
+)  # fmt: skip
+def test_what_other_ways_cannot_be_is_a_sentence(asked: dict[str, Any], words: str) -> None:
+    def check() -> None:
+        request = TrainingRequest(**asked)
+        check_training(request)
+        make_arms(request, CPU)
+
+    with pytest.raises(UsageError, match=re.escape(words)):
+        check()
+
+
 def test_a_swept_rate_is_swept_in_the_reference_too() -> None:
     """But for its own; where rates of one precision alone are compared they are compared with each other."""
     rates = (("rate", ("5e-4", "1e-3", "2e-3")),)

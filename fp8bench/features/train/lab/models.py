@@ -200,7 +200,7 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
 
 def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
     own = settings.make and precision.name == UNTOUCHED
-    found = native("the model as it came") if own else precision.support(facts)
+    found = native("the model as it came") if own else _support_of(settings, precision, facts)
     if precision.whole_layers and precision.remembers and found.level is not Level.REFUSED:
         return refused(
             f"layers of {precision.mode} keep scales that no checkpoint can hold: choose backend=torch or emulated"
@@ -241,6 +241,22 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
             "choose another --batch or --sequence"
         )
     return found
+
+
+def _support_of(settings: TrainerSettings, precision: Precision, facts: DeviceFacts) -> Support:
+    """A precision's own; one that unit-scales has constants for some models alone."""
+    unlike = (
+        settings.make or (settings.arch != "gpt" and f"--arch {settings.arch}"),
+        settings.attention != "auto" and f"--attention {settings.attention}", settings.lora and "--lora",
+        settings.parallel in ("tp", "fsdp") and f"--parallel {settings.parallel}",
+        not settings.make and _around(settings) and "--precision-map of what is no product",
+    ) if precision.unit_scaled else ()  # fmt: skip
+    for given in filter(None, unlike):
+        return refused(
+            f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole, and there are "
+            f"constants for a GPT alone, none with {given}: choose fp8, whose scales come from the tensors"
+        )
+    return precision.support(facts)
 
 
 def _misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:

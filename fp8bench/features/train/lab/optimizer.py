@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.rates import factor_of, group_of
+from fp8bench.features.train.lab.rates import factor_of, group_of, kind_of
 from fp8bench.features.train.lab.update_rules import RULES, states_for
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import Arm, ArmRole
@@ -198,8 +198,9 @@ def clippings_of(
 class Weights:
     """float32: the parameters themselves."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter] = ()) -> None:
+        """`layers` are those of them that products in low precision read."""
+        self._parameters, self._layers = parameters, layers
 
     @contextmanager
     def present(self) -> Iterator[None]:
@@ -208,6 +209,9 @@ class Weights:
 
     def draws(self, seed: int) -> None:
         """What comes is drawn from the seed, where anything is."""
+
+    def raised(self) -> None:
+        """Parameters become what an update begins from."""
 
     def round(self, parameters: Sequence[Tensor]) -> None:
         """Parameters that a step has changed become what is kept of them."""
@@ -220,8 +224,8 @@ class HalfWeights(Weights):
     """fp16 under one scale a tensor, as in FP8-LM. The parameters are float32 while a step needs them, and nothing
     lies in them between two steps."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__(parameters)
+    def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter] = ()) -> None:
+        super().__init__(parameters, layers)
         self._storage = self._stored()
         self._masters: dict[Tensor, Operand] = {}
         self._sizes = {parameter: parameter.untyped_storage().nbytes() for parameter in parameters}
@@ -255,6 +259,36 @@ class HalfWeights(Weights):
         return [part for parameter in self._parameters for part in self._masters[parameter].tensors]
 
 
+class EightBitWeights(HalfWeights):
+    """The same, and beside them E4M3 of what layers multiply by, as MS-AMP's O3 has it: a step's passes see that alone,
+    and its update begins from fp16."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter]) -> None:
+        self._eight, self._codes = scaled(E4M3, ScaleRounding.POWER_OF_TWO), dict[Tensor, Operand]()
+        super().__init__(parameters, layers)
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        with super().present():
+            for parameter in self._layers:
+                parameter.detach().copy_(self._eight.restore(self._codes[parameter]))
+            yield
+
+    def raised(self) -> None:
+        for parameter in self._layers:
+            parameter.detach().copy_(self._storage.restore(self._masters[parameter]))
+
+    def round(self, parameters: Sequence[Tensor]) -> None:
+        super().round(parameters)
+        layers = set(map(id, self._layers))
+        for parameter in parameters:
+            if id(parameter) in layers:
+                self._codes[parameter] = self._eight.keep(parameter.detach())
+
+    def kept(self) -> list[Tensor]:
+        return [*super().kept(), *(part for one in self._layers for part in self._codes[one].tensors)]
+
+
 class StochasticWeights(HalfWeights):
     """bf16, rounded at random: up with the probability that is the share of the step that a value has gone.
 
@@ -278,7 +312,9 @@ def stochastic_bf16(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(x.isfinite(), cut, x).to(torch.bfloat16)
 
 
-_MASTERS = {"fp32": Weights, "fp16-scaled": HalfWeights, "bf16-stochastic": StochasticWeights}
+_MASTERS = {
+    "fp32": Weights, "fp16-scaled": HalfWeights, "fp16-fp8": EightBitWeights, "bf16-stochastic": StochasticWeights,
+}  # fmt: skip
 # Of so many weights at a time the values before a step are kept, to say how far they moved.
 _MOST_ELEMENTS = 1 << 24
 
@@ -318,12 +354,14 @@ class Optimizer:
         )  # fmt: skip
         self._epsilon = settings.eps or _EPSILONS.get(settings.optimizer, EPSILON)
         self._rounded = rounded_update(settings.updates)
-        self.weights = _MASTERS[settings.master](self._parameters)
+        layers = [one for name, one in parameters.items() if kind_of(name, one.ndim) == "layer"]
+        self.weights = _MASTERS[settings.master](self._parameters, layers)
         self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
     def step(self, rate: float, divisors: Sequence[Tensor], skip: Tensor) -> None:
         """Take the gradients divided by `divisors`, one a parameter; nothing changes where `skip` is 1. All lie on the
         device."""
+        self.weights.raised()
         for bucket, own, decay, place in self._groups:
             before = [parameter.detach().clone() for parameter in bucket.parameters]
             bucket.gradients = self.gradients.of(bucket.parameters)

@@ -39,6 +39,7 @@ from fp8bench.nn.around import take_around
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
 from fp8bench.nn.gpt import Forward, LanguageModel, compiled
 from fp8bench.nn.parallel.wire import StepWire
+from fp8bench.nn.unit_scaling import scale_to_unit
 from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role, SilentPhases, WatchedArithmetic, key_of
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
@@ -129,6 +130,8 @@ class Trainer:
         torch.manual_seed(seed_of("weights", self._seed))
         with torch.device(facts.key):
             model = models.built(self._settings, self._config, choose, carrier)
+        if self.precision.unit_scaled:
+            scale_to_unit(model, self._config.sequence)
         around = {layer.name: key_of(layer, keys) for layer in models.around_of(self._settings.arch, self._config)}
         take_around(model, {name: self._of(keys[key], facts) for name, key in around.items() if key})
         if self._settings.attention != "auto":

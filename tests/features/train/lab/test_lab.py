@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fp8bench.errors import StoreError
+from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab.lab import MODULE, Lab, NotFinite
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import FALLBACK, Arm, ArmCost, ArmRole, TrainingEvent
@@ -55,6 +56,7 @@ DRAWN = (("master", "bf16-stochastic"), ("dropout", 0.1))
 HALF = (("optimizer_states", "bf16"), ("gradients", "bf16"), ("dropout", 0.1), ("checkpointing", "blocks"))
 MODES = (
     "nvfp4", Arm("fp8lm", "fp8", settings=LOW), Arm("drawn", "bf16", settings=DRAWN),
+    Arm("o3", "fp8:scale=pow2", settings=LEVELS["msamp-o3"].settings),
     Arm("half", "fp8-delayed:history=3", settings=HALF), Arm("dynamic", "fp16", settings=(("loss_scale", "dynamic"),)),
 )  # fmt: skip
 MANY = (
@@ -82,6 +84,14 @@ def test_few_enough_bits_in_the_sums_are_a_loss_gap(corpus: Corpus) -> None:
         gaps = {mode: gap + (last[mode] / last["fp8"] - 1) / 3 for mode, gap in gaps.items()}
     short, eight, two = gaps.values()
     assert abs(short) < 1.5e-3 and abs(eight) < 1.5e-3 and two > 3e-3, gaps
+
+
+def test_o3_of_ms_amp_trains_as_o2_does(corpus: Corpus) -> None:
+    """Bit for bit: a weight that is in FP8 under a power of two already is the same once it is cast."""
+    arms = [Arm(name, level.precision, settings=level.settings) for name, level in LEVELS.items()]
+    lab = lab_of(task_of(corpus, "bf16", *arms, batch=2))
+    plain, o1, o2, o3 = ([row.loss for row in rows(lab.advance(name, 6))] for name in ("bf16", *LEVELS))
+    assert o2 == o3 != o1 and o1 == pytest.approx(plain, rel=0.02)
 
 
 def test_nudged_arms_differ_as_rounding_does(corpus: Corpus) -> None:

@@ -1,0 +1,229 @@
+"""Unit scaling (Blake et al., 2023): constants of a model's shapes keep its tensors near a deviation of 1.
+
+Every operation is followed by one constant forward and by another backward, so that activations, weights and gradients
+have a deviation near 1 when a training begins, whatever the widths: casts to FP8 then need no scale. A product over n
+inputs is divided by the root of n, its input gradient by the root of its outputs, GELU by what it makes of a Gaussian;
+a residual is a sum whose weights' squares add up to 1; the gradient of the loss is multiplied by tokens x vocabulary /
+root(vocabulary - 1).
+
+Here the constants are chosen so that the model stays the same function of the same weights: weights lie as in every
+other precision and are made unit ahead of their cast, and the gradient that a weight gets is the true one. Under AdamW
+that is the training of unit weights at rates that are divided by the deviations that ours begin with. So arms share
+weights, rates, clipping and checkpoints, and differ by what is rounded.
+
+`behind` is always how many times the true gradient that of an output is as it comes back, but for what the loss's is
+multiplied by, which depends on a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8bench.errors import UsageError
+from fp8bench.nn.gpt import GPT, Block, FeedForward
+from fp8bench.nn.linear import Linear, linear
+from fp8bench.protocols import Phases
+
+# Deviations of what GELU and Llama's gate give for a Gaussian, and the root mean square of their slopes.
+GELU, GELU_SLOPE = 0.588, 0.675
+GATED, GATED_SLOPE = 0.596, 0.606
+# Of embeddings and places, as a GPT draws them.
+_EMBEDDING, _PLACES = 0.02, 0.01
+_NORM_EPSILON = 1e-5
+
+
+class _Rescaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.factor = backward
+        return x.view_as(x) if forward == 1.0 else x * forward
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0] if ctx.factor == 1.0 else gradients[0] * ctx.factor, None, None
+
+
+def rescaled(x: Tensor, forward: float, backward: float) -> Tensor:
+    """`forward` times x, whose gradient is `backward` times that of the result."""
+    if forward == backward == 1.0:
+        return x
+    result: Tensor = _Rescaled.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return result
+
+
+@dataclass
+class LossGradient:
+    """What the gradient of a loss is multiplied by: of as many tokens as are in the batch at hand."""
+
+    vocabulary: int
+    factor: float = 1.0
+
+    def begin(self, tokens: int) -> None:
+        self.factor = tokens * self.vocabulary / math.sqrt(max(1, self.vocabulary - 1))
+
+
+@dataclass
+class UnitWeight:
+    """A weight of a norm, whose gradient becomes the true one."""
+
+    behind: float
+    loss: LossGradient
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return rescaled(weight, 1.0, 1 / (self.behind * self.loss.factor))
+
+
+@dataclass
+class UnitProduct:
+    """The product of a linear layer; `deviation` is that of its weight at the start."""
+
+    deviation: float
+    behind: float
+    loss: LossGradient
+
+    def __call__(self, layer: Linear, x: Tensor, phase: Phases) -> Tensor:
+        outputs, inputs = layer.weight.shape
+        root = math.sqrt(inputs)
+        own = self.behind * root * self.loss.factor
+        # Where the weight was cast already, nobody reads its values.
+        ahead = 1.0 if layer.operands is not None else layer.factor
+        weight = rescaled(layer.weight, ahead, 1 / (self.deviation * own))
+        y = linear(rescaled(x, 1.0, outputs**-0.5), weight, layer.arithmetic, phase, layer.operands)
+        return rescaled(y, 1 / root, 1.0)
+
+
+def _made_unit(layer: Linear, gain: float, behind: float, loss: LossGradient) -> float:
+    """Have a layer's product unit-scaled; what its input's gradient is of the true one."""
+    outputs, inputs = layer.weight.shape
+    deviation = gain / math.sqrt(inputs)
+    layer.unit, layer.factor = UnitProduct(deviation, behind, loss), 1 / deviation
+    return behind * math.sqrt(inputs / outputs)
+
+
+@dataclass
+class UnitFeed:
+    """A feed-forward block: what its activation makes of a Gaussian, and what it is entered and left by."""
+
+    deviation: float
+    slope: float
+    enter: tuple[float, float] = (1.0, 1.0)
+    leave: tuple[float, float] = (1.0, 1.0)
+
+    def __call__(self, feed: FeedForward, x: Tensor, phase: Phases) -> Tensor:
+        hidden = rescaled(feed.up(rescaled(x, *self.enter), phase), 1.0, 1 / self.slope)
+        y: Tensor = feed.down(rescaled(feed.between(hidden), 1 / self.deviation, 1.0), phase)
+        return rescaled(y, *self.leave)
+
+
+def _made_unit_feed(feed: FeedForward, gain: float, behind: float, loss: LossGradient) -> float:
+    feed.unit = own = UnitFeed(GATED, GATED_SLOPE) if feed.gated else UnitFeed(GELU, GELU_SLOPE)
+    between = _made_unit(feed.down, gain, behind, loss) * own.deviation / own.slope
+    return _made_unit(feed.up, 1.0, between, loss)
+
+
+@dataclass(frozen=True)
+class UnitCore:
+    """Attention's core, divided by the deviation of its result; gradients of queries, keys and values shrink alike."""
+
+    inner: Callable[[Tensor, Tensor, Tensor], Tensor]
+    deviation: float
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.inner(q, k, v) * (1 / self.deviation)
+
+
+def attention_deviation(tokens: int) -> float:
+    """That of causal attention over random scores of deviation 1: the token at place t mixes 1 + (t - 1) / e values."""
+    return math.sqrt(sum(1 / (1 + place / math.e) for place in range(tokens)) / tokens)
+
+
+@dataclass(frozen=True)
+class UnitResidual:
+    """By what a block's two sums weigh the stream and what is added, and what a branch's gradient ends as."""
+
+    skips: tuple[float, float]
+    branches: tuple[float, float]
+    before: tuple[float, float]
+
+    def __call__(self, block: Block, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
+        (skip, other), (branch, other_branch), (attn, mlp) = self.skips, self.branches, self.before
+        added = block.added(block.attn, block.norm_attn(rescaled(x, 1.0, attn)), phase, rotation)
+        x = x * skip + rescaled(added, branch, 1.0)
+        added = block.added(block.mlp, block.norm_mlp(rescaled(x, 1.0, mlp)), phase)
+        return x * other + rescaled(added, other_branch, 1.0)
+
+
+@dataclass
+class UnitStream:
+    """A model's stream from its beginning to its loss."""
+
+    deviation: float
+    behind: float
+    loss: LossGradient
+
+    def begin(self, tokens: int) -> None:
+        self.loss.begin(tokens)
+
+    def begun(self, x: Tensor) -> Tensor:
+        return rescaled(x, 1 / self.deviation, 1 / (self.deviation * self.behind * self.loss.factor))
+
+    def read(self, logits: Tensor) -> Tensor:
+        return rescaled(logits, 1.0, self.loss.factor)
+
+
+def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
+    """Have a model that was built be unit-scaled, for sequences of so many tokens. Raises UsageError for another kind
+    of model: none is left half scaled."""
+    if type(model) is FeedForward:
+        _scale_alone(model)
+    elif type(model) is GPT and all(type(block.mlp) is FeedForward for block in model.blocks):
+        _scale_gpt(model, tokens)
+    else:
+        raise UsageError(
+            f"unit scaling has constants for a GPT and for a feed-forward block, and none for {type(model).__name__}: "
+            "choose fp8, whose scales come from the tensors."
+        )
+
+
+def _scale_alone(feed: FeedForward) -> None:
+    """Its inputs and the gradients that come in have a deviation of 1 already."""
+    deviation = GATED if feed.gated else GELU
+    before = _made_unit_feed(feed, 1.0, 1 / deviation, LossGradient(2))
+    assert isinstance(feed.unit, UnitFeed)
+    feed.unit.enter, feed.unit.leave = (1.0, 1 / before), (deviation, 1.0)
+
+
+def _scale_gpt(model: GPT, tokens: int) -> None:
+    loss = LossGradient(model.head.weight.shape[0])
+    behind = _made_unit(model.head, 1.0, 1.0, loss)
+    gain = 1 / math.sqrt(2 * len(model.blocks))
+    size = first = _EMBEDDING if model.positions is None else math.hypot(_EMBEDDING, _PLACES)
+    mixed = attention_deviation(tokens)
+    for block in model.blocks:
+        assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
+        skips: list[float] = []
+        branches: list[float] = []
+        before: list[float] = []
+        for added in (mixed, GATED if block.mlp.gated else GELU):
+            norm = block.norm_mlp if skips else block.norm_attn
+            after = math.hypot(size, gain * added)
+            skips.append(size / after)
+            branches.append(gain * added / after)
+            inside = behind / branches[-1]
+            if norm is block.norm_mlp:
+                inside = _made_unit_feed(block.mlp, gain, inside, loss)
+            else:
+                inside = _made_unit(block.attn.qkv, 1.0, _made_unit(block.attn.out, gain, inside, loss), loss)
+            norm.unit, norm.epsilon = UnitWeight(inside, loss), _NORM_EPSILON / size**2
+            before.append(behind / inside)
+            size = after
+        block.attn.core = UnitCore(block.attn.core, mixed)
+        block.unit = UnitResidual((skips[0], skips[1]), (branches[0], branches[1]), (before[0], before[1]))
+    model.norm.unit, model.norm.epsilon = UnitWeight(behind, loss), _NORM_EPSILON / size**2
+    model.unit = UnitStream(first, behind, loss)

@@ -1,0 +1,268 @@
+"""Unit scaling: the same function and gradients as without it, deviations near 1, casts without scales."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8bench.errors import UsageError
+from fp8bench.formats.grids import E4M3, E5M2
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.experts import MixtureGPT
+from fp8bench.nn.gpt import GPT, FeedForward, compiled, gelu, silu_gate
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.sizes import SIZES, GPTConfig
+from fp8bench.nn.text_models import TextCNN, WindowMLP
+from fp8bench.nn.unit_scaling import (
+    GATED,
+    GATED_SLOPE,
+    GELU,
+    GELU_SLOPE,
+    LossGradient,
+    UnitProduct,
+    UnitResidual,
+    attention_deviation,
+    rescaled,
+    scale_to_unit,
+)
+from fp8bench.protocols import Operand, Role, SilentPhases
+from fp8bench.registry import precisions
+from tests.facts import CPU
+
+SILENT = SilentPhases()
+NANO = replace(SIZES["nano"], width=96, hidden=384, sequence=48)
+CONFIGS = {
+    "gpt2": NANO,
+    "deep": replace(NANO, layers=5),
+    "llama": replace(NANO, modern=True, key_heads=2),
+}
+
+
+def built(config: GPTConfig, dtype: torch.dtype, checkpointing: bool = False) -> GPT:
+    torch.manual_seed(0)
+    arithmetic = PlainArithmetic(dtype)
+    return GPT(config, lambda name: arithmetic, dtype, checkpointing).to(dtype)
+
+
+def batch(config: GPTConfig) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    shape = 4, config.sequence
+    return torch.randint(config.vocabulary, shape), torch.randint(config.vocabulary, shape)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_function_and_gradients_are_those_of_the_model_as_it_was(name: str, checkpointing: bool) -> None:
+    """In fp64, to the last digits: all constants cancel, in every weight's gradient, over batches of two sizes."""
+    config = CONFIGS[name]
+    plain, unit = built(config, torch.float64), built(config, torch.float64, checkpointing)
+    scale_to_unit(unit, config.sequence)
+    for rows in (4, 2):
+        tokens, targets = (one[:rows] for one in batch(config))
+        losses = [model(tokens, targets, SILENT) for model in (plain, unit)]
+        torch.stack(losses).sum().backward()
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
+        for (path, wanted), found in zip(plain.named_parameters(), unit.parameters(), strict=True):
+            assert wanted.grad is not None and found.grad is not None and wanted.grad.norm() > 0
+            assert (found.grad - wanted.grad).norm() < 1e-12 * wanted.grad.norm(), path
+            wanted.grad = found.grad = None
+
+
+class Seen(PlainArithmetic):
+    """fp32, with the deviation of what is cast."""
+
+    def __init__(self, kept: dict[str, float], name: str) -> None:
+        super().__init__(torch.float32)
+        self.kept, self.name = kept, name
+
+    def cast(self, tensor: Tensor, role: Role) -> Operand:
+        self.kept[f"{self.name} {role}"] = float(tensor.std())
+        return super().cast(tensor, role)
+
+
+def watched(model: nn.Module) -> dict[str, float]:
+    """Deviations of all that goes into and comes out of modules, of gradients, and of what products cast."""
+    kept: dict[str, float] = {}
+
+    def hook(path: str) -> None:
+        def see(module: nn.Module, given: tuple[object, ...], result: Tensor) -> None:
+            kept[f"{path} out"] = float(result.detach().std())
+            result.register_hook(lambda gradient: kept.update({f"{path} back": float(gradient.std())}))
+
+        model.get_submodule(path).register_forward_hook(see)
+
+    for path, module in model.named_modules():
+        if isinstance(module, Linear):
+            module.arithmetic = Seen(kept, path)
+        if path and not isinstance(module, nn.ModuleList):
+            hook(path)
+    return kept
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_tensor_has_a_deviation_near_1_when_a_training_begins(name: str) -> None:
+    """Within a factor of 3: what lies behind mixed tokens is correlated, and more so in deeper blocks. As the model
+    came, gradients of its products are hundreds of times smaller and weights a tenth."""
+    config = CONFIGS[name]
+    found = []
+    for scaled in (True, False):
+        model = built(config, torch.float32)
+        if scaled:
+            scale_to_unit(model, config.sequence)
+        kept = watched(model)
+        model(*batch(config), SILENT).backward()
+        found.append(kept)
+    unit, plain = found
+    assert len(unit) > 40 and all(1 / 3 < deviation < 3 for deviation in unit.values()), unit
+    assert max(value for key, value in plain.items() if key.endswith("gradient")) < 0.01
+    gradients = [value for key, value in unit.items() if key.endswith(("weight", "head gradient"))]
+    assert all(0.95 < value < 1.05 for value in gradients)
+
+
+def test_a_gradient_of_a_weight_is_unit_before_it_becomes_the_true_one() -> None:
+    torch.manual_seed(0)
+    layer = Linear(256, 128, PlainArithmetic(torch.float32))
+    layer.factor = 16.0  # its weights were drawn with the root of 1/256
+    layer.unit = UnitProduct(1 / 16, 1.0, LossGradient(2))
+    x = torch.randn(512, 256, requires_grad=True)
+    y = layer(x, SILENT)
+    y.backward(torch.randn_like(y))
+    assert layer.weight.grad is not None and x.grad is not None
+    assert float(y.detach().std()) == pytest.approx(1, abs=0.02) and float(x.grad.std()) == pytest.approx(1, abs=0.02)
+    assert float(layer.weight.grad.std()) == pytest.approx(math.sqrt(512), rel=0.02)  # 16 x 1/16 x root of tokens
+
+
+def test_constants_are_those_of_a_gaussian() -> None:
+    """By quadrature."""
+    z = torch.linspace(-12, 12, 24001, dtype=torch.float64, requires_grad=True)
+    density = torch.exp(-z.detach().square() / 2)
+    density /= density.sum()
+
+    def mean(values: Tensor) -> float:
+        return float((values * density).sum())
+
+    def both(values: Tensor) -> tuple[float, float]:
+        (slopes,) = torch.autograd.grad(values.sum(), z)
+        return mean(values.detach().square()), mean(slopes.square())
+
+    squares, slopes = both(gelu(z))
+    average = mean(gelu(z.detach()))
+    assert math.sqrt(squares - average**2) == pytest.approx(GELU, abs=5e-4)
+    assert math.sqrt(slopes) == pytest.approx(GELU_SLOPE, abs=5e-4)
+    squares, slopes = both(silu_gate(z, torch.ones_like(z)))
+    assert math.sqrt(squares) == pytest.approx(GATED, abs=5e-4)
+    assert math.sqrt((squares + slopes) / 2) == pytest.approx(GATED_SLOPE, abs=5e-4)
+
+
+@pytest.mark.parametrize("tokens", [16, 96, 512])
+def test_attention_shrinks_by_its_constant_forward_and_back(tokens: int) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(4, 4, tokens, 64, requires_grad=True) for _ in range(3)]
+    mixed = F.scaled_dot_product_attention(*given, is_causal=True)
+    mixed.backward(torch.randn_like(mixed))
+    wanted = attention_deviation(tokens)
+    assert float(mixed.detach().std()) == pytest.approx(wanted, rel=0.1)
+    for one in given:
+        # Less where few are mixed: a change of all scores of a token alike changes nothing.
+        assert one.grad is not None and float(one.grad.std()) == pytest.approx(wanted, rel=0.5)
+
+
+def test_it_is_what_the_package_of_its_authors_computes() -> None:
+    """Product, residual, loss and activation, forward and backward, of unit-scaling, where it is installed."""
+    functions = pytest.importorskip("unit_scaling.functional")
+    torch.manual_seed(0)
+    x, weight, pull = torch.randn(64, 48), torch.randn(32, 48), torch.randn(64, 32)
+    layer = Linear(48, 32, PlainArithmetic(torch.float32))
+    layer.weight.data = weight / math.sqrt(48)
+    layer.factor, layer.unit = math.sqrt(48), UnitProduct(1 / math.sqrt(48), 1.0, LossGradient(2))
+    ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+    y = layer(ours, SILENT)
+    own_weight = weight.clone().requires_grad_()
+    wanted = functions.linear(theirs, own_weight, None, constraint=None)
+    for one in (y, wanted):
+        one.backward(pull)
+    torch.testing.assert_close(y, wanted)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+    assert layer.weight.grad is not None and own_weight.grad is not None
+    # The true gradient of a weight: theirs, without its root of tokens, and by the two roots of ours.
+    torch.testing.assert_close(layer.weight.grad / math.sqrt(64), own_weight.grad)
+
+    # Its constants are a model of them that was fitted: they are off by 4%.
+    ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+    y = rescaled(gelu(rescaled(ours, 1.0, 1 / GELU_SLOPE)), 1 / GELU, 1.0)
+    wanted = functions.gelu(theirs, constraint=None, approximate="tanh")
+    for one in (y, wanted):
+        one.sum().backward()
+    assert float((y.detach() / wanted.detach()).mean()) == pytest.approx(1, abs=0.05)
+    assert ours.grad is not None and theirs.grad is not None
+    assert float(ours.grad.norm() / theirs.grad.norm()) == pytest.approx(1, abs=0.05)
+
+    logits, targets = torch.randn(64, 32), torch.randint(32, (64,))
+    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    loss = LossGradient(32)
+    loss.begin(64)
+    F.cross_entropy(rescaled(ours, 1.0, loss.factor), targets).backward()
+    functions.cross_entropy(theirs, targets, reduction="sum").backward()  # its mean has a factor of its own
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_residual_is_the_packages() -> None:
+    """The weights of a block's sums, forward and backward, by its ratio tau of branch and stream."""
+    functions = pytest.importorskip("unit_scaling.functional")
+    model = built(NANO, torch.float64)
+    scale_to_unit(model, NANO.sequence)
+    block = model.blocks[0]
+    assert isinstance(block.unit, UnitResidual)
+    for skip, branch in zip(block.unit.skips, block.unit.branches, strict=True):
+        assert skip**2 + branch**2 == pytest.approx(1)
+        x, f = torch.randn(2, 8, dtype=torch.float64)
+        theirs = functions.residual_add(f, x, tau=branch / skip)
+        torch.testing.assert_close(x * skip + f * branch, theirs)
+
+
+def test_casts_have_no_scale() -> None:
+    """What is cast is rounded to the format and nothing else, saturated where it is larger."""
+    arithmetic = precisions.get("fp8-unit").arithmetic(CPU)
+    x = torch.randn(64, 64) * 300
+    for role, fmt, dtype in ((Role.INPUT, E4M3, torch.float8_e4m3fn), (Role.GRADIENT, E5M2, torch.float8_e5m2)):
+        operand = arithmetic.cast(x, role)
+        assert operand.scale is None
+        assert torch.equal(operand.data, x.clamp(-fmt.largest, fmt.largest).to(dtype).to(torch.float32))
+
+
+def others() -> Iterator[nn.Module]:
+    arithmetic = PlainArithmetic(torch.float32)
+    mixture = replace(NANO, experts=4)
+    yield MixtureGPT(mixture, lambda name: arithmetic, torch.float32)
+    yield WindowMLP(NANO, lambda name: arithmetic, torch.float32)
+    yield TextCNN(NANO, lambda name: arithmetic, torch.float32)
+    yield nn.Sequential(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_model_that_it_has_no_constants_for_is_refused(number: int) -> None:
+    model = list(others())[number]
+    with pytest.raises(UsageError, match=rf"none for {type(model).__name__}: choose fp8"):
+        scale_to_unit(model, 48)
+    assert not any(one.unit is not None for one in model.modules() if isinstance(one, Linear | FeedForward))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dynamo_pgo force disabled:UserWarning")  # torch's own
+def test_a_compiled_graph_has_the_same_gradients() -> None:
+    tokens, targets = batch(NANO)
+    found = []
+    for graph in (False, True):
+        model = built(NANO, torch.float32)
+        scale_to_unit(model, NANO.sequence)
+        forward = compiled(model, tokens, targets) if graph else model
+        forward(tokens, targets, SILENT).backward()
+        found.append([one.grad for one in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
