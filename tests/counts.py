@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -23,3 +25,49 @@ def sampled(sample: Collection[Any], rows: Iterable[Any]) -> list[ParameterSet]:
     """Rows for parametrize, values or tuples: slow, but for those that begin with one of the sample."""
     every = [row if isinstance(row, tuple) else (row,) for row in rows]
     return [pytest.param(*row, marks=() if row[0] in sample else pytest.mark.slow) for row in every]
+
+
+def for_each(names: str | Sequence[str], rows: Iterable[Any], ids: Any = None) -> Callable[[Callable[..., None]], Any]:
+    """As parametrize, in one test: for tables of values, whose rows share fixtures and leave them as they are.
+
+    All rows run. What fails is raised with a note that names its row; where one is skipped, the test is, at its end.
+    """
+    words = [word.strip() for word in names.split(",")] if isinstance(names, str) else list(names)
+    table = [_row(words, row) for row in rows]
+    assert table, "a table without rows asserts nothing"
+    labels = [ids(*row.values()) for row in table] if callable(ids) else ids or table
+
+    def of(test: Callable[..., None]) -> Any:
+        @functools.wraps(test)
+        def whole(**made: Any) -> None:
+            failed: list[BaseException] = []
+            skipped: list[BaseException] = []
+            for row, label in zip(table, labels, strict=True):
+                try:
+                    test(**made, **row)
+                except pytest.skip.Exception as skip:
+                    skipped.append(skip)
+                except (Exception, pytest.fail.Exception) as failure:  # noqa: BLE001  # raised when all rows ran
+                    failure.add_note(f"in the row {label!r}")
+                    failed.append(failure)
+            if len(failed) > 1:
+                raise BaseExceptionGroup(f"{len(failed)} of {len(table)} rows", failed)
+            if failed or skipped:
+                raise (failed or skipped)[0]
+
+        asked = inspect.signature(test)
+        whole.__signature__ = asked.replace(  # type: ignore[attr-defined]
+            parameters=[parameter for name, parameter in asked.parameters.items() if name not in words]
+        )
+        return whole
+
+    return of
+
+
+def _row(words: list[str], row: Any) -> dict[str, Any]:
+    if isinstance(row, ParameterSet):
+        assert not row.marks, "rows with marks are tests of their own: use parametrize"
+        row = row.values
+    elif len(words) == 1:
+        row = (row,)
+    return dict(zip(words, row, strict=True))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.commands import git
+from tests.counts import for_each
 from tests.workflows import OF_STRANGERS, Flow, commands, faults, load, name_of, steps
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,7 +22,7 @@ FOLDER = ROOT / ".github" / "workflows"
 CI, NIGHTLY = FOLDER / "ci.yml", FOLDER / "gpu-nightly.yml"
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*")), ids=lambda path: path.name)
+@for_each("path", sorted(FOLDER.glob("*")), ids=lambda path: path.name)
 def test_nothing_is_wrong(path: Path) -> None:
     """By all rules."""
     assert faults(load(path), path.read_text()) == []
@@ -127,7 +128,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize(("change", "expected"), PLANTED.values(), ids=PLANTED)
+@for_each(("change", "expected"), PLANTED.values(), ids=PLANTED)
 def test_planted_mistakes_are_found(change: Callable[[Flow], None], expected: str) -> None:
     """A rule that cannot fail is none."""
     flow = copy.deepcopy(load(NIGHTLY))

@@ -10,6 +10,7 @@ import pytest
 
 from fp8bench.analysis.clocks import LEAST_LOOKS, clock_offset
 from fp8bench.model import Label, Timing
+from tests.counts import for_each
 from tests.fakes import MS, steady
 
 STEP = 15e6
@@ -29,7 +30,7 @@ def told(case: Sequence[float | None], *entries: Sequence[float | None]) -> list
     return [one.reason for one in found]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("case", "entries", "void"),
     [
         ([1.71e9] * 8, ([1.76e9] * 8,), True),

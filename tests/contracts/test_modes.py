@@ -17,6 +17,7 @@ from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.finite import FiniteState
 from fp8bench.workloads import optimizer
+from tests.counts import for_each
 from tests.facts import CPU
 
 # Sizes that fill neither blocks nor the matrices that operands are rotated by.
@@ -85,7 +86,7 @@ def test_a_mode_runs_and_its_error_is_that_of_few_bits(workload: str, mode: str,
         assert name not in errors or 1e-3 < errors[name] < 1.2, errors
 
 
-@pytest.mark.parametrize("mode", MODES)
+@for_each("mode", MODES)
 def test_a_mode_is_one_word_however_it_is_written(mode: str) -> None:
     """Options in any order, by any of their names, and those that change nothing left out."""
     precision = precisions.get(mode)

@@ -23,6 +23,7 @@ from fp8bench.profiler.gpu import AllocatorMeter, Backward, EventStamper
 from fp8bench.protocols import CannotCapture, CannotLimit, Device, MemoryMeter
 from fp8bench.registry import devices
 from fp8bench.worker.clock import PhaseClock
+from tests.counts import for_each
 
 
 class FakeEvent:
@@ -251,7 +252,7 @@ def test_a_gpu_is_selected_and_waited_for_by_its_own_index(monkeypatch: pytest.M
     assert asked == [("select", 1), ("wait", 1)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("device", "error", "exhausted"),
     [
         (Cuda(), torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 TiB."), True),
@@ -302,7 +303,7 @@ def test_a_library_that_cannot_begin_lacks_memory_where_there_is_little(
 HOPPER = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arch", "built", "runs"),
     [
         ("sm_90", HOPPER, True),
@@ -352,7 +353,7 @@ def peak_of(meter: MemoryMeter) -> int | None:
     return None if course is None else course.peak
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("count", "dtype", "size"),
     [(1001, torch.float32, 4004), (7, torch.bfloat16, 14), (333, torch.float8_e4m3fn, 333), (99, torch.int64, 792)],
 )  # fmt: skip

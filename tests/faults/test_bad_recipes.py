@@ -17,6 +17,7 @@ from fp8bench.formats.grids import E2M1, E4M3, E5M2, Overflow
 from fp8bench.formats.quantise import round_to
 from fp8bench.formats.recipes import MX, NVFP4, TENSOR
 from tests.commands import unfolded
+from tests.counts import for_each
 
 # What stands behind --dtypes, and what the sentence must say.
 MODES = [
@@ -136,7 +137,7 @@ def test_a_key_without_effect_is_named_and_stops_nothing(
     assert "fp8_margin has no effect" in shown.err and "fp8" in shown.out
 
 
-@pytest.mark.parametrize(
+@for_each(
     "tensor",
     [
         torch.ones(4, 64, dtype=torch.int64), torch.ones(4, 64, dtype=torch.uint8), torch.ones(4, 64, dtype=torch.bool),

@@ -13,6 +13,7 @@ import torch
 from fp8bench.formats import compiling, fused, operators, vector_width
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.vector_width import Kept, choice
+from tests.counts import for_each
 from tests.formats.test_operators import ASKED, AWKWARD, Asked, called, differences, eagerly
 
 F32 = torch.float32
@@ -53,7 +54,7 @@ def planted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
     return plant
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("seconds", "bits"),
     [
         ({256: 1.0, 512: 7.0}, 256),

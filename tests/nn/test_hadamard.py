@@ -10,6 +10,7 @@ import torch
 from fp8bench.formats import vector_width
 from fp8bench.formats.compiling import compiled
 from fp8bench.nn.rotations import SIZE, LookingRotationKernel, RotationKernel, _matrix, _runs, rotated, rotation
+from tests.counts import for_each
 from tests.formats.scaling_definitions import gaussian, outliers
 from tests.formats.test_operators import Operators
 
@@ -149,7 +150,7 @@ def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPa
                     assert torch.equal(found.nan_to_num(), right.float().nan_to_num())
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@for_each("device", ["cpu", "meta"])
 def test_one_pass_looks_at_both(device: str) -> None:
     """On a processor by itself; elsewhere as one operator, whose result lies as the matrix does."""
     x = outliers(64, 48).to(device).t()

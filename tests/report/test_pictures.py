@@ -23,6 +23,7 @@ from fp8bench.jobs.report_files import Pages, _written
 from fp8bench.report.elements import PICTURE_FORMATS, Bars, ChartAxis, Mark, Page, Part, Tone
 from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.page.drawing.pictures import looks, picture
+from tests.counts import for_each
 from tests.report.test_drawing import CHARTS, KINDS, bars, parsed, texts_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,7 @@ def texts_in(svg: bytes) -> list[str]:
 
 
 @KINDS
-@pytest.mark.parametrize("form", PICTURE_FORMATS)
+@for_each("form", PICTURE_FORMATS)
 def test_each_chart_in_each_format_is_the_same_bytes_again(kind: str, form: str) -> None:
     first = picture(CHARTS[kind], "page", form)
     assert first.startswith(STARTS[form]) and picture(CHARTS[kind], "page", form) == first
@@ -92,8 +93,8 @@ def test_a_sample_is_a_dot() -> None:
     assert (np.abs(pixels - blue) < 0.02).all(axis=2).sum() > 50
 
 
-@pytest.mark.parametrize("text", ["$x^2$ \\frac{1}{2}", "🚀 שלום", "a\x00b\ud800\n<", '<b>&amp;</b>"', ""])
-@pytest.mark.parametrize("form", PICTURE_FORMATS)
+@for_each("text", ["$x^2$ \\frac{1}{2}", "🚀 שלום", "a\x00b\ud800\n<", '<b>&amp;</b>"', ""])
+@for_each("form", PICTURE_FORMATS)
 def test_texts_are_nothing_but_texts(text: str, form: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

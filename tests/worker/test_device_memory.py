@@ -23,6 +23,7 @@ from fp8bench.worker import device_layout
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.device_layout import DeviceLedger, LaidOutArithmetic
 from fp8bench.worker.memory_pass import _second_step, of_workload
+from tests.counts import for_each
 from tests.worker.told import CPU, Tell
 from tests.worker.told import tell as tell
 
@@ -262,7 +263,7 @@ def test_against_codes_in_memory(suite: str, precision: str, bench: Bench) -> No
         assert figures[0] == figures[1], case
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("suite", "precision", "why"),
     [
         ("gemm", "mxfp6", "no library here has a product of e3m2 and e3m2"),
@@ -334,9 +335,7 @@ STRETCH: list[tuple[str, list[Event], int]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("events", "peak"), [(events, peak) for _, events, peak in STRETCH], ids=[one[0] for one in STRETCH]
-)
+@for_each(("events", "peak"), [(events, peak) for _, events, peak in STRETCH], ids=[one[0] for one in STRETCH])
 def test_a_stretch(events: list[Event], peak: int) -> None:
     """A hundred bytes lie at 7 before it begins."""
     found = course([Sized(7, 100), Begun("gemm"), *events, Emulating(), Emulated()])

@@ -33,6 +33,7 @@ from fp8bench.worker import beside
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.switches import SwitchesChanged, recorded, switches, unchanged, under
 from fp8bench.workloads.gemm import Gemm
+from tests.counts import for_each
 from tests.fakes import CPU
 
 _UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}.get(platform.machine(), 0)
@@ -252,7 +253,7 @@ def test_what_is_left_changed_is_named_and_put_back(which: str) -> None:
     assert now(switches()) == before
 
 
-@pytest.mark.parametrize("which", KEPT)
+@for_each("which", KEPT)
 def test_what_nobody_can_put_back_is_said_to_be_so(which: str) -> None:
     """A worker goes with its case; in a process of somebody's own the next case would run under it."""
     make, words = KEPT[which]
@@ -351,7 +352,7 @@ def test_an_exception_is_not_hidden_and_switches_are_put_back_all_the_same() -> 
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("name", precisions.names())
+@for_each("name", precisions.names())
 def test_a_precisions_own_switches_are_restored_by_its_scope(name: str) -> None:
     """And what torch puts back itself is no trespass; nor is drawing random numbers."""
     before = torch.get_float32_matmul_precision(), torch.get_default_dtype()

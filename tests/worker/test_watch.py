@@ -23,6 +23,7 @@ from fp8bench.user_code import import_user_modules
 from fp8bench.user_code.switches import now
 from fp8bench.worker.clock import ClocksDisagree, agreeing
 from fp8bench.worker.switches import refuse_bent, switches
+from tests.counts import for_each
 from tests.own_suites import forgotten
 
 SUITES = """
@@ -248,7 +249,7 @@ def test_what_bends_no_comparison_is_recorded_only(tmp_path: Path) -> None:
     assert run.environment.get("switch float32 products") == "high"
 
 
-@pytest.mark.parametrize(("factor", "wrong"), [(1.0, False), (1.01, False), (0.0, True), (10.0, True)])
+@for_each(("factor", "wrong"), [(1.0, False), (1.01, False), (0.0, True), (10.0, True)])
 def test_a_clock_that_does_not_go_like_the_hardwares_is_told(factor: float, wrong: bool) -> None:
     """However long this process was kept from going on meanwhile."""
     begun = time.perf_counter_ns()

@@ -18,6 +18,7 @@ from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.data import BATCHES, READY, RECORDS, Data, LoadState
+from tests.counts import for_each
 from tests.workloads.steps import CPU, H200, SMALL, phases, setup_of
 
 SIZES = SMALL["data"]
@@ -72,7 +73,7 @@ def test_a_transfer_gathers_nothing_in_its_steps(
     assert len({float(one.sum()) for one in came}) == ready
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16),
+@for_each(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16),
                                                   ("fp16", torch.float16)])  # fmt: skip
 @KINDS
 def test_batches_travel_in_their_precision(corpus: Corpus, kind: str, precision: str, dtype: torch.dtype) -> None:
@@ -87,7 +88,7 @@ def test_emulated_batches_hold_rounded_values(corpus: Corpus) -> None:
     assert torch.equal(batch, values(torch.from_numpy(by_hand(corpus, 1)[0]), E4M3, TENSOR))
 
 
-@pytest.mark.parametrize(("precision", "wanted"), [("fp32", ["data_load", "data_load"]),
+@for_each(("precision", "wanted"), [("fp32", ["data_load", "data_load"]),
                                                    ("bf16", ["data_load", "cast", "data_load"])])  # fmt: skip
 @KINDS
 def test_all_but_the_cast_is_loading(corpus: Corpus, kind: str, precision: str, wanted: list[str]) -> None:

@@ -14,6 +14,7 @@ from fp8bench.model import Case, Level, Scalar
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions, workloads
 from fp8bench.workloads.model import LIVE, MADE, Model
+from tests.counts import for_each
 from tests.facts import CPU, H200
 
 Make = Callable[[], Any]
@@ -70,7 +71,7 @@ def test_untouched_is_what_the_model_gives_bit_for_bit() -> None:
     assert all(torch.equal(found.gradients[name], one.grad) for name, one in model.named_parameters())
 
 
-@pytest.mark.parametrize("kind", ["bf16", "autocast"])
+@for_each("kind", ["bf16", "autocast"])
 def test_a_model_in_its_own_dtypes_stays_so(kind: str) -> None:
     """Whether it is in bf16 or casts by itself: the copy's outputs have its dtype, too."""
 
@@ -127,7 +128,7 @@ def test_a_forward_pass_has_no_gradients() -> None:
     assert list(Model().error(setup)) == ["output_error"]
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "none"])
+@for_each("name", ["adamw", "sgd", "none"])
 def test_an_optimizer_moves_the_weights_of_the_copy_alone(name: str) -> None:
     setup = setup_of(make, optimizer=name)
     state = Model().prepare(setup)
@@ -154,7 +155,7 @@ def test_maps_and_filters_leave_layers_as_they_came() -> None:
         Model().examine(setup_of(make, "fp8", (("lm_head", "bf16"),)))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "sentence"),
     [
         (lambda: (nn.Sequential(nn.ReLU(), nn.LayerNorm(8)), torch.randn(4, 8)), "can be converted"),
@@ -178,8 +179,8 @@ def lazy_layer() -> Any:
     return nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8)), torch.randn(4, 8)
 
 
-@pytest.mark.parametrize("way", ["training", "forward"])
-@pytest.mark.parametrize(
+@for_each("way", ["training", "forward"])
+@for_each(
     ("given", "sentence"),
     [
         (complex_layer, "Net: its parameter weight is complex64, and casts, optimizers and errors here are of real"),

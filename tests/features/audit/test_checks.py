@@ -26,6 +26,7 @@ from suites import audit
 from suites import audit_everyday as everyday
 from suites.audit import codes_of, result_of
 from suites.audit_lies import HONEST, LIES, UNCAUGHT, Kernel, product
+from tests.counts import for_each
 
 # What looks at time takes seconds, and two lies and one honest kernel are enough for it.
 UNTIMED, TIMED = (
@@ -112,7 +113,7 @@ def test_what_is_compiled_is_seen_as_what_it_was_made_of() -> None:
     assert len(frames) == 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "code"),
     [
         ("casts outside of what is timed", "remembered-work"),

@@ -16,6 +16,7 @@ from fp8bench.model import Ceilings, Limit, Rate
 from fp8bench.model.promises import AuditKind, Signature, Takes
 from fp8bench.user_code.named import audited, declared_of, signed
 from tests.commands import Say
+from tests.counts import for_each
 from tests.facts import CPU
 
 KERNELS = """\
@@ -129,7 +130,7 @@ def test_the_decorator_leaves_the_function_alone() -> None:
     assert declared_of(len) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "sentence"),
     [
         (("gemm", "fp8"), "kind is .gemm.. Give one of product, cast, linear, attention, optimizer, model"),

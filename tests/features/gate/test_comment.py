@@ -22,7 +22,7 @@ from fp8bench.features.gate.stored_runs import GateSource, failed, judged
 from fp8bench.features.gate.view import WORDS, Review, ReviewStatus, comment, review
 from fp8bench.model import Comparison, Evidence, Level, Measurement, Status
 from tests.commands import ROOT, environment, git
-from tests.counts import SLOW
+from tests.counts import SLOW, for_each
 from tests.duels import header
 from tests.fakes import record, steady
 from tests.features.gate.test_duels import Repository
@@ -89,7 +89,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@for_each("name", CASES)
 def test_the_word(name: str) -> None:
     """And the exit code that goes with it; a reason for each word but pass, and in 25 lines."""
     results, expected = CASES[name]

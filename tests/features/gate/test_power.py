@@ -19,7 +19,7 @@ from fp8bench.model import Comparison, Direction, Evidence, Interval, Noise
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render
 from suites.gate import Setting, nights, stored, trial
-from tests.counts import counts
+from tests.counts import counts, for_each
 from tests.duels import result
 from tests.fakes import steady
 from tests.features.gate.test_judging import exact, figure
@@ -123,7 +123,7 @@ def history(*series: tuple[float, int], required: bool = True, metric: str = FLA
     return sights_of_history(newest, (), 0, Second.AGAIN, 0.8, required)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("noise", "count", "young", "blind"),
     [
         (0.01, 30, False, False), (0.01, 11, False, False), (0.05, 40, False, True), (0.05, 14, False, True),

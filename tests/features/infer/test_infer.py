@@ -35,6 +35,7 @@ from fp8bench.registry import precisions, workloads
 from fp8bench.report.terminal.layout import render
 from suites.inference_fixture import HELD_OUT as NOT_TRAINED_ON
 from tests.commands import Say
+from tests.counts import for_each
 from tests.workloads.steps import CPU
 
 CONTEXTS = (128, 512, 1024, 2048)
@@ -59,7 +60,7 @@ def test_words_of_arms_and_back() -> None:
             arm_in_words(wrong, "bf16")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("dtype", "level", "words"),
     [
         ("fp32", Level.NATIVE, ""), ("bf16", Level.NATIVE, ""),

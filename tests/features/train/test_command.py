@@ -24,6 +24,7 @@ from fp8bench.features.train.values import ArmCost, LayerReading, StepRow, Train
 from fp8bench.features.train.words import FAILURES
 from fp8bench.measure.handle import LocalWorker
 from tests.commands import Say, unfolded, unfolding
+from tests.counts import for_each
 from tests.trainings import FakeLab, strikes
 
 TINY = (
@@ -109,9 +110,7 @@ def test_every_setting_of_the_request_can_be_said() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("words", "steps", "seeds"), [("", 300, 5), ("--quick", 60, 1), ("--quick --steps 9 --seeds 2", 9, 2)]
-)
+@for_each(("words", "steps", "seeds"), [("", 300, 5), ("--quick", 60, 1), ("--quick --steps 9 --seeds 2", 9, 2)])
 def test_quick_is_one_seed_of_few_steps(words: str, steps: int, seeds: int) -> None:
     request = request_from(build_parser().parse_args(["train", *words.split()]))
     assert (request.steps, request.seeds, request.settings) == (steps, seeds, TrainerSettings())

@@ -24,6 +24,7 @@ from fp8bench.report.elements import Bars, ChartAxis, Stacks, Table, Tone
 from fp8bench.report.panels import panels_of
 from fp8bench.report.topics.memory import capacity, highest_in, sentences
 from fp8bench.report.topics.memory import memory as memory_of
+from tests.counts import for_each
 from tests.materials import Made, built, of_kind, part, strange, told
 from tests.runs import EMULATED, NATIVE, case, gemm, memory, render, render_whole, run_of, transformer
 
@@ -129,7 +130,7 @@ def test_of_several_groups_the_largest_is_explained() -> None:
     assert fp8.endswith(f"; at {name} weights stay (8.00 MiB), workspace adds 1.00 MiB.")
 
 
-@pytest.mark.parametrize("uses", [(None, None, None), (use({"weights": 5}), use({"weights": 3}), None)])
+@for_each("uses", [(None, None, None), (use({"weights": 5}), use({"weights": 3}), None)])
 def test_one_role_or_none_has_no_table(uses: tuple[MemoryUse | None, ...]) -> None:
     """It would say what the peak says already."""
     made = with_uses(*uses)

@@ -24,6 +24,7 @@ from fp8bench.model.codec import decode, encode
 from fp8bench.store.asv import identity
 from fp8bench.store.asv.identity import Identity, as_facts, from_facts, identify, resolved
 from tests.commands import git
+from tests.counts import for_each
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -325,7 +326,7 @@ def test_facts_of_this_machine() -> None:
     assert here.params == {**MACHINE, "gpu": "NVIDIA H200", "python": "/venv/bin/python3"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "value"),
     [
         *itertools.product(("asv_machine", "asv_python"), (None, 7, True, "")),

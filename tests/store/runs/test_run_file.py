@@ -45,6 +45,7 @@ from fp8bench.model.codec import SCHEMA
 from fp8bench.store.runs import run_file
 from fp8bench.store.runs.listing import find_run, load_named, run_files
 from fp8bench.store.runs.run_file import check_store, load_run, reopen_run, start_run, unsound
+from tests.counts import for_each
 from tests.older import as_older
 from tests.runs import measured, render_whole, transformer
 
@@ -498,7 +499,7 @@ COUNT, SHARES, SUMS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@for_each(
     "changes",
     [
         {"operators": (OperatorTime("gemm", "aten::mm", 54.0, 0.04), OperatorTime("unattributed", "", 0.0, 0.0))},
@@ -512,7 +513,7 @@ def test_what_may_be_is_sound(changes: dict[str, Any]) -> None:
     assert unsound(replace(RECORD, **changes)) == ""
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("field", "why", "wrong"),
     [
         *(("operators", SHARES, (wrong,)) for wrong in (

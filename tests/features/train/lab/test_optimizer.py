@@ -21,6 +21,7 @@ from fp8bench.features.train.lab.rates import share_of_rate
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scaled import values
+from tests.counts import for_each
 
 SHAPES = {
     "embedding": (24, 16),
@@ -124,7 +125,7 @@ def test_what_is_kept(settings: dict[str, Any], bytes_each: dict[str, int]) -> N
             assert all(torch.equal(one, one.half().float()) for one in shares), "values of fp16 under a power of two"
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@for_each("kind", ["bf16", "fp8"])
 def test_gradients_are_rounded_with_every_micro_batch(kind: str) -> None:
     """As by hand: the sum so far and what is new, in the format, and float32 in between."""
     optimizer, own = made(gradients=kind, micro_batches=2)

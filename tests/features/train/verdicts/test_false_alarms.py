@@ -11,6 +11,7 @@ import pytest
 
 from fp8bench.features.train.verdicts.curves import SHOWN
 from suites.verdicts import TRAINED, after_advice, coverage, false_alarms, found, noises, seeds_for, speeds
+from tests.counts import for_each
 
 FEW, MANY = 200, 10_000
 # A deviation of half the margin, where both ends of a verdict are in reach, and one that is far beyond it.
@@ -18,7 +19,7 @@ NEAR, FAR = 0.005, 0.05
 NAMES = sorted(noises())
 
 
-@pytest.mark.parametrize("name", ["Gaussian", "heavy tails"])
+@for_each("name", ["Gaussian", "heavy tails"])
 def test_what_differs_by_nothing_is_seldom_called(name: str) -> None:
     """Of 200, more than six are called in one of two hundred trials, if one of a hundred is; the seed is fixed."""
     assert false_alarms(noises()[name], FEW, FAR) <= 6 / FEW
