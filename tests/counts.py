@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -28,9 +29,10 @@ def sampled(sample: Collection[Any], rows: Iterable[Any]) -> list[ParameterSet]:
 
 
 def for_each(names: str | Sequence[str], rows: Iterable[Any], ids: Any = None) -> Callable[[Callable[..., None]], Any]:
-    """As parametrize, in one test: for tables of values, whose rows share fixtures and leave them as they are.
+    """As parametrize, in one test: for tables of values, whose rows leave fixtures as they are.
 
-    All rows run. What fails is raised with a note that names its row; where one is skipped, the test is, at its end.
+    A row has a `tmp_path` and a `monkeypatch` of its own. All rows run. What fails is raised with a note that names its
+    row; where one is skipped, the test is, at its end.
     """
     words = [word.strip() for word in names.split(",")] if isinstance(names, str) else list(names)
     table = [_row(words, row) for row in rows]
@@ -42,9 +44,10 @@ def for_each(names: str | Sequence[str], rows: Iterable[Any], ids: Any = None) -
         def whole(**made: Any) -> None:
             failed: list[BaseException] = []
             skipped: list[BaseException] = []
-            for row, label in zip(table, labels, strict=True):
+            for place, (row, label) in enumerate(zip(table, labels, strict=True)):
                 try:
-                    test(**made, **row)
+                    with _own(made, place) as own:
+                        test(**own, **row)
                 except pytest.skip.Exception as skip:
                     skipped.append(skip)
                 except (Exception, pytest.fail.Exception) as failure:  # noqa: BLE001  # raised when all rows ran
@@ -62,6 +65,19 @@ def for_each(names: str | Sequence[str], rows: Iterable[Any], ids: Any = None) -
         return whole
 
     return of
+
+
+@contextmanager
+def _own(made: dict[str, Any], place: int) -> Iterator[dict[str, Any]]:
+    """What fixtures made, for one row."""
+    own = dict(made)
+    if "tmp_path" in made:
+        own["tmp_path"] = made["tmp_path"] / f"row-{place}"
+        own["tmp_path"].mkdir()
+    with ExitStack() as stack:
+        if "monkeypatch" in made:
+            own["monkeypatch"] = stack.enter_context(made["monkeypatch"].context())
+        yield own
 
 
 def _row(words: list[str], row: Any) -> dict[str, Any]:

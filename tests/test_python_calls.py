@@ -44,7 +44,7 @@ def asked(name: str, monkeypatch: pytest.MonkeyPatch, *words: Any, **given: Any)
     return vars(seen[0])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "words", "given", "line"),
     [
         ("compare", ("a", "b"), {"store": Path("/s")}, "a b --store /s"),
@@ -102,7 +102,7 @@ def test_a_call_has_every_option_that_does_not_say_how_to_print(name: str) -> No
     assert help_of(actions.values()) in call.__doc__ and call.__name__ == name
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "given", "sentence"),
     [
         ("gate", {"treshold": 3}, r"unknown argument of gate 'treshold'\. Did you mean 'thresholds'\?"),

@@ -23,6 +23,7 @@ from fp8bench.model import UNATTRIBUTED, Status
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import Say, git, unfolded
+from tests.counts import for_each
 from tests.own_suites import adding_up, forgotten
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -167,7 +168,7 @@ def test_it_runs_from_python_and_beside_other_suites(folder: Path) -> None:
 SUITE = adding_up("counting", 1000)
 
 
-@pytest.mark.parametrize("way", [["./mine.py"], ["counting", "--import", "mine"]], ids=["file", "module"])
+@for_each("way", [["./mine.py"], ["counting", "--import", "mine"]], ids=["file", "module"])
 def test_what_a_file_prints_is_no_output(way: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """stdout is JSON and nothing else."""
     (folder / "mine.py").write_text(f'print("a word of the file\'s own")\n{SUITE}')
@@ -200,7 +201,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
+@for_each("name", WRONG)
 def test_a_file_that_is_wrong_is_one_line_and_code_2(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,7 +216,7 @@ def test_a_file_that_is_wrong_is_one_line_and_code_2(
     assert not shown.out and not list(run_files(folder / ".fp8bench"))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "sentence"),
     [
         (["./absent.py"], "no such file"),

@@ -110,8 +110,8 @@ def test_intervals_hold_the_truth(noise: float, curve: Curve) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("curve", [saturating, hump])
-@pytest.mark.parametrize("noise", [0.001, 0.003, 0.01, 0.03])
+@for_each("curve", [saturating, hump])
+@for_each("noise", [0.001, 0.003, 0.01, 0.03])
 def test_intervals_hold_the_truth_in_99_of_100(noise: float, curve: Curve) -> None:
     truths = true_sizes(curve)
     drawn = [found(sized(curve, noise=noise, seed=seed)).crossings for seed in range(1000)]

@@ -149,7 +149,7 @@ def calls_of(draw: np.random.Generator, calls: int, rounds: int, one_in: float) 
     return called(*times.astype(int).tolist())
 
 
-@pytest.mark.parametrize(("calls", "rounds"), [(26, 24), (4, 40), (1, 120), (60, 24)])
+@for_each(("calls", "rounds"), [(26, 24), (4, 40), (1, 120), (60, 24)])
 @counts(12, 300)
 def test_what_would_have_been_seen_is_seen(calls: int, rounds: int, count: int) -> None:
     """A case that is called the same says with one in how many calls that take twice as long it would not have been:

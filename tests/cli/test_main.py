@@ -30,6 +30,7 @@ from fp8bench.protocols import Observer
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run, start_run
 from tests.commands import PROGRAM, Say, environment, unfolded, unfolding
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.older import without_sums
 
@@ -194,7 +195,7 @@ def test_every_option_says_what_it_does() -> None:
     assert not silent
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["suite", "--help"], ["--version"], ["list"], ["history"]])
+@for_each("words", [[], ["--help"], ["suite", "--help"], ["--version"], ["list"], ["history"]])
 def test_what_only_informs_ends_well(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """On stdout, with code 0."""
     try:
@@ -216,7 +217,7 @@ def test_a_bare_list_names_everything(fp8bench: Say) -> None:
     assert "nvfp4" in lines[1] and "torchao" in lines[2] and "cuda" in lines[3]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("what", "words"),
     [
         ("dtypes", ["(also fp4)", "emulated on cpu", "native on cpu"]),
@@ -393,7 +394,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_bad_input_is_one_sentence_and_code_2(
     name: str, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,7 +408,7 @@ def test_bad_input_is_one_sentence_and_code_2(
     assert err.startswith("fp8bench: ") and err.count("\n") == 1 and err.endswith(".\n")
 
 
-@pytest.mark.parametrize("columns", ["40", "80", "160"])
+@for_each("columns", ["40", "80", "160"])
 def test_sentences_on_stderr_end_where_the_terminal_does(
     columns: str, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -477,7 +478,7 @@ def test_a_dry_run_prints_the_plan_and_writes_no_run(
     assert (code, err) == (0, "") and "64" in out and "gpt2/qkv" in out and not list(run_files(store))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "told"),
     [
         ([], ["time: about 10 s to 20 s, more where a step takes seconds"]),
@@ -566,7 +567,7 @@ def test_a_command_to_copy_is_not_folded(capsys: pytest.CaptureFixture[str], mon
     ]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("outcome", "code", "sentence"),
     [
         (KeyboardInterrupt(), 130, "fp8bench: interrupted\n"),

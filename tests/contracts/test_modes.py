@@ -66,7 +66,7 @@ def pairs() -> Iterator[ParameterSet]:
             yield pytest.param(workload, mode, marks=pytest.mark.slow if dear else ())
 
 
-@pytest.mark.parametrize(("workload", "mode"), [*pairs()])
+@for_each(("workload", "mode"), [*pairs()])
 def test_a_mode_runs_and_its_error_is_that_of_few_bits(workload: str, mode: str, corpus: Corpus, bench: Bench) -> None:
     """Two steps, all of them in phases that the workload has, sound afterwards; errors above bf16's and below ruin."""
     case = case_of(workload, mode, corpus)

@@ -93,7 +93,7 @@ UNFOLLOWED = {
 # More of it is neither better nor worse.
 UNORDERED = ("utilisation_percent",)
 ORDER = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
-WHERE = pytest.mark.parametrize("facts", [CPU, H200], ids=["cpu", "gpu"])
+WHERE = for_each("facts", [CPU, H200], ids=["cpu", "gpu"])
 
 
 def smallest(name: str, precision: str, corpus: Corpus) -> Case:
@@ -238,7 +238,7 @@ def test_steps_are_seen_to_do_something_or_there_is_a_reason(
         assert found == StepEffect(True)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_errors_are_named_numbers_that_grow_as_bits_go(
     name: str, corpus: Corpus, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return line
 
 
-@pytest.mark.parametrize(("mode", "said"), MODES, ids=[mode for mode, _ in MODES])
+@for_each(("mode", "said"), MODES, ids=[mode for mode, _ in MODES])
 def test_modes_on_the_command_line(
     nothing_runs: Path, capsys: pytest.CaptureFixture[str], mode: str, said: str
 ) -> None:
@@ -83,7 +83,7 @@ def test_modes_on_the_command_line(
     assert not list(nothing_runs.iterdir())
 
 
-@pytest.mark.parametrize(("mode", "said"), MODES[:8], ids=[mode for mode, _ in MODES[:8]])
+@for_each(("mode", "said"), MODES[:8], ids=[mode for mode, _ in MODES[:8]])
 def test_modes_from_python(nothing_runs: Path, mode: str, said: str) -> None:
     """The same sentence, as an exception."""
     with pytest.raises(UsageError) as raised:
@@ -91,7 +91,7 @@ def test_modes_from_python(nothing_runs: Path, mode: str, said: str) -> None:
     assert said in str(raised.value) and not list(nothing_runs.iterdir())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("map_", "said"),
     [
         ("nonsense=bf16", "unknown layer of suite transformer 'nonsense'. Known: attn, mlp, head"),
@@ -107,7 +107,7 @@ def test_maps_that_name_nothing(nothing_runs: Path, capsys: pytest.CaptureFixtur
     assert said in refused(capsys, "suite", "transformer", "--dtypes", "bf16,fp8", "--precision-map", map_)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("lines", "said"),
     [
         ("use_fp8: true\nfp8_format: hybird", "a.yaml:4: fp8_format cannot be 'hybird'"),
@@ -125,7 +125,7 @@ def test_files_of_options(nothing_runs: Path, capsys: pytest.CaptureFixture[str]
     assert said in refused(capsys, "suite", "--config", "a.yaml")
 
 
-@pytest.mark.parametrize("keys", ["fp8_margin: 1", "use_fp8: false\nfp8_margin: 1"])
+@for_each("keys", ["fp8_margin: 1", "use_fp8: false\nfp8_margin: 1"])
 def test_a_key_without_effect_is_named_and_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], keys: str
 ) -> None:

@@ -16,7 +16,7 @@ from fp8bench.formats.quantise import round_to
 from tests.counts import for_each
 from tests.formats.oracles import ALL, GFLOAT, ML_DTYPES, every_pattern, exactly, mismatches, numbers, random_patterns
 
-each_format = pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.name)
+each_format = for_each("fmt", ALL, ids=lambda fmt: fmt.name)
 WITHOUT_NAN = [E3M2, E2M3, E2M1]
 TORCH_BYTES = {
     E4M3: torch.float8_e4m3fn,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, FP16, TF32, Format
@@ -31,8 +30,8 @@ ALL = [
     SQUARE,
     SQUARE_POWER_OF_TWO,
 ]
-each_scaling = pytest.mark.parametrize("scaling", ALL, ids=lambda one: one.name)
-each_float8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+each_scaling = for_each("scaling", ALL, ids=lambda one: one.name)
+each_float8 = for_each("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 
 
 @each_scaling

@@ -14,7 +14,7 @@ from fp8bench.formats.grids import E8M0, FORMATS, RANGES, TF32, Format, Overflow
 from tests.counts import for_each
 from tests.formats.oracles import ALL, DEFINITIONS, GFLOAT, ML_DTYPES, ladder, numbers
 
-each_format = pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.name)
+each_format = for_each("fmt", ALL, ids=lambda fmt: fmt.name)
 
 
 @each_format

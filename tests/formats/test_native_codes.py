@@ -152,7 +152,7 @@ def test_codes_and_scales_are_those_of_the_definition(how: Cast) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("how", CASTS, ids=str)
+@for_each("how", CASTS, ids=str)
 def test_compiled_is_eager_bit_by_bit(how: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
     """All pieces by the same few kernels: sizes are free."""
     monkeypatch.setattr(vector_width, "widths", lambda device: ())
@@ -245,7 +245,7 @@ def course(delayed: Delayed, fmt: Format, device: str = "cpu") -> list[list[Tens
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("delayed", DELAYED, ids=str)
+@for_each("delayed", DELAYED, ids=str)
 def test_compiled_delayed_scales_are_the_eager_ones(delayed: Delayed) -> None:
     """State and all; eager ones are held against a definition in tests/nn/test_delayed.py."""
     eager = course(delayed, E4M3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from fp8bench.formats.codes import decode
@@ -13,9 +12,7 @@ from tests.counts import for_each
 from tests.formats.scaling_definitions import a_million, differing, gaussian, octaves, outliers, reference
 
 NVFP4_SQUARE_UP = Scaling(16, 16, E4M3, ScaleRounding.UP)
-each_scaling = pytest.mark.parametrize(
-    "scaling", [NVFP4, NVFP4_UP, NVFP4_SQUARE, NVFP4_SQUARE_UP], ids=lambda one: one.name
-)
+each_scaling = for_each("scaling", [NVFP4, NVFP4_UP, NVFP4_SQUARE, NVFP4_SQUARE_UP], ids=lambda one: one.name)
 
 
 @each_scaling

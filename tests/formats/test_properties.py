@@ -25,8 +25,8 @@ from tests.formats.oracles import (
     same_bits,
 )
 
-each_format = pytest.mark.parametrize("fmt", ALL, ids=name_of)
-each_overflow = pytest.mark.parametrize(("fmt", "overflow"), EVERY_OVERFLOW, ids=name_of)
+each_format = for_each("fmt", ALL, ids=name_of)
+each_overflow = for_each(("fmt", "overflow"), EVERY_OVERFLOW, ids=name_of)
 SIGNED = [fmt for fmt in ALL if fmt.signed]
 
 floats = st.floats(width=32)

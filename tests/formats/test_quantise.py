@@ -39,8 +39,8 @@ FINITE = [E3M2, E2M3, E2M1]
 NEVER_MINUS_ZERO = [E4M3FNUZ, E5M2FNUZ]
 
 
-each_format = pytest.mark.parametrize("fmt", ALL, ids=name_of)
-each_overflow = pytest.mark.parametrize(("fmt", "overflow"), EVERY_OVERFLOW, ids=name_of)
+each_format = for_each("fmt", ALL, ids=name_of)
+each_overflow = for_each(("fmt", "overflow"), EVERY_OVERFLOW, ids=name_of)
 
 
 def check(values: Floats, ours: torch.Tensor, fmt: Format, overflow: Overflow) -> None:

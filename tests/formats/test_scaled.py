@@ -44,11 +44,11 @@ def admitted(fmt: Format, scaling: Scaling | None) -> bool:
 
 
 PAIRS = [(fmt, scaling) for fmt in FORMATS.values() for scaling in SCALINGS if admitted(fmt, scaling)]
-each_pair = pytest.mark.parametrize(
+each_pair = for_each(
     ("fmt", "scaling"), PAIRS, ids=[f"{fmt.name}-{scaling and scaling.name}" for fmt, scaling in PAIRS]
 )
 # One of each way through the code.
-each_kind = pytest.mark.parametrize(
+each_kind = for_each(
     ("fmt", "scaling"),
     [
         (E4M3, None),

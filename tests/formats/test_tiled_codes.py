@@ -191,7 +191,7 @@ def test_other_numbers_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [CASTS[0], CASTS[4], CASTS[6]], ids=str)
+@for_each("how", [CASTS[0], CASTS[4], CASTS[6]], ids=str)
 def test_compiled_both_ways_are_each_by_itself(how: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel for both, whose sizes are free in each; another for the scales of tensors."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
@@ -209,7 +209,7 @@ def test_compiled_both_ways_are_each_by_itself(how: Cast, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [CASTS[0], CASTS[5], CASTS[6]], ids=str)
+@for_each("how", [CASTS[0], CASTS[5], CASTS[6]], ids=str)
 def test_compiled_is_eager_bit_by_bit(how: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
     """All pieces by the same few kernels: sizes are free."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())

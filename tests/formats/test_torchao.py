@@ -47,8 +47,8 @@ DTYPES = {
     E2M1: torch.float4_e2m1fn_x2,
 }
 MODES = [ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL]
-each_format = pytest.mark.parametrize("fmt", list(DTYPES), ids=lambda fmt: fmt.name)
-each_mode = pytest.mark.parametrize("mode", MODES, ids=str)
+each_format = for_each("fmt", list(DTYPES), ids=lambda fmt: fmt.name)
+each_mode = for_each("mode", MODES, ids=str)
 
 
 def mx(mode: ScaleRounding) -> Scaling:
@@ -70,7 +70,7 @@ def codes(scales: torch.Tensor | None) -> torch.Tensor:
 
 @each_mode
 @each_format
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@for_each("dtype", [torch.float32, torch.bfloat16], ids=str)
 @counts(1 << 6, 1 << 10)
 def test_mx_agrees_on_many_values(count: int, fmt: Format, mode: ScaleRounding, dtype: torch.dtype) -> None:
     """Gaussian and with outliers: values, codes and scales."""

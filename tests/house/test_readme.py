@@ -96,7 +96,7 @@ def parsed(arguments: list[str]) -> object:
     return 0
 
 
-@pytest.mark.parametrize("arguments", SHOWN)
+@for_each("arguments", SHOWN)
 def test_command_lines_parse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Every command line shown in a code block is one the door understands."""
     assert parsed(arguments) == 0, capsys.readouterr().err

@@ -161,9 +161,7 @@ class Leaning(AbsentDevice):
         return {name: known.get(name, Unavailable("not asked")) for name in look()}
 
 
-@pytest.mark.parametrize(
-    ("lower", "noise", "void"), [(0.03, 0.0, True), (0.03, 0.01, True), (0.005, 0.0, False), (0.0, 0.01, False)]
-)
+@for_each(("lower", "noise", "void"), [(0.03, 0.0, True), (0.03, 0.01, True), (0.005, 0.0, False), (0.0, 0.01, False)])
 def test_a_case_that_ran_at_another_clock_has_no_verdict(
     monkeypatch: pytest.MonkeyPatch, lower: float, noise: float, void: bool
 ) -> None:

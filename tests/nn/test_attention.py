@@ -116,7 +116,7 @@ def test_the_reference_holds_one_head_of_scores_whatever_heads_share() -> None:
     assert seen == [(1, 1, TOKENS, WIDTH)] * (3 * BATCH * HEADS)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("device", "dtype", "repeated"),
     [("cuda", torch.float32, True), ("cuda", torch.bfloat16, False), ("cuda", torch.float64, False),
      ("cpu", torch.float32, False)],

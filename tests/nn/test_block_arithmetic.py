@@ -28,7 +28,7 @@ from tests.formats.scaling_definitions import gaussian
 HOPPER = ("fp8-block", "fp8-block:scale=exact", "fp8-block:weight-gradient=bf16")
 BLACKWELL = ("mxfp8", "mxfp8:scale=floor", "nvfp4", "nvfp4:weights=1d:stochastic=off", "nvfp4:hadamard=off")
 MODES = [(mode, H200) for mode in HOPPER] + [(mode, B200) for mode in BLACKWELL]
-each_mode = pytest.mark.parametrize("mode", [*HOPPER, *BLACKWELL])
+each_mode = for_each("mode", [*HOPPER, *BLACKWELL])
 SPANS = {
     ScalingType.BlockWise1x128.value: 128, ScalingType.BlockWise128x128.value: 128,
     ScalingType.BlockWise1x32.value: 32, ScalingType.BlockWise1x16.value: 16,

@@ -14,7 +14,7 @@ from tests.counts import for_each
 from tests.formats.scaling_definitions import gaussian, outliers
 from tests.formats.test_operators import Operators
 
-each_length = pytest.mark.parametrize("columns", [1, 15, 16, 17, 64, 100])
+each_length = for_each("columns", [1, 15, 16, 17, 64, 100])
 
 
 def matrix(seed: int) -> torch.Tensor:
@@ -111,7 +111,7 @@ def test_a_lone_outlier_is_a_quarter_as_large() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turned", [False, True])
+@for_each("turned", [False, True])
 def test_a_gpu_s_kernel_gives_the_same(turned: bool) -> None:
     """Compiled here, and one operation after the other: rows and columns of very different sizes, NaN and infinity."""
     found = compiled(RotationKernel(torch.bfloat16, "cpu", turned))
@@ -127,7 +127,7 @@ def test_a_gpu_s_kernel_gives_the_same(turned: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turned", [False, True])
+@for_each("turned", [False, True])
 def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rotation itself, and the largest magnitudes of its parts, before and after; a NaN among them is seen."""
     monkeypatch.setattr(vector_width, "widths", lambda device: ())

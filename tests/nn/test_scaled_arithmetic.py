@@ -143,7 +143,7 @@ def test_what_cuda_cannot_is_refused() -> None:
         native.product(gradient, Operand(native.cast(gaussian(16, 32), Role.WEIGHT).data), torch.float32)
 
 
-@pytest.mark.parametrize("mode", ["fp8", "fp8-e4m3", "fp8-rowwise"])
+@for_each("mode", ["fp8", "fp8-e4m3", "fp8-rowwise"])
 def test_cuda_is_given_what_it_wants(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts, the shapes of scales, bfloat16 under scales a row, and fast sums in forward products only."""
     seen: list[dict[str, object]] = []
@@ -165,7 +165,7 @@ def test_cuda_is_given_what_it_wants(mode: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @NEEDS_PRODUCTS
-@pytest.mark.parametrize("mode", ["fp8", "fp8-rowwise"])
+@for_each("mode", ["fp8", "fp8-rowwise"])
 def test_products_are_those_of_torch_s_own_function(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, by the operator behind it: the function itself cannot be compiled by torch 2.11."""
     native, _ = pair(mode)
@@ -203,7 +203,7 @@ def gradients(arithmetic: Arithmetic) -> list[Tensor]:
 @NEEDS_PRODUCTS
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
-@pytest.mark.parametrize("mode", ["fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
+@for_each("mode", ["fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
 def test_a_compiled_layer_has_the_same_gradients(mode: str) -> None:
     """Bit for bit, and in one graph: gradients that a compiler loses are zeros, and nothing else says so."""
     layer, silent = Linear(32, 16, precisions.get(mode).arithmetic(H200)), SilentPhases()

@@ -121,7 +121,7 @@ def mean_of(way: str, scaling: str, given: list[Tensor]) -> tuple[Tensor, float,
 
 
 @pytest.mark.parametrize("size", [2, 8, *(pytest.param(one, marks=pytest.mark.slow) for one in (4, 16, 64))])
-@pytest.mark.parametrize("shared", [False, True])
+@for_each("shared", [False, True])
 def test_errors_are_those_of_the_table(size: int, shared: bool) -> None:
     """Within 0.6 dB: rings lose 2 dB a doubling and collapse where ranks agree, gathering and two shots do not."""
     table = SHARED if shared else OWN

@@ -105,7 +105,7 @@ def test_blocks_of_columns_are_filled_with_zeros() -> None:
 
 
 GRIDS = (E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E3M2, E2M3, E2M1, FP16, BF16, TF32)
-EVERY_GRID = pytest.mark.parametrize("fmt", GRIDS, ids=lambda fmt: fmt.name)
+EVERY_GRID = for_each("fmt", GRIDS, ids=lambda fmt: fmt.name)
 Array = NDArray[np.float64]
 
 
@@ -162,7 +162,7 @@ def check(found: TensorError, wanted: dict[str, Any]) -> None:
         assert given == pytest.approx(value, rel=1e-9, abs=1e-12), name
 
 
-@pytest.mark.parametrize("tile", [1 << 20, 64, 128], ids=["whole", "in columns", "in rows"])
+@for_each("tile", [1 << 20, 64, 128], ids=["whole", "in columns", "in rows"])
 @EVERY_GRID
 def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a scale of its own for each row, a share of zeros, subnormals, values that saturate, and an uneven end."""

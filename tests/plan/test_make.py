@@ -470,7 +470,7 @@ GARBAGE = {
 }
 
 
-@pytest.mark.parametrize("name", GARBAGE)
+@for_each("name", GARBAGE)
 def test_what_no_file_can_keep_is_refused_while_it_is_planned(name: str, answering: type[Answering]) -> None:
     """In one sentence that names suite and answer, from names already where no device is needed to tell."""
     wrong, sentence = GARBAGE[name]
@@ -500,7 +500,7 @@ BAD_LAYERS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_LAYERS)
+@for_each("name", BAD_LAYERS)
 def test_layers_that_no_map_can_name_are_refused(name: str, answering: type[Answering]) -> None:
     """When a map is given; nobody else asks for them."""
     layers, sentence = BAD_LAYERS[name]
@@ -518,7 +518,7 @@ def test_what_a_file_can_keep_is_planned_and_read_back(answering: type[Answering
     assert decode(Plan, json.loads(json.dumps(encode(made)))) == made
 
 
-@pytest.mark.parametrize("words", [{"dtypes": (3,)}, {"dtypes": 3}, {"layer_kinds": None}], ids=str)
+@for_each("words", [{"dtypes": (3,)}, {"dtypes": 3}, {"layer_kinds": None}], ids=str)
 def test_lists_that_are_none_are_sentences(
     words: dict[str, Any], answering: type[Answering], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,7 @@ CHARTS: dict[str, AnyChart] = {
         ),
     ),
 }
-KINDS = pytest.mark.parametrize("kind", CHARTS)
+KINDS = for_each("kind", CHARTS)
 
 
 def parsed(drawn: str) -> list[ElementTree.Element]:

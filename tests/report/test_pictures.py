@@ -154,7 +154,7 @@ def test_report_writes_each_chart_of_the_page(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "said"),
     [
         (["--plots", "{}", "--plots-format", "jpeg"], "'jpeg' is none of png, svg, pdf"),

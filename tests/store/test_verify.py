@@ -25,6 +25,7 @@ from fp8bench.store.merge_stores import rebuild
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import lock_run
 from fp8bench.store.verify import verify
+from tests.counts import for_each
 from tests.histories import FIRST, commit, history, keep, records, run_at, start, tree
 from tests.older import as_older
 from tests.runs import CPU
@@ -147,7 +148,7 @@ def test_a_run_without_a_header(store: Path) -> None:
 STRAY = "box/20260101T000000Z-00000009-ffffffff.jsonl"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "words"),
     [
         ("", ["it is empty", "from a copy, or move it away"]),
@@ -162,7 +163,7 @@ def test_files_that_are_no_runs(store: Path, content: str, words: list[str]) -> 
     only(store, path, True, *words)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "words"),
     [
         ("box/x.partial", "left"),
@@ -264,7 +265,7 @@ VIEW: dict[str, tuple[Spoil, bool, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", VIEW)
+@for_each("what", VIEW)
 def test_faults_of_results(store: Path, what: str) -> None:
     """What asv would not show, and what it would show wrong."""
     spoil, broken, words = VIEW[what]
@@ -342,7 +343,7 @@ def test_what_lies_among_the_results(store: Path) -> None:
     only(store, partial, False, "a writer left that was killed")
 
 
-@pytest.mark.parametrize("collected", [False, True])
+@for_each("collected", [False, True])
 def test_a_copy_of_a_machines_runs_under_another_name(tmp_path: Path, collected: bool) -> None:
     """With ids and starts of its own; the times tell, even in a fleet."""
     store = tmp_path / "store"

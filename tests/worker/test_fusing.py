@@ -147,7 +147,7 @@ def test_a_run_without_a_compiler_is_whole_and_labelled(
     assert main(["show", "last", "--notes"]) == 0 and "eager-quantiser" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("variable", "words", "why"),
     [("", ("--quick",), "--quick compiles none"), ("eager", (), "FP8BENCH_QUANTISERS=eager compiles none")],
 )

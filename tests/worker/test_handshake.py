@@ -98,7 +98,7 @@ def changed(file: str, old: str, new: str) -> Callable[[Path], Start]:
     return start
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("start", "error", "sentence"),
     [
         (changed("model/raw.py", "PROTOCOL = 5", "PROTOCOL = 99"), UsageError, "speaks protocol 99"),

@@ -368,7 +368,7 @@ def test_a_worker_that_cannot_start_is_lost(tmp_path: Path) -> None:
     assert str(caught.value) == "the worker crashed during 'open': it exited with status 7: no such luck"
 
 
-@pytest.mark.parametrize(("error", "words"), [(FileNotFoundError, "No such file"), (BlockingIOError, "unavailable")])
+@for_each(("error", "words"), [(FileNotFoundError, "No such file"), (BlockingIOError, "unavailable")])
 def test_a_worker_that_the_system_does_not_start_is_lost(
     error: type[OSError], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,7 +423,7 @@ def wait_for(condition: Callable[[], bool], limit: float) -> float:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="tells ended processes by /proc")
-@pytest.mark.parametrize(
+@for_each(
     "how",
     ["none", "hold", "sleeper"],
     ids=["idle", "holding the lock", "asleep in a step, with a process of its own"],
@@ -451,7 +451,7 @@ def test_a_worker_ends_within_two_seconds_of_its_parents_death(hazard: str, tmp_
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="tells ended processes by /proc")
-@pytest.mark.parametrize("end", [ProcessWorker.restart, ProcessWorker.close], ids=["restarted", "closed"])
+@for_each("end", [ProcessWorker.restart, ProcessWorker.close], ids=["restarted", "closed"])
 def test_what_a_workload_has_started_ends_with_its_worker(
     hazard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[ProcessWorker], None]
 ) -> None:

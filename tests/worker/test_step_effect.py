@@ -267,7 +267,7 @@ def test_long_steps_and_large_states_are_left_alone(monkeypatch: pytest.MonkeyPa
     assert found.changes is None and "takes more than 0 s" in found.why
 
 
-@pytest.mark.parametrize("count", [1, 7, 8, 1000])
+@for_each("count", [1, 7, 8, 1000])
 def test_a_digest_is_of_every_bit_and_its_place(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over several pieces too."""
     monkeypatch.setattr(state_bits, "_PIECE", 16)

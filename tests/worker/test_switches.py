@@ -378,7 +378,7 @@ def test_a_precision_of_somebodys_own_has_to_put_back_what_it_sets() -> None:
     assert now(switches()) == before
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@for_each("precision", ["fp32", "bf16"])
 def test_a_switch_that_the_precision_sets_too_is_watched(
     precision: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,7 +396,7 @@ def test_a_switch_that_the_precision_sets_too_is_watched(
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-@pytest.mark.parametrize("everything", [False, True])
+@for_each("everything", [False, True])
 def test_a_switch_that_changes_between_slots_of_a_worker_is_named_after_the_next(
     monkeypatch: pytest.MonkeyPatch, everything: bool
 ) -> None:

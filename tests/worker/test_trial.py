@@ -180,8 +180,8 @@ def _of_another_part(scale: Tensor, rows: int) -> Tensor:
 
 
 @NEEDS_PRODUCTS
-@pytest.mark.parametrize("lie", ["", *OTHERS_SCALES])
-@pytest.mark.parametrize(("mode", "gpu"), [("fp8-rowwise", H200), ("mxfp8", B200)])
+@for_each("lie", ["", *OTHERS_SCALES])
+@for_each(("mode", "gpu"), [("fp8-rowwise", H200), ("mxfp8", B200)])
 def test_products_for_several_weights_are_looked_at(
     mode: str, gpu: DeviceFacts, lie: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

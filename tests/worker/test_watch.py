@@ -124,7 +124,7 @@ def test_switches_that_one_suite_leaves_reach_no_other(own: Path, tmp_path: Path
     assert suites == {"culprit", "gemm", "witness"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "words"),
     [
         ("import time; time.perf_counter = lambda: 0.0", "time.perf_counter at "),
@@ -225,7 +225,7 @@ def variable(name: str, value: str) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("which", BENT)
+@for_each("which", BENT)
 def test_a_process_that_would_bend_its_reference_is_refused(which: str, tmp_path: Path) -> None:
     """With the switch, its value, what it should be, and how to make it so. The process stays as it was."""
     make, words = BENT[which]

@@ -22,7 +22,7 @@ from tests.counts import for_each
 from tests.workloads.steps import CPU, H200, SMALL, phases, setup_of
 
 SIZES = SMALL["data"]
-KINDS = pytest.mark.parametrize("kind", BATCHES)
+KINDS = for_each("kind", BATCHES)
 
 
 def setup_for(corpus: Corpus, precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setup:
@@ -52,7 +52,7 @@ def test_a_step_brings_the_next_records_to_the_device(corpus: Corpus, kind: str)
         assert torch.equal(arrived(state), torch.from_numpy(wanted))
 
 
-@pytest.mark.parametrize(("batch", "ready"), [(4, READY), (RECORDS + 1, 1)])
+@for_each(("batch", "ready"), [(4, READY), (RECORDS + 1, 1)])
 def test_a_transfer_gathers_nothing_in_its_steps(
     corpus: Corpus, batch: int, ready: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,7 @@ from tests.tapes import tape_in_phases
 from tests.workloads.steps import CPU, H200, SMALL, setup_of, small
 
 Array = NDArray[np.float64]
-DENOISERS = pytest.mark.parametrize("denoiser", ["dit", "unet"])
+DENOISERS = for_each("denoiser", ["dit", "unet"])
 BATCH, IMAGE, STEPS = 2, 4, 4
 WIDTH = {"dit": 128, "unet": 16}
 

@@ -86,7 +86,7 @@ def _skip(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
     return each
 
 
-@pytest.mark.parametrize("load", ["uniform", "router"])
+@for_each("load", ["uniform", "router"])
 def test_an_expert_that_is_skipped_is_found(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoadedExperts, "_each", _skip(LoadedExperts._each))
     assert not agree(state_of(load=load), load)
@@ -233,7 +233,7 @@ def _product_of_codes(a: Tensor, b: Tensor, *others: object) -> Tensor:
     return (a.float() @ b.float()).to(torch.bfloat16)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("precision", "facts", "rows"),
     [("fp8-rowwise", H200, 32), ("mxfp8", B200, 128), ("fp8", H200, 1)],
 )

@@ -34,7 +34,7 @@ def test_all_but_fp32_moments_are_cast_around_the_step() -> None:
         assert phases(Optimizer(), setup_for(precision, tensors=7)) == ["cast", "optimizer_step", "cast"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+@for_each("precision", ["fp32", "fp8"])
 def test_buckets_change_no_number(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They only bound the memory of restored moments."""
     whole = Optimizer().prepare(setup_for(precision, tensors=5))

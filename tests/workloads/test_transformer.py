@@ -534,8 +534,8 @@ def test_a_model_that_was_not_compiled_is_no_compiled_model(corpus: Corpus, monk
 
 @pytest.mark.slow
 @COMPILING
-@pytest.mark.parametrize("checkpointing", ["no", "blocks"])
-@pytest.mark.parametrize("weights", ["cached", "recast"])
+@for_each("checkpointing", ["no", "blocks"])
+@for_each("weights", ["cached", "recast"])
 def test_compiled_low_precision_is_one_graph_in_all_steps(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, weights: str, checkpointing: str
 ) -> None:

@@ -14,6 +14,7 @@ from fp8bench.features.sensitivity.job import kept
 from fp8bench.model import Environment, Level
 from tests.advised import BF16, FP8, group, run
 from tests.commands import Say
+from tests.counts import for_each
 from tests.features.advise.test_rules import study
 from tests.kept import keep
 
@@ -45,7 +46,7 @@ def test_json_has_every_answer_and_ground(store: Path, fp8bench: Say) -> None:
     assert {"row", "figure"} == set(one["grounds"][0]) and len(found["answers"]) > 10
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "error"),
     [
         ([], "no run was named"),

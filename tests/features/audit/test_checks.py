@@ -60,21 +60,21 @@ def test_a_lie_that_fresh_numbers_do_not_show(kernel: Kernel) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [one for one in LIES if one.name not in REMEMBERED], ids=lambda one: one.name)
+@for_each("kernel", [one for one in LIES if one.name not in REMEMBERED], ids=lambda one: one.name)
 def test_every_lie_is_caught(kernel: Kernel) -> None:
     checks = CHECKS if kernel.name in TIMED else UNTIMED
     assert result_of(kernel, "cpu", checks).outcome is AuditOutcome.FAIL
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", HONEST, ids=lambda one: one.name)
+@for_each("kernel", HONEST, ids=lambda one: one.name)
 def test_no_honest_kernel_is_accused(kernel: Kernel) -> None:
     found = result_of(kernel, "cpu", CHECKS if kernel.name == "emulated fp8" else UNTIMED)
     assert found.outcome is AuditOutcome.PASS, codes_of(found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", UNCAUGHT, ids=lambda one: one.name)
+@for_each("kernel", UNCAUGHT, ids=lambda one: one.name)
 def test_what_is_listed_as_uncaught_is(kernel: Kernel) -> None:
     assert result_of(kernel, "cpu", UNTIMED).outcome is AuditOutcome.PASS
 

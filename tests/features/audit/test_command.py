@@ -77,14 +77,14 @@ def test_one_that_does_not(kernels: str, tmp_path: Path, fp8bench: Say) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "word"), [("crash", "crashes"), ("refuses", "raises")])
+@for_each(("name", "word"), [("crash", "crashes"), ("refuses", "raises")])
 def test_one_that_gives_nothing(kernels: str, name: str, word: str, fp8bench: Say) -> None:
     code, out, _ = fp8bench("audit", f"{kernels}:{name}", "--kind", "product", "--precision", "fp8")
     assert code == 4 and word in out and "CANNOT TELL" in out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@for_each(
     ("words", "sentence"),
     [
         (["{}:nothing"], "has no 'nothing'. Callables in it: wide, fallback, crash, refuses."),

@@ -55,7 +55,7 @@ UNSEEN = "FP8 subnormals of blocks are zero"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", [*HONEST, *(row for row in LIES if row.name != UNSEEN)], ids=lambda row: row.name)
+@for_each("row", [*HONEST, *(row for row in LIES if row.name != UNSEEN)], ids=lambda row: row.name)
 def test_everyday_kernels(row: Kernel) -> None:
     assert (codes(row, 2) == "-") is (row in HONEST)
 

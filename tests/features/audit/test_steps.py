@@ -75,7 +75,7 @@ def test_steps_that_keep_their_promise(kernel: Kernel, data: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [one for one in HONEST if "torchao" in one.name], ids=lambda one: one.name)
+@for_each("kernel", [one for one in HONEST if "torchao" in one.name], ids=lambda one: one.name)
 def test_torchaos_do_so_too(kernel: Kernel) -> None:
     for data in OptimizerSubject.data:
         assert judged(kernel, data).code == ""

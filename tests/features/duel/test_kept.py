@@ -10,6 +10,7 @@ import pytest
 from fp8bench.errors import StoreError
 from fp8bench.features.duel.kind import DuelKind, start_duel
 from fp8bench.model import Status
+from tests.counts import for_each
 from tests.duels import SESSION, header, result
 from tests.fakes import CPU
 from tests.older import as_older
@@ -62,7 +63,7 @@ def test_a_duel_in_older_words_is_read(path: Path) -> None:
     assert DuelKind().load(path) == whole
 
 
-@pytest.mark.parametrize("cut", range(2, 2000, 97))
+@for_each("cut", range(2, 2000, 97))
 def test_a_torn_file_loses_its_end_alone(path: Path, cut: int) -> None:
     """A kill at any moment: what stands before is read, and it is not finished."""
     raw = path.read_bytes()
@@ -73,7 +74,7 @@ def test_a_torn_file_loses_its_end_alone(path: Path, cut: int) -> None:
     assert all(one.sessions for one in found.results)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "trouble"),
     [
         ("{", "is broken"),
@@ -107,7 +108,7 @@ def test_samples_that_no_clock_gave_are_left_out(path: Path) -> None:
     assert len(found.results) == 2 and len(found.results[0].sessions) == 2
 
 
-@pytest.mark.parametrize("text", ["", "{}\n", '{"schema": 1}\n', "[]\n", '{"schema": 1, "duel": {"id": 3}}\n', "\0\n"])
+@for_each("text", ["", "{}\n", '{"schema": 1}\n', "[]\n", '{"schema": 1, "duel": {"id": 3}}\n', "\0\n"])
 def test_what_is_no_duel_is_refused(text: str, tmp_path: Path) -> None:
     """With the file's name."""
     path = tmp_path / "file.jsonl"

@@ -19,6 +19,7 @@ import pytest
 from fp8bench.cli.main import main
 from fp8bench.model.raw import PROTOCOL
 from tests.commands import complaints, git, unfolded
+from tests.counts import for_each
 
 ROOT = Path(__file__).resolve().parents[3]
 LIBRARY = """
@@ -308,7 +309,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_what_cannot_be_meant_is_one_sentence(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

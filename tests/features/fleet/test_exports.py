@@ -37,7 +37,7 @@ def shell_of(name: str, text: str) -> str:
     return str(words).replace("$$", "$")
 
 
-@pytest.mark.parametrize(("name", "workers"), [("sbatch", None), ("sbatch", 3), ("k8s", None)])
+@for_each(("name", "workers"), [("sbatch", None), ("sbatch", 3), ("k8s", None)])
 def test_the_command_arrives_whole(name: str, workers: int | None, tmp_path: Path) -> None:
     """Whatever paths are called, and however a shell would read them."""
     folder = tmp_path / _HOSTILE.replace("/", "")

@@ -17,7 +17,7 @@ from fp8bench.features.gate.judging import SecondLook
 from fp8bench.model import Run, Scalar, Status
 from fp8bench.store.runs.listing import run_files
 from tests.commands import PROGRAM, Say, environment, git, unfolding
-from tests.counts import SLOW
+from tests.counts import SLOW, for_each
 from tests.histories import commit, history, keep, records, run_at, tree
 
 # Its bf16 does as much work as a file beside it says, which no digest of the code sees: a regression planted anew.
@@ -90,7 +90,7 @@ def test_below_ten_percent_a_stored_number_is_a_suspect_only(store: Path, say: S
     assert build_parser().parse_args(command.split()[1:]).against == "COMMIT"
 
 
-@pytest.mark.parametrize(("times", "code"), [(1.0, 4), (1.5, 1)])
+@for_each(("times", "code"), [(1.0, 4), (1.5, 1)])
 def test_what_it_could_have_seen_is_told_and_may_be_required(store: Path, say: Say, times: float, code: int) -> None:
     """One run against one cannot see 5%: code 4 if that is asked for, after a regression; every file says how much."""
     history(store, 1.0, times)
@@ -104,7 +104,7 @@ def test_what_it_could_have_seen_is_told_and_may_be_required(store: Path, say: S
     assert JUnitXml.fromfile("out.xml").failures > 0 and "cannot see its threshold" in out
 
 
-@pytest.mark.parametrize("share", ["80", "0", "100%", "1", "-5%", "nan", "many", "%"])
+@for_each("share", ["80", "0", "100%", "1", "-5%", "nan", "many", "%"])
 def test_a_share_that_is_none_is_refused(say: Say, share: str) -> None:
     code, _, err = say("A", "B", f"--require-power={share}")
     assert code == 2 and "like 80% or 0.8" in err
@@ -136,9 +136,7 @@ def test_thresholds_from_a_file(store: Path, say: Say) -> None:
     assert code == 0 and "half.yaml:4: 'mlp' 'time' fits no figure" in err
 
 
-@pytest.mark.parametrize(
-    ("facts", "duels"), [({}, True), ({"torch": "9.9.9"}, False), ({"commit": "f" * 40}, False)], ids=str
-)
+@for_each(("facts", "duels"), [({}, True), ({"torch": "9.9.9"}, False), ({"commit": "f" * 40}, False)], ids=str)
 def test_a_duel_where_it_asks_the_same_question(
     store: Path, say: Say, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Scalar], duels: bool
 ) -> None:
@@ -223,7 +221,7 @@ EMPTY: dict[str, tuple[Callable[[Path], object], int, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "code", "expected"), EMPTY.values(), ids=EMPTY)
+@for_each(("make", "code", "expected"), EMPTY.values(), ids=EMPTY)
 def test_never_green_for_nothing(
     store: Path, say: Say, make: Callable[[Path], object], code: int, expected: str
 ) -> None:
@@ -249,7 +247,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("words", "expected"), REFUSED.values(), ids=REFUSED)
+@for_each(("words", "expected"), REFUSED.values(), ids=REFUSED)
 def test_refused(store: Path, say: Say, words: list[str], expected: str) -> None:
     """One sentence on stderr, and exit code 2."""
     history(store, 1.0, 1.5)

@@ -36,7 +36,7 @@ def seen_of(
 
 
 @counts(60, 400)
-@pytest.mark.parametrize("between", [0.01, 0.03])
+@for_each("between", [0.01, 0.03])
 def test_as_often_as_it_says_a_history_fails_what_is_planted(count: int, between: float) -> None:
     """80 of 100, give or take what so many builds and an unknown noise do."""
     row = trial(nights(30, between), count)
@@ -46,7 +46,7 @@ def test_as_often_as_it_says_a_history_fails_what_is_planted(count: int, between
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", [Setting(1, 1, 0.02), Setting(3, 1, 0.02), Setting(5, 5, 0.02)])
+@for_each("setting", [Setting(1, 1, 0.02), Setting(3, 1, 0.02), Setting(5, 5, 0.02)])
 def test_as_often_as_it_says_stored_runs_do(setting: Setting) -> None:
     row = trial(stored(setting), 60)
     away = 0.1 + 3 * math.sqrt(0.16 / 60)

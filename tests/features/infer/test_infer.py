@@ -133,7 +133,7 @@ def test_intervals_hold_the_truth() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rounds", "spread"), [(10, 0.01), (10, 0.05), (24, 0.01), (24, 0.05)])
+@for_each(("rounds", "spread"), [(10, 0.01), (10, 0.05), (24, 0.01), (24, 0.05)])
 def test_intervals_hold_the_truth_in_200_sweeps(rounds: int, spread: float) -> None:
     assert min(covered(200, rounds, spread)) >= 0.95
 

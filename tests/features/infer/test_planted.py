@@ -107,7 +107,7 @@ def test_a_planted_step_is_found(planted: str, fault: str) -> None:
     assert fault in faults(state, step)
 
 
-@pytest.mark.parametrize("maker", ["own", "remembers", "prefills"])
+@for_each("maker", ["own", "remembers", "prefills"])
 def test_a_model_that_cheats_is_labelled(
     maker: str, bench: Bench, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,7 @@ def test_csv_has_a_row_for_what_each_library_says(say: Say) -> None:
     assert all(float(row["more_flops"]) > 0 for row in padded)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "said"),
     [
         ((), "neither --model nor --shapes"),

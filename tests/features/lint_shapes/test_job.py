@@ -41,7 +41,7 @@ def file_of(folder: Path, name: str, text: str | bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "text"),
     [
         ("a.txt", "# tokens, features out, features in\n8192x4096x1024 out\n\n 17X33x48   # no name\n"),
@@ -68,7 +68,7 @@ def test_csv_and_yaml_say_output_and_layout(tmp_path: Path) -> None:
     assert shapes_of_file(rows) == shapes_of_file(entries) == wanted
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "text", "said"),
     [
         ("a.txt", "8x8x8\n12x3 short\n", "a.txt:2: '12x3' is no shape"),

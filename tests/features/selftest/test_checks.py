@@ -108,7 +108,7 @@ def test_rounding_holds() -> None:
     assert check.held and check.seen.startswith("0 of ")
 
 
-@pytest.mark.parametrize("wrong", ["truncated", "away from zero"])
+@for_each("wrong", ["truncated", "away from zero"])
 def test_wrong_rounding_is_noticed(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Midpoints show what whole codes do not."""
     right = quantise.round_to
@@ -214,7 +214,7 @@ def test_storage_holds() -> None:
     assert checks.storage().held
 
 
-@pytest.mark.parametrize("wrong", ["loses the header", "hides the trouble"])
+@for_each("wrong", ["loses the header", "hides the trouble"])
 def test_wrong_storage_is_noticed(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read must be what was written, and a torn line must be told of."""
     right = checks.load_run
@@ -227,7 +227,7 @@ def test_wrong_storage_is_noticed(wrong: str, monkeypatch: pytest.MonkeyPatch) -
     assert not checks.storage().held
 
 
-@pytest.mark.parametrize(("held", "code", "last"), [(True, 0, "all checks held"), (False, 3, "1 checks failed")])
+@for_each(("held", "code", "last"), [(True, 0, "all checks held"), (False, 3, "1 checks failed")])
 def test_the_report_prints_each_check_and_ends_with_a_code(
     held: bool, code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

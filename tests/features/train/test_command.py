@@ -71,7 +71,7 @@ def say(store: Path, fp8bench: Say) -> Say:
     return unfolding(fp8bench, "train")
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_what_cannot_be_meant_is_one_sentence(name: str, say: Say, local: None) -> None:
     words, sentence = REFUSED[name]
     code, out, err = say(*words)
@@ -196,7 +196,7 @@ SWEPT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SWEPT)
+@for_each("name", SWEPT)
 def test_whatever_is_swept_takes_effect(name: str, say: Say, store: Path, local: None) -> None:
     """Every arm is trained, and learns otherwise than all others."""
     words, arms = SWEPT[name]
@@ -278,7 +278,7 @@ def test_an_arm_that_is_out_is_an_exit_code(say: Say, monkeypatch: pytest.Monkey
     assert (code, out) == (3, "") and "the worker crashed during 'advance'" in err
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "why"),
     [
         (
@@ -361,7 +361,7 @@ WRONG_FILES = {
 }
 
 
-@pytest.mark.parametrize("text", WRONG_FILES)
+@for_each("text", WRONG_FILES)
 def test_what_a_file_cannot_say_of_a_training(text: str, store: Path, fp8bench: Say) -> None:
     Path("my.yaml").write_text(text)
     code, out, err = unfolding(fp8bench)("train", "--config", "my.yaml", "--dry-run")

@@ -206,7 +206,7 @@ def test_whoever_watched_before_is_told_all_the_same(tmp_path: Path) -> None:
     assert not (tmp_path / "live.html").exists()  # the store has no such training
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "said"),
     [
         (["--live", "no/such/x.html"], "there is no directory no/such"),

@@ -112,7 +112,7 @@ def test_four_ranks_have_a_head_each() -> None:
     assert max(apart(updates, wanted) for _, updates in trained_by(tensor_parallel.SequenceCut, GPT2, "fp32", 4)) < 1e-5
 
 
-@pytest.mark.parametrize("mode", ["fp8", "fp8-delayed:history=2"])
+@for_each("mode", ["fp8", "fp8-delayed:history=2"])
 def test_scales_of_the_group_are_those_of_one_rank(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a rank's own share are others. A rank that gets another scale than its neighbours is seen."""
     _, wanted = trained_alone(GPT2, mode)

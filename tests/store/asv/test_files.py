@@ -223,7 +223,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@for_each("what", BROKEN)
 def test_a_definition_that_asv_fails_on_breaks_the_file(tmp_path: Path, what: str) -> None:
     """It is named; such a file may be set aside, as asv itself can do nothing with it."""
     path = tmp_path / "benchmarks.json"

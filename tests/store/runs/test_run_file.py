@@ -82,7 +82,7 @@ def test_the_file_is_named_for_machine_time_commit_and_id(tmp_path: Path) -> Non
     assert written(tmp_path) == tmp_path / "runs" / "box" / "20260102T030405Z-01234567-abcd1234.jsonl"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("machine", "folder"),
     [("a/b\\c d", "a-b-c-d"), ("..", "unknown"), ("", "unknown"), ("näme", "n-me"), ("host.local", "host.local")],
 )
@@ -151,7 +151,7 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert load_run(writer.path).records[0] == RECORDS[0]
 
 
-@pytest.mark.parametrize("keep", [1, 20, 200])
+@for_each("keep", [1, 20, 200])
 def test_a_torn_last_line_is_left_out_and_named(tmp_path: Path, keep: int) -> None:
     """The machine lost power in the middle of a record."""
     path = written(tmp_path)
@@ -162,7 +162,7 @@ def test_a_torn_last_line_is_left_out_and_named(tmp_path: Path, keep: int) -> No
     assert len(again.troubles) == 1 and again.troubles[0].startswith("line 4 is broken and was left out")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "broken",
     [b"garbage", b"\xff\xfe\x00", b"[1]", b"17", b'{"record": 3}', b'{"record": {}}', b"null", b"[" * 100_000],
     ids=["words", "bytes", "list", "number", "record of a number", "empty record", "null", "too deep"],
@@ -214,7 +214,7 @@ CHANGED: dict[str, tuple[Callable[[list[bytes]], list[bytes]], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGED)
+@for_each("what", CHANGED)
 def test_a_header_counts_wherever_it_stands(tmp_path: Path, what: str) -> None:
     """What an editor, a sort or a broken copy does costs only itself; two files joined are not one without a word."""
     change, troubles = CHANGED[what]
@@ -263,7 +263,7 @@ def test_a_finished_run_that_lost_records_says_so(tmp_path: Path) -> None:
     assert "2 of 3 cases have no record: lines are broken or gone; --resume abcd1234 measures them" in shown
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "words"),
     [
         (b"", "it is empty"),
@@ -334,7 +334,7 @@ def test_files_come_newest_first_over_all_machines(store: Path) -> None:
     assert [path.stem[-8:] for path in run_files(store)] == ["cccc3333", "bbbb4444", "aaaa2222", "aaaa1111"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("word", "found"),
     [
         ("aaaa1111", "aaaa1111"), ("b", "bbbb4444"), ("aaaa2", "aaaa2222"), ("last", "cccc3333"),
@@ -356,7 +356,7 @@ def test_a_run_is_found_by_path_whatever_the_store(store: Path, tmp_path: Path) 
 NEWEST = r"no run .*The newest is 20260104T000000Z-01234567-cccc3333\. Give an id"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("word", "words"),
     [
         ("a", r"fits 2 runs .*aaaa1111.*Give more of the name"),
@@ -371,7 +371,7 @@ def test_a_word_that_means_no_run_is_refused(store: Path, word: str, words: str)
         find_run(word, store)
 
 
-@pytest.mark.parametrize("word", ["last", "abc"])
+@for_each("word", ["last", "abc"])
 def test_an_empty_store_says_so(tmp_path: Path, word: str) -> None:
     """The first thing a new user may type."""
     with pytest.raises(RunNotFound, match="has no runs yet"):
@@ -460,7 +460,7 @@ def test_a_disk_that_is_nearly_full_is_told_before_anything_runs(
             check_store(tmp_path)
 
 
-@pytest.mark.parametrize("place", [-1, 99, 10**30])
+@for_each("place", [-1, 99, 10**30])
 def test_a_reference_that_is_no_case_breaks_the_header(place: int, tmp_path: Path) -> None:
     """The records stand alone then, as under any other broken header."""
     run, _ = measured()
@@ -476,7 +476,7 @@ def test_a_reference_that_is_no_case_breaks_the_header(place: int, tmp_path: Pat
     assert "the reference of a group is none of its cases" in read.troubles[0]
 
 
-@pytest.mark.parametrize("spoil", [b"", b'{"record":', b"x"])
+@for_each("spoil", [b"", b'{"record":', b"x"])
 def test_what_is_measured_again_after_damage_is_read(spoil: bytes, tmp_path: Path) -> None:
     """Whatever became of a line's checksum, what is written behind it has a number of its own."""
     path = written(tmp_path, end="interrupted")

@@ -113,7 +113,7 @@ def test_an_adapter_adds_its_two_products_and_at_first_nothing() -> None:
     assert layer.weight.grad is None and layer.lora_a.grad is not None
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@for_each("precision", ["bf16", "fp8"])
 def test_adapters_learn_while_all_else_stays_and_a_resumed_arm_is_the_same(
     corpus: Corpus, tmp_path: Path, precision: str
 ) -> None:

@@ -20,6 +20,7 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.plan.corpus import Corpus
 from fp8bench.precisions.fp8 import Fp8
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.features.train.lab.labs import lab_of, rows, task_of
 
 
@@ -256,7 +257,7 @@ def saved_for_backward(trainer: Trainer) -> int:
 MORE = (pytest.param(one, marks=pytest.mark.slow) for one in ("fp32", "bf16"))
 
 
-@pytest.mark.parametrize("arm", ["fp8", *MORE])
+@for_each("arm", ["fp8", *MORE])
 def test_what_lies_at_the_highest_point_is_what_autograd_keeps(arm: str, corpus: Corpus) -> None:
     """And weights, moments and gradients of so many bytes a parameter; all parts sum to the peak."""
     memory = cost_of(corpus, arm, **LARGE).memory

@@ -139,8 +139,8 @@ def test_arms_read_the_same_batches_and_differ_by_their_arithmetic(name: str) ->
     assert {row.tokens for row in found["fp8"]} == {16}
 
 
-@pytest.mark.parametrize("name", ["sgd", "loader"])
-@pytest.mark.parametrize("mode", ["fp8-delayed", "untouched"])
+@for_each("name", ["sgd", "loader"])
+@for_each("mode", ["fp8-delayed", "untouched"])
 def test_a_checkpoint_goes_on_to_the_same_bits(name: str, mode: str, tmp_path: Path) -> None:
     """Moments, schedules, running means, delayed scales and the place in the batches, in the middle of an epoch."""
     task = task_of(name, mode)

@@ -155,7 +155,7 @@ def test_a_spread_that_is_small_beside_the_mean_keeps_its_digits() -> None:
     check(precisions.get("fp32").arithmetic(CPU), 1000 + gaussian(64, 64), Role.WEIGHT)
 
 
-@pytest.mark.parametrize("piece", [1 << 26, 1000], ids=["whole", "in pieces"])
+@for_each("piece", [1 << 26, 1000], ids=["whole", "in pieces"])
 def test_what_a_gpu_does_gives_the_same(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """There everything is counted, because nobody waits to see whether it has to be."""
     arithmetic = precisions.get("fp8").arithmetic(CPU)
@@ -195,7 +195,7 @@ class _Waits(OperatorWatch):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
+@for_each("mode", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
 def test_on_a_gpu_nothing_waits_until_all_is_read(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no tensor takes more kernels than some dozens."""
     monkeypatch.setattr(readings, "waits_for", lambda x: False)

@@ -88,7 +88,7 @@ def sharded(
     return on_ranks(ranks, run)
 
 
-@pytest.mark.parametrize("settings", [{}, {"master": "fp16-scaled"}, {"optimizer_states": "bf16"}], ids=str)
+@for_each("settings", [{}, {"master": "fp16-scaled"}, {"optimizer_states": "bf16"}], ids=str)
 def test_rows_are_updated_as_the_whole_is(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """However few of them travel together; norms are those of all ranks, each row counted once."""
     norms, weights = alone(3, **settings)
@@ -175,7 +175,7 @@ def test_rows_at_another_place_are_found_and_so_is_a_norm_that_counts_twice() ->
     assert sharded(3, CountsTwice)[0][0] != pytest.approx(alone(3)[0], rel=1e-3)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+@for_each("value", [float("nan"), float("inf"), 3e38])
 def test_what_is_not_finite_is_no_fault(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said of the step; so is what overflows in the sum."""
     draw: Callable[[int, int], list[Tensor]] = gradients
