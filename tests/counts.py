@@ -1,4 +1,4 @@
-"""How much a test tries: a sample each time, all of it where slow tests are asked for."""
+"""How much a test tries: a sample each time, all of it every night."""
 
 from __future__ import annotations
 
@@ -15,17 +15,23 @@ from _pytest.mark import ParameterSet
 SLOW = [pytest.param(None, marks=pytest.mark.slow, id="slow")]
 
 
-def counts(sample: int, whole: int, *nightly: int) -> pytest.MarkDecorator:
-    """Gives a test its `count`; what it asserts of it must hold for each."""
-    rows = [pytest.param(whole, marks=pytest.mark.slow)]
-    rows += [pytest.param(count, marks=pytest.mark.nightly) for count in nightly]
-    return pytest.mark.parametrize("count", [sample, *rows])
+def counts(sample: int, *whole: int) -> pytest.MarkDecorator:
+    """Gives a test its `count`, a sample or, nightly, more; what it asserts of it must hold for each."""
+    return pytest.mark.parametrize("count", sampled([sample], [sample, *whole]))
 
 
 def sampled(sample: Collection[Any], rows: Iterable[Any]) -> list[ParameterSet]:
-    """Rows for parametrize, values or tuples: slow, but for those that begin with one of the sample."""
-    every = [row if isinstance(row, tuple) else (row,) for row in rows]
-    return [pytest.param(*row, marks=() if row[0] in sample else pytest.mark.slow) for row in every]
+    """Rows for parametrize, values or tuples: nightly, but for those that begin with one of the sample."""
+    every = [row if type(row) is tuple else (row,) for row in rows]
+    return [pytest.param(*row, marks=() if row[0] in sample else pytest.mark.nightly) for row in every]
+
+
+def paired(first: Sequence[Any], second: Sequence[Any], *always: tuple[Any, Any]) -> list[ParameterSet]:
+    """The product of two lists, nightly but for pairs that hold each of both at least once, and those named."""
+    longest = range(max(len(first), len(second)))
+    pairs = {(first[place % len(first)], second[place % len(second)]) for place in longest} | {*always}
+    rows = ((one, other) for one in first for other in second)
+    return [pytest.param(*row, marks=() if row in pairs else pytest.mark.nightly) for row in rows]
 
 
 def for_each(names: str | Sequence[str], rows: Iterable[Any], ids: Any = None) -> Callable[[Callable[..., None]], Any]:
@@ -37,7 +43,7 @@ def for_each(names: str | Sequence[str], rows: Iterable[Any], ids: Any = None) -
     words = [word.strip() for word in names.split(",")] if isinstance(names, str) else list(names)
     table = [_row(words, row) for row in rows]
     assert table, "a table without rows asserts nothing"
-    labels = [ids(*row.values()) for row in table] if callable(ids) else ids or table
+    labels = [[ids(value) for value in row.values()] for row in table] if callable(ids) else ids or table
 
     def of(test: Callable[..., None]) -> Any:
         @functools.wraps(test)

@@ -86,7 +86,7 @@ def test_what_its_layers_cannot_be_with_is_refused(axis: str, value: str) -> Non
 
 
 @pytest.mark.usefixtures("te")
-@for_each("mode", MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_its_layer_gets_our_weight_and_gives_gradients(mode: str) -> None:
     """The one parameter there is, float32; nothing random is drawn for it. Numbers are those of its recipe."""
     found = []
@@ -120,8 +120,8 @@ def test_scales_are_renewed_once_a_pass_and_read_out() -> None:
 
 
 @pytest.mark.usefixtures("te")
-@for_each("gated", [False, True])
-@for_each("whole", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
 def test_its_fused_layers_are_the_operations_one_after_the_other(
     whole: bool, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +163,7 @@ def test_its_block_is_ours_and_marks_no_phase(corpus: Corpus) -> None:
 
 
 @pytest.mark.usefixtures("te")
-@for_each("cut", ["linear", "block"])
+@pytest.mark.parametrize("cut", ["linear", "block"])
 def test_weights_are_cast_in_a_step_s_first_pass(cut: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a step and layer, anew after they have changed; with `recast`, and where no step is, in every pass."""
     called: list[bool | None] = []
@@ -230,7 +230,7 @@ def test_recipes_without_a_history_have_no_scales_to_tell() -> None:
 
 
 @pytest.mark.usefixtures("te")
-@for_each("mode", MODES)
+@pytest.mark.parametrize("mode", MODES)
 def test_it_is_tried_like_every_other(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right, and then with a product that leaves its input's last columns out."""
     case = Case("mlp", (), f"{mode}:backend=te", "cuda:0")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.model import CELL_PHASES, Case, Level, Request
@@ -17,7 +15,7 @@ from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.finite import FiniteState
 from fp8bench.workloads import optimizer
-from tests.counts import for_each
+from tests.counts import for_each, paired
 from tests.facts import CPU
 
 # Sizes that fill neither blocks nor the matrices that operands are rotated by.
@@ -58,15 +56,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer, "STEPS_OF_ERROR", 20)
 
 
-def pairs() -> Iterator[ParameterSet]:
-    """Every mode in every suite; unasked, options of precisions where all roles are cast, in few layers."""
-    for workload in SMALL:
-        for mode in MODES:
-            dear = ":" in mode and workload not in ("cast", "mlp")
-            yield pytest.param(workload, mode, marks=pytest.mark.slow if dear else ())
-
-
-@for_each(("workload", "mode"), [*pairs()])
+@pytest.mark.parametrize(("workload", "mode"), paired([*SMALL], MODES, *(("mlp", mode) for mode in MODES)))
 def test_a_mode_runs_and_its_error_is_that_of_few_bits(workload: str, mode: str, corpus: Corpus, bench: Bench) -> None:
     """Two steps, all of them in phases that the workload has, sound afterwards; errors above bf16's and below ruin."""
     case = case_of(workload, mode, corpus)

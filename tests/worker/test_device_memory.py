@@ -242,7 +242,7 @@ SUITES: Mapping[str, Mapping[str, str]] = {
 QUICK = [("gemm", "nvfp4"), ("mlp", "fp8"), ("optimizer", "fp8"), ("accumulate", "mxfp8")]
 FORMATS = ("fp8", "fp8-rowwise", "fp8-block", "fp8-delayed", "mxfp8", "mxfp4", "nvfp4")
 ALL = [
-    pytest.param(suite, mode, marks=() if (suite, mode) in QUICK else pytest.mark.slow)
+    pytest.param(suite, mode, marks=() if (suite, mode) in QUICK else pytest.mark.nightly)
     for suite in SUITES
     for mode in FORMATS
 ]

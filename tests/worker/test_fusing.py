@@ -19,7 +19,6 @@ from fp8bench.protocols import Role, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker import fusing
 from fp8bench.worker.bench import Bench
-from tests.counts import for_each
 from tests.facts import CPU
 
 GEMM = (("m", 16), ("n", 16), ("k", 16), ("product", "forward"), ("operands", "cast"))
@@ -82,7 +81,7 @@ def test_a_compiler_that_fails_leaves_everything_eager(bench: Bench, monkeypatch
     assert bench.quantisers() == (0, "compiling failed: RuntimeError: no compiler here")
 
 
-@for_each(("mode", "kernels"), [("mxfp8", 1), ("nvfp4", 2)])
+@pytest.mark.parametrize(("mode", "kernels"), [("mxfp8", 1), ("nvfp4", 2)])
 def test_native_casts_to_blocks_wait_to_be_compiled(mode: str, kernels: int, bench: Bench) -> None:
     """NVFP4's tensor scale by a kernel of its own."""
     made = BlockArithmetic(precisions.get(mode).recipe)  # type: ignore[attr-defined]
@@ -147,7 +146,7 @@ def test_a_run_without_a_compiler_is_whole_and_labelled(
     assert main(["show", "last", "--notes"]) == 0 and "eager-quantiser" in capsys.readouterr().out
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("variable", "words", "why"),
     [("", ("--quick",), "--quick compiles none"), ("eager", (), "FP8BENCH_QUANTISERS=eager compiles none")],
 )

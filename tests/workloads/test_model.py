@@ -14,7 +14,6 @@ from fp8bench.model import Case, Level, Scalar
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions, workloads
 from fp8bench.workloads.model import LIVE, MADE, Model
-from tests.counts import for_each
 from tests.facts import CPU, H200
 
 Make = Callable[[], Any]
@@ -71,7 +70,7 @@ def test_untouched_is_what_the_model_gives_bit_for_bit() -> None:
     assert all(torch.equal(found.gradients[name], one.grad) for name, one in model.named_parameters())
 
 
-@for_each("kind", ["bf16", "autocast"])
+@pytest.mark.parametrize("kind", ["bf16", "autocast"])
 def test_a_model_in_its_own_dtypes_stays_so(kind: str) -> None:
     """Whether it is in bf16 or casts by itself: the copy's outputs have its dtype, too."""
 
@@ -128,7 +127,7 @@ def test_a_forward_pass_has_no_gradients() -> None:
     assert list(Model().error(setup)) == ["output_error"]
 
 
-@for_each("name", ["adamw", "sgd", "none"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "none"])
 def test_an_optimizer_moves_the_weights_of_the_copy_alone(name: str) -> None:
     setup = setup_of(make, optimizer=name)
     state = Model().prepare(setup)
@@ -155,7 +154,7 @@ def test_maps_and_filters_leave_layers_as_they_came() -> None:
         Model().examine(setup_of(make, "fp8", (("lm_head", "bf16"),)))
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("given", "sentence"),
     [
         (lambda: (nn.Sequential(nn.ReLU(), nn.LayerNorm(8)), torch.randn(4, 8)), "can be converted"),
@@ -179,8 +178,8 @@ def lazy_layer() -> Any:
     return nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8)), torch.randn(4, 8)
 
 
-@for_each("way", ["training", "forward"])
-@for_each(
+@pytest.mark.parametrize("way", ["training", "forward"])
+@pytest.mark.parametrize(
     ("given", "sentence"),
     [
         (complex_layer, "Net: its parameter weight is complex64, and casts, optimizers and errors here are of real"),

@@ -18,7 +18,7 @@ from fp8bench.features.train.run import resume, train
 from fp8bench.features.train.values import ArmCost, KeptTraining, LayerReading, StepRow, TrainingEvent, Validation
 from fp8bench.features.train.view import facts_of
 from fp8bench.nn.sizes import SIZES
-from tests.counts import for_each
+from tests.counts import sampled
 from tests.features.train.lab import plants as planted
 from tests.features.train.lab.labs import TINY
 from tests.measure.ranks.test_worker import gone
@@ -87,7 +87,7 @@ def test_a_rank_that_is_killed_costs_no_bit_and_once_more_its_arm(whole: KeptTra
     assert gone()
 
 
-@for_each("parallel", [one for one in PARALLEL if one != "ddp"])
+@pytest.mark.parametrize("parallel", sampled(["fsdp"], [one for one in PARALLEL if one != "ddp"]))
 def test_a_rank_that_keeps_its_own_part_goes_on_to_the_same_bits(parallel: str, tmp_path: Path) -> None:
     killed = trained(tmp_path / "killed", planted.KILLED, parallel)  # which leaves a word that it died
     whole = trained(tmp_path / "whole", planted.KILLED, parallel)

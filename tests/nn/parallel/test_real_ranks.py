@@ -20,7 +20,7 @@ from fp8bench.nn.parallel.data_parallel import owners
 from fp8bench.nn.parallel.ways import ScaleTraffic, scale_traffic_of_cuts
 from fp8bench.nn.sizes import SIZES
 from fp8bench.protocols import SilentObserver
-from tests.counts import for_each
+from tests.counts import sampled
 
 RANKS = 4
 TEXT = "the text that ranks train on, of which every one reads all. " * 1200
@@ -67,7 +67,7 @@ def test_four_ranks_that_cut_products_train_what_one_does(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@for_each("size", [2, 4])
+@pytest.mark.parametrize("size", sampled([2], [2, 4]))
 def test_ranks_ask_for_scales_as_often_as_the_formula_says(tmp_path: Path, size: int) -> None:
     """What `amax=group` sends beside what `own` does, by layers and ranks; ZeRO's two messages of any model."""
     tokens = tmp_path / "tokens"

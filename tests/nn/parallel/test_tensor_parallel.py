@@ -18,7 +18,6 @@ from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Role, SilentPhases
 from fp8bench.registry import precisions
-from tests.counts import for_each
 from tests.facts import CPU
 from tests.nn.parallel.ranks import Place, ThreadedGroup, on_ranks
 
@@ -97,8 +96,8 @@ def apart(found: Updates, wanted: Updates) -> float:
     return (noise / sum(float(one.double().square().sum()) for one in wanted.values())) ** 0.5
 
 
-@for_each("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-@for_each("kind", [tensor_parallel.TensorCut, tensor_parallel.SequenceCut])
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("kind", [tensor_parallel.TensorCut, tensor_parallel.SequenceCut])
 def test_two_ranks_train_as_one(kind: type[tensor_parallel.TensorCut], config: GPTConfig) -> None:
     losses, wanted = trained_alone(config, "fp32")
     found = trained_by(kind, config, "fp32", 2)
@@ -112,7 +111,7 @@ def test_four_ranks_have_a_head_each() -> None:
     assert max(apart(updates, wanted) for _, updates in trained_by(tensor_parallel.SequenceCut, GPT2, "fp32", 4)) < 1e-5
 
 
-@for_each("mode", ["fp8", "fp8-delayed:history=2"])
+@pytest.mark.parametrize("mode", ["fp8", "fp8-delayed:history=2"])
 def test_scales_of_the_group_are_those_of_one_rank(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a rank's own share are others. A rank that gets another scale than its neighbours is seen."""
     _, wanted = trained_alone(GPT2, mode)
@@ -159,8 +158,8 @@ def test_operands_of_a_cut_layer_that_are_cut() -> None:
     assert found["attn.out"] == found["mlp.down"] == ["weight", "input"] and cuts(GPT2)["mlp.down"].dim == INPUTS
 
 
-@for_each("kind", [RecipeArithmetic, ScaledArithmetic])
-@for_each("mode", ["fp8", "fp8:scale=pow2", "fp8-delayed:history=2"])
+@pytest.mark.parametrize("kind", [RecipeArithmetic, ScaledArithmetic])
+@pytest.mark.parametrize("mode", ["fp8", "fp8:scale=pow2", "fp8-delayed:history=2"])
 def test_parts_are_cast_as_the_whole_tensor_is(kind: type[RecipeArithmetic], mode: str) -> None:
     """Bit by bit, cast after cast, by a magnitude that each rank is told; by its own they are not."""
     precision = precisions.get(mode)

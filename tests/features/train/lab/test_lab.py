@@ -20,7 +20,6 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.plan.corpus import Corpus
 from fp8bench.precisions.fp8 import Fp8
 from fp8bench.registry import precisions
-from tests.counts import for_each
 from tests.features.train.lab.labs import lab_of, rows, task_of
 
 
@@ -114,7 +113,7 @@ def test_it_goes_on_from_a_checkpoint_with_the_same_bits(
         assert rows(other.advance(name, 2)) == before
 
 
-@pytest.mark.parametrize("arch", ["cnn", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mlp", "moe"))])
+@pytest.mark.parametrize("arch", ["cnn", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("mlp", "moe"))])
 def test_so_does_every_architecture(corpus: Corpus, tmp_path: Path, arch: str) -> None:
     """Statistics that batch norm keeps are part of what is kept: evaluation goes by them."""
     task = task_of(corpus, "fp8", arch=arch, steps=3)
@@ -254,10 +253,10 @@ def saved_for_backward(trainer: Trainer) -> int:
     return sum(one.untyped_storage().nbytes() for one in kept.values())
 
 
-MORE = (pytest.param(one, marks=pytest.mark.slow) for one in ("fp32", "bf16"))
+MORE = (pytest.param(one, marks=pytest.mark.nightly) for one in ("fp32", "bf16"))
 
 
-@for_each("arm", ["fp8", *MORE])
+@pytest.mark.parametrize("arm", ["fp8", *MORE])
 def test_what_lies_at_the_highest_point_is_what_autograd_keeps(arm: str, corpus: Corpus) -> None:
     """And weights, moments and gradients of so many bytes a parameter; all parts sum to the peak."""
     memory = cost_of(corpus, arm, **LARGE).memory

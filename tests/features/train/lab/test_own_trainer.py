@@ -24,7 +24,6 @@ from fp8bench.features.train.values import Arm, ArmRole, LayerReading, SeedTask,
 from fp8bench.model.raw import Settings
 from fp8bench.nn.own_model import given_of
 from fp8bench.workloads.model import LIVE, MADE
-from tests.counts import for_each
 from tests.facts import CPU
 from tests.features.train.lab.labs import rows
 
@@ -124,7 +123,7 @@ def test_an_untouched_arm_is_the_loop_written_by_hand() -> None:
     assert [row.rate for row in lines] == pytest.approx([0.1] * 4 + [0.05] * 4 + [0.025] * 4)
 
 
-@for_each("name", MAKERS)
+@pytest.mark.parametrize("name", MAKERS)
 def test_arms_read_the_same_batches_and_differ_by_their_arithmetic(name: str) -> None:
     """The first loss of fp32 is that of the model as it came; fp8's is another; the same task again gives the same."""
     task = task_of(name, "untouched", "fp32", "fp8")
@@ -139,8 +138,8 @@ def test_arms_read_the_same_batches_and_differ_by_their_arithmetic(name: str) ->
     assert {row.tokens for row in found["fp8"]} == {16}
 
 
-@for_each("name", ["sgd", "loader"])
-@for_each("mode", ["fp8-delayed", "untouched"])
+@pytest.mark.parametrize("name", ["sgd", "loader"])
+@pytest.mark.parametrize("mode", ["fp8-delayed", "untouched"])
 def test_a_checkpoint_goes_on_to_the_same_bits(name: str, mode: str, tmp_path: Path) -> None:
     """Moments, schedules, running means, delayed scales and the place in the batches, in the middle of an epoch."""
     task = task_of(name, mode)
@@ -278,7 +277,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 }  # fmt: skip
 
 
-@for_each("name", WRONG)
+@pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_trained_is_refused(name: str) -> None:
     make, words = WRONG[name]
     LIVE[name] = make
