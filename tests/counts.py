@@ -58,6 +58,8 @@ def for_each(names: str | Sequence[str], rows: Iterable[Any], ids: Any = None) -
                     skipped.append(skip)
                 except (Exception, pytest.fail.Exception) as failure:  # noqa: BLE001  # raised when all rows ran
                     failure.add_note(f"in the row {label!r}")
+                    if str(failure).startswith("Timeout "):  # pytest-timeout's, which limits no row that comes after it
+                        raise
                     failed.append(failure)
             if len(failed) > 1:
                 raise BaseExceptionGroup(f"{len(failed)} of {len(table)} rows", failed)
