@@ -23,7 +23,6 @@ from fp8bench.model import UNATTRIBUTED, Status
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import Say, git, unfolded
-from tests.counts import for_each
 from tests.own_suites import adding_up, forgotten
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -168,7 +167,7 @@ def test_it_runs_from_python_and_beside_other_suites(folder: Path) -> None:
 SUITE = adding_up("counting", 1000)
 
 
-@for_each("way", [["./mine.py"], ["counting", "--import", "mine"]], ids=["file", "module"])
+@pytest.mark.parametrize("way", [["./mine.py"], ["counting", "--import", "mine"]], ids=["file", "module"])
 def test_what_a_file_prints_is_no_output(way: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """stdout is JSON and nothing else."""
     (folder / "mine.py").write_text(f'print("a word of the file\'s own")\n{SUITE}')
@@ -201,7 +200,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@for_each("name", WRONG)
+@pytest.mark.parametrize("name", WRONG)
 def test_a_file_that_is_wrong_is_one_line_and_code_2(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,7 +215,7 @@ def test_a_file_that_is_wrong_is_one_line_and_code_2(
     assert not shown.out and not list(run_files(folder / ".fp8bench"))
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["./absent.py"], "no such file"),

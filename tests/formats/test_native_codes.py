@@ -214,7 +214,7 @@ def test_both_ways_are_each_by_itself() -> None:
         assert same_blocks(both_ways(x), one_way_each(x)), (x.shape, x.stride())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("fresh")
 def test_compiled_both_ways_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel for both, whose sizes are free in each."""

@@ -15,7 +15,6 @@ from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.holders import check_map, held_in
 from fp8bench.protocols import Arithmetic, Layer, Phases, key_of
 from fp8bench.registry import precisions
-from tests.counts import for_each
 from tests.facts import CPU
 from tests.nn.converted_models import FP32, Experts, converted, everything_in, outcome
 from tests.tapes import tape_in_phases
@@ -89,7 +88,7 @@ def test_all_is_as_it_was(model: Model) -> None:
     assert {**before, "tensors": 0} == {**after, "tensors": 0}
 
 
-@for_each("error", [KeyboardInterrupt, RuntimeError, SystemExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
 def test_all_is_as_it_was_after_an_error(model: Model, error: type[BaseException]) -> None:
     before = everything_in(model)
 
@@ -188,7 +187,7 @@ def test_layers_are_chosen_by_name_and_kind(model: Model) -> None:
     assert [(one.name, one.rule) for one in conversion.held if one.reason] == [("picture", "skipped"), ("out", "kept")]
 
 
-@for_each("key", ["first", "again"])
+@pytest.mark.parametrize("key", ["first", "again"])
 def test_a_map_may_name_a_layer_by_either_path(model: Model, key: str) -> None:
     mapped = {key: precisions.get("bf16").arithmetic(CPU), "head": FP32}
 

@@ -40,7 +40,7 @@ def test_a_users_file_and_module_are_imported_once(folder: Path) -> None:
         del sys.counted  # type: ignore[attr-defined]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("content", "kind"),
     [
         ("raise OSError('no luck')", "OSError"), ("def broken(:", "SyntaxError"),
@@ -48,7 +48,7 @@ def test_a_users_file_and_module_are_imported_once(folder: Path) -> None:
         ("raise GeneratorExit", "GeneratorExit"), ("import asyncio\nraise asyncio.CancelledError", "CancelledError"),
     ],
 )  # fmt: skip
-@for_each("by_path", [True, False])
+@pytest.mark.parametrize("by_path", [True, False])
 def test_a_module_that_fails_is_refused_with_its_reason(folder: Path, content: str, kind: str, by_path: bool) -> None:
     """Also for kinds that `except Exception` lets through. A second try fails alike: nothing half imported is left."""
     path = folder / "fails_to_import.py"

@@ -112,7 +112,7 @@ def seen(case: Case) -> int:
 
 
 @linux
-@for_each(
+@pytest.mark.parametrize(
     ("name", "axes"),
     [("mlp", {"width": "64", "hidden": "128", "gated": "yes"}), ("norm_act", {"width": "64", "operation": "gelu"})],
 )

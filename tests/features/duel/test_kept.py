@@ -63,7 +63,7 @@ def test_a_duel_in_older_words_is_read(path: Path) -> None:
     assert DuelKind().load(path) == whole
 
 
-@for_each("cut", range(2, 2000, 97))
+@pytest.mark.parametrize("cut", range(2, 2000, 97))
 def test_a_torn_file_loses_its_end_alone(path: Path, cut: int) -> None:
     """A kill at any moment: what stands before is read, and it is not finished."""
     raw = path.read_bytes()
@@ -74,7 +74,7 @@ def test_a_torn_file_loses_its_end_alone(path: Path, cut: int) -> None:
     assert all(one.sessions for one in found.results)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("line", "trouble"),
     [
         ("{", "is broken"),

@@ -221,7 +221,7 @@ def shown(store: Path, name: str) -> None:
     assert done.returncode == 2 and "The store has no runs yet" in unfolded(done.stderr)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_three_sessions_tell_a_slower_revision_with_an_interval(project: Path, pythons: Sequence[str]) -> None:
     """Of the same Python: exit code 1, an interval that has the truth in it, and a chance below 1%."""
     code, out, err = duelled(

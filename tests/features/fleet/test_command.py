@@ -12,7 +12,6 @@ import pytest
 
 from suites import fleet
 from tests.commands import Say
-from tests.counts import for_each
 from tests.older import changed_document
 
 GEMM = "gemm --quick --no-energy --rounds 2 --dtypes fp32 --no-isolation --set shape=16,32,48"
@@ -42,7 +41,7 @@ def test_from_plan_to_status(plan: Path, fp8bench: Say) -> None:
     assert rows[2]["run"] == states[2]["run"] and rows[2]["setting"] == states[2]["cell"]["setting"]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--plan", "PLAN"), "--plan and --cell go together"),
@@ -84,7 +83,7 @@ def test_a_worker_says_what_came_of_it(plan: Path, fp8bench: Say, tmp_path: Path
     assert code == 3 and "cell 0 failed: unknown suite 'nosuch'" in told and "1 failed, 2 waiting" in told
 
 
-@for_each("words", [("work",), ("work", "--workers", "2"), ("submit", "--on", "local")])
+@pytest.mark.parametrize("words", [("work",), ("work", "--workers", "2"), ("submit", "--on", "local")])
 def test_a_store_that_cannot_be_written(plan: Path, fp8bench: Say, tmp_path: Path, words: tuple[str, ...]) -> None:
     """Is refused before anybody begins; root may write everywhere but below a file."""
     (tmp_path / "file").write_text("")

@@ -96,7 +96,7 @@ def test_ranks_ask_for_scales_as_often_as_the_formula_says(tmp_path: Path, size:
         assert asked("zero", "fp8", wire="fp8") == (2, 12 * pieces * (size - 1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pairs_share_scales_and_not_those_of_other_pairs(tmp_path: Path) -> None:
     """Beside FSDP, which cuts what a pair has: a wrong scale of a pair is seen."""
     tokens, planted = tmp_path / "tokens", str(Path(__file__).with_name("planted_ways.py"))
@@ -112,7 +112,7 @@ def test_pairs_share_scales_and_not_those_of_other_pairs(tmp_path: Path) -> None
             worker.within(60).error(wrong, facts)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_four_stages_train_what_one_rank_does(tmp_path: Path) -> None:
     """And send what formulas say. What a schedule cannot do with four stages is skipped, with the number."""
     records, skipped = trained("micro", PIPELINES, tmp_path)

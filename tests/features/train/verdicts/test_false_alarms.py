@@ -55,7 +55,7 @@ def test_noise_far_beyond_the_margin_is_called_no_more_often_than_the_interval_s
     assert false_alarms(noises()[name], MANY, FAR) <= 0.013
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_looking_again_after_more_seeds_is_a_second_chance_to_be_wrong() -> None:
     """At most twice one in a hundred."""
     assert all(after_advice(noise, MANY // 2, 0.01) <= 0.02 for noise in noises().values())
@@ -68,7 +68,7 @@ def test_seeds_for_twice_the_margin() -> None:
     assert asked[0] == 5 and all(one is not None for one in asked) and asked == sorted(asked, key=lambda one: one or 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_intervals_of_a_mean_hold_the_truth() -> None:
     """Student's over five seeds as often as they say or more; a bootstrap of five does not, and is not used."""
     for noise in noises().values():
