@@ -38,8 +38,8 @@ def paired(first: Sequence[Any], second: Sequence[Any], *always: tuple[Any, Any]
 def for_each(names: str | Sequence[str], rows: Iterable[Any], ids: Any = None) -> Callable[[Callable[..., None]], Any]:
     """As parametrize, in one test: for tables of values, whose rows leave fixtures as they are.
 
-    A row has a `tmp_path`, `monkeypatch` and `store` of its own. All rows run. What fails is raised with a note that names its
-    row; where one is skipped, the test is, at its end.
+    A row has a `tmp_path`, `monkeypatch` and `store` of its own. All rows run. What fails is raised with a note that
+    names its row; where one is skipped, the test is, at its end.
     """
     words = [word.strip() for word in names.split(",")] if isinstance(names, str) else list(names)
     table = [_row(words, row) for row in rows]
