@@ -44,7 +44,7 @@ from fp8bench.worker.bench import Bench
 from fp8bench.worker.products import formats_of
 from fp8bench.workloads import optimizer
 from fp8bench.workloads.learning import Learning
-from tests.counts import for_each, sampled
+from tests.counts import for_each, paired, sampled
 from tests.facts import CPU, H200
 
 # Values that keep the known ones small; a workload that is not here runs with its CPU defaults.
@@ -198,8 +198,9 @@ def test_support_is_never_better_than_the_precision(name: str, facts: DeviceFact
             assert support.reason and "\n" not in support.reason
 
 
-@for_each("precision", ["fp32", "bf16", "fp8", "nvfp4"])
-@for_each("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "precision"), paired(NAMES, ["fp32", "bf16", "nvfp4", "fp8"], *((name, "fp8") for name in NAMES))
+)
 def test_steps_run_and_close_their_phases(name: str, precision: str, corpus: Corpus, bench: Bench) -> None:
     """With the same marks in every step, which ends outside all phases (the clock would refuse it else).
 
@@ -225,8 +226,9 @@ GIVE_NOTHING_THAT_STAYS = frozenset(
 )
 
 
-@for_each("precision", ["bf16", "fp8", "fp8-delayed"])
-@for_each("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "precision"), paired(NAMES, ["bf16", "fp8", "fp8-delayed"], *((name, "fp8-delayed") for name in NAMES))
+)
 def test_steps_are_seen_to_do_something_or_there_is_a_reason(
     name: str, precision: str, corpus: Corpus, bench: Bench
 ) -> None:
