@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, chdir, contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -38,8 +37,8 @@ def paired(first: Sequence[Any], second: Sequence[Any], *always: tuple[Any, Any]
 def for_each(names: str | Sequence[str], rows: Iterable[Any], ids: Any = None) -> Callable[[Callable[..., None]], Any]:
     """As parametrize, in one test: for tables of values, whose rows leave fixtures as they are.
 
-    A row has a `tmp_path`, `monkeypatch` and `store` of its own. All rows run. What fails is raised with a note that
-    names its row; where one is skipped, the test is, at its end.
+    A row has a `tmp_path` and a `monkeypatch` of its own. All rows run. What fails is raised with a note that names its
+    row; where one is skipped, the test is, at its end.
     """
     words = [word.strip() for word in names.split(",")] if isinstance(names, str) else list(names)
     table = [_row(words, row) for row in rows]
@@ -84,10 +83,6 @@ def _own(made: dict[str, Any], place: int) -> Iterator[dict[str, Any]]:
         own["tmp_path"] = made["tmp_path"] / f"row-{place}"
         own["tmp_path"].mkdir()
     with ExitStack() as stack:
-        if "store" in made:  # that of the working directory
-            here = Path.cwd() / f"row-{place}"
-            here.mkdir()
-            stack.enter_context(chdir(here))
         if "monkeypatch" in made:
             own["monkeypatch"] = stack.enter_context(made["monkeypatch"].context())
         yield own

@@ -263,7 +263,7 @@ def test_the_same_sentence_refuses_a_word(refused: Callable[..., str], capsys: p
         assert typed and typed in refused(f"{option}: '{value}'", "gemm")
 
 
-@for_each("path", ["nowhere.yaml", ".", "x" * 400, "/dev/zero", "file/below"])
+@pytest.mark.parametrize("path", ["nowhere.yaml", ".", "x" * 400, "/dev/zero", "file/below"])
 def test_a_file_that_cannot_be_read(path: str, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Missing, a folder, too long a name, without end, below a file."""
     Path("file").write_text("seed: 1")
@@ -387,7 +387,7 @@ def test_the_files_values_are_defaults(store: Path) -> None:
     assert first.axes == [("shape", ("1",)), ("tokens", ("2",))] and first.imports == ["json", "csv"]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("number", "words"),
     [
         (0, ("m=256", "m=1 ", "operands=ready", "fp32 (reference)", "bf16", "fp8", "groups: 2")),

@@ -19,7 +19,6 @@ from fp8bench.protocols import SilentObserver
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import Say, unfolded, unfolding
-from tests.counts import for_each
 
 GEMM = ("suite", "gemm", "--set", "shape=16", "--dtypes", "fp32,fp8", "--rounds", "1", "--no-isolation", "--no-report")
 
@@ -47,7 +46,7 @@ REFUSED = {
 }
 
 
-@for_each("case", sorted(REFUSED))
+@pytest.mark.parametrize("case", sorted(REFUSED))
 def test_what_cannot_be_is_refused_before_anything_is_measured(
     case: str, store: Path, monkeypatch: pytest.MonkeyPatch, fp8bench: Say
 ) -> None:
@@ -163,7 +162,7 @@ def test_what_is_sent_has_the_run_and_its_report(
     assert "wandb: sent to project mine" in capsys.readouterr().err
 
 
-@for_each("interrupted", ["jobs.after_run.send_to_wandb", "pipeline._group"])
+@pytest.mark.parametrize("interrupted", ["jobs.after_run.send_to_wandb", "pipeline._group"])
 def test_an_interrupt_leaves_what_there_is(
     interrupted: str, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -408,7 +408,7 @@ def test_bad_input_is_one_sentence_and_code_2(
     assert err.startswith("fp8bench: ") and err.count("\n") == 1 and err.endswith(".\n")
 
 
-@for_each("columns", ["40", "80", "160"])
+@pytest.mark.parametrize("columns", ["40", "80", "160"])
 def test_sentences_on_stderr_end_where_the_terminal_does(
     columns: str, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -478,7 +478,7 @@ def test_a_dry_run_prints_the_plan_and_writes_no_run(
     assert (code, err) == (0, "") and "64" in out and "gpt2/qkv" in out and not list(run_files(store))
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("words", "told"),
     [
         ([], ["time: about 10 s to 20 s, more where a step takes seconds"]),
@@ -567,7 +567,7 @@ def test_a_command_to_copy_is_not_folded(capsys: pytest.CaptureFixture[str], mon
     ]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("outcome", "code", "sentence"),
     [
         (KeyboardInterrupt(), 130, "fp8bench: interrupted\n"),

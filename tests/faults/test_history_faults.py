@@ -25,7 +25,6 @@ from fp8bench.store.asv.files import load_results
 from fp8bench.store.asv.view import results_of, update_view
 from fp8bench.store.commit_runs import runs_of_commit
 from fp8bench.store.series import METHOD
-from tests.counts import for_each
 from tests.kept import COMMIT, ROUNDS, TITLE, facts, grid_run, keep, results_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -225,8 +224,8 @@ BROKEN = {
 }
 
 
-@for_each("kind", ["results", "benchmarks.json", "machine.json"])
-@for_each("name", BROKEN)
+@pytest.mark.parametrize("kind", ["results", "benchmarks.json", "machine.json"])
+@pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_set_aside_and_made_anew(store: Path, kind: str, name: str) -> None:
     """Nothing of it is lost, and the sentence says where it is."""
     path = file_of(store, kind)
@@ -241,8 +240,8 @@ def test_a_broken_file_is_set_aside_and_made_anew(store: Path, kind: str, name: 
     assert again(store) == DONE
 
 
-@for_each("kind", ["results", "benchmarks.json", "machine.json"])
-@for_each(("version", "advice"), [(99, "Upgrade fp8bench."), (0, "Run 'asv update' first.")])
+@pytest.mark.parametrize("kind", ["results", "benchmarks.json", "machine.json"])
+@pytest.mark.parametrize(("version", "advice"), [(99, "Upgrade fp8bench."), (0, "Run 'asv update' first.")])
 def test_a_file_of_another_version_is_left_alone(store: Path, kind: str, version: int, advice: str) -> None:
     """It may be sound, and whoever wrote it knows more."""
     path = file_of(store, kind)
@@ -329,7 +328,7 @@ def test_a_run_file_under_a_name_of_ones_own_counts(store: Path) -> None:
     assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
 
 
-@for_each("text", ["", "{", "\x00" * 100, '{"schema": 99}\n', '{"record": 3}\n'])
+@pytest.mark.parametrize("text", ["", "{", "\x00" * 100, '{"schema": 99}\n', '{"record": 3}\n'])
 def test_a_run_file_that_cannot_be_read_costs_the_others_nothing(store: Path, text: str) -> None:
     """It is left out."""
     (store / "runs" / "box" / "20260101T000000Z-0a1b2c3d-00000000.jsonl").write_text(text)
@@ -454,7 +453,7 @@ NOT_FILED: list[tuple[Run, str]] = [
 ]
 
 
-@for_each("number", range(len(NOT_FILED)), ids=lambda number: NOT_FILED[number][1])
+@pytest.mark.parametrize("number", range(len(NOT_FILED)), ids=lambda number: NOT_FILED[number][1])
 def test_numbers_that_are_no_commits_are_a_sentence(store: Path, number: int) -> None:
     """What asv would measure otherwise, too, and what is in no series; the run is kept all the same."""
     run, why = NOT_FILED[number]

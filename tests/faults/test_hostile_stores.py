@@ -13,7 +13,6 @@ from fp8bench.store.compacted.manifest import load_manifest, save_manifest
 from fp8bench.store.runs.listing import LARGEST_RUN, dated_later, find_run, run_files
 from fp8bench.store.runs.run_file import start_run
 from tests.commands import Say
-from tests.counts import for_each
 from tests.histories import keep, run_at
 from tests.store.compacted.test_compacted import compacted
 
@@ -43,7 +42,7 @@ def test_a_file_that_no_memory_holds_is_no_run(store: Path, fp8bench: Say) -> No
     assert code == 3 and "aaaaaaaa.jsonl is no run file" in err and len(list(run_files(store.parent / "all"))) == 3
 
 
-@for_each("link", ["file", "folder"])
+@pytest.mark.parametrize("link", ["file", "folder"])
 def test_nothing_is_restored_through_a_link(store: Path, link: str) -> None:
     """Else a store of somebody's could write its words wherever a link of it leads."""
     compacted(store)

@@ -16,7 +16,6 @@ from fp8bench.jobs.profile import function_named
 from fp8bench.model import Case, Label
 from fp8bench.protocols import SilentObserver
 from fp8bench.workloads.model import LIVE, MADE
-from tests.counts import for_each
 
 HOW: dict[str, Any] = {"dtypes": ["mxfp4"], "rounds": 1, "energy": False}
 
@@ -116,7 +115,7 @@ def test_one_that_can_be_sent_goes_to_a_process_of_its_own(store: Path, short_sl
     assert not any(Label.IN_PROCESS in one.labels for one in fp8bench.findings(run).values())
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         ((nn.Linear(2, 2),), "a model with a batch"),

@@ -18,7 +18,6 @@ from fp8bench.jobs.report_files import Pages, folder_of, past_of, write_report
 from fp8bench.model import Environment, Request, Run
 from fp8bench.report.page.section import PastSeries
 from fp8bench.store.runs.run_file import load_run, start_run
-from tests.counts import for_each
 from tests.energies import use
 from tests.histories import commit, history, keep, records, run_at
 from tests.runs import EMULATED, measured, transformer
@@ -72,7 +71,7 @@ def test_a_run_shown_again_says_where_its_report_is(store: Path, capsys: pytest.
         write_report([run], store)
 
 
-@for_each("there", [True, False])
+@pytest.mark.parametrize("there", [True, False])
 def test_a_page_is_shown_in_the_browser(
     there: bool, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,7 +113,7 @@ def test_the_command_prints_where_the_page_is(store: Path, capsys: pytest.Captur
     assert both.parent.name == f"{first.id}+{second.id}" and Path("both.md").is_file()
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["report"], "the following arguments are required: RUN"),

@@ -148,7 +148,7 @@ def test_a_run_without_a_header(store: Path) -> None:
 STRAY = "box/20260101T000000Z-00000009-ffffffff.jsonl"
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("content", "words"),
     [
         ("", ["it is empty", "from a copy, or move it away"]),
@@ -163,7 +163,7 @@ def test_files_that_are_no_runs(store: Path, content: str, words: list[str]) -> 
     only(store, path, True, *words)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("name", "words"),
     [
         ("box/x.partial", "left"),
@@ -265,7 +265,7 @@ VIEW: dict[str, tuple[Spoil, bool, list[str]]] = {
 }  # fmt: skip
 
 
-@for_each("what", VIEW)
+@pytest.mark.parametrize("what", VIEW)
 def test_faults_of_results(store: Path, what: str) -> None:
     """What asv would not show, and what it would show wrong."""
     spoil, broken, words = VIEW[what]

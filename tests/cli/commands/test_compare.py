@@ -11,7 +11,6 @@ import pytest
 from fp8bench.errors import RunNotFound
 from fp8bench.store.commit_runs import runs_meant
 from tests.commands import Say, git, unfolding
-from tests.counts import for_each
 from tests.histories import commit, history, keep, records, run_at, tree
 
 
@@ -78,7 +77,7 @@ OTHERS: dict[str, tuple[dict[str, object], str, str]] = {
 }
 
 
-@for_each(("facts", "here", "there"), OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize(("facts", "here", "there"), OTHERS.values(), ids=OTHERS)
 def test_machines_are_not_mixed(store: Path, say: Say, facts: dict[str, object], here: str, there: str) -> None:
     """Of a commit that two machines measured, the runs of one count: the newest run's that both sides have."""
     history(store, 1.0, 1.2)
@@ -138,7 +137,7 @@ REFUSED = {
 }
 
 
-@for_each(("words", "expected"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("words", "expected"), REFUSED.values(), ids=REFUSED)
 def test_refused(store: Path, say: Say, words: list[str], expected: str) -> None:
     """One sentence on stderr, and exit code 2."""
     history(store, 1.0, 1.5)

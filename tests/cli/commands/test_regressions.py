@@ -10,7 +10,6 @@ import pytest
 from fp8bench.model import Request, Status
 from fp8bench.store.acks import acks_of
 from tests.commands import Say, unfolding
-from tests.counts import for_each
 from tests.histories import commit, history, keep, records, run_at, tree
 
 SERIES = "gemm.Gemm.track_time(bf16, 512)"
@@ -122,7 +121,7 @@ def test_which_of_several_changes(store: Path, say: Say) -> None:
     assert code == 2 and "acknowledged already" in err
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["ack", "track_tiem(bf16"], "Did you mean"),
@@ -183,7 +182,7 @@ def test_two_machines_are_told_apart(store: Path, say: Say) -> None:
     assert out.count(SERIES) == 2
 
 
-@for_each("words", [["regressions"], ["list"], ["list", "--runs"], ["show", SERIES]])
+@pytest.mark.parametrize("words", [["regressions"], ["list"], ["list", "--runs"], ["show", SERIES]])
 def test_as_markdown(words: list[str], store: Path, say: Say) -> None:
     """A file beside what is printed: the same page, as tables. Where it cannot be is said before anything is read."""
     history(store, *times((12, 1.0), (4, 1.1)))

@@ -14,7 +14,6 @@ from fp8bench.features.sensitivity.job import kept
 from fp8bench.model import Environment, Level
 from tests.advised import BF16, FP8, group, run
 from tests.commands import Say
-from tests.counts import for_each
 from tests.features.advise.test_rules import study
 from tests.kept import keep
 
@@ -46,7 +45,7 @@ def test_json_has_every_answer_and_ground(store: Path, fp8bench: Say) -> None:
     assert {"row", "figure"} == set(one["grounds"][0]) and len(found["answers"]) > 10
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("words", "error"),
     [
         ([], "no run was named"),

@@ -90,7 +90,7 @@ def test_below_ten_percent_a_stored_number_is_a_suspect_only(store: Path, say: S
     assert build_parser().parse_args(command.split()[1:]).against == "COMMIT"
 
 
-@for_each(("times", "code"), [(1.0, 4), (1.5, 1)])
+@pytest.mark.parametrize(("times", "code"), [(1.0, 4), (1.5, 1)])
 def test_what_it_could_have_seen_is_told_and_may_be_required(store: Path, say: Say, times: float, code: int) -> None:
     """One run against one cannot see 5%: code 4 if that is asked for, after a regression; every file says how much."""
     history(store, 1.0, times)
@@ -136,7 +136,9 @@ def test_thresholds_from_a_file(store: Path, say: Say) -> None:
     assert code == 0 and "half.yaml:4: 'mlp' 'time' fits no figure" in err
 
 
-@for_each(("facts", "duels"), [({}, True), ({"torch": "9.9.9"}, False), ({"commit": "f" * 40}, False)], ids=str)
+@pytest.mark.parametrize(
+    ("facts", "duels"), [({}, True), ({"torch": "9.9.9"}, False), ({"commit": "f" * 40}, False)], ids=str
+)
 def test_a_duel_where_it_asks_the_same_question(
     store: Path, say: Say, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Scalar], duels: bool
 ) -> None:
@@ -221,7 +223,7 @@ EMPTY: dict[str, tuple[Callable[[Path], object], int, str]] = {
 }  # fmt: skip
 
 
-@for_each(("make", "code", "expected"), EMPTY.values(), ids=EMPTY)
+@pytest.mark.parametrize(("make", "code", "expected"), EMPTY.values(), ids=EMPTY)
 def test_never_green_for_nothing(
     store: Path, say: Say, make: Callable[[Path], object], code: int, expected: str
 ) -> None:
@@ -247,7 +249,7 @@ REFUSED = {
 }
 
 
-@for_each(("words", "expected"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("words", "expected"), REFUSED.values(), ids=REFUSED)
 def test_refused(store: Path, say: Say, words: list[str], expected: str) -> None:
     """One sentence on stderr, and exit code 2."""
     history(store, 1.0, 1.5)

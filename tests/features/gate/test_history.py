@@ -14,7 +14,6 @@ from fp8bench.features.gate import history as source
 from fp8bench.features.gate.judging import GateOutcome, SecondLook, first_look, key_of, second_look
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Record, Run, Status
 from tests.commands import Say, git
-from tests.counts import for_each
 from tests.histories import history, keep, records, run_at
 
 FLAT = [1.0, 1.003, 0.998, 1.001, 0.997, 1.002, 1.0, 0.999, 1.004, 0.998, 1.001, 1.0, 0.999, 1.002]
@@ -66,7 +65,7 @@ def test_a_step_that_cannot_be_measured_again_here(store: Path, fp8bench: Say) -
     assert code == 1 and "not measured again" in out and "suspected" in err
 
 
-@for_each(("times", "outcome"), [(1.45, GateOutcome.REGRESSION), (1.02, GateOutcome.CLEARED)])
+@pytest.mark.parametrize(("times", "outcome"), [(1.45, GateOutcome.REGRESSION), (1.02, GateOutcome.CLEARED)])
 def test_a_second_look_must_lie_near_the_new_level(
     store: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: GateOutcome
 ) -> None:
@@ -125,7 +124,7 @@ NOISY = [1.0, 1.12, 0.9, 1.08, 0.93, 1.1, 0.95, 1.06, 0.89, 1.07, 1.0, 0.92, 1.1
 REQUIRED = ("gate", "--history", "--require-power", "80%")
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("milliseconds", "code", "words"),
     [
         (FLAT, 0, ""),

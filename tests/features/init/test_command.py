@@ -14,7 +14,6 @@ from fp8bench.measure.handle import LocalWorker
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import Say, unfolding
-from tests.counts import for_each
 from tests.own_suites import forgotten
 from tests.workflows import commands, faults, load
 
@@ -71,7 +70,7 @@ def test_what_the_workflow_installs(store: Path, fp8bench: Say) -> None:
     assert step["env"] == {"FP8BENCH": what}
 
 
-@for_each("there", FILES)
+@pytest.mark.parametrize("there", FILES)
 def test_it_writes_over_nothing(there: str, store: Path, fp8bench: Say) -> None:
     """A file, a link to nowhere: none of the three is written."""
     file = Path("project") / there

@@ -361,7 +361,7 @@ WRONG_FILES = {
 }
 
 
-@for_each("text", WRONG_FILES)
+@pytest.mark.parametrize("text", WRONG_FILES)
 def test_what_a_file_cannot_say_of_a_training(text: str, store: Path, fp8bench: Say) -> None:
     Path("my.yaml").write_text(text)
     code, out, err = unfolding(fp8bench)("train", "--config", "my.yaml", "--dry-run")

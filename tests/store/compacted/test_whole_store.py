@@ -32,7 +32,6 @@ from fp8bench.store.compacted.manifest import archive_of, load_manifest, points_
 from fp8bench.store.fleet_plans import keep_plan, write_plan
 from fp8bench.store.runs.listing import find_run
 from tests.commands import Say, unfolded
-from tests.counts import for_each
 from tests.duels import SESSION, header, result
 from tests.facts import CPU
 from tests.features.train.test_kind import LINES
@@ -183,7 +182,7 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(content[:half] if how == "cut" else content[:half] + b"\0?" + content[half + 2 :])
 
 
-@for_each("how", ["cut", "changed", "gone"])
+@pytest.mark.parametrize("how", ["cut", "changed", "gone"])
 def test_a_damaged_archive_is_named_and_never_serves(store: Path, how: str, fp8bench: Say) -> None:
     """The others' files are written; with the runs it is made again."""
     before = files(store)
@@ -286,7 +285,7 @@ def test_a_file_that_changes_while_it_is_read(store: Path, monkeypatch: pytest.M
     assert not compacted(store).archived.written
 
 
-@for_each("ends_at", range(4))
+@pytest.mark.parametrize("ends_at", range(4))
 def test_restoring_that_was_cut_off(store: Path, ends_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each file that it writes: the next one does the rest, and until then it is said what lacks."""
     before, writes = files(store), count()

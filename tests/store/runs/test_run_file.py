@@ -334,7 +334,7 @@ def test_files_come_newest_first_over_all_machines(store: Path) -> None:
     assert [path.stem[-8:] for path in run_files(store)] == ["cccc3333", "bbbb4444", "aaaa2222", "aaaa1111"]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("word", "found"),
     [
         ("aaaa1111", "aaaa1111"), ("b", "bbbb4444"), ("aaaa2", "aaaa2222"), ("last", "cccc3333"),
@@ -356,7 +356,7 @@ def test_a_run_is_found_by_path_whatever_the_store(store: Path, tmp_path: Path) 
 NEWEST = r"no run .*The newest is 20260104T000000Z-01234567-cccc3333\. Give an id"
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("word", "words"),
     [
         ("a", r"fits 2 runs .*aaaa1111.*Give more of the name"),
