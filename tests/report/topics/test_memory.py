@@ -239,10 +239,6 @@ def test_groups_are_counted() -> None:
     assert "nvfp4 takes 1.000x of fp32's memory: nothing is saved." in bars.description
 
 
-def test_the_lead_is_what_the_measurement_says_of_itself() -> None:
-    assert part("memory", transformer()).lead.startswith("Memory at the highest point of a step;")
-
-
 def test_a_peak_that_is_no_number_has_no_share() -> None:
     marks = [mark for bars in of_kind(part("memory", strange()), Bars) for _, group in bars.groups for mark in group]
     assert {mark.hint for mark in marks if mark.value == float("inf")} == {"inf TiB"}
