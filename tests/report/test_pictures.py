@@ -23,7 +23,7 @@ from fp8bench.jobs.report_files import Pages, _written
 from fp8bench.report.elements import PICTURE_FORMATS, Bars, ChartAxis, Mark, Page, Part, Tone
 from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.page.drawing.pictures import looks, picture
-from tests.counts import for_each
+from tests.counts import for_each, paired
 from tests.report.test_drawing import CHARTS, KINDS, bars, parsed, texts_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,8 +36,7 @@ def texts_in(svg: bytes) -> list[str]:
     return [one.text or "" for one in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
-@KINDS
-@for_each("form", PICTURE_FORMATS)
+@pytest.mark.parametrize(("kind", "form"), paired([*CHARTS], [*PICTURE_FORMATS]))
 def test_each_chart_in_each_format_is_the_same_bytes_again(kind: str, form: str) -> None:
     first = picture(CHARTS[kind], "page", form)
     assert first.startswith(STARTS[form]) and picture(CHARTS[kind], "page", form) == first
