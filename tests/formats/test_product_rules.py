@@ -134,8 +134,8 @@ RUN_BY_TORCH = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("scheme", [Scheme.MXFP8, Scheme.NVFP4, Scheme.MXFP4], ids=lambda one: one.name)
-@pytest.mark.parametrize(("m", "k", "n"), RUN_BY_TORCH)
+@for_each("scheme", [Scheme.MXFP8, Scheme.NVFP4, Scheme.MXFP4], ids=lambda one: one.name)
+@for_each(("m", "k", "n"), RUN_BY_TORCH)
 def test_what_torch_tests_on_blackwell_is_taken(scheme: Scheme, m: int, k: int, n: int) -> None:
     """And what it skips, K that is no multiple of 32, is refused; on ROCm M, N in 16s and K in 128s at least."""
     fmt, scaling = SCHEMES[scheme]

@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from fp8bench.features.train.health.health import RULES
 from fp8bench.features.train.health.steps import HealthRule
+from tests.counts import for_each
 
 PAGE = Path(__file__).resolve().parents[4] / "docs" / "health.md"
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
@@ -36,7 +35,7 @@ def test_every_rule_has_a_row_with_its_remedies() -> None:
     assert all(len(row) == 5 and all(row) for row in ROWS)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@for_each("rule", RULES, ids=lambda rule: rule.name)
 def test_the_row_has_the_figures_by_which_the_rule_judges(rule: type[HealthRule[Any]]) -> None:
     """As numbers, or as shares; counts of what was before are told with or without the line that is judged."""
     _, window, threshold, _, _ = ROWS[RULES.index(rule)]
