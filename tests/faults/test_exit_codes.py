@@ -15,7 +15,6 @@ from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Level, Status
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
-from tests.counts import for_each
 
 SMALL = ("--set", "operation=residual", "--set", "tokens=8", "--set", "width=8", "--rounds", "1")
 HANGING = """
@@ -51,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@for_each(("dtypes", "code"), [("fp32,fp8", 0), ("fp8", 3), ("fp8,nvfp4", 3)])
+@pytest.mark.parametrize(("dtypes", "code"), [("fp32,fp8", 0), ("fp8", 3), ("fp8,nvfp4", 3)])
 def test_a_refused_precision_is_a_row(
     dtypes: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
