@@ -77,13 +77,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if not config.option.markexpr and not _are_named(config):
         config.option.markexpr = "not slow and not nightly"
+    if config.option.markexpr == "slow":
+        config.option.markexpr = _SLOW_ALONE
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
 
 
-# How the mark is spelled in files that have it (tests/counts.py).
-_SLOW = re.compile(r"\bslow\b|\bSLOW\b|\bcounts\(|\bsampled\(")
+# What `-m slow` runs: rows that take as long and add least are left to the night.
+_SLOW_ALONE = "slow and not nightly"
+# How the mark is spelled in files that have it.
+_SLOW = re.compile(r"\bslow\b|\bSLOW\b")
 
 
 @functools.cache
@@ -117,7 +121,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Where slow tests alone are asked for, files that have none."""
-    only_slow = config.option.markexpr == "slow" and collection_path.match("test_*.py")
+    only_slow = config.option.markexpr == _SLOW_ALONE and collection_path.match("test_*.py")
     return True if only_slow and not _may_be_slow(collection_path) else None
 
 
@@ -138,7 +142,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     unspelled = {item.path for item in items if item.get_closest_marker("slow") and not _may_be_slow(item.path)}
     assert not unspelled, f"slow tests in files that `-m slow` does not read: {unspelled}"
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+        takes_long = item.get_closest_marker("slow") or item.get_closest_marker("nightly")
+        if takes_long and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_SLOW_SECONDS))
     places = tuple(str(Path(__file__).parent / name) for name in _LONG)
     items.sort(key=lambda item: not str(item.path).startswith(places))

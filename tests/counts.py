@@ -1,8 +1,11 @@
-"""How much a test tries: a sample each time, all of it where slow tests are asked for."""
+"""How much a test tries: a sample each time, all of it every night."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -12,14 +15,83 @@ from _pytest.mark import ParameterSet
 SLOW = [pytest.param(None, marks=pytest.mark.slow, id="slow")]
 
 
-def counts(sample: int, whole: int, *nightly: int) -> pytest.MarkDecorator:
-    """Gives a test its `count`; what it asserts of it must hold for each."""
-    rows = [pytest.param(whole, marks=pytest.mark.slow)]
-    rows += [pytest.param(count, marks=pytest.mark.nightly) for count in nightly]
-    return pytest.mark.parametrize("count", [sample, *rows])
+def counts(sample: int, *whole: int) -> pytest.MarkDecorator:
+    """Gives a test its `count`, a sample or, nightly, more; what it asserts of it must hold for each."""
+    return pytest.mark.parametrize("count", sampled([sample], [sample, *whole]))
 
 
 def sampled(sample: Collection[Any], rows: Iterable[Any]) -> list[ParameterSet]:
-    """Rows for parametrize, values or tuples: slow, but for those that begin with one of the sample."""
-    every = [row if isinstance(row, tuple) else (row,) for row in rows]
-    return [pytest.param(*row, marks=() if row[0] in sample else pytest.mark.slow) for row in every]
+    """Rows for parametrize, values or tuples: nightly, but for those that begin with one of the sample."""
+    every = [row if type(row) is tuple else (row,) for row in rows]
+    return [pytest.param(*row, marks=() if row[0] in sample else pytest.mark.nightly) for row in every]
+
+
+def paired(first: Sequence[Any], second: Sequence[Any], *always: tuple[Any, Any]) -> list[ParameterSet]:
+    """The product of two lists, nightly but for pairs that hold each of both at least once, and those named."""
+    longest = range(max(len(first), len(second)))
+    pairs = {(first[place % len(first)], second[place % len(second)]) for place in longest} | {*always}
+    rows = ((one, other) for one in first for other in second)
+    return [pytest.param(*row, marks=() if row in pairs else pytest.mark.nightly) for row in rows]
+
+
+def for_each(names: str | Sequence[str], rows: Iterable[Any], ids: Any = None) -> Callable[[Callable[..., None]], Any]:
+    """As parametrize, in one test: for tables of values, whose rows leave fixtures as they are.
+
+    A row has a `tmp_path` and a `monkeypatch` of its own. All rows run. What fails is raised with a note that names its
+    row; where one is skipped, the test is, at its end.
+    """
+    words = [word.strip() for word in names.split(",")] if isinstance(names, str) else list(names)
+    table = [_row(words, row) for row in rows]
+    assert table, "a table without rows asserts nothing"
+    labels = [[ids(value) for value in row.values()] for row in table] if callable(ids) else ids or table
+
+    def of(test: Callable[..., None]) -> Any:
+        @functools.wraps(test)
+        def whole(**made: Any) -> None:
+            failed: list[BaseException] = []
+            skipped: list[BaseException] = []
+            for place, (row, label) in enumerate(zip(table, labels, strict=True)):
+                try:
+                    with _own(made, place) as own:
+                        test(**own, **row)
+                except pytest.skip.Exception as skip:
+                    skipped.append(skip)
+                except (Exception, pytest.fail.Exception) as failure:  # raised when all rows ran
+                    failure.add_note(f"in the row {label!r}")
+                    if str(failure).startswith("Timeout "):  # pytest-timeout's, which limits no row that comes after it
+                        raise
+                    failed.append(failure)
+            if len(failed) > 1:
+                raise BaseExceptionGroup(f"{len(failed)} of {len(table)} rows", failed)
+            if failed or skipped:
+                raise (failed or skipped)[0]
+
+        asked = inspect.signature(test)
+        whole.__signature__ = asked.replace(  # type: ignore[attr-defined]
+            parameters=[parameter for name, parameter in asked.parameters.items() if name not in words]
+        )
+        return whole
+
+    return of
+
+
+@contextmanager
+def _own(made: dict[str, Any], place: int) -> Iterator[dict[str, Any]]:
+    """What fixtures made, for one row."""
+    own = dict(made)
+    if "tmp_path" in made:
+        own["tmp_path"] = made["tmp_path"] / f"row-{place}"
+        own["tmp_path"].mkdir()
+    with ExitStack() as stack:
+        if "monkeypatch" in made:
+            own["monkeypatch"] = stack.enter_context(made["monkeypatch"].context())
+        yield own
+
+
+def _row(words: list[str], row: Any) -> dict[str, Any]:
+    if isinstance(row, ParameterSet):
+        assert not row.marks, "rows with marks are tests of their own: use parametrize"
+        row = row.values
+    elif len(words) == 1:
+        row = (row,)
+    return dict(zip(words, row, strict=True))

@@ -20,6 +20,7 @@ from fp8bench.protocols import Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import workloads
 from fp8bench.store.runs.listing import run_files
+from tests.counts import for_each
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_table_is_what_the_command_line_prints(kept: tuple[Run, Path]) -> None:
     assert max(len(line) for line in fp8bench.table(run, 60).splitlines()) <= 60
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "texts"),
     [(64, ("64",)), ("64", ("64",)), ([64, 128], ("64", "128")), (("1x2x3",), ("1x2x3",)), (range(1, 3), ("1", "2"))],
 )
@@ -103,7 +104,7 @@ def test_names_may_be_one_text(tmp_path: Path) -> None:
     assert run.request.dtypes == ("fp8", "bf16") and run.request.devices == ("cpu",)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("wrong", "sentence"),
     [
         ({"rounds": 0}, "rounds must be a whole number from 1"),

@@ -35,7 +35,7 @@ from fp8bench.store.asv.view import define, results_of
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.store.series import series_of
-from tests.counts import SLOW
+from tests.counts import SLOW, for_each
 from tests.histories import FOLLOWED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -332,7 +332,7 @@ def test_the_doors_have_two_names_for_the_interpreter() -> None:
     assert other_python().samefile(sys.executable)
 
 
-@pytest.mark.parametrize("step", ["quick asv again", "quick suite"])
+@for_each("step", ["quick asv again", "quick suite"])
 def test_a_quick_run_replaces_no_whole_one(step: str, story: Story) -> None:
     """By neither door, to the last digit: asv itself overwrites what it has."""
     before, after = story.steps["whole suite"], story.steps[step]
@@ -408,7 +408,7 @@ def test_samples_that_asv_records_and_appends_are_there_once(story: Story) -> No
     assert len(after.samples("adding.Adding.track_time")) == WHOLE
 
 
-@pytest.mark.parametrize("commit", [0, 1])
+@for_each("commit", [0, 1])
 def test_the_runs_alone_give_what_asv_has(commit: int, story: Story, tmp_path: Path) -> None:
     """To the last digit, though asv's files are gone: of the first commit a suite run wrote all, of the second asv."""
     place, before = story.place, story.place.snapshot(story.commits[commit])
@@ -518,7 +518,7 @@ def discovered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {one["name"]: one for one in json.loads((place.home / "result.json").read_text())}
 
 
-@pytest.mark.parametrize("name", FOLLOWED)
+@for_each("name", FOLLOWED)
 def test_asv_discovers_what_the_view_defines(name: str, discovered: dict[str, Any], tmp_path: Path) -> None:
     """Name, parameters and their names, unit and version: else one `asv run` would hide what a suite run filed."""
     workload = workloads.get(name)

@@ -31,6 +31,7 @@ from fp8bench.store.asv.rows import AsvRow
 from fp8bench.store.asv.view import results_of
 from fp8bench.store.commit_runs import tracked_run
 from fp8bench.store.series import series_of
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.fakes import steady
 from tests.kept import keep
@@ -268,7 +269,7 @@ def test_a_configuration_with_a_c_is_one(project: Path) -> None:
     assert store_of_project(project) == project / "kept"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "quick", "append", "commit"),
     [
         ("run --quick", True, False, ""), ("run -q", True, False, ""), ("run --qui", True, False, ""),

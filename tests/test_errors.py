@@ -6,10 +6,9 @@ import inspect
 import pickle
 import re
 
-import pytest
-
 from fp8bench import errors
 from fp8bench.errors import Fp8benchError, UnknownName, WorkerFault
+from tests.counts import for_each
 
 LINE = re.compile(r"^(?P<lead>[ |`-]*)(?P<name>[A-Z]\w+) +(?P<code>\d+)(?:   |$)")
 CLASSES = {
@@ -46,7 +45,7 @@ def test_exit_codes_are_the_documented_ones() -> None:
     assert {found.exit_code for found in CLASSES.values()} == {2, 3}
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@for_each("name", CLASSES)
 def test_every_error_says_in_a_sentence_what_it_means(name: str) -> None:
     """The docstring is the definition."""
     assert (CLASSES[name].__doc__ or "").strip().partition("\n")[0].endswith(".")

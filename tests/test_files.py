@@ -35,6 +35,7 @@ from fp8bench.files import (
 )
 from fp8bench.model import Case
 from fp8bench.store.asv.files import write_object
+from tests.counts import for_each
 from tests.older import without_sums
 from tests.store.asv.test_files import read_only as read_only
 
@@ -325,7 +326,7 @@ def test_a_folder_is_made_and_left_empty(tmp_path: Path) -> None:
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["file", "file/below", "zero\0byte", "x" * 300])
+@for_each("name", ["file", "file/below", "zero\0byte", "x" * 300])
 def test_a_folder_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -> None:
     """With the option, the folder and the reason."""
     (tmp_path / "file").touch()
@@ -333,7 +334,7 @@ def test_a_folder_that_cannot_be_written_is_refused(name: str, tmp_path: Path) -
         check_folder("--trace", tmp_path / name)
 
 
-@pytest.mark.parametrize("seconds", [-86400.0, -600.0, 600.0])
+@for_each("seconds", [-86400.0, -600.0, 600.0])
 def test_a_clock_that_is_not_that_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """The kernel stamps files by the right clock, and this process has another; what asking takes is no difference."""
     assert abs(files.clock_ahead(tmp_path) or 0.0) < 1.0

@@ -22,6 +22,7 @@ from suites import first_gpu
 from suites.first_gpu import STEPS, changes, command_of, go, rows_of, take, waiting
 from suites.first_gpu_steps import FirstStep, Line, Measured, NoFigure, StepFiles, cases, conforms, ratio
 from suites.trials import ROOT, conditions
+from tests.counts import sampled
 
 # Steps of a rehearsal: each says when it begins and ends in a log of its own; two are resumed by what they kept.
 STEPS_FILE = """
@@ -278,13 +279,14 @@ def cut_off(folder: Path, command: Sequence[str], out: Path, kills: int, longest
 
 
 @pytest.mark.slow
-def test_a_rehearsal_that_is_cut_off_ten_times(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", sampled([2], [2, 10]))
+def test_a_rehearsal_that_is_cut_off(kills: int, tmp_path: Path) -> None:
     """Whole steps, real suites among them; each ends once, and no group of a suite is measured twice."""
     (tmp_path / "steps_of_a_rehearsal.py").write_text(STEPS_FILE)
     (tmp_path / "nap.py").write_text(NAP.replace("\\\\", "\\").replace("naps.log", str(tmp_path / "naps.log")))
     out = tmp_path / "out"
     command = [sys.executable, "-m", "steps_of_a_rehearsal", str(out)]
-    assert cut_off(tmp_path, command, out, 10, 9.0, seed=4) == 0
+    assert cut_off(tmp_path, command, out, kills, 9.0, seed=4) == 0
     naps = (tmp_path / "naps.log").read_text().splitlines()
     assert {line for line in naps if line.startswith("ends")} == {
         f"ends {name}" for name in ("probe", "first", "second", "third")

@@ -18,6 +18,7 @@ from fp8bench.cli.main import build_parser, command_module, commands_of, parse
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.jobs.report_files import place_of_report
 from tests.commands import Say
+from tests.counts import for_each
 from tests.runs import measured
 
 CALLS = ("ablate", "advise", "audit", "compare", "duel", "gate", "sensitivity")
@@ -43,7 +44,7 @@ def asked(name: str, monkeypatch: pytest.MonkeyPatch, *words: Any, **given: Any)
     return vars(seen[0])
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "words", "given", "line"),
     [
         ("compare", ("a", "b"), {"store": Path("/s")}, "a b --store /s"),
@@ -86,7 +87,7 @@ def test_a_function_is_named_by_where_another_process_finds_it(monkeypatch: pyte
         asked("audit", monkeypatch, lambda x: x)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@for_each("name", CALLS)
 def test_a_call_has_every_option_that_does_not_say_how_to_print(name: str) -> None:
     """Under the word of the command line, with its default and its help."""
     call, parser = getattr(fp8bench, name), commands_of(build_parser([name]))[name]
@@ -101,7 +102,7 @@ def test_a_call_has_every_option_that_does_not_say_how_to_print(name: str) -> No
     assert help_of(actions.values()) in call.__doc__ and call.__name__ == name
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "given", "sentence"),
     [
         ("gate", {"treshold": 3}, r"unknown argument of gate 'treshold'\. Did you mean 'thresholds'\?"),
@@ -132,7 +133,7 @@ def test_an_unknown_name_of_the_package_has_the_nearest_one() -> None:
         fp8bench.gat  # type: ignore[attr-defined]  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["suite", "train", "profile"])
+@for_each("name", ["suite", "train", "profile"])
 def test_a_keyword_that_is_none_has_the_nearest_one(name: str) -> None:
     """Their own keywords are known, too."""
     with pytest.raises(UnknownName, match=rf"unknown argument of {name.replace('suite', 'run')} 'stor'.*'store'"):

@@ -11,6 +11,7 @@ import pytest
 from fp8bench.errors import Fp8benchError, UnknownName
 from fp8bench.protocols import Workload
 from fp8bench.registry import Registry, devices, precisions, workloads
+from tests.counts import for_each
 
 
 class Thing:
@@ -116,7 +117,7 @@ def test_a_word_that_could_not_be_asked_for_is_no_name(registry: Registry[Thing]
     assert registry.names() == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "sentence"),
     [
         ({"summary": 3}, "has summary = 3, and it must be text"),

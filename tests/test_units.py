@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fp8bench import units
 from fp8bench.model.specs import spec_of
+from tests.counts import for_each
 
 
 def tokens(value: float | None) -> str:
@@ -72,15 +73,13 @@ SHOWN: dict[Callable[..., str], list[tuple[float | None, str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("function", "value", "text"), [(function, *row) for function, rows in SHOWN.items() for row in rows]
-)
+@for_each(("function", "value", "text"), [(function, *row) for function, rows in SHOWN.items() for row in rows])
 def test_numbers_as_text(function: Callable[[float | None], str], value: float | None, text: str) -> None:
     assert function(value) == text
     assert function is not units.joules or units.shown(value, "J") == text
 
 
-@pytest.mark.parametrize(("value", "digits", "text"), [(0.996e-3, 2, "1.0 ms"), (0.99951e-3, 4, "999.5 us")])
+@for_each(("value", "digits", "text"), [(0.996e-3, 2, "1.0 ms"), (0.99951e-3, 4, "999.5 us")])
 def test_seconds_round_up_across_units_at_any_precision(value: float, digits: int, text: str) -> None:
     """The step to the next unit moves with the number of digits."""
     assert units.seconds(value, digits) == text
@@ -97,7 +96,7 @@ def test_count_without_a_unit_has_no_trailing_blank() -> None:
     assert units.count(7) == "7.00"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("metric", "unit"),
     [
         ("sqnr_db", "dB"), ("underflow_percent", "%"), ("max_ulp", "ulp"), ("scale_lag_octaves", "octaves"),
@@ -110,7 +109,7 @@ def test_a_metric_says_its_unit_at_its_end(metric: str, unit: str) -> None:
     assert spec_of(metric).unit == unit
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "unit", "text"),
     [
         (31.5567, "dB", "31.6 dB"), (-0.04, "dB", "0.0 dB"), (-3.0, "dB", "-3.0 dB"), (200.0, "dB", "exact"),
@@ -148,7 +147,7 @@ def test_every_float_becomes_a_short_text(value: float) -> None:
         assert re.fullmatch(r"\S{1,12}( \S{1,3})?", function(value)), function(value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "value"),
     [
         ("2GiB", 2 << 30), ("2gib", 2 << 30), ("2 GiB", 2 << 30), ("2G", 2 << 30), ("2GB", 2 * 10**9),
@@ -162,7 +161,7 @@ def test_sizes_are_read(text: str, value: int) -> None:
     assert units.bytes_of(text) == value
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         "", "G", "-1G", "+1G", "1e9", "1,5G", "1.G", "1GiBs", "1PiB", "1 G i B", "0x10", "\u0661G", "inf", "nan",

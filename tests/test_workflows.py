@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 
 from tests.commands import git
+from tests.counts import for_each
 from tests.workflows import OF_STRANGERS, Flow, commands, faults, load, name_of, steps
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".github" / "workflows"
-CI, NIGHTLY = FOLDER / "ci.yml", FOLDER / "gpu-nightly.yml"
+CI, NIGHTLY, MATRIX = FOLDER / "ci.yml", FOLDER / "gpu-nightly.yml", FOLDER / "nightly.yml"
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*")), ids=lambda path: path.name)
+@for_each("path", sorted(FOLDER.glob("*")), ids=lambda path: path.name)
 def test_nothing_is_wrong(path: Path) -> None:
     """By all rules."""
     assert faults(load(path), path.read_text()) == []
@@ -30,7 +31,7 @@ def test_nothing_is_wrong(path: Path) -> None:
 @pytest.mark.skipif(shutil.which("actionlint") is None, reason="actionlint is not installed")
 def test_actionlint() -> None:
     """The linter itself, where it is there."""
-    done = subprocess.run(["actionlint", str(CI), str(NIGHTLY)], capture_output=True, text=True, check=False)
+    done = subprocess.run(["actionlint", *map(str, (CI, NIGHTLY, MATRIX))], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
@@ -48,6 +49,18 @@ def test_ci_does_what_readme_says() -> None:
     assert set(matrix) == set(re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text()))
     torch = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert torch is not None and f"torch=={torch[1]} " in CI.read_text()
+
+
+def test_the_whole_matrix_runs_at_night() -> None:
+    """In the environment of CI, with nothing that may be written."""
+    flow = load(MATRIX)
+    commands = [step.get("run", "").strip() for step in steps(flow)]
+    assert any(command.endswith("&& pytest -m nightly") for command in commands)
+    shared = {step.get("uses") for step in steps(flow)} - {step.get("uses") for step in steps(load(CI))}
+    assert not shared and set(flow["on"]) == {"schedule", "workflow_dispatch"}
+    torch = next(command for command in commands if "torch==" in command)
+    assert torch in {step.get("run", "").strip() for step in steps(load(CI))}
+    assert flow["permissions"] == {"contents": "read"}
 
 
 def test_nobody_elses_code_runs_at_night() -> None:
@@ -127,7 +140,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize(("change", "expected"), PLANTED.values(), ids=PLANTED)
+@for_each(("change", "expected"), PLANTED.values(), ids=PLANTED)
 def test_planted_mistakes_are_found(change: Callable[[Flow], None], expected: str) -> None:
     """A rule that cannot fail is none."""
     flow = copy.deepcopy(load(NIGHTLY))
@@ -211,7 +224,7 @@ def test_the_branch_of_the_history(tmp_path: Path) -> None:
     assert git(origin, "rev-list", "--count", "fp8bench-history").strip() == "4"
 
 
-@pytest.mark.parametrize("planted", ["workflow", "link", "gone"])
+@for_each("planted", ["workflow", "link", "gone"])
 def test_a_night_that_does_more_than_add_runs_is_not_pushed(planted: str, tmp_path: Path) -> None:
     """Whoever has the machine that measures could commit anything."""
     test_the_branch_of_the_history(tmp_path)

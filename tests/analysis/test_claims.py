@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from fp8bench.analysis.claims import MARGIN, claims_of
 from fp8bench.analysis.findings import find
 from fp8bench.model import (
@@ -24,6 +22,7 @@ from fp8bench.model import (
     Work,
 )
 from fp8bench.model.step import Coverage
+from tests.counts import for_each
 from tests.fakes import MS, record, steady
 
 CALM = steady(10 * MS, 24)
@@ -41,7 +40,7 @@ def working(ceiling: Ceiling | None, **work: float) -> Record:
     return record(CALM, work=Work(**work), ceiling=ceiling)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("one", "reason"),
     [
         (working(Ceiling(1e11, 1e11), flops=1e9), None),
@@ -67,7 +66,7 @@ UNKNOWN = replace(DID, phases=(replace(ONE, unknown=1),))
 OVER = "it declares 10.0 kFLOP a step, its operators do 1.00 kFLOP"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("tape", "work", "reason", "hard"),
     [
         (DID, {"flops": 1000.0, "bytes": 500.0}, None, False),
@@ -117,7 +116,7 @@ def test_products_of_other_formats() -> None:
     assert claims(record(CALM, "fp8")) == {}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("precision", "products", "said"),
     [
         ("fp8", replace(LOW, wide=True), "1 product, of bfloat16: values of fp8's formats, and none as its codes"),
@@ -142,7 +141,7 @@ def test_products_in_another_precision(precision: str, products: Products, said:
     assert bool(claims(record(CALM, precision, products=products))) is bool(said)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("own", "theirs", "products", "said"),
     [
         (error(0.25, 0.5), error(0.25, 0.5), LOW, "error_0, error_1 exactly fp32's"),
@@ -164,7 +163,7 @@ def test_the_errors_of_the_reference(own: Any, theirs: Any, products: Products |
     assert claims(reference, reference) == {}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("mode", "errors", "more", "told"),
     [
         ("fp8", {"product_error": 0.0}, {}, True),
@@ -191,7 +190,7 @@ def test_errors_that_are_too_small(mode: str, errors: dict[str, float], more: di
     assert [(label.label, label.hard) for label in claims_of(one, None)] == [(Label.FALLBACK, False)] * told
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("params", "precision_map", "told"),
     [
         ((("values", "integers"),), (), False),

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import date
 
-import pytest
-
 from fp8bench.analysis.datasheet import Datasheet, datasheet_of, datasheets, kind_of_path
+from tests.counts import for_each
 
 # How many times the products of the second a device does of the first, by how wide they are; and what may deviate.
 RATIOS = {"fp16/bf16": 1.0, "bf16/tf32": 2.0, "fp8/bf16": 2.0, "fp6/fp8": 1.0, "fp4/fp8": 2.0}
@@ -66,7 +65,7 @@ def told_faults(one: Datasheet) -> Iterator[str]:
         yield "a source that nobody can open, and verified"
 
 
-@pytest.mark.parametrize("one", datasheets(), ids=lambda one: str(one.name))
+@for_each("one", datasheets(), ids=lambda one: str(one.name))
 def test_no_entry_is_impossible(one: Datasheet) -> None:
     assert not list(faults(one))
 
@@ -75,7 +74,7 @@ H200 = datasheet_of("NVIDIA H200")
 assert H200 is not None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("dense", "fault"),
     [
         ({"tf32": 312e12}, "312 is no peak of tf32"),  # quoted for an H200: the A100's, sparse
@@ -108,7 +107,7 @@ def test_bandwidths_are_bytes() -> None:
     assert list(faults(replace(H200, capacity=141.0))) and list(faults(replace(H200, link=9e14)))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("device", "name"),
     [
         ("NVIDIA H200", "H200 SXM"),

@@ -20,6 +20,7 @@ from fp8bench.analysis.energy import (
     why_unresolved,
 )
 from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Record, Status, Verdict, Work
+from tests.counts import for_each
 from tests.energies import IDLE, case, energetic, use, window
 from tests.runs import EMULATED, NATIVE
 
@@ -52,7 +53,7 @@ def test_net_is_what_comes_on_top_of_idling_for_as_long() -> None:
     assert found.net.low == pytest.approx(2.0 - 0.83) and found.net.high == pytest.approx(2.2 - 0.81)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "why"),
     [
         ({"idle_after": None}, "the idle power after its windows was not measured"),
@@ -86,7 +87,7 @@ def test_a_sensor_has_no_uncertainty_and_no_comparison_is_a_fact() -> None:
     assert ratio.why == "it is unknown how far its power sensor can be off"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("own", "demand"),
     [
         ((1.90, 1.89, 1.91), Demand.LESS),
@@ -113,7 +114,7 @@ def test_uncertainty_counts_as_width() -> None:
     assert rough is not None and rough.demand is Demand.UNCLEAR
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "labels", "why"),
     [
         ({"energy": use((1.0, 1.0))}, (), "2 windows are too few to compare"),
@@ -140,7 +141,7 @@ def test_what_does_not_compare_has_no_ratio() -> None:
     assert energy_ratio(replace(own, energy=None), base) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("median", "spread", "windows", "pace"),
     [
         (0.0100, 0.01, (0.0100, 0.0101, 0.0100), None),
@@ -234,7 +235,7 @@ def used(*windows: EnergyWindow, source: str = "counter", why: str = "") -> Ener
     return EnergyUse(source, windows, 60.0, 61.0, why)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("energy", "why"),
     [
         # Nobody asked, nothing could tell it, or all windows agree; a missing idle power spoils the net energy alone.

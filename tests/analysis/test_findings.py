@@ -11,6 +11,7 @@ from fp8bench import units
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import decided
 from fp8bench.model import DeviceWatch, Finding, Label, Level, Record, StepEffect, Timing, Verdict
+from tests.counts import for_each
 from tests.fakes import MS, called, record, steady, timing
 
 TEN = steady(10 * MS, 24)
@@ -56,7 +57,7 @@ def test_a_time_that_the_host_set_gets_no_verdict() -> None:
         assert (verdict == "unsure") == (finding.hard == (Label.LAUNCH_BOUND,))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("case", "label", "why"),
     [
         (record(FIVE, watch=HOT), Label.THROTTLED, "labelled throttled (hw-thermal)"),
@@ -78,7 +79,7 @@ def test_a_hard_label_takes_the_verdict_and_leaves_the_ratio(case: Record, label
     assert (plain.verdict, plain.hard, plain.label_reasons) == (Verdict.FASTER, (), ())
 
 
-@pytest.mark.parametrize(
+@for_each(
     "case",
     [
         record(FIVE, watch=DeviceWatch(4, 10.0, 0x20 | 0x4)),
@@ -103,7 +104,7 @@ def test_identical_code_told_apart_takes_every_verdict() -> None:
     assert near["bf16"].verdict is Verdict.FASTER and Label.AA_FAILED not in near["fp32"].labels
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("first", "why"),
     [
         (reference(watch=HOT), "throttled (hw-thermal)"),
@@ -137,7 +138,7 @@ def test_a_case_of_another_sitting_is_spoilt_by_its_own_company_alone() -> None:
     assert moved.hard == (Label.AA_FAILED,)
 
 
-@pytest.mark.parametrize("effect", [None, StepEffect(True), StepEffect(None, "nobody can tell")])
+@for_each("effect", [None, StepEffect(True), StepEffect(None, "nobody can tell")])
 def test_a_step_of_which_nobody_can_tell_keeps_its_verdict(effect: StepEffect | None) -> None:
     finding = found(reference(effect=effect), record(FIVE, effect=effect))["bf16"]
     assert (finding.verdict, finding.labels) == (Verdict.FASTER, ())

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.flat_time import flat_times
 from fp8bench.model import Case, Ceiling, Label, Level, Products, Record, Request, Status, Support, Verdict, Work
+from tests.counts import for_each
 from tests.fakes import MS, called, steady, timing
 from tests.runs import run_of
 
@@ -42,7 +41,7 @@ def test_twice_the_work_in_the_same_time() -> None:
     assert flat(small) == []
 
 
-@pytest.mark.parametrize("share", [1.01, 1.05, 1.5, 2.0])
+@for_each("share", [1.01, 1.05, 1.5, 2.0])
 def test_time_that_grows_is_not_flat(share: float) -> None:
     """By as little as is no noise."""
     assert flat(sized(64, 1e6), sized(128, 8e6, steady(round(10 * MS * share), 12))) == []
@@ -58,7 +57,7 @@ def test_noise_that_would_hide_a_growth_says_nothing() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("small", "large"),
     [
         (sized(64, 1e6), sized(128, 1.9e6)),
@@ -81,7 +80,7 @@ def test_what_is_not_held_against_each_other(small: Record, large: Record) -> No
     assert flat(small, large) == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("small", "large"),
     [
         (sized(64, 0, tokens=4), sized(128, 0, tokens=8)),
@@ -95,7 +94,7 @@ def test_what_is(small: Record, large: Record) -> None:
     assert flat(small, large)
 
 
-@pytest.mark.parametrize(("device", "threads"), [("cuda:0", 1), ("cpu", 2)])
+@for_each(("device", "threads"), [("cuda:0", 1), ("cpu", 2)])
 def test_what_may_have_been_half_idle_is_not_asked(device: str, threads: int) -> None:
     """A GPU, or several threads: unless the larger size claims more than half of what they can do."""
     small, large = (sized(n, flops, device=device) for n, flops in ((64, 1e9), (128, 2e9)))

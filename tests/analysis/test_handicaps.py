@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from fp8bench.analysis.claims import claims_of
@@ -23,6 +22,7 @@ from fp8bench.model import (
     Verdict,
 )
 from fp8bench.protocols import Phases
+from tests.counts import for_each
 from tests.fakes import MS, record, steady
 from tests.tapes import tape_in_phases
 
@@ -47,7 +47,7 @@ def product(flops: int, moved: int = 1000, operator: str = "mm", path: str = "fp
     return Tape((one,), (PhaseCount("gemm", flops, moved, 1, by_path=((path, flops),), by_dtype=(("fp32", moved),)),))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("took", "own_took", "tape", "why"),
     [
         (20, 20, product(10**9), None),
@@ -95,7 +95,7 @@ def multiplying(*dtypes: torch.dtype) -> Tape:
     return tape_in_phases(step)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("base", "own", "why"),
     [
         (copying(10), copying(0), "moves 7.7 times the numbers that this case moves"),
@@ -129,7 +129,7 @@ def asleep(share: float, waited: float | None = 0.0) -> Timing:
     return replace(one, slots=tuple(slots))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("own", "base", "hard"),
     [
         (asleep(0.0), asleep(0.3), True),
@@ -159,8 +159,8 @@ OTHERS: list[tuple[GivenTensors, str, bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "why", "hard"), OTHERS)
-@pytest.mark.parametrize("level", [Level.NATIVE, Level.EMULATED])
+@for_each(("given", "why", "hard"), OTHERS)
+@for_each("level", [Level.NATIVE, Level.EMULATED])
 def test_other_inputs(given: GivenTensors, why: str, hard: bool, level: Level) -> None:
     """Of an emulated case too: errors compare nothing then."""
     case, lead = pair(steady(MS, 24), steady(10 * MS, 24))

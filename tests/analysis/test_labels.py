@@ -36,6 +36,7 @@ from fp8bench.model import (
     Verdict,
 )
 from fp8bench.model.words import OF_ANOTHER_KIND, REMARKS
+from tests.counts import for_each
 from tests.fakes import MS, record, steady, timing
 from tests.runs import run_of
 
@@ -75,7 +76,7 @@ def test_calm_samples_have_no_label() -> None:
     assert labels(record(CALM)) == ()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("label", "one", "finding", "on"),
     [
         # The A/A interval reaches further than 3%.
@@ -106,7 +107,7 @@ def test_a_label_for_what_is_so(label: Label, one: Record, finding: dict[str, An
     assert (label in labels(one, **finding)) == on
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("wall", "device", "reason", "hard"),
     [
         (0.0111, "cpu", "24 of 24 slots", False),
@@ -123,7 +124,7 @@ def test_contended(wall: float, device: str, reason: str | None, hard: bool) -> 
     assert [one for one in found if one.label is Label.CONTENDED] == expected
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("host", "device", "reason", "hard"),
     [
         (0.0051, "cuda:0", "the host took 51% of the time that the device did", False),
@@ -142,7 +143,7 @@ def test_launch_bound(host: float, device: str, reason: str | None, hard: bool) 
     assert hard_labels(timing, None, None, device) == tuple(one for one in expected if hard)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("low", "high", "rounds", "on"),
     [
         (1.02, 1.05, 10, True),
@@ -181,7 +182,7 @@ def test_energy_unresolved() -> None:
     assert labels(record(CALM, energy=EnergyUse("none", why="no counter"))) == ()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fast", "slow", "slow_rounds", "level", "on"),
     [
         (10 * MS, 12 * MS, 12, Level.NATIVE, True),
@@ -199,7 +200,7 @@ def test_bimodal(fast: int, slow: int, slow_rounds: int, level: Level, on: bool)
     assert (Label.BIMODAL in labels(record(timing(*slots), level=level), timing(*slots))) == on
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("case", "reference", "options", "on"),
     [
         (rising(0.04), CALM, {}, True),
@@ -228,8 +229,8 @@ def test_labels_come_in_their_own_order() -> None:
     assert found == (Label.NOISY, Label.CONTENDED, Label.FEW_SAMPLES, Label.UNPAIRED, Label.VARYING)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-@pytest.mark.parametrize("level", [Level.NATIVE, Level.EMULATED])
+@for_each("device", ["cpu", "cuda:0"])
+@for_each("level", [Level.NATIVE, Level.EMULATED])
 def test_eager_quantiser(level: Level, device: str) -> None:
     """Some cast ran as many operations, whatever the reason; emulated cases say so too.
 
@@ -262,11 +263,11 @@ ALONE = (1.0, 1.0, 0, 0.0)
 LATE = (0.8, 0.8, 2, 0.0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("process", "ahead", "on"),
     [(0.92, AHEAD, False), (0.90, AHEAD, True), (0.21, FAR_AHEAD, False), (0.19, FAR_AHEAD, True)],
 )
-@pytest.mark.parametrize("counted", [(None, None, None), (0.3, 0, 0.0), (0.3, None, None)])
+@for_each("counted", [(None, None, None), (0.3, 0, 0.0), (0.3, None, None)])
 def test_the_time_of_the_process_decides_alone(
     process: float, ahead: float, on: bool, counted: tuple[float | None, int | None, float | None]
 ) -> None:
@@ -274,14 +275,14 @@ def test_the_time_of_the_process_decides_alone(
     assert contended(clocked(*[(process, *counted)] * 8), ahead) == on
 
 
-@pytest.mark.parametrize(("late", "on"), [(4, False), (5, True), (8, True), (0, False)])
+@for_each(("late", "on"), [(4, False), (5, True), (8, True), (0, False)])
 def test_it_must_be_so_in_most_slots(late: int, on: bool) -> None:
     """More than half."""
     timing = clocked(*[LATE] * late, *[ALONE] * (8 - late))
     assert contended(timing) == on and disturbed_slots(timing, AHEAD) == late
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("thread", "preempted", "stolen", "on"),
     [
         (0.8, 1, None, True),
@@ -338,14 +339,14 @@ def test_remarks_are_facts_of_the_case_and_no_doubt_of_its_speed() -> None:
     assert not REMARKS & CAN_BE_HARD
 
 
-@pytest.mark.parametrize("label", sorted(set(Label) - REMARKS))
+@for_each("label", sorted(set(Label) - REMARKS))
 def test_any_other_label_casts_doubt(label: Label) -> None:
     finding = replace(FINDING, labels=(*REMARKS, label))
     assert label.casts_doubt and finding.doubtful and finding.verdict_words == "perhaps faster"
 
 
-@pytest.mark.parametrize("label", sorted(set(Label) - REMARKS))
-@pytest.mark.parametrize(
+@for_each("label", sorted(set(Label) - REMARKS))
+@for_each(
     ("point", "floor", "large"),
     [
         (1.72, 0.07, True),
@@ -364,7 +365,7 @@ def test_a_large_effect_is_not_perhaps(label: Label, point: float, floor: float 
     assert finding.doubts(replace(ratio, point=1.001)) and finding.doubts(None)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("origin", "isolation", "told"), [("profile", False, True), ("profile", True, False), ("suite", False, False)]
 )
 def test_a_profile_in_the_process_that_asked_is_labelled(origin: str, isolation: bool, told: bool) -> None:
@@ -375,7 +376,7 @@ def test_a_profile_in_the_process_that_asked_is_labelled(origin: str, isolation:
     assert (not in_process(run)) != told
 
 
-@pytest.mark.parametrize("label", Label)
+@for_each("label", Label)
 def test_few_labels_take_a_verdict_away(label: Label) -> None:
     """A verdict must not get lost for another one."""
     assert Labelled(label).hard is False

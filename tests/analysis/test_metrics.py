@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.model import Run, Status, specs
 from fp8bench.model.specs import STEP, Better, Rank, taken
+from tests.counts import for_each
 from tests.energies import energetic
 from tests.runs import gemm, measured, transformer
 
@@ -21,7 +20,7 @@ def told(run: Run, findings: object, mode: str) -> list[Metric]:
     return list(metrics_of(record, findings[record.case.id], Reference(lead)))  # type: ignore[index]
 
 
-@pytest.mark.parametrize("make", [measured, gemm, transformer, energetic])
+@for_each("make", [measured, gemm, transformer, energetic])
 def test_every_figure_is_told_once_and_the_time_first(make: object) -> None:
     """By its phase, its name and what data it is of; each has a unit unless it is a plain magnitude."""
     run, findings = make()  # type: ignore[operator]
@@ -33,7 +32,7 @@ def test_every_figure_is_told_once_and_the_time_first(make: object) -> None:
         assert {one.name for one in found if not one.unit} <= {"amax", *measured_as_is}
 
 
-@pytest.mark.parametrize("make", [measured, gemm, transformer, energetic])
+@for_each("make", [measured, gemm, transformer, energetic])
 def test_no_workload_may_take_the_name_of_a_figure(make: object) -> None:
     """Whatever is told beside what the workload itself measures: a new figure has its name from the vocabulary."""
     run, findings = make()  # type: ignore[operator]

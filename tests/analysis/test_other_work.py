@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +14,7 @@ from fp8bench.analysis.findings import find
 from fp8bench.analysis.tapes import ProductWork, product_work
 from fp8bench.model import Label, Record, Tape, Verdict, specs
 from fp8bench.protocols import Phases
+from tests.counts import for_each
 from tests.fakes import MS, record, steady
 from tests.tapes import tape_in_phases
 
@@ -82,7 +82,7 @@ def trained(again: bool) -> Tape:
     return tape_in_phases(lambda phase: step())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("step", "did"),
     [(half, "196 kFLOP"), (skipped, "197 kFLOP"), (shared, "0 FLOP"), (nothing, "0 FLOP"), (twice, "786 kFLOP")],
 )
@@ -95,7 +95,7 @@ def test_a_step_of_other_products_has_no_verdict(step: Step, did: str) -> None:
     assert find([lead, case], {})[1].verdict is Verdict.UNSURE
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("own", "base", "work"),
     [
         (taped(rotated), taped(honest), ProductWork(2 * PRODUCT, rotations=2 * TOKENS * WIDTH * WIDTH)),

@@ -26,6 +26,7 @@ from fp8bench.analysis.ranks import (
 )
 from fp8bench.model import Record, Status
 from fp8bench.model.ranks import Overlap
+from tests.counts import for_each
 from tests.runs import NATIVE, case
 
 ROUNDS = 6
@@ -132,14 +133,14 @@ def simulated(compute: float, sent: float, hidden: float, disturbed: Callable[[r
     return Counted(len(shares) / TRIALS, held, found.count(SHORT) / TRIALS)
 
 
-@pytest.mark.parametrize("hidden", [-0.5, 0.0, 0.5, 1.0])
+@for_each("hidden", [-0.5, 0.0, 0.5, 1.0])
 def test_of_quiet_rounds_the_truth_is_told(hidden: float) -> None:
     """However the machine drifts; what hides all of it is called impossible in a few of a hundred."""
     found = simulated(40e-3, 14e-3, hidden, lambda source: math.exp(0.02 * source.gauss(0, 1)))
     assert found.told > 0.9 and found.held > 0.9 and found.short < 0.06
 
 
-@pytest.mark.parametrize("hidden", [0.0, 0.5, 1.0])
+@for_each("hidden", [0.0, 0.5, 1.0])
 def test_of_rounds_that_a_busy_machine_disturbs_next_to_nothing_is_told(hidden: float) -> None:
     """By 30% each: a careless reader would have had a figure of all of them."""
     found = simulated(40e-3, 14e-3, hidden, lambda source: math.exp(0.3 * source.gauss(0, 1)))

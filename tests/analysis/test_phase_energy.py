@@ -25,6 +25,7 @@ from fp8bench.model import (
     Verdict,
     Work,
 )
+from tests.counts import for_each
 from tests.energies import TOO_FEW, case, use
 from tests.runs import NATIVE, samples
 
@@ -104,7 +105,7 @@ def test_windows_that_do_not_agree_are_none() -> None:
     assert short.provenance is Provenance.ESTIMATED and short.why == "its windows are 19.0% apart"
 
 
-@pytest.mark.parametrize("factor", [0.8, 1.25])
+@for_each("factor", [0.8, 1.25])
 def test_joules_that_do_not_come_to_the_step_are_void(factor: float) -> None:
     """Its largest phase takes another power by itself: all are estimates then, and say why; the residual is there."""
     told = found(*phases(gemm=phase("gemm", factor, factor)))
@@ -117,7 +118,7 @@ def test_joules_that_do_not_come_to_the_step_are_void(factor: float) -> None:
 PACES = [(1.003, False, False), (0.95, True, False), (1.06, True, True), (0.5, True, True)]
 
 
-@pytest.mark.parametrize(("stretch", "label", "void"), PACES)
+@for_each(("stretch", "label", "void"), PACES)
 def test_another_time_than_in_the_step_is_a_label_and_far_away_void(stretch: float, label: bool, void: bool) -> None:
     """Beyond the noise; at the same power, so that the joules are wrong by as much."""
     asked = [phase(name, stretch, stretch, stretch=stretch) for name in PHASES]
@@ -158,7 +159,7 @@ def test_joules_have_their_denominators() -> None:
     assert rows["step", "energy_residual"] == pytest.approx(REST * 82.0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "code"),
     [
         ({}, EnergyValidity.CERTIFIED),

@@ -7,7 +7,6 @@ import random
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.places import PlaceEffect, place_effect
@@ -15,7 +14,7 @@ from fp8bench.features.duel.values import CaseResult, Session
 from fp8bench.features.duel.verdicts import compared
 from fp8bench.measure.orders import Orders
 from fp8bench.model import Label, Level, Segments, SlotSample, Timing
-from tests.counts import counts
+from tests.counts import counts, for_each
 from tests.fakes import record
 
 NOISES = ("gaussian", "one-sided", "spikes", "drift", "unlike")
@@ -51,7 +50,7 @@ def test_noise_is_no_place(count: int) -> None:
     assert wrong <= 0.01 * count + 3 * math.sqrt(0.01 * count)
 
 
-@pytest.mark.parametrize("arms", [2, 3, 4, 8])
+@for_each("arms", [2, 3, 4, 8])
 def test_the_first_of_a_round_is_slower(arms: int) -> None:
     """By 10% in 40 rounds under noise of 2%: told, with its size in the interval."""
     found = place_effect(measured(1, arms, 40, p0=0.1))
@@ -100,9 +99,7 @@ def test_too_few_rounds_say_nothing() -> None:
     assert isinstance(place_effect(measured(5, 4, 12, p0=1.0)), PlaceEffect)
 
 
-@pytest.mark.parametrize(
-    ("slow", "sessions", "told"), [(0.3, 4, True), (0.3, 2, True), (0.3, 1, False), (0.0, 4, False)]
-)
+@for_each(("slow", "sessions", "told"), [(0.3, 4, True), (0.3, 2, True), (0.3, 1, False), (0.0, 4, False)])
 def test_in_a_duel_too(slow: float, sessions: int, told: bool) -> None:
     """Where half of its sessions have it, by more than processes of one side differ."""
     made = []
@@ -118,7 +115,7 @@ def _faster(timing: Timing, log: float) -> Timing:
     return replace(timing, slots=tuple(slots))
 
 
-@pytest.mark.parametrize("nonsense", [-1, -(10**6), 10**12])
+@for_each("nonsense", [-1, -(10**6), 10**12])
 def test_a_place_that_cannot_be_counts_as_unknown(nonsense: int) -> None:
     """As in a file that somebody has changed; no table of its size is made."""
     honest = measured(1, 3, 40, p0=0.2)

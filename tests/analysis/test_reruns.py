@@ -13,6 +13,7 @@ from fp8bench.analysis.reruns import LEAST_FREEDOM, Seen, is_busy, learned, reac
 from fp8bench.analysis.verdicts import best_log, conclude
 from fp8bench.model import Interval, Reruns, Timing, Verdict
 from tests.analysis.test_verdicts import busy
+from tests.counts import for_each
 from tests.fakes import MS, record, steady
 
 TEN = steady(10 * MS, 24)
@@ -127,7 +128,7 @@ def test_a_wild_case_takes_no_verdict_of_its_neighbours() -> None:
     assert found is not None and found.spread == pytest.approx(0.02)
 
 
-@pytest.mark.parametrize("rounds", [8, 24, 60])
+@for_each("rounds", [8, 24, 60])
 def test_the_ratio_without_an_interval_is_that_of_the_verdict(rounds: int) -> None:
     arms = [busy(3, seed, rounds) for seed in (1, 2, 3)]
     known, log = conclude(*arms), best_log(*arms)
@@ -135,7 +136,7 @@ def test_the_ratio_without_an_interval_is_that_of_the_verdict(rounds: int) -> No
     assert log is None or known.ratio.point == pytest.approx(math.exp(log), rel=1e-12)
 
 
-@pytest.mark.parametrize("bad", [Reruns(math.nan, 4, 4), Reruns(math.inf, 4, 4), Reruns(-1.0, 4, 4), Reruns(0.1, 0, 4)])
+@for_each("bad", [Reruns(math.nan, 4, 4), Reruns(math.inf, 4, 4), Reruns(-1.0, 4, 4), Reruns(0.1, 0, 4)])
 def test_a_file_that_somebody_changed_ends_in_no_traceback(bad: Reruns) -> None:
     """What is no spread is none, what is no ratio is none; a huge one is an interval without a verdict."""
     assert reach_of(bad) == 0.0

@@ -11,6 +11,7 @@ from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.roofline import Bound, gain_of, phase_roofs, roofs_of
 from fp8bench.model import Ceiling, Finding, Label, Limit, Record
 from fp8bench.model.step import OperatorCount, PhaseCount, Tape
+from tests.counts import for_each
 from tests.fakes import MS, record, steady
 from tests.rooflines import CEILING, GB, made
 
@@ -54,7 +55,7 @@ def test_amdahl_by_hand() -> None:
     assert gain.binds and gain_of(emulated, third, lead, reference) is None
 
 
-@pytest.mark.parametrize(("precision", "binds"), [("bf16", False), ("fp8", False), ("fp8-rowwise", True)])
+@for_each(("precision", "binds"), [("bf16", False), ("fp8", False), ("fp8-rowwise", True)])
 def test_a_ceiling_whose_runs_differ_bounds_no_gain(precision: str, binds: bool) -> None:
     """Of the rates that it rests on: row-wise products are not the best of their kind."""
     rates = tuple(
@@ -100,7 +101,7 @@ def counted(times: float, device: str = "cuda:0", operator: str = "mm", fused: s
     return replace(one, case=replace(one.case, device=device))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("one", "above"),
     [
         (counted(0.99), False),
@@ -129,7 +130,7 @@ def test_a_phase_above_the_ceiling_is_impossible(one: Record, above: bool) -> No
     assert all("gemm did " in one.reason and "00 TFLOP/s at most" in one.reason for one in found)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("times", "path", "operator", "above"),
     [
         (PLAIN_MARGIN - 0.01, "fp32", "mm", False),
@@ -166,7 +167,7 @@ def test_rates_that_differ_bound_nothing() -> None:
     assert list(claims_of(replace(counted(9), ceiling=Ceiling(None, None, wide)), None)) == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("milliseconds", "launches", "bound"),
     [
         (76, 100, Bound.COMPUTE),

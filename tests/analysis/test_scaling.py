@@ -21,6 +21,7 @@ from fp8bench.analysis.ranks import (
 )
 from fp8bench.model import Record, Status
 from fp8bench.model.ranks import Scaling, Sent
+from tests.counts import for_each
 from tests.runs import NATIVE, case
 
 TRIALS = 400
@@ -54,7 +55,7 @@ def test_what_is_slow_for_a_while_is_so_on_both_sides() -> None:
     assert found.strong == pytest.approx((10 / 12.8,) * 3)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("parts", "why"),
     [
         (((10.0,), (5.0,), (6.0,)), FEW),
@@ -73,7 +74,7 @@ def test_no_bare_figure_looks_certain(parts: tuple[tuple[float, ...], ...], why:
     assert [(one.value, one.bounds, bool(one.why)) for one in rank_metrics(Told(made))] == [(None, None, True)] * 2
 
 
-@pytest.mark.parametrize(("noise", "told"), [(0.02, (0.99, 1.0)), (0.5, (0.0, 0.2))])
+@for_each(("noise", "told"), [(0.02, (0.99, 1.0)), (0.5, (0.0, 0.2))])
 def test_the_truth_lies_within_what_is_told(noise: float, told: tuple[float, float]) -> None:
     """Of quiet rounds nearly all are told and more than 90% of them right, on a machine that drifts by a fifth; a busy
     one tells next to nothing."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fp8bench.analysis import stats
 from fp8bench.analysis.stats import Floats
 from fp8bench.model import Interval
-from tests.counts import sampled
+from tests.counts import for_each, sampled
 
 
 def naive_best(samples: Floats, drawn: Sequence[int]) -> float:
@@ -48,7 +48,7 @@ def test_several_references_count_by_their_geometric_mean() -> None:
     assert [found.low, found.point, found.high] == pytest.approx([3.0, 3.0, 3.0], rel=1e-14)
 
 
-@pytest.mark.parametrize("factor", [1e-9, 1e9])
+@for_each("factor", [1e-9, 1e9])
 def test_wide_ratios_stay_finite(factor: float) -> None:
     """Nanoseconds against seconds."""
     reference = noisy(np.random.default_rng(1), 1.0, 20, 1)
@@ -57,7 +57,7 @@ def test_wide_ratios_stay_finite(factor: float) -> None:
     assert 0 < found.low <= found.point <= found.high < math.inf
 
 
-@pytest.mark.parametrize(("rounds", "segments"), [(3, 1), (5, 3), (14, 2), (15, 2), (60, 3)])
+@for_each(("rounds", "segments"), [(3, 1), (5, 3), (14, 2), (15, 2), (60, 3)])
 def test_resampled_sums_are_the_naive_bootstrap_s(rounds: int, segments: int) -> None:
     """The same draws give the same sums."""
     rng = np.random.default_rng(rounds)
@@ -80,7 +80,7 @@ def test_resamples_that_miss_the_fastest_rounds_are_still_right() -> None:
     assert found.tolist() == pytest.approx([naive_best(samples, drawn) for drawn in draws], rel=1e-14)
 
 
-@pytest.mark.parametrize("rounds", [1, 2])
+@for_each("rounds", [1, 2])
 def test_fewer_than_three_rounds_are_all_taken(rounds: int) -> None:
     """Their mean is the best case; with a single round there is nothing to resample."""
     samples = np.arange(1.0, rounds + 1)[:, None]
@@ -169,7 +169,7 @@ def test_rank_correlation_is_spearman_s() -> None:
         assert stats.rank_correlation(values) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("values", "expected"),
     [([], 0.0), ([1.0, 2.0], 0.0), ([5.0] * 20, 0.0), ([1.0, 2.0, 3.0], 1.0), ([3.0, 2.0, 1.0], -1.0)],
 )
@@ -184,7 +184,7 @@ def test_spread_is_the_relative_distance_of_the_quartiles() -> None:
     assert stats.spread(np.zeros(4)) == 0.0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("values", "explained", "lesser"),
     [
         ([1.0] * 5 + [2.0] * 5, 1.0, 0.5),

@@ -16,6 +16,7 @@ from fp8bench.analysis.samples import sustained_figures, sustained_ratio, sustai
 from fp8bench.model import Level, Provenance, Record, SustainedTurn
 from fp8bench.model.stopping import ClockLook, Settling
 from fp8bench.report.panels import panels_of
+from tests.counts import for_each
 from tests.fakes import MS, record, steady
 from tests.runs import render_whole, run_of
 
@@ -62,9 +63,7 @@ def test_the_ratio_is_paired_by_rounds_of_turns() -> None:
     assert few is not None and few.level == 0.0 and (few.low, few.high) == pytest.approx((0.5, 0.6))
 
 
-@pytest.mark.parametrize(
-    "options", [{"level": Level.EMULATED}, {"paired": False}, {"paired_with": steady(10 * MS, 24)}]
-)
+@for_each("options", [{"level": Level.EMULATED}, {"paired": False}, {"paired_with": steady(10 * MS, 24)}])
 def test_no_ratio_where_it_would_be_none(options: dict[str, Any]) -> None:
     """An emulation's time, or turns at another time."""
     case, reference = pair(turns(6.0, 6.0, 6.0), turns(10.0, 10.0, 10.0), **options)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.analysis.metric import Told
 from fp8bench.analysis.tapes import (
     Sums,
@@ -18,6 +16,7 @@ from fp8bench.analysis.tapes import (
     what_changed,
 )
 from fp8bench.model import OperatorCount, PhaseCount, Tape
+from tests.counts import for_each
 from tests.fakes import MS, record, steady
 
 CAST = OperatorCount("cast", "fp8bench::tensor", calls=2, bytes=100)
@@ -32,7 +31,7 @@ TAPE = Tape(
 )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("path", "bits"),
     [("fp32", 32), ("tf32", 32), ("bf16", 16), ("fp16", 16), ("e4m3", 8), ("e5m2fnuz", 8), ("e2m1x2", 4), ("int8", 8),
      ("fp64", 64), ("uint8", 8), ("", 0)],

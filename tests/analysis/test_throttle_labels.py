@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 from fp8bench.analysis.labels import Labelled, limits_of
 from fp8bench.model import DeviceWatch, Label
+from tests.counts import for_each
 
 CHOSEN = 0x1 | 0x2 | 0x4 | 0x10 | 0x100
 
@@ -18,7 +17,7 @@ def watch(throttle: int | None = 0, seconds: float = 10.0, **held: float) -> Dev
     return DeviceWatch(5, seconds, throttle, named)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("one", "reasons", "hard"),
     [
         (None, (), False),
@@ -59,7 +58,7 @@ def test_throttled(one: DeviceWatch | None, reasons: tuple[str, ...], hard: bool
     assert [found for found in limits_of(one) if found.label is Label.THROTTLED] == expected
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("one", "on"),
     [
         (None, False), (watch(None), False), (watch(0x8), False), (watch(0x4), True), (watch(0x44), True),

@@ -13,7 +13,7 @@ from fp8bench.analysis.findings import find, rarest
 from fp8bench.analysis.labels import pattern
 from fp8bench.analysis.verdicts import Conclusion, conclude, means
 from fp8bench.model import Interval, Label, Segments, SlotSample, Timing, Verdict
-from tests.counts import counts
+from tests.counts import counts, for_each
 from tests.fakes import called, record
 
 WRONG = (Verdict.FASTER, Verdict.SAME)
@@ -60,7 +60,7 @@ def test_a_slow_down_of_some_calls_has_no_wrong_sign_and_is_never_the_same(count
         assert said is not None and said.verdict not in WRONG, (trial, part, whole, said)
 
 
-@pytest.mark.parametrize("slower", [1.025, 1.05])
+@for_each("slower", [1.025, 1.05])
 def test_a_slow_down_of_every_call_is_found_as_ever(slower: float) -> None:
     """On a machine that takes the core away in half of the slots: what waited is in no mean."""
     draw = np.random.default_rng(3)
@@ -106,7 +106,7 @@ def test_too_few_calls_are_not_the_same() -> None:
     assert finding.verdict is Verdict.UNSURE and "does not confirm it" in finding.why
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("slots", "words"),
     [
         ([[100, 300, 300, 300]] * 8, "about 3 of 4 calls, always the same ones of a slot, take 3.0 times as long"),
@@ -149,7 +149,7 @@ def calls_of(draw: np.random.Generator, calls: int, rounds: int, one_in: float) 
     return called(*times.astype(int).tolist())
 
 
-@pytest.mark.parametrize(("calls", "rounds"), [(26, 24), (4, 40), (1, 120), (60, 24)])
+@for_each(("calls", "rounds"), [(26, 24), (4, 40), (1, 120), (60, 24)])
 @counts(12, 300)
 def test_what_would_have_been_seen_is_seen(calls: int, rounds: int, count: int) -> None:
     """A case that is called the same says with one in how many calls that take twice as long it would not have been:
@@ -169,7 +169,7 @@ def test_what_would_have_been_seen_is_seen(calls: int, rounds: int, count: int) 
     assert seen >= 0.97 * told and rarer <= 0.8 * told, (seen, rarer, told)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("calls", "point", "one_in"), [(1, 1.0, None), (24, 1.0, 3), (624, 1.0, 25), (10**6, 1.0, 28), (624, 1.03, 85)]
 )
 def test_the_rarest_event_that_would_have_been_seen(calls: int, point: float, one_in: int | None) -> None:

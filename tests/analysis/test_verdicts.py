@@ -36,6 +36,7 @@ from fp8bench.model import (
     Verdict,
 )
 from fp8bench.model.stopping import LEAST_ROUNDS
+from tests.counts import for_each
 from tests.fakes import MS, called, record, steady, timing
 
 ROUNDS = 24
@@ -63,7 +64,7 @@ def compare(case: Timing, references: Sequence[Timing], level: float) -> Interva
     return best_ratio(timings, rounds, level) if rounds else None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("low", "high", "band", "verdict"),
     [
         (1.0051, 1.9, 0.005, Verdict.SLOWER),
@@ -85,7 +86,7 @@ def test_the_rule(low: float, high: float, band: float, verdict: Verdict) -> Non
     assert rule(Interval(1.0, low, high, 0.99), band) is verdict
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("nanoseconds", "verdict"),
     [
         (20_000_000, Verdict.SLOWER), (10_060_000, Verdict.SLOWER), (10_040_000, Verdict.SAME),
@@ -125,7 +126,7 @@ def test_a_reference_that_differs_from_its_control_widens_the_band() -> None:
     assert (unsure.verdict, unsure.why) == (Verdict.UNSURE, "the reference differs from its own control by as much")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("low", "high", "band"),
     [(0.9, 1.2, BAND), (1.0, 1.2, BAND), (1.004, 1.2, BAND), (1.03, 1.2, 0.03), (0.7, 0.96, 0.04)],
 )
@@ -162,7 +163,7 @@ def test_without_a_control_there_is_no_floor() -> None:
     assert noise(TEN, None) is None and noise(TEN, timing()) is None
 
 
-@pytest.mark.parametrize("rounds", range(1, LEAST_FOR_VERDICT + 1))
+@for_each("rounds", range(1, LEAST_FOR_VERDICT + 1))
 def test_few_rounds_are_unsure_however_clear_they_look(rounds: int) -> None:
     """The interval of five rounds is not to be believed; six give a verdict."""
     finding = against_ten(steady(20 * MS, rounds), TEN)
@@ -276,7 +277,7 @@ def test_a_case_of_another_sitting_is_held_against_that_sitting_s_reference() ->
         assert findings[name].floor == (None if floor is None else pytest.approx(floor, abs=1e-12))
 
 
-@pytest.mark.parametrize("status", [Status.SKIPPED, Status.FAILED])
+@for_each("status", [Status.SKIPPED, Status.FAILED])
 def test_a_case_that_did_not_run_has_no_finding(status: Status) -> None:
     """Neither has one without slots."""
     findings = found(
@@ -313,7 +314,7 @@ def test_many_marks_beside_few_are_whole_steps_whatever_the_noise(monkeypatch: p
     assert known is not None and not known.whole and known.ratio.low < 1 < known.ratio.high
 
 
-@pytest.mark.parametrize("parts", [10, 20])
+@for_each("parts", [10, 20])
 def test_a_step_in_many_marks_is_not_faster_for_that(parts: int) -> None:
     """As a converted copy has beside a model as it came: by the best of each mark it would be a quarter faster."""
     many, few, control = busy(parts, 1), busy(1, 2), busy(1, 3)
@@ -363,7 +364,7 @@ def test_median_and_spread_are_of_all_calls() -> None:
     assert finding.median_ratio == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("overheads", "below"),
     [
         (Overheads(0.4e-6, 0.2e-6, 0.1e-6), ("cast",)),

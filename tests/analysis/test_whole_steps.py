@@ -10,6 +10,7 @@ import pytest
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import below_every_step, best_phases, conclude
 from fp8bench.model import Label, Timing, Verdict
+from tests.counts import for_each
 from tests.fakes import MS, record, timing
 
 ROUNDS = 60
@@ -40,7 +41,7 @@ def measured(step: Step, draw: Draw, wide: float) -> Timing:
     return timing(*[tuple(int(MS * one) for one in step(draw, wide)) for _ in range(ROUNDS)], phases=PHASES)
 
 
-@pytest.mark.parametrize("step", [pacing, prefetched, spinning])
+@for_each("step", [pacing, prefetched, spinning])
 def test_equal_steps_whose_stretches_make_up_for_each_other_are_neither_faster_nor_slower(step: Step) -> None:
     """Those of the case vary twice as much; by stretches it would be faster every time."""
     of_stretches = 0

@@ -11,6 +11,7 @@ from fp8bench.model import Case, DeviceFacts, Level, Request, Support
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.plan.make import check_names, make_plan
 from fp8bench.registry import backends, precisions
+from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
 
 DEVICES = [
@@ -29,15 +30,15 @@ def support(word: str, facts: DeviceFacts, **versions: str) -> Support:
     return precisions.get(word).support(here(facts, **versions))
 
 
-@pytest.mark.parametrize("name", backends.names())
+@for_each("name", backends.names())
 def test_a_backend_introduces_itself(name: str) -> None:
     backend = backends.get(name)
     assert backend.name == name == name.lower() and not set(name) & set(" ,:={}/@'")
     assert backend.summary and "\n" not in backend.summary and backend.package
 
 
-@pytest.mark.parametrize("facts", DEVICES, ids=lambda facts: facts.name)
-@pytest.mark.parametrize("name", backends.names())
+@for_each("facts", DEVICES, ids=lambda facts: facts.name)
+@for_each("name", backends.names())
 def test_it_says_of_every_recipe_how_and_why(name: str, facts: DeviceFacts) -> None:
     """Where its package is there, and where it is not; and it is never native where the device has no units."""
     backend = backends.get(name)
@@ -50,7 +51,7 @@ def test_it_says_of_every_recipe_how_and_why(name: str, facts: DeviceFacts) -> N
             assert found.level is not Level.NATIVE or own.level is Level.NATIVE or name == "te"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("word", "facts", "level", "words"),
     [
         ("fp8:backend=torch", H200, Level.NATIVE, "a scale a tensor"),
@@ -66,7 +67,7 @@ def test_what_is_taken_and_why_not(word: str, facts: DeviceFacts, level: Level, 
     assert found.level is level and words in found.reason
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("word", "facts", "level", "words"),
     [
         ("fp8", H200, Level.NATIVE, "torchao's recipe tensorwise"),

@@ -24,6 +24,7 @@ from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import backends, precisions, workloads
 from fp8bench.worker.trial import Trials
 from tests.backends import fake_te, te_names
+from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, gpu
 from tests.formats.scaling_definitions import gaussian
 
@@ -42,7 +43,7 @@ def te(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceFacts, "key", property(lambda facts: "cpu"))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("word", "facts", "level", "words"),
     [
         ("fp8", H200, Level.NATIVE, "Transformer Engine's Float8CurrentScaling"),
@@ -76,7 +77,7 @@ def test_without_it_what_to_install_is_said() -> None:
     assert "pip install 'transformer-engine[pytorch]'" in precisions.get("fp8:backend=te").support(H200).reason
 
 
-@pytest.mark.parametrize(("axis", "value"), [("compile", "yes"), ("checkpointing", "blocks")])
+@for_each(("axis", "value"), [("compile", "yes"), ("checkpointing", "blocks")])
 def test_what_its_layers_cannot_be_with_is_refused(axis: str, value: str) -> None:
     request = Request("transformer", ("bf16", "fp8"), backend="te", axes=((axis, (value,)),))
     (group,) = make_plan(request, (here(H200),), "x")
@@ -201,7 +202,7 @@ def test_every_layer_takes_the_word_for_the_first_pass() -> None:
     assert support.level is Level.NATIVE and "micro-batch" not in support.reason
 
 
-@pytest.mark.parametrize(("more", "words"), [({"size": "llama-1b"}, "such a size"), ({"attention": "math"}, "its own")])
+@for_each(("more", "words"), [({"size": "llama-1b"}, "such a size"), ({"attention": "math"}, "its own")])
 def test_a_block_of_another_manner_is_refused(more: dict[str, str], words: str) -> None:
     axes = {"cut": "block", "size": "gpt2-124m", **more}
     request = Request("transformer", ("bf16", "fp8"), backend="te", axes=tuple((k, (v,)) for k, v in axes.items()))
@@ -243,7 +244,7 @@ def test_it_is_tried_like_every_other(mode: str, monkeypatch: pytest.MonkeyPatch
     assert "its forward product is wrong" in Trials().wrong(case, here(B200))
 
 
-@pytest.mark.parametrize("error", [ImportError, RuntimeError, FileNotFoundError, OSError])
+@for_each("error", [ImportError, RuntimeError, FileNotFoundError, OSError])
 def test_a_package_that_does_not_import_says_why(
     error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from fp8bench.nn.linear import Linear
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Role, SilentPhases
 from fp8bench.registry import backends, precisions
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.formats.scaling_definitions import gaussian
 
@@ -43,7 +44,7 @@ def outcome(mode: str) -> list[Tensor]:
     return [y, *torch.autograd.grad(y, (x, layer.weight), pulled)]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@for_each("mode", MODES)
 def test_its_layers_are_ours(mode: str) -> None:
     """Up to bfloat16's rounding of the results. But for one: of `rowwise_with_gw_hp` the input gradient's weights have
     one scale a tensor with torchao, and one a row here."""

@@ -19,7 +19,7 @@ from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Environment, Plan, Request, Run
 from fp8bench.protocols import Observer
 from tests.commands import Say, unfolded
-from tests.counts import counts
+from tests.counts import counts, for_each
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text()
 Asked = Callable[..., tuple[Request, Path]]
@@ -246,7 +246,7 @@ REFUSED: dict[str, tuple[str | bytes, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_what_a_file_cannot_say_is_one_sentence_with_its_line(name: str, refused: Callable[..., str]) -> None:
     """In the words of the command line where it has words for it."""
     content, place, sentence = REFUSED[name]
@@ -462,7 +462,7 @@ def test_a_key_without_effect_is_named(name: str, asked: Asked, capsys: pytest.C
     assert any(mode.startswith("fp8-delayed") for mode in dtypes) == (name == "a history that nobody looks at")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "words"),
     [
         ("use_fp8: yes", "use_fp8 cannot be 'yes': expected true or false."),

@@ -12,6 +12,7 @@ import pytest
 from fp8bench.cli.main import COMMANDS, VERBS, Parser, build_parser, commands_of, main
 from tests.cli.test_main import every_parser
 from tests.commands import Say, unfolding
+from tests.counts import for_each
 
 # A command with more options has an order of its own.
 FEW = 16
@@ -37,7 +38,7 @@ def test_every_command_stands_under_one_verb(capsys: pytest.CaptureFixture[str])
     assert all(line.strip().count(".") == 0 for verb in VERBS for line in listed[verb].splitlines())
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@for_each("name", COMMANDS)
 def test_many_options_are_a_dozen_at_first(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = commands_of(build_parser((name,)))[name]
     assert isinstance(command, Parser)
@@ -71,7 +72,7 @@ def test_examples_stand_where_options_are_many() -> None:
     assert all(parser.examples for parser in commands if isinstance(parser, Parser) and parser.first)
 
 
-@pytest.mark.parametrize("words", [(), ("suite",), ("history", "list")])
+@for_each("words", [(), ("suite",), ("history", "list")])
 def test_help_of_a_command_is_its_own(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert helped("help", *words, capsys=capsys) == helped(*words, "--help", capsys=capsys)
 

@@ -30,6 +30,7 @@ from fp8bench.protocols import Observer
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run, start_run
 from tests.commands import PROGRAM, Say, environment, unfolded, unfolding
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.older import without_sums
 
@@ -196,7 +197,7 @@ def test_every_option_says_what_it_does() -> None:
     assert not silent
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["suite", "--help"], ["--version"], ["list"], ["history"]])
+@for_each("words", [[], ["--help"], ["suite", "--help"], ["--version"], ["list"], ["history"]])
 def test_what_only_informs_ends_well(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """On stdout, with code 0."""
     try:
@@ -218,7 +219,7 @@ def test_a_bare_list_names_everything(fp8bench: Say) -> None:
     assert "nvfp4" in lines[1] and "torchao" in lines[2] and "cuda" in lines[3]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("what", "words"),
     [
         ("dtypes", ["(also fp4)", "emulated on cpu", "native on cpu"]),
@@ -395,7 +396,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_bad_input_is_one_sentence_and_code_2(
     name: str, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from fp8bench.cli.options import asked_in
 from fp8bench.errors import UsageError
 from fp8bench.model import Request
 from fp8bench.model.request import HOW, check_fields, option, options_of, whole_number
+from tests.counts import for_each
 
 
 def test_a_precision_map_is_words_or_a_file_of_them(tmp_path: Path) -> None:
@@ -33,7 +34,7 @@ def test_a_precision_map_is_words_or_a_file_of_them(tmp_path: Path) -> None:
     assert precision_map("head=bf16,blocks.0=bf16,blocks.1.mlp=fp8-delayed:history=16") == said
 
 
-@pytest.mark.parametrize(("content", "words"), [(b"", "not of the form"), (b"head", "not of the form"),
+@for_each(("content", "words"), [(b"", "not of the form"), (b"head", "not of the form"),
                                                 (b"a=b\na=c", "twice"), (b"\xff=b", "cannot be read")])  # fmt: skip
 def test_a_file_that_is_no_map_is_refused(content: bytes, words: str, tmp_path: Path) -> None:
     file = tmp_path / "map.txt"
@@ -42,14 +43,14 @@ def test_a_file_that_is_no_map_is_refused(content: bytes, words: str, tmp_path: 
         precision_map(str(file))
 
 
-@pytest.mark.parametrize("text", ["s3://bucket/store", "gs://bucket", "file:///tmp/x"])
+@for_each("text", ["s3://bucket/store", "gs://bucket", "file:///tmp/x"])
 def test_an_address_is_no_path(text: str) -> None:
     """It would be a folder that is called `s3:`."""
     with pytest.raises(argparse.ArgumentTypeError, match="is an address"):
         path(text)
 
 
-@pytest.mark.parametrize("text", ["s3:", "a/b:/c", "./s3://bucket", "C:/x"])
+@for_each("text", ["s3:", "a/b:/c", "./s3://bucket", "C:/x"])
 def test_what_only_looks_like_one_is_a_path(text: str) -> None:
     assert path(text) == Path(text)
 

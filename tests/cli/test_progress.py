@@ -14,6 +14,7 @@ from fp8bench import units
 from fp8bench.cli import progress as live
 from fp8bench.cli.progress import REDRAW_SECONDS, TERMINAL, CountedLines, GroupLines, LiveLine, RunProgress
 from fp8bench.model import Case, Group, Level, Plan, PlannedCase, Record, Status, Support, Work
+from tests.counts import for_each
 
 NATIVE = Support(Level.NATIVE, "")
 CASES = [Case("gemm", (("m", size),), name, "cpu") for size in (256, 512) for name in ("fp32", "bf16", "nvfp4")]
@@ -182,7 +183,7 @@ def test_a_throttled_call_is_cheap(screen: Screen) -> None:
     assert best < 20e-6
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("terminal", "environ", "shows"),
     [
         (True, {"TERM": "xterm"}, True),

@@ -9,6 +9,7 @@ from fp8bench.model import DeviceFacts
 from fp8bench.model.codec import decode, encode
 from fp8bench.registry import devices
 from fp8bench.worker.clock import PhaseClock, calibrate
+from tests.counts import for_each
 
 NAMES = devices.names()
 HERE = [(kind, facts) for kind in NAMES for facts in devices.get(kind).available()]
@@ -20,7 +21,7 @@ def test_there_is_always_a_processor() -> None:
     assert "cpu" in {kind for kind, _ in HERE}
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@for_each("kind", NAMES)
 def test_what_is_available_says_what_it_is(kind: str) -> None:
     """Frozen facts with keys of their own, that can be stored; none where there is none."""
     device = devices.get(kind)
@@ -66,7 +67,7 @@ def test_it_can_be_waited_for_and_cleaned(kind: str, facts: DeviceFacts) -> None
     assert facts in device.available(), "the device is gone after being cleaned"
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@for_each("kind", NAMES)
 def test_only_exhausted_memory_is_exhausted_memory(kind: str) -> None:
     """Whatever else goes wrong is a failure of the case."""
     device = devices.get(kind)

@@ -17,6 +17,7 @@ from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.finite import FiniteState
 from fp8bench.workloads import optimizer
+from tests.counts import for_each, paired
 from tests.facts import CPU
 
 # Sizes that fill neither blocks nor the matrices that operands are rotated by.
@@ -58,13 +59,11 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pairs() -> Iterator[ParameterSet]:
-    """Every mode in every suite; unasked, options of precisions where all roles are cast, in few layers."""
-    for workload in SMALL:
-        for mode in MODES:
-            if precisions.get(mode).unit_scaled and not workloads.get(workload).unit_scales:
-                continue
-            dear = ":" in mode and workload not in ("cast", "mlp")
-            yield pytest.param(workload, mode, marks=pytest.mark.slow if dear else ())
+    """Every mode in some suite, and each of both in some pair; those that a suite has no constants for are left out."""
+    for row in paired([*SMALL], MODES, *(("mlp", mode) for mode in MODES)):
+        workload, mode = map(str, row.values)
+        if workloads.get(workload).unit_scales or not precisions.get(mode).unit_scaled:
+            yield row
 
 
 @pytest.mark.parametrize(("workload", "mode"), [*pairs()])
@@ -87,7 +86,7 @@ def test_a_mode_runs_and_its_error_is_that_of_few_bits(workload: str, mode: str,
         assert name not in errors or 1e-3 < errors[name] < 1.2, errors
 
 
-@pytest.mark.parametrize("mode", MODES)
+@for_each("mode", MODES)
 def test_a_mode_is_one_word_however_it_is_written(mode: str) -> None:
     """Options in any order, by any of their names, and those that change nothing left out."""
     precision = precisions.get(mode)

@@ -11,6 +11,7 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Role, SilentPhases
 from fp8bench.protocols.axes import Option
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
 
 DEVICES = [
@@ -28,7 +29,7 @@ def test_names_and_ranks_are_told_apart() -> None:
     assert min(zip(ranks, NAMES, strict=True))[1] == "fp32"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_a_precision_introduces_itself(name: str) -> None:
     """Name and aliases as registered; a summary of one line; factors that make sense."""
     precision = precisions.get(name)
@@ -38,7 +39,7 @@ def test_a_precision_introduces_itself(name: str) -> None:
     assert precision.loss_scale >= 1 and all(one >= 1 for one in precision.multiples)
 
 
-@pytest.mark.parametrize(("name", "option"), OPTIONS, ids=lambda one: getattr(one, "name", one))
+@for_each(("name", "option"), OPTIONS, ids=lambda one: getattr(one, "name", one))
 def test_an_option_introduces_itself(name: str, option: Option) -> None:
     """Its name in lower case, told apart from the others and their aliases; a default that is one of its values."""
     known = [word for one in precisions.get(name).options for word in (one.name, *one.aliases)]
@@ -52,8 +53,8 @@ def test_an_option_introduces_itself(name: str, option: Option) -> None:
     assert precisions.canonical(f"{name}:{option.name}={given}") == name
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("facts", DEVICES, ids=lambda facts: facts.name)
+@for_each("name", NAMES)
+@for_each("facts", DEVICES, ids=lambda facts: facts.name)
 def test_support_is_a_level_with_its_reason(name: str, facts: DeviceFacts) -> None:
     """For any device, also one that nobody has seen yet, and always the same."""
     support = precisions.get(name).support(facts)

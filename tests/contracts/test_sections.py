@@ -6,14 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
-import pytest
 from hypothesis import given, settings
 
 from fp8bench.model import Finding, Run
 from fp8bench.report.elements import Chart, Code, Element, Facts, Items, Table, Text, Verdicts
 from fp8bench.report.page.charts import numbers_table
 from fp8bench.report.page.section import page_of, parts_of, sections
-from tests.counts import counts
+from tests.counts import counts, for_each
 from tests.materials import LONG, Made, many, material, nothing, shapes, skipped, strange
 from tests.runs import gemm, measured, transformer, wild_runs
 
@@ -66,7 +65,7 @@ def check(*made: Made) -> None:
     assert len(mains) <= 1
 
 
-@pytest.mark.parametrize("name", SECTIONS)
+@for_each("name", SECTIONS)
 def test_a_section_says_what_it_is(name: str) -> None:
     section = SECTIONS[name]
     assert section.name == name and section.title and section.elements.__name__ == f"{name.replace('-', '_')}_section"
@@ -77,12 +76,12 @@ def test_ranks_are_each_taken_once() -> None:
     assert not [rank for rank, number in ranks.items() if number > 1]
 
 
-@pytest.mark.parametrize("runs", RUNS)
+@for_each("runs", RUNS)
 def test_a_page_keeps_every_promise(runs: str) -> None:
     check(*RUNS[runs]())
 
 
-@pytest.mark.parametrize("runs", RUNS)
+@for_each("runs", RUNS)
 def test_a_part_is_its_section_s(runs: str) -> None:
     """Its name is the section's, so that a link to it stays good."""
     for name, section in SECTIONS.items():

@@ -44,7 +44,7 @@ from fp8bench.worker.bench import Bench
 from fp8bench.worker.products import formats_of
 from fp8bench.workloads import optimizer
 from fp8bench.workloads.learning import Learning
-from tests.counts import sampled
+from tests.counts import for_each, paired, sampled
 from tests.facts import CPU, H200
 
 # Values that keep the known ones small; a workload that is not here runs with its CPU defaults.
@@ -95,7 +95,7 @@ UNFOLLOWED = {
 # More of it is neither better nor worse.
 UNORDERED = ("utilisation_percent",)
 ORDER = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
-WHERE = pytest.mark.parametrize("facts", [CPU, H200], ids=["cpu", "gpu"])
+WHERE = for_each("facts", [CPU, H200], ids=["cpu", "gpu"])
 
 
 def smallest(name: str, precision: str, corpus: Corpus) -> Case:
@@ -113,7 +113,7 @@ def precisions_of(name: str, corpus: Corpus, *wanted: str) -> list[str]:
     return [planned.case.precision for planned in plan.groups[0].cases if planned.runs]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_a_workload_introduces_itself(name: str) -> None:
     """Name as registered, a summary of one line, a version."""
     workload = workloads.get(name)
@@ -123,7 +123,7 @@ def test_a_workload_introduces_itself(name: str) -> None:
 
 
 @WHERE
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_every_axis_has_defaults_that_parse(name: str, facts: DeviceFacts) -> None:
     """And a description; names are told apart, and 'data' is taken by the text."""
     axes = workloads.get(name).axes(facts)
@@ -140,7 +140,7 @@ def default_cases(name: str, facts: DeviceFacts) -> list[Params]:
 
 
 @WHERE
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_expanding_gives_plain_hashable_cases(name: str, facts: DeviceFacts) -> None:
     """Each once, in the same order every time."""
     cases = default_cases(name, facts)
@@ -151,7 +151,7 @@ def test_expanding_gives_plain_hashable_cases(name: str, facts: DeviceFacts) -> 
 
 
 @WHERE
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_work_is_known_and_positive(name: str, facts: DeviceFacts) -> None:
     """Throughput divides by time, limits by work."""
     for params in default_cases(name, facts):
@@ -161,7 +161,7 @@ def test_work_is_known_and_positive(name: str, facts: DeviceFacts) -> None:
 
 
 @WHERE
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_layers_are_declared_by_kind_and_can_be_written_in_a_map(name: str, facts: DeviceFacts) -> None:
     """The kinds of its cases are those it says it has."""
     workload, kinds = workloads.get(name), []
@@ -172,7 +172,7 @@ def test_layers_are_declared_by_kind_and_can_be_written_in_a_map(name: str, fact
     assert set(kinds) == set(workload.layer_kinds)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_every_layer_declared_asks_for_its_arithmetic(name: str, corpus: Corpus, bench: Bench) -> None:
     """And no other does: a name that a plan takes and no layer answers to would change nothing."""
     case = smallest(name, precisions_of(name, corpus, "fp32", "bf16")[0], corpus)
@@ -189,7 +189,7 @@ def test_every_layer_declared_asks_for_its_arithmetic(name: str, corpus: Corpus,
 
 
 @WHERE
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_support_is_never_better_than_the_precision(name: str, facts: DeviceFacts) -> None:
     """And says why."""
     for params in default_cases(name, facts):
@@ -200,8 +200,9 @@ def test_support_is_never_better_than_the_precision(name: str, facts: DeviceFact
             assert support.reason and "\n" not in support.reason
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "nvfp4"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "precision"), paired(NAMES, ["fp32", "bf16", "nvfp4", "fp8"], *((name, "fp8") for name in NAMES))
+)
 def test_steps_run_and_close_their_phases(name: str, precision: str, corpus: Corpus, bench: Bench) -> None:
     """With the same marks in every step, which ends outside all phases (the clock would refuse it else).
 
@@ -227,8 +228,9 @@ GIVE_NOTHING_THAT_STAYS = frozenset(
 )
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8-delayed"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "precision"), paired(NAMES, ["bf16", "fp8", "fp8-delayed"], *((name, "fp8-delayed") for name in NAMES))
+)
 def test_steps_are_seen_to_do_something_or_there_is_a_reason(
     name: str, precision: str, corpus: Corpus, bench: Bench
 ) -> None:
@@ -240,7 +242,7 @@ def test_steps_are_seen_to_do_something_or_there_is_a_reason(
         assert found == StepEffect(True)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_errors_are_named_numbers_that_grow_as_bits_go(
     name: str, corpus: Corpus, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +265,7 @@ def test_errors_are_named_numbers_that_grow_as_bits_go(
             assert better <= worse  # it may be none in both
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_statistics_describe_values_by_kind_and_role(name: str, corpus: Corpus, bench: Bench) -> None:
     """Each pair once, shares between 0 and 1, the same again for the same seed; a wider range loses less."""
     first = precisions_of(name, corpus, "fp32", "bf16")[0]

@@ -23,6 +23,7 @@ from fp8bench.profiler.gpu import AllocatorMeter, Backward, EventStamper
 from fp8bench.protocols import CannotCapture, CannotLimit, Device, MemoryMeter
 from fp8bench.registry import devices
 from fp8bench.worker.clock import PhaseClock
+from tests.counts import for_each
 
 
 class FakeEvent:
@@ -82,7 +83,7 @@ def test_memory_that_the_system_does_not_tell_is_zero(monkeypatch: pytest.Monkey
     assert Cpu().available()[0].memory_bytes == 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "name"),
     [("processor\t: 0\nmodel name\t: Xeon: the best\nmodel name\t: other\n", "Xeon: the best"), ("flags: a b\n", None)],
 )
@@ -251,7 +252,7 @@ def test_a_gpu_is_selected_and_waited_for_by_its_own_index(monkeypatch: pytest.M
     assert asked == [("select", 1), ("wait", 1)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("device", "error", "exhausted"),
     [
         (Cuda(), torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 TiB."), True),
@@ -285,7 +286,7 @@ def test_each_device_knows_its_own_exhausted_memory(device: Cpu | Cuda, error: E
     assert device.is_out_of_memory(error) is exhausted
 
 
-@pytest.mark.parametrize("words", ["CUBLAS_STATUS_NOT_INITIALIZED when calling", "CUDNN_STATUS_NOT_INITIALIZED"])
+@for_each("words", ["CUBLAS_STATUS_NOT_INITIALIZED when calling", "CUDNN_STATUS_NOT_INITIALIZED"])
 def test_a_library_that_cannot_begin_lacks_memory_where_there_is_little(
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,7 +303,7 @@ def test_a_library_that_cannot_begin_lacks_memory_where_there_is_little(
 HOPPER = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arch", "built", "runs"),
     [
         ("sm_90", HOPPER, True),
@@ -352,7 +353,7 @@ def peak_of(meter: MemoryMeter) -> int | None:
     return None if course is None else course.peak
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("count", "dtype", "size"),
     [(1001, torch.float32, 4004), (7, torch.bfloat16, 14), (333, torch.float8_e4m3fn, 333), (99, torch.int64, 792)],
 )  # fmt: skip
@@ -656,7 +657,7 @@ def test_a_workspace_counts_in_every_case(monkeypatch: pytest.MonkeyPatch) -> No
     assert peaks == [32 << 20] * 3
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"])
+@for_each("name", ["PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"])
 def test_an_allocator_that_counts_nothing_is_not_asked(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """With caching off torch's counts stay at zero, which would be read as no memory at all."""
     monkeypatch.setenv(name, "1")
@@ -717,7 +718,7 @@ def test_a_device_of_a_user_s_own_limits_nothing_by_itself() -> None:
         Own().memory_limited(0, 10**9)
 
 
-@pytest.mark.parametrize("status", ["", "VmData:\n", "VmData: many kB\n", "VmPeak: 5 kB\n"])
+@for_each("status", ["", "VmData:\n", "VmData: many kB\n", "VmPeak: 5 kB\n"])
 def test_a_kernel_that_does_not_say_what_it_counts_keeps_no_limit(
     status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from fp8bench.model import DeviceFacts, Level, Request
 from fp8bench.model.codec import decode, encode
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import CannotLimit, MemoryMeter
+from tests.counts import for_each
 from tests.facts import CPU, XPU
 
 
@@ -149,7 +150,7 @@ def test_exhausted_memory_is_recognised(error: Exception, is_memory: bool, xpu: 
     assert Xpu().is_out_of_memory(error) is is_memory
 
 
-@pytest.mark.parametrize("suite", ["gemm", "mlp", "optimizer", "cast"])
+@for_each("suite", ["gemm", "mlp", "optimizer", "cast"])
 def test_suites_are_planned_for_it(suite: str) -> None:
     """bf16 and FP8 run natively, with sizes of GPUs."""
     (group, *_) = make_plan(Request(suite, ("fp32", "bf16", "fp8"), devices=("xpu",)), (CPU, XPU))
@@ -158,7 +159,7 @@ def test_suites_are_planned_for_it(suite: str) -> None:
     assert {one.case.device for one in group.cases} == {"xpu:0"}
 
 
-@pytest.mark.parametrize("word", ["tpu", "xla:0"])
+@for_each("word", ["tpu", "xla:0"])
 def test_a_tpu_is_refused_with_the_reason(word: str) -> None:
     from fp8bench.plan.make import check_names
 
@@ -166,7 +167,7 @@ def test_a_tpu_is_refused_with_the_reason(word: str) -> None:
         check_names(Request("gemm", devices=(word,)))
 
 
-@pytest.mark.parametrize("word", ["rocm", "hip:1"])
+@for_each("word", ["rocm", "hip:1"])
 def test_torch_s_name_for_an_amd_gpu_is_told(word: str) -> None:
     from fp8bench.plan.make import check_names
 

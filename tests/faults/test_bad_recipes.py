@@ -17,6 +17,7 @@ from fp8bench.formats.grids import E2M1, E4M3, E5M2, Overflow
 from fp8bench.formats.quantise import round_to
 from fp8bench.formats.recipes import MX, NVFP4, TENSOR
 from tests.commands import unfolded
+from tests.counts import for_each
 
 # What stands behind --dtypes, and what the sentence must say.
 MODES = [
@@ -70,7 +71,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return line
 
 
-@pytest.mark.parametrize(("mode", "said"), MODES, ids=[mode for mode, _ in MODES])
+@for_each(("mode", "said"), MODES, ids=[mode for mode, _ in MODES])
 def test_modes_on_the_command_line(
     nothing_runs: Path, capsys: pytest.CaptureFixture[str], mode: str, said: str
 ) -> None:
@@ -82,7 +83,7 @@ def test_modes_on_the_command_line(
     assert not list(nothing_runs.iterdir())
 
 
-@pytest.mark.parametrize(("mode", "said"), MODES[:8], ids=[mode for mode, _ in MODES[:8]])
+@for_each(("mode", "said"), MODES[:8], ids=[mode for mode, _ in MODES[:8]])
 def test_modes_from_python(nothing_runs: Path, mode: str, said: str) -> None:
     """The same sentence, as an exception."""
     with pytest.raises(UsageError) as raised:
@@ -90,7 +91,7 @@ def test_modes_from_python(nothing_runs: Path, mode: str, said: str) -> None:
     assert said in str(raised.value) and not list(nothing_runs.iterdir())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("map_", "said"),
     [
         ("nonsense=bf16", "unknown layer of suite transformer 'nonsense'. Known: attn, mlp, head"),
@@ -106,7 +107,7 @@ def test_maps_that_name_nothing(nothing_runs: Path, capsys: pytest.CaptureFixtur
     assert said in refused(capsys, "suite", "transformer", "--dtypes", "bf16,fp8", "--precision-map", map_)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("lines", "said"),
     [
         ("use_fp8: true\nfp8_format: hybird", "a.yaml:4: fp8_format cannot be 'hybird'"),
@@ -124,7 +125,7 @@ def test_files_of_options(nothing_runs: Path, capsys: pytest.CaptureFixture[str]
     assert said in refused(capsys, "suite", "--config", "a.yaml")
 
 
-@pytest.mark.parametrize("keys", ["fp8_margin: 1", "use_fp8: false\nfp8_margin: 1"])
+@for_each("keys", ["fp8_margin: 1", "use_fp8: false\nfp8_margin: 1"])
 def test_a_key_without_effect_is_named_and_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], keys: str
 ) -> None:
@@ -136,7 +137,7 @@ def test_a_key_without_effect_is_named_and_stops_nothing(
     assert "fp8_margin has no effect" in shown.err and "fp8" in shown.out
 
 
-@pytest.mark.parametrize(
+@for_each(
     "tensor",
     [
         torch.ones(4, 64, dtype=torch.int64), torch.ones(4, 64, dtype=torch.uint8), torch.ones(4, 64, dtype=torch.bool),

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from fp8bench.errors import Fp8benchError
 from fp8bench.features.duel.kind import DuelKind, start_duel
 from fp8bench.features.train.kind import load_training, reopen_training, start_training
@@ -18,7 +16,7 @@ from fp8bench.model.codec import encode
 from fp8bench.store.acks import acks_of, append_acks, load_acks
 from fp8bench.store.index.figure_files import StepMemory
 from fp8bench.store.runs.run_file import load_run, start_run
-from tests.counts import counts
+from tests.counts import counts, for_each
 from tests.duels import SESSION, header, result
 from tests.older import as_older
 from tests.runs import measured
@@ -163,7 +161,7 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@for_each("kind", list(KINDS))
 @counts(40, 340)
 def test_whatever_is_changed_is_named_or_harmless(count: int, kind: str, tmp_path: Path) -> None:
     """A value that is read of a changed file is the one that was written, or something says that it may not be."""

@@ -13,9 +13,10 @@ from fp8bench.errors import UsageError
 from fp8bench.formats.codes import code_dtype, decode, encode, pack, unpack
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FP16, TF32, Format
 from fp8bench.formats.quantise import round_to
+from tests.counts import for_each
 from tests.formats.oracles import ALL, GFLOAT, ML_DTYPES, every_pattern, exactly, mismatches, numbers, random_patterns
 
-each_format = pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.name)
+each_format = for_each("fmt", ALL, ids=lambda fmt: fmt.name)
 WITHOUT_NAN = [E3M2, E2M3, E2M1]
 TORCH_BYTES = {
     E4M3: torch.float8_e4m3fn,
@@ -36,7 +37,7 @@ def test_every_code_decodes_as_its_definition_says(fmt: Format) -> None:
     assert mismatches(decode(every_code(fmt), fmt), exactly(fmt, numbers(fmt.name))) == 0
 
 
-@pytest.mark.parametrize("fmt", [fmt for fmt in ALL if fmt is not TF32], ids=lambda fmt: fmt.name)
+@for_each("fmt", [fmt for fmt in ALL if fmt is not TF32], ids=lambda fmt: fmt.name)
 def test_every_code_decodes_as_ml_dtypes_and_numpy_say(fmt: Format) -> None:
     bits = np.arange(1 << fmt.bits, dtype=np.uint16 if fmt.bits == 16 else np.uint8)
     with np.errstate(invalid="ignore"):
@@ -51,7 +52,7 @@ def test_every_code_decodes_as_gfloat_says(fmt: Format) -> None:
     assert mismatches(decode(every_code(fmt), fmt), exactly(fmt, expected)) == 0
 
 
-@pytest.mark.parametrize("fmt", TORCH_BYTES, ids=lambda fmt: fmt.name)
+@for_each("fmt", TORCH_BYTES, ids=lambda fmt: fmt.name)
 def test_bytes_are_those_of_torch_s_own_dtypes(fmt: Format) -> None:
     codes = every_code(fmt)
     assert mismatches(decode(codes, fmt), codes.view(TORCH_BYTES[fmt]).to(torch.float32).numpy()) == 0
@@ -78,7 +79,7 @@ NAN_CODES = {
 }
 
 
-@pytest.mark.parametrize("name", NAN_CODES)
+@for_each("name", NAN_CODES)
 def test_every_nan_has_one_code(name: str) -> None:
     """Whatever its sign and payload: what a cast keeps of them differs between devices."""
     fmt = next(fmt for fmt in ALL if fmt.name == name)
@@ -105,7 +106,7 @@ def test_random_values_survive(fmt: Format) -> None:
 
 
 @each_format
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@for_each("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_narrow_values_encode_as_wide_ones(fmt: Format, dtype: torch.dtype) -> None:
     """All patterns of the dtype that are numbers of the format."""
     patterns = every_pattern(dtype)
@@ -134,7 +135,7 @@ def test_what_is_too_large_is_refused(fmt: Format) -> None:
             encode(torch.tensor([wrong, wrong]), fmt)
 
 
-@pytest.mark.parametrize("fmt", WITHOUT_NAN, ids=lambda fmt: fmt.name)
+@for_each("fmt", WITHOUT_NAN, ids=lambda fmt: fmt.name)
 def test_nan_is_refused_where_there_is_none(fmt: Format) -> None:
     values = torch.zeros(1 << 17)
     values[-1] = torch.nan
@@ -148,12 +149,12 @@ def test_zero_and_signs_have_no_code_in_e8m0() -> None:
             encode(torch.tensor([wrong]), E8M0)
 
 
-@pytest.mark.parametrize("fmt", [E4M3FNUZ, E5M2FNUZ], ids=lambda fmt: fmt.name)
+@for_each("fmt", [E4M3FNUZ, E5M2FNUZ], ids=lambda fmt: fmt.name)
 def test_fnuz_encodes_either_zero_as_its_own(fmt: Format) -> None:
     assert encode(torch.tensor([0.0, -0.0]), fmt).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("fmt", [E3M2, E2M3, E2M1, TF32], ids=lambda fmt: fmt.name)
+@for_each("fmt", [E3M2, E2M3, E2M1, TF32], ids=lambda fmt: fmt.name)
 def test_codes_with_more_bits_are_refused(fmt: Format) -> None:
     """Six-bit codes lie one in a byte, the two bits above them zero."""
     over = 1 << fmt.bits
@@ -234,7 +235,7 @@ def test_all_pairs_of_codes_pack() -> None:
     assert torch.equal(unpack(packed, E2M1), pairs)
 
 
-@pytest.mark.parametrize("fmt", [fmt for fmt in ALL if fmt is not E2M1], ids=lambda fmt: fmt.name)
+@for_each("fmt", [fmt for fmt in ALL if fmt is not E2M1], ids=lambda fmt: fmt.name)
 def test_other_codes_are_stored_as_they_are(fmt: Format) -> None:
     codes = every_code(fmt)
     assert pack(codes, fmt) is codes

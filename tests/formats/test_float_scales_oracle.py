@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, FP16, TF32, Format
@@ -18,7 +17,7 @@ from fp8bench.formats.recipes import (
     Scaling,
 )
 from fp8bench.formats.scaled import factor, quantise, values
-from tests.counts import counts
+from tests.counts import counts, for_each
 from tests.formats.scaling_definitions import a_million, differing, gaussian, outliers, reference, wide
 
 ALL = [
@@ -31,8 +30,8 @@ ALL = [
     SQUARE,
     SQUARE_POWER_OF_TWO,
 ]
-each_scaling = pytest.mark.parametrize("scaling", ALL, ids=lambda one: one.name)
-each_float8 = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+each_scaling = for_each("scaling", ALL, ids=lambda one: one.name)
+each_float8 = for_each("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 
 
 @each_scaling
@@ -44,20 +43,20 @@ def test_values_of_each_kind_follow_the_definition(count: int, fmt: Format, scal
 
 
 @each_scaling
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, E3M2, E2M3, E2M1, BF16, FP16, TF32], ids=lambda fmt: fmt.name)
+@for_each("fmt", [E4M3, E5M2, E3M2, E2M3, E2M1, BF16, FP16, TF32], ids=lambda fmt: fmt.name)
 def test_every_format_and_uneven_ends(fmt: Format, scaling: Scaling) -> None:
     for x in (outliers(64, 128), outliers(130, 257), gaussian(1, 1), wide(65, 77), gaussian(3, 200) * 1e-38):
         assert differing(values(x, fmt, scaling), reference(x, fmt, scaling)) == 0
 
 
-@pytest.mark.parametrize("scaling", [Scaling(3, 0), Scaling(1, 7), Scaling(2, 5)], ids=lambda one: one.name)
+@for_each("scaling", [Scaling(3, 0), Scaling(1, 7), Scaling(2, 5)], ids=lambda one: one.name)
 def test_blocks_of_any_extent(scaling: Scaling) -> None:
     for x in (gaussian(8, 23), gaussian(3, 5), gaussian(1, 1)):
         assert differing(values(x, E4M3, scaling), reference(x, E4M3, scaling)) == 0
 
 
 @each_float8
-@pytest.mark.parametrize("exponent", range(-149, 128, 9))
+@for_each("exponent", range(-149, 128, 9))
 def test_factors_at_every_size(fmt: Format, exponent: int) -> None:
     """Both stay normal numbers, and a power of two is at most half as large as the exact factor."""
     amax = torch.tensor([1.0, 1.75, 1.9999999], dtype=torch.float64).mul(2.0**exponent).to(torch.float32)[:, None]
@@ -84,7 +83,7 @@ def test_a_scale_that_no_value_can_give_is_one(scaling: Scaling) -> None:
         assert torch.equal(left.nan_to_num(0.0), x.clamp(-448, 448).nan_to_num(0.0))
 
 
-@pytest.mark.parametrize("scaling", [BLOCK, ROW, SQUARE], ids=lambda one: one.name)
+@for_each("scaling", [BLOCK, ROW, SQUARE], ids=lambda one: one.name)
 def test_blocks_beside_one_that_is_not_finite_know_nothing_of_it(scaling: Scaling) -> None:
     x = gaussian(256, 256)
     spoilt = x.clone()

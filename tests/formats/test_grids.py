@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from fp8bench.formats.grids import E8M0, FORMATS, RANGES, TF32, Format, Overflow
+from tests.counts import for_each
 from tests.formats.oracles import ALL, DEFINITIONS, GFLOAT, ML_DTYPES, ladder, numbers
 
-each_format = pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.name)
+each_format = for_each("fmt", ALL, ids=lambda fmt: fmt.name)
 
 
 @each_format
@@ -44,7 +45,7 @@ def test_the_smallest_normal_has_a_full_mantissa_above_it(fmt: Format) -> None:
     assert fmt.smallest_normal == 2.0**fmt.min_exponent
 
 
-@pytest.mark.parametrize("fmt", [fmt for fmt in ALL if fmt is not TF32], ids=lambda fmt: fmt.name)
+@for_each("fmt", [fmt for fmt in ALL if fmt is not TF32], ids=lambda fmt: fmt.name)
 def test_limits_agree_with_ml_dtypes_and_numpy(fmt: Format) -> None:
     dtype = ML_DTYPES[fmt.name]
     info = np.finfo(np.float16) if dtype is np.float16 else ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]

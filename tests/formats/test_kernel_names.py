@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from fp8bench.formats.hardware import foreign_kernel, multiplied_bits
+from tests.counts import for_each
 
 FP8 = (
     "nvjet_qqtst_128x256_128x4_1x2_h_bz_coopA_TNT",
@@ -36,18 +35,18 @@ NO_PRODUCTS = (
 )
 
 
-@pytest.mark.parametrize("name", FP8)
+@for_each("name", FP8)
 def test_fp8(name: str) -> None:
     """The type of the result stands in it as well."""
     assert multiplied_bits(name) == 8
 
 
-@pytest.mark.parametrize("name", WIDE)
+@for_each("name", WIDE)
 def test_wider(name: str) -> None:
     assert multiplied_bits(name) == WIDE[name]
 
 
-@pytest.mark.parametrize("name", NO_PRODUCTS)
+@for_each("name", NO_PRODUCTS)
 def test_what_does_not_multiply_or_does_not_say(name: str) -> None:
     assert multiplied_bits(name) is None
 

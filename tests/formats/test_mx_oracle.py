@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from fp8bench.formats.codes import unpack
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from fp8bench.formats.recipes import ScaleRounding, Scaling
 from fp8bench.formats.scaled import quantise, values
-from tests.counts import counts
+from tests.counts import counts, for_each
 from tests.formats.scaling_definitions import a_million, differing, gaussian, mx_exponents, reference, wide
 
 ELEMENTS = [E4M3, E5M2, E3M2, E2M3, E2M1]
 MODES = [ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL]
-each_format = pytest.mark.parametrize("fmt", ELEMENTS, ids=lambda fmt: fmt.name)
-each_mode = pytest.mark.parametrize("mode", MODES, ids=str)
+each_format = for_each("fmt", ELEMENTS, ids=lambda fmt: fmt.name)
+each_mode = for_each("mode", MODES, ids=str)
 
 
 def mx(mode: ScaleRounding) -> Scaling:

@@ -28,6 +28,7 @@ from fp8bench.formats.native_codes import (
 from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
 from fp8bench.formats.scale_layouts import by_columns, squares
 from fp8bench.formats.scaled import largest_magnitude, quantise
+from tests.counts import for_each, sampled
 from tests.formats.test_operators import AWKWARD, BF16, F16, F32, Operators, counted
 
 EXACT, POWER_OF_TWO = ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO
@@ -128,7 +129,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
 
 
-@pytest.mark.parametrize("how", CASTS, ids=str)
+@for_each("how", CASTS, ids=str)
 def test_codes_and_scales_are_those_of_the_definition(how: Cast) -> None:
     for x in pieces(how.source):
         given = x.float().numpy()
@@ -151,7 +152,7 @@ def test_codes_and_scales_are_those_of_the_definition(how: Cast) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("how", CASTS, ids=str)
+@pytest.mark.parametrize("how", sampled(CASTS[:2], CASTS), ids=str)
 def test_compiled_is_eager_bit_by_bit(how: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
     """All pieces by the same few kernels: sizes are free."""
     monkeypatch.setattr(vector_width, "widths", lambda device: ())
@@ -171,7 +172,7 @@ def same_blocks(found: list[Tensor], wanted: list[Tensor]) -> bool:
     return data and all(torch.equal(*pair) and pair[0].stride() == pair[1].stride() for pair in pairs[1::2])
 
 
-@pytest.mark.parametrize(("fmt", "source", "rounding"), BLOCKS, ids=str)
+@for_each(("fmt", "source", "rounding"), BLOCKS, ids=str)
 def test_blocks_are_stored_ones(fmt: Format, source: torch.dtype, rounding: ScaleRounding) -> None:
     """Those are held against definitions in test_scaled.py."""
     for x in pieces(source):
@@ -213,7 +214,7 @@ def test_both_ways_are_each_by_itself() -> None:
         assert same_blocks(both_ways(x), one_way_each(x)), (x.shape, x.stride())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("fresh")
 def test_compiled_both_ways_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel for both, whose sizes are free in each."""
@@ -244,7 +245,7 @@ def course(delayed: Delayed, fmt: Format, device: str = "cpu") -> list[list[Tens
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("delayed", DELAYED, ids=str)
+@pytest.mark.parametrize("delayed", sampled(DELAYED[:1], DELAYED), ids=str)
 def test_compiled_delayed_scales_are_the_eager_ones(delayed: Delayed) -> None:
     """State and all; eager ones are held against a definition in tests/nn/test_delayed.py."""
     eager = course(delayed, E4M3)
@@ -264,7 +265,7 @@ def test_what_is_empty_has_codes_and_scales_too() -> None:
         assert data.shape == x.shape and torch.equal(inverse, torch.ones(len(x), 1))
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@for_each("device", ["cpu", "meta"])
 def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
     """What it is made of is nobody's concern: no product, no copy beside it."""
     x, blocks = torch.zeros(32, 48, device=device), torch.zeros(512, 512, device=device)
@@ -312,7 +313,7 @@ def test_in_a_graph_that_is_compiled_casts_are_plain_operations() -> None:
     assert not any("fp8bench" in str(node.target) for graph in graphs for node in graph.graph.nodes)
 
 
-@pytest.mark.parametrize("call", [codes, lambda x, fmt: row_codes(x, fmt, EXACT)], ids=["codes", "row_codes"])
+@for_each("call", [codes, lambda x, fmt: row_codes(x, fmt, EXACT)], ids=["codes", "row_codes"])
 def test_other_numbers_are_refused(call: Any) -> None:
     with pytest.raises(TypeError, match="give a tensor of float32, bfloat16 or float16"):
         call(torch.zeros(32, 32, dtype=torch.float64), E4M3)

@@ -16,6 +16,7 @@ import torch
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format
 from fp8bench.formats.recipes import NVFP4, NVFP4_UP, TENSOR, ScaleRounding, Scaling
 from fp8bench.formats.scaled import values
+from tests.counts import for_each
 
 DEVIATION = 3.0
 FLOOR, EVEN, RCEIL, CEIL = (Scaling(1, 32, E8M0, ScaleRounding(name)) for name in ("floor", "even", "rceil", "ceil"))
@@ -54,7 +55,7 @@ def slope(found: torch.Tensor, source: torch.Tensor) -> float:
     return float((found.double() * source.double()).sum() / source.double().square().sum())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fmt", "scaling", "expected"),
     FIGURES,
     ids=lambda value: value.name if isinstance(value, Format | Scaling) else None,

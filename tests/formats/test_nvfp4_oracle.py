@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from fp8bench.formats.codes import decode
 from fp8bench.formats.grids import E2M1, E4M3
 from fp8bench.formats.recipes import NVFP4, NVFP4_SQUARE, NVFP4_UP, ScaleRounding, Scaling
 from fp8bench.formats.scaled import quantise, values
+from tests.counts import for_each
 from tests.formats.scaling_definitions import a_million, differing, gaussian, octaves, outliers, reference
 
 NVFP4_SQUARE_UP = Scaling(16, 16, E4M3, ScaleRounding.UP)
-each_scaling = pytest.mark.parametrize(
-    "scaling", [NVFP4, NVFP4_UP, NVFP4_SQUARE, NVFP4_SQUARE_UP], ids=lambda one: one.name
-)
+each_scaling = for_each("scaling", [NVFP4, NVFP4_UP, NVFP4_SQUARE, NVFP4_SQUARE_UP], ids=lambda one: one.name)
 
 
 @each_scaling
@@ -24,7 +22,7 @@ def test_a_million_values_of_each_kind_follow_the_definition(scaling: Scaling) -
 
 
 @each_scaling
-@pytest.mark.parametrize("exponent", [-149, -140, -130, -126, -120, -115, -110, -60, 60, 120])
+@for_each("exponent", [-149, -140, -130, -126, -120, -115, -110, -60, 60, 120])
 def test_tensors_at_either_end_of_float32(scaling: Scaling, exponent: int) -> None:
     """Below 2688 * 2^-126 the tensor scale stays at 2^-126 and the block scales shrink, to zero at last."""
     x = octaves(64, 256).double().clamp(-4, 4).mul(2.0**exponent).to(torch.float32)

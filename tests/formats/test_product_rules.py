@@ -31,6 +31,7 @@ from fp8bench.formats.product_rules import (
 )
 from fp8bench.formats.recipes import BLOCK, MX, NVFP4, NVFP4_SQUARE, ROW, SQUARE, TENSOR, Scaling, Treatment
 from fp8bench.model import DeviceFacts
+from tests.counts import for_each
 
 
 def product(
@@ -69,8 +70,8 @@ THERE = {
 }
 
 
-@pytest.mark.parametrize("device", CLASSES, ids=lambda one: one.name)
-@pytest.mark.parametrize("scheme", Scheme, ids=lambda one: one.name)
+@for_each("device", CLASSES, ids=lambda one: one.name)
+@for_each("scheme", Scheme, ids=lambda one: one.name)
 def test_which_devices_have_which_products(device: DeviceClass, scheme: Scheme) -> None:
     """The table above, and a reason wherever there is none."""
     fmt, scaling = SCHEMES[scheme]
@@ -106,7 +107,7 @@ def test_fnuz_formats_are_those_of_mi300_alone() -> None:
     assert missing(one, H100) is not None and missing(product(512, 512, 512), MI300X) is not None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fmt", "scaling"),
     [(E4M3, None), (E3M2, TENSOR), (E4M3, Scaling(1, 64)), (E2M1, ROW)],
 )
@@ -133,8 +134,8 @@ RUN_BY_TORCH = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("scheme", [Scheme.MXFP8, Scheme.NVFP4, Scheme.MXFP4], ids=lambda one: one.name)
-@pytest.mark.parametrize(("m", "k", "n"), RUN_BY_TORCH)
+@for_each("scheme", [Scheme.MXFP8, Scheme.NVFP4, Scheme.MXFP4], ids=lambda one: one.name)
+@for_each(("m", "k", "n"), RUN_BY_TORCH)
 def test_what_torch_tests_on_blackwell_is_taken(scheme: Scheme, m: int, k: int, n: int) -> None:
     """And what it skips, K that is no multiple of 32, is refused; on ROCm M, N in 16s and K in 128s at least."""
     fmt, scaling = SCHEMES[scheme]
@@ -145,7 +146,7 @@ def test_what_torch_tests_on_blackwell_is_taken(scheme: Scheme, m: int, k: int, 
         assert objections(product(m, n, k, fmt, scaling), MI350X)
 
 
-@pytest.mark.parametrize("device", [L40S, H100, B200, RTX5090, MI350X], ids=lambda one: one.name)
+@for_each("device", [L40S, H100, B200, RTX5090, MI350X], ids=lambda one: one.name)
 def test_every_scaled_product_wants_sixteens(device: DeviceClass) -> None:
     """Of K and N, as scaled_mm checks; not of M."""
     assert not objections(product(17, 48, 32), device)
@@ -197,7 +198,7 @@ def test_transformer_engine_has_rules_of_its_own() -> None:
     assert te_objections(product(64, 64, 64, E4M3, BLOCK), L40S) != ()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("capability", "cuda", "hip", "wide"),
     [
         ((9, 0), "13.0", None, True),

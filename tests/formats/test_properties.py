@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fp8bench.formats.grids import BF16, E8M0, TF32, Format, Overflow
 from fp8bench.formats.quantise import RANDOM_BITS, quantised, round_to
+from tests.counts import for_each
 from tests.formats.oracles import (
     ALL,
     EVERY_OVERFLOW,
@@ -24,8 +25,8 @@ from tests.formats.oracles import (
     same_bits,
 )
 
-each_format = pytest.mark.parametrize("fmt", ALL, ids=name_of)
-each_overflow = pytest.mark.parametrize(("fmt", "overflow"), EVERY_OVERFLOW, ids=name_of)
+each_format = for_each("fmt", ALL, ids=name_of)
+each_overflow = for_each(("fmt", "overflow"), EVERY_OVERFLOW, ids=name_of)
 SIGNED = [fmt for fmt in ALL if fmt.signed]
 
 floats = st.floats(width=32)
@@ -213,7 +214,7 @@ def test_seeds(fmt: Format) -> None:
     assert round_to(torch.tensor(1.0), fmt, seed=seed_of(1)).shape == ()
 
 
-@pytest.mark.parametrize("fmt", SIGNED, ids=name_of)
+@for_each("fmt", SIGNED, ids=name_of)
 def test_a_value_and_its_negative_are_drawn_alike(fmt: Format) -> None:
     values = torch.from_numpy(random_patterns(fmt.name, 1 << 16))
     plus, minus = (round_to(one, fmt, seed=seed_of(4)) for one in (values, -values))

@@ -15,7 +15,7 @@ import torch
 from fp8bench.errors import UsageError
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format, Overflow
 from fp8bench.formats.quantise import RANDOM_BITS, drawn_bits, key_of, random_bits, round_to
-from tests.counts import counts
+from tests.counts import counts, for_each
 from tests.formats.oracles import (
     ALL,
     EDGES,
@@ -39,8 +39,8 @@ FINITE = [E3M2, E2M3, E2M1]
 NEVER_MINUS_ZERO = [E4M3FNUZ, E5M2FNUZ]
 
 
-each_format = pytest.mark.parametrize("fmt", ALL, ids=name_of)
-each_overflow = pytest.mark.parametrize(("fmt", "overflow"), EVERY_OVERFLOW, ids=name_of)
+each_format = for_each("fmt", ALL, ids=name_of)
+each_overflow = for_each(("fmt", "overflow"), EVERY_OVERFLOW, ids=name_of)
 
 
 def check(values: Floats, ours: torch.Tensor, fmt: Format, overflow: Overflow) -> None:
@@ -72,7 +72,7 @@ def numbers_for_ml_dtypes(values: Floats, fmt: Format) -> Mask:
 
 
 @each_overflow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@for_each("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_16_bit_pattern(fmt: Format, overflow: Overflow, dtype: torch.dtype) -> None:
     values = every_pattern(dtype)
     check(values.to(torch.float32).numpy(), round_to(values, fmt, overflow=overflow), fmt, overflow)
@@ -106,7 +106,7 @@ def test_the_first_value_that_overflows_lies_halfway() -> None:
             assert (at == largest) == (even or overflow is Overflow.SATURATE)
 
 
-@pytest.mark.parametrize("fmt", FINITE, ids=name_of)
+@for_each("fmt", FINITE, ids=name_of)
 def test_ml_dtypes_makes_minus_zero_of_nan_in_fp4_and_fp6(fmt: Format) -> None:
     """Silently; here a NaN stays one, for a product to show, and has no code."""
     nan = np.array([np.nan], np.float32)
@@ -163,7 +163,7 @@ def test_infinity_saturates_by_default(fmt: Format) -> None:
     assert down == -fmt.largest or (np.isnan(down) and fmt is E8M0)
 
 
-@pytest.mark.parametrize("fmt", NEVER_MINUS_ZERO, ids=name_of)
+@for_each("fmt", NEVER_MINUS_ZERO, ids=name_of)
 def test_fnuz_has_one_zero(fmt: Format) -> None:
     for values in (torch.tensor([-0.0, -1e-30, -fmt.smallest_subnormal / 2]), -every_pattern(torch.float16).abs()):
         rounded = round_to(values, fmt)
@@ -222,7 +222,7 @@ def test_bf16_may_be_written_over_itself() -> None:
     assert mismatches(values.float(), expected.numpy()) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64, torch.float64], ids=str)
+@for_each("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64, torch.float64], ids=str)
 def test_what_holds_no_such_numbers_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match=f"cannot quantise {dtype}: give a tensor of float32, bfloat16 or float16"):
         round_to(torch.ones(3, dtype=dtype), BF16)
@@ -237,7 +237,7 @@ def test_overflow_may_be_said_by_its_word() -> None:
             assert mismatches(by_word, round_to(values, fmt, overflow=overflow).numpy()) == 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     "seed",
     [5, torch.tensor(5, dtype=torch.int32), torch.tensor(1.0), torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64)],
     ids=repr,
@@ -289,14 +289,14 @@ def witness(index: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.int32]:
         return (mixed(mixed(low + key) + key * golden) >> np.uint32(32 - RANDOM_BITS)).astype(np.int32)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@for_each("seed", SEEDS)
 def test_every_place_has_the_number_of_unsigned_arithmetic(seed: int) -> None:
     found = random_bits((300, 257), torch.tensor([seed]))
     assert found.dtype == torch.int32 and found.shape == (300, 257)
     assert np.array_equal(found.numpy().ravel(), witness(np.arange(300 * 257, dtype=np.uint64), seed))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@for_each("seed", SEEDS)
 def test_beyond_32_bits_of_index_numbers_go_on_by_another_key(seed: int) -> None:
     """No tensor of that size is made: the places of one, on both sides of each border."""
     places = torch.tensor([0, 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, (3 << 32) + 5])
@@ -334,7 +334,7 @@ def test_seeds_side_by_side_have_nothing_in_common() -> None:
     assert correlation.abs().max() < 5 / count**0.5
 
 
-@pytest.mark.parametrize("seed", [3, torch.tensor(3, dtype=torch.int32), torch.tensor([1, 2]), torch.tensor(1.0)])
+@for_each("seed", [3, torch.tensor(3, dtype=torch.int32), torch.tensor([1, 2]), torch.tensor(1.0)])
 def test_what_is_no_seed_is_refused(seed: torch.Tensor) -> None:
     with pytest.raises(TypeError, match="a seed is an int64 tensor of one element"):
         random_bits((4,), seed)

@@ -27,6 +27,7 @@ from fp8bench.formats.recipes import (
     Scaling,
     Treatment,
 )
+from tests.counts import for_each
 
 
 def alike(treatment: Treatment, **others: object) -> Recipe:
@@ -63,7 +64,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_what_cannot_be_is_refused_with_a_sentence(name: str) -> None:
     """By the value itself, whoever makes it."""
     make, sentence = REFUSED[name]
@@ -81,7 +82,7 @@ def test_recipes_are_frozen_and_equal_by_what_they_say() -> None:
         recipe.hadamard = True  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("recipe", "per_tensor", "keeps_source"),
     [
         (alike(Treatment(E4M3, TENSOR)), True, False),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8bench.formats.scale_layouts import by_columns, of_squares, squares, swizzled, unswizzled
+from tests.counts import for_each
 
 SHAPES = [(1, 1), (1, 7), (9, 1), (128, 4), (33, 7), (129, 5), (300, 12), (256, 8)]
 
@@ -18,7 +19,7 @@ def numbered(down: int, across: int) -> torch.Tensor:
     return (torch.arange(down * across) % 251 + 1).to(torch.uint8).view(down, across)
 
 
-@pytest.mark.parametrize(("down", "across"), SHAPES)
+@for_each(("down", "across"), SHAPES)
 def test_a_scale_lies_where_its_tile_says(down: int, across: int) -> None:
     """By the formula of cuBLAS: tiles of 128 x 4 one after the other, row after row of them; the rest is zero."""
     scales = numbered(down, across)
@@ -45,7 +46,7 @@ def test_torchao_lays_them_so_too(down: int, across: int) -> None:
     )
 
 
-@pytest.mark.parametrize(("down", "across"), SHAPES)
+@for_each(("down", "across"), SHAPES)
 def test_float_scales_lie_by_columns(down: int, across: int) -> None:
     """The shapes and strides that torch asks for on compute capability 9.0; what fills squares up is zero."""
     scales = numbered(down, across).float()

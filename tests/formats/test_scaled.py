@@ -26,6 +26,7 @@ from fp8bench.formats.recipes import (
     Scaling,
 )
 from fp8bench.formats.scaled import Scaled, factor, quantise, values
+from tests.counts import for_each
 from tests.formats.scaling_definitions import differing, gaussian, outliers, patterns
 
 MX_FLOOR = Scaling(1, 32, E8M0, ScaleRounding.FLOOR)
@@ -43,11 +44,11 @@ def admitted(fmt: Format, scaling: Scaling | None) -> bool:
 
 
 PAIRS = [(fmt, scaling) for fmt in FORMATS.values() for scaling in SCALINGS if admitted(fmt, scaling)]
-each_pair = pytest.mark.parametrize(
+each_pair = for_each(
     ("fmt", "scaling"), PAIRS, ids=[f"{fmt.name}-{scaling and scaling.name}" for fmt, scaling in PAIRS]
 )
 # One of each way through the code.
-each_kind = pytest.mark.parametrize(
+each_kind = for_each(
     ("fmt", "scaling"),
     [
         (E4M3, None),
@@ -131,7 +132,7 @@ def test_codes_are_those_of_torch() -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@for_each("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_taken_as_the_float32_it_is(fmt: Format, scaling: Scaling | None, dtype: torch.dtype) -> None:
     for x in (outliers(33, 130).to(dtype), patterns(32, 64).to(dtype).nan_to_num(1.0, 2.0, 3.0)):
         assert differing(values(x, fmt, scaling), values(x.float(), fmt, scaling)) == 0
@@ -172,9 +173,7 @@ def test_no_gradient_flows(fmt: Format, scaling: Scaling | None) -> None:
     assert not values(torch.ones(4, 32, requires_grad=True), fmt, scaling).requires_grad
 
 
-@pytest.mark.parametrize(
-    ("fmt", "scaling"), [(E4M3, SQUARE), (E5M2, Scaling(16, 16)), (E2M1, NVFP4_SQUARE), (E4M3, TENSOR)]
-)
+@for_each(("fmt", "scaling"), [(E4M3, SQUARE), (E5M2, Scaling(16, 16)), (E2M1, NVFP4_SQUARE), (E4M3, TENSOR)])
 def test_squares_may_be_transposed_before_or_after(fmt: Format, scaling: Scaling) -> None:
     assert scaling.turns
     for x in (outliers(256, 384), outliers(130, 257), patterns(70, 33)):
@@ -185,7 +184,7 @@ def test_squares_may_be_transposed_before_or_after(fmt: Format, scaling: Scaling
         assert fmt is E2M1 or torch.equal(one.codes, other.codes.t())
 
 
-@pytest.mark.parametrize(("fmt", "scaling"), [(E4M3, BLOCK), (E4M3, MX), (E2M1, NVFP4), (E4M3, ROW)])
+@for_each(("fmt", "scaling"), [(E4M3, BLOCK), (E4M3, MX), (E2M1, NVFP4), (E4M3, ROW)])
 def test_others_may_not(fmt: Format, scaling: Scaling) -> None:
     x = outliers(256, 256)
     assert not scaling.turns and differing(values(x.t(), fmt, scaling).t().contiguous(), values(x, fmt, scaling)) > 0
@@ -216,7 +215,7 @@ def test_a_factor_is_not_given_to_blocks() -> None:
         factor(gaussian(4, 32), E2M1, MX)
 
 
-@pytest.mark.parametrize(("fmt", "scaling"), [(E4M3, NVFP4), (FP16, MX), (BF16, NVFP4), (E8M0, TENSOR), (E8M0, BLOCK)])
+@for_each(("fmt", "scaling"), [(E4M3, NVFP4), (FP16, MX), (BF16, NVFP4), (E8M0, TENSOR), (E8M0, BLOCK)])
 def test_elements_that_are_not_scaled_so(fmt: Format, scaling: Scaling) -> None:
     for function in (values, quantise):
         with pytest.raises(RecipeRefused):
@@ -224,14 +223,14 @@ def test_elements_that_are_not_scaled_so(fmt: Format, scaling: Scaling) -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float64, torch.bool], ids=str)
+@for_each("dtype", [torch.int32, torch.complex64, torch.float64, torch.bool], ids=str)
 def test_tensors_that_hold_no_such_numbers(fmt: Format, scaling: Scaling | None, dtype: torch.dtype) -> None:
     for function in (values, quantise):
         with pytest.raises(TypeError, match="float32, bfloat16 or float16"):
             function(torch.ones(4, 32).to(dtype), fmt, scaling)
 
 
-@pytest.mark.parametrize("fmt", [FORMATS[name] for name in MX_ELEMENTS], ids=lambda fmt: fmt.name)
+@for_each("fmt", [FORMATS[name] for name in MX_ELEMENTS], ids=lambda fmt: fmt.name)
 def test_nan_is_stored_where_there_is_a_code_for_it(fmt: Format) -> None:
     """In the element, else in its block's scale, else not at all."""
     x = gaussian(4, 64)
@@ -248,7 +247,7 @@ def test_nan_is_stored_where_there_is_a_code_for_it(fmt: Format) -> None:
                 quantise(x, fmt, scaling)
 
 
-@pytest.mark.parametrize(("fmt", "scaling"), [(E4M3, MX), (E2M1, MX), (E2M1, NVFP4_UP), (E4M3, BLOCK)])
+@for_each(("fmt", "scaling"), [(E4M3, MX), (E2M1, MX), (E2M1, NVFP4_UP), (E4M3, BLOCK)])
 def test_stochastic_rounding_is_unbiased(fmt: Format, scaling: Scaling) -> None:
     """Over 64 seeds the mean of each value is the value, within four standard errors of the sum over all of them.
 

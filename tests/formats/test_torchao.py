@@ -23,7 +23,7 @@ from fp8bench.formats.recipes import (
     Scaling,
 )
 from fp8bench.formats.scaled import factor, quantise, values
-from tests.counts import counts
+from tests.counts import counts, for_each
 from tests.formats.scaling_definitions import a_million, differing, gaussian, patterns, reference, wide
 
 with warnings.catch_warnings():
@@ -47,8 +47,8 @@ DTYPES = {
     E2M1: torch.float4_e2m1fn_x2,
 }
 MODES = [ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL]
-each_format = pytest.mark.parametrize("fmt", list(DTYPES), ids=lambda fmt: fmt.name)
-each_mode = pytest.mark.parametrize("mode", MODES, ids=str)
+each_format = for_each("fmt", list(DTYPES), ids=lambda fmt: fmt.name)
+each_mode = for_each("mode", MODES, ids=str)
 
 
 def mx(mode: ScaleRounding) -> Scaling:
@@ -70,7 +70,7 @@ def codes(scales: torch.Tensor | None) -> torch.Tensor:
 
 @each_mode
 @each_format
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@for_each("dtype", [torch.float32, torch.bfloat16], ids=str)
 @counts(1 << 6, 1 << 10)
 def test_mx_agrees_on_many_values(count: int, fmt: Format, mode: ScaleRounding, dtype: torch.dtype) -> None:
     """Gaussian and with outliers: values, codes and scales."""
@@ -130,7 +130,7 @@ def test_infinities_and_nan_in_mx() -> None:
         assert theirs.dequantize(torch.float32)[0, 3].isinf() and values(x, E5M2, mx(mode))[0, 3].isinf()
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "outliers", "octaves", "patterns"])
+@for_each("kind", ["gaussian", "outliers", "octaves", "patterns"])
 def test_nvfp4_agrees_where_block_scales_are_normal(kind: str) -> None:
     """torchao keeps block scales at 2^-6 or above: what lies in smaller blocks loses bits that e4m3 could keep."""
     x = a_million()[kind]
@@ -171,8 +171,8 @@ def test_nvfp4_where_torchao_divides_by_zero() -> None:
     assert differing(values(tiny, E2M1, NVFP4), reference(tiny, E2M1, NVFP4)) == 0
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2, E4M3FNUZ, E5M2FNUZ], ids=lambda fmt: fmt.name)
-@pytest.mark.parametrize("scaling", [TENSOR, TENSOR_POWER_OF_TWO, ROW, ROW_POWER_OF_TWO], ids=lambda one: one.name)
+@for_each("fmt", [E4M3, E5M2, E4M3FNUZ, E5M2FNUZ], ids=lambda fmt: fmt.name)
+@for_each("scaling", [TENSOR, TENSOR_POWER_OF_TWO, ROW, ROW_POWER_OF_TWO], ids=lambda one: one.name)
 def test_float8_factors_and_codes_agree(fmt: Format, scaling: Scaling) -> None:
     """But for zeros and for magnitudes under 1e-12, which torchao scales as if they were 1e-12."""
     dtype = {**DTYPES, E4M3FNUZ: torch.float8_e4m3fnuz, E5M2FNUZ: torch.float8_e5m2fnuz}[fmt]

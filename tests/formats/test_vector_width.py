@@ -13,6 +13,7 @@ import torch
 from fp8bench.formats import compiling, fused, operators, vector_width
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.vector_width import Kept, choice
+from tests.counts import for_each, sampled
 from tests.formats.test_operators import ASKED, AWKWARD, Asked, called, differences, eagerly
 
 F32 = torch.float32
@@ -53,7 +54,7 @@ def planted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
     return plant
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("seconds", "bits"),
     [
         ({256: 1.0, 512: 7.0}, 256),
@@ -164,8 +165,8 @@ def test_wide_kernels_are_compiled_for_wide_vectors_whatever_the_processor() -> 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not vector_width.widths("cpu"), reason="this processor has no vectors of 512 bits")
-@pytest.mark.parametrize("asked", [ASKED[0], ASKED[14], ASKED[18]], ids=str)
-@pytest.mark.parametrize("bits", vector_width.widths("cpu"))
+@pytest.mark.parametrize("asked", sampled([ASKED[0]], [ASKED[0], ASKED[14], ASKED[18]]), ids=str)
+@for_each("bits", vector_width.widths("cpu"))
 def test_fused_is_eager_bit_by_bit_with_either_width(bits: int, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that are forced to a width give what the operations give."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())

@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 
 from fp8bench.cli.main import main
+from tests.counts import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / "tests" / "golden" / "stored"
@@ -121,8 +122,8 @@ if __name__ == "__main__":
             (EXPECTED / name).write_text(text, encoding="utf-8")
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 120])
-@pytest.mark.parametrize("words", [one for file, one in COMMANDS.items() if file.endswith(".txt")])
+@for_each("width", [60, 80, 100, 120])
+@for_each("words", [one for file, one in COMMANDS.items() if file.endswith(".txt")])
 def test_no_line_is_wider_than_the_terminal(
     words: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

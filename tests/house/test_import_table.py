@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import pytest
-
+from tests.counts import for_each
 from tests.house.sources import FILES, PACKAGE, children, tree_of
 
 FLOOR = frozenset({"errors", "files", "model", "units"})
@@ -306,7 +305,7 @@ def test_leaves_never_import_each_other() -> None:
     assert not wrong, listed(wrong)
 
 
-@pytest.mark.parametrize("level", ["rooms", "modules"])
+@for_each("level", ["rooms", "modules"])
 def test_no_cycles(level: str) -> None:
     """Neither between rooms nor between modules, whatever the kind of import."""
     graph: dict[str, set[str]] = {}

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.counts import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "numpy", "pandas", "matplotlib"}
@@ -24,7 +24,7 @@ def run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
     return done, {name.split(".")[0] for name in IMPORTED.findall(done.stderr)}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arguments", "code"),
     [(["--help"], 0), (["--version"], 0), (["list"], 0), (["suite", "nosuch"], 2), (["nosuch"], 2), ([], None)],
     ids=lambda value: " ".join(value) or "nothing" if isinstance(value, list) else "",
@@ -39,7 +39,7 @@ def test_the_door_is_light(arguments: list[str], code: int | None) -> None:
         assert done.returncode == code, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("statement", ["import fp8bench", "import fp8bench.registry as r; r.workloads.names()"])
+@for_each("statement", ["import fp8bench", "import fp8bench.registry as r; r.workloads.names()"])
 def test_importing_is_light(statement: str) -> None:
     """So do the package itself and the names of all leaves."""
     done, imported = run("-c", statement)

@@ -14,6 +14,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from fp8bench.cli.main import Parser, build_parser
+from tests.counts import for_each
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -95,7 +96,7 @@ def parsed(arguments: list[str]) -> object:
     return 0
 
 
-@pytest.mark.parametrize("arguments", SHOWN)
+@for_each("arguments", SHOWN)
 def test_command_lines_parse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Every command line shown in a code block is one the door understands."""
     assert parsed(arguments) == 0, capsys.readouterr().err
@@ -154,7 +155,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@for_each("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     """A link to evidence that is not there is a claim without evidence."""
     links = re.findall(r"\]\((?!\w+://)([^)#]*)#?([^)]*)\)", page.read_text())

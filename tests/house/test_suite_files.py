@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 from fp8bench.registry import workloads
 from fp8bench.store.series import class_name
+from tests.counts import for_each
 
 SUITES = Path(__file__).resolve().parents[2] / "suites"
 FILE = '''"""What asv follows of the suite {name}."""
@@ -39,13 +38,13 @@ def test_every_workload_has_a_grid_and_a_suite_file_and_vice_versa() -> None:
     assert {path.stem for path in SUITES.glob("*.py") if "asv_bridge.Suite" in path.read_text()} == built_in()
 
 
-@pytest.mark.parametrize("name", sorted(built_in()))
+@for_each("name", sorted(built_in()))
 def test_suite_files_differ_in_their_names_only(name: str) -> None:
     """What is measured stands in the workload's Grid, once for both doors."""
     assert (SUITES / f"{name}.py").read_text() == FILE.format(name=name, title=class_name(name))
 
 
-@pytest.mark.parametrize("path", sorted(SUITES.glob("*.py")), ids=lambda path: path.stem)
+@for_each("path", sorted(SUITES.glob("*.py")), ids=lambda path: path.stem)
 def test_nothing_in_a_suite_file_is_taken_for_a_hook(path: Path) -> None:
     """asv calls whatever is called 'setup' or 'teardown' in a module, classes and capitals included."""
     names = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}

@@ -20,6 +20,7 @@ from fp8bench.model import Ceilings, DeviceFacts, Limit, Rate, Request, specs
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.worker.bench import Bench
 from tests.commands import Say, unfolded
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.runs import render_whole
 
@@ -137,7 +138,7 @@ def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.M
     assert "throughput" in render_whole(run, findings(run)) and "425 GFLOP/s" in render_whole(run, findings(run))
 
 
-@pytest.mark.parametrize("change", [{"quick": True}, {"dtypes": ("bf16",)}, {"axes": (("m", ("1",)),)}, {"rounds": 3}])
+@for_each("change", [{"quick": True}, {"dtypes": ("bf16",)}, {"axes": (("m", ("1",)),)}, {"rounds": 3}])
 def test_the_suite_refuses_what_it_would_ignore(change: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="takes --devices, --threads"):
         job.ceilings_run(Request("ceilings", **change), tmp_path, TERMINAL, "a test")

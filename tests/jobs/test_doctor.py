@@ -21,6 +21,7 @@ from fp8bench.plan.asked_suites import known_suites
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import backends, precisions, workloads
 from fp8bench.store.runs.listing import run_files
+from tests.counts import for_each
 from tests.facts import CPU
 
 H200 = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0", (9, 0), "13.0", arch="sm_90")
@@ -133,7 +134,7 @@ def test_a_gpu_that_nothing_runs_on_says_why(monkeypatch: pytest.MonkeyPatch) ->
     assert not any("compiler" in line and "cuda:0" in line for line in lines)
 
 
-@pytest.mark.parametrize("devices", [(CPU,), (CPU, H200)], ids=["processor", "gpu"])
+@for_each("devices", [(CPU,), (CPU, H200)], ids=["processor", "gpu"])
 def test_every_device_says_where_its_energy_comes_from(
     devices: tuple[DeviceFacts, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,9 +7,10 @@ import pytest
 from fp8bench.cli.main import main
 from fp8bench.errors import UsageError
 from fp8bench.jobs.quoted_peaks import quote_of, told, wrong
+from tests.counts import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "right", "words"),
     [
         (
@@ -37,7 +38,7 @@ def test_a_quote(text: str, right: bool, words: tuple[str, ...]) -> None:
     assert right or "right" not in said
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "why"),
     [
         ("", "cannot be read"), ("H200", "cannot be read"), ("H200 312", "cannot be read"),

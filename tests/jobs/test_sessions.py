@@ -13,6 +13,7 @@ from fp8bench.errors import UsageError
 from fp8bench.jobs import sessions
 from fp8bench.model import Interval, Reruns, Run
 from fp8bench.protocols.phases import SilentObserver
+from tests.counts import for_each
 from tests.fakes import CPU, MS, record, steady
 from tests.runs import run_of
 
@@ -77,7 +78,7 @@ def test_who_interrupts_has_the_sessions_that_there_are(asked: Asked, monkeypatc
     assert not measured(3).finished and len(asked) == 2
 
 
-@pytest.mark.parametrize(("number", "apart"), [(0, 0), (True, 0), ("3", 0), (3, -1), (3, float("nan")), (1, 60)])
+@for_each(("number", "apart"), [(0, 0), (True, 0), ("3", 0), (3, -1), (3, float("nan")), (1, 60)])
 def test_what_are_no_sessions_is_refused(number: Any, apart: float) -> None:
     with pytest.raises(UsageError, match=r"expected|one session"):
         sessions.check_sessions(number, apart)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.measure.capacity import BatchAttempt, Search
+from tests.counts import for_each
 
 Takes = Callable[[int], int]
 
@@ -69,9 +70,9 @@ def test_it_finds_what_trying_all_finds(
     assert len(search.attempts) <= 2 * top.bit_length() + 12
 
 
-@pytest.mark.parametrize("room", [10_000, 123_456, 10**6, 987_654_321])
-@pytest.mark.parametrize("slope", [1, 7, 1000])
-@pytest.mark.parametrize("start", [1, 2, 8])
+@for_each("room", [10_000, 123_456, 10**6, 987_654_321])
+@for_each("slope", [1, 7, 1000])
+@for_each("start", [1, 2, 8])
 def test_a_line_takes_at_most_six_attempts(room: int, slope: int, start: int) -> None:
     search = run(lambda number: 5000 + slope * number, room, start, 1 << 20)
     assert answer(search) == min(max((room - 5000) // slope, 0), 1 << 20)

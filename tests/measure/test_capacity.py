@@ -16,6 +16,7 @@ from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome
 from fp8bench.model import Capacity, Case, DeviceFacts, Group, MemoryUse, Plan, PlannedCase, Request
 from fp8bench.plan.make import make_plan, searched_for_batches, with_batch
 from fp8bench.protocols import SilentObserver
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.fakes import Listener
 
@@ -120,7 +121,7 @@ def test_a_batch_whose_memory_nobody_tells_costs_the_figure_alone() -> None:
     assert search(Filled(), planned(dtype="fp8", batch="2")).on_device is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     "error",
     [
         WorkerFault("ValueError", "no such thing", "trace"),
@@ -178,7 +179,7 @@ def test_a_gpu_s_worker_is_fresh_afterwards() -> None:
     assert worker.restarts == 1
 
 
-@pytest.mark.parametrize("value", ["many", True, 0, 1.5])
+@for_each("value", ["many", True, 0, 1.5])
 def test_a_batch_that_is_no_number_is_a_reason(value: Any) -> None:
     """A user's own suite may call anything its batch."""
     one = planned(batch="2")
@@ -212,7 +213,7 @@ def test_cases_that_differ_in_batch_alone_are_searched_once() -> None:
     } and len(found) == 2  # fmt: skip
 
 
-@pytest.mark.parametrize(("failure", "searched"), [("", True), (OUT_OF_MEMORY, True), ("it crashed", False)])
+@for_each(("failure", "searched"), [("", True), (OUT_OF_MEMORY, True), ("it crashed", False)])
 def test_who_may_be_searched(failure: str, searched: bool) -> None:
     """A case too large for the device is just the one to ask; what fails for another reason would fail again."""
     outcome = CaseOutcome(planned(batch="2"))

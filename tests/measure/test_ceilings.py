@@ -9,6 +9,7 @@ import pytest
 from fp8bench.errors import UsageError
 from fp8bench.measure.ceilings import VARIABLE, ceiling_of, measures_ceilings
 from fp8bench.model import Ceiling, Ceilings, Level, Limit, PlannedCase, Rate
+from tests.counts import for_each
 from tests.fakes import planned
 
 
@@ -21,7 +22,7 @@ def looked(copied: float | None = None, **products: float) -> Ceilings:
 KNOWN = looked(7.0, fp32=100.0, bf16=400.0, fp16=20.0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("quick", "variable", "measured"),
     [(False, "", True), (False, "measured", True), (True, "", False), (True, "measured", False), (False, "off", False)],
 )
@@ -35,7 +36,7 @@ def test_other_words_are_refused() -> None:
         measures_ceilings(False, {VARIABLE: "no"})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("one", "flops"),
     [
         (planned("fp32"), 100.0),

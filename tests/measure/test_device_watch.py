@@ -21,6 +21,7 @@ from fp8bench.model import DeviceFacts, DeviceWatch, Label, SlotSample, Verdict
 from fp8bench.model.readings import Read, Reading, Readings, Unavailable
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
+from tests.counts import for_each
 from tests.fakes import MS, FakeWorker, Script, arm, gemm_steps, group, planned
 
 
@@ -160,9 +161,7 @@ class Leaning(AbsentDevice):
         return {name: known.get(name, Unavailable("not asked")) for name in look()}
 
 
-@pytest.mark.parametrize(
-    ("lower", "noise", "void"), [(0.03, 0.0, True), (0.03, 0.01, True), (0.005, 0.0, False), (0.0, 0.01, False)]
-)
+@for_each(("lower", "noise", "void"), [(0.03, 0.0, True), (0.03, 0.01, True), (0.005, 0.0, False), (0.0, 0.01, False)])
 def test_a_case_that_ran_at_another_clock_has_no_verdict(
     monkeypatch: pytest.MonkeyPatch, lower: float, noise: float, void: bool
 ) -> None:
@@ -189,7 +188,7 @@ def test_what_held_the_clocks_back_is_counted_over_the_sitting() -> None:
     assert watch.seen(arm("fp32")).held == (("thermal", 0.25),)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("after", "why"),
     [(Unavailable("it fell off the bus"), "it fell off the bus"), (reading(4.0), "test went back from 5.0 to 4.0 ")],
 )

@@ -15,6 +15,7 @@ from fp8bench.model import Environment, Scalar
 from fp8bench.model.codec import decode, encode
 from fp8bench.store.asv.identity import from_facts, identify
 from tests.commands import git
+from tests.counts import for_each
 
 UNKNOWN = (None, None, None)
 
@@ -187,7 +188,7 @@ def test_a_file_that_cannot_be_read_is_unknown(tmp_path: Path) -> None:
     assert environment._read(str(tmp_path / "there")) == "powersave"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "shown"),
     [
         (["/a/fp8bench/__main__.py", "suite", "gemm"], "python -m fp8bench suite gemm"),
@@ -204,16 +205,14 @@ def test_the_command_line_is_what_a_person_would_type(
     assert command_line() == shown
 
 
-@pytest.mark.parametrize(
-    "name", ["TORCH_CUDNN_SDPA_DEPRIORITIZED", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "PYTORCH_TUNABLEOP_FILENAME"]
-)
+@for_each("name", ["TORCH_CUDNN_SDPA_DEPRIORITIZED", "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "PYTORCH_TUNABLEOP_FILENAME"])
 def test_what_changes_how_a_gpu_computes_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which attention kernel is asked first, what products may take as workspace, which kernels were tuned."""
     monkeypatch.setenv(name, "1")
     assert gather({}, "0", 1).get(f"env_{name}") == "1"
 
 
-@pytest.mark.parametrize(
+@for_each(
     "name",
     [
         "CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "TORCH_CUDNN_SDPA_DEPRIORITIZED",

@@ -14,6 +14,7 @@ from fp8bench.measure.rounds import Choose
 from fp8bench.model import Level, PlannedCase, Record, Verdict
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
+from tests.counts import for_each
 from tests.fakes import CPU, MS, FakeWorker, Fault, Script, by_mode, gemm_steps, group, planned
 
 NAMES = ("fp32", "bf16", "fp16", "tf32")
@@ -60,7 +61,7 @@ def test_where_it_is_not_timed_again_that_is_said() -> None:
     assert found["fp16"].why == found["tf32"].why == ""
 
 
-@pytest.mark.parametrize(
+@for_each(
     "cases",
     [
         tuple(map(planned, NAMES[:3])),  # two candidates

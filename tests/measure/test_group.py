@@ -32,6 +32,7 @@ from fp8bench.model import (
 )
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
+from tests.counts import for_each
 from tests.fakes import (
     CAST,
     CPU,
@@ -127,7 +128,7 @@ def test_a_case_that_can_have_no_numbers_says_why_and_stands() -> None:
     assert records["bf16"].detail.startswith("no numerical error: they are constant") and records["bf16"].timing
 
 
-@pytest.mark.parametrize(
+@for_each(
     "error", [WorkerFault("ValueError", "bad", "the trace"), WorkerLost("it crashed"), WorkerHung("no answer in 60 s")]
 )
 def test_a_case_without_its_numbers_fails(error: Exception) -> None:
@@ -227,7 +228,7 @@ def test_no_gpu_is_timed_in_a_process_that_has_traced_it() -> None:
         assert worker.restarts == restarts
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+@for_each("mode", ["fp32", "bf16"])
 def test_whatever_a_case_lacks_is_told(mode: str) -> None:
     """Errors, statistics, memory and trace, all for want of room: no reason hides another, and times are left alone.
 
@@ -242,7 +243,7 @@ def test_whatever_a_case_lacks_is_told(mode: str) -> None:
     assert records[mode].detail == "; ".join(f"no {what}: {error}" for what in lacks)
 
 
-@pytest.mark.parametrize(("name", "at"), [("prepare", 1), ("slot", 1), ("slot", 2), ("slot", 7)])
+@for_each(("name", "at"), [("prepare", 1), ("slot", 1), ("slot", 2), ("slot", 7)])
 def test_a_case_that_raises_fails_alone(name: str, at: int) -> None:
     """In preparing, calibrating or a round: the reason is kept with its traceback, the others are measured."""
     records, worker = measure({"bf16": broken(name, at)}, *native("fp32", "bf16", "fp16"))
@@ -256,8 +257,8 @@ def test_a_case_that_raises_fails_alone(name: str, at: int) -> None:
     assert ("error", "bf16") not in worker.log
 
 
-@pytest.mark.parametrize("error", [WorkerLost("the worker crashed during 'slot'"), WorkerHung("no answer in 60 s")])
-@pytest.mark.parametrize(("name", "at"), [("prepare", 1), ("slot", 6)])
+@for_each("error", [WorkerLost("the worker crashed during 'slot'"), WorkerHung("no answer in 60 s")])
+@for_each(("name", "at"), [("prepare", 1), ("slot", 6)])
 def test_a_lost_worker_costs_a_restart_and_the_culprit(error: Exception, name: str, at: int) -> None:
     """The group starts again in a fresh one: every state is prepared anew, and no sample of the first try is kept."""
     records, worker = measure({"bf16": broken(name, at, error)}, *native("fp32", "bf16", "fp16"))
@@ -325,7 +326,7 @@ def test_the_same_seed_and_group_give_the_same_order() -> None:
     assert orders[0] == orders[1] != orders[2]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("culprit", "scripts"),
     [("an exception", broken("slot", 3)), ("a crash", broken("prepare", 1, WorkerLost("crashed")))],
 )
@@ -469,7 +470,7 @@ def test_a_group_that_starts_again_forgets_who_was_alone() -> None:
     assert records["fp8"].paired and records["fp8"].paired_with is None
 
 
-@pytest.mark.parametrize(("capacity", "together"), [(1000, True), (25, False)])
+@for_each(("capacity", "together"), [(1000, True), (25, False)])
 def test_a_reference_that_fails_by_its_numbers_leaves_no_false_pairs(capacity: int, together: bool) -> None:
     """Who sat with it in another session than the next reference shared no rounds with that one."""
     scripts = {"fp32": Script(memory=10, errors={"e": math.nan}), "bf16": sized(5), "fp16": sized(5)}

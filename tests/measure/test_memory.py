@@ -18,6 +18,7 @@ from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases, Setup, SilentPhases
 from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
+from tests.counts import for_each
 from tests.worker.told import CPU, Storages, Tell, setup_of
 from tests.worker.told import tell as tell
 
@@ -54,7 +55,7 @@ def second_witness(case: Case) -> int:
     return storages.highest
 
 
-@pytest.mark.parametrize("name", ["gemm", "mlp", "norm_act", "accumulate"])
+@for_each("name", ["gemm", "mlp", "norm_act", "accumulate"])
 def test_it_agrees_with_a_second_way_of_counting(name: str, bench: Bench) -> None:
     """Bit for bit, where operations keep nothing to themselves."""
     case = planned(name, "fp32").case

@@ -6,9 +6,8 @@ import random
 from collections import Counter
 from itertools import pairwise
 
-import pytest
-
 from fp8bench.measure.orders import Orders
+from tests.counts import for_each
 
 
 def drawn(arms: int, rounds: int, seed: int = 0) -> list[list[int]]:
@@ -16,8 +15,8 @@ def drawn(arms: int, rounds: int, seed: int = 0) -> list[list[int]]:
     return [orders.next(range(arms)) for _ in range(rounds)]
 
 
-@pytest.mark.parametrize("arms", range(1, 9))
-@pytest.mark.parametrize("seed", range(3))
+@for_each("arms", range(1, 9))
+@for_each("seed", range(3))
 def test_everybody_is_in_every_place_once_a_block(arms: int, seed: int) -> None:
     """Exactly, in each block of as many rounds as there are arms; rounds in between are off by one at most."""
     rounds = drawn(arms, 5 * arms, seed)
@@ -27,7 +26,7 @@ def test_everybody_is_in_every_place_once_a_block(arms: int, seed: int) -> None:
         assert set(places.values()) == {1} and len(places) == arms * arms
 
 
-@pytest.mark.parametrize("arms", range(2, 9))
+@for_each("arms", range(2, 9))
 def test_everybody_follows_everybody_as_often(arms: int) -> None:
     """Within rounds, over one block of an even number of arms and two blocks of an odd one."""
     rounds = 2 * arms if arms % 2 else arms
@@ -35,8 +34,8 @@ def test_everybody_follows_everybody_as_often(arms: int) -> None:
     assert len(after) == arms * (arms - 1) and set(after.values()) == {rounds // arms}
 
 
-@pytest.mark.parametrize("stay", range(1, 7))
-@pytest.mark.parametrize("before", [3, 16, 17])
+@for_each("stay", range(1, 7))
+@for_each("before", [3, 16, 17])
 def test_arms_that_leave_put_nobody_out_of_balance(stay: int, before: int) -> None:
     """Those who stay begin a block of their own; what was cut off of the old one is one round a place at most."""
     orders: Orders[int] = Orders(random.Random(stay))

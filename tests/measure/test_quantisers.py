@@ -8,9 +8,10 @@ from fp8bench.errors import UsageError
 from fp8bench.measure.arm import quantisers_for
 from fp8bench.measure.environment import _VARIABLES
 from fp8bench.model.raw import QUANTISERS_VARIABLE
+from tests.counts import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("quick", "variable", "why"),
     [
         (False, None, ""),
@@ -28,7 +29,7 @@ def test_what_is_compiled(quick: bool, variable: str | None, why: str) -> None:
     assert found.why_eager == why
 
 
-@pytest.mark.parametrize("word", ["off", "Eager", "1", "eager "])
+@for_each("word", ["off", "Eager", "1", "eager "])
 def test_other_words_are_refused(word: str) -> None:
     """With those that there are."""
     with pytest.raises(UsageError, match=r"FP8BENCH_QUANTISERS is .*Set it to eager"):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerFault, WorkerLost
 from fp8bench.measure.arm import MeasuredArm
@@ -16,6 +14,7 @@ from fp8bench.model import DeviceFacts, Level, Record, Replays, StaticScales
 from fp8bench.model.raw import Filling
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
+from tests.counts import for_each
 from tests.fakes import CPU, MS, FakeWorker, Fault, Script, arm, by_mode, gemm_steps, group, planned
 
 GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
@@ -79,7 +78,7 @@ def test_who_cannot_be_captured_says_why() -> None:
     assert found["fp32"].timing is not None and worker.restarts == 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("one", "why"),
     [
         (arm("fp32", facts=GPU, cache="rotating"), "its states rotate, and each would need a replay of its own"),
@@ -91,8 +90,8 @@ def test_some_are_not_even_tried(one: MeasuredArm, why: str) -> None:
     assert [*found.values()] == [Replays(None, why)] and not [entry for entry in worker.log if entry[0] == "capture"]
 
 
-@pytest.mark.parametrize("name", ["capture", "replay", "check"])
-@pytest.mark.parametrize("error", [WorkerFault("RuntimeError", "an illegal access"), WorkerLost("it crashed")])
+@for_each("name", ["capture", "replay", "check"])
+@for_each("error", [WorkerFault("RuntimeError", "an illegal access"), WorkerLost("it crashed")])
 def test_a_fault_costs_replays_alone(name: str, error: Exception) -> None:
     """Times stand, and the record says why there are no replays."""
     script = steps(1, faults=[Fault(name, error, at=2 if name == "check" else 1)])

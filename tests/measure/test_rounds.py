@@ -19,6 +19,7 @@ from fp8bench.measure.rounds import Judge, RoundSession
 from fp8bench.measure.slots import COLD_CALLS, filling_of
 from fp8bench.model import CELL_PHASES, DeviceFacts, Level, Rotation, SlotSample, Timing, Work
 from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
+from tests.counts import for_each
 from tests.fakes import CAST, CPU, GEMM, MS, FakeWorker, Fault, Script, arm, broken, gemm_steps, planned
 
 EMULATED = Level.EMULATED
@@ -64,7 +65,7 @@ def turns(worker: FakeWorker, arms: int) -> list[tuple[str, ...]]:
     return [tuple(labels[at : at + arms]) for at in range(0, len(labels), arms)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("nanoseconds", "calls", "discard"),
     [
         (1_000, 8000, 1),
@@ -86,9 +87,7 @@ def test_short_steps_repeat_and_long_ones_run_once(nanoseconds: int, calls: int,
     assert {one[3] for one in worker.log} == ({discard, discard + 1} if discard else {0})
 
 
-@pytest.mark.parametrize(
-    ("nanoseconds", "calls"), [(1 * MS, 8), (3_900_000, 3), (4 * MS, 3), (150 * MS, 3), (9_000 * MS, 3)]
-)
+@for_each(("nanoseconds", "calls"), [(1 * MS, 8), (3_900_000, 3), (4 * MS, 3), (150 * MS, 3), (9_000 * MS, 3)])
 def test_a_slot_on_a_device_of_its_own_has_three_calls(nanoseconds: int, calls: int) -> None:
     """However long a step is: the first call begins with an empty queue. An emulated one has no speed anyhow."""
     facts, worker = replace(CPU, kind="cuda"), FakeWorker({mode: steady(nanoseconds) for mode in ("fp32", "fp8")})
@@ -115,7 +114,7 @@ def test_a_step_too_short_to_time_has_a_finite_slot() -> None:
     assert worker.log == [("slot", "fp32", 80_000, 1)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("milliseconds", "more", "sized"),
     [((900, 7, 2, 5), [("slot", "fp32", 3, 0)], (0.002, 4, 1)), ((10_000,), [], (10.0, 1, 0))],
 )
@@ -153,7 +152,7 @@ class Noting(FakeWorker):
         return super().ask(limit, name, *arguments)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("one", "states"),
     [
         (arm("fp32"), STATES), (arm("bf16"), 1), (arm("fp32", EMULATED), 1),
@@ -228,7 +227,7 @@ def test_the_judge_gets_case_reference_and_control() -> None:
     assert why == "answered after 24 rounds"
 
 
-@pytest.mark.parametrize("rule", [FOREVER, StoppingRule(fixed=30), StoppingRule(least=16, budget=0.0, ceiling=1e9)])
+@for_each("rule", [FOREVER, StoppingRule(fixed=30), StoppingRule(least=16, budget=0.0, ceiling=1e9)])
 def test_emulated_arms_get_eight_rounds(rule: StoppingRule) -> None:
     """Their time is no speed, so they are never judged."""
     scripts = {"bf16": steady(11 * MS), "fp8": steady(500 * MS)}
@@ -254,7 +253,7 @@ def test_beside_emulated_candidates_the_control_is_the_question() -> None:
     assert why == "answered after 24 rounds"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("session", "counts"),
     [
         (RoundSession(arm("fp32"), None, []), {"fp32": 32}),
@@ -276,7 +275,7 @@ def test_who_has_no_question_gets_a_fixed_number_of_rounds(session: RoundSession
     assert why == f"answered after {max(counts.values())} rounds"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rule", "why"),
     [
         (StoppingRule(least=16, budget=1.0), "time was up after 34 rounds"),
@@ -305,7 +304,7 @@ def test_progress_is_the_share_of_rounds_or_of_time() -> None:
     assert timed == sorted(timed) and timed[-1] == 1.0
 
 
-@pytest.mark.parametrize("nanoseconds", [9 * MS, 10 * MS, 10 * MS + 50_000, 10 * MS + 60_000, 11 * MS])
+@for_each("nanoseconds", [9 * MS, 10 * MS, 10 * MS + 50_000, 10 * MS + 60_000, 11 * MS])
 def test_the_real_judge_ends_what_is_clear_at_the_first_look(nanoseconds: int) -> None:
     """Faster, the same and slower, where there is no noise."""
     _, why = sit({"bf16": steady(nanoseconds)}, three(), judge=decided)
@@ -330,7 +329,7 @@ def test_a_fault_says_whose_it_was() -> None:
         assert raised.value.arm.key.endswith("'")
 
 
-@pytest.mark.parametrize("slow", range(4))
+@for_each("slow", range(4))
 def test_what_happens_every_so_many_calls_is_not_always_discarded(slow: int) -> None:
     """A slot of one discarded call and three others, and a step of which every fourth call is slow, whichever it is."""
 
@@ -422,9 +421,7 @@ def test_arms_with_the_same_marks_have_the_same_cells() -> None:
 GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
 
 
-@pytest.mark.parametrize(
-    ("facts", "level", "filled"), [(GPU, Level.NATIVE, True), (GPU, EMULATED, False), (CPU, Level.NATIVE, False)]
-)
+@for_each(("facts", "level", "filled"), [(GPU, Level.NATIVE, True), (GPU, EMULATED, False), (CPU, Level.NATIVE, False)])
 def test_the_queue_of_a_device_is_filled(facts: DeviceFacts, level: Level, filled: bool) -> None:
     """By what the host took to enqueue the calls that a slot was sized by; an emulated case's time is no speed."""
     one = arm("fp32", level, facts=facts)

@@ -19,6 +19,7 @@ from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.model import DeviceFacts, Label, Level, Record
 from fp8bench.model.readings import Reading, Readings, Unavailable
 from fp8bench.model.stopping import Settling, StoppingRule
+from tests.counts import for_each
 from tests.fakes import MS, FakeWorker, Fault, Listener, Script, arm, by_mode, gemm_steps, group, planned
 
 GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
@@ -89,7 +90,7 @@ def test_a_device_that_still_moves_at_the_limit_is_labelled(monkeypatch: pytest.
         assert "-0.6% a second" in reason and not finding.hard
 
 
-@pytest.mark.parametrize("options", [{"silent": True}, {"limit": 0.0}, {"level": Level.EMULATED}])
+@for_each("options", [{"silent": True}, {"limit": 0.0}, {"level": Level.EMULATED}])
 def test_nothing_runs_where_nobody_could_say_when_it_is_enough(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
 ) -> None:
@@ -114,7 +115,7 @@ def test_a_long_step_runs_once_between_two_looks() -> None:
     assert not found.settled or found.seconds <= 30.0
 
 
-@pytest.mark.parametrize(("quick", "budget", "limit"), [(False, None, 30), (True, None, 5), (False, 9.0, 5)])
+@for_each(("quick", "budget", "limit"), [(False, None, 30), (True, None, 5), (False, 9.0, 5)])
 def test_who_is_in_a_hurry_waits_less(quick: bool, budget: float | None, limit: float) -> None:
     assert warm_up_limit(quick, budget, {}) == limit
     assert warm_up_limit(quick, budget, {"FP8BENCH_WARM_UP": "off"}) == 0.0

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench.measure.slots import COLD_CALLS, MOST_FILLING_SECONDS, SlotShape, filling_of, shape_of
+from tests.counts import for_each
 
 seconds = st.floats(1e-7, 1e3)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("step", "cache", "queues", "shape"),
     [
         (1e-3, "hot", False, SlotShape(8, 1)),

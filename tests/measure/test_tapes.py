@@ -7,9 +7,10 @@ import pytest
 from fp8bench.errors import UsageError
 from fp8bench.measure.passes import TAPE_VARIABLE, records_tapes, tapes_apart
 from fp8bench.model import Request
+from tests.counts import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("quick", "asked", "variable", "recorded"),
     [
         (False, False, "", True), (True, False, "", True), (True, True, "", True), (False, False, "off", False),

@@ -18,6 +18,7 @@ from fp8bench.model import DeviceFacts, EnergyUse, Level, PlannedCase, Record, R
 from fp8bench.model.readings import Reading, Readings
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
+from tests.counts import for_each
 from tests.fakes import CPU, MS, FakeWorker, Fault, Script, arm, by_mode, gemm_steps, group, planned
 from tests.measure.powered import IDLE, WATTS, Power, Runner, steps
 
@@ -85,9 +86,7 @@ def test_without_a_source_nothing_runs_and_the_reason_is_kept() -> None:
     assert found[one.key].use == EnergyUse("none", why="this is a virtual machine") and not worker.log
 
 
-@pytest.mark.parametrize(
-    "error", [WorkerFault("ValueError", "boom", "trace"), WorkerLost("the worker crashed"), WorkerLost("killed")]
-)
+@for_each("error", [WorkerFault("ValueError", "boom", "trace"), WorkerLost("the worker crashed"), WorkerLost("killed")])
 def test_a_case_that_fails_here_costs_energies_and_nothing_else(error: WorkerError) -> None:
     """What was measured before it stays; what comes after says who ended it; the worker is fresh again."""
     faulty = Script(gemm_steps(10 * MS), faults=[Fault("loop", error, at=1)])
@@ -121,9 +120,7 @@ def test_a_source_that_fails_in_the_middle_is_a_reason_and_no_zero() -> None:
     assert use.why == "the GPU is lost; idle power: the GPU is lost" and use.idle_after is None
 
 
-@pytest.mark.parametrize(
-    ("quick", "budget", "windows"), [(False, None, 3), (True, None, 1), (False, 5.0, 1), (True, 5.0, 1)]
-)
+@for_each(("quick", "budget", "windows"), [(False, None, 3), (True, None, 1), (False, 5.0, 1), (True, 5.0, 1)])
 def test_who_is_in_a_hurry_gets_one_window(quick: bool, budget: float | None, windows: int) -> None:
     """Each takes ten changes of the counter at least, whatever is asked."""
     rule = window_rule_for(Request("gemm", quick=quick, budget=budget))
@@ -188,7 +185,7 @@ def test_without_energy_nothing_is_asked_to_run_untimed() -> None:
     assert records["fp32"].energy is None and not [entry for entry in worker.log if entry[0] == "loop"]
 
 
-@pytest.mark.parametrize(("facts", "watched"), [(CPU, False), (GPU, True)])
+@for_each(("facts", "watched"), [(CPU, False), (GPU, True)])
 def test_a_gpu_that_nobody_can_ask_has_a_reason_and_a_processor_nothing_to_ask(
     facts: DeviceFacts, watched: bool
 ) -> None:
@@ -270,7 +267,7 @@ def test_a_turn_begins_when_the_device_has_settled_for_its_case() -> None:
             assert turn.clock == pytest.approx(2e9 - 5e6 * heat, rel=0.004)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("energy", "quick", "rule"),
     [
         (True, False, WindowRule(4, 3.0, 2.5)), (True, True, WindowRule(3, 1.5, 2.5)),

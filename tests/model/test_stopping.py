@@ -7,8 +7,6 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 
-import pytest
-
 from fp8bench.model.stopping import (
     BUDGET_SECONDS,
     CEILING_SECONDS,
@@ -21,6 +19,7 @@ from fp8bench.model.stopping import (
     rule_for,
     slopes,
 )
+from tests.counts import for_each
 
 
 def test_looks_come_every_eight_rounds_and_then_more_rarely() -> None:
@@ -47,7 +46,7 @@ def test_nobody_looks_at_fixed_rounds_or_before_the_least() -> None:
 FIXED = StoppingRule(fixed=10, budget=1.0)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("rule", "rounds", "seconds", "why"),
     [
         (StoppingRule(), 15, 11.0, ""),
@@ -79,7 +78,7 @@ def test_preparing_counts_only_against_a_whole_budget() -> None:
     assert whole.after(99.0) == StoppingRule(budget=0.0, ceiling=0.0, whole=True)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("quick", "rounds", "budget", "expected"),
     [
         (False, None, None, StoppingRule(budget=BUDGET_SECONDS, ceiling=CEILING_SECONDS)),
@@ -131,7 +130,7 @@ def heating(seconds: float) -> Curve:
     return lambda at: round(65 - 30 * math.exp(-at / seconds))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("clock", "temperature", "least", "most"),
     [
         (constant(1.98e9), constant(60.0), STRETCH, STRETCH + 2 * EVERY),
@@ -153,7 +152,7 @@ def test_a_device_has_settled_when_both_stand_still(
     assert after is not None and least <= after <= most
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("clock", "temperature"),
     [
         (unknown, unknown), (lambda at: 1.98e9 * (1 - 0.004 * at), constant(60.0)),

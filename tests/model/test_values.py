@@ -10,6 +10,7 @@ import pytest
 from fp8bench.model.consumed import BITS, reasons_in
 from fp8bench.model.readings import NoReading, Reading, Unavailable, attempt, first_of, grown, positive
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
+from tests.counts import for_each
 
 FOUND = Coverage(
     (
@@ -48,7 +49,7 @@ def test_every_bit_that_pynvml_knows_has_a_name() -> None:
     assert values == set(BITS)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("mask", "names"),
     [
         (0, ()),
@@ -81,7 +82,7 @@ def test_the_first_way_that_works_counts() -> None:
         first_of(lambda: failing("no"), lambda: failing("never"), lambda: failing("no"))
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -1.0, math.nan, math.inf])
+@for_each("value", [0, 0.0, -1.0, math.nan, math.inf])
 def test_what_cannot_be_is_no_reading(value: float) -> None:
     """A device that says 0 W does not know."""
     with pytest.raises(NoReading, match=r"the sensor said .* W, which cannot be"):

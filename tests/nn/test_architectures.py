@@ -19,6 +19,7 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.registry import precisions
 from fp8bench.tape.coverage import coverage_of
 from fp8bench.tape.timed_calls import OperatorTimes, shares_of
+from tests.counts import for_each, sampled
 from tests.facts import CPU
 from tests.nn.converted_models import FP32, converted, everything_in
 from tests.tapes import tape_in_phases, tape_of
@@ -26,6 +27,7 @@ from tests.tapes import tape_in_phases, tape_of
 pytestmark = pytest.mark.slow
 
 NAMES = ("llama", "gpt2", "bert", "vit", "mixtral", "t5", "mamba", "unet", "dit", "resnet")
+each_model = pytest.mark.parametrize("name", sampled(("gpt2", "mixtral", "unet"), NAMES))
 
 
 @cache
@@ -101,7 +103,7 @@ HAND: dict[str, dict[str, Callable[[Any], int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", HAND)
+@for_each("name", HAND)
 def test_counts_by_hand(name: str) -> None:
     coverage = case(name).coverage
     assert {kind: of_kind(coverage, kind) for kind in HAND[name]} == {
@@ -131,7 +133,7 @@ def counted_by_outputs(model: nn.Module, call: Callable[[], Any]) -> dict[str, i
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_model
 def test_each_holders_products_are_those_of_its_outputs(name: str) -> None:
     own = case(name)
     counted = counted_by_outputs(own.model, own.call)
@@ -143,7 +145,7 @@ def test_each_holders_products_are_those_of_its_outputs(name: str) -> None:
 SHARES = {"gpt2": ("conv1d", 0.90), "mixtral": ("experts", 0.70), "unet": ("conv2d", 0.80), "resnet": ("conv2d", 0.99)}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_model
 def test_shares(name: str) -> None:
     """Most of each can be converted, where converters of linear layers alone would find a tenth of it."""
     coverage = case(name).coverage
@@ -163,7 +165,7 @@ def test_what_is_not_covered_says_why() -> None:
     assert [one.weight for one in routers] == [f"model.layers.{block}.mlp.gate.weight" for block in range(2)]
 
 
-@pytest.mark.parametrize("way", ["eager", "batched_mm", "grouped_mm"])
+@for_each("way", ["eager", "batched_mm", "grouped_mm"])
 def test_experts_are_covered_whichever_way_transformers_multiplies_them(way: str) -> None:
     model, batch = architectures().made("mixtral")
     model.set_experts_implementation(way)
@@ -194,7 +196,7 @@ def test_batches_and_outputs_of_transformers() -> None:
     assert [name for name, _ in tensors_in(output)] == ["loss", "logits"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_model
 def test_what_is_covered_is_what_runs_converted(name: str) -> None:
     """In fp32 the step computes the same, and exactly the covered products are made by our layers."""
     own = case(name)
@@ -214,7 +216,7 @@ def test_what_is_covered_is_what_runs_converted(name: str) -> None:
     assert everything_in(own.model) == before
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_model
 def test_errors_are_in_the_order_of_formats(name: str) -> None:
     own = case(name)
     plain, gradients, errors = output_of(own), own.gradients(), {}
@@ -231,7 +233,7 @@ def output_of(own: Case) -> Tensor:
         return next(one for _, one in tensors_in(own.call()) if one.dim() > 1)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_model
 def test_every_operator_of_a_step_has_its_kind_and_its_module(name: str) -> None:
     """As its autograd node says: no rule lacks one, and products lie where coverage says that they are."""
     own = case(name)

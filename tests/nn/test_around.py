@@ -22,6 +22,7 @@ from fp8bench.nn.served import served_shapes
 from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.protocols import Arithmetic, Layer, Role, Setup, SilentPhases
 from fp8bench.registry import precisions, workloads
+from tests.counts import for_each
 
 FACTS = DeviceFacts("cpu", 0, "cpu", 1 << 30, torch=torch.__version__)
 
@@ -41,7 +42,7 @@ def e5m2(x: torch.Tensor) -> torch.Tensor:
     return (x * scale).to(torch.float8_e5m2).float() * scale.reciprocal()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@for_each("dtype", [torch.float16, torch.bfloat16])
 def test_a_norm_in_a_dtype_is_torchs_own_layer_of_it_bit_for_bit(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     norm, x = Norm(48, root_mean_square=False), torch.randn(5, 48) * 3
@@ -78,7 +79,7 @@ def test_a_norm_in_fp8_is_float32_of_rounded_values_and_its_gradients_are_rounde
     assert torch.equal(norm.weight.grad, e5m2(weight.grad))
 
 
-@pytest.mark.parametrize("channels_apart", [False, True])
+@for_each("channels_apart", [False, True])
 def test_a_batch_norm_in_fp16_keeps_its_statistics_in_it(channels_apart: bool) -> None:
     """Ours and, converted, torch's own: both as torch's own layer of fp16."""
     torch.manual_seed(0)
@@ -133,8 +134,8 @@ def _model(arch: str, map_: dict[str, str], mode: str = "bf16") -> LanguageModel
     return model
 
 
-@pytest.mark.parametrize("arch", ["gpt", "mlp", "cnn", "moe"])
-@pytest.mark.parametrize("mode", ["fp32", "fp8", "mxfp4"])
+@for_each("arch", ["gpt", "mlp", "cnn", "moe"])
+@for_each("mode", ["fp32", "fp8", "mxfp4"])
 def test_every_part_of_every_model_takes_it_and_still_learns(arch: str, mode: str) -> None:
     tokens = torch.arange(64).view(2, 32) % 256
     usual = _model(arch, {})(tokens, tokens, SilentPhases())
@@ -191,7 +192,7 @@ def test_a_norm_of_ones_own_and_the_logits_of_a_head() -> None:
     assert model.wte.weight.grad is not None  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("norm", ["batch", "layer"])
+@for_each("norm", ["batch", "layer"])
 def test_the_suite_of_convolutions_has_both_norms_in_fp16(norm: str) -> None:
     """Its block by torch's own layers of fp16 around its convolutions; the reference has none of it."""
     workload = workloads.get("conv")

@@ -18,6 +18,7 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Operand, Role
 from fp8bench.registry import precisions
 from fp8bench.worker.clock import PhaseClock
+from tests.counts import for_each
 from tests.facts import CPU
 
 BATCH, HEADS, KEY_HEADS, TOKENS, WIDTH = 2, 4, 2, 24, 16
@@ -66,9 +67,9 @@ def by_hand(
     return [torch.stack(outputs, 1), torch.stack(dq, 1), dk, dv]
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("prescaled", [True, False])
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"])
+@for_each("causal", [True, False])
+@for_each("prescaled", [True, False])
+@for_each("precision", ["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"])
 def test_low_scores_are_the_formulas_on_rounded_values(precision: str, prescaled: bool, causal: bool) -> None:
     """Operands rounded along their contractions, scores without a scale; gradients pass as if nothing were rounded."""
     arithmetic = of(precision)
@@ -85,8 +86,8 @@ def test_low_scores_are_the_formulas_on_rounded_values(precision: str, prescaled
         assert float(torch.linalg.vector_norm(one - wanted) / torch.linalg.vector_norm(wanted)) < tolerance
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("prescaled", [True, False])
+@for_each("causal", [True, False])
+@for_each("prescaled", [True, False])
 def test_rounding_nothing_gives_torchs_own_attention(prescaled: bool, causal: bool) -> None:
     """In fp32 the emulated form is the fused kernel, grouped heads and gradients included."""
     emulated = outcome(EmulatedCore(of("fp32"), prescaled, causal), *heads())
@@ -115,7 +116,7 @@ def test_the_reference_holds_one_head_of_scores_whatever_heads_share() -> None:
     assert seen == [(1, 1, TOKENS, WIDTH)] * (3 * BATCH * HEADS)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("device", "dtype", "repeated"),
     [("cuda", torch.float32, True), ("cuda", torch.bfloat16, False), ("cuda", torch.float64, False),
      ("cpu", torch.float32, False)],
@@ -198,8 +199,8 @@ def test_scaling_queries_before_keeps_scores_within_e4m3() -> None:
     assert early < 0.4 < 0.8 < late
 
 
-@pytest.mark.parametrize("core", [FusedCore(), EmulatedCore(PlainArithmetic(torch.bfloat16))])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@for_each("core", [FusedCore(), EmulatedCore(PlainArithmetic(torch.bfloat16))])
+@for_each("dtype", [torch.float32, torch.bfloat16])
 def test_a_core_alone_is_marked_in_both_directions(core: Core, dtype: torch.dtype) -> None:
     """One stretch each way, and what it gives has the shape and dtype of its queries."""
     clock, layer = PhaseClock(HostStamper()), BareAttention(core)

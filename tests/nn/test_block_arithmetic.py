@@ -21,13 +21,14 @@ from fp8bench.nn.linear import Linear
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Operand, Role, SilentPhases
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import B200, CPU, H200
 from tests.formats.scaling_definitions import gaussian
 
 HOPPER = ("fp8-block", "fp8-block:scale=exact", "fp8-block:weight-gradient=bf16")
 BLACKWELL = ("mxfp8", "mxfp8:scale=floor", "nvfp4", "nvfp4:weights=1d:stochastic=off", "nvfp4:hadamard=off")
 MODES = [(mode, H200) for mode in HOPPER] + [(mode, B200) for mode in BLACKWELL]
-each_mode = pytest.mark.parametrize("mode", [*HOPPER, *BLACKWELL])
+each_mode = for_each("mode", [*HOPPER, *BLACKWELL])
 SPANS = {
     ScalingType.BlockWise1x128.value: 128, ScalingType.BlockWise128x128.value: 128,
     ScalingType.BlockWise1x32.value: 32, ScalingType.BlockWise1x16.value: 16,
@@ -47,7 +48,7 @@ def sources(height: int = 256, width: int = 384) -> Tensor:
     return gaussian(height, width) * sizes
 
 
-@pytest.mark.parametrize("role", list(Role))
+@for_each("role", list(Role))
 @each_mode
 def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
     """Bit for bit, cast after cast, in both directions, also where the last blocks are not full."""
@@ -133,7 +134,7 @@ def test_layers_are_the_emulated_ones(mode: str) -> None:
 
 
 @pytest.mark.usefixtures("cuda")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@for_each("dtype", [torch.float32, torch.bfloat16])
 @each_mode
 def test_products_are_those_of_the_same_values(mode: str, dtype: torch.dtype) -> None:
     """One row too, as a decoder has."""
@@ -146,7 +147,7 @@ def test_products_are_those_of_the_same_values(mode: str, dtype: torch.dtype) ->
         assert relative_frobenius(native.product(a, b, dtype).double(), exact) < 4e-3
 
 
-@pytest.mark.parametrize("role", list(Role))
+@for_each("role", list(Role))
 def test_mx_codes_of_four_bits_are_the_emulated_values(role: Role) -> None:
     """No product of torch's takes them; `conform` compares their casts all the same."""
     precision = precisions.get("mxfp4")

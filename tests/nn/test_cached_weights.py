@@ -14,6 +14,7 @@ from fp8bench.nn.linear import Linear
 from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases, WatchedArithmetic
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU, H200
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
 from tests.workloads.steps import Operations
@@ -76,7 +77,7 @@ def watched(mode: str, seen: list[tuple[Role, bool]]) -> Arithmetic:
     return WatchedArithmetic(inner, lambda operand, source, role, before: seen.append((role, before is not None)))
 
 
-@pytest.mark.parametrize("mode", ["fp8", "mxfp8", "bf16"])
+@for_each("mode", ["fp8", "mxfp8", "bf16"])
 def test_a_weight_is_cast_once_for_all_passes_in_both_orientations(mode: str) -> None:
     """And casts of inputs and gradients are as many as without."""
     seen: list[tuple[Role, bool]] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from fp8bench.nn.linear import linear
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Phases, SilentPhases
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.nn.converted_models import FP32, Experts, converted, outcome, sequential
 from tests.tapes import tape_in_phases
@@ -37,9 +37,9 @@ def assert_same_bits(one: list[Tensor], other: list[Tensor]) -> None:
     assert all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(2, 16, 48), (5, 48), (1, 48), (48,), (0, 48)])
+@for_each("dtype", [torch.float32, torch.bfloat16])
+@for_each("bias", [True, False])
+@for_each("shape", [(2, 16, 48), (5, 48), (1, 48), (48,), (0, 48)])
 def test_without_rounding_products_have_torchs_bits(shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
     """Output and all gradients. torch begins the sum with the bias, and ours ends with it: there the last bit of the
     output may be another."""
@@ -49,7 +49,7 @@ def test_without_rounding_products_have_torchs_bits(shape: tuple[int, ...], bias
     torch.testing.assert_close(ours[0], plain[0], rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("name", ["fp8", "mxfp8", "nvfp4", "fp8-rowwise", "bf16"])
+@for_each("name", ["fp8", "mxfp8", "nvfp4", "fp8-rowwise", "bf16"])
 def test_products_are_those_of_our_linear_layer(name: str) -> None:
     model, x = sequential(nn.Linear(64, 32, bias=False)), torch.randn(32, 64)
     pull = torch.randn(32, 32)
@@ -78,7 +78,7 @@ def test_fp8_rounds_as_an_oracle_in_float64_does() -> None:
     assert relative_frobenius(ours[0], unrounded) > 0.02
 
 
-@pytest.mark.parametrize(
+@for_each(
     "options",
     [
         {},
@@ -96,7 +96,7 @@ def test_fp8_rounds_as_an_oracle_in_float64_does() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("by", ["fp32", "explicit"])
+@for_each("by", ["fp32", "explicit"])
 def test_any_convolution(options: dict[str, Any], by: str) -> None:
     """Against torch's own in float64; windows written out as rows give the same."""
     chosen = {"kernel_size": 3, **options}
@@ -125,7 +125,7 @@ def assert_same_bits_nearly(one: list[Tensor], other: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@for_each("groups", [1, 2])
 def test_a_convolution_rounds_each_operand_along_its_contraction(groups: int) -> None:
     """FP8 with a scale for a tensor: images, weights and gradients rounded as a whole, a group by itself."""
     model = sequential(nn.Conv2d(32, 32, 3, stride=2, padding=1, groups=groups, bias=False))
@@ -151,7 +151,7 @@ def test_a_convolution_rounds_each_operand_along_its_contraction(groups: int) ->
 WAYS = ("linear", "chosen", "left", "bmm", "matmul", "grouped")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@for_each("way", WAYS)
 def test_experts_in_fp32_are_torchs(way: str) -> None:
     torch.manual_seed(0)
     model, x = Experts(way), torch.randn(3, 8, 16)
@@ -171,7 +171,7 @@ def test_experts_in_fp32_are_torchs(way: str) -> None:
     assert_same_bits_nearly(plain, ours)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@for_each("way", WAYS)
 def test_experts_in_fp8_are_so_many_linear_layers(way: str) -> None:
     """However tokens are dealt out, each expert's products are those of a linear layer on its rows."""
     torch.manual_seed(0)
@@ -207,7 +207,7 @@ def test_rows_behind_the_last_group_are_zeros() -> None:
     torch.testing.assert_close(y[2:5], x[2:5] @ stack[2])
 
 
-@pytest.mark.parametrize("way", ["grouped", "bmm", "matmul", "left"])
+@for_each("way", ["grouped", "bmm", "matmul", "left"])
 def test_an_arithmetic_with_one_product_for_all_experts_makes_one(way: str) -> None:
     """In bf16 torch has one: forward, and for both gradients. Zeros that fill groups up are in no result."""
     torch.manual_seed(0)
@@ -233,7 +233,7 @@ MAKERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@for_each("kind", MAKERS)
 def test_under_autocast_a_layer_gives_what_torchs_would(kind: str) -> None:
     """Its dtype, and products that autocast does not round once more: fp32 ones stay fp32 ones."""
     make, shape = MAKERS[kind]
@@ -247,8 +247,8 @@ def test_under_autocast_a_layer_gives_what_torchs_would(kind: str) -> None:
         assert torch.equal(ours, model(x).bfloat16()) or relative_frobenius(ours, model(x)) < 2**-8
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16])
-@pytest.mark.parametrize("kind", MAKERS)
+@for_each("dtype", [torch.bfloat16, torch.float64, torch.float16])
+@for_each("kind", MAKERS)
 def test_a_model_of_another_dtype_gets_its_own_back(kind: str, dtype: torch.dtype) -> None:
     make, shape = MAKERS[kind]
     model = make().to(dtype)

@@ -15,6 +15,7 @@ from fp8bench.nn.convolution import BatchNorm, ResidualBlock
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Role, SilentPhases
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU, H200
 from tests.nn.layers import as_torch, convolution, given, outcome, torchs_convolution
 
@@ -47,7 +48,7 @@ def test_block_scaled_products_round_along_their_own_contractions() -> None:
     assert relative_frobenius(x_gradient, torchs_convolution(blocks(weight), x, along_last(pull))[1]) > 0.01
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
+@for_each("name", ["fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
 def test_codes_of_a_native_precision_are_convolved_as_their_values(name: str) -> None:
     """Hardware's FP8 multiplies matrices; the convolution takes codes and scales apart again."""
     x, pull = given(2, 6, 6, 16), given(2, 6, 6, 16, seed=3)

@@ -35,6 +35,7 @@ from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions, workloads
 from fp8bench.workloads.decode import Decode
+from tests.counts import for_each
 from tests.tapes import tape_in_phases
 from tests.workloads.steps import CPU, SMALL, setup_of
 
@@ -133,9 +134,7 @@ def token_by_token(model: Decoder, tokens: Tensor, first: int) -> Tensor:
     return torch.cat(found, 1)
 
 
-@pytest.mark.parametrize(
-    "config", [TINY, TINY_GPT2, TINY_MOE, TINY_MOE_GPT2], ids=["llama", "gpt2", "experts", "gpt2-experts"]
-)
+@for_each("config", [TINY, TINY_GPT2, TINY_MOE, TINY_MOE_GPT2], ids=["llama", "gpt2", "experts", "gpt2-experts"])
 def test_a_cached_decode_is_the_formulas(config: GPTConfig) -> None:
     """Grouped queries and rotations included; at once, in pieces, and token by token."""
     tokens = torch.randint(config.vocabulary, (2, 11), generator=torch.Generator().manual_seed(1))
@@ -261,7 +260,7 @@ def test_planted_mistakes_of_a_cache_are_seen() -> None:
         assert wrong_by(spoil) > 1e-2
 
 
-@pytest.mark.parametrize("name", KV_FORMATS)
+@for_each("name", KV_FORMATS)
 def test_what_a_cache_gives_back_is_the_formats_own_rounding(name: str) -> None:
     """By fp8bench's formats, which have oracles of their own; token by token as all at once."""
     x = torch.randn(2, 3, 10, 48, generator=torch.Generator().manual_seed(5)) * 3
@@ -297,7 +296,7 @@ def test_another_layers_scale_clips_or_coarsens() -> None:
     assert errors[0] < 0.04 < 0.5 < errors[1]
 
 
-@pytest.mark.parametrize("name", [name for name in WEIGHT_FORMATS if name not in ("fp32", "bf16")])
+@for_each("name", [name for name in WEIGHT_FORMATS if name not in ("fp32", "bf16")])
 def test_kept_weights_multiply_as_their_values(name: str) -> None:
     """A kernel of torch's beside the values that its codes stand for; and those beside the formats' own."""
     random = torch.Generator().manual_seed(6)
@@ -362,8 +361,8 @@ def test_bytes_of_experts_are_those_of_a_hand_count() -> None:
     assert [round(deepseek.chosen(batch)) for batch in (1, 8, 32, 128)] == [8, 57, 163, 252]
 
 
-@pytest.mark.parametrize("kv", KV_FORMATS)
-@pytest.mark.parametrize("weights", [name for name in WEIGHT_FORMATS if name != "fp32"])
+@for_each("kv", KV_FORMATS)
+@for_each("weights", [name for name in WEIGHT_FORMATS if name != "fp32"])
 def test_counted_bytes_are_those_that_are_stored(kv: str, weights: str) -> None:
     """Of a real model; bf16 has 16.0 bits a parameter."""
     config = replace(SERVED_SIZES["nano-llama"], layers=1, sequence=32)
@@ -395,7 +394,7 @@ def test_formats_by_layer() -> None:
             kept_word(KV_FORMATS)(wrong)
 
 
-@pytest.mark.parametrize("size", ["nano", "nano-llama"])
+@for_each("size", ["nano", "nano-llama"])
 def test_a_cache_that_grows_gives_what_a_static_one_gives(size: str) -> None:
     """To the bit, step after step; each step copies all positions of keys and values, which a static one does not."""
     config, found = SERVED_SIZES[size], []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +15,7 @@ from fp8bench.nn.linear import Linear
 from fp8bench.nn.tensor_scales import DelayedScale, backward_is_running
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU
 
 
@@ -59,8 +59,8 @@ def tensors(count: int) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("delayed", OPTIONS, ids=str)
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@for_each("delayed", OPTIONS, ids=str)
+@for_each("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_the_scale_of_every_cast_is_the_definition_s(delayed: Delayed, fmt: Format) -> None:
     """Bit for bit over forty casts."""
     ours, theirs = DelayedScale(delayed, fmt), Definition(delayed, fmt)
@@ -132,8 +132,8 @@ class Pair(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("again", ["saved tensors", "reentrant"])
-@pytest.mark.parametrize("mode", ["fp8-delayed:history=2:margin=1", "nvfp4:hadamard=off", "fp8-delayed:interval=2"])
+@for_each("again", ["saved tensors", "reentrant"])
+@for_each("mode", ["fp8-delayed:history=2:margin=1", "nvfp4:hadamard=off", "fp8-delayed:interval=2"])
 def test_blocks_that_are_computed_again_have_the_gradients_of_those_that_are_not(mode: str, again: str) -> None:
     """Over several steps of different magnitudes: a second cast with a newer scale would show in the first of them."""
     outcomes: list[list[Tensor]] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
 from fp8bench.model import Request
@@ -16,6 +15,7 @@ from fp8bench.protocols.axes import VALUES
 from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.finite import FiniteState
+from tests.counts import for_each
 from tests.facts import CPU
 
 KINDS = ("normal", "uniform", "integers", "ones", "zeros")
@@ -36,7 +36,7 @@ def cases(workload: str, kinds: str, *modes: str):  # type: ignore[no-untyped-de
     return [planned.case for group in plan for planned in group.cases if planned.runs]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_a_kind_is_what_its_name_says(kind: str) -> None:
     """From a seed alone, and normal values are those that torch draws."""
     params = {"values": kind}
@@ -62,7 +62,7 @@ def test_the_default_names_no_case() -> None:
     assert VALUES.of(dict(plain.params)) == "normal"
 
 
-@pytest.mark.parametrize("workload", SMALL)
+@for_each("workload", SMALL)
 def test_a_suite_is_made_of_what_was_asked(workload: str, bench: Bench) -> None:
     """Inputs, gradients that come in, and weights as large as they were; other values in every kind."""
     seen: dict[object, tuple[float, ...]] = {}
@@ -80,7 +80,7 @@ def test_a_suite_is_made_of_what_was_asked(workload: str, bench: Bench) -> None:
     assert set(seen) == set(KINDS) and len(set(seen.values())) == len(KINDS)
 
 
-@pytest.mark.parametrize("mode", [name for name in precisions.names() if name != "custom"])
+@for_each("mode", [name for name in precisions.names() if name != "custom"])
 def test_constants_take_every_precision_and_leave_no_nan(mode: str, bench: Bench) -> None:
     """A tensor of zeros has no largest magnitude to scale by. Errors say why there are none."""
     for workload in ("gemm", "cast", "mlp"):
@@ -105,7 +105,7 @@ def test_constants_take_every_precision_and_leave_no_nan(mode: str, bench: Bench
             assert why == why_no_errors(dict(case.params)) and "constant" in str(why)
 
 
-@pytest.mark.parametrize("workload", SMALL)
+@for_each("workload", SMALL)
 def test_other_values_have_errors_as_ever(workload: str, bench: Bench) -> None:
     """And where nothing can be said there is a reason."""
     mode = "bf16" if workload == "norm_act" else "fp8"

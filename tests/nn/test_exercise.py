@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +11,7 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.exercise import Exercise, exercise
 from fp8bench.protocols import Phases, Setup
 from fp8bench.worker.clock import PhaseClock
+from tests.counts import for_each
 from tests.facts import CPU
 
 
@@ -55,7 +55,7 @@ def test_they_come_from_the_seed_and_leave_the_process_alone() -> None:
     assert not torch.equal(next(one.layer.parameters()), next(different.layer.parameters()))
 
 
-@pytest.mark.parametrize("training", [False, True])
+@for_each("training", [False, True])
 def test_a_step_is_elementwise_and_leaves_nothing(training: bool) -> None:
     """No gradient stays on any leaf; forward alone builds no graph."""
     state = made(training=training)

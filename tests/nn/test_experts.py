@@ -19,6 +19,7 @@ from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases, WatchedArithmetic
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.nn.layers import given
 
@@ -53,7 +54,7 @@ def dense(weights: dict[str, Tensor], x: Tensor, count: int = 4) -> tuple[Tensor
     return y, count * (share * scores.softmax(-1).mean(0)).sum()
 
 
-@pytest.mark.parametrize("count", [2, 4, 7])
+@for_each("count", [2, 4, 7])
 def test_outputs_and_all_gradients_are_those_of_the_dense_loop(count: int) -> None:
     """Router and balancing loss included, and experts that no token chose."""
     block = experts(EXACT, count).double()
@@ -127,7 +128,7 @@ def test_one_product_for_all_experts_is_the_same_as_one_for_each() -> None:
     assert all(torch.equal(one, two) and torch.equal(one, three) for one, two, three in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["fp8", "mxfp8", "nvfp4", "fp8-delayed", "bf16"])
+@for_each("mode", ["fp8", "mxfp8", "nvfp4", "fp8-delayed", "bf16"])
 def test_low_precision_comes_near_the_dense_loop(mode: str) -> None:
     """And routes as fp32 does: choices do not depend on how products are rounded."""
     block = experts(precisions.get(mode).arithmetic(CPU))

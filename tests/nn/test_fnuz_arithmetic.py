@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from fp8bench.formats.grids import E4M3FNUZ, E5M2FNUZ
@@ -13,6 +12,7 @@ from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU, H200, MI300X, MI350X
 from tests.formats.scaling_definitions import gaussian
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
@@ -26,8 +26,8 @@ def arithmetic(mode: str) -> ScaledArithmetic:
     return made
 
 
-@pytest.mark.parametrize("role", list(Role))
-@pytest.mark.parametrize("mode", MODES)
+@for_each("role", list(Role))
+@for_each("mode", MODES)
 def test_codes_are_those_of_the_devices_own_formats(mode: str, role: Role) -> None:
     """Bit for bit what the format's definition makes of them, scale included."""
     made = arithmetic(mode)
@@ -42,7 +42,7 @@ def test_codes_are_those_of_the_devices_own_formats(mode: str, role: Role) -> No
 
 
 @NEEDS_PRODUCTS
-@pytest.mark.parametrize("mode", MODES)
+@for_each("mode", MODES)
 def test_products_are_those_of_the_codes(mode: str) -> None:
     made = arithmetic(mode)
     a, b = made.cast(gaussian(48, 64), Role.GRADIENT), made.cast(gaussian(32, 64, seed=1), Role.WEIGHT)

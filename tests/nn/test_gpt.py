@@ -20,6 +20,7 @@ from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.protocols import Arithmetic, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.clock import PhaseClock
+from tests.counts import for_each
 from tests.facts import CPU
 
 PLAIN = GPTConfig(61, 32, 2, 4, 4, 80, batch=2, sequence=12)
@@ -96,8 +97,8 @@ def turned(x: Tensor) -> Tensor:
     return torch.cat((pairs.real, pairs.imag), -1)
 
 
-@pytest.mark.parametrize("config", [PLAIN, MODERN], ids=["gpt-2", "modern"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-6)])
+@for_each("config", [PLAIN, MODERN], ids=["gpt-2", "modern"])
+@for_each(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-6)])
 def test_loss_and_gradients_are_those_of_an_independent_model(
     config: GPTConfig, dtype: torch.dtype, tolerance: float
 ) -> None:
@@ -117,7 +118,7 @@ def test_loss_and_gradients_are_those_of_an_independent_model(
         assert float(error) < tolerance, name
 
 
-@pytest.mark.parametrize("config", [PLAIN, MODERN], ids=["gpt-2", "modern"])
+@for_each("config", [PLAIN, MODERN], ids=["gpt-2", "modern"])
 def test_a_later_token_does_not_change_an_earlier_loss(config: GPTConfig) -> None:
     """Attention is causal: the loss of the first five positions, with other tokens after them."""
     model, (tokens, targets) = model_of(config), text(config)
@@ -183,7 +184,7 @@ def test_each_layer_kind_takes_its_own_arithmetic() -> None:
     assert [one.products for one in kinds] == [3 * 2 * PLAIN.layers, 3 * 2 * PLAIN.layers, 3]
 
 
-@pytest.mark.parametrize("config", [PLAIN, MODERN, replace(MODERN, key_heads=4)], ids=["gpt-2", "grouped", "modern"])
+@for_each("config", [PLAIN, MODERN, replace(MODERN, key_heads=4)], ids=["gpt-2", "grouped", "modern"])
 def test_the_flops_of_the_plan_are_those_torch_counts(config: GPTConfig) -> None:
     """All linear layers, forward and backward; attention by torch's own formula, half of it masked."""
     model, (tokens, targets) = model_of(config), text(config)

@@ -14,6 +14,7 @@ from fp8bench.nn.gpt import FeedForward
 from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.protocols import Arithmetic, SilentPhases
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import B200, CPU, H200, MI300X
 from tests.nn.grouped_kernel import GroupedKernel
 from tests.nn.layers import given
@@ -63,7 +64,7 @@ def test_sides_that_do_not_fit_are_multiplied_one_by_one(grouped_kernel: Grouped
     assert grouped_kernel.calls == 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("mode", "facts", "groups"),
     [
         ("fp8-rowwise", H200, 16),

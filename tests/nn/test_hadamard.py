@@ -10,10 +10,11 @@ import torch
 from fp8bench.formats import vector_width
 from fp8bench.formats.compiling import compiled
 from fp8bench.nn.rotations import SIZE, LookingRotationKernel, RotationKernel, _matrix, _runs, rotated, rotation
+from tests.counts import for_each
 from tests.formats.scaling_definitions import gaussian, outliers
 from tests.formats.test_operators import Operators
 
-each_length = pytest.mark.parametrize("columns", [1, 15, 16, 17, 64, 100])
+each_length = for_each("columns", [1, 15, 16, 17, 64, 100])
 
 
 def matrix(seed: int) -> torch.Tensor:
@@ -110,7 +111,7 @@ def test_a_lone_outlier_is_a_quarter_as_large() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turned", [False, True])
+@for_each("turned", [False, True])
 def test_a_gpu_s_kernel_gives_the_same(turned: bool) -> None:
     """Compiled here, and one operation after the other: rows and columns of very different sizes, NaN and infinity."""
     found = compiled(RotationKernel(torch.bfloat16, "cpu", turned))
@@ -126,7 +127,7 @@ def test_a_gpu_s_kernel_gives_the_same(turned: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("turned", [False, True])
+@for_each("turned", [False, True])
 def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rotation itself, and the largest magnitudes of its parts, before and after; a NaN among them is seen."""
     monkeypatch.setattr(vector_width, "widths", lambda device: ())
@@ -149,7 +150,7 @@ def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPa
                     assert torch.equal(found.nan_to_num(), right.float().nan_to_num())
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@for_each("device", ["cpu", "meta"])
 def test_one_pass_looks_at_both(device: str) -> None:
     """On a processor by itself; elsewhere as one operator, whose result lies as the matrix does."""
     x = outliers(64, 48).to(device).t()

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.sizes import HEADS, MODELS, PRODUCTS, SIZES, features_of, models, of_config, sides_of, usual_tokens
+from tests.counts import for_each
 
 
-@pytest.mark.parametrize("modern", [False, True])
+@for_each("modern", [False, True])
 def test_a_trained_models_layers_are_those_that_it_is_built_of(modern: bool) -> None:
     """Every layer of a small one by its name, in both manners; grouped heads and gates included."""
     config = replace(SIZES["nano"], modern=modern, key_heads=2 if modern else 4, layers=1)
@@ -26,7 +26,7 @@ def test_a_trained_models_layers_are_those_that_it_is_built_of(modern: bool) -> 
     assert {name: torch.Size(sides) for name, sides in of_config(config).items()} == built
 
 
-@pytest.mark.parametrize("name", SIZES)
+@for_each("name", SIZES)
 def test_layers_hold_the_weights_that_flops_are_counted_from(name: str) -> None:
     """Grouped heads and gates included."""
     config = SIZES[name]
@@ -37,7 +37,7 @@ def test_layers_hold_the_weights_that_flops_are_counted_from(name: str) -> None:
     assert usual_tokens(name) == config.batch * config.sequence
 
 
-@pytest.mark.parametrize("name", MODELS)
+@for_each("name", MODELS)
 def test_heads_end_the_named_models(name: str) -> None:
     """Their width is that of the layers below."""
     assert list(features_of(name))[-1] == "head" and name in models()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.nn.own_model import call_of, loss_of, on_device, tensors_in
+from tests.counts import for_each
 
 X = torch.ones(2, 4)
 Named = namedtuple("Named", "x mask")
@@ -39,7 +40,7 @@ class Output:
     loss: Tensor | None = None
 
 
-@pytest.mark.parametrize(
+@for_each(
     "batch",
     [X, (X,), [X, torch.ones(4)], {"x": X}, UserDict(x=X, mask=None), Named(X, None), ((X,), {"scale": 1.0})],
     ids=lambda batch: type(batch).__name__,
@@ -57,7 +58,7 @@ def test_a_mapping_may_be_the_one_thing_that_a_model_takes() -> None:
     assert call_of(Whole(), {"x": X})() is X
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("batch", "words"),
     [
         (
@@ -101,7 +102,7 @@ def loss(result: Callable[[Tensor], Any], own: Callable[..., Any] | None = None)
     return loss_of(model, {"x": X}, call_of(model, X)(), own)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("result", "words"),
     [
         (lambda y: Output(y, y.sum()), "the loss that forward gives"),

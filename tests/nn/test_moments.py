@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from fp8bench.formats.recipes import TENSOR
 from fp8bench.formats.scaled import values
 from fp8bench.nn.moments import Bucket, Storage, bucketed, scaled, storages
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU
 
 Doubles = npt.NDArray[np.float64]
@@ -48,7 +48,7 @@ def adamw_by_hand(w: Doubles, g: Doubles, m: Doubles, v: Doubles, t: int) -> tup
     return w - 3e-4 * 0.1 * w - 3e-4 * corrected, m, v
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@for_each("fused", [True, False])
 def test_fp32_moments_are_adamw_by_hand(fused: bool) -> None:
     """Three steps, counted on from those before."""
     made = bucket("fp32", fused)
@@ -66,9 +66,7 @@ def test_fp32_moments_are_adamw_by_hand(fused: bool) -> None:
         assert np.linalg.norm(found.double().numpy() - wanted) < 1e-6 * np.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize(
-    ("precision", "low", "high"), [("bf16", 5e-4, 4e-3), ("fp16", 5e-5, 4e-4), ("fp8", 0.01, 0.04)]
-)
+@for_each(("precision", "low", "high"), [("bf16", 5e-4, 4e-3), ("fp16", 5e-5, 4e-4), ("fp8", 0.01, 0.04)])
 def test_moments_are_rounded_to_their_precision_between_steps(precision: str, low: float, high: float) -> None:
     """And nothing else of a step is."""
     exact, made = bucket("fp32"), bucket(precision)
@@ -92,7 +90,7 @@ def test_scaled_fp16_reaches_where_fp16_does_not() -> None:
     assert (storage.restore(operand) - small).norm() < 4e-4 * small.norm()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("precision", "same", "second"),
     [("fp32", True, "as it is"), ("bf16", False, "bf16"), ("bf16", True, "bf16"), ("fp16", True, "scaled"),
      ("fp16", False, "scaled"), ("fp8", False, "scaled"), ("fp8", True, "e4m3")],
@@ -118,7 +116,7 @@ def test_only_fp32_moments_are_the_very_tensors_that_a_step_writes() -> None:
     assert bucket("bf16").plain is None and bucket("fp8").plain is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("elements", "most", "parts"),
     [([4, 4, 4], 8, [2, 1]), ([9, 1], 8, [1, 1]), ([1, 9, 1], 8, [1, 1, 1]), ([1, 1], 8, [2]), ([], 8, [])],
 )

@@ -16,6 +16,7 @@ from fp8bench.nn.own_decoder import OwnDecoder, made, shape_of_own
 from fp8bench.nn.served import Arm, served_shapes, step_bytes
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases
+from tests.counts import for_each
 from tests.nn import served_models
 from tests.nn.served_models import HEADS, HIDDEN, KEY_HEADS, LAYERS, WIDTH, WORDS
 from tests.workloads.steps import CPU
@@ -72,7 +73,7 @@ def both_ways(model: Decoder | OwnDecoder) -> tuple[Tensor, Tensor]:
     return whole, torch.cat(parts, 1)
 
 
-@pytest.mark.parametrize("arm", ARMS, ids=str)
+@for_each("arm", ARMS, ids=str)
 def test_hugging_faces_llama_is_served_as_fp8benchs_own(arm: Arm) -> None:
     """Of the same weights in every format, the cache included; at once as token by token."""
     mine, theirs = plainly_served(arm), OwnDecoder("llama", of_the_same_weights(), arm, (2, 16), "cpu")
@@ -87,7 +88,7 @@ def test_hugging_faces_llama_is_served_as_fp8benchs_own(arm: Arm) -> None:
         assert float((whole - exact).norm() / exact.norm()) > 5 * float((whole - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("make", [served_models.llama, served_models.gpt2, served_models.Own])
+@for_each("make", [served_models.llama, served_models.gpt2, served_models.Own])
 def test_logits_are_those_of_the_model_without_a_cache(make: Callable[[], nn.Module]) -> None:
     model = make().eval()
     with torch.no_grad():
@@ -97,7 +98,7 @@ def test_logits_are_those_of_the_model_without_a_cache(make: Callable[[], nn.Mod
     assert max(float((one - wanted).abs().max()) for one in (whole, parts)) <= 1e-5 * float(wanted.abs().max())
 
 
-@pytest.mark.parametrize("make", [served_models.llama, served_models.gpt2, served_models.Own])
+@for_each("make", [served_models.llama, served_models.gpt2, served_models.Own])
 def test_bytes_are_those_that_are_stored(make: Callable[[], nn.Module]) -> None:
     """All parameters but the embedding's and the positions' rows that a step does not read, a tied head whole."""
     model = make()
@@ -141,7 +142,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("make", REFUSED)
+@for_each("make", REFUSED)
 def test_what_cannot_be_served_is_a_sentence(make: str) -> None:
     model, _ = made(getattr(served_models, make), make, 0, CPU)
     with pytest.raises(UsageError, match=REFUSED[make]):

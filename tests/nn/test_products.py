@@ -21,6 +21,7 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.clock import PhaseClock
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.nn.layers import Outcome, convolution, given, linear, outcome, torchs_convolution, torchs_linear
 
@@ -54,8 +55,8 @@ CONVOLUTION = Kind(
 each_kind = pytest.mark.parametrize("kind", [LINEAR, CONVOLUTION], ids=["linear", "convolution"])
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
-@pytest.mark.parametrize(
+@for_each(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+@for_each(
     "kind",
     [
         LINEAR._replace(inputs=(5, 64), outputs=(5, 32)),
@@ -73,7 +74,7 @@ def test_forward_and_gradients_are_torchs_own(kind: Kind, dtype: torch.dtype, to
 
 
 @each_kind
-@pytest.mark.parametrize(
+@for_each(
     ("name", "limit"),
     [("fp32", 1e-6), ("tf32", 1e-3), ("fp16", 2e-3), ("bf16", 1e-2), ("fp8", 0.1), ("mxfp8", 0.1), ("nvfp4", 0.3),
      ("mxfp4", 0.4)],
@@ -84,7 +85,7 @@ def test_every_precision_is_close_to_the_exact_result(kind: Kind, name: str, lim
 
 
 @each_kind
-@pytest.mark.parametrize("name", ["bf16", "fp8", "nvfp4"])
+@for_each("name", ["bf16", "fp8", "nvfp4"])
 def test_the_master_weights_gradient_is_fp32(kind: Kind, name: str) -> None:
     """The output has the carrier's dtype, the input's gradient the input's."""
     arithmetic = precisions.get(name).arithmetic(CPU)

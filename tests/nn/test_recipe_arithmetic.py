@@ -20,6 +20,7 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.numerics.products import short_product
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import B200, CPU, H200
 from tests.formats.scaling_definitions import gaussian
 
@@ -49,7 +50,7 @@ def test_rotated_operands_are_rounded_after_they_were_turned() -> None:
             assert not torch.equal(found, values(source.t(), E2M1, MX))
 
 
-@pytest.mark.parametrize("tokens", [16, 37, 64])
+@for_each("tokens", [16, 37, 64])
 def test_a_rotation_leaves_the_product_as_it_is(tokens: int) -> None:
     """Where elements have bits enough to see it; also where the tokens fill no matrix of 16."""
     plain, rotated = (Recipe(*[Treatment(FP16)] * 3, hadamard=on) for on in (False, True))
@@ -89,8 +90,8 @@ def test_random_numbers_differ_from_cast_to_cast_and_can_be_had_again() -> None:
     assert torch.equal(arithmetic.cast(source, Role.INPUT).data, arithmetic.cast(source, Role.INPUT).data)
 
 
-@pytest.mark.parametrize("facts", [CPU, H200, B200], ids=lambda facts: facts.name)
-@pytest.mark.parametrize(
+@for_each("facts", [CPU, H200, B200], ids=lambda facts: facts.name)
+@for_each(
     "mode",
     [
         "fp8",
@@ -157,7 +158,7 @@ def test_squares_of_weights_are_the_same_values_in_both_directions() -> None:
     assert not torch.equal(of("nvfp4:weights=1d").turned(weight.t(), Role.WEIGHT).data, operand.data.t())
 
 
-@pytest.mark.parametrize("mode", ["fp8:accumulator=short", "fp8:accumulator=8", "fp8-block:accumulator=promoted"])
+@for_each("mode", ["fp8:accumulator=short", "fp8:accumulator=8", "fp8-block:accumulator=promoted"])
 def test_sums_of_few_bits_are_taken_in_all_three_products(mode: str) -> None:
     """Each as the model has it, rounded to the carrier."""
     arithmetic = of(mode)

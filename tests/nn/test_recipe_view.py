@@ -12,6 +12,7 @@ from fp8bench.nn.tensor_scales import view_of
 from fp8bench.numerics.tensor_error import tensor_error
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU
 
 
@@ -27,8 +28,8 @@ def cast(mode: str, role: Role, *steps: torch.Tensor) -> torch.Tensor:
     return arithmetic.restore(operand, torch.float32)
 
 
-@pytest.mark.parametrize("role", list(Role))
-@pytest.mark.parametrize(
+@for_each("role", list(Role))
+@for_each(
     "mode",
     ["fp8", "fp8-rowwise", "fp8-block", "fp8-e4m3", "fp8-e5m2", "mxfp8", "mxfp6", "mxfp4", "nvfp4:stochastic=off",
      "custom:format=e3m2:scaling=none", "custom:format=e5m2fnuz:scaling=128x128", "bf16", "fp16"],

@@ -25,6 +25,7 @@ from fp8bench.nn.batches import (
     text_records,
 )
 from fp8bench.protocols import Operand
+from tests.counts import for_each
 
 TEXT = bytes(range(32, 127)) * 40
 
@@ -121,7 +122,7 @@ def test_codes_travel_with_their_scale() -> None:
     assert operand.scale is not None and torch.equal(scale, operand.scale)
 
 
-@pytest.mark.parametrize(("device", "pinned"), [("cpu", 0), ("meta", 1)])
+@for_each(("device", "pinned"), [("cpu", 0), ("meta", 1)])
 def test_memory_is_pinned_on_the_way_to_another_device(
     device: str, pinned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

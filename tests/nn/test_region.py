@@ -8,6 +8,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from fp8bench.nn.linear import region
+from tests.counts import for_each
 
 
 class Diary:
@@ -62,7 +63,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: bool) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v, **options)
 
 
-@pytest.mark.parametrize("times", [1, 3])
+@for_each("times", [1, 3])
 def test_attention_is_marked_and_its_gradients_are_untouched(times: int) -> None:
     """One opening and one closing in each direction, each time it is used."""
     generator = torch.Generator().manual_seed(0)

@@ -16,6 +16,7 @@ from fp8bench.nn.linear import Linear
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU, H200
 from tests.formats.scaling_definitions import gaussian
 
@@ -40,15 +41,15 @@ def pair(mode: str) -> tuple[ScaledArithmetic, RecipeArithmetic]:
     return native, emulated
 
 
-@pytest.mark.parametrize("mode", EMULATED)
+@for_each("mode", EMULATED)
 def test_what_no_kernel_does_is_emulated_on_a_gpu_too(mode: str) -> None:
     """E5M2 by itself, sums that are a model, blocks: with the reason."""
     assert precisions.get(mode).support(H200).level is Level.EMULATED
     assert type(precisions.get(mode).arithmetic(H200)) is RecipeArithmetic
 
 
-@pytest.mark.parametrize("role", list(Role))
-@pytest.mark.parametrize("mode", MODES)
+@for_each("role", list(Role))
+@for_each("mode", MODES)
 def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
     """Bit for bit, cast after cast, and contiguous along the contraction."""
     native, emulated = pair(mode)
@@ -63,11 +64,9 @@ def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
         assert torch.equal(native.unscaled(tensor, role).data.float(), emulated.unscaled(tensor, role).data)
 
 
-@pytest.mark.parametrize(
-    "roles", [(Role.INPUT, Role.WEIGHT), (Role.GRADIENT, Role.WEIGHT), (Role.GRADIENT, Role.INPUT)]
-)
+@for_each("roles", [(Role.INPUT, Role.WEIGHT), (Role.GRADIENT, Role.WEIGHT), (Role.GRADIENT, Role.INPUT)])
 @NEEDS_PRODUCTS
-@pytest.mark.parametrize("mode", MODES)
+@for_each("mode", MODES)
 def test_products_are_the_emulated_ones(mode: str, roles: tuple[Role, Role]) -> None:
     """But for the order of sums. With a scale a row float32 is asked for where CUDA gives it; else bfloat16 is."""
     native, emulated = pair(mode)
@@ -109,7 +108,7 @@ def test_a_product_in_its_own_dtype_is_not_converted(mode: str, dtype: torch.dty
 
 
 @NEEDS_PRODUCTS
-@pytest.mark.parametrize("mode", MODES)
+@for_each("mode", MODES)
 def test_layers_are_the_emulated_ones(mode: str) -> None:
     """All three products over two steps, the second of another magnitude."""
     outcomes = []
@@ -144,7 +143,7 @@ def test_what_cuda_cannot_is_refused() -> None:
         native.product(gradient, Operand(native.cast(gaussian(16, 32), Role.WEIGHT).data), torch.float32)
 
 
-@pytest.mark.parametrize("mode", ["fp8", "fp8-e4m3", "fp8-rowwise"])
+@for_each("mode", ["fp8", "fp8-e4m3", "fp8-rowwise"])
 def test_cuda_is_given_what_it_wants(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layouts, the shapes of scales, bfloat16 under scales a row, and fast sums in forward products only."""
     seen: list[dict[str, object]] = []
@@ -166,7 +165,7 @@ def test_cuda_is_given_what_it_wants(mode: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @NEEDS_PRODUCTS
-@pytest.mark.parametrize("mode", ["fp8", "fp8-rowwise"])
+@for_each("mode", ["fp8", "fp8-rowwise"])
 def test_products_are_those_of_torch_s_own_function(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, by the operator behind it: the function itself cannot be compiled by torch 2.11."""
     native, _ = pair(mode)
@@ -204,7 +203,7 @@ def gradients(arithmetic: Arithmetic) -> list[Tensor]:
 @NEEDS_PRODUCTS
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
-@pytest.mark.parametrize("mode", ["fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
+@for_each("mode", ["fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
 def test_a_compiled_layer_has_the_same_gradients(mode: str) -> None:
     """Bit for bit, and in one graph: gradients that a compiler loses are zeros, and nothing else says so."""
     layer, silent = Linear(32, 16, precisions.get(mode).arithmetic(H200)), SilentPhases()

@@ -16,6 +16,7 @@ from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.tensor_scales import StaticScale
 from fp8bench.protocols import Role, ScaleBook, SilentPhases
+from tests.counts import for_each
 
 FIXED = StaticScales(1)
 BY_ROW = Treatment(E4M3, ROW)
@@ -55,7 +56,7 @@ def test_a_scale_that_is_known_stays() -> None:
     assert book.states() == (LayerScale("one", "input", 7.0, 64.0, 0),)
 
 
-@pytest.mark.parametrize(("rounding", "wanted"), [(ScaleRounding.EXACT, 448 / 5), (ScaleRounding.POWER_OF_TWO, 64.0)])
+@for_each(("rounding", "wanted"), [(ScaleRounding.EXACT, 448 / 5), (ScaleRounding.POWER_OF_TWO, 64.0)])
 def test_scales_are_rounded_as_the_recipe_rounds_them(rounding: ScaleRounding, wanted: float) -> None:
     """Down to a power of two, so that nothing saturates."""
     _, scale = scale_of(FIXED, 5.0, rounding)

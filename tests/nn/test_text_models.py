@@ -16,6 +16,7 @@ from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
 from fp8bench.nn.text_models import TextCNN, WindowMLP
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.nn.layers import as_torch
 
@@ -82,7 +83,7 @@ def as_torch_differentiably(weight: Tensor) -> Tensor:
     return made
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "modern"), [(WindowMLP, False), (WindowMLP, True), (TextCNN, False)], ids=["mlp", "modern mlp", "cnn"]
 )
 def test_loss_and_gradients_are_those_of_a_plain_model(kind: type[LanguageModel], modern: bool) -> None:
@@ -101,7 +102,7 @@ def test_loss_and_gradients_are_those_of_a_plain_model(kind: type[LanguageModel]
         assert torch.allclose(one.grad, wanted, rtol=1e-8, atol=1e-13), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_no_place_sees_what_comes_later(kind: type[LanguageModel]) -> None:
     """In eval mode, where batch norm mixes no places; every earlier place that it should see counts."""
     model, (tokens, _) = model_of(kind).eval(), text()
@@ -117,8 +118,8 @@ def test_no_place_sees_what_comes_later(kind: type[LanguageModel]) -> None:
     assert wanted <= reach
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["bf16", "fp8", "mxfp8", "nvfp4"])
+@for_each("kind", KINDS)
+@for_each("mode", ["bf16", "fp8", "mxfp8", "nvfp4"])
 def test_they_train_in_low_precision(kind: type[LanguageModel], mode: str) -> None:
     """A loss near fp64's, and every weight gets a gradient."""
     arithmetic = precisions.get(mode).arithmetic(CPU)

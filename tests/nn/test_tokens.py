@@ -11,6 +11,7 @@ import torch
 
 from fp8bench.nn.batches import TokenLoader
 from fp8bench.plan.corpus import prepare_corpus
+from tests.counts import for_each
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_every_window_can_come_up(tmp_path: Path) -> None:
     assert set(loader.next()[0][:, 0].tolist()) == {0, 1, 2}
 
 
-@pytest.mark.parametrize("length", [1000, 1001, 5000])
+@for_each("length", [1000, 1001, 5000])
 def test_a_file_that_is_too_short_is_refused(path: str, length: int) -> None:
     """With what it has and what is needed."""
     with pytest.raises(ValueError, match=f"1000 tokens; a sequence of {length} needs more"):
@@ -102,7 +103,7 @@ def test_a_vocabulary_of_bytes_reads_the_bytes_as_they_are(path: str) -> None:
             assert torch.equal(tokens[row], wanted[:-1]) and torch.equal(targets[row], wanted[1:])
 
 
-@pytest.mark.parametrize("vocabulary", [257, 50304, 128256])
+@for_each("vocabulary", [257, 50304, 128256])
 def test_larger_vocabularies_have_an_id_for_two_bytes(tmp_path: Path, vocabulary: int) -> None:
     """By hand: the byte at a place times 256 plus the next, within the vocabulary; targets follow by one place."""
     text = b"import torch\xff\xfe"

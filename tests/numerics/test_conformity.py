@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from fp8bench.numerics.conformity import (
 from fp8bench.numerics.products import PROMOTION, short_product, unit_sums
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU
 
 SIZE, LONG = 64, 512
@@ -80,8 +80,8 @@ def where_nine(one: Tensor, other: Tensor) -> Tensor:
     return torch.where(torch.arange(SIZE)[:, None] == 9, one, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
+@for_each("dtype", [torch.float32, torch.bfloat16])
+@for_each(
     ("made", "difference", "words"),
     [
         (plain, Difference.ORDER, "within"),
@@ -142,7 +142,7 @@ def test_sums_beyond_the_largest() -> None:
     assert explain_product(found, sums)[0] is Difference.OVERFLOW
 
 
-@pytest.mark.parametrize("seed", range(5))
+@for_each("seed", range(5))
 def test_orders_never_alarm(seed: int) -> None:
     """Of positive operands too, whose sums only grow, and in every dtype."""
     a, b = drawn(SIZE, LONG, 2 * seed), drawn(SIZE, LONG, 2 * seed + 1)
@@ -176,7 +176,7 @@ def cut_cast(x: Tensor) -> Tensor:
     return rounded(torch.where(scaled.abs() < 2.0**-6, small, kept) / scale)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("made", "difference", "words"),
     [
         (lambda x: rounded(x).t().contiguous(), Difference.LAYOUT, "transposed"),
@@ -244,8 +244,8 @@ def guesses() -> dict[str, tuple[Tensor, Tensor]]:
     return {"fp8": low, "bf16": sources(), "copies": (low[0].bfloat16(), low[1].bfloat16())}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("operands", "like"), [("fp8", ""), ("bf16", "bf16"), ("copies", "copies")])
+@for_each("dtype", [torch.bfloat16, torch.float32])
+@for_each(("operands", "like"), [("fp8", ""), ("bf16", "bf16"), ("copies", "copies")])
 def test_a_product_looks_like_what_it_was_made_of(operands: str, like: str, dtype: torch.dtype) -> None:
     """By a bfloat16 result too, whose own rounding is as large as that of copies in bfloat16."""
     a, b = (one.float() for one in guesses()[operands])
@@ -278,8 +278,8 @@ def test_what_is_no_number_accuses_nobody() -> None:
     assert looks_like(torch.full((M, N), torch.nan), "fp8", guesses()) == ""
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", [name for name in precisions.names() if precisions.get(name).takes_backend])
+@for_each("seed", range(3))
+@for_each("name", [name for name in precisions.names() if precisions.get(name).takes_backend])
 def test_honest_products_never_alarm(name: str, seed: int) -> None:
     """Of every recipe, emulated and by torch's kernels where there are some, forward and backward."""
     precision = precisions.get(name)

@@ -15,6 +15,7 @@ from fp8bench.numerics.distributions import (
     OUTLIER_FACTOR,
     GradientSource,
 )
+from tests.counts import for_each
 
 SHAPE = (512, 512)
 
@@ -23,7 +24,7 @@ def made(name: str, seed: int = 0, shape: tuple[int, int] = SHAPE) -> torch.Tens
     return DISTRIBUTIONS[name](shape, torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@for_each("name", DISTRIBUTIONS)
 def test_it_comes_from_the_seed_alone(name: str) -> None:
     """float32, finite, signed, symmetric."""
     x = made(name)

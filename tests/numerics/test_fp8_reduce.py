@@ -39,6 +39,7 @@ from fp8bench.numerics.fp8_reduce import (
     saturated,
 )
 from fp8bench.numerics.rank_programs import AllGather, Counted, Program, Shift, simulated
+from tests.counts import for_each
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def mean_of(way: str, scaling: str, given: list[Tensor]) -> tuple[Tensor, float,
 
 
 @pytest.mark.parametrize("size", [2, 8, *(pytest.param(one, marks=pytest.mark.slow) for one in (4, 16, 64))])
-@pytest.mark.parametrize("shared", [False, True])
+@for_each("shared", [False, True])
 def test_errors_are_those_of_the_table(size: int, shared: bool) -> None:
     """Within 0.6 dB: rings lose 2 dB a doubling and collapse where ranks agree, gathering and two shots do not."""
     table = SHARED if shared else OWN
@@ -186,7 +187,7 @@ SIGNALS = {
 }
 
 
-@pytest.mark.parametrize("signal", SIGNALS)
+@for_each("signal", SIGNALS)
 def test_sqnr_hides_what_is_flushed(signal: str) -> None:
     """Ways keep their decibels, and lose small values: most where they are divided first."""
     decibels, shares, factor = SIGNALS[signal]
@@ -241,7 +242,7 @@ def test_bytes_are_counted() -> None:
     assert moved[TWOSHOT] == moved[RING] + 4 * (size - 1)  # each part's own scale
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@for_each("size", [2, 4, 8])
 def test_a_part_of_the_mean_takes_half_of_it(size: int) -> None:
     """A ring and two shots send each part's share to its owner and no further; each rank gets its own part."""
     count, given = 1 << 12, sources(size, False, 1 << 12)
@@ -261,7 +262,7 @@ def test_bus_factors_are_those_of_nccl_tests() -> None:
     assert {name: bus_factor(name, 4) for name in wanted} == wanted
 
 
-@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_to_all", "broadcast"])
+@for_each("collective", ["all_gather", "reduce_scatter", "all_to_all", "broadcast"])
 def test_others_give_each_rank_its_own(collective: str) -> None:
     """Within what one cast, or a few, cost."""
     given = sources(4, False, 1 << 12)
@@ -269,8 +270,8 @@ def test_others_give_each_rank_its_own(collective: str) -> None:
         assert sqnr(found.values, expected(collective, given, rank)) > 27
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("scaling", SCALINGS)
+@for_each("way", WAYS)
+@for_each("scaling", SCALINGS)
 def test_parts_are_those_of_the_whole(way: str, scaling: str) -> None:
     """A reduce-scatter gives each rank its own part: of a ring and of gathering the same bits."""
     given = sources(4, False, 1 << 10)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_error, relative_frobenius, vanished_share
+from tests.counts import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "reference", "error"),
     [
         ([3.0, 5.0], [3.0, 4.0], 0.2), ([math.nan], [1.0], math.nan), ([0.0], [0.0], 0.0), ([1.0], [0.0], math.inf),
@@ -23,7 +24,7 @@ def test_by_hand(value: list[float], reference: list[float], error: float) -> No
     assert found == pytest.approx(error, rel=1e-6, abs=0, nan_ok=True)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "reference", "error"),
     [(3.0, -4.0, 1.75), (0.0, 0.0, 0.0), (1.0, 0.0, math.inf), (math.nan, 0.0, math.nan), (0.0, 2.0, 1.0)],
 )

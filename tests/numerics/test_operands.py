@@ -15,6 +15,7 @@ from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import ScaleRounding, Scaling
 from fp8bench.numerics import operands
 from fp8bench.numerics.operands import ProductWatch, is_of
+from tests.counts import for_each
 
 NARROW = (E4M3, E4M3FNUZ, E5M2, E3M2, E2M3, E2M1)
 EXACT, POWER = ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO
@@ -52,8 +53,8 @@ def test_quantised_values_are_of_their_format(fmt: Format, scaling: str) -> None
         assert is_of(x.t().contiguous().view(1, columns, 64), fmt)
 
 
-@pytest.mark.parametrize("kind", MADE)
-@pytest.mark.parametrize("columns", [16, 100, 256, 1024])
+@for_each("kind", MADE)
+@for_each("columns", [16, 100, 256, 1024])
 def test_values_of_wider_formats_are_not(columns: int, kind: str) -> None:
     """What a bfloat16 network computes with is no fp8, and what a float32 one does is nothing narrower."""
     wide = made(kind, columns)
@@ -112,7 +113,7 @@ def test_backward_products_are_seen_too() -> None:
     assert seen(lambda: y.sum().backward()) == [(HIGH, HIGH)] * 2
 
 
-@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
+@for_each("grad", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_too(grad: Callable[[], torch.no_grad]) -> None:
     """Where a layer arrives in one piece."""
     with grad():
@@ -131,8 +132,8 @@ def test_operators_are_counted() -> None:
     assert watch.operators == 2
 
 
-@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "MATH"])
-@pytest.mark.parametrize("gradients", [True, False])
+@for_each("backend", ["FLASH_ATTENTION", "MATH"])
+@for_each("gradients", [True, False])
 def test_the_kernel_of_attention_is_named(backend: str, gradients: bool) -> None:
     """Backward included, which has no other name; a softmax of one's own is no attention of torch's."""
     heads = torch.randn(1, 2, 8, 16, dtype=LOW, requires_grad=gradients)
@@ -146,7 +147,7 @@ def test_the_kernel_of_attention_is_named(backend: str, gradients: bool) -> None
     assert not watch.attention
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("operator", "kernel"),
     [
         ("_scaled_dot_product_cudnn_attention", "cudnn"), ("_scaled_dot_product_efficient_attention", "efficient"),

@@ -25,10 +25,11 @@ from fp8bench.numerics.products import (
     unit_sums,
     values_product,
 )
+from tests.counts import for_each
 from tests.formats.scaling_definitions import gaussian
 
 
-@pytest.mark.parametrize("columns", [1, 1024, 1100])
+@for_each("columns", [1, 1024, 1100])
 def test_exact_product_is_the_product_of_those_rows(columns: int) -> None:
     a, b = gaussian(9, 33).to(torch.bfloat16), gaussian(columns, 33, seed=1)
     rows = (0, 4, 8)
@@ -42,7 +43,7 @@ def test_exact_product_without_rows() -> None:
     assert exact_product(gaussian(3, 4), gaussian(5, 4), ()).shape == (0, 5)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("sides", "cap", "rows"),
     [
         ((5, 10, 10), 1e6, range(5)),  # all of them where they are affordable
@@ -55,7 +56,7 @@ def test_rows_are_spread_and_within_the_cap(sides: tuple[int, int, int], cap: fl
     assert rows_within(*sides, flops_cap=cap) == tuple(rows)
 
 
-@pytest.mark.parametrize("m", [1, 2, 7, 100])
+@for_each("m", [1, 2, 7, 100])
 def test_rows_are_distinct_and_inside(m: int) -> None:
     for cap in (0, 300, 1000, 1e9):
         rows = rows_within(m, 10, 10, flops_cap=cap)
@@ -153,14 +154,14 @@ def short_operands(fmt: Format, k: int, spread: float) -> tuple[Tensor, Tensor]:
 LENGTHS = (1, 31, 32, 96, 128, 129, 500)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("accumulator", "bits", "k"),
     [
         *((one, HOPPER_BITS, k) for one in (Accumulator.SHORT, Accumulator.PROMOTED) for k in LENGTHS),
         *((Accumulator.SHORT, bits, 129) for bits in (2, 8, 23)),
     ],
 )
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@for_each("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_every_element_is_the_one_added_by_hand(accumulator: Accumulator, bits: int, fmt: Format, k: int) -> None:
     """Bit for bit, lengths that fill no instruction and no promotion among them."""
     for spread in (0.5, 4.0):
@@ -238,7 +239,7 @@ def test_sums_of_units_are_those_that_a_gpu_made() -> None:
     assert len(results) == 12
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@for_each("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_sums_of_units_by_hand(fmt: Format) -> None:
     for k in (1, 31, 96):
         a, b = short_operands(fmt, k, 4.0)

@@ -41,6 +41,7 @@ from fp8bench.numerics.tensor_error import (
     tensor_error,
 )
 from fp8bench.units import EXACT_DB
+from tests.counts import for_each
 from tests.formats.scaling_definitions import gaussian
 
 FLOOR = Scaling(1, 32, E8M0, ScaleRounding.FLOOR)
@@ -50,8 +51,8 @@ SCALINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [(20, 200), (129, 33), (1, 7)])
-@pytest.mark.parametrize(("fmt", "scaling"), SCALINGS, ids=lambda one: getattr(one, "name", "none"))
+@for_each("shape", [(20, 200), (129, 33), (1, 7)])
+@for_each(("fmt", "scaling"), SCALINGS, ids=lambda one: getattr(one, "name", "none"))
 def test_values_are_elements_times_their_factors(fmt: Format, scaling: Scaling | None, shape: tuple[int, int]) -> None:
     """So that what is left, over its factor, is a value of the format; uneven ends included."""
     x = gaussian(*shape, seed=3)
@@ -104,7 +105,7 @@ def test_blocks_of_columns_are_filled_with_zeros() -> None:
 
 
 GRIDS = (E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E3M2, E2M3, E2M1, FP16, BF16, TF32)
-EVERY_GRID = pytest.mark.parametrize("fmt", GRIDS, ids=lambda fmt: fmt.name)
+EVERY_GRID = for_each("fmt", GRIDS, ids=lambda fmt: fmt.name)
 Array = NDArray[np.float64]
 
 
@@ -161,7 +162,7 @@ def check(found: TensorError, wanted: dict[str, Any]) -> None:
         assert given == pytest.approx(value, rel=1e-9, abs=1e-12), name
 
 
-@pytest.mark.parametrize("tile", [1 << 20, 64, 128], ids=["whole", "in columns", "in rows"])
+@for_each("tile", [1 << 20, 64, 128], ids=["whole", "in columns", "in rows"])
 @EVERY_GRID
 def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a scale of its own for each row, a share of zeros, subnormals, values that saturate, and an uneven end."""
@@ -296,7 +297,7 @@ def test_a_zero_tensor_has_no_ratios() -> None:
         assert found.underflow_nonzero_percent == found.saturation_percent == found.subnormal_percent == 0
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (2, 0, 3)])
+@for_each("shape", [(0,), (0, 5), (5, 0), (2, 0, 3)])
 def test_an_empty_tensor_has_no_figures(shape: tuple[int, ...]) -> None:
     """Shares of nothing are none."""
     found = tensor_error(torch.empty(shape), torch.empty(shape), E4M3)
@@ -369,7 +370,7 @@ def test_a_factor_of_nothing_leaves_nothing() -> None:
     assert found.max_ulp == 0 and found.utilisation == pytest.approx(2 / 6)
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (2, 3, 40)])
+@for_each("shape", [(), (7,), (2, 3, 40)])
 def test_any_shape_is_rows_of_its_last_dimension(shape: tuple[int, ...]) -> None:
     """And any strides."""
     x = gaussian(*shape) if shape else torch.tensor(1.3)

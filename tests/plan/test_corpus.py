@@ -21,6 +21,7 @@ from fp8bench.plan import corpus
 from fp8bench.plan.corpus import LEAST_BYTES, Corpus, prepare_corpus, standard_library_text
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentObserver
+from tests.counts import for_each
 from tests.facts import CPU
 
 TEXT = b"".join(b"line %d of a text that is just long enough\n" % number for number in range(2000))
@@ -99,7 +100,7 @@ def test_a_long_text_is_cut(tmp_path: Path, text: Path, monkeypatch: pytest.Monk
     assert made.digest == hashlib.sha256(TEXT[: LEAST_BYTES + 100]).hexdigest()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "words"),
     [(b"", "has 0 bytes"), (b"tiny", "has 4 bytes"), (b"\0" * LEAST_BYTES, "is no text"), (None, "cannot be read")],
     ids=["empty", "tiny", "binary", "missing"],
@@ -115,7 +116,7 @@ def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, content: bytes | N
     assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "words"),
     [
         (bytes(random.Random(1).choices(range(1, 256), k=100_000)), "of 100000 bytes are control characters"),
@@ -132,7 +133,7 @@ def test_bytes_that_are_no_prose_are_refused(tmp_path: Path, content: bytes, wor
         prepare_corpus(str(path), tmp_path / "data")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("prose", "encoding"),
     [
         ("Größe und Maß sind für Übungen schön. ", "latin-1"),

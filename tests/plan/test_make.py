@@ -21,6 +21,7 @@ from fp8bench.plan.make import MOST_CASES, check_names, has_reference_added, mak
 from fp8bench.protocols import Layer, Phases, Precision, Setup, Workload
 from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import precisions, workloads
+from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +99,7 @@ def test_the_sizes_of_products_depend_on_the_device_too() -> None:
     assert largest == {"cpu": 2.0 * 1024**3, "cuda": 2.0 * 8192**3}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("known", "asked", "chosen"),
     [
         ((CPU,), (), ["cpu"]),
@@ -266,7 +267,7 @@ def test_a_precision_map_without_effect_is_refused() -> None:
             plan(CPU, "transformer", precision_map=(("mlp", "fp16"),), **request)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("request_", "nearest"),
     [
         (Request("gem"), "gemm"),
@@ -295,7 +296,7 @@ def test_unknown_names_raise_with_the_nearest(request_: Request, nearest: str | 
     assert all(name in str(raised.value) for name in listed)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("request_", "sentence"),
     [
         (Request("gem"), "Did you mean 'gemm'"),
@@ -315,7 +316,7 @@ def test_names_are_checked_before_any_device_is_known(request_: Request, sentenc
     check_names(Request("transformer", dtypes=("fp32", "fp4"), precision_map=(("mlp", "bf16"),)))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("axis", "value"), [("shape", "0"), ("shape", "64x64"), ("tokens", "many"), ("operands", "none"), ("product", "")]
 )
 def test_a_value_that_cannot_be_names_its_axis(axis: str, value: str) -> None:
@@ -364,8 +365,8 @@ def test_a_backend_that_no_precision_takes_is_told() -> None:
     assert not any("--backend" in note for note in notes[1])
 
 
-@pytest.mark.parametrize("facts", [CPU, H200, MI300X], ids=lambda facts: facts.name)
-@pytest.mark.parametrize("suite", ["gemm", "transformer"])
+@for_each("facts", [CPU, H200, MI300X], ids=lambda facts: facts.name)
+@for_each("suite", ["gemm", "transformer"])
 def test_a_plan_is_a_pure_function_of_request_and_facts(facts: DeviceFacts, suite: str) -> None:
     """The same twice, whatever was planned between, and untouched by what it does not depend on."""
     first = plan(facts, suite, dtypes=ALL)
@@ -390,7 +391,7 @@ def test_planning_imports_neither_torch_nor_numpy() -> None:
     assert shown.stdout.split("\n")[:2] == ["3 18", "[]"]
 
 
-@pytest.mark.parametrize(("dtypes", "layers"), [(("fp32", "bf16"), "tf32"), (("bf16", "tf32"), "fp32")])
+@for_each(("dtypes", "layers"), [(("fp32", "bf16"), "tf32"), (("bf16", "tf32"), "fp32")])
 def test_a_map_cannot_mix_the_switch_of_tf32(dtypes: tuple[str, ...], layers: str) -> None:
     """It is one switch for the process: a mapped layer would run under the case's, with the wrong name on it."""
     asked = Request("transformer", dtypes, reference=dtypes[0], precision_map=(("mlp", layers),))
@@ -469,7 +470,7 @@ GARBAGE = {
 }
 
 
-@pytest.mark.parametrize("name", GARBAGE)
+@for_each("name", GARBAGE)
 def test_what_no_file_can_keep_is_refused_while_it_is_planned(name: str, answering: type[Answering]) -> None:
     """In one sentence that names suite and answer, from names already where no device is needed to tell."""
     wrong, sentence = GARBAGE[name]
@@ -499,7 +500,7 @@ BAD_LAYERS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_LAYERS)
+@for_each("name", BAD_LAYERS)
 def test_layers_that_no_map_can_name_are_refused(name: str, answering: type[Answering]) -> None:
     """When a map is given; nobody else asks for them."""
     layers, sentence = BAD_LAYERS[name]
@@ -517,7 +518,7 @@ def test_what_a_file_can_keep_is_planned_and_read_back(answering: type[Answering
     assert decode(Plan, json.loads(json.dumps(encode(made)))) == made
 
 
-@pytest.mark.parametrize("words", [{"dtypes": (3,)}, {"dtypes": 3}, {"layer_kinds": None}], ids=str)
+@for_each("words", [{"dtypes": (3,)}, {"dtypes": 3}, {"layer_kinds": None}], ids=str)
 def test_lists_that_are_none_are_sentences(
     words: dict[str, Any], answering: type[Answering], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -532,14 +533,14 @@ def test_lists_that_are_none_are_sentences(
 ADDED = "fp32 was added as the reference: on cpu bf16 would have had nothing native to compare with (--reference bf16 "
 
 
-@pytest.mark.parametrize("name", ["collective", "gemm", "numerics"])
+@for_each("name", ["collective", "gemm", "numerics"])
 def test_a_quick_look_at_the_grid_is_at_the_grid(name: str) -> None:
     """Its sizes are those that have a history: fewer rounds are what is quick."""
     grid, quick = (make_plan(Request(name, grid=True, quick=one), (CPU,)) for one in (False, True))
     assert [one.case for group in quick for one in group.cases] == [one.case for group in grid for one in group.cases]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("request_", "modes"),
     [
         (Request("gemm", ("fp8", "bf16")), ["fp32", "bf16", "fp8"]),

@@ -14,13 +14,14 @@ from fp8bench.plan.make import check_names, make_plan
 from fp8bench.plan.precision_map import layers_of
 from fp8bench.protocols import Arithmetic, Layer, Operand, Role, Setup, key_of, keys_of
 from fp8bench.registry import workloads
+from tests.counts import for_each
 from tests.facts import CPU
 
 UP = Layer("blocks.1.mlp.up", "mlp")
 SMALL: Params = (("size", "nano"),)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("keys", "wanted"),
     [
         ((), None),
@@ -141,7 +142,7 @@ def test_scales_cannot_be_renewed_in_a_compiled_graph() -> None:
         assert case.skip.startswith("scales cannot be renewed in a compiled graph") is skipped
 
 
-@pytest.mark.parametrize("options", [{"refresh_scales": 3}, {"saturation_bound": 0.5}], ids=str)
+@for_each("options", [{"refresh_scales": 3}, {"saturation_bound": 0.5}], ids=str)
 def test_what_renews_scales_needs_some(options: dict[str, float]) -> None:
     """Said before any device is asked for."""
     with pytest.raises(UsageError, match=r"Add --static-scales N, or leave --(refresh-scales|saturation-bound) out"):

@@ -21,6 +21,7 @@ from fp8bench.registry import workloads
 from fp8bench.store.runs.listing import running_beside
 from fp8bench.store.runs.run_file import RunWriter, load_run, missing_groups, reopen_run
 from fp8bench.user_code import import_user_modules
+from tests.counts import for_each
 from tests.own_suites import adding_up, forgotten
 
 pytestmark = pytest.mark.usefixtures("short_slots")
@@ -223,7 +224,7 @@ def test_the_same_place_is_no_foreign_one() -> None:
     assert not foreign(a_run(load_1min=0.1), planned(), (facts,), Environment({**SAME, "load_1min": 9.9}))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "called", "now"),
     [
         ("machine", "machine", "other"),
@@ -244,7 +245,7 @@ def test_another_machine_or_software_is_refused(name: str, called: str, now: str
         refuse_foreign(a_run(), planned(), (FACTS,), Environment({**SAME, name: now}))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("facts", "plan", "words"),
     [
         ((replace(FACTS, name="another"),), planned(), "cpu was a processor and is another"),

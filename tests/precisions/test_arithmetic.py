@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E5M2, E5M2FNUZ, FP16, TF32, Format
@@ -27,6 +26,7 @@ from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Role
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU, H200
 from tests.formats.scaling_definitions import gaussian
 
@@ -53,8 +53,8 @@ def on_cpu(name: str) -> Arithmetic:
     return precisions.get(name).arithmetic(CPU)
 
 
-@pytest.mark.parametrize("name", CARRIERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@for_each("name", CARRIERS)
+@for_each("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_shapes_dtypes_and_carrier(name: str, dtype: torch.dtype) -> None:
     arithmetic = on_cpu(name)
     assert arithmetic.carrier == CARRIERS[name]
@@ -65,7 +65,7 @@ def test_shapes_dtypes_and_carrier(name: str, dtype: torch.dtype) -> None:
     assert result.dtype == dtype
 
 
-@pytest.mark.parametrize("name", CARRIERS)
+@for_each("name", CARRIERS)
 def test_error_of_a_product_is_the_format_s(name: str) -> None:
     arithmetic = on_cpu(name)
     a, b = gaussian(128, 256), gaussian(96, 256, seed=1)
@@ -78,7 +78,7 @@ def test_error_of_a_product_is_the_format_s(name: str) -> None:
         assert ERRORS[name] / 2 < error < ERRORS[name]
 
 
-@pytest.mark.parametrize("name", CARRIERS)
+@for_each("name", CARRIERS)
 def test_turning_is_casting_the_transposed_source(name: str) -> None:
     arithmetic = on_cpu(name)
     source = gaussian(48, 80) * torch.logspace(-4, 4, 48)[:, None]
@@ -127,7 +127,7 @@ CASTS: dict[str, Treated | tuple[Treated, Treated, Treated]] = {
 }
 
 
-@pytest.mark.parametrize("mode", CASTS)
+@for_each("mode", CASTS)
 def test_each_role_is_rounded_with_its_own_format_and_scaling(mode: str) -> None:
     """Whatever the options say."""
     source, arithmetic = gaussian(130, 200) * torch.logspace(-3, 3, 130)[:, None], on_cpu(mode)
@@ -138,7 +138,7 @@ def test_each_role_is_rounded_with_its_own_format_and_scaling(mode: str) -> None
         assert torch.equal(arithmetic.unscaled(source, role).data, round_to(source, fmt))
 
 
-@pytest.mark.parametrize("name", CARRIERS)
+@for_each("name", CARRIERS)
 def test_zeros_stay_zeros(name: str) -> None:
     arithmetic = on_cpu(name)
     zeros = arithmetic.cast(torch.zeros(16, 32), Role.INPUT)
@@ -158,8 +158,8 @@ def test_native_modes_state_cuda_s_multiples_and_fp16_its_loss_scale() -> None:
     assert precisions.get("fp16").loss_scale == 1024.0
 
 
-@pytest.mark.parametrize("facts", [CPU, H200], ids=lambda facts: facts.key)
-@pytest.mark.parametrize("name", CARRIERS)
+@for_each("facts", [CPU, H200], ids=lambda facts: facts.key)
+@for_each("name", CARRIERS)
 def test_carrier_does_not_depend_on_the_device(name: str, facts: DeviceFacts) -> None:
     precision = precisions.get(name)
     assert precision.support(facts).level is not Level.REFUSED

@@ -7,11 +7,12 @@ import torch
 
 from fp8bench.protocols import Role, float32_products
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU
 
 
-@pytest.mark.parametrize("name", precisions.names())
-@pytest.mark.parametrize("before", ["highest", "high", "medium"])
+@for_each("name", precisions.names())
+@for_each("before", ["highest", "high", "medium"])
 def test_scope_sets_and_restores(name: str, before: str) -> None:
     with float32_products(before):
         with precisions.get(name).scope():
@@ -19,7 +20,7 @@ def test_scope_sets_and_restores(name: str, before: str) -> None:
         assert torch.get_float32_matmul_precision() == before
 
 
-@pytest.mark.parametrize("name", ["tf32", "fp32", "fp8"])
+@for_each("name", ["tf32", "fp32", "fp8"])
 def test_scope_restores_when_the_body_raises(name: str) -> None:
     before = torch.get_float32_matmul_precision()
     with pytest.raises(RuntimeError, match="inside"), precisions.get(name).scope():
@@ -39,8 +40,8 @@ def test_tf32_scope_leaves_products_on_a_cpu_alone() -> None:
     assert torch.equal(plain, allowed)
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("name", ["tf32", "fp32", "fp8"])
+@for_each("before", [True, False])
+@for_each("name", ["tf32", "fp32", "fp8"])
 def test_scope_tells_convolutions_too(name: str, before: bool) -> None:
     """cuDNN has a switch of its own, which lets fp32 convolutions be TF32 unless it is turned off."""
     outside = torch.backends.cudnn.allow_tf32

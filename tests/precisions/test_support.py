@@ -6,11 +6,10 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, MI350X, V100, XPU, gpu
 
 NATIVE, EMULATED, REFUSED = Level.NATIVE, Level.EMULATED, Level.REFUSED
@@ -49,7 +48,7 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("device", TABLE)
+@for_each("device", TABLE)
 def test_support(device: str) -> None:
     facts, levels = TABLE[device]
     found = {name: precisions.get(name).support(facts) for name in NAMES}
@@ -58,7 +57,7 @@ def test_support(device: str) -> None:
     assert all(support.reason for support in found.values())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "facts", "words"),
     [
         ("tf32", CPU, "no hardware"),
@@ -141,8 +140,8 @@ def test_listing_needs_neither_torch_nor_numpy() -> None:
     assert shown.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("facts", [CPU, H200], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("name", precisions.names())
+@for_each("facts", [CPU, H200], ids=["cpu", "gpu"])
+@for_each("name", precisions.names())
 def test_all_but_a_switch_of_products_can_keep_tensors(name: str, facts: DeviceFacts) -> None:
     """TF32 has no tensors; what it lacks is said in a sentence."""
     precision = precisions.get(name)

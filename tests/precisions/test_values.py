@@ -5,11 +5,11 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU
 
 Floats = npt.NDArray[np.float32]
@@ -51,7 +51,7 @@ def tensors() -> list[Floats]:
     return [one.astype(np.float32) for one in found]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("mode", "role", "dtype", "how"),
     [
         ("fp8", Role.INPUT, ml_dtypes.float8_e4m3fn, by_tensor),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from fp8bench.model import HeldBlock, MemoryRole
 from fp8bench.profiler.allocations import Begun, Event, Live, Said, Sized, course
+from tests.counts import for_each
 
 START = Begun("unattributed")
 
@@ -17,7 +16,7 @@ def changes(*pairs: tuple[int, int] | None) -> list[Event]:
     return [START if pair is None else Sized(*pair) for pair in pairs]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("events", "peak"),
     [
         (changes(), None),

@@ -14,6 +14,7 @@ from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
+from tests.counts import sampled
 from tests.facts import B200, H200
 from tests.rehearsal.ceilings import ALL_AMAXES, of_cast, of_phases
 from tests.rehearsal.stage import Done, Stage
@@ -47,7 +48,7 @@ def launches(stage: Stage, corpus: Corpus, mode: str, weights: str, blocks: int)
     return done.launches
 
 
-@pytest.mark.parametrize("weights", ["cached", pytest.param("recast", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("weights", ["cached", pytest.param("recast", marks=pytest.mark.nightly)])
 def test_a_training_step(weights: str, stage: Stage, corpus: Corpus) -> None:
     """With weights cast once a step it launches not much more than bf16's in all. All blocks are alike: what the second
     adds each of the others adds, too."""
@@ -62,7 +63,7 @@ def test_a_training_step(weights: str, stage: Stage, corpus: Corpus) -> None:
     print(*told, sep="\n")
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.slow) for mode in ("bf16", *MODES)])
+@pytest.mark.parametrize("mode", sampled([], ["bf16", *MODES]))
 def test_all_blocks_launch_alike(mode: str, stage: Stage, corpus: Corpus) -> None:
     """A step of all twelve."""
     one, two, twelve = (launches(stage, corpus, mode, "cached", blocks) for blocks in (1, 2, BLOCKS))

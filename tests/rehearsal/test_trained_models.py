@@ -27,7 +27,7 @@ SIZE = replace(SIZES["micro"], layers=1)
 MODES = {"H200": ("bf16", "fp8", "fp8-delayed", "fp8-block", "fp8-rowwise"), "B200": ("mxfp8", "nvfp4")}
 ALWAYS = {("mlp", "nvfp4"), ("cnn", "bf16"), ("moe", "fp8")}
 CASES = [
-    pytest.param(arch, gpu, mode, marks=[] if (arch, mode) in ALWAYS else pytest.mark.slow)
+    pytest.param(arch, gpu, mode, marks=[] if (arch, mode) in ALWAYS else pytest.mark.nightly)
     for arch in ("mlp", "cnn", "moe")  # a GPT is that of the suite transformer
     for gpu, modes in MODES.items()
     for mode in modes

@@ -12,6 +12,7 @@ from fp8bench.model.words import REMARKS
 from fp8bench.report.case_status import Standing, doubts, speed_up, standing, tone_of
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import Result
+from tests.counts import for_each
 from tests.runs import EMULATED, NATIVE, REFUSED, case
 
 CASE = case("gemm", "bf16", {"m": 64})
@@ -31,7 +32,7 @@ def result(
     return Result(record, Finding(CASE, verdict, 1e-3, ratio=ratio, labels=labels))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("one", "expected", "tone"),
     [
         (result(Verdict.FASTER), Standing.FASTER, Tone.GOOD),
@@ -52,8 +53,8 @@ def test_standing(one: Result, expected: Standing, tone: Tone) -> None:
     assert standing(one) is expected and tone_of(one) is tone
 
 
-@pytest.mark.parametrize("label", sorted(set(Label) - REMARKS))
-@pytest.mark.parametrize("verdict", [Verdict.FASTER, Verdict.SLOWER, Verdict.SAME])
+@for_each("label", sorted(set(Label) - REMARKS))
+@for_each("verdict", [Verdict.FASTER, Verdict.SLOWER, Verdict.SAME])
 def test_a_label_makes_a_fact_doubtful(verdict: Verdict, label: Label) -> None:
     one = result(verdict, label)
     assert standing(one) is Standing.DOUBTED and tone_of(one) is Tone.DOUBT
@@ -68,7 +69,7 @@ def test_speed_up_is_the_inverse_with_its_ends_turned() -> None:
     assert found == Interval(2.0, pytest.approx(1.6), 2.5, 0.99)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "one",
     [
         result(support=EMULATED),

@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from fp8bench.analysis.roofline import Pace, since
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Limit, Rate
 from fp8bench.store.ceilings import new_ceilings
+from tests.counts import for_each
 
 
 def ceilings(*runs: float) -> Ceilings:
     return Ceilings((Rate(Limit.COPY, runs=runs, shape=(1 << 20,)),))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("now", "pace"),
     [((90.0, 91.0), Pace.SLOWER), ((96.0, 97.0), Pace.AS_BEFORE), ((112.0, 113.0), Pace.FASTER),
      ((80.0, 90.0), Pace.UNCLEAR)],

@@ -36,6 +36,7 @@ from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.page.drawing.rows import chosen
 from fp8bench.report.page.drawing.scale import Scale, escaped, fitted, shortened, shown, width
 from fp8bench.report.page.drawing.sheet import looks_of
+from tests.counts import for_each
 from tests.pages import SPEED, TIME, charts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,7 +78,7 @@ CHARTS: dict[str, AnyChart] = {
         ),
     ),
 }
-KINDS = pytest.mark.parametrize("kind", CHARTS)
+KINDS = for_each("kind", CHARTS)
 
 
 def parsed(drawn: str) -> list[ElementTree.Element]:
@@ -275,7 +276,7 @@ def test_anything_is_drawn_soundly(kind: str, data: st.DataObject) -> None:
     assert "<script" not in drawn
 
 
-@pytest.mark.parametrize("text", ["<b>&amp;</b>", "a \" b ' c", "🚀 שלום", "$x^2$ \\frac{1}{2}"])
+@for_each("text", ["<b>&amp;</b>", "a \" b ' c", "🚀 שלום", "$x^2$ \\frac{1}{2}"])
 def test_texts_show_as_they_are(text: str) -> None:
     """Escaped once: what the reader sees is what the user wrote."""
     sheet = parsed(draw(Bars("n", text, text, ChartAxis(text, "x"), ((text, (mark(text, 1.2),)),), 1.0)))[0]
@@ -284,7 +285,7 @@ def test_texts_show_as_they_are(text: str) -> None:
     assert (marks_of(sheet)[0].get("data-hint") or "").startswith(text)
 
 
-@pytest.mark.parametrize("bold", [False, True])
+@for_each("bold", [False, True])
 def test_widths_are_those_of_a_wide_font(bold: bool) -> None:
     """No letter of DejaVu Sans, which is wider than what most pages are read in, is wider than it is taken for."""
     font = get_font(get_data_path() + f"/fonts/ttf/DejaVuSans{'-Bold' if bold else ''}.ttf")
@@ -308,7 +309,7 @@ def test_a_long_name_is_cut_in_its_middle() -> None:
     assert width(shortened(name, 100, 13), 13) <= 100.01
 
 
-@pytest.mark.parametrize(
+@for_each(
     "chart",
     [
         bars(),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.model import Finding, Label, Run, Verdict
 from fp8bench.model.specs import STEP
 from fp8bench.model.words import REMARKS
@@ -16,6 +14,7 @@ from fp8bench.report.panels import panels_of
 from fp8bench.report.words import legend
 from fp8bench.report.words.labels import LABELS, explained
 from fp8bench.report.words.speed import comparisons, said_once
+from tests.counts import for_each
 from tests.fakes import MS, steady
 from tests.materials import of_kind, part
 from tests.runs import judged, render_whole, transformer
@@ -80,7 +79,7 @@ def test_a_power_cap_is_told_with_its_clock_and_casts_no_doubt() -> None:
     )
 
 
-@pytest.mark.parametrize("label", sorted(REMARKS))
+@for_each("label", sorted(REMARKS))
 def test_remarks_are_shown_and_are_no_doubt(label: Label) -> None:
     """In the table's row and in the legend, not among the doubts."""
     run, findings = judged((Verdict.FASTER, 0.5, label))

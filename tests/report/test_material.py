@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.model import Environment, Run, Scalar
 from fp8bench.report.page.section import LONGEST_LABEL, labels_of, material_of
+from tests.counts import for_each
 from tests.runs import gemm, run_of, transformer
 
 
@@ -16,7 +15,7 @@ def run(name: str = "1", device: str = "a GPU", **facts: Scalar | None) -> Run:
     return replace(made, id=name, devices=(replace(made.devices[0], name=device),), environment=Environment(facts))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("runs", "labels"),
     [
         ([], []),

@@ -18,6 +18,7 @@ from fp8bench.model import Case, Run, Timing
 from fp8bench.report.data.plain import csv_text
 from fp8bench.report.data.run import rows, run_rows
 from fp8bench.report.notebook import ENERGY_COLUMNS, SAMPLE_COLUMNS, STATISTICS_COLUMNS, RunFrames, short_names
+from tests.counts import for_each
 from tests.runs import measured
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,7 +33,7 @@ def case(mode: str, suite: str = "gemm", device: str = "cpu", **params: int) -> 
     return Case(suite, tuple(params.items()), mode, device)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("cases", "names"),
     [
         ([case("bf16", m=8), case("fp8", m=8)], ["bf16", "fp8"]),
@@ -143,7 +144,7 @@ def test_the_medians_of_the_results_follow_from_the_samples(frames: RunFrames) -
         assert row.n_samples == len(calls)
 
 
-@pytest.mark.parametrize("name", ["results", "samples", "statistics", "energy"])
+@for_each("name", ["results", "samples", "statistics", "energy"])
 def test_a_frame_is_made_once(name: str, frames: RunFrames) -> None:
     assert getattr(frames, name) is getattr(frames, name)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from fp8bench.model import Scalar
 from fp8bench.report.panels import panels_of
+from tests.counts import for_each
 from tests.materials import shapes
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("wanted", "places"),
     [
         (({"m": 16, "n": 8},), [""]),

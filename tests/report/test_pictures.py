@@ -23,6 +23,7 @@ from fp8bench.jobs.report_files import Pages, _written
 from fp8bench.report.elements import PICTURE_FORMATS, Bars, ChartAxis, Mark, Page, Part, Tone
 from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.page.drawing.pictures import looks, picture
+from tests.counts import for_each, paired
 from tests.report.test_drawing import CHARTS, KINDS, bars, parsed, texts_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,8 +36,7 @@ def texts_in(svg: bytes) -> list[str]:
     return [one.text or "" for one in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
-@KINDS
-@pytest.mark.parametrize("form", PICTURE_FORMATS)
+@pytest.mark.parametrize(("kind", "form"), paired([*CHARTS], [*PICTURE_FORMATS]))
 def test_each_chart_in_each_format_is_the_same_bytes_again(kind: str, form: str) -> None:
     first = picture(CHARTS[kind], "page", form)
     assert first.startswith(STARTS[form]) and picture(CHARTS[kind], "page", form) == first
@@ -92,8 +92,8 @@ def test_a_sample_is_a_dot() -> None:
     assert (np.abs(pixels - blue) < 0.02).all(axis=2).sum() > 50
 
 
-@pytest.mark.parametrize("text", ["$x^2$ \\frac{1}{2}", "🚀 שלום", "a\x00b\ud800\n<", '<b>&amp;</b>"', ""])
-@pytest.mark.parametrize("form", PICTURE_FORMATS)
+@for_each("text", ["$x^2$ \\frac{1}{2}", "🚀 שלום", "a\x00b\ud800\n<", '<b>&amp;</b>"', ""])
+@for_each("form", PICTURE_FORMATS)
 def test_texts_are_nothing_but_texts(text: str, form: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -153,7 +153,7 @@ def test_report_writes_each_chart_of_the_page(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "said"),
     [
         (["--plots", "{}", "--plots-format", "jpeg"], "'jpeg' is none of png, svg, pdf"),

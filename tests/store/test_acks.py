@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fp8bench.errors import StoreError
 from fp8bench.model import Ack, Direction
 from fp8bench.store.acks import Acks, Undo, acks_of, append_acks, load_acks, merge_acks
+from tests.counts import for_each
 
 ACK = Ack(
     "0a", "gemm.Gemm.track_time", ("bf16", "512", 3, 0.5, True), "box", "/bin/python3", "1.1", Direction.WORSE,
@@ -43,7 +44,7 @@ def test_an_undo_holds_wherever_it_stands(tmp_path: Path) -> None:
     assert load_acks(tmp_path).acks == (again,)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "words"),
     [
         (b'{"version": 1, "ack": {"id": "0', "is no JSON"),

@@ -12,6 +12,7 @@ import pytest
 
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Limit, Rate
 from fp8bench.store.ceilings import ceilings_of, history_of_ceilings, merge_ceilings, new_ceilings
+from tests.counts import for_each
 from tests.facts import CPU, H200
 from tests.older import as_older, changed_document
 
@@ -63,7 +64,7 @@ def test_another_machine_torch_or_device_has_its_own(tmp_path: Path) -> None:
         assert measure.times == number
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 99}', '{"version": 2, "ceilings": {"rates": 3}}'])
+@for_each("content", ["", "{", "[]", '{"version": 99}', '{"version": 2, "ceilings": {"rates": 3}}'])
 def test_a_broken_file_is_measured_again(content: str, tmp_path: Path) -> None:
     measure, environment = Measuring(), Environment(FACTS)
     ceilings_of(tmp_path, environment, CPU, measure)

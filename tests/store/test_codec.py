@@ -94,6 +94,7 @@ from fp8bench.model.step import (
     Tape,
 )
 from fp8bench.model.stopping import ClockLook, Settling
+from tests.counts import for_each
 
 CASE = Case(
     "gemm", (("m", 64), ("ratio", 0.5), ("product", "forward"), ("flag", True)), "fp8", "cuda:0", (("mlp", "bf16"),),
@@ -212,7 +213,7 @@ def there_and_back(value: Any) -> Any:
     return decode(type(value), json.loads(json.dumps(encode(value), allow_nan=False)))
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+@for_each("value", VALUES, ids=lambda value: type(value).__name__)
 def test_every_value_survives_the_trip(value: Any) -> None:
     """Equal, and with the same types all the way down."""
     again = there_and_back(value)
@@ -244,7 +245,7 @@ def test_the_full_run_leaves_no_field_at_its_default() -> None:
     assert there_and_back(several) == several and several.ranks == 4
 
 
-@pytest.mark.parametrize("number", [math.inf, -math.inf])
+@for_each("number", [math.inf, -math.inf])
 def test_infinities_survive_as_their_names(number: float) -> None:
     """JSON has no word for them."""
     assert encode(number) == str(number)
@@ -280,7 +281,7 @@ def test_unknown_keys_are_ignored_and_missing_ones_take_defaults() -> None:
     assert again.case == RECORD.case and again.measurements == () and again.control is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("path", "value", "place"),
     [
         (("case",), None, "Record.case"),

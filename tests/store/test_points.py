@@ -42,6 +42,7 @@ from fp8bench.registry import workloads
 from fp8bench.store import points
 from fp8bench.store.points import followed, merged, metric_of
 from fp8bench.store.series import METHOD, cells_of, tracked_by
+from tests.counts import for_each
 from tests.facts import CPU, H200
 from tests.fakes import MS
 from tests.runs import EMULATED, NATIVE, REFUSED, error, run_of
@@ -156,7 +157,7 @@ def test_a_points_version_is_that_of_its_case() -> None:
     assert {one.version for one in followed(run(old)).points} == {f"{METHOD}.0"}
 
 
-@pytest.mark.parametrize("status", [Status.SKIPPED, Status.FAILED])
+@for_each("status", [Status.SKIPPED, Status.FAILED])
 def test_a_case_without_numbers_is_a_point_with_its_reason(status: Status) -> None:
     """Also one that failed after it was timed: its numbers are not to be trusted."""
     found = followed(run([FP32, replace(BF16, status=status, reason="why")]))
@@ -165,7 +166,7 @@ def test_a_case_without_numbers_is_a_point_with_its_reason(status: Status) -> No
     assert all((one.status, one.reason, one.samples) == (status, "why", ()) for one in lost)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "lead",
     [
         [replace(FP32, is_reference=False), replace(FP8, is_reference=True, support=NATIVE)],
@@ -182,7 +183,7 @@ def test_relative_time_is_over_the_highest_precision_of_the_grid_only(lead: list
     assert found["relative_time"] == () and found["time"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "why"),
     [
         ({"threads": 2}, "it was measured with --threads 2, and the history is of one thread"),
@@ -207,7 +208,7 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
+@for_each("name", OUTSIDE)
 def test_cases_outside_of_the_grid_are_counted_and_left_out(name: str) -> None:
     """They stay in the run."""
     found = followed(run([FP32, replace(BF16, case=OUTSIDE[name])]))
@@ -314,7 +315,7 @@ def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.M
     assert found.why.startswith("the grid that suite 'own' declares cannot be tracked: its dtypes are none")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "hasty"),
     [
         ({}, False), ({"quick": True}, True), ({"rounds": LEAST_ROUNDS - 1}, True), ({"rounds": LEAST_ROUNDS}, False),
@@ -330,7 +331,7 @@ def test_few_rounds_are_hasty(words: dict[str, Any], hasty: bool) -> None:
     assert set(by_metric.values()) == {hasty}
 
 
-@pytest.mark.parametrize(("budget", "hasty"), [(None, False), (1.0, True)])
+@for_each(("budget", "hasty"), [(None, False), (1.0, True)])
 def test_a_budget_that_ended_early_is_hasty(budget: float | None, hasty: bool) -> None:
     """Two rounds of a slow case are all that a plain command takes the time for; a budget's may be an accident."""
     (one,) = (one for one in followed(run([BF16], budget=budget)).points if one.series.endswith("track_time"))
@@ -352,7 +353,7 @@ def under(changed: Run) -> Any:
     return found
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("facts", "counts"),
     [
         ({"torch": "2.12.0"}, True), ({"fp8bench": "9"}, True),
@@ -370,7 +371,7 @@ def test_software_and_settings_are_conditions(facts: dict[str, Any], counts: boo
     assert (under(replace(one, environment=before)) != under(other)) is counts
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("facts", "same"),
     [({"cpu_governor": "powersave"}, True), ({"cpu driver": "580.65"}, True), ({"python": "3.12"}, True),
      ({"torch": "2.12.0"}, False), ({"fp8bench": "9"}, False)],

@@ -13,6 +13,7 @@ from fp8bench.analysis.reruns import reach_of
 from fp8bench.model import Environment, Record, Run
 from fp8bench.store.reruns import add_reruns, with_reruns
 from fp8bench.store.verify_files import check_surroundings
+from tests.counts import for_each
 from tests.fakes import CPU, MS, record, steady
 from tests.runs import run_of
 
@@ -71,7 +72,7 @@ def test_few_rounds_are_no_run(tmp_path: Path) -> None:
     assert not (tmp_path / "reruns").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"version": 7}', b'{"version": 1, "cases": {"a": 1}}', b"\xff"])
+@for_each("content", [b"", b"[]", b'{"version": 7}', b'{"version": 1, "cases": {"a": 1}}', b"\xff"])
 def test_a_broken_file_is_none_and_is_written_anew(tmp_path: Path, content: bytes) -> None:
     add_reruns(group(), RUN, tmp_path)
     (path,) = (tmp_path / "reruns").glob("*.json")

@@ -29,6 +29,7 @@ from fp8bench.store.series import (
     tracked_by,
     version_of,
 )
+from tests.counts import for_each
 from tests.histories import FOLLOWED
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "grids.txt"
@@ -140,7 +141,7 @@ def test_an_axis_called_ranks_is_no_number_of_processes() -> None:
     assert "an axis is called 'ranks'" in why_not(named)
 
 
-@pytest.mark.parametrize("name", workloads.names())
+@for_each("name", workloads.names())
 def test_cells_are_combinations_of_the_series_parameters(name: str) -> None:
     """Each one of its own, on its class of device only: a machine that loses its GPU begins a line of its own."""
     workload = workloads.get(name)
@@ -153,7 +154,7 @@ def test_cells_are_combinations_of_the_series_parameters(name: str) -> None:
     assert not set(cpu.values()) & set(gpu.values())
 
 
-@pytest.mark.parametrize("name", workloads.names())
+@for_each("name", workloads.names())
 def test_series_of_a_workload_share_all_but_their_metric(name: str) -> None:
     """asv has a class's parameters and version for all its benchmarks."""
     workload = workloads.get(name)
@@ -179,7 +180,7 @@ def test_metrics_are_those_that_a_grid_declares() -> None:
     assert all(one.description for one in tracked_by(GRID))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "expected"),
     [
         ("gemm", "Gemm"),
@@ -300,7 +301,7 @@ def test_modes_with_options_are_followed_by_their_one_word() -> None:
     assert reference_of(workload) == "bf16" and series_of(workload, None)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@for_each("name", FAULTS)
 def test_a_grid_that_cannot_be_followed_is_a_sentence(name: str) -> None:
     """With what is wrong about it; its series are refused, too."""
     workload, sentence = FAULTS[name]

@@ -25,6 +25,7 @@ from fp8bench.store.merge_stores import rebuild
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import lock_run
 from fp8bench.store.verify import verify
+from tests.counts import for_each
 from tests.histories import FIRST, commit, history, keep, records, run_at, start, tree
 from tests.older import as_older
 from tests.runs import CPU
@@ -342,7 +343,7 @@ def test_what_lies_among_the_results(store: Path) -> None:
     only(store, partial, False, "a writer left that was killed")
 
 
-@pytest.mark.parametrize("collected", [False, True])
+@for_each("collected", [False, True])
 def test_a_copy_of_a_machines_runs_under_another_name(tmp_path: Path, collected: bool) -> None:
     """With ids and starts of its own; the times tell, even in a fleet."""
     store = tmp_path / "store"

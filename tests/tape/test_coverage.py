@@ -17,6 +17,7 @@ from fp8bench.nn.holders import held_in
 from fp8bench.tape.coverage import coverage_of, products_of
 from fp8bench.tape.formulas import flops_of
 from fp8bench.tape.recorder import OperatorTape
+from tests.counts import for_each
 from tests.nn.converted_models import Experts
 from tests.tapes import tape_of
 
@@ -113,7 +114,7 @@ class Checkpointed(nn.Module):
         return found
 
 
-@pytest.mark.parametrize(("reentrant", "again"), [(True, (1, 1)), (False, (1, 0))])
+@for_each(("reentrant", "again"), [(True, (1, 1)), (False, (1, 0))])
 def test_what_is_computed_again_belongs_to_its_layer(reentrant: bool, again: tuple[int, int]) -> None:
     """Beside forward and both gradients; torch's newer way stops as soon as it has what backward needs."""
     model, x = Checkpointed(reentrant), torch.randn(2, 8, 16, requires_grad=True)
@@ -142,7 +143,7 @@ def test_branches_that_take_turns_in_backward() -> None:
     assert sum(one.flops or 0 for one in coverage.others) == 6 * 2 * 2 * 8 * 8 * 16
 
 
-@pytest.mark.parametrize("way", ["linear", "left", "bmm", "matmul", "grouped"])
+@for_each("way", ["linear", "left", "bmm", "matmul", "grouped"])
 def test_experts_have_their_products_in_both_directions(way: str) -> None:
     model, x = Experts(way), torch.randn(3, 8, 16, requires_grad=True)
     coverage = covered(model, training(model, x))
@@ -216,7 +217,7 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@for_each("name", OPERATORS)
 def test_sides_of_products_give_their_flops(name: str) -> None:
     """The same count by two ways, of all products of an operator and its backward."""
     a, b = torch.randn(3, 6, 8, requires_grad=True), torch.randn(3, 8, 4, requires_grad=True)
@@ -255,7 +256,7 @@ class Late(nn.Module):
         return self.late(self.a(x))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("make", "said"),
     [
         (Alternating, "steps are not alike: the first multiplies 20.5 kFLOP, the second 8.19 kFLOP (b); the"),

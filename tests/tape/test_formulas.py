@@ -22,6 +22,7 @@ from fp8bench.numerics.products import _summed
 from fp8bench.protocols import SilentPhases
 from fp8bench.tape.formulas import flops_of
 from fp8bench.tape.recorder import Call, TensorSeen
+from tests.counts import for_each
 from tests.tapes import only, tape_of
 
 M, N, K, G = 3, 5, 4, 2
@@ -79,7 +80,7 @@ PRODUCTS: dict[str, tuple[Callable[[], object], int, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@for_each("name", PRODUCTS)
 def test_products_have_the_flops_of_their_loops(name: str) -> None:
     run, flops, path = PRODUCTS[name]
     tape = tape_of(run)
@@ -106,8 +107,8 @@ def windows(batch: int, channels: int, out: int, side: int, window: int, groups:
     return loops(batch, side, side, out, channels // groups, window, window)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("transposed", [False, True])
+@for_each("groups", [1, 2, 4])
+@for_each("transposed", [False, True])
 def test_convolutions_have_the_flops_of_their_loops_in_each_direction(groups: int, transposed: bool) -> None:
     """torch 2.13 counts the gradient of the weight once for every group."""
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
@@ -125,8 +126,8 @@ def seen(queries: int, keys: int, causal: bool) -> float:
     return sum(1 if not causal or j < i else 0.5 if j == i else 0 for i, j in pairs)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (3, 7), (7, 3)])
+@for_each("causal", [False, True])
+@for_each(("queries", "keys"), [(6, 6), (3, 7), (7, 3)])
 def test_attention_has_two_products_forward_and_five_backward(queries: int, keys: int, causal: bool) -> None:
     """Backward computes the scores once more."""
     q, k, v = (drawn(2, 3, length, 8, gradient=True) for length in (queries, keys, keys))

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8bench.model.step import ShareKind
 from fp8bench.tape.timed_calls import OperatorTimes, TimedCall, shares_of
+from tests.counts import for_each
 from tests.pretended_device import run_pretended
 
 
@@ -122,7 +123,7 @@ def backward_of(calls: list[TimedCall], name: str) -> list[str]:
     return [one.module for one in calls if one.backward and one.operator is getattr(torch.ops.aten, name).default]
 
 
-@pytest.mark.parametrize("case", CASES)
+@for_each("case", CASES)
 def test_a_backward_operator_belongs_to_the_module_that_made_its_node(case: str) -> None:
     model, sigmoids, tanhs = CASES[case]
     x = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 from fp8bench.formats import operators
 from fp8bench.formats.grids import E4M3
+from tests.counts import for_each
 from tests.tapes import tape_of
 
 WIDE, HALF = torch.zeros(4, 8), torch.zeros(4, 8, dtype=torch.bfloat16)
@@ -48,7 +48,7 @@ VIEWS: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", MOVED)
+@for_each("name", MOVED)
 def test_bytes_of_an_operator(name: str) -> None:
     operator, run, read, written = MOVED[name]
     row = [one for one in tape_of(run).operators if one.operator == operator]
@@ -56,7 +56,7 @@ def test_bytes_of_an_operator(name: str) -> None:
     assert [one.launches for one in row] == [1] * len(row)
 
 
-@pytest.mark.parametrize("name", VIEWS)
+@for_each("name", VIEWS)
 def test_views_move_nothing_and_are_not_kept(name: str) -> None:
     """A step of nothing else has an empty tape."""
     tape = tape_of(VIEWS[name])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,12 +12,13 @@ from fp8bench.model import Phase
 from fp8bench.model.step import ShareKind
 from fp8bench.tape.formulas import Where, kind_of
 from fp8bench.tape.timed_calls import OperatorTimes
+from tests.counts import for_each
 
 aten = torch.ops.aten
 FP32, BF16, INT64 = torch.float32, torch.bfloat16, torch.int64
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("operator", "where", "kind"),
     [
         (aten.mm.default, Where(), (ShareKind.GEMM, "")),

@@ -9,6 +9,7 @@ import pytest
 from fp8bench.model.step import ShareKind
 from fp8bench.tape.profiled import profiled, seconds_by_operator
 from fp8bench.tape.timed_calls import RANGE
+from tests.counts import for_each
 
 
 def event(name: str, start: float, length: float, kind: str = "cpu_op", tid: int = 1, **more: Any) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def test_nodes_optimizers_and_phases_say_what_runs_in_them() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kernel", "kind", "what", "fused"),
     [
         ("graph_0_cpp_fused__unsafe_view_mul_silu_3", ShareKind.ELEMENTWISE, "", 0),

@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8bench.model import UNATTRIBUTED
 from fp8bench.tape.recording import Recording
 from fp8bench.tape.replay import CannotReplay, Replay
+from tests.counts import for_each
 from tests.pretended_device import run_pretended
 
 ROOM = 1 << 20
@@ -126,7 +127,7 @@ def several_at_once(mark: Callable[[str], Mark]) -> None:
 STEPS = (in_place_between, views_of_its_own, random_numbers, forward_and_backward, several_at_once)
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@for_each("step", STEPS, ids=lambda step: step.__name__)
 def test_a_phase_gives_what_the_step_gave(step: Step) -> None:
     """Bit for bit, from the start and again after it has run on; random numbers go on as if it had drawn none."""
     replay = recorded(step)
@@ -223,7 +224,7 @@ def moves(mark: Callable[[str], Mark]) -> None:
         x.resize_(6).zero_()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("step", "why"),
     [
         (sparse, "no plain part of a memory"), (moves, "aten.resize_.default gives a tensor other memory"),

@@ -14,6 +14,7 @@ import pytest
 
 from fp8bench.errors import ImportFailed
 from fp8bench.user_code import digest_of, import_user_modules, modules_under
+from tests.counts import for_each
 from tests.own_suites import forgotten
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,9 +59,7 @@ def test_a_module_that_fails_is_refused_with_its_reason(folder: Path, content: s
             import_user_modules([word])
 
 
-@pytest.mark.parametrize(
-    "word", ["no_such_module_at_all", "nowhere/no_such_file.py", "", ".", "a b", "x" * 400 + ".py"]
-)
+@for_each("word", ["no_such_module_at_all", "nowhere/no_such_file.py", "", ".", "a b", "x" * 400 + ".py"])
 def test_a_module_that_does_not_exist_is_refused(word: str) -> None:
     """Whatever the word looks like."""
     with pytest.raises(ImportFailed, match="importing"):

@@ -14,6 +14,7 @@ from fp8bench.model import Level, Limit, Rate
 from fp8bench.registry import devices, precisions
 from fp8bench.worker import ceilings
 from fp8bench.worker.ceilings import count_of, shapes_of
+from tests.counts import for_each
 from tests.facts import CPU, H200
 
 
@@ -131,7 +132,7 @@ def test_counts_by_hand_and_tensors_beyond_the_cache() -> None:
     assert shapes_of(Limit.LOAD, H200) and not shapes_of(Limit.LOAD, CPU)
 
 
-@pytest.mark.parametrize("limit", [one for one in Limit if one is not Limit.LOAD])
+@for_each("limit", [one for one in Limit if one is not Limit.LOAD])
 def test_a_call_does_what_its_name_says(limit: Limit) -> None:
     """A copy is equal to what was copied, a triad is b + 3 c, a product has its shape."""
     shape = (4, 6, 8) if limit is Limit.PRODUCT else (64,)

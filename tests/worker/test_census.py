@@ -11,6 +11,7 @@ import torch
 from fp8bench.user_code.switches import NotInUse, Unset, now, plain, put_back
 from fp8bench.worker import torch_state, torch_switches
 from fp8bench.worker.switches import switches
+from tests.counts import for_each
 from tests.worker.census import TABLE, census, decided, versions
 
 HERE = ".".join(torch.__version__.split(".")[:2])
@@ -28,7 +29,7 @@ def test_the_torch_at_hand_has_no_name_that_nobody_has_decided_on() -> None:
     assert {f"torch.{name}" for name in dir(torch) if name.startswith("set_")} <= known.keys()
 
 
-@pytest.mark.parametrize("version", versions())
+@for_each("version", versions())
 def test_what_the_table_calls_watched_is_watched(version: str) -> None:
     """And nothing is watched that the table leaves out, of any version. What came later cannot be watched here."""
     known, later = decided(version), versions().index(version) > versions().index(HERE)
@@ -80,7 +81,7 @@ def test_a_torch_that_does_not_say_whether_it_pools_memory_pools_it(monkeypatch:
     assert torch_state.pools_memory() is True
 
 
-@pytest.mark.parametrize("version", versions())
+@for_each("version", versions())
 def test_every_heading_is_a_reason(version: str) -> None:
     """A table that leaves names out without one cannot fail."""
     headings = set(decided(version).values())

@@ -11,6 +11,7 @@ import torch
 
 from fp8bench.model import TensorStatistics
 from fp8bench.worker.checked_results import errors_of, statistics_of, wrong_of
+from tests.counts import for_each
 
 
 class Text(str):
@@ -27,7 +28,7 @@ def test_numbers_of_any_kind_become_plain_floats() -> None:
     assert {type(value) for value in errors.values()} == {float} and {type(name) for name in errors} == {str}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "words"),
     [
         (None, "error() returned NoneType None; expected a mapping of names to numbers"),
@@ -49,9 +50,7 @@ def test_errors_that_are_none_are_refused(given: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "name", ["time", "peak_memory", "energy", "gemm", "time_cast", "memory_weights", "share_above_e4m3"]
-)
+@for_each("name", ["time", "peak_memory", "energy", "gemm", "time_cast", "memory_weights", "share_above_e4m3"])
 def test_a_name_of_fp8bench_s_own_is_refused(name: str) -> None:
     """Two figures of one name would be one in tables, exports and the history."""
     with pytest.raises(
@@ -70,7 +69,7 @@ def test_statistics_become_plain_values_of_their_own() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "words"),
     [
         (None, "statistics() returned NoneType None; expected a tuple of TensorStatistics"),
@@ -94,7 +93,7 @@ def test_statistics_that_are_none_are_refused(given: Any, words: str) -> None:
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("given", [None, True, torch.ones(3)])
+@for_each("given", [None, True, torch.ones(3)])
 def test_a_check_that_gives_no_text_is_refused(given: object) -> None:
     """None would have read as 'after its steps: None'."""
     assert wrong_of("") == "" and type(wrong_of(Text("bad"))) is str

@@ -14,6 +14,7 @@ from fp8bench.measure.passes import TAPE_VARIABLE as TAPE
 from fp8bench.model import Case, Label, Products, Request, Run, Verdict
 from fp8bench.user_code import import_user_modules
 from fp8bench.worker.bench import Bench
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.fakes import Listener
 from tests.own_suites import forgotten
@@ -160,9 +161,7 @@ def test_the_errors_of_the_reference_are_not_those_of_a_low_precision(run: Run) 
     assert found == {mode: {Label.FALLBACK: "some_error exactly fp32's"} for mode in LOW}
 
 
-@pytest.mark.parametrize(
-    ("how", "said"), [("exact", ("0.0e+00", "0.0e+00")), ("boasts_numbers", ("1.0e-06", "1.0e-05"))]
-)
+@for_each(("how", "said"), [("exact", ("0.0e+00", "0.0e+00")), ("boasts_numbers", ("1.0e-06", "1.0e-05"))])
 def test_errors_that_its_products_cannot_have_are_told(how: str, said: tuple[str, str], run: Run) -> None:
     """The products are what they say, so that it is a doubt; errors that are larger than these are believed."""
     found = reasons(run, how)
@@ -185,7 +184,7 @@ def test_the_machine_is_measured_once_and_it_is_said(run: Run, told: Listener) -
     assert all(record.ceiling and record.ceiling.flops and record.ceiling.bytes for record in run.records)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("how", "precision", "products"),
     [
         ("deaf", "fp32", Products(1, None, ("float32",), 1)),

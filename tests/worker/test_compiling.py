@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import pytest
-
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
@@ -15,6 +13,7 @@ from fp8bench.measure.limits import COMPILE_SECONDS, Limits
 from fp8bench.model import Label, Level, PlannedCase, Record, Status, Timing
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
+from tests.counts import for_each
 from tests.fakes import CPU, FakeWorker, Fault, Listener, Script, by_mode, group, planned
 
 EMULATED = Level.EMULATED
@@ -81,7 +80,7 @@ def test_what_is_asked_for_ever_later_stays_eager_and_says_so() -> None:
     assert len([entry for entry in worker.log if entry[0] == "compile"]) == 3
 
 
-@pytest.mark.parametrize("why", ["--quick compiles none", "FP8BENCH_QUANTISERS=eager compiles none"])
+@for_each("why", ["--quick compiles none", "FP8BENCH_QUANTISERS=eager compiles none"])
 def test_nothing_is_compiled_where_that_was_asked_for(why: str) -> None:
     """The label says why; cases without quantisers have none."""
     records, worker = measure({"mxfp8": Script(quantisers=[2])}, Quantisers(why))
@@ -103,7 +102,7 @@ def test_what_does_not_compile_runs_eagerly_with_the_reason() -> None:
     assert {one.status for one in records.values()} == {Status.OK}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("error", "why"),
     [
         (WorkerHung("no answer; --case-timeout sets the limit"), "compiling took more than 660 s"),

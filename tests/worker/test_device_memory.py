@@ -21,6 +21,7 @@ from fp8bench.worker import device_layout
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.device_layout import DeviceLedger, LaidOutArithmetic
 from fp8bench.worker.memory_pass import _second_step, of_workload
+from tests.counts import for_each
 from tests.worker.device_codes import Bfloat16Emulated, RealCodes
 from tests.worker.told import CPU, Tell
 from tests.worker.told import tell as tell
@@ -185,7 +186,7 @@ SUITES: Mapping[str, Mapping[str, str]] = {
 QUICK = [("gemm", "nvfp4"), ("mlp", "fp8"), ("optimizer", "fp8"), ("accumulate", "mxfp8")]
 FORMATS = ("fp8", "fp8-rowwise", "fp8-block", "fp8-delayed", "mxfp8", "mxfp4", "nvfp4")
 ALL = [
-    pytest.param(suite, mode, marks=() if (suite, mode) in QUICK else pytest.mark.slow)
+    pytest.param(suite, mode, marks=() if (suite, mode) in QUICK else pytest.mark.nightly)
     for suite in SUITES
     for mode in FORMATS
 ]
@@ -206,7 +207,7 @@ def test_against_codes_in_memory(suite: str, precision: str, bench: Bench) -> No
         assert figures[0] == figures[1], case
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("suite", "precision", "why"),
     [
         ("gemm", "mxfp6", "no library here has a product of e3m2 and e3m2"),
@@ -278,9 +279,7 @@ STRETCH: list[tuple[str, list[Event], int]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("events", "peak"), [(events, peak) for _, events, peak in STRETCH], ids=[one[0] for one in STRETCH]
-)
+@for_each(("events", "peak"), [(events, peak) for _, events, peak in STRETCH], ids=[one[0] for one in STRETCH])
 def test_a_stretch(events: list[Event], peak: int) -> None:
     """A hundred bytes lie at 7 before it begins."""
     found = course([Sized(7, 100), Begun("gemm"), *events, Emulating(), Emulated()])

@@ -12,6 +12,7 @@ import torch
 
 from fp8bench.worker import finite
 from fp8bench.worker.finite import FiniteState, Lost
+from tests.counts import for_each
 
 State = SimpleNamespace
 Step = Callable[[State], Any]
@@ -54,7 +55,7 @@ SPOILT: dict[str, Step] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", SPOILT)
+@for_each("how", SPOILT)
 def test_what_a_step_spoils_is_found(how: str) -> None:
     """Wherever the state holds it, in any dtype with such numbers."""
     weight = torch.ones(2, requires_grad=True)
@@ -83,7 +84,7 @@ HONEST: dict[str, Step] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", HONEST)
+@for_each("how", HONEST)
 def test_what_was_not_finite_from_the_start_is_an_input(how: str) -> None:
     """Masks of -inf, wherever they come from, and memory that nobody has written."""
     scratch = torch.full((8,), torch.nan)

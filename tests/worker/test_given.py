@@ -17,6 +17,7 @@ from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules
 from fp8bench.worker import products
 from fp8bench.worker.products import GivenState
+from tests.counts import for_each
 from tests.own_suites import forgotten
 
 pytestmark = pytest.mark.usefixtures("short_slots")
@@ -99,7 +100,7 @@ def test_what_is_honest_has_no_label(found: dict[tuple[str, str], Finding]) -> N
     assert all(told(one) == [] for (_, mode), one in found.items() if mode == "fp32")
 
 
-@pytest.mark.parametrize("how", [*SOFT, *HARD])
+@for_each("how", [*SOFT, *HARD])
 def test_a_handicap_is_told_beside_the_case(how: str, found: dict[tuple[str, str], Finding]) -> None:
     finding = found[how, "bf16"]
     label, why = (SOFT | HARD)[how]
@@ -139,7 +140,7 @@ def test_of_what_is_written_past_torch_the_numbers_tell() -> None:
     assert summed([room], lambda: room.numpy().fill(2.0)) == ()
 
 
-@pytest.mark.parametrize(("dtype", "count"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.float64, 0)])
+@for_each(("dtype", "count"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.float64, 0)])
 def test_subnormals_are_those_of_the_dtype(dtype: torch.dtype, count: int) -> None:
     (found,) = summed([torch.tensor([1e-39, -2e-39, 0.0, 1.0]).to(dtype)])
     assert found.subnormals == count and found.tensors == 1

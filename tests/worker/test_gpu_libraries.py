@@ -12,6 +12,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.worker import torch_state
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.torch_state import cublaslt_version
+from tests.counts import for_each
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
@@ -25,7 +26,7 @@ def test_a_library_that_is_loaded_is_asked(tmp_path: Path, monkeypatch: pytest.M
     assert cublaslt_version() == 130100
 
 
-@pytest.mark.parametrize("line", ["", "7f00-7f01 r-xp 00000000 08:01 1 /gone/libcublasLt.so.13 (deleted)"])
+@for_each("line", ["", "7f00-7f01 r-xp 00000000 08:01 1 /gone/libcublasLt.so.13 (deleted)"])
 def test_what_is_not_there_has_no_version(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     maps = tmp_path / "maps"
     maps.write_text(line)

@@ -19,6 +19,7 @@ from fp8bench.model import Case, DeviceFacts, LayerScale
 from fp8bench.model.raw import PROTOCOL, RawSlot, RawStep, Settings
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.main import handshake
+from tests.counts import for_each
 
 PACKAGE = Path(fp8bench.__file__).resolve().parent
 # What protocol 5 stands for: the arguments of requests and the fields of values that must be given. Others may come,
@@ -62,7 +63,7 @@ def test_it_says_who_it_is() -> None:
     assert {type(value) for value in said.values()} <= {str, int}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("said", "sentence"),
     [
         ({"protocol": PROTOCOL, "torch": "2.13.0"}, ""),
@@ -97,7 +98,7 @@ def changed(file: str, old: str, new: str) -> Callable[[Path], Start]:
     return start
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("start", "error", "sentence"),
     [
         (changed("model/raw.py", "PROTOCOL = 5", "PROTOCOL = 99"), UsageError, "speaks protocol 99"),

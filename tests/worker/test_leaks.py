@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8bench.worker.memory_pass import LONGEST_SECONDS, growth, leak_of
+from tests.counts import for_each
 
 KIB = 1024
 
@@ -18,8 +19,8 @@ def held(size_of: Callable[[int], int], count: int = 48) -> list[int]:
     return list(accumulate(size_of(number) for number in range(count)))
 
 
-@pytest.mark.parametrize("count", [12, 24, 48])
-@pytest.mark.parametrize("phase", range(3))
+@for_each("count", [12, 24, 48])
+@for_each("phase", range(3))
 def test_what_every_third_step_keeps_is_found(phase: int, count: int) -> None:
     """Whichever step is looked at first."""
     assert growth(held(lambda step: 3 * KIB * (step % 3 == phase), count)) == pytest.approx(KIB, rel=0.4)
@@ -33,7 +34,7 @@ GROWING: dict[str, tuple[Callable[[int], int], int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", GROWING)
+@for_each("how", GROWING)
 def test_growth_that_goes_on_is_bytes_a_step(how: str) -> None:
     size_of, wanted = GROWING[how]
     assert growth(held(size_of)) == pytest.approx(wanted, rel=0.3)
@@ -52,7 +53,7 @@ ENDING: dict[str, Callable[[int], int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ENDING)
+@for_each("how", ENDING)
 def test_growth_that_ends_is_none(how: str) -> None:
     assert growth(held(ENDING[how])) == 0.0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from fp8bench.numerics.ranges import Ledger
 from fp8bench.protocols import Arithmetic, Operand, Role, Setup, WatchedArithmetic
 from fp8bench.registry import precisions
 from fp8bench.worker.memory_pass import listening
+from tests.counts import for_each
 from tests.facts import CPU, H200
 
 R = MemoryRole
@@ -63,7 +63,7 @@ def test_a_cast_that_changes_nothing_makes_no_copy() -> None:
     assert operand.data.data_ptr() == x.data_ptr() and said.of(x) == [R.ACTIVATIONS]
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-delayed", "mxfp8", "nvfp4", "fp16", "tf32"])
+@for_each("name", ["fp8", "fp8-delayed", "mxfp8", "nvfp4", "fp16", "tf32"])
 def test_every_precision_tells_and_computes_what_it_did(name: str) -> None:
     """A layer of its own included, bit for bit, and all that is asked of an arithmetic is answered as before."""
     quiet = precisions.get(name).arithmetic(CPU)

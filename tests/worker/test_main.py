@@ -28,7 +28,7 @@ from fp8bench.registry import workloads
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.user_code import import_user_modules, user_module
 from fp8bench.worker.main import answer
-from tests.counts import sampled
+from tests.counts import for_each, sampled
 
 HAZARDS = (
     "none", "raise", "memory", "exit", "segv", "kill", "signal", "hang", "talk", "write", "thread", "prefetch", "nan",
@@ -333,7 +333,7 @@ RAISED = {
 }
 
 
-@pytest.mark.parametrize("kind", [ProcessWorker, LocalWorker])
+@for_each("kind", [ProcessWorker, LocalWorker])
 def test_whatever_a_step_raises_is_a_fault(hazard: str, kind: type[ProcessWorker] | type[LocalWorker]) -> None:
     """And the worker answers what comes next. Only our own Ctrl-C is one."""
     with kind(Settings(imports=(hazard,))) as worker:
@@ -368,7 +368,7 @@ def test_a_worker_that_cannot_start_is_lost(tmp_path: Path) -> None:
     assert str(caught.value) == "the worker crashed during 'open': it exited with status 7: no such luck"
 
 
-@pytest.mark.parametrize(("error", "words"), [(FileNotFoundError, "No such file"), (BlockingIOError, "unavailable")])
+@for_each(("error", "words"), [(FileNotFoundError, "No such file"), (BlockingIOError, "unavailable")])
 def test_a_worker_that_the_system_does_not_start_is_lost(
     error: type[OSError], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,7 +423,7 @@ def wait_for(condition: Callable[[], bool], limit: float) -> float:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="tells ended processes by /proc")
-@pytest.mark.parametrize(
+@for_each(
     "how",
     ["none", "hold", "sleeper"],
     ids=["idle", "holding the lock", "asleep in a step, with a process of its own"],
@@ -451,7 +451,7 @@ def test_a_worker_ends_within_two_seconds_of_its_parents_death(hazard: str, tmp_
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="tells ended processes by /proc")
-@pytest.mark.parametrize("end", [ProcessWorker.restart, ProcessWorker.close], ids=["restarted", "closed"])
+@for_each("end", [ProcessWorker.restart, ProcessWorker.close], ids=["restarted", "closed"])
 def test_what_a_workload_has_started_ends_with_its_worker(
     hazard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[ProcessWorker], None]
 ) -> None:
@@ -552,9 +552,7 @@ def test_a_slow_answer_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
         assert worker.probe() and worker.pid != first
 
 
-@pytest.mark.parametrize(
-    ("step", "calls", "limit"), [(0.001, 1, 60.0), (2.9, 1, 60.0), (3.1, 1, 62.0), (0.5, 10, 100.0)]
-)
+@for_each(("step", "calls", "limit"), [(0.001, 1, 60.0), (2.9, 1, 60.0), (3.1, 1, 62.0), (0.5, 10, 100.0)])
 def test_a_hang_is_max_of_sixty_seconds_and_twenty_steps(step: float, calls: int, limit: float) -> None:
     """Per step of the slot."""
     assert Limits().slot(step, calls) == pytest.approx(limit)

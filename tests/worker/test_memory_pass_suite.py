@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import pytest
-
 from fp8bench.errors import WorkerFault, WorkerHung
 from fp8bench.measure.limits import USUAL
 from fp8bench.measure.passes import CaseOutcome, Passes
@@ -15,6 +13,7 @@ from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.model import DeviceFacts, MemoryUse
 from fp8bench.model.readings import Read, Reading, Readings, Unavailable
 from fp8bench.protocols import SilentObserver
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.fakes import FakeWorker, Fault, Script, planned
 
@@ -81,7 +80,7 @@ def test_a_device_that_cannot_count_is_a_reason_too() -> None:
     assert driver is not None and driver.asked == []
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("error", "restarts"),
     [(WorkerFault("OutOfMemoryError", "full", "", out_of_memory=True), 0), (WorkerHung("60 s"), 1)],
 )
@@ -94,7 +93,7 @@ def test_a_fault_costs_one_case(error: Exception, restarts: int) -> None:
     assert driver is not None and len(driver.asked) == 1
 
 
-@pytest.mark.parametrize(("facts", "peak", "restarts"), [(CPU, 7, 0), (GPU, 7, 1), (GPU, None, 0)])
+@for_each(("facts", "peak", "restarts"), [(CPU, 7, 0), (GPU, 7, 1), (GPU, None, 0)])
 def test_no_gpu_is_timed_in_a_process_that_listened(facts: DeviceFacts, peak: int | None, restarts: int) -> None:
     """The profiler may have left something; where it was never on, the worker lives on."""
     _, worker, _ = remembered({"fp32": Script(peak=peak)}, None, facts)

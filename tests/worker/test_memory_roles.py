@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from fp8bench.model import PHASES, HeldBlock, MemoryRole
 from fp8bench.worker.memory_pass import role_of, roles
+from tests.counts import for_each
 
 R = MemoryRole
 OLD = HeldBlock(1, 10, lasting=True)
 NEW = HeldBlock(1, 10, "gemm")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("block", "before", "after", "role"),
     [
         (OLD, {1: R.WEIGHTS}, {1: R.WEIGHTS}, R.WEIGHTS),

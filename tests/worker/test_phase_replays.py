@@ -15,6 +15,7 @@ from fp8bench.registry import devices, workloads
 from fp8bench.worker import phase_replays
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.phase_replays import held_phase
+from tests.counts import sampled
 from tests.workloads.steps import CPU, SMALL, marks, setup_of
 
 TINY = GPTConfig(256, 32, 2, 2, 2, 64, batch=2, sequence=16)
@@ -54,7 +55,7 @@ def rows() -> Iterator[object]:
             if (name, mode) in SAMPLE:
                 yield name, mode
             elif name != "norm_act" or not mode.startswith(("fp8", "mx", "nv")):
-                yield pytest.param(name, mode, marks=pytest.mark.slow)
+                yield pytest.param(name, mode, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(("name", "mode"), list(rows()))
@@ -66,7 +67,7 @@ def test_every_phase_is_done_again_bit_for_bit(name: str, mode: str, corpus: Cor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", sampled(("bf16", "nvfp4"), MODES))
 def test_every_phase_of_a_training_step_is(mode: str, corpus: Corpus, bench: Bench) -> None:
     """Forward, backward, accumulation, the optimizer; its data by its own `load`."""
     setup = setup_of("transformer", GPT | {"data": corpus.identity}, mode, corpus=corpus.path)

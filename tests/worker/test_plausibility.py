@@ -11,6 +11,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.model import Label, Record, Request, Run, Status
 from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules
+from tests.counts import for_each
 from tests.own_suites import forgotten
 
 pytestmark = pytest.mark.usefixtures("short_slots")
@@ -154,21 +155,21 @@ def test_a_suite_may_say_that_its_state_diverges(run: Run) -> None:
     assert told(run, record_of(run, "honest", "diverging")) == {}
 
 
-@pytest.mark.parametrize(("how", "said"), [("leaks", "4.00 KiB a step"), ("leaks now and then", "1.33 KiB a step")])
+@for_each(("how", "said"), [("leaks", "4.00 KiB a step"), ("leaks now and then", "1.33 KiB a step")])
 def test_memory_that_grows_step_by_step_is_a_leak(run: Run, how: str, said: str) -> None:
     """Whatever the period: what is kept in every third step is kept for good."""
     record = record_of(run, how)
     assert record.status is Status.OK and told(run, record) == {Label.LEAK: said}
 
 
-@pytest.mark.parametrize("how", ["fills a cache", "empties a cache"])
+@for_each("how", ["fills a cache", "empties a cache"])
 def test_a_cache_that_is_filled_or_emptied_is_none(run: Run, how: str) -> None:
     """Both grow for a while."""
     record = record_of(run, how)
     assert told(run, record) == {} and record.memory is not None and record.memory.leak == 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("how", "why"),
     [("does nothing", "it calls no operator of torch"), ("remembers", "it calls no operator of torch")],
 )

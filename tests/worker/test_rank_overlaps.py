@@ -10,6 +10,7 @@ import pytest
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.worker.ranks import bench
 from fp8bench.worker.ranks.bench import RankBench, RankMeeting, StepAnswer, rounds
+from tests.counts import for_each
 from tests.fakes import CPU
 
 
@@ -35,7 +36,7 @@ def test_a_plain_collective_is_measured_once_beside_all_ways_of_fp8(monkeypatch:
     assert found == [((), {"compute": [float(turn)]}) for turn in (2, 3, 4, 5)]
 
 
-@pytest.mark.parametrize(("seconds", "count"), [(1.0, 6), (0.01, 15)])
+@for_each(("seconds", "count"), [(1.0, 6), (0.01, 15)])
 def test_rounds_are_as_many_of_each_part_in_the_same_order_on_all_ranks(
     monkeypatch: pytest.MonkeyPatch, seconds: float, count: int
 ) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fp8bench.model import MemoryRole
 from fp8bench.worker import state_tensors as module
 from fp8bench.worker.state_tensors import state_tensors, tensors_of
+from tests.counts import for_each
 
 
 def role(found: Any, tensor: Tensor) -> object:
@@ -46,7 +47,7 @@ def started(tensor: Tensor) -> Iterator[Tensor]:
     return one
 
 
-@pytest.mark.parametrize(
+@for_each(
     "wrap",
     [
         lambda x: x, lambda x: [x], lambda x: {"a": (1, {"b": x})}, lambda x: {x}, lambda x: deque([x]),
@@ -116,7 +117,7 @@ def test_a_states_own_words_go_before_all_else_and_outer_ones_before_inner() -> 
     assert role(found, y) is MemoryRole.OPTIMIZER and role(found, z) is MemoryRole.DATA
 
 
-@pytest.mark.parametrize("said", [None, 5, [torch.empty(1)], {"weights": 1, 3: 4}])
+@for_each("said", [None, 5, [torch.empty(1)], {"weights": 1, 3: 4}])
 def test_words_that_are_none_are_an_error(said: object) -> None:
     """That says what was expected."""
     with pytest.raises(TypeError, match=r"Holder\.memory_roles\(\) returned .*expected a mapping of MemoryRole"):

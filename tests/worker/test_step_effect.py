@@ -20,6 +20,7 @@ from fp8bench.registry import devices
 from fp8bench.worker import state_bits, step_effect
 from fp8bench.worker.state_bits import digest, other_numbers
 from fp8bench.worker.step_effect import effect_of
+from tests.counts import for_each
 
 State = SimpleNamespace
 Step = Callable[[State, Phases], Any]
@@ -143,7 +144,7 @@ IDLE: dict[str, Step] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", IDLE)
+@for_each("how", IDLE)
 def test_a_step_that_does_no_work_is_found(how: str) -> None:
     """Whatever it hides behind."""
     found = effect(IDLE[how])
@@ -179,7 +180,7 @@ HONEST: dict[str, Step] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", HONEST)
+@for_each("how", HONEST)
 def test_an_honest_step_changes_what_it_gives(how: str) -> None:
     assert effect(HONEST[how]) == StepEffect(True)
 
@@ -199,7 +200,7 @@ UNTOLD: dict[str, tuple[Step, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", UNTOLD)
+@for_each("how", UNTOLD)
 def test_where_nothing_can_be_seen_nothing_is_claimed(how: str) -> None:
     """Such steps are honest, as far as anybody knows."""
     step, words = UNTOLD[how]
@@ -211,7 +212,7 @@ def numpy_state() -> State:
     return State(x=np.ones((SIZE, SIZE)), out=torch.empty(SIZE), spare=torch.ones(SIZE))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("prepare", "step", "words"),
     [
         (lambda: 3, lambda one, phase: _drop(sum(range(one))), "holds no tensor"),
@@ -266,7 +267,7 @@ def test_long_steps_and_large_states_are_left_alone(monkeypatch: pytest.MonkeyPa
     assert found.changes is None and "takes more than 0 s" in found.why
 
 
-@pytest.mark.parametrize("count", [1, 7, 8, 1000])
+@for_each("count", [1, 7, 8, 1000])
 def test_a_digest_is_of_every_bit_and_its_place(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over several pieces too."""
     monkeypatch.setattr(state_bits, "_PIECE", 16)
@@ -292,7 +293,7 @@ def test_signs_that_change_two_by_two_are_seen() -> None:
     assert len(found) == 64
 
 
-@pytest.mark.parametrize(
+@for_each(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int64,
               torch.uint8, torch.bool, torch.complex64]
 )  # fmt: skip

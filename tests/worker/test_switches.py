@@ -33,6 +33,7 @@ from fp8bench.worker import beside
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.switches import SwitchesChanged, recorded, switches, unchanged, under
 from fp8bench.workloads.gemm import Gemm
+from tests.counts import for_each
 from tests.fakes import CPU
 
 _UPWARD = {"x86_64": 0x800, "aarch64": 0x400000}.get(platform.machine(), 0)
@@ -252,7 +253,7 @@ def test_what_is_left_changed_is_named_and_put_back(which: str) -> None:
     assert now(switches()) == before
 
 
-@pytest.mark.parametrize("which", KEPT)
+@for_each("which", KEPT)
 def test_what_nobody_can_put_back_is_said_to_be_so(which: str) -> None:
     """A worker goes with its case; in a process of somebody's own the next case would run under it."""
     make, words = KEPT[which]
@@ -351,7 +352,7 @@ def test_an_exception_is_not_hidden_and_switches_are_put_back_all_the_same() -> 
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("name", precisions.names())
+@for_each("name", precisions.names())
 def test_a_precisions_own_switches_are_restored_by_its_scope(name: str) -> None:
     """And what torch puts back itself is no trespass; nor is drawing random numbers."""
     before = torch.get_float32_matmul_precision(), torch.get_default_dtype()
@@ -377,7 +378,7 @@ def test_a_precision_of_somebodys_own_has_to_put_back_what_it_sets() -> None:
     assert now(switches()) == before
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@for_each("precision", ["fp32", "bf16"])
 def test_a_switch_that_the_precision_sets_too_is_watched(
     precision: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,7 +396,7 @@ def test_a_switch_that_the_precision_sets_too_is_watched(
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-@pytest.mark.parametrize("everything", [False, True])
+@for_each("everything", [False, True])
 def test_a_switch_that_changes_between_slots_of_a_worker_is_named_after_the_next(
     monkeypatch: pytest.MonkeyPatch, everything: bool
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from fp8bench.worker import step_effect
 from fp8bench.worker.step_effect import Left, as_they_were, slot_of, told_apart
+from tests.counts import for_each
 
 MS = 1e-3
 
@@ -41,8 +42,8 @@ def test_slots_that_agree_are_two() -> None:
     assert told(lambda n, timed: [sums(timed)], lambda n, timed: 1.1) == "", "a step that long is not taken again"
 
 
-@pytest.mark.parametrize("period", range(2, 9))
-@pytest.mark.parametrize("run", [1, 2, 3, 4])
+@for_each("period", range(2, 9))
+@for_each("run", [1, 2, 3, 4])
 def test_turns_are_no_lie(period: int, run: int) -> None:
     """Whatever their period, each so many slots long, and wherever they begin; nor is what goes on."""
     for begin in range(period * run):
@@ -50,7 +51,7 @@ def test_turns_are_no_lie(period: int, run: int) -> None:
     assert told(lambda n, timed: [sums(n, n)]) == "" == told(lambda n, timed: [sums(1, 1)] * n)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("timed", "counted", "lies"),
     [
         ([sums(1, 2)], [sums(1, 2.01)], False),  # other kernels

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fp8bench.model import CELL_PHASES, OperatorTime
 from fp8bench.worker.tracing import LONGEST_NAME, MOST, mended, operators_of
+from tests.counts import for_each
 
 Event = dict[str, Any]
 
@@ -111,7 +112,7 @@ def test_only_the_first_are_told_and_the_rest_is_summed_up() -> None:
     assert len(only.name) == LONGEST_NAME
 
 
-@pytest.mark.parametrize(
+@for_each(
     "wrong",
     [
         {"ph": "X", "name": "no times", "cat": "cpu_op"},

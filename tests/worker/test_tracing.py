@@ -22,6 +22,7 @@ from fp8bench.worker import tracing
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.step_guards import LeftRunning
 from fp8bench.worker.tracing import STEPS, WARM_UPS, traced_phases, write
+from tests.counts import for_each
 from tests.worker.told import CPU, Tell
 from tests.worker.told import tell as tell
 
@@ -166,7 +167,7 @@ def test_threads_that_are_left_are_an_error(
         one.join()
 
 
-@pytest.mark.parametrize("told", ["[]", "{}", '{"traceEvents": 3}'])
+@for_each("told", ["[]", "{}", '{"traceEvents": 3}'])
 def test_something_that_is_no_trace_is_an_error(told: str) -> None:
     """It was somebody else who wrote it."""
 

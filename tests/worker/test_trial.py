@@ -23,6 +23,7 @@ from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentObser
 from fp8bench.registry import backends, precisions
 from fp8bench.user_code import import_user_modules
 from fp8bench.worker.trial import Trials, installed, why_not, wrong_product
+from tests.counts import for_each
 from tests.facts import B200, CPU, H200
 from tests.nn.grouped_kernel import kernel
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
@@ -121,7 +122,7 @@ def wrong(kind: type[RecipeArithmetic], mode: str = "fp8") -> str:
     return wrong_product(kind(precision.recipe), precision, CPU)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "words"),
     [
         (RecipeArithmetic, ""),
@@ -137,8 +138,8 @@ def test_each_product_is_looked_at(kind: type[RecipeArithmetic], words: str) -> 
     assert not found or "FP8BENCH_PRODUCTS=unchecked" in found
 
 
-@pytest.mark.parametrize("left_out", [0, 128])
-@pytest.mark.parametrize("mode", ["nvfp4", "mxfp4:stochastic=on", "fp8-block"])
+@for_each("left_out", [0, 128])
+@for_each("mode", ["nvfp4", "mxfp4:stochastic=on", "fp8-block"])
 def test_whole_layers_may_round_at_random_and_may_leave_nothing_out(mode: str, left_out: int) -> None:
     """Another library draws other numbers and rotates otherwise: four bits are right all the same."""
     precision = precisions.get(mode)
@@ -153,7 +154,7 @@ def test_whole_layers_may_round_at_random_and_may_leave_nothing_out(mode: str, l
 
 
 @NEEDS_PRODUCTS
-@pytest.mark.parametrize("mode", ["fp8", "fp8-rowwise", "fp8-delayed", "fp8-rowwise:weight-gradient=bf16"])
+@for_each("mode", ["fp8", "fp8-rowwise", "fp8-delayed", "fp8-rowwise:weight-gradient=bf16"])
 def test_products_of_torch_s_that_are_right_pass(mode: str) -> None:
     assert not wrong(ScaledArithmetic, mode)
 
@@ -179,8 +180,8 @@ def _of_another_part(scale: Tensor, rows: int) -> Tensor:
 
 
 @NEEDS_PRODUCTS
-@pytest.mark.parametrize("lie", ["", *OTHERS_SCALES])
-@pytest.mark.parametrize(("mode", "gpu"), [("fp8-rowwise", H200), ("mxfp8", B200)])
+@for_each("lie", ["", *OTHERS_SCALES])
+@for_each(("mode", "gpu"), [("fp8-rowwise", H200), ("mxfp8", B200)])
 def test_products_for_several_weights_are_looked_at(
     mode: str, gpu: DeviceFacts, lie: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.faults import PlantedFault
 from fp8bench.worker.memory_pass import of_workload, try_batch
+from tests.counts import for_each
 from tests.worker.told import CPU, Storages, Told, setup_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
@@ -165,7 +166,7 @@ def test_a_worker_that_is_killed_is_no_end_of_the_search(worker: ProcessWorker, 
 
 
 @linux
-@pytest.mark.parametrize(("how", "word"), [("crash", "SIGSEGV"), ("raises", "sixty-four is too many")])
+@for_each(("how", "word"), [("crash", "SIGSEGV"), ("raises", "sixty-four is too many")])
 def test_what_fails_otherwise_ends_it(how: str, word: str, worker: ProcessWorker, heap: Path) -> None:
     """The next case finds a worker that works."""
     found = searched(worker, planned("heap", imports=(str(heap),), how=how), 64 * MIB)

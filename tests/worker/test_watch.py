@@ -23,6 +23,7 @@ from fp8bench.user_code import import_user_modules
 from fp8bench.user_code.switches import now
 from fp8bench.worker.clock import ClocksDisagree, agreeing
 from fp8bench.worker.switches import refuse_bent, switches
+from tests.counts import for_each
 from tests.own_suites import forgotten
 
 SUITES = """
@@ -123,7 +124,7 @@ def test_switches_that_one_suite_leaves_reach_no_other(own: Path, tmp_path: Path
     assert suites == {"culprit", "gemm", "witness"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("line", "words"),
     [
         ("import time; time.perf_counter = lambda: 0.0", "time.perf_counter at "),
@@ -224,7 +225,7 @@ def variable(name: str, value: str) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("which", BENT)
+@for_each("which", BENT)
 def test_a_process_that_would_bend_its_reference_is_refused(which: str, tmp_path: Path) -> None:
     """With the switch, its value, what it should be, and how to make it so. The process stays as it was."""
     make, words = BENT[which]
@@ -248,7 +249,7 @@ def test_what_bends_no_comparison_is_recorded_only(tmp_path: Path) -> None:
     assert run.environment.get("switch float32 products") == "high"
 
 
-@pytest.mark.parametrize(("factor", "wrong"), [(1.0, False), (1.01, False), (0.0, True), (10.0, True)])
+@for_each(("factor", "wrong"), [(1.0, False), (1.01, False), (0.0, True), (10.0, True)])
 def test_a_clock_that_does_not_go_like_the_hardwares_is_told(factor: float, wrong: bool) -> None:
     """However long this process was kept from going on meanwhile."""
     begun = time.perf_counter_ns()

@@ -12,6 +12,7 @@ import torch
 from fp8bench.model import Scalar
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.workloads.accumulate import Accumulate, ScaledBuffer
+from tests.counts import for_each
 from tests.workloads.steps import Operations, phases, small
 
 
@@ -40,7 +41,7 @@ def test_plain_buffers_take_the_first_micro_batch_as_it_comes() -> None:
     assert ran.names == ["_foreach_copy_", "_foreach_add_", "_foreach_add_"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8", "nvfp4:stochastic=off"])
+@for_each("precision", ["fp32", "bf16", "fp16", "fp8", "nvfp4:stochastic=off"])
 def test_a_step_begins_from_zero(precision: str) -> None:
     """A second step leaves what the first one left."""
     state = Accumulate().prepare(setup_for(precision))
@@ -77,10 +78,10 @@ def test_fp8_sums_are_those_of_ml_dtypes() -> None:
         assert np.array_equal(found.numpy(), total)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("precision", "low", "high"), [("fp32", 0, 2e-7), ("fp16", 1e-5, 1e-3), ("bf16", 1e-3, 5e-3), ("fp8", 0.05, 0.15)]
 )
-@pytest.mark.parametrize("gradients", ["fp32", "bf16"])
+@for_each("gradients", ["fp32", "bf16"])
 def test_errors_are_as_small_as_the_buffer_allows(precision: str, low: float, high: float, gradients: str) -> None:
     """Against sums in fp64 of what arrived: what gradients in bf16 have lost before is not the buffer's."""
     found = Accumulate().error(setup_for(precision, gradients=gradients))["accumulate_error"]

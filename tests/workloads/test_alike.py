@@ -11,10 +11,11 @@ import torch
 from fp8bench.errors import UsageError
 from fp8bench.model import Level, Scalar
 from fp8bench.registry import precisions, workloads
+from tests.counts import for_each
 from tests.workloads.steps import CPU, H200, phases, small
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "axis", "value"),
     [
         ("accumulate", "micro_batches", "1"), ("accumulate", "micro_batches", "many"), ("accumulate", "width", "0"),
@@ -37,9 +38,7 @@ def test_what_an_axis_cannot_be_is_refused(name: str, axis: str, value: str) -> 
             axes[axis].values([value])
 
 
-@pytest.mark.parametrize(
-    ("name", "why"), [("accumulate", "no buffer"), ("optimizer", "no moments"), ("cast", "nothing to cast")]
-)
+@for_each(("name", "why"), [("accumulate", "no buffer"), ("optimizer", "no moments"), ("cast", "nothing to cast")])
 def test_tf32_is_nothing_to_keep(name: str, why: str) -> None:
     """It is refused with the reason, native or emulated; what has codes is not."""
     for facts in (CPU, H200):
@@ -48,7 +47,7 @@ def test_tf32_is_nothing_to_keep(name: str, why: str) -> None:
         assert workloads.get(name).support({}, precisions.get("fp8"), facts).level is not Level.REFUSED
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "changes"),
     [
         ("attention", {"part": "core"}), ("attention", {"part": "layer"}), ("conv", {}), ("mlp", {}),
@@ -68,7 +67,7 @@ def test_two_states_of_one_seed_are_alike(name: str, changes: dict[str, Scalar])
     assert all(torch.equal(mine, others) for mine, others in zip(gradients, others_gradients, strict=True))
 
 
-@pytest.mark.parametrize("name", ["mlp", "conv"])
+@for_each("name", ["mlp", "conv"])
 def test_each_pass_runs_its_products(name: str) -> None:
     """Two forward; four more backward, which only training runs."""
     workload = workloads.get(name)
@@ -81,8 +80,8 @@ def test_each_pass_runs_its_products(name: str) -> None:
 WIDE: dict[str, Scalar] = {"width": 64, "hidden": 128}
 
 
-@pytest.mark.parametrize("pass_", ["forward", "training"])
-@pytest.mark.parametrize(
+@for_each("pass_", ["forward", "training"])
+@for_each(
     ("name", "changes", "least", "most"),
     [
         ("conv", {"channels": 32}, 1e-5, 1), ("mlp", WIDE | {"gated": "no"}, 1e-6, 0.5),
@@ -101,9 +100,7 @@ def test_errors_grow_as_bits_go(name: str, changes: dict[str, Scalar], least: fl
         assert errors == sorted(errors) and errors[0] < least and errors[1] > 1e-3 and errors[-1] < most
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds", "changes"), [("mlp", ("up", "down"), WIDE), ("attention", ("qkv", "out"), {})]
-)
+@for_each(("name", "kinds", "changes"), [("mlp", ("up", "down"), WIDE), ("attention", ("qkv", "out"), {})])
 def test_a_precision_map_changes_one_product(name: str, kinds: tuple[str, str], changes: dict[str, Scalar]) -> None:
     """With both mapped to bf16, fp8 is bf16."""
     workload, setup = workloads.get(name), small(name, "fp8", **changes)

@@ -19,6 +19,7 @@ from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.products import products_of_step
 from fp8bench.workloads.attention import Attention
+from tests.counts import for_each
 from tests.workloads.steps import CPU, H200, SMALL, phases, small
 
 TINY = SMALL["attention"]
@@ -32,8 +33,8 @@ def marked(setup: Setup) -> set[str]:
     return set(phases(Attention(), setup))
 
 
-@pytest.mark.parametrize("pass_", ["forward", "training"])
-@pytest.mark.parametrize("scores", ["high", "low", "low-prescaled"])
+@for_each("pass_", ["forward", "training"])
+@for_each("scores", ["high", "low", "low-prescaled"])
 def test_each_part_marks_what_it_does(scores: str, pass_: str) -> None:
     """The core is attention whatever its scores are; the layer adds products and their casts."""
     common = {"scores": scores, "pass": pass_}
@@ -42,9 +43,9 @@ def test_each_part_marks_what_it_does(scores: str, pass_: str) -> None:
     assert marked(setup_for("fp32", part="layer", **common)) == {"attention", "elementwise", "gemm"}
 
 
-@pytest.mark.parametrize("causal", ["yes", "no"])
-@pytest.mark.parametrize("pass_", ["forward", "training"])
-@pytest.mark.parametrize("part", ["core", "layer"])
+@for_each("causal", ["yes", "no"])
+@for_each("pass_", ["forward", "training"])
+@for_each("part", ["core", "layer"])
 def test_the_flops_are_those_torch_counts(part: str, pass_: str, causal: str) -> None:
     """Products by torch's own formulas; it counts all scores, the plan those that a causal mask leaves."""
     changes = {"part": part, "pass": pass_, "causal": causal, "key_heads": 4}
@@ -85,7 +86,7 @@ def support(precision: str, facts: DeviceFacts = CPU, **changes: Scalar) -> tupl
     return found.level, found.reason
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "tf32", "fp8", "nvfp4"])
+@for_each("precision", ["fp32", "bf16", "fp16", "tf32", "fp8", "nvfp4"])
 def test_the_core_refuses_precisions_that_would_change_nothing(precision: str) -> None:
     """Only those that values are carried in; with low scores every one is emulated, fp32 included."""
     carried_by = precisions.get(precision).carried_by
@@ -98,7 +99,7 @@ def test_the_core_refuses_precisions_that_would_change_nothing(precision: str) -
             assert level is Level.EMULATED and "explicit products" in reason
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "fits"),
     [({}, True), ({"head_width": 10}, False), ({"sequence": 20, "batch": 1}, False),
      ({"sequence": 20, "batch": 1, "pass": "forward"}, True), ({"part": "core", "head_width": 10}, None)],
@@ -127,8 +128,8 @@ def test_the_error_of_the_core_is_that_of_plain_formulas() -> None:
     assert Attention().error(setup) == {"output_error": error, "scores_bytes": 0.0}
 
 
-@pytest.mark.parametrize("part", ["core", "layer"])
-@pytest.mark.parametrize("scores", ["high", "low", "low-prescaled"])
+@for_each("part", ["core", "layer"])
+@for_each("scores", ["high", "low", "low-prescaled"])
 def test_errors_grow_as_bits_are_taken_away(part: str, scores: str) -> None:
     """Of the output and of all gradients."""
     low = ("fp8", "nvfp4") if part == "layer" or scores != "high" else ()

@@ -13,6 +13,7 @@ from fp8bench.model import Level, Scalar
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.cast import Cast, parse_shape
+from tests.counts import for_each
 from tests.workloads.steps import CPU, marks, small
 
 ALL = ("fp32", "bf16", "fp16", "fp8", "mxfp8", "mxfp4", "nvfp4")
@@ -29,13 +30,13 @@ def result(setup: Setup) -> torch.Tensor:
     return made
 
 
-@pytest.mark.parametrize(("text", "shape"), [("512", "512x512"), ("8x1024", "8x1024"), ("007", "7x7"), ("1x1", "1x1")])
+@for_each(("text", "shape"), [("512", "512x512"), ("8x1024", "8x1024"), ("007", "7x7"), ("1x1", "1x1")])
 def test_shapes_that_can_be_meant(text: str, shape: str) -> None:
     """A square, or rows and columns."""
     assert parse_shape(text) == shape
 
 
-@pytest.mark.parametrize("text", ["", "x", "1x", "1x2x3", "0", "0x4", "-1", "1.5", "²", str((1 << 18) + 1), "big"])
+@for_each("text", ["", "x", "1x", "1x2x3", "0", "0x4", "-1", "1.5", "²", str((1 << 18) + 1), "big"])
 def test_shapes_that_cannot(text: str) -> None:
     """With what is expected."""
     with pytest.raises(ValueError, match="expected"):
@@ -58,7 +59,7 @@ def test_a_way_back_is_one_case_whatever_the_scaling() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("source", "size"), [("fp32", 4), ("bf16", 2)])
+@for_each(("source", "size"), [("fp32", 4), ("bf16", 2)])
 def test_work_is_the_source_once(source: str, size: int) -> None:
     """In its own dtype, the same for every precision."""
     work = Cast().work(expand(source=source))
@@ -77,9 +78,9 @@ def test_formats_without_scales_have_both_scalings_alike() -> None:
     assert alike == ["fp32", "bf16", "fp16"] and "fp32, bf16 and fp16 have no scales" in axis.description
 
 
-@pytest.mark.parametrize("direction", ["to", "from"])
-@pytest.mark.parametrize("source", ["fp32", "bf16"])
-@pytest.mark.parametrize("precision", ALL)
+@for_each("direction", ["to", "from"])
+@for_each("source", ["fp32", "bf16"])
+@for_each("precision", ALL)
 def test_a_step_never_hands_back_what_it_was_given(precision: str, source: str, direction: str) -> None:
     """Where a cast changes nothing the step copies, so that no case has a time of nothing."""
     setup = setup_for(precision, source=source, direction=direction)
@@ -104,7 +105,7 @@ def test_what_is_cast_and_restored_agrees_with_ml_dtypes() -> None:
         assert restored.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@for_each(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_torchs_own_dtypes_are_cast_by_torch(precision: str, dtype: torch.dtype) -> None:
     """There and back."""
     source = Cast().prepare(setup_for()).source
@@ -152,7 +153,7 @@ def test_gradients_need_their_scale() -> None:
     assert lost["gradient", "off"] > lost["gradient", "on"]
 
 
-@pytest.mark.parametrize("source", ["fp32", "bf16"])
+@for_each("source", ["fp32", "bf16"])
 def test_fp16_gradients_arrive_multiplied_by_the_loss_scale(source: str) -> None:
     """As they do where they add up; inputs do not, and what the data are made of is said without it."""
     setup = setup_for("fp16", role="gradient", source=source)

@@ -10,6 +10,7 @@ from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Setup
 from fp8bench.registry import precisions
 from fp8bench.workloads.conv import Conv
+from tests.counts import for_each
 from tests.facts import B200
 from tests.workloads.steps import CPU, H200, MI300, SMALL, small
 
@@ -33,7 +34,7 @@ LEVELS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("precision", "level"), LEVELS)
+@for_each(("precision", "level"), LEVELS)
 def test_only_what_torch_convolves_is_native(precision: str, level: Level) -> None:
     """FP8's products are native on that GPU, its convolutions are not."""
     support = Conv().support(SIZES, precisions.get(precision), H200)

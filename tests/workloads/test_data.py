@@ -18,10 +18,11 @@ from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.data import BATCHES, READY, RECORDS, Data, LoadState
+from tests.counts import for_each
 from tests.workloads.steps import CPU, H200, SMALL, phases, setup_of
 
 SIZES = SMALL["data"]
-KINDS = pytest.mark.parametrize("kind", BATCHES)
+KINDS = for_each("kind", BATCHES)
 
 
 def setup_for(corpus: Corpus, precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setup:
@@ -51,7 +52,7 @@ def test_a_step_brings_the_next_records_to_the_device(corpus: Corpus, kind: str)
         assert torch.equal(arrived(state), torch.from_numpy(wanted))
 
 
-@pytest.mark.parametrize(("batch", "ready"), [(4, READY), (RECORDS + 1, 1)])
+@for_each(("batch", "ready"), [(4, READY), (RECORDS + 1, 1)])
 def test_a_transfer_gathers_nothing_in_its_steps(
     corpus: Corpus, batch: int, ready: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +73,7 @@ def test_a_transfer_gathers_nothing_in_its_steps(
     assert len({float(one.sum()) for one in came}) == ready
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16),
+@for_each(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16),
                                                   ("fp16", torch.float16)])  # fmt: skip
 @KINDS
 def test_batches_travel_in_their_precision(corpus: Corpus, kind: str, precision: str, dtype: torch.dtype) -> None:
@@ -90,7 +91,7 @@ def test_emulated_batches_hold_rounded_values(corpus: Corpus) -> None:
 FIRST = {"reading": "decode", "transfer": "data_load"}
 
 
-@pytest.mark.parametrize(("precision", "casts"), [("fp32", []), ("bf16", ["cast"])])
+@for_each(("precision", "casts"), [("fp32", []), ("bf16", ["cast"])])
 @KINDS
 def test_all_but_the_cast_is_loading(corpus: Corpus, kind: str, precision: str, casts: list[str]) -> None:
     """Records are decoded ahead of it, and fp32 casts nothing."""

@@ -25,12 +25,13 @@ from fp8bench.numerics.distributions import drawn
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.diffusion import Diffusion, ends_word
+from tests.counts import for_each
 from tests.fakes import MS, record, steady
 from tests.tapes import tape_in_phases
 from tests.workloads.steps import CPU, H200, SMALL, setup_of, small
 
 Array = NDArray[np.float64]
-DENOISERS = pytest.mark.parametrize("denoiser", ["dit", "unet"])
+DENOISERS = for_each("denoiser", ["dit", "unet"])
 BATCH, IMAGE, STEPS = 2, 4, 4
 WIDTH = {"dit": 128, "unet": 16}
 
@@ -208,7 +209,7 @@ def mismatched(tape: Tape, reference: Tape) -> bool:
     return bool(labels) and find([lead, case], {})[1].verdict is Verdict.UNSURE
 
 
-@pytest.mark.parametrize("guidance", ["none", "twice", "batch"])
+@for_each("guidance", ["none", "twice", "batch"])
 @DENOISERS
 def test_sampling_is_what_plain_loops_compute(denoiser: str, guidance: str) -> None:
     """In fp64, after each step: denoiser and sampler both."""
@@ -241,7 +242,7 @@ def test_a_step_that_the_sampler_skips_is_found(denoiser: str, monkeypatch: pyte
     assert mismatched(fewer, whole)
 
 
-@pytest.mark.parametrize("order", [0, 1])
+@for_each("order", [0, 1])
 @DENOISERS
 def test_training_goes_down_the_loss_that_loops_compute(denoiser: str, order: int) -> None:
     """Gradients along a random direction against differences of the looped loss, in fp64."""
@@ -283,8 +284,8 @@ def flops_by_hand(denoiser: str, width: int, layers: int) -> tuple[int, int]:
     return time + (2 * layers - 1) * plain + up + middle + attention + ends, entering + ends // 2
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
-@pytest.mark.parametrize(("guidance", "times"), [("none", STEPS), ("twice", 2 * STEPS), ("batch", 2 * STEPS)])
+@for_each("precision", ["fp32", "bf16", "fp8"])
+@for_each(("guidance", "times"), [("none", STEPS), ("twice", 2 * STEPS), ("batch", 2 * STEPS)])
 @DENOISERS
 def test_flops_of_sampling_by_hand(denoiser: str, guidance: str, times: int, precision: str) -> None:
     params = params_of(denoiser, guidance=guidance)
@@ -293,7 +294,7 @@ def test_flops_of_sampling_by_hand(denoiser: str, guidance: str, times: int, pre
     assert tape.flops == Diffusion().work(params).flops == times * once
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+@for_each("precision", ["fp32", "bf16", "fp8"])
 @DENOISERS
 def test_flops_of_training_by_hand(denoiser: str, precision: str) -> None:
     """Thrice those of one evaluation, less the gradients that nobody wants."""

@@ -18,6 +18,7 @@ from fp8bench.profiler.allocations import AllocationStream, Begun, course
 from fp8bench.protocols import Operand, Role, Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.gemm import LARGEST, Gemm, parse_layouts, parse_shape, parse_sides
+from tests.counts import for_each
 from tests.facts import B200
 from tests.workloads.steps import CPU, H200, phases, small
 
@@ -26,7 +27,7 @@ def setup_for(precision: str = "bf16", seed: int = 0, **changes: Scalar) -> Setu
     return small("gemm", precision, seed, **changes)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "shape"),
     [("512", "512x512x512"), ("1x2048x512", "1x2048x512"), ("007", "7x7x7"), ("llama3-8b", "llama3-8b"),
      (str(LARGEST), f"{LARGEST}x{LARGEST}x{LARGEST}"), ("sweep", "sweep"), ("sweep:nk", "sweep:nk")],
@@ -36,7 +37,7 @@ def test_shapes_that_can_be_meant(text: str, shape: str) -> None:
     assert parse_shape(text) == shape
 
 
-@pytest.mark.parametrize(
+@for_each(
     "text",
     [
         "sweep:",
@@ -158,7 +159,7 @@ def test_ready_operands_are_what_a_cast_in_the_step_gives() -> None:
     assert torch.equal(seen[0], seen[1]) and seen[0].shape == (24, 40)
 
 
-@pytest.mark.parametrize("product", PRODUCTS)
+@for_each("product", PRODUCTS)
 def test_each_product_casts_its_operands_by_their_roles(product: str) -> None:
     """A gradient is no weight, and what a layer turns is turned here: recipes do more than cast there."""
     setup = setup_for("fp8", product=product)
@@ -176,7 +177,7 @@ def test_each_product_casts_its_operands_by_their_roles(product: str) -> None:
     assert seen == [("turned" if role in turned else "cast", role) for role in PRODUCTS[product]]
 
 
-@pytest.mark.parametrize(("precision", "low", "high"), [("fp32", 0, 1e-6), ("bf16", 1e-3, 1e-2), ("fp8", 1e-2, 0.1)])
+@for_each(("precision", "low", "high"), [("fp32", 0, 1e-6), ("bf16", 1e-3, 1e-2), ("fp8", 1e-2, 0.1)])
 def test_the_error_is_that_of_numpy_in_fp64(precision: str, low: float, high: float) -> None:
     """Against the product of the unrounded operands."""
     setup = setup_for(precision, seed=5)
@@ -225,7 +226,7 @@ def test_operands_come_from_the_seed_alone() -> None:
     assert one.a.dtype == torch.bfloat16 and one.a.shape == (24, 64) and one.b.shape == (40, 64)
 
 
-@pytest.mark.parametrize(("m", "n", "k", "fits"), [(1, 16, 16, True), (16, 8, 16, False), (16, 16, 8, False)])
+@for_each(("m", "n", "k", "fits"), [(1, 16, 16, True), (16, 8, 16, False), (16, 16, 8, False)])
 def test_a_native_product_that_does_not_fit_says_why(m: int, n: int, k: int, fits: bool) -> None:
     """CUDA's scaled product wants multiples of sixteen; rows are free."""
     sizes = {"m": m, "n": n, "k": k}

@@ -23,6 +23,7 @@ from fp8bench.registry import devices, precisions, workloads
 from fp8bench.worker.memory_pass import try_batch
 from fp8bench.workloads.attention import Attention
 from fp8bench.workloads.transformer import Transformer
+from tests.counts import for_each
 from tests.workloads.steps import CPU, H200, SMALL, setup_of, small
 
 SEQUENCE = 2048
@@ -47,7 +48,7 @@ def peak(setup: Setup) -> int:
     return counted
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("precision", "kernel", "changes"),
     [
         ("fp32", "auto", {}),
@@ -66,7 +67,7 @@ def test_attention_takes_about_what_was_said(precision: str, kernel: str, change
     assert (takes > 4 * 4 * SEQUENCE**2 * 2) == (kernel == "math")
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention": "math"}, {"checkpointing": "blocks"}], ids=str)
+@for_each("changes", [{}, {"attention": "math"}, {"checkpointing": "blocks"}], ids=str)
 def test_a_training_step_takes_about_what_was_said(changes: dict[str, Scalar], corpus: Corpus) -> None:
     params = {**MODEL, **changes}
     takes = Transformer().memory(params, precisions.get("fp32"))
@@ -133,7 +134,7 @@ except RuntimeError as error:
 
 
 @linux
-@pytest.mark.parametrize("ranks", [1, 2])
+@for_each("ranks", [1, 2])
 def test_memory_that_ends_is_an_answer_of_the_process(ranks: int) -> None:
     """256 MiB are free, and a GiB is asked for."""
     done = subprocess.run(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as functional
 
@@ -10,6 +9,7 @@ from fp8bench.model import Level, Scalar
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.mlp import Mlp
+from tests.counts import for_each
 from tests.workloads.steps import CPU, H200, SMALL, small
 
 SIZES = SMALL["mlp"]
@@ -19,7 +19,7 @@ def setup_for(precision: str = "bf16", seed: int = 0, **changes: Scalar) -> Setu
     return small("mlp", precision, seed, **changes)
 
 
-@pytest.mark.parametrize("gated", ["no", "yes"])
+@for_each("gated", ["no", "yes"])
 def test_it_is_a_feed_forward_block(gated: str) -> None:
     """GELU between two products, or Llama's gate."""
     state = Mlp().prepare(setup_for("fp32", gated=gated))
@@ -33,7 +33,7 @@ def test_it_is_a_feed_forward_block(gated: str) -> None:
     assert x.shape == (24, 16) and up.shape == (96 if gated == "yes" else 48, 16) and down.shape == (16, 48)
 
 
-@pytest.mark.parametrize(("gated", "weights"), [("no", 2 * 16 * 48), ("yes", 3 * 16 * 48)])
+@for_each(("gated", "weights"), [("no", 2 * 16 * 48), ("yes", 3 * 16 * 48)])
 def test_work_by_hand(gated: str, weights: int) -> None:
     """Two FLOPs a weight and token forward, four more backward."""
     training, forward = (Mlp().work({**SIZES, "gated": gated, "pass": one}) for one in ("training", "forward"))
@@ -52,7 +52,7 @@ def test_statistics_count_every_operand_once() -> None:
     assert {one.role for one in forward} == {"input", "weight"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("sizes", "fits"),
     [({}, True), ({"width": 24}, False), ({"hidden": 40}, False), ({"tokens": 20}, False),
      ({"tokens": 20, "pass": "forward"}, True)],
@@ -77,7 +77,7 @@ def test_both_kinds_and_training_are_the_default() -> None:
         assert Mlp().support(params, precisions.get("fp8"), H200).level is Level.NATIVE
 
 
-@pytest.mark.parametrize("cut", ["norm-linear", "norm-mlp"])
+@for_each("cut", ["norm-linear", "norm-mlp"])
 def test_a_norm_before_the_block_is_an_axis_of_its_own(cut: str) -> None:
     """Its weight gets a gradient. Where nothing is said of it cases are called as they were."""
     axis = next(one for one in Mlp().axes(CPU) if one.name == "cut")

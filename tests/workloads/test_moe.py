@@ -22,6 +22,7 @@ from fp8bench.nn.sizes import MoeSizes
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.moe import Moe, load_word
+from tests.counts import for_each
 from tests.facts import B200
 from tests.nn.grouped_kernel import GroupedKernel
 from tests.tapes import tape_in_phases
@@ -68,7 +69,7 @@ def agree(state: Exercise, load: str) -> bool:
     return all(torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5) for ours, theirs in pairs)
 
 
-@pytest.mark.parametrize("load", LOADS)
+@for_each("load", LOADS)
 def test_it_is_what_plain_loops_compute(load: str) -> None:
     """Output and all gradients, those of experts without a token included."""
     assert agree(state_of(load=load), load)
@@ -85,7 +86,7 @@ def _skip(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
     return each
 
 
-@pytest.mark.parametrize("load", ["uniform", "router"])
+@for_each("load", ["uniform", "router"])
 def test_an_expert_that_is_skipped_is_found(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LoadedExperts, "_each", _skip(LoadedExperts._each))
     assert not agree(state_of(load=load), load)
@@ -104,8 +105,8 @@ def rows_of(state: Exercise) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("passing", ["training", "decode"])
+@for_each("load", LOADS)
+@for_each("passing", ["training", "decode"])
 def test_flops_by_hand(load: str, passing: str) -> None:
     """To the FLOP: a gated expert's three matrices for each row, the router's for each token; thrice in training."""
     state = state_of(load=load, **{"pass": passing})
@@ -115,7 +116,7 @@ def test_flops_by_hand(load: str, passing: str) -> None:
     assert Moe().work({**SMALL["moe"], "load": load, "pass": passing}).flops == tape.flops
 
 
-@pytest.mark.parametrize("load", LOADS)
+@for_each("load", LOADS)
 def test_rows_that_fill_a_part_up_are_not_useful(load: str) -> None:
     """In fp8 up to multiples of 16: FLOPs apart from the tokens', to the FLOP."""
     plain, filled = (state_of(precision, load=load) for precision in ("fp32", "fp8"))
@@ -133,7 +134,7 @@ def test_a_uniform_load_is_exactly_so() -> None:
     assert all(len(set(row)) == 4 for row in plan.tolist())
 
 
-@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
+@for_each("exponent", [0.5, 1.0, 2.0])
 def test_a_zipf_load_is_drawn_without_an_expert_twice(exponent: float) -> None:
     """First choices by the law itself, second ones by what it leaves to the others."""
     plan = made_load(f"zipf:{exponent:g}", 20_000, MoeSizes(8, 8, 6, 2), 3)
@@ -172,7 +173,7 @@ def test_rows_travel_as_e4m3_with_a_scale_for_128_elements() -> None:
     )
 
 
-@pytest.mark.parametrize("way", ["dispatch", "combine"])
+@for_each("way", ["dispatch", "combine"])
 def test_low_travel_costs_what_its_format_rounds(way: str) -> None:
     errors = {
         word: Moe().error(small("moe", "fp32", **{way: word}))["output_error"] for word in ("carrier", "bf16", "fp8")
@@ -199,7 +200,7 @@ def test_agreement_and_load_by_hand() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("precision", "each"), [("fp32", 4), ("bf16", 2)])
+@for_each(("precision", "each"), [("fp32", 4), ("bf16", 2)])
 def test_bytes_are_those_of_experts_that_have_tokens(precision: str, each: int) -> None:
     figures = Moe().error(small("moe", precision, tokens=1, load="uniform", **{"pass": "decode"}))
     assert figures["distinct_experts"] == 2 and figures["expert_bytes"] == 2 * 3 * 32 * 48 * each
@@ -217,7 +218,7 @@ def test_decoding_casts_no_weight_in_its_step() -> None:
     assert torch.equal(state.outcome()[0], output)
 
 
-@pytest.mark.parametrize("load", LOADS)
+@for_each("load", LOADS)
 def test_decoding_in_bf16_multiplies_no_row_more(load: str) -> None:
     """Its grouped products take parts of any length; a verdict is refused where FLOPs differ."""
     tapes = [
@@ -232,7 +233,7 @@ def _product_of_codes(a: Tensor, b: Tensor, *others: object) -> Tensor:
     return (a.float() @ b.float()).to(torch.bfloat16)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("precision", "facts", "rows"),
     [("fp8-rowwise", H200, 32), ("mxfp8", B200, 128), ("fp8", H200, 1)],
 )

@@ -15,6 +15,7 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.norm_act import INPUTS, NormAct
+from tests.counts import for_each
 from tests.workloads.steps import CPU, H200, SMALL, phases, small
 
 SIZES = SMALL["norm_act"]
@@ -44,8 +45,8 @@ def test_every_operation_is_known_by_both_lists() -> None:
     assert set(INPUTS) == set(OPERATIONS) == {*WANTED, "cross_entropy"}
 
 
-@pytest.mark.parametrize("operation", WANTED)
-@pytest.mark.parametrize(("precision", "limit"), [("fp32", 1e-6), ("bf16", 1e-2), ("fp16", 1e-3)])
+@for_each("operation", WANTED)
+@for_each(("precision", "limit"), [("fp32", 1e-6), ("bf16", 1e-2), ("fp16", 1e-3)])
 def test_operations_are_what_their_names_say(operation: str, precision: str, limit: float) -> None:
     """Handed back in the carrier."""
     state = NormAct().prepare(setup_for(precision, operation=operation))
@@ -66,7 +67,7 @@ def test_the_loss_is_summed_over_the_tokens() -> None:
     assert gradients[0].dtype == torch.bfloat16 and float(gradients[0].abs().max()) > 0.01
 
 
-@pytest.mark.parametrize("operation", ["layer_norm", "rms_norm", "softmax"])
+@for_each("operation", ["layer_norm", "rms_norm", "softmax"])
 def test_what_sums_is_computed_in_fp32(operation: str) -> None:
     """In bf16 alone the error would be several times that of rounding the result once."""
     state = NormAct().prepare(setup_for("bf16", operation=operation, width=512))
@@ -84,7 +85,7 @@ def test_bf16_is_measured_instead_of_what_it_carries() -> None:
     assert {NormAct().support(SIZES, precisions.get(name), CPU).level for name in NormAct.dtypes} == {Level.NATIVE}
 
 
-@pytest.mark.parametrize("operation", INPUTS)
+@for_each("operation", INPUTS)
 def test_everything_is_elementwise(operation: str) -> None:
     """Forward and backward, or forward alone."""
     for pass_, entries in (("training", 2), ("forward", 1)):
@@ -92,7 +93,7 @@ def test_everything_is_elementwise(operation: str) -> None:
         assert marked == ["elementwise"] * entries
 
 
-@pytest.mark.parametrize("operation", INPUTS)
+@for_each("operation", INPUTS)
 def test_errors_grow_as_bits_go(operation: str) -> None:
     """fp32, fp16, bf16: ten bits of mantissa beat seven."""
     found = [NormAct().error(setup_for(name, operation=operation)) for name in ("fp32", "fp16", "bf16")]
@@ -101,7 +102,7 @@ def test_errors_grow_as_bits_go(operation: str) -> None:
         assert errors == sorted(errors) and errors[0] < 1e-6 and errors[1] > 10 * errors[0] and errors[-1] < 0.02
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("operation", "pass_", "tensors"),
     [("gelu", "forward", 1), ("gelu", "training", 2), ("silu_gate", "training", 3), ("residual", "forward", 2),
      ("residual", "training", 2),
@@ -113,7 +114,7 @@ def test_work_by_hand(operation: str, pass_: str, tensors: int) -> None:
     assert work.bytes == tensors * 24 * 32 * 4 and work.flops == 0 and work.tokens == 0
 
 
-@pytest.mark.parametrize("operation", INPUTS)
+@for_each("operation", INPUTS)
 def test_statistics_are_those_of_what_comes_in(operation: str) -> None:
     """All inputs together, and in training the gradient: a loss's is one number."""
     state = NormAct().prepare(setup_for("bf16", operation=operation))

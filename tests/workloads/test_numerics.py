@@ -18,6 +18,7 @@ from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Role, Setup
 from fp8bench.registry import precisions
 from fp8bench.workloads.numerics import MADE, Numerics
+from tests.counts import for_each
 from tests.workloads.steps import CPU, H200, marks, setup_of
 
 
@@ -57,7 +58,7 @@ def test_all_tensors_are_looked_at_by_default() -> None:
     assert all(planned.runs for group in plan for planned in group.cases)
 
 
-@pytest.mark.parametrize("name", [*MADE, *CAPTURED])
+@for_each("name", [*MADE, *CAPTURED])
 def test_a_tensor_has_the_shape_and_role_of_its_case(name: str, corpus: Corpus) -> None:
     """Plans know both before there is a tensor."""
     setup = setup_for("fp16", name, corpus)
@@ -174,7 +175,7 @@ def test_overflow_of_fp16_is_said() -> None:
     assert found["not_finite_percent"] <= found["saturation_percent"]
 
 
-@pytest.mark.parametrize("facts", [CPU, H200])
+@for_each("facts", [CPU, H200])
 def test_what_rounds_nothing_is_refused(facts: DeviceFacts) -> None:
     """With the reason."""
     for precision, why in (("fp32", "nothing is rounded"), ("tf32", "nothing to round")):

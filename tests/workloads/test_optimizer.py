@@ -13,6 +13,7 @@ from fp8bench.numerics.distributions import GradientSource
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.workloads import optimizer
 from fp8bench.workloads.optimizer import Optimizer
+from tests.counts import for_each
 from tests.workloads.steps import phases, small
 
 
@@ -33,7 +34,7 @@ def test_all_but_fp32_moments_are_cast_around_the_step() -> None:
         assert phases(Optimizer(), setup_for(precision, tensors=7)) == ["cast", "optimizer_step", "cast"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+@for_each("precision", ["fp32", "fp8"])
 def test_buckets_change_no_number(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They only bound the memory of restored moments."""
     whole = Optimizer().prepare(setup_for(precision, tensors=5))
@@ -46,7 +47,7 @@ def test_buckets_change_no_number(precision: str, monkeypatch: pytest.MonkeyPatc
     assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), split.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("fused", ["yes", "no"])
+@for_each("fused", ["yes", "no"])
 def test_a_step_is_adamw_by_hand(fused: str) -> None:
     """In numpy and fp64, from the moments that a state begins with."""
     state = Optimizer().prepare(setup_for(fused=fused))

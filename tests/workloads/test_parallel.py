@@ -15,12 +15,13 @@ from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model import Case, Level, Request, Status
 from fp8bench.model.raw import Settings
 from fp8bench.nn.mixture import made_load
-from fp8bench.nn.parallel.data_parallel import owners
+from fp8bench.nn.parallel.owned import owners
 from fp8bench.nn.parallel.ways import WAYS
 from fp8bench.nn.sizes import SIZES, MoeSizes
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import workloads
+from tests.counts import sampled
 from tests.facts import CPU
 from tests.nn.parallel import planted_ways
 
@@ -102,7 +103,7 @@ Bytes = dict[tuple[str, str], float]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", sampled([2], [2, 4]))
 def test_ways_that_divide_data_train_what_one_rank_does(tmp_path: Path, size: int) -> None:
     """DDP, FSDP2 and ZeRO in one launch, of 2 ranks in every wire: agreement with one rank, bytes by formula."""
     tokens = tmp_path / "tokens"
@@ -227,7 +228,7 @@ def _of_experts(case: Case, rank: int) -> Bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", ["ep_turned", "ep_alone"])
+@pytest.mark.parametrize("mistake", sampled(["ep_turned"], ["ep_turned", "ep_alone"]))
 def test_mistakes_of_experts_by_ranks_are_found(mistake: str, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16).tofile(tokens)

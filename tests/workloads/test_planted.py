@@ -11,6 +11,7 @@ from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.registry import workloads
 from fp8bench.workloads import gemm
 from fp8bench.workloads.planted import Planted, PlantedState
+from tests.counts import for_each
 from tests.workloads.steps import H200, SMALL, marks, setup_of
 
 BASE: dict[str, Scalar] = {
@@ -43,7 +44,7 @@ def test_the_other_workload_gets_its_own_parameters() -> None:
     assert state.inner.a.shape == (24, 64) and state.inner.ready is None
 
 
-@pytest.mark.parametrize("extra", [1, 7])
+@for_each("extra", [1, 7])
 def test_so_many_tiny_calls_follow_each_step(extra: int) -> None:
     """In a phase, so that the slow-down is seen in the cells."""
 

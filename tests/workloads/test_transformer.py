@@ -31,6 +31,7 @@ from fp8bench.registry import precisions
 from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.workloads import transformer
 from fp8bench.workloads.transformer import Transformer, _gradients, _loader, _model
+from tests.counts import for_each
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
 from tests.workloads.steps import CPU, H200, MI300, Operations, marks, setup_of
 
@@ -80,7 +81,7 @@ def test_micro_batches_add_up_to_one_large_batch(corpus: Corpus) -> None:
             torch.testing.assert_close(one, whole, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "fp8"])
+@for_each("precision", ["fp32", "fp16", "fp8"])
 def test_the_buffers_hold_the_mean_gradient(corpus: Corpus, precision: str) -> None:
     """In fp32, without the loss scale, of this step only."""
     setup = setup_for(corpus, precision)
@@ -109,15 +110,15 @@ def test_adamw_updates_every_weight_as_its_paper_says(corpus: Corpus) -> None:
         torch.testing.assert_close(new.detach(), wanted, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("size", ["tiny", "tiny-modern"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+@for_each("size", ["tiny", "tiny-modern"])
+@for_each("precision", ["fp32", "bf16", "fp8"])
 def test_every_phase_is_seen_and_closed(corpus: Corpus, precision: str, size: str) -> None:
     """All seven of one process in low precision; fp32 casts nothing."""
     found = seen(setup_for(corpus, precision, size=size))
     assert set(found) - {UNATTRIBUTED} == set(PHASES) - {"communication"} - ({"cast"} if precision == "fp32" else set())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+@for_each("precision", ["fp32", "bf16", "fp8"])
 def test_the_loss_falls(corpus: Corpus, precision: str) -> None:
     """It is training, not only arithmetic: on text it has not seen, after twenty steps."""
     workload = Transformer()
@@ -194,7 +195,7 @@ class Scores(TorchDispatchMode):
         self.alive -= 1
 
 
-@pytest.mark.parametrize("size", ["tiny", "tiny-modern"])
+@for_each("size", ["tiny", "tiny-modern"])
 def test_the_exact_step_keeps_no_scores_and_is_what_it_was(corpus: Corpus, size: str) -> None:
     """A GPU has no fused kernel in fp64: whatever the layers and sequences, one head's scores are there at a time."""
     most = set()
@@ -260,8 +261,8 @@ def test_a_text_too_short_for_the_sequence_says_so(corpus: Corpus, tmp_path: Pat
         Transformer().prepare(replace(setup_for(corpus), corpus=None))
 
 
-@pytest.mark.parametrize("size", ["tiny", "tiny-modern"])
-@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+@for_each("size", ["tiny", "tiny-modern"])
+@for_each("precision", ["fp32", "fp8"])
 def test_checkpointing_computes_every_block_again_and_nothing_else(corpus: Corpus, precision: str, size: str) -> None:
     """The same weights bit by bit; its products and attention are marked once more, in backward, and all is closed."""
     plain, again = (setup_for(corpus, precision, size=size, checkpointing=word) for word in ("no", "blocks"))
@@ -333,7 +334,7 @@ def test_a_cache_that_forgets_to_cast_again_would_be_seen(corpus: Corpus, monkey
         assert torch.equal(cached.buffers[-1], recast.buffers[-1]) is alike
 
 
-@pytest.mark.parametrize("rule", [StaticScales(2), StaticScales(2, refresh=2), StaticScales(2, bound=0.01)])
+@for_each("rule", [StaticScales(2), StaticScales(2, refresh=2), StaticScales(2, bound=0.01)])
 def test_cached_weights_take_scales_from_data(corpus: Corpus, rule: StaticScales) -> None:
     """The same scales, and renewed in the same steps."""
     states = []
@@ -354,7 +355,7 @@ def weight_casts(corpus: Corpus, mode: str, **changes: Scalar) -> int:
     return seen.count(Role.WEIGHT)
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp8", "mxfp8"])
+@for_each("mode", ["bf16", "fp8", "mxfp8"])
 def test_a_step_casts_each_weight_once(corpus: Corpus, mode: str) -> None:
     """In both orientations, however many micro-batches; blocks that are computed again take what was cast."""
     weights = 4 * TINY.layers  # the head's arithmetic is another
@@ -365,7 +366,7 @@ def test_a_step_casts_each_weight_once(corpus: Corpus, mode: str) -> None:
     assert again > 2 * 2 * weights, "blocks cast theirs once more"
 
 
-@pytest.mark.parametrize(("weights", "entries"), [("cached", 2), ("recast", 4)])
+@for_each(("weights", "entries"), [("cached", 2), ("recast", 4)])
 def test_a_weights_history_has_an_entry_for_each_cast(corpus: Corpus, weights: str, entries: int) -> None:
     """One a step, and none from preparing; those of inputs and gradients have one a micro-batch."""
     state = stepped(setup_for(corpus, "fp8-delayed:history=8", weights=weights), 2)
@@ -395,7 +396,7 @@ def test_layers_of_another_library_say_that_they_cast_their_weights_again() -> N
     assert [key for key, says in found.items() if says] == [("fp8:backend=torchao", "cached")]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("mode", "more", "wrong"),
     [
         ("fp8-block", {}, ""),
@@ -426,7 +427,7 @@ def test_a_mapped_layer_is_cached_in_its_own_precision(corpus: Corpus) -> None:
     assert all(one.operands is None for one in state.model.modules() if isinstance(one, Linear))
 
 
-@pytest.mark.parametrize("checkpointing", ["no", "blocks"])
+@for_each("checkpointing", ["no", "blocks"])
 def test_attention_takes_the_kernel_that_was_asked_for(corpus: Corpus, checkpointing: str) -> None:
     """With the same numbers, nearly; blocks computed again in backward take it too."""
     buffers, kernels = {}, {}
@@ -442,7 +443,7 @@ def test_attention_takes_the_kernel_that_was_asked_for(corpus: Corpus, checkpoin
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("size", "attention", "precision", "facts", "why"),
     [("nano", "flash", "fp32", CPU, ""), ("nano", "math", "bf16", CPU, ""),
      ("nano", "cudnn", "bf16", CPU, "choose auto"), ("nano", "efficient", "fp32", CPU, "choose auto"),
@@ -533,8 +534,8 @@ def test_a_model_that_was_not_compiled_is_no_compiled_model(corpus: Corpus, monk
 
 @pytest.mark.slow
 @COMPILING
-@pytest.mark.parametrize("checkpointing", ["no", "blocks"])
-@pytest.mark.parametrize("weights", ["cached", "recast"])
+@for_each("checkpointing", ["no", "blocks"])
+@for_each("weights", ["cached", "recast"])
 def test_compiled_low_precision_is_one_graph_in_all_steps(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, weights: str, checkpointing: str
 ) -> None:

@@ -23,6 +23,7 @@ from fp8bench.pipeline import execute
 from fp8bench.protocols import Phases, Setup, SilentObserver
 from fp8bench.registry import precisions
 from fp8bench.workloads.vision import Vision, sizes_of
+from tests.counts import for_each
 from tests.facts import B200
 from tests.tapes import tape_in_phases
 from tests.workloads.steps import CPU, H200, SMALL, marks, phases, setup_of
@@ -156,15 +157,15 @@ def agrees(model: str, layout: str, passing: str) -> bool:
     return torch.allclose(ours, loss, rtol=1e-5) and joint_relative_frobenius(gradients, wanted) < 1e-5
 
 
-@pytest.mark.parametrize("passing", ["training", "forward"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@for_each("passing", ["training", "forward"])
+@for_each("layout", LAYOUTS)
+@for_each("model", MODELS)
 def test_it_is_what_plain_loops_compute(model: str, layout: str, passing: str) -> None:
     assert agrees(model, layout, passing)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "nvfp4:hadamard=on"])
-@pytest.mark.parametrize("model", MODELS)
+@for_each("precision", ["fp32", "bf16", "fp8", "nvfp4:hadamard=on"])
+@for_each("model", MODELS)
 def test_a_layout_changes_no_number(model: str, precision: str) -> None:
     """Beyond the order of sums; in formats that round along the channels no rounding moves."""
     for passing in ("training", "forward"):
@@ -215,8 +216,8 @@ def flops_by_hand(model: str, training: bool) -> tuple[float, float]:
     return 2 * (image + joint), attention + times * 2 * 2 * 24 * 24 * 32
 
 
-@pytest.mark.parametrize("passing", ["training", "forward"])
-@pytest.mark.parametrize("model", MODELS)
+@for_each("passing", ["training", "forward"])
+@for_each("model", MODELS)
 def test_flops_by_hand(model: str, passing: str) -> None:
     """To the FLOP, in every layout and precision; attention's backward multiplies its scores once more."""
     products, attention = flops_by_hand(model, passing == "training")
@@ -228,16 +229,16 @@ def test_flops_by_hand(model: str, passing: str) -> None:
             assert tape.flops == batch * (products + attention + again), (layout, precision)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("passing", ["training", "forward"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@for_each("precision", ["fp32", "bf16"])
+@for_each("passing", ["training", "forward"])
+@for_each("layout", LAYOUTS)
+@for_each("model", MODELS)
 def test_a_layout_stays_through_a_whole_step(model: str, layout: str, passing: str, precision: str) -> None:
     state = state_of(model, precision, layout=layout, **{"pass": passing})
     assert Vision().check(state) == ""
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@for_each("precision", ["fp32", "bf16"])
 def test_neither_layout_copies_more_than_the_other(precision: str) -> None:
     """Bytes that a step moves: a conversion anywhere in it would be some."""
     moved = [
@@ -322,8 +323,8 @@ def test_phases_are_told_apart() -> None:
     assert "cast" not in marks(Vision(), state)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@for_each("model", MODELS)
+@for_each("layout", LAYOUTS)
 def test_inference_casts_no_weight_in_its_step(model: str, layout: str) -> None:
     """They are cast once; what comes out is what it was without."""
     state, other = (state_of(model, "fp8", layout=layout, **{"pass": "forward"}) for _ in range(2))
@@ -358,7 +359,7 @@ def test_images_are_those_of_their_seed_in_every_layout_and_precision() -> None:
     assert [torch.equal(again.next()[1], targets) for _, targets in first] == [True] * 4
 
 
-@pytest.mark.parametrize("model", MODELS)
+@for_each("model", MODELS)
 def test_it_learns(model: str) -> None:
     state = state_of(model)
     assert isinstance(state, TrainingState)

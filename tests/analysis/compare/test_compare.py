@@ -41,6 +41,7 @@ from fp8bench.report.comparisons import page_of, rows_of, value_of
 from fp8bench.report.data.plain import csv_text
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render
+from tests.counts import for_each
 from tests.runs import CPU, NATIVE, case, run_of
 
 PARTS = ("cast", "gemm", "unattributed")
@@ -102,7 +103,7 @@ def test_every_figure_that_both_have() -> None:
     assert not compared.only_before and not compared.only_after and not compared.differing
 
 
-@pytest.mark.parametrize(("factor", "expected"), [(1.3, "worse"), (0.7, "better"), (1.05, "unsure"), (1.0, "unsure")])
+@for_each(("factor", "expected"), [(1.3, "worse"), (0.7, "better"), (1.05, "unsure"), (1.0, "unsure")])
 def test_one_run_each(factor: float, expected: str) -> None:
     """Below 10% a stored number says nothing about a time; the rest is exact."""
     compared = held([run(1)], [run(2, factor)])
@@ -114,7 +115,7 @@ def test_one_run_each(factor: float, expected: str) -> None:
     assert of(compared, "product_error").direction is Direction.SAME
 
 
-@pytest.mark.parametrize(("runs", "faster"), [(1, 0.8), (5, 0.97), (5, 1.0)])
+@for_each(("runs", "faster"), [(1, 0.8), (5, 0.97), (5, 1.0)])
 def test_runs_slower_on_some_calls_are_not_faster(runs: int, faster: float) -> None:
     """Every second call takes twice as long, whatever the other one takes; one run or several a side."""
 
@@ -198,7 +199,7 @@ def test_energy_is_never_exact() -> None:
     assert of(several, "energy").direction is Direction.WORSE
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("metric", "before", "after", "direction", "ratio"),
     [
         ("product_error", 0.5, 0.5, "same", 1.0), ("product_error", 0.5, 0.6, "worse", 1.2),
@@ -383,7 +384,7 @@ def waiting(share: float, milliseconds: float, seed: int) -> Record:
     return replace(one, timing=replace(one.timing, slots=slots))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("old", "new", "loads", "said"),
     [
         (0.0, 0.8, (0.1, 0.1), "others took the CPU in 0% of the slots before and 83% of the slots now"),
@@ -408,7 +409,7 @@ def test_what_others_took_of_one_side_alone_is_no_regression(
     assert time.why.startswith(said) and (not said or time.why.endswith(": measure both sides alike, or duel"))
 
 
-@pytest.mark.parametrize(("times", "said"), [(1.3, Direction.UNSURE), (2.0, Direction.WORSE), (0.8, Direction.UNSURE)])
+@for_each(("times", "said"), [(1.3, Direction.UNSURE), (2.0, Direction.WORSE), (0.8, Direction.UNSURE)])
 def test_no_more_than_waiting_explains(times: float, said: Direction) -> None:
     """Both sides had two thirds of a core in nearly all slots: below 1.5 times nobody knows."""
     sides = [

@@ -12,6 +12,7 @@ from scipy import stats
 
 from fp8bench.analysis.compare.interval import Estimate, across, direction, exact_change, p_value, quantile
 from fp8bench.model import Direction
+from tests.counts import for_each
 
 
 def side(*values: float, error: float = 1e-4) -> list[Estimate]:
@@ -81,7 +82,7 @@ def test_same_needs_a_narrow_interval() -> None:
     assert where is Direction.UNSURE and "differ too much" in why
 
 
-@pytest.mark.parametrize("runs", [(7, 1), (6, 2), (4, 4), (5, 5)])
+@for_each("runs", [(7, 1), (6, 2), (4, 4), (5, 5)])
 def test_p_values_of_nothing_are_uniform(runs: tuple[int, int]) -> None:
     """3% between runs, 0.5% within them: a tenth of p-values lies below 0.1, a hundredth below 0.01."""
     generator = np.random.default_rng(8)
@@ -103,8 +104,8 @@ def test_p_value(statistic: float, freedom: float) -> None:
     assert p_value(statistic, freedom) == pytest.approx(2 * stats.t.sf(abs(statistic), freedom), rel=1e-6, abs=1e-14)
 
 
-@pytest.mark.parametrize("freedom", [1, 2, 3, 5, 10, 100])
-@pytest.mark.parametrize("level", [0.5, 0.95, 0.99, 0.999])
+@for_each("freedom", [1, 2, 3, 5, 10, 100])
+@for_each("level", [0.5, 0.95, 0.99, 0.999])
 def test_quantile(level: float, freedom: float) -> None:
     """What holds the share `level` between it and its negative."""
     assert quantile(level, freedom) == pytest.approx(stats.t.ppf((1 + level) / 2, freedom), rel=1e-6)

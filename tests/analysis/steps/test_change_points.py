@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.steps.change_points import LEAST_VALUES, Step, Values, steps_of_many
 from suites.change_points import flat
+from tests.counts import for_each
 
 
 def noisy(seed: int, series: int, count: int = 60) -> Floats:
@@ -62,13 +63,13 @@ def test_one_by_one_is_the_same() -> None:
     assert steps_of_many(series) == [steps_of(one) for one in series]
 
 
-@pytest.mark.parametrize("values", [[], [1.0], [1.0] * (LEAST_VALUES - 1), [1.0] * 200])
+@for_each("values", [[], [1.0], [1.0] * (LEAST_VALUES - 1), [1.0] * 200])
 def test_what_has_no_step(values: list[float]) -> None:
     """Too short, or all the same."""
     assert steps_of(values) == ()
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf")])
+@for_each("wrong", [0.0, -1.0, float("nan"), float("inf")])
 def test_what_has_no_logarithm_is_refused(wrong: float) -> None:
     """Rather than giving a level that is none."""
     with pytest.raises(ValueError, match="above 0"):
@@ -103,8 +104,8 @@ def test_several_steps_in_both_directions() -> None:
     assert all(one.after == other.before for one, other in itertools.pairwise(steps))
 
 
-@pytest.mark.parametrize("place", [0, 20, 45, 57, 58, 59])
-@pytest.mark.parametrize("factor", [0.5, 1.3, 10.0])
+@for_each("place", [0, 20, 45, 57, 58, 59])
+@for_each("factor", [0.5, 1.3, 10.0])
 def test_a_bad_night_is_no_step(place: int, factor: float) -> None:
     """Anywhere, the last night included: not more than chance makes of 300 series."""
     series = noisy(6, 300)
@@ -152,7 +153,7 @@ def test_figures_of_few_digits_are_flat() -> None:
     assert sum(bool(steps) for steps in many(rounded)) < 15
 
 
-@pytest.mark.parametrize("noise", ["heavy tails", "bad nights", "one-sided", "memory 0.3"])
+@for_each("noise", ["heavy tails", "bad nights", "one-sided", "memory 0.3"])
 def test_noise_of_other_kinds(noise: str) -> None:
     """Alarms in a few flat series of a hundred, and not in many; a step of 10% is found all the same."""
     series = flat(noise, np.random.default_rng(11), 500)
@@ -171,7 +172,7 @@ def test_whatever_the_values(values: list[float]) -> None:
         assert 0 <= one.low < one.at <= one.high < len(values) and 0 <= one.p_value <= 1
 
 
-@pytest.mark.parametrize("unit", [1e-9, 3.0, 1e12])
+@for_each("unit", [1e-9, 3.0, 1e12])
 def test_the_unit_does_not_matter(unit: float) -> None:
     """Seconds or nanoseconds: a step is a ratio."""
     series = noisy(12, 50)

@@ -27,6 +27,7 @@ from fp8bench.model import Conditions, Direction, Evidence, Figure, Label, Serie
 from fp8bench.report.comparisons import value
 from fp8bench.report.terminal.changes import page_of
 from fp8bench.report.terminal.layout import render
+from tests.counts import for_each
 from tests.histories import commit
 
 SERIES = Series("gemm.Gemm.track_time", "gemm", "time", "seconds", ("dtype", "shape"), (("bf16",), ("512",)), "1.1")
@@ -88,7 +89,7 @@ def test_a_step_of_energy_is_shown_in_joules_and_fits_a_threshold_in_them(tmp_pa
         assert threshold_of(one, read_rules(file)).smallest == pytest.approx(joules)
 
 
-@pytest.mark.parametrize(("metric", "found"), [("relative_loss", 1), ("output_error", 0)])
+@for_each(("metric", "found"), [("relative_loss", 1), ("output_error", 0)])
 def test_little_of_a_relative_loss_matters(metric: str, found: int) -> None:
     """A third of a percent of any other figure is where code lies. The gate's threshold lets no more through."""
     series = replace(SERIES, name=f"gemm.Gemm.track_{metric}", metric=metric, unit="x")
@@ -166,7 +167,7 @@ def test_hasty_figures_are_no_step() -> None:
     assert not find_changes([trend(*flat.figures[:25], *hasty)]).changes
 
 
-@pytest.mark.parametrize("changed", [figure(0, 1.0, version="1.2"), figure(0, 1.0, under=OLD)])
+@for_each("changed", [figure(0, 1.0, version="1.2"), figure(0, 1.0, under=OLD)])
 def test_what_does_not_compare_is_no_step(changed: Figure) -> None:
     """A new version or torch is not the commit's doing."""
     figures = list(levels((20, 1.0), (20, 2.0)).figures)
@@ -277,9 +278,7 @@ def test_an_ack_of_commits_that_are_gone_covers_nothing() -> None:
     assert not covers(replace(ack, since="f" * 40, until="e" * 40), change)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "direction"), [(0.0, 0.03, Direction.WORSE), (0.03, 0.0, Direction.BETTER)]
-)
+@for_each(("before", "after", "direction"), [(0.0, 0.03, Direction.WORSE), (0.03, 0.0, Direction.BETTER)])
 def test_from_nothing_to_something_and_back(before: float, after: float, direction: Direction) -> None:
     """A share that vanishes: no ratio says it, and it comes before all others; a single night of it is none."""
     values = [before] * 20 + [after] * 4
@@ -332,7 +331,7 @@ def test_a_count_that_differs_from_the_last_is_a_step_and_no_chance() -> None:
     assert counts(7).left == {TOO_FEW_COUNTS: 1} and not counts(7, 7, 7).changes
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("values", "states"),
     [
         ((9, 6, 6), [(False, ChangeState.OPEN)]),  # fewer launches are another step, too

@@ -160,7 +160,7 @@ ALWAYS = 3
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        pytest.param(*one, marks=[pytest.mark.slow] * (place >= ALWAYS), id=" ".join(one[0]))
+        pytest.param(*one, marks=[pytest.mark.nightly] * (place >= ALWAYS), id=" ".join(one[0]))
         for place, one in enumerate(WRONG)
     ],
 )

@@ -21,6 +21,7 @@ from fp8bench.features.ablate.view import rows_of, sentences, value_of
 from fp8bench.model import Interval, Level, Request
 from fp8bench.model.codec import decode, encode
 from tests.commands import Say, unfolded
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.own_suites import forgotten
 
@@ -175,7 +176,7 @@ def test_it_is_kept_and_shown_as_it_was(tmp_path: Path) -> None:
     assert AblationKind().find("nothing", tmp_path) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "says"),
     [
         (("transformer", "--options", "bf16"), "two or more"),

@@ -20,6 +20,7 @@ from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.model import Interval, Label, Level, Phase, Share, ShareKind, Shares, Verdict
 from fp8bench.model.step import Coverage
 from tests.advised import BF16, FP8, NANO, answer, basis, group, only, record, said
+from tests.counts import for_each
 from tests.energies import use
 from tests.features.advise.test_rules import holder, model, squares, study
 from tests.learning_curves import curve, held_out, lines, rows, training
@@ -98,7 +99,7 @@ def test_faster_than_its_parts_allow_is_not_believed() -> None:
     assert one.rule == "amdahl" and "something else is not alike" in one.sentence and one.gain is None
 
 
-@pytest.mark.parametrize("micros", [9000, 5000])
+@for_each("micros", [9000, 5000])
 def test_a_model_as_it_came_gains_no_more_than_what_multiplies_allows(micros: int) -> None:
     """Products are 7% of it, by the pass that looked: at most 1.075x, and a step in half the time is not believed."""
     lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": micros})
@@ -209,7 +210,7 @@ def test_a_projection_wants_all_three_products_of_a_layer() -> None:
     assert not [each for each in found.advice if each.rule == "projection"]
 
 
-@pytest.mark.parametrize("side", [256, 16384])
+@for_each("side", [256, 16384])
 def test_nothing_is_projected_beyond_what_was_timed(side: int) -> None:
     """Nor of a mode that the step was timed in, nor from products of which too few sizes are known."""
     lead, case = model(side)  # type: ignore[misc]
@@ -301,7 +302,7 @@ def test_the_interval_holds_seeds_and_rounds() -> None:
     assert differing.time.low < 0.76 / 0.9 < differing.time.high and differing.time.level == 0.95
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("learned", "why"),
     [
         (None, "no training was named (--training)"),

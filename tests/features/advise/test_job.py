@@ -17,6 +17,7 @@ from fp8bench.features.advise.values import Advice, AdviceKind, Checked, Ground
 from fp8bench.model import Interval, Level, Request, Run
 from fp8bench.protocols import SilentObserver
 from tests.advised import FP8, NANO, basis, group, run
+from tests.counts import for_each
 from tests.features.advise.test_rules import study
 
 ADVICE = Advice(
@@ -50,7 +51,7 @@ def test_without_a_file_there_is_none(tmp_path: Path) -> None:
         load_checks(tmp_path)
 
 
-@pytest.mark.parametrize(("point", "hit"), [(1.39, False), (1.4, True), (1.6, True), (1.61, False)])
+@for_each(("point", "hit"), [(1.39, False), (1.4, True), (1.6, True), (1.61, False)])
 def test_a_hit_lies_within_what_was_predicted(point: float, hit: bool) -> None:
     measured = Interval(point, 1.0, 2.0, 0.99)
     assert replace(CHECKED, measured=measured).hit is hit

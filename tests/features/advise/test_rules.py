@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.analysis.findings import findings
 from fp8bench.features.advise.decide import RULES, predicted
 from fp8bench.features.advise.shape_rules import pays_from
@@ -14,6 +12,7 @@ from fp8bench.features.sensitivity.study import By, LayerTrial, Study
 from fp8bench.model import Level, MemoryUse, OperatorCount, PhaseCount, Share, ShareKind, Shares, Tape
 from fp8bench.model.step import Coverage, HeldProduct, Holder
 from tests.advised import BF16, FP8, NANO, answer, basis, group, record, run, said
+from tests.counts import for_each
 
 
 def met(rule: str, *groups: object, mode: str = "fp8", **more: object) -> Met:
@@ -43,7 +42,7 @@ def test_however_fast_products_are_a_share_bounds_the_step() -> None:
     assert found.met is Met.UNKNOWN and "60% of the step" in found.figure and not found.measure
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("gemm", "cast", "wanted"), [(3000, 600, Met.YES), (3000, 4000, Met.NO), (6000, 600, Met.NO), (6500, 1, Met.NO)]
 )
 def test_casts_eat_what_products_gain(gemm: int, cast: int, wanted: Met) -> None:
@@ -138,7 +137,7 @@ def model(side: int) -> list[object]:
     return [replace(lead, tape=tape), replace(case, tape=replace(tape, phases=(PhaseCount("gemm", 3 * flops, 2, 3),)))]
 
 
-@pytest.mark.parametrize(("side", "wanted"), [(512, Met.NO), (2048, Met.YES), (16384, Met.UNKNOWN)])
+@for_each(("side", "wanted"), [(512, Met.NO), (2048, Met.YES), (16384, Met.UNKNOWN)])
 def test_products_of_a_step_against_break_even(side: int, wanted: Met) -> None:
     """Too small, large enough, and beyond what was timed."""
     assert met("shapes", model(side), *squares(0.5, 0.8, 1.4, 1.9), mode="nvfp4") is wanted
@@ -219,7 +218,7 @@ def study(*gaps: float) -> Study:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("gaps", "wanted"), [((0.005,), Met.YES), ((0.1, 0.005), Met.NO), ((), Met.UNKNOWN)])
+@for_each(("gaps", "wanted"), [((0.005,), Met.YES), ((0.1, 0.005), Met.NO), ((), Met.UNKNOWN)])
 def test_layers_by_a_study(gaps: tuple[float, ...], wanted: Met) -> None:
     assert met("layers", group(fp8=FP8), studies=(study(*gaps),)) is wanted
     if len(gaps) > 1:  # with the map that the study found, the case bears it

@@ -28,6 +28,7 @@ from fp8bench.model import Interval
 from fp8bench.nn.served import Arm
 from tests.advised import FP8, group, run
 from tests.commands import Say
+from tests.counts import for_each
 
 ADOPT, ROUTE, _, NOTHING = AdviceKind
 LEAD, INT8, FP8_KV = Arm("fp32"), Arm("bf16", "", "int8"), Arm("bf16", "fp8")
@@ -88,7 +89,7 @@ def test_a_gain_that_spoils_predictions_is_none() -> None:
     assert of_sweep(ends, quality=replace(spoiled, caution="random weights: arithmetic only")).kind is ADOPT
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("times", "kind", "words"),
     [
         (ArmTimes(FP8_KV, why="restored"), NOTHING, "about the speed of kv=fp8, because it was not timed: restored"),
@@ -109,7 +110,7 @@ def test_contexts(times: ArmTimes, kind: AdviceKind, words: str) -> None:
     assert advice.kind is kind and words in advice.sentence, advice.sentence
 
 
-@pytest.mark.parametrize(("left", "kind"), [(4e-4, ROUTE), (1.5e-3, NOTHING)])
+@for_each(("left", "kind"), [(4e-4, ROUTE), (1.5e-3, NOTHING)])
 def test_layers_stay_high_where_few_carry_the_harm(left: float, kind: AdviceKind) -> None:
     asked = replace(answer().question, check_layers="kv")
     spared = ((Arm("fp32", "fp8"), quality(2e-3)), (Arm("fp32", "fp8@0=fp32@1=fp32"), quality(left)))

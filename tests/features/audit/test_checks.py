@@ -5,13 +5,14 @@ Then what calls do besides their products, how fast nothing can be, and streams.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from fp8bench.features.audit import results, times
@@ -26,6 +27,7 @@ from suites import audit
 from suites import audit_everyday as everyday
 from suites.audit import codes_of, result_of
 from suites.audit_lies import HONEST, LIES, UNCAUGHT, Kernel, product
+from tests.counts import for_each, sampled
 
 # What looks at time takes seconds, and two lies and one honest kernel are enough for it.
 UNTIMED, TIMED = (
@@ -44,13 +46,18 @@ REMEMBERED = {
 }
 
 
+def each_fourth(rows: Sequence[Kernel]) -> list[ParameterSet]:
+    """The others nightly."""
+    return sampled(rows[::4], rows)
+
+
 QUICK = ("no tail of the contraction", "NaN of zeros", "a NaN that is lost")
 
 
 @pytest.mark.parametrize(
     "kernel",
     [
-        pytest.param(kernel, marks=() if kernel.name in QUICK else pytest.mark.slow, id=kernel.name)
+        pytest.param(kernel, marks=() if kernel.name in QUICK else pytest.mark.nightly, id=kernel.name)
         for kernel in LIES if kernel.name in REMEMBERED
     ],
 )  # fmt: skip
@@ -59,21 +66,21 @@ def test_a_lie_that_fresh_numbers_do_not_show(kernel: Kernel) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [one for one in LIES if one.name not in REMEMBERED], ids=lambda one: one.name)
+@pytest.mark.parametrize("kernel", each_fourth([one for one in LIES if one.name not in REMEMBERED]))
 def test_every_lie_is_caught(kernel: Kernel) -> None:
     checks = CHECKS if kernel.name in TIMED else UNTIMED
     assert result_of(kernel, "cpu", checks).outcome is AuditOutcome.FAIL
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", HONEST, ids=lambda one: one.name)
+@pytest.mark.parametrize("kernel", each_fourth(HONEST))
 def test_no_honest_kernel_is_accused(kernel: Kernel) -> None:
     found = result_of(kernel, "cpu", CHECKS if kernel.name == "emulated fp8" else UNTIMED)
     assert found.outcome is AuditOutcome.PASS, codes_of(found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", UNCAUGHT, ids=lambda one: one.name)
+@for_each("kernel", UNCAUGHT, ids=lambda one: one.name)
 def test_what_is_listed_as_uncaught_is(kernel: Kernel) -> None:
     assert result_of(kernel, "cpu", UNTIMED).outcome is AuditOutcome.PASS
 
@@ -112,7 +119,7 @@ def test_what_is_compiled_is_seen_as_what_it_was_made_of() -> None:
     assert len(frames) == 1
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "code"),
     [
         ("casts outside of what is timed", "remembered-work"),

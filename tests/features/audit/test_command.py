@@ -16,6 +16,7 @@ from fp8bench.model import Ceilings, Limit, Rate
 from fp8bench.model.promises import AuditKind, Signature, Takes
 from fp8bench.user_code.named import audited, declared_of, signed
 from tests.commands import Say
+from tests.counts import for_each
 from tests.facts import CPU
 
 KERNELS = """\
@@ -76,14 +77,14 @@ def test_one_that_does_not(kernels: str, tmp_path: Path, fp8bench: Say) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "word"), [("crash", "crashes"), ("refuses", "raises")])
+@for_each(("name", "word"), [("crash", "crashes"), ("refuses", "raises")])
 def test_one_that_gives_nothing(kernels: str, name: str, word: str, fp8bench: Say) -> None:
     code, out, _ = fp8bench("audit", f"{kernels}:{name}", "--kind", "product", "--precision", "fp8")
     assert code == 4 and word in out and "CANNOT TELL" in out
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@for_each(
     ("words", "sentence"),
     [
         (["{}:nothing"], "has no 'nothing'. Callables in it: wide, fallback, crash, refuses."),
@@ -129,7 +130,7 @@ def test_the_decorator_leaves_the_function_alone() -> None:
     assert declared_of(len) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "sentence"),
     [
         (("gemm", "fp8"), "kind is .gemm.. Give one of product, cast, linear, attention, optimizer, model"),

@@ -15,6 +15,7 @@ from fp8bench.model.promises import AuditKind
 from fp8bench.registry import precisions
 from fp8bench.user_code.named import signed
 from suites.audit_lies import HONEST, LIES, MXFP8, product
+from tests.counts import for_each
 from tests.facts import CPU
 
 RECIPES = ("fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "fp8-e5m2")
@@ -32,8 +33,8 @@ def judged(audited: Subject, data: str = "normal", shape: Shape = SHAPE) -> Prom
     return audited.promises(matrices)[name].judge(audited.results(audited.arguments(matrices))[name])
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("shape", [(8, 256), (130, 96), (33, 300)])
+@for_each("name", RECIPES)
+@for_each("shape", [(8, 256), (130, 96), (33, 300)])
 def test_a_matrix_that_is_taken_apart_is_what_its_recipe_leaves(name: str, shape: tuple[int, int]) -> None:
     """Elements times scales, bit for bit, at ends that fill no block, too."""
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
@@ -41,12 +42,12 @@ def test_a_matrix_that_is_taken_apart_is_what_its_recipe_leaves(name: str, shape
         assert torch.equal(rounded(x, treatment).values, values(x, treatment.fmt, treatment.scaling))
 
 
-@pytest.mark.parametrize("data", DATA)
+@for_each("data", DATA)
 def test_the_emulation_keeps_its_promise_on_all_data(data: str) -> None:
     assert judged(subject(lambda a, b: product(a, b, MXFP8), "product", "mxfp8"), data).code == ""
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("lie", "code"),
     [
         ("bf16 under the name of fp8", "not-cast"),
@@ -84,7 +85,7 @@ def test_sums_too_large_for_their_dtype_are_nobodys_mistake() -> None:
     assert judged(subject(lambda a, b: a @ b.t(), "product", "fp16"), "outliers along the contraction").code == ""
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("found", "code"),
     [
         (lambda a, b: a, "shape"),
@@ -111,7 +112,7 @@ def test_a_cast_may_give_codes_and_scales() -> None:
     assert judged(subject(cast, "cast", "mxfp8")).code == ""
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "code"),
     [
         ("torch's attention", ""),

@@ -14,6 +14,7 @@ from fp8bench.user_code.named import signed
 from suites.audit import codes_of, result_of
 from suites.audit_lies import Kernel
 from suites.audit_optimizers import HONEST, LIES
+from tests.counts import for_each
 from tests.facts import CPU
 
 # What shows in a few steps, by name; the data on which it shows, where that is no matter "normal".
@@ -51,7 +52,7 @@ def judged(kernel: Kernel, data: str = "normal", shape: Shape = SHORT) -> Promis
     return audited.promises(matrices)["update"].judge(audited.results(audited.arguments(matrices))["update"])
 
 
-@pytest.mark.parametrize(("name", "code"), CODES.items())
+@for_each(("name", "code"), CODES.items())
 def test_a_mistake_has_its_name(name: str, code: str) -> None:
     found = judged(_BY_NAME[name], DATA.get(name, "normal"))
     assert (found.code, found.failed) == (code, True)
@@ -67,14 +68,14 @@ def test_a_mistake_that_nobody_knows_has_the_wrong_error() -> None:
     assert judged(Kernel("", signed("optimizer", "fp32"), Uneven)).code == "too-bad"
 
 
-@pytest.mark.parametrize("kernel", [one for one in HONEST if "torchao" not in one.name], ids=lambda one: one.name)
-@pytest.mark.parametrize("data", ["normal", "many octaves"])
+@for_each("kernel", [one for one in HONEST if "torchao" not in one.name], ids=lambda one: one.name)
+@for_each("data", ["normal", "many octaves"])
 def test_steps_that_keep_their_promise(kernel: Kernel, data: str) -> None:
     assert judged(kernel, data).code == ""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [one for one in HONEST if "torchao" in one.name], ids=lambda one: one.name)
+@for_each("kernel", [one for one in HONEST if "torchao" in one.name], ids=lambda one: one.name)
 def test_torchaos_do_so_too(kernel: Kernel) -> None:
     for data in OptimizerSubject.data:
         assert judged(kernel, data).code == ""
@@ -104,7 +105,7 @@ def test_the_dynamic_map_is_dettmerss() -> None:
     assert len(dynamic_map(4, True)) == 16 and dynamic_map(4, False)[0] == 1 / 16
 
 
-@pytest.mark.parametrize(("word", "bytes_"), [("dynamic8-256", 1 + 4 / 256), ("e4m3-128", 1 + 4 / 128), ("fp8", 1.0)])
+@for_each(("word", "bytes_"), [("dynamic8-256", 1 + 4 / 256), ("e4m3-128", 1 + 4 / 128), ("fp8", 1.0)])
 def test_what_is_left_of_moments(word: str, bytes_: float) -> None:
     """Nearest on their grid: twice is once, zero is zero, and half a step of the largest is the most that is lost."""
     x = torch.randn(7, 100, generator=torch.Generator().manual_seed(0))
@@ -114,7 +115,7 @@ def test_what_is_left_of_moments(word: str, bytes_: float) -> None:
     assert torch.allclose(cast(cast(x)), cast(x), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "sentence"),
     [
         ({"lr": 0.0}, "its learning rate is 0"),

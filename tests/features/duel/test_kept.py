@@ -10,6 +10,7 @@ import pytest
 from fp8bench.errors import StoreError
 from fp8bench.features.duel.kind import DuelKind, start_duel
 from fp8bench.model import Status
+from tests.counts import for_each
 from tests.duels import SESSION, header, result
 from tests.fakes import CPU
 from tests.older import as_older
@@ -107,7 +108,7 @@ def test_samples_that_no_clock_gave_are_left_out(path: Path) -> None:
     assert len(found.results) == 2 and len(found.results[0].sessions) == 2
 
 
-@pytest.mark.parametrize("text", ["", "{}\n", '{"schema": 1}\n', "[]\n", '{"schema": 1, "duel": {"id": 3}}\n', "\0\n"])
+@for_each("text", ["", "{}\n", '{"schema": 1}\n', "[]\n", '{"schema": 1, "duel": {"id": 3}}\n', "\0\n"])
 def test_what_is_no_duel_is_refused(text: str, tmp_path: Path) -> None:
     """With the file's name."""
     path = tmp_path / "file.jsonl"

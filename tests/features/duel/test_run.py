@@ -19,6 +19,7 @@ import pytest
 from fp8bench.cli.main import main
 from fp8bench.model.raw import PROTOCOL
 from tests.commands import complaints, git, unfolded
+from tests.counts import for_each
 
 ROOT = Path(__file__).resolve().parents[3]
 LIBRARY = """
@@ -220,7 +221,7 @@ def shown(store: Path, name: str) -> None:
     assert done.returncode == 2 and "The store has no runs yet" in unfolded(done.stderr)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_three_sessions_tell_a_slower_revision_with_an_interval(project: Path, pythons: Sequence[str]) -> None:
     """Of the same Python: exit code 1, an interval that has the truth in it, and a chance below 1%."""
     code, out, err = duelled(
@@ -308,7 +309,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_what_cannot_be_meant_is_one_sentence(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ from fp8bench.measure.limits import USUAL
 from fp8bench.model import Case, PlannedCase, Request, Status
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
+from tests.counts import for_each
 from tests.duels import header
 from tests.fakes import CPU, MS, FakeWorker, Fault, Script, broken, gemm_steps, planned
 
@@ -101,7 +102,7 @@ def test_no_side_is_always_the_first() -> None:
     assert firsts == {"preparing side A of", "preparing side B of"} and len(prepared) == 48
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("error", "why"),
     [
         (WorkerFault("ValueError", "no such thing", "the trace"), "ValueError: no such thing"),
@@ -109,7 +110,7 @@ def test_no_side_is_always_the_first() -> None:
         (WorkerHung("no answer"), "no answer"),
     ],
 )
-@pytest.mark.parametrize("request_name", ["prepare", "slot"])
+@for_each("request_name", ["prepare", "slot"])
 def test_a_fault_fails_the_case_on_its_side(error: Exception, why: str, request_name: str) -> None:
     """Its worker starts afresh, the others keep theirs, and no state stays behind."""
     pair = sides(Script(), Script(faults=[Fault(request_name, error)]))
@@ -171,7 +172,7 @@ def test_a_state_that_its_steps_have_spoilt_fails() -> None:
     assert "weights are nan" in one.result.before.reason
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "why"),
     [
         ({"skip": "too large"}, "side B: too large"),
@@ -359,7 +360,7 @@ def test_json_holds_samples_and_comparisons(run_duel: RunDuel, capsys: pytest.Ca
     assert len(document["results"][0]["sessions"][2]["after"][1]["slots"]) == 6
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("request_", "share", "rule"),
     [
         (Request("gemm"), None, (10, None, 2.5)),

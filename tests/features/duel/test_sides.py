@@ -28,6 +28,7 @@ from fp8bench.features.duel.sides import (
     worktree,
 )
 from tests.commands import git
+from tests.counts import for_each
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +137,7 @@ def test_a_path_a_name_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert interpreter("python", "--python-a") == str(link)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "sentence"),
     [
         ("echo hello", "is no Python that runs: asked for its version, it ended with status 0 and said 'hello'"),
@@ -159,7 +160,7 @@ def test_what_is_none_is_said_in_one_sentence(
     assert sentence in str(raised.value)
 
 
-@pytest.mark.parametrize("word", ["", "no-such-python", "/nowhere/python", "."])
+@for_each("word", ["", "no-such-python", "/nowhere/python", "."])
 def test_no_program(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither is a folder without a bin/python."""
     monkeypatch.chdir(tmp_path)

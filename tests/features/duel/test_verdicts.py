@@ -31,7 +31,7 @@ from fp8bench.model import (
     Verdict,
 )
 from fp8bench.report.terminal.layout import render
-from tests.counts import counts
+from tests.counts import counts, for_each
 from tests.duels import header
 from tests.fakes import called, record, steady, timing
 
@@ -145,7 +145,7 @@ def test_a_side_that_varies_more_at_the_same_pace_is_no_faster() -> None:
     assert Label.WHOLE_STEPS in next(compared(result)).labels
 
 
-@pytest.mark.parametrize("slower", [0.0, 0.004, 0.02])
+@for_each("slower", [0.0, 0.004, 0.02])
 def test_chance_is_that_of_all_deals(slower: float) -> None:
     """Against every deal of three sessions, counted one by one."""
     draw = np.random.default_rng(int(1e4 * slower))
@@ -201,7 +201,7 @@ def test_the_same_is_the_same() -> None:
     assert found.ratio.low == pytest.approx(1) and found.ratio.high == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("before", "after", "verdict"),
     [
         ((1e-3, 1.02e-3), (1.5e-3, 1.6e-3), Verdict.SLOWER),
@@ -310,7 +310,7 @@ def test_values_of_one_side_and_those_that_are_no_cost() -> None:
     assert found["peak_memory"].direction is Direction.NONE and "only side B has it" in found["peak_memory"].why
 
 
-@pytest.mark.parametrize(("side", "failed"), [("before", False), ("after", True)])
+@for_each(("side", "failed"), [("before", False), ("after", True)])
 def test_a_failure_is_no_comparison(side: str, failed: bool) -> None:
     """And counts as one where side A had none."""
     broke, fine = record(None, status=Status.FAILED, reason="it broke"), record(None)
@@ -329,7 +329,7 @@ def test_emulated_on_both_sides_compares_and_on_one_does_not() -> None:
     assert one.why == "emulated on side A and native on side B: not the same work"
 
 
-@pytest.mark.parametrize("width", [40, 60, 100])
+@for_each("width", [40, 60, 100])
 def test_the_text_keeps_within_its_width_and_says_it_all(width: int) -> None:
     """Who fought, ratios, failures, values that differ, what was not measured."""
     results = (

@@ -21,6 +21,7 @@ from fp8bench.protocols import SilentObserver
 from fp8bench.store.fleet_plans import OUTPUT, folder_of, note, read_plan, states_of, write_plan
 from fp8bench.store.kept_lines import FileLines
 from fp8bench.store.runs.run_file import load_run, load_sheet
+from tests.counts import for_each
 from tests.older import changed_document, without_sums
 
 QUIET = SilentObserver()
@@ -163,7 +164,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
 }
 
 
-@pytest.mark.parametrize(("break_", "words"), DAMAGES.values(), ids=DAMAGES)
+@for_each(("break_", "words"), DAMAGES.values(), ids=DAMAGES)
 def test_what_is_damaged_is_a_state_of_its_cell(
     plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, break_: Callable[[Path, Path], None], words: str
 ) -> None:

@@ -72,7 +72,7 @@ def done(plan: Path, store: Path) -> list[str]:
     return [state.status.value for state in states_of(read_plan(plan), store)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_by_submitit_on_this_machine(plan: Path, fp8bench: Say, store: Path) -> None:
     code, out, err = fp8bench("fleet", "submit", str(plan), "--on", "local", "--workers", "2", "--wait")
     assert code == 0 and "2 done." in out and " on local" in err
@@ -108,7 +108,7 @@ def until(true: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("slurm")
 def test_by_slurm(plan: Path, fp8bench: Say, store: Path) -> None:
     """Each worker a job; sbatch's own words where it takes none."""

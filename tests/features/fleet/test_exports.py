@@ -16,6 +16,7 @@ from fp8bench.errors import UsageError
 from fp8bench.features.fleet.exports import Tasks, Volume, text_for
 from fp8bench.model import Request
 from fp8bench.model.run import Cell, FleetPlan
+from tests.counts import for_each
 
 _HOSTILE = """it's "a" $(touch x) `touch y` $HOME ${HOME} $$ \\ ; | & #\n- a: [b] %s"""
 _GPU = Cell("gemm[m=16]@cuda:0*4", kind="h200", gpus=4)
@@ -36,7 +37,7 @@ def shell_of(name: str, text: str) -> str:
     return str(words).replace("$$", "$")
 
 
-@pytest.mark.parametrize(("name", "workers"), [("sbatch", None), ("sbatch", 3), ("k8s", None)])
+@for_each(("name", "workers"), [("sbatch", None), ("sbatch", 3), ("k8s", None)])
 def test_the_command_arrives_whole(name: str, workers: int | None, tmp_path: Path) -> None:
     """Whatever paths are called, and however a shell would read them."""
     folder = tmp_path / _HOSTILE.replace("/", "")
@@ -68,7 +69,7 @@ def test_a_task_for_each_cell_or_so_many_workers() -> None:
     assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": "4"}}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "tasks", "words"),
     [
         ("sbatch", _TASKS, "--image and --volume are not for --to sbatch"),

@@ -13,6 +13,7 @@ import pytest
 from fp8bench.features.fleet.machines import Deviation, MachineRun
 from fp8bench.features.fleet.odd import FALSE_ALARMS, LEAST_CHANGE, critical, deviations, seen_from
 from fp8bench.features.fleet.report import of_coverage
+from tests.counts import for_each
 
 
 def fleet(
@@ -43,7 +44,7 @@ def test_honest_fleets_are_left_alone_as_often_as_is_said(machines: int, reports
     assert alarms <= reports * FALSE_ALARMS + 3.1 * math.sqrt(reports * FALSE_ALARMS)
 
 
-@pytest.mark.parametrize(("machines", "slow"), [(4, ("m1",)), (8, ("m1",)), (8, ("m1", "m5", "m7")), (16, ("m3",))])
+@for_each(("machines", "slow"), [(4, ("m1",)), (8, ("m1",)), (8, ("m1", "m5", "m7")), (16, ("m3",))])
 def test_what_is_slow_is_named_and_nobody_else(machines: int, slow: tuple[str, ...]) -> None:
     """Three of eight do not hide each other."""
     times = fleet(np.random.default_rng(1), machines, 5, 0.01, **dict.fromkeys(slow, 2.0))

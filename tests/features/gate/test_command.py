@@ -17,7 +17,7 @@ from fp8bench.features.gate.judging import SecondLook
 from fp8bench.model import Run, Scalar, Status
 from fp8bench.store.runs.listing import run_files
 from tests.commands import PROGRAM, Say, environment, git, unfolding
-from tests.counts import SLOW
+from tests.counts import SLOW, for_each
 from tests.histories import commit, history, keep, records, run_at, tree
 
 # Its bf16 does as much work as a file beside it says, which no digest of the code sees: a regression planted anew.
@@ -104,7 +104,7 @@ def test_what_it_could_have_seen_is_told_and_may_be_required(store: Path, say: S
     assert JUnitXml.fromfile("out.xml").failures > 0 and "cannot see its threshold" in out
 
 
-@pytest.mark.parametrize("share", ["80", "0", "100%", "1", "-5%", "nan", "many", "%"])
+@for_each("share", ["80", "0", "100%", "1", "-5%", "nan", "many", "%"])
 def test_a_share_that_is_none_is_refused(say: Say, share: str) -> None:
     code, _, err = say("A", "B", f"--require-power={share}")
     assert code == 2 and "like 80% or 0.8" in err

@@ -22,7 +22,7 @@ from fp8bench.features.gate.stored_runs import GateSource, failed, judged
 from fp8bench.features.gate.view import WORDS, Review, ReviewStatus, comment, review
 from fp8bench.model import Comparison, Evidence, Level, Measurement, Status
 from tests.commands import ROOT, environment, git
-from tests.counts import SLOW
+from tests.counts import SLOW, for_each, sampled
 from tests.duels import header
 from tests.fakes import record, steady
 from tests.features.gate.test_duels import Repository
@@ -89,7 +89,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@for_each("name", CASES)
 def test_the_word(name: str) -> None:
     """And the exit code that goes with it; a reason for each word but pass, and in 25 lines."""
     results, expected = CASES[name]
@@ -198,7 +198,7 @@ def job(tmp_path: Path) -> Job:
     return Job(folder)
 
 
-@pytest.mark.parametrize("slow", SLOW)
+@pytest.mark.parametrize("slow", sampled([], [None]))
 def test_the_action_on_commits_that_do_other_work(job: Job, slow: object) -> None:
     first = job.repository.commit(20_000)
     suite = job.repository.path / "mine.py"

@@ -23,7 +23,7 @@ from fp8bench.features.gate.judging import (
 from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.model import Comparison, Direction, Evidence, Interval
 from suites.gate import Setting, false_alarms, found
-from tests.counts import sampled
+from tests.counts import for_each, sampled
 
 
 def figure(times: float, **changes: object) -> Comparison:
@@ -64,7 +64,7 @@ def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRu
     return second_look(judged, SecondLook(found, "again", "" if again else "no device"), rules)[0]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("one", "outcome"),
     [
         (figure(1.0), GateOutcome.FINE),
@@ -115,7 +115,7 @@ STEP = figure(1.08, evidence=Evidence.HISTORY, p_value=1e-4)
 RELATIVE = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("first", "again", "outcome"),
     [
         # It confirms, clears, or finds that it fails.
@@ -190,7 +190,7 @@ def test_what_is_ignored_fails_all_the_same_where_the_case_fails() -> None:
     assert first_look([figure(1.0, failed=True)], rules)[0].outcome is GateOutcome.FAILED
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("outcomes", "code", "headline"),
     [
         ((), 0, "no regression"),
@@ -239,7 +239,7 @@ def test_of_100_cases_nothing_alarms(setting: Setting) -> None:
     assert false_alarms(setting, BUILDS) <= MOST
 
 
-@pytest.mark.parametrize("setting", [Setting(1, 1, 0.01), Setting(3, 1, 0.02), Setting(5, 5, 0.01)])
+@for_each("setting", [Setting(1, 1, 0.01), Setting(3, 1, 0.02), Setting(5, 5, 0.01)])
 def test_what_was_planted_is_found(setting: Setting) -> None:
     """30%, among a hundred cases."""
     assert found(setting, 1.3, 20) >= 0.9

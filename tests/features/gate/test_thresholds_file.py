@@ -10,6 +10,7 @@ from fp8bench.errors import UsageError
 from fp8bench.features.gate.command import read_rules
 from fp8bench.features.gate.thresholds import ThresholdRule, check_rules, threshold_of
 from fp8bench.model import Comparison, Direction, Evidence
+from tests.counts import for_each
 
 
 def figure(case: str = "gemm[m=64,n=64]@cpu/bf16", metric: str = "time", unit: str = "s") -> Comparison:
@@ -84,7 +85,7 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize(("text", "expected"), NONSENSE.values(), ids=NONSENSE)
+@for_each(("text", "expected"), NONSENSE.values(), ids=NONSENSE)
 def test_nonsense(rules, text: str, expected: str) -> None:  # type: ignore[no-untyped-def]
     """One sentence with the file and the line."""
     with pytest.raises(UsageError) as caught:

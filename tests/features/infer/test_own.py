@@ -22,6 +22,7 @@ from fp8bench.nn.served import OWN_SHAPES, Arm, ServedShape, step_bytes
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions, workloads
 from tests.commands import Say
+from tests.counts import for_each
 from tests.fakes import steady
 from tests.nn import served_models
 from tests.runs import NATIVE, case, run_of
@@ -91,7 +92,7 @@ def test_bad_makers_are_a_sentence(fp8bench: Say, tmp_path: Path) -> None:
         assert code == 2 and not out and wrong in err, err
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "nvfp4"])
+@for_each("name", ["int8", "int4", "fp8", "nvfp4"])
 def test_a_product_with_a_kept_weight(name: str) -> None:
     """The suite gemm multiplies by the weight as the format keeps it, and says how far that is from the exact one."""
     gemm, precision = workloads.get("gemm"), f"served:weights={name}"
@@ -108,7 +109,7 @@ def test_a_product_with_a_kept_weight(name: str) -> None:
         assert gemm.support(params, precisions.get(precision), H200).level is Level.REFUSED
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("first", "last", "arm", "words"),
     [({"gemm": 1e-6, "cast": 2e-6}, {"gemm": 9e-6, "cast": 9e-6}, Arm("bf16", "", "fp8"), "dequantising ahead"),
      ({"gemm": 1e-6, "cast": 2e-6}, {"gemm": 9e-6, "cast": 9e-6}, Arm("bf16", "", "int8", True), "casts of inputs"),

@@ -39,6 +39,7 @@ from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench
+from tests.counts import for_each
 from tests.worker.test_tape_pass import records
 from tests.workloads.steps import CPU, Operations, small
 
@@ -70,8 +71,8 @@ def faults(state: ServedState, step: Callable[[], None]) -> set[str]:
     return wrong | ({"remembers"} if torch.equal(first, state.logits) else set())
 
 
-@pytest.mark.parametrize(("name", "new"), [("decode", 1), ("prefill", 24)])
-@pytest.mark.parametrize("size", ["nano", "nano-moe"])
+@for_each(("name", "new"), [("decode", 1), ("prefill", 24)])
+@for_each("size", ["nano", "nano-moe"])
 def test_a_step_fills_no_cache_and_is_the_same_each_time(name: str, new: int, size: str) -> None:
     workload, setup = workloads.get(name), small(name, "bf16", size=size)
     state = workload.prepare(setup)
@@ -79,7 +80,7 @@ def test_a_step_fills_no_cache_and_is_the_same_each_time(name: str, new: int, si
     assert faults(state, lambda: workload.step(state, SilentPhases())) == set()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("planted", "fault"),
     [("filling", "fills"), ("drawing", "draws"), ("remembering", "remembers"), ("growing", "grows"),
      ("constant", "constant values")],
@@ -106,7 +107,7 @@ def test_a_planted_step_is_found(planted: str, fault: str) -> None:
     assert fault in faults(state, step)
 
 
-@pytest.mark.parametrize("maker", ["own", "remembers", "prefills"])
+@for_each("maker", ["own", "remembers", "prefills"])
 def test_a_model_that_cheats_is_labelled(
     maker: str, bench: Bench, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +132,7 @@ def test_text_that_is_encoded_again() -> None:
     assert not any(window in ids for window in again)
 
 
-@pytest.mark.parametrize("maker", ["of_another_vocabulary", "of_longer_texts"])
+@for_each("maker", ["of_another_vocabulary", "of_longer_texts"])
 def test_tokens_that_the_model_has_not_are_a_sentence(maker: str) -> None:
     task = QualityTask(ServedModel(f"{MODELS}:{maker}"), 512, (Arm("fp32"), Arm("bf16")), CPU, 0)
     with pytest.raises(UsageError, match="fewer positions or ids: give shorter"):

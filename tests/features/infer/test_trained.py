@@ -19,6 +19,7 @@ from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.run import train
 from fp8bench.features.train.values import TrainingObserver, Validation
 from fp8bench.nn.served import Arm
+from tests.counts import for_each
 from tests.workloads.steps import CPU
 
 SETTINGS = TrainerSettings(batch=2, sequence=64)
@@ -39,7 +40,7 @@ def trained_in(store: Path, settings: TrainerSettings) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "served"), [("gpt", "nano"), ("moe", "nano-moe")])
+@for_each(("arch", "served"), [("gpt", "nano"), ("moe", "nano-moe")])
 def test_a_checkpoint_is_served(arch: str, served: str, stored: Path, tmp_path: Path) -> None:
     """Its perplexity is that of the training's own look at the text that it held out, in the same step."""
     stored = stored if arch == "gpt" else trained_in(tmp_path, replace(SETTINGS, arch=arch))
@@ -60,7 +61,7 @@ def test_a_checkpoint_is_served(arch: str, served: str, stored: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "words"),
     [({"arch": "mlp"}, "gpt and moe are"), ({"arch": "cnn"}, "of which no cache is served"),
      ({"master": "fp16-scaled"}, "fp32 ones are read"), ({"parallel": "tp"}, "a rank has a part of it")],

@@ -18,6 +18,7 @@ from fp8bench.formats.hardware import CLASSES
 from fp8bench.nn.sizes import PRODUCTS
 from fp8bench.report.terminal.layout import render
 from tests.commands import Say, unfolding
+from tests.counts import for_each
 
 REFUSED = """\
 gpt2 with 8192 tokens: 15 products of 5 layers, as torch's scaled_mm takes them
@@ -64,7 +65,7 @@ def test_a_head_that_is_refused_is_told_with_reasons_and_padding(say: Say) -> No
     assert say(*words) == (3, REFUSED, "")
 
 
-@pytest.mark.parametrize("width", [40, 60, 100, 200])
+@for_each("width", [40, 60, 100, 200])
 def test_no_line_is_wider_than_asked(width: int) -> None:
     """With all there is to say; colour takes no room."""
     shapes = [*shapes_of_model("gpt2", 1), LinearShape("a_layer_with_quite_a_name", 1, 2, 3, "fp32", True)]
@@ -132,7 +133,7 @@ def test_csv_has_a_row_for_what_each_library_says(say: Say) -> None:
     assert all(float(row["more_flops"]) > 0 for row in padded)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "said"),
     [
         ((), "neither --model nor --shapes"),

@@ -30,6 +30,7 @@ from fp8bench.model import DeviceFacts, Level, Scalar
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS
 from fp8bench.registry import precisions, workloads
+from tests.counts import for_each
 
 WANTED = [LinearShape("out", 8192, 4096, 1024), LinearShape("17x33x48", 17, 33, 48)]
 
@@ -40,7 +41,7 @@ def file_of(folder: Path, name: str, text: str | bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "text"),
     [
         ("a.txt", "# tokens, features out, features in\n8192x4096x1024 out\n\n 17X33x48   # no name\n"),
@@ -67,7 +68,7 @@ def test_csv_and_yaml_say_output_and_layout(tmp_path: Path) -> None:
     assert shapes_of_file(rows) == shapes_of_file(entries) == wanted
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "text", "said"),
     [
         ("a.txt", "8x8x8\n12x3 short\n", "a.txt:2: '12x3' is no shape"),
@@ -177,8 +178,8 @@ def test_every_class_has_facts_to_ask_the_suites_with() -> None:
     assert set(FACTS) == set(CLASSES)
 
 
-@pytest.mark.parametrize("device", CLASSES, ids=lambda one: one.name)
-@pytest.mark.parametrize("mode", scaled_modes())
+@for_each("device", CLASSES, ids=lambda one: one.name)
+@for_each("mode", scaled_modes())
 def test_what_a_suite_takes_natively_the_lint_takes_and_the_other_way_round(mode: str, device: DeviceClass) -> None:
     """The suite gemm refuses by `Precision.multiples`, the lint by its own rules: where both speak they agree."""
     precision, facts = precisions.get(mode), FACTS[device]
@@ -208,7 +209,7 @@ def test_some_mode_is_native_somewhere_so_that_the_agreement_is_tested() -> None
             )
 
 
-@pytest.mark.parametrize("tokens", [24, 32])
+@for_each("tokens", [24, 32])
 def test_the_mlp_suite_agrees_on_a_whole_block(tokens: int) -> None:
     """It is refused as soon as one of its six products is."""
     precision, mlp = precisions.get("fp8"), workloads.get("mlp")

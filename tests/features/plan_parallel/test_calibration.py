@@ -24,6 +24,7 @@ from fp8bench.features.plan_parallel.ranking import (
     pace_band,
     pace_with,
 )
+from tests.counts import for_each
 from tests.features.plan_parallel.published import bands, held_out, recipes_of, trainings, uncalibrated, within
 
 H100 = Topology(8, 80 * 2**30, 450e9, 50e9, 794e12, 1402e12)
@@ -74,8 +75,8 @@ def test_a_wrong_formula_grows_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     assert errors[0] < 0.1 < HELD_OUT[(*[kind_of(MODEL, FSDP)] * 2, True)] < errors[1]
 
 
-@pytest.mark.parametrize("recipe", list(RECIPES))
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@for_each("recipe", list(RECIPES))
+@for_each("precision", ["bf16", "fp8"])
 def test_what_calibrates_comes_out(recipe: str, precision: str) -> None:
     """Whatever the rates were, and in the ratio of the recipe."""
     training = MeasuredTraining(MODEL, FSDP, replace(LOAD, precision=precision), 5000.0)

@@ -32,6 +32,7 @@ from fp8bench.features.plan_parallel.ranking import (
     outside,
 )
 from fp8bench.nn.sizes import SIZES
+from tests.counts import for_each
 from tests.features.plan_parallel.published import FIGURES, GIB, TABLE, held, published
 
 # Each product reads a byte or two as another number: by hand these stay apart.
@@ -40,14 +41,12 @@ LINKS = Topology(node=4, memory=1e9, inside=1e6, between=1e5, bf16=1e9, fp8=2e9)
 LOAD = Load(sequence=32, local=8)
 
 
-@pytest.mark.parametrize(
-    ("model", "weights"), [("llama3-8b", 8030261248), ("llama3-70b", 70553706496), ("llama3-405b", 405853388800)]
-)
+@for_each(("model", "weights"), [("llama3-8b", 8030261248), ("llama3-70b", 70553706496), ("llama3-405b", 405853388800)])
 def test_weights_are_those_that_are_published(model: str, weights: int) -> None:
     assert MODELS[model].weights == weights
 
 
-@pytest.mark.parametrize("name", ["nano", "gpt-350m", "llama-1b"])
+@for_each("name", ["nano", "gpt-350m", "llama-1b"])
 def test_flops_are_those_that_suites_count(name: str) -> None:
     """But for norms, which are no products."""
     size = SIZES[name]

@@ -26,6 +26,7 @@ from fp8bench.model import CELL_PHASES, PHASES, Case, DeviceFacts, Run
 from fp8bench.model.raw import RawSlot, RawStep
 from fp8bench.plan.corpus import Corpus
 from fp8bench.worker.bench import Bench
+from tests.counts import for_each
 from tests.facts import CPU, H200
 
 CORPUS = Corpus("nowhere", "text", "0" * 64, 1000)
@@ -58,7 +59,7 @@ class Scripted(Worker):
         pass
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("same", "slowed", "held"),
     [
         (1.0, 1.12, [True, True]), (1.1, 1.12, [False, True]), (0.9, 1.12, [False, True]),
@@ -84,7 +85,7 @@ class Noting(Scripted):
         return super().ask(limit, name, *arguments)
 
 
-@pytest.mark.parametrize(("facts", "side"), [(CPU, checks.SIDE), (H200, checks.GPU_SIDE)])
+@for_each(("facts", "side"), [(CPU, checks.SIDE), (H200, checks.GPU_SIDE)])
 def test_what_is_timed_is_timed_on_the_device_asked_for(facts: DeviceFacts, side: int) -> None:
     """With a product that takes long enough there."""
     worker = Noting()
@@ -107,7 +108,7 @@ def test_rounding_holds() -> None:
     assert check.held and check.seen.startswith("0 of ")
 
 
-@pytest.mark.parametrize("wrong", ["truncated", "away from zero"])
+@for_each("wrong", ["truncated", "away from zero"])
 def test_wrong_rounding_is_noticed(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Midpoints show what whole codes do not."""
     right = quantise.round_to
@@ -138,7 +139,7 @@ def test_a_switch_that_stays_set_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     assert not check.held and check.seen == "high"
 
 
-@pytest.mark.parametrize("missing", [None, "cast", "optimizer_step"])
+@for_each("missing", [None, "cast", "optimizer_step"])
 def test_a_phase_that_is_never_seen_is_noticed(missing: str | None) -> None:
     """By its name."""
     codes = tuple(CELL_PHASES.index(phase) for phase in PHASES if phase != missing)
@@ -174,9 +175,7 @@ class Mortal(Scripted):
             raise WorkerLost("the worker crashed")
 
 
-@pytest.mark.parametrize(
-    ("notices", "recovers", "held"), [(True, True, True), (False, True, False), (True, False, False)]
-)
+@for_each(("notices", "recovers", "held"), [(True, True, True), (False, True, False), (True, False, False)])
 def test_a_loss_that_goes_unnoticed_is_noticed(notices: bool, recovers: bool, held: bool) -> None:
     """And a worker that does not come back."""
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as victim:
@@ -215,7 +214,7 @@ def test_storage_holds() -> None:
     assert checks.storage().held
 
 
-@pytest.mark.parametrize("wrong", ["loses the header", "hides the trouble"])
+@for_each("wrong", ["loses the header", "hides the trouble"])
 def test_wrong_storage_is_noticed(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read must be what was written, and a torn line must be told of."""
     right = checks.load_run
@@ -228,7 +227,7 @@ def test_wrong_storage_is_noticed(wrong: str, monkeypatch: pytest.MonkeyPatch) -
     assert not checks.storage().held
 
 
-@pytest.mark.parametrize(("held", "code", "last"), [(True, 0, "all checks held"), (False, 3, "1 checks failed")])
+@for_each(("held", "code", "last"), [(True, 0, "all checks held"), (False, 3, "1 checks failed")])
 def test_the_report_prints_each_check_and_ends_with_a_code(
     held: bool, code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ from fp8bench.registry import workloads
 from fp8bench.workloads import planted
 from fp8bench.workloads.planted import ORDERS
 from tests.commands import unfolded
+from tests.counts import for_each
 from tests.facts import CPU, H200
 
 SMALL = ("selftest", "--power", "--trials", "1", "--operation", "small")
@@ -83,7 +84,7 @@ def test_slow_downs_of_some_calls_have_rows_of_their_own() -> None:
     assert "1 more had too few calls for three periods" in table and "wrong signs: 1 of 3 comparisons" in table
 
 
-@pytest.mark.parametrize("seconds", [3e-4, 2e-3, 3e-2])
+@for_each("seconds", [3e-4, 2e-3, 3e-2])
 def test_every_kind_of_slow_down_comes_up(seconds: float) -> None:
     """In both orders, and none whose slow calls would take longer than a trial should."""
     drawn = [plant for number in range(15) for plant in uneven(number, seconds)]
@@ -94,7 +95,7 @@ def test_every_kind_of_slow_down_comes_up(seconds: float) -> None:
     assert max(seconds * (1 + plant.mean * plant.whole / plant.part) for plant in drawn) <= 0.25
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@for_each("order", ORDERS)
 def test_the_planted_step_is_slower_on_so_many_calls(order: str) -> None:
     """Three of four, the same ones again and again or others each time."""
     params = (("extra", 7), ("part", 3), ("whole", 4), ("order", order), ("draw", 5))
@@ -151,7 +152,7 @@ class Slowing(Worker):
         pass
 
 
-@pytest.mark.parametrize("per_call", [50.0, 2000.0])
+@for_each("per_call", [50.0, 2000.0])
 def test_effects_are_sized_by_what_a_tiny_call_really_costs(per_call: float) -> None:
     """On this machine, measured before the first trial."""
     operation = operations("text:0", CPU)[0]
@@ -188,8 +189,8 @@ def test_a_comparison_ends_when_its_own_time_is_up() -> None:
         assert row.seconds_longest < 0.2 + 3 * 64 * 9e-3  # looks come at intervals
 
 
-@pytest.mark.parametrize("facts", [CPU, H200], ids=lambda one: one.kind)
-@pytest.mark.parametrize("number", range(3), ids=power.OPERATIONS.__getitem__)
+@for_each("facts", [CPU, H200], ids=lambda one: one.kind)
+@for_each("number", range(3), ids=power.OPERATIONS.__getitem__)
 def test_operations_are_what_the_planted_workload_takes(number: int, facts: DeviceFacts) -> None:
     """Every parameter of the base workload is given; a GPU has sizes of its own."""
     operation = operations("text:0", facts)[number]

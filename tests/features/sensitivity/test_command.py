@@ -13,6 +13,7 @@ from fp8bench import pipeline
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.worker.bench import Bench
 from tests.commands import Say, complaints, unfolding
+from tests.counts import for_each
 
 FEW = ("--by", "kind", "--steps", "1", "--tolerance", "50")
 REFUSED = {
@@ -45,7 +46,7 @@ def say(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> Say:
     return unfolding(fp8bench, "sensitivity")
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_what_cannot_be_meant_is_one_sentence(name: str, say: Say) -> None:
     words, sentence = REFUSED[name]
     code, out, err = say(*words)

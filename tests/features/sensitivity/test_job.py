@@ -19,6 +19,7 @@ from fp8bench.measure.handle import Worker
 from fp8bench.model import Case, DeviceFacts, Request
 from fp8bench.protocols import Layer, key_of
 from fp8bench.registry import workloads
+from tests.counts import for_each
 from tests.facts import CPU
 
 Told = list[tuple[int, int, str, str]]
@@ -150,7 +151,7 @@ def test_a_tolerance_that_no_map_keeps_ends_with_the_last_layer() -> None:
     assert study.suggested is None and [len(one.low) for one in study.candidates] == list(range(9, 0, -1))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fault", "why", "restarts"),
     [
         (math.nan, "the loss is nan in step 1", 0),

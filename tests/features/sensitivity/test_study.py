@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fp8bench.features.sensitivity.study import By, LayerTrial, Study, Suffers, as_words, last_of, map_of, shortened
 from fp8bench.protocols import Layer, key_of
 from fp8bench.registry import workloads
+from tests.counts import for_each
 
 BASE = LayerTrial("reference", "", "bf16", losses=(9.0, 5.0, 4.0, 3.0, 2.0))
 STUDY = Study(
@@ -26,7 +27,7 @@ def probe(name: str, loss: float | None, error: float | None = 0.1, kind: str = 
     return LayerTrial(name, kind, "bf16", ((name, "fp8"),), (name,), 0, () if loss is None else (loss,), error, failure)
 
 
-@pytest.mark.parametrize(("steps", "last"), [(1, 1), (4, 1), (5, 1), (9, 1), (10, 2), (50, 10)])
+@for_each(("steps", "last"), [(1, 1), (4, 1), (5, 1), (9, 1), (10, 2), (50, 10)])
 def test_a_loss_is_the_mean_of_the_last_fifth(steps: int, last: int) -> None:
     assert last_of(steps) == last
     assert LayerTrial("", "", "bf16", losses=(100.0,) * (steps - last) + (2.0,) * last).loss == 2.0
@@ -40,7 +41,7 @@ def test_gaps_are_relative_to_the_reference() -> None:
     assert replace(probe("a", 2.5), failure="the loss is nan in step 3").loss is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("wanted", "found", "gap"),
     [(0.0, 0.0, 0.0), (0.0, 0.5, math.inf), (0.0, -0.5, -math.inf), (-2.0, -1.0, 0.5), (-2.0, -3.0, -0.5)],
 )

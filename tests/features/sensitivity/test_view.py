@@ -13,6 +13,7 @@ from fp8bench.features.sensitivity.command import page_of, rows_of
 from fp8bench.features.sensitivity.study import By, LayerTrial, Study, value_of
 from fp8bench.report.data.plain import csv_text
 from fp8bench.report.terminal.layout import render
+from tests.counts import for_each
 
 BASE = LayerTrial("reference", "", "bf16", losses=(3.0, 2.0))
 LAYERS = ("blocks.0.attn.qkv", "blocks.0.mlp.up", "blocks.1.attn.qkv", "blocks.1.mlp.up", "head")
@@ -81,7 +82,7 @@ def widest(text: str) -> int:
     return max(map(len, text.splitlines()))
 
 
-@pytest.mark.parametrize("width", [40, 60, 80])
+@for_each("width", [40, 60, 80])
 def test_no_line_is_wider_than_it_may_be(width: int) -> None:
     assert widest(render(page_of(STUDY), width=width)) <= width
     assert "\x1b[" in render(page_of(STUDY), color=True)

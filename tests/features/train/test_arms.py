@@ -14,6 +14,7 @@ from fp8bench.features.train.arms import MOST_ARMS, Turns, arms_of_seed, check_t
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import ArmCost, ArmRole
 from fp8bench.model import DeviceFacts, MemoryUse
+from tests.counts import for_each
 from tests.facts import CPU, H200
 from tests.trainings import small, training
 
@@ -102,7 +103,7 @@ def test_a_reference_that_is_named_leads() -> None:
     assert [arm.name for arm in arms if arm.role is not ArmRole.REPEAT] == ["fp32", "fp32 other seed", "bf16", "fp8"]
 
 
-@pytest.mark.parametrize(("device", "native"), [(CPU, False), (H200, True)])
+@for_each(("device", "native"), [(CPU, False), (H200, True)])
 def test_native_is_what_the_device_multiplies_in(device: DeviceFacts, native: bool) -> None:
     """With a precision map all of its precisions have to be."""
     arms = {arm.name: arm for arm in make_arms(TrainingRequest(("bf16", "fp8", "nvfp4")), device)}
@@ -273,7 +274,7 @@ def test_blocks_are_cut_where_a_ranks_share_of_them_is_one() -> None:
         assert ("takes sides in multiples of 16, and a rank has 6 and 24 features" in skips["fp8"]) is refused
 
 
-@pytest.mark.parametrize("why", REFUSED)
+@for_each("why", REFUSED)
 def test_what_cannot_be_meant_is_refused_before_anything_starts(why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)):
         check_training(TrainingRequest(**REFUSED[why]))

@@ -24,6 +24,7 @@ from fp8bench.features.train.values import ArmCost, LayerReading, StepRow, Train
 from fp8bench.features.train.words import FAILURES
 from fp8bench.measure.handle import LocalWorker
 from tests.commands import Say, unfolded, unfolding
+from tests.counts import for_each
 from tests.trainings import FakeLab, strikes
 
 TINY = (
@@ -70,7 +71,7 @@ def say(store: Path, fp8bench: Say) -> Say:
     return unfolding(fp8bench, "train")
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_what_cannot_be_meant_is_one_sentence(name: str, say: Say, local: None) -> None:
     words, sentence = REFUSED[name]
     code, out, err = say(*words)
@@ -109,9 +110,7 @@ def test_every_setting_of_the_request_can_be_said() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("words", "steps", "seeds"), [("", 300, 5), ("--quick", 60, 1), ("--quick --steps 9 --seeds 2", 9, 2)]
-)
+@for_each(("words", "steps", "seeds"), [("", 300, 5), ("--quick", 60, 1), ("--quick --steps 9 --seeds 2", 9, 2)])
 def test_quick_is_one_seed_of_few_steps(words: str, steps: int, seeds: int) -> None:
     request = request_from(build_parser().parse_args(["train", *words.split()]))
     assert (request.steps, request.seeds, request.settings) == (steps, seeds, TrainerSettings())
@@ -197,7 +196,7 @@ SWEPT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SWEPT)
+@for_each("name", SWEPT)
 def test_whatever_is_swept_takes_effect(name: str, say: Say, store: Path, local: None) -> None:
     """Every arm is trained, and learns otherwise than all others."""
     words, arms = SWEPT[name]
@@ -279,7 +278,7 @@ def test_an_arm_that_is_out_is_an_exit_code(say: Say, monkeypatch: pytest.Monkey
     assert (code, out) == (3, "") and "the worker crashed during 'advance'" in err
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "why"),
     [
         (

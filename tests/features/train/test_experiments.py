@@ -26,6 +26,7 @@ from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.report.elements import Page
 from fp8bench.report.terminal.layout import render
 from tests.commands import Say
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.learning_curves import curve, rows, training
 
@@ -91,7 +92,7 @@ def test_seeds_without_the_figure_do_not_count_and_an_arm_that_diverged_says_so(
     assert few is not None and {one.word for one in few.arms} == {"open: 0 seeds of 5 that are needed"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@for_each("name", NAMES)
 def test_each_is_a_training_that_can_be_asked_for(name: str) -> None:
     """Small, of five seeds; what else was asked of it stands."""
     request = as_experiment(TrainingRequest(experiment=name))

@@ -18,6 +18,7 @@ from fp8bench.cli.main import main
 from fp8bench.features.train.kind import start_training
 from fp8bench.features.train.outward import PAGE_SECONDS, AlarmCommand, LiveBoard, LivePage, outward
 from fp8bench.features.train.values import StreamLine, Training, TrainingEvent, TrainingObserver
+from tests.counts import for_each
 from tests.learning_curves import training as made
 from tests.trainings import row_of, training
 
@@ -129,7 +130,7 @@ def test_one_command_runs_at_a_time(tmp_path: Path) -> None:
     assert words == ["begun", "step 0", "begun", "step 1", "step 2", "step 3", "step 4"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("script", "seconds", "said"),
     [
         ("echo no route >&2; exit 7", 30.0, "ended with 7: no route"),
@@ -205,7 +206,7 @@ def test_whoever_watched_before_is_told_all_the_same(tmp_path: Path) -> None:
     assert not (tmp_path / "live.html").exists()  # the store has no such training
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "said"),
     [
         (["--live", "no/such/x.html"], "there is no directory no/such"),

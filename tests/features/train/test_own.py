@@ -20,6 +20,7 @@ from fp8bench.features.train.values import COVERAGE, StreamLine, TrainingEvent, 
 from fp8bench.features.train.verdicts.curves import Learned, Why
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.workloads.model import LIVE, MADE
+from tests.counts import for_each
 from tests.trainings import said
 
 MAKER = """
@@ -104,7 +105,7 @@ def test_makers_are_known_by_what_a_worker_can_import() -> None:
     assert name_of_maker(lambda: 0) == "test_makers_are_known_by_what_a_worker_can_import.locals.lambda"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("asked", "words"),
     [
         ({"settings": {"arch": "mlp"}}, "--arch is about the built-in models"),

@@ -25,6 +25,7 @@ from fp8bench.model import Capacity, MemoryUse, PhaseMemory
 from fp8bench.report.elements import Chart, Lines, Page, Scatter, Sparks, Stacks, Table
 from fp8bench.report.page import html, markdown
 from fp8bench.report.page.drawing.draw import draw
+from tests.counts import for_each
 from tests.learning_curves import CANDIDATE, lines, training
 
 GAPS = {"fp8": [0.02, 0.03, 0.025, 0.02, 0.03], "bf16 other seed": [0.01, -0.02, 0.03, 0.0, 0.01]}
@@ -46,7 +47,7 @@ def reading(step: int, amax: float, layer: str = "head", **more: float) -> Layer
     return LayerReading("fp8", 0, step, layer, "input", amax, 0.0, 0.0, 1.0, 0.0, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("steps", [1, 2, 9, 60, 300, 1000, 12345])
+@for_each("steps", [1, 2, 9, 60, 300, 1000, 12345])
 def test_windows_end_at_the_endpoint(steps: int) -> None:
     """The first is of one step, the last of all; there are few enough to draw."""
     ends = ends_of(steps)
@@ -280,7 +281,7 @@ def test_looks_and_places_in_the_context() -> None:
     assert "other-text" in html.render(page(*told))
 
 
-@pytest.mark.parametrize("seeds", [1, 5])
+@for_each("seeds", [1, 5])
 def test_the_same_training_gives_the_same_bytes(seeds: int) -> None:
     first, again = page(seeds=seeds), page(seeds=seeds)
     assert html.render(first) == html.render(again) and markdown.render(first) == markdown.render(again)

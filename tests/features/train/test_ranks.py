@@ -27,6 +27,7 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.features.train.view import facts_of
 from fp8bench.nn.sizes import SIZES
+from tests.counts import sampled
 from tests.features.train.lab import plants as planted
 from tests.features.train.lab.labs import TINY
 from tests.measure.ranks.test_worker import gone
@@ -96,7 +97,7 @@ def test_a_rank_that_is_killed_costs_no_bit_and_once_more_its_arm(whole: KeptTra
     assert gone()
 
 
-@pytest.mark.parametrize("parallel", [one for one in PARALLEL if one != "ddp"])
+@pytest.mark.parametrize("parallel", sampled(["fsdp"], [one for one in PARALLEL if one != "ddp"]))
 def test_a_rank_that_keeps_its_own_part_goes_on_to_the_same_bits(parallel: str, tmp_path: Path) -> None:
     killed = trained(tmp_path / "killed", planted.KILLED, parallel)  # which leaves a word that it died
     whole = trained(tmp_path / "whole", planted.KILLED, parallel)

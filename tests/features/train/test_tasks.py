@@ -25,12 +25,13 @@ from fp8bench.features.train.verdicts.scores import ScoreVerdict, score_parts, v
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.report.elements import Page
 from fp8bench.report.terminal.layout import render
+from tests.counts import for_each
 from tests.learning_curves import lines, training
 
 PROSE = b" ".join(random.Random(1).choices([b"alpha", b"gamma", b"delta", b"theta", b"sigma", b"omega"], k=20_000))
 
 
-@pytest.mark.parametrize("sequence", [16, 24, 65])
+@for_each("sequence", [16, 24, 65])
 def test_a_question_has_its_answer_in_what_stands_before_it(sequence: int) -> None:
     ((_, copies),) = items_of("copy", sequence, b"")
     retrievals = dict(items_of("retrieval", sequence, b""))
@@ -68,7 +69,7 @@ def test_documents_are_as_long_as_a_window_and_what_is_held_out_is_others() -> N
     assert asked and all(document[at + 1] == digit for at in asked)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "words"),
     [
         ({"tasks": ("copies",)}, "copy"), ({"tasks": ("copy",), "sequence": 8}, "at least 16"),
@@ -127,7 +128,7 @@ def test_answers_that_are_all_alike_are_known_as_well_as_so_many_questions_tell(
     assert found.worse.decides.high == pytest.approx(-math.log(0.01) / 640)
 
 
-@pytest.mark.parametrize(("metric", "name", "learned"), [
+@for_each(("metric", "name", "learned"), [
     ("pkg:f", "metric:pkg:f", Learned.WORSE), ("pkg:f=lower", "metric:pkg:f", Learned.BETTER),
     ("pkg:f=lower", "metric:pkg:f.bits", Learned.BETTER), ("pkg:f=lower", "metric:pkg:fine", Learned.WORSE),
 ])  # fmt: skip

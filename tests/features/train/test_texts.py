@@ -16,6 +16,7 @@ from fp8bench.features.train import texts
 from fp8bench.features.train.texts import prepare_text
 from fp8bench.features.train.values import TokenSpan, TrainingText
 from fp8bench.plan.bpe import token_bytes
+from tests.counts import for_each
 
 LINES = [f"line {number} of a text, and of its {number % 7} relatives" for number in range(3000)]
 TEXT = "\n".join(LINES).encode()
@@ -141,7 +142,7 @@ def test_a_held_out_token_file_beside_it_is_taken(tmp_path: Path) -> None:
     assert both.other == TokenSpan(other, 0, 100) and both.vocabulary == 901
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "content", "tokens", "words"),
     [
         ("odd.bin", b"\0" * 999, "bytes", "no file of 16-bit tokens"),

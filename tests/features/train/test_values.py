@@ -10,6 +10,7 @@ import pytest
 from fp8bench.errors import UsageError
 from fp8bench.features.train.request import SETTINGS_RULES, TRAINING_RULES, TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import Arm, ArmRole
+from tests.counts import for_each
 
 REFUSED: dict[str, list[Any]] = {
     "model": ["", 3], "arch": ["rnn"], "batch": [-1, 1.5, True], "sequence": [-1], "micro_batches": [0],
@@ -38,13 +39,13 @@ ASKED: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values])
+@for_each(("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values])
 def test_settings_that_cannot_be_are_refused(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match=f"^{name} must be .*, got "):
         TrainerSettings(**{name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in ASKED.items() for value in values])
+@for_each(("name", "value"), [(name, value) for name, values in ASKED.items() for value in values])
 def test_requests_that_cannot_be_are_refused(name: str, value: Any) -> None:
     with pytest.raises(UsageError):
         TrainingRequest(**{name: value})
@@ -56,7 +57,7 @@ def test_every_field_has_a_rule() -> None:
     assert set(TRAINING_RULES) | {"settings"} == {one.name for one in fields(TrainingRequest)} == {*ASKED, "settings"}
 
 
-@pytest.mark.parametrize("scale", ["auto", "dynamic", "1", "65536", "4294967296"])
+@for_each("scale", ["auto", "dynamic", "1", "65536", "4294967296"])
 def test_loss_scales(scale: str) -> None:
     """From 2^0 to 2^32."""
     assert TrainerSettings(loss_scale=scale).loss_scale == scale

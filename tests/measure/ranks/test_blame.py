@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import struct
 
-import pytest
-
 from fp8bench.measure.ranks.blame import RankState, culprit, failed_rank, late, sentence, suspects
 from fp8bench.model.ranks import BEAT, FailedRank, Heartbeat, heartbeat_of
+from tests.counts import for_each
 
 TIMED_OUT = ("RuntimeError: Timed out waiting 6000ms for recv", "trace")
 LEFT = ("SwitchesChanged: it left the working directory at /", "trace")
@@ -19,7 +18,7 @@ def state(rank: int, sequence: int, seconds: float = 0.0, phase: str = "gemm", *
     return RankState(Heartbeat(rank, sequence, phase, "slot", seconds), **known)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("states", "guilty"),
     [
         # Rank 0 complains of a collective that rank 1 never came to.
@@ -52,7 +51,7 @@ def test_the_rank_that_failed_is_named(states: list[RankState], guilty: int) -> 
     assert culprit(states).rank == guilty and suspects(states) == (culprit(states),)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("states", "named"),
     [
         # Both have come equally far. Whoever complains may be the one that the other waited for: it was stopped, say,

@@ -23,6 +23,7 @@ import pytest
 
 from fp8bench.model import Case, Level
 from fp8bench.model.codec import PlainUnpickler
+from tests.counts import for_each
 from tests.measure.ranks.test_worker import SUITE, gone, left_behind
 
 _LISTENING = "0A"
@@ -84,7 +85,7 @@ def started(words: Sequence[str], store: Path) -> Iterator[subprocess.Popen[str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(COMMANDS))
+@for_each("name", list(COMMANDS))
 def test_ranks_listen_on_loopback_alone(name: str, tmp_path: Path) -> None:
     """Whatever the user's environment says of interfaces."""
     seen: dict[int, str] = {}
@@ -124,7 +125,7 @@ def knock(port: int, file: Path, kept: list[socket.socket]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["suite", "collective"])
+@for_each("name", ["suite", "collective"])
 def test_what_connects_runs_nothing_and_the_run_ends_with_the_truth_or_an_error(name: str, tmp_path: Path) -> None:
     """Every port is knocked at as soon as it is there."""
     kept: list[socket.socket] = []

@@ -23,6 +23,7 @@ from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model import Case, Record, Request, Status
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentObserver
+from tests.counts import for_each, sampled
 from tests.facts import CPU
 from tests.own_suites import forgotten
 
@@ -137,7 +138,7 @@ def measured(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", list(REASONS))
+@pytest.mark.parametrize("fault", sampled([*REASONS][::4], REASONS))
 def test_a_fault_is_a_record_and_nobody_is_left(
     fault: str, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +206,7 @@ STARTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", list(STARTS))
+@for_each("module", list(STARTS))
 def test_a_rank_that_dies_before_all_have_begun_fails_the_first_case(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,7 +232,7 @@ STOPS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", list(STOPS))
+@for_each("module", list(STOPS))
 def test_a_rank_that_is_stopped_before_all_have_begun_is_named_within_the_limit_of_a_case(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,7 +274,7 @@ def test_without_torch_it_is_said_who_lacks_it_and_what_to_do(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["SIGKILL", "clean-exit"])
+@for_each("fault", ["SIGKILL", "clean-exit"])
 def test_how_a_rank_ended_is_said_however_late_the_launcher_says_it(fault: str) -> None:
     """It may get no core for seconds; nobody takes its silence for a rank that has ended well."""
     with RanksWorker(Settings(threads=1, imports=(SUITE,)), 2, 20.0) as worker:
@@ -300,7 +301,7 @@ def test_a_run_goes_on_after_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@for_each("size", [2, 4])
 def test_real_ranks_get_the_bits_of_simulated_ones(size: int) -> None:
     """Over gloo, every collective in FP8, way and scaling."""
     suite = str(Path(__file__).with_name("bitwise_suite.py"))

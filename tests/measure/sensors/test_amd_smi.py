@@ -18,6 +18,7 @@ from fp8bench.measure.sensors.meter import amd_meter, meter_for
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.model.readings import NoReading
+from tests.counts import for_each
 from tests.facts import MI300X
 from tests.measure.sensors.amd import GIGABYTE, KINDS, AmdGpu, AmdSmi, AmdSmiException, said_by
 from tests.measure.sensors.test_nvml import values
@@ -131,7 +132,7 @@ def test_the_only_device_needs_no_address(smi: AmdSmi) -> None:
     device.close()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("broken", "why"),
     [
         (None, "the package amdsmi, which comes with ROCm, is not installed"),

@@ -92,7 +92,7 @@ def test_the_list_is_all_that_a_run_calls(nvml: Simulation) -> None:
     assert len(FUNCTIONS) * len(CODES) * 3 > 2000
 
 
-@pytest.mark.parametrize("codes", [SAMPLE, pytest.param(CODES, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("codes", [SAMPLE, pytest.param(CODES, marks=pytest.mark.nightly)], ids=["some", "all"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_function_that_fails(nvml: Simulation, function: str, codes: tuple[int, ...]) -> None:
     """With each code, from its first call on, from the middle on, and in its last call."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from fp8bench.measure.device_watch import Settler
 from fp8bench.measure.sensors.host import HostDevice
 from fp8bench.model.readings import Reading, Unavailable
+from tests.counts import for_each
 from tests.fakes import MS, FakeWorker, Script, arm, gemm_steps
 
 
@@ -36,7 +35,7 @@ def test_the_fastest_core_and_the_hottest_sensor_of_a_processor(tmp_path: Path) 
     assert device.changing() == seen and device.facts()["driver"] == Unavailable("a CPU has no driver")
 
 
-@pytest.mark.parametrize("clocks", [{}, {0: "<unknown>"}, {0: "0"}])
+@for_each("clocks", [{}, {0: "<unknown>"}, {0: "0"}])
 def test_what_cannot_be_read_is_a_reason_and_no_zero(tmp_path: Path, clocks: dict[int, str]) -> None:
     device = made(tmp_path, clocks)
     assert isinstance(device.glance()["cpu_clock"], Unavailable) and device.tells == bool(clocks)

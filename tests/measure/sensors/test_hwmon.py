@@ -12,6 +12,7 @@ from fp8bench.measure.sensors.rapl import Counter
 from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.model import DeviceFacts
 from fp8bench.model.readings import NoReading
+from tests.counts import for_each
 
 XPU = DeviceFacts("xpu", 0, "Intel Data Center GPU Max 1550", 64 << 30, "2.13.0")
 
@@ -26,7 +27,7 @@ def sensors(root: Path, number: int, driver: str, energy: str | None = "1000000"
     return folder
 
 
-@pytest.mark.parametrize("driver", ["i915", "xe"])
+@for_each("driver", ["i915", "xe"])
 def test_the_only_one_is_read_in_joules(driver: str, tmp_path: Path) -> None:
     """Other devices have sensors too, and a GPU may have some without a counter."""
     sensors(tmp_path, 0, "nvme", "5")
@@ -48,7 +49,7 @@ def test_no_device_is_guessed(tmp_path: Path) -> None:
         rapl.gpu_domain(tmp_path)
 
 
-@pytest.mark.parametrize(("energy", "why"), [(None, "no energy counter of an Intel GPU"), ("-", "no number")])
+@for_each(("energy", "why"), [(None, "no energy counter of an Intel GPU"), ("-", "no number")])
 def test_without_a_number_there_is_a_reason(energy: str | None, why: str, tmp_path: Path) -> None:
     sensors(tmp_path, 0, "xe", energy)
     with pytest.raises(NoReading, match=why):

@@ -17,6 +17,7 @@ from fp8bench.measure.sensors.mean_power import (
     sufficient,
 )
 from fp8bench.model.readings import NoReading
+from tests.counts import for_each
 
 
 def ticks(count: int, late: float = 0.002, watts: float = 300.0) -> list[Tick]:
@@ -103,7 +104,7 @@ def test_what_is_about_the_time_before_does_not_count() -> None:
     assert mean_power(seen, 0.0, 0.0).watts < 200
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("seen", "settle", "why"),
     [
         ([], 0.0, "0 reading"),

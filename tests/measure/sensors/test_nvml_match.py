@@ -6,6 +6,7 @@ import pytest
 
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity, Instance, Listed, match
 from fp8bench.model.readings import NoReading
+from tests.counts import for_each
 
 A = Listed("GPU-aaaa1111-0000-4000-8000-000000000001", "00000000:07:00.0")
 B = Listed("GPU-aaaa2222-0000-4000-8000-000000000002", "00000000:4C:00.0")
@@ -16,7 +17,7 @@ ALL = (A, B, SPLIT)
 NOT_KNOWN = "CUDA may count them in another order"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("identity", "expected"),
     [
         (DeviceIdentity(0, uuid="aaaa2222-0000-4000-8000-000000000002"), B),
@@ -35,16 +36,14 @@ def test_by_what_cuda_says(identity: DeviceIdentity, expected: Listed) -> None:
     assert match(identity, ALL, {}).device is expected
 
 
-@pytest.mark.parametrize(
-    "identity", [DeviceIdentity(0, uuid="GPU-ffff"), DeviceIdentity(0, pci="0:99:0"), DeviceIdentity(0, pci="x")]
-)
+@for_each("identity", [DeviceIdentity(0, uuid="GPU-ffff"), DeviceIdentity(0, pci="0:99:0"), DeviceIdentity(0, pci="x")])
 def test_a_device_that_nvml_does_not_list(identity: DeviceIdentity) -> None:
     """The index does not help out."""
     with pytest.raises(NoReading, match="NVML lists no device with UUID"):
         match(identity, ALL, {})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("index", "environ", "expected"),
     [
         (0, {"CUDA_VISIBLE_DEVICES": "GPU-aaaa2"}, B),
@@ -59,7 +58,7 @@ def test_by_what_is_visible(index: int, environ: dict[str, str], expected: Liste
     assert match(DeviceIdentity(index), (SPLIT, B, A), environ).device is expected
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("index", "environ", "why"),
     [
         (0, {}, NOT_KNOWN),
@@ -87,7 +86,7 @@ def test_one_device_is_the_one() -> None:
         match(DeviceIdentity(0), (), {})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("identity", "environ", "instance"),
     [
         # CUDA may give an instance's UUID, or that of the whole device.

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fp8bench.measure.sensors import rapl
 from fp8bench.measure.sensors.rapl import Counter, Domain
 from fp8bench.model.readings import NoReading
+from tests.counts import for_each
 
 RANGE = 262_143_328_850
 
@@ -76,7 +77,7 @@ def test_wrapping_around(growths: list[int], limit: int, start: int) -> None:
         assert counter.read() == pytest.approx(sum(growths) * 1e-6)
 
 
-@pytest.mark.parametrize("limit", [RANGE, None, "no number"])
+@for_each("limit", [RANGE, None, "no number"])
 def test_a_counter_that_was_set_back_is_no_wrap(tmp_path: Path, limit: object) -> None:
     """By what a processor would have had to draw in between, or because nobody knows where it wraps."""
     path = zone(tmp_path, "intel-rapl:0", "package-0", energy=100_000_000_000, limit=limit)
@@ -110,7 +111,7 @@ def test_permission_for_real(root: Path) -> None:
         rapl.domains(root)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("flags", "why"),
     [
         ("flags\t\t: fpu hypervisor sse", "this is a virtual machine"),
@@ -131,7 +132,7 @@ def test_where_there_is_none(tmp_path: Path, flags: str, why: str) -> None:
         rapl.domains(tmp_path / "absent", tmp_path / "no cpuinfo")
 
 
-@pytest.mark.parametrize("text", ["", "-5", "many", "\x00\xff"])
+@for_each("text", ["", "-5", "many", "\x00\xff"])
 def test_a_counter_that_is_no_number(tmp_path: Path, text: str) -> None:
     zone(tmp_path, "intel-rapl:0", "package-0", energy=text)
     with pytest.raises(NoReading, match=r"the energy counter of package-0 says .*, which is no number"):

@@ -18,6 +18,7 @@ from fp8bench.nn.parallel.expert_parallel import RankedExperts, _by_expert
 from fp8bench.nn.sizes import MoeSizes
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.nn.parallel.ranks import Place, ThreadedGroup, on_ranks
 
@@ -104,13 +105,13 @@ def differing(ranks: int, precision: str, load: str, wire: str = "stream") -> se
     return wrong | (set() if abs(mean - alone.balance) < 1e-5 else {"balance"})
 
 
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8", "mxfp8"])
+@for_each("load", LOADS)
+@for_each("precision", ["fp32", "bf16", "fp8", "mxfp8"])
 def test_ranks_compute_what_one_does_bit_for_bit(precision: str, load: str) -> None:
     assert differing(2, precision, load) == set()
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
+@for_each("ranks", [4, 8])
 def test_more_ranks_do_too(ranks: int) -> None:
     """Down to one expert a rank."""
     assert differing(ranks, "fp32", "zipf:1") == set()
@@ -131,8 +132,8 @@ def rows_to(load: str, ranks: int) -> list[list[int]]:
 ROW_BYTES = {"stream": (4 * WIDTH, 4 * WIDTH), "bf16": (2 * WIDTH, 2 * WIDTH), "fp8": (WIDTH + 4, 2 * WIDTH)}
 
 
-@pytest.mark.parametrize("wire", [*ROW_BYTES])
-@pytest.mark.parametrize("load", ["uniform", "zipf:1"])
+@for_each("wire", [*ROW_BYTES])
+@for_each("load", ["uniform", "zipf:1"])
 def test_bytes_are_counted_by_hand(load: str, wire: str) -> None:
     """Rows for other ranks alone; forward there and back, and the gradients of both."""
     there, back = ROW_BYTES[wire]

@@ -20,6 +20,7 @@ from fp8bench.nn.parallel.owned import owners
 from fp8bench.nn.parallel.ways import ScaleTraffic, scale_traffic_of_cuts
 from fp8bench.nn.sizes import SIZES
 from fp8bench.protocols import SilentObserver
+from tests.counts import sampled
 
 RANKS = 4
 TEXT = "the text that ranks train on, of which every one reads all. " * 1200
@@ -66,7 +67,7 @@ def test_four_ranks_that_cut_products_train_what_one_does(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", sampled([2], [2, 4]))
 def test_ranks_ask_for_scales_as_often_as_the_formula_says(tmp_path: Path, size: int) -> None:
     """What `amax=group` sends beside what `own` does, by layers and ranks; ZeRO's two messages of any model."""
     tokens = tmp_path / "tokens"
@@ -94,7 +95,7 @@ def test_ranks_ask_for_scales_as_often_as_the_formula_says(tmp_path: Path, size:
         assert asked("zero", "fp8", wire="fp8") == (2, 12 * pieces * (size - 1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pairs_share_scales_and_not_those_of_other_pairs(tmp_path: Path) -> None:
     """Beside FSDP, which cuts what a pair has: a wrong scale of a pair is seen."""
     tokens, planted = tmp_path / "tokens", str(Path(__file__).with_name("planted_ways.py"))
@@ -110,7 +111,7 @@ def test_pairs_share_scales_and_not_those_of_other_pairs(tmp_path: Path) -> None
             worker.within(60).error(wrong, facts)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_four_stages_train_what_one_rank_does(tmp_path: Path) -> None:
     """And send what formulas say. What a schedule cannot do with four stages is skipped, with the number."""
     records, skipped = trained("micro", PIPELINES, tmp_path)

@@ -22,6 +22,7 @@ from fp8bench.nn.parallel.model import AloneModel
 from fp8bench.nn.parallel.step import Apart, ParallelState, WeightUpdate, agreement, begun, most_apart
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU
 
 CONFIG = GPTConfig(256, 32, 1, 2, 2, 64, batch=2, sequence=8)
@@ -55,7 +56,7 @@ def test_sums_in_place_of_means_are_seen(tmp_path: Path) -> None:
     assert 0.9 < found.update.error < 1.1 and 1.9 < found.update.gain < 2.1 and found.weight > 0
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("modes", "wire", "limit"),
     [
         (("fp32",), "fp32", 1e-3), (("fp32",), "", 1e-3), (("fp32",), "bf16", 0.03), (("fp32",), "fp8_gather", 0.12),

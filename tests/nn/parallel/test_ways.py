@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from fp8bench.nn.parallel.ways import WAYS, ParallelCase, cut_of, cuts
 from fp8bench.nn.sizes import SIZES, GPTConfig, of_config
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU
 
 NANO = SIZES["nano"]
 LLAMA = replace(NANO, modern=True, key_heads=2)
 
 
-@pytest.mark.parametrize(("config", "ranks"), [(NANO, 2), (NANO, 4), (LLAMA, 2)])
+@for_each(("config", "ranks"), [(NANO, 2), (NANO, 4), (LLAMA, 2)])
 def test_shares_make_up_the_whole(config: GPTConfig, ranks: int) -> None:
     for path, cut in cuts(config).items():
         outputs, inputs = of_config(config)[path.split(".")[1]]

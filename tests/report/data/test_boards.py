@@ -22,6 +22,7 @@ from fp8bench.report.data.boards import (
     send_to_wandb,
     write_tensorboard,
 )
+from tests.counts import for_each
 from tests.runs import gemm, memory, transformer
 
 PLACE = "layers=4,width=256,heads=4,context=256,batch=4@cpu"
@@ -62,7 +63,7 @@ def test_what_is_no_number_and_what_was_not_measured_is_left_out() -> None:
     assert {mode for mode, _ in named(run, {})} == {"bf16"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("facts", "at"),
     [
         ({"commit_date": 1700000000123, "dirty": False}, 1700000000),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from fp8bench.report.data.plain import csv_text
+from tests.counts import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("value", "cell"),
     [
         ("=1+1", "'=1+1"), ("+cmd", "'+cmd"), ("-2+3", "'-2+3"), ("@x", "'@x"), ("-", "-"), ("a=1", "a=1"),

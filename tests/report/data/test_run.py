@@ -18,6 +18,7 @@ from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.model.specs import STEP
 from fp8bench.report.data.plain import csv_text, json_line
 from fp8bench.report.data.run import TidyRow, columns_of, rows, run_rows, run_value, widened
+from tests.counts import for_each
 from tests.runs import gemm, measured, transformer, wild_runs
 
 NATIVE_CASE = "m=64,operands=cast]@cpu/bf16{head=fp32}"
@@ -91,7 +92,7 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-@pytest.mark.parametrize("make", [measured, gemm, transformer])
+@for_each("make", [measured, gemm, transformer])
 def test_it_holds_the_whole_run(make: Any) -> None:
     """Header, records as in its file, with every raw sample, and beside each its finding if it has one: they come back
     as they were."""

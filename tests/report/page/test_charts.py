@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.report.elements import (
     AnyChart,
     ChartAxis,
@@ -19,6 +17,7 @@ from fp8bench.report.elements import (
     Waterfall,
 )
 from fp8bench.report.page.charts import numbers_table, stacked, worth_drawing
+from tests.counts import for_each
 from tests.pages import bars, charts
 
 
@@ -26,7 +25,7 @@ def texts(table: Table) -> list[list[str]]:
     return [[column.title for column in table.columns], *([field.text for field in row] for row in table.rows)]
 
 
-@pytest.mark.parametrize("chart", charts(), ids=lambda chart: type(chart).__name__)
+@for_each("chart", charts(), ids=lambda chart: type(chart).__name__)
 def test_every_kind_has_numbers(chart: AnyChart) -> None:
     """Rows as wide as the head, numbers with their values, units in the columns."""
     table = numbers_table(chart)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from fp8bench.report.elements import Code, Column, Element, Facts, Field, Items, Page, Part, Table, Text, Tone, Verdicts
 from fp8bench.report.page.markdown import render
+from tests.counts import for_each
 from tests.pages import NUISANCES, bars, hostile_page, whole_page
 
 # A reader of GitHub's dialect, as far as it matters here.
@@ -57,7 +57,7 @@ def test_elements() -> None:
     assert one(replace(table, rows=())) == "### Times\n\nNo rows.\n"
 
 
-@pytest.mark.parametrize("rows", [1, 5, 60, 2000])
+@for_each("rows", [1, 5, 60, 2000])
 def test_a_pull_request_sees_few_lines(rows: int) -> None:
     """25 at most until one opens the rest: of the first part what has room, and no heading without what it heads."""
     text = render(whole_page(rows))
@@ -92,7 +92,7 @@ def test_charts_are_their_numbers() -> None:
     assert text.count("|\n") == 2 + 25 and text.endswith("\n\n2 more rows are left out here.\n")
 
 
-@pytest.mark.parametrize("name", NUISANCES)
+@for_each("name", NUISANCES)
 def test_names_read_as_they_are(name: str) -> None:
     """As a paragraph, in a list, in a table and as a heading: no tag, link, emphasis or further cell comes of them."""
     expected = re.sub(r"\s+", " ", name)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 
 from fp8bench.model import Environment, Finding, Label, Record, Run, Status, Verdict
 from fp8bench.model.consumed import DeviceWatch
 from fp8bench.report.terminal.run import detail_of, render
+from tests.counts import for_each
 from tests.runs import NATIVE, gemm, judged, transformer, wild_runs
 
 
@@ -32,7 +32,7 @@ def test_what_differs_is_told_by_phase_the_largest_first() -> None:
     assert not any("why: " in line for line in words(run, alone))
 
 
-@pytest.mark.parametrize(("ratio", "floor", "times"), [(0.5, 0.1, "7.3 times"), (0.99, 0.1, "within")])
+@for_each(("ratio", "floor", "times"), [(0.5, 0.1, "7.3 times"), (0.99, 0.1, "within")])
 def test_how_many_times_the_noise_floor_an_effect_is(ratio: float, floor: float, times: str) -> None:
     """ln 2 is 7.3 times ln 1.1: half as fast and twice as fast are as far."""
     run, findings = judged((Verdict.FASTER, ratio))
@@ -68,7 +68,7 @@ def test_labels_that_cast_doubt_are_counted_by_case_and_others_are_not_told() ->
     assert lines == ["  labels: contended (bf16)"]
 
 
-@pytest.mark.parametrize("name", ["memory", "data", "numbers", "energy", "notes", "all"])
+@for_each("name", ["memory", "data", "numbers", "energy", "notes", "all"])
 def test_a_detail_says_something_of_any_run(name: str) -> None:
     for run, findings in (transformer(), gemm(), (replace(transformer()[0], records=()), {})):
         assert detail_of(name, run, findings, 80).parts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from fp8bench.report.terminal.history import (
     value,
 )
 from fp8bench.report.terminal.layout import render
+from tests.counts import for_each
 from tests.histories import MACHINE, PYTHON, commit, run_at
 
 NAME = "gemm.Gemm.track_time"
@@ -75,7 +75,7 @@ def test_hasty_figures_are_marked_in_the_list() -> None:
     assert "2.00 ms  ~+100.0%" in shown and "~: of a --quick run" in shown
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("unit", "metric", "number", "shown"),
     [
         ("seconds", "time_gemm", 2.4e-6, "2.40 us"),
@@ -163,7 +163,7 @@ sound: 3 of 4 run files, 2 of 2 asv's files
     )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("page", "text"),
     [
         (runs_page([], "s", {"not read": 2}), "s: 0 runs, newest first\n\nnot in it\n  2 runs: not read\n"),

@@ -37,6 +37,7 @@ from fp8bench.report.terminal.plan import page_of as plan_page
 from fp8bench.report.terminal.run import render
 from fp8bench.report.topics.results import main_table
 from fp8bench.report.words.labels import LABELS
+from tests.counts import for_each
 from tests.materials import of_kind, part, recased
 from tests.runs import NATIVE, Make, error, gemm, render_whole, transformer, wild_runs
 
@@ -67,7 +68,7 @@ def with_records(**changes: object) -> tuple[Run, dict[str, Finding]]:
     return replace(run, records=tuple(replace(one, **changes) for one in run.records)), findings  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("make", [transformer, gemm])
+@for_each("make", [transformer, gemm])
 def test_golden(make: Make) -> None:
     """The whole text of a run, and of its plan, which --dry-run prints. After a wanted change write the new text to
     tests/golden and read its diff."""
@@ -77,8 +78,8 @@ def test_golden(make: Make) -> None:
     assert layout.render(plan_page(run.plan, run.devices)) == (GOLDEN / f"plan_{make.__name__}.txt").read_text()
 
 
-@pytest.mark.parametrize("width", [40, 100])
-@pytest.mark.parametrize("make", [transformer, gemm])
+@for_each("width", [40, 100])
+@for_each("make", [transformer, gemm])
 def test_colour_changes_nothing_but_colour(make: Make, width: int) -> None:
     run, findings = make()
     colored = render_whole(run, findings, width, color=True)
@@ -107,7 +108,7 @@ def test_emulated_reference_is_called_so() -> None:
     assert "reference, emulated" in row
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("verdict", "color"), [(Verdict.FASTER, GREEN), (Verdict.SLOWER, RED), (Verdict.SAME, ""), (Verdict.UNSURE, "")]
 )
 def test_only_clear_verdicts_are_green_or_red(verdict: Verdict, color: str) -> None:
@@ -115,13 +116,13 @@ def test_only_clear_verdicts_are_green_or_red(verdict: Verdict, color: str) -> N
     assert {one for one in (GREEN, RED) if one in text} == ({color} if color else set())
 
 
-@pytest.mark.parametrize("label", sorted(set(Label) - REMARKS))
+@for_each("label", sorted(set(Label) - REMARKS))
 def test_a_doubted_verdict_is_never_green_or_red(label: Label) -> None:
     text = render_whole(*changed(verdict=Verdict.FASTER, labels=(label,)), color=True)
     assert "faster" in text and GREEN not in text and RED not in text
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("work", "shown"),
     [
         (Work(flops=1e9, tokens=1024, bytes=1e6), "40.8 ktok/s"),
@@ -136,7 +137,7 @@ def test_throughput_is_by_the_most_telling_count(work: Work, shown: str) -> None
     assert "throughput" not in line_of(render_whole(*with_records(work=Work(least_memory=1e6))), "case")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("metrics", "main"),
     [
         (("cast_error",), "cast_error"),
@@ -167,7 +168,7 @@ def test_what_vanished_is_a_share_under_numbers() -> None:
 LAST = "the last cache (32.0 MiB, shared by 2 processors)"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("cache", "rotation", "words"),
     [
         ("cold", None, f"before every call 64.0 MiB were written over, twice {LAST}"),
@@ -304,7 +305,7 @@ def test_no_line_is_wider_than_asked(wild: tuple[Run, dict[str, Finding]], width
         assert max(len(line) for line in text.splitlines()) <= width
 
 
-@pytest.mark.parametrize("width", [40, 72, 100])
+@for_each("width", [40, 72, 100])
 def test_long_names_get_lines_of_their_own(width: int) -> None:
     """All of a name stays readable, and so do its row and all its labels."""
     run, findings = transformer()

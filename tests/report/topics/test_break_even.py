@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from fp8bench.analysis.break_even import SizedRatio, break_even
 from fp8bench.model import Interval, Label, Scalar
 from fp8bench.report.data.run import run_value
 from fp8bench.report.elements import Scatter, Table, Text, Tone
 from fp8bench.report.notebook import RunFrames
 from fp8bench.report.topics.break_even import BreakEvenRow, break_even_rows, break_even_table, pays, swept
+from tests.counts import for_each
 from tests.materials import Made, built, material, of_kind, part, shapes, told
 
 
@@ -26,7 +25,7 @@ def params(m: int) -> dict[str, Scalar]:
     return {"m": m, "n": 64, "k": 64, "product": "forward"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("speeds", "words"),
     [
         ((0.5, 0.8, 1.25, 2.0), "from m = N (N to N) on"),
@@ -89,7 +88,7 @@ def of_bf16(made: Made) -> list[BreakEvenRow]:
     return [row for row in break_even_rows(*made) if row.mode == "bf16"]
 
 
-@pytest.mark.parametrize(("speed", "pays"), [(2.0, "at every size"), (0.5, "nowhere")])
+@for_each(("speed", "pays"), [(2.0, "at every size"), (0.5, "nowhere")])
 def test_without_a_crossing_words_say_all(speed: float, pays: str) -> None:
     (row,) = of_bf16(swept_shapes(speed, speed, speed))
     assert (row.pays, row.size, row.low, row.high, row.begins) == (pays, None, None, None, None)

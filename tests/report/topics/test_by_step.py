@@ -10,6 +10,7 @@ from fp8bench.measure.slots import segment
 from fp8bench.model import CELL_PHASES, SlotSample, Timing
 from fp8bench.report.elements import Items, Scatter, Table
 from fp8bench.report.topics.by_step import is_of_step, step_seconds
+from tests.counts import for_each
 from tests.fakes import MS, steady
 from tests.materials import Made, built, of_kind, part
 from tests.runs import error, transformer
@@ -37,7 +38,7 @@ def sampled(*milliseconds: int, calls: int = 3, accumulate: int = ACCUMULATE) ->
     return Timing(made.segments, tuple(slots))
 
 
-@pytest.mark.parametrize("lengths", [(45, 107, 128), (100, 10, 10, 10), (10, 10, 10, 100), (5,) * 50])
+@for_each("lengths", [(45, 107, 128), (100, 10, 10, 10), (10, 10, 10, 100), (5,) * 50])
 def test_each_step_has_its_own_time(lengths: tuple[int, ...]) -> None:
     """Exactly, but for what comes before the first and after the last; one slow call does not move the middle."""
     found = step_seconds(sampled(*lengths))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.model import DeviceFacts, Environment, Resumption, Scalar, Verdict
 from fp8bench.report.elements import Code, Facts, Items, Table, Text, Tone
+from tests.counts import for_each
 from tests.materials import Made, nothing, of_kind, part, recased
 from tests.runs import gemm, judged, measured, transformer
 
@@ -162,7 +161,7 @@ def test_the_commands_and_where_the_samples_are() -> None:
     assert codes(kept()) == ["fp8bench suite x", "fp8bench report 20260105-120000"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("path", "more"),
     [
         (".fp8bench/runs/box/run.jsonl", ""),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.model import Finding, Level, Record, Status, Verdict
 from fp8bench.report.elements import Table, Text, Tone, Waterfall
+from tests.counts import for_each
 from tests.materials import Made, built, many, of_kind, part
 from tests.runs import EMULATED, NATIVE, case, run_of, transformer
 
@@ -56,7 +55,7 @@ def test_no_verdict_on_phases_is_promised() -> None:
     assert "without a verdict" in part("gains", transformer()).lead
 
 
-@pytest.mark.parametrize("levels", [(Level.EMULATED, Level.NATIVE), (Level.NATIVE, Level.EMULATED)])
+@for_each("levels", [(Level.EMULATED, Level.NATIVE), (Level.NATIVE, Level.EMULATED)])
 def test_emulations_have_no_speed(levels: tuple[Level, Level]) -> None:
     """Neither as a case nor as a reference."""
     assert built("gains", step(*levels)) is None

@@ -24,6 +24,7 @@ from fp8bench.report.elements import Bars, ChartAxis, Stacks, Table, Tone
 from fp8bench.report.panels import panels_of
 from fp8bench.report.topics.memory import capacity, highest_in, sentences
 from fp8bench.report.topics.memory import memory as memory_of
+from tests.counts import for_each
 from tests.materials import Made, built, of_kind, part, strange, told
 from tests.runs import EMULATED, NATIVE, case, gemm, memory, render, render_whole, run_of, transformer
 
@@ -129,7 +130,7 @@ def test_of_several_groups_the_largest_is_explained() -> None:
     assert fp8.endswith(f"; at {name} weights stay (8.00 MiB), workspace adds 1.00 MiB.")
 
 
-@pytest.mark.parametrize("uses", [(None, None, None), (use({"weights": 5}), use({"weights": 3}), None)])
+@for_each("uses", [(None, None, None), (use({"weights": 5}), use({"weights": 3}), None)])
 def test_one_role_or_none_has_no_table(uses: tuple[MemoryUse | None, ...]) -> None:
     """It would say what the peak says already."""
     made = with_uses(*uses)
@@ -236,10 +237,6 @@ def test_groups_are_counted() -> None:
     assert bars.groups[0][0] == "m=256 n=256 k=256" and len(bars.groups) == 3
     assert bars.description.startswith("bf16 takes 0.990x of fp32's memory. fp8 takes 0.500x")
     assert "nvfp4 takes 1.000x of fp32's memory: nothing is saved." in bars.description
-
-
-def test_the_lead_is_what_the_measurement_says_of_itself() -> None:
-    assert part("memory", transformer()).lead.startswith("Memory at the highest point of a step;")
 
 
 def test_a_peak_that_is_no_number_has_no_share() -> None:

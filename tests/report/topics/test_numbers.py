@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.model import Finding, LayerScale, Record, Run, TensorStatistics
 from fp8bench.report.elements import Bars, Table, Text, Tone
 from fp8bench.report.page.section import MOST_ROWS
+from tests.counts import for_each
 from tests.materials import Made, many, of_kind, part, with_errors
 from tests.runs import error, gemm, measured, render_whole, transformer
 
@@ -21,7 +20,7 @@ def texts(table: Table) -> list[list[str]]:
     return [[field.text for field in row] for row in table.rows]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("mode", "words"),
     [
         ("fp8:scale=pow2:accumulator=short", "to nearest even. Here with scale=pow2, accumulator=short."),
@@ -123,7 +122,7 @@ def test_without_statistics_there_is_neither_table_nor_legend() -> None:
     assert "amax: the largest magnitude" in " ".join(render_whole(*gemm()).split())
 
 
-@pytest.mark.parametrize("width", [40, 60, 80])
+@for_each("width", [40, 60, 80])
 def test_narrow_tables_lose_no_figure(width: int) -> None:
     """Columns without room follow their row."""
     text = block(*gemm(), width)

@@ -10,6 +10,7 @@ from fp8bench.model import CELL_PHASES, Finding, Label, Verdict
 from fp8bench.report.elements import ChartAxis, Stacks, Text, Tone
 from fp8bench.report.topics.phases import COMPILED, PhaseChange, change_of, is_mixed, phase_clauses
 from fp8bench.report.words.legend import PHASE_WORDS
+from tests.counts import for_each
 from tests.materials import of_kind, part, recased, shapes
 from tests.runs import case, gemm, transformer
 
@@ -25,7 +26,7 @@ def step(below: tuple[str, ...] = (), **milliseconds: float) -> Finding:
     return Finding(CASE, Verdict.FASTER, sum(time for _, time in phases), phases=phases, below_floor=below)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("own", "base", "clauses"),
     [
         (step(gemm=5, elementwise=5), step(gemm=7.5, elementwise=5), (
@@ -58,7 +59,7 @@ def test_clauses(own: Finding, base: Finding, clauses: str) -> None:
     assert phase_clauses(own, base) == clauses
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("own", "base", "change"),
     [
         (1.0, 1.04, PhaseChange.SAME),

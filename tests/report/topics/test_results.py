@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.model import Interval, Label, Measurement, Tape, Verdict
 from fp8bench.report.elements import Field, Table, Text, Tone
+from tests.counts import for_each
 from tests.materials import Made, emulated_with_a_ratio, nothing, of_kind, part, skipped, strange
 from tests.runs import gemm, judged, transformer
 
@@ -58,7 +57,7 @@ def test_a_doubted_verdict_is_perhaps_one() -> None:
     assert found["labels"].hint == found["verdict"].hint
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("verdict", "tone", "word"),
     [
         (Verdict.FASTER, Tone.GOOD, "faster"),
@@ -138,7 +137,7 @@ def test_what_differs_between_runs_is_not_said_to_be_the_same() -> None:
     assert of_kind(found, Text)[0].text == "The same in every row: gemm product=forward operands=cast."
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("labels", "tape", "told"),
     [
         ((Label.FEW_SAMPLES,), None, False),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.model import Verdict
+from tests.counts import for_each
 from tests.energies import without_energy
 from tests.materials import Made, built, nothing, shapes, skipped
 from tests.report.tensors import products
@@ -18,7 +17,7 @@ def reference_alone() -> Made:
     return replace(run, records=run.records[:1]), findings
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("section", "made"),
     [
         ("across", [gemm()]),  # nobody is beside it

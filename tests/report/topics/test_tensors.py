@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.model import Measurement, Record, Status
 from fp8bench.model.specs import spec_of
 from fp8bench.report.elements import Heat, Table, Text, Tone
@@ -21,6 +19,7 @@ from fp8bench.report.topics.tensors import (
     tensor_name,
     timed_panels,
 )
+from tests.counts import for_each
 from tests.materials import Made, built, material, of_kind, part
 from tests.report.tensors import left, products, tensors
 from tests.runs import EMULATED, case, gemm, render_whole, run_of
@@ -49,7 +48,7 @@ def test_times_are_of_the_others() -> None:
     assert [found.case.workload for _, found in timed_panels(both)] == ["gemm"]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("precision", "fmt", "scaling", "words"),
     [
         ("bf16", "bf16", "none", "bf16"),
@@ -101,7 +100,7 @@ def test_a_panel_without_tensors_by_name_has_places() -> None:
     assert tensor_name(alone, alone.groups[0]) == "mine"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("metric", "value", "text"),
     [
         ("sqnr_db", 31.56, "31.6"), ("sqnr_db", 200.0, "exact"), ("underflow_percent", 0.0, "0%"),
@@ -170,7 +169,7 @@ def test_the_map_of_several_tensors_has_every_sqnr() -> None:
     assert not of_kind(alone, Heat) and not of_kind(alone, Table)[0].folded
 
 
-@pytest.mark.parametrize(("width", "sizes"), [(40, [2, 2, 2, 1]), (60, [4, 3]), (100, [7])])
+@for_each(("width", "sizes"), [(40, [2, 2, 2, 1]), (60, [4, 3]), (100, [7])])
 def test_many_tensors_are_as_many_tables_as_the_width_asks_for(width: int, sizes: list[int]) -> None:
     """As few as there can be, with every tensor once, and no line too long."""
     names = [f"tensor-{number}" for number in range(7)]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.model import Finding, Label, Level, Record, Run, Status, Support, Verdict
 from fp8bench.report.elements import Items, Text, Verdicts
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal.run import render
 from fp8bench.report.topics.verdict import LONGEST_REASON, ReportedCase, emulations, failures, outcomes, skips
 from fp8bench.report.words.legend import ERRORS, error_word
+from tests.counts import for_each
 from tests.materials import Made, built, nothing, of_kind, part, recased, skipped
 from tests.runs import EMULATED, NATIVE, REFUSED, case, error, gemm, judged, run_of, transformer
 
@@ -51,7 +50,7 @@ def test_nothing_measured_is_said() -> None:
     assert found is not None and found.elements == (Text("There is no run."),)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("errors", "word"),
     [
         ((0.0, 1e-5), "negligible"), ((1e-5, -1e-2), "small"), ((0.1,), "moderate"), ((2.0, 0.0), "large"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.model import Ceiling, Environment, Plan, Resumption, Run, Scalar, Tape
 from fp8bench.report.panels import panels_of
 from fp8bench.report.words.naming import (
@@ -23,6 +21,7 @@ from fp8bench.report.words.naming import (
     suites_of,
     when,
 )
+from tests.counts import for_each
 from tests.materials import shapes
 from tests.runs import case, gemm, run_of, samples, transformer
 
@@ -65,7 +64,7 @@ def test_suites_and_devices() -> None:
     assert suites_of(planned) == ("gemm",) and suites_of(replace(planned, plan=Plan(()))) == ()
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("facts", "text"),
     [
         ({"commit": "0a1b2c3d4e5f", "dirty": False}, "0a1b2c3d"),
@@ -83,7 +82,7 @@ def test_a_fact_is_text() -> None:
     assert fact(under(smt=None), "smt") == "" == fact(under(), "smt")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("started", "text"),
     [
         ("2026-01-05T12:00:59Z", "2026-01-05 12:00 UTC"),

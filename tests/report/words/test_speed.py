@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
-
 from fp8bench.model import Finding, Interval, Label, Run, Scalar, Verdict
 from fp8bench.model.words import REMARKS
 from fp8bench.report.elements import Items, Text, Tone
 from fp8bench.report.panels import panels_of
 from fp8bench.report.words.speed import comparisons, doubt_of_all, over_loads, over_values, said_once, span
+from tests.counts import for_each
 from tests.materials import of_kind, part, shapes
 from tests.runs import EMULATED, gemm, judged, phases, render, render_whole, transformer
 
@@ -31,7 +30,7 @@ def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
     return [text for panel in panels_of(*made) for text in comparisons(panel, device)]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("verdicts", "sentence", "tone"),
     [
         ([FASTER], f"bf16 is 2.00x [1.98, 2.02] faster than fp32 {ON}", Tone.GOOD),
@@ -172,9 +171,9 @@ def test_no_interval_is_said_to_be_none() -> None:
     assert said((run, findings))[0].text == "bf16 is 2.00x [no interval] faster than fp32 on gemm m=64 k=64"
 
 
-@pytest.mark.parametrize("label", sorted(set(Label) - REMARKS))
-@pytest.mark.parametrize("verdict", [FASTER, SLOWER, SAME])
-@pytest.mark.parametrize("number", [1, 3])
+@for_each("label", sorted(set(Label) - REMARKS))
+@for_each("verdict", [FASTER, SLOWER, SAME])
+@for_each("number", [1, 3])
 def test_no_label_that_casts_doubt_goes_unsaid(verdict: tuple[Verdict, float], label: Label, number: int) -> None:
     (text,) = said(judged(*[(*verdict, label)] * number))
     assert "perhaps" in text.text and f"({label})" in text.text and text.tone is Tone.DOUBT

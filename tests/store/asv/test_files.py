@@ -31,6 +31,7 @@ from fp8bench.store.asv.files import (
     settled_read,
     write_object,
 )
+from tests.counts import for_each
 
 OLD = '{"a": 1, "version": 2}'
 NOBODY = 65534
@@ -204,7 +205,7 @@ def test_a_definition_that_says_the_same_stays_as_it_is() -> None:
     assert merge_benchmarks({TIME.name: known}, [TIME])[TIME.name] == known
 
 
-@pytest.mark.parametrize(
+@for_each(
     "change", [{"params": (("fp8",), (256,))}, {"version": "2"}, {"unit": "s/TFLOP"}, {"param_names": ("a", "b")}]
 )
 def test_a_definition_that_says_something_else_is_replaced(change: dict[str, Any]) -> None:
@@ -222,7 +223,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@for_each("what", BROKEN)
 def test_a_definition_that_asv_fails_on_breaks_the_file(tmp_path: Path, what: str) -> None:
     """It is named; such a file may be set aside, as asv itself can do nothing with it."""
     path = tmp_path / "benchmarks.json"

@@ -24,6 +24,7 @@ from fp8bench.model.codec import decode, encode
 from fp8bench.store.asv import identity
 from fp8bench.store.asv.identity import Identity, as_facts, from_facts, identify, resolved
 from tests.commands import git
+from tests.counts import for_each
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -108,7 +109,7 @@ def asv_machines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(zip(HOMES, said, strict=True))
 
 
-@pytest.mark.parametrize("name", HOMES)
+@for_each("name", HOMES)
 def test_the_machine_is_the_one_asv_takes(
     name: str, asv_machines: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +118,7 @@ def test_the_machine_is_the_one_asv_takes(
     assert identify().machine == asv_machines[name]
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@for_each("name", BROKEN)
 def test_a_broken_file_is_as_good_as_none(
     name: str, asv_machines: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +207,7 @@ def make_venv(folder: Path) -> Path:
     return folder / "bin"
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@for_each("name", LAUNCHERS)
 def test_the_interpreter_is_the_one_that_the_script_asv_starts(name: str, tmp_path: Path) -> None:
     """bin/python here is bin/python3 to asv: name, environment and file, whatever wrote the script."""
     folder, lines = LAUNCHERS[name]
@@ -232,7 +233,7 @@ def test_without_a_script_it_is_this_one(tmp_path: Path) -> None:
     assert last_line([python, "-c", OURS], home)[1] == python
 
 
-@pytest.mark.parametrize(
+@for_each(
     "content",
     [
         b"", b"#!", b"#!\n", b"\x7fELF\x02\x00\xff", b"import sys\n", b"#!/nowhere/bin/python3\n", b"#!/bin/sh\n",
@@ -325,7 +326,7 @@ def test_facts_of_this_machine() -> None:
     assert here.params == {**MACHINE, "gpu": "NVIDIA H200", "python": "/venv/bin/python3"}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "value"),
     [
         *itertools.product(("asv_machine", "asv_python"), (None, 7, True, "")),

@@ -22,6 +22,7 @@ from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileO
 from fp8bench.model.codec import Malformed
 from fp8bench.store.asv.files import ResultsFile, load_results, save_results
 from fp8bench.store.asv.rows import COLUMNS, AsvRow, Stats, cell
+from tests.counts import for_each
 
 COMMIT = "66fd6b5c" + "0123456789abcdef" * 2
 ENV = "existing-py_bin_python3"
@@ -86,7 +87,7 @@ def test_the_same_results_are_the_same_bytes_as_asvs(tmp_path: Path, keep: bool)
     assert ours.read_bytes() == theirs.read_bytes()
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@for_each("keep", [False, True])
 def test_what_asv_wrote_is_read_and_written_again_unchanged(tmp_path: Path, keep: bool) -> None:
     """Every combination has its place; the file is the same, byte for byte."""
     path = by_asv(tmp_path, *BENCHMARKS, keep=keep)
@@ -218,7 +219,7 @@ ASV_READS = {"a param a list", "a param a dict", "an env_var a list", "no hash",
              "columns no texts"}  # fmt: skip
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@for_each("what", REFUSED)
 def test_what_hides_a_file_from_asv_or_makes_it_fail_is_a_sentence(tmp_path: Path, what: str) -> None:
     """One thing is changed in asv's own file; the reader says which."""
     path = by_asv(tmp_path, *BENCHMARKS)
@@ -254,7 +255,7 @@ READ: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("what", READ)
+@for_each("what", READ)
 def test_what_asv_accepts_is_read_and_kept(tmp_path: Path, what: str) -> None:
     """And asv reads the same from the file that is written again."""
     path = by_asv(tmp_path, *BENCHMARKS, keep=True)
@@ -302,7 +303,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@for_each("what", BROKEN)
 def test_a_broken_row_is_left_out_named_and_kept(tmp_path: Path, what: str) -> None:
     """The others are read. What it means nobody knows, so it is there again when the file is written."""
     path = by_asv(tmp_path, *BENCHMARKS)
@@ -355,7 +356,7 @@ TEXTS: dict[str, tuple[bytes, type[AsvFileError], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", TEXTS)
+@for_each("what", TEXTS)
 def test_what_is_no_object_of_json_is_a_sentence(tmp_path: Path, what: str) -> None:
     """Torn files are told from others: they may be whole in a moment."""
     path = tmp_path / NAME

@@ -34,7 +34,7 @@ from fp8bench.store.runs.listing import index_of
 from fp8bench.store.verify import verify
 from fp8bench.user_code import import_user_modules
 from suites.long_history import READS, make_compacted, measure_reading, write_compacted, write_module, write_store
-from tests.counts import sampled
+from tests.counts import for_each, sampled
 from tests.histories import history, keep, read_trends, records, run_at, trends_of
 from tests.own_suites import forgotten
 
@@ -195,7 +195,7 @@ IN_TWO_MONTHS = [
 ]
 
 
-@pytest.mark.parametrize("runs", [GONE, IN_TWO_MONTHS])
+@for_each("runs", [GONE, IN_TWO_MONTHS])
 def test_commits_that_lost_runs_after_the_history_was_read(runs: Any, tmp_path: Path) -> None:
     """The index knows fewer places of them than the files do, and months are written one after the other."""
     any_runs(tmp_path, runs)
@@ -295,7 +295,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["points.parquet", "index.json", "points.figures"])
+@for_each("file", ["points.parquet", "index.json", "points.figures"])
 def test_a_file_that_is_not_what_was_written(tmp_path: Path, file: str) -> None:
     """The same is told, it is named, and the next compaction makes it again."""
     history(tmp_path, 1.0, 1.1)

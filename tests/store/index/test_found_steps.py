@@ -18,6 +18,7 @@ from fp8bench.model import Request, Status
 from fp8bench.store.index import figure_files as memory
 from fp8bench.store.index.figure_files import StepMemory
 from fp8bench.store.index.history import open_history
+from tests.counts import for_each
 from tests.histories import history, keep, read_trends, records, run_at
 
 
@@ -95,7 +96,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@for_each("damage", DAMAGES)
 def test_a_broken_file_is_begun_anew_and_that_is_said_once(tmp_path: Path, damage: str) -> None:
     """Whatever is wrong in it."""
     series = made(200)

@@ -30,6 +30,7 @@ from fp8bench.store.merge_stores import rebuild
 from fp8bench.store.runs.listing import run_files
 from fp8bench.user_code import import_user_modules
 from suites.long_history import write_module, write_store
+from tests.counts import for_each
 from tests.histories import Trends, commit, history, keep, read_trends, records, run_at, trends_of
 from tests.older import as_older
 from tests.own_suites import forgotten
@@ -275,7 +276,7 @@ def damaged(content: bytes) -> Iterator[bytes]:
     yield os.urandom(len(content))
 
 
-@pytest.mark.parametrize("way", range(11))
+@for_each("way", range(11))
 def test_a_torn_file_is_made_anew_and_that_is_said_once(tmp_path: Path, way: int) -> None:
     """From the runs."""
     history(tmp_path, 1.0, 1.1)

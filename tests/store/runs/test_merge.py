@@ -18,6 +18,7 @@ from fp8bench.store.asv.view import Taken, merge_files, merge_folders, merge_row
 from fp8bench.store.merge_stores import find_store, merge_runs
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_head, load_run, lock_run
+from tests.counts import for_each
 from tests.histories import MACHINE, PYTHON, commit, history, keep, run_at, tree
 
 HASH = commit(1)
@@ -194,7 +195,7 @@ def test_a_row_with_nothing_new_stays_equal() -> None:
     assert merge_rows(ours, row((3.0, math.nan))) == ours
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("ours", "theirs"),
     [
         (row((1.0, math.nan)), replace(row((9.0, 9.0)), version="2")),

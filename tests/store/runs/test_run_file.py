@@ -48,6 +48,7 @@ from fp8bench.store.kept_lines import sheet_of
 from fp8bench.store.runs import run_file
 from fp8bench.store.runs.listing import find_run, load_named, run_files
 from fp8bench.store.runs.run_file import check_store, load_run, reopen_run, start_run, unsound
+from tests.counts import for_each
 from tests.older import as_older
 from tests.runs import measured, render_whole, transformer
 
@@ -84,7 +85,7 @@ def test_the_file_is_named_for_machine_time_commit_and_id(tmp_path: Path) -> Non
     assert written(tmp_path) == tmp_path / "runs" / "box" / "20260102T030405Z-01234567-abcd1234.jsonl"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("machine", "folder"),
     [("a/b\\c d", "a-b-c-d"), ("..", "unknown"), ("", "unknown"), ("näme", "n-me"), ("host.local", "host.local")],
 )
@@ -153,7 +154,7 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert load_run(writer.path).records[0] == RECORDS[0]
 
 
-@pytest.mark.parametrize("keep", [1, 20, 200])
+@for_each("keep", [1, 20, 200])
 def test_a_torn_last_line_is_left_out_and_named(tmp_path: Path, keep: int) -> None:
     """The machine lost power in the middle of a record."""
     path = written(tmp_path)
@@ -164,7 +165,7 @@ def test_a_torn_last_line_is_left_out_and_named(tmp_path: Path, keep: int) -> No
     assert len(again.troubles) == 1 and again.troubles[0].startswith("line 4 is broken and was left out")
 
 
-@pytest.mark.parametrize(
+@for_each(
     "broken",
     [b"garbage", b"\xff\xfe\x00", b"[1]", b"17", b'{"record": 3}', b'{"record": {}}', b"null", b"[" * 100_000],
     ids=["words", "bytes", "list", "number", "record of a number", "empty record", "null", "too deep"],
@@ -216,7 +217,7 @@ CHANGED: dict[str, tuple[Callable[[list[bytes]], list[bytes]], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGED)
+@for_each("what", CHANGED)
 def test_a_header_counts_wherever_it_stands(tmp_path: Path, what: str) -> None:
     """What an editor, a sort or a broken copy does costs only itself; two files joined are not one without a word."""
     change, troubles = CHANGED[what]
@@ -278,7 +279,7 @@ def test_a_finished_run_that_lost_records_says_so(tmp_path: Path) -> None:
     assert "2 of 3 cases have no record: lines are broken or gone; --resume abcd1234 measures them" in shown
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "words"),
     [
         (b"", "it is empty"),
@@ -386,7 +387,7 @@ def test_a_word_that_means_no_run_is_refused(store: Path, word: str, words: str)
         find_run(word, store)
 
 
-@pytest.mark.parametrize("word", ["last", "abc"])
+@for_each("word", ["last", "abc"])
 def test_an_empty_store_says_so(tmp_path: Path, word: str) -> None:
     """The first thing a new user may type."""
     with pytest.raises(RunNotFound, match="has no runs yet"):
@@ -475,7 +476,7 @@ def test_a_disk_that_is_nearly_full_is_told_before_anything_runs(
             check_store(tmp_path)
 
 
-@pytest.mark.parametrize("place", [-1, 99, 10**30])
+@for_each("place", [-1, 99, 10**30])
 def test_a_reference_that_is_no_case_breaks_the_header(place: int, tmp_path: Path) -> None:
     """The records stand alone then, as under any other broken header."""
     run, _ = measured()
@@ -491,7 +492,7 @@ def test_a_reference_that_is_no_case_breaks_the_header(place: int, tmp_path: Pat
     assert "the reference of a group is none of its cases" in read.troubles[0]
 
 
-@pytest.mark.parametrize("spoil", [b"", b'{"record":', b"x"])
+@for_each("spoil", [b"", b'{"record":', b"x"])
 def test_what_is_measured_again_after_damage_is_read(spoil: bytes, tmp_path: Path) -> None:
     """Whatever became of a line's checksum, what is written behind it has a number of its own."""
     path = written(tmp_path, end="interrupted")
@@ -514,7 +515,7 @@ COUNT, SHARES, SUMS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@for_each(
     "changes",
     [
         {"operators": (OperatorTime("gemm", "aten::mm", 54.0, 0.04), OperatorTime("unattributed", "", 0.0, 0.0))},
@@ -528,7 +529,7 @@ def test_what_may_be_is_sound(changes: dict[str, Any]) -> None:
     assert unsound(replace(RECORD, **changes)) == ""
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("field", "why", "wrong"),
     [
         *(("operators", SHARES, (wrong,)) for wrong in (

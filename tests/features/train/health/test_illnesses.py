@@ -15,6 +15,7 @@ from fp8bench.features.train.values import StepRow
 from suites.health import PARTS, judge_ill, judge_well, keep, page, together, upper_bound
 from suites.illness_trial import KINDS
 from suites.illnesses import ILLNESSES
+from tests.counts import for_each
 
 
 def test_every_rule_has_one() -> None:
@@ -53,7 +54,7 @@ def test_a_training_that_was_cut_off_counts_as_far_as_it_came(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["gradient-norm-spike", "lag", "batch-norm-drift"])
+@for_each("rule", ["gradient-norm-spike", "lag", "batch-norm-drift"])
 def test_a_planted_illness_is_found(rule: str, tmp_path: Path) -> None:
     """Through the trainer and what watches it; before it no rule says a word."""
     study = next(one for one in PARTS["ill"] if one.illness is not None and one.illness.rule == rule)

@@ -22,6 +22,7 @@ from fp8bench.features.train.values import (
     StepRow,
     StreamLine,
 )
+from tests.counts import for_each
 
 ARM = Arm("bf16", "bf16", ArmRole.REFERENCE)
 FP8 = Arm("fp8", "fp8-delayed")
@@ -230,14 +231,14 @@ WELL: dict[str, Callable[[], Iterable[StreamLine]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ILL)
+@for_each("name", ILL)
 def test_what_is_ill_is_found(name: str) -> None:
     """By its rule, once, in the step that shows it."""
     lines, step = ILL[name]
     assert alarms(lines(), *((ARM, FP8, OTHER) if name == "loss-gap" else ())) == [(name, step)]
 
 
-@pytest.mark.parametrize("name", WELL)
+@for_each("name", WELL)
 def test_what_is_well_is_left_alone(name: str) -> None:
     assert alarms(WELL[name]()) == []
 
@@ -247,12 +248,12 @@ def test_every_rule_has_an_illness() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES) >= 14
 
 
-@pytest.mark.parametrize(("share", "other"), [(0.015, 0.01), (-0.05, 0.01), (0.04, 0.05), (0.04, -0.05)])
+@for_each(("share", "other"), [(0.015, 0.01), (-0.05, 0.01), (0.04, 0.05), (0.04, -0.05)])
 def test_a_gap_within_the_margin_or_the_band_is_none(share: float, other: float) -> None:
     assert alarms(gap(share, other), ARM, FP8, OTHER) == []
 
 
-@pytest.mark.parametrize(("loss", "times", "found"), [(6.0, 9.0, True), (3.2, 9.0, False), (6.0, 7.0, False)])
+@for_each(("loss", "times", "found"), [(6.0, 9.0, True), (3.2, 9.0, False), (6.0, 7.0, False)])
 def test_a_steep_batch_with_a_loss_of_its_own_is_found_sooner(loss: float, times: float, found: bool) -> None:
     """Where norms are noisy, too: what has been 15 times its median before."""
     noisy = rows(

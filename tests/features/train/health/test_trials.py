@@ -11,6 +11,7 @@ import pytest
 from fp8bench.features.train.health.health import Health, RemedyTrial, outcome, trials_of
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import Arm, LayerReading, StepRow, StreamLine, TrainingEvent
+from tests.counts import for_each
 
 ARM = Arm("fp8", "fp8-delayed:history=16", settings=(("rate", 0.01),))
 SETTINGS = TrainerSettings()
@@ -68,7 +69,7 @@ def test_a_layer_in_bf16_a_lower_rate_and_harder_clipping() -> None:
     assert clipped == [1.0, 0.25, 1.0]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("losses", "lags", "head", "remedy"),
     [
         # The alarm stays away, and the loss is no worse.

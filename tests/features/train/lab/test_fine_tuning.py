@@ -22,6 +22,7 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.linear import Linear
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import SilentPhases
+from tests.counts import for_each
 from tests.features.train.lab.labs import lab_of, rows, task_of
 
 
@@ -82,7 +83,7 @@ def test_a_request_has_the_digest_of_its_file(tmp_path: Path) -> None:
         with_file(replace(asked, settings=TrainerSettings(weights_from=str(tmp_path))))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "words"),
     [
         ({"lora": 4}, "these are random"), ({"start": "last", "weights_from": "x.pt"}, "both say"),
@@ -112,7 +113,7 @@ def test_an_adapter_adds_its_two_products_and_at_first_nothing() -> None:
     assert layer.weight.grad is None and layer.lora_a.grad is not None
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@for_each("precision", ["bf16", "fp8"])
 def test_adapters_learn_while_all_else_stays_and_a_resumed_arm_is_the_same(
     corpus: Corpus, tmp_path: Path, precision: str
 ) -> None:

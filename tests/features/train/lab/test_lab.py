@@ -123,7 +123,7 @@ def test_it_goes_on_from_a_checkpoint_with_the_same_bits(
         assert rows(other.advance(name, 2)) == before
 
 
-@pytest.mark.parametrize("arch", ["cnn", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mlp", "moe"))])
+@pytest.mark.parametrize("arch", ["cnn", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("mlp", "moe"))])
 def test_so_does_every_architecture(corpus: Corpus, tmp_path: Path, arch: str) -> None:
     """Statistics that batch norm keeps are part of what is kept: evaluation goes by them."""
     task = task_of(corpus, "fp8", arch=arch, steps=3)
@@ -263,7 +263,7 @@ def saved_for_backward(trainer: Trainer) -> int:
     return sum(one.untyped_storage().nbytes() for one in kept.values())
 
 
-MORE = (pytest.param(one, marks=pytest.mark.slow) for one in ("fp32", "bf16"))
+MORE = (pytest.param(one, marks=pytest.mark.nightly) for one in ("fp32", "bf16"))
 
 
 @pytest.mark.parametrize("arm", ["fp8", *MORE])

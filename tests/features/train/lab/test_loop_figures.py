@@ -23,6 +23,7 @@ from fp8bench.features.train.values import (
     StreamLine,
     TrainingEvent,
 )
+from tests.counts import for_each
 
 
 class Tied(nn.Module):
@@ -89,15 +90,15 @@ def cosines(
     return {line.layer: line.value for line in lines if isinstance(line, StepFigure) and line.name == "gradient_cosine"}
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("name", MODULES)
+@for_each("parts", [1, 3])
+@for_each("name", MODULES)
 def test_gradients_of_weights_are_those_of_their_layers(name: str, parts: int) -> None:
     seen = cosines(name, parts)
     assert tuple(seen) == MODULES[name][2]
     assert all(value == pytest.approx(1, abs=1e-5) for value in seen.values())
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if MODULES[name][2] and name != "a sparse table"])
+@for_each("name", [name for name in MODULES if MODULES[name][2] and name != "a sparse table"])
 def test_a_gradient_that_is_turned_or_gone_is_seen(name: str) -> None:
     layer = MODULES[name][2][0]
     assert cosines(name, 2, torch.neg)[layer] == pytest.approx(-1, abs=1e-5)
@@ -129,7 +130,7 @@ def test_predictions_of_a_cross_entropy() -> None:
         assert predictions_of(root) == {}
 
 
-@pytest.mark.parametrize("copies", [0, 1, 3, 15])
+@for_each("copies", [0, 1, 3, 15])
 def test_copies_in_a_batch_are_counted(copies: int) -> None:
     """Each example that has a twin, by a comparison of all pairs; wherever the twins stand, in any dtype."""
     for drawn in (torch.randn(16, 3, 5), torch.randint(0, 9000, (16, 40)), torch.randn(16, 20).bfloat16()):
@@ -181,7 +182,7 @@ def test_inputs_are_told_apart() -> None:
     assert sign_of_inputs(("no tensor",)) == (None, 0)
 
 
-@pytest.mark.parametrize("stride", [1, 2, 10])
+@for_each("stride", [1, 2, 10])
 def test_one_step_of_each_stride_is_watched_in_any_phase(stride: int) -> None:
     watched = [step for step in range(40 * stride) if is_watched(step, stride)]
     assert watched[0] == 0 and [step // stride for step in watched] == list(range(40))

@@ -15,10 +15,11 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.sizes import SIZES
 from fp8bench.protocols import Arithmetic, SilentPhases
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import B200, CPU, H200
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@for_each("arch", ARCHITECTURES)
 def test_the_layers_named_are_those_that_ask_for_an_arithmetic(arch: str) -> None:
     """In that order, each once; and the model learns something from one batch."""
     plain = PlainArithmetic(torch.float32)

@@ -22,6 +22,7 @@ from fp8bench.features.train.lab.rates import share_of_rate
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scaled import values
+from tests.counts import for_each
 
 SHAPES = {
     "embedding": (24, 16),
@@ -148,7 +149,7 @@ def test_weights_of_ms_amps_o3_are_fp8_in_passes_and_fp16_in_updates() -> None:
     assert torch.equal(passes[2], (masters[2] * scale).to(torch.float8_e4m3fn).float() / scale)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@for_each("kind", ["bf16", "fp8"])
 def test_gradients_are_rounded_with_every_micro_batch(kind: str) -> None:
     """As by hand: the sum so far and what is new, in the format, and float32 in between."""
     optimizer, own = made(gradients=kind, micro_batches=2)

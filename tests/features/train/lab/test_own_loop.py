@@ -16,6 +16,7 @@ import fp8bench
 from fp8bench.errors import StoreError, UnknownName, UsageError
 from fp8bench.features.train.lab.own_loop import loss_of
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow, StreamLine, TrainingEvent
+from tests.counts import for_each
 from tests.features.train.lab.labs import hooks_of
 
 
@@ -78,7 +79,7 @@ def of(kind: type, lines: Sequence[StreamLine]) -> list[Any]:
     return [line for line in lines if isinstance(line, kind)]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@for_each("micro_batches", [1, 3])
 def test_the_loop_is_the_same_and_says_everything(micro_batches: int) -> None:
     """A row a step, in the order of the steps; readings of every second one."""
     losses, lines = watched(5, adam, micro_batches=micro_batches)
@@ -209,7 +210,7 @@ def test_what_a_loss_looks_like() -> None:
     assert loss_of(torch.ones(3)) is None and loss_of({"logits": loss}) is None and loss_of(torch.tensor(1)) is None
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "error", "words"),
     [
         ({"stride": 0}, UsageError, "stride is a whole number from 1 on, not 0"),
@@ -252,8 +253,8 @@ def usual_loop(
     return losses
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("scaled", [False, True])
+@for_each("parts", [1, 4])
+@for_each("scaled", [False, True])
 def test_a_loss_that_is_made_outside_is_what_backward_begins_with(parts: int, scaled: bool) -> None:
     """To the bit for one part; nothing in the training changes by it."""
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None for _ in range(2)]

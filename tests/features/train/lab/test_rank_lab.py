@@ -31,6 +31,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.nn.parallel.owned import owners
 from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.corpus import Corpus
+from tests.counts import sampled
 from tests.facts import CPU
 from tests.features.train.lab import plants as planted
 from tests.features.train.lab.labs import lab_of, rows, task_of
@@ -237,7 +238,7 @@ def test_four_ranks_have_the_same_losses(corpus: Corpus, monkeypatch: pytest.Mon
                 assert losses(several.advance("fp8", 6)) == pytest.approx(alone["fp8"], rel=2e-3), parallel
 
 
-@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("parallel", sampled(["fsdp"], PARALLEL))
 def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: RanksWorker, parallel: str) -> None:
     """Another seed, another text, the same part twice, one bit of a weight, a step whose gradients are not averaged."""
     reasons = {
@@ -269,7 +270,7 @@ def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: Ranks
             several.advance("fp32", 5)
 
 
-@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("parallel", sampled(["ddp"], PARALLEL))
 def test_overflows_and_branches_are_those_of_all_ranks(
     corpus: Corpus, ranks: RanksWorker, tmp_path: Path, parallel: str
 ) -> None:

@@ -22,6 +22,7 @@ from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Arithmetic, Role
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.formats.scaling_definitions import gaussian
 
@@ -88,7 +89,7 @@ def spread_out(shape: tuple[int, int], seed: int = 0) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("mode", MODES)
+@for_each("mode", MODES)
 def test_each_figure_is_its_definition(mode: str) -> None:
     """In each role, of float32 and of the carrier's own dtype."""
     arithmetic = precisions.get(mode).arithmetic(CPU).layer("layer")
@@ -118,8 +119,8 @@ def check_scales(arithmetic: RecipeArithmetic, x: Tensor, role: Role, found: Lay
     assert math.log2(found.scale) == pytest.approx(np.mean(np.log2(used)), abs=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@for_each("mode", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "mxfp8", "nvfp4"])
+@for_each("bad", [math.inf, math.nan])
 def test_what_is_not_finite_is_counted_and_stands_nowhere_else(mode: str, bad: float) -> None:
     """The others say what they would say without it; a block that is lost with it is counted, too."""
     arithmetic = precisions.get(mode).arithmetic(CPU).layer("layer")
@@ -142,7 +143,7 @@ def test_nothing_at_all() -> None:
     assert lost.not_finite == 1 and lost.amax == lost.smallest == 0 and math.isnan(lost.mean)
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e-20, 3e19, 1e37])
+@for_each("size", [1e-30, 1e-20, 3e19, 1e37])
 def test_squares_neither_overflow_nor_vanish(size: float) -> None:
     """Of numbers whose squares float32 does not have."""
     found = check(precisions.get("bf16").arithmetic(CPU), gaussian(8, 64) * size, Role.WEIGHT)
@@ -154,7 +155,7 @@ def test_a_spread_that_is_small_beside_the_mean_keeps_its_digits() -> None:
     check(precisions.get("fp32").arithmetic(CPU), 1000 + gaussian(64, 64), Role.WEIGHT)
 
 
-@pytest.mark.parametrize("piece", [1 << 26, 1000], ids=["whole", "in pieces"])
+@for_each("piece", [1 << 26, 1000], ids=["whole", "in pieces"])
 def test_what_a_gpu_does_gives_the_same(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """There everything is counted, because nobody waits to see whether it has to be."""
     arithmetic = precisions.get("fp8").arithmetic(CPU)
@@ -194,7 +195,7 @@ class _Waits(OperatorWatch):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
+@for_each("mode", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
 def test_on_a_gpu_nothing_waits_until_all_is_read(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no tensor takes more kernels than some dozens."""
     monkeypatch.setattr(readings, "waits_for", lambda x: False)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from fp8bench.plan.corpus import Corpus
+from tests.counts import for_each
 from tests.features.train.lab.labs import lab_of, rows, task_of
 
 
-@pytest.mark.parametrize("mode", ["bf16", "fp8-delayed", "nvfp4"])
+@for_each("mode", ["bf16", "fp8-delayed", "nvfp4"])
 def test_the_weights_are_those_of_an_arm_that_never_met_the_batch(corpus: Corpus, tmp_path: Path, mode: str) -> None:
     """Bit for bit, whatever casts remember and draw: the same steps without that one, from a checkpoint that has been
     through a file."""

@@ -19,6 +19,7 @@ from fp8bench.features.train.texts import prepare_text
 from fp8bench.features.train.values import SeedTask, StepFigure
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.plan.corpus import Corpus
+from tests.counts import for_each
 from tests.features.train.lab.labs import lab_of, task_of
 from tests.features.train.test_tasks import PROSE
 
@@ -104,7 +105,7 @@ def test_every_architecture_is_scored_and_scoring_changes_no_step(task: SeedTask
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "precision", "steps"), [("copy", "fp8", 160), ("retrieval", "bf16", 120)])
+@for_each(("name", "precision", "steps"), [("copy", "fp8", 160), ("retrieval", "bf16", 120)])
 def test_a_model_that_is_trained_on_a_task_learns_it(
     corpus: Corpus, tmp_path: Path, name: str, precision: str, steps: int
 ) -> None:

@@ -13,6 +13,7 @@ from fp8bench.features.train.lab.models import config_of, layers_of
 from fp8bench.features.train.request import SCHEDULES
 from fp8bench.features.train.values import LayerReading, StepFigure
 from fp8bench.plan.corpus import Corpus
+from tests.counts import for_each
 from tests.features.train.lab.labs import lab_of, rows, task_of
 
 AROUND = (("embed", "fp16"), ("norm", "fp8"), ("residual", "fp32"), ("logits", "mxfp8"), ("output", "fp16"))
@@ -50,7 +51,7 @@ def test_every_way_is_killed() -> None:
     assert sorted(way for ways in TOGETHER for way in ways) == sorted(WAYS)
 
 
-@pytest.mark.parametrize("ways", TOGETHER, ids=lambda ways: ways[0])
+@for_each("ways", TOGETHER, ids=lambda ways: ways[0])
 def test_what_was_killed_goes_on_to_the_same_bits(ways: tuple[str, ...], corpus: Corpus, tmp_path: Path) -> None:
     settings = {name: value for way in ways for name, value in WAYS[way].items()}
     assert len(settings) == sum(len(WAYS[way]) for way in ways)

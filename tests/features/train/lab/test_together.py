@@ -19,6 +19,7 @@ from fp8bench.nn.gpt import GPT
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.nn.parallel.ranks import Place, ThreadedGroup, on_ranks
 
@@ -87,7 +88,7 @@ def sharded(
     return on_ranks(ranks, run)
 
 
-@pytest.mark.parametrize("settings", [{}, {"master": "fp16-scaled"}, {"optimizer_states": "bf16"}], ids=str)
+@for_each("settings", [{}, {"master": "fp16-scaled"}, {"optimizer_states": "bf16"}], ids=str)
 def test_rows_are_updated_as_the_whole_is(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """However few of them travel together; norms are those of all ranks, each row counted once."""
     norms, weights = alone(3, **settings)
@@ -158,9 +159,7 @@ class CountsTwice(FullySharded):
         return super().norms([*own[:-1], own[-1] * 2])
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks"), [(Forgets, {1}), (OfANeighbour, {0, 1, 2}), (Undivided, {0, 1, 2})], ids=str
-)
+@for_each(("kind", "ranks"), [(Forgets, {1}), (OfANeighbour, {0, 1, 2}), (Undivided, {0, 1, 2})], ids=str)
 def test_gradients_that_are_no_mean_are_found_by_whom_they_are_given(
     kind: type[ThreadedGroup], ranks: set[int]
 ) -> None:
@@ -176,7 +175,7 @@ def test_rows_at_another_place_are_found_and_so_is_a_norm_that_counts_twice() ->
     assert sharded(3, CountsTwice)[0][0] != pytest.approx(alone(3)[0], rel=1e-3)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+@for_each("value", [float("nan"), float("inf"), 3e38])
 def test_what_is_not_finite_is_no_fault(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said of the step; so is what overflows in the sum."""
     draw: Callable[[int, int], list[Tensor]] = gradients
@@ -254,7 +253,7 @@ def test_scales_are_shared_of_what_is_cut_and_of_nothing_else() -> None:
         assert found == ([False, False, True, True], [2.0, float("inf")])
 
 
-@pytest.mark.parametrize("planted", [False, True])
+@for_each("planted", [False, True])
 def test_a_norm_that_counts_what_all_have_twice_is_another(planted: bool) -> None:
     wanted = float(torch.stack([one.detach().norm() for one in model().parameters()]).norm())
 

@@ -14,6 +14,7 @@ from fp8bench.features.train.lab.models import check
 from fp8bench.features.train.lab.optimizer import Optimizer
 from fp8bench.features.train.lab.rates import LossScale, Plateau, factor_of, group_of, share_of_rate
 from fp8bench.features.train.request import SCHEDULES, TrainerSettings
+from tests.counts import for_each
 
 SHAPES = {"embedding": (24, 16), "blocks.0.attn.qkv.weight": (32, 16), "norm.weight": (16,)}
 STEPS = 6
@@ -95,7 +96,7 @@ def test_adamw_takes_betas_and_epsilon() -> None:
     assert not torch.equal(trained()[-1][0], wanted[-1][0])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion"])
+@for_each("optimizer", ["adamw", "sgd", "lion"])
 def test_an_update_in_fp8_is_rounded_and_the_weights_are_not(optimizer: str) -> None:
     start = [one.detach() for one in parameters().values()]
     high, low = trained(optimizer=optimizer)[0], trained(optimizer=optimizer, updates="fp8")[0]
@@ -153,9 +154,9 @@ def test_linear_is_torchs_and_wsd_and_the_others_by_hand() -> None:
     assert roots[9] == 1.0 and roots[39] == pytest.approx(0.5) and roots[99] == pytest.approx((10 / 100) ** 0.5)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("steps", [1, 2, 3, 10])
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@for_each("schedule", SCHEDULES)
+@for_each("steps", [1, 2, 3, 10])
+@for_each("share", [0.0, 0.5, 1.0])
 def test_no_schedule_leaves_its_bounds(schedule: str, steps: int, share: float) -> None:
     found = shares(steps, schedule=schedule, warmup=share, decay=share, floor=0.1)
     assert all(0 < one <= 1 for one in found), found

@@ -20,6 +20,7 @@ from fp8bench.formats.recipes import Delayed
 from fp8bench.nn.attention import SelfAttention
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Role, WatchedArithmetic
+from tests.counts import for_each
 from tests.features.train.lab.labs import hooks_of, lab_of, rows, task_of
 
 ARMS = (
@@ -179,8 +180,8 @@ def test_noise_without_signal_and_signal_without_noise() -> None:
     assert opposite.ratio == 0 and opposite.scale == math.inf
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "tokens"), [(4, 4, 30), (4, 2, 300)])
-@pytest.mark.parametrize("causal", [True, False])
+@for_each(("heads", "key_heads", "tokens"), [(4, 4, 30), (4, 2, 300)])
+@for_each("causal", [True, False])
 def test_the_largest_attention_score(heads: int, key_heads: int, tokens: int, causal: bool) -> None:
     """Of those that softmax gets, made all at once here."""
     q, k = torch.randn(2, heads, tokens, 16), torch.randn(2, key_heads, tokens, 16)

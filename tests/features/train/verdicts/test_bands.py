@@ -13,6 +13,7 @@ from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import Arm, ArmRole, StreamLine
 from fp8bench.features.train.verdicts.curves import Learned, Why, bound_of_one, judge, least_seen, paired
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of
+from tests.counts import for_each
 from tests.learning_curves import CANDIDATE, REFERENCE, curve, held_out, lines, rows, training
 
 CHAOS = Arm("bf16 one ulp", "bf16", ArmRole.CHAOS, (("nudge", "ulp"),))
@@ -111,7 +112,7 @@ def test_the_bound_of_one_seed_holds_as_often_as_it_says() -> None:
         assert 0.95 <= holds <= 0.965
 
 
-@pytest.mark.parametrize("seeds", [5, 10])
+@for_each("seeds", [5, 10])
 def test_what_could_be_detected_is_detected_in_four_of_five(seeds: int) -> None:
     """Drawn: a true difference of that size is told from none in 80 of 100 cases or more."""
     seen, reach = least_seen(0.01, seeds)

@@ -17,6 +17,7 @@ from fp8bench.formats.recipes import Amax, Delayed
 from fp8bench.nn.tensor_scales import DelayedScale
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Role
+from tests.counts import for_each
 from tests.features.train.lab.labs import lab_of, task_of
 from tests.learning_curves import training
 
@@ -49,7 +50,7 @@ WAYS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@for_each("fmt", [E4M3, E5M2], ids=str)
 def test_scales_are_those_of_a_training(fmt: Format) -> None:
     draw = random.Random(fmt.name)
     for delayed in WAYS:

@@ -11,6 +11,7 @@ from fp8bench.features.train.values import ArmCost, KeptTraining
 from fp8bench.features.train.verdicts.summary import TrainedEnergy, energies_of
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, verdicts_of
 from fp8bench.model import EnergyUse, Interval
+from tests.counts import for_each
 from tests.energies import TOO_FEW, use
 from tests.learning_curves import lines, training
 
@@ -63,7 +64,7 @@ WHYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("why", WHYS)
+@for_each("why", WHYS)
 def test_nothing_is_said_without_a_reason(why: str) -> None:
     """Joules of a step stand all the same; an emulated arm has no energy to a loss."""
     given = {"own": use([1.0] * 3), "fewer": SURE, **WHYS[why]}

@@ -31,6 +31,7 @@ from fp8bench.features.train.verdicts.verdicts import (
     log_steps,
     verdicts_of,
 )
+from tests.counts import for_each
 from tests.learning_curves import CANDIDATE, OTHER_SEED, REFERENCE, REPEAT, curve, held_out, lines, rows, training
 
 WORSE = {"fp8": [0.030, 0.031, 0.029, 0.032, 0.030]}
@@ -87,7 +88,7 @@ def test_the_sentences() -> None:
     assert apart == "inconclusive: +3.0% on training text, but -1.0% on held-out text"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("gaps", "sentence"),
     [
         (SAME["fp8"], "fp8 learns as bf16 does: a loss more than 0.33% worse is excluded (5 seeds)"),
@@ -107,7 +108,7 @@ NEARLY_ZERO = (
 )
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("void", "ending"),
     [
         (lambda row: replace(row, loss=0.001 * row.loss if row.step else row.loss), NEARLY_ZERO),
@@ -172,7 +173,7 @@ def test_an_arm_that_is_stopped_has_diverged() -> None:
     assert judged(lost)[0].voids == ((3, Void.NOT_FINISHED),)
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf, 5.6])
+@for_each("loss", [math.nan, math.inf, 5.6])
 def test_an_arm_that_ends_where_it_began_has_diverged(loss: float) -> None:
     """Or with no number at all; that some steps before were not finite is another matter."""
     told = changed(lines(SAME), lambda row: replace(row, loss=loss) if row.seed == 1 and row.step >= 50 else row)
@@ -334,7 +335,7 @@ def speed(*arms: Curve, reference: Curve | None = None) -> AdjustedSpeed:
     return found
 
 
-@pytest.mark.parametrize("pace", [0.5, 0.7, 0.95, 1.0, 1.05, 1.4])
+@for_each("pace", [0.5, 0.7, 0.95, 1.0, 1.05, 1.4])
 def test_steps_to_the_same_loss(pace: float) -> None:
     """An arm that learns at nine tenths of the pace takes nine tenths as many times fewer steps, better ones too."""
     steps = log_steps([(of(falling()), of(falling(pace)))])
