@@ -1,0 +1,45 @@
+"""What torch wraps for its compiler, without the wrapping: the first call of each would import the compiler, 1.4 s of a
+processor and 75 MB in every process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@cache
+def eager(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """One of torch's optimizers, to the bit, whose steps nobody compiles. It keeps its name, which traces show."""
+    added: Any = unwrap(optimizer.add_param_group)
+    step: Any = torch.no_grad()(unwrap(optimizer.step))
+    return type(optimizer.__name__, (optimizer,), {"add_param_group": added, "step": step})
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(*inputs)
+        return run(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        inputs = [one.detach().requires_grad_(one.requires_grad) for one in ctx.saved_tensors]
+        with torch.enable_grad():
+            made = ctx.run(*inputs)
+        torch.autograd.backward(made, gradients)  # parameters that `run` holds get theirs here
+        return None, *(one.grad for one in inputs)
+
+
+def recomputed(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """`run` of tensors, of which nothing is kept for backward but these: it is run again there.
+
+    For references, which nobody times; steps that are timed take torch's own checkpoints. Nothing in `run` is random.
+    """
+    made: Tensor = _Recomputed.apply(run, *inputs)  # type: ignore[no-untyped-call]
+    return made
