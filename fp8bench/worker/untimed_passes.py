@@ -112,15 +112,15 @@ class UntimedPasses:
             found = coverage_of(covered.model, covered.held, covered.step, multiple=covered.multiple)
             return replace(found, loss=covered.loss())
 
-    def memory(self, case: Case, facts: DeviceFacts, key: str = "") -> MemoryUse | str:
-        """What a step's memory is made of at its highest point, or why nobody can say.
+    def memory(self, case: Case, facts: DeviceFacts, key: str = "", leaks: bool = True) -> MemoryUse | str:
+        """What a step's memory is made of at its highest point, or why nobody can say; with `leaks`, whether it grows.
 
         With a key its state stays until that is released: somebody may want to look at the process from outside.
         """
         with self._apart(case, facts) as (workload, device, setup):
             hardware = hardware_of(case, workload, facts)
             make = of_workload(workload, setup, hardware)
-            use, state = memory_of_step(make, device, facts.index, self._alone, hardware)
+            use, state = memory_of_step(make, device, facts.index, self._alone and leaks, hardware)
         if isinstance(use, str):
             return use
         if key:
