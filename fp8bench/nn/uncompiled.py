@@ -28,11 +28,12 @@ class _Recomputed(torch.autograd.Function):
         return run(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         inputs = [one.detach().requires_grad_(one.requires_grad) for one in ctx.saved_tensors]
         with torch.enable_grad():
-            made = ctx.run(*inputs)
-        torch.autograd.backward(made, gradients)  # parameters that `run` holds get theirs here
+            # Whose gradient is this one, to the bit; torch looks through a gradient that it is given, by sympy. So
+            # parameters that `run` holds get theirs.
+            (ctx.run(*inputs) * gradient.detach()).sum().backward()  # type: ignore[no-untyped-call]
         return None, *(one.grad for one in inputs)
 
 
