@@ -67,8 +67,6 @@ STATES = 4
 # A step this long is timed well enough by its first call.
 LONG_SECONDS = 5.0
 _CALIBRATING_CALLS = 3
-# Beyond the first, a step so long is taken once more, and not three times: its cells are no finer for it.
-_CALIBRATING_SECONDS = 60e-3
 _MORE_COMPILATIONS = 2
 _FIRST_ASKED_LATE = "they were first asked for while it was timed"
 
@@ -184,11 +182,9 @@ class MeasuredArm:
         first = worker.within(limit).slot(self.key, 1, 0, None)
         again = first
         if first.steps[0].seconds < LONG_SECONDS:
-            seconds = max(first.steps[0].seconds, 1e-7)
-            calls = max(1, min(_CALIBRATING_CALLS, int(_CALIBRATING_SECONDS / seconds)))
-            limit = self.limits.slot(seconds, calls)
-            filling = filling_of(first.host_seconds, calls) if self.queues else None
-            again = worker.within(limit).slot(self.key, calls, 0, filling)
+            limit = self.limits.slot(first.steps[0].seconds, _CALIBRATING_CALLS)
+            filling = filling_of(first.host_seconds, _CALIBRATING_CALLS) if self.queues else None
+            again = worker.within(limit).slot(self.key, _CALIBRATING_CALLS, 0, filling)
         self.host_seconds = again.host_seconds
         return min(again.steps, key=lambda step: step.seconds)
 

@@ -56,8 +56,8 @@ def adamw(
     parameters: list[torch.nn.Parameter], rate: float, facts: DeviceFacts, fused: bool = True
 ) -> torch.optim.Optimizer:
     """A fused one keeps its count on the GPU anyway; asked to, it lets itself be captured there."""
-    kept: Any = {"lr": rate, "weight_decay": 0.1, "fused": fused, "capturable": facts.accelerated}
-    return eager(torch.optim.AdamW)(parameters, **kept)
+    kind = eager(torch.optim.AdamW)
+    return kind(parameters, lr=rate, weight_decay=0.1, fused=fused, capturable=facts.accelerated)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @cache
-def eager(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+def eager(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
     """One of torch's optimizers, to the bit, whose steps nobody compiles. It keeps its name, which traces show."""
     added: Any = unwrap(optimizer.add_param_group)
     step: Any = torch.no_grad()(unwrap(optimizer.step))

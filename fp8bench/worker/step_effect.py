@@ -335,10 +335,14 @@ class Beginning:
         self._state, self._known = state, memories is not None
         self._begun = {address: (some[0], copied(some[0])) for address, some in (memories or {}).items()}
         self._draws = draws_of(state) if self._known else []
+        self._made: dict[int, tuple[Any, Any]] = {}
 
     def again(self) -> None:
+        """What slots before have made and left in the state stays, and is known."""
         for first, copy in self._begun.values():
             put_back(first, copy)
+        found = memories_of(self._state) if self._known else {}
+        self._made = {at: (some[0], copied(some[0])) for at, some in found.items() if at not in self._begun}
         for draw_again in self._draws:
             draw_again()
 
@@ -349,7 +353,7 @@ class Beginning:
 
     def _before(self, address: int, tensor: Any) -> Any:
         """None for memory that was made since, wherever it lies."""
-        _, copy = self._begun.get(address, (None, None))
+        _, copy = self._begun.get(address) or self._made.get(address) or (None, None)
         return copy if copy is not None and copy.numel() == tensor.untyped_storage().nbytes() else None
 
 
