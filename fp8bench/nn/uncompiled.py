@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_WRAPPED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+
 
 @cache
 def eager(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
     """One of torch's optimizers, to the bit, whose steps nobody compiles. It keeps its name, which traces show."""
-    added: Any = unwrap(optimizer.add_param_group)
-    step: Any = torch.no_grad()(unwrap(optimizer.step))
-    return type(optimizer.__name__, (optimizer,), {"add_param_group": added, "step": step})
+    own: dict[str, Any] = {name: unwrap(getattr(optimizer, name)) for name in ("step", *_WRAPPED)}
+    return type(optimizer.__name__, (optimizer,), {**own, "step": torch.no_grad()(own["step"])})
 
 
 class _Recomputed(torch.autograd.Function):
@@ -28,12 +29,12 @@ class _Recomputed(torch.autograd.Function):
         return run(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         inputs = [one.detach().requires_grad_(one.requires_grad) for one in ctx.saved_tensors]
         with torch.enable_grad():
             # Whose gradient is this one, to the bit; torch looks through a gradient that it is given, by sympy. So
             # parameters that `run` holds get theirs.
-            (ctx.run(*inputs) * gradient.detach()).sum().backward()  # type: ignore[no-untyped-call]
+            (ctx.run(*inputs) * gradient.detach()).sum().backward()
         return None, *(one.grad for one in inputs)
 
 

@@ -21,7 +21,7 @@ for _ in range(2):
     recomputed(lambda x: (x @ weight).tanh(), torch.ones(2, 4, requires_grad=True)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-sys.exit(" ".join(sorted({"torch._dynamo", "torch._inductor", "sympy"} & {*sys.modules})))
+sys.exit(" ".join(sorted({"torch._dynamo", "torch._inductor", "sympy"} & {*sys.modules})) or 0)
 """
 
 
