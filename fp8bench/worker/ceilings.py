@@ -17,6 +17,11 @@ from fp8bench.registry import precisions
 Shape = tuple[int, ...]
 Clock = Callable[[], float]
 
+
+def _now() -> float:
+    return time.perf_counter()
+
+
 # M, N and K, the least work first: a slow device does not come to the last ones.
 _PRODUCTS: dict[str, tuple[Shape, ...]] = {
     "cpu": ((256,) * 3, (512,) * 3, (256, 2048, 512), (1024,) * 3, (512, 4096, 1024), (2048,) * 3),
@@ -93,7 +98,7 @@ def quick(device: Device, facts: DeviceFacts, seconds: float) -> Ceilings:
     """The best shape of products and of copies where they are fastest: the search itself is the one run. A processor
     has one thread, by its own clock: several would wait for each other, and all for others, if it is busy."""
     wanted = wanted_rates(facts, _QUICK)
-    clock = time.thread_time if device.kind == "cpu" else time.perf_counter
+    clock = time.thread_time if device.kind == "cpu" else _now
     share = seconds / len(wanted)
     try:
         with one_thread():
@@ -126,7 +131,7 @@ def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> 
 
 
 def _searched(
-    device: Device, facts: DeviceFacts, rate: Rate, seconds: float, clock: Clock = time.perf_counter
+    device: Device, facts: DeviceFacts, rate: Rate, seconds: float, clock: Clock = _now
 ) -> Rate:
     wait = partial(device.synchronise, facts.index)
     return _timed(rate, shapes_of(rate.limit, facts), facts, wait, seconds, 0, clock)
@@ -142,7 +147,7 @@ def _tried(rate: Rate, measured: Callable[[], Rate]) -> Rate:
 
 def _timed(
     rate: Rate, shapes: Sequence[Shape], facts: DeviceFacts, wait: Callable[[], None], seconds: float, seed: int,
-    clock: Clock = time.perf_counter,
+    clock: Clock = _now,
 ) -> Rate:  # fmt: skip
     precision = precisions.get(rate.precision or DTYPES[0])
     arithmetic = precision.arithmetic(facts)
@@ -156,7 +161,7 @@ def _timed(
 
 def _best(
     counts: dict[Shape, float], prepared: Callable[[Shape], Callable[[], Any]], wait: Callable[[], None],
-    seconds: float, clock: Clock = time.perf_counter,
+    seconds: float, clock: Clock = _now,
 ) -> tuple[Shape, float, int]:  # fmt: skip
     """The shape with the highest rate, by the fastest stretches of calls of each; that rate, and how many were tried.
 
@@ -182,7 +187,7 @@ def _best(
 
 
 def _stretch(
-    call: Callable[[], Any], calls: int, wait: Callable[[], None], clock: Clock = time.perf_counter
+    call: Callable[[], Any], calls: int, wait: Callable[[], None], clock: Clock = _now
 ) -> float:
     wait()
     start = clock()
