@@ -370,6 +370,7 @@ def _group(
         choose=None if request.quick or request.budget is not None else fastest,
         tapes=records_tapes(request, os.environ),
         tapes_apart=tapes_apart(request),
+        looks_again=request.tape or not request.quick,
         shares=request.shares,
     )
     meter = meters.of(used) if used is not None else None

@@ -277,7 +277,7 @@ class FakeWorker(Worker):
         self._strike("effect", case.mode)
         return self._script(case.mode).effect or StepEffect(True)
 
-    def _memory(self, case: Case, facts: DeviceFacts, key: str) -> MemoryUse | str:
+    def _memory(self, case: Case, facts: DeviceFacts, key: str, leaks: bool = True) -> MemoryUse | str:
         self.log.append(("memory", case.mode))
         assert not self.held, "memory was measured beside states"
         self._strike("memory", case.mode)

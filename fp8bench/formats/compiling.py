@@ -10,14 +10,16 @@ import contextlib
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from fp8bench.formats import vector_width
+from fp8bench.formats import kept_kernels, vector_width
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -86,6 +88,8 @@ class PairKernel(Kernel):
 
 
 _compiling = threading.Lock()
+# What torch has made of each kernel that was compiled here.
+_MODULES: MutableMapping[Callable[..., object], Sequence[ModuleType]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -102,16 +106,25 @@ class Compiled:
 def compiled(kernel: Kernel) -> Compiled:
     """The kernel compiled; with the width of vectors that is fastest here, for which it is compiled with each once.
 
+    One for a CPU that this machine has compiled before is called as it is kept, without torch's compiler.
     Raises whatever torch or a compiler raises; a width alone that does not compile is not taken.
     """
     with _compiling, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's about itself
-        widths = vector_width.widths(kernel.device) if any(kernel.free()) else ()
-        if len(widths) < 2:
-            return Compiled(_built(kernel, *widths), *widths)
-        kept = vector_width.Kept(_made_of(kernel))
-        bits = kept.read()
-        return Compiled(_built(kernel, bits), bits) if bits else _fastest(kernel, widths, kept)
+        if (kept := kept_kernels.read(kernel)) is not None:
+            return Compiled(*kept)
+        found = _compiled(kernel)
+        kept_kernels.keep(kernel, found.run, found.bits, _MODULES.get(found.run, ()))
+        return found
+
+
+def _compiled(kernel: Kernel) -> Compiled:
+    widths = vector_width.widths(kernel.device) if any(kernel.free()) else ()
+    if len(widths) < 2:
+        return Compiled(_built(kernel, *widths), *widths)
+    kept = vector_width.Kept(_made_of(kernel))
+    bits = kept.read()
+    return Compiled(_built(kernel, bits), bits) if bits else _fastest(kernel, widths, kept)
 
 
 def _fastest(kernel: Kernel, widths: Sequence[int], kept: vector_width.Kept) -> Compiled:
@@ -137,8 +150,12 @@ def _built(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
     with config.patch(_options(kernel, bits, config)):
         mode, graph, inputs = _traced(kernel)
         # The graph has no output in which torch 2.11 would find whose tensors these are: fixed sizes became free ones.
-        with torch._guards.tracing(torch._guards.TracingContext(mode)):
-            return standalone_compile(graph, [*inputs], dynamic_shapes="from_tracing_context")
+        with torch._guards.tracing(torch._guards.TracingContext(mode)), kept_kernels.modules_made() as made:
+            found: Callable[..., object] = standalone_compile(
+                graph, [*inputs], dynamic_shapes="from_tracing_context"
+            )
+    _MODULES[found] = made
+    return found
 
 
 def _made_of(kernel: Kernel) -> str:

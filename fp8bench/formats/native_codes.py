@@ -159,7 +159,7 @@ def current_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[T
     if torch.compiler.is_compiling():
         found = float_factor(amax, fmt, rounding)
         return found, inverse_of(found)
-    scale, inverse = torch.empty_like(amax), torch.empty_like(amax)
+    scale, inverse = (torch.empty(amax.shape, dtype=amax.dtype, device=amax.device) for _ in range(2))
     torch.ops.fp8bench.scale(amax, scale, inverse, fmt.name, rounding.value)
     return scale, inverse
 

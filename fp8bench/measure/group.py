@@ -39,7 +39,8 @@ class Method:
     `ceilings` are the most that devices do, by key, where it is known. `warm_up_seconds` is the longest that a device
     may take to settle, 0 not to wait for it. `lost` says of a device that answers no more why it does not, and is
     shared by all groups. `tapes` and `shares` say that operators are counted, and what they take of a step found: by a
-    worker that times nothing, unless tapes are not `tapes_apart`.
+    worker that times nothing, unless tapes are not `tapes_apart`. `looks_again` has steps that were timed taken once
+    more, to see whether they work as others do, and more of those whose memory is measured, to see whether it grows.
     """
 
     rule: StoppingRule
@@ -55,6 +56,7 @@ class Method:
     choose: Choose | None = None
     tapes: bool = False
     tapes_apart: bool = True
+    looks_again: bool = True
     shares: bool = False
     lost: dict[str, str] = field(default_factory=dict)
 
@@ -97,7 +99,7 @@ class GroupMeasurement:
         passes.effects(self._alive())
         passes.transfers(self._alive())
         passes.ask("coverage", [one for one in self._alive() if workloads.get(one.planned.case.workload).examined])
-        passes.memory(self._alive(), self._meter)
+        passes.memory(self._alive(), self._meter, self._method.looks_again)
         if self._method.capacity is not None:
             limits, rule = self._method.limits, self._method.capacity
             searching = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
@@ -240,9 +242,10 @@ class GroupMeasurement:
         self._replay(session)
 
     def _look_at_work(self, session: RoundSession) -> None:
-        """Whether steps that have been timed work as others do; their states hold odd numbers meanwhile."""
-        for arm in session.arms if self._method.tapes else ():
-            if arm is not session.control:
+        """Whether steps that have been timed work as others do; their states hold odd numbers meanwhile. Nobody is
+        deceived by an emulated one, whose time is no speed."""
+        for arm in session.arms if self._method.tapes and self._method.looks_again else ():
+            if arm is not session.control and not arm.emulated:
                 with guarding(arm):
                     self._of(arm).note(**arm.counted(self._worker))
 

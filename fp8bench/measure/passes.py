@@ -207,14 +207,15 @@ class Passes:
                 outcome.note(effect=StepEffect(None, "its state is compiled, which takes too long for this"))
         self.ask("effect", [one for one in outcomes if one.draft.effect is None])
 
-    def memory(self, outcomes: Sequence[CaseOutcome], meter: Meter | None = None) -> None:
-        """Memory at the highest point of a step. The driver's count of the worker's process comes from the meter, where
-        there is a driver."""
+    def memory(self, outcomes: Sequence[CaseOutcome], meter: Meter | None = None, leaks: bool = True) -> None:
+        """Memory at the highest point of a step, and whether it grows. The driver's count of the worker's process comes
+        from the meter, where there is a driver."""
         device = None if meter is None or isinstance(meter.device, AbsentDevice) else meter.device
         for outcome in outcomes:
             with self._asking(outcome, "measuring memory", "peak memory") as (bench, case, facts):
                 key = f"memory of {case.id}" if device is not None else ""
-                found = bench.memory(case, facts, key)
+                # Unasked for, a worker of another tree's is given what it has always been given.
+                found = bench.memory(case, facts, key) if leaks else bench.memory(case, facts, key, False)
                 if device is not None:
                     found = self._seen_from_outside(found, device)
                     self._worker.release(key)

@@ -277,7 +277,8 @@ class Request:
     tape: bool = option(
         False,
         _FLAG,
-        "count the operators of compiled steps, too, with --quick; of others, and without it, this is always done",
+        "with --quick, count the operators of compiled steps, too, take steps once more after their timing, and see "
+        "whether memory grows; without it, all of this is always done",
     )
     shares: bool = option(
         False, _FLAG, "also find what each kind of work and each module takes of a step, in an untimed pass"

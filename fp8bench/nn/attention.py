@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from fp8bench.nn.linear import Choose, Linear, region
 from fp8bench.nn.shared_workloads import attention_by
+from fp8bench.nn.uncompiled import recomputed
 from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
@@ -71,13 +71,12 @@ class HeadwiseCore:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         group = q.shape[1] // k.shape[1]
         mixed = [
-            checkpoint(
-                self.inner, q[i : i + 1, j : j + 1], *(one[i : i + 1, j // group : j // group + 1] for one in (k, v)),
-                use_reentrant=False, preserve_rng_state=False,
+            recomputed(
+                self.inner, q[i : i + 1, j : j + 1], *(one[i : i + 1, j // group : j // group + 1] for one in (k, v))
             )
             for i in range(q.shape[0])
             for j in range(q.shape[1])
-        ]  # fmt: skip
+        ]
         return torch.cat(mixed).view(q.shape)
 
 

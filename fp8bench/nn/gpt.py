@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from fp8bench.nn.around import held, streamed
 from fp8bench.nn.attention import Core, FusedCore, SelfAttention, rotations
 from fp8bench.nn.linear import Choose, Linear, region, within
 from fp8bench.nn.sizes import GPTConfig
+from fp8bench.nn.uncompiled import recomputed
 from fp8bench.protocols import Arithmetic, Fused, Phases, Role, SilentPhases
 
 
@@ -199,7 +201,9 @@ class GPT(LanguageModel):
         """The stream behind the last block, of sequences of so many tokens; `x` may be a part of them."""
         rotation = None if self.rotation is None else self.rotation[:length].to(self.carrier)
         for block in self.blocks:
-            if self.checkpointing:
+            if self.checkpointing and self.carrier is torch.float64 and not self.dropout:  # a reference
+                x = recomputed(partial(block, phase=phase, rotation=rotation), x)
+            elif self.checkpointing:
                 # Where nothing in a block is random no random state need be kept.
                 x = checkpoint(block, x, phase, rotation, use_reentrant=False, preserve_rng_state=self.dropout > 0)
             else:

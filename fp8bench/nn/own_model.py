@@ -24,6 +24,7 @@ from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.accelerated_model import AcceleratedModel
 from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.training_step import adamw
+from fp8bench.nn.uncompiled import eager
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_error
 from fp8bench.protocols import Arithmetic, Layer, Phases, Setup, SilentPhases, key_of
 
@@ -431,7 +432,7 @@ def _refuse_elsewhere(batch: Any, facts: DeviceFacts) -> None:
 def _optimizer(name: str, parameters: list[nn.Parameter], facts: DeviceFacts) -> torch.optim.Optimizer | None:
     if name == "none":
         return None
-    return adamw(parameters, _RATE, facts) if name == "adamw" else torch.optim.SGD(parameters, lr=_RATE)
+    return adamw(parameters, _RATE, facts) if name == "adamw" else eager(torch.optim.SGD)(parameters, lr=_RATE)
 
 
 def conversion_of(model: nn.Module, setup: Setup, multiples: tuple[int, int]) -> Conversion:

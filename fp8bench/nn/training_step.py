@@ -21,6 +21,7 @@ from fp8bench.nn.batches import TokenLoader
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.shared_workloads import attention_by
 from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS, SIZES, TRAINED_BATCH, TRAINED_SIZE, TRAINING_STEPS
+from fp8bench.nn.uncompiled import eager
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role, Setup, SilentPhases, float32_products, one_thread
 
 # What goes on while it is open takes weights that were cast once.
@@ -55,7 +56,8 @@ def adamw(
     parameters: list[torch.nn.Parameter], rate: float, facts: DeviceFacts, fused: bool = True
 ) -> torch.optim.Optimizer:
     """A fused one keeps its count on the GPU anyway; asked to, it lets itself be captured there."""
-    return torch.optim.AdamW(parameters, lr=rate, weight_decay=0.1, fused=fused, capturable=facts.accelerated)
+    kind = eager(torch.optim.AdamW)
+    return kind(parameters, lr=rate, weight_decay=0.1, fused=fused, capturable=facts.accelerated)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import HeldBlock, MemoryCourse, MemoryRole, PhaseMemory
@@ -315,34 +316,36 @@ class AllocationStream:
         one.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if one.kineto_results is None:
             return None
-        told = [
-            (event, node)
-            for event, node in _flat(one.kineto_results.experimental_event_tree())
-            if event.name == _CHANGE or event.name.startswith(_NOTE)
-        ]
         events: list[Event] = []
         # Stable: what happened within one tick of the clock stays in the order in which it was told.
-        for event, node in sorted(told, key=lambda pair: pair[0].start_time_ns):
-            if event.name != _CHANGE:
-                events.append(self._notes[int(event.name.removeprefix(_NOTE))])
-            elif str(event.extra_fields.device) in self._devices:
-                events.append(Sized(event.extra_fields.ptr, event.extra_fields.alloc_size, node))
+        for _, name, fields, node in sorted(_told(one.kineto_results.experimental_event_tree()), key=itemgetter(0)):
+            if name != _CHANGE:
+                events.append(self._notes[int(name.removeprefix(_NOTE))])
+            elif str(fields.device) in self._devices:
+                events.append(Sized(fields.ptr, fields.alloc_size, node))
         return events
 
 
-def _flat(tree: Sequence[Any]) -> Iterator[tuple[Any, int]]:
-    """The profiler's events, those within others after these, and the node of a backward pass that each lies in."""
+def _told(tree: Sequence[Any]) -> Iterator[tuple[int, str, Any, int]]:
+    """When the profiler saw a change or a note, its name, what it says, and the node of a backward pass it lies in:
+    those within others after these. Each look at one of its events is a call of C++, and there are ten times as many.
+    """
     waiting = [(event, 0) for event in reversed(tree)]
     nodes = 0
     while waiting:
         event, node = waiting.pop()
-        if event.name.startswith(_NODE):
+        name = event.name
+        if name == _CHANGE:
+            yield event.start_time_ns, name, event.extra_fields, node
+            continue
+        if name.startswith(_NOTE):
+            yield event.start_time_ns, name, None, node
+        elif name.startswith(_NODE):
             nodes += 1
             node = nodes
         elif node and _recomputing(event):
             node = 0
-        yield event, node
-        waiting.extend((child, node) for child in reversed(event.children))
+        waiting.extend([(child, node) for child in reversed(event.children)])
 
 
 def _recomputing(event: Any) -> bool:

@@ -74,6 +74,9 @@ def around_refused(precision: Precision, key: str) -> str:
     return ""
 
 
+Shared = Callable[[Callable[[], Any]], Any]
+
+
 @dataclass(frozen=True)
 class Setup:
     """What a workload gets to prepare a case.
@@ -81,7 +84,8 @@ class Setup:
     `arithmetic` is the case's own precision, `high` its high-precision partner (the carrier of activations),
     `layers` the exceptions of the precision map by its keys; `corpus` is the token file, where the workload reads one.
     `scales` keeps what layers take from data, where the case asks for it. `draw` chooses other initial weights for the
-    same data.
+    same data. `shared` gives what does not depend on a case's precision: cases that are asked for their errors one
+    after another make it once; None where nobody comes after it.
     """
 
     case: Case
@@ -94,6 +98,7 @@ class Setup:
     corpus: str | None = None
     scales: ScaleBook | None = None
     draw: int = 0
+    shared: Shared | None = None
 
     def layer(self, layer: Layer) -> Arithmetic:
         """The arithmetic of one layer, its own where it remembers something."""

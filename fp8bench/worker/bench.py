@@ -264,6 +264,7 @@ class Bench(UntimedPasses):
         After an assert or an illegal address every call fails in this process, by whatever words: cuBLAS says that it
         was not initialised, as it does without memory.
         """
+        self._exact = None
         try:
             gc.collect()
             for kind in devices.names():  # the request that failed may have been the first: nothing is prepared yet

@@ -15,6 +15,12 @@ from fp8bench.protocols.axes import CACHE_TIMES
 from fp8bench.registry import precisions
 
 Shape = tuple[int, ...]
+Clock = Callable[[], float]
+
+
+def _now() -> float:
+    return time.perf_counter()
+
 
 # M, N and K, the least work first: a slow device does not come to the last ones.
 _PRODUCTS: dict[str, tuple[Shape, ...]] = {
@@ -90,11 +96,13 @@ _PLACE = 2
 
 def quick(device: Device, facts: DeviceFacts, seconds: float) -> Ceilings:
     """The best shape of products and of copies where they are fastest: the search itself is the one run. A processor
-    has one thread: several would wait for each other if it is busy."""
+    has one thread, by its own clock: several would wait for each other, and all for others, if it is busy."""
     wanted = wanted_rates(facts, _QUICK)
+    clock = time.thread_time if device.kind == "cpu" else _now
+    share = seconds / len(wanted)
     try:
         with one_thread():
-            found = tuple(_tried(one, partial(_searched, device, facts, one, seconds / len(wanted))) for one in wanted)
+            found = tuple(_tried(one, partial(_searched, device, facts, one, share, clock)) for one in wanted)
     finally:
         device.empty_cache()
     return Ceilings(found, device=facts.name)
@@ -122,8 +130,11 @@ def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> 
     return found
 
 
-def _searched(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
-    return _timed(rate, shapes_of(rate.limit, facts), facts, partial(device.synchronise, facts.index), seconds, 0)
+def _searched(
+    device: Device, facts: DeviceFacts, rate: Rate, seconds: float, clock: Clock = _now
+) -> Rate:
+    wait = partial(device.synchronise, facts.index)
+    return _timed(rate, shapes_of(rate.limit, facts), facts, wait, seconds, 0, clock)
 
 
 def _tried(rate: Rate, measured: Callable[[], Rate]) -> Rate:
@@ -135,21 +146,23 @@ def _tried(rate: Rate, measured: Callable[[], Rate]) -> Rate:
 
 
 def _timed(
-    rate: Rate, shapes: Sequence[Shape], facts: DeviceFacts, wait: Callable[[], None], seconds: float, seed: int
-) -> Rate:
+    rate: Rate, shapes: Sequence[Shape], facts: DeviceFacts, wait: Callable[[], None], seconds: float, seed: int,
+    clock: Clock = _now,
+) -> Rate:  # fmt: skip
     precision = precisions.get(rate.precision or DTYPES[0])
     arithmetic = precision.arithmetic(facts)
     with precision.scope():
         counts = {shape: count_of(rate.limit, shape) for shape in shapes}
         shape, best, tried = _best(
-            counts, lambda shape: call_of(rate.limit, shape, facts, arithmetic, seed), wait, seconds
+            counts, lambda shape: call_of(rate.limit, shape, facts, arithmetic, seed), wait, seconds, clock
         )
     return replace(rate, runs=(best,), searched=tried, shape=shape)
 
 
 def _best(
-    counts: dict[Shape, float], prepared: Callable[[Shape], Callable[[], Any]], wait: Callable[[], None], seconds: float
-) -> tuple[Shape, float, int]:
+    counts: dict[Shape, float], prepared: Callable[[Shape], Callable[[], Any]], wait: Callable[[], None],
+    seconds: float, clock: Clock = _now,
+) -> tuple[Shape, float, int]:  # fmt: skip
     """The shape with the highest rate, by the fastest stretches of calls of each; that rate, and how many were tried.
 
     Every shape has an equal share of the time. One whose first call would take more, by the rate of those before it, is
@@ -160,23 +173,25 @@ def _best(
         if best and count / best > share:
             break
         tried += 1
-        end = time.perf_counter() + share
+        end = clock() + share
         call = prepared(shape)
         call()
-        once = _stretch(call, 1, wait)
+        once = _stretch(call, 1, wait, clock)
         calls = max(1, int(_STRETCH_SECONDS / once))
         stretches = [once]
-        while time.perf_counter() < end:
-            stretches.append(_stretch(call, calls, wait))
+        while clock() < end:
+            stretches.append(_stretch(call, calls, wait, clock))
         rate = count / sorted(stretches)[: _PLACE + 1][-1]
         best, winner = max((best, winner), (rate, shape))
     return winner, best, tried
 
 
-def _stretch(call: Callable[[], Any], calls: int, wait: Callable[[], None]) -> float:
+def _stretch(
+    call: Callable[[], Any], calls: int, wait: Callable[[], None], clock: Clock = _now
+) -> float:
     wait()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(calls):
         call()
     wait()
-    return max((time.perf_counter() - start) / calls, 1e-9)
+    return max((clock() - start) / calls, 1e-9)

@@ -39,7 +39,7 @@ from fp8bench.worker.switches import collected_by_hand, unchanged, under
 from fp8bench.worker.tape_pass import uncompiled
 
 if TYPE_CHECKING:
-    from fp8bench.worker.step_effect import Slot
+    from fp8bench.worker.step_effect import Beginning, Slot
 
 
 def begins_alone() -> None:
@@ -254,14 +254,15 @@ class Prepared:
         turns, state = self._next, self.states[0]
         self._next = lambda: state
         try:
-            return step_effect.told_apart(partial(self._looked_at, state, calls, discard))
+            with apart(), step_effect.as_they_were(state.held, state.finite.inputs) as beginning:
+                return step_effect.told_apart(partial(self._looked_at, beginning, calls, discard))
         finally:
             self._next = turns
 
-    def _looked_at(self, state: State, calls: int, discard: int, timed: bool) -> Slot | None:
+    def _looked_at(self, beginning: Beginning, calls: int, discard: int, timed: bool) -> Slot | None:
         """A slot whose steps are timed as all are, or counted as well; None where these are compiled."""
         from fp8bench.tape.recorder import OperatorTape
-        from fp8bench.worker.step_effect import as_they_were, slot_of
+        from fp8bench.worker.step_effect import slot_of
 
         answer: list[Any] = []
         compiled: list[Any] = []
@@ -277,10 +278,10 @@ class Prepared:
                 answer.append(self.workload.step(held, phase))
             compiled.extend(called)
 
-        with apart(), as_they_were(state.held, state.finite.inputs) as left:
-            slot = self._slot(step, calls, discard, None)
-            seconds = [mode.seconds for mode in modes or slot.steps]
-            return None if compiled else slot_of(seconds, len(modes[-1].calls) if modes else 0, left(answer))
+        beginning.again()
+        slot = self._slot(step, calls, discard, None)
+        seconds = [mode.seconds for mode in modes or slot.steps]
+        return None if compiled else slot_of(seconds, len(modes[-1].calls) if modes else 0, beginning.left(answer))
 
     def check(self) -> StateCheck:
         """What the steps have left, as the workload sees it, and whether it is finite."""

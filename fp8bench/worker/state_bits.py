@@ -36,14 +36,29 @@ def digest(tensor: Any) -> int:
     return found
 
 
-def sketch(tensor: Any) -> Any:
-    """Sums of the memory's numbers under random signs: of two tensors they are as far apart as these, about."""
-    signs, found = _signs(tensor.device), torch.zeros(_SUMS, dtype=torch.float64, device=tensor.device)
-    for number, piece in enumerate(_flat(tensor, _numbers_as(tensor.dtype)).split(_SIGNED)):
-        numbers = piece if piece.dtype is torch.float64 else piece.to(torch.float32)
-        finite = numbers.nan_to_num(0.0, 0.0, 0.0).to(torch.float64)
-        found += (finite @ signs[: piece.numel()]) * signs[number % _SIGNED]
+def sketch(tensor: Any, before: Any = None) -> Any:
+    """Sums of the memory's numbers under random signs, or of what they are beyond those of a copy of it from `before`:
+    of two tensors they are as far apart as these, about.
+    """
+    dtype, found = _numbers_as(tensor.dtype), torch.zeros(_SUMS, dtype=torch.float64, device=tensor.device)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    signs, end = _signs(tensor.device, wide), _signs(tensor.device, torch.float64)
+    for number, piece in enumerate(_flat(tensor, dtype).split(_SIGNED)):
+        numbers = piece.to(wide).nan_to_num(0.0, 0.0, 0.0)
+        if before is not None:  # one by one, or rounding the sums would hide a small step
+            old = _flat(before, dtype)[number * _SIGNED :][: piece.numel()]
+            numbers = numbers - old.to(wide).nan_to_num(0.0, 0.0, 0.0)
+        found += (numbers @ signs[: piece.numel()]) * end[number % _SIGNED]
     return found
+
+
+def copied(tensor: Any) -> Any:
+    """All of its memory, to be put back."""
+    return _flat(tensor, torch.uint8).clone()
+
+
+def put_back(tensor: Any, copy: Any) -> None:
+    _flat(tensor, torch.uint8).copy_(copy)
 
 
 @contextmanager
@@ -53,14 +68,13 @@ def other_numbers(tensor: Any, others: bool = True) -> Iterator[None]:
     What is not finite stays: a mask is none without its infinities. All is put back: others may hold the same tensor.
     Without `others` that is all there is to it.
     """
-    flat = _flat(tensor, torch.uint8)
-    before = flat.clone()
+    before = copied(tensor)
     try:
         if others:
             _replace_numbers(tensor)
         yield
     finally:
-        flat.copy_(before)
+        put_back(tensor, before)
 
 
 def _replace_numbers(tensor: Any) -> None:
@@ -104,7 +118,7 @@ def _weights(device: Any, count: int) -> Any:
     return torch.arange(1, 2 * count, 2, dtype=torch.int64, device=device)
 
 
-@functools.lru_cache(maxsize=1)
-def _signs(device: Any) -> Any:
+@functools.lru_cache(maxsize=2)
+def _signs(device: Any, dtype: Any) -> Any:
     random = torch.Generator().manual_seed(2)
-    return (torch.randint(2, (_SIGNED, _SUMS), generator=random) * 2 - 1).to(device, torch.float64)
+    return (torch.randint(2, (_SIGNED, _SUMS), generator=random) * 2 - 1).to(device, dtype)

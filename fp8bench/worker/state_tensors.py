@@ -6,12 +6,14 @@ import gc
 import io
 import math
 import mmap
+import random
 import sys
 import time
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from fp8bench.model import MemoryRole
@@ -151,6 +153,23 @@ def is_foreign(tensor: Any) -> bool:
     share it."""
     storage = tensor.untyped_storage()
     return not storage.resizable() or (tensor.device.type == "cpu" and storage.is_shared())
+
+
+def draws_of(state: object) -> list[Callable[[], object]]:
+    """What has torch's generator, and those that a state holds, draw again what they draw from now on."""
+    import torch
+
+    found: list[Callable[[], object]] = [partial(torch.set_rng_state, torch.get_rng_state())]
+    numpys: Any = getattr(getattr(sys.modules.get("numpy"), "random", None), "Generator", random.Random)
+    for one in _within(state):
+        held: Any = one
+        if isinstance(one, torch.Generator):
+            found.append(partial(one.set_state, one.get_state()))
+        elif isinstance(one, random.Random):
+            found.append(partial(one.setstate, one.getstate()))
+        elif isinstance(one, numpys):
+            found.append(partial(setattr, held.bit_generator, "state", held.bit_generator.state))
+    return found
 
 
 def reads_elsewhere(state: object) -> bool:

@@ -31,16 +31,14 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any, NamedTuple
 
-import torch
-
 from fp8bench import units
 from fp8bench.model import CELL_PHASES, StepEffect
 from fp8bench.model.words import LOADING
 from fp8bench.profiler import calls_operators
 from fp8bench.protocols import Device, Setup, Workload
 from fp8bench.worker.clock import PhaseClock
-from fp8bench.worker.state_bits import digest, other_numbers, sketch
-from fp8bench.worker.state_tensors import address_of, is_foreign, reads_elsewhere, tensors_of, version_of
+from fp8bench.worker.state_bits import copied, digest, other_numbers, put_back, sketch
+from fp8bench.worker.state_tensors import address_of, draws_of, is_foreign, reads_elsewhere, tensors_of, version_of
 from fp8bench.worker.static_scales import step as take_step
 
 # A step that takes longer is not taken again; nor is a state read again whose reading takes longer.
@@ -331,27 +329,49 @@ def _left_alike(sums: Any, others: Any, least: float) -> bool:
     return apart <= max(_ALIKE * most, least)
 
 
-@contextmanager
-def as_they_were(state: object, inputs: set[int]) -> Iterator[Callable[[object], Left]]:
-    """In the body inputs hold other numbers; after it the state's memory and torch's generator are as they were.
+class Beginning:
+    """Where all slots of a state begin: the numbers of its memories, by address, and what generators draw."""
 
-    Yields what tells, at the end of the body, what has been done to the state, and is in an answer. Nothing of a large
-    state: it goes on.
+    def __init__(self, state: object, memories: Mapping[int, list[Any]] | None) -> None:
+        self._state, self._known = state, memories is not None
+        self._begun = {address: (some[0], copied(some[0])) for address, some in (memories or {}).items()}
+        self._draws = draws_of(state) if self._known else []
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def again(self) -> None:
+        """What slots before have made and left in the state stays, and is known."""
+        for first, copy in self._begun.values():
+            put_back(first, copy)
+        found = memories_of(self._state) if self._known else {}
+        self._made = {at: (some[0], copied(some[0])) for at, some in found.items() if at not in self._begun}
+        for draw_again in self._draws:
+            draw_again()
+
+    def left(self, answer: object) -> Left:
+        """What has been done to the state since, and is in an answer; nothing where nobody knows."""
+        memories = memories_of(self._state, answer) if self._known else {}
+        return [sketch(first, self._before(address, first)) for address, (first, *_) in memories.items()]
+
+    def _before(self, address: int, tensor: Any) -> Any:
+        """None for memory that was made since, wherever it lies."""
+        _, copy = self._begun.get(address) or self._made.get(address) or (None, None)
+        return copy if copy is not None and copy.numel() == tensor.untyped_storage().nbytes() else None
+
+
+@contextmanager
+def as_they_were(state: object, inputs: set[int]) -> Iterator[Beginning]:
+    """In the body inputs hold other numbers; after it the state's memory and its generators are as they were.
+
+    A large state goes on.
     """
     memories = memories_of(state)
     if sum(some[0].untyped_storage().nbytes() for some in memories.values()) > MOST_BYTES:
-        yield lambda answer: []
+        yield Beginning(state, None)
         return
-    random = torch.get_rng_state()
     with ExitStack() as kept:
-        kept.callback(torch.set_rng_state, random)
+        for draw_again in draws_of(state):
+            kept.callback(draw_again)
         for address, (first, *_) in memories.items():
             replaced = address in inputs and first.dtype.is_floating_point
             kept.enter_context(other_numbers(first, replaced))
-        before = {address: sketch(some[0]) for address, some in memories.items()}
-        yield lambda answer: _left(state, answer, before)
-
-
-def _left(state: object, answer: object, before: Mapping[int, Any]) -> Left:
-    memories = memories_of(state, answer)
-    return [sketch(first) - before.get(address, 0.0) for address, (first, *_) in memories.items()]
+        yield Beginning(state, memories)

@@ -54,6 +54,8 @@ class UntimedPasses:
         self._kept: dict[str, KeptState] = {}
         self._calibrations = Calibrations()
         self._used: tuple[Device, int] | None = None
+        # What the errors of the last case were held against, and whose it is.
+        self._exact: tuple[object, Any] | None = None
         # Ranks take the same number of steps: none looks for leaks until it has seen enough.
         self._alone = True
 
@@ -63,10 +65,17 @@ class UntimedPasses:
             workload.examine(setup())
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
+        kept = self._exact
         with self._apart(case, facts) as (workload, _, setup):
             if why := workload.error_refused(dict(case.params)):
                 return str(why)
-            return errors_of(workload.error(setup()))
+            shared = partial(self._once, (case.workload, case.params, facts.key, case.ranks), kept)
+            return errors_of(workload.error(replace(setup(), shared=shared)))
+
+    def _once(self, key: object, kept: tuple[object, Any] | None, make: Callable[[], Any]) -> Any:
+        """What was kept for this, or what is made of it now; the next request that is for no errors drops it."""
+        self._exact = kept if kept is not None and kept[0] == key else (key, make())
+        return self._exact[1]
 
     def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
         with self._apart(case, facts) as (workload, _, setup):
@@ -124,15 +133,15 @@ class UntimedPasses:
             found = coverage_of(covered.model, covered.held, covered.step, multiple=covered.multiple)
             return replace(found, loss=covered.loss())
 
-    def memory(self, case: Case, facts: DeviceFacts, key: str = "") -> MemoryUse | str:
-        """What a step's memory is made of at its highest point, or why nobody can say.
+    def memory(self, case: Case, facts: DeviceFacts, key: str = "", leaks: bool = True) -> MemoryUse | str:
+        """What a step's memory is made of at its highest point, or why nobody can say; with `leaks`, whether it grows.
 
         With a key its state stays until that is released: somebody may want to look at the process from outside.
         """
         with self._apart(case, facts) as (workload, device, setup):
             hardware = hardware_of(case, workload, facts)
             make = of_workload(workload, setup, hardware)
-            use, state = memory_of_step(make, device, facts.index, self._alone, hardware)
+            use, state = memory_of_step(make, device, facts.index, self._alone and leaks, hardware)
         if isinstance(use, str):
             return use
         if key:
@@ -171,6 +180,7 @@ class UntimedPasses:
 
     def _selected(self, facts: DeviceFacts) -> Device:
         """A device, which the calling thread works on from now on."""
+        self._exact = None
         device = devices.get(facts.kind)
         self._used = device, facts.index
         device.select(facts.index)

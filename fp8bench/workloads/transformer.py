@@ -258,11 +258,14 @@ class Transformer(TrainingWorkload):
         from fp8bench.nn.attention import FusedCore, HeadwiseCore, WrittenScores
         from fp8bench.numerics.norms import joint_relative_frobenius, relative_error
 
-        exact = PlainArithmetic(torch.float64)
-        # No fused kernel of a GPU takes fp64: the scores of all heads and layers would not fit beside each other.
-        core = HeadwiseCore(FusedCore())
-        model = _model(setup, lambda name: exact, exact.carrier, checkpointing=True, core=core).double()
-        reference_loss, reference = _gradients(setup, model, model, 1.0)
+        def exactly() -> tuple[float, list[Tensor]]:
+            exact = PlainArithmetic(torch.float64)
+            # No fused kernel of a GPU takes fp64: the scores of all heads and layers would not fit beside each other.
+            core = HeadwiseCore(FusedCore())
+            model = _model(setup, lambda name: exact, exact.carrier, checkpointing=True, core=core).double()
+            return _gradients(setup, model, model, 1.0)
+
+        reference_loss, reference = exactly() if setup.shared is None else setup.shared(exactly)
         with WrittenScores() as written:
             loss, gradients = self._first_gradients(setup)
         told = {} if _choice(dict(setup.case.params), "compile") == "yes" else {"scores_bytes": float(written.most)}

@@ -86,13 +86,14 @@ def test_a_state_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     given, weights = torch.randn(8, 8), torch.randn(8, 8)
     state, before = SimpleNamespace(x=given, w=weights), (given.clone(), weights.clone())
     found = []
-    for _ in range(2):
-        with as_they_were(state, {given.untyped_storage().data_ptr()}) as left:
+    with as_they_were(state, {given.untyped_storage().data_ptr()}) as beginning:
+        for _ in range(2):
+            beginning.again()
             assert not torch.equal(given, before[0]) and torch.equal(weights, before[1])
             weights.add_(given @ torch.rand(8, 8))
-            found.append(left(given @ given))
+            found.append(beginning.left(given @ given))
     assert torch.equal(given, before[0]) and torch.equal(weights, before[1])
     assert all(map(torch.equal, *found)) and sorted(bool(one.any()) for one in found[0]) == [False, True, True]
     monkeypatch.setattr(step_effect, "MOST_BYTES", 100)
-    with as_they_were(state, {given.untyped_storage().data_ptr()}) as left:
-        assert torch.equal(given, before[0]) and left(given) == []
+    with as_they_were(state, {given.untyped_storage().data_ptr()}) as beginning:
+        assert torch.equal(given, before[0]) and beginning.left(given) == []

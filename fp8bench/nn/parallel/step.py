@@ -38,6 +38,7 @@ from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.nn.batches import TokenLoader
 from fp8bench.nn.parallel.model import ParallelModel
 from fp8bench.nn.training_step import adamw
+from fp8bench.nn.uncompiled import eager
 from fp8bench.protocols import Phases, Precision, SilentPhases
 
 _RATE = 3e-4
@@ -184,7 +185,7 @@ class ParallelState:
 def begun(model: ParallelModel, loader: TokenLoader, facts: DeviceFacts, plain: bool = False) -> ParallelState:
     """A state that takes AdamW's steps, or `plain` ones."""
     parameters = [torch.nn.Parameter(weight) for weight in model.weights]
-    optimizer = torch.optim.SGD(parameters, _PLAIN_RATE) if plain else adamw(parameters, _RATE, facts)
+    optimizer = eager(torch.optim.SGD)(parameters, lr=_PLAIN_RATE) if plain else adamw(parameters, _RATE, facts)
     return ParallelState(model, optimizer, parameters, loader)
 
 

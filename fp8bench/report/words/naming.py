@@ -114,6 +114,9 @@ def _unchecked(run: Run) -> str:
     left_out = {
         "declared work (--tape counts it)": [record for record in timed if record.tape is None],
         "ceilings (`fp8bench doctor --ceilings` measures them)": [record for record in timed if record.ceiling is None],
+        "steps once more after their timing, memory that grows (--tape does)": [
+            record for record in timed if record.tape is not None and record.memory and record.memory.leak is None
+        ],
     }
     told = [
         what if len(found) == len(timed) else f"{what} of {len(found)} of {many(len(timed), 'case')}"

@@ -1,0 +1,174 @@
+"""A CPU's compiled kernels, called again without torch's compiler, whose import alone takes seconds of a processor.
+
+Torch compiles a kernel into libraries of C++ and a Python function that calls these. Where they lie, and that
+function's text, are kept in a file beside them, which is named for all that decides what they compute. What is not as
+it was kept is not taken, and the compiler makes the kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.machinery
+import importlib.util
+import inspect
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from types import BuiltinFunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8bench.errors import StoreError
+from fp8bench.files import compact, sealed, unsealed, write_whole
+from fp8bench.formats import vector_width
+
+Call = Callable[..., object]
+# Where a library finds what gives it a tensor's address; torch sets it, too.
+_ADDRESSES = "TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
+# What torch's options are read from; where it keeps things, and with how many processes it compiles, changes nothing.
+_OPTIONS, _NO_OPTIONS = "TORCHINDUCTOR_", ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
+
+
+def read(kernel: object) -> tuple[Call, int] | None:
+    """A kernel that was kept, and the bits of its vectors; None where there is none that is as it was."""
+    path = _file_of(kernel)
+    try:
+        found = unsealed(json.loads(path.read_bytes())) if path is not None else None
+        return None if found is None else (_call_of(found), int(found["bits"]))
+    except Exception:  # noqa: BLE001 - whatever is wrong with it, the compiler makes it anew
+        return None
+
+
+def keep(kernel: Any, run: Call, bits: int, made: Sequence[ModuleType]) -> None:
+    """Keep a kernel of which torch has made these modules, if it is one that can be called without torch's compiler:
+    called so it has to write the same bits. Where nothing can be written, the next process compiles again."""
+    path = _file_of(kernel)
+    if path is None or len(made) != 1:
+        return
+    try:
+        found = {**_parts_of(made[0]), "bits": bits, "kernel": str(kernel)}
+        if _writes_alike(run, _call_of(found), kernel.examples()):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, compact(sealed(found)), sync=False)
+    except (OSError, StoreError, LookupError, TypeError, AttributeError, SyntaxError, RuntimeError):
+        return
+
+
+@contextlib.contextmanager
+def modules_made() -> Iterator[list[ModuleType]]:
+    """The modules of Python that torch's compiler makes in the body."""
+    from torch._inductor.codecache import PyCodeCache
+
+    known, made = len(PyCodeCache.modules), list[ModuleType]()
+    yield made
+    made.extend(PyCodeCache.modules[known:])
+
+
+def _parts_of(module: ModuleType) -> dict[str, Any]:
+    """The text of the function that calls libraries, these with their digests, and what else of torch's it calls.
+
+    Raises LookupError where it takes anything else.
+    """
+    call = module.Runner.call
+    libraries, helpers = {}, []
+    for name in ({*call.__code__.co_names} & {*vars(module)}) - {"torch"}:
+        value = getattr(module, name)
+        if value is getattr(torch._C._dynamo.guards, name, getattr(torch._C._dynamo.guards, f"_{name}", None)):
+            helpers.append(name)
+        elif isinstance(value, BuiltinFunctionType) and (file := getattr(value.__self__, "__file__", None)):
+            libraries[name] = [file, _digest(Path(file))]
+        else:
+            raise LookupError(name)
+    text = textwrap.dedent(inspect.getsource(call))
+    return {"call": text, "libraries": libraries, "helpers": sorted(helpers)}
+
+
+def _call_of(found: dict[str, Any]) -> Call:
+    """Raises whatever reading and loading raise, LookupError for a library that is another one now."""
+    guards: Any = torch._C._dynamo.guards
+    names: dict[str, Any] = {"torch": torch}
+    for name, (file, digest) in found["libraries"].items():
+        if _digest(Path(file)) != digest:
+            raise LookupError(file)
+        names[name] = _library(file).kernel
+    for name in found["helpers"]:
+        names[name] = getattr(guards, name, None) or getattr(guards, f"_{name}")
+    exec(compile(found["call"], "<kept kernel>", "exec"), names)
+    call = names["call"]
+    return lambda *arguments: call(None, [*arguments])
+
+
+@cache
+def _library(file: str) -> Any:
+    loader = importlib.machinery.ExtensionFileLoader("kernel", file)
+    spec = importlib.util.spec_from_loader("kernel", loader)
+    assert spec is not None
+    name, before = f"_{_ADDRESSES}", os.environ.get(f"_{_ADDRESSES}")
+    os.environ[name] = str(getattr(torch._C._dynamo.guards, name.lower()))
+    try:
+        library = importlib.util.module_from_spec(spec)
+        loader.exec_module(library)
+        return library
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
+
+
+def _writes_alike(run: Call, kept: Call, examples: Sequence[Tensor]) -> bool:
+    own, other = ([one.clone() for one in examples] for _ in range(2))
+    run(*own)
+    kept(*other)
+    return all(
+        torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+        for one, two in zip(map(_flat, own), map(_flat, other), strict=True)
+    )
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1)
+
+
+def _file_of(kernel: Any) -> Path | None:
+    """None for a kernel of a GPU, or where there is no compiler: then nobody has compiled any."""
+    if kernel.device != "cpu" or (compiler := shutil.which(os.environ.get("CXX", "g++"))) is None:
+        return None
+    about = Path(compiler).resolve().stat()
+    options = sorted(f"{key}={value}" for key, value in os.environ.items() if key.startswith(_OPTIONS))
+    parts = (
+        str(kernel), *_surroundings(), compiler, str(about.st_size), str(about.st_mtime_ns),
+        *(one for one in options if not one.startswith(_NO_OPTIONS)), *map(str, vector_width.widths("cpu")),
+    )  # fmt: skip
+    return _folder() / "fp8bench" / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.kernel.json"
+
+
+@cache
+def _surroundings() -> tuple[str, ...]:
+    """What else decides what a kernel is compiled to: torch, this Python, the processor, and our own sources."""
+    own = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        own.update(file.read_bytes())
+    processor = vector_width._processor()
+    python = str(sys.implementation.cache_tag)
+    return torch.__version__, str(torch.version.git_version), python, processor, own.hexdigest()
+
+
+def _folder() -> Path:
+    """Where torch's compiler keeps what it makes: asked, it would be imported."""
+    if told := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        return Path(told).absolute()
+    spec = importlib.machinery.PathFinder.find_spec("cache_dir_utils", [f"{torch.__path__[0]}/_inductor/runtime"])
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return Path(module.default_cache_dir())
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,0 +1,73 @@
+"""Compiled kernels of a CPU that are called again without torch's compiler."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8bench.files import compact, sealed, unsealed
+from fp8bench.formats import compiling, fused, kept_kernels, vector_width
+from fp8bench.formats.grids import E4M3
+from suites.trials import ran
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler")
+F32 = torch.float32
+KERNEL = fused.ValuesKernel(E4M3, None, fused.Layout.FLAT, F32, F32, "cpu")
+
+READ = """
+import sys, torch
+from fp8bench.formats import fused, kept_kernels
+from fp8bench.formats.grids import E4M3
+kernel = fused.ValuesKernel(E4M3, None, fused.Layout.FLAT, torch.float32, torch.float32, "cpu")
+run, bits = kept_kernels.read(kernel)
+given = kernel.examples()
+run(*given)
+torch.save(given, sys.argv[1])
+sys.exit(" ".join({"torch._dynamo", "torch._inductor"} & {*sys.modules}) or 0)
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(vector_width, "widths", lambda device: ())
+    return tmp_path
+
+
+def test_nothing_is_kept_of_a_gpu_or_before_it_is_compiled(cache: Path) -> None:
+    assert kept_kernels.read(KERNEL) is None
+    assert kept_kernels.read(fused.ValuesKernel(E4M3, None, fused.Layout.FLAT, F32, F32, "cuda:0")) is None
+    kept_kernels.keep(KERNEL, lambda *arguments: None, 0, [])
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.slow
+def test_another_process_calls_it_without_the_compiler(cache: Path, tmp_path: Path) -> None:
+    """To the bit; and what is not as it was kept is not taken."""
+    compiled = compiling.compiled(KERNEL)
+    given = KERNEL.examples()
+    compiled.run(*given)
+    (file,) = (cache / "fp8bench").glob("*.kernel.json")
+    monkeyed = READ.replace("run, bits", "from fp8bench.formats import vector_width\n"
+                            "vector_width.widths = lambda device: ()\nrun, bits")  # fmt: skip
+    ran((sys.executable, "-c", monkeyed, str(tmp_path / "given")))
+    assert all(map(torch.equal, given, torch.load(tmp_path / "given")))
+    found = unsealed(json.loads(file.read_bytes()))
+    ((name, (library, digest)),) = found["libraries"].items()
+    for wrong in ({**found, "libraries": {name: [library, "0" * 64]}}, {**found, "call": "def call(self, args: "}):
+        file.write_text(compact(sealed(wrong)))
+        assert kept_kernels.read(KERNEL) is None
+    file.write_text("{")
+    assert kept_kernels.read(KERNEL) is None and digest
+
+
+def test_where_it_lies_is_where_torch_keeps_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert kept_kernels._folder() == tmp_path
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    assert kept_kernels._folder().name.startswith("torchinductor_")
