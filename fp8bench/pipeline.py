@@ -134,7 +134,7 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
         differs = foreign(run, again.plan, again.devices, again.environment)
         if differs:
             raise UsageError(f"the run {run.id} is of another world: {differs}. Measure where it was measured.")
-        groups = tuple(one for one in again.plan if any(planned.case.id in cases for planned in one.cases))
+        groups = tuple(group for group in again.plan if any(planned.case.id in cases for planned in group.cases))
         again = replace(again, plan=replace(again.plan, groups=groups))
         observer.planned(again.plan)
         writer = start_run(again, store)
@@ -205,7 +205,7 @@ def _ceilings(
         return worker.within(START_SECONDS).ceilings(device, CEILING_SECONDS)
 
     found = {}
-    for device in (one for one in run.devices if one.key in first):
+    for device in (device_facts for device_facts in run.devices if device_facts.key in first):
         wanted = measures_ceilings(run.request.quick, os.environ)
         try:
             known = ceilings_of(store, run.environment, device, partial(measured, device) if wanted else None)

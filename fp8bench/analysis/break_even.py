@@ -88,22 +88,22 @@ def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
         for one, other in pairwise(sure)
         if signs[one[0]] != signs[other[0]]
     )
-    noise = tuple(one.size for one in ordered if one.within_noise)
-    return BreakEven(stretches, crossings, noise, min(one.ratio.level for one in ordered))
+    noise = tuple(ratio.size for ratio in ordered if ratio.within_noise)
+    return BreakEven(stretches, crossings, noise, min(ratio.ratio.level for ratio in ordered))
 
 
 def _band(ordered: Sequence[SizedRatio]) -> tuple[list[float], Floats, Floats, Floats]:
     """Sizes, and over them the lower end, the middle and the upper end of the logarithm of the speed-up."""
-    known = np.log([one.size for one in ordered])
+    known = np.log([ratio.size for ratio in ordered])
     at = np.concatenate([np.linspace(*ends, _STEPS, endpoint=False) for ends in pairwise(known)] + [known[-1:]])
-    speeds = [one.ratio.inverse for one in ordered]
+    speeds = [ratio.ratio.inverse for ratio in ordered]
     middle, low, high = (
         np.interp(at, known, np.log(values))
         for values in zip(*((speed.point, speed.low, speed.high) for speed in speeds), strict=True)
     )
     beside = _beside(known, np.log([speed.point for speed in speeds])) + BAND
     sizes = [float(value) for value in np.exp(at)]
-    sizes[::_STEPS] = [float(one.size) for one in ordered]
+    sizes[::_STEPS] = [float(ratio.size) for ratio in ordered]
     return sizes, low - beside, middle, high + beside
 
 
@@ -183,7 +183,7 @@ def swept_modes(sweep: Sweep, groups: Sequence[Sequence[Told]]) -> Iterator[Swep
     for mode in dict.fromkeys(record.case.mode for _, place in sweep.places for record, _ in groups[place]):
         points, refused, doubted, against = [], [], [], ""
         for size, place in sweep.places:
-            own = next((one for one in groups[place] if one[0].case.mode == mode), None)
+            own = next((pair for pair in groups[place] if pair[0].case.mode == mode), None)
             base = _base(own, groups[place]) if own is not None else None
             if own is None or base is None or own is base:
                 continue
@@ -191,7 +191,7 @@ def swept_modes(sweep: Sweep, groups: Sequence[Sequence[Told]]) -> Iterator[Swep
             ratio = _ratio(own, base)
             if isinstance(ratio, Interval):
                 points.append(SizedRatio(size, ratio))
-                doubted += [size] if any(one[1] is not None and one[1].doubts(ratio) for one in (own, base)) else []
+                doubted += [size] if any(pair[1] is not None and pair[1].doubts(ratio) for pair in (own, base)) else []
             else:
                 refused.append((size, ratio))
         if points or refused:
@@ -201,10 +201,12 @@ def swept_modes(sweep: Sweep, groups: Sequence[Sequence[Told]]) -> Iterator[Swep
 def _base(own: Told, group: Sequence[Told]) -> Told | None:
     """What a case is held against: bf16 for what lies below it, if it has a speed here, else the reference."""
     if own[0].case.precision not in _NOT_BELOW:
-        usual = next((one for one in group if one[0].case.mode == USUAL and one[0].support.level is Level.NATIVE), None)
+        usual = next(
+            (pair for pair in group if pair[0].case.mode == USUAL and pair[0].support.level is Level.NATIVE), None
+        )
         if usual is not None and usual[0].timing is not None:
             return usual
-    return next((one for one in group if one[0].is_reference), None)
+    return next((pair for pair in group if pair[0].is_reference), None)
 
 
 def _ratio(own: Told, base: Told) -> Interval | str:

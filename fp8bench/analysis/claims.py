@@ -102,7 +102,7 @@ def _other_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
     own, base = record.tape, reference.tape if reference is not None and reference is not record else None
     if own is None or base is None or not (own.operators or base.operators):
         return
-    if any(one.unknown or one.unwritten for one in (own, base)):
+    if any(tape.unknown or tape.unwritten for tape in (own, base)):
         return
     work, wanted = product_work(own, base), product_work(base).useful
     assert reference is not None
@@ -150,7 +150,7 @@ def _phases_above(record: Record, ceiling: Ceiling) -> Iterator[str]:
         least = bounds.product_seconds(record.tape.by_path.items())
         least = least if least is not None else record.tape.flops / (ceiling.flops or math.inf)
         if least > MARGIN * (seconds := _best(record)):
-            did, most = (units.count(record.tape.flops / one, "FLOP/s") for one in (seconds, least))
+            did, most = (units.count(record.tape.flops / value, "FLOP/s") for value in (seconds, least))
             yield (
                 f"the compiled step did {did} by the tape, this machine multiplied {most} at most: "
                 "the compiler left work out"

@@ -33,7 +33,7 @@ def clock_offset(
     rounds = [number for number in own if others and all(number in other for other in others)]
     if len(rounds) < LEAST_LOOKS:
         return
-    apart = [math.log(own[one]) - fmean(math.log(other[one]) for other in others) for one in rounds]
+    apart = [math.log(own[number]) - fmean(math.log(other[number]) for other in others) for number in rounds]
     point, reach = mean_of(apart)
     if abs(point) <= math.log1p(APART) or abs(point) - reach <= math.log1p(_SURELY):
         return

@@ -89,7 +89,7 @@ class EnergyRatio:
 
 def energy_samples(use: EnergyUse | None) -> tuple[float, ...]:
     """Gross joules of a step, one a window."""
-    return tuple(one.joules / one.steps for one in _sound(use))
+    return tuple(window.joules / window.steps for window in _sound(use))
 
 
 def energy_figures(record: Record) -> EnergyFigures | None:
@@ -148,7 +148,7 @@ def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Labe
     own, base = energy_figures(record), energy_figures(reference)
     if own is None or base is None or own.source != base.source:
         return None
-    first, second = (one.gross.widened(one.uncertainty or 0.0) for one in (own, base))
+    first, second = (figures.gross.widened(figures.uncertainty or 0.0) for figures in (own, base))
     low, high = first.low / second.high, first.high / second.low if second.low > 0 else math.inf
     point = own.gross.middle / base.gross.middle
     why = _why_unclear(record, own, base, frozenset(labels))

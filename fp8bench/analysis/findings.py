@@ -191,7 +191,7 @@ def _of_clocks(record: Record, standard: _Standard, ratio: Interval | None) -> I
     if record.is_reference or not record.paired or record.support.level is Level.EMULATED or record.timing is None:
         return
     if standard.record is not None and standard.timing is not None and not standard.emulated:
-        entries = [one for one in (standard.timing, standard.control) if one is not None]
+        entries = [timing for timing in (standard.timing, standard.control) if timing is not None]
         yield from clock_offset(record.timing, entries, standard.record.case.mode, ratio)
 
 
@@ -217,7 +217,7 @@ def _concluded(record: Record, standard: _Standard) -> verdicts.Conclusion | Non
     of_speed = record.support.level is not Level.EMULATED and not standard.emulated and not record.is_reference
     if record.timing is None or standard.timing is None or not (of_speed and record.paired):
         return None
-    timings = [one for one in (record.timing, standard.timing, standard.control) if one is not None]
+    timings = [timing for timing in (record.timing, standard.timing, standard.control) if timing is not None]
     held_up = record.case.device.startswith("cpu") and are_held_up(*timings)
     return verdicts.conclude(
         record.timing, standard.timing, standard.control, *_FINAL, reach_of(record.reruns), record.sessions, held_up
@@ -332,12 +332,12 @@ def _other_times(ratio: Interval, share: float, record: Record) -> str:
 
 def _withheld(finding: Finding, own: Sequence[Labelled], of_reference: Sequence[Labelled]) -> Finding:
     """Without its verdict, where a hard label of the case or of its reference forbids one."""
-    foreign = [one for one in of_reference if one.label not in {mine.label for mine in own}]
+    foreign = [label for label in of_reference if label.label not in {mine.label for mine in own}]
     if finding.ratio is None or not (own or foreign):
         return finding
     whys = [f"labelled {' and '.join(map(_told, own))}"] if own else []
     whys += [f"the reference is labelled {' and '.join(map(_told, foreign))}"] if foreign else []
-    hard = tuple(one.label for one in (*own, *foreign))
+    hard = tuple(label.label for label in (*own, *foreign))
     return replace(_unsure(finding, f"{'; '.join(whys)}: times measured so get no verdict"), hard=hard)
 
 

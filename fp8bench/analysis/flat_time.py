@@ -78,8 +78,8 @@ def _flat(small: Record, large: Record) -> str:
         return ""
     if after > _AT_MOST * before:
         return ""
-    fewest = ((one, min(len(slot.calls_ns) for slot in one.slots)) for one in (small.timing, large.timing))
-    error = _ERRORS * math.hypot(*(stats.best_case(verdicts.cells(one, calls)).error for one, calls in fewest))
+    fewest = ((timing, min(len(slot.calls_ns) for slot in timing.slots)) for timing in (small.timing, large.timing))
+    error = _ERRORS * math.hypot(*(stats.best_case(verdicts.cells(timing, calls)).error for timing, calls in fewest))
     grown = math.log(after / before)
     if grown - error > 0 or grown + error > math.log(_AT_MOST):
         return ""

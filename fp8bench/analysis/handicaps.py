@@ -126,7 +126,7 @@ def _far_below(record: Record, reference: Record) -> Iterator[str]:
     if timing is None or timing.num_rounds < verdicts.LEAST_FOR_VERDICT or contended(timing):
         return
     if share < _FAR_BELOW and each >= (_LONG_SECONDS if own >= _NEARER * share else _LARGE_SECONDS):
-        of_both = [units.percent(one, 0) for one in (share, own)]
+        of_both = [units.percent(value, 0) for value in (share, own)]
         yield f"multiplies at {of_both[0]} of what this machine does in its dtype, this case at {of_both[1]}"
 
 
@@ -144,7 +144,7 @@ def _of_ceiling(record: Record) -> tuple[float, float]:
     bounds, memory = bounds_of(ceiling), ceiling.bytes or math.inf
     rates = [bounds.products.get(kind_of_path(product.path)) or ceiling.flops or math.inf for product in products]
     pairs = zip(products, rates, strict=True)
-    least = sum(one.calls * max((one.flops or 0) / rate, one.bytes / memory) for one, rate in pairs)
+    least = sum(count.calls * max((count.flops or 0) / rate, count.bytes / memory) for count, rate in pairs)
     return least / seconds, least / sum(product.calls for product in products)
 
 
@@ -184,5 +184,5 @@ def _wider(record: Record, reference: Record) -> Iterator[str]:
         for tape in (record.tape, reference.tape)
     )
     if share - own > _MORE_WIDE:
-        of_both = [units.percent(one, 0) for one in (share, own)]
+        of_both = [units.percent(value, 0) for value in (share, own)]
         yield f"multiplies {of_both[0]} of its FLOPs in more than {narrowest} bits, this case {of_both[1]}"

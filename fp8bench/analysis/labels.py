@@ -144,7 +144,7 @@ def hard_labels(timing: Timing, watch: DeviceWatch | None, aa: Interval | None, 
         *_told_apart(aa, timing.num_rounds), *_contended(timing, device), *limits_of(watch),
         *_launch_bound(timing, device),
     ]  # fmt: skip
-    return tuple(one for one in found if one.hard)
+    return tuple(label for label in found if label.hard)
 
 
 def in_process(run: Run) -> tuple[Labelled, ...]:
@@ -285,7 +285,7 @@ def _drifts(timing: Timing, reference: Timing) -> bool:
     rounds = sorted(case.keys() & base.keys())
     if len(rounds) < _FEWEST_FOR_DRIFT:
         return False
-    ratios = np.log(np.array([case[one] / base[one] for one in rounds]))
+    ratios = np.log(np.array([case[number] / base[number] for number in rounds]))
     third = len(ratios) // 3
     moved = abs(float(np.median(ratios[-third:]) - np.median(ratios[:third])))
     return abs(stats.rank_correlation(ratios)) > DRIFT_CORRELATION and moved > DRIFT_SHARE

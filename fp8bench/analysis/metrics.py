@@ -243,15 +243,22 @@ def _conditions(record: Record) -> EnergyConditions | None:
 
 def _of_phases(record: Record, found: PhaseEnergies, finding: Finding | None, blank: Metric) -> Iterator[Metric]:
     """Measured ones with their ends, estimates with why they are none; and what of a step no measured one takes."""
-    for one in found.phases:
-        labels = _with_floor(finding, one.phase)
-        phase = replace(blank, value=one.joules, phase=one.phase, provenance=one.provenance, labels=labels, why=one.why)
+    for phase_joules in found.phases:
+        labels = _with_floor(finding, phase_joules.phase)
+        phase = replace(
+            blank,
+            value=phase_joules.joules,
+            phase=phase_joules.phase,
+            provenance=phase_joules.provenance,
+            labels=labels,
+            why=phase_joules.why,
+        )
         yield phase
-        for spec, end in ((specs.ENERGY_LOW, one.low), (specs.ENERGY_HIGH, one.high)):
+        for spec, end in ((specs.ENERGY_LOW, phase_joules.low), (specs.ENERGY_HIGH, phase_joules.high)):
             if end is not None:
                 yield replace(phase, spec=spec, value=end)
-        if one.found is not None:
-            for spec, joules in per_work(record, one):
+        if phase_joules.found is not None:
+            for spec, joules in per_work(record, phase_joules):
                 yield replace(phase, spec=_detail(spec), value=joules, provenance=Provenance.DERIVED)
     if found.residual is not None:
         yield replace(blank, spec=specs.ENERGY_RESIDUAL, value=found.residual.middle, why=found.void)

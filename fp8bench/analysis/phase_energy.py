@@ -82,13 +82,13 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
         return None
     estimated = dict(_estimated(figures, finding))
     asked = {phase.phase: phase for phase in record.energy.phases}
-    measured = {phase: found for phase, one in asked.items() if (found := _measured(one)) is not None}
-    whys = {phase: _why_not(one) for phase, one in asked.items() if phase not in measured}
+    measured = {phase: found for phase, energy in asked.items() if (found := _measured(energy)) is not None}
+    whys = {phase: _why_not(energy) for phase, energy in asked.items() if phase not in measured}
     held = _held_against_step(figures, measured, estimated, finding) if measured else PhaseEnergies(())
     if held.void:
         measured, whys = {}, dict.fromkeys(asked, held.void)
     rest = [PhaseJoules(phase, joules, why=whys.get(phase, "")) for phase, joules in estimated.items()]
-    every = {one.phase: one for one in rest} | measured
+    every = {phase.phase: phase for phase in rest} | measured
     return replace(held, phases=tuple(every.values())) if every else None
 
 
@@ -112,7 +112,9 @@ def _measured(asked: PhaseEnergy) -> PhaseJoules | None:
         return None
     unsure = [window.uncertainty or 0.0 for window in windows]
     ends = list(zip(joules, unsure, strict=True))
-    found = Range(middle, min(one * (1 - share) for one, share in ends), max(one * (1 + share) for one, share in ends))
+    found = Range(
+        middle, min(value * (1 - share) for value, share in ends), max(one * (1 + share) for one, share in ends)
+    )
     seconds = [window.seconds / window.steps for window in windows]
     return PhaseJoules(asked.phase, middle, found, statistics.median(seconds), max(seconds) - min(seconds))
 
@@ -129,8 +131,8 @@ def _held_against_step(
 ) -> PhaseEnergies:
     """The residual, which has to be what the device takes in the rest of the step's time: between idling and the most
     that it takes in any phase. Where times are too noisy for that, the rest is the time of unmeasured phases."""
-    ranges = [one.found for one in measured.values() if one.found is not None]
-    by_themselves = sum(one.seconds or 0.0 for one in measured.values())
+    ranges = [phase.found for phase in measured.values() if phase.found is not None]
+    by_themselves = sum(phase.seconds or 0.0 for phase in measured.values())
     step, gross = figures.seconds.middle, figures.gross.widened(figures.uncertainty or 0.0)
     rest = step - by_themselves
     residual = Range(
@@ -141,9 +143,9 @@ def _held_against_step(
     elsewhere = sum(joules for phase, joules in estimated.items() if phase not in measured)
     in_step = step * (1 - elsewhere / figures.gross.middle)
     pace = by_themselves / in_step if in_step > 0 else math.inf
-    own = sum(one.seconds_width for one in measured.values()) / by_themselves if by_themselves else 0.0
+    own = sum(phase.seconds_width for phase in measured.values()) / by_themselves if by_themselves else 0.0
     noise = max(SAME, (finding.spread if finding else None) or 0.0, figures.seconds.width / step, own)
-    powers = [one.joules / one.seconds for one in measured.values() if one.seconds]
+    powers = [phase.joules / phase.seconds for phase in measured.values() if phase.seconds]
     left = rest if abs(pace - 1) <= MOST_OFF else step - in_step
     ends = sorted((left * max([*powers, figures.watts]), left * (figures.idle or 0.0)))
     held = PhaseEnergies((), residual, rest, "", pace, noise)

@@ -255,9 +255,9 @@ def efficiency(record: Record) -> Efficiency | None:
 
 def _share(alone: Sequence[float], together: Sequence[float], times: float = 1.0) -> Middle | Untold:
     """One rank's step over that of all."""
-    if not alone or len(alone) != len(together) or not all(one > 0 for one in (*alone, *together)):
+    if not alone or len(alone) != len(together) or not all(value > 0 for value in (*alone, *together)):
         return UNPAIRED  # they are no rounds of the same run
-    found = middle([one / all_ranks * times for one, all_ranks in zip(alone, together, strict=True)])
+    found = middle([value / all_ranks * times for value, all_ranks in zip(alone, together, strict=True)])
     wide = isinstance(found, Middle) and found.high - found.low > EFFICIENCY_WITHIN * found.value
     return WIDE_EFFICIENCY if wide else found
 
@@ -266,7 +266,9 @@ def sent_by_rank(record: Record) -> tuple[float, ...]:
     """Bytes that each rank sends in a step, by its number; () where they are not counted."""
     if not record.sent:
         return ()
-    return tuple(sum(one.bytes for one in record.sent if one.rank == rank) for rank in range(record.case.ranks))
+    return tuple(
+        sum(message.bytes for message in record.sent if message.rank == rank) for rank in range(record.case.ranks)
+    )
 
 
 def rank_metrics(told: Told) -> Iterator[Metric]:

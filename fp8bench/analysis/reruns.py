@@ -57,7 +57,7 @@ def is_busy(*timings: Timing) -> bool:
 def learned(case: str, seen: Mapping[str, Seen]) -> Reruns | None:
     """What is known of a case by its own runs and by those of the others; None where that is too little."""
     own = seen.get(case, Seen())
-    others = [one for name, one in seen.items() if name != case and one.freedom]
+    others = [tensor for name, tensor in seen.items() if name != case and tensor.freedom]
     freedom = sum(other.freedom for other in others)
     if own.freedom + freedom < LEAST_FREEDOM:
         return None
@@ -73,7 +73,7 @@ def _usual(seen: Sequence[Seen]) -> float:
     The mean would be that of the worst case, and no other one would have a verdict beside it; with that of the middle
     one, 89% of 73 long runs of ten cases were held on a machine with neighbours, with this one 94.5%.
     """
-    variances = sorted((one.squares / one.freedom, one.freedom) for one in seen)
+    variances = sorted((tensor.squares / tensor.freedom, tensor.freedom) for tensor in seen)
     reached = accumulate(freedom for _, freedom in variances)
     most = _USUAL * sum(freedom for _, freedom in variances)
     return next((variance for (variance, _), so_far in zip(variances, reached, strict=True) if so_far >= most), 0.0)

@@ -207,13 +207,13 @@ def gain_of(record: Record, finding: Finding, reference: Record, lead: Finding) 
     if measured is None or record.support.level is Level.EMULATED or not lead.best_seconds:
         return None
     own_products, products = _products(own), _products(base)
-    before, after = (sum(one.seconds for one in found) for found in (products, own_products))
-    paths = [[path for one in found for path in one.count.by_path] for found in (products, own_products)]
+    before, after = (sum(roof.seconds for roof in found) for found in (products, own_products))
+    paths = [[path for roof in found for path in roof.count.by_path] for found in (products, own_products)]
     least, at_best = (measured.product_seconds(path) for path in paths)
     if not least or not at_best or not after:
         return None
     kinds = {kind_of_path(path) for found in paths for path, _ in found}
-    casts = [one for one in own if one.count.phase == Phase.CAST]
+    casts = [roof for roof in own if roof.count.phase == Phase.CAST]
     return Gain(
         before / lead.best_seconds, least / before, lead.best_seconds / (lead.best_seconds - before + at_best),
         before / after, before / (after + sum(cast.seconds for cast in casts)),
@@ -228,7 +228,7 @@ def _steadiness(ceiling: Ceiling | None) -> dict[str, bool]:
     known = sorted(
         (rate for rate in rates if rate.runs and rate.limit is Limit.PRODUCT), key=lambda rate: rate.value or 0.0
     )
-    return {kind_of_path(one.precision): one.steady for one in known}
+    return {kind_of_path(rate.precision): rate.steady for rate in known}
 
 
 def _products(roofs: Sequence[PhaseRoof]) -> list[PhaseRoof]:
@@ -282,4 +282,4 @@ def since(rate: Rate, earlier: Iterable[Ceilings]) -> Since | None:
 def alike(found: Ceilings, history: Sequence[Ceilings]) -> list[Ceilings]:
     """Those of a history, oldest first, that stand before it, of the same device under the same settings."""
     before = takewhile(found.__ne__, history)
-    return [one for one in before if (one.device, one.under) == (found.device, found.under)]
+    return [ceilings for ceilings in before if (ceilings.device, ceilings.under) == (found.device, found.under)]

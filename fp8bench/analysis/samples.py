@@ -215,7 +215,7 @@ def sustained_ratio(record: Record, reference: Record | None) -> Interval | None
 
 def _sound(record: Record) -> list[SustainedTurn]:
     """Those that are numbers: runs are read from files, too."""
-    return [one for one in record.sustained if one.steps > 0 and one.seconds and 1e-12 < _step_seconds(one) < 1e9]
+    return [turn for turn in record.sustained if turn.steps > 0 and turn.seconds and 1e-12 < _step_seconds(turn) < 1e9]
 
 
 def _step_seconds(turn: SustainedTurn) -> float:

@@ -85,7 +85,7 @@ def _again(tape: Tape) -> int:
     products = _products(tape)
     forward = {(product.operator, product.inputs) for product in products if not product.backward}
     again = (product for product in products if product.backward and (product.operator, product.inputs) in forward)
-    return sum(one.calls * (one.flops or 0) for one in again)
+    return sum(count.calls * (count.flops or 0) for count in again)
 
 
 def _filled(tape: Tape, reference: Tape) -> int:
@@ -100,7 +100,9 @@ def _filled(tape: Tape, reference: Tape) -> int:
     pairs = list(zip(map(_sides, own), map(_sides, others), own, others, strict=True))
     if not all(mine == theirs or _is_longer(mine, theirs) for mine, theirs, _, _ in pairs):
         pairs = list(_paired(own, others))
-    return sum((one.flops or 0) - (other.flops or 0) for mine, theirs, one, other in pairs if _is_longer(mine, theirs))
+    return sum(
+        (count.flops or 0) - (other.flops or 0) for mine, theirs, count, other in pairs if _is_longer(mine, theirs)
+    )
 
 
 def _paired(own: Sequence[OperatorCount], others: Sequence[OperatorCount]) -> Iterator[_Pair]:
@@ -134,7 +136,7 @@ def tape_metrics(told: Told) -> Iterator[Metric]:
     if tape is None:
         return
     whole: tuple[str, Tape | PhaseCount] = STEP, tape
-    for phase, count in (whole, *((one.phase, one) for one in tape.phases)):
+    for phase, count in (whole, *((phase_count.phase, phase_count) for phase_count in tape.phases)):
         counted = (count.flops, count.bytes, count.launches, count.unknown)
         for spec, value in zip((*specs.COUNTS, specs.UNKNOWN_OPERATORS), map(float, counted), strict=True):
             samples = partial(tuple, (value,))
@@ -207,7 +209,7 @@ _MOST_NAMED = 4
 def what_changed(before: Tape, after: Tape) -> str:
     """'mm in gemm: 18 calls, then 20; mul in gemm: 3 more', the largest first; '' where both are alike."""
     changed = [row for row in side_by_side([before, after]) if row.differs]
-    changed.sort(key=lambda row: -max(one.bytes for one in row.sums))
+    changed.sort(key=lambda row: -max(sums.bytes for sums in row.sums))
     words = [_changed(row) for row in changed[:_MOST_NAMED]]
     more = len(changed) - _MOST_NAMED
     return "; ".join([*words, *([f"and {more} more operators"] if more > 0 else [])])

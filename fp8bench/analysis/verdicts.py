@@ -313,7 +313,7 @@ def _fastest_steps(timing: Timing, calls: int) -> stats.Floats:
 
 def fastest(candidates: Sequence[Timing], reference: Timing, control: Timing | None) -> int | None:
     """The one with the smallest ratio of best cases to the reference; None where none is faster than that."""
-    entries = [one for one in (reference, control) if one is not None]
+    entries = [timing for timing in (reference, control) if timing is not None]
     ratios = {
         number: best_ratio([timing, *entries], rounds).point
         for number, timing in enumerate(candidates)

@@ -34,7 +34,12 @@ def command_call(name: str) -> Callable[..., CommandResult]:
         for keyword in given:
             if keyword not in options:
                 raise UnknownName(f"argument of {name}", keyword, (*options, "progress"))
-        typed = [word for one in options.values() if one.choices and not one.option_strings for word in one.choices]
+        typed = [
+            word
+            for option in options.values()
+            if option.choices and not option.option_strings
+            for word in option.choices
+        ]
         for keyword, value in signature.bind_partial(*words, **given).arguments.items():
             typed += _words(keyword, options[keyword], value)
         arguments = parse(build_parser([name]), [name, *typed])

@@ -264,7 +264,7 @@ def read_config(file: Path, command: argparse.ArgumentParser) -> tuple[dict[str,
 
 def _unknown(where: str, key: str, known: Sequence[str]) -> UsageError:
     if key in ALIASES:
-        called = " or ".join(f"--{one.option}" for one in ALIASES[key])
+        called = " or ".join(f"--{alias.option}" for alias in ALIASES[key])
         return UsageError(f"{where}: {key} is {called} of `fp8bench train`, and this command has nothing of the kind.")
     near = difflib.get_close_matches(key, [*known, *ALIASES], n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""

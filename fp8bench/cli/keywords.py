@@ -30,7 +30,11 @@ def asks(*kinds: type, without: Iterable[str] = ()) -> Callable[[F], F]:
 
     def named(function: F) -> F:
         signature = inspect.signature(function)
-        own = {name: one for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
+        own = {
+            name: parameter
+            for name, parameter in signature.parameters.items()
+            if parameter.kind is not parameter.VAR_KEYWORD
+        }
         for kind in kinds:
             for word, field in keywords_of(kind).items():
                 if word not in own and word not in without:

@@ -105,7 +105,7 @@ class Cpu(Device):
             raise CannotLimit(f"no limit on a process's memory is kept on {sys.platform}; on Linux it is (RLIMIT_DATA)")
         before, most = resource.getrlimit(resource.RLIMIT_DATA)
         wanted = data_bytes() + limit * _HOLES + _BESIDE_BYTES
-        bounds = [one for one in (before, most) if one != resource.RLIM_INFINITY]
+        bounds = [number for number in (before, most) if number != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_DATA, (min([wanted, *bounds]), most))
         try:
             yield
@@ -117,7 +117,7 @@ class Cpu(Device):
         with contextlib.suppress(CannotLimit, OSError, ValueError):
             if sys.platform == "linux" and (free := free_bytes()):
                 before, most = resource.getrlimit(resource.RLIMIT_DATA)
-                bounds = [one for one in (before, most) if one != resource.RLIM_INFINITY]
+                bounds = [number for number in (before, most) if number != resource.RLIM_INFINITY]
                 resource.setrlimit(resource.RLIMIT_DATA, (min([data_bytes() + free // shared_by, *bounds]), most))
 
 

@@ -46,9 +46,9 @@ def why_no_kernels(arch: str, built: Sequence[str]) -> str:
     alone. What it is translated from (compute_90) runs on all later ones. AMD's runs on what it was made for.
     """
     have = _architecture(arch)
-    known = [one for one in map(_architecture, built) if one is not None]
+    known = [architecture for architecture in map(_architecture, built) if architecture is not None]
     fits = any(name.partition(":")[0] == arch.partition(":")[0] or "generic" in name for name in built)
-    if not built or fits or (have is not None and any(_runs(have, one) for one in known)):
+    if not built or fits or (have is not None and any(_runs(have, architecture) for architecture in known)):
         return ""
     return (
         f"this torch has no kernels for {arch}: it was built for {', '.join(built)}. Install a build of torch that has "

@@ -157,7 +157,7 @@ def block_values(
     it is given.
     """
     left = magnitudes_left([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, random)
-    return [signed(one, lane, fmt) for one, lane in zip(left, lanes, strict=True)]
+    return [signed(tensor, lane, fmt) for tensor, lane in zip(left, lanes, strict=True)]
 
 
 def magnitudes_left(
@@ -239,9 +239,9 @@ def _elements(scaled: _Scaled, fmt: Format, scaling: Scaling, random: Lanes | No
     drawn: Sequence[Tensor | None] = random or [None] * len(scaled.magnitudes)
     pairs = list(zip(scaled.magnitudes, drawn, strict=True))
     if scaling.scale is None:
-        return [rounded_magnitudes(one, fmt, by) for one, by in pairs]
+        return [rounded_magnitudes(tensor, fmt, by) for tensor, by in pairs]
     # A NaN is in its block's scale already.
-    return [on_grid(saturated(one, fmt) if saturate else one, fmt, by) for one, by in pairs]
+    return [on_grid(saturated(tensor, fmt) if saturate else tensor, fmt, by) for tensor, by in pairs]
 
 
 def _kept(scales: Tensor) -> Tensor:

@@ -151,16 +151,14 @@ def _built(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
         mode, graph, inputs = _traced(kernel)
         # The graph has no output in which torch 2.11 would find whose tensors these are: fixed sizes became free ones.
         with torch._guards.tracing(torch._guards.TracingContext(mode)), kept_kernels.modules_made() as made:
-            found: Callable[..., object] = standalone_compile(
-                graph, [*inputs], dynamic_shapes="from_tracing_context"
-            )
+            found: Callable[..., object] = standalone_compile(graph, [*inputs], dynamic_shapes="from_tracing_context")
     _MODULES[found] = made
     return found
 
 
 def _made_of(kernel: Kernel) -> str:
     _, graph, inputs = _traced(kernel)
-    return "\n".join([graph.code, *(f"{one.dtype} {tuple(one.shape)} {one.stride()}" for one in inputs)])
+    return "\n".join([graph.code, *(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}" for tensor in inputs)])
 
 
 def _options(kernel: Kernel, bits: int, config: object) -> dict[str, object]:
@@ -195,7 +193,7 @@ def _traced(kernel: Kernel) -> tuple[FakeTensorMode, torch.fx.GraphModule, list[
     mode = FakeTensorMode(shape_env=ShapeEnv())
 
     def fake(real: Tensor, free: Sequence[int]) -> Tensor:
-        sizes = [DimDynamic.DYNAMIC if one in free else DimDynamic.STATIC for one in range(real.dim())]
+        sizes = [DimDynamic.DYNAMIC if number in free else DimDynamic.STATIC for number in range(real.dim())]
         return mode.from_tensor(real, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
     inputs = [fake(real, free) for real, free in zip(kernel.examples(), kernel.free(), strict=True)]

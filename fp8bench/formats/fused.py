@@ -75,7 +75,7 @@ def joined(values: Sequence[Tensor], target: torch.dtype, exact: bool = False) -
     if target is torch.float32:
         return _joined_floats([value.view(torch.int32) for value in values])
     kept = values if exact else [quantised(value, BF16, overflow=Overflow.INFINITY) for value in values]
-    low, high = (one.view(torch.int32) for one in kept)
+    low, high = (tensor.view(torch.int32) for tensor in kept)
     return low.bitwise_right_shift(_HALF).bitwise_and(_LOW_HALF).bitwise_or(high.bitwise_and(_HIGH_HALF))
 
 
@@ -247,7 +247,7 @@ class ValuesKernel(Kernel):
         # Columns have factors of their own: those of two neighbours stand in a word, too.
         factors = float_lanes(factor) if self.layout is Layout.COLUMNS else [factor] * len(values)
         rounded = [self._rounded(value * by, draw) for value, by, draw in zip(values, factors, drawn, strict=True)]
-        return [one * inverse_of(by) for one, by in zip(rounded, factors, strict=True)]
+        return [tensor * inverse_of(by) for tensor, by in zip(rounded, factors, strict=True)]
 
     def _rounded(self, values: Tensor, random: Tensor | None) -> Tensor:
         how = rounded_magnitudes if self.fmt.signed_zero else quantised
@@ -261,7 +261,7 @@ class ValuesKernel(Kernel):
         for lane, value in enumerate(values):
             drawn = [random[lane].unsqueeze(-1)] if random else None
             left += blocks([value.unsqueeze(-1)], self.fmt, self.scaling, factor, drawn)
-        return [one.squeeze(-1) for one in left]
+        return [tensor.squeeze(-1) for tensor in left]
 
     def _random(self, given: Tensor, key: Tensor) -> list[Tensor]:
         """Numbers for each lane, counted along the rows of the operand, which are columns in memory if it is turned."""

@@ -67,18 +67,18 @@ CLASSES = (A100, L40S, H100, B200, RTX5090, MI300X, MI350X, CPU)
 
 def nvidia_class(capability: tuple[int, int]) -> DeviceClass:
     """The class of NVIDIA's devices of that compute capability; one that is not listed is a class of its own."""
-    listed = [one for one in CLASSES if one.capability and one.capability[0] == capability[0]]
+    listed = [kind for kind in CLASSES if kind.capability and kind.capability[0] == capability[0]]
     fitting = [one for one in listed if one.capability and one.capability <= capability]
     return fitting[-1] if fitting else DeviceClass("", f"compute capability {_shown(capability)}", capability)
 
 
 def amd_class(arch: str) -> DeviceClass | None:
     """The class of AMD's devices of that instruction set ('gfx942:sramecc+:xnack-'); None for an unlisted one."""
-    return next((one for one in CLASSES if one.is_amd and one.arch == arch.partition(":")[0]), None)
+    return next((kind for kind in CLASSES if kind.is_amd and kind.arch == arch.partition(":")[0]), None)
 
 
 def device_class(word: str) -> DeviceClass:
-    known = {name: one for one in CLASSES for name in (one.name, *one.aliases)}
+    known = {name: kind for kind in CLASSES for name in (kind.name, *kind.aliases)}
     if word.lower() not in known:
         raise UnknownName("class of devices", word, list(known))
     return known[word.lower()]

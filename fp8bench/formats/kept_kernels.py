@@ -122,12 +122,12 @@ def _library(file: str) -> Any:
 
 
 def _writes_alike(run: Call, kept: Call, examples: Sequence[Tensor]) -> bool:
-    own, other = ([one.clone() for one in examples] for _ in range(2))
+    own, other = ([example.clone() for example in examples] for _ in range(2))
     run(*own)
     kept(*other)
     return all(
-        torch.equal(one.view(torch.uint8), two.view(torch.uint8))
-        for one, two in zip(map(_flat, own), map(_flat, other), strict=True)
+        torch.equal(tensor.view(torch.uint8), two.view(torch.uint8))
+        for tensor, two in zip(map(_flat, own), map(_flat, other), strict=True)
     )
 
 
@@ -143,7 +143,7 @@ def _file_of(kernel: Any) -> Path | None:
     options = sorted(f"{key}={value}" for key, value in os.environ.items() if key.startswith(_OPTIONS))
     parts = (
         str(kernel), *_surroundings(), compiler, str(about.st_size), str(about.st_mtime_ns),
-        *(one for one in options if not one.startswith(_NO_OPTIONS)), *map(str, vector_width.widths("cpu")),
+        *(option for option in options if not option.startswith(_NO_OPTIONS)), *map(str, vector_width.widths("cpu")),
     )  # fmt: skip
     return _folder() / "fp8bench" / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.kernel.json"
 

@@ -63,7 +63,7 @@ def codes_both(x: Tensor, fmt: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
         straight = torch_codes(x, fmt, scale)
         return straight, straight.t().contiguous()
     check_input(x)
-    straight, turned = (torch.empty(one.shape, dtype=DTYPES[fmt.name], device=x.device) for one in (x, x.t()))
+    straight, turned = (torch.empty(tensor.shape, dtype=DTYPES[fmt.name], device=x.device) for tensor in (x, x.t()))
     torch.ops.fp8bench.codes(x.detach(), scale, straight, turned, fmt.name)
     return straight, turned
 
@@ -98,7 +98,7 @@ def row_codes_both(
     if torch.compiler.is_compiling() or not x.numel():
         return row_codes(x, fmt, rounding, block), row_codes(x.t(), fmt, rounding, block)
     check_input(x)
-    straight, turned = (_Rows.of(one, fmt, block) for one in (x.detach(), x.detach().t()))
+    straight, turned = (_Rows.of(tensor, fmt, block) for tensor in (x.detach(), x.detach().t()))
     torch.ops.fp8bench.row_codes_both(*straight.memory, *turned.memory, fmt.name, rounding.value, block)
     return straight.result(), turned.result()
 
@@ -272,8 +272,8 @@ class Called(NamedTuple):
         if self.turned != other.turned:
             call(PairKernel(self.kernel, other.kernel), *self.tensors, *other.tensors)
         else:
-            for one in (self, other):
-                call(one.kernel, *one.tensors)
+            for called in (self, other):
+                call(called.kernel, *called.tensors)
 
 
 def call(kernel: Kernel, *tensors: Tensor) -> None:

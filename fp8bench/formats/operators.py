@@ -154,7 +154,7 @@ def _run_fused(
 ) -> None:
     direct = found.takes(out)
     written = found.empty(out.device) if not direct else out.t() if found.turned else out
-    others = [one for one in (factor, None if seed is None else key_of(seed)) if one is not None]
+    others = [tensor for tensor in (factor, None if seed is None else key_of(seed)) if tensor is not None]
     kernel.run(found.words(found.matrix(x)), found.result_words(written), *others)
     if not direct:
         found.keep(written, out)

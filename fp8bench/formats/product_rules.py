@@ -73,7 +73,7 @@ class Product:
     @property
     def scheme(self) -> Scheme | None:
         """The kind of product it is; None where no library has one for such a pair of operands."""
-        found = {_scheme_of(one) for one in (self.a, self.b)}
+        found = {_scheme_of(treatment) for treatment in (self.a, self.b)}
         return found.pop() if len(found) == 1 else None
 
     def bytes_of(self, sides: Sides) -> float:
@@ -134,7 +134,7 @@ def missing(product: Product, device: DeviceClass) -> Objection | None:
     """Why a class of devices has no such product, whatever its shape; None if it has."""
     scheme = product.scheme
     if scheme is None:
-        pair = " and ".join(dict.fromkeys(_words(one) for one in (product.a, product.b)))
+        pair = " and ".join(dict.fromkeys(_words(treatment) for treatment in (product.a, product.b)))
         return Objection(RuleSource.HARDWARE, f"no units multiply {pair}")
     without = _without_units(scheme, device) or _other_formats(product, device)
     if without:
@@ -188,7 +188,7 @@ def _without_units(scheme: Scheme, device: DeviceClass) -> str:
 
 def _other_formats(product: Product, device: DeviceClass) -> str:
     """Why its units have another FP8 than the product; '' if theirs is the same."""
-    fnuz = [one.fmt in FNUZ for one in (product.a, product.b)]
+    fnuz = [treatment.fmt in FNUZ for treatment in (product.a, product.b)]
     if device is MI300X and not all(fnuz):
         return "its FP8 is e4m3fnuz and e5m2fnuz, not e4m3fn and e5m2"
     if device is not MI300X and any(fnuz):

@@ -80,7 +80,9 @@ _WHERE = "torch's scaled product (torch.nn.functional.scaled_mm)"
 
 
 def _other_formats(said: tuple[Treatment, ...], meant: tuple[Treatment, ...]) -> str:
-    names = dict.fromkeys(one.fmt.name for one, before in zip(meant, said, strict=True) if one.fmt is not before.fmt)
+    names = dict.fromkeys(
+        treatment.fmt.name for treatment, before in zip(meant, said, strict=True) if treatment.fmt is not before.fmt
+    )
     return f", in {' and '.join(names)} as this device has them" if names else ""
 
 

@@ -90,7 +90,7 @@ class Places:
         order = (2, 3, 4, 5, 0, 1, 6) if self.turned else (0, 1, 2, 5, 3, 4, 6)
         down, quarter, line, row, across, block, _ = (
             torch.arange(parts.shape[place], dtype=torch.int32, device=parts.device).view(
-                *(-1 if one == place else 1 for one in range(parts.dim()))
+                *(-1 if number == place else 1 for number in range(parts.dim()))
             )
             for place in order
         )
@@ -142,7 +142,7 @@ class TiledCodesKernel(Kernel):
             lanes = [lane.to(torch.float32) for lane in self._lanes(given)]
             above = others[0] if others else None
             left, kept, _ = block_elements(lanes, self.fmt, scaling, above, drawn, _INSIDE)
-            found = [encoded(torch.where(kept.isnan(), 0.0, one), self.fmt) for one in left]
+            found = [encoded(torch.where(kept.isnan(), 0.0, tensor), self.fmt) for tensor in left]
         out.copy_(found[0] if len(found) == 1 else found[0].bitwise_or(found[1].bitwise_left_shift(4)))
         kept = encoded(kept, scaling.scale)
         if not self.places.numbered:
@@ -159,7 +159,7 @@ class TiledCodesKernel(Kernel):
         order = (2, 3, 4, 0, 1) if self.places.turned else (0, 1, 2, 3, 4)
         down, across = ([given.shape[order[one]] for one in part] for part in ((0, 1, 2), (3, 4)))
         rows, columns = prod(down) * given.shape[5], prod(across) * given.shape[6]
-        every = (torch.arange(one, dtype=torch.int32, device=key.device) for one in (rows, columns))
+        every = (torch.arange(number, dtype=torch.int32, device=key.device) for number in (rows, columns))
         numbered = next(every).view(*down, given.shape[5], 1, 1, 1) * columns + next(every).view(*across, -1)
         index = self.places.ordered(numbered)
         return [drawn_bits(lane, key) for lane in self._lanes(index)]
@@ -259,7 +259,7 @@ def tiled_codes_both(
     if not (_fused(x) and _fused(turned)):
         first, second = _seeds(draw, 2)
         return _plain(x, fmt, scaling, first), _plain(turned, fmt, scaling, second)
-    straight, other = (_Tiled.of(one, fmt, scaling, draw is not None) for one in (x, turned))
+    straight, other = (_Tiled.of(tensor, fmt, scaling, draw is not None) for tensor in (x, turned))
     _scale_tensors([straight, other], [x], draw, amaxes)
     torch.ops.fp8bench.tiled_codes_both(*straight.given, *other.given, *_written(fmt, scaling))
     return straight.result(), other.result()
@@ -267,8 +267,8 @@ def tiled_codes_both(
 
 def _scale_tensors(made: list[_Tiled], sources: list[Tensor], draw: Draw | None, amaxes: Sequence[Tensor]) -> None:
     """The scales of tensors, where they have one, and the keys of seeds: in one kernel."""
-    above = [one.above for one in made if one.above is not None]
-    keys = [one.key for one in made if one.key is not None]
+    above = [tiled.above for tiled in made if tiled.above is not None]
+    keys = [tiled.key for tiled in made if tiled.key is not None]
     if above and not amaxes:
         amaxes = [largest_magnitude(source) for source in sources]
     parts = [amax.view(-1) for amax in amaxes] if above else []
@@ -381,14 +381,14 @@ def _called(
     places = Places(scaling, tiled, turned)
     kernel = TiledCodesKernel(FORMATS[fmt], places, x.dtype, str(x.device), key is not None)
     seen = places.matrix(matrix), places.codes(out, kernel.in_byte), places.scales(scales, len(out))
-    return Called(kernel, (*seen, *(one for one in (above, key) if one is not None)), turned)
+    return Called(kernel, (*seen, *(tensor for tensor in (above, key) if tensor is not None)), turned)
 
 
 def _run_tensor_scales(
     amaxes: list[Tensor], above: list[Tensor], last: Tensor | None, after: Tensor | None, keys: list[Tensor],
     steps: list[int],
 ) -> None:  # fmt: skip
-    tensors = [*amaxes, *above, *(one for one in (last, after) if one is not None), *keys]
+    tensors = [*amaxes, *above, *(tensor for tensor in (last, after) if tensor is not None), *keys]
     call(TensorScalesKernel(str(tensors[0].device), len(amaxes), len(above), tuple(steps)), *tensors)
 
 

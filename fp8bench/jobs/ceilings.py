@@ -57,7 +57,7 @@ def ceilings_here(store: Path, observer: JobObserver, threads: int = 1) -> Itera
     """Of every device that works, a processor with so many threads; a sentence where they could not be measured."""
     make_store(store)
     with claimed(True), ProcessWorker(Settings(threads)) as worker:
-        for device in (one for one in worker.probe() if not one.unusable):
+        for device in (device_facts for device_facts in worker.probe() if not device_facts.unusable):
             try:
                 yield device, _measured(worker, device, store, threads, observer)[1]
             except WorkerError as error:
@@ -92,10 +92,10 @@ def ceilings_run(request: Request, store: Path, observer: JobObserver, command: 
             environment = environment.also(state)
             earlier = alike(found, history_of_ceilings(store))
             groups += [
-                tuple(_record(one, device, since(one, earlier)) for one in some)
+                tuple(_record(rate, device, since(rate, earlier)) for rate in some)
                 for _, some in groupby(found.rates, lambda rate: rate.limit)
             ]
-    planned = (tuple(PlannedCase(one.case, one.support, one.work) for one in group) for group in groups)
+    planned = (tuple(PlannedCase(record.case, record.support, record.work) for record in group) for group in groups)
     plan = Plan(tuple(Group(cases, 0) for cases in planned))
     run = Run(secrets.token_hex(4), started, command, request, plan, environment, facts)
     writer = start_run(run, store)

@@ -106,10 +106,10 @@ def backend_lines(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
         if why:
             yield f"{name:<9} {why}"
             continue
-        known = {one: precisions.get(one).by(backend) for one in by_rank() if precisions.get(one).takes_backend}
-        supports = {one: precision.support(facts) for one, precision in known.items()}
-        takes = [one for one, support in supports.items() if support.level is not Level.REFUSED]
-        refusals = [support.reason for one, support in supports.items() if one not in takes]
+        known = {text: precisions.get(text).by(backend) for text in by_rank() if precisions.get(text).takes_backend}
+        supports = {text: precision.support(facts) for text, precision in known.items()}
+        takes = [text for text, support in supports.items() if support.level is not Level.REFUSED]
+        refusals = [support.reason for text, support in supports.items() if text not in takes]
         yield f"{name:<9} {backend.package} {version}: {', '.join(takes) if takes else f'nothing here: {refusals[0]}'}"
 
 
@@ -192,7 +192,7 @@ def listing(what: str, imports: tuple[str, ...], name: str | None = None) -> Ite
         missing = [kind for kind in devices.names() if all(fact.kind != kind for fact in facts)]
         yield from (f"{kind:<8} none on this machine" for kind in missing)
     elif what == "backends":
-        yield from (f"{one:<8} {backends.get(one).summary}" for one in backends.names())
+        yield from (f"{text:<8} {backends.get(text).summary}" for text in backends.names())
         yield "what each takes on this machine: fp8bench doctor"
     elif what == "dtypes":
         yield from _dtypes(facts) if name is None else _dtype(precisions.get(name), facts)

@@ -134,7 +134,7 @@ def stretches(history: History) -> Iterator[list[Stretch]]:
     for line in lines.lines:
         read = partial(lines.trend, line)
         counted = line.trend.series.metric in COUNTS
-        yield [Stretch(read, one.places, one.values, counted) for one in lines.comparable(line)]
+        yield [Stretch(read, comparable.places, comparable.values, counted) for comparable in lines.comparable(line)]
 
 
 def kept_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
@@ -270,13 +270,13 @@ def with_operators(found: Found, store: Path, history: History) -> Found:
         return there[-1] if there else None
 
     def named(change: Change) -> Change:
-        one = change.comparison
+        comparison = change.comparison
         if not change.is_counted or change.state is not ChangeState.OPEN:
             return change
-        before, after = (tape_of(change, commit) for commit in (one.since, one.until))
+        before, after = (tape_of(change, commit) for commit in (comparison.since, comparison.until))
         if before is None or after is None:
             return change
-        return replace(change, comparison=replace(one, why=what_changed(before, after)))
+        return replace(change, comparison=replace(comparison, why=what_changed(before, after)))
 
     return replace(found, changes=tuple(map(named, found.changes)))
 

@@ -64,12 +64,12 @@ def quote_of(text: str) -> Quote:
     if figure not in _FIGURES and not kind_of_path(figure):
         raise UsageError(f"--peak {text!r:.80}: {figure!r:.40} is no figure of a datasheet. {_FORM}.")
     wanted = [word.lower() for word in name if word.lower() not in _VENDORS]
-    found = [one for one in datasheets() if wanted and all(word in _words(one) for word in wanted)]
+    found = [datasheet for datasheet in datasheets() if wanted and all(word in _words(datasheet) for word in wanted)]
     if not found:
-        known = ", ".join(one.name.replace(",", "") for one in datasheets())
+        known = ", ".join(datasheet.name.replace(",", "") for datasheet in datasheets())
         raise UsageError(f"--peak {text!r:.80}: no datasheet of {' '.join(name)!r:.60}. Known: {known}.")
     quote = Quote(text, tuple(found), figure, number)
-    told = tuple(one for one in found if quote.of(one) is not None)
+    told = tuple(datasheet for datasheet in found if quote.of(datasheet) is not None)
     if not told:
         raise UsageError(f"--peak {text!r:.80}: nothing is published of {figure} on {found[0].name}.")
     return Quote(text, told, figure, number)
@@ -115,8 +115,16 @@ def _confusions(quote: Quote) -> Iterator[str]:
         same = [path for path, peak in device.dense.items() if quote.is_(peak / 1e12)]
         if quote.figure not in _FIGURES and same:
             yield f"that is {' and '.join(same)} of {device.name}"
-    others = [one.name for one in datasheets() if one not in quote.devices and quote.is_(quote.of(one))]
-    doubled = [one.name for one in datasheets() if one not in quote.devices and quote.is_(quote.of(one, sparse=True))]
+    others = [
+        datasheet.name
+        for datasheet in datasheets()
+        if datasheet not in quote.devices and quote.is_(quote.of(datasheet))
+    ]
+    doubled = [
+        datasheet.name
+        for datasheet in datasheets()
+        if datasheet not in quote.devices and quote.is_(quote.of(datasheet, sparse=True))
+    ]
     if others:
         yield f"that is {quote.figure} of {', '.join(others)}"
     if doubled:

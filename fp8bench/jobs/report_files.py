@@ -73,7 +73,7 @@ def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
     runs = [load_named(word, store) for word in words]
     each_once(dict.fromkeys(Path(run.path) for run in runs)).none_refused()
     ids = [run.id for run in runs]
-    twice = next((one for place, one in enumerate(ids) if one in ids[:place]), None)
+    twice = next((text for place, text in enumerate(ids) if text in ids[:place]), None)
     if twice is not None:
         raise UsageError(f"the run {twice} was named twice. Name each run once.")
     return write_report(runs, store, pages)
@@ -218,7 +218,7 @@ def past_of(runs: Sequence[Run], store: Path) -> tuple[PastSeries, ...]:
     history = open_history(store, lambda done, runs: None)
     trends = history.trends(names.__contains__)
     series = [_series(trend, [one for one in tracked if history.is_of(trend, one.identity)]) for trend in trends]
-    return tuple(one for one in series if one is not None and one.figures)
+    return tuple(past_series for past_series in series if past_series is not None and past_series.figures)
 
 
 def _series(trend: Trend, tracked: Sequence[TrackedRun]) -> PastSeries | None:
@@ -229,7 +229,7 @@ def _series(trend: Trend, tracked: Sequence[TrackedRun]) -> PastSeries | None:
     measured = trend.measured[-MOST_COMMITS:]
     kept = [figure for figure in measured if figure.version == version]
     kept = [figure for figure in kept if figure.source == kept[-1].source]
-    unkept = (figure for one in tracked for figure in _unkept(one, trend, kept[-1] if kept else None))
+    unkept = (figure for run in tracked for figure in _unkept(run, trend, kept[-1] if kept else None))
     figures = [*_figures(kept), *unkept]
     precision, *values = trend.cell
     pairs = zip(trend.series.param_names[1:], values, strict=True)
@@ -257,18 +257,18 @@ def _past(figure: Figure, when: str, order: float, unkept: bool = False) -> Past
     )
 
 
-def _unkept(one: TrackedRun, trend: Trend, last: Figure | None) -> Iterator[PastFigure]:
+def _unkept(run: TrackedRun, trend: Trend, last: Figure | None) -> Iterator[PastFigure]:
     """What a run came to whose commit's numbers these are not, as far as it compares with the last ones that are."""
-    if not why_not(one.run) or not isinstance(one.run.environment.get("commit"), str):
+    if not why_not(run.run) or not isinstance(run.run.environment.get("commit"), str):
         return
     own = trend.series.name, trend.cell, trend.series.version
-    for point in one.content.points:
+    for point in run.content.points:
         if (point.series, point.cell, point.version) != own or not point.samples:
             continue
-        figure = figure_of(one, point)
+        figure = figure_of(run, point)
         if last is None or figure.source == last.source:
-            when = f"{one.run.started[:16].replace('T', ' ')}, with uncommitted changes"
-            yield _past(figure, when, one.order[0] * 1000, unkept=True)
+            when = f"{run.run.started[:16].replace('T', ' ')}, with uncommitted changes"
+            yield _past(figure, when, run.order[0] * 1000, unkept=True)
 
 
 def _emulated(trend: Trend, tracked: Sequence[TrackedRun]) -> bool:
@@ -276,6 +276,6 @@ def _emulated(trend: Trend, tracked: Sequence[TrackedRun]) -> bool:
     wanted = trend.series.workload, trend.cell[0]
     return any(
         record.support.level is Level.EMULATED and (record.case.workload, record.case.precision) == wanted
-        for one in tracked
-        for record in one.run.records
+        for run in tracked
+        for record in run.run.records
     )

@@ -80,7 +80,7 @@ def standard_runs(store: Path, observer: JobObserver) -> Iterator[str]:
     """Of every device that works; what they differ by is kept in the store, for the intervals of later runs."""
     make_store(store)
     with ProcessWorker(Settings()) as worker:
-        keys = [one.key for one in worker.probe() if not one.unusable]
+        keys = [device_facts.key for device_facts in worker.probe() if not device_facts.unusable]
     for device in keys:
         axes = tuple((name, (value,)) for name, value in _AXES.items())
         request = Request("gemm", ("fp32", "bf16"), (device,), axes=axes, rounds=LEAST_ROUNDS, energy=False, tape=False)

@@ -26,17 +26,17 @@ def tapes_now(request: Request, store: Path, observer: JobObserver) -> list[Tape
         known = {fact.key: fact for fact in facts}
         plan = make_plan(request, facts, corpus.identity if corpus else None)
         planned = [case for group in plan for case in group.cases]
-        for one in planned:
-            tell(len(found), len(planned), "cases", one.case.id)
-            if one.runs:
+        for case in planned:
+            tell(len(found), len(planned), "cases", case.case.id)
+            if case.runs:
                 try:
-                    limit = Limits(request.case_timeout).numbers(one.work)
-                    found.append(_taped(one, worker.within(limit).tape(one.case, known[one.case.device])))
+                    limit = Limits(request.case_timeout).numbers(case.work)
+                    found.append(_taped(case, worker.within(limit).tape(case.case, known[case.case.device])))
                 except WorkerError as error:
-                    found.append(_taped(one, None, str(error)))
+                    found.append(_taped(case, None, str(error)))
                     worker.restart()
             else:
-                found.append(_taped(one, None, one.skip))
+                found.append(_taped(case, None, case.skip))
     return found
 
 
@@ -53,7 +53,7 @@ def tapes_of(run: Run, name: str = "") -> list[Taped]:
         )
         for record in run.records
     ]  # fmt: skip
-    if not any(one.tape for one in found):
+    if not any(taped.tape for taped in found):
         raise UsageError(
             f"the run {run.id} has no tape: it was measured before there were any, or with "
             "FP8BENCH_TAPE=off. Measure it again, with --tape."
@@ -63,10 +63,10 @@ def tapes_of(run: Run, name: str = "") -> list[Taped]:
 
 def beside(now: Sequence[Taped], before: Sequence[Taped]) -> list[Taped]:
     """Each tape with that of the same case of another run after it; those that only one of both has are left out."""
-    known = {(one.setting, one.mode): one for one in before}
-    both = [(one, known[one.setting, one.mode]) for one in now if (one.setting, one.mode) in known]
+    known = {(taped.setting, taped.mode): taped for taped in before}
+    both = [(taped, known[taped.setting, taped.mode]) for taped in now if (taped.setting, taped.mode) in known]
     if not both:
         raise UsageError(
             "that run has none of these cases. Give the suite, --set and --dtypes that it was measured with."
         )
-    return [one for pair in both for one in pair]
+    return [taped for pair in both for taped in pair]

@@ -67,13 +67,13 @@ def topology_lines(path: Path, store: Path, infiniband: Path = INFINIBAND) -> It
         faults = f"; counted {', '.join(f'{key} {count}' for key, count in wrong.items())}" if wrong else ""
         yield f"{name}: {rate:g} Gb/s{faults}"
     lines = list(_lines(gpus, kinds, store, infiniband))
-    text = [f"# {len(gpus)} {gpus[0][0]}, as fp8bench doctor --topology found them", *(one.text for one in lines)]
+    text = [f"# {len(gpus)} {gpus[0][0]}, as fp8bench doctor --topology found them", *(line.text for line in lines)]
     try:
         path.write_text("\n".join([*text, ""]), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--topology {path} cannot be written: {error.strerror}.") from None
     yield from text[1:]
-    missing = [one.name for one in lines if one.value is None]
+    missing = [line.name for line in lines if line.value is None]
     yield f"written to {path}" + (f"; add {', '.join(missing)}, which nothing here says" if missing else "")
 
 
@@ -101,8 +101,10 @@ def _lines(gpus: list[list[str]], kinds: dict[str, int], store: Path, infiniband
 
 
 def _rate(precision: str, name: str, store: Path) -> TopologyLine:
-    known = [one.bound(Limit.PRODUCT, precision) for one in history_of_ceilings(store) if one.device == name]
-    if found := next((one for one in reversed(known) if one), None):
+    known = [
+        ceilings.bound(Limit.PRODUCT, precision) for ceilings in history_of_ceilings(store) if ceilings.device == name
+    ]
+    if found := next((value for value in reversed(known) if value), None):
         return TopologyLine(precision, found / 1e12, "TFLOP/s", "measured ceiling")
     sheet = datasheet_of(name)
     peak = sheet.peak(precision) if sheet is not None else None

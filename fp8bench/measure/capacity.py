@@ -275,7 +275,7 @@ class _OfCase(Batches):
     def on_device(self, batch: int, grain: int, room: int) -> int | None:
         """The largest batch where hardware keeps the formats, by the line through one that was run and half of it."""
         half = batch // grain // 2 * grain
-        less, more = (self._device_peak(one) if half else None for one in (half, batch))
+        less, more = (self._device_peak(number) if half else None for number in (half, batch))
         if less is None or more is None or more <= less:
             return None
         return min((batch + (room - more) * (batch - half) // (more - less)) // grain * grain, LARGEST_BATCH)

@@ -82,4 +82,4 @@ def whole_ceilings(
 def pieces_of(found: Ceilings) -> tuple[int, int]:
     """How many pieces of whole ceilings are measured, and of how many; of a rate that could not be there are none."""
     wanted: list[Rate] = [rate for rate in found.rates if not rate.why]
-    return sum(bool(one.shape) + len(one.runs) for one in wanted), (RUNS + 1) * len(wanted)
+    return sum(bool(rate.shape) + len(rate.runs) for rate in wanted), (RUNS + 1) * len(wanted)

@@ -112,7 +112,7 @@ class Watch:
         if self._pid is None:
             return {}
         read = self._device.others(self._pid)
-        return {name: int(one.number) for name, one in read.items() if isinstance(one, Reading)}
+        return {name: int(reading.number) for name, reading in read.items() if isinstance(reading, Reading)}
 
     def seen(self, arm: MeasuredArm) -> DeviceWatch:
         """What there was to be seen of one arm; after `end`."""

@@ -98,21 +98,32 @@ class GroupMeasurement:
         passes.ask("products", self._alive())
         passes.effects(self._alive())
         passes.transfers(self._alive())
-        passes.ask("coverage", [one for one in self._alive() if workloads.get(one.planned.case.workload).examined])
+        passes.ask(
+            "coverage",
+            [
+                case_outcome
+                for case_outcome in self._alive()
+                if workloads.get(case_outcome.planned.case.workload).examined
+            ],
+        )
         passes.memory(self._alive(), self._meter, self._method.looks_again)
         if self._method.capacity is not None:
             limits, rule = self._method.limits, self._method.capacity
             searching = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
-            searching.search([one for one in self._outcomes if one.may_fit])
+            searching.search([case_outcome for case_outcome in self._outcomes if case_outcome.may_fit])
         if self._counting is not None:
             counting = Passes(self._counting, self._facts, self._method.limits, self._observer)
             counting.counters(self._alive(), self._counting.why)
         if self._method.traces is not None:
             passes.traces(self._alive(), self._method.traces)
         self._look_at_operators(passes)
-        for one in self._alive():
-            one.note(ceiling=ceiling_of(one.planned, self._method.ceilings.get(one.planned.case.device)))
-        return tuple(one.record(one is reference, one.planned.skip) for one in self._outcomes)
+        for case_outcome in self._alive():
+            case_outcome.note(
+                ceiling=ceiling_of(case_outcome.planned, self._method.ceilings.get(case_outcome.planned.case.device))
+            )
+        return tuple(
+            case_outcome.record(case_outcome is reference, case_outcome.planned.skip) for case_outcome in self._outcomes
+        )
 
     def _look_at_operators(self, passes: Passes) -> None:
         """The operators of every case, and what they take of its step, last of all: a mode that sees them may leave its
@@ -124,7 +135,7 @@ class GroupMeasurement:
             untimed.ask("shares", self._alive() if method.shares else ())
             untimed.leave_gpus(self._alive())
         if method.tapes and not method.tapes_apart:
-            passes.ask("tape", [one for one in self._alive() if not one.planned.work.setup_seconds])
+            passes.ask("tape", [outcome for outcome in self._alive() if not outcome.planned.work.setup_seconds])
 
     def _try_products(self) -> None:
         """Where products are native, or a backend's, they are tried before they are timed; a wrong one is refused."""
@@ -155,7 +166,7 @@ class GroupMeasurement:
         alive = self._alive()
         if planned in alive or not alive:
             return planned if planned in alive else None
-        native = [one for one in alive if one.planned.support.level is Level.NATIVE]
+        native = [outcome for outcome in alive if outcome.planned.support.level is Level.NATIVE]
         return min(native or alive, key=lambda one: precisions.get(one.planned.case.precision).rank)
 
     def _time(self) -> str:
@@ -163,7 +174,7 @@ class GroupMeasurement:
         reference = self._reference()
         if reference is None:
             return "done"
-        others = [one for one in self._alive() if one is not reference]
+        others = [outcome for outcome in self._alive() if outcome is not reference]
         waiting: list[tuple[CaseOutcome | None, bool, list[CaseOutcome]]] = [(reference, True, others)]
         while waiting:
             leader, with_control, candidates = waiting.pop(0)
@@ -331,8 +342,8 @@ class GroupMeasurement:
                 self._leave_out_lost()
 
     def _leave_out_lost(self) -> None:
-        for one in self._alive():
-            one.failure = self._method.lost.get(one.planned.case.device, "")
+        for outcome in self._alive():
+            outcome.failure = self._method.lost.get(outcome.planned.case.device, "")
 
     def _release(self, session: RoundSession) -> ArmFailed | None:
         try:
@@ -346,4 +357,4 @@ def _has_native_products(outcome: CaseOutcome) -> bool:
     """Whether somebody else's code multiplies in it, in some low precision."""
     case, native = outcome.planned.case, outcome.planned.support.level is Level.NATIVE
     known = [precisions.get(word) for word in (case.precision, *(name for _, name in case.precision_map))]
-    return any(one.whole_layers or (native and one.takes_backend) for one in known)
+    return any(precision.whole_layers or (native and precision.takes_backend) for precision in known)

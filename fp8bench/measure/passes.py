@@ -182,7 +182,7 @@ class Passes:
 
     def transfers(self, outcomes: Sequence[CaseOutcome]) -> None:
         """What steps of several ranks move, and how far that hides; cases of one rank are not asked."""
-        for outcome in (one for one in outcomes if one.planned.case.ranks > 1):
+        for outcome in (case_outcome for case_outcome in outcomes if case_outcome.planned.case.ranks > 1):
             limit = self._limits.numbers(outcome.planned.work)
             with self._asking(outcome, "counting what is sent", "bytes on the wire") as (_, case, facts):
                 outcome.note(transfer=self._worker.ask(limit, "transfer", case, facts))
@@ -205,7 +205,7 @@ class Passes:
         for outcome in outcomes:
             if outcome.draft.effect is None and outcome.planned.work.setup_seconds:
                 outcome.note(effect=StepEffect(None, "its state is compiled, which takes too long for this"))
-        self.ask("effect", [one for one in outcomes if one.draft.effect is None])
+        self.ask("effect", [case_outcome for case_outcome in outcomes if case_outcome.draft.effect is None])
 
     def memory(self, outcomes: Sequence[CaseOutcome], meter: Meter | None = None, leaks: bool = True) -> None:
         """Memory at the highest point of a step, and whether it grows. The driver's count of the worker's process comes
@@ -224,7 +224,9 @@ class Passes:
                     continue
                 outcome.note(memory=found, measurements=(*outcome.draft.measurements, *_peaks(found)))
         # torch's profiler was on in it, and nobody knows that it leaves no trace
-        self.leave_gpus([one for one in outcomes if one.draft.effect or one.draft.memory])
+        self.leave_gpus(
+            [case_outcome for case_outcome in outcomes if case_outcome.draft.effect or case_outcome.draft.memory]
+        )
 
     def traces(self, outcomes: Sequence[CaseOutcome], folder: TraceFolder) -> None:
         for outcome in outcomes:

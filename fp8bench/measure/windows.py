@@ -105,7 +105,11 @@ class WindowsFound:
         return "; ".join(dict.fromkeys(self.reasons))
 
     def concluded(self, source: str, before: Energy | Unavailable, after: Energy | Unavailable) -> EnergyUse:
-        self.reasons += [f"idle power: {one.reason}" for one in (before, after) if isinstance(one, Unavailable)]
+        self.reasons += [
+            f"idle power: {unavailable.reason}"
+            for unavailable in (before, after)
+            if isinstance(unavailable, Unavailable)
+        ]
         idle_before, idle_after = (one.watts if isinstance(one, Energy) else None for one in (before, after))
         return EnergyUse(source, tuple(self.windows), idle_before, idle_after, self.why)
 
@@ -161,7 +165,9 @@ class WindowPass:
         self._in_turns(turns, found, worker, self._phase_window, "{phase} of {mode} ended this: {cause}")
         return {
             arm.key: tuple(
-                PhaseEnergy(phase, tuple(one.windows), one.why) for (key, phase), one in found.items() if key == arm.key
+                PhaseEnergy(phase, tuple(windows_found.windows), windows_found.why)
+                for (key, phase), windows_found in found.items()
+                if key == arm.key
             )
             for arm in arms
         }

@@ -136,9 +136,9 @@ class ModeConformity:
     @property
     def compared(self) -> bool:
         """Whether the device does any of it."""
-        return any(one.difference is not None for one in self.found)
+        return any(conformity.difference is not None for conformity in self.found)
 
     @property
     def conforms(self) -> bool:
         """Whether all that the device does is what its emulation does."""
-        return all(one.difference is None or one.difference.conforms for one in self.found)
+        return all(conformity.difference is None or conformity.difference.conforms for conformity in self.found)

@@ -128,7 +128,11 @@ def options_of(kind: type) -> dict[str, RequestOption]:
 def words_of(kind: type) -> dict[str, str]:
     """What Python calls each field of a request: as the command line does, where it has no other use for the word."""
     names = [field.name for field in fields(kind)]
-    called = {name: one.called for name, one in options_of(kind).items() if not keyword.iskeyword(one.called)}
+    called = {
+        name: request_option.called
+        for name, request_option in options_of(kind).items()
+        if not keyword.iskeyword(request_option.called)
+    }
     return {name: word if (word := called.get(name)) and word not in names else name for name in names}
 
 
@@ -355,4 +359,4 @@ class Request:
 
 
 # What each field of a request must be, where it is given.
-REQUEST_RULES: Mapping[str, Rule] = {name: one.rule for name, one in options_of(Request).items()}
+REQUEST_RULES: Mapping[str, Rule] = {name: request_option.rule for name, request_option in options_of(Request).items()}

@@ -88,7 +88,7 @@ class Tape:
 
     def of(self, phase: str) -> PhaseCount | None:
         """The sums of that phase, if anything ran in it."""
-        return next((one for one in self.phases if one.phase == phase), None)
+        return next((count for count in self.phases if count.phase == phase), None)
 
 
 Key = TypeVar("Key")

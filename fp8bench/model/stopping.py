@@ -123,8 +123,8 @@ def slopes(looks: Sequence[ClockLook]) -> Slopes:
     last = [look for look in looks if look.at >= looks[-1].at - STRETCH]
     if not looks or looks[-1].at - looks[0].at < STRETCH:
         return Slopes(None, None)
-    clocks = [(one.at, one.clock) for one in last if one.clock is not None and 0 < one.clock < math.inf]
-    heats = [(one.at, one.temperature) for one in last if one.temperature is not None]
+    clocks = [(look.at, look.clock) for look in last if look.clock is not None and 0 < look.clock < math.inf]
+    heats = [(look.at, look.temperature) for look in last if look.temperature is not None]
     clock = _slope(clocks)
     return Slopes(None if clock is None else clock / fmean(hertz for _, hertz in clocks), _slope(heats))
 

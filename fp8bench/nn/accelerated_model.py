@@ -42,7 +42,7 @@ class AcceleratedModel(PlainArithmetic):
             try:
                 accelerator = self._accelerator()
                 made = accelerator.prepare(model) if apart else model
-                optimizer = optimizer_of([one for one in made.parameters() if one.requires_grad])
+                optimizer = optimizer_of([parameter for parameter in made.parameters() if parameter.requires_grad])
                 if optimizer is not None:
                     optimizer = accelerator.prepare(optimizer) if apart else optimizer
                 if not apart:

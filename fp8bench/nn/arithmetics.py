@@ -167,8 +167,8 @@ class RecipeArithmetic(Arithmetic):
 
     def _turns(self, role: Role) -> bool:
         """Whether one cast of a tensor serves both of its products."""
-        one = self.treatments[role]
-        return self._twice(role) and (one.scaling is None or one.scaling.turns)
+        treatment = self.treatments[role]
+        return self._twice(role) and (treatment.scaling is None or treatment.scaling.turns)
 
     def _twice(self, role: Role) -> bool:
         """Whether both products take the same tensor, cast in the same way."""
@@ -186,10 +186,12 @@ class RecipeArithmetic(Arithmetic):
         return Operand(values(tensor, self.treatments[role].fmt))
 
     def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
-        one = self.treatments[role]
+        treatment = self.treatments[role]
         seed = self._draws[role].next(tensor.device, again) if role in self._draws else None
         scale = self.scales[role].next(tensor, again).scale if role in self.scales else None
-        return Operand(values(tensor, one.fmt, one.scaling, seed=seed, scale=scale), gradient=role is Role.GRADIENT)
+        return Operand(
+            values(tensor, treatment.fmt, treatment.scaling, seed=seed, scale=scale), gradient=role is Role.GRADIENT
+        )
 
     def transposed(self, operand: Operand) -> Operand:
         return Operand(operand.data.t(), operand.scale, operand.gradient)
@@ -258,35 +260,37 @@ class ScaledArithmetic(RecipeArithmetic):
         return self.recipe.per_tensor or self.recipe.unscaled
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
-        one = self.treatments[role]
+        treatment = self.treatments[role]
         if not self._turns(role):
-            if one.scaling is None or not self._twice(role):
+            if treatment.scaling is None or not self._twice(role):
                 return self.cast(tensor, role), None
-            both = row_codes_both(tensor, one.fmt, one.scaling.rounding)
+            both = row_codes_both(tensor, treatment.fmt, treatment.scaling.rounding)
             return Operand(*both[0], role is Role.GRADIENT), Operand(*both[1], role is Role.GRADIENT)
         scale, inverse = self._scale(tensor, role, _again(role), amax)
-        found = codes_both(tensor, one.fmt, scale)
+        found = codes_both(tensor, treatment.fmt, scale)
         straight, turned = (Operand(data, inverse, role is Role.GRADIENT) for data in found)
         return straight, turned
 
     def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
-        one = self.treatments[role]
+        treatment = self.treatments[role]
         if self._of_tensors:
             scale, inverse = self._scale(tensor, role, again)
-            data = codes(tensor, one.fmt, scale)
+            data = codes(tensor, treatment.fmt, scale)
         else:
-            assert one.scaling is not None
-            data, inverse = row_codes(tensor, one.fmt, one.scaling.rounding)
+            assert treatment.scaling is not None
+            data, inverse = row_codes(tensor, treatment.fmt, treatment.scaling.rounding)
         return Operand(data, inverse, role is Role.GRADIENT)
 
     def _scale(self, tensor: Tensor, role: Role, again: bool, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if role in self.scales:
             return self.scales[role].next(tensor, again, amax)
-        one = self.treatments[role]
-        if one.scaling is None:
+        treatment = self.treatments[role]
+        if treatment.scaling is None:
             unit = torch.ones((), dtype=torch.float32, device=tensor.device)
             return unit, unit
-        return current_scale(largest_magnitude(tensor) if amax is None else amax, one.fmt, one.scaling.rounding)
+        return current_scale(
+            largest_magnitude(tensor) if amax is None else amax, treatment.fmt, treatment.scaling.rounding
+        )
 
     def transposed(self, operand: Operand) -> Operand:
         return Operand(codes_turned(operand.data), operand.scale, operand.gradient)

@@ -76,9 +76,13 @@ def stood_around(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Any
 
     def forward(x: Tensor, *more: Any, **named: Any) -> Any:
         own.training = module.training
-        kept = {word: held(one, arithmetic, Role.WEIGHT) for word, one in module.named_parameters(recurse=False)}
-        statistics = {word: one for word, one in module.named_buffers(recurse=False) if one.is_floating_point()}
-        kept |= {word: held(one, arithmetic).clone() for word, one in statistics.items()}
+        kept = {
+            word: held(parameter, arithmetic, Role.WEIGHT) for word, parameter in module.named_parameters(recurse=False)
+        }
+        statistics = {
+            word: tensor for word, tensor in module.named_buffers(recurse=False) if tensor.is_floating_point()
+        }
+        kept |= {word: held(tensor, arithmetic).clone() for word, tensor in statistics.items()}
         given = held(x, arithmetic) if x.is_floating_point() else x
         y = torch.func.functional_call(own, kept, (given, *more), named)
         with torch.no_grad():

@@ -41,7 +41,7 @@ class FusedCore:
 
     def _mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.shape[1] != k.shape[1] and q.dtype == torch.float32 and q.device.type != "cpu":
-            k, v = (one.repeat_interleave(q.shape[1] // k.shape[1], 1) for one in (k, v))
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -72,7 +72,9 @@ class HeadwiseCore:
         group = q.shape[1] // k.shape[1]
         mixed = [
             recomputed(
-                self.inner, q[i : i + 1, j : j + 1], *(one[i : i + 1, j // group : j // group + 1] for one in (k, v))
+                self.inner,
+                q[i : i + 1, j : j + 1],
+                *(tensor[i : i + 1, j // group : j // group + 1] for tensor in (k, v)),
             )
             for i in range(q.shape[0])
             for j in range(q.shape[1])

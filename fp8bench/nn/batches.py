@@ -112,8 +112,8 @@ class CompressedRecords:
 
     def __init__(self, records: Bytes) -> None:
         packed = [zlib.compress(record.tobytes(), _LEVEL) for record in records]
-        ends = np.cumsum([len(one) for one in packed])
-        self._places = [slice(end - len(one), end) for end, one in zip(ends.tolist(), packed, strict=True)]
+        ends = np.cumsum([len(content) for content in packed])
+        self._places = [slice(end - len(content), end) for end, content in zip(ends.tolist(), packed, strict=True)]
         self._size = records.shape[1]
         with tempfile.TemporaryFile() as file:
             file.write(b"".join(packed))

@@ -37,12 +37,14 @@ class BlockArithmetic(RecipeArithmetic):
         return scaling is not None and scaling.scale is E4M3
 
     def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
-        one = self.treatments[role]
-        assert one.scaling is not None
-        if one.scaling.scale is None:
-            rounding, squared = one.scaling.rounding, one.scaling.rows > 1
+        treatment = self.treatments[role]
+        assert treatment.scaling is not None
+        if treatment.scaling.scale is None:
+            rounding, squared = treatment.scaling.rounding, treatment.scaling.rows > 1
             made = (
-                square_codes(tensor, one.fmt, rounding)[0] if squared else row_codes(tensor, one.fmt, rounding, _BLOCK)
+                square_codes(tensor, treatment.fmt, rounding)[0]
+                if squared
+                else row_codes(tensor, treatment.fmt, rounding, _BLOCK)
             )
             return Operand(*made, role is Role.GRADIENT)
         return self._tiled(tensor, role, again)
@@ -54,32 +56,32 @@ class BlockArithmetic(RecipeArithmetic):
         return self._tiled(found.values, role, again=False, amaxes=found.amaxes)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
-        one = self.treatments[role]
+        treatment = self.treatments[role]
         if self._in_tiles(role) and self._at_once(role):
             return self._tiled_both(tensor, role, amax)
-        if one.scaling is None or one.scaling.scale is not None or not self._twice(role):
+        if treatment.scaling is None or treatment.scaling.scale is not None or not self._twice(role):
             return super().cast_both(tensor, role, amax)
-        if one.scaling.rows > 1:
-            straight, turned = square_codes(tensor, one.fmt, one.scaling.rounding, both=True)
+        if treatment.scaling.rows > 1:
+            straight, turned = square_codes(tensor, treatment.fmt, treatment.scaling.rounding, both=True)
         else:
-            straight, turned = row_codes_both(tensor, one.fmt, one.scaling.rounding, _BLOCK)
+            straight, turned = row_codes_both(tensor, treatment.fmt, treatment.scaling.rounding, _BLOCK)
         return Operand(*straight, role is Role.GRADIENT), Operand(*turned, role is Role.GRADIENT)
 
     def _tiled(self, tensor: Tensor, role: Role, again: bool, amaxes: Tensor | None = None) -> Operand:
-        one = self.treatments[role]
-        assert one.scaling is not None
+        treatment = self.treatments[role]
+        assert treatment.scaling is not None
         draw = self._draws[role].draw(tensor.device, 1, again) if role in self._draws else None
-        return Operand(*tiled_codes(tensor, one.fmt, one.scaling, draw, amaxes), role is Role.GRADIENT)
+        return Operand(*tiled_codes(tensor, treatment.fmt, treatment.scaling, draw, amaxes), role is Role.GRADIENT)
 
     def _tiled_both(self, tensor: Tensor, role: Role, amax: Tensor | None) -> tuple[Operand, Operand]:
-        one = self.treatments[role]
-        assert one.scaling is not None
+        treatment = self.treatments[role]
+        assert treatment.scaling is not None
         turned, amaxes = tensor.t(), [] if amax is None else [amax]
         if self._rotates(role):
             turned, *others = rotation(turned, self._signs)
             amaxes = others[::-1]
         draw = self._draws[role].draw(tensor.device, 2) if role in self._draws else None
-        found = tiled_codes_both(tensor, turned, one.fmt, one.scaling, draw, amaxes)
+        found = tiled_codes_both(tensor, turned, treatment.fmt, treatment.scaling, draw, amaxes)
         straight, other = (Operand(*codes, role is Role.GRADIENT) for codes in found)
         return straight, other
 
@@ -123,7 +125,7 @@ class BlockArithmetic(RecipeArithmetic):
         b_turned = b.data.transpose(-2, -1)
         if a.scale is None or b.scale is None:
             return F.grouped_mm(a.data, b_turned, offs=ends)
-        scales = [_rows_of_tiles(one) if one.data.dim() == 2 else one.scale for one in (a, b)]
+        scales = [_rows_of_tiles(operand) if operand.data.dim() == 2 else operand.scale for operand in (a, b)]
         found: Tensor = torch.ops.aten._scaled_grouped_mm.default(
             a.data, b_turned, *scales, ends, None, None, self.carrier, False
         )

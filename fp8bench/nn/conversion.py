@@ -66,8 +66,8 @@ class Conversion:
         parts = around_in(model, found, keys)
         check_map(keys, found, [layer for layer, _ in parts])
         self._around = [(module, _for_around(layer, choose(layer))) for layer, module in parts]
-        chosen = [(one, None if one.reason else choose(one.layer(keys))) for one in found]
-        self.held = tuple(_decided(one, arithmetic, multiples) for one, arithmetic in chosen)
+        chosen = [(held, None if held.reason else choose(held.layer(keys))) for held in found]
+        self.held = tuple(_decided(held, arithmetic, multiples) for held, arithmetic in chosen)
         self._arithmetics = {
             id(held): arithmetic
             for held, (_, arithmetic) in zip(self.held, chosen, strict=True)
@@ -78,17 +78,17 @@ class Conversion:
 
     @property
     def converted(self) -> tuple[Held, ...]:
-        return tuple(one for one in self.held if not one.reason)
+        return tuple(held for held in self.held if not held.reason)
 
     def __enter__(self) -> Self:
         try:
             stacks: dict[nn.Module, list[Held]] = {}
-            for one in self.converted:
-                if one.kind == EXPERTS:
-                    stacks.setdefault(one.module, []).append(one)
+            for held in self.converted:
+                if held.kind == EXPERTS:
+                    stacks.setdefault(held.module, []).append(held)
                 else:
-                    self._show(one)
-                    self._replace(one.module, forward_of(one.module, one.kind, self._products(one)))
+                    self._show(held)
+                    self._replace(held.module, forward_of(held.module, held.kind, self._products(held)))
             for module, parameters in stacks.items():
                 self._replace(module, self._listening(module, parameters))
             for module, arithmetic in self._around:
@@ -251,7 +251,7 @@ class LayerProducts:
 
     def convolution(self, x: Tensor, weight: Tensor, lie: Windows, groups: int) -> Tensor:
         """Images (B, C, H, W) under windows (O, C / groups, height, width), as torch lays them out."""
-        usual, dtype = not any(_channels_last(one) for one in (x, weight)), _own_dtype(x)
+        usual, dtype = not any(_channels_last(tensor) for tensor in (x, weight)), _own_dtype(x)
         with _without_autocast(x):
             pixels = x.permute(0, 2, 3, 1)
             rows = self._master(weight).permute(0, 2, 3, 1).flatten(1)

@@ -238,12 +238,12 @@ class BatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         own = self.arithmetic
-        weight, bias = (held(one, own, Role.WEIGHT) for one in (self.weight, self.bias))
+        weight, bias = (held(parameter, own, Role.WEIGHT) for parameter in (self.weight, self.bias))
         wide = held(x, own).to(weight.dtype).permute(0, 3, 1, 2)
         mean, variance = self.running_mean, self.running_var
         by_batch = self.training or mean is None
         if own is not None:  # backward keeps those that it is given
-            mean, variance = (None if one is None else one.clone() for one in (mean, variance))
+            mean, variance = (None if tensor is None else tensor.clone() for tensor in (mean, variance))
         y = F.batch_norm(wide, mean, variance, weight, bias, by_batch, momentum=0.1, eps=1e-5)
         for name, statistic in (("running_mean", mean), ("running_var", variance)):
             if own is not None and self.training and statistic is not None:

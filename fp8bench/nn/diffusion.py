@@ -147,7 +147,7 @@ class GroupNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = (held(one, self.arithmetic, Role.WEIGHT) for one in (self.weight, self.bias))
+        weight, bias = (held(parameter, self.arithmetic, Role.WEIGHT) for parameter in (self.weight, self.bias))
         wide = held(x, self.arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
         return F.group_norm(wide, _GROUPS, weight, bias).permute(0, 2, 3, 1).to(x.dtype)
 

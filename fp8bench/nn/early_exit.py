@@ -96,7 +96,7 @@ def scheduled_exits(rows: Sequence[int], seed: int, device: torch.device) -> Exi
     generator: torch.Generator = torch.Generator("cpu").manual_seed(seed)
     pairs = itertools.pairwise(rows)
     drawn = (torch.randperm(before, generator=generator)[:after].sort().values for before, after in pairs)
-    return Exits(staying=tuple(one.to(device) for one in drawn))
+    return Exits(staying=tuple(tensor.to(device) for tensor in drawn))
 
 
 def own_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Exits:

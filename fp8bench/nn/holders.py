@@ -79,7 +79,7 @@ class Held:
         """As precision maps know it: by that of its paths which the longest key of the map names."""
         layers = list(_layers(self))
         keyed = [(key_of(layer, keys) or "", layer) for layer in layers]
-        named = [(len(key), one) for key, one in keyed if key not in (one.kind, one.group)]
+        named = [(len(key), layer) for key, layer in keyed if key not in (layer.kind, layer.group)]
         return max(named, key=lambda pair: pair[0])[1] if named else layers[0]
 
     @property
@@ -117,18 +117,18 @@ def held_in(model: nn.Module, skip: Sequence[str] = (), allow: Sequence[str] = (
     inside = {own for one in paths if isinstance(one, nn.MultiheadAttention) for own in one.children()}
     head = _head_of(model, paths)
     found = [
-        replace(one, head=one.module is head)
+        replace(held, head=held.module is head)
         for module, names in paths.items()
-        for one in _of_module(module, names, module in inside, allow)
+        for held in _of_module(module, names, module in inside, allow)
     ]
     for pattern in (*skip, *allow):
         _check_pattern(pattern, found)
-    return tuple(_skipped(one, skip) for one in found)
+    return tuple(_skipped(held, skip) for held in found)
 
 
 def around_in(model: nn.Module, found: Sequence[Held], keys: Collection[str]) -> list[tuple[Layer, nn.Module]]:
     """The embeddings and norms of a model that keys name, and what its head gives."""
-    parts = [(Layer(f"{one.name}.{LOGITS}", LOGITS, product=False), one.module) for one in found if one.head]
+    parts = [(Layer(f"{held.name}.{LOGITS}", LOGITS, product=False), held.module) for held in found if held.head]
     for path, module in model.named_modules():
         norm = isinstance(module, _NORMS) or ("norm" in type(module).__name__.lower() and _is_gain(module))
         kind = EMBED if isinstance(module, nn.Embedding) else NORM if norm else ""
@@ -144,7 +144,7 @@ def _is_gain(module: nn.Module) -> bool:
 
 
 def check_map(keys: Collection[str], found: Sequence[Held], around: Sequence[Layer] = ()) -> None:
-    known = keys_of([*(layer for one in found for layer in _layers(one)), *around])
+    known = keys_of([*(layer for held in found for layer in _layers(held)), *around])
     for key in keys:
         if key == RESIDUAL and key not in known:
             raise UsageError(
@@ -155,34 +155,34 @@ def check_map(keys: Collection[str], found: Sequence[Held], around: Sequence[Lay
             raise UnknownName("layer of this model", key, known, _known(found))
 
 
-def _layers(one: Held) -> Iterator[Layer]:
-    yield from (Layer(name, one.shown_kind, group=one.group) for name in (one.name, *one.also))
+def _layers(held: Held) -> Iterator[Layer]:
+    yield from (Layer(name, held.shown_kind, group=held.group) for name in (held.name, *held.also))
 
 
 def _known(found: Sequence[Held]) -> str:
-    words = (word for one in found for word in (one.shown_kind, one.group))
+    words = (word for held in found for word in (held.shown_kind, held.group))
     kinds = ", ".join(dict.fromkeys(filter(None, (*words, EMBED, NORM))))
-    names = ", ".join(one.name for one in found[:_SHOWN])
+    names = ", ".join(held.name for held in found[:_SHOWN])
     return f"{kinds}; layers by name ({names}, {len(found)} in all), and prefixes of names" if found else ""
 
 
-def _fits(one: Held, pattern: str) -> bool:
-    if pattern in (one.kind, one.shown_kind, type(one.module).__name__):
+def _fits(held: Held, pattern: str) -> bool:
+    if pattern in (held.kind, held.shown_kind, type(held.module).__name__):
         return True
-    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in (one.name, *one.also))
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in (held.name, *held.also))
 
 
 def _check_pattern(pattern: str, found: Sequence[Held]) -> None:
-    if not any(_fits(one, pattern) for one in found):
-        known = keys_of([layer for one in found for layer in _layers(one)])
+    if not any(_fits(held, pattern) for held in found):
+        known = keys_of([layer for held in found for layer in _layers(held)])
         raise UnknownName("layer of this model", pattern, known, f"{_known(found)}, and patterns of them ('*.router')")
 
 
-def _skipped(one: Held, skip: Sequence[str]) -> Held:
-    pattern = next((pattern for pattern in skip if _fits(one, pattern)), None)
-    if pattern is None or one.reason:
-        return one
-    return replace(one, reason=f"left out by '{pattern}'", rule="skipped")
+def _skipped(held: Held, skip: Sequence[str]) -> Held:
+    pattern = next((pattern for pattern in skip if _fits(held, pattern)), None)
+    if pattern is None or held.reason:
+        return held
+    return replace(held, reason=f"left out by '{pattern}'", rule="skipped")
 
 
 def _of_module(module: nn.Module, paths: Sequence[str], in_attention: bool, allow: Sequence[str]) -> Iterator[Held]:
@@ -272,7 +272,7 @@ def _head_of(model: nn.Module, paths: dict[nn.Module, list[str]]) -> nn.Module |
 
 
 def refuse_meta(model: nn.Module) -> None:
-    meta = next((name for name, one in model.named_parameters() if one.is_meta), None)
+    meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if meta is not None:
         raise UsageError(f"{meta} is on the meta device, without numbers: give the model its weights in make()")
 
@@ -339,7 +339,7 @@ class Stacked(TorchFunctionMode):
 
     def _name(self, value: Any) -> str:
         """The parameter that a tensor is, or was computed of alone; '' of others."""
-        return next((name for name, one in self._known if one is value), "") if isinstance(value, Tensor) else ""
+        return next((name for name, tensor in self._known if tensor is value), "") if isinstance(value, Tensor) else ""
 
     def _note(self, name: str, place: int, args: tuple[Any, ...], result: Any) -> None:
         others = any(isinstance(arg, Tensor) and arg.is_floating_point() for at, arg in enumerate(args) if at != place)

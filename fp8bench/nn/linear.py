@@ -220,11 +220,11 @@ class _GroupedProduct(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         with casting_of(arithmetic, phase):
             a = arithmetic.cast(x, Role.INPUT)
-            both = [one or both_of(arithmetic, weight) for one, weight in zip(given, weights, strict=True)]
+            both = [pair or both_of(arithmetic, weight) for pair, weight in zip(given, weights, strict=True)]
             b = beside([operand for operand, _ in both])
         turned = [operand for _, operand in both]
         kept = x if arithmetic.keeps_source else a.data
-        ctx.save_for_backward(kept, ends, *(part for one in turned for part in (one.data, one.scale)))
+        ctx.save_for_backward(kept, ends, *(part for operand in turned for part in (operand.data, operand.scale)))
         ctx.arithmetic, ctx.phase, ctx.sizes = arithmetic, phase, sizes
         with phase.gemm:
             return arithmetic.grouped(a, b, ends)

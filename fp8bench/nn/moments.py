@@ -141,7 +141,7 @@ class Bucket:
         if self.plain is not None:
             return self.plain
         first, second = (
-            [storage.restore(one) for storage, one in zip(storages, kept, strict=True)]
+            [storage.restore(operand) for storage, operand in zip(storages, kept, strict=True)]
             for storages, kept in zip(self._storages, self._kept, strict=True)
         )
         return first, second
@@ -158,7 +158,7 @@ class Bucket:
         """What it keeps between two steps of the first moments, of the second, and of how many steps there were."""
         if self.plain is not None:
             return *self.plain, self._steps
-        first, second = ([part for one in some for part in one.tensors] for some in self._kept)
+        first, second = ([part for operand in some for part in operand.tensors] for some in self._kept)
         return first, second, self._steps
 
     def update(self, first: list[Tensor], second: list[Tensor], how: Update = Update()) -> None:

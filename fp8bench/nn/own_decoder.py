@@ -101,8 +101,10 @@ class OwnDecoder:
         self.kept: dict[str, KeptWeight] = {}
         self._keep_weights(arm)
         self._keep_keys(arm)
-        lists = [one for one in model.modules() if isinstance(one, nn.ModuleList)]
-        for number, block in enumerate(next((one for one in lists if len(one) == len(self.cache.layers)), ())):
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        for number, block in enumerate(
+            next((module_list for module_list in lists if len(module_list) == len(self.cache.layers)), ())
+        ):
             block.register_forward_hook(lambda module, given, out, number=number: self._watched(number, out))
 
     def forward(self, tokens: Tensor, at: int, phase: Phases, every: bool = False) -> Tensor:
@@ -137,9 +139,9 @@ class OwnDecoder:
         except Exception as error:
             raise UsageError(f"{self.name}: a token with a cache fails: {short(error)}.") from error
         layers = self.cache.layers
-        if not layers or not all(isinstance(one.keys, Tensor) and one.keys.numel() for one in layers):
+        if not layers or not all(isinstance(layer.keys, Tensor) and layer.keys.numel() for layer in layers):
             raise UsageError(f"{self.name}: forward puts nothing into the cache that it gets. Call {_CACHE}.update.")
-        if any(getattr(one, "is_sliding", False) for one in layers):
+        if any(getattr(layer, "is_sliding", False) for layer in layers):
             raise UsageError(f"{self.name}: some layers see a sliding window alone, whose bytes are not counted here.")
         return vocabulary
 
@@ -204,15 +206,15 @@ class OwnDecoder:
 
     def weight_bytes(self) -> int:
         replaced = {id(held.weight) for held in self.held if held.name in self.kept}
-        tensors: list[Tensor] = [one for one in self.model.parameters() if id(one) not in replaced]
+        tensors: list[Tensor] = [parameter for parameter in self.model.parameters() if id(parameter) not in replaced]
         tensors += [tensor for kept in self.kept.values() for tensor in kept.tensors()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def parameters(self) -> int:
-        return sum(one.numel() for one in self.model.parameters())
+        return sum(parameter.numel() for parameter in self.model.parameters())
 
     def weights_and_cache(self) -> tuple[object, object]:
-        return (list(self.model.parameters()), self.kept), [(one.keys, one.values) for one in self.cache.layers]
+        return (list(self.model.parameters()), self.kept), [(layer.keys, layer.values) for layer in self.cache.layers]
 
 
 def kept_layers(name: str, model: nn.Module) -> tuple[Held, ...]:
@@ -257,7 +259,7 @@ def shape_of_own(name: str, model: nn.Module, seed: int, facts: DeviceFacts) -> 
 def _shapes(model: nn.Module, decoder: OwnDecoder) -> list[tuple[str, tuple[int, ...]]]:
     """Parameters by the names that bytes are counted by; a head that is tied to the embedding is read beside it."""
     held_by = {id(held.weight): held for held in decoder.held}
-    tables = [id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)]
+    tables = [id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     found = []
     for name, parameter in model.named_parameters():
         held, shape = held_by.get(id(parameter)), tuple(parameter.shape)

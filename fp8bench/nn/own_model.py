@@ -162,7 +162,7 @@ def _own_loss(batch: Any, output: Any, loss: Loss) -> tuple[Tensor, str]:
 
 
 def _guessed_loss(model: nn.Module, output: Any) -> tuple[Tensor, str]:
-    floating = [(name, one) for name, one in tensors_in(output) if one.is_floating_point()]
+    floating = [(name, tensor) for name, tensor in tensors_in(output) if tensor.is_floating_point()]
     for name, one in floating:
         if name.split(".")[-1] == "loss" and one.numel() == 1:
             return one, f"the {name} that forward gives"
@@ -312,7 +312,9 @@ class OwnModel:
         self.conversion = conversion_of(self.model, setup, multiples) if converts and prepares is None else None
         if self.conversion is not None:
             self.conversion.__enter__()  # for as long as this copy lives
-        self.parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        self.parameters = {
+            name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        }
         if self.training and not self.parameters:
             raise UsageError(f"{params['make']}: no parameter of its model needs a gradient. Profile its --forward.")
         optimizer_of = partial(_optimizer, str(params["optimizer"]), facts=setup.facts)
@@ -320,7 +322,9 @@ class OwnModel:
             self.optimizer = optimizer_of(list(self.parameters.values()))
         else:
             self.model, self.optimizer = prepares.prepared(self.model, optimizer_of)
-            self.parameters = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+            self.parameters = {
+                name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
+            }
         self._call: Call = called
         if compiles and params["compile"] == "yes":
             self._call = self._compiled(draws_alike)
@@ -360,7 +364,7 @@ class OwnModel:
         places, named = on_device(self._arguments, self._facts.key)
         with seeded(self._seed, self._facts), torch.set_grad_enabled(self.training):
             output = self._call(self.model, places, named)
-            outputs = tuple(one.detach() for _, one in tensors_in(output) if one.is_floating_point())
+            outputs = tuple(tensor.detach() for _, tensor in tensors_in(output) if tensor.is_floating_point())
             if not self.training:
                 return Outcome(outputs, None, {})
             loss = self._loss_of(output)

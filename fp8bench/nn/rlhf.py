@@ -62,7 +62,7 @@ class FourModels:
             with phase.elementwise, torch.no_grad():
                 logits = (model.forward(tokens, 0, phase, every=True) for tokens, _ in batches)
                 self.scores[name] = [
-                    -loss_of(one, targets, "none") for one, (_, targets) in zip(logits, batches, strict=True)
+                    -loss_of(tensor, targets, "none") for tensor, (_, targets) in zip(logits, batches, strict=True)
                 ]
         self.actor.step(phase)
         self.critic.step(phase)
@@ -86,15 +86,17 @@ class FourModels:
 
 
 def _trained_bytes(state: TrainingState) -> int:
-    kept = (one for kept in state.optimizer.state.values() for one in kept.values() if isinstance(one, Tensor))
-    moments = [one for one in kept if one.dim()]  # not how many steps there were
-    return sum(one.numel() * one.element_size() for one in (*state.parameters, *state.buffers, *moments))
+    kept = (tensor for kept in state.optimizer.state.values() for tensor in kept.values() if isinstance(tensor, Tensor))
+    moments = [tensor for tensor in kept if tensor.dim()]  # not how many steps there were
+    return sum(
+        parameter.numel() * parameter.element_size() for parameter in (*state.parameters, *state.buffers, *moments)
+    )
 
 
 def frozen_models(actor: GPT, config: GPTConfig, batch: int, kept: str, seed: int) -> dict[str, Decoder]:
     """Reference and reward model, their blocks' weights kept in a format."""
     carrier = DTYPES.get(kept, torch.bfloat16)
-    begun = {name: one.detach() for name, one in actor.named_parameters()}
+    begun = {name: parameter.detach() for name, parameter in actor.named_parameters()}
     other = drawn_weights(served_shapes(config), seed + 1, str(next(iter(begun.values())).device))
 
     def keep(name: str, weight: Tensor) -> KeptWeight:

@@ -97,7 +97,7 @@ class RotationKernel(Kernel):
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         given, matrix, out = tensors
-        parts = [given[..., one : one + 1].to(torch.float64) * matrix[one] for one in range(SIZE)]
+        parts = [given[..., number : number + 1].to(torch.float64) * matrix[number] for number in range(SIZE)]
         out.copy_(reduce(torch.add, parts))
         return ()
 
@@ -129,8 +129,8 @@ class LookingRotationKernel(Kernel):
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         given, matrix, out, amaxes, before = tensors
         run, signs = (1, matrix.unsqueeze(-1)) if self.turned else (2, matrix)
-        each = [given.narrow(run, one, 1) for one in range(SIZE)]
-        found = reduce(torch.add, [one.to(torch.float64) * signs[place] for place, one in enumerate(each)])
+        each = [given.narrow(run, number, 1) for number in range(SIZE)]
+        found = reduce(torch.add, [tensor.to(torch.float64) * signs[place] for place, tensor in enumerate(each)])
         out.copy_(found)
         amaxes.copy_(found.to(torch.float32).abs().amax((1, 2)))
         # Each beside the first of its run, which changes no maximum: what both read puts the two into one loop.
@@ -141,7 +141,7 @@ class LookingRotationKernel(Kernel):
         shape = (_RUNS_IN_ROW, SIZE, _ROWS) if self.turned else (_ROWS, _RUNS_IN_ROW, SIZE)
         numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         matrix = torch.eye(SIZE, dtype=torch.float64, device=self.device)
-        memory = [torch.empty(one, device=self.device) for one in (shape, shape[:1], shape[:1])]
+        memory = [torch.empty(row, device=self.device) for row in (shape, shape[:1], shape[:1])]
         return [numbers.to(torch.device(self.device), self.source), matrix, *memory]
 
     def free(self) -> list[Sequence[int]]:
@@ -165,7 +165,7 @@ def _run_rotated(x: Tensor, matrix: Tensor, out: Tensor) -> None:
 
 
 def _run_looking(x: Tensor, matrix: Tensor, out: Tensor, amaxes: Tensor, before: Tensor, turned: bool) -> None:
-    seen, written = (one.view(-1, SIZE, one.shape[1]) if turned else _runs(one, False) for one in (x, out))
+    seen, written = (tensor.view(-1, SIZE, tensor.shape[1]) if turned else _runs(tensor, False) for tensor in (x, out))
     call(LookingRotationKernel(x.dtype, str(x.device), turned), seen, matrix, written, amaxes, before)
 
 

@@ -202,7 +202,7 @@ class ConvolvedWorkload(LayerWorkload):
         """Where windows are written out, of the carrier: each pixel once."""
         from fp8bench.nn.arithmetics import PlainArithmetic, counted
 
-        own, kinds = self.arithmetics(setup), {one.name: one.kind for one in self.layers(dict(setup.case.params))}
+        own, kinds = self.arithmetics(setup), {layer.name: layer.kind for layer in self.layers(dict(setup.case.params))}
 
         def watched(name: str) -> Arithmetic:
             inner = own(name)

@@ -198,7 +198,7 @@ class VisionSizes:
             shortcut = ("blocks.0.norms.shortcut",)
             parts = (f"blocks.{n}.norms.{part}" for n in range(self.layers) for part in ("reduce", "spatial", "expand"))
             return standing(("norm", *shortcut, *parts), "residual", "logits")
-        norms = [one.name for one in gpt_around(self.layers) if one.kind == "norm"]
+        norms = [layer.name for layer in gpt_around(self.layers) if layer.kind == "norm"]
         image = [f"image.{name}" for name in norms] if self.model == "two-input" else []
         return standing((*image, *norms), *_BESIDE_NORMS)
 
@@ -209,6 +209,8 @@ class VisionSizes:
             parts = ("reduce", "spatial", "expand")
             return ("blocks.0.shortcut", *(f"blocks.{block}.{part}" for block in range(self.layers) for part in parts))
         return blocks if self.model == "vit" else (*(f"image.{name}" for name in blocks), "project", *blocks)
+
+
 _BESIDE_NORMS = {"embedding": "embed", "residual": "residual", "logits": "logits"}
 
 

@@ -221,5 +221,5 @@ def view_of(precision: Precision, role: Role, x: Tensor, before: Sequence[Tensor
     # The first step has none to take its scale from, and is no part of the course.
     told = slice(1, None) if before else slice(None)
     amaxes = [float(step.abs().max()) for step in steps[told]]
-    course = scale_course([float(one.scale) for one in scales[told]], amaxes, treatment.fmt)
+    course = scale_course([float(pair.scale) for pair in scales[told]], amaxes, treatment.fmt)
     return RecipeView(treatment.fmt, factors_of(x, treatment.fmt, treatment.scaling, scales[-1].scale), course)

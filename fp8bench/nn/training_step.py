@@ -208,7 +208,7 @@ def captured(corpus: str, seed: int) -> Mapping[str, Course]:
         optimizer = _Adam(list(model.parameters()))
         for step in range(TRAINING_STEPS):
             if step == TRAINING_STEPS - CAPTURED_STEPS:
-                kept.update({(one.layer, one.role): [] for one in CAPTURED.values()})
+                kept.update({(tensor.layer, tensor.role): [] for tensor in CAPTURED.values()})
             model(*loader.next(), SilentPhases()).backward()
             optimizer.step()
-    return {name: tuple(kept[one.layer, one.role]) for name, one in CAPTURED.items()}
+    return {name: tuple(kept[tensor.layer, tensor.role]) for name, tensor in CAPTURED.items()}

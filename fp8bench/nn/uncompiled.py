@@ -30,7 +30,7 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        inputs = [one.detach().requires_grad_(one.requires_grad) for one in ctx.saved_tensors]
+        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
         with torch.enable_grad():
             # Whose gradient is this one, to the bit; torch looks through a gradient that it is given, by sympy. So
             # parameters that `run` holds get theirs.

@@ -193,7 +193,7 @@ class ImageLoader:
         words = drawn(sizes.vocabulary, sizes.text + 1) if sizes.text else drawn(CLASSES)
         self._pin, self._device = device != "cpu", device
         self._pool = cycle(zip(*(part.pin_memory() if self._pin else part for part in (images, words)), strict=True))
-        self._means, self._deviations = (torch.tensor(one, device=device) for one in (MEANS, DEVIATIONS))
+        self._means, self._deviations = (torch.tensor(row, device=device) for row in (MEANS, DEVIATIONS))
         self._layout, self._dtype, self._reads = layout, dtype, sizes.text > 0
         self._ahead: list[tuple[Tensor, Tensor]] = []
         self._turns: Iterator[tuple[Tensor, Tensor]] = iter(())

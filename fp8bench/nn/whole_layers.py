@@ -162,7 +162,7 @@ class CachedWeights:
 
     def _cast(self) -> None:
         taking = [layer for layer in self._layers if layer.arithmetic.takes_amax]
-        amaxes = dict(zip(taking, largest_magnitudes([one.weight for one in taking]), strict=True))
+        amaxes = dict(zip(taking, largest_magnitudes([linear.weight for linear in taking]), strict=True))
         for layer in self._layers:
             weight = layer.weight if layer.unit is None else layer.weight * layer.factor
             layer.operands = both_of(layer.arithmetic, weight, amaxes.get(layer))

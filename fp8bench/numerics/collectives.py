@@ -73,9 +73,9 @@ def expected(collective: str, sources: Sequence[Tensor], rank: int) -> Tensor:
         case "reduce_scatter":
             return torch.stack(exact).mean(0).chunk(size)[rank]
         case "all_gather":
-            return torch.cat([one.chunk(size)[0] for one in exact])
+            return torch.cat([tensor.chunk(size)[0] for tensor in exact])
         case "all_to_all":
-            return torch.cat([one.chunk(size)[rank] for one in exact])
+            return torch.cat([tensor.chunk(size)[rank] for tensor in exact])
     return exact[0]
 
 
@@ -155,7 +155,7 @@ class InFP8:
         """What each rank gets, by the same programs in this process; a mu goes on from where this one stands."""
         each = [InFP8(self.collective, self.way, self.scaling, AutoScale(self.auto.mu)) for _ in sources]
         pairs = enumerate(zip(each, sources, strict=True))
-        return simulated([one.program(values, rank, len(sources)) for rank, (one, values) in pairs])
+        return simulated([in_fp8.program(values, rank, len(sources)) for rank, (in_fp8, values) in pairs])
 
 
 def check_ones(kind: Plain | InFP8, count: int, rank: int, size: int, device: str) -> None:

@@ -58,9 +58,9 @@ def differing(native: Tensor, emulated: Tensor) -> Tensor:
 def steps_between(native: Tensor, emulated: Tensor) -> Tensor:
     """How many numbers of their dtype lie between two results; infinite where one alone is no number."""
     places = []
-    for one in (native, emulated):
-        bits = one.contiguous().view(_BITS[one.element_size()]).to(torch.int64)
-        magnitude = bits & ((1 << (8 * one.element_size() - 1)) - 1)
+    for tensor in (native, emulated):
+        bits = tensor.contiguous().view(_BITS[tensor.element_size()]).to(torch.int64)
+        magnitude = bits & ((1 << (8 * tensor.element_size() - 1)) - 1)
         places.append(torch.where(bits < 0, -magnitude, magnitude))
     far = (places[0] - places[1]).abs().to(torch.float64)
     known = native.isfinite() & emulated.isfinite()
@@ -218,7 +218,7 @@ def of_units(found: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tensor, 
     for start in range(0, codes[0].shape[1], length):
         part = slice(start, start + length)
         down, across = (scale[:, part].to(torch.float64) for scale in scales)
-        if not all(bool((one == one[:, :1]).all()) for one in (down, across)):
+        if not all(bool((tensor == tensor[:, :1]).all()) for tensor in (down, across)):
             return False
         scaled = unit_sums(*(code[:, part] for code in codes)) * down[:, :1] * across[:, :1].t()
         total, magnitude = total + scaled, magnitude + scaled.abs()
@@ -257,7 +257,7 @@ def _scaled_blocks(found: Tensor, sums: ConformitySums) -> Iterator[tuple[str, T
         count = sums.a.shape[1] // size
         if sums.a.shape[1] % size or not 1 < count <= min(found.shape) // _EQUATIONS:
             continue
-        a, b = (one.reshape(len(one), count, size) for one in (sums.a, sums.b))
+        a, b = (tensor.reshape(len(tensor), count, size) for tensor in (sums.a, sums.b))
         parts = torch.einsum("mcs,ncs->mnc", a, b)
         for operand, own, pieces in (("first", found, parts), ("second", found.t(), parts.transpose(0, 1))):
             factors = torch.linalg.lstsq(pieces, own[:, :, None]).solution
@@ -294,7 +294,7 @@ def explain_cast(found: Tensor, wanted: Tensor, source: Tensor, fmt: Format) -> 
         return Difference.OVERFLOW, f"what lies beyond the largest becomes {became}"
     if not bool(found.any()):
         return Difference.UNEXPLAINED, "all values are 0"
-    own, theirs, given = (one.to(torch.float64).nan_to_num(0.0, 0.0, 0.0) for one in (found, wanted, source))
+    own, theirs, given = (tensor.to(torch.float64).nan_to_num(0.0, 0.0, 0.0) for tensor in (found, wanted, source))
     moved = [("the values are transposed", theirs.t())] if theirs.shape[0] == theirs.shape[1] else []
     for words, other in (*moved, *permutations(own, theirs)):
         if torch.equal(other, own):

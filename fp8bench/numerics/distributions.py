@@ -76,7 +76,7 @@ class GradientSource:
         self.scales = [self._scale(rows) for rows, _ in self._shapes]
 
     def draw(self) -> list[Tensor]:
-        return [one.mul_(scale) for one, scale in zip(self.normal(), self.scales, strict=True)]
+        return [tensor.mul_(scale) for tensor, scale in zip(self.normal(), self.scales, strict=True)]
 
     def normal(self) -> list[Tensor]:
         return [gaussian(shape, self._generator) for shape in self._shapes]

@@ -101,7 +101,7 @@ def unit_sums(a: Tensor, b: Tensor) -> Tensor:
     """
     wide, kept = (a.to(torch.float64), b.to(torch.float64)), a.new_zeros(len(a), len(b), dtype=torch.float64)
     for start in range(0, a.shape[1], INSTRUCTION):
-        first, second = (one[:, start : start + INSTRUCTION] for one in wide)
+        first, second = (tensor[:, start : start + INSTRUCTION] for tensor in wide)
         terms = torch.cat([first[:, None] * second[None], kept[:, :, None]], 2)
         added = _exponents(first)[:, None] + _exponents(second)[None]
         exponents = torch.cat([added, _exponents(kept)[:, :, None]], 2).where(terms != 0, _NOTHING)

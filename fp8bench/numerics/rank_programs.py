@@ -114,14 +114,14 @@ def simulated(programs: Sequence[Program[T]], counted: Counted | None = None) ->
 
 
 def _exchanged(asked: Sequence[Exchange]) -> list[Any]:
-    size, payloads = len(asked), [one.payload for one in asked]
+    size, payloads = len(asked), [exchange.payload for exchange in asked]
     match asked[0]:
         case AllGather():
             return [payloads] * size
         case AllToAll():
             return [torch.stack([rows[rank] for rows in payloads]) for rank in range(size)]
         case Handed():
-            parts = [torch.split(one.payload, list(one.to)) for one in asked if isinstance(one, Handed)]
+            parts = [torch.split(handed.payload, list(handed.to)) for handed in asked if isinstance(handed, Handed)]
             return [[own[rank] for own in parts] for rank in range(size)]
         case Shift():
             return [payloads[rank - 1] for rank in range(size)]
@@ -145,8 +145,8 @@ class BegunExchange(Generic[T]):
     answer: Any
 
     def wait(self) -> T:
-        for one in self.sent:
-            one.wait()
+        for waits in self.sent:
+            waits.wait()
         return on_this_rank(self.program, answer=self.answer)
 
 
@@ -181,8 +181,8 @@ def on_this_rank(
             counted.add(exchange)
         with around:
             sent, answer = _asked(exchange, group, False)
-            for one in sent:
-                one.wait()
+            for waits in sent:
+                waits.wait()
 
 
 def _asked(exchange: Exchange, group: ProcessGroup | None, alone: bool) -> tuple[Sequence[Waits], Any]:

@@ -309,7 +309,7 @@ def scale_course(scales: Sequence[float], amaxes: Sequence[float], fmt: Format) 
     drift = [_octaves(now, before) for before, now in itertools.pairwise(scales)]
     lag = [_octaves(amax * scale, fmt.largest) for scale, amax in zip(scales, amaxes, strict=True)]
     return ScaleCourse(
-        tuple(abs(one) for one in drift if one is not None), tuple(one for one in lag if one is not None)
+        tuple(abs(value) for value in drift if value is not None), tuple(one for one in lag if one is not None)
     )
 
 

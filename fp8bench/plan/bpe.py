@@ -107,9 +107,9 @@ def _encoded_piece(piece: bytes, ranks: dict[Pair, int]) -> list[int]:
 def _merged(word: list[int], pair: Pair, token: int) -> list[int]:
     """The word with every such pair joined, from the left."""
     merged: list[int] = []
-    for one in word:
-        if merged and (merged[-1], one) == pair:
+    for number in word:
+        if merged and (merged[-1], number) == pair:
             merged[-1] = token
         else:
-            merged.append(one)
+            merged.append(number)
     return merged

@@ -89,7 +89,7 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
             f"--backend {request.backend} has no effect: it is for low precisions, and these are {', '.join(modes)}"
         )
     notes += _check_memory(request, chosen)
-    notes += [told for one in chosen for told in _what_fits(groups, one)]
+    notes += [told for device in chosen for told in _what_fits(groups, device)]
     if request.ranks is not None:
         notes += _of_ranks(request.ranks, chosen)
     if request.scales is None:
@@ -179,7 +179,7 @@ def _of_ranks(ranks: int, chosen: Sequence[DeviceFacts]) -> list[str]:
     notes = [
         f"{ranks} ranks: the slowest rank's time counts, call by call; no energy, tapes and ceilings: they are of one"
     ]
-    if not all(one.accelerated for one in chosen):
+    if not all(device.accelerated for device in chosen):
         notes.append(
             "ranks on a CPU share its cores, and what they send goes through its memory: that is a functional test; "
             "its times and bandwidths say nothing about a cluster"
@@ -192,8 +192,8 @@ def _check_memory(request: Request, chosen: Sequence[DeviceFacts]) -> list[str]:
     if not request.max_batch:
         return []
     limit = request.memory_limit
-    for one in chosen:
-        check_limit(limit, one)
+    for device in chosen:
+        check_limit(limit, device)
     where = f"within {size(limit)} of tensors" if limit is not None else "up to the end of the device's memory"
     notes = [f"--max-batch: after all else, the largest batch {where} is looked for"]
     without = [name for name in suites_of(request) if not workloads.get(name).batch_axis]
@@ -203,13 +203,13 @@ def _check_memory(request: Request, chosen: Sequence[DeviceFacts]) -> list[str]:
 def _what_fits(groups: Sequence[Group], facts: DeviceFacts) -> Iterator[str]:
     """What the largest case of a suite takes, where that is no small part of a device's memory, before it is begun."""
     by_suite: dict[str, list[tuple[float, PlannedCase]]] = {}
-    for planned in (one for group in groups for one in group.cases if one.case.device == facts.key):
+    for planned in (case for group in groups for case in group.cases if case.case.device == facts.key):
         named, precision = dict(planned.case.params), precisions.get(planned.case.precision)
         if takes := workloads.get(planned.case.workload).memory(named, precision):
             by_suite.setdefault(planned.case.workload, []).append((takes, planned))
     for suite, cases in by_suite.items():
-        running = [(takes, one) for takes, one in cases if one.runs]
-        too_large = sum(takes > facts.memory_bytes > 0 and not one.runs for takes, one in cases)
+        running = [(takes, case) for takes, case in cases if case.runs]
+        too_large = sum(takes > facts.memory_bytes > 0 and not case.runs for takes, case in cases)
         most, largest = max(running, key=lambda pair: pair[0], default=(0.0, None))
         if too_large or most > _SAID_FROM * facts.memory_bytes > 0:
             takes_most = f"({largest.case.mode}) takes about {size(most)}" if largest else "does not fit"
@@ -232,7 +232,7 @@ def _parts(request: Request, facts: Sequence[DeviceFacts], compares: bool = True
     layers = [
         layers_of(
             workload,
-            [params for one in mapped for params in _parameters(request, workload, one, None)],
+            [params for device in mapped for params in _parameters(request, workload, device, None)],
             request.precision_map,
         )
         for workload in chosen

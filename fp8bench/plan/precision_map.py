@@ -123,7 +123,7 @@ def mapped_support(
         if key not in keys_of(own):
             kinds = " and ".join(dict.fromkeys(layer.kind for layer in own)) or "none that a map could name"
             yield Support(Level.REFUSED, f"no layer is called {key} here, there are {kinds}: leave {key} unmapped")
-        for kind, product in dict.fromkeys((one.kind, one.product) for one in own if key_of(one, keys) == key):
+        for kind, product in dict.fromkeys((layer.kind, layer.product) for layer in own if key_of(layer, keys) == key):
             support = layered_support(workload, params, precisions.get(word), facts, kind)
             if not product and precisions.get(mode).unit_scaled:
                 yield Support(Level.REFUSED, f"what stands around products of {mode} is unit-scaled: leave {key} out")
@@ -164,7 +164,7 @@ def with_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tup
         )
     if rule.source:
         names = {layer for _, layer, *_ in rule.known}
-        takes = {one.name for case in having for one in workloads.get(case.workload).layers(dict(case.params))}
+        takes = {layer.name for case in having for layer in workloads.get(case.workload).layers(dict(case.params))}
         if not names & takes:
             raise UsageError(
                 f"--scales-from {rule.source}: it has scales of {', '.join(sorted(names)[:_SHOWN]) or 'nothing'}, and "

@@ -110,7 +110,10 @@ def _plan_differences(before: Plan, now: Plan) -> Iterable[str]:
     gone = [name for name in old if name not in new]
     if gone or len(old) != len(new):
         yield f"it would be planned differently today ({(gone or [name for name in new if name not in old])[0]})"
-    by, now_by = ({one.case.id: one.support.backend for group in plan for one in group.cases} for plan in (before, now))
+    by, now_by = (
+        {planned_case.case.id: planned_case.support.backend for group in plan for planned_case in group.cases}
+        for plan in (before, now)
+    )
     for name, was in by.items():
         if was and now_by.get(name, was) != was:
             yield f"{name} was multiplied by {was} and would be by {now_by[name] or 'nobody'}"

@@ -136,8 +136,8 @@ class _Stretch:
 
     def held_after(self, number: int) -> tuple[HeldBlock, ...]:
         """What is held once an event has happened; to be asked when all have."""
-        held = (one for one in self.blocks if one.born <= number and (one.gone is None or one.gone > number))
-        return tuple(_as_held(one, self.backwards) for one in held)
+        held = (block for block in self.blocks if block.born <= number and (block.gone is None or block.gone > number))
+        return tuple(_as_held(block, self.backwards) for block in held)
 
 
 @dataclass(slots=True)

@@ -175,7 +175,7 @@ def _seen(events: Sequence[Event]) -> MemoryCourse | None:
         return None
     workspace = (MemoryRole.WORKSPACE,)
     held, forward = (
-        tuple(replace(one, said=workspace) if one.lasting and one.address in gone else one for one in blocks)
+        tuple(replace(block, said=workspace) if block.lasting and block.address in gone else block for block in blocks)
         for blocks in (found.held, found.forward)
     )
     return replace(found, held=held, forward=forward)

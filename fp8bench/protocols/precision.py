@@ -74,7 +74,7 @@ class Precision(ABC):
     @property
     def plain_mode(self) -> str:
         given = [(option, self.chosen[option.name]) for option in self.options]
-        words = [f"{one.name}={value}" for one, value in given if value != one.parse(one.default)]
+        words = [f"{option.name}={value}" for option, value in given if value != option.parse(option.default)]
         return ":".join([self.name, *words])
 
     @property

@@ -90,19 +90,25 @@ def label_legend(comparisons: Iterable[Comparison]) -> list[str]:
 
 def page_of(compared: Compared, everything: bool = False) -> Page:
     found = compared.comparisons
-    shown = [one for one in found if everything or one.metric in TIMES or one.direction is not Direction.SAME]
+    shown = [
+        comparison
+        for comparison in found
+        if everything or comparison.metric in TIMES or comparison.direction is not Direction.SAME
+    ]
     hidden = len(found) - len(shown)
     left_out = f"; {hidden} of them, memory, errors and counts that are the same on both sides, are not listed"
     counts = Text(counted(found) + left_out * bool(hidden), Tone.STRONG)
     cases: list[Element] = [counts, *(_table(shown) if shown else ())]
-    unsure = Counter(one.why for one in found if one.direction is Direction.UNSURE and one.why)
+    unsure = Counter(
+        comparison.why for comparison in found if comparison.direction is Direction.UNSURE and comparison.why
+    )
     whys = tuple(f"{why} ({count})" for why, count in unsure.items())
     parts = [Part("sides", *_sides(compared)), Part("comparison", "", tuple(cases))]
     lists = {"unsure, because": whys, "only in A": compared.only_before, "only in B": compared.only_after}
     for title, words in lists.items():
         more = [f"and {len(words) - _MOST_CASES} more"] if len(words) > _MOST_CASES else []
         parts += list_of(title.replace(" ", "-"), title, [*words[:_MOST_CASES], *more])
-    timed = any(one.ratio is not None and one.evidence is Evidence.CROSS_RUN for one in found)
+    timed = any(comparison.ratio is not None and comparison.evidence is Evidence.CROSS_RUN for comparison in found)
     legend = [*((_HOW_CHANGE, _HOW_TIME, _HOW_VERDICT) if timed else ()), *label_legend(found)]
     facts = (("A", side_words(compared.before)), ("B", side_words(compared.after)))
     return Page("B against A", "", tuple(parts), legend, facts)
@@ -126,27 +132,33 @@ def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
     if not compared.differing:
         return "", (Text("measured on the same machine, with the same software and settings"),)
     lines = (
-        Text(f"{one.name}: {one.before:.60} -> {one.after:.60}{' (times do not compare for it)' * one.hardware}")
-        for one in compared.differing
+        Text(
+            f"{differing.name}: {differing.before:.60} -> {differing.after:.60}"
+            f"{' (times do not compare for it)' * differing.hardware}"
+        )
+        for differing in compared.differing
     )
     return "what differs between the sides, beside the commit", (Items(tuple(lines)),)
 
 
 def _table(shown: Sequence[Comparison]) -> Iterator[Element]:
     """A row a figure; the labels that all times have are said once, and what has no numbers says why below."""
-    labels = [one.labels for one in shown if one.metric in TIMES and one.ratio is not None]
+    labels = [comparison.labels for comparison in shown if comparison.metric in TIMES and comparison.ratio is not None]
     shared = tuple(label for label in (labels[0] if labels else ()) if all(label in one for one in labels))
     if shared:
         yield Text(f"all times: {', '.join(shared)}")
     cols: list[Col[Comparison]] = [
-        Col("setting", lambda one: setting_of(one.case)[0], shared=True),
-        Col("figure", lambda one: f"{setting_of(one.case)[1]} {one.metric}"),
-        Col("A", lambda one: value(one, one.before), number=True),
-        Col("B", lambda one: value(one, one.after), number=True), Col("change", lambda one: signed(one.ratio)),
-        Col("verdict", direction, tone=lambda one: Tone.BAD if one.failed else TONES.get(one.direction, Tone.PLAIN)),
-        Col("why", lambda one: one.why if one.direction is Direction.NONE or one.metric in COUNTS else "", below=True),
-        Col("labels", lambda one: ", ".join(label for label in one.labels if label not in shared) or None,
-            when=any(set(one.labels) - set(shared) for one in shown)),
+        Col("setting", lambda comparison: setting_of(comparison.case)[0], shared=True),
+        Col("figure", lambda comparison: f"{setting_of(comparison.case)[1]} {comparison.metric}"),
+        Col("A", lambda comparison: value(comparison, comparison.before), number=True),
+        Col("B", lambda comparison: value(comparison, comparison.after), number=True),
+        Col("change", lambda comparison: signed(comparison.ratio)),
+        Col("verdict", direction,
+            tone=lambda comparison: Tone.BAD if comparison.failed else TONES.get(comparison.direction, Tone.PLAIN)),
+        Col("why", below=True, of=lambda comparison: (
+            comparison.why if comparison.direction is Direction.NONE or comparison.metric in COUNTS else "")),
+        Col("labels", lambda comparison: ", ".join(label for label in comparison.labels if label not in shared) or None,
+            when=any(set(comparison.labels) - set(shared) for comparison in shown)),
     ]  # fmt: skip
     yield table("comparisons", "", cols, shown)
 
@@ -171,8 +183,8 @@ def rows_of(comparisons: Iterable[Comparison]) -> Rows:
     encoded = ((comparison, encode(comparison)) for comparison in comparisons)
     return COLUMNS, (
         {
-            **row, **(ratio := row["ratio"] or {}), "ratio": ratio.get("point"), "labels": " ".join(one.labels),
-            "failed": "yes" if one.failed else "no",
+            **row, **(ratio := row["ratio"] or {}), "ratio": ratio.get("point"), "labels": " ".join(comparison.labels),
+            "failed": "yes" if comparison.failed else "no",
         }
-        for one, row in encoded
+        for comparison, row in encoded
     )  # fmt: skip

@@ -73,7 +73,7 @@ def named_source(source: str) -> str:
 
 def show_ratio(ratio: EnergyRatio) -> str:
     """'0.613x [0.607, 0.619]', three digits as of a time."""
-    low, high = (units.ratio(one).removesuffix("x") for one in (ratio.low, ratio.high))
+    low, high = (units.ratio(value).removesuffix("x") for value in (ratio.low, ratio.high))
     return f"{units.ratio(ratio.point)} [{low}, {high}]"
 
 
@@ -181,9 +181,9 @@ def energy_sentences(panel: Panel) -> list[Text]:
 
 def _of_mode(panel: Panel, mode: str) -> Iterator[Text]:
     found = [
-        (group, one, ratio)
-        for group, one in panel.members
-        if one.mode == mode and (ratio := ratio_against(one, group.lead)) is not None
+        (group, result, ratio)
+        for group, result in panel.members
+        if result.mode == mode and (ratio := ratio_against(result, group.lead)) is not None
     ]
     if len(found) > 1:  # 'bf16 takes 0.55x to 0.61x of fp32's energy in 4 cases: less in 3, not clear in 1'
         ratios = [ratio for _, _, ratio in found]
@@ -197,10 +197,10 @@ def _of_mode(panel: Panel, mode: str) -> Iterator[Text]:
         yield Text(_single(panel, group, one, ratio), DEMANDS[ratio.demand])
     else:  # compared with nothing: an emulation; or the reference, where it is alone
         known = [(result, figures) for result in panel.results if (figures := figures_of(result)) is not None]
-        shown = units.span((figures.gross.middle for one, figures in known if one.mode == mode), units.joules)
-        if any(emulated(one) for one, _ in known if one.mode == mode):
+        shown = units.span((figures.gross.middle for result, figures in known if result.mode == mode), units.joules)
+        if any(emulated(result) for result, _ in known if result.mode == mode):
             yield Text(f"{mode} is emulated: the {shown} of its steps are the cost of emulation", Tone.DOUBT)
-        elif len({one.mode for one, _ in known}) == 1:
+        elif len({result.mode for result, _ in known}) == 1:
             yield Text(f"{mode} takes {shown} a step: there is nothing to compare it with")
 
 

@@ -148,7 +148,7 @@ class Findings(Mapping[str, Finding]):
         known = self._findings.get(self._ids.get(name, name))
         if known is not None:
             return known
-        cases = {key: self._findings[one].case for key, one in self._ids.items()}
+        cases = {key: self._findings[text].case for key, text in self._ids.items()}
         words = {key: {case.mode, case.workload, case.device, *show_params(case.params).split()}
                  for key, case in cases.items()}  # fmt: skip
         fitting = [key for key in cases if {*name.split()} <= words[key]]

@@ -124,7 +124,7 @@ class Panel:
         return tuple(result for _, result in self.members)
 
     def known(self, of: Callable[[Result], V | None]) -> list[tuple[ResultGroup, Result, V]]:
-        return [(group, one, value) for group, one in self.members if (value := of(one)) is not None]
+        return [(group, result, value) for group, result in self.members if (value := of(result)) is not None]
 
     @cached_property
     def shared(self) -> Params:
@@ -155,9 +155,9 @@ class Figures(dict[str, Metric]):
         # Whether rates are of work that somebody else than its suite has seen.
         unseen = result.record.tape is None and result.record.ceiling is None and Label.FEW_SAMPLES in result.labels
         self._sound = not unseen and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {*result.labels}
-        for one in metrics_within(group, result):
-            if one.phase == STEP and (one.name != ENERGY or one.source):
-                self.setdefault(one.name, one)
+        for metric in metrics_within(group, result):
+            if metric.phase == STEP and (metric.name != ENERGY or metric.source):
+                self.setdefault(metric.name, metric)
 
     def __missing__(self, name: str) -> Metric:
         return Metric(spec_of(name))
@@ -168,7 +168,7 @@ class Figures(dict[str, Metric]):
 
         Nothing, too, where work was declared that nobody has counted, or that is known to be other work.
         """
-        rates = (name for name, one in self.items() if one.better is Better.HIGHER and one.unit.endswith("/s"))
+        rates = (name for name, metric in self.items() if metric.better is Better.HIGHER and metric.unit.endswith("/s"))
         return next(rates, "") if self._sound else ""
 
     def shown(self, name: str) -> str:
@@ -209,7 +209,7 @@ def show_params(params: Iterable[tuple[str, object]]) -> str:
 
 def heading(workload: str, shared: Params, device: str, devices: Sequence[DeviceFacts]) -> str:
     """'gemm product=forward on cpu (AMD EPYC, torch 2.13.0)'."""
-    facts = next((one for one in devices if one.key == device), None)
+    facts = next((device_facts for device_facts in devices if device_facts.key == device), None)
     named = f"{device} ({facts.name}, torch {facts.torch})" if facts else device
     return " ".join(part for part in (workload, show_params(shared), "on", named) if part)
 

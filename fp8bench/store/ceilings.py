@@ -42,7 +42,7 @@ def ceilings_of(
     """
     with locked(store / "ceilings"):
         kept = ((_read(_log(store, machine_file(environment, device, whole))), whole) for whole in (True, False))
-        known = next((one for one, whole in kept if one is not None and one.whole is whole), None)
+        known = next((ceilings for ceilings, whole in kept if ceilings is not None and ceilings.whole is whole), None)
         return known if known is not None or measure is None else _keep(store, environment, device, measure())
 
 

@@ -213,23 +213,23 @@ def tracked_run(run: Run) -> TrackedRun | None:
 def by_place(tracked: Iterable[TrackedRun]) -> list[tuple[TrackedRun, ...]]:
     """Those of one commit, machine and interpreter together, by whatever name the interpreter was called."""
     places: list[list[TrackedRun]] = []
-    for one in tracked:
+    for run in tracked:
         for members in places:
-            if one.commit == members[0].commit and one.identity.home.is_same(members[0].identity.home):
-                members.append(one)
+            if run.commit == members[0].commit and run.identity.home.is_same(members[0].identity.home):
+                members.append(run)
                 break
         else:
-            places.append([one])
+            places.append([run])
     return [tuple(members) for members in places]
 
 
 def series_of_runs(tracked: Sequence[TrackedRun]) -> list[Series]:
-    return list({one.name: one for each in tracked for one in each.content.series}.values())
+    return list({series.name: series for each in tracked for series in each.content.series}.values())
 
 
 def commit_points(tracked: Sequence[TrackedRun]) -> dict[tuple[str, Cell], Point]:
     """What runs of one commit, machine and interpreter come to, oldest first, by series and cell."""
-    return merged([point for one in tracked for point in one.content.points], series_of_runs(tracked))
+    return merged([point for run in tracked for point in run.content.points], series_of_runs(tracked))
 
 
 def moment_of(text: str) -> datetime:
@@ -283,9 +283,9 @@ def runs_meant(words: str, store: Path) -> Meant:
     which of several files is the run.
     """
     found = [_of_word(word.strip(), store) for word in words.split(",")]
-    named = {path.resolve(): path for one in found for path in one.files}
+    named = {path.resolve(): path for meant in found for path in meant.files}
     once = each_once(named.values()).none_refused()
-    return Meant(once.files, [*(note for one in found for note in one.notes), *once.notes(once.copies)])
+    return Meant(once.files, [*(note for meant in found for note in meant.notes), *once.notes(once.copies)])
 
 
 def _of_word(word: str, store: Path) -> Meant:

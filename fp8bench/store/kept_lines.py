@@ -36,7 +36,7 @@ class UnknownKind(ValueError):
 def fitting(word: str, names: Mapping[Path, Sequence[str]]) -> list[Path]:
     """The files that have the word as a name; if none has, those of which a name begins with it."""
     whole = [path for path, own in names.items() if word in own]
-    return whole or [path for path, own in names.items() if word and any(one.startswith(word) for one in own)]
+    return whole or [path for path, own in names.items() if word and any(text.startswith(word) for text in own)]
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def headed(sheet: FileLines, path: Path, what: str, made: Callable[[Any], T]) ->
     try:
         number, content = sheet.lines[0] if sheet.lines else (0, {})
         if number != 1:
-            raise Damaged(next((one.why for one in sheet.broken if one.number == 1), "it is empty"))
+            raise Damaged(next((broken.why for broken in sheet.broken if broken.number == 1), "it is empty"))
         check_schema(content, path)
         return made(content[what])
     except _BROKEN as error:
@@ -238,7 +238,7 @@ def headed(sheet: FileLines, path: Path, what: str, made: Callable[[Any], T]) ->
 
 def take_lines(sheet: FileLines, take: Callable[[Content], None], but: int = 0) -> list[str]:
     """Hand over what each line has, except for the line `but`; what is wrong with those that were left out."""
-    troubles = [(one.number, one.why) for one in sheet.broken if one.number != but]
+    troubles = [(broken.number, broken.why) for broken in sheet.broken if broken.number != but]
     for number, content in sheet.lines:
         if number == but:
             continue

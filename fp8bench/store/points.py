@@ -77,7 +77,8 @@ def followed(run: Run) -> RunPoints:
         by_workload.setdefault(record.case.workload, []).append(record)
     parts = [_of_workload(name, records, run) for name, records in by_workload.items()]
     return RunPoints(
-        tuple(point for part in parts for point in part.points), tuple(one for part in parts for one in part.series),
+        tuple(point for part in parts for point in part.points),
+        tuple(series for part in parts for series in part.series),
         sum(part.others for part in parts), next((part.why for part in parts if part.why), ""),
     )  # fmt: skip
 

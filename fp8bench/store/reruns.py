@@ -52,7 +52,7 @@ def add_reruns(records: Sequence[Record], run: Run, store: Path) -> None:
             with locked(path.parent):
                 seen = _read(path)
                 seen |= {name: seen.get(name, Seen()).also(log) for name, log in logs.items()}
-                cases = {name: [one.runs, one.mean, one.squares] for name, one in seen.items()}
+                cases = {name: [tensor.runs, tensor.mean, tensor.squares] for name, tensor in seen.items()}
                 write_whole(path, f"{sealed_line({'version': _VERSION, 'cases': cases})}\n")
 
 
@@ -92,7 +92,7 @@ def _of_same_code(name: str) -> bool:
 
 
 def _path(records: Sequence[Record], run: Run, store: Path) -> Path:
-    device = next(one for one in run.devices if one.key == records[0].case.device)
+    device = next(device_facts for device_facts in run.devices if device_facts.key == records[0].case.device)
     return store / "reruns" / machine_file(run.environment, device)
 
 

@@ -123,7 +123,7 @@ def fingerprint(name: str) -> str:
     try:
         series = series_of(workload, None)
         ranks = workload.history.ranks or (1,)
-        cells = [cells_of(workload, replace(one, ranks=size), None) for one in _CLASSES.values() for size in ranks]
+        cells = [cells_of(workload, replace(kind, ranks=size), None) for kind in _CLASSES.values() for size in ranks]
         own = type(workload).__module__.startswith("fp8bench.")
         return repr((workload.history, workload.uses_corpus, own, reference_of(workload), series, cells))
     except UsageError as error:

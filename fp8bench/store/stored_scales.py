@@ -15,7 +15,9 @@ from fp8bench.store.runs.listing import load_named
 def scales_of(run: Run) -> KnownScales:
     """The largest magnitudes of all its cases; of cases in one precision the largest of each layer and role."""
     return largest(
-        (record.case.precision, one.layer, one.role, one.amax) for record in run.records for one in record.scales
+        (record.case.precision, scale.layer, scale.role, scale.amax)
+        for record in run.records
+        for scale in record.scales
     )
 
 

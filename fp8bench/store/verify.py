@@ -119,7 +119,7 @@ def _changed(index: Index, by_files: Mapping[str, Sequence[Path]]) -> dict[Path,
     found = {}
     archived = archived_files(index.store)
     for commit, paths in by_files.items():
-        known = {one.name: one for one in index.sources(commit)}
+        known = {source.name: source for source in index.sources(commit)}
         for path, name in zip(paths, names_of(index.store, paths), strict=True):
             with contextlib.suppress(OSError):
                 size = path.stat().st_size
@@ -149,7 +149,11 @@ def _lacking(
     first = tracked[0]
     commit, (machine, python, _) = first.commit, first.identity.home
     here = files.get((machine, commit), ())
-    alike = [one for one in here if one.python == python or resolved(one.python) == first.identity.interpreter]
+    alike = [
+        results_file
+        for results_file in here
+        if results_file.python == python or resolved(results_file.python) == first.identity.interpreter
+    ]
     file = alike[0] if alike else nothing_of(commit, first.identity)
     expected = filled(file, tracked).rows
     path = results / machine / first.identity.file_name(commit)
@@ -199,7 +203,7 @@ def _is_behind(row: AsvRow, name: str, tracked: Sequence[TrackedRun]) -> bool:
 
     A later `asv run` that was interrupted, saved nothing, or had a --bench that leaves the row out, is only missing.
     """
-    earlier = [one for one in tracked if row.started_at is not None and one.started_at <= row.started_at]
+    earlier = [run for run in tracked if row.started_at is not None and run.started_at <= row.started_at]
     if not earlier:
         return False
     then = filled(nothing_of(earlier[0].commit, earlier[0].identity), earlier).rows.get(name)
@@ -222,7 +226,7 @@ def _gone(store: Path, runs: Iterable[Run], folder: Path) -> list[Fault]:
         what = f"none of its {len(lost)} commits is in the repository of this directory"
         return [Fault(str(store / "runs"), what, "Verify from within the one that was measured", broken=False)]
     remedy = "Their runs stay as they are; `asv publish` leaves them out"
-    named = ", ".join(sorted(one[:8] for one in lost)[: 2 * _MOST_NAMED])
+    named = ", ".join(sorted(text[:8] for text in lost)[: 2 * _MOST_NAMED])
     more = ", ..." if len(lost) > 2 * _MOST_NAMED else ""
     what = f"{len(lost)} of {len(commits)} commits are not in the repository of this directory ({named}{more})"
     return [Fault(str(store / "runs"), what, remedy, broken=False)]

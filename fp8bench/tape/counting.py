@@ -75,7 +75,7 @@ class Traffic:
                 self.read += tensors
             if writes is not None and not (name == _GRADIENTS and arguments.get("grad_scale") is None):
                 self.written += tensors
-        given = {one.storage for one in (*self.read, *self.written)}
+        given = {tensor.storage for tensor in (*self.read, *self.written)}
         results = list(tensors_in(call.result))
         made = [result for result in results if result.storage not in given]
         self.made = made
@@ -95,10 +95,10 @@ class Traffic:
         """Bytes by the dtypes of the tensors; what is read and written counts twice."""
         found: dict[Any, int] = {}
         for side in (self.read, self.written):
-            each = {(one.storage, one.offset, elements_of(one)): one for one in side}
-            for one in each.values():
-                size = min(bytes_of(one), self._least.get(id(one), bytes_of(one)))
-                found[one.dtype] = found.get(one.dtype, 0) + size
+            each = {(tensor.storage, tensor.offset, elements_of(tensor)): tensor for tensor in side}
+            for tensor in each.values():
+                size = min(bytes_of(tensor), self._least.get(id(tensor), bytes_of(tensor)))
+                found[tensor.dtype] = found.get(tensor.dtype, 0) + size
         return found
 
     def _overwrites(self, call: Call, keyword: bool) -> bool:
@@ -152,7 +152,7 @@ def counted(calls: Iterable[Call], tf32: bool = False) -> Tape:
         )  # fmt: skip
         found[operator] += 1
         sums[call.phase] = _added(sums.get(call.phase, PhaseCount(call.phase)), operator, by_dtype)
-    operators = tuple(replace(one, calls=count) for one, count in found.items())
+    operators = tuple(replace(operator_count, calls=count) for operator_count, count in found.items())
     return Tape(operators, tuple(sums[phase] for phase in CELL_PHASES if phase in sums), room.unwritten)
 
 
@@ -169,12 +169,12 @@ class _Room:
         return self._strange + len(self._empty)
 
     def see(self, traffic: Traffic) -> None:
-        made = {one.storage for one in traffic.made if 0 not in one.shape}
+        made = {tensor.storage for tensor in traffic.made if 0 not in tensor.shape}
         if traffic.makes_room:
             self._empty |= made
             return
-        written = {one.storage for one in traffic.written}
-        read = ({one.storage for one in traffic.read} - written) & self._empty
+        written = {tensor.storage for tensor in traffic.written}
+        read = ({tensor.storage for tensor in traffic.read} - written) & self._empty
         self._strange += len(read)
         self._empty -= read | made | written
 

@@ -208,9 +208,9 @@ class _CoveredSums:
         self.others: dict[tuple[str, str, str, bool], OtherProduct] = {}
         self.by_hand: set[str] = set()
         self._names = {
-            one.untyped_storage()._cdata: name
-            for name, one in model.named_parameters()
-            if type(one) is nn.Parameter and one.layout is torch.strided and one.dim() > 1
+            parameter.untyped_storage()._cdata: name
+            for name, parameter in model.named_parameters()
+            if type(parameter) is nn.Parameter and parameter.layout is torch.strided and parameter.dim() > 1
         }
         # Of a node that computes the gradients of a product one call has the weight, and the other has not.
         pairs = zip(tape.calls, tape.nodes, strict=True)
@@ -237,9 +237,9 @@ class _CoveredSums:
     def _weights_of(self, call: Call) -> Iterator[str]:
         if call.operator.namespace == "aten" and name_of(call) not in SHAPES:
             return
-        for one in tensors_in((call.given, tuple(call.named.values()))):
-            if one.storage in self._names and len(one.shape) > 1:
-                yield self._names[one.storage]
+        for tensor in tensors_in((call.given, tuple(call.named.values()))):
+            if tensor.storage in self._names and len(tensor.shape) > 1:
+                yield self._names[tensor.storage]
 
 
 def _why(operator: str, count: int | None, weight: str) -> str:

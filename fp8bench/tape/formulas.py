@@ -239,7 +239,7 @@ def _multiplies_nothing(operator: Any, name: str) -> bool:
     base = name.removesuffix("_").removeprefix("_foreach_")
     if name.removesuffix("_") in _NOTHING or base in _NOTHING or operator.is_view:
         return True
-    packets = [getattr(torch.ops.aten, one, None) for one in (name, base)]
+    packets = [getattr(torch.ops.aten, text, None) for text in (name, base)]
     overloads = [
         operator,
         *(getattr(packet, word) for packet in packets if packet is not None for word in packet.overloads()),

@@ -89,9 +89,9 @@ def _rows(events: Sequence[Event]) -> Iterator[tuple[Kind, bool, float, str]]:
             yield known or _by_name(name), launch is not None and launch.backward, _seconds(kernel), name
         return
     for thread in _by_thread(events, _HOST).values():
-        for one in _nested(thread):
-            if one.kind is not None:
-                yield one.kind, one.backward, one.own * 1e-6, one.name
+        for event in _nested(thread):
+            if event.kind is not None:
+                yield event.kind, event.backward, event.own * 1e-6, event.name
 
 
 @dataclass(slots=True)
@@ -111,10 +111,10 @@ class _Event:
 def _launched(events: Sequence[Event]) -> Iterator[tuple[Event, _Event | None]]:
     """Each kernel of a device with the call that launched it, as far as that is known."""
     launches = {
-        one.correlation: one
+        event.correlation: event
         for thread in _by_thread(events, (*_HOST, *_LAUNCHES)).values()
-        for one in _nested(thread)
-        if one.correlation is not None
+        for event in _nested(thread)
+        if event.correlation is not None
     }
     for kernel in events:
         if _is(kernel, _ON_DEVICE):

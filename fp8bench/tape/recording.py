@@ -113,7 +113,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
             self._count(memory.copy())
             memory.rewritten = True
         drawing = self._drawing(func, kwargs)
-        states = tuple((one, one.get_state()) for one in drawing) if self._check else ()
+        states = tuple((generator, generator.get_state()) for generator in drawing) if self._check else ()
         result = func(*args, **kwargs)
         check = BitsCheck(bits_of(func, result, written), states) if self._check else None
         places = tuple(self._made(tensors_within(result)))

@@ -100,8 +100,8 @@ class Replay:
                         call.free(registers)
 
     def restore(self) -> None:
-        for one in self.rewritten:
-            one.memory.copy_(one.before)
+        for rewritten in self.rewritten:
+            rewritten.memory.copy_(rewritten.before)
 
     def differs(self) -> str:
         """Do it once from the start: the first operator that gives other bits than in the step; '' if none does."""
@@ -120,9 +120,9 @@ class Replay:
 
     def lost(self) -> str:
         """What it has written that is no longer finite, and was; '' if nothing."""
-        for one in self.rewritten:
-            for dtype in one.floating:
-                if _finite(one.before, dtype) and not _finite(one.memory, dtype):
+        for rewritten in self.rewritten:
+            for dtype in rewritten.floating:
+                if _finite(rewritten.before, dtype) and not _finite(rewritten.memory, dtype):
                     return "what it writes, over and over, is no longer finite"
         return ""
 

@@ -113,7 +113,7 @@ def own_words(error: BaseException) -> str:
     kind = "" if isinstance(error, Fp8benchError) else type(error).__name__
     words = ": ".join(part for part in (kind, text) if part)
     ours = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(importlib.__file__).parent}{os.sep}", "<")
-    others = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(ours)]
+    others = [summary for summary in traceback.extract_tb(error.__traceback__) if not summary.filename.startswith(ours)]
     theirs = [other for other in others if "site-packages" not in Path(other.filename).parts] or others
     return f"{words} ({Path(theirs[0].filename).name}, line {theirs[0].lineno})" if theirs else words
 

@@ -62,9 +62,9 @@ def still_running(started: Beside, grace: float = GRACE_SECONDS) -> list[str]:
     """
     end = time.monotonic() + grace
     left = [thread for thread in started.threads if not _of_torch(thread)]
-    for one in left:
-        one.join(max(0.0, end - time.monotonic()))
-    return [one.name for one in left if one.is_alive()] + _ended(started.processes)
+    for thread in left:
+        thread.join(max(0.0, end - time.monotonic()))
+    return [thread.name for thread in left if thread.is_alive()] + _ended(started.processes)
 
 
 @contextlib.contextmanager

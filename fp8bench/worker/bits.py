@@ -100,15 +100,15 @@ def _cast(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _scaled(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """A product of FP8 operands; two in e5m2 have no kernel."""
-    one, other = torch.ones((), device=a.device), torch.float8_e4m3fn
-    return torch._scaled_mm(a.to(dtype), b.to(other).T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    tensor, other = torch.ones((), device=a.device), torch.float8_e4m3fn
+    return torch._scaled_mm(a.to(dtype), b.to(other).T, scale_a=tensor, scale_b=tensor, out_dtype=torch.bfloat16)
 
 
 def _trained(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """The losses of a few steps of descent in a small network, and its last weights: errors of any of it add up."""
     inputs, wanted = a.to(dtype), b.to(dtype)
     scale = inputs.shape[1] ** -0.5
-    weights = [(one * scale * _STEP).detach().requires_grad_() for one in (inputs.T @ wanted, wanted.T @ inputs)]
+    weights = [(tensor * scale * _STEP).detach().requires_grad_() for tensor in (inputs.T @ wanted, wanted.T @ inputs)]
     losses = []
     with torch.enable_grad():
         for _ in range(_STEPS):

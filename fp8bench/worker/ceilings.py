@@ -102,7 +102,7 @@ def quick(device: Device, facts: DeviceFacts, seconds: float) -> Ceilings:
     share = seconds / len(wanted)
     try:
         with one_thread():
-            found = tuple(_tried(one, partial(_searched, device, facts, one, share, clock)) for one in wanted)
+            found = tuple(_tried(rate, partial(_searched, device, facts, rate, share, clock)) for rate in wanted)
     finally:
         device.empty_cache()
     return Ceilings(found, device=facts.name)
@@ -130,9 +130,7 @@ def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> 
     return found
 
 
-def _searched(
-    device: Device, facts: DeviceFacts, rate: Rate, seconds: float, clock: Clock = _now
-) -> Rate:
+def _searched(device: Device, facts: DeviceFacts, rate: Rate, seconds: float, clock: Clock = _now) -> Rate:
     wait = partial(device.synchronise, facts.index)
     return _timed(rate, shapes_of(rate.limit, facts), facts, wait, seconds, 0, clock)
 
@@ -186,9 +184,7 @@ def _best(
     return winner, best, tried
 
 
-def _stretch(
-    call: Callable[[], Any], calls: int, wait: Callable[[], None], clock: Clock = _now
-) -> float:
+def _stretch(call: Callable[[], Any], calls: int, wait: Callable[[], None], clock: Clock = _now) -> float:
     wait()
     start = clock()
     for _ in range(calls):

@@ -124,8 +124,8 @@ class _Compared:
         native, emulated = self._native(), self._emulated()
         try:
             made, wanted = (
-                one.restore(getattr(one, how)(x.to(device), role), torch.float32).cpu().contiguous()
-                for one, device in ((native, self._device), (emulated, "cpu"))
+                arithmetic.restore(getattr(arithmetic, how)(x.to(device), role), torch.float32).cpu().contiguous()
+                for arithmetic, device in ((native, self._device), (emulated, "cpu"))
             )
         except Exception as error:  # noqa: BLE001 - whatever torch raises where a device has no such kernel
             return Conformity(self.mode, what, shape, why=_refusal(error))
@@ -145,7 +145,7 @@ class _Compared:
             # What a device rounds as it reads it is what the emulation rounds before.
             known = operands if native.casts else self._operands(emulated, "cpu", product, m, n, k)
             holder = native if native.casts else emulated
-            values = [holder.restore(one, torch.float32).cpu() for one in known]
+            values = [holder.restore(operand, torch.float32).cpu() for operand in known]
             a, b = (Operand(value, gradient=operand.gradient) for value, operand in zip(values, operands, strict=True))
             results = [
                 (dtype, native.product(operands[0], operands[1], dtype).cpu(), emulated.product(a, b, dtype))
@@ -174,14 +174,15 @@ class _Compared:
         """In words, that it is bit by bit what the GPU's FP8 units sum; '' where it is not, or has other units."""
         from fp8bench.numerics.conformity import of_units
 
-        if not self._hopper or any(one.scale is None or one.data.element_size() != 1 for one in operands):
+        if not self._hopper or any(operand.scale is None or operand.data.element_size() != 1 for operand in operands):
             return ""
         native = self._native()
-        first, second = (one.data.to(torch.float32).cpu() for one in operands)
+        first, second = (operand.data.to(torch.float32).cpu() for operand in operands)
         of_ones = [
-            replace(one, data=torch.ones_like(one.data, dtype=torch.float32).to(one.data.dtype)) for one in operands
+            replace(operand, data=torch.ones_like(operand.data, dtype=torch.float32).to(operand.data.dtype))
+            for operand in operands
         ]
-        down, across = (native.restore(one, torch.float32).cpu() for one in of_ones)
+        down, across = (native.restore(operand, torch.float32).cpu() for operand in of_ones)
         for promoted, words in ((True, "added to a float32 sum every 128"), (False, "all along")):
             if of_units(made, (first, second), (down, across), promoted):
                 return f"as Hopper's FP8 units sum: 14 bits are kept after every 32 products, {words}"

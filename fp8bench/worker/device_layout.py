@@ -125,9 +125,7 @@ def hardware_of(case: Case, workload: Workload, facts: DeviceFacts) -> Hardware:
     if hardware.arithmetics or hardware.why:
         return replace(hardware, why=hardware.why or workload.not_on_device)
     support = workload.support(dict(case.params), precisions.get(case.precision), facts)
-    return Hardware(
-        why=f"the suite emulates by itself ({support.reason})" if support.level is Level.EMULATED else ""
-    )
+    return Hardware(why=f"the suite emulates by itself ({support.reason})" if support.level is Level.EMULATED else "")
 
 
 def hardware_for(modes: Iterable[tuple[str, str]], facts: DeviceFacts) -> Hardware:
@@ -225,8 +223,8 @@ class LaidOutArithmetic(Arithmetic):
         recipe = self._recipe(name, source, role, before)
         new = [_Holding(self._ledger.meter.note, size) for size in recipe.sizes]
         if kept := self._kept_scale(role):
-            new = [_Holding(self._ledger.meter.note, 0, kept) if n == recipe.parts[0][-1] else one
-                   for n, one in enumerate(new)]  # fmt: skip
+            new = [_Holding(self._ledger.meter.note, 0, kept) if n == recipe.parts[0][-1] else holding
+                   for n, holding in enumerate(new)]  # fmt: skip
         found = []
         for real, operand, parts in zip(made, recipe.operands, recipe.parts, strict=True):
             if real is None or operand is None:  # hardware that turns later needs a source that nobody keeps
@@ -275,13 +273,13 @@ class LaidOutArithmetic(Arithmetic):
         operands = made if isinstance(made, tuple) else (made,)
         places = {} if like is None else {like.untyped_storage()._cdata: _SOURCE}
         if before is not None:
-            places |= {one.untyped_storage()._cdata: _GIVEN[n] for n, one in enumerate(before.operand.tensors)}
+            places |= {tensor.untyped_storage()._cdata: _GIVEN[n] for n, tensor in enumerate(before.operand.tensors)}
         sizes: list[int] = []
         parts = []
         for operand in operands:
             numbers = []
-            for one in () if operand is None else operand.tensors:
-                storage = one.untyped_storage()
+            for tensor in () if operand is None else operand.tensors:
+                storage = tensor.untyped_storage()
                 if storage._cdata not in places:
                     places[storage._cdata] = len(sizes)
                     sizes.append(storage.nbytes())

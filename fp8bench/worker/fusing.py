@@ -72,7 +72,7 @@ def tried(device: str) -> str:
         return reason
     before = calls()
     values(torch.ones(64, device=device), E4M3)
-    bits = [str(one) for one in since(before)[1] if one]
+    bits = [str(number) for number in since(before)[1] if number]
     return f"a quantiser compiles in {seconds:.1f} s" + "".join(f", with vectors of {bit} bits" for bit in bits)
 
 

@@ -169,7 +169,7 @@ class GivenState:
 
     def __init__(self, state: object) -> None:
         self._end = time.thread_time() + SECONDS
-        tensors = [one for one in tensors_of(state, until=self._end) if _has_numbers(one)]
+        tensors = [tensor for tensor in tensors_of(state, until=self._end) if _has_numbers(tensor)]
         self._before = [(tensor, version_of(tensor), sums) for tensor in tensors if (sums := self._sums(tensor))]
         self._left = self._end - time.thread_time()
 

@@ -27,7 +27,7 @@ class Calibrations:
             state = workload.prepare(replace(setup, scales=book))
             for _ in range(rule.batches):
                 step(workload, state, book, SilentPhases())
-            self._known[name] = {(one.layer, one.role): one.amax for one in book.states()}
+            self._known[name] = {(scale.layer, scale.role): scale.amax for scale in book.states()}
         return replace(setup, scales=ScaleBook(rule, self._known[name]))
 
 

@@ -116,7 +116,7 @@ def counters_of_step(workload: Workload, setup: Setup, device: Device, index: in
         for _ in range(_WARM_UPS):
             run(SilentPhases())
         parts = (_host(run, unprobed or NO_PROBE), _processor(run), _device(run, device, index))
-    measured = tuple(one for found, _ in parts for one in found)
+    measured = tuple(measurement for found, _ in parts for measurement in found)
     return measured, tuple(dict.fromkeys(why for _, whys in parts for why in whys))
 
 

@@ -155,9 +155,9 @@ def _effect(steps: _Steps) -> StepEffect:
     given = set(prepared) & set(before) & set(after)
     answered = {address_of(tensor) for tensor in tensors_of(steps.returned)}
     results = [
-        one
-        for one in after
-        if not taken.counts(one) and one not in given and (one not in before or one.address in answered)
+        tensor
+        for tensor in after
+        if not taken.counts(tensor) and tensor not in given and (tensor not in before or tensor.address in answered)
     ]
     if not given:
         return StepEffect(None, "it is given no tensor that could be changed")
@@ -166,8 +166,8 @@ def _effect(steps: _Steps) -> StepEffect:
         result.floating or result.elements > 1 for result in results
     ):  # a truth value need not change
         return StepEffect(None, "nothing that it gives is kept in its state, or returned")
-    floating, others = ({one.address for one in given if one.floating is kind} for kind in (True, False))
-    in_place = {result.address for result in results if result not in before} & {one.address for one in before}
+    floating, others = ({tensor.address for tensor in given if tensor.floating is kind} for kind in (True, False))
+    in_place = {result.address for result in results if result not in before} & {tensor.address for tensor in before}
     for chosen, results_too in ((floating, False), (others, False), (in_place, True)):
         if chosen and _changes(steps, chosen, taken, results_too):
             return StepEffect(True)  # also of what others than torch have launched, which nobody counts
@@ -187,12 +187,14 @@ class _Taken:
     going_on: set[int]
     anew: bool
 
-    def counts(self, one: _Seen) -> bool:
-        return one.address in self.going_on or (self.anew and one.elements <= 1 and one.address not in self._lasting)
+    def counts(self, tensor: _Seen) -> bool:
+        return tensor.address in self.going_on or (
+            self.anew and tensor.elements <= 1 and tensor.address not in self._lasting
+        )
 
     @cached_property
     def _lasting(self) -> set[int]:
-        return {one.address for one in self.seen[0]}
+        return {tensor.address for tensor in self.seen[0]}
 
 
 def _until_alike(steps: _Steps) -> _Taken | None:
@@ -217,12 +219,13 @@ def _alike(old: Sequence[_Seen], new: Sequence[_Seen]) -> tuple[set[int], bool] 
 
     By where they lie, in whatever order they are found; what was made anew lies elsewhere, and is held together.
     """
-    before = {one.address: one for one in old}
-    stayed = {one.address: one for one in new if one.address in before}
-    going_on = {address for address, one in stayed.items() if one.digest != before[address].digest}
-    fresh = [[one for one in some if one.address not in stayed] for some in (old, new)]
+    before = {tensor.address: tensor for tensor in old}
+    stayed = {tensor.address: tensor for tensor in new if tensor.address in before}
+    going_on = {address for address, tensor in stayed.items() if tensor.digest != before[address].digest}
+    fresh = [[tensor for tensor in some if tensor.address not in stayed] for some in (old, new)]
     many, single = (
-        [Counter(one.digest for one in some if (one.elements > 1) is more) for some in fresh] for more in (True, False)
+        [Counter(tensor.digest for tensor in some if (tensor.elements > 1) is more) for some in fresh]
+        for more in (True, False)
     )
     if any(stayed[address].elements > 1 for address in going_on) or many[0] != many[1]:
         return None
@@ -237,7 +240,7 @@ def _changes(steps: _Steps, chosen: set[int], taken: _Taken, results_too: bool) 
     left_out = set[int]() if results_too else chosen
 
     def given(seen: Sequence[_Seen]) -> Counter[int]:
-        return Counter(one.digest for one in seen if not taken.counts(one) and one.address not in left_out)
+        return Counter(tensor.digest for tensor in seen if not taken.counts(tensor) and tensor.address not in left_out)
 
     before = [given(seen) for seen in (*taken.seen, steps.seen())]
     with ExitStack() as replaced:
@@ -308,11 +311,11 @@ def told_apart(slot: Callable[[bool], Slot | None]) -> str:
 
 
 def _difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
-    slowest, fastest = max(one.typical for one in timed), min(one.least for one in counted)
+    slowest, fastest = max(slot.typical for slot in timed), min(one.least for one in counted)
     if fastest > _SLOWER * slowest:
         shown = units.seconds(slowest), units.seconds(fastest)
         return "timed, a step takes {}, and its operators {} or more while they are counted".format(*shown)
-    lefts = [one.left for one in (*timed, *counted)]
+    lefts = [slot.left for slot in (*timed, *counted)]
     least = _ROUNDING * max((float(sums.abs().max()) for left in lefts for sums in left), default=0.0)
     for place in zip_longest(*lefts):
         of_timed, of_counted = place[: len(timed)], place[len(timed) :]

@@ -140,15 +140,15 @@ def _open_at(stretches: Sequence[TracedStretch], times: Iterable[int]) -> dict[i
     for time in sorted(times):
         while waiting and waiting[-1].start < time:
             now_open.append(waiting.pop())
-        now_open = [one for one in now_open if one.end > time]
+        now_open = [stretch for stretch in now_open if stretch.end > time]
         found[time] = now_open.copy()
     return found
 
 
 def _cut(event: Event, is_open: Mapping[int, Sequence[TracedStretch]]) -> Event:
     phase = _stretch(event)
-    start = max((one.end for one in is_open[phase.start] if one.end < phase.end), default=phase.start)
-    end = min((one.start for one in is_open[phase.end] if one.start >= start), default=phase.end)
+    start = max((stretch.end for stretch in is_open[phase.start] if stretch.end < phase.end), default=phase.start)
+    end = min((stretch.start for stretch in is_open[phase.end] if stretch.start >= start), default=phase.end)
     if (start, end) == (phase.start, phase.end):
         return event
     return {**event, "ts": start / 1000, "dur": (end - start) / 1000}
@@ -205,11 +205,11 @@ class _Timeline:
         self._times: list[int] = []
         self._names: list[str] = []
         is_open: list[TracedStretch] = []
-        for time, begins, _, one in edges:
+        for time, begins, _, stretch in edges:
             if begins:
-                is_open.append(one)
+                is_open.append(stretch)
             else:
-                is_open.remove(one)
+                is_open.remove(stretch)
             self._times.append(time)
             self._names.append(is_open[-1].name if is_open else _NOWHERE)
 
@@ -266,12 +266,12 @@ def _host(events: Iterable[Event], phases: _Timeline) -> _Tally:
         if event.get("cat") == _OPERATOR:
             by_thread[event.get("tid")].append(_stretch(event))
     for operators in by_thread.values():
-        operators.sort(key=lambda one: (one.start, -one.end))
+        operators.sort(key=lambda stretch: (stretch.start, -stretch.end))
         for operator in operators:
             tally.add(phases.at(operator.start), operator.name, 1, 0)
-        for one, start, end in _innermost(operators):
-            phase = phases.at(one.start)
-            tally.add(phase, one.name, 0, phases.within(phase, start, end))
+        for stretch, start, end in _innermost(operators):
+            phase = phases.at(stretch.start)
+            tally.add(phase, stretch.name, 0, phases.within(phase, start, end))
     return tally
 
 
@@ -303,9 +303,9 @@ def _device(events: Sequence[Event], phases: _Timeline) -> _Tally:
     launched = {_correlation(event): _stretch(event).start for event in events if event.get("cat") in _LAUNCHES}
     for event in events:
         if event.get("cat") in _ON_DEVICE:
-            one = _stretch(event)
-            phase = phases.at(launched.get(_correlation(event), one.start))
-            tally.add(phase, one.name, 1, one.end - one.start)
+            stretch = _stretch(event)
+            phase = phases.at(launched.get(_correlation(event), stretch.start))
+            tally.add(phase, stretch.name, 1, stretch.end - stretch.start)
     return tally
 
 

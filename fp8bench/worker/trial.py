@@ -95,7 +95,7 @@ def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFac
 
     def drawn(rows: int, columns: int, down: float, across: float) -> Tensor:
         """Rows and columns whose sizes go from one end to the other, by so many times the decades."""
-        ends = [decades * one for one in (down, across)]
+        ends = [decades * value for value in (down, across)]
         sizes = torch.logspace(-ends[0], ends[0], rows, device=facts.key)[:, None]
         sizes = sizes * torch.logspace(-ends[1], ends[1], columns, device=facts.key)
         # Mostly of one sign: sums that cancel would hide what is wrong with them behind their terms.
@@ -125,8 +125,8 @@ def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFac
 def _of_operands(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, float]:
     """Of each product the largest difference from that of the same codes in fp64."""
     a, b, g = (
-        arithmetic.cast(one, role)
-        for one, role in ((x, Role.INPUT), (weight, Role.WEIGHT), (gradient, Role.GRADIENT))
+        arithmetic.cast(tensor, role)
+        for tensor, role in ((x, Role.INPUT), (weight, Role.WEIGHT), (gradient, Role.GRADIENT))
     )  # fmt: skip
     pairs = {
         "forward": (a, b),
@@ -147,8 +147,8 @@ def _of_parts(
     """The same of both products for several weights: here two, the second of which is the first upside down."""
     from fp8bench.nn.linear import beside, turned_parts
 
-    def exact(one: Operand) -> Tensor:
-        return arithmetic.restore(one, torch.float64)
+    def exact(operand: Operand) -> Tensor:
+        return arithmetic.restore(operand, torch.float64)
 
     def columns(source: Tensor, role: Role) -> list[Tensor]:
         parts = torch.split_with_sizes(source, sizes)
@@ -157,7 +157,7 @@ def _of_parts(
     x, weight, gradient = sources
     sizes = [_TOKENS // 4, _TOKENS - _TOKENS // 4]
     ends = torch.tensor(sizes, device=x.device).cumsum(0).to(torch.int32)
-    both = [arithmetic.cast(one, Role.WEIGHT) for one in (weight, weight.flip(0))]
+    both = [arithmetic.cast(tensor, Role.WEIGHT) for tensor in (weight, weight.flip(0))]
     rows = zip(torch.split_with_sizes(exact(a), sizes), map(exact, both), strict=True)
     turned = zip(columns(gradient, Role.GRADIENT), columns(x, Role.INPUT), strict=True)
     forward = torch.split_with_sizes(arithmetic.grouped(a, beside(both), ends), sizes)

@@ -72,7 +72,7 @@ class ScaledBuffer:
 
     def _keep(self, sums: Sequence[Tensor]) -> None:
         pairs = zip(self._arithmetics, sums, strict=True)
-        self._operands = [arithmetic.cast(one, Role.GRADIENT) for arithmetic, one in pairs]
+        self._operands = [arithmetic.cast(tensor, Role.GRADIENT) for arithmetic, tensor in pairs]
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Accumulate(Workload):
         ]
         arithmetic = setup.arithmetic
         if arithmetic.plain:
-            sums = [torch.zeros_like(one, dtype=arithmetic.carrier) for one in micro_batches[0]]
+            sums = [torch.zeros_like(tensor, dtype=arithmetic.carrier) for tensor in micro_batches[0]]
             return BufferState(micro_batches, PlainBuffer(sums))
         own = [arithmetic.layer(f"buffer.{index}") for index in range(len(micro_batches[0]))]
         return BufferState(micro_batches, ScaledBuffer(own))
@@ -149,7 +149,7 @@ class Accumulate(Workload):
             self.step(state, SilentPhases())
         self.step(state, SilentPhases())
         first, *others = state.micro_batches
-        exact = [one.to(torch.float64) for one in first]
+        exact = [tensor.to(torch.float64) for tensor in first]
         for gradients in others:
             torch._foreach_add_(exact, gradients)
         # Both have the loss scale in them, and a ratio of the two has not.

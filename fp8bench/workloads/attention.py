@@ -212,7 +212,9 @@ def _exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: Core) ->
     )
     width = heads * head_width
     if params["part"] == "core":
-        shapes: list[tuple[int, ...]] = [(batch, one, sequence, head_width) for one in (heads, key_heads, key_heads)]
+        shapes: list[tuple[int, ...]] = [
+            (batch, number, sequence, head_width) for number in (heads, key_heads, key_heads)
+        ]
     else:
         shapes = [(batch, sequence, width)]
 

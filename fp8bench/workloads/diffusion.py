@@ -234,7 +234,7 @@ class Diffusion(ConvolvedWorkload):
             return own.errors(exact, setup.settles)
         if setup.settles:
             own.outcome()
-        wide = (self.all_in(setup, one) for one in (setup.high, OtherKernel(setup.high.carrier)))
+        wide = (self.all_in(setup, arithmetic) for arithmetic in (setup.high, OtherKernel(setup.high.carrier)))
         samplings = [sampling for sampling in (exact, *wide) if isinstance(sampling, Sampling)]
         evaluations = plan_of(dict(setup.case.params)).evaluations
         return {**errors_by_step(own, *samplings), "evaluations": float(evaluations)}

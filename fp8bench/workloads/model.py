@@ -175,7 +175,7 @@ def _converts(setup: Setup) -> bool:
 def _multiples(setup: Setup) -> tuple[int, int]:
     """What native products of the case's device want; nothing where they are emulated, or torch's own."""
     known = [precisions.get(word) for word in (setup.case.precision, *dict(setup.case.precision_map).values())]
-    native = [one.multiples for one in known if one.support(setup.facts).level is Level.NATIVE]
+    native = [precision.multiples for precision in known if precision.support(setup.facts).level is Level.NATIVE]
     return tuple(map(max, zip(*native, strict=True))) if native and setup.facts.accelerated else (1, 1)
 
 

@@ -90,6 +90,6 @@ class NormAct(LayerWorkload):
         from fp8bench.numerics.ranges import statistics_of
 
         state, operation = self.prepare(setup), str(setup.case.param("operation"))
-        taken = [(operation, Role.INPUT.value, one) for one in state.inputs]
+        taken = [(operation, Role.INPUT.value, tensor) for tensor in state.inputs]
         pull = [] if state.pull is None else [(operation, Role.GRADIENT.value, state.pull)]
         return statistics_of(taken + pull)

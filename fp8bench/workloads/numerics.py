@@ -157,7 +157,9 @@ def _plain_course(setup: Setup) -> Iterator[Tensor]:
 
         if setup.corpus is None:
             raise ValueError("a captured tensor needs a token file to train on, and was given none")
-        yield from (one.to(setup.facts.key, copy=True) for one in reversed(captured(setup.corpus, setup.seed)[name]))
+        yield from (
+            tensor.to(setup.facts.key, copy=True) for tensor in reversed(captured(setup.corpus, setup.seed)[name])
+        )
         return
     from fp8bench.numerics.distributions import DISTRIBUTIONS
 

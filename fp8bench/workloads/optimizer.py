@@ -40,7 +40,7 @@ class OptimizerState:
 
     def moments(self) -> tuple[list[Tensor], list[Tensor]]:
         pairs = [bucket.restored() for bucket in self.buckets]
-        return [one for first, _ in pairs for one in first], [one for _, second in pairs for one in second]
+        return [tensor for first, _ in pairs for tensor in first], [one for _, second in pairs for one in second]
 
     def take(self, gradients: list[Tensor]) -> None:
         import torch
@@ -122,10 +122,13 @@ class Optimizer(Workload):
         with one_thread():
             for _ in range(STEPS_OF_ERROR):
                 gradients = source.draw()
-                for one in (exact, state):
-                    one.take(gradients)
-                    self.step(one, SilentPhases())
-        update, exact_update = ([a - b for a, b in zip(one.parameters(), start, strict=True)] for one in (state, exact))
+                for optimizer_state in (exact, state):
+                    optimizer_state.take(gradients)
+                    self.step(optimizer_state, SilentPhases())
+        update, exact_update = (
+            [a - b for a, b in zip(optimizer_state.parameters(), start, strict=True)]
+            for optimizer_state in (state, exact)
+        )
         (first, second), (exact_first, exact_second) = state.moments(), exact.moments()
         return {
             "update_error": joint_relative_frobenius(update, exact_update),
@@ -142,7 +145,7 @@ class Optimizer(Workload):
         gradients = source.draw()
         kinds = (("gradient", Role.GRADIENT.value), ("first_moment", ""), ("second_moment", ""))
         tensors = zip(kinds, (gradients, *state.moments()), strict=True)
-        return statistics_of((*kind, one) for kind, several in tensors for one in several)
+        return statistics_of((*kind, tensor) for kind, several in tensors for tensor in several)
 
 
 def _small(setup: Setup) -> Setup:
@@ -179,13 +182,13 @@ def _begin(setup: Setup, storages: tuple[Storage, Storage], fused: bool) -> tupl
     shapes = [shape] * int(case.param("tensors"))
     generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
     source = GradientSource(shapes, generator)
-    weights = [one.mul_(shape[1] ** -0.5) for one in source.normal()]
+    weights = [tensor.mul_(shape[1] ** -0.5) for tensor in source.normal()]
     # A moving average of noise has the variance (1 - beta) / (1 + beta) of that noise; of its squares, twice that.
     spread = [((1 - beta) / (1 + beta)) ** 0.5 for beta in BETAS]
-    first = [one.mul_(spread[0]) for one in source.draw()]
+    first = [tensor.mul_(spread[0]) for tensor in source.draw()]
     second = [
-        one.mul_(spread[1] * 2**0.5).add_(1).clamp_(min=0).mul_(scale**2)
-        for one, scale in zip(source.normal(), source.scales, strict=True)
+        tensor.mul_(spread[1] * 2**0.5).add_(1).clamp_(min=0).mul_(scale**2)
+        for tensor, scale in zip(source.normal(), source.scales, strict=True)
     ]
     gradients = [torch.zeros_like(weight) for weight in weights]
     buckets = [

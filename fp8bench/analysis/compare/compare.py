@@ -65,12 +65,15 @@ def compare(before: Side, after: Side, beside: Side | None = None) -> Compared:
 
 def _busier(before: Sequence[Sighting], after: Sequence[Sighting]) -> str:
     """What others took of the machine while one side was measured and not the other; '' where both had it alike."""
-    if not all(one.record.case.device.startswith("cpu") for one in (*before, *after)):
+    if not all(sighting.record.case.device.startswith("cpu") for sighting in (*before, *after)):
         return ""
     # The share of slots whose wall clock ran ahead of the processor's time.
-    timings = [[one.record.timing for one in side] for side in (before, after)]
+    timings = [[sighting.record.timing for sighting in side] for side in (before, after)]
     held = [
-        fmean(disturbed_slots(one, AHEAD) / len(one.slots) if one is not None and one.slots else 0.0 for one in side)
+        fmean(
+            disturbed_slots(timing, AHEAD) / len(timing.slots) if timing is not None and timing.slots else 0.0
+            for timing in side
+        )
         for side in timings
     ]
     if abs(held[0] - held[1]) > _HELD_UP:
@@ -109,7 +112,7 @@ def _beside_others(said: Comparison, before: Sequence[Sighting], after: Sequence
 
 def _longer(side: Sequence[Sighting]) -> float:
     """How many times as long steps took because they waited for a core, in the mean; 1 on a device of its own."""
-    cases = [one.record for one in side if one.record.case.device.startswith("cpu")]
+    cases = [sighting.record for sighting in side if sighting.record.case.device.startswith("cpu")]
     slots = [slot for record in cases if record.timing is not None for slot in record.timing.slots]
     wall = sum(slot.wall_seconds for slot in slots)
     waited = sum(
@@ -120,7 +123,7 @@ def _longer(side: Sequence[Sighting]) -> float:
 
 
 def _loads(side: Sequence[Sighting]) -> Iterator[float]:
-    for facts in (one.run.environment.facts for one in side):
+    for facts in (sighting.run.environment.facts for sighting in side):
         load, cores = facts.get("load_1min"), facts.get("cpu_count")
         if isinstance(load, int | float) and isinstance(cores, int) and cores > 0:
             yield load / cores
@@ -145,7 +148,7 @@ def _of_case(
         return
     version = new.case.version
     old_side, new_side, others = (
-        [one for one in side if one.record.case.version == version] for side in (before, after, beside)
+        [sighting for sighting in side if sighting.record.case.version == version] for side in (before, after, beside)
     )
     if not old_side:
         yield _none(new.case, f"version {old.case.version} before and {version} now: the work changed")
@@ -185,8 +188,8 @@ def _of_tapes(old: Record, new: Record) -> Iterator[Comparison]:
 
 def _whole(side: Sequence[Sighting]) -> list[Sighting]:
     """Those that came to numbers; of a --quick run only where there is nothing better."""
-    good = [one for one in side if one.record.status is Status.OK]
-    return [one for one in good if not one.run.request.quick] or good
+    good = [sighting for sighting in side if sighting.record.status is Status.OK]
+    return [sighting for sighting in good if not sighting.run.request.quick] or good
 
 
 def _none(case: Case, why: str, failed: bool = False) -> Comparison:
@@ -220,7 +223,7 @@ def of_times(figures: MatchedFigures, case: str, suite: str, labels: tuple[str, 
 
 
 def _middle(side: Sequence[Estimate]) -> float:
-    return math.exp(sum(one.log for one in side) / len(side))
+    return math.exp(sum(estimate.log for estimate in side) / len(side))
 
 
 def _labels(sightings: Sequence[Sighting]) -> tuple[str, ...]:

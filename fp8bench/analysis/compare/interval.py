@@ -56,8 +56,8 @@ def across(before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequen
 
     Runs `beside` them are of neither, and say no more than how far runs lie apart.
     """
-    point = fmean(one.log for one in after) - fmean(one.log for one in before)
-    within = math.sqrt(sum(sum(one.error**2 for one in side) / len(side) ** 2 for side in (before, after)))
+    point = fmean(estimate.log for estimate in after) - fmean(one.log for one in before)
+    within = math.sqrt(sum(sum(estimate.error**2 for estimate in side) / len(side) ** 2 for side in (before, after)))
     freedom = sum(max(0, len(side) - 1) for side in (before, after, beside))
     if freedom < LEAST_FREEDOM:
         # From the least that a run of one side over one of the other may be to the most, by the noise within runs.
@@ -65,9 +65,9 @@ def across(before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequen
         pairs = [(new.log - old.log, sure * math.hypot(new.error, old.error)) for new in after for old in before]
         low, high = min(log - error for log, error in pairs), max(log + error for log, error in pairs)
         return RunDifference(_interval(point, low, high), None, Noise(within, 0, len(before), len(after)))
-    means = [fmean(one.log for one in side) if side else 0.0 for side in (before, after, beside)]
+    means = [fmean(estimate.log for estimate in side) if side else 0.0 for side in (before, after, beside)]
     sides = zip((before, after, beside), means, strict=True)
-    pooled = sum((one.log - mean) ** 2 for side, mean in sides for one in side) / freedom
+    pooled = sum((estimate.log - mean) ** 2 for side, mean in sides for estimate in side) / freedom
     between = math.sqrt(pooled * (1 / len(before) + 1 / len(after)))
     # Few runs may agree by chance, and are never surer than each of them is.
     error = max(between, within)
@@ -113,7 +113,7 @@ def exact_change(before: Sequence[float], after: Sequence[float], *, rounding: f
     counts.
     """
     every, old, new = (*before, *after), median(before), median(after)
-    if any(math.isnan(one) for one in every):
+    if any(math.isnan(value) for value in every):
         return FigureChange(Direction.NONE, old, new, why="it is no number on one side")
     if not (0 < old < math.inf and 0 < new < math.inf):
         if old == new:
@@ -121,11 +121,11 @@ def exact_change(before: Sequence[float], after: Sequence[float], *, rounding: f
         why = "from or to nothing, or without bound: no ratio says it"
         return FigureChange(Direction.WORSE if new > old else Direction.BETTER, old, new, why=why)
     varies = any(max(side) > min(side) * (1 + ROUNDING) for side in (before, after))
-    if varies and all(0 < one < math.inf for one in every):
-        old_logs, new_logs = ([Estimate(math.log(one), 0.0) for one in side] for side in (before, after))
+    if varies and all(0 < value < math.inf for value in every):
+        old_logs, new_logs = ([Estimate(math.log(value), 0.0) for value in side] for side in (before, after))
         difference = across(old_logs, new_logs)
         where, why = direction(difference)
-        old, new = (math.exp(fmean(one.log for one in side)) for side in (old_logs, new_logs))
+        old, new = (math.exp(fmean(estimate.log for estimate in side)) for side in (old_logs, new_logs))
         return FigureChange(where, old, new, difference.ratio, difference.p_value, why, difference.noise)
     ratio = new / old
     where = Direction.WORSE if ratio > 1 else Direction.BETTER

@@ -65,7 +65,7 @@ class Side:
 
     @property
     def measured(self) -> bool:
-        return any(one.record.status is Status.OK for seen in self.sightings.values() for one in seen)
+        return any(sighting.record.status is Status.OK for seen in self.sightings.values() for sighting in seen)
 
 
 def side_of(name: str, seen: Sequence[Seen]) -> Side:
@@ -181,7 +181,11 @@ def timed(
     before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting] = ()
 ) -> Iterator[MatchedFigures]:
     timings = [
-        [timing for one in side if one.record.status is Status.OK and (timing := one.record.timing) and timing.slots]
+        [
+            timing
+            for sighting in side
+            if sighting.record.status is Status.OK and (timing := sighting.record.timing) and timing.slots
+        ]
         for side in (before, after, beside)
     ]
     if not all(timings[:2]):
@@ -191,14 +195,14 @@ def timed(
     few = rounds < LEAST_ROUNDS
     calls = min(len(slot.calls_ns) for timing in all_timings for slot in timing.slots)
     alike = len({(timing.segments, timing.varying) for timing in all_timings}) == 1
-    findings = (one.finding for side in (before, after, beside) for one in side)
+    findings = (sighting.finding for side in (before, after, beside) for sighting in side)
     alike = alike and not any(found is not None and Label.WHOLE_STEPS in found.labels for found in findings)
     old, new, others = (tuple(_best_case(one, rounds, calls, alike) for one in side) for side in timings)
     means_of = ((stats.mean_case(means(one, [slot.round for slot in one.slots[:rounds]])) for one in side)
                 for side in timings)  # fmt: skip
     typical = tuple(tuple(Estimate(mean.point, mean.error) for mean in side) for side in means_of)
     yield MatchedFigures(TIME, "s", old, new, few, others, typical)
-    if len({one.reference for one in (*before, *after, *beside)}) == 1:
+    if len({sighting.reference for sighting in (*before, *after, *beside)}) == 1:
         sides = (before, after, beside)
         old, new, others = (tuple(_ratios(side, _RATIO)) for side in sides)
         if old and new:
@@ -234,8 +238,12 @@ _Costs = Mapping[str, Metric]
 def _costs(sighting: Sighting) -> _Costs:
     if sighting.record.status is not Status.OK:
         return {}
-    told = (one for one in metrics_of(sighting.record, None) if one.rank is Rank.MAIN and one.phase == STEP)
-    return {one.name: one for one in told if one.better is Better.LOWER and one.name != TIME and one.samples()}
+    told = (metric for metric in metrics_of(sighting.record, None) if metric.rank is Rank.MAIN and metric.phase == STEP)
+    return {
+        metric.name: metric
+        for metric in told
+        if metric.better is Better.LOWER and metric.name != TIME and metric.samples()
+    }
 
 
 def _names(side: Sequence[_Costs]) -> Iterable[Metric]:
@@ -265,7 +273,7 @@ def _best_case(timing: Timing, rounds: int, calls: int, alike: bool) -> Estimate
 
 def _ratios(side: Sequence[Sighting], of: Callable[[Finding], Interval | None]) -> Iterator[Estimate]:
     reach = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
-    for one in side:
-        ratio = of(one.finding) if one.finding is not None else None
-        if ratio is not None and one.record.status is Status.OK and math.isfinite(ratio.half_width):
+    for sighting in side:
+        ratio = of(sighting.finding) if sighting.finding is not None else None
+        if ratio is not None and sighting.record.status is Status.OK and math.isfinite(ratio.half_width):
             yield Estimate(math.log(ratio.point), ratio.half_width / reach)

@@ -125,17 +125,17 @@ def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
     chosen: list[Stretch] = []
     looked_at = [0, 0]
     for of_trend in stretches:
-        compared = [one for one in of_trend if len(one.values) >= (2 if one.counted else LEAST_VALUES)]
-        sound = [one for one in compared if one.values.min() >= 0]
+        compared = [stretch for stretch in of_trend if len(stretch.values) >= (2 if stretch.counted else LEAST_VALUES)]
+        sound = [stretch for stretch in compared if stretch.values.min() >= 0]
         chosen += sound
-        counted = any(one.counted for one in of_trend)
+        counted = any(stretch.counted for stretch in of_trend)
         looked_at[counted] += bool(sound)
         if not sound:
             left[BELOW_ZERO if compared else TOO_FEW_COUNTS if counted else TOO_FEW] += 1
-    timed, exact = ([one for one in chosen if one.counted is counted] for counted in (False, True))
+    timed, exact = ([stretch for stretch in chosen if stretch.counted is counted] for counted in (False, True))
     steps = (
-        *look([_above_zero(one.values) for one in timed]),
-        *(_exact_steps(_above_zero(one.values)) for one in exact),
+        *look([_above_zero(stretch.values) for stretch in timed]),
+        *(_exact_steps(_above_zero(stretch.values)) for stretch in exact),
     )
     found = [
         change for stretch, some in zip((*timed, *exact), steps, strict=True) for change in _changes(stretch, some)
@@ -145,7 +145,9 @@ def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
 
 def _exact_steps(values: Floats) -> tuple[Step, ...]:
     at = (np.flatnonzero(np.diff(values)) + 1).tolist()
-    return tuple(Step(one, one - 1, one, float(values[one - 1]), float(values[one]), 0.0, 0.0) for one in at)
+    return tuple(
+        Step(number, number - 1, number, float(values[number - 1]), float(values[number]), 0.0, 0.0) for number in at
+    )
 
 
 def _held_against_means(found: Sequence[Change]) -> Iterator[Change]:
@@ -175,8 +177,8 @@ def _of_one_step(mean: Change, fast: Change) -> bool:
     if fast.state is not mean.state or _place(mean) != _place(fast):
         return False
     places = {figure.commit: place for place, figure in enumerate(mean.trend.figures)}
-    begins = [places.get(one.comparison.since, -1) for one in (mean, fast)]
-    return max(begins) < min(places.get(one.comparison.until, -1) for one in (mean, fast))
+    begins = [places.get(change.comparison.since, -1) for change in (mean, fast)]
+    return max(begins) < min(places.get(change.comparison.until, -1) for change in (mean, fast))
 
 
 def _place(change: Change) -> tuple[object, ...]:
@@ -310,11 +312,12 @@ def acknowledged(found: Found, acks: Sequence[Ack]) -> Found:
 
 
 def ack_of(change: Change, when: str, because: str) -> Ack:
-    trend, one = change.trend, change.comparison
-    assert one.before is not None and one.after is not None
+    trend, comparison = change.trend, change.comparison
+    assert comparison.before is not None and comparison.after is not None
     return Ack(
         secrets.token_hex(4), trend.series.name, trend.cell, str(trend.machine["machine"]), trend.python,
-        change.version, one.direction, one.since, one.until, one.before, one.after, when, because,
+        change.version, comparison.direction, comparison.since, comparison.until, comparison.before, comparison.after,
+        when, because,
     )  # fmt: skip
 
 

@@ -175,7 +175,7 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
     series = trends[0].series
     grid = workloads.get(series.workload).history
     assert grid is not None
-    words = next(one.history for one in tracked_by(grid) if one.name == series.metric)
+    words = next(spec.history for spec in tracked_by(grid) if spec.name == series.metric)
     description = f"{words}, a ratio" if series.unit == "ratio" else f"{words}, in {series.unit}"
     tell(arguments, partial(trend_page, trends, description, lost))
     return EXIT_OK

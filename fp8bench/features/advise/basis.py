@@ -71,7 +71,7 @@ class ComparedCase:
 
     @property
     def emulated(self) -> bool:
-        return Level.EMULATED in {one.support.level for one in (self.record, self.lead) if one is not None}
+        return Level.EMULATED in {record.support.level for record in (self.record, self.lead) if record is not None}
 
     @property
     def timed(self) -> bool:
@@ -83,7 +83,9 @@ class ComparedCase:
 
     @property
     def trains(self) -> bool:
-        marked = [one.timing.segments.phases for one in (self.record, self.lead) if one is not None and one.timing]
+        marked = [
+            record.timing.segments.phases for record in (self.record, self.lead) if record is not None and record.timing
+        ]
         return self.record.coverage is not None or any(Phase.OPTIMIZER_STEP in phases for phases in marked)
 
     @property

@@ -220,16 +220,20 @@ class _Drawn:
     drawn: Floats
 
 
-def _sum(one: _Drawn | None, other: _Drawn | None) -> _Drawn | None:
-    return _Drawn(one.point + other.point, one.drawn + other.drawn) if one is not None and other is not None else None
+def _sum(drawn: _Drawn | None, other: _Drawn | None) -> _Drawn | None:
+    return (
+        _Drawn(drawn.point + other.point, drawn.drawn + other.drawn)
+        if drawn is not None and other is not None
+        else None
+    )
 
 
-def _interval(one: _Drawn | None, sign: float = 1.0) -> Interval | None:
-    if one is None:
+def _interval(drawn: _Drawn | None, sign: float = 1.0) -> Interval | None:
+    if drawn is None:
         return None
     tail = (1 - SHOWN) / 2
-    low, high = np.quantile(sign * one.drawn, [tail, 1 - tail])
-    point = sign * one.point
+    low, high = np.quantile(sign * drawn.drawn, [tail, 1 - tail])
+    point = sign * drawn.point
     return Interval(math.exp(point), math.exp(min(low, point)), math.exp(max(high, point)), SHOWN)
 
 

@@ -46,10 +46,10 @@ def advice_of(basis: Basis, answers: Sequence[Answer]) -> tuple[Advice, ...]:
 def _merged(found: Sequence[Advice]) -> list[Advice]:
     """What is about no speed and says the same of several settings is said once."""
     merged: dict[tuple[object, ...], Advice] = {}
-    for number, one in enumerate(found):
-        key = (one.kind, one.mode, one.sentence, one.precision_map) if one.gain is None else (number,)
-        before = merged.get(key, one)
-        merged[key] = replace(before, settings=tuple(dict.fromkeys((*before.settings, *one.settings))))
+    for number, advice in enumerate(found):
+        key = (advice.kind, advice.mode, advice.sentence, advice.precision_map) if advice.gain is None else (number,)
+        before = merged.get(key, advice)
+        merged[key] = replace(before, settings=tuple(dict.fromkeys((*before.settings, *advice.settings))))
     return list(merged.values())
 
 
@@ -281,7 +281,10 @@ def advised(basis: Basis) -> Advised:
     # By kind, and what gives most first.
     ordered = sorted(
         (*advice_of(basis, answers), *projections(basis)),
-        key=lambda one: (_ORDER.index(one.kind), -one.gain.point if one.gain is not None else math.inf),
+        key=lambda projection: (
+            _ORDER.index(projection.kind),
+            -projection.gain.point if projection.gain is not None else math.inf,
+        ),
     )
     of_serving = (advice for answer in basis.served for advice in serving_advice(answer))
     first = sorted(of_serving, key=lambda advice: _ORDER.index(advice.kind))

@@ -34,7 +34,7 @@ def basis_of(
 ) -> tuple[Basis, list[str]]:
     """The run that a word means with what else the store knows of it, and what of that could not be read."""
     run = load_named(word, store)
-    other_runs = [load_named(one, store) for one in beside]
+    other_runs = [load_named(text, store) for text in beside]
     for other in other_runs:
         _refuse_foreign(run, other)
     studies, troubles = studies_of(store_of(Path(run.path)) or store)
@@ -65,7 +65,7 @@ def _refuse_foreign(run: Run, other: Run) -> None:
 
 
 def write_map(found: Advised, run: Run, path: Path) -> None:
-    routes = [one for one in found.advice if one.kind is AdviceKind.ROUTE and one.precision_map]
+    routes = [advice for advice in found.advice if advice.kind is AdviceKind.ROUTE and advice.precision_map]
     if not routes:
         raise UsageError(
             f"no layer of the run {run.id} is advised to stay high, so that there is no map to write. "

@@ -112,7 +112,7 @@ def _of_layers(answer: ServingAnswer) -> Advice:
     what, (low, spared) = answer.question.check_layers, answer.spared
     usual, *exceptions = str(getattr(spared[0], what)).split("@")
     name = f"{what}={usual}"
-    layers = ", ".join(one.partition("=")[0] for one in exceptions)
+    layers = ", ".join(exception.partition("=")[0] for exception in exceptions)
     figure = f"the mean KL is then {spared[1].kl:.1e} instead of {low[1].kl:.1e}"
     called = {"kv": "KV", "weights": "weights"}[what]
     if spared[1].kl <= _SAVED * low[1].kl:

@@ -49,19 +49,19 @@ def sized(
     the case. The least favourable of a size counts. `paths` are the dtypes that the reference may multiply in,
     `product` is the one of a layer's three, '' for any."""
     found: dict[int, tuple[SizedRatio, str]] = {}
-    for one in basis.known:
-        params, speed = dict(one.record.case.params), one.speed
-        alike = one.mode == mode and one.record.case.device == device and one.lead is not None
+    for case in basis.known:
+        params, speed = dict(case.record.case.params), case.speed
+        alike = case.mode == mode and case.record.case.device == device and case.lead is not None
         if not alike or speed is None or not all(isinstance(params.get(side), int) for side in _SIDES):
             continue
-        if paths is not None and {one.lead.case.precision if one.lead is not None else ""} != set(paths):
+        if paths is not None and {case.lead.case.precision if case.lead is not None else ""} != set(paths):
             continue
         if product and params.get("product", product) != product:
             continue
         size = round(math.prod(int(params[side]) for side in _SIDES) ** (1 / 3))
         ratio = speed.inverse
         if size not in found or found[size][0].ratio.point < ratio.point:
-            found[size] = SizedRatio(size, ratio), one.row
+            found[size] = SizedRatio(size, ratio), case.row
     return found
 
 
@@ -199,7 +199,7 @@ def projections(basis: Basis) -> Iterator[Advice]:
     leads = {
         compared.lead.case.id: compared for compared in basis.besides if compared.lead is not None and compared.trains
     }
-    timed = {(one.mode, one.record.case.device) for one in basis.known if one.speed is not None}
+    timed = {(case.mode, case.record.case.device) for case in basis.known if case.speed is not None}
     for lead in leads.values():
         assert lead.lead is not None
         here = {record.case.mode for record, _ in lead.group}

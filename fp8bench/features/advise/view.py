@@ -35,14 +35,18 @@ def advice_elements(advised: Advised, whole: bool = True) -> Iterator[Element]:
     """The sentences, then what is predicted and by which rows; of leaving all as it is only if it is the `whole`."""
     named = short_names(advised)
     shown = advised.advice[:_MOST]
-    tones = (Tone.DOUBT if one.doubtful else _KINDS.get(one.kind, Tone.STRONG) for one in shown)
-    settings = ([named(one) for one in advice.settings] for advice in shown)
+    tones = (Tone.DOUBT if advice.doubtful else _KINDS.get(advice.kind, Tone.STRONG) for advice in shown)
+    settings = ([named(setting) for setting in advice.settings] for advice in shown)
     places = (own[0] if len(own) == 1 else many(len(own), "setting") for own in settings)
     said = zip(shown, places, tones, strict=True)
     yield Items(tuple(Text(f"{advice.sentence} ({place}).", tone) for advice, place, tone in said))
     if len(advised.advice) > len(shown):
         yield Text(f"{len(advised.advice) - len(shown)} more pieces of advice are in the JSON.")
-    gains = [one for one in advised.advice if one.gain is not None and (whole or one.kind is not AdviceKind.NOTHING)]
+    gains = [
+        advice
+        for advice in advised.advice
+        if advice.gain is not None and (whole or advice.kind is not AdviceKind.NOTHING)
+    ]
     if gains:
         cols: list[Col[Advice]] = [
             Col("advice", lambda advice: f"{advice.kind} {advice.mode}"),
@@ -82,7 +86,7 @@ def speed(found: Interval | None, show: Callable[[float], str] = units.speed_up)
 
 def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) -> Iterator[Element]:
     named = short_names(advised)
-    by_setting = together((one.setting, one) for one in costs)
+    by_setting = together((cost.setting, cost) for cost in costs)
     cols: list[Col[Cost]] = [
         Col("precision", lambda cost: cost.mode),
         Col("speed-up", lambda cost: speed(cost.speed), number=True, unit="x"),
@@ -101,8 +105,8 @@ def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) ->
             money = f", {units.significant(first.hours * price)} at {price:g} an hour" if price is not None else ""
             took = units.seconds(3600 * first.hours)
             yield Text(f"{first.reference} itself: {units.whole(first.steps)} such steps take {took}{used}{money}.")
-    if any(one.model for one in costs):
-        models = ", ".join(dict.fromkeys(one.model for one in costs if one.model))
+    if any(cost.model for cost in costs):
+        models = ", ".join(dict.fromkeys(cost.model for cost in costs if cost.model))
         yield Text(f"Losses are those of {models}: what another model loses is not known.", Tone.DOUBT)
 
 

@@ -85,8 +85,12 @@ class Auditor:
     def wrong(self, given: AuditInput) -> dict[str, PromiseVerdict]:
         matrices = self.matrices(given)
         results = self.results(matrices)
-        verdicts = {name: one for name, one in self.judged(matrices, results).items() if one.code}
-        if all(one.remark or one.code in CERTAIN for one in verdicts.values()):
+        verdicts = {
+            name: promise_verdict
+            for name, promise_verdict in self.judged(matrices, results).items()
+            if promise_verdict.code
+        }
+        if all(promise_verdict.remark or promise_verdict.code in CERTAIN for promise_verdict in verdicts.values()):
             return verdicts
         fresh = self.subject.drawn(given.data, given.shape, self.seed + _ANOTHER)
         again, promises = self.judged(fresh, self.results(fresh)), self.subject.promises(matrices)
@@ -179,11 +183,11 @@ def audited(
             found.append(check.unknown(error))
         findings += found or [AuditFinding(check.name, AuditOutcome.PASS)]
         if check.grounds:
-            if any(one.code == "raises" for one in found):
+            if any(finding.code == "raises" for finding in found):
                 break
-            auditor.sound = all(one.outcome is AuditOutcome.PASS for one in found)
+            auditor.sound = all(finding.outcome is AuditOutcome.PASS for finding in found)
     return Audit(
         target, signature, tuple(findings), auditor.tried, time.perf_counter() - started,
         times=tuple(auditor.times.items()),
-        work=tuple((side, one, auditor.compared.get(side)) for side, one in auditor.work.items()),
+        work=tuple((side, work, auditor.compared.get(side)) for side, work in auditor.work.items()),
     )  # fmt: skip

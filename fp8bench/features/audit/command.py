@@ -158,7 +158,11 @@ def audit(
     target = _absolute(target)
     with ProcessWorker(settings, module=_MODULE) as worker:
         known = worker.probe()
-        facts = device_named(device, known) if device else next((one for one in known if one.accelerated), known[0])
+        facts = (
+            device_named(device, known)
+            if device
+            else next((device_facts for device_facts in known if device_facts.accelerated), known[0])
+        )
         try:
             declared = worker.within(START_SECONDS).declared(target)  # type: ignore[attr-defined]
         except WorkerFault as fault:
@@ -278,7 +282,7 @@ def page_of(facts: DeviceFacts, audit: Audit, whole: bool = True) -> Page:
 
 def _verdict(audit: Audit, failed: list[AuditFinding]) -> Iterator[Text]:
     outcome, checks = audit.outcome, len(_by_check(audit))
-    reason = next((f"{one.code}: {one.why}" for one in failed if one.outcome is outcome), "")
+    reason = next((f"{finding.code}: {finding.why}" for finding in failed if finding.outcome is outcome), "")
     right = _covered(audit) if audit.layers else f"it gives what {audit.signature.precision} gives, by {checks} checks"
     yield Text(f"{outcome.value}: {reason or right}", _TONES[outcome])
     yield Text(f"{units.whole(audit.tried)} result{'s' * (audit.tried != 1)} in {units.seconds(audit.seconds)}")
@@ -311,7 +315,9 @@ def _share(error: float | None) -> str:
 _CHECKS: tuple[Col[tuple[str, list[AuditFinding]]], ...] = (
     Col("check", lambda row: row[0]),
     Col("outcome", lambda row: worst(row[1]).value, tone=lambda row: _TONES[worst(row[1])]),
-    Col("codes", lambda row: ", ".join(dict.fromkeys(one.code for one in row[1] if one.code)) or units.NONE),
+    Col(
+        "codes", lambda row: ", ".join(dict.fromkeys(finding.code for finding in row[1] if finding.code)) or units.NONE
+    ),
 )
 _FINDINGS: tuple[Col[AuditFinding], ...] = (
     Col("check", lambda finding: finding.check),
@@ -357,12 +363,12 @@ def as_junit(audit: Audit) -> str:
     suite = ET.SubElement(root, "testsuite", name=printable(audit.target))
     for check, found in _by_check(audit).items():
         test = ET.SubElement(suite, "testcase", classname=printable(audit.target), name=check, time="0")
-        for one in found:
-            words = printable(": ".join(filter(None, (one.why, one.input))))
-            if one.outcome in _TAGS:
-                ET.SubElement(test, _TAGS[one.outcome], message=words, type=one.code)
-            elif one.code:
-                ET.SubElement(test, "system-out").text = f"{one.code}: {words}"
+        for finding in found:
+            words = printable(": ".join(filter(None, (finding.why, finding.input))))
+            if finding.outcome in _TAGS:
+                ET.SubElement(test, _TAGS[finding.outcome], message=words, type=finding.code)
+            elif finding.code:
+                ET.SubElement(test, "system-out").text = f"{finding.code}: {words}"
     for place in (suite, root):
         place.set("tests", str(len(place.findall(".//testcase"))))
         for name, tag in (("failures", "failure"), ("errors", "error")):

@@ -225,7 +225,7 @@ class OddShapesCheck(AuditCheck):
             for data in (NORMAL, BLOCKS) if BLOCKS in self.subject.data else (NORMAL,):
                 given = AuditInput(data, shape)
                 try:
-                    found = [(name, one) for name, one in self.auditor.wrong(given).items() if one.failed]
+                    found = [(name, verdict) for name, verdict in self.auditor.wrong(given).items() if verdict.failed]
                 except Exception as error:  # noqa: BLE001 - a refusal is what a size that does not divide may get
                     refused.append(self.auditor.words(given).partition(",")[0])
                     why = why or own_words(error)

@@ -84,9 +84,11 @@ def promises_low(module: nn.Module) -> bool:
 
 def left_out(model: nn.Module, layers: Sequence[FoundLayer]) -> dict[str, tuple[str, str]]:
     """Of each layer that was not converted a word and a sentence that say likely why."""
-    weights = {id(one.weight): one.name for one in layers if one.low}
-    linear = [one.name for one in layers if one.low or isinstance(one.module, nn.Linear)]
-    by = {type(one.module).__module__.partition(".")[0] for one in layers if one.low}
+    weights = {id(found_layer.weight): found_layer.name for found_layer in layers if found_layer.low}
+    linear = [
+        found_layer.name for found_layer in layers if found_layer.low or isinstance(found_layer.module, nn.Linear)
+    ]
+    by = {type(found_layer.module).__module__.partition(".")[0] for found_layer in layers if found_layer.low}
     ends = {linear[-1]: "last", linear[0]: "first"} if by <= {"torchao"} and len(linear) > 1 else {}
     behind = dict(_behind_odd(model)) if by <= {"transformer_engine", "intel_transformer_engine"} else {}
 
@@ -123,7 +125,9 @@ def _behind_odd(model: nn.Module, path: str = "", stopped: str = "") -> Iterator
 
 def untied(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[tuple[str, str]]:
     """Converted layers with the values of an embedding whose weight is another: a tie that converting has cut."""
-    tables = [(name, one.weight) for name, one in model.named_modules() if isinstance(one, nn.Embedding)]
+    tables = [
+        (name, embedding.weight) for name, embedding in model.named_modules() if isinstance(embedding, nn.Embedding)
+    ]
     for layer in (layer for layer in layers if layer.low and layer.weight.device.type != "meta"):
         for name, table in tables:
             alike = (
@@ -159,7 +163,7 @@ def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: 
     known: dict[tuple[Any, ...], str] = {}
 
     def look(layer: FoundLayer, _: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-        x = next((one for one in given if isinstance(one, Tensor)), None)
+        x = next((tensor for tensor in given if isinstance(tensor, Tensor)), None)
         if x is None or not isinstance(output, Tensor) or layer.weight.dim() != 2:
             return
         outputs, inputs = layer.weight.shape
@@ -172,7 +176,7 @@ def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: 
                 known[key] = _runs_as(layer, x, output, facts)
             layer.runs = known[key]
 
-    handles = [one.module.register_forward_hook(partial(look, one)) for one in layers]
+    handles = [found_layer.module.register_forward_hook(partial(look, found_layer)) for found_layer in layers]
     try:
         with torch.no_grad():
             call_of(model, batch)()
@@ -219,7 +223,9 @@ def audited_model(target: str, model: nn.Module, batch: Any, signature: Signatur
         checks[_COVERAGE].append(AuditFinding(_COVERAGE, AuditOutcome.FAIL, "tie-broken", words, name))
     if batch is not None:
         checks[_NUMBERS] = failed or list(_numbers(rows, signature.precision))
-    findings = [one for name, found in checks.items() for one in found or [AuditFinding(name, AuditOutcome.PASS)]]
+    findings = [
+        finding for name, found in checks.items() for finding in found or [AuditFinding(name, AuditOutcome.PASS)]
+    ]
     looked_at, seconds = sum(bool(layer.runs) for layer in layers), time.perf_counter() - started
     return Audit(target, signature, tuple(findings), looked_at, seconds, layers=tuple(rows))
 
@@ -230,7 +236,7 @@ def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Aud
     With a `batch` products of converted layers are looked at; `precision` is what they should be in, '' any low one.
     The model is run once without gradients, and stays as it was.
     """
-    facts = next(one for one in devices.get("cpu").available())
+    facts = next(device for device in devices.get("cpu").available())
     signature = signed("model", precisions.canonical(precision) if precision else "")
     return audited_model(type(model).__name__, model, batch, signature, facts)
 
@@ -251,7 +257,7 @@ def _conversion(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
     by_rule: dict[str, list[AuditedLayer]] = {}
     for row in (row for row in rows if row.rule):
         by_rule.setdefault(row.rule, []).append(row)
-    for rule in (one for one in _SILENT if one in by_rule):
+    for rule in (text for text in _SILENT if text in by_rule):
         alike = by_rule.pop(rule)
         why = f"{alike[0].reason}; {len(alike)} such layers were left as they were"
         yield _finding(_COVERAGE, rule, why, alike)
@@ -262,10 +268,10 @@ def _conversion(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
 
 def _numbers(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFinding]:
     low = [row for row in rows if row.low]
-    if high := [one for one in low if one.runs in _HIGH]:
+    if high := [layer for layer in low if layer.runs in _HIGH]:
         as_ = "its operands as they came" if high[0].runs == HIGH else f"in {high[0].runs}"
         yield _finding(_NUMBERS, "not-cast", f"a {high[0].what} multiplies {as_}, and promises otherwise", high)
-    wrong = [one for one in low if precision and one.runs not in ("", UNKNOWN, WEIGHTS, precision, *_HIGH)]
+    wrong = [layer for layer in low if precision and layer.runs not in ("", UNKNOWN, WEIGHTS, precision, *_HIGH)]
     if wrong:
         words = f"a {wrong[0].what} multiplies as {wrong[0].runs} does, and {precision} was promised"
         yield _finding(_NUMBERS, "other-precision", words, wrong)
@@ -273,10 +279,10 @@ def _numbers(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFind
         ("", "not-seen", "were not called on this batch, or show no single product"),
         (UNKNOWN, "unknown", "multiply in a precision that is none of those that are known here"),
     ):
-        if some := [one for one in low if one.runs == runs]:
+        if some := [layer for layer in low if layer.runs == runs]:
             why = f"{len(some)} of {len(low)} converted layers {words}"
             yield _finding(_NUMBERS, code, why, some, AuditOutcome.PASS)
-    if low and all(one.runs == "" for one in low):
+    if low and all(layer.runs == "" for layer in low):
         yield AuditFinding(_NUMBERS, AuditOutcome.CANNOT_TELL, "not-seen", "no converted layer could be looked at")
 
 

@@ -193,7 +193,7 @@ def spread(scales: Tensor, like: Tensor) -> Tensor:
 
 def _block(length: int, count: int) -> int:
     side = -(-length // max(count, 1))
-    return next((one for one in _SIDES if one >= side), side) if count > 1 else length
+    return next((number for number in _SIDES if number >= side), side) if count > 1 else length
 
 
 def scale_matrix(scale: Tensor) -> Tensor:

@@ -169,7 +169,7 @@ class ProductPromise:
 
     def _beyond(self, wide: Tensor, sums: ConformitySums, slack: Iterable[Tensor], errors: float = math.inf) -> Tensor:
         """Where no sum of operands that are off by so much at most is rounded to it; by so many standard errors."""
-        x, y, a, b = (one.double() for one in (self.a.values.abs(), self.b.values.abs(), *slack))
+        x, y, a, b = (tensor.double() for tensor in (self.a.values.abs(), self.b.values.abs(), *slack))
         more = ((x + a) @ (y + b).t() - sums.magnitude).clamp(min=0)
         if errors < math.inf:
             more = torch.minimum(more, errors * (a**2 @ (y**2).t() + x**2 @ (b**2).t()).sqrt())
@@ -197,10 +197,10 @@ class ProductPromise:
         for place, ((low, high), values) in enumerate(zip(spans, (self.a.values, self.b.values), strict=True)):
             open_ = (high - low) > _LAST_BITS * values.abs()
             if bool(open_.any()):
-                ends = (torch.where(values < 0, one, other) for one, other in ((low, high), (high, low)))
+                ends = (torch.where(values < 0, tensor, other) for tensor, other in ((low, high), (high, low)))
                 moved = (torch.where(open_, end - values, 0.0).double() for end in ends)
-                columns += [a @ one.t() if place else one @ b.t() for one in moved]
-        known = torch.stack([(one / sums.magnitude).flatten() for one in columns], 1)
+                columns += [a @ tensor.t() if place else tensor @ b.t() for tensor in moved]
+        known = torch.stack([(column / sums.magnitude).flatten() for column in columns], 1)
         off = ((wide - sums.exact.to(sums.dtype).to(torch.float64)) / sums.magnitude).flatten()
         gram = known.t() @ known
         inverse = torch.linalg.pinv(gram, hermitian=True, rtol=1e-10)
@@ -264,7 +264,9 @@ class CastPromise:
             return wrong
         assert given is not None and treatment is not None
         values, wanted = found.to(torch.float32), kept.values
-        error, expected = (relative_frobenius(one, given) if bool(given.any()) else None for one in (values, wanted))
+        error, expected = (
+            relative_frobenius(tensor, given) if bool(given.any()) else None for tensor in (values, wanted)
+        )
         verdict = self._held(values, kept.values, search)
         return verdict._replace(error=error, expected=expected)
 
@@ -289,7 +291,9 @@ class CastPromise:
         difference, why = explain_cast(values, wanted, given.to(torch.float32), treatment.fmt)
         if difference in _CODES:
             return PromiseVerdict(_CODES[difference], why)
-        error, expected = (relative_frobenius(one, given) if bool(given.any()) else None for one in (values, wanted))
+        error, expected = (
+            relative_frobenius(tensor, given) if bool(given.any()) else None for tensor in (values, wanted)
+        )
         return in_band(error, expected, why or "other values, of the same error")
 
     def agrees(self, tensor: Tensor, other: Tensor) -> bool:
@@ -315,7 +319,7 @@ class AttentionPromise:
         lossy = self.treatment is not None and self.treatment.fmt.bits <= 8
         if (not lossy or low <= error) and error <= high:
             return PromiseVerdict(error=error, expected=high)
-        nearest = min(((_distance(found, one), code, why) for code, why, one in self._mistakes()), default=None)
+        nearest = min(((_distance(found, tensor), code, why) for code, why, tensor in self._mistakes()), default=None)
         if nearest is not None and nearest[0] * _NEARER_IN_ATTENTION < _distance(found, wanted):
             return PromiseVerdict(*nearest[1:], error, high)
         band = in_band(error, high if error > high or not lossy else low)
@@ -326,7 +330,7 @@ class AttentionPromise:
         return relative_frobenius(tensor, other.to(torch.float64)) <= allowed
 
     def _exact(self) -> Tensor:
-        q, k, v = (one.to(torch.float64) for one in self.given)
+        q, k, v = (tensor.to(torch.float64) for tensor in self.given)
         return _weights(q, k, self.causal) @ v
 
     def _promised(self, weights: bool = False, scores: bool = False) -> Tensor:
@@ -342,7 +346,9 @@ class AttentionPromise:
 
     def _cast(self) -> Matrices:
         """All three, each along the contraction of its product: that of values is the places."""
-        q, k, turned = (_along_last(one, self.treatment) for one in (*self.given[:2], self.given[2].transpose(-1, -2)))
+        q, k, turned = (
+            _along_last(tensor, self.treatment) for tensor in (*self.given[:2], self.given[2].transpose(-1, -2))
+        )
         return q, k, turned.transpose(-1, -2)
 
     def _mistakes(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -430,7 +436,7 @@ def in_band(error: float | None, expected: float | None, why: str = "") -> Promi
     why, remark = why or "no known mistake explains it", why or "not the promised values, and with their error"
     if error is None or expected is None:
         return PromiseVerdict("unexplained", why, error, expected)
-    low, high = (expected * one for one in BAND)
+    low, high = (expected * value for value in BAND)
     if error > high:
         words = f"{why}; its error is {error:.3g}, and {expected:.3g} was expected"
         return PromiseVerdict("too-bad", words, error, expected)

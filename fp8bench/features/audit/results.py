@@ -37,11 +37,11 @@ class NumbersCheck(AuditCheck):
         for shape in self.auditor.shapes():
             for data in self.subject.data:
                 self.given = AuditInput(data, shape)
-                for name, one in self.auditor.wrong(self.given).items():
-                    key = name, one.code if one.remark else "failed"
+                for name, verdict in self.auditor.wrong(self.given).items():
+                    key = name, verdict.code if verdict.remark else "failed"
                     if key not in said:
                         said.add(key)
-                        yield self.judged(self.given, name, one)
+                        yield self.judged(self.given, name, verdict)
             if any(code == "failed" for _, code in said):
                 return
 
@@ -57,8 +57,8 @@ class ManyStepsCheck(AuditCheck):
     def look(self) -> Iterator[AuditFinding]:
         assert isinstance(self.subject, OptimizerSubject)
         self.given = AuditInput(NORMAL, self.subject.many)
-        for name, one in self.auditor.wrong(self.given).items():
-            yield self.judged(self.given, name, one)
+        for name, verdict in self.auditor.wrong(self.given).items():
+            yield self.judged(self.given, name, verdict)
         few = AuditInput(NORMAL, self.subject.held)
         state = self.subject.state_bytes(self.auditor.matrices(few))
         if state is not None and state[0] > _MORE * state[1]:
@@ -175,8 +175,8 @@ class MemoryCheck(AuditCheck):
         base = self._refilled(arguments, NORMAL)
         self.subject.results(arguments)
         fresh = self._matrices(_OTHER)
-        for one, old in zip(fresh, base, strict=True):
-            rows, kept = (matrix.view(-1, matrix.shape[-1]) for matrix in (one, old))
+        for tensor, old in zip(fresh, base, strict=True):
+            rows, kept = (matrix.view(-1, matrix.shape[-1]) for matrix in (tensor, old))
             rows[0], rows[:, 0], rows[-1], rows[:, -1] = kept[0], kept[:, 0], kept[-1], kept[:, -1]
         if self._wrong(fresh, self.auditor.results(fresh)):
             yield self.fail("keyed", "all but the first and last rows and columns changed: old results")
@@ -184,19 +184,19 @@ class MemoryCheck(AuditCheck):
     def _overwritten(self, arguments: Matrices) -> Iterator[AuditFinding]:
         """A result is the caller's: a later call must not write into it."""
         first = self.subject.raw(arguments)
-        kept = {name: one.detach().clone() for name, one in first.items()}
+        kept = {name: tensor.detach().clone() for name, tensor in first.items()}
         self._refilled(arguments, "rows of different sizes")
         self.subject.raw(arguments)
-        pairs = [(first[name], one) for name, one in kept.items()]
-        if not all(bool(((one == two) | (one.isnan() & two.isnan())).all()) for one, two in pairs):
+        pairs = [(first[name], tensor) for name, tensor in kept.items()]
+        if not all(bool(((tensor == two) | (tensor.isnan() & two.isnan())).all()) for tensor, two in pairs):
             yield self.fail("overwritten", "a later call writes into the result of an earlier one")
 
     def _poisoned(self, arguments: Matrices) -> Iterator[AuditFinding]:
         """Memory that comes back from the allocator, and results that were given back, are full of NaN."""
         fresh = self._refilled(arguments, NORMAL)
         for _ in range(_POISONED):
-            for one in self.subject.raw(arguments).values():
-                one.detach().fill_(math.nan)
+            for tensor in self.subject.raw(arguments).values():
+                tensor.detach().fill_(math.nan)
             if self._wrong(fresh, self.subject.results(arguments)):
                 yield self.fail("uninitialised", "after results were filled with NaN the next is wrong")
                 return
@@ -215,7 +215,7 @@ class MemoryCheck(AuditCheck):
         """At another address the same bits; a remark where sums are in another order each time."""
         fresh = self._refilled(arguments, NORMAL)
         here, there = self.subject.results(arguments), self.auditor.results(fresh)
-        if all(torch.equal(here[name], one) for name, one in there.items()):
+        if all(torch.equal(here[name], tensor) for name, tensor in there.items()):
             return
         if self._wrong(fresh, there):
             yield self.fail("address", "the same values at other addresses: the result is wrong")
@@ -235,7 +235,7 @@ class MemoryCheck(AuditCheck):
             yield self.fail("stream", "on its caller's stream it does not wait for what went before")
 
     def _wrong(self, matrices: Matrices, results: dict[str, Tensor]) -> bool:
-        return any(one.failed for one in self.auditor.judged(matrices, results).values())
+        return any(verdict.failed for verdict in self.auditor.judged(matrices, results).values())
 
     def _matrices(self, data: str) -> Matrices:
         assert self.given is not None
@@ -250,8 +250,8 @@ class MemoryCheck(AuditCheck):
 
 def _write(values: Matrices, into: Matrices) -> None:
     with torch.no_grad():
-        for one, other in zip(into, values, strict=True):
-            one.copy_(other)
+        for tensor, other in zip(into, values, strict=True):
+            tensor.copy_(other)
 
 
 @contextmanager

@@ -113,13 +113,13 @@ class OptimizerWay:
 
     def _adam(self, state: State, gradient: Tensor, count: int) -> State:
         weights, gradient = self._decayed(state[0], gradient)
-        one, other = self.hyper.betas
-        first = one * self.remembers[0] * state[1] + (1 - one) * gradient
+        value, other = self.hyper.betas
+        first = value * self.remembers[0] * state[1] + (1 - value) * gradient
         second = other * self.remembers[1] * state[2] + (1 - other) * gradient * gradient
         first_kept, second_kept = self.first(first), self.second(second)
         upper, lower = (first_kept, second_kept) if self.late else (first, second)
         count = max(self.count(count), 1)
-        upper = upper / (1 - one**count if self.bias[0] else 1)
+        upper = upper / (1 - value**count if self.bias[0] else 1)
         root = math.sqrt(1 - other**count) if self.bias[1] else 1.0
         epsilon = self.hyper.epsilon
         if self.epsilon == "inside":
@@ -210,15 +210,15 @@ def mistakes(
 ) -> Iterator[tuple[str, str, OptimizerWay]]:
     """Their codes, in words, and the steps that they make where these should be `way`; of `long` rows of steps those
     that few do not show. `others` are ways to keep both moments that somebody may have taken instead."""
-    one, other = way.hyper.betas
-    coarse = float(cut(torch.tensor(one))), float(cut(torch.tensor(other)))
+    value, other = way.hyper.betas
+    coarse = float(cut(torch.tensor(value))), float(cut(torch.tensor(other)))
     rows: Iterable[Row]
     if way.rule is UpdateRule.SGD:
         rows = () if long else (*_OF_MOMENTUM, *_otherwise(others, {"the momentum is": ("first",)}), *_OF_WEIGHTS)
     else:
         rows = _LATE if long else (
             *_OF_MOMENTS, *_otherwise(others, _MOMENTS), *_OF_COUNTS, *_OF_WEIGHTS,
-            ("betas", "its betas are exchanged", {"hyper": way.hyper._replace(betas=(other, one))}),
+            ("betas", "its betas are exchanged", {"hyper": way.hyper._replace(betas=(other, value))}),
             ("betas", "its betas are cut to bfloat16", {"hyper": way.hyper._replace(betas=coarse)}),
         )  # fmt: skip
     for code, words, changes in rows:
@@ -259,8 +259,8 @@ class OptimizerPromise:
             return wrong
         exact = self._exact
         error, noise = relative_frobenius(found, exact), self._noise
-        errors = [relative_frobenius(one, exact) for one in self._promised]
-        own = min(relative_frobenius(found, one) for one in self._promised)
+        errors = [relative_frobenius(tensor, exact) for tensor in self._promised]
+        own = min(relative_frobenius(found, tensor) for tensor in self._promised)
         spread = 1 + _DRAWN / math.sqrt(2 * found.numel()) if self._drawn else 1.0
         high, low = spread * BAND[1] * max(errors) + noise, BAND[0] * min(errors) / spread - noise
         code = why = ""

@@ -91,7 +91,7 @@ class Subject(ABC):
 
     def results(self, arguments: Matrices) -> dict[str, Tensor]:
         """What it makes of them, by name; on the processor, and nobody else's memory."""
-        return {name: one.detach().to("cpu", copy=True) for name, one in self.raw(arguments).items()}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.raw(arguments).items()}
 
     def raw(self, arguments: Matrices) -> dict[str, Tensor]:
         return {self.kind.value: self._one(self.function(*arguments))}
@@ -120,10 +120,10 @@ class ProductSubject(Subject):
         codes, scales = [one.codes.to(self.device) for one in kept], [one.scales for one in kept]
         fmt = None if treatment is None or treatment.scaling is None else treatment.scaling.scale
         if fmt is None:
-            scales = [one.reshape(()) if one.numel() == 1 else one for one in scales]
+            scales = [scale.reshape(()) if scale.numel() == 1 else scale for scale in scales]
         else:
-            scales = [one.to(torch.float8_e8m0fnu if fmt.name == "e8m0" else DTYPES[fmt.name]) for one in scales]
-        scales = [one.to(self.device) for one in scales]
+            scales = [scale.to(torch.float8_e8m0fnu if fmt.name == "e8m0" else DTYPES[fmt.name]) for scale in scales]
+        scales = [scale.to(self.device) for scale in scales]
         whole = [torch.tensor(one.tensor_scale, device=self.device) for one in kept if one.tensor_scale != 1.0]
         return codes[0], codes[1].t() if turned else codes[1], *scales, *whole
 
@@ -200,18 +200,20 @@ class LinearSubject(Subject):
         }
         found: dict[str, Promise] = {}
         for name, (a, b, last) in products.items():
-            first, second = (rounded(one.contiguous(), None if high and last else role[which]) for one, which in (a, b))
+            first, second = (
+                rounded(tensor.contiguous(), None if high and last else role[which]) for tensor, which in (a, b)
+            )
             found[name] = ProductPromise(first, second, self._emulated(a, b, last), self.hopper)
         return found
 
     def _emulated(self, a: tuple[Tensor, Role], b: tuple[Tensor, Role], last: bool) -> Tensor | None:
         recipe = self.promised.recipe
-        drawn = recipe is not None and any(one is Role.GRADIENT and recipe.gradient.stochastic for _, one in (a, b))
+        drawn = recipe is not None and any(role is Role.GRADIENT and recipe.gradient.stochastic for _, role in (a, b))
         if recipe is None or not (drawn or (last and recipe.hadamard)):
             return None
         arithmetic = RecipeArithmetic(recipe, self.promised.carrier).layer(_LAYER)
         cast = arithmetic.turned if last else arithmetic.cast
-        first, second = (cast(one.contiguous(), role) for one, role in (a, b))
+        first, second = (cast(tensor.contiguous(), role) for tensor, role in (a, b))
         return arithmetic.product(first, second, self.promised.carrier)
 
 
@@ -229,8 +231,8 @@ class AttentionSubject(Subject):
         m, n, k = shape
         made = (drawn(data, place, _BATCH * n * m, k, seed, torch.float32) for place in range(3))
         # Scores of a few units: a softmax of larger ones is a choice, and tells nothing of how they were made.
-        scaled = (one / one.square().mean().sqrt().clamp(min=2.0**-30) for one in made)
-        return tuple(one.view(_BATCH, n, m, k).to(self.promised.carrier) for one in scaled)
+        scaled = (tensor / tensor.square().mean().sqrt().clamp(min=2.0**-30) for tensor in made)
+        return tuple(tensor.view(_BATCH, n, m, k).to(self.promised.carrier) for tensor in scaled)
 
     def zeroed(self, matrices: Matrices) -> Matrices:
         return *matrices[:2], torch.zeros_like(matrices[2])
@@ -283,7 +285,7 @@ class OptimizerSubject(Subject):
         state = getattr(optimizer, "state", {}).get(weights)
         if not state:
             return None
-        held = sum(_bytes(one) for one in state.values() if isinstance(one, Tensor)) / weights.numel()
+        held = sum(_bytes(tensor) for tensor in state.values() if isinstance(tensor, Tensor)) / weights.numel()
         moments = moments_of(self.signature, self.facts)[: 1 if self.signature.rule is UpdateRule.SGD else 2]
         return held, sum(size for _, size in moments) + 4 * (self.signature.weights is KeptWeights.MASTER)
 

@@ -75,7 +75,11 @@ def conformity(
     named = list(dict.fromkeys(precisions.canonical(word) for word in dtypes))
     with ProcessWorker(Settings(seed=seed, imports=imports)) as worker:
         known = worker.probe()
-        facts = device_named(device, known) if device else next((one for one in known if one.accelerated), known[0])
+        facts = (
+            device_named(device, known)
+            if device
+            else next((device_facts for device_facts in known if device_facts.accelerated), known[0])
+        )
         supports = {name: precisions.get(name).support(facts) for name in named or precisions.names()}
         able = {name: support for name, support in supports.items() if support.level is not Level.REFUSED}
         if not able:
@@ -121,7 +125,7 @@ def page_of(facts: DeviceFacts, found: Sequence[ModeConformity], whole: bool = F
         words = f"{len(in_order)} products of {modes} differ by the order of sums alone (--all lists them)"
         parts.append(Part("order", "", (Text(words),)))
     if of_units:
-        modes = listed(list(dict.fromkeys(one.mode for one in of_units)), 20)
+        modes = listed(list(dict.fromkeys(unit.mode for unit in of_units)), 20)
         words = f"{len(of_units)} products of {modes} are summed in the bits of this GPU's units (--all lists them)"
         parts.append(Part("units", "", (Text(words),)))
     if undone := list(_undone(found)):
@@ -135,8 +139,8 @@ def _undone(found: Sequence[ModeConformity]) -> Iterator[str]:
     """A line for each reason: 'mxfp4, mxfp8 and nvfp4, 3 products: ...'."""
     by_reason = together((one.why, one) for mode in found for one in mode.found if one.difference is None)
     for why, members in by_reason.items():
-        modes = listed(list(dict.fromkeys(one.mode for one in members)), 20)
-        whats = list(dict.fromkeys(one.what for one in members))
+        modes = listed(list(dict.fromkeys(member.mode for member in members)), 20)
+        whats = list(dict.fromkeys(member.what for member in members))
         yield f"{modes}, {whats[0] if len(whats) == 1 else f'{len(whats)} casts and products'}: {why}"
 
 

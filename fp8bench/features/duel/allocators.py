@@ -41,7 +41,7 @@ def _share(text: str) -> str:
 
 def _divisions(text: str) -> str:
     powers = [part.rpartition(":")[2] for part in text.strip("[]").split(",")]
-    right = all(one.isdecimal() and int(one) > 0 and int(one) & (int(one) - 1) == 0 for one in powers)
+    right = all(power.isdecimal() and int(power) > 0 and int(power) & (int(power) - 1) == 0 for power in powers)
     return "" if right else "a power of 2, or [256:1,512:2,>:8]"
 
 
@@ -141,7 +141,7 @@ def settings_of(words: Sequence[str], option: str) -> AllocatorSettings:
 
 def _checked(name: str, value: str, option: str) -> str:
     if name == PRELOAD:
-        return " ".join(_library(one, option) for one in value.split()) or _library("", option)
+        return " ".join(_library(text, option) for text in value.split()) or _library("", option)
     if name in _OF_GLIBC and platform.libc_ver()[0] != "glibc":
         raise UsageError(f"{option} {name} is read by glibc's allocator, and this system has another. Leave it out.")
     rule = {**_OF_GLIBC, **_OF_A_CPU, **_OF_A_GPU}[name]

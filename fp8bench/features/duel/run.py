@@ -270,7 +270,7 @@ def begin_case(case: str, pair: Pair) -> CaseProgress:
 
 
 def _unfit(pair: Pair, planned: tuple[PlannedCase, PlannedCase]) -> str:
-    refused = [f"side {side.name}: {one.skip}" for side, one in zip(pair, planned, strict=True) if one.skip]
+    refused = [f"side {side.name}: {case.skip}" for side, case in zip(pair, planned, strict=True) if case.skip]
     if refused:
         return "; ".join(refused)
     suite = planned[0].case.workload

@@ -72,7 +72,7 @@ def refresh(pair: Sequence[SideWorkers], seed: int, number: int) -> None:
 
     The first session takes those that there are.
     """
-    workers = [worker for one in pair for worker in one.workers]
+    workers = [worker for side_workers in pair for worker in side_workers.workers]
     if number:
         for worker in workers:
             worker.restart()
@@ -139,7 +139,7 @@ class DuelTurns:
             arm.cut_like(arms[0])
         for arm in arms:
             # A minimum over more calls is lower for that alone.
-            arm.calls = min(one.calls for one in arms)
+            arm.calls = min(measured_arm.calls for measured_arm in arms)
             # Another process has run before each slot, so that caches are cold and the processor may be another.
             arm.discard = 1 if arm.step_seconds < WARMED_BELOW_SECONDS else 0
 

@@ -111,8 +111,8 @@ def judge(
     whole = 2 * sum(map(_make_up, shared)) >= len(shared)
     kept = [(session, _logs(session, whole), len(_rounds(session))) for session in shared]
     logs, of_all_calls = np.concatenate([logs for _, logs, _ in kept], axis=1)
-    is_after = np.concatenate([[False] * len(one.before) + [True] * len(one.after) for one, _, _ in kept])
-    sizes = [(len(one.before), len(one.after)) for one, _, _ in kept]
+    is_after = np.concatenate([[False] * len(session.before) + [True] * len(session.after) for session, _, _ in kept])
+    sizes = [(len(session.before), len(session.after)) for session, _, _ in kept]
     deals = _Deals(logs, is_after, sizes)
     rounds = min(rounds for _, _, rounds in kept)
     before, after = logs[~is_after], logs[is_after]
@@ -293,7 +293,7 @@ def judged(result: CaseResult) -> Judged | None:
 
 
 def comparisons(duel: Duel) -> tuple[Comparison, ...]:
-    return tuple(one for result in duel.results for one in compared(result))
+    return tuple(comparison for result in duel.results for comparison in compared(result))
 
 
 def of_means(duel: Duel) -> Iterator[Comparison]:
@@ -348,7 +348,7 @@ def _labels(result: CaseResult, found: Judged) -> tuple[Label, ...]:
             for timing in timings:
                 finding = Finding(record.case, found.verdict, phases=best_phases(timing))
                 told = labels_of(replace(record, timing=timing), finding, None, None)
-                labels += [one.label for one in told]
+                labels += [label.label for label in told]
     processes = sum(len(one.before) + len(one.after) for one in result.sessions)
     wanted = {label for label in labels if labels.count(label) >= processes / 2} - _OF_A_SUITE
     if found.uneven:
@@ -371,13 +371,15 @@ def _why_none(result: CaseResult) -> str:
 
 def _value(result: CaseResult, metric: str) -> Comparison:
     found = [record.measurement(metric) for record in (result.before, result.after)]
-    unit = next(one.unit for one in found if one is not None)
-    before, after = (statistics.median(one.samples) if one and one.samples else None for one in found)
+    unit = next(measurement.unit for measurement in found if measurement is not None)
+    before, after = (
+        statistics.median(measurement.samples) if measurement and measurement.samples else None for measurement in found
+    )
     blank = replace(_blank(result, metric, unit), before=before, after=after)
     if before is None or after is None:
         why = _why_none(result) if result.failed else f"only side {AFTER if before is None else BEFORE} has it"
         return replace(blank, why=why)
-    said = exact_change(*(one.samples for one in found if one is not None))
+    said = exact_change(*(measurement.samples for measurement in found if measurement is not None))
     return replace(blank, **said._asdict())
 
 

@@ -90,13 +90,18 @@ def _values(found: _Found) -> Iterator[Element]:
     ]
     if not values:
         return
-    apart = [(result, one) for result, one in values if one.direction is not Direction.SAME and one.ratio is not None]
+    apart = [
+        (result, comparison)
+        for result, comparison in values
+        if comparison.direction is not Direction.SAME and comparison.ratio is not None
+    ]
     rows = tuple(
-        (Field(_name(result)), Field(one.metric), Field(value(one, one.before)), Field(value(one, one.after)),
-         Field(signed(one.ratio), tone=TONES.get(one.direction, Tone.PLAIN)))
-        for result, one in apart
+        (Field(_name(result)), Field(comparison.metric), Field(value(comparison, comparison.before)),
+         Field(value(comparison, comparison.after)),
+         Field(signed(comparison.ratio), tone=TONES.get(comparison.direction, Tone.PLAIN)))
+        for result, comparison in apart
     )  # fmt: skip
-    title = f"values (errors, memory): {counted(one for _, one in values)}"
+    title = f"values (errors, memory): {counted(comparison for _, comparison in values)}"
     yield Table("values", title, _VALUES, rows) if rows else Text(title)
 
 

@@ -194,8 +194,11 @@ def _hardware(run: Run) -> Iterator[tuple[str, str]]:
         yield name, _shown(run.environment.get(name))
     config = str(run.environment.get("torch_config") or "")
     yield "instructions of the processor", config.partition(_CAPABILITY)[2].partition("\n")[0] or "unknown"
-    for one in _used(run):
-        yield f"device {one.key}", f"{one.name}, {one.memory_bytes >> 30} GiB" if one.accelerated else one.name
+    for device in _used(run):
+        yield (
+            f"device {device.key}",
+            f"{device.name}, {device.memory_bytes >> 30} GiB" if device.accelerated else device.name,
+        )
 
 
 def _software(run: Run) -> Iterator[tuple[str, str]]:
@@ -203,10 +206,10 @@ def _software(run: Run) -> Iterator[tuple[str, str]]:
     variables = sorted(name for name in facts if name.startswith("env_"))
     for name in (*_SOFTWARE, *variables):
         yield name, _shown(facts.get(name))
-    for one in _used(run):
-        if one.accelerated:
-            yield f"cuda of {one.key}", _shown(one.cuda or one.hip)
-            yield from ((f"{name} of {one.key}", _shown(facts.get(f"{one.key} {name}"))) for name in _SETTINGS)
+    for device in _used(run):
+        if device.accelerated:
+            yield f"cuda of {device.key}", _shown(device.cuda or device.hip)
+            yield from ((f"{name} of {device.key}", _shown(facts.get(f"{device.key} {name}"))) for name in _SETTINGS)
     for name in _ASKED:
         yield f"asked: {name}", _shown(getattr(run.request, name))
 

@@ -40,10 +40,10 @@ def of_clocks(
     seen: Sequence[MachineRun], plans: Sequence[FleetPlan]
 ) -> tuple[tuple[MachineAlarm, ...], tuple[str, ...]]:
     """A machine's worst one, and sentences on counterparts that most machines differ from."""
-    machines = {one.machine for one in seen}
+    machines = {run.machine for run in seen}
     against = {
         "that of whoever made the plan": list(_before_plan(seen, plans)),
-        "that of whoever wrote the files": [_began(one, one.ahead, "after its file was written") for one in seen],
+        "that of whoever wrote the files": [_began(run, run.ahead, "after its file was written") for run in seen],
     }
     doubts = [f"most machines' clocks differ from {who}: that one may be wrong"
               for who, hits in against.items() if _are_most(hits, machines)]  # fmt: skip
@@ -61,10 +61,10 @@ def of_clocks(
 
 def _before_plan(seen: Sequence[MachineRun], plans: Sequence[FleetPlan]) -> Iterator[_Hit]:
     made = {plan.id: datetime.fromisoformat(plan.created) for plan in plans}
-    for one in seen:
-        begun = made.get(one.cell.rpartition("/")[0])
-        early = (begun - one.started[0]).total_seconds() if begun is not None and one.started else 0.0
-        yield _began(one, early, "before its plan was made")
+    for run in seen:
+        begun = made.get(run.cell.rpartition("/")[0])
+        early = (begun - run.started[0]).total_seconds() if begun is not None and run.started else 0.0
+        yield _began(run, early, "before its plan was made")
 
 
 def _began(run: MachineRun, off: float, words: str) -> _Hit:
@@ -73,11 +73,11 @@ def _began(run: MachineRun, off: float, words: str) -> _Hit:
 
 
 def _set_back(seen: Sequence[MachineRun]) -> Iterator[_Hit]:
-    for one in seen:
-        for before, after in pairwise(one.started):
+    for run in seen:
+        for before, after in pairwise(run.started):
             back = (before - after).total_seconds()
-            words = f"run {one.run} says that it was gone on with {_long(back)} before it began: its clock was set"
-            yield back, MachineAlarm(one.machine, Oddity.CLOCK, words)
+            words = f"run {run.run} says that it was gone on with {_long(back)} before it began: its clock was set"
+            yield back, MachineAlarm(run.machine, Oddity.CLOCK, words)
 
 
 def _against_stores(seen: Sequence[MachineRun]) -> tuple[float, list[_Hit]]:
@@ -85,14 +85,14 @@ def _against_stores(seen: Sequence[MachineRun]) -> tuple[float, list[_Hit]]:
 
     On a disk of its own a machine stamps files itself, and is not ahead by anything.
     """
-    known = [(one, one.clock_ahead) for one in seen if one.clock_ahead is not None]
-    common = _common(together((one.machine, ahead) for one, ahead in known))
+    known = [(run, run.clock_ahead) for run in seen if run.clock_ahead is not None]
+    common = _common(together((run.machine, ahead) for run, ahead in known))
     alike = abs(common) > CLOCK_SECONDS
     hits = []
-    for one, ahead in known:
+    for run, ahead in known:
         off, where = ahead - common, "that most other machines have" if alike else "of its store's file system"
-        words = f"its clock was {_long(off)} {_side(off)} that {where} when run {one.run} began"
-        hits.append((abs(off), MachineAlarm(one.machine, Oddity.CLOCK, words if alike else f"{words}: one is wrong")))
+        words = f"its clock was {_long(off)} {_side(off)} that {where} when run {run.run} began"
+        hits.append((abs(off), MachineAlarm(run.machine, Oddity.CLOCK, words if alike else f"{words}: one is wrong")))
     return common, hits
 
 
@@ -100,7 +100,7 @@ def _common(own: Mapping[str, Sequence[float]]) -> float:
     """0 unless most machines are ahead by the same."""
     middles = [median(values) for values in own.values()]
     middle = median(middles) if len(middles) >= _LEAST_MACHINES else 0.0
-    return middle if 2 * sum(abs(one - middle) <= CLOCK_SECONDS for one in middles) > len(middles) else 0.0
+    return middle if 2 * sum(abs(value - middle) <= CLOCK_SECONDS for value in middles) > len(middles) else 0.0
 
 
 def _are_most(hits: Sequence[_Hit], machines: Collection[str]) -> bool:
@@ -156,10 +156,10 @@ def of_bits(kind: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
 def _answers(kind: Sequence[MachineRun]) -> dict[str, dict[str, set[str]]]:
     """What was told of each operation and error: all that a machine ever gave, by machine."""
     told: dict[str, dict[str, set[str]]] = {}
-    for one in kind:
-        said = [(f"{bits.dtype} {bits.operation} on {bits.device}", bits.digests) for bits in one.bits if bits.digests]
-        for what, values in (*said, *((name, (value,)) for name, value in one.errors.items())):
-            told.setdefault(what, {}).setdefault(one.machine, set()).update(values)
+    for run in kind:
+        said = [(f"{bits.dtype} {bits.operation} on {bits.device}", bits.digests) for bits in run.bits if bits.digests]
+        for what, values in (*said, *((name, (value,)) for name, value in run.errors.items())):
+            told.setdefault(what, {}).setdefault(run.machine, set()).update(values)
     return told
 
 

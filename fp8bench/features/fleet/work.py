@@ -55,7 +55,7 @@ def _next(
     states = states_of(plan, store, whole)
     whole.update(state.number for state in states if state.status is CellStatus.DONE)
     waiting = (state for state in states if wanted(state, retry) and state.number not in tried)
-    return next((one for one in waiting if only is None or one.number == only), None)
+    return next((state for state in waiting if only is None or state.number == only), None)
 
 
 def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:

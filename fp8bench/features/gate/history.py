@@ -101,9 +101,9 @@ def _judgeable(found: Found, newest: Run, history: History) -> dict[Key, Change]
     chosen: dict[Key, Change] = {}
     place = from_facts(newest.environment.facts)
     here = [
-        one for one in found.changes
-        if one.state is ChangeState.OPEN and one.trend.series.metric not in _DERIVED
-        and (place is None or history.is_of(one.trend, place))
+        change for change in found.changes
+        if change.state is ChangeState.OPEN and change.trend.series.metric not in _DERIVED
+        and (place is None or history.is_of(change.trend, place))
     ]  # fmt: skip
     relative = _with_relative(here, history)
     for one in sorted(here, key=lambda change: change.size):
@@ -183,11 +183,13 @@ def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer:
         for key in (key_of(change.comparison) for change in changes):
             again = look.comparisons.get((cases[key], key[1]))
             found |= {key: replace(again, case=key[0])} if again is not None else {}
-    again_cases = {cases[key_of(one.comparison)] for one in alone}
+    again_cases = {cases[key_of(change.comparison)] for change in alone}
     again_run, refused = measured_again(newest, again_cases, store, observer) if alone else (None, "")
     if again_run is not None:
         how.append(f"measured again in run {again_run.id}")
-        found |= {key_of(one.comparison): new for one in alone if (new := _new_value(one, again_run)) is not None}
+        found |= {
+            key_of(change.comparison): new for change in alone if (new := _new_value(change, again_run)) is not None
+        }
     return SecondLook(found, " and ".join(how), refused or f"run {newest.id} does not have the case")
 
 

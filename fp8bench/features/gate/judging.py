@@ -133,7 +133,7 @@ def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[Ju
         comparison.case for comparison in comparisons if comparison.metric == RELATIVE and comparison.ratio is not None
     }
     looked = [_looked_at(comparison, rules, relative) for comparison in comparisons]
-    tested = [place for place, one in enumerate(looked) if one.outcome not in NOT_TESTED]
+    tested = [place for place, figure in enumerate(looked) if figure.outcome not in NOT_TESTED]
     # Where runs are too few to know how far runs lie apart, the other cases say it.
     alone = together((comparisons[place].metric, place) for place in tested if is_alone(comparisons[place]))
     for places in alone.values():
@@ -162,7 +162,9 @@ def _log(figure: JudgedFigure) -> float:
 
 
 def second_look(judged: Sequence[JudgedFigure], look: SecondLook, rules: Rules = ()) -> tuple[JudgedFigure, ...]:
-    return tuple(_settled(one, look, rules) if one.outcome is GateOutcome.TO_CONFIRM else one for one in judged)
+    return tuple(
+        _settled(figure, look, rules) if figure.outcome is GateOutcome.TO_CONFIRM else figure for figure in judged
+    )
 
 
 def _looked_at(figure: Comparison, rules: Rules, relative: set[str]) -> JudgedFigure:
@@ -341,7 +343,7 @@ class GateVerdict:
     sights: Sights = NO_SIGHTS
 
     def of(self, outcome: GateOutcome) -> tuple[JudgedFigure, ...]:
-        return tuple(one for one in self.judged if one.outcome is outcome)
+        return tuple(figure for figure in self.judged if figure.outcome is outcome)
 
     @property
     def exit_code(self) -> int:

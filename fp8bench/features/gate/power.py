@@ -84,12 +84,12 @@ class _Looks(NamedTuple):
 
 def sights_of(judged: Sequence[JudgedFigure], second: Second, power: float, required: bool) -> Sights:
     chance = chance_among(judged)
-    varying = [one for one in judged if _is_tested(one) and not is_exact(one.comparison)]
-    return _sorted((sight_of(one, chance, second, power) for one in varying), power, required)
+    varying = [figure for figure in judged if _is_tested(figure) and not is_exact(figure.comparison)]
+    return _sorted((sight_of(figure, chance, second, power) for figure in varying), power, required)
 
 
 def chance_among(judged: Sequence[JudgedFigure]) -> float:
-    chances = [chance for one in judged if _is_tested(one) and (chance := chance_of(one)) is not None]
+    chances = [chance for figure in judged if _is_tested(figure) and (chance := chance_of(figure)) is not None]
     return CHANCE * min(1.0, (1 + sum(discoveries(chances, CHANCE))) / max(1, len(chances)))
 
 
@@ -221,11 +221,11 @@ def sights_of_history(
 
     `found` are the changes that it has anyway.
     """
-    judged = [(one, threshold_of(one.comparison, rules)) for one in series]
+    judged = [(level, threshold_of(level.comparison, rules)) for level in series]
     return _sorted(
         (
-            _of_series(one, _least(threshold, one.comparison.before), CHANCE / (1 + found), second, power)
-            for one, threshold in judged if not threshold.ignored
+            _of_series(level, _least(threshold, level.comparison.before), CHANCE / (1 + found), second, power)
+            for level, threshold in judged if not threshold.ignored
         ),
         power, required,
     )  # fmt: skip

@@ -124,7 +124,9 @@ def duelled(
         raise KeyboardInterrupt
     found = {key_of(comparison): comparison for comparison in (*comparisons(duel), *of_means(duel))}
     relative: dict[str, str] = {TIME: RELATIVE, MEAN: RELATIVE_MEAN}
-    found |= {(case, relative[metric]): one for (case, metric), one in found.items() if metric in relative}
+    found |= {
+        (case, relative[metric]): comparison for (case, metric), comparison in found.items() if metric in relative
+    }
     return SecondLook(found, f"in duel {duel.id}")
 
 
@@ -192,7 +194,9 @@ def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> Gat
 
     cut_off = unmeasured(compared.after.runs, Evidence.CROSS_RUN)
     second = Second.DUEL if _commit_to_duel(compared, compared.after.runs[-1]) is not None else Second.AGAIN
-    notes = [f"{one.name} was {one.before:.60} and is {one.after:.60}" for one in compared.differing]
+    notes = [
+        f"{differing.name} was {differing.before:.60} and is {differing.after:.60}" for differing in compared.differing
+    ]
     for words, cases in (("is gone", compared.only_before), ("is new", compared.only_after)):
         notes += [f"{case} {words}" for case in cases[:_MOST_LISTED]]
         notes += [f"and {len(cases) - _MOST_LISTED} more"] if len(cases) > _MOST_LISTED else []
@@ -204,7 +208,9 @@ def _problem(compared: Compared) -> tuple[str, int]:
         lost = any(comparison.failed for comparison in compared.comparisons)
         return ("" if lost else f"no case of {compared.after.name} came to a number."), EXIT_FAILED
     if compared.hardware:
-        words = "; ".join(f"{one.name} was {one.before} and is {one.after}" for one in compared.hardware)
+        words = "; ".join(
+            f"{differing.name} was {differing.before} and is {differing.after}" for differing in compared.hardware
+        )
         return f"the baseline was measured on something else, and times do not compare: {words}.", EXIT_BASELINE
     if not compared.comparable and not any(comparison.failed for comparison in compared.comparisons):
         why = next(
@@ -256,7 +262,7 @@ def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
     if path is None:
         raise RunNotFound(f"no duel {word!r:.200} in {store}. Give an id, a file's stem, a path, or 'last'.")
     duel = DuelKind().load(path)
-    title = f"duel {duel.id}: {' against '.join(one.title or one.name for one in (duel.after, duel.before))}"
+    title = f"duel {duel.id}: {' against '.join(side.title or side.name for side in (duel.after, duel.before))}"
     notes = (*duel.notes, *duel.troubles)
     if not any(result.measured or result.failed for result in duel.results):
         return GateSource(title, notes=notes, problem="the duel measured nothing.", code=EXIT_FAILED, duel=duel)
@@ -275,7 +281,7 @@ def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
         return duelled(question, duel.request, store, suspects, observer)
 
     found = comparisons(duel)
-    known = {one.case for one in found}
+    known = {comparison.case for comparison in found}
     why = "the duel was interrupted before it was measured"
     cut_off = [failed(case, case.partition("[")[0], Evidence.PAIRED, why) for case in duel.cases if case not in known]
     second = Second.NONE if _moved_on(duel) else Second.DUEL

@@ -41,13 +41,13 @@ def as_junit(verdict: GateVerdict) -> str:
     """The document. Where nothing could be judged, it holds one test that is in error: it is never empty."""
     root = ET.Element("testsuites", name="fp8bench gate")
     sights = _by_figure(verdict.sights)
-    for name, judged in together((one.comparison.suite, one) for one in verdict.judged).items():
+    for name, judged in together((figure.comparison.suite, figure) for figure in verdict.judged).items():
         _suite(root, name, judged, sights)
     blind = verdict.sights.blind if verdict.sights.fails else ()
-    for one in blind:
+    for sight in blind:
         suite = ET.SubElement(root, "testsuite", name="sight")
-        test = ET.SubElement(suite, "testcase", classname="sight", name=_text(f"{one.case} {one.metric}"), time="0")
-        ET.SubElement(test, "failure", message=_text(sentence(one, verdict.sights.power)), type="blind")
+        test = ET.SubElement(suite, "testcase", classname="sight", name=_text(f"{sight.case} {sight.metric}"), time="0")
+        ET.SubElement(test, "failure", message=_text(sentence(sight, verdict.sights.power)), type="blind")
     if verdict.problem:
         suite = ET.SubElement(root, "testsuite", name="gate")
         test = ET.SubElement(suite, "testcase", classname="gate", name="something to judge", time="0")
@@ -68,20 +68,20 @@ def _by_figure(sights: Sights) -> dict[Key, str]:
 
 def _suite(root: ET.Element, name: str, judged: Iterable[JudgedFigure], sights: Mapping[Key, str]) -> None:
     suite = ET.SubElement(root, "testsuite", name=_text(name))
-    for one in judged:
-        title = _text(f"{one.comparison.case} {one.comparison.metric}")
+    for figure in judged:
+        title = _text(f"{figure.comparison.case} {figure.comparison.metric}")
         test = ET.SubElement(suite, "testcase", classname=_text(name), name=title, time="0")
-        if one.key in sights:
+        if figure.key in sights:
             properties = ET.SubElement(test, "properties")
-            ET.SubElement(properties, "property", name="sight", value=_text(sights[one.key]))
-        tag = _TAGS.get(one.outcome)
+            ET.SubElement(properties, "property", name="sight", value=_text(sights[figure.key]))
+        tag = _TAGS.get(figure.outcome)
         if tag == "skipped":
-            ET.SubElement(test, tag, message=_text(one.why or one.outcome.value))
+            ET.SubElement(test, tag, message=_text(figure.why or figure.outcome.value))
         elif tag is not None:
-            child = ET.SubElement(test, tag, message=_text(_sentence(one)), type=one.outcome.value)
-            child.text = _text("\n".join(_detail(one)))
-        elif one.outcome is not GateOutcome.FINE:
-            ET.SubElement(test, "system-out").text = _text("\n".join((_sentence(one), *_detail(one))))
+            child = ET.SubElement(test, tag, message=_text(_sentence(figure)), type=figure.outcome.value)
+            child.text = _text("\n".join(_detail(figure)))
+        elif figure.outcome is not GateOutcome.FINE:
+            ET.SubElement(test, "system-out").text = _text("\n".join((_sentence(figure), *_detail(figure))))
 
 
 def _sentence(figure: JudgedFigure) -> str:
@@ -119,9 +119,13 @@ def as_trend(judged: Sequence[JudgedFigure], sights: Sights = NO_SIGHTS) -> str:
 
     Figures without a number on the second side are not in it.
     """
-    known = [one for one in judged if one.comparison.after is not None and math.isfinite(one.comparison.after)]
+    known = [
+        figure for figure in judged if figure.comparison.after is not None and math.isfinite(figure.comparison.after)
+    ]
     seen = _by_figure(sights)
-    return json.dumps([_trend_row(one, seen.get(one.key, "")) for one in known], indent=1, allow_nan=False) + "\n"
+    return (
+        json.dumps([_trend_row(figure, seen.get(figure.key, "")) for figure in known], indent=1, allow_nan=False) + "\n"
+    )
 
 
 def _trend_row(figure: JudgedFigure, sight: str) -> dict[str, Any]:
@@ -161,15 +165,15 @@ def page_of(verdict: GateVerdict, every: bool = False) -> Page:
     if verdict.problem:
         tone = Tone.BAD if verdict.code != EXIT_OK else Tone.DOUBT
         parts.append(Part("problem", "Why", (Text(verdict.problem, tone),)))
-    unsure = Counter(one.why for one in verdict.of(GateOutcome.UNSURE) if one.why)
+    unsure = Counter(figure.why for figure in verdict.of(GateOutcome.UNSURE) if figure.why)
     parts += list_of("unsure", "Unsure, because", (f"{why} ({count})" for why, count in unsure.items()))
     told = warnings(verdict.sights, _MOST_WARNED) if verdict.sights.required else ()
     parts += list_of("notes", "Notes", (f"- {note}" for note in (*told, *verdict.notes[:MOST_ROWS])))
     if not parts:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
-    shown = [one for name in _TITLES for one in verdict.of(name)]
-    labels = label_legend(look for one in shown for look in (one.comparison, one.again) if look is not None)
-    footer = [*([_AGAIN] if any(one.again for one in shown) else []), _WORSE, *labels] if shown else []
+    shown = [figure for name in _TITLES for figure in verdict.of(name)]
+    labels = label_legend(look for figure in shown for look in (figure.comparison, figure.again) if look is not None)
+    footer = [*([_AGAIN] if any(figure.again for figure in shown) else []), _WORSE, *labels] if shown else []
     facts = [("judged", verdict.counts)] if verdict.judged else []
     if verdict.sights.figures:
         facts.append(("could have seen", summary(verdict.sights)))
@@ -232,13 +236,13 @@ def sentence(sight: Sight, power: float) -> str:
 
 
 def warnings(sights: Sights, most: int) -> Iterator[str]:
-    for one in sights.blind[:most]:
-        blind = f"{one.case} {one.metric} cannot see its threshold of {share(one.threshold)}"
-        yield f"{blind}: {sentence(one, sights.power)}"
+    for sight in sights.blind[:most]:
+        blind = f"{sight.case} {sight.metric} cannot see its threshold of {share(sight.threshold)}"
+        yield f"{blind}: {sentence(sight, sights.power)}"
     if len(sights.blind) > most:
         yield f"and {len(sights.blind) - most} more that cannot see their thresholds"
     if sights.young:
-        count, known = len(sights.young), [one.missing for one in sights.young if one.missing is not None]
+        count, known = len(sights.young), [sight.missing for sight in sights.young if sight.missing is not None]
         words = f"history too young: {count} of {len(sights.figures)} figures cannot see their thresholds yet"
         words += f"; {max(known)} more night{'s' * (max(known) != 1)} at this noise would do" if known else ""
         lost = count - len(known)

@@ -130,9 +130,9 @@ def gains_of(run: Run, arms: Sequence[Arm]) -> Iterator[BatchGain]:
         even = break_even(ratios)
         if even is None:
             continue
-        crossings = tuple((one.size, one.low, one.high, one.begins) for one in even.crossings)
+        crossings = tuple((crossing.size, crossing.low, crossing.high, crossing.begins) for crossing in even.crossings)
         pays = even.stretches[0].pays if len(even.stretches) == 1 else None
-        worst = max(ratios, key=lambda one: one.ratio.point)
+        worst = max(ratios, key=lambda ratio: ratio.ratio.point)
         cases = own[min(own)], own[worst.size], leads[worst.size]
         first, last, lead = (dict(verdicts[record.case.id].phases) for record in cases)
         cause = cause_of(first, last, lead, arm) if worst.ratio.low > 1 else ""
@@ -170,7 +170,9 @@ def computed_rows(record: Record, arm: Arm) -> float | None:
 
 def computed_batch(run: Run, reference: Arm) -> float | None:
     """The batch from which the reference's own products are bound by arithmetic, so that fewer bytes gain nothing."""
-    ceiling = next((one.ceiling for one in run.records if one.is_reference and one.ceiling is not None), None)
+    ceiling = next(
+        (record.ceiling for record in run.records if record.is_reference and record.ceiling is not None), None
+    )
     if ceiling is None or not ceiling.flops or not ceiling.bytes:
         return None
     return CARRIERS[reference.carrier] * ceiling.flops / (2 * ceiling.bytes)

@@ -77,7 +77,7 @@ def answered(
         facts = (
             device_named(question.device, known)
             if question.device
-            else next((one for one in known if one.accelerated), known[0])
+            else next((device for device in known if device.accelerated), known[0])
         )
         model = trained or shipped(question.tokens)
         if question.is_own:
@@ -152,7 +152,7 @@ def _qualities(
     """Of all arms; of layers low alone, the worst first; and of all layers low, and of those but the worst."""
     lead, *others = question.arms
     arms = [_within(arm, model.layers) for arm in question.arms]
-    if any(one != asked for one, asked in zip(arms, question.arms, strict=True)):
+    if any(arm != asked for arm, asked in zip(arms, question.arms, strict=True)):
         whose = f"{model.name}, of {model.layers} layers"
         observer.note(f"quality is read on {whose}: exceptions of later ones are not in it")
     alone = layer_arms(question.check_layers, lead, others, model.layers)
@@ -174,7 +174,7 @@ def _within(arm: Arm, layers: int) -> Arm:
 
     def kept(word: str) -> str:
         usual, *exceptions = word.split("@")
-        few = [one for one in exceptions if int(one.partition("=")[0].split("-")[-1]) < layers]
+        few = [exception for exception in exceptions if int(exception.partition("=")[0].split("-")[-1]) < layers]
         return "@".join([usual, *few])
 
     return replace(arm, kv=kept(arm.kv), weights=kept(arm.weights))
@@ -242,9 +242,9 @@ def _timed(
     prefill = measured("prefill", native, **own, context=[answer.prompt])
     times = list(times_of(question, native, decode, prefill))
     kernels = {arm: supports[arm].reason for arm in question.arms}
-    times = [replace(one, kernel=kernels[one.arm]) for one in times]
+    times = [replace(time, kernel=kernels[time.arm]) for time in times]
     times += [ArmTimes(arm, why=kernels[arm]) for arm in question.arms if arm not in native]
-    ceiling = next((one.ceiling.bytes for one in decode.records if one.ceiling is not None), None)
+    ceiling = next((record.ceiling.bytes for record in decode.records if record.ceiling is not None), None)
     experts = experts_read(decode, question)
     return replace(answer, times=tuple(times), bandwidth=ceiling, runs=(decode.id, prefill.id), experts=experts)
 
@@ -252,7 +252,11 @@ def _timed(
 def experts_read(decode: Run, question: ServingQuestion) -> float | None:
     """Of a layer, in the mean, by the reference's step at the longest context."""
     record = next((one for one in decode.records if one.is_reference and _context(one) == question.contexts[-1]), None)
-    counted = [] if record is None else [one for one in record.measurements if one.metric == "distinct_experts"]
+    counted = (
+        []
+        if record is None
+        else [measurement for measurement in record.measurements if measurement.metric == "distinct_experts"]
+    )
     return counted[0].samples[0] / served_shape(question.size).layers if counted and counted[0].samples else None
 
 

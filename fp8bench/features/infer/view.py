@@ -44,7 +44,7 @@ def page_of(answer: ServingAnswer) -> Page:
     title = f"inference of {question.size} on {answer.device}, batch {question.batch}, "
     title += f"context {question.contexts[0]} to {question.contexts[-1]}, eager, static cache"
     parts: list[list[Element]] = [[Text(words) for words in (*_crossings(answer), *_quality(answer))]]
-    if any(one.tpot for one in answer.times):
+    if any(time.tpot for time in answer.times):
         parts.append([_times(answer)])
     parts.append([_costs(answer)])
     if answer.quality is not None and answer.quality.rollouts:
@@ -69,28 +69,28 @@ def carrier_of(answer: ServingAnswer) -> str:
 def _times(answer: ServingAnswer) -> Table:
     batch = answer.question.batch
 
-    def last(one: ArmTimes) -> float | None:
-        return one.tpot[-1][1] if one.tpot else None
+    def last(arm: ArmTimes) -> float | None:
+        return arm.tpot[-1][1] if arm.tpot else None
 
     def rate(count: int, seconds: float | None) -> float | None:
         return count / seconds if seconds else None
 
     cols: list[Col[ArmTimes]] = [
-        Col("arm", lambda one: _name(answer, one.arm)),
-        Col(f"TTFT of {answer.prompt}", lambda one: one.ttft, number=True, unit="s"),
-        Col("in tok/s", lambda one: rate(batch * answer.prompt, one.ttft), number=True, show=units.count),
+        Col("arm", lambda times: _name(answer, times.arm)),
+        Col(f"TTFT of {answer.prompt}", lambda times: times.ttft, number=True, unit="s"),
+        Col("in tok/s", lambda times: rate(batch * answer.prompt, times.ttft), number=True, show=units.count),
         Col(f"TPOT at {answer.question.contexts[-1]}", last, number=True, unit="s"),
-        Col("out tok/s", lambda one: rate(batch, last(one)), number=True, show=units.count),
-        Col("a", lambda one: _seconds(one.line.a if one.line else None), number=True),
-        Col("b a 1k tokens", lambda one: _seconds(one.line.b if one.line else None, 1000), number=True),
-        Col("J a token in, out", lambda one: f"{_joules(one.joules[0])}, {_joules(one.joules[1])}",
-            when=any(joules is not None for one in answer.times for joules in one.joules)),
+        Col("out tok/s", lambda times: rate(batch, last(times)), number=True, show=units.count),
+        Col("a", lambda times: _seconds(times.line.a if times.line else None), number=True),
+        Col("b a 1k tokens", lambda times: _seconds(times.line.b if times.line else None, 1000), number=True),
+        Col("J a token in, out", lambda times: f"{_joules(times.joules[0])}, {_joules(times.joules[1])}",
+            when=any(joules is not None for time in answer.times for joules in time.joules)),
     ]  # fmt: skip
-    return table("times", "", cols, [one for one in answer.times if one.tpot], main=True)
+    return table("times", "", cols, [time for time in answer.times if time.tpot], main=True)
 
 
 def _costs(answer: ServingAnswer) -> Table:
-    known = {one.arm: one for one in answer.times}
+    known = {time.arm: time for time in answer.times}
     moved = {arm: answer.moved(arm) for arm in answer.question.arms}
 
     def share(arm: Arm) -> str | None:
@@ -142,10 +142,10 @@ def _rollouts(answer: ServingAnswer, gaps: Sequence[RolloutGap]) -> Table:
     return table("rollouts", caption, cols, [*zip(answer.question.arms, gaps, strict=True)])
 
 
-def _parts(one: ArmQuality) -> str:
+def _parts(arm: ArmQuality) -> str:
     """The first layer whose stream is another, and the first token whose likeliest successor is."""
-    layer = units.NONE if one.first_layer is None else f"L{one.first_layer}"
-    return layer if one.parts_at is None else f"{layer} {one.parts_at[0]}.{one.parts_at[1]}"
+    layer = units.NONE if arm.first_layer is None else f"L{arm.first_layer}"
+    return layer if arm.parts_at is None else f"{layer} {arm.parts_at[0]}.{arm.parts_at[1]}"
 
 
 def _short(value: float, digits: int) -> str:
@@ -154,8 +154,8 @@ def _short(value: float, digits: int) -> str:
     return f"{mantissa}e{int(exponent)}" if value else "0"
 
 
-def _ratio(one: ArmQuality) -> str:
-    return _interval(one.log_perplexity, "{:+.1f}", 1e3)
+def _ratio(arm: ArmQuality) -> str:
+    return _interval(arm.log_perplexity, "{:+.1f}", 1e3)
 
 
 def _interval(value: Interval, shown: str, times: float = 1.0) -> str:
@@ -179,26 +179,26 @@ def _crossings(answer: ServingAnswer) -> Iterator[str]:
     if answer.sweep is not None:
         yield from sweep_words(answer.sweep)
     reference = _name(answer, answer.question.arms[0])
-    for one in answer.times:
-        name, crossing = _name(answer, one.arm), one.crossing
-        kernel = one.kernel.removeprefix("torch's ")
+    for time in answer.times:
+        name, crossing = _name(answer, time.arm), time.crossing
+        kernel = time.kernel.removeprefix("torch's ")
         name += f" ({kernel})" if kernel.startswith("_") else ""
-        off = f" ({units.percent(one.line.off, 0)} off its line)" if one.line and one.line.off > 0.1 else ""
-        doubt = f"; doubtful: {', '.join(one.doubts)}" if one.doubts else ""
+        off = f" ({units.percent(time.line.off, 0)} off its line)" if time.line and time.line.off > 0.1 else ""
+        doubt = f"; doubtful: {', '.join(time.doubts)}" if time.doubts else ""
         if crossing is not None and crossing.at is not None:
             words = "pays from" if crossing.faster[1] else "pays up to"
             place = f"a context of {crossing.at:.0f} ({crossing.low:.0f} to {crossing.high:.0f})"
-            if one.doubts:  # as a verdict, it is taken away
+            if time.doubts:  # as a verdict, it is taken away
                 yield f"{name} against {reference}: not told; lines cross at {place}{off}{doubt}"
             else:
                 yield f"{name} {words} {place} against {reference}{off}"
         elif crossing is not None:
             yield f"{name}: no crossing with {reference}; {_ends(crossing.faster)}{off}{doubt}"
-        elif one.why and one.kernel:
-            yield f"{name}: not timed, {one.why}"
-    without = [one for one in answer.times if one.why and not one.kernel]
+        elif time.why and time.kernel:
+            yield f"{name}: not timed, {time.why}"
+    without = [time for time in answer.times if time.why and not time.kernel]
     if without:
-        gains = ", ".join(f"{_name(answer, one.arm)} {_derived(answer, one.arm)}" for one in without)
+        gains = ", ".join(f"{_name(answer, arm.arm)} {_derived(answer, arm.arm)}" for arm in without)
         yield f"no kernel, not timed; derived from bytes, no crossing: at most {gains}"
     shape = served_shape(answer.question.size)
     if shape.experts and answer.times:
@@ -300,16 +300,17 @@ def value_of(answer: ServingAnswer) -> dict[str, Any]:
 def rows_of(answer: ServingAnswer) -> Rows:
     """A row an arm; numbers with all their digits."""
     rows = []
-    for one in answer.times:
-        quality, moved = answer.quality_of(one.arm), answer.moved(one.arm)
-        line, crossing = one.line, one.crossing
+    for time in answer.times:
+        quality, moved = answer.quality_of(time.arm), answer.moved(time.arm)
+        line, crossing = time.line, time.crossing
         rows.append({
-            "arm": _name(answer, one.arm), "ttft": one.ttft,
-            **{f"tpot_{context}": seconds for context, seconds in one.tpot},
+            "arm": _name(answer, time.arm), "ttft": time.ttft,
+            **{f"tpot_{context}": seconds for context, seconds in time.tpot},
             "a": line and line.a.point, "a_low": line and line.a.low, "a_high": line and line.a.high,
             "b": line and line.b.point, "b_low": line and line.b.low, "b_high": line and line.b.high,
             "break_even": crossing and crossing.at, "weight_bytes": moved.weights, "kv_bytes": moved.kv,
-            "kl": quality and quality.kl, "kl_tail": quality and quality.kl_tail, "why": one.why, "kernel": one.kernel,
+            "kl": quality and quality.kl, "kl_tail": quality and quality.kl_tail,
+            "why": time.why, "kernel": time.kernel,
             "first_layer_error": quality and quality.streams[0], "last_layer_error": quality and quality.streams[-1],
             "log_perplexity_ratio": quality and quality.log_perplexity.point,
         })  # fmt: skip

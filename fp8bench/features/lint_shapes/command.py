@@ -68,7 +68,7 @@ def page_of(title: str, findings: Sequence[ShapeFinding]) -> Page:
     by_outcome = {
         outcome: [finding for finding in findings if finding.torch.outcome is outcome] for outcome in ShapeOutcome
     }
-    refused = _by_reason(by_outcome[ShapeOutcome.REFUSED], lambda one: _why(one.torch, mended=False), findings)
+    refused = _by_reason(by_outcome[ShapeOutcome.REFUSED], lambda finding: _why(finding.torch, mended=False), findings)
     sections: dict[str, Sequence[Element]] = {
         "products that fit as they are; -: there is no such product": [_overview(findings)],
         "refused, and no padding helps": _items(refused),
@@ -91,14 +91,14 @@ def conclusion(findings: Sequence[ShapeFinding]) -> str:
     lost = homeless(findings)
     if not lost:
         return "Every product fits as it is on some of these devices, in every mode."
-    by_mode = together((one.mode, one) for one in lost)
+    by_mode = together((finding.mode, finding) for finding in lost)
     by_products = together((_products(some, findings), mode) for mode, some in by_mode.items())
     parts = [f"in {', '.join(modes)}: {products}" for products, modes in by_products.items()]
     return f"Not taken as they are by any of these devices, {'; '.join(parts)}."
 
 
 def _overview(findings: Sequence[ShapeFinding]) -> Table:
-    counts = together((_place(one), one.torch.outcome is ShapeOutcome.FITS) for one in _there(findings))
+    counts = together((_place(finding), finding.torch.outcome is ShapeOutcome.FITS) for finding in _there(findings))
 
     def fitting(mode: str) -> Col[str]:
         return Col(mode, lambda device: _count(counts.get((mode, device))), number=True)
@@ -119,7 +119,7 @@ def _count(fits: Sequence[bool] | None) -> Field:
 
 def _padded(wrong: Sequence[ShapeFinding]) -> list[Element]:
     """A row for every product and what padding would make of it; under it who objects, and where."""
-    grouped = together(((_name(one), one.product.sides, one.torch.padded), one) for one in wrong)
+    grouped = together(((_name(finding), finding.product.sides, finding.torch.padded), finding) for finding in wrong)
     return [table("padded", "", _PADDED, grouped.values())] if grouped else []
 
 
@@ -136,8 +136,8 @@ _PADDED: tuple[Col[list[ShapeFinding]], ...] = (
     Col("product", lambda same: _name(same[0])),
     Col("M x N x K", lambda same: _sides(same[0].product.sides), number=True),
     Col("padded to", lambda same: _sides(same[0].torch.padded), number=True),
-    Col("FLOPs", lambda same: _more([one.torch.more_flops for one in same]), number=True),
-    Col("bytes", lambda same: _more([one.torch.more_bytes for one in same]), number=True),
+    Col("FLOPs", lambda same: _more([finding.torch.more_flops for finding in same]), number=True),
+    Col("bytes", lambda same: _more([finding.torch.more_bytes for finding in same]), number=True),
     Col("why", lambda same: "\n".join(_reasons(same)), below=True),
 )
 
@@ -150,7 +150,9 @@ def _of_te(findings: Sequence[ShapeFinding]) -> Iterator[str]:
         for finding in findings
         if finding.te and finding.torch.outcome in has and _beyond(finding.te, finding.torch)
     ]
-    return _by_reason(more, lambda one: [objection.why for objection in one.te.objections] if one.te else [], findings)
+    return _by_reason(
+        more, lambda finding: [objection.why for objection in finding.te.objections] if finding.te else [], findings
+    )
 
 
 def _beyond(te: Judgement, torch: Judgement) -> bool:
@@ -163,7 +165,11 @@ def _beyond(te: Judgement, torch: Judgement) -> bool:
 
 def _needs(findings: Sequence[ShapeFinding]) -> Iterator[str]:
     there = _there(findings)
-    needs = {_place(one): conditions(one.product.scheme, one.device) for one in there if one.product.scheme is not None}
+    needs = {
+        _place(finding): conditions(finding.product.scheme, finding.device)
+        for finding in there
+        if finding.product.scheme is not None
+    }
     for words, places in together((words, place) for place, words in needs.items() if words).items():
         yield f"{_places(places)}: {', '.join(words)}"
     if needs:
@@ -174,7 +180,7 @@ def _by_reason(
     some: Sequence[ShapeFinding], why: Callable[[ShapeFinding], list[str]], findings: Sequence[ShapeFinding]
 ) -> Iterator[str]:
     """One line for all that are what they are for the same reasons."""
-    for reasons, same in together(("; ".join(why(one)), one) for one in some).items():
+    for reasons, same in together(("; ".join(why(finding)), finding) for finding in some).items():
         yield f"{reasons}: {_products(same, findings)}, {_places(dict.fromkeys(map(_place, same)))}"
 
 
@@ -271,4 +277,4 @@ def homeless(findings: Sequence[ShapeFinding]) -> list[ShapeFinding]:
         first.setdefault(key, finding)
         if finding.torch.outcome is ShapeOutcome.FITS:
             housed.add(key)
-    return [one for key, one in first.items() if key not in housed]
+    return [shape_finding for key, shape_finding in first.items() if key not in housed]

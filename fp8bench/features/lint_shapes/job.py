@@ -318,7 +318,7 @@ def _product(shape: LinearShape, kind: str, recipe: Recipe) -> Product:
 def _judged(product: Product, found: tuple[Objection, ...]) -> Judgement:
     if not found:
         return Judgement(ShapeOutcome.FITS)
-    multiples = [one.multiples for one in found if one.multiples is not None]
+    multiples = [objection.multiples for objection in found if objection.multiples is not None]
     if len(multiples) < len(found):
         return Judgement(ShapeOutcome.REFUSED, found)
     grains = [math.lcm(*(multiple[place] for multiple in multiples)) for place in range(3)]

@@ -176,8 +176,10 @@ class Planned:
 
     @property
     def kinds(self) -> int:
-        one = self.layout
-        return sum(count > 1 for count in (one.copies, one.shards, one.tensor, one.pipeline, one.context))
+        layout = self.layout
+        return sum(
+            count > 1 for count in (layout.copies, layout.shards, layout.tensor, layout.pipeline, layout.context)
+        )
 
 
 def memory_band(layout: ParallelLayout) -> float:

@@ -307,8 +307,8 @@ def summarise(result: Arms) -> list[PowerRow]:
     rows = [_row(result.operation, plant.mean, found) for plant in PLANTS if (found := result.outcomes.get(plant))]
     for order in ORDERS:
         plants = [plant for plant in result.outcomes if plant.order == order]
-        every = [(plant, one) for plant in plants for one in result.outcomes[plant]]
-        seen = [one for plant, one in every if one.calls >= _PERIODS * plant.whole]
+        every = [(plant, outcome) for plant in plants for outcome in result.outcomes[plant]]
+        seen = [outcome for plant, outcome in every if outcome.calls >= _PERIODS * plant.whole]
         if seen:
             row = _row(result.operation, statistics.median(plant.mean for plant, _ in every), seen)
             rows.append(replace(row, order=order, too_few=len(every) - len(seen)))

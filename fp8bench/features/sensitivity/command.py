@@ -129,8 +129,8 @@ _TONES = {Suffers.FAILED: Tone.BAD, Suffers.WORSE: Tone.BAD, Suffers.BETTER: Ton
 
 
 def page_of(study: Study) -> Page:
-    one = "one layer kind" if study.by is By.KIND else "one layer"
-    what = f"{study.low} ({study.level}) in {one} at a time, {study.reference} in the rest"
+    text = "one layer kind" if study.by is By.KIND else "one layer"
+    what = f"{study.low} ({study.level}) in {text} at a time, {study.reference} in the rest"
     elements: list[list[Element]] = [[Text(what), Text(_reference(study))]]
     if study.probes:
         elements += [[_probes(study)], [Text(words) for words in _groups(study)]]

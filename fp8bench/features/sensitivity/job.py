@@ -106,11 +106,11 @@ def check(request: Request) -> None:
             f"--dtype and --reference are both {low.mode}, so that no layer would differ. Give --reference a higher "
             "precision."
         )
-    for one in (low, reference):
-        if one.unit_scaled:
+    for precision in (low, reference):
+        if precision.unit_scaled:
             raise UsageError(
-                f"{one.mode} casts without scales, in a model that is unit-scaled as a whole: no layer of it can stand "
-                "in a model of another precision. Choose fp8."
+                f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole: no layer of it can "
+                "stand in a model of another precision. Choose fp8."
             )
     if reference.rank > low.rank:
         raise UsageError(

@@ -216,7 +216,7 @@ def value_of(study: Study) -> dict[str, Any]:
     document["baseline"] = _told(study, study.baseline)
     for part in ("draws", "probes", "candidates"):
         document[part] = [_told(study, one) for one in getattr(study, part)]
-    document["ranking"] = [one.name for one in study.ranking]
+    document["ranking"] = [trial.name for trial in study.ranking]
     found = study.suggested
     document["suggested"] = None if found is None else as_words(found.precision_map)
     return document

@@ -59,13 +59,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "train this instead: a function without arguments that gives a model of your own, as for `profile`"
     parser.add_argument("make", nargs="?", default="", metavar="MODULE:FUNCTION", help=words)
     group = parser.add_argument_group(WHAT)
-    shared(group, "--dtypes", help=f"precisions, and MS-AMP's levels msamp-o1 to msamp-o3; default "
-           f"{','.join(_REQUEST.dtypes)}")
+    shared(
+        group,
+        "--dtypes",
+        help=f"precisions, and MS-AMP's levels msamp-o1 to msamp-o3; default {','.join(_REQUEST.dtypes)}",
+    )
     length, learning = parser.add_argument_group(LENGTH), parser.add_argument_group(LEARNING)
     _add_length(length)
-    for one in (group, length, learning):
-        asked_in(one, TrainerSettings)
-        asked_in(one, TrainingRequest)
+    for argument_group in (group, length, learning):
+        asked_in(argument_group, TrainerSettings)
+        asked_in(argument_group, TrainingRequest)
     length.add_argument("--dry-run", action="store_true", help="print the arms and what they come to, train nothing")
     words = "train a small experiment, with its hypothesis and its word; without a name: list them"
     small = parser.add_mutually_exclusive_group()

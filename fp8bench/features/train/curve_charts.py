@@ -46,7 +46,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[Sequence[StepRow]], float], bool], ...
 def ends_of(steps: int) -> tuple[int, ...]:
     """How many steps are done where windows end, from the first: at most so many as are drawn, and the last."""
     count = min(_PLACES, steps)
-    return tuple(sorted({1 + round(one * (steps - 1) / max(1, count - 1)) for one in range(count)} | {steps}))
+    return tuple(sorted({1 + round(number * (steps - 1) / max(1, count - 1)) for number in range(count)} | {steps}))
 
 
 def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
@@ -112,14 +112,20 @@ def _rule(alarm: TrainingEvent) -> str:
 def _with_flag(mark: Mark, alarms: Sequence[TrainingEvent]) -> Mark:
     if not alarms:
         return mark
-    words = [f"{_rule(one)} in step {one.step} of seed {one.seed}: {one.words}" for one in alarms[:_MOST_TOLD]]
+    words = [
+        f"{_rule(alarm)} in step {alarm.step} of seed {alarm.seed}: {alarm.words}" for alarm in alarms[:_MOST_TOLD]
+    ]
     more = [f"and {many(len(alarms) - _MOST_TOLD, 'more alarm')}"] if len(alarms) > _MOST_TOLD else []
     flag = ", ".join(dict.fromkeys(map(_rule, alarms)))
     return replace(mark, tone=Tone.BAD, flag=flag, hint="\n".join(filter(None, (mark.hint, *words, *more))))
 
 
 def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
-    seen = [(one.arm, one.step, one.loss) for one in kept.of(Validation) if one.of == HELD_OUT]
+    seen = [
+        (validation.arm, validation.step, validation.loss)
+        for validation in kept.of(Validation)
+        if validation.of == HELD_OUT
+    ]
     arms = [arm.name for arm in kept.training.arms if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS)]
     steps = sorted({step for _, step, loss in seen if math.isfinite(loss)})
     yield Lines(
@@ -130,7 +136,11 @@ def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
 
 def loss_by_place(kept: KeptTraining) -> Iterator[Element]:
     every = kept.of(Validation)
-    seen = [(one.arm, one.of.removeprefix(POSITION), one.loss) for one in every if one.of.startswith(POSITION)]
+    seen = [
+        (validation.arm, validation.of.removeprefix(POSITION), validation.loss)
+        for validation in every
+        if validation.of.startswith(POSITION)
+    ]
     arms = [arm.name for arm in kept.training.arms if not arm.is_band]
     places = list(dict.fromkeys(place for _, place, loss in seen if math.isfinite(loss)))
     yield Lines(
@@ -222,9 +232,9 @@ def _of_all_arms(
 ) -> Lines:
     """Figures by their names, and what their lines are called; of several in a step the largest."""
     seed, most = kept.training.request.seed, dict[tuple[str, int], float]()
-    for one in kept.of(StepFigure):
-        if one.name in figures and one.seed == seed:
-            most[one.name, one.step] = max(times * one.value, most.get((one.name, one.step), 0.0))
+    for figure in kept.of(StepFigure):
+        if figure.name in figures and figure.seed == seed:
+            most[figure.name, figure.step] = max(times * figure.value, most.get((figure.name, figure.step), 0.0))
     steps = sorted({step for _, step in most})
     steps = steps[:: max(1, -(-len(steps) // _PLACES))]
     series = (

@@ -58,7 +58,7 @@ _NAMES: Mapping[type, tuple[str, ...]] = {
 def value_of(kept: KeptTraining, found: TrainingVerdicts) -> dict[str, Any]:
     said = {arm.arm.name: {**encode(arm), "words": verdict(arm, found)} for arm in found.arms if not arm.arm.skip}
     bands = {name: encode(getattr(found, name)) for name in ("seed_band", "repeat_band")}
-    arms = {one.arm.name: encode(row_of(one, found)) for one in summaries_of(kept, found)}
+    arms = {summary.arm.name: encode(row_of(summary, found)) for summary in summaries_of(kept, found)}
     return {
         "schema": SCHEMA, "training": encode(kept.training), "finished": kept.finished, "arms": arms,
         "verdicts": said, "experiment": encode(result_of(kept, found)),
@@ -220,7 +220,7 @@ def send_training(kept: KeptTraining, found: TrainingVerdicts, project: str, fil
         with sending(**shared, name=f"{name} seed {seed}", job_type="arm", config=config) as sent:
             for step, values in curve.items():
                 sent.log(values, step=step)
-    words = {one.arm.name: of_arm(one, found) for one in summaries_of(kept, found)}
+    words = {summary.arm.name: of_arm(summary, found) for summary in summaries_of(kept, found)}
     config = {**about, **asked, "verdicts": words}
     with sending(**shared, name=f"training {training.id}", job_type="verdict", config=config) as sent:
         figures = summed_up(kept, found)
@@ -277,7 +277,9 @@ class TrainingFrames:
     def validations(self) -> pd.DataFrame:
         """A row a look at text that was never trained on, perplexities included."""
         seen = self.training.of(Validation)
-        more = {name: [getattr(one, name) for one in seen] for name in ("perplexity", "perplexity_by_byte")}
+        more = {
+            name: [getattr(validation, name) for validation in seen] for name in ("perplexity", "perplexity_by_byte")
+        }
         return _lines(self.training, Validation).assign(**more)
 
     @cached_property
@@ -285,5 +287,5 @@ class TrainingFrames:
         """What each arm takes alone: a row a figure: bytes, joules of a step, batches and reasons."""
         import pandas as pd
 
-        found = [(one.arm, *figure) for one in self.training.of(ArmCost) for figure in costs_of(one)]
+        found = [(cost.arm, *figure) for cost in self.training.of(ArmCost) for figure in costs_of(cost)]
         return pd.DataFrame(found, columns=["arm", "figure", "value"])

@@ -256,16 +256,16 @@ def parts_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[Part]:
     if result is None:
         return
 
-    def shown(one: ExperimentArm) -> str | None:
-        if one.change is None:
+    def shown(arm: ExperimentArm) -> str | None:
+        if arm.change is None:
             return None
-        ends, point = one.change.decides, f"{100 * one.change.point:+.2g}%"
+        ends, point = arm.change.decides, f"{100 * arm.change.point:+.2g}%"
         return f"{point} [{100 * ends.low:+.2g}%, {100 * ends.high:+.2g}%]" if ends else point
 
     cols: list[Col[ExperimentArm]] = [
-        Col("arm", lambda one: one.arm), Col("change", shown, hint="with the 99% interval over seeds"),
-        Col("seeds", lambda one: one.change.pairs if one.change else 0, number=True, show=units.whole),
-        Col("word", lambda one: one.word),
+        Col("arm", lambda arm: arm.arm), Col("change", shown, hint="with the 99% interval over seeds"),
+        Col("seeds", lambda arm: arm.change.pairs if arm.change else 0, number=True, show=units.whole),
+        Col("word", lambda arm: arm.word),
     ]  # fmt: skip
     words = [f"Hypothesis: {result.hypothesis}.", f"Measured: {result.measured}."]
     words += [result.stopped] if result.stopped else []
@@ -277,8 +277,9 @@ def parts_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[Part]:
 
 def listing() -> Page:
     cols: list[Col[Experiment]] = [
-        Col("experiment", lambda one: one.name), Col("hypothesis", lambda one: one.hypothesis),
-        Col("measured", lambda one: one.measured, below=True),
+        Col("experiment", lambda experiment: experiment.name),
+        Col("hypothesis", lambda experiment: experiment.hypothesis),
+        Col("measured", lambda experiment: experiment.measured, below=True),
     ]  # fmt: skip
     shown: Table = table("experiments", "", cols, EXPERIMENTS, main=True)
     return Page("fp8bench train --experiment NAME", "", (Part("experiments", "", (shown,)),))

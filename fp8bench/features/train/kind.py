@@ -106,14 +106,22 @@ class TrainingWriter(LineWriter):
         """From now on the training may go on here; of what was kept before, the checkpoint before this one stays."""
         name = folder.name if folder is not None else ""
         place = ResumePlace(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
-        before = [one for one in self.places if (one.number, one.step) < (number, step) and one.number == number]
+        before = [
+            resume_place
+            for resume_place in self.places
+            if (resume_place.number, resume_place.step) < (number, step) and resume_place.number == number
+        ]
         begun, checkpoints = before[:1], before[1:][1 - _KEPT_CHECKPOINTS :]
         with keeping(self.path.parent, _MAKE_ROOM):
             self._write((*begun, *checkpoints, place))
 
     def go_back(self, place: ResumePlace) -> None:
         """Cut the stream to what it had there, but for the events that are no step's: when it was gone on with, say."""
-        places = tuple(one for one in self.places if (one.number, one.step) <= (place.number, place.step))
+        places = tuple(
+            resume_place
+            for resume_place in self.places
+            if (resume_place.number, resume_place.step) <= (place.number, place.step)
+        )
         with keeping(self.path.parent, _MAKE_ROOM):
             if places != self.places:  # else what is trained again would be taken for what they name
                 self._write(places)

@@ -111,12 +111,12 @@ def _worth_showing(element: Element) -> bool:
 
 
 def _verdicts(kept: KeptTraining, found: TrainingVerdicts, curves: Curves) -> Iterator[Element]:
-    shown = [one for one in summaries_of(kept, found, curves) if not one.arm.is_band]
+    shown = [summary for summary in summaries_of(kept, found, curves) if not summary.arm.is_band]
     if told := tuple(answers(found)):
         yield Items(told)
     yield table("arms", "Arms", arm_cols(found, shown, _ARMS), shown, main=True)
     yield from (*reached_table(found), *wire_table(kept, found))
-    yield from (Text(one) for one in (*bands_of(found), *notes_of(kept, found)))
+    yield from (Text(band) for band in (*bands_of(found), *notes_of(kept, found)))
     if not (kept.training.request.max_batch or kept.training.request.settings.make):
         yield Text("No largest batch was looked for: `fp8bench train --max-batch` does, within --memory-limit SIZE.")
 
@@ -126,7 +126,7 @@ _DERIVED = "derived: the highest point where hardware keeps the formats that an 
 
 def _memory(kept: KeptTraining) -> Iterator[Element]:
     """What the tensors of each arm are for, at the same moment of a step in all of them, and its highest point."""
-    uses = {one.arm: one.memory for one in kept.of(ArmCost) if one.memory is not None}
+    uses = {cost.arm: cost.memory for cost in kept.of(ArmCost) if cost.memory is not None}
     common = any(use.forward for use in uses.values())  # not kept of older trainings
     known = {name: dict(roles) for name, use in uses.items() if (roles := use.forward if common else use.roles)}
     shown = [role for role in MemoryRole if any(role.value in roles for roles in known.values())]
@@ -169,7 +169,7 @@ def _looks(kept: KeptTraining) -> Iterator[Element]:
 
 
 def _events(kept: KeptTraining) -> Iterator[Element]:
-    events = [one for one in kept.of(TrainingEvent) if one.arm]
+    events = [event for event in kept.of(TrainingEvent) if event.arm]
     if not kept.finished:
         yield Text("The training was cut off: what is said is of what was kept.", Tone.DOUBT)
     if not events:
@@ -185,10 +185,10 @@ def _events(kept: KeptTraining) -> Iterator[Element]:
         points,
     )  # fmt: skip
     cols: list[Col[TrainingEvent]] = [
-        Col("arm", lambda one: one.arm), Col("seed", lambda one: one.seed, number=True, show=str),
-        Col("step", lambda one: one.step, number=True, show=str), Col("what", lambda one: one.kind),
-        Col("where", lambda one: f"{one.layer} {one.tensor}".strip()), Col("words", lambda one: one.words),
-        Col("remedy", lambda one: one.remedy),
+        Col("arm", lambda event: event.arm), Col("seed", lambda event: event.seed, number=True, show=str),
+        Col("step", lambda event: event.step, number=True, show=str), Col("what", lambda event: event.kind),
+        Col("where", lambda event: f"{event.layer} {event.tensor}".strip()), Col("words", lambda event: event.words),
+        Col("remedy", lambda event: event.remedy),
     ]  # fmt: skip
     yield table("events", "Events", cols, events[:_MOST_EVENTS], main=True)
     if len(events) > _MOST_EVENTS:
@@ -207,11 +207,11 @@ _PLACES, _MOST_ARMS = 30, 3
 # Which figure is the worst, and what it is called, is, counts in and shows.
 _WORST: tuple[tuple[Any, str, str, str, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
     (min, "least SNR", "of what was rounded, against the same unrounded", "dB",
-     lambda one: one.signal_to_noise, units.decibels),
-    (max, "most underflow", "values that became zero", "%", lambda one: one.underflow, units.percent),
-    (max, "most saturated", "values that were clipped", "%", lambda one: one.saturated, units.percent),
+     lambda reading: reading.signal_to_noise, units.decibels),
+    (max, "most underflow", "values that became zero", "%", lambda reading: reading.underflow, units.percent),
+    (max, "most saturated", "values that were clipped", "%", lambda reading: reading.saturated, units.percent),
     (max, "largest lag", "octaves above (+) or below the format's largest value", "",
-     lambda one: one.lag, lambda value: f"{value:+.2f}"),
+     lambda reading: reading.lag, lambda value: f"{value:+.2f}"),
 )  # fmt: skip
 
 
@@ -220,7 +220,7 @@ def worst_readings(kept: KeptTraining) -> Iterator[Element]:
     rows = []
     for arm in kept.training.arms:
         for role in Role if arm.role is ArmRole.CANDIDATE else ():
-            own = [one for one in kept.of(LayerReading) if one.arm == arm.name and one.role == role]
+            own = [reading for reading in kept.of(LayerReading) if reading.arm == arm.name and reading.role == role]
             figures = [_worst(own, pick, value, show) for pick, _, _, _, value, show in _WORST]
             if any(figures):
                 fields = [field for figure in figures for field in figure or (Field(units.NONE), Field(""))]
@@ -247,7 +247,7 @@ def _worst(
 def tensor_lines(kept: KeptTraining) -> Iterator[Element]:
     seed = kept.training.request.seed
     candidates = [arm.name for arm in kept.training.arms if arm.role is ArmRole.CANDIDATE and not arm.skip]
-    readings = together((one.arm, one) for one in kept.of(LayerReading) if one.seed == seed)
+    readings = together((reading.arm, reading) for reading in kept.of(LayerReading) if reading.seed == seed)
     drawn = [name for name in candidates if name in readings]
     for number, name in enumerate(drawn[:_MOST_ARMS], 1):
         yield _tensor_lines(f"tensors-{number}", name, readings[name])
@@ -267,8 +267,8 @@ def _tensor_lines(name: str, arm: str, readings: Sequence[LayerReading]) -> Spar
 
     def lines(layer: str, role: Role) -> SparkLines:
         own = [known.get((layer, role.value, step)) for step in steps]
-        amaxes = tuple(None if one is None else one.amax for one in own)
-        return (amaxes, tuple(None if one is None else one.scale for one in own)) if scaled else (amaxes,)
+        amaxes = tuple(None if reading is None else reading.amax for reading in own)
+        return (amaxes, tuple(None if reading is None else reading.scale for reading in own)) if scaled else (amaxes,)
 
     layers = dict.fromkeys(reading.layer for reading in readings)
     rows = tuple((layer, tuple(lines(layer, role) for role in roles)) for layer in layers)

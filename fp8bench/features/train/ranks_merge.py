@@ -74,7 +74,7 @@ def _check_batches(answers: Sequence[RankLines]) -> None:
 
 def _merged_lines(answers: Sequence[tuple[StreamLine, ...]]) -> Iterator[StreamLine]:
     for rank, lines in enumerate(answers):
-        if [type(line) for line in lines] != [type(one) for one in answers[0]]:
+        if [type(line) for line in lines] != [type(line) for line in answers[0]]:
             raise RanksDisagree(f"rank 0 and rank {rank} do not say the same kinds of things")
     for some in _beside(answers):
         yield _MERGED[type(some[0])](some)

@@ -308,7 +308,9 @@ class TrainerSettings:
         return self.make or self.model
 
 
-SETTINGS_RULES: Mapping[str, Rule] = {name: one.rule for name, one in options_of(TrainerSettings).items()}
+SETTINGS_RULES: Mapping[str, Rule] = {
+    name: request_option.rule for name, request_option in options_of(TrainerSettings).items()
+}
 
 
 @dataclass(frozen=True)
@@ -401,7 +403,9 @@ class TrainingRequest:
         refuse_ranks(self)
 
 
-TRAINING_RULES: Mapping[str, Rule] = {name: one.rule for name, one in options_of(TrainingRequest).items()}
+TRAINING_RULES: Mapping[str, Rule] = {
+    name: request_option.rule for name, request_option in options_of(TrainingRequest).items()
+}
 # A quick training is one seed of so many steps: enough to see that it runs.
 QUICK_STEPS = 60
 

@@ -96,13 +96,14 @@ def reached_table(found: TrainingVerdicts) -> Iterator[Table]:
         return median(known) if known else None
 
     cols: list[Col[ArmReached]] = [
-        Col("arm", lambda one: one.arm), Col("seeds", lambda one: f"{one.arrived} of {len(one.seeds)}", number=True),
+        Col("arm", lambda reached: reached.arm),
+        Col("seeds", lambda reached: f"{reached.arrived} of {len(reached.seeds)}", number=True),
         Col("steps", partial(middle, "steps"), number=True, show=lambda steps: units.whole(round(steps))),
         Col("tokens", partial(middle, "tokens"), number=True, show=units.count),
         Col("time", partial(middle, "seconds"), number=True, show=units.clock, hint="of native arms"),
         Col("times the reference's steps", words.times_of, number=True, hint="over seeds, with the 95% interval"),
-        Col("steps by seed", lambda one: ", ".join(
-            "never" if place.steps is None else units.whole(round(place.steps)) for place in one.seeds)),
+        Col("steps by seed", lambda reached: ", ".join(
+            "never" if place.steps is None else units.whole(round(place.steps)) for place in reached.seeds)),
     ]  # fmt: skip
     if found.until is not None:
         yield table("until", f"to a loss of {found.until:g} on held-out text", cols, found.reached)
@@ -110,16 +111,17 @@ def reached_table(found: TrainingVerdicts) -> Iterator[Table]:
 
 def wire_table(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[Table]:
     """What each arm sends, where several ranks train it, beside what the reference does."""
-    shown = [one for one in summaries_of(kept, found) if one.wire and not one.arm.is_band]
-    whole = {one.arm.name: math.fsum(one.wire.values()) for one in shown}
+    shown = [summary for summary in summaries_of(kept, found) if summary.wire and not summary.arm.is_band]
+    whole = {summary.arm.name: math.fsum(summary.wire.values()) for summary in shown}
     reference, count = whole.get(found.reference), kept.training.parameters
     cols: list[Col[ArmSummary]] = [
-        Col("arm", lambda one: one.arm.name),
-        Col("sent", lambda one: whole[one.arm.name], number=True, show=units.size),
-        Col("B/param", lambda one: whole[one.arm.name] / count, number=True, show=lambda each: f"{each:.4g}"),
-        Col("of the reference's", lambda one: whole[one.arm.name] / reference if reference else None, number=True,
-            show=units.percent),
-        Col("as", lambda one: ", ".join(f"{what} {units.size(size)}" for what, size in one.wire.items()), below=True),
+        Col("arm", lambda summary: summary.arm.name),
+        Col("sent", lambda summary: whole[summary.arm.name], number=True, show=units.size),
+        Col("B/param", lambda summary: whole[summary.arm.name] / count, number=True, show=lambda each: f"{each:.4g}"),
+        Col("of the reference's", lambda summary: whole[summary.arm.name] / reference if reference else None,
+            number=True, show=units.percent),
+        Col("as", lambda summary: ", ".join(f"{what} {units.size(size)}" for what, size in summary.wire.items()),
+            below=True),
     ]  # fmt: skip
     if shown:
         yield table("wire", "what a rank sends in a step, of a collective a ring's share", cols, shown)
@@ -282,11 +284,11 @@ def looks_of(kept: KeptTraining) -> Iterator[Part]:
     """What was seen of each arm after its last step on text that was never trained on: losses and perplexities."""
     steps, ends = kept.training.request.steps, arrivals(kept.lines)
     looks = kept.of(Validation)
-    last = [one for one in looks if one.step == ends.get(one.seed, steps) and math.isfinite(one.loss)]
-    shown = list(dict.fromkeys(one.of for one in last if not one.of.startswith(POSITION)))
-    places = list(dict.fromkeys(one.of for one in last if one.of.startswith(POSITION)))
+    last = [look for look in looks if look.step == ends.get(look.seed, steps) and math.isfinite(look.loss)]
+    shown = list(dict.fromkeys(validation.of for validation in last if not validation.of.startswith(POSITION)))
+    places = list(dict.fromkeys(validation.of for validation in last if validation.of.startswith(POSITION)))
     shown += [places[0], places[-1]] if len(places) > 1 else []
-    seen = {one.arm for one in last}
+    seen = {validation.arm for validation in last}
     arms = [
         arm.name for arm in kept.training.arms if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS) and arm.name in seen
     ]
@@ -317,13 +319,13 @@ def _perplexity(last: Sequence[Validation], of: str, arm: str) -> Field | None:
 
 
 def _mean(last: Sequence[Validation], of: str, arm: str) -> Validation | None:
-    seen = [one for one in last if (one.arm, one.of) == (arm, of)]
+    seen = [validation for validation in last if (validation.arm, validation.of) == (arm, of)]
     if not seen:
         return None
-    sizes = [one.bytes for one in seen]
+    sizes = [validation.bytes for validation in seen]
     whole = None if None in sizes else sum(filter(None, sizes))
-    loss = math.fsum(one.loss for one in seen) / len(seen)
-    return replace(seen[0], loss=loss, tokens=sum(one.tokens for one in seen), bytes=whole)
+    loss = math.fsum(validation.loss for validation in seen) / len(seen)
+    return replace(seen[0], loss=loss, tokens=sum(validation.tokens for validation in seen), bytes=whole)
 
 
 def bands_of(found: TrainingVerdicts) -> Iterator[str]:
@@ -346,11 +348,11 @@ def notes_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[str]:
             yield from (f"{said.arm.name}: {note}" for note in words.notes(said))
             if said.speed is not None:
                 yield f"{said.arm.name}: {words.speed(said.speed, said.arm.native)}"
-    yield from (f"{one.arm}: {one.why}" for one in kept.of(ArmCost) if one.why)
+    yield from (f"{cost.arm}: {cost.why}" for cost in kept.of(ArmCost) if cost.why)
     measured = {cost.arm for cost in kept.of(ArmCost)}
     if names := [arm.name for arm in kept.training.arms if not arm.native and arm.name in measured]:
         memories = [cost.memory for cost in kept.of(ArmCost) if cost.memory and cost.arm in names]
-        derived = "; memory on a device is derived" if any(one.on_device for one in memories) else ""
+        derived = "; memory on a device is derived" if any(memory.on_device for memory in memories) else ""
         yield (
             f"memory and energy of {listed(names)} are those of emulation, which keeps values of a small format in "
             f"wider ones: they say nothing of a device that has the format{derived}"
@@ -363,7 +365,7 @@ def notes_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[str]:
         yield f"no energy: {whys.pop()}"
     else:
         yield from (f"{arm}: {words.energy(energy)}" for arm, energy in energies.items())
-    yield from (f"{one.arm}: {_largest(one.capacity)}" for one in kept.of(ArmCost) if one.capacity)
+    yield from (f"{cost.arm}: {_largest(cost.capacity)}" for cost in kept.of(ArmCost) if cost.capacity)
     yield from kept.troubles
 
 
@@ -400,7 +402,7 @@ def _watching(kept: KeptTraining) -> Iterator[tuple[str, float]]:
     """What watching added to the time of a step, on average over all of them, by arm."""
     for arm in kept.training.arms:
         plain = [row.seconds for row in kept.of(StepRow) if row.arm == arm.name and row.seconds > 0]
-        lines = [one for one in kept.of(StepFigure) if one.arm == arm.name and one.name == WATCHED_SECONDS]
+        lines = [figure for figure in kept.of(StepFigure) if figure.arm == arm.name and figure.name == WATCHED_SECONDS]
         if plain and lines:
             usual = median(plain)
             yield arm.name, (median(line.value for line in lines) / usual - 1) / kept.training.request.stride
@@ -416,19 +418,20 @@ _HISTORY_LEGEND = (
 
 
 def histories_page(training: Training, arm: str, found: Sequence[Replayed]) -> Page:
-    ways = dict.fromkeys(one.delayed for one in found)
-    rows = [[one for one in found if one.delayed == way] for way in ways]
+    ways = dict.fromkeys(replayed.delayed for replayed in found)
+    rows = [[replayed for replayed in found if replayed.delayed == way] for way in ways]
     cols: list[Col[list[Replayed]]] = [
         Col("history", lambda way: way[0].delayed.history, number=True, show=str),
         Col("margin", lambda way: way[0].delayed.margin, number=True, show=str),
         Col("interval", lambda way: way[0].delayed.interval, number=True, show=str),
-        *_shares("over", lambda one: one.overflow),
-        Col("worst", lambda way: max(one.worst for one in way), number=True,
+        *_shares("over", lambda replayed: replayed.overflow),
+        Col("worst", lambda way: max(replayed.worst for replayed in way), number=True,
             show=lambda worst: f"{worst:.1f}" if worst else units.NONE),
-        *_shares("under", lambda one: one.underflow),
-        Col("idle", lambda way: sum(one.idle for one in way) / len(way), number=True, show=lambda idle: f"{idle:.1f}"),
+        *_shares("under", lambda replayed: replayed.underflow),
+        Col("idle", lambda way: sum(replayed.idle for replayed in way) / len(way), number=True,
+            show=lambda idle: f"{idle:.1f}"),
     ]  # fmt: skip
-    casts, best = sum(one.casts for one in rows[0]), best_of(found)
+    casts, best = sum(replayed.casts for replayed in rows[0]), best_of(found)
     title = f"delayed scaling of {arm} in {training.id}, replayed over {units.whole(casts)} casts"
     text = (
         f"least is cut off, and of such ways least left idle, by history {best.history}, margin {best.margin}, "
@@ -444,7 +447,7 @@ def _shares(word: str, share: Callable[[Replayed], float | None]) -> Iterator[Co
 
 
 def _share(role: Role, share: Callable[[Replayed], float | None], way: Sequence[Replayed]) -> Field:
-    value = next((share(one) for one in way if one.role == role), None)
+    value = next((share(replayed) for replayed in way if replayed.role == role), None)
     if value is None:
         return Field("?")
     return Field(units.share(value), value, Tone.BAD if value else Tone.PLAIN)

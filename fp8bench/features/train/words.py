@@ -65,13 +65,13 @@ def of_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:
 
 def answer(found: ArmVerdict, among: TrainingVerdicts) -> str:
     """'fp8 learns as bf16 does: a loss more than 0.24% worse is excluded (5 seeds)', and when it came to a loss."""
-    own = next((one for one in among.reached if one.arm == found.arm.name), None)
+    own = next((arm for arm in among.reached if arm.arm == found.arm.name), None)
     return "; ".join([_learned(found, among), *([] if own is None else [_reached(own, among)])])
 
 
 def _reached(found: ArmReached, among: TrainingVerdicts) -> str:
     """'it reaches 2 in 1.030x [1.010x, 1.050x] the steps (5 seeds)'."""
-    reference = next(one for one in among.reached if one.arm == among.reference)
+    reference = next(arm for arm in among.reached if arm.arm == among.reference)
     loss, seeds = f"{among.until:g}", many(len(found.seeds), "seed")
     if not found.arrived:
         others = f"which {reference.arm} did in {reference.arrived} of {seeds}"
@@ -251,7 +251,7 @@ def chance_of_all(among: TrainingVerdicts) -> str:
 
 
 def seed_band(band: SeedBand) -> str:
-    deviation, largest = (units.percent(one, 2) for one in (band.deviation, band.largest))
+    deviation, largest = (units.percent(value, 2) for value in (band.deviation, band.largest))
     return f"other seeds move the reference by {deviation} (root mean square of {len(band.gaps)}), at most {largest}"
 
 
@@ -302,7 +302,7 @@ def energy(found: TrainedEnergy) -> str:
     """'1.90 J a step [1.88 J, 1.91 J]; 0.83x [0.80x, 0.87x] of the reference's energy to the same loss'."""
     if found.joules is None:
         return f"no energy: {found.why}"
-    middle, low, high = (units.joules(one) for one in (found.joules.middle, found.joules.low, found.joules.high))
+    middle, low, high = (units.joules(value) for value in (found.joules.middle, found.joules.low, found.joules.high))
     parts = [f"{middle} a step [{low}, {high}]"]
     if found.to_loss is not None:
         span = energy_to_loss(found.to_loss, found.at_least)
@@ -320,7 +320,7 @@ def _ratio(found: Interval) -> str:
 
 
 def _span(found: Interval, level: bool = True) -> str:
-    point, low, high = (units.change(1 + one) for one in (found.point, found.low, found.high))
+    point, low, high = (units.change(1 + value) for value in (found.point, found.low, found.high))
     return f"{point} [{low}, {high}]" + (f" ({units.percent(found.level, 0)})" if level else "")
 
 

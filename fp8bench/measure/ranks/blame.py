@@ -61,15 +61,15 @@ def culprit(states: Sequence[RankState]) -> RankState:
     behind."""
     last = behind(states)
     ended = [state for state in states if state.ended]
-    of_itself = [one for one in ended if one.status not in _VICTIMS]
+    of_itself = [state for state in ended if state.status not in _VICTIMS]
     if of_itself:
         return of_itself[0]
     if failed := [state for state in states if state.failed_itself]:
         return behind(failed)
     if stopped := [state for state in states if state.stopped and not state.well]:
         return behind(stopped)
-    if ended and last.beat.sequence >= min(one.beat.sequence for one in ended):
-        return next((one for one in ended if one.status != -signal.SIGTERM), ended[0])
+    if ended and last.beat.sequence >= min(state.beat.sequence for state in ended):
+        return next((state for state in ended if state.status != -signal.SIGTERM), ended[0])
     return last
 
 
@@ -107,10 +107,10 @@ def _named(named: Sequence[RankState], ranks: int, now: float) -> str:
     first = named[0]
     if len(named) == 1:
         return f"rank {first.rank} of {ranks}, in {first.beat.doing}, {_what(first, now)}"
-    which = f"{', '.join(str(one.rank) for one in named[:-1])} and {named[-1].rank} of {ranks}"
+    which = f"{', '.join(str(state.rank) for state in named[:-1])} and {named[-1].rank} of {ranks}"
     if first.stopped:
         return f"ranks {which} are stopped (SIGSTOP or SIGTSTP, by /proc)"
-    oldest = now - min(one.beat.seconds for one in named)
+    oldest = now - min(state.beat.seconds for state in named)
     return (
         f"nobody can tell which of ranks {which} failed: all are in {first.beat.doing}, at heartbeat number "
         f"{first.beat.sequence}, {oldest:.1f} s old"

@@ -55,8 +55,8 @@ def _communication(step: RawStep) -> int:
 
 
 def _devices(answers: Sequence[Sequence[DeviceFacts]]) -> tuple[DeviceFacts, ...]:
-    keys = set.intersection(*({one.key for one in found} for found in answers))
-    return tuple(one for one in answers[0] if one.key in keys)
+    keys = set.intersection(*({device.key for device in found} for found in answers))
+    return tuple(device for device in answers[0] if device.key in keys)
 
 
 def _agreed(answers: Sequence[Mapping[str, float] | str]) -> Mapping[str, float] | str:
@@ -75,7 +75,7 @@ def most_memory(answers: Sequence[MemoryUse | str]) -> MemoryUse | str:
     told = [answer for answer in answers if isinstance(answer, MemoryUse)]
     if len(told) < len(answers):
         return next(answer for answer in answers if isinstance(answer, str))
-    each = tuple(RankMemory(rank, one.peak, one.roles) for rank, one in enumerate(told))
+    each = tuple(RankMemory(rank, use.peak, use.roles) for rank, use in enumerate(told))
     return replace(max(told, key=lambda one: one.peak), ranks=each)
 
 
@@ -110,9 +110,9 @@ def _said(answers: Sequence[str]) -> str:
 def _bits(answers: Sequence[Sequence[OperationBits]]) -> tuple[OperationBits, ...]:
     """Each rank's own, and once what all of them come to: with several digests where they come to different things."""
     found: dict[OperationBits, dict[str, None]] = {}
-    for one in (one for own in answers for one in own):
-        found.setdefault(replace(one, digests=()), {}).update(dict.fromkeys(one.digests))
-    return tuple(replace(one, digests=tuple(digests)) for one, digests in found.items())
+    for bits in (bits for own in answers for bits in own):
+        found.setdefault(replace(bits, digests=()), {}).update(dict.fromkeys(bits.digests))
+    return tuple(replace(bits, digests=tuple(digests)) for bits, digests in found.items())
 
 
 StepAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
@@ -123,7 +123,7 @@ def _step_parts(answers: Sequence[StepAnswer | str | None]) -> tuple[tuple[Sent,
     told = [answer for answer in answers if answer is not None and not isinstance(answer, str)]
     if len(told) < len(answers):
         return next((((), Overlap(why=answer), None) for answer in answers if isinstance(answer, str)), None)
-    sent, ranks = tuple(one for own, _ in told for one in own), [rounds for _, rounds in told]
+    sent, ranks = tuple(message for own, _ in told for message in own), [rounds for _, rounds in told]
     seconds = {name: tuple(map(max, zip(*(rank[name] for rank in ranks), strict=True))) for name in ranks[0]}
     scaling = Scaling(seconds["whole"], seconds["share"], seconds["both"]) if "whole" in seconds else None
     overlap = Overlap(seconds["compute"], seconds["communication"], seconds["both"], seconds["in_turn"])

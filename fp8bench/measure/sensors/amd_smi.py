@@ -214,7 +214,7 @@ def _queries(library: AmdLibrary, held: _Held) -> Queries:
             Query("memory_use", use("umc_activity")), Query("memory_used", memory("amdsmi_get_gpu_memory_usage")),
         ),
         changing=changing,
-        violations=tuple(Query(one.name, _uncounted) for one in consumed.VIOLATIONS),
+        violations=tuple(Query(violation.name, _uncounted) for violation in consumed.VIOLATIONS),
         process_memory=_process_memory,
         others=lambda pid: others_queries(pid, _listed),
     )  # fmt: skip

@@ -56,8 +56,10 @@ class Match:
 
     def is_named(self, word: str) -> bool:
         """Whether its UUID begins with a word; 'MIG-GPU-<uuid>/<instance>/<compute>' is the older form."""
-        one = self.instance
-        older = f"MIG-{self.device.uuid}/{one.gpu_instance}/{one.compute_instance}".lower() if one else ""
+        instance = self.instance
+        older = (
+            f"MIG-{self.device.uuid}/{instance.gpu_instance}/{instance.compute_instance}".lower() if instance else ""
+        )
         return self.uuid.lower().startswith(word.lower()) or older == word.lower()
 
     @property

@@ -169,12 +169,12 @@ def _memory_of(pid: int, processes: Sequence[Any]) -> int:
     return int(used[0])
 
 
-def _violation(one: consumed.Violation) -> Way:
+def _violation(violation: consumed.Violation) -> Way:
     """Seconds since the driver was loaded; 0 is a count."""
-    if one.field is not None:
-        number = one.field
+    if violation.field is not None:
+        number = violation.field
         return lambda ask: Reading(field(ask, number) * _NANO, "s", f"field {number}")
-    return _said("nvmlDeviceGetViolationStatus", "s", one.policy, of=lambda status: status.violationTime * _NANO)
+    return _said("nvmlDeviceGetViolationStatus", "s", violation.policy, of=lambda status: status.violationTime * _NANO)
 
 
 FACTS: tuple[Query, ...] = (
@@ -226,5 +226,5 @@ STATE: tuple[Query, ...] = (
     Query("memory_use", _said("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.memory / 100)),
     Query("memory_used", _memory("used"), About.PART),
 )
-VIOLATIONS: tuple[Query, ...] = tuple(Query(one.name, _violation(one)) for one in consumed.VIOLATIONS)
+VIOLATIONS: tuple[Query, ...] = tuple(Query(violation.name, _violation(violation)) for violation in consumed.VIOLATIONS)
 QUERIES = Queries(FACTS, STATE, CHANGING, VIOLATIONS, process_memory, others)

@@ -103,19 +103,19 @@ class RankGroup:
         """The sum of everybody's, each in its owner's place alone; what others have of it is anything."""
         with self.phase.communication:
             pairs = zip(tensors, owners, strict=True)
-            _wait(dist.reduce(one, group=self.handle, group_dst=owner, async_op=True) for one, owner in pairs)
+            _wait(dist.reduce(tensor, group=self.handle, group_dst=owner, async_op=True) for tensor, owner in pairs)
 
     def from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         """Each as its owner has it, in everybody's place."""
         with self.phase.communication:
             pairs = zip(tensors, owners, strict=True)
-            _wait(dist.broadcast(one, group=self.handle, group_src=owner, async_op=True) for one, owner in pairs)
+            _wait(dist.broadcast(tensor, group=self.handle, group_src=owner, async_op=True) for tensor, owner in pairs)
 
     def added_together(self, gradients: Sequence[Tensor]) -> None:
         """In place, in one message."""
-        own = [one.view(-1) for one in gradients]
+        own = [gradient.view(-1) for gradient in gradients]
         whole = self.added(torch.cat(own))
-        torch._foreach_copy_(own, list(torch.split(whole, [one.numel() for one in own])))
+        torch._foreach_copy_(own, list(torch.split(whole, [tensor.numel() for tensor in own])))
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's tokens of (batch, tokens, ...)."""
@@ -276,7 +276,7 @@ class WireWitness:
     def look(self, own: Tensor, got: Tensor, program: OfRank) -> None:
         """All ranks look at every exchange: they ask each other."""
         everybody = _of_any_length(own, self._group)
-        wanted = simulated([program(one, rank) for rank, one in enumerate(everybody)])[self._group.rank()]
+        wanted = simulated([program(tensor, rank) for rank, tensor in enumerate(everybody)])[self._group.rank()]
         wrong = int((got != wanted).sum())
         if wrong and not self._wrong:
             self._wrong = f"has got {wrong:,} of {got.numel():,} numbers in FP8 that are not those of all ranks' values"
@@ -289,7 +289,7 @@ def _of_any_length(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Everybody's vector, which may have another length."""
     lengths = said_by_all(len(own), group)
     padded = torch.nn.functional.pad(own, (0, max(lengths) - len(own)))
-    return [one[:length] for one, length in zip(RankGroup(group).everybodys(padded), lengths, strict=True)]
+    return [tensor[:length] for tensor, length in zip(RankGroup(group).everybodys(padded), lengths, strict=True)]
 
 
 def _flat(x: Tensor) -> Tensor:

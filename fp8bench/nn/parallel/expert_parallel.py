@@ -98,7 +98,9 @@ class ExpertsByRanks(ParallelModel):
             assert isinstance(block, Block) and isinstance(block.mlp, Experts)
             block.mlp = RankedExperts(block.mlp, self._shared, job.options["wire"])
         self._each = job.config.experts // self._shared.size
-        named = {self._numbered(name, self._shared.rank): one for name, one in self.module.named_parameters()}
+        named = {
+            self._numbered(name, self._shared.rank): parameter for name, parameter in self.module.named_parameters()
+        }
         super().__init__(named, job.loss_scale)
 
     def _numbered(self, name: str, rank: int) -> str:
@@ -114,7 +116,7 @@ class ExpertsByRanks(ParallelModel):
             (loss * (self.loss_scale / self._shared.size)).backward()  # type: ignore[no-untyped-call]
             pairs = zip(self.names, self.parameters, strict=True)
             self._shared.added_together(
-                [one.grad for name, one in pairs if one.grad is not None and _EXPERTS not in name]
+                [parameter.grad for name, parameter in pairs if parameter.grad is not None and _EXPERTS not in name]
             )
         return loss.detach()
 

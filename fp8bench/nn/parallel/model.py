@@ -93,7 +93,7 @@ class ParallelModel:
         return [ScaleWitness(self.layers(), self.shared_roles, self.group), *wires]
 
     def layers(self) -> dict[str, Linear]:
-        return {path: one for path, one in self.module.named_modules() if isinstance(one, Linear)}
+        return {path: linear for path, linear in self.module.named_modules() if isinstance(linear, Linear)}
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         return {

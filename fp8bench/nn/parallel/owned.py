@@ -43,7 +43,7 @@ class OwnedTensors:
         with phase.cast:
             sent = [gradient.to(self.sent_as) for gradient in gradients]  # themselves in float32
         self._group.to_owners(sent, self.owners)
-        means = [one.to(torch.float32) for one in self.own(sent)]
+        means = [tensor.to(torch.float32) for tensor in self.own(sent)]
         torch._foreach_div_(means, self._group.size)
         return means
 
@@ -57,18 +57,17 @@ class OwnedTensors:
             return
         self._group.phase = phase
         with phase.cast:
-            sent = [one.to(self.sent_as) for one in self.newest(own, wholes)]
+            sent = [tensor.to(self.sent_as) for tensor in self.newest(own, wholes)]
         self._group.from_owners(sent, self.owners)
-        pairs = [(whole, one) for whole, one in zip(wholes, sent, strict=True) if whole is not one]
+        pairs = [(whole, tensor) for whole, tensor in zip(wholes, sent, strict=True) if whole is not tensor]
         if pairs:
-            torch._foreach_copy_([whole for whole, _ in pairs], [one for _, one in pairs])
+            torch._foreach_copy_([whole for whole, _ in pairs], [tensor for _, tensor in pairs])
 
     def newest(self, own: Sequence[Tensor], wholes: Sequence[Tensor]) -> list[Tensor]:
         """All tensors, those of this rank as it has them."""
         mine = iter(own)
         return [
-            next(mine) if owner == self._group.rank else whole
-            for owner, whole in zip(self.owners, wholes, strict=True)
+            next(mine) if owner == self._group.rank else whole for owner, whole in zip(self.owners, wholes, strict=True)
         ]
 
 
@@ -87,4 +86,4 @@ def _row(tensors: Sequence[Tensor]) -> Tensor:
 
 def _apart(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     sizes = [tensor.numel() for tensor in like]
-    return [piece.view_as(one) for piece, one in zip(torch.split(row, sizes), like, strict=True)]
+    return [piece.view_as(tensor) for piece, tensor in zip(torch.split(row, sizes), like, strict=True)]

@@ -42,11 +42,11 @@ class Stage(nn.Module):
     def named(self) -> dict[str, nn.Parameter]:
         """Its parameters by their names in the whole model."""
         found = {}
-        for name, one in self.model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             words = name.split(".")
             if words[0] == "blocks":
                 words[1] = str(int(words[1]) + self.before)
-            found[".".join(words)] = one
+            found[".".join(words)] = parameter
         return found
 
 
@@ -91,7 +91,7 @@ class GPipe(ParallelModel):
 
     def __init__(self, job: Job) -> None:
         model = job.make()
-        self._shapes = {name: one.shape for name, one in model.named_parameters()}
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         rank, ranks = job.group.rank(), job.group.size()
         self.module = Stage(model, rank, ranks)
         super().__init__(self.module.named(), job.loss_scale)

@@ -205,7 +205,7 @@ def agreement(together: ParallelState, alone: ParallelState, steps: int) -> Apar
     if found.keys() != wanted.keys():
         raise NotTheSame(f"of the weights {sorted(found.keys() ^ wanted.keys())} one side has none")
     largest = max((found[name].double() - wanted[name].double()).abs().max() for name in wanted)
-    updates = {name: (found[name].double() - one, wanted[name].double() - one) for name, one in before.items()}
+    updates = {name: (found[name].double() - tensor, wanted[name].double() - tensor) for name, tensor in before.items()}
     return Apart(float(max(gaps)), float(largest), {name: _update(*both) for name, both in updates.items()})
 
 

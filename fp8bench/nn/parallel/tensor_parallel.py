@@ -161,5 +161,5 @@ class SequenceCut(TensorCut):
             loss = self.module.lost(self.module.read(stream, phase), group.own(targets))
             (loss * (self.loss_scale / group.size)).backward()  # type: ignore[no-untyped-call]
             common = [parameter.grad for parameter, cut in zip(self.parameters, self._cuts, strict=True) if cut is None]
-            group.added_together([one for one in common if one is not None])
+            group.added_together([tensor for tensor in common if tensor is not None])
         return loss.detach()

@@ -66,8 +66,8 @@ def rows(run: Run, findings: Mapping[str, Finding]) -> list[TidyRow]:
             named = {"device_name": names.get(result.record.case.device)}
             about = empty | heads | _about(result.record, panel.reference) | named
             # What became of a case stands in the row of the step's time, which comes first.
-            first, *others = (one for one in metrics_within(group, result) if one.rank is not Rank.RESTATED)
-            found += [about | _row(first) | _of_the_case(result), *(about | _row(one) for one in others)]
+            first, *others = (metric for metric in metrics_within(group, result) if metric.rank is not Rank.RESTATED)
+            found += [about | _row(first) | _of_the_case(result), *(about | _row(metric) for metric in others)]
     for row in break_even_rows(run, findings):
         found.append(empty | heads | {"device_name": names.get(row.device)} | _crossing(row))
     # One line a text, and nothing for an empty one, so that a reader of the CSV finds the same.

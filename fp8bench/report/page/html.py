@@ -130,9 +130,7 @@ def _order(page: Page) -> tuple[str, ...]:
     return tuple(name for name, count in found.items() if count > 1)
 
 
-def _blocks(
-    part: Part, ids: _Ids, draw: Callable[[AnyChart], str], order: tuple[str, ...]
-) -> Iterator[_Block]:
+def _blocks(part: Part, ids: _Ids, draw: Callable[[AnyChart], str], order: tuple[str, ...]) -> Iterator[_Block]:
     for element in part.elements:
         if isinstance(element, Table):
             own = ids.give(element.name)

@@ -321,7 +321,7 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
     sources = [tuple(shortened(source(run), LONGEST_LABEL) for run in runs) for source in _SOURCES]
     chosen = [words for words in sources if all(words)]
     pairs = [
-        tuple(f"{one}, {other}" for one, other in zip(*two, strict=True))
+        tuple(f"{text}, {other}" for text, other in zip(*two, strict=True))
         for two in combinations([words for words in chosen if len(set(words)) > 1], 2)
     ]
     ids = [run.id or "run" for run in runs]

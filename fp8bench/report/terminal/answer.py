@@ -271,7 +271,7 @@ def _verdict(members: Sequence[_Member], reference: str) -> str:
     (first, number), *others = sorted(counts.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1]))
     many = f" in {number} of {len(members)} cases" if others else ""
     word = " than " if first.endswith(("faster", "slower")) else " as " if "same" in first else ""
-    return f"{first}{word + reference if word else ''}{many}" + "".join(f", {one} in {n}" for one, n in others)
+    return f"{first}{word + reference if word else ''}{many}" + "".join(f", {text} in {n}" for text, n in others)
 
 
 def _errors(members: Sequence[_Member], panel: Panel) -> str:

@@ -73,15 +73,17 @@ def page_of(found: Found, store: str, everything: bool = False, options: str = "
 
 
 def _what_to_do(change: Change, options: str) -> Iterator[Element]:
-    name, one = shlex.quote(change.trend.name), change.comparison
+    name, comparison = shlex.quote(change.trend.name), change.comparison
     yield Text("the first of them, commit by commit")
     yield Code(f"fp8bench history show {name}{options}")
     if change.is_counted:
         yield Text("all figures of both commits, judged with what is stored")
-        yield Code(f"fp8bench gate {one.since[:8]} {one.until[:8]} --no-rerun{options}")
+        yield Code(f"fp8bench gate {comparison.since[:8]} {comparison.until[:8]} --no-rerun{options}")
     else:
-        yield Text(f"{one.until[:8]}, when it is checked out, against {one.since[:8]}, in the same rounds")
-        yield Code(f"fp8bench duel suite {one.suite} --against {one.since[:8]}{options}")
+        yield Text(
+            f"{comparison.until[:8]}, when it is checked out, against {comparison.since[:8]}, in the same rounds"
+        )
+        yield Code(f"fp8bench duel suite {comparison.suite} --against {comparison.since[:8]}{options}")
     yield Text("it is known, and stays")
     yield Code(f"fp8bench history ack {name}{options}")
 

@@ -59,7 +59,9 @@ def trends_page(
         Col("change", lambda ending: _change(ending.last, ending.before), number=True),
     ]  # fmt: skip
     parts = []
-    for _, alike in itertools.groupby(endings, key=lambda one: (one.trend.machine.get("machine"), one.trend.python)):
+    for _, alike in itertools.groupby(
+        endings, key=lambda ending: (ending.trend.machine.get("machine"), ending.trend.python)
+    ):
         members = list(alike)
         parts.append(Part("series", "", (table("series", where(members[0].trend), cols, members),)))
     if endings:

@@ -148,7 +148,7 @@ def _folded(columns: Sequence[Column], fields: Sequence[Field], width: int) -> l
 
 
 def _room_for_name(widths: Sequence[int], width: int) -> int:
-    return width - len(INDENT) - sum(len(GAP) + one for one in widths[1:])
+    return width - len(INDENT) - sum(len(GAP) + number for number in widths[1:])
 
 
 def _row(

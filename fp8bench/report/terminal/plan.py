@@ -57,15 +57,18 @@ def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Pa
     lines = []  # 'one group: fp32 (reference), bf16; skip nvfp4'
     for group, place in zip(groups, places, strict=True):
         marks = {group.reference: " (reference)"}
-        named = [(one.runs, one.case.mode + marks.get(number, "")) for number, one in enumerate(group.cases)]
+        named = [
+            (planned_case.runs, planned_case.case.mode + marks.get(number, ""))
+            for number, planned_case in enumerate(group.cases)
+        ]
         names, skips = (", ".join(name for runs, name in named if runs is wanted) for wanted in (True, False))
         said = "; ".join(filter(None, (names, f"skip {skips}" if skips else "")))
         lines.append(f"{place or 'one group'}: {said}")
     skipped = [
-        (f"{one.case.mode} skipped", one.skip, place)
+        (f"{planned_case.case.mode} skipped", planned_case.skip, place)
         for group, place in zip(groups, places, strict=True)
-        for one in group.cases
-        if not one.runs
+        for planned_case in group.cases
+        if not planned_case.runs
     ]
     lines += merge_notes(skipped, len(groups))
     title = heading(case.workload, shared, case.device, facts)

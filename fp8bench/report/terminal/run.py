@@ -246,7 +246,10 @@ def _error_legends(panels: Sequence[Panel]) -> list[str]:
     for panel in panels:
         metric = main_error(panel)
         measured = [result.record.measurement(metric) for result in panel.results]
-        described = next((one.description for one in measured if one and one.description), "relative, 0 is exact")
+        described = next(
+            (measurement.description for measurement in measured if measurement and measurement.description),
+            "relative, 0 is exact",
+        )
         told += [(f"{metric} ({described})", panel.case.workload)] if metric else []
     suites = together(told)
     if len(suites) == 1:
@@ -270,10 +273,10 @@ def _told_elsewhere(panel: Panel) -> tuple[str, ...]:
 
 
 def _energy_legends(panels: Sequence[Panel]) -> list[str]:
-    cases = [(panel, group, one) for panel in panels for group, one in panel.members]
+    cases = [(panel, group, result) for panel in panels for group, result in panel.members]
     found = [case for case in cases if figures_of(case[2]) is not None]
-    compared = dict.fromkeys(panel.reference for panel, group, one in found if ratio_against(one, group.lead))
-    cost = [legend.ENERGY_EMULATED] if any(emulated(one) for _, _, one in found) else []
+    compared = dict.fromkeys(panel.reference for panel, group, result in found if ratio_against(result, group.lead))
+    cost = [legend.ENERGY_EMULATED] if any(emulated(result) for _, _, result in found) else []
     return [legend.ENERGY, *map(legend.energy_versus, compared), *cost] if found else []
 
 

@@ -68,28 +68,28 @@ def pays(axis: str, found: BreakEven) -> str:
     return " and ".join([*parts, *([f"{beginning} on"] if beginning else [])])
 
 
-def remarks(one: SweptMode) -> Iterator[str]:
-    if one.found is None and one.points:
+def remarks(mode: SweptMode) -> Iterator[str]:
+    if mode.found is None and mode.points:
         yield "too few sizes with a ratio"
-    if one.found is not None:
+    if mode.found is not None:
         # Where it cannot be told, and that is not a crossing's own interval.
-        crossings = one.found.crossings
+        crossings = mode.found.crossings
         unknown = [
             (stretch.first, stretch.last)
-            for stretch in one.found.stretches
+            for stretch in mode.found.stretches
             if stretch.pays is None and not any(each.low <= stretch.first <= each.high for each in crossings)
         ]
         if unknown:
             ends = [" to ".join(units.whole(round(size)) for size in pair) for pair in unknown]
             yield f"too close to tell from {listed(ends)}"
-        if one.found.within_noise:
-            yield f"within the noise: {_sizes(one.found.within_noise)}"
-        if not one.found.level:
+        if mode.found.within_noise:
+            yield f"within the noise: {_sizes(mode.found.within_noise)}"
+        if not mode.found.level:
             yield "a quick look: in brackets is the range of the rounds, without a confidence"
-    for why, sizes in together((why, size) for size, why in one.refused).items():
+    for why, sizes in together((why, size) for size, why in mode.refused).items():
         yield f"no ratio at {_sizes(sizes)}: {why}"
-    if one.doubted:
-        yield f"labels cast doubt on {_sizes(one.doubted)}"
+    if mode.doubted:
+        yield f"labels cast doubt on {_sizes(mode.doubted)}"
 
 
 def _sizes(sizes: Sequence[int]) -> str:
@@ -144,9 +144,9 @@ def break_even_section(material: Material) -> Iterator[Element]:
         if not found:
             continue
         yield break_even_table(panel, found, f"{title}: from where on it pays")
-        for one in found:
+        for pair in found:
             number += 1
-            yield from _chart(number, title, panel, one)
+            yield from _chart(number, title, panel, pair)
 
 
 def _chart(number: int, title: str, panel: Panel, found: Swept) -> Iterator[Scatter]:
@@ -167,9 +167,9 @@ def _chart(number: int, title: str, panel: Panel, found: Swept) -> Iterator[Scat
 
     def height(curve: list[ChartPoint], size: float) -> float:
         """Where a line stands at a size, on logarithmic axes; at its end beyond it."""
-        for one, other in pairwise(curve):
-            if one.x is not None and other.x is not None and one.x <= size <= other.x:
-                return float(one.y * (other.y / one.y) ** (math.log(size / one.x) / math.log(other.x / one.x)))
+        for point, other in pairwise(curve):
+            if point.x is not None and other.x is not None and point.x <= size <= other.x:
+                return float(point.y * (other.y / point.y) ** (math.log(size / point.x) / math.log(other.x / point.x)))
         return curve[-1].y
 
     marks = [
@@ -274,9 +274,9 @@ def _sorted(found: Sequence[Params]) -> list[Params]:
 
 
 def _heat(title: str, rows: tuple[str, ...], columns: tuple[str, ...], grid: _Grid) -> Heat:
-    values = tuple(tuple(_value(one) for one in row) for row in grid)
-    hints = tuple(tuple(_hint(one) for one in row) for row in grid)
-    workload = next(one for row in grid for one in row if one is not None).result.record.case.workload
+    values = tuple(tuple(_value(case) for case in row) for row in grid)
+    hints = tuple(tuple(_hint(case) for case in row) for row in grid)
+    workload = next(case for row in grid for case in row if case is not None).result.record.case.workload
     return Heat(
         f"shapes-{workload}", title, _description(grid), rows, columns, values, ChartAxis("speed-up", "x"), hints
     )

@@ -108,9 +108,9 @@ def _demand_tone(row: _EnergyRow) -> Tone:
 def energy_of_phases(panel: Panel) -> Iterator[Element]:
     """What each phase takes of a step in joules, estimates in brackets; nothing where nobody asked for phases."""
     known = [
-        (group, one, {phase.phase: phase for phase in found.phases})
-        for group, one in panel.members
-        if one.record.energy is not None and one.record.energy.phases and (found := phases_of(one)) is not None
+        (group, result, {phase.phase: phase for phase in found.phases})
+        for group, result in panel.members
+        if result.record.energy is not None and result.record.energy.phases and (found := phases_of(result)) is not None
     ]
     names = [name for name in PHASE_TITLES if any(name in phases for _, _, phases in known)]
     if not names:
@@ -215,11 +215,11 @@ def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Eleme
     if found:
         yield Items(tuple(Text(f"{sentence.text}.", sentence.tone) for sentence in energy_sentences(panel)))
     for kind, cost, words in (("energy", False, "energy of a step"), ("energy-cost", True, "what emulating costs")):
-        members = [one for one in found if emulated(one[0].result) is cost]
+        members = [case for case in found if emulated(case[0].result) is cost]
         if members:
             yield _joules(kind, f"{title}: {words}", members)
     yield from _ratios(title, panel, found)
-    yield from _phases(title, [one for one in found if not emulated(one[0].result)], parts)
+    yield from _phases(title, [case for case in found if not emulated(case[0].result)], parts)
     notes = ((modes, doubt, group.place) for group in panel.groups for modes, doubt in missing_within(group))
     doubts = merge_notes(notes, len(panel.groups))
     if doubts:

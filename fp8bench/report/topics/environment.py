@@ -130,7 +130,7 @@ def _with(text: str, word: str, more: str) -> str:
 
 def _timings(records: Iterable[Record]) -> Iterator[Timing]:
     for record in records:
-        yield from (one for one in (record.timing, record.control, record.paired_with) if one is not None)
+        yield from (timing for timing in (record.timing, record.control, record.paired_with) if timing is not None)
 
 
 def _remarks(entry: Entry) -> Iterator[Element]:

@@ -53,7 +53,7 @@ def _charts(known: Sequence[PastSeries]) -> Iterator[Lines]:
     """Time by suite and machine; by case too, where one chart would have too many lines. Emulations have no speed."""
     timed = [series for series in known if series.metric == TIME and not series.emulated and len(_values(series)) > 1]
     machines = {series.machine for series in timed}
-    for (suite, machine), members in together(((one.suite, one.machine), one) for one in timed).items():
+    for (suite, machine), members in together(((series.suite, series.machine), series) for series in timed).items():
         title = f"{suite} on {machine}" if len(machines) > 1 else suite
         by_place = together((member.place if len(members) > _MOST_LINES else "", member) for member in members)
         for place, lines in by_place.items():
@@ -127,7 +127,8 @@ def _table(known: Sequence[PastSeries]) -> Table:
         Col("previous", lambda row: shown(row[0], row[1]), number=True),
         Col("last", lambda row: shown(row[0], row[2]), number=True),
         Col("change", lambda row: row[3], number=True, show=units.change,
-            tone=lambda row: Tone.DOUBT if row[3] and any(one and one.rough for one in row[1:3]) else Tone.PLAIN,
+            tone=lambda row: (
+                Tone.DOUBT if row[3] and any(figure and figure.rough for figure in row[1:3]) else Tone.PLAIN),
             hint="of the figure itself, from previous to last; less is better"),
         Col("last commit", lambda row: Field(_place(row[2]), hint=row[2].when)),
         Col("commits", lambda row: Field(str(len(_values(row[0]))), len(_values(row[0])),

@@ -74,8 +74,8 @@ def roles_of(result: Result) -> dict[MemoryRole, int]:
 
 
 def highest_in(use: MemoryUse) -> list[str]:
-    most = max((one.allocated for one in use.phases), default=0)
-    found = [one.phase for one in use.phases if one.allocated == most]
+    most = max((phase.allocated for phase in use.phases), default=0)
+    found = [phase.phase for phase in use.phases if phase.allocated == most]
     return sorted(found, key=lambda phase: (phase in _OUTER, PHASES.index(phase) if phase in PHASES else 0))
 
 
@@ -122,7 +122,7 @@ def sentences(panel: Panel, cases: Iterable[NamedCase]) -> Iterator[str]:
 
 
 def _why(case: NamedCase, share: float, several: bool) -> str:
-    before, after = (roles_of(one) if one else {} for one in (case.group.lead, case.result))
+    before, after = (roles_of(result) if result else {} for result in (case.group.lead, case.result))
     parts = (_staying(before, after), *_changes(before, after), _elsewhere(case)) if before and after else ()
     told = ", ".join(filter(None, parts))
     place = f"at {case.place} " if several and case.place else ""
@@ -181,7 +181,7 @@ def _plural(role: MemoryRole) -> bool:
 
 
 def _elsewhere(case: NamedCase) -> str:
-    there, here = (use_of(one.record) if one else None for one in (case.group.lead, case.result))
+    there, here = (use_of(result.record) if result else None for result in (case.group.lead, case.result))
     if there is None or here is None or not there.phases or set(highest_in(there)) & set(highest_in(here)):
         return ""
     phase = highest_in(here)[0]
@@ -190,7 +190,7 @@ def _elsewhere(case: NamedCase) -> str:
 
 def searched(panel: Panel) -> list[tuple[ResultGroup, Result, Capacity]]:
     """The cases whose largest batch was looked for, one group of those that differ in batch alone."""
-    return panel.known(lambda one: one.record.capacity)
+    return panel.known(lambda result: result.record.capacity)
 
 
 def batch_title(found: Capacity) -> str:
@@ -255,8 +255,8 @@ def tells_memory(panel: Panel) -> bool:
 
 
 def counted(panel: Panel) -> list[MetricSpec]:
-    known = [Figures(group, one) for group, one in panel.members if use_of(one.record) is not None]
-    return [spec for spec in MEMORY_COUNTERS if any(one[spec].value is not None for one in known)]
+    known = [Figures(group, result) for group, result in panel.members if use_of(result.record) is not None]
+    return [spec for spec in MEMORY_COUNTERS if any(figures[spec].value is not None for figures in known)]
 
 
 def memory(panel: Panel) -> Iterator[Element]:
@@ -264,7 +264,7 @@ def memory(panel: Panel) -> Iterator[Element]:
         return
     present, others = {role for result in panel.results for role in roles_of(result)}, counted(panel)
     roles = [role for role in MemoryRole if role in present]
-    known = panel.known(lambda one: use_of(one.record))
+    known = panel.known(lambda result: use_of(result.record))
     scale, unit = units.binary_unit(max(use.peak for _, _, use in known))
 
     def shown(size: float) -> str:
@@ -323,7 +323,9 @@ _Row = tuple[NamedCase, MemoryUse, Figures]
 def _lead(material: Material) -> str:
     results = (result for _, panel in timed_panels(material) for result in panel.results)
     measured = (result.record.measurement(PEAK) for result in results)
-    described = next((one.description for one in measured if one and one.description), "")
+    described = next(
+        (measurement.description for measurement in measured if measurement and measurement.description), ""
+    )
     words = described or "memory at the highest point of a step"
     return f"{words[:1].upper()}{words[1:]}; from a pass of its own, which is not timed."
 
@@ -388,7 +390,7 @@ def _table(title: str, cases: Sequence[NamedCase]) -> Table:
     figures = [Figures(case.group, case.result) for case, _ in uses]
 
     def in_phase(phase: str, row: _Row) -> int | None:
-        return {one.phase: one.allocated for one in row[1].phases}.get(phase)
+        return {phase_memory.phase: phase_memory.allocated for phase_memory in row[1].phases}.get(phase)
 
     def of_spec(spec: MetricSpec, row: _Row) -> Field:
         value = row[2][spec].value

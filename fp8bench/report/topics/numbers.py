@@ -36,7 +36,7 @@ _SCALES: tuple[Col[tuple[NamedCase, LayerScale]], ...] = (
 def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
     """A row for each kind and role, over all groups; a format has a column only if some value is outside its range."""
     looked_at = [result.record.statistics for result in panel.results if result.record.statistics]
-    by_name = together(((one.kind, one.role), one) for group in looked_at for one in group)
+    by_name = together(((statistics.kind, statistics.role), statistics) for group in looked_at for statistics in group)
     worst = []
     for (kind, role), members in by_name.items():
         shares = together((name, pair) for member in members for name, *pair in member.outside)
@@ -45,8 +45,8 @@ def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
         worst.append(TensorStatistics(kind, role, count, amax, outside))
     if not worst:
         return
-    names = dict.fromkeys(name for one in worst for name, _, _ in one.outside)
-    crossed = [name for name in names if any(any(shares_of(one, name)) for one in worst)]
+    names = dict.fromkeys(name for statistics in worst for name, _, _ in statistics.outside)
+    crossed = [name for name in names if any(any(shares_of(statistics, name)) for statistics in worst)]
     contained = ", ".join(name for name in names if name not in crossed)
     title = f"{suite}: " * bool(suite) + "data, before any scaling"
     title += f"; each figure is the largest of {len(looked_at)} groups" if len(looked_at) > 1 else ""
@@ -54,24 +54,24 @@ def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
     beyond = "share above its largest / share that would become zero"
     cols: list[Col[TensorStatistics]] = [
         Col("data", name_of, hint="layer kind and role"),
-        Col("values", lambda one: one.count, number=True, show=units.whole),
-        Col("amax", lambda one: one.amax, number=True, hint="the largest magnitude"),
+        Col("values", lambda statistics: statistics.count, number=True, show=units.whole),
+        Col("amax", lambda statistics: statistics.amax, number=True, hint="the largest magnitude"),
         *(Col(name, partial(_outside, name=name), number=True, hint=beyond) for name in crossed),
     ]
     yield table(name, title, cols, worst)
 
 
-def name_of(one: TensorStatistics) -> str:
+def name_of(statistics: TensorStatistics) -> str:
     """'mlp gradient'; once where kind and role are the same word."""
-    return one.kind if one.role in ("", one.kind) else f"{one.kind} {one.role}"
+    return statistics.kind if statistics.role in ("", statistics.kind) else f"{statistics.kind} {statistics.role}"
 
 
-def shares_of(one: TensorStatistics, name: str) -> tuple[float, float]:
-    return next(((above, vanishing) for known, above, vanishing in one.outside if known == name), (0.0, 0.0))
+def shares_of(statistics: TensorStatistics, name: str) -> tuple[float, float]:
+    return next(((above, vanishing) for known, above, vanishing in statistics.outside if known == name), (0.0, 0.0))
 
 
-def _outside(one: TensorStatistics, name: str) -> Field:
-    pair = shares_of(one, name)
+def _outside(statistics: TensorStatistics, name: str) -> Field:
+    pair = shares_of(statistics, name)
     return Field(" / ".join(units.share(share) for share in pair) if any(pair) else units.NONE, sum(pair))
 
 
@@ -96,7 +96,11 @@ def _errors(title: str, panel: Panel) -> Iterator[Element]:
         return
     shown = main_error(panel)
     found = ((case, case.result.record.measurement(shown)) for case in panel.members)
-    marks = [(case, one, value) for case, one in found if one and (value := value_of(one)) is not None]
+    marks = [
+        (case, measurement, value)
+        for case, measurement in found
+        if measurement and (value := value_of(measurement)) is not None
+    ]
     if sum(0 < value < math.inf for *_, value in marks) > 1:
         yield _bars(title, panel, shown, marks)
     yield _table(title, panel, by_mode)
@@ -121,9 +125,13 @@ def _bars(title: str, panel: Panel, metric: str, found: Sequence[tuple[NamedCase
     groups = grouped(
         (
             case.place,
-            Mark(case.result.mode, value, hint=f"{case.name}: {show_value(one)}, {case.result.record.support.level}"),
+            Mark(
+                case.result.mode,
+                value,
+                hint=f"{case.name}: {show_value(measurement)}, {case.result.record.support.level}",
+            ),
         )
-        for case, one, value in found
+        for case, measurement, value in found
     )
     finite = {case.result.mode: value for case, _, value in found if 0 < value < math.inf}
     ends = [choose(finite, key=lambda mode: finite[mode]) for choose in (min, max)]
@@ -138,7 +146,9 @@ def _bars(title: str, panel: Panel, metric: str, found: Sequence[tuple[NamedCase
 
 def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measurement]]]) -> Table:
     levels = {result.mode: result for result in panel.results}
-    by_metric = together((metric, one) for found in by_mode.values() for metric, many in found.items() for one in many)
+    by_metric = together(
+        (metric, measurement) for found in by_mode.values() for metric, many in found.items() for measurement in many
+    )
     cols: list[Col[tuple[str, dict[str, list[Measurement]]]]] = [
         Col("precision", lambda row: Field(row[0], hint=_summary(levels[row[0]]))),
         Col("how", lambda row: Field(
@@ -168,11 +178,13 @@ def _summary(result: Result) -> str:
 
 def _field(row: tuple[str, dict[str, list[Measurement]]], metric: str) -> Field | None:
     """'2.9e-03', or '2.8e-03 to 3.0e-03'; a value that is no number counts as the largest."""
-    values = [(value, one) for one in row[1].get(metric, ()) if (value := value_of(one)) is not None]
+    values = [
+        (value, measurement) for measurement in row[1].get(metric, ()) if (value := value_of(measurement)) is not None
+    ]
     if not values:
         return None
     ordered = sorted(values, key=lambda pair: (math.isnan(pair[0]), pair[0]))
-    text = " to ".join(dict.fromkeys(show_value(one) for _, one in (ordered[0], ordered[-1])))
+    text = " to ".join(dict.fromkeys(show_value(measurement) for _, measurement in (ordered[0], ordered[-1])))
     worst = ordered[-1][0]
     return Field(text, worst, Tone.PLAIN if math.isfinite(worst) else Tone.BAD)
 

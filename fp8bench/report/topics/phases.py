@@ -37,7 +37,7 @@ def phases_table(panel: Panel) -> Table | None:
     measured = [(group, result) for group, result in panel.members if result.best]
     if not measured:
         return None
-    present = {name for _, one in measured for name, seconds in phases_of(one) if seconds or name == UNATTRIBUTED}
+    present = {name for _, result in measured for name, seconds in phases_of(result) if seconds or name == UNATTRIBUTED}
     names = sorted(present, key=lambda name: CELL_PHASES.index(name) if name in CELL_PHASES else len(CELL_PHASES))
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         *case_cols(),
@@ -78,7 +78,7 @@ def phase_clauses(own: Finding, base: Finding) -> str:
     unknown = {*own.below_floor, *base.below_floor}
     large = {*_large(own), *_large(base)} - unknown
     names: dict[PhaseChange, list[str]] = {change: [] for change in PhaseChange}
-    for name in (one for one in CELL_PHASES if one in large):
+    for name in (phase for phase in CELL_PHASES if phase in large):
         names[change_of(seconds.get(name, 0.0), before.get(name, 0.0))].append(name)
     times = {name: units.speed_up(before[name] / seconds[name]) for name in names[PhaseChange.GAINS]}
     times |= {name: units.speed_up(seconds[name] / before[name]) for name in names[PhaseChange.LOSES]}
@@ -109,13 +109,13 @@ def _large(finding: Finding) -> Iterable[str]:
     return [name for name, seconds in finding.phases if seconds > LEAST_SHARE * best > 0]
 
 
-def _taking(names: Sequence[str], finding: Finding, many: str, one: str) -> str:
+def _taking(names: Sequence[str], finding: Finding, many: str, text: str) -> str:
     """'data loading and casts take 23% of the step and do not gain'."""
     if not names or not finding.best_seconds:
         return ""
     seconds = dict(finding.phases)
     share = sum(seconds[name] for name in names) / finding.best_seconds
-    return f"{_subject(names, 'take')} {units.percent(share, 0)} of the step and {many if _plural(names) else one}"
+    return f"{_subject(names, 'take')} {units.percent(share, 0)} of the step and {many if _plural(names) else text}"
 
 
 def _subject(names: Sequence[str], verb: str) -> str:

@@ -55,10 +55,12 @@ def remarks(panel: Panel) -> Iterator[str]:
         yield UNBEATEN
     if any(_COMPOSED[0] in dict(group.case.params) for group in panel.groups) and len(panel.groups) > 1:
         yield POOLED
-    if _COLLECTIVE in dict(panel.case.params) and any(emulated(one) for _, one in panel.members):
+    if _COLLECTIVE in dict(panel.case.params) and any(emulated(result) for _, result in panel.members):
         yield EMULATED_RATES
     yield from filter(None, (_waiting(*member) for member in panel.members))
-    told = ((one.mode, found.strong) for _, one in panel.members if (found := efficiency(one.record)) is not None)
+    told = (
+        (result.mode, found.strong) for _, result in panel.members if (found := efficiency(result.record)) is not None
+    )
     yield from reasons("efficiency", told)
     if panel.case.device == "cpu":
         yield FUNCTIONAL
@@ -72,7 +74,7 @@ def _waiting(group: ResultGroup, result: Result) -> str:
     counts = [count for count in rows if count is not None]
     if not times or len(counts) < len(times) or max(counts) < _UNEVEN * statistics.mean(counts):
         return ""
-    most, waiting = counts.index(max(counts)), max(times, key=lambda one: one.waiting)
+    most, waiting = counts.index(max(counts)), max(times, key=lambda time: time.waiting)
     rows_of_all, own = (units.whole(round(count)) for count in (sum(counts), counts[most]))
     told = f"of {rows_of_all} rows the experts of rank {most} multiply {own}"
     name = f"{group.place} {result.mode}".strip()
@@ -128,7 +130,7 @@ class _Line:
 
     @property
     def results(self) -> list[Result]:
-        return [one for _, one in self.members]
+        return [result for _, result in self.members]
 
     @cached_property
     def figures(self) -> list[Figures]:
@@ -143,7 +145,7 @@ class _Line:
         told = [figure[name] for figure in self.figures if figure[name].value is not None]
         if not told:
             return Field(units.NONE)
-        value = statistics.median(one.value for one in told if one.value is not None)
+        value = statistics.median(metric.value for metric in told if metric.value is not None)
         return Field(told[0].spec.shown(value), value, tone)
 
     @property
@@ -194,14 +196,14 @@ def _strong(result: Result) -> Field:
         return Field(units.NONE)
     if isinstance(found.strong, Untold):
         return Field(found.strong.word, None, Tone.DOUBT, found.strong.why)
-    span = units.span(found.strong[1:], lambda one: units.percent(one, 0))
+    span = units.span(found.strong[1:], lambda value: units.percent(value, 0))
     return Field(span, found.strong.value, cost_tone(result))
 
 
 @section("rank-boards", "At a glance", 12)
 def rank_boards_section(material: Material) -> Iterator[Element]:
     """The section Ranks has skew, waiting, overlap and efficiency."""
-    panels = [one for one in titled_panels(material) if any(boards(one[1]))]
+    panels = [pair for pair in titled_panels(material) if any(boards(pair[1]))]
     for number, (title, panel) in enumerate(panels, 1):
         for board in boards(panel):
             caption = board.caption if len(panels) == 1 else f"{title}: {board.caption}"

@@ -76,12 +76,14 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
     yield from map(Text, cheapest(panel))
     if (gains := _efficiencies(panel)).rows:
         yield gains
-        known = ((one.mode, gain) for _, one in panel.members if (gain := efficiency(one.record)) is not None)
+        known = ((result.mode, gain) for _, result in panel.members if (gain := efficiency(result.record)) is not None)
         figures = ((mode, figure) for mode, gain in known for figure in gain)
         yield from map(Text, reasons("efficiency", figures))
     yield from (one for one in (_sent(panel), _overlaps(panel)) if one.rows)
-    told = panel.known(lambda one: overlap_of(one.record))
-    overlaps = ((one.mode, each) for _, one, found in told for each in (found.exposed, found.hidden) if each != WAITING)
+    told = panel.known(lambda result: overlap_of(result.record))
+    overlaps = (
+        (result.mode, each) for _, result, found in told for each in (found.exposed, found.hidden) if each != WAITING
+    )
     yield from map(Text, (*reasons("overlap", overlaps), *_bubbles(panel)))
     if panel.case.device == "cpu":
         yield Text(FUNCTIONAL)
@@ -117,7 +119,7 @@ def _sent(panel: Panel) -> Table:
         Col("least", lambda row: min(sent.bytes for sent in row[2]) if len(row[2]) == panel.case.ranks else 0.0,
             number=True, unit="B", hint="by the rank that sends least"),
     ]  # fmt: skip
-    sent = ((*case, together(((one.operation, one.dtype), one) for one in case[1].record.sent))
+    sent = ((*case, together(((message.operation, message.dtype), message) for message in case[1].record.sent))
             for case in panel.members)  # fmt: skip
     rows = [(group, result, each) for group, result, known in sent for each in known.values()]
     return table("sent", "what a rank sends in a step, counted", cols, rows)
@@ -126,15 +128,15 @@ def _sent(panel: Panel) -> Table:
 def _times(panel: Panel) -> Table:
     cols: list[Col[tuple[ResultGroup, Result, Timing, Sequence[RankTimes]]]] = [
         *case_cols(""),
-        Col("slowest", lambda row: max(one.step for one in row[3]), number=True, unit="s",
+        Col("slowest", lambda row: max(arm.step for arm in row[3]), number=True, unit="s",
             hint="median of the rank that was slowest on the whole"),
-        Col("fastest", lambda row: min(one.step for one in row[3]), number=True, unit="s"),
+        Col("fastest", lambda row: min(arm.step for arm in row[3]), number=True, unit="s"),
         figure_col(specs.RANK_SKEW, lambda row: (skew(row[2]) or 0.0) * 100),
         figure_col(specs.COMMUNICATION, lambda row: true_communication(row[2])),
-        Col("waiting", lambda row: None if true_communication(row[2]) is None else max(one.waiting for one in row[3]),
+        Col("waiting", lambda row: None if true_communication(row[2]) is None else max(arm.waiting for arm in row[3]),
             number=True, unit="s", hint="of the rank that waits most"),
     ]  # fmt: skip
-    timed = panel.known(lambda one: one.record.timing)
+    timed = panel.known(lambda result: result.record.timing)
     rows = [(*case, times) for case in timed if (times := rank_times(case[2]))]
     return table("ranks", f"{panel.case.ranks} ranks", cols, rows)
 
@@ -152,7 +154,11 @@ def _memory(panel: Panel) -> Table:
         Col("least", lambda row: min(rank.peak for rank in row[2].ranks), number=True, unit="B", when=not each),
         figure_col(specs.MEMORY_SKEW, lambda row: (memory_skew(row[2]) or 0.0) * 100),
     ]  # fmt: skip
-    rows = [(group, one, use) for group, one in panel.members if (use := one.record.memory) is not None and use.ranks]
+    rows = [
+        (group, result, use)
+        for group, result in panel.members
+        if (use := result.record.memory) is not None and use.ranks
+    ]
     return table("rank-memory", "memory of each rank at the highest point of a step", cols, rows)
 
 
@@ -171,7 +177,7 @@ def _wire(panel: Panel) -> Table:
         *(Col(heading, partial(lambda name, row: _measured(row[1], name), name), number=True, unit=unit)
           for heading, name, unit in errors),
     ]  # fmt: skip
-    rows = [(*case, Figures(*case[:2])) for case in panel.known(lambda one: one.record.transfer)]
+    rows = [(*case, Figures(*case[:2])) for case in panel.known(lambda result: result.record.transfer)]
     return table("wire", "bytes on the wire beside the error", cols, rows)
 
 
@@ -217,7 +223,7 @@ def wire_costs(panel: Panel) -> dict[str, list[WireCost]]:
         words = " ".join([result.mode, *composed])
         cost = WireCost(collective, way, words, sent.wire, sqnr, shares)
         found.setdefault((collective, words), cost)
-    return together((one.collective, one) for one in found.values())
+    return together((wire_cost.collective, wire_cost) for wire_cost in found.values())
 
 
 def cheapest(panel: Panel) -> Iterator[str]:
@@ -226,8 +232,8 @@ def cheapest(panel: Panel) -> Iterator[str]:
         best = [costs[place] for place in frontier([(cost.wire, cost.sqnr) for cost in costs])]
         if len(best) < len(costs):
             named = [
-                f"{one.words} ({units.size(one.wire)}, {units.decibels(one.sqnr)}, {one.hint})"
-                for one in sorted(best, key=lambda one: one.wire)
+                f"{cost.words} ({units.size(cost.wire)}, {units.decibels(cost.sqnr)}, {cost.hint})"
+                for cost in sorted(best, key=lambda one: one.wire)
             ]
             yield f"{collective}: nothing else sends as little with as small an error as {'; '.join(named)}."
 
@@ -244,7 +250,7 @@ def _overlaps(panel: Panel) -> Table:
         figure_col(specs.EXPOSED, lambda row: within(row[3].exposed, units.seconds)),
         figure_col(specs.HIDDEN_COMMUNICATION, lambda row: within(row[3].hidden, units.percent, times=100)),
     ]  # fmt: skip
-    known = panel.known(lambda one: one.record.overlap)
+    known = panel.known(lambda result: result.record.overlap)
     rows = [(*case, found) for case in known if (found := overlap_of(case[1].record)) is not None]
     return table("overlap", "communication beside products", cols, rows)
 
@@ -288,7 +294,7 @@ def _costs(number: int, panel: Panel) -> Iterator[Scatter]:
         shown = [cost for cost in costs if cost.sqnr < _ALL_BUT_EXACT_DB]
         if len(shown) < _LEAST_WAYS:
             continue
-        points = tuple(ChartPoint(one.way, one.words, one.wire, one.sqnr, hint=one.hint) for one in shown)
+        points = tuple(ChartPoint(cost.way, cost.words, cost.wire, cost.sqnr, hint=cost.hint) for cost in shown)
         description = (
             f"What a rank sends in a step of {collective}, and the signal-to-noise ratio of what it gets: further left "
             "is less to send, further up a smaller error. What keeps more than 100 dB is left out."
@@ -303,9 +309,7 @@ def _bandwidths(number: int, panel: Panel) -> Iterator[Scatter]:
         sizes = {size for _, size in together(costs)}
         if len(sizes) < _LEAST_SIZES:
             continue
-        points = tuple(
-            sorted(alike, key=lambda point: point.y)[len(alike) // 2] for alike in together(costs).values()
-        )
+        points = tuple(sorted(alike, key=lambda point: point.y)[len(alike) // 2] for alike in together(costs).values())
         description = (
             f"{collective} of {panel.case.ranks} ranks: bytes of the vector over the median step, times nccl-tests' "
             "factor, so that it compares with a link's rate. Bars are what rounds leave. Grey ones are emulated: their "

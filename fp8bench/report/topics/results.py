@@ -118,8 +118,8 @@ def results_section(material: Material) -> Iterator[Element]:
         # What all cases of a suite have in common, on whatever device and in whatever run.
         shared = {suite: shared_params([*dict.fromkeys(every)]) for suite, every in by_suite.items()}
         rows = [
-            _ShownCase(entry, panel, one, own or units.NONE, Figures(group, one))
-            for entry, panel, group, one in cases
+            _ShownCase(entry, panel, result, own or units.NONE, Figures(group, result))
+            for entry, panel, group, result in cases
             for own in [show_params(pair for pair in group.case.params if pair not in shared[panel.case.workload])]
         ]
         yield _table(rows, material.alone)
@@ -282,7 +282,7 @@ def samples_section(material: Material) -> Iterator[Element]:
     rows = sorted(_rows(material), key=lambda row: not row.unsteady)  # a stable sort: else as in the table
     kinds = [[row for row in rows[:_MOST_ROWS] if emulated(row.result) is cost] for cost in (False, True)]
     for shown in filter(None, kinds):
-        strips = tuple((row.label, tuple(one for one in row.percent if one <= _FAR), row.tone) for row in shown)
+        strips = tuple((row.label, tuple(value for value in row.percent if value <= _FAR), row.tone) for row in shown)
         cost = emulated(shown[0].result)
         name, whose = ("samples-of-emulations", "emulated case") if cost else ("samples-by-case", "case")
         title = f"Rounds of each {whose}, relative to its median"
@@ -299,7 +299,7 @@ def _in_order(moved: Sequence[_Strip]) -> Iterator[Lines]:
     longest = max((len(row.percent) for row in shown), default=0)
     if longest:
         series = tuple(
-            (row.name, tuple(Mark(f"round {place}", 1 + one / 100) for place, one in enumerate(row.percent, 1))
+            (row.name, tuple(Mark(f"round {place}", 1 + value / 100) for place, value in enumerate(row.percent, 1))
              + (None,) * (longest - len(row.percent)))
             for row in shown
         )  # fmt: skip
@@ -317,7 +317,7 @@ def _rows(material: Material) -> Iterator[_Strip]:
             finite = [sample for sample in step_samples(timing) if math.isfinite(sample)] if timing is not None else []
             middle = statistics.median(finite) if finite else 0.0
             if middle > 0:
-                yield _Strip(f"{title} {case.name}", case.result, tuple(100 * (one / middle - 1) for one in finite))
+                yield _Strip(f"{title} {case.name}", case.result, tuple(100 * (value / middle - 1) for value in finite))
 
 
 def _description(rows: Sequence[_Strip]) -> str:
@@ -326,7 +326,7 @@ def _description(rows: Sequence[_Strip]) -> str:
         f"{many(len(rows), 'case')}. The middle half of the rounds spans most in {widest.name}: "
         f"{units.significant(widest.spread)}% of the median."
     )
-    far = [(one, row) for row in rows for one in row.percent if one > _FAR]
+    far = [(value, row) for row in rows for value in row.percent if value > _FAR]
     if not far:
         return words
     most, case = max(far, key=lambda pair: pair[0])

@@ -48,8 +48,8 @@ def sentences(panel: Panel) -> Iterator[str]:
 def how_to_know(results: Iterable[Result], run: Run) -> str:
     """What to do where steps were counted and timed and nobody knows what the machine does at most; '' elsewhere."""
     native = [result for result in results if not emulated(result)]
-    roofs = [roof for one in native for roof in phase_roofs(one.record, one.finding)]
-    known = any(one.record.ceiling is not None and one.record.ceiling.rates for one in native)
+    roofs = [roof for result in native for roof in phase_roofs(result.record, result.finding)]
+    known = any(result.record.ceiling is not None and result.record.ceiling.rates for result in native)
     if not roofs or known or any(roof.bound for roof in roofs):
         return ""
     threads = f" --threads {run.request.threads}" if run.request.threads != 1 else ""
@@ -270,8 +270,8 @@ def since_words(one: Since) -> str:
 
 def ceilings_page(history: Sequence[Ceilings], store: str) -> Page:
     parts = []
-    for some in together(((one.device, one.under), one) for one in history).values():
-        days = " to ".join(dict.fromkeys(one.when[:10] for one in (some[0], some[-1])))
+    for some in together(((ceilings.device, ceilings.under), ceilings) for ceilings in history).values():
+        days = " to ".join(dict.fromkeys(ceilings.when[:10] for ceilings in (some[0], some[-1])))
         title = f"{some[-1].device} ({settings_words(some[-1])}): {count_of(len(some), 'measurement')}, {days}"
         parts.append(Part("ceilings", title, (_table(some),)))
     return Page(

@@ -49,16 +49,16 @@ def _elements(parts: Sequence[StepShares]) -> list[Element]:
     known = [(part.case.mode, part) for part in parts if part.shares is not None]
     found: list[Element] = list(tables_of(known, ("", ""))) if known else []
     words = [f"{part.case.mode}: nothing is known of its parts: {part.why}" for part in parts if part.shares is None]
-    words += [f"{name}: {remark}" for name, one in known for remark in one.remarks]
+    words += [f"{name}: {remark}" for name, shares in known for remark in shares.remarks]
     return [*found, Items(tuple(map(Text, words)))] if words else found
 
 
 def tables_of(parts: Sequence[tuple[str, StepShares]], captions: tuple[str, str]) -> Iterator[Table]:
-    shares = [one.by_kind for _, one in parts]
+    shares = [step_shares.by_kind for _, step_shares in parts]
     kinds = dict.fromkeys(kind for share in shares for kind in share if kind != UNATTRIBUTED)
     ordered = sorted(kinds, key=lambda kind: -max(share.get(kind, 0.0) for share in shares))
     yield table("kinds", captions[0], [*_share_cols("kind", parts, shares)], [*ordered, UNATTRIBUTED])
-    shares = [one.by_module for _, one in parts]
+    shares = [step_shares.by_module for _, step_shares in parts]
     modules = dict.fromkeys(module for share in shares for module in share)
     first = sorted(modules, key=lambda module: -max(share.get(module, 0.0) for share in shares))[:MOST_MODULES]
     if first:

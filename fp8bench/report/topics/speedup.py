@@ -31,7 +31,7 @@ _REFERENCE = Interval(1.0, 1.0, 1.0, 1.0)
 
 
 def sustained(panel: Panel) -> Iterator[Table]:
-    known = panel.known(lambda one: sustained_figures(one.record, one.finding))
+    known = panel.known(lambda result: sustained_figures(result.record, result.finding))
     if not known:
         return
 
@@ -188,7 +188,7 @@ def _outdone(spots: Sequence[_Case]) -> dict[_Case, _Case]:
     outdone: dict[_Case, _Case] = {}
     for members in together(((spot.title, spot.setting), (spot, speed)) for spot, speed in sure).values():
         for spot, speed in members:  # more exact, and faster by intervals that do not touch
-            better = next((one for one, own in members if one.error < spot.error and own.low > speed.high), None)
+            better = next((case for case, own in members if case.error < spot.error and own.low > speed.high), None)
             if better is not None:
                 outdone[spot] = better
     return outdone

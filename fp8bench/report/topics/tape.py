@@ -109,17 +109,17 @@ def _operators(known: Sequence[tuple[Taped, Tape]], rows: Sequence[TapeRow]) -> 
         Col("phase", lambda row: phase_words(row.phase), shared=True),
         Col("operator", lambda row: row.operator + (" (b)" if row.backward else ""),
             tone=lambda row: Tone.STRONG if row.differs else Tone.PLAIN),
-        *(Col(one.name or "now", partial(_sums, place=place), number=True) for place, (one, _) in enumerate(known)),
+        *(Col(taped.name or "now", partial(_sums, place=place), number=True) for place, (taped, _) in enumerate(known)),
     ]  # fmt: skip
     return table("operators", "", cols, rows)
 
 
 def _sums(row: TapeRow, place: int) -> str | None:
-    one = row.sums[place]
-    if not one.calls:
+    sums = row.sums[place]
+    if not sums.calls:
         return None
-    flops = "unknown, " if one.flops is None else f"{units.count(one.flops, 'FLOP')}, " if one.flops else ""
-    return f"{flops}{units.size(one.bytes)} in {one.calls}"
+    flops = "unknown, " if sums.flops is None else f"{units.count(sums.flops, 'FLOP')}, " if sums.flops else ""
+    return f"{flops}{units.size(sums.bytes)} in {sums.calls}"
 
 
 def tape_rows(taped: Sequence[Taped]) -> Rows:
@@ -210,11 +210,15 @@ def _rows(case: NamedCase) -> Iterator[_ShownOperator]:
     for phase in sorted({operator.phase for operator in operators}, key=phase_order):
         for on_device in (True, False):
             found = [operator for operator in operators if (operator.phase, operator.on_device) == (phase, on_device)]
-            named = [one for one in found if one.name]
-            shown = [one for place, one in enumerate(named[:MOST]) if not place or one.seconds >= LEAST_SHARE * whole]
-            for one in shown:
-                yield _ShownOperator(case, one, whole)
-            others = [one for one in found if one not in shown]
+            named = [operator for operator in found if operator.name]
+            shown = [
+                operator
+                for place, operator in enumerate(named[:MOST])
+                if not place or operator.seconds >= LEAST_SHARE * whole
+            ]
+            for operator in shown:
+                yield _ShownOperator(case, operator, whole)
+            others = [operator for operator in found if operator not in shown]
             rest = sum(other.seconds for other in others)
             if rest >= LEAST_SHARE * whole:
                 calls = sum(other.calls for other in others)

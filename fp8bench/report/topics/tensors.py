@@ -245,7 +245,8 @@ def _map(title: str, panel: Panel) -> Heat:
         ends = (f"{units.decibels(value)}: {words} of {tensor}" for value, words, tensor in (most, least))
         words += " The most is {}; the least {}.".format(*ends)
     return Heat(f"sqnr-map-{panel.case.workload}", f"{title}: SQNR by format and tensor", words,
-                tuple(modes[mode].words for mode in ordered), tuple(tensor_name(panel, one) for one in panel.groups),
+                tuple(modes[mode].words for mode in ordered),
+                tuple(tensor_name(panel, group) for group in panel.groups),
                 values, ChartAxis("SQNR in dB", "dB"), hints)  # fmt: skip
 
 
@@ -296,7 +297,7 @@ def _all_figures(title: str, panel: Panel) -> Table:
         Col("precision", lambda row: Field(cell_of(row[1]).words, hint=row[1].mode)),
         *map(_column, present),
     ]
-    known = [(group, one) for group, one in panel.members if figure(one, SQNR)[1] is not None]
+    known = [(group, result) for group, result in panel.members if figure(result, SQNR)[1] is not None]
     return table(f"figures-{panel.case.workload}", f"{title}: all figures", cols, known, folded=True)
 
 

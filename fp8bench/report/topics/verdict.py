@@ -72,11 +72,11 @@ def outcomes(panels: Iterable[Panel]) -> list[ReportedCase]:
 
 def failures(found: Sequence[ReportedCase]) -> list[str]:
     """'FAILED: fp8 on gemm m=512: out of memory, even alone', loud."""
-    failed = [one for one in found if standing(one.result) is Standing.FAILED]
+    failed = [case for case in found if standing(case.result) is Standing.FAILED]
     told = []
-    by_reason = together(((one.suite, one.result.mode, one.reason), one) for one in failed)
+    by_reason = together(((case.suite, case.result.mode, case.reason), case) for case in failed)
     for (suite, mode, reason), alike in by_reason.items():
-        places = listed([one.setting for one in alike])
+        places = listed([case.setting for case in alike])
         where = f"in {len(alike)} cases of {suite} ({places})" if len(alike) > 1 else f"on {suite} {places}".rstrip()
         told.append(f"FAILED: {mode} {where}: {reason}")
     return told
@@ -84,13 +84,13 @@ def failures(found: Sequence[ReportedCase]) -> list[str]:
 
 def skips(found: Sequence[ReportedCase]) -> list[str]:
     """'nvfp4 was skipped in 3 of 4 cases of gemm: no hardware for FP4'."""
-    skipped = [one for one in found if standing(one.result) is Standing.SKIPPED]
+    skipped = [case for case in found if standing(case.result) is Standing.SKIPPED]
     told = []
-    for reason, alike in together((one.reason, one) for one in skipped).items():
-        modes = list(dict.fromkeys(one.result.mode for one in alike))
-        suites = list(dict.fromkeys(one.suite for one in alike))
+    for reason, alike in together((case.reason, case) for case in skipped).items():
+        modes = list(dict.fromkeys(case.result.mode for case in alike))
+        suites = list(dict.fromkeys(case.suite for case in alike))
         were = "was" if len(modes) == 1 else "were"
-        total = sum(one.result.mode in modes and one.suite in suites for one in found)
+        total = sum(case.result.mode in modes and case.suite in suites for case in found)
         some = "all " * (total > 1) if total == len(alike) else f"{len(alike)} of "
         told.append(f"{listed(modes)} {were} skipped in {some}{many(total, 'case')} of {listed(suites)}: {reason}")
     return told
@@ -98,8 +98,8 @@ def skips(found: Sequence[ReportedCase]) -> list[str]:
 
 def emulations(found: Sequence[ReportedCase], name_devices: bool = False) -> list[str]:
     """'fp8 is emulated on this CPU: its numbers are right (product_error 3.7e-02), its time says nothing ...'."""
-    emulated = [one for one in found if standing(one.result) is Standing.EMULATED]
-    by_mode = together(((one.result.mode, one.result.record.case.device), one) for one in emulated).values()
+    emulated = [case for case in found if standing(case.result) is Standing.EMULATED]
+    by_mode = together(((case.result.mode, case.result.record.case.device), case) for case in emulated).values()
     by_place = together((_place(alike, found, name_devices), alike) for alike in by_mode)
     told = []
     for place, modes in by_place.items():
@@ -116,18 +116,18 @@ def emulations(found: Sequence[ReportedCase], name_devices: bool = False) -> lis
 def _place(alike: Sequence[ReportedCase], found: Sequence[ReportedCase], name_devices: bool) -> str:
     first = alike[0].result.record.case
     here = "this CPU" if first.device == "cpu" else "this device"
-    suites = dict.fromkeys(one.suite for one in alike)
-    ran = [one for one in found if standing(one.result) not in (Standing.SKIPPED, Standing.FAILED)]
-    same = [one for one in ran if (one.result.mode, one.result.record.case.device) == (first.mode, first.device)]
-    others = {one.suite for one in same} - {*suites}
+    suites = dict.fromkeys(case.suite for case in alike)
+    ran = [case for case in found if standing(case.result) not in (Standing.SKIPPED, Standing.FAILED)]
+    same = [case for case in ran if (case.result.mode, case.result.record.case.device) == (first.mode, first.device)]
+    others = {case.suite for case in same} - {*suites}
     return f"on {first.device if name_devices else here}{f' in {listed(list(suites))}' if others else ''}"
 
 
 def _errors(alike: Iterable[ReportedCase]) -> dict[tuple[str, str], list[float]]:
     return together(
-        ((one.suite, one.metric), value)
-        for one in alike
-        if one.metric and (value := value_of(one.result.record.measurement(one.metric))) is not None
+        ((case.suite, case.metric), value)
+        for case in alike
+        if case.metric and (value := value_of(case.result.record.measurement(case.metric))) is not None
     )
 
 
@@ -175,7 +175,7 @@ def _rows(entry: Entry) -> Iterator[tuple[str, tuple[Field, ...]]]:
     for mode, cases in by_mode.items():
         native = [(group, result) for _, group, result in cases if not emulated(result)]
         shares = [share for case in native if (share := share_of(*case)) is not None]
-        sizes = {"less" if one < 1 - _ALIKE else "more" if one > 1 + _ALIKE else "same" for one in shares}
+        sizes = {"less" if value < 1 - _ALIKE else "more" if value > 1 + _ALIKE else "same" for value in shares}
         ratios = [ratio for group, result in native if (ratio := ratio_against(result, group.lead))]
         demands, points = {ratio.demand.value for ratio in ratios}, [ratio.point for ratio in ratios]
         yield (
@@ -199,7 +199,7 @@ def _speed(cases: Sequence[_Case]) -> Field:
         )  # fmt: skip
     said = ", ".join(f"{number} {word.replace(units.NONE, 'not timed')}" for word, number in words)
     mostly = number >= MOSTLY * len(cases)
-    tone = tone_of(next(one for _, _, one in cases if status_words(one) == word)) if mostly else Tone.PLAIN
+    tone = tone_of(next(result for _, _, result in cases if status_words(result) == word)) if mostly else Tone.PLAIN
     return Field(f"mostly {word}" if mostly else "mixed", middle, tone, "; ".join(filter(None, (said, speeds))))
 
 

@@ -178,7 +178,7 @@ _OF_THREE_PERCENT = 33
 
 def span(speeds: Sequence[float]) -> str:
     """'1.21x to 2.10x (median 1.84x)'; one number where all look alike."""
-    low, middle, high = (units.speed_up(one) for one in (min(speeds), statistics.median(speeds), max(speeds)))
+    low, middle, high = (units.speed_up(value) for value in (min(speeds), statistics.median(speeds), max(speeds)))
     return low if low == high else f"{low} to {high} (median {middle})"
 
 
@@ -236,7 +236,7 @@ def _alone(panel: Panel, where: str) -> Iterator[str]:
     if len(timed) == 1 and timed[0].best is not None:
         time = units.seconds(timed[0].best)
         yield f"{panel.reference} alone was timed on {subject}, at {time}: there is nothing to compare it with"
-    elif any(one.best is not None for one in timed):
+    elif any(result.best is not None for result in timed):
         number = many(len(timed), "case")
         yield f"{panel.reference} alone was timed, in {number} of {subject}: there is nothing to compare"
 
@@ -282,7 +282,9 @@ def over_loads(panel: Panel) -> Iterator[str]:
 
     Cases that differ in their load alone are held together; in doubt is what any side of it is.
     """
-    loaded = [one for one in panel.results if speed_up(one) is not None and _LOAD in dict(one.record.case.params)]
+    loaded = [
+        result for result in panel.results if speed_up(result) is not None and _LOAD in dict(result.record.case.params)
+    ]
     for mode, place, results in _alike_but_for(_LOAD, loaded, panel):
         kinds = together((kind_of(result), result) for result in results)
         turning = [kind for kind in kinds if kind.verdict in (Verdict.FASTER, Verdict.SLOWER)]

@@ -99,9 +99,9 @@ def write_commit(store: Path, own: TrackedRun, timeout: float = LOCK_SECONDS) ->
     with locked(store / "asv", timeout):
         # Under the lock, too: a writer that knew fewer runs must not come after one that knew more.
         home = own.identity.home
-        alike = [one for one in runs_of_commit(store, own.commit) if one.identity.home.is_same(home)]
-        tracked = [one for one in alike if one.content.points]
-        if all(one.run.id != own.run.id for one in tracked):
+        alike = [run for run in runs_of_commit(store, own.commit) if run.identity.home.is_same(home)]
+        tracked = [run for run in alike if run.content.points]
+        if all(run.run.id != own.run.id for run in tracked):
             raise StoreError(f"the run {own.run.id} is not to be found in {store}, so that it is not in asv's view.")
         aside: list[Path] = []
         write_place(results_of(store), tracked, aside)
@@ -123,8 +123,8 @@ def write_place(results: Path, tracked: Sequence[TrackedRun], aside: list[Path])
     file = existing(load_results, path, aside) or nothing_of(commit, identity)
     if not commit.startswith(file.commit_hash):
         raise AsvFileError(f"{path} holds the results of another commit, {file.commit_hash}. Move it away.")
-    dates = [one.run.environment.get("commit_date") for one in reversed(tracked)]
-    date = file.date or next((one for one in dates if type(one) is int), 0)  # the author's, in ms since 1970
+    dates = [run.run.environment.get("commit_date") for run in reversed(tracked)]
+    date = file.date or next((number for number in dates if type(number) is int), 0)  # the author's, in ms since 1970
     save_results(path, filled(replace(file, params=identity.params, date=date), tracked))
     for folder in (results, path.parent):
         sweep(folder)

@@ -124,19 +124,19 @@ def write_archive(path: Path, store: Path, files: Sequence[ArchivedFile]) -> tup
                 gzip.GzipFile("", "wb", fileobj=file, mtime=0) as squeezed,
                 tarfile.open(fileobj=squeezed, mode="w", encoding="utf-8") as tar,
             ):
-                for one in files:
-                    if (content := _unchanged(store / one.path, one)) is not None:
-                        member = tarfile.TarInfo(one.path)  # without a date and an owner
-                        member.size = one.size
+                for archived_file in files:
+                    if (content := _unchanged(store / archived_file.path, archived_file)) is not None:
+                        member = tarfile.TarInfo(archived_file.path)  # without a date and an owner
+                        member.size = archived_file.size
                         tar.addfile(member, io.BytesIO(content))
-                        packed.append(one._replace(digest=hashlib.sha256(content).hexdigest()))
+                        packed.append(archived_file._replace(digest=hashlib.sha256(content).hexdigest()))
             file.flush()
             os.fsync(file.fileno())
         made = Archive(partial.stat().st_size, digest_of(partial), tuple(packed))
         for _ in contents(partial, made):
             pass
-    there = {one.path for one in packed}
-    return made, [one.path for one in files if one.path not in there]
+    there = {archived_file.path for archived_file in packed}
+    return made, [archived_file.path for archived_file in files if archived_file.path not in there]
 
 
 def _unchanged(path: Path, file: ArchivedFile) -> bytes | None:
@@ -154,17 +154,22 @@ def contents(
     """The wanted files of an archive, or all, each with its bytes, which are what was written. Raises StoreError."""
     try:
         with tarfile.open(path, "r:gz", encoding="utf-8") as tar:
-            for one in archive.files:
+            for archived_file in archive.files:
                 member = tar.next()
-                said = member is not None and (member.name, member.size) == (one.path, one.size)
+                said = member is not None and (member.name, member.size) == (archived_file.path, archived_file.size)
                 file = tar.extractfile(member) if said and member is not None else None
                 content = file.read() if file is not None else b""
-                if file is None or len(content) != one.size or hashlib.sha256(content).hexdigest() != one.digest:
+                if (
+                    file is None
+                    or len(content) != archived_file.size
+                    or hashlib.sha256(content).hexdigest() != archived_file.digest
+                ):
                     raise StoreError(
-                        f"{path} does not have {one.path} as it was written: `fp8bench store compact` makes it again."
+                        f"{path} does not have {archived_file.path} as it was written: "
+                        "`fp8bench store compact` makes it again."
                     )
-                if wanted is None or one.path in wanted:
-                    yield one, content
+                if wanted is None or archived_file.path in wanted:
+                    yield archived_file, content
     except (tarfile.TarError, zlib.error, EOFError, OSError) as error:
         raise StoreError(f"{path} cannot be read ({' '.join(str(error).split())[:300]}).") from None
 

@@ -294,8 +294,8 @@ def check_compacted(store: Path) -> tuple[list[Fault], int]:
         remedy = _AGAIN if all_files(store) else "Get it from a copy; the fp8bench that wrote it restores its runs"
         return [Fault(str(index_of(store)), f"it does not serve ({why})", remedy)], 0
     faults = []
-    for path, one in written.items():
-        why = _why_not(path, one)
+    for path, partition in written.items():
+        why = _why_not(path, partition)
         faults += [Fault(str(path), why, _AGAIN)] if why else []
     left = [] if is_compacting(store) else leftovers(store)
     packed = (path for path in (store / ARCHIVE).rglob("*") if path.is_file() and path.name != LOCK)

@@ -166,8 +166,8 @@ def is_beginning(part: bytes, whole: bytes) -> bool:
     """Whether a run file has the first lines of another, or all of them; the last one may be cut short."""
     first, lines = _lines(part), _lines(whole)
     return len(first) <= len(lines) and all(
-        one == other or _alike(one, other) or (number == len(first) and other.startswith(one))
-        for number, (one, other) in enumerate(zip(first, lines, strict=False), 1)
+        content == other or _alike(content, other) or (number == len(first) and other.startswith(content))
+        for number, (content, other) in enumerate(zip(first, lines, strict=False), 1)
     )
 
 
@@ -175,9 +175,9 @@ def _lines(content: bytes) -> list[bytes]:
     return [line.strip() for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
 
 
-def _alike(one: bytes, other: bytes) -> bool:
+def _alike(content: bytes, other: bytes) -> bool:
     try:
-        return json.dumps(json.loads(one), sort_keys=True) == json.dumps(json.loads(other), sort_keys=True)
+        return json.dumps(json.loads(content), sort_keys=True) == json.dumps(json.loads(other), sort_keys=True)
     except (ValueError, RecursionError):
         return False
 

@@ -82,12 +82,12 @@ def _counts(capacity: Capacity) -> bool:
     return all(0 <= value < _MOST for value in values if value is not None) and capacity.grain > 0
 
 
-def _sums(one: MemoryUse) -> bool:
-    parts = [size for _, size in one.roles]
-    phases = [size for phase in one.phases for size in (phase.allocated, phase.reserved)]
-    counts = (one.peak, *parts, *phases, one.reserved, one.process, one.resident)
-    distinct = len(dict(one.roles)) == len(parts)
-    whole = distinct and (not parts or sum(parts) == one.peak)
+def _sums(use: MemoryUse) -> bool:
+    parts = [size for _, size in use.roles]
+    phases = [size for phase in use.phases for size in (phase.allocated, phase.reserved)]
+    counts = (use.peak, *parts, *phases, use.reserved, use.process, use.resident)
+    distinct = len(dict(use.roles)) == len(parts)
+    whole = distinct and (not parts or sum(parts) == use.peak)
     return whole and all(0 <= count < _MOST for count in counts if count is not None)
 
 
@@ -105,7 +105,12 @@ def _unsound(timing: Timing) -> str:
         return "a step took no time, or more than any clock counts"
     for slot in timing.slots:
         known = (slot.thread_seconds, slot.stolen_seconds, slot.waited_seconds, slot.clock)
-        clocks = (slot.wall_seconds, slot.cpu_seconds, slot.host_seconds, *(one for one in known if one is not None))
+        clocks = (
+            slot.wall_seconds,
+            slot.cpu_seconds,
+            slot.host_seconds,
+            *(value for value in known if value is not None),
+        )
         if not all(0 <= clock < math.inf for clock in clocks):
             return "a slot's clocks have no times"
     return ""
@@ -167,7 +172,7 @@ def _find_header(sheet: FileLines, path: Path) -> tuple[int, Run | None, str]:
 
     Without one: the number of the line that would have been it (0 if none looks like it), None, and what is wrong.
     """
-    suspects: list[tuple[int, None, str]] = [(one.number, None, one.why) for one in sheet.broken]
+    suspects: list[tuple[int, None, str]] = [(broken.number, None, broken.why) for broken in sheet.broken]
     for number, content in sheet.lines:
         if "schema" in content:
             try:
@@ -175,7 +180,7 @@ def _find_header(sheet: FileLines, path: Path) -> tuple[int, Run | None, str]:
             except ValueError as error:
                 suspects.append((number, None, str(error)[:200]))
     # Of broken lines, the one that still says so has been the header; else the first of all.
-    begins = {one.number: one.begins for one in sheet.broken}
+    begins = {broken.number: broken.begins for broken in sheet.broken}
     first = min([*begins, *(number for number, _ in sheet.lines)], default=0)
     said = [suspect for suspect in sorted(suspects) if '"schema"' in begins.get(suspect[0], '"schema"')]
     return next(iter([*said, *(suspect for suspect in suspects if suspect[0] == first)]), (0, None, ""))

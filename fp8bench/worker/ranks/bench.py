@@ -216,7 +216,7 @@ def _meet(folder: Path, rank: int, ranks: int) -> Store:
     # A file in a private folder: whatever listens on a port would believe whoever connects.
     store = FileStore(str(folder / MEETING), ranks)
     store.set(f"here/{rank}", "")
-    store.wait([f"here/{one}" for one in range(ranks)], timedelta(seconds=_MEETING_SECONDS))
+    store.wait([f"here/{number}" for number in range(ranks)], timedelta(seconds=_MEETING_SECONDS))
     return PrefixStore("group", store)
 
 
@@ -247,7 +247,7 @@ class RankBench(Bench):
         self._meet = StartLine(heart.folder, self._rank, self._size, wait_seconds).meet
 
     def probe(self) -> tuple[DeviceFacts, ...]:
-        return tuple(replace(one, ranks=self._size) for one in super().probe())
+        return tuple(replace(device, ranks=self._size) for device in super().probe())
 
     def software(self) -> dict[str, Scalar | None]:
         """With the settings of this rank, which a launcher may have changed."""

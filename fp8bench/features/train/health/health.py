@@ -183,10 +183,16 @@ def outcome(
 
     tried = [trial for trial in trials if trial is not as_it_was]
     good = sorted(filter(helps, tried), key=lambda trial: (again[trial], -gains[trial]))
-    said = [f"{one.remedy}: {_words(again[one], gains[one])}" for one in (*good, *(t for t in tried if t not in good))]
+    said = [
+        f"{remedy_trial.remedy}: {_words(again[remedy_trial], gains[remedy_trial])}"
+        for remedy_trial in (*good, *(t for t in tried if t not in good))
+    ]
     said.append(f"as it was: {'the alarm again' if again[as_it_was] else 'no alarm'}")
     head = f"{good[0].remedy} helped most" if good else "nothing that was tried helped"
-    figures = [(one.remedy, gains[one] if math.isfinite(gains[one]) else str(gains[one])) for one in tried]
+    figures = [
+        (remedy_trial.remedy, gains[remedy_trial] if math.isfinite(gains[remedy_trial]) else str(gains[remedy_trial]))
+        for remedy_trial in tried
+    ]
     return TrainingEvent(
         alarm.arm, alarm.seed, alarm.step, "tried-fix", f"{head}, from step {step} on: {'; '.join(said)}", alarm.layer,
         alarm.tensor, (("rule", rule_of(alarm)), *figures), good[0].remedy if good else "",
@@ -198,7 +204,7 @@ def _alarmed(
 ) -> bool:
     health = Health((trial.arm,), trial.settings)
     health.see(replace(line, arm=trial.arm.name) for line in known)
-    return any((rule_of(one), one.layer) == (rule_of(alarm), alarm.layer) for one in health.see(lines))
+    return any((rule_of(event), event.layer) == (rule_of(alarm), alarm.layer) for event in health.see(lines))
 
 
 def _loss(lines: Sequence[StreamLine]) -> float:

@@ -139,7 +139,7 @@ class LossLeaked(LossRule):
         before, last = losses[: -self.last], losses[-self.last :]
         if len(before) < 20 or min(before) <= 0 or not 0 < max(last) < self.share * min(before):
             return None
-        noise = noise_of_values([math.log2(one) for one in before])
+        noise = noise_of_values([math.log2(value) for value in before])
         if math.log2(min(before) / max(last)) < self.noise * noise:
             return None
         words = (
@@ -273,10 +273,10 @@ class AmaxJump(TensorRule):
     remedies = (Remedy.LOOK_AT_DATA, Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, reading: LayerReading, before: deque[LayerReading]) -> tuple[str, Params] | None:
-        if reading.role == Role.GRADIENT or any(one.scale != 1 for one in (reading, *before)):
+        if reading.role == Role.GRADIENT or any(layer_reading.scale != 1 for layer_reading in (reading, *before)):
             return None
         now = octaves(reading.amax)
-        known = [one for one in (octaves(old.amax) for old in before) if one is not None]
+        known = [value for value in (octaves(old.amax) for old in before) if value is not None]
         if now is None or len(known) < self.fewest:
             return None
         moved = now - median(known)
@@ -310,7 +310,7 @@ class DeadUnits(TensorRule):
         if reading.role != Role.INPUT:
             return None
         self._first = self._first or reading.layer
-        usual = median(one.zeros for one in before) if before else math.nan
+        usual = median(layer_reading.zeros for layer_reading in before) if before else math.nan
         risen = bool(before) and reading.zeros >= max(self.share, usual + self.rise)
         never = reading.layer != self._first and before and min(reading.zeros, before[-1].zeros) >= self.always
         if not risen and not never:

@@ -58,7 +58,7 @@ class _Jump(TensorRule):
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
         now = octaves(reading.scale)
-        known = [one for one in (octaves(old.scale) for old in before) if one is not None]
+        known = [value for value in (octaves(old.scale) for old in before) if value is not None]
         if now is None or len(known) < self.fewest:
             return None
         moved = self.sign * (now - median(known))
@@ -112,7 +112,7 @@ class ScaleUnsettled(TensorRule):
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
-        scales = [octaves(one.scale) for one in (*before, reading)]
+        scales = [octaves(layer_reading.scale) for layer_reading in (*before, reading)]
         known = [scale for scale in scales if scale is not None]
         if len(known) <= self.keep:
             return None
@@ -157,7 +157,7 @@ class Lag(TensorRule):
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
-        lags = [one.lag for one in (*before, reading) if one.lag is not None]
+        lags = [layer_reading.lag for layer_reading in (*before, reading) if layer_reading.lag is not None]
         if len(lags) <= self.keep or min(lags) <= self.far:
             return None
         words = f"{of(reading)} is {lags[-1]:.1f} octaves beyond its format, {len(lags)} readings in a row"
@@ -180,7 +180,7 @@ class OverflowBurst(TensorRule):
     remedies = (Remedy.RAISE_MARGIN, Remedy.SHORTER_HISTORY, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, before: Before) -> Found:
-        usual = median(one.saturated for one in before) if before else 0.0
+        usual = median(layer_reading.saturated for layer_reading in before) if before else 0.0
         if reading.saturated < self.share or reading.saturated < self.times * usual:
             return None
         words = f"{reading.saturated:.1%} of {of(reading)} is beyond its format; {usual:.2%} was usual"
@@ -205,7 +205,7 @@ class UnderflowCreep(TensorRule):
             first.append(reading.underflow)
             return None
         usual = median(first)
-        last = [one.underflow for one in (*list(before)[-2:], reading)]
+        last = [layer_reading.underflow for layer_reading in (*list(before)[-2:], reading)]
         if min(last) < usual + self.rise:
             return None
         words = f"{reading.underflow:.0%} of {of(reading)} is rounded to zero; at first it was {usual:.0%}"
@@ -228,8 +228,8 @@ class WeightsBehind(TensorRule):
     def judge(self, reading: LayerReading, before: Before) -> Found:
         if reading.role != Role.WEIGHT:
             return None
-        known = [one.signal_to_noise for one in (*before, reading)]
-        noise = [one for one in known if one is not None and one < self.exact]
+        known = [layer_reading.signal_to_noise for layer_reading in (*before, reading)]
+        noise = [value for value in known if value is not None and value < self.exact]
         if len(noise) <= self.wanted or max(noise[-self.wanted :]) > max(noise) - self.far:
             return None
         words = f"{of(reading)} is multiplied at {noise[-1]:.1f} dB of itself, once {max(noise):.1f} dB"
@@ -336,7 +336,7 @@ class LayerStill(HealthRule[Any]):
         if line.name != "update_ratio" or not matrix or not math.isfinite(line.value):
             return None
         self._moved[line.layer] = line.value
-        usual = median(one for one in self._moved.values() if math.isfinite(one))
+        usual = median(value for value in self._moved.values() if math.isfinite(value))
         slowest = min(1.0, self.arm.slowest, self._shares.get(line.layer, 1.0))
         low = line.value < self.share * slowest * usual
         self._low[line.layer] = self._low[line.layer] + 1 if low else 0
@@ -382,7 +382,7 @@ class BatchNormDrift(FigureRule):
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
         self._seen[line.layer] += 1
-        if self._seen[line.layer] <= 5 or len(last) < self.keep or not all(abs(one) > self.far for one in last):
+        if self._seen[line.layer] <= 5 or len(last) < self.keep or not all(abs(value) > self.far for value in last):
             return ""
         far = "infinitely" if math.isinf(line.value) else f"{line.value:.2g} deviations"
         return f"running statistics of {line.layer} are {far} from those of its batches, {len(last)} readings in a row"

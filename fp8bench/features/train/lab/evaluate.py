@@ -135,7 +135,7 @@ class Evaluation:
     ) -> None:
         self._scaled = scaled
         self._config, self._layers, self._facts = config, layers, facts
-        lengths = [] if text.tokens == "given" else [len(one) for one in token_bytes(text.merges)]
+        lengths = [] if text.tokens == "given" else [len(content) for content in token_bytes(text.merges)]
         self._lengths = torch.tensor(lengths, device=facts.key) if lengths else None
         self.held_out = self._windows(text.held_out)
         self._other = None if text.other is None else self._windows(text.other)

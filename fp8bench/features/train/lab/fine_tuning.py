@@ -40,7 +40,7 @@ def begin_as_asked(model: nn.Module, settings: TrainerSettings) -> None:
 
 def frozen_in(model: nn.Module) -> list[Tensor]:
     """Weights that stay."""
-    return [one.detach() for one in model.parameters() if not one.requires_grad]
+    return [parameter.detach() for parameter in model.parameters() if not parameter.requires_grad]
 
 
 def take_file(model: nn.Module, start: str, make: str = "") -> None:
@@ -53,22 +53,24 @@ def take_file(model: nn.Module, start: str, make: str = "") -> None:
             raise UsageError(f"--from {path} is another file than the training began with. Put that one back.")
     kept = _loaded(path)
     own = model.state_dict(keep_vars=True)
-    missing = [one for one, _ in model.named_parameters() if one not in kept]
-    others = [one for one in kept if one not in own]
+    missing = [text for text, _ in model.named_parameters() if text not in kept]
+    others = [text for text in kept if text not in own]
     if missing or others:
         told = [f"has no {listed(missing, _SHOWN)}"] if missing else []
         told += [f"has {listed(others, _SHOWN)}, which the model has not"] if others else []
         advice = f"Give one of the model that {make} makes" if make else "Choose its --model and --arch"
         raise UsageError(f"--from {path} is of another model: it {', and '.join(told)}. {advice}.")
-    for one, tensor in kept.items():
-        if tensor.shape != own[one].shape:
-            shapes = (list(some.shape) for some in (tensor, own[one]))
-            raise UsageError("--from {}: {} is {}, and the model's is {}.".format(path, one, *shapes))
+    for text, tensor in kept.items():
+        if tensor.shape != own[text].shape:
+            shapes = (list(some.shape) for some in (tensor, own[text]))
+            raise UsageError("--from {}: {} is {}, and the model's is {}.".format(path, text, *shapes))
         if tensor.is_floating_point() and not tensor.float().isfinite().all():
-            raise UsageError(f"--from {path}: {one} has numbers that are not finite. Give weights of a sound training.")
+            raise UsageError(
+                f"--from {path}: {text} has numbers that are not finite. Give weights of a sound training."
+            )
     with torch.no_grad():
-        for one, tensor in kept.items():
-            own[one].copy_(tensor)
+        for text, tensor in kept.items():
+            own[text].copy_(tensor)
 
 
 def _loaded(path: Path) -> dict[str, Tensor]:

@@ -119,7 +119,7 @@ class LowGradients(Gradients):
         return [part for one in self._sums.values() for part in one.operand.tensors]
 
     def memory(self) -> list[Tensor]:
-        return [one.share for one in self._sums.values() if isinstance(one, AutomaticScale)]
+        return [scale.share for scale in self._sums.values() if isinstance(scale, AutomaticScale)]
 
 
 class _BFloat16:
@@ -188,7 +188,8 @@ def clippings_of(
         clipping = (norm / most).clamp(min=1.0) if most else torch.ones_like(norm)
         return [clipping] * len(norms), clipping
     parts = {
-        group: joint([one for one, own in zip(norms, clipped, strict=True) if own == group]) / scale for group in groups
+        group: joint([tensor for tensor, own in zip(norms, clipped, strict=True) if own == group]) / scale
+        for group in groups
     }
     by = {group: (part / most).clamp(min=1.0) for group, part in parts.items()}
     after = joint([parts[group] / by[group] for group in groups])
@@ -286,7 +287,7 @@ class EightBitWeights(HalfWeights):
                 self._codes[parameter] = self._eight.keep(parameter.detach())
 
     def kept(self) -> list[Tensor]:
-        return [*super().kept(), *(part for one in self._layers for part in self._codes[one].tensors)]
+        return [*super().kept(), *(part for layer in self._layers for part in self._codes[layer].tensors)]
 
 
 class StochasticWeights(HalfWeights):
@@ -354,7 +355,7 @@ class Optimizer:
         )  # fmt: skip
         self._epsilon = settings.eps or _EPSILONS.get(settings.optimizer, EPSILON)
         self._rounded = rounded_update(settings.updates)
-        layers = [one for name, one in parameters.items() if kind_of(name, one.ndim) == "layer"]
+        layers = [parameter for name, parameter in parameters.items() if kind_of(name, parameter.ndim) == "layer"]
         self.weights = _MASTERS[settings.master](self._parameters, layers)
         self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
@@ -393,7 +394,7 @@ class Optimizer:
     def kept(self) -> dict[str, list[Tensor]]:
         kept = [group.bucket.kept() for group in self._groups]
         moments = {
-            name: [one for some in kept for one in some[order]]
+            name: [tensor for some in kept for tensor in some[order]]
             for order, name in enumerate(("first moment", "second moment", "steps"))
         }
         return {"weights": self.weights.kept(), "gradients": self.gradients.kept(), **moments}
@@ -416,8 +417,8 @@ def _groups(parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -
         clipped = group_of(name, parameter.ndim, settings.clip_by)
         kinds.setdefault((own, decay, clipped), []).append((place, parameter))
     for (own, decay, _), alike in kinds.items():
-        for part in bucketed([one.numel() for _, one in alike], _MOST_ELEMENTS):
-            some = [one for _, one in alike[part]]
+        for part in bucketed([tensor.numel() for _, tensor in alike], _MOST_ELEMENTS):
+            some = [tensor for _, tensor in alike[part]]
             first, second = states_for(settings.optimizer, some)
             storages = _storages(settings.optimizer_states)
             if settings.optimizer in RULES:  # their second moments are none, or one for many

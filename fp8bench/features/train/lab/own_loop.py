@@ -105,7 +105,7 @@ class OwnLoop(BackwardListener):
     @property
     def _updated(self) -> dict[str, nn.Parameter]:
         own = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
-        return {path: one for path, one in self._watch.parameters.items() if id(one) in own}
+        return {path: parameter for path, parameter in self._watch.parameters.items() if id(parameter) in own}
 
     def _begin(self) -> None:
         self._is_first = True
@@ -178,7 +178,7 @@ class OwnLoop(BackwardListener):
         if self._seen is not None:
             self._size = joint(torch._foreach_norm(trained))
             self._before = [parameter.detach().clone() for parameter in self._updated.values()]
-            sums = torch.stack([one.sum(dtype=torch.float64) for one in self._before])
+            sums = torch.stack([tensor.sum(dtype=torch.float64) for tensor in self._before])
             self._seen.named["weights_before", ""] = (sums * torch.arange(1, len(sums) + 1).to(sums)).sum()
 
     @torch.no_grad()

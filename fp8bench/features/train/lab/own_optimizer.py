@@ -46,7 +46,7 @@ class TorchOptimizer:
         self._own, self._schedule = _made(name, model, make, schedule)
         held = [one for group in self._own.param_groups for one in group["params"]]
         changed = {id(one) for one in getattr(self._own, "trained", held)}
-        self.parameters = {path: one for path, one in model.named_parameters() if id(one) in changed}
+        self.parameters = {path: parameter for path, parameter in model.named_parameters() if id(parameter) in changed}
         if len(self.parameters) < len(changed):
             raise UsageError(f"{name}: its optimizer has parameters that are none of its model. Make it of the model.")
         trained = list(self.parameters.values())
@@ -54,11 +54,11 @@ class TorchOptimizer:
         # Where gradients lie: with the parameters, or with the masters of a HighAccumulation.
         low, high = (getattr(self._own, word, trained) for word in ("trained", "masters"))
         masters = dict(zip(map(id, low), high, strict=True))
-        self._holders = [masters[id(one)] for one in trained]
+        self._holders = [masters[id(parameter)] for parameter in trained]
         self.gradients, self.weights = OwnGradients(self._holders), Weights(trained)
         self.factor = 1.0
         self._rounded = rounded_update(updates)
-        self.update_norms = self.weight_norms = [one.new_zeros(()) for one in self._changed]
+        self.update_norms = self.weight_norms = [tensor.new_zeros(()) for tensor in self._changed]
 
     @property
     def rate(self) -> float:
@@ -74,8 +74,8 @@ class TorchOptimizer:
             self._update()
             self._rounded(before, self._changed)
         torch._foreach_sub_(before, self._changed)
-        self.update_norms = [one.to(torch.float32) for one in torch._foreach_norm(before)]
-        self.weight_norms = [one.to(torch.float32) for one in torch._foreach_norm(self._changed)]
+        self.update_norms = [tensor.to(torch.float32) for tensor in torch._foreach_norm(before)]
+        self.weight_norms = [tensor.to(torch.float32) for tensor in torch._foreach_norm(self._changed)]
         self.gradients.end()
 
     def _update(self) -> None:

@@ -93,8 +93,8 @@ class OwnTrainer(Trainer):
         """What native products of the device want; nothing where they are emulated, or a processor's."""
         facts, words = self._task.facts, (self.precision.mode, *dict(self._settings.precision_map).values())
         modes = [precisions.get(word) for word in words if word != UNTOUCHED]
-        native = [one.multiples for one in modes if one.support(facts).level is Level.NATIVE and facts.accelerated]
-        return (max(one[0] for one in native), max(one[1] for one in native)) if native else (1, 1)
+        native = [mode.multiples for mode in modes if mode.support(facts).level is Level.NATIVE and facts.accelerated]
+        return (max(pair[0] for pair in native), max(one[1] for one in native)) if native else (1, 1)
 
     def _updating(self) -> Any:
         given, settings = self._given, self._settings

@@ -299,7 +299,7 @@ def attention_score(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
     Queries are (batch, heads, tokens, width), keys the same of as many heads or fewer, which neighbours share.
     """
-    queries, keys = (one[0].detach().to(torch.float32) for one in (q, k))
+    queries, keys = (tensor[0].detach().to(torch.float32) for tensor in (q, k))
     if len(keys) != len(queries):
         keys = keys.repeat_interleave(len(queries) // len(keys), 0)
     largest = torch.zeros((), device=q.device)

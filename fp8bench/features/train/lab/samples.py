@@ -23,8 +23,8 @@ def sampled(tensor: Tensor, turn: int) -> Tensor:
     return torch.cat((own.abs().amax().view(1), own[places]))
 
 
-def alike(one: Tensor, other: Tensor) -> Tensor:
-    return (one == other) | (one.isnan() & other.isnan())
+def alike(tensor: Tensor, other: Tensor) -> Tensor:
+    return (tensor == other) | (tensor.isnan() & other.isnan())
 
 
 def as_sent(numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
@@ -38,8 +38,8 @@ def as_sent(numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
 def mean_as_sent(numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
     """Of (ranks, ...) under one scale, added up in the order of ranks."""
     total = torch.zeros_like(numbers[0])
-    for one in numbers:
-        total += as_sent(one, amax, wire)
+    for number in numbers:
+        total += as_sent(number, amax, wire)
     return total / len(numbers)
 
 

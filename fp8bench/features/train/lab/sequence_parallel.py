@@ -111,8 +111,8 @@ class SequenceParallel(TensorParallel):
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
         """Norms of blocks have gradients of this rank's tokens."""
-        within = {name: one for name, one in parameters.items() if name.startswith("blocks.")}
-        self._summed = [one for name, one in within.items() if cut_of(name, self._config) is None]
+        within = {name: parameter for name, parameter in parameters.items() if name.startswith("blocks.")}
+        self._summed = [parameter for name, parameter in within.items() if cut_of(name, self._config) is None]
         return super().own(parameters)
 
     @contextmanager
@@ -126,7 +126,7 @@ class SequenceParallel(TensorParallel):
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
         gradients.filled()
-        self._group.added_together([one.grad for one in self._summed if one.grad is not None])
+        self._group.added_together([parameter.grad for parameter in self._summed if parameter.grad is not None])
 
     def faults(self) -> tuple[str, ...]:
         notes = list(self.stream.noted)
@@ -138,7 +138,7 @@ class SequenceParallel(TensorParallel):
     def _arrived_otherwise(self, notes: Sequence[_Note]) -> bool:
         sizes = [note.brought.numel() for note in notes]
         flat = self._group.everybodys(torch.cat([note.brought.flatten() for note in notes]))
-        by_note = zip(notes, *(torch.split(one, sizes) for one in flat), strict=True)
+        by_note = zip(notes, *(torch.split(tensor, sizes) for tensor in flat), strict=True)
         return any(self._is_wrong(note, torch.stack(brought)) for note, *brought in by_note)
 
     def _is_wrong(self, note: _Note, brought: Tensor) -> bool:

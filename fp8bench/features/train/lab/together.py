@@ -117,12 +117,12 @@ class DataParallel(Together):
     def average(self, gradients: Gradients, phase: Phases) -> None:
         found = gradients.filled()
         with phase.communication:
-            for part in bucketed([one.numel() for one in found], _MOST_ELEMENTS):
+            for part in bucketed([tensor.numel() for tensor in found], _MOST_ELEMENTS):
                 some = found[part]
-                flat = torch.cat([one.reshape(-1) for one in some])
+                flat = torch.cat([tensor.reshape(-1) for tensor in some])
                 dist.all_reduce(flat, group=self._group.handle)
-                pieces = torch.split(flat / self.shares, [one.numel() for one in some])
-                torch._foreach_copy_(some, [new.view_as(one) for new, one in zip(pieces, some, strict=True)])
+                pieces = torch.split(flat / self.shares, [tensor.numel() for tensor in some])
+                torch._foreach_copy_(some, [new.view_as(tensor) for new, tensor in zip(pieces, some, strict=True)])
 
 
 def digest_of(tensors: Iterable[Tensor]) -> int:
@@ -149,7 +149,7 @@ class FullySharded(DataParallel):
         self._wholes = list(parameters.values())
         self._bytes = [whole.untyped_storage().nbytes() for whole in self._wholes]
         self._own = [nn.Parameter(self._cut(whole.detach())[self.share].clone()) for whole in self._wholes]
-        self._buckets = list(bucketed([one.numel() * self.shares for one in self._own], _MOST_SHARDED))
+        self._buckets = list(bucketed([parameter.numel() * self.shares for parameter in self._own], _MOST_SHARDED))
         self._wrong = torch.zeros((), dtype=torch.bool, device=self._wholes[0].device)
         self._misplaced = self._put_together()
         self._release()
@@ -195,7 +195,7 @@ class FullySharded(DataParallel):
     def updated(self, phase: Phases) -> None:
         with phase.communication:
             for part in self._buckets:
-                own = [one.detach().reshape(-1) for one in self._own[part]]
+                own = [parameter.detach().reshape(-1) for parameter in self._own[part]]
                 pieces = torch.split(self._group.all_parts(torch.cat(own)), list(map(len, own)), 1)
                 for whole, rows in zip(self._wholes[part], pieces, strict=True):
                     whole.detach().copy_(rows.reshape(-1, *whole.shape[1:])[: len(whole)])
@@ -205,23 +205,23 @@ class FullySharded(DataParallel):
         sums = []
         with phase.communication:
             for part in self._buckets:
-                every = torch.cat([self._cut(gradient_of(one)).flatten(1) for one in self._wholes[part]], 1)
-                for one in self._wholes[part]:
-                    one.grad = None
+                every = torch.cat([self._cut(gradient_of(parameter)).flatten(1) for parameter in self._wholes[part]], 1)
+                for parameter in self._wholes[part]:
+                    parameter.grad = None
                 sums.append(torch.stack((every.sum(1), torch.linalg.vector_norm(every, 1, 1))))
                 self._take(self._own[part], self._group.own_part(every) / self.shares)
             self._check(torch.stack(sums))
 
     def _take(self, own: Sequence[nn.Parameter], mean: Tensor) -> None:
-        for one, piece in zip(own, torch.split(mean, [one.numel() for one in own]), strict=True):
-            one.grad = piece.view_as(one)
+        for parameter, piece in zip(own, torch.split(mean, [parameter.numel() for parameter in own]), strict=True):
+            parameter.grad = piece.view_as(parameter)
 
     def _check(self, sums: Tensor) -> None:
         """What this rank has got is held against sums of what all have brought for it, which travel apart: nobody else
         knows its share."""
         wanted_of = self._group.added(sums)[:, :, self.share] / self.shares
         for part, (wanted, size) in zip(self._buckets, wanted_of, strict=True):
-            got = torch.stack([gradient_of(one).sum() for one in self._own[part]]).sum()
+            got = torch.stack([gradient_of(parameter).sum() for parameter in self._own[part]]).sum()
             apart = (got - wanted).abs()
             self._wrong |= apart.isfinite() & (apart > _ROUNDING * self.shares * size)
 
@@ -233,14 +233,16 @@ class FullySharded(DataParallel):
         """Asked while parameters are present."""
         wrong, self._wrong = bool(self._wrong), torch.zeros_like(self._wrong)
         placed = [self._cut(whole.detach())[self.share] for whole in self._wholes]
-        bits = zip(*([one.detach().view(torch.int32) for one in some] for some in (placed, self._own)), strict=True)
+        bits = zip(
+            *([tensor.detach().view(torch.int32) for tensor in some] for some in (placed, self._own)), strict=True
+        )
         lost = not all(torch.equal(one, own) for one, own in bits)
         words = {
             "was given gradients for its rows that are not the mean of what all ranks have brought": wrong,
             self._misplaced: bool(self._misplaced),
             "does not find its own rows in the weights that were put together": lost,
         }
-        return tuple(one for one, true in words.items() if true)
+        return tuple(text for text, true in words.items() if true)
 
 
 class TensorParallel(Together):
@@ -270,8 +272,10 @@ class TensorParallel(Together):
 
     def _bits(self, model: GPT) -> Tensor:
         """Of each parameter that is cut the sum of all its bits, as numbers."""
-        cut = [one for name, one in model.named_parameters() if cut_of(name, self._config) is not None]
-        return torch.stack([one.detach().contiguous().view(torch.int32).sum(dtype=torch.int64) for one in cut])
+        cut = [parameter for name, parameter in model.named_parameters() if cut_of(name, self._config) is not None]
+        return torch.stack(
+            [parameter.detach().contiguous().view(torch.int32).sum(dtype=torch.int64) for parameter in cut]
+        )
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
         self._cut = torch.tensor([cut_of(name, self._config) is not None for name in parameters])

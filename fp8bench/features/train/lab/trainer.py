@@ -149,9 +149,9 @@ class Trainer:
             if isinstance(module, SelfAttention):
                 own = self.precision.arithmetic(facts)
                 module.core = core = EmulatedCore(own, prescaled=self._settings.attention == "prescaled")
-                for part, one in core.parts.items():
+                for part, arithmetic in core.parts.items():
                     name = f"{path}.core.{part}"
-                    core.parts[part] = self._arithmetics[name] = self._told(self.together.scaled(name, one))
+                    core.parts[part] = self._arithmetics[name] = self._told(self.together.scaled(name, arithmetic))
 
     def _of(self, mode: str, facts: DeviceFacts) -> Arithmetic:
         arithmetic = precisions.get(mode).arithmetic(facts)
@@ -175,13 +175,13 @@ class Trainer:
         return self._config.batch * self._config.sequence * self._settings.micro_batches
 
     def state(self) -> ArmState:
-        sizes = {name: sum(one.nbytes for one in some) for name, some in self._kept().items()}
+        sizes = {name: sum(tensor.nbytes for tensor in some) for name, some in self._kept().items()}
         each = tuple((name, size / self._count) for name, size in sizes.items())
         return ArmState(self.arm.name, self._count, self.tokens, each)
 
     def _kept(self) -> dict[str, list[Tensor]]:
         """All that lies in memory between two steps; what casts remember is there once they have cast."""
-        remembered = [one for own in self._arithmetics.values() for one in own.memory().values()]
+        remembered = [tensor for own in self._arithmetics.values() for tensor in own.memory().values()]
         others = {"casts": remembered, "statistics": [*self._model.buffers()], "frozen": frozen_in(self._model)}
         own: dict[str, list[Tensor]] = self._optimizer.kept()
         return own | {name: some for name, some in others.items() if some}
@@ -229,8 +229,10 @@ class Trainer:
             yield from self._watch.lines(self.step, seen)
             whole = time.perf_counter() - started
             yield StepFigure(row.arm, row.seed, row.step, WATCHED_SECONDS, whole)
-            for one in sent:
-                yield StepFigure(row.arm, row.seed, row.step, WIRE_BYTES, one.bytes, f"{one.operation} {one.dtype}")
+            for message in sent:
+                yield StepFigure(
+                    row.arm, row.seed, row.step, WIRE_BYTES, message.bytes, f"{message.operation} {message.dtype}"
+                )
         self._loss_scale.seen(not row.skipped)
         if row.skipped or not math.isfinite(row.parameter_norm):
             yield from self._answered(row, before)
@@ -258,8 +260,12 @@ class Trainer:
 
     def scales_digest(self) -> int:
         """The same of scales that come from casts before; 0 where each rank has its own."""
-        kept = [one for own in self._arithmetics.values() for one in own.memory().values()]
-        return digest_of([one for one in kept if one.dtype == torch.float32]) if self.together.shares_scales else 0
+        kept = [tensor for own in self._arithmetics.values() for tensor in own.memory().values()]
+        return (
+            digest_of([tensor for tensor in kept if tensor.dtype == torch.float32])
+            if self.together.shares_scales
+            else 0
+        )
 
     @property
     def _passes(self) -> bool:
@@ -372,7 +378,7 @@ class Trainer:
     def _recall(self, remembered: _Remembered) -> None:
         """Go on from there. The tensors are the arithmetics' from now on."""
         for name, memory in remembered.arithmetics.items():
-            self._arithmetics[name].recall({key: one.to(self._task.facts.key) for key, one in memory.items()})
+            self._arithmetics[name].recall({key: tensor.to(self._task.facts.key) for key, tensor in memory.items()})
         for name, buffer in self._model.named_buffers():
             buffer.copy_(remembered.statistics[name])
 
@@ -447,5 +453,5 @@ class Trainer:
         self._watch.scales = dict(memory["watched"])
 
 
-def _alike(one: Arithmetic, other: Arithmetic) -> bool:
-    return type(one) is type(other) and getattr(one, "recipe", None) == getattr(other, "recipe", None)
+def _alike(arithmetic: Arithmetic, other: Arithmetic) -> bool:
+    return type(arithmetic) is type(other) and getattr(arithmetic, "recipe", None) == getattr(other, "recipe", None)

@@ -22,12 +22,14 @@ _LEAST = torch.finfo(torch.float32).eps
 def states_for(optimizer: str, parameters: Sequence[Tensor]) -> tuple[Moments, Moments]:
     """First and second moments at the start; empty ones where an optimizer has none. Of a matrix Adafactor keeps the
     means of its rows in the first, and those of its columns in the second; of a vector all of it in the second."""
-    zeros, none = torch.zeros_like, [one.new_zeros(0) for one in parameters]
+    zeros, none = torch.zeros_like, [parameter.new_zeros(0) for parameter in parameters]
     if optimizer == "adafactor":
-        rows = [zeros(one[..., :1]) if one.ndim > 1 else one.new_zeros(0) for one in parameters]
-        columns = [zeros(one[..., :1, :]) if one.ndim > 1 else zeros(one) for one in parameters]
+        rows = [zeros(parameter[..., :1]) if parameter.ndim > 1 else parameter.new_zeros(0) for parameter in parameters]
+        columns = [zeros(parameter[..., :1, :]) if parameter.ndim > 1 else zeros(parameter) for parameter in parameters]
         return rows, columns
-    return [zeros(one) for one in parameters], none if optimizer in RULES else [zeros(one) for one in parameters]
+    return [zeros(parameter) for parameter in parameters], none if optimizer in RULES else [
+        zeros(parameter) for parameter in parameters
+    ]
 
 
 def _sgd(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: Tensor, how: Update) -> None:

@@ -56,13 +56,13 @@ class ModelWatch:
         self._arm, self._seed, self._examples = arm, seed, examples
         self.scales: dict[str, float] = {}
         self.model = model
-        found = {one: path for path, one in reversed([*_uncompiled(model, "")])} if inside else {}
-        self.modules = [(path, one) for one, path in found.items() if _is_watched(one)]
+        found = {module: path for path, module in reversed([*_uncompiled(model, "")])} if inside else {}
+        self.modules = [(path, module) for module, path in found.items() if _is_watched(module)]
         self.inside = bool(found)
-        trained = ((path, one) for path, one in model.named_parameters() if one.requires_grad)
-        self.parameters = {path.removeprefix("_orig_mod."): one for path, one in trained}
-        matrices = ((path, one) for path, one in self.parameters.items() if one.ndim >= _MATRIX)
-        self.weights = {path.removesuffix(".weight"): one for path, one in matrices}
+        trained = ((path, parameter) for path, parameter in model.named_parameters() if parameter.requires_grad)
+        self.parameters = {path.removeprefix("_orig_mod."): parameter for path, parameter in trained}
+        matrices = ((path, parameter) for path, parameter in self.parameters.items() if parameter.ndim >= _MATRIX)
+        self.weights = {path.removesuffix(".weight"): parameter for path, parameter in matrices}
         tables = {path for path, one in model.named_modules() if isinstance(one, nn.Embedding)}
         self.embeddings = {path for path in self.weights if path in tables or path.split(".")[-1] == "embedding"}
         self.gains = gains_of(model)
@@ -386,8 +386,8 @@ def noise_figures(found: Mapping[str, Mapping[str, float]], examples: int) -> It
     every = {name: noise_of(one["count"], one["squares"], one["total"]) for name, one in found.items()}
     if not every:
         return
-    for name, one in every.items():
-        yield "gradient_snr", name, one.ratio
-    joint = GradientNoise(sum(one.variance for one in every.values()), sum(one.signal for one in every.values()))
+    for name, noise in every.items():
+        yield "gradient_snr", name, noise.ratio
+    joint = GradientNoise(sum(noise.variance for noise in every.values()), sum(one.signal for one in every.values()))
     yield "gradient_snr", "", joint.ratio
     yield "noise_scale", "", examples * joint.scale

@@ -52,7 +52,9 @@ class ZeroTensors(FullySharded):
         return self._owned.own(some)
 
     def updated(self, phase: Phases) -> None:
-        self._owned.put([one.detach() for one in self._own], [whole.detach() for whole in self._wholes], phase)
+        self._owned.put(
+            [parameter.detach() for parameter in self._own], [whole.detach() for whole in self._wholes], phase
+        )
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
         found, turn = [gradient_of(whole) for whole in self._wholes], self._turn
@@ -60,8 +62,8 @@ class ZeroTensors(FullySharded):
         means = self._owned.means(found, phase)
         for whole in self._wholes:
             whole.grad = None
-        for one, mean in zip(self._own, means, strict=True):
-            one.grad = mean
+        for parameter, mean in zip(self._own, means, strict=True):
+            parameter.grad = mean
         self._seen.append((brought, _rows(means, turn)[:, 1:]))
         self._turn += 1
 
@@ -91,7 +93,7 @@ class ZeroTensors(FullySharded):
 
     def _own_numbers(self, place: Tensor) -> Tensor:
         """Of all weights, zeros in the place of others'."""
-        own = _rows([one.detach() for one in self._own], 0)
+        own = _rows([parameter.detach() for parameter in self._own], 0)
         every = own.new_zeros(len(self._wholes), own.shape[1])
         every[place.to(own.device)] = own
         return every

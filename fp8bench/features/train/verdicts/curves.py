@@ -302,7 +302,7 @@ def seeds_until(gap: Gap, margin: float) -> int | None:
     """The least number that decides, wherever chance may move the mean of so many; None if too many are needed."""
 
     def decides(count: int) -> bool:
-        reach, moved = (one * gap.deviation / math.sqrt(count) for one in (quantile(DECIDING, count - 1), _POWER))
+        reach, moved = (value * gap.deviation / math.sqrt(count) for value in (quantile(DECIDING, count - 1), _POWER))
         nearest, furthest = max(0.0, abs(gap.point) - moved), abs(gap.point) + moved
         return nearest > reach or furthest <= margin - reach or 2 * reach <= margin
 
@@ -335,7 +335,7 @@ def bound_of_one(gap: float, chaos: float) -> Interval | None:
 def least_seen(deviation: float, seeds: int) -> tuple[float, float]:
     """For gaps of such a spread over so many seeds: the difference that would be told from none in four of five cases,
     and how far the interval of 99% would reach."""
-    reach, moved = (one * deviation / math.sqrt(seeds) for one in (quantile(DECIDING, seeds - 1), _POWER))
+    reach, moved = (value * deviation / math.sqrt(seeds) for value in (quantile(DECIDING, seeds - 1), _POWER))
     return reach + moved, reach
 
 

@@ -99,8 +99,8 @@ def _layers_cast(readings: Iterable[LayerReading]) -> set[str]:
 def _trace(layer: str, role: Role, readings: Mapping[int, LayerReading]) -> Trace:
     """In the order of steps. A reading leaves out what is not finite; a cast of such a tensor enters nothing."""
     ordered = [reading for _, reading in sorted(readings.items())]
-    amax = tuple(math.inf if one.not_finite else one.amax for one in ordered)
-    return Trace(layer, role, amax, tuple(one.smallest for one in ordered))
+    amax = tuple(math.inf if reading.not_finite else reading.amax for reading in ordered)
+    return Trace(layer, role, amax, tuple(reading.smallest for reading in ordered))
 
 
 def ways(

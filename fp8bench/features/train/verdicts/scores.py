@@ -129,16 +129,17 @@ def score_parts(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[Part]:
     """A row for each arm and figure; what was not learnt says so."""
     rows = verdicts_of_scores(kept, found)
     cols: list[Col[ScoreVerdict]] = [
-        Col("arm", lambda one: one.arm), Col("figure", lambda one: one.figure),
-        Col("value", lambda one: one.own, number=True, show=_four), Col("against", lambda one: one.against),
-        Col("its value", lambda one: one.reference, number=True, show=_four),
+        Col("arm", lambda verdict: verdict.arm), Col("figure", lambda verdict: verdict.figure),
+        Col("value", lambda verdict: verdict.own, number=True, show=_four),
+        Col("against", lambda verdict: verdict.against),
+        Col("its value", lambda verdict: verdict.reference, number=True, show=_four),
         Col("worse by", _worse, number=True, hint="points of a task, else a share; with the 99% interval over seeds"),
-        Col("verdict", lambda one: one.word, tone=lambda one: _TONES.get(one.learned, Tone.DOUBT)),
+        Col("verdict", lambda verdict: verdict.word, tone=lambda verdict: _TONES.get(verdict.learned, Tone.DOUBT)),
     ]  # fmt: skip
-    asked = [task for task in CHANCES if any(one.figure.startswith(TASK + task) for one in rows)]
+    asked = [task for task in CHANCES if any(row.figure.startswith(TASK + task) for row in rows)]
     chances = ", ".join(f"{task} {100 * CHANCES[task]:.3g}%" for task in asked)
     words = [Text(f"By chance alone answers are right in: {chances}.")] if asked else []
-    scored = any(not one.figure.startswith("quantised:") for one in rows)
+    scored = any(not row.figure.startswith("quantised:") for row in rows)
     title = "Scores, and losses after quantising" if scored else "Losses after quantising"
     if rows:
         yield Part("scores", title, (table("scores", "", cols, rows), *words))
@@ -148,9 +149,9 @@ def _four(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _worse(one: ScoreVerdict) -> str | None:
-    if one.worse is None:
+def _worse(verdict: ScoreVerdict) -> str | None:
+    if verdict.worse is None:
         return None
-    unit, ends = " points" if one.figure.startswith(TASK) else "%", one.worse.decides
+    unit, ends = " points" if verdict.figure.startswith(TASK) else "%", verdict.worse.decides
     span = f" [{100 * ends.low:+.2g}, {100 * ends.high:+.2g}]" if ends else ""
-    return f"{100 * one.worse.point:+.2g}{span}{unit}"
+    return f"{100 * verdict.worse.point:+.2g}{span}{unit}"

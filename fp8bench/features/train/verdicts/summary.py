@@ -187,7 +187,7 @@ def _why_not_to_loss(said: ArmVerdict, own: EnergyUse, reference: EnergyUse) -> 
         return "emulated: joules of its steps are the cost of emulation"
     if own.source != reference.source:
         return f"its windows are by {own.source}, the reference's by {reference.source}"
-    fewest = min(len(energy_samples(one)) for one in (own, reference))
+    fewest = min(len(energy_samples(use)) for use in (own, reference))
     if fewest < LEAST_WINDOWS:
         return f"{LEAST_WINDOWS} windows are needed to compare, and there are {fewest}"
     if _uncertainty(own) is None or _uncertainty(reference) is None:

@@ -299,7 +299,7 @@ def adjusted_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None
         return AdjustedSpeed(raw, None)
     point = found.point + max(steps, _LEAST)
     if steps < _LEAST:
-        bound, few = (_exp(Interval(one, -math.inf, one, SHOWN)) for one in (point, _LEAST))
+        bound, few = (_exp(Interval(value, -math.inf, value, SHOWN)) for value in (point, _LEAST))
         return AdjustedSpeed(raw, bound, bounded=True, fewer_steps=few)
     lefts = [
         max(left, _LEAST)
@@ -370,5 +370,5 @@ def _log_speed(reference: Curve, arm: Curve) -> float | None:
 
 
 def _exp(logs: Interval) -> Interval:
-    point, low, high = (math.exp(min(700.0, max(-700.0, one))) for one in (logs.point, logs.low, logs.high))
+    point, low, high = (math.exp(min(700.0, max(-700.0, value))) for value in (logs.point, logs.low, logs.high))
     return Interval(point, low, high, logs.level)

@@ -329,7 +329,7 @@ def _dots(sheet: Sheet, tone: str, places: list[float], row: Row) -> None:
     points = []
     for x in places:
         free = [offset for offset in _PLACES if x - last.get(offset, -1e9) >= _APART]
-        offset = free[0] if free else min(_PLACES, key=lambda one: last[one])
+        offset = free[0] if free else min(_PLACES, key=lambda place: last[place])
         last[offset] = x
         points.append([(x, row.y + offset), (x, row.y + offset)])
     sheet.lines(f"dots {tone}", points)

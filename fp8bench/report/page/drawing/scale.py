@@ -126,7 +126,7 @@ def _log_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
 def _powers(base: float, low: float, high: float, most: int) -> list[float]:
     first, last = math.log(low) / math.log(base), math.log(high) / math.log(base)
     rough = (last - first) / max(1, most)
-    stride = next(one for one in _STRIDES if one >= rough)
+    stride = next(number for number in _STRIDES if number >= rough)
     numbers = range(math.ceil(first / stride - 1e-9), math.floor(last / stride + 1e-9) + 1)
     return [base ** (number * stride) for number in numbers]
 
@@ -330,11 +330,11 @@ def interval_bar(value: float | None, interval: tuple[float, float] | None) -> s
     if value is None or interval is None or not 0 < interval[0] <= interval[1] < math.inf:
         return ""
     scale = fitted((1.0, value, *interval), 4, _BAR_WIDE - 4, log=True, unit="x")
-    one, at, low, high = (f"{scale.at(place):.1f}" for place in (1.0, value, *interval))
+    text, at, low, high = (f"{scale.at(place):.1f}" for place in (1.0, value, *interval))
     middle = _BAR_HIGH // 2
     return (
         f'<dd><svg viewBox="0 0 {_BAR_WIDE} {_BAR_HIGH}" width="{_BAR_WIDE}" height="{_BAR_HIGH}" role="img" '
-        f'aria-label="beside 1x"><path d="M{one} 0V{_BAR_HIGH}" stroke="currentColor" stroke-opacity=".4"/>'
+        f'aria-label="beside 1x"><path d="M{text} 0V{_BAR_HIGH}" stroke="currentColor" stroke-opacity=".4"/>'
         f'<path d="M{low} {middle}H{high}M{low} 3V{_BAR_HIGH - 3}M{high} 3V{_BAR_HIGH - 3}" stroke="currentColor"/>'
         f'<circle cx="{at}" cy="{middle}" r="3" fill="currentColor"/></svg></dd>'
     )

@@ -47,8 +47,8 @@ def draw_sparks(sheet: Sheet, chart: Sparks) -> float:
 def _octaves(values: Sequence[float | None]) -> list[float | None]:
     """How far each lies from their middle; None for what has no logarithm."""
     logs = [math.log2(value) if value is not None and drawable(value, log=True) else None for value in values]
-    middle = median([one for one in logs if one is not None] or [0.0])
-    return [None if one is None else one - middle for one in logs]
+    middle = median([log for log in logs if log is not None] or [0.0])
+    return [None if log is None else log - middle for log in logs]
 
 
 def _draw_cell(
