@@ -2,7 +2,7 @@
 
 Torch compiles a kernel into libraries of C++ and a Python function that calls these. Where they lie, and that
 function's text, are kept in a file beside them, which is named for all that decides what they compute. What is not as
-it was kept is not taken, and the compiler makes the kernel.
+it was kept, or what another user could have written, is not taken, and the compiler makes the kernel.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read(kernel: object) -> tuple[Call, int] | None:
     """A kernel that was kept, and the bits of its vectors; None where there is none that is as it was."""
     path = _file_of(kernel)
     try:
-        found = unsealed(json.loads(path.read_bytes())) if path is not None else None
+        found = unsealed(json.loads(path.read_bytes())) if path is not None and _is_own(path) else None
         return None if found is None else (_call_of(found), int(found["bits"]))
     except Exception:  # noqa: BLE001 - whatever is wrong with it, the compiler makes it anew
         return None
@@ -56,7 +56,7 @@ def keep(kernel: Any, run: Call, bits: int, made: Sequence[ModuleType]) -> None:
     try:
         found = {**_parts_of(made[0]), "bits": bits, "kernel": str(kernel)}
         if _writes_alike(run, _call_of(found), kernel.examples()):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(0o700, parents=True, exist_ok=True)
             write_whole(path, compact(sealed(found)), sync=False)
     except (OSError, StoreError, LookupError, TypeError, AttributeError, SyntaxError, RuntimeError):
         return
@@ -168,6 +168,12 @@ def _folder() -> Path:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return Path(module.default_cache_dir())
+
+
+def _is_own(path: Path) -> bool:
+    """Whether nobody else can have written it: what it holds is run."""
+    about = [place.stat() for place in (path, path.parent)]
+    return all(place.st_uid == os.getuid() and not place.st_mode & 0o022 for place in about)
 
 
 def _digest(file: Path) -> str:

@@ -58,6 +58,12 @@ def test_another_process_calls_it_without_the_compiler(cache: Path, tmp_path: Pa
     ran((sys.executable, "-c", monkeyed, str(tmp_path / "given")))
     assert all(map(torch.equal, given, torch.load(tmp_path / "given")))
     found = unsealed(json.loads(file.read_bytes()))
+    for open_to_others in (file, file.parent):
+        mode = open_to_others.stat().st_mode
+        open_to_others.chmod(mode | 0o020)
+        assert kept_kernels.read(KERNEL) is None
+        open_to_others.chmod(mode)
+    assert kept_kernels.read(KERNEL) is not None
     ((name, (library, digest)),) = found["libraries"].items()
     for wrong in ({**found, "libraries": {name: [library, "0" * 64]}}, {**found, "call": "def call(self, args: "}):
         file.write_text(compact(sealed(wrong)))

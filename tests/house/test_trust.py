@@ -11,7 +11,8 @@ MODULES = {
     "pickle", "marshal", "shelve", "dill", "cloudpickle", "socket", "socketserver", "http.server", "asyncio", "mmap",
     "tempfile", "multiprocessing", "multiprocessing.connection", "multiprocessing.shared_memory",
 }  # fmt: skip
-NAMES = {"FileStore", "TCPStore", "_unpickler", "PlainUnpickler", "elastic_launch", "SharedMemory", "rpc"}
+NAMES = {"FileStore", "TCPStore", "_unpickler", "PlainUnpickler", "elastic_launch", "SharedMemory", "rpc",
+         "ExtensionFileLoader"}  # fmt: skip
 
 
 def uses(tree: ast.AST) -> set[str]:
