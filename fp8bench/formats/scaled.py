@@ -166,8 +166,10 @@ def _whole_elements(
 def largest_magnitude(x: Tensor) -> Tensor:
     """As float32 on its device; 0 for a tensor without elements, NaN where one is among them."""
     x = x.detach()
-    if not x.numel() or x.is_meta:  # torch's norm of nothing is written in Python, which imports the compiler
+    if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
+    if x.is_meta:  # reads as much; torch's norm without memory is written in Python, which imports the compiler
+        return torch.sum(x, dtype=torch.float32)
     if x.device.type != "cpu":
         found: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)  # one kernel
         return found

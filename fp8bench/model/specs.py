@@ -117,60 +117,32 @@ _NO, _UP, _MAIN, _AGAIN = Better.NONE, Better.HIGHER, Rank.MAIN, Rank.RESTATED
 _TIMES, _RATIOS, _JOULES = (0.05, 5e-6), (0.05, 0.005), (0.05, 1e-3)
 
 TIME = _row(
-    "time",
-    "s",
-    "of the step, and of each phase it has",
-    rank=_MAIN,
-    threshold=_TIMES,
+    "time", "s", "of the step, and of each phase it has", rank=_MAIN, threshold=_TIMES,
     history="a step, the fastest call of each round",
 )
 REPLAY = _row(
-    "replay_time",
-    "s",
-    "the best case of the device alone, without the host's launches: each step done again as one "
-    "launch; verdicts and all else are of steps as they are launched",
-    rank=_MAIN,
-    heading="replayed",
+    "replay_time", "s", "the best case of the device alone, without the host's launches: each step done again as one "
+    "launch; verdicts and all else are of steps as they are launched", rank=_MAIN, heading="replayed",
 )
 MEAN = _row(
-    "mean_time",
-    "s",
-    "of the step, over all calls",
-    rank=_AGAIN,
+    "mean_time", "s", "of the step, over all calls", rank=_AGAIN,
     history="a step, the mean over all calls, less what they waited for a core",
 )
 for _phase in CELL_PHASES:
-    _row(
-        time_of_phase(_phase),
-        "s",
-        f"of the {_phase} phase",
-        rank=_AGAIN,
-        threshold=_TIMES,
-        history=f"the {_phase} phase of a step",
-        kept_where=_phase,
-    )
+    _row(time_of_phase(_phase), "s", f"of the {_phase} phase", rank=_AGAIN, threshold=_TIMES,
+         history=f"the {_phase} phase of a step", kept_where=_phase)
 # Counts of Work that a time can be told per: the figure, and how many of them.
 PER: Mapping[str, tuple[MetricSpec, float]] = {
     count: (
-        _row(
-            f"seconds_per_{name}",
-            "s",
-            f"the step's time for {many:.0e} {count}",
-            rank=_AGAIN,
-            kept_where=count,
-            history=f"a step's time for every {many:.0e} {count} of it",
-        ),
+        _row(f"seconds_per_{name}", "s", f"the step's time for {many:.0e} {count}", rank=_AGAIN, kept_where=count,
+             history=f"a step's time for every {many:.0e} {count} of it"),
         many,
     )
     for count, name, many in (("flops", "tflop", 1e12), ("tokens", "mtok", 1e6), ("bytes", "gb", 1e9))
 }
 # The figure that says how fast a case was, whatever the machine was.
 RELATIVE = _row(
-    "relative_time",
-    "x",
-    "the step's time over the reference's in the same rounds",
-    rank=_AGAIN,
-    threshold=_RATIOS,
+    "relative_time", "x", "the step's time over the reference's in the same rounds", rank=_AGAIN, threshold=_RATIOS,
     history="a step's time over that of the highest precision in the same round",
 )
 RELATIVE_MEAN = _row(
@@ -188,112 +160,69 @@ RATES: Mapping[str, MetricSpec] = {
     for count, unit in (("tokens", "tok/s"), ("flops", "FLOP/s"), ("bytes", "B/s"))
 }
 CEILING_RATE = _row(
-    "ceiling_rate",
-    "FLOP/s",
-    "of the suite `ceilings`: the middle of five runs; or in B/s or launches/s",
-    better=_UP,
+    "ceiling_rate", "FLOP/s", "of the suite `ceilings`: the middle of five runs; or in B/s or launches/s", better=_UP,
     rank=_MAIN,
 )
 SHARE_OF_CEILING = _row(
-    "share_of_ceiling",
-    units.RATIO,
-    "of a phase: the least time that its counted FLOPs, bytes or launches take by whole ceilings, over its best time",
-    better=_UP,
-    page="method.md#ceilings",
+    "share_of_ceiling", units.RATIO, "of a phase: the least time that its counted FLOPs, bytes or launches take by "
+    "whole ceilings, over its best time", better=_UP, page="method.md#ceilings",
 )
 SHARE_OF_DATASHEET = _row(
     "share_of_datasheet", units.RATIO, "the same by the vendor's peaks", better=_UP, page="method.md#ceilings"
 )
 PEAK_MEMORY = _row(
-    "peak_memory",
-    "B",
-    "tensors, at the highest point of a step",
-    rank=_MAIN,
-    heading="peak memory",
-    page="method.md",
-    history="tensor memory at the highest point of a step, the state included",
-    threshold=(0.02, float(1 << 20)),
+    "peak_memory", "B", "tensors, at the highest point of a step", rank=_MAIN, heading="peak memory", page="method.md",
+    history="tensor memory at the highest point of a step, the state included", threshold=(0.02, float(1 << 20)),
 )
 DEVICE_PEAK_MEMORY = _row(
-    "device_peak_memory",
-    "B",
-    "the same where hardware keeps the formats: codes and scales in the place of an "
+    "device_peak_memory", "B", "the same where hardware keeps the formats: codes and scales in the place of an "
     "emulation's wide values, for as long; derived from the same allocations; `peak_memory` itself where nothing is "
-    "emulated",
-    rank=_MAIN,
-    heading="on a device",
-    page="method.md#memory-on-a-device",
+    "emulated", rank=_MAIN, heading="on a device", page="method.md#memory-on-a-device",
     history="tensor memory at the highest point of a step, as hardware with the formats would have it",
     threshold=(0.02, float(1 << 20)),
 )
 PEAKS = (PEAK_MEMORY, DEVICE_PEAK_MEMORY)
 for _role in MemoryRole:
-    _row(
-        memory_of_role(_role),
-        "B",
-        "`peak_memory` by role: those that occur, which sum to it; derived",
-        page="method.md#roles",
-    )
+    _row(memory_of_role(_role), "B", "`peak_memory` by role: those that occur, which sum to it; derived",
+         page="method.md#roles")
 RESERVED_MEMORY = _row(
     "reserved_memory", "B", "what torch's allocator keeps from the driver for them", heading="reserved"
 )
 PROCESS_MEMORY = _row("process_memory", "B", "what the driver counts for the process", heading="process")
 RESIDENT_MEMORY = _row(
-    "resident_memory",
-    "B",
-    "the most that the process had in the machine's memory, torch itself included",
+    "resident_memory", "B", "the most that the process had in the machine's memory, torch itself included",
     heading="resident",
 )
 # Who else counts the memory of a step.
 MEMORY_COUNTERS = (RESERVED_MEMORY, PROCESS_MEMORY, RESIDENT_MEMORY)
 _COUNTER: dict[str, Any] = {"table": "counters", "page": "method.md#counters"}
 ALLOCATOR_TIME = _row(
-    "allocator_time",
-    "s",
-    "in calls of the host's allocator (malloc, free and the like), the whole process's; of the "
-    "step and of each phase; only with `--counters`, as all that follow",
-    heading="in the allocator",
-    **_COUNTER,
+    "allocator_time", "s", "in calls of the host's allocator (malloc, free and the like), the whole process's; of the "
+    "step and of each phase; only with `--counters`, as all that follow", heading="in the allocator", **_COUNTER,
 )
 ALLOCATOR_CALLS = _row(
     "allocator_calls", "count", "of these in a step", heading="calls of it", show=_exact(), **_COUNTER
 )
 ALLOCATED_BYTES = _row("allocated_bytes", "B", "that they asked for", heading="asked for", **_COUNTER)
 PAGE_FAULTS = _row(
-    "page_faults",
-    "count",
-    "pages of memory that a step touched first: the system clears each",
-    heading="page faults",
-    show=_exact(),
-    **_COUNTER,
+    "page_faults", "count", "pages of memory that a step touched first: the system clears each", heading="page faults",
+    show=_exact(), **_COUNTER,
 )
 DEVICE_ALLOCATIONS = _row(
-    "device_allocations",
-    "count",
-    "calls of a GPU's driver for memory that torch's allocator did not have",
-    heading="driver's allocations",
-    show=_exact(),
-    **_COUNTER,
+    "device_allocations", "count", "calls of a GPU's driver for memory that torch's allocator did not have",
+    heading="driver's allocations", show=_exact(), **_COUNTER,
 )
 ALLOCATION_RETRIES = _row(
-    "allocation_retries",
-    "count",
-    "of these that needed unused memory given back first",
-    heading="retried",
-    show=_exact(),
-    **_COUNTER,
+    "allocation_retries", "count", "of these that needed unused memory given back first", heading="retried",
+    show=_exact(), **_COUNTER,
 )
 DEVICE_ALLOCATOR_TIME = _row(
     "device_allocator_time", "s", "in these calls, as torch's profiler tells them", heading="in them", **_COUNTER
 )
 _OF_PROCESSOR: dict[str, Any] = {"show": _exact(), **_COUNTER}
 INSTRUCTIONS = _row(
-    "instructions",
-    "count",
-    "of the thread that runs the steps, in user mode, as all that follow: by perf events, "
-    "where the kernel lets them be counted",
-    heading="instructions",
-    **_OF_PROCESSOR,
+    "instructions", "count", "of the thread that runs the steps, in user mode, as all that follow: by perf events, "
+    "where the kernel lets them be counted", heading="instructions", **_OF_PROCESSOR,
 )
 CYCLES = _row("cycles", "count", "of the processor's clock", heading="cycles", **_OF_PROCESSOR)
 CACHE_LOADS = _row("cache_loads", "count", "that reached the last cache", heading="loads (last cache)", **_OF_PROCESSOR)
@@ -301,46 +230,26 @@ CACHE_LOAD_MISSES = _row(
     "cache_load_misses", "count", "of these that it did not hold", heading="missed (last cache)", **_OF_PROCESSOR
 )
 CACHE_REFERENCES = _row(
-    "cache_references",
-    "count",
-    "by the kernel's own choice: of the last cache on Intel's, of L2 on AMD's processors",
-    heading="references",
-    **_OF_PROCESSOR,
+    "cache_references", "count", "by the kernel's own choice: of the last cache on Intel's, of L2 on AMD's processors",
+    heading="references", **_OF_PROCESSOR,
 )
 CACHE_MISSES = _row("cache_misses", "count", "of these", heading="missed", **_OF_PROCESSOR)
 WIRE_BYTES = _row(
-    "wire_bytes",
-    "B",
-    "what a rank sends to others in a step",
-    heading="wire",
-    history="that a rank sends to others in a step",
-    kept_where="ranks",
-    page="distributed.md",
+    "wire_bytes", "B", "what a rank sends to others in a step", heading="wire",
+    history="that a rank sends to others in a step", kept_where="ranks", page="distributed.md",
 )
 _COUNTED = {"counted": True, "least_change": 0.0, "threshold": (0.0, 0.0), "kept_where": "one rank", "page": "tape.md"}
 FLOPS = _row(
-    "flops",
-    "FLOP",
-    "of products in a step and in its phases, counted exactly",
-    show=_exact("FLOP"),
-    history="of a step, as its operators were counted",
-    **_COUNTED,
+    "flops", "FLOP", "of products in a step and in its phases, counted exactly", show=_exact("FLOP"),
+    history="of a step, as its operators were counted", **_COUNTED,
 )
 MOVED_BYTES = _row(
-    "moved_bytes",
-    "B",
-    "read and written by operators, counted exactly",
-    show=_exact("B"),
-    history="that the operators of a step read and write",
-    **_COUNTED,
+    "moved_bytes", "B", "read and written by operators, counted exactly", show=_exact("B"),
+    history="that the operators of a step read and write", **_COUNTED,
 )
 LAUNCHES = _row(
-    "launches",
-    "count",
-    "kernels started at least, counted exactly",
-    show=_exact(),
-    history="of operators in a step that start a kernel",
-    **_COUNTED,
+    "launches", "count", "kernels started at least, counted exactly", show=_exact(),
+    history="of operators in a step that start a kernel", **_COUNTED,
 )
 # What a tape counts exactly of a step: the same code gives the same number, and any other is news.
 COUNTS = (FLOPS, MOVED_BYTES, LAUNCHES)
@@ -348,12 +257,8 @@ UNKNOWN_OPERATORS = _row(
     "unknown_operators", "count", "calls of operators that have no formula and are in no sum", page="tape.md"
 )
 USEFUL_FLOPS = _row(
-    "useful_flops",
-    "FLOP",
-    "of products in a step without the three below: every precision has to do as many",
-    show=_exact("FLOP"),
-    better=_NO,
-    page="tape.md",
+    "useful_flops", "FLOP", "of products in a step without the three below: every precision has to do as many",
+    show=_exact("FLOP"), better=_NO, page="tape.md",
 )
 ROTATION_FLOPS = _row("rotation_flops", "FLOP", "of products in casts, which turn tensors", show=_exact("FLOP"))
 PADDING_FLOPS = _row("padding_flops", "FLOP", "of sides that are longer than the reference's", show=_exact("FLOP"))
@@ -364,51 +269,31 @@ INTENSITY = _row(
     "intensity", "FLOP/B", "of a step: FLOPs for each byte moved, where no operator is unknown", better=_NO
 )
 SHARES_BY_BITS: Mapping[int, MetricSpec] = {
-    bits: _row(
-        f"share_of_flops_in_{bits}_bits",
-        units.RATIO,
-        "of a step's FLOPs that multiply elements so wide",
-        better=_NO,
-        page="tape.md",
-    )
+    bits: _row(f"share_of_flops_in_{bits}_bits", units.RATIO, "of a step's FLOPs that multiply elements so wide",
+               better=_NO, page="tape.md")
     for bits in (8, 4, 32)
 }
 SHARE_CONVERTED = _row(
-    "share_of_flops_converted",
-    units.RATIO,
-    "of the FLOPs of the products of a step that are in layers which the case converts",
-    better=_NO,
-    page="profile.md",
+    "share_of_flops_converted", units.RATIO, "of the FLOPs of the products of a step that are in layers which the case "
+    "converts", better=_NO, page="profile.md",
 )
 ENERGY = _row(
-    "energy",
-    "J",
-    "of a step, all that the device took while it ran",
-    rank=_MAIN,
-    heading="energy",
-    page="energy.md",
-    threshold=_JOULES,
-    kept_where="energy",
+    "energy", "J", "of a step, all that the device took while it ran", rank=_MAIN, heading="energy", page="energy.md",
+    threshold=_JOULES, kept_where="energy",
     history="of a step, all that the device took while it ran; one figure a window",
 )
-ENERGY_NET = _row("energy_net", "J", "of a step, beyond idle power", rank=_MAIN, threshold=_JOULES, heading="net/step")
+ENERGY_NET = _row(
+    "energy_net", "J", "of a step, beyond idle power", rank=_MAIN, threshold=_JOULES, heading="net/step"
+)
 # Joules of a step for counts of its work, the most telling first.
 ENERGY_PER: Mapping[str, tuple[MetricSpec, float]] = {
     count: (
-        _row(
-            f"energy_per_{word.lower()}",
-            "J",
-            f"for {much} of the step's work",
-            rank=_MAIN,
-            threshold=_JOULES,
-            heading=f"per {word}",
-        ),
+        _row(f"energy_per_{word.lower()}", "J", f"for {much} of the step's work", rank=_MAIN, threshold=_JOULES,
+             heading=f"per {word}"),
         many,
     )
     for count, word, much, many in (
-        ("tokens", "token", "a token", 1.0),
-        ("flops", "TFLOP", "10^12 FLOPs", 1e12),
-        ("bytes", "GB", "10^9 bytes", 1e9),
+        ("tokens", "token", "a token", 1.0), ("flops", "TFLOP", "10^12 FLOPs", 1e12), ("bytes", "GB", "10^9 bytes", 1e9)
     )
 }
 ENERGY_LOW = _row("energy_low", "J", "of a measured phase: the lowest of its windows, less its uncertainty")
@@ -420,36 +305,22 @@ ENERGY_UNCERTAINTY = _row(
 POWER = _row("power", "W", "of the device while steps ran", rank=_MAIN)
 IDLE_POWER = _row("idle_power", "W", "of the device idle, with the same states in memory", better=_NO, rank=_MAIN)
 SUSTAINED_TIME = _row(
-    "sustained_time",
-    "s",
-    "a step in turns of seconds, the middle one; only with `--sustained`",
+    "sustained_time", "s", "a step in turns of seconds, the middle one; only with `--sustained`",
     page="energy.md#what-the-figures-are",
 )
 SUSTAINED_CLOCK = _row("sustained_clock", "Hz", "the device's clock right after these turns", better=_NO)
 SUSTAINED_POWER = _row("sustained_power", "W", "its power in them", better=_NO)
 SM_CLOCK = _row("sm_clock", "Hz", "the device's mean clock over the case's slots", better=_NO)
 MAX_BATCH = _row(
-    "max_batch",
-    "count",
-    "the largest batch that fits, 0 if none does; only with `--max-batch`",
-    better=_UP,
+    "max_batch", "count", "the largest batch that fits, 0 if none does; only with `--max-batch`", better=_UP,
     page="planning.md",
 )
 DEVICE_MAX_BATCH = _row(
-    "device_max_batch",
-    "count",
-    "the same of an emulated case where hardware keeps its formats, by a line through "
-    "what two batches would take there; derived",
-    better=_UP,
-    heading="on a device",
-    page="planning.md",
+    "device_max_batch", "count", "the same of an emulated case where hardware keeps its formats, by a line through "
+    "what two batches would take there; derived", better=_UP, heading="on a device", page="planning.md",
 )
 MAX_BATCH_TOKENS = _row(
-    "max_batch_tokens",
-    "count",
-    "tokens of a step with it",
-    better=_UP,
-    heading="tokens a step",
+    "max_batch_tokens", "count", "tokens of a step with it", better=_UP, heading="tokens a step",
     show=lambda value: units.whole(int(value)),
 )
 MAX_BATCH_MEMORY = _row("max_batch_memory", "B", "its peak memory", heading="peak memory")
@@ -461,16 +332,17 @@ RANK_TIME = _row("rank_time", "s", "a rank's step, the median of its calls")
 RANK_COMMUNICATION = _row("rank_communication_time", "s", "communication in a rank's step")
 RANK_WAITING = _row("rank_waiting_time", "s", "how much of it is waiting for other ranks")
 RANK_MEMORY = _row("rank_memory", "B", "the most that a rank's tensors hold at once")
-MEMORY_SKEW = _row("memory_skew", "%", "between the rank that takes most and the one that takes least", heading="skew")
+MEMORY_SKEW = _row(
+    "memory_skew", "%", "between the rank that takes most and the one that takes least", heading="skew"
+)
 COMMUNICATION = _row(
     "communication_time", "s", "the least that any rank was in it: what it takes", heading="communication"
 )
-EXPOSED = _row("exposed_time", "s", "both at once less products alone; between: what rounds leave", heading="exposed")
+EXPOSED = _row(
+    "exposed_time", "s", "both at once less products alone; between: what rounds leave", heading="exposed"
+)
 HIDDEN_COMMUNICATION = _row(
-    "hidden_communication",
-    "%",
-    "1 less the exposed share of communication alone; never cut",
-    better=_UP,
+    "hidden_communication", "%", "1 less the exposed share of communication alone; never cut", better=_UP,
     heading="hidden",
 )
 LOGICAL_BYTES = _row("logical_bytes", "B", "the whole vector as float32", better=_NO, heading="logical")
@@ -493,23 +365,12 @@ RELATIVE_LOSS = "relative_loss"
 LOSS_ERROR = "loss_error"
 # Near 1, of which a thousandth matters. A gate's threshold is beyond what the history may show, which must see it.
 _row(
-    f"*{RELATIVE_LOSS}",
-    "x",
-    "the mean loss of a small training over bf16's, of `learning`",
-    show="{:.5f}x".format,
-    least_change=LOSS_BAND,
-    threshold=(2 * LOSS_BAND, 0.0),
-    page="history.md#does-it-still-learn",
-    **_OF_WORKLOADS,
+    f"*{RELATIVE_LOSS}", "x", "the mean loss of a small training over bf16's, of `learning`", show="{:.5f}x".format,
+    least_change=LOSS_BAND, threshold=(2 * LOSS_BAND, 0.0), page="history.md#does-it-still-learn", **_OF_WORKLOADS,
 )
 _row("*_error", units.RATIO, "numerical errors, relative; 0 is exact", show=units.relative_error, **_OF_WORKLOADS)
-_row(
-    "*_vanished",
-    units.RATIO,
-    "the share of all values that are zero and are not in the reference: what a norm hides",
-    show=lambda value: units.share(value) if value else "0%",
-    **_OF_WORKLOADS,
-)
+_row("*_vanished", units.RATIO, "the share of all values that are zero and are not in the reference: what a norm hides",
+     show=lambda value: units.share(value) if value else "0%", **_OF_WORKLOADS)
 _row("*_db", "dB", "numerical errors in decibels", better=_UP, page="formats.md", **_OF_WORKLOADS)
 for _name in ("utilisation_percent", "dynamic_range_octaves", "subnormal_percent"):  # neither more nor less is better
     _row(_name, {"t": "%", "s": "octaves"}[_name[-1]], "of a format", better=_NO, page="formats.md", **_OF_WORKLOADS)

@@ -150,6 +150,8 @@ def _of_nothing(expert: FeedForward, part: Tensor) -> Tensor:
 class MixtureGPT(GPT):
     """A GPT whose feed-forward blocks are experts. Its loss is the text's; the balancing loss is in gradients alone."""
 
+    leaves = True
+
     def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, **options: Any) -> None:
         super().__init__(config, choose, carrier, feed_forward=_experts, **options)
 

@@ -164,6 +164,8 @@ class GPT(LanguageModel):
     """
 
     rotation: Tensor | None
+    # Whether blocks leave something else for the loss than the stream.
+    leaves = False
 
     def __init__(
         self,
@@ -201,7 +203,8 @@ class GPT(LanguageModel):
         """The stream behind the last block, of sequences of so many tokens; `x` may be a part of them."""
         rotation = None if self.rotation is None else self.rotation[:length].to(self.carrier)
         for block in self.blocks:
-            if self.checkpointing and self.carrier is torch.float64 and not self.dropout:  # a reference
+            if self.checkpointing and self.carrier is torch.float64 and not (self.dropout or self.leaves):
+                # A reference.
                 x = recomputed(partial(block, phase=phase, rotation=rotation), x)
             elif self.checkpointing:
                 # Where nothing in a block is random no random state need be kept.

@@ -164,6 +164,7 @@ FACTS = DeviceFacts(
 REQUEST = Request(
     "gemm", ("fp8",), ("cuda:1",), "bf16", (("shape", ("64", "1x2x3")),), (("mlp", "bf16"),), "file", True, 2.5, 3, 4,
     5, ("module",), True, 12.5, True, "traces", 8, 100, 0.5, False, "step", True, 1 << 30, "torch", 2.5, True, True,
+    counters=True,
 )  # fmt: skip
 PLAN = Plan(
     (Group((PlannedCase(CASE, SUPPORT, Work(1.0, 2), "skip"), PlannedCase(CASE, SUPPORT, Work())), 1),), ("note",)

@@ -114,7 +114,7 @@ def test_what_is_followed_stands_still() -> None:
 def test_every_public_workload_is_followed_and_of_hidden_ones_collectives() -> None:
     """The self-test's injected slow-downs have no history. Other tests register workloads of their own."""
     own = [name for name in workloads.names() if type(workloads.get(name)).__module__.startswith("fp8bench.workloads.")]
-    assert [name for name in FOLLOWED if name in own] == own and len(own) == 17
+    assert [name for name in FOLLOWED if name in own] == own and len(own) == 18
     assert workloads.get("_planted").history is None and "collective" in FOLLOWED
 
 

@@ -103,6 +103,7 @@ class Load:
     `narrow_gather`: FSDP gathers weights in FP8. `hidden_tensor`: half of what TP sends hides behind its products
     (async TP). `fused_loss`: the loss is compiled, so that nothing of it is written in fp32. `states` is one of STATES.
     `rlhf`: three more models as large lie in memory: a critic, which is trained too, a reference and a reward model.
+    `zero_one`: copies keep weights and gradients whole, and share out what the optimizer keeps (ZeRO-1).
     """
 
     sequence: int
@@ -116,6 +117,7 @@ class Load:
     fused_loss: bool = False
     states: str = "fp32"
     rlhf: bool = False
+    zero_one: bool = False
 
     @property
     def kept(self) -> KeptStates:
@@ -124,23 +126,28 @@ class Load:
 
 @dataclass(frozen=True)
 class KeptStates:
-    """Bytes that a training keeps of each weight: what is updated, its gradient, both moments; and those of the copy
-    that products read."""
+    """Bytes that a training keeps of each weight: what is updated, its gradient, both moments; those of the copy that
+    products read, as it is sent and as it lies in memory: Hopper multiplies FP8 codes in one orientation alone."""
 
     weight: int
     gradient: int
     first: int
     second: int
     copy: int
+    lying: int
+
+    @property
+    def optimizer(self) -> int:
+        return self.weight + self.first + self.second
 
     @property
     def total(self) -> int:
-        return self.weight + self.gradient + self.first + self.second
+        return self.optimizer + self.gradient
 
 
 # FP8-LM (arXiv 2310.18313): fp16 master weights, FP8 gradients and first moments, fp16 second moments, each tensor with
 # one scale; weights and gradients travel in FP8.
-STATES = {"fp32": KeptStates(4, 4, 4, 4, copy=2), "fp8-lm": KeptStates(2, 1, 1, 2, copy=1)}
+STATES = {"fp32": KeptStates(4, 4, 4, 4, copy=2, lying=2), "fp8-lm": KeptStates(2, 1, 1, 2, copy=1, lying=2)}
 
 
 @dataclass(frozen=True)
@@ -193,8 +200,10 @@ def memory_of(model: DecoderModel, layout: ParallelLayout, load: Load) -> GpuMem
     layers = -(-model.layers // layout.pipeline)
     stage = (layers * model.block + model.ends * (2 if layout.pipeline == 1 else 1)) / layout.tensor
     in_flight = min(layout.pipeline, load.micro_batches)
-    ranks, gathered = layout.shards * layout.context, _gathered(model, layout, load.kept, stage)
-    states = load.kept.total * stage / ranks
+    ranks, shared = layout.shards * layout.context, load.zero_one and layout.copies > 1
+    gathered = load.kept.lying * stage if shared and ranks == 1 else _gathered(model, layout, load.kept, stage)
+    optimizer = load.kept.optimizer / (layout.copies if shared else 1)
+    states = (load.kept.gradient + optimizer) * stage / ranks
     stays = gathered if layout.pipeline > 1 or ranks == 1 else 0.0  # else one model is gathered at a time
     logit = _FUSED_LOGIT if load.fused_loss else _LOGIT if load.compiled else _EAGER_LOGIT
     return GpuMemory(
@@ -210,11 +219,11 @@ def memory_of(model: DecoderModel, layout: ParallelLayout, load: Load) -> GpuMem
 
 def _gathered(model: DecoderModel, layout: ParallelLayout, kept: KeptStates, stage: float) -> float:
     if layout.pipeline > 1:  # nothing is sharded again between micro-batches, gradients are summed as they are kept
-        return (kept.copy + kept.gradient) * stage
+        return (kept.lying + kept.gradient) * stage
     if layout.shards * layout.context == 1:
-        return kept.copy * stage
+        return kept.lying * stage
     # Two blocks, one ahead of its time; the head; the gradients of one block, in bf16 and as they are sent.
-    return (2 * kept.copy * model.block + _BF16 * model.ends + (_BF16 + kept.gradient) * model.block) / layout.tensor
+    return (2 * kept.lying * model.block + _BF16 * model.ends + (_BF16 + kept.gradient) * model.block) / layout.tensor
 
 
 def _kept(model: DecoderModel, load: Load) -> float:
@@ -333,6 +342,7 @@ def _shards(layout: ParallelLayout, load: Load, topology: Topology, stage: float
 
 
 def _copies(layout: ParallelLayout, load: Load, topology: Topology, stage: float) -> float:
-    """Gradients of every copy, summed by a ring."""
+    """Gradients of every copy, summed by a ring; by ZeRO-1 they go to owners, and weights come back."""
     own = stage / (layout.shards * layout.context)
-    return 2 * load.kept.gradient * own * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)
+    each = load.kept.gradient + (load.kept.copy if load.zero_one else load.kept.gradient)
+    return each * own * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)

@@ -152,7 +152,8 @@ def phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfCheck:
     best = min(range(5), key=lambda number: sum(timing.slots[number].calls_ns[0]))
     cells = timing.slots[best].calls_ns[0]
     rest = sum(ns for phase, ns in zip(timing.segments.phases, cells, strict=True) if phase == UNATTRIBUTED)
-    wanted = [phase for phase in Phase if phase is not Phase.COMMUNICATION]  # which several ranks have
+    # Several ranks have the one, data of records the other.
+    wanted = [phase for phase in Phase if phase not in (Phase.COMMUNICATION, Phase.DECODE)]
     missing = [phase for phase in wanted if phase not in timing.segments.phases]
     share = rest / sum(cells)
     seen = f"{percent(share)} unattributed of {seconds(float(totals(timing).min()))}"

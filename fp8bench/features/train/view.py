@@ -96,8 +96,7 @@ def reached_table(found: TrainingVerdicts) -> Iterator[Table]:
         return median(known) if known else None
 
     cols: list[Col[ArmReached]] = [
-        Col("arm", lambda reached: reached.arm),
-        Col("seeds", lambda reached: f"{reached.arrived} of {len(reached.seeds)}", number=True),
+        Col("arm", lambda row: row.arm), Col("seeds", lambda row: f"{row.arrived} of {len(row.seeds)}", number=True),
         Col("steps", partial(middle, "steps"), number=True, show=lambda steps: units.whole(round(steps))),
         Col("tokens", partial(middle, "tokens"), number=True, show=units.count),
         Col("time", partial(middle, "seconds"), number=True, show=units.clock, hint="of native arms"),
@@ -115,13 +114,12 @@ def wire_table(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[Table]:
     whole = {summary.arm.name: math.fsum(summary.wire.values()) for summary in shown}
     reference, count = whole.get(found.reference), kept.training.parameters
     cols: list[Col[ArmSummary]] = [
-        Col("arm", lambda summary: summary.arm.name),
-        Col("sent", lambda summary: whole[summary.arm.name], number=True, show=units.size),
-        Col("B/param", lambda summary: whole[summary.arm.name] / count, number=True, show=lambda each: f"{each:.4g}"),
-        Col("of the reference's", lambda summary: whole[summary.arm.name] / reference if reference else None,
-            number=True, show=units.percent),
-        Col("as", lambda summary: ", ".join(f"{what} {units.size(size)}" for what, size in summary.wire.items()),
-            below=True),
+        Col("arm", lambda row: row.arm.name),
+        Col("sent", lambda row: whole[row.arm.name], number=True, show=units.size),
+        Col("B/param", lambda row: whole[row.arm.name] / count, number=True, show=lambda each: f"{each:.4g}"),
+        Col("of the reference's", lambda row: whole[row.arm.name] / reference if reference else None, number=True,
+            show=units.percent),
+        Col("as", lambda row: ", ".join(f"{what} {units.size(size)}" for what, size in row.wire.items()), below=True),
     ]  # fmt: skip
     if shown:
         yield table("wire", "what a rank sends in a step, of a collective a ring's share", cols, shown)
@@ -448,6 +446,4 @@ def _shares(word: str, share: Callable[[Replayed], float | None]) -> Iterator[Co
 
 def _share(role: Role, share: Callable[[Replayed], float | None], way: Sequence[Replayed]) -> Field:
     value = next((share(replayed) for replayed in way if replayed.role == role), None)
-    if value is None:
-        return Field("?")
-    return Field(units.share(value), value, Tone.BAD if value else Tone.PLAIN)
+    return Field("?") if value is None else Field(units.share(value), value, Tone.BAD if value else Tone.PLAIN)

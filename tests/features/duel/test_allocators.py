@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,7 @@ def test_a_preloaded_library_is_looked_for_in_the_process(tmp_path: Path) -> Non
         for _ in range(100):  # until it has become the other program
             if not not_preloaded(settings, child.pid):
                 break
+            time.sleep(0.05)
         assert not_preloaded(settings, child.pid) == ""
         assert not_preloaded(settings, os.getpid()) == str(probe)
         assert not_preloaded(settings, child.pid, str(tmp_path / "{}")) == ""  # nobody can look

@@ -83,7 +83,7 @@ def test_rows_say_what_the_table_says(kept: KeptTraining, found: TrainingVerdict
     rows = list(csv.DictReader(io.StringIO(csv_text(*rows_of(kept, found)))))
     summary = {(row["arm"], row["figure"]): row["value"] for row in rows if row["line"] == "Summary"}
     for one in summaries_of(kept, found):
-        cells = [col.field(one).text for col in arm_cols(found)]
+        cells = [col.field(one).text for col in arm_cols(found, summaries_of(kept, found))]
         assert cells[-1] == summary[one.arm.name, "words"]
         if (one.arm.name, "loss") in summary:
             assert f"{float(summary[one.arm.name, 'loss']):.4f}" == cells[2]

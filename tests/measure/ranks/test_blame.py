@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 
 from fp8bench.measure.ranks.blame import RankState, culprit, failed_rank, late, sentence, suspects
+from fp8bench.model import Phase
 from fp8bench.model.ranks import BEAT, FailedRank, Heartbeat, heartbeat_of
 from tests.counts import for_each
 
@@ -98,7 +99,8 @@ def test_the_same_in_figures() -> None:
 
 def test_heartbeats_are_read_from_what_was_left() -> None:
     """Outside of steps a rank is in a request alone; before its first beat it has done nothing."""
-    assert heartbeat_of(1, BEAT.pack(7, 2, 1.5, b"slot")) == Heartbeat(1, 7, "gemm", "slot", 1.5)
+    gemm = [*Phase].index(Phase.GEMM)
+    assert heartbeat_of(1, BEAT.pack(7, gemm, 1.5, b"slot")) == Heartbeat(1, 7, "gemm", "slot", 1.5)
     assert heartbeat_of(1, BEAT.pack(7, -1, 1.5, b"prepare")).doing == "'prepare'"
     assert heartbeat_of(0, b"") == Heartbeat(0, 0, "", "start", 0.0)
     assert heartbeat_of(0, struct.pack("<q", 1)).sequence == 0

@@ -71,8 +71,7 @@ class Trainer:
         self.arm = arm
         self._watch_casts, self._beside = watch, beside
         self.precision = precisions.get(arm.precision)
-        self.step = 0
-        self.stopped = False
+        self.step, self.stopped = 0, False
         self._skipped = 0
         self._task = task
         self._settings = settings = arm.taken(task.settings)
@@ -122,8 +121,7 @@ class Trainer:
             high = self.precision.carried_by if layers[name].high else ""
             mode = keys[key] if key is not None else high or self.arm.precision
             arithmetic = scaled(self._of(mode, facts).layer(f"{own}/{name}"), self._settings, mode, name)
-            found = self._told(self.together.scaled(name, arithmetic))
-            self._arithmetics[name] = found
+            self._arithmetics[name] = found = self._told(self.together.scaled(name, arithmetic))
             return found
 
         carrier = self.precision.arithmetic(facts).carrier
@@ -230,9 +228,8 @@ class Trainer:
             whole = time.perf_counter() - started
             yield StepFigure(row.arm, row.seed, row.step, WATCHED_SECONDS, whole)
             for message in sent:
-                yield StepFigure(
-                    row.arm, row.seed, row.step, WIRE_BYTES, message.bytes, f"{message.operation} {message.dtype}"
-                )
+                what = f"{message.operation} {message.dtype}"
+                yield StepFigure(row.arm, row.seed, row.step, WIRE_BYTES, message.bytes, what)
         self._loss_scale.seen(not row.skipped)
         if row.skipped or not math.isfinite(row.parameter_norm):
             yield from self._answered(row, before)
@@ -260,12 +257,9 @@ class Trainer:
 
     def scales_digest(self) -> int:
         """The same of scales that come from casts before; 0 where each rank has its own."""
-        kept = [tensor for own in self._arithmetics.values() for tensor in own.memory().values()]
-        return (
-            digest_of([tensor for tensor in kept if tensor.dtype == torch.float32])
-            if self.together.shares_scales
-            else 0
-        )
+        memories = (own.memory().values() for own in self._arithmetics.values())
+        scales = [kept for memory in memories for kept in memory if kept.dtype == torch.float32]
+        return digest_of(scales) if self.together.shares_scales else 0
 
     @property
     def _passes(self) -> bool:
@@ -444,8 +438,7 @@ class Trainer:
     def recall(self, memory: dict[str, Any]) -> None:
         self.step, self.stopped = int(memory["step"]), bool(memory["stopped"])
         self._loss_scale.scale, self._loss_scale.good_steps = memory["loss_scale"]
-        self._rate, self._skipped = memory["rate"], memory["skipped"]
-        self._past = memory["past"]
+        self._rate, self._skipped, self._past = memory["rate"], memory["skipped"], memory["past"]
         self._plateau.recall(memory["plateau"])
         self.rewinds = tuple((first, last) for first, last in memory["rewinds"])
         self._optimizer.recall(memory["optimizer"])
