@@ -25,7 +25,7 @@ from fp8bench.cli.main import main as fp8bench
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "site"
 # What a newcomer reads first, and what is to be known beside the commands; every other page is one of these.
-FIRST = ("tutorial", "symptoms", "how-to", "suites", "precisions")
+FIRST = ("tutorial", "how-to", "suites", "precisions")
 BACKGROUND = ("method", "glossary", "formats", "run-format", "gpu", "trust", "decisions")
 CONFIG: dict[str, Any] = {
     "project": "fp8bench", "release": __version__, "extensions": ["myst_parser"], "html_theme": "furo",

@@ -173,7 +173,7 @@ LABELS: dict[Label, LabelWords] = {
     Label.NOT_FINITE: LabelWords(
         "numbers of its state became infinite or NaN, as its suite says they may: that can change times",
         "its numbers became infinite or NaN",
-        "the suite lets its state diverge", "a lower rate; docs/symptoms.md says where NaN comes from",
+        "the suite lets its state diverge", "a lower rate; docs/how-to.md says where NaN comes from",
     ),
     Label.ENERGY_UNRESOLVED: LabelWords(
         "its energy has no number, or one that is not sure, or on which its windows do not agree",

@@ -273,7 +273,7 @@ class AdjustedSpeed:
     """How much sooner an arm comes to a loss, not only how fast its steps are. Above 1 is faster: `raw` by steps alone,
     `adjusted` to the same loss.
 
-    docs/learning.md says how that loss is found, how the interval is, and what else was tried.
+    docs/watching.md says how that loss is found, how the interval is, and what else was tried.
 
     `fewer_steps` is how many times fewer steps the arm takes to that loss. With `bounded` the arm ended with a loss
     that its reference had left behind after a third of its steps: it is at most so fast. None is not known, because
