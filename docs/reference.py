@@ -165,7 +165,7 @@ def metrics_page() -> str:
         "## Figures of the history\n", "As `fp8bench history` and asv call them ([history](../history.md)).\n",
         table(("metric", "unit", "what it is"), history_rows()),
         "## Thresholds of the gate\n",
-        "A change is a regression from both on: the share and the difference ([gate](../gate.md)).\n",
+        "Both make a regression: the share and the difference ([gate](../compare.md#a-gate-for-builds)).\n",
         table(("figure", "relative", "smallest"), gate_rows()),
     ])  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Every place where fp8bench reads what others might have written stands in docs/trust.md."""
+"""Every place where fp8bench reads what others might have written stands in docs/run-format.md."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_table_names_every_place() -> None:
             name = path.relative_to(ROOT).as_posix().removeprefix("fp8bench/")
             if uses(ast.parse(path.read_text())):
                 used.add(name)
-    rows = [line for line in (ROOT / "docs" / "trust.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [line for line in (ROOT / "docs" / "run-format.md").read_text().splitlines() if line.startswith("| ")]
     named = {name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)}
     assert named == used, (sorted(used - named), sorted(named - used))
 
