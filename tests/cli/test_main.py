@@ -130,7 +130,7 @@ OPTIONS = {
     "plan-parallel": MANY | {
         "MODEL", "--model", "--gpus", "--topology", "--batch", "--sequence", "--dtype", "--checkpointing", "--top",
         "--explain", "--json", "--csv", "--calibrate", "--recipe", "--compiled-loss", "--states", "--power-limit",
-        "--rlhf",
+        "--rlhf", "--zero-1",
     },
     "infer": MANY | {
         "MODULE:FUNCTION", "--from", "--size", "--arms", "--reference", "--batch", "--contexts", "--sweep", "--tokens",

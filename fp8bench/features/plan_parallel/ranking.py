@@ -275,8 +275,8 @@ def rulings(asked: ParallelQuestion) -> tuple[Ruling, ...]:
     room = units.size(usable)
     rows = (
         ("DDP", alone <= usable and dealt,
-         (f"all {load.kept.total} bytes a weight and one sequence take {units.size(alone)} of {room} that a plan may "
-          f"use{undealt}")),
+         (f"{'a share of' if load.zero_one else 'all'} {load.kept.total} bytes a weight and one sequence take "
+          f"{units.size(alone)} of {room} that a plan may use{undealt}")),
         ("FSDP", gpus > 1 and sharded <= usable and tokens >= hidden and dealt,
          (f"shared by {gpus} GPUs it takes {units.size(sharded)} of {room}; {units.count(tokens)} tokens a "
           f"GPU and step, and computing takes as long as what it sends from {units.count(hidden)} on{undealt}")),
