@@ -333,7 +333,7 @@ def _remarks(asked: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]
             f"States take {kept.total} bytes a weight instead of {STATES['fp32'].total}: this layout takes "
             f"{units.percent(1 - way.memory.total / wide, 0)} less than with those in fp32 ({units.size(wide)}). "
             "FP8-LM tells of 29%, 28% and 39% less for its GPT-7B, 13B and 175B on H100s, with --zero-1; by these "
-            "formulas it is 33%, 37% and 43%: they leave out 7 to 13 GiB that its trainings took besides."
+            "formulas it is 33%, 37% and 43%: they leave out 6 to 13 GiB that its trainings took besides."
         )
     if asked.load.rlhf:
         memory = plans[0].memory

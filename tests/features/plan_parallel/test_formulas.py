@@ -230,7 +230,7 @@ def test_zero_one_by_hand() -> None:
 def test_what_fp8_lm_saves(row: dict[str, Any], share: float) -> None:
     """Of GiB told, within 9%: bf16 weights and fp32 gradients are whole in each copy, what the optimizer keeps is
     shared out. With FP8 weights in one orientation, or nothing shared out, it is off by more than a tenth. As a share
-    it is above what is told, as the formulas leave out 7 to 13 GiB of either."""
+    it is above what is told, as the formulas leave out 6 to 13 GiB of either."""
     heads = row["width"] // 128
     model = DecoderModel("", 50304, row["width"], row["layers"], heads, heads, 4 * row["width"], gated=False)
     cut = row["layout"]
@@ -244,7 +244,7 @@ def test_what_fp8_lm_saves(row: dict[str, Any], share: float) -> None:
     assert 1 - after.total / before.total == pytest.approx(share, abs=0.005)
     assert share - 0.1 < 1 - row["memory"][2] / row["memory"][0] < share
     for memory, kept in ((before, row["memory"][0]), (after, row["memory"][2])):
-        assert 7 < kept - memory.total / GIB < 13
+        assert 6 < kept - memory.total / GIB < 13
     once = replace(STATES["fp8-lm"], lying=1)
     assert abs((saved + (STATES["fp8-lm"].lying - once.lying) * before.gathered / 2 / GIB) / told - 1) > 0.1
     alone = memory_of(model, layout, replace(load, zero_one=False)).total
