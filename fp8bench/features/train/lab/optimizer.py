@@ -67,6 +67,9 @@ class Gradients:
             parameter.grad = gradient_of(parameter)
         return self.of(self._parameters)
 
+    def given(self) -> None:
+        """What lies in the parameters' grad was brought there and found by no backward."""
+
     def norms(self) -> list[Tensor]:
         return list(torch._foreach_norm(self.of(self._parameters)))
 
@@ -101,6 +104,10 @@ class LowGradients(Gradients):
         self._sums[parameter].add(parameter.grad, parameter not in self._begun)
         self._begun.add(parameter)
         parameter.grad = None
+
+    def given(self) -> None:
+        for parameter in self._parameters:
+            self._take(parameter)
 
     def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return [
@@ -342,8 +349,10 @@ class Optimizer:
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> None:
         self._parameters = list(parameters.values())
         low = settings.gradients != "fp32"
+        # An owner is given the mean of them all, once.
+        parts = 1 if settings.parallel == "zero" else settings.micro_batches
         self.gradients = (
-            LowGradients(self._parameters, settings.micro_batches, settings.gradients == "fp8")
+            LowGradients(self._parameters, parts, settings.gradients == "fp8")
             if low
             else Gradients(self._parameters)
         )
