@@ -42,9 +42,8 @@ def test_it_is_a_feed_forward_block(gated: str) -> None:
 def test_a_unit_scaled_block_is_the_plain_one(gated: str) -> None:
     """In fp64, output and gradients of inputs and weights to twelve digits; its constants are there and cancel."""
     exact = PlainArithmetic(torch.float64)
-    plain, unit = (
-        Mlp().prepare(replace(setup_for(mode, gated=gated), arithmetic=exact, high=exact)) for mode in ("fp8", "fp8-unit")
-    )  # fmt: skip
+    setups = (replace(setup_for(mode, gated=gated), arithmetic=exact, high=exact) for mode in ("fp8", "fp8-unit"))
+    plain, unit = map(Mlp().prepare, setups)
     assert isinstance(plain.layer, FeedForward) and isinstance(unit.layer, FeedForward)
     assert plain.layer.unit is None and unit.layer.unit is not None and unit.layer.up.factor == pytest.approx(4)
     (wanted, gradients), (found, others) = plain.outcome(), unit.outcome()

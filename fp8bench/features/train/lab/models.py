@@ -162,7 +162,7 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
         (cut and given.arch != "gpt", f"--arch {given.arch}", way,
          "heads and hidden features of gpt's blocks are what is cut. Choose --arch gpt"),
         (cut and given.gradients != "fp32", f"--gradients {given.gradients}", way,
-         "of a gradient that is cut a rank would have a scale of its own. Choose --gradients fp32"),
+         "of a gradient that is cut a rank would have a scale of its own. Choose --gradients fp32, or --parallel zero"),
         (cut and compiled, "--compile yes", way,
          "sums are sent between the parts of a block. Choose --compile no"),
         (given.parallel == "sp" and given.dropout > 0, f"--dropout {given.dropout:g}", way,

@@ -348,14 +348,9 @@ class Optimizer:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> None:
         self._parameters = list(parameters.values())
-        low = settings.gradients != "fp32"
-        # An owner is given the mean of them all, once.
-        parts = 1 if settings.parallel == "zero" else settings.micro_batches
-        self.gradients = (
-            LowGradients(self._parameters, parts, settings.gradients == "fp8")
-            if low
-            else Gradients(self._parameters)
-        )
+        own, kept = self._parameters, settings.gradients
+        parts = 1 if settings.parallel == "zero" else settings.micro_batches  # an owner is given their mean, once
+        self.gradients = Gradients(own) if kept == "fp32" else LowGradients(own, parts, kept == "fp8")
         self._groups = list(_groups(parameters, settings))
         self._rule = RULES.get(settings.optimizer)
         first, second = _BETAS[settings.optimizer]
@@ -369,8 +364,7 @@ class Optimizer:
         self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
     def step(self, rate: float, divisors: Sequence[Tensor], skip: Tensor) -> None:
-        """Take the gradients divided by `divisors`, one a parameter; nothing changes where `skip` is 1. All lie on the
-        device."""
+        """Take the gradients divided by `divisors`, one a parameter, on the device; no change where `skip` is 1."""
         self.weights.raised()
         for bucket, own, decay, place in self._groups:
             before = [parameter.detach().clone() for parameter in bucket.parameters]
