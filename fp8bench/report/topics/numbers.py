@@ -52,7 +52,7 @@ def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
     title += f"; each figure is the largest of {len(looked_at)} groups" if len(looked_at) > 1 else ""
     title += f"; all within the range of {contained}" if contained else ""
     unit = dict.fromkeys(one.mode for one in panel.results if precisions.unit_scaled(one.record.case.precision))
-    title += f"; what {listed([*unit])} casts is brought near a deviation of 1 instead" if unit else ""
+    title += f"; {listed([*unit])} has them near a deviation of 1 where it casts" if unit else ""
     beyond = "share above its largest / share that would become zero"
     cols: list[Col[TensorStatistics]] = [
         Col("data", name_of, hint="layer kind and role"),

@@ -99,7 +99,7 @@ def test_statistics_that_name_no_format_show_what_they_have() -> None:
 def test_a_unit_scaled_model_has_other_data() -> None:
     """What would be lost here is not lost there. Of a mode that this version does not know nothing is said."""
     run, findings = with_data(TensorStatistics("x", "", 9, 1.0))
-    for mode, words in ("fp8-unit", "; what fp8-unit casts is brought near a deviation of 1 instead"), ("fp9-unit", ""):
+    for mode, words in ("fp8-unit", "; fp8-unit has them near a deviation of 1 where it casts"), ("fp9-unit", ""):
         last = replace(run.records[-1], case=replace(run.records[-1].case, precision=mode))
         own = {last.case.id: replace(findings[run.records[-1].case.id])} if run.records[-1].case.id in findings else {}
         assert block(replace(run, records=(*run.records[:-1], last)), {**findings, **own})[0] == TITLE + words
