@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from fp8bench.errors import Fp8benchError, UnknownName, UsageError
 from fp8bench.model import Scalar
+from fp8bench.model.words import MSAMP_LEVELS
 from fp8bench.protocols import Backend, Device, Precision, Workload
 
 T = TypeVar("T")
@@ -143,12 +144,27 @@ class PrecisionRegistry(Registry[Precision]):
 
     def canonical(self, word: str) -> str:
         """The one word for a mode: its own name, options in their own order, none that says what is so anyway."""
-        return self.get(word).mode if ":" in word else super().canonical(word)
+        return self.get(word).mode if ":" in word else self._name(word)
+
+    def unit_scaled(self, word: str) -> bool:
+        """Whether a mode casts in a unit-scaled model; no mode that this version does not know, as runs outlive it."""
+        try:
+            return self.get(word).unit_scaled
+        except UsageError:
+            return False
+
+    def _name(self, word: str) -> str:
+        if (level := word.lower()) in MSAMP_LEVELS:
+            raise UsageError(
+                f"{level} is one of MS-AMP's levels, an arm of a training and no precision: fp8bench train --dtypes "
+                f"bf16,{level}, without options. Elsewhere choose fp8:scale=pow2, in which it multiplies."
+            )
+        return super().canonical(word)
 
     def get(self, word: str) -> Precision:
         """A precision with the options of the word; raises UsageError for those it cannot have."""
         name, *pairs = word.split(":")
-        leaf = self._leaves[super().canonical(name)]
+        leaf = self._leaves[self._name(name)]
         chosen = [pair.removeprefix(_BACKEND) for pair in pairs if pair.startswith(_BACKEND)]
         precision = leaf(self._chosen(word, leaf, [pair for pair in pairs if not pair.startswith(_BACKEND)]))
         if not chosen or chosen == [AUTO]:

@@ -22,6 +22,8 @@ class Phase(StrEnum):
 UNATTRIBUTED = "unattributed"
 # The precision of a model of one's own as it came.
 UNTOUCHED = "untouched"
+# MS-AMP's, each an arm of a training and no precision.
+MSAMP_LEVELS = ("msamp-o1", "msamp-o2", "msamp-o3")
 PHASES: tuple[str, ...] = tuple(Phase)
 # Those that bring numbers from where they are kept, which is no matter of tensors.
 LOADING = frozenset({Phase.DATA_LOAD, Phase.DECODE})

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.nn.gpt import GPT, Block, FeedForward
-from fp8bench.nn.linear import Linear, linear
+from fp8bench.nn.linear import Linear, casting_of, linear
 from fp8bench.protocols import Phases
 
 # Deviations of what GELU and Llama's gate give for a Gaussian, and the root mean square of their slopes.
@@ -93,7 +93,8 @@ class UnitProduct:
         own = self.behind * root * self.loss.factor
         # Where the weight was cast already, nobody reads its values.
         ahead = 1.0 if layer.operands is not None else layer.factor
-        weight = rescaled(layer.weight, ahead, 1 / (self.deviation * own))
+        with casting_of(layer.arithmetic, phase):  # as where weights are cast once for all micro-batches
+            weight = rescaled(layer.weight, ahead, 1 / (self.deviation * own))
         y = linear(rescaled(x, 1.0, outputs**-0.5), weight, layer.arithmetic, phase, layer.operands)
         return rescaled(y, 1 / root, 1.0)
 

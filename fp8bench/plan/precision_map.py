@@ -33,10 +33,10 @@ def layered_support(
         why = f"{precision.backend.name} multiplies in layers of its own, and suite {workload.name} has none for it"
         return Support(Level.REFUSED, f"{why}: choose {having}")
     if precision.unit_scaled and (kind or not workload.unit_scales):
-        having = " or ".join(name for name in workloads.names() if workloads.get(name).unit_scales)
+        having = ", ".join(f"suite {name}" for name in workloads.names() if workloads.get(name).unit_scales)
         what = f"{kind} layers of another model have" if kind else f"suite {workload.name} has"
         why = f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole, and {what} no such"
-        return Support(Level.REFUSED, f"{why} constants: choose suite {having} or train, or fp8 here")
+        return Support(Level.REFUSED, f"{why} constants: choose {having} or train, or fp8 here")
     refuses = precision.backend.refuses if precision.backend else {}
     for (axis, value), why in refuses.items():
         if params.get(axis) == value:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 import torch.nn.functional as functional
 
 from fp8bench.model import Level, Scalar
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.gpt import FeedForward
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.mlp import Mlp
@@ -31,6 +36,20 @@ def test_it_is_a_feed_forward_block(gated: str) -> None:
         hidden = functional.gelu(hidden, approximate="tanh")
     torch.testing.assert_close(state.layer(x, SilentPhases()), hidden @ down.t())
     assert x.shape == (24, 16) and up.shape == (96 if gated == "yes" else 48, 16) and down.shape == (16, 48)
+
+
+@for_each("gated", ["no", "yes"])
+def test_a_unit_scaled_block_is_the_plain_one(gated: str) -> None:
+    """In fp64, output and gradients of inputs and weights to twelve digits; its constants are there and cancel."""
+    exact = PlainArithmetic(torch.float64)
+    setups = (replace(setup_for(mode, gated=gated), arithmetic=exact, high=exact) for mode in ("fp8", "fp8-unit"))
+    plain, unit = map(Mlp().prepare, setups)
+    assert isinstance(plain.layer, FeedForward) and isinstance(unit.layer, FeedForward)
+    assert plain.layer.unit is None and unit.layer.unit is not None and unit.layer.up.factor == pytest.approx(4)
+    (wanted, gradients), (found, others) = plain.outcome(), unit.outcome()
+    assert len(gradients) == 3 and found.dtype == torch.float64
+    for one, other in zip((wanted, *gradients), (found, *others), strict=True):
+        assert (other - one).norm() < 1e-12 * one.norm()
 
 
 @for_each(("gated", "weights"), [("no", 2 * 16 * 48), ("yes", 3 * 16 * 48)])

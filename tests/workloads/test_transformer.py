@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8bench.model import PHASES, UNATTRIBUTED, DeviceFacts, Level, Request, Scalar, StaticScales
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.attention import SelfAttention
-from fp8bench.nn.gpt import compiled
+from fp8bench.nn.gpt import GPT, compiled
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.nn.training_step import TrainingState
@@ -286,7 +286,8 @@ def both_ways(corpus: Corpus, mode: str, facts: DeviceFacts = CPU, **changes: Sc
 
 @pytest.mark.parametrize(
     ("mode", "facts", "checkpointing"),
-    [("bf16", CPU, "no"), ("fp8", CPU, "blocks"), ("mxfp8", CPU, "blocks"), ("nvfp4", CPU, "no"),
+    [("bf16", CPU, "no"), ("fp8", CPU, "blocks"), ("fp8-unit", CPU, "blocks"),
+     ("mxfp8", CPU, "blocks"), ("nvfp4", CPU, "no"),
      pytest.param("fp8", H200, "blocks", marks=NEEDS_PRODUCTS),
      pytest.param("fp8-rowwise", H200, "no", marks=NEEDS_PRODUCTS)],
 )  # fmt: skip
@@ -298,6 +299,25 @@ def test_cached_weights_train_as_those_that_are_cast_again(
     cached, recast = (stepped(one, 3) for one in setups)
     for one, other in zip([*cached.buffers, *cached.parameters], [*recast.buffers, *recast.parameters], strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("weights", ["cached", "recast"])
+@pytest.mark.parametrize("size", ["tiny", "tiny-modern"])
+def test_a_unit_scaled_step_is_the_plain_one(corpus: Corpus, size: str, weights: str) -> None:
+    """In fp64: losses, gradients and weights of three steps, also where weights are made unit once for all of them."""
+    found = []
+    for mode in ("fp8", "fp8-unit"):
+        exact = PlainArithmetic(torch.float64)
+        setup = replace(setup_for(corpus, mode, size=size, weights=weights), arithmetic=exact, high=exact)
+        state = Transformer().prepare(setup)
+        assert isinstance(state, TrainingState) and isinstance(state.model, GPT)
+        assert (state.model.unit is not None) == (mode == "fp8-unit")
+        state.model.double()
+        state.buffers = [one.double() for one in state.buffers]
+        found.append((torch.tensor(state.losses(3), dtype=torch.float64), *state.buffers, *state.parameters))
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == torch.float64 and one.norm() > 0
+        assert (other - one).norm() < 1e-10 * one.norm()
 
 
 def test_losses_and_errors_are_those_of_steps_with_cached_weights(corpus: Corpus) -> None:

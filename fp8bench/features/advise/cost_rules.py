@@ -28,6 +28,7 @@ from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Learned,
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict, log_steps
 from fp8bench.model import EnergyUse, Interval, Label, MemoryRole, Status
 from fp8bench.model.stopping import LEAST_ROUNDS
+from fp8bench.registry import precisions
 from fp8bench.report.panels import error_name
 
 # A saving of less is called none.
@@ -105,8 +106,8 @@ def tried_as(pair: ComparedCase, study: Study) -> LayerTrial:
 
 def _layers(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     study = study_of(pair, basis)
-    if study is None and not pair.trains:
-        return None
+    if (study is None and not pair.trains) or precisions.unit_scaled(pair.record.case.precision):
+        return None  # no layer of a unit-scaled model can stand in another
     if study is None or not study.candidates:
         return "no layer was tried alone"
     row = f"sensitivity study {study.path or study.started}"

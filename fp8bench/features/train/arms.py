@@ -48,7 +48,7 @@ class MsampLevel:
     settings: Params
 
 
-# By the table of its documentation; its scales are powers of two. The wire is no part of a training's arm.
+# By the table of its documentation; its scales are powers of two. What is sent is said by --wire.
 _O1: Params = (("gradients", "fp8"), ("master", "fp16-scaled"))
 _O2: Params = (*_O1, ("optimizer_states", "fp8lm"))
 LEVELS: Mapping[str, MsampLevel] = {

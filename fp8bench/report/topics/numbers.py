@@ -51,6 +51,8 @@ def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
     title = f"{suite}: " * bool(suite) + "data, before any scaling"
     title += f"; each figure is the largest of {len(looked_at)} groups" if len(looked_at) > 1 else ""
     title += f"; all within the range of {contained}" if contained else ""
+    unit = dict.fromkeys(one.mode for one in panel.results if precisions.unit_scaled(one.record.case.precision))
+    title += f"; {listed([*unit])} has them near a deviation of 1 where it casts" if unit else ""
     beyond = "share above its largest / share that would become zero"
     cols: list[Col[TensorStatistics]] = [
         Col("data", name_of, hint="layer kind and role"),

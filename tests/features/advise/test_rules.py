@@ -226,5 +226,7 @@ def test_layers_by_a_study(gaps: tuple[float, ...], wanted: Met) -> None:
         mapped[1] = replace(mapped[1], case=replace(mapped[1].case, precision_map=(("head", "bf16"),)))
         bears = next(one for one in said(mapped, studies=(study(*gaps),)).answers if one.rule == "layers")
         assert bears.met is Met.YES and bears.figure.startswith("layers low: 1, loss +0.5%")
+    unit = said(group(fp8_unit=FP8), studies=(study(*gaps),)).answers
+    assert unit and not [one for one in unit if one.rule == "layers"], "no layer of it can stand in another model"
     other = replace(study(*gaps), params=(("size", "nano"),))
     assert met("layers", group(fp8=FP8), studies=(other,)) is Met.UNKNOWN

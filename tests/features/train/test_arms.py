@@ -65,7 +65,7 @@ def test_levels_of_ms_amp_are_arms_by_their_names() -> None:
          "--sweep gradients: msamp-o1 says what it is. Leave one of them out."),
         ({"dtypes": ("bf16", "msamp-o4")}, "unknown dtype 'msamp-o4'"),
         ({"dtypes": ("bf16", "msamp-o1"), "ranks": 2, "settings": TrainerSettings(parallel="ddp", batch=2)},
-         "--gradients fp8 does not go with --ranks"),
+         "--gradients fp8 does not go with --parallel ddp: what its ranks average are float32 gradients. Choose"),
         ({"dtypes": ("bf16", "fp8-unit"), "settings": TrainerSettings(arch="moe")},
          "constants for a GPT alone, none with --arch moe: choose fp8"),
         ({"dtypes": ("bf16", "fp8-unit"), "settings": TrainerSettings(attention="rounded")},
@@ -230,7 +230,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "--arch cnn does not go with --ranks: its batch norm": {"ranks": 2, "settings": replace(DDP, arch="cnn")},
     "--arch moe does not go with --ranks: experts cast": {"ranks": 2, "settings": replace(DDP, arch="moe")},
-    "--gradients fp8 does not go with --ranks: what ranks average": {
+    "--gradients fp8 does not go with --parallel ddp: what its ranks average": {
         "ranks": 2, "settings": replace(DDP, gradients="fp8"),
     },
     "--compile yes does not go with --ranks: the largest": {"ranks": 2, "settings": replace(DDP, compile="yes")},

@@ -96,6 +96,15 @@ def test_statistics_that_name_no_format_show_what_they_have() -> None:
     assert text[0] == TITLE and text[2].split() == ["x", "9", "1.00"]
 
 
+def test_a_unit_scaled_model_has_other_data() -> None:
+    """What would be lost here is not lost there. Of a mode that this version does not know nothing is said."""
+    run, findings = with_data(TensorStatistics("x", "", 9, 1.0))
+    for mode, words in ("fp8-unit", "; fp8-unit has them near a deviation of 1 where it casts"), ("fp9-unit", ""):
+        last = replace(run.records[-1], case=replace(run.records[-1].case, precision=mode))
+        own = {last.case.id: replace(findings[run.records[-1].case.id])} if run.records[-1].case.id in findings else {}
+        assert block(replace(run, records=(*run.records[:-1], last)), {**findings, **own})[0] == TITLE + words
+
+
 def test_groups_share_one_table_of_the_worst() -> None:
     """Or five shapes would drown the reader: the largest amax of one group beside the largest share of another."""
     run, findings = gemm()

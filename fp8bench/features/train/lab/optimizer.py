@@ -67,6 +67,9 @@ class Gradients:
             parameter.grad = gradient_of(parameter)
         return self.of(self._parameters)
 
+    def given(self) -> None:
+        """What lies in the parameters' grad was brought there and found by no backward."""
+
     def norms(self) -> list[Tensor]:
         return list(torch._foreach_norm(self.of(self._parameters)))
 
@@ -101,6 +104,10 @@ class LowGradients(Gradients):
         self._sums[parameter].add(parameter.grad, parameter not in self._begun)
         self._begun.add(parameter)
         parameter.grad = None
+
+    def given(self) -> None:
+        for parameter in self._parameters:
+            self._take(parameter)
 
     def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return [
@@ -341,12 +348,9 @@ class Optimizer:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> None:
         self._parameters = list(parameters.values())
-        low = settings.gradients != "fp32"
-        self.gradients = (
-            LowGradients(self._parameters, settings.micro_batches, settings.gradients == "fp8")
-            if low
-            else Gradients(self._parameters)
-        )
+        own, kept = self._parameters, settings.gradients
+        parts = 1 if settings.parallel == "zero" else settings.micro_batches  # an owner is given their mean, once
+        self.gradients = Gradients(own) if kept == "fp32" else LowGradients(own, parts, kept == "fp8")
         self._groups = list(_groups(parameters, settings))
         self._rule = RULES.get(settings.optimizer)
         first, second = _BETAS[settings.optimizer]
@@ -360,8 +364,7 @@ class Optimizer:
         self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
     def step(self, rate: float, divisors: Sequence[Tensor], skip: Tensor) -> None:
-        """Take the gradients divided by `divisors`, one a parameter; nothing changes where `skip` is 1. All lie on the
-        device."""
+        """Take the gradients divided by `divisors`, one a parameter, on the device; no change where `skip` is 1."""
         self.weights.raised()
         for bucket, own, decay, place in self._groups:
             before = [parameter.detach().clone() for parameter in bucket.parameters]

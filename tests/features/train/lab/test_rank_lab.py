@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fp8bench.errors import StoreError, WorkerError, WorkerFault, WorkerLost
+from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab.rank_lab import MODULE
 from fp8bench.features.train.ranks_merge import MERGES
 from fp8bench.features.train.request import CUT, PARALLEL, WIRES
@@ -180,9 +181,43 @@ def test_what_travels_in_fp8_has_half_the_bytes_and_goes_on_to_the_same_bits(
         several.advance("fp8", 5)
 
 
-def _of_zero(task: SeedTask) -> dict[str, dict[str, float]]:
+def test_levels_of_ms_amp_train_as_by_one_rank_and_go_on_to_the_same_bits(
+    corpus: Corpus, ranks: RanksWorker, tmp_path: Path
+) -> None:
+    """By owners of whole weights, of which each keeps half of a level's bytes; by an FP8 wire O3 is O2 bit for bit, as
+    its weights travel with no more rounding than theirs."""
+    asked_of = {**{name: (name, "fp32") for name in LEVELS}, "o2": ("msamp-o2", "fp8"), "o3": ("msamp-o3", "fp8")}
+    arms = {
+        name: Arm(name, LEVELS[level].precision, settings=(*LEVELS[level].settings, ("wire", wire)))
+        for name, (level, wire) in asked_of.items()
+    }  # fmt: skip
+    task = of_ranks(corpus, *arms.values(), parallel="zero")
+    one = lab_of(replace(task, facts=CPU, settings=replace(task.settings, parallel="")))
+    several = asked(ranks, 60)
+    states = {state.arm: state for state in several.begin(task)}
+    first = {name: several.advance(name, 5) for name in arms}
+    several.save(str(tmp_path / "kept"))
+    rest = {name: several.advance(name, STEPS) for name in arms}
+    learnt = {name: losses(first[name] + rest[name]) for name in arms}
+    for name, whole in zip(LEVELS, (11, 6, 7), strict=True):
+        assert learnt[name] == pytest.approx(losses(one.advance(name, STEPS)), rel=2e-3), name
+        assert sum(size for _, size in states[name].bytes_per_parameter) == pytest.approx(whole / 2, rel=0.1), name
+    assert learnt["msamp-o2"] == learnt["msamp-o3"] != learnt["msamp-o1"]
+    assert learnt["o2"] == learnt["o3"] == pytest.approx(learnt["msamp-o2"], rel=0.02)
+    assert learnt["o2"] != learnt["msamp-o2"]
+    by_hand = _of_zero(task, "msamp-o1")["fp8"]
+    by_hand["all_reduce float32"] += 4.0 * 3 * 4 * planted.SIZE.layers  # the amax of each operand of every product
+    assert sent(first["o3"])[0] == sent(first["o2"])[0] == by_hand
+    ranks.restart()
+    several.begin(task)
+    several.restore(str(tmp_path / "kept"))
+    for name in arms:
+        assert _timeless(several.advance(name, STEPS)) == _timeless(rest[name]), name
+
+
+def _of_zero(task: SeedTask, arm: str = "fp32") -> dict[str, dict[str, float]]:
     """Of two ranks: half of all gradients and weights; scales of the tensors of whoever has most, and their amaxes."""
-    sizes = [one.numel() for one in lab_of(replace(task, facts=CPU))._trainers["fp32"]._parameters.values()]
+    sizes = [one.numel() for one in lab_of(replace(task, facts=CPU))._trainers[arm]._parameters.values()]
     whole, pieces = sum(sizes), max(Counter(owners(sizes, 2)).values())
     norms, loss = {"all_reduce float64": 3 * 8.0 * len(sizes)}, 4.0
     codes = {"all_to_all uint8": 1.0 * whole, "all_gather float32": 4.0 * pieces}

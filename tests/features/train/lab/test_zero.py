@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
+from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab.optimizer import Optimizer
 from fp8bench.features.train.lab.zero import ZeroTensors
 from fp8bench.features.train.request import WIRES, TrainerSettings
@@ -72,8 +73,10 @@ def alone(ranks: int, wire: str, **settings: Any) -> list[Tensor]:
     own = parameters()
     optimizer = Optimizer(own, TrainerSettings(**settings))
     for step in range(STEPS):
+        optimizer.gradients.begin()
         for one, *parts in zip(own.values(), *(gradients(step, rank) for rank in range(ranks)), strict=True):
             one.grad = mean(parts, wire)
+        optimizer.gradients.given()
         with optimizer.weights.present():
             optimizer.step(1e-2, [torch.tensor(1.0)] * 99, torch.tensor(0.0))
     with optimizer.weights.present():
@@ -121,9 +124,12 @@ def test_ranks_have_the_bits_of_one_process_that_rounds_what_travels(ranks: int,
 
 
 @pytest.mark.parametrize("settings", [{"master": "fp16-scaled"}, {"optimizer_states": "fp8lm"}, {"updates": "fp8"},
-                                      {"optimizer": "adafactor"}], ids=str)  # fmt: skip
+                                      {"optimizer": "adafactor"}, {"gradients": "bf16"},
+                                      {"gradients": "fp8", "micro_batches": 4, "parallel": "zero"},
+                                      *(dict(level.settings) for level in LEVELS.values())], ids=str)  # fmt: skip
 def test_whole_weights_are_kept_and_updated_in_whatever_way_one_process_does(settings: dict[str, Any]) -> None:
-    wanted = alone(2, "fp8", **settings)
+    """An owner is given one mean of all micro-batches, and leaves no room for others."""
+    wanted = alone(2, "fp8", **settings | {"micro_batches": 1})
     for found, faults, _ in owned(2, "fp8", **settings):
         assert not faults and all(map(torch.equal, found, wanted))
 
