@@ -24,7 +24,6 @@ _PUBLIC = {
 _BY_WORDS = (
     "tests/cli/test_completion.py",
     "tests/cli/test_help.py",
-    "tests/docs/test_site.py",  # it has a page for every command
     "tests/faults/test_bad_recipes.py::test_modes_on_the_command_line",  # train and sensitivity refuse, too
     "tests/faults/test_hostile_stores.py::test_a_file_that_no_memory_holds_is_no_run",
     "tests/store/runs/test_listing.py::test_a_gate_of_a_commit_with_a_forged_run_has_no_baseline",
@@ -42,7 +41,7 @@ _OUTSIDE = {ROOT / "tests", ROOT / "suites"}
 def _needs_features(path: Path) -> bool:
     """Whether a module of the tests imports a feature, itself or by others of tests/ and suites/, or speaks of all."""
     parts = path.relative_to(ROOT).parts
-    if parts[1] in ("features", "golden", "house", "browser", "gpu"):
+    if parts[1] in ("features", "golden", "house", "browser", "gpu", "docs"):
         return True
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
