@@ -518,6 +518,7 @@ def discovered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {one["name"]: one for one in json.loads((place.home / "result.json").read_text())}
 
 
+@pytest.mark.slow
 @for_each("name", FOLLOWED)
 def test_asv_discovers_what_the_view_defines(name: str, discovered: dict[str, Any], tmp_path: Path) -> None:
     """Name, parameters and their names, unit and version: else one `asv run` would hide what a suite run filed."""

@@ -140,6 +140,7 @@ def test_a_keyword_that_is_none_has_the_nearest_one(name: str) -> None:
         getattr(fp8bench, name)(stor="x")
 
 
+@pytest.mark.slow
 def test_a_result_says_what_the_command_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command_line: Say
 ) -> None:

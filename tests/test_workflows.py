@@ -140,6 +140,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow
 @for_each(("change", "expected"), PLANTED.values(), ids=PLANTED)
 def test_planted_mistakes_are_found(change: Callable[[Flow], None], expected: str) -> None:
     """A rule that cannot fail is none."""
@@ -224,6 +225,7 @@ def test_the_branch_of_the_history(tmp_path: Path) -> None:
     assert git(origin, "rev-list", "--count", "fp8bench-history").strip() == "4"
 
 
+@pytest.mark.slow
 @for_each("planted", ["workflow", "link", "gone"])
 def test_a_night_that_does_more_than_add_runs_is_not_pushed(planted: str, tmp_path: Path) -> None:
     """Whoever has the machine that measures could commit anything."""

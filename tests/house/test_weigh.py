@@ -44,6 +44,7 @@ def of_shell(command: str) -> int:
     return int(subprocess.run(pipe, shell=True, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs git and a checkout")
 def test_totals_are_those_of_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
     """And rooms add up to the whole, as do shares."""

@@ -80,6 +80,7 @@ def test_each_pass_runs_its_products(name: str) -> None:
 WIDE: dict[str, Scalar] = {"width": 64, "hidden": 128}
 
 
+@pytest.mark.slow
 @for_each("pass_", ["forward", "training"])
 @for_each(
     ("name", "changes", "least", "most"),

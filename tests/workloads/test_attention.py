@@ -128,6 +128,7 @@ def test_the_error_of_the_core_is_that_of_plain_formulas() -> None:
     assert Attention().error(setup) == {"output_error": error, "scores_bytes": 0.0}
 
 
+@pytest.mark.slow
 @for_each("part", ["core", "layer"])
 @for_each("scores", ["high", "low", "low-prescaled"])
 def test_errors_grow_as_bits_are_taken_away(part: str, scores: str) -> None:
