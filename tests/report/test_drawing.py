@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from matplotlib import get_data_path
 from matplotlib.font_manager import get_font
 
+from fp8bench.features.train.curve_charts import ends_of
 from fp8bench.report.elements import (
     AnyChart,
     Bars,
@@ -31,6 +32,7 @@ from fp8bench.report.elements import (
     Tone,
     Waterfall,
 )
+from fp8bench.report.page.drawing import plots
 from fp8bench.report.page.drawing import scale as limits
 from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.page.drawing.rows import chosen
@@ -546,6 +548,17 @@ def test_two_humps_stay_two_humps() -> None:
 
 def ticks(low: float, high: float, unit: str = "", log: bool = False, most: int = 6) -> list[str]:
     return [text for _, text in Scale(low, high, 0, 100, log, unit).ticks(most)]
+
+
+def test_steps_have_round_numbers_below_them() -> None:
+    """Where they lie between the places that are drawn; places that are far apart are written themselves."""
+    steps = [str(step) for step in ends_of(300)]
+    assert [text for _, text in plots._written(steps, 7)] == ["50", "100", "150", "200", "250", "300"]
+    for place, text in plots._written(steps, 7):
+        low, high = int(steps[math.floor(place)]), int(steps[math.ceil(place)])
+        assert low + (high - low) * (place % 1) == pytest.approx(int(text))
+    sizes = [str(4**power) for power in range(9)]
+    assert [text for _, text in plots._written(sizes, 7)] == ["1", "16", "256", "4096", "65536"]
 
 
 def test_ticks_read_as_a_person_writes_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -145,21 +146,30 @@ def _line_axes(sheet: Sheet, places: Sequence[str], x: Scale, y: Scale, ticks: i
     sheet.lines("ticks", [[(x.at(number), y.start), (x.at(number), y.start + 4)] for number in range(len(places))])
     most = 3 if sheet.narrow or ticks < 6 else 7
     room = (x.end - x.start) / most
-    texts = [(x.at(number), shortened(places[number], room, sheet.size)) for number in _written(places, most)]
+    texts = [(x.at(place), shortened(text, room, sheet.size)) for place, text in _written(places, most)]
     along(sheet, texts, y.start + 14)
 
 
-def _written(places: Sequence[str], most: int) -> Sequence[int]:
-    """Of places that are numbers the round ones, else evenly many apart, up to the last."""
-    if all(re.fullmatch(r"[0-9,]+", place) for place in places):
+def _written(places: Sequence[str], most: int) -> Sequence[tuple[float, str]]:
+    """Of places that are numbers about as far apart round ones, where they lie; else evenly many, up to the last."""
+    if len(places) > most and all(re.fullmatch(r"[0-9,]+", place) for place in places):
         numbers = [int(place.replace(",", "")) for place in places]
-        steps = (factor * 10**power for power in range(12) for factor in (1, 2, 5))
-        round_ones = ([place for place, number in enumerate(numbers) if number % step == 0] for step in steps)
-        chosen = next((found for found in round_ones if len(found) <= most), [])
-        if len(chosen) >= min(most, len(places)) / 2:
-            return chosen
+        gaps = [after - before for before, after in pairwise(numbers)]
+        if 0 < max(gaps) <= 1.5 * min(gaps):
+            steps = (factor * 10**power for power in range(12) for factor in (1, 2, 5))
+            step = next(step for step in steps if numbers[-1] // step - (numbers[0] - 1) // step <= most)
+            first = -(-numbers[0] // step) * step
+            return [(_between(number, numbers), f"{number:,}") for number in range(first, numbers[-1] + 1, step)]
     stride = max(1, -(-(len(places) - 1) // (most - 1)))
-    return range((len(places) - 1) % stride, len(places), stride)
+    return [(place, places[place]) for place in range((len(places) - 1) % stride, len(places), stride)]
+
+
+def _between(number: int, numbers: Sequence[int]) -> float:
+    """The place of a number among rising ones, as a share of the way from one to the next."""
+    after = bisect_left(numbers, number)
+    if numbers[after] == number:
+        return after
+    return after - (numbers[after] - number) / (numbers[after] - numbers[after - 1])
 
 
 def _series(
