@@ -56,8 +56,10 @@ def keep(kernel: Any, run: Call, bits: int, made: Sequence[ModuleType]) -> None:
     try:
         found = {**_parts_of(made[0]), "bits": bits, "kernel": str(kernel)}
         if _writes_alike(run, _call_of(found), kernel.examples()):
-            path.parent.mkdir(0o700, parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.chmod(0o700)
             write_whole(path, compact(sealed(found)), sync=False)
+            path.chmod(0o600)  # whatever the umask: see _is_own
     except (OSError, StoreError, LookupError, TypeError, AttributeError, SyntaxError, RuntimeError):
         return
 
