@@ -106,7 +106,7 @@ def backend_lines(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
         if why:
             yield f"{name:<9} {why}"
             continue
-        known = {text: precisions.get(text).by(backend) for text in by_rank() if precisions.get(text).takes_backend}
+        known = {name: precisions.get(name).by(backend) for name in by_rank() if precisions.get(name).takes_backend}
         supports = {text: precision.support(facts) for text, precision in known.items()}
         takes = [text for text, support in supports.items() if support.level is not Level.REFUSED]
         refusals = [support.reason for text, support in supports.items() if text not in takes]
@@ -192,7 +192,7 @@ def listing(what: str, imports: tuple[str, ...], name: str | None = None) -> Ite
         missing = [kind for kind in devices.names() if all(fact.kind != kind for fact in facts)]
         yield from (f"{kind:<8} none on this machine" for kind in missing)
     elif what == "backends":
-        yield from (f"{text:<8} {backends.get(text).summary}" for text in backends.names())
+        yield from (f"{name:<8} {backends.get(name).summary}" for name in backends.names())
         yield "what each takes on this machine: fp8bench doctor"
     elif what == "dtypes":
         yield from _dtypes(facts) if name is None else _dtype(precisions.get(name), facts)

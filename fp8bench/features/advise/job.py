@@ -34,7 +34,7 @@ def basis_of(
 ) -> tuple[Basis, list[str]]:
     """The run that a word means with what else the store knows of it, and what of that could not be read."""
     run = load_named(word, store)
-    other_runs = [load_named(text, store) for text in beside]
+    other_runs = [load_named(name, store) for name in beside]
     for other in other_runs:
         _refuse_foreign(run, other)
     studies, troubles = studies_of(store_of(Path(run.path)) or store)

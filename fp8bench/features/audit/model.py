@@ -257,7 +257,7 @@ def _conversion(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
     by_rule: dict[str, list[AuditedLayer]] = {}
     for row in (row for row in rows if row.rule):
         by_rule.setdefault(row.rule, []).append(row)
-    for rule in (text for text in _SILENT if text in by_rule):
+    for rule in (name for name in _SILENT if name in by_rule):
         alike = by_rule.pop(rule)
         why = f"{alike[0].reason}; {len(alike)} such layers were left as they were"
         yield _finding(_COVERAGE, rule, why, alike)

@@ -178,7 +178,7 @@ def flops_bound(ceilings: Ceilings | None, precision: str, shape: Shape, device:
     here = max(_product(shape, device, dtype) for dtype in (torch.float32, torch.bfloat16))
     rank = precisions.get(precision).rank
     known = [rate.precision for rate in (ceilings.rates if ceilings else ()) if rate.limit is Limit.PRODUCT]
-    wide = [ceilings.bound(Limit.PRODUCT, text) for text in known if ceilings and precisions.get(text).rank <= rank]
+    wide = [ceilings.bound(Limit.PRODUCT, name) for name in known if ceilings and precisions.get(name).rank <= rank]
     return _bound(max((value for value in wide if value is not None), default=None), here, ceilings, device, "product")
 
 
@@ -279,7 +279,7 @@ class SpeedCheck(AuditCheck):
             if spread_of(auditor.times) <= _SPREAD:
                 return
         least = min((name for name in auditor.times if name != CONTROL), key=lambda name: auditor.times[name])
-        less, normal = (units.seconds(auditor.times[text]) for text in (least, NORMAL))
+        less, normal = (units.seconds(auditor.times[name]) for name in (least, NORMAL))
         why = f"{less} on {least}, and {normal} on normal numbers"
         if auditor.times[least] * _SHORT < auditor.times[NORMAL]:
             yield self.fail("data-shortcut", why, given)
