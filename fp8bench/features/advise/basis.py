@@ -322,12 +322,14 @@ def _words(pair: ComparedCase) -> dict[str, str]:
     if "make" not in params:
         again = f"fp8bench suite {case.workload} --dtypes {reference},{case.mode}"
         return {**words, "again": again, "compiled": "--set compile=no,yes", "larger": "--set batch=1,4,16",
-                "study": f"fp8bench sensitivity --dtype {case.mode} --reference {reference}"}  # fmt: skip
+                "study": f"fp8bench sensitivity --dtype {case.mode} --reference {reference}",
+                "train": f"fp8bench train --dtypes {reference},{case.mode} --seeds 5"}  # fmt: skip
     forward = " --forward" if params.get("pass") == "forward" else ""
     again = f"fp8bench profile {params['make']}{forward} --dtypes {case.mode}"
     words |= {"make": str(params["make"]), "high": "fp32" if case.precision in _WIDE else "bf16"}
     return {**words, "again": again, "compiled": "--compile", "larger": "with a function that gives a larger batch",
-            "study": f"fp8bench sensitivity {params['make']} --dtype {case.mode}"}  # fmt: skip
+            "study": f"fp8bench sensitivity {params['make']} --dtype {case.mode}",
+            "train": f"fp8bench train {params['make']} --dtypes {reference},{case.mode} --seeds 5"}  # fmt: skip
 
 
 def met_above(gain: Interval, least: float) -> Met:

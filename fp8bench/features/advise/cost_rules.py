@@ -26,7 +26,7 @@ from fp8bench.features.advise.values import Cost, Ground, Met
 from fp8bench.features.sensitivity.study import LayerTrial, Study
 from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Learned, curves_of
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict, log_steps
-from fp8bench.model import EnergyUse, Interval, Label, MemoryRole, Status
+from fp8bench.model import Case, EnergyUse, Interval, Label, MemoryRole, Status
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.registry import precisions
 from fp8bench.report.panels import error_name
@@ -148,7 +148,7 @@ def _learns(pair: ComparedCase, basis: Basis) -> Reply | str | None:
         low, high = units.change(1 + gap.decides.low), units.change(1 + gap.decides.high)
         figure += f": loss {units.change(1 + gap.point)} [{low}, {high}] over {gap.pairs} seeds"
     training = basis.training.kept.training
-    model = training.request.settings.model
+    model = training.request.settings.called
     ground = Ground(f"training {training.id}, arm {arm.arm.name}", f"{figure}, {model}, {training.request.steps} steps")
     return Reply(_LEARNS.get(judged.learned, Met.UNCLEAR), figure, (ground,))
 
@@ -174,7 +174,7 @@ RULES = (
         of_speed=False,
     ),
     AdviceRule(
-        "learns", "Does it still learn?", _learns, "fp8bench train --dtypes {high},{mode} --seeds 5",
+        "learns", "Does it still learn?", _learns, "{train}",
         "A short training of one seed tells nothing: seeds differ by as much as formats.",
         of_speed=False,
     ),
@@ -209,8 +209,13 @@ def _cost(pair: ComparedCase, basis: Basis) -> Cost:
         learned=str(judged.learned) if judged is not None else "", joules=_interval(joules),
         time=_interval(_sum(times, steps)), energy=_interval(_sum(joules, steps)), hours=hours, energy_used=used,
         steps=request.steps if request is not None else 0,
-        model=request.settings.model if request is not None else "", why="; ".join(filter(None, whys)),
+        model=_trained(request.settings.called, case) if request is not None else "", why="; ".join(filter(None, whys)),
     )  # fmt: skip
+
+
+def _trained(model: str, case: Case) -> str:
+    """The model that was trained, where it is another one than the case's own."""
+    return "" if model == dict(case.params).get("make") else model
 
 
 @dataclass(frozen=True)

@@ -280,6 +280,17 @@ def cost(learned: Trained | None = None, level: Level = Level.NATIVE, joules: fl
     return found
 
 
+def test_losses_are_those_of_the_model_that_was_trained() -> None:
+    """Named by its own make; of the model that was measured there is nothing to doubt."""
+    learned = trained(*[1.0] * 5)
+    was = learned.kept.training
+    request = replace(was.request, settings=replace(was.request.settings, make="net.py:make"))
+    own = replace(learned, kept=replace(learned.kept, training=replace(was, request=request)))
+    measured = group({"make": "net.py:make", "pass": "training"}, workload="model", fp8=FP8)
+    models = [costs_of(basis(records, training=own))[0].model for records in (group(fp8=FP8), measured)]
+    assert models == ["net.py:make", ""] and cost(learned).model == was.request.settings.model
+
+
 def test_time_to_the_same_loss_is_that_of_a_step_times_steps() -> None:
     """A step of 7.6 ms instead of 10, and nine tenths of the pace: 0.76 / 0.9; half the joules, over 0.9."""
     found = cost(trained(*[0.9] * 5))

@@ -23,7 +23,7 @@ def test_every_rule_has_a_question_a_command_and_a_reason() -> None:
     """And names of their own."""
     assert len({rule.name for rule in RULES}) == len(RULES) == len({rule.question for rule in RULES})
     assert all(rule.question.endswith("?") and rule.why for rule in RULES)
-    assert all(rule.measure.startswith(("fp8bench ", "{again}", "{study}")) for rule in RULES)
+    assert all(rule.measure.startswith(("fp8bench ", "{again}", "{study}", "{train}")) for rule in RULES)
 
 
 def test_a_share_of_ten_percent_is_not_worth_it() -> None:
@@ -162,7 +162,7 @@ def test_what_would_measure_a_profile_is_a_profile() -> None:
     found = said(group(make, workload="model", fp8=FP8))
     assert answer(found, "compile").measure == "fp8bench profile my_pkg:make --dtypes fp8 --compile"
     assert answer(found, "layers").measure == "fp8bench sensitivity my_pkg:make --dtype fp8"
-    assert answer(found, "learns").measure == "fp8bench train --dtypes bf16,fp8 --seeds 5"
+    assert answer(found, "learns").measure == "fp8bench train my_pkg:make --dtypes bf16,fp8 --seeds 5"
     assert answer(found, "stages").met is Met.UNKNOWN
     other = run(group(forward, workload="model", fp8={**FP8, "cast": 4000}))
     both = said(group(make, workload="model", fp8=FP8), other_runs=((other, findings(other)),))
