@@ -20,6 +20,8 @@ _TONES = {Met.YES: Tone.GOOD, Met.NO: Tone.BAD, Met.UNCLEAR: Tone.DOUBT, Met.UNK
 _KINDS = {AdviceKind.ADOPT: Tone.GOOD, AdviceKind.NOTHING: Tone.PLAIN}
 # More sentences are not read; JSON has all of them.
 _MOST = 12
+# So many are told each by itself.
+_FEW = 3
 _MOST_GROUNDS = 2
 # Commands that would answer more; the whole checklist has all.
 _MOST_MEASURES = 3
@@ -34,14 +36,10 @@ LEGEND = (
 def advice_elements(advised: Advised, whole: bool = True) -> Iterator[Element]:
     """The sentences, then what is predicted and by which rows; of leaving all as it is only if it is the `whole`."""
     named = short_names(advised)
-    shown = advised.advice[:_MOST]
-    tones = (Tone.DOUBT if advice.doubtful else _KINDS.get(advice.kind, Tone.STRONG) for advice in shown)
-    settings = ([named(setting) for setting in advice.settings] for advice in shown)
-    places = (own[0] if len(own) == 1 else many(len(own), "setting") for own in settings)
-    said = zip(shown, places, tones, strict=True)
-    yield Items(tuple(Text(f"{advice.sentence} ({place}).", tone) for advice, place, tone in said))
-    if len(advised.advice) > len(shown):
-        yield Text(f"{len(advised.advice) - len(shown)} more pieces of advice are in the JSON.")
+    told = [_with_those_alike(alike, named) for alike in _alike(advised.advice)]
+    yield Items(tuple(told[:_MOST]))
+    if len(told) > _MOST:
+        yield Text(f"{len(told) - _MOST} more pieces of advice are in the JSON.")
     gains = [
         advice
         for advice in advised.advice
@@ -55,6 +53,26 @@ def advice_elements(advised: Advised, whole: bool = True) -> Iterator[Element]:
             Col("of", lambda advice: named(advice.case), hint="the case that it predicts, where its evidence is"),
         ]
         yield table("predicted", "what is predicted", cols, gains[:_MOST])
+
+
+def _alike(advice: Sequence[Advice]) -> list[list[Advice]]:
+    """To leave a precision for the same reason in many settings is one piece of advice."""
+    reasons = [(each.kind, each.mode, each.rule, each.sentence.partition(" ")[0]) for each in advice]
+    groups: dict[object, list[Advice]] = {}
+    for number, (each, reason) in enumerate(zip(advice, reasons, strict=True)):
+        is_common = each.kind is AdviceKind.NOTHING and reasons.count(reason) > _FEW
+        groups.setdefault(reason if is_common else number, []).append(each)
+    return list(groups.values())
+
+
+def _with_those_alike(alike: Sequence[Advice], named: Callable[[str], str]) -> Text:
+    first, *others = alike
+    place = named(first.settings[0]) if len(first.settings) == 1 else many(len(first.settings), "setting")
+    if others:
+        gains = [other.gain.point for other in others if other.gain is not None]
+        down = f", down to {units.speed_up(min(gains))}" if gains else ""
+        place += f"; the like in {sum(len(other.settings) for other in others)} more settings{down}"
+    return Text(f"{first.sentence} ({place}).", Tone.DOUBT if first.doubtful else _KINDS.get(first.kind, Tone.STRONG))
 
 
 def short_names(advised: Advised) -> Callable[[str], str]:

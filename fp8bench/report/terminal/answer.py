@@ -111,7 +111,8 @@ def _next(entry: Entry, options: str) -> Iterator[Text]:
     if roofline.how_to_know(results, entry.run):
         threads = f" --threads {entry.run.request.threads}" if entry.run.request.threads != 1 else ""
         yield Text(f"fp8bench doctor --ceilings{threads}{options}: later runs say what bounds each phase")
-    if any(speed_up(result) is not None for result in results):
+    of_speed = (result for panel in entry.panels if not about_tensors(panel) for result in panel.results)
+    if any(speed_up(result) is not None for result in of_speed):
         yield Text(f"fp8bench advise {entry.run.id}{options}: what to do about it")
     details = "--memory, --data, --numbers, --energy, --notes"
     yield Text(f"fp8bench show {entry.run.id}{options} --all: the rest; in parts with {details}")

@@ -15,10 +15,12 @@ from fp8bench.features.advise.cost_rules import costs_of
 from fp8bench.features.advise.decide import advised, harm_of, predicted
 from fp8bench.features.advise.speed_rules import bound_of
 from fp8bench.features.advise.values import AdviceKind, Cost, Met
+from fp8bench.features.advise.view import advice_elements
 from fp8bench.features.train.values import KeptTraining, StreamLine
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.model import Interval, Label, Level, Phase, Share, ShareKind, Shares, Verdict
 from fp8bench.model.step import Coverage
+from fp8bench.report.elements import Items
 from tests.advised import BF16, FP8, NANO, answer, basis, group, only, record, said
 from tests.counts import for_each
 from tests.energies import use
@@ -289,6 +291,18 @@ def test_losses_are_those_of_the_model_that_was_trained() -> None:
     measured = group({"make": "net.py:make", "pass": "training"}, workload="model", fp8=FP8)
     models = [costs_of(basis(records, training=own))[0].model for records in (group(fp8=FP8), measured)]
     assert models == ["net.py:make", ""] and cost(learned).model == was.request.settings.model
+
+
+@for_each(("settings_", "items"), [(3, 3), (5, 1)])
+def test_the_same_advice_about_many_settings_is_one_piece(settings_: int, items: int) -> None:
+    """With how many are alike, and the least speed of them; a few are told each by itself."""
+    slow = {**FP8, "gemm": 9000}
+    groups = [
+        group({**NANO, "batch": number}, fp8={**slow, "cast": 600 * number}) for number in range(1, settings_ + 1)
+    ]
+    (told, *_) = advice_elements(said(*groups))
+    assert isinstance(told, Items) and len(told.items) == items
+    assert ("the like in 4 more settings, down to 0." in str(told.items[0])) == (items == 1)
 
 
 def test_time_to_the_same_loss_is_that_of_a_step_times_steps() -> None:
