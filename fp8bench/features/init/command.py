@@ -15,6 +15,8 @@ from fp8bench.errors import EXIT_OK, UsageError
 
 EXAMPLES = ("fp8bench init", "fp8bench suite --config fp8bench.yaml --quick  # what it has written runs")
 _CONFIG, _SUITE, _WORKFLOW = "fp8bench.yaml", "fp8bench_suite.py", ".github/workflows/fp8bench.yml"
+# A store that is committed changes with each run, so that no commit is ever what was measured.
+_IGNORED = ".fp8bench/"
 _NEXT = f"""Try it:             fp8bench suite --config {_CONFIG} --quick
 Put your code into: {_SUITE}
 Hold it against a commit, as {_WORKFLOW} does for pull requests:
@@ -25,7 +27,7 @@ Hold it against a commit, as {_WORKFLOW} does for pull requests:
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         f"Writes {_CONFIG} (every option with its default, as a comment), {_SUITE} (a workload that runs) and "
-        f"{_WORKFLOW} (base against head of each pull request). Writes over nothing."
+        f"{_WORKFLOW} (base against head of each pull request), and has git ignore the store. Writes over nothing."
     )
     parser.epilog = "Exit codes: 0 written, 2 wrong usage, or one of the files is there already."
     parser.add_argument("folder", nargs="?", type=types.path, default=Path(), metavar="DIR", help="where; default here")
@@ -44,15 +46,24 @@ def run(arguments: argparse.Namespace) -> int:
         if file.exists() or file.is_symlink():
             raise UsageError(f"{file} is there already, and init writes over nothing. Move it, or give another folder.")
     for file, text in files.items():
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("x", encoding="utf-8") as stream:
-                stream.write(text)
-        except OSError as error:
-            raise UsageError(f"{file} cannot be written ({error.strerror}). Give a folder that takes files.") from None
-        say(f"{file}\n")
+        _write(file, text, "x")
+    ignore = arguments.folder / ".gitignore"
+    known = ignore.read_text(encoding="utf-8", errors="replace") if ignore.is_file() else ""
+    if _IGNORED not in known.split():
+        begins = "\n" if known and not known.endswith("\n") else ""
+        _write(ignore, f"{begins}{_IGNORED}\n", "a")
     say(f"\n{_NEXT}")
     return EXIT_OK
+
+
+def _write(file: Path, text: str, mode: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open(mode, encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written ({error.strerror}). Give a folder that takes files.") from None
+    say(f"{file}\n")
 
 
 def _template(name: str) -> str:

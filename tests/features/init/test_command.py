@@ -14,6 +14,7 @@ from fp8bench.measure.handle import LocalWorker
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import Say, unfolding
+from tests.counts import for_each
 from tests.own_suites import forgotten
 from tests.workflows import commands, faults, load
 
@@ -53,6 +54,19 @@ def test_the_configuration_says_every_option(written: Path) -> None:
                 assert f"\n# {word[2:]}:" in text or f"\n{word[2:]}:" in text, word
     every = "\n".join(line.removeprefix("# ") for line in text.splitlines() if line.startswith(("# seed", "# quick")))
     assert yaml.safe_load(every) == {"seed": 0, "quick": False}
+
+
+@for_each(("before", "after"), [
+    (None, ".fp8bench/\n"), ("*.pyc", "*.pyc\n.fp8bench/\n"), ("a\n.fp8bench/\nb", "a\n.fp8bench/\nb"),
+])  # fmt: skip
+def test_git_ignores_the_store(before: str | None, after: str, tmp_path: Path, fp8bench: Say) -> None:
+    """Once, and after what a project ignores already."""
+    project = tmp_path / str(after.count("\n")) / str(len(after))
+    project.mkdir(parents=True)
+    if before is not None:
+        (project / ".gitignore").write_text(before)
+    assert fp8bench("init", str(project))[0] == 0
+    assert (project / ".gitignore").read_text() == after
 
 
 def test_the_workflow_has_no_fault(written: Path) -> None:
