@@ -109,8 +109,8 @@ def test_the_command_prints_where_the_page_is(store: Path, capsys: pytest.Captur
     page = Path(capsys.readouterr().out.strip())
     assert page.read_text() == write_report([first], store).read_text()
     assert main(["report", first.id, "last", "--md", "both.md"]) == 0
-    both = Path(capsys.readouterr().out.strip())
-    assert both.parent.name == f"{first.id}+{second.id}" and Path("both.md").is_file()
+    both, copy = map(Path, capsys.readouterr().out.split())
+    assert both.parent.name == f"{first.id}+{second.id}" and copy == Path("both.md") and copy.is_file()
 
 
 @pytest.mark.parametrize(

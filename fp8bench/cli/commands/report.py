@@ -40,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     formats = _formats_asked(arguments)
     pages = Pages(arguments.html, arguments.md, arguments.csv_wide, arguments.open, arguments.plots, formats)
     page = report_of(arguments.runs, arguments.store, pages)
-    say(f"{printable(typed_from_here(page))}\n")
+    for written in (page, arguments.html, arguments.md):
+        if written is not None:
+            say(f"{printable(typed_from_here(written))}\n")
     problem = why_not_shown(page) if pages.browser else ""
     if problem:
         complain(problem)
