@@ -53,10 +53,11 @@ def energies(run: Run) -> list[EnergyUse]:
 def test_a_suite_measures_energy_where_there_is_a_counter(simulation: Simulation, tmp_path: Path) -> None:
     """At a constant power every window is that power times its length; the state of the device is there too.
 
-    As JSON the raw windows are there, for whoever wants to judge for themselves.
+    JSON has the raw windows; table, rows, frame and page tell of the same ones.
     """
     simulation.reset().reasons = 0x4
-    run, text = ran(simulation, tmp_path, *GEMM, "--quick", "--json", warming_up=True)
+    words = [*GEMM[:-1], "--quick", "--json", "--csv", "rows.csv", "--html", "page.html"]
+    run, text = ran(simulation, tmp_path, *words, warming_up=True)
     assert len(energies(run)) == 2
     printed = [record["energy"]["windows"] for record in json.loads(text)["records"]]
     assert [[window["joules"] for window in windows] for windows in printed] == [
@@ -76,6 +77,33 @@ def test_a_suite_measures_energy_where_there_is_a_counter(simulation: Simulation
         assert record.watch.warm_up is not None and record.watch.warm_up.settled and record.watch.warm_up.limit == 5.0
         assert record.timing is not None
         assert all(slot.thread_seconds and slot.preemptions is not None for slot in record.timing.slots)
+    every_output_tells_of_it(run, tmp_path)
+
+
+def every_output_tells_of_it(run: Run, folder: Path) -> None:
+    text = render_whole(run, findings(run), 200)
+    joules = {
+        record.case.mode: one.joules / one.steps
+        for record in run.records
+        for one in (record.energy.windows if record.energy else ())
+    }
+    assert set(joules) == {"fp32", "bf16"}
+    _, _, table = text.partition("energy of a step, by the driver's energy counter\n")
+    for row, (mode, value) in zip(table.splitlines()[1:3], joules.items(), strict=True):
+        assert row.split()[:3] == [mode, *units.joules(value).split()] and " 300 W" in row
+    assert "bf16: energy unclear: one window is too few to compare" in text
+    with (folder / "rows.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["phase"] == "step"]
+    told = {(row["mode"], row["metric"]): row for row in rows}
+    for mode, value in joules.items():
+        row = told[mode, "energy"]
+        assert float(row["median_in_unit"]) == pytest.approx(value) and row["energy_source"] == "counter"
+        assert float(told[mode, "power"]["median_in_unit"]) == pytest.approx(300.0, rel=0.01)
+        assert float(told[mode, "energy_per_tflop"]["median_in_unit"]) == pytest.approx(value * 1e12 / (2 * 128**3))
+    frame = load("last", folder / "store").energy
+    assert list(frame.joules / frame.steps) == pytest.approx(list(joules.values()))
+    page = (folder / "page.html").read_text()
+    assert 'id="energy"' in page and "gemm: energy of a step" in page and 'id="energy-windows-gemm"' in page
 
 
 @pytest.mark.slow
@@ -136,37 +164,6 @@ def test_a_driver_that_hangs_ends_no_run(simulation: Simulation, tmp_path: Path)
     uses = energies(run)
     assert uses and all("gave no answer for 5 s" in use.why for use in uses)
     assert all(window.joules > 0 for use in uses for window in use.windows)
-
-
-@pytest.mark.slow
-def test_every_output_tells_of_it(simulation: Simulation, tmp_path: Path) -> None:
-    """The table, the rows, the frame of windows and the page: all of the same windows, at 300 W."""
-    simulation.reset()
-    words = [*GEMM[:-1], "--quick", "--csv", "rows.csv", "--html", "page.html"]
-    run, _ = ran(simulation, tmp_path, *words)
-    text = render_whole(run, findings(run), 200)
-    joules = {
-        record.case.mode: one.joules / one.steps
-        for record in run.records
-        for one in (record.energy.windows if record.energy else ())
-    }
-    assert set(joules) == {"fp32", "bf16"}
-    _, _, table = text.partition("energy of a step, by the driver's energy counter\n")
-    for row, (mode, value) in zip(table.splitlines()[1:3], joules.items(), strict=True):
-        assert row.split()[:3] == [mode, *units.joules(value).split()] and " 300 W" in row
-    assert "bf16: energy unclear: one window is too few to compare" in text
-    with (tmp_path / "rows.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["phase"] == "step"]
-    told = {(row["mode"], row["metric"]): row for row in rows}
-    for mode, value in joules.items():
-        row = told[mode, "energy"]
-        assert float(row["median_in_unit"]) == pytest.approx(value) and row["energy_source"] == "counter"
-        assert float(told[mode, "power"]["median_in_unit"]) == pytest.approx(300.0, rel=0.01)
-        assert float(told[mode, "energy_per_tflop"]["median_in_unit"]) == pytest.approx(value * 1e12 / (2 * 128**3))
-    frame = load("last", tmp_path / "store").energy
-    assert list(frame.joules / frame.steps) == pytest.approx(list(joules.values()))
-    page = (tmp_path / "page.html").read_text()
-    assert 'id="energy"' in page and "gemm: energy of a step" in page and 'id="energy-windows-gemm"' in page
 
 
 @pytest.mark.slow

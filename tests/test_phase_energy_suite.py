@@ -25,8 +25,6 @@ SUITE = ROOT / "tests" / "phase_power_suite.py"
 TRUTH = {"gemm": (9.8e-3, 600.0), "cast": (2e-4, 80.0), "elementwise": (6e-3, 250.0), "optimizer_step": (4e-3, 410.0)}
 STEP = sum(seconds * watts for seconds, watts in TRUTH.values())
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def simulation(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
@@ -75,6 +73,7 @@ def joules(use: EnergyUse | None) -> Mapping[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_phases_of_80_to_600_watts_are_recovered(simulation: Simulation, tmp_path: Path) -> None:
     """Within 3%, that of 1% of the step within 10%, whatever else the machine does; or void, where it does so much that
     phases by themselves take another time than in a step."""
@@ -102,6 +101,7 @@ def test_phases_of_80_to_600_watts_are_recovered(simulation: Simulation, tmp_pat
             assert one.low is not None and one.high is not None and one.low <= one.joules <= one.high
 
 
+@pytest.mark.nightly
 def test_a_phase_that_is_another_by_itself_makes_all_void(quick: tuple[dict[str, Measured], str]) -> None:
     """Its product takes a third where no step calls it, or half of it is no operator: 4 or 3 J of 9 are missing."""
     cases, text = quick
@@ -111,6 +111,7 @@ def test_a_phase_that_is_another_by_itself_makes_all_void(quick: tuple[dict[str,
     assert text.count("energy of phases is void") == sum(bool(one.phases.void) for one in cases.values())
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_done_by_itself_stays_an_estimate(quick: tuple[dict[str, Measured], str]) -> None:
     """Its product works on a sparse matrix, too."""
     cases, text = quick
@@ -120,6 +121,7 @@ def test_what_cannot_be_done_by_itself_stays_an_estimate(quick: tuple[dict[str, 
     assert "a tensor that is no plain part of a memory" in text or found.void
 
 
+@pytest.mark.nightly
 def test_a_limit_that_is_lowered_meanwhile_certifies_nothing(quick: tuple[dict[str, Measured], str]) -> None:
     cases, text = quick
     record, _ = cases["lower"]
