@@ -71,8 +71,8 @@ class Suite:
         cls.params = [list(values) for values in series[0].params]
         cls.param_names = list(series[0].param_names)
         cls.version = series[0].version
-        for one in series:
-            setattr(cls, one.name.rpartition(".")[2], _reader(cls, one))
+        for followed in series:
+            setattr(cls, followed.name.rpartition(".")[2], _reader(cls, followed))
 
     def measure(self) -> Measured:
         """Measure the grid, keep the run, and give what this commit has come to, this run included."""

@@ -174,7 +174,7 @@ def _measure(
                 group, run, budget, worker, meters, observer, quantisers, ceilings, lost, untimed, workers.counting
             )
             known = with_reruns(done, run, store)
-            measured += [replace(one, sessions=sessions.get(one.case.id, ())) for one in known]
+            measured += [replace(record, sessions=sessions.get(record.case.id, ())) for record in known]
             with held_back():
                 writer.append(measured[-len(group.cases) :])
             for record in measured[-len(group.cases) :]:

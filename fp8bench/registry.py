@@ -179,7 +179,7 @@ class PrecisionRegistry(Registry[Precision]):
 
     def _chosen(self, word: str, leaf: type[Precision], pairs: Sequence[str]) -> dict[str, Scalar]:
         chosen: dict[str, Scalar] = {}
-        known = {key: one for one in leaf.options for key in (one.name, *one.aliases)}
+        known = {key: option for option in leaf.options for key in (option.name, *option.aliases)}
         for pair in pairs:
             key, equals, value = pair.partition("=")
             if not key or not equals or not value:

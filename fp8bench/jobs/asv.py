@@ -63,10 +63,11 @@ def _others(run: Run, store: Path, commit: str, appending: bool) -> list[Point]:
         return []
     known = _recorded(store, tracked, commit) if appending else frozenset()
     home = tracked.identity.home
-    company = [one for one in runs_of_commit(store, commit) if one.run.id != run.id and one.identity.home.is_same(home)]
+    others = (other for other in runs_of_commit(store, commit) if other.run.id != run.id)
+    company = [other for other in others if other.identity.home.is_same(home)]
     versions = {(point.series, point.version) for point in tracked.content.points}
     return [
-        point for one in company for point in one.content.points
+        point for other in company for point in other.content.points
         if point.series not in known and (point.series, point.version) in versions
     ]  # fmt: skip
 

@@ -224,7 +224,7 @@ def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
     grid = workloads.get(name).history
     if grid is not None:
         values = " ".join(
-            f"{axis}={','.join(one)}" for axis, one in (grid.gpu if facts.accelerated else grid.cpu).items()
+            f"{axis}={','.join(values)}" for axis, values in (grid.gpu if facts.accelerated else grid.cpu).items()
         )
         yield f"the history keeps {values} in {', '.join(grid.dtypes)} (--grid measures just these)"
 

@@ -54,7 +54,8 @@ def _functions_in(target: str) -> str:
         body = ast.parse(Path(target).read_bytes()).body
     except (OSError, ValueError, SyntaxError):
         return ""
-    names = [one.name for one in body if isinstance(one, ast.FunctionDef | ast.ClassDef) and one.name[0] != "_"]
+    named = (node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    names = [node.name for node in named if node.name[0] != "_"]
     return f" Callables in it: {', '.join(names)}." if names else " There is nothing to call in it."
 
 

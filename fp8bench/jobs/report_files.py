@@ -211,13 +211,13 @@ def past_of(runs: Sequence[Run], store: Path) -> tuple[PastSeries, ...]:
     for run in runs:
         with contextlib.suppress(Fp8benchError):  # of a suite that cannot be asked
             tracked += filter(None, [tracked_run(run)])
-    wanted = {(point.series, point.cell) for one in tracked for point in one.content.points}
+    wanted = {(point.series, point.cell) for other in tracked for point in other.content.points}
     if not wanted:
         return ()
-    names = {trend_name(*one) for one in wanted}
+    names = {trend_name(*cell) for cell in wanted}
     history = open_history(store, lambda done, runs: None)
     trends = history.trends(names.__contains__)
-    series = [_series(trend, [one for one in tracked if history.is_of(trend, one.identity)]) for trend in trends]
+    series = [_series(trend, [other for other in tracked if history.is_of(trend, other.identity)]) for trend in trends]
     return tuple(past_series for past_series in series if past_series is not None and past_series.figures)
 
 

@@ -136,7 +136,7 @@ def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedC
     case, workload = planned.case, workloads.get(planned.case.workload)
     with answering(workload):
         axes = sound_axes(workload, facts)
-        axis = next((one for one in axes if one.name == workload.batch_axis), None)
+        axis = next((axis for axis in axes if axis.name == workload.batch_axis), None)
         try:
             value = axis.parse(str(batch)) if axis is not None else None
             if value is None:
@@ -340,7 +340,8 @@ def _case(workload: Workload, params: Params, facts: DeviceFacts, name: str, lay
     answers = [layered_support(workload, named, precisions.get(name), facts)]
     answers += mapped_support(workload, named, facts, layers, name)
     # A case is as native as the least native of its layers.
-    support = max((sound_support(workload, answer) for answer in answers), key=lambda one: _WORST_LAST.index(one.level))
+    supports = (sound_support(workload, answer) for answer in answers)
+    support = max(supports, key=lambda support: _WORST_LAST.index(support.level))
     support = replace(support, backend=who_multiplies(name, support.level, facts))
     if facts.unusable:
         support = Support(Level.REFUSED, facts.unusable)

@@ -168,7 +168,7 @@ def float32_products(setting: str) -> Iterator[None]:
     before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     # Newer switches, which the older one writes: 'as the others' is a value of theirs, and of theirs alone.
     backends: Any = torch.backends
-    newer = [(one, one.fp32_precision) for one in (backends.cuda.matmul, backends.mkldnn.matmul)]
+    newer = [(switch, switch.fp32_precision) for switch in (backends.cuda.matmul, backends.mkldnn.matmul)]
     torch.set_float32_matmul_precision(setting)
     # A switch of its own, and on unless told otherwise: fp32 convolutions would be TF32's.
     torch.backends.cudnn.allow_tf32 = setting != "highest"
@@ -177,8 +177,8 @@ def float32_products(setting: str) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(before)
         torch.backends.cudnn.allow_tf32 = convolutions
-        for one, setting in newer:
-            one.fp32_precision = setting
+        for switch, own in newer:
+            switch.fp32_precision = own
 
 
 @contextmanager

@@ -97,7 +97,7 @@ class Gemm(Workload):
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         """A model stands for all its layers' products, a sweep for all its sizes."""
         own = (("layout", LAYOUT.of(params)), ("values", VALUES.of(params)))
-        return tuple((*one, *own) for one in self._expanded(params))
+        return tuple((*shape, *own) for shape in self._expanded(params))
 
     def _expanded(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
         shape = str(params["shape"])

@@ -143,7 +143,7 @@ class Model(Workload):
     def gradient_error(self, setup: Setup, reference: Setup) -> float | None:
         from fp8bench.nn.own_model import errors_between
 
-        found, wanted = (_own(one, compiles=False).outcome() for one in (setup, reference))
+        found, wanted = (_own(each, compiles=False).outcome() for each in (setup, reference))
         return errors_between(found, wanted).get("gradient_error")
 
     def covered(self, setup: Setup) -> Covered | None:
@@ -156,7 +156,7 @@ class Model(Workload):
         held = conversion_of(state.model, setup, _multiples(setup)).held
         if isinstance(setup.arithmetic, AcceleratedModel):
             low = converted_in(_own(setup, compiles=False).model)
-            held = tuple(one if one.name in low else unconverted(one) for one in held)
+            held = tuple(holder if holder.name in low else unconverted(holder) for holder in held)
         multiple = max(precisions.get(setup.case.precision).multiples)
         return Covered(state.model, held, lambda: state.step(SilentPhases()), multiple, lambda: state.loss_words)
 

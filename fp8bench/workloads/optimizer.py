@@ -40,7 +40,7 @@ class OptimizerState:
 
     def moments(self) -> tuple[list[Tensor], list[Tensor]]:
         pairs = [bucket.restored() for bucket in self.buckets]
-        return [tensor for first, _ in pairs for tensor in first], [one for _, second in pairs for one in second]
+        return [tensor for first, _ in pairs for tensor in first], [tensor for _, second in pairs for tensor in second]
 
     def take(self, gradients: list[Tensor]) -> None:
         import torch
