@@ -5,6 +5,7 @@ Text is laid out first and coloured after, so colour changes no column. Tables h
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -47,11 +48,22 @@ def painter(color: bool) -> Paint:
     return lambda text, tone: styles[tone].render(text, color_system=ColorSystem.STANDARD) if tone in styles else text
 
 
+class _Wrapper(textwrap.TextWrapper):
+    """A case's name that is too long for a line is broken after a comma."""
+
+    def _split(self, text: str) -> list[str]:
+        room = self.width - len(self.subsequent_indent)
+        parts: list[str] = []
+        for chunk in super()._split(text):
+            parts += re.findall("[^,]*,|[^,]+", chunk) if len(chunk) > room else [chunk]
+        return parts
+
+
 def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
     """`text` in lines of at most `width`; the first begins with `indent`, the others with `hang` after it."""
     clean = printable(text)
-    lines = textwrap.wrap(clean, width, initial_indent=indent, subsequent_indent=indent + hang, break_on_hyphens=False)
-    return lines or [indent.rstrip()]
+    wrapper = _Wrapper(width, initial_indent=indent, subsequent_indent=indent + hang, break_on_hyphens=False)
+    return wrapper.wrap(clean) or [indent.rstrip()]
 
 
 def list_of(name: str, title: str, sentences: Iterable[str]) -> list[Part]:
