@@ -237,7 +237,7 @@ def _over(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-@section("coverage", "Coverage", 5)
+@section("coverage", "Coverage", 15)
 def coverage_section(material: Material) -> Iterator[Element]:
     """Which of a model's products its cases make in another precision; counted in a step that nobody timed."""
     for number, (_, panel) in enumerate(material.panels()):
