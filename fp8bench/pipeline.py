@@ -57,9 +57,8 @@ from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
 from fp8bench.store.ceilings import ceilings_of
 from fp8bench.store.reruns import add_reruns, with_reruns
-from fp8bench.store.runs.listing import dated_later, running_beside, store_of
+from fp8bench.store.runs.listing import dated_later, running_beside, store_of, with_stored_scales
 from fp8bench.store.runs.run_file import RunWriter, check_store, load_run, missing_groups, reopen_run, start_run
-from fp8bench.store.stored_scales import with_stored_scales
 from fp8bench.user_code import import_user_modules
 
 Sessions = Mapping[str, tuple[Interval, ...]]

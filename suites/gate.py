@@ -23,8 +23,7 @@ import numpy as np
 from fp8bench.analysis.compare.compare import of_times
 from fp8bench.analysis.compare.interval import Estimate
 from fp8bench.analysis.compare.sides import MatchedFigures
-from fp8bench.analysis.steps.change_points import LEAST_VALUES, newest_levels, steps_of_many
-from fp8bench.analysis.steps.levels import LEAST
+from fp8bench.analysis.steps.change_points import LEAST, LEAST_VALUES, newest_levels, steps_of_many
 from fp8bench.features.duel.values import CaseResult, Session
 from fp8bench.features.duel.verdicts import compared
 from fp8bench.features.gate.judging import (

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
+from fp8bench.analysis.energy import PhaseEnergies, phase_energies
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.metrics import EnergyValidity, energy_validity
-from fp8bench.analysis.phase_energy import PhaseEnergies, phase_energies
 from fp8bench.api import load
 from fp8bench.model import EnergyUse, Provenance, Record
 from tests.commands import ROOT

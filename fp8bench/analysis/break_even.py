@@ -84,9 +84,11 @@ def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
     )
     sure = [run for run in runs if signs[run[0]]]
     crossings = tuple(
-        Crossing(_zero(places, middle, one[-1], other[0]), places[one[-1]], places[other[0]], bool(signs[other[0]] > 0))
-        for one, other in pairwise(sure)
-        if signs[one[0]] != signs[other[0]]
+        Crossing(
+            _zero(places, middle, first[-1], other[0]), places[first[-1]], places[other[0]], bool(signs[other[0]] > 0)
+        )
+        for first, other in pairwise(sure)
+        if signs[first[0]] != signs[other[0]]
     )
     noise = tuple(ratio.size for ratio in ordered if ratio.within_noise)
     return BreakEven(stretches, crossings, noise, min(ratio.ratio.level for ratio in ordered))
@@ -119,8 +121,8 @@ def _beside(known: Floats, values: Floats) -> Floats:
     leaps = np.abs(steps) > _LEAP * np.maximum(sides[:-2], sides[2:])
     share = np.arange(_STEPS) / _STEPS
     smooth = np.outer(bend * widths**2 / 2, share * (1 - share))
-    found: Floats = np.append(np.where(leaps[:, None] & (share > 0), np.abs(steps)[:, None], smooth).ravel(), 0.0)
-    return found
+    apart: Floats = np.append(np.where(leaps[:, None] & (share > 0), np.abs(steps)[:, None], smooth).ravel(), 0.0)
+    return apart
 
 
 def _zero(places: Sequence[float], middle: Floats, first: int, last: int) -> float:
@@ -165,15 +167,15 @@ class SweptMode:
 
 def sweeps_of(settings: Sequence[Params]) -> list[Sweep]:
     """Every number that varies alone over at least three settings."""
-    found: dict[tuple[str, Params], dict[int, int]] = {}
+    sizes_by_axis: dict[tuple[str, Params], dict[int, int]] = {}
     for place, params in enumerate(settings):
         for name, value in params:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 held = tuple(pair for pair in params if pair[0] != name)
-                found.setdefault((name, held), {})[value] = place
+                sizes_by_axis.setdefault((name, held), {})[value] = place
     return [
         Sweep(axis, held, tuple(sorted(sizes.items())))
-        for (axis, held), sizes in found.items()
+        for (axis, held), sizes in sizes_by_axis.items()
         if len(sizes) >= LEAST_SIZES
     ]
 

@@ -1,6 +1,8 @@
 """What the energy windows of a case say: joules of a step, gross and net, for what it does, and against the reference.
 
-A window is measured; what is worked out of several numbers is derived.
+A window is measured; what is worked out of several numbers is derived. A phase takes what windows say in which it was
+done by itself, or its share of the time. Phases by themselves are held against the step: where their joules and their
+time do not come to its own, they were not what the step is made of, and no phase has a measured figure.
 """
 
 from __future__ import annotations
@@ -9,13 +11,13 @@ import functools
 import math
 import operator
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fp8bench import units
 from fp8bench.analysis.verdicts import SAME
-from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, Record
+from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, PhaseEnergy, Provenance, Record
 from fp8bench.model.consumed import CHOSEN, reasons_in
 from fp8bench.model.specs import ENERGY_PER, MetricSpec
 
@@ -125,9 +127,9 @@ def other_pace(figures: EnergyFigures, finding: Finding) -> float | None:
     slots, windows = finding.median_seconds, figures.seconds
     if slots is None or not slots > 0:
         return None
-    found = windows.middle / slots
+    pace = windows.middle / slots
     noise = max(SAME, finding.spread or 0.0, windows.width / windows.middle)
-    return found if abs(found - 1) > noise else None
+    return pace if abs(pace - 1) > noise else None
 
 
 def why_no_energy(record: Record) -> str:
@@ -241,3 +243,159 @@ def _reasons(energy: EnergyUse) -> Iterator[str]:
     seen = functools.reduce(operator.or_, (window.throttle or 0 for window in windows))
     if held := [name for name in reasons_in(seen) if name not in CHOSEN]:
         yield f"clocks were held back in its windows: {', '.join(held)}"
+
+
+# The same of joules of a phase.
+MOST_PHASE_APART = 0.10
+# Of the time of the phases in a step: further away than that, what was done by itself is not what the step does.
+MOST_OFF = 0.10
+
+
+@dataclass(frozen=True)
+class PhaseJoules:
+    """Joules of one phase of a step. `found` is the range of its windows, each with its uncertainty, and `seconds` what
+    it takes by itself, in windows that differ by `seconds_width`; None where it is an estimate: the step's joules by
+    share of the time. `why` says why it is.
+    """
+
+    phase: str
+    joules: float
+    found: Range | None = None
+    seconds: float | None = None
+    seconds_width: float = 0.0
+    why: str = ""
+
+    @property
+    def provenance(self) -> Provenance:
+        return Provenance.ESTIMATED if self.found is None else Provenance.MEASURED
+
+    @property
+    def low(self) -> float | None:
+        return None if self.found is None else self.found.low
+
+    @property
+    def high(self) -> float | None:
+        return None if self.found is None else self.found.high
+
+
+@dataclass(frozen=True)
+class PhaseEnergies:
+    """All phases of a step. `residual` are its joules that no measured phase takes, in `residual_seconds` of it; None
+    where none was measured, or where they are void: then `void` says why. `pace` is the time of the measured phases by
+    themselves over that which they have in the step, `noise` how far it may be from 1 by chance.
+    """
+
+    phases: tuple[PhaseJoules, ...]
+    residual: Range | None = None
+    residual_seconds: float = 0.0
+    void: str = ""
+    pace: float | None = None
+    noise: float = 0.0
+
+    @property
+    def off_pace(self) -> str:
+        """That the two times disagree, in words; '' where they do not."""
+        if self.pace is None or abs(self.pace - 1) <= self.noise:
+            return ""
+        return (
+            f"by themselves its phases take {units.ratio(self.pace)} of their time in a step, where "
+            f"+-{units.percent(self.noise)} is noise"
+        )
+
+
+def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | None:
+    """None where the case has no energy, or nobody knows its phases."""
+    figures = energy_figures(record)
+    if figures is None or record.energy is None:
+        return None
+    estimated = dict(_estimated(figures, finding))
+    asked = {phase.phase: phase for phase in record.energy.phases}
+    told = {phase: _measured(energy) for phase, energy in asked.items()}
+    measured = {phase: joules for phase, joules in told.items() if isinstance(joules, PhaseJoules)}
+    whys = {phase: why for phase, why in told.items() if isinstance(why, str)}
+    held = _held_against_step(figures, measured, estimated, finding) if measured else PhaseEnergies(())
+    if held.void:
+        measured, whys = {}, dict.fromkeys(asked, held.void)
+    rest = [PhaseJoules(phase, joules, why=whys.get(phase, "")) for phase, joules in estimated.items()]
+    every = {phase.phase: phase for phase in rest} | measured
+    return replace(held, phases=tuple(every.values())) if every else None
+
+
+def _estimated(figures: EnergyFigures, finding: Finding | None) -> Iterator[tuple[str, float]]:
+    """The joules of a step by the best case's shares of time, as if all phases took the same power."""
+    if finding is None or not finding.best_seconds:
+        return
+    for phase, seconds in finding.phases:
+        if 0 < seconds < math.inf:
+            yield phase, figures.gross.middle * seconds / finding.best_seconds
+
+
+def _measured(asked: PhaseEnergy) -> PhaseJoules | str:
+    """What the windows of a phase say, or why they say nothing."""
+    windows = sound_windows(asked.windows)
+    if not windows:
+        return asked.why or "no window was measured, and nothing says why"
+    joules = [window.joules / window.steps for window in windows]
+    middle = statistics.median(joules)
+    if (apart := max(joules) - min(joules)) > MOST_PHASE_APART * middle:
+        return f"its windows are {units.percent(apart / middle)} apart"
+    unsure = [window.uncertainty or 0.0 for window in windows]
+    ends = list(zip(joules, unsure, strict=True))
+    span = Range(
+        middle, min(value * (1 - share) for value, share in ends), max(value * (1 + share) for value, share in ends)
+    )
+    seconds = [window.seconds / window.steps for window in windows]
+    return PhaseJoules(asked.phase, middle, span, statistics.median(seconds), max(seconds) - min(seconds))
+
+
+def _held_against_step(
+    figures: EnergyFigures, measured: Mapping[str, PhaseJoules], estimated: Mapping[str, float], finding: Finding | None
+) -> PhaseEnergies:
+    """The residual, which has to be what the device takes in the rest of the step's time: between idling and the most
+    that it takes in any phase. Where times are too noisy for that, the rest is the time of unmeasured phases."""
+    ranges = [phase.found for phase in measured.values() if phase.found is not None]
+    by_themselves = sum(phase.seconds or 0.0 for phase in measured.values())
+    step, gross = figures.seconds.middle, figures.gross.widened(figures.uncertainty or 0.0)
+    rest = step - by_themselves
+    residual = Range(
+        gross.middle - sum(span.middle for span in ranges),
+        gross.low - sum(span.high for span in ranges),
+        gross.high - sum(span.low for span in ranges),
+    )
+    elsewhere = sum(joules for phase, joules in estimated.items() if phase not in measured)
+    in_step = step * (1 - elsewhere / figures.gross.middle)
+    pace = by_themselves / in_step if in_step > 0 else math.inf
+    own = sum(phase.seconds_width for phase in measured.values()) / by_themselves if by_themselves else 0.0
+    noise = max(SAME, (finding.spread if finding else None) or 0.0, figures.seconds.width / step, own)
+    powers = [phase.joules / phase.seconds for phase in measured.values() if phase.seconds]
+    left = rest if abs(pace - 1) <= MOST_OFF else step - in_step
+    ends = sorted((left * max([*powers, figures.watts]), left * (figures.idle or 0.0)))
+    held = PhaseEnergies((), residual, rest, "", pace, noise)
+    return replace(held, void=_void(held, figures.gross.middle, by_themselves, ends))
+
+
+def _void(held: PhaseEnergies, gross: float, by_themselves: float, ends: Sequence[float]) -> str:
+    """Why no phase is measured, whatever its windows say; '' if they come to the step."""
+    residual, pace = held.residual, held.pace
+    assert residual is not None and pace is not None
+    if abs(pace - 1) > max(MOST_OFF, held.noise):
+        return (
+            f"by themselves they take {units.seconds(by_themselves)} where a step has "
+            f"{units.seconds(by_themselves / pace if pace else None)} for them: that is not what the step does"
+        )
+    if residual.high < ends[0] or residual.low > ends[1]:
+        return (
+            f"they come to {units.joules(gross - residual.middle)} where a step takes {units.joules(gross)}, further "
+            "apart than the error of both"
+        )
+    return ""
+
+
+def per_work(record: Record, phase: PhaseJoules) -> Iterator[tuple[MetricSpec, float]]:
+    """Joules of a phase for a token of the step and for 10^12 FLOPs of its own, as the tape has counted them."""
+    own = record.tape.of(phase.phase) if record.tape is not None else None
+    counts = {"tokens": record.work.tokens, "flops": own.flops if own is not None and not own.unknown else 0}
+    for name, count in counts.items():
+        spec, many = ENERGY_PER[name]
+        if count:
+            yield spec, phase.joules * many / count

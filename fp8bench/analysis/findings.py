@@ -17,13 +17,11 @@ import numpy as np
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.claims import claims_of
-from fp8bench.analysis.clocks import clock_offset, unsettled
-from fp8bench.analysis.flat_time import flat_times
+from fp8bench.analysis.compare.interval import quantile
+from fp8bench.analysis.doubts import PlaceEffect, clock_offset, flat_times, place_effect, unsettled
 from fp8bench.analysis.labels import Labelled, are_held_up, hard_labels, in_process, labels_of
-from fp8bench.analysis.places import PlaceEffect, place_effect
-from fp8bench.analysis.reruns import reach_of
 from fp8bench.analysis.verdicts import fastest
-from fp8bench.model import Finding, Interval, Label, Level, Overheads, Record, Run, Status, Timing, Verdict
+from fp8bench.model import Finding, Interval, Label, Level, Overheads, Record, Reruns, Run, Status, Timing, Verdict
 from fp8bench.model.stopping import LEAST_CANDIDATES, LEAST_ROUNDS
 
 BELOW_FLOOR_MARKERS = 20
@@ -32,6 +30,8 @@ _SEEN = 0.01
 _FINAL = verdicts.FINAL_LEVEL, verdicts.SAME
 # Two ends of an interval that come from the same reach.
 _CLOSE = 1e-9
+# A logarithm: intervals that reach further say nothing either, and their ends are no numbers.
+_MOST_REACH = 100.0
 # Standard deviations: of the bounds of an interval of 99%, and below which 1% of draws lie.
 _BOUND, _SURE = 2.576, 2.326
 
@@ -63,8 +63,8 @@ def findings(run: Run) -> dict[str, Finding]:
     overheads = dict(run.overheads)
     told = {case: (label,) for case, label in flat_times(run.records, run.request.threads).items()}
     beside = in_process(run)
-    told = {one.case.id: (*told.get(one.case.id, ()), *beside) for one in run.records}
-    return {found.case.id: found for records in groups.values() for found in find(records, overheads, told)}
+    told = {record.case.id: (*told.get(record.case.id, ()), *beside) for record in run.records}
+    return {finding.case.id: finding for records in groups.values() for finding in find(records, overheads, told)}
 
 
 def find(
@@ -84,19 +84,19 @@ def find(
         ]
         place = _beyond_noise([*together, reference.control], aa)
         whole = verdicts.whole_steps(reference.timing, reference.control)
-        best = sum(seconds for _, seconds in verdicts.best_phases(reference.timing, whole))
+        best = verdicts.best_seconds(reference.timing, whole)
         claims = tuple(claims_of(reference, None))
         shared = _Standard(
             reference, reference.timing, reference.control, emulated, (*hard, *claims), place, best, claims, whole
         )  # fmt: skip
-    found = [
+    made = [
         _finding(record, shared, aa, overheads.get(record.case.device), told.get(record.case.id, ()))
         for record in records
     ]
-    return _chosen(records, found, shared)
+    return _chosen(records, made, shared)
 
 
-def _chosen(records: Sequence[Record], found: list[Finding], shared: _Standard) -> list[Finding]:
+def _chosen(records: Sequence[Record], made: list[Finding], shared: _Standard) -> list[Finding]:
     """With a word at the fastest of several that was not timed again: its speed-up is too good by the choice."""
     together = [
         (place, record.timing)
@@ -105,28 +105,24 @@ def _chosen(records: Sequence[Record], found: list[Finding], shared: _Standard) 
         and record.paired_with is None
     ]  # fmt: skip
     if shared.timing is None or len(together) < LEAST_CANDIDATES or any(record.fresh for record in records):
-        return found
+        return made
     best = fastest([timing for _, timing in together], shared.timing, shared.control)
-    if best is None or not found[place := together[best][0]].judged:
-        return found
+    if best is None or not made[place := together[best][0]].judged:
+        return made
     told = f"the fastest of {len(together)} by these rounds, and not timed again: chosen so, its speed-up is too good"
-    found[place] = replace(found[place], why="; ".join(filter(None, (found[place].why, told))))
-    return found
+    made[place] = replace(made[place], why="; ".join(filter(None, (made[place].why, told))))
+    return made
 
 
 def _beyond_noise(timings: Sequence[Timing | None], aa: Interval | None) -> PlaceEffect | None:
     """What a place in the rounds of these does, if it is more than identical code differs by."""
-    found = place_effect([timing for timing in timings if timing is not None])
+    effect = place_effect([timing for timing in timings if timing is not None])
     floor = max(verdicts.BAND, aa.reach if aa is not None else 0.0)
-    return found if found is not None and abs(found.ratio.point - 1) > floor else None
+    return effect if effect is not None and abs(effect.ratio.point - 1) > floor else None
 
 
 def _finding(
-    record: Record,
-    shared: _Standard,
-    aa: Interval | None,
-    overheads: Overheads | None,
-    beside: Sequence[Labelled],
+    record: Record, shared: _Standard, aa: Interval | None, overheads: Overheads | None, beside: Sequence[Labelled]
 ) -> Finding:
     timing = record.timing
     if record.status is not Status.OK or timing is None or not timing.slots:
@@ -150,10 +146,10 @@ def _finding(
         *claims_of(record, standard.record),
         *_of_clocks(record, standard, finding.ratio),
         *(_of_whole_steps(record, standard) if whole else ()),
+        *([standard.place.label] if standard.place is not None and record.paired else ()),
         *beside,
     )
-    place = standard.place if record.paired else None
-    labels = labels_of(record, finding, standard.timing, aa, place, claims)
+    labels = labels_of(record, finding, standard.timing, aa, claims)
     finding = replace(
         finding,
         labels=tuple(labelled.label for labelled in labels),
@@ -253,6 +249,13 @@ def _with_verdict(
         why="; ".join(filter(None, whys)),
         median_ratio=float(np.median(verdicts.totals(record.timing)) / np.median(verdicts.totals(standard.timing))),
     ), aa
+
+
+def reach_of(reruns: Reruns | None) -> float:
+    """How far from its point an interval reaches at least, as a logarithm, by what earlier runs differed by."""
+    if reruns is None or reruns.freedom < 1 or not 0 <= reruns.spread < math.inf:  # who changes a file may write any
+        return 0.0
+    return min(quantile(verdicts.FINAL_LEVEL, reruns.freedom) * reruns.spread, _MOST_REACH)
 
 
 def _floor(aa: Interval | None, standard: _Standard) -> float | None:

@@ -14,18 +14,10 @@ import numpy as np
 
 from fp8bench import units
 from fp8bench.analysis import stats
-from fp8bench.analysis.energy import why_unresolved
-from fp8bench.analysis.phase_energy import phase_energies
-from fp8bench.analysis.places import PlaceEffect
+from fp8bench.analysis.energy import phase_energies, why_unresolved
 from fp8bench.analysis.verdicts import LEAST_FOR_VERDICT, SAME, uneven
 from fp8bench.model import DeviceWatch, Finding, Interval, Label, Level, Record, Run, SlotSample, Timing
-from fp8bench.model.consumed import (
-    BITS,
-    CHOSEN,
-    HARDWARE,
-    POWER_CAP,
-    reasons_in,
-)
+from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_in
 from fp8bench.model.run import PROFILE
 from fp8bench.model.stopping import LEAST_ROUNDS
 
@@ -123,28 +115,21 @@ BIMODAL_LESSER = 0.2
 
 
 def labels_of(
-    record: Record,
-    finding: Finding,
-    reference: Timing | None,
-    aa: Interval | None,
-    place: PlaceEffect | None = None,
-    claims: Sequence[Labelled] = (),
+    record: Record, finding: Finding, reference: Timing | None, aa: Interval | None, others: Sequence[Labelled] = ()
 ) -> tuple[Labelled, ...]:
-    """All labels of one case, in the order of Label; `aa` is the A/A interval of the rounds it was in.
-
-    `place` is what a place in these rounds does beyond noise, `claims` are labels for what the case says of itself.
-    """
-    found = [*_found(record, finding, reference, aa), *_of_place(place), *claims]
-    return tuple(sorted(found, key=lambda one: list(Label).index(one.label)))
+    """All labels of one case, in the order of Label; `aa` is the A/A interval of the rounds it was in, `others` are
+    labels for what its own samples do not say."""
+    every = [*_of_samples(record, finding, reference, aa), *others]
+    return tuple(sorted(every, key=lambda labelled: list(Label).index(labelled.label)))
 
 
 def hard_labels(timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str) -> tuple[Labelled, ...]:
     """Those that leave no verdict, for a case and for the reference it is held against."""
-    found = [
+    labels = [
         *_told_apart(aa, timing.num_rounds), *_contended(timing, device), *limits_of(watch),
         *_launch_bound(timing, device),
     ]  # fmt: skip
-    return tuple(label for label in found if label.hard)
+    return tuple(label for label in labels if label.hard)
 
 
 def in_process(run: Run) -> tuple[Labelled, ...]:
@@ -152,14 +137,13 @@ def in_process(run: Run) -> tuple[Labelled, ...]:
     return (Labelled(Label.IN_PROCESS),) if run.origin == PROFILE and not run.request.isolation else ()
 
 
-def _found(record: Record, finding: Finding, reference: Timing | None, aa: Interval | None) -> Iterator[Labelled]:
+def _of_samples(record: Record, finding: Finding, reference: Timing | None, aa: Interval | None) -> Iterator[Labelled]:
     timing = record.timing
     assert timing is not None
     yield from _told_apart(aa, timing.num_rounds)
     yield from _contended(timing, record.case.device)
     yield from shared(record.watch)
     yield from limits_of(record.watch)
-    yield from _memory_full(timing)
     if why := why_unresolved(record.energy):
         yield Labelled(Label.ENERGY_UNRESOLVED, why)
     phases = phase_energies(record, finding)
@@ -185,19 +169,15 @@ def _found(record: Record, finding: Finding, reference: Timing | None, aa: Inter
         # On a device of its own casts of native formats are part of what is compared; elsewhere they are emulations.
         native = record.support.level is Level.NATIVE and record.case.device != "cpu"
         yield Labelled(Label.EAGER_QUANTISER, timing.eager, hard=native)
-    yield from _implausible(record)
+    yield from _implausible(record, timing)
     if set(finding.below_floor) >= {phase for phase, seconds in finding.phases if seconds > 0}:
         yield Labelled(Label.BELOW_FLOOR)
 
 
-def _memory_full(timing: Timing) -> Iterator[Labelled]:
-    """Memory that nobody used had to be given back, for which torch waits until the device is done."""
+def _implausible(record: Record, timing: Timing) -> Iterator[Labelled]:
     retries = [slot.memory_retries for slot in timing.slots if slot.memory_retries]
-    if retries:
+    if retries:  # memory that nobody used had to be given back, for which torch waits until the device is done
         yield Labelled(Label.MEMORY_FULL, f"in {len(retries)} of {len(timing.slots)} slots, {sum(retries)} times")
-
-
-def _implausible(record: Record) -> Iterator[Labelled]:
     if record.memory is not None and record.memory.leak:
         yield Labelled(Label.LEAK, f"{units.size(record.memory.leak)} a step")
     if record.not_finite:
@@ -217,13 +197,6 @@ def _uneven(finding: Finding, timing: Timing, reference: Timing | None) -> Itera
     elif reference is not None and (words := pattern(reference)):
         told.append(f"of the reference {words}")
     yield Labelled(Label.UNEVEN, "; ".join(told), hard=not (faster or slower))
-
-
-def _of_place(found: PlaceEffect | None) -> Iterator[Labelled]:
-    if found is not None:
-        where = "the first of its round" if found.place == 0 else f"number {found.place + 1} of its round"
-        low, high = (units.change(bound) for bound in (found.ratio.low, found.ratio.high))
-        yield Labelled(Label.POSITION, f"{where} takes {units.change(found.ratio.point)} time [{low}, {high}]")
 
 
 def _told_apart(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
@@ -357,7 +330,7 @@ def pattern(timing: Timing) -> str:
         return ""
     # A call far beyond the slow ones is one from which somebody took the core: nobody knows which it was.
     known = [np.where(slot < _FAR * np.median(slow), slot, np.nan) for slot in slots]
-    classes: list[Any] = [np.ma.masked_invalid(one) > (fast[-1] + slow[0]) / 2 for one in known]
+    classes: list[Any] = [np.ma.masked_invalid(calls) > (fast[-1] + slow[0]) / 2 for calls in known]
     share = sum(int(cls.filled(False).sum()) for cls in classes) / max(1, sum(cls.count() for cls in classes))
     return f"about {_of(share)} {_place(classes)} {longer:.1f} times as long"
 

@@ -121,8 +121,8 @@ def capacity_ratio(record: Record, reference: Record | None) -> float | None:
     return own.batch / base.batch
 
 
-def why_no_larger(found: Capacity) -> str:
+def why_no_larger(capacity: Capacity) -> str:
     """'377: tensors need 1.63 MiB more', or why there is no answer."""
-    if found.batch is not None and found.beyond is None:
+    if capacity.batch is not None and capacity.beyond is None:
         return "none: the suite takes no more"
-    return f"{found.beyond}: {found.why}" if found.beyond is not None else found.why
+    return f"{capacity.beyond}: {capacity.why}" if capacity.beyond is not None else capacity.why

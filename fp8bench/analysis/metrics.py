@@ -15,15 +15,17 @@ from functools import cache, partial
 
 from fp8bench.analysis.energy import (
     EnergyFigures,
+    PhaseEnergies,
     energy_figures,
     energy_ratio,
     energy_samples,
+    per_work,
+    phase_energies,
     why_no_energy,
     why_unresolved,
 )
 from fp8bench.analysis.labels import shared
 from fp8bench.analysis.metric import EnergyConditions, Metric, Reference, Samples, Told, capacity_ratio, why_no_larger
-from fp8bench.analysis.phase_energy import PhaseEnergies, per_work, phase_energies
 from fp8bench.analysis.ranks import rank_metrics
 from fp8bench.analysis.roofline import phase_roofs
 from fp8bench.analysis.samples import (
@@ -38,7 +40,7 @@ from fp8bench.analysis.samples import (
     sustained_samples,
 )
 from fp8bench.analysis.tapes import coverage_metrics, tape_metrics
-from fp8bench.analysis.verdicts import best_phases, totals
+from fp8bench.analysis.verdicts import best_seconds, totals
 from fp8bench.model import UNATTRIBUTED, Finding, Interval, Label, Provenance, Record, Status, Verdict, specs
 from fp8bench.model.consumed import CHOSEN, COUNTERS, LEAST_INTERVALS, TICK_INTERVALS, reasons_in
 from fp8bench.model.specs import STEP, MetricSpec, Rank, memory_of_role, spec_of
@@ -80,17 +82,17 @@ def _step_time(told: Told) -> Iterator[Metric]:
 
 def _replays(told: Told) -> Iterator[Metric]:
     """The device's time of a step that was done again as one launch; where that was tried and failed, why."""
-    found = told.record.replays
-    if found is None:
+    replays = told.record.replays
+    if replays is None:
         return
-    timing, blank = found.timing, Metric(specs.REPLAY, provenance=_MEASURED, why=found.why)
+    timing, blank = replays.timing, Metric(specs.REPLAY, provenance=_MEASURED, why=replays.why)
     if timing is None:
         yield blank
         return
     yield replace(
-        blank, value=statistics.median(totals(timing).tolist()), best=sum(best for _, best in best_phases(timing)),
+        blank, value=statistics.median(totals(timing).tolist()), best=best_seconds(timing),
         rounds=timing.num_rounds, count=timing.num_calls, samples=partial(step_samples, timing),
-        why=found.loaded and f"without loading {found.loaded}",
+        why=replays.loaded and f"without loading {replays.loaded}",
     )  # fmt: skip
 
 
@@ -106,14 +108,14 @@ def _means(told: Told) -> Iterator[Metric]:
 
 
 def _sustained(told: Told) -> Iterator[Metric]:
-    record, found = told.record, sustained_figures(told.record, told.finding)
+    record, figures = told.record, sustained_figures(told.record, told.finding)
     beside: dict[MetricSpec, float | None] = {}
-    if found is not None and record.status is Status.OK:
+    if figures is not None and record.status is Status.OK:
         yield Metric(
-            specs.SUSTAINED_TIME, found.seconds, provenance=_MEASURED, cost=told.emulated, count=found.turns,
+            specs.SUSTAINED_TIME, figures.seconds, provenance=_MEASURED, cost=told.emulated, count=figures.turns,
             interval=sustained_ratio(record, told.base), samples=partial(sustained_samples, record),
         )  # fmt: skip
-        beside = {specs.SUSTAINED_CLOCK: found.clock, specs.SUSTAINED_POWER: found.watts}
+        beside = {specs.SUSTAINED_CLOCK: figures.clock, specs.SUSTAINED_POWER: figures.watts}
     beside[specs.SM_CLOCK] = record.timing.clock if record.timing is not None else None
     for spec, value in beside.items():
         if value is not None:
@@ -138,11 +140,11 @@ def _phases(told: Told) -> Iterator[Metric]:
     finding, timing = told.finding, told.record.timing
     medians = phase_medians(timing) if timing is not None and finding is not None else {}
     if finding is None:
-        found: dict[str, float | None] = dict.fromkeys(timing.segments.phases if timing is not None else ())
+        best_by_phase: dict[str, float | None] = dict.fromkeys(timing.segments.phases if timing is not None else ())
     else:
         known = dict(finding.phases) if finding.best_seconds else {}
-        found = {name: best for name, best in known.items() if best or name in medians or name == UNATTRIBUTED}
-    for phase, best in found.items():
+        best_by_phase = {name: best for name, best in known.items() if best or name in medians or name == UNATTRIBUTED}
+    for phase, best in best_by_phase.items():
         # What the marks of no phase cover is 0 in every call where there is nothing.
         seconds, share = medians.get(phase, (0.0, 0.0) if best == 0 else (None, None))
         samples = tuple if timing is None else partial(phase_samples, timing, phase)
@@ -214,45 +216,37 @@ def _energy(told: Told) -> Iterator[Metric]:
     record, finding, reference, use = told.record, told.finding, told.reference, told.record.energy
     if use is None or record.status is not Status.OK:
         return
-    labels = finding.labels if finding is not None else ()
+    labels, validity = finding.labels if finding is not None else (), energy_validity(record)
+    conditions = EnergyConditions(validity.value, use.power_limits) if validity is not None else None
     blank = Metric(
-        specs.ENERGY, provenance=None, cost=told.emulated, labels=labels, source=use.source, energy=_conditions(record)
+        specs.ENERGY, provenance=None, cost=told.emulated, labels=labels, source=use.source, energy=conditions
     )
-    found = energy_figures(record)
-    if found is None:
+    figures = energy_figures(record)
+    if figures is None:
         yield replace(blank, why=why_no_energy(record))
         return
-    blank = replace(blank, count=len(found.windows), provenance=Provenance.DERIVED)
+    blank = replace(blank, count=len(figures.windows), provenance=Provenance.DERIVED)
     samples = partial(energy_samples, use)
-    step = replace(blank, value=found.gross.middle, provenance=_MEASURED, why=use.why, samples=samples)
+    step = replace(blank, value=figures.gross.middle, provenance=_MEASURED, why=use.why, samples=samples)
     ratio = reference and energy_ratio(record, reference.record, (*labels, *reference.labels))
     if ratio is not None:
         interval = Interval(ratio.point, ratio.low, ratio.high, 0.0)
         step = replace(step, interval=interval, verdict=ratio.demand.value, why=_joined(ratio.why, use.why))
     yield step
-    yield from _beside(found, blank)
+    yield from _beside(figures, blank)
     phases = phase_energies(record, finding)
     if phases is not None:
         yield from _of_phases(record, phases, finding, replace(blank, spec=_detail(specs.ENERGY)))
 
 
-def _conditions(record: Record) -> EnergyConditions | None:
-    use, validity = record.energy, energy_validity(record)
-    return None if use is None or validity is None else EnergyConditions(validity.value, use.power_limits)
-
-
-def _of_phases(record: Record, found: PhaseEnergies, finding: Finding | None, blank: Metric) -> Iterator[Metric]:
+def _of_phases(record: Record, energies: PhaseEnergies, finding: Finding | None, blank: Metric) -> Iterator[Metric]:
     """Measured ones with their ends, estimates with why they are none; and what of a step no measured one takes."""
-    for phase_joules in found.phases:
+    for phase_joules in energies.phases:
         labels = _with_floor(finding, phase_joules.phase)
         phase = replace(
-            blank,
-            value=phase_joules.joules,
-            phase=phase_joules.phase,
-            provenance=phase_joules.provenance,
-            labels=labels,
-            why=phase_joules.why,
-        )
+            blank, value=phase_joules.joules, phase=phase_joules.phase, provenance=phase_joules.provenance,
+            labels=labels, why=phase_joules.why,
+        )  # fmt: skip
         yield phase
         for spec, end in ((specs.ENERGY_LOW, phase_joules.low), (specs.ENERGY_HIGH, phase_joules.high)):
             if end is not None:
@@ -260,20 +254,20 @@ def _of_phases(record: Record, found: PhaseEnergies, finding: Finding | None, bl
         if phase_joules.found is not None:
             for spec, joules in per_work(record, phase_joules):
                 yield replace(phase, spec=_detail(spec), value=joules, provenance=Provenance.DERIVED)
-    if found.residual is not None:
-        yield replace(blank, spec=specs.ENERGY_RESIDUAL, value=found.residual.middle, why=found.void)
+    if energies.residual is not None:
+        yield replace(blank, spec=specs.ENERGY_RESIDUAL, value=energies.residual.middle, why=energies.void)
 
 
-def _beside(found: EnergyFigures, blank: Metric) -> Iterator[Metric]:
-    net = found.net.middle if found.net else None
-    yield replace(blank, spec=specs.ENERGY_NET, value=net, why=found.net_why)
-    if found.uncertainty is not None:
-        yield replace(blank, spec=specs.ENERGY_UNCERTAINTY, value=found.uncertainty)
-    for spec, joules in found.per:
+def _beside(figures: EnergyFigures, blank: Metric) -> Iterator[Metric]:
+    net = figures.net.middle if figures.net else None
+    yield replace(blank, spec=specs.ENERGY_NET, value=net, why=figures.net_why)
+    if figures.uncertainty is not None:
+        yield replace(blank, spec=specs.ENERGY_UNCERTAINTY, value=figures.uncertainty)
+    for spec, joules in figures.per:
         yield replace(blank, spec=spec, value=joules)
-    yield replace(blank, spec=specs.POWER, value=found.watts, provenance=_MEASURED)
-    if found.idle is not None:
-        yield replace(blank, spec=specs.IDLE_POWER, value=found.idle, provenance=_MEASURED, cost=False)
+    yield replace(blank, spec=specs.POWER, value=figures.watts, provenance=_MEASURED)
+    if figures.idle is not None:
+        yield replace(blank, spec=specs.IDLE_POWER, value=figures.idle, provenance=_MEASURED, cost=False)
 
 
 def _memory(told: Told) -> Iterator[Metric]:
@@ -300,21 +294,21 @@ def _size(spec: MetricSpec, size: int | None, phase: str = STEP, provenance: Pro
 
 def _capacity(told: Told) -> Iterator[Metric]:
     """The largest batch that fits; without an answer one figure with the reason."""
-    found = told.record.capacity
-    if found is None:
+    capacity = told.record.capacity
+    if capacity is None:
         return
     share = capacity_ratio(told.record, told.base)
     yield Metric(
-        specs.MAX_BATCH, None if found.batch is None else float(found.batch), provenance=_MEASURED,
-        why=why_no_larger(found), interval=None if share is None else Interval(share, share, share, 1.0),
+        specs.MAX_BATCH, None if capacity.batch is None else float(capacity.batch), provenance=_MEASURED,
+        why=why_no_larger(capacity), interval=None if share is None else Interval(share, share, share, 1.0),
     )  # fmt: skip
     beside = {
-        specs.MAX_BATCH_TOKENS: found.tokens or None, specs.MAX_BATCH_MEMORY: found.peak,
-        specs.MAX_BATCH_LIMIT: found.limit,
+        specs.MAX_BATCH_TOKENS: capacity.tokens or None, specs.MAX_BATCH_MEMORY: capacity.peak,
+        specs.MAX_BATCH_LIMIT: capacity.limit,
     }  # fmt: skip
     yield from (_size(spec, size) for spec, size in beside.items() if size is not None)
-    if found.on_device is not None:
-        yield _size(specs.DEVICE_MAX_BATCH, found.on_device, provenance=Provenance.DERIVED)
+    if capacity.on_device is not None:
+        yield _size(specs.DEVICE_MAX_BATCH, capacity.on_device, provenance=Provenance.DERIVED)
 
 
 def _data(told: Told) -> Iterator[Metric]:

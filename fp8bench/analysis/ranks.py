@@ -165,8 +165,8 @@ class Bubble(NamedTuple):
 
 def microbatches_of(record: Record) -> int | None:
     """Of a pipeline; None of what is none."""
-    found = dict(record.case.params).get("microbatches")
-    return found if isinstance(found, int) else None
+    count = dict(record.case.params).get("microbatches")
+    return count if isinstance(count, int) else None
 
 
 def bubble(record: Record) -> Bubble | None:
@@ -201,23 +201,23 @@ class _Round(NamedTuple):
     in_turn: float
 
 
-def overlap_figures(found: Overlap) -> OverlapFigures:
+def overlap_figures(overlap: Overlap) -> OverlapFigures:
     """Round by round: what is slow for a while is so on both sides of a difference, and falls out."""
-    rounds = tuple(map(_Round, found.compute, found.communication, found.both, found.in_turn))
-    if found.why or not rounds or not all(one.compute > 0 and one.communication > 0 for one in rounds):
-        why = Untold(units.NONE, found.why or "no round of it was kept")
+    rounds = tuple(map(_Round, overlap.compute, overlap.communication, overlap.both, overlap.in_turn))
+    if overlap.why or not rounds or not all(parts.compute > 0 and parts.communication > 0 for parts in rounds):
+        why = Untold(units.NONE, overlap.why or "no round of it was kept")
         return OverlapFigures(why, why)
-    check = statistics.median(one.in_turn / (one.compute + one.communication) for one in rounds)
+    check = statistics.median(parts.in_turn / (parts.compute + parts.communication) for parts in rounds)
     if not SUM_MAY_BE[0] <= check <= SUM_MAY_BE[1]:
         return OverlapFigures(OFF, OFF, check)
-    exposed = middle([one.both - one.compute for one in rounds])
-    beyond = middle([one.both - max(one.compute, one.communication) for one in rounds])
-    hidden = middle([1 - (one.both - one.compute) / one.communication for one in rounds])
+    exposed = middle([parts.both - parts.compute for parts in rounds])
+    beyond = middle([parts.both - max(parts.compute, parts.communication) for parts in rounds])
+    hidden = middle([1 - (parts.both - parts.compute) / parts.communication for parts in rounds])
     if isinstance(exposed, Untold) or isinstance(beyond, Untold) or isinstance(hidden, Untold):
         return OverlapFigures(FEW, FEW, check)
     if beyond.high < 0:
         return OverlapFigures(SHORT, SHORT, check)
-    most = EXPOSED_WITHIN * statistics.median(one.both for one in rounds)
+    most = EXPOSED_WITHIN * statistics.median(parts.both for parts in rounds)
     return OverlapFigures(
         WIDE_OVERLAP if exposed.high - exposed.low > most else exposed,
         WIDE_OVERLAP if hidden.high - hidden.low > HIDDEN_WITHIN else hidden,
@@ -229,10 +229,10 @@ def overlap_of(record: Record) -> OverlapFigures | None:
     """Of a case. A step of a pipeline is longer than its products by its waiting too: of its sending no share hides."""
     if record.overlap is None:
         return None
-    found = overlap_figures(record.overlap)
-    if isinstance(found.exposed, Untold) or microbatches_of(record) is None:
-        return found
-    return found._replace(hidden=WAITING)
+    figures = overlap_figures(record.overlap)
+    if isinstance(figures.exposed, Untold) or microbatches_of(record) is None:
+        return figures
+    return figures._replace(hidden=WAITING)
 
 
 class Efficiency(NamedTuple):
@@ -257,9 +257,9 @@ def _share(alone: Sequence[float], together: Sequence[float], times: float = 1.0
     """One rank's step over that of all."""
     if not alone or len(alone) != len(together) or not all(value > 0 for value in (*alone, *together)):
         return UNPAIRED  # they are no rounds of the same run
-    found = middle([value / all_ranks * times for value, all_ranks in zip(alone, together, strict=True)])
-    wide = isinstance(found, Middle) and found.high - found.low > EFFICIENCY_WITHIN * found.value
-    return WIDE_EFFICIENCY if wide else found
+    share = middle([value / all_ranks * times for value, all_ranks in zip(alone, together, strict=True)])
+    wide = isinstance(share, Middle) and share.high - share.low > EFFICIENCY_WITHIN * share.value
+    return WIDE_EFFICIENCY if wide else share
 
 
 def sent_by_rank(record: Record) -> tuple[float, ...]:
@@ -312,7 +312,7 @@ def _transfer_metrics(transfer: Transfer, seconds: float | None) -> Iterator[Met
         yield Metric(specs.EFFECTIVE_BUSBW, transfer.logical / seconds * transfer.bus_factor)
 
 
-def _figure_of(spec: MetricSpec, found: Middle | Untold, times: float = 1.0) -> Metric:
-    if isinstance(found, Untold):
-        return Metric(spec, why=found.why)
-    return Metric(spec, found.value * times, bounds=(found.low * times, found.high * times))
+def _figure_of(spec: MetricSpec, figure: Middle | Untold, times: float = 1.0) -> Metric:
+    if isinstance(figure, Untold):
+        return Metric(spec, why=figure.why)
+    return Metric(spec, figure.value * times, bounds=(figure.low * times, figure.high * times))

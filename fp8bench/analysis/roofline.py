@@ -1,18 +1,22 @@
 """What bounds a phase: its counted FLOPs, bytes and launches over its time, beside what the device does at most.
 
-And by Amdahl's law what a precision could give at most on a step. Values to values; words are made in report/.
+And by Amdahl's law what a precision could give at most on a step. What vendors say is in datasheet.toml beside this.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cache
+from importlib.resources import files
 from itertools import takewhile
+from typing import Any
 
-from fp8bench.analysis.datasheet import datasheet_of, kind_of_path
 from fp8bench.model import Ceiling, Ceilings, Finding, Level, Limit, Phase, Rate, Record
 from fp8bench.model.measured import WIDEST_SPREAD
 from fp8bench.model.step import PhaseCount
@@ -59,12 +63,12 @@ class Roofs:
             return {}
         if fused:
             return {Bound.COMPUTE: products} if products else {}
-        found = {
+        seconds_by_bound = {
             Bound.COMPUTE: products,
             Bound.MEMORY: count.bytes / self.memory,
             Bound.LAUNCH: count.launches / self.launches if self.launches else None,
         }
-        return {bound: seconds for bound, seconds in found.items() if seconds}
+        return {bound: seconds for bound, seconds in seconds_by_bound.items() if seconds}
 
     def product_seconds(self, by_path: Iterable[tuple[str, int]]) -> float | None:
         """Of products, each in its dtype; None where the rate of one is not known."""
@@ -149,19 +153,21 @@ class Gain:
 def bounds_of(ceiling: Ceiling) -> Roofs:
     """What nothing can be above: rates whose runs agree, and copies where they are fastest."""
     steady = [rate for rate in ceiling.rates if rate.steady]
-    found = _measured(replace(ceiling, rates=tuple(steady)))
-    return Roofs("measured here", found.products if found else {}, ceiling.bytes)
+    roofs = _measured(replace(ceiling, rates=tuple(steady)))
+    return Roofs("measured here", roofs.products if roofs else {}, ceiling.bytes)
 
 
 def roofs_of(ceiling: Ceiling | None) -> tuple[Roofs | None, Roofs | None]:
     """By what was measured here in several runs, and by the datasheet of that device; None where there is none."""
     if ceiling is None:
         return None, None
-    return _measured(ceiling), _sheet(ceiling)
+    sheet = datasheet_of(ceiling.device)
+    said = Roofs(sheet.told("dense", "bandwidth"), sheet.dense, sheet.bandwidth) if sheet else None
+    return _measured(ceiling), said
 
 
 def _measured(ceiling: Ceiling) -> Roofs | None:
-    values = [(one, one.value) for one in ceiling.rates if one.value is not None and one.spread <= _WILD]
+    values = [(rate, rate.value) for rate in ceiling.rates if rate.value is not None and rate.spread <= _WILD]
     if not values:
         return None
     products: dict[str, float] = {}
@@ -169,16 +175,9 @@ def _measured(ceiling: Ceiling) -> Roofs | None:
         if rate.limit is Limit.PRODUCT:  # recipes of one format differ in what they add to its kernels
             kind = kind_of_path(rate.precision)
             products[kind] = max(value, products.get(kind, 0.0))
-    memory = max((value for one, value in values if one.limit in (Limit.COPY, Limit.TRIAD)), default=None)
-    launches = next((value for one, value in values if one.limit is Limit.LAUNCH), None)
+    memory = max((value for rate, value in values if rate.limit in (Limit.COPY, Limit.TRIAD)), default=None)
+    launches = next((value for rate, value in values if rate.limit is Limit.LAUNCH), None)
     return Roofs("measured here", products, memory, launches)
-
-
-def _sheet(ceiling: Ceiling) -> Roofs | None:
-    sheet = datasheet_of(ceiling.device)
-    if sheet is None:
-        return None
-    return Roofs(sheet.told("dense", "bandwidth"), sheet.dense, sheet.bandwidth)
 
 
 def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...]:
@@ -207,12 +206,12 @@ def gain_of(record: Record, finding: Finding, reference: Record, lead: Finding) 
     if measured is None or record.support.level is Level.EMULATED or not lead.best_seconds:
         return None
     own_products, products = _products(own), _products(base)
-    before, after = (sum(roof.seconds for roof in found) for found in (products, own_products))
-    paths = [[path for roof in found for path in roof.count.by_path] for found in (products, own_products)]
+    before, after = (sum(roof.seconds for roof in roofs) for roofs in (products, own_products))
+    paths = [[path for roof in roofs for path in roof.count.by_path] for roofs in (products, own_products)]
     least, at_best = (measured.product_seconds(path) for path in paths)
     if not least or not at_best or not after:
         return None
-    kinds = {kind_of_path(path) for found in paths for path, _ in found}
+    kinds = {kind_of_path(path) for some in paths for path, _ in some}
     casts = [roof for roof in own if roof.count.phase == Phase.CAST]
     return Gain(
         before / lead.best_seconds, least / before, lead.best_seconds / (lead.best_seconds - before + at_best),
@@ -265,12 +264,15 @@ class Since:
 def since(rate: Rate, earlier: Iterable[Ceilings]) -> Since | None:
     """None for one that was not measured, or not before."""
     alike = [
-        one for found in earlier for one in found.rates if (one.limit, one.precision) == (rate.limit, rate.precision)
+        other
+        for ceilings in earlier
+        for other in ceilings.rates
+        if (other.limit, other.precision) == (rate.limit, rate.precision)
     ]
-    known = [(one, one.value) for one in alike if one.value is not None]
+    known = [(other, other.value) for other in alike if other.value is not None]
     if rate.value is None or not known:
         return None
-    steady = [value for one, value in known if one.steady]
+    steady = [value for other, value in known if other.steady]
     values = tuple(value for _, value in known)
     if not rate.steady or not steady:
         return Since(rate, values, Pace.UNCLEAR)
@@ -279,7 +281,83 @@ def since(rate: Rate, earlier: Iterable[Ceilings]) -> Since | None:
     return Since(rate, values, Pace.SLOWER if slower else Pace.FASTER if faster else Pace.AS_BEFORE)
 
 
-def alike(found: Ceilings, history: Sequence[Ceilings]) -> list[Ceilings]:
+def alike(newest: Ceilings, history: Sequence[Ceilings]) -> list[Ceilings]:
     """Those of a history, oldest first, that stand before it, of the same device under the same settings."""
-    before = takewhile(found.__ne__, history)
-    return [ceilings for ceilings in before if (ceilings.device, ceilings.under) == (found.device, found.under)]
+    before = takewhile(newest.__ne__, history)
+    return [ceilings for ceilings in before if (ceilings.device, ceilings.under) == (newest.device, newest.under)]
+
+
+# Where the sums of a path are looked up, by the first word that its dtype begins with.
+_PATHS = (
+    ("fp32", "fp32"), ("tf32", "tf32"), ("bf16", "bf16"), ("fp16", "fp16"), ("float32", "fp32"), ("bfloat16", "bf16"),
+    ("float16", "fp16"), ("fp8", "fp8"), ("mxfp8", "fp8"), ("float8", "fp8"), ("e4m3", "fp8"), ("e5m2", "fp8"),
+    ("mxfp6", "fp6"), ("mxfp4", "fp4"), ("nvfp4", "fp4"), ("float4", "fp4"), ("e2m1", "fp4"), ("fp4", "fp4"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Datasheet:
+    """Of one device as torch counts them: FLOPs a second by path, bytes a second, watts; where it is said, and when.
+
+    `unverified` are the fields that nobody has seen in a document of the vendor's. `sparse` is of operands with 2:4
+    structure, and no peak of anything that fp8bench measures. `exceptions` say why an unusual ratio of two is right.
+    `capacity` are bytes of memory, `link` those that it sends to others of its node in a second, one way; None where
+    nobody says. Of what is `published` alone fp8bench measures nothing.
+    """
+
+    name: str
+    match: tuple[str, ...]
+    dies: int
+    source: str
+    date: str
+    dense: Mapping[str, float]
+    bandwidth: float
+    sparse: Mapping[str, float] = field(default_factory=dict)
+    watts: float | None = None
+    capacity: float | None = None
+    link: float | None = None
+    published: bool = False
+    unverified: tuple[str, ...] = ()
+    exceptions: Mapping[str, str] = field(default_factory=dict)
+
+    def peak(self, path: str) -> float | None:
+        """Of products in a dtype, or of a precision; None where nobody says."""
+        return self.dense.get(kind_of_path(path))
+
+    def told(self, *figures: str) -> str:
+        """'datasheet', and that it is unverified where one of its 'dense', 'bandwidth' or 'watts' is."""
+        return "datasheet, unverified" if {*figures} & {*self.unverified} else "datasheet"
+
+
+def kind_of_path(path: str) -> str:
+    """The column of the table that a path of products stands in: 'e4m3fn' is fp8; '' of what is none."""
+    return next((kind for word, kind in _PATHS if path.startswith(word)), "")
+
+
+@cache
+def datasheets() -> tuple[Datasheet, ...]:
+    text = files(__package__).joinpath("datasheet.toml").read_text(encoding="utf-8")
+    return tuple(datasheet_from(entry) for entry in tomllib.loads(text)["device"])
+
+
+def datasheet_from(entry: Mapping[str, Any]) -> Datasheet:
+    peaks = {kind: {name: 1e12 * value for name, value in entry.get(kind, {}).items()} for kind in ("dense", "sparse")}
+    lists = {name: tuple(entry.get(name, ())) for name in ("match", "unverified")}
+    told = {**entry, **peaks, **lists, "date": str(entry["date"])}
+    return Datasheet(**told | {name: 1e9 * entry[name] for name in ("bandwidth", "capacity", "link") if name in entry})
+
+
+def datasheet_of(device: str) -> Datasheet | None:
+    """The one whose words the device's name has, the longest of them; None of a device that nobody has entered.
+
+    A slice of a device has a share of its peaks, and nobody says which.
+    """
+    if "MIG" in device:
+        return None
+    fitting = [
+        (len(words), datasheet)
+        for datasheet in datasheets()
+        for words in datasheet.match
+        if re.search(rf"\b{re.escape(words)}\b", device)
+    ]
+    return max(fitting, key=lambda pair: pair[0])[1] if fitting else None

@@ -76,8 +76,8 @@ def relative_samples(record: Record, reference: Record | None) -> tuple[float, .
     own, *others = map(_by_round, (record.timing, *entries))
     if len(others) == 1:
         return tuple(seconds / base for number, seconds in own.items() if (base := others[0].get(number)))
-    common = [number for number in own if all(one.get(number) for one in others)]  # a clock may not see a step
-    return tuple(own[number] / math.prod(one[number] for one in others) ** (1 / len(others)) for number in common)
+    common = [number for number in own if all(entry.get(number) for entry in others)]  # a clock may not see a step
+    return tuple(own[number] / math.prod(entry[number] for entry in others) ** (1 / len(others)) for number in common)
 
 
 def relative_mean_sample(record: Record, reference: Record | None) -> tuple[float, ...]:

@@ -67,8 +67,8 @@ def cells(timing: Timing, calls: int, rounds: Sequence[int] | None = None, whole
     shape = (len(chosen), calls, len(timing.segments.phases))
     flat = chain.from_iterable(chain.from_iterable(slot.calls_ns[:calls] for slot in chosen))
     each = np.fromiter(flat, np.float64, math.prod(shape)).reshape(shape)
-    found: stats.Floats = (each.sum(axis=2, keepdims=True) if whole else each).min(axis=1) * 1e-9
-    return found
+    seconds: stats.Floats = (each.sum(axis=2, keepdims=True) if whole else each).min(axis=1) * 1e-9
+    return seconds
 
 
 def totals(timing: Timing) -> stats.Floats:
@@ -246,8 +246,9 @@ def conclude(
     aa, whole = _floor(entries, rounds, case)
     ratio = best_ratio([case, *entries], rounds, level, whole)
     typical = mean_ratio([case, *entries], rounds, level)
-    if held_up and ratio.level:
-        ratio = _range(ratio, typical, level if reach else 0.0)
+    if held_up and ratio.level:  # of the fastest calls that were held up nobody knows how fast undisturbed ones are
+        low, high = min(ratio.low, typical.low), max(ratio.high, typical.high)
+        ratio = replace(ratio, low=low, high=high, level=level if reach else 0.0)
     sound = [session for session in sessions if 0 < session.low <= session.point <= session.high < math.inf]
     ratio = _reaching(_hull([*sound, ratio]), reach / math.sqrt(1 + len(sound)))
     verdict = rule(ratio, band_of(aa), same) if len(rounds) >= LEAST_FOR_VERDICT else Verdict.UNSURE
@@ -262,11 +263,6 @@ def _hull(ratios: Sequence[Interval]) -> Interval:
     return replace(
         ratios[-1], point=point, low=min(ratio.low for ratio in ratios), high=max(ratio.high for ratio in ratios)
     )
-
-
-def _range(ratio: Interval, typical: Interval, level: float) -> Interval:
-    """Both of them: of the fastest calls that were held up nobody knows how fast undisturbed ones are."""
-    return replace(ratio, low=min(ratio.low, typical.low), high=max(ratio.high, typical.high), level=level)
 
 
 def best_log(case: Timing, reference: Timing, control: Timing | None) -> float | None:
@@ -303,12 +299,16 @@ def best_phases(timing: Timing, whole: bool | None = None) -> tuple[tuple[str, f
     return tuple(sums.items())
 
 
+def best_seconds(timing: Timing, whole: bool | None = None) -> float:
+    return sum(seconds for _, seconds in best_phases(timing, whole))
+
+
 def _fastest_steps(timing: Timing, calls: int) -> stats.Floats:
     """The cells of the fastest quarter of the rounds' fastest steps, in the mean."""
     fastest = np.array([min(slot.calls_ns[:calls], key=sum) for slot in timing.slots], dtype=np.float64) * 1e-9
     order = np.argsort(fastest.sum(axis=1), kind="stable")[: stats.fastest_of(len(fastest))]
-    found: stats.Floats = fastest[order].mean(axis=0)
-    return found
+    best: stats.Floats = fastest[order].mean(axis=0)
+    return best
 
 
 def fastest(candidates: Sequence[Timing], reference: Timing, control: Timing | None) -> int | None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fp8bench.analysis.datasheet import Datasheet, datasheets, kind_of_path
+from fp8bench.analysis.roofline import Datasheet, datasheets, kind_of_path
 from fp8bench.errors import UsageError
 
 # What else of a datasheet can be quoted: the field, what a number is multiplied by, and its unit.

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8bench.analysis.datasheet import datasheet_of
+from fp8bench.analysis.roofline import datasheet_of
 from fp8bench.analysis.verdicts import totals
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.model import Level, Limit, Record, Status

@@ -38,17 +38,7 @@ from fp8bench.model.measured import (
     TensorStatistics,
     Timing,
 )
-from fp8bench.model.planned import (
-    Case,
-    DeviceFacts,
-    Group,
-    Params,
-    Plan,
-    PlannedCase,
-    Scalar,
-    Support,
-    Work,
-)
+from fp8bench.model.planned import Case, DeviceFacts, Group, Params, Plan, PlannedCase, Scalar, Support, Work
 from fp8bench.model.request import Request, StaticScales
 from fp8bench.model.run import Environment, Finding, Overheads, Resumption, Run
 from fp8bench.model.series import (

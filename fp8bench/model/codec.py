@@ -122,7 +122,7 @@ def _remembering(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _taken_as_it_is(kind: Any) -> frozenset[type]:
     """The types of plain values that are values of a kind already."""
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-    return frozenset(one for one in kinds if one in (str, int, float, bool, type(None)))
+    return frozenset(own for own in kinds if own in (str, int, float, bool, type(None)))
 
 
 def _dataclass(kind: type) -> Callable[[Any], Any]:
@@ -169,7 +169,7 @@ def _dataclass(kind: type) -> Callable[[Any], Any]:
 
 def _tuple(inside: tuple[Any, ...]) -> Callable[[Any], Any]:
     many = len(inside) == 2 and inside[1] is Ellipsis
-    decoders = [_decoder(one) for one in inside if one is not Ellipsis]
+    decoders = [_decoder(kind) for kind in inside if kind is not Ellipsis]
     of_numbers = many and inside[0] is int
     of_lists_of_numbers = many and inside[0] == tuple[int, ...]
 
@@ -261,9 +261,9 @@ class PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if _VALUES.fullmatch(module) and "." not in name:  # a dot leads into what a module has imported
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
+            value = super().find_class(module, name)
+            if isinstance(value, type) and value.__module__ == module:
+                return value
         if (module, name) == ("builtins", "getattr"):
             return _member
         raise pickle.UnpicklingError(f"{module}.{name} is no plain value")

@@ -149,7 +149,7 @@ class Emulating:
 
 
 @dataclass(frozen=True)
-class Emulated:
+class EmulationEnd:
     """The end of that. What lies at these addresses has something else in its place; what else is still there counts
     from now on, and what has gone meanwhile never did."""
 
@@ -172,7 +172,7 @@ class Lifted:
     key: int
 
 
-DeviceNote = Emulating | Emulated | Laid | Lifted
+DeviceNote = Emulating | EmulationEnd | Laid | Lifted
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse, SustainedTurn
 from fp8bench.model.planned import Case, Scalar, Support, Work
-from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, Scaling, Sent, Transfer
+from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankScaling, Sent, Transfer
 from fp8bench.model.step import Coverage, Shares, Tape
 from fp8bench.model.words import Provenance, Status
 
@@ -438,7 +438,7 @@ class Record:
     transfer: Transfer | None = None
     overlap: Overlap | None = None
     sent: tuple[Sent, ...] = ()
-    scaling: Scaling | None = None
+    scaling: RankScaling | None = None
     failed_rank: FailedRank | None = None
     late_flops: int | None = None
     reruns: Reruns | None = None

@@ -87,7 +87,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Scaling:
+class RankScaling:
     """Rounds of one step in seconds: of one rank alone with the whole batch (`whole`) and with one rank's share of it
     (`share`), the others waiting, and of all ranks together with the whole batch."""
 

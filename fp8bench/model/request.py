@@ -32,11 +32,11 @@ class StaticScales:
     def known_for(self, mode: str) -> dict[tuple[str, str], float]:
         """Those of a precision; where the source has none of it, the largest of all."""
         modes = {own for own, *_ in self.known}
-        found: dict[tuple[str, str], float] = {}
+        largest: dict[tuple[str, str], float] = {}
         for own, layer, role, amax in self.known:
             if own == mode or mode not in modes:
-                found[layer, role] = max(amax, found.get((layer, role), 0.0))
-        return found
+                largest[layer, role] = max(amax, largest.get((layer, role), 0.0))
+        return largest
 
     @property
     def words(self) -> str:
@@ -85,7 +85,8 @@ _MOST_BYTES = 100 << 40
 _SECONDS = number("a number of seconds above 0", lambda value: 0 < value < 1e7)
 PERCENT = number("a percentage from 0 to below 100", lambda value: 0 <= value < 100)
 KNOWN_SCALES = _texts(
-    "magnitudes by precision, layer and role", lambda one: isinstance(one, tuple) and len(one) == 4 and one[3] >= 0
+    "magnitudes by precision, layer and role",
+    lambda scale: isinstance(scale, tuple) and len(scale) == 4 and scale[3] >= 0,
 )
 _NAMES = _texts("a list of names")
 _FLAG = Rule("True or False", lambda value: isinstance(value, bool))
@@ -240,9 +241,7 @@ class Request:
         WHAT,
     )
     energy: bool = option(
-        True,
-        _FLAG,
-        "measure no energy; else it is where a device can tell it, in windows of a second or more a case",
+        True, _FLAG, "measure no energy; else it is where a device can tell it, in windows of a second or more a case"
     )
     energy_of: str = option(
         STEP_ENERGY,
@@ -325,10 +324,7 @@ class Request:
             raise UsageError("--energy phases asks for energy, which --no-energy leaves out. Leave one of them out.")
         if self.ranks is not None:
             self._check_ranks()
-        for option, given in (
-            ("--refresh-scales", self.refresh_scales),
-            ("--saturation-bound", self.saturation_bound),
-        ):
+        for option, given in (("--refresh-scales", self.refresh_scales), ("--saturation-bound", self.saturation_bound)):
             if given is not None and self.static_scales is None and self.scales_from is None:
                 raise UsageError(
                     f"{option} says when scales from data are renewed, and there are none. Add --static-scales N, or "

@@ -402,8 +402,8 @@ def spec_of(name: str) -> MetricSpec:
 
 @cache
 def _by_pattern(name: str) -> MetricSpec:
-    found = next((metric for metric in METRICS.values() if "*" in metric and fnmatchcase(name, metric)), None)
-    return replace(found, name=name) if found is not None else MetricSpec(name, **_OF_WORKLOADS)
+    spec = next((metric for metric in METRICS.values() if "*" in metric and fnmatchcase(name, metric)), None)
+    return replace(spec, name=name) if spec is not None else MetricSpec(name, **_OF_WORKLOADS)
 
 
 def taken(name: str) -> str:

@@ -80,11 +80,11 @@ class Tape:
     @property
     def by_path(self) -> dict[str, int]:
         """FLOPs of the step by the dtype that they multiply in."""
-        found: dict[str, int] = {}
+        flops_by_path: dict[str, int] = {}
         for phase in self.phases:
             for path, flops in phase.by_path:
-                found[path] = found.get(path, 0) + flops
-        return found
+                flops_by_path[path] = flops_by_path.get(path, 0) + flops
+        return flops_by_path
 
     def of(self, phase: str) -> PhaseCount | None:
         """The sums of that phase, if anything ran in it."""
@@ -159,22 +159,22 @@ class Shares:
     @property
     def by_kind(self) -> dict[ShareKind, float]:
         """Shares of the step in the order of kinds; only those that there are."""
-        found = self.summed(lambda part: part.kind)
-        return {kind: found[kind] for kind in ShareKind if kind in found}
+        shares = self.summed(lambda part: part.kind)
+        return {kind: shares[kind] for kind in ShareKind if kind in shares}
 
     @property
     def by_module(self) -> dict[str, float]:
         """Shares of the step by module, the largest first."""
-        found = self.summed(lambda part: part.module)
-        return dict(sorted(found.items(), key=lambda one: (-one[1], one[0])))
+        shares = self.summed(lambda part: part.module)
+        return dict(sorted(shares.items(), key=lambda part: (-part[1], part[0])))
 
     def summed(self, key: Callable[[Share], Key]) -> dict[Key, float]:
         """Shares of the step, put together by what parts have in common."""
-        found: dict[Key, float] = {}
+        shares: dict[Key, float] = {}
         whole = self.whole
         for part in self.parts:
-            found[key(part)] = found.get(key(part), 0.0) + part.seconds / whole
-        return found
+            shares[key(part)] = shares.get(key(part), 0.0) + part.seconds / whole
+        return shares
 
 
 @dataclass(frozen=True)
@@ -260,8 +260,8 @@ class Coverage:
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
         """FLOPs of each kind of holder, the most first: all, and the converted ones."""
-        found: dict[str, tuple[int, int]] = {}
+        flops_by_kind: dict[str, tuple[int, int]] = {}
         for holder in self.holders:
-            every, converted = found.get(holder.kind, (0, 0))
-            found[holder.kind] = every + holder.flops, converted + holder.flops * holder.converted
-        return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+            every, converted = flops_by_kind.get(holder.kind, (0, 0))
+            flops_by_kind[holder.kind] = every + holder.flops, converted + holder.flops * holder.converted
+        return dict(sorted(flops_by_kind.items(), key=lambda item: -item[1][0]))

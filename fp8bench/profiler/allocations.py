@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import HeldBlock, MemoryCourse, MemoryRole, PhaseMemory
-from fp8bench.model.consumed import DeviceNote, Emulated, Emulating, Laid, Lifted
+from fp8bench.model.consumed import DeviceNote, Emulating, EmulationEnd, Laid, Lifted
 from fp8bench.profiler import quiet
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class _DeviceCount:
                     self._let_go(self._held.pop(address))
             case Emulating():
                 self._aside, self.noted = {}, True
-            case Emulated():
+            case EmulationEnd():
                 self._end(event.replaced)
             case Laid():
                 self._lay(event)

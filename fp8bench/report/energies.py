@@ -12,13 +12,14 @@ from fp8bench.analysis.energy import (
     Demand,
     EnergyFigures,
     EnergyRatio,
+    PhaseEnergies,
     energy_figures,
     energy_ratio,
     other_pace,
+    phase_energies,
     why_no_energy,
 )
 from fp8bench.analysis.metrics import EnergyValidity, energy_validity
-from fp8bench.analysis.phase_energy import PhaseEnergies, phase_energies
 from fp8bench.model import UNATTRIBUTED, Label, Run, Status
 from fp8bench.report.case_status import emulated, speed_up
 from fp8bench.report.elements import Text, Tone

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from fp8bench.analysis.findings import findings
-from fp8bench.analysis.shares import parts_of
+from fp8bench.analysis.tapes import parts_of
 from fp8bench.model import Case, Finding, Record, Run, Timing, Verdict
 from fp8bench.model.specs import STEP
 from fp8bench.report.case_status import inverse

@@ -59,21 +59,21 @@ def new_ceilings(
     """
     with locked(store / "ceilings"):
         begun = _log(store, _BEGUN + machine_file(environment, device, True))
-        found = _keep(store, environment, device, measure(_read(begun), partial(_try_writing, begun)))
+        ceilings = _keep(store, environment, device, measure(_read(begun), partial(_try_writing, begun)))
         with contextlib.suppress(OSError):
             begun.path.unlink()
-        return found
+        return ceilings
 
 
-def _keep(store: Path, environment: Environment, device: DeviceFacts, found: Ceilings) -> Ceilings:
+def _keep(store: Path, environment: Environment, device: DeviceFacts, ceilings: Ceilings) -> Ceilings:
     """With the moment and the settings; whole ones are one more of their history, too."""
     under = tuple(
         (name, setting) for name, setting in _settings(environment, device, True).items() if setting is not None
     )
-    kept = replace(found, when=datetime.now(UTC).isoformat(timespec="seconds"), under=under)
-    log = _log(store, machine_file(environment, device, found.whole))
+    kept = replace(ceilings, when=datetime.now(UTC).isoformat(timespec="seconds"), under=under)
+    log = _log(store, machine_file(environment, device, ceilings.whole))
     before = _read(log)
-    if found.whole:  # those of an fp8bench that kept no history are the first of it
+    if ceilings.whole:  # those of an fp8bench that kept no history are the first of it
         first = [before] if before is not None and before not in history_of_ceilings(store) else []
         with contextlib.suppress(StoreError):
             _log(store).append([*first, kept])
@@ -90,17 +90,17 @@ def history_of_ceilings(store: Path) -> list[Ceilings]:
 def merge_ceilings(store: Path, other: Path) -> int:
     """Take in those of another store that are not here, or newer than ours; returns how many those are."""
     names = [path.name for path in sorted((other / "ceilings").glob("*.json")) if not path.name.startswith(_BEGUN)]
-    theirs = {name: found for name in names if (found := _read(_log(other, name)))}
+    theirs = {name: ceilings for name in names if (ceilings := _read(_log(other, name)))}
     past = _log(other).lines()[0]
     if not theirs and not past:
         return 0
     with locked(store / "ceilings"):
         new = _log(store).merge(past)
-        for name, found in theirs.items():
+        for name, ceilings in theirs.items():
             ours = _read(_log(store, name))
-            if ours is None or ours.when < found.when:
-                _write(_log(store, name), found)
-                new += [] if found in new else [found]
+            if ours is None or ours.when < ceilings.when:
+                _write(_log(store, name), ceilings)
+                new += [] if ceilings in new else [ceilings]
     return len(new)
 
 
@@ -118,13 +118,13 @@ def _read(log: Log[Ceilings]) -> Ceilings | None:
         return None
 
 
-def _try_writing(log: Log[Ceilings], found: Ceilings) -> None:
+def _try_writing(log: Log[Ceilings], ceilings: Ceilings) -> None:
     with contextlib.suppress(OSError):  # whoever cannot keep it can use it
-        _write(log, found)
+        _write(log, ceilings)
 
 
-def _write(log: Log[Ceilings], found: Ceilings) -> None:
-    write_whole(log.path, f"{sealed_line(log.written(found))}\n")
+def _write(log: Log[Ceilings], ceilings: Ceilings) -> None:
+    write_whole(log.path, f"{sealed_line(log.written(ceilings))}\n")
 
 
 def _settings(environment: Environment, device: DeviceFacts, whole: bool) -> dict[str, Scalar | None]:

@@ -86,10 +86,10 @@ def files_by_commit(store: Path) -> dict[str, list[Path]]:
 
 def by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
     """The same of run files, newest first."""
-    found: dict[str, list[Path]] = {}
+    commits: dict[str, list[Path]] = {}
     for path in reversed(list(files)):
-        found.setdefault(commit_of(path), []).append(path)
-    return found
+        commits.setdefault(commit_of(path), []).append(path)
+    return commits
 
 
 def read_runs(
@@ -106,7 +106,7 @@ def read_runs(
         left += [why] if why else []
         if tracked is not None:
             kept.append(tracked)
-    return CommitRuns(tuple(sorted(kept, key=lambda one: one.order)), tuple(left), frozenset(suites))
+    return CommitRuns(tuple(sorted(kept, key=lambda run: run.order)), tuple(left), frozenset(suites))
 
 
 def runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
@@ -234,8 +234,8 @@ def commit_points(tracked: Sequence[TrackedRun]) -> dict[tuple[str, Cell], Point
 
 def moment_of(text: str) -> datetime:
     """A moment; what names no zone is in UTC. Raises ValueError for what is no time."""
-    found = datetime.fromisoformat(text)
-    return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
+    moment = datetime.fromisoformat(text)
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 def commit_named(word: str, folder: Path) -> str | None:
@@ -282,10 +282,10 @@ def runs_meant(words: str, store: Path) -> Meant:
     which stands for the newest commit in it. Raises RunNotFound where it means nothing, StoreError where nobody knows
     which of several files is the run.
     """
-    found = [_of_word(word.strip(), store) for word in words.split(",")]
-    named = {path.resolve(): path for meant in found for path in meant.files}
+    meanings = [_of_word(word.strip(), store) for word in words.split(",")]
+    named = {path.resolve(): path for meant in meanings for path in meant.files}
     once = each_once(named.values()).none_refused()
-    return Meant(once.files, [*(note for meant in found for note in meant.notes), *once.notes(once.copies)])
+    return Meant(once.files, [*(note for meant in meanings for note in meant.notes), *once.notes(once.copies)])
 
 
 def _of_word(word: str, store: Path) -> Meant:

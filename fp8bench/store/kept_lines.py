@@ -193,7 +193,7 @@ def _gone(lines: Sequence[_SealedLine], broken: Sequence[Broken]) -> Iterator[st
     """A sentence on lines that are not even there as broken ones."""
     rank = number = 0
     for line in lines:
-        missing = line.rank - rank - 1 - sum(number < one.number < line.number for one in broken)
+        missing = line.rank - rank - 1 - sum(number < bad.number < line.number for bad in broken)
         if missing > 0:
             yield f"before line {line.number} {missing} {'line is' if missing == 1 else 'lines are'} gone"
         rank, number = line.rank, line.number

@@ -42,16 +42,16 @@ def find_store(folder: Path, ours: Path) -> Path:
     """The store that a folder is, or that lies in it. Raises StoreError where there is none, or it is our own."""
     try:
         places = (folder, folder / ours.name, folder / ".fp8bench")
-        found = next((place for place in places if (place / "runs").is_dir()), None)
-        if found is None:
+        there = next((place for place in places if (place / "runs").is_dir()), None)
+        if there is None:
             what = "has neither runs nor .fp8bench/runs in it" if folder.is_dir() else "is no directory"
             raise StoreError(f"{folder} is no store: it {what}. Give another machine's .fp8bench, or what it lies in.")
-        own, other = ours.resolve(), found.resolve()
+        own, other = ours.resolve(), there.resolve()
     except OSError as error:
         raise StoreError(f"{folder} cannot be read ({error.strerror}).") from None
     if other == own or own in other.parents:
         raise StoreError(f"{folder} is this store, or lies in it. Give the store of another machine.")
-    return found
+    return there
 
 
 def merge_runs(ours: Path, theirs: Path) -> Merged:
@@ -177,15 +177,15 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
 
 def _newest(store: Path, series: Iterable[Series]) -> list[Series]:
     """The series as the newest run that has each defines it: an old commit's text is not what asv should go by."""
-    wanted = {one.workload for one in series}
-    found: dict[str, Series] = {}
+    wanted = {own.workload for own in series}
+    newest: dict[str, Series] = {}
     for path in run_files(store):
-        seen = {one.workload for one in found.values()}
+        seen = {own.workload for own in newest.values()}
         if wanted <= seen:
             break
         tracked = read_runs([path]).runs
-        found |= {run.name: run for run in series_of_runs(tracked) if run.workload in wanted - seen}
-    return list(found.values())
+        newest |= {run.name: run for run in series_of_runs(tracked) if run.workload in wanted - seen}
+    return list(newest.values())
 
 
 def join(store: Path, other: Path) -> tuple[Merged, Rebuilt]:

@@ -28,15 +28,7 @@ from fp8bench.model.specs import COUNTS, ENERGY, STEP, TIME, MetricSpec, time_of
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.protocols import Grid, Workload
 from fp8bench.registry import workloads
-from fp8bench.store.series import (
-    cells_of,
-    check_grid,
-    class_name,
-    reference_of,
-    series_of,
-    tracked_by,
-    version_of,
-)
+from fp8bench.store.series import cells_of, check_grid, class_name, reference_of, series_of, tracked_by, version_of
 
 # Other units' numbers are shown by asv with all their digits.
 _PRINTED_UNITS = ("seconds", "bytes")
@@ -91,7 +83,7 @@ def merged(points: Sequence[Point], series: Iterable[Series] = ()) -> dict[tuple
     too. The version is that of the series, where any point has it (asv shows no other, and clocks do not always go
     forward), else that of the newest point.
     """
-    current = {(one.name, one.version) for one in series}
+    current = {(own.name, own.version) for own in series}
     versions = {point.series: point.version for point in points}
     versions |= {point.series: point.version for point in points if (point.series, point.version) in current}
     by_cell: dict[tuple[str, Cell], list[Point]] = {}

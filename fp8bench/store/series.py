@@ -57,14 +57,14 @@ def parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
     """The dtype, every axis of which the grid has more than one value, whatever the device, and how many ranks."""
     grid = _grid(workload)
     axes = {axis.name: axis for axis in sound_axes(workload, _CLASSES["cpu"])}
-    found: dict[str, tuple[Scalar, ...]] = {"dtype": tuple(grid.dtypes)}
+    values_by_name: dict[str, tuple[Scalar, ...]] = {"dtype": tuple(grid.dtypes)}
     for name in grid.cpu:
         values = dict.fromkeys(_shown(axes[name], text) for text in (*grid.cpu[name], *grid.gpu[name]))
         if len(values) > 1:
-            found[name] = tuple(values)
+            values_by_name[name] = tuple(values)
     if grid.ranks:
-        found["ranks"] = tuple(ranks_in_words(ranks, kind) for kind in BACKENDS for ranks in grid.ranks)
-    return found
+        values_by_name["ranks"] = tuple(ranks_in_words(ranks, kind) for kind in BACKENDS for ranks in grid.ranks)
+    return values_by_name
 
 
 def series_of(workload: Workload, data: str | None) -> tuple[Series, ...]:
@@ -89,12 +89,12 @@ def cells_of(workload: Workload, facts: DeviceFacts, data: str | None) -> dict[P
         return {}
     wanted = [name for name in parameters(workload) if name not in ("dtype", *(["ranks"] if ranks else []))]
     own = (ranks_in_words(facts.ranks, facts.kind),) if ranks else ()
-    found = {}
+    cells = {}
     with answering(workload):
         for shown, params in _combinations(workload, facts):
             key = (*params, ("data", data)) if data and workload.uses_corpus else params
-            found[key] = (*(shown[name] for name in wanted), *own)
-    return found
+            cells[key] = (*(shown[name] for name in wanted), *own)
+    return cells
 
 
 def reference_of(workload: Workload) -> str:

@@ -56,13 +56,13 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
         kept: dict[str, TrackedRun] = {}
         soundness: dict[Path, Soundness] = {}
         for path in paths:
-            run, soundness[path], found = check_run(path, now)
+            run, soundness[path], of_run = check_run(path, now)
             old += soundness[path] is Soundness.UNKNOWN
             if soundness[path] is Soundness.UNKNOWN and (fault := changed.get(path)):
                 soundness[path] = Soundness.DAMAGED
-                found.append(fault)
+                of_run.append(fault)
             if run is not None:
-                found += _uncounted(path, there)
+                of_run += _uncounted(path, there)
                 runs.setdefault(run.id, replace(run, records=(), plan=Plan(())))
                 if there.counts(path):
                     machines[run.id] = known_of(run)
@@ -70,9 +70,9 @@ def verify(store: Path, folder: Path, now: datetime) -> Verified:
                 unknown.update([why] if "--import" in why else [])
                 if tracked is not None and there.counts(path):
                     kept[run.id] = tracked
-            broken += any(fault.broken for fault in found)
-            faults += found
-        oldest_first = sorted(kept.values(), key=lambda one: one.order)
+            broken += any(fault.broken for fault in of_run)
+            faults += of_run
+        oldest_first = sorted(kept.values(), key=lambda run: run.order)
         for members in by_place(oldest_first):
             lacking += [_judged(fault, soundness) for fault in _lacking(results, members, of_commits)]
         faults += check_figures(index, commit, paths, list(kept.values()))
@@ -105,7 +105,7 @@ def _judged(fault: Fault, soundness: Mapping[Path, Soundness]) -> Fault:
     """What asv's file and the runs do not say alike, as far as it is known which of them is wrong."""
     if not fault.broken or set(soundness.values()) == {Soundness.WHOLE}:
         return fault
-    damaged = [path.name for path, one in soundness.items() if one is Soundness.DAMAGED]
+    damaged = [path.name for path, soundness_of in soundness.items() if soundness_of is Soundness.DAMAGED]
     if damaged:
         remedy = f"Put {_listed(damaged)} right first, which is not what was measured; this file may be sound"
         return replace(fault, remedy=remedy, broken=False)
@@ -116,7 +116,7 @@ def _judged(fault: Fault, soundness: Mapping[Path, Soundness]) -> Fault:
 def _changed(index: Index, by_files: Mapping[str, Sequence[Path]]) -> dict[Path, Fault]:
     """Run files that are not what they were when the index was made of them or they were archived. Nothing is ever
     changed in one, so that one which is not longer was damaged."""
-    found = {}
+    faults = {}
     archived = archived_files(index.store)
     for commit, paths in by_files.items():
         known = {source.name: source for source in index.sources(commit)}
@@ -126,11 +126,11 @@ def _changed(index: Index, by_files: Mapping[str, Sequence[Path]]) -> dict[Path,
                 before, kept = known.get(name), archived.get(name)
                 if kept is not None and kept.size == size and kept.digest != sha256_of(path):
                     remedy = "Move it away, and `fp8bench store restore` writes back what it was"
-                    found[path] = Fault(str(path), "it is not what was archived of it", remedy)
+                    faults[path] = Fault(str(path), "it is not what was archived of it", remedy)
                 elif before is not None and before.size == size and before.digest != digest_of(path):
                     what = "it is not what the index was made of, and nothing was added to it"
-                    found[path] = Fault(str(path), what, "Put it right from a copy")
-    return found
+                    faults[path] = Fault(str(path), what, "Put it right from a copy")
+    return faults
 
 
 def _uncounted(path: Path, there: Listing) -> Iterator[Fault]:
@@ -194,7 +194,7 @@ def _agrees(row: AsvRow | None, expected: AsvRow) -> bool:
         return True
     known = by_combination(row)
     here = {texts: known.get(texts, NOT_MEASURED) for texts in wanted}
-    same = all(one[0] in (None, wanted[texts]) or not is_measured(one) for texts, one in here.items())
+    same = all(figures[0] in (None, wanted[texts]) or not is_measured(figures) for texts, figures in here.items())
     return row.version == expected.version and same
 
 

@@ -147,7 +147,7 @@ def _unsealed(path: Path) -> Iterator[Fault]:
     try:
         if path.suffix == ".jsonl":
             sheet = sheet_of(path.read_bytes())
-            broken = [f"line {one.number} is not as it was written ({one.why})" for one in sheet.broken]
+            broken = [f"line {line.number} is not as it was written ({line.why})" for line in sheet.broken]
             whats = [*broken, *sheet.troubles]
         else:
             plain = json.loads(path.read_bytes())
@@ -169,10 +169,10 @@ def _foreign(path: Path) -> Fault:
 
 def check_results(results: Path) -> tuple[dict[Path, ResultsFile], list[Fault]]:
     faults: list[Fault] = []
-    found: dict[Path, ResultsFile] = {}
+    results_by_path: dict[Path, ResultsFile] = {}
     folders = sorted({path.parent for path in results.glob("*/*.json")})
     if not folders:
-        return found, faults
+        return results_by_path, faults
     path = results / "benchmarks.json"
     known = _read(load_benchmarks, path, "asv shows nothing at all without it", faults) or {}
     for folder in folders:
@@ -186,15 +186,15 @@ def check_results(results: Path) -> tuple[dict[Path, ResultsFile], list[Fault]]:
         for path in results_files(folder):
             file = _read(load_results, path, "it was a moment ago", faults)
             if file is not None:
-                found[path] = file
+                results_by_path[path] = file
                 faults += _results_faults(path, file)
     for path in sorted(results.rglob("*")):
         if ".broken-" in path.name:
             faults.append(Fault(str(path), "it was broken, and was set aside", _LOOK, broken=False))
         elif path.name.endswith(PARTIAL):
             faults.append(Fault(str(path), "it is what a writer left that was killed", "Delete it", broken=False))
-    faults += _not_listed(results, found, known)
-    return found, faults
+    faults += _not_listed(results, results_by_path, known)
+    return results_by_path, faults
 
 
 def _read(load: Callable[[Path], T], path: Path, without: str, faults: list[Fault]) -> T | None:

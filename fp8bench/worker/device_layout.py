@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8bench.model import Case, DeviceFacts, Level
-from fp8bench.model.consumed import DeviceNote, Emulated, Emulating, Laid, Lifted
+from fp8bench.model.consumed import DeviceNote, Emulating, EmulationEnd, Laid, Lifted
 from fp8bench.protocols import Arithmetic, MemoryMeter, Operand, Role, ScaleBook, Setup, Workload
 from fp8bench.protocols.arithmetic import AS_IT_IS
 from fp8bench.registry import precisions
@@ -83,7 +83,7 @@ class DeviceLedger:
         try:
             yield replaced
         finally:
-            self.meter.note(Emulated(tuple(replaced)))
+            self.meter.note(EmulationEnd(tuple(replaced)))
 
     def why(self) -> str:
         """Why its figure is none, '' if it is one."""

@@ -1,28 +1,48 @@
-"""What windows say: joules of a step, net of idling, for what it does, and against the reference."""
+"""What windows say: joules of a step and of its phases, net of idling, for what it does, and against the reference."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.analysis.energy import (
     Demand,
+    PhaseEnergies,
     energy_figures,
     energy_ratio,
     energy_samples,
     other_pace,
+    per_work,
+    phase_energies,
     why_no_energy,
     why_unresolved,
 )
-from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Record, Status, Verdict, Work
+from fp8bench.analysis.labels import labels_of
+from fp8bench.analysis.metrics import EnergyValidity, energy_validity, metrics_of
+from fp8bench.model import (
+    DeviceWatch,
+    EnergyUse,
+    EnergyWindow,
+    Finding,
+    Label,
+    PhaseCount,
+    PhaseEnergy,
+    Provenance,
+    Record,
+    Status,
+    Tape,
+    Verdict,
+    Work,
+)
 from tests.counts import for_each
-from tests.energies import IDLE, case, energetic, use, window
-from tests.runs import EMULATED, NATIVE
+from tests.energies import IDLE, TOO_FEW, case, use, window
+from tests.runs import EMULATED, NATIVE, samples
 
 
 def record(energy: EnergyUse | None, mode: str = "bf16", **changes: object) -> Record:
@@ -35,7 +55,6 @@ def reference(*joules: float, **changes: object) -> Record:
 
 
 def test_a_step_takes_the_middle_of_its_windows() -> None:
-    """Windows differ in length: joules of a step are those of a window over its steps."""
     windows = (window(2.0, steps=100), window(2.2, steps=37), window(1.9, steps=251))
     found = energy_figures(record(EnergyUse("counter", windows, 80.0, 84.0)))
     assert found is not None
@@ -43,6 +62,9 @@ def test_a_step_takes_the_middle_of_its_windows() -> None:
     assert energy_samples(EnergyUse("counter", windows)) == pytest.approx((2.0, 2.2, 1.9))
     assert found.watts == pytest.approx(200.0) and found.source == "counter"
     assert (found.sm_clock, found.temperature, found.uncertainty) == (1.41e9, 61.0, 0.004)
+    worked = [energy_figures(record(use((2.0,)), work=work)) for work in (Work(4e12, 1000), Work(bytes=5e8))]
+    per = [figures.per if figures is not None else None for figures in worked]
+    assert per == [(("energy_per_token", 0.002), ("energy_per_tflop", 0.5)), (("energy_per_gb", 4.0),)]
 
 
 def test_net_is_what_comes_on_top_of_idling_for_as_long() -> None:
@@ -65,26 +87,8 @@ def test_net_is_what_comes_on_top_of_idling_for_as_long() -> None:
     ],
 )  # fmt: skip
 def test_without_an_idle_power_there_is_no_net_and_the_reason(changes: dict[str, object], why: str) -> None:
-    """Never 0, and never below: gross stands."""
     found = energy_figures(record(replace(use((2.0,)), **changes)))  # type: ignore[arg-type]
     assert found is not None and found.net is None and found.net_why == why and found.gross.middle == 2.0
-
-
-def test_joules_for_each_count_of_work() -> None:
-    """Of gross; a count that does not apply has none."""
-    found = energy_figures(record(use((2.0,)), work=Work(flops=4e12, tokens=1000)))
-    assert found is not None and found.per == (("energy_per_token", 0.002), ("energy_per_tflop", 0.5))
-    found = energy_figures(record(use((2.0,)), work=Work(bytes=5e8)))
-    assert found is not None and found.per == (("energy_per_gb", 4.0),)
-
-
-def test_a_sensor_has_no_uncertainty_and_no_comparison_is_a_fact() -> None:
-    base, own = (record(use(joules, source="instant"), is_reference=which) for joules, which in
-                 (((3.0, 3.0, 3.0), True), ((1.0, 1.0, 1.0), False)))  # fmt: skip
-    found, ratio = energy_figures(own), energy_ratio(own, base)
-    assert found is not None and found.uncertainty is None and ratio is not None
-    assert ratio.point == pytest.approx(1 / 3) and ratio.demand is Demand.UNCLEAR
-    assert ratio.why == "it is unknown how far its power sensor can be off"
 
 
 @for_each(
@@ -98,20 +102,18 @@ def test_a_sensor_has_no_uncertainty_and_no_comparison_is_a_fact() -> None:
     ],
 )
 def test_less_or_more_only_where_windows_lie_well_apart(own: tuple[float, ...], demand: Demand) -> None:
+    exact, rough = (
+        energy_ratio(
+            record(use((2.96,) * 3, uncertainty=unsure)), record(use((3.0,) * 3, uncertainty=unsure), is_reference=True)
+        )
+        for unsure in (0.001, 0.005)  # windows that agree to the last digit are no better than their counter
+    )
+    assert exact is not None and rough is not None and (exact.demand, rough.demand) == (Demand.LESS, Demand.UNCLEAR)
     ratio = energy_ratio(record(use(own)), reference(3.10, 3.08, 3.13))
     assert ratio is not None and ratio.demand is demand and bool(ratio.why) == (demand is Demand.UNCLEAR)
     assert ratio.point == pytest.approx(sorted(own)[1] / 3.10)
     assert ratio.low == pytest.approx(min(own) * 0.996 / (3.13 * 1.004))
     assert ratio.high == pytest.approx(max(own) * 1.004 / (3.08 * 0.996))
-
-
-def test_uncertainty_counts_as_width() -> None:
-    """Windows that agree to the last digit are no better than their counter."""
-    exact, rough = (energy_ratio(record(use((2.96,) * 3, uncertainty=unsure)),
-                                 record(use((3.0,) * 3, uncertainty=unsure), is_reference=True))
-                    for unsure in (0.001, 0.005))  # fmt: skip
-    assert exact is not None and exact.demand is Demand.LESS
-    assert rough is not None and rough.demand is Demand.UNCLEAR
 
 
 @for_each(
@@ -130,8 +132,7 @@ def test_what_casts_doubt_leaves_no_fact(changes: dict[str, object], labels: tup
     assert ratio is not None and (ratio.demand, ratio.why) == (Demand.UNCLEAR, why)
 
 
-def test_what_does_not_compare_has_no_ratio() -> None:
-    """The reference itself, emulations on either side, other sources, and cases without a window."""
+def test_what_does_not_compare_has_no_ratio_and_why_there_is_no_figure() -> None:
     base, own = reference(3.0, 3.0, 3.0), record(use((1.0, 1.0, 1.0)))
     assert energy_ratio(base, base) is None and energy_ratio(own, None) is None
     assert energy_ratio(replace(own, support=EMULATED), base) is None
@@ -139,6 +140,16 @@ def test_what_does_not_compare_has_no_ratio() -> None:
     assert energy_ratio(own, replace(base, energy=use((3.0,), source="average"))) is None
     assert energy_ratio(own, replace(base, energy=EnergyUse("counter", why="too few ticks"))) is None
     assert energy_ratio(replace(own, energy=None), base) is None
+    assert why_no_energy(record(None)) == "" and energy_figures(record(None)) is None
+    assert why_no_energy(record(use((1.0,)))) == ""
+    assert why_no_energy(record(EnergyUse("none", why="no NVML here"))) == "no NVML here"
+    assert why_no_energy(record(EnergyUse("counter"))) == "no window was measured, and nothing says why"
+    base, own = (record(use(joules, source="instant"), is_reference=which) for joules, which in
+                 (((3.0, 3.0, 3.0), True), ((1.0, 1.0, 1.0), False)))  # fmt: skip
+    found, ratio = energy_figures(own), energy_ratio(own, base)
+    assert found is not None and found.uncertainty is None and ratio is not None
+    assert ratio.point == pytest.approx(1 / 3) and ratio.demand is Demand.UNCLEAR
+    assert ratio.why == "it is unknown how far its power sensor can be off"
 
 
 @for_each(
@@ -164,14 +175,6 @@ def test_steps_of_windows_that_take_another_time_than_in_slots(
     assert figures is not None and figures.seconds.middle == pytest.approx(np.median(windows))
     found = other_pace(figures, Finding(one.case, Verdict.NONE, median_seconds=median, spread=spread))
     assert found == (None if pace is None else pytest.approx(pace))
-
-
-def test_why_there_is_no_figure() -> None:
-    """Nothing is said where nobody asked."""
-    assert why_no_energy(record(None)) == "" and energy_figures(record(None)) is None
-    assert why_no_energy(record(use((1.0,)))) == ""
-    assert why_no_energy(record(EnergyUse("none", why="no NVML here"))) == "no NVML here"
-    assert why_no_energy(record(EnergyUse("counter"))) == "no window was measured, and nothing says why"
 
 
 def test_noise_alone_is_seldom_taken_for_a_difference() -> None:
@@ -202,9 +205,9 @@ nonsense = st.builds(
 )
 
 
+@settings(max_examples=50)
 @given(nonsense, nonsense)
 def test_nonsense_in_a_file_is_no_figure(first: EnergyUse, second: EnergyUse) -> None:
-    """What is not a number of joules does not count, and never is a figure of 0."""
     own, base = record(first), record(second, is_reference=True)
     found = energy_figures(own)
     assert (found is None) == bool(why_no_energy(own))
@@ -214,14 +217,6 @@ def test_nonsense_in_a_file_is_no_figure(first: EnergyUse, second: EnergyUse) ->
         assert found.net is None or found.net.middle > 0
     ratio = energy_ratio(own, base)
     assert ratio is None or 0 < ratio.low <= ratio.point <= ratio.high
-
-
-def test_the_run_of_the_reports_tests() -> None:
-    """One of each kind."""
-    run, findings = energetic()
-    base, *others = run.records
-    found = [energy_ratio(one, base, findings[one.case.id].labels) for one in others]
-    assert [one and one.demand for one in found] == [Demand.LESS, Demand.UNCLEAR, None, None]
 
 
 def seen(
@@ -265,5 +260,150 @@ def used(*windows: EnergyWindow, source: str = "counter", why: str = "") -> Ener
     ],
 )  # fmt: skip
 def test_unresolved(energy: EnergyUse | None, why: str) -> None:
-    """Every reason by itself, at its bound where it has one, and two together."""
     assert why_unresolved(energy) == why
+
+
+# A step of 10 ms: seconds and watts of its phases; it takes 3.03 J, and the rest of it idles at 82 W.
+PHASES = {"gemm": (5e-3, 400.0), "cast": (1e-3, 100.0), "elementwise": (3.5e-3, 250.0), "optimizer_step": (1e-4, 600.0)}
+REST = 4e-4
+STEP = sum(seconds * watts for seconds, watts in PHASES.values()) + REST * 82.0
+CASE = case("bf16", {"width": 64})
+SECONDS = {**{phase: seconds for phase, (seconds, _) in PHASES.items()}, "unattributed": REST}
+FINDING = Finding(CASE, Verdict.NONE, 0.01, 0.0101, 0.01, phases=tuple(SECONDS.items()))
+
+
+def phase(name: str, *factors: float, times: int = 300, why: str = "", stretch: float = 1.0) -> PhaseEnergy:
+    """Windows of a phase that give so many times its joules each."""
+    seconds, watts = PHASES[name]
+    windows = tuple(
+        EnergyWindow(times, times * seconds * stretch, times * seconds * watts * one, 12, 0.004) for one in factors
+    )
+    return PhaseEnergy(name, windows, why)
+
+
+def phases(**changes: PhaseEnergy) -> tuple[PhaseEnergy, ...]:
+    return tuple(changes.get(name, phase(name, 1.0, 0.997, 1.002)) for name in PHASES)
+
+
+def phased(asked: Sequence[PhaseEnergy], joules: float = STEP, seconds: float = 0.01, **changes: object) -> Record:
+    energy = replace(use((joules, joules * 1.002, joules * 0.998), seconds), phases=tuple(asked))
+    return Record(CASE, NATIVE, Status.OK, energy=replace(energy, **changes))  # type: ignore[arg-type]
+
+
+def found(*asked: PhaseEnergy, **changes: float) -> PhaseEnergies:
+    told = phase_energies(phased(asked, **changes), FINDING)
+    assert told is not None
+    return told
+
+
+def joules(told: PhaseEnergies) -> Mapping[str, float]:
+    return {one.phase: one.joules for one in told.phases}
+
+
+def test_phases_are_measured_each_by_itself() -> None:
+    told = found(*phases())
+    for one in told.phases[:-1] if told.phases[-1].phase == "unattributed" else told.phases:
+        if one.phase == "unattributed":
+            continue
+        seconds, watts = PHASES[one.phase]
+        assert one.provenance is Provenance.MEASURED and one.joules == pytest.approx(seconds * watts)
+        assert one.seconds == pytest.approx(seconds) and one.why == ""
+        assert one.low == pytest.approx(one.joules * 0.997 * 0.996)
+        assert one.high == pytest.approx(one.joules * 1.002 * 1.004)
+    assert told.void == "" and told.residual is not None
+    assert told.residual.middle == pytest.approx(REST * 82.0) and told.residual_seconds == pytest.approx(REST)
+    assert told.residual.low < told.residual.middle < told.residual.high
+
+
+def test_what_cannot_be_measured_is_an_estimate_with_its_reason() -> None:
+    told = found()
+    assert {one.provenance for one in told.phases} == {Provenance.ESTIMATED} and told.residual is None
+    assert joules(told)["gemm"] == pytest.approx(STEP / 2) and {one.why for one in told.phases} == {""}
+    assert sum(joules(told).values()) == pytest.approx(STEP)
+    told = found(*phases(cast=PhaseEnergy("cast", why="it is given a sparse tensor")))
+    (cast,) = (one for one in told.phases if one.phase == "cast")
+    assert cast.provenance is Provenance.ESTIMATED and cast.why == "it is given a sparse tensor"
+    assert cast.joules == pytest.approx(STEP / 10) and told.void == "" and told.off_pace == ""
+    assert told.residual is not None and told.residual.middle == pytest.approx(REST * 82.0 + 0.1)
+    told = found(*phases(optimizer_step=phase("optimizer_step", 1.0, 1.05, 1.2)))
+    (short,) = (one for one in told.phases if one.phase == "optimizer_step")
+    assert short.provenance is Provenance.ESTIMATED and short.why == "its windows are 19.0% apart"
+
+
+@for_each("factor", [0.8, 1.25])
+def test_joules_that_do_not_come_to_the_step_are_void(factor: float) -> None:
+    """Its largest phase takes another power by itself: all are estimates then, and say why; the residual is there."""
+    told = found(*phases(gemm=phase("gemm", factor, factor)))
+    assert told.void.startswith("they come to ") and "further apart than the error of both" in told.void
+    assert {one.provenance for one in told.phases} == {Provenance.ESTIMATED}
+    assert all(one.why == told.void for one in told.phases if one.phase != "unattributed")
+    assert told.residual is not None
+
+
+PACES = [(1.003, False, False), (0.95, True, False), (1.06, True, True), (0.5, True, True)]
+
+
+@for_each(("stretch", "label", "void"), PACES)
+def test_another_time_than_in_the_step_is_a_label_and_far_away_void(stretch: float, label: bool, void: bool) -> None:
+    asked = [phase(name, stretch, stretch, stretch=stretch) for name in PHASES]
+    told = phase_energies(phased(asked), FINDING)
+    assert told is not None and bool(told.off_pace) == label and bool(told.void) == void
+    if label:
+        assert "of their time in a step, where +-2.0% is noise" in told.off_pace
+    assert (abs(stretch - 1) > 0.1) == ("that is not what the step does" in told.void)
+
+
+@pytest.mark.parametrize(("joules", "void"), [(1.0, False), (1.3, True)])
+def test_where_times_are_noise_joules_alone_decide(joules: float, void: bool) -> None:
+    """As on a machine that others use: phases and steps take 30% more, or less, from window to window."""
+    asked = [PhaseEnergy(name, tuple(
+        EnergyWindow(300, 300 * seconds * more, 300 * seconds * watts * joules, 12, 0.004) for more in (1.0, 1.3, 1.4)
+    )) for name, (seconds, watts) in PHASES.items()]  # fmt: skip
+    told = phase_energies(phased(asked), FINDING)
+    assert told is not None and told.noise > 0.3 and told.off_pace == "" and bool(told.void) == void
+
+
+def test_the_label_is_a_remark_and_a_shared_device_certifies_nothing() -> None:
+    fast = phased([phase(name, 0.95, 0.95, stretch=0.95) for name in PHASES])
+    labels = labels_of(replace(fast, timing=samples(("gemm",), (10_000,))), FINDING, None, None)
+    (pace,) = (label for label in labels if label.label is Label.REPLAY_PACE)
+    assert not pace.hard and pace.reason.startswith("by themselves its phases take 0.950x of")
+    shared = replace(phased(()), watch=DeviceWatch(10, 1.0, others=1))
+    assert energy_validity(shared) is EnergyValidity.SHARED
+    assert energy_validity(replace(shared, energy=None)) is None
+
+
+def test_joules_have_their_denominators() -> None:
+    """A token is the step's, FLOPs are the phase's own; where some are unknown nobody divides by the others."""
+    counts = (PhaseCount("gemm", flops=10**12, launches=1), PhaseCount("cast", flops=5, unknown=1))
+    one = replace(phased(phases()), work=Work(tokens=4), tape=Tape(phases=counts))
+    by_phase = {part.phase: dict(per_work(one, part)) for part in found(*phases()).phases}
+    assert by_phase["gemm"] == {"energy_per_token": pytest.approx(0.5), "energy_per_tflop": pytest.approx(2.0)}
+    assert by_phase["cast"] == {"energy_per_token": pytest.approx(0.025)}
+    rows = {(metric.phase, metric.name): metric.value for metric in metrics_of(one, FINDING, None)}
+    assert rows["gemm", "energy"] == pytest.approx(2.0) and rows["gemm", "energy_per_tflop"] == pytest.approx(2.0)
+    assert rows["gemm", "energy_low"] == pytest.approx(2.0 * 0.997 * 0.996)
+    assert rows["step", "energy_residual"] == pytest.approx(REST * 82.0)
+
+
+@for_each(
+    ("changes", "code"),
+    [
+        ({}, EnergyValidity.CERTIFIED),
+        ({"source": "none", "windows": ()}, EnergyValidity.NO_COUNTER),
+        ({"source": "instant"}, EnergyValidity.NO_COUNTER),
+        ({"windows": (), "why": TOO_FEW}, EnergyValidity.TOO_FEW_TICKS),
+        ({"windows": (EnergyWindow(10, 0.1, 3.0, 9, 0.004),)}, EnergyValidity.TOO_FEW_TICKS),
+        ({"windows": (EnergyWindow(10, 0.1, 3.0, 12, 0.004, throttle=0x40),)}, EnergyValidity.THROTTLED),
+        ({"windows": (EnergyWindow(10, 0.1, 3.0, 12, 0.004, throttle=0x4),)}, EnergyValidity.CERTIFIED),
+        ({"power_limits": (650.0,)}, EnergyValidity.CERTIFIED),
+        ({"power_limits": (650.0, 500.0)}, EnergyValidity.LIMIT_CHANGED),
+        ({"windows": (EnergyWindow(10, 0.1, 3.0, 12, 0.04),)}, EnergyValidity.UNRESOLVED),
+        ({"windows": (), "why": "the GPU is lost"}, EnergyValidity.UNRESOLVED),
+    ],
+)  # fmt: skip
+def test_an_energy_is_certified_or_says_why_not(changes: dict[str, object], code: EnergyValidity) -> None:
+    one = phased(())
+    assert one.energy is not None
+    energy: EnergyUse = replace(one.energy, **changes)  # type: ignore[arg-type]
+    assert energy_validity(replace(one, energy=energy)) is code

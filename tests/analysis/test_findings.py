@@ -1,4 +1,4 @@
-"""Hard labels: who loses a verdict by them, and who keeps it."""
+"""Hard labels: who loses a verdict by them, who keeps it, whatever a file says of clocks, energy and a device."""
 
 from __future__ import annotations
 
@@ -6,11 +6,25 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fp8bench import units
 from fp8bench.analysis.findings import find
+from fp8bench.analysis.labels import CAN_BE_HARD
 from fp8bench.analysis.verdicts import decided
-from fp8bench.model import DeviceWatch, Finding, Label, Level, Record, StepEffect, Timing, Verdict
+from fp8bench.model import (
+    DeviceWatch,
+    EnergyUse,
+    EnergyWindow,
+    Finding,
+    Label,
+    Level,
+    Record,
+    StepEffect,
+    Timing,
+    Verdict,
+)
 from tests.counts import for_each
 from tests.fakes import MS, called, record, steady, timing
 
@@ -62,15 +76,10 @@ def test_a_time_that_the_host_set_gets_no_verdict() -> None:
     [
         (record(FIVE, watch=HOT), Label.THROTTLED, "labelled throttled (hw-thermal)"),
         (record(starved(FIVE)), Label.CONTENDED, f"labelled {FIFTH}"),
-        (
-            record(FIVE, effect=IDLE),
-            Label.NO_WORK,
-            "labelled no-work (it does nothing)",
-        ),
+        (record(FIVE, effect=IDLE), Label.NO_WORK, "labelled no-work (it does nothing)"),
     ],
 )
 def test_a_hard_label_takes_the_verdict_and_leaves_the_ratio(case: Record, label: Label, why: str) -> None:
-    """Twice as fast, and nobody may say so."""
     finding = found(reference(), case)["bf16"]
     assert (finding.verdict, finding.why, finding.hard) == (Verdict.UNSURE, f"{why}{END}", (label,))
     assert finding.ratio is not None and finding.ratio.point == pytest.approx(0.5)
@@ -83,13 +92,15 @@ def test_a_hard_label_takes_the_verdict_and_leaves_the_ratio(case: Record, label
     "case",
     [
         record(FIVE, watch=DeviceWatch(4, 10.0, 0x20 | 0x4)),
-        record(replace(FIVE, slots=tuple(replace(one, wall_seconds=2 * one.cpu_seconds) for one in FIVE.slots))),
+        record(replace(FIVE, slots=tuple(replace(slot, wall_seconds=2 * slot.cpu_seconds) for slot in FIVE.slots))),
     ],
 )
 def test_the_same_label_less_grave_is_a_doubt(case: Record) -> None:
-    """Slowed down by software; half of a core."""
     finding = found(reference(), case)["bf16"]
     assert finding.labels and (finding.verdict, finding.why, finding.hard) == (Verdict.FASTER, "", ())
+    for effect in (None, StepEffect(True), StepEffect(None, "nobody can tell")):
+        finding = found(reference(effect=effect), record(FIVE, effect=effect))["bf16"]
+        assert (finding.verdict, finding.labels) == (Verdict.FASTER, ())
 
 
 def test_identical_code_told_apart_takes_every_verdict() -> None:
@@ -113,21 +124,15 @@ def test_identical_code_told_apart_takes_every_verdict() -> None:
     ],
 )
 def test_a_reference_with_a_hard_label_spoils_what_is_held_against_it(first: Record, why: str) -> None:
-    """Whatever the case itself is like."""
     finding = found(first, record(FIVE))["bf16"]
     assert (finding.verdict, finding.why) == (Verdict.UNSURE, f"the reference is labelled {why}{END}")
     assert finding.labels == () and len(finding.hard) == 1 and finding.ratio is not None
-
-
-def test_what_both_have_is_said_once() -> None:
-    """And what only one has beside it."""
-    finding = found(reference(starved(TEN), watch=HOT), record(FIVE, watch=HOT))["bf16"]
-    assert finding.why == f"labelled throttled (hw-thermal); the reference is labelled {FIFTH}{END}"
-    assert finding.hard == (Label.THROTTLED, Label.CONTENDED)
+    both = found(reference(starved(TEN), watch=HOT), record(FIVE, watch=HOT))["bf16"]  # what both have is said once
+    assert both.why == f"labelled throttled (hw-thermal); the reference is labelled {FIFTH}{END}"
+    assert both.hard == (Label.THROTTLED, Label.CONTENDED)
 
 
 def test_a_case_of_another_sitting_is_spoilt_by_its_own_company_alone() -> None:
-    """The reference's record tells of the first sitting."""
     spoilt = reference(starved(TEN), watch=HOT)
     assert found(spoilt, record(FIVE, paired_with=TEN, control=TEN))["bf16"].verdict is Verdict.FASTER
     idle = reference(effect=IDLE)  # whenever it was measured
@@ -138,14 +143,7 @@ def test_a_case_of_another_sitting_is_spoilt_by_its_own_company_alone() -> None:
     assert moved.hard == (Label.AA_FAILED,)
 
 
-@for_each("effect", [None, StepEffect(True), StepEffect(None, "nobody can tell")])
-def test_a_step_of_which_nobody_can_tell_keeps_its_verdict(effect: StepEffect | None) -> None:
-    finding = found(reference(effect=effect), record(FIVE, effect=effect))["bf16"]
-    assert (finding.verdict, finding.labels) == (Verdict.FASTER, ())
-
-
 def test_where_there_is_no_verdict_to_take_nothing_changes() -> None:
-    """Emulated, unpaired and failed cases, and the reference itself."""
     findings = found(
         reference(watch=HOT),
         record(FIVE, "fp8", Level.EMULATED, watch=HOT),
@@ -153,8 +151,8 @@ def test_where_there_is_no_verdict_to_take_nothing_changes() -> None:
     )
     assert [findings[mode].verdict for mode in ("fp32", "fp8")] == [Verdict.REFERENCE, Verdict.EMULATED]
     assert findings["bf16"].why == "it did not share rounds with a reference"
-    assert {one.hard for one in findings.values()} == {()}
-    assert all(Label.THROTTLED in one.labels for one in findings.values())
+    assert {finding.hard for finding in findings.values()} == {()}
+    assert all(Label.THROTTLED in finding.labels for finding in findings.values())
 
 
 def test_early_stopping_looks_at_samples_alone() -> None:
@@ -164,7 +162,6 @@ def test_early_stopping_looks_at_samples_alone() -> None:
 
 
 def test_a_verdict_beside_a_wider_noise_floor_says_why_it_stands() -> None:
-    """In the reason that tables, pages and CSV show; a narrow floor needs no word."""
     control = timing(*[(9_500_000,)] * 2, *[(10 * MS,)] * 22)  # two fast rounds
     finding = found(reference(TEN, control), record(steady(round(9.6 * MS), 24)))["bf16"]
     assert finding.verdict is Verdict.FASTER and finding.ratio is not None and finding.floor is not None
@@ -184,3 +181,53 @@ def test_times_that_say_something_else_than_the_ratio_are_explained() -> None:
         "the best times shown would give 1.04x: the speed-up is by as many calls and rounds of all entries"
     )
     assert found(reference(), record(steady(9_900_000, 24)))["bf16"].why == ""
+
+
+any_float = st.floats(allow_nan=True, allow_infinity=True)
+maybe = st.one_of(st.none(), any_float)
+names = st.sampled_from(["thermal", "sw-thermal", "hw-thermal", "hw-power-brake", "power-cap", "something else"])
+watches = st.builds(
+    DeviceWatch, st.integers(0, 9), any_float, st.one_of(st.none(), st.integers(-(2**64), 2**64)),
+    st.lists(st.tuples(names, any_float), max_size=6).map(tuple), maybe,
+)  # fmt: skip
+windows = st.builds(
+    EnergyWindow, st.integers(-1, 9), any_float, any_float, st.integers(), maybe, maybe, maybe,
+    st.one_of(st.none(), st.integers(0, 2**40)),
+)  # fmt: skip
+energies = st.builds(
+    EnergyUse, st.sampled_from(["counter", "rapl", "average", "none", ""]), st.lists(windows, max_size=4).map(tuple),
+    maybe, maybe, st.sampled_from(["", "a call failed"]),
+)  # fmt: skip
+
+
+@st.composite
+def wild_records(draw: st.DrawFn) -> Record:
+    """Sixteen rounds of ten milliseconds with clocks, counters, energy and watch of any kind."""
+    timing = steady(10 * MS, 16)
+    slots = [
+        replace(
+            slot, wall_seconds=draw(any_float), cpu_seconds=draw(any_float), thread_seconds=draw(maybe),
+            preemptions=draw(st.one_of(st.none(), st.integers())), stolen_seconds=draw(maybe),
+        )
+        for slot in timing.slots[:2]
+    ]  # fmt: skip
+    return record(
+        replace(timing, slots=tuple(replace(slots[number % 2], round=number) for number in range(16))),
+        device=draw(st.sampled_from(["cpu", "cuda:0"])),
+        watch=draw(st.one_of(st.none(), watches)),
+        energy=draw(st.one_of(st.none(), energies)),
+    )
+
+
+@settings(max_examples=50)
+@given(wild_records(), st.booleans())
+def test_nonsense_makes_no_fault(one: Record, reference: bool) -> None:
+    """A verdict is either of the samples, which are alike here, or taken by labels that can take it."""
+    calm = record(steady(10 * MS, 16), "fp32", is_reference=True, control=steady(10 * MS, 16), device=one.case.device)
+    wild = replace(calm, watch=one.watch, timing=one.timing, energy=one.energy) if reference else calm
+    findings = find([wild, one], {})
+    for finding in findings:
+        assert set(dict(finding.label_reasons)) <= set(finding.labels) <= set(Label)
+        assert list(finding.labels) == sorted(finding.labels, key=list(Label).index)
+        assert set(finding.hard) <= CAN_BE_HARD and bool(finding.hard) == finding.why.endswith("get no verdict")
+    assert findings[1].verdict is (Verdict.UNSURE if findings[1].hard else Verdict.SAME)

@@ -1,14 +1,25 @@
-"""What bounds phases, and what a precision could give at most, by counts and ceilings made by hand."""
+"""What bounds phases, what a precision could give at most, and vendors' peaks held against what cannot be."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import date
 
 import pytest
 
 from fp8bench.analysis.claims import COUNTED_MARGIN, MARGIN, PLAIN_MARGIN, claims_of
 from fp8bench.analysis.metrics import metrics_of
-from fp8bench.analysis.roofline import Bound, gain_of, phase_roofs, roofs_of
+from fp8bench.analysis.roofline import (
+    Bound,
+    Datasheet,
+    datasheet_of,
+    datasheets,
+    gain_of,
+    kind_of_path,
+    phase_roofs,
+    roofs_of,
+)
 from fp8bench.model import Ceiling, Finding, Label, Limit, Record
 from fp8bench.model.step import OperatorCount, PhaseCount, Tape
 from tests.counts import for_each
@@ -23,7 +34,7 @@ def results(ceiling: Ceiling | None = CEILING) -> list[tuple[Record, Finding]]:
 
 def test_each_phase_has_what_takes_longest_at_the_ceilings() -> None:
     """54 ms of products whose least is 38.34; 25 ms of 20 GB at 1 TB/s; 21 ms of 20,000 launches."""
-    roofs = {one.count.phase: one for one in phase_roofs(*results()[0])}
+    roofs = {roof.count.phase: roof for roof in phase_roofs(*results()[0])}
     assert {phase: one.bound for phase, one in roofs.items()} == {
         "gemm": Bound.COMPUTE, "optimizer_step": Bound.MEMORY, "elementwise": Bound.LAUNCH,
     }  # fmt: skip
@@ -35,13 +46,20 @@ def test_each_phase_has_what_takes_longest_at_the_ceilings() -> None:
     assert roofs["elementwise"].intensity is None
 
 
-def test_recipes_of_a_format_share_its_best_kernel() -> None:
-    """And each kind of ceiling has its source."""
+def test_recipes_of_a_format_share_its_best_kernel_and_without_counts_nothing_is_said() -> None:
     measured, sheet = roofs_of(CEILING)
     assert measured is not None and measured.products == {"bf16": 1e14, "fp8": 2e14}
     assert (measured.memory, measured.launches) == (1e12, 1e6)
     assert sheet is not None and sheet.words == "datasheet" and sheet.launches is None
     assert roofs_of(None) == (None, None) == roofs_of(Ceiling(1e12, 1e12, device="somebody's own"))
+    (lead, reference), (case, finding), _ = results(None)
+    assert gain_of(case, finding, lead, reference) is None
+    assert {roof.bound for roof in phase_roofs(lead, reference)} == {None}
+    assert phase_roofs(replace(lead, tape=None), reference) == () == phase_roofs(lead, None)
+    assert lead.tape is not None
+    mixed = PhaseCount("gemm", 2 * GB, GB, by_path=(("bf16", GB), ("int8", GB)))
+    (roof,) = phase_roofs(replace(lead, tape=Tape(phases=(mixed,)), ceiling=CEILING), reference)
+    assert roof.bound is None and roof.of_ceiling is None and roof.of_sheet is None
 
 
 def test_amdahl_by_hand() -> None:
@@ -57,36 +75,22 @@ def test_amdahl_by_hand() -> None:
 
 @for_each(("precision", "binds"), [("bf16", False), ("fp8", False), ("fp8-rowwise", True)])
 def test_a_ceiling_whose_runs_differ_bounds_no_gain(precision: str, binds: bool) -> None:
-    """Of the rates that it rests on: row-wise products are not the best of their kind."""
     rates = tuple(
-        replace(one, runs=(0.9 * one.runs[-1], *one.runs[1:])) if one.precision == precision else one
-        for one in CEILING.rates
+        replace(rate, runs=(0.9 * rate.runs[-1], *rate.runs[1:])) if rate.precision == precision else rate
+        for rate in CEILING.rates
     )
     (lead, reference), (case, finding), _ = results(replace(CEILING, rates=rates))
     gain = gain_of(case, finding, lead, reference)
     assert gain is not None and gain.binds is binds
 
 
-def test_without_ceilings_or_counts_nothing_is_said() -> None:
-    """Nor where the rate of one of a phase's products is not known: what bounds it would be a guess."""
-    (lead, reference), (case, finding), _ = results(None)
-    assert gain_of(case, finding, lead, reference) is None
-    assert {one.bound for one in phase_roofs(lead, reference)} == {None}
-    assert phase_roofs(replace(lead, tape=None), reference) == () == phase_roofs(lead, None)
-    assert lead.tape is not None
-    mixed = PhaseCount("gemm", 2 * GB, GB, by_path=(("bf16", GB), ("int8", GB)))
-    (roof,) = phase_roofs(replace(lead, tape=Tape(phases=(mixed,)), ceiling=CEILING), reference)
-    assert roof.bound is None and roof.of_ceiling is None and roof.of_sheet is None
-
-
 def test_the_figures_of_a_phase() -> None:
-    """As metrics for files and frames; none of an emulated case."""
     first, _, emulated = results()
-    found = {(one.name, one.phase): one.best for one in metrics_of(*first) if one.phase == "gemm"}
+    found = {(metric.name, metric.phase): metric.best for metric in metrics_of(*first) if metric.phase == "gemm"}
     assert found["flops_per_second", "gemm"] == pytest.approx(71e12)
     assert found["share_of_ceiling", "gemm"] == pytest.approx(0.71)
     assert found["share_of_datasheet", "gemm"] == pytest.approx(0.0718, rel=1e-3)
-    assert not any(one.name == "share_of_ceiling" for one in metrics_of(*emulated))
+    assert not any(metric.name == "share_of_ceiling" for metric in metrics_of(*emulated))
 
 
 def counted(times: float, device: str = "cuda:0", operator: str = "mm", fused: str = "", path: str = "bf16") -> Record:
@@ -145,25 +149,21 @@ def test_plain_products_of_a_processor_have_a_margin_of_their_own(
     times: float, path: str, operator: str, above: bool
 ) -> None:
     """In fp32, where its ceiling is known; what may take fewer products than are counted keeps the wide one."""
-    rates = (*CEILING.rates, *(replace(one, precision="fp32") for one in CEILING.rates if one.precision == "bf16"))
+    rates = (*CEILING.rates, *(replace(rate, precision="fp32") for rate in CEILING.rates if rate.precision == "bf16"))
     one = replace(counted(times, "cpu", operator, path=path), ceiling=replace(CEILING, rates=rates))
     assert [label.label for label in claims_of(one, None)] == [Label.ABOVE_CEILING] * above
     quick = replace(one, ceiling=Ceiling(1e14, None))
     assert bool(list(claims_of(quick, None))) == (times > MARGIN)
 
 
-def test_bytes_that_no_memory_moves() -> None:
-    """3,530 GB/s of a card whose copies come to 864 at their fastest."""
+def test_bytes_that_no_memory_moves_and_rates_that_differ() -> None:
+    # 3,530 GB/s of a card whose copies come to 864 at their fastest.
     moved = PhaseCount("gemm", 0, int(3530e9 * 10e-3))
     one = replace(counted(0), tape=Tape(phases=(moved,)), ceiling=Ceiling(None, 864e9))
     (label,) = claims_of(one, None)
     assert label.label is Label.ABOVE_CEILING and "gemm moved 3.53 TB/s by the tape" in label.reason
     assert list(claims_of(replace(one, ceiling=Ceiling(None, 3e12)), None)) == []
-
-
-def test_rates_that_differ_bound_nothing() -> None:
-    """A row above them may be the ceiling's fault."""
-    wide = tuple(replace(one, runs=(one.runs[0] * 0.9, *one.runs[1:])) for one in CEILING.rates)
+    wide = tuple(replace(rate, runs=(rate.runs[0] * 0.9, *rate.runs[1:])) for rate in CEILING.rates)
     assert list(claims_of(replace(counted(9), ceiling=Ceiling(None, None, wide)), None)) == []
 
 
@@ -186,13 +186,12 @@ def test_far_below_all_ceilings_none_of_them_is_what_a_phase_waits_for(
     finding = replace(reference, best_seconds=0.5, phases=(("gemm", milliseconds / 1e3),))
     (roof,) = phase_roofs(replace(lead, tape=tape), finding)
     assert roof.bound is bound
-    without = tuple(one for one in CEILING.rates if one.limit is not Limit.LAUNCH)
+    without = tuple(rate for rate in CEILING.rates if rate.limit is not Limit.LAUNCH)
     (roof,) = phase_roofs(replace(lead, tape=tape, ceiling=replace(CEILING, rates=without)), finding)
     assert roof.bound is (Bound.COMPUTE if milliseconds <= 76 else Bound.NONE)
 
 
 def test_of_a_compiled_step_the_products_are_checked() -> None:
-    """A compiler that removed them, or most of them, is caught by the whole step; nothing is known of its bytes."""
     (label,) = claims_of(counted(9, fused="compiled"), None)
     assert label.label is Label.ABOVE_CEILING and label.hard
     assert label.reason == (
@@ -209,14 +208,142 @@ def test_of_a_compiled_step_only_products_bound_a_phase() -> None:
     (lead, reference), _, _ = results()
     assert lead.tape is not None
     fused = replace(lead, tape=replace(lead.tape, fused="compiled"))
-    roofs = {one.count.phase: one for one in phase_roofs(fused, reference)}
+    roofs = {roof.count.phase: roof for roof in phase_roofs(fused, reference)}
     assert {phase: one.bound for phase, one in roofs.items()} == {
         "gemm": Bound.COMPUTE, "optimizer_step": None, "elementwise": None,
     }  # fmt: skip
     assert (
         roofs["gemm"].of_ceiling == pytest.approx(0.71) and roofs["gemm"].intensity is roofs["gemm"].byte_rate is None
     )
-    assert not any(one.name == "bytes_per_second" for one in metrics_of(fused, reference) if one.phase == "gemm")
+    assert not any(
+        metric.name == "bytes_per_second" for metric in metrics_of(fused, reference) if metric.phase == "gemm"
+    )
     slow = replace(reference, phases=(("gemm", 0.5),))
     (roof,) = phase_roofs(fused, slow)
     assert roof.bound is None
+
+
+# How many times the products of the second a device does of the first, by how wide they are; and what may deviate.
+RATIOS = {"fp16/bf16": 1.0, "bf16/tf32": 2.0, "fp8/bf16": 2.0, "fp6/fp8": 1.0, "fp4/fp8": 2.0}
+ROUNDING = 0.02
+# No vendor says more of operands with 2:4 structure than twice what it says of all others.
+SPARSE = 2.0
+# What has been quoted in the wrong place: (device, path) -> TFLOP/s.
+MISQUOTED = {("H200", "tf32"): 312.0, ("H100", "tf32"): 312.0, ("A100", "fp8"): 624.0, ("H200", "fp8"): 3958.0}
+# Twice the widest step that any device has had from one path to the next wider one.
+FP32_TO_BF16 = 34.0
+
+
+def faults(one: Datasheet) -> Iterator[str]:
+    """What is wrong with an entry, in words."""
+    yield from peak_faults(one)
+    yield from told_faults(one)
+
+
+def peak_faults(one: Datasheet) -> Iterator[str]:
+    """Of its peaks beside each other."""
+    for ratio, expected in RATIOS.items():
+        above, below = ratio.split("/")
+        if above in one.dense and below in one.dense:
+            found = one.dense[above] / one.dense[below]
+            if ratio not in one.exceptions and abs(found / expected - 1) > ROUNDING:
+                yield f"{ratio} is {found:.2f}, not {expected:g}"
+    for path, peak in one.sparse.items():
+        if path not in one.dense:
+            yield f"a sparse peak of {path} and no dense one"
+        elif abs(peak / one.dense[path] / SPARSE - 1) > ROUNDING:
+            yield f"sparse {path} is {peak / one.dense[path]:.2f} times dense"
+    widest = one.dense.get("bf16", 0.0) / one.dense["fp32"] if "fp32" in one.dense else 0.0
+    if widest > FP32_TO_BF16:
+        yield f"bf16 is {widest:.0f} times fp32: a sparse peak?"
+    for (name, path), peak in MISQUOTED.items():
+        if name in one.name and abs(one.dense.get(path, 0.0) / 1e12 - peak) < 1:
+            yield f"{peak:g} is no peak of {path} on {one.name}"
+
+
+def told_faults(one: Datasheet) -> Iterator[str]:
+    """Of its bandwidth, and of what it says of itself."""
+    if not 1e11 < one.bandwidth < 1e13:
+        yield f"a bandwidth of {one.bandwidth:g} B/s"
+    if one.capacity is not None and not 1.5e10 < one.capacity < 1e12:
+        yield f"a capacity of {one.capacity:g} B"
+    if one.link is not None and not 2.5e10 < one.link < one.bandwidth:
+        yield f"a link of {one.link:g} B/s"
+    if not one.source or not date(2020, 1, 1) <= date.fromisoformat(one.date) <= date(2100, 1, 1):
+        yield "no source, or no date"
+    if not {*one.unverified} <= {"dense", "sparse", "bandwidth", "watts"}:
+        yield f"unverified what? {one.unverified}"
+    if not {*one.exceptions} <= {*RATIOS} or not all(one.exceptions.values()):
+        yield "an exception without a rule or a reason"
+    if not one.source.startswith("https://") and "dense" not in one.unverified:
+        yield "a source that nobody can open, and verified"
+
+
+@for_each("one", datasheets(), ids=lambda one: str(one.name))
+def test_no_entry_is_impossible(one: Datasheet) -> None:
+    assert not list(faults(one))
+
+
+H200 = datasheet_of("NVIDIA H200")
+assert H200 is not None
+
+
+@for_each(
+    ("dense", "fault"),
+    [
+        ({"tf32": 312e12}, "312 is no peak of tf32"),  # quoted for an H200: the A100's, sparse
+        ({"tf32": 989e12}, "bf16/tf32 is 1.00"),  # sparse as dense, of one path
+        ({"fp8": 3958e12}, "3958 is no peak of fp8"),
+        ({path: 2 * peak for path, peak in H200.dense.items() if path != "fp32"}, "sparse tf32 is 1.00 times dense"),
+        ({"fp8": 989.5e12}, "fp8/bf16 is 1.00"),
+        ({"fp4": 1979e12}, "fp4/fp8 is 1.00"),
+        ({"fp16": 1979e12}, "fp16/bf16 is 2.00"),
+        ({"fp32": 6.7e12}, "bf16 is 148 times fp32"),
+    ],
+)
+def test_lies_are_refused(dense: Mapping[str, float], fault: str) -> None:
+    assert H200 is not None
+    assert any(one.startswith(fault) for one in faults(replace(H200, dense={**H200.dense, **dense})))
+
+
+def test_sparse_peaks_are_refused_even_alone_and_so_are_other_units() -> None:
+    assert H200 is not None
+    doubled = {path: 2 * peak if path != "fp32" else peak for path, peak in H200.dense.items()}
+    for lie in (
+        {"dense": doubled, "sparse": {}, "name": "an H200"}, {"bandwidth": 4.8e15}, {"bandwidth": 4.8e9},
+        {"capacity": 141.0}, {"link": 9e14},
+    ):  # fmt: skip
+        assert list(faults(replace(H200, **lie))), lie  # type: ignore[arg-type]
+
+
+@for_each(
+    ("device", "name"),
+    [
+        ("NVIDIA H200", "H200 SXM"),
+        ("NVIDIA H200 NVL", "H200 NVL"),
+        ("NVIDIA A100-SXM4-80GB", "A100 SXM, 80 GB"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA GB200", "GB200, one GPU"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA L40", None),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("NVIDIA Unheard Of", None),
+        ("AMD EPYC", None),
+    ],
+)
+def test_devices_by_their_names(device: str, name: str | None) -> None:
+    found = datasheet_of(device)
+    assert (found.name if found is not None else None) == name
+
+
+def test_peaks_are_dense_and_in_flops() -> None:
+    assert H200 is not None
+    assert H200.peak("e4m3fn") == H200.peak("fp8-rowwise") == H200.peak("fp8") == 1979e12
+    assert H200.peak("tf32") == 494.5e12 and H200.peak("bf16") == 989.5e12 and H200.bandwidth == 4.8e12
+    assert H200.peak("nvfp4") is None and H200.peak("") is None and kind_of_path("int8") == ""
+    assert H200.told("dense", "bandwidth") == "datasheet"
+    unsure = datasheet_of("NVIDIA H200 NVL")
+    assert unsure is not None and unsure.told("dense", "bandwidth") == "datasheet, unverified"
+    assert unsure.told("bandwidth") == "datasheet"

@@ -1,18 +1,35 @@
-"""One sample a round: the fastest of its calls, cell by cell."""
+"""One sample a round: the fastest of its calls, cell by cell; and what turns of seconds say."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.analysis.samples import mean_sample, phase_medians, phase_samples, relative_samples, step_samples
-from fp8bench.model import CELL_PHASES, Level, Record, Segments, SlotSample, Timing
+from fp8bench.analysis.findings import find
+from fp8bench.analysis.metrics import metrics_of
+from fp8bench.analysis.samples import (
+    mean_sample,
+    phase_medians,
+    phase_samples,
+    relative_samples,
+    step_samples,
+    sustained_figures,
+    sustained_ratio,
+    sustained_samples,
+)
+from fp8bench.model import CELL_PHASES, Level, Provenance, Record, Segments, SlotSample, SustainedTurn, Timing
+from fp8bench.model.stopping import ClockLook, Settling
+from fp8bench.report.panels import panels_of
+from tests.counts import for_each
 from tests.fakes import MS, record, steady, timing
+from tests.runs import render_whole, run_of
 
 
 def slots(*rounds: Sequence[Sequence[int]], phases: Sequence[str] = ("cast", "gemm"), start: int = 0) -> Timing:
@@ -24,33 +41,23 @@ def slots(*rounds: Sequence[Sequence[int]], phases: Sequence[str] = ("cast", "ge
     return Timing(Segments(tuple(phases), tuple(range(len(phases)))), made)
 
 
-def test_a_round_is_its_fastest_cells() -> None:
-    """Which may be of different calls."""
+def test_a_round_is_the_fastest_cells_of_as_many_calls() -> None:
     measured = slots([(3, 10), (1, 20)], [(5, 7), (5, 8)])
     assert step_samples(measured) == pytest.approx((11e-9, 12e-9))
     assert phase_samples(measured, "cast") == pytest.approx((1e-9, 5e-9))
     assert phase_samples(measured, "gemm") == pytest.approx((10e-9, 7e-9))
-
-
-def test_cells_of_one_phase_count_together() -> None:
-    measured = slots([(1, 20, 300)], [(2, 30, 400)], phases=("cast", "gemm", "cast"))
-    assert phase_samples(measured, "cast") == pytest.approx((301e-9, 402e-9))
-
-
-def test_as_many_calls_of_each_slot_as_all_have() -> None:
-    """A minimum of more calls is lower for that alone."""
+    # A minimum of more calls is lower for that alone.
     measured = slots([(9,), (5,), (1,)], [(8,), (6,)], phases=("gemm",))
     assert step_samples(measured) == pytest.approx((5e-9, 6e-9))
-
-
-def test_a_phase_that_a_step_does_not_have_has_no_samples() -> None:
-    """None is not zero."""
     assert phase_samples(steady(MS, 3), "cast") == ()
-
-
-def test_without_slots_there_are_no_samples() -> None:
     empty = Timing(Segments(("gemm",), (0,)), ())
     assert step_samples(empty) == () and phase_samples(empty, "gemm") == () and phase_medians(empty) == {}
+    assert phase_medians(timing((0,), (0,))) == {"gemm": (0.0, 0.0)}
+    calls = [(1, 10, 8), (2, 10, 4), (9, 10, 3)]
+    found = phase_medians(timing(*calls, phases=("cast", "gemm", "cast")))
+    assert list(found) == ["cast", "gemm"]
+    assert found["cast"] == pytest.approx((9e-9, 9 / 19))
+    assert found["gemm"] == pytest.approx((10e-9, 10 / 19))
 
 
 @st.composite
@@ -63,7 +70,6 @@ def timings(draw: st.DrawFn) -> Timing:
 
 @given(timings())
 def test_the_phases_of_a_round_sum_to_its_step(measured: Timing) -> None:
-    """Nothing is lost between the metrics of a case, and no step is longer than one of its calls."""
     steps = step_samples(measured)
     parts = [phase_samples(measured, phase) for phase in CELL_PHASES]
     assert len(steps) == len(measured.slots)
@@ -93,34 +99,18 @@ def led(own: Timing, reference: Timing, control: Timing | None = None) -> tuple[
     return record(own), record(reference, "fp32", is_reference=True, control=control)
 
 
-def test_relative_time_is_by_round() -> None:
-    """In the round in which the machine was slow, it was slow for both."""
+def test_relative_time_is_by_common_round_and_both_entries() -> None:
     case, reference = led(timing((2,), (20,), (3,)), timing((4,), (40,), (4,)))
     assert relative_samples(case, reference) == pytest.approx((0.5, 0.5, 0.75))
-
-
-def test_the_reference_counts_by_both_entries() -> None:
-    """By their geometric mean, as in a verdict."""
     case, reference = led(timing((6,)), timing((4,)), timing((9,)))
     assert relative_samples(case, reference) == pytest.approx((1.0,))
-
-
-def test_only_common_rounds_count() -> None:
-    """Those that the case, the reference and its control were in."""
     case, reference = led(steady(6, 4, start=2), steady(4, 5), steady(9, 4, start=1))
     assert relative_samples(case, reference) == pytest.approx((1.0, 1.0, 1.0))
     reference = replace(reference, control=Timing(Segments(("gemm",), (0,)), ()))
     assert relative_samples(case, reference) == pytest.approx((1.5,) * 3)
     assert relative_samples(*led(steady(1, 3, start=9), steady(1, 3))) == ()
-
-
-def test_a_round_whose_reference_took_no_time_does_not_count() -> None:
-    """A clock of a microsecond may say so of a step that does nothing."""
+    # A clock of a microsecond may say so of a step that does nothing.
     assert relative_samples(*led(timing((6,), (6,), (0,)), timing((0,), (4,), (4,)))) == pytest.approx((1.5, 0.0))
-
-
-def test_a_case_that_sat_apart_is_held_against_its_own_company() -> None:
-    """Its control is the one of those rounds; without one the reference's other control is not taken."""
     case, reference = led(steady(6, 3, start=9), steady(100, 3), steady(100, 3))
     apart = replace(case, paired_with=steady(4, 3, start=9))
     assert relative_samples(apart, reference) == pytest.approx((1.5,) * 3)
@@ -128,7 +118,6 @@ def test_a_case_that_sat_apart_is_held_against_its_own_company() -> None:
 
 
 def test_what_is_no_speed_has_no_relative_time() -> None:
-    """Neither an emulated side, nor the reference itself, nor one that shared no round."""
     case, reference = led(steady(6, 3), steady(4, 3))
     emulated = record(steady(6, 3), level=Level.EMULATED)
     assert relative_samples(case, reference) and not relative_samples(emulated, reference)
@@ -144,7 +133,6 @@ def test_what_is_no_speed_has_no_relative_time() -> None:
 def test_as_many_relative_samples_as_common_rounds(
     own: int, rounds: int, lead: int, lead_rounds: int, second: int, second_rounds: int
 ) -> None:
-    """Whichever rounds each was in."""
     case, reference = led(steady(7, rounds, own), steady(7, lead_rounds, lead), steady(7, second_rounds, second))
     both = set(range(own, own + rounds)) & set(range(lead, lead + lead_rounds))
     if second_rounds:
@@ -152,14 +140,76 @@ def test_as_many_relative_samples_as_common_rounds(
     assert relative_samples(case, reference) == pytest.approx((1.0,) * len(both))
 
 
-def test_the_cells_of_a_phase_count_together() -> None:
-    """Call by call: the median of sums, not the sum of medians."""
-    calls = [(1, 10, 8), (2, 10, 4), (9, 10, 3)]
-    found = phase_medians(timing(*calls, phases=("cast", "gemm", "cast")))
-    assert list(found) == ["cast", "gemm"]
-    assert found["cast"] == pytest.approx((9e-9, 9 / 19))
-    assert found["gemm"] == pytest.approx((10e-9, 10 / 19))
+LOOKS = (ClockLook(0.0, 1.9e9, 50.0), ClockLook(4.0, 1.7e9, 60.0))
 
 
-def test_a_call_of_no_time_has_no_share() -> None:
-    assert phase_medians(timing((0,), (0,))) == {"gemm": (0.0, 0.0)}
+def turns(
+    *milliseconds: float, settled: Sequence[bool] = (), clock: float | None = None, watts: float | None = None
+) -> tuple[SustainedTurn, ...]:
+    """Each of four chunks of 25 steps."""
+    courses = [Settling(LOOKS, one, 8.0) for one in settled] or [None] * len(milliseconds)
+    return tuple(
+        SustainedTurn(25, (25 * one / 1e3,) * 4, course, clock, watts)
+        for one, course in zip(milliseconds, courses, strict=True)
+    )
+
+
+def pair(own: tuple[SustainedTurn, ...], base: tuple[SustainedTurn, ...], **options: Any) -> tuple[Record, Record]:
+    """A case and its reference, which took 5 and 10 ms in slots."""
+    reference = record(steady(10 * MS, 24), "fp32", is_reference=True, control=steady(10 * MS, 24), sustained=base)
+    return record(steady(5 * MS, 24), sustained=own, **options), reference
+
+
+def test_figures_are_of_the_middle_turn() -> None:
+    case, reference = pair(
+        turns(5.5, 5.4, 5.9, settled=(True, False, True), clock=1.7e9, watts=650.0), turns(10.0, 10.0, 10.0)
+    )
+    finding = {one.case.mode: one for one in find([reference, case], {})}["bf16"]
+    found = sustained_figures(case, finding)
+    assert found is not None and sustained_samples(case) == pytest.approx((5.5e-3, 5.4e-3, 5.9e-3))
+    assert (found.seconds, found.low, found.high) == pytest.approx((5.5e-3, 5.4e-3, 5.9e-3))
+    assert (found.turns, found.settled, found.clock, found.watts) == (3, 2, 1.7e9, 650.0)
+    assert found.change == pytest.approx(1.1)
+    assert sustained_figures(record(steady(5 * MS, 24)), finding) is None
+
+
+def test_the_ratio_is_paired_by_rounds_of_turns_that_are_sound() -> None:
+    case, reference = pair(turns(6.0, 7.2, 8.64, 10.4), turns(10.0, 12.0, 14.4, 17.3))
+    ratio = sustained_ratio(case, reference)
+    assert ratio is not None and ratio.level == 0.99 and ratio.low < 0.6 < ratio.high < 0.605
+    few = sustained_ratio(*pair(turns(6.0, 5.0), turns(10.0, 10.0)))
+    assert few is not None and few.level == 0.0 and (few.low, few.high) == pytest.approx((0.5, 0.6))
+    odd = (SustainedTurn(0, (1.0,)), SustainedTurn(5, ()), SustainedTurn(5, (math.nan,)), SustainedTurn(5, (-1.0,)))
+    assert sustained_samples(record(steady(5 * MS, 24), sustained=odd)) == ()
+
+
+@for_each("options", [{"level": Level.EMULATED}, {"paired": False}, {"paired_with": steady(10 * MS, 24)}])
+def test_no_ratio_where_it_would_be_none(options: dict[str, Any]) -> None:
+    case, reference = pair(turns(6.0, 6.0, 6.0), turns(10.0, 10.0, 10.0), **options)
+    assert sustained_ratio(case, reference) is None and sustained_ratio(reference, reference) is None
+    assert sustained_ratio(case, None) is None
+
+
+def test_it_is_a_figure_of_its_own_and_a_table() -> None:
+    case, reference = pair(turns(5.5, 5.5, 5.5, clock=1.7e9), turns(10.0, 10.0, 10.0))
+    findings = {one.case.id: one for one in find([reference, case], {})}
+    metric = next(metric for metric in metrics_of(case, findings[case.case.id]) if metric.name == "sustained_time")
+    told_of_it = metric.unit, metric.value, metric.count, metric.provenance
+    assert told_of_it == ("s", pytest.approx(5.5e-3), 3, Provenance.MEASURED)
+    told = {metric.name: metric.value for metric in metrics_of(case, findings[case.case.id])}
+    assert told["sustained_clock"] == 1.7e9 and "sustained_power" not in told and "sm_clock" not in told
+    run = run_of([reference, case])
+    assert panels_of(run, findings)
+    assert "3, cannot be told" in " ".join(render_whole(run, findings, 120).split())
+
+
+@pytest.mark.slow
+def test_an_interval_of_four_turns_holds_the_ratio_as_often_as_it_says() -> None:
+    draw, held = random.Random(17), 0
+    for _ in range(2000):
+        own, base = ([middle * math.exp(draw.gauss(0, 0.01)) for _ in range(4)] for middle in (6.0, 10.0))
+        case, reference = pair(turns(*own), turns(*base))
+        ratio = sustained_ratio(case, reference)
+        assert ratio is not None
+        held += ratio.low <= 0.6 <= ratio.high
+    assert 0.98 <= held / 2000 < 1.0

@@ -38,19 +38,11 @@ def noisy(rng: np.random.Generator, best: float, *shape: int) -> Floats:
 
 def ratio(case: Floats, references: Sequence[Floats], level: float = 0.99) -> Interval:
     """The whole way from samples to an interval."""
-    return stats.ratio(stats.best_case(case), [stats.best_case(one) for one in references], level)
-
-
-def test_several_references_count_by_their_geometric_mean() -> None:
-    """References of 1 and 4 are a reference of 2."""
-    case, one = np.full((12, 1), 6.0), np.full((12, 1), 1.0)
-    found = ratio(case, [one, one * 4])
-    assert [found.low, found.point, found.high] == pytest.approx([3.0, 3.0, 3.0], rel=1e-14)
+    return stats.ratio(stats.best_case(case), [stats.best_case(reference) for reference in references], level)
 
 
 @for_each("factor", [1e-9, 1e9])
 def test_wide_ratios_stay_finite(factor: float) -> None:
-    """Nanoseconds against seconds."""
     reference = noisy(np.random.default_rng(1), 1.0, 20, 1)
     found = ratio(reference * factor, [reference])
     assert found.point == pytest.approx(factor)
@@ -59,7 +51,6 @@ def test_wide_ratios_stay_finite(factor: float) -> None:
 
 @for_each(("rounds", "segments"), [(3, 1), (5, 3), (14, 2), (15, 2), (60, 3)])
 def test_resampled_sums_are_the_naive_bootstrap_s(rounds: int, segments: int) -> None:
-    """The same draws give the same sums."""
     rng = np.random.default_rng(rounds)
     samples = noisy(rng, 1e-3, rounds, segments)
     draws = rng.integers(0, rounds, (50, rounds)).tolist()
@@ -82,23 +73,13 @@ def test_resamples_that_miss_the_fastest_rounds_are_still_right() -> None:
 
 @for_each("rounds", [1, 2])
 def test_fewer_than_three_rounds_are_all_taken(rounds: int) -> None:
-    """Their mean is the best case; with a single round there is nothing to resample."""
     samples = np.arange(1.0, rounds + 1)[:, None]
     found = stats.best_case(samples)
     assert math.exp(found.point) == pytest.approx(samples.mean())
     assert math.exp(found.resampled.max()) <= rounds + 1e-12
 
 
-def test_a_round_drawn_twice_counts_twice() -> None:
-    """The mean of the three fastest draws, not of three different rounds."""
-    samples = np.array([[1.0], [2.0], [5.0], [9.0]])
-    draws = [[0, 0, 1, 3], [0, 0, 0, 3], [2, 2, 3, 3]]
-    found = stats._resampled_sums(samples, counts(draws, 4))
-    assert found.tolist() == pytest.approx([4 / 3, 1.0, 19 / 3])
-
-
 def test_the_interval_is_the_naive_bootstrap_s() -> None:
-    """Point and bounds, from the same draws for case and references."""
     rng = np.random.default_rng(4)
     arms = [noisy(rng, best, 12, 3) for best in (1.1, 1.0, 1.0)]
     drawn = np.random.default_rng(0).multinomial(12, np.full(12, 1 / 12), stats.BOOTSTRAPS)
@@ -113,21 +94,10 @@ def test_the_interval_is_the_naive_bootstrap_s() -> None:
     assert math.log(found.high) == pytest.approx(max(high, point), abs=1e-12)
 
 
-def test_the_best_case_adds_the_fastest_of_each_segment() -> None:
-    """No single round was fast in both segments, yet the sum of the best is 3."""
-    case = np.array([[1.0, 9.0], [1.0, 9.0], [1.0, 9.0], [9.0, 2.0], [9.0, 2.0], [9.0, 2.0]])
-    assert stats.best_by_segment(case).tolist() == [1.0, 2.0]
-    assert math.exp(stats.best_case(case).point) == pytest.approx(3.0)
-
-
-def test_each_arm_may_have_its_own_segments() -> None:
-    """A case that casts has more cells than a reference that does not."""
+def test_arms_of_other_segments_and_a_point_that_no_resample_reaches() -> None:
     found = ratio(np.full((8, 3), 2.0), [np.full((8, 2), 1.0)])
     assert found.point == pytest.approx(3.0) and found.low == pytest.approx(3.0)
-
-
-def test_the_point_lies_in_the_interval_even_where_no_resample_reaches_it() -> None:
-    """Each segment was fast in rounds of its own: all are never drawn together."""
+    # Each segment was fast in rounds of its own: all are never drawn together.
     samples = np.full((36, 4), 2.0)
     for segment in range(4):
         samples[9 * segment : 9 * segment + 9, segment] = 1.0
@@ -138,7 +108,6 @@ def test_the_point_lies_in_the_interval_even_where_no_resample_reaches_it() -> N
 
 @given(st.integers(0, 1000))
 def test_judging_the_same_samples_twice_gives_the_same(seed: int) -> None:
-    """The bootstrap is seeded, and its interval holds its point."""
     rng = np.random.default_rng(seed)
     case, reference = noisy(rng, 1.0, 10, 1), noisy(rng, 1.0, 10, 1)
     found = ratio(case, [reference])
@@ -161,27 +130,21 @@ def test_the_interval_rarely_misses_the_truth(segments: int, sided: int) -> None
     assert covered >= 95
 
 
-def test_rank_correlation_is_spearman_s() -> None:
-    """Ties included: they share their mean rank instead of counting as a rise."""
+def test_rank_correlation_spread_and_split_against_others() -> None:
     rng = np.random.default_rng(6)
     for values in (rng.normal(size=30), rng.integers(0, 4, 30).astype(float), np.array([1.0] * 9 + [2.0])):
         expected = scipy.stats.spearmanr(values, np.arange(len(values))).statistic
         assert stats.rank_correlation(values) == pytest.approx(expected, abs=1e-12)
-
-
-@for_each(
-    ("values", "expected"),
-    [([], 0.0), ([1.0, 2.0], 0.0), ([5.0] * 20, 0.0), ([1.0, 2.0, 3.0], 1.0), ([3.0, 2.0, 1.0], -1.0)],
-)
-def test_rank_correlation_of_little_or_nothing_is_zero(values: list[float], expected: float) -> None:
-    """Fewer than three values and constants say nothing; monotone ones everything."""
-    assert stats.rank_correlation(np.array(values)) == pytest.approx(expected, abs=1e-15)
-
-
-def test_spread_is_the_relative_distance_of_the_quartiles() -> None:
-    """By hand: quartiles 2 and 4 about 3."""
+    for little in ([], [1.0, 2.0], [5.0] * 20):
+        assert stats.rank_correlation(np.array(little)) == 0.0
     assert stats.spread(np.array([1.0, 2.0, 3.0, 4.0, 5.0])) == pytest.approx(2 / 3)
     assert stats.spread(np.zeros(4)) == 0.0
+    values = np.sort(np.random.default_rng(8).normal(size=25))
+    total = ((values - values.mean()) ** 2).sum()
+    within = [((part - part.mean()) ** 2).sum() for at in range(1, 25) for part in (values[:at], values[at:])]
+    best = min(range(24), key=lambda at: within[2 * at] + within[2 * at + 1])
+    explained = 1 - (within[2 * best] + within[2 * best + 1]) / total
+    assert stats.best_split(values) == (pytest.approx(explained), best + 1)
 
 
 @for_each(
@@ -195,23 +158,6 @@ def test_spread_is_the_relative_distance_of_the_quartiles() -> None:
     ],
 )
 def test_best_split_of_known_clusters(values: list[float], explained: float, lesser: float) -> None:
-    """Two values split cleanly; constants and fewer than eight values do not split."""
     share, below = stats.best_split(np.sort(np.array(values)))
     assert share == pytest.approx(explained)
     assert min(below, len(values) - below) == pytest.approx(lesser * len(values))
-
-
-def test_best_split_finds_the_best_of_all_splits() -> None:
-    """Against a loop over every split."""
-    values = np.sort(np.random.default_rng(8).normal(size=25))
-    total = ((values - values.mean()) ** 2).sum()
-    within = [((part - part.mean()) ** 2).sum() for at in range(1, 25) for part in (values[:at], values[at:])]
-    best = min(range(24), key=lambda at: within[2 * at] + within[2 * at + 1])
-    explained = 1 - (within[2 * best] + within[2 * best + 1]) / total
-    assert stats.best_split(values) == (pytest.approx(explained), best + 1)
-
-
-def test_one_cluster_with_a_tail_is_not_two_modes() -> None:
-    """Uniform values split three quarters at best."""
-    explained, _ = stats.best_split(np.linspace(1, 2, 40))
-    assert explained == pytest.approx(0.75, abs=0.01)

@@ -40,17 +40,28 @@ def test_bits_of_a_path(path: str, bits: int) -> None:
     assert bits_of(path) == bits
 
 
-def test_shares_of_flops_and_the_ratio_that_is_quoted() -> None:
-    """Of what multiplies nothing there are none, and with an operator unknown no intensity."""
+def test_shares_of_flops_and_operators_side_by_side() -> None:
     assert (share_of(TAPE, 8), share_of(TAPE, 32), share_of(TAPE, 4)) == (0.75, 0.25, 0.0)
     assert narrow_over_wide(TAPE) == 3.0 and intensity_of(TAPE) == 10.0
     idle = Tape((CAST,), TAPE.phases[:1])
     assert share_of(idle, 8) is None and narrow_over_wide(idle) is None and intensity_of(idle) == 0.0
     assert intensity_of(Tape(phases=(replace(TAPE.phases[1], unknown=1),))) is None
+    other = Tape((replace(CAST, calls=4, bytes=25), replace(PRODUCT, flops=None), PRODUCT, PRODUCT))
+    rows = side_by_side([TAPE, other])
+    assert [(row.operator, row.backward) for row in rows] == [
+        ("fp8bench::tensor", False), ("mm", False), ("mm", True),
+    ]  # fmt: skip
+    assert rows[0].sums == (Sums(2, 0, 200), Sums(4, 0, 100)) and rows[0].differs
+    assert rows[1].sums == (Sums(3, 3000, 150), Sums(9, None, 450))
+    assert rows[2].sums == (Sums(1, 1000, 50), Sums()) and not side_by_side([TAPE, TAPE])[0].differs
+    wider = Tape((CAST, replace(PRODUCT, calls=4), replace(BACK, bytes=60)))
+    assert what_changed(TAPE, TAPE) == ""
+    assert what_changed(TAPE, wider) == "mm in gemm: 3 calls, then 4; mm in gemm, backward: 50 B, then 60 B"
+    apart = Tape(tuple(replace(CAST, operator=f"op{place}") for place in range(6)))
+    assert what_changed(Tape(), apart).endswith("; and 2 more operators")
 
 
 def test_figures_of_the_step_and_of_its_phases() -> None:
-    """Exact, so that any change of one is a change of the code; nothing without a tape."""
     found = {(one.name, one.phase): one for one in tape_metrics(Told(replace(record(steady(MS, 4)), tape=TAPE)))}
     assert {key[0] for key in found if key[1] == "cast"} == {"flops", "moved_bytes", "launches", "unknown_operators"}
     values = {name: found[name, "step"].value for name, phase in found if phase == "step"}
@@ -62,24 +73,3 @@ def test_figures_of_the_step_and_of_its_phases() -> None:
     flops = found["flops", "step"]
     assert flops.samples() == (4000.0,) and not flops.noisy and found["flops", "gemm"].samples() == (4000.0,)
     assert not list(tape_metrics(Told(record(steady(MS, 4)))))
-
-
-def test_operators_side_by_side() -> None:
-    """By phase, the largest first, all shapes of one together; what one tape lacks is no call."""
-    other = Tape((replace(CAST, calls=4, bytes=25), replace(PRODUCT, flops=None), PRODUCT, PRODUCT))
-    rows = side_by_side([TAPE, other])
-    assert [(row.operator, row.backward) for row in rows] == [
-        ("fp8bench::tensor", False), ("mm", False), ("mm", True),
-    ]  # fmt: skip
-    assert rows[0].sums == (Sums(2, 0, 200), Sums(4, 0, 100)) and rows[0].differs
-    assert rows[1].sums == (Sums(3, 3000, 150), Sums(9, None, 450))
-    assert rows[2].sums == (Sums(1, 1000, 50), Sums()) and not side_by_side([TAPE, TAPE])[0].differs
-
-
-def test_what_changed_is_named_the_largest_first() -> None:
-    """By calls where these differ, else by bytes; of many a few, and how many more."""
-    wider = Tape((CAST, replace(PRODUCT, calls=4), replace(BACK, bytes=60)))
-    assert what_changed(TAPE, TAPE) == ""
-    assert what_changed(TAPE, wider) == "mm in gemm: 3 calls, then 4; mm in gemm, backward: 50 B, then 60 B"
-    apart = Tape(tuple(replace(CAST, operator=f"op{place}") for place in range(6)))
-    assert what_changed(Tape(), apart).endswith("; and 2 more operators")

@@ -1,9 +1,10 @@
-"""Slow-downs that do not hit every call: planted in noise, none gets a wrong sign or passes as the same."""
+"""Slow-downs that do not hit every call, and steps whose stretches make up for each other: no wrong sign."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +12,10 @@ import pytest
 
 from fp8bench.analysis.findings import find, rarest
 from fp8bench.analysis.labels import pattern
-from fp8bench.analysis.verdicts import Conclusion, conclude, means
+from fp8bench.analysis.verdicts import Conclusion, below_every_step, best_phases, conclude, means
 from fp8bench.model import Interval, Label, Segments, SlotSample, Timing, Verdict
 from tests.counts import counts, for_each
-from tests.fakes import called, record
+from tests.fakes import MS, called, record, timing
 
 WRONG = (Verdict.FASTER, Verdict.SAME)
 # How many of how many calls are slower.
@@ -73,14 +74,19 @@ def test_a_slow_down_of_every_call_is_found_as_ever(slower: float) -> None:
     assert found.count(Verdict.SLOWER) >= 19
 
 
-def test_what_waited_for_a_core_is_in_no_mean() -> None:
-    """Of one call a slot as of several; where nobody knows it, or it cannot be, the calls count as they are."""
+def test_what_waited_is_in_no_mean_and_too_few_calls_are_not_the_same() -> None:
     slot = SlotSample(0, ((1_000_000,), (5_000_000,)), 0.006, 0.002, waited_seconds=0.004)
     alone = SlotSample(1, ((5_000_000,),), 0.005, 0.001, waited_seconds=0.004)
     others = (replace(slot, round=2, waited_seconds=None), replace(slot, round=3, waited_seconds=1.0))
     timing = replace(called(), slots=(slot, alone, *others))
     assert means(timing, range(4)).tolist() == pytest.approx([1e-3, 1e-3, 3e-3, 3e-3])
     assert means(timing, [2]).tolist() == pytest.approx([3e-3])
+    draw = np.random.default_rng(0)
+    slots = [[1_000_000, 1_000_000, int(1_000_000 * math.exp(draw.exponential(0.12)))] for _ in range(12)]
+    reference = called(*[[1_000_000] * 3] * 12)
+    records = (record(reference, "fp32", is_reference=True, control=reference), record(called(*slots), "bf16"))
+    finding = find(records, {})[1]
+    assert finding.verdict is Verdict.UNSURE and "does not confirm it" in finding.why
 
 
 def test_a_step_slower_on_three_of_four_calls_is_not_faster() -> None:
@@ -94,16 +100,6 @@ def test_a_step_slower_on_three_of_four_calls_is_not_faster() -> None:
         "labelled uneven (2.40x by its fastest calls, 0.959x by all; about 3 of 4 calls, always the same ones of "
         "a slot, take 3.0 times as long): times measured so get no verdict"
     )
-
-
-def test_too_few_calls_are_not_the_same() -> None:
-    """The fastest ones are alike, and what all say is not known to 5%."""
-    draw = np.random.default_rng(0)
-    slots = [[1_000_000, 1_000_000, int(1_000_000 * math.exp(draw.exponential(0.12)))] for _ in range(12)]
-    reference = called(*[[1_000_000] * 3] * 12)
-    records = (record(reference, "fp32", is_reference=True, control=reference), record(called(*slots), "bf16"))
-    finding = find(records, {})[1]
-    assert finding.verdict is Verdict.UNSURE and "does not confirm it" in finding.why
 
 
 @for_each(
@@ -122,21 +118,15 @@ def test_too_few_calls_are_not_the_same() -> None:
     ],
 )  # fmt: skip
 def test_a_pattern_is_told(slots: list[list[int]], words: str) -> None:
-    """Calls, whole rounds, or places of a slot; two calls are none."""
     assert pattern(called(*slots)) == words
 
 
-def test_a_call_from_which_the_core_was_taken_is_of_no_pattern() -> None:
-    """Whatever it took beside waiting."""
+def test_calls_that_waited_or_lie_far_out_are_of_no_pattern() -> None:
     timing = called(*[[100, 300, 300, 300]] * 8)
     slots = [
-        replace(one, calls_ns=(*one.calls_ns, (90_000,)), waited_seconds=1e-4, preemptions=1) for one in timing.slots
+        replace(slot, calls_ns=(*slot.calls_ns, (90_000,)), waited_seconds=1e-4, preemptions=1) for slot in timing.slots
     ]
     assert pattern(replace(timing, slots=tuple(slots))).startswith("about 3 of 4 calls")
-
-
-def test_a_slot_all_of_whose_calls_are_far_out_says_nothing() -> None:
-    """Of the others there is a pattern all the same."""
     slots = [[1000, 1000, 2000, 2000]] * 20
     assert pattern(called(*slots, [4_000] * 4)).startswith("about 1 of 2 calls")
 
@@ -176,3 +166,84 @@ def test_the_rarest_event_that_would_have_been_seen(calls: int, point: float, on
     """Never rarer than what moves a mean by 3.5%; a mean that lies higher already has less of a way to go."""
     typical = Interval(point, point, point, 0.99)
     assert rarest(calls, Conclusion(Verdict.SAME, typical, typical, None)) == one_in
+
+
+ROUNDS = 60
+PHASES = ("gemm", "data_load", "elementwise")
+Draw = np.random.Generator
+Step = Callable[[Draw, float], tuple[float, float, float]]
+
+
+def pacing(draw: Draw, wide: float) -> tuple[float, float, float]:
+    """Work of a length that varies, then a wait until 5 ms are over."""
+    work = 1 + wide * draw.random()
+    return work, 5 - work, 0.1 + 0.01 * draw.exponential()
+
+
+def prefetched(draw: Draw, wide: float) -> tuple[float, float, float]:
+    """Another thread prepares a batch in 3 ms from the last step's end on: who computes longer waits less for it."""
+    compute = 2 + wide * draw.random()
+    return compute, max(0.0, 3 - compute) + 0.02 * draw.exponential(), 0.3
+
+
+def spinning(draw: Draw, wide: float) -> tuple[float, float, float]:
+    """A lock that others hold at a time of their own, before or behind the work."""
+    before = wide * draw.random()
+    return before, 1.0, wide - before + 0.02 * draw.exponential()
+
+
+def stretched(step: Step, draw: Draw, wide: float) -> Timing:
+    return timing(*[tuple(int(MS * one) for one in step(draw, wide)) for _ in range(ROUNDS)], phases=PHASES)
+
+
+@for_each("step", [pacing, prefetched, spinning])
+@counts(25, 80)
+def test_equal_steps_whose_stretches_make_up_for_each_other_are_neither_faster_nor_slower(
+    step: Step, count: int
+) -> None:
+    """Those of the case vary twice as much; by stretches it would be faster every time."""
+    of_stretches = 0
+    for seed in range(count):
+        draw = np.random.default_rng(seed)
+        reference, control = (stretched(step, draw, 0.4 if step is not spinning else 1.0) for _ in range(2))
+        case = stretched(step, draw, 0.8 if step is not spinning else 1.0)
+        best = [sum(seconds for _, seconds in best_phases(one, whole=False)) for one in (case, reference)]
+        of_stretches += best[0] < 0.995 * best[1]
+        known = conclude(case, reference, control)
+        assert known is not None and known.whole
+        assert known.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, known)
+    assert of_stretches == count or step is spinning
+
+
+def test_the_best_time_is_that_of_steps_and_the_label_says_why() -> None:
+    draw = np.random.default_rng(0)
+    reference, control, case = (stretched(pacing, draw, wide) for wide in (0.4, 0.4, 0.8))
+    told = find([record(reference, "fp32", is_reference=True, control=control), record(case, "bf16")], {})
+    for finding in told:
+        assert Label.WHOLE_STEPS in finding.labels and not finding.doubtful
+        assert finding.best_seconds == pytest.approx(5.1e-3, rel=0.01)
+        assert finding.best_seconds == sum(seconds for _, seconds in finding.phases)
+    words = dict(told[1].label_reasons)[Label.WHOLE_STEPS]
+    assert words == "4.52 ms by stretches, 5.10 ms the fastest of 60 steps"
+
+
+def test_a_reference_that_makes_up_is_named_at_the_case() -> None:
+    draw = np.random.default_rng(0)
+    reference, control = (stretched(pacing, draw, 0.8) for _ in range(2))
+    steady = timing(*[(5 * MS, 50_000, 50_000)] * ROUNDS, phases=PHASES)
+    told = find([record(reference, "fp32", is_reference=True, control=control), record(steady, "bf16")], {})
+    assert dict(told[1].label_reasons)[Label.WHOLE_STEPS].startswith("of the reference ")
+    assert told[1].verdict in (Verdict.SAME, Verdict.UNSURE)
+
+
+def test_honest_noise_that_only_adds_is_told_by_stretches() -> None:
+    """A little of it in every stretch: the sum of the fastest ones is as long as the fastest steps."""
+    draw = np.random.default_rng(1)
+    arms = [
+        timing(*[tuple(int(MS * (scale + 0.002 * draw.exponential())) for scale in (1.0, 2.0, 1.5)) for _ in range(60)],
+               phases=PHASES)
+        for _ in range(3)
+    ]  # fmt: skip
+    known = conclude(*arms)
+    assert known is not None and not known.whole and known.verdict is Verdict.SAME
+    assert all(below_every_step(arm) < 0.001 for arm in arms)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -20,21 +21,11 @@ from fp8bench.analysis.verdicts import (
     common_rounds,
     conclude,
     decided,
+    fastest,
     noise,
     rule,
 )
-from fp8bench.model import (
-    CELL_PHASES,
-    Finding,
-    Interval,
-    Label,
-    Level,
-    Overheads,
-    Record,
-    Status,
-    Timing,
-    Verdict,
-)
+from fp8bench.model import CELL_PHASES, Finding, Interval, Label, Level, Overheads, Record, Status, Timing, Verdict
 from fp8bench.model.stopping import LEAST_ROUNDS
 from tests.counts import for_each
 from tests.fakes import MS, called, record, steady, timing
@@ -82,7 +73,6 @@ def compare(case: Timing, references: Sequence[Timing], level: float) -> Interva
     ],
 )
 def test_the_rule(low: float, high: float, band: float, verdict: Verdict) -> None:
-    """Wholly outside the band, wholly inside 2%, or unsure."""
     assert rule(Interval(1.0, low, high, 0.99), band) is verdict
 
 
@@ -94,7 +84,6 @@ def test_the_rule(low: float, high: float, band: float, verdict: Verdict) -> Non
     ],
 )  # fmt: skip
 def test_steady_samples_have_plain_verdicts(nanoseconds: int, verdict: Verdict) -> None:
-    """Half a percent to either side is the band; without noise the interval is the point."""
     finding = against_ten(steady(nanoseconds, ROUNDS), TEN)
     assert finding.verdict is verdict and finding.why == ""
     assert finding.ratio is not None
@@ -104,13 +93,17 @@ def test_steady_samples_have_plain_verdicts(nanoseconds: int, verdict: Verdict) 
     assert finding.median_ratio == pytest.approx(ratio)
 
 
-def test_one_fast_round_is_not_enough_to_be_faster() -> None:
-    """The resamples that missed it say slower."""
+def test_one_odd_round_takes_a_verdict_away() -> None:
     finding = against_ten(once(9_000_000, 11_000_000), TEN)
     assert finding.verdict is Verdict.UNSURE
     assert finding.why == "the interval is too wide to tell; give it more time (--budget), or a quieter machine"
     assert finding.ratio is not None
     assert [finding.ratio.low, finding.ratio.high] == pytest.approx([0.9, 1.1])
+    case = timing(*[(11 * MS,)] * 9, (10 * MS,))
+    finding = against_ten(case, steady(10 * MS, 10))
+    assert finding.verdict is Verdict.UNSURE and finding.why == (
+        "10 rounds are a quick look, and they do not agree; give it 24 or more (no --quick)"
+    )
 
 
 def test_a_reference_that_differs_from_its_control_widens_the_band() -> None:
@@ -131,7 +124,6 @@ def test_a_reference_that_differs_from_its_control_widens_the_band() -> None:
     [(0.9, 1.2, BAND), (1.0, 1.2, BAND), (1.004, 1.2, BAND), (1.03, 1.2, 0.03), (0.7, 0.96, 0.04)],
 )
 def test_the_band_is_what_is_proven_and_the_floor_what_is_possible(low: float, high: float, band: float) -> None:
-    """Clearance is how far the A/A interval stays from 1, reach how far it gets."""
     aa = Interval(1.0, low, high, 0.99)
     assert band_of(aa) == pytest.approx(band)
     assert aa.reach == pytest.approx(max(high - 1, 1 - low))
@@ -139,10 +131,20 @@ def test_the_band_is_what_is_proven_and_the_floor_what_is_possible(low: float, h
 
 
 def test_noise_that_proves_nothing_leaves_the_band_alone() -> None:
-    """A control with one odd round reaches 4% and clears nothing: a case 1% slower is still slower."""
+    # A control with one odd round reaches 4% and clears nothing: a case 1% slower is still slower.
     finding = against_ten(steady(10_100_000, ROUNDS), once(9_600_000, 10_000_000))
     assert finding.verdict is Verdict.SLOWER
     assert finding.floor == pytest.approx(0.04)
+    alone = found(record(TEN, "fp32", is_reference=True), record(steady(10_060_000, ROUNDS), "bf16"))
+    assert alone["fp32"].floor is None and alone["bf16"].floor is None and alone["bf16"].verdict is Verdict.SLOWER
+    assert noise(TEN, None) is None and noise(TEN, timing()) is None
+    # The three fastest rounds of one arm are 10% faster: the ratio of these would be 0.9, and its interval narrow.
+    burst = timing(*[(9 * MS,)] * 3, *[(10 * MS,)] * 45)
+    finding = found(
+        record(steady(10 * MS, 48), "fp32", is_reference=True, control=steady(10 * MS, 48)), record(burst, "bf16")
+    )["bf16"]
+    assert finding.verdict is Verdict.UNSURE and finding.ratio is not None
+    assert finding.ratio.point == pytest.approx(1 - 0.1 * 3 / 12) and finding.ratio.high == pytest.approx(1.0)
 
 
 def test_the_printed_floor_is_the_reach_of_the_same_rounds() -> None:
@@ -155,17 +157,8 @@ def test_the_printed_floor_is_the_reach_of_the_same_rounds() -> None:
     assert findings["fp32"].verdict is Verdict.REFERENCE and findings["fp32"].ratio is None
 
 
-def test_without_a_control_there_is_no_floor() -> None:
-    """And the band is the least one."""
-    findings = found(record(TEN, "fp32", is_reference=True), record(steady(10_060_000, ROUNDS), "bf16"))
-    assert findings["fp32"].floor is None and findings["bf16"].floor is None
-    assert findings["bf16"].verdict is Verdict.SLOWER
-    assert noise(TEN, None) is None and noise(TEN, timing()) is None
-
-
 @for_each("rounds", range(1, LEAST_FOR_VERDICT + 1))
 def test_few_rounds_are_unsure_however_clear_they_look(rounds: int) -> None:
-    """The interval of five rounds is not to be believed; six give a verdict."""
     finding = against_ten(steady(20 * MS, rounds), TEN)
     if rounds < LEAST_FOR_VERDICT:
         why = f"{rounds} rounds are too few for a verdict; give it more time (--budget) or rounds"
@@ -181,7 +174,6 @@ def wobbling(best: int, rounds: int, start: int = 0) -> Timing:
 
 @pytest.mark.parametrize("rounds", [LEAST_FOR_VERDICT, LEAST_ROUNDS - 1, LEAST_ROUNDS])
 def test_fewer_rounds_than_a_plain_command_takes_have_a_range_and_no_interval(rounds: int) -> None:
-    """All rounds lie in it, in doubt and without colour; a verdict needs every one of them."""
     reference, case = wobbling(10 * MS, rounds), wobbling(11 * MS, rounds, 50)
     finding = found(
         record(reference, "fp32", is_reference=True, control=wobbling(10 * MS, rounds, 20)), record(case, "bf16"),
@@ -201,61 +193,25 @@ def samples(one: Timing) -> list[tuple[int, ...]]:
     return [tuple(sum(call) for call in slot.calls_ns) for slot in one.slots]
 
 
-def test_one_round_that_says_otherwise_takes_a_quick_verdict_away() -> None:
-    """And the reason asks for more rounds."""
-    case = timing(*[(11 * MS,)] * 9, (10 * MS,))
-    finding = against_ten(case, steady(10 * MS, 10))
-    assert finding.verdict is Verdict.UNSURE and finding.why == (
-        "10 rounds are a quick look, and they do not agree; give it 24 or more (no --quick)"
-    )
-
-
-def test_a_few_slots_of_a_raised_clock_make_nobody_faster() -> None:
-    """The three fastest rounds of one arm are 10% faster: the ratio of these would be 0.9, and its interval narrow."""
-    burst = timing(*[(9 * MS,)] * 3, *[(10 * MS,)] * 45)
-    finding = found(
-        record(steady(10 * MS, 48), "fp32", is_reference=True, control=steady(10 * MS, 48)), record(burst, "bf16")
-    )["bf16"]
-    assert finding.verdict is Verdict.UNSURE and finding.ratio is not None
-    assert finding.ratio.point == pytest.approx(1 - 0.1 * 3 / 12) and finding.ratio.high == pytest.approx(1.0)
-
-
-def test_only_shared_rounds_count() -> None:
-    """The reference went on and got faster after the case had left."""
+def test_only_shared_rounds_count_and_without_any_nothing_is_said() -> None:
     late = replace(TEN, slots=(*TEN.slots, *steady(5 * MS, ROUNDS, start=ROUNDS).slots))
     findings = found(record(late, "fp32", is_reference=True), record(TEN, "bf16"))
     assert findings["bf16"].verdict is Verdict.SAME
     assert len(common_rounds([TEN, late])) == ROUNDS
-
-
-def test_without_a_shared_round_nothing_is_said() -> None:
-    """The why says so."""
     finding = against_ten(steady(5 * MS, ROUNDS, start=ROUNDS))
     assert (finding.verdict, finding.why) == (Verdict.UNSURE, "no round has both it and the reference")
     assert finding.ratio is None and finding.best_seconds == pytest.approx(5e-3)
     assert compare(TEN, [timing()], 0.99) is None and conclude(timing(), TEN, None) is None
 
 
-def test_an_emulated_case_has_no_verdict_on_speed() -> None:
-    """Its time is shown, its ratio is not, and few rounds are no reason for doubt."""
+def test_emulated_and_unpaired_cases_have_no_verdict_on_speed() -> None:
     finding = against_ten(steady(50 * MS, 8), TEN, Level.EMULATED)
     assert finding.verdict is Verdict.EMULATED
     assert (finding.ratio, finding.median_ratio, finding.why, finding.labels) == (None, None, "", ())
     assert finding.best_seconds == pytest.approx(0.05)
-
-
-def test_beside_an_emulated_reference_nothing_is_fast() -> None:
-    """Its time is no speed."""
-    findings = found(
-        record(steady(50 * MS, 8), "fp8", Level.EMULATED, is_reference=True), record(steady(MS, ROUNDS), "bf16")
-    )
-    assert findings["fp8"].verdict is Verdict.EMULATED
-    why = "the reference is emulated, so its time is no speed"
-    assert (findings["bf16"].verdict, findings["bf16"].why) == (Verdict.UNSURE, why)
-
-
-def test_an_unpaired_case_is_unsure() -> None:
-    """So is any case of a group without a reference."""
+    beside = found(record(steady(50 * MS, 8), "fp8", Level.EMULATED, is_reference=True), record(TEN, "bf16"))
+    assert beside["fp8"].verdict is Verdict.EMULATED
+    assert (beside["bf16"].verdict, "no speed" in beside["bf16"].why) == (Verdict.UNSURE, True)
     findings = found(record(TEN, "fp32", is_reference=True), record(steady(MS, ROUNDS), "bf16", paired=False))
     why = "it did not share rounds with a reference"
     assert (findings["bf16"].verdict, findings["bf16"].why) == (Verdict.UNSURE, why)
@@ -264,7 +220,6 @@ def test_an_unpaired_case_is_unsure() -> None:
 
 
 def test_a_case_of_another_sitting_is_held_against_that_sitting_s_reference() -> None:
-    """And never against the control of the first, even if it has none itself."""
     reference = record(TEN, "fp32", is_reference=True, control=steady(40 * MS, ROUNDS))
     findings = found(
         reference,
@@ -279,7 +234,6 @@ def test_a_case_of_another_sitting_is_held_against_that_sitting_s_reference() ->
 
 @for_each("status", [Status.SKIPPED, Status.FAILED])
 def test_a_case_that_did_not_run_has_no_finding(status: Status) -> None:
-    """Neither has one without slots."""
     findings = found(
         record(TEN, "fp32", is_reference=True), record(None, "bf16", status=status), record(timing(), "fp8")
     )
@@ -288,7 +242,6 @@ def test_a_case_that_did_not_run_has_no_finding(status: Status) -> None:
 
 
 def test_a_minimum_over_more_calls_is_not_allowed() -> None:
-    """The case had four calls a slot and was fastest in the last two; the reference had two calls."""
     case = called(*[(12 * MS, 11 * MS, 5 * MS, 5 * MS)] * ROUNDS)
     two = called(*[(10 * MS, 11 * MS)] * ROUNDS)
     interval = compare(case, [two], 0.99)
@@ -296,6 +249,9 @@ def test_a_minimum_over_more_calls_is_not_allowed() -> None:
     three = called(*[(10 * MS, 11 * MS, 8 * MS)] * ROUNDS)
     pair = compare(case, [two, three], 0.99)
     assert pair is not None and pair.point == pytest.approx(1.1)
+    short = called((12 * MS,), *[(12 * MS, MS)] * ROUNDS)  # a slot of one call leaves the first call of every slot
+    interval = compare(short, [called(*[(10 * MS, MS)] * (ROUNDS + 1))], 0.99)
+    assert interval is not None and interval.point == pytest.approx(1.2)
 
 
 def busy(parts: int, seed: int, rounds: int = 60) -> Timing:
@@ -308,7 +264,6 @@ def busy(parts: int, seed: int, rounds: int = 60) -> Timing:
 
 
 def test_many_marks_beside_few_are_whole_steps_whatever_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the noise floor is wider than what they come to less."""
     monkeypatch.setattr("fp8bench.analysis.verdicts.make_up", lambda *told: False)
     known = conclude(busy(20, 1), busy(1, 2), busy(1, 3))
     assert known is not None and not known.whole and known.ratio.low < 1 < known.ratio.high
@@ -328,7 +283,6 @@ def test_a_step_in_many_marks_is_not_faster_for_that(parts: int) -> None:
 
 
 def test_marks_that_take_no_time_cut_nothing() -> None:
-    """Two parts that make up for each other are told by whole steps."""
     one = timing(*[(10 * MS,)] * ROUNDS)
     thin = timing(*[(10, 10 * MS, 10, 10, 10)] * ROUNDS, phases=("cast", "gemm", "cast", "gemm", "cast"))
     making_up = timing(*[(4 * MS, 8 * MS), (6 * MS, 6 * MS)] * ROUNDS, phases=("cast", "gemm"))
@@ -337,15 +291,7 @@ def test_marks_that_take_no_time_cut_nothing() -> None:
         assert interval is not None and interval.point == pytest.approx(point, abs=1e-4)
 
 
-def test_one_short_slot_shortens_all() -> None:
-    """A slot of one call leaves the first call of every slot."""
-    case = called((12 * MS,), *[(12 * MS, MS)] * ROUNDS)
-    interval = compare(case, [called(*[(10 * MS, MS)] * (ROUNDS + 1))], 0.99)
-    assert interval is not None and interval.point == pytest.approx(1.2)
-
-
-def test_the_best_of_each_cell_makes_the_step() -> None:
-    """The phases of a round that was best in every cell; they sum to the best step exactly, all phases listed."""
+def test_the_best_of_each_cell_makes_the_step_and_the_median_is_of_all_calls() -> None:
     fast, slow = (3 * MS, 7 * MS, MS), (5 * MS, 9 * MS, 2 * MS)
     mixed = timing(*[fast, slow] * 3, phases=("cast", "gemm", "cast"))
     phases = dict(best_phases(mixed))
@@ -354,10 +300,6 @@ def test_the_best_of_each_cell_makes_the_step() -> None:
     finding = against_ten(mixed)
     assert finding.best_seconds == sum(seconds for _, seconds in finding.phases) == pytest.approx(11e-3)
     assert finding.median_seconds == pytest.approx(13.5e-3)
-
-
-def test_median_and_spread_are_of_all_calls() -> None:
-    """Discarding nothing: five calls of 1, 2, 3, 4, 5 ms."""
     finding = against_ten(called((MS, 2 * MS), (3 * MS, 4 * MS), (5 * MS,)))
     assert finding.median_seconds == pytest.approx(3e-3)
     assert finding.spread == pytest.approx(2 / 3)
@@ -374,18 +316,11 @@ def test_median_and_spread_are_of_all_calls() -> None:
     ],
 )
 def test_phases_below_the_floor_are_named(overheads: Overheads | None, below: tuple[str, ...]) -> None:
-    """A cast of 7 us and a product of 30 us, against 20 markers' cost; phases that took no time are not meant."""
     case = timing(*[(7_000, 30_000)] * ROUNDS, phases=("cast", "gemm"))
-    finding = found(record(case, "bf16"), overheads={"cpu": overheads} if overheads else {})["bf16"]
+    far = {"cuda:0": Overheads(1.0, 1.0, 1.0)}  # each device has its own clock
+    finding = found(record(case, "bf16"), overheads={**far, "cpu": overheads} if overheads else far)["bf16"]
     assert finding.below_floor == below
     assert (Label.BELOW_FLOOR in finding.labels) == (below == ("cast", "gemm"))
-
-
-def test_overheads_of_another_device_do_not_count() -> None:
-    """Each device has its own clock."""
-    case = timing(*[(7_000,)] * ROUNDS)
-    overheads = {"cuda:0": Overheads(1.0, 1.0, 1.0)}
-    assert found(record(case, "bf16"), overheads=overheads)["bf16"].below_floor == ()
 
 
 def test_an_early_decision_needs_more_than_a_final_one() -> None:
@@ -408,3 +343,39 @@ def test_a_clear_side_is_not_enough_to_stop_early() -> None:
         conclusion = conclude(case, TEN, TEN)
         assert conclusion is not None and conclusion[0] is Verdict.SLOWER
         assert decided(case, TEN, TEN) is stops
+
+
+def test_the_smallest_ratio_is_the_fastest() -> None:
+    nine, eight = steady(9 * MS, 24), steady(8 * MS, 24)
+    assert fastest([nine, eight, TEN], TEN, TEN) == 1
+    assert fastest([TEN, steady(11 * MS, 24)], TEN, None) is None
+    assert fastest([nine, steady(5 * MS, 24, start=100)], TEN, TEN) == 0
+    assert fastest([], TEN, TEN) is None
+
+
+def noisy(draw: np.random.Generator, rounds: int = 24) -> Timing:
+    """Steps of 10 ms with noise that mostly adds, as a shared machine has it."""
+    return timing(*[(round(10 * MS * (1 + one)),) for one in draw.exponential(0.05, rounds)])
+
+
+def speed_up(case: Timing, reference: Timing, control: Timing) -> float:
+    entries = [case, reference, control]
+    return 1 / best_ratio(entries, common_rounds(entries)).point
+
+
+@pytest.mark.slow
+def test_of_equal_candidates_the_first_figure_is_too_good_and_the_fresh_one_is_not() -> None:
+    """Eight of them, 200 groups: the chosen one's first speed-up lies above 1 by seven standard errors and more, its
+    fresh one within three."""
+    draw = np.random.default_rng(17)
+    first, fresh = [], []
+    for _ in range(200):
+        reference, control, *candidates = (noisy(draw) for _ in range(10))
+        chosen = fastest(candidates, reference, control)
+        if chosen is None:  # none was faster: nobody is named
+            continue
+        first.append(speed_up(candidates[chosen], reference, control))
+        fresh.append(speed_up(*(noisy(draw) for _ in range(3))))
+    error = float(np.std(fresh)) / len(fresh) ** 0.5
+    print(f"first {fmean(first):.4f}, fresh {fmean(fresh):.4f} +- {error:.4f}, named in {len(first)} of 200")
+    assert fmean(first) > 1 + 7 * error and abs(fmean(fresh) - 1) < 3 * error

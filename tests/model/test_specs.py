@@ -59,7 +59,6 @@ def spec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def test_tables_and_rows_have_it(spec: MetricSpec) -> None:
-    """In the terminal, on the page, in CSV, JSON, frames and on boards."""
     kept = decode(Run, encode(run()))
     said = findings(kept)
     text = render_whole(kept, said, 200)
@@ -74,11 +73,10 @@ def test_tables_and_rows_have_it(spec: MetricSpec) -> None:
     assert run_value(kept, said)["records"][1]["metrics"][spec] == 1024.0
     frame = RunFrames(kept).results
     assert list(frame[frame.metric == spec].median_in_unit) == [2048.0, 1024.0]
-    assert [one.value for one in figures(kept, said) if "/reserve_bytes " in one.tag] == [2048.0, 1024.0]
+    assert [figure.value for figure in figures(kept, said) if "/reserve_bytes " in figure.tag] == [2048.0, 1024.0]
 
 
 def test_the_history_comparisons_and_the_gate_have_it(spec: MetricSpec) -> None:
-    """A series in asv's unit, an exact comparison, and the threshold of the spec."""
     assert "gemm.Gemm.track_reserve" in [one.name for one in followed(run()).series]
     assert [samples(run(), precision)[spec] for precision in ("fp32", "bf16")] == [(2048.0,), (1024.0,)]
     sides = [[Sighting(run(), record, None)] for record in (FP32, BF16)]
@@ -88,7 +86,6 @@ def test_the_history_comparisons_and_the_gate_have_it(spec: MetricSpec) -> None:
 
 
 def test_the_docs_have_a_line_of_it(spec: MetricSpec) -> None:
-    """In the reference of outputs, of the history and of the gate; and no suite may call a number so."""
     more = "([method.md](../method.md))"
     assert ("`reserve`", "B", "lower", "half", f"half of what tensors hold {more}") in reference.outputs_rows()
     assert ("`track_reserve`", "bytes", f"half of the memory of a step {more}") in reference.history_rows()

@@ -7,6 +7,12 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 
+import pynvml
+import pytest
+
+from fp8bench.model.consumed import BITS, reasons_in
+from fp8bench.model.readings import NoReading, Reading, Unavailable, attempt, first_of, grown, positive
+from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.model.stopping import (
     BUDGET_SECONDS,
     CEILING_SECONDS,
@@ -23,24 +29,21 @@ from tests.counts import for_each
 
 
 def test_looks_come_every_eight_rounds_and_then_more_rarely() -> None:
-    """Each look is another chance to err, so their number grows with the logarithm."""
+    # Each look is another chance to err, so their number grows with the logarithm.
     looks = [rounds for rounds in range(1, 300) if StoppingRule().looks(rounds)]
     assert looks[:8] == [24, 32, 40, 48, 56, 64, 72, 80]
+    longest = [rounds for rounds in range(1, 4097) if StoppingRule().looks(rounds)]
+    assert len(longest) == 6 + 6 * 8 and all(later / earlier <= 1.5 for earlier, later in pairwise(longest))
     assert [look for look in looks if look >= 112] == [112, 120, 128, 144, 160, 176, 192, 208, 224, 240, 256, 288]
-
-
-def test_looks_are_few_even_in_the_longest_group() -> None:
-    """Eight a doubling from 64 rounds on; the next is never more than half as much again."""
-    looks = [rounds for rounds in range(1, 4097) if StoppingRule().looks(rounds)]
-    assert len(looks) == 6 + 6 * 8
-    assert all(later / earlier <= 1.5 for earlier, later in pairwise(looks))
-
-
-def test_nobody_looks_at_fixed_rounds_or_before_the_least() -> None:
-    """The number of fixed rounds must not depend on what they show."""
+    # The number of fixed rounds must not depend on what they show.
     assert not any(StoppingRule(fixed=64).looks(rounds) for rounds in range(100))
     assert not any(StoppingRule().looks(rounds) for rounds in range(LEAST_ROUNDS))
     assert StoppingRule(least=8).looks(8)
+    assert StoppingRule().after(100.0) == StoppingRule()
+    whole = StoppingRule(budget=10.0, ceiling=12.0, whole=True)
+    assert whole.after(4.0) == StoppingRule(budget=6.0, ceiling=8.0, whole=True)
+    assert whole.after(11.0) == StoppingRule(budget=0.0, ceiling=1.0, whole=True)
+    assert whole.after(99.0) == StoppingRule(budget=0.0, ceiling=0.0, whole=True)
 
 
 FIXED = StoppingRule(fixed=10, budget=1.0)
@@ -69,15 +72,6 @@ def test_caps(rule: StoppingRule, rounds: int, seconds: float, why: str) -> None
     assert rule.ended(rounds, seconds) == why
 
 
-def test_preparing_counts_only_against_a_whole_budget() -> None:
-    """Never below nothing."""
-    assert StoppingRule().after(100.0) == StoppingRule()
-    whole = StoppingRule(budget=10.0, ceiling=12.0, whole=True)
-    assert whole.after(4.0) == StoppingRule(budget=6.0, ceiling=8.0, whole=True)
-    assert whole.after(11.0) == StoppingRule(budget=0.0, ceiling=1.0, whole=True)
-    assert whole.after(99.0) == StoppingRule(budget=0.0, ceiling=0.0, whole=True)
-
-
 @for_each(
     ("quick", "rounds", "budget", "expected"),
     [
@@ -91,15 +85,9 @@ def test_preparing_counts_only_against_a_whole_budget() -> None:
     ],
 )
 def test_rule_for(quick: bool, rounds: int | None, budget: float | None, expected: StoppingRule) -> None:
-    """A number of rounds asked for has no ceiling but the user's budget, and goes before --quick."""
     assert rule_for(quick, rounds, budget) == expected
-
-
-def test_a_budget_of_nothing_still_gives_one_round() -> None:
-    """So that every group has a number."""
-    rule = rule_for(False, None, 0.0)
-    assert rule.ended(0, 0.0) == ""
-    assert rule.ended(1, 0.0) == "time was up after 1 rounds"
+    nothing = rule_for(False, None, 0.0)  # which gives one round all the same
+    assert (nothing.ended(0, 0.0), nothing.ended(1, 0.0)) == ("", "time was up after 1 rounds")
 
 
 Curve = Callable[[float], float | None]
@@ -147,7 +135,6 @@ def heating(seconds: float) -> Curve:
 def test_a_device_has_settled_when_both_stand_still(
     clock: Curve, temperature: Curve, least: float, most: float
 ) -> None:
-    """What cannot be read is not waited for."""
     after = settled_after(clock, temperature)
     assert after is not None and least <= after <= most
 
@@ -165,7 +152,6 @@ def test_what_moves_or_is_unknown_never_settles(clock: Curve, temperature: Curve
 
 
 def test_noise_delays_and_does_not_prevent() -> None:
-    """Clocks in steps of 15 MHz that flicker by 0.4%."""
     for seed in range(20):
         draw = random.Random(seed)
         after = settled_after(lambda at, draw=draw: 15e6 * round(draw.gauss(1.755e9, 7e6) / 15e6), constant(60.0))  # type: ignore[misc]
@@ -176,3 +162,85 @@ def test_a_course_says_how_long_it_was() -> None:
     looks = (ClockLook(0.5, None, 30.0), ClockLook(4.0, None, 31.0))
     assert Settling(looks).seconds == 3.5 and Settling().seconds == 0.0
     assert slopes([]).flat is False and slopes([ClockLook(1.0, 1e9, 1.0)] * 20).flat is False
+
+
+FOUND = Coverage(
+    (
+        Holder("a", "linear", (8, 4), flops=60, converted=True),
+        Holder("b", "linear", (8, 4), flops=20, reason="skipped by b", rule="skipped"),
+        Holder("c", "conv2d", (8, 4, 3, 3), flops=100, converted=True),
+    ),
+    (OtherProduct("bmm", "attn", 20), OtherProduct("own::op", "attn", None, 3)),
+    200,
+)
+
+
+def test_shares() -> None:
+    assert FOUND.converted_flops == 160
+    assert FOUND.share == 0.8
+    assert FOUND.unknown == 3
+    assert Coverage().share == 0.0 and HeldProduct(2, 3, 4, times=5).flops == 240
+    assert list(FOUND.by_kind().items()) == [("conv2d", (100, 100)), ("linear", (80, 60))]  # the most first
+
+
+def test_every_bit_that_pynvml_knows_has_a_name() -> None:
+    prefixes = ("nvmlClocksEventReason", "nvmlClocksThrottleReason")
+    values = {
+        value
+        for name, value in vars(pynvml).items()
+        if name.startswith(prefixes) and not name.endswith(("All", "None"))
+    }
+    assert values == set(BITS)
+
+
+@for_each(
+    ("mask", "names"),
+    [
+        (0, ()),
+        (0x1, ()),
+        (0x4, ("power-cap",)),
+        (0x24, ("power-cap", "sw-thermal")),
+        (0x48, ("hw-slowdown", "hw-thermal")),
+        (0x81, ("hw-power-brake",)),
+        (0x802, ("application-clocks", "bit 0x800")),
+    ],
+)
+def test_masks(mask: int, names: tuple[str, ...]) -> None:
+    assert reasons_in(mask) == names
+
+
+def failing(reason: str) -> Reading:
+    raise NoReading(reason)
+
+
+def test_the_first_way_that_works_counts_and_a_failure_becomes_its_reason() -> None:
+    assert first_of(lambda: failing("no"), lambda: Reading(1, "B", "second")).source == "second"
+    with pytest.raises(NoReading, match=r"^no; never$"):
+        first_of(lambda: failing("no"), lambda: failing("never"), lambda: failing("no"))
+    assert attempt(lambda: Reading(3.0, "W", "sensor")) == Reading(3.0, "W", "sensor")
+    assert attempt(lambda: failing("it is broken")) == Unavailable("it is broken")
+
+
+@for_each("value", [0, 0.0, -1.0, math.nan, math.inf])
+def test_what_cannot_be_is_no_reading(value: float) -> None:
+    with pytest.raises(NoReading, match=r"the sensor said .* W, which cannot be"):
+        positive(value, "W", "the sensor")
+
+
+def test_counters_grow_or_say_why_not() -> None:
+    before = {
+        "same": Reading(5, "s", "a"), "more": Reading(5, "s", "b"), "back": Reading(5, "s", "c"),
+        "gone": Reading(5, "s", "d"), "came": Unavailable("not yet"),
+    }  # fmt: skip
+    after = {
+        "same": Reading(5, "s", "a"), "more": Reading(7, "s", "b"), "back": Reading(4, "s", "c"),
+        "gone": Unavailable("lost"), "came": Reading(1, "s", "e"), "new": Reading(1, "s", "f"),
+    }  # fmt: skip
+    assert grown(before, after) == {
+        "same": Reading(0, "s", "a"),
+        "more": Reading(2, "s", "b"),
+        "back": Unavailable("c went back from 5 to 4 s"),
+        "gone": Unavailable("lost"),
+        "came": Unavailable("not yet"),
+        "new": Unavailable("it was not read before"),
+    }

@@ -24,24 +24,14 @@ ACK = Ack(
 UNDO = Undo("0a", "2026-01-06T12:00:00+00:00")
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """Every kind of cell, and text in any language."""
-    other = replace(ACK, id="0b", because="größer ist hier besser")
+def test_what_is_written_is_read_and_an_undo_holds_wherever_it_stands(tmp_path: Path) -> None:
+    assert load_acks(tmp_path) == Acks()
+    other, again = replace(ACK, id="0b", because="größer ist hier besser"), replace(ACK, id="0c")
     append_acks(tmp_path, [ACK])
     append_acks(tmp_path, [other])
     assert load_acks(tmp_path) == Acks((ACK, other))
-
-
-def test_without_a_file_nothing_is_acknowledged(tmp_path: Path) -> None:
-    """Which is no trouble."""
-    assert load_acks(tmp_path) == Acks()
-
-
-def test_an_undo_holds_wherever_it_stands(tmp_path: Path) -> None:
-    """As after a merge; another ack of the same change is another."""
-    again = replace(ACK, id="0c")
-    append_acks(tmp_path, [UNDO, ACK, again])
-    assert load_acks(tmp_path).acks == (again,)
+    append_acks(tmp_path, [UNDO, again])
+    assert load_acks(tmp_path).acks == (other, again)
 
 
 @for_each(
@@ -59,8 +49,7 @@ def test_an_undo_holds_wherever_it_stands(tmp_path: Path) -> None:
         (b'{"version": 1, "ack": null}', "is no acknowledgement"),
     ],
 )
-def test_a_torn_line_acknowledges_nothing(tmp_path: Path, line: bytes, words: str) -> None:
-    """And the lines around it hold, also one that is written behind it."""
+def test_a_torn_line_acknowledges_nothing_and_those_around_it_hold(tmp_path: Path, line: bytes, words: str) -> None:
     append_acks(tmp_path, [ACK])
     with acks_of(tmp_path).open("ab") as file:
         file.write(line)
@@ -72,7 +61,6 @@ def test_a_torn_line_acknowledges_nothing(tmp_path: Path, line: bytes, words: st
 
 
 def test_a_file_that_cannot_be_read_or_written(tmp_path: Path) -> None:
-    """A sentence each."""
     acks_of(tmp_path).mkdir()
     assert load_acks(tmp_path).troubles[0].startswith("it cannot be read (")
     with pytest.raises(StoreError, match="cannot be written"):
@@ -83,7 +71,6 @@ def test_a_file_that_cannot_be_read_or_written(tmp_path: Path) -> None:
 
 
 def test_a_merge_takes_what_is_new_and_sound(tmp_path: Path) -> None:
-    """Once, and leaves the other file alone."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for folder in (ours, theirs):
         folder.mkdir()
@@ -110,7 +97,6 @@ LINES = st.lists(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
 @given(LINES, st.integers(0, 1000))
 def test_the_order_of_lines_says_nothing(tmp_path: Path, lines: list[Ack | Undo], seed: int) -> None:
-    """So that a merge line by line, in whatever order, is right."""
     acks_of(tmp_path).unlink(missing_ok=True)
     append_acks(tmp_path, lines)
     first = load_acks(tmp_path)
@@ -121,7 +107,6 @@ def test_the_order_of_lines_says_nothing(tmp_path: Path, lines: list[Ack | Undo]
 
 
 def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
-    """Each line whole."""
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: append_acks(tmp_path, [replace(ACK, id=f"{number:02x}")]), range(64)))
     assert len(load_acks(tmp_path).acks) == 64 and not load_acks(tmp_path).troubles

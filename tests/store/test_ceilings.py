@@ -24,7 +24,6 @@ WHOLE = Ceilings((Rate(Limit.PRODUCT, "fp32", (1e11, 1.01e11), 6, (256, 256, 256
 def kept(
     tmp_path: Path, environment: Environment, measure: Measuring | None = None, device: DeviceFacts = CPU
 ) -> object:
-    """The rates that are known."""
     found = ceilings_of(tmp_path, environment, device, measure)
     return None if found is None else replace(found, when="", under=())
 
@@ -69,23 +68,15 @@ def test_a_broken_file_is_measured_again(content: str, tmp_path: Path) -> None:
     measure, environment = Measuring(), Environment(FACTS)
     ceilings_of(tmp_path, environment, CPU, measure)
     (path,) = (tmp_path / "ceilings").glob("*.json")
+    older = json.dumps(changed_document(path), indent=1) + "\n"  # of several lines, and without a checksum
     path.write_text(content)
     assert kept(tmp_path, environment) is None
     assert kept(tmp_path, environment, measure) == FOUND and measure.times == 2
+    path.write_text(older)
     assert kept(tmp_path, environment) == FOUND
 
 
-def test_a_file_of_an_older_version_is_read(tmp_path: Path) -> None:
-    """It has several lines, and no checksum."""
-    measure, environment = Measuring(), Environment(FACTS)
-    ceilings_of(tmp_path, environment, CPU, measure)
-    (path,) = (tmp_path / "ceilings").glob("*.json")
-    path.write_text(json.dumps(changed_document(path), indent=1) + "\n")
-    assert kept(tmp_path, environment, measure) == FOUND and measure.times == 1
-
-
 def test_whole_ceilings_come_first_while_settings_are_the_same(tmp_path: Path) -> None:
-    """They say when they were measured, and under what; other threads, clocks or power have a quick look at most."""
     environment = Environment({**FACTS, "cuda:0 power_cap": 700.0, "cuda:0 driver": "590"})
     assert kept(tmp_path, environment, Measuring(), H200) == FOUND
     new_ceilings(tmp_path, environment, H200, lambda begun, keep: WHOLE)
@@ -97,13 +88,9 @@ def test_whole_ceilings_come_first_while_settings_are_the_same(tmp_path: Path) -
     for name, value in (("threads", 1), ("cuda:0 power_cap", 500.0), ("cuda:0 driver", "600")):
         assert kept(tmp_path, environment.also({name: value}), None, H200) == FOUND
     assert kept(tmp_path, environment.also({"torch": "2.14"}), None, H200) is None
-
-
-def test_whole_ceilings_are_measured_anew_whenever_asked_for(tmp_path: Path) -> None:
-    environment, later = Environment(FACTS), Ceilings((Rate(Limit.COPY, runs=(1.0, 2.0)),))
-    for found in (WHOLE, later):
-        new_ceilings(tmp_path, environment, CPU, lambda begun, keep, found=found: found)  # type: ignore[misc]
-    assert kept(tmp_path, environment) == later
+    later = Ceilings((Rate(Limit.COPY, runs=(1.0, 2.0)),))
+    new_ceilings(tmp_path, environment, H200, lambda begun, keep: later)
+    assert kept(tmp_path, environment, None, H200) == later
 
 
 def test_what_an_interruption_leaves_is_gone_on_with_under_the_same_settings(tmp_path: Path) -> None:
@@ -144,9 +131,6 @@ def test_every_measurement_is_kept(tmp_path: Path) -> None:
 
 
 def test_those_of_another_store_are_taken_in_once(tmp_path: Path) -> None:
-    """With their history, in the order of time; of a device that both have the newer one counts, and what was begun
-    stays where it is.
-    """
     ours, theirs = tmp_path / "a", tmp_path / "b"
     here, there = Environment(FACTS), Environment(FACTS | {"machine": "other"})
     new_ceilings(theirs, here, CPU, lambda begun, keep: replace(WHOLE, device="first"))

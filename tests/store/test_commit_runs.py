@@ -20,7 +20,6 @@ from tests.older import as_older
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that are parsed, each time."""
     names: list[str] = []
 
     def counted(path: Path, content: bytes | None) -> object:
@@ -48,7 +47,6 @@ def test_a_run_that_was_just_read_is_not_parsed_again(tmp_path: Path, parsed: li
 
 
 def test_a_file_that_has_changed_is_parsed_again(tmp_path: Path, parsed: list[str]) -> None:
-    """Somebody may have gone on with it; and the runs of a whole history are not all remembered."""
     run = load_run(keep(tmp_path, run_at(0)))
     update_view(run, tmp_path)
     with as_older(Path(run.path)).open("a") as file:
@@ -61,7 +59,7 @@ def test_a_file_that_has_changed_is_parsed_again(tmp_path: Path, parsed: list[st
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_a_word_means_a_commit(tmp_path: Path) -> None:
-    """A name, a beginning, a tag. What means none, or is no commit, is none; nothing is taken for an option."""
+    assert commit_named("HEAD", tmp_path) is None and commit_named("HEAD", tmp_path / "nosuch") is None
     git(tmp_path, "init", "-q", "-b", "main")
     git(tmp_path, "commit", "-q", "--allow-empty", "-m", "first")
     commit = git(tmp_path, "rev-parse", "HEAD").strip()
@@ -70,8 +68,3 @@ def test_a_word_means_a_commit(tmp_path: Path) -> None:
         assert commit_named(word, tmp_path) == commit
     for word in ("HEAD~1", "nosuch", "f" * 40, "HEAD^{tree}", "--all", "", "\0"):
         assert commit_named(word, tmp_path) is None
-
-
-def test_outside_of_a_repository_there_is_none(tmp_path: Path) -> None:
-    assert commit_named("HEAD", tmp_path) is None
-    assert commit_named("HEAD", tmp_path / "nosuch") is None

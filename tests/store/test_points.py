@@ -34,7 +34,7 @@ from fp8bench.model import (
     Work,
 )
 from fp8bench.model.ranks import Transfer
-from fp8bench.model.specs import COUNTS, PEAKS
+from fp8bench.model.specs import COUNTS
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.protocols import Grid, Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, whole_number
@@ -100,66 +100,51 @@ def samples(found: Run, precision: str) -> dict[str, tuple[float, ...]]:
     }
 
 
-def test_every_metric_of_a_native_case() -> None:
-    """Rounds of 3 and 1 ms against 4 and 8, and 16 and 2 of the control: the geometric mean is 8 and 4."""
-    found = samples(run(), "bf16")
-    assert found.pop("time") == pytest.approx((3e-3, 1e-3))
-    assert found.pop("time_cast") == pytest.approx((2e-3, 0.0))
-    assert found.pop("time_gemm") == pytest.approx((1e-3, 1e-3))
-    assert found.pop("seconds_per_tflop") == pytest.approx((6e-3, 2e-3))
-    assert found.pop("relative_time") == (0.375, 0.25)
-    assert found.pop("mean_time") == pytest.approx((4.25e-3,))
-    assert found.pop("relative_mean_time")[0] == pytest.approx(4.25 / math.sqrt(7 * 9.5), rel=1e-5)
-    assert found.pop("peak_memory") == (2048.0,)
-    assert found.pop("product_error") == (0.002,) and found.pop("kernel_error") == (0.0016,)
-    assert found.pop("flops") == (4_000_000_001.0,) and found.pop("moved_bytes") == (300.0,)
-    assert found.pop("launches") == (7.0,)
-    assert found == {"device_peak_memory": (), "energy": ()}
+TOLD: dict[str, dict[str, tuple[float, ...]]] = {
+    # Rounds of 3 and 1 ms against 4 and 8, and 16 and 2 of the control: the geometric mean is 8 and 4.
+    "bf16": {
+        "time": (3e-3, 1e-3), "time_cast": (2e-3, 0.0), "time_gemm": (1e-3, 1e-3), "seconds_per_tflop": (6e-3, 2e-3),
+        "relative_time": (0.375, 0.25), "mean_time": (4.25e-3,),
+        "relative_mean_time": (float(f"{4.25 / math.sqrt(7 * 9.5):.6g}"),), "peak_memory": (2048.0,),
+        "product_error": (0.002,), "kernel_error": (0.0016,), "flops": (4_000_000_001.0,), "moved_bytes": (300.0,),
+        "launches": (7.0,),
+    },
+    # It has no relative time, and fp32 no cast. Ratios are rounded: asv shows all digits they have.
+    "fp32": {
+        "time": (4e-3, 8e-3), "time_gemm": (3e-3, 8e-3), "seconds_per_tflop": (8e-3, 16e-3), "mean_time": (7e-3,),
+        "product_error": (1.23457e-7,), "kernel_error": (1e-7,), "peak_memory": (4096.0,),
+    },
+    # Emulated: a time, errors, and no speed.
+    "fp8": {
+        "time": (9e-3,), "time_cast": (7e-3,), "time_gemm": (2e-3,), "mean_time": (10e-3,),
+        "product_error": (0.03,), "kernel_error": (0.0017,),
+    },
+}  # fmt: skip
 
 
-def test_every_metric_of_the_reference() -> None:
-    """It has no relative time, and fp32 no cast. Ratios are rounded: asv shows all digits they have."""
-    found = samples(run(), "fp32")
-    assert found.pop("time") == pytest.approx((4e-3, 8e-3)) and found.pop("time_gemm") == pytest.approx((3e-3, 8e-3))
-    assert found.pop("seconds_per_tflop") == pytest.approx((8e-3, 16e-3))
-    assert found.pop("product_error") == (1.23457e-7,) and found.pop("kernel_error") == (1e-7,)
-    assert found.pop("peak_memory") == (4096.0,)
-    assert found.pop("mean_time") == pytest.approx((7e-3,))
-    nothing = {"time_cast", "relative_time", "relative_mean_time", "device_peak_memory", "energy", *COUNTS}
-    assert set(found) == nothing and not any(found.values())
+@for_each("precision", TOLD)
+def test_every_metric_that_is_declared_has_a_point_and_every_number_is_right(precision: str) -> None:
+    grid = workloads.get("gemm").history
+    assert grid is not None
+    found = samples(run(), precision)
+    assert list(found) == [metric.name for metric in tracked_by(grid)]
+    told = {name: values for name, values in found.items() if values}
+    assert told == {name: pytest.approx(values, rel=1e-12) for name, values in TOLD[precision].items()}
 
 
-def test_an_emulated_case_has_a_time_and_no_speed() -> None:
-    """Neither over the reference nor per TFLOP; its errors count."""
-    found = samples(run(), "fp8")
-    assert found.pop("time") == pytest.approx((9e-3,))
-    assert found.pop("time_cast") == pytest.approx((7e-3,)) and found.pop("time_gemm") == pytest.approx((2e-3,))
-    assert found.pop("product_error") == (0.03,) and found.pop("kernel_error") == (0.0017,)
-    assert found.pop("mean_time") == pytest.approx((10e-3,))
-    assert set(found) == {
-        "seconds_per_tflop", "relative_time", "relative_mean_time", *PEAKS, "energy", *COUNTS,
-    } and not any(found.values())  # fmt: skip
-
-
-def test_points_come_under_their_series() -> None:
-    """One for each metric and case; asv's parameters, units and version are the series'."""
+def test_points_come_under_their_series_with_the_version_of_their_case() -> None:
     found = followed(run())
     assert (found.others, found.why) == (0, "")
-    assert {one.name for one in found.series} == {one.series for one in found.points}
+    assert {point.series for point in found.points} == {series.name for series in found.series}
     assert len(found.points) == len(found.series) * 3
-    assert {one.cell for one in found.points} == {("fp32", "512"), ("bf16", "512"), ("fp8", "512")}
-    assert {one.version for one in found.points} == {one.version for one in found.series} == {f"{METHOD}.1"}
-
-
-def test_a_points_version_is_that_of_its_case() -> None:
-    """A run of last year's workload is not taken for one of this year's."""
-    old = [replace(one, case=replace(one.case, version="0")) for one in RECORDS]
-    assert {one.version for one in followed(run(old)).points} == {f"{METHOD}.0"}
+    assert {point.cell for point in found.points} == {("fp32", "512"), ("bf16", "512"), ("fp8", "512")}
+    assert {point.version for point in found.points} == {one.version for one in found.series} == {f"{METHOD}.1"}
+    old = [replace(record, case=replace(record.case, version="0")) for record in RECORDS]
+    assert {point.version for point in followed(run(old)).points} == {f"{METHOD}.0"}
 
 
 @for_each("status", [Status.SKIPPED, Status.FAILED])
 def test_a_case_without_numbers_is_a_point_with_its_reason(status: Status) -> None:
-    """Also one that failed after it was timed: its numbers are not to be trusted."""
     found = followed(run([FP32, replace(BF16, status=status, reason="why")]))
     lost = [point for point in found.points if point.cell[0] == "bf16"]
     assert len(lost) == len(found.series)
@@ -193,7 +178,6 @@ def test_relative_time_is_over_the_highest_precision_of_the_grid_only(lead: list
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_a_run_under_other_conditions_is_in_no_series(words: dict[str, Any], why: str) -> None:
-    """asv would not measure like that."""
     assert followed(run(**words)) == points.RunPoints(others=3, why=why)
 
 
@@ -210,7 +194,6 @@ OUTSIDE = {
 
 @for_each("name", OUTSIDE)
 def test_cases_outside_of_the_grid_are_counted_and_left_out(name: str) -> None:
-    """They stay in the run."""
     found = followed(run([FP32, replace(BF16, case=OUTSIDE[name])]))
     assert (found.others, found.why) == (1, "") and {one.cell for one in found.points} == {("fp32", "512")}
     alone = followed(run([replace(BF16, case=OUTSIDE[name])]))
@@ -218,7 +201,6 @@ def test_cases_outside_of_the_grid_are_counted_and_left_out(name: str) -> None:
 
 
 def test_the_machines_main_device_is_its_first_gpu() -> None:
-    """Its processor, and its other GPUs, are in no series of theirs: asv measures one device."""
     shape = (("m", 4096), ("n", 4096), ("k", 4096), *PARAMS[3:])
     both = replace(run([FP32, replace(BF16, case=case("bf16", shape, device="cuda:0"))]), devices=(CPU, H200))
     found = followed(both)
@@ -239,23 +221,17 @@ def transformer(data: str) -> Record:
     return replace(BF16, case=made, work=Work(tokens=1000))
 
 
-def test_the_text_is_part_of_the_version() -> None:
-    """Another Python has another standard library, and so other numbers."""
+def test_the_text_is_part_of_the_version_and_a_users_own_is_in_no_series() -> None:
     found = followed(run([transformer(TEXT)]))
     wanted = f"{METHOD}.{workloads.get('transformer').version} {TEXT}"
     assert {one.version for one in found.points} == {one.version for one in found.series} == {wanted}
     times = {one.series.rpartition("_")[2]: one.samples for one in found.points}
     assert times["mtok"] == pytest.approx((3.0, 1.0))
-
-
-def test_a_text_of_the_users_own_is_in_no_series() -> None:
-    """Suites that read no text do not mind."""
     found = followed(run([transformer("mine:1a2b3c4d"), BF16], data="mine.txt"))
     assert found.others == 1 and {one.cell for one in found.points} == {("bf16", "512")}
 
 
 def test_suites_without_a_grid_are_counted_with_a_reason() -> None:
-    """One that is not known here may be known after an import."""
     unknown = replace(BF16, case=case("bf16", workload="nosuch"))
     hidden = replace(BF16, case=case("bf16", workload="_planted"))
     assert followed(run([unknown])) == points.RunPoints(
@@ -306,7 +282,6 @@ def test_an_axis_that_is_called_data_is_no_text(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run has been measured: it is kept, and the other suites are followed."""
     workloads.names()
     faulty = type("Faulty", (Own,), {"history": replace(Own.history, dtypes=())})
     mixed = own(monkeypatch, faulty)
@@ -324,27 +299,21 @@ def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.M
     ids=str,
 )  # fmt: skip
 def test_few_rounds_are_hasty(words: dict[str, Any], hasty: bool) -> None:
-    """Times are; errors, memory and counts do not depend on rounds."""
     by_metric = {one.series.rpartition("track_")[2]: one.hasty for one in followed(run(**words)).points}
     assert by_metric.pop("product_error") is by_metric.pop("kernel_error") is by_metric.pop("peak_memory") is False
     assert not any(by_metric.pop(name) for name in (*COUNTS, "device_peak_memory"))
     assert set(by_metric.values()) == {hasty}
 
 
-@for_each(("budget", "hasty"), [(None, False), (1.0, True)])
-def test_a_budget_that_ended_early_is_hasty(budget: float | None, hasty: bool) -> None:
+def test_a_budget_that_ended_early_is_hasty() -> None:
     """Two rounds of a slow case are all that a plain command takes the time for; a budget's may be an accident."""
-    (one,) = (one for one in followed(run([BF16], budget=budget)).points if one.series.endswith("track_time"))
-    assert one.hasty is hasty
     long = replace(BF16, timing=rounds(("gemm",), *[[(3,)]] * LEAST_ROUNDS))
-    assert not any(one.hasty for one in followed(run([long], budget=1.0)).points)
-
-
-def test_an_emulated_case_needs_fewer_rounds() -> None:
-    """It gets no more in a run of any length."""
-    enough = replace(FP8, timing=rounds(("cast", "gemm"), *[[(7, 3)]] * EMULATED_ROUNDS))
-    assert not any(one.hasty for one in followed(run([enough], budget=1.0)).points)
-    assert any(one.hasty for one in followed(run([FP8], budget=1.0)).points)
+    emulated = replace(FP8, timing=rounds(("cast", "gemm"), *[[(7, 3)]] * EMULATED_ROUNDS))  # it never gets more
+    for record, budget, hasty in (
+        (BF16, None, False), (BF16, 1.0, True), (long, 1.0, False), (emulated, 1.0, False), (FP8, 1.0, True),
+    ):  # fmt: skip
+        points = followed(run([record], budget=budget)).points
+        assert [point.hasty for point in points if metric_of(point) == "time"] == [hasty]
 
 
 def under(changed: Run) -> Any:
@@ -361,6 +330,7 @@ def under(changed: Run) -> Any:
         ({"cpu_governor": "powersave"}, True), ({"cpu_affinity": 1}, True), ({"load_1min": 3.0}, False),
         ({"system": "Linux 7"}, False), ({"imports_sha256": "0123"}, False), ({"commit_date": 1}, False),
         ({"cpu driver": "580.65"}, True), ({"cpu power_cap": 500.0}, True), ({"cuda:7 driver": "580.65"}, False),
+        ({"rank 0 NCCL_ALGO": "Ring"}, True), ({"env_FP8BENCH_QUANTISERS": "eager"}, False),
     ],
     ids=str,
 )  # fmt: skip
@@ -369,6 +339,16 @@ def test_software_and_settings_are_conditions(facts: dict[str, Any], counts: boo
     before = Environment({"torch": "2.13.0", "cpu_governor": "performance"})
     one, other = run(), replace(run(), environment=Environment({**before.facts, **facts}))
     assert (under(replace(one, environment=before)) != under(other)) is counts
+
+
+def test_the_device_and_the_code_of_a_users_suite_are_conditions(monkeypatch: pytest.MonkeyPatch) -> None:
+    # CUDA_VISIBLE_DEVICES may make another model the first GPU of one machine.
+    assert under(run()) != under(replace(run(), devices=(replace(CPU, name="another"),)))
+    assert under(run()) == under(replace(run(), devices=(replace(CPU, memory_bytes=1),)))
+    # git may not know the file of a suite, so that the commit does not say what it was.
+    workloads.names()
+    mine = own(monkeypatch, Own)
+    assert under(mine) != under(replace(mine, environment=Environment({"imports_sha256": "0123"})))
 
 
 @for_each(
@@ -407,17 +387,7 @@ def test_compiled_and_eager_quantisers_are_conditions_of_what_they_change() -> N
                 assert point.under == (*plain, *((("quantisers", name),) if touched else ())), metric
 
 
-def test_energy_has_a_sample_a_window() -> None:
-    """Joules of a step; of emulations, too, as they have a time: it compares with itself at another commit."""
-    windows = (EnergyWindow(100, 1.0, 190.0, 12, 0.004), EnergyWindow(50, 0.5, 96.0, 11, 0.004))
-    found = run([replace(one, energy=EnergyUse("counter", windows)) for one in (BF16, FP8)])
-    assert samples(found, "bf16")["energy"] == samples(found, "fp8")["energy"] == pytest.approx((1.9, 1.92))
-    none = run([replace(BF16, energy=EnergyUse("none", why="a virtual machine"))])
-    assert samples(none, "bf16")["energy"] == ()
-
-
 def test_the_source_of_joules_is_a_condition_of_theirs() -> None:
-    """Of theirs alone: times do not depend on it. Runs of one commit with different sources are not put together."""
     runs = [
         run([replace(BF16, energy=EnergyUse(source, (EnergyWindow(1, 1.0, joules, 11),)))])
         for source, joules in (("counter", 1.0), ("instant", 1.7), ("counter", 1.1))
@@ -432,34 +402,25 @@ def test_the_source_of_joules_is_a_condition_of_theirs() -> None:
         assert not energy or point.under[-1][0] == "energy_source"
     (one,) = [point for (name, _), point in merged(points).items() if name.endswith("track_energy")]
     assert one.samples == (1.0, 1.1)
-
-
-def test_the_variable_that_turns_compiling_off_is_no_condition_of_its_own() -> None:
-    """It would part the history of bf16 for nothing."""
-    facts = {"env_FP8BENCH_QUANTISERS": "eager"}
-    assert under(run([FP32, BF16])) == under(replace(run([FP32, BF16]), environment=Environment(facts)))
-
-
-def test_the_device_is_a_condition() -> None:
-    """CUDA_VISIBLE_DEVICES may make another model the first GPU of one machine."""
-    assert under(run()) != under(replace(run(), devices=(replace(CPU, name="another"),)))
-    assert under(run()) == under(replace(run(), devices=(replace(CPU, memory_bytes=1),)))
-
-
-def test_the_code_of_a_users_suite_is_a_condition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """git may not know its file, so that the commit does not say what it was."""
-    workloads.names()
-    mine = own(monkeypatch, Own)
-    edited = replace(mine, environment=Environment({"imports_sha256": "0123"}))
-    assert under(mine) != under(edited)
+    windows = (EnergyWindow(100, 1.0, 190.0, 12, 0.004), EnergyWindow(50, 0.5, 96.0, 11, 0.004))  # a sample each
+    told = run([replace(record, energy=EnergyUse("counter", windows)) for record in (BF16, FP8)])
+    assert samples(told, "bf16")["energy"] == samples(told, "fp8")["energy"] == pytest.approx((1.9, 1.92))
+    assert samples(run([replace(BF16, energy=EnergyUse("none", why="a virtual machine"))]), "bf16")["energy"] == ()
 
 
 def point(*values: float, **words: Any) -> Point:
-    return Point("x.X.track_time", words.pop("cell", ("bf16",)), words.pop("version", "1.1"), values, **words)
+    return Point(
+        words.pop("series", "x.X.track_time"),
+        words.pop("cell", ("bf16",)),
+        words.pop("version", "1.1"),
+        values,
+        **words,
+    )
 
 
 FAILED = point(status=Status.FAILED, reason="out of memory")
 SKIPPED = point(status=Status.SKIPPED, reason="no kernel")
+TEN, TWELVE = (point(count, series="x.X.track_launches") for count in (10.0, 12.0))
 OLD, NEW = (("torch", "2.12.0"),), (("torch", "2.13.0"),)
 MERGED: dict[str, tuple[list[Point], Point]] = {
     "samples in their order": ([point(3.0, 1.0), point(2.0), point(3.0)], point(3.0, 1.0, 2.0, 3.0)),
@@ -472,6 +433,7 @@ MERGED: dict[str, tuple[list[Point], Point]] = {
     "failed at last": ([SKIPPED, FAILED], FAILED),
     "an upgrade": ([point(1.0, under=OLD), point(2.0, under=NEW), point(3.0, under=NEW)], point(2.0, 3.0, under=NEW)),
     "and back": ([point(1.0, under=OLD), point(2.0, under=NEW), point(3.0, under=OLD)], point(1.0, 3.0, under=OLD)),
+    "counts, between which nobody counted 11": ([TEN, TWELVE], TWELVE),
     "a quick run of new": ([point(1.0, under=OLD), point(2.0, under=NEW, hasty=True)], point(1.0, under=OLD)),
     "quick runs alone": (
         [point(1.0, under=OLD, hasty=True), point(2.0, under=NEW, hasty=True)], point(2.0, under=NEW, hasty=True),
@@ -479,32 +441,10 @@ MERGED: dict[str, tuple[list[Point], Point]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", MERGED)
-def test_what_the_points_of_one_cell_come_to(what: str) -> None:
-    """Whole samples count over hasty ones, those measured as the newest were; without samples the latest word counts.
-
-    What was measured of a commit was measured: a case that fails or is skipped later does not lose it.
-    """
-    given_points, expected = MERGED[what]
+@for_each(("given_points", "expected"), MERGED.values(), ids=list(MERGED))
+def test_what_the_points_of_one_cell_come_to(given_points: list[Point], expected: Point) -> None:
     ((_, found),) = merged(given_points).items()
     assert found == expected
-
-
-def test_of_several_versions_the_newest_counts() -> None:
-    """For all cells of a series: a cell that has the old one only is gone."""
-    old, other = point(1.0, version="1.0"), point(5.0, version="1.0", cell=("fp8",))
-    assert merged([old, other, point(2.0)]) == {("x.X.track_time", ("bf16",)): point(2.0)}
-
-
-def test_series_and_cells_are_kept_apart() -> None:
-    memory = replace(point(7.0), series="x.X.track_peak_memory", version="2.0")
-    found = merged([point(1.0), memory, point(2.0, cell=("fp8",)), point(3.0)])
-    assert {key: one.samples for key, one in found.items()} == {
-        ("x.X.track_time", ("bf16",)): (1.0, 3.0),
-        ("x.X.track_time", ("fp8",)): (2.0,),
-        ("x.X.track_peak_memory", ("bf16",)): (7.0,),
-    }
-    assert merged([]) == {}
 
 
 some_points = st.builds(
@@ -517,9 +457,9 @@ some_points = st.builds(
 
 @given(st.lists(some_points, max_size=12))
 def test_merging_loses_no_whole_sample(given_points: list[Point]) -> None:
-    """Of the newest version; it adds none, and what was merged once merges to itself."""
     found = merged(given_points)
     newest = {one.series: one.version for one in given_points}
+    assert found.keys() == {(one.series, one.cell) for one in given_points if one.version == newest[one.series]}
     for (name, cell), one in found.items():
         alike = [p for p in given_points if (p.series, p.cell, p.version) == (name, cell, newest[name])]
         whole = [value for p in alike if not p.hasty for value in p.samples]
@@ -530,7 +470,6 @@ def test_merging_loses_no_whole_sample(given_points: list[Point]) -> None:
 
 @given(st.lists(some_points, max_size=12).flatmap(lambda some: st.tuples(st.just(some), st.permutations(some))))
 def test_the_order_of_runs_changes_no_samples(orders: tuple[list[Point], list[Point]]) -> None:
-    """Clocks go backwards: with the version that asv shows given, the same samples count in any order."""
     series = [Series(name, "x", "time", "seconds", (), (), "1.1") for name in ("x.X.track_time", "y.Y.track_time")]
     current = {one.series for one in orders[0] if one.version == "1.1"}
     first, second = ({key: one for key, one in merged(some, series).items() if key[0] in current} for some in orders)
@@ -538,24 +477,6 @@ def test_the_order_of_runs_changes_no_samples(orders: tuple[list[Point], list[Po
         key: sorted(one.samples) for key, one in second.items()
     }
     assert all(one.version == "1.1" for one in first.values())
-
-
-def test_every_declared_metric_has_a_point() -> None:
-    """For each case, and in the grid's order."""
-    grid = workloads.get("gemm").history
-    assert grid is not None
-    names = [f"gemm.Gemm.track_{metric.name}" for metric in tracked_by(grid)]
-    assert [one.series for one in followed(run([FP32])).points] == names
-
-
-def test_of_several_counts_of_a_commit_the_newest_stands() -> None:
-    """Between 10 and 12 launches nobody counted 11."""
-
-    def one(count: float) -> Point:
-        return Point("gemm.Gemm.track_launches", ("bf16", "512"), "1.1", (count,))
-
-    (found,) = merged([one(10.0), one(12.0)]).values()
-    assert found.samples == (12.0,) and found.runs == 2
 
 
 def of_ranks(ranks: int, **facts: Scalar) -> Run:
@@ -569,25 +490,15 @@ def of_ranks(ranks: int, **facts: Scalar) -> Run:
     return run_of([record], devices=(device,), environment=Environment(facts))
 
 
-def test_ranks_are_part_of_a_cell() -> None:
-    """With the bytes on the wire; of what one process tells nothing is in their series."""
+def test_ranks_are_part_of_a_cell_and_other_numbers_are_said() -> None:
     found = followed(of_ranks(2))
     assert {point.cell for point in found.points} == {("bf16", "all_reduce", "2 gloo")}
     values = {metric_of(point): point.samples for point in found.points}
     assert values["wire_bytes"] == (3e6,) and values["time"] == pytest.approx((1e-3,))
     assert not {"energy", *COUNTS} & values.keys()
-
-
-def test_a_number_of_ranks_that_nobody_follows_is_said() -> None:
     for ranks, words in ((4, "4 ranks"), (1, "1 rank")):
         found = followed(of_ranks(ranks))
         assert not found.points and found.others == 1
         assert found.why == f"it was measured by {words}, and the history of collective is of 2, 8"
     alone = followed(run_of([record for record in RECORDS if record.timing], devices=(replace(CPU, ranks=2),)))
     assert alone.why == "it was measured by 2 ranks, and the history of gemm is of 1"
-
-
-def test_settings_of_a_rank_are_conditions() -> None:
-    """Numbers by another algorithm of NCCL do not compare."""
-    plain, other = (followed(of_ranks(2, **{"rank 0 NCCL_ALGO": name})).points for name in ("Ring", "Tree"))
-    assert {point.under for point in plain} != {point.under for point in other}

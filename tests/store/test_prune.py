@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,7 +20,6 @@ NOW = datetime(2027, 1, 1, tzinfo=UTC)
 
 
 def cut_off(store: Path) -> Path:
-    """A training with a checkpoint, which another process went on with no more."""
     writer = start_training(training(), store)
     folder = writer.checkpoint(0, 50)
     folder.mkdir(parents=True)
@@ -29,10 +29,14 @@ def cut_off(store: Path) -> Path:
     return writer.path
 
 
-def test_what_nobody_needs(tmp_path: Path, fp8bench: Say) -> None:
-    """It goes with --yes alone; the training stays, and would begin at its first step."""
+def test_what_nobody_needs_goes_and_what_is_in_use_stays(tmp_path: Path, fp8bench: Say) -> None:
     history(tmp_path, 1.0)
     path = cut_off(tmp_path)
+    writer = reopen_training(path)  # one that goes on has its file locked
+    before = tree(tmp_path)
+    assert "nothing that nobody needs" in unfolded(fp8bench("store", "prune", "--store", str(tmp_path), "--yes")[1])
+    assert tree(tmp_path) == before
+    writer.close()
     (tmp_path / "points" / ".spool-1").mkdir(parents=True)
     (tmp_path / "points" / ".spool-1" / "rows").write_bytes(bytes(100))
     (tmp_path / "figures").mkdir()
@@ -50,18 +54,7 @@ def test_what_nobody_needs(tmp_path: Path, fp8bench: Say) -> None:
     writer.close()
 
 
-def test_what_is_in_use_stays(tmp_path: Path, fp8bench: Say) -> None:
-    """A training that goes on has its file locked."""
-    path = cut_off(tmp_path)
-    writer = reopen_training(path)
-    before = tree(tmp_path)
-    assert "nothing that nobody needs" in unfolded(fp8bench("store", "prune", "--store", str(tmp_path), "--yes")[1])
-    assert tree(tmp_path) == before
-    writer.close()
-
-
 def test_what_a_killed_compaction_left_is_named(tmp_path: Path) -> None:
-    """Also where it was the first one, and by what removes it."""
     history(tmp_path, 1.0)
     left = [tmp_path / "points" / ".spool-1", tmp_path / "archive" / ".x.partial"]
     left[0].mkdir(parents=True)
@@ -73,27 +66,22 @@ def test_what_a_killed_compaction_left_is_named(tmp_path: Path) -> None:
 
 
 def test_what_could_not_be_written_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a file that is there, with something in it beside its first line; of none, nothing."""
-
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     writer = LineWriter.started(tmp_path / "there", {"schema": 1})
-    said = []
-    for step in range(3):
+
+    def said(act: Callable[[], object]) -> bool:
         with monkeypatch.context() as patch:
             patch.setattr("fp8bench.files.append", full)
             with pytest.raises(StoreError) as told:
-                writer.note("more")
-        said.append("What was finished before is in it" in str(told.value))
-        if step == 0:
-            writer.note("kept")
-        if step == 1:
-            writer.path.unlink()
+                act()
+        return "finished before" in str(told.value)
+
+    assert not said(lambda: writer.note("more"))
+    writer.note("kept")
+    assert said(lambda: writer.note("more"))
+    writer.path.unlink()
+    assert not said(lambda: writer.note("more"))
     writer.close()
-    assert said == [False, True, False]
-    with monkeypatch.context() as patch:
-        patch.setattr("fp8bench.files.append", full)
-        with pytest.raises(StoreError) as told:
-            LineWriter.started(tmp_path / "new", {"schema": 1})
-    assert "finished before" not in str(told.value) and not (tmp_path / "new").exists()
+    assert not said(lambda: LineWriter.started(tmp_path / "new", {"schema": 1})) and not (tmp_path / "new").exists()

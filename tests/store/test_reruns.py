@@ -1,4 +1,4 @@
-"""What runs came to, kept beside them: by case, code and machine, apart where others took the processor."""
+"""How far runs of a case lie apart: kept beside them by code and machine, learned against numpy and by simulation."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from fp8bench.analysis.findings import find
-from fp8bench.analysis.reruns import reach_of
-from fp8bench.model import Environment, Record, Run
-from fp8bench.store.reruns import add_reruns, with_reruns
+from fp8bench.analysis.findings import find, reach_of
+from fp8bench.analysis.verdicts import best_log, conclude
+from fp8bench.model import Environment, Interval, Record, Reruns, Run, Timing, Verdict
+from fp8bench.store.reruns import LEAST_FREEDOM, Seen, add_reruns, is_busy, learned, with_reruns
 from fp8bench.store.verify_files import check_surroundings
+from tests.analysis.test_verdicts import busy
 from tests.counts import for_each
 from tests.fakes import CPU, MS, record, steady
 from tests.runs import run_of
@@ -34,7 +36,6 @@ def known(store: Path, records: tuple[Record, ...] | None = None, run: Run = RUN
 
 
 def test_the_fifth_run_knows_the_four_before_it(tmp_path: Path) -> None:
-    """And one more by one more; a reference by its control."""
     for number in range(6):
         assert known(tmp_path) == [number if number > 4 else 0] * 2
         add_reruns(group(5 * MS + number), RUN, tmp_path)
@@ -43,7 +44,6 @@ def test_the_fifth_run_knows_the_four_before_it(tmp_path: Path) -> None:
 
 
 def test_how_far_identical_code_lies_apart_is_learned_too(tmp_path: Path) -> None:
-    """From the control of a reference over the reference, and apart from what modes differ by."""
     for number in range(6):
         add_reruns(group(control=10 * MS + (-1) ** number * MS // 10), RUN, tmp_path)
     lead, case = with_reruns(group(), RUN, tmp_path)
@@ -66,10 +66,13 @@ def test_other_code_another_machine_and_a_busy_one_are_known_apart(tmp_path: Pat
     assert [one.reruns.freedom for one in other if one.reruns] == [2, 2]  # a case that nobody has run, like the others
 
 
-def test_few_rounds_are_no_run(tmp_path: Path) -> None:
+def test_few_rounds_are_no_run_and_where_nobody_can_write_a_run_goes_on(tmp_path: Path) -> None:
     for _ in range(6):
         add_reruns(group(rounds=6), RUN, tmp_path)
     assert not (tmp_path / "reruns").exists()
+    (tmp_path / "reruns").write_text("a file")
+    add_reruns(group(), RUN, tmp_path)
+    assert known(tmp_path) == [0, 0]
 
 
 @for_each("content", [b"", b"[]", b'{"version": 7}', b'{"version": 1, "cases": {"a": 1}}', b"\xff"])
@@ -83,12 +86,6 @@ def test_a_broken_file_is_none_and_is_written_anew(tmp_path: Path, content: byte
     assert known(tmp_path)[1] == 6
 
 
-def test_where_nobody_can_write_a_run_goes_on(tmp_path: Path) -> None:
-    (tmp_path / "reruns").write_text("a file")
-    add_reruns(group(), RUN, tmp_path)
-    assert known(tmp_path) == [0, 0]
-
-
 def test_a_digit_that_changed_is_named_when_a_store_is_verified(tmp_path: Path) -> None:
     add_reruns(group(), RUN, tmp_path)
     (path,) = (tmp_path / "reruns").glob("*.json")
@@ -96,3 +93,120 @@ def test_a_digit_that_changed_is_named_when_a_store_is_verified(tmp_path: Path) 
     path.write_text(path.read_text().replace("[1,", "[7,", 1))
     (fault,) = check_surroundings(tmp_path)
     assert fault.path == str(path) and "its checksum is not that of what it says" in fault.what
+
+
+TEN = steady(10 * MS, 24)
+FIVE = steady(5 * MS, 24)
+
+
+def seen(*logs: float) -> Seen:
+    found = Seen()
+    for log in logs:
+        found = found.also(log)
+    return found
+
+
+def test_a_few_numbers_say_what_all_runs_say_unless_they_are_too_few() -> None:
+    logs = np.random.default_rng(0).normal(0.3, 0.02, 40)
+    found = seen(*logs)
+    assert (found.runs, found.freedom) == (40, 39) and found.mean == pytest.approx(logs.mean())
+    assert found.squares / found.freedom == pytest.approx(np.var(logs, ddof=1))
+    assert learned("a", {}) is None
+    assert learned("a", {"a": seen(0.0, 0.01, 0.02), **{name: seen(0.1) for name in "bcdefg"}}) is None
+    assert learned("a", {"a": seen(*[0.01] * LEAST_FREEDOM, 0.02)}) is not None
+    assert learned("new", {"b": seen(0.0, 0.01, 0.02), "c": seen(0.0, 0.01, 0.02)}) is not None
+    assert reach_of(None) == 0.0
+    runs = np.random.default_rng(1).normal(0, 0.02, 50)
+    own = learned("a", {"a": seen(*runs)})
+    assert own is not None and own.spread == pytest.approx(np.std(runs, ddof=1)) and own.freedom == 49
+    other = learned("new", {"a": seen(*runs)})
+    assert other is not None and other.spread == pytest.approx(own.spread) and (other.freedom, other.runs) == (2, 50)
+    assert reach_of(other) > reach_of(own)  # whoever has never run may be worse than the others
+    known = {"calm": seen(0, 0.01, 0.02), "usual": seen(0, 0.02, 0.04), "wild": seen(0, 2.0, 4.0)}
+    found = learned("new", known)
+    assert found is not None and found.spread == pytest.approx(0.02)
+
+
+def test_the_long_run_is_held() -> None:
+    """Of cases whose runs lie 0.1 to 10% apart, of which rounds say nothing."""
+    draw, held = np.random.default_rng(2), []
+    for _ in range(300):
+        spreads = np.exp(draw.normal(math.log(0.01), 1.0, 8))
+        known = {str(place): seen(*draw.normal(0, one, draw.integers(1, 12))) for place, one in enumerate(spreads)}
+        for place, one in enumerate(spreads):
+            if (found := learned(str(place), known)) is not None:
+                held.append(abs(draw.normal(0, one)) <= reach_of(found))
+    assert len(held) > 2000 and 0.96 < np.mean(held) < 0.995
+
+
+def test_an_interval_is_never_narrower_than_runs_lie_apart() -> None:
+    apart = math.log(1.05)
+    plain, known = conclude(FIVE, TEN, TEN), conclude(FIVE, TEN, TEN, reach=apart)
+    assert plain is not None and known is not None and known.ratio.point == plain.ratio.point
+    assert known.ratio.low == pytest.approx(min(plain.ratio.low, plain.ratio.point / 1.05))
+    assert known.ratio.high == pytest.approx(max(plain.ratio.high, plain.ratio.point * 1.05))
+    assert plain.verdict is known.verdict is Verdict.FASTER
+    same = conclude(TEN, TEN, TEN)
+    wide = conclude(TEN, TEN, TEN, reach=apart)
+    assert same is not None and wide is not None and (same.verdict, wide.verdict) == (Verdict.SAME, Verdict.UNSURE)
+
+
+def test_what_no_more_rounds_would_settle_says_so() -> None:
+    lead = record(TEN, "fp32", is_reference=True, control=TEN)
+    case = replace(record(TEN), reruns=Reruns(0.02, 12, 40))
+    (_, found) = find([lead, case], {})
+    assert found.verdict is Verdict.UNSURE and "by 40 earlier ones: more rounds do not help" in found.why
+    (_, found) = find([lead, replace(case, reruns=None)], {})
+    assert found.verdict is Verdict.SAME
+
+
+def held_up(one: Timing, quiet: int) -> Timing:
+    """All but so many of its slots, every third call of which takes twice as long."""
+    slots = [
+        replace(
+            slot, wall_seconds=(1 if place < quiet else 2) * slot.cpu_seconds, calls_ns=(*slot.calls_ns * 2, (20 * MS,))
+        )
+        for place, slot in enumerate(one.slots)
+    ]
+    return replace(one, slots=tuple(slots))
+
+
+def test_where_too_few_rounds_were_undisturbed_there_is_a_range_and_no_interval() -> None:
+    """It holds what the mean over all calls says, too; one more quiet round, and it is an interval again."""
+    lead = record(TEN, "fp32", is_reference=True, control=TEN)
+    (_, found) = find([lead, record(held_up(FIVE, 5))], {})
+    assert found.ratio is not None and found.typical is not None and found.ratio.level == 0
+    assert found.ratio.point == pytest.approx(0.5) and found.ratio.high >= found.typical.high > 0.9
+    assert found.verdict is Verdict.UNSURE
+    (_, known) = find([lead, replace(record(held_up(FIVE, 5)), reruns=Reruns(0.01, 12, 40))], {})
+    assert known.ratio is not None and known.ratio.level == 0.99 and known.ratio.high == found.ratio.high
+    (_, calm) = find([lead, record(held_up(FIVE, 6))], {})
+    assert calm.ratio is not None and calm.ratio.level == 0.99 and calm.ratio.high < 0.51
+    group = [replace(one, case=replace(one.case, device="cuda:0")) for one in (lead, record(held_up(FIVE, 5)))]
+    (_, gpu) = find(group, {})
+    assert gpu.ratio is not None and gpu.ratio.level == 0.99  # a thread that waits for a device is held up by nobody
+
+
+def test_who_was_held_up_is_busy() -> None:
+    late = replace(TEN, slots=tuple(replace(slot, wall_seconds=2 * slot.cpu_seconds) for slot in TEN.slots))
+    some = replace(TEN, slots=(*late.slots[:12], *TEN.slots[12:]))
+    assert is_busy(late, TEN) and is_busy(some, TEN) and not is_busy(TEN, TEN)
+    assert not is_busy(replace(TEN, slots=(*late.slots[:4], *TEN.slots[4:])), TEN)
+
+
+@for_each("rounds", [8, 24, 60])
+def test_the_ratio_without_an_interval_is_that_of_the_verdict(rounds: int) -> None:
+    arms = [busy(3, seed, rounds) for seed in (1, 2, 3)]
+    known, log = conclude(*arms), best_log(*arms)
+    assert known is not None and (log is None) == (rounds < 24)
+    assert log is None or known.ratio.point == pytest.approx(math.exp(log), rel=1e-12)
+
+
+@for_each("bad", [Reruns(math.nan, 4, 4), Reruns(math.inf, 4, 4), Reruns(-1.0, 4, 4), Reruns(0.1, 0, 4)])
+def test_a_file_that_somebody_changed_ends_in_no_traceback(bad: Reruns) -> None:
+    assert reach_of(bad) == 0.0
+    none = [Interval(point, 0.9, 1.1, 0.99) for point in (0.0, -1.0, math.nan, math.inf)]
+    plain = conclude(FIVE, TEN, TEN)
+    assert plain == conclude(FIVE, TEN, TEN, sessions=none)
+    wide = conclude(FIVE, TEN, TEN, reach=reach_of(Reruns(1e9, 4, 4)))
+    assert wide is not None and wide.verdict is Verdict.UNSURE and math.isfinite(wide.ratio.high)

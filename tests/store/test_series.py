@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, DeviceFacts, Params, Scalar, Work
-from fp8bench.model.specs import COUNTS, PEAKS, spec_of
+from fp8bench.model.specs import COUNTS, PEAKS
 from fp8bench.protocols import Grid, Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
@@ -106,20 +106,15 @@ def grids_as_text() -> str:
     return "\n".join(lines)
 
 
-def test_what_is_followed_stands_still() -> None:
-    """A default that somebody changes would change what a line of a graph means, and nobody would see it."""
+def test_what_is_followed_stands_still_and_every_public_workload_is() -> None:
+    # A default that somebody changes would change what a line of a graph means, and nobody would see it.
     assert grids_as_text() == GOLDEN.read_text(), MOVED
-
-
-def test_every_public_workload_is_followed_and_of_hidden_ones_collectives() -> None:
-    """The self-test's injected slow-downs have no history. Other tests register workloads of their own."""
     own = [name for name in workloads.names() if type(workloads.get(name)).__module__.startswith("fp8bench.workloads.")]
     assert [name for name in FOLLOWED if name in own] == own and len(own) == 18
     assert workloads.get("_planted").history is None and "collective" in FOLLOWED
 
 
 def test_numbers_of_ranks_never_share_a_series() -> None:
-    """Nor do those who carry what they send; one process, and a number that nobody follows, have no cell."""
     workload = workloads.get("collective")
     sizes = workload.history.ranks  # type: ignore[union-attr]
     cells = [set(cells_of(workload, replace(one, ranks=size), None).values()) for one in (CPU, GPU) for size in sizes]
@@ -129,21 +124,8 @@ def test_numbers_of_ranks_never_share_a_series() -> None:
     assert not cells_of(workloads.get("gemm"), replace(CPU, ranks=2), None)
 
 
-def test_numbers_of_ranks_must_be_numbers() -> None:
-    for wrong in ((0,), (2, 2), (True,), ("2",)):
-        assert "must be whole numbers from 1, each once" in why_not(tiny(ranks=wrong))
-
-
-def test_an_axis_called_ranks_is_no_number_of_processes() -> None:
-    grid = Grid({"ranks": ("8",)}, {"ranks": ("64",)}, ranks=(2,))
-    axis = Axis("ranks", "a number", ("8",), whole_number())
-    named = type("Ranked", (Tiny,), {"history": grid, "axes": lambda self, facts: (axis,)})()
-    assert "an axis is called 'ranks'" in why_not(named)
-
-
 @for_each("name", workloads.names())
 def test_cells_are_combinations_of_the_series_parameters(name: str) -> None:
-    """Each one of its own, on its class of device only: a machine that loses its GPU begins a line of its own."""
     workload = workloads.get(name)
     values = parameters(workload)
     assert next(iter(values)) == "dtype" and values["dtype"] == tuple(workload.history.dtypes)  # type: ignore[union-attr]
@@ -152,54 +134,34 @@ def test_cells_are_combinations_of_the_series_parameters(name: str) -> None:
     for cells in (cpu, gpu):
         assert cells and set(cells.values()) <= combinations and len(set(cells.values())) == len(cells)
     assert not set(cpu.values()) & set(gpu.values())
-
-
-@for_each("name", workloads.names())
-def test_series_of_a_workload_share_all_but_their_metric(name: str) -> None:
-    """asv has a class's parameters and version for all its benchmarks."""
-    workload = workloads.get(name)
+    # asv has a class's parameters and version for all its benchmarks.
     found = series_of(workload, None)
     assert len({(one.param_names, one.params, one.version, one.workload) for one in found}) == 1
-    assert len({one.name for one in found}) == len(found)
-    assert found[0].metric == "time"
-    for one in found:
-        assert one.name == f"{name}.{class_name(name)}.track_{one.metric}"
-        assert one.unit in ("seconds", "bytes", "joules", "ratio", spec_of(one.metric).unit)
+    assert [one.metric for one in found] == [metric.name for metric in tracked_by(workload.history)]  # type: ignore[arg-type]
+    assert {one.name for one in found} == {f"{name}.{class_name(name)}.track_{one.metric}" for one in found}
+
+
+def test_a_class_is_called_like_its_workload() -> None:
+    names = {"gemm": "Gemm", "norm_act": "NormAct", "my__own_": "MyOwn", "_x": "X", "aB_c": "ABC", "größe": "Größe"}
+    assert {name: class_name(name) for name in names} == names
+    for name in names:
+        check_grid(tiny(name))
 
 
 def test_metrics_are_those_that_a_grid_declares() -> None:
-    """A step's time, its phases, time per count, over the reference, memory, errors."""
-    names = [one.name for one in tracked_by(Grid({}, {}, phases=("cast",), errors=("loss_error",), per="tokens"))]
+    names = [metric.name for metric in tracked_by(Grid({}, {}, phases=("cast",), errors=("loss_error",), per="tokens"))]
     assert names == [
         "time", "mean_time", "time_cast", "seconds_per_mtok", "relative_time", "relative_mean_time", "peak_memory",
         "device_peak_memory",
         "flops", "moved_bytes", "launches", "energy", "loss_error",
     ]  # fmt: skip
     of_all = ["time", "mean_time", "relative_time", "relative_mean_time", *PEAKS, *COUNTS, "energy"]
-    assert [one.name for one in tracked_by(GRID)] == of_all
-    assert all(one.description for one in tracked_by(GRID))
-
-
-@for_each(
-    ("name", "expected"),
-    [
-        ("gemm", "Gemm"),
-        ("norm_act", "NormAct"),
-        ("my__own_", "MyOwn"),
-        ("_x", "X"),
-        ("aB_c", "ABC"),
-        ("größe", "Größe"),
-    ],
-)
-def test_a_class_is_called_like_its_workload(name: str, expected: str) -> None:
-    """What a user has begun in capitals stays so."""
-    assert class_name(name) == expected
-    check_grid(tiny(name))
+    assert [metric.name for metric in tracked_by(GRID)] == of_all
+    assert all(metric.description for metric in tracked_by(GRID))
 
 
 @given(st.from_regex(r"[a-z_][a-zA-Z0-9_]{0,20}", fullmatch=True))
 def test_a_name_is_refused_or_makes_a_class(name: str) -> None:
-    """Whatever the name: asv finds the class, and finds it as no hook of its own."""
     try:
         check_grid(tiny(name))
     except UsageError:
@@ -208,36 +170,26 @@ def test_a_name_is_refused_or_makes_a_class(name: str) -> None:
         assert class_name(name).isidentifier() and class_name(name).lower() not in ("setup", "teardown")
 
 
-def test_versions_tell_method_workload_and_text() -> None:
-    """Of any two that differ the numbers do not compare."""
-    assert version_of("2", None) == f"{followed.METHOD}.2"
-    assert version_of("2", TEXT) == f"{followed.METHOD}.2 {TEXT}"
-    assert {one.version for one in series_of(tiny(), None)} == {f"{followed.METHOD}.3"}
-    assert {one.version for one in series_of(tiny(), TEXT)} == {f"{followed.METHOD}.3 {TEXT}"}
-
-
 def test_parameters_are_axes_of_which_the_grid_has_several_values() -> None:
-    """Numbers stay numbers, so that asv can draw over them; what is the same everywhere is left out."""
     assert parameters(tiny(dtypes=("bf16",))) == {"dtype": ("bf16",), "n": (8, 64)}
     both = tiny(cpu={"way": ("from", "to"), "n": ("8", "4")}, gpu={"way": ("from", "to"), "n": ("64", "064")[:1]})
     assert parameters(both) == {"dtype": ("fp32", "bf16", "fp8"), "way": ("from", "to"), "n": (8, 4, 64)}
     # A cell is in the order of the parameters, not in that of the workload's axes.
     assert cells_of(both, CPU, None)[("n", 4), ("way", "from")] == ("from", 4)
+    mode = "fp8-delayed:history=16:margin=1"
+    assert list(parameters(tiny(dtypes=("bf16", mode)))["dtype"]) == ["bf16", mode]
+    for dtypes, highest in ((("bf16", mode), "bf16"), (("fp8", "bf16", "fp32"), "fp32")):
+        assert reference_of(tiny(dtypes=dtypes)) == highest
 
 
 def test_the_text_is_part_of_the_cases_of_those_who_read_it() -> None:
-    """As the plan has it: of another text the numbers are others."""
     plain = tiny()
     reader = type("Reader", (Tiny,), {"uses_corpus": True})()
     assert list(cells_of(plain, CPU, TEXT)) == [(("n", 8), ("way", "to"))]
     assert list(cells_of(reader, CPU, TEXT)) == [(("n", 8), ("way", "to"), ("data", TEXT))]
     assert list(cells_of(reader, GPU, None)) == [(("n", 64), ("way", "to"))]
-
-
-def test_the_reference_is_the_highest_precision() -> None:
-    """Whatever the order."""
-    assert reference_of(tiny(dtypes=("fp8", "bf16", "fp32"))) == "fp32"
-    assert reference_of(tiny(dtypes=("nvfp4", "fp8", "bf16"))) == "bf16"
+    assert version_of("2", TEXT) == f"{version_of('2', None)} {TEXT}" == f"{followed.METHOD}.2 {TEXT}"
+    assert {metric.version for metric in series_of(reader, TEXT)} == {f"{followed.METHOD}.3 {TEXT}"}
 
 
 class Many(Tiny):
@@ -257,7 +209,22 @@ class Doubled(Tiny):
         return (Axis("dtype", "a number", ("1",), whole_number()), *super().axes(facts))
 
 
+class Ranked(Tiny):
+    """Its axis 'ranks' is no number of processes."""
+
+    history = Grid({"ranks": ("8",)}, {"ranks": ("64",)}, ranks=(2,))
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return (Axis("ranks", "a number", ("8",), whole_number()),)
+
+
+RANKS = "its numbers of ranks are "
 FAULTS: dict[str, tuple[Workload, str]] = {
+    "an axis called as the ranks are": (Ranked(), "an axis is called 'ranks'"),
+    "no rank": (tiny(ranks=(0,)), RANKS),
+    "ranks twice": (tiny(ranks=(2, 2)), RANKS),
+    "ranks that are true": (tiny(ranks=(True,)), RANKS),
+    "ranks of text": (tiny(ranks=("2",)), RANKS),
     "several defaults": (Many(), "the axis 'way' has several defaults on a gpu, and the grid does not choose one."),
     "an axis called as the dtype is": (Doubled(), "an axis is called 'dtype'"),
     "name with a dash": (tiny("my-own"), "asv takes the name for a module's"),
@@ -292,37 +259,20 @@ FAULTS: dict[str, tuple[Workload, str]] = {
 }  # fmt: skip
 
 
-def test_modes_with_options_are_followed_by_their_one_word() -> None:
-    """As a parameter of asv's, where it is a text like any other."""
-    mode = "fp8-delayed:history=16:margin=1"
-    workload = tiny(dtypes=("bf16", mode))
-    check_grid(workload)
-    assert list(parameters(workload)["dtype"]) == ["bf16", mode]
-    assert reference_of(workload) == "bf16" and series_of(workload, None)
-
-
-@for_each("name", FAULTS)
-def test_a_grid_that_cannot_be_followed_is_a_sentence(name: str) -> None:
-    """With what is wrong about it; its series are refused, too."""
-    workload, sentence = FAULTS[name]
+@for_each(("workload", "sentence"), FAULTS.values(), ids=list(FAULTS))
+def test_a_grid_that_cannot_be_followed_is_a_sentence(workload: Workload, sentence: str) -> None:
     assert why_not(workload).startswith(sentence)
     with pytest.raises(UsageError):
         series_of(workload, None)
 
 
-def test_what_a_users_workload_raises_is_a_sentence() -> None:
-    """With its line, as while it is planned."""
-
+def test_what_a_users_workload_raises_is_a_sentence_and_so_is_one_without_a_grid() -> None:
     class Raising(Tiny):
         def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
             raise ZeroDivisionError("oh no")
 
     with pytest.raises(UsageError, match=r"suite 'tiny' cannot be planned: ZeroDivisionError: oh no"):
         check_grid(Raising())
-
-
-def test_a_workload_without_a_grid_has_no_series() -> None:
-    """It is asked for by name only where it has one."""
     bare = type("Bare", (Tiny,), {"history": None})()
     for ask in (check_grid, parameters, reference_of, lambda one: series_of(one, None)):
         with pytest.raises(UsageError, match="declares no grid whose history is kept"):
@@ -335,14 +285,13 @@ grids = st.fixed_dictionaries({}, optional={"n": words, "way": words, "m": words
 
 @given(grids, grids, st.lists(st.sampled_from(["fp32", "bf16", "float32", "no"]), max_size=3).map(tuple))
 def test_any_grid_is_refused_or_unambiguous(cpu: dict[str, Any], gpu: dict[str, Any], dtypes: tuple[str, ...]) -> None:
-    """Never another error, and never a cell that is no case of its own."""
     workload = tiny(cpu=cpu, gpu=gpu, dtypes=dtypes)
     try:
         series = series_of(workload, None)
     except UsageError:
         return
     values = dict(zip(series[0].param_names, series[0].params, strict=True))
-    assert all(len(set(one)) == len(one) and one for one in values.values())
+    assert all(len(set(value)) == len(value) and value for value in values.values())
     known = [cells_of(workload, facts, None) for facts in (CPU, GPU)]
     places = [place for cells in known for place in cells.values()]
     assert len(set(places)) == len(places)

@@ -9,13 +9,13 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from fp8bench.features.fleet.collect import collect
-from fp8bench.model import DeviceFacts, Environment, Fault, Request, Resumption, Run
+from fp8bench.model import DeviceFacts, Environment, Fault, Request, Resumption
 from fp8bench.store.asv.files import load_results
 from fp8bench.store.asv.view import results_of
 from fp8bench.store.compacted.compact import compact
@@ -76,30 +76,26 @@ def a_file(store: Path) -> Path:
     return min((results_of(store) / "box").glob("0*.json"))
 
 
-def test_a_sound_store_has_no_faults(store: Path) -> None:
-    """All of it is counted."""
+def test_a_sound_store_and_one_without_a_view(store: Path, tmp_path: Path) -> None:
     found = verify(store, store, NOW)
     assert not found.faults and found.sound == {"run files": (2, 2), "asv's files": (4, 4)}
-
-
-def test_a_store_without_a_view_lacks_it_where_there_is_something_to_show(tmp_path: Path, store: Path) -> None:
-    """A dirty run has nothing for it."""
     dirty = tmp_path / "dirty"
     keep(dirty, run_at(1, facts={"dirty": True}))
     assert not faults_of(dirty)
     shutil.rmtree(results_of(store))
     assert {fault.remedy for fault in faults_of(store)} == {"`fp8bench history rebuild` puts it there"}
     assert len(faults_of(store)) == 2
+    made = rebuild(store, [commit(1)[:8]])  # the commits that are wanted, and no others
+    assert [load_results(path).commit_hash for path in made.files] == [commit(1)] and made.runs == 1
 
 
 def test_a_view_that_was_deleted_is_one_sentence(store: Path) -> None:
-    """A hundred commits would fill the screen otherwise; what is wrong is still said of each file."""
     for number in range(2, 6):
         keep(store, run_at(number))
     words = "4 files of it lack what the runs of their commits say: box/00000002-existing-py_venv_bin_python3.json, "
     fault = only(store, results_of(store), False, words, " and 1 more. `fp8bench history rebuild`")
     spoiled(lambda one: one["results"]["gemm.Gemm.track_time"][0].__setitem__(0, 5.0))(store)
-    assert [one.broken for one in faults_of(store)] == [True, False] and fault in faults_of(store)
+    assert [fault.broken for fault in faults_of(store)] == [True, False] and fault in faults_of(store)
 
 
 def append(path: Path, text: str) -> None:
@@ -107,8 +103,11 @@ def append(path: Path, text: str) -> None:
         file.write(text)
 
 
-def test_broken_lines_of_a_run_that_is_not_whole(store: Path) -> None:
-    """By their numbers, and how to measure what is missing."""
+def test_broken_lines_of_a_run_that_is_not_whole_and_of_one_that_is(store: Path) -> None:
+    path = a_run(store)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:-1], '{"rec', lines[-1]]) + "\n")
+    only(store, path, False, "line 4 is broken", "Nothing is missing")
     path = a_run(store)
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], lines[1], lines[2][:99], "{", "[]", '{"what":1}']) + "\n")
@@ -118,16 +117,7 @@ def test_broken_lines_of_a_run_that_is_not_whole(store: Path) -> None:
     assert "--resume 00000064" in found[0].remedy
 
 
-def test_broken_lines_of_a_run_that_is_whole_all_the_same(store: Path) -> None:
-    """They stay for good, because nothing is rewritten; nobody need do anything about them."""
-    path = a_run(store)
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join([*lines[:-1], '{"rec', lines[-1]]) + "\n")
-    only(store, path, False, "line 4 is broken", "Nothing is missing")
-
-
 def test_a_run_that_is_being_written_is_not_broken(store: Path) -> None:
-    """Its last line may be half there."""
     run = run_at(5, finished=False)
     path = keep(store, run)
     rebuild(store)
@@ -138,29 +128,25 @@ def test_a_run_that_is_being_written_is_not_broken(store: Path) -> None:
     assert [fault.broken for fault in faults_of(store)] == [True]
 
 
-def test_a_run_without_a_header(store: Path) -> None:
-    """What it was measured on is lost."""
-    path = a_run(store)
-    path.write_text("\n".join(path.read_text().splitlines()[1:]) + "\n")
-    only(store, path, True, "the header is gone", "from a copy")
-
-
 STRAY = "box/20260101T000000Z-00000009-ffffffff.jsonl"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "words"),
     [
-        ("", ["it is empty", "from a copy, or move it away"]),
-        ("words\n", ["it is no run file"]),
-        ('{"schema":99,"header":{}}\n', ["was written by a newer fp8bench", "Upgrade"]),
+        (lambda whole: "", "it is empty"),
+        (lambda whole: "words\n", "it is no run file"),
+        (lambda whole: '{"schema":99,"header":{}}\n', "was written by a newer fp8bench"),
+        (lambda whole: whole.partition("\n")[2], "the header is gone"),
     ],
 )
-def test_files_that_are_no_runs(store: Path, content: str, words: list[str]) -> None:
-    """An empty one, a foreign one, and one from the future."""
-    path = store / "runs" / STRAY
-    path.write_text(content)
-    only(store, path, True, *words)
+def test_files_that_are_no_runs(store: Path, content: Callable[[str], str], words: str) -> None:
+    path = a_run(store)
+    whole = path.read_text()
+    path.write_text(content(whole))
+    found = [fault for fault in faults_of(store) if fault.path == str(path)]
+    path.write_text(whole)
+    assert len(found) == 1 and found[0].broken and words in found[0].what, found
 
 
 @pytest.mark.parametrize(
@@ -175,58 +161,42 @@ def test_files_that_are_no_runs(store: Path, content: str, words: list[str]) -> 
     ],
 )
 def test_what_lies_among_the_runs(store: Path, name: str, words: str) -> None:
-    """Nothing is broken by it; a folder that is called like a run is none."""
     path = store / "runs" / name
     path.parent.mkdir(exist_ok=True)
     path.mkdir() if name == STRAY else path.write_text("{}")
     only(store, path, False, words)
 
 
-def test_a_run_under_a_wrong_name(store: Path) -> None:
-    """Its commit's figures are read from files that are named for it."""
-    path = a_run(store)
-    moved = path.with_name(path.name.replace("00000000", "0000000f"))
-    path.rename(moved)
-    only(store, moved, True, "its name is not that of the run in it", f"Rename it to {path.name}")
-
-
-def test_a_run_that_is_there_twice(store: Path) -> None:
-    """Whoever copied a folder has not measured twice."""
+def test_a_run_that_is_there_twice_or_under_a_wrong_name(store: Path) -> None:
     path = a_run(store)
     copy = store / "runs" / "copied" / path.name
     copy.parent.mkdir()
     shutil.copy(path, copy)
     found = faults_of(store)
     assert len(found) == 1 and found[0].broken and "is the same run as" in found[0].what
+    copy.unlink()
+    moved = path.rename(path.with_name(path.name.replace("00000000", "0000000f")))
+    only(store, moved, True, f"Rename it to {path.name}")
 
 
 def test_clocks_that_were_wrong(store: Path) -> None:
-    """A run from before its commit, one that is yet to come, and one that was gone on with before it began."""
     early = keep(store, run_at(5, hours=4.5))
     late = keep(store, run_at(6, hours=24 * 40))
     back = Resumption(start(7.0), "", Environment({}))
+    keep(store, run_at(8, hours=8 - 50 / 3600))  # by less than a minute nobody can say who is wrong
+    no_zone = run_at(9)
+    keep(store, replace(no_zone, started=no_zone.started.partition("+")[0]))
+    never = keep(store, run_at(10, started="yesterday"))
     resumed = keep(store, run_at(7, hours=7.5))
     line = {"resumed": {"started": back.started, "command": "", "environment": {"facts": {}}}}
     append(as_older(resumed), json.dumps(line))
     rebuild(store)
     found = {fault.path: fault for fault in faults_of(store)}
     old = str(store / "runs")  # of the one that was changed here, which has no checksums
+    assert found.pop(str(never)).broken
     assert set(found) == {str(early), str(late), str(resumed), old} and not any(one.broken for one in found.values())
     assert "before its commit was written (2026-01-05 17:00 UTC)" in found[str(early)].what
     assert "which is yet to come" in found[str(late)].what and "before it had been started" in found[str(resumed)].what
-
-
-def test_clocks_may_differ_a_little(store: Path) -> None:
-    """By less than a minute nobody can say who is wrong."""
-    keep(store, run_at(5, hours=5 - 50 / 3600))
-    rebuild(store)
-    assert not faults_of(store)
-
-
-def test_a_start_that_is_no_time(store: Path) -> None:
-    """It can be put into no order."""
-    path = keep(store, run_at(5, started="yesterday"))
-    only(store, path, True, "'yesterday', is no time")
 
 
 def spoiled(change: Callable[[dict], None]) -> Spoil:  # type: ignore[type-arg]
@@ -265,19 +235,14 @@ VIEW: dict[str, tuple[Spoil, bool, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", VIEW)
+@for_each("what", VIEW)
 def test_faults_of_results(store: Path, what: str) -> None:
-    """What asv would not show, and what it would show wrong."""
     spoil, broken, words = VIEW[what]
+    whole = a_file(store).read_text()
     path = spoil(store)
     where = results_of(store) / "benchmarks.json" if what == "no definition" else path
     only(store, where, broken, *words)
-
-
-def test_a_failure_may_stand_where_a_number_was(store: Path) -> None:
-    """`asv run` shows what failed now as failed; the runs before it have a number."""
-    spoiled(lambda one: one["results"]["gemm.Gemm.track_time"][0].__setitem__(0, None))(store)
-    assert not faults_of(store)
+    path.write_text(whole)
 
 
 def test_rows_that_a_later_run_did_not_write_are_behind_and_not_wrong(store: Path) -> None:
@@ -292,8 +257,8 @@ def test_rows_that_a_later_run_did_not_write_are_behind_and_not_wrong(store: Pat
     assert not behind.broken and "track_time_cast" in behind.what
 
 
-def test_what_asv_measured_alone_is_no_fault(store: Path) -> None:
-    """In files of its own, and in rows beside the runs'."""
+def test_what_asv_measured_alone_or_saw_failing_is_no_fault(store: Path) -> None:
+    spoiled(lambda one: one["results"]["gemm.Gemm.track_time"][0].__setitem__(0, None))(store)
     spoiled(lambda one: one["results"].update({"gemm.Gemm.track_other": [[1.0], [], "1"]}))(store)
     benchmarks = results_of(store) / "benchmarks.json"
     content = json.loads(benchmarks.read_text())
@@ -303,7 +268,6 @@ def test_what_asv_measured_alone_is_no_fault(store: Path) -> None:
 
 
 def test_results_that_cannot_be_read(store: Path) -> None:
-    """Torn, of another version, and of another commit than their names say: rebuilding makes what runs know."""
     path = a_file(store)
     tear(path, "{")
     torn = faults_of(store)
@@ -318,7 +282,6 @@ def test_results_that_cannot_be_read(store: Path) -> None:
 
 
 def test_lists_that_asv_cannot_do_without(store: Path) -> None:
-    """It shows nothing without them."""
     machine = results_of(store) / "box" / "machine.json"
     kept = machine.read_text()
     machine.unlink()
@@ -327,13 +290,14 @@ def test_lists_that_asv_cannot_do_without(store: Path) -> None:
     only(store, machine, True, "no 'version'")
     machine.write_text(kept.replace('"box"', '"else"'))
     only(store, machine, True, "it is of machine 'else'", "asv shows nothing of it", 'Write "machine": "box" into it')
-    machine.write_text(kept)
+    machine.unlink()
+    rebuild(store)  # the runs know it
+    assert not faults_of(store)
     (results_of(store) / "benchmarks.json").unlink()
     only(store, results_of(store) / "benchmarks.json", True, "asv shows nothing at all")
 
 
 def test_what_lies_among_the_results(store: Path) -> None:
-    """Files that were set aside, and what a killed writer left."""
     aside = a_file(store).with_name("00000000-x.json.broken-1")
     aside.write_text("{")
     only(store, aside, False, "it was broken, and was set aside")
@@ -355,18 +319,12 @@ def test_a_copy_of_a_machines_runs_under_another_name(tmp_path: Path, collected:
         collect(None, [store], tmp_path / "all")
         store = tmp_path / "all"
         path = next(store.rglob(path.name))
-    found = faults_of_machines(store)
+    found = [fault for fault in faults_of(store) if "under another name" in fault.what]
     assert [(one.path, one.broken) for one in found] == [(str(path), True)]
     assert "that of run 00000064 of machine node1" in found[0].what
 
 
-def faults_of_machines(store: Path) -> list[Fault]:
-    """Those of names of machines."""
-    return [one for one in faults_of(store) if "under another name" in one.what]
-
-
-def test_a_machine_whose_gpu_is_now_this_and_now_that_is_named(store: Path) -> None:
-    """CUDA_VISIBLE_DEVICES chooses. One model is fine, and so is a run without any."""
+def test_machines_and_suites_that_nobody_can_compare(store: Path) -> None:
     gpu = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0")
     keep(store, run_at(2, devices=(CPU, gpu), records=()))
     assert not faults_of(store)
@@ -375,8 +333,7 @@ def test_a_machine_whose_gpu_is_now_this_and_now_that_is_named(store: Path) -> N
 
 
 def test_suites_that_nobody_told_of(store: Path) -> None:
-    """Their figures cannot be compared, which is said."""
-    foreign = tuple(replace(one, case=replace(one.case, workload="mine")) for one in records())
+    foreign = tuple(replace(record, case=replace(record.case, workload="mine")) for record in records())
     keep(store, run_at(5, records=foreign, request=Request("mine")))
     only(store, store / "runs", False, "the suite mine is not known here", "--import", "not compared")
 
@@ -387,45 +344,24 @@ def test_runs_that_may_not_be_read_are_not_nothing(store: Path, monkeypatch: pyt
     only(store, store / "runs" / "box", True, "it may not be read, and nothing is known", "chmod")
 
 
-def test_a_machine_that_is_not_its_folders_can_be_deleted(store: Path) -> None:
-    """As the sentence says: the runs know it."""
+def test_faults_at_once_are_all_named_and_rebuilding_mends_the_view(store: Path) -> None:
+    tear(a_file(store), "{")
     (results_of(store) / "box" / "machine.json").unlink()
     rebuild(store)
-    assert not faults_of(store)
-
-
-def test_many_faults_at_once_are_all_named(store: Path) -> None:
-    """One does not hide another."""
-    tear(a_file(store), "{")
-    a_run(store).write_text("")
-    (store / "runs" / "notes.txt").write_text("")
-    found = faults_of(store)
-    assert len({fault.path for fault in found}) == 3
-    assert verify(store, store, NOW).sound == {"run files": (1, 2), "asv's files": (3, 4)}
-
-
-def test_rebuilding_mends_the_view(store: Path) -> None:
-    """After it nothing is lacking; what was set aside is worth knowing."""
-    tear(a_file(store), "{")
-    (results_of(store) / "box" / "machine.json").unlink()
+    assert not any(fault.broken for fault in faults_of(store))
     tear(results_of(store) / "benchmarks.json", "?")
     rebuild(store)
     assert not any(fault.broken for fault in faults_of(store))
-
-
-def test_the_newest_definition_holds(store: Path) -> None:
-    """Whatever order commits are rebuilt in: asv hides rows of another version than the list's."""
     before = (results_of(store) / "benchmarks.json").read_bytes()
-    rebuild(store, [commit(0)[:8]])
+    rebuild(store, [commit(0)[:8]])  # the newest definition holds, whatever order commits are rebuilt in
     assert (results_of(store) / "benchmarks.json").read_bytes() == before
-
-
-def test_only_the_commits_that_are_wanted_are_made(store: Path) -> None:
-    """Others stay as they are, or away."""
-    shutil.rmtree(results_of(store))
-    made = rebuild(store, [commit(1)[:8]])
-    assert [path.name[:8] for path in made.files] == ["00000001"] and made.runs == 1
-    assert load_results(made.files[0]).commit_hash == commit(1)
+    tear(a_file(store), "{")
+    a_run(store).write_text("")
+    (store / "runs" / "notes.txt").write_text("")
+    assert {a_file(store), a_run(store), store / "runs" / "notes.txt"} <= {
+        Path(fault.path) for fault in faults_of(store)
+    }
+    assert verify(store, store, NOW).sound == {"run files": (1, 2), "asv's files": (3, 4)}
 
 
 def test_the_first_run_names_the_machine_again(store: Path) -> None:
@@ -437,14 +373,6 @@ def test_the_first_run_names_the_machine_again(store: Path) -> None:
     rebuild(store)
     assert tree(results_of(store)) == before
     assert load_results(a_file(store)).params["os"] == "Linux 6.1"
-
-
-def test_a_time_without_a_zone_is_utc(store: Path) -> None:
-    """Hand-made files may leave it out."""
-    run: Run = run_at(5, hours=24 * 20)
-    keep(store, replace(run, started=run.started.partition("+")[0]))
-    rebuild(store)
-    assert not [one for one in faults_of(store, datetime(2026, 1, 26, 12, tzinfo=UTC)) if "yet to come" in one.what]
 
 
 def prepared(store: Path, old: bool) -> None:
@@ -474,49 +402,36 @@ def newest(store: Path) -> Path:
     return next(run_files(store))
 
 
-def test_a_run_is_blamed_by_its_checksum(store: Path) -> None:
-    """Not asv's file, which is right; what was made of the run says so without being taken for broken."""
+def test_the_file_is_blamed_that_is_wrong_where_runs_have_checksums(store: Path) -> None:
+    """What was made of it, or it was made of, says so without being taken for broken."""
     prepared(store, old=False)
-    path = with_digit_changed(newest(store))
-    (fault,) = wrong(store)
-    assert fault.path == str(path) and "its checksum is not that of what it says" in fault.what, fault
-
-
-def test_a_history_without_a_damaged_line_says_so(store: Path) -> None:
-    prepared(store, old=False)
+    index, view, run = points_file(store), a_file(store), newest(store)
+    whole = {path: path.read_bytes() for path in (index, view, run)}
+    index.write_bytes(whole[index][:-9] + bytes([whole[index][-9] ^ 1]) + whole[index][-8:])
+    (of_index,) = wrong(store)
+    index.write_bytes(whole[index])
+    view.write_text(re.sub(r"(\d\.\d{3})", lambda digits: f"9{digits[1][1:]}", view.read_text(), count=1))
+    (of_view,) = wrong(store)
+    view.write_bytes(whole[view])
     before = open_history(store, lambda done, runs: None)
-    with_digit_changed(newest(store))
+    with_digit_changed(run)
+    (of_run,) = wrong(store)
     after = open_history(store, lambda done, runs: None)
     assert not before.left and any("damaged" in why for why in after.left), after.left
-
-
-def test_asvs_file_is_blamed_where_the_runs_have_checksums(store: Path) -> None:
-    prepared(store, old=False)
-    path = next((results_of(store) / "box").glob("0*.json"))
-    path.write_text(re.sub(r"(\d\.\d{3})", lambda found: f"9{found[1][1:]}", path.read_text(), count=1))
-    (fault,) = wrong(store)
-    assert fault.path == str(path) and "rebuild" in fault.remedy, fault
-
-
-def test_the_index_is_blamed_where_it_is_not_what_was_written(store: Path) -> None:
-    prepared(store, old=False)
-    path = points_file(store)
-    content = path.read_bytes()
-    path.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
-    (fault,) = wrong(store)
-    assert fault.path == str(path) and "it is not what was written" in fault.what, fault
+    assert [fault.path for fault in (of_index, of_view, of_run)] == [str(index), str(view), str(run)]
+    assert "not what was written" in of_index.what and "rebuild" in of_view.remedy and "checksum" in of_run.what
 
 
 def test_an_older_run_is_blamed_by_the_index(store: Path) -> None:
-    """Nothing is ever changed in a run file, and the index knows its digest."""
     prepared(store, old=True)
+    (said,) = verify(store, store, NOW).faults
+    assert "2 of 2 run files have no checksums" in said.what and not said.broken
     path = with_digit_changed(newest(store))
     (fault,) = wrong(store)
     assert fault.path == str(path) and "it is not what the index was made of" in fault.what, fault
 
 
 def test_an_older_run_is_blamed_by_its_archive_which_has_it_whole(store: Path) -> None:
-    """Also where the index was made again from the wrong digit."""
     pytest.importorskip("duckdb")
     prepared(store, old=True)
     compact(store, lambda done, commits: None)
@@ -531,16 +446,8 @@ def test_an_older_run_is_blamed_by_its_archive_which_has_it_whole(store: Path) -
 
 
 def test_of_an_older_run_without_a_witness_nobody_can_tell(store: Path) -> None:
-    """asv's file says otherwise, and is not called the wrong one."""
     prepared(store, old=True)
     with_digit_changed(newest(store))
     open_history(store, lambda done, runs: None)  # from now on the index says what the run says
     (fault,) = wrong(store)
     assert "nobody can tell which of them is wrong" in fault.what, fault
-
-
-def test_older_runs_are_said_to_have_no_checksums(store: Path) -> None:
-    prepared(store, old=True)
-    said = verify(store, store, NOW).faults
-    assert [fault.what for fault in said] == ["2 of 2 run files have no checksums: an older fp8bench wrote them"]
-    assert not said[0].broken

@@ -42,7 +42,7 @@ class Compared:
 
     @property
     def hardware(self) -> tuple[Differing, ...]:
-        return tuple(one for one in self.differing if one.hardware)
+        return tuple(fact for fact in self.differing if fact.hardware)
 
 
 def compare(before: Side, after: Side, beside: Side | None = None) -> Compared:
@@ -50,15 +50,17 @@ def compare(before: Side, after: Side, beside: Side | None = None) -> Compared:
 
     Runs `beside` them say how far runs lie apart, and nothing else.
     """
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
     others = beside.sightings if beside is not None else {}
     differ = differing(before.runs, after.runs)
-    elsewhere = "; ".join(f"{one.name} was {one.before:.60} and is {one.after:.60}" for one in differ if one.hardware)
+    elsewhere = "; ".join(
+        f"{fact.name} was {fact.before:.60} and is {fact.after:.60}" for fact in differ if fact.hardware
+    )
     for name, seen in after.sightings.items():
         if name in before.sightings:
-            found += _of_case(before.sightings[name], seen, others.get(name, ()), elsewhere)
+            comparisons += _of_case(before.sightings[name], seen, others.get(name, ()), elsewhere)
     return Compared(
-        before, after, tuple(found), _alone(before.sightings, after.sightings),
+        before, after, tuple(comparisons), _alone(before.sightings, after.sightings),
         _alone(after.sightings, before.sightings), differ,
     )  # fmt: skip
 
@@ -227,6 +229,6 @@ def _middle(side: Sequence[Estimate]) -> float:
 
 
 def _labels(sightings: Sequence[Sighting]) -> tuple[str, ...]:
-    found = {label for sighting in sightings if sighting.finding is not None for label in sighting.finding.labels}
-    found.add(Label.CROSS_RUN)
-    return tuple(label.value for label in Label if label in found)
+    labels = {label for sighting in sightings if sighting.finding is not None for label in sighting.finding.labels}
+    labels.add(Label.CROSS_RUN)
+    return tuple(label.value for label in Label if label in labels)

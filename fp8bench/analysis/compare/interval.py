@@ -56,7 +56,7 @@ def across(before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequen
 
     Runs `beside` them are of neither, and say no more than how far runs lie apart.
     """
-    point = fmean(estimate.log for estimate in after) - fmean(one.log for one in before)
+    point = fmean(estimate.log for estimate in after) - fmean(estimate.log for estimate in before)
     within = math.sqrt(sum(sum(estimate.error**2 for estimate in side) / len(side) ** 2 for side in (before, after)))
     freedom = sum(max(0, len(side) - 1) for side in (before, after, beside))
     if freedom < LEAST_FREEDOM:

@@ -72,7 +72,7 @@ def side_of(name: str, seen: Sequence[Seen]) -> Side:
     ordered = sorted(seen, key=lambda pair: pair[0].started)
     sightings: dict[str, list[Sighting]] = {}
     for run, findings in ordered:
-        leads = {one.case.setting: one.case.mode for one in run.records if one.is_reference}
+        leads = {record.case.setting: record.case.mode for record in run.records if record.is_reference}
         for record in run.records:
             lead = leads.get(record.case.setting, "")
             sighting = Sighting(run, record, findings.get(record.case.id), lead)
@@ -96,10 +96,10 @@ def differing(before: Sequence[Run], after: Sequence[Run]) -> tuple[Differing, .
     names = [
         name for name in changed if (name in old and name in new) or not (name in _OLDER or name.startswith(SWITCH))
     ]
-    found = [
+    facts = [
         Differing(name, _shown(old.get(name, [])), _shown(new.get(name, [])), _is_hardware(name)) for name in names
     ]
-    return tuple(sorted(found, key=lambda one: not one.hardware))
+    return tuple(sorted(facts, key=lambda fact: not fact.hardware))
 
 
 Machine = tuple[tuple[str, Scalar | None], ...]
@@ -113,12 +113,12 @@ def machine_of(run: Run) -> Machine:
 def machine_words(machines: Iterable[Machine]) -> list[str]:
     """'box' and 'other'; behind a name that several have, what they differ in: 'box (asv_cpu Xeon)'."""
     known = list(dict.fromkeys(machines))
-    found = []
-    for one in known:
-        alike = [other for other in known if other[0] == one[0]]
-        own = ", ".join(f"{pair[0]} {pair[1]}" for pair in one if any(pair not in other for other in alike))
-        found.append(f"{one[0][1]} ({own})" if own else str(one[0][1]))
-    return found
+    words = []
+    for machine in known:
+        alike = [other for other in known if other[0] == machine[0]]
+        own = ", ".join(f"{pair[0]} {pair[1]}" for pair in machine if any(pair not in other for other in alike))
+        words.append(f"{machine[0][1]} ({own})" if own else str(machine[0][1]))
+    return words
 
 
 def _is_hardware(name: str) -> bool:
@@ -126,11 +126,11 @@ def _is_hardware(name: str) -> bool:
 
 
 def _all_facts(runs: Sequence[Run]) -> dict[str, list[Scalar | None]]:
-    found: dict[str, dict[Scalar | None, None]] = {}
+    facts: dict[str, dict[Scalar | None, None]] = {}
     for run in runs:
         for name, value in _facts(run):
-            found.setdefault(name, {})[value] = None
-    return {name: sorted(values, key=str) for name, values in found.items()}
+            facts.setdefault(name, {})[value] = None
+    return {name: sorted(values, key=str) for name, values in facts.items()}
 
 
 def _facts(run: Run) -> Iterator[tuple[str, Scalar | None]]:
@@ -196,9 +196,9 @@ def timed(
     calls = min(len(slot.calls_ns) for timing in all_timings for slot in timing.slots)
     alike = len({(timing.segments, timing.varying) for timing in all_timings}) == 1
     findings = (sighting.finding for side in (before, after, beside) for sighting in side)
-    alike = alike and not any(found is not None and Label.WHOLE_STEPS in found.labels for found in findings)
-    old, new, others = (tuple(_best_case(one, rounds, calls, alike) for one in side) for side in timings)
-    means_of = ((stats.mean_case(means(one, [slot.round for slot in one.slots[:rounds]])) for one in side)
+    alike = alike and not any(finding is not None and Label.WHOLE_STEPS in finding.labels for finding in findings)
+    old, new, others = (tuple(_best_case(timing, rounds, calls, alike) for timing in side) for side in timings)
+    means_of = ((stats.mean_case(means(timing, [slot.round for slot in timing.slots[:rounds]])) for timing in side)
                 for side in timings)  # fmt: skip
     typical = tuple(tuple(Estimate(mean.point, mean.error) for mean in side) for side in means_of)
     yield MatchedFigures(TIME, "s", old, new, few, others, typical)
@@ -227,7 +227,7 @@ def counted(before: Sequence[Sighting], after: Sequence[Sighting]) -> Iterator[t
     sides = [list(map(_costs, side)) for side in (before, after)]
     for metric in _names(sides[1]):
         if not metric.noisy:
-            old, new = ([value for found in _alike(side, metric) for value in found] for side in sides)
+            old, new = ([value for values in _alike(side, metric) for value in values] for side in sides)
             if old and new:
                 yield metric, old, new
 
@@ -247,13 +247,13 @@ def _costs(sighting: Sighting) -> _Costs:
 
 
 def _names(side: Sequence[_Costs]) -> Iterable[Metric]:
-    return {name: metric for found in side for name, metric in found.items()}.values()
+    return {name: metric for costs in side for name, metric in costs.items()}.values()
 
 
 def _alike(side: Sequence[_Costs], metric: Metric) -> Iterator[tuple[float, ...]]:
-    for found in side:
-        if metric.name in found and found[metric.name].source == metric.source:
-            yield found[metric.name].samples()
+    for costs in side:
+        if metric.name in costs and costs[metric.name].source == metric.source:
+            yield costs[metric.name].samples()
 
 
 def _sensed(side: Sequence[_Costs], metric: Metric) -> Iterator[Estimate]:

@@ -21,8 +21,7 @@ import numpy as np
 from fp8bench import units
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.analysis.stats import Floats
-from fp8bench.analysis.steps.change_points import LEAST_VALUES, Step, steps_of_many
-from fp8bench.analysis.steps.levels import Counts
+from fp8bench.analysis.steps.change_points import LEAST_VALUES, Counts, Step, steps_of_many
 from fp8bench.analysis.verdicts import UNEVEN
 from fp8bench.model import Ack, Comparison, Conditions, Direction, Evidence, Figure, Label, Trend
 from fp8bench.model.specs import COUNTS, MEAN, RELATIVE, RELATIVE_MEAN, TIME, spec_of
@@ -137,10 +136,10 @@ def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
         *look([_above_zero(stretch.values) for stretch in timed]),
         *(_exact_steps(_above_zero(stretch.values)) for stretch in exact),
     )
-    found = [
+    changes = [
         change for stretch, some in zip((*timed, *exact), steps, strict=True) for change in _changes(stretch, some)
     ]
-    return Found(tuple(sorted(_held_against_means(found), key=worst_first)), looked_at[0], left, looked_at[1])
+    return Found(tuple(sorted(_held_against_means(changes), key=worst_first)), looked_at[0], left, looked_at[1])
 
 
 def _exact_steps(values: Floats) -> tuple[Step, ...]:
@@ -150,22 +149,22 @@ def _exact_steps(values: Floats) -> tuple[Step, ...]:
     )
 
 
-def _held_against_means(found: Sequence[Change]) -> Iterator[Change]:
+def _held_against_means(changes: Sequence[Change]) -> Iterator[Change]:
     """The same, with what the mean over all calls says where it says something else than the fastest calls.
 
     Where it says the same it is no news of its own. The mean sees every call: its step stands, the other one does not.
     """
     restated = set[int]()
     beside: dict[int, Change] = {}
-    means = [change for change in found if change.trend.series.metric in _OF_ALL_CALLS]
-    for mean, fast in itertools.product(means, found):
+    means = [change for change in changes if change.trend.series.metric in _OF_ALL_CALLS]
+    for mean, fast in itertools.product(means, changes):
         if not _of_one_step(mean, fast):
             continue
         if mean.is_worse is fast.is_worse and abs(mean.size - fast.size) <= math.log1p(UNEVEN):
             restated.add(id(mean))
         else:
             beside |= {id(mean): fast, id(fast): mean}
-    for change in found:
+    for change in changes:
         if id(change) not in restated:
             yield _uneven(change, beside[id(change)]) if id(change) in beside else change
 
@@ -303,7 +302,7 @@ def acknowledged(found: Found, acks: Sequence[Ack]) -> Found:
     changes = []
     for change in found.changes:
         ack = (
-            next((one for one in reversed(acks) if covers(one, change)), None)
+            next((known for known in reversed(acks) if covers(known, change)), None)
             if change.state is ChangeState.OPEN
             else None
         )

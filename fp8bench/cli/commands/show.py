@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fp8bench.analysis.shares import parts_of, refuse_none
+from fp8bench.analysis.tapes import parts_of, refuse_none
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, print_run, stdout_look, tell, wanted_of
 from fp8bench.cli.streams import complain

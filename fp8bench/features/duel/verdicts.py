@@ -30,8 +30,8 @@ from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.compare.interval import exact_change
 from fp8bench.analysis.compare.interval import p_value as chance_of
+from fp8bench.analysis.doubts import place_effect
 from fp8bench.analysis.labels import labels_of
-from fp8bench.analysis.places import place_effect
 from fp8bench.analysis.verdicts import BAND, best_phases, rule
 from fp8bench.features.duel.values import AFTER, BEFORE, CaseResult, Duel, Session
 from fp8bench.model import (

@@ -14,8 +14,7 @@ from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import LayerReading
 from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
-from fp8bench.store.runs.listing import load_named
-from fp8bench.store.stored_scales import largest, refuse_none, scales_of
+from fp8bench.store.runs.listing import largest_scales, load_named, refuse_no_scales, scales_of
 
 
 def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
@@ -65,9 +64,10 @@ def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
         kept = load_training(path)
         modes = {arm.name: arm.precision for arm in kept.training.arms}
         amaxes = {(line.arm, line.seed, line.layer, line.role): line.amax for line in kept.of(LayerReading)}
-        known = largest((modes[arm], layer, role, amax) for (arm, _, layer, role), amax in amaxes.items() if amax > 0)
+        above_0 = ((modes[arm], layer, role, amax) for (arm, _, layer, role), amax in amaxes.items() if amax > 0)
+        known = largest_scales(above_0)
         of = f"training {kept.training.id}"
-    settings = replace(request.settings, scales=refuse_none(known, of))
+    settings = replace(request.settings, scales=refuse_no_scales(known, of))
     named = {layer for _, layer, *_ in known}
     if settings.make:  # its layers are known to its worker alone, which says so
         return replace(request, settings=settings)

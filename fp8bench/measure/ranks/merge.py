@@ -10,7 +10,7 @@ from typing import Any
 
 from fp8bench.errors import RanksDisagree
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase, Scalar
-from fp8bench.model.ranks import Overlap, RankCalls, RankMemory, Scaling, Sent
+from fp8bench.model.ranks import Overlap, RankCalls, RankMemory, RankScaling, Sent
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 from fp8bench.model.run import OperationBits
 
@@ -118,14 +118,16 @@ def _bits(answers: Sequence[Sequence[OperationBits]]) -> tuple[OperationBits, ..
 StepAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
 
 
-def _step_parts(answers: Sequence[StepAnswer | str | None]) -> tuple[tuple[Sent, ...], Overlap, Scaling | None] | None:
+def _step_parts(
+    answers: Sequence[StepAnswer | str | None],
+) -> tuple[tuple[Sent, ...], Overlap, RankScaling | None] | None:
     """What every rank sends. Each round of each part ends with its slowest rank."""
     told = [answer for answer in answers if answer is not None and not isinstance(answer, str)]
     if len(told) < len(answers):
         return next((((), Overlap(why=answer), None) for answer in answers if isinstance(answer, str)), None)
     sent, ranks = tuple(message for own, _ in told for message in own), [rounds for _, rounds in told]
     seconds = {name: tuple(map(max, zip(*(rank[name] for rank in ranks), strict=True))) for name in ranks[0]}
-    scaling = Scaling(seconds["whole"], seconds["share"], seconds["both"]) if "whole" in seconds else None
+    scaling = RankScaling(seconds["whole"], seconds["share"], seconds["both"]) if "whole" in seconds else None
     overlap = Overlap(seconds["compute"], seconds["communication"], seconds["both"], seconds["in_turn"])
     return sent, overlap, scaling
 

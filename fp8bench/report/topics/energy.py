@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.energy import EnergyFigures, EnergyRatio
-from fp8bench.analysis.phase_energy import PhaseEnergies, PhaseJoules, per_work
+from fp8bench.analysis.energy import EnergyFigures, EnergyRatio, PhaseEnergies, PhaseJoules, per_work
 from fp8bench.model import UNATTRIBUTED, EnergyUse, EnergyWindow, specs
 from fp8bench.model.specs import (
     ENERGY,

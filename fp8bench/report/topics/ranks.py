@@ -29,7 +29,7 @@ from fp8bench.analysis.ranks import (
     true_communication,
 )
 from fp8bench.model import MemoryUse, Timing, specs
-from fp8bench.model.ranks import Overlap, Scaling, Sent, Transfer
+from fp8bench.model.ranks import Overlap, RankScaling, Sent, Transfer
 from fp8bench.report.case_status import cost_tone
 from fp8bench.report.columns import Col, case_cols, figure_col, table
 from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Field, Lines, Mark, Scatter, Table, Text, Tone
@@ -90,7 +90,7 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
 
 
 def _efficiencies(panel: Panel) -> Table:
-    cols: list[Col[tuple[ResultGroup, Result, Scaling, Efficiency]]] = [
+    cols: list[Col[tuple[ResultGroup, Result, RankScaling, Efficiency]]] = [
         *case_cols(""),
         Col("one rank", lambda row: _middle(row[2].whole), number=True, unit="s",
             hint="a step of the whole batch by one rank, the others waiting"),

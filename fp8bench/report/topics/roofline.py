@@ -6,8 +6,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from fp8bench import units
-from fp8bench.analysis.datasheet import datasheet_of, kind_of_path
-from fp8bench.analysis.roofline import Bound, Gain, Pace, PhaseRoof, Since, alike, gain_of, phase_roofs, roofs_of, since
+from fp8bench.analysis.roofline import (
+    Bound,
+    Gain,
+    Pace,
+    PhaseRoof,
+    Since,
+    alike,
+    datasheet_of,
+    gain_of,
+    kind_of_path,
+    phase_roofs,
+    roofs_of,
+    since,
+)
 from fp8bench.model import Ceilings, Limit, Rate, Run
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
 from fp8bench.report.columns import Col, table

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from fp8bench import units
-from fp8bench.analysis.shares import StepShares, parts_of_record
+from fp8bench.analysis.tapes import StepShares, parts_of_record
 from fp8bench.model import UNATTRIBUTED, Provenance, Run, SharesFrom
 from fp8bench.model.codec import encode
 from fp8bench.model.step import Coverage

@@ -25,13 +25,7 @@ from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileO
 from fp8bench.files import keeping, write_whole
 from fp8bench.model import Scalar, Series
 from fp8bench.model.codec import Malformed
-from fp8bench.store.asv.rows import (
-    COLUMNS,
-    AsvRow,
-    are_params,
-    read_row,
-    write_row,
-)
+from fp8bench.store.asv.rows import COLUMNS, AsvRow, are_params, read_row, write_row
 
 _PAUSE_SECONDS = 0.02
 # A file that was changed so long ago is no longer being written.
@@ -186,17 +180,21 @@ def definition_of(series: Series) -> dict[str, Any]:
 def load_benchmarks(path: Path) -> dict[str, Any]:
     """The definitions in benchmarks.json by name, as they are. One that asv would fail on breaks the file for asv."""
     content = read_object(path, BENCHMARKS_VERSION)
-    for name, one in content.items():
-        if not isinstance(one, dict) or one.get("name") != name or not are_params(one.get("params")):
+    for name, definition in content.items():
+        if (
+            not isinstance(definition, dict)
+            or definition.get("name") != name
+            or not are_params(definition.get("params"))
+        ):
             raise AsvFileBroken(f"{path} is broken: the benchmark {name!r:.120} has no name and params.")
     return content
 
 
 def merge_benchmarks(old: Mapping[str, Any], series: Iterable[Series]) -> dict[str, Any]:
     """The old definitions with those of the series. One that says the same to a reader stays as it is."""
-    new = {one.name: definition_of(one) for one in series}
+    new = {metric.name: definition_of(metric) for metric in series}
     same = {name for name in new if name in old and all(old[name].get(key) == new[name][key] for key in _TELLING)}
-    return {**old, **{name: one for name, one in new.items() if name not in same}}
+    return {**old, **{name: definition for name, definition in new.items() if name not in same}}
 
 
 def save_benchmarks(path: Path, benchmarks: Mapping[str, Any]) -> None:

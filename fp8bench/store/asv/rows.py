@@ -108,7 +108,7 @@ def combinations(params: Iterable[Sequence[str]]) -> int:
 def are_params(plain: object) -> bool:
     """Whether this is a list of lists of texts, which is what parameters are in all of asv's files."""
     return isinstance(plain, list) and all(
-        isinstance(one, list) and all(isinstance(text, str) for text in one) for one in plain
+        isinstance(values, list) and all(isinstance(text, str) for text in values) for values in plain
     )
 
 
@@ -176,7 +176,7 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
     plain: Any = named.get("params")
     if not are_params(plain):
         raise Malformed(f"'params' is {shown(plain)}, expected lists of texts")
-    params = tuple(tuple(one) for one in plain)
+    params = tuple(tuple(values) for values in plain)
     count = combinations(params)
     if count > MOST_COMBINATIONS:
         raise Malformed(f"its parameters have more than {MOST_COMBINATIONS} combinations")
@@ -186,19 +186,19 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
 
     kept = [column(f"stats_{field.name}", _is_count if field.name in ("number", "repeat") else _is_number)
             for field in fields(Stats)]  # fmt: skip
-    for one in zip(*kept, strict=True):
-        if 0 < one.count(None) < len(one):  # asv fails on an interval without quartiles
+    for statistics in zip(*kept, strict=True):
+        if 0 < statistics.count(None) < len(statistics):  # asv fails on an interval without quartiles
             raise Malformed("some statistics of a value are missing")
-    samples = column("samples", lambda one: isinstance(one, list) and all(map(_is_number, one)))
+    samples = column("samples", lambda value: isinstance(value, list) and all(map(_is_number, value)))
     return AsvRow(
         params,
-        _single(named, "version", lambda one: isinstance(one, str)),
+        _single(named, "version", lambda value: isinstance(value, str)),
         column("result"),
-        tuple(None if None in one else Stats(*one) for one in zip(*kept, strict=True)),
+        tuple(None if None in figures else Stats(*figures) for figures in zip(*kept, strict=True)),
         tuple(None if sample is None else tuple(sample) for sample in samples),
         _single(named, "started_at", _is_count),
         _single(named, "duration", _is_number),
-        _single(named, "profile", lambda one: isinstance(one, str)),
+        _single(named, "profile", lambda value: isinstance(value, str)),
     )
 
 

@@ -44,14 +44,7 @@ from fp8bench.store.asv.rows import (
     is_measured,
     row_of,
 )
-from fp8bench.store.commit_runs import (
-    TrackedRun,
-    commit_points,
-    remembered,
-    runs_of_commit,
-    series_of_runs,
-    why_not,
-)
+from fp8bench.store.commit_runs import TrackedRun, commit_points, remembered, runs_of_commit, series_of_runs, why_not
 
 
 def results_of(store: Path) -> Path:
@@ -151,8 +144,8 @@ def _settled(results: Path, identity: Identity, aside: list[Path]) -> Identity:
     if brought_up != known:
         save_machine(folder / "machine.json", brought_up)
     # In one order, so that a view made again is the same; what else somebody wrote down is no parameter of a series.
-    found = sorted((machine if is_here else brought_up).items())
-    plain = {key: value for key, value in found if value is None or isinstance(value, int | float | str)}
+    sorted_facts = sorted((machine if is_here else brought_up).items())
+    plain = {key: value for key, value in sorted_facts if value is None or isinstance(value, int | float | str)}
     return Identity(plain, _settled_python(folder, identity), identity.interpreter)
 
 
@@ -263,7 +256,10 @@ def merge_rows(ours: AsvRow, theirs: AsvRow) -> AsvRow:
     if combinations(params) > MOST_COMBINATIONS:
         return ours
     own, other = by_combination(ours), by_combination(theirs)
-    known = {**own, **{texts: one for texts, one in other.items() if not is_measured(own.get(texts, NOT_MEASURED))}}
+    known = {
+        **own,
+        **{texts: figures for texts, figures in other.items() if not is_measured(own.get(texts, NOT_MEASURED))},
+    }
     started = ours.started_at if ours.started_at is not None else theirs.started_at
     return replace(row_of(params, ours.version, known, started, ours.duration), profile=ours.profile)
 

@@ -48,7 +48,7 @@ _MONTH = re.compile(r"(\d{4})(\d{2})\d{2}T")
 def stated(store: Path) -> dict[str, list[ArchivedFile]]:
     """The files that a store is made of, without digests, by the archives that they belong into, in the order of their
     names."""
-    found: dict[str, list[ArchivedFile]] = {}
+    by_archive: dict[str, list[ArchivedFile]] = {}
     beside = (path for pattern in _BESIDE for path in store.glob(pattern))
     for path in sorted({*all_files(store), *beside}):
         name = path.relative_to(store).as_posix()
@@ -56,8 +56,8 @@ def stated(store: Path) -> dict[str, list[ArchivedFile]]:
             status = path.stat()
             if path.is_file():
                 file = ArchivedFile(name, "", status.st_size, status.st_mtime_ns)
-                found.setdefault(_archive(name), []).append(file)
-    return found
+                by_archive.setdefault(_archive(name), []).append(file)
+    return by_archive
 
 
 def _archive(name: str) -> str:

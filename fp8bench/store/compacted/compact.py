@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from fp8bench.errors import StoreError
 from fp8bench.files import LOCK, is_locked, keeping, locked
@@ -36,14 +35,7 @@ from fp8bench.store.compacted.manifest import (
     save_manifest,
     without_runs,
 )
-from fp8bench.store.compacted.parquet import (
-    RowBatch,
-    Spool,
-    batch_of,
-    counts_as,
-    leftovers,
-    need_duckdb,
-)
+from fp8bench.store.compacted.parquet import RowBatch, Spool, batch_of, counts_as, leftovers, need_duckdb
 from fp8bench.store.index.figure_files import CommitFigures, Fingerprints, Stamp, figures_of_runs, read_stamped
 from fp8bench.store.index.history import Fit, by_commit, fit, spread
 from fp8bench.store.index.points_file import Index, Kept, points_file
@@ -193,7 +185,7 @@ class _Compacting:
         """The lines of a layout's rows. Neighbouring commits have the same layouts."""
         if layout not in self.lines:
             series, cells = read_layout(layout)
-            plain = [(one.name, one.workload, one.metric, one.unit) for one in series]
+            plain = [(metric.name, metric.workload, metric.metric, metric.unit) for metric in series]
             if len(self.lines) == _MOST_LAYOUTS:
                 self.lines.clear()
             self.lines[layout] = [self.manifest.lines.number(list(key)) for key in keys_of(plain, cells)]
@@ -214,15 +206,11 @@ class _Compacting:
             old = self.manifest.partitions.get(name)
             if old is not None:
                 spool.keep(path, places)
-            self.manifest.partitions[name] = spool.write(path, self.manifest.lines.values, self._said(places))
+            known = [(number, self.manifest.places[number]) for number in places]
+            said = [(number, self.index.figures(at.commit).places[at.rank].said, at.runs) for number, at in known]
+            self.manifest.partitions[name] = spool.write(path, self.manifest.lines.values, said)
             self.result.written.append(name)
         spool.forget()
-
-    def _said(self, places: Sequence[int]) -> list[tuple[int, dict[str, Any], list[str]]]:
-        known = [(number, self.manifest.places[number]) for number in places]
-        return [
-            (number, self.index.figures(place.commit).places[place.rank].said, place.runs) for number, place in known
-        ]
 
     def _finish(self) -> None:
         whole = not self.result.busy and stamps_of(self.store) == self.before

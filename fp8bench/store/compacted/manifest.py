@@ -162,7 +162,7 @@ def _manifest(plain: dict[str, Any]) -> Manifest:
     return Manifest(
         {commit: (digest, runs) for commit, (digest, runs) in plain["units"].items()},
         {int(number): CompactedPlace(*place) for number, place in plain["places"].items()},
-        {name: Partition(*one) for name, one in plain["partitions"].items()},
+        {name: Partition(*fields) for name, fields in plain["partitions"].items()},
         {
             name: Archive(size, digest, tuple(ArchivedFile(*file) for file in files))
             for name, (size, digest, files) in plain["archives"].items()

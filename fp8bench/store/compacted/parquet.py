@@ -70,13 +70,13 @@ def crcs(samples: NDArray[np.float64], counts: NDArray[np.int64]) -> NDArray[np.
 
 def checks(columns: Columns) -> NDArray[np.uint32]:
     """A check of all numbers of each row, bit by bit, the line and the place among them."""
-    found = np.zeros(len(columns["line"]), np.uint64)
+    sums = np.zeros(len(columns["line"]), np.uint64)
     for name, kind in NUMBERS.items():
         column = np.ascontiguousarray(columns[name])
-        found ^= column.view(np.uint64) if kind == "DOUBLE" else column.astype(np.uint64)
-        found *= _FACTOR
-        found ^= found >> _HALF
-    return found.astype(np.uint32)
+        sums ^= column.view(np.uint64) if kind == "DOUBLE" else column.astype(np.uint64)
+        sums *= _FACTOR
+        sums ^= sums >> _HALF
+    return sums.astype(np.uint32)
 
 
 ID = "fp8bench_id"
@@ -143,17 +143,14 @@ def check_file(path: Path, connection: Any) -> tuple[int, int]:
             keys = columns["line"].astype(np.int64) << 32 | columns["place"]
             sorted_once = bool((np.diff(keys) > 0).all())
             are_sound = bool((checks(columns) == columns[CHECK]).all())
-            if not sorted_once or not are_sound or not _has_samples(columns, samples):
+            many = columns["many"]
+            complete = int(many.sum()) == len(samples) and not np.ma.is_masked(samples)
+            complete = complete and bool((crcs(np.asarray(samples), many) == columns["samples_crc"]).all())
+            if not sorted_once or not are_sound or not complete:
                 raise StoreError(f"{path} does not hold what was written into it. {_AGAIN}.")
             rows += len(columns["line"])
             total += int(columns[CHECK].sum(dtype=np.int64))
     return rows, total
-
-
-def _has_samples(columns: Columns, samples: Any) -> bool:
-    many = columns["many"]
-    found = int(many.sum()) == len(samples) and not np.ma.is_masked(samples)
-    return found and bool((crcs(np.asarray(samples), many) == columns["samples_crc"]).all())
 
 
 def _ranges(counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -301,22 +298,22 @@ class Spool:
     def _say(self, lines: Sequence[LineKey], said: Sequence[Said]) -> None:
         """The texts of some places, for other readers of their rows."""
         self._texts("places", [
-            (number, str(one["machine"]["machine"]), one["python"], one["commit"], _moment(one["date"]),
-             _moment(one["began"]), one["newest"], runs) for number, one, runs in said
+            (number, str(words["machine"]["machine"]), words["python"], words["commit"], _moment(words["date"]),
+             _moment(words["began"]), words["newest"], runs) for number, words, runs in said
         ])  # fmt: skip
         self._texts("lines", [(number, *line) for number, line in enumerate(lines)])
         for name in ("versions", "unders", "reasons"):
             self._texts(name, [
                 (number, code, text if isinstance(text, str) else json.dumps(dict(text)))
-                for number, one, _ in said for code, text in enumerate(one[name])
+                for number, words, _ in said for code, text in enumerate(words[name])
             ])  # fmt: skip
 
     def _texts(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
         self._run(f"CREATE OR REPLACE TABLE {table}({_TABLES[table]})")
         names = [column.split()[0] for column in _TABLES[table].split(", ")]
-        columns = [[_clean(value) for value in column] for column in zip(*rows, strict=True)]
         if rows:
-            self._insert(table, {name: _objects(column) for name, column in zip(names, columns, strict=True)})
+            columns = map(_objects, zip(*rows, strict=True))
+            self._insert(table, dict(zip(names, columns, strict=True)))
 
     def _insert(self, table: str, columns: Mapping[str, Any]) -> None:
         import pandas as pd
@@ -340,8 +337,8 @@ class Spool:
 def leftovers(store: Path) -> list[Path]:
     """What compactions that were killed have left half done, or one that is at work is making."""
     folders = points_of(store), store / ARCHIVE
-    found = {*folders[0].glob(f"{_NAME}*"), *(path for folder in folders for path in folder.rglob(f".*{PARTIAL}"))}
-    return sorted(path for path in found if not path.parent.name.startswith(_NAME))
+    left = {*folders[0].glob(f"{_NAME}*"), *(path for folder in folders for path in folder.rglob(f".*{PARTIAL}"))}
+    return sorted(path for path in left if not path.parent.name.startswith(_NAME))
 
 
 def _sweep(store: Path) -> None:
@@ -360,14 +357,10 @@ def _full(store: Path, error: Exception) -> StoreError:
 
 
 def _objects(values: Sequence[Any]) -> Any:
+    """With what UTF-8 has of texts."""
     column = np.empty(len(values), object)
-    column[:] = values
+    column[:] = [value.encode("utf-8", "replace").decode() if isinstance(value, str) else value for value in values]
     return column
-
-
-def _clean(value: Any) -> Any:
-    """A text that UTF-8 has; whatever else stays."""
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def _moment(milliseconds: Any) -> int | None:

@@ -19,7 +19,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from fp8bench.analysis.steps import change_points, levels
+from fp8bench.analysis.steps import change_points
 from fp8bench.analysis.steps.change_points import Step, Values, steps_of_many
 from fp8bench.files import compact, sealed, unsealed, write_whole
 from fp8bench.model import Fault
@@ -150,13 +150,13 @@ class StepMemory:
     def steps_of_many(self, series: Sequence[Values]) -> list[tuple[Step, ...]]:
         """The steps of each series, of which only those are looked at that were not before."""
         code = _digest_of_code()
-        values = [np.ascontiguousarray(one, dtype="<f8") for one in series]
+        values = [np.ascontiguousarray(own, dtype="<f8") for own in series]
         digests = [hashlib.blake2b(code + value.tobytes(), digest_size=16).hexdigest() for value in values]
         known = self._recall()
         missing = list({digest: place for place, digest in enumerate(digests) if digest not in known}.values())
         if missing:
-            found = steps_of_many([values[place] for place in missing])
-            new = {digests[place]: steps for place, steps in zip(missing, found, strict=True)}
+            looked_at = steps_of_many([values[place] for place in missing])
+            new = {digests[place]: steps for place, steps in zip(missing, looked_at, strict=True)}
             others = {digest: known[digest] for digest in known.keys() - set(digests)}
             known = {digest: new[digest] if digest in new else known[digest] for digest in digests}
             self._learn({**(others if len(others) <= _MOST_OTHERS else {}), **known}, len(new))
@@ -181,13 +181,13 @@ class StepMemory:
                 self.path.unlink()
         return {}
 
-    def _learn(self, found: Mapping[str, Sequence[Step]], count: int) -> None:
+    def _learn(self, known: Mapping[str, Sequence[Step]], count: int) -> None:
         """Write down all of it, of which so many are new."""
         if self.troubles and self.path.exists():
             return  # it was said already, and what lies there is somebody's
         content = {
             "version": STEPS_VERSION,
-            "steps": {key: [astuple(step) for step in one] for key, one in found.items()},
+            "steps": {key: [astuple(step) for step in steps] for key, steps in known.items()},
         }
         try:
             plain = json.loads(json.dumps(content, default=lambda number: number.item()))
@@ -204,8 +204,7 @@ class StepMemory:
 @cache
 def _digest_of_code() -> bytes:
     """What would have to be the same for the same steps to be found."""
-    files = [Path(str(module.__file__)) for module in (change_points, levels)]
-    return hashlib.blake2b(b"".join([np.__version__.encode(), *(path.read_bytes() for path in files)])).digest()
+    return hashlib.blake2b(np.__version__.encode() + Path(str(change_points.__file__)).read_bytes()).digest()
 
 
 def check_steps(store: Path) -> Iterator[Fault]:

@@ -34,7 +34,16 @@ from fp8bench.store.index.figure_files import (
     read_stamped,
 )
 from fp8bench.store.index.points_file import AT_ONCE, Index, Kept, points_file
-from fp8bench.store.index.tables import FigureTable, Line, Places, TrendLines, home_of, lines_of, names_in, table_of
+from fp8bench.store.index.tables import (
+    FigureTable,
+    Line,
+    MeasuredPlaces,
+    TrendLines,
+    home_of,
+    lines_of,
+    names_in,
+    table_of,
+)
 from fp8bench.store.runs.listing import Listing, each_once, index_of, stamps_of
 
 Job = TypeVar("Job")
@@ -104,7 +113,7 @@ class History:
     had to be read.
     """
 
-    places: Places
+    places: MeasuredPlaces
     runs: int
     commits: int
     left: Counter[str]
@@ -114,10 +123,10 @@ class History:
     @cached_property
     def names(self) -> list[str]:
         """What the trends are called, sorted; one name may be that of several places."""
-        found: set[str] = set()
+        names: set[str] = set()
         for some in self._portions(lambda _: True):
-            found |= names_in(self.places, some)
-        return sorted(found)
+            names |= names_in(self.places, some)
+        return sorted(names)
 
     @cached_property
     def lines(self) -> TrendLines:
@@ -135,11 +144,11 @@ class History:
 
     def endings(self, wanted: Callable[[str], bool]) -> list[Ending]:
         """How the trends end whose name is wanted; they have no figures."""
-        found: list[tuple[Line, Ending]] = []
+        endings: list[tuple[Line, Ending]] = []
         for some in self._portions(wanted):
             lines = lines_of(self.places, some)
-            found += [(line, lines.ending(line)) for line in lines.lines]
-        return [ending for _, ending in sorted(found, key=lambda pair: pair[0].order)]
+            endings += [(line, lines.ending(line)) for line in lines.lines]
+        return [ending for _, ending in sorted(endings, key=lambda pair: pair[0].order)]
 
     def _portions(self, wanted: Callable[[str], bool]) -> Iterator[Callable[[str], bool]]:
         """What is wanted in portions whose rows fit into memory together, where they would not otherwise."""
@@ -181,11 +190,11 @@ def by_commit(index: Index, files: Mapping[str, tuple[int, int]]) -> tuple[Listi
     first runs. Only files that came since or have changed are opened."""
     known, names = index.known(files), {index.store / name: name for name in files}
     there = each_once(names, {path: known[name][0] for path, name in names.items() if name in known})
-    found: dict[str, list[str]] = {}
+    commits: dict[str, list[str]] = {}
     for path in reversed(there.files):
         name = names[path]
-        found.setdefault(known[name][1] if name in known else commit_of(path), []).append(name)
-    return there, found
+        commits.setdefault(known[name][1] if name in known else commit_of(path), []).append(name)
+    return there, commits
 
 
 class Fit(Enum):

@@ -35,7 +35,7 @@ from fp8bench.model.codec import SCHEMA
 from fp8bench.store.asv.identity import Home
 from fp8bench.store.commit_runs import TrackedRun, by_place
 from fp8bench.store.index.figure_files import AGAIN, CommitFigures, Fingerprints, Stamp, are_known, as_they_are
-from fp8bench.store.index.tables import ROW, FigureTable, Places, Rows, Shape, table_of
+from fp8bench.store.index.tables import ROW, FigureTable, MeasuredPlaces, PlaceShape, Rows, table_of
 from fp8bench.store.runs.listing import POINTS, index_of
 
 # Raised when the same runs would come to other figures, or be written down in another way.
@@ -76,7 +76,7 @@ class _Sources(NamedTuple):
     ids: list[str]
 
 
-class _Places(NamedTuple):
+class _PlaceColumns(NamedTuple):
     shapes: list[int]
     commits: list[str]
     dates: list[int | None]
@@ -90,11 +90,11 @@ class _Head(NamedTuple):
     values: list[Any]
     commits: _Commits
     sources: _Sources
-    places: _Places
+    places: _PlaceColumns
 
 
 def _empty() -> _Head:
-    return _Head([], _Commits([], [], [], [], [], []), _Sources([], [], [], [], []), _Places([], [], [], [], []))
+    return _Head([], _Commits([], [], [], [], [], []), _Sources([], [], [], [], []), _PlaceColumns([], [], [], [], []))
 
 
 class Numbered:
@@ -183,7 +183,7 @@ class Index:
             column.extend(added)
         self._sources += islice(accumulate(_Commits(*commits).sources, initial=self._sources[-1]), 1, None)
         self._places += islice(accumulate(_Commits(*commits).places, initial=self._places[-1]), 1, None)
-        counts = (self.head.values[shape][_ROWS] for shape in _Places(*places).shapes)
+        counts = (self.head.values[shape][_ROWS] for shape in _PlaceColumns(*places).shapes)
         self._first += list(accumulate(counts, initial=(self._end + size) // _SIZE))[:-1]
         self._end += whole
         self._frames += 1
@@ -243,22 +243,24 @@ class Index:
                 left[why] += count
         return sum(runs), sum(count > 0 for count in runs), left
 
-    def places(self, commits: Sequence[str]) -> Places:
+    def places(self, commits: Sequence[str]) -> MeasuredPlaces:
         chosen = [place for commit in commits for place in self._range(self._places, self.units[commit])]
         columns: list[list[Any]] = [[column[place] for place in chosen] for column in self.head.places]
         numbers, shape = np.unique(np.array(columns[0], np.int64), return_inverse=True)
         first = np.array([self._first[place] for place in chosen], np.int64)
-        return Places(self._rows(), list(map(self._shape, numbers.tolist())), shape, first, *columns[1:])
+        return MeasuredPlaces(self._rows(), list(map(self._shape, numbers.tolist())), shape, first, *columns[1:])
 
     def _range(self, begins: Sequence[int], number: int) -> range:
         return range(begins[number], begins[number + 1])
 
-    def _shape(self, number: int) -> Shape:
+    def _shape(self, number: int) -> PlaceShape:
         value = self.head.values
         layout, machine, python, interpreter, versions, unders, reasons, count = value[number]
         conditions = tuple(tuple((name, fact) for name, fact in value[under]) for under in unders)
         home = Home(str(value[machine]["machine"]), python, interpreter)
-        return Shape(value[layout].encode(), home, value[machine], tuple(versions), conditions, tuple(reasons), count)
+        return PlaceShape(
+            value[layout].encode(), home, value[machine], tuple(versions), conditions, tuple(reasons), count
+        )
 
     def _table(self, place: int, rows: Rows) -> FigureTable:
         columns: list[list[Any]] = list(self.head.places)

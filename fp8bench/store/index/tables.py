@@ -82,7 +82,7 @@ Flags = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Shape:
+class PlaceShape:
     """What many places share: a layout as text, the machine, the interpreter, the texts that numbers in rows stand for,
     and how many rows there are."""
 
@@ -96,12 +96,12 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Places:
+class MeasuredPlaces:
     """Where commits were measured, in the order of the commits' first runs: a value each of shape, first row, commit,
     its date, and the starts of the oldest run (in ms since 1970) and of the newest. `shapes` are by their numbers."""
 
     rows: Rows
-    shapes: Sequence[Shape]
+    shapes: Sequence[PlaceShape]
     shape: Numbers
     first: Numbers
     commits: Sequence[str]
@@ -157,7 +157,7 @@ def table_of(members: Sequence[TrackedRun]) -> FigureTable:
             under = under_of[id(point.under)] = unders.setdefault(point.under, len(unders))
         known = _VALUE * (value is not None) + _INTERVAL * (low is not None) + _HASTY * point.hasty
         rows.append((
-            *(0.0 if one is None else one for one in (value, low, high)), point.runs, len(point.samples),
+            *(0.0 if number is None else number for number in (value, low, high)), point.runs, len(point.samples),
             versions.setdefault(point.version, len(versions)), under,
             reasons.setdefault(point.reason, len(reasons)), known + _STATUS_FACTOR * _STATUSES.index(point.status),
         ))  # fmt: skip
@@ -172,8 +172,11 @@ def table_of(members: Sequence[TrackedRun]) -> FigureTable:
 
 @lru_cache(maxsize=_MOST_LAYOUTS)  # cells are texts and whole numbers: what is equal is written alike
 def _layout(series: tuple[Series, ...], points: tuple[tuple[str, Cell], ...]) -> bytes:
-    ranks = {one.name: rank for rank, one in enumerate(series)}
-    plain = [[one.name, one.workload, one.metric, one.unit, one.param_names, one.params, one.version] for one in series]
+    ranks = {metric.name: rank for rank, metric in enumerate(series)}
+    plain = [
+        [metric.name, metric.workload, metric.metric, metric.unit, metric.param_names, metric.params, metric.version]
+        for metric in series
+    ]
     return json.dumps([plain, [[ranks[name], cell] for name, cell in points]], separators=(",", ":")).encode()
 
 
@@ -190,7 +193,7 @@ def read_layout(text: bytes) -> tuple[tuple[Series, ...], tuple[tuple[int, Cell]
     )
 
 
-def _figure_at(row: Sequence[Any], commit: str, date: int | None, shape: Shape) -> Figure:
+def _figure_at(row: Sequence[Any], commit: str, date: int | None, shape: PlaceShape) -> Figure:
     value, low, high, runs, samples, version, under, reason, flags = row
     known = flags & _INTERVAL
     return Figure(
@@ -245,7 +248,7 @@ class Comparable(NamedTuple):
 class TrendLines:
     """All lines, sorted as trends are. They have `rows` of what `places` came to, and of each the place it is of."""
 
-    places: Places
+    places: MeasuredPlaces
     lines: tuple[Line, ...] = ()
     rows: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
     owners: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -256,8 +259,8 @@ class TrendLines:
     def ending(self, line: Line) -> Ending:
         numbered = line.first + np.flatnonzero(has_number(self._flags[line.first : line.end]))
         before = numbered[numbered < line.end - 1][-1:]
-        *found, last = self._figures(np.append(before, line.end - 1))
-        return Ending(line.trend, last, found[0] if found else None, len(numbered))
+        *earlier, last = self._figures(np.append(before, line.end - 1))
+        return Ending(line.trend, last, earlier[0] if earlier else None, len(numbered))
 
     def comparable(self, line: Line) -> list[Comparable]:
         """Its figures by version and conditions, as far as they are numbers of whole measurements."""
@@ -266,7 +269,9 @@ class TrendLines:
         alike = self._alike[line.first : line.end][places]
         if len(places) and (alike == alike[0]).all():
             return [Comparable(places, values)]
-        return [Comparable(places[alike == one], values[alike == one]) for one in dict.fromkeys(alike.tolist())]
+        return [
+            Comparable(places[alike == number], values[alike == number]) for number in dict.fromkeys(alike.tolist())
+        ]
 
     @cached_property
     def _flags(self) -> Flags:
@@ -278,16 +283,16 @@ class TrendLines:
 
     @cached_property
     def _whole(self) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = is_whole(self._flags) & np.isfinite(self._values)
-        return found
+        whole: NDArray[np.bool_] = is_whole(self._flags) & np.isfinite(self._values)
+        return whole
 
     @cached_property
     def _alike(self) -> Numbers:
         """For each row a number that it shares with all rows of its version that were measured under its conditions."""
         versions = self._numbered("version", [shape.versions for shape in self.places.shapes])
         unders = self._numbered("under", [shape.unders for shape in self.places.shapes])
-        found: Numbers = versions * (1 + unders.max(initial=0)) + unders
-        return found
+        numbers: Numbers = versions * (1 + unders.max(initial=0)) + unders
+        return numbers
 
     def _numbered(self, column: str, words: Sequence[Sequence[Hashable]]) -> Numbers:
         """A number for each word that rows name by its place among those of their shape."""
@@ -309,7 +314,7 @@ class TrendLines:
         )
 
 
-class _Part(NamedTuple):
+class _LayoutRows(NamedTuple):
     """The wanted rows of a layout in one home, by their positions in it, in the order of the lines that they are of."""
 
     layout: Layout
@@ -324,21 +329,21 @@ class _Reading:
     wanted: Callable[[str], bool]
     homes: list[Home]
     keys: dict[tuple[Home, str, Cell], int] = field(default_factory=dict)
-    parts: dict[tuple[Home, bytes], _Part] = field(default_factory=dict)
+    parts: dict[tuple[Home, bytes], _LayoutRows] = field(default_factory=dict)
 
-    def part(self, shape: Shape) -> _Part:
+    def part(self, shape: PlaceShape) -> _LayoutRows:
         home = home_of(shape.home, self.homes)
-        found = self.parts.get((home, shape.layout))
-        if found is None:
+        part = self.parts.get((home, shape.layout))
+        if part is None:
             series, cells = read_layout(shape.layout)
             names = enumerate(trend_name(series[rank].name, cell) for rank, cell in cells)
             positions = [position for position, name in names if self.wanted(name)]
             keys = [(home, series[cells[position][0]].name, cells[position][1]) for position in positions]
             lines = np.array([self.keys.setdefault(key, len(self.keys)) for key in keys], np.int64)
             order = np.argsort(lines)
-            found = _Part((series, cells), np.array(positions, np.int64)[order], lines[order])
-            self.parts[home, shape.layout] = found
-        return found
+            part = _LayoutRows((series, cells), np.array(positions, np.int64)[order], lines[order])
+            self.parts[home, shape.layout] = part
+        return part
 
 
 class _Gathered(NamedTuple):
@@ -346,14 +351,14 @@ class _Gathered(NamedTuple):
     ends, and which lines tell something. `parts` are by shapes."""
 
     reading: _Reading
-    parts: dict[int, _Part]
+    parts: dict[int, _LayoutRows]
     rows: Numbers
     owners: Numbers
     bounds: Numbers
     telling: NDArray[np.bool_]
 
 
-def _gathered(places: Places, wanted: Callable[[str], bool]) -> _Gathered | None:
+def _gathered(places: MeasuredPlaces, wanted: Callable[[str], bool]) -> _Gathered | None:
     reading = _Reading(wanted, places.homes)
     by_shape = {number: reading.part(places.shapes[number]) for number in dict.fromkeys(places.shape.tolist())}
     parts = list({id(part): part for part in by_shape.values() if len(part.lines)}.values())
@@ -379,23 +384,23 @@ def _gathered(places: Places, wanted: Callable[[str], bool]) -> _Gathered | None
     return _Gathered(reading, by_shape, row, by_date[key % count], bounds, telling)
 
 
-def names_in(places: Places, wanted: Callable[[str], bool]) -> set[str]:
-    found = _gathered(places, wanted)
-    if found is None:
+def names_in(places: MeasuredPlaces, wanted: Callable[[str], bool]) -> set[str]:
+    gathered = _gathered(places, wanted)
+    if gathered is None:
         return set()
-    keys = zip(found.reading.keys, found.telling.tolist(), strict=True)
+    keys = zip(gathered.reading.keys, gathered.telling.tolist(), strict=True)
     return {trend_name(series, cell) for (_, series, cell), tell in keys if tell}
 
 
-def lines_of(places: Places, wanted: Callable[[str], bool]) -> TrendLines:
-    found = _gathered(places, wanted)
-    if found is None:
+def lines_of(places: MeasuredPlaces, wanted: Callable[[str], bool]) -> TrendLines:
+    gathered = _gathered(places, wanted)
+    if gathered is None:
         return TrendLines(places)
-    lines = sorted(_lines(places, found), key=lambda line: line.order)
-    return TrendLines(places, tuple(lines), found.rows, found.owners)
+    lines = sorted(_lines(places, gathered), key=lambda line: line.order)
+    return TrendLines(places, tuple(lines), gathered.rows, gathered.owners)
 
 
-def _lines(places: Places, gathered: _Gathered) -> Iterator[Line]:
+def _lines(places: MeasuredPlaces, gathered: _Gathered) -> Iterator[Line]:
     """The lines that tell something, each as its newest run has it."""
     reading, by_shape = gathered.reading, gathered.parts
     bounds, telling = gathered.bounds.tolist(), gathered.telling.tolist()

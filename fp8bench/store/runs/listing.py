@@ -17,15 +17,16 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 
-from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.files import is_locked
-from fp8bench.model import Run
+from fp8bench.model import Request, Run
+from fp8bench.model.request import KnownScales
 from fp8bench.store.kept_lines import fitting
 from fp8bench.store.runs.run_file import file_name, folder_name, load_head, load_run
 
@@ -204,8 +205,8 @@ def all_files(store: Path) -> list[Path]:
 def newest_files(store: Path) -> Iterator[Path]:
     """The same one by one: of 50,000 files asking for each takes as long as all the rest of a command."""
     runs = store / "runs"
-    found = sorted((*runs.glob("*/*.jsonl"), *runs.glob(_COLLECTED)), key=lambda path: path.name, reverse=True)
-    return filter(_may_be_run, found)
+    paths = sorted((*runs.glob("*/*.jsonl"), *runs.glob(_COLLECTED)), key=lambda path: path.name, reverse=True)
+    return filter(_may_be_run, paths)
 
 
 def _may_be_run(path: Path) -> bool:
@@ -220,7 +221,7 @@ def stamps_of(store: Path) -> dict[str, tuple[int, int]]:
     """The same by their names in the store, each with size and date; a folder that cannot be read has none."""
     runs = store / "runs"
     folders = [path.relative_to(store).as_posix() for pattern in ("*", _MONTHS) for path in runs.glob(pattern)]
-    found = []
+    stamps = []
     for folder in folders:
         with contextlib.suppress(OSError), ExitStack() as closed:
             opened = os.open(store / folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -233,9 +234,9 @@ def stamps_of(store: Path) -> dict[str, tuple[int, int]]:
                 except OSError:
                     continue
                 if stat.S_ISREG(status.st_mode):
-                    found.append((name, f"{folder}/{name}", (status.st_size, status.st_mtime_ns)))
-    found.sort(key=itemgetter(0), reverse=True)
-    return {name: stamp for _, name, stamp in found}
+                    stamps.append((name, f"{folder}/{name}", (status.st_size, status.st_mtime_ns)))
+    stamps.sort(key=itemgetter(0), reverse=True)
+    return {name: stamp for _, name, stamp in stamps}
 
 
 def listing(store: Path) -> Listing:
@@ -268,15 +269,15 @@ def find_run(word: str, store: Path) -> Path:
     try:
         if direct.is_file():
             return direct
-        found = listing(store)
+        there = listing(store)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise RunNotFound(f"looking for run {word!r:.80} in {str(store)!r:.80} failed ({why}).") from None
-    files = found.everything
-    if word == "last" and found.newest is not None:
-        return found.that_counts(found.newest)
+    files = there.everything
+    if word == "last" and there.newest is not None:
+        return there.that_counts(there.newest)
     called = {path: (path.stem, path.stem.rpartition("-")[2]) for path in files}
-    meant = list(dict.fromkeys(map(found.that_counts, fitting(word, called))))
+    meant = list(dict.fromkeys(map(there.that_counts, fitting(word, called))))
     if len(meant) == 1:
         return meant[0]
     if meant:
@@ -293,12 +294,12 @@ def running_beside(own: Path) -> list[str]:
     if store is None:
         return []
     recent = time.time() - _RECENT_SECONDS
-    found = []
+    stems = []
     for path in islice(newest_files(store), _LOOKED_AT):
         with contextlib.suppress(OSError):
             if path != own and path.stat().st_mtime > recent and is_locked(path):
-                found.append(path.stem)
-    return found
+                stems.append(path.stem)
+    return stems
 
 
 def dated_later(own: Path) -> str:
@@ -330,3 +331,35 @@ def load_named(word: str, store: Path) -> Run:
         if word != "last" or not older:
             raise
         raise StoreError(f"{error} The run before it is {older[0]}.") from None
+
+
+def scales_of(run: Run) -> KnownScales:
+    """The largest magnitudes of all its cases; of cases in one precision the largest of each layer and role."""
+    return largest_scales(
+        (record.case.precision, scale.layer, scale.role, scale.amax)
+        for record in run.records
+        for scale in record.scales
+    )
+
+
+def largest_scales(scales: Iterable[tuple[str, str, str, float]]) -> KnownScales:
+    kept: dict[tuple[str, str, str], float] = {}
+    for *key, amax in scales:
+        mode, layer, role = map(str, key)
+        kept[mode, layer, role] = max(amax, kept.get((mode, layer, role), 0.0))
+    return tuple((*key, amax) for key, amax in kept.items())
+
+
+def with_stored_scales(request: Request, store: Path) -> Request:
+    if request.scales_from is None or request.known_scales:
+        return request
+    run = load_named(request.scales_from, store)
+    return replace(request, known_scales=refuse_no_scales(scales_of(run), f"run {run.id}"))
+
+
+def refuse_no_scales(scales: KnownScales, of: str) -> KnownScales:
+    if not scales:
+        raise UsageError(
+            f"--scales-from: {of} has kept no scales. Measure it with --static-scales N, which finds and keeps them."
+        )
+    return scales

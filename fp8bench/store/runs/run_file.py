@@ -70,16 +70,8 @@ def _is_time(value: float) -> bool:
 
 
 def _counts(capacity: Capacity) -> bool:
-    values = (
-        capacity.limit,
-        capacity.batch,
-        capacity.grain,
-        capacity.tokens,
-        capacity.peak,
-        capacity.beyond,
-        capacity.attempts,
-    )
-    return all(0 <= value < _MOST for value in values if value is not None) and capacity.grain > 0
+    counts = capacity.limit, capacity.batch, capacity.tokens, capacity.peak, capacity.beyond, capacity.attempts
+    return all(0 <= value < _MOST for value in (*counts, capacity.grain) if value is not None) and capacity.grain > 0
 
 
 def _sums(use: MemoryUse) -> bool:
@@ -104,14 +96,9 @@ def _unsound(timing: Timing) -> str:
     if calls and (min(map(min, calls)) < 0 or max(map(max, calls)) >= _MOST or not all(map(any, calls))):
         return "a step took no time, or more than any clock counts"
     for slot in timing.slots:
-        known = (slot.thread_seconds, slot.stolen_seconds, slot.waited_seconds, slot.clock)
-        clocks = (
-            slot.wall_seconds,
-            slot.cpu_seconds,
-            slot.host_seconds,
-            *(value for value in known if value is not None),
-        )
-        if not all(0 <= clock < math.inf for clock in clocks):
+        always = slot.wall_seconds, slot.cpu_seconds, slot.host_seconds
+        known = slot.thread_seconds, slot.stolen_seconds, slot.waited_seconds, slot.clock
+        if not all(0 <= clock < math.inf for clock in (*always, *known) if clock is not None):
             return "a slot's clocks have no times"
     return ""
 
@@ -188,7 +175,10 @@ def _find_header(sheet: FileLines, path: Path) -> tuple[int, Run | None, str]:
 
 def _take(reading: _RunReading, content: Content) -> None:
     if "record" in content:
-        reading.records.append(_record(content["record"]))
+        record = decode(Record, content["record"])
+        if why := unsound(record):  # which its types alone do not say
+            raise Malformed(f"Record: {why}")
+        reading.records.append(record)
     elif "resumed" in content:
         resumption = decode(Resumption, content["resumed"])
         # What was cut off in the middle of a group is measured again, and records of two sittings must not mix.
@@ -233,15 +223,6 @@ def _header(content: Content, path: Path) -> Run:
     if not all(0 <= group.reference < len(group.cases) for group in run.plan):
         raise Malformed("the reference of a group is none of its cases")
     return run
-
-
-def _record(plain: Any) -> Record:
-    """A record whose samples make sense, which their types alone do not say."""
-    record = decode(Record, plain)
-    why = unsound(record)
-    if why:
-        raise Malformed(f"Record: {why}")
-    return record
 
 
 def missing_groups(run: Run) -> tuple[Group, ...]:

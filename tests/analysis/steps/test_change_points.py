@@ -43,20 +43,16 @@ def many(series: Floats) -> list[tuple[Step, ...]]:
     return steps_of_many(list(series))
 
 
-def test_flat_series_rarely_alarm() -> None:
-    """At most 1% do; of 1,000 series hardly ever 25."""
+def test_flat_series_rarely_alarm_and_chances_are_no_smaller_than_they_say() -> None:
+    # At most 1% do; of 1,000 series hardly ever 25.
     assert sum(bool(steps) for steps in many(noisy(0, 1000))) < 25
-
-
-def test_chances_are_no_smaller_than_they_say() -> None:
-    """Of 3,000 flat series about as many have a step with a chance as it says; margins are those of chance."""
-    least = np.array([min((one.p_value for one in steps), default=1.0) for steps in many(noisy(13, 3000))])
+    # Of 3,000 flat series about as many have a step with a chance as it says; margins are those of chance.
+    least = np.array([min((step.p_value for step in steps), default=1.0) for steps in many(noisy(13, 3000))])
     for chance, most in ((0.01, 45), (0.002, 15), (0.0005, 8)):
         assert np.sum(least <= chance) <= most
 
 
 def test_one_by_one_is_the_same() -> None:
-    """Of different lengths too."""
     series = [
         row[: 8 + number] * np.where(np.arange(8 + number) < 9, 1, 1.3) for number, row in enumerate(noisy(1, 50))
     ]
@@ -65,19 +61,16 @@ def test_one_by_one_is_the_same() -> None:
 
 @for_each("values", [[], [1.0], [1.0] * (LEAST_VALUES - 1), [1.0] * 200])
 def test_what_has_no_step(values: list[float]) -> None:
-    """Too short, or all the same."""
     assert steps_of(values) == ()
 
 
 @for_each("wrong", [0.0, -1.0, float("nan"), float("inf")])
 def test_what_has_no_logarithm_is_refused(wrong: float) -> None:
-    """Rather than giving a level that is none."""
     with pytest.raises(ValueError, match="above 0"):
         steps_of([1.0] * 20 + [wrong])
 
 
-def test_where_how_much_and_how_sure() -> None:
-    """The range holds the place, the levels and their ratio are those that were planted."""
+def test_where_how_much_how_sure_and_in_both_directions() -> None:
     values = noisy(3, 1, 80)[0]
     values[50:] *= 1.2
     (step,) = steps_of(values)
@@ -85,6 +78,11 @@ def test_where_how_much_and_how_sure() -> None:
     assert step.before == pytest.approx(1.0, abs=0.02) and step.after == pytest.approx(1.2, abs=0.02)
     assert step.ratio.low < 1.2 < step.ratio.high and step.ratio.high / step.ratio.low < 1.05
     assert step.ratio.point == pytest.approx(step.after / step.before) and step.p_value < 1e-9
+    values = np.repeat([1.0, 1.1, 1.05, 0.9], 20) * noisy(5, 1, 80)[0] ** 0.5
+    steps = steps_of(values)
+    assert len(steps) == 4 - 1 and all(abs(one.at - place) <= 2 for one, place in zip(steps, (20, 40, 60), strict=True))
+    assert [step.after > step.before for step in steps] == [True, False, False]
+    assert all(one.after == other.before for one, other in itertools.pairwise(steps))
 
 
 def test_ranges_hold_their_places() -> None:
@@ -93,15 +91,6 @@ def test_ranges_hold_their_places() -> None:
     series[:, 50:] *= 1.05
     found = [steps[0] for steps in many(series) if len(steps) == 1]
     assert len(found) > 250 and np.mean([one.low < 50 <= one.high for one in found]) >= 0.9
-
-
-def test_several_steps_in_both_directions() -> None:
-    """Each from the level before it."""
-    values = np.repeat([1.0, 1.1, 1.05, 0.9], 20) * noisy(5, 1, 80)[0] ** 0.5
-    steps = steps_of(values)
-    assert len(steps) == 4 - 1 and all(abs(one.at - place) <= 2 for one, place in zip(steps, (20, 40, 60), strict=True))
-    assert [one.after > one.before for one in steps] == [True, False, False]
-    assert all(one.after == other.before for one, other in itertools.pairwise(steps))
 
 
 @for_each("place", [0, 20, 45, 57, 58, 59])
@@ -113,41 +102,27 @@ def test_a_bad_night_is_no_step(place: int, factor: float) -> None:
     assert sum(bool(steps) for steps in many(series)) < 15
 
 
-def test_two_bad_nights_in_a_row_are_no_level() -> None:
-    """A third one would be."""
+def test_two_bad_nights_are_no_level_and_hide_none() -> None:
     series = noisy(7, 300)
     series[:, 30:32] *= 1.5
     assert sum(bool(steps) for steps in many(series)) < 15
     series[:, 57:] *= 1.2
     assert sum(any(step.at == 57 for step in steps) for steps in many(series)) > 290
-
-
-def test_one_bad_night_hides_no_step() -> None:
-    """The rest of the new level is enough."""
     series = noisy(8, 300)
     series[:, 50:] *= 1.1
     series[:, 54] *= 3
     assert sum(any(abs(step.at - 50) <= 3 for step in steps) for steps in many(series)) > 290
-
-
-def test_a_level_that_soon_went_again_hides_no_other() -> None:
-    """Six commits that were slower, and a small step long after them."""
     series = noisy(9, 300)
     series[:, 20:26] *= 1.2
     series[:, 45:] *= 1.05
     assert sum(any(abs(step.at - 45) <= 4 for step in steps) for steps in many(series)) > 270
 
 
-def test_exact_figures_step_by_any_amount() -> None:
-    """Without noise every level is clear; a single other value is none."""
+def test_exact_figures_step_by_any_amount_and_few_digits_are_flat() -> None:
     values = np.repeat([1.0, 1.001, 1.0005, 3e7, 1e-9], 10)
     assert [(one.low, one.at, one.high) for one in steps_of(values)] == [(n - 1, n, n) for n in (10, 20, 30, 40)]
     values[15] = 7.0
     assert [one.at for one in steps_of(values)] == [10, 20, 30, 40]
-
-
-def test_figures_of_few_digits_are_flat() -> None:
-    """Two neighbouring numbers in turns, or in any order, are noise."""
     assert steps_of([1.0, 1.01] * 30) == ()
     rounded = np.round(np.random.default_rng(10).normal(100, 0.7, (500, 60)))
     assert sum(bool(steps) for steps in many(rounded)) < 15
@@ -164,9 +139,8 @@ def test_noise_of_other_kinds(noise: str) -> None:
 
 @given(st.lists(st.floats(1e-9, 1e9), max_size=40))
 def test_whatever_the_values(values: list[float]) -> None:
-    """Steps are in order, and between values that there are."""
     steps = steps_of(values)
-    places = [one.at for one in steps]
+    places = [step.at for step in steps]
     assert places == sorted(set(places))
     for one in steps:
         assert 0 <= one.low < one.at <= one.high < len(values) and 0 <= one.p_value <= 1
@@ -174,8 +148,7 @@ def test_whatever_the_values(values: list[float]) -> None:
 
 @for_each("unit", [1e-9, 3.0, 1e12])
 def test_the_unit_does_not_matter(unit: float) -> None:
-    """Seconds or nanoseconds: a step is a ratio."""
     series = noisy(12, 50)
     series[:, 40:] *= 1.1
-    places = [[one.at for one in steps] for steps in many(series)]
-    assert any(places) and [[one.at for one in steps] for steps in many(series * unit)] == places
+    places = [[step.at for step in steps] for steps in many(series)]
+    assert any(places) and [[step.at for step in steps] for steps in many(series * unit)] == places

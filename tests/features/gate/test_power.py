@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.analysis.steps.change_points import PieceLevel, least_step
-from fp8bench.analysis.steps.levels import LEAST_SPREAD
+from fp8bench.analysis.steps.change_points import LEAST_SPREAD, PieceLevel, least_step
 from fp8bench.features.duel.values import Session
 from fp8bench.features.duel.verdicts import compared
 from fp8bench.features.gate.judging import NIGHTS, GateOutcome, GateVerdict, Sight, Sights, first_look

@@ -9,7 +9,7 @@ import pytest
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.ranks import frontier
 from fp8bench.model import Case, MemoryUse, Record, Run, Segments, SlotSample, Status, Timing
-from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, Scaling, Transfer
+from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, RankScaling, Transfer
 from fp8bench.report.data.run import rows, widened
 from fp8bench.report.elements import Scatter, Table, Text, Tone
 from fp8bench.report.page.section import material_of
@@ -127,8 +127,8 @@ def test_a_word_stands_where_nothing_is_told() -> None:
 
 def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
     """In table and page alike, and in rows; or a word, whose reason stands below."""
-    apart = Scaling((10.0,) * 6, (5.0,) * 6, (3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
-    known = Scaling((10.0,) * 6, (5.0,) * 6, (5.0, 5.5, 6.0, 6.0, 6.5, 7.0))
+    apart = RankScaling((10.0,) * 6, (5.0,) * 6, (3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
+    known = RankScaling((10.0,) * 6, (5.0,) * 6, (5.0, 5.5, 6.0, 6.0, 6.5, 7.0))
     run = run_of(
         [record("fp32", "fp8_ring", 6.0, 1.0, scaling=known), record("bf16", "fp8_ring", 6.0, 1.0, scaling=apart)]
     )

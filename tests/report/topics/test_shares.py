@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.analysis.shares import parts_of
+from fp8bench.analysis.tapes import parts_of
 from fp8bench.model import Finding, Run, Share, ShareKind, Shares, SharesFrom
 from fp8bench.report.terminal.layout import render
 from fp8bench.report.topics.shares import page_of

@@ -46,7 +46,6 @@ def old(tmp_path: Path) -> Path:
 
 
 def test_a_folder_is_made_and_texts_are_as_asv_has_them(tmp_path: Path) -> None:
-    """Compact without an indent; sorted with one; no byte beyond ASCII; asv's words for what JSON has none for."""
     path = tmp_path / "results" / "box" / "x.json"
     content = {"b": [1.5, float("nan"), float("-inf")], "a": "µ\udcff"}
     write_object(path, content)
@@ -57,7 +56,6 @@ def test_a_folder_is_made_and_texts_are_as_asv_has_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [{"a": {1, 2}}, {"a": 1, 2: {}}, {"a": object()}])
 def test_what_is_no_json_is_a_sentence(old: Path, content: dict[Any, Any]) -> None:
-    """Sets, keys that do not sort, objects."""
     with pytest.raises(AsvFileError, match=r"x\.json cannot be written: its content is no JSON \("):
         write_object(old, content, indent=4)
     assert old.read_text() == OLD and list(old.parent.iterdir()) == [old]
@@ -85,7 +83,6 @@ def read_only() -> Iterator[Path]:
 
 
 def test_in_a_read_only_folder_each_step_is_a_sentence(read_only: Path) -> None:
-    """The file can be read there; nothing else."""
     assert read_object(read_only, 2) == {"a": 1}
     with pytest.raises(AsvFileError, match=r"x\.json cannot be written \(Permission denied\)"):
         write_object(read_only, {"a": 2})
@@ -105,7 +102,6 @@ def test_what_cannot_be_read_is_a_sentence_and_not_broken(old: Path) -> None:
 
 
 def test_a_file_that_is_being_written_is_looked_at_again(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """asv puts its files down piece by piece."""
     pieces = ["", OLD[:9], OLD[:-1], OLD]
 
     def sleep(seconds: float) -> None:
@@ -114,6 +110,10 @@ def test_a_file_that_is_being_written_is_looked_at_again(old: Path, monkeypatch:
     old.write_text("")
     monkeypatch.setattr(asv_files.time, "sleep", sleep)
     assert settled_read(lambda path: read_object(path, 2), old, 60) == {"a": 1} and pieces == []
+    monkeypatch.setattr(asv_files.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    old.write_text("[]")  # whole, and wrong
+    with pytest.raises(AsvFileBroken, match="expected an object"):
+        settled_read(lambda path: read_object(path, 2), old, 60)
 
 
 @pytest.mark.parametrize(("age", "seconds", "looks"), [(1000.0, 600.0, 1), (0.0, 0.0, 1), (0.0, 600.0, 3)])
@@ -140,28 +140,15 @@ def test_a_file_that_stays_torn_is_broken(
     assert len(seen) == looks
 
 
-def test_what_is_broken_otherwise_is_not_waited_for(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is whole, and wrong."""
-    monkeypatch.setattr(asv_files.time, "sleep", lambda seconds: pytest.fail("it waits"))
-    old.write_text("[]")
-    with pytest.raises(AsvFileBroken, match="expected an object"):
-        settled_read(lambda path: read_object(path, 2), old, 60)
-
-
 def test_what_is_set_aside_is_kept_under_a_new_name(old: Path) -> None:
-    """The second does not overwrite the first, and no name ends in .json, at which asv would warn."""
     first = set_aside(old)
     old.write_text("second")
     second = set_aside(old)
     assert (first.name, second.name) == ("x.json.broken-1", "x.json.broken-2") and not old.exists()
     assert (first.read_text(), second.read_text()) == (OLD, "second")
-
-
-def test_setting_aside_what_is_gone_is_a_sentence(tmp_path: Path) -> None:
-    """Another process was faster; it leaves nothing behind."""
     with pytest.raises(AsvFileError, match=r"x\.json is broken and cannot be renamed \(No such file"):
-        set_aside(tmp_path / "x.json")
-    assert list(tmp_path.iterdir()) == []
+        set_aside(old)  # another process was faster; it leaves nothing behind
+    assert sorted(old.parent.iterdir()) == [first, second]
 
 
 TIME = Series("gemm.Gemm.track_time", "gemm", "time", "s", ("dtype", "n"), (("fp8", "bf16"), (256,)), "1")
@@ -171,7 +158,6 @@ MACHINE = {"machine": "box", "os": "Linux", "arch": "x86_64", "cpu": "a cpu", "n
 
 
 def test_asv_writes_the_same_benchmarks(tmp_path: Path) -> None:
-    """Sorted and indented, so that its next run changes nothing that is the same."""
     definitions = [FOREIGN, definition_of(TIME), definition_of(ERROR)]
     conf = SimpleNamespace(results_dir=str(tmp_path), benchmark_dir="suites")
     Benchmarks(conf, definitions).save()
@@ -183,59 +169,24 @@ def test_asv_writes_the_same_benchmarks(tmp_path: Path) -> None:
     assert Benchmarks.load(conf)[TIME.name] == definition_of(TIME)
 
 
-def test_a_definition_says_what_was_given() -> None:
-    """asv's readers need name, unit, params and version; the rest is for its runner."""
-    assert definition_of(TIME) == {
-        "name": "gemm.Gemm.track_time", "type": "track", "unit": "s", "params": [["'fp8'", "'bf16'"], ["256"]],
-        "param_names": ["dtype", "n"], "version": "1", "code": "", "timeout": 60.0,
-    }  # fmt: skip
-
-
-def test_merging_never_drops_a_name() -> None:
-    """Those of asv's own suites, and those of an earlier run."""
-    old = {"time_x": FOREIGN}
-    merged = merge_benchmarks(old, [TIME])
-    assert merged == {"time_x": FOREIGN, TIME.name: definition_of(TIME)} and old == {"time_x": FOREIGN}
-    assert merge_benchmarks(merged, [ERROR]) == {**merged, ERROR.name: definition_of(ERROR)}
-
-
-def test_a_definition_that_says_the_same_stays_as_it_is() -> None:
-    """What asv's discovery added to it included."""
-    known = {**definition_of(TIME), "code": "def track_time(self): ...", "rounds": 2}
-    assert merge_benchmarks({TIME.name: known}, [TIME])[TIME.name] == known
-
-
 @for_each(
     "change", [{"params": (("fp8",), (256,))}, {"version": "2"}, {"unit": "s/TFLOP"}, {"param_names": ("a", "b")}]
 )
-def test_a_definition_that_says_something_else_is_replaced(change: dict[str, Any]) -> None:
-    """asv hides rows whose version is not that of the definition."""
+def test_merging_drops_no_name_and_replaces_a_definition_that_says_something_else(change: dict[str, Any]) -> None:
     new = replace(TIME, **change)
-    known = {**definition_of(TIME), "code": "old"}
-    assert merge_benchmarks({TIME.name: known}, [new]) == {TIME.name: definition_of(new)}
-
-
-BROKEN = {
-    "a text": ({"a.B": "track"}, "the benchmark 'a.B' has no name and params"),
-    "another name": ({"a.B": {**FOREIGN, "name": "b"}}, "the benchmark 'a.B' has no name and params"),
-    "no params": ({"a.B": {"name": "a.B"}}, "the benchmark 'a.B' has no name and params"),
-    "params of numbers": ({"a.B": {"name": "a.B", "params": [[1]]}}, "the benchmark 'a.B' has no name and params"),
-}
-
-
-@for_each("what", BROKEN)
-def test_a_definition_that_asv_fails_on_breaks_the_file(tmp_path: Path, what: str) -> None:
-    """It is named; such a file may be set aside, as asv itself can do nothing with it."""
-    path = tmp_path / "benchmarks.json"
-    content, sentence = BROKEN[what]
-    path.write_text(json.dumps({**content, "version": 2}))
-    with pytest.raises(AsvFileBroken, match=sentence):
-        load_benchmarks(path)
+    known = {**definition_of(TIME), "code": "def track_time(self): ...", "rounds": 2}  # asv's discovery added to it
+    before = {"time_x": FOREIGN, TIME.name: known}
+    assert merge_benchmarks(before, [TIME, ERROR]) == {**before, ERROR.name: definition_of(ERROR)}
+    assert merge_benchmarks(before, [new]) == {"time_x": FOREIGN, TIME.name: definition_of(new)}
+    assert before == {"time_x": FOREIGN, TIME.name: known}
 
 
 def test_lists_of_other_versions_and_torn_ones_are_sentences(tmp_path: Path) -> None:
-    """As for results."""
     path = tmp_path / "benchmarks.json"
+    for wrong in ("track", {**FOREIGN, "name": "b"}, {"name": "a.B"}, {"name": "a.B", "params": [[1]]}):
+        path.write_text(json.dumps({"a.B": wrong, "version": 2}))  # asv fails on it
+        with pytest.raises(AsvFileBroken, match=r"the benchmark 'a\.B' has no name and params"):
+            load_benchmarks(path)
     path.write_text('{"version": 3}')
     with pytest.raises(AsvFileOfOtherVersion, match="newer asv: it is of version 3, fp8bench reads version 2"):
         load_benchmarks(path)
@@ -250,7 +201,6 @@ def test_lists_of_other_versions_and_torn_ones_are_sentences(tmp_path: Path) -> 
 
 
 def test_asv_writes_the_same_machine(tmp_path: Path) -> None:
-    """Extra keys included."""
     machine = Machine()
     machine.__dict__.update(MACHINE, gpu="H200")
     machine.save(str(tmp_path))
@@ -262,15 +212,11 @@ def test_asv_writes_the_same_machine(tmp_path: Path) -> None:
 
 
 def test_a_machine_keeps_what_was_known_of_it() -> None:
-    """New values win where they are given; None is not given."""
     old = {**MACHINE, "gpu": "H200", "note": {"a": 1}}
     assert merge_machine(old, {"machine": "box", "os": "Linux 7", "cpu": None, "disk": "ssd"}) == {
         **old, "os": "Linux 7", "disk": "ssd",
     }  # fmt: skip
     assert merge_machine({}, MACHINE) == MACHINE
-
-
-def test_a_folder_belongs_to_one_machine() -> None:
-    """Under another name asv leaves out every file that is in it."""
+    # Under another name asv leaves out every file that is in its folder.
     with pytest.raises(AsvFileError, match="results of machine 'box' cannot become those of 'other'"):
         merge_machine(MACHINE, {**MACHINE, "machine": "other"})

@@ -24,7 +24,7 @@ from fp8bench.model.codec import decode, encode
 from fp8bench.store.asv import identity
 from fp8bench.store.asv.identity import Identity, as_facts, from_facts, identify, resolved
 from tests.commands import git
-from tests.counts import for_each
+from tests.counts import for_each, sampled
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -109,30 +109,14 @@ def asv_machines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(zip(HOMES, said, strict=True))
 
 
-@for_each("name", HOMES)
-def test_the_machine_is_the_one_asv_takes(
+@for_each("name", [*HOMES, *BROKEN])
+def test_the_machine_is_the_one_asv_takes_and_a_broken_file_is_as_good_as_none(
     name: str, asv_machines: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user's entry for this host, or the only one, or what asv finds out by itself; key by key."""
-    monkeypatch.setenv("HOME", str(write_home(tmp_path / "home", HOMES[name])))
-    assert identify().machine == asv_machines[name]
-
-
-@for_each("name", BROKEN)
-def test_a_broken_file_is_as_good_as_none(
-    name: str, asv_machines: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run is worth more than the file of another program."""
-    monkeypatch.setenv("HOME", str(write_home(tmp_path / "home", BROKEN[name])))
-    assert identify().machine == asv_machines["none"]
-
-
-def test_reading_the_file_leaves_it_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the user's; without one none appears."""
-    home = write_home(tmp_path / "home", None)
+    home = write_home(tmp_path / "home", {**HOMES, **BROKEN}[name])
     monkeypatch.setenv("HOME", str(home))
-    identify()
-    assert not list(home.iterdir())
+    assert identify().machine == asv_machines["none" if name in BROKEN else name]
+    assert len(list(home.iterdir())) == (name != "none")  # it is the user's; without one none appears
 
 
 def test_the_users_entry_comes_before_the_stores_and_that_before_what_is_found(
@@ -155,7 +139,6 @@ def test_lists_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_system_that_says_nothing_leaves_empty_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As asv has it; many ARM machines name no model."""
     (tmp_path / "cpuinfo").write_bytes(b"processor\t: 0\nfeatures\nmodel name\t: A: \xe9 CPU \nmodel name\t: second\n")
     assert identity._line(str(tmp_path / "cpuinfo"), "model name") == "A: � CPU"
     assert identity._line(str(tmp_path / "cpuinfo"), "MemTotal") == ""
@@ -167,7 +150,6 @@ def test_a_system_that_says_nothing_leaves_empty_words(tmp_path: Path, monkeypat
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="the two witnesses are there only on Linux")
 def test_a_mac_is_asked_by_sysctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for it."""
     program = tmp_path / "sysctl"
     program.write_text('#!/bin/sh\ntest "$1" = -n && echo "said $2"\n')
     program.chmod(0o755)
@@ -207,9 +189,8 @@ def make_venv(folder: Path) -> Path:
     return folder / "bin"
 
 
-@for_each("name", LAUNCHERS)
+@pytest.mark.parametrize("name", sampled({"plain", "env", "pip, long", "uv, to be moved"}, LAUNCHERS))
 def test_the_interpreter_is_the_one_that_the_script_asv_starts(name: str, tmp_path: Path) -> None:
-    """bin/python here is bin/python3 to asv: name, environment and file, whatever wrote the script."""
     folder, lines = LAUNCHERS[name]
     bin_folder = make_venv(tmp_path.resolve() / folder)
     script = bin_folder / "asv"
@@ -222,15 +203,11 @@ def test_the_interpreter_is_the_one_that_the_script_asv_starts(name: str, tmp_pa
     assert ours == theirs
     assert Path(theirs[1]).name == "python3"
     assert ("env-" in theirs[3]) == (name == "pip, long")
-
-
-def test_without_a_script_it_is_this_one(tmp_path: Path) -> None:
-    """As `python -m asv` has it."""
-    bin_folder = make_venv(tmp_path.resolve() / "venv")
-    home = write_home(tmp_path / "home", HOMES["this host"])
-    python = str(bin_folder / "python")
-    assert last_line([python, "-c", OURS], home) == last_line([python, "-c", ASV], home)
-    assert last_line([python, "-c", OURS], home)[1] == python
+    if name == "plain":
+        script.unlink()  # then it is this one, as `python -m asv` has it
+        python = str(bin_folder / "python")
+        said = last_line([python, "-c", OURS], home)
+        assert said == last_line([python, "-c", ASV], home) and said[1] == python
 
 
 @for_each(
@@ -245,7 +222,6 @@ def test_without_a_script_it_is_this_one(tmp_path: Path) -> None:
 def test_a_script_that_names_no_alias_of_this_interpreter_does_not_count(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An asv of another environment measures with another Python: its series is not ours."""
     here, other = tmp_path / "here", tmp_path / "other"
     for folder in (here, other):
         folder.mkdir()
@@ -288,7 +264,6 @@ PATHS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=1
 
 @given(PATHS, st.text("0123456789abcdef", min_size=40, max_size=40))
 def test_names_are_asvs(path: str, commit: str) -> None:
-    """Of any path: what a file system refuses is replaced, and a long name becomes its digest."""
     from asv import environment, results
 
     here = Identity({"machine": "m"}, path)
@@ -296,11 +271,8 @@ def test_names_are_asvs(path: str, commit: str) -> None:
     assert here.env_name == name
     assert f"m{os.sep}{here.file_name(commit)}" == results.get_filename("m", commit, name)
     assert "/" not in here.file_name(commit)
-
-
-def test_a_path_that_is_no_text_still_has_a_name() -> None:
-    """Bytes that are no UTF-8 come as lone surrogates."""
-    assert Identity({"machine": "m"}, os.fsdecode(b"/\xff" * 100)).file_name(COMMIT).startswith("01234567-env-")
+    surrogates = Identity({"machine": "m"}, os.fsdecode(b"/\xff" * 100))  # bytes that are no UTF-8
+    assert surrogates.file_name(COMMIT).startswith("01234567-env-")
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
@@ -318,14 +290,6 @@ def test_an_identity_survives_a_run_file(more: dict[str, Any], machine: str, pyt
     assert back is not None and all(type(back.machine[key]) is type(value) for key, value in here.machine.items())
 
 
-def test_facts_of_this_machine() -> None:
-    """They are named as asv's parameters are."""
-    here = Identity({**MACHINE, "gpu": "NVIDIA H200"}, "/venv/bin/python3")
-    facts = as_facts(here)
-    assert (facts["asv_python"], facts["asv_machine"], facts["asv_gpu"]) == ("/venv/bin/python3", NODE, "NVIDIA H200")
-    assert here.params == {**MACHINE, "gpu": "NVIDIA H200", "python": "/venv/bin/python3"}
-
-
 @for_each(
     ("name", "value"),
     [
@@ -335,8 +299,8 @@ def test_facts_of_this_machine() -> None:
     ],
 )
 def test_facts_without_a_machine_or_an_interpreter_are_no_identity(name: str, value: Any) -> None:
-    """Runs of before have neither; a machine whose name is a path is none."""
     facts = as_facts(Identity(MACHINE, "/venv/bin/python3"))
+    assert (facts["asv_python"], facts["asv_machine"]) == ("/venv/bin/python3", NODE)  # named as asv's parameters are
     assert from_facts({**facts, name: value}) is None
     assert from_facts({key: kept for key, kept in facts.items() if key != name}) is None
     assert from_facts({}) is None
@@ -344,7 +308,6 @@ def test_facts_without_a_machine_or_an_interpreter_are_no_identity(name: str, va
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_a_result_of_the_real_command_has_this_identity(tmp_path: Path) -> None:
-    """`asv machine` and `asv run` as a user would type them: file, parameters and environment."""
     home, project = write_home(tmp_path / "home", None), tmp_path / "project"
     (project / "suites").mkdir(parents=True)
     (project / "suites" / "__init__.py").write_text("def track_one():\n    return 1\n")

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,13 +32,8 @@ from fp8bench.store.index.history import History, open_history
 from fp8bench.store.index.points_file import points_file
 from fp8bench.store.runs.listing import index_of
 from fp8bench.store.verify import verify
-from fp8bench.user_code import import_user_modules
-from suites.long_history import READS, make_compacted, measure_reading, write_compacted, write_module, write_store
 from tests.counts import for_each, sampled
 from tests.histories import history, keep, read_trends, records, run_at, trends_of
-from tests.own_suites import forgotten
-
-STORED = Path(__file__).resolve().parents[2] / "golden" / "stored" / "runs"
 
 
 def every(_: str) -> bool:
@@ -57,7 +52,11 @@ def told(found: History) -> Any:
     """All that commands ask of a history."""
     lines = found.lines
     same = [
-        (line.trend, lines.trend(line), [(one.places.tolist(), one.values.tobytes()) for one in lines.comparable(line)])
+        (
+            line.trend,
+            lines.trend(line),
+            [(part.places.tolist(), part.values.tobytes()) for part in lines.comparable(line)],
+        )
         for line in lines.lines
     ]
     one = [found.trends(name.__eq__) for name in found.names[:2]]
@@ -113,7 +112,6 @@ def many_kinds(store: Path) -> None:
 
 
 def test_many_kinds_of_runs(tmp_path: Path) -> None:
-    """In Parquet files of several machines and months, which others can read, too."""
     many_kinds(tmp_path)
     done = same(tmp_path)
     files = sorted(path.relative_to(points_of(tmp_path)).as_posix() for path in points_of(tmp_path).rglob("*.parquet"))
@@ -126,7 +124,7 @@ def test_many_kinds_of_runs(tmp_path: Path) -> None:
     assert len(rows) == done.rows and sorted(filter(math.isfinite, rows.value)) == values
     assert set(rows.machine_name) == {"box", "another's one"} and set(rows.status) == {one.value for one in Status}
     known = rows[rows.status == "ok"].dropna(subset="value")
-    finite = known[[bool(np.isfinite(one).all()) for one in known.samples]]
+    finite = known[[bool(np.isfinite(sample).all()) for sample in known.samples]]
     assert len(finite) and all(np.median(one.samples) == pytest.approx(one.value) for one in finite.itertuples())
     assert all(len(one.samples) == one.sample_count for one in rows.itertuples())
     assert {len(ids) for ids in rows.run_ids} == {1, 2, 3}
@@ -135,7 +133,7 @@ def test_many_kinds_of_runs(tmp_path: Path) -> None:
 
 def test_runs_that_were_measured(tmp_path: Path) -> None:
     """Few rows, with more texts than rows, which DuckDB may join in another order."""
-    shutil.copytree(STORED, tmp_path / "runs")
+    shutil.copytree(Path(__file__).resolve().parents[2] / "golden" / "stored" / "runs", tmp_path / "runs")
     assert same(tmp_path).rows == 90
 
 
@@ -201,16 +199,14 @@ def test_commits_that_lost_runs_after_the_history_was_read(runs: Any, tmp_path: 
     any_runs(tmp_path, runs)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @given(RUNS)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_runs(tmp_path_factory: pytest.TempPathFactory, runs: Any) -> None:
     any_runs(tmp_path_factory.mktemp("store"), runs)
 
 
-@pytest.mark.slow
 def test_portions_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is too much for memory is read in portions."""
     many_kinds(tmp_path)
     whole = words(opened(tmp_path).endings(every))
     compacted(tmp_path)
@@ -221,9 +217,8 @@ def test_portions_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_only_what_changed_is_written(tmp_path: Path) -> None:
-    """A run that came is read from its file until then; months in which nothing came stay as they are."""
     history(tmp_path, 1.0, 1.1)
-    keep(tmp_path, run_at(2, 800))
+    last = keep(tmp_path, run_at(2, 800))
     first = compacted(tmp_path)
     assert len(first.written) == 2 and first.read == 3
     keep(tmp_path, run_at(1, 9))
@@ -234,32 +229,16 @@ def test_only_what_changed_is_written(tmp_path: Path) -> None:
     assert again.written == ["machine=box/month=2026-01"] and again.read == 1 and again.kept == 1
     no_figures(tmp_path)
     assert opened(tmp_path).read == 0 and trends_of(opened(tmp_path), every) == read_trends(tmp_path, every)
-
-
-def test_a_run_that_is_gone_is_gone(tmp_path: Path) -> None:
-    """With its file, where it was alone in it; sources are asked, and not only what was compacted."""
-    history(tmp_path, 1.0, 1.1)
-    last = keep(tmp_path, run_at(2, 800))
-    compacted(tmp_path)
-    last.unlink()
+    shutil.copytree(tmp_path, copy := tmp_path.with_name("copy"), copy_function=shutil.copyfile)  # with other dates
+    done = compacted(copy)
+    assert not done.read and not done.written and opened(copy).read == 0
+    last.unlink()  # sources are asked, and not only what was compacted
     assert trends_of(opened(tmp_path), every) == read_trends(tmp_path, every)
     compacted(tmp_path)
-    assert len(list(points_of(tmp_path).rglob("*.parquet"))) == 1 and same(tmp_path).runs == 2
-
-
-def test_a_copy_with_other_dates(tmp_path: Path) -> None:
-    """It is looked at once, and nothing is read or written anew."""
-    history(tmp_path / "a", 1.0, 1.1)
-    compacted(tmp_path / "a")
-    shutil.copytree(tmp_path / "a", tmp_path / "b", copy_function=shutil.copyfile)
-    done = compacted(tmp_path / "b")
-    assert not done.read and not done.written
-    no_figures(tmp_path / "b")
-    assert opened(tmp_path / "b").read == 0
+    assert len(list(points_of(tmp_path).rglob("*.parquet"))) == 1 and same(tmp_path).runs == 3
 
 
 def test_grids_that_are_not_known_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A suite that is not known here is another question."""
     history(tmp_path, 1.0)
     keep(tmp_path, run_at(1, facts={"asv_python": "/other/python"}))
     compacted(tmp_path)
@@ -294,10 +273,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @for_each("file", ["points.parquet", "index.json", "points.figures"])
 def test_a_file_that_is_not_what_was_written(tmp_path: Path, file: str) -> None:
-    """The same is told, it is named, and the next compaction makes it again."""
     history(tmp_path, 1.0, 1.1)
     slow = words(told(opened(tmp_path)))
     compacted(tmp_path)
@@ -316,7 +294,6 @@ def test_a_file_that_is_not_what_was_written(tmp_path: Path, file: str) -> None:
 
 @pytest.mark.slow
 def test_a_flipped_bit_is_never_a_wrong_number(tmp_path: Path) -> None:
-    """Wherever it is, of figures and of rows for others: the same is told, and a compaction finds it."""
     history(tmp_path, 1.0, 1.1, 1.3)
     slow = words(told(opened(tmp_path)))
     compacted(tmp_path)
@@ -337,7 +314,6 @@ def test_a_flipped_bit_is_never_a_wrong_number(tmp_path: Path) -> None:
     ("name", "step"), [*sampled([], [("VERSION", -1), ("SCHEMA", -1), ("SCHEMA", 1)]), ("VERSION", 1)]
 )
 def test_another_version_of_it(tmp_path: Path, name: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An older one is made again, a newer one is left alone."""
     history(tmp_path, 1.0)
     slow = words(told(opened(tmp_path)))
     with monkeypatch.context() as patch:
@@ -355,7 +331,6 @@ def test_another_version_of_it(tmp_path: Path, name: str, step: int, monkeypatch
 
 
 def test_a_run_that_comes_or_goes_on_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is left for the next time, and is told from its file until then."""
     paths = history(tmp_path, 1.0, 1.1)
     read = figure_files.read_runs
 
@@ -376,20 +351,7 @@ def test_a_run_that_comes_or_goes_on_meanwhile(tmp_path: Path, monkeypatch: pyte
     assert compacted(tmp_path).read == 2
 
 
-def test_two_at_once_and_a_store_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is a sentence."""
-    history(tmp_path, 1.0)
-    monkeypatch.setattr(compacting, "_LOCK_SECONDS", 0.1)
-    with locked(tmp_path / "archive"), pytest.raises(StoreError, match="another process"):
-        compacted(tmp_path)
-    shutil.rmtree(tmp_path / "archive")
-    (tmp_path / "archive").write_text("a file")
-    with pytest.raises(StoreError, match="is a file"):
-        compacted(tmp_path)
-
-
 def test_without_duckdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was compacted is told, without the runs, too, and a compaction says what to install."""
     history(tmp_path, 1.0)
     slow = words(told(opened(tmp_path)))
     compacted(tmp_path)
@@ -401,9 +363,14 @@ def test_without_duckdb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         compacted(tmp_path)
 
 
-def test_what_killed_ones_left_is_swept(tmp_path: Path) -> None:
+def test_what_killed_ones_left_is_swept_and_two_at_once_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     history(tmp_path, 1.0)
     compacted(tmp_path)
+    monkeypatch.setattr(compacting, "_LOCK_SECONDS", 0.1)
+    with locked(tmp_path / "archive"), pytest.raises(StoreError, match="another process"):
+        compacted(tmp_path)
     (points_of(tmp_path) / ".spool-1" / "spill").mkdir(parents=True)
     (points_of(tmp_path) / "machine=box" / "month=2026-01" / ".x.partial").touch()
     os.utime(tmp_path / "runs")
@@ -412,36 +379,3 @@ def test_what_killed_ones_left_is_swept(tmp_path: Path) -> None:
         ".lock", "index.json", "points.figures", "points.parquet",
     ]  # fmt: skip
     assert load_manifest(tmp_path).files
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where the suite with two pairs of cases is known."""
-    with forgotten(tmp_path):
-        import_user_modules((str(write_module(tmp_path, 2)),))
-        yield tmp_path
-
-
-def test_it_is_as_what_compacting_runs_makes(folder: Path) -> None:
-    """As many rows, runs, series, commits and samples."""
-    write_store(folder / "whole", 40, 2)
-    whole = compact(folder / "whole", lambda done, commits: None)
-    made = write_compacted(folder / "made", 40, 2)
-    assert (made.rows, made.runs, made.written) == (whole.rows, whole.runs, whole.written) and made.rows == 40 * 48
-    assert not (folder / "whole" / "figures").exists()
-    told = [open_history(folder / one, lambda done, runs: None) for one in ("whole", "made")]
-    assert [one.read for one in told] == [0, 0]
-    whole_trends, made_trends = (opened.trends(bool) for opened in told)
-    assert [trend.series for trend in whole_trends] == [trend.series for trend in made_trends]
-    for whole_trend, made_trend in zip(whole_trends, made_trends, strict=True):
-        samples = [[(figure.commit, figure.samples) for figure in one.figures] for one in (whole_trend, made_trend)]
-        assert samples[0] == samples[1]
-
-
-@pytest.mark.slow
-def test_what_is_measured_works(tmp_path: Path) -> None:
-    """On a small store."""
-    assert make_compacted(tmp_path, 40, 1).cpu > 0
-    for what in READS:
-        cost = measure_reading(tmp_path, what, 1)
-        assert 0 < cost.cpu < 60 and cost.wall > 0 and 10 << 20 < cost.peak < 400 << 20

@@ -87,7 +87,6 @@ def raises(number: int) -> Any:
 
 
 def test_no_room_after_the_second_month(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was written before stays and is read; the next compaction does the rest."""
     slow = six_months(tmp_path)
     no_figures(tmp_path)
     sync, synced = os.fsync, []
@@ -112,7 +111,6 @@ def test_no_room_after_the_second_month(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_files_that_may_not_grow(tmp_path: Path) -> None:
-    """At any size a sentence, the same numbers, and nothing that is half done; with room it ends."""
     slow = six_months(tmp_path)
     ends = []
     for most in (0, 5_000, 20_000, 300_000, 600_000, 1 << 30):
@@ -127,7 +125,6 @@ def test_files_that_may_not_grow(tmp_path: Path) -> None:
 
 
 def test_a_store_that_is_for_reading_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compacting it is a sentence. What was compacted is read, without a word, and nothing is written."""
     history(tmp_path / "a", 1.0, 1.1)
     slow = words(told(opened(tmp_path / "a")))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -171,7 +168,6 @@ def test_killed_at_any_moment(tmp_path: Path, count: int) -> None:
 
 
 def test_clocks_that_say_any_month(tmp_path: Path) -> None:
-    """The first and the last day that a calendar has, in other zones, are in a month of their own."""
     history(tmp_path, 1.0)
     starts = ("0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "1969-12-31T23:00:00+00:00",
               "2026-02-01T00:30:00+01:00")  # fmt: skip
@@ -195,7 +191,6 @@ def test_a_clock_that_was_set_back(tmp_path: Path) -> None:
 
 
 def test_runs_that_were_taken_away(tmp_path: Path) -> None:
-    """What was compacted is told on, which is said, and no compaction empties it; what is wrong with it is an error."""
     slow = six_months(tmp_path)
     compacted(tmp_path)
     no_figures(tmp_path)

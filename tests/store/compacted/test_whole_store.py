@@ -32,6 +32,7 @@ from fp8bench.store.compacted.manifest import archive_of, load_manifest, points_
 from fp8bench.store.fleet_plans import keep_plan, write_plan
 from fp8bench.store.runs.listing import find_run
 from tests.commands import Say, unfolded
+from tests.counts import for_each
 from tests.duels import SESSION, header, result
 from tests.facts import CPU
 from tests.features.train.test_kind import LINES
@@ -103,8 +104,8 @@ def names_of(store: Path) -> list[str]:
     return sorted(one.path for some in stated(store).values() for one in some)
 
 
+@pytest.mark.slow
 def test_every_command_says_the_same(tmp_path: Path, fp8bench: Say) -> None:
-    """Byte for byte, of a store of all kinds of things; what is made again, or of no use elsewhere, is not copied."""
     with a_store_of_them(tmp_path):
         names = of_all_kinds(tmp_path)
         fp8bench("history", "rebuild")
@@ -152,9 +153,13 @@ def run_of(store: Path, month: str) -> Path:
 
 
 def test_runs_that_were_taken_away_are_written_again(store: Path) -> None:
-    """What is here already stays, whether it is the same or not."""
     before = files(store)
     shutil.rmtree(store / "runs" / "box")
+    for word in ("last", "202603"):
+        with pytest.raises(RunNotFound, match="in compacted files alone: `fp8bench store restore"):
+            find_run(word, store)
+    with pytest.raises(RunNotFound, match="store restore"):
+        runs_meant(str(store), store)
     assert restore(store) == Restored(written=3, there=1)
     assert restore(store) == Restored(there=4)
     assert files(store) == before and not compacted(store).read
@@ -182,30 +187,25 @@ def damage(path: Path, how: str) -> None:
         path.write_bytes(content[:half] if how == "cut" else content[:half] + b"\0?" + content[half + 2 :])
 
 
-@pytest.mark.parametrize("how", ["cut", "changed", "gone"])
-def test_a_damaged_archive_is_named_and_never_serves(store: Path, how: str, fp8bench: Say) -> None:
-    """The others' files are written; with the runs it is made again."""
+@for_each("how", ["cut", "changed", "gone"])
+def test_a_damaged_archive_is_named_and_never_serves(store: Path, how: str, fp8bench: Say, tmp_path: Path) -> None:
     before = files(store)
     path = store / "archive" / "machine=box" / "month=2026-02.tar.gz"
     damage(path, how)
     (fault,), _ = check_compacted(store)
     assert fault.path == str(path)
-    away = shutil.copytree(store, store.parent / "away")
+    away = shutil.copytree(store, tmp_path / "away")
     shutil.rmtree(away / "runs")
     code, out, err = fp8bench("store", "restore", "--store", str(away))
     said = f"{away / path.relative_to(store)} is not the file that was written, and none of its files is taken"
-    assert (
-        code == 2
-        and "2 files written, 1 here already" in " ".join(out.split())
-        and said.replace(" ", "") in "".join(err.split())
-    )
+    assert code == 2 and "2 files written, 1 here already" in " ".join(out.split())
+    assert said.replace(" ", "") in "".join(err.split())
     assert files(away) == {name: content for name, content in before.items() if "/202602" not in name}
     assert compacted(store).archived.mended == ["archive/machine=box/month=2026-02"]
     assert not check_compacted(store)[0]
 
 
 def test_a_file_is_held_against_its_digest(store: Path) -> None:
-    """Also where the archive is the one that was written, and what it says is not."""
     manifest = load_manifest(store)
     path, one = archive_of(store, "archive/beside"), manifest.archives["archive/beside"]
     changed = [one._replace(files=(one.files[0]._replace(**{name: value}),))
@@ -255,18 +255,7 @@ def test_one_of_an_earlier_fp8bench_is_not_written_over(store: Path, monkeypatch
     assert (points_of(store) / "index.json").read_bytes() == before
 
 
-def test_a_store_without_its_runs_says_what_writes_them(store: Path) -> None:
-    for path in (store / "runs").rglob("*.jsonl"):
-        path.unlink()
-    for word in ("last", "202603"):
-        with pytest.raises(RunNotFound, match="in compacted files alone: `fp8bench store restore"):
-            find_run(word, store)
-    with pytest.raises(RunNotFound, match="store restore"):
-        runs_meant(str(store), store)
-
-
 def test_a_file_that_changes_while_it_is_read(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is left for the next time."""
     path = keep(store, run_at(5, 10))
     read = Path.read_bytes
 
@@ -285,9 +274,8 @@ def test_a_file_that_changes_while_it_is_read(store: Path, monkeypatch: pytest.M
     assert not compacted(store).archived.written
 
 
-@pytest.mark.parametrize("ends_at", range(4))
+@for_each("ends_at", range(4))
 def test_restoring_that_was_cut_off(store: Path, ends_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each file that it writes: the next one does the rest, and until then it is said what lacks."""
     before, writes = files(store), count()
     shutil.rmtree(store / "runs")
     (store / "advice.jsonl").unlink()
@@ -311,7 +299,7 @@ def test_restoring_that_was_cut_off(store: Path, ends_at: int, monkeypatch: pyte
 
 def test_a_large_and_an_empty_file(tmp_path: Path) -> None:
     large = tmp_path / "runs" / "box" / "20260101T000000.000Z-nocommit-1.jsonl"
-    write_whole(large, os.urandom(8 << 20))
+    write_whole(large, os.urandom(2 << 20))
     write_whole(tmp_path / "acks.jsonl", b"")
     assert compacted(tmp_path).archived.files == 2
     content = large.read_bytes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +42,10 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_the_same_is_found_and_looked_at_once(tmp_path: Path, looked: list[int]) -> None:
-    """Only what is new is looked at."""
+def test_the_same_is_found_and_looked_at_once(
+    tmp_path: Path, looked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert StepMemory(tmp_path).steps_of_many([]) == [] and not list(tmp_path.iterdir())
     series = made()
     right = steps_of_many(series)
     assert any(right) and not all(right)
@@ -53,29 +54,20 @@ def test_the_same_is_found_and_looked_at_once(tmp_path: Path, looked: list[int])
     series[3] = np.append(series[3], 1.0)
     assert StepMemory(tmp_path).steps_of_many(series) == steps_of_many(series)
     assert looked == [8, 1]
+    change(StepMemory(tmp_path).path, version=0, steps={"a": 1})  # an older file, whose steps may be others
+    again = StepMemory(tmp_path)
+    assert again.steps_of_many(series) == steps_of_many(series) and not again.troubles and looked == [8, 1, 8]
+    monkeypatch.setattr(memory, "_digest_of_code", lambda: b"another")  # a changed constant of the change points
+    assert StepMemory(tmp_path).steps_of_many(series) == steps_of_many(series) and looked == [8, 1, 8, 8]
 
 
 def test_series_are_told_apart_by_every_bit(tmp_path: Path) -> None:
-    """And by nothing else: not by their order, nor by how they lie in memory."""
     series = made()
     StepMemory(tmp_path).steps_of_many(series)
     series[0] = np.nextafter(series[0], 2.0)
     assert StepMemory(tmp_path).steps_of_many(series[::-1]) == steps_of_many(series[::-1])
     strided = [np.repeat(one, 2)[::2] for one in series]
     assert StepMemory(tmp_path).steps_of_many(strided) == steps_of_many(series)
-
-
-def test_nothing_to_look_at(tmp_path: Path) -> None:
-    """Then nothing is written either."""
-    assert StepMemory(tmp_path).steps_of_many([]) == [] and not list(tmp_path.iterdir())
-
-
-def test_other_code_finds_anew(tmp_path: Path, looked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A changed constant of the change points is other steps."""
-    StepMemory(tmp_path).steps_of_many(made())
-    monkeypatch.setattr(memory, "_digest_of_code", lambda: b"another")
-    StepMemory(tmp_path).steps_of_many(made())
-    assert looked == [8, 8]
 
 
 def break_in_half(path: Path) -> None:
@@ -98,7 +90,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @for_each("damage", DAMAGES)
 def test_a_broken_file_is_begun_anew_and_that_is_said_once(tmp_path: Path, damage: str) -> None:
-    """Whatever is wrong in it."""
     series = made(200)
     right = steps_of_many(series)
     first = StepMemory(tmp_path)
@@ -109,18 +100,7 @@ def test_a_broken_file_is_begun_anew_and_that_is_said_once(tmp_path: Path, damag
     assert third.steps_of_many(series) == right and not third.troubles
 
 
-def test_an_older_file_is_made_anew_without_a_word(tmp_path: Path, looked: list[int]) -> None:
-    """Its steps may be others."""
-    one = StepMemory(tmp_path)
-    one.steps_of_many(made())
-    change(one.path, version=0, steps={"a": 1})
-    for _ in range(2):
-        assert one.steps_of_many(made()) == steps_of_many(made())
-    assert looked == [8, 8] and not one.troubles
-
-
-def test_a_newer_file_is_left_alone(tmp_path: Path) -> None:
-    """Whoever wrote it will want it."""
+def test_files_that_are_newer_or_may_not_be_written(tmp_path: Path) -> None:
     one = StepMemory(tmp_path)
     one.steps_of_many(made())
     change(one.path, version=99)
@@ -130,7 +110,6 @@ def test_a_newer_file_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_store_that_may_not_be_written(tmp_path: Path) -> None:
-    """What cannot be kept is said where looking takes a while."""
     (tmp_path / "figures" / "steps.json").mkdir(parents=True)
     (tmp_path / "a file").touch()
     few, many = StepMemory(tmp_path), StepMemory(tmp_path / "a file" / "below")
@@ -149,15 +128,7 @@ def test_what_nobody_asks_for_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert 8 <= len(json.loads(StepMemory(tmp_path).path.read_text())["steps"]) <= 28
 
 
-def test_many_at_once(tmp_path: Path) -> None:
-    """Nobody fails for somebody else; what the last one knew is kept."""
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda seed: StepMemory(tmp_path).steps_of_many(made(seed=seed % 4)), range(16)))
-    assert all(one == steps_of_many(made(seed=seed % 4)) for seed, one in enumerate(found))
-
-
 def test_changes_of_a_history_are_those_of_its_trends(tmp_path: Path) -> None:
-    """Found by rows or by figures, remembered or not."""
     random = np.random.default_rng(0)
     times = random.normal(1.0, 0.005, 40)
     times[20:] *= 1.1

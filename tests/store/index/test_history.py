@@ -6,10 +6,8 @@ import hashlib
 import itertools
 import json
 import os
-import pickle
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,7 +67,6 @@ def same(store: Path) -> Trends:
 
 
 def test_many_kinds_of_runs(tmp_path: Path) -> None:
-    """Several runs of a commit, hasty, failed and skipped ones, other machines, interpreters, versions, conditions."""
     history(tmp_path, 1.0, 1.1, 1.2)
     keep(tmp_path, run_at(1, 7, records=tuple(records(1.3)), request=Request("gemm", quick=True)))
     keep(tmp_path, run_at(2, 8, records=tuple(records(1.4))))
@@ -106,7 +103,6 @@ RUNS = st.lists(
 def test_any_runs(
     tmp_path_factory: pytest.TempPathFactory, runs: list[tuple[int, float, Status, bool, str, str, int]]
 ) -> None:
-    """Whatever was run, in whatever order."""
     store = tmp_path_factory.mktemp("store")
     for hour, (number, time, status, quick, machine, torch, rounds) in enumerate(runs):
         facts = {"asv_machine": machine, "torch": torch, "commit_date": number // 2 if number else None}
@@ -115,23 +111,7 @@ def test_any_runs(
     same(store)
 
 
-def test_a_table_comes_back_from_another_process_as_it_was(tmp_path: Path) -> None:
-    """Bit for bit: its rows cross as bytes."""
-    tables = [table_of(members) for members in by_place(read_runs(history(tmp_path, 1.0, 1.1)).runs)]
-    for table, again in zip(tables, pickle.loads(pickle.dumps(tables)), strict=True):
-        assert (again.said, again.layout) == (table.said, table.layout)
-        assert again.rows.dtype == table.rows.dtype and again.rows.tobytes() == table.rows.tobytes()
-
-
-def test_an_empty_store(tmp_path: Path) -> None:
-    """Nothing in it is nothing said."""
-    (tmp_path / "runs").mkdir()
-    found = opened(tmp_path)
-    assert trends_of(found, every) == read_trends(tmp_path, every) and not found.lines.lines
-
-
 def test_endings(tmp_path: Path) -> None:
-    """The last figure whatever it is, the last number before it, and how many numbers there are."""
     history(tmp_path, 1.0, 1.1)
     keep(tmp_path, run_at(2, records=tuple(records(status=Status.FAILED))))
     keep(tmp_path, run_at(3, records=tuple(records(status=Status.FAILED))))
@@ -144,7 +124,6 @@ def test_endings(tmp_path: Path) -> None:
 
 
 def test_comparable_figures(tmp_path: Path) -> None:
-    """Those of one version and the same conditions, without hasty ones and what is no number."""
     history(tmp_path, 1.0, 1.1)
     keep(tmp_path, run_at(2, facts={"torch": "2.99"}))
     keep(tmp_path, run_at(3, request=Request("gemm", quick=True)))
@@ -157,12 +136,11 @@ def test_comparable_figures(tmp_path: Path) -> None:
             assert [figures[place].value for place in one.places] == one.values.tolist()
             assert len({(figures[place].version, figures[place].under) for place in one.places}) == 1
             assert not any(figures[place].hasty for place in one.places)
-    places = {tuple(one.places.tolist()) for line in found.lines.lines for one in found.lines.comparable(line)}
+    places = {tuple(stretch.places.tolist()) for line in found.lines.lines for stretch in found.lines.comparable(line)}
     assert places == {(0, 1, 5), (0, 1, 4, 5), (2,)}
 
 
 def test_a_new_run_has_one_commit_read(tmp_path: Path) -> None:
-    """The runs of other commits are not opened; nor is anything when nothing has changed."""
     paths = history(tmp_path, 1.0, 1.1, 1.2)
     reads = Reads()
     open_history(tmp_path, reads)
@@ -177,15 +155,20 @@ def test_a_new_run_has_one_commit_read(tmp_path: Path) -> None:
     assert reads == [3, 2] and found.runs == 4
 
 
-def test_a_run_that_went_on_is_read_again(tmp_path: Path) -> None:
-    """By its size; and one that somebody changed without changing that, by its content."""
-    paths = history(tmp_path, 1.0, 1.1)
-    assert opened(tmp_path).read == 2
-    with paths[0].open("a") as file:
+def test_a_run_that_went_on_is_gone_or_is_none_any_more_is_read_again(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    assert trends_of(opened(tmp_path), every) == read_trends(tmp_path, every)
+    paths = history(tmp_path, 1.0, 1.1, 1.2, 1.3)
+    assert opened(tmp_path).read == 4
+    with paths[0].open("a") as file:  # told by its size
         file.write('{"note":"more"}\n')
-    paths[1].write_bytes(paths[1].read_bytes().replace(b"1103000", b"9103000"))
-    found = opened(tmp_path)
-    assert found.read == 2 and trends_of(found, every) == read_trends(tmp_path, every)
+    paths[1].write_bytes(paths[1].read_bytes().replace(b"1103000", b"9103000"))  # told by its content
+    paths[2].unlink()
+    paths[3].write_text("no run\n")  # which it stays until it changes
+    for read in (3, 0):
+        found = opened(tmp_path)
+        assert found.read == read and trends_of(found, every) == read_trends(tmp_path, every)
+    assert found.runs == 2 and sum(found.left.values()) == 2  # of one of them a line alone
 
 
 def test_a_copied_store_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,19 +184,7 @@ def test_a_copied_store_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert trends_of(opened(tmp_path / "b"), every) == slow and opened(tmp_path / "b").read == 0
 
 
-def test_a_run_that_is_gone_is_forgotten(tmp_path: Path) -> None:
-    """And so is its commit, though its figures are still there."""
-    paths = history(tmp_path, 1.0, 1.1, 1.2)
-    keep(tmp_path, run_at(2, 9))
-    opened(tmp_path)
-    paths[1].unlink()
-    paths[2].unlink()
-    found = opened(tmp_path)
-    assert found.runs == 2 and trends_of(found, every) == read_trends(tmp_path, every)
-
-
 def test_a_suite_that_changes_its_grid_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The figures that a file holds are those of the grid that was declared then."""
     history(tmp_path, 1.0, 1.1)
     assert opened(tmp_path).read == 2
     gemm = type(workloads.get("gemm"))
@@ -278,7 +249,6 @@ def damaged(content: bytes) -> Iterator[bytes]:
 
 @for_each("way", range(11))
 def test_a_torn_file_is_made_anew_and_that_is_said_once(tmp_path: Path, way: int) -> None:
-    """From the runs."""
     history(tmp_path, 1.0, 1.1)
     slow = trends_of(opened(tmp_path), every)
     path = points_file(tmp_path)
@@ -291,7 +261,6 @@ def test_a_torn_file_is_made_anew_and_that_is_said_once(tmp_path: Path, way: int
 
 
 def test_what_was_cut_off_costs_what_came_last(tmp_path: Path) -> None:
-    """A writer that was killed in the middle of a frame leaves those before it."""
     paths = history(tmp_path, 1.0, 1.1)
     for path in paths:
         keep_figures(tmp_path, path)
@@ -304,7 +273,6 @@ def test_what_was_cut_off_costs_what_came_last(tmp_path: Path) -> None:
 
 
 def test_a_file_of_many_frames_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one of which half does not count any more; what is in it stays the same."""
     monkeypatch.setattr(points_files, "_MOST_FRAMES", 3)
     paths = history(tmp_path, *(1.0 + 0.1 * number for number in range(7)))
     sizes = []
@@ -318,7 +286,6 @@ def test_a_file_of_many_frames_is_written_anew(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_newer_file_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever wrote it will want it; an older one is made anew without a word."""
     history(tmp_path, 1.0)
     path = points_file(tmp_path)
     monkeypatch.setattr(points_files, "VERSION", VERSION + 1)
@@ -334,7 +301,6 @@ def test_a_newer_file_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_store_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read all the same; that it will be read again is said where that takes long."""
     history(tmp_path, 1.0, 1.1)
     (tmp_path / "points").write_text("a file where the folder should be")
     found = opened(tmp_path)
@@ -345,37 +311,7 @@ def test_a_store_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "points").is_file()
 
 
-def test_many_at_once(tmp_path: Path) -> None:
-    """Each sees the whole, and what they leave is whole, without half a file beside it."""
-    history(tmp_path, 1.0, 1.1, 1.2)
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: trends_of(opened(tmp_path), every), range(8)))
-    assert all(one == found[0] for one in found) and found[0] == read_trends(tmp_path, every)
-    assert opened(tmp_path).read == 0
-    assert sorted(path.name for path in (tmp_path / "points").iterdir()) == [".lock", "points.figures"]
-
-
-def test_a_run_that_cannot_be_read_is_not_remembered(tmp_path: Path) -> None:
-    """Tomorrow it may be."""
-    paths = history(tmp_path, 1.0, 1.1)
-    paths[0].chmod(0)
-    if os.access(paths[0], os.R_OK):
-        paths[0].chmod(0o644)
-        pytest.skip("nothing is forbidden here")
-    assert sum(opened(tmp_path).left.values()) == 1
-    paths[0].chmod(0o644)
-    assert opened(tmp_path).runs == 2
-
-
-def test_broken_runs_are_counted_from_the_file_too(tmp_path: Path) -> None:
-    """What is no run stays none until it changes."""
-    paths = history(tmp_path, 1.0, 1.1)
-    paths[0].write_text("no run\n")
-    assert same(tmp_path).left.total() == 1
-
-
 def test_keeping_after_a_run(tmp_path: Path) -> None:
-    """So that nothing has to be read when the history is opened next; of no store it does nothing."""
     _, last = history(tmp_path, 1.0, 1.1)
     keep_figures(tmp_path, last)
     keep_figures(tmp_path / "nowhere", last)
@@ -385,7 +321,6 @@ def test_keeping_after_a_run(tmp_path: Path) -> None:
 
 
 def test_rebuilding_makes_them_anew(tmp_path: Path) -> None:
-    """Whatever was in them: that mends what nobody else notices."""
     history(tmp_path, 1.0, 1.1)
     slow = trends_of(opened(tmp_path), every)
     index = Index.opened(tmp_path)
@@ -399,7 +334,6 @@ def test_rebuilding_makes_them_anew(tmp_path: Path) -> None:
 
 
 def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
-    """A file that somebody renamed may hold whatever it likes."""
     (path,) = history(tmp_path / "deep" / "store", 1.0)
     content = path.read_text().replace(commit(0), "../../x")
     path.unlink()
@@ -408,7 +342,7 @@ def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
     for read in (1, 0):
         found = opened(store)
         assert found.read == read and trends_of(found, every) == read_trends(store, every)
-    assert [one.name for one in tmp_path.iterdir()] == ["deep"] and len(list((store / "points").iterdir())) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["deep"] and len(list((store / "points").iterdir())) == 2
 
 
 def test_what_killed_writers_left_is_swept(tmp_path: Path) -> None:

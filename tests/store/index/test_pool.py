@@ -28,21 +28,22 @@ def where(number: int) -> tuple[int, int]:
     return number, os.getpid()
 
 
-def test_few_jobs_stay_here_and_many_do_not() -> None:
-    """In the order of the jobs."""
+def refuses(number: int) -> int:
+    raise ValueError(f"no {number}")
+
+
+def test_few_jobs_stay_here_and_many_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {pid for _, pid in spread(where, range(5))} == {os.getpid()}
     found = list(spread(where, range(100)))
     assert [number for number, _ in found] == list(range(100))
     assert os.getpid() not in {pid for _, pid in found}
     assert not list(spread(where, []))
-
-
-def test_one_processor_or_torch_stays_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is nobody else, or forking is not safe."""
-    with monkeypatch.context() as patch:
+    with pytest.raises(ValueError, match="no 0"):  # as it would be here
+        list(spread(refuses, range(100)))
+    with monkeypatch.context() as patch:  # there is nobody else
         patch.setattr(processes, "_processors", lambda: 1)
         assert {pid for _, pid in spread(where, range(100))} == {os.getpid()}
-    monkeypatch.setitem(sys.modules, "torch", processes)
+    monkeypatch.setitem(sys.modules, "torch", processes)  # forking is not safe
     assert {pid for _, pid in spread(where, range(100))} == {os.getpid()}
 
 
@@ -57,22 +58,10 @@ def dies(number: int) -> int:
 
 
 def test_a_process_that_dies_costs_nothing() -> None:
-    """The work is done here."""
     assert list(spread(dies, range(100))) == list(range(100))
 
 
-def refuses(number: int) -> int:
-    raise ValueError(f"no {number}")
-
-
-def test_an_error_is_the_callers() -> None:
-    """As it would be here."""
-    with pytest.raises(ValueError, match="no 0"):
-        list(spread(refuses, range(100)))
-
-
 def test_a_long_history_is_read_the_same_way(tmp_path: Path) -> None:
-    """By several processes, which keep what they find."""
     history(tmp_path, *(1.0 + 0.01 * number for number in range(30)))
     found = open_history(tmp_path, lambda done, runs: None)
     assert found.read == 30 and trends_of(found, lambda _: True) == read_trends(tmp_path, lambda _: True)
@@ -80,7 +69,6 @@ def test_a_long_history_is_read_the_same_way(tmp_path: Path) -> None:
 
 
 def test_commands_at_once(tmp_path: Path) -> None:
-    """Each says the same as one alone, none of them a word about another, and nothing half done stays."""
     history(tmp_path, *[1.0] * 10, *[1.2] * 10)
     words = (sys.executable, "-m", "fp8bench", "history", "regressions", "--store", str(tmp_path), "--json")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -109,7 +97,6 @@ list(history.spread(work, range(40)))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is ended with another one")
 def test_nobody_goes_on_for_a_process_that_was_killed() -> None:
-    """Their output ends with them."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen((sys.executable, "-c", KILLED), stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None

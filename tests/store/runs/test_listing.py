@@ -1,15 +1,18 @@
-"""A run counts once, however many copies of its file there are; files of one id that differ count not at all."""
+"""A run counts once, whatever copies there are; files of one id that differ count not at all; stored scales."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.report_files import Pages, report_of
+from fp8bench.model import LayerScale, Request
 from fp8bench.store.commit_runs import runs_meant
 from fp8bench.store.index.history import open_history
 from fp8bench.store.merge_stores import merge_runs, rebuild
@@ -113,20 +116,13 @@ def test_two_contents_of_one_id_are_both_refused(store: Path, lie: Callable[[Pat
     assert str(path) in err and str(other) in err and own in err
     code, out, _ = fp8bench("history", "verify")
     assert code == 3 and "so that none of them counts" in " ".join(out.split())
+    code, out, _ = fp8bench("gate", commit(1), commit(0), "--no-rerun")
+    assert code == 4 and "the baseline is missing" in out
     other.unlink()
     assert numbers(store) == whole
 
 
-def test_a_gate_of_a_commit_with_a_forged_run_has_no_baseline(store: Path, fp8bench: Say) -> None:
-    """Neither of the two is judged."""
-    path = history(store, 1.0, 1.5)[0]
-    edited(b"125000,", b"999000,")(path)
-    code, out, _ = fp8bench("gate", commit(0), commit(1), "--no-rerun")
-    assert code == 4 and "the baseline is missing" in out and "have the id 00000064" in " ".join(out.split())
-
-
 def test_what_is_named_twice_counts_once(store: Path, tmp_path: Path) -> None:
-    """By two names, in two stores, and in a store that has two paths."""
     second = history(store, 1.0, 1.5)[1]
     copy = COPIES["another name"](second)
     (tmp_path / "link").symlink_to(store.resolve())
@@ -150,7 +146,6 @@ def test_what_is_named_twice_counts_once(store: Path, tmp_path: Path) -> None:
 
 
 def test_a_copy_with_a_later_name_is_not_the_last_run(store: Path, fp8bench: Say) -> None:
-    """Nor its commit the one that was measured last."""
     old, new = history(store, 1.0, 1.5)
     COPIES["another name"](old)
     assert find_run("last", store) == new
@@ -160,14 +155,13 @@ def test_a_copy_with_a_later_name_is_not_the_last_run(store: Path, fp8bench: Say
 
 
 def test_merging_stores_with_copies(store: Path, tmp_path: Path) -> None:
-    """One of the copies is taken; doing it again does nothing, whatever the run is called here."""
     theirs = tmp_path / "theirs"
     path = history(theirs, 1.0, 1.5)[1]
     COPIES["another name"](path)
     assert [one.name for one in merge_runs(store, theirs).copied] == [
-        one.name for one in reversed(list(run_files(theirs)))
+        file.name for file in reversed(list(run_files(theirs)))
     ]
-    copied = next(one for one in run_files(store) if id_of(one) == id_of(path))
+    copied = next(file for file in run_files(store) if id_of(file) == id_of(path))
     copied.rename(copied.with_name("renamed.jsonl"))
     again = merge_runs(store, theirs)
     assert (again.copied, again.extended, again.same, again.failed) == ([], [], 2, [])
@@ -181,17 +175,19 @@ def test_merging_stores_with_copies(store: Path, tmp_path: Path) -> None:
 
 
 def test_files_without_a_header_are_told_apart_by_content(store: Path) -> None:
-    """They belong to no commit, and two that are alike are one."""
     path = history(store, 1.0)[0]
-    path.write_bytes(b"".join(path.read_bytes().splitlines(True)[1:]))
+    head, *rest = path.read_bytes().splitlines(True)
+    shuffled = placed(path, b"".join([*rest, rewritten(head)]), name="x.jsonl")
+    assert id_of(path) == id_of(shuffled) == "00000064"  # wherever the header is
+    shuffled.unlink()
+    path.write_bytes(b"".join(rest))
     placed(path, path.read_bytes())
     assert len(list(run_files(store))) == 1
     broken = [placed(path, b"\xff{", name=f"{number}.jsonl") for number in range(2)]
     assert set(broken) < set(run_files(store))
 
 
-def test_copies_of_what_nobody_can_read_stop_nothing(store: Path) -> None:
-    """A run of a newer version, and a header that is torn."""
+def test_copies_of_what_nobody_can_read_or_that_go_stop_nothing(store: Path) -> None:
     path = history(store, 1.0, 1.5)[1]
     head = path.read_bytes().splitlines(True)[0]
     later = head.replace(b'"schema":1', b'"schema":99').replace(b"000000c8", b"00000bad")
@@ -203,21 +199,12 @@ def test_copies_of_what_nobody_can_read_stop_nothing(store: Path) -> None:
 
 
 def test_a_file_that_goes_meanwhile_stops_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads it finds out."""
     path = history(store, 1.0, 1.5)[1]
     copy = COPIES["another name"](path)
     known = {one: id_of(one) for one in (path, copy)}
     monkeypatch.setattr(reading, "id_of", lambda one: known.get(one, str(one)))
     copy.unlink()
     assert set(reading.each_once([path, copy]).files) == {path, copy}
-
-
-def test_the_id_is_read_from_wherever_the_header_is(store: Path) -> None:
-    """The name of a file says nothing about it."""
-    path = history(store, 1.0)[0]
-    head, *rest = path.read_bytes().splitlines(True)
-    shuffled = placed(path, b"".join([*rest, rewritten(head)]), name="x.jsonl")
-    assert id_of(path) == id_of(shuffled) == "00000064"
 
 
 def test_the_newest_files_are_asked_for_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,3 +214,27 @@ def test_the_newest_files_are_asked_for_one_by_one(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(reading, "_may_be_run", lambda path: not asked.append(path))
     assert next(reading.newest_files(tmp_path)) == paths[-1] and asked == paths[-1:]
     assert reading.all_files(tmp_path) == paths[::-1]
+
+
+def kept_scales(*records: tuple[str, float]) -> Any:
+    kept = [(SimpleNamespace(precision=mode), LayerScale("up", "input", amax, 448 / amax)) for mode, amax in records]
+    return SimpleNamespace(id="a1b2", records=[SimpleNamespace(case=case, scales=(one,)) for case, one in kept])
+
+
+def test_cases_of_one_precision_give_the_largest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(
+        reading, "load_named", lambda word, store: kept_scales(("fp8", 2.0), ("fp8", 3.0), ("fp8-e4m3", 1))
+    )
+    request = reading.with_stored_scales(Request("mlp", scales_from="last"), tmp_path)
+    assert request.known_scales == (("fp8", "up", "input", 3.0), ("fp8-e4m3", "up", "input", 1))
+    assert request.scales is not None and request.scales.known_for("fp8") == {("up", "input"): 3.0}
+    assert request.scales.known_for("fp8-delayed") == {("up", "input"): 3.0}
+    assert reading.with_stored_scales(request, tmp_path) is request
+    plain = Request("mlp")
+    assert reading.with_stored_scales(plain, tmp_path) is plain
+
+
+def test_a_run_without_scales_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(reading, "load_named", lambda word, store: kept_scales())
+    with pytest.raises(UsageError, match=r"run a1b2 has kept no scales. Measure it with --static-scales N"):
+        reading.with_stored_scales(Request("mlp", scales_from="a1"), tmp_path)

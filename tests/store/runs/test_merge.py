@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,13 +28,11 @@ NOTE = b'{"note":"a line more"}\n'
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
-    """Our store, in which there is nothing."""
     return tmp_path / "ours"
 
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
-    """Another machine's."""
     return tmp_path / "theirs"
 
 
@@ -45,7 +44,6 @@ def copies(ours: Path, theirs: Path) -> tuple[Path, Path]:
 
 
 def test_runs_that_are_new_are_copied_to_the_byte(ours: Path, theirs: Path) -> None:
-    """The other store is only read; doing it again does nothing."""
     history(theirs, 1.0, 1.1)
     keep(ours, run_at(7))
     before = tree(theirs)
@@ -57,35 +55,27 @@ def test_runs_that_are_new_are_copied_to_the_byte(ours: Path, theirs: Path) -> N
 
 
 def test_a_run_that_went_on_there_is_continued(ours: Path, theirs: Path, copies: tuple[Path, Path]) -> None:
-    """Lines are appended; a run that went on here is the same."""
     path, copy = copies
     path.write_bytes(path.read_bytes() + NOTE)
     assert merge_runs(ours, theirs).extended == [copy] and copy.read_bytes() == path.read_bytes()
     copy.write_bytes(copy.read_bytes() + NOTE)
     merged = merge_runs(ours, theirs)
     assert merged.same == 1 and copy.read_bytes() == path.read_bytes() + NOTE
-
-
-def test_a_run_under_another_folder_here_is_the_same(ours: Path, theirs: Path, copies: tuple[Path, Path]) -> None:
-    """A machine's folder that somebody renamed makes no second run."""
-    path, copy = copies
+    # What went on in both is not mixed, and two writers of one file are never there at once.
+    path.write_bytes(path.read_bytes() + b'{"note":"there"}\n')
+    before = tree(ours)
+    merged = merge_runs(ours, theirs)
+    assert len(merged.failed) == 1 and str(path) in merged.failed[0] and "resumed alone" in merged.failed[0]
+    path.write_bytes(copy.read_bytes() + NOTE)
+    with copy.open("ab") as file:
+        lock_run(file, copy)
+        assert "another process is writing" in merge_runs(ours, theirs).failed[0] and tree(ours) == before
+    path.write_bytes(copy.read_bytes())
     copy.parent.rename(copy.parent.with_name("renamed"))
     assert merge_runs(ours, theirs).same == 1 and len(list(run_files(ours))) == 1 and path.exists()
 
 
-def test_what_went_on_in_both_is_not_mixed(ours: Path, theirs: Path, copies: tuple[Path, Path], tmp_path: Path) -> None:
-    """Ours stays as it is, and a sentence names the other."""
-    path, copy = copies
-    path.write_bytes(path.read_bytes() + b'{"note":"there"}\n')
-    copy.write_bytes(copy.read_bytes() + b'{"note":"here"}\n')
-    before = tree(tmp_path)
-    merged = merge_runs(ours, theirs)
-    assert len(merged.failed) == 1 and str(path) in merged.failed[0] and "resumed alone" in merged.failed[0]
-    assert tree(tmp_path) == before
-
-
 def test_a_run_that_is_still_measured_is_taken_as_far_as_it_is_whole(ours: Path, theirs: Path) -> None:
-    """And its rest when it has ended."""
     path = history(theirs, 1.0)[0]
     whole = path.read_bytes()
     with path.open("ab") as file:
@@ -99,19 +89,7 @@ def test_a_run_that_is_still_measured_is_taken_as_far_as_it_is_whole(ours: Path,
     assert merged.extended[0].read_bytes() == whole + NOTE and not merged.notes
 
 
-def test_a_run_that_is_being_written_here_waits(ours: Path, theirs: Path, copies: tuple[Path, Path]) -> None:
-    """Two writers of one file are never there at once."""
-    path, copy = copies
-    path.write_bytes(path.read_bytes() + NOTE)
-    before = copy.read_bytes()
-    with copy.open("ab") as file:
-        lock_run(file, copy)
-        merged = merge_runs(ours, theirs)
-    assert "another process is writing" in merged.failed[0] and copy.read_bytes() == before
-
-
 def test_what_is_no_run_is_not_taken(ours: Path, theirs: Path) -> None:
-    """Nor one of a newer version, which nobody here could read."""
     folder = history(theirs, 1.0)[0].parent
     (folder / "20260101T000000Z-00000001-a.jsonl").write_text("words\n")
     (folder / "20260101T000000Z-00000001-b.jsonl").write_text('{"schema":99,"header":{}}\n')
@@ -121,7 +99,6 @@ def test_what_is_no_run_is_not_taken(ours: Path, theirs: Path) -> None:
 
 
 def test_a_full_disk_leaves_no_half_a_run(ours: Path, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file comes in one step, or not at all."""
     history(theirs, 1.0)
 
     def full(descriptor: int) -> None:
@@ -150,7 +127,6 @@ def test_beginnings_always_merge(tmp_path_factory: pytest.TempPathFactory, here:
 
 
 def test_stores_are_found_and_our_own_is_refused(tmp_path: Path) -> None:
-    """A store, or what it lies in; nothing else, and not ourselves by any name."""
     ours = tmp_path / "here" / ".fp8bench"
     history(ours, 1.0)
     history(tmp_path / "there" / ".fp8bench", 1.0)
@@ -174,30 +150,20 @@ def row(values: tuple[float | None, ...], params: tuple[tuple[str, ...], ...] = 
 
 
 def test_rows_take_what_they_lack() -> None:
-    """A number and a failure stay, what was not measured is taken, and new combinations are added."""
     ours = row((1.0, math.nan, None), (("'a'", "'b'", "'c'"),))
     theirs = row((9.0, 2.0, 3.0, 4.0), (("'a'", "'b'", "'c'", "'d'"),))
     merged = merge_rows(ours, theirs)
     assert merged.params == (("'a'", "'b'", "'c'", "'d'"),) and merged.values == (1.0, 2.0, None, 4.0)
     assert merged.started_at == 5
-
-
-def test_rows_of_two_parameters_keep_their_places() -> None:
-    """Of combinations that neither has, there is nothing."""
     merged = merge_rows(row((1.0,), (("'a'",), ("1",))), row((2.0,), (("'b'",), ("2",))))
     assert merged.params == (("'a'", "'b'"), ("1", "2"))
     assert merged.values[0] == 1.0 and merged.values[3] == 2.0 and all(map(math.isnan, merged.values[1:3]))  # type: ignore[arg-type]
 
 
-def test_a_row_with_nothing_new_stays_equal() -> None:
-    """So that no file is written for it, NaN or not."""
-    ours = row((1.0, math.nan))
-    assert merge_rows(ours, row((3.0, math.nan))) == ours
-
-
 @for_each(
     ("ours", "theirs"),
     [
+        (row((1.0, math.nan)), row((3.0, math.nan))),  # so that no file is written for it, NaN or not
         (row((1.0, math.nan)), replace(row((9.0, 9.0)), version="2")),
         (row((1.0, math.nan)), row((9.0, 9.0), (("'a'", "'b'"), ("1",)))),
         (
@@ -205,10 +171,9 @@ def test_a_row_with_nothing_new_stays_equal() -> None:
             row((1.0,) * 400, (("y",), tuple(map(str, range(400))))),
         ),
     ],
-    ids=["version", "parameters", "too many"],
+    ids=["nothing new", "version", "parameters", "too many"],
 )
 def test_rows_that_do_not_fit_are_left_out(ours: AsvRow, theirs: AsvRow) -> None:
-    """Another version, other parameters, or more combinations together than anybody measures."""
     assert merge_rows(ours, theirs) == ours
 
 
@@ -223,7 +188,6 @@ def results(folder: Path, rows: dict[str, AsvRow], python: str = PYTHON, number:
 
 
 def test_folders_of_results(ours: Path, theirs: Path) -> None:
-    """Files that are new are copied, others get what they lack, definitions too; ours counts where both speak."""
     path = results(ours, {"x": row((1.0, math.nan))})
     results(theirs, {"x": row((9.0, 2.0)), "y": row((3.0, 4.0))})
     other = results(theirs, {"z": row((5.0, 6.0))}, number=2)
@@ -251,9 +215,9 @@ def test_one_machine_is_one_line_after_merging(ours: Path, theirs: Path) -> None
 
 
 def test_broken_files_there_are_named_and_left(ours: Path, theirs: Path) -> None:
-    """Rows that are broken too; broken ones of ours are set aside, as everywhere."""
     broken = results(theirs, {"x": row((1.0, 2.0))})
     broken.write_text("{")
+    os.utime(broken, (1, 1))  # nobody is writing it
     half = results(theirs, {"x": row((1.0, 2.0))}, number=2)
     content = json.loads(half.read_text())
     content["results"]["y"] = "?"
@@ -272,7 +236,6 @@ def test_broken_files_there_are_named_and_left(ours: Path, theirs: Path) -> None
 
 
 def test_files_keep_what_only_one_knows() -> None:
-    """Durations, keys of others, and rows that could not be read."""
     ours = ResultsFile(HASH, "e", 1, MACHINE, "p", {}, {}, {}, {"a": 1.0}, others={"k": 1}, broken={"y": "?"})
     theirs = ResultsFile(
         HASH, "e", 1, MACHINE, "p", {}, {}, {"y": row((1.0, 2.0))}, {"a": 9.0, "b": 2.0}, others={"l": 2}
@@ -283,7 +246,6 @@ def test_files_keep_what_only_one_knows() -> None:
 
 
 def test_a_run_reads_the_same_by_its_head(tmp_path: Path) -> None:
-    """All of it but the records, which a header alone does not have."""
     path = history(tmp_path, 1.0)[0]
     head, run = load_head(path), load_run(path)
     assert head == replace(run, records=(), finished=False)
