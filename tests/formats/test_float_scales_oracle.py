@@ -20,16 +20,7 @@ from fp8bench.formats.scaled import factor, quantise, values
 from tests.counts import counts, for_each
 from tests.formats.scaling_definitions import a_million, differing, gaussian, outliers, reference, wide
 
-ALL = [
-    TENSOR,
-    TENSOR_POWER_OF_TWO,
-    ROW,
-    ROW_POWER_OF_TWO,
-    BLOCK,
-    BLOCK_POWER_OF_TWO,
-    SQUARE,
-    SQUARE_POWER_OF_TWO,
-]
+ALL = [TENSOR, TENSOR_POWER_OF_TWO, ROW, ROW_POWER_OF_TWO, BLOCK, BLOCK_POWER_OF_TWO, SQUARE, SQUARE_POWER_OF_TWO]
 each_scaling = for_each("scaling", ALL, ids=lambda one: one.name)
 each_float8 = for_each("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 

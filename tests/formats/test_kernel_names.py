@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fp8bench.formats.hardware import foreign_kernel, multiplied_bits
-from tests.counts import for_each
 
 FP8 = (
     "nvjet_qqtst_128x256_128x4_1x2_h_bz_coopA_TNT",
@@ -35,20 +34,10 @@ NO_PRODUCTS = (
 )
 
 
-@for_each("name", FP8)
-def test_fp8(name: str) -> None:
-    """The type of the result stands in it as well."""
-    assert multiplied_bits(name) == 8
-
-
-@for_each("name", WIDE)
-def test_wider(name: str) -> None:
-    assert multiplied_bits(name) == WIDE[name]
-
-
-@for_each("name", NO_PRODUCTS)
-def test_what_does_not_multiply_or_does_not_say(name: str) -> None:
-    assert multiplied_bits(name) is None
+def test_bits_of_operands() -> None:
+    """The type of the result stands in names as well; who does not multiply, or does not say, has none."""
+    wanted = dict.fromkeys(FP8, 8) | WIDE | dict.fromkeys(NO_PRODUCTS)
+    assert {name: multiplied_bits(name) for name in wanted} == wanted
 
 
 def test_a_step_without_a_kernel_of_its_precision() -> None:

@@ -181,12 +181,10 @@ def test_blocks_are_stored_ones(fmt: Format, source: torch.dtype, rounding: Scal
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize(("fmt", "source", "rounding"), BLOCKS[:1], ids=str)
-def test_compiled_blocks_are_eager_ones(
-    fmt: Format, source: torch.dtype, rounding: ScaleRounding, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_blocks_are_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of matrices with whole blocks and without."""
     monkeypatch.setattr(vector_width, "widths", lambda device: ())
+    fmt, source, rounding = BLOCKS[0]
     many = [*pieces(source), AWKWARD.repeat(2, 2)[:256, :384].to(source)]
     eager = [in_blocks(x, fmt, rounding) for x in many]
     operators.KERNELS.compile(*operators.KERNELS.wanted)
@@ -256,7 +254,6 @@ def test_compiled_delayed_scales_are_the_eager_ones(delayed: Delayed) -> None:
     assert len({float(step[0]) for step in eager}) > 3 and int(eager[-1][3]) == 30
 
 
-@pytest.mark.usefixtures("fresh")
 def test_what_is_empty_has_codes_and_scales_too() -> None:
     for x in (torch.empty(0, 32), torch.empty(3, 0)):
         found = cast(x, CASTS[0])
@@ -278,21 +275,11 @@ def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
         delayed_scale(amax, history, casts.int(), scale, E4M3, Delayed(4))
         row_codes(blocks, E4M3, EXACT, 128)
         square_codes(blocks.t(), E4M3, EXACT, both=True)
-    ours = [name.split(".")[1] for name in seen.names if name.startswith("fp8bench")]
-    assert ours == [
-        "scale",
-        "codes",
-        "codes",
-        "codes",
-        "row_codes",
-        "delayed_scale",
-        "row_codes",
-        "square_scales",
-        "codes",
-    ]
-    others = {name for name in seen.names if not name.startswith("fp8bench")}
     allowed = ("empty", "detach", "aten.t.", "view", "_to_copy", "as_strided", "slice", "alias")
-    assert all(any(one in name for one in allowed) for name in others), others
+    assert [name for name in seen.names if not any(word in name for word in allowed)] == [
+        f"fp8bench.{name}.default" for name in ("scale", "codes", "codes", "codes", "row_codes", "delayed_scale",
+                                                "row_codes", "square_scales", "codes")
+    ]  # fmt: skip
 
 
 def test_in_a_graph_that_is_compiled_casts_are_plain_operations() -> None:
@@ -313,7 +300,8 @@ def test_in_a_graph_that_is_compiled_casts_are_plain_operations() -> None:
     assert not any("fp8bench" in str(node.target) for graph in graphs for node in graph.graph.nodes)
 
 
-@for_each("call", [codes, lambda x, fmt: row_codes(x, fmt, EXACT)], ids=["codes", "row_codes"])
-def test_other_numbers_are_refused(call: Any) -> None:
-    with pytest.raises(TypeError, match="give a tensor of float32, bfloat16 or float16"):
-        call(torch.zeros(32, 32, dtype=torch.float64), E4M3)
+def test_other_numbers_are_refused() -> None:
+    x = torch.zeros(32, 32, dtype=torch.float64)
+    for call in (lambda: codes(x, E4M3), lambda: row_codes(x, E4M3, EXACT)):
+        with pytest.raises(TypeError, match="float32, bfloat16 or float16"):
+            call()

@@ -86,16 +86,10 @@ def test_which_devices_have_which_products(device: DeviceClass, scheme: Scheme) 
 def test_who_says_that_a_product_is_missing() -> None:
     """No units is the hardware's word; units without a kernel is torch's."""
     block, mxfp6 = product(512, 512, 512, E4M3, BLOCK), product(512, 512, 512, E2M3, MX)
-
-    for one, device, source in [
-        (block, A100, RuleSource.HARDWARE),
-        (block, B200, RuleSource.TORCH),
-        (mxfp6, H100, RuleSource.HARDWARE),
-        (mxfp6, B200, RuleSource.TORCH),
-        (mxfp6, MI350X, RuleSource.TORCH),
-    ]:
-        found = missing(one, device)
-        assert found is not None and found.source is source
+    hardware, torch = ((block, A100), (mxfp6, H100)), ((block, B200), (mxfp6, B200), (mxfp6, MI350X))
+    for pairs, source in ((hardware, RuleSource.HARDWARE), (torch, RuleSource.TORCH)):
+        assert {rule.source for pair in pairs if (rule := missing(*pair))} == {source}
+        assert all(missing(*pair) for pair in pairs)
 
 
 def test_fnuz_formats_are_those_of_mi300_alone() -> None:
@@ -107,21 +101,13 @@ def test_fnuz_formats_are_those_of_mi300_alone() -> None:
     assert missing(one, H100) is not None and missing(product(512, 512, 512), MI300X) is not None
 
 
-@for_each(
-    ("fmt", "scaling"),
-    [(E3M2, None), (E3M2, TENSOR), (E4M3, Scaling(1, 64)), (E2M1, ROW)],
-)
-def test_pairs_that_no_library_multiplies(fmt: Format, scaling: Scaling | None) -> None:
-    """They are emulated everywhere, and the reason names them."""
-    one = product(512, 512, 512, fmt, scaling)
-
-    assert one.scheme is None
-    found = missing(one, B200)
-    assert found is not None and fmt.name in found.why
-
-
-def test_operands_of_two_kinds_are_no_product_but_blocks_and_squares_are() -> None:
-    """DeepSeek's forward product: 1x128 by 128x128. NVFP4's: 1x16 by 16x16."""
+def test_pairs_that_no_library_multiplies() -> None:
+    """They are emulated everywhere, and the reason names them. Of two kinds blocks and squares are a product alone:
+    DeepSeek's forward one of 1x128 by 128x128, NVFP4's of 1x16 by 16x16."""
+    for fmt, scaling in ((E3M2, None), (E3M2, TENSOR), (E4M3, Scaling(1, 64)), (E2M1, ROW)):
+        one = product(512, 512, 512, fmt, scaling)
+        rule = missing(one, B200)
+        assert one.scheme is None and rule is not None and fmt.name in rule.why
     assert Product(256, 256, 256, Treatment(E4M3, TENSOR), Treatment(E4M3, ROW)).scheme is None
     assert Product(256, 256, 256, Treatment(E4M3, BLOCK), Treatment(E4M3, SQUARE)).scheme is Scheme.BLOCK
     assert Product(256, 256, 256, Treatment(E2M1, NVFP4), Treatment(E2M1, NVFP4_SQUARE)).scheme is Scheme.NVFP4
@@ -198,22 +184,12 @@ def test_transformer_engine_has_rules_of_its_own() -> None:
     assert te_objections(product(64, 64, 64, E4M3, BLOCK), L40S) != ()
 
 
-@for_each(
-    ("capability", "cuda", "hip", "wide"),
-    [
-        ((9, 0), "13.0", None, True),
-        ((9, 0), "12.9", None, True),
-        ((9, 0), "12.8", None, False),
-        ((8, 9), "13.0", None, False),
-        ((10, 0), "13.0", None, False),
-        ((9, 4), None, "7.0", False),
-    ],
-)
-def test_where_products_by_rows_give_float32(
-    capability: tuple[int, int], cuda: str | None, hip: str | None, wide: bool
-) -> None:
+def test_where_products_by_rows_give_float32() -> None:
     """cuBLAS's do, on Hopper since CUDA 12.9."""
-    assert rows_give_float32(DeviceFacts("cuda", 0, "a GPU", 1, "2.13.0", capability, cuda, hip)) is wide
+    devices = [((9, 0), "13.0"), ((9, 0), "12.9"), ((9, 0), "12.8"), ((8, 9), "13.0"), ((10, 0), "13.0")]
+    facts = [DeviceFacts("cuda", 0, "a GPU", 1, "2.13.0", *device) for device in devices]
+    facts.append(DeviceFacts("cuda", 0, "a GPU", 1, "2.13.0", (9, 4), None, "7.0"))
+    assert [rows_give_float32(one) for one in facts] == [True, True, False, False, False, False]
 
 
 def test_conditions_name_versions_and_outputs() -> None:

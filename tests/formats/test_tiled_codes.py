@@ -157,15 +157,6 @@ def test_nvfp4_codes_are_those_of_ml_dtypes(turned: bool) -> None:
     assert laid[-FLOAT_BYTES:].view(F32).item() == above
 
 
-def test_parts_of_a_largest_magnitude_that_are_known() -> None:
-    x = gaussian(128, 64)
-    found, wanted = (tiled_codes(x, E2M1, NVFP4, amaxes=known) for known in (x.abs().amax(1), None))
-    assert all(
-        torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(found, wanted, strict=True)
-    )
-    assert not torch.equal(tiled_codes(x, E2M1, NVFP4, amaxes=x.abs().amax(1) * 2)[1], wanted[1])
-
-
 def test_what_is_empty_has_codes_and_scales_too() -> None:
     for how in (CASTS[0], CASTS[4]):
         for x in (torch.empty(0, 64), torch.empty(128, 0)):
@@ -179,14 +170,11 @@ def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
     with Operators() as seen:
         tiled_codes(x.t(), E4M3, MX)
         tiled_codes(x, E2M1, NVFP4, draw, x.view(-1))
-    ours = [name.split(".")[1] for name in seen.names if name.startswith("fp8bench")]
-    assert ours == ["tiled_codes", "tensor_scales", "tiled_codes"]
     allowed = ("empty", "detach", "aten.t.", "view", "slice", "alias", "permute")
-    assert all(any(one in name for one in allowed) for name in seen.names if not name.startswith("fp8bench"))
-
-
-def test_other_numbers_are_refused() -> None:
-    with pytest.raises(TypeError, match="give a tensor of float32, bfloat16 or float16"):
+    assert [name for name in seen.names if not any(word in name for word in allowed)] == [
+        f"fp8bench.{name}.default" for name in ("tiled_codes", "tensor_scales", "tiled_codes")
+    ]
+    with pytest.raises(TypeError, match="float32, bfloat16 or float16"):
         tiled_codes(torch.zeros(32, 32, dtype=torch.float64), E4M3, MX)
 
 

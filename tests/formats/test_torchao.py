@@ -13,15 +13,7 @@ import torch
 
 from fp8bench.formats.codes import decode
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
-from fp8bench.formats.recipes import (
-    NVFP4,
-    ROW,
-    ROW_POWER_OF_TWO,
-    TENSOR,
-    TENSOR_POWER_OF_TWO,
-    ScaleRounding,
-    Scaling,
-)
+from fp8bench.formats.recipes import NVFP4, ROW, ROW_POWER_OF_TWO, TENSOR, TENSOR_POWER_OF_TWO, ScaleRounding, Scaling
 from fp8bench.formats.scaled import factor, quantise, values
 from tests.counts import counts, for_each
 from tests.formats.scaling_definitions import a_million, differing, gaussian, patterns, reference, wide

@@ -188,10 +188,7 @@ def test_each_layer_kind_takes_its_own_arithmetic() -> None:
 def test_the_flops_of_the_plan_are_those_torch_counts(config: GPTConfig) -> None:
     """All linear layers, forward and backward; attention by torch's own formula, half of it masked."""
     model, (tokens, targets) = model_of(config), text(config)
-    with (
-        FlopCounterMode(display=False) as counter,
-        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-    ):
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model(tokens, targets, SilentPhases()).backward()
     counted = counter.get_flop_counts()["Global"]
     tokens_number = config.batch * config.sequence

@@ -66,10 +66,7 @@ def test_a_mapping_may_be_the_one_thing_that_a_model_takes() -> None:
             r"forward of Two takes \(x\), and the batch has \(y\): missing a required argument: 'x'; let make\(\)",
         ),
         ((X, X, X), "the batch has .3 things by place.: too many positional arguments"),
-        (
-            3,
-            r"a batch of type int was given and Two takes \(x\): let make\(\) return \(model, batch\), with",
-        ),
+        (3, r"a batch of type int was given and Two takes \(x\): let make\(\) return \(model, batch\), with"),
         (None, "a batch of type NoneType"),
     ],
 )

@@ -15,17 +15,7 @@ from numpy.typing import NDArray
 
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FP16, TF32, Format
 from fp8bench.formats.quantise import round_to
-from fp8bench.formats.recipes import (
-    MX,
-    NVFP4,
-    NVFP4_SQUARE,
-    NVFP4_UP,
-    ROW,
-    SQUARE,
-    TENSOR,
-    ScaleRounding,
-    Scaling,
-)
+from fp8bench.formats.recipes import MX, NVFP4, NVFP4_SQUARE, NVFP4_UP, ROW, SQUARE, TENSOR, ScaleRounding, Scaling
 from fp8bench.formats.scaled import values
 from fp8bench.model.specs import spec_of
 from fp8bench.numerics import norms

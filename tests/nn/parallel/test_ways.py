@@ -43,12 +43,7 @@ def test_what_every_rank_has_whole_is_not_cut() -> None:
 
 
 def refusal(
-    way: str,
-    mode: str = "fp32",
-    ranks: int = 2,
-    config: GPTConfig = NANO,
-    batch: int = 8,
-    **options: str,
+    way: str, mode: str = "fp32", ranks: int = 2, config: GPTConfig = NANO, batch: int = 8, **options: str
 ) -> str:
     return WAYS[way].refused(ParallelCase(config, batch, ranks, precisions.get(mode), options, CPU))
 
