@@ -73,7 +73,6 @@ def test_every_nan_has_one_code(name: str) -> None:
 
 @each_format
 def test_random_values_survive(fmt: Format) -> None:
-    """What rounding makes of awkward numbers, of each overflow, and encoded without the check too."""
     source = torch.from_numpy(random_patterns(fmt.name, 1 << 18))
     if not fmt.has_nan:
         source = source.nan_to_num(0.0)
@@ -88,7 +87,6 @@ def test_random_values_survive(fmt: Format) -> None:
 @each_format
 @for_each("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_narrow_values_encode_as_wide_ones(fmt: Format, dtype: torch.dtype) -> None:
-    """All patterns of the dtype that are numbers of the format."""
     patterns = every_pattern(dtype)
     wide = patterns.to(torch.float32)
     rounded = round_to(patterns, fmt)
@@ -156,7 +154,6 @@ def test_shapes_strides_and_gradients(fmt: Format) -> None:
 
 @each_format
 def test_long_tensors_are_the_same_as_their_parts(fmt: Format) -> None:
-    """A processor works on pieces."""
     values = decode(every_code(fmt), fmt)
     values = values[~values.isnan()]
     many = values.repeat((200_000 // len(values)) + 1)[:200_000]

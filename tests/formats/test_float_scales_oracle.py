@@ -49,7 +49,6 @@ def test_blocks_of_any_extent(scaling: Scaling) -> None:
 @each_float8
 @for_each("exponent", range(-149, 128, 9))
 def test_factors_at_every_size(fmt: Format, exponent: int) -> None:
-    """Both stay normal numbers, and a power of two is at most half as large as the exact factor."""
     amax = torch.tensor([1.0, 1.75, 1.9999999], dtype=torch.float64).mul(2.0**exponent).to(torch.float32)[:, None]
     exact, inverse = factor(amax, fmt, ROW)
     wanted = (fmt.largest / amax.double()).clamp(max=2.0**126)

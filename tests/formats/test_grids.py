@@ -14,7 +14,6 @@ each_format = for_each("fmt", ALL, ids=lambda fmt: fmt.name)
 
 @each_format
 def test_limits_are_those_of_all_the_codes(fmt: Format) -> None:
-    """Every derived number, from nothing but what each code stands for."""
     values = numbers(fmt.name)
     finite = values[np.isfinite(values)]
     positive = np.unique(finite[finite > 0])
@@ -31,7 +30,6 @@ def test_limits_are_those_of_all_the_codes(fmt: Format) -> None:
 
 @each_format
 def test_the_smallest_normal_has_a_full_mantissa_above_it(fmt: Format) -> None:
-    """An octave holds as many numbers as the mantissa has values; below the smallest normal steps stay the same."""
     rungs = ladder(fmt.name)
     start = int(np.searchsorted(rungs, fmt.smallest_normal))
     assert rungs[start] == fmt.smallest_normal

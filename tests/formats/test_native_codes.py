@@ -182,7 +182,6 @@ def test_blocks_are_stored_ones(fmt: Format, source: torch.dtype, rounding: Scal
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
 def test_compiled_blocks_are_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of matrices with whole blocks and without."""
     monkeypatch.setattr(vector_width, "widths", lambda device: ())
     fmt, source, rounding = BLOCKS[0]
     many = [*pieces(source), AWKWARD.repeat(2, 2)[:256, :384].to(source)]
@@ -215,7 +214,6 @@ def test_both_ways_are_each_by_itself() -> None:
 @pytest.mark.nightly
 @pytest.mark.usefixtures("fresh")
 def test_compiled_both_ways_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kernel for both, whose sizes are free in each."""
     monkeypatch.setattr(vector_width, "widths", lambda device: ())
     x = AWKWARD.to(BF16)
     many = [x, x[192:208], x[8:41, :250], x.repeat(2, 2)[:256, :384]]

@@ -93,7 +93,6 @@ def test_who_says_that_a_product_is_missing() -> None:
 
 
 def test_fnuz_formats_are_those_of_mi300_alone() -> None:
-    """The other way round neither."""
     fnuz = Treatment(E4M3FNUZ, TENSOR), Treatment(E5M2FNUZ, TENSOR)
     one = Product(512, 512, 512, *fnuz)
 
@@ -193,7 +192,6 @@ def test_where_products_by_rows_give_float32() -> None:
 
 
 def test_conditions_name_versions_and_outputs() -> None:
-    """What no shape shows."""
     assert conditions(Scheme.BLOCK, H100) == ("CUDA 12.9",)
     assert conditions(Scheme.TENSOR, H100) == ()
     assert any("FBGEMM" in one for one in conditions(Scheme.MXFP4, B200))
@@ -212,7 +210,6 @@ def test_bytes_count_codes_scales_and_the_output() -> None:
 
 
 def test_classes_answer_to_the_names_people_use() -> None:
-    """In any case; a slip gets the nearest."""
     assert device_class("Hopper") is H100 and device_class("sm120") is RTX5090 and device_class("gfx950") is MI350X
     names = [name for one in CLASSES for name in (one.name, *one.aliases)]
     assert len(names) == len(set(names))

@@ -185,7 +185,6 @@ def test_stochastic_rounding_is_unbiased(fmt: Format) -> None:
 
 @each_format
 def test_seeds(fmt: Format) -> None:
-    """One seed gives one result, also of a turned view or a slice's copy; another seed gives another."""
     values = torch.rand(64, 64, generator=torch.Generator().manual_seed(0)) * 3 + 0.6
     first = round_to(values, fmt, seed=seed_of(1))
     assert torch.equal(round_to(values, fmt, seed=seed_of(1)), first)

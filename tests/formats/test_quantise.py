@@ -99,7 +99,6 @@ def test_the_first_value_that_overflows_lies_halfway() -> None:
 
 @for_each("fmt", FINITE, ids=name_of)
 def test_ml_dtypes_makes_minus_zero_of_nan_in_fp4_and_fp6(fmt: Format) -> None:
-    """Silently; here a NaN stays one, for a product to show, and has no code."""
     nan = np.array([np.nan], np.float32)
     assert str(by_ml_dtypes(nan, fmt.name, Overflow.SATURATE)[0]) == "-0.0"
     assert round_to(torch.from_numpy(nan), fmt).isnan().all()
@@ -136,7 +135,6 @@ def test_e8m0_has_no_zero_no_sign_and_ties_go_up() -> None:
 
 @each_format
 def test_shapes_and_strides(fmt: Format) -> None:
-    """Views of every input dtype, as slices of activations are; overlapping ones too."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         base = (torch.randn(6, 10, generator=torch.Generator().manual_seed(0)).abs() * 3).to(dtype)
         plain = round_to(base.float(), fmt)

@@ -84,7 +84,6 @@ def dequantised(stored: Scaled) -> torch.Tensor:
 
 @each_pair
 def test_infinities_are_the_same_stored_and_not(fmt: Format, scaling: Scaling | None) -> None:
-    """With random numbers, too."""
     x = torch.randn(2, 64, generator=torch.Generator().manual_seed(3))
     x[0, 3], x[1, 5], x[1, 40] = torch.inf, -torch.inf, 3e38
     for seed in (None, SEED):
@@ -141,7 +140,6 @@ def test_half_precision_is_taken_as_the_float32_it_is(fmt: Format, scaling: Scal
 
 @each_kind
 def test_strides_do_not_matter(fmt: Format, scaling: Scaling | None) -> None:
-    """And leading dimensions count rows."""
     x = outliers(160, 144)
     for view in (x.t(), x[:, ::2], x[::3], x[:, 5:], x[:1].expand(40, 144), x.view(160, 12, 12).transpose(0, 1)):
         for seed in (None, SEED):

@@ -181,7 +181,6 @@ def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", sampled([CASTS[4]], [CASTS[0], CASTS[4], CASTS[6]]), ids=str)
 def test_compiled_both_ways_are_each_by_itself(how: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kernel for both, whose sizes are free in each; another for the scales of tensors."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     monkeypatch.setattr(vector_width, "widths", lambda device: ())
     x = AWKWARD.to(how.source)

@@ -96,7 +96,6 @@ def test_rceil_of_the_lowest_exponent_becomes_zeros_in_torchao() -> None:
 
 
 def test_rceil_takes_a_logarithm_in_torchao_which_rounds() -> None:
-    """A quotient one step above a power of two is that power to it; then the largest value saturates."""
     above = torch.nextafter(torch.tensor(448 * 2.0**64), torch.tensor(torch.inf))
     x = torch.full((1, 32), float(above))
     theirs, stored = of_torchao(x, E4M3, ScaleRounding.RCEIL), quantise(x, E4M3, mx(ScaleRounding.RCEIL))

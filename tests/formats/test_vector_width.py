@@ -72,7 +72,6 @@ def test_wider_vectors_are_taken_where_they_save_a_tenth(seconds: dict[int, floa
 def test_the_faster_width_is_found_and_kept(
     seconds: dict[int, float], bits: int, planted: Planted, cache: Path
 ) -> None:
-    """The kernel is compiled with both once a machine; from then on with the one that was chosen."""
     built = planted(seconds)
     assert compiling.compiled(KERNEL).bits == bits and built == [256, 512]
     assert compiling.compiled(KERNEL).bits == bits and built == [256, 512, bits]
@@ -156,7 +155,6 @@ def test_wide_kernels_are_compiled_for_wide_vectors_whatever_the_processor() -> 
 @pytest.mark.parametrize("asked", sampled([ASKED[0]], [ASKED[0], ASKED[14], ASKED[18]]), ids=str)
 @for_each("bits", vector_width.widths("cpu"))
 def test_fused_is_eager_bit_by_bit_with_either_width(bits: int, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels that are forced to a width give what the operations give."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     monkeypatch.setattr(vector_width, "widths", lambda device: (bits,))
     x = AWKWARD.to(asked.source)

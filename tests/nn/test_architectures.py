@@ -187,7 +187,6 @@ def test_experts_are_covered_whichever_way_transformers_multiplies_them(way: str
 
 
 def test_batches_and_outputs_of_transformers() -> None:
-    """Its own mappings, by names; the loss is the output's."""
     own = case("bert")
     batch = architectures().transformers.BatchEncoding(own.batch)
     output = call_of(own.model, batch)()

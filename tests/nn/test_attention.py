@@ -71,7 +71,6 @@ def by_hand(
 @for_each("prescaled", [True, False])
 @for_each("precision", ["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"])
 def test_low_scores_are_the_formulas_on_rounded_values(precision: str, prescaled: bool, causal: bool) -> None:
-    """Operands rounded along their contractions, scores without a scale; gradients pass as if nothing were rounded."""
     arithmetic = of(precision)
 
     def by(cast: Callable[[Tensor, Role], Operand]) -> Callable[[Tensor], Tensor]:
@@ -162,7 +161,6 @@ class Recording(PlainArithmetic):
 
 
 def test_operands_are_cast_along_their_contractions() -> None:
-    """Queries and keys along the head width, probabilities and values along the keys; scores without a scale."""
     recording = Recording()
     q, k, v, _ = heads()
     EmulatedCore(recording)(q, k, v)
@@ -202,7 +200,6 @@ def test_scaling_queries_before_keeps_scores_within_e4m3() -> None:
 @for_each("core", [FusedCore(), EmulatedCore(PlainArithmetic(torch.bfloat16))])
 @for_each("dtype", [torch.float32, torch.bfloat16])
 def test_a_core_alone_is_marked_in_both_directions(core: Core, dtype: torch.dtype) -> None:
-    """One stretch each way, and what it gives has the shape and dtype of its queries."""
     clock, layer = PhaseClock(HostStamper()), BareAttention(core)
     *inputs, pull = heads(dtype)
     clock.begin()

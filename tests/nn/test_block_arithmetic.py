@@ -137,7 +137,6 @@ def test_layers_are_the_emulated_ones(mode: str) -> None:
 @for_each("dtype", [torch.float32, torch.bfloat16])
 @each_mode
 def test_products_are_those_of_the_same_values(mode: str, dtype: torch.dtype) -> None:
-    """One row too, as a decoder has."""
     native, _ = pair(mode)
     for rows in (1, 130):
         a, b = native.cast(sources(rows, 256), Role.INPUT), native.cast(sources(32, 256), Role.WEIGHT)

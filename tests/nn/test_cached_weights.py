@@ -79,7 +79,6 @@ def watched(mode: str, seen: list[tuple[Role, bool]]) -> Arithmetic:
 
 @for_each("mode", ["fp8", "mxfp8", "bf16"])
 def test_a_weight_is_cast_once_for_all_passes_in_both_orientations(mode: str) -> None:
-    """And casts of inputs and gradients are as many as without."""
     seen: list[tuple[Role, bool]] = []
     model = Pair(watched(mode, seen), watched(mode, seen))
     counts = []

@@ -35,7 +35,6 @@ def test_there_is_one_for_each_layer_kind_and_role(found: dict[str, Course], cor
 
 
 def test_they_are_what_training_makes_of_them(found: dict[str, Course]) -> None:
-    """Weights move a little from step to step, activations wholly; gradients are tiny."""
     for name, course in found.items():
         change = float((course[-1] - course[-2]).norm() / course[-1].norm())
         assert (0 < change < 0.2) if CAPTURED[name].role is Role.WEIGHT else change > 0.3

@@ -318,7 +318,6 @@ def test_a_layer_that_remembers_has_an_arithmetic_of_its_own(model: Model) -> No
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
 def test_a_compiled_model_is_one_graph_and_gives_the_same() -> None:
-    """Convolutions too, and experts, whose module is listened to while it is traced."""
     x = torch.randn(3, 4, 4, 4)
     ahead = (nn.Conv2d(4, 8, 3, padding=1, groups=2), nn.Flatten(2), nn.Linear(16, 16))
     model = nn.Sequential(*ahead, nn.ReLU(), Experts("bmm", 3, 16, 16), nn.Linear(16, 16))

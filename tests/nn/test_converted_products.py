@@ -173,7 +173,6 @@ def test_experts_in_fp32_are_torchs(way: str) -> None:
 
 @for_each("way", WAYS)
 def test_experts_in_fp8_are_so_many_linear_layers(way: str) -> None:
-    """However tokens are dealt out, each expert's products are those of a linear layer on its rows."""
     torch.manual_seed(0)
     model, x = Experts(way), torch.randn(3, 8, 16)
     by = arithmetic("fp8")

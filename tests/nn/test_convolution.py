@@ -25,7 +25,6 @@ def blocks(tensor: Tensor, role: Role = Role.INPUT) -> Tensor:
 
 
 def test_block_scaled_products_round_along_their_own_contractions() -> None:
-    """Pixels along channels for the output, gradients along output channels, both along positions for the weights."""
     layer = convolution(EmulatedArithmetic(torch.float32, blocks, keeps_source=True))
     x, pull = given(2, 8, 8, 32), given(2, 8, 8, 64, seed=3)
     weight = layer.weight.detach()

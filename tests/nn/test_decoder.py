@@ -127,7 +127,6 @@ def token_by_token(model: Decoder, tokens: Tensor, first: int) -> Tensor:
 
 @for_each("config", [TINY, TINY_GPT2, TINY_MOE, TINY_MOE_GPT2], ids=["llama", "gpt2", "experts", "gpt2-experts"])
 def test_a_cached_decode_is_the_formulas(config: GPTConfig) -> None:
-    """Grouped queries and rotations included; at once, in pieces, and token by token."""
     tokens = torch.randint(config.vocabulary, (2, 11), generator=torch.Generator().manual_seed(1))
     exact = np.stack([by_hand(config, drawn_weights(served_shapes(config), 3, "cpu"), row.tolist()) for row in tokens])
     for first in (1, 4, 11):

@@ -46,7 +46,6 @@ def test_the_numbers_are_the_same_in_every_dtype() -> None:
 
 
 def test_they_come_from_the_seed_and_leave_the_process_alone() -> None:
-    """Without isolation the random state is the user's."""
     before = torch.get_rng_state()
     one, other, different = made(), made(), made(seed=1)
     assert torch.equal(torch.get_rng_state(), before)
@@ -57,7 +56,6 @@ def test_they_come_from_the_seed_and_leave_the_process_alone() -> None:
 
 @for_each("training", [False, True])
 def test_a_step_is_elementwise_and_leaves_nothing(training: bool) -> None:
-    """No gradient stays on any leaf; forward alone builds no graph."""
     state = made(training=training)
     clock = PhaseClock(HostStamper())
     clock.begin()

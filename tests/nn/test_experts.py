@@ -56,7 +56,6 @@ def dense(weights: dict[str, Tensor], x: Tensor, count: int = 4) -> tuple[Tensor
 
 @for_each("count", [2, 4, 7])
 def test_outputs_and_all_gradients_are_those_of_the_dense_loop(count: int) -> None:
-    """Router and balancing loss included, and experts that no token chose."""
     block = experts(EXACT, count).double()
     x = torch.randn(3, 11, 32, dtype=torch.float64, requires_grad=True)
     pull = torch.randn(3, 11, 32, dtype=torch.float64)
@@ -78,7 +77,6 @@ def test_outputs_and_all_gradients_are_those_of_the_dense_loop(count: int) -> No
 
 
 def test_no_token_is_dropped_however_many_choose_one_expert() -> None:
-    """All of them choose the same two; the others get zeros, and gradients of zero."""
     block = experts(EXACT).double()
     with torch.no_grad():
         block.router.zero_()
@@ -94,7 +92,6 @@ def test_no_token_is_dropped_however_many_choose_one_expert() -> None:
 
 
 def test_products_are_of_whole_blocks_of_rows_in_the_arithmetic_given() -> None:
-    """A native product contracts over tokens in such blocks; experts without tokens multiply zeros."""
     seen: list[tuple[Role, int]] = []
 
     def watch(operand: Operand, source: Tensor | None, role: Role, before: Operand | None) -> None:
@@ -166,7 +163,6 @@ def test_the_balancing_loss_is_in_the_gradients_and_not_in_the_loss() -> None:
 
 
 def test_checkpointing_changes_no_gradient() -> None:
-    """The balancing loss goes through what is computed again, too."""
     found = []
     for checkpointing in (False, True):
         model, (tokens, targets) = (

@@ -133,7 +133,6 @@ def test_a_later_token_does_not_change_an_earlier_loss(config: GPTConfig) -> Non
 
 
 def test_a_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
-    """What makes it a relative position."""
     table = rotations(16, 8).double()
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(8, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -157,7 +156,6 @@ def of(name: str) -> Arithmetic:
 
 
 def test_the_layers_mark_their_own_phases() -> None:
-    """The rest is left to whoever calls the model."""
     low, high = of("fp8"), of("bf16")
     assert marked(by_kind(low, low, high), torch.bfloat16) == {"cast", "gemm", "attention", "unattributed"}
     exact = of("fp32")
@@ -177,7 +175,6 @@ class Counting(PlainArithmetic):
 
 
 def test_each_layer_kind_takes_its_own_arithmetic() -> None:
-    """Two products of each kind a block, one head; three times with backward."""
     kinds = Counting(), Counting(), Counting()
     model, (tokens, targets) = GPT(PLAIN, by_kind(*kinds), torch.float32), text(PLAIN)
     model(tokens, targets, SilentPhases()).backward()
@@ -200,7 +197,6 @@ def test_the_flops_of_the_plan_are_those_torch_counts(config: GPTConfig) -> None
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
-    """Counted on a model without memory."""
     config = SIZES[name]
     arithmetic = PlainArithmetic(torch.float32)
     with torch.device("meta"):

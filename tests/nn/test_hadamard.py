@@ -129,7 +129,6 @@ def test_a_gpu_s_kernel_gives_the_same(turned: bool) -> None:
 @pytest.mark.slow
 @for_each("turned", [False, True])
 def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rotation itself, and the largest magnitudes of its parts, before and after; a NaN among them is seen."""
     monkeypatch.setattr(vector_width, "widths", lambda device: ())
     kernel = LookingRotationKernel(torch.bfloat16, "cpu", turned)
     compiled_too = compiled(kernel).run

@@ -15,7 +15,6 @@ from tests.counts import for_each
 
 @for_each("modern", [False, True])
 def test_a_trained_models_layers_are_those_that_it_is_built_of(modern: bool) -> None:
-    """Every layer of a small one by its name, in both manners; grouped heads and gates included."""
     config = replace(SIZES["nano"], modern=modern, key_heads=2 if modern else 4, layers=1)
     plain = PlainArithmetic(torch.float32)
     model = GPT(config, lambda name: plain, torch.float32)
@@ -28,7 +27,6 @@ def test_a_trained_models_layers_are_those_that_it_is_built_of(modern: bool) -> 
 
 @for_each("name", SIZES)
 def test_layers_hold_the_weights_that_flops_are_counted_from(name: str) -> None:
-    """Grouped heads and gates included."""
     config = SIZES[name]
     *block, head = features_of(name).values()
 
@@ -39,7 +37,6 @@ def test_layers_hold_the_weights_that_flops_are_counted_from(name: str) -> None:
 
 @for_each("name", MODELS)
 def test_heads_end_the_named_models(name: str) -> None:
-    """Their width is that of the layers below."""
     assert list(features_of(name))[-1] == "head" and name in models()
     assert HEADS[name][1] in {inputs for _, inputs in MODELS[name].values()}
 

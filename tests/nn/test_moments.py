@@ -50,7 +50,6 @@ def adamw_by_hand(w: Doubles, g: Doubles, m: Doubles, v: Doubles, t: int) -> tup
 
 @for_each("fused", [True, False])
 def test_fp32_moments_are_adamw_by_hand(fused: bool) -> None:
-    """Three steps, counted on from those before."""
     made = bucket("fp32", fused)
     w, g = ([one.double().numpy() for one in some] for some in (made.parameters, made.gradients))
     m, v = ([one.double().numpy() for one in some] for some in made.restored())

@@ -67,7 +67,6 @@ each_kind = pytest.mark.parametrize("kind", [LINEAR, CONVOLUTION], ids=["linear"
     ],
 )
 def test_forward_and_gradients_are_torchs_own(kind: Kind, dtype: torch.dtype, tolerance: float) -> None:
-    """In any number of leading dimensions, images of one pixel included."""
     layer = kind.layer(PlainArithmetic(dtype)).to(dtype)
     kind.is_close(layer, tolerance)
     assert {one.dtype for one in outcome(layer, given(*kind.inputs, dtype=dtype), given(*kind.outputs))} == {dtype}
@@ -87,7 +86,6 @@ def test_every_precision_is_close_to_the_exact_result(kind: Kind, name: str, lim
 @each_kind
 @for_each("name", ["bf16", "fp8", "nvfp4"])
 def test_the_master_weights_gradient_is_fp32(kind: Kind, name: str) -> None:
-    """The output has the carrier's dtype, the input's gradient the input's."""
     arithmetic = precisions.get(name).arithmetic(CPU)
     y, x_gradient, weight_gradient = outcome(kind.layer(arithmetic), given(*kind.inputs), given(*kind.outputs))
     assert y.dtype == arithmetic.carrier == torch.bfloat16 and y.is_contiguous()
@@ -202,7 +200,6 @@ def test_what_one_look_gives_is_kept_turned_and_not_turned_again() -> None:
 
 
 def test_operands_that_no_gradient_needs_are_neither_turned_nor_kept() -> None:
-    """Of inputs that need none, of frozen weights, and of a forward pass alone."""
     layer, x = linear(Both()), given(8, 64)
     assert isinstance(layer.arithmetic, Both)
     y, kept = saved(layer, x)
@@ -227,7 +224,6 @@ def test_an_operand_with_a_scale_is_saved_and_given_back() -> None:
 
 
 def test_a_frozen_weight_costs_no_product() -> None:
-    """Then only the input's gradient is computed."""
     layer = linear(PlainArithmetic(torch.float32))
     layer.weight.requires_grad_(False)
     x = given(8, 64).requires_grad_()
@@ -236,8 +232,6 @@ def test_a_frozen_weight_costs_no_product() -> None:
 
 
 def test_block_scaled_gradients_are_those_of_each_orientations_own_blocks() -> None:
-    """The weight gradient is the product of operands rounded along the tokens."""
-
     def blocks(tensor: Tensor, role: Role = Role.INPUT) -> Tensor:
         return values(tensor, E4M3, MX)
 

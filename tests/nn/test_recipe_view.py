@@ -45,7 +45,6 @@ def test_what_is_left_lies_within_half_an_ulp_by_the_view(mode: str, role: Role)
 
 
 def test_formats_are_those_of_the_role() -> None:
-    """And of precisions without a recipe their own."""
     formats = {
         (mode, role): view_of(precisions.get(mode), role, normal()).fmt
         for mode in ("fp8", "nvfp4", "bf16")
@@ -58,7 +57,6 @@ def test_formats_are_those_of_the_role() -> None:
 
 
 def test_a_delayed_scale_is_that_of_the_steps_before() -> None:
-    """It doubles from step to step here, and each step's scale is made for half of its largest value."""
     steps = [normal(2.0**power) for power in range(4)]
     before = list(reversed(steps[:-1]))
     view = view_of(precisions.get("fp8-delayed"), Role.INPUT, steps[-1], before)

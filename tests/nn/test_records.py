@@ -42,7 +42,6 @@ def records(tokens: str, seed: int = 0, size: int = 300) -> Bytes:
 
 
 def test_records_are_windows_of_the_text(tokens: str) -> None:
-    """At random places, from the seed."""
     found = records(tokens)
     assert found.shape == (20, 300) and found.dtype == np.uint8
     assert all(record.tobytes() in TEXT for record in found) and len({record.tobytes() for record in found}) > 10
@@ -51,7 +50,6 @@ def test_records_are_windows_of_the_text(tokens: str) -> None:
 
 
 def test_a_text_shorter_than_a_record_says_so(tokens: str) -> None:
-    """Before anything is read."""
     with pytest.raises(ValueError, match=f"{len(TEXT)} bytes of text; a record of 5000 needs more"):
         records(tokens, size=5000)
 
@@ -81,7 +79,6 @@ def mappings(folder: Path) -> list[str]:
 def test_the_file_has_no_name_and_ends_with_its_object(
     tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that is killed leaves nothing either."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -99,7 +96,6 @@ def test_records_are_stored_compressed(tokens: str) -> None:
 
 
 def test_batches_go_into_the_same_memory() -> None:
-    """No step allocates on the device."""
     first, second = torch.randn(4, 8), torch.randn(4, 8)
     there = Destination(Operand(first), "cpu")
     (buffer,) = there.buffers
@@ -111,7 +107,6 @@ def test_batches_go_into_the_same_memory() -> None:
 
 
 def test_codes_travel_with_their_scale() -> None:
-    """One byte a value, and what gives the values back."""
     x = torch.randn(4, 8)
     scale, inverse = factor(x, E4M3, TENSOR)
     operand = Operand(torch_codes(x, E4M3, scale), inverse)
@@ -126,7 +121,6 @@ def test_codes_travel_with_their_scale() -> None:
 def test_memory_is_pinned_on_the_way_to_another_device(
     device: str, pinned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And only there."""
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (seen.append(tensor), tensor)[1])
     batch = torch.randn(4, 8)

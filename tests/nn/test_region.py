@@ -44,7 +44,6 @@ class Watched(torch.autograd.Function):
 
 
 def test_the_marker_is_open_in_forward_and_in_backward_and_nowhere_else() -> None:
-    """The operators inside see it; those before and after do not."""
     diary = Diary()
     inside: list[tuple[str, bool]] = []
     outside: list[tuple[str, bool]] = []
@@ -65,7 +64,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: bool) -> Tensor:
 
 @for_each("times", [1, 3])
 def test_attention_is_marked_and_its_gradients_are_untouched(times: int) -> None:
-    """One opening and one closing in each direction, each time it is used."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, 2, 8, 4, generator=generator, requires_grad=True) for _ in range(3)]
     diary = Diary()
@@ -93,7 +91,6 @@ def test_a_tensor_without_gradient_is_refused() -> None:
 
 
 def test_without_gradients_the_region_is_a_plain_block() -> None:
-    """Evaluation needs no backward marks."""
     diary = Diary()
     with torch.no_grad():
         result = region(diary, torch.add, torch.ones(3), torch.ones(3))
@@ -119,7 +116,6 @@ def test_while_compiling_the_region_is_a_plain_block(monkeypatch: pytest.MonkeyP
 
 
 def test_without_gradients_the_marker_is_closed_when_the_body_raises() -> None:
-    """As any with block."""
     diary = Diary()
     with torch.no_grad(), pytest.raises(RuntimeError):
         region(diary, torch.mm, torch.ones(2, 3), torch.ones(2, 3))

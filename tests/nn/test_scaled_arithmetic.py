@@ -110,7 +110,6 @@ def test_a_product_in_its_own_dtype_is_not_converted(mode: str, dtype: torch.dty
 @NEEDS_PRODUCTS
 @for_each("mode", MODES)
 def test_layers_are_the_emulated_ones(mode: str) -> None:
-    """All three products over two steps, the second of another magnitude."""
     outcomes = []
     for facts in (H200, CPU):
         torch.manual_seed(1)
@@ -125,7 +124,6 @@ def test_layers_are_the_emulated_ones(mode: str) -> None:
 
 
 def test_turning_rounds_nothing_where_one_scale_serves_both_ways() -> None:
-    """The very scale, and the codes in the other order."""
     native, _ = pair("fp8")
     operand = native.cast(gaussian(48, 64), Role.INPUT)
     turned = native.turn(operand, gaussian(48, 64), Role.INPUT)
@@ -134,7 +132,6 @@ def test_turning_rounds_nothing_where_one_scale_serves_both_ways() -> None:
 
 
 def test_what_cuda_cannot_is_refused() -> None:
-    """Two gradients, and codes without scales."""
     native, _ = pair("fp8")
     gradient = native.cast(gaussian(16, 32), Role.GRADIENT)
     with pytest.raises(ValueError, match="two E5M2"):
@@ -180,7 +177,6 @@ def test_products_are_those_of_torch_s_own_function(mode: str, monkeypatch: pyte
 
 @NEEDS_PRODUCTS
 def test_a_weight_gradient_left_in_bf16_is_bf16_s() -> None:
-    """And the two other products are not."""
     found: dict[str, list[Tensor]] = {}
     for mode in ("bf16", "fp8-rowwise:weight-gradient=bf16", "fp8-rowwise"):
         for facts in (CPU, H200):

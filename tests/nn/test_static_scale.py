@@ -64,7 +64,6 @@ def test_scales_are_rounded_as_the_recipe_rounds_them(rounding: ScaleRounding, w
 
 
 def test_every_so_many_steps_a_scale_is_that_of_one_step() -> None:
-    """In the step that watches casts have their current scales; after it the largest of them counts."""
     book, scale = scale_of(StaticScales(1, refresh=3), 7.0)
     used = []
     for step in range(1, 8):
@@ -83,7 +82,6 @@ def test_every_so_many_steps_a_scale_is_that_of_one_step() -> None:
 
 
 def test_a_watched_step_of_zeros_renews_nothing() -> None:
-    """There is no scale for them."""
     book, scale = scale_of(StaticScales(1, refresh=1), 7.0)
     book.begin_step()
     assert float(scale.next(torch.zeros(4)).scale) == 1.0
@@ -132,14 +130,12 @@ def test_a_scale_is_renewed_where_more_than_the_bound_saturates(
 
 
 def test_what_is_not_finite_saturates_and_gives_no_scale(device: str) -> None:
-    """The scale that stands stays."""
     _, scale = scale_of(StaticScales(1, bound=0.1), 7.0)
     assert float(scale.next(placed(torch.tensor([math.inf, 1.0]))).scale) == 64.0
     assert scale.state() == (7.0, 64.0, 0)
 
 
 def test_a_cast_that_is_done_again_gets_the_scale_that_it_had() -> None:
-    """A block that is computed again in backward, after the scale was renewed, or while it is watched."""
     book, scale = scale_of(StaticScales(1, refresh=2, bound=0.0), 7.0)
     big, small = of_magnitude(14.0), of_magnitude(3.5)
     first = scale.next(big)
@@ -191,7 +187,6 @@ def test_scales_of_the_very_data_give_what_current_scaling_gives() -> None:
 
 
 def test_a_recipe_without_one_scale_a_tensor_stays_as_it_is() -> None:
-    """Nothing is entered for it."""
     book, rows = ScaleBook(FIXED), RecipeArithmetic(Recipe(BY_ROW, BY_ROW, BY_ROW))
     assert rows.scaled_by(book, "one") is rows and book.states() == ()
 

@@ -133,7 +133,6 @@ def test_they_train_in_low_precision(kind: type[LanguageModel], mode: str) -> No
 
 
 def test_batch_norm_keeps_its_statistics_as_torchs_does() -> None:
-    """And goes by them in eval mode; one that keeps none goes by the batch there, too."""
     own, torchs, without = BatchNorm(5, running=True), nn.BatchNorm2d(5), BatchNorm(5).eval()
     assert not list(without.buffers())
     for step in range(3):

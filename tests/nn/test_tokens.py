@@ -23,7 +23,6 @@ def path(tmp_path: Path) -> str:
 
 
 def test_targets_are_the_tokens_that_follow(path: str) -> None:
-    """Every window is a stretch of the file."""
     tokens, targets = TokenLoader(path, 4, 16, "cpu", 0, 256).next()
     assert tokens.shape == targets.shape == (4, 16)
     assert tokens.dtype == targets.dtype == torch.int64
@@ -33,7 +32,6 @@ def test_targets_are_the_tokens_that_follow(path: str) -> None:
 
 
 def test_the_same_seed_gives_the_same_batches(path: str) -> None:
-    """And another seed gives others. A step's micro-batches are different text."""
     one, same, other = (TokenLoader(path, 2, 8, "cpu", seed, 256) for seed in (7, 7, 8))
     last = other.next()
     for _ in range(3):
@@ -66,13 +64,11 @@ def test_two_small_batches_are_one_large_batch(path: str) -> None:
 
 
 def test_tokens_stay_within_the_vocabulary(path: str) -> None:
-    """A small model reads the same text."""
     tokens, targets = TokenLoader(path, 50, 8, "cpu", 0, 100).next()
     assert int(tokens.max()) < 100 and int(targets.max()) < 100
 
 
 def test_every_window_can_come_up(tmp_path: Path) -> None:
-    """Up to the last tokens of the file."""
     file = tmp_path / "tokens"
     np.arange(10, dtype=np.uint16).tofile(file)
     loader = TokenLoader(str(file), 100, 7, "cpu", 0, 256)
@@ -81,13 +77,11 @@ def test_every_window_can_come_up(tmp_path: Path) -> None:
 
 @for_each("length", [1000, 1001, 5000])
 def test_a_file_that_is_too_short_is_refused(path: str, length: int) -> None:
-    """With what it has and what is needed."""
     with pytest.raises(ValueError, match=f"1000 tokens; a sequence of {length} needs more"):
         TokenLoader(path, 1, length, "cpu", 0, 256)
 
 
 def test_a_sequence_that_just_fits_is_read(path: str) -> None:
-    """One window and the token after it."""
     tokens, targets = TokenLoader(path, 1, 999, "cpu", 0, 256).next()
     assert (int(tokens[0, 0]), int(targets[0, -1])) == (0, 999 % 256)
 

@@ -135,7 +135,6 @@ def test_a_gradient_of_a_weight_is_unit_before_it_becomes_the_true_one() -> None
 
 
 def test_constants_are_those_of_a_gaussian() -> None:
-    """By quadrature."""
     z = torch.linspace(-12, 12, 24001, dtype=torch.float64, requires_grad=True)
     density = torch.exp(-z.detach().square() / 2)
     density /= density.sum()
@@ -209,7 +208,6 @@ def test_it_is_what_the_package_of_its_authors_computes() -> None:
 
 
 def test_a_residual_is_the_packages() -> None:
-    """The weights of a block's sums, forward and backward, by its ratio tau of branch and stream."""
     functions = pytest.importorskip("unit_scaling.functional")
     model = built(NANO, torch.float64)
     scale_to_unit(model, NANO.sequence)

@@ -113,7 +113,6 @@ def test_ranks_compute_what_one_does_bit_for_bit(precision: str, load: str) -> N
 
 @for_each("ranks", [4, 8])
 def test_more_ranks_do_too(ranks: int) -> None:
-    """Down to one expert a rank."""
     assert differing(ranks, "fp32", "zipf:1") == set()
 
 
@@ -135,7 +134,6 @@ ROW_BYTES = {"stream": (4 * WIDTH, 4 * WIDTH), "bf16": (2 * WIDTH, 2 * WIDTH), "
 @for_each("wire", [*ROW_BYTES])
 @for_each("load", ["uniform", "zipf:1"])
 def test_bytes_are_counted_by_hand(load: str, wire: str) -> None:
-    """Rows for other ranks alone; forward there and back, and the gradients of both."""
     there, back = ROW_BYTES[wire]
     table = rows_to(load, 2)
     for rank, found in enumerate(by_ranks(2, "fp32", load, wire)):

@@ -69,7 +69,6 @@ def test_four_ranks_that_cut_products_train_what_one_does(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("size", sampled([2], [2, 4]))
 def test_ranks_ask_for_scales_as_often_as_the_formula_says(tmp_path: Path, size: int) -> None:
-    """What `amax=group` sends beside what `own` does, by layers and ranks; ZeRO's two messages of any model."""
     tokens = tmp_path / "tokens"
     np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16).tofile(tokens)
     config = replace(SIZES["nano"], sequence=32)

@@ -132,7 +132,6 @@ def test_a_sum_that_is_forgotten_in_backward_is_seen(monkeypatch: pytest.MonkeyP
 
 
 def test_a_block_sends_two_sums_forward_and_two_backward() -> None:
-    """Of (batch, tokens, width) each; with sequence parallel as much in halves, and the gradients of what all have."""
     stream = 4 * BATCH * TOKENS * GPT2.width
     models = [made(GPT2, "fp32") for _ in range(4)]
 
@@ -190,7 +189,6 @@ def test_parts_are_cast_as_the_whole_tensor_is(kind: type[RecipeArithmetic], mod
 
 
 def test_a_cast_that_is_done_again_asks_nobody() -> None:
-    """A block that is computed once more in backward is cast with the scale that it had."""
     precision = precisions.get("fp8")
     assert isinstance(precision, RecipePrecision)
     asked = []
