@@ -186,15 +186,6 @@ def test_experts_are_covered_whichever_way_transformers_multiplies_them(way: str
     assert gemm is not None and gemm.flops == coverage.converted_flops
 
 
-def test_batches_and_outputs_of_transformers() -> None:
-    own = case("bert")
-    batch = architectures().transformers.BatchEncoding(own.batch)
-    output = call_of(own.model, batch)()
-    assert type(output).__name__ == "MaskedLMOutput"
-    assert loss_of(own.model, batch, output)[1] == "the loss that forward gives"
-    assert [name for name, _ in tensors_in(output)] == ["loss", "logits"]
-
-
 @each_model
 def test_what_is_covered_is_what_runs_converted(name: str) -> None:
     """In fp32 the step computes the same, and exactly the covered products are made by our layers."""

@@ -274,18 +274,6 @@ def test_what_a_cache_gives_back_is_the_formats_own_rounding(name: str) -> None:
     assert torch.allclose(found, wanted, rtol=1e-6, atol=0)
 
 
-def test_another_layers_scale_clips_or_coarsens() -> None:
-    x = torch.randn(1, 2, 8, 32, generator=torch.Generator().manual_seed(5))
-    own, others = (KeptHeads("fp8-tensor", (1, 2, 8, 32), torch.float32, "cpu") for _ in range(2))
-    own.calibrate(x)
-    others.calibrate(x / 100)
-    errors = []
-    for heads in (own, others):
-        heads.put(x, 0)
-        errors.append(float((heads.read(8) - x).norm() / x.norm()))
-    assert errors[0] < 0.04 < 0.5 < errors[1]
-
-
 @for_each("name", [name for name in WEIGHT_FORMATS if name not in ("fp32", "bf16")])
 def test_kept_weights_multiply_as_their_values(name: str) -> None:
     """A kernel of torch's beside the values that its codes stand for; and those beside the formats' own."""
@@ -365,14 +353,6 @@ def test_counted_bytes_are_those_that_are_stored(kv: str, weights: str) -> None:
     if weights == "bf16":
         parameters = sum(math.prod(shape) for shape, _ in served_shapes(config).values())
         assert 8 * model.weight_bytes() == 16 * parameters
-
-
-def test_a_filled_cache_is_of_realistic_scale() -> None:
-    """Spread and outliers, the same for every format and no constants: a constant makes every softmax uniform."""
-    model = model_of(TINY)
-    model.fill(16, torch.Generator().manual_seed(0))
-    keys, kept = (heads.read(16) for heads in model.cache[0])
-    assert 0.9 < float(kept.std()) < 1.1 and float(keys[..., 1:].std()) < 1.2 < 3 < float(keys[..., 0].std())
 
 
 def test_formats_by_layer() -> None:

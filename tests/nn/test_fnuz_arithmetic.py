@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 
 from fp8bench.formats.grids import E4M3FNUZ, E5M2FNUZ
-from fp8bench.formats.recipe_support import on_device
 from fp8bench.formats.scaled import quantise, values
 from fp8bench.nn.arithmetics import ScaledArithmetic
-from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 from tests.counts import for_each
-from tests.facts import CPU, H200, MI300X, MI350X
+from tests.facts import MI300X
 from tests.formats.scaling_definitions import gaussian
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
 
@@ -48,11 +46,3 @@ def test_products_are_those_of_the_codes(mode: str) -> None:
     a, b = made.cast(gaussian(48, 64), Role.GRADIENT), made.cast(gaussian(32, 64, seed=1), Role.WEIGHT)
     exact = made.restore(a, torch.float64) @ made.restore(b, torch.float64).t()
     assert relative_frobenius(made.product(a, b, torch.bfloat16), exact) < 4e-3
-
-
-def test_other_devices_keep_the_formats_that_were_asked_for() -> None:
-    """MI350 has those of everybody, blocks are emulated as they are defined."""
-    for mode, facts in (("fp8", MI350X), ("fp8", H200), ("fp8", CPU), ("fp8-block", MI300X), ("mxfp8", MI300X)):
-        precision = precisions.get(mode)
-        assert isinstance(precision, RecipePrecision)
-        assert on_device(precision.recipe, facts) is precision.recipe

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.model import CELL_PHASES
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.attention import rotate, rotations
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Choose
 from fp8bench.nn.sizes import SIZES, GPTConfig
@@ -116,30 +115,6 @@ def test_loss_and_gradients_are_those_of_an_independent_model(
         assert parameter.grad is not None and wanted is not None
         error = torch.linalg.vector_norm(parameter.grad.double() - wanted) / torch.linalg.vector_norm(wanted)
         assert float(error) < tolerance, name
-
-
-@for_each("config", [PLAIN, MODERN], ids=["gpt-2", "modern"])
-def test_a_later_token_does_not_change_an_earlier_loss(config: GPTConfig) -> None:
-    """Attention is causal: the loss of the first five positions, with other tokens after them."""
-    model, (tokens, targets) = model_of(config), text(config)
-    changed, ignored = tokens.clone(), -100
-    changed[:, 5:] = (tokens[:, 5:] + 1) % config.vocabulary
-    early, late = targets.clone(), targets.clone()
-    early[:, 5:], late[:, :5] = ignored, ignored
-    with torch.no_grad():
-        losses = [[float(model(one, wanted, SilentPhases())) for wanted in (early, late)] for one in (tokens, changed)]
-    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)
-    assert losses[0][1] != pytest.approx(losses[1][1], rel=1e-4)
-
-
-def test_a_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
-    table = rotations(16, 8).double()
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(8, generator=generator, dtype=torch.float64) for _ in range(2))
-    rows_q, rows_k = rotate(q.repeat(16, 1), table), rotate(k.repeat(16, 1), table)
-    torch.testing.assert_close(rows_q.norm(dim=-1), q.norm().repeat(16), rtol=1e-6, atol=0)
-    products = rows_q @ rows_k.T
-    torch.testing.assert_close(products[3, 1], products[12, 10], rtol=1e-5, atol=1e-5)
 
 
 def marked(choose: Choose, carrier: torch.dtype) -> set[str]:

@@ -9,7 +9,7 @@ import torch
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.sizes import HEADS, MODELS, PRODUCTS, SIZES, features_of, models, of_config, sides_of, usual_tokens
+from fp8bench.nn.sizes import SIZES, features_of, of_config, usual_tokens
 from tests.counts import for_each
 
 
@@ -33,16 +33,3 @@ def test_layers_hold_the_weights_that_flops_are_counted_from(name: str) -> None:
     assert sum(outputs * inputs for outputs, inputs in block) == config.block_weights
     assert head == (config.vocabulary, config.width)
     assert usual_tokens(name) == config.batch * config.sequence
-
-
-@for_each("name", MODELS)
-def test_heads_end_the_named_models(name: str) -> None:
-    assert list(features_of(name))[-1] == "head" and name in models()
-    assert HEADS[name][1] in {inputs for _, inputs in MODELS[name].values()}
-
-
-def test_the_three_products_multiply_the_same_three_sides() -> None:
-    """Each contracts over another one: features in, features out, tokens."""
-    found = {product: sides_of(product, 5, 7, 11) for product in PRODUCTS}
-
-    assert found == {"forward": (5, 7, 11), "input-gradient": (5, 11, 7), "weight-gradient": (7, 11, 5)}

@@ -108,13 +108,6 @@ def test_the_second_moment_is_kept_as_its_precision_needs(precision: str, same: 
     assert storage.casts is first.casts is (precision != "fp32")
 
 
-def test_only_fp32_moments_are_the_very_tensors_that_a_step_writes() -> None:
-    """So that a step of fp32 casts nothing."""
-    plain = bucket("fp32").plain
-    assert plain is not None and [len(one) for one in plain] == [2, 2]
-    assert bucket("bf16").plain is None and bucket("fp8").plain is None
-
-
 @for_each(
     ("elements", "most", "parts"),
     [([4, 4, 4], 8, [2, 1]), ([9, 1], 8, [1, 1]), ([1, 9, 1], 8, [1, 1, 1]), ([1, 1], 8, [2]), ([], 8, [])],

@@ -223,14 +223,6 @@ def test_an_operand_with_a_scale_is_saved_and_given_back() -> None:
     CONVOLUTION.is_close(CONVOLUTION.layer(Unmultiplied()), 1e-6)
 
 
-def test_a_frozen_weight_costs_no_product() -> None:
-    layer = linear(PlainArithmetic(torch.float32))
-    layer.weight.requires_grad_(False)
-    x = given(8, 64).requires_grad_()
-    layer(x, SilentPhases()).sum().backward()
-    assert layer.weight.grad is None and x.grad is not None
-
-
 def test_block_scaled_gradients_are_those_of_each_orientations_own_blocks() -> None:
     def blocks(tensor: Tensor, role: Role = Role.INPUT) -> Tensor:
         return values(tensor, E4M3, MX)

@@ -65,12 +65,6 @@ def test_a_rotation_leaves_the_product_as_it_is(tokens: int) -> None:
     assert not torch.equal(*found) and relative_frobenius(*found) < 1e-3
 
 
-def test_rotations_are_a_layers_own_and_can_be_had_again() -> None:
-    source = gaussian(48, 64)
-    one, again, other = (of("nvfp4:stochastic=off", name).turned(source, Role.INPUT).data for name in ("a", "a", "b"))
-    assert torch.equal(one, again) and not torch.equal(one, other)
-
-
 def test_random_numbers_differ_from_cast_to_cast_and_can_be_had_again() -> None:
     source = gaussian(64, 64)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from fp8bench.formats.grids import BF16, E2M1, E4M3, E5M2, FP16
 from fp8bench.nn.tensor_scales import view_of
 from fp8bench.numerics.tensor_error import tensor_error
 from fp8bench.protocols import Role
@@ -44,18 +41,6 @@ def test_what_is_left_lies_within_half_an_ulp_by_the_view(mode: str, role: Role)
     assert found.saturation_percent is not None and found.saturation_percent < 6
 
 
-def test_formats_are_those_of_the_role() -> None:
-    formats = {
-        (mode, role): view_of(precisions.get(mode), role, normal()).fmt
-        for mode in ("fp8", "nvfp4", "bf16")
-        for role in Role
-    }
-    assert formats["fp8", Role.INPUT] is formats["fp8", Role.WEIGHT] is E4M3 and formats["fp8", Role.GRADIENT] is E5M2
-    assert formats["nvfp4", Role.GRADIENT] is E2M1 and formats["bf16", Role.INPUT] is BF16
-    assert view_of(precisions.get("fp16"), Role.INPUT, normal()).fmt is FP16
-    assert view_of(precisions.get("fp32"), Role.INPUT, normal()).fmt is None
-
-
 def test_a_delayed_scale_is_that_of_the_steps_before() -> None:
     steps = [normal(2.0**power) for power in range(4)]
     before = list(reversed(steps[:-1]))
@@ -77,11 +62,3 @@ def test_a_margin_lies_idle() -> None:
     assert (
         view.course is not None and max(view.course.lag) == pytest.approx(-2, abs=1e-6) and not any(view.course.drift)
     )
-
-
-def test_a_delayed_scale_without_steps_before_it_is_one() -> None:
-    """As the cast has it."""
-    x = normal()
-    view = view_of(precisions.get("fp8-delayed"), Role.INPUT, x)
-    assert view.factors is not None and float(view.factors.steps) == 1 and view.course is not None
-    assert max(view.course.lag) == pytest.approx(math.log2(float(x.abs().max()) / 448), abs=1e-6)

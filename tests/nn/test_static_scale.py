@@ -15,7 +15,7 @@ from fp8bench.model import LayerScale, StaticScales
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.tensor_scales import StaticScale
-from fp8bench.protocols import Role, ScaleBook, SilentPhases
+from fp8bench.protocols import ScaleBook, SilentPhases
 from tests.counts import for_each
 
 FIXED = StaticScales(1)
@@ -81,13 +81,6 @@ def test_every_so_many_steps_a_scale_is_that_of_one_step() -> None:
     assert book.states() == (LayerScale("one", "input", 61.0, float(torch.tensor(448.0) / 61), 2),)
 
 
-def test_a_watched_step_of_zeros_renews_nothing() -> None:
-    book, scale = scale_of(StaticScales(1, refresh=1), 7.0)
-    book.begin_step()
-    assert float(scale.next(torch.zeros(4)).scale) == 1.0
-    assert book.states() == (LayerScale("one", "input", 7.0, 64.0, 0),)
-
-
 @pytest.fixture(params=["processor", "elsewhere"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """On a processor, and as on a device whose answers nobody waits for: tensors then say that they lie elsewhere, and
@@ -127,12 +120,6 @@ def test_a_scale_is_renewed_where_more_than_the_bound_saturates(
         assert float(used.scale) == pytest.approx(448 / wanted) and torch.equal(used.inverse, 1 / used.scale)
     standing = scale.state()
     assert standing is not None and (standing.amax, standing.renewals) == (wanted, int(renewed))
-
-
-def test_what_is_not_finite_saturates_and_gives_no_scale(device: str) -> None:
-    _, scale = scale_of(StaticScales(1, bound=0.1), 7.0)
-    assert float(scale.next(placed(torch.tensor([math.inf, 1.0]))).scale) == 64.0
-    assert scale.state() == (7.0, 64.0, 0)
 
 
 def test_a_cast_that_is_done_again_gets_the_scale_that_it_had() -> None:
@@ -189,12 +176,3 @@ def test_scales_of_the_very_data_give_what_current_scaling_gives() -> None:
 def test_a_recipe_without_one_scale_a_tensor_stays_as_it_is() -> None:
     book, rows = ScaleBook(FIXED), RecipeArithmetic(Recipe(BY_ROW, BY_ROW, BY_ROW))
     assert rows.scaled_by(book, "one") is rows and book.states() == ()
-
-
-def test_each_layer_has_scales_of_its_own() -> None:
-    """By its name, even where the arithmetic is one."""
-    book = ScaleBook(FIXED)
-    one, other = (RecipeArithmetic(HYBRID).scaled_by(book, name) for name in ("one", "other"))
-    one.cast(of_magnitude(2.0).view(1, -1), Role.INPUT)
-    other.cast(of_magnitude(4.0).view(1, -1), Role.INPUT)
-    assert [(scale.layer, scale.amax) for scale in book.states()] == [("one", 2.0), ("other", 4.0)]

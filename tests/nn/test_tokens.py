@@ -57,17 +57,6 @@ def test_batches_loaded_ahead_are_those_that_would_come(path: str) -> None:
     assert len(places) == 1
 
 
-def test_two_small_batches_are_one_large_batch(path: str) -> None:
-    """So that accumulation can be compared with a single batch."""
-    small, large = TokenLoader(path, 2, 8, "cpu", 3, 256), TokenLoader(path, 4, 8, "cpu", 3, 256)
-    assert torch.equal(torch.cat([small.next()[0], small.next()[0]]), large.next()[0])
-
-
-def test_tokens_stay_within_the_vocabulary(path: str) -> None:
-    tokens, targets = TokenLoader(path, 50, 8, "cpu", 0, 100).next()
-    assert int(tokens.max()) < 100 and int(targets.max()) < 100
-
-
 def test_every_window_can_come_up(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     np.arange(10, dtype=np.uint16).tofile(file)
@@ -79,11 +68,6 @@ def test_every_window_can_come_up(tmp_path: Path) -> None:
 def test_a_file_that_is_too_short_is_refused(path: str, length: int) -> None:
     with pytest.raises(ValueError, match=f"1000 tokens; a sequence of {length} needs more"):
         TokenLoader(path, 1, length, "cpu", 0, 256)
-
-
-def test_a_sequence_that_just_fits_is_read(path: str) -> None:
-    tokens, targets = TokenLoader(path, 1, 999, "cpu", 0, 256).next()
-    assert (int(tokens[0, 0]), int(targets[0, -1])) == (0, 999 % 256)
 
 
 def test_a_vocabulary_of_bytes_reads_the_bytes_as_they_are(path: str) -> None:

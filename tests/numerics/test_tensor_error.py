@@ -1,4 +1,4 @@
-"""Norms, and every figure of a rounded tensor: against definitions in numpy, by hand, at the edges; courses of scales."""
+"""Norms, and every figure of a rounded tensor: against definitions in numpy, by hand, at the edges; scale courses."""
 
 from __future__ import annotations
 
