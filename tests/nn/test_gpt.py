@@ -1,4 +1,4 @@
-"""The model against another one written plainly from the same weights, its phases, and its FLOPs."""
+"""The model against another one written plainly from the same weights, its phases, its FLOPs and its layers' sizes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fp8bench.devices.cpu import HostStamper
 from fp8bench.model import CELL_PHASES
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.linear import Choose
-from fp8bench.nn.sizes import SIZES, GPTConfig
+from fp8bench.nn.linear import Choose, Linear
+from fp8bench.nn.sizes import SIZES, GPTConfig, features_of, of_config, usual_tokens
 from fp8bench.protocols import Arithmetic, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.clock import PhaseClock
@@ -196,3 +196,25 @@ def test_the_residual_stream_keeps_the_models_dtype_under_a_precision_map() -> N
     tokens = torch.zeros(1, 16, dtype=torch.long)
     model(tokens, tokens, SilentPhases())
     assert seen == [torch.bfloat16] * 2
+
+
+@for_each("modern", [False, True])
+def test_a_trained_models_layers_are_those_that_it_is_built_of(modern: bool) -> None:
+    config = replace(SIZES["nano"], modern=modern, key_heads=2 if modern else 4, layers=1)
+    plain = PlainArithmetic(torch.float32)
+    model = GPT(config, lambda name: plain, torch.float32)
+    built = {
+        name.rpartition(".")[2]: one.weight.shape for name, one in model.named_modules() if isinstance(one, Linear)
+    }
+
+    assert {name: torch.Size(sides) for name, sides in of_config(config).items()} == built
+
+
+@for_each("name", SIZES)
+def test_layers_hold_the_weights_that_flops_are_counted_from(name: str) -> None:
+    config = SIZES[name]
+    *block, head = features_of(name).values()
+
+    assert sum(outputs * inputs for outputs, inputs in block) == config.block_weights
+    assert head == (config.vocabulary, config.width)
+    assert usual_tokens(name) == config.batch * config.sequence

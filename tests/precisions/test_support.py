@@ -122,12 +122,6 @@ def test_every_precision_is_registered_under_its_own_name() -> None:
     assert precisions.get("fp4").aliases == ("fp4",)
 
 
-def test_ranks_go_from_high_precision_down() -> None:
-    assert [precisions.get(name).rank for name in NAMES] == [
-        0, 10, 20, 30, 40, 41, 42, 43, 44, 45, 50, 55, 60, 70, 90, 46,
-    ]  # fmt: skip
-
-
 def test_listing_needs_neither_torch_nor_numpy() -> None:
     code = (
         "import sys, fp8bench.registry as r\n"
