@@ -104,7 +104,7 @@ def _written_out(x: Tensor, lie: Windows) -> Tensor:
     return torch.cat(shifts, dim=-1).to(x.dtype)
 
 
-class _Product(torch.autograd.Function):
+class _ConvolvedProduct(torch.autograd.Function):
     """Images (B, H, W, I) under windows (O, window x I), marking its own backward: it may run on another thread."""
 
     @staticmethod
@@ -171,7 +171,7 @@ def convolved(
     """
     x = x.to(arithmetic.carrier)
     if not arithmetic.explicit:
-        y: Tensor = _Product.apply(x, weight, lie, arithmetic, phase, layout, operands)  # type: ignore[no-untyped-call]
+        y: Tensor = _ConvolvedProduct.apply(x, weight, lie, arithmetic, phase, layout, operands)  # type: ignore[no-untyped-call]
         return y
     # The same as one product of a linear layer, a row for every place.
     if x.requires_grad:

@@ -30,7 +30,7 @@ from fp8bench.nn.uncompiled import recomputed
 from fp8bench.protocols import Arithmetic, Fused, Phases, Role, SilentPhases
 
 
-class UnitStream(Protocol):
+class ScaledStream(Protocol):
     """What unit scaling does with a model's stream at its beginning and its end, of a batch of so many tokens."""
 
     def begin(self, tokens: int) -> None: ...
@@ -132,7 +132,7 @@ class LanguageModel(nn.Module):
 
     carrier: torch.dtype
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
-    unit: UnitStream | None = None
+    unit: ScaledStream | None = None
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
         if self.unit is not None:

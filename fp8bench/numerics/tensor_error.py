@@ -186,7 +186,7 @@ def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: Facto
         raise ValueError(f"shapes differ: {tuple(x.shape)} and {tuple(y.shape)}")
     given, left = as_rows(x), as_rows(y)
     values = _Values(given)
-    grid = None if fmt is None else _Grid(fmt, factors or Factors(torch.ones(1, 1, device=x.device)))
+    grid = None if fmt is None else _GridFigures(fmt, factors or Factors(torch.ones(1, 1, device=x.device)))
     for place in tiles(*given.shape):
         exact, rounded = given[place].to(torch.float64), left[place].to(torch.float64)
         finite = exact.isfinite()
@@ -232,7 +232,7 @@ class _Values:
             found = in_blocks(squares, BLOCK).sum(-1)
             sums[place[0], left : left + found.shape[1]] += found
 
-    def error(self, count: int, grid: _Grid | None) -> TensorError:
+    def error(self, count: int, grid: _GridFigures | None) -> TensorError:
         nonzero, lost, vanished = self._counts.tolist()
         saturated, subnormal, max_ulp, utilisation = grid.figures() if grid is not None else (None,) * 4
         return TensorError(
@@ -244,7 +244,7 @@ class _Values:
         )  # fmt: skip
 
 
-class _Grid:
+class _GridFigures:
     """What depends on the elements' format: x is looked at in units of its block's factor."""
 
     def __init__(self, fmt: Format, factors: Factors) -> None:

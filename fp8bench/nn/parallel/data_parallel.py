@@ -11,9 +11,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8bench.nn.parallel.exchanges import FP8Wire, RankGroup, WireWitness
-from fp8bench.nn.parallel.model import ParallelModel, Witness, is_silent
-from fp8bench.nn.parallel.owned import OwnedTensors
+from fp8bench.nn.parallel.exchanges import FP8Wire, OwnedTensors, RankGroup, WireWitness, is_silent
+from fp8bench.nn.parallel.model import ParallelModel, Witness
 from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases, SilentPhases
 

@@ -13,9 +13,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from fp8bench.nn.experts import Experts
+from fp8bench.nn.experts import Experts, coded, decoded
 from fp8bench.nn.gpt import GPT, Block
-from fp8bench.nn.mixture import coded, decoded
 from fp8bench.nn.parallel.exchanges import RankGroup, handed
 from fp8bench.nn.parallel.model import ParallelModel
 from fp8bench.nn.parallel.ways import Job

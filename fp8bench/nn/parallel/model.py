@@ -107,10 +107,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def is_silent(group: ProcessGroup) -> bool:
-    return str(dist.get_backend(group)) == "fake"
-
-
 def silent_group() -> ProcessGroup:
     """A group of all ranks in which nothing is sent: what a step takes in it is what it computes."""
     # Registers the backend of that name, which hands back what it is given.

@@ -11,8 +11,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel.exchanges import said_by_all
-from fp8bench.nn.parallel.model import ParallelModel, is_silent
+from fp8bench.nn.parallel.exchanges import is_silent, said_by_all
+from fp8bench.nn.parallel.model import ParallelModel
 from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases, SilentPhases
 

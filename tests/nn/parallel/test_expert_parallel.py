@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.nn.experts import Experts
+from fp8bench.nn.experts import Experts, made_load
 from fp8bench.nn.gpt import FeedForward
-from fp8bench.nn.mixture import made_load
 from fp8bench.nn.parallel import expert_parallel
 from fp8bench.nn.parallel.expert_parallel import RankedExperts
 from fp8bench.nn.sizes import MoeSizes

@@ -16,7 +16,7 @@ from fp8bench.model import Case, Record, Request, Status
 from fp8bench.model.raw import Settings
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel.owned import owners
+from fp8bench.nn.parallel.exchanges import owners
 from fp8bench.nn.parallel.ways import ScaleTraffic, scale_traffic_of_cuts
 from fp8bench.nn.sizes import SIZES
 from fp8bench.protocols import SilentObserver
