@@ -138,40 +138,21 @@ def test_a_cached_decode_is_the_formulas(config: GPTConfig) -> None:
     assert np.abs(late.double().numpy() - exact[:, 4:]).max() <= 1e-5 * np.abs(exact).max()
 
 
-def test_the_trained_model_of_these_weights_gives_the_same_logits() -> None:
-    """fp8bench's GPT, which has no cache."""
-    config = SERVED_SIZES["nano-llama"]
-    config = replace(config, sequence=32)
+@for_each(("size", "kind"), [("nano-llama", GPT), ("nano-moe", MixtureGPT)])
+def test_the_trained_model_of_these_weights_gives_the_same_logits(size: str, kind: type[GPT]) -> None:
+    """fp8bench's GPT, which has no cache, and its mixture, whose checkpoints are read in this order."""
+    config = replace(SERVED_SIZES[size], sequence=32)
     plain, weight = PlainArithmetic(torch.float32), drawn_weights(served_shapes(config), 3, "cpu")
-    gpt = GPT(config, lambda name: plain, torch.float32)
-    names = dict(gpt.named_parameters())
-    assert list(names) == list(served_shapes(config))
+    gpt = kind(config, lambda name: plain, torch.float32)
+    wanted = [(name, shape) for name, (shape, _) in served_shapes(config).items()]
+    assert [(name, (*one.shape,)) for name, one in gpt.named_parameters()] == wanted
     with torch.no_grad():
-        for name, parameter in names.items():
-            parameter.copy_(weight(name))
-        tokens = torch.randint(config.vocabulary, (2, 20))
-        wanted = gpt.logits(tokens, SilentPhases())
-    found = token_by_token(model_of(config), tokens, 7)
-    assert float((found - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
-
-
-def test_the_trained_mixture_of_these_weights_gives_the_same_logits() -> None:
-    """fp8bench's mixture, whose parameters come in the same order: its checkpoints are read so."""
-    config = replace(SERVED_SIZES["nano-moe"], sequence=32)
-    plain, weight = PlainArithmetic(torch.float32), drawn_weights(served_shapes(config), 3, "cpu")
-    gpt = MixtureGPT(config, lambda name: plain, torch.float32)
-    names = dict(gpt.named_parameters())
-    assert {name: (*one.shape,) for name, one in names.items()} == {
-        name: shape for name, (shape, _) in served_shapes(config).items()
-    }
-    assert list(names) == list(served_shapes(config))
-    with torch.no_grad():
-        for name, parameter in names.items():
+        for name, parameter in gpt.named_parameters():
             parameter.copy_(weight(name))
         tokens = torch.randint(config.vocabulary, (2, 20), generator=torch.Generator().manual_seed(2))
-        wanted = gpt.logits(tokens, SilentPhases())
+        logits = gpt.logits(tokens, SilentPhases())
     found = token_by_token(model_of(config), tokens, 7)
-    assert float((found - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+    assert float((found - logits).abs().max()) <= 1e-5 * float(logits.abs().max())
 
 
 class Touched(TorchDispatchMode):  # type: ignore[misc]

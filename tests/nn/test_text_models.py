@@ -14,6 +14,7 @@ from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
 from fp8bench.nn.text_models import TextCNN, WindowMLP
+from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
 from tests.counts import for_each
@@ -143,3 +144,5 @@ def test_batch_norm_keeps_its_statistics_as_torchs_does() -> None:
     torchs(images)
     assert torch.equal(own.eval()(x).permute(0, 3, 1, 2), torchs.eval()(images))
     assert not torch.equal(own(x), without(x))
+    large = x + 100  # statistics are fp32 for bf16 images too
+    assert relative_frobenius(without(large.bfloat16()), without(large.bfloat16().double())) < 3e-3
