@@ -29,7 +29,7 @@ from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
 from fp8bench.formats.scale_layouts import by_columns, squares
 from fp8bench.formats.scaled import largest_magnitude, quantise
 from tests.counts import for_each, sampled
-from tests.formats.test_operators import AWKWARD, BF16, F16, F32, Operators, counted
+from tests.formats.test_operators import AWKWARD, BF16, F16, F32, Operators, assert_fused, counted
 
 EXACT, POWER_OF_TWO = ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO
 NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2, FP16: np.float16}
@@ -49,13 +49,9 @@ class Cast(NamedTuple):
 
 
 CASTS = [
-    Cast(E4M3, BF16, EXACT),
-    Cast(E5M2, F32, POWER_OF_TWO),
-    Cast(E4M3, F16, EXACT),
-    Cast(FP16, F32, EXACT),
-    Cast(E4M3, BF16, POWER_OF_TWO, by_row=True),
-    Cast(E5M2, F32, EXACT, by_row=True),
-]
+    Cast(E4M3, BF16, EXACT), Cast(E5M2, F32, POWER_OF_TWO), Cast(E4M3, F16, EXACT), Cast(FP16, F32, EXACT),
+    Cast(E4M3, BF16, POWER_OF_TWO, by_row=True), Cast(E5M2, F32, EXACT, by_row=True),
+]  # fmt: skip
 DELAYED = [Delayed(4), Delayed(3, Amax.MOST_RECENT, margin=2), Delayed(1024, interval=3)]
 
 
@@ -123,12 +119,6 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(bits)[number], other.contiguous().view(bits)[number])
 
 
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process in which no kernel was asked for yet."""
-    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
-
-
 @for_each("how", CASTS, ids=str)
 def test_codes_and_scales_are_those_of_the_definition(how: Cast) -> None:
     for x in pieces(how.source):
@@ -150,19 +140,14 @@ def test_codes_and_scales_are_those_of_the_definition(how: Cast) -> None:
             assert same(mine, bits), (x.shape, x.stride())
 
 
+def all_same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(same(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize("how", sampled(CASTS[:2], CASTS), ids=str)
+@pytest.mark.parametrize("how", sampled(CASTS[:1], CASTS), ids=str)
 def test_compiled_is_eager_bit_by_bit(how: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pieces by the same few kernels: sizes are free."""
-    monkeypatch.setattr(vector_width, "widths", lambda device: ())
-    eager = [cast(x, how) for x in pieces(how.source)]
-    assert counted()[1] == 0
-    operators.KERNELS.compile(*operators.KERNELS.wanted)
-    before = counted()
-    for x, wanted in zip(pieces(how.source), eager, strict=True):
-        assert all(same(one, other) for one, other in zip(cast(x, how), wanted, strict=True)), (x.shape, x.stride())
-    assert counted()[0] == before[0] and counted()[1] > 0 and not counted()[2]
+    assert_fused(monkeypatch, lambda x: cast(x, how), [*pieces(how.source)], all_same)
 
 
 def same_blocks(found: list[Tensor], wanted: list[Tensor]) -> bool:
@@ -180,17 +165,10 @@ def test_blocks_are_stored_ones(fmt: Format, source: torch.dtype, rounding: Scal
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh")
 def test_compiled_blocks_are_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vector_width, "widths", lambda device: ())
     fmt, source, rounding = BLOCKS[0]
     many = [*pieces(source), AWKWARD.repeat(2, 2)[:256, :384].to(source)]
-    eager = [in_blocks(x, fmt, rounding) for x in many]
-    operators.KERNELS.compile(*operators.KERNELS.wanted)
-    before = counted()
-    for x, wanted in zip(many, eager, strict=True):
-        assert same_blocks(in_blocks(x, fmt, rounding), wanted), (x.shape, x.stride())
-    assert counted()[0] == before[0] and not counted()[2]
+    assert_fused(monkeypatch, lambda x: in_blocks(x, fmt, rounding), many, same_blocks)
 
 
 def both_ways(x: Tensor) -> list[Tensor]:
@@ -212,20 +190,10 @@ def test_both_ways_are_each_by_itself() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("fresh")
 def test_compiled_both_ways_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vector_width, "widths", lambda device: ())
     x = AWKWARD.to(BF16)
-    many = [x, x[192:208], x[8:41, :250], x.repeat(2, 2)[:256, :384]]
-    for x in many:
-        both_ways(x)
-    operators.KERNELS.compile(*operators.KERNELS.wanted)
+    assert_fused(monkeypatch, both_ways, [x, x[192:208], x[8:41, :250], x.repeat(2, 2)[:256, :384]], same_blocks)
     assert any(isinstance(one, PairKernel) for one in operators.KERNELS._ready)
-    before = counted()
-    found = [both_ways(x) for x in many]
-    assert counted()[0] == before[0]
-    for x, mine in zip(many, found, strict=True):
-        assert same_blocks(mine, one_way_each(x)), (x.shape, x.stride())
 
 
 def course(delayed: Delayed, fmt: Format, device: str = "cpu") -> list[list[Tensor]]:
@@ -240,10 +208,11 @@ def course(delayed: Delayed, fmt: Format, device: str = "cpu") -> list[list[Tens
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("delayed", sampled(DELAYED[:1], DELAYED), ids=str)
-def test_compiled_delayed_scales_are_the_eager_ones(delayed: Delayed) -> None:
-    """State and all; eager ones are held against a definition in tests/nn/test_delayed.py."""
+def test_compiled_delayed_scales_are_the_eager_ones(delayed: Delayed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State and all; eager ones are held against a definition in tests/nn/test_tensor_scales.py."""
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
+    monkeypatch.setattr(vector_width, "widths", lambda device: ())
     eager = course(delayed, E4M3)
     operators.KERNELS.compile(*operators.KERNELS.wanted)
     compiled = course(delayed, E4M3)

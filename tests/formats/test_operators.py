@@ -43,28 +43,14 @@ class Asked(NamedTuple):
 
 
 ASKED = [
-    Asked(E4M3, None),
-    Asked(E5M2, None, BF16, BF16),
-    Asked(E4M3, None, BF16),
-    Asked(TF32, None, overflow=Overflow.INFINITY),
-    Asked(FP16, None, BF16, BF16, overflow=Overflow.INFINITY),
-    Asked(E4M3FNUZ, None, overflow=Overflow.NAN),
-    Asked(E2M1, None, stochastic=True),
-    Asked(E4M3, TENSOR),
-    Asked(E5M2, TENSOR, BF16, BF16),
-    Asked(E4M3, ROW),
-    Asked(E4M3, ROW, BF16, turned=True),
-    Asked(E4M3, BLOCK, BF16),
-    Asked(E4M3, BLOCK, turned=True),
-    Asked(E4M3, SQUARE, BF16),
-    Asked(E4M3, MX),
-    Asked(E4M3, MX, BF16, BF16),
-    Asked(E2M1, MX, turned=True),
-    Asked(E2M1, NVFP4),
-    Asked(E2M1, NVFP4, BF16),
-    Asked(E2M1, NVFP4, turned=True, stochastic=True),
-    Asked(E2M1, NVFP4_SQUARE),
-]
+    Asked(E4M3, None), Asked(E5M2, None, BF16, BF16), Asked(E4M3, None, BF16),
+    Asked(TF32, None, overflow=Overflow.INFINITY), Asked(FP16, None, BF16, BF16, overflow=Overflow.INFINITY),
+    Asked(E4M3FNUZ, None, overflow=Overflow.NAN), Asked(E2M1, None, stochastic=True), Asked(E4M3, TENSOR),
+    Asked(E5M2, TENSOR, BF16, BF16), Asked(E4M3, ROW), Asked(E4M3, ROW, BF16, turned=True), Asked(E4M3, BLOCK, BF16),
+    Asked(E4M3, BLOCK, turned=True), Asked(E4M3, SQUARE, BF16), Asked(E4M3, MX), Asked(E4M3, MX, BF16, BF16),
+    Asked(E2M1, MX, turned=True), Asked(E2M1, NVFP4), Asked(E2M1, NVFP4, BF16),
+    Asked(E2M1, NVFP4, turned=True, stochastic=True), Asked(E2M1, NVFP4_SQUARE),
+]  # fmt: skip
 # One that is flat, one by rows and turned, one in blocks, one in squares.
 SAMPLE = [ASKED[0], ASKED[10], ASKED[14], ASKED[20]]
 SEED = torch.tensor(11)
@@ -138,6 +124,23 @@ def compile_for(*every: Asked) -> None:
         operators.KERNELS.compile(*operators.KERNELS.wanted)
 
 
+def assert_fused(
+    monkeypatch: pytest.MonkeyPatch,
+    call: Callable[[Tensor], list[Tensor]],
+    many: list[Tensor],
+    same: Callable[[list[Tensor], list[Tensor]], bool],
+) -> None:
+    """All of them by the same few kernels, whose sizes are free, are what they are by many operations."""
+    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
+    monkeypatch.setattr(vector_width, "widths", lambda device: ())
+    eager = [call(x) for x in many]
+    before, *_ = counted()
+    operators.KERNELS.compile(*operators.KERNELS.wanted)
+    for x, wanted in zip(many, eager, strict=True):
+        assert same(call(x), wanted), (x.shape, x.stride())
+    assert counted()[0] == before and counted()[1] > 0 and not counted()[2]
+
+
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process in which no kernel was asked for yet."""
@@ -161,12 +164,9 @@ def test_any_output_takes_the_values(asked: Asked) -> None:
     compile_for(asked)
     shape = AWKWARD.shape
     outputs = [
-        torch.empty(shape, dtype=BF16),
-        torch.empty(shape, dtype=F16),
-        torch.empty(shape[::-1]).t(),
-        torch.empty(shape[0], 300)[:, 7:263],
-        torch.empty(AWKWARD.numel() + 1)[1:].view(shape),
-    ]
+        torch.empty(shape, dtype=BF16), torch.empty(shape, dtype=F16), torch.empty(shape[::-1]).t(),
+        torch.empty(shape[0], 300)[:, 7:263], torch.empty(AWKWARD.numel() + 1)[1:].view(shape),
+    ]  # fmt: skip
     for out in outputs:
         expected = eagerly(AWKWARD, asked).to(out.dtype)
         assert called(AWKWARD, asked, out) is out
