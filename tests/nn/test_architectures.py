@@ -16,12 +16,11 @@ from fp8bench.model.step import Coverage, ShareKind
 from fp8bench.nn.holders import held_in
 from fp8bench.nn.own_model import call_of, loss_of, tensors_in
 from fp8bench.numerics.norms import relative_frobenius
-from fp8bench.registry import precisions
 from fp8bench.tape.coverage import coverage_of
 from fp8bench.tape.timed_calls import OperatorTimes, shares_of
 from tests.counts import for_each, sampled
-from tests.facts import CPU
 from tests.nn.converted_models import FP32, converted, everything_in
+from tests.nn.layers import arithmetic_of
 from tests.tapes import tape_in_phases, tape_of
 
 pytestmark = pytest.mark.slow
@@ -211,7 +210,7 @@ def test_errors_are_in_the_order_of_formats(name: str) -> None:
     own = case(name)
     plain, gradients, errors = output_of(own), own.gradients(), {}
     for mode in ("fp8", "nvfp4"):
-        with converted(own.model, precisions.get(mode).arithmetic(CPU)):
+        with converted(own.model, arithmetic_of(mode)):
             found = own.gradients()
             assert set(found) == set(gradients) and all(one.isfinite().all() for one in found.values())
             errors[mode] = relative_frobenius(output_of(own), plain)

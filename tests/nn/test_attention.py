@@ -12,16 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.attention import EmulatedCore, FusedCore, HeadwiseCore
-from fp8bench.protocols import Arithmetic, Operand, Role
-from fp8bench.registry import precisions
+from fp8bench.protocols import Operand, Role
 from tests.counts import for_each
-from tests.facts import CPU
+from tests.nn.layers import arithmetic_of
 
 BATCH, HEADS, KEY_HEADS, TOKENS, WIDTH = 2, 4, 2, 24, 16
-
-
-def of(name: str) -> Arithmetic:
-    return precisions.get(name).arithmetic(CPU)
 
 
 def heads(dtype: torch.dtype = torch.float32, key_heads: int = KEY_HEADS) -> list[Tensor]:
@@ -67,7 +62,7 @@ def by_hand(
 @for_each("prescaled", [True, False])
 @for_each("precision", ["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"])
 def test_low_scores_are_the_formulas_on_rounded_values(precision: str, prescaled: bool, causal: bool) -> None:
-    arithmetic = of(precision)
+    arithmetic = arithmetic_of(precision)
 
     def by(cast: Callable[[Tensor, Role], Operand]) -> Callable[[Tensor], Tensor]:
         return lambda x: arithmetic.restore(cast(x.reshape(-1, x.shape[-1]), Role.INPUT), torch.float32).view(x.shape)
@@ -85,7 +80,7 @@ def test_low_scores_are_the_formulas_on_rounded_values(precision: str, prescaled
 @for_each("prescaled", [True, False])
 def test_rounding_nothing_gives_torchs_own_attention(prescaled: bool, causal: bool) -> None:
     """In fp32 the emulated form is the fused kernel, grouped heads and gradients included."""
-    emulated = outcome(EmulatedCore(of("fp32"), prescaled, causal), *heads())
+    emulated = outcome(EmulatedCore(arithmetic_of("fp32"), prescaled, causal), *heads())
     for one, wanted in zip(emulated, outcome(FusedCore(causal), *heads()), strict=True):
         torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
 

@@ -17,10 +17,9 @@ from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Choose, Linear
 from fp8bench.nn.sizes import SIZES, GPTConfig, features_of, of_config, usual_tokens
 from fp8bench.protocols import Arithmetic, SilentPhases
-from fp8bench.registry import precisions
 from fp8bench.worker.clock import PhaseClock
 from tests.counts import for_each
-from tests.facts import CPU
+from tests.nn.layers import arithmetic_of
 
 PLAIN = GPTConfig(61, 32, 2, 4, 4, 80, batch=2, sequence=12)
 MODERN = GPTConfig(61, 32, 2, 4, 2, 48, batch=2, sequence=12, modern=True)
@@ -126,14 +125,10 @@ def marked(choose: Choose, carrier: torch.dtype) -> set[str]:
     return {CELL_PHASES[code] for code in codes}
 
 
-def of(name: str) -> Arithmetic:
-    return precisions.get(name).arithmetic(CPU)
-
-
 def test_the_layers_mark_their_own_phases() -> None:
-    low, high = of("fp8"), of("bf16")
+    low, high = arithmetic_of("fp8"), arithmetic_of("bf16")
     assert marked(by_kind(low, low, high), torch.bfloat16) == {"cast", "gemm", "attention", "unattributed"}
-    exact = of("fp32")
+    exact = arithmetic_of("fp32")
     assert marked(by_kind(exact, exact, exact), torch.float32) == {"gemm", "attention", "unattributed"}
 
 

@@ -11,9 +11,8 @@ from fp8bench.formats.grids import E4M3, FP16
 from fp8bench.formats.recipes import TENSOR
 from fp8bench.formats.scaled import values
 from fp8bench.nn.moments import Bucket, Storage, bucketed, scaled, storages
-from fp8bench.registry import precisions
 from tests.counts import for_each
-from tests.facts import CPU
+from tests.nn.layers import arithmetic_of
 
 Doubles = npt.NDArray[np.float64]
 
@@ -24,7 +23,7 @@ def tensors(seed: int, size: float = 1.0) -> list[Tensor]:
 
 
 def storages_of(precision: str, same: bool = False) -> tuple[Storage, Storage]:
-    return storages(precisions.get(precision).arithmetic(CPU), same)
+    return storages(arithmetic_of(precision), same)
 
 
 def bucket(precision: str, fused: bool = False, same: bool = False, steps: int = 7) -> Bucket:

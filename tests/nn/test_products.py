@@ -23,8 +23,18 @@ from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.clock import PhaseClock
 from tests.counts import for_each
-from tests.facts import CPU, H200
-from tests.nn.layers import Outcome, as_torch, convolution, given, linear, outcome, torchs_convolution, torchs_linear
+from tests.facts import H200
+from tests.nn.layers import (
+    Outcome,
+    arithmetic_of,
+    as_torch,
+    convolution,
+    given,
+    linear,
+    outcome,
+    torchs_convolution,
+    torchs_linear,
+)
 
 
 class Kind(NamedTuple):
@@ -81,7 +91,7 @@ def test_forward_and_gradients_are_torchs_own(kind: Kind, dtype: torch.dtype, to
 )  # fmt: skip
 def test_every_precision_is_close_to_the_exact_result(kind: Kind, name: str, limit: float) -> None:
     """As close as its bits allow, and no closer than its name says."""
-    layer = kind.layer(precisions.get(name).arithmetic(CPU))
+    layer = kind.layer(arithmetic_of(name))
     kind.is_close(layer, limit, limit / 100)
     y, *gradients = outcome(layer, given(*kind.inputs), given(*kind.outputs))
     assert y.dtype == layer.arithmetic.carrier and y.is_contiguous()
@@ -91,7 +101,7 @@ def test_every_precision_is_close_to_the_exact_result(kind: Kind, name: str, lim
 def phases_of(kind: Kind, name: str, needs_gradient: bool = True) -> tuple[list[str], list[str]]:
     """The phases marked in forward and in backward."""
     clock = PhaseClock(HostStamper())
-    layer, x = kind.layer(precisions.get(name).arithmetic(CPU)), given(*kind.inputs).requires_grad_(needs_gradient)
+    layer, x = kind.layer(arithmetic_of(name)), given(*kind.inputs).requires_grad_(needs_gradient)
     clock.begin()
     y = layer(x, clock)
     forward, _ = clock.end()
@@ -337,7 +347,7 @@ def test_codes_of_a_native_precision_are_convolved_as_their_values(name: str) ->
     """Hardware's FP8 multiplies matrices; the convolution takes codes and scales apart again."""
     x, pull = given(2, 6, 6, 16), given(2, 6, 6, 16, seed=3)
     native = convolution(precisions.get(name).arithmetic(H200), 16, 16)
-    emulated = convolution(precisions.get(name).arithmetic(CPU), 16, 16)
+    emulated = convolution(arithmetic_of(name), 16, 16)
     assert isinstance(native.arithmetic, ScaledArithmetic) and not isinstance(emulated.arithmetic, ScaledArithmetic)
     for one, other in zip(outcome(native, x, pull), outcome(emulated, x, pull), strict=True):
         assert relative_frobenius(one, other) < 1e-3

@@ -23,6 +23,7 @@ from fp8bench.protocols import Role, ScaleBook, SilentPhases
 from fp8bench.registry import precisions
 from tests.counts import for_each
 from tests.facts import CPU
+from tests.nn.layers import arithmetic_of
 
 
 class Definition:
@@ -96,7 +97,7 @@ class Pair(nn.Module):
     def __init__(self, mode: str, again: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        arithmetic = precisions.get(mode).arithmetic(CPU)
+        arithmetic = arithmetic_of(mode)
         self.first, self.second = Linear(48, 32, arithmetic.layer("first")), Linear(32, 16, arithmetic.layer("second"))
         self.again = again
 

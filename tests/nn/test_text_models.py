@@ -16,10 +16,8 @@ from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
 from fp8bench.nn.text_models import TextCNN, WindowMLP
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import SilentPhases
-from fp8bench.registry import precisions
 from tests.counts import for_each
-from tests.facts import CPU
-from tests.nn.layers import as_torch
+from tests.nn.layers import arithmetic_of, as_torch
 
 CONFIG = GPTConfig(61, 16, 2, 4, 4, 24, batch=2, sequence=4 * LINE)
 EXACT = PlainArithmetic(torch.float64)
@@ -123,7 +121,7 @@ def test_no_place_sees_what_comes_later(kind: type[LanguageModel]) -> None:
 @for_each("mode", ["bf16", "fp8", "mxfp8", "nvfp4"])
 def test_they_train_in_low_precision(kind: type[LanguageModel], mode: str) -> None:
     """A loss near fp64's, and every weight gets a gradient."""
-    arithmetic = precisions.get(mode).arithmetic(CPU)
+    arithmetic = arithmetic_of(mode)
     torch.manual_seed(3)
     model = kind(CONFIG, lambda name: arithmetic, arithmetic.carrier)
     exact, batch = model_of(kind), text()
