@@ -267,9 +267,16 @@ def test_a_version_without_a_recipe_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_table_is_what_the_sources_say(tmp_path: Path) -> None:
     """Derived again by syntax from the wheel of that version, where it can be downloaded."""
     command = [
-        sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path),
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "-d",
+        str(tmp_path),
         f"transformer_engine=={VERSION}",
-    ]  # fmt: skip
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     wheels = list(tmp_path.glob("*.whl"))
     if done.returncode or not wheels:

@@ -30,10 +30,17 @@ asked_of_numpy = np.errstate(invalid="ignore", over="ignore")
 LARGEST32 = float(np.finfo(np.float32).max)
 
 ML_DTYPES: dict[str, type] = {
-    "e4m3fn": ml_dtypes.float8_e4m3fn, "e4m3fnuz": ml_dtypes.float8_e4m3fnuz, "e5m2": ml_dtypes.float8_e5m2,
-    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz, "e3m2": ml_dtypes.float6_e3m2fn, "e2m3": ml_dtypes.float6_e2m3fn,
-    "e2m1": ml_dtypes.float4_e2m1fn, "e8m0": ml_dtypes.float8_e8m0fnu, "bf16": ml_dtypes.bfloat16, "fp16": np.float16,
-}  # fmt: skip
+    "e4m3fn": ml_dtypes.float8_e4m3fn,
+    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+    "e8m0": ml_dtypes.float8_e8m0fnu,
+    "bf16": ml_dtypes.bfloat16,
+    "fp16": np.float16,
+}
 # What ml_dtypes makes of overflow: NaN where there is no infinity, but the largest where there is no NaN either.
 ML_DTYPES_OVERFLOW = {
     **dict.fromkeys(("e4m3fn", "e4m3fnuz", "e5m2fnuz", "e8m0"), Overflow.NAN),
@@ -59,13 +66,18 @@ def _unnamed(name: str, bits: int, precision: int, bias: int, *, fnuz: bool) -> 
 
 
 GFLOAT: dict[str, gfloat.FormatInfo] = {
-    "e4m3fn": gfloat.formats.format_info_ocp_e4m3, "e4m3fnuz": _unnamed("e4m3fnuz", 8, 4, 8, fnuz=True),
-    "e5m2": gfloat.formats.format_info_ocp_e5m2, "e5m2fnuz": _unnamed("e5m2fnuz", 8, 3, 16, fnuz=True),
-    "e3m2": gfloat.formats.format_info_ocp_e3m2, "e2m3": gfloat.formats.format_info_ocp_e2m3,
-    "e2m1": gfloat.formats.format_info_ocp_e2m1, "e8m0": gfloat.formats.format_info_ocp_e8m0,
-    "bf16": gfloat.formats.format_info_bfloat16, "fp16": gfloat.formats.format_info_binary16,
+    "e4m3fn": gfloat.formats.format_info_ocp_e4m3,
+    "e4m3fnuz": _unnamed("e4m3fnuz", 8, 4, 8, fnuz=True),
+    "e5m2": gfloat.formats.format_info_ocp_e5m2,
+    "e5m2fnuz": _unnamed("e5m2fnuz", 8, 3, 16, fnuz=True),
+    "e3m2": gfloat.formats.format_info_ocp_e3m2,
+    "e2m3": gfloat.formats.format_info_ocp_e2m3,
+    "e2m1": gfloat.formats.format_info_ocp_e2m1,
+    "e8m0": gfloat.formats.format_info_ocp_e8m0,
+    "bf16": gfloat.formats.format_info_bfloat16,
+    "fp16": gfloat.formats.format_info_binary16,
     "tf32": _unnamed("tf32", 19, 11, 127, fnuz=False),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -87,12 +99,18 @@ class Definition:
 
 
 DEFINITIONS = {
-    "e4m3fn": Definition(4, 3, 7, "fn"), "e4m3fnuz": Definition(4, 3, 8, "fnuz"), "e5m2": Definition(5, 2, 15, "ieee"),
-    "e5m2fnuz": Definition(5, 2, 16, "fnuz"), "e3m2": Definition(3, 2, 3, "finite"),
-    "e2m3": Definition(2, 3, 1, "finite"), "e2m1": Definition(2, 1, 1, "finite"),
-    "e8m0": Definition(8, 0, 127, "scale"), "bf16": Definition(8, 7, 127, "ieee"),
-    "fp16": Definition(5, 10, 15, "ieee"), "tf32": Definition(8, 10, 127, "ieee"),
-}  # fmt: skip
+    "e4m3fn": Definition(4, 3, 7, "fn"),
+    "e4m3fnuz": Definition(4, 3, 8, "fnuz"),
+    "e5m2": Definition(5, 2, 15, "ieee"),
+    "e5m2fnuz": Definition(5, 2, 16, "fnuz"),
+    "e3m2": Definition(3, 2, 3, "finite"),
+    "e2m3": Definition(2, 3, 1, "finite"),
+    "e2m1": Definition(2, 1, 1, "finite"),
+    "e8m0": Definition(8, 0, 127, "scale"),
+    "bf16": Definition(8, 7, 127, "ieee"),
+    "fp16": Definition(5, 10, 15, "ieee"),
+    "tf32": Definition(8, 10, 127, "ieee"),
+}
 
 
 @cache

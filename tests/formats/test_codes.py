@@ -44,9 +44,12 @@ from tests.formats.oracles import (
 
 each_format = for_each("fmt", ALL, ids=lambda fmt: fmt.name)
 TORCH_BYTES = {
-    E4M3: torch.float8_e4m3fn, E4M3FNUZ: torch.float8_e4m3fnuz, E5M2: torch.float8_e5m2,
-    E5M2FNUZ: torch.float8_e5m2fnuz, E8M0: torch.float8_e8m0fnu,
-}  # fmt: skip
+    E4M3: torch.float8_e4m3fn,
+    E4M3FNUZ: torch.float8_e4m3fnuz,
+    E5M2: torch.float8_e5m2,
+    E5M2FNUZ: torch.float8_e5m2fnuz,
+    E8M0: torch.float8_e8m0fnu,
+}
 
 
 def every_code(fmt: Format) -> torch.Tensor:
@@ -71,9 +74,15 @@ def test_every_code_decodes_as_each_witness_says(fmt: Format) -> None:
 
 
 NAN_CODES = {
-    "e4m3fn": 0x7F, "e4m3fnuz": 0x80, "e5m2": 0x7E, "e5m2fnuz": 0x80, "e8m0": 0xFF, "bf16": 0x7FC0, "fp16": 0x7E00,
+    "e4m3fn": 0x7F,
+    "e4m3fnuz": 0x80,
+    "e5m2": 0x7E,
+    "e5m2fnuz": 0x80,
+    "e8m0": 0xFF,
+    "bf16": 0x7FC0,
+    "fp16": 0x7E00,
     "tf32": 0x1FF << 9,
-}  # fmt: skip
+}
 
 
 @for_each("name", NAN_CODES)
@@ -285,8 +294,15 @@ def test_limits_agree_with_gfloat(fmt: Format) -> None:
 def test_ways_of_overflowing_are_those_there_are_codes_for() -> None:
     saturate, infinity, nan = Overflow
     assert {fmt.name: fmt.overflows for fmt in ALL} == {
-        "e4m3fn": (saturate, nan), "e4m3fnuz": (saturate, nan), "e5m2": (saturate, infinity),
-        "e5m2fnuz": (saturate, nan), "e3m2": (saturate,), "e2m3": (saturate,), "e2m1": (saturate,),
-        "e8m0": (saturate, nan), "bf16": (saturate, infinity), "fp16": (saturate, infinity),
+        "e4m3fn": (saturate, nan),
+        "e4m3fnuz": (saturate, nan),
+        "e5m2": (saturate, infinity),
+        "e5m2fnuz": (saturate, nan),
+        "e3m2": (saturate,),
+        "e2m3": (saturate,),
+        "e2m1": (saturate,),
+        "e8m0": (saturate, nan),
+        "bf16": (saturate, infinity),
+        "fp16": (saturate, infinity),
         "tf32": (saturate, infinity),
-    }  # fmt: skip
+    }

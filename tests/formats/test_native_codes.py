@@ -49,9 +49,13 @@ class Cast(NamedTuple):
 
 
 CASTS = [
-    Cast(E4M3, BF16, EXACT), Cast(E5M2, F32, POWER_OF_TWO), Cast(E4M3, F16, EXACT), Cast(FP16, F32, EXACT),
-    Cast(E4M3, BF16, POWER_OF_TWO, by_row=True), Cast(E5M2, F32, EXACT, by_row=True),
-]  # fmt: skip
+    Cast(E4M3, BF16, EXACT),
+    Cast(E5M2, F32, POWER_OF_TWO),
+    Cast(E4M3, F16, EXACT),
+    Cast(FP16, F32, EXACT),
+    Cast(E4M3, BF16, POWER_OF_TWO, by_row=True),
+    Cast(E5M2, F32, EXACT, by_row=True),
+]
 DELAYED = [Delayed(4), Delayed(3, Amax.MOST_RECENT, margin=2), Delayed(1024, interval=3)]
 
 

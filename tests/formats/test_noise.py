@@ -26,10 +26,20 @@ FLOOR, EVEN, RCEIL, CEIL = (Scaling(1, 32, E8M0, ScaleRounding(name)) for name i
 
 
 FIGURES = [
-    (E4M3, TENSOR, 31.56), (E5M2, TENSOR, 25.57), (E4M3, FLOOR, 30.18), (E4M3, EVEN, 30.91), (E4M3, RCEIL, 31.57),
-    (E4M3, CEIL, 31.57), (E2M3, FLOOR, 30.99), (E3M2, FLOOR, 25.28), (E2M1, FLOOR, 18.62), (E2M1, EVEN, 18.95),
-    (E2M1, RCEIL, 18.58), (E2M1, CEIL, 17.14), (E2M1, NVFP4, 20.44),
-]  # fmt: skip
+    (E4M3, TENSOR, 31.56),
+    (E5M2, TENSOR, 25.57),
+    (E4M3, FLOOR, 30.18),
+    (E4M3, EVEN, 30.91),
+    (E4M3, RCEIL, 31.57),
+    (E4M3, CEIL, 31.57),
+    (E2M3, FLOOR, 30.99),
+    (E3M2, FLOOR, 25.28),
+    (E2M1, FLOOR, 18.62),
+    (E2M1, EVEN, 18.95),
+    (E2M1, RCEIL, 18.58),
+    (E2M1, CEIL, 17.14),
+    (E2M1, NVFP4, 20.44),
+]
 
 
 @cache

@@ -43,14 +43,28 @@ class Asked(NamedTuple):
 
 
 ASKED = [
-    Asked(E4M3, None), Asked(E5M2, None, BF16, BF16), Asked(E4M3, None, BF16),
-    Asked(TF32, None, overflow=Overflow.INFINITY), Asked(FP16, None, BF16, BF16, overflow=Overflow.INFINITY),
-    Asked(E4M3FNUZ, None, overflow=Overflow.NAN), Asked(E2M1, None, stochastic=True), Asked(E4M3, TENSOR),
-    Asked(E5M2, TENSOR, BF16, BF16), Asked(E4M3, ROW), Asked(E4M3, ROW, BF16, turned=True), Asked(E4M3, BLOCK, BF16),
-    Asked(E4M3, BLOCK, turned=True), Asked(E4M3, SQUARE, BF16), Asked(E4M3, MX), Asked(E4M3, MX, BF16, BF16),
-    Asked(E2M1, MX, turned=True), Asked(E2M1, NVFP4), Asked(E2M1, NVFP4, BF16),
-    Asked(E2M1, NVFP4, turned=True, stochastic=True), Asked(E2M1, NVFP4_SQUARE),
-]  # fmt: skip
+    Asked(E4M3, None),
+    Asked(E5M2, None, BF16, BF16),
+    Asked(E4M3, None, BF16),
+    Asked(TF32, None, overflow=Overflow.INFINITY),
+    Asked(FP16, None, BF16, BF16, overflow=Overflow.INFINITY),
+    Asked(E4M3FNUZ, None, overflow=Overflow.NAN),
+    Asked(E2M1, None, stochastic=True),
+    Asked(E4M3, TENSOR),
+    Asked(E5M2, TENSOR, BF16, BF16),
+    Asked(E4M3, ROW),
+    Asked(E4M3, ROW, BF16, turned=True),
+    Asked(E4M3, BLOCK, BF16),
+    Asked(E4M3, BLOCK, turned=True),
+    Asked(E4M3, SQUARE, BF16),
+    Asked(E4M3, MX),
+    Asked(E4M3, MX, BF16, BF16),
+    Asked(E2M1, MX, turned=True),
+    Asked(E2M1, NVFP4),
+    Asked(E2M1, NVFP4, BF16),
+    Asked(E2M1, NVFP4, turned=True, stochastic=True),
+    Asked(E2M1, NVFP4_SQUARE),
+]
 # One that is flat, one by rows and turned, one in blocks, one in squares.
 SAMPLE = [ASKED[0], ASKED[10], ASKED[14], ASKED[20]]
 SEED = torch.tensor(11)
@@ -164,9 +178,12 @@ def test_any_output_takes_the_values(asked: Asked) -> None:
     compile_for(asked)
     shape = AWKWARD.shape
     outputs = [
-        torch.empty(shape, dtype=BF16), torch.empty(shape, dtype=F16), torch.empty(shape[::-1]).t(),
-        torch.empty(shape[0], 300)[:, 7:263], torch.empty(AWKWARD.numel() + 1)[1:].view(shape),
-    ]  # fmt: skip
+        torch.empty(shape, dtype=BF16),
+        torch.empty(shape, dtype=F16),
+        torch.empty(shape[::-1]).t(),
+        torch.empty(shape[0], 300)[:, 7:263],
+        torch.empty(AWKWARD.numel() + 1)[1:].view(shape),
+    ]
     for out in outputs:
         expected = eagerly(AWKWARD, asked).to(out.dtype)
         assert called(AWKWARD, asked, out) is out

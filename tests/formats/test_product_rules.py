@@ -51,16 +51,25 @@ def product(
 
 
 SCHEMES = {
-    Scheme.TENSOR: (E4M3, TENSOR), Scheme.ROW: (E4M3, ROW), Scheme.BLOCK: (E4M3, BLOCK), Scheme.MXFP8: (E4M3, MX),
-    Scheme.MXFP6: (E3M2, MX), Scheme.MXFP4: (E2M1, MX), Scheme.NVFP4: (E2M1, NVFP4),
-}  # fmt: skip
+    Scheme.TENSOR: (E4M3, TENSOR),
+    Scheme.ROW: (E4M3, ROW),
+    Scheme.BLOCK: (E4M3, BLOCK),
+    Scheme.MXFP8: (E4M3, MX),
+    Scheme.MXFP6: (E3M2, MX),
+    Scheme.MXFP4: (E2M1, MX),
+    Scheme.NVFP4: (E2M1, NVFP4),
+}
 # Which class of devices has which product in torch; what is not here is missing.
 THERE = {
-    A100: set(), L40S: {Scheme.TENSOR, Scheme.ROW}, H100: {Scheme.TENSOR, Scheme.ROW, Scheme.BLOCK},
+    A100: set(),
+    L40S: {Scheme.TENSOR, Scheme.ROW},
+    H100: {Scheme.TENSOR, Scheme.ROW, Scheme.BLOCK},
     B200: {Scheme.TENSOR, Scheme.ROW, Scheme.MXFP8, Scheme.MXFP4, Scheme.NVFP4},
-    RTX5090: {Scheme.TENSOR, Scheme.ROW, Scheme.MXFP8, Scheme.NVFP4}, MI300X: set(),
-    MI350X: {Scheme.TENSOR, Scheme.ROW, Scheme.MXFP8, Scheme.MXFP4}, CPU: set(),
-}  # fmt: skip
+    RTX5090: {Scheme.TENSOR, Scheme.ROW, Scheme.MXFP8, Scheme.NVFP4},
+    MI300X: set(),
+    MI350X: {Scheme.TENSOR, Scheme.ROW, Scheme.MXFP8, Scheme.MXFP4},
+    CPU: set(),
+}
 
 
 @for_each("device", CLASSES, ids=lambda one: one.name)
@@ -234,8 +243,10 @@ WIDE = {
 NO_PRODUCTS = (
     "void at::native::vectorized_elementwise_kernel<4, at::native::float8_copy_kernel_cuda>",
     "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>",
-    "triton_poi_fused__to_copy_clamp_mul_0", "Memset (Device)", "nvjet_something_new",
-)  # fmt: skip
+    "triton_poi_fused__to_copy_clamp_mul_0",
+    "Memset (Device)",
+    "nvjet_something_new",
+)
 
 
 def test_bits_of_operands() -> None:

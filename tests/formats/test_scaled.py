@@ -51,11 +51,17 @@ each_pair = for_each(
 each_kind = for_each(
     ("fmt", "scaling"),
     [
-        (E4M3, None), (E4M3, TENSOR), (E5M2, ROW), (E4M3, BLOCK), (E4M3, SQUARE), (E2M3, MX), (E2M1, NVFP4),
+        (E4M3, None),
+        (E4M3, TENSOR),
+        (E5M2, ROW),
+        (E4M3, BLOCK),
+        (E4M3, SQUARE),
+        (E2M3, MX),
+        (E2M1, NVFP4),
         (E2M1, NVFP4_SQUARE),
     ],
     ids=["none", "tensor", "row", "block", "square", "mx", "nvfp4", "nvfp4-square"],
-)  # fmt: skip
+)
 
 
 def dequantised(stored: Scaled) -> torch.Tensor:

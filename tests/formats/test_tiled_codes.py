@@ -40,9 +40,14 @@ class Cast(NamedTuple):
 
 
 CASTS = [
-    Cast(E4M3, MX, BF16), Cast(E5M2, MX_FLOOR, F32), Cast(E4M3, MX, F16, SEED), Cast(E2M1, MX, BF16),
-    Cast(E2M1, NVFP4, BF16), Cast(E2M1, NVFP4_UP, F32, SEED), Cast(E2M1, NVFP4_SQUARE, F32),
-]  # fmt: skip
+    Cast(E4M3, MX, BF16),
+    Cast(E5M2, MX_FLOOR, F32),
+    Cast(E4M3, MX, F16, SEED),
+    Cast(E2M1, MX, BF16),
+    Cast(E2M1, NVFP4, BF16),
+    Cast(E2M1, NVFP4_UP, F32, SEED),
+    Cast(E2M1, NVFP4_SQUARE, F32),
+]
 
 
 def pieces(source: torch.dtype) -> Iterator[Tensor]:

@@ -32,9 +32,12 @@ with warnings.catch_warnings():
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
 DTYPES = {
-    E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2, E3M2: DTYPE_FP6_E3M2, E2M3: DTYPE_FP6_E2M3,
+    E4M3: torch.float8_e4m3fn,
+    E5M2: torch.float8_e5m2,
+    E3M2: DTYPE_FP6_E3M2,
+    E2M3: DTYPE_FP6_E2M3,
     E2M1: torch.float4_e2m1fn_x2,
-}  # fmt: skip
+}
 MODES = [ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL]
 each_format = for_each("fmt", list(DTYPES), ids=lambda fmt: fmt.name)
 each_mode = for_each("mode", MODES, ids=str)

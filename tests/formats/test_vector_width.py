@@ -57,10 +57,13 @@ def planted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
 @for_each(
     ("seconds", "bits"),
     [
-        ({256: 1.0, 512: 7.0}, 256), ({256: 1.0, 512: 0.5}, 512), ({256: 1.0, 512: 0.95}, 256), ({512: 1.0}, 512),
+        ({256: 1.0, 512: 7.0}, 256),
+        ({256: 1.0, 512: 0.5}, 512),
+        ({256: 1.0, 512: 0.95}, 256),
+        ({512: 1.0}, 512),
         ({256: 1.0}, 256),
     ],
-)  # fmt: skip
+)
 def test_wider_vectors_are_taken_where_they_save_a_tenth(seconds: dict[int, float], bits: int) -> None:
     assert choice(seconds) == bits
 

@@ -213,11 +213,15 @@ def test_a_forward_pass_that_was_replaced_is_kept() -> None:
 def test_what_cannot_be_converted_says_why() -> None:
     model = nn.ModuleDict(
         {
-            "attention": nn.MultiheadAttention(16, 2), "line": nn.Conv1d(4, 4, 3), "back": nn.ConvTranspose2d(4, 4, 3),
-            "memory": nn.LSTM(8, 8), "wide": nn.Conv2d(128, 128, 3, groups=128), "lazy": nn.LazyLinear(4),
+            "attention": nn.MultiheadAttention(16, 2),
+            "line": nn.Conv1d(4, 4, 3),
+            "back": nn.ConvTranspose2d(4, 4, 3),
+            "memory": nn.LSTM(8, 8),
+            "wide": nn.Conv2d(128, 128, 3, groups=128),
+            "lazy": nn.LazyLinear(4),
             "whole": nn.Linear(16, 16, device="cpu"),
         }
-    )  # fmt: skip
+    )
     model["whole"].weight = nn.Parameter(torch.ones(16, 16, dtype=torch.int8), requires_grad=False)
     held = held_in(model)
     assert {one.name: one.rule for one in held if one.name != "memory.weight_hh_l0"} == {

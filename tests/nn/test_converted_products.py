@@ -76,14 +76,21 @@ def test_fp8_rounds_as_an_oracle_in_float64_does() -> None:
 @for_each(
     "options",
     [
-        {}, {"stride": 2}, {"stride": (2, 1), "padding": (0, 2), "dilation": (1, 2)}, {"kernel_size": (1, 1)},
-        {"kernel_size": (7, 5), "stride": 3, "padding": 3}, {"kernel_size": 8, "stride": 8},
-        {"groups": 2, "padding": 1}, {"groups": 8, "padding": 1, "bias": False},
-        {"padding": "same", "dilation": 2, "kernel_size": (2, 3)}, {"padding": "valid"},
-        {"padding": 1, "padding_mode": "circular"}, {"padding": (2, 1), "padding_mode": "reflect", "stride": 2},
+        {},
+        {"stride": 2},
+        {"stride": (2, 1), "padding": (0, 2), "dilation": (1, 2)},
+        {"kernel_size": (1, 1)},
+        {"kernel_size": (7, 5), "stride": 3, "padding": 3},
+        {"kernel_size": 8, "stride": 8},
+        {"groups": 2, "padding": 1},
+        {"groups": 8, "padding": 1, "bias": False},
+        {"padding": "same", "dilation": 2, "kernel_size": (2, 3)},
+        {"padding": "valid"},
+        {"padding": 1, "padding_mode": "circular"},
+        {"padding": (2, 1), "padding_mode": "reflect", "stride": 2},
     ],
     ids=str,
-)  # fmt: skip
+)
 @for_each("by", ["fp32", "explicit"])
 def test_any_convolution(options: dict[str, Any], by: str) -> None:
     """Against torch's own in float64; windows written out as rows give the same."""

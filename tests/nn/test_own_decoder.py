@@ -130,11 +130,14 @@ def test_a_filled_cache_is_read_and_is_the_formats_own() -> None:
 
 
 REFUSED = {
-    "without_a_cache": "takes no past_key_values", "keeping_nothing": "puts nothing into the cache",
-    "a_slip": "does not keep what a prompt gives", "seeing_later": "tokens see later ones",
-    "mixtral": "a stack of experts", "mistral": "a sliding window",
+    "without_a_cache": "takes no past_key_values",
+    "keeping_nothing": "puts nothing into the cache",
+    "a_slip": "does not keep what a prompt gives",
+    "seeing_later": "tokens see later ones",
+    "mixtral": "a stack of experts",
+    "mistral": "a sliding window",
     "heads_that_do_not_divide": "a token with a cache fails",
-}  # fmt: skip
+}
 
 
 @for_each("make", REFUSED)

@@ -86,10 +86,17 @@ def test_random_numbers_differ_from_cast_to_cast_and_can_be_had_again() -> None:
 @for_each(
     "mode",
     [
-        "fp8", "fp8-delayed:history=2", "fp8-rowwise", "fp8:weight-gradient=bf16", "mxfp8", "nvfp4",
-        "nvfp4:hadamard=off", "nvfp4:hadamard=off:gw=bf16", "fp8-block",
+        "fp8",
+        "fp8-delayed:history=2",
+        "fp8-rowwise",
+        "fp8:weight-gradient=bf16",
+        "mxfp8",
+        "nvfp4",
+        "nvfp4:hadamard=off",
+        "nvfp4:hadamard=off:gw=bf16",
+        "fp8-block",
     ],
-)  # fmt: skip
+)
 def test_both_operands_are_those_of_a_cast_and_a_turn(mode: str, facts: DeviceFacts) -> None:
     """Bit for bit, cast after cast; of none where another cast has to be made, and a gradient stays one.
 

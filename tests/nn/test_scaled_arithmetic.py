@@ -299,14 +299,25 @@ def test_sides_that_do_not_fit_are_multiplied_one_by_one(grouped_kernel: Grouped
 @for_each(
     ("mode", "facts", "groups"),
     [
-        ("fp8-rowwise", H200, 16), ("fp8-rowwise", B200, 16), ("fp8-rowwise", replace(B200, capability=(10, 3)), 16),
-        ("fp8-rowwise", replace(H200, capability=(8, 9)), 0), ("fp8-rowwise", replace(H200, capability=(12, 0)), 0),
-        ("fp8-rowwise", MI300X, 0), ("fp8-rowwise", CPU, 0), ("fp8-rowwise:formats=hybrid", H200, 0),
-        ("fp8-e4m3", H200, 0), ("mxfp8", B200, 32), ("mxfp8", replace(B200, capability=(10, 3)), 0),
-        ("mxfp8", H200, 0), ("mxfp8:formats=hybrid", B200, 0), ("mxfp4", B200, 0), ("nvfp4", B200, 0),
-        ("bf16", CPU, 8), ("fp16", H200, 0),
+        ("fp8-rowwise", H200, 16),
+        ("fp8-rowwise", B200, 16),
+        ("fp8-rowwise", replace(B200, capability=(10, 3)), 16),
+        ("fp8-rowwise", replace(H200, capability=(8, 9)), 0),
+        ("fp8-rowwise", replace(H200, capability=(12, 0)), 0),
+        ("fp8-rowwise", MI300X, 0),
+        ("fp8-rowwise", CPU, 0),
+        ("fp8-rowwise:formats=hybrid", H200, 0),
+        ("fp8-e4m3", H200, 0),
+        ("mxfp8", B200, 32),
+        ("mxfp8", replace(B200, capability=(10, 3)), 0),
+        ("mxfp8", H200, 0),
+        ("mxfp8:formats=hybrid", B200, 0),
+        ("mxfp4", B200, 0),
+        ("nvfp4", B200, 0),
+        ("bf16", CPU, 8),
+        ("fp16", H200, 0),
     ],
-)  # fmt: skip
+)
 def test_what_is_grouped(mode: str, facts: DeviceFacts, groups: int) -> None:
     """As torch 2.13 and 2.11 for CUDA answered on a runtime that computes nothing: not E5M2, nor one scale a tensor."""
     assert precisions.get(mode).arithmetic(facts).groups == groups

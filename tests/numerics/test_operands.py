@@ -20,11 +20,15 @@ from tests.counts import for_each
 NARROW = (E4M3, E4M3FNUZ, E5M2, E3M2, E2M3, E2M1)
 EXACT, POWER = ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO
 SCALINGS = {
-    "none": None, "tensor": Scaling(0, 0, rounding=EXACT), "tensor, power of two": Scaling(0, 0, rounding=POWER),
-    "row": Scaling(1, 0, rounding=EXACT), "1x128": Scaling(1, 128, rounding=EXACT),
-    "128x128": Scaling(128, 128, rounding=EXACT), "mx": Scaling(1, 32, E8M0, ScaleRounding.RCEIL),
+    "none": None,
+    "tensor": Scaling(0, 0, rounding=EXACT),
+    "tensor, power of two": Scaling(0, 0, rounding=POWER),
+    "row": Scaling(1, 0, rounding=EXACT),
+    "1x128": Scaling(1, 128, rounding=EXACT),
+    "128x128": Scaling(128, 128, rounding=EXACT),
+    "mx": Scaling(1, 32, E8M0, ScaleRounding.RCEIL),
     "nvfp4": Scaling(1, 16, E4M3, ScaleRounding.NEAREST),
-}  # fmt: skip
+}
 MADE: dict[str, Callable[[Tensor], Tensor]] = {
     "gaussian": lambda x: x,
     "relu": torch.relu,
