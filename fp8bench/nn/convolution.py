@@ -81,11 +81,11 @@ def _gradient(g: Tensor, images: Tensor, windows: Tensor, lie: Windows, wanted: 
 
     Of the one that is wanted only the shape is used.
     """
-    found: Tensor = torch.ops.aten.convolution_backward(
+    gradient: Tensor = torch.ops.aten.convolution_backward(
         g, images, windows, None, lie.stride, lie.padding, lie.dilation, False, [0, 0], 1,
         [wanted == 0, wanted == 1, False],
     )[wanted]  # fmt: skip
-    return found.permute(0, 2, 3, 1)
+    return gradient.permute(0, 2, 3, 1)
 
 
 def _written_out(x: Tensor, lie: Windows) -> Tensor:

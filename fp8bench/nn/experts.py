@@ -89,9 +89,9 @@ class Experts(nn.Module):
         self.balance = self.count * (shares * scores.softmax(-1).mean(0)).sum()
         order = chosen.flatten().argsort(stable=True)
         rows = flat[:, None].expand(-1, CHOSEN, -1).reshape(-1, flat.shape[-1])[order]
-        found = self._through(rows, counts, phase)[order.argsort()].view(len(flat), CHOSEN, -1)
+        rows_back = self._through(rows, counts, phase)[order.argsort()].view(len(flat), CHOSEN, -1)
         weights = best.softmax(-1)[..., None]
-        return (found.to(weights.dtype) * weights).sum(1).to(x.dtype).view(x.shape)
+        return (rows_back.to(weights.dtype) * weights).sum(1).to(x.dtype).view(x.shape)
 
     def _choice(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         if self.ahead is None:

@@ -328,10 +328,10 @@ class NormedFeedForward(nn.Module):
         if self._fused is None:
             normed: Tensor = self.block(self.norm(x), phase)
             return normed
-        found = region(phase.gemm, self._fused, x)
+        product = region(phase.gemm, self._fused, x)
         if self._whole:
-            return found
-        hidden = silu_gate(*found.chunk(2, dim=-1)) if self.block.gated else gelu(found)
+            return product
+        hidden = silu_gate(*product.chunk(2, dim=-1)) if self.block.gated else gelu(product)
         y: Tensor = self.block.down(hidden, phase)
         return y
 

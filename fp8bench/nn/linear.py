@@ -256,8 +256,8 @@ def grouped_linear(
     `ends` are the rows at which parts end, int32 on the device; sides and parts come in multiples of what the
     arithmetic `groups` by. `given` are operands of weights that were cast already.
     """
-    found: Tensor = _GroupedProduct.apply(x.to(arithmetic.carrier), arithmetic, phase, sizes, ends, given, *weights)  # type: ignore[no-untyped-call]
-    return found
+    product: Tensor = _GroupedProduct.apply(x.to(arithmetic.carrier), arithmetic, phase, sizes, ends, given, *weights)  # type: ignore[no-untyped-call]
+    return product
 
 
 def both_of(arithmetic: Arithmetic, weight: Tensor, amax: Tensor | None = None) -> Both:

@@ -237,9 +237,9 @@ class OwnDecoder:
 def kept_layers(name: str, model: nn.Module) -> tuple[Held, ...]:
     """The linear layers that are called as such. Raises UsageError for experts, of which a step reads some alone."""
     held = held_in(model)
-    if any(one.kind == EXPERTS for one in held):
+    if any(holder.kind == EXPERTS for holder in held):
         raise UsageError(f"{name} has a stack of experts, and which of them a step reads is not counted here.")
-    return tuple(one for one in held if one.kind in (LINEAR, CONV1D) and not one.reason)
+    return tuple(holder for holder in held if holder.kind in (LINEAR, CONV1D) and not holder.reason)
 
 
 def _layer_in(path: str) -> int | None:
@@ -277,17 +277,17 @@ def _shapes(model: nn.Module, decoder: OwnDecoder) -> list[tuple[str, tuple[int,
     """Parameters by the names that bytes are counted by; a head that is tied to the embedding is read beside it."""
     held_by = {id(held.weight): held for held in decoder.held}
     tables = [id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
-    found = []
+    shapes = []
     for name, parameter in model.named_parameters():
         held, shape = held_by.get(id(parameter)), tuple(parameter.shape)
         if id(parameter) in tables:
-            found.append((f"{'embedding' if id(parameter) == tables[0] else 'positions'}.{name}", shape))
+            shapes.append((f"{'embedding' if id(parameter) == tables[0] else 'positions'}.{name}", shape))
         if held is None and id(parameter) not in tables:
-            found.append((f"other.{name}", shape))
+            shapes.append((f"other.{name}", shape))
         elif held is not None:
             layer = None if held.head else _layer_in(held.name)
-            found.append((f"head.{name}" if layer is None else f"blocks.{layer}.{name}", held.sides))
-    return found
+            shapes.append((f"head.{name}" if layer is None else f"blocks.{layer}.{name}", held.sides))
+    return shapes
 
 
 @dataclass

@@ -69,9 +69,9 @@ class RankGroup:
         if self.silent:
             return [x] * self.size
         with self.phase.communication:
-            found = [torch.empty_like(x) for _ in range(self.size)]
-            dist.all_gather(found, x, group=self.handle)
-            return found
+            parts = [torch.empty_like(x) for _ in range(self.size)]
+            dist.all_gather(parts, x, group=self.handle)
+            return parts
 
     def gathered(self, x: Tensor) -> Tensor:
         """(batch, tokens, width) of everybody's tokens, by rank."""
@@ -179,7 +179,7 @@ def said_by_all(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     longest = max(map(int, lengths))
     texts = list(torch.zeros(size, longest, dtype=torch.uint8))
     dist.all_gather(texts, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8), group)
-    return [json.loads(bytes(one.tolist())) for one in texts]
+    return [json.loads(bytes(codes.tolist())) for codes in texts]
 
 
 def first_of_all(mistake: str, group: dist.ProcessGroup) -> str:
@@ -231,16 +231,16 @@ class FP8Wire:
 
     def mean_of(self, values: Tensor, rank: int) -> Program[Tensor]:
         padded = torch.nn.functional.pad(values, (0, -values.numel() % self._size))
-        found = yield from mean_in_fp8(self.way, padded, POST, rank, self._size, AutoScale())
-        return found.values[: values.numel()]
+        mean = yield from mean_in_fp8(self.way, padded, POST, rank, self._size, AutoScale())
+        return mean.values[: values.numel()]
 
     def _part_of(self, values: Tensor, rank: int) -> Program[Tensor]:
-        found = yield from mean_in_fp8(TWOSHOT, values, POST, rank, self._size, AutoScale(), whole=False)
-        return found.values
+        mean = yield from mean_in_fp8(TWOSHOT, values, POST, rank, self._size, AutoScale(), whole=False)
+        return mean.values
 
     def _joined_of(self, part: Tensor, rank: int) -> Program[Tensor]:
-        found = yield from transported(part)
-        return found.values
+        joined = yield from transported(part)
+        return joined.values
 
     def _sent(self, program: OfRank, own: Tensor, phase: Phases) -> Tensor:
         with phase.cast:
@@ -315,7 +315,7 @@ class OwnedTensors:
 
     def of(self, owner: int, some: Sequence[T]) -> list[T]:
         """Of what there is for each tensor that of an owner's."""
-        return [one for one, place in zip(some, self.owners, strict=True) if place == owner]
+        return [value for value, place in zip(some, self.owners, strict=True) if place == owner]
 
     def own(self, some: Sequence[T]) -> list[T]:
         return self.of(self._group.rank, some)
@@ -324,8 +324,8 @@ class OwnedTensors:
         """Over all ranks, of the tensors that this one owns; what was given may be overwritten."""
         if self.fp8 is not None:
             by_owner = [_row(self.of(owner, gradients)) for owner in range(self._group.size)]
-            found = self.fp8.own_tensors_of_mean(torch.cat(by_owner), self._pieces, phase)
-            return _apart(found, self.own(gradients))
+            own_means = self.fp8.own_tensors_of_mean(torch.cat(by_owner), self._pieces, phase)
+            return _apart(own_means, self.own(gradients))
         self._group.phase = phase
         with phase.cast:
             sent = [gradient.to(self.sent_as) for gradient in gradients]  # themselves in float32
@@ -360,11 +360,11 @@ class OwnedTensors:
 
 def owners(elements: Sequence[int], ranks: int) -> list[int]:
     """For each tensor the rank that owns it: the largest first, each to whoever has least so far."""
-    owned, found = [0] * ranks, [0] * len(elements)
-    for place in sorted(range(len(elements)), key=lambda one: (-elements[one], one)):
-        found[place] = owned.index(min(owned))
-        owned[found[place]] += elements[place]
-    return found
+    owned, owner = [0] * ranks, [0] * len(elements)
+    for place in sorted(range(len(elements)), key=lambda number: (-elements[number], number)):
+        owner[place] = owned.index(min(owned))
+        owned[owner[place]] += elements[place]
+    return owner
 
 
 def _row(tensors: Sequence[Tensor]) -> Tensor:

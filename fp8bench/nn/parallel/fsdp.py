@@ -123,6 +123,6 @@ def _pairs(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
     backend, here = dist.get_backend(group), group.rank()
     groups = {}
     for name, sets in (("data", ranks.t().tolist()), ("tensor", ranks.tolist())):
-        made = {tuple(one): dist.new_group(one, backend=backend) for one in sets}
+        made = {tuple(pair): dist.new_group(pair, backend=backend) for pair in sets}
         groups[name] = next(group for members, group in made.items() if ranks.view(-1)[here] in members)
     return DeviceMesh.from_group(list(groups.values()), kind, mesh=ranks, mesh_dim_names=tuple(groups))
