@@ -43,9 +43,9 @@ FIGURES = [
 
 
 @cache
-def gaussian() -> torch.Tensor:
-    """Four million values: the figures of two seeds differ by 0.01 dB at most."""
-    return torch.randn(4096, 1024, generator=torch.Generator().manual_seed(0)) * DEVIATION
+def gaussian(rows: int = 1024) -> torch.Tensor:
+    """A million values: the figures of two seeds differ by 0.02 dB at most."""
+    return torch.randn(rows, 1024, generator=torch.Generator().manual_seed(0)) * DEVIATION
 
 
 def decibels(found: torch.Tensor, source: torch.Tensor) -> float:
@@ -69,7 +69,7 @@ def test_noise_of_gaussian_values(fmt: Format, scaling: Scaling, expected: float
 
 def test_stochastic_rounding_is_biased_under_block_scales_rounded_to_nearest() -> None:
     """A scale rounded down clips the largest at 6, which no chance makes up for: rounded up, nothing is lost."""
-    source = gaussian()
+    source = gaussian(4096)
     seed = torch.tensor([1])
     clipped, whole = (values(source, E2M1, scaling, seed=seed) for scaling in (NVFP4, NVFP4_UP))
     assert slope(clipped, source) == pytest.approx(0.9965, abs=0.0003)

@@ -258,7 +258,7 @@ def test_places_count_and_nothing_else() -> None:
 
 def test_bits_are_set_every_second_time_and_alone() -> None:
     """Within 5 standard errors: each of the 24, and each of them where the same one of the neighbour is set."""
-    count = 1 << 20
+    count = 1 << 18
     numbers = random_bits((count,), torch.tensor(3)).numpy()
     assert numbers.min() >= 0 and numbers.max() < 1 << RANDOM_BITS
     bits = (numbers[:, None] >> np.arange(RANDOM_BITS)) & 1

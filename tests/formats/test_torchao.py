@@ -78,15 +78,15 @@ def test_mx_agrees_on_many_values(count: int, fmt: Format, mode: ScaleRounding, 
 @each_format
 def test_mx_agrees_at_every_exponent_but_the_lowest(fmt: Format, mode: ScaleRounding) -> None:
     """torchao takes the scale 2^-127 for 2^-126 (RCEIL: for 1) when it encodes, and not when it decodes."""
-    x = wide(1 << 10, 1 << 10)
+    x = wide(1 << 8, 1 << 10)
     theirs, stored = of_torchao(x, fmt, mode), quantise(x, fmt, mx(mode))
     assert torch.equal(codes(theirs.scale), codes(stored.scales))
     usual = codes(stored.scales) > 0
     in_usual = usual.repeat_interleave(32, 1)
     left, right = values(x, fmt, mx(mode)), theirs.dequantize(torch.float32)
-    assert in_usual.sum() > 950_000
+    assert in_usual.sum() > 0.9 * x.numel()
     assert differing(left[in_usual], right[in_usual]) == 0
-    assert differing(left[~in_usual], right[~in_usual]) > 200
+    assert differing(left[~in_usual], right[~in_usual]) > 50
 
 
 def test_rceil_of_the_lowest_exponent_becomes_zeros_in_torchao() -> None:
@@ -167,7 +167,8 @@ def test_nvfp4_where_torchao_divides_by_zero() -> None:
 def test_float8_factors_and_codes_agree(fmt: Format, scaling: Scaling) -> None:
     """But for zeros and for magnitudes under 1e-12, which torchao scales as if they were 1e-12."""
     dtype = {**DTYPES, E4M3FNUZ: torch.float8_e4m3fnuz, E5M2FNUZ: torch.float8_e5m2fnuz}[fmt]
-    for x in (a_million()["gaussian"], a_million()["outliers"], wide(1 << 10, 1 << 10), patterns(1 << 8, 1 << 10)):
+    few = a_million(1 << 6)
+    for x in (few["gaussian"], few["outliers"], wide(1 << 8, 1 << 10), patterns(1 << 8, 1 << 10)):
         rows = x[x.abs().amax(1) > 1e-12]
         theirs = tensor_to_scale(
             rows,

@@ -23,7 +23,7 @@ from fp8bench.nn.served import served_shapes
 from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.protocols import Arithmetic, Layer, Setup, SilentPhases
 from fp8bench.registry import workloads
-from tests.counts import for_each
+from tests.counts import for_each, paired
 from tests.nn.layers import arithmetic_of
 
 FACTS = DeviceFacts("cpu", 0, "cpu", 1 << 30, torch=torch.__version__)
@@ -130,8 +130,7 @@ def _model(arch: str, map_: dict[str, str], mode: str = "bf16") -> LanguageModel
     return model
 
 
-@for_each("arch", ["gpt", "mlp", "cnn", "moe"])
-@for_each("mode", ["fp32", "fp8", "mxfp4"])
+@pytest.mark.parametrize(("arch", "mode"), paired(("gpt", "mlp", "cnn", "moe"), ("fp32", "fp8", "mxfp4")))
 def test_every_part_of_every_model_takes_it_and_still_learns(arch: str, mode: str) -> None:
     tokens = torch.arange(64).view(2, 32) % 256
     plain, config = _model(arch, {}), config_of(TrainerSettings(arch=arch), 256)
