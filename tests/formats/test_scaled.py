@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from math import prod
 
 import pytest
@@ -84,16 +85,14 @@ def dequantised(stored: Scaled) -> torch.Tensor:
 
 @each_pair
 def test_what_is_stored_gives_back_the_values(fmt: Format, scaling: Scaling | None) -> None:
-    for shape in SHAPES:
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 5
-        for seed in (None, SEED):
-            left, stored = values(x, fmt, scaling, seed=seed), quantise(x, fmt, scaling, seed=seed)
-            assert left.shape == x.shape == stored.shape and left.is_contiguous()
-            assert differing(dequantised(stored), left) == 0, shape
-    x, infinite = patterns(64, 160), torch.randn(2, 64, generator=torch.Generator().manual_seed(3))
+    random, infinite = torch.Generator().manual_seed(3), torch.randn(2, 64, generator=torch.Generator().manual_seed(3))
     infinite[0, 3], infinite[1, 5], infinite[1, 40] = torch.inf, -torch.inf, 3e38
-    for one, seed in ((x, None), (infinite, None), (infinite, SEED)):
-        assert differing(dequantised(quantise(one, fmt, scaling, seed=seed)), values(one, fmt, scaling, seed=seed)) == 0
+    tensors = [torch.randn(shape, generator=random) * 5 for shape in SHAPES]
+    seeds = itertools.cycle((None, SEED))
+    for x, seed in (*zip(tensors, seeds, strict=False), (patterns(64, 160), None), (infinite, None), (infinite, SEED)):
+        left, stored = values(x, fmt, scaling, seed=seed), quantise(x, fmt, scaling, seed=seed)
+        assert left.shape == x.shape == stored.shape and left.is_contiguous()
+        assert differing(dequantised(stored), left) == 0, x.shape
 
 
 @each_pair
