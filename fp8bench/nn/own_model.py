@@ -334,7 +334,6 @@ class OwnModel:
         return {MemoryRole.WEIGHTS: list(self.model.parameters()), MemoryRole.DATA: self._arguments}
 
     def step(self, phase: Phases) -> object:
-        """One step; returns its loss, or what forward gives."""
         self._mark(phase)
         self.doing = "loading its batch"
         with phase.data_load:
@@ -369,9 +368,8 @@ class OwnModel:
                 return Outcome(outputs, None, {})
             loss = self._loss_of(output)
             (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
-        gradients = {
-            name: weight.grad / self._loss_scale for name, weight in self.parameters.items() if weight.grad is not None
-        }
+        weights = self.parameters.items()
+        gradients = {name: own.grad / self._loss_scale for name, own in weights if own.grad is not None}
         for parameter in self.parameters.values():
             parameter.grad = None
         return Outcome(outputs, loss.detach(), gradients)
