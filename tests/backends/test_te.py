@@ -220,14 +220,6 @@ def _told(kind: type[fake_te.LayerNormLinear], called: list[str]) -> Callable[..
 
 
 @pytest.mark.usefixtures("te")
-def test_recipes_without_a_history_have_no_scales_to_tell() -> None:
-    arithmetic = precisions.get("fp8:backend=te").arithmetic(here(B200))
-    layer = Linear(32, 16, arithmetic.layer("one"))
-    layer(gaussian(16, 32).requires_grad_(), SilentPhases())
-    assert arithmetic.layer_scales() == ()
-
-
-@pytest.mark.usefixtures("te")
 @pytest.mark.parametrize("mode", MODES)
 def test_it_is_tried_like_every_other(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("mlp", (), f"{mode}:backend=te", "cuda:0")

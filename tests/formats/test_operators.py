@@ -65,8 +65,8 @@ ASKED = [
     Asked(E2M1, NVFP4, turned=True, stochastic=True),
     Asked(E2M1, NVFP4_SQUARE),
 ]
-# One that is flat, one by rows and turned, one in blocks, one in squares.
-SAMPLE = [ASKED[0], ASKED[10], ASKED[14], ASKED[20]]
+# One that is flat, one by rows and turned, one in squares, one in blocks.
+SAMPLE = [ASKED[0], ASKED[10], ASKED[13], ASKED[17]]
 SEED = torch.tensor(11)
 
 
@@ -199,7 +199,7 @@ def test_any_output_takes_the_values(asked: Asked) -> None:
 def test_no_call_compiles_or_has_guards_to_fail() -> None:
     from torch._dynamo.utils import counters
 
-    compile_for(*SAMPLE)
+    compile_for(ASKED[0], ASKED[14])
     counted = {name: dict(one) for name, one in counters.items()}
     kernels = tuple(operators.KERNELS.wanted)
     with torch.compiler.set_stance("fail_on_recompile"):

@@ -55,15 +55,17 @@ def test_products_are_those_of_our_linear_layer(name: str) -> None:
     assert_same_bits(ours, [y.detach(), *torch.autograd.grad(y, [x, weight], pull)])
 
 
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In float64, under a scale of its largest magnitude."""
+    scale = torch.finfo(dtype).max / tensor.abs().max().float()
+    return (tensor.float() * scale).to(dtype).double() / scale.double()
+
+
 def test_fp8_rounds_as_an_oracle_in_float64_does() -> None:
     """Scales of a whole tensor from its largest magnitude, E4M3 forward and E5M2 for gradients, sums without error."""
     model, x, pull = sequential(nn.Linear(64, 32, bias=False)), torch.randn(48, 64), torch.randn(48, 32)
     with converted(model, arithmetic_of("fp8")):
         ours = outcome(model, x, pull)
-
-    def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        scale = torch.finfo(dtype).max / tensor.abs().max().float()
-        return (tensor.float() * scale).to(dtype).double() / scale.double()
 
     a, w = rounded(x.bfloat16(), torch.float8_e4m3fn), rounded(model[0].weight.detach(), torch.float8_e4m3fn)
     g = rounded(pull.bfloat16(), torch.float8_e5m2)
@@ -128,17 +130,13 @@ def test_a_convolution_rounds_each_operand_along_its_contraction(groups: int) ->
     with converted(model, arithmetic_of("fp8")):
         y, x_gradient, w_gradient = outcome(model, x, pull)
 
-    def rounded(tensor: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
-        parts = []
-        for part in tensor.chunk(groups, dim):
-            scale = torch.finfo(dtype).max / part.abs().max().float()
-            parts.append((part.float() * scale).to(dtype).double() / scale.double())
-        return torch.cat(parts, dim)
+    def by_group(tensor: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
+        return torch.cat([rounded(part, dtype) for part in tensor.chunk(groups, dim)], dim)
 
-    a = rounded(x.bfloat16(), torch.float8_e4m3fn, 1).requires_grad_()
-    w = rounded(model[0].weight.detach(), torch.float8_e4m3fn, 0).requires_grad_()
+    a = by_group(x.bfloat16(), torch.float8_e4m3fn, 1).requires_grad_()
+    w = by_group(model[0].weight.detach(), torch.float8_e4m3fn, 0).requires_grad_()
     exact = F.conv2d(a, w, stride=2, padding=1, groups=groups)
-    gradients = torch.autograd.grad(exact, [a, w], rounded(pull.bfloat16(), torch.float8_e5m2, 1))
+    gradients = torch.autograd.grad(exact, [a, w], by_group(pull.bfloat16(), torch.float8_e5m2, 1))
     for own, other in zip((y, x_gradient, w_gradient), (exact.detach(), *gradients), strict=True):
         assert relative_frobenius(own, other) < 2**-8
 
@@ -150,19 +148,16 @@ WAYS = ("linear", "chosen", "left", "bmm", "matmul", "grouped")
 def test_experts_in_fp32_are_torchs(way: str) -> None:
     torch.manual_seed(0)
     model, x = Experts(way), torch.randn(3, 8, 16)
-    model.position.requires_grad_(False)
-    names = ["stack"]
-    parameters = [model.stack]
 
     def run() -> list[Tensor]:
         given = x.clone().requires_grad_()
         y = model(given)
-        return [y, *torch.autograd.grad(y.square().sum(), [given, *parameters])]
+        return [y, *torch.autograd.grad(y.square().sum(), [given, model.stack])]
 
     plain = run()
     with converted(model) as conversion:
         ours = run()
-    assert names[0] in [one.parameter for one in conversion.converted]
+    assert "stack" in [one.parameter for one in conversion.converted]
     assert_same_bits_nearly(plain, ours)
 
 

@@ -167,13 +167,17 @@ def test_the_flops_of_the_plan_are_those_torch_counts(config: GPTConfig) -> None
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
+    """And its layers have the sides that FLOPs are counted from."""
     config = SIZES[name]
     arithmetic = PlainArithmetic(torch.float32)
     with torch.device("meta"):
         model = GPT(config, lambda name: arithmetic, torch.float32)
-    linear = sum(one.numel() for key, one in model.named_parameters() if key.endswith(("qkv.weight", "out.weight",
-                 "up.weight", "down.weight")))  # fmt: skip
-    assert linear == config.layers * config.block_weights
+    built = {path: (*one.weight.shape,) for path, one in model.named_modules() if isinstance(one, Linear)}
+    sides = {path.rpartition(".")[2]: shape for path, shape in built.items()}
+    assert sides == of_config(config) and list(features_of(name).values()) == list(sides.values())
+    head = built.pop("head")
+    assert sum(outputs * inputs for outputs, inputs in built.values()) == config.layers * config.block_weights
+    assert head == (config.vocabulary, config.width) and usual_tokens(name) == config.batch * config.sequence
     total = sum(one.numel() for one in model.parameters())
     assert {"nano": 1e6, "micro": 3.3e6, "gpt2-124m": 163e6, "gpt-350m": 405e6, "llama-1b": 1.5e9}[
         name
@@ -191,25 +195,3 @@ def test_the_residual_stream_keeps_the_models_dtype_under_a_precision_map() -> N
     tokens = torch.zeros(1, 16, dtype=torch.long)
     model(tokens, tokens, SilentPhases())
     assert seen == [torch.bfloat16] * 2
-
-
-@for_each("modern", [False, True])
-def test_a_trained_models_layers_are_those_that_it_is_built_of(modern: bool) -> None:
-    config = replace(SIZES["nano"], modern=modern, key_heads=2 if modern else 4, layers=1)
-    plain = PlainArithmetic(torch.float32)
-    model = GPT(config, lambda name: plain, torch.float32)
-    built = {
-        name.rpartition(".")[2]: one.weight.shape for name, one in model.named_modules() if isinstance(one, Linear)
-    }
-
-    assert {name: torch.Size(sides) for name, sides in of_config(config).items()} == built
-
-
-@for_each("name", SIZES)
-def test_layers_hold_the_weights_that_flops_are_counted_from(name: str) -> None:
-    config = SIZES[name]
-    *block, head = features_of(name).values()
-
-    assert sum(outputs * inputs for outputs, inputs in block) == config.block_weights
-    assert head == (config.vocabulary, config.width)
-    assert usual_tokens(name) == config.batch * config.sequence

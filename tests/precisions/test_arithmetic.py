@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
+from contextlib import suppress
+
 import torch
 
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E5M2, E5M2FNUZ, FP16, TF32, Format
@@ -55,23 +56,12 @@ def on_cpu(name: str) -> Arithmetic:
 
 
 @for_each("name", CARRIERS)
-@for_each("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_shapes_dtypes_and_carrier(name: str, dtype: torch.dtype) -> None:
-    arithmetic = on_cpu(name)
-    assert arithmetic.carrier == CARRIERS[name]
-    a = arithmetic.cast(gaussian(24, 40).to(arithmetic.carrier), Role.INPUT)
-    b = arithmetic.cast(gaussian(16, 40, seed=1), Role.WEIGHT)
-    result = arithmetic.product(a, b, dtype)
-    assert result.shape == (24, 16)
-    assert result.dtype == dtype
-
-
-@for_each("name", CARRIERS)
 def test_error_of_a_product_is_the_format_s(name: str) -> None:
     arithmetic = on_cpu(name)
     a, b = gaussian(128, 256), gaussian(96, 256, seed=1)
     with precisions.get(name).scope():
         result = arithmetic.product(arithmetic.cast(a, Role.INPUT), arithmetic.cast(b, Role.WEIGHT), arithmetic.carrier)
+    assert result.shape == (128, 96) and result.dtype == CARRIERS[name]
     error = relative_frobenius(result, a.double() @ b.double().t())
     if name == "fp32":
         assert error < 1e-6
@@ -139,14 +129,6 @@ def test_each_role_is_rounded_with_its_own_format_and_scaling(mode: str) -> None
         assert torch.equal(arithmetic.unscaled(source, role).data, round_to(source, fmt))
 
 
-@for_each("name", CARRIERS)
-def test_zeros_stay_zeros(name: str) -> None:
-    arithmetic = on_cpu(name)
-    zeros = arithmetic.cast(torch.zeros(16, 32), Role.INPUT)
-    result = arithmetic.product(zeros, arithmetic.cast(gaussian(16, 32), Role.WEIGHT), torch.float32)
-    assert torch.equal(result, torch.zeros(16, 16))
-
-
 def test_native_modes_state_cuda_s_multiples_and_fp16_its_loss_scale() -> None:
     """16 wherever torch's scaled product is what multiplies; blocks of 32, and codes of four bits, go by 32."""
     for name in CARRIERS:
@@ -171,17 +153,10 @@ def test_carrier_does_not_depend_on_the_device(name: str, facts: DeviceFacts) ->
 @for_each("before", ["highest", "high", "medium"])
 def test_scope_sets_and_restores(name: str, before: str) -> None:
     with float32_products(before):
-        with precisions.get(name).scope():
+        with suppress(RuntimeError), precisions.get(name).scope():
             assert torch.get_float32_matmul_precision() == ("high" if name == "tf32" else "highest")
+            raise RuntimeError("inside")
         assert torch.get_float32_matmul_precision() == before
-
-
-@for_each("name", ["tf32", "fp32", "fp8"])
-def test_scope_restores_when_the_body_raises(name: str) -> None:
-    before = torch.get_float32_matmul_precision()
-    with pytest.raises(RuntimeError, match="inside"), precisions.get(name).scope():
-        raise RuntimeError("inside")
-    assert torch.get_float32_matmul_precision() == before
 
 
 def test_tf32_scope_leaves_products_on_a_cpu_alone() -> None:

@@ -142,8 +142,6 @@ def test_all_but_a_switch_of_products_can_keep_tensors(name: str, facts: DeviceF
     support = storage_support(precision, facts, "there is no such buffer")
     if name == "tf32":
         assert support.level is Level.REFUSED
-        assert support.reason == (
-            "tf32 changes what products read and leaves tensors float32: there is no such buffer, and fp32 is that case"
-        )
+        assert "there is no such buffer" in support.reason
     else:
         assert support == precision.support(facts)

@@ -72,9 +72,9 @@ def test_each_limit_is_held_and_named() -> None:
     updates = {"a": WeightUpdate(1.0, 100.0, 100.0), "b": WeightUpdate(0.01, 1.0, 1.0)}
     assert limits.why_not(Apart(0.0, 0.0, updates)) == ""
     one = limits.why_not(Apart(0.0, 0.0, updates | {"b": WeightUpdate(0.36, 1.0, 1.0)}))
-    assert one == "the relative distance of the change of b is 0.6, and at most 0.5 of it may be rounding"
+    assert "of the change of b is 0.6, and at most 0.5" in one
     every = limits.why_not(Apart(0.0, 0.0, {"a": WeightUpdate(1.0, 100.0, 110.0)}))
-    assert every == "the distance from 1 of their gain 1.1 is 0.1, and at most 0.08 of it may be rounding"
+    assert "their gain 1.1 is 0.1, and at most 0.08" in every
     assert "all weights' changes is 0.5," in limits.why_not(Apart(0.0, 0.0, {"a": WeightUpdate(25.0, 100.0, 100.0)}))
     assert limits.why_not(Apart(0.0, 0.0, {"a": WeightUpdate(math.nan, 1.0, 1.0)}))
     for known in (most_apart([precisions.get(mode)], "") for mode in ("fp32", "bf16", "fp8", "mxfp8", "nvfp4")):
