@@ -131,8 +131,8 @@ class TransformerEngine(Backend):
 
             def in_step(x: Tensor, first: bool | None) -> Tensor:
                 with torch.autocast(facts.kind, dtype=torch.bfloat16), autocast():
-                    found: Tensor = module(x, is_first_microbatch=first)
-                    return found
+                    y: Tensor = module(x, is_first_microbatch=first)
+                    return y
 
             return WholeLayer(lambda x: in_step(x, None), partial(_scales, module), in_step)
 
@@ -187,10 +187,10 @@ _META = {"scaling_fwd": (3, ("input", "weight")), "scaling_bwd": (2, ("gradient"
 
 def _scales(module: nn.Module) -> list[tuple[str, str, float, float]]:
     """By part, product and role the largest magnitude of a history, and the scale; none where there is no history."""
-    found = []
-    for part, one in module.named_modules():
+    scales = []
+    for part, layer in module.named_modules():
         for key, (columns, roles) in _META.items():
-            meta: Any = getattr(one, "fp8_meta", {}).get(key)
+            meta: Any = getattr(layer, "fp8_meta", {}).get(key)
             if not hasattr(meta, "amax_history"):
                 continue
             pairs = enumerate(zip(meta.amax_history.amax(0).tolist(), meta.scale.tolist(), strict=True))
@@ -198,5 +198,5 @@ def _scales(module: nn.Module) -> list[tuple[str, str, float, float]]:
                 product, place = divmod(index, columns)
                 if place < len(roles):
                     role = roles[place] if not product else f"{roles[place]} of product {product + 1}"
-                    found.append((part, role, amax, scale))
-    return found
+                    scales.append((part, role, amax, scale))
+    return scales

@@ -130,13 +130,13 @@ class RecipeArithmetic(Arithmetic):
         return type(self)(self.recipe, self.carrier, name, kept_scales(book, name, self.treatments))
 
     def memory(self) -> dict[str, Tensor]:
-        kept = {role: one.memory() for role, one in self._remembering().items()}
+        kept = {role: remembering.memory() for role, remembering in self._remembering().items()}
         return {f"{role}.{name}": tensor for role, some in kept.items() for name, tensor in some.items()}
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
-        for role, one in self._remembering().items():
+        for role, remembering in self._remembering().items():
             own = f"{role}."
-            one.recall({name.removeprefix(own): memory[name] for name in memory if name.startswith(own)})
+            remembering.recall({name.removeprefix(own): memory[name] for name in memory if name.startswith(own)})
 
     def _remembering(self) -> dict[str, DelayedScale | _Draws]:
         """By role. Scales from data belong to their book."""
@@ -267,8 +267,8 @@ class ScaledArithmetic(RecipeArithmetic):
             both = row_codes_both(tensor, treatment.fmt, treatment.scaling.rounding)
             return Operand(*both[0], role is Role.GRADIENT), Operand(*both[1], role is Role.GRADIENT)
         scale, inverse = self._scale(tensor, role, _again(role), amax)
-        found = codes_both(tensor, treatment.fmt, scale)
-        straight, turned = (Operand(data, inverse, role is Role.GRADIENT) for data in found)
+        codes = codes_both(tensor, treatment.fmt, scale)
+        straight, turned = (Operand(data, inverse, role is Role.GRADIENT) for data in codes)
         return straight, turned
 
     def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
@@ -312,10 +312,10 @@ class ScaledArithmetic(RecipeArithmetic):
         output = dtype if tensor_wise or self.of_rows is None else self.of_rows
         fast = not (a.gradient or b.gradient)
         # What functional.scaled_mm calls, which torch 2.11 cannot compile. Lists: scales, their kinds, no swizzles.
-        found: Tensor = torch.ops.aten._scaled_mm_v2.default(
+        product: Tensor = torch.ops.aten._scaled_mm_v2.default(
             a.data, b.data.t(), [a.scale], [kind], [], [scale_b], [kind], [], None, output, [], fast
         )
-        return in_dtype(found, dtype)
+        return in_dtype(product, dtype)
 
     def grouped(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
         b_turned = b.data.transpose(-2, -1)
@@ -323,10 +323,10 @@ class ScaledArithmetic(RecipeArithmetic):
             return F.grouped_mm(a.data, b_turned, offs=ends)
         # Not functional.scaled_grouped_mm: what that calls has no shape for tensors without memory. Scales lie in rows.
         scales, fast = (a.scale.squeeze(-1), b.scale.squeeze(-1)), not (a.gradient or b.gradient)
-        found: Tensor = torch.ops.aten._scaled_grouped_mm.default(
+        product: Tensor = torch.ops.aten._scaled_grouped_mm.default(
             a.data, b_turned, *scales, ends, None, None, self.carrier, fast
         )
-        return found
+        return product
 
 
 class WideScaledArithmetic(ScaledArithmetic):

@@ -52,8 +52,8 @@ class BlockArithmetic(RecipeArithmetic):
     def turned(self, source: Tensor, role: Role) -> Operand:
         if not self._rotates(role) or not self._in_tiles(role):
             return super().turned(source, role)
-        found = rotation(source, self._signs)
-        return self._tiled(found.values, role, again=False, amaxes=found.amaxes)
+        rotated = rotation(source, self._signs)
+        return self._tiled(rotated.values, role, again=False, amaxes=rotated.amaxes)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         treatment = self.treatments[role]
@@ -81,8 +81,8 @@ class BlockArithmetic(RecipeArithmetic):
             turned, *others = rotation(turned, self._signs)
             amaxes = others[::-1]
         draw = self._draws[role].draw(tensor.device, 2) if role in self._draws else None
-        found = tiled_codes_both(tensor, turned, treatment.fmt, treatment.scaling, draw, amaxes)
-        straight, other = (Operand(*codes, role is Role.GRADIENT) for codes in found)
+        codes_of_both = tiled_codes_both(tensor, turned, treatment.fmt, treatment.scaling, draw, amaxes)
+        straight, other = (Operand(*codes, role is Role.GRADIENT) for codes in codes_of_both)
         return straight, other
 
     def _in_tiles(self, role: Role) -> bool:
@@ -115,10 +115,10 @@ class BlockArithmetic(RecipeArithmetic):
             return super().product(a, b, dtype)
         (scales_a, kinds_a, swizzles), (scales_b, kinds_b, _) = map(_scales_of, (a, b))
         # Sums are never fast: kernels with scales of blocks refuse it, or add their parts in float32 anyway.
-        found: Tensor = torch.ops.aten._scaled_mm_v2.default(
+        product: Tensor = torch.ops.aten._scaled_mm_v2.default(
             a.data, b.data.t(), scales_a, kinds_a, swizzles, scales_b, kinds_b, swizzles, None, dtype, [], False
         )
-        return in_dtype(found, dtype)
+        return in_dtype(product, dtype)
 
     def grouped(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
         """Of MX blocks: the tiles of each part's scales lie behind those of the part before."""
@@ -126,10 +126,10 @@ class BlockArithmetic(RecipeArithmetic):
         if a.scale is None or b.scale is None:
             return F.grouped_mm(a.data, b_turned, offs=ends)
         scales = [_rows_of_tiles(operand) if operand.data.dim() == 2 else operand.scale for operand in (a, b)]
-        found: Tensor = torch.ops.aten._scaled_grouped_mm.default(
+        product: Tensor = torch.ops.aten._scaled_grouped_mm.default(
             a.data, b_turned, *scales, ends, None, None, self.carrier, False
         )
-        return found
+        return product
 
     def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
         if operand.scale is None:

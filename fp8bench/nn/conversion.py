@@ -62,11 +62,11 @@ class Conversion:
         self.phase: Phases = SilentPhases()
         self._rows = multiples[0]
         self._replaced: list[nn.Module] = []
-        found = held_in(model, skip, allow)
-        parts = around_in(model, found, keys)
-        check_map(keys, found, [layer for layer, _ in parts])
+        holders = held_in(model, skip, allow)
+        parts = around_in(model, holders, keys)
+        check_map(keys, holders, [layer for layer, _ in parts])
         self._around = [(module, _for_around(layer, choose(layer))) for layer, module in parts]
-        chosen = [(held, None if held.reason else choose(held.layer(keys))) for held in found]
+        chosen = [(held, None if held.reason else choose(held.layer(keys))) for held in holders]
         self.held = tuple(_decided(held, arithmetic, multiples) for held, arithmetic in chosen)
         self._arithmetics = {
             id(held): arithmetic
@@ -170,7 +170,7 @@ def misfit(held: Held, multiples: tuple[int, int]) -> str:
 
 
 def _reasons(held: Sequence[Held]) -> str:
-    counts = Counter(one.reason for one in held)
+    counts = Counter(holder.reason for holder in held)
     words = [f"{count} weight{'s' if count > 1 else ''}: {why}" for why, count in counts.most_common(3)]
     return "; ".join(words) or "it has no layer that multiplies by weights"
 
@@ -216,8 +216,8 @@ class LayerProducts:
         sides = {side for weight in weights for side in weight.shape}
         if not multiple or sum(filled) > 2 * len(x) or any(side % multiple for side in sides):
             pairs = zip(parts, weights, strict=True)
-            found = [self.linear(part, weight) for part, weight in pairs if len(part)]
-            return torch.cat(found) if found else self.linear(x, weights[0])
+            products = [self.linear(part, weight) for part, weight in pairs if len(part)]
+            return torch.cat(products) if products else self.linear(x, weights[0])
         rows = torch.cat([F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, filled, strict=True)])
         ends = torch.tensor(filled, device=x.device).cumsum(0).to(torch.int32)
         own, dtype = [self._master(weight) for weight in weights], _own_dtype(x)

@@ -81,11 +81,11 @@ def _gradient(g: Tensor, images: Tensor, windows: Tensor, lie: Windows, wanted: 
 
     Of the one that is wanted only the shape is used.
     """
-    found: Tensor = torch.ops.aten.convolution_backward(
+    gradient: Tensor = torch.ops.aten.convolution_backward(
         g, images, windows, None, lie.stride, lie.padding, lie.dilation, False, [0, 0], 1,
         [wanted == 0, wanted == 1, False],
     )[wanted]  # fmt: skip
-    return found.permute(0, 2, 3, 1)
+    return gradient.permute(0, 2, 3, 1)
 
 
 def _written_out(x: Tensor, lie: Windows) -> Tensor:
@@ -104,7 +104,7 @@ def _written_out(x: Tensor, lie: Windows) -> Tensor:
     return torch.cat(shifts, dim=-1).to(x.dtype)
 
 
-class _Product(torch.autograd.Function):
+class _ConvolvedProduct(torch.autograd.Function):
     """Images (B, H, W, I) under windows (O, window x I), marking its own backward: it may run on another thread."""
 
     @staticmethod
@@ -171,7 +171,7 @@ def convolved(
     """
     x = x.to(arithmetic.carrier)
     if not arithmetic.explicit:
-        y: Tensor = _Product.apply(x, weight, lie, arithmetic, phase, layout, operands)  # type: ignore[no-untyped-call]
+        y: Tensor = _ConvolvedProduct.apply(x, weight, lie, arithmetic, phase, layout, operands)  # type: ignore[no-untyped-call]
         return y
     # The same as one product of a linear layer, a row for every place.
     if x.requires_grad:

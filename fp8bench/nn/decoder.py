@@ -346,14 +346,14 @@ class Decoder:
         return self._times(between, f"{path}.down", phase)
 
     def _kept(self, block: int, k: Tensor, v: Tensor, at: int, phase: Phases) -> list[Tensor]:
-        found = []
+        read = []
         for heads, new in zip(self.cache[block], (k, v), strict=True):
             if self.calibrates:
                 heads.calibrate(new)
             with phase.cast if heads.restores else nullcontext():
                 heads.put(new, at)
-                found.append(heads.read(at + new.shape[2]))
-        return found
+                read.append(heads.read(at + new.shape[2]))
+        return read
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight, own = self.norms[name], self.around.get(name)

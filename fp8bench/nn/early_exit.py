@@ -46,10 +46,10 @@ class EarlyExit(nn.Module):
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         """The logits of each row where it left."""
-        found = x.new_zeros(len(x), len(self.head))
+        every = x.new_zeros(len(x), len(self.head))
         for rows, logits in self.walk(x, phase):
-            found.index_copy_(0, rows, logits)
-        return found
+            every.index_copy_(0, rows, logits)
+        return every
 
     def walk(self, x: Tensor, phase: Phases) -> Iterator[tuple[Tensor, Tensor]]:
         """Behind each block: which rows were in it, and their logits."""
@@ -74,11 +74,11 @@ class EarlyExit(nn.Module):
 
     def depths(self, x: Tensor) -> Tensor:
         """The blocks that each row takes."""
-        found = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        depths = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         with torch.no_grad():
             for rows, _ in self.walk(x, SilentPhases()):
-                found[rows] += 1
-        return found
+                depths[rows] += 1
+        return depths
 
 
 def _normed(x: Tensor) -> Tensor:

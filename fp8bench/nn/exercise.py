@@ -57,10 +57,10 @@ class Exercise:
             self.outcome()
         output, gradients = self.outcome()
         reference, reference_gradients = exact.outcome()
-        found = {"output_error": relative_frobenius(output, reference)}
+        figures = {"output_error": relative_frobenius(output, reference)}
         if self.pull is not None:
-            found["gradient_error"] = joint_relative_frobenius(gradients, reference_gradients)
-        return found
+            figures["gradient_error"] = joint_relative_frobenius(gradients, reference_gradients)
+        return figures
 
 
 def exercise(

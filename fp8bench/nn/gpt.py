@@ -30,7 +30,7 @@ from fp8bench.nn.uncompiled import recomputed
 from fp8bench.protocols import Arithmetic, Fused, Phases, Role, SilentPhases
 
 
-class UnitStream(Protocol):
+class ScaledStream(Protocol):
     """What unit scaling does with a model's stream at its beginning and its end, of a batch of so many tokens."""
 
     def begin(self, tokens: int) -> None: ...
@@ -132,7 +132,7 @@ class LanguageModel(nn.Module):
 
     carrier: torch.dtype
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
-    unit: UnitStream | None = None
+    unit: ScaledStream | None = None
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
         if self.unit is not None:
@@ -328,10 +328,10 @@ class NormedFeedForward(nn.Module):
         if self._fused is None:
             normed: Tensor = self.block(self.norm(x), phase)
             return normed
-        found = region(phase.gemm, self._fused, x)
+        product = region(phase.gemm, self._fused, x)
         if self._whole:
-            return found
-        hidden = silu_gate(*found.chunk(2, dim=-1)) if self.block.gated else gelu(found)
+            return product
+        hidden = silu_gate(*product.chunk(2, dim=-1)) if self.block.gated else gelu(product)
         y: Tensor = self.block.down(hidden, phase)
         return y
 

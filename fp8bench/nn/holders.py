@@ -114,21 +114,21 @@ def held_in(model: nn.Module, skip: Sequence[str] = (), allow: Sequence[str] = (
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
-    inside = {own for one in paths if isinstance(one, nn.MultiheadAttention) for own in one.children()}
+    inside = {own for parent in paths if isinstance(parent, nn.MultiheadAttention) for own in parent.children()}
     head = _head_of(model, paths)
-    found = [
+    holders = [
         replace(held, head=held.module is head)
         for module, names in paths.items()
         for held in _of_module(module, names, module in inside, allow)
     ]
     for pattern in (*skip, *allow):
-        _check_pattern(pattern, found)
-    return tuple(_skipped(held, skip) for held in found)
+        _check_pattern(pattern, holders)
+    return tuple(_skipped(held, skip) for held in holders)
 
 
-def around_in(model: nn.Module, found: Sequence[Held], keys: Collection[str]) -> list[tuple[Layer, nn.Module]]:
+def around_in(model: nn.Module, holders: Sequence[Held], keys: Collection[str]) -> list[tuple[Layer, nn.Module]]:
     """The embeddings and norms of a model that keys name, and what its head gives."""
-    parts = [(Layer(f"{held.name}.{LOGITS}", LOGITS, product=False), held.module) for held in found if held.head]
+    parts = [(Layer(f"{held.name}.{LOGITS}", LOGITS, product=False), held.module) for held in holders if held.head]
     for path, module in model.named_modules():
         norm = isinstance(module, _NORMS) or ("norm" in type(module).__name__.lower() and _is_gain(module))
         kind = EMBED if isinstance(module, nn.Embedding) else NORM if norm else ""
@@ -143,8 +143,8 @@ def _is_gain(module: nn.Module) -> bool:
     return isinstance(weight, Tensor) and weight.dim() == 1 and not list(module.children())
 
 
-def check_map(keys: Collection[str], found: Sequence[Held], around: Sequence[Layer] = ()) -> None:
-    known = keys_of([*(layer for held in found for layer in _layers(held)), *around])
+def check_map(keys: Collection[str], holders: Sequence[Held], around: Sequence[Layer] = ()) -> None:
+    known = keys_of([*(layer for held in holders for layer in _layers(held)), *around])
     for key in keys:
         if key == RESIDUAL and key not in known:
             raise UsageError(
@@ -152,18 +152,18 @@ def check_map(keys: Collection[str], found: Sequence[Held], around: Sequence[Lay
                 "Leave it out; embed, norm, logits and output can be given a precision."
             )
         if key not in known:
-            raise UnknownName("layer of this model", key, known, _known(found))
+            raise UnknownName("layer of this model", key, known, _known(holders))
 
 
 def _layers(held: Held) -> Iterator[Layer]:
     yield from (Layer(name, held.shown_kind, group=held.group) for name in (held.name, *held.also))
 
 
-def _known(found: Sequence[Held]) -> str:
-    words = (word for held in found for word in (held.shown_kind, held.group))
+def _known(holders: Sequence[Held]) -> str:
+    words = (word for held in holders for word in (held.shown_kind, held.group))
     kinds = ", ".join(dict.fromkeys(filter(None, (*words, EMBED, NORM))))
-    names = ", ".join(held.name for held in found[:_SHOWN])
-    return f"{kinds}; layers by name ({names}, {len(found)} in all), and prefixes of names" if found else ""
+    names = ", ".join(held.name for held in holders[:_SHOWN])
+    return f"{kinds}; layers by name ({names}, {len(holders)} in all), and prefixes of names" if holders else ""
 
 
 def _fits(held: Held, pattern: str) -> bool:
@@ -172,10 +172,12 @@ def _fits(held: Held, pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in (held.name, *held.also))
 
 
-def _check_pattern(pattern: str, found: Sequence[Held]) -> None:
-    if not any(_fits(held, pattern) for held in found):
-        known = keys_of([layer for held in found for layer in _layers(held)])
-        raise UnknownName("layer of this model", pattern, known, f"{_known(found)}, and patterns of them ('*.router')")
+def _check_pattern(pattern: str, holders: Sequence[Held]) -> None:
+    if not any(_fits(held, pattern) for held in holders):
+        known = keys_of([layer for held in holders for layer in _layers(held)])
+        raise UnknownName(
+            "layer of this model", pattern, known, f"{_known(holders)}, and patterns of them ('*.router')"
+        )
 
 
 def _skipped(held: Held, skip: Sequence[str]) -> Held:
@@ -345,9 +347,14 @@ class Stacked(TorchFunctionMode):
         others = any(isinstance(arg, Tensor) and arg.is_floating_point() for at, arg in enumerate(args) if at != place)
         if others:
             return
-        for one in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(one, Tensor) and one.dim() > 1 and one.is_floating_point() and not self._name(one):
-                self._known.append((name, one))
+        for tensor in result if isinstance(result, list | tuple) else (result,):
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.dim() > 1
+                and tensor.is_floating_point()
+                and not self._name(tensor)
+            ):
+                self._known.append((name, tensor))
 
 
 def _by_place(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -362,7 +369,7 @@ def _may_be_told(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], pla
     """Whether it is x times a weight, which is the argument in that place."""
     if (
         func in _SUMS
-        or any(one is not None for one in named.values())
+        or any(value is not None for value in named.values())
         or not all(isinstance(arg, Tensor) for arg in args[:2])
     ):
         return False

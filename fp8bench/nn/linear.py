@@ -31,7 +31,7 @@ from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 Marker = AbstractContextManager[None]
 
 
-class _Before(torch.autograd.Function):
+class _RegionBegin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, marker: Marker, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.marker = marker
@@ -44,7 +44,7 @@ class _Before(torch.autograd.Function):
         return (None, *gradients)
 
 
-class _After(torch.autograd.Function):
+class _RegionEnd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, marker: Marker, tensor: Tensor) -> Tensor:
         ctx.marker = marker
@@ -70,8 +70,8 @@ def region(marker: Marker, function: Callable[..., Tensor], *tensors: Tensor, **
             "a phase region was given a tensor that needs no gradient: its backward marker would never fire. Pass "
             "such tensors as options, or run the region under torch.no_grad()."
         )
-    inside = _Before.apply(marker, *tensors)  # type: ignore[no-untyped-call]
-    result: Tensor = _After.apply(marker, function(*inside, **options))  # type: ignore[no-untyped-call]
+    inside = _RegionBegin.apply(marker, *tensors)  # type: ignore[no-untyped-call]
+    result: Tensor = _RegionEnd.apply(marker, function(*inside, **options))  # type: ignore[no-untyped-call]
     return result
 
 
@@ -95,7 +95,7 @@ def casting_of(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[
 Both = tuple[Operand, Operand]
 
 
-class _Product(torch.autograd.Function):
+class _LinearProduct(torch.autograd.Function):
     """x (T, I) times w (O, I) transposed, marking its own backward: autograd may run it on another thread.
 
     For backward one orientation of each operand is kept: the turned one where it was made with the other, else the
@@ -165,7 +165,7 @@ def linear(x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, ope
     """x (..., I) times w (O, I) transposed: (..., O) in the arithmetic's carrier. `operands` of w, if it was cast."""
     flat = x.reshape(-1, x.shape[-1]).to(arithmetic.carrier)
     training = torch.is_grad_enabled()  # inside a Function nobody knows: weights need gradients under no_grad, too
-    y: Tensor = _Product.apply(flat, weight, arithmetic, phase, training, operands)  # type: ignore[no-untyped-call]
+    y: Tensor = _LinearProduct.apply(flat, weight, arithmetic, phase, training, operands)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], -1)
 
 
@@ -256,8 +256,8 @@ def grouped_linear(
     `ends` are the rows at which parts end, int32 on the device; sides and parts come in multiples of what the
     arithmetic `groups` by. `given` are operands of weights that were cast already.
     """
-    found: Tensor = _GroupedProduct.apply(x.to(arithmetic.carrier), arithmetic, phase, sizes, ends, given, *weights)  # type: ignore[no-untyped-call]
-    return found
+    product: Tensor = _GroupedProduct.apply(x.to(arithmetic.carrier), arithmetic, phase, sizes, ends, given, *weights)  # type: ignore[no-untyped-call]
+    return product
 
 
 def both_of(arithmetic: Arithmetic, weight: Tensor, amax: Tensor | None = None) -> Both:

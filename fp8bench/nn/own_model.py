@@ -137,12 +137,12 @@ def loss_of(model: nn.Module, batch: Any, output: Any, loss: Loss | None = None)
     `loss` is the user's own; else the output's own loss, a single number, or the mean of squares of the first floating
     tensor. Raises UsageError in one sentence where there is nothing of that kind, or nothing that gradients flow from.
     """
-    found, words = _own_loss(batch, output, loss) if loss is not None else _guessed_loss(model, output)
-    if not found.requires_grad and torch.is_grad_enabled():
+    value, words = _own_loss(batch, output, loss) if loss is not None else _guessed_loss(model, output)
+    if not value.requires_grad and torch.is_grad_enabled():
         raise UsageError(
             f"no gradient flows from {words} to the parameters of {_name(model)}: unfreeze some, or take forward alone"
         )
-    return found, words
+    return value, words
 
 
 def _own_loss(batch: Any, output: Any, loss: Loss) -> tuple[Tensor, str]:
@@ -151,32 +151,32 @@ def _own_loss(batch: Any, output: Any, loss: Loss) -> tuple[Tensor, str]:
     except (TypeError, ValueError):  # a function of C's that does not tell
         both = False
     try:
-        found: Any = loss(output, batch) if both else loss(output)
+        value: Any = loss(output, batch) if both else loss(output)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         raise UsageError(f"the loss that make() gives fails on the output: {short(error)}") from error
-    if not isinstance(found, Tensor) or found.numel() != 1:
-        raise UsageError(f"the loss that make() gives returned {_shown(found)}, and not one number as a tensor")
-    return found, "the loss that make() gives"
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise UsageError(f"the loss that make() gives returned {_shown(value)}, and not one number as a tensor")
+    return value, "the loss that make() gives"
 
 
 def _guessed_loss(model: nn.Module, output: Any) -> tuple[Tensor, str]:
     floating = [(name, tensor) for name, tensor in tensors_in(output) if tensor.is_floating_point()]
-    for name, one in floating:
-        if name.split(".")[-1] == "loss" and one.numel() == 1:
-            return one, f"the {name} that forward gives"
-    for name, one in floating:
-        if one.numel() == 1:
-            return one, f"the single number that forward gives{f' as {name}' if name else ''}"
+    for name, value in floating:
+        if name.split(".")[-1] == "loss" and value.numel() == 1:
+            return value, f"the {name} that forward gives"
+    for name, value in floating:
+        if value.numel() == 1:
+            return value, f"the single number that forward gives{f' as {name}' if name else ''}"
     if not floating:
         raise UsageError(
             f"forward of {_name(model)} gives {_shown(output)}, without a floating tensor to take a loss of: "
             "let make() return (model, batch, loss), where loss(output) gives one"
         )
-    name, one = floating[0]
-    shown = f"{name + ', ' if name else ''}{str(one.dtype).removeprefix('torch.')}[{','.join(map(str, one.shape))}]"
-    wide = one.to(torch.promote_types(one.dtype, torch.float32))
+    name, value = floating[0]
+    shown = f"{name + ', ' if name else ''}{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}]"
+    wide = value.to(torch.promote_types(value.dtype, torch.float32))
     return wide.square().mean(), f"the mean of squares of forward's first floating output ({shown})"
 
 
@@ -221,7 +221,7 @@ def given_of(name: str, answer: object, seed: int = 0) -> Given:
                     raise UnknownName(f"name in what {name} gives", str(word), Given._fields)
             return _given(name, seed, **answer)
     words = (
-        f"({', '.join(type(one).__name__ for one in answer)})" if isinstance(answer, tuple) else type(answer).__name__
+        f"({', '.join(type(part).__name__ for part in answer)})" if isinstance(answer, tuple) else type(answer).__name__
     )
     raise UsageError(
         f"{name} gives {words}; expected (model, batch), (model, batch, loss) with a callable loss, or a dict with "
@@ -334,7 +334,6 @@ class OwnModel:
         return {MemoryRole.WEIGHTS: list(self.model.parameters()), MemoryRole.DATA: self._arguments}
 
     def step(self, phase: Phases) -> object:
-        """One step; returns its loss, or what forward gives."""
         self._mark(phase)
         self.doing = "loading its batch"
         with phase.data_load:
@@ -369,7 +368,8 @@ class OwnModel:
                 return Outcome(outputs, None, {})
             loss = self._loss_of(output)
             (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
-        gradients = {name: one.grad / self._loss_scale for name, one in self.parameters.items() if one.grad is not None}
+        weights = self.parameters.items()
+        gradients = {name: own.grad / self._loss_scale for name, own in weights if own.grad is not None}
         for parameter in self.parameters.values():
             parameter.grad = None
         return Outcome(outputs, loss.detach(), gradients)
@@ -411,15 +411,15 @@ class OwnModel:
         return graph
 
 
-def errors_between(found: Outcome, wanted: Outcome) -> dict[str, float]:
+def errors_between(outcome: Outcome, reference: Outcome) -> dict[str, float]:
     errors = {}
-    if len(found.outputs) == len(wanted.outputs) and wanted.outputs:
-        errors["output_error"] = joint_relative_frobenius(found.outputs, wanted.outputs)
-    if found.loss is not None and wanted.loss is not None:
-        errors["loss_error"] = relative_error(float(found.loss), float(wanted.loss))
-        names = [name for name in wanted.gradients if name in found.gradients]
+    if len(outcome.outputs) == len(reference.outputs) and reference.outputs:
+        errors["output_error"] = joint_relative_frobenius(outcome.outputs, reference.outputs)
+    if outcome.loss is not None and reference.loss is not None:
+        errors["loss_error"] = relative_error(float(outcome.loss), float(reference.loss))
+        names = [name for name in reference.gradients if name in outcome.gradients]
         errors["gradient_error"] = joint_relative_frobenius(
-            [found.gradients[name] for name in names], [wanted.gradients[name] for name in names]
+            [outcome.gradients[name] for name in names], [reference.gradients[name] for name in names]
         )
     return errors
 

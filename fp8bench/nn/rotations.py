@@ -58,8 +58,8 @@ def rotation(x: Tensor, seed: int) -> RotatedTensor:
     """The same of a matrix, with what a cast of it begins with. It lies as the matrix lies."""
     filled, matrix = _filled(x), _matrix(seed, x.device)
     if not _by_kernel(x):
-        found = _times(filled, matrix)
-        return RotatedTensor(found, largest_magnitude(found), largest_magnitude(x))
+        values = _times(filled, matrix)
+        return RotatedTensor(values, largest_magnitude(values), largest_magnitude(x))
     memory, turned = laid(filled)
     out = torch.empty(memory.shape, dtype=torch.float32, device=x.device)
     parts = len(memory) // SIZE if turned else len(memory)
@@ -130,9 +130,9 @@ class LookingRotationKernel(Kernel):
         given, matrix, out, amaxes, before = tensors
         run, signs = (1, matrix.unsqueeze(-1)) if self.turned else (2, matrix)
         each = [given.narrow(run, number, 1) for number in range(SIZE)]
-        found = reduce(torch.add, [tensor.to(torch.float64) * signs[place] for place, tensor in enumerate(each)])
-        out.copy_(found)
-        amaxes.copy_(found.to(torch.float32).abs().amax((1, 2)))
+        turned = reduce(torch.add, [tensor.to(torch.float64) * signs[place] for place, tensor in enumerate(each)])
+        out.copy_(turned)
+        amaxes.copy_(turned.to(torch.float32).abs().amax((1, 2)))
         # Each beside the first of its run, which changes no maximum: what both read puts the two into one loop.
         before.copy_(torch.maximum(given.abs(), each[0].abs()).amax((1, 2)))
         return ()

@@ -1,25 +1,293 @@
-"""The states of the suites prefill and decode: a served model of a case, and a step of it."""
+"""Served models: a causal model of anybody's behind a static cache, and the states of the suites prefill and decode.
+
+A model of one's own has the calls of Decoder, and its own code between.
+Its forward pass takes token ids and `past_key_values`, as Hugging Face's models do, which get their own StaticCache.
+Others get StaticKeys: they call `past_key_values.update(keys, values, layer)` with new ones (batch, heads, new tokens,
+width), get back all so far, and ask `past_key_values.get_seq_length()` where their tokens begin. What a format does to
+keys and values is done before they are put into the cache, which stays in the carrier.
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fp8bench.model import MemoryRole
+from fp8bench.errors import Fp8benchError, UsageError
+from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.decoder import DTYPES, Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
-from fp8bench.nn.mixture import load_figures
-from fp8bench.nn.own_decoder import OwnDecoder, made
-from fp8bench.nn.served import OWN, Arm, served_shapes
+from fp8bench.nn.decoder import (
+    DTYPES,
+    Decoder,
+    KeptHeads,
+    KeptWeight,
+    OwnWeight,
+    drawn_like_trained,
+    drawn_weights,
+    kept_weight,
+)
+from fp8bench.nn.experts import load_figures
+from fp8bench.nn.holders import CONV1D, EXPERTS, LINEAR, Held, held_in
+from fp8bench.nn.own_model import seeded, short
+from fp8bench.nn.served import OWN, Arm, ServedShape, served_shapes
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, gpt_around
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Layer, Phases, Setup, SilentPhases
 from fp8bench.protocols.workload import key_of
+
+_LONGEST, _TRIED, _CLOSE = 1 << 20, 8, 1e-3
+_CACHE = "past_key_values"
+
+
+class OwnLayer:
+    """Keys and values of a layer of a module of one's own; `at` is where new ones go."""
+
+    def __init__(self, positions: int) -> None:
+        self.positions, self.at = positions, 0
+        self.keys, self.values = torch.empty(0), torch.empty(0)
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.keys.numel():
+            self.keys = keys.new_zeros(*keys.shape[:2], self.positions, keys.shape[3])
+            self.values = values.new_zeros(*values.shape[:2], self.positions, values.shape[3])
+        end = self.at + keys.shape[2]
+        self.keys[:, :, self.at : end], self.values[:, :, self.at : end] = keys, values
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+class StaticKeys:
+    """What a module of one's own gets as `past_key_values`."""
+
+    def __init__(self, positions: int) -> None:
+        self.positions, self.at = positions, 0
+        self.layers: list[OwnLayer] = []
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return self.at
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
+        while len(self.layers) <= layer:
+            self.layers.append(OwnLayer(self.positions))
+        return self.layers[layer].update(keys, values)
+
+
+def made(maker: Callable[[], Any], name: str, seed: int, facts: DeviceFacts) -> tuple[nn.Module, Tensor | None]:
+    """A maker's model, drawn from the seed, and the tokens (texts, positions) that it gives with it, if it does."""
+    try:
+        with seeded(seed, facts):
+            given = maker()
+    except Fp8benchError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{name} fails: {short(error)}.") from error
+    model, ids = (*given, None)[:2] if isinstance(given, tuple) else (given, None)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{name} gives {type(model).__name__}. Let it return a model, or (model, token ids).")
+    if ids is not None and not (isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point()):
+        raise UsageError(f"{name} gives no tokens beside its model. Give whole numbers of shape (texts, positions).")
+    return model, ids
+
+
+class OwnDecoder:
+    """`sizes` are sequences, and positions that the cache has for each. Raises UsageError for a model without one."""
+
+    def __init__(self, name: str, model: nn.Module, arm: Arm, sizes: tuple[int, int], device: str) -> None:
+        self.name, self.carrier, self.device = name, DTYPES[arm.carrier], device
+        self.model = model.to(device, self.carrier).eval().requires_grad_(False)
+        self.phase: Phases = SilentPhases()
+        self.watch: Callable[[int, Tensor], None] | None = None
+        self.calibrates = False
+        self._asks = inspect.signature(model.forward).parameters
+        if _CACHE not in self._asks:
+            raise UsageError(
+                f"{name}: forward of {type(model).__name__} takes no {_CACHE}, and a model without a cache is not "
+                f"served. Let it call {_CACHE}.update(keys, values, layer), as Hugging Face's causal models do."
+            )
+        self.held = kept_layers(name, model)
+        theirs: Any = sys.modules.get("transformers")
+        is_theirs = theirs is not None and isinstance(model, theirs.PreTrainedModel)
+        self.cache: Any = theirs.StaticCache(model.config, sizes[1]) if is_theirs else StaticKeys(sizes[1])
+        self.vocabulary = self._begin(sizes[0])
+        self.kept: dict[str, KeptWeight] = {}
+        self._keep_weights(arm)
+        self._keep_keys(arm)
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        for number, block in enumerate(
+            next((module_list for module_list in lists if len(module_list) == len(self.cache.layers)), ())
+        ):
+            block.register_forward_hook(lambda module, given, out, number=number: self._watched(number, out))
+
+    def forward(self, tokens: Tensor, at: int, phase: Phases, every: bool = False) -> Tensor:
+        """Logits of the last of (batch, new) tokens, or of `every` one: (batch, new, vocabulary)."""
+        self.phase = phase
+        for part in (self.cache, *self.cache.layers):
+            if isinstance(length := getattr(part, "cumulative_length", None), Tensor):
+                length.fill_(at)
+            elif hasattr(part, "at"):
+                part.at = at
+        named: dict[str, Any] = {_CACHE: self.cache, "use_cache": True, "logits_to_keep": 0 if every else 1}
+        if "cache_position" in self._asks:
+            named["cache_position"] = torch.arange(at, at + tokens.shape[1], device=tokens.device)
+        try:
+            out = self.model(tokens, **{name: value for name, value in named.items() if name in self._asks})
+        except IndexError as error:
+            raise UsageError(
+                f"{self.name}: tokens at positions {at} to {at + tokens.shape[1] - 1} fail: {short(error)}. It has "
+                "fewer positions or ids: give shorter --contexts, and (model, token ids) with texts of its own."
+            ) from error
+        logits: Tensor = out if isinstance(out, Tensor) else out.logits if hasattr(out, "logits") else out[0]
+        return logits if every else logits[:, -1:]
+
+    def _begin(self, batch: int) -> int:
+        """One token, so that the cache has its tensors; returns how many ids there are."""
+        tokens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
+        try:
+            with torch.no_grad():
+                vocabulary = self.forward(tokens, 0, self.phase).shape[2]
+        except (torch.OutOfMemoryError, UsageError):
+            raise
+        except Exception as error:
+            raise UsageError(f"{self.name}: a token with a cache fails: {short(error)}.") from error
+        layers = self.cache.layers
+        if not layers or not all(isinstance(layer.keys, Tensor) and layer.keys.numel() for layer in layers):
+            raise UsageError(f"{self.name}: forward puts nothing into the cache that it gets. Call {_CACHE}.update.")
+        if any(getattr(layer, "is_sliding", False) for layer in layers):
+            raise UsageError(f"{self.name}: some layers see a sliding window alone, whose bytes are not counted here.")
+        return vocabulary
+
+    def _keep_weights(self, arm: Arm) -> None:
+        formats = arm.weights_of(len(self.cache.layers))
+        for held in self.held:
+            layer, module = _layer_in(held.name), held.module
+            format_of = formats[layer] if layer is not None and not held.head else arm.carrier
+            if format_of in DTYPES:
+                vars(module)["forward"] = self._product(module.forward)
+                continue
+            weight = held.weight.float()
+            kept = kept_weight(weight.t() if held.kind == CONV1D else weight, format_of, arm.low_inputs)
+            self.kept[held.name] = kept
+            vars(module)["forward"] = self._product(kept, getattr(module, "bias", None))
+
+    def _product(self, by: Callable[[Tensor], Tensor] | KeptWeight, bias: Tensor | None = None) -> Callable[..., Any]:
+        def product(x: Tensor) -> Tensor:
+            if callable(by):
+                with self.phase.gemm:
+                    return by(x)
+            y = by.times(x.reshape(-1, x.shape[-1]), self.phase).view(*x.shape[:-1], -1)
+            return y if bias is None else y + bias
+
+        return product
+
+    def _keep_keys(self, arm: Arm) -> None:
+        self.heads: list[tuple[KeptHeads, KeptHeads]] = []
+        for kept, layer in zip(arm.kv_of(len(self.cache.layers)), self.cache.layers, strict=True):
+            shapes = (*layer.keys.shape,), (*layer.values.shape,)
+            keys, values = (KeptHeads(kept, shape, self.carrier, self.device) for shape in shapes)
+            self.heads.append((keys, values))
+            if keys.restores:
+                layer.update = self._rounded(layer.update, (keys, values))
+
+    def _rounded(self, update: Callable[..., Any], pair: tuple[KeptHeads, KeptHeads]) -> Callable[..., Any]:
+        def rounded(keys: Tensor, values: Tensor, *others: Any, **named: Any) -> Any:
+            with self.phase.cast:
+                for heads, new in zip(pair, (keys, values), strict=True):
+                    if self.calibrates:
+                        heads.calibrate(new)
+                    heads.put(new, 0)
+                both = [heads.read(keys.shape[2]) for heads in pair]
+            return update(*both, *others, **named)
+
+        return rounded
+
+    def _watched(self, number: int, out: Any) -> None:
+        if self.watch is not None:
+            self.watch(number, out if isinstance(out, Tensor) else out[0])
+
+    def fill(self, end: int, generator: torch.Generator) -> None:
+        """As Decoder's: random keys and values of a trained model's scale in the first positions."""
+        for layer, pair in zip(self.cache.layers, self.heads, strict=True):
+            for heads, tensor in zip(pair, (layer.keys, layer.values), strict=True):
+                shape = (*tensor.shape[:2], end, tensor.shape[3])
+                for at, drawn in drawn_like_trained(shape, generator, tensor is layer.keys):
+                    if at == 0:
+                        heads.calibrate(drawn)
+                    heads.put(drawn.to(self.carrier), 0)
+                    tensor[:, :, at : at + drawn.shape[2]] = heads.read(drawn.shape[2])
+
+    def weight_bytes(self) -> int:
+        replaced = {id(held.weight) for held in self.held if held.name in self.kept}
+        tensors: list[Tensor] = [parameter for parameter in self.model.parameters() if id(parameter) not in replaced]
+        tensors += [tensor for kept in self.kept.values() for tensor in kept.tensors()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def weights_and_cache(self) -> tuple[object, object]:
+        return (list(self.model.parameters()), self.kept), [(layer.keys, layer.values) for layer in self.cache.layers]
+
+
+def kept_layers(name: str, model: nn.Module) -> tuple[Held, ...]:
+    """The linear layers that are called as such. Raises UsageError for experts, of which a step reads some alone."""
+    held = held_in(model)
+    if any(holder.kind == EXPERTS for holder in held):
+        raise UsageError(f"{name} has a stack of experts, and which of them a step reads is not counted here.")
+    return tuple(holder for holder in held if holder.kind in (LINEAR, CONV1D) and not holder.reason)
+
+
+def _layer_in(path: str) -> int | None:
+    """The layer of a path: its first number."""
+    match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
+    return None if match is None else int(match[1])
+
+
+def served_positions(model: nn.Module) -> int:
+    """The longest context, by the model's config where it has one that says so."""
+    return int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LONGEST)
+
+
+def shape_of_own(name: str, model: nn.Module, seed: int, facts: DeviceFacts) -> ServedShape:
+    """What is counted of a model, once its cache was found to work: token by token gives what a prompt at once does."""
+    decoder = OwnDecoder(name, model, Arm("fp32"), (1, _TRIED), facts.key)
+    generator = torch.Generator(facts.key).manual_seed(seed)
+    tokens = torch.randint(decoder.vocabulary, (1, _TRIED), generator=generator, device=facts.key)
+    with torch.no_grad():
+        whole = decoder.forward(tokens, 0, SilentPhases(), every=True)
+        parts = [decoder.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(_TRIED)]
+    off = float((torch.cat(parts, 1) - whole).norm() / whole.norm())
+    if not off <= _CLOSE:
+        raise UsageError(
+            f"{name}: token by token its logits are {off:.2g} off those of the same prompt at once: its cache does not "
+            "keep what a prompt gives, or its tokens see later ones."
+        )
+    keys, layers = decoder.cache.layers[0].keys, len(decoder.cache.layers)
+    heads = getattr(getattr(model, "config", None), "num_attention_heads", None) or keys.shape[1]
+    shapes = tuple(_shapes(model, decoder))
+    return ServedShape(decoder.vocabulary, served_positions(model), layers, heads, keys.shape[1], keys.shape[3], shapes)
+
+
+def _shapes(model: nn.Module, decoder: OwnDecoder) -> list[tuple[str, tuple[int, ...]]]:
+    """Parameters by the names that bytes are counted by; a head that is tied to the embedding is read beside it."""
+    held_by = {id(held.weight): held for held in decoder.held}
+    tables = [id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
+    shapes = []
+    for name, parameter in model.named_parameters():
+        held, shape = held_by.get(id(parameter)), tuple(parameter.shape)
+        if id(parameter) in tables:
+            shapes.append((f"{'embedding' if id(parameter) == tables[0] else 'positions'}.{name}", shape))
+        if held is None and id(parameter) not in tables:
+            shapes.append((f"other.{name}", shape))
+        elif held is not None:
+            layer = None if held.head else _layer_in(held.name)
+            shapes.append((f"head.{name}" if layer is None else f"blocks.{layer}.{name}", held.sides))
+    return shapes
 
 
 @dataclass

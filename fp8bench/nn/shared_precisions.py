@@ -132,11 +132,11 @@ class RecipePrecision(Precision):
     def support(self, facts: DeviceFacts) -> Support:
         if self.backend is None:
             return self.own_support(facts)
-        found = self.backend.support(self, facts)
-        if found.level is Level.REFUSED:  # what no installation would mend is said first
-            return found
+        support = self.backend.support(self, facts)
+        if support.level is Level.REFUSED:  # what no installation would mend is said first
+            return support
         missing = self.backend.missing(facts.version_of(self.backend.package))
-        return refused(missing) if missing else found
+        return refused(missing) if missing else support
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         if self.backend is not None:
@@ -184,9 +184,9 @@ def native_arithmetic(recipe: Recipe, facts: DeviceFacts) -> Arithmetic:
 
     own = on_device(recipe, facts)
     of_rows = WideScaledArithmetic if rows_give_float32(facts) else ScaledArithmetic
-    found = (BlockArithmetic if own.in_blocks else of_rows)(own)
-    found.groups = grouped_multiple(own.products, facts)
-    return found
+    arithmetic = (BlockArithmetic if own.in_blocks else of_rows)(own)
+    arithmetic.groups = grouped_multiple(own.products, facts)
+    return arithmetic
 
 
 def recipe_of(precision: Precision) -> Recipe:

@@ -98,13 +98,13 @@ def largest_magnitudes(tensors: list[Tensor]) -> Sequence[Tensor]:
 
 
 def kept_scales(book: ScaleBook, layer: str, treatments: Mapping[Role, Treatment]) -> dict[Role, StaticScale]:
-    found = {}
+    scales = {}
     for role, treatment in treatments.items():
         assert treatment.scaling is not None
         known = None if book.known is None else book.known.get((layer, role.value))
-        found[role] = StaticScale(book, treatment.fmt, treatment.scaling.rounding, known)
-        book.keep(layer, role.value, found[role].state)
-    return found
+        scales[role] = StaticScale(book, treatment.fmt, treatment.scaling.rounding, known)
+        book.keep(layer, role.value, scales[role].state)
+    return scales
 
 
 class StaticScale:

@@ -97,7 +97,7 @@ class TrainingState:
         """The loss of each of the next steps, its mean over micro-batches, up to one that is not finite."""
         inner = self.forward
         seen: list[Tensor] = []
-        found: list[float] = []
+        losses: list[float] = []
 
         def forward(tokens: Any, targets: Tensor, phase: Phases) -> Tensor:
             loss = inner(tokens, targets, phase)
@@ -105,12 +105,12 @@ class TrainingState:
             return loss
 
         self.forward = forward
-        while len(found) < steps and all(map(math.isfinite, found[-1:])):
+        while len(losses) < steps and all(map(math.isfinite, losses[-1:])):
             self.step(SilentPhases())
-            found.append(sum(map(float, seen)) / len(seen))
+            losses.append(sum(map(float, seen)) / len(seen))
             seen.clear()
         self.forward = inner
-        return found
+        return losses
 
     def _micro_batch(self, phase: Phases, first: bool) -> None:
         """One forward and backward, its gradients added to the buffers. Reads no value, which would wait."""

@@ -35,7 +35,7 @@ class _Recomputed(torch.autograd.Function):
             # Whose gradient is this one, to the bit; torch looks through a gradient that it is given, by sympy. So
             # parameters that `run` holds get theirs.
             (ctx.run(*inputs) * gradient.detach()).sum().backward()
-        return None, *(one.grad for one in inputs)
+        return None, *(leaf.grad for leaf in inputs)
 
 
 def recomputed(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from fp8bench.nn.around import held, streamed
 from fp8bench.nn.attention import FusedCore
 from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, Windows, laid
+from fp8bench.nn.experts import cast_once
 from fp8bench.nn.gpt import Block, Norm, loss_of
 from fp8bench.nn.linear import Choose, Linear, within
-from fp8bench.nn.mixture import cast_once
 from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.nn.training_step import TrainingState
 from fp8bench.numerics.operands import OperatorWatch
@@ -270,7 +270,7 @@ def fault_of(state: TrainingState | InferenceState) -> str:
     norms = {name: norm for name, norm in modules.items() if isinstance(norm, BatchNorm)}
     convolutions = [layer for layer in modules.values() if isinstance(layer, Convolution)]
     before = [norm.running_mean.clone() for norm in norms.values() if norm.running_mean is not None]
-    seen = _Seen(convolutions[0].layout)
+    seen = _LayoutWatch(convolutions[0].layout)
     hooks = [layer.register_forward_hook(seen.passed) for layer in (*convolutions, *norms.values())]
     with seen:
         state.step(SilentPhases())
@@ -284,7 +284,7 @@ def fault_of(state: TrainingState | InferenceState) -> str:
     return ""
 
 
-class _Seen(OperatorWatch):  # type: ignore[no-untyped-call]
+class _LayoutWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     """How images lie that convolutions and norms take and give, and those that are convolved in the end."""
 
     def __init__(self, layout: Layout) -> None:

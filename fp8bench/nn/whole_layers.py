@@ -139,8 +139,8 @@ class CachedWeights:
 
     def __init__(self, model: nn.Module) -> None:
         linear = [module for module in model.modules() if isinstance(module, Linear)]
-        self._layers = [one for one in linear if one.arithmetic.casts]
-        self._whole = [one.arithmetic for one in linear if isinstance(one.arithmetic, WholeLayers)]
+        self._layers = [layer for layer in linear if layer.arithmetic.casts]
+        self._whole = [layer.arithmetic for layer in linear if isinstance(layer.arithmetic, WholeLayers)]
 
     @contextmanager
     def cast(self, phase: Phases) -> Iterator[None]:

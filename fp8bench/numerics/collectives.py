@@ -165,16 +165,16 @@ def check_ones(kind: Plain | InFP8, count: int, rank: int, size: int, device: st
     """
     ones = torch.ones(count, device=device)
     if isinstance(kind, Plain):
-        found = kind(kind.given(ones, size), size, nullcontext()).float()
-        wanted = torch.ones_like(found)
+        sums = kind(kind.given(ones, size), size, nullcontext()).float()
+        wanted = torch.ones_like(sums)
     else:
         alone = kind.alone([torch.ones(count) for _ in range(size)])
         fresh = InFP8(kind.collective, kind.way, kind.scaling)
-        found, wanted = fresh(ones, rank, size, nullcontext()).values.cpu(), alone[rank].values
-    if not torch.equal(found, wanted):
-        at = int((found != wanted).nonzero()[0])
+        sums, wanted = fresh(ones, rank, size, nullcontext()).values.cpu(), alone[rank].values
+    if not torch.equal(sums, wanted):
+        at = int((sums != wanted).nonzero()[0])
         raise SelfCheckFailed(
-            f"the self-check of {kind.collective} over {size} ranks: ones came to {float(found[at])!r}, and must come "
+            f"the self-check of {kind.collective} over {size} ranks: ones came to {float(sums[at])!r}, and must come "
             f"to {float(wanted[at])!r} (1 + ... + 1 over {size}); nothing of it is timed"
         )
 
@@ -183,5 +183,5 @@ def newest(*names: str) -> Callable[..., object]:
     """torch 2.13 has new names for some, and warns of the old ones."""
     import torch.distributed as dist
 
-    found: Callable[..., object] = next(getattr(dist, name) for name in names if hasattr(dist, name))
-    return found
+    collective: Callable[..., object] = next(getattr(dist, name) for name in names if hasattr(dist, name))
+    return collective

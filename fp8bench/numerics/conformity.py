@@ -336,7 +336,7 @@ def mantissa_bits(values: Tensor) -> int:
     length = _RUN if values.shape[-1] % _RUN == 0 else values.shape[-1]
     runs, most = values.detach().abs().reshape(-1, length), 1
     for run in runs[:: max(1, len(runs) // _LOOKED_AT)]:
-        kinds = torch.tensor(sorted({one for one in run.tolist() if 0 < one < math.inf}), dtype=torch.float64)
+        kinds = torch.tensor(sorted({size for size in run.tolist() if 0 < size < math.inf}), dtype=torch.float64)
         if len(kinds):
             beyond = torch.searchsorted(kinds, kinds * (2 - _SLACK))
             most = max(most, int((beyond - torch.arange(len(kinds))).max()))

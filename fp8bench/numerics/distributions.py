@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.model import Scalar
-from fp8bench.protocols.axes import VALUES
+from fp8bench.protocols.axes import CONTIGUOUS, PADDED, STRIDED, TRANSPOSED, VALUES
 
 # Student's t with this many degrees of freedom has a variance and no kurtosis: its largest values grow with the count.
 DEGREES = 3
@@ -110,3 +110,22 @@ def drawn(
     if kind == "integers":
         return empty.random_(-_LARGEST_INTEGER, _LARGEST_INTEGER + 1, generator=generator)
     return empty.fill_(float(kind == "ones"))
+
+
+# Elements between one row and the next.
+GAP = 64
+
+
+def laid_out(matrix: Tensor, layout: str) -> Tensor:
+    """The matrix with other strides. What lies between its elements are numbers of its own once more: a gap of zeros
+    would take less power than any operand."""
+    if layout == CONTIGUOUS:
+        return matrix
+    if layout == TRANSPOSED:
+        return matrix.t().contiguous().t()
+    columns = matrix.shape[1]
+    if layout == PADDED:
+        wide = torch.cat([matrix, matrix[:, torch.arange(GAP, device=matrix.device) % columns]], 1)
+        return wide[:, :columns]
+    assert layout == STRIDED, layout
+    return matrix.repeat_interleave(2, 1)[:, ::2]

@@ -109,23 +109,23 @@ def mean_in_fp8(
     wire = E4M3()
     if way == RING:
         codes = yield from ring(shifted, wire, rank, size, whole)
-        found = Reduced(wire.decode(codes) / (scale * size), codes)
+        reduced = Reduced(wire.decode(codes) / (scale * size), codes)
     elif way == GATHER:
         everybody = yield AllGather(wire.encode(shifted))
-        mean = _added([wire.decode(one) for one in everybody]) / (scale * size)
-        found = Reduced(mean if whole else mean.chunk(size)[rank], torch.cat(everybody))
+        mean = _added([wire.decode(codes_of_rank) for codes_of_rank in everybody]) / (scale * size)
+        reduced = Reduced(mean if whole else mean.chunk(size)[rank], torch.cat(everybody))
     elif way == TWOSHOT:
         rows = yield AllToAll(wire.encode(shifted).reshape(size, -1))
-        found = Reduced(_added([wire.decode(row) for row in rows]) / (scale * size), rows)
+        reduced = Reduced(_added([wire.decode(row) for row in rows]) / (scale * size), rows)
         if whole:
-            found = yield from transported(found.values)
+            reduced = yield from transported(reduced.values)
     else:
         raise ValueError(f"expected one of {', '.join(WAYS)}, got {way!r}")
     if scaling == FP8LM_AUTO:
         # Of a part each rank has codes of its own, and all have to go on with one mu.
-        share = saturated(found.codes).reshape(1)
+        share = saturated(reduced.codes).reshape(1)
         auto.after(share if whole else (yield Largest(share)))
-    return found
+    return reduced
 
 
 def transported(part: Tensor) -> Program[Reduced]:
@@ -148,8 +148,8 @@ class Pieces(NamedTuple):
         return sum(self.lengths)
 
     def amax(self, values: Tensor) -> Tensor:
-        found = torch.stack([piece.abs().amax() for piece in torch.split(values, list(self.lengths))])
-        return torch.nn.functional.pad(found, (0, self.most - len(self.lengths)))
+        amaxes = torch.stack([piece.abs().amax() for piece in torch.split(values, list(self.lengths))])
+        return torch.nn.functional.pad(amaxes, (0, self.most - len(self.lengths)))
 
     def each(self, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """A tensor with its scale, one at a time: no other vector is as long as all of them."""

@@ -104,12 +104,14 @@ def _attention(operator: str) -> str:
 
 def _tensors(given: Sequence[Any]) -> Iterator[Tensor]:
     """Those of some arguments; of a tensor that wraps others theirs."""
-    for one in given:
-        if isinstance(one, list | tuple):
-            yield from _tensors(one)
-        elif isinstance(one, Tensor):
-            flatten = getattr(type(one), "__tensor_flatten__", None)
-            yield from (one,) if flatten is None else _tensors([getattr(one, name) for name in flatten(one)[0]])
+    for argument in given:
+        if isinstance(argument, list | tuple):
+            yield from _tensors(argument)
+        elif isinstance(argument, Tensor):
+            flatten = getattr(type(argument), "__tensor_flatten__", None)
+            yield from (
+                (argument,) if flatten is None else _tensors([getattr(argument, name) for name in flatten(argument)[0]])
+            )
 
 
 # Lines of an operand, and values of each, that are looked at; and how many values may share a scale.
@@ -215,7 +217,7 @@ class _HostParts(OperatorWatch):  # type: ignore[no-untyped-call]
 def moved(operator: str, given: Iterable[Any], results: Iterable[Any]) -> str:
     """What an operator moved between host and device, if anything. A number that a kernel is called with is none, nor
     is one that it gives beside results on the device: the seed of attention's dropout."""
-    places = {one.device.type for one in given if one.dim() or "copy" in operator}
+    places = {tensor.device.type for tensor in given if tensor.dim() or "copy" in operator}
     after = {result.device.type for result in results}
     if "cpu" in places and after - {"cpu"}:
         return f"its step takes data from the host ({operator}), and a replay would take the same again"

@@ -73,8 +73,8 @@ def product_errors(
     after the casts: what summing and rounding the result add, and nothing else. Where errors are independent their
     squares add up, and the casts' own is sqrt(all^2 - kernel^2).
     """
-    found = product[list(rows)]
-    first, second = (relative_frobenius(found, exact_product(*pair, rows)) for pair in (operands, cast))
+    picked = product[list(rows)]
+    first, second = (relative_frobenius(picked, exact_product(*pair, rows)) for pair in (operands, cast))
     return first, second
 
 
@@ -90,8 +90,8 @@ def short_product(a: Tensor, b: Tensor, accumulator: Accumulator, bits: int = HO
     SHORT sums all of K so. PROMOTED adds the sum of every 128 elements of K to a float32 one and begins again at 0.
     Inside an instruction float64 takes the place of exact sums: of FP8 values they have no more than 53 bits.
     """
-    found: Tensor = _summed(a, b, accumulator is Accumulator.PROMOTED, bits)
-    return found
+    sums: Tensor = _summed(a, b, accumulator is Accumulator.PROMOTED, bits)
+    return sums
 
 
 def unit_sums(a: Tensor, b: Tensor) -> Tensor:

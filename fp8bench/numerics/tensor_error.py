@@ -40,7 +40,7 @@ class Factors:
 
     def over(self, place: Place) -> Tensor:
         """The factor of every element of a piece, in fp64, in a shape that broadcasts over it."""
-        down, across = (self._blocks(one, size) for one, size in zip(place, (self.rows, self.columns), strict=True))
+        down, across = (self._blocks(part, size) for part, size in zip(place, (self.rows, self.columns), strict=True))
         return self.steps.index_select(0, down).index_select(1, across).to(torch.float64)
 
     def raise_to_peaks(self, peaks: Tensor, magnitudes: Tensor, place: Place) -> None:
@@ -186,7 +186,7 @@ def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: Facto
         raise ValueError(f"shapes differ: {tuple(x.shape)} and {tuple(y.shape)}")
     given, left = as_rows(x), as_rows(y)
     values = _Values(given)
-    grid = None if fmt is None else _Grid(fmt, factors or Factors(torch.ones(1, 1, device=x.device)))
+    grid = None if fmt is None else _GridFigures(fmt, factors or Factors(torch.ones(1, 1, device=x.device)))
     for place in tiles(*given.shape):
         exact, rounded = given[place].to(torch.float64), left[place].to(torch.float64)
         finite = exact.isfinite()
@@ -229,10 +229,10 @@ class _Values:
         self._output += rounded.square().sum()
         left = place[1].start // BLOCK
         for sums, squares in ((self._signal, exact.square()), (self._noise, (rounded - exact).square())):
-            found = in_blocks(squares, BLOCK).sum(-1)
-            sums[place[0], left : left + found.shape[1]] += found
+            summed = in_blocks(squares, BLOCK).sum(-1)
+            sums[place[0], left : left + summed.shape[1]] += summed
 
-    def error(self, count: int, grid: _Grid | None) -> TensorError:
+    def error(self, count: int, grid: _GridFigures | None) -> TensorError:
         nonzero, lost, vanished = self._counts.tolist()
         saturated, subnormal, max_ulp, utilisation = grid.figures() if grid is not None else (None,) * 4
         return TensorError(
@@ -244,7 +244,7 @@ class _Values:
         )  # fmt: skip
 
 
-class _Grid:
+class _GridFigures:
     """What depends on the elements' format: x is looked at in units of its block's factor."""
 
     def __init__(self, fmt: Format, factors: Factors) -> None:
@@ -309,7 +309,8 @@ def scale_course(scales: Sequence[float], amaxes: Sequence[float], fmt: Format) 
     drift = [_octaves(now, before) for before, now in itertools.pairwise(scales)]
     lag = [_octaves(amax * scale, fmt.largest) for scale, amax in zip(scales, amaxes, strict=True)]
     return ScaleCourse(
-        tuple(abs(value) for value in drift if value is not None), tuple(one for one in lag if one is not None)
+        tuple(abs(value) for value in drift if value is not None),
+        tuple(value_of_lag for value_of_lag in lag if value_of_lag is not None),
     )
 
 
@@ -318,40 +319,40 @@ def _octaves(above: float, below: float) -> float | None:
     return math.log2(ratio) if 0 < ratio < math.inf else None
 
 
-def figures(found: TensorError, course: ScaleCourse | None = None) -> dict[str, float]:
+def figures(error: TensorError, course: ScaleCourse | None = None) -> dict[str, float]:
     """By name; docs/formats.md has the definitions. What a tensor does not have is left out.
 
     An SQNR is told as EXACT_DB at most: that is what one without any error is shown as. `course` is that of the scale,
     where it comes from earlier steps.
     """
-    return {name: value for name, value in _figures(found, course) if value is not None}
+    return {name: value for name, value in _figures(error, course) if value is not None}
 
 
-def _figures(found: TensorError, course: ScaleCourse | None) -> Iterator[tuple[str, float | None]]:
-    yield "sqnr_db", _capped(found.sqnr_db)
-    yield from _parts_of("row", found.rows)
-    yield from _parts_of("block", found.blocks)
-    yield "relative_error", found.relative
-    yield "max_ulp", found.max_ulp
+def _figures(error: TensorError, course: ScaleCourse | None) -> Iterator[tuple[str, float | None]]:
+    yield "sqnr_db", _capped(error.sqnr_db)
+    yield from _parts_of("row", error.rows)
+    yield from _parts_of("block", error.blocks)
+    yield "relative_error", error.relative
+    yield "max_ulp", error.max_ulp
     # A cosine next to 1 would lose its digits where it is shown; rounding may put it above.
-    yield "cosine_loss", None if found.cosine is None else max(0.0, 1 - found.cosine)
-    yield "slope", found.slope
-    yield "underflow_percent", found.underflow_percent
-    yield "underflow_nonzero_percent", found.underflow_nonzero_percent
-    yield "saturation_percent", found.saturation_percent
-    yield "subnormal_percent", found.subnormal_percent
-    yield "not_finite_percent", found.not_finite_percent
-    yield "utilisation_percent", None if found.utilisation is None else 100 * found.utilisation
-    yield "dynamic_range_octaves", found.dynamic_range_octaves
+    yield "cosine_loss", None if error.cosine is None else max(0.0, 1 - error.cosine)
+    yield "slope", error.slope
+    yield "underflow_percent", error.underflow_percent
+    yield "underflow_nonzero_percent", error.underflow_nonzero_percent
+    yield "saturation_percent", error.saturation_percent
+    yield "subnormal_percent", error.subnormal_percent
+    yield "not_finite_percent", error.not_finite_percent
+    yield "utilisation_percent", None if error.utilisation is None else 100 * error.utilisation
+    yield "dynamic_range_octaves", error.dynamic_range_octaves
     if course is not None:
         yield "scale_drift_octaves", max(course.drift, default=0.0)
         # That of the step that came nearest to overflow, or overflowed most.
         yield "scale_lag_octaves", max(course.lag, default=0.0)
 
 
-def _parts_of(part: str, found: Spread | None) -> Iterator[tuple[str, float | None]]:
-    yield f"sqnr_{part}_median_db", _capped(found.median_db) if found else None
-    yield f"sqnr_{part}_p1_db", _capped(found.p1_db) if found else None
+def _parts_of(part: str, spread: Spread | None) -> Iterator[tuple[str, float | None]]:
+    yield f"sqnr_{part}_median_db", _capped(spread.median_db) if spread else None
+    yield f"sqnr_{part}_p1_db", _capped(spread.p1_db) if spread else None
 
 
 def _capped(decibels: float | None) -> float | None:

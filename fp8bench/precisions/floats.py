@@ -1,11 +1,36 @@
-"""fp16: half precision with loss scaling; fp32: the reference of all others."""
+"""torch's own dtypes: fp32, the reference of all others; tf32; fp16 with loss scaling; bf16; and a model as it came."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 from fp8bench.formats import hardware
-from fp8bench.model import DeviceFacts, Support
+from fp8bench.formats.grids import TF32, Overflow
+from fp8bench.formats.hardware import refused
+from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.nn.shared_precisions import PlainPrecision
+from fp8bench.protocols import Arithmetic, Role
 from fp8bench.registry import precisions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@precisions.register("bf16")
+class Bf16(PlainPrecision):
+    """bfloat16: float32's exponents with seven mantissa bits."""
+
+    name = "bf16"
+    summary = "bfloat16 for every tensor and product, no scaling."
+    rank = 30
+    dtype = "bfloat16"
+
+    def support(self, facts: DeviceFacts) -> Support:
+        cpu, gpu = hardware.native("torch's CPU kernels"), hardware.native("bfloat16 products")
+        nvidia = hardware.from_capability(facts, hardware.AMPERE, "bf16")
+        return hardware.of_vendor(facts, "bf16", cpu, gpu, nvidia, intel=gpu)
 
 
 @precisions.register("fp16")
@@ -35,3 +60,59 @@ class Fp32(PlainPrecision):
 
     def support(self, facts: DeviceFacts) -> Support:
         return hardware.native("float32 products, TF32 off")
+
+
+@precisions.register("tf32")
+class Tf32(PlainPrecision):
+    """A switch more than a format: tensors stay float32, the tensor cores round what they read."""
+
+    name = "tf32"
+    summary = "float32 tensors, products of TF32 values (10 mantissa bits, to nearest even where emulated), fp32 sums."
+    rank = 10
+    dtype = "float32"
+    carried_by = "fp32"
+    # One switch for the process: on a GPU the head takes it too. On a CPU it changes no product of TF32 values.
+    float32_products = "high"
+
+    def support(self, facts: DeviceFacts) -> Support:
+        cpu = hardware.emulated("no hardware for TF32: inputs rounded to 10 mantissa bits, products in fp32")
+        amd = hardware.refused("torch gives no TF32 on AMD devices")
+        intel = hardware.refused("torch's switch for TF32 on XPUs is not handled here")
+        nvidia = hardware.from_capability(facts, hardware.AMPERE, "TF32")
+        return hardware.of_vendor(facts, "TF32", cpu, amd, nvidia, intel)
+
+    def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
+        return super().arithmetic(facts)  # hardware rounds what it reads, and keeps nothing of it
+
+    def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
+        if self.support(facts).level is Level.NATIVE:
+            return super().arithmetic(facts)
+        import torch
+
+        from fp8bench.formats.quantise import round_to
+        from fp8bench.nn.arithmetics import EmulatedArithmetic
+
+        def rounded(tensor: Tensor, role: Role) -> Tensor:
+            return round_to(tensor, TF32, overflow=Overflow.INFINITY)
+
+        return EmulatedArithmetic(torch.float32, rounded)
+
+
+@precisions.register("untouched")
+class Untouched(PlainPrecision):
+    """Nothing is cast that the model does not cast itself: its dtypes, its autocast, its switches."""
+
+    name = "untouched"
+    summary = "A model as it came, in its own dtypes."
+    rank = -1
+    dtype = "float32"
+    listed = False
+
+    def support(self, facts: DeviceFacts) -> Support:
+        """Refused: the workload `model` alone says otherwise."""
+        return refused("untouched is a model of your own as it came, and only `fp8bench profile` has one")
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Its products are by the switches of the process."""
+        yield

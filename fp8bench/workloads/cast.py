@@ -149,7 +149,7 @@ def _into(setup: Setup) -> Callable[[Tensor], Operand]:
 
 def _scaled(setup: Setup) -> Tensor:
     """The source as it arrives: gradients multiplied by the precision's loss scale."""
-    from fp8bench.numerics.strided import laid_out
+    from fp8bench.numerics.distributions import laid_out
 
     source = _source(setup)
     source = source * setup.loss_scale if setup.case.param("role") == Role.GRADIENT else source

@@ -307,8 +307,7 @@ def _operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tensor, T
     """
     import torch
 
-    from fp8bench.numerics.distributions import drawn
-    from fp8bench.numerics.strided import laid_out
+    from fp8bench.numerics.distributions import drawn, laid_out
 
     params, k = dict(setup.case.params), int(setup.case.param("k"))
     generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)

@@ -131,7 +131,7 @@ class Moe(LayerWorkload):
 
         from fp8bench.nn.arithmetics import PlainArithmetic
         from fp8bench.nn.exercise import exercise
-        from fp8bench.nn.mixture import Mixture, Travel, cast_once, made_load
+        from fp8bench.nn.experts import Mixture, Travel, cast_once, made_load
 
         params, sizes = dict(setup.case.params), sizes_of(dict(setup.case.params))
         tokens, load = int(params["tokens"]), str(params["load"])
@@ -151,7 +151,7 @@ class Moe(LayerWorkload):
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Of output and gradients; the router's choices that are not the exact pass's, by layer; and the load."""
-        from fp8bench.nn.mixture import Mixture, disagreements, load_figures
+        from fp8bench.nn.experts import Mixture, disagreements, load_figures
 
         state, wanted = self.prepare(setup), self.exact(setup)
         errors = state.errors(wanted, setup.settles)

@@ -183,9 +183,8 @@ class Parallel(Workload):
 
     def _made(self, setup: Setup) -> GPT:
         from fp8bench.nn.around import take_around
-        from fp8bench.nn.experts import MixtureGPT
+        from fp8bench.nn.experts import MixtureGPT, load_made
         from fp8bench.nn.gpt import GPT
-        from fp8bench.nn.mixture import load_made
         from fp8bench.nn.training_step import drawn
 
         params = dict(setup.case.params)

@@ -80,7 +80,6 @@ def test_what_is_taken_and_why_not(word: str, facts: DeviceFacts, level: Level, 
     ],
 )
 def test_torchao_takes_its_recipes_alone(word: str, facts: DeviceFacts, level: Level, words: str) -> None:
-    """A wrong pairing is refused with the nearest."""
     found = support(f"{word}:backend=torchao", facts, torchao="0.18.0")
     assert found.level is level and words in found.reason
 
@@ -123,7 +122,6 @@ def test_a_request_s_backend_is_for_dtypes_that_name_none() -> None:
 
 
 def test_auto_leaves_names_as_they_are_and_says_who_multiplies() -> None:
-    """A history of before goes on."""
     for facts, backend in ((H200, "torch 2.13.0"), (CPU, "emulated (torch 2.13.0)")):
         found = cases(Request("gemm", ("bf16", "fp8"), axes=(("shape", ("64",)),)), facts)
         assert found["fp8"][1].backend == backend and found["fp8"][0].id.endswith("/fp8")
@@ -133,7 +131,6 @@ def test_auto_leaves_names_as_they_are_and_says_who_multiplies() -> None:
 
 
 def test_whole_layers_need_layers() -> None:
-    """gemm has products alone; mlp has layers."""
     request = Request("gemm", ("bf16", "fp8"), axes=(("shape", ("64",)),), backend="torchao")
     refused = cases(request, here(CPU, torchao="0.18.0"))["fp8:backend=torchao"][1]
     assert refused.level is Level.REFUSED

@@ -68,7 +68,6 @@ def te(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_it_takes_by_facts(word: str, facts: DeviceFacts, level: Level, words: str) -> None:
-    """A wrong pairing is refused with the nearest, a device in its own words."""
     found = precisions.get(f"{word}:backend=te").support(here(facts))
     assert found.level is level and words in found.reason
 
@@ -125,7 +124,6 @@ def test_scales_are_renewed_once_a_pass_and_read_out() -> None:
 def test_its_fused_layers_are_the_operations_one_after_the_other(
     whole: bool, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The norm with up, or the whole block in one; our weights, and nothing random is drawn for it."""
     called: list[str] = []
     for kind in (fake_te.LayerNormLinear, fake_te.LayerNormMLP):
         monkeypatch.setattr(kind, "forward", _told(kind, called))
@@ -222,17 +220,8 @@ def _told(kind: type[fake_te.LayerNormLinear], called: list[str]) -> Callable[..
 
 
 @pytest.mark.usefixtures("te")
-def test_recipes_without_a_history_have_no_scales_to_tell() -> None:
-    arithmetic = precisions.get("fp8:backend=te").arithmetic(here(B200))
-    layer = Linear(32, 16, arithmetic.layer("one"))
-    layer(gaussian(16, 32).requires_grad_(), SilentPhases())
-    assert arithmetic.layer_scales() == ()
-
-
-@pytest.mark.usefixtures("te")
 @pytest.mark.parametrize("mode", MODES)
 def test_it_is_tried_like_every_other(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Right, and then with a product that leaves its input's last columns out."""
     case = Case("mlp", (), f"{mode}:backend=te", "cuda:0")
     assert Trials().wrong(case, here(B200)) == ""
     whole = fake_te.Linear.forward

@@ -81,7 +81,6 @@ def test_its_codes_and_scales_are_ours(fmt: Format, scaling: Scaling) -> None:
 
 
 def test_it_has_layers_and_no_products_and_draws_nothing() -> None:
-    """A case's weights are the same with it and without it."""
     arithmetic = precisions.get("fp8:backend=torchao").arithmetic(HERE)
     with pytest.raises(TypeError, match="torchao has whole layers only"):
         arithmetic.cast(gaussian(16, 16), Role.INPUT)
@@ -102,7 +101,6 @@ def test_one_that_does_not_import_says_why(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_it_warns_of_is_kept_back() -> None:
-    """And logging and warnings are as they were."""
     before = logging.root.manager.disable, list(warnings.filters)
     backends.get("torchao").imported()
     assert (logging.root.manager.disable, list(warnings.filters)) == before

@@ -1,7 +1,7 @@
 """Three witnesses of what each format's numbers are and how values round to them; none of them is fp8bench's.
 
 ml_dtypes (numpy for fp16; nobody for tf32), gfloat, and the definition itself, written here again as a table of
-every number. What the first two do otherwise by design is said beside them, and tested in test_quantise.py.
+every number. What the first two do otherwise by design is said beside them.
 """
 
 from __future__ import annotations

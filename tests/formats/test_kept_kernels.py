@@ -70,10 +70,3 @@ def test_another_process_calls_it_without_the_compiler(cache: Path, tmp_path: Pa
         assert kept_kernels.read(KERNEL) is None
     file.write_text("{")
     assert kept_kernels.read(KERNEL) is None and digest
-
-
-def test_where_it_lies_is_where_torch_keeps_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert kept_kernels._folder() == tmp_path
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    assert kept_kernels._folder().name.startswith("torchinductor_")

@@ -1,4 +1,4 @@
-"""The rules of native products: the cases that torch's own sources and tests name, device by device."""
+"""The rules of native products: cases that torch's own sources and tests name, device by device; names of kernels."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from fp8bench.formats.hardware import (
     RTX5090,
     DeviceClass,
     device_class,
+    foreign_kernel,
+    multiplied_bits,
 )
 from fp8bench.formats.product_rules import (
     Product,
@@ -86,20 +88,13 @@ def test_which_devices_have_which_products(device: DeviceClass, scheme: Scheme) 
 def test_who_says_that_a_product_is_missing() -> None:
     """No units is the hardware's word; units without a kernel is torch's."""
     block, mxfp6 = product(512, 512, 512, E4M3, BLOCK), product(512, 512, 512, E2M3, MX)
-
-    for one, device, source in [
-        (block, A100, RuleSource.HARDWARE),
-        (block, B200, RuleSource.TORCH),
-        (mxfp6, H100, RuleSource.HARDWARE),
-        (mxfp6, B200, RuleSource.TORCH),
-        (mxfp6, MI350X, RuleSource.TORCH),
-    ]:
-        found = missing(one, device)
-        assert found is not None and found.source is source
+    hardware, torch = ((block, A100), (mxfp6, H100)), ((block, B200), (mxfp6, B200), (mxfp6, MI350X))
+    for pairs, source in ((hardware, RuleSource.HARDWARE), (torch, RuleSource.TORCH)):
+        assert {rule.source for pair in pairs if (rule := missing(*pair))} == {source}
+        assert all(missing(*pair) for pair in pairs)
 
 
 def test_fnuz_formats_are_those_of_mi300_alone() -> None:
-    """The other way round neither."""
     fnuz = Treatment(E4M3FNUZ, TENSOR), Treatment(E5M2FNUZ, TENSOR)
     one = Product(512, 512, 512, *fnuz)
 
@@ -107,21 +102,13 @@ def test_fnuz_formats_are_those_of_mi300_alone() -> None:
     assert missing(one, H100) is not None and missing(product(512, 512, 512), MI300X) is not None
 
 
-@for_each(
-    ("fmt", "scaling"),
-    [(E3M2, None), (E3M2, TENSOR), (E4M3, Scaling(1, 64)), (E2M1, ROW)],
-)
-def test_pairs_that_no_library_multiplies(fmt: Format, scaling: Scaling | None) -> None:
-    """They are emulated everywhere, and the reason names them."""
-    one = product(512, 512, 512, fmt, scaling)
-
-    assert one.scheme is None
-    found = missing(one, B200)
-    assert found is not None and fmt.name in found.why
-
-
-def test_operands_of_two_kinds_are_no_product_but_blocks_and_squares_are() -> None:
-    """DeepSeek's forward product: 1x128 by 128x128. NVFP4's: 1x16 by 16x16."""
+def test_pairs_that_no_library_multiplies() -> None:
+    """They are emulated everywhere, and the reason names them. Of two kinds blocks and squares are a product alone:
+    DeepSeek's forward one of 1x128 by 128x128, NVFP4's of 1x16 by 16x16."""
+    for fmt, scaling in ((E3M2, None), (E3M2, TENSOR), (E4M3, Scaling(1, 64)), (E2M1, ROW)):
+        one = product(512, 512, 512, fmt, scaling)
+        rule = missing(one, B200)
+        assert one.scheme is None and rule is not None and fmt.name in rule.why
     assert Product(256, 256, 256, Treatment(E4M3, TENSOR), Treatment(E4M3, ROW)).scheme is None
     assert Product(256, 256, 256, Treatment(E4M3, BLOCK), Treatment(E4M3, SQUARE)).scheme is Scheme.BLOCK
     assert Product(256, 256, 256, Treatment(E2M1, NVFP4), Treatment(E2M1, NVFP4_SQUARE)).scheme is Scheme.NVFP4
@@ -198,26 +185,15 @@ def test_transformer_engine_has_rules_of_its_own() -> None:
     assert te_objections(product(64, 64, 64, E4M3, BLOCK), L40S) != ()
 
 
-@for_each(
-    ("capability", "cuda", "hip", "wide"),
-    [
-        ((9, 0), "13.0", None, True),
-        ((9, 0), "12.9", None, True),
-        ((9, 0), "12.8", None, False),
-        ((8, 9), "13.0", None, False),
-        ((10, 0), "13.0", None, False),
-        ((9, 4), None, "7.0", False),
-    ],
-)
-def test_where_products_by_rows_give_float32(
-    capability: tuple[int, int], cuda: str | None, hip: str | None, wide: bool
-) -> None:
+def test_where_products_by_rows_give_float32() -> None:
     """cuBLAS's do, on Hopper since CUDA 12.9."""
-    assert rows_give_float32(DeviceFacts("cuda", 0, "a GPU", 1, "2.13.0", capability, cuda, hip)) is wide
+    devices = [((9, 0), "13.0"), ((9, 0), "12.9"), ((9, 0), "12.8"), ((8, 9), "13.0"), ((10, 0), "13.0")]
+    facts = [DeviceFacts("cuda", 0, "a GPU", 1, "2.13.0", *device) for device in devices]
+    facts.append(DeviceFacts("cuda", 0, "a GPU", 1, "2.13.0", (9, 4), None, "7.0"))
+    assert [rows_give_float32(one) for one in facts] == [True, True, False, False, False, False]
 
 
 def test_conditions_name_versions_and_outputs() -> None:
-    """What no shape shows."""
     assert conditions(Scheme.BLOCK, H100) == ("CUDA 12.9",)
     assert conditions(Scheme.TENSOR, H100) == ()
     assert any("FBGEMM" in one for one in conditions(Scheme.MXFP4, B200))
@@ -236,9 +212,53 @@ def test_bytes_count_codes_scales_and_the_output() -> None:
 
 
 def test_classes_answer_to_the_names_people_use() -> None:
-    """In any case; a slip gets the nearest."""
     assert device_class("Hopper") is H100 and device_class("sm120") is RTX5090 and device_class("gfx950") is MI350X
     names = [name for one in CLASSES for name in (one.name, *one.aliases)]
     assert len(names) == len(set(names))
     with pytest.raises(UnknownName, match="Did you mean 'hopper'"):
         device_class("hoper")
+
+
+FP8 = (
+    "nvjet_qqtst_128x256_128x4_1x2_h_bz_coopA_TNT",
+    "nvjet_sm100_qqtst_256x192_128x4_2x1_2cta_v_bz_TNT",
+    "sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x128_warpgroupsize2x1x1",
+    "sm89_xmma_gemm_e5m2e4m3_bf16f32_f32_tn_n_tilesize64x64x64",
+    "cutlass3x_sm90_tensorop_s64x256x32gemm_e4m3_e4m3_f32_bf16_bf16_128x256x128",
+    "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::float_e4m3_t, cutlass::bfloat16_t>>",
+    "f8f8bf16_rowwise_impl_gemm",
+    "Cijk_Ailk_Bljk_F8BS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x128",
+)
+WIDE = {
+    "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT": 16,
+    "nvjet_hsh_192x192_64x4_2x1_v_bz_coopA_TNN": 16,
+    "nvjet_sm100_tst_256x192_64x5_2x1_2cta_h_bz_TNT": 16,
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize2x1x1": 16,
+    "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_64x3_tn": 16,
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_128x128_32x5_tn_align8>": 16,
+    "Cijk_Ailk_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x64": 16,
+    "sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x16": 32,
+    "ampere_sgemm_128x128_tn": 32,
+}
+NO_PRODUCTS = (
+    "void at::native::vectorized_elementwise_kernel<4, at::native::float8_copy_kernel_cuda>",
+    "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>",
+    "triton_poi_fused__to_copy_clamp_mul_0",
+    "Memset (Device)",
+    "nvjet_something_new",
+)
+
+
+def test_bits_of_operands() -> None:
+    """The type of the result stands in names as well; who does not multiply, or does not say, has none."""
+    wanted = dict.fromkeys(FP8, 8) | WIDE | dict.fromkeys(NO_PRODUCTS)
+    assert {name: multiplied_bits(name) for name in wanted} == wanted
+
+
+def test_a_step_without_a_kernel_of_its_precision() -> None:
+    """One is enough: heads and attention multiply wider numbers. What nobody knows accuses nobody."""
+    wide = list(WIDE)
+    assert foreign_kernel([NO_PRODUCTS[0], *wide], 8) == wide[0]
+    assert foreign_kernel([*wide, FP8[0]], 8) == "" and foreign_kernel(wide, 16) == ""
+    assert foreign_kernel(NO_PRODUCTS, 8) == "" and foreign_kernel([], 8) == ""
+    assert foreign_kernel(FP8, 4) == FP8[0] and foreign_kernel(["cutlass3x_sm100_gemm_e2m1_e2m1_f32"], 4) == ""

@@ -1,7 +1,7 @@
 """Rounding against three witnesses, bit by bit, signs of zero included: no tolerance, no mismatch.
 
-Where one of them differs by design, a test here says what it does instead. Random numbers by place are held against
-numpy's unsigned integers, in every stretch of a huge tensor, bit by bit even.
+Where one of them differs by design it is not asked. Random numbers by place are held against numpy's unsigned integers,
+in every stretch of a huge tensor, bit by bit even.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from fp8bench.errors import UsageError
-from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format, Overflow
+from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format, Overflow
 from fp8bench.formats.quantise import RANDOM_BITS, drawn_bits, key_of, random_bits, round_to
 from tests.counts import counts, for_each
 from tests.formats.oracles import (
     ALL,
-    EDGES,
     EVERY_OVERFLOW,
     GFLOAT,
     ML_DTYPES,
@@ -36,7 +35,6 @@ from tests.formats.oracles import (
 )
 
 FINITE = [E3M2, E2M3, E2M1]
-NEVER_MINUS_ZERO = [E4M3FNUZ, E5M2FNUZ]
 
 
 each_format = for_each("fmt", ALL, ids=name_of)
@@ -86,13 +84,6 @@ def test_random_float32_patterns(count: int, fmt: Format, overflow: Overflow) ->
     check(values, round_to(torch.from_numpy(values), fmt, overflow=overflow), fmt, overflow)
 
 
-@each_format
-def test_ways_of_overflowing_that_a_format_has_no_code_for(fmt: Format) -> None:
-    for overflow in set(Overflow) - set(fmt.overflows):
-        with pytest.raises(UsageError, match=f"{fmt.name} has no {overflow} to overflow to. Give saturate"):
-            round_to(torch.ones(1), fmt, overflow=overflow)
-
-
 def test_the_first_value_that_overflows_lies_halfway() -> None:
     """Halfway to the next number, had there been one, is rounded to even like all else."""
     for fmt in ALL:
@@ -106,30 +97,6 @@ def test_the_first_value_that_overflows_lies_halfway() -> None:
             assert (at == largest) == (even or overflow is Overflow.SATURATE)
 
 
-@for_each("fmt", FINITE, ids=name_of)
-def test_ml_dtypes_makes_minus_zero_of_nan_in_fp4_and_fp6(fmt: Format) -> None:
-    """Silently; here a NaN stays one, for a product to show, and has no code."""
-    nan = np.array([np.nan], np.float32)
-    assert str(by_ml_dtypes(nan, fmt.name, Overflow.SATURATE)[0]) == "-0.0"
-    assert round_to(torch.from_numpy(nan), fmt).isnan().all()
-
-
-def test_ml_dtypes_overflows_to_nan_infinity_or_the_largest() -> None:
-    """One way a format, also of infinities: those are compared with that way here."""
-    huge = np.array([2.0**127, np.inf], np.float32)
-    for name, overflow in ML_DTYPES_OVERFLOW.items():
-        if name not in ("bf16", "e8m0"):  # which hold 2^127
-            expected = by_definition(huge, name, overflow)
-            assert mismatches(by_ml_dtypes(huge, name, overflow), expected) == 0
-
-
-def test_ml_dtypes_rounds_up_just_above_the_smallest_number_of_e8m0() -> None:
-    """1.02 x 2^-127 becomes 2^-126 (ml_dtypes 0.6.0): no rule of rounding, so this half octave is not compared."""
-    values = np.array([1.0, 1.02, 1.48, 1.5], np.float64).astype(np.float32) * np.float32(2.0**-127)
-    assert (by_ml_dtypes(values, "e8m0", Overflow.NAN) / E8M0.smallest_normal).tolist() == [1, 2, 2, 2]
-    assert (round_to(torch.from_numpy(values), E8M0) / E8M0.smallest_normal).tolist() == [1, 1, 1, 2]
-
-
 def test_e8m0_has_no_zero_no_sign_and_ties_go_up() -> None:
     """As in ml_dtypes. torch's cast makes 2^-127 of zero and drops the sign; gfloat's ties go to even codes."""
     values = torch.tensor([0.0, -0.0, -1.0, -torch.inf, torch.nan, 1.5, 3.0, 1e-45])
@@ -139,59 +106,23 @@ def test_e8m0_has_no_zero_no_sign_and_ties_go_up() -> None:
     cast = values.to(torch.float8_e8m0fnu).to(torch.float32)
     assert cast[:3].tolist() == [2.0**-127, 2.0**-127, 1.0]
     assert cast[5:].tolist() == rounded[5:].tolist()
-    ties = gfloat.round_ndarray(GFLOAT["e8m0"], np.array([1.5, 3.0]))
-    assert ties.tolist() == [2.0, 2.0]
-
-
-def test_gfloat_leaves_what_is_below_the_smallest_power_of_e8m0() -> None:
-    assert gfloat.round_ndarray(GFLOAT["e8m0"], np.array([2.0**-140])).tolist() == [2.0**-140]
-
-
-@each_format
-def test_nan_stays_whatever_its_payload(fmt: Format) -> None:
-    """A carry out of the mantissa would make -0 of a NaN of ones."""
-    nan = torch.from_numpy(EDGES[np.isnan(EDGES)])
-    assert len(nan) == 6
-    for overflow in fmt.overflows:
-        assert round_to(nan, fmt, overflow=overflow).isnan().all()
-
-
-@each_format
-def test_infinity_saturates_by_default(fmt: Format) -> None:
-    up, down = round_to(torch.tensor([torch.inf, -torch.inf]), fmt).tolist()
-    assert up == fmt.largest
-    assert down == -fmt.largest or (np.isnan(down) and fmt is E8M0)
-
-
-@for_each("fmt", NEVER_MINUS_ZERO, ids=name_of)
-def test_fnuz_has_one_zero(fmt: Format) -> None:
-    for values in (torch.tensor([-0.0, -1e-30, -fmt.smallest_subnormal / 2]), -every_pattern(torch.float16).abs()):
-        rounded = round_to(values, fmt)
-        assert not (rounded.signbit() & (rounded == 0)).any()
-        assert (rounded == 0).any()
+    others = gfloat.round_ndarray(GFLOAT["e8m0"], np.array([1.5, 3.0, 2.0**-140]))
+    assert others.tolist() == [2.0, 2.0, 2.0**-140]
 
 
 @each_format
 def test_shapes_and_strides(fmt: Format) -> None:
-    base = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)).abs() * 3
-    assert torch.equal(round_to(base.t(), fmt), round_to(base, fmt).t())
-    assert torch.equal(round_to(base[::2, 1::3], fmt), round_to(base, fmt)[::2, 1::3])
-    assert torch.equal(round_to(base[:1].expand(4, 10), fmt), round_to(base[:1], fmt).expand(4, 10))
-    assert torch.equal(round_to(base.view(2, 3, 5, 2), fmt), round_to(base, fmt).view(2, 3, 5, 2))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        base = (torch.randn(6, 10, generator=torch.Generator().manual_seed(0)).abs() * 3).to(dtype)
+        plain = round_to(base.float(), fmt)
+        assert torch.equal(round_to(base.t()[1::2], fmt), plain.t()[1::2])
+        assert torch.equal(round_to(base[::2, 1::3], fmt), plain[::2, 1::3])
+        assert torch.equal(round_to(base[:1].expand(4, 10), fmt), plain[:1].expand(4, 10))
+        assert torch.equal(round_to(base.view(2, 3, 5, 2), fmt), plain.view(2, 3, 5, 2))
+        assert torch.equal(round_to(base.view(-1).unfold(0, 5, 3), fmt), plain.view(-1).unfold(0, 5, 3))
     assert round_to(torch.empty(0, 3), fmt).shape == (0, 3)
     scalar = round_to(torch.tensor(1.0), fmt)
     assert (scalar.shape, scalar.item()) == ((), 1.0)
-
-
-@each_format
-def test_overlapping_input_and_strided_halves(fmt: Format) -> None:
-    """Views of every input dtype, as slices of activations are."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        base = torch.randn(8, 12, generator=torch.Generator().manual_seed(1)).to(dtype).abs()
-        plain = round_to(base.float(), fmt)
-        assert torch.equal(round_to(base.t()[1::2], fmt), plain.t()[1::2])
-        windows = base.view(-1).unfold(0, 5, 3)
-        assert torch.equal(round_to(windows, fmt), plain.view(-1).unfold(0, 5, 3))
 
 
 def test_input_is_left_alone_and_no_gradient_flows() -> None:
@@ -203,29 +134,38 @@ def test_input_is_left_alone_and_no_gradient_flows() -> None:
 
 
 def test_out_is_filled_and_may_be_the_input() -> None:
-    values = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
-    expected = round_to(values, E4M3)
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        other = torch.empty(5, 7, dtype=dtype)
-        assert round_to(values, E4M3, out=other) is other
-        assert torch.equal(other.float(), expected)
-    turned = torch.empty(7, 5).t()
-    assert torch.equal(round_to(values, E4M3, out=turned), expected)
-    assert round_to(values, E4M3, out=values) is values
-    assert torch.equal(values, expected)
+    for values in (torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), every_pattern(torch.bfloat16)):
+        expected = round_to(values, E5M2).float().numpy()
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            other = torch.empty(values.shape, dtype=dtype)
+            assert round_to(values, E5M2, out=other) is other
+            assert mismatches(other.float(), expected) == 0
+        turned = torch.empty(values.shape[::-1]).permute(*reversed(range(values.dim())))
+        assert mismatches(round_to(values, E5M2, out=turned), expected) == 0
+        assert round_to(values, E5M2, out=values) is values
+        assert mismatches(values.float(), expected) == 0
 
 
-def test_bf16_may_be_written_over_itself() -> None:
-    values = every_pattern(torch.bfloat16)
-    expected = round_to(values, E5M2)
-    assert round_to(values, E5M2, out=values) is values
-    assert mismatches(values.float(), expected.numpy()) == 0
+NO_SEEDS = [5, torch.tensor(5, dtype=torch.int32), torch.tensor(1.0), torch.tensor([1, 2]), torch.empty(0).long()]
 
 
-@for_each("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64, torch.float64], ids=str)
-def test_what_holds_no_such_numbers_is_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(TypeError, match=f"cannot quantise {dtype}: give a tensor of float32, bfloat16 or float16"):
-        round_to(torch.ones(3, dtype=dtype), BF16)
+def test_what_cannot_be_rounded_or_drawn_is_refused() -> None:
+    for fmt in ALL:
+        for overflow in set(Overflow) - set(fmt.overflows):
+            with pytest.raises(UsageError, match=f"{fmt.name} has no {overflow} to overflow to"):
+                round_to(torch.ones(1), fmt, overflow=overflow)
+    for dtype in (torch.int8, torch.int64, torch.bool, torch.complex64, torch.float64):
+        with pytest.raises(TypeError, match=f"cannot quantise {dtype}"):
+            round_to(torch.ones(3, dtype=dtype), BF16)
+    for seed in NO_SEEDS:
+        for draw in (lambda: round_to(torch.ones(3), E4M3, seed=seed), lambda: random_bits((4,), seed)):  # noqa: B023
+            with pytest.raises(TypeError, match="a seed is an int64 tensor of one element"):
+                draw()
+    with pytest.raises(TypeError, match="cannot round into"):
+        round_to(torch.ones(3), E4M3, out=torch.empty(3, dtype=torch.int8))
+    for shape in ((2, 3), (1,), (3, 1)):
+        with pytest.raises(ValueError, match="same shape"):
+            round_to(torch.ones(3), E4M3, out=torch.empty(shape))
 
 
 def test_overflow_may_be_said_by_its_word() -> None:
@@ -235,29 +175,6 @@ def test_overflow_may_be_said_by_its_word() -> None:
         for overflow in fmt.overflows:
             by_word = round_to(values, fmt, overflow=str(overflow))  # type: ignore[arg-type]
             assert mismatches(by_word, round_to(values, fmt, overflow=overflow).numpy()) == 0
-
-
-@for_each(
-    "seed",
-    [5, torch.tensor(5, dtype=torch.int32), torch.tensor(1.0), torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64)],
-    ids=repr,
-)
-def test_a_seed_that_is_none_is_refused(seed: torch.Tensor) -> None:
-    with pytest.raises(TypeError, match="a seed is an int64 tensor of one element"):
-        round_to(torch.ones(3), E4M3, seed=seed)
-
-
-def test_an_output_that_cannot_hold_the_values_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"cannot round into torch\.int8: give a tensor of a floating-point dtype"):
-        round_to(torch.ones(3), E4M3, out=torch.empty(3, dtype=torch.int8))
-    for shape in ((2, 3), (1,), (3, 1)):
-        with pytest.raises(ValueError, match="give a tensor of the same shape"):
-            round_to(torch.ones(3), E4M3, out=torch.empty(shape))
-
-
-def test_e2m1_has_eight_magnitudes() -> None:
-    grid = set(round_to(torch.linspace(0, 10, 4001), E2M1).tolist())
-    assert sorted(grid) == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 @pytest.mark.gpu
@@ -318,7 +235,7 @@ def test_places_count_and_nothing_else() -> None:
 
 def test_bits_are_set_every_second_time_and_alone() -> None:
     """Within 5 standard errors: each of the 24, and each of them where the same one of the neighbour is set."""
-    count = 1 << 20
+    count = 1 << 18
     numbers = random_bits((count,), torch.tensor(3)).numpy()
     assert numbers.min() >= 0 and numbers.max() < 1 << RANDOM_BITS
     bits = (numbers[:, None] >> np.arange(RANDOM_BITS)) & 1
@@ -332,9 +249,3 @@ def test_seeds_side_by_side_have_nothing_in_common() -> None:
     rows = torch.stack([random_bits((count,), torch.tensor(seed)) for seed in range(8)]).double()
     correlation = torch.corrcoef(rows) - torch.eye(8)
     assert correlation.abs().max() < 5 / count**0.5
-
-
-@for_each("seed", [3, torch.tensor(3, dtype=torch.int32), torch.tensor([1, 2]), torch.tensor(1.0)])
-def test_what_is_no_seed_is_refused(seed: torch.Tensor) -> None:
-    with pytest.raises(TypeError, match="a seed is an int64 tensor of one element"):
-        random_bits((4,), seed)

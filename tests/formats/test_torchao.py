@@ -13,18 +13,10 @@ import torch
 
 from fp8bench.formats.codes import decode
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
-from fp8bench.formats.recipes import (
-    NVFP4,
-    ROW,
-    ROW_POWER_OF_TWO,
-    TENSOR,
-    TENSOR_POWER_OF_TWO,
-    ScaleRounding,
-    Scaling,
-)
+from fp8bench.formats.recipes import NVFP4, ROW, ROW_POWER_OF_TWO, TENSOR, TENSOR_POWER_OF_TWO, ScaleRounding, Scaling
 from fp8bench.formats.scaled import factor, quantise, values
 from tests.counts import counts, for_each
-from tests.formats.scaling_definitions import a_million, differing, gaussian, patterns, reference, wide
+from tests.formats.scaling_definitions import a_million, differing, gaussian, patterns, wide
 
 with warnings.catch_warnings():
     # It warns of kernels that were built for other versions of Python and torch; none is used here.
@@ -86,25 +78,18 @@ def test_mx_agrees_on_many_values(count: int, fmt: Format, mode: ScaleRounding, 
 @each_format
 def test_mx_agrees_at_every_exponent_but_the_lowest(fmt: Format, mode: ScaleRounding) -> None:
     """torchao takes the scale 2^-127 for 2^-126 (RCEIL: for 1) when it encodes, and not when it decodes."""
-    x = wide(1 << 10, 1 << 10)
+    x = wide(1 << 8, 1 << 10)
     theirs, stored = of_torchao(x, fmt, mode), quantise(x, fmt, mx(mode))
     assert torch.equal(codes(theirs.scale), codes(stored.scales))
     usual = codes(stored.scales) > 0
     in_usual = usual.repeat_interleave(32, 1)
     left, right = values(x, fmt, mx(mode)), theirs.dequantize(torch.float32)
-    assert in_usual.sum() > 950_000
+    assert in_usual.sum() > 0.9 * x.numel()
     assert differing(left[in_usual], right[in_usual]) == 0
-    assert differing(left[~in_usual], right[~in_usual]) > 200
-
-
-def test_rceil_of_the_lowest_exponent_becomes_zeros_in_torchao() -> None:
-    x = torch.full((1, 32), 1.5 * 2.0**-120)
-    assert values(x, E4M3, mx(ScaleRounding.RCEIL)).eq(1.5 * 2.0**-120).all()
-    assert of_torchao(x, E4M3, ScaleRounding.RCEIL).dequantize(torch.float32).eq(0).all()
+    assert differing(left[~in_usual], right[~in_usual]) > 50
 
 
 def test_rceil_takes_a_logarithm_in_torchao_which_rounds() -> None:
-    """A quotient one step above a power of two is that power to it; then the largest value saturates."""
     above = torch.nextafter(torch.tensor(448 * 2.0**64), torch.tensor(torch.inf))
     x = torch.full((1, 32), float(above))
     theirs, stored = of_torchao(x, E4M3, ScaleRounding.RCEIL), quantise(x, E4M3, mx(ScaleRounding.RCEIL))
@@ -161,22 +146,13 @@ def test_nvfp4_of_bfloat16_disagrees_on_ties_alone() -> None:
     assert (exact[:, None] / halfway - 1).abs().amin(1).max() < 3 * 2.0**-24
 
 
-def test_nvfp4_where_torchao_divides_by_zero() -> None:
-    """Zeros are NaN to it; of a tensor so small that its scale has no inverse in float32, all becomes the largest."""
-    zeros = torch.zeros(16, 16)
-    assert nvfp4_of_torchao(zeros).dequantize(torch.float32).isnan().all()
-    assert torch.equal(values(zeros, E2M1, NVFP4), zeros)
-    tiny = (gaussian(16, 16).abs() + 0.1) * 2.0**-140
-    assert torch.all(nvfp4_of_torchao(tiny).qdata & 0x77 == 0x77)
-    assert differing(values(tiny, E2M1, NVFP4), reference(tiny, E2M1, NVFP4)) == 0
-
-
 @for_each("fmt", [E4M3, E5M2, E4M3FNUZ, E5M2FNUZ], ids=lambda fmt: fmt.name)
 @for_each("scaling", [TENSOR, TENSOR_POWER_OF_TWO, ROW, ROW_POWER_OF_TWO], ids=lambda one: one.name)
 def test_float8_factors_and_codes_agree(fmt: Format, scaling: Scaling) -> None:
     """But for zeros and for magnitudes under 1e-12, which torchao scales as if they were 1e-12."""
     dtype = {**DTYPES, E4M3FNUZ: torch.float8_e4m3fnuz, E5M2FNUZ: torch.float8_e5m2fnuz}[fmt]
-    for x in (a_million()["gaussian"], a_million()["outliers"], wide(1 << 10, 1 << 10), patterns(1 << 8, 1 << 10)):
+    few = a_million(1 << 6)
+    for x in (few["gaussian"], few["outliers"], wide(1 << 8, 1 << 10), patterns(1 << 8, 1 << 10)):
         rows = x[x.abs().amax(1) > 1e-12]
         theirs = tensor_to_scale(
             rows,

@@ -9,9 +9,16 @@ from torch import Tensor
 from fp8bench.nn.convolution import Convolution
 from fp8bench.nn.linear import Linear
 from fp8bench.protocols import Arithmetic, SilentPhases
+from fp8bench.registry import precisions
+from tests.facts import CPU
 
 # Output, input gradient and weight gradient.
 Outcome = tuple[Tensor, Tensor, Tensor]
+
+
+def arithmetic_of(name: str) -> Arithmetic:
+    """Of a processor."""
+    return precisions.get(name).arithmetic(CPU)
 
 
 def linear(arithmetic: Arithmetic, inputs: int = 64, outputs: int = 32) -> Linear:

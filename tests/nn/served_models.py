@@ -121,13 +121,6 @@ def keeping_nothing() -> nn.Module:
     return Own(keeps=False)
 
 
-def odd_rows() -> nn.Module:
-    model = Own()
-    for layer in model.layers:
-        layer.extra = nn.Linear(50, 16)
-    return model
-
-
 class Remembering(Own):
     """Says what it said of the same ids at the same place."""
 

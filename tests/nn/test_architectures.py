@@ -16,12 +16,11 @@ from fp8bench.model.step import Coverage, ShareKind
 from fp8bench.nn.holders import held_in
 from fp8bench.nn.own_model import call_of, loss_of, tensors_in
 from fp8bench.numerics.norms import relative_frobenius
-from fp8bench.registry import precisions
 from fp8bench.tape.coverage import coverage_of
 from fp8bench.tape.timed_calls import OperatorTimes, shares_of
 from tests.counts import for_each, sampled
-from tests.facts import CPU
 from tests.nn.converted_models import FP32, converted, everything_in
+from tests.nn.layers import arithmetic_of
 from tests.tapes import tape_in_phases, tape_of
 
 pytestmark = pytest.mark.slow
@@ -186,16 +185,6 @@ def test_experts_are_covered_whichever_way_transformers_multiplies_them(way: str
     assert gemm is not None and gemm.flops == coverage.converted_flops
 
 
-def test_batches_and_outputs_of_transformers() -> None:
-    """Its own mappings, by names; the loss is the output's."""
-    own = case("bert")
-    batch = architectures().transformers.BatchEncoding(own.batch)
-    output = call_of(own.model, batch)()
-    assert type(output).__name__ == "MaskedLMOutput"
-    assert loss_of(own.model, batch, output)[1] == "the loss that forward gives"
-    assert [name for name, _ in tensors_in(output)] == ["loss", "logits"]
-
-
 @each_model
 def test_what_is_covered_is_what_runs_converted(name: str) -> None:
     """In fp32 the step computes the same, and exactly the covered products are made by our layers."""
@@ -221,7 +210,7 @@ def test_errors_are_in_the_order_of_formats(name: str) -> None:
     own = case(name)
     plain, gradients, errors = output_of(own), own.gradients(), {}
     for mode in ("fp8", "nvfp4"):
-        with converted(own.model, precisions.get(mode).arithmetic(CPU)):
+        with converted(own.model, arithmetic_of(mode)):
             found = own.gradients()
             assert set(found) == set(gradients) and all(one.isfinite().all() for one in found.values())
             errors[mode] = relative_frobenius(output_of(own), plain)

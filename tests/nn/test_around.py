@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,26 +21,21 @@ from fp8bench.nn.diffusion import GroupNorm, ModulatedNorm
 from fp8bench.nn.gpt import GPT, LanguageModel, Norm
 from fp8bench.nn.served import served_shapes
 from fp8bench.nn.sizes import SERVED_SIZES
-from fp8bench.protocols import Arithmetic, Layer, Role, Setup, SilentPhases
-from fp8bench.registry import precisions, workloads
-from tests.counts import for_each
+from fp8bench.protocols import Arithmetic, Layer, Setup, SilentPhases
+from fp8bench.registry import workloads
+from tests.counts import for_each, paired
+from tests.nn.layers import arithmetic_of
 
 FACTS = DeviceFacts("cpu", 0, "cpu", 1 << 30, torch=torch.__version__)
 
 
-def arithmetic(mode: str) -> Arithmetic:
-    return precisions.get(mode).arithmetic(FACTS)
-
-
-def e4m3(x: torch.Tensor) -> torch.Tensor:
+def rounded_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """One scale for all, from the largest magnitude: by torch's own cast."""
-    scale = torch.tensor(448.0) / x.abs().max()
-    return (x * scale).to(torch.float8_e4m3fn).float() * scale.reciprocal()
+    scale = torch.tensor(torch.finfo(dtype).max) / x.abs().max()
+    return (x * scale).to(dtype).float() * scale.reciprocal()
 
 
-def e5m2(x: torch.Tensor) -> torch.Tensor:
-    scale = torch.tensor(57344.0) / x.abs().max()
-    return (x * scale).to(torch.float8_e5m2).float() * scale.reciprocal()
+e4m3, e5m2 = (partial(rounded_to, dtype=one) for one in (torch.float8_e4m3fn, torch.float8_e5m2))
 
 
 @for_each("dtype", [torch.float16, torch.bfloat16])
@@ -49,7 +45,7 @@ def test_a_norm_in_a_dtype_is_torchs_own_layer_of_it_bit_for_bit(dtype: torch.dt
     nn.init.normal_(norm.weight, 1.0)
     theirs = nn.LayerNorm(48, bias=False).to(dtype)
     theirs.weight.data.copy_(norm.weight)
-    norm.arithmetic = arithmetic({torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype])
+    norm.arithmetic = arithmetic_of({torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype])
     own, other = x.clone().requires_grad_(), x.to(dtype).requires_grad_()
     y, wanted = norm(own), theirs(other)
     assert torch.equal(y, wanted.float())
@@ -66,7 +62,7 @@ def test_a_norm_in_fp8_is_float32_of_rounded_values_and_its_gradients_are_rounde
     torch.manual_seed(0)
     norm, x, pull = Norm(64, root_mean_square=True), torch.randn(6, 64, requires_grad=True), torch.randn(6, 64)
     nn.init.normal_(norm.weight, 1.0)
-    norm.arithmetic = arithmetic("fp8")
+    norm.arithmetic = arithmetic_of("fp8")
     y = norm(x)
     y.backward(pull)
     rounded = e4m3(x.detach()).requires_grad_()
@@ -87,7 +83,7 @@ def test_a_batch_norm_in_fp16_keeps_its_statistics_in_it(channels_apart: bool) -
     if channels_apart:
         ours: nn.Module = nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16))
         Conversion(
-            ours, lambda layer: arithmetic("fp16") if layer.kind == "norm" else arithmetic("fp32"), keys=("norm",)
+            ours, lambda layer: arithmetic_of("fp16") if layer.kind == "norm" else arithmetic_of("fp32"), keys=("norm",)
         ).__enter__()
         norm: nn.Module = ours[1]  # type: ignore[index]
     else:
@@ -95,17 +91,17 @@ def test_a_batch_norm_in_fp16_keeps_its_statistics_in_it(channels_apart: bool) -
         model = nn.Module()
         model.norm = norm
         model.around = {}  # type: ignore[assignment]
-        take_around(model, {"norm": arithmetic("fp16")})
-    for _ in range(5):
-        x = torch.randn(3, 16, 4, 4) * 2 + 5
+        take_around(model, {"norm": arithmetic_of("fp16")})
+
+    def same(x: torch.Tensor) -> bool:
         y = norm(x) if channels_apart else norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-        assert torch.equal(y, theirs(x.half()).float())
+        return torch.equal(y, theirs(x.half()).float())
+
+    assert all(same(torch.randn(3, 16, 4, 4) * 2 + 5) for _ in range(5))
     assert torch.equal(norm.running_mean.half(), theirs.running_mean)  # type: ignore[operator,arg-type]
     assert torch.equal(norm.running_var.half(), theirs.running_var)  # type: ignore[operator,arg-type]
     norm.eval(), theirs.eval()
-    x = torch.randn(3, 16, 4, 4)
-    y = norm(x) if channels_apart else norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
-    assert torch.equal(y, theirs(x.half()).float())
+    assert same(torch.randn(3, 16, 4, 4))
 
 
 def test_statistics_in_fp8_stand_still_where_a_step_is_below_half_a_place() -> None:
@@ -113,7 +109,7 @@ def test_statistics_in_fp8_stand_still_where_a_step_is_below_half_a_place() -> N
     drifted = {}
     for mode in ("", "fp8"):
         norm = BatchNorm(8, running=True)
-        norm.arithmetic = arithmetic(mode) if mode else None
+        norm.arithmetic = arithmetic_of(mode) if mode else None
         torch.manual_seed(1)
         for mean in (1.0, 1.25):  # of all channels but the first, which takes the scale
             places = torch.tensor([4.0] + 7 * [mean])
@@ -128,17 +124,20 @@ def _model(arch: str, map_: dict[str, str], mode: str = "bf16") -> LanguageModel
     settings = TrainerSettings(arch=arch, batch=2, sequence=32)
     config = config_of(settings, 256)
     torch.manual_seed(3)
-    model = built(settings, config, lambda name: arithmetic(mode), arithmetic(mode).carrier)
+    model = built(settings, config, lambda name: arithmetic_of(mode), arithmetic_of(mode).carrier)
     named = {layer.name: layer for layer in around_of(arch, config)}
-    take_around(model, {name: arithmetic(map_[layer.kind]) for name, layer in named.items() if layer.kind in map_})
+    take_around(model, {name: arithmetic_of(map_[layer.kind]) for name, layer in named.items() if layer.kind in map_})
     return model
 
 
-@for_each("arch", ["gpt", "mlp", "cnn", "moe"])
-@for_each("mode", ["fp32", "fp8", "mxfp4"])
+@pytest.mark.parametrize(("arch", "mode"), paired(("gpt", "mlp", "cnn", "moe"), ("fp32", "fp8", "mxfp4")))
 def test_every_part_of_every_model_takes_it_and_still_learns(arch: str, mode: str) -> None:
     tokens = torch.arange(64).view(2, 32) % 256
-    usual = _model(arch, {})(tokens, tokens, SilentPhases())
+    plain, config = _model(arch, {}), config_of(TrainerSettings(arch=arch), 256)
+    usual, layers = plain(tokens, tokens, SilentPhases()), around_of(arch, config)
+    norms = {path for path, one in plain.named_modules() if isinstance(one, Norm | BatchNorm)}
+    assert {layer.name for layer in layers if layer.kind == "norm"} == norms
+    assert not any(layer.product for layer in layers) and all(layer.product for layer in layers_of(arch, config))
     for kind in ("embed", "norm", "residual", "logits"):
         model = _model(arch, {kind: mode})
         loss = model(tokens, tokens, SilentPhases())
@@ -147,27 +146,6 @@ def test_every_part_of_every_model_takes_it_and_still_learns(arch: str, mode: st
         # All but the stream is float32 anyway, or bf16 values in it.
         same = mode == "fp32" and kind != "residual"
         assert torch.equal(loss, usual) == same, kind
-
-
-def test_the_stream_and_the_table_by_hand() -> None:
-    tokens = torch.arange(64).view(2, 32) % 256
-    model = _model("gpt", {"embed": "fp8", "residual": "fp32"})
-    assert model.embedded(tokens).dtype == torch.float32  # type: ignore[operator]
-    places = model.positions[:32]  # type: ignore[index]
-    table = model.embedding.detach()  # type: ignore[union-attr]
-    wanted = e4m3(table)[tokens] + held(places.detach(), arithmetic("fp8"), Role.WEIGHT)  # type: ignore[union-attr]
-    assert torch.equal(model.embedded(tokens).detach(), wanted)  # type: ignore[operator]
-
-
-def test_names_are_those_of_the_model_and_none_is_a_product() -> None:
-    for arch in ("gpt", "mlp", "cnn", "moe"):
-        settings = TrainerSettings(arch=arch)
-        config = config_of(settings, 256)
-        model = built(settings, config, lambda name: arithmetic("bf16"), torch.bfloat16)
-        norms = {path for path, one in model.named_modules() if isinstance(one, Norm | BatchNorm)}
-        layers = around_of(arch, config)
-        assert {layer.name for layer in layers if layer.kind == "norm"} == norms
-        assert not any(layer.product for layer in layers) and all(layer.product for layer in layers_of(arch, config))
 
 
 def test_a_norm_of_ones_own_and_the_logits_of_a_head() -> None:
@@ -180,7 +158,7 @@ def test_a_norm_of_ones_own_and_the_logits_of_a_head() -> None:
     before = model(tokens)
 
     def choose(layer: Layer) -> Arithmetic:
-        return arithmetic("fp16" if layer.kind == "norm" else "fp8" if layer.kind in ("embed", "logits") else "fp32")
+        return arithmetic_of("fp16" if layer.kind == "norm" else "fp8" if layer.kind in ("embed", "logits") else "fp32")
 
     with Conversion(model, choose, keys=("embed", "norm", "logits")):
         y = model(tokens)
@@ -198,8 +176,8 @@ def test_the_suite_of_convolutions_has_both_norms_in_fp16(norm: str) -> None:
     workload = workloads.get("conv")
     params = {"batch": 2, "channels": 8, "image": 4, "pass": "forward", **({"norm": norm} if norm == "layer" else {})}
     case = Case("conv", tuple(params.items()), "fp32", "cpu", (("norm", "fp16"),))
-    high = arithmetic("fp32")
-    state = workload.prepare(Setup(case, FACTS, 0, high, high, {"norm": arithmetic("fp16")}))
+    high = arithmetic_of("fp32")
+    state = workload.prepare(Setup(case, FACTS, 0, high, high, {"norm": arithmetic_of("fp16")}))
     block, (x,) = state.layer, state.inputs
     half = [nn.BatchNorm2d(8).half() if norm == "batch" else nn.LayerNorm(8, bias=False).half() for _ in range(2)]
 
@@ -244,8 +222,8 @@ def asked(name: str, map_: dict[str, str], mode: str = "fp32") -> Setup:
     suite, axis = _OF.get(name, (name, ""))
     params = {**({axis: name} if axis else {}), **SUITES[name][0]}
     case = Case(suite, tuple(params.items()), mode, "cpu", tuple(map_.items()))
-    taken = {key: arithmetic(word) for key, word in map_.items()}
-    return Setup(case, FACTS, 0, arithmetic(mode), arithmetic("fp32"), taken)
+    taken = {key: arithmetic_of(word) for key, word in map_.items()}
+    return Setup(case, FACTS, 0, arithmetic_of(mode), arithmetic_of("fp32"), taken)
 
 
 def outcome_of(setup: Setup) -> torch.Tensor:
@@ -279,13 +257,11 @@ def test_the_kinds_of_a_suite_are_those_that_its_model_has(name: str) -> None:
     workload, params = workloads.get(setup.case.workload), dict(setup.case.params)
     layers = workload.around(params)
     assert {layer.kind for layer in layers} == set(SUITES[name][1])
-    model: nn.Module | None = getattr(workload.prepare(setup), "layer" if name in ("moe", "dit", "unet") else "model")
-    if isinstance(model, nn.Module):
-        kinds = (Norm, BatchNorm, GroupNorm, ModulatedNorm)
-        norms = {path for path, one in model.named_modules() if isinstance(one, kinds)}
-        assert {layer.name for layer in layers if layer.kind == "norm"} == norms
-    else:
-        assert {layer.name for layer in layers if layer.kind == "norm"} == set(model.norms)  # type: ignore[union-attr]
+    model = getattr(workload.prepare(setup), "layer" if name in ("moe", "dit", "unet") else "model")
+    kinds = (Norm, BatchNorm, GroupNorm, ModulatedNorm)
+    served = not isinstance(model, nn.Module)
+    norms = model.norms if served else [path for path, one in model.named_modules() if isinstance(one, kinds)]
+    assert {layer.name for layer in layers if layer.kind == "norm"} == set(norms)
     assert not {layer.name for layer in layers} & {layer.name for layer in workload.layers(params)}
 
 
@@ -295,32 +271,15 @@ def test_norms_of_a_suites_models_in_fp16_are_torchs_own_layers_bit_for_bit() ->
     nn.init.normal_(group.weight, 1.0)
     nn.init.normal_(group.bias, 1.0)
     half.load_state_dict(group.state_dict())
-    group.arithmetic = arithmetic("fp16")
+    group.arithmetic = arithmetic_of("fp16")
     x = torch.randn(2, 4, 4, 16) * 3
     assert torch.equal(group(x), half(x.half().permute(0, 3, 1, 2)).permute(0, 2, 3, 1).float())
     modulated, plain = ModulatedNorm(), nn.LayerNorm(16, eps=1e-6, elementwise_affine=False)
-    modulated.arithmetic = arithmetic("fp16")
+    modulated.arithmetic = arithmetic_of("fp16")
     shift, scale = torch.randn(16), torch.randn(16)
     assert torch.equal(modulated(x, shift, scale), plain(x.half()).float() * (1 + scale) + shift)
-    modulated.arithmetic = arithmetic("fp8")
+    modulated.arithmetic = arithmetic_of("fp8")
     assert torch.equal(modulated(x, shift, scale), plain(e4m3(x)) * (1 + scale) + shift)
-
-
-def test_a_mixture_and_its_stream_by_hand() -> None:
-    """Its experts as they are, between torch's own norms of fp16; the stream rounded after each of them."""
-    workload, setup = workloads.get("moe"), asked("moe", {"norm": "fp16", "residual": "fp8"})
-    state = workload.prepare(setup)
-    (x,) = state.inputs
-
-    def rounded(x: torch.Tensor) -> torch.Tensor:  # the stream of fp8 travels in bf16
-        return e4m3(x.float()).bfloat16()
-
-    with torch.no_grad():
-        wanted = rounded(x.bfloat16())
-        for block in state.layer.blocks:
-            half = nn.RMSNorm(32, eps=1e-5).half()
-            wanted = rounded(wanted + block(half(wanted.half()).bfloat16(), SilentPhases()))
-    assert torch.equal(state.outcome()[0], wanted.float())
 
 
 def test_a_vision_transformer_by_hand() -> None:
@@ -350,18 +309,18 @@ def test_a_served_model_is_the_model_that_is_trained_in_the_same_map(size: str) 
     case = Case("prefill", params, "fp32", "cpu")
     seen: list[torch.Tensor] = []
     for map_ in ({}, {"embed": "fp8", "norm": "fp16", "logits": "fp8"}, {"embed": "fp16", "norm": "fp8"}):
-        taken = {key: arithmetic(word) for key, word in map_.items()}
-        setup = Setup(case, FACTS, 0, arithmetic("fp32"), arithmetic("fp32"), taken)
+        taken = {key: arithmetic_of(word) for key, word in map_.items()}
+        setup = Setup(case, FACTS, 0, arithmetic_of("fp32"), arithmetic_of("fp32"), taken)
         state = workload.prepare(setup)
         config = state.model.config
-        model = GPT(config, lambda name: arithmetic("fp32"), torch.float32).eval()
+        model = GPT(config, lambda name: arithmetic_of("fp32"), torch.float32).eval()
         draw = drawn_weights(served_shapes(config), 0, "cpu")
         model.load_state_dict({name: draw(name) for name in served_shapes(config)}, strict=False)
         take_around(model, setup.around(workload.around(dict(case.params))))
         with torch.no_grad():
             wanted = held(model.logits(state.tokens, SilentPhases()), taken.get("logits"))
             assert torch.equal(state.model.forward(state.tokens, 0, SilentPhases(), every=True), wanted), map_
-    state.model.around = {"residual": arithmetic("fp16")}
+    state.model.around = {"residual": arithmetic_of("fp16")}
     state.model.watch = lambda layer, x: seen.append(x)
     state.model.forward(state.tokens, 0, SilentPhases())
     assert {x.dtype for x in seen} == {torch.float16} and len(seen) == config.layers
@@ -369,7 +328,7 @@ def test_a_served_model_is_the_model_that_is_trained_in_the_same_map(size: str) 
 
 def test_a_modern_models_stream_may_have_another_dtype_than_its_products() -> None:
     """Queries and keys are turned in what they come in: all three go into attention alike."""
-    model = GPT(replace(SERVED_SIZES["nano-llama"], sequence=8), lambda name: arithmetic("bf16"), torch.bfloat16)
-    take_around(model, {"residual": arithmetic("fp32")})
+    model = GPT(replace(SERVED_SIZES["nano-llama"], sequence=8), lambda name: arithmetic_of("bf16"), torch.bfloat16)
+    take_around(model, {"residual": arithmetic_of("fp32")})
     tokens = torch.arange(8)[None]
     assert model(tokens, tokens, SilentPhases()).isfinite()

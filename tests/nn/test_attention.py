@@ -10,22 +10,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8bench.devices.cpu import HostStamper
-from fp8bench.model import CELL_PHASES
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.attention import BareAttention, Core, EmulatedCore, FusedCore, HeadwiseCore
-from fp8bench.numerics.norms import relative_frobenius
-from fp8bench.protocols import Arithmetic, Operand, Role
-from fp8bench.registry import precisions
-from fp8bench.worker.clock import PhaseClock
+from fp8bench.nn.attention import EmulatedCore, FusedCore, HeadwiseCore
+from fp8bench.protocols import Operand, Role
 from tests.counts import for_each
-from tests.facts import CPU
+from tests.nn.layers import arithmetic_of
 
 BATCH, HEADS, KEY_HEADS, TOKENS, WIDTH = 2, 4, 2, 24, 16
-
-
-def of(name: str) -> Arithmetic:
-    return precisions.get(name).arithmetic(CPU)
 
 
 def heads(dtype: torch.dtype = torch.float32, key_heads: int = KEY_HEADS) -> list[Tensor]:
@@ -71,8 +62,7 @@ def by_hand(
 @for_each("prescaled", [True, False])
 @for_each("precision", ["fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4"])
 def test_low_scores_are_the_formulas_on_rounded_values(precision: str, prescaled: bool, causal: bool) -> None:
-    """Operands rounded along their contractions, scores without a scale; gradients pass as if nothing were rounded."""
-    arithmetic = of(precision)
+    arithmetic = arithmetic_of(precision)
 
     def by(cast: Callable[[Tensor, Role], Operand]) -> Callable[[Tensor], Tensor]:
         return lambda x: arithmetic.restore(cast(x.reshape(-1, x.shape[-1]), Role.INPUT), torch.float32).view(x.shape)
@@ -90,7 +80,7 @@ def test_low_scores_are_the_formulas_on_rounded_values(precision: str, prescaled
 @for_each("prescaled", [True, False])
 def test_rounding_nothing_gives_torchs_own_attention(prescaled: bool, causal: bool) -> None:
     """In fp32 the emulated form is the fused kernel, grouped heads and gradients included."""
-    emulated = outcome(EmulatedCore(of("fp32"), prescaled, causal), *heads())
+    emulated = outcome(EmulatedCore(arithmetic_of("fp32"), prescaled, causal), *heads())
     for one, wanted in zip(emulated, outcome(FusedCore(causal), *heads()), strict=True):
         torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
 
@@ -162,7 +152,6 @@ class Recording(PlainArithmetic):
 
 
 def test_operands_are_cast_along_their_contractions() -> None:
-    """Queries and keys along the head width, probabilities and values along the keys; scores without a scale."""
     recording = Recording()
     q, k, v, _ = heads()
     EmulatedCore(recording)(q, k, v)
@@ -175,50 +164,3 @@ def test_operands_are_cast_along_their_contractions() -> None:
     probabilities = recording.seen[2].view(BATCH, HEADS, TOKENS, TOKENS)
     assert scores.dtype == torch.float32, "cast from the product's fp32, not rounded to the carrier before"
     torch.testing.assert_close(probabilities.sum(-1), torch.ones(BATCH, HEADS, TOKENS))
-
-
-def test_scaling_queries_before_keeps_scores_within_fp16() -> None:
-    """Scores of 129600 are infinite in fp16 and make NaN; a quarter of that is not."""
-    q = torch.full((1, 1, 4, 16), 90.0)
-    late, early = (EmulatedCore(of("fp16"), prescaled)(q, q, q) for prescaled in (False, True))
-    assert late.isnan().all()
-    torch.testing.assert_close(early, q, rtol=1e-3, atol=0)
-
-
-def test_scaling_queries_before_keeps_scores_within_e4m3() -> None:
-    """Written without a scale, scores beyond 448 become 448 and no longer differ; an eighth of them stays within."""
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, 2, 64, 64, generator=generator) for _ in range(3))
-    q, k = 8 * q, 8 * k
-    scores = EmulatedCore(of("fp8")).scores(q, k)
-    assert float((scores.abs() > 448).float().mean()) > 0.2 and float(scores.abs().max()) / 8 < 448
-    exact = FusedCore()(q, k, v)
-    late, early = (
-        relative_frobenius(EmulatedCore(of("fp8"), prescaled)(q, k, v), exact) for prescaled in (False, True)
-    )
-    assert early < 0.4 < 0.8 < late
-
-
-@for_each("core", [FusedCore(), EmulatedCore(PlainArithmetic(torch.bfloat16))])
-@for_each("dtype", [torch.float32, torch.bfloat16])
-def test_a_core_alone_is_marked_in_both_directions(core: Core, dtype: torch.dtype) -> None:
-    """One stretch each way, and what it gives has the shape and dtype of its queries."""
-    clock, layer = PhaseClock(HostStamper()), BareAttention(core)
-    *inputs, pull = heads(dtype)
-    clock.begin()
-    output = layer(*inputs, clock)
-    gradients = torch.autograd.grad(output, inputs, pull)
-    codes, _ = clock.end()
-    assert [CELL_PHASES[code] for code in codes] == ["unattributed", "attention"] * 2 + ["unattributed"]
-    assert output.shape == inputs[0].shape and output.dtype == dtype
-    assert [one.dtype for one in gradients] == [dtype] * 3
-
-
-def test_later_tokens_are_not_seen() -> None:
-    """Where no scale is shared, the first outputs stay as they are whatever follows."""
-    q, k, v, _ = (one.detach() for one in heads())
-    for core in (FusedCore(), EmulatedCore(of("bf16"))):
-        before = core(q, k, v)
-        changed = [torch.cat((one[:, :, :10], one[:, :, 10:] + 1), 2) for one in (q, k, v)]
-        after = core(*changed)
-        assert torch.equal(before[:, :, :10], after[:, :, :10]) and not torch.equal(before, after)

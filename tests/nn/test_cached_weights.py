@@ -79,7 +79,6 @@ def watched(mode: str, seen: list[tuple[Role, bool]]) -> Arithmetic:
 
 @for_each("mode", ["fp8", "mxfp8", "bf16"])
 def test_a_weight_is_cast_once_for_all_passes_in_both_orientations(mode: str) -> None:
-    """And casts of inputs and gradients are as many as without."""
     seen: list[tuple[Role, bool]] = []
     model = Pair(watched(mode, seen), watched(mode, seen))
     counts = []
@@ -124,7 +123,7 @@ class Counting(PlainArithmetic):
         return super().cast_both(tensor, role, amax)
 
 
-def test_largest_magnitudes_are_found_ahead_for_who_takes_them() -> None:
+def test_largest_magnitudes_are_found_ahead_for_who_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """And for nobody else."""
     seen: list[Tensor | None] = []
     model = Pair(Counting(torch.bfloat16, seen), Counting(torch.bfloat16, seen))
@@ -134,12 +133,9 @@ def test_largest_magnitudes_are_found_ahead_for_who_takes_them() -> None:
         float(one.detach().abs().max()) for one in model.parameters()
     ]
     seen.clear()
-    Counting.takes_amax = False
-    try:
-        with CachedWeights(model).cast(SilentPhases()):
-            pass
-    finally:
-        Counting.takes_amax = True
+    monkeypatch.setattr(Counting, "takes_amax", False)
+    with CachedWeights(model).cast(SilentPhases()):
+        pass
     assert seen == [None, None]
 
 

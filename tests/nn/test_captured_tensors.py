@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
@@ -35,7 +33,6 @@ def test_there_is_one_for_each_layer_kind_and_role(found: dict[str, Course], cor
 
 
 def test_they_are_what_training_makes_of_them(found: dict[str, Course]) -> None:
-    """Weights move a little from step to step, activations wholly; gradients are tiny."""
     for name, course in found.items():
         change = float((course[-1] - course[-2]).norm() / course[-1].norm())
         assert (0 < change < 0.2) if CAPTURED[name].role is Role.WEIGHT else change > 0.3
@@ -69,20 +66,3 @@ def test_they_come_from_the_text_and_the_seed_alone(corpus: Corpus, monkeypatch:
     assert all(torch.equal(a, b) for name in one for a, b in zip(one[name], again[name], strict=True))
     other = anew(corpus.path, 1)
     assert not any(torch.equal(one[name][-1], other[name][-1]) for name in one)
-
-
-@pytest.mark.slow
-def test_training_brings_no_compiler_along() -> None:
-    """Its hundred thousand objects would slow down every collection of garbage that follows."""
-    import subprocess
-
-    program = """
-import sys, tempfile, pathlib
-from fp8bench.plan.corpus import prepare_corpus
-import fp8bench.nn.training_step as module
-module.TRAINING_STEPS = module.CAPTURED_STEPS = 2
-module.captured(prepare_corpus(None, pathlib.Path(tempfile.mkdtemp())).path, 0)
-print("torch._dynamo" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
-    assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -88,23 +87,16 @@ def test_all_is_as_it_was(model: Model) -> None:
     assert {**before, "tensors": 0} == {**after, "tensors": 0}
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
-def test_all_is_as_it_was_after_an_error(model: Model, error: type[BaseException]) -> None:
+def test_all_is_as_it_was_after_an_error(model: Model) -> None:
+    """Whatever it is, and in a forward pass too: the functions of torch that were listened to are torch's again."""
     before = everything_in(model)
-
-    def body() -> None:
-        with converted(model, FP8):
+    converted(model, FP8)
+    assert everything_in(model) == before, "making one changes nothing"
+    for error in (KeyboardInterrupt, RuntimeError, SystemExit):
+        with pytest.raises(error), converted(model, FP8):  # noqa: PT012
             model(TOKENS)
             raise error
-
-    with pytest.raises(error):
-        body()
-    assert everything_in(model) == before
-
-
-def test_all_is_as_it_was_after_an_error_in_forward(model: Model) -> None:
-    """The functions of torch that were listened to are torch's again."""
-    before = everything_in(model)
+        assert everything_in(model) == before
     with pytest.raises(RuntimeError), converted(model, FP8):
         model.experts(torch.ones(3, 5, 7))
     assert everything_in(model) == before
@@ -128,12 +120,6 @@ def test_all_is_as_it_was_after_an_interrupt_while_entering(model: Model, monkey
     assert done == 3 and everything_in(model) == before
 
 
-def test_making_one_changes_nothing(model: Model) -> None:
-    before = everything_in(model)
-    converted(model, FP8)
-    assert everything_in(model) == before
-
-
 def test_a_layer_of_two_names_is_one_layer(model: Model) -> None:
     (first,) = (one for one in held_in(model) if one.name == "first")
     assert first.also == ("again",) and "again" not in [one.name for one in held_in(model)]
@@ -144,32 +130,47 @@ def test_a_layer_of_two_names_is_one_layer(model: Model) -> None:
         assert model.again.forward is model.first.forward
 
 
-def test_a_tied_layer_is_the_head(model: Model) -> None:
-    assert [one.name for one in held_in(model) if one.head] == ["out"]
+LEFT_OUT = {
+    "head": ["out"], "*.stack": ["experts.stack"], "experts": ["experts.stack", "experts.position"],
+    "conv2d": ["picture"], "Conv2d": ["picture"], "r*": ["router"],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("pattern", "names"),
-    [
-        ("head", ["out"]),
-        ("*.stack", ["experts.stack"]),
-        ("experts", ["experts.stack", "experts.position"]),
-        ("conv2d", ["picture"]),
-        ("Conv2d", ["picture"]),
-        ("r*", ["router"]),
-    ],
-)
-def test_what_is_left_out(model: Model, pattern: str, names: list[str]) -> None:
-    assert [one.name for one in held_in(model, [pattern]) if one.rule == "skipped"] == names
+def test_what_is_left_out(model: Model) -> None:
+    """By name, pattern, kind and class; a tied layer is the head."""
+    skipped = {word: [one.name for one in held_in(model, [word]) if one.rule == "skipped"] for word in LEFT_OUT}
+    assert skipped == LEFT_OUT and [one.name for one in held_in(model) if one.head] == ["out"]
+    for alone, skip, names in (
+        (nn.Linear(4, 4), [], ["Linear"]), (nn.LSTM(4, 4), [], ["weight_ih_l0", "weight_hh_l0"]),
+        (Experts("bmm"), ["stack"], ["stack", "position"]),
+    ):  # fmt: skip
+        assert [one.name for one in held_in(alone, skip)] == names
 
 
-def test_a_pattern_that_fits_nothing_is_refused(model: Model) -> None:
-    with pytest.raises(
-        UnknownName, match=r"unknown layer of this model 'rooter'\. Did you mean 'router'\? Known: linear"
-    ):
+def test_what_fits_nothing_is_refused(model: Model) -> None:
+    with pytest.raises(UnknownName, match=r"'rooter'.*Did you mean 'router'"):
         held_in(model, ["rooter"])
     with pytest.raises(UnknownName, match=r"'pictures'.*Did you mean 'picture'"):
         check_map(["first", "head", "experts", "pictures"], held_in(model))
+    with pytest.raises(UsageError, match=r"nothing of ReLU .*no layer that multiplies"):
+        converted(nn.ReLU())
+    with pytest.raises(UsageError, match="meta device"):
+        converted(nn.Linear(4, 4, device="meta"))
+
+
+def test_a_map_may_name_a_layer_by_either_path(model: Model) -> None:
+    for key in ("first", "again"):
+        mapped = {key: precisions.get("bf16").arithmetic(CPU), "head": FP32}
+
+        def choose(layer: Layer, mapped: dict[str, Arithmetic] = mapped) -> Arithmetic:
+            own = key_of(layer, mapped)
+            return FP8 if own is None else mapped[own]
+
+        x, first = torch.randn(2, 16), model.first
+        with Conversion(model, choose, keys=mapped):
+            assert torch.equal(first(x), (x.bfloat16() @ first.weight.bfloat16().t()).float() + first.bias)
+        with pytest.raises(UnknownName, match="'firsts'"):
+            Conversion(model, choose, keys=["firsts"])
 
 
 def test_layers_are_chosen_by_name_and_kind(model: Model) -> None:
@@ -185,24 +186,6 @@ def test_layers_are_chosen_by_name_and_kind(model: Model) -> None:
         Layer("experts.position", "experts", group="mlp"), Layer("router", "linear"), Layer("out", "head"),
     ]  # fmt: skip
     assert [(one.name, one.rule) for one in conversion.held if one.reason] == [("picture", "skipped"), ("out", "kept")]
-
-
-@pytest.mark.parametrize("key", ["first", "again"])
-def test_a_map_may_name_a_layer_by_either_path(model: Model, key: str) -> None:
-    mapped = {key: precisions.get("bf16").arithmetic(CPU), "head": FP32}
-
-    def choose(layer: Layer) -> Arithmetic:
-        own = key_of(layer, mapped)
-        return FP8 if own is None else mapped[own]
-
-    asked = Conversion(model, choose, keys=mapped)
-    x = torch.randn(2, 16)
-    with asked:
-        assert torch.equal(
-            model.first(x), (x.bfloat16() @ model.first.weight.bfloat16().t()).float() + model.first.bias
-        )
-    with pytest.raises(UnknownName, match="unknown layer of this model 'firsts'"):
-        Conversion(model, choose, keys=["firsts"])
 
 
 def test_a_forward_pass_of_its_own_is_not_lost() -> None:
@@ -223,7 +206,7 @@ def test_a_forward_pass_that_was_replaced_is_kept() -> None:
     before = everything_in(model)
     with converted(model) as conversion:
         assert [one.name for one in conversion.converted] == ["1"]
-    assert conversion.held[0].reason == "somebody has replaced its forward pass already"
+    assert "replaced" in conversion.held[0].reason
     assert everything_in(model) == before
 
 
@@ -240,51 +223,21 @@ def test_what_cannot_be_converted_says_why() -> None:
         }
     )
     model["whole"].weight = nn.Parameter(torch.ones(16, 16, dtype=torch.int8), requires_grad=False)
-    reasons = {one.name: (one.rule, one.reason) for one in held_in(model)}
-    assert reasons["attention.in_proj_weight"][1].startswith(
-        "there is no product of ours for MultiheadAttention: torch"
-    )
-    assert reasons["attention.out_proj"] == (
-        "not-called", "torch's own attention reads its weight and never calls it"
-    )  # fmt: skip
-    assert reasons["line.weight"] == ("class", "there is no product of ours for Conv1d")
-    assert reasons["memory.weight_ih_l0"][0] == reasons["back.weight"][0] == "class"
-    assert reasons["wide"][0] == "groups" and reasons["lazy"][0] == "shape"
-    assert reasons["whole"] == ("dtype", "its weight is int8, quantised already")
-    with pytest.raises(
-        UsageError,
-        match=r"nothing of ModuleDict can be converted \(2 weights: there is no product of ours for LSTM; 1 weight: ",
-    ):
+    held = held_in(model)
+    assert {one.name: one.rule for one in held if one.name != "memory.weight_hh_l0"} == {
+        "attention.in_proj_weight": "class", "attention.out_proj": "not-called", "line.weight": "class",
+        "memory.weight_ih_l0": "class", "back.weight": "class", "wide": "groups", "lazy": "shape", "whole": "dtype",
+    }  # fmt: skip
+    assert all(one.reason for one in held)
+    with pytest.raises(UsageError, match=r"nothing of ModuleDict .* \(2 weights: .* LSTM; 1 weight: "):
         converted(model)
 
 
-def test_nothing_to_convert_is_refused() -> None:
-    with pytest.raises(
-        UsageError, match=r"nothing of ReLU can be converted .it has no layer that multiplies by weights"
-    ):
-        converted(nn.ReLU())
-    with pytest.raises(UsageError, match="weight is on the meta device"):
-        converted(nn.Linear(4, 4, device="meta"))
-
-
-def test_a_model_that_is_one_layer_has_its_classs_name() -> None:
-    assert [one.name for one in held_in(nn.Linear(4, 4))] == ["Linear"]
-    assert [one.name for one in held_in(nn.LSTM(4, 4))] == ["weight_ih_l0", "weight_hh_l0"]
-    assert [one.name for one in held_in(Experts("bmm"), ["stack"])] == ["stack", "position"]
-
-
-def test_sides_that_native_products_do_not_take() -> None:
-    model = nn.Sequential(nn.Linear(16, 37), nn.Linear(37, 32), nn.Linear(32, 16))
-    conversion = converted(model, multiples=(16, 16))
-    assert [one.reason for one in conversion.held] == [
-        "N=37 is no multiple of 16, as native products want",
-        "K=37 is no multiple of 16, as native products want",
-        "",
-    ]
-
-
 def test_rows_are_filled_up_for_native_products() -> None:
-    """Zeros change no product: neither the output nor any gradient, bit for bit."""
+    """Zeros change no product: neither the output nor any gradient, bit for bit. Of sides there is no such filling."""
+    odd = nn.Sequential(nn.Linear(16, 37), nn.Linear(37, 32), nn.Linear(32, 16))
+    reasons = [one.reason.partition(" ")[0] for one in converted(odd, multiples=(16, 16)).held]
+    assert reasons == ["N=37", "K=37", ""]
     model = nn.Sequential(nn.Linear(32, 16))
     x = torch.randn(2, 5, 32)
     with converted(model, FP8):
@@ -292,14 +245,6 @@ def test_rows_are_filled_up_for_native_products() -> None:
     with converted(model, FP8, multiples=(16, 16)):
         filled = outcome(model, x)
     assert all(torch.equal(one, other) for one, other in zip(plain, filled, strict=True))
-
-
-def test_a_copy_of_a_model_is_converted_by_itself() -> None:
-    model = nn.Sequential(nn.Linear(16, 16))
-    other = copy.deepcopy(model)
-    with converted(other, FP8):
-        assert "forward" not in vars(model[0])
-    assert torch.equal(model(torch.ones(1, 16)), other(torch.ones(1, 16)))
 
 
 def test_a_layer_that_remembers_has_an_arithmetic_of_its_own(model: Model) -> None:
@@ -318,7 +263,6 @@ def test_a_layer_that_remembers_has_an_arithmetic_of_its_own(model: Model) -> No
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
 def test_a_compiled_model_is_one_graph_and_gives_the_same() -> None:
-    """Convolutions too, and experts, whose module is listened to while it is traced."""
     x = torch.randn(3, 4, 4, 4)
     ahead = (nn.Conv2d(4, 8, 3, padding=1, groups=2), nn.Flatten(2), nn.Linear(16, 16))
     model = nn.Sequential(*ahead, nn.ReLU(), Experts("bmm", 3, 16, 16), nn.Linear(16, 16))

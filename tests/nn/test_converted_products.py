@@ -15,15 +15,10 @@ from fp8bench.nn.holders import Stacked
 from fp8bench.nn.linear import linear
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Phases, SilentPhases
-from fp8bench.registry import precisions
 from tests.counts import for_each
-from tests.facts import CPU
 from tests.nn.converted_models import FP32, Experts, converted, outcome, sequential
+from tests.nn.layers import arithmetic_of
 from tests.tapes import tape_in_phases
-
-
-def arithmetic(name: str) -> Arithmetic:
-    return precisions.get(name).arithmetic(CPU)
 
 
 def both(model: nn.Module, x: Tensor, by: Arithmetic, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -53,22 +48,24 @@ def test_without_rounding_products_have_torchs_bits(shape: tuple[int, ...], bias
 def test_products_are_those_of_our_linear_layer(name: str) -> None:
     model, x = sequential(nn.Linear(64, 32, bias=False)), torch.randn(32, 64)
     pull = torch.randn(32, 32)
-    with converted(model, arithmetic(name)):
+    with converted(model, arithmetic_of(name)):
         ours = outcome(model, x, pull)
     weight, x = model[0].weight, x.requires_grad_()
-    y = linear(x, weight, arithmetic(name), SilentPhases()).to(torch.float32)
+    y = linear(x, weight, arithmetic_of(name), SilentPhases()).to(torch.float32)
     assert_same_bits(ours, [y.detach(), *torch.autograd.grad(y, [x, weight], pull)])
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In float64, under a scale of its largest magnitude."""
+    scale = torch.finfo(dtype).max / tensor.abs().max().float()
+    return (tensor.float() * scale).to(dtype).double() / scale.double()
 
 
 def test_fp8_rounds_as_an_oracle_in_float64_does() -> None:
     """Scales of a whole tensor from its largest magnitude, E4M3 forward and E5M2 for gradients, sums without error."""
     model, x, pull = sequential(nn.Linear(64, 32, bias=False)), torch.randn(48, 64), torch.randn(48, 32)
-    with converted(model, arithmetic("fp8")):
+    with converted(model, arithmetic_of("fp8")):
         ours = outcome(model, x, pull)
-
-    def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        scale = torch.finfo(dtype).max / tensor.abs().max().float()
-        return (tensor.float() * scale).to(dtype).double() / scale.double()
 
     a, w = rounded(x.bfloat16(), torch.float8_e4m3fn), rounded(model[0].weight.detach(), torch.float8_e4m3fn)
     g = rounded(pull.bfloat16(), torch.float8_e5m2)
@@ -130,20 +127,16 @@ def test_a_convolution_rounds_each_operand_along_its_contraction(groups: int) ->
     """FP8 with a scale for a tensor: images, weights and gradients rounded as a whole, a group by itself."""
     model = sequential(nn.Conv2d(32, 32, 3, stride=2, padding=1, groups=groups, bias=False))
     x, pull = torch.randn(2, 32, 8, 8), torch.randn(2, 32, 4, 4)
-    with converted(model, arithmetic("fp8")):
+    with converted(model, arithmetic_of("fp8")):
         y, x_gradient, w_gradient = outcome(model, x, pull)
 
-    def rounded(tensor: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
-        parts = []
-        for part in tensor.chunk(groups, dim):
-            scale = torch.finfo(dtype).max / part.abs().max().float()
-            parts.append((part.float() * scale).to(dtype).double() / scale.double())
-        return torch.cat(parts, dim)
+    def by_group(tensor: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
+        return torch.cat([rounded(part, dtype) for part in tensor.chunk(groups, dim)], dim)
 
-    a = rounded(x.bfloat16(), torch.float8_e4m3fn, 1).requires_grad_()
-    w = rounded(model[0].weight.detach(), torch.float8_e4m3fn, 0).requires_grad_()
+    a = by_group(x.bfloat16(), torch.float8_e4m3fn, 1).requires_grad_()
+    w = by_group(model[0].weight.detach(), torch.float8_e4m3fn, 0).requires_grad_()
     exact = F.conv2d(a, w, stride=2, padding=1, groups=groups)
-    gradients = torch.autograd.grad(exact, [a, w], rounded(pull.bfloat16(), torch.float8_e5m2, 1))
+    gradients = torch.autograd.grad(exact, [a, w], by_group(pull.bfloat16(), torch.float8_e5m2, 1))
     for own, other in zip((y, x_gradient, w_gradient), (exact.detach(), *gradients), strict=True):
         assert relative_frobenius(own, other) < 2**-8
 
@@ -155,28 +148,24 @@ WAYS = ("linear", "chosen", "left", "bmm", "matmul", "grouped")
 def test_experts_in_fp32_are_torchs(way: str) -> None:
     torch.manual_seed(0)
     model, x = Experts(way), torch.randn(3, 8, 16)
-    model.position.requires_grad_(False)
-    names = ["stack"]
-    parameters = [model.stack]
 
     def run() -> list[Tensor]:
         given = x.clone().requires_grad_()
         y = model(given)
-        return [y, *torch.autograd.grad(y.square().sum(), [given, *parameters])]
+        return [y, *torch.autograd.grad(y.square().sum(), [given, model.stack])]
 
     plain = run()
     with converted(model) as conversion:
         ours = run()
-    assert names[0] in [one.parameter for one in conversion.converted]
+    assert "stack" in [one.parameter for one in conversion.converted]
     assert_same_bits_nearly(plain, ours)
 
 
 @for_each("way", WAYS)
 def test_experts_in_fp8_are_so_many_linear_layers(way: str) -> None:
-    """However tokens are dealt out, each expert's products are those of a linear layer on its rows."""
     torch.manual_seed(0)
     model, x = Experts(way), torch.randn(3, 8, 16)
-    by = arithmetic("fp8")
+    by = arithmetic_of("fp8")
     with converted(model, by), torch.no_grad():
         ours = model(x)
     transposed = model.stack.shape[1] == 16
@@ -193,7 +182,7 @@ def test_a_product_that_is_not_x_times_a_weight_stays_torchs() -> None:
     torch.manual_seed(0)
     model, x = Experts("einsum"), torch.randn(3, 8, 16)
     plain = model(x)
-    with converted(model, arithmetic("fp8")):
+    with converted(model, arithmetic_of("fp8")):
         assert torch.equal(model(x), plain)
 
 
@@ -213,7 +202,7 @@ def test_an_arithmetic_with_one_product_for_all_experts_makes_one(way: str) -> N
     torch.manual_seed(0)
     model, x = Experts(way).bfloat16(), torch.randn(3, 40, 16, dtype=torch.bfloat16, requires_grad=True)
     plain = torch.autograd.grad(model(x).square().sum(), [x, model.stack])
-    with converted(model, arithmetic("bf16")) as conversion:
+    with converted(model, arithmetic_of("bf16")) as conversion:
 
         def step(phase: Phases) -> list[Tensor]:
             conversion.phase = phase
@@ -252,7 +241,7 @@ def test_under_autocast_a_layer_gives_what_torchs_would(kind: str) -> None:
 def test_a_model_of_another_dtype_gets_its_own_back(kind: str, dtype: torch.dtype) -> None:
     make, shape = MAKERS[kind]
     model = make().to(dtype)
-    with converted(model, arithmetic("fp8")):
+    with converted(model, arithmetic_of("fp8")):
         x = torch.randn(shape).to(dtype).requires_grad_()
         y = model(x)
         y.float().square().mean().backward()

@@ -56,7 +56,6 @@ def test_a_kind_is_what_its_name_says(kind: str) -> None:
 
 
 def test_the_default_names_no_case() -> None:
-    """Cases that were there before the axis keep their names and their history; others say what they are made of."""
     plain, other = cases("gemm", "normal", "fp32")[0], cases("gemm", "zeros", "fp32")[0]
     assert "values" not in dict(plain.params) and dict(other.params)["values"] == "zeros"
     assert VALUES.of(dict(plain.params)) == "normal"
@@ -64,7 +63,6 @@ def test_the_default_names_no_case() -> None:
 
 @for_each("workload", SMALL)
 def test_a_suite_is_made_of_what_was_asked(workload: str, bench: Bench) -> None:
-    """Inputs, gradients that come in, and weights as large as they were; other values in every kind."""
     seen: dict[object, tuple[float, ...]] = {}
     for case in cases(workload, ",".join(KINDS), "fp32"):
         state = workloads.get(workload).prepare(bench._setup(case, CPU))

@@ -5,13 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fp8bench.devices.cpu import HostStamper
-from fp8bench.model import CELL_PHASES, Case
+from fp8bench.model import Case
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.exercise import Exercise, exercise
 from fp8bench.protocols import Phases, Setup
-from fp8bench.worker.clock import PhaseClock
-from tests.counts import for_each
 from tests.facts import CPU
 
 
@@ -43,30 +40,6 @@ def test_the_numbers_are_the_same_in_every_dtype() -> None:
     assert not torch.equal(single.inputs[0], single.inputs[1])
     weights = [next(one.layer.parameters()).detach() for one in (single, half, double)]
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0].double(), weights[2])
-
-
-def test_they_come_from_the_seed_and_leave_the_process_alone() -> None:
-    """Without isolation the random state is the user's."""
-    before = torch.get_rng_state()
-    one, other, different = made(), made(), made(seed=1)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(one.inputs[0], other.inputs[0]) and one.inputs[0].data_ptr() != other.inputs[0].data_ptr()
-    assert not torch.equal(one.inputs[0], different.inputs[0])
-    assert not torch.equal(next(one.layer.parameters()), next(different.layer.parameters()))
-
-
-@for_each("training", [False, True])
-def test_a_step_is_elementwise_and_leaves_nothing(training: bool) -> None:
-    """No gradient stays on any leaf; forward alone builds no graph."""
-    state = made(training=training)
-    clock = PhaseClock(HostStamper())
-    clock.begin()
-    state.step(clock)
-    marked = [CELL_PHASES[code] for code in clock.end()[0] if CELL_PHASES[code] != "unattributed"]
-    assert marked == (["elementwise", "elementwise"] if training else ["elementwise"])
-    assert all(leaf.grad is None for leaf in state.leaves())
-    assert (state.pull is not None) is training
-    assert all(one.requires_grad is training for one in state.inputs)
 
 
 def test_the_outcome_is_the_output_and_every_gradient() -> None:

@@ -1,4 +1,4 @@
-"""The model against another one written plainly from the same weights, its phases, and its FLOPs."""
+"""The model against another one written plainly from the same weights, its phases, its FLOPs and its layers' sizes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.model import CELL_PHASES
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.attention import rotate, rotations
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.linear import Choose
-from fp8bench.nn.sizes import SIZES, GPTConfig
+from fp8bench.nn.linear import Choose, Linear
+from fp8bench.nn.sizes import SIZES, GPTConfig, features_of, of_config, usual_tokens
 from fp8bench.protocols import Arithmetic, SilentPhases
-from fp8bench.registry import precisions
 from fp8bench.worker.clock import PhaseClock
 from tests.counts import for_each
-from tests.facts import CPU
+from tests.nn.layers import arithmetic_of
 
 PLAIN = GPTConfig(61, 32, 2, 4, 4, 80, batch=2, sequence=12)
 MODERN = GPTConfig(61, 32, 2, 4, 2, 48, batch=2, sequence=12, modern=True)
@@ -118,31 +116,6 @@ def test_loss_and_gradients_are_those_of_an_independent_model(
         assert float(error) < tolerance, name
 
 
-@for_each("config", [PLAIN, MODERN], ids=["gpt-2", "modern"])
-def test_a_later_token_does_not_change_an_earlier_loss(config: GPTConfig) -> None:
-    """Attention is causal: the loss of the first five positions, with other tokens after them."""
-    model, (tokens, targets) = model_of(config), text(config)
-    changed, ignored = tokens.clone(), -100
-    changed[:, 5:] = (tokens[:, 5:] + 1) % config.vocabulary
-    early, late = targets.clone(), targets.clone()
-    early[:, 5:], late[:, :5] = ignored, ignored
-    with torch.no_grad():
-        losses = [[float(model(one, wanted, SilentPhases())) for wanted in (early, late)] for one in (tokens, changed)]
-    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-6)
-    assert losses[0][1] != pytest.approx(losses[1][1], rel=1e-4)
-
-
-def test_a_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
-    """What makes it a relative position."""
-    table = rotations(16, 8).double()
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(8, generator=generator, dtype=torch.float64) for _ in range(2))
-    rows_q, rows_k = rotate(q.repeat(16, 1), table), rotate(k.repeat(16, 1), table)
-    torch.testing.assert_close(rows_q.norm(dim=-1), q.norm().repeat(16), rtol=1e-6, atol=0)
-    products = rows_q @ rows_k.T
-    torch.testing.assert_close(products[3, 1], products[12, 10], rtol=1e-5, atol=1e-5)
-
-
 def marked(choose: Choose, carrier: torch.dtype) -> set[str]:
     clock = PhaseClock(HostStamper())
     model, (tokens, targets) = GPT(PLAIN, choose, carrier), text(PLAIN)
@@ -152,15 +125,10 @@ def marked(choose: Choose, carrier: torch.dtype) -> set[str]:
     return {CELL_PHASES[code] for code in codes}
 
 
-def of(name: str) -> Arithmetic:
-    return precisions.get(name).arithmetic(CPU)
-
-
 def test_the_layers_mark_their_own_phases() -> None:
-    """The rest is left to whoever calls the model."""
-    low, high = of("fp8"), of("bf16")
+    low, high = arithmetic_of("fp8"), arithmetic_of("bf16")
     assert marked(by_kind(low, low, high), torch.bfloat16) == {"cast", "gemm", "attention", "unattributed"}
-    exact = of("fp32")
+    exact = arithmetic_of("fp32")
     assert marked(by_kind(exact, exact, exact), torch.float32) == {"gemm", "attention", "unattributed"}
 
 
@@ -177,7 +145,6 @@ class Counting(PlainArithmetic):
 
 
 def test_each_layer_kind_takes_its_own_arithmetic() -> None:
-    """Two products of each kind a block, one head; three times with backward."""
     kinds = Counting(), Counting(), Counting()
     model, (tokens, targets) = GPT(PLAIN, by_kind(*kinds), torch.float32), text(PLAIN)
     model(tokens, targets, SilentPhases()).backward()
@@ -188,10 +155,7 @@ def test_each_layer_kind_takes_its_own_arithmetic() -> None:
 def test_the_flops_of_the_plan_are_those_torch_counts(config: GPTConfig) -> None:
     """All linear layers, forward and backward; attention by torch's own formula, half of it masked."""
     model, (tokens, targets) = model_of(config), text(config)
-    with (
-        FlopCounterMode(display=False) as counter,
-        torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
-    ):
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model(tokens, targets, SilentPhases()).backward()
     counted = counter.get_flop_counts()["Global"]
     tokens_number = config.batch * config.sequence
@@ -203,14 +167,17 @@ def test_the_flops_of_the_plan_are_those_torch_counts(config: GPTConfig) -> None
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
-    """Counted on a model without memory."""
+    """And its layers have the sides that FLOPs are counted from."""
     config = SIZES[name]
     arithmetic = PlainArithmetic(torch.float32)
     with torch.device("meta"):
         model = GPT(config, lambda name: arithmetic, torch.float32)
-    linear = sum(one.numel() for key, one in model.named_parameters() if key.endswith(("qkv.weight", "out.weight",
-                 "up.weight", "down.weight")))  # fmt: skip
-    assert linear == config.layers * config.block_weights
+    built = {path: (*one.weight.shape,) for path, one in model.named_modules() if isinstance(one, Linear)}
+    sides = {path.rpartition(".")[2]: shape for path, shape in built.items()}
+    assert sides == of_config(config) and list(features_of(name).values()) == list(sides.values())
+    head = built.pop("head")
+    assert sum(outputs * inputs for outputs, inputs in built.values()) == config.layers * config.block_weights
+    assert head == (config.vocabulary, config.width) and usual_tokens(name) == config.batch * config.sequence
     total = sum(one.numel() for one in model.parameters())
     assert {"nano": 1e6, "micro": 3.3e6, "gpt2-124m": 163e6, "gpt-350m": 405e6, "llama-1b": 1.5e9}[
         name

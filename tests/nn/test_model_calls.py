@@ -61,31 +61,17 @@ def test_a_mapping_may_be_the_one_thing_that_a_model_takes() -> None:
 @for_each(
     ("batch", "words"),
     [
-        (
-            {"y": X},
-            r"forward of Two takes \(x\), and the batch has \(y\): missing a required argument: 'x'; let make\(\)",
-        ),
-        ((X, X, X), "the batch has .3 things by place.: too many positional arguments"),
-        (
-            3,
-            r"a batch of type int was given and Two takes \(x\): let make\(\) return \(model, batch\), with",
-        ),
+        ({"y": X}, "missing a required argument: 'x'"),
+        ((X, X, X), "too many positional arguments"),
+        (3, "a batch of type int"),
         (None, "a batch of type NoneType"),
+        ({"x": X.to("meta")}, "^x is on meta, and the model on cpu"),
+        (torch.ones(2, 5), "forward of Two fails on this batch: RuntimeError: mat1 and mat2"),
     ],
 )
-def test_a_batch_that_cannot_be_guessed_is_asked_for(batch: Any, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        call_of(Two(), batch)
-
-
-def test_a_batch_on_another_device() -> None:
-    with pytest.raises(UsageError, match=r"^x is on meta, and the model on cpu: put both on one device$"):
-        call_of(Two(), {"x": X.to("meta")})
-
-
-def test_a_model_that_fails_says_so_shortly() -> None:
-    with pytest.raises(UsageError, match=r"forward of Two fails on this batch: RuntimeError: mat1 and mat2") as caught:
-        call_of(Two(), torch.ones(2, 5))()
+def test_a_batch_that_cannot_be_taken_is_asked_for_shortly(batch: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        call_of(Two(), batch)()
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
 
 
@@ -109,17 +95,14 @@ def loss(result: Callable[[Tensor], Any], own: Callable[..., Any] | None = None)
         (lambda y: {"logits": y, "loss": y.sum()}, "the loss that forward gives"),
         (lambda y: y.sum(), "the single number that forward gives"),
         (lambda y: (y.sum(), y), "the single number that forward gives as 0"),
-        (lambda y: y, "the mean of squares of forward's first floating output (float32[2,4])"),
-        (Output, "the mean of squares of forward's first floating output (logits, float32[2,4])"),
-        (
-            lambda y: (torch.ones(3, dtype=torch.int64), [y]),
-            "the mean of squares of forward's first floating output (1.0, float32[2,4])",
-        ),
+        (lambda y: y, "first floating output (float32[2,4])"),
+        (Output, "first floating output (logits, float32[2,4])"),
+        (lambda y: (torch.ones(3, dtype=torch.int64), [y]), "first floating output (1.0, float32[2,4])"),
     ],
-)  # fmt: skip
+)
 def test_a_loss_is_found(result: Callable[[Tensor], Any], words: str) -> None:
     found, said = loss(result)
-    assert said == words and found.numel() == 1
+    assert said.endswith(words) and found.numel() == 1
     found.backward()
 
 
@@ -127,25 +110,22 @@ def test_a_loss_of_ones_own() -> None:
     assert loss(lambda y: y, lambda y: y.sum())[1] == "the loss that make() gives"
     found, _ = loss(lambda y: y, lambda y, batch: (y - batch["x"]).abs().sum())
     assert found.numel() == 1
-    with pytest.raises(
-        UsageError, match=r"the loss that make\(\) gives returned a tensor of shape \[2, 4\], and not one"
-    ):
-        loss(lambda y: y, lambda y: y)
-    with pytest.raises(UsageError, match=r"the loss that make\(\) gives fails on the output: KeyError: 'no'"):
-        loss(lambda y: {"a": y}, lambda y: y["no"])
-
-
-def test_a_loss_that_cannot_be_guessed_is_asked_for() -> None:
-    with pytest.raises(
-        UsageError, match=r"forward of Two gives a list, without a floating tensor .* \(model, batch, loss\)"
-    ):
-        loss(lambda y: [y.argmax()])
-    with pytest.raises(
-        UsageError, match="no gradient flows from the single number that forward gives to the parameters"
-    ):
-        loss(lambda y: y.detach().sum())
     with torch.no_grad():
         assert loss(lambda y: y)[0].numel() == 1
+
+
+@for_each(
+    ("result", "own", "words"),
+    [
+        (lambda y: y, lambda y: y, r"a tensor of shape \[2, 4\]"),
+        (lambda y: {"a": y}, lambda y: y["no"], "fails on the output: KeyError"),
+        (lambda y: [y.argmax()], None, "without a floating tensor"),
+        (lambda y: y.detach().sum(), None, "no gradient flows"),
+    ],
+)
+def test_what_is_no_loss_is_refused(result: Callable[[Tensor], Any], own: Callable[..., Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        loss(result, own)
 
 
 def test_tensors_keep_their_names_and_places() -> None:

@@ -11,9 +11,8 @@ from fp8bench.formats.grids import E4M3, FP16
 from fp8bench.formats.recipes import TENSOR
 from fp8bench.formats.scaled import values
 from fp8bench.nn.moments import Bucket, Storage, bucketed, scaled, storages
-from fp8bench.registry import precisions
 from tests.counts import for_each
-from tests.facts import CPU
+from tests.nn.layers import arithmetic_of
 
 Doubles = npt.NDArray[np.float64]
 
@@ -24,7 +23,7 @@ def tensors(seed: int, size: float = 1.0) -> list[Tensor]:
 
 
 def storages_of(precision: str, same: bool = False) -> tuple[Storage, Storage]:
-    return storages(precisions.get(precision).arithmetic(CPU), same)
+    return storages(arithmetic_of(precision), same)
 
 
 def bucket(precision: str, fused: bool = False, same: bool = False, steps: int = 7) -> Bucket:
@@ -50,7 +49,6 @@ def adamw_by_hand(w: Doubles, g: Doubles, m: Doubles, v: Doubles, t: int) -> tup
 
 @for_each("fused", [True, False])
 def test_fp32_moments_are_adamw_by_hand(fused: bool) -> None:
-    """Three steps, counted on from those before."""
     made = bucket("fp32", fused)
     w, g = ([one.double().numpy() for one in some] for some in (made.parameters, made.gradients))
     m, v = ([one.double().numpy() for one in some] for some in made.restored())
@@ -107,13 +105,6 @@ def test_the_second_moment_is_kept_as_its_precision_needs(precision: str, same: 
     first, storage = storages_of(precision, same)
     assert torch.equal(storage.restore(storage.keep(x)), wanted)
     assert storage.casts is first.casts is (precision != "fp32")
-
-
-def test_only_fp32_moments_are_the_very_tensors_that_a_step_writes() -> None:
-    """So that a step of fp32 casts nothing."""
-    plain = bucket("fp32").plain
-    assert plain is not None and [len(one) for one in plain] == [2, 2]
-    assert bucket("bf16").plain is None and bucket("fp8").plain is None
 
 
 @for_each(

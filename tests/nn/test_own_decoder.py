@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fp8bench.errors import UsageError
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
-from fp8bench.nn.own_decoder import OwnDecoder, made, shape_of_own
 from fp8bench.nn.served import Arm, served_shapes, step_bytes
+from fp8bench.nn.serving import OwnDecoder, made, shape_of_own
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases
 from tests.counts import for_each
@@ -75,7 +75,6 @@ def both_ways(model: Decoder | OwnDecoder) -> tuple[Tensor, Tensor]:
 
 @for_each("arm", ARMS, ids=str)
 def test_hugging_faces_llama_is_served_as_fp8benchs_own(arm: Arm) -> None:
-    """Of the same weights in every format, the cache included; at once as token by token."""
     mine, theirs = plainly_served(arm), OwnDecoder("llama", of_the_same_weights(), arm, (2, 16), "cpu")
     (wanted, _), (whole, parts) = both_ways(mine), both_ways(theirs)
     limit = (
@@ -118,7 +117,6 @@ def test_bytes_are_those_that_are_stored(make: Callable[[], nn.Module]) -> None:
 
 
 def test_a_filled_cache_is_read_and_is_the_formats_own() -> None:
-    """Of a trained model's scale, from the seed; another one gives other logits; the last position is the step's."""
     logits = []
     for seed in (0, 0, 1):
         model = OwnDecoder("own", of_the_same_weights(), Arm("fp32", "fp8"), (2, 16), "cpu")

@@ -1,4 +1,4 @@
-"""What a linear layer and a convolution have in common: three products against torch's own, casts, and phases."""
+"""What linear layers and convolutions have in common: products against torch's own, casts, phases; convolutions."""
 
 from __future__ import annotations
 
@@ -7,23 +7,34 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.formats.grids import E4M3
-from fp8bench.formats.recipes import MX
+from fp8bench.formats.grids import E2M1, E4M3
+from fp8bench.formats.recipes import MX, NVFP4
 from fp8bench.formats.scaled import values
 from fp8bench.model import CELL_PHASES
-from fp8bench.nn.arithmetics import EmulatedArithmetic, PlainArithmetic
-from fp8bench.nn.convolution import Convolution
-from fp8bench.nn.linear import Linear
+from fp8bench.nn.arithmetics import EmulatedArithmetic, PlainArithmetic, ScaledArithmetic
+from fp8bench.nn.convolution import Convolution, ResidualBlock
+from fp8bench.nn.linear import Linear, region
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.clock import PhaseClock
 from tests.counts import for_each
-from tests.facts import CPU
-from tests.nn.layers import Outcome, convolution, given, linear, outcome, torchs_convolution, torchs_linear
+from tests.facts import H200
+from tests.nn.layers import (
+    Outcome,
+    arithmetic_of,
+    as_torch,
+    convolution,
+    given,
+    linear,
+    outcome,
+    torchs_convolution,
+    torchs_linear,
+)
 
 
 class Kind(NamedTuple):
@@ -67,7 +78,6 @@ each_kind = pytest.mark.parametrize("kind", [LINEAR, CONVOLUTION], ids=["linear"
     ],
 )
 def test_forward_and_gradients_are_torchs_own(kind: Kind, dtype: torch.dtype, tolerance: float) -> None:
-    """In any number of leading dimensions, images of one pixel included."""
     layer = kind.layer(PlainArithmetic(dtype)).to(dtype)
     kind.is_close(layer, tolerance)
     assert {one.dtype for one in outcome(layer, given(*kind.inputs, dtype=dtype), given(*kind.outputs))} == {dtype}
@@ -81,23 +91,17 @@ def test_forward_and_gradients_are_torchs_own(kind: Kind, dtype: torch.dtype, to
 )  # fmt: skip
 def test_every_precision_is_close_to_the_exact_result(kind: Kind, name: str, limit: float) -> None:
     """As close as its bits allow, and no closer than its name says."""
-    kind.is_close(kind.layer(precisions.get(name).arithmetic(CPU)), limit, limit / 100)
-
-
-@each_kind
-@for_each("name", ["bf16", "fp8", "nvfp4"])
-def test_the_master_weights_gradient_is_fp32(kind: Kind, name: str) -> None:
-    """The output has the carrier's dtype, the input's gradient the input's."""
-    arithmetic = precisions.get(name).arithmetic(CPU)
-    y, x_gradient, weight_gradient = outcome(kind.layer(arithmetic), given(*kind.inputs), given(*kind.outputs))
-    assert y.dtype == arithmetic.carrier == torch.bfloat16 and y.is_contiguous()
-    assert x_gradient.dtype == torch.float32 and weight_gradient.dtype == torch.float32
+    layer = kind.layer(arithmetic_of(name))
+    kind.is_close(layer, limit, limit / 100)
+    y, *gradients = outcome(layer, given(*kind.inputs), given(*kind.outputs))
+    assert y.dtype == layer.arithmetic.carrier and y.is_contiguous()
+    assert {one.dtype for one in gradients} == {torch.float32}  # the master weights'
 
 
 def phases_of(kind: Kind, name: str, needs_gradient: bool = True) -> tuple[list[str], list[str]]:
     """The phases marked in forward and in backward."""
     clock = PhaseClock(HostStamper())
-    layer, x = kind.layer(precisions.get(name).arithmetic(CPU)), given(*kind.inputs).requires_grad_(needs_gradient)
+    layer, x = kind.layer(arithmetic_of(name)), given(*kind.inputs).requires_grad_(needs_gradient)
     clock.begin()
     y = layer(x, clock)
     forward, _ = clock.end()
@@ -202,7 +206,6 @@ def test_what_one_look_gives_is_kept_turned_and_not_turned_again() -> None:
 
 
 def test_operands_that_no_gradient_needs_are_neither_turned_nor_kept() -> None:
-    """Of inputs that need none, of frozen weights, and of a forward pass alone."""
     layer, x = linear(Both()), given(8, 64)
     assert isinstance(layer.arithmetic, Both)
     y, kept = saved(layer, x)
@@ -226,18 +229,7 @@ def test_an_operand_with_a_scale_is_saved_and_given_back() -> None:
     CONVOLUTION.is_close(CONVOLUTION.layer(Unmultiplied()), 1e-6)
 
 
-def test_a_frozen_weight_costs_no_product() -> None:
-    """Then only the input's gradient is computed."""
-    layer = linear(PlainArithmetic(torch.float32))
-    layer.weight.requires_grad_(False)
-    x = given(8, 64).requires_grad_()
-    layer(x, SilentPhases()).sum().backward()
-    assert layer.weight.grad is None and x.grad is not None
-
-
 def test_block_scaled_gradients_are_those_of_each_orientations_own_blocks() -> None:
-    """The weight gradient is the product of operands rounded along the tokens."""
-
     def blocks(tensor: Tensor, role: Role = Role.INPUT) -> Tensor:
         return values(tensor, E4M3, MX)
 
@@ -248,3 +240,136 @@ def test_block_scaled_gradients_are_those_of_each_orientations_own_blocks() -> N
     assert torch.equal(y, blocks(x) @ blocks(weight).t())
     assert torch.equal(x_gradient, blocks(pull) @ blocks(weight.t()).t())
     assert torch.equal(weight_gradient, blocks(pull.t()) @ blocks(x.t()).t())
+
+
+class Diary:
+    """A marker that writes down when it is entered and left."""
+
+    def __init__(self) -> None:
+        self.pages: list[str] = []
+
+    def __enter__(self) -> None:
+        self.pages.append("in")
+
+    def __exit__(self, *exc: object) -> None:
+        self.pages.append("out")
+
+    @property
+    def open(self) -> bool:
+        return self.pages[-1:] == ["in"]
+
+
+class Watched(torch.autograd.Function):
+    """Doubles, and notes whether a marker is open in each direction."""
+
+    @staticmethod
+    def forward(ctx, x, diary, seen):  # type: ignore[no-untyped-def]
+        ctx.diary, ctx.seen = diary, seen
+        seen.append(("forward", diary.open))
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        ctx.seen.append(("backward", ctx.diary.open))
+        return 2 * gradient, None, None
+
+
+def test_the_marker_is_open_in_forward_and_in_backward_and_nowhere_else() -> None:
+    diary = Diary()
+    inside: list[tuple[str, bool]] = []
+    outside: list[tuple[str, bool]] = []
+    x = torch.ones(3, requires_grad=True)
+    before = Watched.apply(x, diary, outside)
+    middle = region(diary, lambda y: Watched.apply(y, diary, inside), before)
+    after = Watched.apply(middle, diary, outside)
+    after.sum().backward()
+    assert inside == [("forward", True), ("backward", True)]
+    assert outside == [("forward", False)] * 2 + [("backward", False)] * 2
+    assert diary.pages == ["in", "out"] * 2
+    assert x.grad is not None and torch.equal(x.grad, torch.full((3,), 8.0))
+
+
+def test_without_gradients_the_region_is_a_plain_block() -> None:
+    """Closed when its body raises, too. A tensor that alone needs no gradient is refused: it would never be closed."""
+    diary, ones = Diary(), torch.ones(3)
+    with pytest.raises(ValueError, match="needs no gradient"):
+        region(diary, torch.add, torch.ones(3, requires_grad=True), ones)
+    assert diary.pages == []
+    with torch.no_grad():
+        assert torch.equal(region(diary, torch.add, ones, ones), ones + ones)
+        with pytest.raises(RuntimeError):
+            region(diary, torch.mm, ones, ones)
+    assert diary.pages == ["in", "out"] * 2
+
+
+def test_while_compiling_the_region_is_a_plain_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the marker's type is looked at, which torch 2.11 cannot trace; the result is the operation's own."""
+
+    class Untraceable(Diary):
+        @property  # type: ignore[misc]
+        def __class__(self) -> type:
+            raise AssertionError("isinstance was asked")
+
+    diary = Untraceable()
+    x = torch.ones(3, requires_grad=True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    result = region(diary, torch.exp, x)
+    assert result.grad_fn is not None and result.grad_fn.name() == "ExpBackward0"
+    result.sum().backward()
+    assert diary.pages == ["in", "out"]
+
+
+def blocks(tensor: Tensor, role: Role = Role.INPUT) -> Tensor:
+    return values(tensor, E2M1, NVFP4)
+
+
+def test_block_scaled_products_round_along_their_own_contractions() -> None:
+    layer = convolution(EmulatedArithmetic(torch.float32, blocks, keeps_source=True))
+    x, pull = given(2, 8, 8, 32), given(2, 8, 8, 64, seed=3)
+    weight = layer.weight.detach()
+    y, x_gradient, weight_gradient = outcome(layer, x, pull)
+
+    def along_last(tensor: Tensor) -> Tensor:
+        return blocks(tensor.reshape(-1, tensor.shape[-1])).view(tensor.shape)
+
+    def along_positions(tensor: Tensor) -> Tensor:
+        return blocks(tensor.reshape(-1, tensor.shape[-1]).t()).t().reshape(tensor.shape)
+
+    wanted_y, _, _ = torchs_convolution(blocks(weight), along_last(x), pull)
+    _, wanted_x, _ = torchs_convolution(blocks(weight.t()).t(), x, along_last(pull))
+    _, _, wanted_weight = torchs_convolution(weight, along_positions(x), along_positions(pull))
+    for one, other in ((y, wanted_y), (x_gradient, wanted_x), (weight_gradient, wanted_weight)):
+        assert relative_frobenius(one, other) < 1e-6
+
+
+@for_each("name", ["fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
+def test_codes_of_a_native_precision_are_convolved_as_their_values(name: str) -> None:
+    """Hardware's FP8 multiplies matrices; the convolution takes codes and scales apart again."""
+    x, pull = given(2, 6, 6, 16), given(2, 6, 6, 16, seed=3)
+    native = convolution(precisions.get(name).arithmetic(H200), 16, 16)
+    emulated = convolution(arithmetic_of(name), 16, 16)
+    assert isinstance(native.arithmetic, ScaledArithmetic) and not isinstance(emulated.arithmetic, ScaledArithmetic)
+    for one, other in zip(outcome(native, x, pull), outcome(emulated, x, pull), strict=True):
+        assert relative_frobenius(one, other) < 1e-3
+
+
+def test_the_block_is_two_convolutions_with_norms_and_a_residual() -> None:
+    """By the definition."""
+    torch.manual_seed(4)
+    block = ResidualBlock(6, lambda name: PlainArithmetic(torch.float64)).double()
+    x = given(2, 5, 5, 6, dtype=torch.float64)
+    images = x.permute(0, 3, 1, 2)
+    hidden = images
+    for index, one in enumerate((block.first, block.second)):
+        y = functional.conv2d(hidden, as_torch(one.weight.detach()), padding=1)
+        mean, variance = y.mean((0, 2, 3), keepdim=True), y.var((0, 2, 3), correction=0, keepdim=True)
+        normal = (y - mean) / (variance + 1e-5).sqrt()
+        hidden = torch.relu(normal + (images if index else 0))
+    assert relative_frobenius(block(x, SilentPhases()), hidden.permute(0, 2, 3, 1)) < 1e-12
+    assert not torch.equal(block.first.weight, block.second.weight)
+
+
+def test_weights_keep_the_spread_of_what_follows_a_relu() -> None:
+    """He's initialisation: variance 2 over the contraction."""
+    weight = convolution(PlainArithmetic(torch.float32), 64, 64).weight
+    assert weight.shape == (64, 576) and float(weight.detach().std()) == pytest.approx((2 / 576) ** 0.5, rel=0.05)

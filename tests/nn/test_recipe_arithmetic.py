@@ -65,15 +65,7 @@ def test_a_rotation_leaves_the_product_as_it_is(tokens: int) -> None:
     assert not torch.equal(*found) and relative_frobenius(*found) < 1e-3
 
 
-def test_rotations_are_a_layers_own_and_can_be_had_again() -> None:
-    """By its name."""
-    source = gaussian(48, 64)
-    one, again, other = (of("nvfp4:stochastic=off", name).turned(source, Role.INPUT).data for name in ("a", "a", "b"))
-    assert torch.equal(one, again) and not torch.equal(one, other)
-
-
 def test_random_numbers_differ_from_cast_to_cast_and_can_be_had_again() -> None:
-    """From role to role, from layer to layer, and by turning; the same when everything begins again."""
     source = gaussian(64, 64)
 
     def casts(name: str) -> list[Tensor]:
@@ -150,7 +142,6 @@ def test_stochastic_gradients_are_right_on_average() -> None:
 
 
 def test_squares_of_weights_are_the_same_values_in_both_directions() -> None:
-    """Turned without another rounding."""
     arithmetic, weight = of("nvfp4"), gaussian(48, 64)
     operand = arithmetic.cast(weight, Role.WEIGHT)
     assert torch.equal(operand.data, values(weight, E2M1, NVFP4_SQUARE))
@@ -209,8 +200,6 @@ def test_delayed_scales_are_those_of_one_layer_and_one_role() -> None:
 
 
 def test_given_scales_take_the_place_of_those_of_the_recipe() -> None:
-    """Of the roles that have some; the others take their own."""
-
     class Fixed:
         def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
             return ScalePair(torch.tensor(2.0), torch.tensor(0.5))

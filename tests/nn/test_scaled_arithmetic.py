@@ -1,7 +1,12 @@
-"""Native FP8 on a CPU, where torch has its kernels too, against the emulation of the same recipe."""
+"""Native FP8 on a CPU, where torch has its kernels too, against emulation of the same recipe; MI300's fnuz formats.
+
+And one FP8 product for all experts against the emulation of one for each.
+"""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -10,15 +15,22 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from fp8bench.model import Level
+from fp8bench.formats.grids import E4M3FNUZ, E5M2FNUZ
+from fp8bench.formats.scaled import quantise, values
+from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.arithmetics import RecipeArithmetic, ScaledArithmetic
+from fp8bench.nn.experts import Experts
+from fp8bench.nn.gpt import FeedForward
 from fp8bench.nn.linear import Linear
+from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import precisions
 from tests.counts import for_each
-from tests.facts import CPU, H200
+from tests.facts import B200, CPU, H200, MI300X
 from tests.formats.scaling_definitions import gaussian
+from tests.nn.grouped_kernel import GroupedKernel
+from tests.nn.layers import given
 
 MODES = (
     "fp8", "fp8:scale=pow2", "fp8:formats=e4m3", "fp8:weight-gradient=bf16", "fp8-e4m3", "fp8-delayed:history=2",
@@ -110,7 +122,6 @@ def test_a_product_in_its_own_dtype_is_not_converted(mode: str, dtype: torch.dty
 @NEEDS_PRODUCTS
 @for_each("mode", MODES)
 def test_layers_are_the_emulated_ones(mode: str) -> None:
-    """All three products over two steps, the second of another magnitude."""
     outcomes = []
     for facts in (H200, CPU):
         torch.manual_seed(1)
@@ -124,17 +135,7 @@ def test_layers_are_the_emulated_ones(mode: str) -> None:
         assert relative_frobenius(native, emulated) < 6e-3
 
 
-def test_turning_rounds_nothing_where_one_scale_serves_both_ways() -> None:
-    """The very scale, and the codes in the other order."""
-    native, _ = pair("fp8")
-    operand = native.cast(gaussian(48, 64), Role.INPUT)
-    turned = native.turn(operand, gaussian(48, 64), Role.INPUT)
-    assert turned.scale is operand.scale and turned.data.is_contiguous() and not native.keeps_source
-    assert torch.equal(turned.data.float(), operand.data.float().t())
-
-
 def test_what_cuda_cannot_is_refused() -> None:
-    """Two gradients, and codes without scales."""
     native, _ = pair("fp8")
     gradient = native.cast(gaussian(16, 32), Role.GRADIENT)
     with pytest.raises(ValueError, match="two E5M2"):
@@ -180,7 +181,6 @@ def test_products_are_those_of_torch_s_own_function(mode: str, monkeypatch: pyte
 
 @NEEDS_PRODUCTS
 def test_a_weight_gradient_left_in_bf16_is_bf16_s() -> None:
-    """And the two other products are not."""
     found: dict[str, list[Tensor]] = {}
     for mode in ("bf16", "fp8-rowwise:weight-gradient=bf16", "fp8-rowwise"):
         for facts in (CPU, H200):
@@ -216,3 +216,108 @@ def test_a_compiled_layer_has_the_same_gradients(mode: str) -> None:
         found.append([x.grad, *(one.grad for one in layer.parameters())])
     for one, other in zip(*found, strict=True):
         assert one is not None and other is not None and bool(one.any()) and torch.equal(one, other)
+
+
+FNUZ_MODES = ("fp8", "fp8:scale=pow2", "fp8-e4m3", "fp8-e5m2", "fp8-rowwise", "fp8-rowwise:formats=hybrid")
+
+
+def fnuz(mode: str) -> ScaledArithmetic:
+    made = precisions.get(mode).arithmetic(MI300X)
+    assert isinstance(made, ScaledArithmetic)
+    return made
+
+
+@for_each("role", list(Role))
+@for_each("mode", FNUZ_MODES)
+def test_fnuz_codes_are_those_of_the_devices_own_formats(mode: str, role: Role) -> None:
+    """Bit for bit what the format's definition makes of them, scale included."""
+    made = fnuz(mode)
+    treatment = made.treatments[role]
+    assert treatment.fmt in (E4M3FNUZ, E5M2FNUZ)
+    source = gaussian(48, 64) * torch.logspace(-3, 3, 48)[:, None]
+    for tensor in (source, -source, torch.zeros(16, 32), source.to(torch.bfloat16)):
+        operand = made.cast(tensor, role)
+        stored = quantise(tensor, treatment.fmt, treatment.scaling)
+        assert torch.equal(operand.data.view(torch.uint8), stored.codes)
+        assert torch.equal(made.restore(operand, torch.float32), values(tensor, treatment.fmt, treatment.scaling))
+
+
+@NEEDS_PRODUCTS
+@for_each("mode", FNUZ_MODES)
+def test_fnuz_products_are_those_of_the_codes(mode: str) -> None:
+    made = fnuz(mode)
+    a, b = made.cast(gaussian(48, 64), Role.GRADIENT), made.cast(gaussian(32, 64, seed=1), Role.WEIGHT)
+    exact = made.restore(a, torch.float64) @ made.restore(b, torch.float64).t()
+    assert relative_frobenius(made.product(a, b, torch.bfloat16), exact) < 4e-3
+
+
+GROUPED = (
+    *(("fp8-rowwise" + options, H200) for options in ("", ":scale=exact", ":weight-gradient=bf16")),
+    *(("mxfp8" + options, B200) for options in ("", ":weight-gradient=bf16")),
+)
+
+
+def experts(arithmetic: Arithmetic, gated: bool, hidden: int = 48) -> Experts:
+    torch.manual_seed(1)
+    block = Experts(32, 4, lambda choose: FeedForward(32, hidden, gated, 1.0, choose), lambda name: arithmetic)
+    with torch.no_grad():
+        block.router.mul_(20)
+        block.router[2] = -9 * block.router.sum(0)  # no token chooses it
+    return block
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(("mode", "gpu"), GROUPED)
+def test_outputs_and_gradients_are_those_of_one_product_for_each(
+    mode: str, gpu: DeviceFacts, cached: bool, grouped_kernel: GroupedKernel
+) -> None:
+    """Bit for bit: every code and every scale is where the product looks for it, whoever cast the weights."""
+    found = []
+    for facts in (gpu, CPU):
+        block = experts(precisions.get(mode).arithmetic(facts), gated=cached, hidden=160)
+        x = (given(200, 32).abs() * torch.logspace(-2, 2, 200)[:, None]).to(torch.bfloat16).requires_grad_()
+        with CachedWeights(block).cast(SilentPhases()) if cached else nullcontext():
+            y = block(x, SilentPhases())
+            (y * given(200, 32, seed=5)).sum().backward()
+        found.append([y, x.grad, *(one.grad for one in block.parameters())])
+    products = 2 if "gradient" in mode else 3  # the weight gradient's in bf16 is torch's own
+    assert grouped_kernel.calls == 2 * products
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+    y, of_x, router, *of_weights = (one is not None and float(one.detach().abs().max()) > 0 for one in found[0])
+    assert y and of_x and router and of_weights.count(True) >= 4 and of_weights.count(False) >= 2
+
+
+def test_sides_that_do_not_fit_are_multiplied_one_by_one(grouped_kernel: GroupedKernel) -> None:
+    """As are recipes that torch has no grouped product for."""
+    for mode, hidden in (("fp8-rowwise", 40), ("bf16", 48)):
+        block = experts(precisions.get(mode).arithmetic(H200), gated=False, hidden=hidden)
+        assert block._may_be_grouped() is (mode == "bf16")
+    assert grouped_kernel.calls == 0
+
+
+@for_each(
+    ("mode", "facts", "groups"),
+    [
+        ("fp8-rowwise", H200, 16),
+        ("fp8-rowwise", B200, 16),
+        ("fp8-rowwise", replace(B200, capability=(10, 3)), 16),
+        ("fp8-rowwise", replace(H200, capability=(8, 9)), 0),
+        ("fp8-rowwise", replace(H200, capability=(12, 0)), 0),
+        ("fp8-rowwise", MI300X, 0),
+        ("fp8-rowwise", CPU, 0),
+        ("fp8-rowwise:formats=hybrid", H200, 0),
+        ("fp8-e4m3", H200, 0),
+        ("mxfp8", B200, 32),
+        ("mxfp8", replace(B200, capability=(10, 3)), 0),
+        ("mxfp8", H200, 0),
+        ("mxfp8:formats=hybrid", B200, 0),
+        ("mxfp4", B200, 0),
+        ("nvfp4", B200, 0),
+        ("bf16", CPU, 8),
+        ("fp16", H200, 0),
+    ],
+)
+def test_what_is_grouped(mode: str, facts: DeviceFacts, groups: int) -> None:
+    """As torch 2.13 and 2.11 for CUDA answered on a runtime that computes nothing: not E5M2, nor one scale a tensor."""
+    assert precisions.get(mode).arithmetic(facts).groups == groups

@@ -14,11 +14,10 @@ from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
 from fp8bench.nn.text_models import TextCNN, WindowMLP
+from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import SilentPhases
-from fp8bench.registry import precisions
 from tests.counts import for_each
-from tests.facts import CPU
-from tests.nn.layers import as_torch
+from tests.nn.layers import arithmetic_of, as_torch
 
 CONFIG = GPTConfig(61, 16, 2, 4, 4, 24, batch=2, sequence=4 * LINE)
 EXACT = PlainArithmetic(torch.float64)
@@ -122,7 +121,7 @@ def test_no_place_sees_what_comes_later(kind: type[LanguageModel]) -> None:
 @for_each("mode", ["bf16", "fp8", "mxfp8", "nvfp4"])
 def test_they_train_in_low_precision(kind: type[LanguageModel], mode: str) -> None:
     """A loss near fp64's, and every weight gets a gradient."""
-    arithmetic = precisions.get(mode).arithmetic(CPU)
+    arithmetic = arithmetic_of(mode)
     torch.manual_seed(3)
     model = kind(CONFIG, lambda name: arithmetic, arithmetic.carrier)
     exact, batch = model_of(kind), text()
@@ -133,7 +132,6 @@ def test_they_train_in_low_precision(kind: type[LanguageModel], mode: str) -> No
 
 
 def test_batch_norm_keeps_its_statistics_as_torchs_does() -> None:
-    """And goes by them in eval mode; one that keeps none goes by the batch there, too."""
     own, torchs, without = BatchNorm(5, running=True), nn.BatchNorm2d(5), BatchNorm(5).eval()
     assert not list(without.buffers())
     for step in range(3):
@@ -144,3 +142,5 @@ def test_batch_norm_keeps_its_statistics_as_torchs_does() -> None:
     torchs(images)
     assert torch.equal(own.eval()(x).permute(0, 3, 1, 2), torchs.eval()(images))
     assert not torch.equal(own(x), without(x))
+    large = x + 100  # statistics are fp32 for bf16 images too
+    assert relative_frobenius(without(large.bfloat16()), without(large.bfloat16().double())) < 3e-3

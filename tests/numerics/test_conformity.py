@@ -103,48 +103,32 @@ def where_nine(one: Tensor, other: Tensor) -> Tensor:
     ],
 )  # fmt: skip
 def test_products(dtype: torch.dtype, made: Made, difference: Difference, words: str) -> None:
-    """Of one result, in the dtype that a kernel gives."""
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     found = made(a, b).to(dtype)
     explained, why = explain_product(found, ConformitySums(a.double(), b.double(), dtype))
     assert (explained, words in why) == (difference, True), why
 
 
-def test_a_result_that_is_cut_off() -> None:
-    """In bfloat16; every one of them."""
+def test_products_that_are_rounded_read_or_ended_otherwise() -> None:
+    """A result cut off toward 0 or rounded at random, a square operand that is read transposed, sums beyond fp16's."""
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
-    found = cut(a, b).to(torch.bfloat16)
-    explained, why = explain_product(found, ConformitySums(a.double(), b.double(), torch.bfloat16))
+    sums = ConformitySums(a.double(), b.double(), torch.bfloat16)
+    explained, why = explain_product(cut(a, b).to(torch.bfloat16), sums)
     assert explained is Difference.ROUNDING and "cut off toward 0" in why
-
-
-def test_results_that_are_neighbours_at_random() -> None:
-    """Stochastic rounding of the result."""
-    a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     noise = torch.randint(0, 1 << 16, (SIZE, SIZE), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
     found = ((plain(a, b).view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
-    assert explain_product(found, ConformitySums(a.double(), b.double(), torch.bfloat16))[0] is Difference.ROUNDING
-
-
-def test_a_square_operand_that_is_read_transposed() -> None:
-    """Forward and back are the same shape, and nobody is told."""
-    a, b = drawn(SIZE, SIZE), drawn(SIZE, SIZE, 1)
-    explained, why = explain_product(a @ b, ConformitySums(a.double(), b.double(), torch.float32))
+    assert explain_product(found, sums)[0] is Difference.ROUNDING
+    c, d = drawn(SIZE, SIZE), drawn(SIZE, SIZE, 1)
+    explained, why = explain_product(c @ d, ConformitySums(c.double(), d.double(), torch.float32))
     assert explained is Difference.LAYOUT and "second operand is read transposed" in why
-
-
-def test_sums_beyond_the_largest() -> None:
-    """Of fp16, which ends at 65504."""
-    a, b = 1e3 * torch.ones(SIZE, SIZE), torch.ones(SIZE, SIZE)
-    b[0] *= 1e-3
-    found = (a @ (1e3 * b).t()).to(torch.float16)
-    sums = ConformitySums(a.double(), 1e3 * b.double(), torch.float16)
-    assert explain_product(found, sums)[0] is Difference.OVERFLOW
+    large, ones = 1e3 * torch.ones(SIZE, SIZE), 1e3 * torch.ones(SIZE, SIZE)
+    ones[0] = 1.0
+    sums = ConformitySums(large.double(), ones.double(), torch.float16)
+    assert explain_product((large @ ones.t()).to(torch.float16), sums)[0] is Difference.OVERFLOW
 
 
 @for_each("seed", range(5))
 def test_orders_never_alarm(seed: int) -> None:
-    """Of positive operands too, whose sums only grow, and in every dtype."""
     a, b = drawn(SIZE, LONG, 2 * seed), drawn(SIZE, LONG, 2 * seed + 1)
     for one, other in ((a, b), (a.abs(), b.abs())):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -156,7 +140,6 @@ def test_orders_never_alarm(seed: int) -> None:
 
 
 def test_a_recipe_of_short_sums_takes_them() -> None:
-    """What is claimed is what is held against."""
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     found = short_product(a, b, Accumulator.SHORT)
     assert explain_product(found, ConformitySums(a.double(), b.double(), torch.float32, bits=14))[0] is Difference.ORDER
@@ -212,7 +195,6 @@ def test_steps_are_counted_across_zero() -> None:
 
 
 def test_a_device_that_computes_nothing_is_not_scaled_by_zero() -> None:
-    """All zeros, or operands that are no numbers, are explained by nothing."""
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     nothing = torch.zeros(SIZE, SIZE)
     assert explain_product(nothing, ConformitySums(a.double(), b.double(), torch.float32)) == (
@@ -252,9 +234,10 @@ def test_a_product_looks_like_what_it_was_made_of(operands: str, like: str, dtyp
     assert looks_like((a @ b.t()).to(dtype), "fp8", guesses()) == like
 
 
-def test_short_sums_are_no_other_precision() -> None:
+def test_short_sums_and_what_is_no_number_accuse_nobody() -> None:
     a, b = fp8(*sources())
     assert looks_like(short_product(a, b, Accumulator.SHORT), "fp8", guesses()) == ""
+    assert looks_like(torch.full((M, N), torch.nan), "fp8", guesses()) == ""
 
 
 def test_powers_of_two_keep_copies_from_being_told() -> None:
@@ -272,10 +255,6 @@ def test_tf32_that_is_not_switched_on() -> None:
     assert looks_like(a @ b.t(), "tf32", known) == "fp32"
     assert looks_like(low[0] @ low[1].t(), "tf32", known) == ""
     assert looks_like(a.bfloat16().float() @ b.bfloat16().float().t(), "fp32", known) == "bf16"
-
-
-def test_what_is_no_number_accuses_nobody() -> None:
-    assert looks_like(torch.full((M, N), torch.nan), "fp8", guesses()) == ""
 
 
 @for_each("seed", range(3))

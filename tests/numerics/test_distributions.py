@@ -34,11 +34,6 @@ def test_it_comes_from_the_seed_alone(name: str) -> None:
     assert made(name, shape=(3, 1)).shape == (3, 1)
 
 
-def test_gaussian() -> None:
-    x = made("gaussian").double()
-    assert float(x.std()) == pytest.approx(1, abs=0.01) and float((x**4).mean()) == pytest.approx(3, abs=0.05)
-
-
 def test_student_t_has_the_tails_of_its_degrees() -> None:
     """P(|t| > q) by the formula for three degrees of freedom; a Gaussian has none beyond 6."""
     x = made("student-t").abs()
@@ -73,20 +68,7 @@ def source(seed: int = 0) -> GradientSource:
     return GradientSource(MATRICES, torch.Generator().manual_seed(seed))
 
 
-def test_the_same_seed_gives_the_same_stream() -> None:
-    """And each set differs from the one before."""
-    one, other, different = source(1), source(1), source(2)
-    for _ in range(2):
-        drawn = one.draw()
-        assert all(torch.equal(a, b) for a, b in zip(drawn, other.draw(), strict=True))
-        assert not torch.equal(drawn[0], different.draw()[0])
-    assert not torch.equal(drawn[0], one.draw()[0])
-    assert [tuple(tensor.shape) for tensor in drawn] == MATRICES
-    assert {tensor.dtype for tensor in drawn} == {torch.float32}
-
-
 def test_rows_and_tensors_have_magnitudes_of_their_own() -> None:
-    """Three orders of magnitude by row, four by tensor; within a row a plain Gaussian."""
     gradients = source()
     drawn = gradients.draw()
     rows = torch.stack([one.square().mean(1).sqrt() for one in drawn])

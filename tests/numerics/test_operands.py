@@ -44,7 +44,6 @@ def made(kind: str, columns: int) -> Tensor:
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("fmt", NARROW, ids=lambda fmt: fmt.name)
 def test_quantised_values_are_of_their_format(fmt: Format, scaling: str) -> None:
-    """Turned, too, and in other dimensions."""
     if (scaling == "nvfp4" and fmt is not E2M1) or (scaling == "mx" and fmt is E4M3FNUZ):
         pytest.skip("no such recipe")
     for columns in (32, 128, 512):
@@ -95,7 +94,6 @@ LOW, HIGH = torch.bfloat16, torch.float32
 
 
 def test_products_are_seen_and_nothing_else() -> None:
-    """A sum that is added is no operand."""
     a, b, c = torch.randn(8, 8, dtype=LOW), torch.randn(8, 8, dtype=LOW), torch.randn(8, 8, dtype=LOW)
     assert seen(lambda: (a + b).softmax(-1).sum()) == []
     assert seen(lambda: a @ b) == [(LOW, LOW)]
@@ -104,21 +102,13 @@ def test_products_are_seen_and_nothing_else() -> None:
     assert seen(lambda: F.conv2d(torch.randn(1, 2, 8, 8), torch.randn(2, 2, 3, 3))) == [(HIGH, HIGH)]
     heads = torch.randn(1, 2, 8, 16, dtype=LOW)
     assert seen(lambda: F.scaled_dot_product_attention(heads, heads, heads))[0][:3] == (LOW,) * 3
-
-
-def test_backward_products_are_seen_too() -> None:
-    x = torch.randn(8, 8, requires_grad=True)
-    weight = torch.randn(8, 8, requires_grad=True)
+    x, weight = (torch.randn(8, 8, requires_grad=True) for _ in range(2))
     y = x @ weight
     assert seen(lambda: y.sum().backward()) == [(HIGH, HIGH)] * 2
-
-
-@for_each("grad", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_too(grad: Callable[[], torch.no_grad]) -> None:
-    """Where a layer arrives in one piece."""
-    with grad():
-        layer = torch.nn.Linear(8, 8, dtype=LOW)
-        assert seen(lambda: layer(torch.randn(2, 8, dtype=LOW)))[0] == (LOW, LOW)
+    for grad in (torch.no_grad, torch.inference_mode):  # where a layer arrives in one piece
+        with grad():
+            layer = torch.nn.Linear(8, 8, dtype=LOW)
+            assert seen(lambda: layer(torch.randn(2, 8, dtype=LOW)))[0] == (LOW, LOW)  # noqa: B023
 
 
 def test_operators_are_counted() -> None:
@@ -145,16 +135,10 @@ def test_the_kernel_of_attention_is_named(backend: str, gradients: bool) -> None
     with ProductWatch(lambda operands: None) as watch:
         (torch.randn(8, 8) @ torch.randn(8, 8)).softmax(-1)
     assert not watch.attention
-
-
-@for_each(
-    ("operator", "kernel"),
-    [
-        ("_scaled_dot_product_cudnn_attention", "cudnn"), ("_scaled_dot_product_efficient_attention", "efficient"),
-        ("_scaled_dot_product_flash_attention_backward", "flash"), ("_safe_softmax", "math"), ("_softmax", ""),
-        ("_flash_attention_forward", ""), ("mm", ""),
-    ],
-)  # fmt: skip
-def test_kernels_that_a_processor_has_not(operator: str, kernel: str) -> None:
-    """By what torch calls its operators."""
-    assert operands._attention(operator) == kernel
+    # Of kernels that a processor has not, by what torch calls its operators.
+    kernels = {
+        "_scaled_dot_product_cudnn_attention": "cudnn", "_scaled_dot_product_efficient_attention": "efficient",
+        "_scaled_dot_product_flash_attention_backward": "flash", "_safe_softmax": "math", "_softmax": "",
+        "_flash_attention_forward": "", "mm": "",
+    }  # fmt: skip
+    assert {name: operands._attention(name) for name in kernels} == kernels

@@ -1,4 +1,4 @@
-"""Every figure of a rounded tensor: against its definition in numpy, by hand, at the edges; factors, names, courses."""
+"""Norms, and every figure of a rounded tensor: against definitions in numpy, by hand, at the edges; scale courses."""
 
 from __future__ import annotations
 
@@ -15,20 +15,11 @@ from numpy.typing import NDArray
 
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FP16, TF32, Format
 from fp8bench.formats.quantise import round_to
-from fp8bench.formats.recipes import (
-    MX,
-    NVFP4,
-    NVFP4_SQUARE,
-    NVFP4_UP,
-    ROW,
-    SQUARE,
-    TENSOR,
-    ScaleRounding,
-    Scaling,
-)
+from fp8bench.formats.recipes import MX, NVFP4, NVFP4_SQUARE, NVFP4_UP, ROW, SQUARE, TENSOR, ScaleRounding, Scaling
 from fp8bench.formats.scaled import values
 from fp8bench.model.specs import spec_of
 from fp8bench.numerics import norms
+from fp8bench.numerics.norms import relative_error, relative_frobenius, vanished_share
 from fp8bench.numerics.tensor_error import (
     BLOCK,
     Factors,
@@ -36,7 +27,6 @@ from fp8bench.numerics.tensor_error import (
     TensorError,
     factors_of,
     figures,
-    in_blocks,
     scale_course,
     tensor_error,
 )
@@ -86,7 +76,6 @@ def test_pieces_of_a_tensor_have_the_factors_of_the_whole() -> None:
 
 
 def test_peaks_are_the_largest_of_each_block_over_all_pieces() -> None:
-    """Blocks that pieces cut gather theirs."""
     x = gaussian(10, 12, seed=3).abs().double()
     factors = Factors(torch.ones(3, 3), 4, 4)
     peaks = torch.zeros(factors.steps.shape, dtype=torch.float64)
@@ -96,12 +85,6 @@ def test_peaks_are_the_largest_of_each_block_over_all_pieces() -> None:
             factors.raise_to_peaks(peaks, x[place], place)
     wanted = [[float(x[r : r + 4, c : c + 4].max()) for c in range(0, 12, 4)] for r in range(0, 10, 4)]
     assert peaks.tolist() == wanted
-
-
-def test_blocks_of_columns_are_filled_with_zeros() -> None:
-    """And all columns are one block if none are asked for."""
-    x = torch.ones(2, 5)
-    assert in_blocks(x, 4).tolist()[0] == [[1, 1, 1, 1], [1, 0, 0, 0]] and in_blocks(x, 0).shape == (2, 1, 5)
 
 
 GRIDS = (E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E3M2, E2M3, E2M1, FP16, BF16, TF32)
@@ -165,7 +148,6 @@ def check(found: TensorError, wanted: dict[str, Any]) -> None:
 @for_each("tile", [1 << 20, 64, 128], ids=["whole", "in columns", "in rows"])
 @EVERY_GRID
 def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a scale of its own for each row, a share of zeros, subnormals, values that saturate, and an uneven end."""
     monkeypatch.setattr(norms, "TILE", tile)
     x = gaussian(9, 100) * torch.logspace(-2, 2, 9).unsqueeze(1)
     x[:, ::7] = 0
@@ -180,7 +162,6 @@ def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pyte
 
 
 def test_blocks_of_any_shape_have_their_own_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, blocks along rows, squares that pieces cut, the whole."""
     monkeypatch.setattr(norms, "TILE", 96)
     x = gaussian(40, 72)
     for rows, columns in ((1, 0), (1, 16), (16, 16), (128, 128), (0, 0)):
@@ -202,62 +183,6 @@ def test_blocks_of_any_shape_have_their_own_factors(monkeypatch: pytest.MonkeyPa
         assert found.utilisation == pytest.approx(sorted(peaks)[(len(peaks) - 1) // 2] / 6, rel=1e-6)
 
 
-def test_by_hand() -> None:
-    """Three and four onto the integers' even ones."""
-    found = tensor_error(torch.tensor([3.0, 4.0, 0.0, 0.1]), torch.tensor([4.0, 4.0, 0.0, 0.0]))
-    assert found.relative == pytest.approx(math.sqrt(1.01 / 25.01))
-    assert found.sqnr_db == pytest.approx(10 * math.log10(25.01 / 1.01))
-    assert found.slope == pytest.approx(28 / 25.01) and found.cosine == pytest.approx(28 / math.sqrt(25.01 * 32))
-    assert (found.underflow_percent, found.underflow_nonzero_percent) == (25.0, pytest.approx(100 / 3))
-    assert (found.amax, found.dynamic_range_octaves) == (4.0, pytest.approx(math.log2(40)))
-    assert found.saturation_percent is found.subnormal_percent is found.max_ulp is found.utilisation is None
-
-
-def test_gaussian_sqnr_is_that_of_the_literature() -> None:
-    """Facts measured apart from this code, within 0.05 dB: formats on their own grid, scaled to the largest."""
-    x = gaussian(1024, 4096)
-    for fmt, wanted in ((E4M3, 31.56), (E5M2, 25.57)):
-        steps = (x.abs().max() / fmt.largest).reshape(1, 1)
-        found = tensor_error(x, scaled(x, fmt, steps), fmt, Factors(steps))
-        assert found.sqnr_db == pytest.approx(wanted, abs=0.05)
-        assert found.utilisation == pytest.approx(1) and found.saturated == 0
-        assert found.relative == pytest.approx(10 ** (-found.sqnr_db / 20))
-
-
-@EVERY_GRID
-def test_nearest_rounding_is_within_half_an_ulp(fmt: Format) -> None:
-    """Exactly, over the whole range of float32; ties and the last value before saturation included."""
-    generator = torch.Generator().manual_seed(2)
-    bits = torch.randint(-(1 << 31), (1 << 31) - 1, (1 << 18,), generator=generator, dtype=torch.int64)
-    x = bits.to(torch.int32).view(torch.float32)
-    ties = torch.arange(1, 1 << 12, dtype=torch.float32) * (fmt.smallest_subnormal / 2)
-    for numbers in (x[x.isfinite()], gaussian(1 << 16) * fmt.largest / 4, ties, torch.tensor([fmt.largest])):
-        found = tensor_error(numbers, round_to(numbers, fmt), fmt)
-        assert found.max_ulp is not None and found.max_ulp <= 0.5
-    # Of the ties half lie in the middle exactly.
-    assert tensor_error(ties, round_to(ties, fmt), fmt).max_ulp == 0.5
-
-
-@EVERY_GRID
-def test_stochastic_rounding_is_within_an_ulp(fmt: Format) -> None:
-    """And has no bias: the slope is 1 within four standard errors."""
-    x = gaussian(1 << 16) * min(fmt.largest / 8, 2.0**40)
-    y = round_to(x, fmt, seed=torch.tensor([7]))
-    found = tensor_error(x, y, fmt)
-    assert found.max_ulp is not None and 0.5 < found.max_ulp < 1
-    deviation = float(((y - x) * x).double().std()) * math.sqrt(x.numel()) / found.signal
-    assert found.slope is not None and abs(found.slope - 1) < 4 * deviation
-
-
-def test_a_wrong_neighbour_shows_in_ulp() -> None:
-    """One value of many that went to the neighbour next to the right one."""
-    x = gaussian(1000)
-    y = round_to(x, E4M3)
-    assert tensor_error(x, y, E4M3).max_ulp <= 0.5  # type: ignore[operator]
-    y[500] = float(round_to(y[500] * 1.2, E4M3))
-    assert tensor_error(x, y, E4M3).max_ulp > 0.5  # type: ignore[operator]
-
-
 def test_sums_are_in_double_precision() -> None:
     """In fp32 this norm is wrong: ones that follow a large number are lost, and small errors squared underflow."""
     x = torch.ones(1 << 20)
@@ -272,19 +197,22 @@ def test_sums_are_in_double_precision() -> None:
     assert float(tiny.square().sum()) == 0 and tensor_error(tiny, tiny * 2).slope == pytest.approx(2)
 
 
-def test_no_copy_of_a_whole_tensor_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows longer than a piece are cut too, and figures stay the same."""
-    x = gaussian(3, 1000)
-    y = round_to(x, E4M3)
-    whole = tensor_error(x, y, E4M3)
+def test_a_piece_is_no_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy of a whole tensor in double precision: rows longer than a piece are cut too."""
     monkeypatch.setattr(norms, "TILE", 96)
     places = list(norms.tiles(3, 1000))
     assert max((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in places) == 96
-    covered = torch.zeros(3, 1000)
-    for place in places:
-        covered[place] += 1
-    assert torch.equal(covered, torch.ones(3, 1000))
-    check(tensor_error(x, y, E4M3), {name: getattr(whole, name) for name in ("sqnr_db", "slope", "max_ulp", "amax")})
+
+
+def test_nothing_has_no_figures_and_shapes_must_agree() -> None:
+    for shape in ((0,), (0, 5), (5, 0), (2, 0, 3)):
+        found = tensor_error(torch.empty(shape), torch.empty(shape), E4M3)
+        assert found.count == 0 and found.sqnr_db is None and found.rows is None and found.not_finite_percent == 0
+        assert found.saturation_percent == 0 == found.underflow_percent
+    with pytest.raises(ValueError, match="shapes differ"):
+        tensor_error(torch.ones(3, 1), torch.ones(3))
+    with pytest.raises(ValueError, match="2 scales"):
+        scale_course([1.0, 1.0], [1.0], E4M3)
 
 
 def test_a_zero_tensor_has_no_ratios() -> None:
@@ -297,16 +225,7 @@ def test_a_zero_tensor_has_no_ratios() -> None:
         assert found.underflow_nonzero_percent == found.saturation_percent == found.subnormal_percent == 0
 
 
-@for_each("shape", [(0,), (0, 5), (5, 0), (2, 0, 3)])
-def test_an_empty_tensor_has_no_figures(shape: tuple[int, ...]) -> None:
-    """Shares of nothing are none."""
-    found = tensor_error(torch.empty(shape), torch.empty(shape), E4M3)
-    assert found.count == 0 and found.sqnr_db is None and found.rows is None and found.not_finite_percent == 0
-    assert found.saturation_percent == 0 == found.underflow_percent
-
-
 def test_what_is_exact_has_an_infinite_sqnr() -> None:
-    """In all parts; a tensor with one wrong value has one part that is not."""
     x = gaussian(200, 64).to(torch.bfloat16)
     found = tensor_error(x, x.float(), BF16)
     assert found.sqnr_db == math.inf and found.rows == found.blocks == Spread(math.inf, math.inf)
@@ -319,13 +238,6 @@ def test_what_is_exact_has_an_infinite_sqnr() -> None:
     assert (found.rows.median_db, found.blocks.p1_db) == (math.inf, math.inf)
 
 
-def test_what_is_gone_has_lost_its_direction() -> None:
-    """All zeros: an SQNR of 0 dB, a slope and a cosine of 0."""
-    found = tensor_error(gaussian(4, 4) * 1e-9, torch.zeros(4, 4), E4M3)
-    assert (found.sqnr_db, found.slope, found.cosine) == (0, 0, 0)
-    assert found.underflow_percent == found.underflow_nonzero_percent == found.subnormal_percent == 100
-
-
 def test_what_saturates_is_counted_before_the_clamp_and_has_no_ulp() -> None:
     """All of it: 448 is what is left of every value."""
     x = torch.full((4, 4), 1e4)
@@ -334,12 +246,6 @@ def test_what_saturates_is_counted_before_the_clamp_and_has_no_ulp() -> None:
     assert found.utilisation == pytest.approx(1e4 / 448) and found.slope == pytest.approx(448 / 1e4)
     largest = torch.tensor([448.0, -448.0])
     assert tensor_error(largest, largest, E4M3).saturated == 0
-
-
-def test_the_smallest_normal_is_none_of_the_subnormals() -> None:
-    """And neither is zero; signs do not matter."""
-    x = torch.tensor([E4M3.smallest_normal, -E4M3.smallest_normal, -E4M3.smallest_normal / 2, 0.0])
-    assert tensor_error(x, x, E4M3).subnormal == 1
 
 
 def test_a_current_scale_saturates_nothing() -> None:
@@ -351,7 +257,6 @@ def test_a_current_scale_saturates_nothing() -> None:
 
 
 def test_numbers_that_are_none_are_counted_apart() -> None:
-    """They are in no other figure; a value that y has lost is, as magnitude."""
     x = torch.tensor([1.0, math.nan, math.inf, -math.inf, 2.0, 1e6, -3.0])
     y = torch.tensor([1.0, math.nan, 448.0, -math.inf, 2.5, math.inf, math.nan])
     found = tensor_error(x, y, FP16)
@@ -372,17 +277,11 @@ def test_a_factor_of_nothing_leaves_nothing() -> None:
 
 @for_each("shape", [(), (7,), (2, 3, 40)])
 def test_any_shape_is_rows_of_its_last_dimension(shape: tuple[int, ...]) -> None:
-    """And any strides."""
     x = gaussian(*shape) if shape else torch.tensor(1.3)
     found = tensor_error(x, round_to(x, E4M3), E4M3)
     assert found.count == x.numel() and found.rows is not None
     turned = x.t() if x.dim() == 2 else x.movedim(0, -1) if x.dim() > 2 else x
     assert tensor_error(turned, round_to(turned, E4M3), E4M3).sqnr_db == pytest.approx(found.sqnr_db)
-
-
-def test_shapes_must_agree() -> None:
-    with pytest.raises(ValueError, match="shapes differ"):
-        tensor_error(torch.ones(3, 1), torch.ones(3))
 
 
 X = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
@@ -396,7 +295,6 @@ UNITS = {
 
 
 def test_every_figure_has_its_name_and_unit() -> None:
-    """And the value that the tensor's error has."""
     error = tensor_error(X, round_to(X, E4M3), E4M3)
     found = figures(error, scale_course([1.0, 2.0], [448.0, 112.0], E4M3))
     assert {name: spec_of(name).unit for name in found} == UNITS
@@ -408,7 +306,6 @@ def test_every_figure_has_its_name_and_unit() -> None:
 
 
 def test_what_is_exact_is_told_by_the_cap() -> None:
-    """A number all the same, above those of any error; parts too."""
     x = X.to(torch.bfloat16)
     found = figures(tensor_error(x, x, BF16))
     assert {name: value for name, value in found.items() if name.endswith("_db")} == dict.fromkeys(
@@ -420,7 +317,6 @@ def test_what_is_exact_is_told_by_the_cap() -> None:
 
 
 def test_what_a_tensor_does_not_have_is_left_out() -> None:
-    """Ratios of a zero tensor, what needs a format, a scale's course."""
     zero = figures(tensor_error(torch.zeros(4), torch.zeros(4), E4M3))
     assert set(zero) == {
         "max_ulp", "underflow_percent", "underflow_nonzero_percent", "saturation_percent", "subnormal_percent",
@@ -461,13 +357,37 @@ def test_drift_and_lag_of_scales(
     scales: Sequence[float], amaxes: Sequence[float], drift: tuple[float, ...], lag: tuple[float, ...],
     most: tuple[float, float],
 ) -> None:  # fmt: skip
-    """Step by step, and the most of each as figures have it."""
     course = scale_course(scales, amaxes, E4M3)
     assert (course.drift, course.lag) == (drift, lag)
     found = figures(tensor_error(X, X), course)
     assert (found["scale_drift_octaves"], found["scale_lag_octaves"]) == most
 
 
-def test_steps_must_agree() -> None:
-    with pytest.raises(ValueError, match="2 scales cannot be those of 1 steps"):
-        scale_course([1.0, 1.0], [1.0], E4M3)
+@for_each(
+    ("value", "reference", "error"),
+    [
+        ([3.0, 5.0], [3.0, 4.0], 0.2), ([math.nan], [1.0], math.nan), ([0.0], [0.0], 0.0), ([1.0], [0.0], math.inf),
+        ([math.nan], [0.0], math.nan), ([], [], 0.0),
+    ],
+)  # fmt: skip
+def test_by_hand(value: list[float], reference: list[float], error: float) -> None:
+    """NaN is not hidden; a reference of zeros makes all or nothing of it."""
+    found = relative_frobenius(torch.tensor(value), torch.tensor(reference))
+    assert found == pytest.approx(error, rel=1e-6, abs=0, nan_ok=True)
+    if len(value) == 1:
+        assert relative_error(value[0], reference[0]) == pytest.approx(error, rel=1e-12, abs=0, nan_ok=True)
+
+
+def test_sums_in_double_precision() -> None:
+    reference = torch.ones(1 << 20)
+    value = reference.clone()
+    value[0] += 2**-12
+    assert relative_frobenius(value, reference) == pytest.approx(2**-12 / 2**10, rel=1e-12)
+
+
+def test_what_vanished_is_counted_over_all_tensors() -> None:
+    values = [torch.tensor([[0.0, -0.0], [0.0, 9.0]]), torch.tensor([0.0, math.nan, 1e-38, 0.0])]
+    references = [torch.tensor([[1e-30, -2.0], [0.0, 1.0]]), torch.tensor([math.inf, 1.0, 1.0, 0.0])]
+    assert vanished_share(values, references) == 3 / 8
+    assert vanished_share(references, references) == 0.0 == vanished_share([], [])
+    assert vanished_share([torch.ones(0)], [torch.ones(0)]) == 0.0

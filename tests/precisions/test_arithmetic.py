@@ -1,6 +1,8 @@
-"""Casts and products of every precision on a CPU, native FP8 included: torch has its kernels there, too."""
+"""Casts and products of every precision on a CPU, native FP8 included; global switches are restored."""
 
 from __future__ import annotations
+
+from contextlib import suppress
 
 import torch
 
@@ -24,7 +26,7 @@ from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.numerics.norms import relative_frobenius
-from fp8bench.protocols import Arithmetic, Role
+from fp8bench.protocols import Arithmetic, Role, float32_products
 from fp8bench.registry import precisions
 from tests.counts import for_each
 from tests.facts import CPU, H200
@@ -54,23 +56,12 @@ def on_cpu(name: str) -> Arithmetic:
 
 
 @for_each("name", CARRIERS)
-@for_each("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_shapes_dtypes_and_carrier(name: str, dtype: torch.dtype) -> None:
-    arithmetic = on_cpu(name)
-    assert arithmetic.carrier == CARRIERS[name]
-    a = arithmetic.cast(gaussian(24, 40).to(arithmetic.carrier), Role.INPUT)
-    b = arithmetic.cast(gaussian(16, 40, seed=1), Role.WEIGHT)
-    result = arithmetic.product(a, b, dtype)
-    assert result.shape == (24, 16)
-    assert result.dtype == dtype
-
-
-@for_each("name", CARRIERS)
 def test_error_of_a_product_is_the_format_s(name: str) -> None:
     arithmetic = on_cpu(name)
     a, b = gaussian(128, 256), gaussian(96, 256, seed=1)
     with precisions.get(name).scope():
         result = arithmetic.product(arithmetic.cast(a, Role.INPUT), arithmetic.cast(b, Role.WEIGHT), arithmetic.carrier)
+    assert result.shape == (128, 96) and result.dtype == CARRIERS[name]
     error = relative_frobenius(result, a.double() @ b.double().t())
     if name == "fp32":
         assert error < 1e-6
@@ -138,14 +129,6 @@ def test_each_role_is_rounded_with_its_own_format_and_scaling(mode: str) -> None
         assert torch.equal(arithmetic.unscaled(source, role).data, round_to(source, fmt))
 
 
-@for_each("name", CARRIERS)
-def test_zeros_stay_zeros(name: str) -> None:
-    arithmetic = on_cpu(name)
-    zeros = arithmetic.cast(torch.zeros(16, 32), Role.INPUT)
-    result = arithmetic.product(zeros, arithmetic.cast(gaussian(16, 32), Role.WEIGHT), torch.float32)
-    assert torch.equal(result, torch.zeros(16, 16))
-
-
 def test_native_modes_state_cuda_s_multiples_and_fp16_its_loss_scale() -> None:
     """16 wherever torch's scaled product is what multiplies; blocks of 32, and codes of four bits, go by 32."""
     for name in CARRIERS:
@@ -164,3 +147,39 @@ def test_carrier_does_not_depend_on_the_device(name: str, facts: DeviceFacts) ->
     precision = precisions.get(name)
     assert precision.support(facts).level is not Level.REFUSED
     assert precision.arithmetic(facts).carrier == CARRIERS[name]
+
+
+@for_each("name", precisions.names())
+@for_each("before", ["highest", "high", "medium"])
+def test_scope_sets_and_restores(name: str, before: str) -> None:
+    with float32_products(before):
+        with suppress(RuntimeError), precisions.get(name).scope():
+            assert torch.get_float32_matmul_precision() == ("high" if name == "tf32" else "highest")
+            raise RuntimeError("inside")
+        assert torch.get_float32_matmul_precision() == before
+
+
+def test_tf32_scope_leaves_products_on_a_cpu_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    arithmetic = precisions.get("tf32").arithmetic(CPU)
+    a = arithmetic.cast(torch.randn(96, 300, generator=generator), Role.INPUT)
+    b = arithmetic.cast(torch.randn(64, 300, generator=generator), Role.WEIGHT)
+    with precisions.get("fp32").scope():
+        plain = arithmetic.product(a, b, torch.float32)
+    with precisions.get("tf32").scope():
+        allowed = arithmetic.product(a, b, torch.float32)
+    assert torch.equal(plain, allowed)
+
+
+@for_each("before", [True, False])
+@for_each("name", ["tf32", "fp32", "fp8"])
+def test_scope_tells_convolutions_too(name: str, before: bool) -> None:
+    """cuDNN has a switch of its own, which lets fp32 convolutions be TF32 unless it is turned off."""
+    outside = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = before
+    try:
+        with precisions.get(name).scope():
+            assert torch.backends.cudnn.allow_tf32 is (name == "tf32")
+        assert torch.backends.cudnn.allow_tf32 is before
+    finally:
+        torch.backends.cudnn.allow_tf32 = outside

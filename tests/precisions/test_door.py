@@ -36,7 +36,6 @@ def test_a_plan_has_each_mode_once_by_its_own_word(capsys: pytest.CaptureFixture
 
 
 def test_modes_with_options_stay_what_they_are_in_every_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Table, JSON, CSV, the stored run, the report, and folders of traces."""
     words = ["--rounds", "2", "--set", "shape=16", "--dtypes", ",".join(MODES), "--reference", "bf16"]
     assert main(["suite", "gemm", *words, "--trace", "traces", "--csv", "tidy.csv", "--html", "page.html"]) == 0
     table = capsys.readouterr().out
@@ -53,7 +52,6 @@ def test_modes_with_options_stay_what_they_are_in_every_file(here: Path, capsys:
 
 
 def test_names_of_files_tell_modes_apart() -> None:
-    """Also those that are cut, and those that differ in a letter that no file's name may have."""
     modes = (
         *MODES,
         "fp8-delayed:history=16:margin=2",

@@ -58,7 +58,6 @@ def test_formats_by_role_and_where_a_mode_is_native() -> None:
 
 
 def test_options_values_defaults_and_aliases() -> None:
-    """Each once; every value that is named can be chosen, the first is the default."""
     rows = options()
     declared = [(name, option) for name in recipes() for option in precisions.get(name).options]
     assert sorted((words(row[0])[0], words(row[1])[0]) for row in rows) == sorted(
@@ -79,7 +78,6 @@ def test_options_values_defaults_and_aliases() -> None:
 
 
 def test_all_values_of_a_choice_are_named() -> None:
-    """What a refusal lists is what the page lists."""
     for mode, named, values, _ in options():
         (option,) = (one for one in precisions.get(words(mode)[0]).options if one.name == words(named)[0])
         if not words(values) or "or a" in values:

@@ -12,7 +12,7 @@ import torch
 from fp8bench.model import Level, Request, Scalar
 from fp8bench.nn.sizes import MODELS, PRODUCTS
 from fp8bench.numerics import products
-from fp8bench.numerics.strided import laid_out
+from fp8bench.numerics.distributions import laid_out
 from fp8bench.plan.make import make_plan
 from fp8bench.profiler.allocations import AllocationStream, Begun, course
 from fp8bench.protocols import Operand, Role, Setup, SilentPhases

@@ -17,7 +17,7 @@ from fp8bench.analysis.tapes import product_work
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Level, Scalar
 from fp8bench.nn.exercise import Exercise
-from fp8bench.nn.mixture import LoadedExperts, Mixture, disagreements, load_figures, made_load, moved
+from fp8bench.nn.experts import LoadedExperts, Mixture, disagreements, load_figures, made_load, moved
 from fp8bench.nn.sizes import MoeSizes
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions

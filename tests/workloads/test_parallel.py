@@ -14,8 +14,8 @@ from fp8bench.errors import WorkerFault
 from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model import Case, Level, Request, Status
 from fp8bench.model.raw import Settings
-from fp8bench.nn.mixture import made_load
-from fp8bench.nn.parallel.owned import owners
+from fp8bench.nn.experts import made_load
+from fp8bench.nn.parallel.exchanges import owners
 from fp8bench.nn.parallel.ways import WAYS
 from fp8bench.nn.sizes import SIZES, MoeSizes
 from fp8bench.plan.make import make_plan

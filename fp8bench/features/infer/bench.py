@@ -20,7 +20,7 @@ class InferBench(Bench):
     def shape(self, maker: str, facts: DeviceFacts, seed: int) -> tuple[Any, ...]:
         """The fields of the ServedShape of the model that a function makes. Raises UsageError for one that cannot be
         served."""
-        from fp8bench.nn.own_decoder import made, shape_of_own
+        from fp8bench.nn.serving import made, shape_of_own
 
         self._selected(facts)
         with unchanged(), apart(), float32_products("highest"):

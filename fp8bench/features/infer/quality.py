@@ -22,8 +22,8 @@ from fp8bench.features.infer.values import ArmQuality, Quality, QualityTask, Rol
 from fp8bench.model import Interval
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import DTYPES, Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
-from fp8bench.nn.own_decoder import OwnDecoder, made, served_positions
 from fp8bench.nn.served import Arm, served_shapes
+from fp8bench.nn.serving import OwnDecoder, made, served_positions
 from fp8bench.nn.shared_workloads import attention_by
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases

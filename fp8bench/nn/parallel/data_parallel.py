@@ -11,9 +11,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8bench.nn.parallel.exchanges import FP8Wire, RankGroup, WireWitness
-from fp8bench.nn.parallel.model import ParallelModel, Witness, is_silent
-from fp8bench.nn.parallel.owned import OwnedTensors
+from fp8bench.nn.parallel.exchanges import FP8Wire, OwnedTensors, RankGroup, WireWitness, is_silent
+from fp8bench.nn.parallel.model import ParallelModel, Witness
 from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases, SilentPhases
 
@@ -38,11 +37,11 @@ class DDPModel(ParallelModel):
             self._ddp.register_comm_hook(None, lambda state, bucket: self._sent(hook, bucket))
 
     def witnesses(self) -> list[Witness]:
-        found = super().witnesses()
+        witnesses = super().witnesses()
         if self._wire.startswith("fp8"):
             self._witness = WireWitness(self.group)
-            found.append(self._witness)
-        return found
+            witnesses.append(self._witness)
+        return witnesses
 
     def _sent(self, hook: Hook, bucket: GradBucket) -> Future[Tensor]:
         """Looked at from outside, so that what a hook does before and after its program is seen as well."""
@@ -114,7 +113,7 @@ class ZeroModel(ParallelModel):
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         loss = super().loss(tokens, targets, phase)
-        gradients = [one.grad for one in self.parameters if one.grad is not None]
+        gradients = [weight.grad for weight in self.parameters if weight.grad is not None]
         means = iter(self._owned.means(gradients, phase))
         for parameter, owner in zip(self.parameters, self._owned.owners, strict=True):
             parameter.grad = next(means) if owner == self.group.rank() else None

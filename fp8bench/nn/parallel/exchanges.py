@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,11 @@ _TOKENS = 1
 Exchange = Callable[[Tensor], Tensor]
 
 
+def is_silent(group: dist.ProcessGroup) -> bool:
+    """Whether nothing is sent in it: all ranks are then taken to be alike."""
+    return str(dist.get_backend(group)) == "fake"
+
+
 @dataclass
 class RankGroup:
     """The ranks that share a model's blocks, this one among them. `phase` has the markers of the step that runs."""
@@ -46,8 +51,7 @@ class RankGroup:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is sent in it: all ranks are then taken to be alike."""
-        return str(dist.get_backend(self.handle)) == "fake"
+        return is_silent(self.handle)
 
     def added(self, x: Tensor) -> Tensor:
         with self.phase.communication:
@@ -65,9 +69,9 @@ class RankGroup:
         if self.silent:
             return [x] * self.size
         with self.phase.communication:
-            found = [torch.empty_like(x) for _ in range(self.size)]
-            dist.all_gather(found, x, group=self.handle)
-            return found
+            parts = [torch.empty_like(x) for _ in range(self.size)]
+            dist.all_gather(parts, x, group=self.handle)
+            return parts
 
     def gathered(self, x: Tensor) -> Tensor:
         """(batch, tokens, width) of everybody's tokens, by rank."""
@@ -175,7 +179,7 @@ def said_by_all(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     longest = max(map(int, lengths))
     texts = list(torch.zeros(size, longest, dtype=torch.uint8))
     dist.all_gather(texts, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8), group)
-    return [json.loads(bytes(one.tolist())) for one in texts]
+    return [json.loads(bytes(codes.tolist())) for codes in texts]
 
 
 def first_of_all(mistake: str, group: dist.ProcessGroup) -> str:
@@ -227,16 +231,16 @@ class FP8Wire:
 
     def mean_of(self, values: Tensor, rank: int) -> Program[Tensor]:
         padded = torch.nn.functional.pad(values, (0, -values.numel() % self._size))
-        found = yield from mean_in_fp8(self.way, padded, POST, rank, self._size, AutoScale())
-        return found.values[: values.numel()]
+        mean = yield from mean_in_fp8(self.way, padded, POST, rank, self._size, AutoScale())
+        return mean.values[: values.numel()]
 
     def _part_of(self, values: Tensor, rank: int) -> Program[Tensor]:
-        found = yield from mean_in_fp8(TWOSHOT, values, POST, rank, self._size, AutoScale(), whole=False)
-        return found.values
+        mean = yield from mean_in_fp8(TWOSHOT, values, POST, rank, self._size, AutoScale(), whole=False)
+        return mean.values
 
     def _joined_of(self, part: Tensor, rank: int) -> Program[Tensor]:
-        found = yield from transported(part)
-        return found.values
+        joined = yield from transported(part)
+        return joined.values
 
     def _sent(self, program: OfRank, own: Tensor, phase: Phases) -> Tensor:
         with phase.cast:
@@ -294,3 +298,79 @@ def _of_any_length(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 def _flat(x: Tensor) -> Tensor:
     return x.to(torch.float32).flatten()
+
+
+T = TypeVar("T")
+
+
+class OwnedTensors:
+    """Tensors by their places in a model, of so many numbers each; `wire` is what they travel in."""
+
+    def __init__(self, group: RankGroup, sizes: Sequence[int], wire: str) -> None:
+        self._group, self.owners = group, owners(sizes, group.size)
+        self.fp8 = FP8Wire(group.handle) if wire == "fp8" else None
+        self.sent_as = torch.bfloat16 if wire == "bf16" else torch.float32
+        owned = [self.of(owner, sizes) for owner in range(group.size)]
+        self._pieces = [Pieces(some, max(map(len, owned))) for some in owned]
+
+    def of(self, owner: int, some: Sequence[T]) -> list[T]:
+        """Of what there is for each tensor that of an owner's."""
+        return [value for value, place in zip(some, self.owners, strict=True) if place == owner]
+
+    def own(self, some: Sequence[T]) -> list[T]:
+        return self.of(self._group.rank, some)
+
+    def means(self, gradients: Sequence[Tensor], phase: Phases) -> list[Tensor]:
+        """Over all ranks, of the tensors that this one owns; what was given may be overwritten."""
+        if self.fp8 is not None:
+            by_owner = [_row(self.of(owner, gradients)) for owner in range(self._group.size)]
+            own_means = self.fp8.own_tensors_of_mean(torch.cat(by_owner), self._pieces, phase)
+            return _apart(own_means, self.own(gradients))
+        self._group.phase = phase
+        with phase.cast:
+            sent = [gradient.to(self.sent_as) for gradient in gradients]  # themselves in float32
+        self._group.to_owners(sent, self.owners)
+        means = [tensor.to(torch.float32) for tensor in self.own(sent)]
+        torch._foreach_div_(means, self._group.size)
+        return means
+
+    def put(self, own: Sequence[Tensor], wholes: Sequence[Tensor], phase: Phases) -> None:
+        """What each owner has of its tensors into those of all, on every rank as it was sent."""
+        if self.fp8 is not None:
+            every = self.fp8.joined_tensors(_row(own), self._pieces, phase)
+            for owner, row in enumerate(torch.split(every, [some.size for some in self._pieces])):
+                theirs = self.of(owner, wholes)
+                torch._foreach_copy_(theirs, _apart(row, theirs))
+            return
+        self._group.phase = phase
+        with phase.cast:
+            sent = [tensor.to(self.sent_as) for tensor in self.newest(own, wholes)]
+        self._group.from_owners(sent, self.owners)
+        pairs = [(whole, tensor) for whole, tensor in zip(wholes, sent, strict=True) if whole is not tensor]
+        if pairs:
+            torch._foreach_copy_([whole for whole, _ in pairs], [tensor for _, tensor in pairs])
+
+    def newest(self, own: Sequence[Tensor], wholes: Sequence[Tensor]) -> list[Tensor]:
+        """All tensors, those of this rank as it has them."""
+        mine = iter(own)
+        return [
+            next(mine) if owner == self._group.rank else whole for owner, whole in zip(self.owners, wholes, strict=True)
+        ]
+
+
+def owners(elements: Sequence[int], ranks: int) -> list[int]:
+    """For each tensor the rank that owns it: the largest first, each to whoever has least so far."""
+    owned, owner = [0] * ranks, [0] * len(elements)
+    for place in sorted(range(len(elements)), key=lambda number: (-elements[number], number)):
+        owner[place] = owned.index(min(owned))
+        owned[owner[place]] += elements[place]
+    return owner
+
+
+def _row(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _apart(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    sizes = [tensor.numel() for tensor in like]
+    return [piece.view_as(tensor) for piece, tensor in zip(torch.split(row, sizes), like, strict=True)]

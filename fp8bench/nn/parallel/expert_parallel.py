@@ -13,9 +13,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from fp8bench.nn.experts import Experts
+from fp8bench.nn.experts import Experts, coded, decoded
 from fp8bench.nn.gpt import GPT, Block
-from fp8bench.nn.mixture import coded, decoded
 from fp8bench.nn.parallel.exchanges import RankGroup, handed
 from fp8bench.nn.parallel.model import ParallelModel
 from fp8bench.nn.parallel.ways import Job
@@ -121,11 +120,11 @@ class ExpertsByRanks(ParallelModel):
         return loss.detach()
 
     def full_weights(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for name, weight in zip(self.names, self.weights, strict=True):
             shares = self._shared.everybodys(weight) if _EXPERTS in name else [weight]
-            found |= {self._numbered(name, rank): share for rank, share in enumerate(shares)}
-        return found
+            weights |= {self._numbered(name, rank): share for rank, share in enumerate(shares)}
+        return weights
 
     def figures(self) -> dict[str, float]:
         """Of the last step: the rows that each rank's experts multiplied in all blocks, and the most over the mean."""

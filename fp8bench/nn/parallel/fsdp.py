@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fp8bench.nn.gpt import GPT
+from fp8bench.nn.linear import Linear, region
 from fp8bench.nn.parallel.exchanges import RankGroup
 from fp8bench.nn.parallel.model import ParallelModel, ScaleWitness, Witness
 from fp8bench.nn.parallel.tensor_parallel import TensorCut
@@ -33,16 +35,13 @@ class FSDPModel(ParallelModel):
     def __init__(self, job: Job) -> None:
         self.group = self.sharers = job.group
         self.module, wire = job.make(), job.options["wire"]
-        if wire.startswith(_TORCHAO):
-            from fp8bench.nn.parallel.torchao_layers import take_layers
-
-            take_layers(self.module, job.emulated, in_codes=wire.endswith("fp8"))
         self._in_codes = wire == "torchao_fp8"
+        if wire.startswith(_TORCHAO):
+            take_torchao_layers(self.module, job.emulated, self._in_codes)
         shard(self.module, DeviceMesh.from_group(job.group, job.facts.kind), wire)
         super().__init__(dict(self.module.named_parameters()), job.loss_scale)
-        self.weights = [
-            getattr(weight, "_tensor", weight) for weight in self.weights
-        ]  # without what torchao wraps them in
+        # Without what torchao wraps them in.
+        self.weights = [getattr(weight, "_tensor", weight) for weight in self.weights]
         if self._in_codes:
             self._scales_are_known()
 
@@ -60,6 +59,30 @@ class FSDPModel(ParallelModel):
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(self.module)
+
+
+def take_torchao_layers(model: GPT, emulated: bool, in_codes: bool) -> None:
+    """Put torchao's float8 layers, with their weights, in the places of all that blocks have; `in_codes` says that FSDP
+    gathers codes of them. Casts are within their products, where no phase can be opened for them."""
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    named = Float8LinearConfig.from_recipe_name("tensorwise")
+    config = replace(named, emulate=emulated, enable_fsdp_float8_all_gather=in_codes)
+    for path, layer in list(model.blocks.named_modules()):
+        if isinstance(layer, Linear):
+            outputs, inputs = layer.weight.shape
+            # Without memory it draws no random numbers.
+            plain = nn.Linear(inputs, outputs, bias=False, device="meta")
+            plain.weight = layer.weight
+            made = Float8Linear.from_float(plain, config)
+            made.forward = partial(_in_phase, made.forward, layer.arithmetic.carrier)
+            owner, _, name = path.rpartition(".")
+            setattr(model.blocks.get_submodule(owner), name, made)
+
+
+def _in_phase(multiply: Callable[[Tensor], Tensor], carrier: torch.dtype, x: Tensor, phase: Phases) -> Tensor:
+    return region(phase.gemm, multiply, x.to(carrier))
 
 
 def shard(model: GPT, mesh: DeviceMesh, wire: str) -> None:
@@ -100,6 +123,6 @@ def _pairs(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
     backend, here = dist.get_backend(group), group.rank()
     groups = {}
     for name, sets in (("data", ranks.t().tolist()), ("tensor", ranks.tolist())):
-        made = {tuple(one): dist.new_group(one, backend=backend) for one in sets}
+        made = {tuple(pair): dist.new_group(pair, backend=backend) for pair in sets}
         groups[name] = next(group for members, group in made.items() if ranks.view(-1)[here] in members)
     return DeviceMesh.from_group(list(groups.values()), kind, mesh=ranks, mesh_dim_names=tuple(groups))

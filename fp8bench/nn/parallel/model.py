@@ -56,10 +56,10 @@ class ParallelModel:
 
     def gradients(self) -> list[Tensor]:
         """One for each weight, of the mean loss of the whole batch."""
-        found = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        gradients = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         if self.loss_scale != 1.0:
-            torch._foreach_div_(found, self.loss_scale)
-        return found
+            torch._foreach_div_(gradients, self.loss_scale)
+        return gradients
 
     def updated(self, phase: Phases) -> None:
         """The weights have been updated: whoever else has them is told."""
@@ -107,10 +107,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def is_silent(group: ProcessGroup) -> bool:
-    return str(dist.get_backend(group)) == "fake"
-
-
 def silent_group() -> ProcessGroup:
     """A group of all ranks in which nothing is sent: what a step takes in it is what it computes."""
     # Registers the backend of that name, which hands back what it is given.
@@ -150,11 +146,11 @@ class _SeenScale:
         self.scales: list[Tensor] = []
 
     def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
-        found = self._source.next(x, again, amax)
+        pair = self._source.next(x, again, amax)
         if not again:
             self.magnitudes.append(largest_magnitude(x))
-            self.scales.append(found.scale.clone())
-        return found
+            self.scales.append(pair.scale.clone())
+        return pair
 
     @property
     def last(self) -> ScalePair | None:
@@ -208,7 +204,7 @@ class ScaleWitness:
                 if len({len(rank) for rank in of_ranks}) > 1:
                     return f"casts the {key[1]} of {key[0]} as often as no other rank does"
                 largest = map(max, zip(*of_ranks, strict=True))
-                magnitudes = [x.new_tensor(one) for x, one in zip(magnitudes, largest, strict=True)]
+                magnitudes = [x.new_tensor(magnitude) for x, magnitude in zip(magnitudes, largest, strict=True)]
             pairs = zip(source.scales, source.expected(magnitudes), strict=True)
             for number, (own, scale) in enumerate(pairs, 1):
                 if not torch.equal(own, scale):

@@ -11,8 +11,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel.exchanges import said_by_all
-from fp8bench.nn.parallel.model import ParallelModel, is_silent
+from fp8bench.nn.parallel.exchanges import is_silent, said_by_all
+from fp8bench.nn.parallel.model import ParallelModel
 from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases, SilentPhases
 
@@ -41,13 +41,13 @@ class Stage(nn.Module):
 
     def named(self) -> dict[str, nn.Parameter]:
         """Its parameters by their names in the whole model."""
-        found = {}
+        parameters = {}
         for name, parameter in self.model.named_parameters():
             words = name.split(".")
             if words[0] == "blocks":
                 words[1] = str(int(words[1]) + self.before)
-            found[".".join(words)] = parameter
-        return found
+            parameters[".".join(words)] = parameter
+        return parameters
 
 
 class MarkedStage(PipelineStage):
@@ -120,14 +120,14 @@ class GPipe(ParallelModel):
     def full_weights(self) -> dict[str, Tensor]:
         """Whoever has a weight tells the others; who that is all of them are told first."""
         own = dict(zip(self.names, self.weights, strict=True))
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for rank, names in enumerate(said_by_all(self.names, self.group)):
             for name in names:
                 weight = own.get(name)
                 whole = self.weights[0].new_empty(self._shapes[name]) if weight is None else weight.clone()
                 dist.broadcast(whole, group=self.group, group_src=rank)
-                found[name] = whole
-        return {name: found[name] for name in self._shapes}
+                weights[name] = whole
+        return {name: weights[name] for name in self._shapes}
 
     def _lost(self, logits: Tensor, targets: Tensor) -> Tensor:
         with self.module.phase.elementwise:

@@ -80,7 +80,7 @@ class Apart:
 
     @property
     def furthest(self) -> tuple[str, WeightUpdate]:
-        return max(self.updates.items(), key=lambda one: one[1].error)
+        return max(self.updates.items(), key=lambda named: named[1].error)
 
     def figures(self) -> dict[str, float]:
         """All are zero where every bit is the same."""
@@ -201,14 +201,16 @@ def agreement(together: ParallelState, alone: ParallelState, steps: int) -> Apar
     for mistake in [witness.mistake() for witness in witnesses]:
         if mistake:
             raise NotTheSame(mistake)
-    found, wanted = together.model.full_weights(), alone.model.full_weights()
-    if found.keys() != wanted.keys():
-        raise NotTheSame(f"of the weights {sorted(found.keys() ^ wanted.keys())} one side has none")
-    largest = max((found[name].double() - wanted[name].double()).abs().max() for name in wanted)
-    updates = {name: (found[name].double() - tensor, wanted[name].double() - tensor) for name, tensor in before.items()}
+    weights, reference = together.model.full_weights(), alone.model.full_weights()
+    if weights.keys() != reference.keys():
+        raise NotTheSame(f"of the weights {sorted(weights.keys() ^ reference.keys())} one side has none")
+    largest = max((weights[name].double() - reference[name].double()).abs().max() for name in reference)
+    updates = {
+        name: (weights[name].double() - tensor, reference[name].double() - tensor) for name, tensor in before.items()
+    }
     return Apart(float(max(gaps)), float(largest), {name: _update(*both) for name, both in updates.items()})
 
 
-def _update(found: Tensor, wanted: Tensor) -> WeightUpdate:
-    squared = (found - wanted).square().sum(), wanted.square().sum(), (found * wanted).sum()
+def _update(change: Tensor, wanted: Tensor) -> WeightUpdate:
+    squared = (change - wanted).square().sum(), wanted.square().sum(), (change * wanted).sum()
     return WeightUpdate(*map(float, squared))

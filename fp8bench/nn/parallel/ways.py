@@ -107,7 +107,7 @@ class Cut:
 
         sizes = [size // len(shares) for size in self.parts]
         by_part = zip(*(torch.split(share, sizes, self.dim) for share in shares), strict=True)
-        return torch.cat([one for part in by_part for one in part], self.dim)
+        return torch.cat([piece for part in by_part for piece in part], self.dim)
 
 
 def cuts(config: GPTConfig) -> dict[str, Cut]:

@@ -36,13 +36,6 @@ def test_a_mean_is_everybodys_whatever_its_length() -> None:
         assert (one - wanted).norm() < ROUNDING * wanted.norm()
 
 
-def test_parts_of_a_mean_are_the_ranks_own() -> None:
-    values = [torch.randn(99, generator=torch.Generator().manual_seed(rank)) for rank in range(RANKS)]
-    wanted = torch.stack(values).mean(0)
-    for one, part in zip(of_all("_part_of", values), wanted.chunk(RANKS), strict=True):
-        assert (one - part).norm() < ROUNDING * part.norm()
-
-
 def test_what_is_joined_has_a_scale_for_each_part() -> None:
     """Parts of very different sizes lose no more than one of them would."""
     values = [torch.randn(33, generator=torch.Generator().manual_seed(rank)) * 1e4**rank for rank in range(RANKS)]

@@ -13,8 +13,7 @@ from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.optimizer import Gradients, gradient_of
 from fp8bench.features.train.lab.samples import alike, as_sent, sampled, wrong_means
 from fp8bench.features.train.lab.together import FullySharded, T
-from fp8bench.nn.parallel.exchanges import RankGroup
-from fp8bench.nn.parallel.owned import OwnedTensors
+from fp8bench.nn.parallel.exchanges import OwnedTensors, RankGroup
 from fp8bench.protocols import Phases
 
 # Of steps that nobody asks about, as where memory is measured, the last ones.

@@ -29,7 +29,7 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model.raw import Settings
-from fp8bench.nn.parallel.owned import owners
+from fp8bench.nn.parallel.exchanges import owners
 from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.corpus import Corpus
 from tests.counts import sampled

@@ -17,8 +17,7 @@ from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab.optimizer import Optimizer
 from fp8bench.features.train.lab.zero import ZeroTensors
 from fp8bench.features.train.request import WIRES, TrainerSettings
-from fp8bench.nn.parallel.exchanges import FP8Wire
-from fp8bench.nn.parallel.owned import owners
+from fp8bench.nn.parallel.exchanges import FP8Wire, owners
 from fp8bench.protocols import SilentPhases
 from tests.nn.parallel.ranks import Place, ThreadedGroup, on_board, on_ranks
 

@@ -1,7 +1,9 @@
-"""Batches of a token file."""
+"""Batches of a token file; records: the same whichever way they lie, gone with what holds them; way to the device."""
 
 from __future__ import annotations
 
+import gc
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,8 +11,22 @@ import numpy as np
 import pytest
 import torch
 
-from fp8bench.nn.batches import TokenLoader
+from fp8bench.formats.codes import torch_codes
+from fp8bench.formats.grids import E4M3
+from fp8bench.formats.recipes import TENSOR
+from fp8bench.formats.scaled import factor
+from fp8bench.nn.batches import (
+    Bytes,
+    CompressedRecords,
+    DecodedRecords,
+    Destination,
+    Records,
+    TokenLoader,
+    normalised,
+    text_records,
+)
 from fp8bench.plan.corpus import prepare_corpus
+from fp8bench.protocols import Operand
 from tests.counts import for_each
 
 
@@ -23,7 +39,6 @@ def path(tmp_path: Path) -> str:
 
 
 def test_targets_are_the_tokens_that_follow(path: str) -> None:
-    """Every window is a stretch of the file."""
     tokens, targets = TokenLoader(path, 4, 16, "cpu", 0, 256).next()
     assert tokens.shape == targets.shape == (4, 16)
     assert tokens.dtype == targets.dtype == torch.int64
@@ -33,7 +48,6 @@ def test_targets_are_the_tokens_that_follow(path: str) -> None:
 
 
 def test_the_same_seed_gives_the_same_batches(path: str) -> None:
-    """And another seed gives others. A step's micro-batches are different text."""
     one, same, other = (TokenLoader(path, 2, 8, "cpu", seed, 256) for seed in (7, 7, 8))
     last = other.next()
     for _ in range(3):
@@ -59,20 +73,7 @@ def test_batches_loaded_ahead_are_those_that_would_come(path: str) -> None:
     assert len(places) == 1
 
 
-def test_two_small_batches_are_one_large_batch(path: str) -> None:
-    """So that accumulation can be compared with a single batch."""
-    small, large = TokenLoader(path, 2, 8, "cpu", 3, 256), TokenLoader(path, 4, 8, "cpu", 3, 256)
-    assert torch.equal(torch.cat([small.next()[0], small.next()[0]]), large.next()[0])
-
-
-def test_tokens_stay_within_the_vocabulary(path: str) -> None:
-    """A small model reads the same text."""
-    tokens, targets = TokenLoader(path, 50, 8, "cpu", 0, 100).next()
-    assert int(tokens.max()) < 100 and int(targets.max()) < 100
-
-
 def test_every_window_can_come_up(tmp_path: Path) -> None:
-    """Up to the last tokens of the file."""
     file = tmp_path / "tokens"
     np.arange(10, dtype=np.uint16).tofile(file)
     loader = TokenLoader(str(file), 100, 7, "cpu", 0, 256)
@@ -81,15 +82,8 @@ def test_every_window_can_come_up(tmp_path: Path) -> None:
 
 @for_each("length", [1000, 1001, 5000])
 def test_a_file_that_is_too_short_is_refused(path: str, length: int) -> None:
-    """With what it has and what is needed."""
     with pytest.raises(ValueError, match=f"1000 tokens; a sequence of {length} needs more"):
         TokenLoader(path, 1, length, "cpu", 0, 256)
-
-
-def test_a_sequence_that_just_fits_is_read(path: str) -> None:
-    """One window and the token after it."""
-    tokens, targets = TokenLoader(path, 1, 999, "cpu", 0, 256).next()
-    assert (int(tokens[0, 0]), int(targets[0, -1])) == (0, 999 % 256)
 
 
 def test_a_vocabulary_of_bytes_reads_the_bytes_as_they_are(path: str) -> None:
@@ -122,3 +116,93 @@ def test_a_large_vocabulary_is_used_by_the_thousand(tmp_path: Path) -> None:
     path = prepare_corpus(None, tmp_path).path
     found = {size: len(TokenLoader(path, 64, 1024, "cpu", 0, size).next()[0].unique()) for size in (256, 50304)}
     assert found[256] < 150 and found[50304] > 1500
+
+
+TEXT = bytes(range(32, 127)) * 40
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> str:
+    path = tmp_path / "some.tokens"
+    path.write_bytes(np.frombuffer(TEXT, dtype=np.uint8).astype(np.uint16).tobytes())
+    return str(path)
+
+
+def records(tokens: str, seed: int = 0, size: int = 300) -> Bytes:
+    return text_records(tokens, 20, size, np.random.default_rng(seed))
+
+
+def test_records_are_windows_of_the_text(tokens: str) -> None:
+    found = records(tokens)
+    assert found.shape == (20, 300) and found.dtype == np.uint8
+    assert all(record.tobytes() in TEXT for record in found) and len({record.tobytes() for record in found}) > 10
+    assert np.array_equal(found, records(tokens)) and not np.array_equal(found, records(tokens, seed=1))
+    assert np.array_equal(records(tokens, size=len(TEXT))[0], np.frombuffer(TEXT, dtype=np.uint8))
+
+
+def test_a_text_shorter_than_a_record_says_so(tokens: str) -> None:
+    with pytest.raises(ValueError, match=f"{len(TEXT)} bytes of text; a record of 5000 needs more"):
+        records(tokens, size=5000)
+
+
+@pytest.mark.parametrize("kind", [CompressedRecords, DecodedRecords])
+def test_a_batch_is_the_records_of_its_indices(tokens: str, kind: type[Records]) -> None:
+    """In their order, repeated ones too, as fp32 that one may write to."""
+    text = records(tokens)
+    indices = np.array([7, 0, 19, 7])
+    batch = kind(text).batch(indices)  # type: ignore[call-arg]
+    assert batch.dtype == torch.float32 and batch.shape == (4, 300)
+    assert torch.equal(batch, torch.from_numpy(normalised(text[indices])))
+
+
+def mappings(folder: Path) -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc to see what is mapped")
+def test_the_file_has_no_name_and_ends_with_its_object(
+    tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    one = CompressedRecords(records(tokens))
+    assert list(folder.iterdir()) == [] and len(mappings(folder)) == 1
+    assert one.batch(np.array([3])).shape == (1, 300)
+    del one
+    gc.collect()
+    assert mappings(folder) == []
+
+
+def test_batches_go_into_the_same_memory() -> None:
+    first, second = torch.randn(4, 8), torch.randn(4, 8)
+    there = Destination(Operand(first), "cpu")
+    (buffer,) = there.buffers
+    address = buffer.data_ptr()
+    there.take(Operand(first))
+    assert torch.equal(there.buffers[0], first) and buffer.data_ptr() != first.data_ptr()
+    there.take(Operand(second))
+    assert torch.equal(there.buffers[0], second) and there.buffers[0].data_ptr() == address
+
+
+def test_codes_travel_with_their_scale() -> None:
+    x = torch.randn(4, 8)
+    scale, inverse = factor(x, E4M3, TENSOR)
+    operand = Operand(torch_codes(x, E4M3, scale), inverse)
+    there = Destination(operand, "cpu")
+    there.take(operand)
+    data, scale = there.buffers
+    assert data.element_size() == 1 and torch.equal(data.float(), operand.data.float())
+    assert operand.scale is not None and torch.equal(scale, operand.scale)
+
+
+@for_each(("device", "pinned"), [("cpu", 0), ("meta", 1)])
+def test_memory_is_pinned_on_the_way_to_another_device(
+    device: str, pinned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (seen.append(tensor), tensor)[1])
+    batch = torch.randn(4, 8)
+    there = Destination(Operand(batch), device)
+    there.take(Operand(batch))
+    assert len(seen) == pinned and there.buffers[0].device.type == device

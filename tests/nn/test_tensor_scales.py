@@ -1,0 +1,336 @@
+"""Scales of whole tensors: delayed ones against a slow definition, those from data, and a recipe as numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8bench.formats.grids import E4M3, E5M2, Format
+from fp8bench.formats.recipes import ROW, TENSOR, Amax, Delayed, Recipe, ScaleRounding, Treatment
+from fp8bench.model import LayerScale, StaticScales
+from fp8bench.nn.arithmetics import RecipeArithmetic
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.tensor_scales import DelayedScale, StaticScale, view_of
+from fp8bench.numerics.tensor_error import tensor_error
+from fp8bench.protocols import Role, ScaleBook, SilentPhases
+from fp8bench.registry import precisions
+from tests.counts import for_each
+from tests.facts import CPU
+from tests.nn.layers import arithmetic_of
+
+
+class Definition:
+    """The same by lists of float32 numbers: as Transformer Engine has it, and what it leaves open."""
+
+    def __init__(self, delayed: Delayed, fmt: Format) -> None:
+        self.delayed, self.fmt = delayed, fmt
+        self.amaxes: list[np.float32] = []
+        self.scale = np.float32(1)
+
+    def next(self, values: np.ndarray) -> np.float32:
+        used, amax = self.scale, np.abs(values).max() if values.size else np.float32(0)
+        finite = bool(np.isfinite(amax))
+        self.amaxes.append(amax if finite else np.float32(0))
+        if len(self.amaxes) % self.delayed.interval == 0 and finite:
+            window = self.amaxes[-self.delayed.history :]
+            found = max(window) if self.delayed.algorithm is Amax.MAX else window[-1]
+            if found > 0:
+                with np.errstate(over="ignore"):
+                    quotient = min(np.float32(self.fmt.largest) / found, np.float32(2.0**126))
+                self.scale = np.float32(quotient) / np.float32(2.0**self.delayed.margin)
+        return used
+
+
+OPTIONS = [
+    Delayed(history, algorithm, margin, interval)
+    for history, algorithm, margin, interval in itertools.product((1, 3, 8), Amax, (0, 2), (1, 3))
+]
+
+
+def tensors(count: int) -> list[np.ndarray]:
+    """Of magnitudes that come and go over many octaves, some of zeros, with infinities or NaN, or empty."""
+    random = np.random.default_rng(7)
+    found = []
+    for step in range(count):
+        values = (random.standard_normal((3, 5)) * 2.0 ** random.integers(-40, 40)).astype(np.float32)
+        if step % 7 == 3:
+            values[1, 2] = random.choice([np.inf, -np.inf, np.nan])
+        found.append({5: np.zeros((2, 2), np.float32), 6: values[:0], 11: values * np.float32(1e-40)}.get(step, values))
+    return found
+
+
+@for_each("delayed", OPTIONS, ids=str)
+@for_each("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_the_scale_of_every_cast_is_the_definition_s(delayed: Delayed, fmt: Format) -> None:
+    """Bit for bit over forty casts."""
+    ours, theirs = DelayedScale(delayed, fmt), Definition(delayed, fmt)
+    for values in tensors(40):
+        found, inverse = ours.next(torch.from_numpy(values))
+        assert inverse.item() == np.float32(1) / found.numpy()
+        assert found.dtype == torch.float32 and found.shape == ()
+        assert found.item() == theirs.next(values)
+    assert ours.scale is not None and ours.scale.item() == theirs.scale
+
+
+def test_a_cast_that_is_done_again_is_not_entered_again() -> None:
+    """It gets the scale that it had, whatever it holds."""
+    scale, plain = (DelayedScale(Delayed(history=4), E4M3) for _ in range(2))
+    for amax in (2.0, 3.0, 0.5):
+        used = scale.next(torch.tensor([amax]))
+        assert scale.next(torch.tensor([100.0]), again=True) is used
+        assert plain.next(torch.tensor([amax])).scale.item() == used.scale.item()
+    assert torch.equal(scale.history, plain.history)  # type: ignore[arg-type]
+    fresh = DelayedScale(Delayed(), E4M3)
+    assert fresh.next(torch.tensor([2.0]), again=True).scale.item() == 1.0 and fresh.scale.item() == 224.0  # type: ignore[union-attr]
+
+
+class Pair(nn.Module):
+    """Two layers, in a mode of their own each, computed again in backward or not."""
+
+    def __init__(self, mode: str, again: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        arithmetic = arithmetic_of(mode)
+        self.first, self.second = Linear(48, 32, arithmetic.layer("first")), Linear(32, 16, arithmetic.layer("second"))
+        self.again = again
+
+    def both(self, x: Tensor) -> Tensor:
+        hidden = self.first(x, SilentPhases()).relu()
+        y: Tensor = self.second(hidden, SilentPhases())
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.again == "never":
+            return self.both(x)
+        y: Tensor = checkpoint(self.both, x, use_reentrant=self.again == "reentrant", preserve_rng_state=False)
+        return y
+
+
+@for_each("again", ["saved tensors", "reentrant"])
+@for_each("mode", ["fp8-delayed:history=2:margin=1", "nvfp4:hadamard=off", "fp8-delayed:interval=2"])
+def test_blocks_that_are_computed_again_have_the_gradients_of_those_that_are_not(mode: str, again: str) -> None:
+    """Over several steps of different magnitudes: a second cast with a newer scale would show in the first of them."""
+    outcomes: list[list[Tensor]] = []
+    for how in ("never", again):
+        pair, found = Pair(mode, how), []
+        for step in range(5):
+            x = torch.randn(20, 48, generator=torch.Generator().manual_seed(step)) * 4.0**step
+            x.requires_grad_(True)
+            y = pair(x)
+            y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(step + 9)).to(y.dtype))
+            assert x.grad is not None and pair.first.weight.grad is not None and pair.second.weight.grad is not None
+            found += [y.detach(), x.grad, pair.first.weight.grad.clone(), pair.second.weight.grad.clone()]
+        outcomes.append(found)
+    for plain, recomputed in zip(*outcomes, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+FIXED = StaticScales(1)
+BY_ROW = Treatment(E4M3, ROW)
+HYBRID = Recipe(Treatment(E4M3, TENSOR), Treatment(E4M3, TENSOR), Treatment(E5M2, TENSOR))
+
+
+def of_magnitude(amax: float, count: int = 8) -> Tensor:
+    """Values of both signs whose largest magnitude is that, of a negative one."""
+    return torch.linspace(-amax, amax / 2, count)
+
+
+def scale_of(
+    rule: StaticScales, known: float | None, rounding: ScaleRounding = ScaleRounding.EXACT
+) -> tuple[ScaleBook, StaticScale]:
+    """A book with one scale of E4M3, whose amax is known; None: it calibrates."""
+    book = ScaleBook(rule, None if known is None else {("one", "input"): known})
+    scale = StaticScale(book, E4M3, rounding, known)
+    book.keep("one", "input", scale.state)
+    return book, scale
+
+
+def test_calibrating_casts_with_the_current_scale_and_keeps_the_largest_magnitude() -> None:
+    """Zeros, infinities and NaN do not count."""
+    book, scale = scale_of(FIXED, None)
+    for amax in (2.0, 7.0, 3.0):
+        assert float(scale.next(of_magnitude(amax)).scale) == pytest.approx(E4M3.largest / amax, rel=1e-7)
+    for strange in (torch.zeros(3), torch.tensor([math.inf, 90.0]), torch.tensor([math.nan, 90.0]), torch.empty(0)):
+        assert float(scale.next(strange).scale) == 1.0
+    assert book.states() == (LayerScale("one", "input", 7.0, 64.0, 0),)
+
+
+def test_a_scale_that_is_known_stays() -> None:
+    """Whatever comes, and without looking at it."""
+    book, scale = scale_of(FIXED, 7.0)
+    for amax in (7.0, 0.5, 900.0, math.inf):
+        assert float(scale.next(of_magnitude(amax)).scale) == 64.0
+    assert book.states() == (LayerScale("one", "input", 7.0, 64.0, 0),)
+
+
+@for_each(("rounding", "wanted"), [(ScaleRounding.EXACT, 448 / 5), (ScaleRounding.POWER_OF_TWO, 64.0)])
+def test_scales_are_rounded_as_the_recipe_rounds_them(rounding: ScaleRounding, wanted: float) -> None:
+    """Down to a power of two, so that nothing saturates."""
+    _, scale = scale_of(FIXED, 5.0, rounding)
+    assert float(scale.next(of_magnitude(1.0)).scale) == pytest.approx(wanted, rel=1e-7)
+
+
+def test_every_so_many_steps_a_scale_is_that_of_one_step() -> None:
+    book, scale = scale_of(StaticScales(1, refresh=3), 7.0)
+    used = []
+    for step in range(1, 8):
+        book.begin_step()
+        used.append([448 / float(scale.next(of_magnitude(float(10 * step + cast))).scale) for cast in (1, 0)])
+    found = [tuple(round(amax, 4) for amax in pair) for pair in used]
+    assert found == [(7, 7), (7, 7), (31, 30), (31, 31), (31, 31), (61, 60), (61, 61)]
+    assert book.states() == (LayerScale("one", "input", 61.0, float(torch.tensor(448.0) / 61), 2),)
+
+
+@pytest.fixture(params=["processor", "elsewhere"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """On a processor, and as on a device whose answers nobody waits for: tensors then say that they lie elsewhere, and
+    to take a value from one is an error."""
+    if request.param == "processor":
+        yield request.param
+        return
+
+    class Elsewhere(Tensor):
+        device = torch.device("cuda")
+
+        def __bool__(self) -> bool:
+            raise AssertionError("somebody waits for the device")
+
+    monkeypatch.setattr("tests.nn.test_tensor_scales.placed", lambda x: x.as_subclass(Elsewhere))
+    monkeypatch.setattr("fp8bench.nn.tensor_scales.largest_magnitude", lambda x: x.abs().max())
+    yield request.param
+
+
+def placed(x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("bound", "beyond", "renewed"), [(0.25, 2, False), (0.25, 3, True), (0.0, 0, False), (0.0, 1, True)]
+)
+def test_a_scale_is_renewed_where_more_than_the_bound_saturates(
+    bound: float, beyond: int, renewed: bool, device: str
+) -> None:
+    """Of eight values so many lie beyond the range; then this very cast has its current scale, and those after it."""
+    _, scale = scale_of(StaticScales(1, bound=bound), 7.0)
+    values = torch.full((8,), -7.0)
+    values[:beyond] = torch.tensor([9.0, -14.0, 8.0])[:beyond]
+    wanted = float(values.abs().max()) if renewed else 7.0
+    for x in (values, of_magnitude(1.0)):
+        used = scale.next(placed(x))
+        assert float(used.scale) == pytest.approx(448 / wanted) and torch.equal(used.inverse, 1 / used.scale)
+    standing = scale.state()
+    assert standing is not None and (standing.amax, standing.renewals) == (wanted, int(renewed))
+
+
+def test_a_cast_that_is_done_again_gets_the_scale_that_it_had() -> None:
+    book, scale = scale_of(StaticScales(1, refresh=2, bound=0.0), 7.0)
+    big, small = of_magnitude(14.0), of_magnitude(3.5)
+    first = scale.next(big)
+    assert scale.next(small, again=True) is first
+    book.begin_step()
+    book.begin_step()
+    watched = scale.next(small)
+    assert float(watched.scale) == 128.0 and scale.next(big, again=True) is watched
+    book.begin_step()
+    assert float(scale.next(small).scale) == 128.0 and float(scale.next(small, again=True).scale) == 128.0
+
+
+def layer_of(book: ScaleBook) -> Linear:
+    torch.manual_seed(0)
+    arithmetic = RecipeArithmetic(HYBRID).scaled_by(book, "one")
+    return Linear(32, 16, arithmetic)
+
+
+def trained(layer: Linear, *inputs: Tensor) -> list[Tensor]:
+    """Outputs, and gradients of all."""
+    found = []
+    for x in inputs:
+        own = x.clone().requires_grad_()
+        y = layer(own, SilentPhases())
+        y.square().sum().backward()
+        assert own.grad is not None and layer.weight.grad is not None
+        found += [y.detach(), own.grad, layer.weight.grad]
+        layer.weight.grad = None
+    return found
+
+
+def test_scales_of_the_very_data_give_what_current_scaling_gives() -> None:
+    """Bit for bit, in all three products: a layer that was calibrated on one batch, and casts it."""
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    torch.manual_seed(0)
+    current = Linear(32, 16, RecipeArithmetic(HYBRID))
+    calibrating = ScaleBook(FIXED)
+    for mine, wanted in zip(trained(layer_of(calibrating), x), trained(current, x), strict=True):
+        assert torch.equal(mine, wanted)
+    found = calibrating.states()
+    assert [(one.role, one.renewals) for one in found] == [("input", 0), ("weight", 0), ("gradient", 0)]
+    fixed = ScaleBook(FIXED, {(one.layer, one.role): one.amax for one in found})
+    layer = layer_of(fixed)
+    for mine, wanted in zip(trained(layer, x), trained(current, x), strict=True):
+        assert torch.equal(mine, wanted)
+    larger, current_larger = trained(layer, 8 * x), trained(current, 8 * x)
+    assert not torch.equal(larger[0], current_larger[0])
+    assert fixed.states() == found
+
+
+def test_a_recipe_without_one_scale_a_tensor_stays_as_it_is() -> None:
+    book, rows = ScaleBook(FIXED), RecipeArithmetic(Recipe(BY_ROW, BY_ROW, BY_ROW))
+    assert rows.scaled_by(book, "one") is rows and book.states() == ()
+
+
+def normal(scale: float = 1.0, seed: int = 0) -> torch.Tensor:
+    return torch.randn(48, 160, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def cast(mode: str, role: Role, *steps: torch.Tensor) -> torch.Tensor:
+    """What is left of the last tensor after the others."""
+    arithmetic = precisions.get(mode).arithmetic(CPU).layer("x")
+    for step in steps:
+        operand = arithmetic.cast(step, role)
+    return arithmetic.restore(operand, torch.float32)
+
+
+@for_each("role", list(Role))
+@for_each(
+    "mode",
+    ["fp8", "fp8-rowwise", "fp8-block", "fp8-e4m3", "fp8-e5m2", "mxfp8", "mxfp6", "mxfp4", "nvfp4:stochastic=off",
+     "custom:format=e3m2:scaling=none", "custom:format=e5m2fnuz:scaling=128x128", "bf16", "fp16"],
+)  # fmt: skip
+def test_what_is_left_lies_within_half_an_ulp_by_the_view(mode: str, role: Role) -> None:
+    """Which no other grid or scale would say of it; saturated values are told apart."""
+    x = normal(3.0)
+    view = view_of(precisions.get(mode), role, x)
+    found = tensor_error(x, cast(mode, role, x), view.fmt, view.factors)
+    assert view.fmt is not None and view.course is None
+    assert found.max_ulp is not None and 0.45 < found.max_ulp < 0.5 + 2**-18
+    assert found.saturation_percent is not None and found.saturation_percent < 6
+
+
+def test_a_delayed_scale_is_that_of_the_steps_before() -> None:
+    steps = [normal(2.0**power) for power in range(4)]
+    before = list(reversed(steps[:-1]))
+    view = view_of(precisions.get("fp8-delayed"), Role.INPUT, steps[-1], before)
+    assert view.factors is not None and view.course is not None
+    amax = float(steps[-2].abs().max())
+    assert float(view.factors.steps) == pytest.approx(amax / 448, rel=1e-6)
+    assert view.course.lag == pytest.approx([1.0, 1.0, 1.0], abs=1e-6)
+    assert view.course.drift == pytest.approx([1.0, 1.0], abs=1e-6)
+    found = tensor_error(steps[-1], cast("fp8-delayed", Role.INPUT, *steps), view.fmt, view.factors)
+    assert found.utilisation == pytest.approx(2, rel=1e-5) and found.saturated
+    assert found.max_ulp is not None and found.max_ulp < 0.5 + 2**-18
+
+
+def test_a_margin_lies_idle() -> None:
+    """Two octaves of it, where the data stay as they are."""
+    steps = [normal() for _ in range(3)]
+    view = view_of(precisions.get("fp8-delayed:margin=2"), Role.INPUT, steps[-1], steps[:-1])
+    assert (
+        view.course is not None and max(view.course.lag) == pytest.approx(-2, abs=1e-6) and not any(view.course.drift)
+    )
