@@ -26,7 +26,7 @@ def run(
 
     search = Search(start, top, room if known == -1 else known)
     search.run(attempt)
-    tried = [one.number for one in search.attempts]
+    tried = [attempt.number for attempt in search.attempts]
     assert len(tried) == len(set(tried)), "one was tried twice"
     return search
 
@@ -56,7 +56,6 @@ def answer(search: Search) -> int:
 def test_it_finds_what_trying_all_finds(
     steps: list[int], least: int, room: int, start: int, counted: float, known: int | None
 ) -> None:
-    """Whatever needs never less for more, counted or not, whatever it was told of the room."""
     needs = [least]
     for step in steps:
         needs.append(needs[-1] + step)
@@ -84,30 +83,22 @@ def test_nothing_is_tried_that_takes_far_more_than_there_is() -> None:
     room = 10**6
     search = run(lambda number: 1000 + 100 * number + max(0, number - 50) * 900, room, 2, 1 << 20)
     assert answer(search) == 1044
-    assert max(one.taken or 0 for one in search.attempts) < 4 * room
+    assert max(attempt.taken or 0 for attempt in search.attempts) < 4 * room
 
 
-def test_a_start_that_does_not_fit_goes_down() -> None:
-    search = run(lambda number: 100 * number, 1000, 512, 1 << 20)
-    assert answer(search) == 10
-    assert [one.number for one in search.attempts][:2] == [512, 256]
-
-
-def test_where_not_even_one_fits_the_smallest_was_tried() -> None:
-    search = run(lambda number: 10**9, 1000, 6, 1 << 20)
-    assert search.fitting is None and search.failing is not None and search.failing.number == 1
-
-
-def test_where_the_top_fits_nothing_has_failed() -> None:
-    search = run(lambda number: 7, 1000, 2, 37)
-    assert answer(search) == 37 and search.failing is None
-
-
-def test_without_room_and_counts_it_doubles_and_halves() -> None:
-    """A GPU whose allocator counts nothing: its own end alone says what fits."""
-    search = run(lambda number: number, 300, 4, 1 << 20, None, counted_up_to=0)
-    assert answer(search) == 300
-    assert [one.number for one in search.attempts][:8] == [4, 8, 16, 32, 64, 128, 256, 512]
+@for_each(
+    ("search", "best", "first"),
+    [
+        (run(lambda number: 100 * number, 1000, 512, 1 << 20), 10, [512, 256]),
+        (run(lambda number: 10**9, 1000, 6, 1 << 20), 0, [6]),
+        (run(lambda number: 7, 1000, 2, 37), 37, [2]),
+        # A GPU whose allocator counts nothing: its own end alone says what fits.
+        (run(lambda number: number, 300, 4, 1 << 20, None, counted_up_to=0), 300, [4, 8, 16, 32, 64, 128, 256, 512]),
+    ],
+)
+def test_what_it_tries_first_and_last(search: Search, best: int, first: list[int]) -> None:
+    """Where not even one fits the smallest was tried; where the top fits nothing has failed."""
+    assert answer(search) == best and [attempt.number for attempt in search.attempts][: len(first)] == first
 
 
 def test_what_goes_wrong_ends_the_search_with_what_was_tried() -> None:
@@ -120,4 +111,4 @@ def test_what_goes_wrong_ends_the_search_with_what_was_tried() -> None:
 
     with pytest.raises(ValueError, match="another matter"):
         Search(4, 100, None, tried).run(attempt)
-    assert [one.number for one in tried] == [4, 8]
+    assert [attempt.number for attempt in tried] == [4, 8]

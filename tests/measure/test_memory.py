@@ -1,4 +1,4 @@
-"""The pass that measures memory, on real workloads: against counts by hand and a second way of counting."""
+"""The pass that measures memory, on real workloads: against a count by hand and a second way of counting."""
 
 from __future__ import annotations
 
@@ -56,21 +56,15 @@ def second_witness(case: Case) -> int:
 
 
 @for_each("name", ["gemm", "mlp", "norm_act", "accumulate"])
-def test_it_agrees_with_a_second_way_of_counting(name: str, bench: Bench) -> None:
-    """Bit for bit, where operations keep nothing to themselves."""
+def test_it_agrees_with_a_second_way_of_counting_and_a_product_with_a_count_by_hand(name: str, bench: Bench) -> None:
     case = planned(name, "fp32").case
     assert peak(bench, case) == second_witness(case)
-
-
-def test_a_product_is_two_operands_and_what_comes_out(bench: Bench) -> None:
-    """In fp32, where nothing is cast."""
-    assert peak(bench, planned("gemm", "fp32").case) == 4 * (64 * 32 + 48 * 32 + 64 * 48)
+    assert name != "gemm" or peak(bench, case) == 4 * (64 * 32 + 48 * 32 + 64 * 48)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("name", SMALL)
 def test_it_is_the_same_whenever_it_is_asked(name: str, precision: str, bench: Bench) -> None:
-    """First, again, and after the case was timed; and never below the least that planning counts with."""
     one = planned(name, precision)
     if one.skip:
         pytest.skip(one.skip)
@@ -84,7 +78,6 @@ def test_it_is_the_same_whenever_it_is_asked(name: str, precision: str, bench: B
 
 
 def test_what_the_first_step_makes_and_keeps_counts_and_what_it_frees_does_not(bench: Bench, tell: Tell) -> None:
-    """The second step is the one that is looked at."""
 
     def step(state: dict[str, Any], phase: Phases) -> None:
         if "made" not in state:
@@ -95,21 +88,10 @@ def test_what_the_first_step_makes_and_keeps_counts_and_what_it_frees_does_not(b
     assert peak(bench, tell(lambda _: {"weights": torch.empty(10)}, step)) == 4 * (10 + 100 + 7)
 
 
-def test_garbage_of_the_first_step_does_not_count(bench: Bench, tell: Tell) -> None:
+def test_garbage_of_the_first_step_does_not_count_and_a_state_that_refers_to_itself_is_given_back(
+    bench: Bench, tell: Tell
+) -> None:
     """A cycle goes when it is collected, which is done by hand: chance has no say."""
-
-    def step(state: list[Any], phase: Phases) -> None:
-        cycle: list[Any] = [torch.empty(500)]
-        cycle.append(cycle)
-
-    case = tell(lambda _: [], step)
-    assert gc.isenabled()
-    assert [peak(bench, case) for _ in range(3)] == [2000] * 3
-    assert gc.isenabled()
-
-
-def test_the_state_is_given_back(bench: Bench, tell: Tell) -> None:
-    """Also one that refers to itself."""
     seen: list[weakref.ref[torch.Tensor]] = []
 
     def prepare(setup: Setup) -> list[Any]:
@@ -118,12 +100,16 @@ def test_the_state_is_given_back(bench: Bench, tell: Tell) -> None:
         seen.append(weakref.ref(state[0]))
         return state
 
-    assert peak(bench, tell(prepare, lambda state, phase: None)) == 400
-    assert seen[0]() is None
+    def step(state: list[Any], phase: Phases) -> None:
+        cycle: list[Any] = [torch.empty(500)]
+        cycle.append(cycle)
+
+    case = tell(prepare, step)
+    assert [peak(bench, case) for _ in range(3)] == [2400] * 3 and gc.isenabled()
+    assert [state() for state in seen] == [None] * 3
 
 
 def test_a_step_that_raises_leaves_no_profiler_running(tell: Tell) -> None:
-    """The worker lives on where memory did not suffice, and later cases are timed in it."""
 
     def step(state: list[int], phase: Phases) -> None:
         state.append(1)
@@ -142,6 +128,5 @@ def test_a_step_that_raises_leaves_no_profiler_running(tell: Tell) -> None:
 
 
 def test_a_device_that_cannot_say_says_nothing(bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing is prepared for it."""
     monkeypatch.setattr(Cpu, "memory_meter", lambda self, index: "it was never taught to count")
     assert bench.memory(tell(lambda _: 1 / 0, lambda state, phase: None), CPU) == "it was never taught to count"

@@ -28,7 +28,6 @@ def test_everybody_is_in_every_place_once_a_block(arms: int, seed: int) -> None:
 
 @for_each("arms", range(2, 9))
 def test_everybody_follows_everybody_as_often(arms: int) -> None:
-    """Within rounds, over one block of an even number of arms and two blocks of an odd one."""
     rounds = 2 * arms if arms % 2 else arms
     after = Counter(pair for row in drawn(arms, rounds) for pair in pairwise(row))
     assert len(after) == arms * (arms - 1) and set(after.values()) == {rounds // arms}
@@ -46,14 +45,9 @@ def test_arms_that_leave_put_nobody_out_of_balance(stay: int, before: int) -> No
     assert set(Counter((arm, place) for row in rest for place, arm in enumerate(row)).values()) == {3}
 
 
-def test_nobody_takes_no_turns() -> None:
-    """As after all arms have failed."""
+def test_orders_are_drawn() -> None:
     orders: Orders[int] = Orders(random.Random(0))
     assert orders.next([]) == [] and sorted(orders.next([3, 4])) == [3, 4] and orders.next([]) == []
-
-
-def test_orders_are_drawn() -> None:
-    """By the seed alone, another block another time; with 2 arms, either may be the first of a block."""
     assert drawn(4, 40, 1) == drawn(4, 40, 1) != drawn(4, 40, 2)
     blocks = {tuple(map(tuple, drawn(4, 400)[4 * block :][:4])) for block in range(100)}
     assert len(blocks) > 60

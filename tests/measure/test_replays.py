@@ -47,7 +47,6 @@ def measured(scripts: dict[str, Script], *modes: str, facts: DeviceFacts = GPU) 
 
 
 def test_cases_take_turns_in_replays() -> None:
-    """Each once a round, behind a discarded one; a step is one cell."""
     found, worker = replayed({"fp32": steps(2), "bf16": steps(1)})
     for mode, milliseconds, calls in (("fp32", 2, 4), ("bf16", 1, 8)):
         timing = found[mode].timing
@@ -71,29 +70,23 @@ def test_what_replays_leave_out_is_kept() -> None:
     assert fillings == {"transformer": filling_of(20e-6, 1), "gemm": filling_of(20e-6, 8)}
 
 
-def test_who_cannot_be_captured_says_why() -> None:
+def test_who_is_not_captured_says_why() -> None:
     """The others go on; afterwards the worker is another one, since nobody knows what is left in it."""
     found, worker = replayed({"fp32": steps(1), "bf16": steps(1, uncapturable="it waits for a value of the device")})
     assert found["bf16"] == Replays(None, "it waits for a value of the device")
     assert found["fp32"].timing is not None and worker.restarts == 1
-
-
-@for_each(
-    ("one", "why"),
-    [
+    for untried, why in (
         (arm("fp32", facts=GPU, cache="rotating"), "its states rotate, and each would need a replay of its own"),
         (RENEWED, "its scales are renewed every so many steps, which the host counts"),
-    ],
-)
-def test_some_are_not_even_tried(one: MeasuredArm, why: str) -> None:
-    found, worker = replayed({one.planned.case.mode: steps(1)}, one)
-    assert [*found.values()] == [Replays(None, why)] and not [entry for entry in worker.log if entry[0] == "capture"]
+    ):
+        found, worker = replayed({untried.planned.case.mode: steps(1)}, untried)
+        assert [*found.values()] == [Replays(None, why)]
+        assert not [entry for entry in worker.log if entry[0] == "capture"]
 
 
 @for_each("name", ["capture", "replay", "check"])
 @for_each("error", [WorkerFault("RuntimeError", "an illegal access"), WorkerLost("it crashed")])
 def test_a_fault_costs_replays_alone(name: str, error: Exception) -> None:
-    """Times stand, and the record says why there are no replays."""
     script = steps(1, faults=[Fault(name, error, at=2 if name == "check" else 1)])
     records, _ = measured({"fp32": script, "bf16": steps(1)}, "fp32", "bf16")
     assert {record.status.value for record in records.values()} == {"ok"}
@@ -103,17 +96,14 @@ def test_a_fault_costs_replays_alone(name: str, error: Exception) -> None:
 
 
 def test_a_state_that_replays_spoil_has_no_figure() -> None:
-    """A graph that does its steps on memory that is somebody else's."""
-    one = arm("fp32", facts=GPU)
-    worker = FakeWorker({"fp32": steps(1)})
-    one.prepare(worker)
+    spoilt, worker = arm("fp32", facts=GPU), FakeWorker({"fp32": steps(1)})
+    spoilt.prepare(worker)
     worker.scripts = {"fp32": steps(1, wrong="its state is not finite")}
-    (found,) = ReplayPass(0, lambda arm, share: None).measure([one], worker).values()
-    assert found == Replays(None, "after replays: its state is not finite")
+    (replays,) = ReplayPass(0, lambda arm, share: None).measure([spoilt], worker).values()
+    assert replays == Replays(None, "after replays: its state is not finite")
 
 
 def test_a_group_replays_what_is_native_on_a_device() -> None:
-    """After all else that needs the states; neither the control, nor an emulated case, nor anything on a processor."""
     records, worker = measured({}, "fp32", "bf16", "fp8")
     assert [records[mode].replays is not None for mode in ("fp32", "bf16", "fp8")] == [True, True, False]
     assert {entry[1] for entry in worker.log if entry[0] == "capture"} == {"fp32", "bf16"}

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from fp8bench.measure.slots import LEAST_BLOCK_NS, MOST_BLOCKS, by_phase, segment
 from fp8bench.model import CELL_PHASES
+from tests.counts import for_each
+from tests.fakes import CAST, GEMM, UNATTRIBUTED
 
-CAST, GEMM, NOBODY = (CELL_PHASES.index(name) for name in ("cast", "gemm", "unattributed"))
 MARKS = st.lists(
     st.tuples(st.integers(0, len(CELL_PHASES) - 1), st.integers(0, 3 * LEAST_BLOCK_NS)), min_size=1, max_size=80
 )
@@ -18,22 +19,26 @@ def split(marks: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
     return [code for code, _ in marks], [interval for _, interval in marks]
 
 
-@given(MARKS)
-def test_cells_sum_to_the_step(marks: list[tuple[int, int]]) -> None:
-    """Nothing is counted twice and nothing is lost, in the whole and in each phase."""
+@given(MARKS, st.data())
+def test_cells_sum_to_the_step_and_mean_the_same_in_every_call(
+    marks: list[tuple[int, int]], data: st.DataObject
+) -> None:
     codes, intervals = split(marks)
     made = segment(codes, intervals)
     cells = made.cells(codes, intervals)
-    assert cells is not None
-    assert sum(cells) == sum(intervals)
+    assert cells is not None and sum(cells) == sum(intervals)
     for code, name in enumerate(CELL_PHASES):
         in_cells = sum(cell for cell, phase in zip(cells, made.segments.phases, strict=True) if phase == name)
         assert in_cells == sum(interval for own, interval in marks if own == code)
+    later = data.draw(st.lists(st.integers(0, 10**9), min_size=len(codes), max_size=len(codes)))
+    cells = made.cells(codes, later)
+    assert cells is not None
+    for number in range(len(cells)):
+        assert cells[number] == sum(t for t, cell in zip(later, made.cell_of, strict=True) if cell == number)
 
 
 @given(MARKS)
 def test_no_block_goes_on_behind_a_part(marks: list[tuple[int, int]]) -> None:
-    """Nor does a phase that ends parts change anything where the step has none of it."""
     codes, intervals = split(marks)
     made = segment(codes, intervals, part_ends="gemm")
     blocks = [made.segments.blocks[cell] for cell in made.cell_of]
@@ -42,21 +47,8 @@ def test_no_block_goes_on_behind_a_part(marks: list[tuple[int, int]]) -> None:
         assert made == segment(codes, intervals)
 
 
-@given(MARKS, st.data())
-def test_the_same_marks_fall_into_the_same_cells(marks: list[tuple[int, int]], data: st.DataObject) -> None:
-    """Whatever the times of another call are: the cells are those of the calibrating step."""
-    codes, intervals = split(marks)
-    made = segment(codes, intervals)
-    other = data.draw(st.lists(st.integers(0, 10**9), min_size=len(codes), max_size=len(codes)))
-    cells = made.cells(codes, other)
-    assert cells is not None
-    for number in range(len(cells)):
-        assert cells[number] == sum(t for t, cell in zip(other, made.cell_of, strict=True) if cell == number)
-
-
 @given(MARKS, MARKS)
 def test_other_marks_have_no_cells(marks: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
-    """One mark more, less or different, and a cell would mean something else."""
     made = segment(*split(marks))
     codes, intervals = split(others)
     assert (made.cells(codes, intervals) is None) == (codes != split(marks)[0])
@@ -64,7 +56,6 @@ def test_other_marks_have_no_cells(marks: list[tuple[int, int]], others: list[tu
 
 @given(MARKS)
 def test_blocks_are_long_enough_and_few_enough(marks: list[tuple[int, int]]) -> None:
-    """Every block but the last has its least length, and there is a bound on their number."""
     codes, intervals = split(marks)
     made = segment(codes, intervals)
     blocks = made.segments.blocks
@@ -78,34 +69,26 @@ def test_blocks_are_long_enough_and_few_enough(marks: list[tuple[int, int]]) -> 
     assert len(pairs) == len(set(pairs))
 
 
-def test_a_short_step_is_one_block() -> None:
-    """Its cells are its phases."""
-    made = segment([NOBODY, CAST, GEMM, CAST, NOBODY], [1, 2, 3, 4, 5])
-    assert made.segments.phases == ("unattributed", "cast", "gemm")
-    assert made.segments.blocks == (0, 0, 0)
-    assert made.cells([NOBODY, CAST, GEMM, CAST, NOBODY], [10, 20, 30, 40, 50]) == (60, 60, 30)
-
-
-def test_a_long_step_is_cut_at_its_marks() -> None:
-    """A block ends with the mark that fills it; the next begins anew with cells of its own."""
-    long = LEAST_BLOCK_NS
-    made = segment([GEMM, CAST, GEMM, CAST], [long - 1, 1, long, 5])
-    assert made.cell_of == (0, 1, 2, 3)
-    assert made.segments.blocks == (0, 0, 1, 2)
-    assert made.segments.phases == ("gemm", "cast", "gemm", "cast")
-
-
-def test_a_very_long_step_has_longer_blocks() -> None:
-    """A thousand equal intervals of a second make as many blocks as there may be, not a thousand."""
-    made = segment([GEMM] * 1024, [10**9] * 1024)
-    assert len(made.segments.blocks) == MOST_BLOCKS
-    assert max(made.segments.blocks) == MOST_BLOCKS - 1
+@for_each(
+    ("codes", "intervals", "phases", "blocks"),
+    [
+        # A short step is one block: its cells are its phases.
+        ([UNATTRIBUTED, CAST, GEMM, CAST, UNATTRIBUTED], [1, 2, 3, 4, 5], ("unattributed", "cast", "gemm"), (0, 0, 0)),
+        # A block ends with the mark that fills it; the next begins anew with cells of its own.
+        ([GEMM, CAST, GEMM, CAST], [LEAST_BLOCK_NS - 1, 1, LEAST_BLOCK_NS, 5], ("gemm", "cast") * 2, (0, 0, 1, 2)),
+        # A thousand equal intervals of a second make as many blocks as there may be, not a thousand.
+        ([GEMM] * 1024, [10**9] * 1024, ("gemm",) * MOST_BLOCKS, tuple(range(MOST_BLOCKS))),
+    ],
+)
+def test_where_steps_are_cut(
+    codes: list[int], intervals: list[int], phases: tuple[str, ...], blocks: tuple[int, ...]
+) -> None:
+    segments = segment(codes, intervals).segments
+    assert (segments.phases, segments.blocks) == (phases, blocks)
 
 
 def test_steps_that_vary_are_kept_by_phase() -> None:
-    """One cell for every phase there is."""
     made = by_phase([GEMM, CAST])
-    assert made.segments.phases == CELL_PHASES
-    assert set(made.segments.blocks) == {0}
     cells = made.cells([GEMM, CAST], [3, 4])
+    assert made.segments.phases == CELL_PHASES and set(made.segments.blocks) == {0}
     assert cells is not None and cells[GEMM] == 3 and cells[CAST] == 4 and sum(cells) == 7

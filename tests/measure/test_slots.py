@@ -19,21 +19,16 @@ seconds = st.floats(1e-7, 1e3)
         (1e-3, "cold", False, SlotShape(COLD_CALLS, 1)),
         (30e-3, "cold", False, SlotShape(1, 0)),
         (30e-3, "hot", True, SlotShape(3, 0, filling_of(1e-5, 3))),
-        (1e-3, "cold", True, SlotShape(COLD_CALLS, 1, filling_of(1e-5, COLD_CALLS))),
+        (1e-3, "cold", True, SlotShape(COLD_CALLS, 1, filling_of(1e-5, COLD_CALLS))),  # each has a flush before it
     ],
 )
 def test_the_shape_of_a_slot(step: float, cache: str, queues: bool, shape: SlotShape) -> None:
-    """Of a cold one a few calls, since each has a flush before it; a queue is filled where there is one."""
     assert shape_of(step, 1e-5, cache, queues) == shape
 
 
 @given(seconds, st.integers(1, 100_000))
 def test_the_device_waits_as_long_as_the_host_needs(host: float, calls: int) -> None:
-    """For as many calls as come before the next wait, with a margin; never longer than a queue takes to be full."""
     filling = filling_of(host, calls)
+    assert filling_of(0.0, calls) is None, "there is nothing to run ahead of"
     assert filling is not None and 1 <= filling.calls <= calls and filling.seconds <= MOST_FILLING_SECONDS
     assert filling.seconds >= min(MOST_FILLING_SECONDS, 1.2 * host * filling.calls)
-
-
-def test_a_host_that_takes_no_time_has_nothing_to_run_ahead_of() -> None:
-    assert filling_of(0.0, 10) is None

@@ -20,7 +20,6 @@ def test_a_folder_for_each_case_as_tensorboard_wants_it() -> None:
 
 
 def test_the_runs_own_time_tells_it_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is resumed has the same one; the worker may sit in another folder."""
     monkeypatch.chdir(tmp_path)
     run, _ = gemm()
     run = replace(run, request=Request("gemm", trace="traces"), started="2026-01-05T12:00:00.250+00:00")
