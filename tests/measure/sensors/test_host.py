@@ -27,7 +27,6 @@ def made(root: Path, clocks: dict[int, str], **chips: list[str]) -> HostDevice:
 
 
 def test_the_fastest_core_and_the_hottest_sensor_of_a_processor(tmp_path: Path) -> None:
-    """Sensors of disks and boards do not count; what only a driver tells has its reason."""
     device = made(tmp_path, {0: "1500000\n", 1: "3600000\n"}, k10temp=["61250", "58000"], nvme=["90000"])
     seen = device.glance()
     assert seen["cpu_clock"] == Reading(3.6e9, "Hz", "sysfs") and seen["temperature"] == Reading(61.25, "degC", "sysfs")
@@ -42,7 +41,6 @@ def test_what_cannot_be_read_is_a_reason_and_no_zero(tmp_path: Path, clocks: dic
 
 
 def test_a_processor_warms_up_by_what_it_tells(tmp_path: Path) -> None:
-    """Its temperature stands still at once here."""
     device = made(tmp_path, {}, coretemp=["50000"])
     worker, one = FakeWorker({"fp32": Script(gemm_steps(10 * MS))}), arm("fp32")
     one.prepare(worker)

@@ -29,7 +29,6 @@ def sensors(root: Path, number: int, driver: str, energy: str | None = "1000000"
 
 @for_each("driver", ["i915", "xe"])
 def test_the_only_one_is_read_in_joules(driver: str, tmp_path: Path) -> None:
-    """Other devices have sensors too, and a GPU may have some without a counter."""
     sensors(tmp_path, 0, "nvme", "5")
     sensors(tmp_path, 1, driver, None)
     one = sensors(tmp_path, 2, driver)

@@ -14,6 +14,7 @@ from fp8bench.measure.sensors.nvml import NvmlDevice
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.measure.sensors.nvml_queries import Library
 from fp8bench.model.readings import NoReading, Reading, Unavailable, grown
+from tests.counts import for_each
 from tests.measure.sensors.nvml.library import GIGABYTE, Simulation, pci_of, uuid_of
 from tests.measure.sensors.test_nvml_library import left_behind
 from tests.measure.sensors.virtual import VirtualClock
@@ -63,13 +64,16 @@ def test_state(nvml: Simulation, device: NvmlDevice) -> None:
     }
 
 
-def test_a_mask_of_nothing_and_an_idle_device_are_known(nvml: Simulation, device: NvmlDevice) -> None:
-    """These zeros are values; a clock or a power of 0 is none."""
+def test_zeros_that_are_values_and_one_value_that_fails_alone(nvml: Simulation, device: NvmlDevice) -> None:
     one = nvml.state.device[0]
     one.busy_percent = one.sm_mhz = one.celsius = 0
-    state = values(device.state())
-    assert (state["throttle"], state["use"], state["temperature"]) == ((0, "mask"), (0.0, "share"), (0, "degC"))
-    assert state["sm_clock"] == "nvmlDeviceGetClockInfo said 0.0 Hz, which cannot be"
+    known = values(device.state())
+    assert (known["throttle"], known["use"], known["temperature"]) == ((0, "mask"), (0.0, "share"), (0, "degC"))
+    assert known["sm_clock"] == "nvmlDeviceGetClockInfo said 0.0 Hz, which cannot be"
+    nvml.fail("nvmlDeviceGetUtilizationRates", 4)
+    state = device.state()
+    assert state["use"] == Unavailable("this user has no permission (NVML error 4)")
+    assert sum(isinstance(read, Reading) for read in state.values()) == len(state) - 3
 
 
 def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, clock: VirtualClock) -> None:
@@ -84,7 +88,7 @@ def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("function", "name", "source"),
     [
         ("nvmlDeviceGetCurrentClocksEventReasons", "throttle", "nvmlDeviceGetCurrentClocksThrottleReasons"),
@@ -96,19 +100,12 @@ def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, 
 def test_where_one_function_fails_an_older_one_answers(
     nvml: Simulation, device: NvmlDevice, function: str, name: str, source: str
 ) -> None:
-    """And the reading says which it was."""
+    nvml.state.faults = 0
     first = device.state()[name]
     assert isinstance(first, Reading) and first.source != source
     nvml.fail(function, 13)
     second = device.state()[name]
     assert isinstance(second, Reading) and second.source == source
-
-
-def test_one_value_that_fails_takes_no_other_with_it(nvml: Simulation, device: NvmlDevice) -> None:
-    nvml.fail("nvmlDeviceGetUtilizationRates", 4)
-    state = device.state()
-    assert state["use"] == Unavailable("this user has no permission (NVML error 4)")
-    assert sum(isinstance(read, Reading) for read in state.values()) == len(state) - 2
 
 
 def test_a_value_that_hangs_takes_those_behind_it_with_it(nvml: Simulation) -> None:
@@ -124,7 +121,6 @@ def test_a_value_that_hangs_takes_those_behind_it_with_it(nvml: Simulation) -> N
 
 
 def test_a_device_that_is_lost(nvml: Simulation, device: NvmlDevice) -> None:
-    """Every value says so, but for those of the driver."""
     nvml.state.device[0].lost_at_ns = 0
     facts = device.facts()
     assert isinstance(facts.pop("driver"), Reading) and isinstance(facts.pop("cuda_driver"), Reading)
@@ -144,7 +140,7 @@ def test_a_lost_neighbour_does_not_hide_a_device(nvml: Simulation, library: Libr
     assert nvml.state.inits == nvml.state.shutdowns == 2
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("identity", "environ"),
     [
         (DeviceIdentity(0, uuid=uuid_of(3).removeprefix("GPU-")), {}),
@@ -156,7 +152,6 @@ def test_a_lost_neighbour_does_not_hide_a_device(nvml: Simulation, library: Libr
 def test_a_device_is_found_whatever_its_index(
     nvml: Simulation, library: Library, identity: DeviceIdentity, environ: dict[str, str]
 ) -> None:
-    """Its handle is fetched once."""
     nvml.reset()
     nvml.add("Second GPU", 2)
     nvml.add("Third GPU", 3)
@@ -168,7 +163,6 @@ def test_a_device_is_found_whatever_its_index(
 
 
 def test_process_memory(nvml: Simulation, device: NvmlDevice) -> None:
-    """This process's, found by its number; where there is none, the reason."""
     one = nvml.state.device[0]
     one.processes, one.pid[1], one.process_bytes[1] = 2, 1, 40 * GIGABYTE
     assert device.process_memory() == Reading(2 * GIGABYTE, "B", "nvmlDeviceGetComputeRunningProcesses_v3")
@@ -203,7 +197,6 @@ def test_who_else_has_work_there(nvml: Simulation, device: NvmlDevice) -> None:
 
 
 def test_a_mig_instance(nvml: Simulation, library: Library) -> None:
-    """Name, UUID and memory are its own; power, clocks and the like are the whole device's."""
     one = nvml.state.device[0]
     nvml.split(one, 3)
     uuid = one.instance[1].uuid.decode()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import pynvml
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from fp8bench.measure.sensors.nvml_queries import REASONS, Library, reason
 from fp8bench.measure.sensors.sampler_thread import NAME
 from fp8bench.model.readings import NoReading
+from tests.counts import for_each
 from tests.measure.sensors.nvml.library import Simulation
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,7 +28,6 @@ def left_behind() -> None:
 
 
 def test_it_is_initialised_while_anyone_uses_it(nvml: Simulation, library: Library) -> None:
-    """Once, and shut down once; then it may begin again."""
     for round_ in (1, 2):
         library.open()
         library.open()
@@ -38,7 +39,6 @@ def test_it_is_initialised_while_anyone_uses_it(nvml: Simulation, library: Libra
 
 
 def test_an_initialisation_that_fails_may_be_tried_again(nvml: Simulation, library: Library) -> None:
-    """A driver that was not loaded may be, later."""
     nvml.fail("nvmlInitWithFlags", 9, last=0)
     with pytest.raises(NoReading, match="the NVIDIA driver is not loaded"):
         library.open()
@@ -47,14 +47,10 @@ def test_an_initialisation_that_fails_may_be_tried_again(nvml: Simulation, libra
     assert (nvml.state.inits, nvml.state.shutdowns) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    ("module", "why"), [(None, "nvidia-ml-py is not installed"), ("nvml_of_yore", "has no nvmlInitWithFlags")]
-)
+@for_each(("module", "why"), [(None, "nvidia-ml-py is not installed"), ("nvml_of_yore", "has no nvmlInitWithFlags")])
 def test_a_package_that_is_not_there_or_too_old(
     module: str | None, why: str, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from types import ModuleType
-
     monkeypatch.setitem(sys.modules, "pynvml", ModuleType(module) if module else None)
     with pytest.raises(NoReading, match=why):
         library.open()
@@ -74,8 +70,7 @@ def test_without_a_driver_there_is_a_reason() -> None:
     assert done.stdout == "there is no NVML library (libnvidia-ml.so.1): no NVIDIA driver here (NVML error 12)\n"
 
 
-def test_a_call_that_hangs_is_the_last(nvml: Simulation) -> None:
-    """Nothing is asked of it any more, not even to shut down."""
+def test_a_call_that_hangs_is_the_last_and_an_initialisation_is_given_up(nvml: Simulation) -> None:
     library = Library()
     library.open()
     library.timeout = 0.1
@@ -89,10 +84,6 @@ def test_a_call_that_hangs_is_the_last(nvml: Simulation) -> None:
         library.bounded(lambda: None)
     library.close()
     assert nvml.calls() == calls
-    left_behind()
-
-
-def test_an_initialisation_that_hangs_is_given_up(nvml: Simulation) -> None:
     nvml.fail("nvmlInitWithFlags", delay=1.0)
     with pytest.raises(NoReading, match="gave no answer"):
         Library(timeout=0.1).open()
@@ -120,13 +111,8 @@ def test_a_process_ends_although_a_call_never_does(nvml: Simulation) -> None:
     assert done.stdout.splitlines() == ["570.00.1", "NVML gave no answer for 0.1 s, and is left alone since"]
 
 
-def test_every_code_has_words() -> None:
+def test_every_code_has_words_and_one_of_the_future_is_named_by_its_number() -> None:
     codes = {value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
-    assert len(codes) > 25
-    assert codes == set(REASONS)
-    assert len(set(REASONS.values())) == len(REASONS)
-
-
-def test_a_code_of_the_future_is_named_by_its_number() -> None:
+    assert len(codes) > 25 and codes == set(REASONS) and len(set(REASONS.values())) == len(REASONS)
     assert reason(15) == "the GPU is lost: it fell off the bus or cannot be reached (NVML error 15)"
     assert reason(4711) == "an error that fp8bench does not know (NVML error 4711)"

@@ -32,13 +32,11 @@ NOT_KNOWN = "CUDA may count them in another order"
     ],
 )
 def test_by_what_cuda_says(identity: DeviceIdentity, expected: Listed) -> None:
-    """CUDA's first device is NVML's second here."""
     assert match(identity, ALL, {}).device is expected
 
 
 @for_each("identity", [DeviceIdentity(0, uuid="GPU-ffff"), DeviceIdentity(0, pci="0:99:0"), DeviceIdentity(0, pci="x")])
 def test_a_device_that_nvml_does_not_list(identity: DeviceIdentity) -> None:
-    """The index does not help out."""
     with pytest.raises(NoReading, match="NVML lists no device with UUID"):
         match(identity, ALL, {})
 
@@ -53,7 +51,6 @@ def test_a_device_that_nvml_does_not_list(identity: DeviceIdentity) -> None:
     ],
 )
 def test_by_what_is_visible(index: int, environ: dict[str, str], expected: Listed) -> None:
-    """Prefixes of UUIDs name a device; indices do where CUDA counts as NVML does."""
     # NVML's own order does not matter.
     assert match(DeviceIdentity(index), (SPLIT, B, A), environ).device is expected
 
@@ -77,7 +74,6 @@ def test_what_cannot_be_told_is_not_guessed(index: int, environ: dict[str, str],
 
 
 def test_one_device_is_the_one() -> None:
-    """There is nothing else that CUDA could mean, unless it means a second one."""
     assert match(DeviceIdentity(0), (A,), {}).device is A
     assert match(DeviceIdentity(0), (A,), {"CUDA_VISIBLE_DEVICES": "0"}).device is A
     with pytest.raises(NoReading, match=NOT_KNOWN):
@@ -101,7 +97,6 @@ def test_one_device_is_the_one() -> None:
     ],
 )
 def test_mig(identity: DeviceIdentity, environ: dict[str, str], instance: Instance | None) -> None:
-    """The device is the whole one, and the instance the one that runs."""
     found = match(identity, ALL, environ)
     assert (found.device, found.instance) == (SPLIT, instance)
 

@@ -42,26 +42,23 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_packages_and_their_memory_count_once(root: Path) -> None:
-    found = rapl.domains(root)
-    assert [domain.name for domain in found] == ["package-0", "package-0/dram", "package-1"]
-    assert {domain.range_uj for domain in found} == {RANGE + 1}
-
-
-def test_joules_since_the_first_reading(root: Path) -> None:
-    """Of all domains together."""
-    counter = Counter(rapl.domains(root), lambda: 0.0)
+    domains = rapl.domains(root)
+    assert [domain.name for domain in domains] == ["package-0", "package-0/dram", "package-1"]
+    assert {domain.range_uj for domain in domains} == {RANGE + 1}
+    counter = Counter(domains, lambda: 0.0)
     assert counter.read() == 0.0
     (root / "intel-rapl:0" / "energy_uj").write_text("4000000")
     (root / "intel-rapl:0:1" / "energy_uj").write_text("1500000")
-    assert counter.read() == pytest.approx(3.5)
-    assert counter.read() == pytest.approx(3.5)
+    assert [counter.read(), counter.read()] == pytest.approx([3.5, 3.5])
+    (root / "intel-rapl:1" / "energy_uj").unlink()
+    with pytest.raises(NoReading, match="energy_uj cannot be read: No such file"):
+        counter.read()
 
 
 @given(
     st.lists(st.integers(0, 200_000), min_size=1, max_size=40), st.integers(200_000, 300_000), st.integers(0, 200_000)
 )
 def test_wrapping_around(growths: list[int], limit: int, start: int) -> None:
-    """The total is that of a counter that never wraps."""
     total, values = start, []
     for growth in growths:
         total += growth
@@ -79,7 +76,6 @@ def test_wrapping_around(growths: list[int], limit: int, start: int) -> None:
 
 @for_each("limit", [RANGE, None, "no number"])
 def test_a_counter_that_was_set_back_is_no_wrap(tmp_path: Path, limit: object) -> None:
-    """By what a processor would have had to draw in between, or because nobody knows where it wraps."""
     path = zone(tmp_path, "intel-rapl:0", "package-0", energy=100_000_000_000, limit=limit)
     now = [0.0]
     counter = Counter(rapl.domains(tmp_path), lambda: now[0])
@@ -119,7 +115,6 @@ def test_permission_for_real(root: Path) -> None:
     ],
 )
 def test_where_there_is_none(tmp_path: Path, flags: str, why: str) -> None:
-    """No such folder, or nothing in it that counts."""
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\n{flags}\n")
     with pytest.raises(NoReading, match=f"^there is no .*/absent: {why}"):
@@ -137,11 +132,3 @@ def test_a_counter_that_is_no_number(tmp_path: Path, text: str) -> None:
     zone(tmp_path, "intel-rapl:0", "package-0", energy=text)
     with pytest.raises(NoReading, match=r"the energy counter of package-0 says .*, which is no number"):
         rapl.domains(tmp_path)
-
-
-def test_a_counter_that_vanishes(root: Path) -> None:
-    counter = Counter(rapl.domains(root), lambda: 0.0)
-    counter.read()
-    (root / "intel-rapl:1" / "energy_uj").unlink()
-    with pytest.raises(NoReading, match="energy_uj cannot be read: No such file"):
-        counter.read()

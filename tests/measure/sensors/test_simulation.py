@@ -11,15 +11,16 @@ import pytest
 from scipy.integrate import quad
 
 from fp8bench.measure.sensors.nvml import NvmlDevice
+from tests.counts import for_each
 from tests.measure.sensors.nvml.library import CONSTANT, SINE, SQUARE, Simulation
 from tests.measure.sensors.virtual import VirtualClock
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.parametrize("curve", [CONSTANT, SQUARE, SINE])
-@pytest.mark.parametrize(("start", "end"), [(0.0, 1.0), (0.13, 3.31), (7.0, 7.02)])
-@pytest.mark.parametrize("phase", [0.0, 0.7])
+@for_each("curve", [CONSTANT, SQUARE, SINE])
+@for_each(("start", "end"), [(0.0, 1.0), (0.13, 3.31), (7.0, 7.02)])
+@for_each("phase", [0.0, 0.7])
 def test_the_energy_is_the_integral_of_the_power(
     nvml: Simulation, curve: int, start: float, end: float, phase: float
 ) -> None:
@@ -34,12 +35,10 @@ def test_the_energy_is_the_integral_of_the_power(
 def test_the_counter_shows_the_energy_of_its_last_step(
     nvml: Simulation, device: NvmlDevice, clock: VirtualClock
 ) -> None:
-    """In whole millijoules."""
     nvml.state.device[0].base_mj = 5_000
-    read = lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(device.handle)  # noqa: E731
     for seconds, shown in ((1.0, 305_000), (1.099, 305_000), (1.1, 335_000), (1.15, 335_000), (1.2, 365_000)):
         nvml.state.now_ns = round(seconds * 1e9)
-        assert read() == shown
+        assert pynvml.nvmlDeviceGetTotalEnergyConsumption(device.handle) == shown
 
 
 def test_jitter_makes_a_step_late_and_never_early(nvml: Simulation, device: NvmlDevice, clock: VirtualClock) -> None:
@@ -51,13 +50,10 @@ def test_jitter_makes_a_step_late_and_never_early(nvml: Simulation, device: Nvml
         if last is not None and shown != last:
             late.append(millisecond % 100)
         last = shown
-    assert len(late) == pytest.approx(20, abs=1)
-    assert max(late) <= 60
-    assert len(set(late)) > 10
+    assert len(late) == pytest.approx(20, abs=1) and max(late) <= 60 and len(set(late)) > 10
 
 
 def test_the_average_lags_behind(nvml: Simulation, device: NvmlDevice, clock: VirtualClock) -> None:
-    """A second after the power has risen it is the power."""
     one = nvml.state.device[0]
     one.curve, one.low, one.high, one.hertz, one.phase = SQUARE, 100.0, 300.0, 0.25, 0.5
     shown = []
