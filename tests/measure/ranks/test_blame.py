@@ -65,20 +65,17 @@ def test_the_rank_that_failed_is_named(states: list[RankState], guilty: int) -> 
     ],
 )
 def test_nobody_can_tell(states: list[RankState], named: str) -> None:
-    """Where sequence and phase are equal."""
     said = sentence(states, 10.0)
     assert f"nobody can tell which of ranks {named} of {len(states)} failed: all are in phase gemm of 'slot'" in said
     assert ("said: RuntimeError: Timed out" in said) == any(one.fault == TIMED_OUT for one in states)
 
 
 def test_several_that_are_stopped_are_named() -> None:
-    """A whole group was, by a terminal."""
     said = late([state(0, 3), state(1, 5, stopped=True), state(2, 4, stopped=True)], 9.0)
     assert said == ": ranks 1 and 2 of 3 are stopped (SIGSTOP or SIGTSTP, by /proc)"
 
 
 def test_sentences_say_rank_phase_and_reason() -> None:
-    """And what the others said, which is where torch would have looked."""
     waiting = state(0, 12, 9.0, "communication", answered=True, fault=TIMED_OUT)
     assert sentence([waiting, state(1, 11, 3.0)], 10.0) == (
         "rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat, number 11, is 7.0 s old; rank 0 "
@@ -92,7 +89,6 @@ def test_sentences_say_rank_phase_and_reason() -> None:
 
 
 def test_the_same_in_figures() -> None:
-    """For files and tables, which nobody should have to take out of a sentence."""
     waiting = state(0, 12, 9.0, "communication", answered=True, fault=TIMED_OUT)
     assert failed_rank(culprit([waiting, state(1, 11, 3.0)]).beat, 2, 10.0) == FailedRank(1, 2, "slot", "gemm", 11, 7.0)
 

@@ -20,35 +20,23 @@ def slot(*calls: tuple[int, int], wall: float = 1.0, cpu: float = 0.5) -> RawSlo
 
 
 def test_a_step_is_over_when_its_slowest_rank_is() -> None:
-    """Call by call, with that rank's own marks; every rank's times are kept."""
     found = merged("slot", [slot((10, 1), (10, 30), wall=1.0), slot((5, 20), (5, 20), wall=2.0)])
     assert [step.intervals_ns for step in found.steps] == [(5, 20), (10, 30)]
     assert found.ranks == (RankCalls(0, (11, 40), (1, 30)), RankCalls(1, (25, 25), (20, 20)))
     assert found.wall_seconds == 2.0
-
-
-def test_memory_that_was_full_on_any_rank() -> None:
     assert merged("slot", [slot((1, 1)), slot((1, 1))]).memory_retries is None
     slots = [replace(slot((1, 1)), memory_retries=count) for count in (0, 2, 1)]
     assert merged("slot", slots).memory_retries == 3
-
-
-def test_marks_are_those_of_one_rank() -> None:
-    """Phases of different ranks would not add up to anybody's step."""
+    # Phases of different ranks would not add up to anybody's step.
     other = RawSlot((RawStep((REST, COMM, REST), (1, 50, 1)),), 1.0, 1.0, 0.0)
     assert merged("slot", [slot((10, 20)), other]).steps == other.steps
 
 
-def test_numbers_must_agree() -> None:
-    """A sum that differs from rank to rank is wrong on some of them."""
+def test_numbers_must_agree_and_builds() -> None:
     assert merged("error", [{"sqnr_db": 31.5}, {"sqnr_db": 31.5}]) == {"sqnr_db": 31.5}
     with pytest.raises(RanksDisagree, match=r"sqnr_db is 31\.5 on rank 0 and 4\.0 on rank 1"):
         merged("error", [{"sqnr_db": 31.5}, {"sqnr_db": 4.0}])
     assert merged("error", ["none", "none"]) == "none"
-
-
-def test_ranks_of_two_builds_are_refused() -> None:
-    """Their numbers would be nobody's."""
     with pytest.raises(RanksDisagree, match=r"torch is 2\.13\.0 on rank 0 and 2\.12\.1 on rank 1: install the same"):
         merged("software", [{"torch": "2.13.0"}, {"torch": "2.12.1"}])
     with pytest.raises(RanksDisagree, match="cudnn is 91002 on rank 0 and None on rank 1"):
@@ -56,7 +44,6 @@ def test_ranks_of_two_builds_are_refused() -> None:
 
 
 def test_other_answers() -> None:
-    """Devices that all have, the most memory, the first that is wrong, and the settings of each rank."""
     cpu, gpu = DeviceFacts("cpu", 0, "", 1, ""), DeviceFacts("cuda", 0, "", 1, "")
     assert merged("probe", [(cpu, gpu), (cpu,)]) == (cpu,)
     most = MemoryUse(9, ranks=(RankMemory(0, 5, (("weights", 5),)), RankMemory(1, 9)))
