@@ -135,9 +135,9 @@ def case(where: str, how: str) -> Case:
     [
         (ProcessWorker, "orphan", "worker"),  # a child of a child, in a session of its own
         (LocalWorker, "child", "sleep 60"),
-        pytest.param(ProcessWorker, "child", "sleep 60", marks=pytest.mark.slow),
+        pytest.param(ProcessWorker, "child", "sleep 60", marks=pytest.mark.nightly),
         pytest.param(ProcessWorker, "fork", "worker", marks=pytest.mark.slow),
-        pytest.param(LocalWorker, "fork", "", marks=pytest.mark.slow),
+        pytest.param(LocalWorker, "fork", "", marks=pytest.mark.nightly),
     ],
 )
 def test_what_a_step_leaves_is_ended_and_told(suite: str, kind: Kind, how: str, words: str) -> None:
@@ -165,7 +165,7 @@ def test_what_has_ended_by_then_is_nobodys_business(suite: str, kind: Kind) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [ProcessWorker, LocalWorker])
+@pytest.mark.parametrize("kind", [ProcessWorker, pytest.param(LocalWorker, marks=pytest.mark.nightly)])
 def test_what_preparing_or_a_pass_leaves_is_ended_and_told(suite: str, kind: Kind) -> None:
     """After the pass, or with the state. Where preparing fails there is something else to tell."""
     with kind(Settings(imports=(suite,))) as worker:

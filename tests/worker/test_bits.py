@@ -36,8 +36,6 @@ def test_they_repeat_and_tell_one_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "sum", lambda self, *rest: flipped(self, *rest, always=False))
     assert len(taken()["float32", "sum"]) == 2
 
-
-def test_what_a_device_has_not_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*arguments: Any, **named: Any) -> None:
         raise NotImplementedError("no kernel")
 

@@ -38,14 +38,15 @@ def best(counts: dict[int, float], call: Callable[[int], None], seconds: float) 
     return size, pytest.approx(rate), tried
 
 
-def test_the_best_size_counts(clock: Callable[[float], None]) -> None:
-    """Work of 10, 20 and 30 in so many seconds."""
+def test_the_best_size_counts_and_a_clock_that_jumps_is_no_rate(clock: Callable[[float], None]) -> None:
+    """Work of 10, 20 and 30 in so many seconds; two stretches of no time at all are passed over."""
     taken = {1: 1.0, 2: 1.0, 3: 6.0}
     assert best({1: 10.0, 2: 20.0, 3: 30.0}, lambda size: clock(taken[size]), 60.0) == (2, 20.0, 3)
+    times = chain([1.0] * 5, [1e-12] * 2, repeat(1.0))
+    assert best({1: 10.0}, lambda size: clock(next(times)), 30.0) == (1, 10.0, 1)
 
 
 def test_a_size_that_would_take_too_long_is_left_out(clock: Callable[[float], None]) -> None:
-    """By the rate of those before it: no call of it is made, nor of larger ones."""
     called = []
 
     def call(size: int) -> None:
@@ -56,17 +57,10 @@ def test_a_size_that_would_take_too_long_is_left_out(clock: Callable[[float], No
     assert set(called) == {1, 5}
 
 
-def test_a_clock_that_jumps_is_no_rate(clock: Callable[[float], None]) -> None:
-    """Two stretches of no time at all are passed over."""
-    times = chain([1.0] * 5, [1e-12] * 2, repeat(1.0))
-    assert best({1: 10.0}, lambda size: clock(next(times)), 30.0) == (1, 10.0, 1)
-
-
 SMALL = replace(CPU, cache_bytes=1 << 16)
 
 
 def test_a_quick_look_has_products_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of dtypes that a processor multiplies natively; whatever the machine does, it does some of it."""
     monkeypatch.setitem(ceilings._PRODUCTS, "cpu", ((32, 32, 32),))
     found = ceilings.quick(devices.get("cpu"), SMALL, 0.1)
     native = [name for name in ceilings.DTYPES if precisions.get(name).support(CPU).level is Level.NATIVE]
@@ -97,7 +91,6 @@ def test_winners_are_measured_again_in_every_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_a_device_refuses_ends_no_other_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of one precision may be missing."""
 
     def call(limit: Limit, *rest: object) -> Callable[[], None]:
         if limit is Limit.PRODUCT:
@@ -114,14 +107,9 @@ def test_what_a_device_refuses_ends_no_other_search(monkeypatch: pytest.MonkeyPa
 
 
 def test_counts_by_hand_and_tensors_beyond_the_cache() -> None:
-    """FLOPs of a product, bytes of what is read and written; a GPU is loaded from its host, a processor is not."""
     assert count_of(Limit.PRODUCT, (2, 3, 5)) == 60 and count_of(Limit.LAUNCH, (1,)) == 1
-    assert [count_of(one, (100,)) for one in (Limit.COPY, Limit.TRIAD, Limit.CACHED, Limit.LOAD)] == [
-        200,
-        300,
-        200,
-        100,
-    ]
+    moving = (Limit.COPY, Limit.TRIAD, Limit.CACHED, Limit.LOAD)
+    assert [count_of(limit, (100,)) for limit in moving] == [200, 300, 200, 100]
     for facts in (replace(CPU, cache_bytes=33 << 20), replace(H200, cache_bytes=60 << 20), H200):
         for limit in (Limit.COPY, Limit.TRIAD):
             assert min(shapes_of(limit, facts))[0] >= 2 * facts.cache_bytes
@@ -134,7 +122,6 @@ def test_counts_by_hand_and_tensors_beyond_the_cache() -> None:
 
 @for_each("limit", [one for one in Limit if one is not Limit.LOAD])
 def test_a_call_does_what_its_name_says(limit: Limit) -> None:
-    """A copy is equal to what was copied, a triad is b + 3 c, a product has its shape."""
     shape = (4, 6, 8) if limit is Limit.PRODUCT else (64,)
     call: Any = ceilings.call_of(limit, shape, CPU, precisions.get("fp32").arithmetic(CPU), 1)
     result = call()

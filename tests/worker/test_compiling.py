@@ -39,11 +39,10 @@ def told(records: Mapping[str, Record]) -> dict[str, tuple[str, bool]]:
 
 
 def test_what_waits_is_compiled_before_the_first_timed_slot() -> None:
-    """Once for each mode; who asks for nothing is not asked to wait. What it says while it does."""
+    """Once for each mode; who asks for nothing is not asked to wait. --case-timeout does not cut it short."""
     listener = Listener()
     scripts = {"mxfp8": Script(quantisers=[2]), "nvfp4": Script(quantisers=[1])}
     records, worker = measure(scripts, Quantisers(), listener=listener)
-
     assert told(records) == {"fp32": ("", False), "mxfp8": ("", True), "nvfp4": ("", True)}
     compiled = [entry for entry in worker.log if entry[0] == "compile"]
     assert compiled == [("compile", "mxfp8", 2), ("compile", "nvfp4", 1)]
@@ -53,50 +52,37 @@ def test_what_waits_is_compiled_before_the_first_timed_slot() -> None:
     assert [doing for mode, doing, _ in listener.told if "compiling" in doing] == [
         "compiling 2 quantisers", "compiling 1 quantiser",
     ]  # fmt: skip
-
-
-def test_compiling_has_a_limit_of_its_own() -> None:
-    """It is no part of the case: --case-timeout does not cut it short."""
-    _, worker = measure({"mxfp8": Script(quantisers=[2])}, Quantisers())
-    (limit,) = [limit for name, limit in worker.limits if name == "compile_quantisers"]
-
-    assert limit >= 2 * COMPILE_SECONDS
+    limits = [limit for name, limit in worker.limits if name == "compile_quantisers"]
+    assert limits[0] >= 2 * COMPILE_SECONDS
     assert Limits(1.0).compiling(CASES[0].work, 2) == 2 * COMPILE_SECONDS + 1.0
 
 
-def test_quantisers_that_a_later_step_asks_for_are_compiled_too() -> None:
+def test_quantisers_that_later_steps_ask_for_are_compiled_too_until_that_comes_to_an_end() -> None:
     """A first step finds its scales, the next remember them: another kernel. Still before anything is kept."""
     records, worker = measure({"mxfp8": Script(quantisers=[1, 1])}, Quantisers(), CASES[0], CASES[1])
-
     assert told(records)["mxfp8"] == ("", True)
     assert [entry[2] for entry in worker.log if entry[0] == "compile"] == [1, 1]
-
-
-def test_what_is_asked_for_ever_later_stays_eager_and_says_so() -> None:
-    """Compiling comes to an end."""
     records, worker = measure({"mxfp8": Script(quantisers=[1] * 50)}, Quantisers(), CASES[0], CASES[1])
-
     assert told(records)["mxfp8"] == ("they were first asked for while it was timed", True)
     assert len([entry for entry in worker.log if entry[0] == "compile"]) == 3
 
 
 @for_each("why", ["--quick compiles none", "FP8BENCH_QUANTISERS=eager compiles none"])
-def test_nothing_is_compiled_where_that_was_asked_for(why: str) -> None:
-    """The label says why; cases without quantisers have none."""
+def test_nothing_is_compiled_where_that_was_asked_for_or_nobody_asks(why: str) -> None:
     records, worker = measure({"mxfp8": Script(quantisers=[2])}, Quantisers(why))
-
     assert told(records) == {"fp32": ("", False), "mxfp8": (why, False), "nvfp4": ("", False)}
     assert not [entry for entry in worker.log if entry[0] in ("compile", "quantisers")]
     labels = {one.case.mode: one.labels for one in find(list(records.values()), {})}
     assert Label.EAGER_QUANTISER in labels["mxfp8"] and Label.EAGER_QUANTISER not in labels["nvfp4"]
+    records, worker = measure({"mxfp8": Script(quantisers=[2])}, None)
+    assert not [entry for entry in worker.log if entry[0] in ("compile", "quantisers")]
+    assert told(records)["mxfp8"] == ("", False)
 
 
 def test_what_does_not_compile_runs_eagerly_with_the_reason() -> None:
-    """And is not tried again for the next case."""
     why = "compiling failed: InvalidCxxCompiler: No working C++ compiler found"
     scripts = {"mxfp8": Script(quantisers=[2], uncompilable=why), "nvfp4": Script(quantisers=[1])}
     records, worker = measure(scripts, Quantisers())
-
     assert told(records) == {"fp32": ("", False), "mxfp8": (why, False), "nvfp4": ("", True)}
     assert [entry[1] for entry in worker.log if entry[0] == "compile"] == ["mxfp8", "nvfp4"]
     assert {one.status for one in records.values()} == {Status.OK}
@@ -110,11 +96,9 @@ def test_what_does_not_compile_runs_eagerly_with_the_reason() -> None:
     ],
 )
 def test_a_compiler_that_ends_the_worker_costs_no_case(error: Exception, why: str) -> None:
-    """The group starts again in a fresh one, nothing is compiled from then on, and the label says why."""
     quantisers = Quantisers()
     scripts = {"mxfp8": Script(quantisers=[2], faults=[Fault("compile", error)]), "nvfp4": Script(quantisers=[1])}
     records, worker = measure(scripts, quantisers)
-
     assert {one.status for one in records.values()} == {Status.OK}
     assert told(records) == {"fp32": ("", False), "mxfp8": (why, False), "nvfp4": (why, False)}
     assert quantisers.why_eager == why and worker.restarts == 1
@@ -122,16 +106,7 @@ def test_a_compiler_that_ends_the_worker_costs_no_case(error: Exception, why: st
 
 
 def test_a_step_that_fails_after_compiling_fails_its_case() -> None:
-    """What runs then is the case's own code."""
     fault = Fault("compile", WorkerFault("ValueError", "no such thing", "the trace"))
     records, _ = measure({"mxfp8": Script(quantisers=[1], faults=[fault])}, Quantisers(), CASES[0], CASES[1])
-
     assert records["mxfp8"].status is Status.FAILED and records["mxfp8"].reason == "ValueError: no such thing"
     assert records["fp32"].status is Status.OK
-
-
-def test_where_nobody_asks_nothing_is_compiled_and_nothing_said() -> None:
-    """The self-test measures by hand."""
-    records, worker = measure({"mxfp8": Script(quantisers=[2])}, None)
-    assert not [entry for entry in worker.log if entry[0] in ("compile", "quantisers")]
-    assert told(records)["mxfp8"] == ("", False)

@@ -33,7 +33,6 @@ def mask() -> torch.Tensor:
 
 
 def test_a_number_that_becomes_nan_is_lost_and_told() -> None:
-    """With where it lies; others that are finite count as looked at."""
     found = lost(State(x=torch.ones(3, 4), y=torch.ones(8)), lambda state: state.x[0].fill_(torch.nan))
     assert found[:2] == (4, 20) and found.share == 0.2
     assert str(found) == "its state is not finite: 4 of 20 numbers, the first in a tensor of 3 x 4 (float32)"
@@ -57,7 +56,6 @@ SPOILT: dict[str, Step] = {
 
 @for_each("how", SPOILT)
 def test_what_a_step_spoils_is_found(how: str) -> None:
-    """Wherever the state holds it, in any dtype with such numbers."""
     weight = torch.ones(2, requires_grad=True)
     assert lost(State(x=torch.full((3, 4), 1e20), mask=mask(), weight=weight), SPOILT[how]).lost > 0
 
@@ -86,7 +84,6 @@ HONEST: dict[str, Step] = {
 
 @for_each("how", HONEST)
 def test_what_was_not_finite_from_the_start_is_an_input(how: str) -> None:
-    """Masks of -inf, wherever they come from, and memory that nobody has written."""
     scratch = torch.full((8,), torch.nan)
     state = State(x=torch.ones(3, 4), mask=mask(), scratch=scratch, x8=scratch.to(torch.float8_e4m3fn))
     assert lost(state, HONEST[how], HONEST[how]).lost == 0

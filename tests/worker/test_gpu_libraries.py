@@ -37,7 +37,6 @@ def test_what_is_not_there_has_no_version(line: str, tmp_path: Path, monkeypatch
 
 
 def test_a_run_says_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the library tells it."""
     told = Bench(Settings())
     try:
         monkeypatch.setattr(torch_state, "cublaslt_version", lambda: 130100)

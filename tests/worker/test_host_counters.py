@@ -28,7 +28,6 @@ def fake(folder: Path, status: str = STATUS, stat: str = "cpu  1 2 3 4 5 6 7 250
 
 
 def test_steal(tmp_path: Path) -> None:
-    """In seconds of all processors together; 0 where nothing was stolen."""
     assert host.counters(fake(tmp_path / "a"))["steal"] == Reading(2.5, "s", f"{tmp_path}/a/stat")
     steal = host.counters(fake(tmp_path / "b", stat="cpu  1 2 3 4 5 6 7 0 9 10\n"))["steal"]
     assert isinstance(steal, Reading) and steal.value == 0
@@ -55,7 +54,6 @@ def test_waiting_for_a_core_is_no_sleep(tmp_path: Path) -> None:
 
 
 def test_without_proc_there_are_reasons(tmp_path: Path) -> None:
-    """What needs none is there all the same."""
     absent = tmp_path / "absent"
     for read in (*host.memory(absent).values(), host.reset_high_water(absent), host.counters(absent)["steal"]):
         assert isinstance(read, Unavailable) and "cannot be read: No such file" in read.reason
@@ -70,7 +68,6 @@ def test_memory_in_bytes(tmp_path: Path) -> None:
 
 
 def test_the_high_water_mark_is_reset_and_rises_again() -> None:
-    """By what is really touched."""
     if isinstance(why := host.reset_high_water(), Unavailable):
         pytest.skip(why.reason)
     with mmap.mmap(-1, 64 * MEBIBYTE) as block:
@@ -95,7 +92,6 @@ def test_a_mark_that_stays_where_it_was_says_so(tmp_path: Path) -> None:
 
 
 def test_a_slot_counts_what_its_device_had_to_try_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From ahead of its discarded calls to the end of its last one; nothing where nobody counts."""
     (first, *_) = make_plan(Request("gemm", ("fp32",), ("cpu",), axes=(("shape", ("8",)),)), (CPU,)).groups
     bench.prepare("one", first.cases[0].case, CPU)
     try:

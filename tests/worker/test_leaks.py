@@ -22,7 +22,6 @@ def held(size_of: Callable[[int], int], count: int = 48) -> list[int]:
 @for_each("count", [12, 24, 48])
 @for_each("phase", range(3))
 def test_what_every_third_step_keeps_is_found(phase: int, count: int) -> None:
-    """Whichever step is looked at first."""
     assert growth(held(lambda step: 3 * KIB * (step % 3 == phase), count)) == pytest.approx(KIB, rel=0.4)
 
 
@@ -32,12 +31,6 @@ GROWING: dict[str, tuple[Callable[[int], int], int]] = {
     "beside batches of many sizes": (lambda step: KIB + (-1) ** step * 5 * KIB, KIB),
     "beside a cache that is emptied": (lambda step: KIB + (8 * KIB if step % 9 else -64 * KIB), KIB),
 }  # fmt: skip
-
-
-@for_each("how", GROWING)
-def test_growth_that_goes_on_is_bytes_a_step(how: str) -> None:
-    size_of, wanted = GROWING[how]
-    assert growth(held(size_of)) == pytest.approx(wanted, rel=0.3)
 
 
 ENDING: dict[str, Callable[[int], int]] = {
@@ -50,24 +43,19 @@ ENDING: dict[str, Callable[[int], int]] = {
     "slower and slower": lambda step: 1 << max(0, 24 - step),
     "a little": lambda step: 100,
     "given back": lambda step: -KIB,
-}  # fmt: skip
+}
 
 
-@for_each("how", ENDING)
-def test_growth_that_ends_is_none(how: str) -> None:
-    assert growth(held(ENDING[how])) == 0.0
+@for_each("how", [*GROWING, *ENDING])
+def test_growth_is_bytes_a_step_where_it_goes_on(how: str) -> None:
+    size_of, wanted = GROWING[how] if how in GROWING else (ENDING[how], 0.0)
+    assert growth(held(size_of)) == pytest.approx(wanted, rel=0.3)
 
 
-def test_garbage_in_cycles_is_no_leak() -> None:
-    """Python gives it back when it collects, which is not by chance here; and a step may be looked at many times."""
-
+def test_garbage_in_cycles_is_no_leak_and_steps_that_take_long_are_not_run_again() -> None:
     def step() -> None:
         cycle: list[object] = [torch.ones(KIB)]
         cycle.append(cycle)
 
     assert leak_of(step, "cpu", 0.001) == 0.0
-
-
-def test_of_steps_that_take_long_nothing_is_said() -> None:
-    """They are not run again."""
     assert leak_of(lambda: pytest.fail("not to be run"), "cpu", LONGEST_SECONDS + 1) is None

@@ -44,7 +44,6 @@ def told(arithmetic: Arithmetic) -> tuple[Arithmetic, Said]:
 
 
 def test_a_cast_that_copies_is_told_of_with_its_source() -> None:
-    """By role; a second orientation that is the same memory is no other copy."""
     arithmetic, said = told(PlainArithmetic(torch.bfloat16))
     x, w, g = torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 4)
     a, b, c = (arithmetic.cast(one, role) for one, role in zip((x, w, g), Role, strict=True))
@@ -55,7 +54,6 @@ def test_a_cast_that_copies_is_told_of_with_its_source() -> None:
 
 
 def test_a_cast_that_changes_nothing_makes_no_copy() -> None:
-    """Its operand is its source, in either orientation, also where the source is no longer given."""
     arithmetic, said = told(PlainArithmetic(torch.float32))
     x = torch.ones(2, 3)
     operand = arithmetic.cast(x, Role.INPUT)
@@ -86,7 +84,6 @@ def test_every_precision_tells_and_computes_what_it_did(name: str) -> None:
 
 
 def test_both_orientations_that_one_look_gives_are_told_of() -> None:
-    """Each is a copy of the source; counting casts counts one."""
     arithmetic, said = told(precisions.get("fp8").arithmetic(H200))
     w = torch.randn(16, 32)
     operand, turned = arithmetic.cast_both(w, Role.WEIGHT)
@@ -126,7 +123,6 @@ def test_a_layer_of_another_class_tells_too() -> None:
 
 
 def test_nothing_is_said_while_a_graph_is_compiled() -> None:
-    """Tensors lie nowhere there."""
     arithmetic, said = told(PlainArithmetic(torch.bfloat16))
     compiled = torch.compile(lambda x: arithmetic.cast(x, Role.INPUT).data * 2, backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.ones(2, 2)), torch.full((2, 2), 2.0, dtype=torch.bfloat16))

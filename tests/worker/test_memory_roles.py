@@ -56,7 +56,6 @@ def test_they_sum_to_the_peak() -> None:
 
 
 def test_any_blocks_sum_to_their_size() -> None:
-    """A thousand of chance, every one for something."""
     draw = random.Random(3)
     flag = lambda: draw.random() < 0.5  # noqa: E731
     held = [

@@ -40,7 +40,6 @@ def test_who_does_not_come_is_named(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_joins_late_takes_nothing_away(tmp_path: Path) -> None:
-    """The file is made longer by nobody twice: what is written in it stays."""
     alone = StartLine(tmp_path, 0, 2, 0.0)
     with pytest.raises(TimeoutError):
         alone.meet()
