@@ -86,7 +86,6 @@ def derived(bench: Bench, case: Case) -> int:
 
 @pytest.mark.parametrize("precision", ["fp8", *LAYOUTS])
 def test_a_perceptron_by_hand(precision: str, bench: Bench, tell: Tell) -> None:
-    """To the byte: codes, scales with what fills their tiles, and nothing of the emulation."""
     code, scales_of = LAYOUTS.get(precision, (1, lambda rows, columns: 4))
     shapes = [(TOKENS, HIDDEN), (HIDDEN, TOKENS), (WIDTH, TOKENS)][precision == "fp8" :]
     expected = by_hand(code, sum(scales_of(*shape) for shape in shapes))
@@ -136,7 +135,7 @@ def test_a_planted_mistake_is_seen(
     assert isinstance(use, MemoryUse) and use.on_device != by_hand(1, 4 + 4)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@for_each("precision", ["fp32", "bf16", "fp16"])
 def test_what_is_native_is_its_peak(precision: str, bench: Bench, tell: Tell) -> None:
     use = bench.memory(tell(Perceptron, precision=precision), CPU)
     assert isinstance(use, MemoryUse) and use.on_device == use.peak and not use.off_device
@@ -196,7 +195,6 @@ ALL = [
 
 @pytest.mark.parametrize(("suite", "precision"), ALL)
 def test_against_codes_in_memory(suite: str, precision: str, bench: Bench) -> None:
-    """To the byte in every suite and format: the hardware's own arithmetic, run here, holds as much."""
     axes = tuple((axis, (value,)) for axis, value in SUITES[suite].items())
     plan = make_plan(Request(suite, (precision,), ("cpu",), axes=axes), (CPU,))
     cases = [one for group in plan.groups for one in group.cases if one.case.precision == precision and not one.skip]
@@ -219,7 +217,6 @@ def test_against_codes_in_memory(suite: str, precision: str, bench: Bench) -> No
     ],
 )
 def test_nobody_can_say(suite: str, precision: str, why: str, bench: Bench) -> None:
-    """Then there is no figure, and a reason."""
     axes = {"conv": {"channels": "8", "batch": "2", "image": "8"}, "data": {"record": "256", "batch": "8"}}
     asked = tuple((axis, (value,)) for axis, value in axes.get(suite, {"shape": "64x48x32"}).items())
     group = make_plan(Request(suite, (precision,), ("cpu",), axes=asked), (CPU,)).groups[0]
@@ -228,29 +225,19 @@ def test_nobody_can_say(suite: str, precision: str, why: str, bench: Bench) -> N
     assert isinstance(use, MemoryUse) and use.on_device is None and use.off_device.startswith(why)
 
 
-class FromElsewhere:
-    """An operand that is none of a cast's is turned."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.arithmetic, self.x = setup.arithmetic, torch.randn(TOKENS, WIDTH)
-
-    def step(self, phase: Phases) -> None:
-        self.arithmetic.turn(Operand(self.x.clone()), self.x, Role.WEIGHT)
-
-
-class Nothing:
-    """No cast at all."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.x = torch.randn(TOKENS, WIDTH)
-
-    def step(self, phase: Phases) -> None:
-        self.x.clone()
-
-
-@pytest.mark.parametrize(("state", "why"), [(FromElsewhere, "came from somewhere else"), (Nothing, "no cast was seen")])
-def test_what_was_not_followed_is_no_figure(state: type, why: str, bench: Bench, tell: Tell) -> None:
-    use = bench.memory(tell(state, precision="fp8"), CPU)
+@for_each(
+    ("step", "why"),
+    [
+        # An operand that is none of a cast's is turned.
+        (lambda setup, x: setup.arithmetic.turn(Operand(x.clone()), x, Role.WEIGHT), "came from somewhere else"),
+        (lambda setup, x: x.clone(), "no cast was seen"),
+    ],
+)
+def test_what_was_not_followed_is_no_figure(
+    step: Callable[[Setup, torch.Tensor], object], why: str, bench: Bench, tell: Tell
+) -> None:
+    x = torch.randn(TOKENS, WIDTH)
+    use = bench.memory(tell(lambda setup: setup, lambda setup, phase: step(setup, x), precision="fp8"), CPU)
     assert isinstance(use, MemoryUse) and use.on_device is None and why in use.off_device
 
 
@@ -283,11 +270,7 @@ STRETCH: list[tuple[str, list[Event], int]] = [
 
 @for_each(("events", "peak"), [(events, peak) for _, events, peak in STRETCH], ids=[one[0] for one in STRETCH])
 def test_a_stretch(events: list[Event], peak: int) -> None:
-    """A hundred bytes lie at 7 before it begins."""
-    found = course([Sized(7, 100), Begun("gemm"), *events, Emulating(), Emulated()])
-    assert found is not None and found.on_device == peak
-
-
-def test_without_notes_there_is_none() -> None:
-    found = course([Sized(7, 100), Begun("gemm")])
-    assert found is not None and found.on_device is None
+    stretch = course([Sized(7, 100), Begun("gemm"), *events, Emulating(), Emulated()])
+    assert stretch is not None and stretch.on_device == peak
+    silent = course([Sized(7, 100), Begun("gemm")])
+    assert silent is not None and silent.on_device is None, "without notes there is none"

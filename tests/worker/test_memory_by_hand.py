@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping
 
 import pytest
@@ -129,6 +130,20 @@ class Bare:
         self.optimizer.zero_grad()
 
 
+class Threaded(Network):
+    """Its product up is made by a thread of Python's, in a phase."""
+
+    def step(self, phase: Phases) -> None:
+        def work() -> None:
+            with phase.data_load:
+                torch.empty(100)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        super().step(phase)
+
+
 def test_a_suite_that_says_nothing_has_roles_all_the_same(bench: Bench, tell: Tell) -> None:
     """Weights, two moments and a count, gradients; its batch is the state's, for nobody knows what."""
     use = measured(bench, tell(Bare))
@@ -177,7 +192,6 @@ EXPECTED = {
     ],
 )  # fmt: skip
 def test_every_suite_knows_what_its_memory_is_for(name: str, precision: str, bench: Bench) -> None:
-    """Next to nothing is left for which nobody has a word; a trained suite's low precision has copies of weights."""
     axes = tuple((axis, (value,)) for axis, value in SMALL[name].items())
     for group in make_plan(Request(name, (precision,), ("cpu",), axes=axes), (CPU,)).groups:
         for one in group.cases:
@@ -192,39 +206,20 @@ def test_every_suite_knows_what_its_memory_is_for(name: str, precision: str, ben
                 assert found["low_precision_weights"] > 0
 
 
-def test_a_step_that_fails_in_the_middle_leaves_nothing(bench: Bench, tell: Tell) -> None:
-    """Neither the profiler nor a phase that is still open; the next one is measured as if nothing had been."""
+def test_a_step_that_fails_in_the_middle_leaves_nothing_and_threads_do_no_harm(bench: Bench, tell: Tell) -> None:
+    """Neither the profiler nor a phase that is still open. What threads allocate is not seen."""
 
     def failing(setup: Setup) -> Network:
-        one = Network(setup)
-        one.fails_at = 2
-        return one
+        network = Network(setup)
+        network.fails_at = 2
+        return network
 
     whole = measured(bench, tell(Network))
     with pytest.raises(MemoryError, match="planted"):
         bench.memory(tell(failing), CPU)
     assert not torch.autograd._profiler_enabled()
-    again = measured(bench, tell(Network))
+    again, threaded = measured(bench, tell(Network)), measured(bench, tell(Threaded))
     assert (again.peak, again.roles, again.phases) == (whole.peak, whole.roles, whole.phases)
-
-
-class Threaded(Network):
-    """Its product up is made by a thread of Python's, in a phase."""
-
-    def step(self, phase: Phases) -> None:
-        def work() -> None:
-            with phase.data_load:
-                torch.empty(100)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        super().step(phase)
-
-
-def test_threads_do_no_harm(bench: Bench, tell: Tell) -> None:
-    """What they allocate is not seen; all else is as it was."""
-    whole, threaded = measured(bench, tell(Network)), measured(bench, tell(Threaded))
     assert threaded.roles == whole.roles
 
 
@@ -232,7 +227,6 @@ def test_threads_do_no_harm(bench: Bench, tell: Tell) -> None:
 def test_the_process_in_the_machines_memory(
     trouble: str, bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mark of the step alone; where nobody can say, that is said and nothing is 0."""
     case = tell(Network)
     use = measured(bench, case)
     assert use.resident is None or use.resident > use.peak
@@ -246,7 +240,6 @@ def test_the_process_in_the_machines_memory(
 
 
 def test_a_large_step_moves_the_mark(bench: Bench, tell: Tell) -> None:
-    """By what it writes to; the steps before and after it do not count."""
 
     class Large:
         def __init__(self, size: int) -> None:
@@ -264,19 +257,16 @@ def test_a_large_step_moves_the_mark(bench: Bench, tell: Tell) -> None:
 
 def test_a_state_that_is_kept_is_given_back_when_it_is_released(bench: Bench, tell: Tell) -> None:
     """Somebody may look at the process meanwhile."""
-    import weakref
-
     seen: list[weakref.ref[Tensor]] = []
 
     def noting(setup: Setup) -> Network:
-        one = Network(setup)
-        seen.append(weakref.ref(one.x))
-        return one
+        network = Network(setup)
+        seen.append(weakref.ref(network.x))
+        return network
 
     case = tell(noting)
     bench.memory(case, CPU)
-    assert seen[0]() is None
     bench.memory(case, CPU, "key")
-    assert seen[1]() is not None
+    assert seen[0]() is None and seen[1]() is not None
     assert bench.release("key") == () == bench.release("key")
     assert seen[1]() is None

@@ -69,7 +69,6 @@ def test_every_phase_is_done_again_bit_for_bit(name: str, mode: str, corpus: Cor
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", sampled(("bf16", "nvfp4"), MODES))
 def test_every_phase_of_a_training_step_is(mode: str, corpus: Corpus, bench: Bench) -> None:
-    """Forward, backward, accumulation, the optimizer; its data by its own `load`."""
     setup = setup_of("transformer", GPT | {"data": corpus.identity}, mode, corpus=corpus.path)
     assert check(setup) == {UNATTRIBUTED: NO_OPERATOR}
 

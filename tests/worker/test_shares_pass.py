@@ -33,7 +33,6 @@ def shares(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str) 
 
 
 def test_a_training_step(bench: Bench, corpus: Corpus) -> None:
-    """Every kind of it, every layer by its name, forward and backward, and nothing twice."""
     ((_, found),) = shares(bench, corpus, "transformer", "bf16", size="nano")
     assert sum(found.by_kind.values()) + found.unattributed == pytest.approx(1) and found.of is SharesFrom.OPERATORS
     assert set(found.by_kind) == set(ShareKind) - {ShareKind.UNKNOWN}

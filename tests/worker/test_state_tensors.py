@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -58,17 +59,20 @@ def started(tensor: Tensor) -> Iterator[Tensor]:
     ],
 )  # fmt: skip
 def test_a_tensor_is_found_wherever_it_is_held(wrap: Callable[[Tensor], object]) -> None:
-    """In containers, objects, closures, arguments, generators; views lie where their base does."""
     x = torch.empty(10)
     found = state_tensors(wrap(x))
     assert role(found, x) is None and len(found) == 1
 
 
-def test_a_state_that_holds_itself_ends() -> None:
-    """And tensors without memory lie nowhere."""
+def test_a_state_that_holds_itself_ends_and_looking_keeps_nothing_alive() -> None:
+    """Tensors without memory lie nowhere."""
     state: list[Any] = [torch.empty(0), torch.empty(3, device="meta"), torch.eye(3).to_sparse()]
     state.append(state)
     assert state_tensors(state) == {}
+    x = torch.empty(3)
+    seen, held = weakref.ref(x), state_tensors([x])
+    del x
+    assert seen() is None and len(held) == 1
 
 
 def test_what_modules_and_optimisers_hold_is_known() -> None:
@@ -86,14 +90,10 @@ def test_what_modules_and_optimisers_hold_is_known() -> None:
         assert role(found, moments["exp_avg"]) is role(found, moments["exp_avg_sq"]) is MemoryRole.OPTIMIZER
     assert role(found, model[1].running_mean) is None and role(found, x) is None
     assert role(state_tensors(optimizer), model[0].weight) is MemoryRole.WEIGHTS
-
-
-def test_a_tensor_that_is_trained_is_a_weight() -> None:
-    """Without a module around it; what was computed from it is none."""
-    w = torch.empty(3, requires_grad=True)
-    y = w * 2
-    found = state_tensors((w, y))
-    assert role(found, w) is MemoryRole.WEIGHTS and role(found, y) is None
+    trained = torch.empty(3, requires_grad=True)  # without a module around it; what is computed from it is none
+    computed = trained * 2
+    found = state_tensors((trained, computed))
+    assert role(found, trained) is MemoryRole.WEIGHTS and role(found, computed) is None
 
 
 @dataclass
@@ -119,7 +119,6 @@ def test_a_states_own_words_go_before_all_else_and_outer_ones_before_inner() -> 
 
 @for_each("said", [None, 5, [torch.empty(1)], {"weights": 1, 3: 4}])
 def test_words_that_are_none_are_an_error(said: object) -> None:
-    """That says what was expected."""
     with pytest.raises(TypeError, match=r"Holder\.memory_roles\(\) returned .*expected a mapping of MemoryRole"):
         state_tensors(Holder(said))
 
@@ -130,17 +129,6 @@ def test_a_huge_state_is_not_looked_through_to_its_end(monkeypatch: pytest.Monke
     near, far = torch.empty(3), torch.empty(3)
     found = state_tensors([near, [[one] for one in range(1000)], [[[far]]]])
     assert role(found, near) is None and role(found, far) == "unheld"
-
-
-def test_looking_keeps_nothing_alive() -> None:
-    """Neither tensors nor what holds them."""
-    import weakref
-
-    x = torch.empty(3)
-    seen = weakref.ref(x)
-    found = state_tensors([x])
-    del x
-    assert seen() is None and len(found) == 1
 
 
 def test_of_a_tensor_that_is_spread_over_ranks_what_lies_here_is_found() -> None:

@@ -21,8 +21,10 @@ from fp8bench.model import UNATTRIBUTED, Case, Measurement, Request, specs
 from fp8bench.model.raw import Settings
 from fp8bench.model.readings import NoReading
 from fp8bench.protocols import Phases
+from fp8bench.registry import workloads
 from fp8bench.worker import perf_counters, step_counters
 from fp8bench.worker.perf_counters import EVENTS, SOFTWARE, Counter, PerfEvent, counted, why_not
+from tests.counts import for_each
 from tests.workloads.steps import CPU, SMALL, small
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the probe and perf events are Linux's")
@@ -63,23 +65,16 @@ def under_probe(folder: Path, code: str) -> list[list[int]]:
 
 
 @LINUX
-def test_the_probe_counts_every_call_and_its_bytes(tmp_path: Path) -> None:
-    """Of each way to ask an allocator, one call and one release; nothing is released where there is nothing."""
+def test_the_probe_counts_every_call_and_its_bytes_while_it_is_on(tmp_path: Path) -> None:
     found = under_probe(tmp_path, BY_HAND)
     wanted = [1000, 1200, 77, 128, 3 << 20]
     assert [one[:3] for one in found] == [*([1, 1, size] for size in wanted), [0, 0, 0]]
     assert all(one[3] > 0 for one in found[:-1])
-
-
-@LINUX
-def test_a_probe_that_is_off_counts_nothing(tmp_path: Path) -> None:
-    """Whatever is allocated meanwhile."""
     code = "import ctypes; n = (ctypes.c_uint64 * 4)(); x = [bytes(10**6) for _ in range(99)]; "
     assert under_probe(tmp_path, code + "ctypes.CDLL(None).fp8bench_probe_read(n); print(*n)") == [[0, 0, 0, 0]]
 
 
 def test_why_there_is_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another system, no compiler, one that fails: a sentence each."""
     assert "Linux" in str(built(tmp_path, "darwin"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
@@ -100,6 +95,7 @@ def test_a_real_worker_counts_a_casts_bytes() -> None:
     for the objects around it. Without counters of a processor there is a reason, once."""
     case = Case("cast", tuple({**SMALL["cast"], "rows": 512, "columns": 1024}.items()), "bf16", "cpu")
     with counting_worker(Settings()) as worker:
+        assert isinstance(worker, CountingWorker) and worker.pid is None and not worker.why  # until it is asked
         found, whys = worker.within(120).counters(case, CPU, worker.why)
     whole, cast = figures(found), figures(found, "cast")
     image = 512 * 1024 * 2
@@ -114,16 +110,9 @@ def test_a_real_worker_counts_a_casts_bytes() -> None:
 
 @LINUX
 def test_without_a_probe_faults_are_counted_and_the_reason_is_told() -> None:
-    """In this very process there is none."""
-    found, whys = step_counters.counters_of_step(_cast(), small("cast", "bf16"), Cpu(), 0, "no compiler")
+    found, whys = step_counters.counters_of_step(workloads.get("cast"), small("cast", "bf16"), Cpu(), 0, "no compiler")
     assert specs.PAGE_FAULTS in figures(found) and specs.ALLOCATOR_TIME not in figures(found)
     assert "no calls of the allocator: no compiler" in whys
-
-
-def _cast() -> object:
-    from fp8bench.registry import workloads
-
-    return workloads.get("cast")
 
 
 def test_readings_go_to_the_phase_that_a_step_was_in() -> None:
@@ -153,7 +142,6 @@ def test_readings_go_to_the_phase_that_a_step_was_in() -> None:
 
 
 def test_time_of_a_drivers_allocations_in_a_trace() -> None:
-    """Calls of the runtime and of the driver, in seconds; kernels and copies are none."""
     events = [
         {"cat": "cuda_runtime", "name": "cudaMalloc", "dur": 300},
         {"cat": "cuda_driver", "name": "cuMemMap", "dur": 5e1},
@@ -177,19 +165,14 @@ class CountingDevice(Cpu):
 
 
 def test_a_devices_allocations_are_those_of_steps() -> None:
-    """By torch's own names, before and after each."""
-    found, _ = step_counters.counters_of_step(_cast(), small("cast", "bf16"), CountingDevice(), 0)
+    found, _ = step_counters.counters_of_step(workloads.get("cast"), small("cast", "bf16"), CountingDevice(), 0)
     whole = figures(found)
     assert sum(whole[specs.DEVICE_ALLOCATIONS]) in (2, 3) and set(whole[specs.DEVICE_ALLOCATIONS]) == {0.0, 1.0}
     assert sum(whole[specs.ALLOCATION_RETRIES]) in (1, 2) and whole[specs.DEVICE_ALLOCATOR_TIME] == (0.0,)
 
 
-# Perf events: a real one of the kernel's own, a planted one, and what the kernel may answer.
-
-
 @LINUX
 def test_a_software_event_counts_what_the_system_counts() -> None:
-    """Page faults, by perf events and by getrusage: the way that hardware events are read is the same."""
     faults, pages = PerfEvent("page_faults", SOFTWARE, 2), 300
     seen: list[int] = []
 
@@ -232,15 +215,13 @@ def test_a_planted_event_is_read_as_the_kernel_writes_it() -> None:
     assert [event.config for event in EVENTS if event.kind == 3] == [2, 2 | 1 << 16]
 
 
-@pytest.mark.parametrize(
-    ("counts", "words"), [([(1, 5, 5), (9, 9, 7)], "another program holds"), ([(1, 5, 5)], "0 bytes")]
-)
+@for_each(("counts", "words"), [([(1, 5, 5), (9, 9, 7)], "another program holds"), ([(1, 5, 5)], "0 bytes")])
 def test_a_count_that_is_an_estimate_is_none(counts: list[tuple[int, int, int]], words: str) -> None:
     """Where the counter was somebody else's for a while, or there is nothing to read."""
     assert words in str(counted(lambda: None, EVENTS[0], lambda attribute: planted(*counts)))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("code", "pmu", "paranoid", "words"),
     [
         (errno.ENOENT, False, "2", "virtual machine"), (errno.ENOENT, True, "2", "no such counter"),
@@ -250,7 +231,6 @@ def test_a_count_that_is_an_estimate_is_none(counts: list[tuple[int, int, int]],
     ],
 )  # fmt: skip
 def test_every_refusal_says_what_can_be_done(code: int, pmu: bool, paranoid: str, words: str, tmp_path: Path) -> None:
-    """By what the kernel answered and what it says of itself."""
     level = tmp_path / "paranoid"
     level.write_text(paranoid)
     if pmu:
@@ -260,7 +240,6 @@ def test_every_refusal_says_what_can_be_done(code: int, pmu: bool, paranoid: str
 
 @LINUX
 def test_the_true_answer_of_this_machine() -> None:
-    """A count where the kernel shows a processor's counters, and a reason where it does not."""
     found = counted(lambda: sum(range(10_000)), EVENTS[0])
     shown = any(perf_counters.DEVICES.glob("cpu*")) or any(perf_counters.DEVICES.glob("armv*"))
     assert shown or (isinstance(found, str) and found)
@@ -270,14 +249,7 @@ def test_the_true_answer_of_this_machine() -> None:
         Counter(PerfEvent("none", 99, 1))
 
 
-@pytest.mark.parametrize("given", [{"isolation": False}, {"ranks": 2}])
+@for_each("given", [{"isolation": False}, {"ranks": 2}])
 def test_counters_that_have_no_worker_of_their_own_are_refused(given: dict[str, object]) -> None:
-    """In a sentence that names both options."""
     with pytest.raises(UsageError, match=r"--counters.*(--no-isolation|--ranks)"):
         Request("gemm", counters=True, **given)  # type: ignore[arg-type]
-
-
-@LINUX
-def test_a_worker_that_is_not_asked_is_not_started() -> None:
-    with counting_worker(Settings()) as worker:
-        assert isinstance(worker, CountingWorker) and worker.pid is None and not worker.why

@@ -37,7 +37,6 @@ def mismatches(found: list[Record]) -> dict[str, str]:
 
 
 def test_products_are_what_their_suite_declares(bench: Bench, corpus: Corpus) -> None:
-    """In phases; casts multiply nothing, and move bytes of both dtypes."""
     found = records(bench, corpus, "gemm", "fp32", "bf16", "fp8", shape="64")
     assert [one.tape.flops for one in found if one.tape] == [2 * 64**3] * 3
     emulated = found[2].tape
@@ -59,7 +58,6 @@ def test_a_training_step_is_its_linear_layers_and_attention(bench: Bench, corpus
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", sampled(("mlp", "cast"), workloads.names()))
 def test_every_suite_agrees_with_its_tape_in_every_precision(bench: Bench, corpus: Corpus, suite: str) -> None:
-    """And has no operator that is unknown."""
     found = records(bench, corpus, suite, *precisions.names(), **MORE.get(suite, {}))
     assert found and not mismatches(found)
     assert not {one.case.id for one in found if one.tape is None or one.tape.unknown or one.tape.unwritten}

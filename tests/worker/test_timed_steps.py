@@ -73,7 +73,6 @@ def test_noise_beside_it_hides_nothing() -> None:
 
 
 def test_time_that_only_counted_steps_take() -> None:
-    """What the mode itself takes is none; nor is a machine that held some of the slots up."""
     assert told(lambda n, timed: [], lambda n, timed: MS if timed else 3 * MS) == (
         "timed, a step takes 1.00 ms, and its operators 2.97 ms or more while they are counted"
     )
@@ -82,7 +81,6 @@ def test_time_that_only_counted_steps_take() -> None:
 
 
 def test_a_state_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs hold other numbers meanwhile, always the same; so does what is drawn."""
     given, weights = torch.randn(8, 8), torch.randn(8, 8)
     state, before = SimpleNamespace(x=given, w=weights), (given.clone(), weights.clone())
     found = []

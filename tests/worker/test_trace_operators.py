@@ -38,7 +38,6 @@ def found(*events: Event) -> dict[tuple[str, str, bool], tuple[float, float]]:
 
 
 def test_an_operator_is_told_by_its_own_time() -> None:
-    """Without that of the operators it calls; the rest of a phase lies in none."""
     told = found(step(0, 100), phase("gemm", 10, 60), event("matmul", 20, 50), event("mm", 25, 45))
     assert told == {
         ("gemm", "mm", False): (1, 20), ("gemm", "matmul", False): (1, 10), ("gemm", "", False): (0, 20),
@@ -47,39 +46,37 @@ def test_an_operator_is_told_by_its_own_time() -> None:
 
 
 def test_figures_are_those_of_one_step() -> None:
-    """What lies outside of the steps is not counted."""
     told = found(
         step(0, 10), step(10, 30, 2), event("warm", -5, -1), event("mm", 1, 5), event("mm", 12, 22), event("mm", 23, 25)
     )
     assert told == {("unattributed", "mm", False): (1.5, 8), ("unattributed", "", False): (0, 7)}
 
 
-def test_the_innermost_phase_counts() -> None:
-    told = found(
-        step(0, 100), phase("elementwise", 0, 100), phase("cast", 20, 40), event("copy", 20, 40), event("add", 50, 60)
-    )
-    assert told["cast", "copy", False] == (1, 20) and told["elementwise", "add", False] == (1, 10)
-
-
-def test_a_phase_holds_on_all_threads() -> None:
-    """On a GPU the backward pass has a thread of its own, and phases opened before it are open there, too."""
-    told = found(step(0, 100), phase("elementwise", 10, 90), event("mul", 20, 30, tid=2), phase("gemm", 40, 60, tid=2),
-                 event("mm", 45, 55, tid=2))  # fmt: skip
-    assert told["elementwise", "mul", False] == (1, 10) and told["gemm", "mm", False] == (1, 10)
-
-
-def test_what_an_operator_does_in_a_later_phase_is_that_phases_rest() -> None:
-    """An autograd function of Python's begins in one phase and opens others."""
-    told = found(step(0, 100), event("Linear", 10, 90), phase("gemm", 30, 70), event("mm", 40, 60))
-    assert told["unattributed", "Linear", False] == (1, 40) and told["gemm", "", False] == (0, 20)
-
-
-def test_sums_close() -> None:
-    """All of a step is somewhere, once."""
-    told = operators_of(
-        [step(0, 100), event("Linear", 10, 90), phase("cast", 15, 25), phase("gemm", 30, 70), event("mm", 40, 60)]
-    )
-    assert sum(one.seconds for one in told) == pytest.approx(100e-6)
+@for_each(
+    ("events", "told"),
+    [
+        (
+            [phase("elementwise", 0, 100), phase("cast", 20, 40), event("copy", 20, 40), event("add", 50, 60)],
+            {("cast", "copy"): 20, ("elementwise", "add"): 10},
+        ),
+        # On a GPU the backward pass has a thread of its own, and phases opened before it are open there, too.
+        (
+            [phase("elementwise", 10, 90), event("mul", 20, 30, tid=2), phase("gemm", 40, 60, tid=2),
+             event("mm", 45, 55, tid=2)],
+            {("elementwise", "mul"): 10, ("gemm", "mm"): 10},
+        ),
+        # An autograd function of Python's begins in one phase and opens others: what it does there is theirs.
+        (
+            [event("Linear", 10, 90), phase("cast", 15, 25), phase("gemm", 30, 70), event("mm", 40, 60)],
+            {("unattributed", "Linear"): 30, ("gemm", ""): 20, ("cast", ""): 10},
+        ),
+    ],
+)  # fmt: skip
+def test_the_innermost_phase_counts(events: list[Event], told: dict[tuple[str, str], float]) -> None:
+    """On all threads. All of a step is somewhere, once."""
+    figures = operators_of([step(0, 100), *events])
+    seconds = {(figure.phase, figure.name): round(figure.seconds * 1e6, 6) for figure in figures}
+    assert {place: seconds[place] for place in told} == told and sum(seconds.values()) == pytest.approx(100)
 
 
 def test_a_kernel_belongs_to_the_phase_that_launched_it() -> None:
@@ -129,7 +126,6 @@ def test_events_that_say_nothing_are_passed_over(wrong: Event) -> None:
 
 
 def test_a_phase_that_outlives_an_operator_in_which_it_begins_is_cut() -> None:
-    """And one that ends within an operator that it does not hold."""
     before, after = event("BeforeBackward", 0, 10), event("AfterBackward", 40, 50)
     assert mended([before, phase("attention", 5, 45), after]) == [before, phase("attention", 10, 40), after]
     whole = [event("Linear", 0, 50), phase("gemm", 10, 40), event("mm", 20, 30)]
@@ -173,7 +169,6 @@ def nested(draw: st.DrawFn, name: str, cat: str) -> list[Event]:
 @given(nested("aten::op", "cpu_op"), nested("fp8bench.gemm", "user_annotation"))
 @settings(max_examples=100, deadline=None)
 def test_whatever_crosses_is_mended_and_all_of_the_step_is_told(operators: list[Event], phases: list[Event]) -> None:
-    """Operators stay as they are, phases only become shorter."""
     before = [step(0, 1000), *operators, *phases]
     after = mended(before)
     assert not overlaps(after) and after[: 1 + len(operators)] == before[: 1 + len(operators)]

@@ -51,7 +51,6 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def test_every_phase_is_a_range_of_its_name() -> None:
-    """Also within itself, and in whatever order the ranges are closed."""
     told: list[str] = []
 
     class Range:
@@ -77,7 +76,6 @@ def test_every_phase_is_a_range_of_its_name() -> None:
 
 
 def test_a_few_steps_after_a_warm_up(bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path) -> None:
-    """Those of the trace only, with what each operator was given."""
     calls = []
     operand = torch.ones(8, 8)
 
@@ -100,18 +98,14 @@ def test_a_few_steps_after_a_warm_up(bench: Bench, stepping: Callable[[Step], Ca
     assert sum(one.seconds for one in told) == pytest.approx(sum(one["dur"] for one in steps) * 1e-6 / STEPS)
 
 
-def test_a_trace_names_itself_and_no_folder_of_this_machine(tmp_path: Path) -> None:
-    """The same trace gives the same bytes, in the place of an older one."""
+def test_a_trace_names_itself_and_no_folder_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same trace gives the same bytes, in the place of an older one; half a file would be read by somebody."""
     file = tmp_path / "case" / "fp8bench.1.pt.trace.json.gz"
     write({"traceEvents": [], "traceName": "/tmp/elsewhere/trace.json"}, file)
     first = file.read_bytes()
     assert read(file) == {"traceEvents": [], "traceName": file.name}
     write({"traceEvents": [], "traceName": "another"}, file)
     assert file.read_bytes() == first and list(file.parent.iterdir()) == [file]
-
-
-def test_nothing_is_left_of_a_trace_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is full says so; half a file would be read by somebody."""
 
     def full(file: IO[bytes], content: bytes, sync: bool) -> None:
         file.write(content[:3])
@@ -120,13 +114,12 @@ def test_nothing_is_left_of_a_trace_that_cannot_be_written(tmp_path: Path, monke
     monkeypatch.setattr(files, "append", full)
     with pytest.raises(OSError, match="No space left"):
         write({"traceEvents": []}, tmp_path / "a.pt.trace.json.gz")
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [file.parent]
 
 
 def test_an_exception_of_a_step_leaves_no_profiler_behind(
     bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path
 ) -> None:
-    """Nor a file; the next case has its trace."""
     environment, calls = dict(os.environ), []
 
     def step(phase: Phases) -> None:
@@ -169,7 +162,6 @@ def test_threads_that_are_left_are_an_error(
 
 @for_each("told", ["[]", "{}", '{"traceEvents": 3}'])
 def test_something_that_is_no_trace_is_an_error(told: str) -> None:
-    """It was somebody else who wrote it."""
 
     class Profile:
         def export_chrome_trace(self, path: str) -> None:

@@ -211,27 +211,21 @@ def tried(monkeypatch: pytest.MonkeyPatch, kind: type[Arithmetic] | None, **envi
 
 
 def test_a_map_s_dtypes_are_tried_and_a_failing_product_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks where that is asked for: a runtime that computes nothing has no right product."""
     assert "fp8: a product of 512x384x256 fails: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED" in tried(monkeypatch, None)
     assert "fp8: its forward product is wrong" in tried(monkeypatch, Off)
     assert tried(monkeypatch, RecipeArithmetic) == ""
-
-
-def test_nobody_looks_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime that computes nothing has no right product."""
     assert tried(monkeypatch, Nothing, FP8BENCH_PRODUCTS="unchecked") == ""
     assert tried(monkeypatch, Nothing, FP8BENCH_PRODUCTS="") != ""
 
 
-def test_a_precision_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_precision_is_tried_once_and_emulation_and_torch_s_own_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("bf16", "fp32", "fp8", "fp8:backend=emulated"):
+        assert Trials().wrong(Case("gemm", (), name, "cpu"), CPU) == ""
     calls = []
     monkeypatch.setattr("fp8bench.worker.trial._tried", lambda precision, facts: calls.append(precision.mode) or "no")
     trials, case = Trials(), Case("gemm", (), "fp8", "cuda:0")
     assert [trials.wrong(case, H200) for _ in range(3)] == ["no"] * 3 and calls == ["fp8"]
-
-
-def test_emulation_and_torch_s_own_are_not_tried() -> None:
-    for name in ("bf16", "fp32", "fp8", "fp8:backend=emulated"):
-        assert Trials().wrong(Case("gemm", (), name, "cpu"), CPU) == ""
 
 
 def test_a_backend_that_does_not_import_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,11 +236,6 @@ def test_a_backend_that_does_not_import_is_a_reason(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(type(backends.get("torchao")), "imported", broken)
     found = Trials().wrong(Case("mlp", (), "fp8:backend=torchao", "cpu"), here)
-    assert found == why_not("torchao") == (
-        "torchao is installed and cannot be imported (RuntimeError: Found empty meta package)"
-    )  # fmt: skip
-
-
-def test_versions_are_those_of_what_is_installed() -> None:
-    found = dict(installed())
-    assert "torch" not in found and all(metadata.version(package) == version for package, version in found.items())
+    assert found == why_not("torchao") and "cannot be imported (RuntimeError: Found empty meta package)" in found
+    versions = dict(installed())
+    assert "torch" not in versions and all(metadata.version(name) == version for name, version in versions.items())

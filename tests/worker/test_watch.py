@@ -146,7 +146,6 @@ def test_a_file_whose_import_sets_switches_is_refused(line: str, words: str, tmp
 
 
 def test_a_file_whose_import_sets_switches_of_torch_is_refused_by_the_worker(tmp_path: Path) -> None:
-    """The parent knows no torch; the refusal is the same. A worker that is started later fails the case it is for."""
     path = tmp_path / "sets_at_import.py"
     path.write_text("import torch; torch.backends.mkldnn.enabled = False; torch.set_default_dtype(torch.float64)")
     words = r"importing .* leaves the default dtype at torch.float64 .*, oneDNN at False"
@@ -227,7 +226,6 @@ def variable(name: str, value: str) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @for_each("which", BENT)
 def test_a_process_that_would_bend_its_reference_is_refused(which: str, tmp_path: Path) -> None:
-    """With the switch, its value, what it should be, and how to make it so. The process stays as it was."""
     make, words = BENT[which]
     with make():
         before = now(switches())
@@ -251,7 +249,6 @@ def test_what_bends_no_comparison_is_recorded_only(tmp_path: Path) -> None:
 
 @for_each(("factor", "wrong"), [(1.0, False), (1.01, False), (0.0, True), (10.0, True)])
 def test_a_clock_that_does_not_go_like_the_hardwares_is_told(factor: float, wrong: bool) -> None:
-    """However long this process was kept from going on meanwhile."""
     begun = time.perf_counter_ns()
     clock = {"a clock": lambda: begun + factor * (time.perf_counter_ns() - begun)}
     with pytest.raises(ClocksDisagree, match="a clock counted ") if wrong else nullcontext(), agreeing(clock):
@@ -269,7 +266,6 @@ def test_clocks_that_were_replaced_before_the_worker_began_are_refused(
 
 
 def test_a_clock_that_looks_as_it_should_and_goes_wrong_fails_the_slot(tmp_path: Path) -> None:
-    """One that is no switch of the process: what stamps are read from."""
     path = tmp_path / "half_speed.py"
     path.write_text(
         "import time\nfrom fp8bench.devices import cpu\n"
