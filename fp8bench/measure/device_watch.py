@@ -17,8 +17,8 @@ from typing import Any
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.sensors.energy import SUMMARIES
-from fp8bench.measure.sensors.host import CLOCK
 from fp8bench.measure.sensors.looks import Looks
+from fp8bench.measure.sensors.rapl import CLOCK
 from fp8bench.model import DeviceWatch
 from fp8bench.model.readings import Reading, Readings, grown, reasons_of
 from fp8bench.model.run import is_on

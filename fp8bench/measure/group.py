@@ -16,9 +16,8 @@ from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, Quantisers, guarding
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.ceilings import ceiling_of
-from fp8bench.measure.counting_worker import CountingWorker
 from fp8bench.measure.device_watch import Settler, Watch
-from fp8bench.measure.handle import Worker
+from fp8bench.measure.handle import CountingWorker, Worker
 from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
 from fp8bench.measure.replays import ReplayPass

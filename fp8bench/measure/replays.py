@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.orders import Orders
+from fp8bench.measure.rounds import Orders
 from fp8bench.measure.slots import filling_of
 from fp8bench.model import UNATTRIBUTED, Replays, Segments, SlotSample, Timing
 from fp8bench.protocols.axes import ROTATING

@@ -17,11 +17,10 @@ from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.device_watch import Settler
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.orders import Orders
-from fp8bench.measure.sensors.energy import Energy
+from fp8bench.measure.rounds import Orders
+from fp8bench.measure.sensors.energy import Energy, SourceKind
 from fp8bench.measure.sensors.mean_power import SHORTEST
 from fp8bench.measure.sensors.meter import CAP, Meter
-from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.model import PHASES, EnergyUse, EnergyWindow, Group, Level, PhaseEnergy, Request, SustainedTurn
 from fp8bench.model.raw import RawReplay
 from fp8bench.model.readings import Reading, Unavailable

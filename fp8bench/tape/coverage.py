@@ -22,8 +22,8 @@ from fp8bench.errors import UsageError
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.nn.holders import CONV2D, EXPERTS, Held, Stacked
 from fp8bench.tape.formulas import Named, Product, convolved, convolved_back, flops_of
-from fp8bench.tape.module_paths import RunningModules
 from fp8bench.tape.recorder import Call, OperatorTape, arguments_of, name_of, tensors_in
+from fp8bench.tape.timed_calls import RunningModules
 
 # FLOPs of two steps that differ by less are those of steps alike: what is dealt out to experts moves with the weights.
 _ALIKE, _NAMED = 0.05, 3

@@ -36,8 +36,8 @@ from fp8bench.model import CELL_PHASES, StepEffect
 from fp8bench.model.words import LOADING
 from fp8bench.profiler import calls_operators
 from fp8bench.protocols import Device, Setup, Workload
+from fp8bench.worker.bits import copied, digest, other_numbers, put_back, sketch
 from fp8bench.worker.clock import PhaseClock
-from fp8bench.worker.state_bits import copied, digest, other_numbers, put_back, sketch
 from fp8bench.worker.state_tensors import address_of, draws_of, is_foreign, reads_elsewhere, tensors_of, version_of
 from fp8bench.worker.static_scales import step as take_step
 

@@ -12,7 +12,7 @@ from fp8bench.analysis.findings import find
 from fp8bench.analysis.places import PlaceEffect, place_effect
 from fp8bench.features.duel.values import CaseResult, Session
 from fp8bench.features.duel.verdicts import compared
-from fp8bench.measure.orders import Orders
+from fp8bench.measure.rounds import Orders
 from fp8bench.model import Label, Level, Segments, SlotSample, Timing
 from tests.counts import counts, for_each
 from tests.fakes import record

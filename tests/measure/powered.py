@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
+from fp8bench.measure.sensors.energy import NAME, Source, SourceKind
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.measure.sensors.sampler_thread import NAME, Source, SourceKind
 from fp8bench.model import CELL_PHASES
 from fp8bench.model.raw import RawReplay
 from fp8bench.model.readings import NoReading

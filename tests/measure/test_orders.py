@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from itertools import pairwise
 
-from fp8bench.measure.orders import Orders
+from fp8bench.measure.rounds import Orders
 from tests.counts import for_each
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.model import UNATTRIBUTED
-from fp8bench.tape.recording import Recording
-from fp8bench.tape.replay import CannotReplay, Replay
+from fp8bench.tape.replay import CannotReplay, Recording, Replay
 from tests.counts import for_each
 from tests.pretended_device import run_pretended
 
@@ -261,7 +260,7 @@ def test_no_more_is_kept_than_may_be() -> None:
 ON_A_DEVICE = """
 from fp8bench.model import UNATTRIBUTED
 from fp8bench.protocols import Markers, TellingMarker
-from fp8bench.tape import recording
+from fp8bench.tape import replay as recording
 from fp8bench.tape.recorder import OperatorTape
 
 # The pretended device's tensors are a class of their own, and its memory is elsewhere.

@@ -175,7 +175,7 @@ DEVICE_THREAD = """
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.protocols import Markers, TellingMarker
 from fp8bench.tape.recorder import OperatorTape
-from fp8bench.tape.recording import Recording
+from fp8bench.tape.replay import Recording
 from fp8bench.tape.replay import CannotReplay
 from fp8bench.worker.clock import PhaseClock
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.worker.ranks.heart import StartLine
+from fp8bench.worker.ranks.bench import StartLine
 
 
 def test_nobody_begins_before_all_have_come(tmp_path: Path) -> None:

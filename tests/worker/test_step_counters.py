@@ -16,14 +16,14 @@ import pytest
 
 from fp8bench.devices.cpu import Cpu
 from fp8bench.errors import UsageError
-from fp8bench.measure.counting_worker import CountingWorker, built, counting_worker
+from fp8bench.measure.handle import CountingWorker, built, counting_worker
 from fp8bench.model import UNATTRIBUTED, Case, Measurement, Request, specs
 from fp8bench.model.raw import Settings
 from fp8bench.model.readings import NoReading
 from fp8bench.protocols import Phases
 from fp8bench.registry import workloads
-from fp8bench.worker import perf_counters, step_counters
-from fp8bench.worker.perf_counters import EVENTS, SOFTWARE, Counter, PerfEvent, counted, why_not
+from fp8bench.worker import step_counters
+from fp8bench.worker.step_counters import EVENTS, SOFTWARE, PerfCounter, PerfEvent, counted, why_not
 from tests.counts import for_each
 from tests.workloads.steps import CPU, SMALL, small
 
@@ -241,12 +241,12 @@ def test_every_refusal_says_what_can_be_done(code: int, pmu: bool, paranoid: str
 @LINUX
 def test_the_true_answer_of_this_machine() -> None:
     found = counted(lambda: sum(range(10_000)), EVENTS[0])
-    shown = any(perf_counters.DEVICES.glob("cpu*")) or any(perf_counters.DEVICES.glob("armv*"))
+    shown = any(step_counters.DEVICES.glob("cpu*")) or any(step_counters.DEVICES.glob("armv*"))
     assert shown or (isinstance(found, str) and found)
     if isinstance(found, int):
         assert found > 10_000
     with pytest.raises(NoReading, match=r"\w+"):
-        Counter(PerfEvent("none", 99, 1))
+        PerfCounter(PerfEvent("none", 99, 1))
 
 
 @for_each("given", [{"isolation": False}, {"ranks": 2}])

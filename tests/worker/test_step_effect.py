@@ -17,8 +17,8 @@ import torch
 from fp8bench.model import StepEffect
 from fp8bench.protocols import Phases, Workload
 from fp8bench.registry import devices
-from fp8bench.worker import state_bits, step_effect
-from fp8bench.worker.state_bits import digest, other_numbers
+from fp8bench.worker import bits, step_effect
+from fp8bench.worker.bits import digest, other_numbers
 from fp8bench.worker.step_effect import effect_of
 from tests.counts import for_each
 
@@ -251,7 +251,7 @@ def test_memory_that_runs_out_is_told_as_such() -> None:
 
 @for_each("count", [1, 7, 8, 1000])
 def test_a_digest_is_of_every_bit_and_its_place(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_bits, "_PIECE", 16)
+    monkeypatch.setattr(bits, "_PIECE", 16)
     numbers = torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     seen = {digest(numbers)}
     for place in range(count):

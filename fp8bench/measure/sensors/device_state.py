@@ -11,10 +11,9 @@ from contextlib import closing
 from typing import Any
 
 from fp8bench import units
+from fp8bench.measure.sensors.energy import SourceKind
 from fp8bench.measure.sensors.meter import Meter
-from fp8bench.measure.sensors.nvml import AbsentDevice, listed
-from fp8bench.measure.sensors.nvml_queries import LIBRARY, Library
-from fp8bench.measure.sensors.sampler_thread import SourceKind
+from fp8bench.measure.sensors.nvml import LIBRARY, AbsentDevice, Library, listed
 from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.readings import NoReading, Reading, Unavailable, reasons_of

@@ -12,17 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.measure.sensors import amd_smi, rapl
-from fp8bench.measure.sensors import nvml_queries as queries
 from fp8bench.measure.sensors.amd_smi import AmdDevice, AmdLibrary
-from fp8bench.measure.sensors.energy import Energy, NoWindow, Window
-from fp8bench.measure.sensors.host import HostDevice
+from fp8bench.measure.sensors.driver_library import HOST, TIMEOUT, Clock, NoAnswer
+from fp8bench.measure.sensors.energy import Energy, NoWindow, Sampler, Source, SourceKind, Window
 from fp8bench.measure.sensors.looks import DriverDevice, Looks
 from fp8bench.measure.sensors.mean_power import INTERVALS, rhythm
-from fp8bench.measure.sensors.nvml import AbsentDevice, NvmlDevice
+from fp8bench.measure.sensors.nvml import (
+    AVERAGE_POWER,
+    ENERGY,
+    LIBRARY,
+    AbsentDevice,
+    Library,
+    NvmlDevice,
+    instant_power,
+)
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.measure.sensors.nvml_queries import LIBRARY, Library
-from fp8bench.measure.sensors.sampler_thread import Sampler, Source, SourceKind
-from fp8bench.measure.sensors.timeouts import HOST, TIMEOUT, Clock, NoAnswer
+from fp8bench.measure.sensors.rapl import HostDevice
 from fp8bench.model import DeviceFacts
 from fp8bench.model.readings import NoReading, Reading, Unavailable
 
@@ -180,9 +185,9 @@ def nvml_meter(
     except NoReading as failure:
         return _absent(failure.reason, clock)
     sources = (
-        Source(SourceKind.COUNTER, lambda: queries.ENERGY(device.ask).number),
-        Source(SourceKind.INSTANT, lambda: queries.instant_power(device.ask).number),
-        Source(SourceKind.AVERAGE, lambda: queries.AVERAGE_POWER(device.ask).number, settle=_AVERAGED),
+        Source(SourceKind.COUNTER, lambda: ENERGY(device.ask).number),
+        Source(SourceKind.INSTANT, lambda: instant_power(device.ask).number),
+        Source(SourceKind.AVERAGE, lambda: AVERAGE_POWER(device.ask).number, settle=_AVERAGED),
     )
     return _of_driver(device, sources, "MIG instances", device.shared_by, clock, energy)
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from fp8bench.measure.sensors.meter import Meter, nvml_meter
-from fp8bench.measure.sensors.nvml import NvmlDevice
+from fp8bench.measure.sensors.nvml import Library, NvmlDevice
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.measure.sensors.nvml_queries import Library
 from tests.measure.sensors.nvml.library import Simulation, build, uuid_of, why_not
 from tests.measure.sensors.virtual import VirtualClock
 

@@ -14,9 +14,9 @@ import pytest
 from fp8bench.measure.sensors import amd_smi
 from fp8bench.measure.sensors.amd_smi import AmdDevice, AmdLibrary
 from fp8bench.measure.sensors.device_state import device_lines, device_state_of
+from fp8bench.measure.sensors.energy import SourceKind
 from fp8bench.measure.sensors.meter import amd_meter, meter_for
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.model.readings import NoReading
 from tests.counts import for_each
 from tests.facts import MI300X

@@ -6,8 +6,7 @@ import re
 
 from fp8bench.measure.sensors.device_state import device_lines, device_state_of, driver_state, energy_source
 from fp8bench.measure.sensors.meter import Meter, meter_for
-from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.measure.sensors.nvml_queries import Library
+from fp8bench.measure.sensors.nvml import AbsentDevice, Library
 from fp8bench.model import DeviceFacts
 from tests.measure.sensors.nvml.library import Simulation, uuid_of
 

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fp8bench.measure.sensors.energy import Energy
+from fp8bench.measure.sensors.energy import NAME, Energy, SourceKind
 from fp8bench.measure.sensors.mean_power import INTERVALS
 from fp8bench.measure.sensors.meter import Meter, nvml_meter
+from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.measure.sensors.nvml_queries import Library
-from fp8bench.measure.sensors.sampler_thread import NAME, SourceKind
 from fp8bench.model.readings import Reading, Unavailable
 from tests.measure.sensors.nvml.library import SINE, SQUARE, Simulation
 from tests.measure.sensors.test_nvml_library import left_behind

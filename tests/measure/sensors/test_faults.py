@@ -9,8 +9,8 @@ import pytest
 
 from fp8bench.measure.sensors.energy import Energy
 from fp8bench.measure.sensors.meter import nvml_meter
+from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.measure.sensors.nvml_queries import Library
 from fp8bench.model.readings import Read, Reading, Unavailable, grown
 from tests.measure.sensors.nvml.library import GIGABYTE, Simulation
 from tests.measure.sensors.virtual import VirtualClock

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fp8bench.measure.device_watch import Settler
-from fp8bench.measure.sensors.host import HostDevice
+from fp8bench.measure.sensors.rapl import HostDevice
 from fp8bench.model.readings import Reading, Unavailable
 from tests.counts import for_each
 from tests.fakes import MS, FakeWorker, Script, arm, gemm_steps

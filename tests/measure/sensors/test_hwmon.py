@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fp8bench.measure.sensors import rapl
+from fp8bench.measure.sensors.energy import SourceKind
 from fp8bench.measure.sensors.meter import meter_for
 from fp8bench.measure.sensors.rapl import Counter
-from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.model import DeviceFacts
 from fp8bench.model.readings import NoReading
 from tests.counts import for_each

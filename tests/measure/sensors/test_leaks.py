@@ -11,8 +11,8 @@ import pytest
 
 from fp8bench.measure.sensors.energy import Energy
 from fp8bench.measure.sensors.meter import Meter, nvml_meter
+from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.measure.sensors.nvml_queries import Library
 from fp8bench.model.readings import Reading
 from fp8bench.worker import host_counters as host
 from tests.counts import counts

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from fp8bench.measure.sensors import meter as opening
-from fp8bench.measure.sensors.energy import Energy
+from fp8bench.measure.sensors.energy import Energy, SourceKind
 from fp8bench.measure.sensors.meter import meter_for, nvml_meter, rapl_meter
+from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.measure.sensors.nvml_queries import Library
-from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.model import DeviceFacts
 from fp8bench.model.readings import Reading, Unavailable
 from tests.counts import for_each

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.measure.sensors.nvml import NvmlDevice
+from fp8bench.measure.sensors.nvml import Library, NvmlDevice
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.measure.sensors.nvml_queries import Library
 from fp8bench.model.readings import NoReading, Reading, Unavailable, grown
 from tests.counts import for_each
 from tests.measure.sensors.nvml.library import GIGABYTE, Simulation, pci_of, uuid_of

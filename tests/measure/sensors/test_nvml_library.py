@@ -11,8 +11,8 @@ from types import ModuleType
 import pynvml
 import pytest
 
-from fp8bench.measure.sensors.nvml_queries import REASONS, Library, reason
-from fp8bench.measure.sensors.sampler_thread import NAME
+from fp8bench.measure.sensors.energy import NAME
+from fp8bench.measure.sensors.nvml import REASONS, Library, reason
 from fp8bench.model.readings import NoReading
 from tests.counts import for_each
 from tests.measure.sensors.nvml.library import Simulation
@@ -59,7 +59,7 @@ def test_a_package_that_is_not_there_or_too_old(
 def test_without_a_driver_there_is_a_reason() -> None:
     """In a process that finds no such library, or a real one: pynvml's own words are translated."""
     script = (
-        "from fp8bench.measure.sensors.nvml_queries import LIBRARY\n"
+        "from fp8bench.measure.sensors.nvml import LIBRARY\n"
         "from fp8bench.model.readings import NoReading\n"
         "import pynvml, ctypes\n"
         "class Missing:\n    def __getattr__(self, name): raise OSError('no such file')\n"
@@ -94,7 +94,7 @@ def test_a_process_ends_although_a_call_never_does(nvml: Simulation) -> None:
     """As long as it waits for no thread of ours. Also: a process of its own finds the library by LD_LIBRARY_PATH."""
     nvml.fail("nvmlDeviceGetCount_v2", delay=3600.0)
     script = (
-        "from fp8bench.measure.sensors.nvml_queries import Library\n"
+        "from fp8bench.measure.sensors.nvml import Library\n"
         "from fp8bench.model.readings import NoReading\n"
         "library = Library()\n"
         "library.open()\n"

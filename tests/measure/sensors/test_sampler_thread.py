@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fp8bench.measure.sensors.energy import FAST_PAUSE, PAUSE, POWER_PAUSE, Polling
 from fp8bench.measure.sensors.mean_power import INTERVALS, Rhythm, Tick
-from fp8bench.measure.sensors.sampler_thread import FAST_PAUSE, PAUSE, POWER_PAUSE, Polling
 
 STEADY = Rhythm(0.1, 0.0, 0.1)
 LAST = INTERVALS + 1

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from fp8bench.measure.sensors.timeouts import NoAnswer, within
+from fp8bench.measure.sensors.driver_library import NoAnswer, within
 from fp8bench.model.readings import NoReading
 
 
