@@ -32,7 +32,6 @@ def changes(*pairs: tuple[int, int] | None) -> list[Event]:
     ],
 )
 def test_the_most_held_at_once_from_the_first_turn_on(events: list[Event], peak: int | None) -> None:
-    """What is held before it counts, but is no peak."""
     found = course(events)
     assert (None if found is None else found.peak) == peak
     assert found is None or sum(one.size for one in found.held) == peak
@@ -71,7 +70,6 @@ def held(*events: Event) -> dict[int, HeldBlock]:
 
 
 def test_when_a_block_came_and_went() -> None:
-    """Before the stretch, forward until backward, within a piece of a phase, over pieces of it, for good."""
     found = held(
         Sized(1, 1), Begun("elementwise"), Sized(2, 1), Sized(3, 1), Sized(4, 1), Begun("gemm"),
         Begun("elementwise"), Sized(5, 1), Sized(6, 1), Sized(0, 1000), Sized(0, -1000), Sized(3, -1), Sized(6, -1),
@@ -99,7 +97,6 @@ def test_backward_has_nodes_where_forward_has_pieces() -> None:
 
 
 def test_what_the_allocator_no_longer_has_is_gone() -> None:
-    """A release that nobody heard; what is allocated there later is another block."""
     events: list[Event] = [
         Sized(1, 100), Sized(2, 50), Live(frozenset({2, 9})), Begun("gemm"), Sized(1, 30),
     ]  # fmt: skip
@@ -109,7 +106,6 @@ def test_what_the_allocator_no_longer_has_is_gone() -> None:
 
 
 def test_words_are_about_what_lies_there_when_they_are_said() -> None:
-    """Not about what lay there before or comes there later; the same word twice is one."""
     low, weights = MemoryRole.LOW_WEIGHTS, MemoryRole.WEIGHTS
     found = held(
         Said((1,), weights), Sized(1, 1), START, Sized(2, 1), Said((1, 2, 9), low), Sized(2, -1), Sized(2, 1),
@@ -119,7 +115,6 @@ def test_words_are_about_what_lies_there_when_they_are_said() -> None:
 
 
 def test_any_stream_comes_to_what_a_plain_count_says() -> None:
-    """Ten thousand events of chance: the highest point, and its blocks, against a dictionary."""
     draw = random.Random(7)
     events: list[Event] = [START]
     alive: dict[int, int] = {}

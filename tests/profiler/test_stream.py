@@ -23,7 +23,6 @@ def heard(stream: AllocationStream) -> list[Event]:
 
 
 def test_words_stand_where_they_were_said() -> None:
-    """Between the allocations before and after them."""
     stream = AllocationStream("cpu")
     stream.note(Begun("before anybody listens"))
     stream.start()
@@ -40,7 +39,6 @@ def test_words_stand_where_they_were_said() -> None:
 
 
 def test_of_another_device_nothing_is_heard() -> None:
-    """Each stream is one device's."""
     stream = AllocationStream("cuda:1")
     stream.start()
     kept = torch.empty(10)
@@ -97,30 +95,20 @@ def passes_of(events: list[Event], values: int) -> list[bool]:
     return [one.node > 0 for one in events if isinstance(one, Sized) and one.size == 4 * values]
 
 
-def test_backward_is_told_from_forward() -> None:
-    """By torch's own operations and by a function of somebody's own."""
-    stream = AllocationStream("cpu")
+def test_backward_is_told_from_forward_and_from_what_is_computed_again() -> None:
+    """By torch's own operations and by a function of somebody's own; of a block that keeps its input only."""
     x = torch.empty(333, requires_grad=True)
-    stream.start()
-    (Doubled.apply(x).exp()).sum().backward()  # type: ignore[no-untyped-call]
-    events = heard(stream)
-    assert passes_of(events, 1111) == [False] and passes_of(events, 2222) == [True]
-    assert passes_of(events, 333)[:2] == [False, False] and all(passes_of(events, 333)[2:])
-
-
-def test_what_is_computed_again_in_backward_is_forward() -> None:
-    """Of a block that keeps its input only."""
-    stream = AllocationStream("cpu")
-    x = torch.empty(333, requires_grad=True)
-    stream.start()
     block = lambda x: Doubled.apply(x).exp()  # type: ignore[no-untyped-call]  # noqa: E731
-    checkpoint(block, x, use_reentrant=False).sum().backward()  # type: ignore[no-untyped-call]
-    events = heard(stream)
-    assert passes_of(events, 1111) == [False, False] and passes_of(events, 2222) == [True]
+    for again in (False, True):
+        stream = AllocationStream("cpu")
+        stream.start()
+        (checkpoint(block, x, use_reentrant=False) if again else block(x)).sum().backward()  # type: ignore[no-untyped-call]
+        events = heard(stream)
+        assert passes_of(events, 1111) == [False] * (1 + again) and passes_of(events, 2222) == [True]
+        assert again or (passes_of(events, 333)[:2] == [False, False] and all(passes_of(events, 333)[2:]))
 
 
 def test_a_thread_of_pythons_is_not_heard_and_nothing_breaks() -> None:
-    """Neither what it allocates nor what it says."""
     stream = AllocationStream("cpu")
 
     def work() -> None:

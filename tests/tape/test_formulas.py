@@ -129,7 +129,6 @@ def seen(queries: int, keys: int, causal: bool) -> float:
 @for_each("causal", [False, True])
 @for_each(("queries", "keys"), [(6, 6), (3, 7), (7, 3)])
 def test_attention_has_two_products_forward_and_five_backward(queries: int, keys: int, causal: bool) -> None:
-    """Backward computes the scores once more."""
     q, k, v = (drawn(2, 3, length, 8, gradient=True) for length in (queries, keys, keys))
     tape = tape_of(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward())
     once = 2 * 2 * 3 * 8 * seen(queries, keys, causal)
@@ -138,7 +137,6 @@ def test_attention_has_two_products_forward_and_five_backward(queries: int, keys
 
 
 def test_attention_that_is_taken_apart_is_the_sum_of_its_products() -> None:
-    """All pairs of it: what a mask hides is multiplied first."""
     q = drawn(1, 2, 6, 8)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         tape = tape_of(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
@@ -153,7 +151,6 @@ def test_an_lstm_multiplies_inputs_and_states_at_every_step() -> None:
 
 
 def test_what_may_multiply_and_has_no_formula_is_unknown() -> None:
-    """Never 0; what multiplies nothing is 0, whatever is done with its numbers."""
     tape = tape_of(lambda: torch.linalg.inv(drawn(4, 4)))
     assert tape.unknown == 1 and only(tape, "linalg_inv_ex").flops is None and tape.flops == 0
     x = drawn(8, 8, gradient=True)
@@ -174,7 +171,6 @@ def test_what_may_multiply_and_has_no_formula_is_unknown() -> None:
 
 
 def test_formulas_that_others_tell_torch_are_believed() -> None:
-    """An operator of one's own is unknown until then."""
     library = torch.library.Library("tape_tests", "DEF")  # type: ignore[no-untyped-call]
     library.define("twice(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
     library.impl("twice", lambda x: x @ x, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

@@ -136,7 +136,6 @@ def test_a_backward_operator_belongs_to_the_module_that_made_its_node(case: str)
 
 
 def test_nothing_is_left_behind() -> None:
-    """Neither hooks nor gradients that differ; a forward that fails closes the modules that it was in."""
     hooks = torch.nn.modules.module
     before = [dict(one) for one in (hooks._global_forward_hooks, hooks._global_forward_pre_hooks)]
     model = Model(lambda region, x: region(x.tanh()).tanh())

@@ -58,7 +58,6 @@ def test_bytes_of_an_operator(name: str) -> None:
 
 @for_each("name", VIEWS)
 def test_views_move_nothing_and_are_not_kept(name: str) -> None:
-    """A step of nothing else has an empty tape."""
     tape = tape_of(VIEWS[name])
     assert not tape.operators and not tape.phases
 
@@ -72,7 +71,6 @@ def test_sums_are_those_of_the_rows_by_phase_and_by_dtype() -> None:
 
 
 def test_memory_that_nobody_wrote_is_noticed() -> None:
-    """A kernel that is no operator of torch's writes where the tape does not see it."""
     assert tape_of(lambda: torch.empty(8).fill_(1).sum()).unwritten == 0
     assert tape_of(lambda: torch.empty(8)[2:].copy_(ROW[2:]).sum()).unwritten == 0
     assert tape_of(lambda: torch.empty(8).sum()).unwritten == 1

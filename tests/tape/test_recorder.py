@@ -49,9 +49,17 @@ def test_operators_have_the_innermost_phase_and_their_direction() -> None:
     assert [one.phase for one in tape.phases] == ["cast", "gemm", "accumulate", "elementwise"]
 
 
-def test_equal_calls_are_one_row() -> None:
+def test_equal_calls_are_one_row_and_no_tensor_is_kept_alive() -> None:
     row = only(tape_of(lambda: [torch.ones(3).exp() for _ in range(4)]), "exp")
     assert (row.calls, row.inputs, row.outputs) == (4, ("fp32[3]",), ("fp32[3]",))
+    mode = OperatorTape()
+    with mode:
+        x = torch.ones(8)
+        y = x.exp()
+        gone = weakref.ref(y)
+        del y
+    gc.collect()
+    assert gone() is None and len(mode.calls) == 2
 
 
 def test_without_gradients_the_same_operators_arrive() -> None:
@@ -92,14 +100,3 @@ class Wrapped(torch.Tensor):
 def test_of_a_tensor_around_others_the_operators_inside_are_seen() -> None:
     tape = tape_of(lambda: torch.mm(Wrapped(torch.ones(4, 8, dtype=torch.bfloat16)), torch.ones(8, 2)))
     assert only(tape, "mm").inputs == ("fp32[4,8]", "fp32[8,2]") and only(tape, "_to_copy").inputs == ("bf16[4,8]",)
-
-
-def test_a_tape_keeps_no_tensor_alive() -> None:
-    mode = OperatorTape()
-    with mode:
-        x = torch.ones(8)
-        y = x.exp()
-        gone = weakref.ref(y)
-        del y
-    gc.collect()
-    assert gone() is None and len(mode.calls) == 2

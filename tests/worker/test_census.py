@@ -78,26 +78,3 @@ def test_a_torch_that_does_not_say_whether_it_pools_memory_pools_it(monkeypatch:
     assert torch_state.pools_memory() is False
     monkeypatch.delattr(torch._C, name)
     assert torch_state.pools_memory() is True
-
-
-def test_a_new_switch_is_found(tmp_path: Path) -> None:
-    for name, text in {
-        "__init__.py": "__all__ = ['set_elsewhere', 'ask']\ndef set_numbers(on): pass\ndef _set_private(on): pass\n",
-        "overrides.py": "ignored = (torch.set_in_c,)\n",
-        "_C/__init__.pyi": "def set_stub(on: bool) -> None: ...\ndef get_stub() -> bool: ...\n",
-        "_C/_VariableFunctions.pyi": "",
-        "backends/__init__.py": "",
-        "backends/new.py": (
-            "class NewModule(PropModule):\n    fast = ContextProp(get, set)\n    if True:\n"
-            "        slow = ContextProp(get, set)\n"
-            "class _Products:\n    def __setattr__(self, name, value):\n        if name == 'lowered':\n"
-            "            pass\n"
-            "products = _Products()\ndef prefer(library): pass\n"
-        ),
-    }.items():
-        path = tmp_path / "torch" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    new = {f"torch.backends.new{name}" for name in ("", ".fast", ".slow", ".products", ".products.lowered", ".prefer")}
-    functions = {f"torch.set_{name}" for name in ("elsewhere", "numbers", "in_c", "stub")}
-    assert census(tmp_path / "torch") == {"torch.backends"} | new | functions
