@@ -38,9 +38,7 @@ MAPPED = replace(planned("fp32"), case=replace(planned("fp32").case, precision_m
         (planned("fp32"), looked(bf16=1.0), Ceiling(None, None)),
     ],
 )
-def test_the_dtypes_that_a_case_may_multiply_in(
-    case: PlannedCase, known: Ceilings | None, ceiling: Ceiling | None
-) -> None:
+def test_what_a_case_may_multiply_in(case: PlannedCase, known: Ceilings | None, ceiling: Ceiling | None) -> None:
     assert ceiling_of(case, known) == ceiling
 
 

@@ -139,9 +139,7 @@ def test_everything_is_plain_and_can_be_stored() -> None:
         ([], ""),
     ],
 )
-def test_the_command_line_is_what_a_person_would_type(
-    words: list[str], shown: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line_is_as_typed(words: list[str], shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", words)
     assert command_line() == shown
 

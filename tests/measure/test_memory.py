@@ -88,9 +88,7 @@ def test_what_the_first_step_makes_and_keeps_counts_and_what_it_frees_does_not(b
     assert peak(bench, tell(lambda _: {"weights": torch.empty(10)}, step)) == 4 * (10 + 100 + 7)
 
 
-def test_garbage_of_the_first_step_does_not_count_and_a_state_that_refers_to_itself_is_given_back(
-    bench: Bench, tell: Tell
-) -> None:
+def test_garbage_does_not_count_and_a_state_that_refers_to_itself_is_given_back(bench: Bench, tell: Tell) -> None:
     """A cycle goes when it is collected, which is done by hand: chance has no say."""
     seen: list[weakref.ref[torch.Tensor]] = []
 

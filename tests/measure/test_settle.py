@@ -90,7 +90,7 @@ def test_a_device_that_still_moves_at_the_limit_is_labelled(monkeypatch: pytest.
 
 
 @for_each("options", [{"silent": True}, {"limit": 0.0}, {"level": Level.EMULATED}])
-def test_nothing_runs_where_nobody_could_say_when_it_is_enough(
+def test_nothing_runs_where_nobody_can_say_what_suffices(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
 ) -> None:
     records, worker, _ = measured(monkeypatch, warming(4.0), **options)  # type: ignore[arg-type]

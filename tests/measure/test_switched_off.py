@@ -66,9 +66,7 @@ def warm_up(quick: bool = False, budget: float | None = None) -> Asked:
         (warm_up(budget=9.0), {"FP8BENCH_WARM_UP": "off"}, 0.0),
     ],
 )
-def test_everything_is_done_unless_somebody_asked_for_less(
-    asked: Asked, environment: dict[str, str], answer: Any
-) -> None:
+def test_all_is_done_unless_somebody_asked_for_less(asked: Asked, environment: dict[str, str], answer: Any) -> None:
     assert asked(environment) == answer
 
 

@@ -120,7 +120,7 @@ def test_the_number_of_states_is_bounded(
     assert bench.rotation("key") == Rotation(states, 32 * KIB)
 
 
-def test_another_failure_is_the_case_s_and_every_state_is_checked(
+def test_another_failure_is_the_case_s_and_all_states_are_checked(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.prepare("key", case("rotating"), FACTS)
@@ -299,7 +299,7 @@ def test_the_queue_is_filled_before_every_so_many_calls(bench: Bench, monkeypatc
     assert asked == [(1, 0.25), (3, 0.25), (5, 0.25)]
 
 
-def test_the_host_s_time_is_that_of_the_call_that_waited_for_nobody(
+def test_the_host_s_time_is_that_of_a_call_that_waited_for_nobody(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host whose queue is full waits for the device, and that is no time of its own."""

@@ -141,9 +141,7 @@ def test_what_is_native_is_its_peak(precision: str, bench: Bench, tell: Tell) ->
     assert isinstance(use, MemoryUse) and use.on_device == use.peak and not use.off_device
 
 
-def test_bf16_derived_from_an_emulation_is_bf16_as_counted(
-    bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bf16_derived_from_emulation_is_as_counted(bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
     """A format that this processor has: the figure derived from fp32 values is what native bf16 takes, within 1%."""
     # It copies turned operands where a processor multiplies bf16.
     with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):  # type: ignore[arg-type]

@@ -252,7 +252,7 @@ def record_of(run: Run, how: str, precision: str) -> Record:
         *((how, "") for how in HARMLESS),
     ]),
 )  # fmt: skip
-def test_a_fault_is_a_failed_record_with_its_reason_and_the_other_cases_go_on(
+def test_a_fault_fails_its_record_and_the_other_cases_go_on(
     run_with: Callable[[str], Run], how: str, words: str
 ) -> None:
     """Those of the same group in a fresh worker, those of later groups as if nothing had happened."""
@@ -352,7 +352,7 @@ def test_whatever_a_step_raises_is_a_fault(hazard: str, kind: type[ProcessWorker
         ("#!/bin/sh\n", False, "the worker could not be started .*unavailable"),  # no process left to be had
     ],
 )
-def test_a_worker_that_does_not_start_is_lost(
+def test_a_worker_that_cannot_start(
     script: str, starts: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing stays open. To release what a worker holds starts none."""
@@ -459,9 +459,7 @@ class Interrupting(SilentObserver):
             raise KeyboardInterrupt
 
 
-def test_without_isolation_failures_are_records_and_an_interrupt_keeps_the_groups_that_were_done(
-    hazard: str, tmp_path: Path
-) -> None:
+def test_without_isolation_failures_are_records_and_interrupts_keep_what_was_done(hazard: str, tmp_path: Path) -> None:
     """The same worker code in this process. An interrupted run comes back unfinished, in memory as in the store."""
     request = request_for(hazard, "none", "raise", "memory", isolation=False)
     run = pipeline.execute(request, tmp_path / "interrupted", Interrupting(), "a test")
@@ -476,9 +474,7 @@ def test_without_isolation_failures_are_records_and_an_interrupt_keeps_the_group
     assert record_of(run, "none", "bf16").status is Status.OK
 
 
-def test_an_interrupt_in_a_long_step_ends_the_run_at_once(
-    hazard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_a_long_step_at_once(hazard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not wait for the step's answer, and starts no new worker to be told so."""
     busy = tmp_path / "busy"
     monkeypatch.setenv("BUSY", str(busy))

@@ -224,9 +224,7 @@ def test_a_step_that_fails_in_the_middle_leaves_nothing_and_threads_do_no_harm(b
 
 
 @pytest.mark.parametrize("trouble", ["reset", "mark"])
-def test_the_process_in_the_machines_memory(
-    trouble: str, bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_in_memory(trouble: str, bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
     case = tell(Network)
     use = measured(bench, case)
     assert use.resident is None or use.resident > use.peak

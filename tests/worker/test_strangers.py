@@ -24,9 +24,7 @@ def accepted() -> Iterator[socket.socket]:
             yield other
 
 
-def test_own_processes_may_be_connected_and_others_may_not(
-    accepted: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_processes_alone_may_be_connected(accepted: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_strangers()
     ours = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
@@ -52,9 +50,7 @@ def test_connections_that_this_process_has_opened_may_be_to_anybody(monkeypatch:
     os.waitpid(child, 0)
 
 
-def test_no_group_is_made_to_which_a_stranger_is_connected(
-    accepted: socket.socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_group_is_made_with_a_stranger(accepted: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_groups = SimpleNamespace(_new_process_group_helper=lambda name: f"the group {name}")
     watch_groups(torch_groups)
     assert torch_groups._new_process_group_helper("a") == "the group a"

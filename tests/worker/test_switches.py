@@ -332,9 +332,7 @@ def test_a_precision_of_somebodys_own_has_to_put_back_what_it_sets() -> None:
 
 
 @for_each("precision", ["fp32", "bf16"])
-def test_a_switch_that_the_precision_sets_too_is_watched(
-    precision: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_switch_of_the_precision_is_watched(precision: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is put back after a step, which hid that the step had changed it."""
     step = Gemm.step
 
@@ -350,9 +348,7 @@ def test_a_switch_that_the_precision_sets_too_is_watched(
 
 
 @for_each("everything", [False, True])
-def test_a_switch_that_changes_between_slots_of_a_worker_is_named_after_the_next(
-    monkeypatch: pytest.MonkeyPatch, everything: bool
-) -> None:
+def test_a_switch_that_changes_between_slots_is_named_later(monkeypatch: pytest.MonkeyPatch, everything: bool) -> None:
     """In a process of fp8bench's own only its workloads could have done that; in somebody's, its owner may."""
     monkeypatch.setattr(beside, "_everything", everything)
     bench = Bench(Settings())

@@ -117,9 +117,7 @@ def test_a_trace_names_itself_and_no_folder_of_this_machine(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == [file.parent]
 
 
-def test_an_exception_of_a_step_leaves_no_profiler_behind(
-    bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path
-) -> None:
+def test_an_exception_leaves_no_profiler_behind(bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path) -> None:
     environment, calls = dict(os.environ), []
 
     def step(phase: Phases) -> None:

@@ -182,9 +182,7 @@ def _of_another_part(scale: Tensor, rows: int) -> Tensor:
 @NEEDS_PRODUCTS
 @for_each("lie", ["", *OTHERS_SCALES])
 @for_each(("mode", "gpu"), [("fp8-rowwise", H200), ("mxfp8", B200)])
-def test_products_for_several_weights_are_looked_at(
-    mode: str, gpu: DeviceFacts, lie: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_of_several_weights(mode: str, gpu: DeviceFacts, lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By themselves: one takes the scales of other rows, or of another part's."""
     precision = precisions.get(mode)
     arithmetic = precision.arithmetic(gpu)

@@ -255,9 +255,7 @@ def test_a_clock_that_does_not_go_like_the_hardwares_is_told(factor: float, wron
         time.sleep(0.01)
 
 
-def test_clocks_that_were_replaced_before_the_worker_began_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clocks_replaced_before_the_worker_began_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a module of the interpreter's own start-up can."""
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.perf_counter = time.monotonic\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -143,9 +143,7 @@ def measured(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", sampled(["SIGSEGV"], REASONS))
-def test_a_fault_is_a_record_and_nobody_is_left(
-    fault: str, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_leaves_nobody(fault: str, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rank, phase and reason; neither a process, in a session of its own either, nor a folder is left."""
     (record,) = measured([fault], tmp_path, monkeypatch)
     assert record.status is Status.FAILED and REASONS[fault] in record.reason, record.reason

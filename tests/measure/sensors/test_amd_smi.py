@@ -72,9 +72,7 @@ def test_state(device: AmdDevice) -> None:
 
 
 @for_each(("name", "bit"), [("ppt", 0x4), ("socket_thm", 0x20), ("hbm_thm", 0x20), ("vr_thm", 0x40), ("prochot", 0x40)])
-def test_what_holds_the_clocks_back_is_counted_from_look_to_look(
-    smi: AmdSmi, device: AmdDevice, name: str, bit: int
-) -> None:
+def test_what_holds_the_clocks_back_from_look_to_look(smi: AmdSmi, device: AmdDevice, name: str, bit: int) -> None:
     """A limit that was met before anybody looked is none of this window's."""
     held, seen = smi.gpus[1].held, []
     for samples in (0, 5, 0):

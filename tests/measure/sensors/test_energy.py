@@ -6,13 +6,17 @@ The clock is the library's virtual one: figures are the same on every machine, a
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scipy.integrate import quad
 
 from fp8bench.measure.sensors.energy import NAME, Energy, SourceKind
 from fp8bench.measure.sensors.mean_power import INTERVALS
@@ -20,7 +24,8 @@ from fp8bench.measure.sensors.meter import Meter, nvml_meter
 from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.model.readings import Reading, Unavailable
-from tests.measure.sensors.nvml.library import SINE, SQUARE, Simulation
+from tests.counts import for_each
+from tests.measure.sensors.nvml.library import CONSTANT, SINE, SQUARE, Simulation
 from tests.measure.sensors.test_nvml_library import left_behind
 from tests.measure.sensors.virtual import VirtualClock
 
@@ -89,9 +94,7 @@ def test_a_swinging_power(nvml: Simulation, opened: Opened, clock: VirtualClock,
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(milliseconds=st.integers(1, 2500), phase=st.integers(0, 99))
-def test_never_a_number_from_fewer_than_ten_intervals(
-    nvml: Simulation, library: Library, milliseconds: int, phase: int
-) -> None:
+def test_never_a_number_from_few_intervals(nvml: Simulation, library: Library, milliseconds: int, phase: int) -> None:
     nvml.reset()
     clock = VirtualClock(nvml.state)
     meter = nvml_meter(DeviceIdentity(0), {}, clock, library)
@@ -115,7 +118,7 @@ def test_a_window_that_never_gets_enough_ends_at_its_cap(nvml: Simulation, opene
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 40), (2, 90), (20, 100), (100, 240), (100, 37)])
-def test_a_counter_that_has_become_slower_or_faster(
+def test_a_counter_with_another_pace(
     nvml: Simulation, opened: Opened, clock: VirtualClock, before: int, after: int
 ) -> None:
     """What was dated by its rhythm is dropped; the figure is as good, and says how good."""
@@ -153,9 +156,7 @@ def test_idle_power(nvml: Simulation, opened: Opened, clock: VirtualClock) -> No
     assert (idle.watts, idle.seconds) == (pytest.approx(75, rel=0.01), pytest.approx(2.0, abs=0.2))
 
 
-def test_the_state_is_watched_and_each_window_sees_its_own(
-    nvml: Simulation, opened: Opened, clock: VirtualClock
-) -> None:
+def test_each_window_watches_the_state(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
     device, meter = nvml.state.device[0], opened()
     device.more_reasons, device.reasons = 0x40, 0x4
     device.more_from_ns, device.more_until_ns = nvml.state.now_ns + 10**9, nvml.state.now_ns + 15 * 10**8
@@ -212,7 +213,7 @@ def test_an_average_does_not_count_what_was_before(nvml: Simulation, opened: Ope
 
 
 @pytest.mark.parametrize("milliseconds", [600, 3_000_000])
-def test_a_counter_that_is_too_slow_is_no_source(
+def test_too_slow_a_counter_is_no_source(
     nvml: Simulation, opened: Opened, clock: VirtualClock, milliseconds: int
 ) -> None:
     nvml.state.device[0].period_ns = milliseconds * 1_000_000
@@ -333,3 +334,28 @@ def test_in_real_time(nvml: Simulation) -> None:
     assert abs(energy.watts / 300 - 1) <= energy.stretch.uncertainty + 0.005
     assert 0 < energy.sampler_seconds < energy.seconds
     assert meter.call_seconds is not None and 0 < meter.call_seconds < 0.1
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@for_each("curve", [CONSTANT, SQUARE, SINE])
+@for_each(("start", "end"), [(0.0, 1.0), (0.13, 3.31), (7.0, 7.02)])
+@for_each("phase", [0.0, 0.7])
+def test_energy_is_the_integral_of_power(nvml: Simulation, curve: int, start: float, end: float, phase: float) -> None:
+    """Against SciPy's quadrature, told where the square jumps."""
+    device = nvml.state.device[0]
+    device.curve, device.low, device.high, device.hertz, device.phase = curve, 150.0, 300.0, 3.0, phase
+    jumps = [jump for number in range(80) if start < (jump := (number / 2 - phase) / 3) < end]
+    truth, _ = quad(nvml.watts, start, end, points=jumps or None, limit=400)
+    assert nvml.joules(start, end) == pytest.approx(truth, rel=1e-6)
+
+
+def test_a_command_of_fp8bench_runs_with_it(nvml: Simulation) -> None:
+    """As README.md of its folder says: nothing but two variables."""
+    nvml.add("Second GPU", 2)
+    done = subprocess.run(
+        [sys.executable, "-m", "fp8bench", "doctor"], cwd=ROOT, env=nvml.environment(), capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert "driver 570.00.1, 2 device(s)" in done.stdout, done.stdout + done.stderr

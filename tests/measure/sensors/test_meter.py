@@ -84,7 +84,7 @@ def test_a_variable_names_the_device_of_all_cases(nvml: Simulation, name: str) -
         assert meter.kind is SourceKind.COUNTER
 
 
-def test_mig_instances_that_share_a_gpu_have_no_energy_of_their_own(
+def test_mig_instances_that_share_a_gpu_share_its_energy(
     nvml: Simulation, clock: VirtualClock, library: Library
 ) -> None:
     """What the counter shows is everybody's; the one that has the GPU for itself has it."""

@@ -96,7 +96,7 @@ def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, 
         ("field 186", "power", "nvmlDeviceGetPowerUsage"),
     ],
 )
-def test_where_one_function_fails_an_older_one_answers(
+def test_older_functions_answer_instead(
     nvml: Simulation, device: NvmlDevice, function: str, name: str, source: str
 ) -> None:
     nvml.state.faults = 0
@@ -148,7 +148,7 @@ def test_a_lost_neighbour_does_not_hide_a_device(nvml: Simulation, library: Libr
         (DeviceIdentity(0), {"CUDA_VISIBLE_DEVICES": "2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}),
     ],
 )
-def test_a_device_is_found_whatever_its_index(
+def test_a_device_is_found_by_what_it_is(
     nvml: Simulation, library: Library, identity: DeviceIdentity, environ: dict[str, str]
 ) -> None:
     nvml.reset()

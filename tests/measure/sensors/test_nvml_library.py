@@ -1,4 +1,4 @@
-"""NVML's life in a process, through the real pynvml."""
+"""NVML's life in a process, through the real pynvml; and calls that come back, fail, or never come back."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from types import ModuleType
 import pynvml
 import pytest
 
+from fp8bench.measure.sensors.driver_library import NoAnswer, within
 from fp8bench.measure.sensors.energy import NAME
 from fp8bench.measure.sensors.nvml import REASONS, Library, reason
 from fp8bench.model.readings import NoReading
@@ -48,7 +49,7 @@ def test_an_initialisation_that_fails_may_be_tried_again(nvml: Simulation, libra
 
 
 @for_each(("module", "why"), [(None, "nvidia-ml-py is not installed"), ("nvml_of_yore", "has no nvmlInitWithFlags")])
-def test_a_package_that_is_not_there_or_too_old(
+def test_no_package_or_an_old_one(
     module: str | None, why: str, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", ModuleType(module) if module else None)
@@ -116,3 +117,24 @@ def test_every_code_has_words_and_one_of_the_future_is_named_by_its_number() -> 
     assert len(codes) > 25 and codes == set(REASONS) and len(set(REASONS.values())) == len(REASONS)
     assert reason(15) == "the GPU is lost: it fell off the bus or cannot be reached (NVML error 15)"
     assert reason(4711) == "an error that fp8bench does not know (NVML error 4711)"
+
+
+def test_a_call_gives_its_value_or_what_it_raises() -> None:
+    assert within(30.0, lambda: 0, "it") == 0
+    assert within(30.0, lambda: None, "it") is None
+
+    def fail() -> None:
+        raise NoReading("it is broken")
+
+    with pytest.raises(NoReading, match="it is broken"):
+        within(30.0, fail, "it")
+
+
+def test_a_call_that_hangs_is_left_behind() -> None:
+    release = threading.Event()
+    with pytest.raises(NoAnswer, match=r"^the driver gave no answer for 0\.05 s$"):
+        within(0.05, lambda: release.wait(60), "the driver")
+    (left,) = [thread for thread in threading.enumerate() if thread.name == "the driver"]
+    assert left.daemon
+    release.set()
+    left.join(30)

@@ -1,4 +1,4 @@
-"""RAPL as Linux shows it, on a tree of files of our own."""
+"""What Linux shows in files: RAPL, energy of an Intel GPU, clocks and temperatures of a processor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8bench.measure.device_watch import Settler
 from fp8bench.measure.sensors import rapl
-from fp8bench.measure.sensors.rapl import Counter, Domain
-from fp8bench.model.readings import NoReading
+from fp8bench.measure.sensors.energy import SourceKind
+from fp8bench.measure.sensors.meter import meter_for
+from fp8bench.measure.sensors.rapl import Counter, Domain, HostDevice
+from fp8bench.model import DeviceFacts
+from fp8bench.model.readings import NoReading, Reading, Unavailable
 from tests.counts import for_each
+from tests.fakes import MS, FakeWorker, Script, arm, gemm_steps
 
 RANGE = 262_143_328_850
 
@@ -132,3 +137,90 @@ def test_a_counter_that_is_no_number(tmp_path: Path, text: str) -> None:
     zone(tmp_path, "intel-rapl:0", "package-0", energy=text)
     with pytest.raises(NoReading, match=r"the energy counter of package-0 says .*, which is no number"):
         rapl.domains(tmp_path)
+
+
+XPU = DeviceFacts("xpu", 0, "Intel Data Center GPU Max 1550", 64 << 30, "2.13.0")
+
+
+def sensors(root: Path, number: int, driver: str, energy: str | None = "1000000") -> Path:
+    """One device's folder."""
+    folder = root / f"hwmon{number}"
+    folder.mkdir()
+    (folder / "name").write_text(f"{driver}\n")
+    if energy is not None:
+        (folder / "energy1_input").write_text(f"{energy}\n")
+    return folder
+
+
+@for_each("driver", ["i915", "xe"])
+def test_the_only_one_is_read_in_joules(driver: str, tmp_path: Path) -> None:
+    sensors(tmp_path, 0, "nvme", "5")
+    sensors(tmp_path, 1, driver, None)
+    one = sensors(tmp_path, 2, driver)
+    counter = Counter((rapl.gpu_domain(tmp_path),), lambda: 0.0)
+    assert counter.read() == 0.0
+    (one / "energy1_input").write_text("3500000")
+    assert counter.read() == 2.5
+    (one / "energy1_input").write_text("3000000")
+    with pytest.raises(NoReading, match="went back"):
+        counter.read()
+
+
+def test_no_gpu_is_guessed(tmp_path: Path) -> None:
+    for number in (1, 2):
+        sensors(tmp_path, number, "xe")
+    with pytest.raises(NoReading, match="2 Intel GPUs count their energy, and torch does not tell which"):
+        rapl.gpu_domain(tmp_path)
+
+
+@for_each(("energy", "why"), [(None, "no energy counter of an Intel GPU"), ("-", "no number")])
+def test_without_a_number_there_is_a_reason(energy: str | None, why: str, tmp_path: Path) -> None:
+    sensors(tmp_path, 0, "xe", energy)
+    with pytest.raises(NoReading, match=why):
+        rapl.gpu_domain(tmp_path)
+
+
+def test_its_meter_says_why_it_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rapl.gpu_domain, "__defaults__", (tmp_path,))
+    with meter_for(XPU, {}) as meter:
+        assert meter.kind is SourceKind.NONE and "no energy counter of an Intel GPU" in meter.why
+    with meter_for(XPU, {}, energy=False) as meter:
+        assert meter.why == "--no-energy was given"
+
+
+def made(root: Path, clocks: dict[int, str], **chips: list[str]) -> HostDevice:
+    """A kernel's folders: kilohertz by core, and thousandths of degrees by chip."""
+    for core, text in clocks.items():
+        folder = root / f"devices/system/cpu/cpu{core}/cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_cur_freq").write_text(text)
+    for number, (name, texts) in enumerate(chips.items()):
+        folder = root / f"class/hwmon/hwmon{number}"
+        folder.mkdir(parents=True)
+        (folder / "name").write_text(f"{name}\n")
+        for place, text in enumerate(texts, 1):
+            (folder / f"temp{place}_input").write_text(text)
+    return HostDevice("a CPU has no driver", root)
+
+
+def test_the_fastest_core_and_the_hottest_sensor_of_a_processor(tmp_path: Path) -> None:
+    device = made(tmp_path, {0: "1500000\n", 1: "3600000\n"}, k10temp=["61250", "58000"], nvme=["90000"])
+    seen = device.glance()
+    assert seen["cpu_clock"] == Reading(3.6e9, "Hz", "sysfs") and seen["temperature"] == Reading(61.25, "degC", "sysfs")
+    assert seen["sm_clock"] == Unavailable("a CPU has no driver") and device.tells and not device.silent
+    assert device.changing() == seen and device.facts()["driver"] == Unavailable("a CPU has no driver")
+
+
+@for_each("clocks", [{}, {0: "<unknown>"}, {0: "0"}])
+def test_what_cannot_be_read_is_a_reason_and_no_zero(tmp_path: Path, clocks: dict[int, str]) -> None:
+    device = made(tmp_path, clocks)
+    assert isinstance(device.glance()["cpu_clock"], Unavailable) and device.tells == bool(clocks)
+
+
+def test_a_processor_warms_up_by_what_it_tells(tmp_path: Path) -> None:
+    device = made(tmp_path, {}, coretemp=["50000"])
+    worker, one = FakeWorker({"fp32": Script(gemm_steps(10 * MS))}), arm("fp32")
+    one.prepare(worker)
+    found = Settler(device, 30.0, worker.clock).settle(one, worker)
+    assert found is not None and found.settled and found.seconds < 5
+    assert {look.temperature for look in found.looks} == {50.0} and {look.clock for look in found.looks} == {None}

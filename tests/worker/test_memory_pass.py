@@ -1,22 +1,132 @@
-"""Arithmetics that tell of their casts: what is said of what, and that nothing else about them changes."""
+"""What memory is for, growth that goes on, and arithmetics that tell of their casts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
+import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.model import Case, MemoryRole
+from fp8bench.model import PHASES, Case, HeldBlock, MemoryRole
 from fp8bench.nn.arithmetics import PlainArithmetic, counted
 from fp8bench.numerics.ranges import Ledger
 from fp8bench.protocols import Arithmetic, Operand, Role, Setup, WatchedArithmetic
 from fp8bench.registry import precisions
-from fp8bench.worker.memory_pass import listening
+from fp8bench.worker.memory_pass import LONGEST_SECONDS, growth, leak_of, listening, role_of, roles
 from tests.counts import for_each
 from tests.facts import CPU, H200
 
 R = MemoryRole
+OLD = HeldBlock(1, 10, lasting=True)
+NEW = HeldBlock(1, 10, "gemm")
+
+
+@for_each(
+    ("block", "before", "after", "role"),
+    [
+        (OLD, {1: R.WEIGHTS}, {1: R.WEIGHTS}, R.WEIGHTS),
+        (OLD, {1: None}, {1: None}, R.OTHER),
+        (OLD, {}, {}, R.OTHER),
+        (HeldBlock(1, 10), {1: R.OPTIMIZER}, {}, R.OPTIMIZER),  # it went in the step
+        (HeldBlock(1, 10), {}, {1: R.OPTIMIZER}, R.OTHER),  # another one lies there now
+        (HeldBlock(1, 10, "cast"), {1: R.OPTIMIZER}, {}, R.WORKSPACE),  # another one lay there before
+        (HeldBlock(1, 10, "cast", lasting=True), {}, {1: R.OPTIMIZER}, R.OPTIMIZER),
+        (HeldBlock(1, 10, lasting=True, said=(R.LOW_WEIGHTS,)), {1: None}, {1: None}, R.LOW_WEIGHTS),
+        (HeldBlock(1, 10, lasting=True, said=(R.LOW_WEIGHTS,)), {}, {1: R.OPTIMIZER}, R.OPTIMIZER),
+        (HeldBlock(1, 10, lasting=True, said=(R.WEIGHTS,)), {}, {}, R.WEIGHTS),
+        (HeldBlock(1, 10, "cast", said=(R.WEIGHTS,)), {}, {}, R.WORKSPACE),  # restored, to be cast again
+        (HeldBlock(1, 10, "communication", said=(R.WEIGHTS,)), {}, {}, R.WEIGHTS),  # gathered for a step
+        (HeldBlock(1, 10, "gemm", said=(R.ACTIVATIONS, R.LOW_WEIGHTS)), {}, {}, R.LOW_WEIGHTS),
+        (HeldBlock(1, 10, "data_load", awaited=True, said=(R.ACTIVATIONS,)), {}, {}, R.DATA),
+        (HeldBlock(1, 10, "gemm", backward=True, said=(R.ACTIVATIONS,)), {}, {}, R.ACTIVATIONS),
+        (HeldBlock(1, 10, "unattributed", awaited=True, brief=True), {}, {}, R.ACTIVATIONS),
+        (HeldBlock(1, 10, "gemm", backward=True, brief=True), {}, {}, R.WORKSPACE),
+        (HeldBlock(1, 10, "gemm", backward=True), {}, {}, R.GRADIENTS),
+        (HeldBlock(1, 10, "optimizer_step"), {}, {}, R.WORKSPACE),
+        (NEW, {}, {}, R.ACTIVATIONS),
+        (HeldBlock(1, 10, "gemm", lasting=True), {}, {}, R.OTHER),
+    ],
+)
+def test_a_role(block: HeldBlock, before: dict[int, R | None], after: dict[int, R | None], role: MemoryRole) -> None:
+    """Case by case; addresses are used again, and count only for what lay there at the time."""
+    assert role_of(block, before, after) is role
+
+
+def test_they_sum_to_the_peak() -> None:
+    """What the allocator counts and nobody saw is other; where more was seen than it counts, nobody can say."""
+    held = [NEW, HeldBlock(2, 5, "cast")]
+    assert roles(held, 15, {}, {}) == {R.ACTIVATIONS: 10, R.WORKSPACE: 5}
+    assert roles(held, 18, {}, {}) == {R.ACTIVATIONS: 10, R.WORKSPACE: 5, R.OTHER: 3}
+    assert roles(held, 14, {}, {}) == {}
+    assert roles([], 0, {}, {}) == {}
+
+
+def test_any_blocks_sum_to_their_size() -> None:
+    draw = random.Random(3)
+    flag = lambda: draw.random() < 0.5  # noqa: E731
+    held = [
+        HeldBlock(
+            number, draw.randrange(1, 99), draw.choice(("", *PHASES)), flag(), flag(), flag(), flag(),
+            tuple(draw.sample(list(R), draw.randrange(3))),
+        )
+        for number in range(1000)
+    ]  # fmt: skip
+    known: list[dict[int, R | None]] = [{number: draw.choice((None, *R)) for number in range(500)} for _ in range(2)]
+    found = roles(held, sum(one.size for one in held), *known)
+    assert sum(found.values()) == sum(one.size for one in held) and list(found) == [one for one in R if one in found]
+
+
+KIB = 1024
+
+
+def held(size_of: Callable[[int], int], count: int = 48) -> list[int]:
+    """After each step, of what steps keep or give back."""
+    return list(accumulate(size_of(number) for number in range(count)))
+
+
+@for_each("count", [12, 24, 48])
+@for_each("phase", range(3))
+def test_what_every_third_step_keeps_is_found(phase: int, count: int) -> None:
+    assert growth(held(lambda step: 3 * KIB * (step % 3 == phase), count)) == pytest.approx(KIB, rel=0.4)
+
+
+GROWING: dict[str, tuple[Callable[[int], int], int]] = {
+    "every step": (lambda step: KIB, KIB),
+    "every 12th": (lambda step: 12 * KIB * (step % 12 == 7), KIB),
+    "beside batches of many sizes": (lambda step: KIB + (-1) ** step * 5 * KIB, KIB),
+    "beside a cache that is emptied": (lambda step: KIB + (8 * KIB if step % 9 else -64 * KIB), KIB),
+}  # fmt: skip
+
+
+ENDING: dict[str, Callable[[int], int]] = {
+    "nothing": lambda step: 0,
+    "once": lambda step: KIB * (step == 20),
+    "a history of 16": lambda step: KIB * (step < 16),
+    "a history of 40": lambda step: KIB * (step < 40),
+    "emptied every 5 steps": lambda step: KIB if step % 5 else -4 * KIB,
+    "emptied every 20 steps": lambda step: KIB if step % 20 else -19 * KIB,
+    "slower and slower": lambda step: 1 << max(0, 24 - step),
+    "a little": lambda step: 100,
+    "given back": lambda step: -KIB,
+}
+
+
+@for_each("how", [*GROWING, *ENDING])
+def test_growth_is_bytes_a_step_where_it_goes_on(how: str) -> None:
+    size_of, wanted = GROWING[how] if how in GROWING else (ENDING[how], 0.0)
+    assert growth(held(size_of)) == pytest.approx(wanted, rel=0.3)
+
+
+def test_garbage_in_cycles_is_no_leak_and_steps_that_take_long_are_not_run_again() -> None:
+    def step() -> None:
+        cycle: list[object] = [torch.ones(KIB)]
+        cycle.append(cycle)
+
+    assert leak_of(step, "cpu", 0.001) == 0.0
+    assert leak_of(lambda: pytest.fail("not to be run"), "cpu", LONGEST_SECONDS + 1) is None
 
 
 class Said:

@@ -1,17 +1,57 @@
-"""How far a communication hides is measured once of cases that send the same."""
+"""What ranks of one machine share: a line where they begin together, rounds of the same parts, and a launcher."""
 
 from __future__ import annotations
 
 import random
+import subprocess
+import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.worker.ranks import bench
-from fp8bench.worker.ranks.bench import RankBench, RankMeeting, StepAnswer, rounds
+from fp8bench.worker.ranks.bench import RankBench, RankMeeting, StartLine, StepAnswer, rounds
+from fp8bench.worker.ranks.launcher import _end_all
 from tests.counts import for_each
 from tests.fakes import CPU
+
+
+def test_nobody_begins_before_all_have_come(tmp_path: Path) -> None:
+    """Three ranks, 50 times: when one goes on, all have come as often, and none of them once more."""
+    lines = [StartLine(tmp_path, rank, 3, 20.0) for rank in range(3)]
+    come, wrong = [0, 0, 0], list[tuple[int, ...]]()
+
+    def run(rank: int) -> None:
+        for turn in range(1, 51):
+            come[rank] += 1
+            lines[rank].meet()
+            seen = tuple(come)
+            if min(seen) < turn or max(seen) > turn + 1:
+                wrong.append(seen)
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(60)
+    assert come == [50, 50, 50] and not wrong
+
+
+def test_who_does_not_come_is_named(tmp_path: Path) -> None:
+    first, second, _ = (StartLine(tmp_path, rank, 3, 0.05) for rank in range(3))
+    with pytest.raises(TimeoutError, match=r"^rank 1, rank 2 did not come to the start line within 0\.05 s$"):
+        first.meet()
+    with pytest.raises(TimeoutError, match=r"^rank 2 did not"):
+        second.meet()
+
+
+def test_a_rank_that_joins_late_takes_nothing_away(tmp_path: Path) -> None:
+    alone = StartLine(tmp_path, 0, 2, 0.0)
+    with pytest.raises(TimeoutError):
+        alone.meet()
+    StartLine(tmp_path, 1, 2, 0.0).meet()
 
 
 def _case(precision: str, way: str, elements: int = 64) -> Case:
@@ -52,3 +92,15 @@ def test_rounds_are_as_many_of_each_part_in_the_same_order_on_all_ranks(
     assert [name for name in ran[0][2:] if name != "met"] == [
         name for _ in range(count) for name in order.sample(names, len(names))
     ]
+
+
+def test_the_launcher_is_waited_for(tmp_path: Path) -> None:
+    """Ended at once it would leave its ranks to be asked how they ended, by whoever adopts them."""
+    (folder := tmp_path / "launch").mkdir()
+    with subprocess.Popen(("sleep", "0.5")) as launcher:
+        waiting = threading.Thread(target=launcher.wait)
+        waiting.start()
+        _end_all(str(folder), launcher.pid)
+        ended = launcher.returncode
+        waiting.join()
+    assert ended == 0 and not folder.exists()
