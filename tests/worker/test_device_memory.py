@@ -21,8 +21,9 @@ from fp8bench.worker import device_layout
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.device_layout import DeviceLedger, LaidOutArithmetic
 from fp8bench.worker.memory_pass import _second_step, of_workload
-from tests.counts import for_each
+from tests.counts import for_each, sampled
 from tests.worker.device_codes import Bfloat16Emulated, RealCodes
+from tests.worker.test_memory_by_hand import SMALL
 from tests.worker.told import CPU, Tell
 from tests.worker.told import tell as tell
 
@@ -171,29 +172,15 @@ def with_codes(bench: Bench, case: Case) -> int:
     return found.on_device
 
 
-SUITES: Mapping[str, Mapping[str, str]] = {
-    "gemm": {"shape": "64x48x32"},
-    "mlp": {"tokens": "32", "width": "64", "hidden": "128"},
-    "attention": {"sequence": "32", "heads": "2", "head_width": "32"},
-    "transformer": {"size": "nano", "batch": "1", "sequence": "32"},
-    "moe": {"tokens": "64", "width": "64", "hidden": "128", "load": "zipf:1"},
-    "accumulate": {"width": "64", "tensors": "3", "micro_batches": "2"},
-    "optimizer": {"width": "64", "tensors": "3"},
-    "cast": {"shape": "64"},
-    "learning": {"width": "32"},
-}
+SUITES = ("gemm", "mlp", "attention", "transformer", "moe", "accumulate", "optimizer", "cast", "learning")
 QUICK = [("gemm", "nvfp4"), ("mlp", "fp8"), ("optimizer", "fp8"), ("accumulate", "mxfp8")]
 FORMATS = ("fp8", "fp8-rowwise", "fp8-block", "fp8-delayed", "mxfp8", "mxfp4", "nvfp4")
-ALL = [
-    pytest.param(suite, mode, marks=() if (suite, mode) in QUICK else pytest.mark.nightly)
-    for suite in SUITES
-    for mode in FORMATS
-]
+ALL = sampled([], [(suite, mode) for suite in SUITES for mode in FORMATS if (suite, mode) not in QUICK])
 
 
-@pytest.mark.parametrize(("suite", "precision"), ALL)
+@pytest.mark.parametrize(("suite", "precision"), [*QUICK, *ALL])
 def test_against_codes_in_memory(suite: str, precision: str, bench: Bench) -> None:
-    axes = tuple((axis, (value,)) for axis, value in SUITES[suite].items())
+    axes = tuple((axis, (value,)) for axis, value in SMALL[suite].items())
     plan = make_plan(Request(suite, (precision,), ("cpu",), axes=axes), (CPU,))
     cases = [one for group in plan.groups for one in group.cases if one.case.precision == precision and not one.skip]
     for case in (one.case for one in cases):
@@ -215,8 +202,7 @@ def test_against_codes_in_memory(suite: str, precision: str, bench: Bench) -> No
     ],
 )
 def test_nobody_can_say(suite: str, precision: str, why: str, bench: Bench) -> None:
-    axes = {"conv": {"channels": "8", "batch": "2", "image": "8"}, "data": {"record": "256", "batch": "8"}}
-    asked = tuple((axis, (value,)) for axis, value in axes.get(suite, {"shape": "64x48x32"}).items())
+    asked = tuple((axis, (value,)) for axis, value in SMALL[suite].items())
     group = make_plan(Request(suite, (precision,), ("cpu",), axes=asked), (CPU,)).groups[0]
     case = next(one.case for one in group.cases if one.case.precision == precision)
     use = bench.memory(case, CPU)
