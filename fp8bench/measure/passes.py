@@ -177,8 +177,8 @@ class Passes:
                     continue
                 wrong = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
                 outcome.failure = f"its numbers are not finite: {', '.join(wrong)}" if wrong else ""
-                found = (Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
-                outcome.note(measurements=(*outcome.draft.measurements, *found))
+                measurements = (Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
+                outcome.note(measurements=(*outcome.draft.measurements, *measurements))
 
     def transfers(self, outcomes: Sequence[CaseOutcome]) -> None:
         """What steps of several ranks move, and how far that hides; cases of one rank are not asked."""
@@ -195,8 +195,8 @@ class Passes:
         """What steps ask of allocators and of the processor; `unprobed` says why the worker has no probe."""
         for outcome in outcomes:
             with self._asking(outcome, "counting allocations", "counters") as (bench, case, facts):
-                found, whys = bench.counters(case, facts, unprobed)
-                outcome.note(measurements=(*outcome.draft.measurements, *found))
+                measurements, whys = bench.counters(case, facts, unprobed)
+                outcome.note(measurements=(*outcome.draft.measurements, *measurements))
                 for why in whys:
                     outcome.lacks(why)
         self.leave_gpus(outcomes)
@@ -215,14 +215,14 @@ class Passes:
             with self._asking(outcome, "measuring memory", "peak memory") as (bench, case, facts):
                 key = f"memory of {case.id}" if device is not None else ""
                 # Unasked for, a worker of another tree's is given what it has always been given.
-                found = bench.memory(case, facts, key) if leaks else bench.memory(case, facts, key, False)
+                use = bench.memory(case, facts, key) if leaks else bench.memory(case, facts, key, False)
                 if device is not None:
-                    found = self._seen_from_outside(found, device)
+                    use = self._seen_from_outside(use, device)
                     self._worker.release(key)
-                if isinstance(found, str):
-                    outcome.lacks(f"no peak memory: {found}")
+                if isinstance(use, str):
+                    outcome.lacks(f"no peak memory: {use}")
                     continue
-                outcome.note(memory=found, measurements=(*outcome.draft.measurements, *_peaks(found)))
+                outcome.note(memory=use, measurements=(*outcome.draft.measurements, *_peaks(use)))
         # torch's profiler was on in it, and nobody knows that it leaves no trace
         self.leave_gpus(
             [case_outcome for case_outcome in outcomes if case_outcome.draft.effect or case_outcome.draft.memory]
@@ -241,15 +241,15 @@ class Passes:
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             self._worker.restart()
 
-    def _seen_from_outside(self, found: MemoryUse | str, device: Looks) -> MemoryUse | str:
+    def _seen_from_outside(self, use: MemoryUse | str, device: Looks) -> MemoryUse | str:
         """With what the driver counts for the worker's process, or why it counts nothing."""
         pid = self._worker.pid
-        if isinstance(found, str) or pid is None:
-            return found
+        if isinstance(use, str) or pid is None:
+            return use
         read = device.process_memory(pid)
         if isinstance(read, Reading):
-            return replace(found, process=int(read.number))
-        return replace(found, why="; ".join(filter(None, (found.why, f"no memory of the process: {read.reason}"))))
+            return replace(use, process=int(read.number))
+        return replace(use, why="; ".join(filter(None, (use.why, f"no memory of the process: {read.reason}"))))
 
     @contextmanager
     def _asking(

@@ -48,10 +48,10 @@ class ReplayPass:
                     worker.restart()
                     ended = f"{arm.planned.case.mode} ended the replays: {cause}"
                     return {key: Replays(why=why or ended) for key, why in whys.items()}
-        found = {arm.key: self._checked(arm, worker, slots[arm.key]) for arm in able}
+        checked = {arm.key: self._checked(arm, worker, slots[arm.key]) for arm in able}
         if len(able) < len(arms):
             worker.restart()  # nobody knows what a capture that failed leaves in a process
-        return {arm.key: found.get(arm.key) or Replays(why=whys[arm.key]) for arm in arms}
+        return {arm.key: checked.get(arm.key) or Replays(why=whys[arm.key]) for arm in arms}
 
     def _capture(self, arm: MeasuredArm, worker: Worker) -> str:
         """Why its step cannot be replayed; '' where it can."""

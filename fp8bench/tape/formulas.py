@@ -225,7 +225,7 @@ def _by_torch(call: Call, formula: Callable[..., int]) -> int | None:
         return value.shape if isinstance(value, TensorSeen) else value
 
     try:
-        named = {name: shapes(one) for name, one in call.named.items()}
+        named = {name: shapes(argument) for name, argument in call.named.items()}
         return int(formula(*map(shapes, call.given), **named, out_val=shapes(call.result)))
     except Exception:  # noqa: BLE001 - a formula of anybody's, given shapes
         return None

@@ -135,7 +135,7 @@ class Replay:
     @contextmanager
     def random_kept(self) -> Iterator[None]:
         """Random numbers go on after the body as if it had drawn none."""
-        states = [(one, one.get_state()) for one in self.generators]
+        states = [(source, source.get_state()) for source in self.generators]
         try:
             yield
         finally:
@@ -166,7 +166,7 @@ def _filled(part: Any, registers: list[Tensor | None]) -> Any:
     if kind is Register:
         return registers[part.number]
     if kind is list or kind is tuple:
-        return kind(_filled(one, registers) for one in part)
+        return kind(_filled(inner, registers) for inner in part)
     return part
 
 
@@ -277,19 +277,19 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
     def _drawing(self, func: Any, kwargs: Mapping[str, Any]) -> list[torch.Generator]:
         """Where an operator takes random numbers from, as far as the host has them; all are put back after replays."""
         own = [kwarg for kwarg in kwargs.values() if isinstance(kwarg, torch.Generator)]
-        found = own
+        generators = own
         if not own and torch.Tag.nondeterministic_seeded in func.tags:
-            found = [torch.default_generator]
+            generators = [torch.default_generator]
             if torch.cuda.is_available():
-                found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        self._generators.update(dict.fromkeys(found))
-        return found
+                generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        self._generators.update(dict.fromkeys(generators))
+        return generators
 
     def _noted(self, part: Any) -> Any:
         if isinstance(part, Tensor):
             return self._tensor(part)
         if isinstance(part, list | tuple) and tensors_within(part):
-            return [self._noted(one) for one in part]
+            return [self._noted(inner) for inner in part]
         return part
 
     def _tensor(self, tensor: Tensor) -> _Given | Register:
@@ -394,14 +394,14 @@ def _with_given(part: Any) -> Any:
     if isinstance(part, _Given):
         assert part.memory.kept is not None
         return _lying(part.spec, part.memory.kept, part.memory.device)
-    return [_with_given(one) for one in part] if type(part) is list else part
+    return [_with_given(inner) for inner in part] if type(part) is list else part
 
 
 def _registers_in(part: Any) -> list[int]:
     if isinstance(part, Register):
         return [part.number]
     if isinstance(part, list | tuple):
-        return [number for one in part for number in _registers_in(one)]
+        return [number for inner in part for number in _registers_in(inner)]
     return []
 
 

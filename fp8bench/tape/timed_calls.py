@@ -299,15 +299,15 @@ def shares_of_kernels(
 
 def put_together(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[Share, ...]:
     """Parts of one kind, in one module and direction, as one; the longest first."""
-    found: dict[Alike, tuple[float, int]] = {}
+    sums: dict[Alike, tuple[float, int]] = {}
     for call, taken in zip(calls, seconds, strict=True):
         kind, what = kind_of(call.operator, call.where)
         alike = kind, call.module, call.backward, what
-        before = found.get(alike, (0.0, 0))
-        found[alike] = before[0] + taken, before[1] + 1
+        before = sums.get(alike, (0.0, 0))
+        sums[alike] = before[0] + taken, before[1] + 1
     parts = (
         Share(kind, module, backward, taken, number, what)
-        for (kind, module, backward, what), (taken, number) in found.items()
+        for (kind, module, backward, what), (taken, number) in sums.items()
     )
     return tuple(sorted(parts, key=lambda part: -part.seconds))
 

@@ -92,8 +92,8 @@ def signed(
 
 def declared_of(function: Callable[..., Any]) -> Signature | None:
     """What its decorator said, if it has one."""
-    found = getattr(function, _DECLARED, None)
-    return found if isinstance(found, Signature) else None
+    signature = getattr(function, _DECLARED, None)
+    return signature if isinstance(signature, Signature) else None
 
 
 def named(target: str) -> Callable[..., Any]:

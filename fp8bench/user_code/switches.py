@@ -71,8 +71,8 @@ def put_back(switches: Sequence[Switch], before: Sequence[Any]) -> list[str]:
     if after == before:
         return []
     known = zip(switches, before, after, strict=True)
-    found = [(switch, old, new) for switch, old, new in known if old is not NotInUse]
-    for switch, old, _ in found:  # each is read again: one of torch's older switches writes several of the newer ones
+    changed = [(switch, old, new) for switch, old, new in known if old is not NotInUse]
+    for switch, old, _ in changed:  # each is read again: one of torch's older switches writes several of the newer ones
         if switch.write is not None and switch.read() != old:
             # The folder may be gone, a signal's handler may be C's, and torch refuses mixed settings of products.
             with contextlib.suppress(OSError, ValueError, TypeError, RuntimeError):
@@ -80,7 +80,7 @@ def put_back(switches: Sequence[Switch], before: Sequence[Any]) -> list[str]:
     return [
         f"{switch.name} at {plain(new)!s:.200} (it was {plain(old)!s:.200}"
         f"{', and cannot be put back' if switch.read() != old else ''})"
-        for switch, old, new in found
+        for switch, old, new in changed
         if old != new
     ]
 

@@ -111,8 +111,8 @@ def _below(pid: int, thread: int | None = None) -> Iterator[int]:
         threads = os.listdir(f"/proc/{pid}/task") if thread is None else (thread,)  # noqa: PTH208
     except OSError:
         return
-    for one in threads:
-        for child in _children(pid, one):
+    for task in threads:
+        for child in _children(pid, task):
             yield child
             yield from _below(child)
 

@@ -30,22 +30,22 @@ _SUMS, _SIGNED = 4, 1 << 16
 
 def digest(tensor: Any) -> int:
     """The same for the same bits; for others by a chance of one in 2**63."""
-    found = 0
+    number = 0
     for piece in _flat(tensor, torch.uint8).split(8 * _PIECE):
         whole = piece.numel() // 8 * 8
         for words in (piece[:whole].view(torch.int64), piece[whole:].to(torch.int64)):
             mixed = words * _OF_WORDS  # the upper bits of a word come down, else two signs that change were none
             mixed ^= mixed >> 32
             weighed = int((mixed * _weights(words.device, _PIECE)[: words.numel()]).sum())
-            found = (found * _OF_PIECES + weighed) % _NUMBERS
-    return found
+            number = (number * _OF_PIECES + weighed) % _NUMBERS
+    return number
 
 
 def sketch(tensor: Any, before: Any = None) -> Any:
     """Sums of the memory's numbers under random signs, or of what they are beyond those of a copy of it from `before`:
     of two tensors they are as far apart as these, about.
     """
-    dtype, found = _numbers_as(tensor.dtype), torch.zeros(_SUMS, dtype=torch.float64, device=tensor.device)
+    dtype, sums = _numbers_as(tensor.dtype), torch.zeros(_SUMS, dtype=torch.float64, device=tensor.device)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     signs, end = _signs(tensor.device, wide), _signs(tensor.device, torch.float64)
     for number, piece in enumerate(_flat(tensor, dtype).split(_SIGNED)):
@@ -53,8 +53,8 @@ def sketch(tensor: Any, before: Any = None) -> Any:
         if before is not None:  # one by one, or rounding the sums would hide a small step
             old = _flat(before, dtype)[number * _SIGNED :][: piece.numel()]
             numbers = numbers - old.to(wide).nan_to_num(0.0, 0.0, 0.0)
-        found += (numbers @ signs[: piece.numel()]) * end[number % _SIGNED]
-    return found
+        sums += (numbers @ signs[: piece.numel()]) * end[number % _SIGNED]
+    return sums
 
 
 def copied(tensor: Any) -> Any:
@@ -142,16 +142,18 @@ def bits_of(device: Device, facts: DeviceFacts) -> tuple[OperationBits, ...]:
     """Of every operation, in the order of the dtypes; one that the device has not is left out."""
     place = torch.device(facts.kind, facts.index) if facts.kind != "cpu" else torch.device("cpu")
     left, right = (_numbers(seed).to(place) for seed in (1, 2))
-    found = []
+    operations = []
     for dtype, name, operation in _operations():
         try:
             several = [_hexadecimal(operation(left, right, dtype)) for _ in range(TIMES)]
         except (RuntimeError, NotImplementedError):  # no such kernel here, nor on any machine of its kind
             continue
-        found.append(OperationBits(facts.key, str(dtype).removeprefix("torch."), name, tuple(dict.fromkeys(several))))
+        operations.append(
+            OperationBits(facts.key, str(dtype).removeprefix("torch."), name, tuple(dict.fromkeys(several)))
+        )
     device.synchronise(facts.index)
     device.empty_cache()
-    return tuple(found)
+    return tuple(operations)
 
 
 def bits_of_ranks(facts: DeviceFacts) -> tuple[OperationBits, ...]:
@@ -168,11 +170,13 @@ def bits_of_ranks(facts: DeviceFacts) -> tuple[OperationBits, ...]:
         ("float32", "sum of all ranks", lambda: ranks.added(own)),
         ("uint8", "codes of all ranks", lambda: torch.stack(ranks.everybodys(codes))),
     )
-    found = []
+    operations = []
     for dtype, name, exchanged in exchanges:
         several = [_hexadecimal(exchanged()) for _ in range(TIMES)]
-        found.append(OperationBits(f"{facts.key} of {ranks.size} ranks", dtype, name, tuple(dict.fromkeys(several))))
-    return tuple(found)
+        operations.append(
+            OperationBits(f"{facts.key} of {ranks.size} ranks", dtype, name, tuple(dict.fromkeys(several)))
+        )
+    return tuple(operations)
 
 
 def _numbers(seed: int) -> Tensor:
@@ -181,8 +185,8 @@ def _numbers(seed: int) -> Tensor:
     return torch.randint(-1024, 1025, (_ROWS, _COLUMNS), generator=random).to(torch.float32) * (_STEP / 4)
 
 
-def _hexadecimal(found: Tensor) -> str:
-    return f"{digest(found.clone()):016x}"  # of all its memory, which has to be its own
+def _hexadecimal(tensor: Tensor) -> str:
+    return f"{digest(tensor.clone()):016x}"  # of all its memory, which has to be its own
 
 
 def _operations() -> Iterator[tuple[torch.dtype, str, Operation]]:

@@ -102,10 +102,10 @@ def quick(device: Device, facts: DeviceFacts, seconds: float) -> Ceilings:
     share = seconds / len(wanted)
     try:
         with one_thread():
-            found = tuple(_tried(rate, partial(_searched, device, facts, rate, share, clock)) for rate in wanted)
+            rates = tuple(_tried(rate, partial(_searched, device, facts, rate, share, clock)) for rate in wanted)
     finally:
         device.empty_cache()
-    return Ceilings(found, device=facts.name)
+    return Ceilings(rates, device=facts.name)
 
 
 def wanted_rates(facts: DeviceFacts, limits: Sequence[Limit] = tuple(Limit)) -> list[Rate]:
@@ -125,9 +125,9 @@ def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> 
         (value,) = _timed(rate, (rate.shape,), facts, partial(device.synchronise, facts.index), seconds, run).runs
         return replace(rate, runs=(*rate.runs, value))
 
-    found = _tried(rate, measured)
+    again = _tried(rate, measured)
     device.empty_cache()
-    return found
+    return again
 
 
 def _searched(device: Device, facts: DeviceFacts, rate: Rate, seconds: float, clock: Clock = _now) -> Rate:

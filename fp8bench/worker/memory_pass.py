@@ -207,14 +207,14 @@ def roles(held: Iterable[HeldBlock], peak: int, before: StateTensors, after: Sta
     `before` and `after` the step is what the state holds. What an allocator counts and nobody sees is OTHER; empty
     where more is seen than it counts.
     """
-    found = dict.fromkeys(MemoryRole, 0)
+    sizes = dict.fromkeys(MemoryRole, 0)
     for block in held:
-        found[role_of(block, before, after)] += block.size
-    missing = peak - sum(found.values())
+        sizes[role_of(block, before, after)] += block.size
+    missing = peak - sum(sizes.values())
     if missing < 0:
         return {}
-    found[MemoryRole.OTHER] += missing
-    return {role: size for role, size in found.items() if size}
+    sizes[MemoryRole.OTHER] += missing
+    return {role: size for role, size in sizes.items() if size}
 
 
 def role_of(block: HeldBlock, before: StateTensors, after: StateTensors) -> MemoryRole:

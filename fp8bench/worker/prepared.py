@@ -158,15 +158,15 @@ def rotation(first: State, make: Callable[[], State], facts: DeviceFacts, device
     At least one more; fewer than needed where memory ends.
     """
     wanted = max(2, math.ceil(CACHE_TIMES * facts.cache_bytes / max(bytes_of(first.held), 1)))
-    found = [first]
-    while len(found) < min(wanted, MOST_STATES):
+    states = [first]
+    while len(states) < min(wanted, MOST_STATES):
         try:
-            found.append(make())
+            states.append(make())
         except Exception as error:
             if not device.is_out_of_memory(error):
                 raise
             break
-    return tuple(found)
+    return tuple(states)
 
 
 @dataclass
@@ -309,7 +309,7 @@ class Prepared:
         from fp8bench.tape.counting import counted
         from fp8bench.tape.recorder import OperatorTape
 
-        found = set[int | None]()
+        counts = set[int | None]()
         for _ in range(2):
             mode = OperatorTape()
             with under(self.precision), unchanged(), apart(), uncompiled() as compiled:
@@ -320,8 +320,8 @@ class Prepared:
                 self.clock.end()
             self.stamper.recycle()
             tape = counted(mode.calls)
-            found.add(None if compiled or tape.unknown or tape.unwritten else tape.flops)
-        return found.pop() if len(found) == 1 else None
+            counts.add(None if compiled or tape.unknown or tape.unwritten else tape.flops)
+        return counts.pop() if len(counts) == 1 else None
 
     def told_apart(self, calls: int, discard: int) -> str:
         """How slots of steps differ from others whose operators are counted; '' if they do not, or nobody knows."""

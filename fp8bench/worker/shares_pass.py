@@ -112,8 +112,8 @@ def _of_compiled(steps: _LookedAtSteps) -> Shares:
         steps.wait()
 
     recorded(look, steps.facts.kind)  # torch's profiler is slow at first
-    found = profiled(recorded(look, steps.facts.kind), STEPS)
-    return Shares(found.parts, median(plain), SharesFrom.COMPILED, found.fused)
+    known = profiled(recorded(look, steps.facts.kind), STEPS)
+    return Shares(known.parts, median(plain), SharesFrom.COMPILED, known.fused)
 
 
 def _few() -> Iterator[int]:

@@ -74,11 +74,11 @@ def _opened(attribute: bytes) -> int:
     call = ctypes.CDLL(None, use_errno=True).syscall
     call.restype = ctypes.c_long
     # This thread, on any processor, in no group.
-    found = call(ctypes.c_long(number), attribute, 0, -1, -1, ctypes.c_ulong(_CLOSE_ON_EXEC))
-    if found < 0:
+    descriptor = call(ctypes.c_long(number), attribute, 0, -1, -1, ctypes.c_ulong(_CLOSE_ON_EXEC))
+    if descriptor < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    return int(found)
+    return int(descriptor)
 
 
 class PerfCounter:
@@ -97,10 +97,10 @@ class PerfCounter:
 
     def read(self) -> int:
         """The count so far. Raises NoReading where the counter was somebody else's for a part of the time."""
-        found = os.read(self._file, _COUNTS.size)
-        if len(found) != _COUNTS.size:
-            raise NoReading(f"a perf event gave {len(found)} bytes in the place of {_COUNTS.size}")
-        count, enabled, running = _COUNTS.unpack(found)
+        words = os.read(self._file, _COUNTS.size)
+        if len(words) != _COUNTS.size:
+            raise NoReading(f"a perf event gave {len(words)} bytes in the place of {_COUNTS.size}")
+        count, enabled, running = _COUNTS.unpack(words)
         if running < enabled:
             raise NoReading("another program holds the processor's counters: end it (perf, a watchdog) and ask again")
         return int(count)
@@ -221,22 +221,22 @@ class PhaseReadings:
     def measurements(self, figures: Sequence[MetricSpec]) -> list[Measurement]:
         """Of whole steps, and of each phase that any had."""
         present = [name for name in CELL_PHASES if any(name in one for one in self.steps)]
-        found = []
+        measured = []
         for place, spec in enumerate(figures):
             whole = tuple(sum(part[place] for part in one.values()) for one in self.steps)
-            found.append(Measurement(spec.name, spec.unit, whole))
+            measured.append(Measurement(spec.name, spec.unit, whole))
             for name in present:
                 parts = tuple(one[name][place] if name in one else 0.0 for one in self.steps)
-                found.append(Measurement(spec.name, spec.unit, parts, phase=name))
-        return found
+                measured.append(Measurement(spec.name, spec.unit, parts, phase=name))
+        return measured
 
 
 def counters_of_step(workload: Workload, setup: Setup, device: Device, index: int, unprobed: str = "") -> Told:
     state = workload.prepare(setup)
-    one = partial(step, workload, state, setup.scales)
+    run_once = partial(step, workload, state, setup.scales)
 
     def run(phases: Phases) -> None:
-        one(phases)
+        run_once(phases)
         device.synchronise(index)
 
     with collected_by_hand():
@@ -271,7 +271,7 @@ def _host(run: Callable[[Phases], None], unprobed: str) -> Told:
 def _processor(run: Callable[[Phases], None]) -> Told:
     """One event after another, in as many steps each."""
     silent = SilentPhases()
-    found: dict[str, list[float]] = {event.name: [] for event in EVENTS}
+    samples: dict[str, list[float]] = {event.name: [] for event in EVENTS}
     reasons: dict[str, list[str]] = {}
     for event in EVENTS:
         for _ in range(STEPS):
@@ -279,9 +279,9 @@ def _processor(run: Callable[[Phases], None]) -> Told:
             if isinstance(count, str):
                 reasons.setdefault(count, []).append(event.name)
                 break
-            found[event.name].append(float(count))
+            samples[event.name].append(float(count))
     measured = tuple(
-        Measurement(name, specs.spec_of(name).unit, tuple(counts)) for name, counts in found.items() if counts
+        Measurement(name, specs.spec_of(name).unit, tuple(counts)) for name, counts in samples.items() if counts
     )
     return measured, tuple(f"no {', '.join(dict.fromkeys(names))}: {why}" for why, names in reasons.items())
 

@@ -67,9 +67,9 @@ class _Rank:
     ended_at: float | None = None
 
     def close(self) -> None:
-        for one in (self.lifeline, self.requests):
-            if one is not None:
-                one.close()
+        for connection in (self.lifeline, self.requests):
+            if connection is not None:
+                connection.close()
 
 
 class RanksProcess(WorkerProcess):
@@ -139,7 +139,7 @@ class RanksProcess(WorkerProcess):
         replies = [rank.reply for rank in self._ranks if rank.reply is not None]
         faults = [reply for _, reply in replies if reply[0] == "fault"]
         number = replies[0][0]
-        if not faults and {one for one, _ in replies} == {number}:
+        if not faults and {place for place, _ in replies} == {number}:
             try:
                 return number, ("ok", merged(self._request, [reply[1] for _, reply in replies], self._launch.merges))
             except RanksDisagree as error:

@@ -164,7 +164,7 @@ def _process_memory(pid: int) -> Query:
 
 def _listed(ask: Ask) -> tuple[list[tuple[int, int]], str]:
     source = "amdsmi_get_gpu_process_list"
-    return [(int(one["pid"]), int(one["memory_usage"]["vram_mem"])) for one in ask(source)], source
+    return [(int(process["pid"]), int(process["memory_usage"]["vram_mem"])) for process in ask(source)], source
 
 
 def _uncounted(ask: Ask) -> Reading:

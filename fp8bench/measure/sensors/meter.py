@@ -121,7 +121,7 @@ class Meter(AbstractContextManager["Meter"]):
         """A source that has shown that it works, a counter with its rhythm."""
         clock = self._clock
         sampler = Sampler(
-            source, clock, None, lambda one: len(one.ticks) >= _TICKS or len(one.samples) >= _FEWEST_SAMPLES
+            source, clock, None, lambda looking: len(looking.ticks) >= _TICKS or len(looking.samples) >= _FEWEST_SAMPLES
         )
         sampler.start()
         end = clock.now() + _CALIBRATION
@@ -134,12 +134,10 @@ class Meter(AbstractContextManager["Meter"]):
 def _with_rhythm(source: Source, sampler: Sampler) -> Source:
     if len(sampler.ticks) < _FEWEST_TICKS:
         raise NoReading(f"the counter changed {len(sampler.ticks)} time(s) in {_CALIBRATION:g} s")
-    found = rhythm(sampler.ticks)
-    if (INTERVALS + 1) * found.period > CAP:
-        raise NoReading(
-            f"the counter changes every {found.period:.2g} s: {INTERVALS} intervals do not fit in {CAP:g} s"
-        )
-    return replace(source, rhythm=found)
+    pace = rhythm(sampler.ticks)
+    if (INTERVALS + 1) * pace.period > CAP:
+        raise NoReading(f"the counter changes every {pace.period:.2g} s: {INTERVALS} intervals do not fit in {CAP:g} s")
+    return replace(source, rhythm=pace)
 
 
 # The NVML device (UUID or PCI address) to read whatever the device of the cases is.
@@ -238,7 +236,7 @@ def counted_meter(
     if not energy:
         return Meter((), device, _UNWANTED, clock)
     try:
-        counter = rapl.Counter(domains(), clock.now)
+        counter = rapl.EnergyCounter(domains(), clock.now)
     except NoReading as failure:
         return Meter((), device, failure.reason, clock)
     return Meter((Source(kind, counter.read),), device, "", clock)

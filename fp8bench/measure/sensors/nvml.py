@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8bench.measure.sensors.driver_library import DriverLibrary
 from fp8bench.measure.sensors.looks import About, Ask, DriverDevice, Looks, Queries, Query, Way, others_queries
-from fp8bench.measure.sensors.nvml_match import DeviceIdentity, Instance, Listed, Match, match
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity, Instance, ListedDevice, Match, match
 from fp8bench.model import consumed
 from fp8bench.model.readings import NoReading, Reading, Readings, Unavailable, attempt, first_of, positive
 
@@ -139,11 +139,11 @@ def _running_processes(ask: Ask) -> tuple[list[tuple[int, int]], str]:
     """Processes with their bytes, by the newest function that the driver has."""
     try:
         source = _PROCESSES[0]
-        found = ask(source)
+        processes = ask(source)
     except NoReading:
         source = _PROCESSES[1]
-        found = ask(source)
-    return [(process.pid, process.usedGpuMemory or 0) for process in found], source
+        processes = ask(source)
+    return [(process.pid, process.usedGpuMemory or 0) for process in processes], source
 
 
 def others(pid: int) -> tuple[Query, ...]:
@@ -277,7 +277,7 @@ class NvmlDevice(DriverDevice):
         return call("nvmlDeviceGetHandleByUUID", device.uuid)
 
 
-def listed(call: Callable[..., Any]) -> tuple[list[Listed], list[str]]:
+def listed(call: Callable[..., Any]) -> tuple[list[ListedDevice], list[str]]:
     """All devices that NVML can describe, and why others are none of them.
 
     One that is lost, or that this user may not see, does not hide the others.
@@ -291,13 +291,13 @@ def listed(call: Callable[..., Any]) -> tuple[list[Listed], list[str]]:
     return devices, reasons
 
 
-def _listed(call: Callable[..., Any], handle: Any) -> Listed:
+def _listed(call: Callable[..., Any], handle: Any) -> ListedDevice:
     uuid = call("nvmlDeviceGetUUID", handle)
     # Without an address it may still be found by its UUID.
     pci = attempt(lambda: Reading(call("nvmlDeviceGetPciInfo", handle).busId, "", ""))
     address = str(pci.value) if isinstance(pci, Reading) else ""
     mig = _mig(call, handle)
-    return Listed(uuid, address, mig, tuple(_instances(call, handle)) if mig else ())
+    return ListedDevice(uuid, address, mig, tuple(_instances(call, handle)) if mig else ())
 
 
 def _mig(call: Callable[..., Any], handle: Any) -> bool:
@@ -312,14 +312,14 @@ def _mig(call: Callable[..., Any], handle: Any) -> bool:
 
 def _instances(call: Callable[..., Any], handle: Any) -> list[Instance]:
     """The MIG instances that are there; their numbers have gaps."""
-    found = []
+    instances = []
     for number in range(call("nvmlDeviceGetMaxMigDeviceCount", handle)):
         try:
-            one = call("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
+            instance = call("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
         except NoReading as failure:
             if failure.code == NOT_FOUND:
                 continue
             raise
         names = ("nvmlDeviceGetUUID", "nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId")
-        found.append(Instance(*(call(name, one) for name in names)))
-    return found
+        instances.append(Instance(*(call(name, instance) for name in names)))
+    return instances

@@ -37,22 +37,22 @@ def domains(root: Path = ROOT, cpuinfo: Path = _CPUINFO) -> tuple[Domain, ...]:
     """
     if not root.is_dir():
         raise NoReading(f"there is no {root}: {_why_absent(cpuinfo)}")
-    found = []
+    packages = []
     for package in sorted(root.glob("intel-rapl:*")):
         name = text_of(package / "name")
         if package.name.count(":") != 1 or not name.startswith("package"):
             continue
         parts = sorted(root.glob(f"{package.name}:*"))
-        found += [_domain(name, package)]
-        found += [_domain(f"{name}/dram", part) for part in parts if text_of(part / "name") == "dram"]
-    if not found:
+        packages += [_domain(name, package)]
+        packages += [_domain(f"{name}/dram", part) for part in parts if text_of(part / "name") == "dram"]
+    if not packages:
         raise NoReading(f"{root} has no RAPL package: {_why_absent(cpuinfo)}")
-    for domain in found:
+    for domain in packages:
         _energy_uj(domain)
-    return tuple(found)
+    return tuple(packages)
 
 
-class Counter:
+class EnergyCounter:
     """The joules of some domains together since the first reading; goes on where their counters wrap around."""
 
     def __init__(self, parts: Sequence[Domain], now: Callable[[], float]) -> None:
@@ -129,16 +129,16 @@ def gpu_domain(root: Path = HWMON) -> Domain:
     torch tells no address of a device, and another one's energy would be taken for its own. The first counter is the
     whole card's, or the package's where the driver has one for it alone. It has 64 bits and wraps nowhere.
     """
-    found = []
+    gpus = []
     for sensors in sorted(root.glob("hwmon*")):
         with suppress(NoReading):
             if text_of(sensors / "name") in _DRIVERS and (sensors / "energy1_input").exists():
-                found.append(sensors)
-    if not found:
+                gpus.append(sensors)
+    if not gpus:
         raise NoReading(f"{root} has no energy counter of an Intel GPU (drivers {' and '.join(_DRIVERS)})")
-    if len(found) > 1:
-        raise NoReading(f"{len(found)} Intel GPUs count their energy, and torch does not tell which of them this is")
-    domain = Domain(f"{text_of(found[0] / 'name')} {found[0].name}", found[0] / "energy1_input", None)
+    if len(gpus) > 1:
+        raise NoReading(f"{len(gpus)} Intel GPUs count their energy, and torch does not tell which of them this is")
+    domain = Domain(f"{text_of(gpus[0] / 'name')} {gpus[0].name}", gpus[0] / "energy1_input", None)
     if not text_of(domain.counter).isdecimal():
         raise NoReading(f"the energy counter of {domain.name} says {text_of(domain.counter)[:40]!r}, no number")
     return domain

@@ -137,8 +137,12 @@ def refuse_strangers() -> None:
     ends = list(_ends())
     numbers = set(_own_sockets())
     own = [end for end in ends if end.inode in numbers]
-    doors = {one.here for one in own if one.state == _LISTENING}
-    taken = {(one.there, one.here) for one in own if one.state == _ESTABLISHED and one.here in doors}
+    doors = {connection.here for connection in own if connection.state == _LISTENING}
+    taken = {
+        (connection.there, connection.here)
+        for connection in own
+        if connection.state == _ESTABLISHED and connection.here in doors
+    }
     for end in ends:
         # One without an inode belongs to nobody any more: whoever had it has closed it.
         if (end.here, end.there) in taken and end.inode != "0" and end.owner != os.geteuid():
@@ -221,7 +225,7 @@ def _repeated(parts: StepParts, synchronise: Callable[[], None]) -> StepParts:
 
 def rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, seed: int) -> Rounds:
     """Seconds of each part in each round, which all ranks begin together. The order is the same on all of them."""
-    order, found = random.Random(seed), {name: list[float]() for name in parts}
+    order, seconds = random.Random(seed), {name: list[float]() for name in parts}
     for name, part in parts.items():  # for whatever comes first
         if name not in _MADE_OF_OTHERS:
             part()
@@ -235,8 +239,8 @@ def rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, see
             start = time.perf_counter()
             parts[name]()
             together.synchronise()
-            found[name].append(time.perf_counter() - start)
-    return found
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
 
 
 def _nothing() -> None:

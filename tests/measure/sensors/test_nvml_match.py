@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from fp8bench.measure.sensors.nvml_match import DeviceIdentity, Instance, Listed, match
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity, Instance, ListedDevice, match
 from fp8bench.model.readings import NoReading
 from tests.counts import for_each
 
-A = Listed("GPU-aaaa1111-0000-4000-8000-000000000001", "00000000:07:00.0")
-B = Listed("GPU-aaaa2222-0000-4000-8000-000000000002", "00000000:4C:00.0")
+A = ListedDevice("GPU-aaaa1111-0000-4000-8000-000000000001", "00000000:07:00.0")
+B = ListedDevice("GPU-aaaa2222-0000-4000-8000-000000000002", "00000000:4C:00.0")
 FIRST = Instance("MIG-11111111-0000-4000-8000-000000000001", 7, 0)
 SECOND = Instance("MIG-22222222-0000-4000-8000-000000000002", 8, 1)
-SPLIT = Listed("GPU-cccc3333-0000-4000-8000-000000000003", "00000001:07:00.0", True, (FIRST, SECOND))
+SPLIT = ListedDevice("GPU-cccc3333-0000-4000-8000-000000000003", "00000001:07:00.0", True, (FIRST, SECOND))
 ALL = (A, B, SPLIT)
 NOT_KNOWN = "CUDA may count them in another order"
 
@@ -31,7 +31,7 @@ NOT_KNOWN = "CUDA may count them in another order"
         (DeviceIdentity(0, uuid="GPU-ffff", pci="0:4C:0"), B),
     ],
 )
-def test_by_what_cuda_says(identity: DeviceIdentity, expected: Listed) -> None:
+def test_by_what_cuda_says(identity: DeviceIdentity, expected: ListedDevice) -> None:
     assert match(identity, ALL, {}).device is expected
 
 
@@ -50,7 +50,7 @@ def test_a_device_that_nvml_does_not_list(identity: DeviceIdentity) -> None:
         (0, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1,0"}, B),
     ],
 )
-def test_by_what_is_visible(index: int, environ: dict[str, str], expected: Listed) -> None:
+def test_by_what_is_visible(index: int, environ: dict[str, str], expected: ListedDevice) -> None:
     # NVML's own order does not matter.
     assert match(DeviceIdentity(index), (SPLIT, B, A), environ).device is expected
 
@@ -102,5 +102,5 @@ def test_mig(identity: DeviceIdentity, environ: dict[str, str], instance: Instan
 
 
 def test_the_only_instance_is_the_one() -> None:
-    alone = Listed(SPLIT.uuid, SPLIT.pci, True, (SECOND,))
+    alone = ListedDevice(SPLIT.uuid, SPLIT.pci, True, (SECOND,))
     assert match(DeviceIdentity(0, uuid=SPLIT.uuid), (alone,), {}).instance is SECOND

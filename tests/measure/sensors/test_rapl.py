@@ -13,7 +13,7 @@ from fp8bench.measure.device_watch import Settler
 from fp8bench.measure.sensors import rapl
 from fp8bench.measure.sensors.energy import SourceKind
 from fp8bench.measure.sensors.meter import meter_for
-from fp8bench.measure.sensors.rapl import Counter, Domain, HostDevice
+from fp8bench.measure.sensors.rapl import Domain, EnergyCounter, HostDevice
 from fp8bench.model import DeviceFacts
 from fp8bench.model.readings import NoReading, Reading, Unavailable
 from tests.counts import for_each
@@ -50,7 +50,7 @@ def test_packages_and_their_memory_count_once(root: Path) -> None:
     domains = rapl.domains(root)
     assert [domain.name for domain in domains] == ["package-0", "package-0/dram", "package-1"]
     assert {domain.range_uj for domain in domains} == {RANGE + 1}
-    counter = Counter(domains, lambda: 0.0)
+    counter = EnergyCounter(domains, lambda: 0.0)
     assert counter.read() == 0.0
     (root / "intel-rapl:0" / "energy_uj").write_text("4000000")
     (root / "intel-rapl:0:1" / "energy_uj").write_text("1500000")
@@ -71,7 +71,7 @@ def test_wrapping_around(growths: list[int], limit: int, start: int) -> None:
     seconds = iter(range(1000))
     domain = Domain("package-0", Path("none"), limit + 1)
     readings = iter([start % (limit + 1), *values])
-    counter = Counter((domain,), lambda: float(next(seconds)))
+    counter = EnergyCounter((domain,), lambda: float(next(seconds)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rapl, "_energy_uj", lambda part: next(readings))
         for _ in growths:
@@ -83,7 +83,7 @@ def test_wrapping_around(growths: list[int], limit: int, start: int) -> None:
 def test_a_counter_that_was_set_back_is_no_wrap(tmp_path: Path, limit: object) -> None:
     path = zone(tmp_path, "intel-rapl:0", "package-0", energy=100_000_000_000, limit=limit)
     now = [0.0]
-    counter = Counter(rapl.domains(tmp_path), lambda: now[0])
+    counter = EnergyCounter(rapl.domains(tmp_path), lambda: now[0])
     counter.read()
     (path / "energy_uj").write_text("0")
     now[0] = 1.0
@@ -157,7 +157,7 @@ def test_the_only_one_is_read_in_joules(driver: str, tmp_path: Path) -> None:
     sensors(tmp_path, 0, "nvme", "5")
     sensors(tmp_path, 1, driver, None)
     one = sensors(tmp_path, 2, driver)
-    counter = Counter((rapl.gpu_domain(tmp_path),), lambda: 0.0)
+    counter = EnergyCounter((rapl.gpu_domain(tmp_path),), lambda: 0.0)
     assert counter.read() == 0.0
     (one / "energy1_input").write_text("3500000")
     assert counter.read() == 2.5
