@@ -106,7 +106,6 @@ class MeasuredArm:
 
     @property
     def cache(self) -> str:
-        """What the last cache is to hold when a call begins."""
         return str(CACHE.of(dict(self.planned.case.params)))
 
     @property

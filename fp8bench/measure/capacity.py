@@ -239,8 +239,6 @@ class CapacityPass:
 
 @dataclass(frozen=True)
 class _OfCase(Batches):
-    """Those of a planned case, which is planned anew with each."""
-
     _planned: PlannedCase
     _facts: DeviceFacts
     _worker: Worker

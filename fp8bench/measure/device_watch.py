@@ -115,7 +115,6 @@ class Watch:
         return {name: int(reading.number) for name, reading in read.items() if isinstance(reading, Reading)}
 
     def seen(self, arm: MeasuredArm) -> DeviceWatch:
-        """What there was to be seen of one arm; after `end`."""
         looks = self._looks.get(arm.key, [])
         held = {name: read.number for name, read in self._counted.items() if isinstance(read, Reading)}
         known = {

@@ -91,7 +91,6 @@ class Worker(ABC):
         self.close()
 
     def within(self, seconds: float) -> AskedBench:
-        """The bench, each of whose answers is waited for so long."""
         return cast(AskedBench, _Asked(self, seconds))
 
     def probe(self) -> tuple[DeviceFacts, ...]:
@@ -104,7 +103,6 @@ class Worker(ABC):
         return self.within(HANG_SECONDS).modules_under(str(folder))
 
     def release(self, key: str) -> tuple[str, ...]:
-        """Forget a state; returns the names of what it leaves running."""
         return self.within(HANG_SECONDS).release(key)
 
 
@@ -290,7 +288,6 @@ def counting_worker(settings: Settings) -> Iterator[CountingWorker]:
 
 
 def built(folder: Path, system: str = sys.platform) -> Path | str:
-    """The probe made in a folder, or why there is none."""
     if system != "linux":
         return f"calls of the allocator are counted on Linux, and this is {system}"
     named = os.environ.get("CC", "").split()[:1]

@@ -60,14 +60,12 @@ class CaseOutcome:
         self.draft = replace(self.draft, **known)
 
     def forget(self) -> None:
-        """Whatever was measured, which begins again; not why it failed."""
         failed = self.draft
         self.__post_init__()
         self.note(detail=failed.detail, failed_rank=failed.failed_rank)
 
     @property
     def may_fit(self) -> bool:
-        """Whether it would run with a batch that is small enough."""
         return self.planned.support.level is not Level.REFUSED and self.failure in ("", OUT_OF_MEMORY)
 
     def record(self, is_reference: bool, left_out: str = "") -> Record:
@@ -79,7 +77,6 @@ class CaseOutcome:
         return replace(draft, timing=None, scales=(), energy=None, watch=None, replays=None, sustained=(), fresh=None)
 
     def refuse(self, why: str) -> None:
-        """What the plan believed of its device is not so: it does not run."""
         support = Support(Level.REFUSED, why)
         self.planned = replace(self.planned, support=support, skip=why)
         self.note(support=support)
@@ -90,7 +87,6 @@ class CaseOutcome:
         self.note(detail=cause.trace if isinstance(cause, WorkerFault) else "", failed_rank=failed)
 
     def lacks(self, why: str) -> None:
-        """Something about it could not be had, which does not fail it."""
         self.note(detail="; ".join(filter(None, (self.draft.detail, why))))
 
 

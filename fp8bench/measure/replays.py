@@ -34,7 +34,6 @@ class ReplayPass:
     _tell: Callable[[MeasuredArm, float], None]
 
     def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, Replays]:
-        """By the key of the arm; a case that fails here keeps all else."""
         whys = {arm.key: self._capture(arm, worker) for arm in arms}
         able = [arm for arm in arms if not whys[arm.key]]
         slots: dict[str, list[SlotSample]] = {arm.key: [] for arm in able}

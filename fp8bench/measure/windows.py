@@ -55,7 +55,6 @@ class WindowRule:
 
     @property
     def settling_seconds(self) -> float:
-        """The longest that a device may take to settle before a turn."""
         return max(self.turn_seconds, 3 * STRETCH)
 
     @property
@@ -251,7 +250,6 @@ class WindowPass:
 
 
 def _held(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
-    """The phase, done for a while by now; or why it is not."""
     static = arm.planned.case.static
     if arm.cache == ROTATING:
         return RawReplay(why="its states rotate, and a phase done again would find its own in the caches")

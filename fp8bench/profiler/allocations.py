@@ -274,7 +274,6 @@ class AllocationStream:
         self._whole = ExitStack()
 
     def start(self, alone: bool = True) -> None:
-        """Listen from here on; `alone` from the beginning."""
         # Not torch.profiler's, which imports torch's compiler first: 1.4 s.
         from torch.autograd.profiler import profile, record_function
 

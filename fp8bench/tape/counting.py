@@ -88,7 +88,6 @@ class Traffic:
 
     @property
     def moves(self) -> bool:
-        """Whether a kernel is needed for it."""
         return bool(self.read or self.written)
 
     def by_dtype(self) -> dict[Any, int]:
@@ -108,7 +107,6 @@ class Traffic:
         return ours or keyword or self._name in _OVERWRITE or put
 
     def _limit(self, arguments: dict[str, Any], made: list[TensorSeen]) -> None:
-        """Of a table of which some rows are taken, or written, those."""
         if (source := _PICK.get(self._name)) and made:
             for tensor in tensors_in(arguments.get(source)):
                 self._least[id(tensor)] = elements_of(made[0]) * tensor.dtype.itemsize
@@ -165,7 +163,6 @@ class _Room:
 
     @property
     def unwritten(self) -> int:
-        """How often such memory was read, or is left behind."""
         return self._strange + len(self._empty)
 
     def see(self, traffic: Traffic) -> None:

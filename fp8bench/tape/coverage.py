@@ -124,8 +124,6 @@ class _HeldModules(RunningModules[_Place]):
 
 
 class _PlacedTape(OperatorTape):  # type: ignore[no-untyped-call]
-    """A tape that knows where each of its calls ran."""
-
     def __init__(self, model: nn.Module, held: Sequence[Held]) -> None:
         super().__init__()
         self.modules = _HeldModules(model, held)

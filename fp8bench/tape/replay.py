@@ -175,8 +175,6 @@ _MOVING = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 
 
 class _Spec(NamedTuple):
-    """How a tensor lies in its memory."""
-
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -201,7 +199,6 @@ class _Memory:
     registers: dict[_Spec, int] = field(default_factory=dict)
 
     def copy(self) -> int:
-        """Keep a copy, once; the bytes that this takes."""
         if self.kept is None or self.copied:
             return 0
         self.kept, self.copied = self.kept.clone(), True  # type: ignore[no-untyped-call]
@@ -210,8 +207,6 @@ class _Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A tensor that lies in memory that the phase was given."""
-
     memory: _Memory
     spec: _Spec
 
@@ -406,7 +401,6 @@ def _registers_in(part: Any) -> list[int]:
 
 
 def _freeing(calls: Sequence[ReplayedCall]) -> Iterator[ReplayedCall]:
-    """Each with the registers that nobody is given after it."""
     last: dict[int, int] = {}
     for number, call in enumerate(calls):
         used = [*_registers_in((call.args, list(call.kwargs.values()))), *(register for _, register in call.results)]

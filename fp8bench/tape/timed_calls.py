@@ -95,7 +95,6 @@ class RunningModules(Generic[L]):
         return self._outside if node is None else self._maker_of(node, task), node, task != _FORWARD
 
     def go_in(self, label: L) -> None:
-        """What runs from here on runs for that, until it goes out."""
         task, number = self._hand_over()
         self._running.append(_Running(label, task, number))
 

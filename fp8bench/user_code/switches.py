@@ -56,17 +56,14 @@ class Switch:
 
 
 def attribute(name: str, holder: Any, word: str, **more: Any) -> Switch:
-    """A switch that is an attribute of a module or an object."""
     return Switch(name, partial(getattr, holder, word), lambda value: setattr(holder, word, value), **more)
 
 
 def now(switches: Iterable[Switch]) -> tuple[Any, ...]:
-    """What they are at."""
     return tuple(switch.read() for switch in switches)
 
 
 def put_back(switches: Sequence[Switch], before: Sequence[Any]) -> list[str]:
-    """What had changed, in words."""
     after = now(switches)
     if after == before:
         return []
@@ -86,7 +83,6 @@ def put_back(switches: Sequence[Switch], before: Sequence[Any]) -> list[str]:
 
 
 def plain(value: Any) -> Scalar | None:
-    """A switch's value as a run stores it, the same in every process."""
     match value:
         case enum.Enum():
             return value.name
@@ -123,7 +119,6 @@ _TIMERS = {"real": signal.ITIMER_REAL, "virtual": signal.ITIMER_VIRTUAL, "profil
 
 @cache
 def of_the_process() -> tuple[Switch, ...]:
-    """All of these."""
     return (*_of_the_interpreter(), *_of_the_system(), *_of_the_library(), *_of_clocks_and_signals())
 
 

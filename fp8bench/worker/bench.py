@@ -228,7 +228,6 @@ class Bench(UntimedPasses):
         return tuple(ceilings.wanted_rates(facts))
 
     def ceiling(self, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
-        """One piece more of a rate, with all threads."""
         return ceilings.one_more(self._selected(facts), facts, rate, seconds)
 
     def conform(self, mode: str, facts: DeviceFacts) -> tuple[Conformity, ...]:

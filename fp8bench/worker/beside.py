@@ -126,7 +126,6 @@ def _children(pid: int, thread: int | str) -> list[int]:
 
 
 def _ended(started: Iterable[int]) -> list[str]:
-    """Wait for some processes, end those that go on, and name them."""
     end = time.monotonic() + _ENDING_SECONDS
     while (left := [pid for pid in sorted(started) if _goes_on(pid)]) and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)

@@ -58,7 +58,6 @@ def sketch(tensor: Any, before: Any = None) -> Any:
 
 
 def copied(tensor: Any) -> Any:
-    """All of its memory, to be put back."""
     return _flat(tensor, torch.uint8).clone()
 
 

@@ -57,7 +57,6 @@ def shapes_of(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
 
 
 def count_of(limit: Limit, shape: Shape) -> float:
-    """FLOPs, bytes read and written, or launches of one call."""
     if limit is Limit.PRODUCT:
         return 2.0 * math.prod(shape)
     return 1.0 if limit is Limit.LAUNCH else float(_ARRAYS[limit] * shape[0])
@@ -109,7 +108,6 @@ def quick(device: Device, facts: DeviceFacts, seconds: float) -> Ceilings:
 
 
 def wanted_rates(facts: DeviceFacts, limits: Sequence[Limit] = tuple(Limit)) -> list[Rate]:
-    """What there is to measure, of all that a device does natively."""
     native = [name for name in DTYPES if precisions.get(name).support(facts).level is Level.NATIVE]
     products = [Rate(Limit.PRODUCT, name) for name in native if Limit.PRODUCT in limits]
     return products + [Rate(limit) for limit in limits if limit is not Limit.PRODUCT and shapes_of(limit, facts)]

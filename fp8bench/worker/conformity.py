@@ -27,7 +27,6 @@ _LINE = 300
 
 
 def conformities(precision: Precision, facts: DeviceFacts, seed: int) -> tuple[Conformity, ...]:
-    """Of one precision; what the device does not do has the reason."""
     try:
         native, emulated = _native(precision, facts), _emulated(precision, facts)
     except (NotImplementedError, KeyError) as error:

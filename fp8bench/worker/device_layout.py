@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 
 class _Holding:
-    """Some bytes that a device holds until nobody has them any more."""
-
     _keys = itertools.count()
 
     def __init__(self, note: Callable[[DeviceNote], None], size: int, address: int = 0) -> None:
@@ -129,7 +127,6 @@ def hardware_of(case: Case, workload: Workload, facts: DeviceFacts) -> Hardware:
 
 
 def hardware_for(modes: Iterable[tuple[str, str]], facts: DeviceFacts) -> Hardware:
-    """Of what keys are computed in, as far as it is emulated."""
     arithmetics: dict[str, Arithmetic] = {}
     for key, name in modes:
         precision = precisions.get(name)

@@ -87,7 +87,6 @@ class FiniteState:
         return Lost(count, looked, where)
 
     def _looked_at(self, state: object) -> Iterator[Any]:
-        """Those of its numbers that there is time for."""
         end = time.thread_time() + SECONDS
         for tensor in _numbers_of(state, end):
             if time.thread_time() > end:
@@ -113,7 +112,6 @@ class FiniteState:
 
 
 def _numbers_of(state: object, until: float) -> Iterator[Any]:
-    """Its floating-point tensors, complex ones as pairs."""
     import torch
 
     for tensor in tensors_of(state, until=until):

@@ -68,8 +68,6 @@ def of_workload(workload: Workload, make_setup: Callable[[], Setup], hardware: H
 
 
 class _SecondStep(NamedTuple):
-    """What is known of the second step of a state."""
-
     course: MemoryCourse | None
     prepared: PreparedMemory
     before: StateTensors
@@ -234,7 +232,6 @@ def role_of(block: HeldBlock, before: StateTensors, after: StateTensors) -> Memo
 
 
 def _by_its_time(block: HeldBlock) -> MemoryRole:
-    """Of what a step makes and nobody says anything of."""
     if block.awaited:
         return MemoryRole.ACTIVATIONS
     if block.brief:

@@ -148,7 +148,6 @@ def flush_of(facts: DeviceFacts) -> Callable[[], Any]:
 
 
 def bytes_of(state: object) -> int:
-    """Of the memory that its tensors lie in, each once."""
     return sum({address_of(part): part.untyped_storage().nbytes() for part in tensors_of(state)}.values())
 
 
@@ -216,7 +215,6 @@ class Prepared:
 
     @property
     def _clocks(self) -> dict[str, Callable[[], float]]:
-        """Those of the host that time a slot, in nanoseconds."""
         own = {"time.perf_counter": lambda: time.perf_counter() * 1e9}
         return {**own, "the clock of phases": self.clock.now} if self.device.kind == "cpu" else own
 
@@ -238,11 +236,9 @@ class Prepared:
         return ""
 
     def slot(self, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
-        """Run `discard` calls and then `calls` timed ones, back to back."""
         return self._slot(self.workload.step, calls, discard, filling)
 
     def replayed(self, calls: int, discard: int, filling: Filling | None) -> RawSlot:
-        """The same of replays; a step has one stretch then."""
         assert self.replay is not None, "nothing was captured"
         replay = self.replay
         return self._slot(lambda state, phase: replay(), calls, discard, filling)
@@ -396,7 +392,6 @@ class Prepared:
             return held.warmed_up()
 
     def loop_phase(self, times: int) -> float:
-        """Do the phase that is held so often; the seconds of all."""
         assert self.held is not None, "no phase is held"
         with under(self.precision), unchanged(), silent_step():
             return self.held.loop(times)

@@ -176,7 +176,6 @@ class GivenState:
         self._left = self._end - time.thread_time()
 
     def after_step(self) -> tuple[GivenTensors, ...]:
-        """Its tensors by shape, the largest first."""
         shapes: dict[tuple[int, ...], GivenTensors] = {}
         self._end = time.thread_time() + self._left
         for tensor, version, sums in self._before:

@@ -50,7 +50,6 @@ class _LookedAtSteps:
         return time.thread_time_ns if alone else time.perf_counter_ns
 
     def plain(self) -> float:
-        """The seconds of one that nobody looks at."""
         clock = self.clock
         begun = clock()
         self.run(SilentPhases())
@@ -117,7 +116,6 @@ def _of_compiled(steps: _LookedAtSteps) -> Shares:
 
 
 def _few() -> Iterator[int]:
-    """Turns, the first of them to warm up; fewer once they take long."""
     begun = time.perf_counter()
     for turn in range(1 + STEPS):
         yield turn

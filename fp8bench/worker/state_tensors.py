@@ -180,7 +180,6 @@ def reads_elsewhere(state: object) -> bool:
 
 
 def view_of(tensor: Any) -> View:
-    """What tells a tensor that lies somewhere from all others that do."""
     return address_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 

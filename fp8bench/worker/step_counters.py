@@ -85,7 +85,6 @@ class PerfCounter:
     """An event that is being counted, until it is closed."""
 
     def __init__(self, event: PerfEvent, opened: Open = _opened, devices: Path = DEVICES) -> None:
-        """Raise NoReading with the reason where it cannot be."""
         flags = 0 if event.kind == SOFTWARE else _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR
         attribute = _ATTRIBUTE.pack(
             event.kind, _ATTRIBUTE.size, event.config, 0, 0, _ENABLED_AND_RUNNING, flags, 0, 0, 0
@@ -110,7 +109,6 @@ class PerfCounter:
 
 
 def why_not(error: OSError, devices: Path = DEVICES, paranoid: Path = PARANOID) -> str:
-    """Why the kernel counts no such event, and what can be done."""
     if error.errno in (errno.ENOENT, errno.EOPNOTSUPP, errno.ENODEV, errno.EINVAL):
         if not any(devices.glob("cpu*")) and not any(devices.glob("armv*")):
             return (
@@ -135,7 +133,6 @@ def why_not(error: OSError, devices: Path = DEVICES, paranoid: Path = PARANOID) 
 
 
 def counted(steps: Callable[[], object], event: PerfEvent, opened: Open = _opened) -> int | str:
-    """What an event comes to while `steps` run; or why nobody can say."""
     try:
         counter = PerfCounter(event, opened)
     except NoReading as none:
@@ -219,7 +216,6 @@ class PhaseReadings:
         self._last = self.read()
 
     def measurements(self, figures: Sequence[MetricSpec]) -> list[Measurement]:
-        """Of whole steps, and of each phase that any had."""
         present = [name for name in CELL_PHASES if any(name in one for one in self.steps)]
         measured = []
         for place, spec in enumerate(figures):
@@ -269,7 +265,6 @@ def _host(run: Callable[[Phases], None], unprobed: str) -> Told:
 
 
 def _processor(run: Callable[[Phases], None]) -> Told:
-    """One event after another, in as many steps each."""
     silent = SilentPhases()
     samples: dict[str, list[float]] = {event.name: [] for event in EVENTS}
     reasons: dict[str, list[str]] = {}

@@ -48,7 +48,6 @@ class RangeMarker:
 
 
 def traced_phases(range_of: Range) -> Markers[RangeMarker]:
-    """Phases that are ranges of a trace: `fp8bench.gemm`."""
     return Markers(lambda name: RangeMarker(RANGE + name, range_of))
 
 
@@ -133,7 +132,6 @@ def mended(events: Iterable[Event]) -> list[Event]:
 
 
 def _open_at(stretches: Sequence[TracedStretch], times: Iterable[int]) -> dict[int, list[TracedStretch]]:
-    """For each time those that have begun before it and end after it."""
     waiting = sorted(stretches, key=lambda stretch: stretch.start, reverse=True)
     now_open: list[TracedStretch] = []
     opened = {}
@@ -302,7 +300,6 @@ def _innermost(operators: Sequence[TracedStretch]) -> Iterator[tuple[TracedStret
 
 
 def _device(events: Sequence[Event], phases: _Timeline) -> _Tally:
-    """Kernels and copies by the phase in which they were launched."""
     tally = _Tally(on_device=True)
     launched = {_correlation(event): _stretch(event).start for event in events if event.get("cat") in _LAUNCHES}
     for event in events:

@@ -179,7 +179,6 @@ class UntimedPasses:
             return gradient_error_of(workload.gradient_error(setup(), self._setup(reference, facts)))
 
     def _selected(self, facts: DeviceFacts) -> Device:
-        """A device, which the calling thread works on from now on."""
         self._exact = None
         device = devices.get(facts.kind)
         self._used = device, facts.index

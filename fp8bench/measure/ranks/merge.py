@@ -80,7 +80,6 @@ def most_memory(answers: Sequence[MemoryUse | str]) -> MemoryUse | str:
 
 
 def _checked(answers: Sequence[StateCheck]) -> StateCheck:
-    """The first rank of whose state something is wrong, by its number."""
     for rank, answer in enumerate(answers):
         if answer.wrong:
             return replace(answer, wrong=f"rank {rank} of {len(answers)}: {answer.wrong}")

@@ -99,7 +99,6 @@ class RanksProcess(WorkerProcess):
 
     @property
     def pid(self) -> int:
-        """Rank 0's, whose device is looked at."""
         return self._ranks[0].pid
 
     def send(self, request: object) -> None:
@@ -212,7 +211,6 @@ class RanksProcess(WorkerProcess):
         return any(rank.ended_at is not None for rank in self._ranks)
 
     def _take(self, seconds: float) -> None:
-        """What comes from ranks within so long: answers, and ends."""
         waiting = {
             rank.requests: rank
             for rank in self._ranks

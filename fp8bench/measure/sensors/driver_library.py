@@ -126,7 +126,6 @@ class DriverLibrary(ABC):
             self._users += 1
 
     def close(self) -> None:
-        """Shuts it down after the last user, if it still answers."""
         with self._lock:
             self._users -= 1
             if not self._users:

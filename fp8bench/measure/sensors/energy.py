@@ -297,7 +297,6 @@ class Energy:
 
     @property
     def joules(self) -> float:
-        """Of the whole window."""
         return self.watts * self.seconds
 
 

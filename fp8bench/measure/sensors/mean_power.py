@@ -33,12 +33,10 @@ class Tick:
 
     @property
     def at(self) -> float:
-        """When it happened, as far as one knows."""
         return (self.after + self.seen) / 2
 
     @property
     def late(self) -> float:
-        """How long it may have gone unseen."""
         return self.seen - self.after
 
 

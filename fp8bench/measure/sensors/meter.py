@@ -205,7 +205,6 @@ def amd_meter(
 
 
 def _absent(why: str, clock: Clock = HOST) -> Meter:
-    """The meter of a device that nobody can be asked about."""
     return Meter((), AbsentDevice(why), why, clock)
 
 
@@ -222,7 +221,6 @@ def _of_driver(
 
 
 def rapl_meter(root: Path = rapl.ROOT, clock: Clock = HOST, energy: bool = True) -> Meter:
-    """The meter of the processor's packages and their memory."""
     why = _NO_DRIVER.format("a CPU")
     host = HostDevice(why)
     device = host if host.tells else AbsentDevice(why)
@@ -251,7 +249,6 @@ class Meters(ExitStack):
         self._opened: dict[str, Meter] = {}
 
     def of(self, facts: DeviceFacts) -> Meter:
-        """The meter of a device, the same one every time."""
         if facts.key not in self._opened:
             self._opened[facts.key] = self.enter_context(meter_for(facts, self._environ, self._energy))
         return self._opened[facts.key]

@@ -53,7 +53,6 @@ REASONS: dict[int, str] = {
 
 
 def reason(code: int) -> str:
-    """Why a call failed, with the code, so that it can be looked up."""
     return f"{REASONS.get(code, 'an error that fp8bench does not know')} (NVML error {code})"
 
 
@@ -100,7 +99,6 @@ def field(ask: Ask, number: int) -> float:
 
 
 def _said(function: str, unit: str, *arguments: Any, of: Callable[[Any], Any] = lambda answer: answer) -> Way:
-    """A value as NVML says it, or what it is `of` the answer."""
     return lambda ask: Reading(of(ask(function, *arguments)), unit, function)
 
 
@@ -114,7 +112,6 @@ def _first_of(*reads: Way) -> Way:
 
 
 def _switch(function: str, of: Callable[[Any], Any] = lambda answer: answer) -> Way:
-    """'on' or 'off'."""
     return _said(function, "", of=lambda answer: "on" if of(answer) else "off")
 
 

@@ -92,7 +92,6 @@ def _digits(uuid: str) -> str:
 
 
 def _all(devices: Sequence[ListedDevice]) -> list[Match]:
-    """Every device, and each of its instances."""
     return [Match(device, instance) for device in devices for instance in (None, *device.instances)]
 
 

@@ -111,7 +111,6 @@ def text_of(path: Path) -> str:
 
 
 def _why_absent(cpuinfo: Path) -> str:
-    """Why a machine has no RAPL, as far as can be told."""
     with suppress(OSError):
         text = cpuinfo.read_text(errors="replace")
         if any(line.startswith("flags") and "hypervisor" in line.split() for line in text.splitlines()):

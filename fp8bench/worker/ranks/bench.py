@@ -52,7 +52,6 @@ class Heart:
         self._request = b"start"
 
     def request(self, name: str) -> None:
-        """Another request begins."""
         self._request = name.encode()[:40]
         self.phase(OUTSIDE)
 
@@ -64,7 +63,6 @@ class Heart:
         BEAT.pack_into(self._page, 0, self._beats, code, time.monotonic(), self._request)
 
     def markers(self) -> Markers[AbstractContextManager[None]]:
-        """Phases of a step that nobody times, which beat all the same."""
         stack = [UNATTRIBUTED]
         self.phase(CELL_PHASES.index(UNATTRIBUTED))
         return Markers(lambda name: TellingMarker(name, stack, lambda told: self.phase(CELL_PHASES.index(told))))
@@ -86,7 +84,6 @@ class StartLine:
         self._wait_seconds = wait_seconds
 
     def meet(self) -> None:
-        """Come, and wait for the others."""
         times = self._times
         here = times[self._rank] = times[self._rank] + 1
         begun = time.monotonic()
@@ -258,7 +255,6 @@ def _times(compute: Callable[[], object], synchronise: Callable[[], None]) -> in
 
 
 def _most(value: float) -> float:
-    """The largest that a rank has, on all of them."""
     import torch
     import torch.distributed as dist
 
@@ -344,7 +340,6 @@ class RankBench(Bench):
         return StepEffect(None, "several ranks take its steps together, and would have to be given the same changes")
 
     def bits(self, facts: DeviceFacts) -> tuple[OperationBits, ...]:
-        """Of this rank's device, and of what all ranks come to."""
         from fp8bench.worker.bits import bits_of_ranks
 
         whose = f"{facts.key} of rank {self._rank} of {self._size}"
@@ -356,7 +351,6 @@ class RankBench(Bench):
             return workload.transfer(setup())
 
     def step_parts(self, case: Case, facts: DeviceFacts) -> StepAnswer:
-        """Once of cases that send the same."""
         alike = replace(case, params=workloads.get(case.workload).sent_by(case))
         if alike not in self._parts:
             self._parts[alike] = self._step_parts(case, facts)
