@@ -15,8 +15,9 @@ from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure import group as group_module
 from fp8bench.measure.group import GroupMeasurement, Method
-from fp8bench.measure.passes import TraceFolder
+from fp8bench.measure.passes import TraceFolder, trace_folder
 from fp8bench.model import (
+    Case,
     DeviceFacts,
     Label,
     Level,
@@ -24,6 +25,7 @@ from fp8bench.model import (
     PlannedCase,
     Provenance,
     Record,
+    Request,
     Status,
     StepEffect,
     TensorStatistics,
@@ -48,6 +50,7 @@ from tests.fakes import (
     group,
     planned,
 )
+from tests.runs import gemm
 
 EMULATED = Level.EMULATED
 TEN = StoppingRule(fixed=10)
@@ -468,3 +471,19 @@ def test_a_native_product_that_is_wrong_is_refused_and_not_timed_and_one_that_en
     records, worker = measure(scripts, planned("bf16"), planned("fp8"))
     assert statuses(records) == {"bf16": "ok", "fp8": "failed"} and worker.restarts
     assert "could not be tried: it crashed" in records["fp8"].reason
+
+
+TRACED = Case("gemm", (("m", 512), ("n", 512)), "bf16", "cuda:0")
+
+
+def test_a_folder_for_each_case_as_tensorboard_wants_it() -> None:
+    folder = TraceFolder(Path("/traces"), 1767614400000)
+    assert folder.file_of(TRACED) == "gemm-m=512,n=512-cuda0-bf16/fp8bench.1767614400000.pt.trace.json.gz"
+
+
+def test_the_runs_own_time_tells_it_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, _ = gemm()
+    run = replace(run, request=Request("gemm", trace="traces"), started="2026-01-05T12:00:00.250+00:00")
+    assert trace_folder(run) == TraceFolder(tmp_path / "traces", 1767614400250)
+    assert trace_folder(replace(run, request=Request("gemm"))) is None

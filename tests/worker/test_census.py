@@ -1,16 +1,21 @@
-"""Every public name of torch that could be a switch is watched, or left out for a reason that somebody gave."""
+"""Public names of torch that could be switches are watched, or left out for a reason; and what torch does not tell."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fp8bench.model.raw import Settings
 from fp8bench.user_code.switches import NotInUse, Unset, now, plain, put_back
 from fp8bench.worker import torch_state, torch_switches
+from fp8bench.worker.bench import Bench
 from fp8bench.worker.switches import switches
+from fp8bench.worker.torch_state import cublaslt_version
 from tests.counts import for_each
 from tests.worker.census import TABLE, census, decided, versions
 
@@ -78,3 +83,33 @@ def test_a_torch_that_does_not_say_whether_it_pools_memory_pools_it(monkeypatch:
     assert torch_state.pools_memory() is False
     monkeypatch.delattr(torch._C, name)
     assert torch_state.pools_memory() is True
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_a_library_that_is_loaded_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the file that the process has mapped, wherever it lies: the first of that name on a path may be another."""
+    library, maps = tmp_path / "libcublasLt.so.13", tmp_path / "maps"
+    code = b"#include <stddef.h>\nsize_t cublasLtGetVersion(void) { return 130100; }"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", str(library)], input=code, check=True)
+    maps.write_text(f"7f00-7f01 r-xp 00000000 08:01 1 /lib/libc.so.6\n7f02-7f03 r-xp 00000000 08:01 2    {library}\n")
+    monkeypatch.setattr(torch_state, "_MAPS", maps)
+    assert cublaslt_version() == 130100
+
+
+@for_each("line", ["", "7f00-7f01 r-xp 00000000 08:01 1 /gone/libcublasLt.so.13 (deleted)"])
+def test_what_is_not_there_has_no_version(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text(line)
+    monkeypatch.setattr(torch_state, "_MAPS", maps)
+    assert cublaslt_version() is None
+    monkeypatch.setattr(torch_state, "_MAPS", tmp_path / "nothing")
+    assert cublaslt_version() is None
+
+
+def test_a_run_says_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Bench(Settings())
+    try:
+        monkeypatch.setattr(torch_state, "cublaslt_version", lambda: 130100)
+        assert told.software()["cublaslt"] == 130100
+    finally:
+        told.close()

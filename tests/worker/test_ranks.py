@@ -1,18 +1,31 @@
-"""What ranks of one machine share: a line where they begin together, rounds of the same parts, and a launcher."""
+"""What ranks of one machine share: a start line, rounds, a launcher; and whose process is connected."""
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.worker.ranks import bench
-from fp8bench.worker.ranks.bench import RankBench, RankMeeting, StartLine, StepAnswer, rounds
+from fp8bench.worker.ranks.bench import (
+    RankBench,
+    RankMeeting,
+    StartLine,
+    StepAnswer,
+    refuse_strangers,
+    rounds,
+    watch_groups,
+)
 from fp8bench.worker.ranks.launcher import _end_all
 from tests.counts import for_each
 from tests.fakes import CPU
@@ -104,3 +117,54 @@ def test_the_launcher_is_waited_for(tmp_path: Path) -> None:
         ended = launcher.returncode
         waiting.join()
     assert ended == 0 and not folder.exists()
+
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells whose a connection is")
+
+
+@pytest.fixture
+def accepted() -> Iterator[socket.socket]:
+    """The other end of a connection that this process has accepted."""
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as other:
+        taken, _ = door.accept()
+        with taken:
+            yield other
+
+
+@LINUX
+def test_own_processes_alone_may_be_connected(accepted: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_strangers()
+    ours = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
+    with pytest.raises(PermissionError, match=rf"another user \(number {ours}\) has connected to this rank"):
+        refuse_strangers()
+    accepted.close()  # whoever has gone sends nothing
+    refuse_strangers()
+
+
+@LINUX
+def test_connections_that_this_process_has_opened_may_be_to_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        child = os.fork()
+        if not child:
+            signalled, _ = door.accept()
+            signalled.recv(1)
+            os._exit(0)
+        address = door.getsockname()
+    with socket.create_connection(address) as own:
+        ours = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
+        refuse_strangers()
+        own.send(b".")
+    os.waitpid(child, 0)
+
+
+@LINUX
+def test_no_group_is_made_with_a_stranger(accepted: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_groups = SimpleNamespace(_new_process_group_helper=lambda name: f"the group {name}")
+    watch_groups(torch_groups)
+    assert torch_groups._new_process_group_helper("a") == "the group a"
+    ours = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
+    with pytest.raises(PermissionError):
+        torch_groups._new_process_group_helper("a")

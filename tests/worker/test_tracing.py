@@ -1,4 +1,4 @@
-"""The pass that records a trace: what it writes, what it leaves alone, and where it may fail."""
+"""The pass that records a trace: what it writes, where it may fail, and whose time in it is whose."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fp8bench import files
-from fp8bench.model import PHASES, Case
+from fp8bench.model import CELL_PHASES, PHASES, Case, OperatorTime
 from fp8bench.profiler import exported
 from fp8bench.protocols import Phases, Setup
 from fp8bench.worker import tracing
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.step_guards import LeftRunning
-from fp8bench.worker.tracing import STEPS, WARM_UPS, traced_phases, write
+from fp8bench.worker.tracing import LONGEST_NAME, MOST, STEPS, WARM_UPS, mended, operators_of, traced_phases, write
 from tests.counts import for_each
 from tests.worker.told import CPU, Tell
 from tests.worker.told import tell as tell
@@ -173,3 +176,167 @@ def test_a_kind_of_device_that_the_profiler_does_not_know_is_seen_from_the_host(
     """And a kind that it knows under its own name."""
     trace = tracing.record(lambda phase: None, "abacus")
     assert any(str(one.get("name")).startswith("ProfilerStep#") for one in trace["traceEvents"])
+
+
+Event = dict[str, Any]
+
+
+def event(name: str, start: float, end: float, cat: str = "cpu_op", tid: object = 1, **args: object) -> Event:
+    """From `start` to `end` in microseconds."""
+    return {"ph": "X", "cat": cat, "name": name, "tid": tid, "pid": 9, "ts": start, "dur": end - start, "args": args}
+
+
+def step(start: float, end: float, number: int = 1) -> Event:
+    return event(f"ProfilerStep#{number}", start, end, "user_annotation")
+
+
+def phase(name: str, start: float, end: float, tid: object = 1) -> Event:
+    return event(f"fp8bench.{name}", start, end, "user_annotation", tid)
+
+
+def found(*events: Event) -> dict[tuple[str, str, bool], tuple[float, float]]:
+    """Calls and microseconds by phase, name and place."""
+    return {
+        (one.phase, one.name, one.on_device): (one.calls, round(one.seconds * 1e6, 6)) for one in operators_of(events)
+    }
+
+
+def test_an_operator_is_told_by_its_own_time() -> None:
+    told = found(step(0, 100), phase("gemm", 10, 60), event("matmul", 20, 50), event("mm", 25, 45))
+    assert told == {
+        ("gemm", "mm", False): (1, 20), ("gemm", "matmul", False): (1, 10), ("gemm", "", False): (0, 20),
+        ("unattributed", "", False): (0, 50),
+    }  # fmt: skip
+
+
+def test_figures_are_those_of_one_step() -> None:
+    told = found(
+        step(0, 10), step(10, 30, 2), event("warm", -5, -1), event("mm", 1, 5), event("mm", 12, 22), event("mm", 23, 25)
+    )
+    assert told == {("unattributed", "mm", False): (1.5, 8), ("unattributed", "", False): (0, 7)}
+
+
+@for_each(
+    ("events", "told"),
+    [
+        (
+            [phase("elementwise", 0, 100), phase("cast", 20, 40), event("copy", 20, 40), event("add", 50, 60)],
+            {("cast", "copy"): 20, ("elementwise", "add"): 10},
+        ),
+        # On a GPU the backward pass has a thread of its own, and phases opened before it are open there, too.
+        (
+            [phase("elementwise", 10, 90), event("mul", 20, 30, tid=2), phase("gemm", 40, 60, tid=2),
+             event("mm", 45, 55, tid=2)],
+            {("elementwise", "mul"): 10, ("gemm", "mm"): 10},
+        ),
+        # An autograd function of Python's begins in one phase and opens others: what it does there is theirs.
+        (
+            [event("Linear", 10, 90), phase("cast", 15, 25), phase("gemm", 30, 70), event("mm", 40, 60)],
+            {("unattributed", "Linear"): 30, ("gemm", ""): 20, ("cast", ""): 10},
+        ),
+    ],
+)  # fmt: skip
+def test_the_innermost_phase_counts(events: list[Event], told: dict[tuple[str, str], float]) -> None:
+    """On all threads. All of a step is somewhere, once."""
+    figures = operators_of([step(0, 100), *events])
+    seconds = {(figure.phase, figure.name): round(figure.seconds * 1e6, 6) for figure in figures}
+    assert {place: seconds[place] for place in told} == told and sum(seconds.values()) == pytest.approx(100)
+
+
+def test_a_kernel_belongs_to_the_phase_that_launched_it() -> None:
+    """Wherever the host is when it runs; on both sides there is room for half as many rows."""
+    told = found(
+        step(0, 100), phase("gemm", 10, 20), event("mm", 12, 18),
+        event("cudaLaunchKernel", 13, 14, "cuda_runtime", correlation=7),
+        event("cuLaunchKernel", 15, 16, "cuda_driver", correlation=8),
+        event("hopper_gemm", 60, 90, "kernel", "stream 7", correlation=7),
+        event("triton_add", 90, 95, "kernel", "stream 7", correlation=8),
+        event("Memcpy HtoD", 50, 55, "gpu_memcpy", "stream 7", correlation=99),
+    )  # fmt: skip
+    assert told["gemm", "hopper_gemm", True] == (1, 30) and told["gemm", "triton_add", True] == (1, 5)
+    assert told["unattributed", "Memcpy HtoD", True] == (1, 5), "by its own time, where nobody knows who launched it"
+    assert told["gemm", "mm", False] == (1, 6)
+
+
+def test_only_the_first_are_told_and_the_rest_is_summed_up() -> None:
+    """Names are cut, too: those of templates have thousands of letters."""
+    names = [f"op{number:02}" for number in range(20)]
+    host = [event(name, 10 * number, 10 * number + 9 - number / 10) for number, name in enumerate(names)]
+    told = operators_of([step(0, 1000), *host])
+    assert [one.name for one in told] == [*names[:MOST], ""]
+    assert told[-1].calls == 8 and sum(one.seconds for one in told) == pytest.approx(1e-3)
+    kernels = [event(name, 10, 20 - number / 10, "kernel", "s") for number, name in enumerate(names)]
+    told = operators_of([step(0, 1000), *host, *kernels])
+    assert [one.name for one in told if one.on_device] == [*names[: MOST // 2], ""]
+    assert [one.name for one in told if not one.on_device] == [*names[: MOST // 2], ""]
+    (only,) = [one for one in operators_of([step(0, 10), event("x" * 5000, 0, 10)]) if one.name]
+    assert len(only.name) == LONGEST_NAME
+
+
+@for_each(
+    "wrong",
+    [
+        {"ph": "X", "name": "no times", "cat": "cpu_op"},
+        {"ph": "X", "name": None, "cat": "user_annotation", "ts": 1, "dur": 1},
+        {"ph": "M", "name": "process_name", "args": {"name": "python"}},
+        event("fp8bench.nonsense", 1, 2, "user_annotation"), event("gemm", 1, 2, "user_annotation"),
+        {"ph": "X", "name": "k", "cat": "kernel", "ts": 1, "dur": 1, "args": "none"},
+    ],
+)  # fmt: skip
+def test_events_that_say_nothing_are_passed_over(wrong: Event) -> None:
+    told = operators_of(mended([step(0, 10), wrong, event("mm", 2, 4)]))
+    assert OperatorTime("unattributed", "mm", 1, 2e-6) in told
+    assert operators_of([wrong]) == (), "without a step there is nothing to tell"
+
+
+def test_a_phase_that_outlives_an_operator_in_which_it_begins_is_cut() -> None:
+    before, after = event("BeforeBackward", 0, 10), event("AfterBackward", 40, 50)
+    assert mended([before, phase("attention", 5, 45), after]) == [before, phase("attention", 10, 40), after]
+    whole = [event("Linear", 0, 50), phase("gemm", 10, 40), event("mm", 20, 30)]
+    assert mended(whole) == whole
+    elsewhere = [event("mm", 0, 10, tid=2), phase("gemm", 5, 45)]
+    assert mended(elsewhere) == elsewhere
+
+
+def overlaps(events: Sequence[Event]) -> list[tuple[Event, Event]]:
+    """Pairs on one thread of which neither holds the other, and which do not lie apart."""
+    crossing = []
+    for one, other in combinations(events, 2):
+        start, end = one["ts"], one["ts"] + one["dur"]
+        begin, until = other["ts"], other["ts"] + other["dur"]
+        apart = end <= begin or until <= start
+        if one["tid"] == other["tid"] and not (apart or (start <= begin and until <= end) or (
+            begin <= start and end <= until
+        )):  # fmt: skip
+            crossing.append((one, other))
+    return crossing
+
+
+@st.composite
+def nested(draw: st.DrawFn, name: str, cat: str) -> list[Event]:
+    """Stretches of which each lies in another, or apart from it."""
+    made: list[Event] = []
+
+    def fill(low: int, high: int, depth: int) -> None:
+        at = low
+        while depth and at < high and draw(st.booleans()):
+            start = draw(st.integers(at, high))
+            end = draw(st.integers(start, high))
+            made.append(event(name, start, end, cat))
+            fill(start, end, depth - 1)
+            at = end
+
+    fill(0, 1000, 3)
+    return made
+
+
+@given(nested("aten::op", "cpu_op"), nested("fp8bench.gemm", "user_annotation"))
+@settings(max_examples=100, deadline=None)
+def test_whatever_crosses_is_mended_and_all_of_the_step_is_told(operators: list[Event], phases: list[Event]) -> None:
+    before = [step(0, 1000), *operators, *phases]
+    after = mended(before)
+    assert not overlaps(after) and after[: 1 + len(operators)] == before[: 1 + len(operators)]
+    for old, new in zip(before, after, strict=True):
+        assert old["ts"] <= new["ts"] and new["ts"] + new["dur"] <= old["ts"] + old["dur"] and new["dur"] >= 0
+    told = operators_of(after)
+    assert sum(one.seconds for one in told) == pytest.approx(1e-3) and {one.phase for one in told} <= set(CELL_PHASES)
