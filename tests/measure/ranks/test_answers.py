@@ -141,6 +141,7 @@ def test_several_that_are_stopped_are_named() -> None:
 
 def test_sentences_say_rank_phase_and_reason() -> None:
     waiting = state(0, 12, 9.0, "communication", answered=True, fault=TIMED_OUT)
+    assert failed_rank(culprit([waiting, state(1, 11, 3.0)]).beat, 2, 10.0) == FailedRank(1, 2, "slot", "gemm", 11, 7.0)
     assert sentence([waiting, state(1, 11, 3.0)], 10.0) == (
         "rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat, number 11, is 7.0 s old; rank 0 "
         "said: RuntimeError: Timed out waiting 6000ms for recv"
@@ -150,11 +151,6 @@ def test_sentences_say_rank_phase_and_reason() -> None:
     assert late([state(0, 12, 9.5), state(1, 11, 9.0)], 10.0) == (
         ": rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat, number 11, is 1.0 s old"
     )
-
-
-def test_the_same_in_figures() -> None:
-    waiting = state(0, 12, 9.0, "communication", answered=True, fault=TIMED_OUT)
-    assert failed_rank(culprit([waiting, state(1, 11, 3.0)]).beat, 2, 10.0) == FailedRank(1, 2, "slot", "gemm", 11, 7.0)
 
 
 def test_heartbeats_are_read_from_what_was_left() -> None:

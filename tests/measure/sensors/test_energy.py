@@ -6,8 +6,6 @@ The clock is the library's virtual one: figures are the same on every machine, a
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -349,13 +347,3 @@ def test_energy_is_the_integral_of_power(nvml: Simulation, curve: int, start: fl
     jumps = [jump for number in range(80) if start < (jump := (number / 2 - phase) / 3) < end]
     truth, _ = quad(nvml.watts, start, end, points=jumps or None, limit=400)
     assert nvml.joules(start, end) == pytest.approx(truth, rel=1e-6)
-
-
-def test_a_command_of_fp8bench_runs_with_it(nvml: Simulation) -> None:
-    """As README.md of its folder says: nothing but two variables."""
-    nvml.add("Second GPU", 2)
-    done = subprocess.run(
-        [sys.executable, "-m", "fp8bench", "doctor"], cwd=ROOT, env=nvml.environment(), capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert "driver 570.00.1, 2 device(s)" in done.stdout, done.stdout + done.stderr

@@ -13,7 +13,6 @@ import pytest
 from fp8bench.measure.sensors.nvml import Library, NvmlDevice
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.model.readings import NoReading, Reading, Unavailable, grown
-from tests.counts import for_each
 from tests.measure.sensors.nvml.library import GIGABYTE, Simulation, pci_of, uuid_of
 from tests.measure.sensors.test_nvml_library import left_behind
 from tests.measure.sensors.virtual import VirtualClock
@@ -87,26 +86,6 @@ def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, 
     }  # fmt: skip
 
 
-@for_each(
-    ("function", "name", "source"),
-    [
-        ("nvmlDeviceGetCurrentClocksEventReasons", "throttle", "nvmlDeviceGetCurrentClocksThrottleReasons"),
-        ("nvmlDeviceGetTemperatureV", "temperature", "nvmlDeviceGetTemperature"),
-        ("nvmlDeviceGetMemoryInfo_v2", "memory_used", "nvmlDeviceGetMemoryInfo"),
-        ("field 186", "power", "nvmlDeviceGetPowerUsage"),
-    ],
-)
-def test_older_functions_answer_instead(
-    nvml: Simulation, device: NvmlDevice, function: str, name: str, source: str
-) -> None:
-    nvml.state.faults = 0
-    first = device.state()[name]
-    assert isinstance(first, Reading) and first.source != source
-    nvml.fail(function, 13)
-    second = device.state()[name]
-    assert isinstance(second, Reading) and second.source == source
-
-
 def test_a_value_that_hangs_takes_those_behind_it_with_it(nvml: Simulation) -> None:
     """What was said before stays."""
     device = NvmlDevice(DeviceIdentity(0), {}, Library(timeout=1.0))
@@ -137,28 +116,6 @@ def test_a_lost_neighbour_does_not_hide_a_device(nvml: Simulation, library: Libr
     with pytest.raises(NoReading, match="the GPU is lost"):
         NvmlDevice(DeviceIdentity(0, uuid=uuid_of(2)), {}, library)
     assert nvml.state.inits == nvml.state.shutdowns == 2
-
-
-@for_each(
-    ("identity", "environ"),
-    [
-        (DeviceIdentity(0, uuid=uuid_of(3).removeprefix("GPU-")), {}),
-        (DeviceIdentity(0, pci=pci_of(3)), {}),
-        (DeviceIdentity(1), {"CUDA_VISIBLE_DEVICES": f"{uuid_of(1)[:12]},{uuid_of(3)[:12]}"}),
-        (DeviceIdentity(0), {"CUDA_VISIBLE_DEVICES": "2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}),
-    ],
-)
-def test_a_device_is_found_by_what_it_is(
-    nvml: Simulation, library: Library, identity: DeviceIdentity, environ: dict[str, str]
-) -> None:
-    nvml.reset()
-    nvml.add("Second GPU", 2)
-    nvml.add("Third GPU", 3)
-    device = NvmlDevice(identity, environ, library)
-    for _ in range(3):
-        assert values(device.facts())["name"] == ("Third GPU", "")
-    device.close()
-    assert nvml.calls()["nvmlDeviceGetHandleByUUID"] == 1
 
 
 def test_process_memory(nvml: Simulation, device: NvmlDevice) -> None:
