@@ -61,20 +61,28 @@ def forgotten(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def suite_run(
-    folders: pytest.TempPathFactory, code: str, suites: str, dtypes: tuple[str, ...],
-    observer: SilentObserver | None = None, **asked: Any,
-) -> Iterator[Run]:  # fmt: skip
-    """A run, on a processor, of suites whose code this is: they are known in the body, and forgotten afterwards."""
-    from fp8bench import pipeline
-    from fp8bench.model import Request
-    from fp8bench.protocols import SilentObserver
+def suite_file(folder: Path, code: str) -> Iterator[str]:
+    """A file of that code, which is imported: what it registers is known in the body, and forgotten afterwards."""
     from fp8bench.user_code import import_user_modules
 
-    folder = folders.mktemp("own")
     file = folder / "own_suite.py"
     file.write_text(code)
     with forgotten(folder):
         import_user_modules([str(file)])
-        request = Request(suites, dtypes, ("cpu",), imports=(str(file),), **asked)
+        yield str(file)
+
+
+@contextmanager
+def suite_run(
+    folders: pytest.TempPathFactory, code: str, suites: str, dtypes: tuple[str, ...],
+    observer: SilentObserver | None = None, **asked: Any,
+) -> Iterator[Run]:  # fmt: skip
+    """A run, on a processor, of suites whose code this is."""
+    from fp8bench import pipeline
+    from fp8bench.model import Request
+    from fp8bench.protocols import SilentObserver
+
+    folder = folders.mktemp("own")
+    with suite_file(folder, code) as file:
+        request = Request(suites, dtypes, ("cpu",), imports=(file,), **asked)
         yield pipeline.execute(request, folder / "store", observer or SilentObserver(), "a test")

@@ -18,9 +18,8 @@ from fp8bench.measure.passes import OUT_OF_MEMORY
 from fp8bench.model import Case, DeviceFacts, Record, Request, Status
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentObserver
-from fp8bench.user_code import import_user_modules
 from fp8bench.worker.faults import described
-from tests.own_suites import forgotten
+from tests.own_suites import suite_file
 
 SUITE = """
 import pathlib
@@ -120,12 +119,8 @@ HOWS = ("asserts", "says memory", "refused", "exhausted", "late", "reads", "goes
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The file of that suite, known here too."""
-    folder = tmp_path_factory.mktemp("planted")
-    path = folder / "faulty_suite.py"
-    path.write_text(SUITE)
-    with forgotten(folder):
-        import_user_modules([str(path)])
-        yield path
+    with suite_file(tmp_path_factory.mktemp("planted"), SUITE) as path:
+        yield Path(path)
 
 
 @pytest.fixture

@@ -24,11 +24,10 @@ from fp8bench.model import Case, Record, Request, Run, Status, TensorStatistics,
 from fp8bench.model.codec import encode
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentObserver
-from fp8bench.registry import workloads
 from fp8bench.store.runs.run_file import load_run
-from fp8bench.user_code import import_user_modules, user_module
 from fp8bench.worker.main import answer
 from tests.counts import for_each, sampled
+from tests.own_suites import suite_file
 
 HAZARDS = (
     "none", "raise", "memory", "exit", "segv", "kill", "signal", "hang", "talk", "write", "thread", "prefetch", "nan",
@@ -191,14 +190,8 @@ class Hazard(Workload):
 @pytest.fixture(scope="module")
 def hazard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The path of the user's file; the suite is known here for as long as this module's tests run."""
-    path = tmp_path_factory.mktemp("user") / "hazard_workload.py"
-    path.write_text(WORKLOAD)
-    with pytest.MonkeyPatch.context() as patch:
-        workloads.names()
-        patch.setattr(workloads, "_leaves", dict(workloads._leaves))
-        import_user_modules([str(path)])
-        yield str(path)
-    sys.modules.pop(user_module(str(path)), None)
+    with suite_file(tmp_path_factory.mktemp("user"), WORKLOAD) as path:
+        yield path
 
 
 def request_for(hazard: str, *how: str, isolation: bool = True, dtypes: tuple[str, ...] = ("fp32", "bf16")) -> Request:

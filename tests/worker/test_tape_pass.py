@@ -12,11 +12,10 @@ from fp8bench.model.step import ShareKind, Shares, SharesFrom
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.registry import precisions, workloads
-from fp8bench.user_code import import_user_modules
 from fp8bench.worker import shares_pass
 from fp8bench.worker.bench import Bench
 from tests.counts import sampled
-from tests.own_suites import forgotten
+from tests.own_suites import suite_file
 
 
 def records(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str) -> list[Record]:
@@ -101,10 +100,7 @@ class Compiles(Workload):
 
 @pytest.fixture
 def compiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("compiles")
-    (folder / "compiles.py").write_text(COMPILED)
-    with forgotten(folder):
-        import_user_modules([str(folder / "compiles.py")])
+    with suite_file(tmp_path_factory.mktemp("compiles"), COMPILED):
         yield
 
 

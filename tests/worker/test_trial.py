@@ -21,13 +21,12 @@ from fp8bench.nn.whole_layers import WholeLayer, WholeLayers
 from fp8bench.numerics.products import values_product
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentObserver, SilentPhases
 from fp8bench.registry import backends, precisions
-from fp8bench.user_code import import_user_modules
 from fp8bench.worker.trial import Trials, installed, why_not, wrong_product
 from tests.counts import for_each
 from tests.facts import B200, CPU, H200
 from tests.nn.grouped_kernel import kernel
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
-from tests.own_suites import forgotten
+from tests.own_suites import suite_file
 
 LIE = """
 from fp8bench.nn.arithmetics import RecipeArithmetic
@@ -64,11 +63,8 @@ class Honest(Lying):
 @pytest.fixture
 def lie(tmp_path: Path) -> Iterator[str]:
     """A file that registers a backend whose product leaves some of the contraction out."""
-    file = tmp_path / "lying_backend.py"
-    file.write_text(LIE)
-    with forgotten(tmp_path):
-        import_user_modules((str(file),))
-        yield str(file)
+    with suite_file(tmp_path, LIE) as path:
+        yield path
 
 
 @pytest.mark.slow

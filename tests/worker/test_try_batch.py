@@ -28,6 +28,7 @@ from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.faults import PlantedFault
 from fp8bench.worker.memory_pass import of_workload, try_batch
+from tests.own_suites import suite_file
 from tests.worker.told import CPU, Storages, Told, setup_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
@@ -57,20 +58,15 @@ class Heap(Workload):
 
 
 @pytest.fixture(scope="module")
-def heap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def heap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The file of that suite, known here too."""
-    path = tmp_path_factory.mktemp("suites") / "heap_suite.py"
-    path.write_text(SUITE)
-    before = dict(workloads._leaves)
-    workloads.names()
-    yield path
-    workloads._leaves.clear()
-    workloads._leaves.update(before)
+    with suite_file(tmp_path_factory.mktemp("suites"), SUITE) as path:
+        yield path
 
 
 @pytest.fixture(scope="module")
-def worker(heap: Path) -> Iterator[ProcessWorker]:
-    with ProcessWorker(Settings(imports=(str(heap),))) as one:
+def worker(heap: str) -> Iterator[ProcessWorker]:
+    with ProcessWorker(Settings(imports=(heap,))) as one:
         yield one
 
 
@@ -80,10 +76,7 @@ def local() -> Iterator[LocalWorker]:
         yield one
 
 
-def planned(suite: str, dtype: str = "fp32", imports: tuple[str, ...] = (), **axes: str) -> PlannedCase:
-    from fp8bench.user_code import import_user_modules
-
-    import_user_modules(imports)
+def planned(suite: str, dtype: str = "fp32", **axes: str) -> PlannedCase:
     request = Request(suite, (dtype,), ("cpu",), axes=tuple((name, (value,)) for name, value in axes.items()))
     return make_plan(request, (CPU,)).groups[0].cases[0]
 
@@ -124,8 +117,8 @@ def test_another_way_of_counting_finds_the_same_end(name: str, axes: dict[str, s
 
 @pytest.mark.slow
 @linux
-def test_memory_that_ends_is_survived_and_given_back(worker: ProcessWorker, heap: Path) -> None:
-    small, large = (planned("heap", imports=(str(heap),), mib=str(size)).case for size in (4, 3000))
+def test_memory_that_ends_is_survived_and_given_back(worker: ProcessWorker, heap: str) -> None:
+    small, large = (planned("heap", mib=str(size)).case for size in (4, 3000))
     assert worker.within(60).try_batch(small, CPU, 100 * MIB) == 4 * MIB
     process, resident = worker.pid, resident_bytes(worker)
     for _ in range(5):
@@ -144,9 +137,9 @@ def resident_bytes(worker: ProcessWorker) -> int:
 
 
 @linux
-def test_a_worker_that_is_killed_is_no_end_of_the_search(worker: ProcessWorker, heap: Path) -> None:
+def test_a_worker_that_is_killed_is_no_end_of_the_search(worker: ProcessWorker, heap: str) -> None:
     """As the kernel does it when memory runs out: the search goes on in a fresh one."""
-    found = searched(worker, planned("heap", imports=(str(heap),), how="killed"), 64 * MIB)
+    found = searched(worker, planned("heap", how="killed"), 64 * MIB)
     assert (found.axis, found.batch, found.beyond, found.peak) == ("mib", 63, 64, 63 * MIB)
     assert "was ended by SIGKILL (the system ends processes so when memory runs out)" in found.why
 
