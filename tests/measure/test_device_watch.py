@@ -17,12 +17,12 @@ from fp8bench.measure.device_watch import Watch
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.model import DeviceFacts, DeviceWatch, Label, SlotSample, Verdict
+from fp8bench.model import DeviceWatch, Label, SlotSample, Verdict
 from fp8bench.model.readings import Read, Reading, Readings, Unavailable
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
-from tests.fakes import MS, FakeWorker, Script, arm, gemm_steps, group, planned
+from tests.fakes import GPU, MS, FakeWorker, arm, group, lasting, planned
 
 
 def reading(value: float) -> Reading:
@@ -164,12 +164,11 @@ def test_a_case_that_ran_at_another_clock_has_no_verdict(
 ) -> None:
     """Through the rounds as they are: the device's clock falls whenever one of the arms has run."""
     monkeypatch.setattr(device_watch, "_SHARE", 1.0)  # on this worker's clock a slot takes no time
-    worker = FakeWorker({"bf16": Script(gemm_steps(5 * MS))})
-    facts = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
+    worker = FakeWorker({"bf16": lasting(5)})
     method = Method(rule=StoppingRule(fixed=24), judge=decided, seed=0)
     meter = Meter((), Leaning(worker, lower, noise), "no energy")
     cases = group(*map(planned, ("fp32", "bf16", "fp16")))
-    records = GroupMeasurement(cases, {"cpu": facts}, worker, SilentObserver(), method, meter).run()
+    records = GroupMeasurement(cases, {"cpu": GPU}, worker, SilentObserver(), method, meter).run()
     found = {one.case.mode: one for one in find(records, {})}
     assert (found["bf16"].hard == (Label.CLOCK_OFFSET,)) == void and found["fp16"].hard == ()
     assert found["bf16"].verdict is (Verdict.UNSURE if void else Verdict.FASTER) and found["bf16"].ratio is not None

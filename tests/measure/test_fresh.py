@@ -15,12 +15,12 @@ from fp8bench.model import Level, PlannedCase, Record, Verdict
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
-from tests.fakes import CPU, MS, FakeWorker, Fault, Script, by_mode, gemm_steps, group, planned
+from tests.fakes import CPU, MS, FakeWorker, Fault, Script, by_mode, gemm_steps, group, lasting, planned
 
 NAMES = ("fp32", "bf16", "fp16", "tf32")
 # Its first 24 slots take 4 ms, and those after them 5 ms: the four untimed calls come before.
 FADING = Script(lambda call: gemm_steps(4 * MS if call < 28 else 5 * MS)(call))
-SCRIPTS = {"bf16": FADING, "fp16": Script(gemm_steps(6 * MS)), "tf32": Script(gemm_steps(9 * MS))}
+SCRIPTS = {"bf16": FADING, "fp16": lasting(6), "tf32": lasting(9)}
 
 
 def measured(
@@ -60,7 +60,7 @@ def test_where_it_is_not_timed_again_that_is_said() -> None:
     assert found["fp16"].why == found["tf32"].why == ""
 
 
-SLOW = {mode: Script(gemm_steps(20 * MS)) for mode in NAMES[1:]}
+SLOW = {mode: lasting(20) for mode in NAMES[1:]}
 
 
 @for_each(
@@ -80,7 +80,7 @@ def test_fewer_candidates_have_no_winner(cases: tuple[PlannedCase, ...], scripts
 
 
 def test_a_fault_in_these_rounds_fails_its_case() -> None:
-    faulty = Script(gemm_steps(4 * MS), faults=[Fault("slot", WorkerFault("ValueError", "boom", "trace"), at=30)])
+    faulty = lasting(4, faults=[Fault("slot", WorkerFault("ValueError", "boom", "trace"), at=30)])
     records, _ = measured(scripts={**SCRIPTS, "bf16": faulty})
     assert records["bf16"].status.value == "failed" and records["bf16"].fresh is None
     assert all(one.fresh is None for one in records.values()) and records["fp16"].timing is not None

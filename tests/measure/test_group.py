@@ -39,6 +39,7 @@ from tests.fakes import (
     CAST,
     CPU,
     GEMM,
+    GPU,
     MS,
     FakeWorker,
     Fault,
@@ -46,8 +47,8 @@ from tests.fakes import (
     Script,
     broken,
     by_mode,
-    gemm_steps,
     group,
+    lasting,
     planned,
 )
 from tests.runs import gemm
@@ -55,7 +56,6 @@ from tests.runs import gemm
 EMULATED = Level.EMULATED
 TEN = StoppingRule(fixed=10)
 TRACES = TraceFolder(Path("/traces"), 7)
-GPU = DeviceFacts("cuda", 0, "a GPU", 80 << 30, "2.13.0", (9, 0))
 
 
 def measure(
@@ -73,10 +73,6 @@ def measure(
     return by_mode(records), worker
 
 
-def sized(memory: int, nanoseconds: int = 10 * MS) -> Script:
-    return Script(gemm_steps(nanoseconds), memory=memory)
-
-
 def native(*names: str) -> list[PlannedCase]:
     return [planned(name) for name in names]
 
@@ -92,7 +88,7 @@ def prepared(worker: FakeWorker) -> list[str]:
 def test_a_group_becomes_one_record_a_case() -> None:
     cases = [*native("fp32"), planned("bf16", flops=1e6), planned("fp8", EMULATED)]
     cases.append(planned("tf32", Level.REFUSED, skip="no TF32 here"))
-    records, worker = measure({"bf16": sized(1, 5 * MS)}, *cases)
+    records, worker = measure({"bf16": lasting(5, memory=1)}, *cases)
     assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp8": "ok", "tf32": "skipped"}
     assert records["tf32"].reason == "no TF32 here" and records["tf32"].timing is None
     assert records["bf16"].support == cases[1].support and records["bf16"].work.flops == 1e6
@@ -336,7 +332,7 @@ def test_when_everything_fails_everything_has_its_record() -> None:
 
 
 def test_what_does_not_fit_together_is_measured_in_pairs() -> None:
-    scripts = {"fp32": sized(10), "bf16": sized(10, 5 * MS), "fp16": sized(10, 8 * MS)}
+    scripts = {"fp32": Script(memory=10), "bf16": lasting(5, memory=10), "fp16": lasting(8, memory=10)}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=30)
     assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "ok"}
     assert prepared(worker) == ["fp32", "fp32'", "bf16", "fp16", "fp32", "fp32'", "bf16", "fp32", "fp32'", "fp16"]
@@ -351,7 +347,12 @@ def test_what_does_not_fit_together_is_measured_in_pairs() -> None:
 
 def test_a_pair_that_does_not_fit_sits_without_the_control_and_is_judged_without_one() -> None:
     """Not with the control of another session, whose rounds have the same numbers and nothing else in common."""
-    scripts = {"fp32": sized(10), "fp32'": sized(10, 20 * MS), "bf16": sized(15, 12 * MS), "fp16": sized(5)}
+    scripts = {
+        "fp32": Script(memory=10),
+        "fp32'": lasting(20, memory=10),
+        "bf16": lasting(12, memory=15),
+        "fp16": Script(memory=5),
+    }
     records, worker = measure(scripts, *native("fp32", "fp16", "bf16"), capacity=25)
     assert prepared(worker)[-2:] == ["fp32", "bf16"]
     assert all(record.paired for record in records.values()) and records["fp32"].control is not None
@@ -362,7 +363,7 @@ def test_a_pair_that_does_not_fit_sits_without_the_control_and_is_judged_without
 
 
 def test_cases_too_large_for_any_company_are_measured_alone_and_the_reference_so_only_once() -> None:
-    scripts = {"fp32": sized(10), "bf16": sized(20), "fp16": sized(20)}
+    scripts = {"fp32": Script(memory=10), "bf16": Script(memory=20), "fp16": Script(memory=20)}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=25)
     assert prepared(worker) == [
         "fp32", "fp32'", "bf16", "fp32", "fp32'", "bf16", "fp32", "bf16", "fp32", "bf16", "fp32", "fp32'", "fp16",
@@ -378,12 +379,12 @@ def test_cases_too_large_for_any_company_are_measured_alone_and_the_reference_so
 
 
 def test_who_does_not_fit_even_alone_fails_and_the_others_start_again_together() -> None:
-    scripts = {"fp32": sized(5), "bf16": sized(5), "fp16": sized(50)}
+    scripts = {"fp32": Script(memory=5), "bf16": Script(memory=5), "fp16": Script(memory=50)}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=25)
     assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "failed"}
     assert (records["fp16"].reason, records["fp16"].detail) == ("out of memory, even alone", "the trace")
     assert prepared(worker)[-3:] == ["fp32", "fp32'", "bf16"] and worker.restarts == 0
-    scripts = {"fp32": sized(50), "bf16": sized(10), "fp16": sized(10)}
+    scripts = {"fp32": Script(memory=50), "bf16": Script(memory=10), "fp16": Script(memory=10)}
     records, _ = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=30)
     assert statuses(records) == {"fp32": "failed", "bf16": "ok", "fp16": "ok"}
     assert records["fp32"].reason == "out of memory, even alone"
@@ -401,7 +402,7 @@ def test_memory_that_gives_out_in_a_round_is_met_like_in_preparing() -> None:
 def test_a_group_that_starts_again_forgets_who_was_alone() -> None:
     """bf16 was measured alone; then the reference crashed beside fp8, and bf16 leads the next try."""
     crash = Fault("slot", WorkerLost("crashed"), at=3 * 2 + 2 + 10 + 2 + 1)
-    scripts = {"fp32": Script(memory=10, faults=[crash]), "bf16": sized(20)}
+    scripts = {"fp32": Script(memory=10, faults=[crash]), "bf16": Script(memory=20)}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp8"), capacity=25)
     assert prepared(worker)[:9] == ["fp32", "fp32'", "bf16", "fp32", "fp32'", "bf16", "fp32", "bf16", "fp32"]
     assert prepared(worker)[9:12] == ["bf16", "fp32", "fp32'"]
@@ -413,7 +414,11 @@ def test_a_group_that_starts_again_forgets_who_was_alone() -> None:
 @for_each(("capacity", "together"), [(1000, True), (25, False)])
 def test_a_reference_that_fails_by_its_numbers_leaves_no_false_pairs(capacity: int, together: bool) -> None:
     """Who sat with it in another session than the next reference shared no rounds with that one."""
-    scripts = {"fp32": Script(memory=10, errors={"e": math.nan}), "bf16": sized(5), "fp16": sized(5)}
+    scripts = {
+        "fp32": Script(memory=10, errors={"e": math.nan}),
+        "bf16": Script(memory=5),
+        "fp16": Script(memory=5),
+    }
     records, _ = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=capacity)
     assert statuses(records) == {"fp32": "failed", "bf16": "ok", "fp16": "ok"}
     after = next(record for record in records.values() if record.is_reference)

@@ -20,13 +20,12 @@ from fp8bench.measure.arm import STATES, ArmFailed, MeasuredArm
 from fp8bench.measure.handle import HANG_SECONDS
 from fp8bench.measure.rounds import Judge, Orders, RoundSession
 from fp8bench.measure.slots import COLD_CALLS, filling_of
-from fp8bench.model import CELL_PHASES, DeviceFacts, Level, Rotation, SlotSample, Timing, Work
+from fp8bench.model import CELL_PHASES, Level, Rotation, SlotSample, Timing, Work
 from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
 from tests.counts import for_each
-from tests.fakes import CAST, CPU, GEMM, MS, FakeWorker, Fault, Script, arm, broken, gemm_steps, planned
+from tests.fakes import CAST, CPU, GEMM, GPU, MS, FakeWorker, Fault, Script, arm, broken, gemm_steps, lasting, planned
 
 EMULATED = Level.EMULATED
-GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
 FOREVER = StoppingRule(least=16, budget=1e9, ceiling=1e9)
 
 
@@ -41,10 +40,6 @@ def after(rounds: Mapping[int, int]) -> Judge:
         return case.num_rounds >= rounds[case.slots[0].calls_ns[0][0]]
 
     return judge
-
-
-def steady(nanoseconds: int, **options: object) -> Script:
-    return Script(gemm_steps(nanoseconds), **options)  # type: ignore[arg-type]
 
 
 def sit(
@@ -86,7 +81,7 @@ def turns(worker: FakeWorker, arms: int) -> list[tuple[str, ...]]:
 def test_short_steps_repeat_and_long_ones_run_once(nanoseconds: int, calls: int, discard: int) -> None:
     """Below 4 ms a slot is filled and its first call discarded, or its first two; from 4 ms on nothing is."""
     session = RoundSession(arm("fp32"), None, [])
-    worker, _ = sit({"fp32": steady(nanoseconds)}, session, StoppingRule(fixed=20, ceiling=1e9))
+    worker, _ = sit({"fp32": lasting(nanoseconds / MS)}, session, StoppingRule(fixed=20, ceiling=1e9))
     assert {entry[:3] for entry in worker.log} == {("slot", "fp32", calls)} and len(worker.log) == 20
     assert {entry[3] for entry in worker.log} == ({discard, discard + 1} if discard else {0})
 
@@ -94,7 +89,7 @@ def test_short_steps_repeat_and_long_ones_run_once(nanoseconds: int, calls: int,
 @for_each(("nanoseconds", "calls"), [(1 * MS, 8), (3_900_000, 3), (4 * MS, 3), (150 * MS, 3), (9_000 * MS, 3)])
 def test_a_slot_on_a_device_of_its_own_has_three_calls(nanoseconds: int, calls: int) -> None:
     """However long a step is: the first call begins with an empty queue. An emulated one has no speed anyhow."""
-    facts, worker = replace(CPU, kind="cuda"), FakeWorker({mode: steady(nanoseconds) for mode in ("fp32", "fp8")})
+    facts, worker = replace(CPU, kind="cuda"), FakeWorker({mode: lasting(nanoseconds / MS) for mode in ("fp32", "fp8")})
     native, low = MeasuredArm("gpu", planned("fp32"), facts), MeasuredArm("low", planned("fp8", level=EMULATED), facts)
     RoundSession(native, None, [low]).prepare(worker)
     native.run(worker, 0)
@@ -105,7 +100,7 @@ def test_a_slot_on_a_device_of_its_own_has_three_calls(nanoseconds: int, calls: 
 @given(st.integers(100, 10**9))
 def test_a_slot_is_never_shorter_than_eight_milliseconds(nanoseconds: int) -> None:
     reference = arm("fp32")
-    reference.prepare(FakeWorker({"fp32": steady(nanoseconds)}))
+    reference.prepare(FakeWorker({"fp32": lasting(nanoseconds / MS)}))
     seconds = (reference.calls + reference.discard) * nanoseconds
     assert seconds >= (8 * MS if nanoseconds < 4 * MS else 4 * MS)
     assert nanoseconds >= 4 * MS or seconds <= 8 * MS + 1.5 * nanoseconds + 1
@@ -126,12 +121,12 @@ def test_slots_are_sized_by_the_fastest_of_three_calls_after_the_first(
 
 def test_limits_follow_what_is_known_of_a_step() -> None:
     """60 s, or its FLOPs at 5 GFLOP/s while nobody has timed it, or 20 times what it took."""
-    worker = FakeWorker({"fp32": steady(4_000 * MS)})
+    worker = FakeWorker({"fp32": lasting(4_000)})
     long = MeasuredArm("key", planned("fp32", flops=1e12), CPU)
     long.prepare(worker)
     long.run(worker, 0)
     assert worker.limits == [("prepare", 200.0), ("slot", 200.0), ("slot", 240.0), ("slot", 80.0)]
-    short = FakeWorker({"fp32": steady(MS)})
+    short = FakeWorker({"fp32": lasting(1)})
     arm("fp32").prepare(short)
     assert {limit for _, limit in short.limits} == {HANG_SECONDS}
 
@@ -140,7 +135,7 @@ class Noting(FakeWorker):
     """One that notes which state it was asked about, by request."""
 
     def __init__(self) -> None:
-        super().__init__({"fp32": steady(MS), "bf16": steady(5 * MS)})
+        super().__init__({"fp32": lasting(1), "bf16": lasting(5)})
         self.keys: dict[str, set[str]] = {}
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
@@ -168,7 +163,7 @@ def test_a_short_step_has_several_states_of_which_each_round_takes_one(one: Meas
 
 
 def test_several_states_take_what_room_there_is() -> None:
-    worker = FakeWorker({mode: steady(MS) for mode in ("fp32", "bf16")}, capacity=3)
+    worker = FakeWorker({mode: lasting(1) for mode in ("fp32", "bf16")}, capacity=3)
     session = RoundSession(arm("fp32"), None, [arm("bf16")])
     session.prepare(worker)
     assert sorted(worker.held) == ["bf16", "fp32", "fp32"]
@@ -186,14 +181,14 @@ def test_every_round_runs_every_arm_once() -> None:
 
 def test_the_order_of_rounds_depends_on_the_seed_and_not_on_times() -> None:
     orders = [
-        turns(sit({"bf16": steady(nanoseconds)}, three(), StoppingRule(fixed=20), seed=seed)[0], 3)
+        turns(sit({"bf16": lasting(nanoseconds / MS)}, three(), StoppingRule(fixed=20), seed=seed)[0], 3)
         for seed, nanoseconds in ((1, 10 * MS), (1, 70 * MS), (2, 10 * MS))
     ]
     assert orders[0] == orders[1] != orders[2]
 
 
 def test_a_decided_arm_leaves_early() -> None:
-    scripts = {"bf16": steady(11 * MS), "fp16": steady(12 * MS)}
+    scripts = {"bf16": lasting(11), "fp16": lasting(12)}
     session = RoundSession(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp16")])
     worker, why = sit(scripts, session, judge=after({11 * MS: 3, 12 * MS: 33}))
     counts = {label: len(worker.slots(label)) for label in ("fp32", "fp32'", "bf16", "fp16")}
@@ -210,7 +205,7 @@ def test_the_judge_gets_case_reference_and_control() -> None:
         assert case.num_rounds == reference.num_rounds == control.num_rounds == 8 * (len(seen) + 1)
         return len(seen) == 2
 
-    scripts = {"fp32": steady(10 * MS), "fp32'": steady(10 * MS + 1), "bf16": steady(5 * MS)}
+    scripts = {"fp32": lasting(10), "fp32'": lasting(10.000001), "bf16": lasting(5)}
     _, why = sit(scripts, three(), judge=judge)
     assert seen == [[5 * MS, 10 * MS, 10 * MS + 1]] * 2
     assert why == "answered after 24 rounds"
@@ -224,14 +219,14 @@ def test_beside_emulated_candidates_the_control_is_the_question() -> None:
         return case.num_rounds >= 24
 
     session = RoundSession(arm("fp32"), arm("fp32", control=True), [arm("fp8", EMULATED)])
-    worker, why = sit({"fp32": steady(10 * MS), "fp32'": steady(10 * MS + 1)}, session, judge=judge)
+    worker, why = sit({"fp32": lasting(10), "fp32'": lasting(10.000001)}, session, judge=judge)
     assert questions == [(10 * MS + 1, None)] * 2 and why == "answered after 24 rounds"
     assert [len(worker.slots(label)) for label in ("fp32", "fp32'", "fp8")] == [24, 24, 8]
 
 
 @for_each("rule", [FOREVER, StoppingRule(fixed=30), StoppingRule(least=16, budget=0.0, ceiling=1e9)])
 def test_emulated_arms_get_eight_rounds(rule: StoppingRule) -> None:
-    scripts = {"bf16": steady(11 * MS), "fp8": steady(500 * MS)}
+    scripts = {"bf16": lasting(11), "fp8": lasting(500)}
     session = RoundSession(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp8", EMULATED)])
     worker, _ = sit(scripts, session, rule, after({11 * MS: 24}))
     assert len(worker.slots("fp8")) == EMULATED_ROUNDS == 8
@@ -293,7 +288,10 @@ FASTER_NOW_AND_THEN = Script(lambda call: ((GEMM,), (9_700_000 if call % 8 == 4 
 @for_each(
     ("script", "rounds"),
     [
-        *((steady(nanoseconds), 16) for nanoseconds in (9 * MS, 10 * MS, 10 * MS + 50_000, 10 * MS + 60_000, 11 * MS)),
+        *(
+            (lasting(nanoseconds / MS), 16)
+            for nanoseconds in (9 * MS, 10 * MS, 10 * MS + 50_000, 10 * MS + 60_000, 11 * MS)
+        ),
         (FASTER_NOW_AND_THEN, 64),
     ],
 )
@@ -369,15 +367,15 @@ def test_releasing_gives_every_state_back() -> None:
 
 def test_arms_on_both_sides_of_the_repeating_threshold_are_warmed_alike() -> None:
     """Identical code that calibrates at 3.99 and 4.01 ms: one repeats, so both drop their first, cold call."""
-    near = {"fp32": steady(4_010_000), "fp32'": steady(4_010_000), "bf16": steady(3_990_000)}
+    near = {"fp32": lasting(4.01), "fp32'": lasting(4.01), "bf16": lasting(3.99)}
     session = three()
     session.prepare(FakeWorker(near))
     assert [(one.calls, one.discard) for one in session.arms] == [(1, 1), (1, 1), (2, 1)]
     long = RoundSession(arm("fp32"), None, [arm("bf16")])
-    long.prepare(FakeWorker({"fp32": steady(200 * MS), "bf16": steady(MS)}))
+    long.prepare(FakeWorker({"fp32": lasting(200), "bf16": lasting(1)}))
     assert [one.discard for one in long.arms] == [0, 1]
     neither = three()
-    neither.prepare(FakeWorker({label: steady(5 * MS) for label in ("fp32", "fp32'", "bf16")}))
+    neither.prepare(FakeWorker({label: lasting(5) for label in ("fp32", "fp32'", "bf16")}))
     assert [(one.calls, one.discard) for one in neither.arms] == [(1, 0)] * 3
 
 
@@ -410,14 +408,14 @@ def test_arms_with_the_same_marks_have_the_same_cells() -> None:
 def test_the_queue_of_a_device_is_filled(reference: MeasuredArm, calls: int, filling: tuple[object, ...]) -> None:
     """By what the host took to enqueue the calls that a slot was sized by; an emulated case's time is no speed."""
     session = RoundSession(reference, None, [])
-    worker, _ = sit({"fp32": steady(1 * MS)}, session, StoppingRule(fixed=3, ceiling=1e9))
+    worker, _ = sit({"fp32": lasting(1)}, session, StoppingRule(fixed=3, ceiling=1e9))
     assert {entry[4:] for entry in worker.slots()} == {filling}
     assert {entry[2] for entry in worker.slots()} == {calls}
 
 
 def test_states_that_rotate_are_one_entry() -> None:
     """Where memory lies differs from call to call, so that no other entries of the same are needed."""
-    rotating, worker = arm("fp32", cache="rotating"), FakeWorker({"fp32": steady(1 * MS)})
+    rotating, worker = arm("fp32", cache="rotating"), FakeWorker({"fp32": lasting(1)})
     RoundSession(rotating, None, []).prepare(worker)
     assert rotating.told()["rotation"] == Rotation(12, 5 << 20) and rotating.more_keys == []
     assert len([entry for entry in worker.log if entry[0] == "prepare"]) == 1

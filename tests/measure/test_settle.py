@@ -16,13 +16,12 @@ from fp8bench.measure.device_watch import Settler
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.model import DeviceFacts, Label, Level, Record
+from fp8bench.model import Label, Level, Record
 from fp8bench.model.readings import Reading, Readings, Unavailable
 from fp8bench.model.stopping import Settling, StoppingRule
 from tests.counts import for_each
-from tests.fakes import MS, FakeWorker, Fault, Listener, Script, arm, by_mode, gemm_steps, group, planned
+from tests.fakes import GPU, FakeWorker, Fault, Listener, Script, arm, by_mode, group, lasting, planned
 
-GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
 Temperature = Callable[[float], float]
 
 
@@ -51,7 +50,7 @@ def measured(
     level: Level = Level.NATIVE, scripts: Mapping[str, Script] | None = None,
 ) -> tuple[dict[str, Record], FakeWorker, Listener]:  # fmt: skip
     """The records of a group on such a device, and what was asked and told."""
-    worker, listener = FakeWorker(scripts or {"bf16": Script(gemm_steps(5 * MS))}), Listener()
+    worker, listener = FakeWorker(scripts or {"bf16": lasting(5)}), Listener()
     monkeypatch.setattr(group_module, "Settler", partial(Settler, clock=worker.clock))
     method = Method(rule=StoppingRule(fixed=24), judge=decided, seed=0, warm_up_seconds=limit)
     meter = Meter((), Warming(worker, temperature, silent), "no energy")
@@ -105,7 +104,7 @@ def test_a_fault_while_warming_up_is_the_reference_s(monkeypatch: pytest.MonkeyP
 
 
 def test_a_long_step_runs_once_between_two_looks() -> None:
-    worker, reference = FakeWorker({"fp32": Script(gemm_steps(2_000 * MS))}), arm("fp32")
+    worker, reference = FakeWorker({"fp32": lasting(2_000)}), arm("fp32")
     reference.prepare(worker)
     settling = Settler(Warming(worker, lambda at: 50.0), 30.0, worker.clock).settle(reference, worker)
     assert settling is not None and {entry[2] for entry in worker.log if entry[0] == "loop"} == {1}

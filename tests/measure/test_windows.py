@@ -24,6 +24,7 @@ from tests.fakes import (
     CAST,
     CPU,
     GEMM,
+    GPU,
     MS,
     UNATTRIBUTED,
     FakeWorker,
@@ -31,15 +32,14 @@ from tests.fakes import (
     Script,
     arm,
     by_mode,
-    gemm_steps,
     group,
+    lasting,
     planned,
 )
-from tests.measure.powered import IDLE, PHASE_WATTS, WATTS, Power, Runner, steps
+from tests.measure.powered import IDLE, PHASE_WATTS, WATTS, Power, Runner
 
 THREE = WindowRule()
 TURNS = WindowRule(4, 1.5, 2.0)
-GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
 
 
 def measured(
@@ -57,7 +57,7 @@ def measured(
 
 
 def test_each_case_gets_the_energy_of_its_own_power() -> None:
-    found, worker = measured({"fp32": steps(10), "bf16": steps(20)})
+    found, worker = measured({"fp32": lasting(10), "bf16": lasting(20)})
     for mode, use in found.items():
         assert use.source == "counter" and len(use.windows) == 3 and use.why == ""
         assert use.idle_before == pytest.approx(IDLE, rel=0.01) and use.idle_after == pytest.approx(IDLE, rel=0.01)
@@ -71,7 +71,7 @@ def test_each_case_gets_the_energy_of_its_own_power() -> None:
 
 def test_cases_take_turns_in_random_order() -> None:
     """Every round of windows has every case once, and its rounds differ."""
-    _, worker = measured({"fp32": steps(10), "bf16": steps(10), "fp8": steps(10)}, WindowRule(6, 1.5))
+    _, worker = measured({"fp32": lasting(10), "bf16": lasting(10), "fp8": lasting(10)}, WindowRule(6, 1.5))
     order = [entry[1] for entry in worker.log if entry[0] == "loop"]
     turns = [one for place, one in enumerate(order) if place == 0 or order[place - 1] != one]
     assert len(turns) >= 6 * 3 - 5 and len(set(zip(turns[::3], turns[1::3], strict=False))) > 1
@@ -79,7 +79,7 @@ def test_cases_take_turns_in_random_order() -> None:
 
 def test_an_emulated_case_has_one_window_and_a_long_step_runs_once_at_a_time() -> None:
     """Its energy is the cost of emulation. A window that is longer than it need be is no worse."""
-    scripts = {"fp32": steps(4_000), "fp8": steps(10)}
+    scripts = {"fp32": lasting(4_000), "fp8": lasting(10)}
     found, worker = measured(scripts, WindowRule(), arm("fp32"), arm("fp8", Level.EMULATED))
     assert [len(found[mode].windows) for mode in ("fp32", "fp8")] == [3, 1]
     assert {entry[2] for entry in worker.log if entry[:2] == ("loop", "fp32")} == {1}
@@ -89,19 +89,19 @@ def test_an_emulated_case_has_one_window_and_a_long_step_runs_once_at_a_time() -
 
 @for_each("error", [WorkerFault("ValueError", "boom", "trace"), WorkerLost("the worker crashed"), WorkerLost("killed")])
 def test_a_case_that_fails_here_costs_energies_and_nothing_else(error: WorkerError) -> None:
-    faulty = Script(gemm_steps(10 * MS), faults=[Fault("loop", error, at=1)])
-    found, worker = measured({"fp32": steps(10), "bf16": faulty}, WindowRule(2, 1.5))
+    faulty = lasting(10, faults=[Fault("loop", error, at=1)])
+    found, worker = measured({"fp32": lasting(10), "bf16": faulty}, WindowRule(2, 1.5))
     assert not found["bf16"].windows and f"bf16 ended the windows: {error}" in found["bf16"].why
     assert len(found["fp32"].windows) < 2 and "bf16 ended the windows" in found["fp32"].why
     assert not worker.held
     # What blows up takes another power, so that such a window does not count.
-    found, _ = measured({"fp32": Script(gemm_steps(10 * MS), wrong="the loss is NaN")}, WindowRule(1, 1.5))
+    found, _ = measured({"fp32": lasting(10, wrong="the loss is NaN")}, WindowRule(1, 1.5))
     assert not found["fp32"].windows and found["fp32"].why.endswith("more steps: the loss is NaN")
 
 
 def test_a_source_that_fails_in_the_middle_is_a_reason_and_no_zero() -> None:
     power, reference = Power(), arm("fp32")
-    worker = Runner(power, {"fp32": steps(10)})
+    worker = Runner(power, {"fp32": lasting(10)})
     reference.prepare(worker)
     told: list[float] = []
 
@@ -117,7 +117,7 @@ def test_a_source_that_fails_in_the_middle_is_a_reason_and_no_zero() -> None:
 @for_each(("rule", "turns"), [(THREE, 0), (TURNS, 4)])
 def test_without_a_source_only_turns_run_and_the_reason_is_kept(rule: WindowRule, turns: int) -> None:
     """A time is a time, and needs none."""
-    worker, reference = FakeWorker({"fp32": steps(10)}), arm("fp32")
+    worker, reference = FakeWorker({"fp32": lasting(10)}), arm("fp32")
     reference.prepare(worker)
     meter = Meter((), AbsentDevice("no"), "this is a virtual machine")
     found = WindowPass(meter, rule, 0, lambda arm, share: None, worker.clock).measure([reference], worker)
@@ -162,7 +162,7 @@ def grouped(
 
 def test_a_group_is_timed_first_and_no_sampler_is_alive_meanwhile() -> None:
     """The windows come after the last slot, on the states that were timed, and not on the control."""
-    scripts = {"fp32": steps(10), "bf16": steps(20)}
+    scripts = {"fp32": lasting(10), "bf16": lasting(20)}
     records, worker = grouped(scripts, planned("fp32"), planned("bf16"), planned("fp8", Level.REFUSED, skip="no"))
     assert [len(use.windows) for mode in scripts if (use := records[mode].energy)] == [3, 3]
     assert records["fp8"].energy is None
@@ -175,7 +175,7 @@ def test_a_group_is_timed_first_and_no_sampler_is_alive_meanwhile() -> None:
 
 
 def test_cases_that_do_not_fit_together_have_windows_where_they_sat() -> None:
-    scripts = {"fp32": steps(10, 400), "bf16": steps(10, 500), "fp8": steps(10, 500)}
+    scripts = {"fp32": lasting(10, memory=400), "bf16": lasting(10, memory=500), "fp8": lasting(10, memory=500)}
     records, worker = grouped(scripts, planned("fp32"), planned("bf16"), planned("fp8"))
     for mode in scripts:
         use = records[mode].energy
@@ -187,8 +187,8 @@ def test_cases_that_do_not_fit_together_have_windows_where_they_sat() -> None:
 
 
 def test_a_worker_lost_in_a_window_costs_no_time() -> None:
-    faulty = Script(gemm_steps(10 * MS), faults=[Fault("loop", WorkerLost("it crashed"))])
-    records, worker = grouped({"fp32": faulty, "bf16": steps(10)}, planned("fp32"), planned("bf16"))
+    faulty = lasting(10, faults=[Fault("loop", WorkerLost("it crashed"))])
+    records, worker = grouped({"fp32": faulty, "bf16": lasting(10)}, planned("fp32"), planned("bf16"))
     assert {record.status.value for record in records.values()} == {"ok"} and worker.restarts == 1
     assert all(record.timing is not None and record.timing.num_rounds == 10 for record in records.values())
     use = records["fp32"].energy
@@ -199,7 +199,7 @@ def test_a_worker_lost_in_a_window_costs_no_time() -> None:
 @for_each(("facts", "watched"), [(CPU, False), (GPU, True)])
 def test_without_energy_nothing_is_asked_to_run_untimed(facts: DeviceFacts, watched: bool) -> None:
     """A GPU that nobody can ask has a reason: silence about its clocks would look like clocks that are all right."""
-    records, worker = grouped({"fp32": steps(10)}, planned("fp32"), energy=None, facts=facts)
+    records, worker = grouped({"fp32": lasting(10)}, planned("fp32"), energy=None, facts=facts)
     assert records["fp32"].energy is None and not [entry for entry in worker.log if entry[0] == "loop"]
     watch = records["fp32"].watch
     assert (watch is not None) == watched
@@ -209,7 +209,7 @@ def test_without_energy_nothing_is_asked_to_run_untimed(facts: DeviceFacts, watc
 def test_a_turn_lasts_as_long_as_was_asked_and_its_chunks_are_timed() -> None:
     """Beside the window of energy, which is that of the same steps; an emulated case has none."""
     power = Power()
-    worker = Runner(power, {"fp32": steps(10), "bf16": steps(20), "fp8": steps(10)})
+    worker = Runner(power, {"fp32": lasting(10), "bf16": lasting(20), "fp8": lasting(10)})
     arms = [arm("fp32"), arm("bf16"), arm("fp8", Level.EMULATED)]
     for entry in arms:
         entry.prepare(worker)
@@ -226,7 +226,7 @@ def test_a_turn_lasts_as_long_as_was_asked_and_its_chunks_are_timed() -> None:
     assert emulated.turns == [] and len(emulated.windows) == 1
     assert ("loop", "fp32", 100) in worker.log, "half a turn ahead, blindly"
     rule = WindowRule(3, 1.5, 1.0, energy=False)
-    records, _ = grouped({"fp32": steps(10), "bf16": steps(20)}, planned("fp32"), planned("bf16"), energy=rule)
+    records, _ = grouped({"fp32": lasting(10), "bf16": lasting(20)}, planned("fp32"), planned("bf16"), energy=rule)
     assert all(len(record.sustained) == 3 and record.energy is None for record in records.values())
 
 
@@ -250,7 +250,7 @@ class Heating(AbsentDevice):
 
 def test_a_turn_begins_when_the_device_has_settled_for_its_case() -> None:
     """What was hot from the case before cools down first; the clock is that of the end of the turn."""
-    worker = FakeWorker({"fp32": steps(10), "bf16": steps(20)})
+    worker = FakeWorker({"fp32": lasting(10), "bf16": lasting(20)})
     arms = [arm("fp32"), arm("bf16")]
     for one in arms:
         one.prepare(worker)
@@ -268,10 +268,10 @@ def test_a_turn_begins_when_the_device_has_settled_for_its_case() -> None:
 def test_a_cold_cache_has_no_energy() -> None:
     """Windows hold steps alone, and would be those of a hot one; of rotating states they are what is asked for."""
     arms = [arm("fp32", cache="cold"), arm("bf16", cache="rotating")]
-    found, worker = measured({"fp32": steps(10), "bf16": steps(10)}, WindowRule(1, 1.5), *arms)
+    found, worker = measured({"fp32": lasting(10), "bf16": lasting(10)}, WindowRule(1, 1.5), *arms)
     assert found["fp32"].windows == () and "a cold cache has to be flushed between them" in found["fp32"].why
     assert len(found["bf16"].windows) == 1 and {entry[1] for entry in worker.log if entry[0] == "loop"} == {"bf16"}
-    cold, worker = measured({"fp32": steps(10)}, WindowRule(1, 1.5), arms[0])
+    cold, worker = measured({"fp32": lasting(10)}, WindowRule(1, 1.5), arms[0])
     assert cold["fp32"].source == "counter" and not [entry for entry in worker.log if entry[0] == "loop"]
 
 

@@ -15,9 +15,7 @@ from fp8bench.model.readings import Read, Reading, Readings, Unavailable
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
 from tests.facts import CPU
-from tests.fakes import FakeWorker, Fault, Script, planned
-
-GPU = DeviceFacts("cuda", 0, "a GPU", 80 << 30, "2.13.0", (9, 0))
+from tests.fakes import GPU, FakeWorker, Fault, Script, planned
 
 
 class Driver(Looks):
