@@ -92,7 +92,7 @@ def watched(
 ) -> dict[str, tuple[DeviceWatch, MeasuredArm]]:
     """What was seen of each arm, by its precision, in rounds of them."""
     clock = Clock()
-    arms = {name: arm(name) for one in rounds for name in one}
+    arms = {name: arm(name) for names in rounds for name in names}
     worker = FakeWorker({})
     for one in arms.values():
         one.prepare(worker)
@@ -137,7 +137,7 @@ def test_looking_takes_a_twentieth_of_the_time_at_most_and_whole_rounds() -> Non
     """Each look takes the driver time in which the device idles; arms of a round are looked at or not together."""
     device = Device(*[look()] * 300)
     found = watched(device, *[("fp32", "bf16")] * 100, slot_seconds=0.01, look_seconds=0.002)
-    rounds = [{slot.round for slot in one.slots if slot.clock is not None} for _, one in found.values()]
+    rounds = [{slot.round for slot in arm.slots if slot.clock is not None} for _, arm in found.values()]
     assert rounds[0] == rounds[1] and 0 in rounds[0]
     assert 0.03 * 2.0 < 0.002 * device.asked <= 0.05 * (2.0 + 0.002 * device.asked) + 2 * 0.002
     quick = Device(*[look()] * 200)
@@ -169,7 +169,7 @@ def test_a_case_that_ran_at_another_clock_has_no_verdict(
     meter = Meter((), Leaning(worker, lower, noise), "no energy")
     cases = group(*map(planned, ("fp32", "bf16", "fp16")))
     records = GroupMeasurement(cases, {"cpu": GPU}, worker, SilentObserver(), method, meter).run()
-    found = {one.case.mode: one for one in find(records, {})}
+    found = {finding.case.mode: finding for finding in find(records, {})}
     assert (found["bf16"].hard == (Label.CLOCK_OFFSET,)) == void and found["fp16"].hard == ()
     assert found["bf16"].verdict is (Verdict.UNSURE if void else Verdict.FASTER) and found["bf16"].ratio is not None
     if void and not noise:

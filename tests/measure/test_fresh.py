@@ -37,14 +37,14 @@ def measured(
 def test_the_fastest_is_told_by_rounds_after_the_choice() -> None:
     """Only it, the reference and its control take part; the record keeps both, and the row names both."""
     records, worker = measured()
-    assert [mode for mode, one in records.items() if one.fresh] == ["bf16"]
+    assert [mode for mode, record in records.items() if record.fresh] == ["bf16"]
     fresh, first = records["bf16"].fresh, records["bf16"].timing
     assert fresh is not None and first is not None and fresh.candidates == 3 and fresh.control is not None
-    assert [one.num_rounds for one in (fresh.timing, fresh.reference, fresh.control)] == [24] * 3
+    assert [timing.num_rounds for timing in (fresh.timing, fresh.reference, fresh.control)] == [24] * 3
     assert {call for slot in first.slots for cell in slot.calls_ns for call in cell} == {4 * MS}
     assert {call for slot in fresh.timing.slots for cell in slot.calls_ns for call in cell} == {5 * MS}
     assert {entry[1] for entry in worker.slots()[-24 * 3 :]} == {"fp32", "fp32'", "bf16"}
-    finding = {one.case.mode: one for one in find(list(records.values()), {})}["bf16"]
+    finding = {finding.case.mode: finding for finding in find(list(records.values()), {})}["bf16"]
     assert finding.ratio is not None and finding.ratio.point == pytest.approx(0.5) and finding.verdict is Verdict.FASTER
     assert finding.why == "the fastest of 3, 2.50x when it was chosen: this is of rounds after that"
     assert finding.best_seconds == pytest.approx(4e-3)  # its time is that of its own rounds
@@ -52,8 +52,8 @@ def test_the_fastest_is_told_by_rounds_after_the_choice() -> None:
 
 def test_where_it_is_not_timed_again_that_is_said() -> None:
     records, worker = measured(choose=None)
-    assert all(one.fresh is None for one in records.values()) and len(worker.slots("bf16")) == 2 + 24
-    found = {one.case.mode: one for one in find(list(records.values()), {})}
+    assert all(record.fresh is None for record in records.values()) and len(worker.slots("bf16")) == 2 + 24
+    found = {finding.case.mode: finding for finding in find(list(records.values()), {})}
     assert found["bf16"].why == (
         "the fastest of 3 by these rounds, and not timed again: chosen so, its speed-up is too good"
     )
@@ -83,4 +83,4 @@ def test_a_fault_in_these_rounds_fails_its_case() -> None:
     faulty = lasting(4, faults=[Fault("slot", WorkerFault("ValueError", "boom", "trace"), at=30)])
     records, _ = measured(scripts={**SCRIPTS, "bf16": faulty})
     assert records["bf16"].status.value == "failed" and records["bf16"].fresh is None
-    assert all(one.fresh is None for one in records.values()) and records["fp16"].timing is not None
+    assert all(record.fresh is None for record in records.values()) and records["fp16"].timing is not None

@@ -68,7 +68,7 @@ def measure(
     method = Method(rule=rule, judge=decided, seed=seed, traces=traces)
     grouped = group(*cases, reference=reference)
     records = GroupMeasurement(grouped, {"cpu": facts}, worker, observer or SilentObserver(), method).run()
-    assert [record.case for record in records] == [one.case for one in cases]
+    assert [record.case for record in records] == [planned.case for planned in cases]
     assert worker.held == [], "a state was not released"
     return by_mode(records), worker
 
@@ -149,7 +149,7 @@ def test_memory_comes_last_in_a_pass_of_its_own() -> None:
         "fp16": broken("slot"),
     }  # fmt: skip
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16", "fp8"), planned("tf32", skip="no"))
-    assert [one.metric for one in records["fp32"].measurements] == ["product_error", "peak_memory"]
+    assert [figure.metric for figure in records["fp32"].measurements] == ["product_error", "peak_memory"]
     peak = records["fp32"].measurement("peak_memory")
     assert peak is not None and (peak.unit, peak.samples, peak.phase) == ("B", (3.0 * (1 << 20),), None)
     assert peak.provenance is Provenance.MEASURED and "the state included" in peak.description
@@ -200,7 +200,7 @@ def test_what_a_pass_cannot_say_fails_nobody(name: str, what: str, error: Except
 
 
 def test_a_state_that_is_compiled_is_not_prepared_once_more_to_see_what_its_steps_do() -> None:
-    compiled = [replace(one, work=Work(1.0, setup_seconds=60.0)) for one in native("fp32", "bf16")]
+    compiled = [replace(planned, work=Work(1.0, setup_seconds=60.0)) for planned in native("fp32", "bf16")]
     records, worker = measure({}, *compiled)
     assert not [entry for entry in worker.log if entry[0] == "effect"]
     assert records["bf16"].effect == StepEffect(None, "its state is compiled, which takes too long for this")

@@ -28,7 +28,7 @@ def replayed(scripts: dict[str, Script], *arms: MeasuredArm) -> tuple[dict[str, 
     for one in chosen:
         one.prepare(worker)
     found = ReplayPass(0, lambda arm, share: None).measure(chosen, worker)
-    return {one.planned.case.mode: found[one.key] for one in chosen}, worker
+    return {arm.planned.case.mode: found[arm.key] for arm in chosen}, worker
 
 
 def measured(scripts: dict[str, Script], *modes: str, facts: DeviceFacts = GPU) -> tuple[dict[str, Record], FakeWorker]:

@@ -175,7 +175,7 @@ def test_every_round_runs_every_arm_once() -> None:
     rounds = turns(worker, 3)
     assert all(sorted(turn) == ["bf16", "fp32", "fp32'"] for turn in rounds)
     assert why == "50 rounds, a fixed number"
-    assert all([slot.round for slot in one.slots] == list(range(50)) for one in session.arms)
+    assert all([slot.round for slot in arm.slots] == list(range(50)) for arm in session.arms)
     assert len(set(rounds)) == 6
 
 
@@ -370,13 +370,13 @@ def test_arms_on_both_sides_of_the_repeating_threshold_are_warmed_alike() -> Non
     near = {"fp32": lasting(4.01), "fp32'": lasting(4.01), "bf16": lasting(3.99)}
     session = three()
     session.prepare(FakeWorker(near))
-    assert [(one.calls, one.discard) for one in session.arms] == [(1, 1), (1, 1), (2, 1)]
+    assert [(arm.calls, arm.discard) for arm in session.arms] == [(1, 1), (1, 1), (2, 1)]
     long = RoundSession(arm("fp32"), None, [arm("bf16")])
     long.prepare(FakeWorker({"fp32": lasting(200), "bf16": lasting(1)}))
-    assert [one.discard for one in long.arms] == [0, 1]
+    assert [arm.discard for arm in long.arms] == [0, 1]
     neither = three()
     neither.prepare(FakeWorker({label: lasting(5) for label in ("fp32", "fp32'", "bf16")}))
-    assert [(one.calls, one.discard) for one in neither.arms] == [(1, 0)] * 3
+    assert [(arm.calls, arm.discard) for arm in neither.arms] == [(1, 0)] * 3
 
 
 def test_arms_with_the_same_marks_have_the_same_cells() -> None:

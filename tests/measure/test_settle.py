@@ -74,7 +74,7 @@ def test_the_reference_runs_until_clock_and_temperature_stand_still(monkeypatch:
     loops = [place for place, name in enumerate(names) if name == "loop"]
     assert {worker.log[place][1] for place in loops} == {"fp32"}
     assert names[loops[-1] + 1 :].count("slot") == 24 * 3 and ("fp32", "warming up", 0.0) in listener.told
-    assert not any(Label.UNSETTLED in one.labels for one in find(list(records.values()), {}))
+    assert not any(Label.UNSETTLED in finding.labels for finding in find(list(records.values()), {}))
 
 
 def test_a_device_that_still_moves_at_the_limit_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:

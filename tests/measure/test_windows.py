@@ -53,7 +53,7 @@ def measured(
         one.prepare(worker)
     energy = WindowPass(power.meter(), rule, 0, lambda arm, share: None)
     found = energy.measure(chosen, worker)
-    return {one.planned.case.mode: found[one.key].use for one in chosen}, worker
+    return {arm.planned.case.mode: found[arm.key].use for arm in chosen}, worker
 
 
 def test_each_case_gets_the_energy_of_its_own_power() -> None:
@@ -73,7 +73,7 @@ def test_cases_take_turns_in_random_order() -> None:
     """Every round of windows has every case once, and its rounds differ."""
     _, worker = measured({"fp32": lasting(10), "bf16": lasting(10), "fp8": lasting(10)}, WindowRule(6, 1.5))
     order = [entry[1] for entry in worker.log if entry[0] == "loop"]
-    turns = [one for place, one in enumerate(order) if place == 0 or order[place - 1] != one]
+    turns = [key for place, key in enumerate(order) if place == 0 or order[place - 1] != key]
     assert len(turns) >= 6 * 3 - 5 and len(set(zip(turns[::3], turns[1::3], strict=False))) > 1
 
 
@@ -182,7 +182,7 @@ def test_cases_that_do_not_fit_together_have_windows_where_they_sat() -> None:
         assert use is not None and len(use.windows) == 3
         assert use.windows[0].joules / use.windows[0].seconds == pytest.approx(WATTS[mode], rel=0.01)
     loops = [entry[1] for entry in worker.log if entry[0] == "loop"]
-    turns = [one for place, one in enumerate(loops) if place == 0 or loops[place - 1] != one]
+    turns = [key for place, key in enumerate(loops) if place == 0 or loops[place - 1] != key]
     assert 1 <= turns.count("fp32") <= 3
 
 
@@ -291,7 +291,7 @@ def phases_measured(
     for one in arms:
         one.prepare(worker)
     found = WindowPass(power.meter(), WindowRule(windows), 0, lambda arm, share: None).phases(arms, worker)
-    return {one.planned.case.mode: {part.phase: part for part in found[one.key]} for one in arms}, worker
+    return {arm.planned.case.mode: {part.phase: part for part in found[arm.key]} for arm in arms}, worker
 
 
 def test_each_phase_gets_the_energy_of_its_own_power() -> None:
@@ -320,6 +320,6 @@ def test_a_phase_that_spoils_its_numbers_has_no_window_and_is_tried_once() -> No
 def test_a_fault_ends_the_pass_and_keeps_what_is_there() -> None:
     broken = Script(PARTS.step, faults=[Fault("hold", WorkerLost("the worker crashed"), at=4)])
     found, worker = phases_measured(2, fp32=broken)
-    ended = [one for one in found["fp32"].values() if "of fp32 ended this: the worker crashed" in one.why]
-    assert ended and all(not one.windows or len(one.windows) == 1 for one in found["fp32"].values())
+    ended = [windows for windows in found["fp32"].values() if "of fp32 ended this: the worker crashed" in windows.why]
+    assert ended and all(not windows.windows or len(windows.windows) == 1 for windows in found["fp32"].values())
     assert not worker.held

@@ -42,7 +42,7 @@ def changes(*pairs: tuple[int, int] | None) -> list[Event]:
 def test_the_most_held_at_once_from_the_first_turn_on(events: list[Event], peak: int | None) -> None:
     found = course(events)
     assert (None if found is None else found.peak) == peak
-    assert found is None or sum(one.size for one in found.held) == peak
+    assert found is None or sum(stretch.size for stretch in found.held) == peak
 
 
 def test_phases_have_their_own_highest_points() -> None:
@@ -55,7 +55,7 @@ def test_phases_have_their_own_highest_points() -> None:
     )  # fmt: skip
     assert found is not None
     assert [(one.phase, one.allocated) for one in found.phases] == [("unattributed", 12), ("cast", 15), ("gemm", 115)]
-    assert [one.reserved for one in found.phases] == [None] * 3
+    assert [phase.reserved for phase in found.phases] == [None] * 3
 
 
 def test_what_is_held_when_backward_begins() -> None:
@@ -64,8 +64,8 @@ def test_what_is_held_when_backward_begins() -> None:
     forward = [START, Sized(1, 10), Sized(2, 20), Sized(2, -20), Sized(3, 30)]
     backward = [Sized(4, 40, 2), Sized(3, -30, 2), Sized(1, -10, 3), Sized(9, 900), Sized(9, -900)]
     found = course([*before, *forward, *backward])
-    assert found is not None and {one.address: one.size for one in found.forward} == {7: 70, 1: 10, 3: 30}
-    assert found.peak == 1010 and {one.address for one in found.held} == {7, 4, 9}
+    assert found is not None and {stretch.address: stretch.size for stretch in found.forward} == {7: 70, 1: 10, 3: 30}
+    assert found.peak == 1010 and {stretch.address for stretch in found.held} == {7, 4, 9}
     none = course([*before, *forward])
     assert none is not None and none.forward == ()
 
@@ -74,7 +74,7 @@ def held(*events: Event) -> dict[int, HeldBlock]:
     """What is held at the highest point, by address; a large block at address 0 makes the point."""
     found = course(events)
     assert found is not None
-    return {one.address: one for one in found.held if one.address}
+    return {stretch.address: stretch for stretch in found.held if stretch.address}
 
 
 def test_when_a_block_came_and_went() -> None:
@@ -110,7 +110,7 @@ def test_what_the_allocator_no_longer_has_is_gone() -> None:
     ]  # fmt: skip
     found = course(events)
     assert found is not None and found.peak == 80
-    assert [(one.address, one.size) for one in found.held] == [(2, 50), (1, 30)]
+    assert [(stretch.address, stretch.size) for stretch in found.held] == [(2, 50), (1, 30)]
 
 
 def test_words_are_about_what_lies_there_when_they_are_said() -> None:
@@ -139,8 +139,8 @@ def test_any_stream_comes_to_what_a_plain_count_says() -> None:
         if sum(alive.values()) > sum(most.values()):
             most = dict(alive)
     found = course(events)
-    assert found is not None and found.peak == sum(most.values()) == max(one.allocated for one in found.phases)
-    assert {one.address: one.size for one in found.held} == most
+    assert found is not None and found.peak == sum(most.values()) == max(phase.allocated for phase in found.phases)
+    assert {stretch.address: stretch.size for stretch in found.held} == most
 
 
 def heard(stream: AllocationStream) -> list[Event]:

@@ -50,8 +50,8 @@ def grouped(*shapes: tuple[int, ...], offs: tuple[int, ...]) -> Tensor:
 
 def scaled() -> Tensor:
     a, b = (torch.randn(32, 16).to(torch.float8_e4m3fn) for _ in range(2))
-    one = torch.ones(())
-    return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32)
+    operand = torch.ones(())
+    return torch._scaled_mm(a, b.t(), operand, operand, out_dtype=torch.float32)
 
 
 PRODUCTS: dict[str, tuple[Callable[[], object], int, str]] = {
@@ -75,7 +75,7 @@ PRODUCTS: dict[str, tuple[Callable[[], object], int, str]] = {
     "_grouped_mm of depths": (lambda: grouped((8, 16), (16, 24), offs=(8, 16)), 2 * loops(8, 24, 8), "bf16"),
     "fp8bench::rotated_and_looked_at": (
         lambda: torch.ops.fp8bench.rotated_and_looked_at(
-            drawn(M, 32), torch.eye(rotations.SIZE).double(), *(torch.empty(one) for one in ((M, 32), M, M)), False
+            drawn(M, 32), torch.eye(rotations.SIZE).double(), *(torch.empty(shape) for shape in ((M, 32), M, M)), False
         ),
         loops(M, 32, rotations.SIZE), "fp64",
     ),
@@ -104,7 +104,7 @@ def test_products_that_are_slow_to_begin_or_need_a_gpu() -> None:
 
 
 def asked(operator: Any, *given: Any, result: Tensor) -> tuple[int | None, str]:
-    seen = tuple(TensorSeen(one) if isinstance(one, Tensor) else one for one in given)
+    seen = tuple(TensorSeen(argument) if isinstance(argument, Tensor) else argument for argument in given)
     return flops_of(Call(operator, "gemm", False, seen, {}, TensorSeen(result)))
 
 
@@ -138,7 +138,7 @@ def test_attention_has_two_products_forward_and_five_backward(queries: int, keys
     q, k, v = (drawn(2, 3, length, 8, gradient=True) for length in (queries, keys, keys))
     tape = tape_of(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward())
     once = 2 * 2 * 3 * 8 * seen(queries, keys, causal)
-    assert [one.flops for one in tape.operators if one.flops] == [2 * once, 5 * once]
+    assert [operator.flops for operator in tape.operators if operator.flops] == [2 * once, 5 * once]
     assert not tape.unknown
 
 
@@ -198,9 +198,9 @@ def test_a_dense_gpt_multiplies_what_a_sum_by_hand_says(checkpointing: bool) -> 
     model = GPT(config, lambda name: arithmetic, torch.float32, checkpointing=checkpointing)
     text = torch.randint(61, (2, 2, 12))
     tape = tape_of(lambda: model(*text, SilentPhases()).backward())
-    matrices = [one for name, one in model.named_parameters() if one.dim() == 2]
+    matrices = [weight for name, weight in model.named_parameters() if weight.dim() == 2]
     embeddings = model.embedding.numel() + (0 if model.positions is None else model.positions.numel())
-    weights, blocks = (sum(one.numel() for one in found) for found in (matrices, map_of_blocks(model)))
+    weights, blocks = (sum(weight.numel() for weight in found) for found in (matrices, map_of_blocks(model)))
     linear = 6 * (weights - embeddings) * 2 * 12
     attention = 7 * config.layers * 2 * 2 * 4 * 8 * 12 * 12 // 2
     again = (2 * blocks * 2 * 12 + 2 * attention // 7) if checkpointing else 0
@@ -208,7 +208,7 @@ def test_a_dense_gpt_multiplies_what_a_sum_by_hand_says(checkpointing: bool) -> 
 
 
 def map_of_blocks(model: GPT) -> list[Tensor]:
-    return [one for one in model.blocks.parameters() if one.dim() == 2]
+    return [weight for weight in model.blocks.parameters() if weight.dim() == 2]
 
 
 aten = torch.ops.aten
@@ -256,7 +256,7 @@ def kinds(step: Callable[[], object], *roots: nn.Module) -> set[tuple[ShareKind,
     mode = OperatorTimes(roots)
     with mode.watching() as calls:
         step()
-    return {kind_of(one.operator, one.where) for one in calls}
+    return {kind_of(call.operator, call.where) for call in calls}
 
 
 def test_under_autocast_casts_are_seen_by_their_dtypes() -> None:

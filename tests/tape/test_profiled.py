@@ -18,7 +18,7 @@ def event(name: str, start: float, length: float, kind: str = "cpu_op", tid: int
 
 def found(*events: dict[str, Any]) -> dict[tuple[ShareKind, str, bool], float]:
     return {
-        (one.kind, one.what, one.backward): pytest.approx(one.seconds * 1e6) for one in profiled(events).parts
+        (part.kind, part.what, part.backward): pytest.approx(part.seconds * 1e6) for part in profiled(events).parts
     }  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def test_nodes_optimizers_and_phases_say_what_runs_in_them() -> None:
 )
 def test_a_compiled_kernel_is_never_split(kernel: str, kind: ShareKind, what: str, fused: int) -> None:
     known = profiled([event(kernel, 0, 10), event(kernel, 20, 10)])
-    assert [(one.kind, one.what, one.calls) for one in known.parts] == [(kind, what, 2)] and known.fused == fused
+    assert [(part.kind, part.what, part.calls) for part in known.parts] == [(kind, what, 2)] and known.fused == fused
 
 
 def test_kernels_of_a_gpu_are_those_of_their_operators() -> None:

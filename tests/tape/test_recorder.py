@@ -50,7 +50,7 @@ def test_operators_have_the_innermost_phase_and_their_direction() -> None:
         ("gemm", "mul", False), ("elementwise", "exp", False), ("accumulate", "sum", False),
         ("accumulate", "mul", True), ("cast", "mul", True),
     ]  # fmt: skip
-    assert [one.phase for one in tape.phases] == ["cast", "gemm", "accumulate", "elementwise"]
+    assert [phase.phase for phase in tape.phases] == ["cast", "gemm", "accumulate", "elementwise"]
 
 
 def test_equal_calls_are_one_row_and_no_tensor_is_kept_alive() -> None:
@@ -146,8 +146,8 @@ VIEWS: dict[str, Callable[[], object]] = {
 def test_bytes_of_an_operator(name: str) -> None:
     operator, run, read, written = MOVED[name]
     row = [one for one in tape_of(run).operators if one.operator == operator]
-    assert sum(one.bytes for one in row) == read + written
-    assert [one.launches for one in row] == [1] * len(row)
+    assert sum(operator.bytes for operator in row) == read + written
+    assert [operator.launches for operator in row] == [1] * len(row)
 
 
 @for_each("name", VIEWS)

@@ -80,7 +80,7 @@ def _functions(path: Path) -> list[str]:
     for node in body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
         if ast.unparse(targets[0]) == "__all__":
-            named += [str(one.value) for one in ast.walk(node.value) if isinstance(one, ast.Constant)]
+            named += [str(constant.value) for constant in ast.walk(node.value) if isinstance(constant, ast.Constant)]
     return [name for name in named if not name.startswith("_")]
 
 
@@ -92,7 +92,7 @@ def _written(kind: ast.ClassDef) -> set[str]:
             asked = [node for node in ast.walk(function) if isinstance(node, ast.Compare)]
             for node in asked:
                 if ast.unparse(node.left) == "name" and isinstance(node.ops[0], ast.Eq):
-                    found |= {one.value for one in node.comparators if isinstance(one, ast.Constant)}
+                    found |= {constant.value for constant in node.comparators if isinstance(constant, ast.Constant)}
     return {str(name) for name in found}
 
 

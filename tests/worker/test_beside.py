@@ -200,7 +200,7 @@ def test_the_compilers_threads_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -
         for pool in (own, others):
             pool.submit(int).result()
         (left,) = still_running(running() - before, 0.0)
-        assert left in {one.name for one in others._threads}
+        assert left in {thread.name for thread in others._threads}
     finally:
         own.shutdown()
         others.shutdown()

@@ -13,7 +13,7 @@ from tests.runs import CPU
 
 
 def taken() -> dict[tuple[str, str], tuple[str, ...]]:
-    return {(one.dtype, one.operation): one.digests for one in bits_of(devices.get("cpu"), CPU)}
+    return {(sums.dtype, sums.operation): sums.digests for sums in bits_of(devices.get("cpu"), CPU)}
 
 
 def test_they_repeat_and_tell_one_bit(monkeypatch: pytest.MonkeyPatch) -> None:

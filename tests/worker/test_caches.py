@@ -70,10 +70,10 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         registry.register(name)(kind)  # type: ignore[attr-defined]
     monkeypatch.setattr(Watched, "steps", [])
     monkeypatch.setattr(Watched, "made", 0)
-    one = Bench(Settings())
-    yield one
+    opened = Bench(Settings())
+    yield opened
     Queue.last = None
-    one.close()
+    opened.close()
 
 
 def case(cache: str = "hot", device: str = "cpu") -> Case:

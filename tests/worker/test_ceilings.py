@@ -64,9 +64,9 @@ def test_a_quick_look_has_products_and_copies(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(ceilings._PRODUCTS, "cpu", ((32, 32, 32),))
     found = ceilings.quick(devices.get("cpu"), SMALL, 0.1)
     native = [name for name in ceilings.DTYPES if precisions.get(name).support(CPU).level is Level.NATIVE]
-    assert [one.precision for one in found.rates if one.limit is Limit.PRODUCT] == native == ["fp32", "bf16", "fp16"]
-    assert [one.limit for one in found.rates] == [Limit.PRODUCT] * 3 + [Limit.CACHED] and not found.whole
-    assert all((one.value or 0.0) > 1e6 and one.searched >= 1 and one.spread == 0 for one in found.rates)
+    assert [rate.precision for rate in found.rates if rate.limit is Limit.PRODUCT] == native == ["fp32", "bf16", "fp16"]
+    assert [rate.limit for rate in found.rates] == [Limit.PRODUCT] * 3 + [Limit.CACHED] and not found.whole
+    assert all((rate.value or 0.0) > 1e6 and rate.searched >= 1 and rate.spread == 0 for rate in found.rates)
     assert found.rate(Limit.PRODUCT, "fp8") is None and found.bound(Limit.COPY) is None
 
 
@@ -82,12 +82,12 @@ def test_winners_are_measured_again_in_every_run(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ceilings, "call_of", call)
     for rate in ceilings.wanted_rates(SMALL):
         made.clear()
-        one = rate
+        again = rate
         for _ in range(6):
-            one = ceilings.one_more(devices.get("cpu"), SMALL, one, 0.01)
-        assert len(one.runs) == 5 and one.searched == len(shapes_of(one.limit, SMALL))
-        assert [(shape, seed) for _, shape, seed in made if seed] == [(one.shape, run) for run in range(1, 6)]
-    assert {one.limit for one in ceilings.wanted_rates(SMALL)} == {*Limit} - {Limit.LOAD}
+            again = ceilings.one_more(devices.get("cpu"), SMALL, again, 0.01)
+        assert len(again.runs) == 5 and again.searched == len(shapes_of(again.limit, SMALL))
+        assert [(shape, seed) for _, shape, seed in made if seed] == [(again.shape, run) for run in range(1, 6)]
+    assert {rate.limit for rate in ceilings.wanted_rates(SMALL)} == {*Limit} - {Limit.LOAD}
 
 
 def test_what_a_device_refuses_ends_no_other_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,8 +100,8 @@ def test_what_a_device_refuses_ends_no_other_search(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ceilings, "call_of", call)
     cpu = devices.get("cpu")
     found = [ceilings.one_more(cpu, SMALL, rate, 0.005) for rate in ceilings.wanted_rates(SMALL)]
-    assert {one.why for one in found if not one.shape} == {"RuntimeError: no kernel"}
-    assert {one.limit for one in found if one.shape} == {Limit.COPY, Limit.TRIAD, Limit.CACHED, Limit.LAUNCH}
+    assert {rate.why for rate in found if not rate.shape} == {"RuntimeError: no kernel"}
+    assert {rate.limit for rate in found if rate.shape} == {Limit.COPY, Limit.TRIAD, Limit.CACHED, Limit.LAUNCH}
     once = Rate(Limit.PRODUCT, "bf16", (1.0,), 2, (8, 8, 8))
     assert ceilings.one_more(cpu, SMALL, once, 0.005) == replace(once, runs=(), why="RuntimeError: no kernel")
 
@@ -120,7 +120,7 @@ def test_counts_by_hand_and_tensors_beyond_the_cache() -> None:
     assert shapes_of(Limit.LOAD, H200) and not shapes_of(Limit.LOAD, CPU)
 
 
-@for_each("limit", [one for one in Limit if one is not Limit.LOAD])
+@for_each("limit", [limit for limit in Limit if limit is not Limit.LOAD])
 def test_a_call_does_what_its_name_says(limit: Limit) -> None:
     shape = (4, 6, 8) if limit is Limit.PRODUCT else (64,)
     call: Any = ceilings.call_of(limit, shape, CPU, precisions.get("fp32").arithmetic(CPU), 1)

@@ -63,7 +63,7 @@ def test_a_gpu_that_comes_into_use_within_a_step_has_changed_no_switch(monkeypat
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "cufft_plan_cache", SimpleNamespace(max_size=4096))
-    plans = [one for one in torch_switches._of_gpus() if one.name == "cuFFT's plans"]
+    plans = [switch for switch in torch_switches._of_gpus() if switch.name == "cuFFT's plans"]
     used = [False]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used[0])
     before = now(plans)

@@ -183,9 +183,9 @@ def test_what_a_step_runs(how: str, precision: str, products: Products, run: Run
 def test_a_step_that_takes_no_longer_for_more_work_is_told(run: Run) -> None:
     found = findings(run)
     flat = {
-        (one.case.param("how"), one.case.param("n")): dict(one.label_reasons)[Label.FLAT_TIME]
-        for one in found.values()
-        if Label.FLAT_TIME in one.labels
+        (finding.case.param("how"), finding.case.param("n")): dict(finding.label_reasons)[Label.FLAT_TIME]
+        for finding in found.values()
+        if Label.FLAT_TIME in finding.labels
     }
     assert list(flat) == [("shrinks", 384)]
     assert " for 113 MFLOP, " in flat["shrinks", 384] and flat["shrinks", 384].endswith(" for 14.2 MFLOP")

@@ -35,9 +35,9 @@ class CountingStamper(Stamper):
 @pytest.fixture
 def clock() -> PhaseClock:
     """A clock in a step that has begun, at 0 ns."""
-    one = PhaseClock(CountingStamper())
-    one.begin()
-    return one
+    begun = PhaseClock(CountingStamper())
+    begun.begin()
+    return begun
 
 
 def codes(*names: str) -> list[int]:

@@ -183,7 +183,7 @@ def test_against_codes_in_memory(suite: str, precision: str, bench: Bench) -> No
     axes = tuple((axis, (value,)) for axis, value in SMALL[suite].items())
     plan = make_plan(Request(suite, (precision,), ("cpu",), axes=axes), (CPU,))
     cases = [one for group in plan.groups for one in group.cases if one.case.precision == precision and not one.skip]
-    for case in (one.case for one in cases):
+    for case in (planned.case for planned in cases):
         with_codes(bench, case)  # what is made once a process is there by then
         figures = []
         for counted in (with_codes, derived):
@@ -204,7 +204,7 @@ def test_against_codes_in_memory(suite: str, precision: str, bench: Bench) -> No
 def test_nobody_can_say(suite: str, precision: str, why: str, bench: Bench) -> None:
     asked = tuple((axis, (value,)) for axis, value in SMALL[suite].items())
     group = make_plan(Request(suite, (precision,), ("cpu",), axes=asked), (CPU,)).groups[0]
-    case = next(one.case for one in group.cases if one.case.precision == precision)
+    case = next(planned.case for planned in group.cases if planned.case.precision == precision)
     use = bench.memory(case, CPU)
     assert isinstance(use, MemoryUse) and use.on_device is None and use.off_device.startswith(why)
 
@@ -252,7 +252,7 @@ STRETCH: list[tuple[str, list[Event], int]] = [
 ]
 
 
-@for_each(("events", "peak"), [(events, peak) for _, events, peak in STRETCH], ids=[one[0] for one in STRETCH])
+@for_each(("events", "peak"), [(events, peak) for _, events, peak in STRETCH], ids=[row[0] for row in STRETCH])
 def test_a_stretch(events: list[Event], peak: int) -> None:
     stretch = course([Sized(7, 100), Begun("gemm"), *events, Emulating(), Emulated()])
     assert stretch is not None and stretch.on_device == peak

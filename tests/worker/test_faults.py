@@ -172,7 +172,7 @@ def test_each_fault_ends_its_case_alone_with_its_reason(file: Path, tmp_path: Pa
         run = pipeline.execute(request, tmp_path / "store", SilentObserver(), "a test")
     finally:
         file.with_name("gone").unlink(missing_ok=True)
-    found = {(*dict(one.case.params).values(), one.case.precision): one for one in run.records}
+    found = {(*dict(record.case.params).values(), record.case.precision): record for record in run.records}
 
     def of(how: str, precision: str = "bf16") -> Record:
         return found[how, precision]

@@ -181,9 +181,9 @@ def measure(
 
 def told(records: Mapping[str, Record]) -> dict[str, tuple[str, bool]]:
     """By mode: why quantisers were eager, and whether some were compiled, which have vectors of 256 bits here."""
-    timings = {mode: one.timing for mode, one in records.items()}
+    timings = {mode: record.timing for mode, record in records.items()}
     assert all(isinstance(one, Timing) and one.vector_bits == (256,) * one.fused for one in timings.values())
-    return {mode: (one.eager, one.fused) for mode, one in timings.items() if one is not None}
+    return {mode: (timing.eager, timing.fused) for mode, timing in timings.items() if timing is not None}
 
 
 def test_what_waits_is_compiled_before_the_first_timed_slot() -> None:
@@ -220,7 +220,7 @@ def test_nothing_is_compiled_where_that_was_asked_for_or_nobody_asks(why: str) -
     records, worker = measure({"mxfp8": Script(quantisers=[2])}, Quantisers(why))
     assert told(records) == {"fp32": ("", False), "mxfp8": (why, False), "nvfp4": ("", False)}
     assert not [entry for entry in worker.log if entry[0] in ("compile", "quantisers")]
-    labels = {one.case.mode: one.labels for one in find(list(records.values()), {})}
+    labels = {finding.case.mode: finding.labels for finding in find(list(records.values()), {})}
     assert Label.EAGER_QUANTISER in labels["mxfp8"] and Label.EAGER_QUANTISER not in labels["nvfp4"]
     records, worker = measure({"mxfp8": Script(quantisers=[2])}, None)
     assert not [entry for entry in worker.log if entry[0] in ("compile", "quantisers")]
@@ -233,7 +233,7 @@ def test_what_does_not_compile_runs_eagerly_with_the_reason() -> None:
     records, worker = measure(scripts, Quantisers())
     assert told(records) == {"fp32": ("", False), "mxfp8": (why, False), "nvfp4": ("", True)}
     assert [entry[1] for entry in worker.log if entry[0] == "compile"] == ["mxfp8", "nvfp4"]
-    assert {one.status for one in records.values()} == {Status.OK}
+    assert {record.status for record in records.values()} == {Status.OK}
 
 
 @for_each(
@@ -247,7 +247,7 @@ def test_a_compiler_that_ends_the_worker_costs_no_case(error: Exception, why: st
     quantisers = Quantisers()
     scripts = {"mxfp8": Script(quantisers=[2], faults=[Fault("compile", error)]), "nvfp4": Script(quantisers=[1])}
     records, worker = measure(scripts, quantisers)
-    assert {one.status for one in records.values()} == {Status.OK}
+    assert {record.status for record in records.values()} == {Status.OK}
     assert told(records) == {"fp32": ("", False), "mxfp8": (why, False), "nvfp4": (why, False)}
     assert quantisers.why_eager == why and worker.restarts == 1
     assert len([entry for entry in worker.log if entry[0] == "compile"]) == 1

@@ -77,16 +77,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, 
         patch.setenv(TAPE, "recorded")
         asked = {"axes": (("how", ("honest", *SOFT, *HARD)),), "rounds": 8, "energy": False}
         with suite_run(tmp_path_factory, SUITE, "handicaps", ("fp32", "bf16"), **asked) as run:
-            yield {(str(one.case.param("how")), one.case.mode): one for one in findings(run).values()}
+            yield {(str(finding.case.param("how")), finding.case.mode): finding for finding in findings(run).values()}
 
 
 def told(finding: Finding) -> list[tuple[Label, str]]:
-    return [one for one in finding.label_reasons if one[0] in (Label.HANDICAP, Label.OTHER_INPUTS)]
+    return [reason for reason in finding.label_reasons if reason[0] in (Label.HANDICAP, Label.OTHER_INPUTS)]
 
 
 def test_what_is_honest_has_no_label(found: dict[tuple[str, str], Finding]) -> None:
     assert told(found["honest", "bf16"]) == []
-    assert all(told(one) == [] for (_, mode), one in found.items() if mode == "fp32")
+    assert all(told(finding) == [] for (_, mode), finding in found.items() if mode == "fp32")
 
 
 @for_each("how", [*SOFT, *HARD])

@@ -50,7 +50,7 @@ def test_the_protocol_stands_for_what_it_stood_for() -> None:
         given = [one.name for one in signature.parameters.values() if one.default is inspect.Parameter.empty]
         assert tuple(given) == ("self", *wanted), name
     for kind, names in VALUES.items():
-        must = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
+        must = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]
         assert tuple(must) == names, kind
 
 

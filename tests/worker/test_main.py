@@ -287,7 +287,7 @@ def test_what_a_workload_prints_does_not_reach_our_stdout(hazard: str, capfd: py
     worker = ProcessWorker(Settings(imports=(hazard,)))
     assert worker.pid is None
     with worker:
-        facts = next(one for one in worker.probe() if one.kind == "cpu")
+        facts = next(device for device in worker.probe() if device.kind == "cpu")
         assert facts.memory_bytes > 0 and facts.torch
         case = Case("hazard", (("how", "talk"),), "bf16", "cpu")
         worker.within(60.0).prepare("talk", case, facts)
@@ -422,9 +422,9 @@ def test_a_worker_ends_within_two_seconds_of_its_parents_death(hazard: str, tmp_
         try:
             wait_for(lambda: all(map(gone, pids)), 2.0)
         finally:
-            for one in pids:
-                if not gone(one):
-                    os.kill(one, signal.SIGKILL)
+            for number in pids:
+                if not gone(number):
+                    os.kill(number, signal.SIGKILL)
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="tells ended processes by /proc")

@@ -68,7 +68,7 @@ def measured(bench: Bench, case: Case) -> MemoryUse:
     """What the pass says, which is something, and sums."""
     use = bench.memory(case, CPU)
     assert isinstance(use, MemoryUse)
-    assert sum(size for _, size in use.roles) == use.peak == max(one.allocated for one in use.phases)
+    assert sum(size for _, size in use.roles) == use.peak == max(phase.allocated for phase in use.phases)
     return use
 
 
@@ -96,11 +96,11 @@ def test_a_network_of_two_layers(bench: Bench, tell: Tell) -> None:
         "data": 4 * TOKENS * WIDTH,
     }
     state = 2 * weights + 4 * TOKENS * WIDTH + output
-    phases = {one.phase: one.allocated for one in use.phases}
+    phases = {phase.phase: phase.allocated for phase in use.phases}
     assert phases["optimizer_step"] == state + weights + output + 1024  # the output lives as long as the step
     assert phases["gemm"] == state + layer + output and phases["elementwise"] == use.peak
     assert list(phases) == ["unattributed", "gemm", "elementwise", "optimizer_step"]
-    assert all(one.reserved is None for one in use.phases) and use.reserved is use.process is None
+    assert all(phase.reserved is None for phase in use.phases) and use.reserved is use.process is None
 
 
 class Casting:
@@ -160,7 +160,7 @@ def test_a_suite_that_says_nothing_has_roles_all_the_same(bench: Bench, tell: Te
     found, weights = dict(use.roles), 4 * 2 * (64 * 64 + 64)
     assert found["weights"] == weights and found["optimizer"] == 2 * weights + 4 * 4
     assert found["gradients"] >= weights and found["other"] == 4 * 16 * 64
-    assert [one.phase for one in use.phases] == ["unattributed"]
+    assert [phase.phase for phase in use.phases] == ["unattributed"]
 
 
 SMALL: dict[str, Mapping[str, str]] = {
@@ -204,10 +204,10 @@ EXPECTED = {
 def test_every_suite_knows_what_its_memory_is_for(name: str, precision: str, bench: Bench) -> None:
     axes = tuple((axis, (value,)) for axis, value in SMALL[name].items())
     for group in make_plan(Request(name, (precision,), ("cpu",), axes=axes), (CPU,)).groups:
-        for one in group.cases:
-            if one.skip:
+        for planned in group.cases:
+            if planned.skip:
                 continue
-            use = measured(bench, one.case)
+            use = measured(bench, planned.case)
             found = dict(use.roles)
             assert found.get("other", 0) <= 0.01 * use.peak, found
             if precision == "fp32":
@@ -302,15 +302,15 @@ def test_it_agrees_with_a_second_way_of_counting_and_a_product_with_a_count_by_h
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("name", ["gemm", "mlp", "norm_act", "accumulate", "optimizer"])
 def test_it_is_the_same_whenever_it_is_asked(name: str, precision: str, bench: Bench) -> None:
-    one = first_of(name, precision)
-    if one.skip:
-        pytest.skip(one.skip)
-    peaks = [measured(bench, one.case).peak for _ in range(2)]
-    bench.prepare("key", one.case, CPU)
+    planned = first_of(name, precision)
+    if planned.skip:
+        pytest.skip(planned.skip)
+    peaks = [measured(bench, planned.case).peak for _ in range(2)]
+    bench.prepare("key", planned.case, CPU)
     bench.slot("key", 2, 1)
     bench.release("key")
-    peaks.append(measured(bench, one.case).peak)
-    assert len(set(peaks)) == 1 and peaks[0] >= one.work.least_memory > 0
+    peaks.append(measured(bench, planned.case).peak)
+    assert len(set(peaks)) == 1 and peaks[0] >= planned.work.least_memory > 0
 
 
 def test_what_the_first_step_makes_and_keeps_counts_and_what_it_frees_does_not(bench: Bench, tell: Tell) -> None:

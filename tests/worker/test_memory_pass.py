@@ -75,8 +75,8 @@ def test_any_blocks_sum_to_their_size() -> None:
         for number in range(1000)
     ]  # fmt: skip
     known: list[dict[int, R | None]] = [{number: draw.choice((None, *R)) for number in range(500)} for _ in range(2)]
-    found = roles(held, sum(one.size for one in held), *known)
-    assert sum(found.values()) == sum(one.size for one in held) and list(found) == [one for one in R if one in found]
+    found = roles(held, sum(stretch.size for stretch in held), *known)
+    assert sum(found.values()) == sum(one.size for one in held) and list(found) == [role for role in R if role in found]
 
 
 KIB = 1024
@@ -148,17 +148,17 @@ def told(arithmetic: Arithmetic) -> tuple[Arithmetic, Said]:
     said = Said()
     setup = Setup(Case("mlp", (), "bf16", "cpu"), CPU, 0, arithmetic, arithmetic, {"up": arithmetic})
     changed = listening(setup, said)
-    for one in (changed.high, changed.layers["up"]):
-        assert isinstance(one, WatchedArithmetic) and one.inner is arithmetic
+    for listener in (changed.high, changed.layers["up"]):
+        assert isinstance(listener, WatchedArithmetic) and listener.inner is arithmetic
     return changed.arithmetic, said
 
 
 def test_a_cast_that_copies_is_told_of_with_its_source() -> None:
     arithmetic, said = told(PlainArithmetic(torch.bfloat16))
     x, w, g = torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 4)
-    a, b, c = (arithmetic.cast(one, role) for one, role in zip((x, w, g), Role, strict=True))
-    assert [said.of(one) for one in (x, w, g)] == [[R.ACTIVATIONS], [R.WEIGHTS], [R.GRADIENTS]]
-    assert [said.of(one.data) for one in (a, b, c)] == [[R.LOW_ACTIVATIONS], [R.LOW_WEIGHTS], [R.GRADIENTS]]
+    a, b, c = (arithmetic.cast(tensor, role) for tensor, role in zip((x, w, g), Role, strict=True))
+    assert [said.of(tensor) for tensor in (x, w, g)] == [[R.ACTIVATIONS], [R.WEIGHTS], [R.GRADIENTS]]
+    assert [said.of(operand.data) for operand in (a, b, c)] == [[R.LOW_ACTIVATIONS], [R.LOW_WEIGHTS], [R.GRADIENTS]]
     arithmetic.turn(a, x, Role.INPUT)
     assert said.of(a.data) == [R.LOW_ACTIVATIONS]
 
@@ -183,11 +183,11 @@ def test_every_precision_tells_and_computes_what_it_did(name: str) -> None:
     x = torch.randn(64, 64)
     for role in Role:
         for method in ("cast", "turned", "unscaled"):
-            found, wanted = (getattr(one, method)(x, role) for one in (own, own_quiet))
+            found, wanted = (getattr(arithmetic, method)(x, role) for arithmetic in (own, own_quiet))
             assert torch.equal(found.data.float(), wanted.data.float())
-        turned, wanted = (one.turn(one.cast(x, role), x, role) for one in (own, own_quiet))
+        turned, wanted = (arithmetic.turn(arithmetic.cast(x, role), x, role) for arithmetic in (own, own_quiet))
         assert torch.equal(turned.data.float(), wanted.data.float())
-        for found, wanted in zip(*(one.cast_both(x, role) for one in (own, own_quiet)), strict=True):
+        for found, wanted in zip(*(arithmetic.cast_both(x, role) for arithmetic in (own, own_quiet)), strict=True):
             assert (found is None) == (wanted is None)
             assert found is None or torch.equal(found.data.float(), wanted.data.float())
     assert {R.ACTIVATIONS, R.WEIGHTS, R.GRADIENTS} <= {role for _, role in said.words}
@@ -198,10 +198,10 @@ def test_both_orientations_that_one_look_gives_are_told_of() -> None:
     w = torch.randn(16, 32)
     operand, turned = arithmetic.cast_both(w, Role.WEIGHT)
     assert turned is not None and turned.data.data_ptr() != operand.data.data_ptr()
-    assert [said.of(one) for one in (w, operand.data, turned.data)] == [[R.WEIGHTS] * 2, *[[R.LOW_WEIGHTS]] * 2]
+    assert [said.of(tensor) for tensor in (w, operand.data, turned.data)] == [[R.WEIGHTS] * 2, *[[R.LOW_WEIGHTS]] * 2]
     ledger = Ledger()
     counted(precisions.get("fp8").arithmetic(H200), "mlp", ledger).cast_both(w, Role.WEIGHT)
-    assert [(one.role, one.count) for one in ledger.statistics()] == [("weight", 512)]
+    assert [(entry.role, entry.count) for entry in ledger.statistics()] == [("weight", 512)]
 
 
 class Stiff(Arithmetic):

@@ -50,10 +50,10 @@ def remembered(
 
 def test_the_driver_is_asked_while_the_state_is_there() -> None:
     outcomes, worker, driver = remembered({"fp32": Script(peak=7), "bf16": Script(peak=5)}, Reading(99, "B", "NVML"))
-    assert [one.draft.memory for one in outcomes] == [MemoryUse(7, process=99), MemoryUse(5, process=99)]
+    assert [outcome.draft.memory for outcome in outcomes] == [MemoryUse(7, process=99), MemoryUse(5, process=99)]
     assert driver is not None and [pid for pid, _ in driver.asked] == [worker.pid] * 2
     assert [len(states) for _, states in driver.asked] == [1, 1] and worker.remembered == []
-    assert not any(one.draft.detail for one in outcomes)
+    assert not any(outcome.draft.detail for outcome in outcomes)
 
 
 @for_each(

@@ -45,10 +45,10 @@ def test_nobody_begins_before_all_have_come(tmp_path: Path) -> None:
                 wrong.append(seen)
 
     ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-    for one in ranks:
-        one.start()
-    for one in ranks:
-        one.join(60)
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
     assert come == [50, 50, 50] and not wrong
 
 

@@ -47,9 +47,9 @@ def generating(tensor: Tensor) -> Iterator[Tensor]:
 
 def started(tensor: Tensor) -> Iterator[Tensor]:
     """One that has begun."""
-    one = generating(tensor)
-    next(one)
-    return one
+    generator = generating(tensor)
+    next(generator)
+    return generator
 
 
 @for_each(
@@ -144,7 +144,7 @@ def test_of_a_tensor_that_is_spread_over_ranks_what_lies_here_is_found() -> None
 
     inner, spread = torch.ones(3), Spread(torch.ones(1))
     vars(spread).update(here=inner, mesh=object())
-    assert [one is inner for one in tensors_of([spread])] == [True]
+    assert [tensor is inner for tensor in tensors_of([spread])] == [True]
 
 
 State = SimpleNamespace

@@ -112,7 +112,7 @@ def test_a_case_is_calibrated_once_and_its_states_start_alike(bench: Bench, watc
 
 def test_errors_are_those_of_the_scales_from_data(bench: Bench) -> None:
     case = case_of()
-    static, current = (bench.error(one, CPU)["gradient_error"] for one in (case, replace(case, static=None)))
+    static, current = (bench.error(variant, CPU)["gradient_error"] for variant in (case, replace(case, static=None)))
     assert static != current and static == pytest.approx(current, rel=0.5)
     assert static == bench.error(case, CPU)["gradient_error"]
 
@@ -126,22 +126,22 @@ def test_delayed_scaling_gives_way(bench: Bench) -> None:
 def test_scales_are_renewed_in_every_so_manieth_step(bench: Bench) -> None:
     """The step that preparing runs counts: of 7 steps the 3rd and the 6th are watched."""
     found = kept(bench, case_of(refresh_scales=3), slots=6)
-    assert {one.renewals for one in found} == {2}
-    plain = {(one.layer, one.role): one.amax for one in kept(bench, case_of())}
-    assert any(plain[one.layer, one.role] != one.amax for one in found)
+    assert {scale.renewals for scale in found} == {2}
+    plain = {(scale.layer, scale.role): scale.amax for scale in kept(bench, case_of())}
+    assert any(plain[scale.layer, scale.role] != scale.amax for scale in found)
 
 
 def test_a_bound_renews_what_saturates_alone(bench: Bench) -> None:
     """Without tolerance for any value: some tensors grow over what was found, others never."""
     found = kept(bench, case_of(saturation_bound=0.0), slots=4)
-    assert any(one.renewals for one in found) and not all(one.renewals for one in found)
+    assert any(scale.renewals for scale in found) and not all(scale.renewals for scale in found)
     loose = kept(bench, case_of(saturation_bound=99.0), slots=4)
-    assert not any(one.renewals for one in loose)
+    assert not any(scale.renewals for scale in loose)
 
 
 def test_a_map_decides_which_layers_have_scales_from_data(bench: Bench) -> None:
     case = case_of("mxfp8", precision_map=(("blocks.1.attn", "fp8"), ("head", "fp8-e5m2")))
-    assert {one.layer for one in kept(bench, case)} == {"blocks.1.attn.qkv", "blocks.1.attn.out", "head"}
+    assert {scale.layer for scale in kept(bench, case)} == {"blocks.1.attn.qkv", "blocks.1.attn.out", "head"}
 
 
 def test_a_group_calibrates_before_it_prepares_and_keeps_what_scales_came_to() -> None:

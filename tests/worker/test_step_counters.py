@@ -198,7 +198,7 @@ def test_a_software_event_counts_what_the_system_counts() -> None:
 def planted(*counts: tuple[int, int, int]) -> int:
     """A file that gives one reading after another, as a perf event does."""
     reader, writer = os.pipe()
-    os.write(writer, b"".join(struct.pack("=QQQ", *one) for one in counts))
+    os.write(writer, b"".join(struct.pack("=QQQ", *count) for count in counts))
     os.close(writer)
     return reader
 
@@ -305,7 +305,7 @@ def test_without_proc_there_are_reasons(tmp_path: Path) -> None:
 
 def test_memory_in_bytes(tmp_path: Path) -> None:
     read = host.memory(fake(tmp_path / "a"))
-    assert [one.value for one in read.values() if isinstance(one, Reading)] == [1000 * 1024, 2000 * 1024]
+    assert [reading.value for reading in read.values() if isinstance(reading, Reading)] == [1000 * 1024, 2000 * 1024]
     odd = host.memory(fake(tmp_path / "b", status="VmRSS:\t many kB\n"))
     assert odd["rss"] == Unavailable(f"{tmp_path}/b/self/status has no VmRSS")
 

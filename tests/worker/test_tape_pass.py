@@ -20,8 +20,8 @@ from tests.own_suites import suite_file
 
 def records(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str) -> list[Record]:
     """Every case that runs, with its tape."""
-    facts = tuple(one for one in bench.probe() if one.key == "cpu")
-    asked = Request(suite, dtypes, ("cpu",), axes=tuple((name, tuple(one.split(","))) for name, one in axes.items()))
+    facts = tuple(device for device in bench.probe() if device.key == "cpu")
+    asked = Request(suite, dtypes, ("cpu",), axes=tuple((name, tuple(text.split(","))) for name, text in axes.items()))
     found = []
     for group in make_plan(asked, facts, corpus.identity).groups:
         for one in filter(lambda one: one.runs, group.cases):
@@ -32,16 +32,16 @@ def records(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str)
 
 def mismatches(found: list[Record]) -> dict[str, str]:
     return {
-        one.case.id: label.reason for one in found for label in claims_of(one, None) if label.label in
+        record.case.id: label.reason for record in found for label in claims_of(record, None) if label.label in
         (Label.WORK_MISMATCH, Label.NO_WORK)
     }  # fmt: skip
 
 
 def test_products_are_what_their_suite_declares(bench: Bench, corpus: Corpus) -> None:
     found = records(bench, corpus, "gemm", "fp32", "bf16", "fp8", shape="64")
-    assert [one.tape.flops for one in found if one.tape] == [2 * 64**3] * 3
+    assert [record.tape.flops for record in found if record.tape] == [2 * 64**3] * 3
     emulated = found[2].tape
-    assert emulated is not None and [one.phase for one in emulated.phases] == ["cast", "gemm"]
+    assert emulated is not None and [phase.phase for phase in emulated.phases] == ["cast", "gemm"]
     assert emulated.by_path == {"fp32": 2 * 64**3} and not mismatches(found)
 
 
@@ -52,7 +52,7 @@ def test_a_training_step_is_its_linear_layers_and_attention(bench: Bench, corpus
     assert tape is not None and not tape.unknown and not tape.unwritten and not tape.fused
     attention = sum(one.calls * (one.flops or 0) for one in tape.operators if "attention" in one.operator)
     assert tape.flops - attention + attention * 6 // 7 == found.work.flops and not mismatches([found])
-    directions = {one.backward: one for one in tape.operators if one.operator == "mm"}
+    directions = {operator.backward: operator for operator in tape.operators if operator.operator == "mm"}
     assert set(directions) == {False, True}
 
 
@@ -115,7 +115,7 @@ def test_a_compiled_function_runs_as_what_it_was_made_of(bench: Bench, corpus: C
     before = counters["stats"]["unique_graphs"]
     (found,) = records(bench, corpus, "compiles", "fp32")
     assert isinstance(found.tape, Tape) and found.tape.fused.startswith("torch.compile: ")
-    assert [one.operator for one in found.tape.operators] == ["mm", "relu", "sum"]
+    assert [operator.operator for operator in found.tape.operators] == ["mm", "relu", "sum"]
     assert counters["stats"]["unique_graphs"] == before
     torch.compile(lambda x: x.exp().sum())(torch.ones(8))
     assert counters["stats"]["unique_graphs"] == before + 1
@@ -127,11 +127,11 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shares(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str) -> Iterator[tuple[str, Shares]]:
-    facts = tuple(one for one in bench.probe() if one.key == "cpu")
-    asked = Request(suite, dtypes, ("cpu",), axes=tuple((name, tuple(one.split(","))) for name, one in axes.items()))
+    facts = tuple(device for device in bench.probe() if device.key == "cpu")
+    asked = Request(suite, dtypes, ("cpu",), axes=tuple((name, tuple(text.split(","))) for name, text in axes.items()))
     for group in make_plan(asked, facts, corpus.identity).groups:
-        for one in filter(lambda one: one.runs, group.cases):
-            yield one.case.id, bench.shares(one.case, facts[0])
+        for planned in filter(lambda planned: planned.runs, group.cases):
+            yield planned.case.id, bench.shares(planned.case, facts[0])
 
 
 def test_a_training_step(bench: Bench, corpus: Corpus) -> None:
@@ -154,7 +154,7 @@ def test_a_training_step(bench: Bench, corpus: Corpus) -> None:
 )
 def test_no_suite_does_what_no_rule_knows(bench: Bench, corpus: Corpus, suite: str) -> None:
     found = list(shares(bench, corpus, suite, "bf16", "nvfp4", **MORE.get(suite, {})))
-    assert found and not {name: one.parts for name, one in found if ShareKind.UNKNOWN in one.by_kind}
+    assert found and not {name: shares.parts for name, shares in found if ShareKind.UNKNOWN in shares.by_kind}
 
 
 @pytest.mark.slow

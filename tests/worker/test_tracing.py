@@ -87,14 +87,14 @@ def test_a_few_steps_after_a_warm_up(bench: Bench, stepping: Callable[[Step], Ca
     told = bench.trace(stepping(step), CPU, str(file))
     assert len(calls) == WARM_UPS + 1 + STEPS
     events = read(file)["traceEvents"]
-    steps = [one for one in events if str(one.get("name")).startswith("ProfilerStep#")]
-    ranges = [one for one in events if one.get("name") == "fp8bench.gemm"]
-    products = [one for one in events if one.get("name") == "aten::mm"]
+    steps = [event for event in events if str(event.get("name")).startswith("ProfilerStep#")]
+    ranges = [event for event in events if event.get("name") == "fp8bench.gemm"]
+    products = [event for event in events if event.get("name") == "aten::mm"]
     assert len(steps) == len(ranges) == len(products) == STEPS
     assert products[0]["args"]["Input Dims"] == [[8, 8], [8, 8]]
-    assert [(one.phase, one.calls) for one in told if one.name == "aten::mm"] == [("gemm", 1.0)]
+    assert [(operator.phase, operator.calls) for operator in told if operator.name == "aten::mm"] == [("gemm", 1.0)]
     assert STATES[-1]() is None, "the state is given back"
-    assert sum(one.seconds for one in told) == pytest.approx(sum(one["dur"] for one in steps) * 1e-6 / STEPS)
+    assert sum(operator.seconds for operator in told) == pytest.approx(sum(one["dur"] for one in steps) * 1e-6 / STEPS)
 
 
 def test_a_trace_names_itself_and_no_folder_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,9 +152,9 @@ def test_threads_that_are_left_are_an_error(
     with pytest.raises(LeftRunning, match="stayer"):
         ask(bench, stepping(step), tmp_path)
     done.set()
-    for one in set(threading.enumerate()) - before:
-        assert one.name == "stayer"
-        one.join()
+    for thread in set(threading.enumerate()) - before:
+        assert thread.name == "stayer"
+        thread.join()
 
 
 @for_each("told", ["[]", "{}", '{"traceEvents": 3}'])
@@ -171,7 +171,7 @@ def test_something_that_is_no_trace_is_an_error(told: str) -> None:
 def test_a_kind_of_device_that_the_profiler_does_not_know_is_seen_from_the_host() -> None:
     """And a kind that it knows under its own name."""
     trace = tracing.record(lambda phase: None, "abacus")
-    assert any(str(one.get("name")).startswith("ProfilerStep#") for one in trace["traceEvents"])
+    assert any(str(event.get("name")).startswith("ProfilerStep#") for event in trace["traceEvents"])
 
 
 Event = dict[str, Any]
@@ -259,13 +259,13 @@ def test_only_the_first_are_told_and_the_rest_is_summed_up() -> None:
     names = [f"op{number:02}" for number in range(20)]
     host = [event(name, 10 * number, 10 * number + 9 - number / 10) for number, name in enumerate(names)]
     told = operators_of([step(0, 1000), *host])
-    assert [one.name for one in told] == [*names[:MOST], ""]
-    assert told[-1].calls == 8 and sum(one.seconds for one in told) == pytest.approx(1e-3)
+    assert [operator.name for operator in told] == [*names[:MOST], ""]
+    assert told[-1].calls == 8 and sum(operator.seconds for operator in told) == pytest.approx(1e-3)
     kernels = [event(name, 10, 20 - number / 10, "kernel", "s") for number, name in enumerate(names)]
     told = operators_of([step(0, 1000), *host, *kernels])
-    assert [one.name for one in told if one.on_device] == [*names[: MOST // 2], ""]
-    assert [one.name for one in told if not one.on_device] == [*names[: MOST // 2], ""]
-    (only,) = [one for one in operators_of([step(0, 10), event("x" * 5000, 0, 10)]) if one.name]
+    assert [operator.name for operator in told if operator.on_device] == [*names[: MOST // 2], ""]
+    assert [operator.name for operator in told if not operator.on_device] == [*names[: MOST // 2], ""]
+    (only,) = [operator for operator in operators_of([step(0, 10), event("x" * 5000, 0, 10)]) if operator.name]
     assert len(only.name) == LONGEST_NAME
 
 
@@ -297,14 +297,14 @@ def test_a_phase_that_outlives_an_operator_in_which_it_begins_is_cut() -> None:
 def overlaps(events: Sequence[Event]) -> list[tuple[Event, Event]]:
     """Pairs on one thread of which neither holds the other, and which do not lie apart."""
     crossing = []
-    for one, other in combinations(events, 2):
-        start, end = one["ts"], one["ts"] + one["dur"]
+    for event, other in combinations(events, 2):
+        start, end = event["ts"], event["ts"] + event["dur"]
         begin, until = other["ts"], other["ts"] + other["dur"]
         apart = end <= begin or until <= start
-        if one["tid"] == other["tid"] and not (apart or (start <= begin and until <= end) or (
+        if event["tid"] == other["tid"] and not (apart or (start <= begin and until <= end) or (
             begin <= start and end <= until
         )):  # fmt: skip
-            crossing.append((one, other))
+            crossing.append((event, other))
     return crossing
 
 

@@ -167,7 +167,7 @@ OTHERS_SCALES = {
 
 def _of_values(self: BlockArithmetic, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     """For a processor, which has no product of tiles."""
-    return values_product(*(self.restore(one, torch.float32) for one in (a, b)), dtype)
+    return values_product(*(self.restore(operand, torch.float32) for operand in (a, b)), dtype)
 
 
 def _of_another_part(scale: Tensor, rows: int) -> Tensor:

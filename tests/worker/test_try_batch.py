@@ -66,14 +66,14 @@ def heap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def worker(heap: str) -> Iterator[ProcessWorker]:
-    with ProcessWorker(Settings(imports=(heap,))) as one:
-        yield one
+    with ProcessWorker(Settings(imports=(heap,))) as process:
+        yield process
 
 
 @pytest.fixture
 def local() -> Iterator[LocalWorker]:
-    with LocalWorker(Settings()) as one:
-        yield one
+    with LocalWorker(Settings()) as process:
+        yield process
 
 
 def planned(suite: str, dtype: str = "fp32", **axes: str) -> PlannedCase:

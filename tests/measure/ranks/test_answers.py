@@ -131,7 +131,7 @@ def test_the_rank_that_failed_is_named(states: list[RankState], guilty: int) -> 
 def test_nobody_can_tell(states: list[RankState], named: str) -> None:
     said = sentence(states, 10.0)
     assert f"nobody can tell which of ranks {named} of {len(states)} failed: all are in phase gemm of 'slot'" in said
-    assert ("said: RuntimeError: Timed out" in said) == any(one.fault == TIMED_OUT for one in states)
+    assert ("said: RuntimeError: Timed out" in said) == any(state.fault == TIMED_OUT for state in states)
 
 
 def test_several_that_are_stopped_are_named() -> None:

@@ -118,9 +118,9 @@ def test_ranks_are_asked_together_and_end_together(tmp_path: Path, monkeypatch: 
         case = Case("failing_ranks", (("fault", "raise"),), "fp32", "cpu", ranks=2)
         worker.within(20).prepare("a", case, facts)
         slot = worker.within(20).slot("a", 2, 0)
-        assert [len(one.step_ns) for one in slot.ranks] == [2, 2]
+        assert [len(rank.step_ns) for rank in slot.ranks] == [2, 2]
         for call, step in enumerate(slot.steps):
-            assert sum(step.intervals_ns) == max(one.step_ns[call] for one in slot.ranks)
+            assert sum(step.intervals_ns) == max(rank.step_ns[call] for rank in slot.ranks)
         assert len(left_behind()) >= 2
         with pytest.raises(WorkerError, match="rank 1 of 2, in phase gemm of 'slot', failed: ValueError: boom"):
             worker.within(20).slot("a", 1, 0)

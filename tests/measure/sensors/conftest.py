@@ -49,9 +49,9 @@ def library() -> Library:
 @pytest.fixture
 def device(nvml: Simulation, library: Library) -> Iterator[NvmlDevice]:
     """The first device."""
-    one = NvmlDevice(DeviceIdentity(uuid=uuid_of(1)), {}, library)
-    yield one
-    one.close()
+    opened = NvmlDevice(DeviceIdentity(uuid=uuid_of(1)), {}, library)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture

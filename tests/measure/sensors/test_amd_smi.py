@@ -38,9 +38,9 @@ def smi(monkeypatch: pytest.MonkeyPatch) -> AmdSmi:
 @pytest.fixture
 def device(smi: AmdSmi) -> Iterator[AmdDevice]:
     """The second one."""
-    one = AmdDevice(_IDENTITY, AmdLibrary())
-    yield one
-    one.close()
+    opened = AmdDevice(_IDENTITY, AmdLibrary())
+    yield opened
+    opened.close()
 
 
 def test_facts(device: AmdDevice) -> None:
@@ -176,11 +176,11 @@ def test_the_names_are_those_of_amds_package() -> None:
         pytest.skip("amdsmi is not installed")
     source = (Path(spec.origin).parent / "amdsmi_interface.py").read_text()
     tree = ast.parse(source)
-    functions = {one.name: ast.unparse(one) for one in tree.body if isinstance(one, ast.FunctionDef)}
+    functions = {node.name: ast.unparse(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
     for name, keys in said_by(AmdSmi([AmdGpu(_FIRST)])).items():
         for key in keys:
             assert f"'{key}'" in functions[name], (name, key)
-    classes = {one.name: ast.unparse(one) for one in tree.body if isinstance(one, ast.ClassDef)}
+    classes = {node.name: ast.unparse(node) for node in tree.body if isinstance(node, ast.ClassDef)}
     for kind, members in vars(KINDS).items():
         for member in members:
             assert f"{member.name} = " in classes[kind]

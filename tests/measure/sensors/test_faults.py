@@ -103,7 +103,7 @@ def test_a_function_that_fails(nvml: Simulation, function: str, codes: tuple[int
             for name, one in said.items():
                 sound(name, one, healthy)
             assert nvml.state.inits == nvml.state.shutdowns or function == "nvmlShutdown"
-            noticed = {name: plain(one) for name, one in said.items()} != healthy
+            noticed = {name: plain(reading) for name, reading in said.items()} != healthy
             assert noticed or (function, code) in UNNOTICED, f"code {code} from call {first} on was not noticed"
 
 

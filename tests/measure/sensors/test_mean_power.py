@@ -47,7 +47,7 @@ def test_too_few_ticks_are_no_number(count: int) -> None:
 def test_the_uncertainty_bounds_the_error(first: float, last: float, a: float, b: float, count: int) -> None:
     seen = ticks(count)
     # Such ends are not passed over: there are no others as good.
-    seen = [Tick(one.seen - max(first, last), one.seen, one.joules) for one in seen]
+    seen = [Tick(tick.seen - max(first, last), tick.seen, tick.joules) for tick in seen]
     truth = [seen[0].after + a * seen[0].late, seen[-1].after + b * seen[-1].late]
     stretch = slope(seen)
     assert abs(stretch.seconds - (truth[1] - truth[0])) <= stretch.uncertainty * stretch.seconds * (1 + 1e-9)

@@ -63,8 +63,8 @@ def test_state(nvml: Simulation, device: NvmlDevice) -> None:
 
 
 def test_zeros_that_are_values_and_one_value_that_fails_alone(nvml: Simulation, device: NvmlDevice) -> None:
-    one = nvml.state.device[0]
-    one.busy_percent = one.sm_mhz = one.celsius = 0
+    gpu = nvml.state.device[0]
+    gpu.busy_percent = gpu.sm_mhz = gpu.celsius = 0
     known = values(device.state())
     assert (known["throttle"], known["use"], known["temperature"]) == ((0, "mask"), (0.0, "share"), (0, "degC"))
     assert known["sm_clock"] == "nvmlDeviceGetClockInfo said 0.0 Hz, which cannot be"
@@ -119,33 +119,33 @@ def test_a_lost_neighbour_does_not_hide_a_device(nvml: Simulation, library: Libr
 
 
 def test_process_memory(nvml: Simulation, device: NvmlDevice) -> None:
-    one = nvml.state.device[0]
-    one.processes, one.pid[1], one.process_bytes[1] = 2, 1, 40 * GIGABYTE
+    gpu = nvml.state.device[0]
+    gpu.processes, gpu.pid[1], gpu.process_bytes[1] = 2, 1, 40 * GIGABYTE
     assert device.process_memory() == Reading(2 * GIGABYTE, "B", "nvmlDeviceGetComputeRunningProcesses_v3")
     assert device.process_memory(1) == Reading(40 * GIGABYTE, "B", "nvmlDeviceGetComputeRunningProcesses_v3")
     for unknown in (-1, 0):
-        one.process_bytes[0] = unknown
+        gpu.process_bytes[0] = unknown
         assert device.process_memory() == Unavailable("the driver does not report the memory of single processes")
-    one.pid[0] = 2
+    gpu.pid[0] = 2
     read = device.process_memory()
     assert isinstance(read, Unavailable) and "not among the 2 that NVML lists" in read.reason
-    one.processes = 0
+    gpu.processes = 0
     read = device.process_memory()
     assert isinstance(read, Unavailable) and "not among the 0" in read.reason
 
 
 def test_who_else_has_work_there(nvml: Simulation, device: NvmlDevice) -> None:
     """Where this process is not listed, it is one of those under another number."""
-    one = nvml.state.device[0]
-    one.processes, one.pid[1], one.process_bytes[1] = 2, 1, 40 * GIGABYTE
+    gpu = nvml.state.device[0]
+    gpu.processes, gpu.pid[1], gpu.process_bytes[1] = 2, 1, 40 * GIGABYTE
     assert values(device.others(os.getpid())) == {"others": (1, ""), "others_memory": (40 * GIGABYTE, "B")}
     assert values(device.others(1)) == {"others": (1, ""), "others_memory": (2 * GIGABYTE, "B")}
-    one.process_bytes[1] = 0
+    gpu.process_bytes[1] = 0
     said = device.others(os.getpid())
     assert isinstance(said["others"], Reading) and isinstance(said["others_memory"], Unavailable)
     said = device.others(77)
     assert said["others"] == Reading(1, "", "nvmlDeviceGetComputeRunningProcesses_v3")
-    one.processes = 1
+    gpu.processes = 1
     assert values(device.others(os.getpid())) == {"others": (0, ""), "others_memory": (0, "B")}
     nvml.fail("nvmlDeviceGetComputeRunningProcesses_v3", 15)
     nvml.fail("nvmlDeviceGetComputeRunningProcesses_v2", 15)
@@ -153,9 +153,9 @@ def test_who_else_has_work_there(nvml: Simulation, device: NvmlDevice) -> None:
 
 
 def test_a_mig_instance(nvml: Simulation, library: Library) -> None:
-    one = nvml.state.device[0]
-    nvml.split(one, 3)
-    uuid = one.instance[1].uuid.decode()
+    gpu = nvml.state.device[0]
+    nvml.split(gpu, 3)
+    uuid = gpu.instance[1].uuid.decode()
     device = NvmlDevice(DeviceIdentity(0, uuid=uuid), {}, library)
     assert device.shared_by == 3
     facts, state = values(device.facts()), values(device.state())

@@ -156,12 +156,12 @@ def sensors(root: Path, number: int, driver: str, energy: str | None = "1000000"
 def test_the_only_one_is_read_in_joules(driver: str, tmp_path: Path) -> None:
     sensors(tmp_path, 0, "nvme", "5")
     sensors(tmp_path, 1, driver, None)
-    one = sensors(tmp_path, 2, driver)
+    folder = sensors(tmp_path, 2, driver)
     counter = EnergyCounter((rapl.gpu_domain(tmp_path),), lambda: 0.0)
     assert counter.read() == 0.0
-    (one / "energy1_input").write_text("3500000")
+    (folder / "energy1_input").write_text("3500000")
     assert counter.read() == 2.5
-    (one / "energy1_input").write_text("3000000")
+    (folder / "energy1_input").write_text("3000000")
     with pytest.raises(NoReading, match="went back"):
         counter.read()
 
@@ -217,8 +217,8 @@ def test_what_cannot_be_read_is_a_reason_and_no_zero(tmp_path: Path, clocks: dic
 
 def test_a_processor_warms_up_by_what_it_tells(tmp_path: Path) -> None:
     device = made(tmp_path, {}, coretemp=["50000"])
-    worker, one = FakeWorker({"fp32": Script(gemm_steps(10 * MS))}), arm("fp32")
-    one.prepare(worker)
-    found = Settler(device, 30.0, worker.clock).settle(one, worker)
+    worker, processor = FakeWorker({"fp32": Script(gemm_steps(10 * MS))}), arm("fp32")
+    processor.prepare(worker)
+    found = Settler(device, 30.0, worker.clock).settle(processor, worker)
     assert found is not None and found.settled and found.seconds < 5
     assert {look.temperature for look in found.looks} == {50.0} and {look.clock for look in found.looks} == {None}
