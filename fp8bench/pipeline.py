@@ -26,11 +26,18 @@ from fp8bench.measure.arm import Quantisers, quantisers_for
 from fp8bench.measure.capacity import CapacityRule
 from fp8bench.measure.ceilings import SECONDS as CEILING_SECONDS
 from fp8bench.measure.ceilings import measures_ceilings
-from fp8bench.measure.counting_worker import CountingWorker, counting_worker
 from fp8bench.measure.device_watch import warm_up_limit
 from fp8bench.measure.environment import gather, load_in_words
 from fp8bench.measure.group import GroupMeasurement, Method
-from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker, claimed
+from fp8bench.measure.handle import (
+    START_SECONDS,
+    CountingWorker,
+    LocalWorker,
+    ProcessWorker,
+    Worker,
+    claimed,
+    counting_worker,
+)
 from fp8bench.measure.interrupts import held_back, ignored
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import records_tapes, tapes_apart, trace_folder

@@ -30,9 +30,9 @@ from typing import NamedTuple, TypeVar
 
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.measure.ranks.worker import RanksWorker
+from fp8bench.measure.sensors.energy import Source, SourceKind
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.measure.sensors.sampler_thread import Source, SourceKind
 from fp8bench.model import Request
 from fp8bench.model.raw import Settings
 from fp8bench.model.readings import Unavailable

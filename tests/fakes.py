@@ -39,6 +39,7 @@ from fp8bench.model.raw import Filling, RawSlot, RawStep, StateCheck
 from fp8bench.protocols import SilentObserver
 
 CPU = DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0+cpu")
+GPU = DeviceFacts("cuda", 0, "a GPU", 80 << 30, "2.13.0", (9, 0))
 PARAMS = (("m", 64), ("n", 64), ("k", 64))
 MS = 1_000_000
 CAST, GEMM, UNATTRIBUTED = (CELL_PHASES.index(name) for name in ("cast", "gemm", "unattributed"))
@@ -91,6 +92,11 @@ class Script:
 def broken(name: str, at: int = 1, error: Exception | None = None) -> Script:
     """A script with one fault, by default an exception of the workload's own."""
     return Script(faults=[Fault(name, error or WorkerFault("ValueError", "no such thing", "the trace"), at)])
+
+
+def lasting(milliseconds: float, **options: Any) -> Script:
+    """A script whose every step is one product that takes so long."""
+    return Script(gemm_steps(round(milliseconds * MS)), **options)
 
 
 class FakeWorker(Worker):

@@ -6,10 +6,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from fp8bench.registry import backends, devices, precisions, workloads
+
+if TYPE_CHECKING:
+    from fp8bench.model import Run
+    from fp8bench.protocols import SilentObserver
 
 _SUITE = """
 from fp8bench.suites import Axis, Grid, Work, Workload, whole_number, workloads
@@ -53,3 +58,31 @@ def forgotten(folder: Path) -> Iterator[None]:
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
             del sys.modules[name]
+
+
+@contextmanager
+def suite_file(folder: Path, code: str) -> Iterator[str]:
+    """A file of that code, which is imported: what it registers is known in the body, and forgotten afterwards."""
+    from fp8bench.user_code import import_user_modules
+
+    file = folder / "own_suite.py"
+    file.write_text(code)
+    with forgotten(folder):
+        import_user_modules([str(file)])
+        yield str(file)
+
+
+@contextmanager
+def suite_run(
+    folders: pytest.TempPathFactory, code: str, suites: str, dtypes: tuple[str, ...],
+    observer: SilentObserver | None = None, **asked: Any,
+) -> Iterator[Run]:  # fmt: skip
+    """A run, on a processor, of suites whose code this is."""
+    from fp8bench import pipeline
+    from fp8bench.model import Request
+    from fp8bench.protocols import SilentObserver
+
+    folder = folders.mktemp("own")
+    with suite_file(folder, code) as file:
+        request = Request(suites, dtypes, ("cpu",), imports=(file,), **asked)
+        yield pipeline.execute(request, folder / "store", observer or SilentObserver(), "a test")

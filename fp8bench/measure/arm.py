@@ -106,7 +106,6 @@ class MeasuredArm:
 
     @property
     def cache(self) -> str:
-        """What the last cache is to hold when a call begins."""
         return str(CACHE.of(dict(self.planned.case.params)))
 
     @property
@@ -219,10 +218,10 @@ class MeasuredArm:
         What scales came to is asked here, after the last step.
         """
         for key in (self.key, *self.more_keys):
-            found = worker.within(self.limits.numbers(self.planned.work)).check(key)
-            if found.wrong:
-                raise WorkerFault("after its steps", found.wrong)
-            self.not_finite = max(self.not_finite, found.not_finite)
+            state = worker.within(self.limits.numbers(self.planned.work)).check(key)
+            if state.wrong:
+                raise WorkerFault("after its steps", state.wrong)
+            self.not_finite = max(self.not_finite, state.not_finite)
         if self.planned.case.static is not None or precisions.get(self.planned.case.precision).whole_layers:
             self.scales = worker.within(self.limits.numbers(self.planned.work)).scales(self.key)
 
@@ -236,16 +235,16 @@ class MeasuredArm:
         Of several states any is asked: none knows that it is another that is.
         """
         work, case = self.planned.work, self.planned.case
-        found: dict[str, Any] = {}
+        counts: dict[str, Any] = {}
         if work.setup_seconds or case.ranks > 1:
-            return found
+            return counts
         bench, key = worker.within(self.limits.numbers(work)), random.choice([self.key, *self.more_keys])
         with suppress(WorkerFault):
-            found["late_flops"] = bench.late_flops(key)
+            counts["late_flops"] = bench.late_flops(key)
         with suppress(WorkerFault):
             if why := bench.told_apart(key, self.calls, self.discard):
-                found["effect"] = StepEffect(False, why)
-        return found
+                counts["effect"] = StepEffect(False, why)
+        return counts
 
     def release(self, worker: Worker) -> ArmFailed | None:
         """Give the states back; what they leave running spoils everything that comes after it in that process."""

@@ -229,18 +229,16 @@ class CapacityPass:
             facts = self._facts[outcome.planned.case.device]
             batches = _OfCase(outcome.planned, facts, self._worker, self._limits, self._observer, self._rule)
             room = self._rule.limit or facts.memory_bytes
-            found = BatchSearch(batches, self._rule.limit, room, self._worker.restart).found()
-            if outcome.planned.support.level is Level.EMULATED and found.batch:
-                found = replace(found, on_device=batches.on_device(found.batch, found.grain, room))
-            outcome.note(capacity=found)
+            capacity = BatchSearch(batches, self._rule.limit, room, self._worker.restart).found()
+            if outcome.planned.support.level is Level.EMULATED and capacity.batch:
+                capacity = replace(capacity, on_device=batches.on_device(capacity.batch, capacity.grain, room))
+            outcome.note(capacity=capacity)
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             self._worker.restart()  # who counts on a GPU may stay attached to a process, and would slow its launches
 
 
 @dataclass(frozen=True)
 class _OfCase(Batches):
-    """Those of a planned case, which is planned anew with each."""
-
     _planned: PlannedCase
     _facts: DeviceFacts
     _worker: Worker

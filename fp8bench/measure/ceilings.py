@@ -15,7 +15,6 @@ from fp8bench.model.run import is_on
 from fp8bench.registry import precisions
 
 VARIABLE = "FP8BENCH_CEILINGS"
-# The word for whole ceilings in the place of a suite's name.
 # For all of a device's in a quick look, once a machine; and for whole ones, which is asked for and takes its time.
 SECONDS = 2.0
 WHOLE_SECONDS = 30.0
@@ -79,7 +78,7 @@ def whole_ceilings(
     return Ceilings(tuple(rates), device=device.name)
 
 
-def pieces_of(found: Ceilings) -> tuple[int, int]:
+def pieces_of(ceilings: Ceilings) -> tuple[int, int]:
     """How many pieces of whole ceilings are measured, and of how many; of a rate that could not be there are none."""
-    wanted: list[Rate] = [rate for rate in found.rates if not rate.why]
+    wanted: list[Rate] = [rate for rate in ceilings.rates if not rate.why]
     return sum(bool(rate.shape) + len(rate.runs) for rate in wanted), (RUNS + 1) * len(wanted)

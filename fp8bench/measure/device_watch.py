@@ -17,8 +17,8 @@ from typing import Any
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.sensors.energy import SUMMARIES
-from fp8bench.measure.sensors.host import CLOCK
 from fp8bench.measure.sensors.looks import Looks
+from fp8bench.measure.sensors.rapl import CLOCK
 from fp8bench.model import DeviceWatch
 from fp8bench.model.readings import Reading, Readings, grown, reasons_of
 from fp8bench.model.run import is_on
@@ -105,7 +105,7 @@ class Watch:
     def end(self) -> None:
         self._counted = grown(self._before, self._device.violations())
         self._seconds = self._clock() - self._begun
-        self._sharing = max(self._sharing, self._others(), key=lambda found: found.get("others", 0))
+        self._sharing = max(self._sharing, self._others(), key=lambda sharing: sharing.get("others", 0))
 
     def _others(self) -> dict[str, int]:
         """How many processes beside the worker have work there, and their bytes, as far as the driver says."""
@@ -115,17 +115,16 @@ class Watch:
         return {name: int(reading.number) for name, reading in read.items() if isinstance(reading, Reading)}
 
     def seen(self, arm: MeasuredArm) -> DeviceWatch:
-        """What there was to be seen of one arm; after `end`."""
         looks = self._looks.get(arm.key, [])
         held = {name: read.number for name, read in self._counted.items() if isinstance(read, Reading)}
         known = {
             name: [read.number for look in looks if isinstance(read := look[of], Reading)]
             for name, (of, _) in SUMMARIES.items()
         }
-        found: dict[str, Any] = {
+        summary: dict[str, Any] = {
             name: how(known[name]) if known[name] else None for name, (_, how) in SUMMARIES.items()
         }
-        found["sm_clock"] = arm.timing().clock
+        summary["sm_clock"] = arm.timing().clock
         return DeviceWatch(
             looks=len(looks),
             seconds=self._seconds,
@@ -135,5 +134,5 @@ class Watch:
             others=self._sharing.get("others"),
             others_memory=self._sharing.get("others_memory"),
             slices=max(0, self._device.shared_by - 1),
-            **found,
+            **summary,
         )

@@ -16,9 +16,8 @@ from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, Quantisers, guarding
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.ceilings import ceiling_of
-from fp8bench.measure.counting_worker import CountingWorker
 from fp8bench.measure.device_watch import Settler, Watch
-from fp8bench.measure.handle import Worker
+from fp8bench.measure.handle import CountingWorker, Worker
 from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
 from fp8bench.measure.replays import ReplayPass
@@ -167,7 +166,7 @@ class GroupMeasurement:
         if planned in alive or not alive:
             return planned if planned in alive else None
         native = [outcome for outcome in alive if outcome.planned.support.level is Level.NATIVE]
-        return min(native or alive, key=lambda one: precisions.get(one.planned.case.precision).rank)
+        return min(native or alive, key=lambda case_outcome: precisions.get(case_outcome.planned.case.precision).rank)
 
     def _time(self) -> str:
         """All sessions of the group; 'again' if a fault means that it must start over."""
@@ -264,9 +263,9 @@ class GroupMeasurement:
         """The device's time of steps without their launches, last of all: states are not as they were afterwards."""
         arms = [arm for arm in session.arms if arm is not session.control]
         due = [arm for arm in arms if arm.queues and self._of(arm).draft.replays is None]
-        found = ReplayPass(self._seed, self._telling("replaying steps")).measure(due, self._worker)
+        replays = ReplayPass(self._seed, self._telling("replaying steps")).measure(due, self._worker)
         for arm in due:
-            self._of(arm).note(replays=found[arm.key])
+            self._of(arm).note(replays=replays[arm.key])
 
     def _warm_up(self, first: MeasuredArm, device: Looks) -> Settling | None:
         """The reference runs until its device has settled; an emulation's time is no speed."""
@@ -297,11 +296,11 @@ class GroupMeasurement:
         due = [(outcome, arm) for outcome, arm in measured if not (outcome.draft.energy or outcome.draft.sustained)]
         doing = "running for seconds" if rule.turn_seconds else "measuring energy"
         windows = WindowPass(self._meter, rule, self._seed, self._telling(doing))
-        found = windows.measure([arm for _, arm in due], self._worker)
+        results = windows.measure([arm for _, arm in due], self._worker)
         for outcome, arm in due:
-            outcome.note(energy=found[arm.key].use if rule.energy else None, sustained=tuple(found[arm.key].turns))
+            outcome.note(energy=results[arm.key].use if rule.energy else None, sustained=tuple(results[arm.key].turns))
         if rule.phases:
-            due = [(outcome, arm) for outcome, arm in due if found[arm.key].windows]
+            due = [(outcome, arm) for outcome, arm in due if results[arm.key].windows]
             phases = WindowPass(self._meter, rule, self._seed + 2, self._telling("measuring energy of phases"))
             parts, limits = phases.phases([arm for _, arm in due], self._worker), self._meter.power_limits()
             for outcome, arm in due:

@@ -7,7 +7,10 @@ ProcessWorker runs the bench in a process of its own; LocalWorker runs the same 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -88,7 +91,6 @@ class Worker(ABC):
         self.close()
 
     def within(self, seconds: float) -> AskedBench:
-        """The bench, each of whose answers is waited for so long."""
         return cast(AskedBench, _Asked(self, seconds))
 
     def probe(self) -> tuple[DeviceFacts, ...]:
@@ -101,7 +103,6 @@ class Worker(ABC):
         return self.within(HANG_SECONDS).modules_under(str(folder))
 
     def release(self, key: str) -> tuple[str, ...]:
-        """Forget a state; returns the names of what it leaves running."""
         return self.within(HANG_SECONDS).release(key)
 
 
@@ -251,3 +252,58 @@ def _numbered(answer: Any) -> tuple[int, tuple[Any, ...]]:
         case (int(number), ("ok", _) | ("fault", str(), str(), str(), bool()) as reply):
             return number, reply
     raise Unreadable(f"it is {str(answer)[:60]!r}")
+
+
+SOURCE = Path(__file__).with_name("allocator_probe.c")
+_COMPILERS = ("cc", "gcc", "clang")
+_SECONDS = 60.0
+
+
+class CountingWorker(ProcessWorker):
+    """A worker under the probe; `why` says why it is under none."""
+
+    def __init__(self, settings: Settings, probe: Path | None, why: str = "") -> None:
+        super().__init__(settings)
+        self.why = why
+        self._probe = probe
+
+    def _environment(self) -> dict[str, str]:
+        environment = super()._environment()
+        if self._probe is not None:
+            ahead = [str(self._probe), *environment.get("LD_PRELOAD", "").split()]
+            environment["LD_PRELOAD"] = " ".join(ahead)
+        return environment
+
+
+@contextmanager
+def counting_worker(settings: Settings) -> Iterator[CountingWorker]:
+    with tempfile.TemporaryDirectory(prefix="fp8bench-probe-") as folder:
+        probe = built(Path(folder))
+        why = probe if isinstance(probe, str) else ""
+        worker = CountingWorker(settings, None if isinstance(probe, str) else probe, why)
+        try:
+            yield worker
+        finally:
+            worker.close()
+
+
+def built(folder: Path, system: str = sys.platform) -> Path | str:
+    if system != "linux":
+        return f"calls of the allocator are counted on Linux, and this is {system}"
+    named = os.environ.get("CC", "").split()[:1]
+    compiler = next((found for name in (*named, *_COMPILERS) if (found := shutil.which(name))), None)
+    if compiler is None:
+        return "calls of the allocator are counted by a library that a C compiler makes, and there is none: install gcc"
+    made = folder / "allocator_probe.so"
+    command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-ldl"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{compiler} made no probe of the allocator: {error}"
+    if done.returncode:
+        words = next((line for line in done.stderr.splitlines() if "error" in line), "it does not say why")
+        return f"{compiler} made no probe of the allocator: {words[:200]}"
+    return made

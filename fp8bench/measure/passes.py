@@ -60,14 +60,12 @@ class CaseOutcome:
         self.draft = replace(self.draft, **known)
 
     def forget(self) -> None:
-        """Whatever was measured, which begins again; not why it failed."""
         failed = self.draft
         self.__post_init__()
         self.note(detail=failed.detail, failed_rank=failed.failed_rank)
 
     @property
     def may_fit(self) -> bool:
-        """Whether it would run with a batch that is small enough."""
         return self.planned.support.level is not Level.REFUSED and self.failure in ("", OUT_OF_MEMORY)
 
     def record(self, is_reference: bool, left_out: str = "") -> Record:
@@ -79,7 +77,6 @@ class CaseOutcome:
         return replace(draft, timing=None, scales=(), energy=None, watch=None, replays=None, sustained=(), fresh=None)
 
     def refuse(self, why: str) -> None:
-        """What the plan believed of its device is not so: it does not run."""
         support = Support(Level.REFUSED, why)
         self.planned = replace(self.planned, support=support, skip=why)
         self.note(support=support)
@@ -90,7 +87,6 @@ class CaseOutcome:
         self.note(detail=cause.trace if isinstance(cause, WorkerFault) else "", failed_rank=failed)
 
     def lacks(self, why: str) -> None:
-        """Something about it could not be had, which does not fail it."""
         self.note(detail="; ".join(filter(None, (self.draft.detail, why))))
 
 
@@ -177,8 +173,8 @@ class Passes:
                     continue
                 wrong = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
                 outcome.failure = f"its numbers are not finite: {', '.join(wrong)}" if wrong else ""
-                found = (Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
-                outcome.note(measurements=(*outcome.draft.measurements, *found))
+                measurements = (Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
+                outcome.note(measurements=(*outcome.draft.measurements, *measurements))
 
     def transfers(self, outcomes: Sequence[CaseOutcome]) -> None:
         """What steps of several ranks move, and how far that hides; cases of one rank are not asked."""
@@ -195,8 +191,8 @@ class Passes:
         """What steps ask of allocators and of the processor; `unprobed` says why the worker has no probe."""
         for outcome in outcomes:
             with self._asking(outcome, "counting allocations", "counters") as (bench, case, facts):
-                found, whys = bench.counters(case, facts, unprobed)
-                outcome.note(measurements=(*outcome.draft.measurements, *found))
+                measurements, whys = bench.counters(case, facts, unprobed)
+                outcome.note(measurements=(*outcome.draft.measurements, *measurements))
                 for why in whys:
                     outcome.lacks(why)
         self.leave_gpus(outcomes)
@@ -215,14 +211,14 @@ class Passes:
             with self._asking(outcome, "measuring memory", "peak memory") as (bench, case, facts):
                 key = f"memory of {case.id}" if device is not None else ""
                 # Unasked for, a worker of another tree's is given what it has always been given.
-                found = bench.memory(case, facts, key) if leaks else bench.memory(case, facts, key, False)
+                use = bench.memory(case, facts, key) if leaks else bench.memory(case, facts, key, False)
                 if device is not None:
-                    found = self._seen_from_outside(found, device)
+                    use = self._seen_from_outside(use, device)
                     self._worker.release(key)
-                if isinstance(found, str):
-                    outcome.lacks(f"no peak memory: {found}")
+                if isinstance(use, str):
+                    outcome.lacks(f"no peak memory: {use}")
                     continue
-                outcome.note(memory=found, measurements=(*outcome.draft.measurements, *_peaks(found)))
+                outcome.note(memory=use, measurements=(*outcome.draft.measurements, *_peaks(use)))
         # torch's profiler was on in it, and nobody knows that it leaves no trace
         self.leave_gpus(
             [case_outcome for case_outcome in outcomes if case_outcome.draft.effect or case_outcome.draft.memory]
@@ -241,15 +237,15 @@ class Passes:
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             self._worker.restart()
 
-    def _seen_from_outside(self, found: MemoryUse | str, device: Looks) -> MemoryUse | str:
+    def _seen_from_outside(self, use: MemoryUse | str, device: Looks) -> MemoryUse | str:
         """With what the driver counts for the worker's process, or why it counts nothing."""
         pid = self._worker.pid
-        if isinstance(found, str) or pid is None:
-            return found
+        if isinstance(use, str) or pid is None:
+            return use
         read = device.process_memory(pid)
         if isinstance(read, Reading):
-            return replace(found, process=int(read.number))
-        return replace(found, why="; ".join(filter(None, (found.why, f"no memory of the process: {read.reason}"))))
+            return replace(use, process=int(read.number))
+        return replace(use, why="; ".join(filter(None, (use.why, f"no memory of the process: {read.reason}"))))
 
     @contextmanager
     def _asking(

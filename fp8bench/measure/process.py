@@ -78,7 +78,6 @@ class WorkerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End it now, whatever it does, and what it has left behind."""
         # What belongs to the session: the worker, its warden, and what a workload has started and left behind.
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or (macOS) only the dead are
             os.killpg(self._popen.pid, signal.SIGKILL)

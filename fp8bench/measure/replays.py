@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.orders import Orders
+from fp8bench.measure.rounds import Orders
 from fp8bench.measure.slots import filling_of
 from fp8bench.model import UNATTRIBUTED, Replays, Segments, SlotSample, Timing
 from fp8bench.protocols.axes import ROTATING
@@ -34,7 +34,6 @@ class ReplayPass:
     _tell: Callable[[MeasuredArm, float], None]
 
     def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, Replays]:
-        """By the key of the arm; a case that fails here keeps all else."""
         whys = {arm.key: self._capture(arm, worker) for arm in arms}
         able = [arm for arm in arms if not whys[arm.key]]
         slots: dict[str, list[SlotSample]] = {arm.key: [] for arm in able}
@@ -48,10 +47,10 @@ class ReplayPass:
                     worker.restart()
                     ended = f"{arm.planned.case.mode} ended the replays: {cause}"
                     return {key: Replays(why=why or ended) for key, why in whys.items()}
-        found = {arm.key: self._checked(arm, worker, slots[arm.key]) for arm in able}
+        checked = {arm.key: self._checked(arm, worker, slots[arm.key]) for arm in able}
         if len(able) < len(arms):
             worker.restart()  # nobody knows what a capture that failed leaves in a process
-        return {arm.key: found.get(arm.key) or Replays(why=whys[arm.key]) for arm in arms}
+        return {arm.key: checked.get(arm.key) or Replays(why=whys[arm.key]) for arm in arms}
 
     def _capture(self, arm: MeasuredArm, worker: Worker) -> str:
         """Why its step cannot be replayed; '' where it can."""

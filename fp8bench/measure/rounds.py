@@ -1,8 +1,8 @@
 """The referee: rounds over the arms of a group, until the question is answered.
 
-A round runs every arm's slot once, in an order that is random and balanced (`orders`). The reference is entered twice,
-with tensors of its own, so that every group carries its A/A control. An arm leaves when its question is answered;
-emulated arms get a few fixed rounds, since their time is no speed.
+A round runs every arm's slot once, in an order that is random and balanced. The reference is entered twice, with
+tensors of its own, so that every group carries its A/A control. An arm leaves when its question is answered; emulated
+arms get a few fixed rounds, since their time is no speed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,52 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from fp8bench.measure.arm import ArmFailed, MeasuredArm, Quantisers, Tell, guarding
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.orders import Orders
 from fp8bench.model import Fresh, Timing
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_CANDIDATES, StoppingRule
+
+T = TypeVar("T")
+
+
+class Orders(Generic[T]):
+    """The orders of rounds, by blocks: of so many rounds as there are arms, each arm is in every place once.
+
+    A block ends where other arms take turns than before: those who stay begin a block of their own, so that what one
+    that leaves had left over puts nobody more than one round out of balance.
+    """
+
+    def __init__(self, draw: random.Random) -> None:
+        self._draw = draw
+        self._arms: list[T] = []
+        self._left: list[list[int]] = []
+
+    def next(self, arms: Sequence[T]) -> list[T]:
+        if not arms:  # all have failed, or none has a phase of its own
+            return []
+        if not self._left or self._arms != list(arms):
+            self._arms = list(arms)
+            self._left = self._block(len(arms))
+        return [arms[place] for place in self._left.pop()]
+
+    def _block(self, count: int) -> list[list[int]]:
+        """Williams' square with names dealt out at random, its rows in random order.
+
+        Each row is a zigzag (0, 1, -1, 2, -2, ...) from another start. Its steps are all different, so that with an
+        even number of arms each follows each other one exactly once. With an odd number no square does that, and the
+        mirrored rows, as a second block, make it twice each.
+        """
+        names = list(range(count))
+        self._draw.shuffle(names)
+        zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
+        rows = [[names[(start + step) % count] for step in zigzag] for start in range(count)]
+        mirrored = [row[::-1] for row in rows] if count % 2 else []
+        for block in (rows, mirrored):
+            self._draw.shuffle(block)
+        return [*mirrored, *rows]
+
 
 # Refilling a cache of some megabytes takes a fraction of a millisecond: of longer steps it is below the band.
 WARMED_BELOW_SECONDS = 100e-3

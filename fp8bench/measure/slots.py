@@ -106,7 +106,6 @@ def segment(
 
 
 def by_phase(codes: Sequence[int]) -> Segmentation:
-    """One cell a phase, for steps whose marks vary from call to call."""
     segments = Segments(CELL_PHASES, (0,) * len(CELL_PHASES))
     return Segmentation(tuple(codes), tuple(codes), segments)
 

@@ -17,11 +17,10 @@ from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.device_watch import Settler
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.orders import Orders
-from fp8bench.measure.sensors.energy import Energy
+from fp8bench.measure.rounds import Orders
+from fp8bench.measure.sensors.energy import Energy, SourceKind
 from fp8bench.measure.sensors.mean_power import SHORTEST
 from fp8bench.measure.sensors.meter import CAP, Meter
-from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.model import PHASES, EnergyUse, EnergyWindow, Group, Level, PhaseEnergy, Request, SustainedTurn
 from fp8bench.model.raw import RawReplay
 from fp8bench.model.readings import Reading, Unavailable
@@ -56,7 +55,6 @@ class WindowRule:
 
     @property
     def settling_seconds(self) -> float:
-        """The longest that a device may take to settle before a turn."""
         return max(self.turn_seconds, 3 * STRETCH)
 
     @property
@@ -110,7 +108,7 @@ class WindowsFound:
             for unavailable in (before, after)
             if isinstance(unavailable, Unavailable)
         ]
-        idle_before, idle_after = (one.watts if isinstance(one, Energy) else None for one in (before, after))
+        idle_before, idle_after = (energy.watts if isinstance(energy, Energy) else None for energy in (before, after))
         return EnergyUse(source, tuple(self.windows), idle_before, idle_after, self.why)
 
 
@@ -130,29 +128,29 @@ class WindowPass:
 
     def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, WindowsFound]:
         """What was found of each arm, by its key. A case that fails here keeps its time: only this has a reason."""
-        found = {arm.key: WindowsFound() for arm in arms}
+        results = {arm.key: WindowsFound() for arm in arms}
         metered = self._meter.kind is not SourceKind.NONE
         if not metered and not self._rule.turn_seconds:
-            for of_arm in found.values():
+            for of_arm in results.values():
                 of_arm.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
-            return found
+            return results
         source = self._meter.kind.value
         for arm in arms:
             if arm.cache == COLD:
-                found[arm.key].use = EnergyUse(source, why=_FLUSHED)
+                results[arm.key].use = EnergyUse(source, why=_FLUSHED)
         arms = [arm for arm in arms if arm.cache != COLD]
         if not arms:
-            return found
+            return results
         before = self._meter.idle(self._rule.idle_seconds) if metered else None
-        each = {(arm.key, ""): found[arm.key] for arm in arms}
+        each = {(arm.key, ""): results[arm.key] for arm in arms}
         self._in_turns([(arm, "") for arm in arms], each, worker, self._window, "{mode} ended the windows: {cause}")
         after = self._meter.idle(self._rule.idle_seconds) if metered else None
-        for of_arm in (found[arm.key] for arm in arms):
+        for of_arm in (results[arm.key] for arm in arms):
             if before is None or after is None:
                 of_arm.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             else:
                 of_arm.use = replace(of_arm.concluded(source, before, after), power_limits=self._meter.power_limits())
-        return found
+        return results
 
     def phases(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, tuple[PhaseEnergy, ...]]:
         """Those of each arm's phases by themselves, by its key, in the order that its steps have them; in the same
@@ -161,19 +159,19 @@ class WindowPass:
         One that cannot be done by itself, or whose numbers are spoilt by it, has a reason instead.
         """
         turns = [(arm, phase) for arm in arms for phase in dict.fromkeys(arm.timing().segments.phases)]
-        found = {(arm.key, phase): WindowsFound() for arm, phase in turns}
-        self._in_turns(turns, found, worker, self._phase_window, "{phase} of {mode} ended this: {cause}")
+        results = {(arm.key, phase): WindowsFound() for arm, phase in turns}
+        self._in_turns(turns, results, worker, self._phase_window, "{phase} of {mode} ended this: {cause}")
         return {
             arm.key: tuple(
                 PhaseEnergy(phase, tuple(windows_found.windows), windows_found.why)
-                for (key, phase), windows_found in found.items()
+                for (key, phase), windows_found in results.items()
                 if key == arm.key
             )
             for arm in arms
         }
 
     def _in_turns(
-        self, every: Sequence[Turn], found: Mapping[tuple[str, str], WindowsFound], worker: Worker,
+        self, every: Sequence[Turn], results: Mapping[tuple[str, str], WindowsFound], worker: Worker,
         window: Callable[[MeasuredArm, str, Worker, WindowsFound], None], ended: str,
     ) -> None:  # fmt: skip
         """All of them once a round of windows, an emulation in the first alone, in orders that are random and balanced.
@@ -185,16 +183,16 @@ class WindowPass:
         for place, (arm, phase) in enumerate(turns):
             self._tell(arm, place / len(turns))
             try:
-                window(arm, phase, worker, found[arm.key, phase])
+                window(arm, phase, worker, results[arm.key, phase])
             except WorkerError as cause:
                 # Whatever it was, the states of all may be gone: the windows that are there have to do.
                 worker.restart()
                 why = ended.format(mode=arm.planned.case.mode, phase=phase, cause=cause)
                 for left, name in turns[place:]:
-                    found[left.key, name].reasons.append(why)
+                    results[left.key, name].reasons.append(why)
                 return
 
-    def _window(self, arm: MeasuredArm, phase: str, worker: Worker, found: WindowsFound) -> None:
+    def _window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowsFound) -> None:
         """One window of one arm, after it has run for a while; what is no longer finite does not count."""
         turn_seconds = 0.0 if arm.emulated else self._rule.turn_seconds
         steps = max(1, round(CHUNK_SECONDS / arm.step_seconds))
@@ -209,23 +207,23 @@ class WindowPass:
         wrong = worker.within(arm.limits.numbers(arm.planned.work)).check(arm.key).wrong
         energy = window.energy
         if wrong:
-            found.reasons.append(f"after {done} more steps: {wrong}")
+            result.reasons.append(f"after {done} more steps: {wrong}")
             return
         if isinstance(energy, Unavailable):
-            found.reasons.append(energy.reason)
+            result.reasons.append(energy.reason)
         else:
-            found.windows.append(_kept_window(energy, done))
+            result.windows.append(_kept_window(energy, done))
         if turn_seconds:
             watts = energy.watts if isinstance(energy, Energy) else None
             hertz = clock.number if isinstance(clock, Reading) else None
-            found.turns.append(SustainedTurn(steps, tuple(seconds), settling, hertz, watts))
+            result.turns.append(SustainedTurn(steps, tuple(seconds), settling, hertz, watts))
 
-    def _phase_window(self, arm: MeasuredArm, phase: str, worker: Worker, found: WindowsFound) -> None:
-        if found.reasons:
+    def _phase_window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowsFound) -> None:
+        if result.reasons:
             return  # it would say the same again
         held = _held(arm, phase, worker)
         if held.why:
-            found.reasons.append(held.why)
+            result.reasons.append(held.why)
             return
         times = max(1, round(CHUNK_SECONDS / max(held.seconds, 1e-7)))
         limit, chunks, seconds = arm.limits.slot(held.seconds, times), 0, 0.0
@@ -236,9 +234,9 @@ class WindowPass:
         wrong = worker.within(limit).drop_phase(arm.key)
         energy = window.energy
         if wrong or isinstance(energy, Unavailable):
-            found.reasons.append(wrong or str(energy))
+            result.reasons.append(wrong or str(energy))
         else:
-            found.windows.append(_kept_window(energy, times * chunks))
+            result.windows.append(_kept_window(energy, times * chunks))
 
     def _settled(self, arm: MeasuredArm, worker: Worker, turn_seconds: float) -> Settling | None:
         """The case runs ahead of its window: before a turn until the device has settled, or for half a turn blindly."""
@@ -252,7 +250,6 @@ class WindowPass:
 
 
 def _held(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
-    """The phase, done for a while by now; or why it is not."""
     static = arm.planned.case.static
     if arm.cache == ROTATING:
         return RawReplay(why="its states rotate, and a phase done again would find its own in the caches")

@@ -29,9 +29,9 @@ def recorded(work: Callable[[], None], kind: str) -> list[dict[str, Any]]:
     """The events of some work on a device of that kind, of which torch has a profiler, or else of the host."""
     from torch.profiler import profile
 
-    with quiet(), profile(activities=activities_of(kind), acc_events=True) as one:
+    with quiet(), profile(activities=activities_of(kind), acc_events=True) as profiler:
         work()
-    return list(exported(one)["traceEvents"])
+    return list(exported(profiler)["traceEvents"])
 
 
 def activities_of(kind: str) -> list[Any]:
@@ -60,11 +60,11 @@ def calls_operators(work: Callable[[], None]) -> bool | None:
     """
     from torch.autograd.profiler import profile
 
-    one = profile(use_kineto=True)
+    profiler = profile(use_kineto=True)
     with quiet():
-        one.__enter__()  # type: ignore[no-untyped-call]
+        profiler.__enter__()  # type: ignore[no-untyped-call]
     try:
         work()
     finally:
-        one.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    return None if one.kineto_results is None else bool(one.kineto_results.experimental_event_tree())
+        profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    return None if profiler.kineto_results is None else bool(profiler.kineto_results.experimental_event_tree())

@@ -59,7 +59,7 @@ Event = Sized | Note
 
 
 @dataclass
-class _Block:
+class _HeldStretch:
     """An allocation on its way: events by their number in the stream, pieces of phases by theirs."""
 
     address: int
@@ -85,13 +85,13 @@ class _Stretch:
     """
 
     def __init__(self) -> None:
-        self.blocks: list[_Block] = []
+        self.blocks: list[_HeldStretch] = []
         self.backwards: list[int] = []
         self.peak: int | None = None
         self.at = 0
         self.phases: dict[str, int] = {}
         self.begun: int | None = None
-        self._held: dict[int, _Block] = {}
+        self._held: dict[int, _HeldStretch] = {}
         self._now = 0
         self._phase = ""
         self._piece = 0
@@ -124,7 +124,7 @@ class _Stretch:
         if change.address in self._held:
             self._end(change.address, number, change.node)
         if change.size > 0:
-            block = _Block(change.address, change.size, self._phase, number, self._piece, change.node)
+            block = _HeldStretch(change.address, change.size, self._phase, number, self._piece, change.node)
             self._held[change.address] = block
             self.blocks.append(block)
             self._now += change.size
@@ -230,7 +230,7 @@ def course(events: Iterable[Event]) -> MemoryCourse | None:
     return MemoryCourse(stretch.peak, held, phases, on_device=on_device, forward=forward)
 
 
-def _as_held(block: _Block, backwards: Sequence[int]) -> HeldBlock:
+def _as_held(block: _HeldStretch, backwards: Sequence[int]) -> HeldBlock:
     following = bisect_right(backwards, block.born)
     came = following < len(backwards) and (block.gone is None or block.gone > backwards[following])
     inside = bool(block.phase)
@@ -242,14 +242,14 @@ def _as_held(block: _Block, backwards: Sequence[int]) -> HeldBlock:
 
 def live_at_turns(events: Iterable[Event]) -> list[int]:
     """Bytes that are held at each turn, beyond what was at the beginning."""
-    live, found = 0, []
+    live, turns = 0, []
     for event in events:
         match event:
             case Sized():
                 live += event.size
             case Begun():
-                found.append(live)
-    return found
+                turns.append(live)
+    return turns
 
 
 # The profiler's names for an allocation or a release and for a node of a backward pass, and ours for what we say.
@@ -274,15 +274,14 @@ class AllocationStream:
         self._whole = ExitStack()
 
     def start(self, alone: bool = True) -> None:
-        """Listen from here on; `alone` from the beginning."""
         # Not torch.profiler's, which imports torch's compiler first: 1.4 s.
         from torch.autograd.profiler import profile, record_function
 
         self._notes = []
-        one = profile(use_kineto=True, profile_memory=True)
+        profiler = profile(use_kineto=True, profile_memory=True)
         with quiet():
-            one.__enter__()  # type: ignore[no-untyped-call]
-        self._profile = one
+            profiler.__enter__()  # type: ignore[no-untyped-call]
+        self._profile = profiler
         self._whole.enter_context(record_function("fp8bench: whole"))
         if alone:
             self.alone()
@@ -309,16 +308,18 @@ class AllocationStream:
 
     def stop(self) -> list[Event] | None:
         """Listen no more: what was heard, in the order of time; None if nothing can be said. Safe after exceptions."""
-        one, self._profile = self._profile, None
-        if one is None:
+        profiler, self._profile = self._profile, None
+        if profiler is None:
             return None
         self._whole.close()
-        one.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if one.kineto_results is None:
+        profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if profiler.kineto_results is None:
             return None
         events: list[Event] = []
         # Stable: what happened within one tick of the clock stays in the order in which it was told.
-        for _, name, fields, node in sorted(_told(one.kineto_results.experimental_event_tree()), key=itemgetter(0)):
+        for _, name, fields, node in sorted(
+            _told(profiler.kineto_results.experimental_event_tree()), key=itemgetter(0)
+        ):
             if name != _CHANGE:
                 events.append(self._notes[int(name.removeprefix(_NOTE))])
             elif str(fields.device) in self._devices:

@@ -150,8 +150,8 @@ class AllocatorMeter(MemoryMeter):
         return replace(most, held=seen.held, on_device=seen.on_device, forward=seen.forward)
 
     def _live(self) -> frozenset[int]:
-        mine = (one for one in self._backend.memory_snapshot() if one["device"] == self._index)
-        blocks = (block for one in mine for block in one["blocks"])
+        mine = (segment for segment in self._backend.memory_snapshot() if segment["device"] == self._index)
+        blocks = (block for segment in mine for block in segment["blocks"])
         return frozenset(block["address"] for block in blocks if block["state"] == "active_allocated")
 
     def _leave(self) -> None:

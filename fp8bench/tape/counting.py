@@ -88,18 +88,17 @@ class Traffic:
 
     @property
     def moves(self) -> bool:
-        """Whether a kernel is needed for it."""
         return bool(self.read or self.written)
 
     def by_dtype(self) -> dict[Any, int]:
         """Bytes by the dtypes of the tensors; what is read and written counts twice."""
-        found: dict[Any, int] = {}
+        sizes: dict[Any, int] = {}
         for side in (self.read, self.written):
             each = {(tensor.storage, tensor.offset, elements_of(tensor)): tensor for tensor in side}
             for tensor in each.values():
                 size = min(bytes_of(tensor), self._least.get(id(tensor), bytes_of(tensor)))
-                found[tensor.dtype] = found.get(tensor.dtype, 0) + size
-        return found
+                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + size
+        return sizes
 
     def _overwrites(self, call: Call, keyword: bool) -> bool:
         ours = self._name.startswith("fp8bench::")
@@ -108,15 +107,14 @@ class Traffic:
         return ours or keyword or self._name in _OVERWRITE or put
 
     def _limit(self, arguments: dict[str, Any], made: list[TensorSeen]) -> None:
-        """Of a table of which some rows are taken, or written, those."""
         if (source := _PICK.get(self._name)) and made:
-            for one in tensors_in(arguments.get(source)):
-                self._least[id(one)] = elements_of(made[0]) * one.dtype.itemsize
+            for tensor in tensors_in(arguments.get(source)):
+                self._least[id(tensor)] = elements_of(made[0]) * tensor.dtype.itemsize
         if source := _PUT.get(self._name):
             count = sum(map(elements_of, tensors_in(arguments.get(source))))
-            for one in tensors_in(arguments["self"]):
+            for tensor in tensors_in(arguments["self"]):
                 if count:
-                    self._least[id(one)] = count * one.dtype.itemsize
+                    self._least[id(tensor)] = count * tensor.dtype.itemsize
 
 
 _WORDS = {
@@ -135,7 +133,7 @@ def word_of(dtype: Any) -> str:
 
 def counted(calls: Iterable[Call], tf32: bool = False) -> Tape:
     """The tape of a step. With `tf32` a GPU multiplies float32 tensors in that."""
-    found: Counter[OperatorCount] = Counter()
+    rows: Counter[OperatorCount] = Counter()
     sums: dict[str, PhaseCount] = {}
     room = _Room()
     for call in calls:
@@ -150,9 +148,9 @@ def counted(calls: Iterable[Call], tf32: bool = False) -> Tape:
             tuple(_words((call.given, tuple(call.named.values())))), tuple(_words(call.result)), 1,
             flops, sum(by_dtype.values()), _path(call, argument, tf32) if flops else "", int(traffic.moves),
         )  # fmt: skip
-        found[operator] += 1
+        rows[operator] += 1
         sums[call.phase] = _added(sums.get(call.phase, PhaseCount(call.phase)), operator, by_dtype)
-    operators = tuple(replace(operator_count, calls=count) for operator_count, count in found.items())
+    operators = tuple(replace(operator_count, calls=count) for operator_count, count in rows.items())
     return Tape(operators, tuple(sums[phase] for phase in CELL_PHASES if phase in sums), room.unwritten)
 
 
@@ -165,7 +163,6 @@ class _Room:
 
     @property
     def unwritten(self) -> int:
-        """How often such memory was read, or is left behind."""
         return self._strange + len(self._empty)
 
     def see(self, traffic: Traffic) -> None:

@@ -22,8 +22,8 @@ from fp8bench.errors import UsageError
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.nn.holders import CONV2D, EXPERTS, Held, Stacked
 from fp8bench.tape.formulas import Named, Product, convolved, convolved_back, flops_of
-from fp8bench.tape.module_paths import RunningModules
 from fp8bench.tape.recorder import Call, OperatorTape, arguments_of, name_of, tensors_in
+from fp8bench.tape.timed_calls import RunningModules
 
 # FLOPs of two steps that differ by less are those of steps alike: what is dealt out to experts moves with the weights.
 _ALIKE, _NAMED = 0.05, 3
@@ -123,9 +123,7 @@ class _HeldModules(RunningModules[_Place]):
         super()._leave(module, given, result)
 
 
-class _Places(OperatorTape):  # type: ignore[no-untyped-call]
-    """A tape that knows where each of its calls ran."""
-
+class _PlacedTape(OperatorTape):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module, held: Sequence[Held]) -> None:
         super().__init__()
         self.modules = _HeldModules(model, held)
@@ -151,27 +149,27 @@ def coverage_of(
     """
     before = dict(model.named_parameters())
     tape, second = _followed(model, held, step), _followed(model, held, step)
-    found = _CoveredSums(model, tape)
+    sums = _CoveredSums(model, tape)
     for call, place, node in zip(tape.calls, tape.places, tape.nodes, strict=True):
-        found.add(call, place, node)
-    if not found.flops and not found.others:
+        sums.add(call, place, node)
+    if not sums.flops and not sums.others:
         raise UsageError(f"a step of {type(model).__name__} multiplies no matrices: there is nothing to convert")
-    holders = (_holder(one, found, tape, multiple) for one in held)
-    others = sorted(found.others.values(), key=lambda other: -(other.flops or 0))
+    holders = (_holder(weight, sums, tape, multiple) for weight in held)
+    others = sorted(sums.others.values(), key=lambda other: -(other.flops or 0))
     kept = (holder for holder in holders if holder.rule != _NO_PRODUCT)
     made = [name for name, _ in model.named_parameters() if name not in before]
     remarks = [_MADE.format(_some(made))] if made else _unlike(tape, second)
-    return Coverage(tuple(kept), tuple(others), found.flops, loss, tuple(remarks))
+    return Coverage(tuple(kept), tuple(others), sums.flops, loss, tuple(remarks))
 
 
-def _followed(model: nn.Module, held: Sequence[Held], step: Callable[[], object]) -> _Places:
-    tape = _Places(model, held)
+def _followed(model: nn.Module, held: Sequence[Held], step: Callable[[], object]) -> _PlacedTape:
+    tape = _PlacedTape(model, held)
     with tape.modules.watched(), torch.autograd.set_multithreading_enabled(False), tape:
         step()
     return tape
 
 
-def _unlike(first: _Places, second: _Places) -> list[str]:
+def _unlike(first: _PlacedTape, second: _PlacedTape) -> list[str]:
     """Where two steps multiply otherwise: another branch, or another size."""
     flops, products = zip(*map(_multiplied, (first, second)), strict=True)
     differing = (products[0] - products[1]) + (products[1] - products[0])
@@ -187,7 +185,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def _multiplied(tape: _Places) -> tuple[int, Counter[tuple[str, str]]]:
+def _multiplied(tape: _PlacedTape) -> tuple[int, Counter[tuple[str, str]]]:
     """FLOPs of a step, and how often each module calls each operator that multiplies."""
     each = [(flops_of(call)[0], place.path, name_of(call)) for call, place in zip(tape.calls, tape.places, strict=True)]
     return sum(flops or 0 for flops, *_ in each), Counter((path, name) for flops, path, name in each if flops != 0)
@@ -201,7 +199,7 @@ class _CoveredSums:
     """FLOPs and products of each weight, and of all that is outside. `by_hand` are weights that are multiplied by
     there: what holds them is passed by."""
 
-    def __init__(self, model: nn.Module, tape: _Places) -> None:
+    def __init__(self, model: nn.Module, tape: _PlacedTape) -> None:
         self.flops = 0
         self.of: Counter[int] = Counter()
         self.products: dict[int, list[HeldProduct]] = defaultdict(list)
@@ -252,23 +250,23 @@ def _why(operator: str, count: int | None, weight: str) -> str:
     return "no layer's: a function multiplies tensors that are no weight of a layer here"
 
 
-def _holder(held: Held, found: _CoveredSums, tape: _Places, multiple: int) -> Holder:
-    products, calls = tuple(found.products[id(held)]), tape.modules.called[id(held)]
+def _holder(held: Held, sums: _CoveredSums, tape: _PlacedTape, multiple: int) -> Holder:
+    products, calls = tuple(sums.products[id(held)]), tape.modules.called[id(held)]
     rule, reason = held.rule, held.reason
     if not reason and not calls:
-        rule, reason = _not_called(held, found, tape)
+        rule, reason = _not_called(held, sums, tape)
     return Holder(
-        held.name, held.shown_kind, held.shape, products, found.of[id(held)], calls, not reason, reason, rule,
+        held.name, held.shown_kind, held.shape, products, sums.of[id(held)], calls, not reason, reason, rule,
         unfit(held, products, multiple), held.also,
     )  # fmt: skip
 
 
-def _not_called(held: Held, found: _CoveredSums, tape: _Places) -> tuple[str, str]:
+def _not_called(held: Held, sums: _CoveredSums, tape: _PlacedTape) -> tuple[str, str]:
     if id(held) in tape.modules.missed:
         return "operator", "it is multiplied in a way that is not x times a weight (an einsum, or a sum with it)"
     if held.kind == EXPERTS:
         return _NO_PRODUCT, "nothing is multiplied by it"
-    if f"{held.name}.{held.parameter}".lstrip(".") in found.by_hand:
+    if f"{held.name}.{held.parameter}".lstrip(".") in sums.by_hand:
         return "not-called", "the step multiplies by its weight in a function, and never calls it"
     return "not-called", "the step never calls it"
 

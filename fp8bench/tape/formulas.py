@@ -225,7 +225,7 @@ def _by_torch(call: Call, formula: Callable[..., int]) -> int | None:
         return value.shape if isinstance(value, TensorSeen) else value
 
     try:
-        named = {name: shapes(one) for name, one in call.named.items()}
+        named = {name: shapes(argument) for name, argument in call.named.items()}
         return int(formula(*map(shapes, call.given), **named, out_val=shapes(call.result)))
     except Exception:  # noqa: BLE001 - a formula of anybody's, given shapes
         return None
@@ -327,7 +327,6 @@ def kind_of(operator: Any, where: Where) -> tuple[ShareKind, str]:
 
 
 def kind_of_place(where: Where) -> ShareKind | None:
-    """What is said by where an operator runs, whatever it does."""
     if where.phase in _OF_PHASE:
         return _OF_PHASE[Phase(where.phase)]
     if where.optimizing:
@@ -336,7 +335,6 @@ def kind_of_place(where: Where) -> ShareKind | None:
 
 
 def kind_of_name(name: str, where: Where) -> tuple[ShareKind, str]:
-    """What a name says; UNKNOWN where none of the lists has it."""
     base = name.removesuffix("_")
     if base in _IN_ATTENTION and _SAYS_ATTENTION.search(where.module):
         return ShareKind.ATTENTION, ""

@@ -122,11 +122,11 @@ def _launched(events: Sequence[Event]) -> Iterator[tuple[Event, _Event | None]]:
 
 
 def _by_thread(events: Iterable[Event], kinds: Sequence[str]) -> dict[object, list[Event]]:
-    found: dict[object, list[Event]] = defaultdict(list)
+    threads: dict[object, list[Event]] = defaultdict(list)
     for event in events:
         if _is(event, kinds):
-            found[event.get("tid")].append(event)
-    return found
+            threads[event.get("tid")].append(event)
+    return threads
 
 
 def _is(event: Event, kinds: Sequence[str]) -> bool:

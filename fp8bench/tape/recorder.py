@@ -120,7 +120,7 @@ class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
         self.seconds = 0.0
 
     def called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        given, seen = tuple(map(_seen, args)), {name: _seen(one) for name, one in named.items()}
+        given, seen = tuple(map(_seen, args)), {name: _seen(argument) for name, argument in named.items()}
         begun = perf_counter()
         result = func(*args, **named)
         self.seconds += perf_counter() - begun
@@ -140,8 +140,8 @@ def tensors_in(value: Any) -> Iterator[TensorSeen]:
     if isinstance(value, TensorSeen):
         yield value
     elif isinstance(value, tuple):
-        for one in value:
-            yield from tensors_in(one)
+        for part in value:
+            yield from tensors_in(part)
 
 
 def arguments_of(call: Call) -> dict[str, Any]:

@@ -1,17 +1,23 @@
-"""The operators of one phase, called again by themselves on what they were given in the step."""
+"""One phase of a step recorded, and done again by itself: operators, and memory that they are given.
+
+Memory is known by what it is and not by its tensors: views of it stay views of it. What a phase is given is kept as it
+was then: before somebody writes to it, it is copied. What calls of the phase make is made again by a replay.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp8bench.numerics.operands import tensors_within
+from fp8bench.numerics.operands import OperatorWatch, tensors_within
+from fp8bench.tape.recorder import written_by
 
 # What these give is whatever lay there.
 _UNWRITTEN = ("empty", "new_empty")
@@ -129,7 +135,7 @@ class Replay:
     @contextmanager
     def random_kept(self) -> Iterator[None]:
         """Random numbers go on after the body as if it had drawn none."""
-        states = [(one, one.get_state()) for one in self.generators]
+        states = [(source, source.get_state()) for source in self.generators]
         try:
             yield
         finally:
@@ -160,5 +166,247 @@ def _filled(part: Any, registers: list[Tensor | None]) -> Any:
     if kind is Register:
         return registers[part.number]
     if kind is list or kind is tuple:
-        return kind(_filled(one, registers) for one in part)
+        return kind(_filled(inner, registers) for inner in part)
     return part
+
+
+# These give a tensor other memory.
+_MOVING = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
+
+
+class _Spec(NamedTuple):
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(eq=False)
+class _Memory:
+    """Memory that a phase has met, as long as nobody outside of it writes there.
+
+    `kept` is what it was given, the step's own until somebody writes to it (`copied`); None where a call of the phase
+    has made it. The weak reference keeps its address from being used again. `registers` hold what calls have made of
+    it.
+    """
+
+    weak: StorageWeakRef
+    device: torch.device
+    kept: torch.UntypedStorage | None = None
+    copied: bool = False
+    rewritten: bool = False
+    floating: set[torch.dtype] = field(default_factory=set)
+    registers: dict[_Spec, int] = field(default_factory=dict)
+
+    def copy(self) -> int:
+        if self.kept is None or self.copied:
+            return 0
+        self.kept, self.copied = self.kept.clone(), True  # type: ignore[no-untyped-call]
+        return self.kept.nbytes()
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    memory: _Memory
+    spec: _Spec
+
+
+class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
+    """Records the operators of `phase` that run in its body; `stack` ends with the phase that the step is in.
+
+    `most_bytes` is what may be kept for it. With `check` what each call gives is noted, bit for bit.
+    """
+
+    def __init__(self, phase: str, stack: Sequence[str], most_bytes: int, check: bool) -> None:
+        super().__init__()
+        self._phase, self._stack, self._most, self._check = phase, stack, most_bytes, check
+        self._memories: dict[int, _Memory] = {}
+        self._given: dict[_Memory, None] = {}
+        self._calls: list[ReplayedCall] = []
+        self._registers = 0
+        self._bytes = 0
+        self._generators: dict[torch.Generator, None] = {}
+        self._why = ""
+
+    def replay(self) -> Replay:
+        """What was recorded; raises CannotReplay."""
+        if not self._why and not self._calls:
+            self._why = "it calls no operator of torch"
+        if self._why:
+            raise CannotReplay(self._why)
+        rewritten = tuple(self._rewritten())
+        calls = [_resolved(call) for call in self._calls]
+        return Replay(tuple(_freeing(calls)), self._registers, rewritten, tuple(self._generators), self._bytes)
+
+    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if self._why:
+            return func(*args, **named)
+        given = tensors_within((args, named))
+        if self._stack[-1] != self._phase:
+            for tensor in _written(func, args, named):
+                self._write_outside(tensor)
+            return func(*args, **named)
+        self._why = _refused(func, given)
+        if self._why:
+            self._forget()
+            return func(*args, **named)
+        return self._record(func, args, named)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        written = _written(func, args, kwargs)
+        noted = self._noted(list(args)), {name: self._noted(value) for name, value in kwargs.items()}
+        for tensor in written:
+            memory = self._memory_of(tensor)
+            self._count(memory.copy())
+            memory.rewritten = True
+        drawing = self._drawing(func, kwargs)
+        states = tuple((generator, generator.get_state()) for generator in drawing) if self._check else ()
+        result = func(*args, **kwargs)
+        check = BitsCheck(bits_of(func, result, written), states) if self._check else None
+        places = tuple(self._made(tensors_within(result)))
+        self._calls.append(
+            ReplayedCall(func, tuple(noted[0]), noted[1], False, tuple(map(self._noted, written)), places, (), check)
+        )
+        return result
+
+    def _drawing(self, func: Any, kwargs: Mapping[str, Any]) -> list[torch.Generator]:
+        """Where an operator takes random numbers from, as far as the host has them; all are put back after replays."""
+        own = [kwarg for kwarg in kwargs.values() if isinstance(kwarg, torch.Generator)]
+        generators = own
+        if not own and torch.Tag.nondeterministic_seeded in func.tags:
+            generators = [torch.default_generator]
+            if torch.cuda.is_available():
+                generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        self._generators.update(dict.fromkeys(generators))
+        return generators
+
+    def _noted(self, part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return self._tensor(part)
+        if isinstance(part, list | tuple) and tensors_within(part):
+            return [self._noted(inner) for inner in part]
+        return part
+
+    def _tensor(self, tensor: Tensor) -> _Given | Register:
+        memory, spec = self._memory_of(tensor), _spec_of(tensor)
+        if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
+            memory.floating.add(tensor.dtype)
+        if memory.kept is not None:
+            return _Given(memory, spec)
+        if spec not in memory.registers:  # a view that autograd has made, past operators
+            source = Register(next(iter(memory.registers.values())))
+            memory.registers[spec] = self._registers
+            made = ((0, self._registers),)
+            self._calls.append(
+                ReplayedCall(lambda of: _lying(spec, of.untyped_storage(), of.device), (source,), {}, True, (), made)
+            )
+            self._registers += 1
+        return Register(memory.registers[spec])
+
+    def _made(self, results: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+        """Registers for tensors of a result that do not lie in what the phase was given."""
+        for place, tensor in enumerate(results):
+            storage, spec = tensor.untyped_storage(), _spec_of(tensor)
+            memory = self._memories.setdefault(storage._cdata, _Memory(_weakly(storage), tensor.device))
+            if memory.kept is None and spec not in memory.registers:
+                memory.registers[spec] = self._registers
+                yield place, self._registers
+                self._registers += 1
+
+    def _memory_of(self, tensor: Tensor) -> _Memory:
+        storage = tensor.untyped_storage()
+        known = self._memories.get(storage._cdata)
+        if known is None:
+            known = _Memory(_weakly(storage), tensor.device, storage)
+            self._memories[storage._cdata] = known
+            self._given[known] = None
+            self._count(storage.nbytes())
+        return known
+
+    def _write_outside(self, tensor: Tensor) -> None:
+        """Memory that another phase writes is other memory from then on."""
+        known = self._memories.pop(tensor.untyped_storage()._cdata, None) if tensor.layout is torch.strided else None
+        if known is not None:
+            self._count(known.copy())
+
+    def _count(self, size: int) -> None:
+        self._bytes += size
+        if self._bytes > self._most:
+            self._why = f"it is given more than the {self._most} bytes that may be kept for it"
+            self._forget()
+
+    def _forget(self) -> None:
+        self._calls, self._memories, self._given = [], {}, {}
+
+    def _rewritten(self) -> Iterator[Rewritten]:
+        for memory in self._given:
+            if memory.rewritten and memory.kept is not None:
+                whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.kept)
+                self._bytes += memory.kept.nbytes()
+                yield Rewritten(whole, whole.clone(), tuple(memory.floating))
+
+
+def _refused(func: Any, given: Sequence[Tensor]) -> str:
+    """Why an operator cannot be called again by itself; '' where it can."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return f"{func} is more than one operator"
+    if func.overloadpacket.__name__ in _MOVING:
+        return f"{func} gives a tensor other memory"
+    for tensor in given:
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return f"{func} is given a {type(tensor).__name__}, a kind of tensor of its own"
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            return f"{func} is given a tensor that is no plain part of a memory"
+    return ""
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    changed = written_by(func)
+    return tensors_within([args[place] if place < len(args) else kwargs.get(one.name) for place, one in changed])
+
+
+def _spec_of(tensor: Tensor) -> _Spec:
+    return _Spec(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+def _weakly(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _lying(spec: _Spec, storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=spec.dtype, device=device).set_(storage, spec.offset, spec.size, spec.stride)
+
+
+def _resolved(call: ReplayedCall) -> ReplayedCall:
+    """With the memory that is kept by now in place of what the phase was given."""
+    args, kwargs = _with_given(list(call.args)), {name: _with_given(kwarg) for name, kwarg in call.kwargs.items()}
+    filled = bool(_registers_in((args, list(kwargs.values()))))
+    written = tuple(_with_given(list(call.written)))
+    return replace(call, args=tuple(args), kwargs=kwargs, filled=filled, written=written)
+
+
+def _with_given(part: Any) -> Any:
+    if isinstance(part, _Given):
+        assert part.memory.kept is not None
+        return _lying(part.spec, part.memory.kept, part.memory.device)
+    return [_with_given(inner) for inner in part] if type(part) is list else part
+
+
+def _registers_in(part: Any) -> list[int]:
+    if isinstance(part, Register):
+        return [part.number]
+    if isinstance(part, list | tuple):
+        return [number for inner in part for number in _registers_in(inner)]
+    return []
+
+
+def _freeing(calls: Sequence[ReplayedCall]) -> Iterator[ReplayedCall]:
+    last: dict[int, int] = {}
+    for number, call in enumerate(calls):
+        used = [*_registers_in((call.args, list(call.kwargs.values()))), *(register for _, register in call.results)]
+        last.update(dict.fromkeys(used, number))
+    ends: dict[int, list[int]] = {}
+    for register, number in last.items():
+        ends.setdefault(number, []).append(register)
+    for number, call in enumerate(calls):
+        yield replace(call, frees=tuple(ends.get(number, ())))

@@ -60,7 +60,6 @@ def signed(
     weights: str = "fp32",
     baseline: str = "",
 ) -> Signature:
-    """A signature of words; UsageError for one that cannot be."""
     for name, given, known in (
         ("kind", kind, AuditKind), ("takes", takes, Takes), ("second", second, ("nk", "kn")),
         ("rule", rule, UpdateRule), ("weights", weights, KeptWeights),
@@ -91,9 +90,8 @@ def signed(
 
 
 def declared_of(function: Callable[..., Any]) -> Signature | None:
-    """What its decorator said, if it has one."""
-    found = getattr(function, _DECLARED, None)
-    return found if isinstance(found, Signature) else None
+    signature = getattr(function, _DECLARED, None)
+    return signature if isinstance(signature, Signature) else None
 
 
 def named(target: str) -> Callable[..., Any]:

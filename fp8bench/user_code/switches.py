@@ -56,23 +56,20 @@ class Switch:
 
 
 def attribute(name: str, holder: Any, word: str, **more: Any) -> Switch:
-    """A switch that is an attribute of a module or an object."""
     return Switch(name, partial(getattr, holder, word), lambda value: setattr(holder, word, value), **more)
 
 
 def now(switches: Iterable[Switch]) -> tuple[Any, ...]:
-    """What they are at."""
     return tuple(switch.read() for switch in switches)
 
 
 def put_back(switches: Sequence[Switch], before: Sequence[Any]) -> list[str]:
-    """What had changed, in words."""
     after = now(switches)
     if after == before:
         return []
     known = zip(switches, before, after, strict=True)
-    found = [(switch, old, new) for switch, old, new in known if old is not NotInUse]
-    for switch, old, _ in found:  # each is read again: one of torch's older switches writes several of the newer ones
+    changed = [(switch, old, new) for switch, old, new in known if old is not NotInUse]
+    for switch, old, _ in changed:  # each is read again: one of torch's older switches writes several of the newer ones
         if switch.write is not None and switch.read() != old:
             # The folder may be gone, a signal's handler may be C's, and torch refuses mixed settings of products.
             with contextlib.suppress(OSError, ValueError, TypeError, RuntimeError):
@@ -80,13 +77,12 @@ def put_back(switches: Sequence[Switch], before: Sequence[Any]) -> list[str]:
     return [
         f"{switch.name} at {plain(new)!s:.200} (it was {plain(old)!s:.200}"
         f"{', and cannot be put back' if switch.read() != old else ''})"
-        for switch, old, new in found
+        for switch, old, new in changed
         if old != new
     ]
 
 
 def plain(value: Any) -> Scalar | None:
-    """A switch's value as a run stores it, the same in every process."""
     match value:
         case enum.Enum():
             return value.name
@@ -123,7 +119,6 @@ _TIMERS = {"real": signal.ITIMER_REAL, "virtual": signal.ITIMER_VIRTUAL, "profil
 
 @cache
 def of_the_process() -> tuple[Switch, ...]:
-    """All of these."""
     return (*_of_the_interpreter(), *_of_the_system(), *_of_the_library(), *_of_clocks_and_signals())
 
 

@@ -73,8 +73,8 @@ class Bench(UntimedPasses):
         from fp8bench.worker.trial import installed
 
         packages = installed()
-        found = (facts for kind in devices.names() for facts in devices.get(kind).available())
-        return tuple(replace(facts, packages=packages) for facts in found)
+        available = (facts for kind in devices.names() for facts in devices.get(kind).available())
+        return tuple(replace(facts, packages=packages) for facts in available)
 
     def backend(self, name: str) -> str:
         """Why a backend that is installed cannot be used, '' if it can. Imports it."""
@@ -228,7 +228,6 @@ class Bench(UntimedPasses):
         return tuple(ceilings.wanted_rates(facts))
 
     def ceiling(self, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
-        """One piece more of a rate, with all threads."""
         return ceilings.one_more(self._selected(facts), facts, rate, seconds)
 
     def conform(self, mode: str, facts: DeviceFacts) -> tuple[Conformity, ...]:
@@ -236,9 +235,9 @@ class Bench(UntimedPasses):
 
         device, precision = self._selected(facts), precisions.get(mode)
         with under(precision), unchanged(), apart():
-            found = conformities(precision, facts, self._settings.seed)
+            results = conformities(precision, facts, self._settings.seed)
         device.empty_cache()
-        return found
+        return results
 
     def bits(self, facts: DeviceFacts) -> tuple[OperationBits, ...]:
         from fp8bench.worker.bits import bits_of

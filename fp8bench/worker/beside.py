@@ -111,8 +111,8 @@ def _below(pid: int, thread: int | None = None) -> Iterator[int]:
         threads = os.listdir(f"/proc/{pid}/task") if thread is None else (thread,)  # noqa: PTH208
     except OSError:
         return
-    for one in threads:
-        for child in _children(pid, one):
+    for task in threads:
+        for child in _children(pid, task):
             yield child
             yield from _below(child)
 
@@ -126,7 +126,6 @@ def _children(pid: int, thread: int | str) -> list[int]:
 
 
 def _ended(started: Iterable[int]) -> list[str]:
-    """Wait for some processes, end those that go on, and name them."""
     end = time.monotonic() + _ENDING_SECONDS
     while (left := [pid for pid in sorted(started) if _goes_on(pid)]) and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)

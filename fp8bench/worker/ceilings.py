@@ -57,7 +57,6 @@ def shapes_of(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
 
 
 def count_of(limit: Limit, shape: Shape) -> float:
-    """FLOPs, bytes read and written, or launches of one call."""
     if limit is Limit.PRODUCT:
         return 2.0 * math.prod(shape)
     return 1.0 if limit is Limit.LAUNCH else float(_ARRAYS[limit] * shape[0])
@@ -102,14 +101,13 @@ def quick(device: Device, facts: DeviceFacts, seconds: float) -> Ceilings:
     share = seconds / len(wanted)
     try:
         with one_thread():
-            found = tuple(_tried(rate, partial(_searched, device, facts, rate, share, clock)) for rate in wanted)
+            rates = tuple(_tried(rate, partial(_searched, device, facts, rate, share, clock)) for rate in wanted)
     finally:
         device.empty_cache()
-    return Ceilings(found, device=facts.name)
+    return Ceilings(rates, device=facts.name)
 
 
 def wanted_rates(facts: DeviceFacts, limits: Sequence[Limit] = tuple(Limit)) -> list[Rate]:
-    """What there is to measure, of all that a device does natively."""
     native = [name for name in DTYPES if precisions.get(name).support(facts).level is Level.NATIVE]
     products = [Rate(Limit.PRODUCT, name) for name in native if Limit.PRODUCT in limits]
     return products + [Rate(limit) for limit in limits if limit is not Limit.PRODUCT and shapes_of(limit, facts)]
@@ -125,9 +123,9 @@ def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> 
         (value,) = _timed(rate, (rate.shape,), facts, partial(device.synchronise, facts.index), seconds, run).runs
         return replace(rate, runs=(*rate.runs, value))
 
-    found = _tried(rate, measured)
+    again = _tried(rate, measured)
     device.empty_cache()
-    return found
+    return again
 
 
 def _searched(device: Device, facts: DeviceFacts, rate: Rate, seconds: float, clock: Clock = _now) -> Rate:

@@ -36,7 +36,7 @@ def wrong_of(given: object) -> str:
 
 
 def losses_of(given: object) -> tuple[float, ...]:
-    return tuple(_number(one, "a loss") for one in _iterable(given, "losses() returned", "numbers, one a step"))
+    return tuple(_number(loss, "a loss") for loss in _iterable(given, "losses() returned", "numbers, one a step"))
 
 
 def gradient_error_of(given: object) -> float | None:

@@ -27,7 +27,6 @@ _LINE = 300
 
 
 def conformities(precision: Precision, facts: DeviceFacts, seed: int) -> tuple[Conformity, ...]:
-    """Of one precision; what the device does not do has the reason."""
     try:
         native, emulated = _native(precision, facts), _emulated(precision, facts)
     except (NotImplementedError, KeyError) as error:
@@ -164,11 +163,11 @@ class _Compared:
             yield held
 
     def _operands(self, arithmetic: Arithmetic, device: str, product: str, m: int, n: int, k: int) -> list[Operand]:
-        roles, found = PRODUCTS[product], []
+        roles, operands = PRODUCTS[product], []
         for name, role, rows in zip("ab", roles, (m, n), strict=True):
             cast = arithmetic.turned if role in TURNED[product] else arithmetic.cast
-            found.append(cast(self._drawn(f"{product} {name}", rows, k).to(device), role))
-        return found
+            operands.append(cast(self._drawn(f"{product} {name}", rows, k).to(device), role))
+        return operands
 
     def _units(self, made: Tensor, operands: list[Operand]) -> str:
         """In words, that it is bit by bit what the GPU's FP8 units sum; '' where it is not, or has other units."""
@@ -201,11 +200,11 @@ class _Compared:
         )
 
 
-def _told(found: Conformity, differ: Tensor, steps: Tensor, made: Tensor, wanted: Tensor) -> Conformity:
-    place = tuple(int(one) for one in differ.nonzero()[0])
+def _told(conformity: Conformity, differ: Tensor, steps: Tensor, made: Tensor, wanted: Tensor) -> Conformity:
+    place = tuple(int(index) for index in differ.nonzero()[0])
     first = FirstElement(place, float(made[place]), float(wanted[place]))
     return replace(
-        found, count=int(differ.sum()), total=differ.numel(), largest=float(steps[differ].max()), first=first
+        conformity, count=int(differ.sum()), total=differ.numel(), largest=float(steps[differ].max()), first=first
     )
 
 

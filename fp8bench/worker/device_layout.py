@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 
 class _Holding:
-    """Some bytes that a device holds until nobody has them any more."""
-
     _keys = itertools.count()
 
     def __init__(self, note: Callable[[DeviceNote], None], size: int, address: int = 0) -> None:
@@ -129,16 +127,15 @@ def hardware_of(case: Case, workload: Workload, facts: DeviceFacts) -> Hardware:
 
 
 def hardware_for(modes: Iterable[tuple[str, str]], facts: DeviceFacts) -> Hardware:
-    """Of what keys are computed in, as far as it is emulated."""
-    found: dict[str, Arithmetic] = {}
+    arithmetics: dict[str, Arithmetic] = {}
     for key, name in modes:
         precision = precisions.get(name)
         if precision.support(facts).level is Level.EMULATED:
             laid_out = precision.laid_out(facts)
             if isinstance(laid_out, str):
                 return Hardware(why=laid_out)
-            found[key] = laid_out
-    return Hardware(found)
+            arithmetics[key] = laid_out
+    return Hardware(arithmetics)
 
 
 class LaidOutArithmetic(Arithmetic):
@@ -258,7 +255,11 @@ class LaidOutArithmetic(Arithmetic):
 
     def _recipe(self, name: str, source: Any, role: Role, before: _Shadow | None) -> _Recipe:
         given = () if before is None else before.operand.tensors
-        key = name, role, *(None if one is None else (one.shape, one.stride(), one.dtype) for one in (source, *given))
+        key = (
+            name,
+            role,
+            *(None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in (source, *given)),
+        )
         if key not in self._known:
             self._known[key] = self._made(name, source, role, before)
         return self._known[key]

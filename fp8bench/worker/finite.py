@@ -41,7 +41,7 @@ class Lost(NamedTuple):
         return f"its state is not finite: {self.lost} of {self.looked} numbers, the first in {self.where}"
 
 
-class _Before(NamedTuple):
+class _NotFiniteBefore(NamedTuple):
     """What was not finite in a tensor that had been prepared, element by element, and whether some of it was -inf."""
 
     strange: Any
@@ -52,14 +52,14 @@ class FiniteState:
     """What a state was like when it had been prepared, to tell what its steps have spoilt."""
 
     def __init__(self, state: object) -> None:
-        self._prepared: dict[View, _Before | None] = {}
+        self._prepared: dict[View, _NotFiniteBefore | None] = {}
         self._made: dict[View, int] = {}
         # Whether all that was there is known: else what is not known may have been there.
         self._whole = True
         for tensor in self._looked_at(state):
             strange = _not_finite(tensor)
             masks = strange is not None and bool(_below_all(tensor).any())
-            self._prepared[view_of(tensor)] = None if strange is None else _Before(strange, masks)
+            self._prepared[view_of(tensor)] = None if strange is None else _NotFiniteBefore(strange, masks)
 
     @property
     def inputs(self) -> set[int]:
@@ -87,7 +87,6 @@ class FiniteState:
         return Lost(count, looked, where)
 
     def _looked_at(self, state: object) -> Iterator[Any]:
-        """Those of its numbers that there is time for."""
         end = time.thread_time() + SECONDS
         for tensor in _numbers_of(state, end):
             if time.thread_time() > end:
@@ -113,7 +112,6 @@ class FiniteState:
 
 
 def _numbers_of(state: object, until: float) -> Iterator[Any]:
-    """Its floating-point tensors, complex ones as pairs."""
     import torch
 
     for tensor in tensors_of(state, until=until):

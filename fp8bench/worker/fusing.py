@@ -82,7 +82,6 @@ def _kernels() -> Any:
 
 
 def _one_line(text: str) -> str:
-    """The first words of a compiler's complaint."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     count = 2 if lines and lines[0].endswith(":") else 1  # the kind of an error may stand alone in its line
     return " ".join(lines[:count])[:_LONGEST_REASON].rstrip(".:")

@@ -68,8 +68,6 @@ def of_workload(workload: Workload, make_setup: Callable[[], Setup], hardware: H
 
 
 class _SecondStep(NamedTuple):
-    """What is known of the second step of a state."""
-
     course: MemoryCourse | None
     prepared: PreparedMemory
     before: StateTensors
@@ -207,14 +205,14 @@ def roles(held: Iterable[HeldBlock], peak: int, before: StateTensors, after: Sta
     `before` and `after` the step is what the state holds. What an allocator counts and nobody sees is OTHER; empty
     where more is seen than it counts.
     """
-    found = dict.fromkeys(MemoryRole, 0)
+    sizes = dict.fromkeys(MemoryRole, 0)
     for block in held:
-        found[role_of(block, before, after)] += block.size
-    missing = peak - sum(found.values())
+        sizes[role_of(block, before, after)] += block.size
+    missing = peak - sum(sizes.values())
     if missing < 0:
         return {}
-    found[MemoryRole.OTHER] += missing
-    return {role: size for role, size in found.items() if size}
+    sizes[MemoryRole.OTHER] += missing
+    return {role: size for role, size in sizes.items() if size}
 
 
 def role_of(block: HeldBlock, before: StateTensors, after: StateTensors) -> MemoryRole:
@@ -234,7 +232,6 @@ def role_of(block: HeldBlock, before: StateTensors, after: StateTensors) -> Memo
 
 
 def _by_its_time(block: HeldBlock) -> MemoryRole:
-    """Of what a step makes and nobody says anything of."""
     if block.awaited:
         return MemoryRole.ACTIVATIONS
     if block.brief:

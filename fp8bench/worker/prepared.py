@@ -10,18 +10,20 @@ from functools import partial
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fp8bench.model import DeviceFacts, Phase
+from fp8bench.model import UNATTRIBUTED, DeviceFacts, Phase
 from fp8bench.model.raw import Filling, RawReplay, RawSlot, RawStep, StateCheck
 from fp8bench.model.readings import Read, Reading, grown
 from fp8bench.protocols import (
     Arithmetic,
     CannotCapture,
     Device,
+    Markers,
     Phases,
     Precision,
     ScaleBook,
     SilentPhases,
     Stamper,
+    TellingMarker,
     Workload,
 )
 from fp8bench.protocols.axes import CACHE_TIMES
@@ -31,12 +33,86 @@ from fp8bench.worker.checked_results import wrong_of
 from fp8bench.worker.clock import PhaseClock, agreeing
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.host_counters import counters
-from fp8bench.worker.phase_replays import HeldPhase, held_phase
 from fp8bench.worker.state_tensors import address_of, tensors_of
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import apart, silent_step
 from fp8bench.worker.switches import collected_by_hand, unchanged, under
 from fp8bench.worker.tape_pass import uncompiled
+
+if TYPE_CHECKING:
+    from fp8bench.tape.replay import Replay
+
+# For so long a phase is done ahead of its window: clocks and power are its own then, and its time is known.
+WARM_SECONDS = 0.3
+# At a time.
+_PIECE_SECONDS = 0.05
+_NO_LOAD = "its data are loaded by code of its suite, which has no `load` that does nothing else"
+
+
+@dataclass(frozen=True)
+class HeldPhase:
+    """A phase with what it was given in a step. Data are loaded by the workload itself."""
+
+    workload: Workload
+    state: Any
+    device: Device
+    index: int
+    replay: Replay
+    loads: bool
+
+    def loop(self, times: int) -> float:
+        """Do it so often, back to back, and wait for the device; the seconds of all."""
+        with self.replay.random_kept():
+            start = time.perf_counter()
+            if self.loads:
+                for _ in range(times):
+                    self.workload.load(self.state)
+                    self.replay.run()
+            else:
+                self.replay.run(times)
+            self.device.synchronise(self.index)
+            return time.perf_counter() - start
+
+    def warmed_up(self) -> RawReplay:
+        """Do it for a while, from what it was given; then all is as it was given again."""
+        end, times, seconds = time.perf_counter() + WARM_SECONDS, 1, self.loop(1)
+        while time.perf_counter() < end:
+            times = max(1, round(times * _PIECE_SECONDS / max(seconds, 1e-7)))
+            seconds = self.loop(times)
+        self.replay.restore()
+        return RawReplay(seconds / times, len(self.replay.calls), self.replay.bytes)
+
+
+def held_phase(
+    workload: Workload,
+    state: Any,
+    device: Device,
+    index: int,
+    phase: str,
+    most_bytes: int,
+) -> HeldPhase | RawReplay:
+    """The phase as a step of the state does it, or why it cannot be done by itself.
+
+    On a processor it gives the step's numbers bit for bit, or is not held. A GPU may add up in another order each time.
+    """
+    from fp8bench.tape.replay import CannotReplay, Recording
+
+    loads = phase == Phase.DATA_LOAD
+    if loads and not workload.loads:
+        return RawReplay(why=_NO_LOAD)
+    stack: list[str] = [UNATTRIBUTED]  # backward may run on another thread: phases share it
+    recording = Recording(phase, stack, most_bytes, check=device.kind == "cpu")
+    with recording:
+        workload.step(state, Markers(lambda name: TellingMarker(name, stack, lambda told: None)))
+    device.synchronise(index)
+    try:
+        replay = recording.replay()
+    except CannotReplay as cannot:
+        return RawReplay(why=str(cannot))
+    if why := replay.differs():
+        return RawReplay(why=why)
+    return HeldPhase(workload, state, device, index, replay, loads)
+
 
 if TYPE_CHECKING:
     from fp8bench.worker.step_effect import Beginning, Slot
@@ -72,7 +148,6 @@ def flush_of(facts: DeviceFacts) -> Callable[[], Any]:
 
 
 def bytes_of(state: object) -> int:
-    """Of the memory that its tensors lie in, each once."""
     return sum({address_of(part): part.untyped_storage().nbytes() for part in tensors_of(state)}.values())
 
 
@@ -82,15 +157,15 @@ def rotation(first: State, make: Callable[[], State], facts: DeviceFacts, device
     At least one more; fewer than needed where memory ends.
     """
     wanted = max(2, math.ceil(CACHE_TIMES * facts.cache_bytes / max(bytes_of(first.held), 1)))
-    found = [first]
-    while len(found) < min(wanted, MOST_STATES):
+    states = [first]
+    while len(states) < min(wanted, MOST_STATES):
         try:
-            found.append(make())
+            states.append(make())
         except Exception as error:
             if not device.is_out_of_memory(error):
                 raise
             break
-    return tuple(found)
+    return tuple(states)
 
 
 @dataclass
@@ -140,7 +215,6 @@ class Prepared:
 
     @property
     def _clocks(self) -> dict[str, Callable[[], float]]:
-        """Those of the host that time a slot, in nanoseconds."""
         own = {"time.perf_counter": lambda: time.perf_counter() * 1e9}
         return {**own, "the clock of phases": self.clock.now} if self.device.kind == "cpu" else own
 
@@ -162,11 +236,9 @@ class Prepared:
         return ""
 
     def slot(self, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
-        """Run `discard` calls and then `calls` timed ones, back to back."""
         return self._slot(self.workload.step, calls, discard, filling)
 
     def replayed(self, calls: int, discard: int, filling: Filling | None) -> RawSlot:
-        """The same of replays; a step has one stretch then."""
         assert self.replay is not None, "nothing was captured"
         replay = self.replay
         return self._slot(lambda state, phase: replay(), calls, discard, filling)
@@ -233,7 +305,7 @@ class Prepared:
         from fp8bench.tape.counting import counted
         from fp8bench.tape.recorder import OperatorTape
 
-        found = set[int | None]()
+        counts = set[int | None]()
         for _ in range(2):
             mode = OperatorTape()
             with under(self.precision), unchanged(), apart(), uncompiled() as compiled:
@@ -244,8 +316,8 @@ class Prepared:
                 self.clock.end()
             self.stamper.recycle()
             tape = counted(mode.calls)
-            found.add(None if compiled or tape.unknown or tape.unwritten else tape.flops)
-        return found.pop() if len(found) == 1 else None
+            counts.add(None if compiled or tape.unknown or tape.unwritten else tape.flops)
+        return counts.pop() if len(counts) == 1 else None
 
     def told_apart(self, calls: int, discard: int) -> str:
         """How slots of steps differ from others whose operators are counted; '' if they do not, or nobody knows."""
@@ -320,7 +392,6 @@ class Prepared:
             return held.warmed_up()
 
     def loop_phase(self, times: int) -> float:
-        """Do the phase that is held so often; the seconds of all."""
         assert self.held is not None, "no phase is held"
         with under(self.precision), unchanged(), silent_step():
             return self.held.loop(times)

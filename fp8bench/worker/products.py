@@ -65,14 +65,14 @@ def formats_of(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Form
     layers = workload.layers(dict(case.params))
     own = not layers or any(not layer.high and key_of(layer, keys) is None for layer in layers)
     obeyed = [key for layer in layers if (key := key_of(layer, keys)) is not None]  # not what stands around products
-    found: dict[Format, None] = {}
+    formats: dict[Format, None] = {}
     for name in (case.precision,) if own else [keys[key] for key in dict.fromkeys(obeyed)]:
         recipe = getattr(precisions.get(name), "recipe", None)
         named = [FORMATS[name]] if name in FORMATS else []
         if isinstance(recipe, Recipe):
             named = [treatment.fmt for treatment in on_device(recipe, facts).treatments]
-        found.update(dict.fromkeys(named))
-    return tuple(found)
+        formats.update(dict.fromkeys(named))
+    return tuple(formats)
 
 
 def _kernels(run: Callable[[Any], None], facts: DeviceFacts) -> tuple[str, ...]:
@@ -80,7 +80,9 @@ def _kernels(run: Callable[[Any], None], facts: DeviceFacts) -> tuple[str, ...]:
     if not facts.accelerated:
         return ()
     with suppress(RuntimeError):  # a profiler that records nothing, as where a driver forbids it
-        names = (str(one.get("name")) for one in record(run, facts.kind)["traceEvents"] if one.get("cat") == "kernel")
+        names = (
+            str(event.get("name")) for event in record(run, facts.kind)["traceEvents"] if event.get("cat") == "kernel"
+        )
         return tuple(name for name in dict.fromkeys(names) if multiplied_bits(name) is not None)
     return ()
 
@@ -146,11 +148,11 @@ class _Looking:
         self.seen.update(dict.fromkeys(str(operand.dtype).removeprefix("torch.") for operand in operands))
         pairs = [(operand, fmt) for operand in operands for fmt in self.formats]
         if self.takes_codes:
-            self.low = any(has_dtype_of(one, fmt) for one, fmt in pairs)
-            self.wide = self.wide or (not self.low and any(is_of(one, fmt) for one, fmt in pairs))
+            self.low = any(has_dtype_of(tensor, fmt) for tensor, fmt in pairs)
+            self.wide = self.wide or (not self.low and any(is_of(tensor, fmt) for tensor, fmt in pairs))
         else:
             reads = self.reads_float32 and any(operand.dtype == torch.float32 for operand in operands)
-            self.low = reads or any(is_of(one, fmt) for one, fmt in pairs)
+            self.low = reads or any(is_of(tensor, fmt) for tensor, fmt in pairs)
 
 
 # Of processor time, to look at what a state is given; of one that takes longer nothing is said.
@@ -174,18 +176,17 @@ class GivenState:
         self._left = self._end - time.thread_time()
 
     def after_step(self) -> tuple[GivenTensors, ...]:
-        """Its tensors by shape, the largest first."""
-        found: dict[tuple[int, ...], GivenTensors] = {}
+        shapes: dict[tuple[int, ...], GivenTensors] = {}
         self._end = time.thread_time() + self._left
         for tensor, version, sums in self._before:
             trained = tensor.is_leaf and tensor.requires_grad
             if trained or (version_of(tensor) == version and self._sums(tensor) == sums):
                 shape = tuple(tensor.shape)
-                old = found.get(shape, GivenTensors(shape))
+                old = shapes.get(shape, GivenTensors(shape))
                 total, squares, subnormals = (a + b for a, b in zip(old.sums, sums, strict=True))
-                found[shape] = GivenTensors(shape, old.tensors + 1, total, squares, int(subnormals))
+                shapes[shape] = GivenTensors(shape, old.tensors + 1, total, squares, int(subnormals))
         late = time.thread_time() > self._end
-        return () if late else tuple(sorted(found.values(), key=lambda one: -one.elements)[:_MOST_SHAPES])
+        return () if late else tuple(sorted(shapes.values(), key=lambda one: -one.elements)[:_MOST_SHAPES])
 
     def _sums(self, tensor: Any) -> tuple[float, float, int] | None:
         """Of numbers, of their squares, and how many are subnormal; None where not all are finite, or time is out."""

@@ -50,7 +50,6 @@ class _LookedAtSteps:
         return time.thread_time_ns if alone else time.perf_counter_ns
 
     def plain(self) -> float:
-        """The seconds of one that nobody looks at."""
         clock = self.clock
         begun = clock()
         self.run(SilentPhases())
@@ -112,12 +111,11 @@ def _of_compiled(steps: _LookedAtSteps) -> Shares:
         steps.wait()
 
     recorded(look, steps.facts.kind)  # torch's profiler is slow at first
-    found = profiled(recorded(look, steps.facts.kind), STEPS)
-    return Shares(found.parts, median(plain), SharesFrom.COMPILED, found.fused)
+    known = profiled(recorded(look, steps.facts.kind), STEPS)
+    return Shares(known.parts, median(plain), SharesFrom.COMPILED, known.fused)
 
 
 def _few() -> Iterator[int]:
-    """Turns, the first of them to warm up; fewer once they take long."""
     begun = time.perf_counter()
     for turn in range(1 + STEPS):
         yield turn

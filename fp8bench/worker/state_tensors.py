@@ -34,24 +34,24 @@ def state_tensors(state: object) -> StateTensors:
     """By address. Parameters, gradients and what optimisers keep are known; a holder's own words go before that."""
     import torch
 
-    found: dict[int, MemoryRole | None] = {}
+    roles: dict[int, MemoryRole | None] = {}
     optimizers, holders = [], []
-    for one in _within(state):
-        if isinstance(one, torch.Tensor):
-            trained = one.requires_grad and one.is_leaf
-            _enter(found, one, MemoryRole.WEIGHTS if trained else None)
-            if one.is_leaf and one.grad is not None:
-                _enter(found, one.grad, MemoryRole.GRADIENTS)
-        elif isinstance(one, torch.optim.Optimizer):
-            optimizers.append(one)
-        elif callable(getattr(type(one), "memory_roles", None)):
-            holders.append(one)
+    for part in _within(state):
+        if isinstance(part, torch.Tensor):
+            trained = part.requires_grad and part.is_leaf
+            _enter(roles, part, MemoryRole.WEIGHTS if trained else None)
+            if part.is_leaf and part.grad is not None:
+                _enter(roles, part.grad, MemoryRole.GRADIENTS)
+        elif isinstance(part, torch.optim.Optimizer):
+            optimizers.append(part)
+        elif callable(getattr(type(part), "memory_roles", None)):
+            holders.append(part)
     for optimizer in optimizers:
-        _claim(found, list(optimizer.state.values()), MemoryRole.OPTIMIZER)
+        _claim(roles, list(optimizer.state.values()), MemoryRole.OPTIMIZER)
     for holder in reversed(holders):  # what is further out knows better
         for role, parts in _said_by(holder).items():
-            _claim(found, parts, role)
-    return found
+            _claim(roles, parts, role)
+    return roles
 
 
 def modules_of(state: object) -> list[Any]:
@@ -59,26 +59,26 @@ def modules_of(state: object) -> list[Any]:
     import torch
 
     inside: set[object] = set()
-    found = []
-    for one in _within(state):
-        if isinstance(one, torch.nn.Module) and one not in inside:
-            found.append(one)
-            inside.update(one.modules())
-    return found
+    modules = []
+    for part in _within(state):
+        if isinstance(part, torch.nn.Module) and part not in inside:
+            modules.append(part)
+            inside.update(part.modules())
+    return modules
 
 
-def _claim(found: dict[int, MemoryRole | None], parts: object, role: MemoryRole) -> None:
+def _claim(roles: dict[int, MemoryRole | None], parts: object, role: MemoryRole) -> None:
     import torch
 
-    for one in _within(parts):
-        if isinstance(one, torch.Tensor):
-            found.update(dict.fromkeys(addresses_of(one), role))
+    for part in _within(parts):
+        if isinstance(part, torch.Tensor):
+            roles.update(dict.fromkeys(addresses_of(part), role))
 
 
-def _enter(found: dict[int, MemoryRole | None], tensor: Any, role: MemoryRole | None) -> None:
+def _enter(roles: dict[int, MemoryRole | None], tensor: Any, role: MemoryRole | None) -> None:
     """Of several tensors in one memory the first that is for something says it."""
     for address in addresses_of(tensor):
-        found[address] = found.get(address) or role
+        roles[address] = roles.get(address) or role
 
 
 def _said_by(holder: Any) -> dict[MemoryRole, object]:
@@ -96,25 +96,25 @@ def _within(root: object, until: float = math.inf) -> Iterator[object]:
     waiting, seen = deque([root]), set[int]()
     kept = []  # what is looked at lives as long as its number counts
     while waiting and len(seen) < MOST_OBJECTS and time.thread_time() < until:
-        one = waiting.popleft()
-        if isinstance(one, _CLOSED) or id(one) in seen:
+        part = waiting.popleft()
+        if isinstance(part, _CLOSED) or id(part) in seen:
             continue
-        seen.add(id(one))
-        kept.append(one)
-        yield one
-        waiting.extend(_held_by(one))
+        seen.add(id(part))
+        kept.append(part)
+        yield part
+        waiting.extend(_held_by(part))
 
 
-def _held_by(one: Any) -> list[Any]:
+def _held_by(holder: Any) -> list[Any]:
     import torch
 
-    if isinstance(one, torch.Tensor):
+    if isinstance(holder, torch.Tensor):
         return []
-    if isinstance(one, types.FunctionType):  # and not what its module holds
-        return [*(one.__closure__ or ()), *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
-    if isinstance(one, torch.jit.ScriptModule):  # it keeps its tensors where nobody else looks
-        return [*one.parameters(), *one.buffers()]
-    return gc.get_referents(one)
+    if isinstance(holder, types.FunctionType):  # and not what its module holds
+        return [*(holder.__closure__ or ()), *(holder.__defaults__ or ()), *(holder.__kwdefaults__ or {}).values()]
+    if isinstance(holder, torch.jit.ScriptModule):  # it keeps its tensors where nobody else looks
+        return [*holder.parameters(), *holder.buffers()]
+    return gc.get_referents(holder)
 
 
 def addresses_of(tensor: Any) -> Iterator[int]:
@@ -159,28 +159,27 @@ def draws_of(state: object) -> list[Callable[[], object]]:
     """What has torch's generator, and those that a state holds, draw again what they draw from now on."""
     import torch
 
-    found: list[Callable[[], object]] = [partial(torch.set_rng_state, torch.get_rng_state())]
+    restorers: list[Callable[[], object]] = [partial(torch.set_rng_state, torch.get_rng_state())]
     numpys: Any = getattr(getattr(sys.modules.get("numpy"), "random", None), "Generator", random.Random)
-    for one in _within(state):
-        held: Any = one
-        if isinstance(one, torch.Generator):
-            found.append(partial(one.set_state, one.get_state()))
-        elif isinstance(one, random.Random):
-            found.append(partial(one.setstate, one.getstate()))
-        elif isinstance(one, numpys):
-            found.append(partial(setattr, held.bit_generator, "state", held.bit_generator.state))
-    return found
+    for part in _within(state):
+        held: Any = part
+        if isinstance(part, torch.Generator):
+            restorers.append(partial(part.set_state, part.get_state()))
+        elif isinstance(part, random.Random):
+            restorers.append(partial(part.setstate, part.getstate()))
+        elif isinstance(part, numpys):
+            restorers.append(partial(setattr, held.bit_generator, "state", held.bit_generator.state))
+    return restorers
 
 
 def reads_elsewhere(state: object) -> bool:
     """Whether a state holds numbers that are in no tensor of torch's own: arrays, buffers, open files."""
     array = getattr(sys.modules.get("numpy"), "ndarray", memoryview)
     elsewhere = (array, memoryview, bytearray, mmap.mmap, io.IOBase)
-    return any(isinstance(one, elsewhere) for one in _within(state)) or any(map(is_foreign, tensors_of(state)))
+    return any(isinstance(part, elsewhere) for part in _within(state)) or any(map(is_foreign, tensors_of(state)))
 
 
 def view_of(tensor: Any) -> View:
-    """What tells a tensor that lies somewhere from all others that do."""
     return address_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 

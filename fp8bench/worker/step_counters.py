@@ -1,27 +1,151 @@
 """What steps ask of allocators and of the processor, counted in a worker that times nothing.
 
-Calls of the host's allocator by the probe that the worker was started under (measure/counting_worker.py), page faults
+Calls of the host's allocator by the probe that the worker was started under (measure/handle.py), page faults
 by the system, a GPU's allocations by torch's allocator and its profiler, the processor's counters by perf events. Each
 in steps of its own, after two that make what lasts.
+
+Counters of the processor are Linux's, by perf_event_open: of the calling thread, in user mode, one event after another.
+Several at once may have to share counters, and what is then told is an estimate. An event that cannot be counted has a
+reason.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
+import platform
 import resource
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Measurement, specs
+from fp8bench.model.readings import NoReading
 from fp8bench.model.specs import MetricSpec
 from fp8bench.protocols import Device, Markers, Phases, Setup, SilentPhases, TellingMarker, Workload
-from fp8bench.worker import perf_counters
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.switches import collected_by_hand
 from fp8bench.worker.tracing import STEPS as TRACED
 from fp8bench.worker.tracing import record
+
+# PERF_TYPE_*.
+HARDWARE, SOFTWARE, CACHE = 0, 1, 3
+_LAST_LEVEL, _READ, _ACCESS, _MISS = 2, 0, 0, 1
+_NUMBERS = {"x86_64": 298, "aarch64": 241, "riscv64": 241, "ppc64le": 319, "s390x": 331}
+# Of the first version of perf_event_attr, which every kernel takes.
+_ATTRIBUTE = struct.Struct("=IIQQQQQIIQ")
+_ENABLED_AND_RUNNING = 1 | 2
+_EXCLUDE_KERNEL, _EXCLUDE_HYPERVISOR = 1 << 5, 1 << 6
+_CLOSE_ON_EXEC = 8
+_COUNTS = struct.Struct("=QQQ")
+DEVICES = Path("/sys/bus/event_source/devices")
+PARANOID = Path("/proc/sys/kernel/perf_event_paranoid")
+
+
+@dataclass(frozen=True)
+class PerfEvent:
+    """What a kernel is asked for; `name` is that of the figure."""
+
+    name: str
+    kind: int
+    config: int
+
+
+EVENTS = (
+    PerfEvent(specs.INSTRUCTIONS.name, HARDWARE, 1),
+    PerfEvent(specs.CYCLES.name, HARDWARE, 0),
+    PerfEvent(specs.CACHE_LOADS.name, CACHE, _LAST_LEVEL | _READ << 8 | _ACCESS << 16),
+    PerfEvent(specs.CACHE_LOAD_MISSES.name, CACHE, _LAST_LEVEL | _READ << 8 | _MISS << 16),
+    PerfEvent(specs.CACHE_REFERENCES.name, HARDWARE, 2),
+    PerfEvent(specs.CACHE_MISSES.name, HARDWARE, 3),
+)
+# The attribute of an event to a file descriptor; raises OSError.
+Open = Callable[[bytes], int]
+
+
+def _opened(attribute: bytes) -> int:
+    number = _NUMBERS.get(platform.machine())
+    if platform.system() != "Linux" or number is None:
+        raise NoReading(f"perf events are Linux's, on {', '.join(_NUMBERS)}")
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+    # This thread, on any processor, in no group.
+    descriptor = call(ctypes.c_long(number), attribute, 0, -1, -1, ctypes.c_ulong(_CLOSE_ON_EXEC))
+    if descriptor < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(descriptor)
+
+
+class PerfCounter:
+    """An event that is being counted, until it is closed."""
+
+    def __init__(self, event: PerfEvent, opened: Open = _opened, devices: Path = DEVICES) -> None:
+        flags = 0 if event.kind == SOFTWARE else _EXCLUDE_KERNEL | _EXCLUDE_HYPERVISOR
+        attribute = _ATTRIBUTE.pack(
+            event.kind, _ATTRIBUTE.size, event.config, 0, 0, _ENABLED_AND_RUNNING, flags, 0, 0, 0
+        )
+        try:
+            self._file = opened(attribute)
+        except OSError as error:
+            raise NoReading(why_not(error, devices)) from None
+
+    def read(self) -> int:
+        """The count so far. Raises NoReading where the counter was somebody else's for a part of the time."""
+        words = os.read(self._file, _COUNTS.size)
+        if len(words) != _COUNTS.size:
+            raise NoReading(f"a perf event gave {len(words)} bytes in the place of {_COUNTS.size}")
+        count, enabled, running = _COUNTS.unpack(words)
+        if running < enabled:
+            raise NoReading("another program holds the processor's counters: end it (perf, a watchdog) and ask again")
+        return int(count)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def why_not(error: OSError, devices: Path = DEVICES, paranoid: Path = PARANOID) -> str:
+    if error.errno in (errno.ENOENT, errno.EOPNOTSUPP, errno.ENODEV, errno.EINVAL):
+        if not any(devices.glob("cpu*")) and not any(devices.glob("armv*")):
+            return (
+                "the kernel sees no counters of a processor here: a virtual machine whose host passes none on. Ask on "
+                "the machine itself, or have the host pass a PMU on"
+            )
+        return f"this processor has no such counter, or counts it for all programs together ({error.strerror})"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        try:
+            level = int(paranoid.read_text())
+        except (OSError, ValueError):
+            level = 0
+        if level > 2:
+            return f"kernel.perf_event_paranoid is {level}: `sysctl kernel.perf_event_paranoid=2`, or CAP_PERFMON"
+        return (
+            "a filter of system calls forbids perf_event_open, as containers' usual ones do: allow it (docker run "
+            "--security-opt seccomp=FILE, or --cap-add PERFMON)"
+        )
+    if error.errno == errno.ENOSYS:
+        return "this kernel, or the sandbox around it, has no perf events"
+    return f"the kernel counts no such event: {error.strerror}"
+
+
+def counted(steps: Callable[[], object], event: PerfEvent, opened: Open = _opened) -> int | str:
+    try:
+        counter = PerfCounter(event, opened)
+    except NoReading as none:
+        return none.reason
+    try:
+        before = counter.read()
+        steps()
+        return counter.read() - before
+    except NoReading as none:
+        return none.reason
+    finally:
+        counter.close()
+
 
 STEPS = 8
 _WARM_UPS = 2
@@ -92,24 +216,23 @@ class PhaseReadings:
         self._last = self.read()
 
     def measurements(self, figures: Sequence[MetricSpec]) -> list[Measurement]:
-        """Of whole steps, and of each phase that any had."""
         present = [name for name in CELL_PHASES if any(name in one for one in self.steps)]
-        found = []
+        measured = []
         for place, spec in enumerate(figures):
             whole = tuple(sum(part[place] for part in one.values()) for one in self.steps)
-            found.append(Measurement(spec.name, spec.unit, whole))
+            measured.append(Measurement(spec.name, spec.unit, whole))
             for name in present:
                 parts = tuple(one[name][place] if name in one else 0.0 for one in self.steps)
-                found.append(Measurement(spec.name, spec.unit, parts, phase=name))
-        return found
+                measured.append(Measurement(spec.name, spec.unit, parts, phase=name))
+        return measured
 
 
 def counters_of_step(workload: Workload, setup: Setup, device: Device, index: int, unprobed: str = "") -> Told:
     state = workload.prepare(setup)
-    one = partial(step, workload, state, setup.scales)
+    run_once = partial(step, workload, state, setup.scales)
 
     def run(phases: Phases) -> None:
-        one(phases)
+        run_once(phases)
         device.synchronise(index)
 
     with collected_by_hand():
@@ -142,19 +265,18 @@ def _host(run: Callable[[Phases], None], unprobed: str) -> Told:
 
 
 def _processor(run: Callable[[Phases], None]) -> Told:
-    """One event after another, in as many steps each."""
     silent = SilentPhases()
-    found: dict[str, list[float]] = {event.name: [] for event in perf_counters.EVENTS}
+    samples: dict[str, list[float]] = {event.name: [] for event in EVENTS}
     reasons: dict[str, list[str]] = {}
-    for event in perf_counters.EVENTS:
+    for event in EVENTS:
         for _ in range(STEPS):
-            count = perf_counters.counted(lambda: run(silent), event)
+            count = counted(lambda: run(silent), event)
             if isinstance(count, str):
                 reasons.setdefault(count, []).append(event.name)
                 break
-            found[event.name].append(float(count))
+            samples[event.name].append(float(count))
     measured = tuple(
-        Measurement(name, specs.spec_of(name).unit, tuple(counts)) for name, counts in found.items() if counts
+        Measurement(name, specs.spec_of(name).unit, tuple(counts)) for name, counts in samples.items() if counts
     )
     return measured, tuple(f"no {', '.join(dict.fromkeys(names))}: {why}" for why, names in reasons.items())
 

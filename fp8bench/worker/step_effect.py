@@ -36,8 +36,8 @@ from fp8bench.model import CELL_PHASES, StepEffect
 from fp8bench.model.words import LOADING
 from fp8bench.profiler import calls_operators
 from fp8bench.protocols import Device, Setup, Workload
+from fp8bench.worker.bits import copied, digest, other_numbers, put_back, sketch
 from fp8bench.worker.clock import PhaseClock
-from fp8bench.worker.state_bits import copied, digest, other_numbers, put_back, sketch
 from fp8bench.worker.state_tensors import address_of, draws_of, is_foreign, reads_elsewhere, tensors_of, version_of
 from fp8bench.worker.static_scales import step as take_step
 
@@ -52,7 +52,7 @@ _TIMED, _MOST_TIMED, _SPENT_SECONDS = 5, 100, 0.01
 _MOST_STEPS = 4
 
 
-class _Seen(NamedTuple):
+class _SeenMemory(NamedTuple):
     """A stretch of memory: where it lies, its bits as one number, and how often torch has written it."""
 
     address: int
@@ -108,25 +108,25 @@ class _Steps:
         """The tensors of the state, and of what the last step returned, by the memory that they share."""
         return memories_of(self.state, self.returned)
 
-    def seen(self) -> list[_Seen]:
-        found, end = [], time.thread_time() + LONGEST_SECONDS
+    def seen(self) -> list[_SeenMemory]:
+        digests, end = [], time.thread_time() + LONGEST_SECONDS
         for address, tensors in self.memories().items():
             _in_time(end)
             first, version = tensors[0], max(map(version_of, tensors))
             count, floating = max(tensor.numel() for tensor in tensors), first.dtype.is_floating_point
-            found.append(_Seen(address, digest(first), version, count, floating))
-        return found
+            digests.append(_SeenMemory(address, digest(first), version, count, floating))
+        return digests
 
 
 def memories_of(*roots: object) -> dict[int, list[Any]]:
     """The tensors that these hold, by the memory that they share; not in somebody else's memory."""
-    found: dict[int, list[Any]] = {}
+    memories: dict[int, list[Any]] = {}
     end = time.thread_time() + LONGEST_SECONDS
     for tensor in tensors_of(*roots, until=end):
         if not is_foreign(tensor):
-            found.setdefault(address_of(tensor), []).append(tensor)
+            memories.setdefault(address_of(tensor), []).append(tensor)
     _in_time(end)
-    return found
+    return memories
 
 
 def _in_time(end: float) -> None:
@@ -183,11 +183,11 @@ class _Taken:
     """What was seen after each step but the first, the last one like an earlier one; `going_on` are the places of
     single numbers that were not, which may count steps. Those that each step makes anew have no place of their own."""
 
-    seen: list[list[_Seen]]
+    seen: list[list[_SeenMemory]]
     going_on: set[int]
     anew: bool
 
-    def counts(self, tensor: _Seen) -> bool:
+    def counts(self, tensor: _SeenMemory) -> bool:
         return tensor.address in self.going_on or (
             self.anew and tensor.elements <= 1 and tensor.address not in self._lasting
         )
@@ -214,7 +214,7 @@ def _until_alike(steps: _Steps) -> _Taken | None:
     return None
 
 
-def _alike(old: Sequence[_Seen], new: Sequence[_Seen]) -> tuple[set[int], bool] | None:
+def _alike(old: Sequence[_SeenMemory], new: Sequence[_SeenMemory]) -> tuple[set[int], bool] | None:
     """The memories of single numbers that differ, and whether some of those made anew do; None where more differs.
 
     By where they lie, in whatever order they are found; what was made anew lies elsewhere, and is held together.
@@ -239,7 +239,7 @@ def _changes(steps: _Steps, chosen: set[int], taken: _Taken, results_too: bool) 
     """
     left_out = set[int]() if results_too else chosen
 
-    def given(seen: Sequence[_Seen]) -> Counter[int]:
+    def given(seen: Sequence[_SeenMemory]) -> Counter[int]:
         return Counter(tensor.digest for tensor in seen if not taken.counts(tensor) and tensor.address not in left_out)
 
     before = [given(seen) for seen in (*taken.seen, steps.seen())]
@@ -302,9 +302,9 @@ def told_apart(slot: Callable[[bool], Slot | None]) -> str:
     counted: list[Slot] = []
     why = ""
     for is_timed in _ORDER:
-        if (found := slot(is_timed)) is None or found.typical > LONGEST_SECONDS:
+        if (taken := slot(is_timed)) is None or taken.typical > LONGEST_SECONDS:
             return ""
-        (timed if is_timed else counted).append(found)
+        (timed if is_timed else counted).append(taken)
         if counted and not (why := _difference(timed, counted)):
             return ""
     return why
@@ -345,8 +345,8 @@ class Beginning:
         """What slots before have made and left in the state stays, and is known."""
         for first, copy in self._begun.values():
             put_back(first, copy)
-        found = memories_of(self._state) if self._known else {}
-        self._made = {at: (some[0], copied(some[0])) for at, some in found.items() if at not in self._begun}
+        held = memories_of(self._state) if self._known else {}
+        self._made = {at: (some[0], copied(some[0])) for at, some in held.items() if at not in self._begun}
         for draw_again in self._draws:
             draw_again()
 

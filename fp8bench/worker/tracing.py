@@ -39,16 +39,15 @@ class RangeMarker:
     _open: list[AbstractContextManager[object]] = field(default_factory=list)
 
     def __enter__(self) -> None:
-        one = self._range(self._name)
-        one.__enter__()
-        self._open.append(one)
+        opened = self._range(self._name)
+        opened.__enter__()
+        self._open.append(opened)
 
     def __exit__(self, *exc: object) -> None:
         self._open.pop().__exit__(None, None, None)
 
 
 def traced_phases(range_of: Range) -> Markers[RangeMarker]:
-    """Phases that are ranges of a trace: `fp8bench.gemm`."""
     return Markers(lambda name: RangeMarker(RANGE + name, range_of))
 
 
@@ -67,14 +66,14 @@ def record(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
         profile(
             activities=activities_of(kind),
             schedule=plan,
-            on_trace_ready=lambda one: told.append(exported(one)),
+            on_trace_ready=lambda profiler: told.append(exported(profiler)),
             record_shapes=True,
             acc_events=True,  # one cycle is recorded; of several torch 2.11 warns that it forgets them
-        ) as one,
+        ) as profiler,
     ):
         for _ in range(1 + STEPS):
             step(phases)
-            one.step()
+            profiler.step()
     if not told:
         raise RuntimeError("torch's profiler recorded nothing")
     trace = told[0]
@@ -119,30 +118,29 @@ def mended(events: Iterable[Event]) -> list[Event]:
     A phase around operators that torch differentiates opens in one node of the backward pass and closes in another, so
     that it begins within an operator which it outlives. Viewers drop what overlaps so. The cuts are microseconds long.
     """
-    found = list(events)
+    shortened = list(events)
     others: dict[object, list[TracedStretch]] = defaultdict(list)
     edges: dict[object, set[int]] = defaultdict(set)
-    for event in found:
+    for event in shortened:
         if _is_phase(event):
             phase = _stretch(event)
             edges[event.get("tid")] |= {phase.start, phase.end}
         elif _is_timed(event) and event.get("cat") in (_OPERATOR, _ANNOTATION):
             others[event.get("tid")].append(_stretch(event))
     is_open = {thread: _open_at(others[thread], times) for thread, times in edges.items()}
-    return [_cut(event, is_open[event.get("tid")]) if _is_phase(event) else event for event in found]
+    return [_cut(event, is_open[event.get("tid")]) if _is_phase(event) else event for event in shortened]
 
 
 def _open_at(stretches: Sequence[TracedStretch], times: Iterable[int]) -> dict[int, list[TracedStretch]]:
-    """For each time those that have begun before it and end after it."""
     waiting = sorted(stretches, key=lambda stretch: stretch.start, reverse=True)
     now_open: list[TracedStretch] = []
-    found = {}
+    opened = {}
     for time in sorted(times):
         while waiting and waiting[-1].start < time:
             now_open.append(waiting.pop())
         now_open = [stretch for stretch in now_open if stretch.end > time]
-        found[time] = now_open.copy()
-    return found
+        opened[time] = now_open.copy()
+    return opened
 
 
 def _cut(event: Event, is_open: Mapping[int, Sequence[TracedStretch]]) -> Event:
@@ -161,7 +159,11 @@ def operators_of(events: Sequence[Event]) -> tuple[OperatorTime, ...]:
     belongs to the phase in which it was launched.
     """
     timed = [event for event in events if _is_timed(event)]
-    steps = [_stretch(one) for one in timed if one.get("cat") == _ANNOTATION and str(one.get("name")).startswith(STEP)]
+    steps = [
+        _stretch(annotation)
+        for annotation in timed
+        if annotation.get("cat") == _ANNOTATION and str(annotation.get("name")).startswith(STEP)
+    ]
     if not steps:
         return ()
     phases = _Timeline(steps, [_stretch(event) for event in timed if _is_phase(event)])
@@ -244,17 +246,17 @@ class _Tally:
 
     def of(self, phase: str) -> list[tuple[str, int, int]]:
         """Name, calls and nanoseconds, the longest first; the same for the same trace."""
-        found = [(name, *counts) for (where, name), counts in self._counts.items() if where == phase]
-        return sorted(found, key=lambda one: (-one[2], one[0]))
+        rows = [(name, *counts) for (where, name), counts in self._counts.items() if where == phase]
+        return sorted(rows, key=lambda row: (-row[2], row[0]))
 
     def rows(self, phase: str, num_steps: int, most: int, whole: int) -> Iterator[OperatorTime]:
-        found = self.of(phase)
-        for name, calls, nanoseconds in found[:most]:
+        times = self.of(phase)
+        for name, calls, nanoseconds in times[:most]:
             short = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
             yield OperatorTime(phase, short, calls / num_steps, nanoseconds / 1e9 / num_steps, self._on_device)
-        rest = max(0, whole - sum(nanoseconds for _, _, nanoseconds in found[:most]))
+        rest = max(0, whole - sum(nanoseconds for _, _, nanoseconds in times[:most]))
         if rest:
-            calls = sum(calls for _, calls, _ in found[most:])
+            calls = sum(calls for _, calls, _ in times[most:])
             yield OperatorTime(phase, "", calls / num_steps, rest / 1e9 / num_steps, self._on_device)
 
 
@@ -298,7 +300,6 @@ def _innermost(operators: Sequence[TracedStretch]) -> Iterator[tuple[TracedStret
 
 
 def _device(events: Sequence[Event], phases: _Timeline) -> _Tally:
-    """Kernels and copies by the phase in which they were launched."""
     tally = _Tally(on_device=True)
     launched = {_correlation(event): _stretch(event).start for event in events if event.get("cat") in _LAUNCHES}
     for event in events:

@@ -37,11 +37,11 @@ _BY_ACCELERATE = ("accelerate", "msamp")
 
 def installed() -> tuple[tuple[str, str], ...]:
     """The versions of the packages that backends and Accelerate come with, torch left out. Nothing is imported."""
-    found = []
+    versions = []
     for package in sorted({*(backends.get(name).package for name in backends.names()), *_BY_ACCELERATE} - {"torch"}):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found.append((package, metadata.version(package)))
-    return tuple(found)
+            versions.append((package, metadata.version(package)))
+    return tuple(versions)
 
 
 def why_not(name: str) -> str:
@@ -77,12 +77,12 @@ def _tried(precision: Precision, facts: DeviceFacts) -> str:
     try:
         arithmetic = precision.arithmetic(facts)
         with precision.scope():
-            found = "" if unchecked else wrong_product(arithmetic, precision, facts)
+            wrong = "" if unchecked else wrong_product(arithmetic, precision, facts)
     except BackendMissing as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - it is foreign code, and its words are the reason
         return f"{precision.mode}: a product of {_TOKENS}x{_OUTPUTS}x{_INPUTS} fails: {type(error).__name__}: {error}"
-    return f"{precision.mode}: {found}" if found else ""
+    return f"{precision.mode}: {wrong}" if wrong else ""
 
 
 def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFacts) -> str:
@@ -133,12 +133,12 @@ def _of_operands(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradient: Te
         "input gradient's": (g, arithmetic.turn(b, weight, Role.WEIGHT)),
         "weight gradient's": (arithmetic.turn(g, gradient, Role.GRADIENT), arithmetic.turn(a, x, Role.INPUT)),
     }
-    found = {}
+    errors = {}
     for name, (one, other) in pairs.items():
         left, right = (arithmetic.restore(operand, torch.float64) for operand in (one, other))
         product = arithmetic.product(one, other, arithmetic.carrier)
-        found[name] = _largest(product, left @ right.t(), left.abs() @ right.abs().t())
-    return {**found, **_of_parts(arithmetic, a, g, (x, weight, gradient))} if arithmetic.groups else found
+        errors[name] = _largest(product, left @ right.t(), left.abs() @ right.abs().t())
+    return {**errors, **_of_parts(arithmetic, a, g, (x, weight, gradient))} if arithmetic.groups else errors
 
 
 def _of_parts(
@@ -190,15 +190,15 @@ def _of_whole(arithmetic: Arithmetic, recipe: Recipe, x: Tensor, weight: Tensor,
     return {name: _relative(theirs, wanted) for name, (theirs, wanted) in pairs}
 
 
-def _relative(found: Tensor, wanted: Tensor) -> float:
+def _relative(product: Tensor, wanted: Tensor) -> float:
     """The difference of two matrices as a share of the second; NaN where that is nothing."""
     exact = wanted.detach().to(torch.float64)
     norm = float(exact.norm())
-    return float((found.detach().to(torch.float64) - exact).norm()) / norm if norm > 0 else math.nan
+    return float((product.detach().to(torch.float64) - exact).norm()) / norm if norm > 0 else math.nan
 
 
-def _largest(found: Tensor, exact: Tensor, magnitudes: Tensor) -> float:
+def _largest(product: Tensor, exact: Tensor, magnitudes: Tensor) -> float:
     """The largest difference, as a share of the magnitudes that were added; NaN where nothing was: zeros are no sum."""
     if not bool(magnitudes.max() > 0):
         return math.nan
-    return float(((found.detach().to(exact.dtype) - exact.detach()).abs() / magnitudes.clamp(min=1e-300)).max())
+    return float(((product.detach().to(exact.dtype) - exact.detach()).abs() / magnitudes.clamp(min=1e-300)).max())

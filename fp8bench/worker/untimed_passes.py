@@ -91,36 +91,36 @@ class UntimedPasses:
         from fp8bench.worker.step_effect import effect_of
 
         with self._apart(case, facts) as (workload, device, setup):
-            found = effect_of(workload, setup(), device, facts.index)
+            seen = effect_of(workload, setup(), device, facts.index)
         gc.collect(1)
         device.empty_cache()
-        return found
+        return seen
 
     def tape(self, case: Case, facts: DeviceFacts) -> Tape:
         with self._apart(case, facts) as (workload, device, setup):
             stamper = device.stamper(facts.index)
-            found = tape_pass.tape_of_step(workload, setup(), precisions.get(case.precision), stamper)
+            recorded = tape_pass.tape_of_step(workload, setup(), precisions.get(case.precision), stamper)
         gc.collect(1)
-        return found
+        return recorded
 
     def shares(self, case: Case, facts: DeviceFacts) -> Shares:
         from fp8bench.worker.shares_pass import shares_of_step
 
         with self._apart(case, facts) as (workload, device, setup):
-            found = shares_of_step(workload, setup(), device)
+            parts = shares_of_step(workload, setup(), device)
         gc.collect(1)
         device.empty_cache()
-        return found
+        return parts
 
     def counters(
         self, case: Case, facts: DeviceFacts, unprobed: str
     ) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
         """What a step asks of allocators and of the processor; `unprobed` says why no probe was made."""
         with self._apart(case, facts) as (workload, device, setup):
-            found = counters_of_step(workload, setup(), device, facts.index, unprobed)
+            counted = counters_of_step(workload, setup(), device, facts.index, unprobed)
         gc.collect(1)
         device.empty_cache()
-        return found
+        return counted
 
     def coverage(self, case: Case, facts: DeviceFacts) -> Coverage | None:
         """How much of a model's products its case converts; None where there is no such model."""
@@ -130,8 +130,8 @@ class UntimedPasses:
                 return None
             from fp8bench.tape.coverage import coverage_of
 
-            found = coverage_of(covered.model, covered.held, covered.step, multiple=covered.multiple)
-            return replace(found, loss=covered.loss())
+            covering = coverage_of(covered.model, covered.held, covered.step, multiple=covered.multiple)
+            return replace(covering, loss=covered.loss())
 
     def memory(self, case: Case, facts: DeviceFacts, key: str = "", leaks: bool = True) -> MemoryUse | str:
         """What a step's memory is made of at its highest point, or why nobody can say; with `leaks`, whether it grows.
@@ -179,7 +179,6 @@ class UntimedPasses:
             return gradient_error_of(workload.gradient_error(setup(), self._setup(reference, facts)))
 
     def _selected(self, facts: DeviceFacts) -> Device:
-        """A device, which the calling thread works on from now on."""
         self._exact = None
         device = devices.get(facts.kind)
         self._used = device, facts.index

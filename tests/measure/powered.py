@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
+from fp8bench.measure.sensors.energy import NAME, Source, SourceKind
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.measure.sensors.sampler_thread import NAME, Source, SourceKind
 from fp8bench.model import CELL_PHASES
 from fp8bench.model.raw import RawReplay
 from fp8bench.model.readings import NoReading
-from tests.fakes import MS, FakeWorker, Script, gemm_steps
+from tests.fakes import FakeWorker, Script
 from tests.measure.sensors.nvml.library import State
 from tests.measure.sensors.virtual import VirtualClock
 
@@ -110,8 +110,3 @@ class Runner(FakeWorker):
 def sampling() -> bool:
     """Whether a sampler's thread is alive."""
     return any(thread.name == NAME for thread in threading.enumerate())
-
-
-def steps(milliseconds: int, memory: int = 1) -> Script:
-    """Steps that take so long."""
-    return Script(gemm_steps(milliseconds * MS), memory=memory)

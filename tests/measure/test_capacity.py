@@ -1,4 +1,4 @@
-"""The search for the largest batch: what each answer of a worker means, and which batches are tried at all."""
+"""The largest batch that fits: what each answer of a worker means, and a search against trying them all."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
-from fp8bench.measure.capacity import LARGEST_BATCH, CapacityPass, CapacityRule
+from fp8bench.measure.capacity import BatchAttempt, CapacityPass, CapacityRule, Search
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import USUAL
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome
-from fp8bench.model import Capacity, Case, DeviceFacts, Group, MemoryUse, Plan, PlannedCase, Request
+from fp8bench.model import Capacity, Case, DeviceFacts, MemoryUse, PlannedCase, Request
 from fp8bench.plan.make import make_plan, searched_for_batches, with_batch
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
-from tests.facts import CPU
+from tests.facts import CPU, H200
 from tests.fakes import Listener
 
-H200 = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0", (9, 0), "13.0")
 NO_MEMORY = WorkerFault("OutOfMemoryError", "CUDA out of memory.\nTried to allocate", "trace", out_of_memory=True)
 LIMIT = 1000
 
@@ -63,12 +64,11 @@ def planned(suite: str = "transformer", facts: DeviceFacts = CPU, dtype: str = "
 
 
 def search(
-    worker: Filled, one: PlannedCase | None = None, limit: int | None = LIMIT, facts: DeviceFacts = CPU,
+    worker: Filled, case: PlannedCase | None = None, limit: int | None = LIMIT, facts: DeviceFacts = CPU,
     observer: SilentObserver | None = None,
 ) -> Capacity:  # fmt: skip
     """What the search comes to."""
-    one = one or planned(batch="2")
-    outcome = CaseOutcome(one)
+    outcome = CaseOutcome(case or planned(batch="2"))
     rule = CapacityRule(limit, with_batch)
     CapacityPass(worker, {facts.key: facts}, USUAL, observer or SilentObserver(), rule).search([outcome])
     assert outcome.draft.capacity is not None
@@ -76,7 +76,6 @@ def search(
 
 
 def test_the_largest_whose_tensors_do_not_pass_the_limit() -> None:
-    """Run, and so is the next one; tokens are those of a step with it."""
     worker, observer = Filled(), Listener()
     found = search(worker, observer=observer)
     assert found == Capacity("batch", LIMIT, 100, 1, 100 * 96 * 2, 1000, 101, "tensors need 10 B more", 5)
@@ -93,24 +92,27 @@ def test_a_worker_that_the_system_has_ended_had_no_memory_left() -> None:
     assert worker.restarts == sum(batch > 33 for batch, _ in worker.log)
 
 
-def on_hardware(holds: Callable[[int], int | None], dtype: str = "fp8", limit: int = LIMIT) -> int | None:
-    """The batch of a device, of a case whose emulation takes 10 bytes a sequence."""
-    worker = Filled(holds=lambda batch: MemoryUse(10 * batch, on_device=holds(batch)))
-    return search(worker, planned(dtype=dtype, batch="2"), limit).on_device
-
-
-def test_what_hardware_would_fit_is_on_the_line_through_two_batches() -> None:
-    """The largest, by what the batch that was found and half of it would hold there; no more than one can ask for."""
-    assert on_hardware(lambda batch: 4 * batch) == 250
-    assert on_hardware(lambda batch: 100 + 4 * batch) == 225
-    assert on_hardware(lambda batch: 4 * batch + (3 if batch == 100 else 0)) == 247  # rounded towards what fits
-    assert on_hardware(lambda batch: None) is None and on_hardware(lambda batch: 7) is None
-    assert on_hardware(lambda batch: 4 * batch, "fp32") is None  # nothing is emulated: what fits was run
-    assert on_hardware(lambda batch: 4 * batch, limit=19) is None  # one sequence fits, and half of it is none
+@for_each(
+    ("holds", "dtype", "limit", "batch"),
+    [
+        (lambda batch: 4 * batch, "fp8", LIMIT, 250),
+        (lambda batch: 100 + 4 * batch, "fp8", LIMIT, 225),
+        (lambda batch: 4 * batch + (3 if batch == 100 else 0), "fp8", LIMIT, 247),  # rounded towards what fits
+        (lambda batch: None, "fp8", LIMIT, None),
+        (lambda batch: 7, "fp8", LIMIT, None),
+        (lambda batch: 4 * batch, "fp32", LIMIT, None),  # nothing is emulated: what fits was run
+        (lambda batch: 4 * batch, "fp8", 19, None),  # one sequence fits, and half of it is none
+    ],
+)
+def test_what_hardware_would_fit_is_on_the_line_through_two_batches(
+    holds: Callable[[int], int | None], dtype: str, limit: int, batch: int | None
+) -> None:
+    """By what the batch that was found and half of it would hold there; an emulation takes 10 bytes a sequence."""
+    worker = Filled(holds=lambda size: MemoryUse(10 * size, on_device=holds(size)))
+    assert search(worker, planned(dtype=dtype, batch="2"), limit).on_device == batch
 
 
 def test_a_batch_whose_memory_nobody_tells_costs_the_figure_alone() -> None:
-    """The search stands; a worker that has ended is started again."""
 
     def ends(batch: int) -> MemoryUse:
         raise WorkerHung("no answer to 'memory'")
@@ -130,7 +132,6 @@ def test_a_batch_whose_memory_nobody_tells_costs_the_figure_alone() -> None:
     ],
 )
 def test_what_is_no_matter_of_memory_ends_the_search_with_its_reason(error: Exception) -> None:
-    """No batch is claimed, however many have fitted; the next case gets a fresh worker."""
     worker = Filled(dies=lambda batch: error if batch > 20 else None)
     found = search(worker)
     assert found.batch is None and found.beyond is None and found.attempts >= 2
@@ -154,7 +155,6 @@ def test_what_ends_the_search(
     takes: Callable[[int], int | None], most: int | None, limit: int | None, found: tuple[int, int | None, int | None],
     why: str,
 ) -> None:  # fmt: skip
-    """And the process lives on."""
     worker = Filled(takes, lambda batch: NO_MEMORY if most is not None and batch > most else None)
     answer = search(worker, limit=limit)
     assert (answer.batch, answer.beyond, answer.peak) == found and (answer.tokens == 0) == (answer.batch == 0)
@@ -169,37 +169,29 @@ def test_native_products_that_need_multiples_are_tried_in_multiples() -> None:
     found = search(worker, fp8, limit=1000, facts=H200)
     assert (found.axis, found.grain, found.batch, found.beyond) == ("tokens", 16, 992, 1008)
     assert all(tokens % 16 == 0 for tokens, _ in worker.log)
+    assert worker.restarts == 1, "a GPU's worker is fresh afterwards"
     bf16 = search(Filled(takes=lambda tokens: tokens, axis="tokens"), planned("mlp", H200, "bf16"), 1000, H200)
     assert (bf16.grain, bf16.batch) == (1, 1000)
 
 
-def test_a_gpu_s_worker_is_fresh_afterwards() -> None:
-    worker = Filled(axis="tokens")
-    search(worker, planned("mlp", H200, "bf16"), facts=H200)
-    assert worker.restarts == 1
-
-
 @for_each("value", ["many", True, 0, 1.5])
 def test_a_batch_that_is_no_number_is_a_reason(value: Any) -> None:
-    """A user's own suite may call anything its batch."""
-    one = planned(batch="2")
-    params = tuple((name, value if name == "batch" else old) for name, old in one.case.params)
-    found = search(Filled(), replace(one, case=replace(one.case, params=params)))
+    case = planned(batch="2")
+    params = tuple((name, value if name == "batch" else old) for name, old in case.case.params)
+    found = search(Filled(), replace(case, case=replace(case.case, params=params)))
     assert found.batch is None and "must be a whole number from 1" in found.why and found.attempts == 0
 
 
 def test_another_batch_is_planned_like_the_first() -> None:
-    """Work, support, map and all; what the axis refuses is None."""
     rowwise = (("mlp", "fp8-rowwise"),)
     request = Request("transformer", ("bf16", "fp8"), axes=(("batch", ("4",)),), precision_map=rowwise)
-    one = make_plan(request, (CPU,)).groups[0].cases[2]
-    other = with_batch(one, 12, CPU)
-    assert other is not None
-    assert other.case == replace(
-        one.case, params=tuple((name, 12 if name == "batch" else value) for name, value in one.case.params)
+    four = make_plan(request, (CPU,)).groups[0].cases[2]
+    twelve = with_batch(four, 12, CPU)
+    assert twelve is not None and twelve.support == four.support and twelve.work.tokens == 3 * four.work.tokens
+    assert twelve.case == replace(
+        four.case, params=tuple((name, 12 if name == "batch" else value) for name, value in four.case.params)
     )
-    assert other.work.tokens == 3 * one.work.tokens and other.support == one.support
-    assert with_batch(one, 0, CPU) is None and with_batch(one, 4097, CPU) is None
+    assert with_batch(four, 0, CPU) is None and with_batch(four, 4097, CPU) is None
     # A batch norm over one value.
     assert with_batch(planned("conv", image="1", batch="2"), 1, CPU) is None
 
@@ -207,21 +199,120 @@ def test_another_batch_is_planned_like_the_first() -> None:
 def test_cases_that_differ_in_batch_alone_are_searched_once() -> None:
     request = Request("mlp,gemm", ("fp32",), axes=(("tokens", ("32", "64")), ("gated", ("no", "yes"))))
     plan = make_plan(request, (CPU,))
-    found = searched_for_batches(plan)
-    assert found == {
-        group.setting for group in plan if "gemm" not in group.setting and "tokens=32" in group.setting
-    } and len(found) == 2  # fmt: skip
+    searched = searched_for_batches(plan)
+    wanted = {group.setting for group in plan if "gemm" not in group.setting and "tokens=32" in group.setting}
+    assert searched == wanted and len(searched) == 2
 
 
 @for_each(("failure", "searched"), [("", True), (OUT_OF_MEMORY, True), ("it crashed", False)])
 def test_who_may_be_searched(failure: str, searched: bool) -> None:
-    """A case too large for the device is just the one to ask; what fails for another reason would fail again."""
     outcome = CaseOutcome(planned(batch="2"))
     outcome.failure = failure
     assert outcome.may_fit is searched
 
 
-def test_the_bound_is_a_power_of_two() -> None:
-    """So that every grain divides it."""
-    assert LARGEST_BATCH & (LARGEST_BATCH - 1) == 0
-    assert searched_for_batches(Plan((Group((planned("mlp"),), 0),)))
+Takes = Callable[[int], int]
+
+
+def searched(
+    takes: Takes, room: int, start: int, top: int, known: int | None = -1, counted_up_to: float = float("inf")
+) -> Search:
+    """A search among numbers that take so much; what takes more than `counted_up_to` fails uncounted."""
+
+    def attempt(number: int) -> BatchAttempt:
+        assert 1 <= number <= top, "out of bounds"
+        taken = takes(number)
+        return BatchAttempt(number, taken <= room, taken if taken <= counted_up_to else None)
+
+    search = Search(start, top, room if known == -1 else known)
+    search.run(attempt)
+    tried = [attempt.number for attempt in search.attempts]
+    assert len(tried) == len(set(tried)), "one was tried twice"
+    return search
+
+
+def largest(takes: Takes, room: int, top: int) -> int:
+    """By trying them all."""
+    return max((number for number in range(1, top + 1) if takes(number) <= room), default=0)
+
+
+def answer(search: Search) -> int:
+    """Its answer, once both sides of it have been tried."""
+    best = search.fitting.number if search.fitting else 0
+    failing = search.failing
+    assert (failing.number == best + 1) if failing is not None else (best == search.top)
+    return best
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    steps=st.lists(st.integers(0, 50), min_size=1, max_size=120),
+    least=st.integers(1, 400),
+    room=st.integers(1, 3000),
+    start=st.integers(1, 200),
+    counted=st.floats(0, 4000),
+    known=st.sampled_from([-1, None, 1, 10**9]),
+)
+def test_it_finds_what_trying_all_finds(
+    steps: list[int], least: int, room: int, start: int, counted: float, known: int | None
+) -> None:
+    needs = [least]
+    for step in steps:
+        needs.append(needs[-1] + step)
+    top = len(needs)
+
+    def takes(number: int) -> int:
+        return needs[number - 1]
+
+    search = searched(takes, room, min(start, top), top, known, counted)
+    assert answer(search) == largest(takes, room, top)
+    assert len(search.attempts) <= 2 * top.bit_length() + 12
+
+
+@for_each("room", [10_000, 123_456, 10**6, 987_654_321])
+@for_each("slope", [1, 7, 1000])
+@for_each("start", [1, 2, 8])
+def test_a_line_takes_at_most_six_attempts(room: int, slope: int, start: int) -> None:
+    search = searched(lambda number: 5000 + slope * number, room, start, 1 << 20)
+    assert answer(search) == min(max((room - 5000) // slope, 0), 1 << 20)
+    assert len(search.attempts) <= 6
+
+
+def test_nothing_is_tried_that_takes_far_more_than_there_is() -> None:
+    """What a line through small numbers promises is not followed far: a third of the way comes first."""
+    room = 10**6
+    search = searched(lambda number: 1000 + 100 * number + max(0, number - 50) * 900, room, 2, 1 << 20)
+    assert answer(search) == 1044
+    assert max(attempt.taken or 0 for attempt in search.attempts) < 4 * room
+
+
+@for_each(
+    ("search", "best", "first"),
+    [
+        (searched(lambda number: 100 * number, 1000, 512, 1 << 20), 10, [512, 256]),
+        (searched(lambda number: 10**9, 1000, 6, 1 << 20), 0, [6]),
+        (searched(lambda number: 7, 1000, 2, 37), 37, [2]),
+        # A GPU whose allocator counts nothing: its own end alone says what fits.
+        (
+            searched(lambda number: number, 300, 4, 1 << 20, None, counted_up_to=0),
+            300,
+            [4, 8, 16, 32, 64, 128, 256, 512],
+        ),
+    ],
+)
+def test_what_it_tries_first_and_last(search: Search, best: int, first: list[int]) -> None:
+    """Where not even one fits the smallest was tried; where the top fits nothing has failed."""
+    assert answer(search) == best and [attempt.number for attempt in search.attempts][: len(first)] == first
+
+
+def test_what_goes_wrong_ends_the_search_with_what_was_tried() -> None:
+    tried: list[BatchAttempt] = []
+
+    def attempt(number: int) -> BatchAttempt:
+        if number > 8:
+            raise ValueError("another matter")
+        return BatchAttempt(number, True, number)
+
+    with pytest.raises(ValueError, match="another matter"):
+        Search(4, 100, None, tried).run(attempt)
+    assert [attempt.number for attempt in tried] == [4, 8]

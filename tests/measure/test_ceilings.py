@@ -1,4 +1,4 @@
-"""Whether a run measures what its devices can do at most, and which of that holds for a case."""
+"""Which of what a device can do at most holds for a case."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.errors import UsageError
-from fp8bench.measure.ceilings import VARIABLE, ceiling_of, measures_ceilings
+from fp8bench.measure.ceilings import ceiling_of
 from fp8bench.model import Ceiling, Ceilings, Level, Limit, PlannedCase, Rate
 from tests.counts import for_each
 from tests.fakes import planned
@@ -22,45 +21,25 @@ def looked(copied: float | None = None, **products: float) -> Ceilings:
 KNOWN = looked(7.0, fp32=100.0, bf16=400.0, fp16=20.0)
 
 
-@for_each(
-    ("quick", "variable", "measured"),
-    [(False, "", True), (False, "measured", True), (True, "", False), (True, "measured", False), (False, "off", False)],
-)
-def test_when_it_is_measured(quick: bool, variable: str, measured: bool) -> None:
-    """Unless somebody asked for less."""
-    assert measures_ceilings(quick, {VARIABLE: variable} if variable else {}) is measured
-
-
-def test_other_words_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"FP8BENCH_CEILINGS is 'no'\. Set it to off"):
-        measures_ceilings(False, {VARIABLE: "no"})
+MAPPED = replace(planned("fp32"), case=replace(planned("fp32").case, precision_map=(("mlp", "bf16"),)))
 
 
 @for_each(
-    ("one", "flops"),
+    ("case", "known", "ceiling"),
     [
-        (planned("fp32"), 100.0),
-        (planned("fp16"), 100.0),  # a processor may compute it in fp32
-        (planned("bf16"), 400.0),
-        (planned("fp8", Level.EMULATED), 400.0),
-        (planned("tf32", Level.EMULATED), 400.0),
+        # Its own dtype and wider ones, as a processor may compute fp16 in fp32; emulated any, and what a map names.
+        (planned("fp32"), KNOWN, Ceiling(100.0, 7.0)),
+        (planned("fp16"), KNOWN, Ceiling(100.0, 7.0)),
+        (planned("bf16"), KNOWN, Ceiling(400.0, 7.0)),
+        (planned("fp8", Level.EMULATED), KNOWN, Ceiling(400.0, 7.0)),
+        (planned("tf32", Level.EMULATED), KNOWN, Ceiling(400.0, 7.0)),
+        (MAPPED, KNOWN, Ceiling(400.0, 7.0)),
+        (planned("fp32"), None, None),
+        (planned("fp32"), looked(bf16=1.0), Ceiling(None, None)),
     ],
-    ids=lambda one: one.case.precision if isinstance(one, PlannedCase) else "",
 )
-def test_the_dtypes_that_a_case_may_multiply_in(one: PlannedCase, flops: float) -> None:
-    """Its own and wider ones; emulated any."""
-    assert ceiling_of(one, KNOWN) == Ceiling(flops, 7.0)
-
-
-def test_a_map_lets_a_case_multiply_in_what_it_names() -> None:
-    one = planned("fp32")
-    mapped = replace(one, case=replace(one.case, precision_map=(("mlp", "bf16"),)))
-    assert ceiling_of(mapped, KNOWN) == Ceiling(400.0, 7.0)
-
-
-def test_nothing_is_known_of_what_was_not_measured() -> None:
-    assert ceiling_of(planned("fp32"), None) is None
-    assert ceiling_of(planned("fp32"), looked(bf16=1.0)) == Ceiling(None, None)
+def test_what_a_case_may_multiply_in(case: PlannedCase, known: Ceilings | None, ceiling: Ceiling | None) -> None:
+    assert ceiling_of(case, known) == ceiling
 
 
 def test_threads_that_never_wait_for_each_other() -> None:
@@ -69,7 +48,6 @@ def test_threads_that_never_wait_for_each_other() -> None:
 
 
 def test_runs_that_differ_by_more_than_five_percent_bound_nothing() -> None:
-    """They are told with the case all the same."""
     steady, wide = (100.0, 101.0, 102.0, 103.0, 104.0), (100.0, 101.0, 102.0, 103.0, 108.0)
     rates = Rate(Limit.PRODUCT, "fp32", steady), Rate(Limit.CACHED, runs=wide)
     assert rates[0].value == 102.0 and rates[0].spread == pytest.approx(4 / 102) and rates[0].steady

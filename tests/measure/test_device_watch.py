@@ -17,12 +17,12 @@ from fp8bench.measure.device_watch import Watch
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.model import DeviceFacts, DeviceWatch, Label, SlotSample, Verdict
+from fp8bench.model import DeviceWatch, Label, SlotSample, Verdict
 from fp8bench.model.readings import Read, Reading, Readings, Unavailable
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
-from tests.fakes import MS, FakeWorker, Script, arm, gemm_steps, group, planned
+from tests.fakes import GPU, MS, FakeWorker, arm, group, lasting, planned
 
 
 def reading(value: float) -> Reading:
@@ -63,17 +63,15 @@ class Shared(Device):
 
 
 def test_who_shares_a_device_is_told_with_the_label() -> None:
-    """Asked before the rounds and after them. Where nobody can say, nothing is said."""
-    one = arm("bf16")
-    for device, pid, found, reason in (
+    for device, pid, counted, reason in (
         (Shared(), 42, (2, 2**31, 2), "2 other processes on it with 2.00 GiB, 2 other slices of it"),
         (Device(), 42, (None, None, 0), ""),
         (Device(), None, (None, None, 0), ""),
     ):
         watch = Watch(device, pid=pid)
         watch.end()
-        seen = watch.seen(one)
-        assert (seen.others, seen.others_memory, seen.slices) == found
+        seen = watch.seen(arm("bf16"))
+        assert (seen.others, seen.others_memory, seen.slices) == counted
         assert [(label.label, label.reason, label.hard) for label in shared(seen)] == [
             (Label.SHARED, reason, False) for _ in "." if reason
         ]
@@ -81,7 +79,7 @@ def test_who_shares_a_device_is_told_with_the_label() -> None:
 
 
 class Clock:
-    """A clock that a test moves."""
+    """Moved by a test."""
 
     now = 10.0
 
@@ -94,7 +92,7 @@ def watched(
 ) -> dict[str, tuple[DeviceWatch, MeasuredArm]]:
     """What was seen of each arm, by its precision, in rounds of them."""
     clock = Clock()
-    arms = {name: arm(name) for one in rounds for name in one}
+    arms = {name: arm(name) for names in rounds for name in names}
     worker = FakeWorker({})
     for one in arms.values():
         one.prepare(worker)
@@ -126,7 +124,6 @@ def test_looks_belong_to_the_arm_whose_slot_is_over() -> None:
 
 
 def test_a_mean_clock_counts_slots_by_how_long_they_took() -> None:
-    """A long slot at a low clock is most of an arm's time."""
     one = arm("fp32")
     one.prepare(FakeWorker({}))
     slots = [SlotSample(number, ((10 * MS,),), wall, wall, clock=clock) for number, (wall, clock) in enumerate(
@@ -140,7 +137,7 @@ def test_looking_takes_a_twentieth_of_the_time_at_most_and_whole_rounds() -> Non
     """Each look takes the driver time in which the device idles; arms of a round are looked at or not together."""
     device = Device(*[look()] * 300)
     found = watched(device, *[("fp32", "bf16")] * 100, slot_seconds=0.01, look_seconds=0.002)
-    rounds = [{slot.round for slot in one.slots if slot.clock is not None} for _, one in found.values()]
+    rounds = [{slot.round for slot in arm.slots if slot.clock is not None} for _, arm in found.values()]
     assert rounds[0] == rounds[1] and 0 in rounds[0]
     assert 0.03 * 2.0 < 0.002 * device.asked <= 0.05 * (2.0 + 0.002 * device.asked) + 2 * 0.002
     quick = Device(*[look()] * 200)
@@ -167,13 +164,12 @@ def test_a_case_that_ran_at_another_clock_has_no_verdict(
 ) -> None:
     """Through the rounds as they are: the device's clock falls whenever one of the arms has run."""
     monkeypatch.setattr(device_watch, "_SHARE", 1.0)  # on this worker's clock a slot takes no time
-    worker = FakeWorker({"bf16": Script(gemm_steps(5 * MS))})
-    facts = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
+    worker = FakeWorker({"bf16": lasting(5)})
     method = Method(rule=StoppingRule(fixed=24), judge=decided, seed=0)
     meter = Meter((), Leaning(worker, lower, noise), "no energy")
     cases = group(*map(planned, ("fp32", "bf16", "fp16")))
-    records = GroupMeasurement(cases, {"cpu": facts}, worker, SilentObserver(), method, meter).run()
-    found = {one.case.mode: one for one in find(records, {})}
+    records = GroupMeasurement(cases, {"cpu": GPU}, worker, SilentObserver(), method, meter).run()
+    found = {finding.case.mode: finding for finding in find(records, {})}
     assert (found["bf16"].hard == (Label.CLOCK_OFFSET,)) == void and found["fp16"].hard == ()
     assert found["bf16"].verdict is (Verdict.UNSURE if void else Verdict.FASTER) and found["bf16"].ratio is not None
     if void and not noise:
@@ -181,27 +177,25 @@ def test_a_case_that_ran_at_another_clock_has_no_verdict(
         assert found["bf16"].why.startswith(f"labelled clock-offset ({reason})")
 
 
-def test_what_held_the_clocks_back_is_counted_over_the_sitting() -> None:
-    """By the driver's own count, which also knows what happened between two looks."""
-    watch = Watch(Device(violations=(reading(5.0), reading(5.25))), clock=Clock())
-    watch.end()
-    assert watch.seen(arm("fp32")).held == (("thermal", 0.25),)
-
-
 @for_each(
-    ("after", "why"),
-    [(Unavailable("it fell off the bus"), "it fell off the bus"), (reading(4.0), "test went back from 5.0 to 4.0 ")],
+    ("after", "held", "why"),
+    [
+        (reading(5.25), (("thermal", 0.25),), ""),
+        (Unavailable("it fell off the bus"), (), "thermal: it fell off the bus"),
+        (reading(4.0), (), "thermal: test went back from 5.0 to 4.0 "),
+    ],
 )
-def test_a_count_that_fails_is_a_reason_and_no_zero(after: Read, why: str) -> None:
-    """Nor does one that goes backwards count."""
+def test_what_held_the_clocks_back_is_counted_by_the_driver_over_the_sitting(
+    after: Read, held: tuple[tuple[str, float], ...], why: str
+) -> None:
+    """Which also knows what happened between two looks. A count that fails is a reason and no zero."""
     watch = Watch(Device(violations=(reading(5.0), after)), clock=Clock())
     watch.end()
     seen = watch.seen(arm("fp32"))
-    assert seen.held == () and seen.why == f"thermal: {why}" and seen.looks == 0 and seen.throttle is None
+    assert seen.held == held and seen.why == why and seen.looks == 0 and seen.throttle is None
 
 
 def test_a_look_that_fails_leaves_the_others() -> None:
-    """What is known stays known, and what is not has its reason."""
     seen, one = watched(Device(look(0x4), look(0x4, None, None)), ("fp32",), ("fp32",))["fp32"]
     assert (seen.throttle, seen.sm_clock, seen.temperature) == (0x4, 1.5e9, 50)
     assert seen.why == "sm_clock, temperature: lost" and [slot.clock for slot in one.slots] == [1.5e9, None]

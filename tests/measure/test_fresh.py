@@ -15,12 +15,12 @@ from fp8bench.model import Level, PlannedCase, Record, Verdict
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
-from tests.fakes import CPU, MS, FakeWorker, Fault, Script, by_mode, gemm_steps, group, planned
+from tests.fakes import CPU, MS, FakeWorker, Fault, Script, by_mode, gemm_steps, group, lasting, planned
 
 NAMES = ("fp32", "bf16", "fp16", "tf32")
 # Its first 24 slots take 4 ms, and those after them 5 ms: the four untimed calls come before.
 FADING = Script(lambda call: gemm_steps(4 * MS if call < 28 else 5 * MS)(call))
-SCRIPTS = {"bf16": FADING, "fp16": Script(gemm_steps(6 * MS)), "tf32": Script(gemm_steps(9 * MS))}
+SCRIPTS = {"bf16": FADING, "fp16": lasting(6), "tf32": lasting(9)}
 
 
 def measured(
@@ -37,54 +37,50 @@ def measured(
 def test_the_fastest_is_told_by_rounds_after_the_choice() -> None:
     """Only it, the reference and its control take part; the record keeps both, and the row names both."""
     records, worker = measured()
-    assert [mode for mode, one in records.items() if one.fresh] == ["bf16"]
+    assert [mode for mode, record in records.items() if record.fresh] == ["bf16"]
     fresh, first = records["bf16"].fresh, records["bf16"].timing
     assert fresh is not None and first is not None and fresh.candidates == 3 and fresh.control is not None
-    assert [one.num_rounds for one in (fresh.timing, fresh.reference, fresh.control)] == [24] * 3
+    assert [timing.num_rounds for timing in (fresh.timing, fresh.reference, fresh.control)] == [24] * 3
     assert {call for slot in first.slots for cell in slot.calls_ns for call in cell} == {4 * MS}
     assert {call for slot in fresh.timing.slots for cell in slot.calls_ns for call in cell} == {5 * MS}
     assert {entry[1] for entry in worker.slots()[-24 * 3 :]} == {"fp32", "fp32'", "bf16"}
-    finding = {one.case.mode: one for one in find(list(records.values()), {})}["bf16"]
+    finding = {finding.case.mode: finding for finding in find(list(records.values()), {})}["bf16"]
     assert finding.ratio is not None and finding.ratio.point == pytest.approx(0.5) and finding.verdict is Verdict.FASTER
     assert finding.why == "the fastest of 3, 2.50x when it was chosen: this is of rounds after that"
     assert finding.best_seconds == pytest.approx(4e-3)  # its time is that of its own rounds
 
 
 def test_where_it_is_not_timed_again_that_is_said() -> None:
-    """As with --quick."""
     records, worker = measured(choose=None)
-    assert all(one.fresh is None for one in records.values()) and len(worker.slots("bf16")) == 2 + 24
-    found = {one.case.mode: one for one in find(list(records.values()), {})}
+    assert all(record.fresh is None for record in records.values()) and len(worker.slots("bf16")) == 2 + 24
+    found = {finding.case.mode: finding for finding in find(list(records.values()), {})}
     assert found["bf16"].why == (
         "the fastest of 3 by these rounds, and not timed again: chosen so, its speed-up is too good"
     )
     assert found["fp16"].why == found["tf32"].why == ""
 
 
+SLOW = {mode: lasting(20) for mode in NAMES[1:]}
+
+
 @for_each(
-    "cases",
+    ("cases", "scripts"),
     [
-        tuple(map(planned, NAMES[:3])),  # two candidates
-        (*map(planned, NAMES[:3]), planned("tf32", Level.EMULATED)),
-        (planned("fp32", Level.EMULATED), *map(planned, NAMES[1:])),
+        (tuple(map(planned, NAMES[:3])), SCRIPTS),  # two candidates
+        ((*map(planned, NAMES[:3]), planned("tf32", Level.EMULATED)), SCRIPTS),
+        ((planned("fp32", Level.EMULATED), *map(planned, NAMES[1:])), SCRIPTS),
+        (tuple(map(planned, NAMES)), SLOW),  # none is faster
     ],
 )
-def test_fewer_candidates_have_no_winner(cases: tuple[PlannedCase, ...]) -> None:
+def test_fewer_candidates_have_no_winner(cases: tuple[PlannedCase, ...], scripts: Mapping[str, Script]) -> None:
     """An emulation's time is no speed, on either side."""
-    records, _ = measured(*cases)
-    assert all(one.fresh is None for one in records.values())
-    assert not any("fastest" in one.why for one in find(list(records.values()), {}))
-
-
-def test_where_none_is_faster_there_is_no_winner() -> None:
-    slow = {mode: Script(gemm_steps(20 * MS)) for mode in NAMES[1:]}
-    records, worker = measured(scripts=slow)
-    assert all(one.fresh is None for one in records.values()) and len(worker.slots("fp32")) == 2 + 24
+    records, worker = measured(*cases, scripts=scripts)
+    assert all(record.fresh is None for record in records.values()) and len(worker.slots("fp32")) <= 2 + 24
+    assert not any("fastest" in finding.why for finding in find(list(records.values()), {}))
 
 
 def test_a_fault_in_these_rounds_fails_its_case() -> None:
-    """And the next fastest of those left is chosen, if they are enough."""
-    faulty = Script(gemm_steps(4 * MS), faults=[Fault("slot", WorkerFault("ValueError", "boom", "trace"), at=30)])
+    faulty = lasting(4, faults=[Fault("slot", WorkerFault("ValueError", "boom", "trace"), at=30)])
     records, _ = measured(scripts={**SCRIPTS, "bf16": faulty})
     assert records["bf16"].status.value == "failed" and records["bf16"].fresh is None
-    assert all(one.fresh is None for one in records.values()) and records["fp16"].timing is not None
+    assert all(record.fresh is None for record in records.values()) and records["fp16"].timing is not None

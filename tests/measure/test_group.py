@@ -12,11 +12,12 @@ import pytest
 
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import decided
-from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
+from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure import group as group_module
 from fp8bench.measure.group import GroupMeasurement, Method
-from fp8bench.measure.passes import TraceFolder
+from fp8bench.measure.passes import TraceFolder, trace_folder
 from fp8bench.model import (
+    Case,
     DeviceFacts,
     Label,
     Level,
@@ -24,6 +25,7 @@ from fp8bench.model import (
     PlannedCase,
     Provenance,
     Record,
+    Request,
     Status,
     StepEffect,
     TensorStatistics,
@@ -37,6 +39,7 @@ from tests.fakes import (
     CAST,
     CPU,
     GEMM,
+    GPU,
     MS,
     FakeWorker,
     Fault,
@@ -44,10 +47,11 @@ from tests.fakes import (
     Script,
     broken,
     by_mode,
-    gemm_steps,
     group,
+    lasting,
     planned,
 )
+from tests.runs import gemm
 
 EMULATED = Level.EMULATED
 TEN = StoppingRule(fixed=10)
@@ -64,13 +68,9 @@ def measure(
     method = Method(rule=rule, judge=decided, seed=seed, traces=traces)
     grouped = group(*cases, reference=reference)
     records = GroupMeasurement(grouped, {"cpu": facts}, worker, observer or SilentObserver(), method).run()
-    assert [record.case for record in records] == [one.case for one in cases]
+    assert [record.case for record in records] == [planned.case for planned in cases]
     assert worker.held == [], "a state was not released"
     return by_mode(records), worker
-
-
-def sized(memory: int, nanoseconds: int = 10 * MS) -> Script:
-    return Script(gemm_steps(nanoseconds), memory=memory)
 
 
 def native(*names: str) -> list[PlannedCase]:
@@ -86,11 +86,12 @@ def prepared(worker: FakeWorker) -> list[str]:
 
 
 def test_a_group_becomes_one_record_a_case() -> None:
-    """The reference carries its control; all share the same rounds."""
-    cases = [*native("fp32", "bf16"), planned("fp8", EMULATED), planned("tf32", Level.REFUSED, skip="no TF32 here")]
-    records, worker = measure({"bf16": sized(1, 5 * MS)}, *cases)
+    cases = [*native("fp32"), planned("bf16", flops=1e6), planned("fp8", EMULATED)]
+    cases.append(planned("tf32", Level.REFUSED, skip="no TF32 here"))
+    records, worker = measure({"bf16": lasting(5, memory=1)}, *cases)
     assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp8": "ok", "tf32": "skipped"}
     assert records["tf32"].reason == "no TF32 here" and records["tf32"].timing is None
+    assert records["bf16"].support == cases[1].support and records["bf16"].work.flops == 1e6
     assert [mode for mode, record in records.items() if record.is_reference] == ["fp32"]
     assert [mode for mode, record in records.items() if record.control] == ["fp32"]
     rounds = {mode: records[mode].timing.num_rounds for mode in ("fp32", "bf16", "fp8")}  # type: ignore[union-attr]
@@ -99,40 +100,41 @@ def test_a_group_becomes_one_record_a_case() -> None:
     assert {record.stopped for record in records.values()} == {"10 rounds, a fixed number", ""}
     assert prepared(worker) == ["fp32", "fp32'", "bf16", "fp8"]
     assert worker.restarts == 0
+    orders = [measure({}, *native("fp32", "bf16"), seed=seed)[1].slots() for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
 
 
-def test_an_emulated_reference_has_no_control() -> None:
+def test_an_emulated_reference_has_no_control_and_leads_only_where_nothing_native_is_left() -> None:
     """There is no noise floor to a time that is no speed."""
     records, worker = measure({}, planned("fp8", EMULATED), planned("mxfp8", EMULATED))
     assert records["fp8"].is_reference and records["fp8"].control is None
     assert prepared(worker) == ["fp8", "mxfp8"]
+    cases = planned("fp32"), planned("mxfp8", EMULATED), planned("fp8", EMULATED)
+    records, _ = measure({"fp32": broken("slot")}, *cases)
+    assert records["fp8"].is_reference and records["fp8"].control is None
 
 
 def test_numerical_errors_come_in_a_pass_of_their_own_after_all_rounds() -> None:
-    """One request a case that ran; a skipped case is not asked."""
-    scripts = {"fp8": Script(errors={"product_error": 0.03, "loss_error": 1e-4})}
-    records, worker = measure(scripts, *native("fp32", "fp8"), planned("tf32", skip="no"))
-    assert [(one.metric, one.samples, one.unit) for one in records["fp8"].measurements] == [
+    """One request a case that ran. One that can have no numbers, of constant operands, say, tells why and stands."""
+    scripts = {
+        "fp8": Script(errors={"product_error": 0.03, "loss_error": 1e-4}), "bf16": Script(errors="they are constant"),
+    }  # fmt: skip
+    records, worker = measure(scripts, *native("fp32", "fp8", "bf16"), planned("tf32", skip="no"))
+    assert [(figure.metric, figure.samples, figure.unit) for figure in records["fp8"].measurements] == [
         ("product_error", (0.03,), "ratio"), ("loss_error", (1e-4,), "ratio"),
     ]  # fmt: skip
-    assert [entry for entry in worker.log if entry[0] == "error"] == [("error", "fp32"), ("error", "fp8")]
+    assert [entry[1] for entry in worker.log if entry[0] == "error"] == ["fp32", "fp8", "bf16"]
     assert [entry[0] for entry in worker.log].index("error") > max(
         at for at, entry in enumerate(worker.log) if entry[0] in ("slot", "release")
     )
-
-
-def test_a_case_that_can_have_no_numbers_says_why_and_stands() -> None:
-    """Of constant operands, say."""
-    records, _ = measure({"bf16": Script(errors="they are constant")}, *native("fp32", "bf16"))
-    assert statuses(records) == {"fp32": "ok", "bf16": "ok"} and records["bf16"].measurements == ()
-    assert records["bf16"].detail.startswith("no numerical error: they are constant") and records["bf16"].timing
+    assert records["bf16"].status is Status.OK and records["bf16"].measurements == () and records["bf16"].timing
+    assert records["bf16"].detail.startswith("no numerical error: they are constant")
 
 
 @for_each(
     "error", [WorkerFault("ValueError", "bad", "the trace"), WorkerLost("it crashed"), WorkerHung("no answer in 60 s")]
 )
 def test_a_case_without_its_numbers_fails(error: Exception) -> None:
-    """The others have theirs, from a fresh worker."""
     records, worker = measure({"bf16": broken("error", error=error)}, *native("fp32", "bf16", "fp16"))
     assert statuses(records) == {"fp32": "ok", "bf16": "failed", "fp16": "ok"}
     assert records["bf16"].reason == f"no numerical error: {error}"
@@ -142,13 +144,12 @@ def test_a_case_without_its_numbers_fails(error: Exception) -> None:
 
 
 def test_memory_comes_last_in_a_pass_of_its_own() -> None:
-    """One request a case that is alive by then; where the device cannot say there is no number, and no zero."""
     scripts = {
         "fp32": Script(peak=3 << 20, errors={"product_error": 0.1}), "bf16": Script(errors={"product_error": math.nan}),
         "fp16": broken("slot"),
     }  # fmt: skip
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16", "fp8"), planned("tf32", skip="no"))
-    assert [one.metric for one in records["fp32"].measurements] == ["product_error", "peak_memory"]
+    assert [figure.metric for figure in records["fp32"].measurements] == ["product_error", "peak_memory"]
     peak = records["fp32"].measurement("peak_memory")
     assert peak is not None and (peak.unit, peak.samples, peak.phase) == ("B", (3.0 * (1 << 20),), None)
     assert peak.provenance is Provenance.MEASURED and "the state included" in peak.description
@@ -158,7 +159,7 @@ def test_memory_comes_last_in_a_pass_of_its_own() -> None:
     assert records["fp8"].detail == "no peak memory: the script has none"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("error", "restarts"),
     [
         (WorkerFault("ValueError", "bad", "the trace"), 1),
@@ -167,7 +168,7 @@ def test_memory_comes_last_in_a_pass_of_its_own() -> None:
         (WorkerHung("no answer in 60 s"), 1),
     ],
 )
-@pytest.mark.parametrize(
+@for_each(
     ("name", "what"),
     [
         ("statistics", "statistics of the data"),
@@ -177,7 +178,6 @@ def test_memory_comes_last_in_a_pass_of_its_own() -> None:
     ],
 )
 def test_what_a_pass_cannot_say_fails_nobody(name: str, what: str, error: Exception, restarts: int) -> None:
-    """The case stands with all else and the reason, the others have theirs; the next is asked of a fresh worker."""
     said: dict[str, Any] = {
         "errors": {"product_error": 0.1}, "statistics": (TensorStatistics("a", "input", 4, 1.0),), "peak": 1,
         "operators": (OperatorTime("gemm", "aten::mm", 1.0, 0.01),),
@@ -200,15 +200,13 @@ def test_what_a_pass_cannot_say_fails_nobody(name: str, what: str, error: Except
 
 
 def test_a_state_that_is_compiled_is_not_prepared_once_more_to_see_what_its_steps_do() -> None:
-    """The record says why nobody looked."""
-    compiled = [replace(one, work=Work(1.0, setup_seconds=60.0)) for one in native("fp32", "bf16")]
+    compiled = [replace(planned, work=Work(1.0, setup_seconds=60.0)) for planned in native("fp32", "bf16")]
     records, worker = measure({}, *compiled)
     assert not [entry for entry in worker.log if entry[0] == "effect"]
     assert records["bf16"].effect == StepEffect(None, "its state is compiled, which takes too long for this")
 
 
 def test_traces_come_after_all_else_where_they_are_asked_for() -> None:
-    """One request a case that is alive by then, each with a file of its own; the record names it."""
     told = (OperatorTime("gemm", "aten::mm", 1.0, 0.01),)
     scripts = {"fp32": Script(operators=told, peak=1), "fp16": broken("slot")}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), planned("tf32", skip="no"), traces=TRACES)
@@ -216,16 +214,11 @@ def test_traces_come_after_all_else_where_they_are_asked_for() -> None:
     assert worker.log[-2:] == [("trace", mode, f"/traces/{file}") for mode, file in files.items()]
     assert {mode: record.trace for mode, record in records.items()} == {**files, "fp16": "", "tf32": ""}
     assert records["fp32"].operators == told and records["bf16"].operators == () and worker.restarts == 1
-    records, worker = measure({}, *native("fp32", "bf16"))
-    assert not [entry for entry in worker.log if entry[0] == "trace"] and not records["fp32"].trace
-
-
-def test_no_gpu_is_timed_in_a_process_that_has_traced_it() -> None:
-    """Its profiler stays, and each launch would cost more."""
-    facts = DeviceFacts("cuda", 0, "a GPU", 80 << 30, "2.13.0", (9, 0))
+    # No GPU is timed in a process that has traced it: its profiler stays, and each launch would cost more.
     for traces, restarts in ((None, 1), (TRACES, 2)):  # what steps do is looked at under the profiler, too
-        _, worker = measure({}, *native("fp32", "bf16"), traces=traces, facts=facts)
+        _, worker = measure({}, *native("fp32", "bf16"), traces=traces, facts=GPU)
         assert worker.restarts == restarts
+        assert len([entry for entry in worker.log if entry[0] == "trace"]) == (2 if traces else 0)
 
 
 @for_each("mode", ["fp32", "bf16"])
@@ -245,7 +238,6 @@ def test_whatever_a_case_lacks_is_told(mode: str) -> None:
 
 @for_each(("name", "at"), [("prepare", 1), ("slot", 1), ("slot", 2), ("slot", 7)])
 def test_a_case_that_raises_fails_alone(name: str, at: int) -> None:
-    """In preparing, calibrating or a round: the reason is kept with its traceback, the others are measured."""
     records, worker = measure({"bf16": broken(name, at)}, *native("fp32", "bf16", "fp16"))
     assert statuses(records) == {"fp32": "ok", "bf16": "failed", "fp16": "ok"}
     failed = records["bf16"]
@@ -260,7 +252,6 @@ def test_a_case_that_raises_fails_alone(name: str, at: int) -> None:
 @for_each("error", [WorkerLost("the worker crashed during 'slot'"), WorkerHung("no answer in 60 s")])
 @for_each(("name", "at"), [("prepare", 1), ("slot", 6)])
 def test_a_lost_worker_costs_a_restart_and_the_culprit(error: Exception, name: str, at: int) -> None:
-    """The group starts again in a fresh one: every state is prepared anew, and no sample of the first try is kept."""
     records, worker = measure({"bf16": broken(name, at, error)}, *native("fp32", "bf16", "fp16"))
     assert statuses(records) == {"fp32": "ok", "bf16": "failed", "fp16": "ok"}
     assert records["bf16"].reason == str(error)
@@ -270,26 +261,29 @@ def test_a_lost_worker_costs_a_restart_and_the_culprit(error: Exception, name: s
     assert records["fp32"].control is not None and records["fp32"].control.num_rounds == 10
 
 
-GPU = DeviceFacts("cuda", 0, "a GPU", 80 << 30, "2.13.0", (9, 0))
-
-
 def of_gpu(worker: FakeWorker, method: Method, *modes: str) -> dict[str, Record]:
     return by_mode(GroupMeasurement(group(*native(*modes)), {"cpu": GPU}, worker, SilentObserver(), method).run())
 
 
-def test_a_gpu_that_answers_a_fresh_process_is_measured_on() -> None:
-    """An assert in a kernel breaks the context of its process, and no other."""
-    broken_context = WorkerFault("AcceleratorError", "CUDA error: device-side assert triggered")
-    worker = FakeWorker({"bf16": broken("slot", 3, broken_context)})
-    method = Method(rule=TEN, judge=decided, seed=0)
+@for_each(
+    ("struck", "unanswered"),
+    [
+        # An assert in a kernel breaks the context of its process, and no other.
+        (WorkerFault("AcceleratorError", "CUDA error: device-side assert triggered"), None),
+        # Memory that another has taken may be back for the next case.
+        (WorkerLost("it was ended by SIGSEGV"), WorkerFault("AcceleratorError", "out of memory", out_of_memory=True)),
+    ],
+)
+def test_a_gpu_that_may_answer_is_measured_on(struck: WorkerError, unanswered: WorkerError | None) -> None:
+    worker, method = FakeWorker({"bf16": broken("slot", 3, struck)}), Method(rule=TEN, judge=decided, seed=0)
+    worker.unanswered = unanswered
     records = of_gpu(worker, method, "fp32", "bf16", "fp16")
     assert statuses(records) == {"fp32": "ok", "bf16": "failed", "fp16": "ok"} and method.lost == {}
-    assert records["bf16"].reason == "AcceleratorError: CUDA error: device-side assert triggered"
+    assert records["bf16"].reason == str(struck)
     assert [entry for entry in worker.log if entry[0] == "answers"] == [("answers", "cuda:0")]
 
 
 def test_a_gpu_that_is_lost_is_tried_no_more() -> None:
-    """Not in this group nor in the next one: each case would cost two starts of a worker. All have the reason."""
     worker = FakeWorker({"bf16": broken("slot", 3, WorkerFault("AcceleratorError", "CUDA error: unknown error"))})
     worker.unanswered = WorkerFault("AcceleratorError", "CUDA error: no CUDA-capable device is detected")
     method = Method(rule=TEN, judge=decided, seed=0)
@@ -303,58 +297,31 @@ def test_a_gpu_that_is_lost_is_tried_no_more() -> None:
     assert {record.reason for record in later.values()} == {lost} and len(worker.log) == asked
 
 
-def test_a_gpu_whose_memory_another_has_taken_is_not_lost() -> None:
-    """It may be back for the next case."""
-    worker = FakeWorker({"bf16": broken("slot", 3, WorkerLost("it was ended by SIGSEGV"))})
-    worker.unanswered = WorkerFault("AcceleratorError", "CUDA error: out of memory", out_of_memory=True)
-    method = Method(rule=TEN, judge=decided, seed=0)
-    records = of_gpu(worker, method, "fp32", "bf16", "fp16")
-    assert statuses(records) == {"fp32": "ok", "bf16": "failed", "fp16": "ok"} and method.lost == {}
-
-
 def test_two_culprits_cost_two_restarts() -> None:
-    """Each leaves in its turn."""
     scripts = {"bf16": broken("slot", 6, WorkerLost("crashed")), "fp16": broken("slot", 12, WorkerHung("hung"))}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16"))
     assert statuses(records) == {"fp32": "ok", "bf16": "failed", "fp16": "failed"}
     assert worker.restarts == 2
 
 
-def test_the_same_seed_and_group_give_the_same_order() -> None:
-    """Another seed gives another; so the order does not depend on a group's place in the run."""
-    orders = [measure({}, *native("fp32", "bf16"), seed=seed)[1].slots() for seed in (1, 1, 2)]
-    assert orders[0] == orders[1] != orders[2]
-
-
-@for_each(
-    ("culprit", "scripts"),
-    [("an exception", broken("slot", 3)), ("a crash", broken("prepare", 1, WorkerLost("crashed")))],
-)
-def test_a_failing_reference_hands_over_to_the_highest_native_precision_left(culprit: str, scripts: Script) -> None:
-    """By rank, not by the order on the command line; it gets a control like any reference."""
+@for_each("script", [broken("slot", 3), broken("prepare", 1, WorkerLost("crashed"))])
+def test_a_failing_reference_hands_over_to_the_highest_native_precision_left(script: Script) -> None:
     cases = [*native("fp32", "fp8", "bf16"), planned("tf32", EMULATED)]
-    records, _ = measure({"fp32": scripts}, *cases)
-    assert statuses(records) == {"fp32": "failed", "fp8": "ok", "bf16": "ok", "tf32": "ok"}, culprit
+    records, _ = measure({"fp32": script}, *cases)
+    assert statuses(records) == {"fp32": "failed", "fp8": "ok", "bf16": "ok", "tf32": "ok"}
     assert [mode for mode, record in records.items() if record.is_reference] == ["bf16"]
     assert [mode for mode, record in records.items() if record.control] == ["bf16"]
     assert records["fp8"].paired and records["fp8"].paired_with is None
 
 
-def test_an_emulated_case_leads_only_if_nothing_native_is_left() -> None:
-    """Then it has no control."""
-    cases = planned("fp32"), planned("mxfp8", EMULATED), planned("fp8", EMULATED)
-    records, _ = measure({"fp32": broken("slot")}, *cases)
-    assert records["fp8"].is_reference and records["fp8"].control is None
-
-
-def test_a_planned_reference_that_was_skipped_never_leads() -> None:
-    """The plan names another, or nobody can."""
+def test_what_is_skipped_never_leads_and_asks_the_worker_nothing() -> None:
     records, _ = measure({}, planned("tf32", skip="no TF32"), *native("fp16", "bf16"), reference=1)
     assert records["fp16"].is_reference and not records["tf32"].is_reference
+    records, worker = measure({}, planned("tf32", skip="no"), planned("bf16", skip="no"))
+    assert statuses(records) == {"tf32": "skipped", "bf16": "skipped"} and worker.log == []
 
 
 def test_when_everything_fails_everything_has_its_record() -> None:
-    """No reference, no times, every reason."""
     scripts = {name: broken("prepare", error=WorkerFault("TypeError", name)) for name in ("fp32", "bf16", "fp8")}
     records, worker = measure(scripts, *native("fp32", "bf16"), planned("fp8", EMULATED))
     assert {mode: (record.status, record.reason) for mode, record in records.items()} == {
@@ -364,16 +331,8 @@ def test_when_everything_fails_everything_has_its_record() -> None:
     assert not any(entry[0] == "error" for entry in worker.log)
 
 
-def test_a_group_of_skips_asks_the_worker_nothing() -> None:
-    """Their rows are there."""
-    records, worker = measure({}, planned("tf32", skip="no"), planned("bf16", skip="no"))
-    assert statuses(records) == {"tf32": "skipped", "bf16": "skipped"}
-    assert worker.log == []
-
-
 def test_what_does_not_fit_together_is_measured_in_pairs() -> None:
-    """Each with the reference and its control, whose samples of that session belong to that comparison."""
-    scripts = {"fp32": sized(10), "bf16": sized(10, 5 * MS), "fp16": sized(10, 8 * MS)}
+    scripts = {"fp32": Script(memory=10), "bf16": lasting(5, memory=10), "fp16": lasting(8, memory=10)}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=30)
     assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "ok"}
     assert prepared(worker) == ["fp32", "fp32'", "bf16", "fp16", "fp32", "fp32'", "bf16", "fp32", "fp32'", "fp16"]
@@ -381,68 +340,51 @@ def test_what_does_not_fit_together_is_measured_in_pairs() -> None:
     assert records["bf16"].paired_with is None and records["bf16"].control is None
     assert records["fp16"].paired_with is not None and records["fp16"].control is not None
     assert all(record.paired for record in records.values())
-    found = {finding.case.mode: finding for finding in find(list(records.values()), {})}
-    assert found["bf16"].ratio is not None and found["bf16"].ratio.point == pytest.approx(0.5)
-    assert found["fp16"].ratio is not None and found["fp16"].ratio.point == pytest.approx(0.8)
+    findings = {finding.case.mode: finding for finding in find(list(records.values()), {})}
+    assert findings["bf16"].ratio is not None and findings["bf16"].ratio.point == pytest.approx(0.5)
+    assert findings["fp16"].ratio is not None and findings["fp16"].ratio.point == pytest.approx(0.8)
 
 
-def test_a_pair_that_does_not_fit_sits_without_the_control() -> None:
-    """The reference twice and the case are too much, the reference once is not; others keep their control."""
-    scripts = {"fp32": sized(10), "bf16": sized(15), "fp16": sized(5)}
-    records, worker = measure(scripts, *native("fp32", "fp16", "bf16"), capacity=25)
-    assert prepared(worker)[-2:] == ["fp32", "bf16"]
-    assert all(record.paired for record in records.values())
-    assert records["fp32"].control is not None
-    assert records["bf16"].paired_with is not None and records["bf16"].control is None
-
-
-def test_a_case_that_sat_without_a_control_is_judged_without_one() -> None:
+def test_a_pair_that_does_not_fit_sits_without_the_control_and_is_judged_without_one() -> None:
     """Not with the control of another session, whose rounds have the same numbers and nothing else in common."""
     scripts = {
-        "fp32": sized(10), "fp32'": sized(10, 20 * MS), "fp16": sized(5), "bf16": sized(15, 12 * MS),
-    }  # fmt: skip
-    records, _ = measure(scripts, *native("fp32", "fp16", "bf16"), capacity=25)
-    found = {finding.case.mode: finding for finding in find(list(records.values()), {})}
-    assert found["bf16"].ratio is not None and found["bf16"].ratio.point == pytest.approx(1.2)
-    assert (found["bf16"].verdict, found["bf16"].floor) == (Verdict.SLOWER, None)
+        "fp32": Script(memory=10),
+        "fp32'": lasting(20, memory=10),
+        "bf16": lasting(12, memory=15),
+        "fp16": Script(memory=5),
+    }
+    records, worker = measure(scripts, *native("fp32", "fp16", "bf16"), capacity=25)
+    assert prepared(worker)[-2:] == ["fp32", "bf16"]
+    assert all(record.paired for record in records.values()) and records["fp32"].control is not None
+    assert records["bf16"].paired_with is not None and records["bf16"].control is None
+    findings = {finding.case.mode: finding for finding in find(list(records.values()), {})}
+    assert findings["bf16"].ratio is not None and findings["bf16"].ratio.point == pytest.approx(1.2)
+    assert (findings["bf16"].verdict, findings["bf16"].floor) == (Verdict.SLOWER, None)
 
 
-def test_a_case_too_large_for_any_company_is_measured_alone() -> None:
-    """It is unpaired, and the reference has its own rounds alone."""
-    scripts = {"fp32": sized(10), "bf16": sized(20)}
-    records, worker = measure(scripts, *native("fp32", "bf16"), capacity=25)
-    assert prepared(worker) == ["fp32", "fp32'", "bf16", "fp32", "bf16", "fp32", "bf16"]
-    assert (records["bf16"].paired, records["bf16"].paired_with) == (False, None)
-    assert records["fp32"].paired and records["fp32"].control is None
-    found = {finding.case.mode: finding for finding in find(list(records.values()), {})}
-    assert Label.UNPAIRED in found["bf16"].labels and Label.UNPAIRED not in found["fp32"].labels
-    assert (found["bf16"].verdict, found["bf16"].why) == (Verdict.UNSURE, "it did not share rounds with a reference")
-
-
-def test_the_reference_is_measured_alone_only_once() -> None:
-    """The second large case finds its rounds done."""
-    scripts = {"fp32": sized(10), "bf16": sized(20), "fp16": sized(20)}
+def test_cases_too_large_for_any_company_are_measured_alone_and_the_reference_so_only_once() -> None:
+    scripts = {"fp32": Script(memory=10), "bf16": Script(memory=20), "fp16": Script(memory=20)}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=25)
-    assert prepared(worker)[3:] == [
-        "fp32", "fp32'", "bf16", "fp32", "bf16", "fp32", "bf16", "fp32", "fp32'", "fp16", "fp32", "fp16", "fp16",
+    assert prepared(worker) == [
+        "fp32", "fp32'", "bf16", "fp32", "fp32'", "bf16", "fp32", "bf16", "fp32", "bf16", "fp32", "fp32'", "fp16",
+        "fp32", "fp16", "fp16",
     ]  # fmt: skip
-    assert [record.paired for record in records.values()] == [True, False, False]
+    assert [(record.paired, record.paired_with) for record in records.values()] == [
+        (True, None), (False, None), (False, None),
+    ]  # fmt: skip
+    assert records["fp32"].control is None
+    findings = {finding.case.mode: finding for finding in find(list(records.values()), {})}
+    assert Label.UNPAIRED in findings["bf16"].labels and Label.UNPAIRED not in findings["fp32"].labels
+    assert findings["bf16"].verdict is Verdict.UNSURE and "did not share rounds" in findings["bf16"].why
 
 
-def test_a_case_that_does_not_fit_even_alone_fails() -> None:
-    """The others start again together without it."""
-    scripts = {"fp32": sized(5), "bf16": sized(5), "fp16": sized(50)}
+def test_who_does_not_fit_even_alone_fails_and_the_others_start_again_together() -> None:
+    scripts = {"fp32": Script(memory=5), "bf16": Script(memory=5), "fp16": Script(memory=50)}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=25)
     assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "failed"}
-    assert records["fp16"].reason == "out of memory, even alone"
-    assert records["fp16"].detail == "the trace"
-    assert prepared(worker)[-3:] == ["fp32", "fp32'", "bf16"]
-    assert worker.restarts == 0
-
-
-def test_a_reference_that_does_not_fit_hands_over() -> None:
-    """Whoever was measured alone meanwhile is paired again when the group starts anew."""
-    scripts = {"fp32": sized(50), "bf16": sized(10), "fp16": sized(10)}
+    assert (records["fp16"].reason, records["fp16"].detail) == ("out of memory, even alone", "the trace")
+    assert prepared(worker)[-3:] == ["fp32", "fp32'", "bf16"] and worker.restarts == 0
+    scripts = {"fp32": Script(memory=50), "bf16": Script(memory=10), "fp16": Script(memory=10)}
     records, _ = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=30)
     assert statuses(records) == {"fp32": "failed", "bf16": "ok", "fp16": "ok"}
     assert records["fp32"].reason == "out of memory, even alone"
@@ -450,7 +392,6 @@ def test_a_reference_that_does_not_fit_hands_over() -> None:
 
 
 def test_memory_that_gives_out_in_a_round_is_met_like_in_preparing() -> None:
-    """Pairs are tried; what was measured together by then is left out."""
     error = WorkerFault("OutOfMemoryError", "no memory left", out_of_memory=True)
     records, worker = measure({"bf16": broken("slot", 6, error)}, *native("fp32", "bf16", "fp16"))
     assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "ok"}
@@ -461,7 +402,7 @@ def test_memory_that_gives_out_in_a_round_is_met_like_in_preparing() -> None:
 def test_a_group_that_starts_again_forgets_who_was_alone() -> None:
     """bf16 was measured alone; then the reference crashed beside fp8, and bf16 leads the next try."""
     crash = Fault("slot", WorkerLost("crashed"), at=3 * 2 + 2 + 10 + 2 + 1)
-    scripts = {"fp32": Script(memory=10, faults=[crash]), "bf16": sized(20)}
+    scripts = {"fp32": Script(memory=10, faults=[crash]), "bf16": Script(memory=20)}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp8"), capacity=25)
     assert prepared(worker)[:9] == ["fp32", "fp32'", "bf16", "fp32", "fp32'", "bf16", "fp32", "bf16", "fp32"]
     assert prepared(worker)[9:12] == ["bf16", "fp32", "fp32'"]
@@ -473,7 +414,11 @@ def test_a_group_that_starts_again_forgets_who_was_alone() -> None:
 @for_each(("capacity", "together"), [(1000, True), (25, False)])
 def test_a_reference_that_fails_by_its_numbers_leaves_no_false_pairs(capacity: int, together: bool) -> None:
     """Who sat with it in another session than the next reference shared no rounds with that one."""
-    scripts = {"fp32": Script(memory=10, errors={"e": math.nan}), "bf16": sized(5), "fp16": sized(5)}
+    scripts = {
+        "fp32": Script(memory=10, errors={"e": math.nan}),
+        "bf16": Script(memory=5),
+        "fp16": Script(memory=5),
+    }
     records, _ = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=capacity)
     assert statuses(records) == {"fp32": "failed", "bf16": "ok", "fp16": "ok"}
     after = next(record for record in records.values() if record.is_reference)
@@ -483,20 +428,18 @@ def test_a_reference_that_fails_by_its_numbers_leaves_no_false_pairs(capacity: i
 
 
 def test_steps_whose_marks_vary_are_labelled() -> None:
-    """They are kept by phase, and have a verdict all the same."""
 
     def step(call: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return ((CAST, GEMM), (MS, 9 * MS)) if call % 2 else ((GEMM,), (10 * MS,))
 
     records, _ = measure({"bf16": Script(step)}, *native("fp32", "bf16"))
-    found = {finding.case.mode: finding for finding in find(list(records.values()), {})}
+    findings = {finding.case.mode: finding for finding in find(list(records.values()), {})}
     assert records["bf16"].timing is not None and records["bf16"].timing.varying
-    assert Label.VARYING in found["bf16"].labels and Label.VARYING not in found["fp32"].labels
-    assert found["bf16"].verdict in (Verdict.FASTER, Verdict.SAME, Verdict.UNSURE)
+    assert Label.VARYING in findings["bf16"].labels and Label.VARYING not in findings["fp32"].labels
+    assert findings["bf16"].verdict in (Verdict.FASTER, Verdict.SAME, Verdict.UNSURE)
 
 
 def test_preparing_counts_against_a_whole_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five virtual seconds of preparing leave nothing of a budget of four: one round each, no more."""
     worker = FakeWorker({"bf16": Script(preparing_ns=5 * 10**9)})
 
     class Clock:
@@ -511,29 +454,17 @@ def test_preparing_counts_against_a_whole_budget(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_observer_hears_of_every_stage() -> None:
-    """Preparing, measuring with a share that grows, checking numbers, looking at products, measuring memory."""
     listener = Listener()
     measure({}, *native("fp32", "bf16"), observer=listener)
     assert listener.told[:3] == [("fp32", "preparing", 0.0), ("fp32", "preparing", 0.0), ("bf16", "preparing", 0.0)]
     shares = [share for _, doing, share in listener.told if doing == "measuring"]
     assert shares == [round_ / 10 for round_ in range(10) for _ in range(3)]
-    after = [("fp32", "checking numbers"), ("bf16", "checking numbers")]
-    after += [("fp32", "looking at products"), ("bf16", "looking at products")]
-    after += [("fp32", "checking what steps do"), ("bf16", "checking what steps do")]
-    after += [("fp32", "measuring memory"), ("bf16", "measuring memory")]
-    assert listener.told[-8:] == [(*one, 1.0) for one in after]
+    after = ("checking numbers", "looking at products", "checking what steps do", "measuring memory")
+    assert listener.told[-8:] == [(mode, doing, 1.0) for doing in after for mode in ("fp32", "bf16")]
 
 
-def test_a_record_keeps_what_the_plan_knew() -> None:
-    """Support and work travel with the samples."""
-    cases = [planned("fp32", flops=1e6), planned("bf16", flops=1e6)]
-    records, _ = measure({}, *cases)
-    assert records["bf16"].support == cases[1].support
-    assert records["bf16"].work.flops == 1e6
-
-
-def test_a_native_product_that_is_wrong_is_refused_and_not_timed() -> None:
-    """With the worker's words; the others go on. Emulated cases and torch's own dtypes are not tried."""
+def test_a_native_product_that_is_wrong_is_refused_and_not_timed_and_one_that_ends_the_worker_fails() -> None:
+    """Emulated cases and torch's own dtypes are not tried."""
     scripts = {"fp8": Script(wrong_product="fp8: its forward product is wrong")}
     records, worker = measure(scripts, planned("bf16"), planned("fp8"), planned("mxfp8", EMULATED))
     refused = records["fp8"]
@@ -541,11 +472,23 @@ def test_a_native_product_that_is_wrong_is_refused_and_not_timed() -> None:
     assert refused.reason == refused.support.reason == "fp8: its forward product is wrong"
     assert records["bf16"].status is records["mxfp8"].status is Status.OK
     assert [entry[1] for entry in worker.log if entry[0] == "trial"] == ["fp8"] and not worker.slots("fp8")
-
-
-def test_a_trial_that_ends_the_worker_fails_its_case() -> None:
     scripts = {"fp8": broken("trial", error=WorkerLost("it crashed"))}
     records, worker = measure(scripts, planned("bf16"), planned("fp8"))
-    assert records["fp8"].status is Status.FAILED
-    assert "its products could not be tried: it crashed" in records["fp8"].reason
-    assert records["bf16"].status is Status.OK and worker.restarts
+    assert statuses(records) == {"bf16": "ok", "fp8": "failed"} and worker.restarts
+    assert "could not be tried: it crashed" in records["fp8"].reason
+
+
+TRACED = Case("gemm", (("m", 512), ("n", 512)), "bf16", "cuda:0")
+
+
+def test_a_folder_for_each_case_as_tensorboard_wants_it() -> None:
+    folder = TraceFolder(Path("/traces"), 1767614400000)
+    assert folder.file_of(TRACED) == "gemm-m=512,n=512-cuda0-bf16/fp8bench.1767614400000.pt.trace.json.gz"
+
+
+def test_the_runs_own_time_tells_it_from_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, _ = gemm()
+    run = replace(run, request=Request("gemm", trace="traces"), started="2026-01-05T12:00:00.250+00:00")
+    assert trace_folder(run) == TraceFolder(tmp_path / "traces", 1767614400250)
+    assert trace_folder(replace(run, request=Request("gemm"))) is None

@@ -94,7 +94,6 @@ def said(fp8bench: Say, store: Path, monkeypatch: pytest.MonkeyPatch, short_slot
     ],
 )
 def test_a_step_that_does_less_once_it_is_timed(how: str, told: str, said: Any) -> None:
-    """The tape has the clock, too; and what was timed is counted."""
     own = said(how)
     assert dict(own["finding"]["label_reasons"])["work-mismatch"] == told
     assert own["late_flops"] == 262_144 and own["finding"]["verdict"] == "unsure"
@@ -112,6 +111,5 @@ def test_a_step_that_works_only_while_it_is_looked_at(how: str, said: Any) -> No
 
 @pytest.mark.parametrize("how", ["honest", "turns", "draws"])
 def test_honest_steps_have_no_remark(how: str, said: Any) -> None:
-    """Their results may go by turns, or by chance."""
     own = said(how)
     assert not {"no-work", "work-mismatch"} & set(own["finding"]["labels"]) and own["late_flops"] == 524_288

@@ -15,17 +15,10 @@ from fp8bench.model.raw import Filling
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
-from tests.fakes import CPU, MS, FakeWorker, Fault, Script, arm, by_mode, gemm_steps, group, planned
-
-GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
-
+from tests.fakes import CPU, GPU, MS, FakeWorker, Fault, Script, arm, by_mode, group, lasting, planned
 
 STATIC = replace(planned("fp8").case, static=StaticScales(8, refresh=4))
 RENEWED = replace(arm("fp8", facts=GPU), planned=replace(planned("fp8"), case=STATIC))
-
-
-def steps(milliseconds: int, **options: object) -> Script:
-    return Script(gemm_steps(milliseconds * MS), **options)  # type: ignore[arg-type]
 
 
 def replayed(scripts: dict[str, Script], *arms: MeasuredArm) -> tuple[dict[str, Replays], FakeWorker]:
@@ -35,7 +28,7 @@ def replayed(scripts: dict[str, Script], *arms: MeasuredArm) -> tuple[dict[str, 
     for one in chosen:
         one.prepare(worker)
     found = ReplayPass(0, lambda arm, share: None).measure(chosen, worker)
-    return {one.planned.case.mode: found[one.key] for one in chosen}, worker
+    return {arm.planned.case.mode: found[arm.key] for arm in chosen}, worker
 
 
 def measured(scripts: dict[str, Script], *modes: str, facts: DeviceFacts = GPU) -> tuple[dict[str, Record], FakeWorker]:
@@ -47,8 +40,7 @@ def measured(scripts: dict[str, Script], *modes: str, facts: DeviceFacts = GPU) 
 
 
 def test_cases_take_turns_in_replays() -> None:
-    """Each once a round, behind a discarded one; a step is one cell."""
-    found, worker = replayed({"fp32": steps(2), "bf16": steps(1)})
+    found, worker = replayed({"fp32": lasting(2), "bf16": lasting(1)})
     for mode, milliseconds, calls in (("fp32", 2, 4), ("bf16", 1, 8)):
         timing = found[mode].timing
         assert timing is not None and found[mode].why == "" and timing.segments.phases == ("unattributed",)
@@ -64,38 +56,34 @@ def test_what_replays_leave_out_is_kept() -> None:
     one = replace(arm("bf16", facts=GPU), planned=replace(planned("bf16"), case=loading))
     fillings: dict[str, Filling | None] = {}
     for workload, chosen in (("transformer", one), ("gemm", arm("bf16", facts=GPU))):
-        found, worker = replayed({chosen.planned.case.mode: steps(1)}, chosen)
+        found, worker = replayed({chosen.planned.case.mode: lasting(1)}, chosen)
         (replays,) = found.values()
         assert replays.timing is not None and replays.loaded == ("its batches" if workload == "transformer" else "")
         (fillings[workload],) = {entry[4] for entry in worker.log if entry[0] == "replay"}
     assert fillings == {"transformer": filling_of(20e-6, 1), "gemm": filling_of(20e-6, 8)}
 
 
-def test_who_cannot_be_captured_says_why() -> None:
+def test_who_is_not_captured_says_why() -> None:
     """The others go on; afterwards the worker is another one, since nobody knows what is left in it."""
-    found, worker = replayed({"fp32": steps(1), "bf16": steps(1, uncapturable="it waits for a value of the device")})
+    found, worker = replayed(
+        {"fp32": lasting(1), "bf16": lasting(1, uncapturable="it waits for a value of the device")}
+    )
     assert found["bf16"] == Replays(None, "it waits for a value of the device")
     assert found["fp32"].timing is not None and worker.restarts == 1
-
-
-@for_each(
-    ("one", "why"),
-    [
+    for untried, why in (
         (arm("fp32", facts=GPU, cache="rotating"), "its states rotate, and each would need a replay of its own"),
         (RENEWED, "its scales are renewed every so many steps, which the host counts"),
-    ],
-)
-def test_some_are_not_even_tried(one: MeasuredArm, why: str) -> None:
-    found, worker = replayed({one.planned.case.mode: steps(1)}, one)
-    assert [*found.values()] == [Replays(None, why)] and not [entry for entry in worker.log if entry[0] == "capture"]
+    ):
+        found, worker = replayed({untried.planned.case.mode: lasting(1)}, untried)
+        assert [*found.values()] == [Replays(None, why)]
+        assert not [entry for entry in worker.log if entry[0] == "capture"]
 
 
 @for_each("name", ["capture", "replay", "check"])
 @for_each("error", [WorkerFault("RuntimeError", "an illegal access"), WorkerLost("it crashed")])
 def test_a_fault_costs_replays_alone(name: str, error: Exception) -> None:
-    """Times stand, and the record says why there are no replays."""
-    script = steps(1, faults=[Fault(name, error, at=2 if name == "check" else 1)])
-    records, _ = measured({"fp32": script, "bf16": steps(1)}, "fp32", "bf16")
+    script = lasting(1, faults=[Fault(name, error, at=2 if name == "check" else 1)])
+    records, _ = measured({"fp32": script, "bf16": lasting(1)}, "fp32", "bf16")
     assert {record.status.value for record in records.values()} == {"ok"}
     assert all(record.timing is not None for record in records.values())
     kept = records["fp32"].replays
@@ -103,17 +91,14 @@ def test_a_fault_costs_replays_alone(name: str, error: Exception) -> None:
 
 
 def test_a_state_that_replays_spoil_has_no_figure() -> None:
-    """A graph that does its steps on memory that is somebody else's."""
-    one = arm("fp32", facts=GPU)
-    worker = FakeWorker({"fp32": steps(1)})
-    one.prepare(worker)
-    worker.scripts = {"fp32": steps(1, wrong="its state is not finite")}
-    (found,) = ReplayPass(0, lambda arm, share: None).measure([one], worker).values()
-    assert found == Replays(None, "after replays: its state is not finite")
+    spoilt, worker = arm("fp32", facts=GPU), FakeWorker({"fp32": lasting(1)})
+    spoilt.prepare(worker)
+    worker.scripts = {"fp32": lasting(1, wrong="its state is not finite")}
+    (replays,) = ReplayPass(0, lambda arm, share: None).measure([spoilt], worker).values()
+    assert replays == Replays(None, "after replays: its state is not finite")
 
 
 def test_a_group_replays_what_is_native_on_a_device() -> None:
-    """After all else that needs the states; neither the control, nor an emulated case, nor anything on a processor."""
     records, worker = measured({}, "fp32", "bf16", "fp8")
     assert [records[mode].replays is not None for mode in ("fp32", "bf16", "fp8")] == [True, True, False]
     assert {entry[1] for entry in worker.log if entry[0] == "capture"} == {"fp32", "bf16"}

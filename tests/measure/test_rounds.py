@@ -1,10 +1,13 @@
-"""Rounds on a virtual clock: who runs when, for how many calls, and when it ends."""
+"""Rounds on a virtual clock: who runs when, for how many calls, and when it ends; and in which order."""
 
 from __future__ import annotations
 
+import random
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,12 +18,12 @@ from fp8bench.analysis.verdicts import decided
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.arm import STATES, ArmFailed, MeasuredArm
 from fp8bench.measure.handle import HANG_SECONDS
-from fp8bench.measure.rounds import Judge, RoundSession
+from fp8bench.measure.rounds import Judge, Orders, RoundSession
 from fp8bench.measure.slots import COLD_CALLS, filling_of
-from fp8bench.model import CELL_PHASES, DeviceFacts, Level, Rotation, SlotSample, Timing, Work
+from fp8bench.model import CELL_PHASES, Level, Rotation, SlotSample, Timing, Work
 from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
 from tests.counts import for_each
-from tests.fakes import CAST, CPU, GEMM, MS, FakeWorker, Fault, Script, arm, broken, gemm_steps, planned
+from tests.fakes import CAST, CPU, GEMM, GPU, MS, FakeWorker, Fault, Script, arm, broken, gemm_steps, lasting, planned
 
 EMULATED = Level.EMULATED
 FOREVER = StoppingRule(least=16, budget=1e9, ceiling=1e9)
@@ -37,10 +40,6 @@ def after(rounds: Mapping[int, int]) -> Judge:
         return case.num_rounds >= rounds[case.slots[0].calls_ns[0][0]]
 
     return judge
-
-
-def steady(nanoseconds: int, **options: object) -> Script:
-    return Script(gemm_steps(nanoseconds), **options)  # type: ignore[arg-type]
 
 
 def sit(
@@ -68,6 +67,7 @@ def turns(worker: FakeWorker, arms: int) -> list[tuple[str, ...]]:
 @for_each(
     ("nanoseconds", "calls", "discard"),
     [
+        (0, 80_000, 1),  # clocks tick in tens of nanoseconds; zero must not divide
         (1_000, 8000, 1),
         (10_000, 800, 1),
         (1 * MS, 8, 1),
@@ -80,17 +80,16 @@ def turns(worker: FakeWorker, arms: int) -> list[tuple[str, ...]]:
 )
 def test_short_steps_repeat_and_long_ones_run_once(nanoseconds: int, calls: int, discard: int) -> None:
     """Below 4 ms a slot is filled and its first call discarded, or its first two; from 4 ms on nothing is."""
-    worker, _ = sit(
-        {"fp32": steady(nanoseconds)}, RoundSession(arm("fp32"), None, []), StoppingRule(fixed=20, ceiling=1e9)
-    )
-    assert {one[:3] for one in worker.log} == {("slot", "fp32", calls)} and len(worker.log) == 20
-    assert {one[3] for one in worker.log} == ({discard, discard + 1} if discard else {0})
+    session = RoundSession(arm("fp32"), None, [])
+    worker, _ = sit({"fp32": lasting(nanoseconds / MS)}, session, StoppingRule(fixed=20, ceiling=1e9))
+    assert {entry[:3] for entry in worker.log} == {("slot", "fp32", calls)} and len(worker.log) == 20
+    assert {entry[3] for entry in worker.log} == ({discard, discard + 1} if discard else {0})
 
 
 @for_each(("nanoseconds", "calls"), [(1 * MS, 8), (3_900_000, 3), (4 * MS, 3), (150 * MS, 3), (9_000 * MS, 3)])
 def test_a_slot_on_a_device_of_its_own_has_three_calls(nanoseconds: int, calls: int) -> None:
     """However long a step is: the first call begins with an empty queue. An emulated one has no speed anyhow."""
-    facts, worker = replace(CPU, kind="cuda"), FakeWorker({mode: steady(nanoseconds) for mode in ("fp32", "fp8")})
+    facts, worker = replace(CPU, kind="cuda"), FakeWorker({mode: lasting(nanoseconds / MS) for mode in ("fp32", "fp8")})
     native, low = MeasuredArm("gpu", planned("fp32"), facts), MeasuredArm("low", planned("fp8", level=EMULATED), facts)
     RoundSession(native, None, [low]).prepare(worker)
     native.run(worker, 0)
@@ -100,18 +99,11 @@ def test_a_slot_on_a_device_of_its_own_has_three_calls(nanoseconds: int, calls: 
 
 @given(st.integers(100, 10**9))
 def test_a_slot_is_never_shorter_than_eight_milliseconds(nanoseconds: int) -> None:
-    """But for steps that run once and are long enough alone; and it is never much longer than it must be."""
-    one = arm("fp32")
-    one.prepare(FakeWorker({"fp32": steady(nanoseconds)}))
-    seconds = (one.calls + one.discard) * nanoseconds
+    reference = arm("fp32")
+    reference.prepare(FakeWorker({"fp32": lasting(nanoseconds / MS)}))
+    seconds = (reference.calls + reference.discard) * nanoseconds
     assert seconds >= (8 * MS if nanoseconds < 4 * MS else 4 * MS)
     assert nanoseconds >= 4 * MS or seconds <= 8 * MS + 1.5 * nanoseconds + 1
-
-
-def test_a_step_too_short_to_time_has_a_finite_slot() -> None:
-    """Clocks tick in tens of nanoseconds; zero must not divide."""
-    worker, _ = sit({"fp32": steady(0)}, RoundSession(arm("fp32"), None, []), StoppingRule(fixed=1))
-    assert worker.log == [("slot", "fp32", 80_000, 1)]
 
 
 @for_each(
@@ -121,21 +113,20 @@ def test_a_step_too_short_to_time_has_a_finite_slot() -> None:
 def test_slots_are_sized_by_the_fastest_of_three_calls_after_the_first(
     milliseconds: tuple[int, ...], more: list[object], sized: tuple[float, int, int]
 ) -> None:
-    """A slow first call and a disturbed one do not count; a step of ten seconds is not run three more times."""
-    worker, one = FakeWorker({"fp32": Script(gemm_steps(*(MS * each for each in milliseconds)))}), arm("fp32")
-    one.prepare(worker)
+    worker, reference = FakeWorker({"fp32": Script(gemm_steps(*(MS * each for each in milliseconds)))}), arm("fp32")
+    reference.prepare(worker)
     assert worker.log == [("prepare", "fp32"), ("slot", "fp32", 1, 0), *more]
-    assert (one.step_seconds, one.calls, one.discard) == sized
+    assert (reference.step_seconds, reference.calls, reference.discard) == sized
 
 
 def test_limits_follow_what_is_known_of_a_step() -> None:
     """60 s, or its FLOPs at 5 GFLOP/s while nobody has timed it, or 20 times what it took."""
-    worker = FakeWorker({"fp32": steady(4_000 * MS)})
-    one = MeasuredArm("key", planned("fp32", flops=1e12), CPU)
-    one.prepare(worker)
-    one.run(worker, 0)
+    worker = FakeWorker({"fp32": lasting(4_000)})
+    long = MeasuredArm("key", planned("fp32", flops=1e12), CPU)
+    long.prepare(worker)
+    long.run(worker, 0)
     assert worker.limits == [("prepare", 200.0), ("slot", 200.0), ("slot", 240.0), ("slot", 80.0)]
-    short = FakeWorker({"fp32": steady(MS)})
+    short = FakeWorker({"fp32": lasting(1)})
     arm("fp32").prepare(short)
     assert {limit for _, limit in short.limits} == {HANG_SECONDS}
 
@@ -144,7 +135,7 @@ class Noting(FakeWorker):
     """One that notes which state it was asked about, by request."""
 
     def __init__(self) -> None:
-        super().__init__({"fp32": steady(MS), "bf16": steady(5 * MS)})
+        super().__init__({"fp32": lasting(1), "bf16": lasting(5)})
         self.keys: dict[str, set[str]] = {}
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
@@ -161,7 +152,6 @@ class Noting(FakeWorker):
     ],
 )  # fmt: skip
 def test_a_short_step_has_several_states_of_which_each_round_takes_one(one: MeasuredArm, states: int) -> None:
-    """All are looked at after their steps, and given back."""
     worker, session = Noting(), RoundSession(one, None, [])
     session.prepare(worker)
     for number in range(60):
@@ -173,37 +163,32 @@ def test_a_short_step_has_several_states_of_which_each_round_takes_one(one: Meas
 
 
 def test_several_states_take_what_room_there_is() -> None:
-    """Two arms of one unit each, and room for three: the first has one more, the second none."""
-    worker = FakeWorker({mode: replace(steady(MS), memory=1) for mode in ("fp32", "bf16")}, capacity=3)
+    worker = FakeWorker({mode: lasting(1) for mode in ("fp32", "bf16")}, capacity=3)
     session = RoundSession(arm("fp32"), None, [arm("bf16")])
     session.prepare(worker)
     assert sorted(worker.held) == ["bf16", "fp32", "fp32"]
 
 
 def test_every_round_runs_every_arm_once() -> None:
-    """The reference twice, once as its own control, with states of their own."""
     session = three()
     worker, why = sit({}, session, StoppingRule(fixed=50))
     rounds = turns(worker, 3)
     assert all(sorted(turn) == ["bf16", "fp32", "fp32'"] for turn in rounds)
     assert why == "50 rounds, a fixed number"
-    assert all([slot.round for slot in one.slots] == list(range(50)) for one in session.arms)
+    assert all([slot.round for slot in arm.slots] == list(range(50)) for arm in session.arms)
     assert len(set(rounds)) == 6
 
 
-def test_the_order_of_rounds_depends_on_the_seed_alone() -> None:
-    """Not on times, which differ from run to run."""
+def test_the_order_of_rounds_depends_on_the_seed_and_not_on_times() -> None:
     orders = [
-        turns(sit({"bf16": steady(nanoseconds)}, three(), StoppingRule(fixed=20), seed=seed)[0], 3)
+        turns(sit({"bf16": lasting(nanoseconds / MS)}, three(), StoppingRule(fixed=20), seed=seed)[0], 3)
         for seed, nanoseconds in ((1, 10 * MS), (1, 70 * MS), (2, 10 * MS))
     ]
-    assert orders[0] == orders[1]
-    assert orders[0] != orders[2]
+    assert orders[0] == orders[1] != orders[2]
 
 
 def test_a_decided_arm_leaves_early() -> None:
-    """The reference and its control stay for those who are left; nobody is looked at between looks."""
-    scripts = {"bf16": steady(11 * MS), "fp16": steady(12 * MS)}
+    scripts = {"bf16": lasting(11), "fp16": lasting(12)}
     session = RoundSession(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp16")])
     worker, why = sit(scripts, session, judge=after({11 * MS: 3, 12 * MS: 33}))
     counts = {label: len(worker.slots(label)) for label in ("fp32", "fp32'", "bf16", "fp16")}
@@ -212,7 +197,6 @@ def test_a_decided_arm_leaves_early() -> None:
 
 
 def test_the_judge_gets_case_reference_and_control() -> None:
-    """At 16 and 24 rounds, with all that was measured by then."""
     seen = []
 
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
@@ -221,36 +205,32 @@ def test_the_judge_gets_case_reference_and_control() -> None:
         assert case.num_rounds == reference.num_rounds == control.num_rounds == 8 * (len(seen) + 1)
         return len(seen) == 2
 
-    scripts = {"fp32": steady(10 * MS), "fp32'": steady(10 * MS + 1), "bf16": steady(5 * MS)}
+    scripts = {"fp32": lasting(10), "fp32'": lasting(10.000001), "bf16": lasting(5)}
     _, why = sit(scripts, three(), judge=judge)
     assert seen == [[5 * MS, 10 * MS, 10 * MS + 1]] * 2
     assert why == "answered after 24 rounds"
 
 
-@for_each("rule", [FOREVER, StoppingRule(fixed=30), StoppingRule(least=16, budget=0.0, ceiling=1e9)])
-def test_emulated_arms_get_eight_rounds(rule: StoppingRule) -> None:
-    """Their time is no speed, so they are never judged."""
-    scripts = {"bf16": steady(11 * MS), "fp8": steady(500 * MS)}
-    session = RoundSession(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp8", EMULATED)])
-    worker, _ = sit(scripts, session, rule, after({11 * MS: 24}))
-    assert len(worker.slots("fp8")) == EMULATED_ROUNDS == 8
-    assert len(worker.slots("bf16")) == {None: 24, 30: 30}[rule.fixed] - 8 * (rule.budget == 0)
-
-
 def test_beside_emulated_candidates_the_control_is_the_question() -> None:
-    """Someone must tell how far the reference can be told from itself."""
     questions = []
 
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
         questions.append((case.slots[0].calls_ns[0][0], control))
         return case.num_rounds >= 24
 
-    scripts = {"fp32": steady(10 * MS), "fp32'": steady(10 * MS + 1)}
     session = RoundSession(arm("fp32"), arm("fp32", control=True), [arm("fp8", EMULATED)])
-    worker, why = sit(scripts, session, judge=judge)
-    assert questions == [(10 * MS + 1, None)] * 2
+    worker, why = sit({"fp32": lasting(10), "fp32'": lasting(10.000001)}, session, judge=judge)
+    assert questions == [(10 * MS + 1, None)] * 2 and why == "answered after 24 rounds"
     assert [len(worker.slots(label)) for label in ("fp32", "fp32'", "fp8")] == [24, 24, 8]
-    assert why == "answered after 24 rounds"
+
+
+@for_each("rule", [FOREVER, StoppingRule(fixed=30), StoppingRule(least=16, budget=0.0, ceiling=1e9)])
+def test_emulated_arms_get_eight_rounds(rule: StoppingRule) -> None:
+    scripts = {"bf16": lasting(11), "fp8": lasting(500)}
+    session = RoundSession(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp8", EMULATED)])
+    worker, _ = sit(scripts, session, rule, after({11 * MS: 24}))
+    assert len(worker.slots("fp8")) == EMULATED_ROUNDS == 8
+    assert len(worker.slots("bf16")) == {None: 24, 30: 30}[rule.fixed] - 8 * (rule.budget == 0)
 
 
 @for_each(
@@ -262,7 +242,6 @@ def test_beside_emulated_candidates_the_control_is_the_question() -> None:
         (RoundSession(arm("fp8", EMULATED), None, [arm("mxfp8", EMULATED)]), {"fp8": 8, "mxfp8": 8}),
         (RoundSession(arm("fp8", EMULATED), None, [arm("bf16")]), {"fp8": 8, "bf16": 32}),
     ],
-    ids=["reference alone", "candidate alone", "emulated alone", "emulated only", "emulated reference"],
 )
 def test_who_has_no_question_gets_a_fixed_number_of_rounds(session: RoundSession, counts: dict[str, int]) -> None:
     """Alone, or beside a reference whose time is no speed, no number of rounds would answer anything."""
@@ -294,7 +273,6 @@ def test_measuring_ends_with_its_budget(rule: StoppingRule, why: str) -> None:
 
 
 def test_progress_is_the_share_of_rounds_or_of_time() -> None:
-    """It starts at nothing and does not pass the whole."""
     fixed: list[float] = []
     sit({}, three(), StoppingRule(fixed=4), tick=lambda arm, share: fixed.append(share))
     assert fixed == [0.0] * 3 + [0.25] * 3 + [0.5] * 3 + [0.75] * 3
@@ -304,23 +282,27 @@ def test_progress_is_the_share_of_rounds_or_of_time() -> None:
     assert timed == sorted(timed) and timed[-1] == 1.0
 
 
-@for_each("nanoseconds", [9 * MS, 10 * MS, 10 * MS + 50_000, 10 * MS + 60_000, 11 * MS])
-def test_the_real_judge_ends_what_is_clear_at_the_first_look(nanoseconds: int) -> None:
-    """Faster, the same and slower, where there is no noise."""
-    _, why = sit({"bf16": steady(nanoseconds)}, three(), judge=decided)
-    assert why == "answered after 16 rounds"
+FASTER_NOW_AND_THEN = Script(lambda call: ((GEMM,), (9_700_000 if call % 8 == 4 else 10_300_000,)))
 
 
-def test_the_real_judge_goes_on_while_a_few_rounds_make_the_difference() -> None:
-    """A candidate that was faster by 3% now and then and slower by 3% else might be either; the cap ends it."""
-    script = Script(lambda call: ((GEMM,), (9_700_000 if call % 8 == 4 else 10_300_000,)))
-    rule = StoppingRule(least=16, most=64, budget=1e9, ceiling=1e9)
-    _, why = sit({"bf16": script}, three(), rule, decided)
-    assert why == "64 rounds, the most a group gets"
+@for_each(
+    ("script", "rounds"),
+    [
+        *(
+            (lasting(nanoseconds / MS), 16)
+            for nanoseconds in (9 * MS, 10 * MS, 10 * MS + 50_000, 10 * MS + 60_000, 11 * MS)
+        ),
+        (FASTER_NOW_AND_THEN, 64),
+    ],
+)
+def test_the_real_judge_ends_what_is_clear_at_the_first_look(script: Script, rounds: int) -> None:
+    """And goes on while a few rounds make the difference: a candidate that was faster by 3% now and then and slower by
+    3% else might be either; the cap ends it."""
+    _, why = sit({"bf16": script}, three(), StoppingRule(least=16, most=64, budget=1e9, ceiling=1e9), decided)
+    assert f" {rounds} rounds" in f" {why}"
 
 
 def test_a_fault_says_whose_it_was() -> None:
-    """In preparing and in a round; the cause is the worker's own error."""
     error = WorkerFault("ValueError", "no such thing")
     for name, at in (("prepare", 1), ("slot", 1), ("slot", 5)):
         with pytest.raises(ArmFailed, match="ValueError: no such thing") as raised:
@@ -343,7 +325,6 @@ def test_what_happens_every_so_many_calls_is_not_always_discarded(slow: int) -> 
 
 
 def test_samples_are_kept_whole() -> None:
-    """Every timed call with its cells, and the clocks of the slot."""
     step = gemm_steps(3 * MS, 2 * MS)
     session = RoundSession(arm("fp32"), None, [])
     sit({"fp32": Script(lambda call: ((CAST, GEMM), (MS, *step(call)[1])))}, session, StoppingRule(fixed=2))
@@ -357,7 +338,6 @@ def test_samples_are_kept_whole() -> None:
 
 
 def test_steps_whose_marks_vary_are_kept_by_phase() -> None:
-    """What came before is folded alike; nothing is lost and no phase gets what is another's."""
 
     def step(call: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if call < 6:
@@ -375,7 +355,6 @@ def test_steps_whose_marks_vary_are_kept_by_phase() -> None:
 
 
 def test_releasing_gives_every_state_back() -> None:
-    """Also those that were never prepared."""
     worker = FakeWorker({"fp32'": broken("prepare")})
     session = three()
     with pytest.raises(ArmFailed):
@@ -388,20 +367,19 @@ def test_releasing_gives_every_state_back() -> None:
 
 def test_arms_on_both_sides_of_the_repeating_threshold_are_warmed_alike() -> None:
     """Identical code that calibrates at 3.99 and 4.01 ms: one repeats, so both drop their first, cold call."""
-    near = {"fp32": steady(4_010_000), "fp32'": steady(4_010_000), "bf16": steady(3_990_000)}
+    near = {"fp32": lasting(4.01), "fp32'": lasting(4.01), "bf16": lasting(3.99)}
     session = three()
     session.prepare(FakeWorker(near))
-    assert [(one.calls, one.discard) for one in session.arms] == [(1, 1), (1, 1), (2, 1)]
+    assert [(arm.calls, arm.discard) for arm in session.arms] == [(1, 1), (1, 1), (2, 1)]
     long = RoundSession(arm("fp32"), None, [arm("bf16")])
-    long.prepare(FakeWorker({"fp32": steady(200 * MS), "bf16": steady(MS)}))
-    assert [one.discard for one in long.arms] == [0, 1]
+    long.prepare(FakeWorker({"fp32": lasting(200), "bf16": lasting(1)}))
+    assert [arm.discard for arm in long.arms] == [0, 1]
     neither = three()
-    neither.prepare(FakeWorker({label: steady(5 * MS) for label in ("fp32", "fp32'", "bf16")}))
-    assert [(one.calls, one.discard) for one in neither.arms] == [(1, 0)] * 3
+    neither.prepare(FakeWorker({label: lasting(5) for label in ("fp32", "fp32'", "bf16")}))
+    assert [(arm.calls, arm.discard) for arm in neither.arms] == [(1, 0)] * 3
 
 
 def test_arms_with_the_same_marks_have_the_same_cells() -> None:
-    """Although one of them was disturbed while calibrating; other marks get stretches of the same share."""
 
     def script(first_ns: int, codes: tuple[int, ...]) -> Script:
         return Script(lambda call: (codes, (first_ns, *[400_000] * (len(codes) - 1))))
@@ -418,28 +396,71 @@ def test_arms_with_the_same_marks_have_the_same_cells() -> None:
     assert other.segmentation is not None and other.segmentation.codes == codes[:-1]
 
 
-GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
-
-
-@for_each(("facts", "level", "filled"), [(GPU, Level.NATIVE, True), (GPU, EMULATED, False), (CPU, Level.NATIVE, False)])
-def test_the_queue_of_a_device_is_filled(facts: DeviceFacts, level: Level, filled: bool) -> None:
+@for_each(
+    ("reference", "calls", "filling"),
+    [
+        (arm("fp32", facts=GPU), 8, (filling_of(1e-3, 8),)),
+        (arm("fp32", EMULATED, facts=GPU), 8, ()),
+        (arm("fp32"), 8, ()),
+        (arm("fp32", cache="cold"), COLD_CALLS, ()),  # each has a flush before it
+    ],
+)
+def test_the_queue_of_a_device_is_filled(reference: MeasuredArm, calls: int, filling: tuple[object, ...]) -> None:
     """By what the host took to enqueue the calls that a slot was sized by; an emulated case's time is no speed."""
-    one = arm("fp32", level, facts=facts)
-    worker, _ = sit({"fp32": steady(1 * MS)}, RoundSession(one, None, []), StoppingRule(fixed=3, ceiling=1e9))
-    asked = {entry[4:] for entry in worker.slots()}
-    assert asked == ({(filling_of(1e-3, 8),)} if filled else {()})
-
-
-def test_calls_with_a_cold_cache_are_few() -> None:
-    """Each has a flush before it."""
-    worker, _ = sit({"fp32": steady(1 * MS)}, RoundSession(arm("fp32", cache="cold"), None, []))
-    assert {entry[2] for entry in worker.slots()} == {COLD_CALLS}
+    session = RoundSession(reference, None, [])
+    worker, _ = sit({"fp32": lasting(1)}, session, StoppingRule(fixed=3, ceiling=1e9))
+    assert {entry[4:] for entry in worker.slots()} == {filling}
+    assert {entry[2] for entry in worker.slots()} == {calls}
 
 
 def test_states_that_rotate_are_one_entry() -> None:
     """Where memory lies differs from call to call, so that no other entries of the same are needed."""
-    one = arm("fp32", cache="rotating")
-    worker = FakeWorker({"fp32": steady(1 * MS)})
-    RoundSession(one, None, []).prepare(worker)
-    assert one.told()["rotation"] == Rotation(12, 5 << 20) and one.more_keys == []
+    rotating, worker = arm("fp32", cache="rotating"), FakeWorker({"fp32": lasting(1)})
+    RoundSession(rotating, None, []).prepare(worker)
+    assert rotating.told()["rotation"] == Rotation(12, 5 << 20) and rotating.more_keys == []
     assert len([entry for entry in worker.log if entry[0] == "prepare"]) == 1
+
+
+def drawn(arms: int, rounds: int, seed: int = 0) -> list[list[int]]:
+    orders: Orders[int] = Orders(random.Random(seed))
+    return [orders.next(range(arms)) for _ in range(rounds)]
+
+
+@for_each("arms", range(1, 9))
+@for_each("seed", range(3))
+def test_everybody_is_in_every_place_once_a_block(arms: int, seed: int) -> None:
+    """Exactly, in each block of as many rounds as there are arms; rounds in between are off by one at most."""
+    rounds = drawn(arms, 5 * arms, seed)
+    assert all(sorted(row) == list(range(arms)) for row in rounds)
+    for block in range(5):
+        places = Counter((arm, place) for row in rounds[block * arms :][:arms] for place, arm in enumerate(row))
+        assert set(places.values()) == {1} and len(places) == arms * arms
+
+
+@for_each("arms", range(2, 9))
+def test_everybody_follows_everybody_as_often(arms: int) -> None:
+    rounds = 2 * arms if arms % 2 else arms
+    after = Counter(pair for row in drawn(arms, rounds) for pair in pairwise(row))
+    assert len(after) == arms * (arms - 1) and set(after.values()) == {rounds // arms}
+
+
+@for_each("stay", range(1, 7))
+@for_each("before", [3, 16, 17])
+def test_arms_that_leave_put_nobody_out_of_balance(stay: int, before: int) -> None:
+    """Those who stay begin a block of their own; what was cut off of the old one is one round a place at most."""
+    orders: Orders[int] = Orders(random.Random(stay))
+    first = [orders.next(range(7)) for _ in range(before)]
+    rest = [orders.next(range(stay)) for _ in range(3 * stay)]
+    cut = Counter((arm, place) for row in first for place, arm in enumerate(row))
+    assert max(cut.values()) - min((cut[arm, place] for arm in range(7) for place in range(7)), default=0) <= 1
+    assert set(Counter((arm, place) for row in rest for place, arm in enumerate(row)).values()) == {3}
+
+
+def test_orders_are_drawn() -> None:
+    orders: Orders[int] = Orders(random.Random(0))
+    assert orders.next([]) == [] and sorted(orders.next([3, 4])) == [3, 4] and orders.next([]) == []
+    assert drawn(4, 40, 1) == drawn(4, 40, 1) != drawn(4, 40, 2)
+    blocks = {tuple(map(tuple, drawn(4, 400)[4 * block :][:4])) for block in range(100)}
+    assert len(blocks) > 60
+    firsts = Counter(drawn(2, 1, seed)[0][0] for seed in range(200))
+    assert min(firsts.values()) > 60

@@ -10,19 +10,18 @@ import pytest
 
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import decided
-from fp8bench.errors import UsageError, WorkerFault
+from fp8bench.errors import WorkerFault
 from fp8bench.measure import group as group_module
-from fp8bench.measure.device_watch import Settler, warm_up_limit
+from fp8bench.measure.device_watch import Settler
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.model import DeviceFacts, Label, Level, Record
+from fp8bench.model import Label, Level, Record
 from fp8bench.model.readings import Reading, Readings, Unavailable
 from fp8bench.model.stopping import Settling, StoppingRule
 from tests.counts import for_each
-from tests.fakes import MS, FakeWorker, Fault, Listener, Script, arm, by_mode, gemm_steps, group, planned
+from tests.fakes import GPU, FakeWorker, Fault, Listener, Script, arm, by_mode, group, lasting, planned
 
-GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
 Temperature = Callable[[float], float]
 
 
@@ -51,7 +50,7 @@ def measured(
     level: Level = Level.NATIVE, scripts: Mapping[str, Script] | None = None,
 ) -> tuple[dict[str, Record], FakeWorker, Listener]:  # fmt: skip
     """The records of a group on such a device, and what was asked and told."""
-    worker, listener = FakeWorker(scripts or {"bf16": Script(gemm_steps(5 * MS))}), Listener()
+    worker, listener = FakeWorker(scripts or {"bf16": lasting(5)}), Listener()
     monkeypatch.setattr(group_module, "Settler", partial(Settler, clock=worker.clock))
     method = Method(rule=StoppingRule(fixed=24), judge=decided, seed=0, warm_up_seconds=limit)
     meter = Meter((), Warming(worker, temperature, silent), "no energy")
@@ -65,25 +64,24 @@ def warm_up(record: Record) -> Settling | None:
 
 
 def test_the_reference_runs_until_clock_and_temperature_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record says for how long, from what to what; rounds begin when it is over."""
     records, worker, listener = measured(monkeypatch, warming(4.0))
-    found = warm_up(records["fp32"])
-    assert found is not None and found.settled and 5 < found.seconds < 15 and found.limit == 30.0
-    first, last = found.looks[0], found.looks[-1]
+    settling = warm_up(records["fp32"])
+    assert settling is not None and settling.settled and 5 < settling.seconds < 15 and settling.limit == 30.0
+    first, last = settling.looks[0], settling.looks[-1]
     assert first.temperature == pytest.approx(35.0, abs=1.0) and last.temperature == pytest.approx(65.0, abs=2.5)
     assert first.clock is not None and last.clock is not None and first.clock > last.clock
     names = [entry[0] for entry in worker.log]
     loops = [place for place, name in enumerate(names) if name == "loop"]
     assert {worker.log[place][1] for place in loops} == {"fp32"}
     assert names[loops[-1] + 1 :].count("slot") == 24 * 3 and ("fp32", "warming up", 0.0) in listener.told
-    assert not any(Label.UNSETTLED in one.labels for one in find(list(records.values()), {}))
+    assert not any(Label.UNSETTLED in finding.labels for finding in find(list(records.values()), {}))
 
 
 def test_a_device_that_still_moves_at_the_limit_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every case that it ran, with how fast it moved; the verdict is in doubt and stands."""
     records, _, _ = measured(monkeypatch, lambda at: 30 + 2 * at, limit=5.0)
-    found = warm_up(records["bf16"])
-    assert found is not None and not found.settled and 5 <= found.seconds < 5.5
+    settling = warm_up(records["bf16"])
+    assert settling is not None and not settling.settled and 5 <= settling.seconds < 5.5
     for finding in find(list(records.values()), {}):
         reason = dict(finding.label_reasons)[Label.UNSETTLED]
         assert reason.startswith("after 5.1") and reason.endswith("degC, +2.0 a second")
@@ -91,16 +89,14 @@ def test_a_device_that_still_moves_at_the_limit_is_labelled(monkeypatch: pytest.
 
 
 @for_each("options", [{"silent": True}, {"limit": 0.0}, {"level": Level.EMULATED}])
-def test_nothing_runs_where_nobody_could_say_when_it_is_enough(
+def test_nothing_runs_where_nobody_can_say_what_suffices(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
 ) -> None:
-    """Or where it was not asked for, or times are no speed."""
     records, worker, _ = measured(monkeypatch, warming(4.0), **options)  # type: ignore[arg-type]
-    assert warm_up(records["fp32"]) is None and not [one for one in worker.log if one[0] == "loop"]
+    assert warm_up(records["fp32"]) is None and not [entry for entry in worker.log if entry[0] == "loop"]
 
 
 def test_a_fault_while_warming_up_is_the_reference_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next precision leads."""
     faulty = Script(faults=[Fault("loop", WorkerFault("ValueError", "boom", "trace"))])
     records, _, _ = measured(monkeypatch, warming(4.0), scripts={"fp32": faulty})
     assert records["fp32"].status.value == "failed" and "boom" in records["fp32"].reason
@@ -108,19 +104,8 @@ def test_a_fault_while_warming_up_is_the_reference_s(monkeypatch: pytest.MonkeyP
 
 
 def test_a_long_step_runs_once_between_two_looks() -> None:
-    worker, one = FakeWorker({"fp32": Script(gemm_steps(2_000 * MS))}), arm("fp32")
-    one.prepare(worker)
-    found = Settler(Warming(worker, lambda at: 50.0), 30.0, worker.clock).settle(one, worker)
-    assert found is not None and {entry[2] for entry in worker.log if entry[0] == "loop"} == {1}
-    assert not found.settled or found.seconds <= 30.0
-
-
-@for_each(("quick", "budget", "limit"), [(False, None, 30), (True, None, 5), (False, 9.0, 5)])
-def test_who_is_in_a_hurry_waits_less(quick: bool, budget: float | None, limit: float) -> None:
-    assert warm_up_limit(quick, budget, {}) == limit
-    assert warm_up_limit(quick, budget, {"FP8BENCH_WARM_UP": "off"}) == 0.0
-
-
-def test_an_unknown_word_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"FP8BENCH_WARM_UP is 'no'\. Set it to off"):
-        warm_up_limit(False, None, {"FP8BENCH_WARM_UP": "no"})
+    worker, reference = FakeWorker({"fp32": lasting(2_000)}), arm("fp32")
+    reference.prepare(worker)
+    settling = Settler(Warming(worker, lambda at: 50.0), 30.0, worker.clock).settle(reference, worker)
+    assert settling is not None and {entry[2] for entry in worker.log if entry[0] == "loop"} == {1}
+    assert not settling.settled or settling.seconds <= 30.0

@@ -1,12 +1,24 @@
-"""How many calls a slot has, and how long the device waits ahead of them."""
+"""How many calls a slot has, how long the device waits ahead of them, and the cells that a step is cut into."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.measure.slots import COLD_CALLS, MOST_FILLING_SECONDS, SlotShape, filling_of, shape_of
+from fp8bench.measure.slots import (
+    COLD_CALLS,
+    LEAST_BLOCK_NS,
+    MOST_BLOCKS,
+    MOST_FILLING_SECONDS,
+    SlotShape,
+    by_phase,
+    filling_of,
+    segment,
+    shape_of,
+)
+from fp8bench.model import CELL_PHASES
 from tests.counts import for_each
+from tests.fakes import CAST, GEMM, UNATTRIBUTED
 
 seconds = st.floats(1e-7, 1e3)
 
@@ -19,21 +31,98 @@ seconds = st.floats(1e-7, 1e3)
         (1e-3, "cold", False, SlotShape(COLD_CALLS, 1)),
         (30e-3, "cold", False, SlotShape(1, 0)),
         (30e-3, "hot", True, SlotShape(3, 0, filling_of(1e-5, 3))),
-        (1e-3, "cold", True, SlotShape(COLD_CALLS, 1, filling_of(1e-5, COLD_CALLS))),
+        (1e-3, "cold", True, SlotShape(COLD_CALLS, 1, filling_of(1e-5, COLD_CALLS))),  # each has a flush before it
     ],
 )
 def test_the_shape_of_a_slot(step: float, cache: str, queues: bool, shape: SlotShape) -> None:
-    """Of a cold one a few calls, since each has a flush before it; a queue is filled where there is one."""
     assert shape_of(step, 1e-5, cache, queues) == shape
 
 
 @given(seconds, st.integers(1, 100_000))
 def test_the_device_waits_as_long_as_the_host_needs(host: float, calls: int) -> None:
-    """For as many calls as come before the next wait, with a margin; never longer than a queue takes to be full."""
     filling = filling_of(host, calls)
+    assert filling_of(0.0, calls) is None, "there is nothing to run ahead of"
     assert filling is not None and 1 <= filling.calls <= calls and filling.seconds <= MOST_FILLING_SECONDS
     assert filling.seconds >= min(MOST_FILLING_SECONDS, 1.2 * host * filling.calls)
 
 
-def test_a_host_that_takes_no_time_has_nothing_to_run_ahead_of() -> None:
-    assert filling_of(0.0, 10) is None
+MARKS = st.lists(
+    st.tuples(st.integers(0, len(CELL_PHASES) - 1), st.integers(0, 3 * LEAST_BLOCK_NS)), min_size=1, max_size=80
+)
+
+
+def split(marks: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    return [code for code, _ in marks], [interval for _, interval in marks]
+
+
+@given(MARKS, st.data())
+def test_cells_sum_to_the_step_in_every_call(marks: list[tuple[int, int]], data: st.DataObject) -> None:
+    codes, intervals = split(marks)
+    made = segment(codes, intervals)
+    cells = made.cells(codes, intervals)
+    assert cells is not None and sum(cells) == sum(intervals)
+    for code, name in enumerate(CELL_PHASES):
+        in_cells = sum(cell for cell, phase in zip(cells, made.segments.phases, strict=True) if phase == name)
+        assert in_cells == sum(interval for own, interval in marks if own == code)
+    later = data.draw(st.lists(st.integers(0, 10**9), min_size=len(codes), max_size=len(codes)))
+    cells = made.cells(codes, later)
+    assert cells is not None
+    for number in range(len(cells)):
+        assert cells[number] == sum(t for t, cell in zip(later, made.cell_of, strict=True) if cell == number)
+
+
+@given(MARKS)
+def test_no_block_goes_on_behind_a_part(marks: list[tuple[int, int]]) -> None:
+    codes, intervals = split(marks)
+    made = segment(codes, intervals, part_ends="gemm")
+    blocks = [made.segments.blocks[cell] for cell in made.cell_of]
+    assert all(after > block for code, block, after in zip(codes, blocks, blocks[1:], strict=False) if code == GEMM)
+    if GEMM not in codes:
+        assert made == segment(codes, intervals)
+
+
+@given(MARKS, MARKS)
+def test_other_marks_have_no_cells(marks: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
+    made = segment(*split(marks))
+    codes, intervals = split(others)
+    assert (made.cells(codes, intervals) is None) == (codes != split(marks)[0])
+
+
+@given(MARKS)
+def test_blocks_are_long_enough_and_few_enough(marks: list[tuple[int, int]]) -> None:
+    codes, intervals = split(marks)
+    made = segment(codes, intervals)
+    blocks = made.segments.blocks
+    assert list(blocks) == sorted(blocks)
+    assert max(blocks) <= MOST_BLOCKS
+    lengths = [0] * (max(blocks) + 1)
+    for cell, interval in zip(made.cell_of, intervals, strict=True):
+        lengths[blocks[cell]] += interval
+    assert all(length >= LEAST_BLOCK_NS for length in lengths[:-1])
+    pairs = list(zip(blocks, made.segments.phases, strict=True))
+    assert len(pairs) == len(set(pairs))
+
+
+@for_each(
+    ("codes", "intervals", "phases", "blocks"),
+    [
+        # A short step is one block: its cells are its phases.
+        ([UNATTRIBUTED, CAST, GEMM, CAST, UNATTRIBUTED], [1, 2, 3, 4, 5], ("unattributed", "cast", "gemm"), (0, 0, 0)),
+        # A block ends with the mark that fills it; the next begins anew with cells of its own.
+        ([GEMM, CAST, GEMM, CAST], [LEAST_BLOCK_NS - 1, 1, LEAST_BLOCK_NS, 5], ("gemm", "cast") * 2, (0, 0, 1, 2)),
+        # A thousand equal intervals of a second make as many blocks as there may be, not a thousand.
+        ([GEMM] * 1024, [10**9] * 1024, ("gemm",) * MOST_BLOCKS, tuple(range(MOST_BLOCKS))),
+    ],
+)
+def test_where_a_step_ends(
+    codes: list[int], intervals: list[int], phases: tuple[str, ...], blocks: tuple[int, ...]
+) -> None:
+    segments = segment(codes, intervals).segments
+    assert (segments.phases, segments.blocks) == (phases, blocks)
+
+
+def test_steps_that_vary_are_kept_by_phase() -> None:
+    made = by_phase([GEMM, CAST])
+    cells = made.cells([GEMM, CAST], [3, 4])
+    assert made.segments.phases == CELL_PHASES and set(made.segments.blocks) == {0}
+    assert cells is not None and cells[GEMM] == 3 and cells[CAST] == 4 and sum(cells) == 7

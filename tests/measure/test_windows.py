@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -14,16 +15,31 @@ from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.measure.windows import WindowPass, WindowRule, window_rule_for
-from fp8bench.model import DeviceFacts, EnergyUse, Level, PlannedCase, Record, Request
+from fp8bench.model import DeviceFacts, EnergyUse, Level, PhaseEnergy, PlannedCase, Record, Request
 from fp8bench.model.readings import Reading, Readings
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
-from tests.fakes import CPU, MS, FakeWorker, Fault, Script, arm, by_mode, gemm_steps, group, planned
-from tests.measure.powered import IDLE, WATTS, Power, Runner, steps
+from tests.fakes import (
+    CAST,
+    CPU,
+    GEMM,
+    GPU,
+    MS,
+    UNATTRIBUTED,
+    FakeWorker,
+    Fault,
+    Script,
+    arm,
+    by_mode,
+    group,
+    lasting,
+    planned,
+)
+from tests.measure.powered import IDLE, PHASE_WATTS, WATTS, Power, Runner
 
 THREE = WindowRule()
-GPU = DeviceFacts("cuda", 0, "a GPU", 1 << 37, "2.13")
+TURNS = WindowRule(4, 1.5, 2.0)
 
 
 def measured(
@@ -37,12 +53,11 @@ def measured(
         one.prepare(worker)
     energy = WindowPass(power.meter(), rule, 0, lambda arm, share: None)
     found = energy.measure(chosen, worker)
-    return {one.planned.case.mode: found[one.key].use for one in chosen}, worker
+    return {arm.planned.case.mode: found[arm.key].use for arm in chosen}, worker
 
 
 def test_each_case_gets_the_energy_of_its_own_power() -> None:
-    """Its joules are its own watts for as long as its steps took, whoever ran before and after it."""
-    found, worker = measured({"fp32": steps(10), "bf16": steps(20)})
+    found, worker = measured({"fp32": lasting(10), "bf16": lasting(20)})
     for mode, use in found.items():
         assert use.source == "counter" and len(use.windows) == 3 and use.why == ""
         assert use.idle_before == pytest.approx(IDLE, rel=0.01) and use.idle_after == pytest.approx(IDLE, rel=0.01)
@@ -56,75 +71,79 @@ def test_each_case_gets_the_energy_of_its_own_power() -> None:
 
 def test_cases_take_turns_in_random_order() -> None:
     """Every round of windows has every case once, and its rounds differ."""
-    _, worker = measured({"fp32": steps(10), "bf16": steps(10), "fp8": steps(10)}, WindowRule(6, 1.5))
+    _, worker = measured({"fp32": lasting(10), "bf16": lasting(10), "fp8": lasting(10)}, WindowRule(6, 1.5))
     order = [entry[1] for entry in worker.log if entry[0] == "loop"]
-    turns = [one for place, one in enumerate(order) if place == 0 or order[place - 1] != one]
+    turns = [key for place, key in enumerate(order) if place == 0 or order[place - 1] != key]
     assert len(turns) >= 6 * 3 - 5 and len(set(zip(turns[::3], turns[1::3], strict=False))) > 1
 
 
-def test_an_emulated_case_has_one_window() -> None:
-    """Its energy is the cost of emulation."""
-    scripts = {"fp32": steps(10), "fp8": steps(10)}
-    found, _ = measured(scripts, WindowRule(), arm("fp32"), arm("fp8", Level.EMULATED))
+def test_an_emulated_case_has_one_window_and_a_long_step_runs_once_at_a_time() -> None:
+    """Its energy is the cost of emulation. A window that is longer than it need be is no worse."""
+    scripts = {"fp32": lasting(4_000), "fp8": lasting(10)}
+    found, worker = measured(scripts, WindowRule(), arm("fp32"), arm("fp8", Level.EMULATED))
     assert [len(found[mode].windows) for mode in ("fp32", "fp8")] == [3, 1]
-
-
-def test_a_long_step_runs_once_at_a_time() -> None:
-    """A window that is longer than it need be is no worse."""
-    found, worker = measured({"fp32": steps(4_000)}, WindowRule(1, 1.5))
-    assert {entry[2] for entry in worker.log if entry[0] == "loop"} == {1}
-    (window,) = found["fp32"].windows
-    assert window.joules / window.seconds == pytest.approx(400.0, rel=0.01) and window.seconds >= 4
-
-
-def test_without_a_source_nothing_runs_and_the_reason_is_kept() -> None:
-    """Nobody waits for a device that says nothing."""
-    worker = FakeWorker({"fp32": steps(10)})
-    one = arm("fp32")
-    meter = Meter((), AbsentDevice("no"), "this is a virtual machine")
-    found = WindowPass(meter, WindowRule(), 0, lambda arm, share: None).measure([one], worker)
-    assert found[one.key].use == EnergyUse("none", why="this is a virtual machine") and not worker.log
+    assert {entry[2] for entry in worker.log if entry[:2] == ("loop", "fp32")} == {1}
+    for window in found["fp32"].windows:
+        assert window.joules / window.seconds == pytest.approx(400.0, rel=0.01) and window.seconds >= 4
 
 
 @for_each("error", [WorkerFault("ValueError", "boom", "trace"), WorkerLost("the worker crashed"), WorkerLost("killed")])
 def test_a_case_that_fails_here_costs_energies_and_nothing_else(error: WorkerError) -> None:
-    """What was measured before it stays; what comes after says who ended it; the worker is fresh again."""
-    faulty = Script(gemm_steps(10 * MS), faults=[Fault("loop", error, at=1)])
-    found, worker = measured({"fp32": steps(10), "bf16": faulty}, WindowRule(2, 1.5))
+    faulty = lasting(10, faults=[Fault("loop", error, at=1)])
+    found, worker = measured({"fp32": lasting(10), "bf16": faulty}, WindowRule(2, 1.5))
     assert not found["bf16"].windows and f"bf16 ended the windows: {error}" in found["bf16"].why
     assert len(found["fp32"].windows) < 2 and "bf16 ended the windows" in found["fp32"].why
     assert not worker.held
-
-
-def test_numbers_that_have_blown_up_take_another_power() -> None:
-    """So that window does not count."""
-    found, _ = measured({"fp32": Script(gemm_steps(10 * MS), wrong="the loss is NaN")}, WindowRule(1, 1.5))
+    # What blows up takes another power, so that such a window does not count.
+    found, _ = measured({"fp32": lasting(10, wrong="the loss is NaN")}, WindowRule(1, 1.5))
     assert not found["fp32"].windows and found["fp32"].why.endswith("more steps: the loss is NaN")
 
 
 def test_a_source_that_fails_in_the_middle_is_a_reason_and_no_zero() -> None:
-    """The windows before it stay."""
-    power = Power()
-    worker = Runner(power, {"fp32": steps(10)})
-    one = arm("fp32")
-    one.prepare(worker)
-    meter = power.meter()
+    power, reference = Power(), arm("fp32")
+    worker = Runner(power, {"fp32": lasting(10)})
+    reference.prepare(worker)
     told: list[float] = []
 
     def tell(arm: MeasuredArm, share: float) -> None:
         told.append(share)
         power.broken = "the GPU is lost" if len(told) == 2 else ""
 
-    use = WindowPass(meter, WindowRule(2, 1.5), 0, tell).measure([one], worker)[one.key].use
+    use = WindowPass(power.meter(), WindowRule(2, 1.5), 0, tell).measure([reference], worker)[reference.key].use
     assert len(use.windows) == 1 and use.windows[0].joules > 0
     assert use.why == "the GPU is lost; idle power: the GPU is lost" and use.idle_after is None
 
 
-@for_each(("quick", "budget", "windows"), [(False, None, 3), (True, None, 1), (False, 5.0, 1), (True, 5.0, 1)])
-def test_who_is_in_a_hurry_gets_one_window(quick: bool, budget: float | None, windows: int) -> None:
+@for_each(("rule", "turns"), [(THREE, 0), (TURNS, 4)])
+def test_without_a_source_only_turns_run_and_the_reason_is_kept(rule: WindowRule, turns: int) -> None:
+    """A time is a time, and needs none."""
+    worker, reference = FakeWorker({"fp32": lasting(10)}), arm("fp32")
+    reference.prepare(worker)
+    meter = Meter((), AbsentDevice("no"), "this is a virtual machine")
+    found = WindowPass(meter, rule, 0, lambda arm, share: None, worker.clock).measure([reference], worker)
+    assert [round(sum(turn.seconds), 6) for turn in found[reference.key].turns] == [2.0] * turns
+    assert found[reference.key].use == EnergyUse("none", why="this is a virtual machine")
+    assert bool([entry for entry in worker.log if entry[0] == "loop"]) is bool(turns)
+
+
+@for_each(
+    ("asked", "rule"),
+    [
+        ({}, WindowRule(3, 3.0)),
+        ({"quick": True}, WindowRule(1, 1.5)),
+        ({"budget": 5.0}, WindowRule(1, 1.5)),
+        ({"quick": True, "budget": 5.0}, WindowRule(1, 1.5)),
+        # With fewer than three turns there is no interval.
+        ({"sustained": 2.5}, WindowRule(4, 3.0, 2.5)),
+        ({"sustained": 2.5, "quick": True}, WindowRule(3, 1.5, 2.5)),
+        ({"sustained": 2.5, "energy": False}, WindowRule(4, 3.0, 2.5, energy=False)),
+        ({"energy": False}, None),
+        ({"energy": False, "quick": True}, None),
+    ],
+)
+def test_who_is_in_a_hurry_gets_fewer_windows(asked: dict[str, Any], rule: WindowRule | None) -> None:
     """Each takes ten changes of the counter at least, whatever is asked."""
-    rule = window_rule_for(Request("gemm", quick=quick, budget=budget))
-    assert rule is not None and (rule.windows, rule.turn_seconds, rule.energy) == (windows, 0.0, True)
+    assert window_rule_for(Request("gemm", **asked)) == rule
 
 
 def grouped(
@@ -143,7 +162,7 @@ def grouped(
 
 def test_a_group_is_timed_first_and_no_sampler_is_alive_meanwhile() -> None:
     """The windows come after the last slot, on the states that were timed, and not on the control."""
-    scripts = {"fp32": steps(10), "bf16": steps(20)}
+    scripts = {"fp32": lasting(10), "bf16": lasting(20)}
     records, worker = grouped(scripts, planned("fp32"), planned("bf16"), planned("fp8", Level.REFUSED, skip="no"))
     assert [len(use.windows) for mode in scripts if (use := records[mode].energy)] == [3, 3]
     assert records["fp8"].energy is None
@@ -156,22 +175,20 @@ def test_a_group_is_timed_first_and_no_sampler_is_alive_meanwhile() -> None:
 
 
 def test_cases_that_do_not_fit_together_have_windows_where_they_sat() -> None:
-    """The reference once, although it sits with each of them."""
-    scripts = {"fp32": steps(10, 400), "bf16": steps(10, 500), "fp8": steps(10, 500)}
+    scripts = {"fp32": lasting(10, memory=400), "bf16": lasting(10, memory=500), "fp8": lasting(10, memory=500)}
     records, worker = grouped(scripts, planned("fp32"), planned("bf16"), planned("fp8"))
     for mode in scripts:
         use = records[mode].energy
         assert use is not None and len(use.windows) == 3
         assert use.windows[0].joules / use.windows[0].seconds == pytest.approx(WATTS[mode], rel=0.01)
     loops = [entry[1] for entry in worker.log if entry[0] == "loop"]
-    turns = [one for place, one in enumerate(loops) if place == 0 or loops[place - 1] != one]
+    turns = [key for place, key in enumerate(loops) if place == 0 or loops[place - 1] != key]
     assert 1 <= turns.count("fp32") <= 3
 
 
 def test_a_worker_lost_in_a_window_costs_no_time() -> None:
-    """Its times stand, and so do its errors; only energies are missing, with the reason."""
-    faulty = Script(gemm_steps(10 * MS), faults=[Fault("loop", WorkerLost("it crashed"))])
-    records, worker = grouped({"fp32": faulty, "bf16": steps(10)}, planned("fp32"), planned("bf16"))
+    faulty = lasting(10, faults=[Fault("loop", WorkerLost("it crashed"))])
+    records, worker = grouped({"fp32": faulty, "bf16": lasting(10)}, planned("fp32"), planned("bf16"))
     assert {record.status.value for record in records.values()} == {"ok"} and worker.restarts == 1
     assert all(record.timing is not None and record.timing.num_rounds == 10 for record in records.values())
     use = records["fp32"].energy
@@ -179,37 +196,26 @@ def test_a_worker_lost_in_a_window_costs_no_time() -> None:
     assert worker.log[-1][0] == "memory"
 
 
-def test_without_energy_nothing_is_asked_to_run_untimed() -> None:
-    """And the record says that nobody wanted it."""
-    records, worker = grouped({"fp32": steps(10)}, planned("fp32"), energy=None)
-    assert records["fp32"].energy is None and not [entry for entry in worker.log if entry[0] == "loop"]
-
-
 @for_each(("facts", "watched"), [(CPU, False), (GPU, True)])
-def test_a_gpu_that_nobody_can_ask_has_a_reason_and_a_processor_nothing_to_ask(
-    facts: DeviceFacts, watched: bool
-) -> None:
-    """Silence about a GPU's clocks would look like clocks that are all right."""
-    records, _ = grouped({"fp32": steps(10)}, planned("fp32"), energy=None, facts=facts)
+def test_without_energy_nothing_is_asked_to_run_untimed(facts: DeviceFacts, watched: bool) -> None:
+    """A GPU that nobody can ask has a reason: silence about its clocks would look like clocks that are all right."""
+    records, worker = grouped({"fp32": lasting(10)}, planned("fp32"), energy=None, facts=facts)
+    assert records["fp32"].energy is None and not [entry for entry in worker.log if entry[0] == "loop"]
     watch = records["fp32"].watch
     assert (watch is not None) == watched
     assert watch is None or ("nothing to say" in watch.why and watch.throttle is None)
 
 
-TURNS = WindowRule(4, 1.5, 2.0)
-
-
 def test_a_turn_lasts_as_long_as_was_asked_and_its_chunks_are_timed() -> None:
     """Beside the window of energy, which is that of the same steps; an emulated case has none."""
     power = Power()
-    worker = Runner(power, {"fp32": steps(10), "bf16": steps(20), "fp8": steps(10)})
+    worker = Runner(power, {"fp32": lasting(10), "bf16": lasting(20), "fp8": lasting(10)})
     arms = [arm("fp32"), arm("bf16"), arm("fp8", Level.EMULATED)]
-    for one in arms:
-        one.prepare(worker)
-    clock = power.clock.now
-    found = WindowPass(power.meter(), TURNS, 0, lambda arm, share: None, clock).measure(arms, worker)
-    for mode, milliseconds in (("fp32", 10), ("bf16", 20)):
-        own = next(found[one.key] for one in arms if one.planned.case.mode == mode)
+    for entry in arms:
+        entry.prepare(worker)
+    found = WindowPass(power.meter(), TURNS, 0, lambda arm, share: None, power.clock.now).measure(arms, worker)
+    for entry, milliseconds in zip(arms[:2], (10, 20), strict=True):
+        own, mode = found[entry.key], entry.planned.case.mode
         assert len(own.turns) == len(own.windows) == 4
         for turn, window in zip(own.turns, own.windows, strict=True):
             assert 2.0 <= sum(turn.seconds) < 2.5 and turn.steps * len(turn.seconds) == window.steps
@@ -218,18 +224,10 @@ def test_a_turn_lasts_as_long_as_was_asked_and_its_chunks_are_timed() -> None:
             assert turn.settling is None and turn.clock is None  # this device says nothing of its clock
     emulated = found[arms[2].key]
     assert emulated.turns == [] and len(emulated.windows) == 1
-    ahead = [entry[2] for entry in worker.log if entry[:2] == ("loop", "fp32")]
-    assert 100 in ahead  # half a turn, blindly
-
-
-def test_turns_need_no_source_of_energy() -> None:
-    """A time is a time; the reason for no energy stays."""
-    worker, one = FakeWorker({"fp32": steps(10)}), arm("fp32")
-    one.prepare(worker)
-    meter = Meter((), AbsentDevice("no"), "this is a virtual machine")
-    found = WindowPass(meter, TURNS, 0, lambda arm, share: None, worker.clock).measure([one], worker)[one.key]
-    assert [round(sum(turn.seconds), 6) for turn in found.turns] == [2.0] * 4
-    assert found.use == EnergyUse("none", why="this is a virtual machine")
+    assert ("loop", "fp32", 100) in worker.log, "half a turn ahead, blindly"
+    rule = WindowRule(3, 1.5, 1.0, energy=False)
+    records, _ = grouped({"fp32": lasting(10), "bf16": lasting(20)}, planned("fp32"), planned("bf16"), energy=rule)
+    assert all(len(record.sustained) == 3 and record.energy is None for record in records.values())
 
 
 class Heating(AbsentDevice):
@@ -252,7 +250,7 @@ class Heating(AbsentDevice):
 
 def test_a_turn_begins_when_the_device_has_settled_for_its_case() -> None:
     """What was hot from the case before cools down first; the clock is that of the end of the turn."""
-    worker = FakeWorker({"fp32": steps(10), "bf16": steps(20)})
+    worker = FakeWorker({"fp32": lasting(10), "bf16": lasting(20)})
     arms = [arm("fp32"), arm("bf16")]
     for one in arms:
         one.prepare(worker)
@@ -267,33 +265,61 @@ def test_a_turn_begins_when_the_device_has_settled_for_its_case() -> None:
             assert turn.clock == pytest.approx(2e9 - 5e6 * heat, rel=0.004)
 
 
-@for_each(
-    ("energy", "quick", "rule"),
-    [
-        (True, False, WindowRule(4, 3.0, 2.5)), (True, True, WindowRule(3, 1.5, 2.5)),
-        (False, False, WindowRule(4, 3.0, 2.5, energy=False)),
-    ],
-)  # fmt: skip
-def test_who_asks_for_turns_gets_at_least_three(energy: bool, quick: bool, rule: WindowRule) -> None:
-    """With fewer there is no interval."""
-    assert window_rule_for(Request("gemm", quick=quick, energy=energy, sustained=2.5)) == rule
-    assert window_rule_for(Request("gemm", quick=quick, energy=False)) is None
-
-
-def test_a_record_keeps_turns_without_energy() -> None:
-    """Nobody wanted that."""
-    records, _ = grouped(
-        {"fp32": steps(10), "bf16": steps(20)}, planned("fp32"), planned("bf16"),
-        energy=WindowRule(3, 1.5, 1.0, energy=False),
-    )  # fmt: skip
-    assert all(len(one.sustained) == 3 and one.energy is None for one in records.values())
-
-
 def test_a_cold_cache_has_no_energy() -> None:
     """Windows hold steps alone, and would be those of a hot one; of rotating states they are what is asked for."""
     arms = [arm("fp32", cache="cold"), arm("bf16", cache="rotating")]
-    found, worker = measured({"fp32": steps(10), "bf16": steps(10)}, WindowRule(1, 1.5), *arms)
+    found, worker = measured({"fp32": lasting(10), "bf16": lasting(10)}, WindowRule(1, 1.5), *arms)
     assert found["fp32"].windows == () and "a cold cache has to be flushed between them" in found["fp32"].why
     assert len(found["bf16"].windows) == 1 and {entry[1] for entry in worker.log if entry[0] == "loop"} == {"bf16"}
-    cold, worker = measured({"fp32": steps(10)}, WindowRule(1, 1.5), arms[0])
+    cold, worker = measured({"fp32": lasting(10)}, WindowRule(1, 1.5), arms[0])
     assert cold["fp32"].source == "counter" and not [entry for entry in worker.log if entry[0] == "loop"]
+
+
+# A step of a cast of 0.2 ms, a product of 19 ms and what is left over.
+PARTS = Script(lambda call: ((UNATTRIBUTED, CAST, GEMM), (MS // 10, MS // 5, 19 * MS)))
+NOBODY = "nobody does unattributed by itself"
+
+
+def phases_measured(
+    windows: int = 2, levels: dict[str, Level] | None = None, spoilt: str = "", **scripts: Script
+) -> tuple[dict[str, dict[str, PhaseEnergy]], Runner]:
+    """What was found by mode and phase, and the worker that was asked."""
+    power = Power()
+    worker = Runner(power, scripts)
+    worker.spoilt = spoilt
+    arms = [arm(mode, (levels or {}).get(mode, Level.NATIVE)) for mode in scripts]
+    for one in arms:
+        one.prepare(worker)
+    found = WindowPass(power.meter(), WindowRule(windows), 0, lambda arm, share: None).phases(arms, worker)
+    return {arm.planned.case.mode: {part.phase: part for part in found[arm.key]} for arm in arms}, worker
+
+
+def test_each_phase_gets_the_energy_of_its_own_power() -> None:
+    found, worker = phases_measured(fp32=PARTS, bf16=PARTS)
+    for phases in found.values():
+        assert list(phases) == ["unattributed", "cast", "gemm"]
+        assert phases["unattributed"] == PhaseEnergy("unattributed", (), NOBODY)
+        for phase in ("cast", "gemm"):
+            assert len(phases[phase].windows) == 2 and phases[phase].why == ""
+            for window in phases[phase].windows:
+                assert window.joules / window.seconds == pytest.approx(PHASE_WATTS[phase], rel=0.01)
+                assert window.intervals >= 10
+    held = [entry[1:] for entry in worker.log if entry[0] == "hold" and entry[2] != "unattributed"]
+    assert sorted(held[:4]) == sorted(held[4:]) and len({mode for mode, _ in held[:3]}) == 2
+
+
+def test_a_phase_that_spoils_its_numbers_has_no_window_and_is_tried_once() -> None:
+    found, worker = phases_measured(
+        3, {"fp8": Level.EMULATED}, spoilt="what it writes is no longer finite", fp32=PARTS, fp8=PARTS
+    )
+    assert found["fp32"]["cast"] == PhaseEnergy("cast", (), "what it writes is no longer finite")
+    assert [len(found[mode]["gemm"].windows) for mode in ("fp32", "fp8")] == [3, 1], "an emulated case has one"
+    assert [entry[1:] for entry in worker.log if entry[0] == "hold"].count(("fp32", "cast")) == 1
+
+
+def test_a_fault_ends_the_pass_and_keeps_what_is_there() -> None:
+    broken = Script(PARTS.step, faults=[Fault("hold", WorkerLost("the worker crashed"), at=4)])
+    found, worker = phases_measured(2, fp32=broken)
+    ended = [windows for windows in found["fp32"].values() if "of fp32 ended this: the worker crashed" in windows.why]
+    assert ended and all(not windows.windows or len(windows.windows) == 1 for windows in found["fp32"].values())
+    assert not worker.held

@@ -1,11 +1,19 @@
-"""A stretch of allocations and releases, made by hand: its highest point and what is held there."""
+"""Allocations and releases: a stretch's highest point, made by hand, and what torch's profiler tells."""
 
 from __future__ import annotations
 
 import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fp8bench.model import HeldBlock, MemoryRole
-from fp8bench.profiler.allocations import Begun, Event, Live, Said, Sized, course
+from fp8bench.profiler import allocations as stream_module
+from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Said, Sized, course
 from tests.counts import for_each
 
 START = Begun("unattributed")
@@ -32,10 +40,9 @@ def changes(*pairs: tuple[int, int] | None) -> list[Event]:
     ],
 )
 def test_the_most_held_at_once_from_the_first_turn_on(events: list[Event], peak: int | None) -> None:
-    """What is held before it counts, but is no peak."""
     found = course(events)
     assert (None if found is None else found.peak) == peak
-    assert found is None or sum(one.size for one in found.held) == peak
+    assert found is None or sum(stretch.size for stretch in found.held) == peak
 
 
 def test_phases_have_their_own_highest_points() -> None:
@@ -48,7 +55,7 @@ def test_phases_have_their_own_highest_points() -> None:
     )  # fmt: skip
     assert found is not None
     assert [(one.phase, one.allocated) for one in found.phases] == [("unattributed", 12), ("cast", 15), ("gemm", 115)]
-    assert [one.reserved for one in found.phases] == [None] * 3
+    assert [phase.reserved for phase in found.phases] == [None] * 3
 
 
 def test_what_is_held_when_backward_begins() -> None:
@@ -57,8 +64,8 @@ def test_what_is_held_when_backward_begins() -> None:
     forward = [START, Sized(1, 10), Sized(2, 20), Sized(2, -20), Sized(3, 30)]
     backward = [Sized(4, 40, 2), Sized(3, -30, 2), Sized(1, -10, 3), Sized(9, 900), Sized(9, -900)]
     found = course([*before, *forward, *backward])
-    assert found is not None and {one.address: one.size for one in found.forward} == {7: 70, 1: 10, 3: 30}
-    assert found.peak == 1010 and {one.address for one in found.held} == {7, 4, 9}
+    assert found is not None and {stretch.address: stretch.size for stretch in found.forward} == {7: 70, 1: 10, 3: 30}
+    assert found.peak == 1010 and {stretch.address for stretch in found.held} == {7, 4, 9}
     none = course([*before, *forward])
     assert none is not None and none.forward == ()
 
@@ -67,11 +74,10 @@ def held(*events: Event) -> dict[int, HeldBlock]:
     """What is held at the highest point, by address; a large block at address 0 makes the point."""
     found = course(events)
     assert found is not None
-    return {one.address: one for one in found.held if one.address}
+    return {stretch.address: stretch for stretch in found.held if stretch.address}
 
 
 def test_when_a_block_came_and_went() -> None:
-    """Before the stretch, forward until backward, within a piece of a phase, over pieces of it, for good."""
     found = held(
         Sized(1, 1), Begun("elementwise"), Sized(2, 1), Sized(3, 1), Sized(4, 1), Begun("gemm"),
         Begun("elementwise"), Sized(5, 1), Sized(6, 1), Sized(0, 1000), Sized(0, -1000), Sized(3, -1), Sized(6, -1),
@@ -99,17 +105,15 @@ def test_backward_has_nodes_where_forward_has_pieces() -> None:
 
 
 def test_what_the_allocator_no_longer_has_is_gone() -> None:
-    """A release that nobody heard; what is allocated there later is another block."""
     events: list[Event] = [
         Sized(1, 100), Sized(2, 50), Live(frozenset({2, 9})), Begun("gemm"), Sized(1, 30),
     ]  # fmt: skip
     found = course(events)
     assert found is not None and found.peak == 80
-    assert [(one.address, one.size) for one in found.held] == [(2, 50), (1, 30)]
+    assert [(stretch.address, stretch.size) for stretch in found.held] == [(2, 50), (1, 30)]
 
 
 def test_words_are_about_what_lies_there_when_they_are_said() -> None:
-    """Not about what lay there before or comes there later; the same word twice is one."""
     low, weights = MemoryRole.LOW_WEIGHTS, MemoryRole.WEIGHTS
     found = held(
         Said((1,), weights), Sized(1, 1), START, Sized(2, 1), Said((1, 2, 9), low), Sized(2, -1), Sized(2, 1),
@@ -119,7 +123,6 @@ def test_words_are_about_what_lies_there_when_they_are_said() -> None:
 
 
 def test_any_stream_comes_to_what_a_plain_count_says() -> None:
-    """Ten thousand events of chance: the highest point, and its blocks, against a dictionary."""
     draw = random.Random(7)
     events: list[Event] = [START]
     alive: dict[int, int] = {}
@@ -136,5 +139,114 @@ def test_any_stream_comes_to_what_a_plain_count_says() -> None:
         if sum(alive.values()) > sum(most.values()):
             most = dict(alive)
     found = course(events)
-    assert found is not None and found.peak == sum(most.values()) == max(one.allocated for one in found.phases)
-    assert {one.address: one.size for one in found.held} == most
+    assert found is not None and found.peak == sum(most.values()) == max(phase.allocated for phase in found.phases)
+    assert {stretch.address: stretch.size for stretch in found.held} == most
+
+
+def heard(stream: AllocationStream) -> list[Event]:
+    """What was heard, which is something."""
+    events = stream.stop()
+    assert events is not None and not torch.autograd._profiler_enabled()
+    return events
+
+
+def test_words_stand_where_they_were_said() -> None:
+    stream = AllocationStream("cpu")
+    stream.note(Begun("before anybody listens"))
+    stream.start()
+    first = torch.empty(10)
+    stream.note(Begun("gemm"))
+    second = torch.empty(20)
+    stream.note(Said((second.data_ptr(),), MemoryRole.WEIGHTS))
+    del first
+    events = heard(stream)
+    assert [one.size if isinstance(one, Sized) else one for one in events] == [
+        40, Begun("gemm"), 80, Said((second.data_ptr(),), MemoryRole.WEIGHTS), -40,
+    ]  # fmt: skip
+    assert stream.stop() is None
+
+
+def test_of_another_device_nothing_is_heard() -> None:
+    stream = AllocationStream("cuda:1")
+    stream.start()
+    kept = torch.empty(10)
+    stream.note(Begun("gemm"))
+    assert heard(stream) == [Begun("gemm")] and kept.numel() == 10
+
+
+def test_what_lies_in_no_operation_is_heard_of_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch does with a GPU's allocations, those without an event around them are left out here."""
+    told = stream_module._told
+    monkeypatch.setattr(stream_module, "_told", lambda tree: told([one for one in tree if one.name != "[memory]"]))
+    stream = AllocationStream("cpu")
+    stream.start()
+    kept = torch.empty(10)
+    del kept
+    assert [one.size for one in heard(stream) if isinstance(one, Sized)] == [40, -40]
+
+
+def test_backward_runs_where_all_of_it_is_heard() -> None:
+    """Autograd's own thread for a GPU gives back what a node was handed after that, where the profiler hears nothing.
+
+    Half of some layers had no roles of memory for that, under a CUDA runtime that computes nothing.
+    """
+    threads = torch._C._is_multithreading_enabled
+    stream = AllocationStream("cpu")
+    stream.start()
+    assert not threads()
+    heard(stream)
+    assert threads()
+    stream.start(alone=False)
+    assert threads()
+    stream.alone()
+    assert not threads()
+    heard(stream)
+    assert threads()
+
+
+class Doubled(torch.autograd.Function):
+    """A function of somebody's own: tensors of 1111 values forward, of 2222 backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        torch.empty(1111)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        torch.empty(2222)
+        return 2 * gradients[0]
+
+
+def passes_of(events: list[Event], values: int) -> list[bool]:
+    """Of allocations of so many fp32 values: whether each was made by a backward pass."""
+    return [one.node > 0 for one in events if isinstance(one, Sized) and one.size == 4 * values]
+
+
+def test_backward_is_told_from_forward_and_from_what_is_computed_again() -> None:
+    """By torch's own operations and by a function of somebody's own; of a block that keeps its input only."""
+    x = torch.empty(333, requires_grad=True)
+    block = lambda x: Doubled.apply(x).exp()  # type: ignore[no-untyped-call]  # noqa: E731
+    for again in (False, True):
+        stream = AllocationStream("cpu")
+        stream.start()
+        (checkpoint(block, x, use_reentrant=False) if again else block(x)).sum().backward()  # type: ignore[no-untyped-call]
+        events = heard(stream)
+        assert passes_of(events, 1111) == [False] * (1 + again) and passes_of(events, 2222) == [True]
+        assert again or (passes_of(events, 333)[:2] == [False, False] and all(passes_of(events, 333)[2:]))
+
+
+def test_a_thread_of_pythons_is_not_heard_and_nothing_breaks() -> None:
+    stream = AllocationStream("cpu")
+
+    def work() -> None:
+        stream.note(Begun("cast"))
+        torch.empty(77)
+
+    stream.start()
+    stream.note(Begun("gemm"))
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    torch.empty(10)
+    assert [one.size if isinstance(one, Sized) else one for one in heard(stream)] == [Begun("gemm"), 40, -40]

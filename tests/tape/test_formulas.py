@@ -1,4 +1,7 @@
-"""FLOPs of each operator against a count of multiplications in loops, and those of a GPT against a sum by hand."""
+"""FLOPs of each operator against a count of multiplications in loops, and those of a GPT against a sum by hand.
+
+And which kind of work operators are.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,17 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from fp8bench.formats import operators
 from fp8bench.formats.grids import E4M3
+from fp8bench.model import Phase
+from fp8bench.model.step import ShareKind
 from fp8bench.nn import rotations
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.numerics.products import _summed
 from fp8bench.protocols import SilentPhases
-from fp8bench.tape.formulas import flops_of
+from fp8bench.tape.formulas import Where, flops_of, kind_of
 from fp8bench.tape.recorder import Call, TensorSeen
+from fp8bench.tape.timed_calls import OperatorTimes
 from tests.counts import for_each
 from tests.tapes import only, tape_of
 
@@ -44,8 +50,8 @@ def grouped(*shapes: tuple[int, ...], offs: tuple[int, ...]) -> Tensor:
 
 def scaled() -> Tensor:
     a, b = (torch.randn(32, 16).to(torch.float8_e4m3fn) for _ in range(2))
-    one = torch.ones(())
-    return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32)
+    operand = torch.ones(())
+    return torch._scaled_mm(a, b.t(), operand, operand, out_dtype=torch.float32)
 
 
 PRODUCTS: dict[str, tuple[Callable[[], object], int, str]] = {
@@ -69,7 +75,7 @@ PRODUCTS: dict[str, tuple[Callable[[], object], int, str]] = {
     "_grouped_mm of depths": (lambda: grouped((8, 16), (16, 24), offs=(8, 16)), 2 * loops(8, 24, 8), "bf16"),
     "fp8bench::rotated_and_looked_at": (
         lambda: torch.ops.fp8bench.rotated_and_looked_at(
-            drawn(M, 32), torch.eye(rotations.SIZE).double(), *(torch.empty(one) for one in ((M, 32), M, M)), False
+            drawn(M, 32), torch.eye(rotations.SIZE).double(), *(torch.empty(shape) for shape in ((M, 32), M, M)), False
         ),
         loops(M, 32, rotations.SIZE), "fp64",
     ),
@@ -98,7 +104,7 @@ def test_products_that_are_slow_to_begin_or_need_a_gpu() -> None:
 
 
 def asked(operator: Any, *given: Any, result: Tensor) -> tuple[int | None, str]:
-    seen = tuple(TensorSeen(one) if isinstance(one, Tensor) else one for one in given)
+    seen = tuple(TensorSeen(argument) if isinstance(argument, Tensor) else argument for argument in given)
     return flops_of(Call(operator, "gemm", False, seen, {}, TensorSeen(result)))
 
 
@@ -129,16 +135,14 @@ def seen(queries: int, keys: int, causal: bool) -> float:
 @for_each("causal", [False, True])
 @for_each(("queries", "keys"), [(6, 6), (3, 7), (7, 3)])
 def test_attention_has_two_products_forward_and_five_backward(queries: int, keys: int, causal: bool) -> None:
-    """Backward computes the scores once more."""
     q, k, v = (drawn(2, 3, length, 8, gradient=True) for length in (queries, keys, keys))
     tape = tape_of(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward())
     once = 2 * 2 * 3 * 8 * seen(queries, keys, causal)
-    assert [one.flops for one in tape.operators if one.flops] == [2 * once, 5 * once]
+    assert [operator.flops for operator in tape.operators if operator.flops] == [2 * once, 5 * once]
     assert not tape.unknown
 
 
 def test_attention_that_is_taken_apart_is_the_sum_of_its_products() -> None:
-    """All pairs of it: what a mask hides is multiplied first."""
     q = drawn(1, 2, 6, 8)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         tape = tape_of(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
@@ -153,7 +157,6 @@ def test_an_lstm_multiplies_inputs_and_states_at_every_step() -> None:
 
 
 def test_what_may_multiply_and_has_no_formula_is_unknown() -> None:
-    """Never 0; what multiplies nothing is 0, whatever is done with its numbers."""
     tape = tape_of(lambda: torch.linalg.inv(drawn(4, 4)))
     assert tape.unknown == 1 and only(tape, "linalg_inv_ex").flops is None and tape.flops == 0
     x = drawn(8, 8, gradient=True)
@@ -174,7 +177,6 @@ def test_what_may_multiply_and_has_no_formula_is_unknown() -> None:
 
 
 def test_formulas_that_others_tell_torch_are_believed() -> None:
-    """An operator of one's own is unknown until then."""
     library = torch.library.Library("tape_tests", "DEF")  # type: ignore[no-untyped-call]
     library.define("twice(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
     library.impl("twice", lambda x: x @ x, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
@@ -196,9 +198,9 @@ def test_a_dense_gpt_multiplies_what_a_sum_by_hand_says(checkpointing: bool) -> 
     model = GPT(config, lambda name: arithmetic, torch.float32, checkpointing=checkpointing)
     text = torch.randint(61, (2, 2, 12))
     tape = tape_of(lambda: model(*text, SilentPhases()).backward())
-    matrices = [one for name, one in model.named_parameters() if one.dim() == 2]
+    matrices = [weight for name, weight in model.named_parameters() if weight.dim() == 2]
     embeddings = model.embedding.numel() + (0 if model.positions is None else model.positions.numel())
-    weights, blocks = (sum(one.numel() for one in found) for found in (matrices, map_of_blocks(model)))
+    weights, blocks = (sum(weight.numel() for weight in found) for found in (matrices, map_of_blocks(model)))
     linear = 6 * (weights - embeddings) * 2 * 12
     attention = 7 * config.layers * 2 * 2 * 4 * 8 * 12 * 12 // 2
     again = (2 * blocks * 2 * 12 + 2 * attention // 7) if checkpointing else 0
@@ -206,4 +208,89 @@ def test_a_dense_gpt_multiplies_what_a_sum_by_hand_says(checkpointing: bool) -> 
 
 
 def map_of_blocks(model: GPT) -> list[Tensor]:
-    return [one for one in model.blocks.parameters() if one.dim() == 2]
+    return [weight for weight in model.blocks.parameters() if weight.dim() == 2]
+
+
+aten = torch.ops.aten
+FP32, BF16, INT64 = torch.float32, torch.bfloat16, torch.int64
+
+
+@for_each(
+    ("operator", "where", "kind"),
+    [
+        (aten.mm.default, Where(), (ShareKind.GEMM, "")),
+        (aten.bmm.default, Where(), (ShareKind.GEMM, "")),
+        (aten.bmm.default, Where(module="layers.0.self_attn"), (ShareKind.ATTENTION, "")),
+        (aten.mm.default, Where(module="layers.0.self_attn.q_proj"), (ShareKind.GEMM, "")),
+        (aten._softmax.default, Where(module="block.0.SelfAttention"), (ShareKind.ATTENTION, "")),
+        (aten._softmax.default, Where(module="loss"), (ShareKind.ELEMENTWISE, "")),
+        (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, Where(), (ShareKind.ATTENTION, "")),
+        (aten.convolution.default, Where(), (ShareKind.GEMM, "conv")),
+        (aten.convolution_backward.default, Where(), (ShareKind.GEMM, "conv")),
+        (aten._to_copy.default, Where(dtypes=(FP32, BF16)), (ShareKind.CAST, "")),
+        (aten._to_copy.default, Where(dtypes=(INT64, FP32)), (ShareKind.COPY, "")),
+        (aten.copy_.default, Where(dtypes=(FP32, FP32)), (ShareKind.COPY, "")),
+        (aten.copy_.default, Where(dtypes=(FP32, BF16)), (ShareKind.CAST, "")),
+        (aten.clone.default, Where(), (ShareKind.COPY, "")),
+        (aten.embedding_dense_backward.default, Where(), (ShareKind.GATHER, "")),
+        (aten.index_put_.default, Where(), (ShareKind.GATHER, "")),
+        (aten.t.default, Where(), (ShareKind.VIEW, "")),
+        (aten.empty_like.default, Where(), (ShareKind.VIEW, "")),
+        (aten.native_layer_norm.default, Where(), (ShareKind.ELEMENTWISE, "")),
+        (aten.bernoulli_.float, Where(), (ShareKind.ELEMENTWISE, "")),
+        (aten._foreach_addcdiv_.ScalarList, Where(), (ShareKind.ELEMENTWISE, "")),
+        (aten._foreach_addcdiv_.ScalarList, Where(optimizing=True), (ShareKind.OPTIMIZER, "")),
+        (aten._fused_adamw_.default, Where(), (ShareKind.OPTIMIZER, "")),
+        (aten.add_.Tensor, Where(node="torch::autograd::AccumulateGrad"), (ShareKind.ACCUMULATE, "")),
+        (aten.amax.default, Where(phase=Phase.CAST), (ShareKind.CAST, "")),
+        (aten.mul.Tensor, Where(phase=Phase.OPTIMIZER_STEP), (ShareKind.OPTIMIZER, "")),
+        (aten.mm.default, Where(phase=Phase.ELEMENTWISE), (ShareKind.GEMM, "")),
+        (aten._linalg_svd.default, Where(), (ShareKind.UNKNOWN, "_linalg_svd")),
+    ],
+)  # fmt: skip
+def test_rules(operator: object, where: Where, kind: tuple[ShareKind, str]) -> None:
+    assert kind_of(operator, where) == kind
+
+
+def kinds(step: Callable[[], object], *roots: nn.Module) -> set[tuple[ShareKind, str]]:
+    mode = OperatorTimes(roots)
+    with mode.watching() as calls:
+        step()
+    return {kind_of(call.operator, call.where) for call in calls}
+
+
+def test_under_autocast_casts_are_seen_by_their_dtypes() -> None:
+    layer, x = nn.Linear(8, 8), torch.ones(4, 8)
+
+    def step() -> None:
+        with torch.autocast("cpu", BF16):
+            layer(x).sum().backward()
+
+    assert (ShareKind.CAST, "") in kinds(step, layer)
+    into, bools = torch.empty(4, 8), torch.ones(4, 8, dtype=torch.bool)
+    assert kinds(lambda: into.copy_(x)) == {(ShareKind.COPY, "")}
+    assert (ShareKind.COPY, "") in kinds(bools.float) and (ShareKind.CAST, "") not in kinds(bools.float)
+
+
+def test_without_gradients_operators_come_whole_and_are_taken_apart() -> None:
+    """Under inference mode; a convolution of one number a window is a product, and called one."""
+    x, q, image = torch.ones(2, 8), torch.ones(1, 2, 8, 4), torch.ones(1, 4, 5, 5)
+
+    def step() -> None:
+        with torch.inference_mode():
+            F.linear(x, torch.ones(4, 8))
+            F.scaled_dot_product_attention(q, q, q)
+            F.conv2d(image, torch.ones(4, 4, 1, 1))
+
+    found = kinds(step)
+    assert {(ShareKind.GEMM, ""), (ShareKind.ATTENTION, ""), (ShareKind.GEMM, "conv")} <= found
+    assert not any(kind is ShareKind.UNKNOWN for kind, _ in found)
+
+
+def test_what_no_rule_knows_is_unknown_by_its_name() -> None:
+    @torch.library.custom_op("fp8bench_tests::strange", mutates_args=())
+    def strange(x: Tensor) -> Tensor:
+        return x.clone()
+
+    x = torch.ones(2)
+    assert kinds(lambda: strange(x)) == {(ShareKind.UNKNOWN, "fp8bench_tests::strange")}

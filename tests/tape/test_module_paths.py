@@ -120,7 +120,7 @@ def watched(step: Callable[[], object], *roots: nn.Module) -> list[TimedCall]:
 
 
 def backward_of(calls: list[TimedCall], name: str) -> list[str]:
-    return [one.module for one in calls if one.backward and one.operator is getattr(torch.ops.aten, name).default]
+    return [call.module for call in calls if call.backward and call.operator is getattr(torch.ops.aten, name).default]
 
 
 @for_each("case", CASES)
@@ -130,13 +130,12 @@ def test_a_backward_operator_belongs_to_the_module_that_made_its_node(case: str)
     calls = watched(lambda: model(x).sum().backward(), model)
     assert backward_of(calls, "sigmoid_backward") == ["region"] * sigmoids
     assert backward_of(calls, "tanh_backward") == ["Model"] * tanhs
-    products = [one for one in calls if one.operator is torch.ops.aten.mm.default]
+    products = [call for call in calls if call.operator is torch.ops.aten.mm.default]
     assert {one.module for one in products} == {"region"}
-    assert {one.module for one in calls if one.operator is torch.ops.aten.sum.default} == {""}
+    assert {call.module for call in calls if call.operator is torch.ops.aten.sum.default} == {""}
 
 
 def test_nothing_is_left_behind() -> None:
-    """Neither hooks nor gradients that differ; a forward that fails closes the modules that it was in."""
     hooks = torch.nn.modules.module
     before = [dict(one) for one in (hooks._global_forward_hooks, hooks._global_forward_pre_hooks)]
     model = Model(lambda region, x: region(x.tanh()).tanh())
@@ -182,7 +181,7 @@ def test_kinds_of_a_whole_step() -> None:
         one = torch.optim.SGD([parameter], 0.1)
         parameter.register_post_accumulate_grad_hook(lambda _, one=one: one.step())  # type: ignore[misc]
     calls = watched(lambda: model(x).sum().backward(), model)
-    assert sum(one.optimizing for one in calls) >= 6 and all(one.backward for one in calls if one.optimizing)
+    assert sum(call.optimizing for call in calls) >= 6 and all(call.backward for call in calls if call.optimizing)
 
 
 ON_A_DEVICE = """
@@ -225,4 +224,4 @@ def test_on_a_device_s_own_thread_nodes_are_known_as_well() -> None:
     operators = "mul=Model neg=region mul=Model"
     for said, mine in ((here, "True"), (there, "False")):
         thread, *seen = said.split()
-        assert thread == mine and [one for one in seen if one.startswith(("mul", "neg"))] == operators.split()
+        assert thread == mine and [name for name in seen if name.startswith(("mul", "neg"))] == operators.split()

@@ -18,12 +18,11 @@ def event(name: str, start: float, length: float, kind: str = "cpu_op", tid: int
 
 def found(*events: dict[str, Any]) -> dict[tuple[ShareKind, str, bool], float]:
     return {
-        (one.kind, one.what, one.backward): pytest.approx(one.seconds * 1e6) for one in profiled(events).parts
+        (part.kind, part.what, part.backward): pytest.approx(part.seconds * 1e6) for part in profiled(events).parts
     }  # fmt: skip
 
 
 def test_what_runs_under_an_operator_is_its_own() -> None:
-    """But for those that are made of others, whose own time is nobody's."""
     assert found(
         event("aten::linear", 0, 100), event("aten::t", 5, 5), event("aten::addmm", 20, 60),
         event("aten::copy_", 25, 10),
@@ -64,9 +63,8 @@ def test_nodes_optimizers_and_phases_say_what_runs_in_them() -> None:
     ],
 )
 def test_a_compiled_kernel_is_never_split(kernel: str, kind: ShareKind, what: str, fused: int) -> None:
-    """Its name says what else is in it."""
     known = profiled([event(kernel, 0, 10), event(kernel, 20, 10)])
-    assert [(one.kind, one.what, one.calls) for one in known.parts] == [(kind, what, 2)] and known.fused == fused
+    assert [(part.kind, part.what, part.calls) for part in known.parts] == [(kind, what, 2)] and known.fused == fused
 
 
 def test_kernels_of_a_gpu_are_those_of_their_operators() -> None:
@@ -87,7 +85,6 @@ def test_kernels_of_a_gpu_are_those_of_their_operators() -> None:
 
 
 def test_kernels_by_the_operator_in_whose_range_they_were_launched() -> None:
-    """Others are told by name."""
     inside, outside = seconds_by_operator([
         event(f"{RANGE}0", 0, 20, "user_annotation"), event("aten::mm", 5, 10),
         event("cudaLaunchKernel", 6, 2, "cuda_runtime", correlation=1),

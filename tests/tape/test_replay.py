@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,36 +12,30 @@ import torch
 from torch import Tensor
 
 from fp8bench.model import UNATTRIBUTED
-from fp8bench.tape.recording import Recording
-from fp8bench.tape.replay import CannotReplay, Replay
+from fp8bench.tape.replay import CannotReplay, Recording, Replay
 from tests.counts import for_each
 from tests.pretended_device import run_pretended
 
 ROOM = 1 << 20
 
 
-class Mark(AbstractContextManager["Mark"]):
-    """A phase of a step of a test."""
-
-    def __init__(self, stack: list[str], name: str) -> None:
-        self._stack, self._name = stack, name
-
-    def __enter__(self) -> Mark:
-        self._stack.append(self._name)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.pop()
-
-
-Step = Callable[[Callable[[str], Mark]], object]
+# Opens a phase of a step of a test.
+Mark = Callable[[str], AbstractContextManager[None]]
+Step = Callable[[Mark], object]
 
 
 def recorded(step: Step, phase: str = "gemm", most_bytes: int = ROOM, check: bool = True) -> Replay:
     stack = [UNATTRIBUTED]
+
+    @contextmanager
+    def mark(name: str) -> Iterator[None]:
+        stack.append(name)
+        yield
+        stack.pop()
+
     recording = Recording(phase, stack, most_bytes, check)
     with recording:
-        step(lambda name: Mark(stack, name))
+        step(mark)
     return recording.replay()
 
 
@@ -49,7 +43,7 @@ def names(replay: Replay) -> list[str]:
     return [str(call.operator).removeprefix("aten.").partition(".")[0] for call in replay.calls]
 
 
-def in_place_between(mark: Callable[[str], Mark]) -> None:
+def in_place_between(mark: Mark) -> None:
     """Another phase writes to what this one is given, between its two looks at it; and to what it has made."""
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     with mark("gemm"):
@@ -63,7 +57,7 @@ def in_place_between(mark: Callable[[str], Mark]) -> None:
         b += a
 
 
-def views_of_its_own(mark: Callable[[str], Mark]) -> None:
+def views_of_its_own(mark: Mark) -> None:
     """It writes to a part of what it is given, through a view of a view, and reads the whole."""
     x = torch.arange(24.0)
     view = x.view(2, 3, 4).transpose(0, 2)
@@ -74,7 +68,7 @@ def views_of_its_own(mark: Callable[[str], Mark]) -> None:
         x.sum()
 
 
-def random_numbers(mark: Callable[[str], Mark]) -> None:
+def random_numbers(mark: Mark) -> None:
     """From torch's own state and from a generator's, with draws of others between."""
     own = torch.Generator().manual_seed(3)
     with mark("gemm"):
@@ -91,7 +85,7 @@ class Doubled(torch.autograd.Function):
     """A function whose backward is its own, in a phase of its own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mark: Callable[[str], Mark]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mark: Mark) -> Tensor:
         ctx.mark = mark
         ctx.save_for_backward(x)
         with mark("gemm"):
@@ -104,7 +98,7 @@ class Doubled(torch.autograd.Function):
             return gradients[0] @ x.t() + x.t() @ gradients[0], None
 
 
-def forward_and_backward(mark: Callable[[str], Mark]) -> None:
+def forward_and_backward(mark: Mark) -> None:
     """The backward finds what the forward has saved, which are other tensors in the same memory."""
     x = torch.randn(8, 8, requires_grad=True)
     with mark("elementwise"):
@@ -113,7 +107,7 @@ def forward_and_backward(mark: Callable[[str], Mark]) -> None:
         loss.backward()
 
 
-def several_at_once(mark: Callable[[str], Mark]) -> None:
+def several_at_once(mark: Mark) -> None:
     """Lists of tensors, written in place; results that are several tensors."""
     weights, gradients = ([torch.randn(5) for _ in range(3)] for _ in range(2))
     with mark("gemm"):
@@ -142,26 +136,32 @@ def test_a_phase_gives_what_the_step_gave(step: Step) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_it_keeps_what_the_step_was_given() -> None:
+def test_it_keeps_what_the_step_was_given_and_gives_memory_back() -> None:
     """The step's own tensors are not written to, and what is written goes on from time to time."""
     total = torch.zeros(3)
 
-    def step(mark: Callable[[str], Mark]) -> None:
+    def adds(mark: Mark) -> None:
         with mark("gemm"):
             total.add_(1.0)
 
-    replay = recorded(step)
+    def chained(mark: Mark) -> None:
+        x = torch.ones(4)
+        with mark("gemm"):
+            x.sin().cos().tan()
+
+    replay = recorded(adds)
     replay.run(4)
-    assert total.tolist() == [1.0] * 3
-    assert replay.calls[0].args[0].tolist() == [4.0] * 3
+    assert total.tolist() == [1.0] * 3 and replay.calls[0].args[0].tolist() == [4.0] * 3
     replay.restore()
     assert replay.calls[0].args[0].tolist() == [0.0] * 3
+    replay = recorded(chained)  # as in the step, what no later operator is given is not held
+    assert [len(call.frees) for call in replay.calls] == [0, 1, 2] and replay.registers == 3
 
 
 def test_it_has_the_operators_of_its_phase_alone() -> None:
     """In their order, those of phases within it left out; what is outside of all phases is one too."""
 
-    def step(mark: Callable[[str], Mark]) -> None:
+    def step(mark: Mark) -> None:
         x = torch.ones(2, 2)
         with mark("gemm"):
             x @ x
@@ -175,34 +175,22 @@ def test_it_has_the_operators_of_its_phase_alone() -> None:
     assert names(recorded(step, UNATTRIBUTED)) == ["ones", "cos"]
 
 
-def test_memory_is_given_back_within_a_replay() -> None:
-    """As in the step: what no later operator is given is not held."""
-
-    def step(mark: Callable[[str], Mark]) -> None:
-        x = torch.ones(4)
-        with mark("gemm"):
-            x.sin().cos().tan()
-
-    replay = recorded(step)
-    assert [len(call.frees) for call in replay.calls] == [0, 1, 2] and replay.registers == 3
-
-
-def overflowing(mark: Callable[[str], Mark]) -> None:
-    x = torch.ones(4)
-    with mark("gemm"):
-        x.mul_(1e30)
-
-
 def test_numbers_that_it_spoils_are_told() -> None:
     """Once is as in the step; twice is not finite."""
-    replay = recorded(overflowing)
-    replay.run(1)
-    assert replay.lost() == ""
-    replay.run(1)
-    assert replay.lost() == "what it writes, over and over, is no longer finite"
+
+    def overflowing(mark: Mark) -> None:
+        x = torch.ones(4)
+        with mark("gemm"):
+            x.mul_(1e30)
+
+    replay, lost = recorded(overflowing), []
+    for _ in range(2):
+        replay.run(1)
+        lost.append(replay.lost())
+    assert lost == ["", "what it writes, over and over, is no longer finite"]
 
 
-def reads_the_host(mark: Callable[[str], Mark]) -> None:
+def reads_the_host(mark: Mark) -> None:
     """Code that no operator shows writes to what an operator is given."""
     values = np.zeros(4, dtype=np.float32)
     x = torch.from_numpy(values)
@@ -212,13 +200,13 @@ def reads_the_host(mark: Callable[[str], Mark]) -> None:
         x.cos()
 
 
-def sparse(mark: Callable[[str], Mark]) -> None:
+def sparse(mark: Mark) -> None:
     x = torch.eye(3).to_sparse()
     with mark("gemm"):
         torch.mm(x, torch.ones(3, 3))
 
 
-def moves(mark: Callable[[str], Mark]) -> None:
+def moves(mark: Mark) -> None:
     x = torch.ones(4)
     with mark("gemm"):
         x.resize_(6).zero_()
@@ -232,22 +220,16 @@ def moves(mark: Callable[[str], Mark]) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_again_says_why(step: Step, why: str) -> None:
-    """And the step goes on to its end."""
+    """What no operator shows is found by its numbers: the first operator that gives something else is named."""
     with pytest.raises(CannotReplay, match=why):
         recorded(step)
-
-
-def test_what_no_operator_shows_is_found_by_its_numbers() -> None:
-    """The first operator that gives something else is named."""
-    assert (
-        recorded(reads_the_host).differs() == "aten.sin.default, operator 1 of it, gives other numbers than in the step"
-    )
+    said = "aten.sin.default, operator 1 of it, gives other numbers than in the step"
+    assert recorded(reads_the_host).differs() == said
 
 
 def test_no_more_is_kept_than_may_be() -> None:
-    """Copies count."""
 
-    def step(mark: Callable[[str], Mark]) -> None:
+    def step(mark: Mark) -> None:
         x = torch.ones(1000)
         with mark("gemm"):
             x.sin()
@@ -261,7 +243,7 @@ def test_no_more_is_kept_than_may_be() -> None:
 ON_A_DEVICE = """
 from fp8bench.model import UNATTRIBUTED
 from fp8bench.protocols import Markers, TellingMarker
-from fp8bench.tape import recording
+from fp8bench.tape import replay as recording
 from fp8bench.tape.recorder import OperatorTape
 
 # The pretended device's tensors are a class of their own, and its memory is elsewhere.
@@ -302,5 +284,4 @@ print([(one.phase, one.backward) for one in tape.calls])
 
 @pytest.mark.slow
 def test_backward_on_a_devices_own_thread_is_recorded_and_replayed() -> None:
-    """Under its phase, and by the thread that replays: on a GPU backward runs on autograd's thread for it."""
     assert run_pretended(ON_A_DEVICE) == ["[True] [2.0, 3.0]", "[('gemm', False), ('gemm', True)]"]

@@ -29,7 +29,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_users_file_and_module_are_imported_once(folder: Path) -> None:
-    """Files end in .py, modules are found on the path."""
     for name in ("imported_by_name", "imported_by_path"):
         (folder / f"{name}.py").write_text("import sys\nsys.counted = getattr(sys, 'counted', 0) + 1\n")
     try:
@@ -40,7 +39,7 @@ def test_a_users_file_and_module_are_imported_once(folder: Path) -> None:
         del sys.counted  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "kind"),
     [
         ("raise OSError('no luck')", "OSError"), ("def broken(:", "SyntaxError"),
@@ -48,33 +47,27 @@ def test_a_users_file_and_module_are_imported_once(folder: Path) -> None:
         ("raise GeneratorExit", "GeneratorExit"), ("import asyncio\nraise asyncio.CancelledError", "CancelledError"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("by_path", [True, False])
+@for_each("by_path", [True, False])
 def test_a_module_that_fails_is_refused_with_its_reason(folder: Path, content: str, kind: str, by_path: bool) -> None:
-    """Also for kinds that `except Exception` lets through. A second try fails alike: nothing half imported is left."""
-    path = folder / "fails_to_import.py"
+    name = f"fails_by_{kind}_{by_path}"  # of its own: what Python has read of a file it may know by its date
+    path = folder / f"{name}.py"
     path.write_text(content)
-    word = str(path) if by_path else "fails_to_import"
+    word = str(path) if by_path else name
     for _ in range(2):
-        with pytest.raises(ImportFailed, match=rf"importing '.*fails_to_import.*' failed: {kind}"):
+        with pytest.raises(ImportFailed, match=rf"importing '.*{name}.*' failed: {kind}"):
             import_user_modules([word])
 
 
 @for_each("word", ["no_such_module_at_all", "nowhere/no_such_file.py", "", ".", "a b", "x" * 400 + ".py"])
-def test_a_module_that_does_not_exist_is_refused(word: str) -> None:
-    """Whatever the word looks like."""
+def test_a_module_that_does_not_exist_is_refused(word: str, tmp_path: Path) -> None:
     with pytest.raises(ImportFailed, match="importing"):
         import_user_modules([word])
-
-
-def test_a_folder_that_ends_in_py_is_no_module(tmp_path: Path) -> None:
-    """It would else be an empty namespace."""
-    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "folder.py").mkdir()  # it would else be an empty namespace
     with pytest.raises(ImportFailed, match=r"folder\.py is a directory"):
         import_user_modules([str(tmp_path / "folder.py")])
 
 
 def test_an_interrupt_while_a_module_is_imported_stays_one(folder: Path) -> None:
-    """Ctrl-C is the user's word, not the module's."""
     (folder / "interrupted_import.py").write_text("raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         import_user_modules(["interrupted_import"])
@@ -108,7 +101,6 @@ def test_what_a_module_and_its_children_print_is_no_output(tmp_path: Path, redir
 
 
 def test_the_digest_is_of_the_code_and_not_of_its_place(folder: Path) -> None:
-    """A package counts with all its files, loaded or not."""
     assert digest_of([]) is None
     digests = []
     for place in ("one", "two"):
@@ -147,26 +139,24 @@ def test_the_worker_finds_what_the_parent_finds(tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout, done.stderr
 
 
-def loaded(monkeypatch: pytest.MonkeyPatch, name: str, file: str | None) -> None:
-    """A module that says it comes from there."""
-    module = ModuleType(name)
-    module.__file__ = file
-    monkeypatch.setitem(sys.modules, name, module)
-
-
 def test_modules_of_a_folder_by_where_they_really_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through links; not its installed packages, not fp8bench, none of the next folder, none that is made up."""
     top = tmp_path / "project"
     (top / "src").mkdir(parents=True)
     (tmp_path / "link").symlink_to(top)
-    loaded(monkeypatch, "a_library", str(top / "src" / "a_library.py"))
-    loaded(monkeypatch, "a_library.part", str(tmp_path / "link" / "src" / "part.py"))
-    loaded(monkeypatch, "installed_there", str(top / ".venv" / "site-packages" / "x.py"))
-    loaded(monkeypatch, "fp8bench.something", str(top / "fp8bench" / "something.py"))
-    loaded(monkeypatch, "fp8bench_user_suite", str(top / "suite.py"))
-    loaded(monkeypatch, "a_neighbour", str(tmp_path / "project2" / "x.py"))
-    loaded(monkeypatch, "made_up", "_classes.py")
-    loaded(monkeypatch, "built_in", None)
+    for name, file in {
+        "a_library": top / "src" / "a_library.py",
+        "a_library.part": tmp_path / "link" / "src" / "part.py",
+        "installed_there": top / ".venv" / "site-packages" / "x.py",
+        "fp8bench.something": top / "fp8bench" / "something.py",
+        "fp8bench_user_suite": top / "suite.py",
+        "a_neighbour": tmp_path / "project2" / "x.py",
+        "made_up": "_classes.py",
+        "built_in": None,
+    }.items():
+        module = ModuleType(name)
+        module.__file__ = None if file is None else str(file)
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.chdir(top)
     assert modules_under(top) == ("a_library", "a_library.part", "fp8bench_user_suite")
     assert modules_under(tmp_path / "link") == modules_under(top) and modules_under(tmp_path / "nowhere") == ()

@@ -41,16 +41,18 @@ def census(torch: Path) -> set[str]:
 
 def decided(version: str) -> dict[str, str]:
     """What the table says of the names of a minor version: names to the heading that they stand under."""
-    lines = [line for line in TABLE.read_text().splitlines() if line and not line.startswith("#")]
-    found, heading = dict[str, str](), ""
-    for line in lines:
+    known, heading = dict[str, str](), ""
+    for line in filter(None, TABLE.read_text().splitlines()):
         if line.startswith("["):
             heading = line.strip("[]")
-            continue
-        name, *some = line.split()
-        assert name not in found, f"{name} stands in the table twice"
-        found[name] = heading if not some or version in some else ""
-    return {name: under for name, under in found.items() if under}
+        elif not line.startswith("#"):
+            place, *words = line.split()
+            for word in words:
+                name, _, some = word.rstrip(")").partition("(")
+                full = f"{place.rstrip(':')}.{name}" if place != ":" else name
+                assert full not in known, f"{full} stands in the table twice"
+                known[full] = heading if not some or version in some.split(",") else ""
+    return {name: under for name, under in known.items() if under}
 
 
 def versions() -> list[str]:
@@ -78,7 +80,7 @@ def _functions(path: Path) -> list[str]:
     for node in body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
         if ast.unparse(targets[0]) == "__all__":
-            named += [str(one.value) for one in ast.walk(node.value) if isinstance(one, ast.Constant)]
+            named += [str(constant.value) for constant in ast.walk(node.value) if isinstance(constant, ast.Constant)]
     return [name for name in named if not name.startswith("_")]
 
 
@@ -90,7 +92,7 @@ def _written(kind: ast.ClassDef) -> set[str]:
             asked = [node for node in ast.walk(function) if isinstance(node, ast.Compare)]
             for node in asked:
                 if ast.unparse(node.left) == "name" and isinstance(node.ops[0], ast.Eq):
-                    found |= {one.value for one in node.comparators if isinstance(one, ast.Constant)}
+                    found |= {constant.value for constant in node.comparators if isinstance(constant, ast.Constant)}
     return {str(name) for name in found}
 
 

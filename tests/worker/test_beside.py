@@ -12,6 +12,7 @@ from fp8bench.errors import WorkerFault
 from fp8bench.measure.handle import LocalWorker, ProcessWorker
 from fp8bench.model import Case
 from fp8bench.model.raw import Settings
+from fp8bench.worker import beside
 from fp8bench.worker.beside import running, still_running
 from tests.own_suites import forgotten
 
@@ -135,13 +136,16 @@ def case(where: str, how: str) -> Case:
     [
         (ProcessWorker, "orphan", "worker"),  # a child of a child, in a session of its own
         (LocalWorker, "child", "sleep 60"),
-        pytest.param(ProcessWorker, "child", "sleep 60", marks=pytest.mark.slow),
+        pytest.param(ProcessWorker, "child", "sleep 60", marks=pytest.mark.nightly),
         pytest.param(ProcessWorker, "fork", "worker", marks=pytest.mark.slow),
-        pytest.param(LocalWorker, "fork", "", marks=pytest.mark.slow),
+        pytest.param(LocalWorker, "fork", "", marks=pytest.mark.nightly),
     ],
 )
-def test_what_a_step_leaves_is_ended_and_told(suite: str, kind: Kind, how: str, words: str) -> None:
+def test_what_a_step_leaves_is_ended_and_told(
+    suite: str, kind: Kind, how: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fork of the worker looks like the worker."""
+    monkeypatch.setattr(beside, "_ENDING_SECONDS", 0.3)  # of this process
     with kind(Settings(imports=(suite,))) as worker:
         worker.within(60.0).prepare("one", case("step", how), worker.probe()[0])
         with pytest.raises(WorkerFault, match=rf"LeftRunning: a step left 1 running \(process \d+: .*{words}.*\)"):
@@ -165,9 +169,12 @@ def test_what_has_ended_by_then_is_nobodys_business(suite: str, kind: Kind) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [ProcessWorker, LocalWorker])
-def test_what_preparing_or_a_pass_leaves_is_ended_and_told(suite: str, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [pytest.param(ProcessWorker, marks=pytest.mark.nightly), LocalWorker])
+def test_what_preparing_or_a_pass_leaves_is_ended_and_told(
+    suite: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After the pass, or with the state. Where preparing fails there is something else to tell."""
+    monkeypatch.setattr(beside, "_ENDING_SECONDS", 0.3)  # of this process
     with kind(Settings(imports=(suite,))) as worker:
         cpu, asked = worker.probe()[0], worker.within(60.0)
         asked.prepare("left", case("prepare", "child"), cpu)
@@ -193,7 +200,7 @@ def test_the_compilers_threads_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -
         for pool in (own, others):
             pool.submit(int).result()
         (left,) = still_running(running() - before, 0.0)
-        assert left in {one.name for one in others._threads}
+        assert left in {thread.name for thread in others._threads}
     finally:
         own.shutdown()
         others.shutdown()

@@ -13,7 +13,7 @@ from tests.runs import CPU
 
 
 def taken() -> dict[tuple[str, str], tuple[str, ...]]:
-    return {(one.dtype, one.operation): one.digests for one in bits_of(devices.get("cpu"), CPU)}
+    return {(sums.dtype, sums.operation): sums.digests for sums in bits_of(devices.get("cpu"), CPU)}
 
 
 def test_they_repeat_and_tell_one_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,8 +36,6 @@ def test_they_repeat_and_tell_one_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "sum", lambda self, *rest: flipped(self, *rest, always=False))
     assert len(taken()["float32", "sum"]) == 2
 
-
-def test_what_a_device_has_not_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*arguments: Any, **named: Any) -> None:
         raise NotImplementedError("no kernel")
 

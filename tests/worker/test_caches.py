@@ -70,10 +70,10 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         registry.register(name)(kind)  # type: ignore[attr-defined]
     monkeypatch.setattr(Watched, "steps", [])
     monkeypatch.setattr(Watched, "made", 0)
-    one = Bench(Settings())
-    yield one
+    opened = Bench(Settings())
+    yield opened
     Queue.last = None
-    one.close()
+    opened.close()
 
 
 def case(cache: str = "hot", device: str = "cpu") -> Case:
@@ -86,7 +86,7 @@ def stepped(bench: Bench, calls: int, discard: int = 0) -> list[int]:
     return list(Watched.steps)
 
 
-def test_rotating_states_take_turns(bench: Bench) -> None:
+def test_rotating_states_take_turns_and_hot_and_cold_have_one(bench: Bench) -> None:
     """As many as make twice the cache; discarded calls, later slots and windows of energy go on in turn."""
     bench.prepare("key", case("rotating"), FACTS)
     assert bench.rotation("key") == Rotation(4, 32 * KIB)
@@ -94,9 +94,7 @@ def test_rotating_states_take_turns(bench: Bench) -> None:
     Watched.steps.clear()
     bench.loop("key", 3)
     assert Watched.steps == [3, 0, 1]
-
-
-def test_hot_and_cold_have_one_state(bench: Bench) -> None:
+    bench.release("key")
     for cache in ("hot", "cold"):
         Watched.made = 0
         bench.prepare("key", case(cache), FACTS)
@@ -104,44 +102,44 @@ def test_hot_and_cold_have_one_state(bench: Bench) -> None:
         bench.release("key")
 
 
-@pytest.mark.parametrize(("cache_bytes", "states"), [(1 << 40, prepared.MOST_STATES), (64, 2)])
-def test_the_number_of_states_is_bounded(bench: Bench, cache_bytes: int, states: int) -> None:
-    """Of small states there are as many as can be prepared in a while; of large ones two, or nothing would rotate."""
-    bench.prepare("key", case("rotating"), replace(FACTS, cache_bytes=cache_bytes))
-    assert bench.rotation("key").states == states
-
-
-@pytest.mark.parametrize("most", [1, 3])
-def test_memory_that_ends_leaves_fewer_states(bench: Bench, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+@pytest.mark.parametrize(
+    ("cache_bytes", "most", "states"),
+    [
+        (64 * KIB, 1000, 4),
+        (1 << 40, 1000, prepared.MOST_STATES),  # of small states as many as can be prepared in a while
+        (64, 1000, 2),  # of large ones two, or nothing would rotate
+        (64 * KIB, 1, 1),  # memory that ends leaves fewer
+        (64 * KIB, 3, 3),
+    ],
+)
+def test_the_number_of_states_is_bounded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, cache_bytes: int, most: int, states: int
+) -> None:
     monkeypatch.setattr(Watched, "most", most)
+    bench.prepare("key", case("rotating"), replace(FACTS, cache_bytes=cache_bytes))
+    assert bench.rotation("key") == Rotation(states, 32 * KIB)
+
+
+def test_another_failure_is_the_case_s_and_all_states_are_checked(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.prepare("key", case("rotating"), FACTS)
-    assert bench.rotation("key") == Rotation(most, 32 * KIB)
-
-
-def test_another_failure_is_the_case_s(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a state that comes later too."""
+    assert bench.check("key").wrong == ""
+    bench._prepared["key"].states[2].held.tensor[5] = torch.nan
+    assert "its state is not finite: 1 of" in bench.check("key").wrong
     prepare = Watched.prepare
 
     def fail_later(self: Watched, setup: Setup) -> Held:
-        if Watched.made:
+        if Watched.made > 4:
             raise ValueError("no more")
         return prepare(self, setup)
 
     monkeypatch.setattr(Watched, "prepare", fail_later)
     with pytest.raises(ValueError, match="no more"):
-        bench.prepare("key", case("rotating"), FACTS)
-
-
-def test_every_rotating_state_is_checked(bench: Bench) -> None:
-    """One of them that is no longer finite fails the case."""
-    bench.prepare("key", case("rotating"), FACTS)
-    assert bench.check("key").wrong == ""
-    bench._prepared["key"].states[2].held.tensor[5] = torch.nan
-    assert "its state is not finite: 1 of" in bench.check("key").wrong
+        bench.prepare("again", case("rotating"), FACTS)
 
 
 def test_a_cold_cache_is_written_over_before_every_call(bench: Bench) -> None:
-    """Discarded ones too: twice its size, all of it."""
     bench.prepare("key", case("cold"), FACTS)
     flush = bench._prepared["key"].flush
     assert flush is not None
@@ -226,7 +224,6 @@ def test_no_call_meets_an_empty_queue(bench: Bench) -> None:
 
 
 def test_a_replay_is_one_stretch(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what the device gave for the step, behind the same queue and beside the same guards."""
     bench.prepare("key", case(device="queue:0"), QUEUE)
     assert bench.capture("key") == "nothing replays the steps of a device of the kind queue"
 
@@ -278,7 +275,6 @@ def test_what_replays_take_is_loaded_ahead_of_each(bench: Bench, monkeypatch: py
 
 
 def test_a_step_that_needs_its_host_is_not_captured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it takes from there would be the same in every replay."""
     monkeypatch.setattr(Watched, "step", lambda self, state, phase: state.tensor.to("meta"))
     bench.prepare("key", case(device="queue:0"), QUEUE)
     assert bench.capture("key").startswith("its step takes data from the host (aten._to_copy")
@@ -303,7 +299,7 @@ def test_the_queue_is_filled_before_every_so_many_calls(bench: Bench, monkeypatc
     assert asked == [(1, 0.25), (3, 0.25), (5, 0.25)]
 
 
-def test_the_host_s_time_is_that_of_the_call_that_waited_for_nobody(
+def test_the_host_s_time_is_that_of_a_call_that_waited_for_nobody(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host whose queue is full waits for the device, and that is no time of its own."""

@@ -38,14 +38,15 @@ def best(counts: dict[int, float], call: Callable[[int], None], seconds: float) 
     return size, pytest.approx(rate), tried
 
 
-def test_the_best_size_counts(clock: Callable[[float], None]) -> None:
-    """Work of 10, 20 and 30 in so many seconds."""
+def test_the_best_size_counts_and_a_clock_that_jumps_is_no_rate(clock: Callable[[float], None]) -> None:
+    """Work of 10, 20 and 30 in so many seconds; two stretches of no time at all are passed over."""
     taken = {1: 1.0, 2: 1.0, 3: 6.0}
     assert best({1: 10.0, 2: 20.0, 3: 30.0}, lambda size: clock(taken[size]), 60.0) == (2, 20.0, 3)
+    times = chain([1.0] * 5, [1e-12] * 2, repeat(1.0))
+    assert best({1: 10.0}, lambda size: clock(next(times)), 30.0) == (1, 10.0, 1)
 
 
 def test_a_size_that_would_take_too_long_is_left_out(clock: Callable[[float], None]) -> None:
-    """By the rate of those before it: no call of it is made, nor of larger ones."""
     called = []
 
     def call(size: int) -> None:
@@ -56,23 +57,16 @@ def test_a_size_that_would_take_too_long_is_left_out(clock: Callable[[float], No
     assert set(called) == {1, 5}
 
 
-def test_a_clock_that_jumps_is_no_rate(clock: Callable[[float], None]) -> None:
-    """Two stretches of no time at all are passed over."""
-    times = chain([1.0] * 5, [1e-12] * 2, repeat(1.0))
-    assert best({1: 10.0}, lambda size: clock(next(times)), 30.0) == (1, 10.0, 1)
-
-
 SMALL = replace(CPU, cache_bytes=1 << 16)
 
 
 def test_a_quick_look_has_products_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of dtypes that a processor multiplies natively; whatever the machine does, it does some of it."""
     monkeypatch.setitem(ceilings._PRODUCTS, "cpu", ((32, 32, 32),))
     found = ceilings.quick(devices.get("cpu"), SMALL, 0.1)
     native = [name for name in ceilings.DTYPES if precisions.get(name).support(CPU).level is Level.NATIVE]
-    assert [one.precision for one in found.rates if one.limit is Limit.PRODUCT] == native == ["fp32", "bf16", "fp16"]
-    assert [one.limit for one in found.rates] == [Limit.PRODUCT] * 3 + [Limit.CACHED] and not found.whole
-    assert all((one.value or 0.0) > 1e6 and one.searched >= 1 and one.spread == 0 for one in found.rates)
+    assert [rate.precision for rate in found.rates if rate.limit is Limit.PRODUCT] == native == ["fp32", "bf16", "fp16"]
+    assert [rate.limit for rate in found.rates] == [Limit.PRODUCT] * 3 + [Limit.CACHED] and not found.whole
+    assert all((rate.value or 0.0) > 1e6 and rate.searched >= 1 and rate.spread == 0 for rate in found.rates)
     assert found.rate(Limit.PRODUCT, "fp8") is None and found.bound(Limit.COPY) is None
 
 
@@ -88,16 +82,15 @@ def test_winners_are_measured_again_in_every_run(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ceilings, "call_of", call)
     for rate in ceilings.wanted_rates(SMALL):
         made.clear()
-        one = rate
+        again = rate
         for _ in range(6):
-            one = ceilings.one_more(devices.get("cpu"), SMALL, one, 0.01)
-        assert len(one.runs) == 5 and one.searched == len(shapes_of(one.limit, SMALL))
-        assert [(shape, seed) for _, shape, seed in made if seed] == [(one.shape, run) for run in range(1, 6)]
-    assert {one.limit for one in ceilings.wanted_rates(SMALL)} == {*Limit} - {Limit.LOAD}
+            again = ceilings.one_more(devices.get("cpu"), SMALL, again, 0.01)
+        assert len(again.runs) == 5 and again.searched == len(shapes_of(again.limit, SMALL))
+        assert [(shape, seed) for _, shape, seed in made if seed] == [(again.shape, run) for run in range(1, 6)]
+    assert {rate.limit for rate in ceilings.wanted_rates(SMALL)} == {*Limit} - {Limit.LOAD}
 
 
 def test_what_a_device_refuses_ends_no_other_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of one precision may be missing."""
 
     def call(limit: Limit, *rest: object) -> Callable[[], None]:
         if limit is Limit.PRODUCT:
@@ -107,21 +100,16 @@ def test_what_a_device_refuses_ends_no_other_search(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ceilings, "call_of", call)
     cpu = devices.get("cpu")
     found = [ceilings.one_more(cpu, SMALL, rate, 0.005) for rate in ceilings.wanted_rates(SMALL)]
-    assert {one.why for one in found if not one.shape} == {"RuntimeError: no kernel"}
-    assert {one.limit for one in found if one.shape} == {Limit.COPY, Limit.TRIAD, Limit.CACHED, Limit.LAUNCH}
+    assert {rate.why for rate in found if not rate.shape} == {"RuntimeError: no kernel"}
+    assert {rate.limit for rate in found if rate.shape} == {Limit.COPY, Limit.TRIAD, Limit.CACHED, Limit.LAUNCH}
     once = Rate(Limit.PRODUCT, "bf16", (1.0,), 2, (8, 8, 8))
     assert ceilings.one_more(cpu, SMALL, once, 0.005) == replace(once, runs=(), why="RuntimeError: no kernel")
 
 
 def test_counts_by_hand_and_tensors_beyond_the_cache() -> None:
-    """FLOPs of a product, bytes of what is read and written; a GPU is loaded from its host, a processor is not."""
     assert count_of(Limit.PRODUCT, (2, 3, 5)) == 60 and count_of(Limit.LAUNCH, (1,)) == 1
-    assert [count_of(one, (100,)) for one in (Limit.COPY, Limit.TRIAD, Limit.CACHED, Limit.LOAD)] == [
-        200,
-        300,
-        200,
-        100,
-    ]
+    moving = (Limit.COPY, Limit.TRIAD, Limit.CACHED, Limit.LOAD)
+    assert [count_of(limit, (100,)) for limit in moving] == [200, 300, 200, 100]
     for facts in (replace(CPU, cache_bytes=33 << 20), replace(H200, cache_bytes=60 << 20), H200):
         for limit in (Limit.COPY, Limit.TRIAD):
             assert min(shapes_of(limit, facts))[0] >= 2 * facts.cache_bytes
@@ -132,9 +120,8 @@ def test_counts_by_hand_and_tensors_beyond_the_cache() -> None:
     assert shapes_of(Limit.LOAD, H200) and not shapes_of(Limit.LOAD, CPU)
 
 
-@for_each("limit", [one for one in Limit if one is not Limit.LOAD])
+@for_each("limit", [limit for limit in Limit if limit is not Limit.LOAD])
 def test_a_call_does_what_its_name_says(limit: Limit) -> None:
-    """A copy is equal to what was copied, a triad is b + 3 c, a product has its shape."""
     shape = (4, 6, 8) if limit is Limit.PRODUCT else (64,)
     call: Any = ceilings.call_of(limit, shape, CPU, precisions.get("fp32").arithmetic(CPU), 1)
     result = call()

@@ -1,16 +1,21 @@
-"""Every public name of torch that could be a switch is watched, or left out for a reason that somebody gave."""
+"""Public names of torch that could be switches are watched, or left out for a reason; and what torch does not tell."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from fp8bench.model.raw import Settings
 from fp8bench.user_code.switches import NotInUse, Unset, now, plain, put_back
 from fp8bench.worker import torch_state, torch_switches
+from fp8bench.worker.bench import Bench
 from fp8bench.worker.switches import switches
+from fp8bench.worker.torch_state import cublaslt_version
 from tests.counts import for_each
 from tests.worker.census import TABLE, census, decided, versions
 
@@ -20,7 +25,6 @@ ON_A_GPU = "watched where there is a GPU"
 
 
 def test_the_torch_at_hand_has_no_name_that_nobody_has_decided_on() -> None:
-    """A new one is a switch until somebody says otherwise; one that is gone is watched in vain."""
     assert HERE in versions(), f"read torch {HERE} with python -m tests.worker.census, and decide on what is new"
     names, known = census(Path(torch.__file__).parent), decided(HERE)
     assert names - known.keys() == set(), f"decide on these in {TABLE.name}"
@@ -31,7 +35,6 @@ def test_the_torch_at_hand_has_no_name_that_nobody_has_decided_on() -> None:
 
 @for_each("version", versions())
 def test_what_the_table_calls_watched_is_watched(version: str) -> None:
-    """And nothing is watched that the table leaves out, of any version. What came later cannot be watched here."""
     known, later = decided(version), versions().index(version) > versions().index(HERE)
     if later:
         known = {name: heading for name, heading in known.items() if name in decided(HERE)}
@@ -40,10 +43,11 @@ def test_what_the_table_calls_watched_is_watched(version: str) -> None:
     assert table - watched == set()
     assert {name for name in watched if name in known} - table == set()
     assert watched - known.keys() <= {name for other in versions() for name in decided(other)}
+    headings = set(decided(version).values())  # what is left out has a reason
+    assert {WATCHED, ON_A_GPU} < headings and all(len(heading.split()) > 1 for heading in headings - {WATCHED})
 
 
 def test_those_of_gpus_are_watched_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for nothing before the GPU is in use: on this machine it never is."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     of_gpus = list(torch_switches._of_gpus())
     table = {name for name, heading in decided(HERE).items() if heading == ON_A_GPU}
@@ -59,7 +63,7 @@ def test_a_gpu_that_comes_into_use_within_a_step_has_changed_no_switch(monkeypat
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "cufft_plan_cache", SimpleNamespace(max_size=4096))
-    plans = [one for one in torch_switches._of_gpus() if one.name == "cuFFT's plans"]
+    plans = [switch for switch in torch_switches._of_gpus() if switch.name == "cuFFT's plans"]
     used = [False]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used[0])
     before = now(plans)
@@ -81,32 +85,31 @@ def test_a_torch_that_does_not_say_whether_it_pools_memory_pools_it(monkeypatch:
     assert torch_state.pools_memory() is True
 
 
-@for_each("version", versions())
-def test_every_heading_is_a_reason(version: str) -> None:
-    """A table that leaves names out without one cannot fail."""
-    headings = set(decided(version).values())
-    assert {WATCHED, ON_A_GPU} < headings and all(len(heading.split()) > 1 for heading in headings - {WATCHED})
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_a_library_that_is_loaded_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the file that the process has mapped, wherever it lies: the first of that name on a path may be another."""
+    library, maps = tmp_path / "libcublasLt.so.13", tmp_path / "maps"
+    code = b"#include <stddef.h>\nsize_t cublasLtGetVersion(void) { return 130100; }"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", str(library)], input=code, check=True)
+    maps.write_text(f"7f00-7f01 r-xp 00000000 08:01 1 /lib/libc.so.6\n7f02-7f03 r-xp 00000000 08:01 2    {library}\n")
+    monkeypatch.setattr(torch_state, "_MAPS", maps)
+    assert cublaslt_version() == 130100
 
 
-def test_a_new_switch_is_found(tmp_path: Path) -> None:
-    """In every form that torch has given them: an attribute, a property, a function, one of C's, one from elsewhere."""
-    for name, text in {
-        "__init__.py": "__all__ = ['set_elsewhere', 'ask']\ndef set_numbers(on): pass\ndef _set_private(on): pass\n",
-        "overrides.py": "ignored = (torch.set_in_c,)\n",
-        "_C/__init__.pyi": "def set_stub(on: bool) -> None: ...\ndef get_stub() -> bool: ...\n",
-        "_C/_VariableFunctions.pyi": "",
-        "backends/__init__.py": "",
-        "backends/new.py": (
-            "class NewModule(PropModule):\n    fast = ContextProp(get, set)\n    if True:\n"
-            "        slow = ContextProp(get, set)\n"
-            "class _Products:\n    def __setattr__(self, name, value):\n        if name == 'lowered':\n"
-            "            pass\n"
-            "products = _Products()\ndef prefer(library): pass\n"
-        ),
-    }.items():
-        path = tmp_path / "torch" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    new = {f"torch.backends.new{name}" for name in ("", ".fast", ".slow", ".products", ".products.lowered", ".prefer")}
-    functions = {f"torch.set_{name}" for name in ("elsewhere", "numbers", "in_c", "stub")}
-    assert census(tmp_path / "torch") == {"torch.backends"} | new | functions
+@for_each("line", ["", "7f00-7f01 r-xp 00000000 08:01 1 /gone/libcublasLt.so.13 (deleted)"])
+def test_what_is_not_there_has_no_version(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text(line)
+    monkeypatch.setattr(torch_state, "_MAPS", maps)
+    assert cublaslt_version() is None
+    monkeypatch.setattr(torch_state, "_MAPS", tmp_path / "nothing")
+    assert cublaslt_version() is None
+
+
+def test_a_run_says_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Bench(Settings())
+    try:
+        monkeypatch.setattr(torch_state, "cublaslt_version", lambda: 130100)
+        assert told.software()["cublaslt"] == 130100
+    finally:
+        told.close()

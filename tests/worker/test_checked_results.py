@@ -21,7 +21,6 @@ class Text(str):
 
 
 def test_numbers_of_any_kind_become_plain_floats() -> None:
-    """A tensor would bring torch into the parent."""
     given = {"a": torch.tensor(0.5), "b": np.float32(1), "c": 3, Text("d"): math.nan, "e": torch.ones(1, 1)}
     errors = errors_of(given)
     assert list(errors) == ["a", "b", "c", "d", "e"] and [*errors.values()][:3] == [0.5, 1.0, 3.0]
@@ -44,7 +43,6 @@ def test_numbers_of_any_kind_become_plain_floats() -> None:
     ],
 )
 def test_errors_that_are_none_are_refused(given: Any, words: str) -> None:
-    """What was returned, and what was expected."""
     with pytest.raises(TypeError) as caught:
         errors_of(given)
     assert words in str(caught.value)
@@ -60,7 +58,6 @@ def test_a_name_of_fp8bench_s_own_is_refused(name: str) -> None:
 
 
 def test_statistics_become_plain_values_of_their_own() -> None:
-    """Generators included, lists and arrays of one element too."""
     row: Any = TensorStatistics(Text("k"), "input", torch.tensor(4), np.float64(2), [["fp8", np.float32(0.5), 0]])  # type: ignore[arg-type]
     (made,) = statistics_of(one for one in [row])
     assert made == TensorStatistics("k", "input", 4, 2.0, (("fp8", 0.5, 0.0),))
@@ -87,7 +84,6 @@ def test_statistics_become_plain_values_of_their_own() -> None:
     ],
 )
 def test_statistics_that_are_none_are_refused(given: Any, words: str) -> None:
-    """A tuple stands for the fields of one."""
     with pytest.raises(TypeError) as caught:
         statistics_of([TensorStatistics(*given)] if isinstance(given, tuple) else given)
     assert words in str(caught.value)
@@ -95,7 +91,6 @@ def test_statistics_that_are_none_are_refused(given: Any, words: str) -> None:
 
 @for_each("given", [None, True, torch.ones(3)])
 def test_a_check_that_gives_no_text_is_refused(given: object) -> None:
-    """None would have read as 'after its steps: None'."""
     assert wrong_of("") == "" and type(wrong_of(Text("bad"))) is str
     with pytest.raises(TypeError, match=r"what check\(\) returns \('' if nothing is wrong\) is .*; expected a text"):
         wrong_of(given)

@@ -11,13 +11,12 @@ from fp8bench import pipeline
 from fp8bench.analysis.findings import findings
 from fp8bench.measure.ceilings import VARIABLE
 from fp8bench.measure.passes import TAPE_VARIABLE as TAPE
-from fp8bench.model import Case, Label, Products, Request, Run, Verdict
-from fp8bench.user_code import import_user_modules
+from fp8bench.model import Case, Label, Products, Run, Verdict
 from fp8bench.worker.bench import Bench
 from tests.counts import for_each
 from tests.facts import CPU
 from tests.fakes import Listener
-from tests.own_suites import forgotten
+from tests.own_suites import suite_run
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 
@@ -89,18 +88,13 @@ def told() -> Listener:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, told: Listener) -> Iterator[Run]:
     """In three precisions, a few rounds each."""
-    folder = tmp_path_factory.mktemp("claims")
-    file = folder / "claims.py"
-    file.write_text(SUITE)
-    with forgotten(folder), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "measured")
         patch.setenv(TAPE, "recorded")
         patch.setattr(pipeline, "CEILING_SECONDS", 0.8)
-        import_user_modules([str(file)])
-        request = Request(
-            "claims", ("fp32", *LOW), ("cpu",), axes=(("how", HOWS),), rounds=8, imports=(str(file),), energy=False
-        )
-        yield pipeline.execute(request, folder / "store", told, "a test")
+        asked = {"axes": (("how", HOWS),), "rounds": 8, "energy": False}
+        with suite_run(tmp_path_factory, SUITE, "claims", ("fp32", *LOW), told, **asked) as run:
+            yield run
 
 
 def reasons(run: Run, how: str) -> dict[str, dict[Label, str]]:
@@ -124,9 +118,8 @@ def test_ten_times_the_work_in_no_time_is_above_the_ceiling(run: Run) -> None:
     for found in reasons(run, "boasts").values():
         assert list(found) == [Label.ABOVE_CEILING, Label.WORK_MISMATCH]
         assert found[Label.WORK_MISMATCH] == "it declares 524 MFLOP a step, its operators do 524 kFLOP"
-        assert (
-            found[Label.ABOVE_CEILING].startswith("claims ") and "this machine multiplied" in found[Label.ABOVE_CEILING]
-        )
+        above = found[Label.ABOVE_CEILING]
+        assert above.startswith("claims ") and "this machine multiplied" in above
     (bf16,) = (one for one in findings(run).values() if one.case.param("how") == "boasts" and one.case.mode == "bf16")
     assert bf16.verdict is Verdict.UNSURE and Label.ABOVE_CEILING in bf16.hard and "claims" in bf16.why
 
@@ -134,36 +127,23 @@ def test_ten_times_the_work_in_no_time_is_above_the_ceiling(run: Run) -> None:
 def test_work_that_is_skipped_while_it_is_timed_is_above_the_ceiling(run: Run) -> None:
     """Nothing is declared: the tape has counted a product, and the calls that are timed hand over nothing."""
     for found in reasons(run, "lazy").values():
-        assert (
-            found[Label.ABOVE_CEILING].startswith("gemm did ")
-            and " by the tape, this machine" in found[Label.ABOVE_CEILING]
-        )
+        above = found[Label.ABOVE_CEILING]
+        assert above.startswith("gemm did ") and " by the tape, this machine" in above
 
 
-def test_a_suite_that_ignores_its_precision_is_not_in_it(run: Run) -> None:
-    """The reference is what it says."""
-    found = reasons(run, "deaf")
-    assert found.pop("fp32") == {}
-    assert {mode: one[Label.FALLBACK] for mode, one in found.items()} == {
+def test_a_suite_that_is_not_in_its_precision_is_told(run: Run) -> None:
+    """One that ignores it; a result kept in the carrier, which is bf16's; and the errors of the reference."""
+    ignored, kept, repeated = (reasons(run, how) for how in ("deaf", "keeps", "repeats"))
+    assert ignored.pop("fp32") == repeated.pop("fp32") == kept["bf16"] == {}
+    assert {mode: told[Label.FALLBACK] for mode, told in ignored.items()} == {
         mode: f"1 product, of float32: none has an operand of {mode}'s formats" for mode in LOW
     }
-
-
-def test_a_result_kept_in_the_carrier_is_no_fp8(run: Run) -> None:
-    """bf16 is what it says, there."""
-    found = reasons(run, "keeps")
-    assert found["bf16"] == {} and "of bfloat16: none" in found["fp8"][Label.FALLBACK]
-
-
-def test_the_errors_of_the_reference_are_not_those_of_a_low_precision(run: Run) -> None:
-    found = reasons(run, "repeats")
-    assert found.pop("fp32") == {}
-    assert found == {mode: {Label.FALLBACK: "some_error exactly fp32's"} for mode in LOW}
+    assert "of bfloat16: none" in kept["fp8"][Label.FALLBACK]
+    assert repeated == {mode: {Label.FALLBACK: "some_error exactly fp32's"} for mode in LOW}
 
 
 @for_each(("how", "said"), [("exact", ("0.0e+00", "0.0e+00")), ("boasts_numbers", ("1.0e-06", "1.0e-05"))])
 def test_errors_that_its_products_cannot_have_are_told(how: str, said: tuple[str, str], run: Run) -> None:
-    """The products are what they say, so that it is a doubt; errors that are larger than these are believed."""
     found = reasons(run, how)
     assert found.pop("fp32") == {}
     rounds = {"bf16": "1.5e-03", "fp8": "2.4e-02"}
@@ -178,7 +158,6 @@ def test_errors_that_its_products_cannot_have_are_told(how: str, said: tuple[str
 
 
 def test_the_machine_is_measured_once_and_it_is_said(run: Run, told: Listener) -> None:
-    """And kept in the store, with each case's own bound in its record."""
     doing = "measuring what this machine can do, once"
     assert [one for one in told.told if one[1] == doing] == [("fp32", doing, 0.0)]
     assert all(record.ceiling and record.ceiling.flops and record.ceiling.bytes for record in run.records)
@@ -197,18 +176,16 @@ def test_the_machine_is_measured_once_and_it_is_said(run: Run, told: Listener) -
     ],
 )
 def test_what_a_step_runs(how: str, precision: str, products: Products, run: Run, bench: Bench) -> None:
-    """Of fp8 that a suite rounds by itself, and of a suite without products; nobody knows formats of fp32."""
     found = bench.products(Case("claims", (("how", how), ("n", 64)), precision, "cpu"), CPU)
     assert replace(found, given=()) == products
 
 
 def test_a_step_that_takes_no_longer_for_more_work_is_told(run: Run) -> None:
-    """The larger size, in every precision; not where time grows."""
     found = findings(run)
     flat = {
-        (one.case.param("how"), one.case.param("n")): dict(one.label_reasons)[Label.FLAT_TIME]
-        for one in found.values()
-        if Label.FLAT_TIME in one.labels
+        (finding.case.param("how"), finding.case.param("n")): dict(finding.label_reasons)[Label.FLAT_TIME]
+        for finding in found.values()
+        if Label.FLAT_TIME in finding.labels
     }
     assert list(flat) == [("shrinks", 384)]
     assert " for 113 MFLOP, " in flat["shrinks", 384] and flat["shrinks", 384].endswith(" for 14.2 MFLOP")

@@ -21,8 +21,9 @@ from fp8bench.worker import device_layout
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.device_layout import DeviceLedger, LaidOutArithmetic
 from fp8bench.worker.memory_pass import _second_step, of_workload
-from tests.counts import for_each
+from tests.counts import for_each, sampled
 from tests.worker.device_codes import Bfloat16Emulated, RealCodes
+from tests.worker.test_memory_by_hand import SMALL
 from tests.worker.told import CPU, Tell
 from tests.worker.told import tell as tell
 
@@ -86,7 +87,6 @@ def derived(bench: Bench, case: Case) -> int:
 
 @pytest.mark.parametrize("precision", ["fp8", *LAYOUTS])
 def test_a_perceptron_by_hand(precision: str, bench: Bench, tell: Tell) -> None:
-    """To the byte: codes, scales with what fills their tiles, and nothing of the emulation."""
     code, scales_of = LAYOUTS.get(precision, (1, lambda rows, columns: 4))
     shapes = [(TOKENS, HIDDEN), (HIDDEN, TOKENS), (WIDTH, TOKENS)][precision == "fp8" :]
     expected = by_hand(code, sum(scales_of(*shape) for shape in shapes))
@@ -136,15 +136,13 @@ def test_a_planted_mistake_is_seen(
     assert isinstance(use, MemoryUse) and use.on_device != by_hand(1, 4 + 4)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@for_each("precision", ["fp32", "bf16", "fp16"])
 def test_what_is_native_is_its_peak(precision: str, bench: Bench, tell: Tell) -> None:
     use = bench.memory(tell(Perceptron, precision=precision), CPU)
     assert isinstance(use, MemoryUse) and use.on_device == use.peak and not use.off_device
 
 
-def test_bf16_derived_from_an_emulation_is_bf16_as_counted(
-    bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bf16_derived_from_emulation_is_as_counted(bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
     """A format that this processor has: the figure derived from fp32 values is what native bf16 takes, within 1%."""
     # It copies turned operands where a processor multiplies bf16.
     with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):  # type: ignore[arg-type]
@@ -174,33 +172,18 @@ def with_codes(bench: Bench, case: Case) -> int:
     return found.on_device
 
 
-SUITES: Mapping[str, Mapping[str, str]] = {
-    "gemm": {"shape": "64x48x32"},
-    "mlp": {"tokens": "32", "width": "64", "hidden": "128"},
-    "attention": {"sequence": "32", "heads": "2", "head_width": "32"},
-    "transformer": {"size": "nano", "batch": "1", "sequence": "32"},
-    "moe": {"tokens": "64", "width": "64", "hidden": "128", "load": "zipf:1"},
-    "accumulate": {"width": "64", "tensors": "3", "micro_batches": "2"},
-    "optimizer": {"width": "64", "tensors": "3"},
-    "cast": {"shape": "64"},
-    "learning": {"width": "32"},
-}
+SUITES = ("gemm", "mlp", "attention", "transformer", "moe", "accumulate", "optimizer", "cast", "learning")
 QUICK = [("gemm", "nvfp4"), ("mlp", "fp8"), ("optimizer", "fp8"), ("accumulate", "mxfp8")]
 FORMATS = ("fp8", "fp8-rowwise", "fp8-block", "fp8-delayed", "mxfp8", "mxfp4", "nvfp4")
-ALL = [
-    pytest.param(suite, mode, marks=() if (suite, mode) in QUICK else pytest.mark.nightly)
-    for suite in SUITES
-    for mode in FORMATS
-]
+ALL = sampled([], [(suite, mode) for suite in SUITES for mode in FORMATS if (suite, mode) not in QUICK])
 
 
-@pytest.mark.parametrize(("suite", "precision"), ALL)
+@pytest.mark.parametrize(("suite", "precision"), [*QUICK, *ALL])
 def test_against_codes_in_memory(suite: str, precision: str, bench: Bench) -> None:
-    """To the byte in every suite and format: the hardware's own arithmetic, run here, holds as much."""
-    axes = tuple((axis, (value,)) for axis, value in SUITES[suite].items())
+    axes = tuple((axis, (value,)) for axis, value in SMALL[suite].items())
     plan = make_plan(Request(suite, (precision,), ("cpu",), axes=axes), (CPU,))
     cases = [one for group in plan.groups for one in group.cases if one.case.precision == precision and not one.skip]
-    for case in (one.case for one in cases):
+    for case in (planned.case for planned in cases):
         with_codes(bench, case)  # what is made once a process is there by then
         figures = []
         for counted in (with_codes, derived):
@@ -219,38 +202,26 @@ def test_against_codes_in_memory(suite: str, precision: str, bench: Bench) -> No
     ],
 )
 def test_nobody_can_say(suite: str, precision: str, why: str, bench: Bench) -> None:
-    """Then there is no figure, and a reason."""
-    axes = {"conv": {"channels": "8", "batch": "2", "image": "8"}, "data": {"record": "256", "batch": "8"}}
-    asked = tuple((axis, (value,)) for axis, value in axes.get(suite, {"shape": "64x48x32"}).items())
+    asked = tuple((axis, (value,)) for axis, value in SMALL[suite].items())
     group = make_plan(Request(suite, (precision,), ("cpu",), axes=asked), (CPU,)).groups[0]
-    case = next(one.case for one in group.cases if one.case.precision == precision)
+    case = next(planned.case for planned in group.cases if planned.case.precision == precision)
     use = bench.memory(case, CPU)
     assert isinstance(use, MemoryUse) and use.on_device is None and use.off_device.startswith(why)
 
 
-class FromElsewhere:
-    """An operand that is none of a cast's is turned."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.arithmetic, self.x = setup.arithmetic, torch.randn(TOKENS, WIDTH)
-
-    def step(self, phase: Phases) -> None:
-        self.arithmetic.turn(Operand(self.x.clone()), self.x, Role.WEIGHT)
-
-
-class Nothing:
-    """No cast at all."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.x = torch.randn(TOKENS, WIDTH)
-
-    def step(self, phase: Phases) -> None:
-        self.x.clone()
-
-
-@pytest.mark.parametrize(("state", "why"), [(FromElsewhere, "came from somewhere else"), (Nothing, "no cast was seen")])
-def test_what_was_not_followed_is_no_figure(state: type, why: str, bench: Bench, tell: Tell) -> None:
-    use = bench.memory(tell(state, precision="fp8"), CPU)
+@for_each(
+    ("step", "why"),
+    [
+        # An operand that is none of a cast's is turned.
+        (lambda setup, x: setup.arithmetic.turn(Operand(x.clone()), x, Role.WEIGHT), "came from somewhere else"),
+        (lambda setup, x: x.clone(), "no cast was seen"),
+    ],
+)
+def test_what_was_not_followed_is_no_figure(
+    step: Callable[[Setup, torch.Tensor], object], why: str, bench: Bench, tell: Tell
+) -> None:
+    x = torch.randn(TOKENS, WIDTH)
+    use = bench.memory(tell(lambda setup: setup, lambda setup, phase: step(setup, x), precision="fp8"), CPU)
     assert isinstance(use, MemoryUse) and use.on_device is None and why in use.off_device
 
 
@@ -281,13 +252,9 @@ STRETCH: list[tuple[str, list[Event], int]] = [
 ]
 
 
-@for_each(("events", "peak"), [(events, peak) for _, events, peak in STRETCH], ids=[one[0] for one in STRETCH])
+@for_each(("events", "peak"), [(events, peak) for _, events, peak in STRETCH], ids=[row[0] for row in STRETCH])
 def test_a_stretch(events: list[Event], peak: int) -> None:
-    """A hundred bytes lie at 7 before it begins."""
-    found = course([Sized(7, 100), Begun("gemm"), *events, Emulating(), Emulated()])
-    assert found is not None and found.on_device == peak
-
-
-def test_without_notes_there_is_none() -> None:
-    found = course([Sized(7, 100), Begun("gemm")])
-    assert found is not None and found.on_device is None
+    stretch = course([Sized(7, 100), Begun("gemm"), *events, Emulating(), Emulated()])
+    assert stretch is not None and stretch.on_device == peak
+    silent = course([Sized(7, 100), Begun("gemm")])
+    assert silent is not None and silent.on_device is None, "without notes there is none"

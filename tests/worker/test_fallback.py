@@ -6,16 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from fp8bench import pipeline
 from fp8bench.analysis.findings import findings
-from fp8bench.model import Case, Label, Products, Request, Run, Verdict
-from fp8bench.protocols import SilentObserver
-from fp8bench.user_code import import_user_modules
+from fp8bench.model import Case, Label, Products, Run, Verdict
 from fp8bench.worker import products
 from fp8bench.worker.bench import Bench
 from tests.facts import CPU, H200
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
-from tests.own_suites import forgotten
+from tests.own_suites import suite_run
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 
@@ -90,37 +87,24 @@ AXES = (("shape", ("128",)), ("product", ("forward",)), ("operands", ("cast",)))
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    folder = tmp_path_factory.mktemp("fallbacks")
-    file = folder / "promises.py"
-    file.write_text(PRECISIONS)
-    with forgotten(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FP8BENCH_QUANTISERS", "eager")
-        import_user_modules([str(file)])
-        modes = ("bf16", *HONEST, *FALLBACKS)
-        request = Request("gemm", modes, ("cpu",), "bf16", AXES, rounds=4, imports=(str(file),), energy=False)
-        yield pipeline.execute(request, folder / "store", SilentObserver(), "a test")
+    modes = ("bf16", *HONEST, *FALLBACKS)
+    asked = {"reference": "bf16", "axes": AXES, "rounds": 4, "energy": False}
+    with suite_run(tmp_path_factory, PRECISIONS, "gemm", modes, **asked) as run:
+        yield run
 
 
 def reasons(run: Run) -> dict[str, str]:
     return {
-        one.case.mode: dict(one.label_reasons).get(Label.FALLBACK, "")
-        for one in findings(run).values()
-    }  # fmt: skip
+        finding.case.mode: dict(finding.label_reasons).get(Label.FALLBACK, "") for finding in findings(run).values()
+    }
 
 
-def test_what_keeps_its_promise_has_no_label(run: Run) -> None:
-    """An emulation may multiply its values in bfloat16: nobody reads its speed."""
-    found = reasons(run)
-    assert {mode: found[mode] for mode in ("bf16", *HONEST)} == dict.fromkeys(("bf16", *HONEST), "")
-
-
-def test_each_fallback_is_told_with_what_it_ran(run: Run) -> None:
-    """And has no verdict, however fast it is."""
-    found = reasons(run)
-    assert {mode: found[mode] for mode in FALLBACKS} == FALLBACKS
-    for one in findings(run).values():
-        if one.case.mode in FALLBACKS:
-            assert Label.FALLBACK in one.labels and one.verdict in (Verdict.UNSURE, Verdict.EMULATED)
+def test_each_fallback_is_told_with_what_it_ran_and_what_keeps_its_promise_has_no_label(run: Run) -> None:
+    """It has no verdict, however fast. An emulation may multiply its values in bfloat16: nobody reads its speed."""
+    assert reasons(run) == {**dict.fromkeys(("bf16", *HONEST), ""), **FALLBACKS}
+    for finding in findings(run).values():
+        if finding.case.mode in FALLBACKS:
+            assert Label.FALLBACK in finding.labels and finding.verdict in (Verdict.UNSURE, Verdict.EMULATED)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +115,6 @@ def test_each_fallback_is_told_with_what_it_ran(run: Run) -> None:
     ],
 )
 def test_what_is_kept_of_it(mode: str, wanted: Products, run: Run, bench: Bench) -> None:
-    """All that was seen, of which the label names the first."""
     params = (("m", 128), ("n", 128), ("k", 128), ("product", "forward"), ("operands", "ready"))
     found = bench.products(Case("gemm", params, mode, "cpu"), CPU)
     assert found.wide == wanted.wide and found.looks_like == wanted.looks_like.format(mode)
@@ -139,7 +122,6 @@ def test_what_is_kept_of_it(mode: str, wanted: Products, run: Run, bench: Bench)
 
 
 def test_kernels_of_a_profiled_step_are_those_that_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, and none where the profiler records nothing; a processor is not asked."""
     names = ("nvjet_tst_128x256", "vectorized_elementwise_kernel", "nvjet_tst_128x256", "nvjet_qqtst_64x8")
     events = [{"cat": "kernel", "name": name} for name in names] + [{"cat": "cpu_op", "name": "aten::mm gemm bf16"}]
     monkeypatch.setattr(products, "record", lambda run, kind: {"traceEvents": events})

@@ -5,6 +5,7 @@ Words of memory that mean a broken context, an error that is told late, and one 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +18,8 @@ from fp8bench.measure.passes import OUT_OF_MEMORY
 from fp8bench.model import Case, DeviceFacts, Record, Request, Status
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentObserver
-from fp8bench.user_code import import_user_modules
 from fp8bench.worker.faults import described
-from tests.own_suites import forgotten
+from tests.own_suites import suite_file
 
 SUITE = """
 import pathlib
@@ -119,70 +119,48 @@ HOWS = ("asserts", "says memory", "refused", "exhausted", "late", "reads", "goes
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The file of that suite, known here too."""
-    folder = tmp_path_factory.mktemp("planted")
-    path = folder / "faulty_suite.py"
-    path.write_text(SUITE)
-    with forgotten(folder):
-        import_user_modules([str(path)])
-        yield path
+    with suite_file(tmp_path_factory.mktemp("planted"), SUITE) as path:
+        yield Path(path)
 
 
 @pytest.fixture
 def worker(file: Path) -> Iterator[LocalWorker]:
     """In this process, whose planted context is whole again afterwards."""
-    with LocalWorker(Settings()) as one:
-        yield one
-    import_broken(file).clear()
-
-
-def import_broken(file: Path) -> list[Exception]:
-    import sys
-
-    module = next(one for one in sys.modules.values() if getattr(one, "__file__", None) == str(file))
-    broken = module.BROKEN
-    assert isinstance(broken, list)
-    return broken
+    with LocalWorker(Settings()) as local:
+        yield local
+    next(module for module in sys.modules.values() if getattr(module, "__file__", None) == str(file)).BROKEN.clear()
 
 
 def case(how: str) -> Case:
     return Case("faulty", (("how", how),), "bf16", "planted:0")
 
 
-def fault_of(worker: LocalWorker, how: str) -> WorkerFault:
-    """What preparing a case and a slot of it come to."""
-    with pytest.raises(WorkerFault) as raised:
-        worker.within(60).prepare(how, case(how), PLANTED)
-    return raised.value
-
-
 def test_a_reason_is_no_book() -> None:
-    """A text of a million characters is one of a thousand in what is told; the traceback has it all."""
     found = described(ValueError("x" * 1_000_000))
     assert found.text == f"{'x' * 1000}... (999000 more characters)" and len(found.trace) > 1_000_000
     assert described(ValueError("x" * 1000)).text == "x" * 1000
 
 
-def test_memory_that_is_exhausted_is_told_from_a_context_that_is_broken(worker: LocalWorker) -> None:
+def test_memory_that_is_exhausted_is_told_from_a_context_that_is_broken(worker: LocalWorker, file: Path) -> None:
     """The same words of a library: where the device then does not answer, a smaller session would not help."""
-    assert fault_of(worker, "exhausted").out_of_memory
-    broken = fault_of(worker, "says memory")
-    assert "CUBLAS_STATUS_NOT_INITIALIZED" in str(broken) and not broken.out_of_memory
-
-
-def test_an_error_that_a_device_tells_late_belongs_to_the_pass_that_made_it(worker: LocalWorker) -> None:
-    """It was the next request's before, and failed another case."""
-    with pytest.raises(WorkerFault, match="misaligned address"):
-        worker.within(60).error(case("late"), PLANTED)
-
-
-def test_whether_a_device_answers(worker: LocalWorker, file: Path) -> None:
-    assert worker.within(60).answers(PLANTED) is None  # type: ignore[func-returns-value]
+    with pytest.raises(WorkerFault) as raised:
+        worker.within(60).prepare("exhausted", case("exhausted"), PLANTED)
+    assert raised.value.out_of_memory
+    with pytest.raises(WorkerFault, match="CUBLAS_STATUS_NOT_INITIALIZED") as raised:
+        worker.within(60).prepare("says memory", case("says memory"), PLANTED)
+    assert not raised.value.out_of_memory
     file.with_name("gone").touch()
     try:
         with pytest.raises(WorkerFault, match="no CUDA-capable device is detected"):
             worker.within(60).answers(PLANTED)
     finally:
         file.with_name("gone").unlink()
+
+
+def test_an_error_that_a_device_tells_late_belongs_to_the_pass_that_made_it(worker: LocalWorker) -> None:
+    """It was the next request's before, and failed another case."""
+    with pytest.raises(WorkerFault, match="misaligned address"):
+        worker.within(60).error(case("late"), PLANTED)
 
 
 @pytest.mark.slow
@@ -194,7 +172,7 @@ def test_each_fault_ends_its_case_alone_with_its_reason(file: Path, tmp_path: Pa
         run = pipeline.execute(request, tmp_path / "store", SilentObserver(), "a test")
     finally:
         file.with_name("gone").unlink(missing_ok=True)
-    found = {(*dict(one.case.params).values(), one.case.precision): one for one in run.records}
+    found = {(*dict(record.case.params).values(), record.case.precision): record for record in run.records}
 
     def of(how: str, precision: str = "bf16") -> Record:
         return found[how, precision]

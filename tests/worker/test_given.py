@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from fp8bench import pipeline
 from fp8bench.analysis.findings import findings
 from fp8bench.measure.ceilings import VARIABLE
 from fp8bench.measure.passes import TAPE_VARIABLE as TAPE
-from fp8bench.model import Finding, GivenTensors, Label, Request, Verdict
-from fp8bench.protocols import SilentObserver
-from fp8bench.user_code import import_user_modules
+from fp8bench.model import Finding, GivenTensors, Label, Verdict
 from fp8bench.worker import products
 from fp8bench.worker.products import GivenState
 from tests.counts import for_each
-from tests.own_suites import forgotten
+from tests.own_suites import suite_run
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 
@@ -75,29 +72,21 @@ HARD = {
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Finding]]:
     """By what is wrong, and precision."""
-    folder = tmp_path_factory.mktemp("handicaps")
-    file = folder / "handicaps.py"
-    file.write_text(SUITE)
-    with forgotten(folder), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "off")
         patch.setenv(TAPE, "recorded")
-        import_user_modules([str(file)])
-        hows = ("honest", *SOFT, *HARD)
-        request = Request(
-            "handicaps", ("fp32", "bf16"), ("cpu",), axes=(("how", hows),), rounds=8, imports=(str(file),), energy=False
-        )
-        run = pipeline.execute(request, folder / "store", SilentObserver(), "a test")
-        yield {(str(one.case.param("how")), one.case.mode): one for one in findings(run).values()}
+        asked = {"axes": (("how", ("honest", *SOFT, *HARD)),), "rounds": 8, "energy": False}
+        with suite_run(tmp_path_factory, SUITE, "handicaps", ("fp32", "bf16"), **asked) as run:
+            yield {(str(finding.case.param("how")), finding.case.mode): finding for finding in findings(run).values()}
 
 
 def told(finding: Finding) -> list[tuple[Label, str]]:
-    return [one for one in finding.label_reasons if one[0] in (Label.HANDICAP, Label.OTHER_INPUTS)]
+    return [reason for reason in finding.label_reasons if reason[0] in (Label.HANDICAP, Label.OTHER_INPUTS)]
 
 
 def test_what_is_honest_has_no_label(found: dict[tuple[str, str], Finding]) -> None:
-    """Nor has a reference one of its own."""
     assert told(found["honest", "bf16"]) == []
-    assert all(told(one) == [] for (_, mode), one in found.items() if mode == "fp32")
+    assert all(told(finding) == [] for (_, mode), finding in found.items() if mode == "fp32")
 
 
 @for_each("how", [*SOFT, *HARD])
@@ -133,11 +122,8 @@ def test_what_a_step_writes_is_not_given_to_it() -> None:
         GivenTensors((2, 2), 1, 4.0, 4.0),
     )
     assert summed([x, y, room, weight, torch.ones(64, 1).expand(64, 64)], step) == wanted
-
-
-def test_of_what_is_written_past_torch_the_numbers_tell() -> None:
-    room = torch.ones(16)
-    assert summed([room], lambda: room.numpy().fill(2.0)) == ()
+    past_torch = torch.ones(16)
+    assert summed([past_torch], lambda: past_torch.numpy().fill(2.0)) == ()
 
 
 @for_each(("dtype", "count"), [(torch.float32, 2), (torch.bfloat16, 2), (torch.float64, 0)])

@@ -16,19 +16,18 @@ from pathlib import Path
 import pytest
 
 from fp8bench import pipeline
-from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
+from fp8bench.errors import WorkerFault, WorkerLost
 from fp8bench.measure import handle, limits
 from fp8bench.measure.handle import LocalWorker, ProcessWorker
 from fp8bench.measure.limits import Limits
-from fp8bench.model import Case, DeviceFacts, Record, Request, Run, Status, TensorStatistics, Work
+from fp8bench.model import Case, Record, Request, Run, Status, TensorStatistics, Work
 from fp8bench.model.codec import encode
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentObserver
-from fp8bench.registry import workloads
 from fp8bench.store.runs.run_file import load_run
-from fp8bench.user_code import import_user_modules, user_module
 from fp8bench.worker.main import answer
 from tests.counts import for_each, sampled
+from tests.own_suites import suite_file
 
 HAZARDS = (
     "none", "raise", "memory", "exit", "segv", "kill", "signal", "hang", "talk", "write", "thread", "prefetch", "nan",
@@ -36,7 +35,7 @@ HAZARDS = (
     "shy",
 )  # fmt: skip
 # Measured each time, in one run; the others, in another, where slow tests are asked for: most cost a worker.
-SAMPLE = ("none", "raise", "exit", "hang", "nan", "shy")
+SAMPLE = ("none", "raise", "exit", "hang", "nan", "shy", "widow")
 HARMLESS = ("none", "fork", "pool", "shy")
 RAISING = ("raise", "memory", "talk", "write", "thread", "dtype", "grad", "words", "weaver")
 PACKAGE = str(Path(handle.__file__).resolve().parents[2])
@@ -191,14 +190,8 @@ class Hazard(Workload):
 @pytest.fixture(scope="module")
 def hazard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The path of the user's file; the suite is known here for as long as this module's tests run."""
-    path = tmp_path_factory.mktemp("user") / "hazard_workload.py"
-    path.write_text(WORKLOAD)
-    with pytest.MonkeyPatch.context() as patch:
-        workloads.names()
-        patch.setattr(workloads, "_leaves", dict(workloads._leaves))
-        import_user_modules([str(path)])
-        yield str(path)
-    sys.modules.pop(user_module(str(path)), None)
+    with suite_file(tmp_path_factory.mktemp("user"), WORKLOAD) as path:
+        yield path
 
 
 def request_for(hazard: str, *how: str, isolation: bool = True, dtypes: tuple[str, ...] = ("fp32", "bf16")) -> Request:
@@ -249,35 +242,31 @@ def record_of(run: Run, how: str, precision: str) -> Record:
         ("widower", "no numerical error: the worker crashed during 'error': it was ended by SIGKILL"),
         ("weaver", "no numerical error: LeftRunning: it left 1 running (stayer): they are timed with what comes next"),
         ("widow", "the worker crashed during 'slot': it was ended by SIGKILL"),
+        *((how, "") for how in HARMLESS),
     ]),
 )  # fmt: skip
-def test_a_fault_is_a_failed_record_with_its_reason(run_with: Callable[[str], Run], how: str, words: str) -> None:
-    """And the culprit's alone."""
-    record = record_of(run_with(how), how, "bf16")
-    assert record.status is Status.FAILED and words in record.reason
-    assert record.timing is None and (how == "nan") == bool(record.measurements)
-    assert ("Traceback" in record.detail) == (how in RAISING)
-
-
-@pytest.mark.parametrize("how", sampled(SAMPLE, HAZARDS))
-def test_the_other_cases_go_on(run_with: Callable[[str], Run], how: str) -> None:
+def test_a_fault_fails_its_record_and_the_other_cases_go_on(
+    run_with: Callable[[str], Run], how: str, words: str
+) -> None:
     """Those of the same group in a fresh worker, those of later groups as if nothing had happened."""
     run = run_with(how)
-    survivors = [record_of(run, how, "fp32")] + ([record_of(run, how, "bf16")] if how in HARMLESS else [])
-    for record in survivors:
+    culprit, witness = record_of(run, how, "bf16"), record_of(run, how, "fp32")
+    if how not in HARMLESS:
+        assert culprit.status is Status.FAILED and words in culprit.reason
+        assert culprit.timing is None and (how == "nan") == bool(culprit.measurements)
+        assert ("Traceback" in culprit.detail) == (how in RAISING)
+    for record in (witness, culprit) if how in HARMLESS else (witness,):
         assert record.status is Status.OK and not record.reason
         assert record.timing is not None and record.timing.num_rounds == 2
         assert record.measurement("some_error") is not None
-    described = record_of(run, how, "fp32")
     plain = TensorStatistics("k", "input", 4, 2.0, (("fp8", 0.5, 0.0),))
     if how == "weaver":
-        assert described.statistics == () and "statistics() returned int 5" in described.detail
+        assert witness.statistics == () and "statistics() returned int 5" in witness.detail
     else:
-        assert described.statistics == (plain,) and not described.detail
+        assert witness.statistics == (plain,) and not witness.detail
 
 
 def test_a_crash_while_memory_is_measured_costs_its_number_only(run_with: Callable[[str], Run]) -> None:
-    """What was timed stands, and the record says what is missing. Elsewhere no tensors are a number, too."""
     run = run_with("shy")
     shy = record_of(run, "shy", "bf16")
     assert shy.detail.startswith("no peak memory: the worker crashed during 'memory': it was ended by SIGKILL")
@@ -289,18 +278,16 @@ def test_a_crash_while_memory_is_measured_costs_its_number_only(run_with: Callab
 
 @pytest.mark.parametrize("how", sampled(SAMPLE, ["nan", "widow"]))
 def test_the_run_ends_and_is_kept_whole(run_with: Callable[[str], Run], how: str) -> None:
-    """Finished, but not fine: exit code 3."""
     run = run_with(how)
     assert run.finished and not run.ok
     assert encode(load_run(Path(run.path))) == encode(run)  # by their texts: one number is NaN on purpose
 
 
 def test_what_a_workload_prints_does_not_reach_our_stdout(hazard: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """The table is all there is on stdout; close leaves no child behind."""
     worker = ProcessWorker(Settings(imports=(hazard,)))
     assert worker.pid is None
     with worker:
-        facts = next(one for one in worker.probe() if one.kind == "cpu")
+        facts = next(device for device in worker.probe() if device.kind == "cpu")
         assert facts.memory_bytes > 0 and facts.torch
         case = Case("hazard", (("how", "talk"),), "bf16", "cpu")
         worker.within(60.0).prepare("talk", case, facts)
@@ -318,8 +305,7 @@ def test_what_a_workload_prints_does_not_reach_our_stdout(hazard: str, capfd: py
         assert pid is not None
     worker.close()
     assert worker.pid is None
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert gone(pid)
     shown = capfd.readouterr()
     assert shown.out == "" and shown.err == ""
 
@@ -335,7 +321,6 @@ RAISED = {
 
 @for_each("kind", [ProcessWorker, LocalWorker])
 def test_whatever_a_step_raises_is_a_fault(hazard: str, kind: type[ProcessWorker] | type[LocalWorker]) -> None:
-    """And the worker answers what comes next. Only our own Ctrl-C is one."""
     with kind(Settings(imports=(hazard,))) as worker:
         facts = worker.probe()[0]
         for how in (*RAISED, "press"):
@@ -351,38 +336,35 @@ def test_whatever_a_step_raises_is_a_fault(hazard: str, kind: type[ProcessWorker
         assert pid == (worker.pid if isinstance(worker, ProcessWorker) else None)
 
 
-def test_release_starts_no_worker() -> None:
-    """One that is gone holds nothing."""
-    worker = ProcessWorker(Settings())
-    worker.release("anything")
-    assert worker.pid is None
-
-
-def test_a_worker_that_cannot_start_is_lost(tmp_path: Path) -> None:
-    """A broken interpreter is a sentence with its last words, not a hang."""
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho no such luck >&2\nexit 7\n")
-    broken.chmod(0o755)
-    with ProcessWorker(Settings(), str(broken)) as worker, pytest.raises(WorkerLost) as caught:
-        worker.probe()
-    assert str(caught.value) == "the worker crashed during 'open': it exited with status 7: no such luck"
-
-
-@for_each(("error", "words"), [(FileNotFoundError, "No such file"), (BlockingIOError, "unavailable")])
-def test_a_worker_that_the_system_does_not_start_is_lost(
-    error: type[OSError], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@for_each(
+    ("script", "starts", "words"),
+    [
+        # A broken interpreter: its last words, and no hang.
+        ("#!/bin/sh\necho no such luck >&2\nexit 7\n", True, "during 'open': it exited with status 7: no such luck"),
+        ("", True, "the worker could not be started .*No such file"),  # no Python there
+        ("#!/bin/sh\n", False, "the worker could not be started .*unavailable"),  # no process left to be had
+    ],
+)
+def test_a_worker_that_cannot_start(
+    script: str, starts: bool, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No Python there, or no process left to be had: a sentence, and nothing stays open."""
-    if error is BlockingIOError:
+    """Nothing stays open. To release what a worker holds starts none."""
 
-        def full(*arguments: object, **options: object) -> None:
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    def full(*arguments: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
+    python = tmp_path / "python"
+    if script:
+        python.write_text(script)
+        python.chmod(0o755)
+    if not starts:
         monkeypatch.setattr(subprocess, "Popen", full)
     before = len(list(Path("/dev/fd").iterdir()))
-    with ProcessWorker(Settings(), str(tmp_path / "absent")) as worker, pytest.raises(WorkerLost) as caught:
-        worker.probe()
-    assert "the worker could not be started" in str(caught.value) and words in str(caught.value)
+    with ProcessWorker(Settings(), str(python)) as worker:
+        worker.release("anything")
+        assert worker.pid is None
+        with pytest.raises(WorkerLost, match=words):
+            worker.probe()
     assert worker.pid is None and len(list(Path("/dev/fd").iterdir())) <= before
 
 
@@ -423,13 +405,8 @@ def wait_for(condition: Callable[[], bool], limit: float) -> float:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="tells ended processes by /proc")
-@for_each(
-    "how",
-    ["none", "hold", "sleeper"],
-    ids=["idle", "holding the lock", "asleep in a step, with a process of its own"],
-)
+@for_each("how", ["none", "hold", "sleeper"])  # idle, holding the lock, asleep in a step with a process of its own
 def test_a_worker_ends_within_two_seconds_of_its_parents_death(hazard: str, tmp_path: Path, how: str) -> None:
-    """Only the parent is killed, by the signal that nobody can catch."""
     busy, sleeper = tmp_path / "busy", tmp_path / "sleeper"
     environment = {**os.environ, "PYTHONPATH": PACKAGE, "BUSY": str(busy), "SLEEPER": str(sleeper)}
     command = [sys.executable, "-c", PARENT, how, hazard]
@@ -445,13 +422,13 @@ def test_a_worker_ends_within_two_seconds_of_its_parents_death(hazard: str, tmp_
         try:
             wait_for(lambda: all(map(gone, pids)), 2.0)
         finally:
-            for one in pids:
-                if not gone(one):
-                    os.kill(one, signal.SIGKILL)
+            for number in pids:
+                if not gone(number):
+                    os.kill(number, signal.SIGKILL)
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="tells ended processes by /proc")
-@for_each("end", [ProcessWorker.restart, ProcessWorker.close], ids=["restarted", "closed"])
+@for_each("end", [ProcessWorker.restart, ProcessWorker.close])
 def test_what_a_workload_has_started_ends_with_its_worker(
     hazard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[ProcessWorker], None]
 ) -> None:
@@ -467,16 +444,6 @@ def test_what_a_workload_has_started_ends_with_its_worker(
         wait_for(lambda: gone(pid), 20)  # by itself it would go on for 60
 
 
-def test_a_crash_is_seen_although_a_child_lives_on(hazard: str) -> None:
-    """And not as a hang, which takes 60 s."""
-    with ProcessWorker(Settings(imports=(hazard,))) as worker:
-        worker.within(60.0).prepare("widow", Case("hazard", (("how", "widow"),), "bf16", "cpu"), worker.probe()[0])
-        start = time.monotonic()
-        with pytest.raises(WorkerLost, match="crashed during 'slot': it was ended by SIGKILL"):
-            worker.within(60.0).slot("widow", 9, 0)
-        assert time.monotonic() - start < 20
-
-
 class Interrupting(SilentObserver):
     """Presses Ctrl-C when the second group is worked on."""
 
@@ -485,18 +452,22 @@ class Interrupting(SilentObserver):
             raise KeyboardInterrupt
 
 
-def test_an_interrupt_keeps_the_groups_that_were_done(hazard: str, tmp_path: Path) -> None:
-    """The run comes back unfinished, in memory as in the store."""
+def test_without_isolation_failures_are_records_and_interrupts_keep_what_was_done(hazard: str, tmp_path: Path) -> None:
+    """The same worker code in this process. An interrupted run comes back unfinished, in memory as in the store."""
     request = request_for(hazard, "none", "raise", "memory", isolation=False)
-    run = pipeline.execute(request, tmp_path, Interrupting(), "a test")
+    run = pipeline.execute(request, tmp_path / "interrupted", Interrupting(), "a test")
     assert not run.finished
     assert [record.case.param("how") for record in run.records] == ["none", "none"]
     assert encode(load_run(Path(run.path))) == encode(run)  # by their texts: one number is NaN on purpose
+    run = pipeline.execute(request, tmp_path / "whole", SilentObserver(), "")
+    assert run.finished and not run.ok
+    assert record_of(run, "raise", "bf16").reason == "ZeroDivisionError: division by zero"
+    assert record_of(run, "memory", "bf16").reason == "out of memory, even alone"
+    assert [record_of(run, how, "fp32").status for how in ("raise", "memory", "none")] == [Status.OK] * 3
+    assert record_of(run, "none", "bf16").status is Status.OK
 
 
-def test_an_interrupt_in_a_long_step_ends_the_run_at_once(
-    hazard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_a_long_step_at_once(hazard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not wait for the step's answer, and starts no new worker to be told so."""
     busy = tmp_path / "busy"
     monkeypatch.setenv("BUSY", str(busy))
@@ -516,20 +487,7 @@ def test_an_interrupt_in_a_long_step_ends_the_run_at_once(
     assert took < 20, "the step would have slept for 60 s"
 
 
-def test_a_failure_without_isolation_is_a_record_too(hazard: str, tmp_path: Path) -> None:
-    """The same worker code in this process."""
-    run = pipeline.execute(
-        request_for(hazard, "raise", "memory", "none", isolation=False), tmp_path, SilentObserver(), ""
-    )
-    assert run.finished and not run.ok
-    assert record_of(run, "raise", "bf16").reason == "ZeroDivisionError: division by zero"
-    assert record_of(run, "memory", "bf16").reason == "out of memory, even alone"
-    assert [record_of(run, how, "fp32").status for how in ("raise", "memory", "none")] == [Status.OK] * 3
-    assert record_of(run, "none", "bf16").status is Status.OK
-
-
 def test_a_local_worker_forgets_its_states_when_restarted() -> None:
-    """As a process would."""
     worker = LocalWorker(Settings())
     (facts, *_) = worker.probe()
     case = Case("gemm", (("m", 4), ("n", 4), ("k", 4), ("product", "forward"), ("operands", "cast")), "fp32", "cpu")
@@ -540,40 +498,33 @@ def test_a_local_worker_forgets_its_states_when_restarted() -> None:
         worker.within(1.0).slot("one", 1, 0)
 
 
-def test_a_slow_answer_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit is what the caller gave."""
-    with ProcessWorker(Settings()) as worker:
-        worker.probe()
-        first = worker.pid
-        monkeypatch.setattr(handle, "START_SECONDS", 60.0)
-        with pytest.raises(WorkerHung, match="no answer to 'overheads' within 0 s"):
-            worker.ask(0.0, "overheads", DeviceFacts("cpu", 0, "", 1, ""))
-        assert worker.pid is None
-        assert worker.probe() and worker.pid != first
+THOUSAND = Work(flops=1e12)
 
 
-@for_each(("step", "calls", "limit"), [(0.001, 1, 60.0), (2.9, 1, 60.0), (3.1, 1, 62.0), (0.5, 10, 100.0)])
-def test_a_hang_is_max_of_sixty_seconds_and_twenty_steps(step: float, calls: int, limit: float) -> None:
-    """Per step of the slot."""
-    assert Limits().slot(step, calls) == pytest.approx(limit)
-
-
-def test_a_step_nobody_has_timed_is_given_time_for_its_flops() -> None:
-    """At five GFLOP/s, which any device reaches."""
-    assert Limits().first(Work()) == Limits().first(Work(flops=1e9)) == 60.0
-    assert Limits().first(Work(flops=1e12)) == 200.0
-    assert Limits().first(Work(setup_seconds=100)) == 160.0
-    assert Limits().numbers(Work(flops=1e12)) == 800.0
-
-
-def test_a_limit_that_the_user_gave_counts_for_every_request() -> None:
-    """Whatever the work."""
-    limits = Limits(2.5)
-    assert limits.first(Work(flops=1e15)) == limits.slot(100.0, 9) == limits.numbers(Work()) == 2.5
+@for_each(
+    ("limit", "seconds"),
+    [
+        (Limits().slot(0.001, 1), 60.0),
+        (Limits().slot(2.9, 1), 60.0),
+        (Limits().slot(3.1, 1), 62.0),  # twenty steps
+        (Limits().slot(0.5, 10), 100.0),
+        # A step that nobody has timed is given time for its FLOPs, at five GFLOP/s, which any device reaches.
+        (Limits().first(Work()), 60.0),
+        (Limits().first(Work(flops=1e9)), 60.0),
+        (Limits().first(THOUSAND), 200.0),
+        (Limits().first(Work(setup_seconds=100)), 160.0),
+        (Limits().numbers(THOUSAND), 800.0),
+        # What the user gave counts for every request.
+        (Limits(2.5).first(THOUSAND), 2.5),
+        (Limits(2.5).slot(100.0, 9), 2.5),
+        (Limits(2.5).numbers(Work()), 2.5),
+    ],
+)
+def test_when_an_answer_is_a_hang(limit: float, seconds: float) -> None:
+    assert limit == pytest.approx(seconds)
 
 
 def test_the_first_request_must_open_the_bench() -> None:
-    """And a request nobody knows is a fault, not the end."""
     bench, reply = answer(None, "probe", ())
     assert bench is None and reply[0] == "fault" and "first request must be 'open'" in reply[2]
     bench, reply = answer(None, "open", (Settings(),))

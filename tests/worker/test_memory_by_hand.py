@@ -1,22 +1,27 @@
-"""What a step's memory is made of, on a network small enough to count by hand, and in every suite."""
+"""What a step's memory is made of: on a network small enough to count by hand, in every suite, and by a second way."""
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.model import Case, MemoryRole, MemoryUse, Request
+from fp8bench.devices.cpu import Cpu
+from fp8bench.model import Case, MemoryRole, MemoryUse, PlannedCase, Request
 from fp8bench.model.readings import Reading, Unavailable
 from fp8bench.plan.make import make_plan
-from fp8bench.protocols import Phases, Role, Setup
+from fp8bench.protocols import Phases, Role, Setup, SilentPhases
+from fp8bench.registry import precisions, workloads
 from fp8bench.worker import memory_pass as remembering
 from fp8bench.worker.bench import Bench
-from tests.counts import sampled
-from tests.worker.told import CPU, Tell
+from tests.counts import for_each, sampled
+from tests.worker.told import CPU, Storages, Tell, setup_of
 from tests.worker.told import tell as tell
 
 R = MemoryRole
@@ -63,8 +68,14 @@ def measured(bench: Bench, case: Case) -> MemoryUse:
     """What the pass says, which is something, and sums."""
     use = bench.memory(case, CPU)
     assert isinstance(use, MemoryUse)
-    assert sum(size for _, size in use.roles) == use.peak == max(one.allocated for one in use.phases)
+    assert sum(size for _, size in use.roles) == use.peak == max(phase.allocated for phase in use.phases)
     return use
+
+
+def first_of(name: str, precision: str) -> PlannedCase:
+    """The first case of a small setting, as the plan makes it."""
+    axes = tuple((axis, (value,)) for axis, value in SMALL[name].items())
+    return make_plan(Request(name, (precision,), ("cpu",), axes=axes), (CPU,)).groups[0].cases[0]
 
 
 def test_a_network_of_two_layers(bench: Bench, tell: Tell) -> None:
@@ -85,11 +96,11 @@ def test_a_network_of_two_layers(bench: Bench, tell: Tell) -> None:
         "data": 4 * TOKENS * WIDTH,
     }
     state = 2 * weights + 4 * TOKENS * WIDTH + output
-    phases = {one.phase: one.allocated for one in use.phases}
+    phases = {phase.phase: phase.allocated for phase in use.phases}
     assert phases["optimizer_step"] == state + weights + output + 1024  # the output lives as long as the step
     assert phases["gemm"] == state + layer + output and phases["elementwise"] == use.peak
     assert list(phases) == ["unattributed", "gemm", "elementwise", "optimizer_step"]
-    assert all(one.reserved is None for one in use.phases) and use.reserved is use.process is None
+    assert all(phase.reserved is None for phase in use.phases) and use.reserved is use.process is None
 
 
 class Casting:
@@ -129,13 +140,27 @@ class Bare:
         self.optimizer.zero_grad()
 
 
+class Threaded(Network):
+    """Its product up is made by a thread of Python's, in a phase."""
+
+    def step(self, phase: Phases) -> None:
+        def work() -> None:
+            with phase.data_load:
+                torch.empty(100)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        super().step(phase)
+
+
 def test_a_suite_that_says_nothing_has_roles_all_the_same(bench: Bench, tell: Tell) -> None:
     """Weights, two moments and a count, gradients; its batch is the state's, for nobody knows what."""
     use = measured(bench, tell(Bare))
     found, weights = dict(use.roles), 4 * 2 * (64 * 64 + 64)
     assert found["weights"] == weights and found["optimizer"] == 2 * weights + 4 * 4
     assert found["gradients"] >= weights and found["other"] == 4 * 16 * 64
-    assert [one.phase for one in use.phases] == ["unattributed"]
+    assert [phase.phase for phase in use.phases] == ["unattributed"]
 
 
 SMALL: dict[str, Mapping[str, str]] = {
@@ -143,7 +168,7 @@ SMALL: dict[str, Mapping[str, str]] = {
     "mlp": {"tokens": "32", "width": "64", "hidden": "128"},
     "moe": {"tokens": "64", "width": "64", "hidden": "128", "load": "zipf:1"},
     "diffusion": {"image": "4", "width": "64", "pass": "training"},
-    "norm_act": {"tokens": "32", "width": "64"},
+    "norm_act": {"tokens": "32", "width": "64", "operation": "residual"},
     "accumulate": {"width": "64", "tensors": "3", "micro_batches": "2"},
     "optimizer": {"width": "64", "tensors": "3"},
     "cast": {"shape": "64"},
@@ -177,13 +202,12 @@ EXPECTED = {
     ],
 )  # fmt: skip
 def test_every_suite_knows_what_its_memory_is_for(name: str, precision: str, bench: Bench) -> None:
-    """Next to nothing is left for which nobody has a word; a trained suite's low precision has copies of weights."""
     axes = tuple((axis, (value,)) for axis, value in SMALL[name].items())
     for group in make_plan(Request(name, (precision,), ("cpu",), axes=axes), (CPU,)).groups:
-        for one in group.cases:
-            if one.skip:
+        for planned in group.cases:
+            if planned.skip:
                 continue
-            use = measured(bench, one.case)
+            use = measured(bench, planned.case)
             found = dict(use.roles)
             assert found.get("other", 0) <= 0.01 * use.peak, found
             if precision == "fp32":
@@ -192,47 +216,25 @@ def test_every_suite_knows_what_its_memory_is_for(name: str, precision: str, ben
                 assert found["low_precision_weights"] > 0
 
 
-def test_a_step_that_fails_in_the_middle_leaves_nothing(bench: Bench, tell: Tell) -> None:
-    """Neither the profiler nor a phase that is still open; the next one is measured as if nothing had been."""
+def test_a_step_that_fails_in_the_middle_leaves_nothing_and_threads_do_no_harm(bench: Bench, tell: Tell) -> None:
+    """Neither the profiler nor a phase that is still open. What threads allocate is not seen."""
 
     def failing(setup: Setup) -> Network:
-        one = Network(setup)
-        one.fails_at = 2
-        return one
+        network = Network(setup)
+        network.fails_at = 2
+        return network
 
     whole = measured(bench, tell(Network))
     with pytest.raises(MemoryError, match="planted"):
         bench.memory(tell(failing), CPU)
-    assert not torch.autograd._profiler_enabled()
-    again = measured(bench, tell(Network))
+    assert not torch.autograd._profiler_enabled() and gc.isenabled()
+    again, threaded = measured(bench, tell(Network)), measured(bench, tell(Threaded))
     assert (again.peak, again.roles, again.phases) == (whole.peak, whole.roles, whole.phases)
-
-
-class Threaded(Network):
-    """Its product up is made by a thread of Python's, in a phase."""
-
-    def step(self, phase: Phases) -> None:
-        def work() -> None:
-            with phase.data_load:
-                torch.empty(100)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        super().step(phase)
-
-
-def test_threads_do_no_harm(bench: Bench, tell: Tell) -> None:
-    """What they allocate is not seen; all else is as it was."""
-    whole, threaded = measured(bench, tell(Network)), measured(bench, tell(Threaded))
     assert threaded.roles == whole.roles
 
 
 @pytest.mark.parametrize("trouble", ["reset", "mark"])
-def test_the_process_in_the_machines_memory(
-    trouble: str, bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mark of the step alone; where nobody can say, that is said and nothing is 0."""
+def test_the_process_in_memory(trouble: str, bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
     case = tell(Network)
     use = measured(bench, case)
     assert use.resident is None or use.resident > use.peak
@@ -246,7 +248,6 @@ def test_the_process_in_the_machines_memory(
 
 
 def test_a_large_step_moves_the_mark(bench: Bench, tell: Tell) -> None:
-    """By what it writes to; the steps before and after it do not count."""
 
     class Large:
         def __init__(self, size: int) -> None:
@@ -264,19 +265,84 @@ def test_a_large_step_moves_the_mark(bench: Bench, tell: Tell) -> None:
 
 def test_a_state_that_is_kept_is_given_back_when_it_is_released(bench: Bench, tell: Tell) -> None:
     """Somebody may look at the process meanwhile."""
-    import weakref
-
     seen: list[weakref.ref[Tensor]] = []
 
     def noting(setup: Setup) -> Network:
-        one = Network(setup)
-        seen.append(weakref.ref(one.x))
-        return one
+        network = Network(setup)
+        seen.append(weakref.ref(network.x))
+        return network
 
     case = tell(noting)
     bench.memory(case, CPU)
-    assert seen[0]() is None
     bench.memory(case, CPU, "key")
-    assert seen[1]() is not None
+    assert seen[0]() is None and seen[1]() is not None
     assert bench.release("key") == () == bench.release("key")
     assert seen[1]() is None
+
+
+def second_witness(case: Case) -> int:
+    """The most bytes that storages hold at once within the second step of a fresh state."""
+    workload = workloads.get(case.workload)
+    with precisions.get(case.precision).scope(), Storages() as storages:
+        state = workload.prepare(setup_of(case))
+        workload.step(state, SilentPhases())
+        gc.collect()
+        storages.highest = sum(storages.held.values())
+        workload.step(state, SilentPhases())
+    return storages.highest
+
+
+@for_each("name", ["gemm", "mlp", "norm_act", "accumulate"])
+def test_it_agrees_with_a_second_way_of_counting_and_a_product_with_a_count_by_hand(name: str, bench: Bench) -> None:
+    case = first_of(name, "fp32").case
+    assert measured(bench, case).peak == second_witness(case)
+    assert name != "gemm" or measured(bench, case).peak == 4 * (64 * 32 + 48 * 32 + 64 * 48)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+@pytest.mark.parametrize("name", ["gemm", "mlp", "norm_act", "accumulate", "optimizer"])
+def test_it_is_the_same_whenever_it_is_asked(name: str, precision: str, bench: Bench) -> None:
+    planned = first_of(name, precision)
+    if planned.skip:
+        pytest.skip(planned.skip)
+    peaks = [measured(bench, planned.case).peak for _ in range(2)]
+    bench.prepare("key", planned.case, CPU)
+    bench.slot("key", 2, 1)
+    bench.release("key")
+    peaks.append(measured(bench, planned.case).peak)
+    assert len(set(peaks)) == 1 and peaks[0] >= planned.work.least_memory > 0
+
+
+def test_what_the_first_step_makes_and_keeps_counts_and_what_it_frees_does_not(bench: Bench, tell: Tell) -> None:
+
+    def step(state: dict[str, Any], phase: Phases) -> None:
+        if "made" not in state:
+            torch.empty(1 << 20)
+            state["made"] = torch.empty(100)
+        torch.empty(7)
+
+    assert measured(bench, tell(lambda _: {"weights": torch.empty(10)}, step)).peak == 4 * (10 + 100 + 7)
+
+
+def test_garbage_does_not_count_and_a_state_that_refers_to_itself_is_given_back(bench: Bench, tell: Tell) -> None:
+    """A cycle goes when it is collected, which is done by hand: chance has no say."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def prepare(setup: Setup) -> list[Any]:
+        state: list[Any] = [torch.empty(100)]
+        state.append(state)
+        seen.append(weakref.ref(state[0]))
+        return state
+
+    def step(state: list[Any], phase: Phases) -> None:
+        cycle: list[Any] = [torch.empty(500)]
+        cycle.append(cycle)
+
+    case = tell(prepare, step)
+    assert [measured(bench, case).peak for _ in range(3)] == [2400] * 3 and gc.isenabled()
+    assert [state() for state in seen] == [None] * 3
+
+
+def test_a_device_that_cannot_say_says_nothing(bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cpu, "memory_meter", lambda self, index: "it was never taught to count")
+    assert bench.memory(tell(lambda _: 1 / 0, lambda state, phase: None), CPU) == "it was never taught to count"

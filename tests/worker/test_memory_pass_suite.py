@@ -15,9 +15,7 @@ from fp8bench.model.readings import Read, Reading, Readings, Unavailable
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
 from tests.facts import CPU
-from tests.fakes import FakeWorker, Fault, Script, planned
-
-GPU = DeviceFacts("cuda", 0, "a GPU", 80 << 30, "2.13.0", (9, 0))
+from tests.fakes import GPU, FakeWorker, Fault, Script, planned
 
 
 class Driver(Looks):
@@ -51,33 +49,31 @@ def remembered(
 
 
 def test_the_driver_is_asked_while_the_state_is_there() -> None:
-    """By the worker's number, once a case; then the state is given back."""
     outcomes, worker, driver = remembered({"fp32": Script(peak=7), "bf16": Script(peak=5)}, Reading(99, "B", "NVML"))
-    assert [one.draft.memory for one in outcomes] == [MemoryUse(7, process=99), MemoryUse(5, process=99)]
+    assert [outcome.draft.memory for outcome in outcomes] == [MemoryUse(7, process=99), MemoryUse(5, process=99)]
     assert driver is not None and [pid for pid, _ in driver.asked] == [worker.pid] * 2
     assert [len(states) for _, states in driver.asked] == [1, 1] and worker.remembered == []
-    assert not any(one.draft.detail for one in outcomes)
+    assert not any(outcome.draft.detail for outcome in outcomes)
 
 
-def test_a_driver_that_cannot_say_is_a_reason() -> None:
-    """Beside what else is known; nothing is 0."""
-    (one,), _, _ = remembered({"fp32": Script(peak=7)}, Unavailable("process 5 is not among the 3 that NVML lists"))
-    assert one.draft.memory == MemoryUse(
-        7, why="no memory of the process: process 5 is not among the 3 that NVML lists"
-    )  # fmt: skip
-
-
-def test_without_a_driver_nobody_is_asked_and_nothing_is_kept() -> None:
-    """A processor has none."""
-    (one,), worker, _ = remembered({"fp32": Script(peak=7)}, None)
-    assert one.draft.memory == MemoryUse(7) and worker.remembered == [] and ("release", "?") not in worker.log
-
-
-def test_a_device_that_cannot_count_is_a_reason_too() -> None:
-    """And the driver need not be asked."""
-    (one,), _, driver = remembered({"fp32": Script(peak=None)}, Reading(99, "B", "NVML"))
-    assert one.draft.memory is None and one.draft.detail == "no peak memory: the script has none"
-    assert driver is not None and driver.asked == []
+@for_each(
+    ("peak", "read", "memory", "asked"),
+    [
+        (
+            7,
+            Unavailable("NVML does not list it"),
+            MemoryUse(7, why="no memory of the process: NVML does not list it"),
+            1,
+        ),
+        (7, None, MemoryUse(7), 0),  # a processor has no driver: nobody is asked, and nothing is kept
+        (None, Reading(99, "B", "NVML"), None, 0),  # a device that cannot count is a reason, too
+    ],
+)
+def test_who_cannot_say_is_a_reason(peak: int | None, read: Read | None, memory: MemoryUse | None, asked: int) -> None:
+    (outcome,), worker, driver = remembered({"fp32": Script(peak=peak)}, read)
+    assert outcome.draft.memory == memory and len(driver.asked if driver is not None else ()) == asked
+    assert outcome.draft.detail == ("" if peak else "no peak memory: the script has none")
+    assert worker.remembered == [] and (driver is not None or ("release", "?") not in worker.log)
 
 
 @for_each(
@@ -85,7 +81,6 @@ def test_a_device_that_cannot_count_is_a_reason_too() -> None:
     [(WorkerFault("OutOfMemoryError", "full", "", out_of_memory=True), 0), (WorkerHung("60 s"), 1)],
 )
 def test_a_fault_costs_one_case(error: Exception, restarts: int) -> None:
-    """The driver is asked of the others."""
     scripts = {"fp32": Script(peak=7, faults=[Fault("memory", error)]), "bf16": Script(peak=5)}
     (first, second), worker, driver = remembered(scripts, Reading(99, "B", "NVML"))
     assert first.draft.memory is None and first.draft.detail == f"no peak memory: {error}"
@@ -95,6 +90,5 @@ def test_a_fault_costs_one_case(error: Exception, restarts: int) -> None:
 
 @for_each(("facts", "peak", "restarts"), [(CPU, 7, 0), (GPU, 7, 1), (GPU, None, 0)])
 def test_no_gpu_is_timed_in_a_process_that_listened(facts: DeviceFacts, peak: int | None, restarts: int) -> None:
-    """The profiler may have left something; where it was never on, the worker lives on."""
     _, worker, _ = remembered({"fp32": Script(peak=peak)}, None, facts)
     assert worker.restarts == restarts

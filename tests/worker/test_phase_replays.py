@@ -12,9 +12,9 @@ from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Setup
 from fp8bench.registry import devices, workloads
-from fp8bench.worker import phase_replays
+from fp8bench.worker import prepared
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.phase_replays import held_phase
+from fp8bench.worker.prepared import held_phase
 from tests.counts import sampled
 from tests.workloads.steps import CPU, SMALL, marks, setup_of
 
@@ -30,7 +30,7 @@ NO_LOAD = "its data are loaded by code of its suite, which has no `load` that do
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that trains in milliseconds, and phases that are done twice ahead of their windows."""
     monkeypatch.setitem(SIZES, "tiny", TINY)
-    monkeypatch.setattr(phase_replays, "WARM_SECONDS", 0.0)
+    monkeypatch.setattr(prepared, "WARM_SECONDS", 0.0)
 
 
 def check(setup: Setup) -> dict[str, str]:
@@ -69,7 +69,6 @@ def test_every_phase_is_done_again_bit_for_bit(name: str, mode: str, corpus: Cor
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", sampled(("bf16", "nvfp4"), MODES))
 def test_every_phase_of_a_training_step_is(mode: str, corpus: Corpus, bench: Bench) -> None:
-    """Forward, backward, accumulation, the optimizer; its data by its own `load`."""
     setup = setup_of("transformer", GPT | {"data": corpus.identity}, mode, corpus=corpus.path)
     assert check(setup) == {UNATTRIBUTED: NO_OPERATOR}
 

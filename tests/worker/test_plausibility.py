@@ -6,13 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from fp8bench import pipeline
 from fp8bench.analysis.findings import findings
-from fp8bench.model import Label, Record, Request, Run, Status
-from fp8bench.protocols import SilentObserver
-from fp8bench.user_code import import_user_modules
+from fp8bench.model import Label, Record, Run, Status
 from tests.counts import for_each
-from tests.own_suites import forgotten
+from tests.own_suites import suite_run
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 
@@ -92,29 +89,17 @@ class Diverging(PlantedLies):
 """
 PLAUSIBILITY = (Label.NO_WORK, Label.LEAK, Label.NOT_FINITE)
 HOWS = (
-    "honest",
-    "misnamed",
-    "spoils",
-    "leaks",
-    "leaks now and then",
-    "fills a cache",
-    "empties a cache",
-    "does nothing",
+    "honest", "misnamed", "spoils", "leaks", "leaks now and then", "fills a cache", "empties a cache", "does nothing",
     "remembers",
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """All of them, two rounds each."""
-    folder = tmp_path_factory.mktemp("planted")
-    file = folder / "planted_lies.py"
-    file.write_text(SUITE)
-    with forgotten(folder):
-        import_user_modules([str(file)])
-        suites, axes = "planted_lies,diverging", (("how", HOWS),)
-        request = Request(suites, ("fp32",), ("cpu",), axes=axes, rounds=2, imports=(str(file),))
-        yield pipeline.execute(request, folder / "store", SilentObserver(), "a test")
+    asked = {"axes": (("how", HOWS),), "rounds": 2}
+    with suite_run(tmp_path_factory, SUITE, "planted_lies,diverging", ("fp32",), **asked) as run:
+        yield run
 
 
 def record_of(run: Run, how: str, suite: str = "planted_lies") -> Record:
@@ -134,15 +119,11 @@ def test_what_is_honest_is_measured_and_has_no_remark(run: Run) -> None:
     assert told(run, record) == {}
 
 
-def test_a_number_with_the_name_of_a_figure_fails_its_case(run: Run) -> None:
-    """It would overwrite that figure in every table that is sorted by names."""
+def test_numbers_that_spoil_a_case_fail_it(run: Run) -> None:
+    """A name of ours would overwrite that figure in every table; a state was not looked at without a check."""
     record = record_of(run, "misnamed")
     assert record.status is Status.FAILED
     assert "no numerical error: ValueError: error() gives a number whose name is not free: 'time' is" in record.reason
-
-
-def test_a_state_that_is_not_finite_fails_its_case(run: Run) -> None:
-    """Nothing was said of it as long as the suite had no check of its own."""
     record = record_of(run, "spoils")
     assert record.status is Status.FAILED and record.timing is None
     assert "after its steps: its state is not finite: 8 of 128 numbers, the first in a tensor of 8 x 8" in record.reason
@@ -155,28 +136,25 @@ def test_a_suite_may_say_that_its_state_diverges(run: Run) -> None:
     assert told(run, record_of(run, "honest", "diverging")) == {}
 
 
-@for_each(("how", "said"), [("leaks", "4.00 KiB a step"), ("leaks now and then", "1.33 KiB a step")])
-def test_memory_that_grows_step_by_step_is_a_leak(run: Run, how: str, said: str) -> None:
-    """Whatever the period: what is kept in every third step is kept for good."""
-    record = record_of(run, how)
-    assert record.status is Status.OK and told(run, record) == {Label.LEAK: said}
-
-
-@for_each("how", ["fills a cache", "empties a cache"])
-def test_a_cache_that_is_filled_or_emptied_is_none(run: Run, how: str) -> None:
-    """Both grow for a while."""
-    record = record_of(run, how)
-    assert told(run, record) == {} and record.memory is not None and record.memory.leak == 0
-
-
 @for_each(
-    ("how", "why"),
-    [("does nothing", "it calls no operator of torch"), ("remembers", "it calls no operator of torch")],
-)
-def test_a_step_that_does_no_work_has_no_verdict(run: Run, how: str, why: str) -> None:
+    ("how", "said"),
+    [
+        ("leaks", "4.00 KiB a step"), ("leaks now and then", "1.33 KiB a step"), ("fills a cache", ""),
+        ("empties a cache", ""),
+    ],
+)  # fmt: skip
+def test_memory_that_grows_step_by_step_is_a_leak(run: Run, how: str, said: str) -> None:
+    """What is kept in every third step is kept for good; a cache that is filled or emptied grows for a while."""
+    record = record_of(run, how)
+    assert record.status is Status.OK and told(run, record) == ({Label.LEAK: said} if said else {})
+    assert record.memory is not None and (record.memory.leak == 0) is (not said)
+
+
+@for_each("how", ["does nothing", "remembers"])
+def test_a_step_that_does_no_work_has_no_verdict(run: Run, how: str) -> None:
     """Hard: there is nothing to judge, nor anything that could be judged against it."""
     record = record_of(run, how)
     assert record.status is Status.OK and record.effect is not None and record.effect.changes is False
-    assert told(run, record)[Label.NO_WORK].startswith(why)
+    assert told(run, record)[Label.NO_WORK].startswith("it calls no operator of torch")
     honest = record_of(run, "honest").effect
     assert honest is not None and honest.changes is None, "what it gives goes with the step"

@@ -9,12 +9,13 @@ import pytest
 from torch import Tensor
 
 from fp8bench.errors import UsageError
-from fp8bench.model import Case, LayerScale, Request, StaticScales, Status
+from fp8bench.model import Case, LayerScale, Request, StaticScales, Status, Work
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
 from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.fakes import FakeWorker, Script, arm, broken, planned
 from tests.measure.test_group import measure
@@ -77,34 +78,41 @@ def test_scales_come_from_the_largest_magnitudes_of_so_many_steps(bench: Bench) 
     wanted = recorded(bench, case, 2)
     assert len(wanted) == 8 * 3 and wanted != recorded(bench, case, 1)
     found = kept(bench, case, slots=3)
-    assert {(one.layer, one.role): one.amax for one in found} == wanted
-    for one in found:
-        largest = 57344.0 if one.role == "gradient" else 448.0
-        assert one.scale == pytest.approx(largest / one.amax, rel=1e-6) and one.renewals == 0
+    assert {(scale.layer, scale.role): scale.amax for scale in found} == wanted
+    for scale in found:
+        largest = 57344.0 if scale.role == "gradient" else 448.0
+        assert scale.scale == pytest.approx(largest / scale.amax, rel=1e-6) and scale.renewals == 0
 
 
-def test_a_case_is_calibrated_once_and_its_states_start_alike(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each state of a transformer that is prepared, whether its scales are being found."""
+    seen: list[bool] = []
+    transformer = type(workloads.get("transformer"))
+    prepare = transformer.prepare
+
+    def noting(self: Any, setup: Any) -> Any:
+        seen.append(setup.scales.watching)
+        return prepare(self, setup)
+
+    monkeypatch.setattr(transformer, "prepare", noting)
+    return seen
+
+
+def test_a_case_is_calibrated_once_and_its_states_start_alike(bench: Bench, watched: list[bool]) -> None:
     """Two states, errors, memory and trace need one calibration between them."""
-    case, prepared = case_of("fp8-e4m3"), []
-    inner = type(workloads.get("transformer")).prepare
-
-    def counted(self: Any, setup: Any) -> Any:
-        prepared.append(setup.scales.watching)
-        return inner(self, setup)
-
-    monkeypatch.setattr(type(workloads.get("transformer")), "prepare", counted)
+    case = case_of("fp8-e4m3")
     bench.calibrate(case, CPU)
-    assert prepared == [True]
+    assert watched == [True]
     assert kept(bench, case) == kept(bench, case)
     bench.error(case, CPU)
     bench.memory(case, CPU)
-    assert prepared == [True, False, False, False]
+    assert watched == [True, False, False, False]
 
 
 def test_errors_are_those_of_the_scales_from_data(bench: Bench) -> None:
-    """They differ a little from those of current scales, because data differ from step to step."""
     case = case_of()
-    static, current = (bench.error(one, CPU)["gradient_error"] for one in (case, replace(case, static=None)))
+    static, current = (bench.error(variant, CPU)["gradient_error"] for variant in (case, replace(case, static=None)))
     assert static != current and static == pytest.approx(current, rel=0.5)
     assert static == bench.error(case, CPU)["gradient_error"]
 
@@ -118,84 +126,78 @@ def test_delayed_scaling_gives_way(bench: Bench) -> None:
 def test_scales_are_renewed_in_every_so_manieth_step(bench: Bench) -> None:
     """The step that preparing runs counts: of 7 steps the 3rd and the 6th are watched."""
     found = kept(bench, case_of(refresh_scales=3), slots=6)
-    assert {one.renewals for one in found} == {2}
-    plain = {(one.layer, one.role): one.amax for one in kept(bench, case_of())}
-    assert any(plain[one.layer, one.role] != one.amax for one in found)
+    assert {scale.renewals for scale in found} == {2}
+    plain = {(scale.layer, scale.role): scale.amax for scale in kept(bench, case_of())}
+    assert any(plain[scale.layer, scale.role] != scale.amax for scale in found)
 
 
 def test_a_bound_renews_what_saturates_alone(bench: Bench) -> None:
     """Without tolerance for any value: some tensors grow over what was found, others never."""
     found = kept(bench, case_of(saturation_bound=0.0), slots=4)
-    assert any(one.renewals for one in found) and not all(one.renewals for one in found)
+    assert any(scale.renewals for scale in found) and not all(scale.renewals for scale in found)
     loose = kept(bench, case_of(saturation_bound=99.0), slots=4)
-    assert not any(one.renewals for one in loose)
+    assert not any(scale.renewals for scale in loose)
 
 
 def test_a_map_decides_which_layers_have_scales_from_data(bench: Bench) -> None:
-    """Those whose own mode has one scale a tensor, in a case whose precision has none."""
     case = case_of("mxfp8", precision_map=(("blocks.1.attn", "fp8"), ("head", "fp8-e5m2")))
-    assert {one.layer for one in kept(bench, case)} == {"blocks.1.attn.qkv", "blocks.1.attn.out", "head"}
+    assert {scale.layer for scale in kept(bench, case)} == {"blocks.1.attn.qkv", "blocks.1.attn.out", "head"}
 
 
 def test_a_group_calibrates_before_it_prepares_and_keeps_what_scales_came_to() -> None:
-    """Each case that has them, and no other."""
+    """Of each case that has them, and of no other. One that cannot be calibrated fails alone."""
     static = replace(planned("fp8"), case=replace(planned("fp8").case, static=StaticScales(2)))
     mode = static.case.mode
-    found, worker = measure({mode: Script(scales=SCALES)}, planned("bf16"), static)
-    assert found[mode].scales == SCALES and found["bf16"].scales == ()
+    records, worker = measure({mode: Script(scales=SCALES)}, planned("bf16"), static)
+    assert records[mode].scales == SCALES and records["bf16"].scales == ()
     assert [entry for entry in worker.log if entry[0] == "calibrate"] == [("calibrate", mode)]
     assert worker.log.index(("calibrate", mode)) < worker.log.index(("prepare", mode))
-
-
-def test_a_case_that_cannot_be_calibrated_fails_alone() -> None:
-    """With what its workload said."""
-    static = replace(planned("fp8"), case=replace(planned("fp8").case, static=StaticScales(2)))
-    found, _ = measure({static.case.mode: broken("calibrate")}, planned("bf16"), static)
-    failed = found[static.case.mode]
+    records, _ = measure({mode: broken("calibrate")}, planned("bf16"), static)
+    failed = records[mode]
     assert failed.status is Status.FAILED and "no such thing" in failed.reason and failed.scales == ()
-    assert found["bf16"].status is Status.OK
+    assert records["bf16"].status is Status.OK
 
 
 def test_calibrating_may_take_the_time_of_its_steps() -> None:
-    """Of steps that nobody has timed yet."""
-    one, worker = arm("fp8"), FakeWorker({})
-    one.planned = replace(
-        one.planned, case=replace(one.planned.case, static=StaticScales(100)), work=replace(one.planned.work, flops=5e9)
+    static, worker = arm("fp8"), FakeWorker({})
+    planned_case = static.planned
+    static.planned = replace(
+        planned_case, case=replace(planned_case.case, static=StaticScales(100)), work=Work(flops=5e9)
     )
-    one.prepare(worker)
+    static.prepare(worker)
     assert dict(worker.limits[::-1])["calibrate"] == 60.0 + 100 * 1.0
 
 
-def test_known_scales_are_loaded_as_they_were_and_nothing_is_calibrated(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_known_scales_are_loaded_as_they_were_and_nothing_is_calibrated(bench: Bench, watched: list[bool]) -> None:
     """Bit by bit those of a run in that precision; of a run in others the largest of each layer and role."""
     found = kept(bench, case_of())
-    known = tuple(("fp8", one.layer, one.role, one.amax) for one in found)
+    watched.clear()
+    known = tuple(("fp8", scale.layer, scale.role, scale.amax) for scale in found)
     case = case_of(static_scales=None, scales_from="a1b2", known_scales=known)
     assert case.id == case_of().id.replace("static=2", "static=a1b2")
-    watched: list[bool] = []
-    inner = type(workloads.get("transformer")).prepare
-
-    def prepare(self: Any, setup: Any) -> Any:
-        watched.append(setup.scales.watching)
-        return inner(self, setup)
-
-    monkeypatch.setattr(type(workloads.get("transformer")), "prepare", prepare)
     bench.calibrate(case, CPU)
     assert kept(bench, case, slots=2) == found and watched == [False]
-    others = tuple((mode, layer, role, amax * size) for mode, size in (("fp8-e4m3", 2.0), ("fp8-delayed", 4.0))
-                   for _, layer, role, amax in known)  # fmt: skip
+    others = tuple(
+        (mode, layer, role, amax * size)
+        for mode, size in (("fp8-e4m3", 2.0), ("fp8-delayed", 4.0))
+        for _, layer, role, amax in known
+    )
     doubled = kept(bench, case_of(static_scales=None, scales_from="a1b2", known_scales=(*known, *others)))
     assert doubled == found
     largest = kept(bench, case_of(static_scales=None, scales_from="a1b2", known_scales=others))
-    assert [one.amax for one in largest] == [4.0 * one.amax for one in found]
+    assert [scale.amax for scale in largest] == [4.0 * scale.amax for scale in found]
 
 
-def test_known_scales_of_no_layer_here_are_refused() -> None:
-    with pytest.raises(
-        UsageError, match=r"--scales-from a1b2: it has scales of nowhere, and no layer here is called so"
-    ):
-        case_of(static_scales=None, scales_from="a1b2", known_scales=(("fp8", "nowhere", "input", 1.0),))
-    with pytest.raises(UsageError, match=r"--scales-from has them\. Leave one of them out"):
-        case_of(scales_from="a1b2")
+@for_each(
+    ("asked", "words"),
+    [
+        (
+            {"static_scales": None, "known_scales": (("fp8", "nowhere", "input", 1.0),)},
+            "--scales-from a1b2: it has scales of nowhere",
+        ),
+        ({}, r"--scales-from has them\. Leave one of them out"),
+    ],
+)
+def test_known_scales_of_no_layer_here_are_refused(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        case_of(scales_from="a1b2", **asked)

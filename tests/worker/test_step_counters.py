@@ -1,4 +1,4 @@
-"""What steps ask of allocators and of the processor, against independent counts."""
+"""What steps ask of allocators and of the processor, and what the system counts, against independent counts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import resource
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,13 +17,18 @@ import pytest
 
 from fp8bench.devices.cpu import Cpu
 from fp8bench.errors import UsageError
-from fp8bench.measure.counting_worker import CountingWorker, built, counting_worker
+from fp8bench.measure.handle import CountingWorker, built, counting_worker
 from fp8bench.model import UNATTRIBUTED, Case, Measurement, Request, specs
 from fp8bench.model.raw import Settings
-from fp8bench.model.readings import NoReading
+from fp8bench.model.readings import NoReading, Reading, Unavailable, grown
+from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases
-from fp8bench.worker import perf_counters, step_counters
-from fp8bench.worker.perf_counters import EVENTS, SOFTWARE, Counter, PerfEvent, counted, why_not
+from fp8bench.registry import workloads
+from fp8bench.worker import host_counters as host
+from fp8bench.worker import step_counters
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.step_counters import EVENTS, SOFTWARE, PerfCounter, PerfEvent, counted, why_not
+from tests.counts import for_each
 from tests.workloads.steps import CPU, SMALL, small
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the probe and perf events are Linux's")
@@ -63,23 +69,16 @@ def under_probe(folder: Path, code: str) -> list[list[int]]:
 
 
 @LINUX
-def test_the_probe_counts_every_call_and_its_bytes(tmp_path: Path) -> None:
-    """Of each way to ask an allocator, one call and one release; nothing is released where there is nothing."""
+def test_the_probe_counts_every_call_and_its_bytes_while_it_is_on(tmp_path: Path) -> None:
     found = under_probe(tmp_path, BY_HAND)
     wanted = [1000, 1200, 77, 128, 3 << 20]
     assert [one[:3] for one in found] == [*([1, 1, size] for size in wanted), [0, 0, 0]]
     assert all(one[3] > 0 for one in found[:-1])
-
-
-@LINUX
-def test_a_probe_that_is_off_counts_nothing(tmp_path: Path) -> None:
-    """Whatever is allocated meanwhile."""
     code = "import ctypes; n = (ctypes.c_uint64 * 4)(); x = [bytes(10**6) for _ in range(99)]; "
     assert under_probe(tmp_path, code + "ctypes.CDLL(None).fp8bench_probe_read(n); print(*n)") == [[0, 0, 0, 0]]
 
 
 def test_why_there_is_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another system, no compiler, one that fails: a sentence each."""
     assert "Linux" in str(built(tmp_path, "darwin"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
@@ -100,6 +99,7 @@ def test_a_real_worker_counts_a_casts_bytes() -> None:
     for the objects around it. Without counters of a processor there is a reason, once."""
     case = Case("cast", tuple({**SMALL["cast"], "rows": 512, "columns": 1024}.items()), "bf16", "cpu")
     with counting_worker(Settings()) as worker:
+        assert isinstance(worker, CountingWorker) and worker.pid is None and not worker.why  # until it is asked
         found, whys = worker.within(120).counters(case, CPU, worker.why)
     whole, cast = figures(found), figures(found, "cast")
     image = 512 * 1024 * 2
@@ -114,16 +114,9 @@ def test_a_real_worker_counts_a_casts_bytes() -> None:
 
 @LINUX
 def test_without_a_probe_faults_are_counted_and_the_reason_is_told() -> None:
-    """In this very process there is none."""
-    found, whys = step_counters.counters_of_step(_cast(), small("cast", "bf16"), Cpu(), 0, "no compiler")
+    found, whys = step_counters.counters_of_step(workloads.get("cast"), small("cast", "bf16"), Cpu(), 0, "no compiler")
     assert specs.PAGE_FAULTS in figures(found) and specs.ALLOCATOR_TIME not in figures(found)
     assert "no calls of the allocator: no compiler" in whys
-
-
-def _cast() -> object:
-    from fp8bench.registry import workloads
-
-    return workloads.get("cast")
 
 
 def test_readings_go_to_the_phase_that_a_step_was_in() -> None:
@@ -153,7 +146,6 @@ def test_readings_go_to_the_phase_that_a_step_was_in() -> None:
 
 
 def test_time_of_a_drivers_allocations_in_a_trace() -> None:
-    """Calls of the runtime and of the driver, in seconds; kernels and copies are none."""
     events = [
         {"cat": "cuda_runtime", "name": "cudaMalloc", "dur": 300},
         {"cat": "cuda_driver", "name": "cuMemMap", "dur": 5e1},
@@ -177,19 +169,14 @@ class CountingDevice(Cpu):
 
 
 def test_a_devices_allocations_are_those_of_steps() -> None:
-    """By torch's own names, before and after each."""
-    found, _ = step_counters.counters_of_step(_cast(), small("cast", "bf16"), CountingDevice(), 0)
+    found, _ = step_counters.counters_of_step(workloads.get("cast"), small("cast", "bf16"), CountingDevice(), 0)
     whole = figures(found)
     assert sum(whole[specs.DEVICE_ALLOCATIONS]) in (2, 3) and set(whole[specs.DEVICE_ALLOCATIONS]) == {0.0, 1.0}
     assert sum(whole[specs.ALLOCATION_RETRIES]) in (1, 2) and whole[specs.DEVICE_ALLOCATOR_TIME] == (0.0,)
 
 
-# Perf events: a real one of the kernel's own, a planted one, and what the kernel may answer.
-
-
 @LINUX
 def test_a_software_event_counts_what_the_system_counts() -> None:
-    """Page faults, by perf events and by getrusage: the way that hardware events are read is the same."""
     faults, pages = PerfEvent("page_faults", SOFTWARE, 2), 300
     seen: list[int] = []
 
@@ -211,7 +198,7 @@ def test_a_software_event_counts_what_the_system_counts() -> None:
 def planted(*counts: tuple[int, int, int]) -> int:
     """A file that gives one reading after another, as a perf event does."""
     reader, writer = os.pipe()
-    os.write(writer, b"".join(struct.pack("=QQQ", *one) for one in counts))
+    os.write(writer, b"".join(struct.pack("=QQQ", *count) for count in counts))
     os.close(writer)
     return reader
 
@@ -232,15 +219,13 @@ def test_a_planted_event_is_read_as_the_kernel_writes_it() -> None:
     assert [event.config for event in EVENTS if event.kind == 3] == [2, 2 | 1 << 16]
 
 
-@pytest.mark.parametrize(
-    ("counts", "words"), [([(1, 5, 5), (9, 9, 7)], "another program holds"), ([(1, 5, 5)], "0 bytes")]
-)
+@for_each(("counts", "words"), [([(1, 5, 5), (9, 9, 7)], "another program holds"), ([(1, 5, 5)], "0 bytes")])
 def test_a_count_that_is_an_estimate_is_none(counts: list[tuple[int, int, int]], words: str) -> None:
     """Where the counter was somebody else's for a while, or there is nothing to read."""
     assert words in str(counted(lambda: None, EVENTS[0], lambda attribute: planted(*counts)))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("code", "pmu", "paranoid", "words"),
     [
         (errno.ENOENT, False, "2", "virtual machine"), (errno.ENOENT, True, "2", "no such counter"),
@@ -250,7 +235,6 @@ def test_a_count_that_is_an_estimate_is_none(counts: list[tuple[int, int, int]],
     ],
 )  # fmt: skip
 def test_every_refusal_says_what_can_be_done(code: int, pmu: bool, paranoid: str, words: str, tmp_path: Path) -> None:
-    """By what the kernel answered and what it says of itself."""
     level = tmp_path / "paranoid"
     level.write_text(paranoid)
     if pmu:
@@ -260,24 +244,103 @@ def test_every_refusal_says_what_can_be_done(code: int, pmu: bool, paranoid: str
 
 @LINUX
 def test_the_true_answer_of_this_machine() -> None:
-    """A count where the kernel shows a processor's counters, and a reason where it does not."""
     found = counted(lambda: sum(range(10_000)), EVENTS[0])
-    shown = any(perf_counters.DEVICES.glob("cpu*")) or any(perf_counters.DEVICES.glob("armv*"))
+    shown = any(step_counters.DEVICES.glob("cpu*")) or any(step_counters.DEVICES.glob("armv*"))
     assert shown or (isinstance(found, str) and found)
     if isinstance(found, int):
         assert found > 10_000
     with pytest.raises(NoReading, match=r"\w+"):
-        Counter(PerfEvent("none", 99, 1))
+        PerfCounter(PerfEvent("none", 99, 1))
 
 
-@pytest.mark.parametrize("given", [{"isolation": False}, {"ranks": 2}])
+@for_each("given", [{"isolation": False}, {"ranks": 2}])
 def test_counters_that_have_no_worker_of_their_own_are_refused(given: dict[str, object]) -> None:
-    """In a sentence that names both options."""
     with pytest.raises(UsageError, match=r"--counters.*(--no-isolation|--ranks)"):
         Request("gemm", counters=True, **given)  # type: ignore[arg-type]
 
 
-@LINUX
-def test_a_worker_that_is_not_asked_is_not_started() -> None:
-    with counting_worker(Settings()) as worker:
-        assert isinstance(worker, CountingWorker) and worker.pid is None and not worker.why
+MEBIBYTE = 2**20
+STATUS = "Name:\tpython\nVmHWM:\t    2000 kB\nVmRSS:\t    1000 kB\n"
+
+
+def fake(folder: Path, status: str = STATUS, stat: str = "cpu  1 2 3 4 5 6 7 250 9 10\ncpu0 1\n") -> Path:
+    (folder / "self").mkdir(parents=True)
+    (folder / "self" / "status").write_text(status)
+    (folder / "stat").write_text(stat)
+    return folder
+
+
+def test_steal(tmp_path: Path) -> None:
+    assert host.counters(fake(tmp_path / "a"))["steal"] == Reading(2.5, "s", f"{tmp_path}/a/stat")
+    steal = host.counters(fake(tmp_path / "b", stat="cpu  1 2 3 4 5 6 7 0 9 10\n"))["steal"]
+    assert isinstance(steal, Reading) and steal.value == 0
+    assert host.counters(fake(tmp_path / "c", stat="cpu 1 2\n"))["steal"] == Unavailable(
+        f"{tmp_path}/c/stat does not report stolen time"
+    )
+
+
+def test_waiting_for_a_core_is_no_sleep(tmp_path: Path) -> None:
+    """Nanoseconds in the queue; and in truth, asleep is not in it, however long the queue is after it."""
+    proc = fake(tmp_path)
+    (proc / "thread-self").mkdir()
+    (proc / "thread-self" / "schedstat").write_text("900 2500000000 3\n")
+    assert host.counters(proc)["waited"] == Reading(2.5, "s", f"{proc}/thread-self/schedstat")
+    (proc / "thread-self" / "schedstat").write_text("0 0\n")
+    assert isinstance(host.counters(proc)["waited"], Unavailable)
+    begun, before = time.monotonic(), host.counters()
+    time.sleep(0.2)
+    spent = grown(before, host.counters())
+    awake = time.monotonic() - begun - 0.19
+    waited, preemptions = spent["waited"], spent["preemptions"]
+    assert isinstance(waited, Unavailable) or waited.number < awake
+    assert isinstance(preemptions, Reading) and preemptions.number >= 0
+
+
+def test_without_proc_there_are_reasons(tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    for read in (*host.memory(absent).values(), host.reset_high_water(absent), host.counters(absent)["steal"]):
+        assert isinstance(read, Unavailable) and "cannot be read: No such file" in read.reason
+    assert isinstance(host.counters(absent)["preemptions"], Reading)
+
+
+def test_memory_in_bytes(tmp_path: Path) -> None:
+    read = host.memory(fake(tmp_path / "a"))
+    assert [reading.value for reading in read.values() if isinstance(reading, Reading)] == [1000 * 1024, 2000 * 1024]
+    odd = host.memory(fake(tmp_path / "b", status="VmRSS:\t many kB\n"))
+    assert odd["rss"] == Unavailable(f"{tmp_path}/b/self/status has no VmRSS")
+
+
+def test_the_high_water_mark_is_reset_and_rises_again() -> None:
+    if isinstance(why := host.reset_high_water(), Unavailable):
+        pytest.skip(why.reason)
+    with mmap.mmap(-1, 64 * MEBIBYTE) as block:
+        block[:] = b"x" * len(block)
+        high = host.memory()["rss_high_water"]
+        assert isinstance(high, Reading)
+    low = host.reset_high_water()
+    assert isinstance(low, Reading)
+    assert high.number - low.number > 48 * MEBIBYTE
+
+
+def test_a_mark_that_stays_where_it_was_says_so(tmp_path: Path) -> None:
+    """Where the kernel takes the request and does nothing, and where it does not take it."""
+    proc = fake(tmp_path / "a")
+    stayed = host.reset_high_water(proc)
+    assert isinstance(stayed, Unavailable) and "the mark stayed at 2048000 B" in stayed.reason
+    assert (proc / "self" / "clear_refs").read_text() == "5"
+    proc = fake(tmp_path / "b")
+    (proc / "self" / "clear_refs").mkdir()
+    refused = host.reset_high_water(proc)
+    assert isinstance(refused, Unavailable) and "cannot be written" in refused.reason
+
+
+def test_a_slot_counts_what_its_device_had_to_try_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, *_) = make_plan(Request("gemm", ("fp32",), ("cpu",), axes=(("shape", ("8",)),)), (CPU,)).groups
+    bench.prepare("one", first.cases[0].case, CPU)
+    try:
+        assert bench.slot("one", 1, 1).memory_retries is None
+        counts = iter((5, 7, 7, 7))
+        monkeypatch.setattr(Cpu, "retried", lambda device, index: next(counts))
+        assert [bench.slot("one", 1, 1).memory_retries for _ in range(2)] == [2, 0]
+    finally:
+        bench.release("one")

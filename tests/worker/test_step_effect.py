@@ -1,4 +1,7 @@
-"""Steps that do nothing, or give what they gave before, told from honest ones; of some nobody can tell."""
+"""Steps that do nothing, or give what they gave before, told from honest ones; of some nobody can tell.
+
+And timed slots held against counted ones, from scripts.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ import torch
 from fp8bench.model import StepEffect
 from fp8bench.protocols import Phases, Workload
 from fp8bench.registry import devices
-from fp8bench.worker import state_bits, step_effect
-from fp8bench.worker.state_bits import digest, other_numbers
-from fp8bench.worker.step_effect import effect_of
+from fp8bench.worker import bits, step_effect
+from fp8bench.worker.bits import digest, other_numbers
+from fp8bench.worker.step_effect import Left, as_they_were, effect_of, slot_of, told_apart
 from tests.counts import for_each
 
 State = SimpleNamespace
@@ -43,18 +46,18 @@ def effect(step: Step, prepare: Callable[[], object] = state) -> StepEffect:
     return effect_of(cast(Workload, workload), cast(Any, SimpleNamespace(scales=None)), devices.get("cpu"), 0)
 
 
-def memoised(one: State, phase: Phases) -> Any:
-    if "y" not in one.cache:
-        one.cache["y"] = one.x @ one.w
-    return one.cache["y"]
+def memoised(state: State, phase: Phases) -> Any:
+    if "y" not in state.cache:
+        state.cache["y"] = state.x @ state.w
+    return state.cache["y"]
 
 
-def versioned(one: State, phase: Phases) -> Any:
+def versioned(state: State, phase: Phases) -> Any:
     """As sound caches do: until somebody writes what they were made from."""
-    key = (id(one.x), one.x.data_ptr(), one.x._version, one.w._version)
-    if key not in one.cache:
-        one.cache[key] = one.x @ one.w
-    return one.cache[key]
+    key = (id(state.x), state.x.data_ptr(), state.x._version, state.w._version)
+    if key not in state.cache:
+        state.cache[key] = state.x @ state.w
+    return state.cache[key]
 
 
 def _drop(value: object) -> None:
@@ -66,117 +69,116 @@ def product_of(size: int) -> torch.Tensor:
     return torch.ones(size, size) @ torch.ones(size, size)
 
 
-def copied(one: State, phase: Phases) -> None:
-    one.out.copy_(memoised(one, phase))
+def copied(state: State, phase: Phases) -> None:
+    state.out.copy_(memoised(state, phase))
 
 
-def kept(one: State, phase: Phases) -> None:
-    one.kept = one.x @ one.w if one.kept is None else one.kept
+def kept(state: State, phase: Phases) -> None:
+    state.kept = state.x @ state.w if state.kept is None else state.kept
 
 
-def phases_only(one: State, phase: Phases) -> None:
+def phases_only(state: State, phase: Phases) -> None:
     with phase.gemm:
         pass
 
 
-def counting(one: State, phase: Phases) -> Any:
-    one.number += 1
-    return memoised(one, phase)
+def counting(state: State, phase: Phases) -> Any:
+    state.number += 1
+    return memoised(state, phase)
 
 
-def foreign_kernel(one: State, phase: Phases) -> None:
+def foreign_kernel(state: State, phase: Phases) -> None:
     """Written past torch, as kernels of Triton's and graphs of CUDA's do, and too fast to be noticed."""
-    ctypes.memmove(one.out.data_ptr(), one.x.data_ptr(), 4 * one.x.numel())
+    ctypes.memmove(state.out.data_ptr(), state.x.data_ptr(), 4 * state.x.numel())
 
 
-def anew_in_turns(one: State, phase: Phases) -> None:
+def anew_in_turns(state: State, phase: Phases) -> None:
     """What is kept last lies where the last step's did, if that memory is free by then."""
     for _ in range(2):
-        one.kept = one.x @ one.w
+        state.kept = state.x @ state.w
 
 
-def in_another_order(one: State, phase: Phases) -> Any:
+def in_another_order(state: State, phase: Phases) -> Any:
     """Two results that are given the other way round each time."""
-    memoised(one, phase)
-    one.cache = {"z": one.x * 2, **one.cache} if "z" not in one.cache else dict(reversed(one.cache.items()))
-    return list(one.cache.values())
+    memoised(state, phase)
+    state.cache = {"z": state.x * 2, **state.cache} if "z" not in state.cache else dict(reversed(state.cache.items()))
+    return list(state.cache.values())
 
 
 def after_steps(count: int) -> Step:
     """An honest step so many times, of inputs that go on; then what came last."""
 
-    def step(one: State, phase: Phases) -> Any:
-        one.steps = getattr(one, "steps", 0) + 1
-        if one.steps <= count:
-            one.x.mul_(0.9)
-            one.cache["y"] = one.x @ one.w
-        return one.cache["y"]
+    def step(state: State, phase: Phases) -> Any:
+        state.steps = getattr(state, "steps", 0) + 1
+        if state.steps <= count:
+            state.x.mul_(0.9)
+            state.cache["y"] = state.x @ state.w
+        return state.cache["y"]
 
     return step
 
 
-def by_turns(one: State, phase: Phases) -> Any:
+def by_turns(state: State, phase: Phases) -> Any:
     """Two results, one after the other."""
-    one.steps = getattr(one, "steps", 0) + 1
-    return one.cache.setdefault(one.steps % 2, (one.x * (1 + one.steps % 2)) @ one.w).clone()
+    state.steps = getattr(state, "steps", 0) + 1
+    return state.cache.setdefault(state.steps % 2, (state.x * (1 + state.steps % 2)) @ state.w).clone()
 
 
 IDLE: dict[str, Step] = {
-    "nothing": lambda one, phase: None,
+    "nothing": lambda state, phase: None,
     "phases alone": phases_only,
-    "what is given": lambda one, phase: one.x,
+    "what is given": lambda state, phase: state.x,
     "a memory": memoised,
     "a memory by versions": versioned,
-    "a memory of the module's": lambda one, phase: product_of(SIZE),
-    "a memory without an answer": lambda one, phase: _drop(memoised(one, phase)),
+    "a memory of the module's": lambda state, phase: product_of(SIZE),
+    "a memory without an answer": lambda state, phase: _drop(memoised(state, phase)),
     "a memory that is copied": copied,
-    "a memory that is cloned": lambda one, phase: memoised(one, phase).clone(),
+    "a memory that is cloned": lambda state, phase: memoised(state, phase).clone(),
     "a result that stays": kept,
-    "constants": lambda one, phase: torch.mm(torch.ones(SIZE, SIZE), torch.ones(SIZE, SIZE), out=one.out),
-    "constants anew": lambda one, phase: setattr(one, "out", torch.ones(SIZE, SIZE) * 3),
+    "constants": lambda state, phase: torch.mm(torch.ones(SIZE, SIZE), torch.ones(SIZE, SIZE), out=state.out),
+    "constants anew": lambda state, phase: setattr(state, "out", torch.ones(SIZE, SIZE) * 3),
     "a memory beside a count": counting,
     "a memory in another order": in_another_order,
     "a memory after one step": after_steps(1),
     "a memory after two steps": after_steps(2),
     "a memory after three steps": after_steps(3),
     "two memories by turns": by_turns,
-    "time asleep": lambda one, phase: time.sleep(0.001),
+    "time asleep": lambda state, phase: time.sleep(0.001),
 }  # fmt: skip
 
 
 @for_each("how", IDLE)
 def test_a_step_that_does_no_work_is_found(how: str) -> None:
-    """Whatever it hides behind."""
     found = effect(IDLE[how])
     assert found.changes is False and found.why
 
 
-def _turned(one: State) -> torch.Tensor:
-    one.steps = getattr(one, "steps", 0) + 1
-    return cast(torch.Tensor, one.x * (1 + one.steps % 2))
+def _turned(state: State) -> torch.Tensor:
+    state.steps = getattr(state, "steps", 0) + 1
+    return cast(torch.Tensor, state.x * (1 + state.steps % 2))
 
 
 HONEST: dict[str, Step] = {
-    "a product that is returned": lambda one, phase: one.x @ one.w,
+    "a product that is returned": lambda state, phase: state.x @ state.w,
     "a product that is kept in the place of another": anew_in_turns,
-    "a product that is kept": lambda one, phase: setattr(one, "kept", one.x @ one.w),
-    "a product in its place": lambda one, phase: torch.mm(one.x, one.w, out=one.out),
-    "a loss": lambda one, phase: (one.x @ one.w).square().mean(),
-    "the largest": lambda one, phase: one.x.amax(),
-    "the sorted": lambda one, phase: one.x.sort().values,
-    "an index": lambda one, phase: one.index.sort().values,
-    "what is chosen": lambda one, phase: one.x.topk(2).indices,
-    "scores under a mask": lambda one, phase: (one.x + one.mask).softmax(-1),
-    "in place, to an end": lambda one, phase: one.w.clamp_(min=0),
-    "in place, to infinity": lambda one, phase: one.w[0].mul_(1e30),
-    "weights that go on": lambda one, phase: one.w.mul_(0.99),
-    "two results by turns": lambda one, phase: _turned(one) @ one.w,
-    "numbers that are drawn": lambda one, phase: one.out.normal_(),
+    "a product that is kept": lambda state, phase: setattr(state, "kept", state.x @ state.w),
+    "a product in its place": lambda state, phase: torch.mm(state.x, state.w, out=state.out),
+    "a loss": lambda state, phase: (state.x @ state.w).square().mean(),
+    "the largest": lambda state, phase: state.x.amax(),
+    "the sorted": lambda state, phase: state.x.sort().values,
+    "an index": lambda state, phase: state.index.sort().values,
+    "what is chosen": lambda state, phase: state.x.topk(2).indices,
+    "scores under a mask": lambda state, phase: (state.x + state.mask).softmax(-1),
+    "in place, to an end": lambda state, phase: state.w.clamp_(min=0),
+    "in place, to infinity": lambda state, phase: state.w[0].mul_(1e30),
+    "weights that go on": lambda state, phase: state.w.mul_(0.99),
+    "two results by turns": lambda state, phase: _turned(state) @ state.w,
+    "numbers that are drawn": lambda state, phase: state.out.normal_(),
     "a kernel that is not torch's": foreign_kernel,
-    "dropout": lambda one, phase: torch.dropout(one.x, 0.5, True),
-    "a small format": lambda one, phase: one.x.to(torch.float8_e4m3fn),
-    "what takes some numbers only": lambda one, phase: torch.linalg.cholesky(one.positive),
-    "a backward pass": lambda one, phase: torch.autograd.grad((one.x @ one.w.requires_grad_()).sum(), one.w),
+    "dropout": lambda state, phase: torch.dropout(state.x, 0.5, True),
+    "a small format": lambda state, phase: state.x.to(torch.float8_e4m3fn),
+    "what takes some numbers only": lambda state, phase: torch.linalg.cholesky(state.positive),
+    "a backward pass": lambda state, phase: torch.autograd.grad((state.x @ state.w.requires_grad_()).sum(), state.w),
 }  # fmt: skip
 
 
@@ -185,49 +187,39 @@ def test_an_honest_step_changes_what_it_gives(how: str) -> None:
     assert effect(HONEST[how]) == StepEffect(True)
 
 
-def load(one: State, phase: Phases) -> None:
+def load(state: State, phase: Phases) -> None:
     with phase.data_load:
-        one.out.copy_(
+        state.out.copy_(
             torch.from_file(__file__, size=SIZE * SIZE * 4, dtype=torch.uint8).view(torch.float32).view(SIZE, -1)
         )
-
-
-UNTOLD: dict[str, tuple[Step, str]] = {
-    "a local result": (lambda one, phase: _drop(one.x @ one.w), "kept"),
-    "whether all is finite": (lambda one, phase: one.x.isfinite().all(), "kept"),
-    "the same file each time": (load, "may read"),
-    "work that torch does not see": (lambda one, phase: _drop(sum(range(20_000))), "kept"),
-}  # fmt: skip
-
-
-@for_each("how", UNTOLD)
-def test_where_nothing_can_be_seen_nothing_is_claimed(how: str) -> None:
-    """Such steps are honest, as far as anybody knows."""
-    step, words = UNTOLD[how]
-    found = effect(step)
-    assert found.changes is None and words in found.why
 
 
 def numpy_state() -> State:
     return State(x=np.ones((SIZE, SIZE)), out=torch.empty(SIZE), spare=torch.ones(SIZE))
 
 
-@for_each(
-    ("prepare", "step", "words"),
-    [
-        (lambda: 3, lambda one, phase: _drop(sum(range(one))), "holds no tensor"),
-        (numpy_state, lambda one, phase: one.out.fill_(float(one.x.sum())), "may read"),
-        (lambda: State(out=torch.empty(SIZE)), lambda one, phase: one.out.fill_(1), "given no tensor"),
-    ],
-)  # fmt: skip
-def test_states_of_which_nobody_can_tell(prepare: Callable[[], object], step: Step, words: str) -> None:
-    """Numbers, arrays of NumPy's, results alone."""
-    found = effect(step, prepare)
-    assert found.changes is None and words in found.why
+UNTOLD: dict[str, tuple[Callable[[], object], Step, str]] = {
+    "a local result": (state, lambda state, phase: _drop(state.x @ state.w), "kept"),
+    "whether all is finite": (state, lambda state, phase: state.x.isfinite().all(), "kept"),
+    "the same file each time": (state, load, "may read"),
+    "work that torch does not see": (state, lambda state, phase: _drop(sum(range(20_000))), "kept"),
+    "numbers": (lambda: 3, lambda state, phase: _drop(sum(range(cast(int, state)))), "holds no tensor"),
+    "arrays of NumPy's": (numpy_state, lambda state, phase: state.out.fill_(float(state.x.sum())), "may read"),
+    "results alone": (lambda: State(out=torch.empty(SIZE)), lambda state, phase: state.out.fill_(1), "given no tensor"),
+}
+
+
+@for_each("how", UNTOLD)
+def test_where_nothing_can_be_seen_nothing_is_claimed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such steps are honest, as far as anybody knows; nor is anything claimed of long steps and large states."""
+    prepare, step, words = UNTOLD[how]
+    told = effect(step, prepare)
+    assert told.changes is None and words in told.why
+    monkeypatch.setattr(step_effect, "LONGEST_SECONDS", 0.0)
+    assert "takes more than 0 s" in effect(lambda state, phase: None).why
 
 
 def test_a_file_that_is_mapped_is_never_written(tmp_path: Path) -> None:
-    """It is somebody's data."""
     path = tmp_path / "numbers"
     path.write_bytes(np.arange(64, dtype=np.float32).tobytes())
     before = path.read_bytes()
@@ -235,42 +227,34 @@ def test_a_file_that_is_mapped_is_never_written(tmp_path: Path) -> None:
     def prepare() -> State:
         return State(x=torch.from_file(str(path), shared=True, size=64), out=torch.empty(64), spare=torch.ones(3))
 
-    assert effect(lambda one, phase: one.out.copy_(one.x), prepare).changes is None
+    assert effect(lambda state, phase: state.out.copy_(state.x), prepare).changes is None
     assert path.read_bytes() == before
 
 
 def test_tensors_that_others_hold_too_are_as_before() -> None:
     """A module may keep its data for all cases."""
     shared, before = torch.ones(SIZE), torch.ones(SIZE)
-    assert effect(lambda one, phase: one.x * 2, lambda: State(x=shared)) == StepEffect(True)
+    assert effect(lambda state, phase: state.x * 2, lambda: State(x=shared)) == StepEffect(True)
     assert effect(memoised, lambda: State(x=shared, w=shared, cache={})).changes is False
     assert torch.equal(shared, before)
 
 
-def test_memory_that_runs_out_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_is_told_as_such() -> None:
     """Not taken for a step that minds its numbers."""
     wanted = iter([*"abc"])
 
-    def step(one: State, phase: Phases) -> Any:
+    def step(state: State, phase: Phases) -> Any:
         if next(wanted, "") == "c":
             raise MemoryError("planted")
-        return one.x @ one.w
+        return state.x @ state.w
 
     with pytest.raises(MemoryError):
         effect(step)
 
 
-def test_long_steps_and_large_states_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the reason."""
-    monkeypatch.setattr(step_effect, "LONGEST_SECONDS", 0.0)
-    found = effect(lambda one, phase: None)
-    assert found.changes is None and "takes more than 0 s" in found.why
-
-
 @for_each("count", [1, 7, 8, 1000])
 def test_a_digest_is_of_every_bit_and_its_place(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over several pieces too."""
-    monkeypatch.setattr(state_bits, "_PIECE", 16)
+    monkeypatch.setattr(bits, "_PIECE", 16)
     numbers = torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     seen = {digest(numbers)}
     for place in range(count):
@@ -285,12 +269,12 @@ def test_a_digest_is_of_every_bit_and_its_place(count: int, monkeypatch: pytest.
 def test_signs_that_change_two_by_two_are_seen() -> None:
     """The highest bits of words, whose sums would not tell where they were."""
     ones = torch.ones(64, dtype=torch.float64)
-    found = {digest(ones)}
+    seen = {digest(ones)}
     for place in range(1, 64):
-        other = ones.clone()
-        other[[0, place]] *= -1
-        found.add(digest(other))
-    assert len(found) == 64
+        flipped = ones.clone()
+        flipped[[0, place]] *= -1
+        seen.add(digest(flipped))
+    assert len(seen) == 64
 
 
 @for_each(
@@ -298,7 +282,6 @@ def test_signs_that_change_two_by_two_are_seen() -> None:
               torch.uint8, torch.bool, torch.complex64]
 )  # fmt: skip
 def test_numbers_are_replaced_by_others_of_their_range(dtype: torch.dtype) -> None:
-    """In any dtype, of views too, and no operation of torch's counts it."""
     numbers = (torch.arange(1, 200) % 5).to(dtype)
     view, version, before = numbers.view(-1)[3:], numbers._version, digest(numbers)
     with other_numbers(view):
@@ -317,3 +300,88 @@ def test_what_is_not_finite_stays() -> None:
     ones = torch.ones(100)
     with other_numbers(ones):
         assert 0.5 <= float(ones.min()) < float(ones.max()) <= 1
+
+
+MS = 1e-3
+
+
+def told(left: Callable[[int, bool], Left], seconds: Callable[[int, bool], float] = lambda n, timed: MS) -> str:
+    """Of slots that leave this and take so long, the n-th from 0."""
+    numbers = iter(range(8))
+
+    def slot(timed: bool) -> step_effect.Slot:
+        number = next(numbers)
+        return slot_of([seconds(number, timed)] * 3, 1, left(number, timed))
+
+    return told_apart(slot)
+
+
+def sums(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_slots_that_agree_are_two() -> None:
+    seen: list[bool] = []
+
+    def slot(timed: bool) -> step_effect.Slot:
+        seen.append(timed)
+        return slot_of([MS], 1, [sums(1, 2), sums(3, 4)])
+
+    assert told_apart(slot) == "" and seen == [True, False]
+    assert told_apart(lambda timed: None) == ""
+    assert told(lambda n, timed: [sums(timed)], lambda n, timed: 1.1) == "", "a step that long is not taken again"
+
+
+@for_each("period", range(2, 9))
+@for_each("run", [1, 2, 3, 4])
+def test_turns_are_no_lie(period: int, run: int) -> None:
+    """Whatever their period, each so many slots long, and wherever they begin; nor is what goes on."""
+    for begin in range(period * run):
+        assert told(lambda n, timed, begin=begin: [sums(1 + (n + begin) // run % period, 1)]) == ""  # type: ignore[misc]
+    assert told(lambda n, timed: [sums(n, n)]) == "" == told(lambda n, timed: [sums(1, 1)] * n)
+
+
+@for_each(
+    ("timed", "counted", "lies"),
+    [
+        ([sums(1, 2)], [sums(1, 2.01)], False),  # other kernels
+        ([sums(1, 2)], [sums(1, 2.5)], True),
+        ([sums(1, 2), sums(1e-5, 0)], [sums(1, 2), sums(-1e-5, 0)], False),  # rounding
+        ([sums(1, 2), sums(0, 0)], [sums(1, 2), sums(0.1, 0)], True),
+        ([sums(1, 2)], [sums(1, 2), sums(1, 2)], True),
+        ([], [], False),
+    ],
+)
+def test_what_differs_each_time_is_a_difference(timed: Left, counted: Left, lies: bool) -> None:
+    said = "timed, a step leaves other numbers than while its operators are counted" if lies else ""
+    assert told(lambda n, is_timed: timed if is_timed else counted) == said
+
+
+def test_noise_beside_it_hides_nothing() -> None:
+    """A tensor that is drawn anew each time settles nothing; the others do."""
+    assert told(lambda n, timed: [sums(n, -n), sums(1, 2 * timed)]).startswith("timed, a step leaves")
+
+
+def test_time_that_only_counted_steps_take() -> None:
+    assert told(lambda n, timed: [], lambda n, timed: MS if timed else 3 * MS) == (
+        "timed, a step takes 1.00 ms, and its operators 2.97 ms or more while they are counted"
+    )
+    assert told(lambda n, timed: [], lambda n, timed: MS if timed else 1.5 * MS) == ""
+    assert told(lambda n, timed: [], lambda n, timed: MS if timed or n == 4 else 3 * MS) == ""
+
+
+def test_a_state_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, weights = torch.randn(8, 8), torch.randn(8, 8)
+    state, before = SimpleNamespace(x=given, w=weights), (given.clone(), weights.clone())
+    found = []
+    with as_they_were(state, {given.untyped_storage().data_ptr()}) as beginning:
+        for _ in range(2):
+            beginning.again()
+            assert not torch.equal(given, before[0]) and torch.equal(weights, before[1])
+            weights.add_(given @ torch.rand(8, 8))
+            found.append(beginning.left(given @ given))
+    assert torch.equal(given, before[0]) and torch.equal(weights, before[1])
+    assert all(map(torch.equal, *found)) and sorted(bool(tensor.any()) for tensor in found[0]) == [False, True, True]
+    monkeypatch.setattr(step_effect, "MOST_BYTES", 100)
+    with as_they_were(state, {given.untyped_storage().data_ptr()}) as beginning:
+        assert torch.equal(given, before[0]) and beginning.left(given) == []

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import backends
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -55,41 +56,38 @@ LEFT: dict[str, tuple[Callable[[], object], str]] = {
     "device": (lambda: torch.set_default_device("cpu"), "the default device at cpu (it was None)"),
     "threads": (lambda: torch.set_num_threads(torch.get_num_threads() + 1), "the number of threads at"),
     "products": (lambda: torch.set_float32_matmul_precision("medium"), "float32 products at medium (it was highest)"),
-    "conv": (lambda: setattr(torch.backends.cudnn, "allow_tf32", False), "cuDNN's TF32 at False (it was True)"),
-    "tuning": (lambda: setattr(torch.backends.cudnn, "benchmark", True), "cuDNN's benchmark at True (it was False)"),
-    "cudnn": (lambda: setattr(torch.backends.cudnn, "enabled", False), "cuDNN at False (it was True)"),
+    "conv": (partial(setattr, backends.cudnn, "allow_tf32", False), "cuDNN's TF32 at False (it was True)"),
+    "tuning": (partial(setattr, backends.cudnn, "benchmark", True), "cuDNN's benchmark at True (it was False)"),
+    "cudnn": (partial(setattr, backends.cudnn, "enabled", False), "cuDNN at False (it was True)"),
     "same": (lambda: torch.use_deterministic_algorithms(True, warn_only=True), "deterministic algorithms at 1"),
     "bf16": (
-        lambda: setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+        partial(setattr, backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
         "bf16's reduced-precision sums at False, True (it was True, True)",
     ),
-    "oneDNN": (lambda: setattr(torch.backends.mkldnn, "enabled", False), "oneDNN at False (it was True)"),
+    "oneDNN": (partial(setattr, backends.mkldnn, "enabled", False), "oneDNN at False (it was True)"),
     "its products": (
-        lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+        partial(setattr, backends.mkldnn.matmul, "fp32_precision", "bf16"),
         "float32 products at mixed (it was highest), oneDNN's float32 products at bf16",
     ),
     "its convolutions": (
-        lambda: setattr(torch.backends.mkldnn.conv, "fp32_precision", "bf16"),
+        partial(setattr, backends.mkldnn.conv, "fp32_precision", "bf16"),
         "oneDNN's float32 convolutions at bf16",
     ),
     "new and old": (
-        lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+        partial(setattr, backends.cudnn.conv, "fp32_precision", "ieee"),
         "cuDNN's TF32 at mixed (it was True), cuDNN's float32 convolutions at ieee",
     ),
-    "all backends": (lambda: setattr(torch.backends, "fp32_precision", "ieee"), "float32 of all backends at ieee"),
-    "flash": (lambda: torch.backends.cuda.enable_flash_sdp(False), "flash attention at False (it was True)"),
-    "math": (lambda: torch.backends.cuda.enable_math_sdp(False), "attention in plain products at False"),
-    "efficient": (lambda: torch.backends.cuda.enable_mem_efficient_sdp(False), "memory-efficient attention at False"),
-    "cuDNN's": (lambda: torch.backends.cuda.enable_cudnn_sdp(False), "cuDNN's attention at False (it was True)"),
-    "same cuDNN": (lambda: setattr(torch.backends.cudnn, "deterministic", True), "cuDNN's deterministic algorithms at"),
-    "same oneDNN": (lambda: setattr(torch.backends.mkldnn, "deterministic", True), "oneDNN's deterministic algorithms"),
+    "all backends": (partial(setattr, backends, "fp32_precision", "ieee"), "float32 of all backends at ieee"),
+    "flash": (lambda: backends.cuda.enable_flash_sdp(False), "flash attention at False (it was True)"),
+    "math": (lambda: backends.cuda.enable_math_sdp(False), "attention in plain products at False"),
+    "efficient": (lambda: backends.cuda.enable_mem_efficient_sdp(False), "memory-efficient attention at False"),
+    "cuDNN's": (lambda: backends.cuda.enable_cudnn_sdp(False), "cuDNN's attention at False (it was True)"),
+    "same cuDNN": (partial(setattr, backends.cudnn, "deterministic", True), "cuDNN's deterministic algorithms at"),
+    "same oneDNN": (partial(setattr, backends.mkldnn, "deterministic", True), "oneDNN's deterministic algorithms"),
     "garbage": (gc.disable, "garbage collection at False (it was True)"),
     "processors": (lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}), "the processors at "),
     "environment": (lambda: os.environ.update(OMP_WAIT_POLICY="active"), "the environment at "),
-    "clock": (
-        lambda: setattr(time, "perf_counter", time.time),
-        "time.perf_counter at time.time (it was time.perf_counter)",
-    ),
+    "clock": (lambda: setattr(time, "perf_counter", time.time), "time.perf_counter at time.time (it was time.perf_cou"),
     "profiling timer": (lambda: signal.setitimer(signal.ITIMER_PROF, 1000), "the profiling timer at True (it was F"),
     **{
         name: (partial(setattr, time, name, max), f"time.{name} at builtins.max (it was time.{name})")
@@ -99,44 +97,32 @@ LEFT: dict[str, tuple[Callable[[], object], str]] = {
         name: (partial(signal.signal, signal.Signals[name], signal.SIG_IGN), f"the handler of {name} at SIG_IGN (it w")
         for name in SIGNALS
     },
-    "signal": (
-        lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN),
-        "the handler of SIGUSR1 at SIG_IGN (it was SIG_DFL)",
-    ),
+    "signal": (lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN), "the handler of SIGUSR1 at SIG_IGN (it was SIG_"),
     "timer": (lambda: signal.setitimer(signal.ITIMER_VIRTUAL, 1000), "the virtual timer at True (it was False)"),
     "autocast": (lambda: torch.set_autocast_enabled("cpu", True), "autocast on cpu at True (it was False)"),
     "anomaly": (lambda: torch.set_anomaly_enabled(True), "anomaly detection at True (it was False)"),
-    "locked": (torch.backends.disable_global_flags, "torch's lock on its flags at True (it was False)"),
+    "locked": (backends.disable_global_flags, "torch's lock on its flags at True (it was False)"),
     "locked and set": (
-        lambda: (setattr(torch.backends.mkldnn, "enabled", False), torch.backends.disable_global_flags()),
+        lambda: (setattr(backends.mkldnn, "enabled", False), backends.disable_global_flags()),
         "torch's lock on its flags at True (it was False), oneDNN at False (it was True)",
     ),
-    "saved": (
-        lambda: torch.autograd.graph.saved_tensors_hooks(_same, _same).__enter__(),
-        "hooks of saved tensors at ",
-    ),
-    "autocast dtype": (
-        lambda: torch.set_autocast_dtype("cpu", torch.float16),
-        "the dtype of autocast on cpu at torch.",
-    ),
+    "saved": (lambda: torch.autograd.graph.saved_tensors_hooks(_same, _same).__enter__(), "hooks of saved tensors at "),
+    "autocast dtype": (lambda: torch.set_autocast_dtype("cpu", torch.float16), "the dtype of autocast on cpu at torch"),
     "autocast cache": (lambda: torch.set_autocast_cache_enabled(False), "the cache of autocast at False (it was True)"),
     "backward": (lambda: torch.autograd.set_multithreading_enabled(False), "autograd's threads at False (it was True)"),
     "filling": (
         lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
         "the filling of new memory at F",
     ),
-    "limit": (lambda: setattr(torch.backends.miopen, "immediate", True), "MIOpen's immediate mode at True"),
-    "engine": (
-        lambda: setattr(torch.backends.quantized, "engine", "onednn"),
-        "the engine of quantised operators at onednn",
-    ),
-    "einsum": (lambda: setattr(torch.backends.opt_einsum.m, "enabled", True), "the path finder of einsum at True"),
-    "NNPACK": (lambda: torch.backends.nnpack.set_flags(False), "NNPACK at False (it was True)"),
+    "limit": (partial(setattr, backends.miopen, "immediate", True), "MIOpen's immediate mode at True"),
+    "engine": (partial(setattr, backends.quantized, "engine", "onednn"), "the engine of quantised operators at onednn"),
+    "einsum": (partial(setattr, backends.opt_einsum.m, "enabled", True), "the path finder of einsum at True"),
+    "NNPACK": (lambda: backends.nnpack.set_flags(False), "NNPACK at False (it was True)"),
     "native": (
         lambda: (
-            torch.backends.python_native.disable_operations("scaled_mm"),
-            setattr(torch.backends.python_native.triton, "enabled", False),
-            torch.backends.python_native.disable_dispatch_keys("CPU"),
+            backends.python_native.disable_operations("scaled_mm"),
+            setattr(backends.python_native.triton, "enabled", False),
+            backends.python_native.disable_dispatch_keys("CPU"),
         ),
         "operators in Python's kernel languages at language, triton, operator, scaled_mm, device, CPU (it was none)",
     ),
@@ -144,57 +130,39 @@ LEFT: dict[str, tuple[Callable[[], object], str]] = {
         lambda: torch._C._set_sdp_priority_order([0, 1, 2, 3, 4]),
         "the order of attention's kernels at 0, 1, 2, 3, 4 (it was 1, 2, 0, 3, 4)",
     ),
-    "sums": (
-        lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True),
-        "reduced-precision sums in attention at T",
-    ),
-    "depthwise": (
-        lambda: setattr(torch.backends.cudnn, "depthwise_kernel", "cudnn"),
-        "cuDNN's depthwise kernel at cudnn",
-    ),
-    "rocm": (
-        lambda: torch.backends.cuda.preferred_rocm_fa_library("ck"),
-        "the library of attention on ROCm at _ROC",
-    ),
-    "path": (lambda: setattr(torch.backends.opt_einsum.m, "strategy", "optimal"), "the strategy of einsum at optimal"),
+    "sums": (lambda: backends.cuda.allow_fp16_bf16_reduction_math_sdp(True), "reduced-precision sums in attention at"),
+    "depthwise": (partial(setattr, backends.cudnn, "depthwise_kernel", "cudnn"), "cuDNN's depthwise kernel at cudnn"),
+    "rocm": (lambda: backends.cuda.preferred_rocm_fa_library("ck"), "the library of attention on ROCm at _ROC"),
+    "path": (partial(setattr, backends.opt_einsum.m, "strategy", "optimal"), "the strategy of einsum at optimal"),
     "fp16": (
-        lambda: setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", (False, False)),
+        partial(setattr, backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", (False, False)),
         "fp16's reduced-precision sums at False, False (it was True, True)",
     ),
     "autocast on a GPU": (lambda: torch.set_autocast_enabled("cuda", True), "autocast on cuda at True (it was False)"),
-    "its dtype": (
-        lambda: torch.set_autocast_dtype("cuda", torch.bfloat16),
-        "the dtype of autocast on cuda at torch.b",
-    ),
+    "its dtype": (lambda: torch.set_autocast_dtype("cuda", torch.bfloat16), "the dtype of autocast on cuda at torch.b"),
     "recurrences": (
-        lambda: setattr(torch.backends.mkldnn.rnn, "fp32_precision", "bf16"),
+        partial(setattr, backends.mkldnn.rnn, "fp32_precision", "bf16"),
         "oneDNN's float32 recurrences at bf16",
     ),
     "recurrences on CUDA": (
-        lambda: setattr(torch.backends.cudnn.rnn, "fp32_precision", "ieee"),
+        partial(setattr, backends.cudnn.rnn, "fp32_precision", "ieee"),
         "cuDNN's TF32 at mixed (it was True), cuDNN's float32 recurrences at ieee",
     ),
     "CUDA's": (
-        lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+        partial(setattr, backends.cuda.matmul, "fp32_precision", "tf32"),
         "float32 products at mixed (it was highest), CUDA's float32 products at tf32",
     ),
-    "encoders": (lambda: torch.backends.mha.set_fastpath_enabled(False), "the fast path of encoders at False"),
-    "hooks": (
-        lambda: torch.nn.modules.module.register_module_forward_hook(_same),
-        "hooks of all modules at none, none, ",
-    ),
+    "encoders": (lambda: backends.mha.set_fastpath_enabled(False), "the fast path of encoders at False"),
+    "hooks": (lambda: torch.nn.modules.module.register_module_forward_hook(_same), "hooks of all modules at none, non"),
     "accumulators": (
-        lambda: setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+        partial(setattr, backends.cuda.matmul, "allow_fp16_accumulation", True),
         "fp16's accumulators at True",
     ),
     "convolutions on CUDA": (
-        lambda: setattr(torch.backends.cudnn, "fp32_precision", "ieee"),
+        partial(setattr, backends.cudnn, "fp32_precision", "ieee"),
         "float32 on CUDA at ieee (it was none)",
     ),
-    "oneDNN's own": (
-        lambda: torch._C._set_fp32_precision_setter("mkldnn", "all", "bf16"),
-        "float32 in oneDNN at bf16 (it was none)",
-    ),
+    "oneDNN's own": (lambda: torch._C._set_fp32_precision_setter("mkldnn", "all", "bf16"), "float32 in oneDNN at bf16"),
     "thresholds": (lambda: gc.set_threshold(5, 5, 5), "the thresholds of garbage collection at 5, 5, 5 (it was 700, "),
     "tracer": (lambda: sys.settrace(_same), "the tracer at tests.worker.test_switches._same (it was None)"),
     "profiler": (lambda: sys.setprofile(_same), "the profiler of calls at tests.worker.test_switches._same"),
@@ -238,7 +206,6 @@ NOT_HERE = {
 
 @pytest.mark.parametrize("which", LEFT)
 def test_what_is_left_changed_is_named_and_put_back(which: str) -> None:
-    """The next case finds it as it was."""
     if which == "processors" and len(os.sched_getaffinity(0)) < 2:
         pytest.skip("there is one processor, and no other to leave")
     if which == "rounding" and not _UPWARD:
@@ -255,7 +222,6 @@ def test_what_is_left_changed_is_named_and_put_back(which: str) -> None:
 
 @for_each("which", KEPT)
 def test_what_nobody_can_put_back_is_said_to_be_so(which: str) -> None:
-    """A worker goes with its case; in a process of somebody's own the next case would run under it."""
     make, words = KEPT[which]
     kept = make()
     try:
@@ -274,7 +240,6 @@ def test_every_switch_is_left_changed_by_a_test() -> None:
 
 
 def test_what_is_recorded_are_plain_values_and_one_text_of_what_is_unusual() -> None:
-    """The same in every process: a run is compared with another one by them."""
     torch.backends.mkldnn.enabled = False
     try:
         found = recorded()
@@ -290,7 +255,6 @@ def test_what_is_recorded_are_plain_values_and_one_text_of_what_is_unusual() -> 
 
 @pytest.mark.slow
 def test_the_compilers_switches_are_watched_too() -> None:
-    """They are torch._dynamo's, whose import takes seconds."""
     import torch._dynamo
 
     before = now(switches())
@@ -305,7 +269,6 @@ def test_the_compilers_switches_are_watched_too() -> None:
 
 
 def test_the_working_directory_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A relative path would mean another file. One whose folder is gone has no way back."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "below").mkdir()
     with pytest.raises(SwitchesChanged, match=r"it left the working directory at .*below "), unchanged():
@@ -321,40 +284,30 @@ def test_what_torch_itself_writes_into_the_environment_is_none(monkeypatch: pyte
 
 
 def test_a_timer_that_has_ended_is_not_wound_up_again() -> None:
-    """It would end the process a second later."""
     signal.setitimer(signal.ITIMER_VIRTUAL, 1000)
     with pytest.raises(SwitchesChanged, match=r"the virtual timer at False \(it was True, and"), unchanged():
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     assert not any(signal.getitimer(signal.ITIMER_VIRTUAL))
 
 
-def test_several_are_all_named() -> None:
-    """In one sentence."""
+def test_several_are_all_named_and_put_back_although_an_exception_passes() -> None:
+    """After exhausted memory the process goes on."""
 
-    def leave() -> None:
+    def leave(error: type[Exception] | None = None) -> None:
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
+        if error is not None:
+            raise error
 
     with pytest.raises(SwitchesChanged, match=r"it left gradients .*, the default dtype .*: other cases"), unchanged():
         leave()
-    assert torch.get_default_dtype() is torch.float32 and torch.is_grad_enabled()
-
-
-def test_an_exception_is_not_hidden_and_switches_are_put_back_all_the_same() -> None:
-    """After exhausted memory the process goes on."""
-
-    def leave() -> None:
-        torch.set_grad_enabled(False)
-        raise MemoryError
-
     with pytest.raises(MemoryError), unchanged():
-        leave()
-    assert torch.is_grad_enabled()
+        leave(MemoryError)
+    assert torch.get_default_dtype() is torch.float32 and torch.is_grad_enabled()
 
 
 @for_each("name", precisions.names())
 def test_a_precisions_own_switches_are_restored_by_its_scope(name: str) -> None:
-    """And what torch puts back itself is no trespass; nor is drawing random numbers."""
     before = torch.get_float32_matmul_precision(), torch.get_default_dtype()
     with unchanged(), torch.no_grad(), torch.autocast("cpu"):
         torch.rand(3)
@@ -379,9 +332,7 @@ def test_a_precision_of_somebodys_own_has_to_put_back_what_it_sets() -> None:
 
 
 @for_each("precision", ["fp32", "bf16"])
-def test_a_switch_that_the_precision_sets_too_is_watched(
-    precision: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_switch_of_the_precision_is_watched(precision: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is put back after a step, which hid that the step had changed it."""
     step = Gemm.step
 
@@ -397,9 +348,7 @@ def test_a_switch_that_the_precision_sets_too_is_watched(
 
 
 @for_each("everything", [False, True])
-def test_a_switch_that_changes_between_slots_of_a_worker_is_named_after_the_next(
-    monkeypatch: pytest.MonkeyPatch, everything: bool
-) -> None:
+def test_a_switch_that_changes_between_slots_is_named_later(monkeypatch: pytest.MonkeyPatch, everything: bool) -> None:
     """In a process of fp8bench's own only its workloads could have done that; in somebody's, its owner may."""
     monkeypatch.setattr(beside, "_everything", everything)
     bench = Bench(Settings())

@@ -1,4 +1,4 @@
-"""The tapes of fp8bench's own suites against what these declare, and of functions that are compiled."""
+"""The tapes of fp8bench's own suites against what these declare, the parts of real steps, and compiled functions."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import pytest
 
 from fp8bench.analysis.claims import claims_of
 from fp8bench.model import Label, Record, Request, Status, Tape
+from fp8bench.model.step import ShareKind, Shares, SharesFrom
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.registry import precisions, workloads
-from fp8bench.user_code import import_user_modules
+from fp8bench.worker import shares_pass
 from fp8bench.worker.bench import Bench
 from tests.counts import sampled
-from tests.own_suites import forgotten
+from tests.own_suites import suite_file
 
 
 def records(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str) -> list[Record]:
     """Every case that runs, with its tape."""
-    facts = tuple(one for one in bench.probe() if one.key == "cpu")
-    asked = Request(suite, dtypes, ("cpu",), axes=tuple((name, tuple(one.split(","))) for name, one in axes.items()))
+    facts = tuple(device for device in bench.probe() if device.key == "cpu")
+    asked = Request(suite, dtypes, ("cpu",), axes=tuple((name, tuple(text.split(","))) for name, text in axes.items()))
     found = []
     for group in make_plan(asked, facts, corpus.identity).groups:
         for one in filter(lambda one: one.runs, group.cases):
@@ -31,17 +32,16 @@ def records(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str)
 
 def mismatches(found: list[Record]) -> dict[str, str]:
     return {
-        one.case.id: label.reason for one in found for label in claims_of(one, None) if label.label in
+        record.case.id: label.reason for record in found for label in claims_of(record, None) if label.label in
         (Label.WORK_MISMATCH, Label.NO_WORK)
     }  # fmt: skip
 
 
 def test_products_are_what_their_suite_declares(bench: Bench, corpus: Corpus) -> None:
-    """In phases; casts multiply nothing, and move bytes of both dtypes."""
     found = records(bench, corpus, "gemm", "fp32", "bf16", "fp8", shape="64")
-    assert [one.tape.flops for one in found if one.tape] == [2 * 64**3] * 3
+    assert [record.tape.flops for record in found if record.tape] == [2 * 64**3] * 3
     emulated = found[2].tape
-    assert emulated is not None and [one.phase for one in emulated.phases] == ["cast", "gemm"]
+    assert emulated is not None and [phase.phase for phase in emulated.phases] == ["cast", "gemm"]
     assert emulated.by_path == {"fp32": 2 * 64**3} and not mismatches(found)
 
 
@@ -52,14 +52,13 @@ def test_a_training_step_is_its_linear_layers_and_attention(bench: Bench, corpus
     assert tape is not None and not tape.unknown and not tape.unwritten and not tape.fused
     attention = sum(one.calls * (one.flops or 0) for one in tape.operators if "attention" in one.operator)
     assert tape.flops - attention + attention * 6 // 7 == found.work.flops and not mismatches([found])
-    directions = {one.backward: one for one in tape.operators if one.operator == "mm"}
+    directions = {operator.backward: operator for operator in tape.operators if operator.operator == "mm"}
     assert set(directions) == {False, True}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", sampled(("mlp", "cast"), workloads.names()))
 def test_every_suite_agrees_with_its_tape_in_every_precision(bench: Bench, corpus: Corpus, suite: str) -> None:
-    """And has no operator that is unknown."""
     found = records(bench, corpus, suite, *precisions.names(), **MORE.get(suite, {}))
     assert found and not mismatches(found)
     assert not {one.case.id for one in found if one.tape is None or one.tape.unknown or one.tape.unwritten}
@@ -101,10 +100,7 @@ class Compiles(Workload):
 
 @pytest.fixture
 def compiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("compiles")
-    (folder / "compiles.py").write_text(COMPILED)
-    with forgotten(folder):
-        import_user_modules([str(folder / "compiles.py")])
+    with suite_file(tmp_path_factory.mktemp("compiles"), COMPILED):
         yield
 
 
@@ -119,7 +115,55 @@ def test_a_compiled_function_runs_as_what_it_was_made_of(bench: Bench, corpus: C
     before = counters["stats"]["unique_graphs"]
     (found,) = records(bench, corpus, "compiles", "fp32")
     assert isinstance(found.tape, Tape) and found.tape.fused.startswith("torch.compile: ")
-    assert [one.operator for one in found.tape.operators] == ["mm", "relu", "sum"]
+    assert [operator.operator for operator in found.tape.operators] == ["mm", "relu", "sum"]
     assert counters["stats"]["unique_graphs"] == before
     torch.compile(lambda x: x.exp().sum())(torch.ones(8))
     assert counters["stats"]["unique_graphs"] == before + 1
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares_pass, "STEPS", 1)
+
+
+def shares(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str) -> Iterator[tuple[str, Shares]]:
+    facts = tuple(device for device in bench.probe() if device.key == "cpu")
+    asked = Request(suite, dtypes, ("cpu",), axes=tuple((name, tuple(text.split(","))) for name, text in axes.items()))
+    for group in make_plan(asked, facts, corpus.identity).groups:
+        for planned in filter(lambda planned: planned.runs, group.cases):
+            yield planned.case.id, bench.shares(planned.case, facts[0])
+
+
+def test_a_training_step(bench: Bench, corpus: Corpus) -> None:
+    ((_, found),) = shares(bench, corpus, "transformer", "bf16", size="nano")
+    assert sum(found.by_kind.values()) + found.unattributed == pytest.approx(1) and found.of is SharesFrom.OPERATORS
+    assert set(found.by_kind) == set(ShareKind) - {ShareKind.UNKNOWN}
+    assert all(0 < share < 1 for share in found.by_kind.values())
+    layers = {part.module for part in found.parts if part.kind is ShareKind.GEMM}
+    model = workloads.get("transformer").layers({"size": "nano"})
+    assert layers == {layer.name for layer in model}
+    for layer in layers:
+        assert {part.backward for part in found.parts if part.module == layer} == {False, True}
+    attention = [part for part in found.parts if part.kind is ShareKind.ATTENTION]
+    assert {part.module for part in attention} == {"blocks.0.attn", "blocks.1.attn"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "suite", sampled(["mlp"], ["transformer", "attention", "conv", "mlp", "norm_act", "optimizer"])
+)
+def test_no_suite_does_what_no_rule_knows(bench: Bench, corpus: Corpus, suite: str) -> None:
+    found = list(shares(bench, corpus, suite, "bf16", "nvfp4", **MORE.get(suite, {})))
+    assert found and not {name: shares.parts for name, shares in found if ShareKind.UNKNOWN in shares.by_kind}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.usefixtures("compiles")
+def test_a_compiled_step_is_its_kernels(bench: Bench, corpus: Corpus) -> None:
+    """It stays compiled, and nothing else that is compiled afterwards tells the profiler its name."""
+    from torch._inductor import config
+
+    ((_, found),) = shares(bench, corpus, "compiles", "fp32")
+    assert found.of is SharesFrom.COMPILED and {ShareKind.GEMM, ShareKind.ELEMENTWISE} <= set(found.by_kind)
+    assert not config.cpp.enable_kernel_profile

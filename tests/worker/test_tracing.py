@@ -1,4 +1,4 @@
-"""The pass that records a trace: what it writes, what it leaves alone, and where it may fail."""
+"""The pass that records a trace: what it writes, where it may fail, and whose time in it is whose."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fp8bench import files
-from fp8bench.model import PHASES, Case
+from fp8bench.model import CELL_PHASES, PHASES, Case, OperatorTime
 from fp8bench.profiler import exported
 from fp8bench.protocols import Phases, Setup
 from fp8bench.worker import tracing
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.step_guards import LeftRunning
-from fp8bench.worker.tracing import STEPS, WARM_UPS, traced_phases, write
+from fp8bench.worker.tracing import LONGEST_NAME, MOST, STEPS, WARM_UPS, mended, operators_of, traced_phases, write
 from tests.counts import for_each
 from tests.worker.told import CPU, Tell
 from tests.worker.told import tell as tell
@@ -54,30 +58,23 @@ def test_every_phase_is_a_range_of_its_name() -> None:
     """Also within itself, and in whatever order the ranges are closed."""
     told: list[str] = []
 
-    class Range:
-        def __init__(self, name: str) -> None:
-            self.name = name
+    @contextmanager
+    def opened(name: str) -> Iterator[None]:
+        told.append(f"+{name}")
+        yield
+        told.append(f"-{name}")
 
-        def __enter__(self) -> None:
-            told.append(f"+{self.name}")
-
-        def __exit__(self, *exc: object) -> None:
-            told.append(f"-{self.name}")
-
-    phases = traced_phases(Range)
+    phases = traced_phases(opened)
     for name in PHASES:
         with getattr(phases, name):
             pass
-    assert told == [sign + f"fp8bench.{name}" for name in PHASES for sign in "+-"]
-    told.clear()
     with phases.gemm, phases.cast, phases.gemm:
         pass
-    order = ("gemm", "cast", "gemm")
-    assert told == [sign + f"fp8bench.{name}" for sign in "+-" for name in order]
+    nested = [sign + f"fp8bench.{name}" for sign in "+-" for name in ("gemm", "cast", "gemm")]
+    assert told == [*(sign + f"fp8bench.{name}" for name in PHASES for sign in "+-"), *nested]
 
 
 def test_a_few_steps_after_a_warm_up(bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path) -> None:
-    """Those of the trace only, with what each operator was given."""
     calls = []
     operand = torch.ones(8, 8)
 
@@ -90,28 +87,24 @@ def test_a_few_steps_after_a_warm_up(bench: Bench, stepping: Callable[[Step], Ca
     told = bench.trace(stepping(step), CPU, str(file))
     assert len(calls) == WARM_UPS + 1 + STEPS
     events = read(file)["traceEvents"]
-    steps = [one for one in events if str(one.get("name")).startswith("ProfilerStep#")]
-    ranges = [one for one in events if one.get("name") == "fp8bench.gemm"]
-    products = [one for one in events if one.get("name") == "aten::mm"]
+    steps = [event for event in events if str(event.get("name")).startswith("ProfilerStep#")]
+    ranges = [event for event in events if event.get("name") == "fp8bench.gemm"]
+    products = [event for event in events if event.get("name") == "aten::mm"]
     assert len(steps) == len(ranges) == len(products) == STEPS
     assert products[0]["args"]["Input Dims"] == [[8, 8], [8, 8]]
-    assert [(one.phase, one.calls) for one in told if one.name == "aten::mm"] == [("gemm", 1.0)]
+    assert [(operator.phase, operator.calls) for operator in told if operator.name == "aten::mm"] == [("gemm", 1.0)]
     assert STATES[-1]() is None, "the state is given back"
-    assert sum(one.seconds for one in told) == pytest.approx(sum(one["dur"] for one in steps) * 1e-6 / STEPS)
+    assert sum(operator.seconds for operator in told) == pytest.approx(sum(one["dur"] for one in steps) * 1e-6 / STEPS)
 
 
-def test_a_trace_names_itself_and_no_folder_of_this_machine(tmp_path: Path) -> None:
-    """The same trace gives the same bytes, in the place of an older one."""
+def test_a_trace_names_itself_and_no_folder_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same trace gives the same bytes, in the place of an older one; half a file would be read by somebody."""
     file = tmp_path / "case" / "fp8bench.1.pt.trace.json.gz"
     write({"traceEvents": [], "traceName": "/tmp/elsewhere/trace.json"}, file)
     first = file.read_bytes()
     assert read(file) == {"traceEvents": [], "traceName": file.name}
     write({"traceEvents": [], "traceName": "another"}, file)
     assert file.read_bytes() == first and list(file.parent.iterdir()) == [file]
-
-
-def test_nothing_is_left_of_a_trace_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is full says so; half a file would be read by somebody."""
 
     def full(file: IO[bytes], content: bytes, sync: bool) -> None:
         file.write(content[:3])
@@ -120,13 +113,10 @@ def test_nothing_is_left_of_a_trace_that_cannot_be_written(tmp_path: Path, monke
     monkeypatch.setattr(files, "append", full)
     with pytest.raises(OSError, match="No space left"):
         write({"traceEvents": []}, tmp_path / "a.pt.trace.json.gz")
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [file.parent]
 
 
-def test_an_exception_of_a_step_leaves_no_profiler_behind(
-    bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path
-) -> None:
-    """Nor a file; the next case has its trace."""
+def test_an_exception_leaves_no_profiler_behind(bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path) -> None:
     environment, calls = dict(os.environ), []
 
     def step(phase: Phases) -> None:
@@ -162,14 +152,13 @@ def test_threads_that_are_left_are_an_error(
     with pytest.raises(LeftRunning, match="stayer"):
         ask(bench, stepping(step), tmp_path)
     done.set()
-    for one in set(threading.enumerate()) - before:
-        assert one.name == "stayer"
-        one.join()
+    for thread in set(threading.enumerate()) - before:
+        assert thread.name == "stayer"
+        thread.join()
 
 
 @for_each("told", ["[]", "{}", '{"traceEvents": 3}'])
 def test_something_that_is_no_trace_is_an_error(told: str) -> None:
-    """It was somebody else who wrote it."""
 
     class Profile:
         def export_chrome_trace(self, path: str) -> None:
@@ -182,4 +171,168 @@ def test_something_that_is_no_trace_is_an_error(told: str) -> None:
 def test_a_kind_of_device_that_the_profiler_does_not_know_is_seen_from_the_host() -> None:
     """And a kind that it knows under its own name."""
     trace = tracing.record(lambda phase: None, "abacus")
-    assert any(str(one.get("name")).startswith("ProfilerStep#") for one in trace["traceEvents"])
+    assert any(str(event.get("name")).startswith("ProfilerStep#") for event in trace["traceEvents"])
+
+
+Event = dict[str, Any]
+
+
+def event(name: str, start: float, end: float, cat: str = "cpu_op", tid: object = 1, **args: object) -> Event:
+    """From `start` to `end` in microseconds."""
+    return {"ph": "X", "cat": cat, "name": name, "tid": tid, "pid": 9, "ts": start, "dur": end - start, "args": args}
+
+
+def step(start: float, end: float, number: int = 1) -> Event:
+    return event(f"ProfilerStep#{number}", start, end, "user_annotation")
+
+
+def phase(name: str, start: float, end: float, tid: object = 1) -> Event:
+    return event(f"fp8bench.{name}", start, end, "user_annotation", tid)
+
+
+def found(*events: Event) -> dict[tuple[str, str, bool], tuple[float, float]]:
+    """Calls and microseconds by phase, name and place."""
+    return {
+        (one.phase, one.name, one.on_device): (one.calls, round(one.seconds * 1e6, 6)) for one in operators_of(events)
+    }
+
+
+def test_an_operator_is_told_by_its_own_time() -> None:
+    told = found(step(0, 100), phase("gemm", 10, 60), event("matmul", 20, 50), event("mm", 25, 45))
+    assert told == {
+        ("gemm", "mm", False): (1, 20), ("gemm", "matmul", False): (1, 10), ("gemm", "", False): (0, 20),
+        ("unattributed", "", False): (0, 50),
+    }  # fmt: skip
+
+
+def test_figures_are_those_of_one_step() -> None:
+    told = found(
+        step(0, 10), step(10, 30, 2), event("warm", -5, -1), event("mm", 1, 5), event("mm", 12, 22), event("mm", 23, 25)
+    )
+    assert told == {("unattributed", "mm", False): (1.5, 8), ("unattributed", "", False): (0, 7)}
+
+
+@for_each(
+    ("events", "told"),
+    [
+        (
+            [phase("elementwise", 0, 100), phase("cast", 20, 40), event("copy", 20, 40), event("add", 50, 60)],
+            {("cast", "copy"): 20, ("elementwise", "add"): 10},
+        ),
+        # On a GPU the backward pass has a thread of its own, and phases opened before it are open there, too.
+        (
+            [phase("elementwise", 10, 90), event("mul", 20, 30, tid=2), phase("gemm", 40, 60, tid=2),
+             event("mm", 45, 55, tid=2)],
+            {("elementwise", "mul"): 10, ("gemm", "mm"): 10},
+        ),
+        # An autograd function of Python's begins in one phase and opens others: what it does there is theirs.
+        (
+            [event("Linear", 10, 90), phase("cast", 15, 25), phase("gemm", 30, 70), event("mm", 40, 60)],
+            {("unattributed", "Linear"): 30, ("gemm", ""): 20, ("cast", ""): 10},
+        ),
+    ],
+)  # fmt: skip
+def test_the_innermost_phase_counts(events: list[Event], told: dict[tuple[str, str], float]) -> None:
+    """On all threads. All of a step is somewhere, once."""
+    figures = operators_of([step(0, 100), *events])
+    seconds = {(figure.phase, figure.name): round(figure.seconds * 1e6, 6) for figure in figures}
+    assert {place: seconds[place] for place in told} == told and sum(seconds.values()) == pytest.approx(100)
+
+
+def test_a_kernel_belongs_to_the_phase_that_launched_it() -> None:
+    """Wherever the host is when it runs; on both sides there is room for half as many rows."""
+    told = found(
+        step(0, 100), phase("gemm", 10, 20), event("mm", 12, 18),
+        event("cudaLaunchKernel", 13, 14, "cuda_runtime", correlation=7),
+        event("cuLaunchKernel", 15, 16, "cuda_driver", correlation=8),
+        event("hopper_gemm", 60, 90, "kernel", "stream 7", correlation=7),
+        event("triton_add", 90, 95, "kernel", "stream 7", correlation=8),
+        event("Memcpy HtoD", 50, 55, "gpu_memcpy", "stream 7", correlation=99),
+    )  # fmt: skip
+    assert told["gemm", "hopper_gemm", True] == (1, 30) and told["gemm", "triton_add", True] == (1, 5)
+    assert told["unattributed", "Memcpy HtoD", True] == (1, 5), "by its own time, where nobody knows who launched it"
+    assert told["gemm", "mm", False] == (1, 6)
+
+
+def test_only_the_first_are_told_and_the_rest_is_summed_up() -> None:
+    """Names are cut, too: those of templates have thousands of letters."""
+    names = [f"op{number:02}" for number in range(20)]
+    host = [event(name, 10 * number, 10 * number + 9 - number / 10) for number, name in enumerate(names)]
+    told = operators_of([step(0, 1000), *host])
+    assert [operator.name for operator in told] == [*names[:MOST], ""]
+    assert told[-1].calls == 8 and sum(operator.seconds for operator in told) == pytest.approx(1e-3)
+    kernels = [event(name, 10, 20 - number / 10, "kernel", "s") for number, name in enumerate(names)]
+    told = operators_of([step(0, 1000), *host, *kernels])
+    assert [operator.name for operator in told if operator.on_device] == [*names[: MOST // 2], ""]
+    assert [operator.name for operator in told if not operator.on_device] == [*names[: MOST // 2], ""]
+    (only,) = [operator for operator in operators_of([step(0, 10), event("x" * 5000, 0, 10)]) if operator.name]
+    assert len(only.name) == LONGEST_NAME
+
+
+@for_each(
+    "wrong",
+    [
+        {"ph": "X", "name": "no times", "cat": "cpu_op"},
+        {"ph": "X", "name": None, "cat": "user_annotation", "ts": 1, "dur": 1},
+        {"ph": "M", "name": "process_name", "args": {"name": "python"}},
+        event("fp8bench.nonsense", 1, 2, "user_annotation"), event("gemm", 1, 2, "user_annotation"),
+        {"ph": "X", "name": "k", "cat": "kernel", "ts": 1, "dur": 1, "args": "none"},
+    ],
+)  # fmt: skip
+def test_events_that_say_nothing_are_passed_over(wrong: Event) -> None:
+    told = operators_of(mended([step(0, 10), wrong, event("mm", 2, 4)]))
+    assert OperatorTime("unattributed", "mm", 1, 2e-6) in told
+    assert operators_of([wrong]) == (), "without a step there is nothing to tell"
+
+
+def test_a_phase_that_outlives_an_operator_in_which_it_begins_is_cut() -> None:
+    before, after = event("BeforeBackward", 0, 10), event("AfterBackward", 40, 50)
+    assert mended([before, phase("attention", 5, 45), after]) == [before, phase("attention", 10, 40), after]
+    whole = [event("Linear", 0, 50), phase("gemm", 10, 40), event("mm", 20, 30)]
+    assert mended(whole) == whole
+    elsewhere = [event("mm", 0, 10, tid=2), phase("gemm", 5, 45)]
+    assert mended(elsewhere) == elsewhere
+
+
+def overlaps(events: Sequence[Event]) -> list[tuple[Event, Event]]:
+    """Pairs on one thread of which neither holds the other, and which do not lie apart."""
+    crossing = []
+    for event, other in combinations(events, 2):
+        start, end = event["ts"], event["ts"] + event["dur"]
+        begin, until = other["ts"], other["ts"] + other["dur"]
+        apart = end <= begin or until <= start
+        if event["tid"] == other["tid"] and not (apart or (start <= begin and until <= end) or (
+            begin <= start and end <= until
+        )):  # fmt: skip
+            crossing.append((event, other))
+    return crossing
+
+
+@st.composite
+def nested(draw: st.DrawFn, name: str, cat: str) -> list[Event]:
+    """Stretches of which each lies in another, or apart from it."""
+    made: list[Event] = []
+
+    def fill(low: int, high: int, depth: int) -> None:
+        at = low
+        while depth and at < high and draw(st.booleans()):
+            start = draw(st.integers(at, high))
+            end = draw(st.integers(start, high))
+            made.append(event(name, start, end, cat))
+            fill(start, end, depth - 1)
+            at = end
+
+    fill(0, 1000, 3)
+    return made
+
+
+@given(nested("aten::op", "cpu_op"), nested("fp8bench.gemm", "user_annotation"))
+@settings(max_examples=100, deadline=None)
+def test_whatever_crosses_is_mended_and_all_of_the_step_is_told(operators: list[Event], phases: list[Event]) -> None:
+    before = [step(0, 1000), *operators, *phases]
+    after = mended(before)
+    assert not overlaps(after) and after[: 1 + len(operators)] == before[: 1 + len(operators)]
+    for old, new in zip(before, after, strict=True):
+        assert old["ts"] <= new["ts"] and new["ts"] + new["dur"] <= old["ts"] + old["dur"] and new["dur"] >= 0
+    told = operators_of(after)
+    assert sum(one.seconds for one in told) == pytest.approx(1e-3) and {one.phase for one in told} <= set(CELL_PHASES)

@@ -21,13 +21,12 @@ from fp8bench.nn.whole_layers import WholeLayer, WholeLayers
 from fp8bench.numerics.products import values_product
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentObserver, SilentPhases
 from fp8bench.registry import backends, precisions
-from fp8bench.user_code import import_user_modules
 from fp8bench.worker.trial import Trials, installed, why_not, wrong_product
 from tests.counts import for_each
 from tests.facts import B200, CPU, H200
 from tests.nn.grouped_kernel import kernel
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
-from tests.own_suites import forgotten
+from tests.own_suites import suite_file
 
 LIE = """
 from fp8bench.nn.arithmetics import RecipeArithmetic
@@ -64,11 +63,8 @@ class Honest(Lying):
 @pytest.fixture
 def lie(tmp_path: Path) -> Iterator[str]:
     """A file that registers a backend whose product leaves some of the contraction out."""
-    file = tmp_path / "lying_backend.py"
-    file.write_text(LIE)
-    with forgotten(tmp_path):
-        import_user_modules((str(file),))
-        yield str(file)
+    with suite_file(tmp_path, LIE) as path:
+        yield path
 
 
 @pytest.mark.slow
@@ -171,7 +167,7 @@ OTHERS_SCALES = {
 
 def _of_values(self: BlockArithmetic, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     """For a processor, which has no product of tiles."""
-    return values_product(*(self.restore(one, torch.float32) for one in (a, b)), dtype)
+    return values_product(*(self.restore(operand, torch.float32) for operand in (a, b)), dtype)
 
 
 def _of_another_part(scale: Tensor, rows: int) -> Tensor:
@@ -182,9 +178,7 @@ def _of_another_part(scale: Tensor, rows: int) -> Tensor:
 @NEEDS_PRODUCTS
 @for_each("lie", ["", *OTHERS_SCALES])
 @for_each(("mode", "gpu"), [("fp8-rowwise", H200), ("mxfp8", B200)])
-def test_products_for_several_weights_are_looked_at(
-    mode: str, gpu: DeviceFacts, lie: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_of_several_weights(mode: str, gpu: DeviceFacts, lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By themselves: one takes the scales of other rows, or of another part's."""
     precision = precisions.get(mode)
     arithmetic = precision.arithmetic(gpu)
@@ -211,27 +205,21 @@ def tried(monkeypatch: pytest.MonkeyPatch, kind: type[Arithmetic] | None, **envi
 
 
 def test_a_map_s_dtypes_are_tried_and_a_failing_product_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks where that is asked for: a runtime that computes nothing has no right product."""
     assert "fp8: a product of 512x384x256 fails: RuntimeError: CUBLAS_STATUS_NOT_SUPPORTED" in tried(monkeypatch, None)
     assert "fp8: its forward product is wrong" in tried(monkeypatch, Off)
     assert tried(monkeypatch, RecipeArithmetic) == ""
-
-
-def test_nobody_looks_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime that computes nothing has no right product."""
     assert tried(monkeypatch, Nothing, FP8BENCH_PRODUCTS="unchecked") == ""
     assert tried(monkeypatch, Nothing, FP8BENCH_PRODUCTS="") != ""
 
 
-def test_a_precision_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_precision_is_tried_once_and_emulation_and_torch_s_own_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("bf16", "fp32", "fp8", "fp8:backend=emulated"):
+        assert Trials().wrong(Case("gemm", (), name, "cpu"), CPU) == ""
     calls = []
     monkeypatch.setattr("fp8bench.worker.trial._tried", lambda precision, facts: calls.append(precision.mode) or "no")
     trials, case = Trials(), Case("gemm", (), "fp8", "cuda:0")
     assert [trials.wrong(case, H200) for _ in range(3)] == ["no"] * 3 and calls == ["fp8"]
-
-
-def test_emulation_and_torch_s_own_are_not_tried() -> None:
-    for name in ("bf16", "fp32", "fp8", "fp8:backend=emulated"):
-        assert Trials().wrong(Case("gemm", (), name, "cpu"), CPU) == ""
 
 
 def test_a_backend_that_does_not_import_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,11 +230,6 @@ def test_a_backend_that_does_not_import_is_a_reason(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(type(backends.get("torchao")), "imported", broken)
     found = Trials().wrong(Case("mlp", (), "fp8:backend=torchao", "cpu"), here)
-    assert found == why_not("torchao") == (
-        "torchao is installed and cannot be imported (RuntimeError: Found empty meta package)"
-    )  # fmt: skip
-
-
-def test_versions_are_those_of_what_is_installed() -> None:
-    found = dict(installed())
-    assert "torch" not in found and all(metadata.version(package) == version for package, version in found.items())
+    assert found == why_not("torchao") and "cannot be imported (RuntimeError: Found empty meta package)" in found
+    versions = dict(installed())
+    assert "torch" not in versions and all(metadata.version(name) == version for name, version in versions.items())

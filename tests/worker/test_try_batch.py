@@ -15,7 +15,7 @@ import torch
 
 from fp8bench.devices.cpu import Cpu, data_bytes
 from fp8bench.devices.cuda import Cuda
-from fp8bench.errors import WorkerFault, WorkerLost
+from fp8bench.errors import WorkerFault
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
 from fp8bench.measure.limits import USUAL
@@ -28,7 +28,7 @@ from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.faults import PlantedFault
 from fp8bench.worker.memory_pass import of_workload, try_batch
-from tests.counts import for_each
+from tests.own_suites import suite_file
 from tests.worker.told import CPU, Storages, Told, setup_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
@@ -44,7 +44,7 @@ class Heap(Workload):
     summary = "takes memory"
     batch_axis = "mib"
     def axes(self, facts):
-        kinds = ("takes", "killed", "crash", "raises")
+        kinds = ("takes", "killed")
         return (Axis("mib", "how much", ("4",), whole_number()), Axis("how", "it ends", ("takes",), one_of(*kinds)))
     def work(self, params):
         return Work()
@@ -53,42 +53,30 @@ class Heap(Workload):
     def step(self, state, phase):
         if state["mib"] >= 64 and state["how"] == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if state["mib"] >= 64 and state["how"] == "crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        if state["mib"] >= 64 and state["how"] == "raises":
-            raise ValueError("sixty-four is too many")
         torch.ones(state["mib"] << 18)
 """
 
 
 @pytest.fixture(scope="module")
-def heap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def heap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The file of that suite, known here too."""
-    path = tmp_path_factory.mktemp("suites") / "heap_suite.py"
-    path.write_text(SUITE)
-    before = dict(workloads._leaves)
-    workloads.names()
-    yield path
-    workloads._leaves.clear()
-    workloads._leaves.update(before)
+    with suite_file(tmp_path_factory.mktemp("suites"), SUITE) as path:
+        yield path
 
 
 @pytest.fixture(scope="module")
-def worker(heap: Path) -> Iterator[ProcessWorker]:
-    with ProcessWorker(Settings(imports=(str(heap),))) as one:
-        yield one
+def worker(heap: str) -> Iterator[ProcessWorker]:
+    with ProcessWorker(Settings(imports=(heap,))) as process:
+        yield process
 
 
 @pytest.fixture
 def local() -> Iterator[LocalWorker]:
-    with LocalWorker(Settings()) as one:
-        yield one
+    with LocalWorker(Settings()) as process:
+        yield process
 
 
-def planned(suite: str, dtype: str = "fp32", imports: tuple[str, ...] = (), **axes: str) -> PlannedCase:
-    from fp8bench.user_code import import_user_modules
-
-    import_user_modules(imports)
+def planned(suite: str, dtype: str = "fp32", **axes: str) -> PlannedCase:
     request = Request(suite, (dtype,), ("cpu",), axes=tuple((name, (value,)) for name, value in axes.items()))
     return make_plan(request, (CPU,)).groups[0].cases[0]
 
@@ -117,7 +105,6 @@ def seen(case: Case) -> int:
     [("mlp", {"width": "64", "hidden": "128", "gated": "yes"}), ("norm_act", {"width": "64", "operation": "gelu"})],
 )
 def test_another_way_of_counting_finds_the_same_end(name: str, axes: dict[str, str], local: LocalWorker) -> None:
-    """Both sides of it, without anything of the search."""
     limit, one = 3 * MIB, planned(name, tokens="16", **axes)
     found = searched(local, one, limit)
     assert found.batch is not None and found.batch > 100 and found.beyond == found.batch + 1
@@ -130,9 +117,8 @@ def test_another_way_of_counting_finds_the_same_end(name: str, axes: dict[str, s
 
 @pytest.mark.slow
 @linux
-def test_memory_that_ends_is_survived_and_given_back(worker: ProcessWorker, heap: Path) -> None:
-    """Ten times as much as is allowed, again and again: the same process answers, and has lost nothing."""
-    small, large = (planned("heap", imports=(str(heap),), mib=str(size)).case for size in (4, 3000))
+def test_memory_that_ends_is_survived_and_given_back(worker: ProcessWorker, heap: str) -> None:
+    small, large = (planned("heap", mib=str(size)).case for size in (4, 3000))
     assert worker.within(60).try_batch(small, CPU, 100 * MIB) == 4 * MIB
     process, resident = worker.pid, resident_bytes(worker)
     for _ in range(5):
@@ -151,41 +137,15 @@ def resident_bytes(worker: ProcessWorker) -> int:
 
 
 @linux
-def test_the_largest_of_a_user_s_own_suite(worker: ProcessWorker, heap: Path) -> None:
-    found = searched(worker, planned("heap", imports=(str(heap),)), 50 * MIB + 17)
-    assert (found.axis, found.batch, found.beyond, found.peak) == ("mib", 50, 51, 50 * MIB)
-    assert found.why == "tensors need 1.00 MiB more"
-
-
-@linux
-def test_a_worker_that_is_killed_is_no_end_of_the_search(worker: ProcessWorker, heap: Path) -> None:
+def test_a_worker_that_is_killed_is_no_end_of_the_search(worker: ProcessWorker, heap: str) -> None:
     """As the kernel does it when memory runs out: the search goes on in a fresh one."""
-    found = searched(worker, planned("heap", imports=(str(heap),), how="killed"), 64 * MIB)
-    assert (found.batch, found.beyond) == (63, 64)
+    found = searched(worker, planned("heap", how="killed"), 64 * MIB)
+    assert (found.axis, found.batch, found.beyond, found.peak) == ("mib", 63, 64, 63 * MIB)
     assert "was ended by SIGKILL (the system ends processes so when memory runs out)" in found.why
 
 
 @linux
-@for_each(("how", "word"), [("crash", "SIGSEGV"), ("raises", "sixty-four is too many")])
-def test_what_fails_otherwise_ends_it(how: str, word: str, worker: ProcessWorker, heap: Path) -> None:
-    """The next case finds a worker that works."""
-    found = searched(worker, planned("heap", imports=(str(heap),), how=how), 64 * MIB)
-    assert found.batch is None and word in found.why
-    assert worker.within(60).try_batch(planned("heap", mib="4").case, CPU, 100 * MIB) == 4 * MIB
-
-
-@pytest.mark.slow
-@linux
-def test_a_killed_worker_is_told_from_one_that_crashed(worker: ProcessWorker, heap: Path) -> None:
-    for how, killed in (("killed", True), ("crash", False)):
-        with pytest.raises(WorkerLost) as caught:
-            worker.within(60).try_batch(planned("heap", imports=(str(heap),), how=how, mib="64").case, CPU, None)
-        assert caught.value.killed is killed
-
-
-@linux
 def test_the_kernel_s_limit_is_put_back(local: LocalWorker) -> None:
-    """After a success and after a failure."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with Cpu().memory_limited(0, MIB):
         assert resource.getrlimit(resource.RLIMIT_DATA)[0] < data_bytes() + 300 * MIB
@@ -205,7 +165,6 @@ def setup() -> Setup:
 
 @linux
 def test_preparing_counts_and_both_steps_do() -> None:
-    """The highest point lies where it lies."""
 
     def rough(setup: Setup) -> dict[str, Any]:
         torch.empty(5000)
@@ -226,7 +185,6 @@ def test_preparing_counts_and_both_steps_do() -> None:
 
 
 def test_a_device_that_nobody_limits_or_counts_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is prepared."""
 
     def never(*given: object) -> Any:
         raise AssertionError("it was prepared")
@@ -235,22 +193,16 @@ def test_a_device_that_nobody_limits_or_counts_on_is_refused(monkeypatch: pytest
     monkeypatch.setattr(blind, "memory_meter", lambda index: "torch was built without its profiler")
     with pytest.raises(CannotLimit, match="a limit needs a counter: torch was built without"):
         try_batch(of_workload(Told(never, never), setup), blind, 0, 1 << 30)
+    steps = list[int]()
+    counted = Told(lambda _: {}, lambda state, phase: steps.append(1))
+    assert try_batch(of_workload(counted, setup), blind, 0, None) is None, "without a limit nobody has to count"
+    assert len(steps) == 2
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(CannotLimit, match=r"no limit .* is kept on darwin; on Linux it is \(RLIMIT_DATA\)"):
         try_batch(of_workload(Told(never, never), setup), Cpu(), 0, 1 << 30)
 
 
-def test_without_a_limit_nobody_has_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    blind, steps = Cpu(), list[int]()
-    monkeypatch.setattr(blind, "memory_meter", lambda index: "nobody")
-    assert (
-        try_batch(of_workload(Told(lambda _: {}, lambda state, phase: steps.append(1)), setup), blind, 0, None) is None
-    )
-    assert len(steps) == 2
-
-
 def test_the_meter_is_stopped_and_garbage_collected_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the next pass would count under two."""
     stopped: list[int] = []
     device = Cpu()
     meter = device.memory_meter(0)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import fp8bench
 from fp8bench import pipeline
@@ -20,11 +18,12 @@ from fp8bench.model import Case, Request, Status
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules
-from fp8bench.user_code.switches import now
+from fp8bench.user_code.switches import now, put_back
 from fp8bench.worker.clock import ClocksDisagree, agreeing
 from fp8bench.worker.switches import refuse_bent, switches
 from tests.counts import for_each
 from tests.own_suites import forgotten
+from tests.worker.test_switches import KEPT, LEFT
 
 SUITES = """
 import os, time
@@ -138,15 +137,12 @@ def test_a_file_whose_import_sets_switches_is_refused(line: str, words: str, tmp
     path.write_text(line)
     before = now(switches())
     for _ in range(2):
-        with pytest.raises(
-            ImportFailed, match=rf"importing '.*sets_at_import.py' leaves {words}.*: everything would be"
-        ):
+        with pytest.raises(ImportFailed, match=rf"importing '.*sets_at_import.py' leaves {words}.*: everything"):
             import_user_modules([str(path)])
         assert now(switches()) == before
 
 
 def test_a_file_whose_import_sets_switches_of_torch_is_refused_by_the_worker(tmp_path: Path) -> None:
-    """The parent knows no torch; the refusal is the same. A worker that is started later fails the case it is for."""
     path = tmp_path / "sets_at_import.py"
     path.write_text("import torch; torch.backends.mkldnn.enabled = False; torch.set_default_dtype(torch.float64)")
     words = r"importing .* leaves the default dtype at torch.float64 .*, oneDNN at False"
@@ -157,110 +153,70 @@ def test_a_file_whose_import_sets_switches_of_torch_is_refused_by_the_worker(tmp
             worker.probe()
 
 
-@contextmanager
-def attribute(holder: Any, word: str, value: object) -> Iterator[None]:
-    before = getattr(holder, word)
-    setattr(holder, word, value)
-    try:
-        yield
-    finally:
-        setattr(holder, word, before)
-
-
-@contextmanager
-def called(function: Callable[[Any], object], value: object, usual: object) -> Iterator[None]:
-    function(value)
-    try:
-        yield
-    finally:
-        function(usual)
-
-
-BENT: dict[str, tuple[Callable[[], Any], str]] = {
-    "autocast": (lambda: torch.autocast("cpu"), r"autocast on cpu at True \(expected False\).*set_autocast_enabled"),
-    "inference": (torch.inference_mode, r"inference mode at True \(expected False\).*leave torch.inference_mode"),
-    "grad": (torch.no_grad, r"gradients at False \(expected True\).*torch.set_grad_enabled\(True\)"),
-    "dtype": (
-        lambda: called(torch.set_default_dtype, torch.float64, torch.float32),
-        r"the default dtype at torch.float64 \(expected torch.float32\)",
-    ),
-    "device": (lambda: torch.device("cpu"), r"the default device at cpu \(expected None\)"),
-    "oneDNN": (
-        lambda: attribute(torch.backends.mkldnn, "enabled", False),
-        r"oneDNN at False \(expected True\), .*Put it right first \(torch.backends.mkldnn.enabled = True\)",
-    ),
-    "convolutions": (
-        lambda: attribute(torch.backends.mkldnn.conv, "fp32_precision", "bf16"),
-        r"oneDNN's float32 convolutions at bf16 \(expected ieee\)",
-    ),
-    "products": (
-        lambda: attribute(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
-        r"float32 products at mixed \(expected highest\)",
-    ),
-    "sums": (
-        lambda: attribute(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
-        r"fp16's accumulators at True \(expected False\)",
-    ),
-    "flash": (
-        lambda: called(torch.backends.cuda.enable_flash_sdp, False, True), r"flash attention at False \(expected T",
-    ),
-    "denormals": (
-        lambda: called(torch.set_flush_denormal, True, False), r"denormals as zero at True \(expected False\)",
-    ),
-    "anomaly": (torch.autograd.detect_anomaly, r"anomaly detection at True \(expected False\)"),
-    "modes": (FlopCounterMode, r"modes of torch's dispatcher at 1 \(expected 0\)"),
-    "clock": (lambda: attribute(time, "perf_counter", time.monotonic), r"time.perf_counter at time.monotonic \(ex"),
-    "variable": (
-        lambda: variable("ONEDNN_DEFAULT_FPMATH_MODE", "BF16"),
-        r"the environment at .*ONEDNN_DEFAULT_FPMATH_MODE=BF16.* \(expected none of NVIDIA_TF32_OVERRIDE and ONEDNN_",
-    ),
-}  # fmt: skip
-
-
-@contextmanager
-def variable(name: str, value: str) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(name, value)
-        yield
+# What is said of each switch that a workload may leave changed (`LEFT`, `KEPT`), where it bends a reference.
+BENT = {
+    "autocast": r"autocast on cpu at True \(expected False\).*set_autocast_enabled",
+    "inference": r"inference mode at True \(expected False\).*leave torch.inference_mode",
+    "grad": r"gradients at False \(expected True\).*torch.set_grad_enabled\(True\)",
+    "dtype": r"the default dtype at torch.bfloat16 \(expected torch.float32\)",
+    "device": r"the default device at cpu \(expected None\)",
+    "oneDNN": r"oneDNN at False \(expected True\), .*Put it right first \(torch.backends.mkldnn.enabled = True\)",
+    "its convolutions": r"oneDNN's float32 convolutions at bf16 \(expected ieee\)",
+    "its products": r"float32 products at mixed \(expected highest\)",
+    "accumulators": r"fp16's accumulators at True \(expected False\)",
+    "flash": r"flash attention at False \(expected T",
+    "denormals": r"denormals as zero at True \(expected False\)",
+    "anomaly": r"anomaly detection at True \(expected False\)",
+    "operators": r"modes of torch's dispatcher at 1 \(expected 0\)",
+    "clock": r"time.perf_counter at time.time \(ex",
+    "variable": r"the environment at .*ONEDNN_DEFAULT_FPMATH_MODE=BF16.* \(expected none of NVIDIA_TF32_OVER",
+}
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @for_each("which", BENT)
-def test_a_process_that_would_bend_its_reference_is_refused(which: str, tmp_path: Path) -> None:
+def test_a_process_that_would_bend_its_reference_is_refused(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the switch, its value, what it should be, and how to make it so. The process stays as it was."""
-    make, words = BENT[which]
-    with make():
+    usual = now(switches())
+    with KEPT[which][0]() if which in KEPT else nullcontext():
+        if which in LEFT:
+            LEFT[which][0]()
+        elif which not in KEPT:
+            monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
         before = now(switches())
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UsageError, match=BENT[which]):
             fp8bench.run("gemm", dtypes="fp32", set={"shape": 8}, rounds=1, isolation=False, store=tmp_path)
         assert now(switches()) == before
-    refuse_bent()
+    if which in LEFT:
+        put_back(switches(), usual)
 
 
 def test_what_bends_no_comparison_is_recorded_only(tmp_path: Path) -> None:
     """All cases run under it alike; the precision's own scope sees to float32 products."""
-    with (
-        called(torch.use_deterministic_algorithms, True, False),
-        called(torch.set_float32_matmul_precision, "high", "highest"),
-    ):
+    usual = now(switches())
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("high")
+    try:
         run = fp8bench.run("gemm", dtypes="fp32", set={"shape": 8}, rounds=1, isolation=False, store=tmp_path)
         assert torch.are_deterministic_algorithms_enabled() and torch.get_float32_matmul_precision() == "high"
+    finally:
+        put_back(switches(), usual)
+    refuse_bent()  # nothing bends it now
     assert run.ok and "deterministic algorithms at 2 (usually 0)" in str(run.environment.get("switches_set"))
     assert run.environment.get("switch float32 products") == "high"
 
 
 @for_each(("factor", "wrong"), [(1.0, False), (1.01, False), (0.0, True), (10.0, True)])
 def test_a_clock_that_does_not_go_like_the_hardwares_is_told(factor: float, wrong: bool) -> None:
-    """However long this process was kept from going on meanwhile."""
     begun = time.perf_counter_ns()
     clock = {"a clock": lambda: begun + factor * (time.perf_counter_ns() - begun)}
     with pytest.raises(ClocksDisagree, match="a clock counted ") if wrong else nullcontext(), agreeing(clock):
         time.sleep(0.01)
 
 
-def test_clocks_that_were_replaced_before_the_worker_began_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clocks_replaced_before_the_worker_began_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a module of the interpreter's own start-up can."""
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.perf_counter = time.monotonic\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -269,7 +225,6 @@ def test_clocks_that_were_replaced_before_the_worker_began_are_refused(
 
 
 def test_a_clock_that_looks_as_it_should_and_goes_wrong_fails_the_slot(tmp_path: Path) -> None:
-    """One that is no switch of the process: what stamps are read from."""
     path = tmp_path / "half_speed.py"
     path.write_text(
         "import time\nfrom fp8bench.devices import cpu\n"
@@ -278,7 +233,5 @@ def test_a_clock_that_looks_as_it_should_and_goes_wrong_fails_the_slot(tmp_path:
     case = Case("gemm", (("m", 64), ("n", 64), ("k", 64), ("product", "forward"), ("operands", "cast")), "fp32", "cpu")
     with ProcessWorker(Settings(imports=(str(path),))) as worker:
         worker.within(60.0).prepare("one", case, worker.probe()[0])
-        with pytest.raises(
-            WorkerFault, match=r"ClocksDisagree: the clock of phases counted .* where the hardware's clock"
-        ):
+        with pytest.raises(WorkerFault, match="ClocksDisagree: the clock of phases counted "):
             worker.within(60.0).slot("one", 2000, 1)

@@ -21,9 +21,8 @@ from fp8bench.measure.arm import ArmFailed, MeasuredArm, Quantisers, guarding
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.measure.interrupts import ignored
 from fp8bench.measure.limits import HANG_SECONDS
-from fp8bench.measure.orders import Orders
 from fp8bench.measure.process import WorkerProcess
-from fp8bench.measure.rounds import WARMED_BELOW_SECONDS
+from fp8bench.measure.rounds import WARMED_BELOW_SECONDS, Orders
 from fp8bench.model import DeviceFacts, PlannedCase, Request, Scalar
 from fp8bench.model.raw import PROTOCOL, Settings
 from fp8bench.model.stopping import StoppingRule

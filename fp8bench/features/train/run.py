@@ -57,8 +57,8 @@ from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker, claimed
 from fp8bench.measure.interrupts import held_back, ignored
 from fp8bench.measure.ranks.worker import RanksWorker
+from fp8bench.measure.sensors.energy import SourceKind
 from fp8bench.measure.sensors.meter import Meter, Meters
-from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.measure.windows import WindowPass, WindowRule
 from fp8bench.model import Case, EnergyUse, Level, PlannedCase, Support, Work
 from fp8bench.model.raw import Settings

@@ -42,7 +42,6 @@ class RankState:
 
     @property
     def failed_itself(self) -> bool:
-        """By what no neighbour makes a rank raise."""
         return bool(self.fault[0]) and _MAY_COMPLAIN.match(self.fault[0]) is None
 
 
@@ -99,7 +98,6 @@ def sentence(states: Sequence[RankState], now: float) -> str:
 
 
 def late(states: Sequence[RankState], now: float) -> str:
-    """The rank that is furthest behind, where nobody has failed yet."""
     return f": {_named(suspects(states), len(states), now)}"
 
 

@@ -55,7 +55,7 @@ def _communication(step: RawStep) -> int:
 
 
 def _devices(answers: Sequence[Sequence[DeviceFacts]]) -> tuple[DeviceFacts, ...]:
-    keys = set.intersection(*({device.key for device in found} for found in answers))
+    keys = set.intersection(*({device.key for device in devices} for devices in answers))
     return tuple(device for device in answers[0] if device.key in keys)
 
 
@@ -76,11 +76,10 @@ def most_memory(answers: Sequence[MemoryUse | str]) -> MemoryUse | str:
     if len(told) < len(answers):
         return next(answer for answer in answers if isinstance(answer, str))
     each = tuple(RankMemory(rank, use.peak, use.roles) for rank, use in enumerate(told))
-    return replace(max(told, key=lambda one: one.peak), ranks=each)
+    return replace(max(told, key=lambda most: most.peak), ranks=each)
 
 
 def _checked(answers: Sequence[StateCheck]) -> StateCheck:
-    """The first rank of whose state something is wrong, by its number."""
     for rank, answer in enumerate(answers):
         if answer.wrong:
             return replace(answer, wrong=f"rank {rank} of {len(answers)}: {answer.wrong}")
@@ -109,10 +108,10 @@ def _said(answers: Sequence[str]) -> str:
 
 def _bits(answers: Sequence[Sequence[OperationBits]]) -> tuple[OperationBits, ...]:
     """Each rank's own, and once what all of them come to: with several digests where they come to different things."""
-    found: dict[OperationBits, dict[str, None]] = {}
+    told: dict[OperationBits, dict[str, None]] = {}
     for bits in (bits for own in answers for bits in own):
-        found.setdefault(replace(bits, digests=()), {}).update(dict.fromkeys(bits.digests))
-    return tuple(replace(bits, digests=tuple(digests)) for bits, digests in found.items())
+        told.setdefault(replace(bits, digests=()), {}).update(dict.fromkeys(bits.digests))
+    return tuple(replace(bits, digests=tuple(digests)) for bits, digests in told.items())
 
 
 StepAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]

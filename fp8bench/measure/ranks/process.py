@@ -67,9 +67,9 @@ class _Rank:
     ended_at: float | None = None
 
     def close(self) -> None:
-        for one in (self.lifeline, self.requests):
-            if one is not None:
-                one.close()
+        for connection in (self.lifeline, self.requests):
+            if connection is not None:
+                connection.close()
 
 
 class RanksProcess(WorkerProcess):
@@ -99,7 +99,6 @@ class RanksProcess(WorkerProcess):
 
     @property
     def pid(self) -> int:
-        """Rank 0's, whose device is looked at."""
         return self._ranks[0].pid
 
     def send(self, request: object) -> None:
@@ -139,7 +138,7 @@ class RanksProcess(WorkerProcess):
         replies = [rank.reply for rank in self._ranks if rank.reply is not None]
         faults = [reply for _, reply in replies if reply[0] == "fault"]
         number = replies[0][0]
-        if not faults and {one for one, _ in replies} == {number}:
+        if not faults and {place for place, _ in replies} == {number}:
             try:
                 return number, ("ok", merged(self._request, [reply[1] for _, reply in replies], self._launch.merges))
             except RanksDisagree as error:
@@ -212,7 +211,6 @@ class RanksProcess(WorkerProcess):
         return any(rank.ended_at is not None for rank in self._ranks)
 
     def _take(self, seconds: float) -> None:
-        """What comes from ranks within so long: answers, and ends."""
         waiting = {
             rank.requests: rank
             for rank in self._ranks

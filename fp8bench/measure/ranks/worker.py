@@ -61,7 +61,7 @@ class RanksWorker(ProcessWorker):
         if name in _BEFORE_CASES:
             answer = self._alone.ask(limit, name, *arguments)
             if name == "probe":  # each rank sees one device of a kind
-                return tuple(replace(one, ranks=self._launch.ranks) for one in answer if one.index == 0)
+                return tuple(replace(facts, ranks=self._launch.ranks) for facts in answer if facts.index == 0)
             return answer
         lost = self._unstarted
         if name != "bits":  # those of a cell belong to no case, which goes without

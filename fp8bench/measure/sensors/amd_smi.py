@@ -57,7 +57,6 @@ class AmdLibrary(DriverLibrary):
         return NoReading(f"{said} (AMD SMI error {code})", code)
 
     def word(self, kind: str, name: str) -> Any:
-        """One of the package's own words, as its functions take them."""
         return getattr(getattr(self._module, kind), name)
 
 
@@ -99,7 +98,6 @@ class _Held:
         self._before: Mapping[str, float] | None = None
 
     def read(self, ask: Ask) -> Reading:
-        """As a mask of NVML's bits."""
         said = ask("amdsmi_get_gpu_metrics_info")
         now = {name: _number(said, name) for name in _HELD}
         before, self._before = self._before, now
@@ -126,8 +124,6 @@ def _of(function: str, name: str, factor: float, unit: str, *arguments: Callable
 
 
 def _text(function: str, name: str = "") -> Way:
-    """Words that a function tells, or one of several."""
-
     def read(ask: Ask) -> Reading:
         said = ask(function)
         words = str(said.get(name, "") if name else said)
@@ -164,7 +160,7 @@ def _process_memory(pid: int) -> Query:
 
 def _listed(ask: Ask) -> tuple[list[tuple[int, int]], str]:
     source = "amdsmi_get_gpu_process_list"
-    return [(int(one["pid"]), int(one["memory_usage"]["vram_mem"])) for one in ask(source)], source
+    return [(int(process["pid"]), int(process["memory_usage"]["vram_mem"])) for process in ask(source)], source
 
 
 def _uncounted(ask: Ask) -> Reading:

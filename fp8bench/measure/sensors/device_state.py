@@ -11,10 +11,9 @@ from contextlib import closing
 from typing import Any
 
 from fp8bench import units
+from fp8bench.measure.sensors.energy import SourceKind
 from fp8bench.measure.sensors.meter import Meter
-from fp8bench.measure.sensors.nvml import AbsentDevice, listed
-from fp8bench.measure.sensors.nvml_queries import LIBRARY, Library
-from fp8bench.measure.sensors.sampler_thread import SourceKind
+from fp8bench.measure.sensors.nvml import LIBRARY, AbsentDevice, Library, listed
 from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.readings import NoReading, Reading, Unavailable, reasons_of
@@ -61,16 +60,16 @@ def _held(by: str) -> str:
 
 def device_state_of(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar | None]:
     """What a run on this device is made under; of a processor that has no driver, where its energy comes from."""
-    found: dict[str, Scalar | None] = {}
+    state: dict[str, Scalar | None] = {}
     if facts.accelerated or not isinstance(meter.device, AbsentDevice):
         read = {name: fact for name, fact in meter.device.facts().items() if name in _FACTS}
-        found = {name: None if isinstance(one, Unavailable) else one.value for name, one in read.items()}
-        found["unknown"] = "; ".join(reasons_of(read)) or None
-    found["energy_source"] = meter.kind.value
-    found["energy_period"] = _period(meter)
-    found["energy_call"] = meter.call_seconds
-    found["energy_why"] = meter.why or None
-    return {f"{facts.key} {name}": value for name, value in found.items()}
+        state = {name: None if isinstance(known, Unavailable) else known.value for name, known in read.items()}
+        state["unknown"] = "; ".join(reasons_of(read)) or None
+    state["energy_source"] = meter.kind.value
+    state["energy_period"] = _period(meter)
+    state["energy_call"] = meter.call_seconds
+    state["energy_why"] = meter.why or None
+    return {f"{facts.key} {name}": value for name, value in state.items()}
 
 
 def device_lines(meter: Meter) -> Iterator[str]:

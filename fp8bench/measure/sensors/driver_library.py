@@ -1,15 +1,89 @@
-"""A driver's library in this process: loaded and initialised while anyone uses it, left alone once it has hung."""
+"""A driver's library in this process: loaded and initialised while anyone uses it, left alone once it has hung.
+
+A driver that hangs must not hang the run. A call of it is made on a daemon thread: whoever asked stops waiting, and the
+process can end although the thread never does. Samplers go by a clock; tests have one that only they move.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
-from fp8bench.measure.sensors.timeouts import TIMEOUT, NoAnswer, within
 from fp8bench.model.readings import NoReading
+
+_LOOK = 0.02
+
+
+class Clock(Protocol):
+    """Seconds, sleeping, and the processor time of the calling thread."""
+
+    def now(self) -> float: ...
+
+    def cpu(self) -> float: ...
+
+    def sleep(self, seconds: float, stop: threading.Event) -> bool:
+        """Sleeps, and says whether `stop` was set meanwhile."""
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Sleeps until something is so."""
+
+
+class HostClock:
+    """The host's monotonic clock."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def cpu(self) -> float:
+        return time.thread_time()
+
+    def sleep(self, seconds: float, stop: threading.Event) -> bool:
+        return stop.wait(seconds)
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        while not until():
+            time.sleep(_LOOK)
+
+
+HOST = HostClock()
+
+
+# A healthy call takes microseconds, one to a sleeping GPU without persistence mode a second or so.
+TIMEOUT = 5.0
+
+
+class NoAnswer(NoReading):
+    """A call did not come back in time."""
+
+
+def within(seconds: float, function: Callable[[], T], name: str) -> T:
+    """What `function` returns or which NoReading it raises; NoAnswer if it does neither in that time."""
+    returned: list[T] = []
+    raised: list[NoReading] = []
+
+    def body() -> None:
+        try:
+            returned.append(function())
+        except NoReading as failure:
+            raised.append(failure)
+
+    thread = threading.Thread(target=body, name=name, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if returned:
+        return returned[0]
+    if raised:
+        raise raised[0]
+    raise NoAnswer(silence(name, seconds) if thread.is_alive() else f"{name} ended without an answer")
+
+
+def silence(name: str, seconds: float) -> str:
+    return f"{name} gave no answer for {seconds:g} s"
+
 
 T = TypeVar("T")
 
@@ -52,7 +126,6 @@ class DriverLibrary(ABC):
             self._users += 1
 
     def close(self) -> None:
-        """Shuts it down after the last user, if it still answers."""
         with self._lock:
             self._users -= 1
             if not self._users:

@@ -1,23 +1,256 @@
-"""Energy of what runs while a window is open.
+"""Energy of what runs while a window is open, and the sampler's thread that looks at one source meanwhile.
 
-A window is looked at by one thread of its own, which ends with it: outside of windows nothing runs. It never raises and
-never hangs; where there is no number there is the reason.
+It never raises and never hangs; where there is no number there is the reason. Outside of windows nothing runs. A thread
+that wakes up takes 30 to 150 us of a processor, most of it for waking. So nobody looks where nothing can be seen. The
+first tick of a window is looked for all the time. Those up to the tenth only have to be counted: one look a period,
+halfway between two of them. From there on any may be the last, and is waited for from just before it is due.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import reduce
 from operator import or_
 from statistics import median
 from typing import Any, Self
 
-from fp8bench.measure.sensors.mean_power import PowerStretch, mean_power, slope
-from fp8bench.measure.sensors.sampler_thread import Sampler, Source, SourceKind
-from fp8bench.measure.sensors.timeouts import Clock
+from fp8bench.measure.sensors.driver_library import Clock, NoAnswer, silence
+from fp8bench.measure.sensors.mean_power import (
+    INTERVALS,
+    PowerSample,
+    PowerStretch,
+    Rhythm,
+    Tick,
+    mean_power,
+    resolved,
+    slope,
+    sufficient,
+)
 from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable
+
+# Seconds between two looks where a tick may come; at a counter that is faster than that; and at a power sensor.
+PAUSE = 2e-3
+FAST_PAUSE = 20e-3
+POWER_PAUSE = 10e-3
+# Ticks that may be the last are waited for about so often: of a faster counter some are passed over.
+_SPARSE = 0.05
+# What looking may take of one processor: a share of the time, and that of so many seconds in advance.
+_BUDGET = 0.005
+_ADVANCE = 1.0
+_SPARSER = 1.5
+_SPARSEST = 0.4
+_LONGEST_PAUSE = 50e-3
+
+
+class Polling:
+    """Says how long to sleep; learns how early a tick may come, and what looking costs.
+
+    `blind`: ticks are passed over while it sleeps, so that the change seen at the next look is none to go by.
+    """
+
+    def __init__(self, counts: bool, rhythm: Rhythm | None = None) -> None:
+        fast = rhythm is not None and rhythm.period < 3 * PAUSE
+        self.blind = False
+        self._rhythm = None if fast else rhythm
+        self._pause = (FAST_PAUSE if fast else PAUSE) if counts else POWER_PAUSE
+        self._margin = 2 * PAUSE + rhythm.spread if rhythm else 0.0
+        self._sparse = _SPARSE
+        self._first = 0.0
+        self._awake = math.inf  # when it last woke up to wait for a tick
+        self._resting = False
+
+    def next(self, now: float, tick: Tick | None, count: int) -> float:
+        """How long to sleep after a look that saw a tick, the `count`th, or none."""
+        rested, self._resting, blind, self.blind = self._resting, False, self.blind, False
+        if rested:
+            self._awake = now
+        if tick is None or blind or self._rhythm is None:
+            return self._pause
+        period = self._rhythm.period
+        if count == 1:
+            self._first = tick.at
+        sharp = tick.late < period / 2
+        last = tick.at if sharp else self._first + (now - self._first) // period * period
+        if count < INTERVALS:
+            return max(last + 1.5 * period - now, self._pause)
+        if count > INTERVALS and (rested or tick.at - self._awake > 2 * self._margin):
+            # It was there at the first look already, or passed unseen and this is the one behind it.
+            self._margin = min(2 * self._margin, period)
+        return self._rest(period, last - now)
+
+    def _rest(self, period: float, since: float) -> float:
+        """How long to sleep until just before the tick to wait for; `since` is the last one, seen from now."""
+        turns = max(1, math.ceil(self._sparse / period))
+        rest = since + turns * period - self._margin
+        self._resting = rest > self._pause
+        self.blind = self._resting and turns > 1
+        return max(rest, self._pause)
+
+    def mind(self, cpu_seconds: float, seconds: float) -> None:
+        """Looks less often where looking has taken more than its share of the time."""
+        if cpu_seconds <= _BUDGET * (seconds + _ADVANCE):
+            return
+        if self._rhythm is None:
+            self._pause = min(_SPARSER * self._pause, _LONGEST_PAUSE)
+        else:
+            self._sparse = min(_SPARSER * self._sparse, _SPARSEST)
+
+
+class SourceKind(StrEnum):
+    """The sources, best first. Figures of different kinds do not compare: they have differed by a factor of 1.7."""
+
+    COUNTER = "counter"
+    RAPL = "rapl"
+    INSTANT = "instant"
+    AVERAGE = "average"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of them. `read` says joules of a counter, watts of a sensor, or raises NoReading; it may hang.
+
+    `rhythm` is how a counter changes, None as long as nobody has measured it; `settle` how long a sensor averages.
+    """
+
+    kind: SourceKind
+    read: Callable[[], float]
+    rhythm: Rhythm | None = None
+    settle: float = 0.0
+
+    @property
+    def counts(self) -> bool:
+        return self.kind in (SourceKind.COUNTER, SourceKind.RAPL)
+
+
+NAME = "fp8bench-sampler"
+# Seconds between two looks at the state, and between two thoughts about the cost and whether there is enough.
+_STATE = 0.2
+_THOUGHT = 0.05
+_SPARE = 1.5
+
+
+class Sampler:
+    """What one thread sees. It writes, others read: `enough` at any time, all else when the thread has ended.
+
+    `failure` says why a source failed while it was looked at, '' if it did not; `ended` that the thread came to its
+    end, whatever it was; `call_seconds` is what the fastest call took.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        clock: Clock,
+        look: Callable[[], Readings] | None = None,
+        satisfied: Callable[[Sampler], bool] | None = None,
+    ) -> None:
+        self.ticks: list[Tick] = []
+        self.samples: list[PowerSample] = []
+        self.looks: list[Readings] = []
+        self.polls = 0
+        self.call_seconds = math.inf
+        self.begun = 0.0
+        self.cpu_seconds = 0.0
+        self.failure = ""
+        self.enough = False
+        self.ended = False
+        self._source, self._clock, self._look, self._satisfied = source, clock, look, satisfied or Sampler.resolved
+        self._stop = threading.Event()
+        self._polling = Polling(source.counts, source.rhythm)
+        # What a counter shows is never older than its longest interval, and something to spare.
+        self._oldest = _SPARE * source.rhythm.longest if source.rhythm else math.inf
+        self._state_due = self._thought_due = 0.0
+        self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def resolved(self) -> bool:
+        """Whether there is enough for a number that is as sharp as it need be."""
+        if self._source.counts:
+            return resolved(self.ticks)
+        return sufficient(self.samples, self.begun, self._source.settle)
+
+    def stop(self, timeout: float) -> None:
+        """The thread ends. Raises NoReading if the source failed, or the thread did; NoAnswer where a call hangs."""
+        self._stop.set()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise NoAnswer(silence("the energy source", timeout))
+        if self.failure or not self.ended:
+            raise NoReading(self.failure or "the sampler's thread broke off")
+
+    def _run(self) -> None:
+        self._cpu_before = self._clock.cpu()
+        self.begun = self._clock.now()
+        self._state_due = self.begun
+        try:
+            if self._source.counts:
+                self._follow_counter()
+            else:
+                self._follow_sensor()
+            self.ended = True
+        except NoReading as failure:
+            self.failure = failure.reason
+            self.ended = True
+        finally:
+            self.cpu_seconds = self._clock.cpu() - self._cpu_before
+            self.enough = True
+
+    def _follow_counter(self) -> None:
+        clock, read = self._clock, self._source.read
+        asked = clock.now()
+        last, tick = read(), None
+        changed = clock.now()
+        while not clock.sleep(self._polling.next(clock.now(), tick, len(self.ticks)), self._stop):
+            before, asked = asked, clock.now()
+            joules = read()
+            seen = clock.now()
+            if joules < last:
+                raise NoReading(f"the energy counter went back from {last:.6g} J to {joules:.6g} J")
+            tick = Tick(max(before, asked - self._oldest), seen, joules) if joules > last else None
+            if tick is None and asked - changed > self._oldest:
+                # The counter has become slower than its rhythm says: what was dated by it is worth nothing.
+                self.ticks.clear()
+                self._oldest = math.inf
+                self._polling = Polling(counts=True)
+            if tick is not None:
+                last, changed = joules, seen
+                if not self._polling.blind:
+                    self.ticks.append(tick)
+                    # Right after a tick nothing is missed while the state is looked at.
+                    self._look_around(seen)
+            self._noted(asked, seen)
+
+    def _follow_sensor(self) -> None:
+        clock, read = self._clock, self._source.read
+        while not clock.sleep(self._polling.next(clock.now(), None, 0), self._stop):
+            asked = clock.now()
+            watts = read()
+            seen = clock.now()
+            self.samples.append(PowerSample((asked + seen) / 2, watts))
+            self._look_around(seen)
+            self._noted(asked, seen)
+
+    def _look_around(self, now: float) -> None:
+        if self._look is not None and now >= self._state_due:
+            self._state_due = now + _STATE
+            self.looks.append(self._look())
+
+    def _noted(self, asked: float, now: float) -> None:
+        """After each look; now and then also whether looking is too dear, and whether there is enough."""
+        self.polls += 1
+        self.call_seconds = min(self.call_seconds, now - asked)
+        if now >= self._thought_due:
+            self._thought_due = now + _THOUGHT
+            self._polling.mind(self._clock.cpu() - self._cpu_before, now - self.begun)
+            self.enough = self.enough or self._satisfied(self)
+
 
 # Name -> of which value, and what of its looks: all throttle reasons, the median and lowest clocks, the highest heat.
 SUMMARIES: dict[str, tuple[str, Callable[[Sequence[float]], Any]]] = {
@@ -64,7 +297,6 @@ class Energy:
 
     @property
     def joules(self) -> float:
-        """Of the whole window."""
         return self.watts * self.seconds
 
 

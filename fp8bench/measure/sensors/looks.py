@@ -91,7 +91,6 @@ class Looks(ABC):
         return self._read(self.queries.facts)
 
     def power_limit(self) -> Read:
-        """What it is allowed to take just now, in watts."""
         told = self._read(tuple(query for query in self.queries.facts if query.name == "power_cap"))
         return told.get("power_cap", Unavailable("nobody here tells a power limit"))
 
@@ -160,7 +159,6 @@ class DriverDevice(Looks):
         return {query.name: self._attempt(query) for query in self.queries.changing}
 
     def ask(self, function: str, *arguments: Any) -> Any:
-        """A call about the whole device, unbounded: it may hang."""
         return self.library.call(function, self.handle, *arguments)
 
     def _attempt(self, query: Query) -> Read:

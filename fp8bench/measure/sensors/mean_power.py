@@ -33,12 +33,10 @@ class Tick:
 
     @property
     def at(self) -> float:
-        """When it happened, as far as one knows."""
         return (self.after + self.seen) / 2
 
     @property
     def late(self) -> float:
-        """How long it may have gone unseen."""
         return self.seen - self.after
 
 
@@ -95,10 +93,10 @@ def rhythm(ticks: Sequence[Tick]) -> Rhythm:
 def _ends(ticks: Sequence[Tick]) -> tuple[int, int]:
     """The outermost ticks, but for those that others were seen so much sharper than that the way inwards pays."""
     start, end = ticks[0].at, ticks[-1].at
-    first = min(range(len(ticks) - INTERVALS), key=lambda one: ticks[one].late + _WORTH * (ticks[one].at - start))
+    first = min(range(len(ticks) - INTERVALS), key=lambda place: ticks[place].late + _WORTH * (ticks[place].at - start))
     last = min(
         range(len(ticks) - 1, first + INTERVALS - 1, -1),
-        key=lambda one: ticks[one].late + _WORTH * (end - ticks[one].at),
+        key=lambda place: ticks[place].late + _WORTH * (end - ticks[place].at),
     )
     return first, last
 

@@ -12,17 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.measure.sensors import amd_smi, rapl
-from fp8bench.measure.sensors import nvml_queries as queries
 from fp8bench.measure.sensors.amd_smi import AmdDevice, AmdLibrary
-from fp8bench.measure.sensors.energy import Energy, NoWindow, Window
-from fp8bench.measure.sensors.host import HostDevice
+from fp8bench.measure.sensors.driver_library import HOST, TIMEOUT, Clock, NoAnswer
+from fp8bench.measure.sensors.energy import Energy, NoWindow, Sampler, Source, SourceKind, Window
 from fp8bench.measure.sensors.looks import DriverDevice, Looks
 from fp8bench.measure.sensors.mean_power import INTERVALS, rhythm
-from fp8bench.measure.sensors.nvml import AbsentDevice, NvmlDevice
+from fp8bench.measure.sensors.nvml import (
+    AVERAGE_POWER,
+    ENERGY,
+    LIBRARY,
+    AbsentDevice,
+    Library,
+    NvmlDevice,
+    instant_power,
+)
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.measure.sensors.nvml_queries import LIBRARY, Library
-from fp8bench.measure.sensors.sampler_thread import Sampler, Source, SourceKind
-from fp8bench.measure.sensors.timeouts import HOST, TIMEOUT, Clock, NoAnswer
+from fp8bench.measure.sensors.rapl import HostDevice
 from fp8bench.model import DeviceFacts
 from fp8bench.model.readings import NoReading, Reading, Unavailable
 
@@ -116,7 +121,7 @@ class Meter(AbstractContextManager["Meter"]):
         """A source that has shown that it works, a counter with its rhythm."""
         clock = self._clock
         sampler = Sampler(
-            source, clock, None, lambda one: len(one.ticks) >= _TICKS or len(one.samples) >= _FEWEST_SAMPLES
+            source, clock, None, lambda looking: len(looking.ticks) >= _TICKS or len(looking.samples) >= _FEWEST_SAMPLES
         )
         sampler.start()
         end = clock.now() + _CALIBRATION
@@ -129,12 +134,10 @@ class Meter(AbstractContextManager["Meter"]):
 def _with_rhythm(source: Source, sampler: Sampler) -> Source:
     if len(sampler.ticks) < _FEWEST_TICKS:
         raise NoReading(f"the counter changed {len(sampler.ticks)} time(s) in {_CALIBRATION:g} s")
-    found = rhythm(sampler.ticks)
-    if (INTERVALS + 1) * found.period > CAP:
-        raise NoReading(
-            f"the counter changes every {found.period:.2g} s: {INTERVALS} intervals do not fit in {CAP:g} s"
-        )
-    return replace(source, rhythm=found)
+    pace = rhythm(sampler.ticks)
+    if (INTERVALS + 1) * pace.period > CAP:
+        raise NoReading(f"the counter changes every {pace.period:.2g} s: {INTERVALS} intervals do not fit in {CAP:g} s")
+    return replace(source, rhythm=pace)
 
 
 # The NVML device (UUID or PCI address) to read whatever the device of the cases is.
@@ -180,9 +183,9 @@ def nvml_meter(
     except NoReading as failure:
         return _absent(failure.reason, clock)
     sources = (
-        Source(SourceKind.COUNTER, lambda: queries.ENERGY(device.ask).number),
-        Source(SourceKind.INSTANT, lambda: queries.instant_power(device.ask).number),
-        Source(SourceKind.AVERAGE, lambda: queries.AVERAGE_POWER(device.ask).number, settle=_AVERAGED),
+        Source(SourceKind.COUNTER, lambda: ENERGY(device.ask).number),
+        Source(SourceKind.INSTANT, lambda: instant_power(device.ask).number),
+        Source(SourceKind.AVERAGE, lambda: AVERAGE_POWER(device.ask).number, settle=_AVERAGED),
     )
     return _of_driver(device, sources, "MIG instances", device.shared_by, clock, energy)
 
@@ -202,7 +205,6 @@ def amd_meter(
 
 
 def _absent(why: str, clock: Clock = HOST) -> Meter:
-    """The meter of a device that nobody can be asked about."""
     return Meter((), AbsentDevice(why), why, clock)
 
 
@@ -219,7 +221,6 @@ def _of_driver(
 
 
 def rapl_meter(root: Path = rapl.ROOT, clock: Clock = HOST, energy: bool = True) -> Meter:
-    """The meter of the processor's packages and their memory."""
     why = _NO_DRIVER.format("a CPU")
     host = HostDevice(why)
     device = host if host.tells else AbsentDevice(why)
@@ -233,7 +234,7 @@ def counted_meter(
     if not energy:
         return Meter((), device, _UNWANTED, clock)
     try:
-        counter = rapl.Counter(domains(), clock.now)
+        counter = rapl.EnergyCounter(domains(), clock.now)
     except NoReading as failure:
         return Meter((), device, failure.reason, clock)
     return Meter((Source(kind, counter.read),), device, "", clock)
@@ -248,7 +249,6 @@ class Meters(ExitStack):
         self._opened: dict[str, Meter] = {}
 
     def of(self, facts: DeviceFacts) -> Meter:
-        """The meter of a device, the same one every time."""
         if facts.key not in self._opened:
             self._opened[facts.key] = self.enter_context(meter_for(facts, self._environ, self._energy))
         return self._opened[facts.key]

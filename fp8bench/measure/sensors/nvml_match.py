@@ -38,7 +38,7 @@ class Instance:
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedDevice:
     """A device as NVML lists it."""
 
     uuid: str
@@ -51,7 +51,7 @@ class Listed:
 class Match:
     """The device, and which of its MIG instances; None without MIG, and where it cannot be told."""
 
-    device: Listed
+    device: ListedDevice
     instance: Instance | None = None
 
     def is_named(self, word: str) -> bool:
@@ -67,20 +67,22 @@ class Match:
         return (self.instance or self.device).uuid
 
 
-def match(identity: DeviceIdentity, devices: Sequence[Listed], environ: Mapping[str, str]) -> Match:
+def match(identity: DeviceIdentity, devices: Sequence[ListedDevice], environ: Mapping[str, str]) -> Match:
     """Which device it is; raises NoReading where that cannot be said."""
     if not devices:
         raise NoReading("NVML lists no device")
     uuid, address = _digits(identity.uuid), address_of(identity.pci)
-    found = next((one for one in _all(devices) if uuid and _digits(one.uuid) == uuid), None)
-    found = found or next((Match(device) for device in devices if address and address_of(device.pci) == address), None)
-    if found is None and (uuid or identity.pci):
+    matched = next((candidate for candidate in _all(devices) if uuid and _digits(candidate.uuid) == uuid), None)
+    matched = matched or next(
+        (Match(device) for device in devices if address and address_of(device.pci) == address), None
+    )
+    if matched is None and (uuid or identity.pci):
         raise NoReading(f"NVML lists no device with UUID {identity.uuid or '?'} or PCI address {identity.pci or '?'}")
-    if found is None:
-        found = _by_variable(identity.index, devices, environ)
-    if found.device.mig and found.instance is None:
-        return Match(found.device, _visible_instance(identity.index, found.device, environ))
-    return found
+    if matched is None:
+        matched = _by_variable(identity.index, devices, environ)
+    if matched.device.mig and matched.instance is None:
+        return Match(matched.device, _visible_instance(identity.index, matched.device, environ))
+    return matched
 
 
 def _digits(uuid: str) -> str:
@@ -89,8 +91,7 @@ def _digits(uuid: str) -> str:
     return plain if plain.strip("0-") else ""
 
 
-def _all(devices: Sequence[Listed]) -> list[Match]:
-    """Every device, and each of its instances."""
+def _all(devices: Sequence[ListedDevice]) -> list[Match]:
     return [Match(device, instance) for device in devices for instance in (None, *device.instances)]
 
 
@@ -104,7 +105,7 @@ def address_of(pci: str) -> tuple[int, ...] | None:
     return tuple([0, *numbers][-3:]) if len(numbers) in (2, 3) else None
 
 
-def _by_variable(index: int, devices: Sequence[Listed], environ: Mapping[str, str]) -> Match:
+def _by_variable(index: int, devices: Sequence[ListedDevice], environ: Mapping[str, str]) -> Match:
     """What the visible devices say of an index; an index among them is one of CUDA's, not of NVML's."""
     word = _visible_word(index, environ)
     if word is not None and not word.isdecimal():
@@ -133,14 +134,14 @@ def _visible_word(index: int, environ: Mapping[str, str]) -> str | None:
     return words[index]
 
 
-def _named(word: str, devices: Sequence[Listed]) -> Match:
-    matches = [one for one in _all(devices) if one.is_named(word)]
+def _named(word: str, devices: Sequence[ListedDevice]) -> Match:
+    matches = [candidate for candidate in _all(devices) if candidate.is_named(word)]
     if len(matches) != 1:
         raise NoReading(f"{VISIBLE} names {word!r}, and NVML lists {len(matches)} such devices")
     return matches[0]
 
 
-def _visible_instance(index: int, device: Listed, environ: Mapping[str, str]) -> Instance | None:
+def _visible_instance(index: int, device: ListedDevice, environ: Mapping[str, str]) -> Instance | None:
     """The instance, where CUDA gave the whole device's UUID for it: the only one, or the one that is named."""
     if len(device.instances) == 1:
         return device.instances[0]

@@ -1,13 +1,18 @@
-"""What hardware counts of its own energy in files of Linux: processors (RAPL), and Intel's GPUs."""
+"""What hardware counts of its own energy in files of Linux: processors (RAPL), and Intel's GPUs.
+
+And how a processor is just now, by files of the kernel: the clock of its fastest core, the heat of its hottest sensor.
+Many virtual machines have neither. No clock of a core is that of a case: a thread moves from core to core.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8bench.model.readings import NoReading
+from fp8bench.measure.sensors.nvml import AbsentDevice
+from fp8bench.model.readings import NoReading, Read, Reading, Readings, attempt, positive
 
 ROOT = Path("/sys/class/powercap")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -32,22 +37,22 @@ def domains(root: Path = ROOT, cpuinfo: Path = _CPUINFO) -> tuple[Domain, ...]:
     """
     if not root.is_dir():
         raise NoReading(f"there is no {root}: {_why_absent(cpuinfo)}")
-    found = []
+    packages = []
     for package in sorted(root.glob("intel-rapl:*")):
         name = text_of(package / "name")
         if package.name.count(":") != 1 or not name.startswith("package"):
             continue
         parts = sorted(root.glob(f"{package.name}:*"))
-        found += [_domain(name, package)]
-        found += [_domain(f"{name}/dram", part) for part in parts if text_of(part / "name") == "dram"]
-    if not found:
+        packages += [_domain(name, package)]
+        packages += [_domain(f"{name}/dram", part) for part in parts if text_of(part / "name") == "dram"]
+    if not packages:
         raise NoReading(f"{root} has no RAPL package: {_why_absent(cpuinfo)}")
-    for domain in found:
+    for domain in packages:
         _energy_uj(domain)
-    return tuple(found)
+    return tuple(packages)
 
 
-class Counter:
+class EnergyCounter:
     """The joules of some domains together since the first reading; goes on where their counters wrap around."""
 
     def __init__(self, parts: Sequence[Domain], now: Callable[[], float]) -> None:
@@ -106,7 +111,6 @@ def text_of(path: Path) -> str:
 
 
 def _why_absent(cpuinfo: Path) -> str:
-    """Why a machine has no RAPL, as far as can be told."""
     with suppress(OSError):
         text = cpuinfo.read_text(errors="replace")
         if any(line.startswith("flags") and "hypervisor" in line.split() for line in text.splitlines()):
@@ -124,16 +128,68 @@ def gpu_domain(root: Path = HWMON) -> Domain:
     torch tells no address of a device, and another one's energy would be taken for its own. The first counter is the
     whole card's, or the package's where the driver has one for it alone. It has 64 bits and wraps nowhere.
     """
-    found = []
+    gpus = []
     for sensors in sorted(root.glob("hwmon*")):
         with suppress(NoReading):
             if text_of(sensors / "name") in _DRIVERS and (sensors / "energy1_input").exists():
-                found.append(sensors)
-    if not found:
+                gpus.append(sensors)
+    if not gpus:
         raise NoReading(f"{root} has no energy counter of an Intel GPU (drivers {' and '.join(_DRIVERS)})")
-    if len(found) > 1:
-        raise NoReading(f"{len(found)} Intel GPUs count their energy, and torch does not tell which of them this is")
-    domain = Domain(f"{text_of(found[0] / 'name')} {found[0].name}", found[0] / "energy1_input", None)
+    if len(gpus) > 1:
+        raise NoReading(f"{len(gpus)} Intel GPUs count their energy, and torch does not tell which of them this is")
+    domain = Domain(f"{text_of(gpus[0] / 'name')} {gpus[0].name}", gpus[0] / "energy1_input", None)
     if not text_of(domain.counter).isdecimal():
         raise NoReading(f"the energy counter of {domain.name} says {text_of(domain.counter)[:40]!r}, no number")
     return domain
+
+
+SYSTEM = Path("/sys")
+CLOCK = "cpu_clock"
+_CLOCKS = "devices/system/cpu/cpu[0-9]*/cpufreq/scaling_cur_freq"
+# The kernel's drivers of sensors in processors.
+_CHIPS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal"})
+
+
+class HostDevice(AbsentDevice):
+    """A processor; what only a driver could tell it answers with the reason."""
+
+    silent = False
+
+    def __init__(self, why: str, root: Path = SYSTEM) -> None:
+        super().__init__(why)
+        self._clocks, self._heats = sorted(root.glob(_CLOCKS)), sorted(_sensors(root))
+
+    @property
+    def tells(self) -> bool:
+        return bool(self._clocks or self._heats)
+
+    def glance(self) -> Readings:
+        told = {CLOCK: _highest(self._clocks, 1e3, "Hz"), "temperature": _highest(self._heats, 1e-3, "degC")}
+        return {**super().glance(), **told}
+
+    def changing(self) -> Readings:
+        return self.glance()
+
+
+def _sensors(root: Path) -> Iterator[Path]:
+    for name in root.glob("class/hwmon/hwmon*/name"):
+        try:
+            known = name.read_text().strip() in _CHIPS
+        except (OSError, UnicodeError):
+            continue
+        yield from name.parent.glob("temp*_input") if known else ()
+
+
+def _highest(files: list[Path], factor: float, unit: str) -> Read:
+    def read() -> Reading:
+        found = []
+        for file in files:
+            try:
+                found.append(float(file.read_text()))
+            except (OSError, ValueError):
+                continue
+        if not found:
+            raise NoReading("the kernel has no file that tells it")
+        return positive(max(found) * factor, unit, "sysfs")
+
+    return attempt(read)

@@ -8,26 +8,95 @@ turn, in rounds of random order.
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fp8bench.model import Case, DeviceFacts, Scalar, StepEffect
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Scalar, StepEffect
 from fp8bench.model.codec import PlainUnpickler
-from fp8bench.model.ranks import MEETING, Sent, Transfer
+from fp8bench.model.ranks import BEAT, MEETING, OUTSIDE, Sent, Transfer
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import OperationBits
+from fp8bench.protocols.phases import Markers, TellingMarker
 from fp8bench.protocols.workload import StepParts
 from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import PhaseClock
-from fp8bench.worker.ranks.heart import Heart, StartLine
+
+# In the folder of a launch, of the start line.
+_FILE = "start-line"
+_NUMBER = 8
+# Looked at without a break first: whoever sleeps gets up too late to begin with the others.
+_AWAKE_SECONDS = 5e-4
+_NAP_SECONDS = 1e-4
+
+
+class Heart:
+    """Says how far this rank has come: half a microsecond a beat."""
+
+    def __init__(self, file: Path) -> None:
+        self.folder = file.parent
+        file.write_bytes(bytes(BEAT.size))
+        with file.open("r+b") as opened:
+            self._page = mmap.mmap(opened.fileno(), BEAT.size)
+        self._beats = 0
+        self._request = b"start"
+
+    def request(self, name: str) -> None:
+        self._request = name.encode()[:40]
+        self.phase(OUTSIDE)
+
+    def phase(self, code: int) -> None:
+        """A step goes on in that phase; one that is left because something was raised is the one that it is in."""
+        if sys.exception() is not None:
+            return
+        self._beats += 1
+        BEAT.pack_into(self._page, 0, self._beats, code, time.monotonic(), self._request)
+
+    def markers(self) -> Markers[AbstractContextManager[None]]:
+        stack = [UNATTRIBUTED]
+        self.phase(CELL_PHASES.index(UNATTRIBUTED))
+        return Markers(lambda name: TellingMarker(name, stack, lambda told: self.phase(CELL_PHASES.index(told))))
+
+
+class StartLine:
+    """Where ranks begin something together: `meet` returns when all have come as often as this one.
+
+    A barrier of gloo or NCCL wakes threads and sends messages, 0.3 ms and more of each slot: ranks of one machine need
+    none.
+    """
+
+    def __init__(self, folder: Path, rank: int, ranks: int, wait_seconds: float) -> None:
+        with (folder / _FILE).open("ab") as opened:
+            os.ftruncate(opened.fileno(), ranks * _NUMBER)  # the same on all ranks: what is there stays
+        with (folder / _FILE).open("r+b") as opened:
+            self._times = memoryview(mmap.mmap(opened.fileno(), ranks * _NUMBER)).cast("q")
+        self._rank = rank
+        self._wait_seconds = wait_seconds
+
+    def meet(self) -> None:
+        times = self._times
+        here = times[self._rank] = times[self._rank] + 1
+        begun = time.monotonic()
+        while min(times) < here:
+            waited = time.monotonic() - begun
+            if waited > self._wait_seconds:
+                late = ", ".join(f"rank {rank}" for rank, count in enumerate(times) if count < here)
+                raise TimeoutError(f"{late} did not come to the start line within {self._wait_seconds:g} s")
+            if waited < _AWAKE_SECONDS:
+                os.sched_yield()  # whoever is late may need this core
+            else:
+                time.sleep(_NAP_SECONDS)
+
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -65,8 +134,12 @@ def refuse_strangers() -> None:
     ends = list(_ends())
     numbers = set(_own_sockets())
     own = [end for end in ends if end.inode in numbers]
-    doors = {one.here for one in own if one.state == _LISTENING}
-    taken = {(one.there, one.here) for one in own if one.state == _ESTABLISHED and one.here in doors}
+    doors = {connection.here for connection in own if connection.state == _LISTENING}
+    taken = {
+        (connection.there, connection.here)
+        for connection in own
+        if connection.state == _ESTABLISHED and connection.here in doors
+    }
     for end in ends:
         # One without an inode belongs to nobody any more: whoever had it has closed it.
         if (end.here, end.there) in taken and end.inode != "0" and end.owner != os.geteuid():
@@ -149,7 +222,7 @@ def _repeated(parts: StepParts, synchronise: Callable[[], None]) -> StepParts:
 
 def rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, seed: int) -> Rounds:
     """Seconds of each part in each round, which all ranks begin together. The order is the same on all of them."""
-    order, found = random.Random(seed), {name: list[float]() for name in parts}
+    order, seconds = random.Random(seed), {name: list[float]() for name in parts}
     for name, part in parts.items():  # for whatever comes first
         if name not in _MADE_OF_OTHERS:
             part()
@@ -163,8 +236,8 @@ def rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, see
             start = time.perf_counter()
             parts[name]()
             together.synchronise()
-            found[name].append(time.perf_counter() - start)
-    return found
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
 
 
 def _nothing() -> None:
@@ -182,7 +255,6 @@ def _times(compute: Callable[[], object], synchronise: Callable[[], None]) -> in
 
 
 def _most(value: float) -> float:
-    """The largest that a rank has, on all of them."""
     import torch
     import torch.distributed as dist
 
@@ -268,7 +340,6 @@ class RankBench(Bench):
         return StepEffect(None, "several ranks take its steps together, and would have to be given the same changes")
 
     def bits(self, facts: DeviceFacts) -> tuple[OperationBits, ...]:
-        """Of this rank's device, and of what all ranks come to."""
         from fp8bench.worker.bits import bits_of_ranks
 
         whose = f"{facts.key} of rank {self._rank} of {self._size}"
@@ -280,7 +351,6 @@ class RankBench(Bench):
             return workload.transfer(setup())
 
     def step_parts(self, case: Case, facts: DeviceFacts) -> StepAnswer:
-        """Once of cases that send the same."""
         alike = replace(case, params=workloads.get(case.workload).sent_by(case))
         if alike not in self._parts:
             self._parts[alike] = self._step_parts(case, facts)

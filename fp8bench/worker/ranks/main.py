@@ -17,8 +17,7 @@ from pathlib import Path
 from fp8bench.model.ranks import PARENT, beat_file, words_file
 from fp8bench.model.raw import Settings
 from fp8bench.worker.main import run
-from fp8bench.worker.ranks.bench import RankBench
-from fp8bench.worker.ranks.heart import Heart
+from fp8bench.worker.ranks.bench import Heart, RankBench
 
 
 def _connected(folder: Path, rank: int, what: str) -> int:

@@ -19,7 +19,7 @@ from fp8bench.features.duel.run import _check_settings
 from fp8bench.features.duel.sides import AS_IT_COMES, SAME, DuelQuestion, opened
 from fp8bench.features.duel.turns import _CALM, PartnerWorker, SideWorkers
 from fp8bench.measure.arm import Quantisers
-from fp8bench.measure.counting_worker import built
+from fp8bench.measure.handle import built
 from fp8bench.model import Case, PlannedCase, Work
 from fp8bench.model.raw import Settings
 from fp8bench.registry import precisions

@@ -28,7 +28,7 @@ from fp8bench.features.train.values import (
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.measure.sensors.looks import Looks, Query
 from fp8bench.measure.sensors.meter import Meter, Meters
-from fp8bench.measure.sensors.nvml_queries import QUERIES
+from fp8bench.measure.sensors.nvml import QUERIES
 from fp8bench.model import DeviceFacts, EnergyUse
 from fp8bench.model.raw import StateCheck
 from fp8bench.model.readings import Reading, Readings, Unavailable

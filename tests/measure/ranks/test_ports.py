@@ -13,8 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,10 @@ import pytest
 
 from fp8bench.model import Case, Level
 from fp8bench.model.codec import PlainUnpickler
-from tests.counts import for_each
+from tests.counts import sampled
 from tests.measure.ranks.test_worker import SUITE, gone, left_behind
 
 _LISTENING = "0A"
-_FP8BENCH = (sys.executable, "-m", "fp8bench")
 COMMANDS = {
     "suite": ("suite", SUITE, "--ranks", "2", "--quick", "--set", "fault=none", "--rounds", "20"),
     "collective": ("suite", "collective", "--ranks", "2", "--quick", "--set", "collective=all_reduce"),
@@ -70,34 +68,40 @@ def is_loopback(address: str) -> bool:
     return address in ("0100007F", "00000000000000000000000001000000")
 
 
-@contextmanager
-def started(words: Sequence[str], store: Path) -> Iterator[subprocess.Popen[str]]:
-    """A command line that measures with ranks, and is ended where the test does not wait for it."""
-    command = [*_FP8BENCH, *words, "--store", str(store)]
+def run_watched(
+    name: str, store: Path, meet: Callable[[int], object] = lambda port: None, pause: float = 0.02
+) -> tuple[int, str, dict[int, str]]:
+    """A command that measures with ranks, where each new port is met as soon as it is there; its exit code, what it
+    said, and the addresses of its ports."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": "somewhere", "MASTER_PORT": "29500"}
+    said: list[str] = []
+    seen: dict[int, str] = {}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as running:
+        [sys.executable, "-m", "fp8bench", *COMMANDS[name], "--store", str(store)], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, env=environment,
+    ) as running:  # fmt: skip
         try:
-            yield running
+            reading = threading.Thread(target=lambda: said.append(running.communicate(timeout=240)[0]))
+            reading.start()
+            while reading.is_alive():
+                for port, address in ports().items():
+                    if port not in seen:
+                        seen[port] = address
+                        meet(port)
+                time.sleep(pause)
         finally:
             running.kill()
+    assert seen, said
+    return running.returncode, " ".join(said[0].split()), seen
 
 
 @pytest.mark.slow
-@for_each("name", list(COMMANDS))
+@pytest.mark.parametrize("name", sampled(["train"], ["parallel", "train"]))
 def test_ranks_listen_on_loopback_alone(name: str, tmp_path: Path) -> None:
     """Whatever the user's environment says of interfaces."""
-    seen: dict[int, str] = {}
-    with started(COMMANDS[name], tmp_path) as running:
-        reading = threading.Thread(target=lambda: said.append(running.communicate()[0]))
-        said: list[str] = []
-        reading.start()
-        while reading.is_alive():
-            seen |= ports()
-            time.sleep(0.02)
-        assert running.returncode == 0, said[0]
-    assert seen and all(map(is_loopback, seen.values())), seen
+    code, said, seen = run_watched(name, tmp_path)
+    assert code == 0, said
+    assert all(map(is_loopback, seen.values())), seen
     assert gone(), left_behind()
 
 
@@ -117,33 +121,23 @@ def knock(port: int, file: Path, kept: list[socket.socket]) -> None:
     greetings = [struct.pack("<q", number) + code for number in range(4)]
     for words in (b"", b"\x00", os.urandom(4096), code, *greetings):
         try:
-            one = socket.create_connection(("127.0.0.1", port), 1)
-            one.sendall(words)
-            kept.append(one)
+            kept.append(socket.create_connection(("127.0.0.1", port), 1))
+            kept[-1].sendall(words)
         except OSError:
             continue
 
 
 @pytest.mark.slow
-@for_each("name", ["suite", "collective"])
+@pytest.mark.parametrize("name", sampled(["collective"], ["suite", "collective"]))
 def test_what_connects_runs_nothing_and_the_run_ends_with_the_truth_or_an_error(name: str, tmp_path: Path) -> None:
-    """Every port is knocked at as soon as it is there."""
+    """Every port, each on loopback, is knocked at as soon as it is there."""
     kept: list[socket.socket] = []
-    known: set[int] = set()
     file = tmp_path / "was here"
-    with started(COMMANDS[name], tmp_path) as running:
-        said: list[str] = []
-        reading = threading.Thread(target=lambda: said.append(running.communicate(timeout=240)[0]))
-        reading.start()
-        while reading.is_alive():
-            for port in ports().keys() - known:
-                known.add(port)
-                knock(port, file, kept)
-            time.sleep(0.005)
-    for one in kept:
-        one.close()
-    assert known and not file.exists()
-    assert running.returncode == 0 or "fp8bench: " in said[0] or "failed" in said[0].lower(), said[0]
+    code, said, seen = run_watched(name, tmp_path, lambda port: knock(port, file, kept), 0.005)
+    for connection in kept:
+        connection.close()
+    assert all(map(is_loopback, seen.values())) and not file.exists()
+    assert code == 0 or "fp8bench: " in said or "failed" in said.lower(), said
     assert gone(), left_behind()
 
 
@@ -170,25 +164,17 @@ def greet_as_another_user(ports_told: int) -> int:
 def test_another_user_who_greets_first_is_told_of(tmp_path: Path) -> None:
     """gloo takes him for a rank: then nothing is measured, and the reason is said."""
     reads, writes = os.pipe()
-    with started(COMMANDS["collective"], tmp_path) as running:
-        stranger = greet_as_another_user(reads)
-        known: set[int] = set()
-        said: list[str] = []
-        reading = threading.Thread(target=lambda: said.append(running.communicate(timeout=240)[0]))
-        reading.start()
-        try:
-            while reading.is_alive():
-                for port in ports().keys() - known:
-                    known.add(port)
-                    os.write(writes, struct.pack("<i", port))
-                time.sleep(0.002)
-        finally:
-            os.kill(stranger, signal.SIGKILL)
-            os.waitpid(stranger, 0)
-            os.close(reads)
-            os.close(writes)
-    told = " ".join(said[0].split())
-    assert known and (running.returncode == 0 or "another user (number 65534) has connected" in told), told
+    stranger = greet_as_another_user(reads)
+    try:
+        code, said, _ = run_watched(
+            "collective", tmp_path, lambda port: os.write(writes, struct.pack("<i", port)), 0.002
+        )
+    finally:
+        os.kill(stranger, signal.SIGKILL)
+        os.waitpid(stranger, 0)
+        os.close(reads)
+        os.close(writes)
+    assert code == 0 or "another user (number 65534) has connected" in said, said
     assert gone(), left_behind()
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from fp8bench.measure.sensors.meter import Meter, nvml_meter
-from fp8bench.measure.sensors.nvml import NvmlDevice
+from fp8bench.measure.sensors.nvml import Library, NvmlDevice
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.measure.sensors.nvml_queries import Library
 from tests.measure.sensors.nvml.library import Simulation, build, uuid_of, why_not
 from tests.measure.sensors.virtual import VirtualClock
 
@@ -50,9 +49,9 @@ def library() -> Library:
 @pytest.fixture
 def device(nvml: Simulation, library: Library) -> Iterator[NvmlDevice]:
     """The first device."""
-    one = NvmlDevice(DeviceIdentity(uuid=uuid_of(1)), {}, library)
-    yield one
-    one.close()
+    opened = NvmlDevice(DeviceIdentity(uuid=uuid_of(1)), {}, library)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture

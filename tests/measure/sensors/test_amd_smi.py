@@ -14,9 +14,9 @@ import pytest
 from fp8bench.measure.sensors import amd_smi
 from fp8bench.measure.sensors.amd_smi import AmdDevice, AmdLibrary
 from fp8bench.measure.sensors.device_state import device_lines, device_state_of
+from fp8bench.measure.sensors.energy import SourceKind
 from fp8bench.measure.sensors.meter import amd_meter, meter_for
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.model.readings import NoReading
 from tests.counts import for_each
 from tests.facts import MI300X
@@ -38,9 +38,9 @@ def smi(monkeypatch: pytest.MonkeyPatch) -> AmdSmi:
 @pytest.fixture
 def device(smi: AmdSmi) -> Iterator[AmdDevice]:
     """The second one."""
-    one = AmdDevice(_IDENTITY, AmdLibrary())
-    yield one
-    one.close()
+    opened = AmdDevice(_IDENTITY, AmdLibrary())
+    yield opened
+    opened.close()
 
 
 def test_facts(device: AmdDevice) -> None:
@@ -71,17 +71,11 @@ def test_state(device: AmdDevice) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "bit"),
-    [("ppt", 0x4), ("socket_thm", 0x20), ("hbm_thm", 0x20), ("vr_thm", 0x40), ("prochot", 0x40)],
-)
-def test_what_holds_the_clocks_back_is_counted_from_look_to_look(
-    smi: AmdSmi, device: AmdDevice, name: str, bit: int
-) -> None:
+@for_each(("name", "bit"), [("ppt", 0x4), ("socket_thm", 0x20), ("hbm_thm", 0x20), ("vr_thm", 0x40), ("prochot", 0x40)])
+def test_what_holds_the_clocks_back_from_look_to_look(smi: AmdSmi, device: AmdDevice, name: str, bit: int) -> None:
     """A limit that was met before anybody looked is none of this window's."""
-    seen = []
+    held, seen = smi.gpus[1].held, []
     for samples in (0, 5, 0):
-        held = smi.gpus[1].held
         before = held[f"{name}_residency_acc"]
         assert isinstance(before, int)
         held[f"{name}_residency_acc"] = before + samples
@@ -102,26 +96,18 @@ def test_what_a_device_does_not_know_has_its_reason_and_hides_nothing_else(smi: 
 
 
 def test_it_is_initialised_while_it_is_used(smi: AmdSmi) -> None:
-    library = AmdLibrary()
-    one, other = AmdDevice(_IDENTITY, library), AmdDevice(DeviceIdentity(pci=_FIRST), library)
-    assert smi.begun == 1
-    one.close()
-    assert smi.begun == 1
-    other.close()
-    assert smi.begun == 0
+    library, begun = AmdLibrary(), []
+    for device in [AmdDevice(_IDENTITY, library), AmdDevice(DeviceIdentity(pci=_FIRST), library)]:
+        begun.append(smi.begun)
+        device.close()
+    assert [*begun, smi.begun] == [1, 1, 0]
 
 
-@pytest.mark.parametrize(
-    ("identity", "gpus", "why"),
-    [
-        (DeviceIdentity(pci="0000:99:00.0"), 2, r"lists 2 device\(s\), none at 0000:99:00.0"),
-        (DeviceIdentity(), 2, r"lists 2 device\(s\), none at a known address"),
-    ],
-)
-def test_no_device_is_guessed(smi: AmdSmi, identity: DeviceIdentity, gpus: int, why: str) -> None:
+@for_each(("address", "where"), [("0000:99:00.0", "0000:99:00.0"), ("", "a known address")])
+def test_no_device_is_guessed(smi: AmdSmi, address: str, where: str) -> None:
     """HIP counts in an order of its own: another device's power would be taken for this one's."""
-    with pytest.raises(NoReading, match=why):
-        AmdDevice(identity, AmdLibrary())
+    with pytest.raises(NoReading, match=rf"lists 2 device\(s\), none at {where}"):
+        AmdDevice(DeviceIdentity(pci=address), AmdLibrary())
     assert smi.begun == 0
 
 
@@ -155,11 +141,8 @@ def test_an_error_of_somebody_else_is_not_hidden(smi: AmdSmi, monkeypatch: pytes
         library.call("amdsmi_get_gpu_device_bdf", smi.gpus[0])
 
 
-def test_energy_comes_in_joules(device: AmdDevice) -> None:
+def test_energy_comes_in_joules_and_power_is_the_second_best_source(device: AmdDevice, smi: AmdSmi) -> None:
     assert amd_smi.energy(device.ask).number == pytest.approx((1 << 40) * 15.259e-6)
-
-
-def test_power_is_the_second_best_source(smi: AmdSmi, device: AmdDevice) -> None:
     assert amd_smi.power(device.ask).number == 650.0
     smi.gpus[1].watts = "N/A"
     with pytest.raises(NoReading, match=r"current_socket_power .*average_socket_power"):
@@ -193,11 +176,11 @@ def test_the_names_are_those_of_amds_package() -> None:
         pytest.skip("amdsmi is not installed")
     source = (Path(spec.origin).parent / "amdsmi_interface.py").read_text()
     tree = ast.parse(source)
-    functions = {one.name: ast.unparse(one) for one in tree.body if isinstance(one, ast.FunctionDef)}
+    functions = {node.name: ast.unparse(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
     for name, keys in said_by(AmdSmi([AmdGpu(_FIRST)])).items():
         for key in keys:
             assert f"'{key}'" in functions[name], (name, key)
-    classes = {one.name: ast.unparse(one) for one in tree.body if isinstance(one, ast.ClassDef)}
+    classes = {node.name: ast.unparse(node) for node in tree.body if isinstance(node, ast.ClassDef)}
     for kind, members in vars(KINDS).items():
         for member in members:
             assert f"{member.name} = " in classes[kind]

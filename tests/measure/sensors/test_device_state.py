@@ -1,4 +1,4 @@
-"""What a device is set to, by the real pynvml over the library of tests/samplers/nvml/."""
+"""What a device is set to, by the real pynvml over the library of nvml/."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import re
 
 from fp8bench.measure.sensors.device_state import device_lines, device_state_of, driver_state, energy_source
 from fp8bench.measure.sensors.meter import Meter, meter_for
-from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.measure.sensors.nvml_queries import Library
+from fp8bench.measure.sensors.nvml import AbsentDevice, Library
 from fp8bench.model import DeviceFacts
-from tests.measure.sensors.conftest import library as library
-from tests.measure.sensors.conftest import nvml as nvml
-from tests.measure.sensors.conftest import simulation as simulation
 from tests.measure.sensors.nvml.library import Simulation, uuid_of
 
 GPU = DeviceFacts("cuda", 1, "a GPU", 1, "2.13", cuda="13.0", uuid=uuid_of(1))
@@ -19,7 +15,6 @@ CPU = DeviceFacts("cpu", 0, "a processor", 1, "2.13")
 
 
 def test_a_run_knows_what_its_gpu_was_set_to(nvml: Simulation) -> None:
-    """Under the key that torch gives the device, whatever the driver's own number of it."""
     with meter_for(GPU, {}) as meter:
         found = device_state_of(GPU, meter)
     assert found["cuda:1 driver"] == "570.00.1" and found["cuda:1 power_cap"] == 650.0
@@ -30,7 +25,6 @@ def test_a_run_knows_what_its_gpu_was_set_to(nvml: Simulation) -> None:
 
 
 def test_what_the_driver_does_not_tell_is_none_and_has_a_reason(nvml: Simulation) -> None:
-    """Never 0, and never a reason to fail."""
     nvml.fail("nvmlDeviceGetEccMode", 3)
     nvml.fail("nvmlDeviceGetEnforcedPowerLimit", 4)
     with meter_for(GPU, {}, energy=False) as meter:
@@ -41,25 +35,18 @@ def test_what_the_driver_does_not_tell_is_none_and_has_a_reason(nvml: Simulation
     assert "unknown   " in lines and "ECC" not in lines and "power cap" not in lines
 
 
-def test_a_processor_says_where_its_energy_comes_from() -> None:
-    """It has no driver, and is asked for none of its settings."""
+def test_a_processor_says_where_its_energy_comes_from_and_a_gpu_without_a_driver_why_nothing_is_known() -> None:
     meter = Meter((), AbsentDevice("a CPU has no NVML"), "there is no RAPL")
     assert device_state_of(CPU, meter) == {
         "cpu energy_source": "none", "cpu energy_period": None, "cpu energy_call": None,
         "cpu energy_why": "there is no RAPL",
     }  # fmt: skip
     assert list(device_lines(meter)) == ["energy    cannot be measured: there is no RAPL"]
-
-
-def test_a_gpu_without_a_driver_has_reasons_for_everything() -> None:
-    """The same one for all of it."""
-    meter = Meter((), AbsentDevice("no driver"), "no driver")
-    found = device_state_of(GPU, meter)
-    assert found["cuda:1 driver"] is None and str(found["cuda:1 unknown"]).endswith("mig: no driver")
+    state = device_state_of(GPU, Meter((), AbsentDevice("no driver"), "no driver"))
+    assert state["cuda:1 driver"] is None and str(state["cuda:1 unknown"]).endswith("mig: no driver")
 
 
 def test_the_doctor_tells_how_the_device_is_now(nvml: Simulation) -> None:
-    """In lines that can be read without knowing NVML."""
     device = nvml.state.device[0]
     device.reasons, device.celsius = 0x44, 91
     with meter_for(GPU, {}) as meter:
@@ -73,7 +60,6 @@ def test_the_doctor_tells_how_the_device_is_now(nvml: Simulation) -> None:
 
 
 def test_a_worse_source_says_why_there_is_no_better_one(nvml: Simulation) -> None:
-    """Figures of different sources do not compare."""
     nvml.fail("nvmlDeviceGetTotalEnergyConsumption", 3)
     with meter_for(GPU, {}) as meter:
         assert energy_source(meter).startswith("instant; one look takes ")

@@ -9,8 +9,8 @@ import pytest
 
 from fp8bench.measure.sensors.energy import Energy
 from fp8bench.measure.sensors.meter import nvml_meter
+from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.measure.sensors.nvml_queries import Library
 from fp8bench.model.readings import Read, Reading, Unavailable, grown
 from tests.measure.sensors.nvml.library import GIGABYTE, Simulation
 from tests.measure.sensors.virtual import VirtualClock
@@ -84,7 +84,6 @@ def plain(said: Read | Energy) -> object:
 
 
 def test_the_list_is_all_that_a_run_calls(nvml: Simulation) -> None:
-    """A function that comes to be used comes to be tested."""
     prepared(nvml)
     run(nvml)
     called = {name for name in nvml.calls() if name.startswith("nvml")}
@@ -95,7 +94,6 @@ def test_the_list_is_all_that_a_run_calls(nvml: Simulation) -> None:
 @pytest.mark.parametrize("codes", [SAMPLE, pytest.param(CODES, marks=pytest.mark.nightly)], ids=["some", "all"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_function_that_fails(nvml: Simulation, function: str, codes: tuple[int, ...]) -> None:
-    """With each code, from its first call on, from the middle on, and in its last call."""
     healthy = {name: plain(said) for name, said in faulty(nvml, function).items()}
     calls = nvml.calls()[function]
     assert calls and "energy 2" in healthy
@@ -105,7 +103,7 @@ def test_a_function_that_fails(nvml: Simulation, function: str, codes: tuple[int
             for name, one in said.items():
                 sound(name, one, healthy)
             assert nvml.state.inits == nvml.state.shutdowns or function == "nvmlShutdown"
-            noticed = {name: plain(one) for name, one in said.items()} != healthy
+            noticed = {name: plain(reading) for name, reading in said.items()} != healthy
             assert noticed or (function, code) in UNNOTICED, f"code {code} from call {first} on was not noticed"
 
 

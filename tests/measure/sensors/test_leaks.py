@@ -11,8 +11,8 @@ import pytest
 
 from fp8bench.measure.sensors.energy import Energy
 from fp8bench.measure.sensors.meter import Meter, nvml_meter
+from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.measure.sensors.nvml_queries import Library
 from fp8bench.model.readings import Reading
 from fp8bench.worker import host_counters as host
 from tests.counts import counts
@@ -35,7 +35,6 @@ def held() -> tuple[int, int, int]:
 
 @counts(1000, 10_000)
 def test_windows(count: int, nvml: Simulation, opened: Callable[[], Meter], clock: VirtualClock) -> None:
-    """One handle, one initialisation, never more than one thread beside this one; and each of them has a number."""
     nvml.state.device[0].period_ns = 7_000_000
     meter = opened()
     threads, files, _ = held()
@@ -55,7 +54,6 @@ def test_windows(count: int, nvml: Simulation, opened: Callable[[], Meter], cloc
 
 
 def test_openings(nvml: Simulation, clock: VirtualClock) -> None:
-    """Nor do meters that are opened and closed, those included that find no device."""
     nvml.state.device[0].period_ns = 7_000_000
     threads, files, _ = held()
     library = Library()

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from fp8bench.measure.sensors import meter as opening
-from fp8bench.measure.sensors.energy import Energy
+from fp8bench.measure.sensors.energy import Energy, SourceKind
 from fp8bench.measure.sensors.meter import meter_for, nvml_meter, rapl_meter
+from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.measure.sensors.nvml_queries import Library
-from fp8bench.measure.sensors.sampler_thread import SourceKind
 from fp8bench.model import DeviceFacts
 from fp8bench.model.readings import Reading, Unavailable
+from tests.counts import for_each
 from tests.measure.sensors.nvml.library import Simulation, pci_of, uuid_of
 from tests.measure.sensors.test_energy import measured
 from tests.measure.sensors.test_rapl import zone
@@ -26,7 +26,6 @@ AMD = DeviceFacts("cuda", 0, "a GPU", 1, "2.13", hip="7.0")
 
 
 def test_a_gpu_is_measured_by_nvml(nvml: Simulation) -> None:
-    """The one that CUDA means: not the one of the same index."""
     nvml.add("Second GPU", 2).high = 120.0
     nvml.state.device[1].period_ns = 10_000_000
     with meter_for(replace(GPU, uuid=uuid_of(2)), {}) as meter:
@@ -35,25 +34,19 @@ def test_a_gpu_is_measured_by_nvml(nvml: Simulation) -> None:
         assert isinstance(name, Reading) and name.value == "Second GPU"
 
 
-def test_a_gpu_that_nvml_does_not_know_has_reasons(nvml: Simulation) -> None:
-    """In place of everything."""
+def test_a_gpu_that_nobody_knows_has_reasons(nvml: Simulation) -> None:
     with meter_for(replace(GPU, uuid="GPU-ffff"), {}) as meter:
         why = Unavailable("NVML lists no device with UUID GPU-ffff or PCI address ?")
         device = meter.device
         reads = (*device.facts().values(), *device.state().values(), *device.violations().values())
         assert {*reads, *device.changing().values(), device.process_memory(), meter.idle()} == {why}
-
-
-def test_an_amd_gpu_has_reasons(nvml: Simulation) -> None:
-    """NVML may be there, for another device; AMD's is asked by AMD's own library."""
-    with meter_for(AMD, {}) as meter:
-        assert meter.kind is SourceKind.NONE
-        assert "amdsmi" in meter.why
-    assert nvml.state.inits == 0
+    inits = nvml.state.inits
+    with meter_for(AMD, {}) as meter:  # NVML may be there, for another device
+        assert meter.kind is SourceKind.NONE and "amdsmi" in meter.why
+    assert nvml.state.inits == inits
 
 
 def test_a_processor_is_measured_by_rapl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or says why not; it has no NVML."""
     monkeypatch.setattr(opening.rapl, "ROOT", tmp_path / "absent")
     with meter_for(CPU, {}) as meter:
         assert meter.kind in (SourceKind.NONE, SourceKind.RAPL)
@@ -81,16 +74,17 @@ def test_rapl_counts(tmp_path: Path, nvml: Simulation, clock: VirtualClock, monk
             assert energy.source is SourceKind.RAPL
 
 
-@pytest.mark.parametrize("name", [uuid_of(2), uuid_of(2)[4:], pci_of(2), "00:20:00.0"])
+@for_each("name", [uuid_of(2), uuid_of(2)[4:], pci_of(2), "00:20:00.0"])
 def test_a_variable_names_the_device_of_all_cases(nvml: Simulation, name: str) -> None:
     """Processors included: so a whole suite runs with the library of the tests."""
+    nvml.reset()
     nvml.add("Second GPU", 2).period_ns = 10_000_000
     with meter_for(CPU, {opening.NVML_DEVICE: name}) as meter:
         assert meter.device.facts()["uuid"] == Reading(uuid_of(2), "", "nvmlDeviceGetUUID")
         assert meter.kind is SourceKind.COUNTER
 
 
-def test_mig_instances_that_share_a_gpu_have_no_energy_of_their_own(
+def test_mig_instances_that_share_a_gpu_share_its_energy(
     nvml: Simulation, clock: VirtualClock, library: Library
 ) -> None:
     """What the counter shows is everybody's; the one that has the GPU for itself has it."""
@@ -106,7 +100,6 @@ def test_mig_instances_that_share_a_gpu_have_no_energy_of_their_own(
 
 
 def test_without_energy_a_device_can_still_be_asked(nvml: Simulation) -> None:
-    """No source is tried, so that opening takes no time; windows say why they are empty."""
     with meter_for(replace(GPU, uuid=uuid_of(1)), {}, energy=False) as meter:
         assert meter.kind is SourceKind.NONE and nvml.calls().get("nvmlDeviceGetTotalEnergyConsumption", 0) == 0
         with meter.window() as window:

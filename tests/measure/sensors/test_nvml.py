@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.measure.sensors.nvml import NvmlDevice
+from fp8bench.measure.sensors.nvml import Library, NvmlDevice
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.measure.sensors.nvml_queries import Library
 from fp8bench.model.readings import NoReading, Reading, Unavailable, grown
 from tests.measure.sensors.nvml.library import GIGABYTE, Simulation, pci_of, uuid_of
 from tests.measure.sensors.test_nvml_library import left_behind
@@ -63,13 +62,16 @@ def test_state(nvml: Simulation, device: NvmlDevice) -> None:
     }
 
 
-def test_a_mask_of_nothing_and_an_idle_device_are_known(nvml: Simulation, device: NvmlDevice) -> None:
-    """These zeros are values; a clock or a power of 0 is none."""
-    one = nvml.state.device[0]
-    one.busy_percent = one.sm_mhz = one.celsius = 0
-    state = values(device.state())
-    assert (state["throttle"], state["use"], state["temperature"]) == ((0, "mask"), (0.0, "share"), (0, "degC"))
-    assert state["sm_clock"] == "nvmlDeviceGetClockInfo said 0.0 Hz, which cannot be"
+def test_zeros_that_are_values_and_one_value_that_fails_alone(nvml: Simulation, device: NvmlDevice) -> None:
+    gpu = nvml.state.device[0]
+    gpu.busy_percent = gpu.sm_mhz = gpu.celsius = 0
+    known = values(device.state())
+    assert (known["throttle"], known["use"], known["temperature"]) == ((0, "mask"), (0.0, "share"), (0, "degC"))
+    assert known["sm_clock"] == "nvmlDeviceGetClockInfo said 0.0 Hz, which cannot be"
+    nvml.fail("nvmlDeviceGetUtilizationRates", 4)
+    state = device.state()
+    assert state["use"] == Unavailable("this user has no permission (NVML error 4)")
+    assert sum(isinstance(read, Reading) for read in state.values()) == len(state) - 3
 
 
 def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, clock: VirtualClock) -> None:
@@ -84,47 +86,19 @@ def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("function", "name", "source"),
-    [
-        ("nvmlDeviceGetCurrentClocksEventReasons", "throttle", "nvmlDeviceGetCurrentClocksThrottleReasons"),
-        ("nvmlDeviceGetTemperatureV", "temperature", "nvmlDeviceGetTemperature"),
-        ("nvmlDeviceGetMemoryInfo_v2", "memory_used", "nvmlDeviceGetMemoryInfo"),
-        ("field 186", "power", "nvmlDeviceGetPowerUsage"),
-    ],
-)
-def test_where_one_function_fails_an_older_one_answers(
-    nvml: Simulation, device: NvmlDevice, function: str, name: str, source: str
-) -> None:
-    """And the reading says which it was."""
-    first = device.state()[name]
-    assert isinstance(first, Reading) and first.source != source
-    nvml.fail(function, 13)
-    second = device.state()[name]
-    assert isinstance(second, Reading) and second.source == source
-
-
-def test_one_value_that_fails_takes_no_other_with_it(nvml: Simulation, device: NvmlDevice) -> None:
-    nvml.fail("nvmlDeviceGetUtilizationRates", 4)
-    state = device.state()
-    assert state["use"] == Unavailable("this user has no permission (NVML error 4)")
-    assert sum(isinstance(read, Reading) for read in state.values()) == len(state) - 2
-
-
 def test_a_value_that_hangs_takes_those_behind_it_with_it(nvml: Simulation) -> None:
     """What was said before stays."""
-    device = NvmlDevice(DeviceIdentity(0), {}, Library(timeout=1.0))
-    nvml.fail("nvmlDeviceGetVbiosVersion", delay=2.5)
+    device = NvmlDevice(DeviceIdentity(0), {}, Library(timeout=0.4))
+    nvml.fail("nvmlDeviceGetVbiosVersion", delay=1.2)
     facts = device.facts()
     assert isinstance(facts["name"], Reading)
-    why = Unavailable("NVML gave no answer for 1 s, and is left alone since")
+    why = Unavailable("NVML gave no answer for 0.4 s, and is left alone since")
     assert facts["vbios"] == facts["memory_total"] == device.state()["power"] == device.process_memory() == why
     device.close()
     left_behind()
 
 
 def test_a_device_that_is_lost(nvml: Simulation, device: NvmlDevice) -> None:
-    """Every value says so, but for those of the driver."""
     nvml.state.device[0].lost_at_ns = 0
     facts = device.facts()
     assert isinstance(facts.pop("driver"), Reading) and isinstance(facts.pop("cuda_driver"), Reading)
@@ -144,58 +118,34 @@ def test_a_lost_neighbour_does_not_hide_a_device(nvml: Simulation, library: Libr
     assert nvml.state.inits == nvml.state.shutdowns == 2
 
 
-@pytest.mark.parametrize(
-    ("identity", "environ"),
-    [
-        (DeviceIdentity(0, uuid=uuid_of(3).removeprefix("GPU-")), {}),
-        (DeviceIdentity(0, pci=pci_of(3)), {}),
-        (DeviceIdentity(1), {"CUDA_VISIBLE_DEVICES": f"{uuid_of(1)[:12]},{uuid_of(3)[:12]}"}),
-        (DeviceIdentity(0), {"CUDA_VISIBLE_DEVICES": "2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}),
-    ],
-)
-def test_a_device_is_found_whatever_its_index(
-    nvml: Simulation, library: Library, identity: DeviceIdentity, environ: dict[str, str]
-) -> None:
-    """Its handle is fetched once."""
-    nvml.reset()
-    nvml.add("Second GPU", 2)
-    nvml.add("Third GPU", 3)
-    device = NvmlDevice(identity, environ, library)
-    for _ in range(3):
-        assert values(device.facts())["name"] == ("Third GPU", "")
-    device.close()
-    assert nvml.calls()["nvmlDeviceGetHandleByUUID"] == 1
-
-
 def test_process_memory(nvml: Simulation, device: NvmlDevice) -> None:
-    """This process's, found by its number; where there is none, the reason."""
-    one = nvml.state.device[0]
-    one.processes, one.pid[1], one.process_bytes[1] = 2, 1, 40 * GIGABYTE
+    gpu = nvml.state.device[0]
+    gpu.processes, gpu.pid[1], gpu.process_bytes[1] = 2, 1, 40 * GIGABYTE
     assert device.process_memory() == Reading(2 * GIGABYTE, "B", "nvmlDeviceGetComputeRunningProcesses_v3")
     assert device.process_memory(1) == Reading(40 * GIGABYTE, "B", "nvmlDeviceGetComputeRunningProcesses_v3")
     for unknown in (-1, 0):
-        one.process_bytes[0] = unknown
+        gpu.process_bytes[0] = unknown
         assert device.process_memory() == Unavailable("the driver does not report the memory of single processes")
-    one.pid[0] = 2
+    gpu.pid[0] = 2
     read = device.process_memory()
     assert isinstance(read, Unavailable) and "not among the 2 that NVML lists" in read.reason
-    one.processes = 0
+    gpu.processes = 0
     read = device.process_memory()
     assert isinstance(read, Unavailable) and "not among the 0" in read.reason
 
 
 def test_who_else_has_work_there(nvml: Simulation, device: NvmlDevice) -> None:
     """Where this process is not listed, it is one of those under another number."""
-    one = nvml.state.device[0]
-    one.processes, one.pid[1], one.process_bytes[1] = 2, 1, 40 * GIGABYTE
+    gpu = nvml.state.device[0]
+    gpu.processes, gpu.pid[1], gpu.process_bytes[1] = 2, 1, 40 * GIGABYTE
     assert values(device.others(os.getpid())) == {"others": (1, ""), "others_memory": (40 * GIGABYTE, "B")}
     assert values(device.others(1)) == {"others": (1, ""), "others_memory": (2 * GIGABYTE, "B")}
-    one.process_bytes[1] = 0
+    gpu.process_bytes[1] = 0
     said = device.others(os.getpid())
     assert isinstance(said["others"], Reading) and isinstance(said["others_memory"], Unavailable)
     said = device.others(77)
     assert said["others"] == Reading(1, "", "nvmlDeviceGetComputeRunningProcesses_v3")
-    one.processes = 1
+    gpu.processes = 1
     assert values(device.others(os.getpid())) == {"others": (0, ""), "others_memory": (0, "B")}
     nvml.fail("nvmlDeviceGetComputeRunningProcesses_v3", 15)
     nvml.fail("nvmlDeviceGetComputeRunningProcesses_v2", 15)
@@ -203,10 +153,9 @@ def test_who_else_has_work_there(nvml: Simulation, device: NvmlDevice) -> None:
 
 
 def test_a_mig_instance(nvml: Simulation, library: Library) -> None:
-    """Name, UUID and memory are its own; power, clocks and the like are the whole device's."""
-    one = nvml.state.device[0]
-    nvml.split(one, 3)
-    uuid = one.instance[1].uuid.decode()
+    gpu = nvml.state.device[0]
+    nvml.split(gpu, 3)
+    uuid = gpu.instance[1].uuid.decode()
     device = NvmlDevice(DeviceIdentity(0, uuid=uuid), {}, library)
     assert device.shared_by == 3
     facts, state = values(device.facts()), values(device.state())

@@ -1,4 +1,4 @@
-"""NVML's life in a process, through the real pynvml."""
+"""NVML's life in a process, through the real pynvml; and calls that come back, fail, or never come back."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import pynvml
 import pytest
 
-from fp8bench.measure.sensors.nvml_queries import REASONS, Library, reason
-from fp8bench.measure.sensors.sampler_thread import NAME
+from fp8bench.measure.sensors.driver_library import NoAnswer, within
+from fp8bench.measure.sensors.energy import NAME
+from fp8bench.measure.sensors.nvml import REASONS, Library, reason
 from fp8bench.model.readings import NoReading
+from tests.counts import for_each
 from tests.measure.sensors.nvml.library import Simulation
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,7 +29,6 @@ def left_behind() -> None:
 
 
 def test_it_is_initialised_while_anyone_uses_it(nvml: Simulation, library: Library) -> None:
-    """Once, and shut down once; then it may begin again."""
     for round_ in (1, 2):
         library.open()
         library.open()
@@ -38,7 +40,6 @@ def test_it_is_initialised_while_anyone_uses_it(nvml: Simulation, library: Libra
 
 
 def test_an_initialisation_that_fails_may_be_tried_again(nvml: Simulation, library: Library) -> None:
-    """A driver that was not loaded may be, later."""
     nvml.fail("nvmlInitWithFlags", 9, last=0)
     with pytest.raises(NoReading, match="the NVIDIA driver is not loaded"):
         library.open()
@@ -47,14 +48,10 @@ def test_an_initialisation_that_fails_may_be_tried_again(nvml: Simulation, libra
     assert (nvml.state.inits, nvml.state.shutdowns) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    ("module", "why"), [(None, "nvidia-ml-py is not installed"), ("nvml_of_yore", "has no nvmlInitWithFlags")]
-)
-def test_a_package_that_is_not_there_or_too_old(
+@for_each(("module", "why"), [(None, "nvidia-ml-py is not installed"), ("nvml_of_yore", "has no nvmlInitWithFlags")])
+def test_no_package_or_an_old_one(
     module: str | None, why: str, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from types import ModuleType
-
     monkeypatch.setitem(sys.modules, "pynvml", ModuleType(module) if module else None)
     with pytest.raises(NoReading, match=why):
         library.open()
@@ -63,7 +60,7 @@ def test_a_package_that_is_not_there_or_too_old(
 def test_without_a_driver_there_is_a_reason() -> None:
     """In a process that finds no such library, or a real one: pynvml's own words are translated."""
     script = (
-        "from fp8bench.measure.sensors.nvml_queries import LIBRARY\n"
+        "from fp8bench.measure.sensors.nvml import LIBRARY\n"
         "from fp8bench.model.readings import NoReading\n"
         "import pynvml, ctypes\n"
         "class Missing:\n    def __getattr__(self, name): raise OSError('no such file')\n"
@@ -74,8 +71,7 @@ def test_without_a_driver_there_is_a_reason() -> None:
     assert done.stdout == "there is no NVML library (libnvidia-ml.so.1): no NVIDIA driver here (NVML error 12)\n"
 
 
-def test_a_call_that_hangs_is_the_last(nvml: Simulation) -> None:
-    """Nothing is asked of it any more, not even to shut down."""
+def test_a_call_that_hangs_is_the_last_and_an_initialisation_is_given_up(nvml: Simulation) -> None:
     library = Library()
     library.open()
     library.timeout = 0.1
@@ -89,10 +85,6 @@ def test_a_call_that_hangs_is_the_last(nvml: Simulation) -> None:
         library.bounded(lambda: None)
     library.close()
     assert nvml.calls() == calls
-    left_behind()
-
-
-def test_an_initialisation_that_hangs_is_given_up(nvml: Simulation) -> None:
     nvml.fail("nvmlInitWithFlags", delay=1.0)
     with pytest.raises(NoReading, match="gave no answer"):
         Library(timeout=0.1).open()
@@ -103,7 +95,7 @@ def test_a_process_ends_although_a_call_never_does(nvml: Simulation) -> None:
     """As long as it waits for no thread of ours. Also: a process of its own finds the library by LD_LIBRARY_PATH."""
     nvml.fail("nvmlDeviceGetCount_v2", delay=3600.0)
     script = (
-        "from fp8bench.measure.sensors.nvml_queries import Library\n"
+        "from fp8bench.measure.sensors.nvml import Library\n"
         "from fp8bench.model.readings import NoReading\n"
         "library = Library()\n"
         "library.open()\n"
@@ -120,13 +112,29 @@ def test_a_process_ends_although_a_call_never_does(nvml: Simulation) -> None:
     assert done.stdout.splitlines() == ["570.00.1", "NVML gave no answer for 0.1 s, and is left alone since"]
 
 
-def test_every_code_has_words() -> None:
+def test_every_code_has_words_and_one_of_the_future_is_named_by_its_number() -> None:
     codes = {value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
-    assert len(codes) > 25
-    assert codes == set(REASONS)
-    assert len(set(REASONS.values())) == len(REASONS)
-
-
-def test_a_code_of_the_future_is_named_by_its_number() -> None:
+    assert len(codes) > 25 and codes == set(REASONS) and len(set(REASONS.values())) == len(REASONS)
     assert reason(15) == "the GPU is lost: it fell off the bus or cannot be reached (NVML error 15)"
     assert reason(4711) == "an error that fp8bench does not know (NVML error 4711)"
+
+
+def test_a_call_gives_its_value_or_what_it_raises() -> None:
+    assert within(30.0, lambda: 0, "it") == 0
+    assert within(30.0, lambda: None, "it") is None
+
+    def fail() -> None:
+        raise NoReading("it is broken")
+
+    with pytest.raises(NoReading, match="it is broken"):
+        within(30.0, fail, "it")
+
+
+def test_a_call_that_hangs_is_left_behind() -> None:
+    release = threading.Event()
+    with pytest.raises(NoAnswer, match=r"^the driver gave no answer for 0\.05 s$"):
+        within(0.05, lambda: release.wait(60), "the driver")
+    (left,) = [thread for thread in threading.enumerate() if thread.name == "the driver"]
+    assert left.daemon
+    release.set()
+    left.join(30)

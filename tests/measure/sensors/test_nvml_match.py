@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from fp8bench.measure.sensors.nvml_match import DeviceIdentity, Instance, Listed, match
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity, Instance, ListedDevice, match
 from fp8bench.model.readings import NoReading
 from tests.counts import for_each
 
-A = Listed("GPU-aaaa1111-0000-4000-8000-000000000001", "00000000:07:00.0")
-B = Listed("GPU-aaaa2222-0000-4000-8000-000000000002", "00000000:4C:00.0")
+A = ListedDevice("GPU-aaaa1111-0000-4000-8000-000000000001", "00000000:07:00.0")
+B = ListedDevice("GPU-aaaa2222-0000-4000-8000-000000000002", "00000000:4C:00.0")
 FIRST = Instance("MIG-11111111-0000-4000-8000-000000000001", 7, 0)
 SECOND = Instance("MIG-22222222-0000-4000-8000-000000000002", 8, 1)
-SPLIT = Listed("GPU-cccc3333-0000-4000-8000-000000000003", "00000001:07:00.0", True, (FIRST, SECOND))
+SPLIT = ListedDevice("GPU-cccc3333-0000-4000-8000-000000000003", "00000001:07:00.0", True, (FIRST, SECOND))
 ALL = (A, B, SPLIT)
 NOT_KNOWN = "CUDA may count them in another order"
 
@@ -31,14 +31,12 @@ NOT_KNOWN = "CUDA may count them in another order"
         (DeviceIdentity(0, uuid="GPU-ffff", pci="0:4C:0"), B),
     ],
 )
-def test_by_what_cuda_says(identity: DeviceIdentity, expected: Listed) -> None:
-    """CUDA's first device is NVML's second here."""
+def test_by_what_cuda_says(identity: DeviceIdentity, expected: ListedDevice) -> None:
     assert match(identity, ALL, {}).device is expected
 
 
 @for_each("identity", [DeviceIdentity(0, uuid="GPU-ffff"), DeviceIdentity(0, pci="0:99:0"), DeviceIdentity(0, pci="x")])
 def test_a_device_that_nvml_does_not_list(identity: DeviceIdentity) -> None:
-    """The index does not help out."""
     with pytest.raises(NoReading, match="NVML lists no device with UUID"):
         match(identity, ALL, {})
 
@@ -52,8 +50,7 @@ def test_a_device_that_nvml_does_not_list(identity: DeviceIdentity) -> None:
         (0, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1,0"}, B),
     ],
 )
-def test_by_what_is_visible(index: int, environ: dict[str, str], expected: Listed) -> None:
-    """Prefixes of UUIDs name a device; indices do where CUDA counts as NVML does."""
+def test_by_what_is_visible(index: int, environ: dict[str, str], expected: ListedDevice) -> None:
     # NVML's own order does not matter.
     assert match(DeviceIdentity(index), (SPLIT, B, A), environ).device is expected
 
@@ -77,7 +74,6 @@ def test_what_cannot_be_told_is_not_guessed(index: int, environ: dict[str, str],
 
 
 def test_one_device_is_the_one() -> None:
-    """There is nothing else that CUDA could mean, unless it means a second one."""
     assert match(DeviceIdentity(0), (A,), {}).device is A
     assert match(DeviceIdentity(0), (A,), {"CUDA_VISIBLE_DEVICES": "0"}).device is A
     with pytest.raises(NoReading, match=NOT_KNOWN):
@@ -101,11 +97,10 @@ def test_one_device_is_the_one() -> None:
     ],
 )
 def test_mig(identity: DeviceIdentity, environ: dict[str, str], instance: Instance | None) -> None:
-    """The device is the whole one, and the instance the one that runs."""
     found = match(identity, ALL, environ)
     assert (found.device, found.instance) == (SPLIT, instance)
 
 
 def test_the_only_instance_is_the_one() -> None:
-    alone = Listed(SPLIT.uuid, SPLIT.pci, True, (SECOND,))
+    alone = ListedDevice(SPLIT.uuid, SPLIT.pci, True, (SECOND,))
     assert match(DeviceIdentity(0, uuid=SPLIT.uuid), (alone,), {}).instance is SECOND

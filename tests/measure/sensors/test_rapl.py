@@ -1,4 +1,4 @@
-"""RAPL as Linux shows it, on a tree of files of our own."""
+"""What Linux shows in files: RAPL, energy of an Intel GPU, clocks and temperatures of a processor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8bench.measure.device_watch import Settler
 from fp8bench.measure.sensors import rapl
-from fp8bench.measure.sensors.rapl import Counter, Domain
-from fp8bench.model.readings import NoReading
+from fp8bench.measure.sensors.energy import SourceKind
+from fp8bench.measure.sensors.meter import meter_for
+from fp8bench.measure.sensors.rapl import Domain, EnergyCounter, HostDevice
+from fp8bench.model import DeviceFacts
+from fp8bench.model.readings import NoReading, Reading, Unavailable
 from tests.counts import for_each
+from tests.fakes import MS, FakeWorker, Script, arm, gemm_steps
 
 RANGE = 262_143_328_850
 
@@ -42,26 +47,23 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_packages_and_their_memory_count_once(root: Path) -> None:
-    found = rapl.domains(root)
-    assert [domain.name for domain in found] == ["package-0", "package-0/dram", "package-1"]
-    assert {domain.range_uj for domain in found} == {RANGE + 1}
-
-
-def test_joules_since_the_first_reading(root: Path) -> None:
-    """Of all domains together."""
-    counter = Counter(rapl.domains(root), lambda: 0.0)
+    domains = rapl.domains(root)
+    assert [domain.name for domain in domains] == ["package-0", "package-0/dram", "package-1"]
+    assert {domain.range_uj for domain in domains} == {RANGE + 1}
+    counter = EnergyCounter(domains, lambda: 0.0)
     assert counter.read() == 0.0
     (root / "intel-rapl:0" / "energy_uj").write_text("4000000")
     (root / "intel-rapl:0:1" / "energy_uj").write_text("1500000")
-    assert counter.read() == pytest.approx(3.5)
-    assert counter.read() == pytest.approx(3.5)
+    assert [counter.read(), counter.read()] == pytest.approx([3.5, 3.5])
+    (root / "intel-rapl:1" / "energy_uj").unlink()
+    with pytest.raises(NoReading, match="energy_uj cannot be read: No such file"):
+        counter.read()
 
 
 @given(
     st.lists(st.integers(0, 200_000), min_size=1, max_size=40), st.integers(200_000, 300_000), st.integers(0, 200_000)
 )
 def test_wrapping_around(growths: list[int], limit: int, start: int) -> None:
-    """The total is that of a counter that never wraps."""
     total, values = start, []
     for growth in growths:
         total += growth
@@ -69,7 +71,7 @@ def test_wrapping_around(growths: list[int], limit: int, start: int) -> None:
     seconds = iter(range(1000))
     domain = Domain("package-0", Path("none"), limit + 1)
     readings = iter([start % (limit + 1), *values])
-    counter = Counter((domain,), lambda: float(next(seconds)))
+    counter = EnergyCounter((domain,), lambda: float(next(seconds)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rapl, "_energy_uj", lambda part: next(readings))
         for _ in growths:
@@ -79,10 +81,9 @@ def test_wrapping_around(growths: list[int], limit: int, start: int) -> None:
 
 @for_each("limit", [RANGE, None, "no number"])
 def test_a_counter_that_was_set_back_is_no_wrap(tmp_path: Path, limit: object) -> None:
-    """By what a processor would have had to draw in between, or because nobody knows where it wraps."""
     path = zone(tmp_path, "intel-rapl:0", "package-0", energy=100_000_000_000, limit=limit)
     now = [0.0]
-    counter = Counter(rapl.domains(tmp_path), lambda: now[0])
+    counter = EnergyCounter(rapl.domains(tmp_path), lambda: now[0])
     counter.read()
     (path / "energy_uj").write_text("0")
     now[0] = 1.0
@@ -119,7 +120,6 @@ def test_permission_for_real(root: Path) -> None:
     ],
 )
 def test_where_there_is_none(tmp_path: Path, flags: str, why: str) -> None:
-    """No such folder, or nothing in it that counts."""
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\n{flags}\n")
     with pytest.raises(NoReading, match=f"^there is no .*/absent: {why}"):
@@ -139,9 +139,86 @@ def test_a_counter_that_is_no_number(tmp_path: Path, text: str) -> None:
         rapl.domains(tmp_path)
 
 
-def test_a_counter_that_vanishes(root: Path) -> None:
-    counter = Counter(rapl.domains(root), lambda: 0.0)
-    counter.read()
-    (root / "intel-rapl:1" / "energy_uj").unlink()
-    with pytest.raises(NoReading, match="energy_uj cannot be read: No such file"):
+XPU = DeviceFacts("xpu", 0, "Intel Data Center GPU Max 1550", 64 << 30, "2.13.0")
+
+
+def sensors(root: Path, number: int, driver: str, energy: str | None = "1000000") -> Path:
+    """One device's folder."""
+    folder = root / f"hwmon{number}"
+    folder.mkdir()
+    (folder / "name").write_text(f"{driver}\n")
+    if energy is not None:
+        (folder / "energy1_input").write_text(f"{energy}\n")
+    return folder
+
+
+@for_each("driver", ["i915", "xe"])
+def test_the_only_one_is_read_in_joules(driver: str, tmp_path: Path) -> None:
+    sensors(tmp_path, 0, "nvme", "5")
+    sensors(tmp_path, 1, driver, None)
+    folder = sensors(tmp_path, 2, driver)
+    counter = EnergyCounter((rapl.gpu_domain(tmp_path),), lambda: 0.0)
+    assert counter.read() == 0.0
+    (folder / "energy1_input").write_text("3500000")
+    assert counter.read() == 2.5
+    (folder / "energy1_input").write_text("3000000")
+    with pytest.raises(NoReading, match="went back"):
         counter.read()
+
+
+def test_no_gpu_is_guessed(tmp_path: Path) -> None:
+    for number in (1, 2):
+        sensors(tmp_path, number, "xe")
+    with pytest.raises(NoReading, match="2 Intel GPUs count their energy, and torch does not tell which"):
+        rapl.gpu_domain(tmp_path)
+
+
+@for_each(("energy", "why"), [(None, "no energy counter of an Intel GPU"), ("-", "no number")])
+def test_without_a_number_there_is_a_reason(energy: str | None, why: str, tmp_path: Path) -> None:
+    sensors(tmp_path, 0, "xe", energy)
+    with pytest.raises(NoReading, match=why):
+        rapl.gpu_domain(tmp_path)
+
+
+def test_its_meter_says_why_it_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rapl.gpu_domain, "__defaults__", (tmp_path,))
+    with meter_for(XPU, {}) as meter:
+        assert meter.kind is SourceKind.NONE and "no energy counter of an Intel GPU" in meter.why
+
+
+def made(root: Path, clocks: dict[int, str], **chips: list[str]) -> HostDevice:
+    """A kernel's folders: kilohertz by core, and thousandths of degrees by chip."""
+    for core, text in clocks.items():
+        folder = root / f"devices/system/cpu/cpu{core}/cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_cur_freq").write_text(text)
+    for number, (name, texts) in enumerate(chips.items()):
+        folder = root / f"class/hwmon/hwmon{number}"
+        folder.mkdir(parents=True)
+        (folder / "name").write_text(f"{name}\n")
+        for place, text in enumerate(texts, 1):
+            (folder / f"temp{place}_input").write_text(text)
+    return HostDevice("a CPU has no driver", root)
+
+
+def test_the_fastest_core_and_the_hottest_sensor_of_a_processor(tmp_path: Path) -> None:
+    device = made(tmp_path, {0: "1500000\n", 1: "3600000\n"}, k10temp=["61250", "58000"], nvme=["90000"])
+    seen = device.glance()
+    assert seen["cpu_clock"] == Reading(3.6e9, "Hz", "sysfs") and seen["temperature"] == Reading(61.25, "degC", "sysfs")
+    assert seen["sm_clock"] == Unavailable("a CPU has no driver") and device.tells and not device.silent
+    assert device.changing() == seen and device.facts()["driver"] == Unavailable("a CPU has no driver")
+
+
+@for_each("clocks", [{}, {0: "<unknown>"}, {0: "0"}])
+def test_what_cannot_be_read_is_a_reason_and_no_zero(tmp_path: Path, clocks: dict[int, str]) -> None:
+    device = made(tmp_path, clocks)
+    assert isinstance(device.glance()["cpu_clock"], Unavailable) and device.tells == bool(clocks)
+
+
+def test_a_processor_warms_up_by_what_it_tells(tmp_path: Path) -> None:
+    device = made(tmp_path, {}, coretemp=["50000"])
+    worker, processor = FakeWorker({"fp32": Script(gemm_steps(10 * MS))}), arm("fp32")
+    processor.prepare(worker)
+    found = Settler(device, 30.0, worker.clock).settle(processor, worker)
+    assert found is not None and found.settled and found.seconds < 5
+    assert {look.temperature for look in found.looks} == {50.0} and {look.clock for look in found.looks} == {None}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fp8bench.measure.sensors.energy import FAST_PAUSE, PAUSE, POWER_PAUSE, Polling
 from fp8bench.measure.sensors.mean_power import INTERVALS, Rhythm, Tick
-from fp8bench.measure.sensors.sampler_thread import FAST_PAUSE, PAUSE, POWER_PAUSE, Polling
 
 STEADY = Rhythm(0.1, 0.0, 0.1)
 LAST = INTERVALS + 1
@@ -19,10 +19,7 @@ def test_without_a_rhythm_it_looks_all_the_time() -> None:
     pace = Polling(counts=True)
     assert [pace.next(0.0, None, 0), pace.next(0.1, tick(0.1), 1), pace.next(3.0, tick(3.0), 99)] == [PAUSE] * 3
     assert Polling(counts=False).next(0.0, None, 0) == POWER_PAUSE
-
-
-def test_the_first_tick_is_looked_for_all_the_time() -> None:
-    assert Polling(counts=True, rhythm=STEADY).next(1.0, None, 0) == PAUSE
+    assert Polling(counts=True, rhythm=STEADY).next(1.0, None, 0) == PAUSE, "so is the first tick"
 
 
 def test_up_to_the_tenth_they_are_counted_halfway_between_two() -> None:
@@ -39,8 +36,7 @@ def test_the_tenth_is_followed_by_a_rest_until_just_before_the_next() -> None:
     """The tenth itself was seen late, and is dated by the first and the rhythm."""
     pace = Polling(counts=True, rhythm=STEADY)
     pace.next(1.0, tick(1.0), 1)
-    assert 1.95 + pace.next(1.95, tick(1.9, 0.1), INTERVALS) == pytest.approx(2.0 - 2 * PAUSE)
-    assert not pace.blind
+    assert 1.95 + pace.next(1.95, tick(1.9, 0.1), INTERVALS) == pytest.approx(2.0 - 2 * PAUSE) and not pace.blind
     assert pace.next(1.997, None, INTERVALS) == PAUSE
     assert 2.001 + pace.next(2.001, tick(2.0), LAST) == pytest.approx(2.1 - 2 * PAUSE)
 
@@ -55,15 +51,12 @@ def test_a_tick_that_came_early_makes_it_wake_up_earlier() -> None:
 def test_of_a_faster_counter_ticks_are_passed_over() -> None:
     """The change that is seen after such a rest is none to go by, and the rest is not repeated before the next one."""
     pace = Polling(counts=True, rhythm=Rhythm(0.02, 0.0, 0.02))
-    assert pace.next(1.0, tick(1.0), LAST) == pytest.approx(0.06 - 2 * PAUSE)
-    assert pace.blind
-    assert pace.next(1.056, tick(1.05), LAST) == PAUSE
-    assert not pace.blind
+    assert pace.next(1.0, tick(1.0), LAST) == pytest.approx(0.06 - 2 * PAUSE) and pace.blind
+    assert pace.next(1.056, tick(1.05), LAST) == PAUSE and not pace.blind
     assert pace.next(1.06, tick(1.06), LAST + 1) > PAUSE
 
 
 def test_a_counter_faster_than_looks_is_looked_at_seldom() -> None:
-    """Each look sees a change, and its age is known by the rhythm."""
     pace = Polling(counts=True, rhythm=Rhythm(0.002, 0.0, 0.003))
     assert [pace.next(1.0, tick(1.0), count) for count in (0, 1, LAST)] == [FAST_PAUSE] * 3
     assert not pace.blind

@@ -83,21 +83,8 @@ def why_not() -> str:
 def build(folder: Path, *options: str) -> Path:
     """The library, built into a folder; `-DOLD_DRIVER` leaves out what older drivers lack."""
     path = folder / SONAME
-    warnings = ("-Wall", "-Wextra")
-    command = [
-        "gcc",
-        "-shared",
-        "-fPIC",
-        "-O1",
-        *warnings,
-        *options,
-        f"-Wl,-soname,{SONAME}",
-        "-o",
-        path,
-        SOURCE,
-        "-lm",
-    ]
-    subprocess.run([str(word) for word in command], check=True)
+    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Wextra", *options, f"-Wl,-soname,{SONAME}"]
+    subprocess.run(["gcc", *flags, "-o", str(path), str(SOURCE), "-lm"], check=True)
     return path
 
 

@@ -1,13 +1,77 @@
-"""Who is named when ranks fail, by values."""
+"""What several ranks answered, as one answer, and who is named when ranks fail, by values."""
 
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
+
+import pytest
 
 from fp8bench.measure.ranks.blame import RankState, culprit, failed_rank, late, sentence, suspects
-from fp8bench.model import Phase
-from fp8bench.model.ranks import BEAT, FailedRank, Heartbeat, heartbeat_of
+from fp8bench.measure.ranks.merge import RanksDisagree, merged
+from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase
+from fp8bench.model.ranks import BEAT, FailedRank, Heartbeat, RankCalls, RankMemory, heartbeat_of
+from fp8bench.model.raw import RawSlot, RawStep, StateCheck
+from fp8bench.model.run import OperationBits
 from tests.counts import for_each
+
+GEMM, COMM, REST = (CELL_PHASES.index(name) for name in ("gemm", "communication", "unattributed"))
+
+
+def slot(*calls: tuple[int, int], wall: float = 1.0, cpu: float = 0.5) -> RawSlot:
+    return RawSlot(tuple(RawStep((GEMM, COMM), call) for call in calls), wall, cpu, 0.0)
+
+
+def test_a_step_is_over_when_its_slowest_rank_is() -> None:
+    found = merged("slot", [slot((10, 1), (10, 30), wall=1.0), slot((5, 20), (5, 20), wall=2.0)])
+    assert [step.intervals_ns for step in found.steps] == [(5, 20), (10, 30)]
+    assert found.ranks == (RankCalls(0, (11, 40), (1, 30)), RankCalls(1, (25, 25), (20, 20)))
+    assert found.wall_seconds == 2.0
+    assert merged("slot", [slot((1, 1)), slot((1, 1))]).memory_retries is None
+    slots = [replace(slot((1, 1)), memory_retries=count) for count in (0, 2, 1)]
+    assert merged("slot", slots).memory_retries == 3
+    # Phases of different ranks would not add up to anybody's step.
+    other = RawSlot((RawStep((REST, COMM, REST), (1, 50, 1)),), 1.0, 1.0, 0.0)
+    assert merged("slot", [slot((10, 20)), other]).steps == other.steps
+
+
+def test_numbers_must_agree_and_builds() -> None:
+    assert merged("error", [{"sqnr_db": 31.5}, {"sqnr_db": 31.5}]) == {"sqnr_db": 31.5}
+    with pytest.raises(RanksDisagree, match=r"sqnr_db is 31\.5 on rank 0 and 4\.0 on rank 1"):
+        merged("error", [{"sqnr_db": 31.5}, {"sqnr_db": 4.0}])
+    assert merged("error", ["none", "none"]) == "none"
+    with pytest.raises(RanksDisagree, match=r"torch is 2\.13\.0 on rank 0 and 2\.12\.1 on rank 1: install the same"):
+        merged("software", [{"torch": "2.13.0"}, {"torch": "2.12.1"}])
+    with pytest.raises(RanksDisagree, match="cudnn is 91002 on rank 0 and None on rank 1"):
+        merged("software", [{"torch": "2", "cudnn": 91002}, {"torch": "2"}])
+
+
+def test_other_answers() -> None:
+    cpu, gpu = DeviceFacts("cpu", 0, "", 1, ""), DeviceFacts("cuda", 0, "", 1, "")
+    assert merged("probe", [(cpu, gpu), (cpu,)]) == (cpu,)
+    most = MemoryUse(9, ranks=(RankMemory(0, 5, (("weights", 5),)), RankMemory(1, 9)))
+    assert merged("memory", [MemoryUse(5, (("weights", 5),)), MemoryUse(9)]) == most
+    assert merged("memory", [MemoryUse(5), "no meter"]) == "no meter"
+    assert merged("check", [StateCheck(), StateCheck("lost")]).wrong == "rank 1 of 2: lost"
+    assert merged("release", [(), ("a thread",)]) == ("rank 1: a thread",)
+    told = [{"torch": "2", "env OMP_NUM_THREADS": "1"}, {"torch": "2", "env OMP_NUM_THREADS": "2"}]
+    assert merged("software", told) == {"torch": "2", "rank 0 OMP_NUM_THREADS": "1", "rank 1 OMP_NUM_THREADS": "2"}
+    assert merged("try_batch", [5, 7]) == 7 and merged("try_batch", [5, None]) is None
+    assert merged("trial", ["", "wrong"]) == "wrong" and merged("statistics", [(1,), (2,)]) == (1,)
+
+
+def test_bits_are_each_ranks_own_and_once_those_of_all() -> None:
+    """Ranks that come to different things by one exchange leave several digests, as a device that does not repeat."""
+
+    def told(rank: int, shared: str) -> tuple[OperationBits, ...]:
+        own = OperationBits(f"cpu of rank {rank} of 2", "float32", "product", (f"p{rank}",))
+        return own, OperationBits("cpu of 2 ranks", "float32", "sum of all ranks", (shared,))
+
+    first, other = told(0, "s"), told(1, "s")
+    assert merged("bits", [first, other]) == (*first, other[0])
+    (*_, differing, last) = merged("bits", [first, told(1, "t")])
+    assert differing == replace(first[1], digests=("s", "t")) and last == other[0]
+
 
 TIMED_OUT = ("RuntimeError: Timed out waiting 6000ms for recv", "trace")
 LEFT = ("SwitchesChanged: it left the working directory at /", "trace")
@@ -65,21 +129,19 @@ def test_the_rank_that_failed_is_named(states: list[RankState], guilty: int) -> 
     ],
 )
 def test_nobody_can_tell(states: list[RankState], named: str) -> None:
-    """Where sequence and phase are equal."""
     said = sentence(states, 10.0)
     assert f"nobody can tell which of ranks {named} of {len(states)} failed: all are in phase gemm of 'slot'" in said
-    assert ("said: RuntimeError: Timed out" in said) == any(one.fault == TIMED_OUT for one in states)
+    assert ("said: RuntimeError: Timed out" in said) == any(state.fault == TIMED_OUT for state in states)
 
 
 def test_several_that_are_stopped_are_named() -> None:
-    """A whole group was, by a terminal."""
     said = late([state(0, 3), state(1, 5, stopped=True), state(2, 4, stopped=True)], 9.0)
     assert said == ": ranks 1 and 2 of 3 are stopped (SIGSTOP or SIGTSTP, by /proc)"
 
 
 def test_sentences_say_rank_phase_and_reason() -> None:
-    """And what the others said, which is where torch would have looked."""
     waiting = state(0, 12, 9.0, "communication", answered=True, fault=TIMED_OUT)
+    assert failed_rank(culprit([waiting, state(1, 11, 3.0)]).beat, 2, 10.0) == FailedRank(1, 2, "slot", "gemm", 11, 7.0)
     assert sentence([waiting, state(1, 11, 3.0)], 10.0) == (
         "rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat, number 11, is 7.0 s old; rank 0 "
         "said: RuntimeError: Timed out waiting 6000ms for recv"
@@ -89,12 +151,6 @@ def test_sentences_say_rank_phase_and_reason() -> None:
     assert late([state(0, 12, 9.5), state(1, 11, 9.0)], 10.0) == (
         ": rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat, number 11, is 1.0 s old"
     )
-
-
-def test_the_same_in_figures() -> None:
-    """For files and tables, which nobody should have to take out of a sentence."""
-    waiting = state(0, 12, 9.0, "communication", answered=True, fault=TIMED_OUT)
-    assert failed_rank(culprit([waiting, state(1, 11, 3.0)]).beat, 2, 10.0) == FailedRank(1, 2, "slot", "gemm", 11, 7.0)
 
 
 def test_heartbeats_are_read_from_what_was_left() -> None:

@@ -1,0 +1,239 @@
+"""What memory is for, growth that goes on, and arithmetics that tell of their casts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.model import PHASES, Case, HeldBlock, MemoryRole
+from fp8bench.nn.arithmetics import PlainArithmetic, counted
+from fp8bench.numerics.ranges import Ledger
+from fp8bench.protocols import Arithmetic, Operand, Role, Setup, WatchedArithmetic
+from fp8bench.registry import precisions
+from fp8bench.worker.memory_pass import LONGEST_SECONDS, growth, leak_of, listening, role_of, roles
+from tests.counts import for_each
+from tests.facts import CPU, H200
+
+R = MemoryRole
+OLD = HeldBlock(1, 10, lasting=True)
+NEW = HeldBlock(1, 10, "gemm")
+
+
+@for_each(
+    ("block", "before", "after", "role"),
+    [
+        (OLD, {1: R.WEIGHTS}, {1: R.WEIGHTS}, R.WEIGHTS),
+        (OLD, {1: None}, {1: None}, R.OTHER),
+        (OLD, {}, {}, R.OTHER),
+        (HeldBlock(1, 10), {1: R.OPTIMIZER}, {}, R.OPTIMIZER),  # it went in the step
+        (HeldBlock(1, 10), {}, {1: R.OPTIMIZER}, R.OTHER),  # another one lies there now
+        (HeldBlock(1, 10, "cast"), {1: R.OPTIMIZER}, {}, R.WORKSPACE),  # another one lay there before
+        (HeldBlock(1, 10, "cast", lasting=True), {}, {1: R.OPTIMIZER}, R.OPTIMIZER),
+        (HeldBlock(1, 10, lasting=True, said=(R.LOW_WEIGHTS,)), {1: None}, {1: None}, R.LOW_WEIGHTS),
+        (HeldBlock(1, 10, lasting=True, said=(R.LOW_WEIGHTS,)), {}, {1: R.OPTIMIZER}, R.OPTIMIZER),
+        (HeldBlock(1, 10, lasting=True, said=(R.WEIGHTS,)), {}, {}, R.WEIGHTS),
+        (HeldBlock(1, 10, "cast", said=(R.WEIGHTS,)), {}, {}, R.WORKSPACE),  # restored, to be cast again
+        (HeldBlock(1, 10, "communication", said=(R.WEIGHTS,)), {}, {}, R.WEIGHTS),  # gathered for a step
+        (HeldBlock(1, 10, "gemm", said=(R.ACTIVATIONS, R.LOW_WEIGHTS)), {}, {}, R.LOW_WEIGHTS),
+        (HeldBlock(1, 10, "data_load", awaited=True, said=(R.ACTIVATIONS,)), {}, {}, R.DATA),
+        (HeldBlock(1, 10, "gemm", backward=True, said=(R.ACTIVATIONS,)), {}, {}, R.ACTIVATIONS),
+        (HeldBlock(1, 10, "unattributed", awaited=True, brief=True), {}, {}, R.ACTIVATIONS),
+        (HeldBlock(1, 10, "gemm", backward=True, brief=True), {}, {}, R.WORKSPACE),
+        (HeldBlock(1, 10, "gemm", backward=True), {}, {}, R.GRADIENTS),
+        (HeldBlock(1, 10, "optimizer_step"), {}, {}, R.WORKSPACE),
+        (NEW, {}, {}, R.ACTIVATIONS),
+        (HeldBlock(1, 10, "gemm", lasting=True), {}, {}, R.OTHER),
+    ],
+)
+def test_a_role(block: HeldBlock, before: dict[int, R | None], after: dict[int, R | None], role: MemoryRole) -> None:
+    """Case by case; addresses are used again, and count only for what lay there at the time."""
+    assert role_of(block, before, after) is role
+
+
+def test_they_sum_to_the_peak() -> None:
+    """What the allocator counts and nobody saw is other; where more was seen than it counts, nobody can say."""
+    held = [NEW, HeldBlock(2, 5, "cast")]
+    assert roles(held, 15, {}, {}) == {R.ACTIVATIONS: 10, R.WORKSPACE: 5}
+    assert roles(held, 18, {}, {}) == {R.ACTIVATIONS: 10, R.WORKSPACE: 5, R.OTHER: 3}
+    assert roles(held, 14, {}, {}) == {}
+    assert roles([], 0, {}, {}) == {}
+
+
+def test_any_blocks_sum_to_their_size() -> None:
+    draw = random.Random(3)
+    flag = lambda: draw.random() < 0.5  # noqa: E731
+    held = [
+        HeldBlock(
+            number, draw.randrange(1, 99), draw.choice(("", *PHASES)), flag(), flag(), flag(), flag(),
+            tuple(draw.sample(list(R), draw.randrange(3))),
+        )
+        for number in range(1000)
+    ]  # fmt: skip
+    known: list[dict[int, R | None]] = [{number: draw.choice((None, *R)) for number in range(500)} for _ in range(2)]
+    found = roles(held, sum(stretch.size for stretch in held), *known)
+    assert sum(found.values()) == sum(one.size for one in held) and list(found) == [role for role in R if role in found]
+
+
+KIB = 1024
+
+
+def held(size_of: Callable[[int], int], count: int = 48) -> list[int]:
+    """After each step, of what steps keep or give back."""
+    return list(accumulate(size_of(number) for number in range(count)))
+
+
+@for_each("count", [12, 24, 48])
+@for_each("phase", range(3))
+def test_what_every_third_step_keeps_is_found(phase: int, count: int) -> None:
+    assert growth(held(lambda step: 3 * KIB * (step % 3 == phase), count)) == pytest.approx(KIB, rel=0.4)
+
+
+GROWING: dict[str, tuple[Callable[[int], int], int]] = {
+    "every step": (lambda step: KIB, KIB),
+    "every 12th": (lambda step: 12 * KIB * (step % 12 == 7), KIB),
+    "beside batches of many sizes": (lambda step: KIB + (-1) ** step * 5 * KIB, KIB),
+    "beside a cache that is emptied": (lambda step: KIB + (8 * KIB if step % 9 else -64 * KIB), KIB),
+}  # fmt: skip
+
+
+ENDING: dict[str, Callable[[int], int]] = {
+    "nothing": lambda step: 0,
+    "once": lambda step: KIB * (step == 20),
+    "a history of 16": lambda step: KIB * (step < 16),
+    "a history of 40": lambda step: KIB * (step < 40),
+    "emptied every 5 steps": lambda step: KIB if step % 5 else -4 * KIB,
+    "emptied every 20 steps": lambda step: KIB if step % 20 else -19 * KIB,
+    "slower and slower": lambda step: 1 << max(0, 24 - step),
+    "a little": lambda step: 100,
+    "given back": lambda step: -KIB,
+}
+
+
+@for_each("how", [*GROWING, *ENDING])
+def test_growth_is_bytes_a_step_where_it_goes_on(how: str) -> None:
+    size_of, wanted = GROWING[how] if how in GROWING else (ENDING[how], 0.0)
+    assert growth(held(size_of)) == pytest.approx(wanted, rel=0.3)
+
+
+def test_garbage_in_cycles_is_no_leak_and_steps_that_take_long_are_not_run_again() -> None:
+    def step() -> None:
+        cycle: list[object] = [torch.ones(KIB)]
+        cycle.append(cycle)
+
+    assert leak_of(step, "cpu", 0.001) == 0.0
+    assert leak_of(lambda: pytest.fail("not to be run"), "cpu", LONGEST_SECONDS + 1) is None
+
+
+class Said:
+    """What was said last of each address."""
+
+    def __init__(self) -> None:
+        self.words: list[tuple[tuple[int, ...], MemoryRole]] = []
+
+    def __call__(self, addresses: Sequence[int], role: MemoryRole) -> None:
+        self.words.append((tuple(addresses), role))
+
+    def of(self, tensor: Tensor | None) -> list[MemoryRole]:
+        assert tensor is not None
+        return [role for addresses, role in self.words if tensor.untyped_storage().data_ptr() in addresses]
+
+
+def told(arithmetic: Arithmetic) -> tuple[Arithmetic, Said]:
+    """The arithmetic that tells, through a setup as the pass has it."""
+    said = Said()
+    setup = Setup(Case("mlp", (), "bf16", "cpu"), CPU, 0, arithmetic, arithmetic, {"up": arithmetic})
+    changed = listening(setup, said)
+    for listener in (changed.high, changed.layers["up"]):
+        assert isinstance(listener, WatchedArithmetic) and listener.inner is arithmetic
+    return changed.arithmetic, said
+
+
+def test_a_cast_that_copies_is_told_of_with_its_source() -> None:
+    arithmetic, said = told(PlainArithmetic(torch.bfloat16))
+    x, w, g = torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 4)
+    a, b, c = (arithmetic.cast(tensor, role) for tensor, role in zip((x, w, g), Role, strict=True))
+    assert [said.of(tensor) for tensor in (x, w, g)] == [[R.ACTIVATIONS], [R.WEIGHTS], [R.GRADIENTS]]
+    assert [said.of(operand.data) for operand in (a, b, c)] == [[R.LOW_ACTIVATIONS], [R.LOW_WEIGHTS], [R.GRADIENTS]]
+    arithmetic.turn(a, x, Role.INPUT)
+    assert said.of(a.data) == [R.LOW_ACTIVATIONS]
+
+
+def test_a_cast_that_changes_nothing_makes_no_copy() -> None:
+    arithmetic, said = told(PlainArithmetic(torch.float32))
+    x = torch.ones(2, 3)
+    operand = arithmetic.cast(x, Role.INPUT)
+    arithmetic.turn(operand, None, Role.INPUT)  # type: ignore[arg-type]  # as a layer does that kept no source
+    assert operand.data.data_ptr() == x.data_ptr() and said.of(x) == [R.ACTIVATIONS]
+
+
+@for_each("name", ["fp8", "fp8-delayed", "mxfp8", "nvfp4", "fp16", "tf32"])
+def test_every_precision_tells_and_computes_what_it_did(name: str) -> None:
+    """A layer of its own included, bit for bit, and all that is asked of an arithmetic is answered as before."""
+    quiet = precisions.get(name).arithmetic(CPU)
+    arithmetic, said = told(precisions.get(name).arithmetic(CPU))
+    assert arithmetic.carrier is quiet.carrier
+    for word in ("casts", "keeps_source", "explicit", "settles", "plain", "takes_amax"):
+        assert getattr(arithmetic, word) is getattr(quiet, word)
+    own, own_quiet = arithmetic.layer("up"), quiet.layer("up")
+    x = torch.randn(64, 64)
+    for role in Role:
+        for method in ("cast", "turned", "unscaled"):
+            found, wanted = (getattr(arithmetic, method)(x, role) for arithmetic in (own, own_quiet))
+            assert torch.equal(found.data.float(), wanted.data.float())
+        turned, wanted = (arithmetic.turn(arithmetic.cast(x, role), x, role) for arithmetic in (own, own_quiet))
+        assert torch.equal(turned.data.float(), wanted.data.float())
+        for found, wanted in zip(*(arithmetic.cast_both(x, role) for arithmetic in (own, own_quiet)), strict=True):
+            assert (found is None) == (wanted is None)
+            assert found is None or torch.equal(found.data.float(), wanted.data.float())
+    assert {R.ACTIVATIONS, R.WEIGHTS, R.GRADIENTS} <= {role for _, role in said.words}
+
+
+def test_both_orientations_that_one_look_gives_are_told_of() -> None:
+    arithmetic, said = told(precisions.get("fp8").arithmetic(H200))
+    w = torch.randn(16, 32)
+    operand, turned = arithmetic.cast_both(w, Role.WEIGHT)
+    assert turned is not None and turned.data.data_ptr() != operand.data.data_ptr()
+    assert [said.of(tensor) for tensor in (w, operand.data, turned.data)] == [[R.WEIGHTS] * 2, *[[R.LOW_WEIGHTS]] * 2]
+    ledger = Ledger()
+    counted(precisions.get("fp8").arithmetic(H200), "mlp", ledger).cast_both(w, Role.WEIGHT)
+    assert [(entry.role, entry.count) for entry in ledger.statistics()] == [("weight", 512)]
+
+
+class Stiff(Arithmetic):
+    """A user's, whose layers are of another class than itself."""
+
+    carrier = torch.float32
+
+    def __init__(self, inner: Arithmetic | None = None) -> None:
+        self.inner = inner
+
+    def layer(self, name: str) -> Arithmetic:
+        return PlainArithmetic(torch.bfloat16)
+
+    def cast(self, tensor: Tensor, role: Role) -> Operand:
+        return Operand(tensor.clone())
+
+    def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+        return a.data @ b.data.t()
+
+
+def test_a_layer_of_another_class_tells_too() -> None:
+    """Also where it remembers nothing of who made it; a layer that is the arithmetic itself is wrapped once."""
+    arithmetic, said = told(Stiff())
+    x = torch.ones(3, 3)
+    operand = arithmetic.layer("up").cast(x, Role.WEIGHT)
+    assert said.of(operand.data) == [R.LOW_WEIGHTS]
+    plain, _ = told(PlainArithmetic(torch.bfloat16))
+    assert plain.layer("up") is plain
+
+
+def test_nothing_is_said_while_a_graph_is_compiled() -> None:
+    arithmetic, said = told(PlainArithmetic(torch.bfloat16))
+    compiled = torch.compile(lambda x: arithmetic.cast(x, Role.INPUT).data * 2, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2, 2)), torch.full((2, 2), 2.0, dtype=torch.bfloat16))
+    assert said.words == []

@@ -1,0 +1,170 @@
+"""What ranks of one machine share: a start line, rounds, a launcher; and whose process is connected."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fp8bench.model import Case, DeviceFacts
+from fp8bench.worker.ranks import bench
+from fp8bench.worker.ranks.bench import (
+    RankBench,
+    RankMeeting,
+    StartLine,
+    StepAnswer,
+    refuse_strangers,
+    rounds,
+    watch_groups,
+)
+from fp8bench.worker.ranks.launcher import _end_all
+from tests.counts import for_each
+from tests.fakes import CPU
+
+
+def test_nobody_begins_before_all_have_come(tmp_path: Path) -> None:
+    """Three ranks, 50 times: when one goes on, all have come as often, and none of them once more."""
+    lines = [StartLine(tmp_path, rank, 3, 20.0) for rank in range(3)]
+    come, wrong = [0, 0, 0], list[tuple[int, ...]]()
+
+    def run(rank: int) -> None:
+        for turn in range(1, 51):
+            come[rank] += 1
+            lines[rank].meet()
+            seen = tuple(come)
+            if min(seen) < turn or max(seen) > turn + 1:
+                wrong.append(seen)
+
+    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+    assert come == [50, 50, 50] and not wrong
+
+
+def test_who_does_not_come_is_named(tmp_path: Path) -> None:
+    first, second, _ = (StartLine(tmp_path, rank, 3, 0.05) for rank in range(3))
+    with pytest.raises(TimeoutError, match=r"^rank 1, rank 2 did not come to the start line within 0\.05 s$"):
+        first.meet()
+    with pytest.raises(TimeoutError, match=r"^rank 2 did not"):
+        second.meet()
+
+
+def test_a_rank_that_joins_late_takes_nothing_away(tmp_path: Path) -> None:
+    alone = StartLine(tmp_path, 0, 2, 0.0)
+    with pytest.raises(TimeoutError):
+        alone.meet()
+    StartLine(tmp_path, 1, 2, 0.0).meet()
+
+
+def _case(precision: str, way: str, elements: int = 64) -> Case:
+    params = (("collective", "all_reduce"), ("elements", elements), ("fp8", way), ("scaling", "pre"))
+    return Case("collective", params, precision, "cpu", ranks=2)
+
+
+def test_a_plain_collective_is_measured_once_beside_all_ways_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def measure(bench: RankBench, case: Case, facts: DeviceFacts) -> StepAnswer:
+        measured.append(case)
+        return (), {"compute": [float(len(measured))]}
+
+    monkeypatch.setattr(RankBench, "_step_parts", measure)
+    bench = RankBench.__new__(RankBench)
+    bench._parts = {}
+    plain = [bench.step_parts(_case("bf16", way), CPU) for way in ("fp8_gather", "fp8_ring")]
+    assert plain == [((), {"compute": [1.0]})] * 2 and len(measured) == 1
+    others = [_case("bf16", "fp8_ring", 128), _case("fp32", "fp8_ring"), _case("fp8", "fp8_ring"), _case("fp8", "pre")]
+    found = [bench.step_parts(one, CPU) for one in others]
+    assert found == [((), {"compute": [float(turn)]}) for turn in (2, 3, 4, 5)]
+
+
+@for_each(("seconds", "count"), [(1.0, 6), (0.01, 15)])
+def test_rounds_are_as_many_of_each_part_in_the_same_order_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, count: int
+) -> None:
+    """Before them each part that is made of nothing else has run once, and nothing of that is counted."""
+    monkeypatch.setattr(bench, "_most", lambda own: seconds)
+    names, ran = ["one", "two", "both", "in_turn"], {0: list[str](), 1: list[str]()}
+    for said in ran.values():
+        parts = {name: partial(said.append, name) for name in names}
+        found = rounds(parts, RankMeeting(lambda: None, partial(said.append, "met")), 7)
+        assert {name: len(times) for name, times in found.items()} == dict.fromkeys(names, count)
+    assert ran[0] == ran[1] and ran[0][:3] == ["one", "two", "met"] and ran[0].count("met") == 4 * count
+    order = random.Random(7)
+    assert [name for name in ran[0][2:] if name != "met"] == [
+        name for _ in range(count) for name in order.sample(names, len(names))
+    ]
+
+
+def test_the_launcher_is_waited_for(tmp_path: Path) -> None:
+    """Ended at once it would leave its ranks to be asked how they ended, by whoever adopts them."""
+    (folder := tmp_path / "launch").mkdir()
+    with subprocess.Popen(("sleep", "0.5")) as launcher:
+        waiting = threading.Thread(target=launcher.wait)
+        waiting.start()
+        _end_all(str(folder), launcher.pid)
+        ended = launcher.returncode
+        waiting.join()
+    assert ended == 0 and not folder.exists()
+
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells whose a connection is")
+
+
+@pytest.fixture
+def accepted() -> Iterator[socket.socket]:
+    """The other end of a connection that this process has accepted."""
+    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as other:
+        taken, _ = door.accept()
+        with taken:
+            yield other
+
+
+@LINUX
+def test_own_processes_alone_may_be_connected(accepted: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_strangers()
+    ours = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
+    with pytest.raises(PermissionError, match=rf"another user \(number {ours}\) has connected to this rank"):
+        refuse_strangers()
+    accepted.close()  # whoever has gone sends nothing
+    refuse_strangers()
+
+
+@LINUX
+def test_connections_that_this_process_has_opened_may_be_to_anybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        child = os.fork()
+        if not child:
+            signalled, _ = door.accept()
+            signalled.recv(1)
+            os._exit(0)
+        address = door.getsockname()
+    with socket.create_connection(address) as own:
+        ours = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
+        refuse_strangers()
+        own.send(b".")
+    os.waitpid(child, 0)
+
+
+@LINUX
+def test_no_group_is_made_with_a_stranger(accepted: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_groups = SimpleNamespace(_new_process_group_helper=lambda name: f"the group {name}")
+    watch_groups(torch_groups)
+    assert torch_groups._new_process_group_helper("a") == "the group a"
+    ours = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: ours + 1)
+    with pytest.raises(PermissionError):
+        torch_groups._new_process_group_helper("a")
