@@ -14,7 +14,7 @@ import torch
 
 from fp8bench.errors import UsageError
 from fp8bench.features.duel import allocators
-from fp8bench.features.duel.allocators import not_preloaded, of_gpu, of_host, settings_of
+from fp8bench.features.duel.allocators import not_preloaded, settings_of
 from fp8bench.features.duel.run import _check_settings
 from fp8bench.features.duel.sides import AS_IT_COMES, SAME, DuelQuestion, opened
 from fp8bench.features.duel.turns import _CALM, PartnerWorker, SideWorkers
@@ -23,15 +23,16 @@ from fp8bench.measure.counting_worker import built
 from fp8bench.model import Case, PlannedCase, Work
 from fp8bench.model.raw import Settings
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.workloads.steps import CPU
 
 GLIBC = pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "found"),
     [
-        ([], ()), (["MALLOC_ARENA_MAX=1"], (("MALLOC_ARENA_MAX", "1"),)),
+        ([], ()),
         (["THP_MEM_ALLOC_ENABLE=1", "MALLOC_TOP_PAD_=0"], (("MALLOC_TOP_PAD_", "0"), ("THP_MEM_ALLOC_ENABLE", "1"))),
         (["GLIBC_TUNABLES=glibc.malloc.mmap_threshold=65536:glibc.malloc.arena_max=0x2"],
          (("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=65536:glibc.malloc.arena_max=0x2"),)),
@@ -39,11 +40,12 @@ GLIBC = pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
 )  # fmt: skip
 @GLIBC
 def test_settings_that_allocators_obey(words: list[str], found: tuple[tuple[str, str], ...]) -> None:
-    """As given, in the order of their names."""
     assert settings_of(words, "--env-b") == found
+    with pytest.raises(UsageError, match="twice"):
+        settings_of(["MALLOC_ARENA_MAX=1", "MALLOC_ARENA_MAX=2"], "--env-a")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("word", "expected"),
     [
         ("", "sets no allocator"), ("=1", "sets no allocator"), ("MALLOC_ARENA_MAX", "sets no allocator"),
@@ -68,15 +70,9 @@ def test_settings_that_allocators_obey(words: list[str], found: tuple[tuple[str,
 )  # fmt: skip
 @GLIBC
 def test_what_an_allocator_would_pass_over_is_refused(word: str, expected: str) -> None:
-    """With what was given, and what is expected."""
     with pytest.raises(UsageError, match=re.escape(expected)) as refused:
         settings_of([word], "--env-b")
     assert "--env-b" in str(refused.value)
-
-
-def test_a_setting_said_twice_is_refused() -> None:
-    with pytest.raises(UsageError, match="twice"):
-        settings_of(["MALLOC_ARENA_MAX=1", "MALLOC_ARENA_MAX=2"], "--env-a")
 
 
 TORCH_TEXTS = (
@@ -107,29 +103,31 @@ def test_torchs_own_parser_agrees() -> None:
     assert done.stdout.split() == ours and {"wrong", "fine"} == set(ours)
 
 
-def test_whose_settings_they_are() -> None:
-    """glibc's and preloaded ones change the host's allocator; torch's for a GPU is named."""
-    assert of_host((("MALLOC_ARENA_MAX", "1"),)) and of_host((("LD_PRELOAD", "/x.so"),))
-    assert not of_host((("PYTORCH_ALLOC_CONF", "x"), ("THP_MEM_ALLOC_ENABLE", "1")))
-    assert of_gpu((("MALLOC_ARENA_MAX", "1"), ("PYTORCH_ALLOC_CONF", "x"))) == "PYTORCH_ALLOC_CONF"
-
-
 def test_sides_are_told_apart_by_their_settings() -> None:
     """In titles and environments; a duel's own settings of glibc leave both sides, and a note says so."""
-    with opened(DuelQuestion(env_b=("MALLOC_ARENA_MAX=1",)), ()) as (before, after, notes):
-        assert (before.settings, after.settings) == ((), (("MALLOC_ARENA_MAX", "1"),))
-        assert after.title.endswith("under MALLOC_ARENA_MAX=1") and "under" not in before.title
-        started = [PartnerWorker(Settings(), side)._environment() for side in (before, after)]
-        assert started[1].get("MALLOC_ARENA_MAX") == "1" and notes == (AS_IT_COMES,)
-        assert not any(set(_CALM) & set(one) - set(os.environ) for one in started)
-        assert {name: text for name, text in started[1].items() if name != "MALLOC_ARENA_MAX"} == started[0]
-    same = ("THP_MEM_ALLOC_ENABLE=1",)
-    with opened(DuelQuestion(env_a=same, env_b=same), ()) as (before, _, notes):
-        assert notes == (SAME,) and set(_CALM) <= set(PartnerWorker(Settings(), before)._environment())
+    for env, host in (("MALLOC_ARENA_MAX=1", True), ("THP_MEM_ALLOC_ENABLE=1", False)):
+        with opened(DuelQuestion(env_b=(env,)), ()) as (before, after, notes):
+            name = env.partition("=")[0]
+            assert (before.settings, after.settings) == ((), ((name, "1"),))
+            assert after.title.endswith(f"under {env}") and "under" not in before.title
+            assert notes == ((AS_IT_COMES,) if host else ())
+            ours, theirs = (PartnerWorker(Settings(), side)._environment() for side in (before, after))
+            assert theirs.pop(name) == "1" and theirs == ours
+            assert (set(_CALM) <= set(ours)) is (not host or set(_CALM) <= set(os.environ))
+    with opened(DuelQuestion(env_a=(env,), env_b=(env,)), ()) as (_, _, notes):
+        assert notes == (SAME,)
+
+
+def test_settings_of_a_gpus_allocator_need_a_case_on_one() -> None:
+    """Else they would be ignored without a word."""
+    case = PlannedCase(Case("gemm", (), "fp32", "cpu"), precisions.get("fp32").support(CPU), Work())
+    with opened(DuelQuestion(env_b=("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",)), ()) as (_, after, _):
+        side = SideWorkers(after, [PartnerWorker(Settings(), after)], Quantisers(), (CPU,), {"one": case})
+        with pytest.raises(UsageError, match=r"PYTORCH_CUDA_ALLOC_CONF .* no case runs on one"):
+            _check_settings(side)
 
 
 def test_settings_are_one_change_and_a_revision_another() -> None:
-    """Unless both sides have the same."""
     for other in ({"python_a": sys.executable}, {"against": "HEAD"}, {"against_self": "HEAD"}):
         with pytest.raises(UsageError, match="second change"):
             opened(DuelQuestion(env_a=("THP_MEM_ALLOC_ENABLE=1",), **other), ()).__enter__()  # type: ignore[arg-type]
@@ -153,12 +151,3 @@ def test_a_preloaded_library_is_looked_for_in_the_process(tmp_path: Path) -> Non
     finally:
         child.kill()
         child.wait()
-
-
-def test_settings_of_a_gpus_allocator_need_a_case_on_one() -> None:
-    """Else they would be ignored without a word."""
-    case = PlannedCase(Case("gemm", (), "fp32", "cpu"), precisions.get("fp32").support(CPU), Work())
-    with opened(DuelQuestion(env_b=("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",)), ()) as (_, after, _):
-        side = SideWorkers(after, [PartnerWorker(Settings(), after)], Quantisers(), (CPU,), {"one": case})
-        with pytest.raises(UsageError, match="no case runs on one"):
-            _check_settings(side)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fp8bench.features.duel.values import CaseResult, Session
-from fp8bench.features.duel.verdicts import Judged, compared, comparisons, judge, judged, p_value, why_unsure
+from fp8bench.features.duel.verdicts import Judged, compared, comparisons, judge, p_value, why_unsure
 from fp8bench.features.duel.view import page_of
 from fp8bench.model import (
     Comparison,
@@ -39,7 +39,6 @@ Seconds = Sequence[tuple[float, ...]]
 
 
 def session(before: Sequence[float], after: Sequence[float], rounds: int = 6) -> Session:
-    """Processes that take so many seconds in every round."""
     return Session(*(tuple(steady(round(1e9 * one), rounds) for one in side) for side in (before, after)))
 
 
@@ -55,7 +54,6 @@ def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) 
 
 
 def known(sessions: Sequence[Session]) -> Judged:
-    """What they come to; there is something."""
     found = judge(sessions)
     assert found is not None
     return found
@@ -98,7 +96,7 @@ def test_the_times_have_the_ratio_that_is_told() -> None:
         assert found.after / found.before == pytest.approx(found.ratio.point)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fastest", "slow", "verdict", "uneven"),
     [(0.975, 1.4, Verdict.UNSURE, True), (1.0, 1.4, Verdict.UNSURE, True), (1.0, 1.0, Verdict.SAME, False),
      (0.9, 0.9, Verdict.FASTER, False), (1.1, 2.0, Verdict.SLOWER, True)],
@@ -195,7 +193,6 @@ def test_slow_modes_are_no_change(count: int) -> None:
 
 
 def test_the_same_is_the_same() -> None:
-    """Processes that do not differ at all: a ratio of 1, an interval of nothing, chance certain."""
     found = known([session((1e-3, 1e-3), (1e-3, 1e-3))] * 4)
     assert (found.verdict, found.ratio.point, found.chance, found.apart) == (Verdict.SAME, 1.0, 1.0, 0.0)
     assert found.ratio.low == pytest.approx(1) and found.ratio.high == pytest.approx(1)
@@ -215,23 +212,17 @@ def test_the_same_is_the_same() -> None:
 def test_one_session_tells_what_no_noise_does(
     before: Sequence[float], after: Sequence[float], verdict: Verdict
 ) -> None:
-    """There is no interval, and it says so."""
     found = known([session(before, after)])
     assert found.verdict is verdict and not found.resolved
     assert (found.ratio.low, found.ratio.high) == (0.0, math.inf)
     assert "--sessions" in why_unsure(found)
 
 
-def test_one_process_a_side_takes_more_sessions() -> None:
-    """Where memory admits no more: eight sessions are as good as three of two processes."""
+def test_more_sessions_with_one_process_or_with_too_many_deals() -> None:
+    """Eight of one process a side are as good as three of two. Six to the eighth deals are sampled, alike each time."""
     pairs = [session((1e-3 * (1 + 0.001 * k),), (1.1e-3 * (1 + 0.001 * k),)) for k in range(8)]
     assert not known(pairs[:7]).resolved
-    whole = known(pairs)
-    assert whole.resolved and whole.verdict is Verdict.SLOWER
-
-
-def test_many_sessions_are_sampled_and_say_the_same_twice() -> None:
-    """Six to the eighth deals are too many to go through."""
+    assert known(pairs).resolved and known(pairs).verdict is Verdict.SLOWER
     sessions = drawn(1, 8, 0.02)
     found = known(sessions)
     assert found == known(sessions)
@@ -250,7 +241,6 @@ def test_only_rounds_that_all_were_in_count() -> None:
 
 
 def in_nanoseconds(before: tuple[int, ...], after: tuple[int, ...], rounds: int = 8) -> Session:
-    """Processes that take so many nanoseconds in every round."""
     return Session(tuple(steady(one, rounds) for one in before), tuple(steady(one, rounds) for one in after))
 
 
@@ -258,75 +248,52 @@ SLOWER = tuple(in_nanoseconds((1000 + k, 1003 - k), (1050 + k, 1054 - k)) for k 
 
 
 def measured(**values: float) -> Record:
-    """A record with these values; peak_memory in bytes."""
+    """With these values; peak_memory in bytes."""
     found = (Measurement(name, "B" if name == "peak_memory" else "ratio", (value,)) for name, value in values.items())
     return replace(record(None), measurements=tuple(found))
 
 
-def of(result: CaseResult) -> dict[str, Comparison]:
-    """Comparisons by metric."""
-    return {one.metric: one for one in compared(result)}
+def compared_times(*sessions: Session, before: Record | None = None, after: Record | None = None) -> Comparison:
+    return next(compared(CaseResult(before or record(None), after or record(None), sessions)))
 
 
 def test_a_slower_side() -> None:
-    """Seconds of both sides, the ratio with its interval, and a chance beyond what the deals alone can tell."""
-    one = of(CaseResult(record(None), record(None), SLOWER))["time"]
-    assert (one.direction, one.evidence, one.unit, one.failed) == (Direction.WORSE, Evidence.PAIRED, "s", False)
-    assert one.before == pytest.approx(1.0008e-6, rel=1e-3) and one.after == pytest.approx(1.051e-6, rel=1e-3)
-    assert one.ratio is not None and one.ratio.low < 1.05 < one.ratio.high and one.ratio.level == 0.99
-    assert one.p_value is not None and one.p_value < 1e-4 < 2 / 6**4
-
-
-def test_a_verdict_beside_processes_further_apart_says_why_it_stands() -> None:
-    """One process of a side was slow, and the sides differ by less, for certain; alike processes need no word."""
-    slow = (in_nanoseconds((1000, 1100), (1050, 1051)), *SLOWER)
-    result = CaseResult(record(None), record(None), tuple(slow))
-    one = of(result)["time"]
-    assert one.direction is Direction.WORSE and one.ratio is not None and one.ratio.point < 1.06
-    assert one.why.startswith("processes of one side lay 1") and "more than 4.6%" in one.why
-    assert of(CaseResult(record(None), record(None), SLOWER))["time"].why == ""
-
-
-def test_chance_without_sessions_enough_is_not_known() -> None:
-    """One session has six deals."""
-    result = CaseResult(record(None), record(None), SLOWER[:1])
-    found = judged(result)
-    assert found is not None and p_value(found) is None
-    one = of(result)["time"]
-    assert one.direction is Direction.UNSURE and "1 session cannot tell" in one.why
-
-
-def test_chance_that_the_deals_can_tell_is_theirs() -> None:
-    """Processes in any order: no distribution is assumed."""
-    mixed = tuple(in_nanoseconds((1000, 1020 + k), (1010, 1015 - k)) for k in range(4))
-    found = judged(CaseResult(record(None), record(None), mixed))
-    assert found is not None and p_value(found) == found.chance > 0.05
+    """Seconds of both sides, and a chance beyond what the deals alone can tell; of six deals nobody knows one."""
+    slower = compared_times(*SLOWER)
+    assert (slower.direction, slower.evidence, slower.unit, slower.failed, slower.why) == (
+        Direction.WORSE, Evidence.PAIRED, "s", False, "",
+    )  # fmt: skip
+    assert slower.before == pytest.approx(1.0008e-6, rel=1e-3) and slower.after == pytest.approx(1.051e-6, rel=1e-3)
+    assert slower.ratio is not None and slower.ratio.low < 1.05 < slower.ratio.high and slower.ratio.level == 0.99
+    assert slower.p_value is not None and slower.p_value < 1e-4 < 2 / 6**4
+    assert p_value(known(SLOWER[:1])) is None and compared_times(SLOWER[0]).direction is Direction.UNSURE
+    mixed = known([in_nanoseconds((1000, 1020 + k), (1010, 1015 - k)) for k in range(4)])
+    assert p_value(mixed) == mixed.chance > 0.05, "no distribution is assumed"
+    # One process of a side was slow, and the sides differ by less, for certain: it says why it stands.
+    apart = compared_times(in_nanoseconds((1000, 1100), (1050, 1051)), *SLOWER)
+    assert apart.direction is Direction.WORSE and apart.ratio is not None and apart.ratio.point < 1.06
+    assert "more than 4.6%" in apart.why
 
 
 def test_values_of_one_side_and_those_that_are_no_cost() -> None:
     """More decibels are better, and their error says the same."""
-    found = of(CaseResult(measured(sqnr_db=30.0, utilisation_percent=3.0), measured(sqnr_db=20.0, peak_memory=8.0)))
+    result = CaseResult(measured(sqnr_db=30.0, utilisation_percent=3.0), measured(sqnr_db=20.0, peak_memory=8.0))
+    found = {comparison.metric: comparison for comparison in compared(result)}
     assert set(found) == {"time", "peak_memory"}
-    assert found["peak_memory"].direction is Direction.NONE and "only side B has it" in found["peak_memory"].why
+    assert found["peak_memory"].direction is Direction.NONE and "only side B" in found["peak_memory"].why
 
 
-@for_each(("side", "failed"), [("before", False), ("after", True)])
-def test_a_failure_is_no_comparison(side: str, failed: bool) -> None:
-    """And counts as one where side A had none."""
-    broke, fine = record(None, status=Status.FAILED, reason="it broke"), record(None)
-    result = CaseResult(broke, fine, SLOWER) if side == "before" else CaseResult(fine, broke, SLOWER)
-    one = of(result)["time"]
-    assert (one.direction, one.ratio, one.failed) == (Direction.NONE, None, failed)
-    assert one.why == f"it failed on side {'A' if side == 'before' else 'B'}: it broke"
-
-
-def test_emulated_on_both_sides_compares_and_on_one_does_not() -> None:
-    """The same work, or not."""
+def test_what_failed_or_is_other_work_is_no_comparison() -> None:
+    """It counts as failed where side A had not; emulated on both sides is the same work."""
+    broke = record(None, status=Status.FAILED, reason="it broke")
     low = replace(record(None), support=Support(Level.EMULATED, "no kernel"))
-    assert of(CaseResult(low, low, SLOWER))["time"].direction is Direction.WORSE
-    one = of(CaseResult(low, record(None), SLOWER))["time"]
-    assert one.direction is Direction.NONE and one.ratio is None and one.before is not None
-    assert one.why == "emulated on side A and native on side B: not the same work"
+    for found, failed, why in (
+        (compared_times(*SLOWER, before=broke), False, "side A: it broke"),
+        (compared_times(*SLOWER, after=broke), True, "side B: it broke"),
+        (compared_times(*SLOWER, before=low), False, "not the same work"),
+    ):
+        assert (found.direction, found.ratio, found.failed) == (Direction.NONE, None, failed) and why in found.why
+    assert compared_times(*SLOWER, before=low, after=low).direction is Direction.WORSE
 
 
 @for_each("width", [40, 60, 100])
@@ -342,21 +309,6 @@ def test_the_text_keeps_within_its_width_and_says_it_all(width: int) -> None:
     lines = render(page_of(duel), width=width).split("\n")
     text = " ".join(" ".join(lines).split())
     assert all(len(line) <= width for line in lines)
-    for words in (
-        "side A",
-        "torch 2.13.0",
-        "worse",
-        "FAILED",
-        "+100.0%",
-        "it broke",
-        "mind the gap",
-        "line 3 is broken",
-    ):
-        assert words in text
-    assert "1 of 3 cases were not measured" in text and "this duel was not stored" in text
-    assert len(comparisons(duel)) == 4
-
-
-def test_nothing_measured_is_said() -> None:
-    """Not an empty table."""
-    assert "Nothing was measured." in render(page_of(header()))
+    told = ("side A", "worse", "FAILED", "+100.0%", "it broke", "mind the gap", "line 3", "1 of 3 cases", "not stored")
+    assert all(words in text for words in told), text
+    assert len(comparisons(duel)) == 4 and "Nothing" in render(page_of(header()))
