@@ -14,10 +14,8 @@ from fp8bench.features.duel.verdicts import compared
 from fp8bench.features.gate.judging import NIGHTS, GateOutcome, GateVerdict, Sight, Sights, first_look
 from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
 from fp8bench.features.gate.thresholds import ThresholdRule
-from fp8bench.features.gate.view import page_of, seen, sentence, summary, warnings
+from fp8bench.features.gate.view import seen, sentence, summary, warnings
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Noise
-from fp8bench.report.page import markdown
-from fp8bench.report.terminal.layout import render
 from suites.gate import Setting, nights, stored, trial
 from tests.counts import counts, for_each, sampled
 from tests.duels import result
@@ -89,25 +87,17 @@ def test_stored_runs() -> None:
     assert seen_of(nothing)[0].seen == math.inf and seen_of(nothing)[0].unknown == "a few rounds each"
 
 
-def test_what_does_not_vary_or_is_not_judged_is_no_question() -> None:
-    """Memory; what a rule ignores; a case that failed."""
-    assert seen_of(exact(1.0), figure(1.0, failed=True, direction=Direction.NONE)) == ()
-    assert seen_of(figure(1.0, noise=DUEL), rules=(ThresholdRule("*", "*", ignored=True),)) == ()
-
-
 def test_a_duel_without_an_interval() -> None:
     """Few processes do not tell how far processes lie apart, and of few rounds nothing is believed."""
-    slots = [steady(1000 + n, 5) for n in range(4)]
-    sessions = [Session(tuple(slots[:2]), tuple(slots[2:]))] * 4
     for many, rounds, known in ((4, 5, True), (2, 5, False), (4, 4, False)):
-        cut = [
-            Session(*(tuple(replace(one, slots=one.slots[:rounds]) for one in side) for side in (of.before, of.after)))
-            for of in sessions[:many]
-        ]
-        time = next(compared(result("bf16", *cut)))
+        slots = [steady(1000 + n, rounds) for n in range(4)]
+        time = next(compared(result("bf16", *[Session(tuple(slots[:2]), tuple(slots[2:]))] * many)))
         assert (time.noise is not None) == known
-    (one,) = seen_of(figure(1.0, p_value=None, ratio=Interval(1.0, 0.0, math.inf, 0.99)), second=Second.DUEL)
-    assert one.seen == math.inf and "--sessions" in one.unknown and not one.enough
+    (sight,) = seen_of(figure(1.0, p_value=None, ratio=Interval(1.0, 0.0, math.inf, 0.99)), second=Second.DUEL)
+    assert sight.seen == math.inf and "--sessions" in sight.unknown and not sight.enough
+    # Memory, what a rule ignores, and a case that failed do not vary.
+    assert seen_of(exact(1.0), figure(1.0, failed=True, direction=Direction.NONE)) == ()
+    assert seen_of(figure(1.0, noise=DUEL), rules=(ThresholdRule("*", "*", ignored=True),)) == ()
 
 
 FLAT = figure(1.0, evidence=Evidence.HISTORY, metric="relative_time", unit="x", before=1.0, after=1.0)
@@ -133,7 +123,6 @@ def history(*series: tuple[float, int], required: bool = True, metric: str = FLA
     ],
 )  # fmt: skip
 def test_a_young_history_and_a_blind_one(noise: float, count: int, young: bool, blind: bool) -> None:
-    """Too noisy for its threshold counts from 14 nights on."""
     sights = history((noise, count))
     assert (bool(sights.young), bool(sights.blind), sights.fails) == (young, blind, blind)
     assert not replace(sights, required=False).fails
@@ -186,16 +175,10 @@ def test_how_it_ends() -> None:
 def test_words() -> None:
     """One line for all, with the worst and the threshold beside it; why, where nobody knows or nights are missing."""
     sights = history((0.01, 30), (0.05, 30), (0.01, 3))
-    assert [one.nights for one in sights.figures] == [3, 30, 30]
-    line = summary(replace(sights, figures=sights.figures[1:]))
-    assert line.startswith("+3.") and "% in 80 of 100 builds (median of 2 figures; worst gemm[m=1]@box/bf16" in line
-    assert line.endswith("; the threshold is +5.0%")
-    alone = summary(replace(sights, figures=sights.figures[2:]))
-    assert "the only figure that varies is gemm[m=0]" in alone
-    told = list(warnings(sights, 5))
-    assert len(told) == 2 and "cannot see its threshold of +5.0%" in told[0] and "no number of them" in told[0]
-    assert told[1].startswith("history too young: 1 of 3 figures") and "8 more nights" in told[1]
-    assert seen(sights.figures[0]) == "nothing" and "8 more nights" in sentence(sights.figures[0], 0.8)
-    page = page_of(verdict(sights, GateOutcome.FINE), every=True)
-    assert "could have seen" in render(page_of(verdict(sights, GateOutcome.FINE)))
-    assert "What could have been seen in 80 of 100 builds" in markdown.render(page)
+    young, worst, best = sights.figures
+    assert (young.nights, worst.nights, best.nights) == (3, 30, 30) and seen(young) == "nothing"
+    assert "median of 2 figures; worst gemm[m=1]" in summary(replace(sights, figures=(worst, best)))
+    assert "the only figure that varies is gemm[m=0]" in summary(replace(sights, figures=(best,)))
+    blind, too_young = warnings(sights, 5)
+    assert "cannot see its threshold of +5.0%" in blind and "no number of them" in blind
+    assert "1 of 3 figures" in too_young and "8 more nights" in too_young and "8 more nights" in sentence(young, 0.8)
