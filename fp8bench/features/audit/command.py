@@ -117,11 +117,11 @@ def run(arguments: argparse.Namespace) -> int:
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     check_files({"--junit": arguments.junit})
     settings = Settings(threads=arguments.threads, seed=arguments.seed)
-    facts, found = audit(arguments.target, _signature(arguments), arguments.device, settings, arguments.store, observer)
-    document = {"device": encode(facts), "outcome": found.outcome.value, **encode(found)}
-    files = {"--junit": (arguments.junit, as_junit(found))}
-    page, whole = partial(page_of, facts, found, arguments.all), partial(page_of, facts, found)
-    return CommandResult(found, page, lambda: document, whole=whole, code=_EXITS[found.outcome], files=files)
+    facts, done = audit(arguments.target, _signature(arguments), arguments.device, settings, arguments.store, observer)
+    document = {"device": encode(facts), "outcome": done.outcome.value, **encode(done)}
+    files = {"--junit": (arguments.junit, as_junit(done))}
+    page, whole = partial(page_of, facts, done, arguments.all), partial(page_of, facts, done)
+    return CommandResult(done, page, lambda: document, whole=whole, code=_EXITS[done.outcome], files=files)
 
 
 def _signature(arguments: argparse.Namespace) -> Signature | None:
@@ -139,7 +139,7 @@ def _signature(arguments: argparse.Namespace) -> Signature | None:
 
 
 # The module of the worker.
-_MODULE = "fp8bench.features.audit.bench"
+_MODULE = "fp8bench.features.audit.times"
 # Many times what one takes.
 _LIMIT = 600.0
 # Formats whose codes are a dtype of torch's, or two of them a byte.
@@ -158,11 +158,8 @@ def audit(
     target = _absolute(target)
     with ProcessWorker(settings, module=_MODULE) as worker:
         known = worker.probe()
-        facts = (
-            device_named(device, known)
-            if device
-            else next((device_facts for device_facts in known if device_facts.accelerated), known[0])
-        )
+        first = next((facts for facts in known if facts.accelerated), known[0])
+        facts = device_named(device, known) if device else first
         try:
             declared = worker.within(START_SECONDS).declared(target)  # type: ignore[attr-defined]
         except WorkerFault as fault:
@@ -315,9 +312,7 @@ def _share(error: float | None) -> str:
 _CHECKS: tuple[Col[tuple[str, list[AuditFinding]]], ...] = (
     Col("check", lambda row: row[0]),
     Col("outcome", lambda row: worst(row[1]).value, tone=lambda row: _TONES[worst(row[1])]),
-    Col(
-        "codes", lambda row: ", ".join(dict.fromkeys(finding.code for finding in row[1] if finding.code)) or units.NONE
-    ),
+    Col("codes", lambda row: ", ".join(dict.fromkeys(found.code for found in row[1] if found.code)) or units.NONE),
 )
 _FINDINGS: tuple[Col[AuditFinding], ...] = (
     Col("check", lambda finding: finding.check),

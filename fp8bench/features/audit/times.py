@@ -1,6 +1,7 @@
-"""What calls do besides their results: the work that torch sees, and the time that they take.
+"""What calls do besides their results: the work that torch sees, and the time that they take. Time grows with work,
+nothing is done faster than the machine can, and all data take the same time.
 
-Time grows with work, nothing is done faster than the machine can, and all data take the same time.
+Here all checks are there: run as a program, it is an audit's process.
 """
 
 from __future__ import annotations
@@ -16,15 +17,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench import units
-from fp8bench.features.audit import inputs
-from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput
+from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, audited
+from fp8bench.features.audit.model import audited_model, given_model
 from fp8bench.features.audit.operands import TIMED
 from fp8bench.features.audit.promises import Matrices
+from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.features.audit.subjects import Shape
-from fp8bench.features.audit.values import CONTROL, AuditFinding, CallWork, noise_of, spread_of
-from fp8bench.model import Ceilings, Limit
-from fp8bench.model.promises import AuditKind, Takes
+from fp8bench.features.audit.values import CONTROL, Audit, AuditFinding, CallWork, noise_of, spread_of
+from fp8bench.model import Ceilings, DeviceFacts, Limit
+from fp8bench.model.promises import AuditKind, Signature, Takes
 from fp8bench.registry import precisions
+from fp8bench.user_code.named import declared_of, named
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.main import main
+from fp8bench.worker.step_guards import aside
+from fp8bench.worker.switches import unchanged
 from fp8bench.worker.tape_pass import uncompiled
 
 _COPIES = ("clone", "copy_", "_to_copy", "contiguous")
@@ -304,10 +311,7 @@ def _always(look: Callable[[], str]) -> str:
 class LaterCheck(AuditCheck):
     """What is timed has to be right afterwards, too."""
 
-    name = "values later"
-
-    def applies(self) -> bool:
-        return self.auditor.sound
+    name, of_sound = "values later", True
 
     def look(self) -> Iterator[AuditFinding]:
         given = AuditInput(NORMAL, self.auditor.shapes()[0])
@@ -317,4 +321,26 @@ class LaterCheck(AuditCheck):
 
 
 # All of an audit, in the order in which they run.
-CHECKS: tuple[type[AuditCheck], ...] = (*inputs.CHECKS, WorkCheck, SpeedCheck, LaterCheck)
+CHECKS: tuple[type[AuditCheck], ...] = (*VALUE_CHECKS, WorkCheck, SpeedCheck, LaterCheck)
+
+
+class AuditBench(Bench):
+    """Imports what is audited, here and nowhere else."""
+
+    def declared(self, target: str) -> Signature | None:
+        with aside():
+            return declared_of(named(target))
+
+    def audit(self, target: str, signature: Signature, facts: DeviceFacts, ceilings: Ceilings | None = None) -> Audit:
+        self._selected(facts)
+        with unchanged(), aside():
+            if signature.kind is AuditKind.MODEL:
+                model, batch = given_model(target, named(target)())
+                return audited_model(target, model, batch, signature, facts)
+            baseline = named(signature.baseline) if signature.baseline else None
+            seed, function = self._settings.seed, named(target)
+            return audited(target, function, signature, facts, seed, CHECKS, ceilings, baseline)
+
+
+if __name__ == "__main__":
+    main(AuditBench)

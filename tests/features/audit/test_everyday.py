@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit import inputs
 from fp8bench.features.audit.auditor import AuditInput, Auditor, audited
 from fp8bench.features.audit.operands import promised_by, rounded, span
 from fp8bench.features.audit.promises import ProductPromise
+from fp8bench.features.audit.results import VALUE_CHECKS, ExtremesCheck
 from fp8bench.features.audit.subjects import ProductSubject, Shape
 from fp8bench.features.audit.values import AuditOutcome
 from fp8bench.numerics.products import unit_sums
@@ -35,7 +35,7 @@ SEEN = {
 
 
 def codes(row: Kernel, seed: int) -> str:
-    return codes_of(audited(row.name, row.made(), row.signature, CPU, seed, inputs.CHECKS))
+    return codes_of(audited(row.name, row.made(), row.signature, CPU, seed, VALUE_CHECKS))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_casts_that_lose_nothing_excuse_no_sum() -> None:
     promise = ProductPromise(rounded(ones, treatment), rounded(ones, treatment))
     assert promise.judge((ones @ ones.t()).to(torch.bfloat16)).code == ""
     assert promise.judge((ones @ ones.t() * (1 - 2.0**-7)).to(torch.bfloat16)).failed
-    assert audited("", kernel(), signed("product", "fp8"), CPU, 0, [inputs.ExtremesCheck]).outcome is AuditOutcome.PASS
+    assert audited("", kernel(), signed("product", "fp8"), CPU, 0, [ExtremesCheck]).outcome is AuditOutcome.PASS
 
 
 def test_sums_of_hopper_are_excused_on_hopper_alone() -> None:

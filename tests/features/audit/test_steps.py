@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from fp8bench.features.audit.auditor import ManyStepsCheck
 from fp8bench.features.audit.operands import dynamic_map, kept
 from fp8bench.features.audit.promises import PromiseVerdict
-from fp8bench.features.audit.results import ManyStepsCheck
 from fp8bench.features.audit.subjects import OptimizerSubject, Shape
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of, result_of
