@@ -57,9 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    from fp8bench.features.advise.cost_rules import costs_of
     from fp8bench.features.advise.decide import advised
-    from fp8bench.features.advise.job import basis_of, checked, load_checks, write_map
+    from fp8bench.features.advise.job import basis_of, checked, costs_of, load_checks, write_map
 
     check_files({"--write-map": arguments.write_map})
     if arguments.score:

@@ -42,11 +42,8 @@ def advice_elements(advised: Advised, whole: bool = True) -> Iterator[Element]:
     yield Items(tuple(Text(f"{advice.sentence} ({place}).", tone) for advice, place, tone in said))
     if len(advised.advice) > len(shown):
         yield Text(f"{len(advised.advice) - len(shown)} more pieces of advice are in the JSON.")
-    gains = [
-        advice
-        for advice in advised.advice
-        if advice.gain is not None and (whole or advice.kind is not AdviceKind.NOTHING)
-    ]
+    kinds = [kind for kind in AdviceKind if whole or kind is not AdviceKind.NOTHING]
+    gains = [advice for advice in advised.advice if advice.gain is not None and advice.kind in kinds]
     if gains:
         cols: list[Col[Advice]] = [
             Col("advice", lambda advice: f"{advice.kind} {advice.mode}"),
@@ -129,9 +126,7 @@ def checklist(advised: Advised, shared: bool) -> Iterator[Table]:
         for answer in advised.answers
     )
     for number, (place, answers) in enumerate(by_place.items(), 1):
-        by_row = together(
-            ((answer.mode, answer.figure if _open(answer) else answer.rule), answer) for answer in answers
-        )
+        by_row = together(((each.mode, each.figure if _open(each) else each.rule), each) for each in answers)
         caption = f"{place}: when to use a lower precision"
         yield table(f"checklist-{number}", caption, _checklist_cols(named, shared, below=shared), by_row.values())
 
@@ -223,13 +218,13 @@ def checks(checked: Sequence[Checked], named: Callable[[str], str] = str) -> Tab
 
 
 def score_page(checked: Sequence[Checked], troubles: Sequence[str] = ()) -> Page:
-    told = [one for one in checked if one.hit is not None]
-    hits = sum(one.hit is True for one in told)
+    told = [check for check in checked if check.hit is not None]
+    hits = sum(check.hit is True for check in told)
     rate = f"{units.percent(hits / len(told), 0)}: {hits} of {len(told)}" if told else "unknown: 0 of 0"
-    rows = together(((one.advice.kind, one.advice.rule), one) for one in told).values()
+    rows = together(((check.advice.kind, check.advice.rule), check) for check in told).values()
     cols: list[Col[list[Checked]]] = [
         Col("advice", lambda found: found[0].advice.kind), Col("rule", lambda found: found[0].advice.rule),
-        Col("hits", lambda found: str(sum(one.hit is True for one in found)), number=True),
+        Col("hits", lambda found: str(sum(check.hit is True for check in found)), number=True),
         Col("checks", lambda found: str(len(found)), number=True),
     ]  # fmt: skip
     elements: list[Element] = [Text(f"hit rate {rate} checks lay within what was predicted.", Tone.STRONG)]
@@ -247,10 +242,9 @@ def value_of(
 
 
 def score_value(checked: Sequence[Checked]) -> dict[str, Any]:
-    told = [one for one in checked if one.hit is not None]
-    hits = sum(one.hit is True for one in told)
-    return {"schema": SCHEMA, "hits": hits, "checks": len(told), "checked": _hits(checked)}
+    told = [check.hit for check in checked if check.hit is not None]
+    return {"schema": SCHEMA, "hits": sum(told), "checks": len(told), "checked": _hits(checked)}
 
 
 def _hits(checked: Sequence[Checked]) -> list[dict[str, Any]]:
-    return [{**encode(one), "hit": one.hit} for one in checked]
+    return [{**encode(check), "hit": check.hit} for check in checked]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.features.advise.basis import Trained
-from fp8bench.features.advise.cost_rules import costs_of
 from fp8bench.features.advise.decide import advised, harm_of, predicted
-from fp8bench.features.advise.speed_rules import bound_of
+from fp8bench.features.advise.job import costs_of
+from fp8bench.features.advise.rules import bound_of
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Cost, Met
 from fp8bench.features.advise.view import checklist
 from fp8bench.features.train.values import KeptTraining, StreamLine, Training

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from fp8bench.features.advise.basis import Basis
-from fp8bench.features.advise.decide import advised
+from fp8bench.features.advise.decide import advised, serving_advice
 from fp8bench.features.advise.job import basis_of
-from fp8bench.features.advise.serving_rules import serving_advice
 from fp8bench.features.advise.values import Advice, AdviceKind
 from fp8bench.features.infer.values import (
     ArmQuality,

@@ -1,8 +1,10 @@
-"""Rules about the time of a step: whether the whole is faster, what bounds that, and what eats it."""
+"""Rules about a step and its cost: whether it is faster, what bounds that and what eats it; memory, energy, and whether
+the model still learns."""
 
 from __future__ import annotations
 
 from fp8bench import units
+from fp8bench.analysis.energy import Demand, energy_ratio, why_no_energy
 from fp8bench.analysis.roofline import gain_of
 from fp8bench.analysis.verdicts import BAND
 from fp8bench.errors import UsageError
@@ -18,9 +20,13 @@ from fp8bench.features.advise.basis import (
     times,
 )
 from fp8bench.features.advise.values import Ground, Met
+from fp8bench.features.sensitivity.study import LayerTrial, Study
+from fp8bench.features.train.verdicts.curves import Learned
+from fp8bench.features.train.verdicts.verdicts import ArmVerdict
 from fp8bench.formats.recipes import Recipe
-from fp8bench.model import Interval, Label, Level, Phase, Status, Verdict
+from fp8bench.model import Interval, Label, Level, MemoryRole, Phase, Status, Verdict
 from fp8bench.registry import precisions
+from fp8bench.report.panels import error_name
 
 EMULATED = "emulated here: its time is the cost of emulation"
 _PRODUCTS = frozenset({Phase.GEMM})
@@ -76,21 +82,21 @@ def _amdahl(pair: ComparedCase, basis: Basis) -> Reply | str:
         return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
     least = 1 + basis.least
     grounds = [Ground(pair.lead.case.id, f"products are {part(share)} of the step")]
-    found = [(mapped(share, lambda value: amdahl(value, 0.0)), "with products that take no time")]
+    bounds = [(mapped(share, lambda value: amdahl(value, 0.0)), "with products that take no time")]
     gain = None
     if pair.timed and pair.finding is not None and pair.lead_finding is not None:
         gain = gain_of(pair.record, pair.finding, pair.lead, pair.lead_finding)
     if gain is not None and gain.binds:
-        found.append((Interval(gain.most, gain.most, gain.most, 0.0), "at the ceiling of its products"))
+        bounds.append((Interval(gain.most, gain.most, gain.most, 0.0), "at the ceiling of its products"))
         grounds.append(Ground(pair.row, f"{units.speed_up(gain.most)} at most by measured ceilings"))
     if (own := pair.of_reference(_PRODUCTS, _PRODUCTS)) is not None and own.high < 1:
         low, high = amdahl(share.low, own.high), amdahl(share.high, own.low)
         most = Interval(amdahl(share.point, own.point), low, high, own.level)
-        found.append((most, f"with products {units.speed_up(1 / own.point)} as fast, as here"))
+        bounds.append((most, f"with products {units.speed_up(1 / own.point)} as fast, as here"))
         grounds.append(Ground(pair.row, f"its products alone are {times(own.inverse)} as fast"))
-    most, words = min(found, key=lambda known: known[0].point)
+    most, words = min(bounds, key=lambda known: known[0].point)
     met = met_above(most, least)
-    if met is Met.YES and len(found) == 1:
+    if met is Met.YES and len(bounds) == 1:
         taken = f"products are {part(share)} of the step{_ESTIMATED * pair.estimated}"
         return f"{taken}, and how fast its own are is not known"
     figure = f"{part(share)} of the step: {times(most)} {words}" + _ESTIMATED * pair.estimated
@@ -120,10 +126,10 @@ def _casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
 
 def _recipe(mode: str) -> Recipe | None:
     try:
-        found = getattr(precisions.get(mode), "recipe", None)
+        recipe = getattr(precisions.get(mode), "recipe", None)
     except UsageError:
         return None
-    return found if isinstance(found, Recipe) else None
+    return recipe if isinstance(recipe, Recipe) else None
 
 
 def _granularity(pair: ComparedCase, basis: Basis) -> Reply | str | None:
@@ -209,11 +215,11 @@ def _stages(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     others = [other for axis in _STAGES for other in basis.differing(pair, axis) if other.speed is not None]
     if not others:
         return "one kind of step alone was timed"
-    found = {stage_of(each): each for each in (pair, *others)}
-    speeds = {name: each.speed for name, each in found.items() if each.speed is not None}
+    by_stage = {stage_of(each): each for each in (pair, *others)}
+    speeds = {name: each.speed for name, each in by_stage.items() if each.speed is not None}
     met = {met_above(speed, 1 + BAND) for speed in speeds.values()}
     figure = ", ".join(f"{name} {times(speed)}" for name, speed in speeds.items())
-    grounds = tuple(Ground(found[name].row, times(speed)) for name, speed in speeds.items())
+    grounds = tuple(Ground(by_stage[name].row, times(speed)) for name, speed in speeds.items())
     return Reply(Met.NO if Met.NO in met else Met.UNCLEAR if Met.UNCLEAR in met else Met.YES, figure, grounds)
 
 
@@ -223,7 +229,7 @@ def stage_of(pair: ComparedCase) -> str:
     return next((str(params[axis]) for axis in _STAGES if axis in params), "")
 
 
-RULES = (
+SPEED_RULES = (
     AdviceRule(
         "native", "Does this device multiply in it?", _native, "fp8bench doctor",
         "An emulated precision has numbers and no speed.",
@@ -260,5 +266,155 @@ RULES = (
         "stages", "Does every kind of step gain?", _stages,
         "fp8bench profile {make} --dtypes {mode} --forward, then fp8bench advise RUN --beside last",
         "Prefill gains more than decoding in every published measurement, and training more than either.",
+    ),
+)  # fmt: skip
+
+
+# A saving of less is called none.
+_LEAST_SAVING = 0.01
+_COPIES = {
+    MemoryRole.LOW_WEIGHTS: "low-precision copies of weights",
+    MemoryRole.LOW_ACTIVATIONS: "low-precision copies of activations",
+}
+_KEPT = {MemoryRole.WEIGHTS: "weights", MemoryRole.OPTIMIZER: "optimizer state"}
+
+
+def _memory(pair: ComparedCase, basis: Basis) -> Reply | str:
+    if pair.emulated:
+        return "emulated here: its memory is the cost of emulation"
+    lead = pair.lead
+    if pair.record.memory is None or lead is None or lead.memory is None or not lead.memory.peak:
+        return "no memory was measured"
+    share = pair.record.memory.peak / lead.memory.peak
+    roles, before = dict(pair.record.memory.roles), dict(lead.memory.roles)
+    kept = [
+        f"{words} ({units.size(roles[role])})"
+        for role, words in _KEPT.items() if roles.get(role) and roles[role] >= before.get(role, 0)
+    ]  # fmt: skip
+    copies = [f"{words} ({units.size(roles[role])})" for role, words in _COPIES.items() if roles.get(role)]
+    staying = f"what stays: {', '.join(kept)}" if kept else ""
+    more = "; ".join(filter(None, (staying, f"what comes on top: {', '.join(copies)}" if copies else "")))
+    figure = f"{units.ratio(share)} of {lead.case.mode}'s peak" + (f"; {more}" if more else "")
+    grounds = (Ground(pair.row, f"peak {units.size(pair.record.memory.peak)}"),
+               Ground(lead.case.id, f"peak {units.size(lead.memory.peak)}"))  # fmt: skip
+    return Reply(Met.YES if share <= 1 - _LEAST_SAVING else Met.NO, figure, grounds)
+
+
+def _energy(pair: ComparedCase, basis: Basis) -> Reply | str:
+    labels = [label for finding in (pair.finding, pair.lead_finding) if finding is not None for label in finding.labels]
+    found = energy_ratio(pair.record, pair.lead, labels)
+    if pair.emulated:
+        return "emulated here: its joules are the cost of emulation"
+    if found is None:
+        return why_no_energy(pair.record) if pair.record.energy is not None else "no energy was measured"
+    met = {Demand.LESS: Met.YES, Demand.MORE: Met.NO, Demand.UNCLEAR: Met.UNCLEAR}[found.demand]
+    ends = f"[{units.significant(found.low)}, {units.significant(found.high)}]"
+    figure = f"{units.ratio(found.point)} {ends} of the joules of a step" + (f": {found.why}" if found.why else "")
+    return Reply(met, figure, (Ground(pair.row, figure),))
+
+
+def _error(pair: ComparedCase, basis: Basis) -> Reply | str:
+    """A relative error says what a precision costs in numbers, and no more: what it may be, the training says."""
+    known = {error_name(each): max(each.samples) for each in pair.record.measurements
+             if each.metric.endswith("_error") and each.samples}  # fmt: skip
+    if pair.record.status is not Status.OK or not known:
+        return "no error was measured"
+    words = ", ".join(f"{name.replace('_', ' ')} {units.relative_error(value)}" for name, value in known.items())
+    finite = all(value < float("inf") for value in known.values()) and not pair.record.not_finite
+    return Reply(Met.YES if finite else Met.NO, words, (Ground(pair.row, words),))
+
+
+def study_of(pair: ComparedCase, basis: Basis) -> Study | None:
+    """The newest study of this workload, device and precision; the same model where that is one of its parameters."""
+    case = pair.record.case
+    params = dict(case.params)
+    fitting = [
+        study for study in basis.studies
+        if (study.workload, study.low, study.device) == (case.workload, case.precision, case.device)
+        and all(params.get(name, value) == value for name, value in study.params if name in ("size", "make"))
+        and not study.baseline.failure
+    ]  # fmt: skip
+    return max(fitting, key=lambda study: study.started, default=None)
+
+
+def tried_as(pair: ComparedCase, study: Study) -> LayerTrial:
+    """The candidate that has the layers low which the case has, by its map; else the one with all of them."""
+    return next((each for each in study.candidates if each.precision_map == pair.record.case.precision_map),
+                study.candidates[0])  # fmt: skip
+
+
+def _layers(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    study = study_of(pair, basis)
+    if (study is None and not pair.trains) or precisions.unit_scaled(pair.record.case.precision):
+        return None  # no layer of a unit-scaled model can stand in another
+    if study is None or not study.candidates:
+        return "no layer was tried alone"
+    row = f"sensitivity study {study.path or study.started}"
+    whole = tried_as(pair, study)
+    gap = study.gap(whole)
+    told = "none" if gap is None else units.change(1 + gap)
+    noise = units.percent(study.noise or 0.0)
+    figure = f"layers low: {len(whole.low)}, loss {told} beside a noise of {noise} in {study.steps} steps"
+    grounds = (Ground(row, figure),)
+    if study.undecided:
+        return Reply(Met.UNCLEAR, f"{figure}: no layer can be told from another", grounds)
+    return Reply(Met.YES if study.keeps(whole) else Met.NO, figure, grounds)
+
+
+def arm_of(pair: ComparedCase, basis: Basis) -> ArmVerdict | None:
+    """What the training says of an arm in this mode with no setting of its own; else of the first one in it."""
+    if basis.training is None:
+        return None
+    arms = [arm for arm in basis.training.found.arms if arm.arm.precision == pair.mode]
+    return min(arms, key=lambda arm: len(arm.arm.settings), default=None)
+
+
+_LEARNS = {
+    Learned.WITHIN_NOISE: Met.YES, Learned.BETTER: Met.YES, Learned.WORSE: Met.NO, Learned.DIVERGED: Met.NO,
+}  # fmt: skip
+
+
+def _learns(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    if not pair.trains:
+        return None
+    arm = arm_of(pair, basis)
+    if arm is None or basis.training is None:
+        return "no training had an arm in it"
+    judged = arm.judged
+    gap = judged.gap
+    figure = str(judged.learned)
+    if gap is not None and gap.decides is not None:
+        low, high = units.change(1 + gap.decides.low), units.change(1 + gap.decides.high)
+        figure += f": loss {units.change(1 + gap.point)} [{low}, {high}] over {gap.pairs} seeds"
+    training = basis.training.kept.training
+    model = training.request.settings.model
+    ground = Ground(f"training {training.id}, arm {arm.arm.name}", f"{figure}, {model}, {training.request.steps} steps")
+    return Reply(_LEARNS.get(judged.learned, Met.UNCLEAR), figure, (ground,))
+
+
+COST_RULES = (
+    AdviceRule(
+        "memory", "Does it save memory?", _memory, "{again}",
+        "Training in FP8 keeps weights and optimizer state, and adds copies: published peaks are 1.00 of bf16's.",
+    ),
+    AdviceRule(
+        "energy", "Does it save energy?", _energy,
+        "{again}, where a device tells its energy",
+        "A device at its power limit trades clocks for width.",
+    ),
+    AdviceRule(
+        "errors", "Are all results finite?", _error, "{again}",
+        "The error orders formats; whether it does harm, a training says.",
+        of_speed=False,
+    ),
+    AdviceRule(
+        "layers", "Do all layers bear it?", _layers, "{study}",
+        "Heads, routers, first and last layers are those that published recipes leave high.",
+        of_speed=False,
+    ),
+    AdviceRule(
+        "learns", "Does it still learn?", _learns, "fp8bench train --dtypes {high},{mode} --seeds 5",
+        "A short training of one seed tells nothing: seeds differ by as much as formats.",
+        of_speed=False,
     ),
 )  # fmt: skip
