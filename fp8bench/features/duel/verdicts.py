@@ -342,20 +342,18 @@ def p_value(found: Judged) -> float | None:
 
 
 def _labels(result: CaseResult, found: Judged) -> tuple[Label, ...]:
+    processes = [(result.before, timing) for session in result.sessions for timing in session.before]
+    processes += [(result.after, timing) for session in result.sessions for timing in session.after]
     labels: list[Label] = []
-    for session in result.sessions:
-        for record, timings in ((result.before, session.before), (result.after, session.after)):
-            for timing in timings:
-                finding = Finding(record.case, found.verdict, phases=best_phases(timing))
-                told = labels_of(replace(record, timing=timing), finding, None, None)
-                labels += [label.label for label in told]
-    processes = sum(len(one.before) + len(one.after) for one in result.sessions)
-    wanted = {label for label in labels if labels.count(label) >= processes / 2} - _OF_A_SUITE
+    for record, timing in processes:
+        finding = Finding(record.case, found.verdict, phases=best_phases(timing))
+        labels += [told.label for told in labels_of(replace(record, timing=timing), finding, None, None)]
+    wanted = {label for label in labels if labels.count(label) >= len(processes) / 2} - _OF_A_SUITE
     if found.uneven:
         wanted.add(Label.UNEVEN)
     if found.whole:
         wanted.add(Label.WHOLE_STEPS)
-    places = [place_effect([*one.before, *one.after]) for one in result.sessions]
+    places = [place_effect([*session.before, *session.after]) for session in result.sessions]
     beyond = [place for place in places if place is not None and abs(place.ratio.point - 1) > max(BAND, found.apart)]
     if 2 * len(beyond) >= len(places):
         wanted.add(Label.POSITION)
@@ -370,17 +368,15 @@ def _why_none(result: CaseResult) -> str:
 
 
 def _value(result: CaseResult, metric: str) -> Comparison:
-    found = [record.measurement(metric) for record in (result.before, result.after)]
-    unit = next(measurement.unit for measurement in found if measurement is not None)
-    before, after = (
-        statistics.median(measurement.samples) if measurement and measurement.samples else None for measurement in found
-    )
+    both = [record.measurement(metric) for record in (result.before, result.after)]
+    unit = next(measured.unit for measured in both if measured is not None)
+    samples = [measured.samples if measured is not None else () for measured in both]
+    before, after = (statistics.median(values) if values else None for values in samples)
     blank = replace(_blank(result, metric, unit), before=before, after=after)
     if before is None or after is None:
         why = _why_none(result) if result.failed else f"only side {AFTER if before is None else BEFORE} has it"
         return replace(blank, why=why)
-    said = exact_change(*(measurement.samples for measurement in found if measurement is not None))
-    return replace(blank, **said._asdict())
+    return replace(blank, **exact_change(*samples)._asdict())
 
 
 def _blank(result: CaseResult, metric: str, unit: str) -> Comparison:

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from fp8bench.errors import UsageError
-from fp8bench.features.duel import allocators
-from fp8bench.features.duel.allocators import not_preloaded, settings_of
+from fp8bench.features.duel import partners
+from fp8bench.features.duel.partners import _CALM, PartnerWorker, SideWorkers, not_preloaded, settings_of
 from fp8bench.features.duel.run import _check_settings
 from fp8bench.features.duel.sides import AS_IT_COMES, SAME, DuelQuestion, opened
-from fp8bench.features.duel.turns import _CALM, PartnerWorker, SideWorkers
 from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.counting_worker import built
 from fp8bench.model import Case, PlannedCase, Work
@@ -99,7 +98,7 @@ def test_torchs_own_parser_agrees() -> None:
         pytest.skip("this torch has no parser without CUDA")
     code = PARSED.format(texts=TORCH_TEXTS)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    ours = ["wrong" if allocators._torch_options(text) else "fine" for text in TORCH_TEXTS]
+    ours = ["wrong" if partners._torch_options(text) else "fine" for text in TORCH_TEXTS]
     assert done.stdout.split() == ours and {"wrong", "fine"} == set(ours)
 
 

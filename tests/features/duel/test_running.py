@@ -18,9 +18,9 @@ from fp8bench.errors import Fp8benchError, StoreError, UsageError, WorkerFault, 
 from fp8bench.features.duel import run as duel_commands
 from fp8bench.features.duel.command import exit_code
 from fp8bench.features.duel.kind import DuelKind, DuelWriter
+from fp8bench.features.duel.partners import PartnerWorker, SideWorkers, Start
 from fp8bench.features.duel.run import CaseProgress, CaseRunner, begin_case
 from fp8bench.features.duel.sides import DuelQuestion
-from fp8bench.features.duel.turns import PartnerWorker, SideWorkers, Start
 from fp8bench.features.duel.values import Duel, DuelCutOff
 from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.limits import USUAL
