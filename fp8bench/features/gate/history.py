@@ -98,7 +98,6 @@ def _judgeable(found: Found, newest: Run, history: History) -> dict[Key, Change]
     A time is left to the time over the reference's, where that has a series, for it tells how fast the machine was,
     too; and the time per FLOP to the time.
     """
-    chosen: dict[Key, Change] = {}
     place = from_facts(newest.environment.facts)
     here = [
         change for change in found.changes
@@ -106,18 +105,16 @@ def _judgeable(found: Found, newest: Run, history: History) -> dict[Key, Change]
         and (place is None or history.is_of(change.trend, place))
     ]  # fmt: skip
     relative = _with_relative(here, history)
-    for one in sorted(here, key=lambda change: change.size):
-        if one.trend.series.metric in RATIOS or not _settled(one.trend, relative):
-            chosen[key_of(one.comparison)] = one
-    return chosen
+    judged = (change for change in here if change.trend.series.metric in RATIOS or not _settled(change.trend, relative))
+    return {key_of(change.comparison): change for change in sorted(judged, key=lambda change: change.size)}
 
 
 def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
     compared = ((line.trend, history.lines.comparable(line)) for line in _lines_of(history, newest))
-    latest = [(trend, max(every, key=lambda one: one.places[-1]).values) for trend, every in compared if every]
-    found = [(trend, values) for trend, values in latest if values.min() > 0]
-    relative = {_place(trend) for trend, _ in found if trend.series.metric == RELATIVE}
-    judged = [one for one in found if one[0].series.metric == RELATIVE or not _settled(one[0], relative)]
+    latest = [(trend, max(every, key=lambda part: part.places[-1]).values) for trend, every in compared if every]
+    positive = [(trend, values) for trend, values in latest if values.min() > 0]
+    relative = {_place(trend) for trend, _ in positive if trend.series.metric == RELATIVE}
+    judged = [pair for pair in positive if pair[0].series.metric == RELATIVE or not _settled(pair[0], relative)]
     for (trend, values), level in zip(judged, newest_levels([values for _, values in judged]), strict=True):
         value = float(values[-level.length :].mean() if level is not None else values.mean())
         yield Newest(
@@ -187,9 +184,8 @@ def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer:
     again_run, refused = measured_again(newest, again_cases, store, observer) if alone else (None, "")
     if again_run is not None:
         how.append(f"measured again in run {again_run.id}")
-        found |= {
-            key_of(change.comparison): new for change in alone if (new := _new_value(change, again_run)) is not None
-        }
+        values = {key_of(change.comparison): _new_value(change, again_run) for change in alone}
+        found |= {key: value for key, value in values.items() if value is not None}
     return SecondLook(found, " and ".join(how), refused or f"run {newest.id} does not have the case")
 
 

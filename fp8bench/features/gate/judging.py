@@ -240,7 +240,8 @@ def _is_absent(figure: JudgedFigure, again: Comparison) -> bool:
 
 
 def _settled(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigure:
-    failed = (found for found in look.comparisons.values() if found.failed and found.case == figure.comparison.case)
+    case = figure.comparison.case
+    failed = (again for again in look.comparisons.values() if again.failed and again.case == case)
     again = next(failed, None) or look.comparisons.get(figure.key)
     if again is None:
         why = f"not measured again: {look.refused or 'the case was not among what could be'}"
@@ -361,11 +362,11 @@ class GateVerdict:
         if self.problem:
             known = {EXIT_BASELINE: "no baseline to judge by", EXIT_OK: "the history is too young"}
             return known.get(self.code, "nothing was measured")
-        failed, worse = len(self.of(GateOutcome.FAILED)), len(self.of(GateOutcome.REGRESSION))
-        parts = [f"{failed} failed"] if failed else []
-        parts += [f"{worse} regression{'s' * (worse != 1)}"] if worse else []
-        if (suspected := len(self.of(GateOutcome.TO_CONFIRM))) and not self.sights.fails:
-            parts += [f"{suspected} to confirm"]
+        failed, worse, suspected = (
+            len(self.of(outcome)) for outcome in (GateOutcome.FAILED, GateOutcome.REGRESSION, GateOutcome.TO_CONFIRM)
+        )
+        parts = [f"{failed} failed"] * (failed > 0) + [f"{worse} regression{'s' * (worse != 1)}"] * (worse > 0)
+        parts += [f"{suspected} to confirm"] * (suspected > 0 and not self.sights.fails)
         if parts or not self.sights.fails:
             return " and ".join(parts) or "no regression"
         count = len(self.sights.blind)
