@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,43 +15,15 @@ from fp8bench.features.gate import stored_runs as sides_source
 from fp8bench.features.gate.judging import SecondLook
 from fp8bench.model import Record, Run, Scalar, Status
 from fp8bench.store.runs.listing import run_files
-from tests.commands import PROGRAM, Say, environment, git, unfolding
-from tests.counts import SLOW, for_each
+from tests.commands import Say, git, unfolding
+from tests.counts import for_each
+from tests.features.gate.paced import PacedFolder
 from tests.histories import commit, history, keep, records, run_at, tree
 
-# Its bf16 does as much work as a file beside it says, which no digest of the code sees: a regression planted anew.
-SUITE = """
-from pathlib import Path
-from fp8bench.suites import Work, Workload, workloads
-
-PACE = Path(__file__).with_name("pace")
-
-
-@workloads.register("paced")
-class Paced(Workload):
-    name = "paced"
-    summary = "as slow as a file says"
-
-    def axes(self, facts):
-        return ()
-
-    def work(self, params):
-        return Work()
-
-    def prepare(self, setup):
-        words = dict(line.split("=") for line in PACE.read_text().split())
-        precision = setup.case.precision
-        if words.get("fails") == precision:
-            raise RuntimeError("planted")
-        return 20_000 * int(words.get(precision, 1))
-
-    def step(self, state, phase):
-        with phase.gemm:
-            sum(range(state))
-"""
 # Whether the machine has slowed down is not what these tests are about, nor what other processes make of some
 # milliseconds: what is planted is far beyond five times, which nobody takes for what others did.
 RULES = '"*fp32":\n  time: ignore\n"*bf16":\n  relative_time: {relative: 900%}\n'
+FAST, SLOW = 20_000, 32 * 20_000
 
 
 @pytest.fixture
@@ -218,51 +189,22 @@ def test_refused(store: Path, say: Say, words: list[str], expected: str) -> None
     assert code == 2 and not out and expected in err and err.count("\n") == 1
 
 
-class Folder:
-    """A folder with a suite whose pace is planted, and commands that run in it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        (path / "mine.py").write_text(SUITE)
-        (path / "rules.yaml").write_text(RULES)
-
-    def pace(self, words: str) -> None:
-        (self.path / "pace").write_text(words)
-
-    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*PROGRAM, *words], cwd=self.path, capture_output=True, text=True, timeout=240, check=False,
-            stdin=subprocess.DEVNULL,
-            env=environment(GIT_CEILING_DIRECTORIES=str(self.path.parent), GITHUB_STEP_SUMMARY=""),
-        )  # fmt: skip
-
-    def measure(self, words: str) -> str:
-        """A run at that pace; its id."""
-        self.pace(words)
-        done = self.command("suite", "./mine.py", "--dtypes", "fp32,bf16", "--rounds", "10", "--no-report")
-        assert done.returncode in (0, 3), done.stderr
-        return next(run_files(self.path / ".fp8bench")).stem.rpartition("-")[2]
-
-    def gate(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return self.command("gate", *words, "--thresholds", "rules.yaml", "--junit", "out.xml")
-
-
-@pytest.fixture(scope="module", params=SLOW)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    return Folder(tmp_path_factory.mktemp("paced"))
-
-
-def test_what_another_run_makes_of_a_suspect(folder: Folder) -> None:
+@pytest.mark.slow
+def test_what_another_run_makes_of_a_suspect(tmp_path: Path) -> None:
     """In a fresh process, kept as a run of its own: confirmed; cleared, where a slow run was slow by chance; failed."""
-    sides = folder.measure("bf16=1"), folder.measure("bf16=32")
-    kept = len(list(run_files(folder.path / ".fp8bench")))
-    for pace, code, failures, told in (
-        ("bf16=32", 1, 1, ("it was so again", "measured again in run")),
-        ("bf16=1", 0, 0, ("cleared", "it was not so")),
-        ("fails=bf16", 3, 0, ("it failed", "planted")),
+    folder = PacedFolder(tmp_path)
+    (tmp_path / "rules.yaml").write_text(RULES)
+    sides = []
+    for steps in (FAST, SLOW):
+        folder.pace(steps)
+        sides.append(folder.measure("--rounds", "10"))
+    for steps, fails, code, failures, told in (
+        (SLOW, "", 1, 1, ("it was so again", "measured again in run")),
+        (FAST, "", 0, 0, ("cleared", "it was not so")),
+        (FAST, "bf16", 3, 0, ("it failed", "planted")),
     ):
-        folder.pace(pace)
-        done = folder.gate(*sides)
+        folder.pace(steps, fails)
+        done = folder.run("gate", *sides, "--thresholds", "rules.yaml", "--junit", "out.xml")
         assert done.returncode == code and all(words in done.stdout for words in told), done.stdout + done.stderr
-        assert JUnitXml.fromfile(str(folder.path / "out.xml")).failures == failures
-    assert len(list(run_files(folder.path / ".fp8bench"))) == kept + 3
+        assert JUnitXml.fromfile(str(tmp_path / "out.xml")).failures == failures
+    assert len(list(run_files(folder.store))) == 5

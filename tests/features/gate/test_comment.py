@@ -26,7 +26,7 @@ from tests.commands import ROOT, environment, git
 from tests.counts import SLOW, for_each, sampled
 from tests.duels import header
 from tests.fakes import record, steady
-from tests.features.gate.test_duels import Repository
+from tests.features.gate.paced import PacedFolder
 
 RAISED = {"status": Status.FAILED, "reason": "ValueError: no", "detail": "Traceback ..."}
 LOST = {"status": Status.FAILED, "reason": "the worker was killed"}
@@ -146,7 +146,7 @@ class Job:
     """A job on a checkout with two commits: the action's own scripts, in the shell that GitHub runs them in."""
 
     def __init__(self, path: Path) -> None:
-        self.repository, self.temp = Repository(path), path.parent / "temp"
+        self.repository, self.temp = PacedFolder(path), path.parent / "temp"
         (path / "fp8bench.yaml").write_text(CONFIG)
         programs = self.temp / "bin"
         programs.mkdir(parents=True)
