@@ -42,8 +42,20 @@ def crash(a, b):
     os._exit(3)
 
 
+def three():
+    return 3
+
+
 def refuses(a, b):
     raise RuntimeError("no kernel image")
+
+
+class Fp8Linear(torch.nn.Linear):
+    pass
+
+
+def make():
+    return torch.nn.Sequential(Fp8Linear(64, 64), torch.nn.Linear(64, 50)), torch.randn(4, 64)
 
 
 number = 3
@@ -90,7 +102,9 @@ def test_options_that_a_declared_kernel_would_not_hear_are_refused(kernels: str,
     [
         ("{}:crash --kind product --precision fp8", 4, "crashes"),
         ("{}:refuses --kind product --precision fp8", 4, "raises"),
-        ("{}:nothing", 2, "has no 'nothing'. Callables in it: wide, fallback, crash, refuses."),
+        ("{}:make --kind model", 1, "1 of 2 layers converted, 56% of the FLOPs"),
+        ("{}:three --kind model", 2, "expected a model, or (model, batch)"),
+        ("{}:nothing", 2, "has no 'nothing'. Callables in it: wide, fallback, "),
         ("{}:number", 2, "is int, and cannot be called"),
         ("{}:crash", 2, "says nowhere what it promises"),
         ("nowhere.py:f", 2, "no such file"),

@@ -21,7 +21,6 @@ from fp8bench.features.duel.sides import (
     interpreter,
     is_dirty,
     opened,
-    package_beside,
     repository_of,
     revision_of,
     scratch,
@@ -286,14 +285,3 @@ def test_no_room_for_anything_temporary(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(StoreError, match=r"set TMPDIR to a folder"):
         scratch().__enter__()
-
-
-def test_a_package_comes_without_its_neighbours(tmp_path: Path) -> None:
-    """What lies beside it would shadow what a partner has of that name."""
-    site = tmp_path / "site-packages"
-    for name in ("wanted", "torch"):
-        (site / name).mkdir(parents=True)
-        (site / name / "__init__.py").write_text("")
-    folder = package_beside(tmp_path / "package", site / "wanted")
-    assert [path.name for path in folder.iterdir()] == ["wanted"]
-    assert (folder / "wanted" / "__init__.py").is_file()
