@@ -285,14 +285,13 @@ class AdviceRule:
     """One row of the checklist.
 
     `measure` is the command that would answer it where nothing does ({again} is what measured the case): where
-    a precision is emulated none does, of a question that is `of_speed` or what a step takes. `why` says what it is for.
+    a precision is emulated none does, of a question that is `of_speed` or what a step takes.
     """
 
     name: str
     question: str
     ask: Ask
     measure: str
-    why: str
     of_speed: bool = True
 
     def answer(self, pair: ComparedCase, basis: Basis) -> Answer | None:

@@ -230,43 +230,22 @@ def stage_of(pair: ComparedCase) -> str:
 
 
 SPEED_RULES = (
-    AdviceRule(
-        "native", "Does this device multiply in it?", _native, "fp8bench doctor",
-        "An emulated precision has numbers and no speed.",
-    ),
-    AdviceRule(
-        "step", "Is the whole step faster?", _whole, "{again}",
-        "What a product gains is not what a step gains: timed in the same rounds, with an interval.",
-    ),
-    AdviceRule(
-        "amdahl", "Do its products take enough of the step?", _amdahl,
-        "fp8bench doctor --ceilings, then {again}",
-        "Amdahl's law: where products are a quarter of a step, products 1.6 times as fast give 10%.",
-    ),
-    AdviceRule(
-        "casts", "Do casts leave what the products gain?", _casts, "{again}",
-        "Published products with casts gain 1.4 times where products of ready operands gain 1.9.",
-    ),
-    AdviceRule(
-        "granularity", "Is its scaling the cheapest of its width?", _granularity,
-        "{again},fp8,fp8-rowwise,mxfp8",
-        "One scale a row or a block costs more than one a tensor: +10% instead of +25% in a published training.",
-    ),
-    AdviceRule(
-        "compile", "Does it gain once the step is compiled?", _compiled,
-        "{again} {compiled}",
-        "Casts of several kernels each eat what products gain (torchao #1297: half as fast as bf16).",
-    ),
-    AdviceRule(
-        "batch", "Is the batch large enough?", _batch,
-        "{again} {larger}",
-        "More rows pay the cast of a weight; a longer sequence leaves products less of the step.",
-    ),
-    AdviceRule(
-        "stages", "Does every kind of step gain?", _stages,
-        "fp8bench profile {make} --dtypes {mode} --forward, then fp8bench advise RUN --beside last",
-        "Prefill gains more than decoding in every published measurement, and training more than either.",
-    ),
+    AdviceRule("native", "Does this device multiply in it?", _native, "fp8bench doctor"),
+    AdviceRule("step", "Is the whole step faster?", _whole, "{again}"),
+    # Where products are a quarter of a step, products 1.6 times as fast give 10%.
+    AdviceRule("amdahl", "Do its products take enough of the step?", _amdahl, "fp8bench doctor --ceilings, then {again}"),
+    # Published products with casts gain 1.4 times where products of ready operands gain 1.9.
+    AdviceRule("casts", "Do casts leave what the products gain?", _casts, "{again}"),
+    # One scale a row or a block costs more than one a tensor: +10% instead of +25% in a published training.
+    AdviceRule("granularity", "Is its scaling the cheapest of its width?", _granularity,
+               "{again},fp8,fp8-rowwise,mxfp8"),
+    # Casts of several kernels each eat what products gain: half as fast as bf16 with torchao's.
+    AdviceRule("compile", "Does it gain once the step is compiled?", _compiled, "{again} {compiled}"),
+    # More rows pay the cast of a weight; a longer sequence leaves products less of the step.
+    AdviceRule("batch", "Is the batch large enough?", _batch, "{again} {larger}"),
+    # Prefill gains more than decoding in every published measurement, and training more than either.
+    AdviceRule("stages", "Does every kind of step gain?", _stages,
+               "fp8bench profile {make} --dtypes {mode} --forward, then fp8bench advise RUN --beside last"),
 )  # fmt: skip
 
 
@@ -393,28 +372,13 @@ def _learns(pair: ComparedCase, basis: Basis) -> Reply | str | None:
 
 
 COST_RULES = (
-    AdviceRule(
-        "memory", "Does it save memory?", _memory, "{again}",
-        "Training in FP8 keeps weights and optimizer state, and adds copies: published peaks are 1.00 of bf16's.",
-    ),
-    AdviceRule(
-        "energy", "Does it save energy?", _energy,
-        "{again}, where a device tells its energy",
-        "A device at its power limit trades clocks for width.",
-    ),
-    AdviceRule(
-        "errors", "Are all results finite?", _error, "{again}",
-        "The error orders formats; whether it does harm, a training says.",
-        of_speed=False,
-    ),
-    AdviceRule(
-        "layers", "Do all layers bear it?", _layers, "{study}",
-        "Heads, routers, first and last layers are those that published recipes leave high.",
-        of_speed=False,
-    ),
-    AdviceRule(
-        "learns", "Does it still learn?", _learns, "fp8bench train --dtypes {high},{mode} --seeds 5",
-        "A short training of one seed tells nothing: seeds differ by as much as formats.",
-        of_speed=False,
-    ),
+    # Training in FP8 keeps weights and optimizer state, and adds copies: published peaks are 1.00 of bf16's.
+    AdviceRule("memory", "Does it save memory?", _memory, "{again}"),
+    AdviceRule("energy", "Does it save energy?", _energy, "{again}, where a device tells its energy"),
+    AdviceRule("errors", "Are all results finite?", _error, "{again}", of_speed=False),
+    # Heads, routers, first and last layers are those that published recipes leave high.
+    AdviceRule("layers", "Do all layers bear it?", _layers, "{study}", of_speed=False),
+    # A short training of one seed tells nothing: seeds differ by as much as formats.
+    AdviceRule("learns", "Does it still learn?", _learns, "fp8bench train --dtypes {high},{mode} --seeds 5",
+               of_speed=False),
 )  # fmt: skip

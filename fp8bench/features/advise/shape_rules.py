@@ -166,19 +166,14 @@ def _experts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
 
 
 RULES = (
-    AdviceRule(
-        "shapes", "Are its products large enough?", _large,
-        "fp8bench suite gemm --dtypes {high},{mode}, then fp8bench advise RUN --beside last",
-        "Break-even differs by device, recipe and torch by more than twice: no constant holds (torchao #2410).",
-    ),
-    AdviceRule(
-        "coverage", "Can most of its products be converted?", _reached, "fp8bench profile {make} --dtypes {mode}",
-        "A converter of nn.Linear alone does nothing for GPT-2 or a ResNet, and 18% for Mixtral.",
-    ),
-    AdviceRule(
-        "experts", "Are the experts converted?", _experts, "fp8bench profile {make} --dtypes {mode}",
-        "Of a published mixture of experts: linear layers alone 1.05x, experts alone 1.40x.",
-    ),
+    # Break-even differs by device, recipe and torch by more than twice: no constant holds.
+    AdviceRule("shapes", "Are its products large enough?", _large,
+               "fp8bench suite gemm --dtypes {high},{mode}, then fp8bench advise RUN --beside last"),
+    # A converter of nn.Linear alone does nothing for GPT-2 or a ResNet, and 18% for Mixtral.
+    AdviceRule("coverage", "Can most of its products be converted?", _reached,
+               "fp8bench profile {make} --dtypes {mode}"),
+    # Of a published mixture of experts: linear layers alone 1.05x, experts alone 1.40x.
+    AdviceRule("experts", "Are the experts converted?", _experts, "fp8bench profile {make} --dtypes {mode}"),
 )  # fmt: skip
 
 
