@@ -218,8 +218,7 @@ class Basis:
     """A run with what its samples say, and what else was measured with the same device: studies, trainings.
 
     `other_runs` are of the same machine: what they timed answers questions about this one. `served` is what `infer`
-    answered by these runs. `least` is the gain from
-    which on a precision is worth the trouble, as a share.
+    answered by these runs. `least` is the gain from which on a precision is worth the trouble, as a share.
     """
 
     run: Run
