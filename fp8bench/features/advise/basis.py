@@ -49,7 +49,7 @@ class Trained:
     """A training with what is said of its arms."""
 
     kept: KeptTraining
-    found: TrainingVerdicts
+    verdicts: TrainingVerdicts
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class ComparedCase:
         if not self.timed or self.record.timing is None or self.lead is None:
             return None
         base = self.record.paired_with or self.lead.timing
-        found = part_ratio(self.record.timing, own, base, theirs) if base is not None else None
-        return found if found is not None or not self.estimated else self._by_shares(own, theirs)
+        timed = part_ratio(self.record.timing, own, base, theirs) if base is not None else None
+        return timed if timed is not None or not self.estimated else self._by_shares(own, theirs)
 
     def _by_shares(self, own: Collection[str], theirs: Collection[str]) -> Interval | None:
         """The same by shares of both median steps; nobody knows an interval of it."""

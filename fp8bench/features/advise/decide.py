@@ -153,10 +153,10 @@ def _routed(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advi
         gain = predicted(pair)
         if gain is not None:  # with some layers high a step gains between nothing and what it gains with all low
             gain = Interval(math.sqrt(gain.point), min(1.0, gain.low), max(1.0, gain.high), gain.level)
-        found = _advice(pair, "layers", AdviceKind.ROUTE, words, [layers], gain)
+        routed = _advice(pair, "layers", AdviceKind.ROUTE, words, [layers], gain)
         yield replace(
-            found, precision_map=chosen.precision_map,
-            recipe=f"{found.recipe} --precision-map {as_words(chosen.precision_map)}",
+            routed, precision_map=chosen.precision_map,
+            recipe=f"{routed.recipe} --precision-map {as_words(chosen.precision_map)}",
         )  # fmt: skip
     yield from _small(pair, basis)
 
@@ -247,7 +247,7 @@ def harm_of(trained: Trained, arm: str) -> Harm | None:
     for part in range(PARTS):  # of each seed that has both, the mean loss of that part over the reference's
         losses = [
             (_mean(own, part), _mean(curves[arm, seed], part))
-            for (name, seed), own in curves.items() if name == trained.found.reference and (arm, seed) in curves
+            for (name, seed), own in curves.items() if name == trained.verdicts.reference and (arm, seed) in curves
         ]  # fmt: skip
         above = [after / before - 1 for before, after in losses if math.isfinite(after) and before > 0]
         gaps += [gap_of(above)] if above else []

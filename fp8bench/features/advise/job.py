@@ -81,8 +81,8 @@ def _refuse_foreign(run: Run, other: Run) -> None:
             )
 
 
-def write_map(found: Advised, run: Run, path: Path) -> None:
-    routes = [advice for advice in found.advice if advice.kind is AdviceKind.ROUTE and advice.precision_map]
+def write_map(advised: Advised, run: Run, path: Path) -> None:
+    routes = [advice for advice in advised.advice if advice.kind is AdviceKind.ROUTE and advice.precision_map]
     if not routes:
         raise UsageError(
             f"no layer of the run {run.id} is advised to stay high, so that there is no map to write. "
@@ -97,8 +97,8 @@ def checkable(advice: Sequence[Advice]) -> list[Advice]:
     return [each for each in advice if each.gain is not None and each.kind is not AdviceKind.SCHEDULE]
 
 
-def checked(basis: Basis, found: Advised, most: int, store: Path, observer: Observer) -> tuple[Checked, ...]:
-    wanted = checkable(found.advice)[:most]
+def checked(basis: Basis, advised: Advised, most: int, store: Path, observer: Observer) -> tuple[Checked, ...]:
+    wanted = checkable(advised.advice)[:most]
     if not wanted:
         raise UsageError(
             f"nothing that is advised on the run {basis.run.id} predicts the speed of a step, so that there is nothing "
@@ -158,10 +158,10 @@ def checks_of(store: Path) -> Path:
 def load_checks(store: Path) -> tuple[tuple[Checked, ...], list[str]]:
     """Oldest first, each once, and what is wrong with lines that were left out: none without the file."""
     try:
-        found, troubles = _log(store).lines()
+        checks, troubles = _log(store).lines()
     except OSError as error:
         raise StoreError(f"{checks_of(store)} cannot be read ({error.strerror}).") from None
-    each_once = sorted(dict.fromkeys(found), key=lambda check: check.when)
+    each_once = sorted(dict.fromkeys(checks), key=lambda check: check.when)
     return tuple(each_once), [f"{trouble}, and was left out" for trouble in troubles]
 
 
@@ -276,7 +276,7 @@ def _log_steps(trained: Trained | None, arm: ArmVerdict | None) -> tuple[_Drawn 
     if len(arm.pairs) < LEAST_PAIRS:
         return None, f"{LEAST_PAIRS} seeds are needed, and there are {len(arm.pairs)}"
     curves = curves_of(trained.kept.lines, trained.kept.training.request.steps)
-    pairs = [(curves[trained.found.reference, pair.seed], curves[arm.arm.name, pair.seed]) for pair in arm.pairs]
+    pairs = [(curves[trained.verdicts.reference, pair.seed], curves[arm.arm.name, pair.seed]) for pair in arm.pairs]
 
     @cache
     def of(chosen: tuple[int, ...]) -> float | None:

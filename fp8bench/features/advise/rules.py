@@ -282,14 +282,14 @@ def _memory(pair: ComparedCase, basis: Basis) -> Reply | str:
 
 def _energy(pair: ComparedCase, basis: Basis) -> Reply | str:
     labels = [label for finding in (pair.finding, pair.lead_finding) if finding is not None for label in finding.labels]
-    found = energy_ratio(pair.record, pair.lead, labels)
+    ratio = energy_ratio(pair.record, pair.lead, labels)
     if pair.emulated:
         return "emulated here: its joules are the cost of emulation"
-    if found is None:
+    if ratio is None:
         return why_no_energy(pair.record) if pair.record.energy is not None else "no energy was measured"
-    met = {Demand.LESS: Met.YES, Demand.MORE: Met.NO, Demand.UNCLEAR: Met.UNCLEAR}[found.demand]
-    ends = f"[{units.significant(found.low)}, {units.significant(found.high)}]"
-    figure = f"{units.ratio(found.point)} {ends} of the joules of a step" + (f": {found.why}" if found.why else "")
+    met = {Demand.LESS: Met.YES, Demand.MORE: Met.NO, Demand.UNCLEAR: Met.UNCLEAR}[ratio.demand]
+    ends = f"[{units.significant(ratio.low)}, {units.significant(ratio.high)}]"
+    figure = f"{units.ratio(ratio.point)} {ends} of the joules of a step" + (f": {ratio.why}" if ratio.why else "")
     return Reply(met, figure, (Ground(pair.row, figure),))
 
 
@@ -345,7 +345,7 @@ def arm_of(pair: ComparedCase, basis: Basis) -> ArmVerdict | None:
     """What the training says of an arm in this mode with no setting of its own; else of the first one in it."""
     if basis.training is None:
         return None
-    arms = [arm for arm in basis.training.found.arms if arm.arm.precision == pair.mode]
+    arms = [arm for arm in basis.training.verdicts.arms if arm.arm.precision == pair.mode]
     return min(arms, key=lambda arm: len(arm.arm.settings), default=None)
 
 

@@ -191,8 +191,8 @@ def projections(basis: Basis) -> Iterator[Advice]:
         assert lead.lead is not None
         here = {record.case.mode for record, _ in lead.group}
         for mode, device in sorted(timed):
-            if device == lead.lead.case.device and mode not in here and (found := _projected(lead, mode, basis)):
-                yield found
+            if device == lead.lead.case.device and mode not in here and (advice := _projected(lead, mode, basis)):
+                yield advice
 
 
 def _projected(pair: ComparedCase, mode: str, basis: Basis) -> Advice | None:

@@ -60,7 +60,7 @@ def short_names(advised: Advised) -> Callable[[str], str]:
     for answer in advised.answers:
         suite, _, rest = answer.setting.partition("[")
         inside.setdefault(suite, []).append(set(rest.rpartition("]")[0].split(",")))
-    shared = {suite: set.intersection(*found) for suite, found in inside.items()}
+    shared = {suite: set.intersection(*pairs) for suite, pairs in inside.items()}
 
     def short(row: str) -> str:
         suite, _, rest = row.partition("[")
@@ -73,12 +73,12 @@ def short_names(advised: Advised) -> Callable[[str], str]:
     return short
 
 
-def speed(found: Interval | None, show: Callable[[float], str] = units.speed_up) -> Field:
+def speed(gain: Interval | None, show: Callable[[float], str] = units.speed_up) -> Field:
     """'1.62x [1.60, 1.64]'."""
-    if found is None:
+    if gain is None:
         return Field(units.NONE)
-    ends = f"[{units.significant(found.low)}, {units.significant(found.high)}]"
-    return Field(f"{show(found.point)} {ends}", found.point)
+    ends = f"[{units.significant(gain.low)}, {units.significant(gain.high)}]"
+    return Field(f"{show(gain.point)} {ends}", gain.point)
 
 
 def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) -> Iterator[Element]:
@@ -94,9 +94,9 @@ def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) ->
         Col("money", lambda cost: speed(None if price is None else cost.money(price), units.significant), number=True),
         Col("why", lambda cost: cost.why, below=True),
     ]
-    for number, (setting, found) in enumerate(by_setting.items(), 1):
-        first = found[0]
-        yield table(f"cost-{number}", f"{named(setting)}, over {first.reference}", cols, found)
+    for number, (setting, rows) in enumerate(by_setting.items(), 1):
+        first = rows[0]
+        yield table(f"cost-{number}", f"{named(setting)}, over {first.reference}", cols, rows)
         if first.hours is not None:
             used = f", {units.joules(first.energy_used)}" if first.energy_used is not None else ""
             money = f", {units.significant(first.hours * price)} at {price:g} an hour" if price is not None else ""
@@ -134,11 +134,11 @@ def checklist(advised: Advised, shared: bool) -> Iterator[Table]:
 def _answered(advised: Advised) -> Iterator[Element]:
     named = short_names(advised)
     by_row = together(((answer.mode, answer.rule), answer) for answer in advised.answers)
-    known = [found for found in by_row.values() if any(answer.met is not Met.UNKNOWN for answer in found)]
-    rows = [[answer for answer in found if answer.met is not Met.UNKNOWN] for found in known]
+    known = [several for several in by_row.values() if any(answer.met is not Met.UNKNOWN for answer in several)]
+    rows = [[answer for answer in several if answer.met is not Met.UNKNOWN] for several in known]
     if rows:
         yield table("answered", "what decides it", _checklist_cols(named, shared=False, below=True)[:4], rows)
-    missing = [found[0] for found in by_row.values() if found not in known and not _open(found[0])]
+    missing = [several[0] for several in by_row.values() if several not in known and not _open(several[0])]
     measures = dict.fromkeys(answer.measure for answer in missing if answer.measure)
     if missing:
         yield Text(f"{many(len(missing), 'question')} not measured here (--all lists them). What answers more of them:")
@@ -223,9 +223,9 @@ def score_page(checked: Sequence[Checked], troubles: Sequence[str] = ()) -> Page
     rate = f"{units.percent(hits / len(told), 0)}: {hits} of {len(told)}" if told else "unknown: 0 of 0"
     rows = together(((check.advice.kind, check.advice.rule), check) for check in told).values()
     cols: list[Col[list[Checked]]] = [
-        Col("advice", lambda found: found[0].advice.kind), Col("rule", lambda found: found[0].advice.rule),
-        Col("hits", lambda found: str(sum(check.hit is True for check in found)), number=True),
-        Col("checks", lambda found: str(len(found)), number=True),
+        Col("advice", lambda group: group[0].advice.kind), Col("rule", lambda group: group[0].advice.rule),
+        Col("hits", lambda group: str(sum(check.hit is True for check in group)), number=True),
+        Col("checks", lambda group: str(len(group)), number=True),
     ]  # fmt: skip
     elements: list[Element] = [Text(f"hit rate {rate} checks lay within what was predicted.", Tone.STRONG)]
     if len(told) < len(checked):

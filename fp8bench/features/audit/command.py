@@ -286,7 +286,7 @@ def _verdict(audit: Audit, failed: list[AuditFinding]) -> Iterator[Text]:
 
 
 def _rest(audit: Audit, remarks: list[AuditFinding]) -> Iterator[Text]:
-    right = [name for name, found in _by_check(audit).items() if worst(found) is AuditOutcome.PASS]
+    right = [name for name, findings in _by_check(audit).items() if worst(findings) is AuditOutcome.PASS]
     if right:
         yield Text(f"right: {', '.join(right)}")
     if remarks:
@@ -356,9 +356,9 @@ def as_junit(audit: Audit) -> str:
     """A test for each check; what it said of passes stands in their output."""
     root = ET.Element("testsuites", name="fp8bench audit")
     suite = ET.SubElement(root, "testsuite", name=printable(audit.target))
-    for check, found in _by_check(audit).items():
+    for check, findings in _by_check(audit).items():
         test = ET.SubElement(suite, "testcase", classname=printable(audit.target), name=check, time="0")
-        for finding in found:
+        for finding in findings:
             words = printable(": ".join(filter(None, (finding.why, finding.input))))
             if finding.outcome in _TAGS:
                 ET.SubElement(test, _TAGS[finding.outcome], message=words, type=finding.code)

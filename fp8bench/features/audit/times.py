@@ -49,8 +49,8 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         before = {_storage(tensor) for tensor in _tensors((args, kwargs))}
-        found = func(*args, **(kwargs or {}))
-        for tensor in _tensors(found):
+        made = func(*args, **(kwargs or {}))
+        for tensor in _tensors(made):
             if tensor.numel() and _storage(tensor) not in before:
                 before.add(_storage(tensor))
                 self.seen.update(allocations=1, bytes=tensor.untyped_storage().nbytes())
@@ -58,10 +58,10 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen["products"] += name in _PRODUCTS
         if name in _COPIES:
             source = args[1] if name == "copy_" else args[0]
-            target = next(iter(_tensors(found)), None)
+            target = next(iter(_tensors(made)), None)
             cast = target is not None and isinstance(source, Tensor) and source.dtype != target.dtype
             self.seen["casts" if cast else "copies"] += 1
-        return found
+        return made
 
 
 def work_of(call: Callable[[], object]) -> CallWork:
@@ -74,8 +74,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | tuple | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(one)
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -159,7 +159,7 @@ def fastest(
     calls: Mapping[str, Callable[[], object]], device: str, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
     """The fastest of a few calls of each, in turns."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    taken: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
     end = time.perf_counter() + _SECONDS * len(calls)
@@ -169,10 +169,10 @@ def fastest(
             start = clock()
             call()
             _wait(device)
-            found[name].append(clock() - start)
+            taken[name].append(clock() - start)
         if time.perf_counter() > end:
             break
-    return {name: max(min(times), 1e-9) for name, times in found.items()}
+    return {name: max(min(times), 1e-9) for name, times in taken.items()}
 
 
 def _wait(device: str) -> None:
@@ -236,10 +236,10 @@ class SpeedCheck(AuditCheck):
         given = AuditInput(NORMAL, shape)
         if why := self._too_fast(shape):
             return [self.fail("too-fast", why, given)]
-        found = list(self._by_data(given))
+        findings = list(self._by_data(given))
         if seconds < _LONG_ENOUGH:
             why = f"{units.seconds(seconds)} a call: too short to see whether it grows"
-            return [*found, self.remark("overhead", why, given)]
+            return [*findings, self.remark("overhead", why, given)]
 
         def flat(larger: Shape) -> str:
             """Both times if the larger one takes no longer; '' if it does."""
@@ -250,8 +250,8 @@ class SpeedCheck(AuditCheck):
             larger = shape._replace(**{side: _MORE * getattr(shape, side)})
             if why := _always(partial(flat, larger)):
                 why = f"{_MORE} times the {side.upper()}: {why}"
-                found.append(self.fail("flat-time", why, given._replace(shape=larger)))
-        return found
+                findings.append(self.fail("flat-time", why, given._replace(shape=larger)))
+        return findings
 
     def _too_fast(self, shape: Shape) -> str:
         device, ceilings, precision = self.subject.device, self.auditor.ceilings, self.subject.signature.precision

@@ -119,8 +119,8 @@ def _listed(loader: str, text: str) -> dict[str, tuple[int, int, int]]:
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    found = re.findall(r"^(\S+): (\S+) \(min: (\S+), max: (\S+)\)", done.stdout, re.MULTILINE)
-    return {name: (int(value, 0), int(low, 0), int(high, 0)) for name, value, low, high in found}
+    rows = re.findall(r"^(\S+): (\S+) \(min: (\S+), max: (\S+)\)", done.stdout, re.MULTILINE)
+    return {name: (int(value, 0), int(low, 0), int(high, 0)) for name, value, low, high in rows}
 
 
 _OF_GLIBC: Mapping[str, Wrong] = {
@@ -137,7 +137,7 @@ KNOWN = (*_OF_GLIBC, *_OF_A_CPU, PRELOAD, *_OF_A_GPU)
 
 def settings_of(words: Sequence[str], option: str) -> AllocatorSettings:
     """NAME=VALUE of each word, in the order of their names. Raises UsageError for what no allocator would obey."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or name not in KNOWN:
@@ -146,10 +146,10 @@ def settings_of(words: Sequence[str], option: str) -> AllocatorSettings:
             raise UsageError(
                 f"{option} {word!r:.200} sets no allocator. Give NAME=VALUE, the name one of {', '.join(KNOWN)}.{hint}"
             )
-        if name in found:
+        if name in settings:
             raise UsageError(f"{option} sets {name} twice, and a process has it once. Leave one out.")
-        found[name] = _checked(name, value, option)
-    return tuple(sorted(found.items()))
+        settings[name] = _checked(name, value, option)
+    return tuple(sorted(settings.items()))
 
 
 def _checked(name: str, value: str, option: str) -> str:
@@ -165,8 +165,8 @@ def _checked(name: str, value: str, option: str) -> str:
 
 def _library(word: str, option: str) -> str:
     """The file of a library, given by path or as 'jemalloc'; the loader passes over what it cannot load."""
-    found = word if "/" in word else ctypes.util.find_library(word)
-    path = Path(found) if found and "/" in found else _beside_libc(found)
+    name = word if "/" in word else ctypes.util.find_library(word)
+    path = Path(name) if name and "/" in name else _beside_libc(name)
     magic = b""
     if path is not None and path.is_file():
         with contextlib.suppress(OSError), path.open("rb") as file:

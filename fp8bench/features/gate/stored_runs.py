@@ -122,10 +122,10 @@ def duelled(
         return SecondLook({}, refused=str(error).rstrip("."))
     if not duel.finished:
         raise KeyboardInterrupt
-    found = {key_of(comparison): comparison for comparison in (*comparisons(duel), *of_means(duel))}
+    figures = {key_of(comparison): comparison for comparison in (*comparisons(duel), *of_means(duel))}
     for metric, relative in ((TIME, RELATIVE), (MEAN, RELATIVE_MEAN)):
-        found |= {(case, relative): comparison for (case, name), comparison in found.items() if name == metric}
-    return SecondLook(found, f"in duel {duel.id}")
+        figures |= {(case, relative): comparison for (case, name), comparison in figures.items() if name == metric}
+    return SecondLook(figures, f"in duel {duel.id}")
 
 
 def _unhurried(request: Request) -> Request:
@@ -222,8 +222,8 @@ def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path
     again, refused = measured_again(newest, {suspect.case for suspect in suspects}, store, observer)
     if again is None:
         return SecondLook({}, refused=refused)
-    found = compare(compared.before, side_of("again", [(again, findings(again))]), beside=compared.after).comparisons
-    return SecondLook({key_of(figure): figure for figure in found}, f"measured again in run {again.id}")
+    figures = compare(compared.before, side_of("again", [(again, findings(again))]), beside=compared.after).comparisons
+    return SecondLook({key_of(figure): figure for figure in figures}, f"measured again in run {again.id}")
 
 
 def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
@@ -270,12 +270,12 @@ def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
         question = DuelQuestion(python_a, python_b, against, against_self, duel.sessions, env_a, env_b)
         return duelled(question, duel.request, store, suspects, observer)
 
-    found = comparisons(duel)
-    known = {comparison.case for comparison in found}
+    figures = comparisons(duel)
+    known = {comparison.case for comparison in figures}
     why = "the duel was interrupted before it was measured"
     cut_off = [failed(case, case.partition("[")[0], Evidence.PAIRED, why) for case in duel.cases if case not in known]
     second = Second.NONE if _moved_on(duel) else Second.DUEL
-    return GateSource(title, (*found, *cut_off), confirm, notes, second=second, duel=duel)
+    return GateSource(title, (*figures, *cut_off), confirm, notes, second=second, duel=duel)
 
 
 def _moved_on(duel: Duel) -> str:

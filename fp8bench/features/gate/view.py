@@ -88,10 +88,10 @@ def _title(figure: JudgedFigure) -> str:
 
 
 def _sentence(figure: JudgedFigure) -> str:
-    found = figure.comparison
+    change = figure.comparison
     if figure.outcome is GateOutcome.FAILED:
-        return f"{found.metric}: {figure.why or 'the case failed'}"
-    return f"{found.metric}: {_both(found)}: {figure.outcome.value}"
+        return f"{change.metric}: {figure.why or 'the case failed'}"
+    return f"{change.metric}: {_both(change)}: {figure.outcome.value}"
 
 
 def _detail(figure: JudgedFigure) -> Iterator[str]:
@@ -108,9 +108,9 @@ def _detail(figure: JudgedFigure) -> Iterator[str]:
         yield figure.why
 
 
-def _both(found: Comparison) -> str:
-    values = f"{value(found, found.before)} -> {value(found, found.after)}"
-    return values if found.ratio is None else f"{values}, {signed(found.ratio)}"
+def _both(change: Comparison) -> str:
+    values = f"{value(change, change.before)} -> {value(change, change.after)}"
+    return values if change.ratio is None else f"{values}, {signed(change.ratio)}"
 
 
 def _text(words: str) -> str:
@@ -155,7 +155,7 @@ def page_of(verdict: GateVerdict, every: bool = False) -> Page:
 
     What could have been seen is a line, and of `every` figure a table.
     """
-    parts = [_part(name, title, found) for name, title in _TITLES.items() if (found := verdict.of(name))]
+    parts = [_part(name, title, figures) for name, title in _TITLES.items() if (figures := verdict.of(name))]
     if verdict.problem:
         tone = Tone.BAD if verdict.code != EXIT_OK else Tone.DOUBT
         parts.append(Part("problem", "Why", (Text(verdict.problem, tone),)))

@@ -1,4 +1,4 @@
-"""A folder with a suite that is as slow as a module beside it says, and commands that run there in processes of their own."""
+"""A folder with a suite as slow as a module beside it says, and commands that run there in processes of their own."""
 
 from __future__ import annotations
 
