@@ -47,11 +47,11 @@ def test_what_all_calls_say_is_within_what_is_predicted() -> None:
     made = basis(group(fp8=FP8))
     (case,) = (key for key in made.findings if key.endswith("/fp8"))
     uneven = replace(made.findings[case], typical=Interval(1 / 1.15, 1 / 1.2, 1 / 1.1, 0.99))
-    (one,) = replace(made, findings={**made.findings, case: uneven}).besides
+    (pair,) = replace(made, findings={**made.findings, case: uneven}).besides
     labelled = replace(uneven, labels=(Label.UNEVEN,))
     (other,) = replace(made, findings={**made.findings, case: labelled}).besides
     assert other.speed is not None and other.speed.point == pytest.approx(1.15)
-    gain = predicted(one)
+    gain = predicted(pair)
     assert gain is not None and gain.low < 1.1 < gain.point < gain.high
     assert gain.point == pytest.approx(1.316, rel=0.01)
 
@@ -217,8 +217,8 @@ def test_no_advice_is_above_amdahls_bound(
     level = Level.EMULATED if emulated else Level.NATIVE
     made = basis(group(bf16=bf16, level=level, fp8={**fp8, "cast": cast}), least=least)
     found = advised(made)
-    (one,) = made.besides
-    bound, gain = bound_of(one), predicted(one)
+    (pair,) = made.besides
+    bound, gain = bound_of(pair), predicted(pair)
     whole = sum(bf16.values())
     assert bound is not None and bound.point == pytest.approx(whole / (whole - bf16["gemm"]), rel=0.01)
     assert found.advice and all(each.kind in (ADOPT, NOTHING) for each in found.advice)
@@ -228,9 +228,9 @@ def test_no_advice_is_above_amdahls_bound(
             assert each.gain.point <= bound.point
         if each.kind is ADOPT:
             assert not emulated and each.grounds and each.recipe and each.gain is not None
-            assert one.speed is not None and one.speed.low >= 1 + least
+            assert pair.speed is not None and pair.speed.low >= 1 + least
     assert (gain is None) == emulated
-    assert {Phase.GEMM} < one.touched
+    assert {Phase.GEMM} < pair.touched
 
 
 STEPS = 200

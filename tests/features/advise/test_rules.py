@@ -82,8 +82,8 @@ def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     assert casts.met is Met.YES and casts.figure.startswith("products 2.00x, with casts 1.60x, estimated")
     unlooked = said([lead, case])
     assert "--shares tells them" in answer(unlooked, "amdahl").figure and answer(unlooked, "casts").met is Met.UNKNOWN
-    (one,) = basis(records).besides
-    assert predicted(one) == predicted(basis([lead, case]).besides[0])
+    (pair,) = basis(records).besides
+    assert predicted(pair) == predicted(basis([lead, case]).besides[0])
 
 
 def test_the_cheapest_scaling_of_its_width() -> None:
@@ -219,9 +219,9 @@ def test_layers_by_a_study(gaps: tuple[float, ...], wanted: Met) -> None:
     if len(gaps) > 1:  # with the map that the study found, the case bears it
         mapped = group(fp8=FP8)
         mapped[1] = replace(mapped[1], case=replace(mapped[1].case, precision_map=(("head", "bf16"),)))
-        bears = next(one for one in said(mapped, studies=(study(*gaps),)).answers if one.rule == "layers")
+        bears = next(each for each in said(mapped, studies=(study(*gaps),)).answers if each.rule == "layers")
         assert bears.met is Met.YES and bears.figure.startswith("layers low: 1, loss +0.5%")
     unit = said(group(fp8_unit=FP8), studies=(study(*gaps),)).answers
-    assert unit and not [one for one in unit if one.rule == "layers"], "no layer of it can stand in another model"
+    assert unit and not [each for each in unit if each.rule == "layers"], "no layer of it can stand in another model"
     other = replace(study(*gaps), params=(("size", "nano"),))
     assert met("layers", group(fp8=FP8), studies=(other,)) is Met.UNKNOWN

@@ -128,7 +128,7 @@ def test_a_baseline_beside_a_kernel_of_codes() -> None:
 def test_a_cast_is_not_held_against_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has none: however fast it is, no rate of products accuses it."""
     monkeypatch.setattr(times, "flops_bound", lambda *_: pytest.fail("products of a cast"))
-    (kernel,) = (one for one in everyday.HONEST if one.signature.kind is AuditKind.CAST)
+    (kernel,) = (row for row in everyday.HONEST if row.signature.kind is AuditKind.CAST)
     assert "too-fast" not in codes_of(result_of(kernel, "cpu", [SpeedCheck]))
 
 

@@ -57,7 +57,7 @@ class LowLinear(nn.Linear):
         self.fp8_meta: dict[str, Any] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight = (values(one, E4M3, TENSOR) if self.low else one for one in (x, self.weight))
+        x, weight = (values(side, E4M3, TENSOR) if self.low else side for side in (x, self.weight))
         return nn.functional.linear(x, weight, self.bias)
 
 

@@ -20,7 +20,7 @@ from tests.facts import CPU
 
 RECIPES = ("fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "fp8-e5m2")
 SHAPE = Shape(32, 48, 256)
-_BY_NAME = {one.name: one for one in (*LIES, *HONEST)}
+_BY_NAME = {kernel.name: kernel for kernel in (*LIES, *HONEST)}
 
 
 def subject(function: object, kind: str, precision: str) -> Subject:

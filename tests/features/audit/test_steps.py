@@ -63,8 +63,8 @@ def test_a_mistake_that_nobody_knows_has_the_wrong_error() -> None:
     class Uneven(torch.optim.AdamW):
         def step(self, closure: object = None) -> None:  # type: ignore[override]
             super().step()
-            for one in self.param_groups[0]["params"]:
-                one.data[:, ::3] *= 1.001
+            for weights in self.param_groups[0]["params"]:
+                weights.data[:, ::3] *= 1.001
 
     assert judged(Kernel("", signed("optimizer", "fp32"), Uneven)).code == "too-bad"
 

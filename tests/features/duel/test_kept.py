@@ -36,14 +36,14 @@ def path(tmp_path: Path) -> Path:
 
 def test_what_was_written_is_read(path: Path) -> None:
     """Sessions follow their case, and what a case came to last counts. Which torch each side had is in its devices."""
-    found = DuelKind().load(path)
+    duel = DuelKind().load(path)
     wanted = header(
         results=(result("fp32", SESSION, SESSION), result("bf16", SESSION, status=Status.FAILED)),
         notes=("both sides are the same",), finished=True, path=str(path),
     )  # fmt: skip
-    assert found == wanted and found.after.devices == (CPU,)
+    assert duel == wanted and duel.after.devices == (CPU,)
     assert path.name == "20260102T030405.678Z-0a1b2c3d.jsonl" and path.parent.name == "duels"
-    assert not found.ok and [one.measured for one in found.results] == [True, False]
+    assert not duel.ok and [case.measured for case in duel.results] == [True, False]
 
 
 def test_a_duel_in_older_words_is_read(path: Path) -> None:
@@ -75,9 +75,9 @@ def test_a_torn_file_loses_its_end_alone(tmp_path: Path, cut: int) -> None:
     raw = path.read_bytes()
     first = raw.index(b"\n") + 1
     path.write_bytes(raw[: max(first, len(raw) - 1 - cut)])
-    found = DuelKind().load(path)
-    assert not found.finished and len(found.troubles) <= 1
-    assert all(result.sessions for result in found.results)
+    duel = DuelKind().load(path)
+    assert not duel.finished and len(duel.troubles) <= 1
+    assert all(result.sessions for result in duel.results)
 
 
 @for_each(
@@ -92,9 +92,9 @@ def test_a_broken_line_is_left_out_and_named(tmp_path: Path, line: str, trouble:
     path = written(tmp_path)
     lines = as_older(path).read_text().splitlines()
     path.write_text("\n".join([*lines[:2], line, *lines[2:]]) + "\n")
-    found = DuelKind().load(path)
-    assert found.finished and len(found.results) == 2
-    assert len(found.troubles) == 1 and found.troubles[0].startswith("line 3") and trouble in found.troubles[0]
+    duel = DuelKind().load(path)
+    assert duel.finished and len(duel.results) == 2
+    assert len(duel.troubles) == 1 and duel.troubles[0].startswith("line 3") and trouble in duel.troubles[0]
 
 
 def test_samples_that_no_clock_gave_are_left_out(path: Path) -> None:
@@ -105,9 +105,9 @@ def test_samples_that_no_clock_gave_are_left_out(path: Path) -> None:
     mixed = json.loads(lines[2])
     mixed["result"]["after"]["case"]["precision"] = "fp16"
     path.write_text("\n".join([*lines, json.dumps(negative), json.dumps(mixed)]) + "\n")
-    found = DuelKind().load(path)
-    assert [one[:6] for one in found.troubles] == ["line 8", "line 9"]
-    assert len(found.results) == 2 and len(found.results[0].sessions) == 2
+    duel = DuelKind().load(path)
+    assert [trouble[:6] for trouble in duel.troubles] == ["line 8", "line 9"]
+    assert len(duel.results) == 2 and len(duel.results[0].sessions) == 2
 
 
 @for_each(

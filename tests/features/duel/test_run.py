@@ -156,10 +156,10 @@ def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) ->
     )  # fmt: skip
     assert code == 3, err
     document = json.loads(out)
-    found = {
-        (re.findall(r"hazard=(\w+)", one["case"])[0], one["metric"]): one for one in document["comparisons"]
+    changes = {
+        (re.findall(r"hazard=(\w+)", change["case"])[0], change["metric"]): change for change in document["comparisons"]
     }  # fmt: skip
-    slower = found["none", "time"]
+    slower = changes["none", "time"]
     assert slower["direction"] == "worse" and slower["ratio"]["point"] > 1.3 and slower["p_value"] is None
     for hazard, failed, why in (
         ("none", False, ""),
@@ -167,8 +167,8 @@ def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) ->
         ("kill", False, "failed on side A: the worker crashed"),
         ("hang", True, "failed on side B: no answer to"),
     ):
-        assert found[hazard, "time"]["failed"] is failed and why in found[hazard, "time"]["why"]
-    whoami, memory = found["none", "whoami_error"], found["none", "peak_memory"]
+        assert changes[hazard, "time"]["failed"] is failed and why in changes[hazard, "time"]["why"]
+    whoami, memory = changes["none", "whoami_error"], changes["none", "peak_memory"]
     assert (whoami["before"], whoami["after"], whoami["direction"]) == (1.0, 2.0, "worse")
     assert memory["after"] - memory["before"] == 256 * 128 * 4
     for side, python in zip(("before", "after"), pythons, strict=True):

@@ -66,15 +66,15 @@ def fakes(pair: duel_commands.Pair) -> list[Any]:
 def test_every_process_is_in_every_round() -> None:
     """As often, with as many calls, behind one or two that are not timed; and the states are given back."""
     pair = sides(Script(gemm_steps(MS), errors={"output_error": 0.5}), Script(gemm_steps(2 * MS), peak=77))
-    one = measured(pair, sessions=2)
-    assert [len(session.before) + len(session.after) for session in one.sessions] == [4, 4]
+    progress = measured(pair, sessions=2)
+    assert [len(session.before) + len(session.after) for session in progress.sessions] == [4, 4]
     for worker in fakes(pair):
         slots = worker.slots()[2:8]  # after two that find out how long a step is
         assert {slot[:3] for slot in slots} == {("slot", "bf16", 4)} and {slot[3] for slot in slots} <= {1, 2}
         assert worker.held == []
-    timings = [timing for session in one.sessions for timing in (*session.before, *session.after)]
+    timings = [timing for session in progress.sessions for timing in (*session.before, *session.after)]
     assert {timing.num_rounds for timing in timings} == {6} and {timing.num_calls for timing in timings} == {24}
-    result = one.result
+    result = progress.result
     assert result.measured and not result.failed and result.before.is_reference and not result.after.is_reference
     assert result.before.measurement("output_error") is not None and result.after.measurement("peak_memory") is not None
 
@@ -99,10 +99,10 @@ def test_no_side_is_always_the_first() -> None:
 @for_each("request_name", ["prepare", "slot"])
 def test_a_fault_fails_the_case_on_its_side(error: Exception, why: str, request_name: str) -> None:
     pair = sides(Script(), Script(faults=[Fault(request_name, error)]))
-    one = measured(pair, sessions=3)
-    assert not one.alive and one.sessions == [] and one.result.failed
-    assert (one.result.before.status, one.result.after.status) == (Status.OK, Status.FAILED)
-    assert one.result.after.reason == why
+    progress = measured(pair, sessions=3)
+    assert not progress.alive and progress.sessions == [] and progress.result.failed
+    assert (progress.result.before.status, progress.result.after.status) == (Status.OK, Status.FAILED)
+    assert progress.result.after.reason == why
     assert sum(worker.restarts for worker in fakes(pair)[2:]) == 1
     assert not any(worker.restarts or worker.held for worker in fakes(pair)[:2])
 
@@ -185,7 +185,7 @@ def started(scripts: dict[str, Script]) -> duel_commands.Pair:
     def side(name: str, step_ns: int) -> SideWorkers:
         own = {mode: Script(gemm_steps(step_ns), faults=script.faults) for mode, script in scripts.items()}
         workers = cast("Sequence[PartnerWorker]", [Startable(own), Startable(own)])
-        cases: dict[str, PlannedCase] = {one.case.id: one for one in map(planned, scripts)}
+        cases: dict[str, PlannedCase] = {case.case.id: case for case in map(planned, scripts)}
         start = Start(name, "python", (), f"side {name}")
         return SideWorkers(start, workers, Quantisers(), (CPU,), cases, {"gemm": "1"})
 
@@ -209,20 +209,20 @@ def test_several_ranks_are_no_side(tmp_path: Path) -> None:
 
 def test_every_session_has_fresh_processes(run_duel: Callable[..., Duel]) -> None:
     """All cases are measured in each; what is told is what was kept."""
-    one = started({"fp32": Script(), "bf16": Script()})
-    found = run_duel(one)
-    assert found.finished and found.ok and found.notes == ("a note",)
-    assert [len(result.sessions) for result in found.results] == [3, 3]
-    assert all((worker.starts, worker.restarts) == (3, 2) for worker in fakes(one))
-    assert found == DuelKind().load(Path(found.path)) and exit_code(found) == 1
+    pair = started({"fp32": Script(), "bf16": Script()})
+    duel = run_duel(pair)
+    assert duel.finished and duel.ok and duel.notes == ("a note",)
+    assert [len(result.sessions) for result in duel.results] == [3, 3]
+    assert all((worker.starts, worker.restarts) == (3, 2) for worker in fakes(pair))
+    assert duel == DuelKind().load(Path(duel.path)) and exit_code(duel) == 1
 
 
 def test_a_case_that_fails_late_keeps_its_sessions_and_the_others_go_on(run_duel: Callable[..., Duel]) -> None:
     """It strikes both sides' first workers in their second session, whichever comes first."""
     late = Script(faults=[Fault("slot", WorkerLost("gone"), at=9)])
-    found = run_duel(started({"fp32": Script(), "bf16": late}))
-    assert [len(result.sessions) for result in found.results] == [3, 1] and found.results[1].failed
-    assert found.finished and exit_code(found) == 3
+    duel = run_duel(started({"fp32": Script(), "bf16": late}))
+    assert [len(result.sessions) for result in duel.results] == [3, 1] and duel.results[1].failed
+    assert duel.finished and exit_code(duel) == 3
 
 
 @for_each("line", range(2, 8))
@@ -254,9 +254,9 @@ def test_a_side_that_does_not_start_again_ends_it(
     monkeypatch: pytest.MonkeyPatch, run_duel: Callable[..., Duel], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """In the second session: the first is kept and told, and the error says which side."""
-    one = started({"fp32": Script()})
-    fakes(one)[3].last_start = 1
-    monkeypatch.setattr(duel_commands, "run_duel", lambda *_: run_duel(one))
+    pair = started({"fp32": Script()})
+    fakes(pair)[3].last_start = 1
+    monkeypatch.setattr(duel_commands, "run_duel", lambda *_: run_duel(pair))
     assert main(["duel", "suite", "gemm"]) == 3
     told = capsys.readouterr()
     assert "trouble: side B (python): the worker crashed" in told.out and "change" in told.out
@@ -270,11 +270,11 @@ def test_an_interrupt_keeps_what_was_finished(
 ) -> None:
     """In the second session's second case; exit code 130, and how much is there is told."""
     struck = [Script(), Script(faults=[Fault("slot", KeyboardInterrupt(), at=9)])]  # type: ignore[arg-type]
-    found = run_duel(started(dict(zip(("fp32", "bf16"), struck, strict=True))))
-    assert not found.finished and exit_code(found) == 130
-    assert [len(result.sessions) for result in found.results] == [2, 1]
+    duel = run_duel(started(dict(zip(("fp32", "bf16"), struck, strict=True))))
+    assert not duel.finished and exit_code(duel) == 130
+    assert [len(result.sessions) for result in duel.results] == [2, 1]
     assert "interrupted; what was finished is kept in" in capsys.readouterr().err
-    tell(Namespace(), *DuelKind().view(found))
+    tell(Namespace(), *DuelKind().view(duel))
     assert "2 of 2 cases have fewer sessions than were planned" in capsys.readouterr().out
 
 

@@ -39,7 +39,7 @@ Seconds = Sequence[tuple[float, ...]]
 
 
 def session(before: Sequence[float], after: Sequence[float], rounds: int = 6) -> Session:
-    return Session(*(tuple(steady(round(1e9 * one), rounds) for one in side) for side in (before, after)))
+    return Session(*(tuple(steady(round(1e9 * seconds), rounds) for seconds in side) for side in (before, after)))
 
 
 def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) -> list[Session]:
@@ -54,9 +54,9 @@ def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) 
 
 
 def known(sessions: Sequence[Session]) -> Judged:
-    found = judge(sessions)
-    assert found is not None
-    return found
+    times = judge(sessions)
+    assert times is not None
+    return times
 
 
 def brute_chance(before: Seconds, after: Seconds) -> float:
@@ -65,11 +65,11 @@ def brute_chance(before: Seconds, after: Seconds) -> float:
     def low(values: Sequence[float]) -> float:
         return statistics.fmean(sorted(values)[: math.ceil(len(values) * 3 / 5)])
 
-    def centred(one: Sequence[float], other: Sequence[float]) -> list[float]:
-        logs = [math.log(value) for value in (*one, *other)]
+    def centred(old: Sequence[float], new: Sequence[float]) -> list[float]:
+        logs = [math.log(value) for value in (*old, *new)]
         return [value - statistics.median(logs) for value in logs]
 
-    pools = [centred(one, other) for one, other in zip(before, after, strict=True)]
+    pools = [centred(old, new) for old, new in zip(before, after, strict=True)]
     apart = []
     for deal in itertools.product(*(itertools.combinations(range(len(pool)), 2) for pool in pools)):
         named = [pool[place] for pool, places in zip(pools, deal, strict=True) for place in places]
@@ -79,21 +79,21 @@ def brute_chance(before: Seconds, after: Seconds) -> float:
         ]  # fmt: skip
         apart.append(low(named) - low(rest))
     own = low([value for pool in pools for value in pool[2:]]) - low([value for pool in pools for value in pool[:2]])
-    return sum(abs(one) >= abs(own) - 1e-9 for one in apart) / len(apart)
+    return sum(abs(value) >= abs(own) - 1e-9 for value in apart) / len(apart)
 
 
 def test_the_times_have_the_ratio_that_is_told() -> None:
     """As they were measured they may say the opposite: a session that is slow on both sides weighs on one of them."""
     sides = [((25.0, 25.5), (26.25, 25.0)), ((34.25, 34.25), (32.5, 33.25)), ((25.5, 25.25), (25.25, 26.25))]
-    found = known([session(*([one / 1e3 for one in side] for side in pair)) for pair in sides])
-    raw = [sorted(one for pair in sides for one in pair[place])[:4] for place in (0, 1)]
+    times = known([session(*([time / 1e3 for time in side] for side in pair)) for pair in sides])
+    raw = [sorted(time for pair in sides for time in pair[place])[:4] for place in (0, 1)]
     before, after = map(statistics.geometric_mean, raw)
-    assert after / before > 1.014 and found.ratio.point < 0.984
-    assert found.after / found.before == pytest.approx(found.ratio.point)
-    assert found.after * found.before == pytest.approx(before * after * 1e-6)
+    assert after / before > 1.014 and times.ratio.point < 0.984
+    assert times.after / times.before == pytest.approx(times.ratio.point)
+    assert times.after * times.before == pytest.approx(before * after * 1e-6)
     for seed in range(5):
-        found = known(drawn(seed, 4))
-        assert found.after / found.before == pytest.approx(found.ratio.point)
+        times = known(drawn(seed, 4))
+        assert times.after / times.before == pytest.approx(times.ratio.point)
 
 
 @for_each(
@@ -113,11 +113,11 @@ def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verd
         Session((process(1.0), process(1.0)), (process(fastest, slow, slow, slow), process(slow, fastest, slow, slow)))
         for _ in range(4)
     ]  # fmt: skip
-    found = known(sessions)
-    assert (found.verdict, found.uneven) == (verdict, uneven)
-    assert found.typical.point == pytest.approx((fastest + 3 * slow) / 4, rel=0.01)
+    times = known(sessions)
+    assert (times.verdict, times.uneven) == (verdict, uneven)
+    assert times.typical.point == pytest.approx((fastest + 3 * slow) / 4, rel=0.01)
     if uneven and verdict is Verdict.UNSURE:
-        assert why_unsure(found).startswith("by the fastest calls it takes ")
+        assert why_unsure(times).startswith("by the fastest calls it takes ")
     time = next(compared(CaseResult(record(None), record(None), tuple(sessions))))
     assert (Label.UNEVEN in time.labels) is uneven
 
@@ -125,7 +125,7 @@ def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verd
 def paced(draw: np.random.Generator, wide: float) -> Timing:
     """Work of a length that varies, then a wait until 5 ms are over: ten rounds of it."""
     work = 1 + wide * draw.random(10)
-    rows = [(int(1e6 * one), int(1e6 * (5 - one)), 100_000) for one in work]
+    rows = [(int(1e6 * milliseconds), int(1e6 * (5 - milliseconds)), 100_000) for milliseconds in work]
     return timing(*rows, phases=("gemm", "data_load", "elementwise"))
 
 
@@ -137,8 +137,8 @@ def test_a_side_that_varies_more_at_the_same_pace_is_no_faster() -> None:
             Session(tuple(paced(draw, 0.2) for _ in range(2)), tuple(paced(draw, 0.8) for _ in range(2)))
             for _ in range(3)
         ]
-        found = known(sides)
-        assert found.whole and found.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, found)
+        times = known(sides)
+        assert times.whole and times.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, times)
     result = CaseResult(record(sides[0].before[0]), record(sides[0].after[0]), tuple(sides))
     assert Label.WHOLE_STEPS in next(compared(result)).labels
 
@@ -149,21 +149,23 @@ def test_chance_is_that_of_all_deals(slower: float) -> None:
     draw = np.random.default_rng(int(1e4 * slower))
     before = [tuple(1e-3 * np.exp(draw.normal(0, 0.005, 2))) for _ in range(3)]
     after = [tuple(1e-3 * np.exp(draw.normal(slower, 0.005, 2))) for _ in range(3)]
-    found = known([session(one, other) for one, other in zip(before, after, strict=True)])
-    assert found.chance == pytest.approx(brute_chance(before, after), abs=1e-9)
-    assert found.finest == pytest.approx(2 / 6**3)
+    times = known([session(old, new) for old, new in zip(before, after, strict=True)])
+    assert times.chance == pytest.approx(brute_chance(before, after), abs=1e-9)
+    assert times.finest == pytest.approx(2 / 6**3)
 
 
 def test_an_end_of_the_interval_is_where_chance_would_do_as_much() -> None:
     """With B sped up by just less than the lower end, chance is too small an excuse; by just more, it is one."""
     sessions = drawn(3, 4, 0.03)
-    found = known(sessions)
-    for end, sign in ((found.ratio.low, 1), (found.ratio.high, -1)):
+    times = known(sessions)
+    for end, sign in ((times.ratio.low, 1), (times.ratio.high, -1)):
         for step, excused in ((-1e-3, False), (1e-3, True)):
             factor = end * math.exp(sign * step)
             scaled = [
-                Session(one.before, tuple(steady(round(s.slots[0].calls_ns[0][0] / factor), 6) for s in one.after))
-                for one in sessions
+                Session(
+                    session.before, tuple(steady(round(s.slots[0].calls_ns[0][0] / factor), 6) for s in session.after)
+                )
+                for session in sessions
             ]
             assert (known(scaled).chance > 0.01) is excused
 
@@ -174,10 +176,10 @@ def test_a_change_of_a_few_percent_is_found_and_none_is_not(count: int) -> None:
     slower = [known(drawn(seed, 4, 0.025)) for seed in range(count)]
     faster = [known(drawn(seed, 4, -0.025)) for seed in range(count)]
     flat = [known(drawn(seed, 4)) for seed in range(count)]
-    assert sum(one.verdict is Verdict.SLOWER for one in slower) >= 0.9 * count
-    assert sum(one.verdict is Verdict.FASTER for one in faster) >= 0.95 * count
-    assert sum(one.verdict in (Verdict.SLOWER, Verdict.FASTER) for one in flat) <= 0.05 * count
-    assert sum(one.ratio.low <= math.exp(0.025) <= one.ratio.high for one in slower) >= 0.9 * count
+    assert sum(times.verdict is Verdict.SLOWER for times in slower) >= 0.9 * count
+    assert sum(times.verdict is Verdict.FASTER for times in faster) >= 0.95 * count
+    assert sum(times.verdict in (Verdict.SLOWER, Verdict.FASTER) for times in flat) <= 0.05 * count
+    assert sum(times.ratio.low <= math.exp(0.025) <= times.ratio.high for times in slower) >= 0.9 * count
 
 
 @counts(20, 40)
@@ -187,15 +189,15 @@ def test_slow_modes_are_no_change(count: int) -> None:
     alarms = 0
     for _ in range(count):
         factors = np.where(draw.random((4, 4)) < 0.4, 1.5, 1.0) * np.exp(draw.normal(0, 0.003, (4, 4))) * 1e-3
-        found = known([session(row[:2], row[2:]) for row in factors])
-        alarms += found.verdict in (Verdict.SLOWER, Verdict.FASTER)
+        times = known([session(row[:2], row[2:]) for row in factors])
+        alarms += times.verdict in (Verdict.SLOWER, Verdict.FASTER)
     assert alarms <= 0.05 * count
 
 
 def test_the_same_is_the_same() -> None:
-    found = known([session((1e-3, 1e-3), (1e-3, 1e-3))] * 4)
-    assert (found.verdict, found.ratio.point, found.chance, found.apart) == (Verdict.SAME, 1.0, 1.0, 0.0)
-    assert found.ratio.low == pytest.approx(1) and found.ratio.high == pytest.approx(1)
+    times = known([session((1e-3, 1e-3), (1e-3, 1e-3))] * 4)
+    assert (times.verdict, times.ratio.point, times.chance, times.apart) == (Verdict.SAME, 1.0, 1.0, 0.0)
+    assert times.ratio.low == pytest.approx(1) and times.ratio.high == pytest.approx(1)
 
 
 @for_each(
@@ -212,10 +214,10 @@ def test_the_same_is_the_same() -> None:
 def test_one_session_tells_what_no_noise_does(
     before: Sequence[float], after: Sequence[float], verdict: Verdict
 ) -> None:
-    found = known([session(before, after)])
-    assert found.verdict is verdict and not found.resolved
-    assert (found.ratio.low, found.ratio.high) == (0.0, math.inf)
-    assert "--sessions" in why_unsure(found)
+    times = known([session(before, after)])
+    assert times.verdict is verdict and not times.resolved
+    assert (times.ratio.low, times.ratio.high) == (0.0, math.inf)
+    assert "--sessions" in why_unsure(times)
 
 
 def test_more_sessions_with_one_process_or_with_too_many_deals() -> None:
@@ -224,24 +226,24 @@ def test_more_sessions_with_one_process_or_with_too_many_deals() -> None:
     assert not known(pairs[:7]).resolved
     assert known(pairs).resolved and known(pairs).verdict is Verdict.SLOWER
     sessions = drawn(1, 8, 0.02)
-    found = known(sessions)
-    assert found == known(sessions)
-    assert found.verdict is Verdict.SLOWER and found.finest == pytest.approx(1 / 4096)
+    times = known(sessions)
+    assert times == known(sessions)
+    assert times.verdict is Verdict.SLOWER and times.finest == pytest.approx(1 / 4096)
 
 
 def test_only_rounds_that_all_were_in_count() -> None:
     """An entry's other rounds may be as fast as they like; without a common one there is nothing to say."""
     early, late = timing([900_000], [1_000_000], [1_000_000]), timing([1_000_000], [1_000_000], start=1)
-    found = known([Session((early, early), (late, late))])
-    assert found.ratio.point == pytest.approx(1) and found.rounds == 2 and found.verdict is Verdict.UNSURE
-    assert "2 rounds a session are too few" in why_unsure(found)
+    times = known([Session((early, early), (late, late))])
+    assert times.ratio.point == pytest.approx(1) and times.rounds == 2 and times.verdict is Verdict.UNSURE
+    assert "2 rounds a session are too few" in why_unsure(times)
     assert judge([Session((steady(1000, 3),), (steady(1000, 3, start=3),))]) is None
     assert judge([]) is None
     assert judge([Session((steady(1000, 3),), ())]) is None
 
 
 def in_nanoseconds(before: tuple[int, ...], after: tuple[int, ...], rounds: int = 8) -> Session:
-    return Session(tuple(steady(one, rounds) for one in before), tuple(steady(one, rounds) for one in after))
+    return Session(tuple(steady(time, rounds) for time in before), tuple(steady(time, rounds) for time in after))
 
 
 SLOWER = tuple(in_nanoseconds((1000 + k, 1003 - k), (1050 + k, 1054 - k)) for k in range(4))

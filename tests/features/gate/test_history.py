@@ -18,13 +18,13 @@ from tests.counts import for_each
 from tests.histories import history, keep, records, run_at
 
 FLAT = [1.0, 1.003, 0.998, 1.001, 0.997, 1.002, 1.0, 0.999, 1.004, 0.998, 1.001, 1.0, 0.999, 1.002]
-STEPPED = [*FLAT[:7], *(1.5 * one for one in FLAT[7:])]
+STEPPED = [*FLAT[:7], *(1.5 * time for time in FLAT[7:])]
 
 
 def bf16_at(milliseconds: float) -> tuple[Record, ...]:
     """A bf16 of so many milliseconds beside an fp32 that stays as it was."""
     usual, own = records(), records(milliseconds)
-    return tuple(one if one.is_reference else slow for one, slow in zip(usual, own, strict=True))
+    return tuple(record if record.is_reference else slow for record, slow in zip(usual, own, strict=True))
 
 
 def bf16_history(store: Path, *milliseconds: float) -> None:
@@ -150,7 +150,7 @@ def test_a_night_that_is_in_no_history_does_not_hide_a_blind_one(store: Path, fp
     keep(store, run_at(len(NOISY), facts={"dirty": True}))
     assert fp8bench(*REQUIRED, "--no-rerun")[0] == 4
     for number, time in enumerate(FLAT, len(NOISY) + 1):
-        keep(store, run_at(number, records=[one for one in bf16_at(time) if one.is_reference]))
+        keep(store, run_at(number, records=[record for record in bf16_at(time) if record.is_reference]))
     code, out, _ = fp8bench(*REQUIRED, "--no-rerun")
     assert code == 0 and "could have seen: +" in out and "/fp32" in out and "bf16" not in out
 

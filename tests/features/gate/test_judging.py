@@ -29,11 +29,11 @@ from tests.counts import for_each, sampled
 def figure(times: float, **changes: object) -> Comparison:
     """A time of 1 ms that became so many times as long, sure to 1%, by a duel unless changed."""
     where = Direction.WORSE if times > 1.01 else Direction.BETTER if times < 0.99 else Direction.SAME
-    one = Comparison(
+    change = Comparison(
         "gemm[m=64]@cpu/bf16", "gemm", "time", "s", where, Evidence.PAIRED, 1e-3, 1e-3 * times,
         Interval(times, times * 0.99, times * 1.01, 0.99), 1e-9 if where is not Direction.SAME else 0.8,
     )  # fmt: skip
-    return replace(one, **changes)  # type: ignore[arg-type]
+    return replace(change, **changes)  # type: ignore[arg-type]
 
 
 def stored(times: float, **changes: object) -> Comparison:
@@ -65,7 +65,7 @@ def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRu
 
 
 @for_each(
-    ("one", "outcome"),
+    ("change", "outcome"),
     [
         (figure(1.0), GateOutcome.FINE),
         (figure(0.9), GateOutcome.BETTER),
@@ -85,9 +85,9 @@ def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRu
         (figure(2.0, metric="x_error", before=0.0, after=0.1, ratio=None), GateOutcome.TO_CONFIRM),
     ],
 )  # fmt: skip
-def test_a_first_look(one: Comparison, outcome: GateOutcome) -> None:
+def test_a_first_look(change: Comparison, outcome: GateOutcome) -> None:
     """Beyond both thresholds, sure to be worse, and no chance."""
-    assert first_look([one])[0].outcome is outcome
+    assert first_look([change])[0].outcome is outcome
 
 
 def test_chance_among_many() -> None:
@@ -160,12 +160,12 @@ def test_what_a_second_look_does(first: Comparison, again: Comparison | None, ou
 
 def test_without_a_second_look() -> None:
     """What may fail fails and says that nobody confirmed it; the rest stays a suspect."""
-    for one, outcome in (
+    for change, outcome in (
         (stored(1.2), GateOutcome.REGRESSION), (stored(1.08), GateOutcome.TO_CONFIRM),
         (figure(1.06), GateOutcome.REGRESSION), (exact(1.05), GateOutcome.REGRESSION),
         (stored(1.2, **TAKEN), GateOutcome.TO_CONFIRM),
     ):  # fmt: skip
-        (judged,) = second_look(first_look([one]), SecondLook({}, refused="--no-rerun"))
+        (judged,) = second_look(first_look([change]), SecondLook({}, refused="--no-rerun"))
         assert judged.outcome is outcome and "not measured again: --no-rerun" in judged.why
 
 

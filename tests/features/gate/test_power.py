@@ -55,18 +55,18 @@ def test_as_often_as_it_says_stored_runs_do(setting: Setting) -> None:
 
 def test_noise_decides_what_is_seen_and_the_threshold_what_fails() -> None:
     """More noise, more figures, a higher power, another look: each makes it less."""
-    (one,) = seen_of(figure(1.0, noise=DUEL), second=Second.DUEL)
-    assert 0.015 < one.seen < 0.04 and one.fails > one.threshold == 0.05 and one.enough
+    (usual,) = seen_of(figure(1.0, noise=DUEL), second=Second.DUEL)
+    assert 0.015 < usual.seen < 0.04 and usual.fails > usual.threshold == 0.05 and usual.enough
     wide = Interval(1.0, 0.96, 1.04, 0.99)
     (noisy,) = seen_of(figure(1.0, ratio=wide, noise=Noise(0.015, 11)), second=Second.DUEL)
     assert noisy.seen > 0.05 and not noisy.enough
     among = seen_of(*(figure(1.0, noise=DUEL, case=f"gemm[m={n}]@cpu/bf16") for n in range(50)), second=Second.DUEL)
-    assert all(other.seen > one.seen for other in among)
-    assert seen_of(figure(1.0, noise=DUEL), second=Second.DUEL, power=0.95)[0].seen > one.seen
-    assert seen_of(figure(1.0, noise=DUEL), second=Second.NONE)[0].seen < one.seen
+    assert all(other.seen > usual.seen for other in among)
+    assert seen_of(figure(1.0, noise=DUEL), second=Second.DUEL, power=0.95)[0].seen > usual.seen
+    assert seen_of(figure(1.0, noise=DUEL), second=Second.NONE)[0].seen < usual.seen
     # A difference of 5 us is more than 5% of a time of 10 us.
     (short,) = seen_of(figure(1.0, noise=DUEL, before=1e-5, after=1e-5), second=Second.DUEL)
-    assert short.threshold == 0.5 and short.fails > 0.5 and short.seen == one.seen
+    assert short.threshold == 0.5 and short.fails > 0.5 and short.seen == usual.seen
 
 
 def test_stored_runs() -> None:
@@ -76,10 +76,10 @@ def test_stored_runs() -> None:
     dozen = [
         few(1 + 0.002 * (n - 6), case=f"gemm[m={n}]@cpu/bf16", noise=Noise(0.003, 0, 1, 1)) for n in range(13)
     ]  # fmt: skip
-    for one in seen_of(*dozen):
-        assert 0.1 < one.seen < 0.2 and not one.unknown and not one.enough
+    for sight in seen_of(*dozen):
+        assert 0.1 < sight.seen < 0.2 and not sight.unknown and not sight.enough
     # A duel afterwards may fail what stored numbers may not.
-    assert all(one.seen < 0.1 for one in seen_of(*dozen, second=Second.DUEL))
+    assert all(sight.seen < 0.1 for sight in seen_of(*dozen, second=Second.DUEL))
     (alone,) = seen_of(dozen[0])
     assert alone.unknown and alone.seen > 0.1 and not alone.enough
     assert seen_of(dozen[0], rules=(ThresholdRule("*", "*", 0.5),))[0].enough is False
@@ -130,21 +130,21 @@ def test_a_young_history_and_a_blind_one(noise: float, count: int, young: bool, 
 
 def test_a_relative_loss_that_is_always_the_same_sees_its_threshold() -> None:
     """Of a tenth of what others go by."""
-    (one,) = history((LEAST_SPREAD, 14), metric="relative_loss").figures
-    assert one.enough and 0.001 < one.seen < one.threshold == 0.002
-    (other,) = history((LEAST_SPREAD, 14)).figures
-    assert other.enough and other.seen > 0.01
+    (loss,) = history((LEAST_SPREAD, 14), metric="relative_loss").figures
+    assert loss.enough and 0.001 < loss.seen < loss.threshold == 0.002
+    (time,) = history((LEAST_SPREAD, 14)).figures
+    assert time.enough and time.seen > 0.01
 
 
 def test_how_many_nights_are_missing() -> None:
     """The fewest with which the threshold is seen, at the same noise; 11 where there is no noise to know yet."""
     (none,) = history((0.01, 4)).figures
     assert none.missing == 7
-    noise = next(one / 10000 for one in range(100, 300) if not history((one / 10000, 15)).figures[0].enough)
-    (one,) = history((noise, 15)).figures
-    assert one.missing is not None and one.is_young and one.nights is not None and one.nights >= NIGHTS
-    assert history((noise, 15 + one.missing)).figures[0].enough
-    assert not history((noise, 14 + one.missing)).figures[0].enough
+    noise = next(sight / 10000 for sight in range(100, 300) if not history((sight / 10000, 15)).figures[0].enough)
+    (sight,) = history((noise, 15)).figures
+    assert sight.missing is not None and sight.is_young and sight.nights is not None and sight.nights >= NIGHTS
+    assert history((noise, 15 + sight.missing)).figures[0].enough
+    assert not history((noise, 14 + sight.missing)).figures[0].enough
 
 
 def test_the_least_step_is_the_code_s_own() -> None:
@@ -156,7 +156,7 @@ def test_the_least_step_is_the_code_s_own() -> None:
 
 
 def verdict(sights: Sights, *outcomes: GateOutcome, **changes: object) -> GateVerdict:
-    judged = tuple(replace(first_look([figure(1.0)])[0], outcome=one) for one in outcomes)
+    judged = tuple(replace(first_look([figure(1.0)])[0], outcome=outcome) for outcome in outcomes)
     return GateVerdict("b against a", judged, sights=sights, **changes)  # type: ignore[arg-type]
 
 
