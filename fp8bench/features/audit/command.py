@@ -125,7 +125,6 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
 
 
 def _signature(arguments: argparse.Namespace) -> Signature | None:
-    """What the options say; None where they say nothing, and its decorator has to."""
     given = {name: getattr(arguments, name) for name in ("kind", "precision")}
     how = {field.name: getattr(arguments, field.name) for field in _HOW}
     if not any(given.values()):

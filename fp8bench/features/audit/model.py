@@ -80,7 +80,6 @@ def layers_in(model: nn.Module) -> list[FoundLayer]:
 
 
 def promises_low(module: nn.Module) -> bool:
-    """By its class, what that brought along, or what its weight is made of."""
     kind, weight = type(module), type(getattr(module, "weight", None))
     own = any(cls.__module__.partition(".")[0] in _PACKAGES or _LOW.search(cls.__name__) for cls in (kind, weight))
     return own or hasattr(module, "fp8_meta") or "forward" in vars(module)
@@ -276,7 +275,6 @@ def _numbers(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFind
 
 
 def given_model(name: str, answer: object) -> tuple[nn.Module, Any]:
-    """The model and the batch that a maker gave; a model alone has none."""
     match answer:
         case nn.Module():
             return answer, None

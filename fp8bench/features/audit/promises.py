@@ -219,7 +219,6 @@ class ProductPromise:
         return ConformitySums(self.a.values.to(torch.float64), self.b.values.to(torch.float64), dtype)
 
     def _error(self, result: Tensor) -> float | None:
-        """Relative, of the exact product of what came in; None where that is not known, or zero."""
         if self.a.given is None or self.b.given is None:
             return None
         exact = self.a.given.to(torch.float64) @ self.b.given.to(torch.float64).t()

@@ -114,7 +114,6 @@ class MemoryCheck(AuditCheck):
             yield from look(arguments)
 
     def _changed(self, arguments: Matrices) -> Iterator[AuditFinding]:
-        """What it was given must be as it was."""
         before = [argument.detach().clone() for argument in arguments]
         self.subject.results(arguments)
         for place, pair in enumerate(zip(arguments, before, strict=True), 1):
@@ -234,7 +233,6 @@ class SpecialValuesCheck(AuditCheck):
     name = "special values"
 
     def look(self) -> Iterator[AuditFinding]:
-        """Each code once."""
         said: set[str] = set()
         for finding in self._all():
             if finding.code not in said:

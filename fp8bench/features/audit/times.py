@@ -158,7 +158,6 @@ class RateBound(NamedTuple):
 def fastest(
     calls: Mapping[str, Callable[[], object]], device: str, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
-    """The fastest of a few calls of each, in turns."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()

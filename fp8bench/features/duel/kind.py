@@ -85,7 +85,6 @@ class DuelKind(Kind[Duel]):
         return path.stem.rpartition("-")[2], path.stem
 
     def load(self, path: Path) -> Duel:
-        """Broken lines are left out and named in `troubles`."""
         sheet = lines_of(path, "the duel's file")
         duel: Duel = headed(sheet, path, "duel", lambda plain: decode(Duel, _renamed(plain)))
         results: dict[str, CaseResult] = {}

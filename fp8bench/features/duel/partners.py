@@ -180,7 +180,6 @@ def _library(word: str, option: str) -> str:
 
 
 def _beside_libc(name: str | None) -> Path | None:
-    """The file of an installed library by its soname."""
     if not name:
         return None
     folders = [Path(folder) for folder in (f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/lib",
@@ -194,7 +193,6 @@ def of_host(settings: AllocatorSettings) -> bool:
 
 
 def of_gpu(settings: AllocatorSettings) -> str:
-    """The first that torch's allocator on a GPU reads, '' if none is."""
     return next((name for name, _ in settings if name in _OF_A_GPU), "")
 
 
@@ -256,7 +254,6 @@ class PartnerWorker(ProcessWorker):
         self.handshake: Handshake = {}
 
     def start(self) -> None:
-        """Start the process, if none runs, and let it import all it needs."""
         self.ask(START_SECONDS, "quantisers")
 
     def _environment(self) -> dict[str, str]:
@@ -287,7 +284,6 @@ class PartnerWorker(ProcessWorker):
 
 
 def refusal(handshake: Handshake, start: Start) -> str:
-    """Why a partner cannot be measured with; '' if it can."""
     side = start.side
     if handshake.get("protocol") != PROTOCOL:
         return (

@@ -79,7 +79,6 @@ class DuelTurns:
     seed: int
 
     def measure(self, rule: StoppingRule, tell: Callable[[str], None]) -> Session:
-        """Prepare all, run rounds, check what the steps have left; `tell` is told what is being done."""
         order, begun = random.Random(self.seed), time.monotonic()
         self._prepare(order, tell)
         tell("measuring")
@@ -242,7 +241,6 @@ class CaseRunner:
             turns.release()
 
     def check_values(self, case: CaseProgress) -> None:
-        """Errors and memory on both sides: values that are the same whenever the same code runs."""
         for side, outcome in zip(self.pair, (case.before, case.after), strict=True):
             passes = Passes(side.workers[0], side.facts, self.limits, self.observer)
             passes.errors([outcome])
@@ -377,7 +375,6 @@ def _sessions(
 
 
 def _rule(request: Request, share: float | None) -> StoppingRule:
-    """When a case has been measured for long enough. No verdict ends it: that is made of all sessions."""
     most = math.inf if share is None else share
     if request.rounds is not None:
         return StoppingRule(fixed=request.rounds, ceiling=most, whole=True)
@@ -399,7 +396,6 @@ def _side(side: SideWorkers, request: Request) -> DuelSide:
 
 
 def _check_settings(side: SideWorkers) -> None:
-    """Raise UsageError where a side would be measured without what was set for it."""
     settings, pid = side.start.settings, side.workers[0].pid
     if pid is not None and (lacking := not_preloaded(settings, pid)):
         raise UsageError(
@@ -412,7 +408,6 @@ def _check_settings(side: SideWorkers) -> None:
 
 
 def _idle(pair: Pair) -> list[str]:
-    """A note where nothing of the repository was loaded, so that the sides cannot have differed."""
     tree = pair[1].start.tree
     alike = tree is not None and not set(pair[1].workers[0].modules_under(tree)) - _shared(pair[0].start.imports)
     return [IDLE] if alike else []

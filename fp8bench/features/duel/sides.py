@@ -52,7 +52,6 @@ def scratch() -> Iterator[Path]:
 
 
 def sweep() -> None:
-    """Remove what duels of this user that were killed have left."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
@@ -80,7 +79,6 @@ _WHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMO
 
 
 def repository_of(folder: Path, option: str) -> Path:
-    """The top of the working tree that a folder lies in; raises UsageError where there is none."""
     done = _git(folder, "rev-parse", "--show-toplevel")
     if done.returncode:
         raise UsageError(
@@ -94,7 +92,6 @@ def is_dirty(repository: Path) -> bool:
 
 
 def revision_of(repository: Path, word: str, option: str) -> str:
-    """The commit a word means; raises UsageError where it means none."""
     commit = commit_named(word, repository)
     if commit is not None:
         return commit
@@ -223,7 +220,6 @@ Opened = tuple[Start, Start, tuple[str, ...]]
 
 @contextmanager
 def opened(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Opened]:
-    """Both sides with notes on them, for as long as the body runs. Raises UsageError for what cannot be."""
     settings = settings_of(question.env_a, "--env-a"), settings_of(question.env_b, "--env-b")
     differ = settings[0] != settings[1]
     if differ and any((question.python_a, question.python_b, question.against, question.against_self)):

@@ -96,7 +96,6 @@ class Judged:
 
     @property
     def uneven(self) -> bool:
-        """Whether all calls say something else than the fastest ones, beyond the noise of both."""
         return self.resolved and verdicts.uneven(self.ratio, self.typical)
 
 
@@ -221,7 +220,6 @@ class _Deals:
 
     @property
     def shift(self) -> float:
-        """How much slower B is, a logarithm."""
         return self._apart(0.0)[1]
 
     def interval(self, level: float) -> Interval:
@@ -237,7 +235,6 @@ class _Deals:
         return Interval(math.exp(shift), math.exp(low), math.exp(high), level)
 
     def chance(self, shift: float) -> float:
-        """The share of deals as far apart as the true one, if B were slower by `shift`, a logarithm."""
         apart, own = self._apart(shift)
         return float((np.abs(apart) >= abs(own) - 1e-12).mean())
 

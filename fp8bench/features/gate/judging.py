@@ -41,7 +41,6 @@ class CaseSpread:
     deviation: float
 
     def chance(self, log: float) -> float:
-        """Of a logarithm at least as far off, on either side."""
         beside = abs(log - self.shift)
         if not self.deviation:
             return 0.0 if beside else 1.0
@@ -128,7 +127,6 @@ def key_of(figure: Comparison) -> Key:
 
 
 def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[JudgedFigure, ...]:
-    """Every figure judged, as far as one look goes: suspects are to be confirmed."""
     relative = {
         comparison.case for comparison in comparisons if comparison.metric == RELATIVE and comparison.ratio is not None
     }
@@ -291,7 +289,6 @@ class Sight:
 
     @property
     def enough(self) -> bool:
-        """Whether a slow-down as large as its threshold would be seen."""
         return self.seen <= self.threshold and not self.unknown
 
     @property
@@ -348,7 +345,6 @@ class GateVerdict:
 
     @property
     def exit_code(self) -> int:
-        """3 a case failed, 1 something is worse, 4 it might be, else 0; or that of a problem."""
         if self.problem:
             return self.code
         if self.of(GateOutcome.FAILED):

@@ -39,7 +39,6 @@ class ThresholdRule:
     place: str = ""
 
     def fits(self, figure: Comparison) -> bool:
-        """Whether it speaks of a figure: by the suite's name or the case's id, and the figure's name."""
         return (_fits(self.case, figure.suite) or _fits(self.case, figure.case)) and _fits(self.metric, figure.metric)
 
 

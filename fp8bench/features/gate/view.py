@@ -206,7 +206,6 @@ def _part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigure]) -> P
 
 
 def seen(sight: Sight) -> str:
-    """'+3.1%', 'at least +12.0%' where nobody knows the noise, 'nothing' where no slow-down is large enough."""
     return _at_least(sight.seen, bool(sight.unknown))
 
 
@@ -255,7 +254,6 @@ def _at_least(value: float, is_bound: bool) -> str:
 
 
 def share(value: float) -> str:
-    """'+3.1%'."""
     return "nothing" if math.isinf(value) or math.isnan(value) else units.change(1 + value)
 
 
