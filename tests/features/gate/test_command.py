@@ -1,4 +1,4 @@
-"""`fp8bench gate` end to end: exit codes and files, over stores made by hand and over workers that really measure."""
+"""`fp8bench gate` end to end: exit codes and files, over stores made by hand, workers that measure, and duels."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fp8bench.features.gate.judging import SecondLook
 from fp8bench.model import Record, Run, Scalar, Status
 from fp8bench.store.runs.listing import run_files
 from tests.commands import Say, git, unfolding
-from tests.counts import for_each
+from tests.counts import SLOW, for_each
 from tests.features.gate.paced import PacedFolder
 from tests.histories import commit, history, keep, records, run_at, tree
 
 # Whether the machine has slowed down is not what these tests are about, nor what other processes make of some
 # milliseconds: what is planted is far beyond five times, which nobody takes for what others did.
 RULES = '"*fp32":\n  time: ignore\n"*bf16":\n  relative_time: {relative: 900%}\n'
-FAST, SLOW = 20_000, 32 * 20_000
+FEW, MANY = 20_000, 32 * 20_000
 
 
 @pytest.fixture
@@ -195,16 +195,53 @@ def test_what_another_run_makes_of_a_suspect(tmp_path: Path) -> None:
     folder = PacedFolder(tmp_path)
     (tmp_path / "rules.yaml").write_text(RULES)
     sides = []
-    for steps in (FAST, SLOW):
+    for steps in (FEW, MANY):
         folder.pace(steps)
         sides.append(folder.measure("--rounds", "10"))
     for steps, fails, code, failures, told in (
-        (SLOW, "", 1, 1, ("it was so again", "measured again in run")),
-        (FAST, "", 0, 0, ("cleared", "it was not so")),
-        (FAST, "bf16", 3, 0, ("it failed", "planted")),
+        (MANY, "", 1, 1, ("it was so again", "measured again in run")),
+        (FEW, "", 0, 0, ("cleared", "it was not so")),
+        (FEW, "bf16", 3, 0, ("it failed", "planted")),
     ):
         folder.pace(steps, fails)
         done = folder.run("gate", *sides, "--thresholds", "rules.yaml", "--junit", "out.xml")
         assert done.returncode == code and all(words in done.stdout for words in told), done.stdout + done.stderr
         assert JUnitXml.fromfile(str(tmp_path / "out.xml")).failures == failures
     assert len(list(run_files(folder.store))) == 5
+
+
+@pytest.fixture(scope="module", params=SLOW)
+def repository(tmp_path_factory: pytest.TempPathFactory) -> PacedFolder:
+    """Two commits, measured one after the other; the second takes three times as long. A gate has held them apart."""
+    found = PacedFolder(tmp_path_factory.mktemp("repository"))
+    for steps in (20_000, 60_000):
+        found.commit(steps)
+        found.measure("--quick")
+    return found
+
+
+@pytest.fixture(scope="module")
+def duel(repository: PacedFolder) -> Path:
+    """With the commit that the baseline is of: code 1, and the duel is kept."""
+    done = repository.run("gate", "HEAD~1", "HEAD", "--junit", "gated.xml")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "in duel" in done.stdout and "it was so again" in done.stdout
+    (path,) = (repository.store / "duels").glob("*.jsonl")
+    return path
+
+
+def test_commits_are_settled_by_a_duel(repository: PacedFolder, duel: Path) -> None:
+    xml = JUnitXml.fromfile(str(repository.path / "gated.xml"))
+    (failure,) = (result for suite in xml for case in suite for result in case.result if result._tag == "failure")
+    assert xml.failures == 1
+    assert all(words in failure.text for words in ("first look", "cross-run", "second look", "paired"))
+
+
+def test_a_duel_of_another_commit_cannot_be_repeated(repository: PacedFolder, duel: Path) -> None:
+    """Nor has one that was cut off any result, which is code 3."""
+    git(repository.path, "commit", "-q", "--allow-empty", "-m", "later")
+    done = repository.run("gate", "--duel", str(duel))
+    assert done.returncode == 1 and "the duel was of commit" in " ".join(done.stdout.split())
+    duel.with_name("99990101T000000Z-cut.jsonl").write_text(duel.read_text().splitlines()[0] + "\n")
+    done = repository.run("gate", "--duel", "last")
+    assert done.returncode == 3 and "the duel measured nothing" in done.stdout
