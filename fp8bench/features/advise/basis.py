@@ -17,7 +17,7 @@ from functools import cached_property
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.errors import UsageError
-from fp8bench.features.advise.values import Answer, Ground, Met
+from fp8bench.features.advise.values import Ground, Met, RuleAnswer
 from fp8bench.features.infer.values import ServingAnswer
 from fp8bench.features.sensitivity.study import Study
 from fp8bench.features.train.values import KeptTraining
@@ -293,14 +293,14 @@ class AdviceRule:
     measure: str
     of_speed: bool = True
 
-    def answer(self, pair: ComparedCase, basis: Basis) -> Answer | None:
+    def answer(self, pair: ComparedCase, basis: Basis) -> RuleAnswer | None:
         told, case = self.ask(pair, basis), pair.record.case
         if told is None:
             return None
         if isinstance(told, Reply):
-            return Answer(self.name, self.question, case.setting, case.mode, told.met, told.figure, told.grounds)
+            return RuleAnswer(self.name, self.question, case.setting, case.mode, told.met, told.figure, told.grounds)
         how = "" if self.of_speed and pair.emulated else self.measure.format(**_words(pair))
-        return Answer(self.name, self.question, case.setting, case.mode, Met.UNKNOWN, told, measure=how)
+        return RuleAnswer(self.name, self.question, case.setting, case.mode, Met.UNKNOWN, told, measure=how)
 
 
 # What low precision is held against, and what that itself is.

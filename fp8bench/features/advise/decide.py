@@ -17,7 +17,7 @@ from fp8bench.features.advise import shape_rules
 from fp8bench.features.advise.basis import Basis, ComparedCase, Trained, doubts, mapped, met_above, times
 from fp8bench.features.advise.rules import COST_RULES, SPEED_RULES, arm_of, bound_of, stage_of, study_of, tried_as
 from fp8bench.features.advise.shape_rules import pays_from, projections
-from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Answer, Ground, Met
+from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Ground, Met, RuleAnswer
 from fp8bench.features.infer.values import ArmTimes, BatchGain, BatchSweep, ServingAnswer, word_of
 from fp8bench.features.infer.view import carrier_of, spared_word
 from fp8bench.features.sensitivity.study import as_words
@@ -26,7 +26,7 @@ from fp8bench.model import Interval, Level, Status, Verdict
 from fp8bench.nn.served import Arm
 from fp8bench.report.panels import together
 
-Answers = Mapping[str, Answer]
+Answers = Mapping[str, RuleAnswer]
 # What stands against a precision, in the order in which it is told.
 _AGAINST = ("learns", "amdahl", "casts", "shapes", "granularity", "stages", "coverage", "experts", "batch")
 _ORDER = (AdviceKind.ADOPT, AdviceKind.ROUTE, AdviceKind.SCHEDULE, AdviceKind.NOTHING)
@@ -34,7 +34,7 @@ _ORDER = (AdviceKind.ADOPT, AdviceKind.ROUTE, AdviceKind.SCHEDULE, AdviceKind.NO
 _BEYOND = 1.02
 
 
-def advice_of(basis: Basis, answers: Sequence[Answer]) -> tuple[Advice, ...]:
+def advice_of(basis: Basis, answers: Sequence[RuleAnswer]) -> tuple[Advice, ...]:
     """What is about no speed and says the same of several settings is said once."""
     by_case = together(((answer.setting, answer.mode), answer) for answer in answers)
     advised: list[Advice] = []
@@ -50,7 +50,12 @@ def advice_of(basis: Basis, answers: Sequence[Answer]) -> tuple[Advice, ...]:
 
 
 def _advice(
-    pair: ComparedCase, rule: str, kind: AdviceKind, words: str, answers: Sequence[Answer], gain: Interval | None = None
+    pair: ComparedCase,
+    rule: str,
+    kind: AdviceKind,
+    words: str,
+    answers: Sequence[RuleAnswer],
+    gain: Interval | None = None,
 ) -> Advice:
     case = pair.record.case
     reference = pair.lead.case.mode if pair.lead is not None else ""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fp8bench import units
-from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Answer, Checked, Cost, Met
+from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Checked, Cost, Met, RuleAnswer
 from fp8bench.model import Interval, Level
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.columns import Col, table
@@ -145,28 +145,28 @@ def _answered(advised: Advised) -> Iterator[Element]:
         yield Items(tuple(Text(measure) for measure in [*measures][:_MOST_MEASURES]))
 
 
-def _open(answer: Answer) -> bool:
+def _open(answer: RuleAnswer) -> bool:
     return answer.met is Met.UNKNOWN and answer.figure.startswith(Level.EMULATED)
 
 
-def _checklist_cols(named: Callable[[str], str], shared: bool, below: bool) -> list[Col[Sequence[Answer]]]:
+def _checklist_cols(named: Callable[[str], str], shared: bool, below: bool) -> list[Col[Sequence[RuleAnswer]]]:
     """Of answers to one question: the word that most of them have, and the first one with it."""
 
-    def first(answers: Sequence[Answer]) -> tuple[Answer, int]:
+    def first(answers: Sequence[RuleAnswer]) -> tuple[RuleAnswer, int]:
         (met, count), *_ = Counter(answer.met for answer in answers).most_common()
         return next(answer for answer in answers if answer.met is met), count
 
-    def here(answers: Sequence[Answer]) -> Field:
+    def here(answers: Sequence[RuleAnswer]) -> Field:
         answer, count = first(answers)
         some = f" ({count} of {len(answers)})" if count < len(answers) else ""
         return Field(f"{answer.met.value}{some}", tone=_TONES[answer.met])
 
-    def figure(answers: Sequence[Answer]) -> str:
+    def figure(answers: Sequence[RuleAnswer]) -> str:
         answer, settings = first(answers)[0], {answer.setting for answer in answers}
         alone = len(settings) == 1 or _open(answer)
         return answer.figure if alone else f"{answer.figure} at {named(answer.setting)}"
 
-    def evidence(answers: Sequence[Answer]) -> str | None:
+    def evidence(answers: Sequence[RuleAnswer]) -> str | None:
         answer = first(answers)[0]
         grounds = [f"{ground.figure} in {named(ground.row)}" for ground in answer.grounds[:_MOST_GROUNDS]]
         measure = f"measure it: {answer.measure}" if answer.measure and not _open(answer) else None
