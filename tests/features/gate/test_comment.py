@@ -118,11 +118,12 @@ def test_what_the_table_says() -> None:
 def test_many_cases_are_25_lines() -> None:
     """Of every kind at once, with reasons that are books and notes."""
 
-    def wordy(record: Record) -> Record:
-        return replace(record, reason=record.reason and record.reason + "\n# x" * 99)
+    def wordy(record: Record, place: int) -> Record:
+        reason = record.reason and record.reason + "\n# x" * 99
+        return replace(record, case=replace(record.case, params=(("m", place),)), reason=reason)
 
-    every = [result for results, _, _ in CASES.values() for result in results]
-    many = [replace(result, before=wordy(result.before), after=wordy(result.after)) for result in every]
+    every = enumerate(result for results, _, _ in [*CASES.values()] * 2 for result in results)
+    many = [replace(one, before=wordy(one.before, place), after=wordy(one.after, place)) for place, one in every]
     verdict, duel = verdict_of(many, tuple(f"note {place} " * 50 for place in range(9)))
     verdict = replace(verdict, judged=tuple(replace(figure, why="why\n" * 200) for figure in verdict.judged))
     text = comment(review(verdict, duel), verdict, duel, "fp8bench gate")
