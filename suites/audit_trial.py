@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fp8bench.features.audit import inputs
 from fp8bench.features.audit.auditor import audited
+from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.features.audit.values import AuditOutcome
 from fp8bench.registry import devices
 from suites.audit import codes_of
@@ -26,7 +26,7 @@ _ACCUSED, _CAUGHT = 1 / 1200, 0.9
 def audit_of(kernel: Kernel, seed: int, device: str = "cpu") -> tuple[str, str, float]:
     """The outcome, what failed, and the seconds."""
     facts = devices.get(device).available()[0]
-    audit = audited(kernel.name, kernel.made(), kernel.signature, facts, seed, inputs.CHECKS)
+    audit = audited(kernel.name, kernel.made(), kernel.signature, facts, seed, VALUE_CHECKS)
     return audit.outcome.value, codes_of(audit), audit.seconds
 
 

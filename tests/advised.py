@@ -8,7 +8,7 @@ from dataclasses import replace
 from fp8bench.analysis.findings import findings
 from fp8bench.features.advise.basis import Basis
 from fp8bench.features.advise.decide import advised
-from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Answer
+from fp8bench.features.advise.values import Advice, AdviceKind, Advised, RuleAnswer
 from fp8bench.model import Case, Level, MemoryUse, Record, Run, Scalar, Status, Support, Work
 from fp8bench.model.step import Coverage
 from tests.facts import H200
@@ -61,7 +61,7 @@ def said(*groups: list[Record], **more: object) -> Advised:
     return advised(basis(*groups, **more))
 
 
-def answer(found: Advised, rule: str, mode: str = "fp8") -> Answer:
+def answer(found: Advised, rule: str, mode: str = "fp8") -> RuleAnswer:
     return next(one for one in found.answers if (one.rule, one.mode) == (rule, mode))
 
 

@@ -15,7 +15,7 @@ from fp8bench.analysis.doubts import LEAST_LOOKS, PlaceEffect, clock_offset, fla
 from fp8bench.analysis.findings import find, findings
 from fp8bench.features.duel.values import CaseResult, Session
 from fp8bench.features.duel.verdicts import compared
-from fp8bench.measure.orders import Orders
+from fp8bench.measure.rounds import Orders
 from fp8bench.model import (
     Case,
     Ceiling,

@@ -118,7 +118,7 @@ LAZY = HEAVY | {
 }
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
 # What runs in the worker of an audit.
-AUDITING = ("auditor", "inputs", "model", "operands", "promises", "results", "steps", "subjects", "times")
+AUDITING = ("auditor", "model", "operands", "promises", "results", "steps", "subjects", "times")
 # What a bench imports when it is asked for it, since its parent imports the bench.
 ONCE_ASKED = (
     "bits", "conformity", "products", "shares_pass", "step_effect", "torch_state", "torch_switches", "trial",

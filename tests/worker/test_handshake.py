@@ -13,8 +13,8 @@ import pytest
 
 import fp8bench
 from fp8bench.errors import UsageError, WorkerHung, WorkerLost
-from fp8bench.features.duel import turns as partner
-from fp8bench.features.duel.turns import PartnerWorker, Start, refusal
+from fp8bench.features.duel import partners as partner
+from fp8bench.features.duel.partners import PartnerWorker, Start, refusal
 from fp8bench.model import Case, DeviceFacts, LayerScale
 from fp8bench.model.raw import PROTOCOL, RawSlot, RawStep, Settings
 from fp8bench.worker.bench import Bench

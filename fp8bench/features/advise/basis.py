@@ -17,7 +17,7 @@ from functools import cached_property
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.errors import UsageError
-from fp8bench.features.advise.values import Answer, Ground, Met
+from fp8bench.features.advise.values import Ground, Met, RuleAnswer
 from fp8bench.features.infer.values import ServingAnswer
 from fp8bench.features.sensitivity.study import Study
 from fp8bench.features.train.values import KeptTraining
@@ -38,6 +38,7 @@ from fp8bench.model import (
 )
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.registry import precisions
+from fp8bench.report.panels import together
 
 # What a lower precision changes of a step that is carried in the same one; and what nobody knows, which it may change.
 _PRODUCTS = frozenset({Phase.CAST, Phase.GEMM, Phase.ATTENTION})
@@ -48,7 +49,7 @@ class Trained:
     """A training with what is said of its arms."""
 
     kept: KeptTraining
-    found: TrainingVerdicts
+    verdicts: TrainingVerdicts
 
 
 @dataclass(frozen=True)
@@ -75,18 +76,17 @@ class ComparedCase:
 
     @property
     def timed(self) -> bool:
-        records = (self.record, self.lead)
         return not self.emulated and all(
             record is not None and record.status is Status.OK and record.timing is not None and record.timing.slots
-            for record in records
+            for record in (self.record, self.lead)
         )
 
     @property
     def trains(self) -> bool:
-        marked = [
-            record.timing.segments.phases for record in (self.record, self.lead) if record is not None and record.timing
-        ]
-        return self.record.coverage is not None or any(Phase.OPTIMIZER_STEP in phases for phases in marked)
+        return self.record.coverage is not None or any(
+            record is not None and record.timing and Phase.OPTIMIZER_STEP in record.timing.segments.phases
+            for record in (self.record, self.lead)
+        )
 
     @property
     def speed(self) -> Interval | None:
@@ -111,7 +111,7 @@ class ComparedCase:
             return None
         timed = part_ratio(self.lead.timing, phases, self.lead.timing, CELL_PHASES)
         looked = _looked_into(self.lead, phases)
-        return timed if timed is not None or not looked else Interval(looked, looked, looked, 0.0)
+        return Interval(looked, looked, looked, 0.0) if timed is None and looked else timed
 
     def share_touched(self) -> Interval | None:
         """Of the reference's step what this precision may change, over all phases. A model as it came marks none: where
@@ -129,8 +129,8 @@ class ComparedCase:
         if not self.timed or self.record.timing is None or self.lead is None:
             return None
         base = self.record.paired_with or self.lead.timing
-        found = part_ratio(self.record.timing, own, base, theirs) if base is not None else None
-        return found if found is not None or not self.estimated else self._by_shares(own, theirs)
+        timed = part_ratio(self.record.timing, own, base, theirs) if base is not None else None
+        return timed if timed is not None or not self.estimated else self._by_shares(own, theirs)
 
     def _by_shares(self, own: Collection[str], theirs: Collection[str]) -> Interval | None:
         """The same by shares of both median steps; nobody knows an interval of it."""
@@ -218,8 +218,7 @@ class Basis:
     """A run with what its samples say, and what else was measured with the same device: studies, trainings.
 
     `other_runs` are of the same machine: what they timed answers questions about this one. `served` is what `infer`
-    answered by these runs. `least` is the gain from
-    which on a precision is worth the trouble, as a share.
+    answered by these runs. `least` is the gain from which on a precision is worth the trouble, as a share.
     """
 
     run: Run
@@ -244,14 +243,14 @@ class Basis:
         if axis not in own:
             return []
         beside = {name: own[name] for name in (axis, *_WITH.get(axis, ())) if name in own}
-        found = [
+        others = [
             other for other in self.known
             if other.mode == pair.mode and other.record.case.workload == pair.record.case.workload
             and other.record.case.device == pair.record.case.device
             and {**dict(other.record.case.params), **beside} == own
             and other.record.case.param(axis) != own[axis]
         ]  # fmt: skip
-        return sorted(found, key=lambda other: str(other.record.case.param(axis)))
+        return sorted(others, key=lambda other: str(other.record.case.param(axis)))
 
 
 # What may differ with an axis, because it has no meaning at its other value.
@@ -259,15 +258,12 @@ _WITH = {"pass": ("optimizer",)}
 
 
 def _besides(run: Run, findings: Mapping[str, Finding]) -> tuple[ComparedCase, ...]:
-    groups: dict[str, list[Record]] = {}
-    for record in run.records:
-        groups.setdefault(record.case.setting, []).append(record)
-    found: list[ComparedCase] = []
-    for records in groups.values():
+    pairs: list[ComparedCase] = []
+    for records in together((record.case.setting, record) for record in run.records).values():
         known = tuple((record, findings.get(record.case.id)) for record in records)
         lead, finding = next((pair for pair in known if pair[0].is_reference), (None, None))
-        found += [ComparedCase(*case, lead, finding, known) for case in known if not case[0].is_reference]
-    return tuple(found)
+        pairs += [ComparedCase(*case, lead, finding, known) for case in known if not case[0].is_reference]
+    return tuple(pairs)
 
 
 @dataclass(frozen=True)
@@ -288,26 +284,23 @@ class AdviceRule:
     """One row of the checklist.
 
     `measure` is the command that would answer it where nothing does ({again} is what measured the case): where
-    a precision is emulated none does, of a question that is `of_speed` or what a step takes. `why` says what it is for.
+    a precision is emulated none does, of a question that is `of_speed` or what a step takes.
     """
 
     name: str
     question: str
     ask: Ask
     measure: str
-    why: str
     of_speed: bool = True
 
-    def answer(self, pair: ComparedCase, basis: Basis) -> Answer | None:
-        told = self.ask(pair, basis)
-        case = pair.record.case
+    def answer(self, pair: ComparedCase, basis: Basis) -> RuleAnswer | None:
+        told, case = self.ask(pair, basis), pair.record.case
         if told is None:
             return None
         if isinstance(told, Reply):
-            return Answer(self.name, self.question, case.setting, case.mode, told.met, told.figure, told.grounds)
-        how = self.measure.format(**_words(pair))
-        how = "" if self.of_speed and pair.emulated else how
-        return Answer(self.name, self.question, case.setting, case.mode, Met.UNKNOWN, told, measure=how)
+            return RuleAnswer(self.name, self.question, case.setting, case.mode, told.met, told.figure, told.grounds)
+        how = "" if self.of_speed and pair.emulated else self.measure.format(**_words(pair))
+        return RuleAnswer(self.name, self.question, case.setting, case.mode, Met.UNKNOWN, told, measure=how)
 
 
 # What low precision is held against, and what that itself is.

@@ -57,9 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    from fp8bench.features.advise.cost_rules import costs_of
     from fp8bench.features.advise.decide import advised
-    from fp8bench.features.advise.job import basis_of, checked, load_checks, write_map
+    from fp8bench.features.advise.job import basis_of, checked, costs_of, load_checks, write_map
 
     check_files({"--write-map": arguments.write_map})
     if arguments.score:
@@ -71,17 +70,17 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     if arguments.run is None:
         raise UsageError("no run was named. Give an id, a path, or 'last'; or --score.")
     basis, notes = basis_of(arguments.run, arguments.store, arguments.training, arguments.least / 100, arguments.beside)
-    found = advised(basis)
+    advice = advised(basis)
     if arguments.write_map is not None:
-        write_map(found, basis.run, arguments.write_map)
+        write_map(advice, basis.run, arguments.write_map)
         notes.append(f"the map is in {arguments.write_map}: --precision-map {arguments.write_map}")
     done: tuple[Checked, ...] = ()
     if arguments.check is not None:
         with observer.measuring() as measuring:
-            done = checked(basis, found, arguments.check, arguments.store, measuring)
+            done = checked(basis, advice, arguments.check, arguments.store, measuring)
     costs = costs_of(basis) if arguments.training is not None or arguments.price is not None else ()
-    page = partial(page_of, found, done, costs, arguments.price, notes)
-    value = partial(value_of, found, done, costs, arguments.price)
-    code = EXIT_FAILED if any(one.measured is None for one in done) else EXIT_OK
+    page = partial(page_of, advice, done, costs, arguments.price, notes)
+    value = partial(value_of, advice, done, costs, arguments.price)
+    code = EXIT_FAILED if any(check.measured is None for check in done) else EXIT_OK
     whole = partial(page, whole=True)
-    return CommandResult(found, partial(page, whole=arguments.all), value, whole=whole, code=code)
+    return CommandResult(advice, partial(page, whole=arguments.all), value, whole=whole, code=code)

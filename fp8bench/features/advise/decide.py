@@ -13,18 +13,20 @@ from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.verdicts import BAND
-from fp8bench.features.advise import cost_rules, shape_rules, speed_rules
+from fp8bench.features.advise import shape_rules
 from fp8bench.features.advise.basis import Basis, ComparedCase, Trained, doubts, mapped, met_above, times
-from fp8bench.features.advise.cost_rules import arm_of, study_of, tried_as
-from fp8bench.features.advise.serving_rules import serving_advice
+from fp8bench.features.advise.rules import COST_RULES, SPEED_RULES, arm_of, bound_of, stage_of, study_of, tried_as
 from fp8bench.features.advise.shape_rules import pays_from, projections
-from fp8bench.features.advise.speed_rules import bound_of, stage_of
-from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Answer, Ground, Met
+from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Ground, Met, RuleAnswer
+from fp8bench.features.infer.values import ArmTimes, BatchGain, BatchSweep, ServingAnswer, word_of
+from fp8bench.features.infer.view import carrier_of, spared_word
 from fp8bench.features.sensitivity.study import as_words
 from fp8bench.features.train.verdicts.curves import Curve, Gap, curves_of, gap_of
 from fp8bench.model import Interval, Level, Status, Verdict
+from fp8bench.nn.served import Arm
+from fp8bench.report.panels import together
 
-Answers = Mapping[str, Answer]
+Answers = Mapping[str, RuleAnswer]
 # What stands against a precision, in the order in which it is told.
 _AGAINST = ("learns", "amdahl", "casts", "shapes", "granularity", "stages", "coverage", "experts", "batch")
 _ORDER = (AdviceKind.ADOPT, AdviceKind.ROUTE, AdviceKind.SCHEDULE, AdviceKind.NOTHING)
@@ -32,29 +34,28 @@ _ORDER = (AdviceKind.ADOPT, AdviceKind.ROUTE, AdviceKind.SCHEDULE, AdviceKind.NO
 _BEYOND = 1.02
 
 
-def advice_of(basis: Basis, answers: Sequence[Answer]) -> tuple[Advice, ...]:
-    by_case: dict[tuple[str, str], dict[str, Answer]] = {}
-    for answer in answers:
-        by_case.setdefault((answer.setting, answer.mode), {})[answer.rule] = answer
-    found: list[Advice] = []
-    for compared in basis.besides:
-        here = by_case.get((compared.record.case.setting, compared.mode), {})
-        found += [_of_speed(compared, basis, here), *_routed(compared, basis, here), *_scheduled(compared, basis, here)]
-    return tuple(_merged(found))
-
-
-def _merged(found: Sequence[Advice]) -> list[Advice]:
+def advice_of(basis: Basis, answers: Sequence[RuleAnswer]) -> tuple[Advice, ...]:
     """What is about no speed and says the same of several settings is said once."""
+    by_case = together(((answer.setting, answer.mode), answer) for answer in answers)
+    advised: list[Advice] = []
+    for pair in basis.besides:
+        here = {answer.rule: answer for answer in by_case.get((pair.record.case.setting, pair.mode), ())}
+        advised += [_of_speed(pair, basis, here), *_routed(pair, basis, here), *_scheduled(pair, basis, here)]
     merged: dict[tuple[object, ...], Advice] = {}
-    for number, advice in enumerate(found):
+    for number, advice in enumerate(advised):
         key = (advice.kind, advice.mode, advice.sentence, advice.precision_map) if advice.gain is None else (number,)
         before = merged.get(key, advice)
         merged[key] = replace(before, settings=tuple(dict.fromkeys((*before.settings, *advice.settings))))
-    return list(merged.values())
+    return tuple(merged.values())
 
 
 def _advice(
-    pair: ComparedCase, rule: str, kind: AdviceKind, words: str, answers: Sequence[Answer], gain: Interval | None = None
+    pair: ComparedCase,
+    rule: str,
+    kind: AdviceKind,
+    words: str,
+    answers: Sequence[RuleAnswer],
+    gain: Interval | None = None,
 ) -> Advice:
     case = pair.record.case
     reference = pair.lead.case.mode if pair.lead is not None else ""
@@ -117,8 +118,7 @@ def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
         said = f"its step is {times(pair.speed)} as fast: {pair.finding.verdict_words if pair.finding else ''}"
     words = f"do nothing about {case.mode}, because {said}"
     if pair.finding is not None and pair.finding.verdict is Verdict.SLOWER and pair.lead is not None:
-        perhaps = "perhaps " if pair.finding.doubtful else ""
-        ratio = 1 / pair.speed.point
+        perhaps, ratio = "perhaps " * pair.finding.doubtful, 1 / pair.speed.point
         longer = (
             f"{units.significant(ratio)} times as long" if ratio >= 1.5 else f"{units.percent(ratio - 1, 0)} longer"
         )
@@ -158,10 +158,10 @@ def _routed(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advi
         gain = predicted(pair)
         if gain is not None:  # with some layers high a step gains between nothing and what it gains with all low
             gain = Interval(math.sqrt(gain.point), min(1.0, gain.low), max(1.0, gain.high), gain.level)
-        found = _advice(pair, "layers", AdviceKind.ROUTE, words, [layers], gain)
+        routed = _advice(pair, "layers", AdviceKind.ROUTE, words, [layers], gain)
         yield replace(
-            found, precision_map=chosen.precision_map,
-            recipe=f"{found.recipe} --precision-map {as_words(chosen.precision_map)}",
+            routed, precision_map=chosen.precision_map,
+            recipe=f"{routed.recipe} --precision-map {as_words(chosen.precision_map)}",
         )  # fmt: skip
     yield from _small(pair, basis)
 
@@ -252,7 +252,7 @@ def harm_of(trained: Trained, arm: str) -> Harm | None:
     for part in range(PARTS):  # of each seed that has both, the mean loss of that part over the reference's
         losses = [
             (_mean(own, part), _mean(curves[arm, seed], part))
-            for (name, seed), own in curves.items() if name == trained.found.reference and (arm, seed) in curves
+            for (name, seed), own in curves.items() if name == trained.verdicts.reference and (arm, seed) in curves
         ]  # fmt: skip
         above = [after / before - 1 for before, after in losses if math.isfinite(after) and before > 0]
         gaps += [gap_of(above)] if above else []
@@ -271,8 +271,108 @@ def _mean(curve: Curve, part: int) -> float:
     return math.fsum(losses) / len(losses) if losses and curve.whole else math.nan
 
 
+# Of what `infer` answered: from which context and below which batch to keep what low, and which layers high. Of speed
+# that says what was timed, and of predictions what they were on the answer's own model: a gain that costs more
+# perplexity than this is none.
+SPOILED = 0.01
+# With few layers high so much of the mean KL must be gone for them to be worth an exception.
+_SAVED = 0.5
+
+
+def serving_advice(answer: ServingAnswer) -> Iterator[Advice]:
+    if answer.sweep is not None:
+        yield from (_of_batches(answer, answer.sweep, gain) for gain in answer.sweep.gains)
+    yield from (_of_contexts(answer, times) for times in answer.times if times.arm != answer.question.arms[0])
+    if answer.spared:
+        yield _of_layers(answer)
+
+
+def _serving(answer: ServingAnswer, rule: str, kind: AdviceKind, mode: str, words: str, recipe: str = "") -> Advice:
+    question = answer.question
+    setting = f"{question.size} on {answer.device}" + ("" if rule == "batch" else f", batch {question.batch}")
+    ground = Ground(f"runs {', '.join(answer.runs)} of infer", words)
+    return Advice(rule, kind, mode, _lead(answer), words, (setting,), recipe, grounds=(ground,))
+
+
+def _lead(answer: ServingAnswer) -> str:
+    return word_of(answer.question.arms[0], carrier_of(answer))
+
+
+def _judged(answer: ServingAnswer, rule: str, arm: Arm, where: str, because: str) -> Advice:
+    """Take the arm where it was timed to be faster, `where`, or nowhere if that is ''; unless predictions suffer."""
+    name, quality = word_of(arm, carrier_of(answer)), answer.quality_of(arm)
+    doing = f"quantise weights ({name})" if arm.weights and not arm.kv else f"take {name}"
+    harm, spoils = "what it does to predictions is not known", False
+    if quality is not None and answer.quality is not None:
+        ratio = quality.log_perplexity
+        low, high = (units.change(math.exp(end)) for end in (ratio.low, ratio.high))
+        whose = ", ".join(filter(None, (answer.quality.model, answer.quality.caution)))
+        harm = f"perplexity {units.change(math.exp(ratio.point))} [{low}, {high}], mean KL {quality.kl:.1e} beside a "
+        harm += f"floor of {answer.quality.floor.kl:.0e} on {whose}"
+        spoils = not answer.quality.caution and ratio.low > math.log1p(SPOILED)
+    if where and not spoils:
+        return _serving(answer, rule, AdviceKind.ADOPT, name, f"{doing} {where}: {because}; {harm}", f"--arms {name}")
+    reason = f"predictions suffer ({harm}), though {because}" if where else because
+    return _serving(answer, rule, AdviceKind.NOTHING, name, f"do nothing about {name}, because {reason}")
+
+
+def _of_batches(answer: ServingAnswer, sweep: BatchSweep, gain: BatchGain) -> Advice:
+    product, faster = "its product of {} x {}".format(*sweep.layer), f"faster than in {_lead(answer)}"
+    span = f"{sweep.rows[0]} to {sweep.rows[-1]} rows"
+    loses = f"; it loses most at {gain.worst} by {gain.cause}" if gain.cause else ""
+    if gain.crossings:
+        (rows, low, high, begins), last = gain.crossings[0], gain.crossings[-1]
+        place = f"{rows:.0f} [{low:.0f}, {high:.0f}]{loses}"
+        if not begins:
+            where, because = f"below a batch of {low:.0f} rows", f"{product} is {faster} up to {place}"
+        else:
+            where, because = f"from a batch of {high:.0f} rows on", f"{product} is {faster} from {place}"
+            where += "" if last[3] else f", up to {last[1]:.0f}"
+        return _judged(answer, "batch", gain.arm, where, because)
+    if gain.pays:
+        return _judged(answer, "batch", gain.arm, f"at every batch of {span}", f"{product} is {faster}")
+    sure = "surely " if gain.pays is None else ""
+    return _judged(answer, "batch", gain.arm, "", f"at no batch of {span} is {product} {sure}{faster}{loses}")
+
+
+def _of_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
+    lead, crossing = _lead(answer), times.crossing
+    low, high = answer.question.contexts[0], answer.question.contexts[-1]
+    if crossing is None:
+        name, why = word_of(times.arm, carrier_of(answer)), times.why or "no line fits its times"
+        words = f"do nothing about the speed of {name}, because it was not timed: {why}"
+        return _serving(answer, "context", AdviceKind.NOTHING, name, words)
+    if times.doubts:
+        return _judged(answer, "context", times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
+    if crossing.at is not None:
+        begins, ends = f"{crossing.low:.0f}", f"{crossing.high:.0f}"
+        where = f"from a context of {ends} on" if crossing.faster[1] else f"up to {begins} tokens"
+        because = f"its decode step crosses that of {lead} at {crossing.at:.0f} [{begins}, {ends}]"
+        return _judged(answer, "context", times.arm, where, because)
+    if crossing.faster == (True, True):
+        where = f"at contexts of {low} to {high}"
+        return _judged(answer, "context", times.arm, where, f"faster than {lead} throughout")
+    first, last = ({True: "faster", False: "slower", None: "not told apart"}[faster] for faster in crossing.faster)
+    because = f"its decode step is {first} at a context of {low} and {last} at {high}"
+    return _judged(answer, "context", times.arm, "", f"{because}, against {lead}")
+
+
+def _of_layers(answer: ServingAnswer) -> Advice:
+    what, (low, spared) = answer.question.check_layers, answer.spared
+    usual, *exceptions = str(getattr(spared[0], what)).split("@")
+    name = f"{what}={usual}"
+    layers = ", ".join(exception.partition("=")[0] for exception in exceptions)
+    figure = f"the mean KL is then {spared[1].kl:.1e} instead of {low[1].kl:.1e}"
+    called = {"kv": "KV", "weights": "weights"}[what]
+    if spared[1].kl <= _SAVED * low[1].kl:
+        words = f"keep {called} of layers {layers} high with {name}: {figure}"
+        return _serving(answer, "layers", AdviceKind.ROUTE, name, words, f"--arms {spared_word(answer)}")
+    words = f"leave no layer out of {name}, because no few carry it: with the worst ({layers}) high {figure}"
+    return _serving(answer, "layers", AdviceKind.NOTHING, name, words)
+
+
 # In the order of the checklist.
-RULES = (*speed_rules.RULES, *shape_rules.RULES, *cost_rules.RULES)
+RULES = (*SPEED_RULES, *shape_rules.RULES, *COST_RULES)
 
 
 def advised(basis: Basis) -> Advised:
@@ -281,10 +381,7 @@ def advised(basis: Basis) -> Advised:
     # By kind, and what gives most first.
     ordered = sorted(
         (*advice_of(basis, answers), *projections(basis)),
-        key=lambda projection: (
-            _ORDER.index(projection.kind),
-            -projection.gain.point if projection.gain is not None else math.inf,
-        ),
+        key=lambda advice: (_ORDER.index(advice.kind), -advice.gain.point if advice.gain is not None else math.inf),
     )
     of_serving = (advice for answer in basis.served for advice in serving_advice(answer))
     first = sorted(of_serving, key=lambda advice: _ORDER.index(advice.kind))

@@ -1,25 +1,42 @@
-"""Advice on a stored run, and measuring what it predicts.
+"""Advice on a stored run: what it rests on, measuring what it predicts, and what a decision costs.
 
 What was measured is kept in `<store>/advice.jsonl`, a line each, append-only, in any order: {"version": 1, "checked":
 {...}}.
+
+A cost is time, energy and money to the same loss, of each precision of a model beside its reference. A step's time and
+joules come from a run, the steps that a loss takes from a training. Both are drawn again together: rounds of the run,
+its energy windows, and seeds of the training. Five seeds drawn again vary too little; what they vary by is widened to
+what Student's t gives for so many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
+import numpy as np
+
+from fp8bench.analysis import stats, verdicts
+from fp8bench.analysis.compare.interval import quantile
+from fp8bench.analysis.energy import LEAST_WINDOWS, energy_samples
 from fp8bench.analysis.findings import findings
+from fp8bench.analysis.stats import Floats
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.features.advise.basis import Basis, Trained, speed_of
-from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Checked
+from fp8bench.features.advise.basis import Basis, ComparedCase, Trained, speed_of
+from fp8bench.features.advise.rules import arm_of
+from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Checked, Cost
 from fp8bench.features.infer.values import kept_answers
 from fp8bench.features.sensitivity.job import studies_of, write_map_file
 from fp8bench.features.sensitivity.study import as_words
 from fp8bench.features.train.kind import load_training, training_named
-from fp8bench.features.train.verdicts.verdicts import verdicts_of
-from fp8bench.model import Interval, Run
+from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Learned, curves_of
+from fp8bench.features.train.verdicts.verdicts import ArmVerdict, log_steps, verdicts_of
+from fp8bench.model import Case, EnergyUse, Interval, Label, Run
+from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.pipeline import execute, measure_again, now
 from fp8bench.protocols import Observer
 from fp8bench.store.kept_lines import Log
@@ -64,8 +81,8 @@ def _refuse_foreign(run: Run, other: Run) -> None:
             )
 
 
-def write_map(found: Advised, run: Run, path: Path) -> None:
-    routes = [advice for advice in found.advice if advice.kind is AdviceKind.ROUTE and advice.precision_map]
+def write_map(advised: Advised, run: Run, path: Path) -> None:
+    routes = [advice for advice in advised.advice if advice.kind is AdviceKind.ROUTE and advice.precision_map]
     if not routes:
         raise UsageError(
             f"no layer of the run {run.id} is advised to stay high, so that there is no map to write. "
@@ -77,11 +94,11 @@ def write_map(found: Advised, run: Run, path: Path) -> None:
 
 def checkable(advice: Sequence[Advice]) -> list[Advice]:
     """What predicts the speed of a step, what gives most first; a schedule would take a training."""
-    return [one for one in advice if one.gain is not None and one.kind is not AdviceKind.SCHEDULE]
+    return [each for each in advice if each.gain is not None and each.kind is not AdviceKind.SCHEDULE]
 
 
-def checked(basis: Basis, found: Advised, most: int, store: Path, observer: Observer) -> tuple[Checked, ...]:
-    wanted = checkable(found.advice)[:most]
+def checked(basis: Basis, advised: Advised, most: int, store: Path, observer: Observer) -> tuple[Checked, ...]:
+    wanted = checkable(advised.advice)[:most]
     if not wanted:
         raise UsageError(
             f"nothing that is advised on the run {basis.run.id} predicts the speed of a step, so that there is nothing "
@@ -92,9 +109,8 @@ def checked(basis: Basis, found: Advised, most: int, store: Path, observer: Obse
         again = _measured(basis.run, advice, store, observer)
         speed, why = _speed(advice, again)
         under = tuple((name, value) for name in _UNDER if (value := again.environment.get(name)) is not None)
-        one = Checked(advice, basis.run.id, again.id, now(), speed, why, under)
-        keep_checks(store, [one])
-        done.append(one)
+        done.append(Checked(advice, basis.run.id, again.id, now(), speed, why, under))
+        keep_checks(store, done[-1:])
         if not again.finished:
             raise KeyboardInterrupt
     return tuple(done)
@@ -118,13 +134,12 @@ def _measured(run: Run, advice: Advice, store: Path, observer: Observer) -> Run:
 
 def _speed(advice: Advice, again: Run) -> tuple[Interval | None, str]:
     setting = advice.settings[0]
-    record = next(
-        (one for one in again.records if one.case.setting == setting and not one.is_reference
-         and (one.case.precision_map == advice.precision_map if advice.precision_map else one.case.id == advice.case)),
-        None,
-    )  # fmt: skip
-    if record is None:
+    beside = [record for record in again.records if record.case.setting == setting and not record.is_reference]
+    layers, case = advice.precision_map, advice.case
+    alike = [record.case.precision_map == layers if layers else record.case.id == case for record in beside]
+    if not any(alike):
         return None, "its run has no such case"
+    record = beside[alike.index(True)]
     finding = findings(again).get(record.case.id)
     if finding is None or finding.ratio is None:
         return None, record.reason or (finding.why if finding is not None else "") or "it has no speed there"
@@ -143,10 +158,10 @@ def checks_of(store: Path) -> Path:
 def load_checks(store: Path) -> tuple[tuple[Checked, ...], list[str]]:
     """Oldest first, each once, and what is wrong with lines that were left out: none without the file."""
     try:
-        found, troubles = _log(store).lines()
+        checks, troubles = _log(store).lines()
     except OSError as error:
         raise StoreError(f"{checks_of(store)} cannot be read ({error.strerror}).") from None
-    each_once = sorted(dict.fromkeys(found), key=lambda one: one.when)
+    each_once = sorted(dict.fromkeys(checks), key=lambda check: check.when)
     return tuple(each_once), [f"{trouble}, and was left out" for trouble in troubles]
 
 
@@ -156,3 +171,136 @@ def keep_checks(store: Path, checked: Sequence[Checked]) -> None:
 
 def _log(store: Path) -> Log[Checked]:
     return Log(checks_of(store), {"checked": Checked}, "check", _VERSION, "Choose another --store.")
+
+
+_NORMAL = statistics.NormalDist().inv_cdf((1 + SHOWN) / 2)
+_NO_LOSS = (Learned.DIVERGED, Learned.DID_NOT_LEARN)
+
+
+def costs_of(basis: Basis) -> tuple[Cost, ...]:
+    return tuple(_cost(compared, basis) for compared in basis.besides if compared.trains)
+
+
+def _cost(pair: ComparedCase, basis: Basis) -> Cost:
+    case, arm = pair.record.case, arm_of(pair, basis)
+    reference = pair.lead.case.mode if pair.lead is not None else ""
+    times, joules = _log_times(pair), _log_joules(pair)
+    steps, why = _log_steps(basis.training, arm)
+    no_time = "emulated: its time is no speed" if pair.emulated else "its step has no speed in this run"
+    whys = [why, "" if times is not None else no_time]
+    judged = arm.judged if arm is not None else None
+    request = basis.training.kept.training.request if basis.training is not None else None
+    hours = used = None
+    if request is not None and pair.lead_finding is not None and pair.lead_finding.median_seconds and not pair.emulated:
+        hours = request.steps * pair.lead_finding.median_seconds / 3600
+        windows = energy_samples(pair.lead.energy) if pair.lead is not None else ()
+        used = request.steps * statistics.median(windows) if windows else None
+    return Cost(
+        case.setting, case.mode, reference,
+        speed=_interval(times, -1.0), gap=judged.gap.shown if judged is not None and judged.gap else None,
+        learned=str(judged.learned) if judged is not None else "", joules=_interval(joules),
+        time=_interval(_sum(times, steps)), energy=_interval(_sum(joules, steps)), hours=hours, energy_used=used,
+        steps=request.steps if request is not None else 0,
+        model=_trained(request.settings.called, case) if request is not None else "", why="; ".join(filter(None, whys)),
+    )  # fmt: skip
+
+
+def _trained(model: str, case: Case) -> str:
+    """The model that was trained, where it is another one than the case's own."""
+    return "" if model == dict(case.params).get("make") else model
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The logarithm of a ratio, and what it came to in each of BOOTSTRAPS draws."""
+
+    point: float
+    drawn: Floats
+
+
+def _sum(drawn: _Drawn | None, other: _Drawn | None) -> _Drawn | None:
+    return _Drawn(drawn.point + other.point, drawn.drawn + other.drawn) if drawn and other else None
+
+
+def _interval(drawn: _Drawn | None, sign: float = 1.0) -> Interval | None:
+    if drawn is None:
+        return None
+    tail = (1 - SHOWN) / 2
+    low, high = np.quantile(sign * drawn.drawn, [tail, 1 - tail])
+    point = sign * drawn.point
+    return Interval(math.exp(point), math.exp(min(low, point)), math.exp(max(high, point)), SHOWN)
+
+
+def _log_times(pair: ComparedCase) -> _Drawn | None:
+    if pair.speed is None or pair.record.timing is None or pair.lead is None:
+        return None
+    own, base = pair.record.timing, pair.record.paired_with or pair.lead.timing
+    control = pair.record.control if pair.record.paired_with is not None else pair.lead.control
+    if base is None:
+        return None
+    timings = [own, base, *([control] if control is not None and control.slots else [])]
+    rounds = verdicts.common_rounds(timings)
+    if len(rounds) < LEAST_ROUNDS:
+        return None
+    labels = pair.finding.labels if pair.finding is not None else ()
+    if Label.UNEVEN in labels:
+        first, *others = (stats.mean_case(verdicts.means(timing, rounds)) for timing in timings)
+    else:
+        first, *others = map(stats.best_case, verdicts.comparable(timings, rounds, Label.WHOLE_STEPS in labels))
+    point = first.point - statistics.fmean(each.point for each in others)
+    return _Drawn(point, first.resampled - np.mean([each.resampled for each in others], axis=0))
+
+
+def _log_joules(pair: ComparedCase) -> _Drawn | None:
+    lead = pair.lead
+    if pair.emulated or lead is None or pair.record.energy is None or lead.energy is None:
+        return None
+    if pair.record.energy.source != lead.energy.source:
+        return None
+    own, theirs = (_drawn_joules(use, seed) for seed, use in enumerate((pair.record.energy, lead.energy)))
+    return None if own is None or theirs is None else _Drawn(own.point - theirs.point, own.drawn - theirs.drawn)
+
+
+def _drawn_joules(use: EnergyUse, seed: int) -> _Drawn | None:
+    """Any of its windows, off by as much as any can be; None of too few, or where nobody knows that."""
+    samples = np.log(energy_samples(use))
+    known = [window.uncertainty for window in use.windows if window.uncertainty is not None]
+    if len(samples) < LEAST_WINDOWS or len(known) < len(use.windows):
+        return None
+    random = np.random.default_rng(seed)
+    drawn = random.choice(samples, stats.BOOTSTRAPS) + max(known) * random.uniform(-1, 1, stats.BOOTSTRAPS)
+    return _Drawn(float(np.median(samples)), drawn)
+
+
+def _log_steps(trained: Trained | None, arm: ArmVerdict | None) -> tuple[_Drawn | None, str]:
+    """How many times as many steps the arm takes to the same loss, by seeds drawn again; or why nobody knows."""
+    if trained is None or arm is None:
+        return None, "no training had an arm in it" if trained is not None else "no training was named (--training)"
+    if arm.judged.learned in _NO_LOSS:
+        return None, f"it never comes to that loss: {arm.judged.learned}"
+    if len(arm.pairs) < LEAST_PAIRS:
+        return None, f"{LEAST_PAIRS} seeds are needed, and there are {len(arm.pairs)}"
+    curves = curves_of(trained.kept.lines, trained.kept.training.request.steps)
+    pairs = [(curves[trained.verdicts.reference, pair.seed], curves[arm.arm.name, pair.seed]) for pair in arm.pairs]
+
+    @cache
+    def of(chosen: tuple[int, ...]) -> float | None:
+        return log_steps([pairs[place] for place in chosen])
+
+    drawn = _drawn_seeds(of, len(pairs))
+    return drawn, "" if drawn else "it is not known how many steps its loss takes: too far from its reference's"
+
+
+def _drawn_seeds(of: Callable[[tuple[int, ...]], float | None], count: int) -> _Drawn | None:
+    """A figure of seeds, and of seeds drawn again, widened to what so few of them say; None if it is ever unknown.
+
+    Above 0 is fewer steps: what is returned are more.
+    """
+    point = of(tuple(range(count)))
+    draws = np.sort(np.random.default_rng(2).integers(0, count, (stats.BOOTSTRAPS, count)), axis=1)
+    values = [of(tuple(row)) for row in draws.tolist()]
+    known = np.array([value for value in values if value is not None and math.isfinite(value)])
+    if point is None or not math.isfinite(point) or len(known) < len(values):
+        return None
+    wider = quantile(SHOWN, count - 1) / _NORMAL * math.sqrt(count / (count - 1))
+    return _Drawn(-point, -point - wider * (known - point))

@@ -19,11 +19,11 @@ def advice_section(material: Material) -> Iterator[Element]:
     measures what is predicted here.
     """
     for number, entry in enumerate(material.entries):
-        found = advised(Basis(entry.run, entry.findings))
-        if not found.answers:
+        advice = advised(Basis(entry.run, entry.findings))
+        if not advice.answers:
             continue
         if entry.label:
             yield Text(entry.label, Tone.STRONG)
-        yield from advice_elements(found)
-        for table in checklist(found, shared=False):
+        yield from advice_elements(advice)
+        for table in checklist(advice, shared=False):
             yield replace(table, name=f"{table.name}-{number}", folded=True)

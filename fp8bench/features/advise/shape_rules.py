@@ -48,21 +48,20 @@ def sized(
     """Products that were timed in a mode by their size, the cube root of M N K: their times over the reference's, and
     the case. The least favourable of a size counts. `paths` are the dtypes that the reference may multiply in,
     `product` is the one of a layer's three, '' for any."""
-    found: dict[int, tuple[SizedRatio, str]] = {}
+    by_size: dict[int, tuple[SizedRatio, str]] = {}
     for case in basis.known:
         params, speed = dict(case.record.case.params), case.speed
-        alike = case.mode == mode and case.record.case.device == device and case.lead is not None
-        if not alike or speed is None or not all(isinstance(params.get(side), int) for side in _SIDES):
+        if (case.mode, case.record.case.device) != (mode, device) or speed is None or case.lead is None:
             continue
-        if paths is not None and {case.lead.case.precision if case.lead is not None else ""} != set(paths):
+        if not all(isinstance(params.get(side), int) for side in _SIDES):
             continue
-        if product and params.get("product", product) != product:
+        other_path = paths is not None and {case.lead.case.precision} != set(paths)
+        if other_path or (product and params.get("product", product) != product):
             continue
         size = round(math.prod(int(params[side]) for side in _SIDES) ** (1 / 3))
-        ratio = speed.inverse
-        if size not in found or found[size][0].ratio.point < ratio.point:
-            found[size] = SizedRatio(size, ratio), case.row
-    return found
+        if size not in by_size or by_size[size][0].ratio.point < speed.inverse.point:
+            by_size[size] = SizedRatio(size, speed.inverse), case.row
+    return by_size
 
 
 def pays_from(mode: str, device: str, basis: Basis) -> tuple[float, float, tuple[Ground, ...]] | str:
@@ -70,20 +69,20 @@ def pays_from(mode: str, device: str, basis: Basis) -> tuple[float, float, tuple
 
     It is infinite where none pays. A sentence where too few were measured.
     """
-    found = sized(mode, device, basis)
-    if len(found) < LEAST_SIZES:
-        return f"{len(found)} sizes of products were timed in it here, and {LEAST_SIZES} are needed"
-    curve = break_even([ratio for ratio, _ in found.values()])
+    known = sized(mode, device, basis)
+    if len(known) < LEAST_SIZES:
+        return f"{len(known)} sizes of products were timed in it here, and {LEAST_SIZES} are needed"
+    curve = break_even([ratio for ratio, _ in known.values()])
     assert curve is not None
     last = curve.stretches[-1]
     begins = last.first if last.pays else math.inf
-    crossing = next((one for one in reversed(curve.crossings) if one.begins), None) if last.pays else None
-    words = f"pays from about {units.whole(round(crossing.size if crossing else begins))} on" if last.pays else (
-        "pays at no size up to the largest measured"
-    )  # fmt: skip
+    words = "pays at no size up to the largest measured"
+    if last.pays:
+        size = next((crossing.size for crossing in reversed(curve.crossings) if crossing.begins), begins)
+        words = f"pays from about {units.whole(round(size))} on"
     rows = tuple(Ground(row, f"size {size}: {units.speed_up(1 / ratio.ratio.point)}")
-                 for size, (ratio, row) in sorted(found.items()))  # fmt: skip
-    return begins, float(max(found)), (Ground(rows[0].row, words), *rows)
+                 for size, (ratio, row) in sorted(known.items()))  # fmt: skip
+    return begins, float(max(known)), (Ground(rows[0].row, words), *rows)
 
 
 def products_of(pair: ComparedCase) -> list[tuple[int, int, int, int]]:
@@ -98,11 +97,8 @@ def products_of(pair: ComparedCase) -> list[tuple[int, int, int, int]]:
 
 def _taped(operators: Iterable[OperatorCount]) -> Iterator[tuple[int, int, int, int]]:
     for operator in operators:
-        shape = (
-            _SHAPE.search(operator.outputs[0])
-            if operator.path and operator.flops and len(operator.outputs) == 1
-            else None
-        )
+        counted = operator.path and operator.flops and len(operator.outputs) == 1
+        shape = _SHAPE.search(operator.outputs[0]) if counted else None
         sides = [int(side) for side in shape[1].split(",")] if shape else []
         if len(sides) == 2 and operator.flops:
             m, n = sides
@@ -154,10 +150,8 @@ def _experts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
         if not whole:
             return None
         words = f"experts are {units.percent(whole / coverage.flops, 0)} of product FLOPs"
-        met = Met.YES if converted > _HALF * whole else Met.NO
-        return Reply(
-            met, f"{words}, {units.percent(converted / whole, 0)} of them converted", (Ground(pair.row, words),)
-        )
+        figure = f"{words}, {units.percent(converted / whole, 0)} of them converted"
+        return Reply(Met.YES if converted > _HALF * whole else Met.NO, figure, (Ground(pair.row, words),))
     tape = pair.lead.tape if pair.lead is not None else None
     grouped = [each for each in tape.operators if _GROUPED in each.operator] if tape is not None else []
     if tape is None or not grouped or not tape.flops:
@@ -172,19 +166,14 @@ def _experts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
 
 
 RULES = (
-    AdviceRule(
-        "shapes", "Are its products large enough?", _large,
-        "fp8bench suite gemm --dtypes {high},{mode}, then fp8bench advise RUN --beside last",
-        "Break-even differs by device, recipe and torch by more than twice: no constant holds (torchao #2410).",
-    ),
-    AdviceRule(
-        "coverage", "Can most of its products be converted?", _reached, "fp8bench profile {make} --dtypes {mode}",
-        "A converter of nn.Linear alone does nothing for GPT-2 or a ResNet, and 18% for Mixtral.",
-    ),
-    AdviceRule(
-        "experts", "Are the experts converted?", _experts, "fp8bench profile {make} --dtypes {mode}",
-        "Of a published mixture of experts: linear layers alone 1.05x, experts alone 1.40x.",
-    ),
+    # Break-even differs by device, recipe and torch by more than twice: no constant holds.
+    AdviceRule("shapes", "Are its products large enough?", _large,
+               "fp8bench suite gemm --dtypes {high},{mode}, then fp8bench advise RUN --beside last"),
+    # A converter of nn.Linear alone does nothing for GPT-2 or a ResNet, and 18% for Mixtral.
+    AdviceRule("coverage", "Can most of its products be converted?", _reached,
+               "fp8bench profile {make} --dtypes {mode}"),
+    # Of a published mixture of experts: linear layers alone 1.05x, experts alone 1.40x.
+    AdviceRule("experts", "Are the experts converted?", _experts, "fp8bench profile {make} --dtypes {mode}"),
 )  # fmt: skip
 
 
@@ -196,16 +185,14 @@ _KINDS = ("forward", "input-gradient", "weight-gradient")
 
 def projections(basis: Basis) -> Iterator[Advice]:
     """Of every training step with a native reference, for modes that products alone were timed in."""
-    leads = {
-        compared.lead.case.id: compared for compared in basis.besides if compared.lead is not None and compared.trains
-    }
+    leads = {pair.lead.case.id: pair for pair in basis.besides if pair.lead is not None and pair.trains}
     timed = {(case.mode, case.record.case.device) for case in basis.known if case.speed is not None}
     for lead in leads.values():
         assert lead.lead is not None
         here = {record.case.mode for record, _ in lead.group}
         for mode, device in sorted(timed):
-            if device == lead.lead.case.device and mode not in here and (found := _projected(lead, mode, basis)):
-                yield found
+            if device == lead.lead.case.device and mode not in here and (advice := _projected(lead, mode, basis)):
+                yield advice
 
 
 def _projected(pair: ComparedCase, mode: str, basis: Basis) -> Advice | None:
@@ -216,8 +203,8 @@ def _projected(pair: ComparedCase, mode: str, basis: Basis) -> Advice | None:
     share = pair.share({Phase.GEMM})
     kinds = ("forward",) if dict(lead.case.params).get("pass") == "forward" else _KINDS
     timed = [sized(mode, lead.case.device, basis, paths, kind) for kind in kinds]
-    found = [_of_products(pair, [known for known, _ in ratios.values()]) for ratios in timed]
-    each = [ratio for ratio in found if ratio is not None]
+    projected = (_of_products(pair, [known for known, _ in ratios.values()]) for ratios in timed)
+    each = [ratio for ratio in projected if ratio is not None]
     if share is None or len(each) < len(kinds):
         return None
     means = (statistics.fmean(ends) for ends in zip(*((r.point, r.low, r.high) for r in each), strict=True))

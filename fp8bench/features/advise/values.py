@@ -39,7 +39,7 @@ class Ground:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RuleAnswer:
     """What one rule says of a mode in a setting: above all whether its question is met.
 
     `figure` is the number that decides it, in words; where it is UNKNOWN `measure` is what would measure it.
@@ -85,7 +85,7 @@ class Advised:
 
     run: str
     advice: tuple[Advice, ...]
-    answers: tuple[Answer, ...]
+    answers: tuple[RuleAnswer, ...]
     least: float
 
 

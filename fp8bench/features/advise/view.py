@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fp8bench import units
-from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Answer, Checked, Cost, Met
+from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Checked, Cost, Met, RuleAnswer
 from fp8bench.model import Interval, Level
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.columns import Col, table
@@ -40,11 +40,8 @@ def advice_elements(advised: Advised, whole: bool = True) -> Iterator[Element]:
     yield Items(tuple(told[:_MOST]))
     if len(told) > _MOST:
         yield Text(f"{len(told) - _MOST} more pieces of advice are in the JSON.")
-    gains = [
-        advice
-        for advice in advised.advice
-        if advice.gain is not None and (whole or advice.kind is not AdviceKind.NOTHING)
-    ]
+    kinds = [kind for kind in AdviceKind if whole or kind is not AdviceKind.NOTHING]
+    gains = [advice for advice in advised.advice if advice.gain is not None and advice.kind in kinds]
     if gains:
         cols: list[Col[Advice]] = [
             Col("advice", lambda advice: f"{advice.kind} {advice.mode}"),
@@ -81,7 +78,7 @@ def short_names(advised: Advised) -> Callable[[str], str]:
     for answer in advised.answers:
         suite, _, rest = answer.setting.partition("[")
         inside.setdefault(suite, []).append(set(rest.rpartition("]")[0].split(",")))
-    shared = {suite: set.intersection(*found) for suite, found in inside.items()}
+    shared = {suite: set.intersection(*pairs) for suite, pairs in inside.items()}
 
     def short(row: str) -> str:
         suite, _, rest = row.partition("[")
@@ -94,12 +91,12 @@ def short_names(advised: Advised) -> Callable[[str], str]:
     return short
 
 
-def speed(found: Interval | None, show: Callable[[float], str] = units.speed_up) -> Field:
+def speed(gain: Interval | None, show: Callable[[float], str] = units.speed_up) -> Field:
     """'1.62x [1.60, 1.64]'."""
-    if found is None:
+    if gain is None:
         return Field(units.NONE)
-    ends = f"[{units.significant(found.low)}, {units.significant(found.high)}]"
-    return Field(f"{show(found.point)} {ends}", found.point)
+    ends = f"[{units.significant(gain.low)}, {units.significant(gain.high)}]"
+    return Field(f"{show(gain.point)} {ends}", gain.point)
 
 
 def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) -> Iterator[Element]:
@@ -115,9 +112,9 @@ def cost_tables(advised: Advised, costs: Sequence[Cost], price: float | None) ->
         Col("money", lambda cost: speed(None if price is None else cost.money(price), units.significant), number=True),
         Col("why", lambda cost: cost.why, below=True),
     ]
-    for number, (setting, found) in enumerate(by_setting.items(), 1):
-        first = found[0]
-        yield table(f"cost-{number}", f"{named(setting)}, over {first.reference}", cols, found)
+    for number, (setting, rows) in enumerate(by_setting.items(), 1):
+        first = rows[0]
+        yield table(f"cost-{number}", f"{named(setting)}, over {first.reference}", cols, rows)
         if first.hours is not None:
             used = f", {units.joules(first.energy_used)}" if first.energy_used is not None else ""
             money = f", {units.significant(first.hours * price)} at {price:g} an hour" if price is not None else ""
@@ -147,9 +144,7 @@ def checklist(advised: Advised, shared: bool) -> Iterator[Table]:
         for answer in advised.answers
     )
     for number, (place, answers) in enumerate(by_place.items(), 1):
-        by_row = together(
-            ((answer.mode, answer.figure if _open(answer) else answer.rule), answer) for answer in answers
-        )
+        by_row = together(((each.mode, each.figure if _open(each) else each.rule), each) for each in answers)
         caption = f"{place}: when to use a lower precision"
         yield table(f"checklist-{number}", caption, _checklist_cols(named, shared, below=shared), by_row.values())
 
@@ -157,39 +152,39 @@ def checklist(advised: Advised, shared: bool) -> Iterator[Table]:
 def _answered(advised: Advised) -> Iterator[Element]:
     named = short_names(advised)
     by_row = together(((answer.mode, answer.rule), answer) for answer in advised.answers)
-    known = [found for found in by_row.values() if any(answer.met is not Met.UNKNOWN for answer in found)]
-    rows = [[answer for answer in found if answer.met is not Met.UNKNOWN] for found in known]
+    known = [several for several in by_row.values() if any(answer.met is not Met.UNKNOWN for answer in several)]
+    rows = [[answer for answer in several if answer.met is not Met.UNKNOWN] for several in known]
     if rows:
         yield table("answered", "what decides it", _checklist_cols(named, shared=False, below=True)[:4], rows)
-    missing = [found[0] for found in by_row.values() if found not in known and not _open(found[0])]
+    missing = [several[0] for several in by_row.values() if several not in known and not _open(several[0])]
     measures = dict.fromkeys(answer.measure for answer in missing if answer.measure)
     if missing:
         yield Text(f"{many(len(missing), 'question')} not measured here (--all lists them). What answers more of them:")
         yield Items(tuple(Text(measure) for measure in [*measures][:_MOST_MEASURES]))
 
 
-def _open(answer: Answer) -> bool:
+def _open(answer: RuleAnswer) -> bool:
     return answer.met is Met.UNKNOWN and answer.figure.startswith(Level.EMULATED)
 
 
-def _checklist_cols(named: Callable[[str], str], shared: bool, below: bool) -> list[Col[Sequence[Answer]]]:
+def _checklist_cols(named: Callable[[str], str], shared: bool, below: bool) -> list[Col[Sequence[RuleAnswer]]]:
     """Of answers to one question: the word that most of them have, and the first one with it."""
 
-    def first(answers: Sequence[Answer]) -> tuple[Answer, int]:
+    def first(answers: Sequence[RuleAnswer]) -> tuple[RuleAnswer, int]:
         (met, count), *_ = Counter(answer.met for answer in answers).most_common()
         return next(answer for answer in answers if answer.met is met), count
 
-    def here(answers: Sequence[Answer]) -> Field:
+    def here(answers: Sequence[RuleAnswer]) -> Field:
         answer, count = first(answers)
         some = f" ({count} of {len(answers)})" if count < len(answers) else ""
         return Field(f"{answer.met.value}{some}", tone=_TONES[answer.met])
 
-    def figure(answers: Sequence[Answer]) -> str:
+    def figure(answers: Sequence[RuleAnswer]) -> str:
         answer, settings = first(answers)[0], {answer.setting for answer in answers}
         alone = len(settings) == 1 or _open(answer)
         return answer.figure if alone else f"{answer.figure} at {named(answer.setting)}"
 
-    def evidence(answers: Sequence[Answer]) -> str | None:
+    def evidence(answers: Sequence[RuleAnswer]) -> str | None:
         answer = first(answers)[0]
         grounds = [f"{ground.figure} in {named(ground.row)}" for ground in answer.grounds[:_MOST_GROUNDS]]
         measure = f"measure it: {answer.measure}" if answer.measure and not _open(answer) else None
@@ -241,14 +236,14 @@ def checks(checked: Sequence[Checked], named: Callable[[str], str] = str) -> Tab
 
 
 def score_page(checked: Sequence[Checked], troubles: Sequence[str] = ()) -> Page:
-    told = [one for one in checked if one.hit is not None]
-    hits = sum(one.hit is True for one in told)
+    told = [check for check in checked if check.hit is not None]
+    hits = sum(check.hit is True for check in told)
     rate = f"{units.percent(hits / len(told), 0)}: {hits} of {len(told)}" if told else "unknown: 0 of 0"
-    rows = together(((one.advice.kind, one.advice.rule), one) for one in told).values()
+    rows = together(((check.advice.kind, check.advice.rule), check) for check in told).values()
     cols: list[Col[list[Checked]]] = [
-        Col("advice", lambda found: found[0].advice.kind), Col("rule", lambda found: found[0].advice.rule),
-        Col("hits", lambda found: str(sum(one.hit is True for one in found)), number=True),
-        Col("checks", lambda found: str(len(found)), number=True),
+        Col("advice", lambda group: group[0].advice.kind), Col("rule", lambda group: group[0].advice.rule),
+        Col("hits", lambda group: str(sum(check.hit is True for check in group)), number=True),
+        Col("checks", lambda group: str(len(group)), number=True),
     ]  # fmt: skip
     elements: list[Element] = [Text(f"hit rate {rate} checks lay within what was predicted.", Tone.STRONG)]
     if len(told) < len(checked):
@@ -265,10 +260,9 @@ def value_of(
 
 
 def score_value(checked: Sequence[Checked]) -> dict[str, Any]:
-    told = [one for one in checked if one.hit is not None]
-    hits = sum(one.hit is True for one in told)
-    return {"schema": SCHEMA, "hits": hits, "checks": len(told), "checked": _hits(checked)}
+    told = [check.hit for check in checked if check.hit is not None]
+    return {"schema": SCHEMA, "hits": sum(told), "checks": len(told), "checked": _hits(checked)}
 
 
 def _hits(checked: Sequence[Checked]) -> list[dict[str, Any]]:
-    return [{**encode(one), "hit": one.hit} for one in checked]
+    return [{**encode(check), "hit": check.hit} for check in checked]

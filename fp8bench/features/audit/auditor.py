@@ -1,4 +1,6 @@
-"""Who audits, and what all checks have in common."""
+"""Who audits, what all checks have in common, and those on which the others rest: whether results are those of the
+promised precision, on data in which one mistake or another shows.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,17 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from fp8bench.features.audit.promises import CERTAIN, FIGURES, Matrices, PromiseVerdict
-from fp8bench.features.audit.subjects import SUBJECTS, Shape, Subject
+from fp8bench.features.audit.subjects import SUBJECTS, OptimizerSubject, Shape, Subject
 from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork
 from fp8bench.model import Ceilings, DeviceFacts
-from fp8bench.model.promises import Signature, Takes
+from fp8bench.model.promises import AuditKind, Signature, Takes
 from fp8bench.user_code import own_words
 
 # What is tried for the smallest one that shows the same.
@@ -26,6 +28,8 @@ _SEARCHES = 4
 NORMAL = "normal"
 # What the seed of an input is moved by for one that has nothing to do with it.
 _ANOTHER = 1 << 32
+# Of an optimizer's state: scales, and the count of steps, beside the moments.
+_MORE = 1.05
 
 
 class AuditInput(NamedTuple):
@@ -37,9 +41,7 @@ class AuditInput(NamedTuple):
 
 
 class Auditor:
-    """One subject under audit.
-
-    `tried` counts the results that were judged. It is `sound` until numbers were found wrong: what compares results
+    """`tried` counts the results that were judged. It is `sound` until numbers were found wrong: what compares results
     with their promise says nothing new of one that is not. `ceilings` are the device's, where they are known; checks
     leave their `times` by data, and the `work` of a call and of the `baseline`'s with the time of both (`compared`).
     """
@@ -47,11 +49,11 @@ class Auditor:
     def __init__(
         self, subject: Subject, seed: int, ceilings: Ceilings | None = None, baseline: Subject | None = None
     ) -> None:
-        self.ceilings, self.baseline = ceilings, baseline
+        self.subject, self.seed, self.ceilings, self.baseline = subject, seed, ceilings, baseline
+        self.tried, self.sound = 0, True
         self.times: dict[str, float] = {}
         self.work: dict[str, CallWork] = {}
         self.compared: dict[str, float] = {}
-        self.subject, self.seed, self.tried, self.sound = subject, seed, 0, True
         self._searches: Counter[str] = Counter()
 
     def shapes(self) -> tuple[Shape, ...]:
@@ -74,23 +76,18 @@ class Auditor:
         return self.subject.results(self.subject.arguments(matrices))
 
     def judged(self, matrices: Matrices, results: dict[str, Tensor]) -> dict[str, PromiseVerdict]:
-        promises = self.subject.promises(matrices)
-        found = {}
+        promises, verdicts = self.subject.promises(matrices), {}
         for name, result in results.items():
             self.tried += 1
-            found[name] = promises[name].judge(result, self._searches[name] < _SEARCHES)
-            self._searches[name] += found[name].remark
-        return found
+            verdicts[name] = promises[name].judge(result, self._searches[name] < _SEARCHES)
+            self._searches[name] += verdicts[name].remark
+        return verdicts
 
     def wrong(self, given: AuditInput) -> dict[str, PromiseVerdict]:
         matrices = self.matrices(given)
         results = self.results(matrices)
-        verdicts = {
-            name: promise_verdict
-            for name, promise_verdict in self.judged(matrices, results).items()
-            if promise_verdict.code
-        }
-        if all(promise_verdict.remark or promise_verdict.code in CERTAIN for promise_verdict in verdicts.values()):
+        verdicts = {name: verdict for name, verdict in self.judged(matrices, results).items() if verdict.code}
+        if all(verdict.remark or verdict.code in CERTAIN for verdict in verdicts.values()):
             return verdicts
         fresh = self.subject.drawn(given.data, given.shape, self.seed + _ANOTHER)
         again, promises = self.judged(fresh, self.results(fresh)), self.subject.promises(matrices)
@@ -107,10 +104,10 @@ class Auditor:
         for shape in map(self.fitting, () if given.how else _SMALLER):
             smaller = AuditInput(given.data, shape)
             try:
-                found = self.wrong(smaller).get(name)
+                verdict = self.wrong(smaller).get(name)
             except Exception:  # noqa: BLE001 - it may refuse what is small
                 continue
-            if found is not None and found.code == judged.code:
+            if verdict is not None and verdict.code == judged.code:
                 return smaller
         return given
 
@@ -120,8 +117,10 @@ class AuditCheck(ABC):
     another input."""
 
     name: ClassVar[str]
-    # Whether the others rest on it.
+    # Whether the others rest on it, whether it says nothing new where numbers are wrong, and what it is of.
     grounds: ClassVar[bool] = False
+    of_sound: ClassVar[bool] = False
+    kinds: ClassVar[frozenset[AuditKind]] = frozenset(AuditKind)
 
     def __init__(self, auditor: Auditor) -> None:
         self.auditor, self.subject = auditor, auditor.subject
@@ -133,21 +132,16 @@ class AuditCheck(ABC):
         then stands."""
 
     def applies(self) -> bool:
-        return True
+        return self.subject.kind in self.kinds and (self.auditor.sound or not self.of_sound)
 
-    def fail(self, code: str, why: str, given: AuditInput | None = None) -> AuditFinding:
-        return self._finding(AuditOutcome.FAIL, code, why, given)
-
-    def remark(self, code: str, why: str, given: AuditInput | None = None) -> AuditFinding:
-        return self._finding(AuditOutcome.PASS, code, why, given)
-
-    def unknown(self, error: BaseException) -> AuditFinding:
-        """What it raised where it should have answered."""
-        return self._finding(AuditOutcome.CANNOT_TELL, "raises", own_words(error), None)
-
-    def _finding(self, outcome: AuditOutcome, code: str, why: str, given: AuditInput | None) -> AuditFinding:
+    def fail(
+        self, code: str, why: str, given: AuditInput | None = None, outcome: AuditOutcome = AuditOutcome.FAIL
+    ) -> AuditFinding:
         about = given or self.given
         return AuditFinding(self.name, outcome, code, why, self.auditor.words(about) if about else "")
+
+    def remark(self, code: str, why: str, given: AuditInput | None = None) -> AuditFinding:
+        return self.fail(code, why, given, AuditOutcome.PASS)
 
     def judged(self, given: AuditInput, name: str, judged: PromiseVerdict) -> AuditFinding:
         """Of a result that is wrong, with the smallest input that shows the same, or is remarked on."""
@@ -155,6 +149,43 @@ class AuditCheck(ABC):
         about = given if judged.remark else self.auditor.smallest(given, name, judged)
         say = self.remark if judged.remark else self.fail
         return replace(say(judged.code, result + judged.why, about), error=judged.error, expected=judged.expected)
+
+
+class NumbersCheck(AuditCheck):
+    """The check that the others rest on."""
+
+    name, grounds = "numbers", True
+
+    def look(self) -> Iterator[AuditFinding]:
+        """The first failure of each result; each remark once."""
+        said: set[tuple[str, str]] = set()
+        for shape in self.auditor.shapes():
+            for data in self.subject.data:
+                self.given = AuditInput(data, shape)
+                for name, verdict in self.auditor.wrong(self.given).items():
+                    key = name, verdict.code if verdict.remark else "failed"
+                    if key not in said:
+                        said.add(key)
+                        yield self.judged(self.given, name, verdict)
+            if any(code == "failed" for _, code in said):
+                return
+
+
+class ManyStepsCheck(AuditCheck):
+    """Counts that stand still, and updates that are lost, show late."""
+
+    name, of_sound, kinds = "many steps", True, frozenset({AuditKind.OPTIMIZER})
+
+    def look(self) -> Iterator[AuditFinding]:
+        assert isinstance(self.subject, OptimizerSubject)
+        self.given = AuditInput(NORMAL, self.subject.many)
+        for name, verdict in self.auditor.wrong(self.given).items():
+            yield self.judged(self.given, name, verdict)
+        few = AuditInput(NORMAL, self.subject.held)
+        state = self.subject.state_bytes(self.auditor.matrices(few))
+        if state is not None and state[0] > _MORE * state[1]:
+            why = f"its state takes {state[0]:.3g} bytes an element, and {state[1]:.3g} were promised"
+            yield self.remark("state-bytes", why, few)
 
 
 def audited(
@@ -173,19 +204,19 @@ def audited(
     other = None if baseline is None else kind(baseline, plain, facts)
     auditor = Auditor(kind(function, signature, facts), seed, ceilings, other)
     findings: list[AuditFinding] = []
-    for check in (one(auditor) for one in checks):
+    for check in (kind_of_check(auditor) for kind_of_check in checks):
         if not check.applies():
             continue
-        found: list[AuditFinding] = []
+        own: list[AuditFinding] = []
         try:
-            found += check.look()
+            own += check.look()
         except Exception as error:  # noqa: BLE001 - foreign code may raise anything, at any time
-            found.append(check.unknown(error))
-        findings += found or [AuditFinding(check.name, AuditOutcome.PASS)]
+            own.append(check.fail("raises", own_words(error), outcome=AuditOutcome.CANNOT_TELL))
+        findings += own or [AuditFinding(check.name, AuditOutcome.PASS)]
         if check.grounds:
-            if any(finding.code == "raises" for finding in found):
+            if any(finding.code == "raises" for finding in own):
                 break
-            auditor.sound = all(finding.outcome is AuditOutcome.PASS for finding in found)
+            auditor.sound = all(finding.outcome is AuditOutcome.PASS for finding in own)
     return Audit(
         target, signature, tuple(findings), auditor.tried, time.perf_counter() - started,
         times=tuple(auditor.times.items()),

@@ -117,15 +117,14 @@ def run(arguments: argparse.Namespace) -> int:
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     check_files({"--junit": arguments.junit})
     settings = Settings(threads=arguments.threads, seed=arguments.seed)
-    facts, found = audit(arguments.target, _signature(arguments), arguments.device, settings, arguments.store, observer)
-    document = {"device": encode(facts), "outcome": found.outcome.value, **encode(found)}
-    files = {"--junit": (arguments.junit, as_junit(found))}
-    page, whole = partial(page_of, facts, found, arguments.all), partial(page_of, facts, found)
-    return CommandResult(found, page, lambda: document, whole=whole, code=_EXITS[found.outcome], files=files)
+    facts, done = audit(arguments.target, _signature(arguments), arguments.device, settings, arguments.store, observer)
+    document = {"device": encode(facts), "outcome": done.outcome.value, **encode(done)}
+    files = {"--junit": (arguments.junit, as_junit(done))}
+    page, whole = partial(page_of, facts, done, arguments.all), partial(page_of, facts, done)
+    return CommandResult(done, page, lambda: document, whole=whole, code=_EXITS[done.outcome], files=files)
 
 
 def _signature(arguments: argparse.Namespace) -> Signature | None:
-    """What the options say; None where they say nothing, and its decorator has to."""
     given = {name: getattr(arguments, name) for name in ("kind", "precision")}
     how = {field.name: getattr(arguments, field.name) for field in _HOW}
     if not any(given.values()):
@@ -139,7 +138,7 @@ def _signature(arguments: argparse.Namespace) -> Signature | None:
 
 
 # The module of the worker.
-_MODULE = "fp8bench.features.audit.bench"
+_MODULE = "fp8bench.features.audit.times"
 # Many times what one takes.
 _LIMIT = 600.0
 # Formats whose codes are a dtype of torch's, or two of them a byte.
@@ -158,11 +157,8 @@ def audit(
     target = _absolute(target)
     with ProcessWorker(settings, module=_MODULE) as worker:
         known = worker.probe()
-        facts = (
-            device_named(device, known)
-            if device
-            else next((device_facts for device_facts in known if device_facts.accelerated), known[0])
-        )
+        first = next((facts for facts in known if facts.accelerated), known[0])
+        facts = device_named(device, known) if device else first
         try:
             declared = worker.within(START_SECONDS).declared(target)  # type: ignore[attr-defined]
         except WorkerFault as fault:
@@ -289,7 +285,7 @@ def _verdict(audit: Audit, failed: list[AuditFinding]) -> Iterator[Text]:
 
 
 def _rest(audit: Audit, remarks: list[AuditFinding]) -> Iterator[Text]:
-    right = [name for name, found in _by_check(audit).items() if worst(found) is AuditOutcome.PASS]
+    right = [name for name, findings in _by_check(audit).items() if worst(findings) is AuditOutcome.PASS]
     if right:
         yield Text(f"right: {', '.join(right)}")
     if remarks:
@@ -315,9 +311,7 @@ def _share(error: float | None) -> str:
 _CHECKS: tuple[Col[tuple[str, list[AuditFinding]]], ...] = (
     Col("check", lambda row: row[0]),
     Col("outcome", lambda row: worst(row[1]).value, tone=lambda row: _TONES[worst(row[1])]),
-    Col(
-        "codes", lambda row: ", ".join(dict.fromkeys(finding.code for finding in row[1] if finding.code)) or units.NONE
-    ),
+    Col("codes", lambda row: ", ".join(dict.fromkeys(found.code for found in row[1] if found.code)) or units.NONE),
 )
 _FINDINGS: tuple[Col[AuditFinding], ...] = (
     Col("check", lambda finding: finding.check),
@@ -361,9 +355,9 @@ def as_junit(audit: Audit) -> str:
     """A test for each check; what it said of passes stands in their output."""
     root = ET.Element("testsuites", name="fp8bench audit")
     suite = ET.SubElement(root, "testsuite", name=printable(audit.target))
-    for check, found in _by_check(audit).items():
+    for check, findings in _by_check(audit).items():
         test = ET.SubElement(suite, "testcase", classname=printable(audit.target), name=check, time="0")
-        for finding in found:
+        for finding in findings:
             words = printable(": ".join(filter(None, (finding.why, finding.input))))
             if finding.outcome in _TAGS:
                 ET.SubElement(test, _TAGS[finding.outcome], message=words, type=finding.code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,10 @@ _UNCAST = 2.0**-7
 _CORNER = 64
 HIGH, UNKNOWN, WEIGHTS = "as it came", "not known", "weights alone"
 _HIGH = {HIGH: None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_COVERAGE, _NUMBERS = "conversion", "numbers"
+# Layers that were left as they are by a mistake of their converter.
+_SILENT = ("stopped", "shared")
+_SHOWN = 4
 _GUESSES = ("fp8", "fp8-e4m3", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4")
 
 
@@ -60,35 +65,31 @@ class FoundLayer:
 
 
 def layers_in(model: nn.Module) -> list[FoundLayer]:
-    held = {one.module: one for one in held_in(model)}
-    paths: dict[nn.Module, list[str]] = {}
+    held = {holder.module: holder for holder in held_in(model)}
+    paths = defaultdict[nn.Module, list[str]](list)
     for path, module in model.named_modules(remove_duplicate=False):
-        paths.setdefault(module, []).append(path or "model")
-    found = []
+        paths[module].append(path or "model")
+    layers = []
     for module, (name, *also) in paths.items():
-        weight = getattr(module, "weight", None)
+        weight, holder = getattr(module, "weight", None), held.get(module)
         if isinstance(weight, Tensor) and weight.dim() >= 2 and promises_low(module):
-            found.append(FoundLayer(name, module, weight, True, tuple(also)))
-        elif module in held:
-            one = held[module]
-            found.append(FoundLayer(one.name, module, one.weight, False, one.also))
-    return found
+            layers.append(FoundLayer(name, module, weight, True, tuple(also)))
+        elif holder is not None:
+            layers.append(FoundLayer(holder.name, module, holder.weight, False, holder.also))
+    return layers
 
 
 def promises_low(module: nn.Module) -> bool:
-    """By its class, what that brought along, or what its weight is made of."""
     kind, weight = type(module), type(getattr(module, "weight", None))
-    own = any(one.__module__.partition(".")[0] in _PACKAGES or _LOW.search(one.__name__) for one in (kind, weight))
+    own = any(cls.__module__.partition(".")[0] in _PACKAGES or _LOW.search(cls.__name__) for cls in (kind, weight))
     return own or hasattr(module, "fp8_meta") or "forward" in vars(module)
 
 
 def left_out(model: nn.Module, layers: Sequence[FoundLayer]) -> dict[str, tuple[str, str]]:
     """Of each layer that was not converted a word and a sentence that say likely why."""
-    weights = {id(found_layer.weight): found_layer.name for found_layer in layers if found_layer.low}
-    linear = [
-        found_layer.name for found_layer in layers if found_layer.low or isinstance(found_layer.module, nn.Linear)
-    ]
-    by = {type(found_layer.module).__module__.partition(".")[0] for found_layer in layers if found_layer.low}
+    weights = {id(layer.weight): layer.name for layer in layers if layer.low}
+    linear = [layer.name for layer in layers if layer.low or isinstance(layer.module, nn.Linear)]
+    by = {type(layer.module).__module__.partition(".")[0] for layer in layers if layer.low}
     ends = {linear[-1]: "last", linear[0]: "first"} if by <= {"torchao"} and len(linear) > 1 else {}
     behind = dict(_behind_odd(model)) if by <= {"transformer_engine", "intel_transformer_engine"} else {}
 
@@ -125,15 +126,12 @@ def _behind_odd(model: nn.Module, path: str = "", stopped: str = "") -> Iterator
 
 def untied(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[tuple[str, str]]:
     """Converted layers with the values of an embedding whose weight is another: a tie that converting has cut."""
-    tables = [
-        (name, embedding.weight) for name, embedding in model.named_modules() if isinstance(embedding, nn.Embedding)
-    ]
+    tables = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     for layer in (layer for layer in layers if layer.low and layer.weight.device.type != "meta"):
         for name, table in tables:
-            alike = (
-                layer.weight is not table and layer.weight.shape == table.shape and layer.weight.dtype == table.dtype
-            )
-            if alike and bool(table.any()) and torch.equal(layer.weight.detach(), table.detach()):
+            weight = layer.weight
+            alike = weight is not table and weight.shape == table.shape and weight.dtype == table.dtype
+            if alike and bool(table.any()) and torch.equal(weight.detach(), table.detach()):
                 yield layer.name, name
 
 
@@ -176,7 +174,7 @@ def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: 
                 known[key] = _runs_as(layer, x, output, facts)
             layer.runs = known[key]
 
-    handles = [found_layer.module.register_forward_hook(partial(look, found_layer)) for found_layer in layers]
+    handles = [layer.module.register_forward_hook(partial(look, layer)) for layer in layers]
     try:
         with torch.no_grad():
             call_of(model, batch)()
@@ -195,12 +193,6 @@ def _runs_as(layer: FoundLayer, x: Tensor, output: Tensor, facts: DeviceFacts) -
     return WEIGHTS if wrapped and runs in _HIGH else runs
 
 
-_COVERAGE, _NUMBERS = "conversion", "numbers"
-# Layers that were left as they are by a mistake of their converter.
-_SILENT = ("stopped", "shared")
-_SHOWN = 4
-
-
 def audited_model(target: str, model: nn.Module, batch: Any, signature: Signature, facts: DeviceFacts) -> Audit:
     started, layers = time.perf_counter(), layers_in(model)
     failed = []
@@ -213,19 +205,15 @@ def audited_model(target: str, model: nn.Module, batch: Any, signature: Signatur
     rows = []
     for layer in layers:
         rule, reason = reasons.get(layer.name, ("", ""))
-        sides = tuple(layer.weight.shape)
-        rows.append(
-            AuditedLayer(layer.name, layer.what, sides, layer.low, layer.runs, layer.flops, reason, rule, layer.also)
-        )
+        known = layer.what, tuple(layer.weight.shape), layer.low, layer.runs, layer.flops
+        rows.append(AuditedLayer(layer.name, *known, reason, rule, layer.also))
     checks = {_COVERAGE: list(_conversion(rows))}
     for name, table in untied(model, layers):
         words = f"it has the values of {table}, and is another tensor: what was tied is so no longer"
         checks[_COVERAGE].append(AuditFinding(_COVERAGE, AuditOutcome.FAIL, "tie-broken", words, name))
     if batch is not None:
         checks[_NUMBERS] = failed or list(_numbers(rows, signature.precision))
-    findings = [
-        finding for name, found in checks.items() for finding in found or [AuditFinding(name, AuditOutcome.PASS)]
-    ]
+    findings = [finding for name, own in checks.items() for finding in own or [AuditFinding(name, AuditOutcome.PASS)]]
     looked_at, seconds = sum(bool(layer.runs) for layer in layers), time.perf_counter() - started
     return Audit(target, signature, tuple(findings), looked_at, seconds, layers=tuple(rows))
 
@@ -254,9 +242,9 @@ def _conversion(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
         why = f"none of {len(rows)} layers is of a class of low precision"
         yield _finding(_COVERAGE, "nothing-converted", why, rows)
         return
-    by_rule: dict[str, list[AuditedLayer]] = {}
+    by_rule = defaultdict[str, list[AuditedLayer]](list)
     for row in (row for row in rows if row.rule):
-        by_rule.setdefault(row.rule, []).append(row)
+        by_rule[row.rule].append(row)
     for rule in (name for name in _SILENT if name in by_rule):
         alike = by_rule.pop(rule)
         why = f"{alike[0].reason}; {len(alike)} such layers were left as they were"
@@ -279,15 +267,14 @@ def _numbers(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFind
         ("", "not-seen", "were not called on this batch, or show no single product"),
         (UNKNOWN, "unknown", "multiply in a precision that is none of those that are known here"),
     ):
-        if some := [layer for layer in low if layer.runs == runs]:
-            why = f"{len(some)} of {len(low)} converted layers {words}"
-            yield _finding(_NUMBERS, code, why, some, AuditOutcome.PASS)
+        if alike := [layer for layer in low if layer.runs == runs]:
+            why = f"{len(alike)} of {len(low)} converted layers {words}"
+            yield _finding(_NUMBERS, code, why, alike, AuditOutcome.PASS)
     if low and all(layer.runs == "" for layer in low):
         yield AuditFinding(_NUMBERS, AuditOutcome.CANNOT_TELL, "not-seen", "no converted layer could be looked at")
 
 
 def given_model(name: str, answer: object) -> tuple[nn.Module, Any]:
-    """The model and the batch that a maker gave; a model alone has none."""
     match answer:
         case nn.Module():
             return answer, None

@@ -200,8 +200,8 @@ def scale_matrix(scale: Tensor) -> Tensor:
     """Scales that somebody gave, float32 (down, across); bytes are e8m0 ones, as torch's own dtype of that name."""
     if scale.dtype == torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)
-    found = scale.detach().to(torch.float32).cpu()
-    return found.reshape(*_grid(found))
+    scales = scale.detach().to(torch.float32).cpu()
+    return scales.reshape(*_grid(scales))
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def _other_treatments(own: Treatment) -> Iterator[tuple[str, Treatment]]:
         named.append((_FNUZ[own.fmt].name, replace(own, fmt=_FNUZ[own.fmt])))
     for name in _OTHERS:
         recipe = getattr(precisions.get(name), "recipe", None)
-        named += [(name, one) for one in recipe.treatments] if isinstance(recipe, Recipe) else []
+        named += [(name, treatment) for treatment in recipe.treatments] if isinstance(recipe, Recipe) else []
     if own.scaling is not None and own.scaling.scale is None and own.scaling != ROW:
         named.append((f"{own.fmt.name} with a scale a row", replace(own, scaling=ROW)))
         for side in (64, 32, 16):
@@ -424,10 +424,10 @@ def dynamic_map(bits: int, both: bool) -> Tensor:
     if bits == 4 and not both:
         return torch.linspace(0, 1, 17)[1:]
     octaves = bits - 1
-    found = [0.0, 1.0]
+    values = [0.0, 1.0]
     for place in range(octaves):
         steps = 2 ** (place + (not both))
         edges = torch.linspace(0.1, 1, steps + 1)
         middles = (10.0 ** (place - octaves + 1) * ((edges[1:] + edges[:-1]) / 2)).tolist()
-        found += [*middles, *(-middle for middle in middles if both)]
-    return torch.tensor(sorted(found))
+        values += [*middles, *(-middle for middle in middles if both)]
+    return torch.tensor(sorted(values))

@@ -83,7 +83,7 @@ class PromiseVerdict(NamedTuple):
 class Promise(Protocol):
     """What a result should be."""
 
-    def judge(self, found: Tensor, search: bool = True) -> PromiseVerdict:
+    def judge(self, result: Tensor, search: bool = True) -> PromiseVerdict:
         """What became of it. Not to `search`: what has the right error is let be without looking for mistakes."""
 
     def agrees(self, tensor: Tensor, other: Tensor) -> bool:
@@ -103,30 +103,30 @@ class ProductPromise:
     emulated: Tensor | None = None
     hopper: bool = False
 
-    def judge(self, found: Tensor, search: bool = True) -> PromiseVerdict:
-        if wrong := unusable(found, (len(self.a.elements), len(self.b.elements))):
+    def judge(self, result: Tensor, search: bool = True) -> PromiseVerdict:
+        if wrong := unusable(result, (len(self.a.elements), len(self.b.elements))):
             return wrong
-        sums = self._sums(found.dtype)
-        likely = sums.exact.to(found.dtype) if self.emulated is None else self.emulated
+        sums = self._sums(result.dtype)
+        likely = sums.exact.to(result.dtype) if self.emulated is None else self.emulated
         beyond = ~likely.isfinite()
         if bool(beyond.any()):  # where the promised sum is too large for its dtype nobody can say what is right
-            apart = (found.to(torch.float64) - sums.exact).abs()
+            apart = (result.to(torch.float64) - sums.exact).abs()
             lost = int((~(apart <= sums.bound + sums.step(sums.exact.abs())) & ~beyond).sum())
             why = f"{lost} results beside those that overflow are wrong"
             return PromiseVerdict("too-bad", why) if lost else PromiseVerdict()
-        if wrong := not_finite(found):
+        if wrong := not_finite(result):
             return wrong
-        error, expected = self._error(found), self._error(likely)
+        error, expected = self._error(result), self._error(likely)
         if self.emulated is None:
-            return self._held(found, sums, search)._replace(error=error, expected=expected)
+            return self._held(result, sums, search)._replace(error=error, expected=expected)
         band = in_band(error, expected)
         return band if band.failed else PromiseVerdict(error=error, expected=expected)
 
-    def _held(self, found: Tensor, sums: ConformitySums, search: bool) -> PromiseVerdict:
-        wide = found.to(torch.float64)
+    def _held(self, result: Tensor, sums: ConformitySums, search: bool) -> PromiseVerdict:
+        wide = result.to(torch.float64)
         if sums.holds(wide):
             return PromiseVerdict()
-        if self.hopper and self._of_units(found, sums):
+        if self.hopper and self._of_units(result, sums):
             return PromiseVerdict("short-sums", "to the bit what Hopper's FP8 units sum in 14 bits", remark=True)
         spans = span(self.a), span(self.b)
         gain = self._gain(wide, sums, spans)
@@ -135,37 +135,37 @@ class ProductPromise:
         steps = (_STEPS * steps_of(operand) for operand in (self.a, self.b))
         far = self._beyond(wide, sums, steps, _DRAWN)
         near = not bool(far.any())
-        if near and found.numel() < _ENOUGH:
+        if near and result.numel() < _ENOUGH:
             return PromiseVerdict("other-rounding", _TIES, remark=True)
-        code, why = self._explained(wide, found, sums) if search and found.numel() >= _ENOUGH else ("", "")
+        code, why = self._explained(wide, result, sums) if search and result.numel() >= _ENOUGH else ("", "")
         if code or (gain and near):
             return PromiseVerdict(code, why) if code else PromiseVerdict("gain", gain)
         if not near and not self._lossless:
             row, column = (int(place) for place in far.nonzero()[0])
             where = f"{int(far.sum())} of {far.numel()} results, the first in row {row}, column {column}"
             return PromiseVerdict("wrong-values", f"{where}, are further off than operands that round otherwise")
-        band = in_band(self._error(found), self._error(sums.exact.to(found.dtype)), why or gain)
+        band = in_band(self._error(result), self._error(sums.exact.to(result.dtype)), why or gain)
         if short := self._short(wide, sums):
             remark = band.remark or (band.error is None and short >= _SHORT)
             return PromiseVerdict("short-sums", f"sums, or operands, as if kept in {short} bits", remark=remark)
         return band
 
-    def _of_units(self, found: Tensor, sums: ConformitySums) -> bool:
+    def _of_units(self, result: Tensor, sums: ConformitySums) -> bool:
         """In as many rows as that is followed in, and all others are as near as that."""
         a, b = self.a, self.b
-        if any(one.treatment is None or one.treatment.fmt not in (E4M3, E5M2) for one in (a, b)):
+        if any(side.treatment is None or side.treatment.fmt not in (E4M3, E5M2) for side in (a, b)):
             return False
-        every = -(-found.numel() * a.elements.shape[1] // _MOST_TERMS)
+        every = -(-result.numel() * a.elements.shape[1] // _MOST_TERMS)
         rows = slice(None, None, max(1, every))
-        if not sums.near(found.to(torch.float64), sums.exact, sums.reach(HOPPER_BITS - 1) * sums.magnitude):
+        if not sums.near(result.to(torch.float64), sums.exact, sums.reach(HOPPER_BITS - 1) * sums.magnitude):
             return False
-        spread = (one.spread.expand_as(one.elements) for one in (a, b))
+        spread = (side.spread.expand_as(side.elements) for side in (a, b))
         codes, scales = (a.elements[rows], b.elements), (next(spread)[rows], next(spread))
-        return any(of_units(found[rows], codes, scales, promoted) for promoted in (True, False))
+        return any(of_units(result[rows], codes, scales, promoted) for promoted in (True, False))
 
     @property
     def _lossless(self) -> bool:
-        return all(one.given is None or torch.equal(one.values, one.given.float()) for one in (self.a, self.b))
+        return all(side.given is None or torch.equal(side.values, side.given.float()) for side in (self.a, self.b))
 
     def _beyond(self, wide: Tensor, sums: ConformitySums, slack: Iterable[Tensor], errors: float = math.inf) -> Tensor:
         """Where no sum of operands that are off by so much at most is rounded to it; by so many standard errors."""
@@ -218,23 +218,22 @@ class ProductPromise:
     def _sums(self, dtype: torch.dtype) -> ConformitySums:
         return ConformitySums(self.a.values.to(torch.float64), self.b.values.to(torch.float64), dtype)
 
-    def _error(self, found: Tensor) -> float | None:
-        """Relative, of the exact product of what came in; None where that is not known, or zero."""
+    def _error(self, result: Tensor) -> float | None:
         if self.a.given is None or self.b.given is None:
             return None
         exact = self.a.given.to(torch.float64) @ self.b.given.to(torch.float64).t()
-        return relative_frobenius(found, exact) if bool(exact.any()) else None
+        return relative_frobenius(result, exact) if bool(exact.any()) else None
 
-    def _explained(self, wide: Tensor, found: Tensor, sums: ConformitySums) -> tuple[str, str]:
+    def _explained(self, wide: Tensor, result: Tensor, sums: ConformitySums) -> tuple[str, str]:
         """The first mistake that explains every element; else what differs; else the one that comes much nearer."""
         own, nearest = float((wide - sums.exact).square().sum()), (math.inf, "", "")
         for code, words, a, b in self._guesses():
-            guess = ConformitySums(a.to(torch.float64), b.to(torch.float64), found.dtype)
+            guess = ConformitySums(a.to(torch.float64), b.to(torch.float64), result.dtype)
             if guess.exact.isfinite().all():
                 if guess.holds(wide):
                     return code, words
                 nearest = min(nearest, (float((wide - guess.exact).square().sum()), code, words))
-        difference, why = explain_product(found, sums)
+        difference, why = explain_product(result, sums)
         if difference not in _CODES and nearest[0] * _NEARER < own:
             return nearest[1], f"nearest to this: {nearest[2]}"
         return _CODES.get(difference, ""), why
@@ -258,12 +257,12 @@ class CastPromise:
 
     kept: Rounded
 
-    def judge(self, found: Tensor, search: bool = True) -> PromiseVerdict:
+    def judge(self, result: Tensor, search: bool = True) -> PromiseVerdict:
         kept, given, treatment = self.kept, self.kept.given, self.kept.treatment
-        if wrong := unusable(found, tuple(kept.elements.shape)) or not_finite(found):
+        if wrong := unusable(result, tuple(kept.elements.shape)) or not_finite(result):
             return wrong
         assert given is not None and treatment is not None
-        values, wanted = found.to(torch.float32), kept.values
+        values, wanted = result.to(torch.float32), kept.values
         error, expected = (
             relative_frobenius(tensor, given) if bool(given.any()) else None for tensor in (values, wanted)
         )
@@ -308,19 +307,19 @@ class AttentionPromise:
     treatment: Treatment | None
     causal: bool
 
-    def judge(self, found: Tensor, search: bool = True) -> PromiseVerdict:
-        if wrong := unusable(found, tuple(self.given[0].shape)) or not_finite(found):
+    def judge(self, result: Tensor, search: bool = True) -> PromiseVerdict:
+        if wrong := unusable(result, tuple(self.given[0].shape)) or not_finite(result):
             return wrong
         exact, wanted = self._exact(), self._promised()
-        error = relative_frobenius(found, exact)
+        error = relative_frobenius(result, exact)
         ways = wanted, self._promised(weights=True), self._promised(weights=True, scores=True)
-        expected = [relative_frobenius(way.to(found.dtype), exact) for way in ways]
+        expected = [relative_frobenius(way.to(result.dtype), exact) for way in ways]
         low, high = _JUST * min(expected), max(*expected, _LAST_BITS) / _JUST
         lossy = self.treatment is not None and self.treatment.fmt.bits <= 8
         if (not lossy or low <= error) and error <= high:
             return PromiseVerdict(error=error, expected=high)
-        nearest = min(((_distance(found, tensor), code, why) for code, why, tensor in self._mistakes()), default=None)
-        if nearest is not None and nearest[0] * _NEARER_IN_ATTENTION < _distance(found, wanted):
+        nearest = min(((_distance(result, tensor), code, why) for code, why, tensor in self._mistakes()), default=None)
+        if nearest is not None and nearest[0] * _NEARER_IN_ATTENTION < _distance(result, wanted):
             return PromiseVerdict(*nearest[1:], error, high)
         band = in_band(error, high if error > high or not lossy else low)
         return PromiseVerdict(error=error, expected=high) if band.code == "too-good" and not lossy else band
@@ -341,8 +340,8 @@ class AttentionPromise:
         if scores:  # before they are scaled, and after
             size = math.sqrt(q.shape[-1])
             between = ((between * size).to(carrier).to(q.dtype) / size).to(carrier).to(q.dtype)
-        found = _softmax(between, self.causal)
-        return (_along_last(found.to(carrier), self.treatment) if weights else found) @ v
+        shares = _softmax(between, self.causal)
+        return (_along_last(shares.to(carrier), self.treatment) if weights else shares) @ v
 
     def _cast(self) -> Matrices:
         """All three, each along the contraction of its product: that of values is the places."""
@@ -414,22 +413,22 @@ def steps_of(operand: Rounded, values: Tensor | None = None) -> Tensor:
     return torch.exp2(largest.log2().floor() - fmt.mantissa_bits) * spread
 
 
-def _distance(found: Tensor, other: Tensor) -> float:
-    return float((found.to(torch.float64) - other).square().mean())
+def _distance(result: Tensor, other: Tensor) -> float:
+    return float((result.to(torch.float64) - other).square().mean())
 
 
-def unusable(found: Tensor, shape: tuple[int, ...]) -> PromiseVerdict | None:
-    if tuple(found.shape) != shape:
-        gives, wanted = ("x".join(map(str, one)) or "one number" for one in (found.shape, shape))
+def unusable(result: Tensor, shape: tuple[int, ...]) -> PromiseVerdict | None:
+    if tuple(result.shape) != shape:
+        gives, wanted = ("x".join(map(str, sides)) or "one number" for sides in (result.shape, shape))
         return PromiseVerdict("shape", f"gives {gives}, and {wanted} were expected")
-    if not found.is_floating_point():
-        return PromiseVerdict("dtype", f"gives {found.dtype}, and floating-point numbers were expected")
+    if not result.is_floating_point():
+        return PromiseVerdict("dtype", f"gives {result.dtype}, and floating-point numbers were expected")
     return None
 
 
-def not_finite(found: Tensor) -> PromiseVerdict | None:
-    gone = int((~found.isfinite()).sum())
-    return PromiseVerdict("not-finite", f"{gone} of {found.numel()} results are no numbers") if gone else None
+def not_finite(result: Tensor) -> PromiseVerdict | None:
+    gone = int((~result.isfinite()).sum())
+    return PromiseVerdict("not-finite", f"{gone} of {result.numel()} results are no numbers") if gone else None
 
 
 def in_band(error: float | None, expected: float | None, why: str = "") -> PromiseVerdict:

@@ -63,7 +63,7 @@ class Hyper(NamedTuple):
         if rule is UpdateRule.SGD:
             dampening, nesterov = float(group.get("dampening", 0)), bool(group.get("nesterov"))
             return cls(rate, decay, momentum=float(group["momentum"]), dampening=dampening, nesterov=nesterov)
-        first, second = (float(one) for one in group["betas"])
+        first, second = (float(value) for value in group["betas"])
         return cls(rate, decay, (first, second), float(group["eps"]))
 
 
@@ -254,18 +254,18 @@ class OptimizerPromise:
     others: tuple[OptimizerWay | Unfused, ...]
     likely: dict[str, tuple[Cast, Cast]]
 
-    def judge(self, found: Tensor, search: bool = True) -> PromiseVerdict:
-        if wrong := unusable(found, tuple(self.start.shape)) or not_finite(found):
+    def judge(self, result: Tensor, search: bool = True) -> PromiseVerdict:
+        if wrong := unusable(result, tuple(self.start.shape)) or not_finite(result):
             return wrong
         exact = self._exact
-        error, noise = relative_frobenius(found, exact), self._noise
+        error, noise = relative_frobenius(result, exact), self._noise
         errors = [relative_frobenius(tensor, exact) for tensor in self._promised]
-        own = min(relative_frobenius(found, tensor) for tensor in self._promised)
-        spread = 1 + _DRAWN / math.sqrt(2 * found.numel()) if self._drawn else 1.0
+        own = min(relative_frobenius(result, tensor) for tensor in self._promised)
+        spread = 1 + _DRAWN / math.sqrt(2 * result.numel()) if self._drawn else 1.0
         high, low = spread * BAND[1] * max(errors) + noise, BAND[0] * min(errors) / spread - noise
         code = why = ""
         if own > noise and (len(self.gradients) <= _LONG or not low <= error <= high):
-            code, why = self._explained(found, own)
+            code, why = self._explained(result, own)
             if not code and error > high:
                 why = f"no known mistake explains it; its error is {error:.3g}, and {errors[0]:.3g} was expected"
                 code = "too-bad"
@@ -275,7 +275,7 @@ class OptimizerPromise:
         return PromiseVerdict(code, why, error, errors[0])
 
     def agrees(self, tensor: Tensor, other: Tensor) -> bool:
-        most = max(relative_frobenius(found, self._exact) for found in self._promised)
+        most = max(relative_frobenius(update, self._exact) for update in self._promised)
         return relative_frobenius(tensor, other) <= 2 * most + self._noise
 
     @cached_property
@@ -299,24 +299,24 @@ class OptimizerPromise:
     def _update(self, way: OptimizerWay | Unfused) -> Tensor:
         return way.after(self.start, self.gradients) - self.start.to(torch.float64)
 
-    def _explained(self, found: Tensor, own: float) -> tuple[str, str]:
-        if lean := self._lean(found):
+    def _explained(self, result: Tensor, own: float) -> tuple[str, str]:
+        if lean := self._lean(result):
             return "biased", lean
         near, explained = math.inf, ("", "")
         for code, words, way in mistakes(self.plain, self.likely, len(self.gradients) > _LONG):
-            apart = relative_frobenius(found, self._update(way))
+            apart = relative_frobenius(result, self._update(way))
             near, explained = (apart, (code, words)) if apart < near else (near, explained)
             if apart <= max(self._noise, _SURELY * own):
                 break
         return explained if math.sqrt(_NEARER) * near < own else ("", "")
 
-    def _lean(self, found: Tensor) -> str:
+    def _lean(self, result: Tensor) -> str:
         """Which way weights that are rounded at random lean; '' where they do not, or are not."""
         if not self._drawn:
             return ""
         wanted = replace(self.plain, weights=same).after(self.start, self.gradients)
         step = torch.exp2(wanted.abs().clamp(min=2.0**-120).log2().floor() - 7)
-        off = (found + self.start.to(torch.float64) - wanted) / step
+        off = (result + self.start.to(torch.float64) - wanted) / step
         for words, sign in (("up", 1.0), ("away from zero", wanted.sign()), ("with the update", self._exact.sign())):
             leans = off * sign
             error = float(leans.std()) / math.sqrt(leans.numel())

@@ -94,16 +94,16 @@ class Subject(ABC):
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.raw(arguments).items()}
 
     def raw(self, arguments: Matrices) -> dict[str, Tensor]:
-        return {self.kind.value: self._one(self.function(*arguments))}
+        return {self.kind.value: self._tensor(self.function(*arguments))}
 
     @abstractmethod
     def promises(self, matrices: Matrices) -> dict[str, Promise]:
         """What each result should be."""
 
-    def _one(self, found: object) -> Tensor:
-        if not isinstance(found, Tensor):
-            raise TypeError(f"it gave {type(found).__name__}, and a tensor was expected")
-        return found
+    def _tensor(self, answer: object) -> Tensor:
+        if not isinstance(answer, Tensor):
+            raise TypeError(f"it gave {type(answer).__name__}, and a tensor was expected")
+        return answer
 
 
 class ProductSubject(Subject):
@@ -117,14 +117,14 @@ class ProductSubject(Subject):
             a, b = matrices
             return super().arguments((a, b.t().contiguous() if turned else b))
         kept, treatment = self._kept(matrices), self.promised.treatments[0]
-        codes, scales = [one.codes.to(self.device) for one in kept], [one.scales for one in kept]
+        codes, scales = [side.codes.to(self.device) for side in kept], [side.scales for side in kept]
         fmt = None if treatment is None or treatment.scaling is None else treatment.scaling.scale
         if fmt is None:
             scales = [scale.reshape(()) if scale.numel() == 1 else scale for scale in scales]
         else:
             scales = [scale.to(torch.float8_e8m0fnu if fmt.name == "e8m0" else DTYPES[fmt.name]) for scale in scales]
         scales = [scale.to(self.device) for scale in scales]
-        whole = [torch.tensor(one.tensor_scale, device=self.device) for one in kept if one.tensor_scale != 1.0]
+        whole = [torch.tensor(side.tensor_scale, device=self.device) for side in kept if side.tensor_scale != 1.0]
         return codes[0], codes[1].t() if turned else codes[1], *scales, *whole
 
     def promises(self, matrices: Matrices) -> dict[str, Promise]:
@@ -147,13 +147,13 @@ class CastSubject(Subject):
         return 0
 
     def raw(self, arguments: Matrices) -> dict[str, Tensor]:
-        found = self.function(*arguments)
-        if isinstance(found, Tensor):
-            return {"cast": found.to(torch.float32)}
-        if not isinstance(found, tuple | list) or not 2 <= len(found) <= 3:
-            words = f"it gave {type(found).__name__}, and values, or codes with their scales, were expected"
+        answer = self.function(*arguments)
+        if isinstance(answer, Tensor):
+            return {"cast": answer.to(torch.float32)}
+        if not isinstance(answer, tuple | list) or not 2 <= len(answer) <= 3:
+            words = f"it gave {type(answer).__name__}, and values, or codes with their scales, were expected"
             raise TypeError(words)
-        codes, scale, *whole = (self._one(one).detach().cpu() for one in found)
+        codes, scale, *whole = (self._tensor(part).detach().cpu() for part in answer)
         elements = decoded(codes, arguments[0].shape[-1])
         values = elements * spread(scale_matrix(scale), elements)
         return {"cast": values * float(whole[0]) if whole else values}
@@ -185,9 +185,9 @@ class LinearSubject(Subject):
 
     def raw(self, arguments: Matrices) -> dict[str, Tensor]:
         x, weight, gradient = arguments
-        found = self._one(self.function(x, weight))
-        into_x, into_weight = torch.autograd.grad(found, (x, weight), gradient.to(found.dtype))
-        return {"forward": found, "input gradient": into_x, "weight gradient": into_weight}
+        answer = self._tensor(self.function(x, weight))
+        into_x, into_weight = torch.autograd.grad(answer, (x, weight), gradient.to(answer.dtype))
+        return {"forward": answer, "input gradient": into_x, "weight gradient": into_weight}
 
     def promises(self, matrices: Matrices) -> dict[str, Promise]:
         x, weight, gradient = matrices
@@ -198,13 +198,13 @@ class LinearSubject(Subject):
             "input gradient": ((gradient, Role.GRADIENT), (weight.t(), Role.WEIGHT), False),
             "weight gradient": ((gradient.t(), Role.GRADIENT), (x.t(), Role.INPUT), True),
         }
-        found: dict[str, Promise] = {}
+        promises: dict[str, Promise] = {}
         for name, (a, b, last) in products.items():
             first, second = (
                 rounded(tensor.contiguous(), None if high and last else role[which]) for tensor, which in (a, b)
             )
-            found[name] = ProductPromise(first, second, self._emulated(a, b, last), self.hopper)
-        return found
+            promises[name] = ProductPromise(first, second, self._emulated(a, b, last), self.hopper)
+        return promises
 
     def _emulated(self, a: tuple[Tensor, Role], b: tuple[Tensor, Role], last: bool) -> Tensor | None:
         recipe = self.promised.recipe
@@ -314,5 +314,6 @@ def _bytes(tensor: Tensor) -> int:
 
 
 SUBJECTS: dict[AuditKind, type[Subject]] = {
-    one.kind: one for one in (ProductSubject, CastSubject, LinearSubject, AttentionSubject, OptimizerSubject)
+    subject.kind: subject
+    for subject in (ProductSubject, CastSubject, LinearSubject, AttentionSubject, OptimizerSubject)
 }

@@ -1,6 +1,7 @@
-"""What calls do besides their results: the work that torch sees, and the time that they take.
+"""What calls do besides their results: the work that torch sees, and the time that they take. Time grows with work,
+nothing is done faster than the machine can, and all data take the same time.
 
-Time grows with work, nothing is done faster than the machine can, and all data take the same time.
+Here all checks are there: run as a program, it is an audit's process.
 """
 
 from __future__ import annotations
@@ -16,15 +17,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench import units
-from fp8bench.features.audit import inputs
-from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput
+from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, audited
+from fp8bench.features.audit.model import audited_model, given_model
 from fp8bench.features.audit.operands import TIMED
 from fp8bench.features.audit.promises import Matrices
+from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.features.audit.subjects import Shape
-from fp8bench.features.audit.values import CONTROL, AuditFinding, CallWork, noise_of, spread_of
-from fp8bench.model import Ceilings, Limit
-from fp8bench.model.promises import AuditKind, Takes
+from fp8bench.features.audit.values import CONTROL, Audit, AuditFinding, CallWork, noise_of, spread_of
+from fp8bench.model import Ceilings, DeviceFacts, Limit
+from fp8bench.model.promises import AuditKind, Signature, Takes
 from fp8bench.registry import precisions
+from fp8bench.user_code.named import declared_of, named
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.main import main
+from fp8bench.worker.step_guards import aside
+from fp8bench.worker.switches import unchanged
 from fp8bench.worker.tape_pass import uncompiled
 
 _COPIES = ("clone", "copy_", "_to_copy", "contiguous")
@@ -42,8 +49,8 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         before = {_storage(tensor) for tensor in _tensors((args, kwargs))}
-        found = func(*args, **(kwargs or {}))
-        for tensor in _tensors(found):
+        made = func(*args, **(kwargs or {}))
+        for tensor in _tensors(made):
             if tensor.numel() and _storage(tensor) not in before:
                 before.add(_storage(tensor))
                 self.seen.update(allocations=1, bytes=tensor.untyped_storage().nbytes())
@@ -51,10 +58,10 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen["products"] += name in _PRODUCTS
         if name in _COPIES:
             source = args[1] if name == "copy_" else args[0]
-            target = next(iter(_tensors(found)), None)
+            target = next(iter(_tensors(made)), None)
             cast = target is not None and isinstance(source, Tensor) and source.dtype != target.dtype
             self.seen["casts" if cast else "copies"] += 1
-        return found
+        return made
 
 
 def work_of(call: Callable[[], object]) -> CallWork:
@@ -67,8 +74,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | tuple | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(one)
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -151,8 +158,7 @@ class RateBound(NamedTuple):
 def fastest(
     calls: Mapping[str, Callable[[], object]], device: str, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
-    """The fastest of a few calls of each, in turns."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    taken: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
     end = time.perf_counter() + _SECONDS * len(calls)
@@ -162,10 +168,10 @@ def fastest(
             start = clock()
             call()
             _wait(device)
-            found[name].append(clock() - start)
+            taken[name].append(clock() - start)
         if time.perf_counter() > end:
             break
-    return {name: max(min(times), 1e-9) for name, times in found.items()}
+    return {name: max(min(times), 1e-9) for name, times in taken.items()}
 
 
 def _wait(device: str) -> None:
@@ -229,10 +235,10 @@ class SpeedCheck(AuditCheck):
         given = AuditInput(NORMAL, shape)
         if why := self._too_fast(shape):
             return [self.fail("too-fast", why, given)]
-        found = list(self._by_data(given))
+        findings = list(self._by_data(given))
         if seconds < _LONG_ENOUGH:
             why = f"{units.seconds(seconds)} a call: too short to see whether it grows"
-            return [*found, self.remark("overhead", why, given)]
+            return [*findings, self.remark("overhead", why, given)]
 
         def flat(larger: Shape) -> str:
             """Both times if the larger one takes no longer; '' if it does."""
@@ -243,8 +249,8 @@ class SpeedCheck(AuditCheck):
             larger = shape._replace(**{side: _MORE * getattr(shape, side)})
             if why := _always(partial(flat, larger)):
                 why = f"{_MORE} times the {side.upper()}: {why}"
-                found.append(self.fail("flat-time", why, given._replace(shape=larger)))
-        return found
+                findings.append(self.fail("flat-time", why, given._replace(shape=larger)))
+        return findings
 
     def _too_fast(self, shape: Shape) -> str:
         device, ceilings, precision = self.subject.device, self.auditor.ceilings, self.subject.signature.precision
@@ -304,10 +310,7 @@ def _always(look: Callable[[], str]) -> str:
 class LaterCheck(AuditCheck):
     """What is timed has to be right afterwards, too."""
 
-    name = "values later"
-
-    def applies(self) -> bool:
-        return self.auditor.sound
+    name, of_sound = "values later", True
 
     def look(self) -> Iterator[AuditFinding]:
         given = AuditInput(NORMAL, self.auditor.shapes()[0])
@@ -317,4 +320,26 @@ class LaterCheck(AuditCheck):
 
 
 # All of an audit, in the order in which they run.
-CHECKS: tuple[type[AuditCheck], ...] = (*inputs.CHECKS, WorkCheck, SpeedCheck, LaterCheck)
+CHECKS: tuple[type[AuditCheck], ...] = (*VALUE_CHECKS, WorkCheck, SpeedCheck, LaterCheck)
+
+
+class AuditBench(Bench):
+    """Imports what is audited, here and nowhere else."""
+
+    def declared(self, target: str) -> Signature | None:
+        with aside():
+            return declared_of(named(target))
+
+    def audit(self, target: str, signature: Signature, facts: DeviceFacts, ceilings: Ceilings | None = None) -> Audit:
+        self._selected(facts)
+        with unchanged(), aside():
+            if signature.kind is AuditKind.MODEL:
+                model, batch = given_model(target, named(target)())
+                return audited_model(target, model, batch, signature, facts)
+            baseline = named(signature.baseline) if signature.baseline else None
+            seed, function = self._settings.seed, named(target)
+            return audited(target, function, signature, facts, seed, CHECKS, ceilings, baseline)
+
+
+if __name__ == "__main__":
+    main(AuditBench)

@@ -20,8 +20,8 @@ class FlatMoments(NamedTuple):
     @classmethod
     def of(cls, word: str) -> FlatMoments | None:
         """'dynamic8-256', 'linear8-256', 'e4m3-256'; None for another word."""
-        found = re.fullmatch(r"(e4m3|e5m2|dynamic8|dynamic4|linear8)-(\d{2,4})", word)
-        return cls(found[1], int(found[2])) if found else None
+        parts = re.fullmatch(r"(e4m3|e5m2|dynamic8|dynamic4|linear8)-(\d{2,4})", word)
+        return cls(parts[1], int(parts[2])) if parts else None
 
 
 class AuditOutcome(StrEnum):

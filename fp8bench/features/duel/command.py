@@ -67,7 +67,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, keep, tell. An interrupt ends it early: what was finished is kept and told."""
     check_outputs(arguments)
     with only_once():
         try:
@@ -90,7 +89,6 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
 
 
 def exit_code(duel: Duel) -> int:
-    """130 interrupted, 3 nothing measured or a case failed, 1 something is slower, 0 fine; the first that fits."""
     from fp8bench.features.duel.verdicts import comparisons
 
     if not duel.finished:

@@ -78,14 +78,13 @@ class DuelKind(Kind[Duel]):
                 return path
         files = sorted((store / "duels").glob("*.jsonl"))
         exact = [path for path in files if word == path.stem]
-        found = exact or fitting(word, {path: (path.stem.rpartition("-")[2],) for path in files})
-        return found[0] if len(found) == 1 else None
+        meant = exact or fitting(word, {path: (path.stem.rpartition("-")[2],) for path in files})
+        return meant[0] if len(meant) == 1 else None
 
     def names(self, path: Path) -> tuple[str, ...]:
         return path.stem.rpartition("-")[2], path.stem
 
     def load(self, path: Path) -> Duel:
-        """Broken lines are left out and named in `troubles`."""
         sheet = lines_of(path, "the duel's file")
         duel: Duel = headed(sheet, path, "duel", lambda plain: decode(Duel, _renamed(plain)))
         results: dict[str, CaseResult] = {}

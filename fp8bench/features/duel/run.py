@@ -8,16 +8,15 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fp8bench.errors import Fp8benchError, StoreError, UsageError
-from fp8bench.features.duel.allocators import not_preloaded, of_gpu
+from fp8bench.errors import Fp8benchError, StoreError, UsageError, WorkerError
 from fp8bench.features.duel.kind import DuelKind, DuelWriter, start_duel
+from fp8bench.features.duel.partners import PROCESSES, PartnerWorker, SideWorkers, not_preloaded, of_gpu, refresh
 from fp8bench.features.duel.sides import SAME, DuelQuestion, opened
-from fp8bench.features.duel.turns import PROCESSES, DuelEntry, DuelTurns, PartnerWorker, SideWorkers, refresh
 from fp8bench.features.duel.values import (
     AFTER,
     BEFORE,
@@ -30,11 +29,14 @@ from fp8bench.features.duel.values import (
 )
 from fp8bench.features.duel.verdicts import LEAST_ROUNDS
 from fp8bench.jobs.observer import JobObserver, Tell
-from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, Quantisers, quantisers_for
+from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, Quantisers, guarding, quantisers_for
 from fp8bench.measure.environment import command_line, gather
+from fp8bench.measure.handle import Worker
 from fp8bench.measure.interrupts import held_back, ignored
 from fp8bench.measure.limits import Limits
+from fp8bench.measure.rounds import Orders
 from fp8bench.measure.passes import CaseOutcome, Passes, exhausted
+from fp8bench.measure.rounds import WARMED_BELOW_SECONDS
 from fp8bench.model import Case, Environment, PlannedCase, Request
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import CEILING_SECONDS, QUICK_ROUNDS, StoppingRule
@@ -57,6 +59,200 @@ IDLE = (
 
 
 Pair = tuple[SideWorkers, SideWorkers]
+
+
+@dataclass
+class DuelEntry:
+    """An arm and the worker it lives in, which holds no other arm."""
+
+    side: str
+    worker: Worker
+    arm: MeasuredArm
+    quantisers: Quantisers
+
+
+@dataclass
+class DuelTurns:
+    """The entries of both sides, as many of each. Their order is drawn from the seed, so that no side is the first."""
+
+    entries: Sequence[DuelEntry]
+    seed: int
+
+    def measure(self, rule: StoppingRule, tell: Callable[[str], None]) -> Session:
+        order, begun = random.Random(self.seed), time.monotonic()
+        self._prepare(order, tell)
+        tell("measuring")
+        stopped = self._run(Orders(order), rule, begun if rule.whole else time.monotonic())
+        for entry in self.entries:
+            with guarding(entry.arm):
+                entry.arm.check(entry.worker)
+        before, after = (
+            tuple(entry.arm.timing() for entry in self.entries if entry.side == side) for side in (BEFORE, AFTER)
+        )
+        return Session(before, after, stopped)
+
+    def entry_of(self, arm: MeasuredArm) -> DuelEntry:
+        return next(entry for entry in self.entries if entry.arm is arm)
+
+    def release(self) -> ArmFailed | None:
+        """Give all states back; the first arm that leaves threads running has failed."""
+        culprit = None
+        for entry in self.entries:
+            try:
+                failed = entry.arm.release(entry.worker)
+            except WorkerError:
+                entry.worker.restart()
+                continue
+            culprit = culprit or failed
+        return culprit
+
+    def _prepare(self, order: random.Random, tell: Callable[[str], None]) -> None:
+        turn = [*self.entries]
+        order.shuffle(turn)
+        for entry in turn:
+            tell(f"preparing side {entry.side} of")
+            with guarding(entry.arm):
+                entry.arm.prepare(entry.worker, entry.quantisers, lambda arm, doing: tell(doing))
+        arms = [entry.arm for entry in self.entries]
+        for arm in arms[1:]:
+            arm.cut_like(arms[0])
+        for arm in arms:
+            # A minimum over more calls is lower for that alone.
+            arm.calls = min(measured_arm.calls for measured_arm in arms)
+            # Another process has run before each slot, so that caches are cold and the processor may be another.
+            arm.discard = 1 if arm.step_seconds < WARMED_BELOW_SECONDS else 0
+
+    def _run(self, orders: Orders[DuelEntry], rule: StoppingRule, start: float) -> str:
+        rounds, why = 0, ""
+        while not why:
+            for place, entry in enumerate(orders.next(self.entries)):
+                with guarding(entry.arm):
+                    entry.arm.run(entry.worker, rounds, place)
+            rounds += 1
+            why = rule.ended(rounds, time.monotonic() - start)
+        return why
+
+
+@dataclass
+class CaseProgress:
+    """What one case has come to so far. `left_out` says why it is not measured, '' if it is.
+
+    `processes` is how many a side memory has admitted so far.
+    """
+
+    before: CaseOutcome
+    after: CaseOutcome
+    left_out: str = ""
+    sessions: list[Session] = field(default_factory=list)
+    processes: int = PROCESSES
+
+    @property
+    def alive(self) -> bool:
+        return not (self.left_out or self.before.failure or self.after.failure)
+
+    @property
+    def result(self) -> CaseResult:
+        before, after = self.before.record(True, self.left_out), self.after.record(False, self.left_out)
+        return CaseResult(before, after, tuple(self.sessions))
+
+
+def begin_case(case: str, pair: Pair) -> CaseProgress:
+    before, after = (CaseOutcome(side.cases[case]) for side in pair)
+    left_out = _unfit(pair, (before.planned, after.planned))
+    for outcome in (before, after):
+        outcome.note(paired=not left_out)
+    return CaseProgress(before, after, left_out)
+
+
+def _unfit(pair: Pair, planned: tuple[PlannedCase, PlannedCase]) -> str:
+    refused = [f"side {side.name}: {case.skip}" for side, case in zip(pair, planned, strict=True) if case.skip]
+    if refused:
+        return "; ".join(refused)
+    suite = planned[0].case.workload
+    versions = [side.versions.get(suite) for side in pair]
+    missing = [side.name for side, version in zip(pair, versions, strict=True) if version is None]
+    if missing:
+        return f"side {' and side '.join(missing)} has no suite {suite!r}"
+    if versions[0] != versions[1]:
+        return (
+            f"suite {suite} has version {versions[0]} on side {BEFORE} and {versions[1]} on side {AFTER}: what a step "
+            "does has changed, so that their times do not compare"
+        )
+    return ""
+
+
+@dataclass(frozen=True)
+class CaseRunner:
+    """Measures cases, and looks at their values."""
+
+    pair: Pair
+    seed: int
+    observer: Observer
+    limits: Limits
+
+    def measure(self, case: CaseProgress, number: int, rule: StoppingRule) -> None:
+        """One session of a case. With fewer processes a side where memory does not admit all."""
+        seed = random.Random(f"{self.seed}:{number}:{case.before.planned.case.id}").getrandbits(32)
+        while True:
+            sides = zip(self.pair, (case.before, case.after), strict=True)
+            entries = [
+                self._entry(side, outcome.planned, place) for side, outcome in sides for place in range(case.processes)
+            ]
+            turns = DuelTurns(entries, seed)
+            failed: ArmFailed | None = None
+            session: Session | None = None
+            try:
+                session = turns.measure(rule, lambda doing: self.observer.working(case.before.planned.case, doing, 0.0))
+            except ArmFailed as raised:
+                failed = raised
+            except CompilingFailed as raised:
+                turns.entry_of(raised.arm).worker.restart()
+                continue  # in a fresh worker, and without compiling
+            finally:
+                left_over = turns.release()
+            failed = failed or left_over
+            if failed is not None and exhausted(failed.cause) and case.processes > 1:
+                case.processes -= 1
+                continue
+            if failed is not None:
+                entry, full = turns.entry_of(failed.arm), exhausted(failed.cause)
+                if not full:
+                    entry.worker.restart()
+                outcome = case.before if entry.side == BEFORE else case.after
+                outcome.fail("out of memory beside the other side" if full else str(failed.cause), failed.cause)
+                if not full:
+                    self._try_other(entry.side, case, seed)
+            elif session is not None:
+                case.sessions.append(session)
+            return
+
+    def _try_other(self, failed: str, case: CaseProgress, seed: int) -> None:
+        """Whether the other side fails, too: which one is the first to is drawn."""
+        side, outcome = (self.pair[1], case.after) if failed == BEFORE else (self.pair[0], case.before)
+        entry = self._entry(side, outcome.planned, 0)
+        turns = DuelTurns([entry], seed)
+        try:
+            turns.measure(StoppingRule(fixed=1, ceiling=CEILING_SECONDS, whole=True), lambda doing: None)
+        except (ArmFailed, CompilingFailed) as raised:
+            entry.worker.restart()
+            if isinstance(raised, ArmFailed):
+                outcome.fail(str(raised.cause), raised.cause)
+        finally:
+            turns.release()
+
+    def check_values(self, case: CaseProgress) -> None:
+        for side, outcome in zip(self.pair, (case.before, case.after), strict=True):
+            passes = Passes(side.workers[0], side.facts, self.limits, self.observer)
+            passes.errors([outcome])
+            if not outcome.failure:
+                passes.memory([outcome])
+
+    def _entry(self, side: SideWorkers, planned: PlannedCase, place: int) -> DuelEntry:
+        case = planned.case
+        fused = workloads.get(case.workload).fused
+        quantisers = side.quantisers if fused else Quantisers("the suite is about numbers, and compiles none")
+        arm = MeasuredArm(case.id, planned, side.facts[case.device], self.limits)
+        return DuelEntry(side.name, side.workers[place], arm, quantisers)
 
 
 def run_duel(
@@ -179,7 +375,6 @@ def _sessions(
 
 
 def _rule(request: Request, share: float | None) -> StoppingRule:
-    """When a case has been measured for long enough. No verdict ends it: that is made of all sessions."""
     most = math.inf if share is None else share
     if request.rounds is not None:
         return StoppingRule(fixed=request.rounds, ceiling=most, whole=True)
@@ -201,7 +396,6 @@ def _side(side: SideWorkers, request: Request) -> DuelSide:
 
 
 def _check_settings(side: SideWorkers) -> None:
-    """Raise UsageError where a side would be measured without what was set for it."""
     settings, pid = side.start.settings, side.workers[0].pid
     if pid is not None and (lacking := not_preloaded(settings, pid)):
         raise UsageError(
@@ -214,7 +408,6 @@ def _check_settings(side: SideWorkers) -> None:
 
 
 def _idle(pair: Pair) -> list[str]:
-    """A note where nothing of the repository was loaded, so that the sides cannot have differed."""
     tree = pair[1].start.tree
     alike = tree is not None and not set(pair[1].workers[0].modules_under(tree)) - _shared(pair[0].start.imports)
     return [IDLE] if alike else []
@@ -236,129 +429,3 @@ def _check_origins(pair: Pair) -> None:
 
 def _shared(imports: Sequence[str]) -> set[str]:
     return {user_module(name) for name in imports if name.endswith(".py")}
-
-
-@dataclass
-class CaseProgress:
-    """What one case has come to so far. `left_out` says why it is not measured, '' if it is.
-
-    `processes` is how many a side memory has admitted so far.
-    """
-
-    before: CaseOutcome
-    after: CaseOutcome
-    left_out: str = ""
-    sessions: list[Session] = field(default_factory=list)
-    processes: int = PROCESSES
-
-    @property
-    def alive(self) -> bool:
-        return not (self.left_out or self.before.failure or self.after.failure)
-
-    @property
-    def result(self) -> CaseResult:
-        before, after = self.before.record(True, self.left_out), self.after.record(False, self.left_out)
-        return CaseResult(before, after, tuple(self.sessions))
-
-
-def begin_case(case: str, pair: Pair) -> CaseProgress:
-    before, after = (CaseOutcome(side.cases[case]) for side in pair)
-    left_out = _unfit(pair, (before.planned, after.planned))
-    for outcome in (before, after):
-        outcome.note(paired=not left_out)
-    return CaseProgress(before, after, left_out)
-
-
-def _unfit(pair: Pair, planned: tuple[PlannedCase, PlannedCase]) -> str:
-    refused = [f"side {side.name}: {case.skip}" for side, case in zip(pair, planned, strict=True) if case.skip]
-    if refused:
-        return "; ".join(refused)
-    suite = planned[0].case.workload
-    versions = [side.versions.get(suite) for side in pair]
-    missing = [side.name for side, version in zip(pair, versions, strict=True) if version is None]
-    if missing:
-        return f"side {' and side '.join(missing)} has no suite {suite!r}"
-    if versions[0] != versions[1]:
-        return (
-            f"suite {suite} has version {versions[0]} on side {BEFORE} and {versions[1]} on side {AFTER}: what a step "
-            "does has changed, so that their times do not compare"
-        )
-    return ""
-
-
-@dataclass(frozen=True)
-class CaseRunner:
-    """Measures cases, and looks at their values."""
-
-    pair: Pair
-    seed: int
-    observer: Observer
-    limits: Limits
-
-    def measure(self, case: CaseProgress, number: int, rule: StoppingRule) -> None:
-        """One session of a case. With fewer processes a side where memory does not admit all."""
-        seed = random.Random(f"{self.seed}:{number}:{case.before.planned.case.id}").getrandbits(32)
-        while True:
-            sides = zip(self.pair, (case.before, case.after), strict=True)
-            entries = [
-                self._entry(side, outcome.planned, place) for side, outcome in sides for place in range(case.processes)
-            ]
-            turns = DuelTurns(entries, seed)
-            failed: ArmFailed | None = None
-            session: Session | None = None
-            try:
-                session = turns.measure(rule, lambda doing: self.observer.working(case.before.planned.case, doing, 0.0))
-            except ArmFailed as raised:
-                failed = raised
-            except CompilingFailed as raised:
-                turns.entry_of(raised.arm).worker.restart()
-                continue  # in a fresh worker, and without compiling
-            finally:
-                left_over = turns.release()
-            failed = failed or left_over
-            if failed is not None and exhausted(failed.cause) and case.processes > 1:
-                case.processes -= 1
-                continue
-            if failed is not None:
-                entry, full = turns.entry_of(failed.arm), exhausted(failed.cause)
-                if not full:
-                    entry.worker.restart()
-                outcome = case.before if entry.side == BEFORE else case.after
-                outcome.fail("out of memory beside the other side" if full else str(failed.cause), failed.cause)
-                if not full:
-                    self._try_other(entry.side, case, seed)
-            elif session is not None:
-                case.sessions.append(session)
-            return
-
-    def _try_other(self, failed: str, case: CaseProgress, seed: int) -> None:
-        """Whether the other side fails, too: which one is the first to is drawn."""
-        side, outcome = next(
-            (side, outcome)
-            for side, outcome in zip(self.pair, (case.before, case.after), strict=True) if side.name != failed
-        )  # fmt: skip
-        entry = self._entry(side, outcome.planned, 0)
-        turns = DuelTurns([entry], seed)
-        try:
-            turns.measure(StoppingRule(fixed=1, ceiling=CEILING_SECONDS, whole=True), lambda doing: None)
-        except (ArmFailed, CompilingFailed) as raised:
-            entry.worker.restart()
-            if isinstance(raised, ArmFailed):
-                outcome.fail(str(raised.cause), raised.cause)
-        finally:
-            turns.release()
-
-    def check_values(self, case: CaseProgress) -> None:
-        """Errors and memory on both sides: values that are the same whenever the same code runs."""
-        for side, outcome in zip(self.pair, (case.before, case.after), strict=True):
-            passes = Passes(side.workers[0], side.facts, self.limits, self.observer)
-            passes.errors([outcome])
-            if not outcome.failure:
-                passes.memory([outcome])
-
-    def _entry(self, side: SideWorkers, planned: PlannedCase, place: int) -> DuelEntry:
-        case = planned.case
-        fused = workloads.get(case.workload).fused
-        quantisers = side.quantisers if fused else Quantisers("the suite is about numbers, and compiles none")
-        arm = MeasuredArm(case.id, planned, side.facts[case.device], self.limits)
-        return DuelEntry(side.name, side.workers[place], arm, quantisers)

@@ -19,8 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.features.duel.allocators import of_host, settings_of, words_of
-from fp8bench.features.duel.turns import Start
+from fp8bench.features.duel.partners import Start, of_host, settings_of, words_of
 from fp8bench.features.duel.values import AFTER, BEFORE
 from fp8bench.files import is_locked, lock
 from fp8bench.measure.interrupts import ignored
@@ -53,7 +52,6 @@ def scratch() -> Iterator[Path]:
 
 
 def sweep() -> None:
-    """Remove what duels of this user that were killed have left."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
@@ -81,7 +79,6 @@ _WHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMO
 
 
 def repository_of(folder: Path, option: str) -> Path:
-    """The top of the working tree that a folder lies in; raises UsageError where there is none."""
     done = _git(folder, "rev-parse", "--show-toplevel")
     if done.returncode:
         raise UsageError(
@@ -95,16 +92,12 @@ def is_dirty(repository: Path) -> bool:
 
 
 def revision_of(repository: Path, word: str, option: str) -> str:
-    """The commit a word means; raises UsageError where it means none."""
     commit = commit_named(word, repository)
     if commit is not None:
         return commit
-    shallow = _git(repository, "rev-parse", "--is-shallow-repository").stdout.strip() == "true"
-    hint = (
-        "The clone is shallow and lacks what is older: `git fetch --unshallow` gets it."
-        if shallow
-        else "Give a commit, a branch or a tag; `git fetch` gets those of others."
-    )
+    hint = "Give a commit, a branch or a tag; `git fetch` gets those of others."
+    if _git(repository, "rev-parse", "--is-shallow-repository").stdout.strip() == "true":
+        hint = "The clone is shallow and lacks what is older: `git fetch --unshallow` gets it."
     raise UsageError(f"{option} {word!r:.200} is no commit of the repository {repository}. {hint}")
 
 
@@ -163,19 +156,15 @@ def interpreter(word: str, option: str) -> str:
 
     Links are not followed: a virtual environment's Python is one, and its packages hang on it.
     """
-    folder = Path(word) / "bin" / "python"
-    found = str(folder) if Path(word).is_dir() and folder.exists() else shutil.which(word)
-    if found is None:
-        raise UsageError(
-            f"{option} {word!r:.200} is no program. Give a Python's name or path, or a virtual environment's folder."
-        )
-    path = str(Path(found).absolute())
-    version = _version(path, f"{option} {word!r:.200}")
+    folder, given = Path(word) / "bin" / "python", f"{option} {word!r:.200}"
+    program = str(folder) if Path(word).is_dir() and folder.exists() else shutil.which(word)
+    if program is None:
+        raise UsageError(f"{given} is no program. Give a Python's name or path, or a virtual environment's folder.")
+    path = str(Path(program).absolute())
+    version = _version(path, given)
     if version[:2] < OLDEST:
-        raise UsageError(
-            f"{option} {word!r:.200} is Python {'.'.join(map(str, version))}, and fp8bench needs "
-            f"{'.'.join(map(str, OLDEST))} or newer there too. Give a newer one."
-        )
+        is_, needs = (".".join(map(str, numbers)) for numbers in (version, OLDEST))
+        raise UsageError(f"{given} is Python {is_}, and fp8bench needs {needs} or newer there too. Give a newer one.")
     return path
 
 
@@ -231,7 +220,6 @@ Opened = tuple[Start, Start, tuple[str, ...]]
 
 @contextmanager
 def opened(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Opened]:
-    """Both sides with notes on them, for as long as the body runs. Raises UsageError for what cannot be."""
     settings = settings_of(question.env_a, "--env-a"), settings_of(question.env_b, "--env-b")
     differ = settings[0] != settings[1]
     if differ and any((question.python_a, question.python_b, question.against, question.against_self)):
@@ -264,13 +252,13 @@ def _opened(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Opened
         if question.against is not None or question.against_self is not None:
             with _against(question, pythons, imports, folder) as sides:
                 yield sides
-        else:
-            paths = (str(package_beside(folder / "package", PACKAGE)), *_own_paths(imports))
-            before, after = (
-                Start(name, python, paths, "this Python" if python == sys.executable else "another Python", imports)
-                for name, python in zip((BEFORE, AFTER), pythons, strict=True)
-            )
-            yield before, after, () if any((question.python_a, question.python_b)) else (SAME,)
+            return
+        paths = (str(package_beside(folder / "package", PACKAGE)), *_own_paths(imports))
+        before, after = (
+            Start(name, python, paths, "this Python" if python == sys.executable else "another Python", imports)
+            for name, python in zip((BEFORE, AFTER), pythons, strict=True)
+        )
+        yield before, after, () if any((question.python_a, question.python_b)) else (SAME,)
 
 
 @contextmanager
@@ -298,16 +286,15 @@ def _against(
     with worktree(repository, commit, folder, option) as tree:
         if not own:
             package = str(package_beside(folder / "package", PACKAGE))
-            paths = [*_paths_in(repository), *paths]
-            resolved = {path: Path(path).resolve() for path in paths}
-            there = [
+            resolved = {path: Path(path).resolve() for path in (*_paths_in(repository), *paths)}
+            paths, there = list(resolved), list(dict.fromkeys(
                 str(tree / real.relative_to(repository)) if real.is_relative_to(repository) else path
                 for path, real in resolved.items()
-            ]
+            ))  # fmt: skip
             moved, moving = _moved_imports(imports, repository, tree, word)
             yield (
-                Start(BEFORE, pythons[0], _once(package, there), title, moved, commit, tree),
-                Start(AFTER, pythons[1], _once(package, paths), here, imports, checked_out, repository),
+                Start(BEFORE, pythons[0], (package, *there), title, moved, commit, tree),
+                Start(AFTER, pythons[1], (package, *paths), here, imports, checked_out, repository),
                 (*moving, *notes),
             )
             return
@@ -315,17 +302,13 @@ def _against(
             raise UsageError(
                 f"{option} {word!r:.200} ({commit[:8]}) has no package {PACKAGE.name}. Choose a newer one."
             )
-        old = _once(str(package_beside(folder / "before", tree / PACKAGE.name)), paths)
-        new = _once(str(package_beside(folder / "after", PACKAGE)), paths)
+        old = (str(package_beside(folder / "before", tree / PACKAGE.name)), *paths)
+        new = (str(package_beside(folder / "after", PACKAGE)), *paths)
         yield (
             Start(BEFORE, pythons[0], old, f"{OWN}{title}", imports, commit),
             Start(AFTER, pythons[1], new, f"fp8bench: {here}", imports, checked_out),
             notes,
         )
-
-
-def _once(package: str, paths: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((package, *paths)))
 
 
 def _own_paths(imports: tuple[str, ...]) -> list[str]:
@@ -335,21 +318,16 @@ def _own_paths(imports: tuple[str, ...]) -> list[str]:
     """
     here = [str(Path.cwd())] if imports else []
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return [*here, *(path for path in given if not _installed(Path(path)))]
+    return list(dict.fromkeys((*here, *(path for path in given if not _INSTALLED & {*Path(path).parts}))))
 
 
 def _paths_in(top: Path) -> list[str]:
-    own = Path(sys.prefix).resolve()
-    found = [Path.cwd()]
+    own, folders = Path(sys.prefix).resolve(), [Path.cwd()]
     for path in map(Path, sys.path):
-        inside = path.resolve().is_relative_to(top) and path.is_dir()
-        if inside and not _installed(path) and not (own != top and path.resolve().is_relative_to(own)):
-            found.append(path.resolve())
-    return list(dict.fromkeys(map(str, found)))
-
-
-def _installed(path: Path) -> bool:
-    return bool(_INSTALLED & set(path.parts))
+        inside = path.resolve().is_relative_to(top) and path.is_dir() and not _INSTALLED & {*path.parts}
+        if inside and not (own != top and path.resolve().is_relative_to(own)):
+            folders.append(path.resolve())
+    return list(dict.fromkeys(map(str, folders)))
 
 
 def _moved_imports(imports: tuple[str, ...], top: Path, tree: Path, word: str) -> tuple[tuple[str, ...], list[str]]:

@@ -96,7 +96,6 @@ class Judged:
 
     @property
     def uneven(self) -> bool:
-        """Whether all calls say something else than the fastest ones, beyond the noise of both."""
         return self.resolved and verdicts.uneven(self.ratio, self.typical)
 
 
@@ -130,25 +129,25 @@ def judge(
     )  # fmt: skip
 
 
-def why_sure(found: Judged) -> str:
+def why_sure(times: Judged) -> str:
     """Why a verdict stands where processes of one side lay further apart than what it tells; else ''."""
-    told = verdicts.SAME if found.verdict is Verdict.SAME else abs(found.ratio.point - 1)
-    if found.apart <= told:
+    told = verdicts.SAME if times.verdict is Verdict.SAME else abs(times.ratio.point - 1)
+    if times.apart <= told:
         return ""
-    apart, more = units.percent(found.apart), units.percent(told)
+    apart, more = units.percent(times.apart), units.percent(told)
     return f"processes of one side lay {apart} apart, more than {more}; the interval has what that does by chance in it"
 
 
-def why_unsure(found: Judged) -> str:
-    if found.rounds < LEAST_ROUNDS:
-        return f"{found.rounds} rounds a session are too few; give it more time (--budget) or rounds"
-    if not found.resolved:
+def why_unsure(times: Judged) -> str:
+    if times.rounds < LEAST_ROUNDS:
+        return f"{times.rounds} rounds a session are too few; give it more time (--budget) or rounds"
+    if not times.resolved:
         return (
-            f"{found.sessions} session{'s' * (found.sessions != 1)} cannot tell what two processes differ by anyway; "
+            f"{times.sessions} session{'s' * (times.sessions != 1)} cannot tell what two processes differ by anyway; "
             "give it more (--sessions)"
         )
-    if found.uneven or verdicts.rule(found.ratio, verdicts.BAND) is not Verdict.UNSURE:
-        best, typical = units.change(found.ratio.point), units.change(found.typical.point)
+    if times.uneven or verdicts.rule(times.ratio, verdicts.BAND) is not Verdict.UNSURE:
+        best, typical = units.change(times.ratio.point), units.change(times.typical.point)
         return f"by the fastest calls it takes {best} time, by the mean over all calls {typical}"
     return "processes of one side differ by too much to tell; give it more of them (--sessions), or a quieter machine"
 
@@ -164,7 +163,7 @@ def _logs(session: Session, whole: bool) -> NDArray[np.float64]:
 
 
 def _best(timings: Sequence[Timing], rounds: Sequence[int], whole: bool) -> list[float]:
-    return [float(stats.best_by_segment(one).sum()) for one in verdicts.comparable(timings, rounds, whole)]
+    return [float(stats.best_by_segment(timing).sum()) for timing in verdicts.comparable(timings, rounds, whole)]
 
 
 def _make_up(session: Session) -> bool:
@@ -217,11 +216,10 @@ class _Deals:
         self.finest = 2 / count if all(before == after for before, after in sizes) else 1 / count
         self.finest = max(self.finest, 1 / len(named))
         # A deal and its mirror image are alike apart from the sign, and every deal has as many of each name.
-        self._after, self._before = (np.nonzero(one)[1].reshape(len(named), -1) for one in (named, ~named))
+        self._after, self._before = (np.nonzero(names)[1].reshape(len(named), -1) for names in (named, ~named))
 
     @property
     def shift(self) -> float:
-        """How much slower B is, a logarithm."""
         return self._apart(0.0)[1]
 
     def interval(self, level: float) -> Interval:
@@ -237,7 +235,6 @@ class _Deals:
         return Interval(math.exp(shift), math.exp(low), math.exp(high), level)
 
     def chance(self, shift: float) -> float:
-        """The share of deals as far apart as the true one, if B were slower by `shift`, a logarithm."""
         apart, own = self._apart(shift)
         return float((np.abs(apart) >= abs(own) - 1e-12).mean())
 
@@ -298,10 +295,10 @@ def comparisons(duel: Duel) -> tuple[Comparison, ...]:
 
 def of_means(duel: Duel) -> Iterator[Comparison]:
     for result in duel.results:
-        found = judged(result)
-        if found is not None and found.resolved:
-            way = _DIRECTIONS[rule(found.typical, BAND)]
-            yield replace(_blank(result, MEAN, "s"), direction=way, ratio=found.typical, labels=_labels(result, found))
+        times = judged(result)
+        if times is not None and times.resolved:
+            way = _DIRECTIONS[rule(times.typical, BAND)]
+            yield replace(_blank(result, MEAN, "s"), direction=way, ratio=times.typical, labels=_labels(result, times))
 
 
 def compared(result: CaseResult) -> Iterator[Comparison]:
@@ -315,48 +312,46 @@ def compared(result: CaseResult) -> Iterator[Comparison]:
 
 
 def _time(result: CaseResult) -> Comparison:
-    found = judged(result)
+    times = judged(result)
     blank = _blank(result, TIME, "s")
-    if found is None:
+    if times is None:
         return replace(blank, why=_why_none(result))
-    blank = replace(blank, before=found.before, after=found.after, labels=_labels(result, found))
+    blank = replace(blank, before=times.before, after=times.after, labels=_labels(result, times))
     old, new = result.before.support.level, result.after.support.level
     if old is not new:
         return replace(blank, why=f"{old} on side {BEFORE} and {new} on side {AFTER}: not the same work")
-    why = why_unsure(found) if found.verdict is Verdict.UNSURE else why_sure(found)
-    way = _DIRECTIONS[found.verdict]
-    noise = Noise(found.error, found.freedom) if found.can_judge else None
-    return replace(blank, direction=way, ratio=found.ratio, p_value=p_value(found), why=why, noise=noise)
+    why = why_unsure(times) if times.verdict is Verdict.UNSURE else why_sure(times)
+    way = _DIRECTIONS[times.verdict]
+    noise = Noise(times.error, times.freedom) if times.can_judge else None
+    return replace(blank, direction=way, ratio=times.ratio, p_value=p_value(times), why=why, noise=noise)
 
 
-def p_value(found: Judged) -> float | None:
+def p_value(times: Judged) -> float | None:
     """The chance of so great a difference if nothing had changed; None where processes are too few to say.
 
     Beyond the least that dealing names out can tell, by Student's t.
     """
-    if not found.resolved:
+    if not times.resolved:
         return None
-    if found.chance > found.finest:
-        return found.chance
-    return min(found.chance, chance_of(found.distance, found.freedom))
+    if times.chance > times.finest:
+        return times.chance
+    return min(times.chance, chance_of(times.distance, times.freedom))
 
 
-def _labels(result: CaseResult, found: Judged) -> tuple[Label, ...]:
+def _labels(result: CaseResult, times: Judged) -> tuple[Label, ...]:
+    processes = [(result.before, timing) for session in result.sessions for timing in session.before]
+    processes += [(result.after, timing) for session in result.sessions for timing in session.after]
     labels: list[Label] = []
-    for session in result.sessions:
-        for record, timings in ((result.before, session.before), (result.after, session.after)):
-            for timing in timings:
-                finding = Finding(record.case, found.verdict, phases=best_phases(timing))
-                told = labels_of(replace(record, timing=timing), finding, None, None)
-                labels += [label.label for label in told]
-    processes = sum(len(one.before) + len(one.after) for one in result.sessions)
-    wanted = {label for label in labels if labels.count(label) >= processes / 2} - _OF_A_SUITE
-    if found.uneven:
+    for record, timing in processes:
+        finding = Finding(record.case, times.verdict, phases=best_phases(timing))
+        labels += [told.label for told in labels_of(replace(record, timing=timing), finding, None, None)]
+    wanted = {label for label in labels if labels.count(label) >= len(processes) / 2} - _OF_A_SUITE
+    if times.uneven:
         wanted.add(Label.UNEVEN)
-    if found.whole:
+    if times.whole:
         wanted.add(Label.WHOLE_STEPS)
-    places = [place_effect([*one.before, *one.after]) for one in result.sessions]
-    beyond = [place for place in places if place is not None and abs(place.ratio.point - 1) > max(BAND, found.apart)]
+    places = [place_effect([*session.before, *session.after]) for session in result.sessions]
+    beyond = [place for place in places if place is not None and abs(place.ratio.point - 1) > max(BAND, times.apart)]
     if 2 * len(beyond) >= len(places):
         wanted.add(Label.POSITION)
     return tuple(label for label in Label if label in wanted)
@@ -370,17 +365,15 @@ def _why_none(result: CaseResult) -> str:
 
 
 def _value(result: CaseResult, metric: str) -> Comparison:
-    found = [record.measurement(metric) for record in (result.before, result.after)]
-    unit = next(measurement.unit for measurement in found if measurement is not None)
-    before, after = (
-        statistics.median(measurement.samples) if measurement and measurement.samples else None for measurement in found
-    )
+    both = [record.measurement(metric) for record in (result.before, result.after)]
+    unit = next(measured.unit for measured in both if measured is not None)
+    samples = [measured.samples if measured is not None else () for measured in both]
+    before, after = (statistics.median(values) if values else None for values in samples)
     blank = replace(_blank(result, metric, unit), before=before, after=after)
     if before is None or after is None:
         why = _why_none(result) if result.failed else f"only side {AFTER if before is None else BEFORE} has it"
         return replace(blank, why=why)
-    said = exact_change(*(measurement.samples for measurement in found if measurement is not None))
-    return replace(blank, **said._asdict())
+    return replace(blank, **exact_change(*samples)._asdict())
 
 
 def _blank(result: CaseResult, metric: str, unit: str) -> Comparison:

@@ -12,19 +12,13 @@ from fp8bench.features.duel.verdicts import comparisons as comparisons_of
 from fp8bench.model import Comparison, Direction, Level, Status
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.specs import TIME
+from fp8bench.report.columns import Col, table
 from fp8bench.report.comparisons import TONES, counted, direction, label_legend, signed, value
-from fp8bench.report.elements import Column, Element, Field, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Element, Field, Page, Part, Text, Tone
 from fp8bench.report.panels import show_params, together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.naming import many
 
-_TIMES = (
-    Column("setting", shared=True), Column("case"), Column("A", number=True), Column("B", number=True),
-    Column("verdict"), Column("change"), Column("apart", number=True), Column("labels"),
-)  # fmt: skip
-_VALUES = (
-    Column("case"), Column("figure"), Column("A", number=True), Column("B", number=True), Column("change"),
-)  # fmt: skip
 _HOW_RATIO = (
     f"change: of the time from A to B, below 0 is faster, with its {units.percent(FINAL_LEVEL, 0)} interval; a side is "
     "the faster three fifths of its processes, each by its best case"
@@ -41,81 +35,89 @@ _HOW_VERDICT = (
     f"within +-{units.percent(SAME, 0)}, else unsure; without an interval (fewer than three sessions), only what "
     f"lies beyond {units.percent(BELIEVED, 0)}, and further apart than processes of one side, is told"
 )
-_LEGEND = (_HOW_TIME, _HOW_RATIO, _HOW_APART, _HOW_VERDICT)
+
+
+# A case with one of its comparisons.
+_Figure = tuple[CaseResult, Comparison]
 
 
 def page_of(duel: Duel) -> Page:
-    found = [(result, list(compared(result))) for result in duel.results]
-    times: Element = Table("times", "", _TIMES, tuple(_times(found))) if found else Text("Nothing was measured.")
-    parts = [Part("times", "", (times,)), Part("values", "", tuple(_values(found)))]
-    parts += list_of("notes", "notes", _notes(found))
-    sessions = many(duel.sessions, "session")
-    legend = [*_LEGEND, *label_legend(comparison for _, comparisons in found for comparison in comparisons)]
-    title = f"duel {duel.request.suite}: B against A, {sessions} of two processes a side"
+    figures = [(result, comparison) for result in duel.results for comparison in compared(result)]
+    times = [figure for figure in figures if figure[1].metric == TIME]
+    shown: Element = table("times", "", _TIMES, times) if times else Text("Nothing was measured.")
+    parts = [Part("times", "", (shown,)), Part("values", "", tuple(_values(figures)))]
+    parts += list_of("notes", "notes", _notes(duel, figures))
+    legend = (_HOW_TIME, _HOW_RATIO, _HOW_APART, _HOW_VERDICT, *label_legend(comparison for _, comparison in figures))
+    title = f"duel {duel.request.suite}: B against A, {many(duel.sessions, 'session')} of two processes a side"
     facts = []
     for side in (duel.before, duel.after):  # 'v1 (3fa9c2d1), Python 3.11.7, torch 2.13.0, /usr/bin/python'
         known = side.environment.facts
         software = f"Python {known.get('python')}, torch {known.get('torch')}, fp8bench {known.get('fp8bench')}"
         facts.append((side.name, f"{side.title}, {software}, {side.python}"))
-    return Page(title, "", (*parts, Part("summary", "", tuple(_ending(duel)))), legend if found else (), tuple(facts))
+    return Page(title, "", (*parts, Part("summary", "", tuple(_ending(duel)))), legend if times else (), tuple(facts))
 
 
-_Found = Sequence[tuple[CaseResult, list[Comparison]]]
+def _setting(figure: _Figure) -> str:
+    case = figure[0].after.case
+    return " ".join(part for part in (case.workload, show_params(case.params), "on", case.device) if part)
 
 
-def _times(found: _Found) -> Iterator[tuple[Field, ...]]:
-    for result, comparisons in found:
-        case = result.after.case
-        setting = " ".join(part for part in (case.workload, show_params(case.params), "on", case.device) if part)
-        one = next(comparison for comparison in comparisons if comparison.metric == TIME)
-        known = judged(result)
-        apart = units.percent(known.apart) if known is not None else units.NONE
-        statuses = (result.before.status, result.after.status)
-        word = "FAILED" if Status.FAILED in statuses else "skipped" if Status.SKIPPED in statuses else direction(one)
-        tone = Tone.BAD if Status.FAILED in statuses else TONES.get(one.direction, Tone.PLAIN)
-        yield (
-            Field(setting), Field(_name(result)), Field(value(one, one.before)), Field(value(one, one.after)),
-            Field(word, tone=tone), Field(signed(one.ratio)), Field(apart), Field(", ".join(one.labels)),
-        )  # fmt: skip
+def _name(figure: _Figure) -> str:
+    after = figure[0].after
+    return f"{after.case.mode} (emulated)" if after.support.level is Level.EMULATED else after.case.mode
 
 
-def _name(result: CaseResult) -> str:
-    case = result.after.case
-    return f"{case.mode} (emulated)" if result.after.support.level is Level.EMULATED else case.mode
+def _tone(figure: _Figure) -> Tone:
+    return TONES.get(figure[1].direction, Tone.PLAIN)
 
 
-def _values(found: _Found) -> Iterator[Element]:
-    values = [
-        (result, comparison) for result, comparisons in found for comparison in comparisons if comparison.metric != TIME
-    ]
-    if not values:
-        return
-    apart = [
-        (result, comparison)
-        for result, comparison in values
-        if comparison.direction is not Direction.SAME and comparison.ratio is not None
-    ]
-    rows = tuple(
-        (Field(_name(result)), Field(comparison.metric), Field(value(comparison, comparison.before)),
-         Field(value(comparison, comparison.after)),
-         Field(signed(comparison.ratio), tone=TONES.get(comparison.direction, Tone.PLAIN)))
-        for result, comparison in apart
-    )  # fmt: skip
-    title = f"values (errors, memory): {counted(comparison for _, comparison in values)}"
-    yield Table("values", title, _VALUES, rows) if rows else Text(title)
+def _verdict(figure: _Figure) -> Field:
+    result, comparison = figure
+    statuses = (result.before.status, result.after.status)
+    if Status.FAILED in statuses:
+        return Field("FAILED", tone=Tone.BAD)
+    word = "skipped" if Status.SKIPPED in statuses else direction(comparison)
+    return Field(word, tone=_tone(figure))
 
 
-def _notes(found: _Found) -> list[str]:
-    said = []
-    for result, comparisons in found:
-        case = result.after.case.id
-        said += [
-            (comparison.why, case if comparison.metric == TIME else f"{case} {comparison.metric}")
-            for comparison in comparisons
-            if comparison.why
-        ]
-        records = (result.before, result.after)
-        said += [(record.detail, case) for record in records if record.status is Status.OK and record.detail]
+def _apart(figure: _Figure) -> str:
+    known = judged(figure[0])
+    return units.percent(known.apart) if known is not None else units.NONE
+
+
+_SIDES: tuple[Col[_Figure], ...] = (
+    Col("A", lambda figure: value(figure[1], figure[1].before), number=True),
+    Col("B", lambda figure: value(figure[1], figure[1].after), number=True),
+)
+_TIMES: tuple[Col[_Figure], ...] = (
+    Col("setting", _setting, shared=True), Col("case", _name), *_SIDES, Col("verdict", _verdict),
+    Col("change", lambda figure: signed(figure[1].ratio)), Col("apart", _apart, number=True),
+    Col("labels", lambda figure: ", ".join(figure[1].labels)),
+)  # fmt: skip
+_VALUES: tuple[Col[_Figure], ...] = (
+    Col("case", _name), Col("figure", lambda figure: figure[1].metric), *_SIDES,
+    Col("change", lambda figure: signed(figure[1].ratio), tone=_tone),
+)  # fmt: skip
+
+
+def _values(figures: Sequence[_Figure]) -> Iterator[Element]:
+    values = [figure for figure in figures if figure[1].metric != TIME]
+    apart = [figure for figure in values if figure[1].direction is not Direction.SAME and figure[1].ratio is not None]
+    if values:
+        title = f"values (errors, memory): {counted(comparison for _, comparison in values)}"
+        yield table("values", title, _VALUES, apart) if apart else Text(title)
+
+
+def _notes(duel: Duel, figures: Sequence[_Figure]) -> list[str]:
+    said = [
+        (comparison.why, comparison.case if comparison.metric == TIME else f"{comparison.case} {comparison.metric}")
+        for _, comparison in figures if comparison.why
+    ]  # fmt: skip
+    said += [
+        (record.detail, record.case.id)
+        for result in duel.results for record in (result.before, result.after)
+        if record.status is Status.OK and record.detail
+    ]  # fmt: skip
     alike = ((why, list(dict.fromkeys(about))) for why, about in together(said).items())
     return [f"{', '.join(names[:2])}{f' and {len(names) - 2} more' if len(names) > 2 else ''}: {why}"
             for why, names in alike]  # fmt: skip

@@ -209,7 +209,7 @@ def read_rules(file: Path) -> Rules:
         if not case:
             raise UsageError(f"{place(file, key)}: an empty pattern fits nothing. Give a suite, or '*' for all cases.")
         figures = _mapping(place(file, node), case, "a mapping of figures", node)
-        rules += [_rule(file, case, metric, name, one) for metric, name, one in items(file, figures, _KIND)]
+        rules += [_rule(file, case, metric, name, bounds) for metric, name, bounds in items(file, figures, _KIND)]
     return tuple(rules)
 
 
@@ -263,7 +263,7 @@ def _amount(file: Path, node: yaml.Node) -> tuple[float, str]:
 
 def _parsed(file: Path, node: yaml.Node, expected: str) -> tuple[float, str]:
     text = scalar(file, node) if isinstance(node, yaml.ScalarNode) else ""
-    found = _NUMBER.fullmatch(text.strip())
-    if found is None or not math.isfinite(float(found[1])):
+    number = _NUMBER.fullmatch(text.strip())
+    if number is None or not math.isfinite(float(number[1])):
         raise UsageError(f"{place(file, node)}: expected {expected}, got {shown(node)}.")
-    return float(found[1]), found[2] or ""
+    return float(number[1]), number[2] or ""

@@ -54,21 +54,21 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
         return GateSource(title, problem=problem, code=EXIT_FAILED)
     history = opened(store, observer)
     series = tuple(_newest_of_series(history, newest))
-    found = all_changes(history, store, observer)
+    steps = all_changes(history, store, observer)
     failures = tuple(_failures(newest, store))
-    if not found.looked_at and not failures and not any(change.alarms for change in found.changes):
-        why = "; ".join(f"{count} series: {words}" for words, count in found.left.items()) or "there is no series"
+    if not steps.looked_at and not failures and not any(change.alarms for change in steps.changes):
+        why = "; ".join(f"{count} series: {words}" for words, count in steps.left.items()) or "there is no series"
         problem = f"there is nothing to compare with: {why}."
         return GateSource(title, problem=problem, code=EXIT_BASELINE, newest=series)
-    changes = _judgeable(found, newest, history)
+    changes = _judgeable(steps, newest, history)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         return _second_look([changes[key_of(suspect)] for suspect in suspects], newest, store, observer)
 
     comparisons = (*failures, *(change.comparison for change in changes.values()))
-    known = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in found.changes)
+    known = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in steps.changes)
     notes = [f"{known} acknowledged: `fp8bench history regressions --all` tells them"] if known else []
-    notes += [f"{count} series not looked at: {why}" for why, count in found.left.items()]
+    notes += [f"{count} series not looked at: {why}" for why, count in steps.left.items()]
     return GateSource(title, comparisons, confirm, tuple(notes), newest=series)
 
 
@@ -92,32 +92,29 @@ def _failures(newest: Run, store: Path) -> Iterator[Comparison]:
     yield from unmeasured([newest], Evidence.HISTORY)
 
 
-def _judgeable(found: Found, newest: Run, history: History) -> dict[Key, Change]:
+def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]:
     """The open changes where the newest run was made; of two of one series the larger.
 
     A time is left to the time over the reference's, where that has a series, for it tells how fast the machine was,
     too; and the time per FLOP to the time.
     """
-    chosen: dict[Key, Change] = {}
     place = from_facts(newest.environment.facts)
     here = [
-        change for change in found.changes
+        change for change in steps.changes
         if change.state is ChangeState.OPEN and change.trend.series.metric not in _DERIVED
         and (place is None or history.is_of(change.trend, place))
     ]  # fmt: skip
     relative = _with_relative(here, history)
-    for one in sorted(here, key=lambda change: change.size):
-        if one.trend.series.metric in RATIOS or not _settled(one.trend, relative):
-            chosen[key_of(one.comparison)] = one
-    return chosen
+    judged = (change for change in here if change.trend.series.metric in RATIOS or not _settled(change.trend, relative))
+    return {key_of(change.comparison): change for change in sorted(judged, key=lambda change: change.size)}
 
 
 def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
     compared = ((line.trend, history.lines.comparable(line)) for line in _lines_of(history, newest))
-    latest = [(trend, max(every, key=lambda one: one.places[-1]).values) for trend, every in compared if every]
-    found = [(trend, values) for trend, values in latest if values.min() > 0]
-    relative = {_place(trend) for trend, _ in found if trend.series.metric == RELATIVE}
-    judged = [one for one in found if one[0].series.metric == RELATIVE or not _settled(one[0], relative)]
+    latest = [(trend, max(every, key=lambda part: part.places[-1]).values) for trend, every in compared if every]
+    positive = [(trend, values) for trend, values in latest if values.min() > 0]
+    relative = {_place(trend) for trend, _ in positive if trend.series.metric == RELATIVE}
+    judged = [pair for pair in positive if pair[0].series.metric == RELATIVE or not _settled(pair[0], relative)]
     for (trend, values), level in zip(judged, newest_levels([values for _, values in judged]), strict=True):
         value = float(values[-level.length :].mean() if level is not None else values.mean())
         yield Newest(
@@ -167,7 +164,7 @@ def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer:
     here = {(record.case.workload, cell_of(record.case, newest)): record.case.id for record in reversed(newest.records)}
     wanted = {key_of(suspect.comparison): (suspect.trend.series.workload, suspect.trend.cell) for suspect in suspects}
     cases = {key: here[cell] for key, cell in wanted.items() if cell in here}
-    found: dict[Key, Comparison] = {}
+    comparisons: dict[Key, Comparison] = {}
     how: list[str] = []
     alone: list[Change] = []
     by_commit = together(
@@ -182,15 +179,14 @@ def _second_look(suspects: Sequence[Change], newest: Run, store: Path, observer:
         how.append(look.how)
         for key in (key_of(change.comparison) for change in changes):
             again = look.comparisons.get((cases[key], key[1]))
-            found |= {key: replace(again, case=key[0])} if again is not None else {}
+            comparisons |= {key: replace(again, case=key[0])} if again is not None else {}
     again_cases = {cases[key_of(change.comparison)] for change in alone}
     again_run, refused = measured_again(newest, again_cases, store, observer) if alone else (None, "")
     if again_run is not None:
         how.append(f"measured again in run {again_run.id}")
-        found |= {
-            key_of(change.comparison): new for change in alone if (new := _new_value(change, again_run)) is not None
-        }
-    return SecondLook(found, " and ".join(how), refused or f"run {newest.id} does not have the case")
+        values = {key_of(change.comparison): _new_value(change, again_run) for change in alone}
+        comparisons |= {key: value for key, value in values.items() if value is not None}
+    return SecondLook(comparisons, " and ".join(how), refused or f"run {newest.id} does not have the case")
 
 
 def _new_value(change: Change, run: Run) -> Comparison | None:

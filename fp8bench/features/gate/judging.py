@@ -41,7 +41,6 @@ class CaseSpread:
     deviation: float
 
     def chance(self, log: float) -> float:
-        """Of a logarithm at least as far off, on either side."""
         beside = abs(log - self.shift)
         if not self.deviation:
             return 0.0 if beside else 1.0
@@ -128,7 +127,6 @@ def key_of(figure: Comparison) -> Key:
 
 
 def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[JudgedFigure, ...]:
-    """Every figure judged, as far as one look goes: suspects are to be confirmed."""
     relative = {
         comparison.case for comparison in comparisons if comparison.metric == RELATIVE and comparison.ratio is not None
     }
@@ -240,7 +238,8 @@ def _is_absent(figure: JudgedFigure, again: Comparison) -> bool:
 
 
 def _settled(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigure:
-    failed = (found for found in look.comparisons.values() if found.failed and found.case == figure.comparison.case)
+    case = figure.comparison.case
+    failed = (again for again in look.comparisons.values() if again.failed and again.case == case)
     again = next(failed, None) or look.comparisons.get(figure.key)
     if again is None:
         why = f"not measured again: {look.refused or 'the case was not among what could be'}"
@@ -290,7 +289,6 @@ class Sight:
 
     @property
     def enough(self) -> bool:
-        """Whether a slow-down as large as its threshold would be seen."""
         return self.seen <= self.threshold and not self.unknown
 
     @property
@@ -347,7 +345,6 @@ class GateVerdict:
 
     @property
     def exit_code(self) -> int:
-        """3 a case failed, 1 something is worse, 4 it might be, else 0; or that of a problem."""
         if self.problem:
             return self.code
         if self.of(GateOutcome.FAILED):
@@ -361,11 +358,11 @@ class GateVerdict:
         if self.problem:
             known = {EXIT_BASELINE: "no baseline to judge by", EXIT_OK: "the history is too young"}
             return known.get(self.code, "nothing was measured")
-        failed, worse = len(self.of(GateOutcome.FAILED)), len(self.of(GateOutcome.REGRESSION))
-        parts = [f"{failed} failed"] if failed else []
-        parts += [f"{worse} regression{'s' * (worse != 1)}"] if worse else []
-        if (suspected := len(self.of(GateOutcome.TO_CONFIRM))) and not self.sights.fails:
-            parts += [f"{suspected} to confirm"]
+        failed, worse, suspected = (
+            len(self.of(outcome)) for outcome in (GateOutcome.FAILED, GateOutcome.REGRESSION, GateOutcome.TO_CONFIRM)
+        )
+        parts = [f"{failed} failed"] * (failed > 0) + [f"{worse} regression{'s' * (worse != 1)}"] * (worse > 0)
+        parts += [f"{suspected} to confirm"] * (suspected > 0 and not self.sights.fails)
         if parts or not self.sights.fails:
             return " and ".join(parts) or "no regression"
         count = len(self.sights.blind)

@@ -97,18 +97,20 @@ def _is_tested(figure: JudgedFigure) -> bool:
     return figure.outcome not in NOT_TESTED and figure.comparison.ratio is not None
 
 
-def _sorted(found: Iterable[Sight], power: float, required: bool) -> Sights:
-    figures = sorted(found, key=lambda one: (one.enough, -math.log1p(one.seen) / math.log1p(one.threshold or 1e-9)))
+def _sorted(sights: Iterable[Sight], power: float, required: bool) -> Sights:
+    figures = sorted(
+        sights, key=lambda sight: (sight.enough, -math.log1p(sight.seen) / math.log1p(sight.threshold or 1e-9))
+    )
     return Sights(tuple(figures), power, required)
 
 
 def sight_of(figure: JudgedFigure, chance: float, second: Second, power: float) -> Sight:
-    found, least = figure.comparison, _least(figure.threshold, figure.comparison.before)
-    blank = Sight(found.case, found.metric, least, math.inf, math.inf)
-    if found.noise is None or found.ratio is None or found.ratio.level == 0 or found.ratio.low <= 0:
-        return replace(blank, unknown=found.why or "too few processes for an interval (--sessions)")
+    change, least = figure.comparison, _least(figure.threshold, figure.comparison.before)
+    blank = Sight(change.case, change.metric, least, math.inf, math.inf)
+    if change.noise is None or change.ratio is None or change.ratio.level == 0 or change.ratio.low <= 0:
+        return replace(blank, unknown=change.why or "too few processes for an interval (--sessions)")
     unknown = ""
-    if is_alone(found) and figure.spread is None:
+    if is_alone(change) and figure.spread is None:
         unknown = "too few runs, and too few other figures, to know how far runs lie apart"
 
     def looks(at_least: float) -> _Looks:
@@ -122,24 +124,24 @@ def _least(threshold: Threshold, before: float | None) -> float:
 
 
 def _looks(figure: JudgedFigure, chance: float, second: Second, least: float) -> _Looks:
-    found, floor = figure.comparison, math.log1p(least)
-    assert found.noise is not None
-    if found.evidence is Evidence.PAIRED and not found.noise.before:
+    change, floor = figure.comparison, math.log1p(least)
+    assert change.noise is not None
+    if change.evidence is Evidence.PAIRED and not change.noise.before:
         # Another duel has fresh processes on both sides.
-        error, sure = found.noise.error, math.log1p(verdicts.BAND) + _inside(found)
-        evidence = max(sure, error * quantile(1 - chance, found.noise.freedom))
-        other = _look(floor, sure, error, found.noise.freedom) if second is Second.DUEL else _PASSES
-        return _Looks(_look(floor, evidence, error, found.noise.freedom), other)
-    first, again, error = _of_few(figure, chance) if is_alone(found) else _of_many(found, chance)
-    freedom, band = found.noise.freedom or math.inf, math.log1p(ALONE if is_alone(found) else BAND)
+        error, sure = change.noise.error, math.log1p(verdicts.BAND) + _inside(change)
+        evidence = max(sure, error * quantile(1 - chance, change.noise.freedom))
+        other = _look(floor, sure, error, change.noise.freedom) if second is Second.DUEL else _PASSES
+        return _Looks(_look(floor, evidence, error, change.noise.freedom), other)
+    first, again, error = _of_few(figure, chance) if is_alone(change) else _of_many(change, chance)
+    freedom, band = change.noise.freedom or math.inf, math.log1p(ALONE if is_alone(change) else BAND)
     if second is Second.NONE:
         return _Looks(_look(max(floor, math.log1p(ALONE)), first, error, freedom), _PASSES)
     if second is Second.DUEL:  # how sure it will be nobody knows yet; it is far surer than stored runs
         return _Looks(_look(floor, first, error, freedom), _Look(max(floor, math.log1p(verdicts.BAND)), 0.0))
     # The first side's runs are in both looks; of the second one run is measured again.
-    own, shared = (math.sqrt(share) * error for share in (1 - _before(found.noise), _before(found.noise)))
-    later = _look(max(floor, band, again), 0.0, own * math.sqrt(found.noise.after), freedom)
-    return _Looks(_look(max(floor, 0.0 if is_alone(found) else band), first, own, freedom), later, shared)
+    own, shared = (math.sqrt(share) * error for share in (1 - _before(change.noise), _before(change.noise)))
+    later = _look(max(floor, band, again), 0.0, own * math.sqrt(change.noise.after), freedom)
+    return _Looks(_look(max(floor, 0.0 if is_alone(change) else band), first, own, freedom), later, shared)
 
 
 def _before(noise: Noise) -> float:
@@ -147,25 +149,25 @@ def _before(noise: Noise) -> float:
 
 
 def _of_few(figure: JudgedFigure, chance: float) -> tuple[float, float, float]:
-    found, spread = figure.comparison, figure.spread
-    assert found.noise is not None
+    change, spread = figure.comparison, figure.spread
+    assert change.noise is not None
     if spread is None:
-        return _inside(found), _inside(found), found.noise.error
+        return _inside(change), _inside(change), change.noise.error
     first = spread.shift + spread.deviation * _NORMAL.inv_cdf(1 - chance / 2)
-    return max(_inside(found), first), max(_inside(found), AGAIN * spread.deviation), spread.deviation
+    return max(_inside(change), first), max(_inside(change), AGAIN * spread.deviation), spread.deviation
 
 
-def _of_many(found: Comparison, chance: float) -> tuple[float, float, float]:
-    assert found.noise is not None and found.ratio is not None
-    error, freedom, level = found.noise.error, found.noise.freedom, found.ratio.level
-    before = _before(found.noise)
-    alone = error * math.sqrt(before + (1 - before) * found.noise.after)
+def _of_many(change: Comparison, chance: float) -> tuple[float, float, float]:
+    assert change.noise is not None and change.ratio is not None
+    error, freedom, level = change.noise.error, change.noise.freedom, change.ratio.level
+    before = _before(change.noise)
+    alone = error * math.sqrt(before + (1 - before) * change.noise.after)
     return error * quantile(max(level, 1 - chance), freedom), alone * quantile(level, freedom), error
 
 
-def _inside(found: Comparison) -> float:
-    assert found.ratio is not None
-    return math.log(found.ratio.point / found.ratio.low)
+def _inside(change: Comparison) -> float:
+    assert change.ratio is not None
+    return math.log(change.ratio.point / change.ratio.low)
 
 
 _PASSES = _Look(-math.inf, 0.0)

@@ -122,12 +122,10 @@ def duelled(
         return SecondLook({}, refused=str(error).rstrip("."))
     if not duel.finished:
         raise KeyboardInterrupt
-    found = {key_of(comparison): comparison for comparison in (*comparisons(duel), *of_means(duel))}
-    relative: dict[str, str] = {TIME: RELATIVE, MEAN: RELATIVE_MEAN}
-    found |= {
-        (case, relative[metric]): comparison for (case, metric), comparison in found.items() if metric in relative
-    }
-    return SecondLook(found, f"in duel {duel.id}")
+    figures = {key_of(comparison): comparison for comparison in (*comparisons(duel), *of_means(duel))}
+    for metric, relative in ((TIME, RELATIVE), (MEAN, RELATIVE_MEAN)):
+        figures |= {(case, relative): comparison for (case, name), comparison in figures.items() if name == metric}
+    return SecondLook(figures, f"in duel {duel.id}")
 
 
 def _unhurried(request: Request) -> Request:
@@ -194,9 +192,7 @@ def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> Gat
 
     cut_off = unmeasured(compared.after.runs, Evidence.CROSS_RUN)
     second = Second.DUEL if _commit_to_duel(compared, compared.after.runs[-1]) is not None else Second.AGAIN
-    notes = [
-        f"{differing.name} was {differing.before:.60} and is {differing.after:.60}" for differing in compared.differing
-    ]
+    notes = [f"{fact.name} was {fact.before:.60} and is {fact.after:.60}" for fact in compared.differing]
     for words, cases in (("is gone", compared.only_before), ("is new", compared.only_after)):
         notes += [f"{case} {words}" for case in cases[:_MOST_LISTED]]
         notes += [f"and {len(cases) - _MOST_LISTED} more"] if len(cases) > _MOST_LISTED else []
@@ -208,15 +204,11 @@ def _problem(compared: Compared) -> tuple[str, int]:
         lost = any(comparison.failed for comparison in compared.comparisons)
         return ("" if lost else f"no case of {compared.after.name} came to a number."), EXIT_FAILED
     if compared.hardware:
-        words = "; ".join(
-            f"{differing.name} was {differing.before} and is {differing.after}" for differing in compared.hardware
-        )
+        words = "; ".join(f"{fact.name} was {fact.before} and is {fact.after}" for fact in compared.hardware)
         return f"the baseline was measured on something else, and times do not compare: {words}.", EXIT_BASELINE
     if not compared.comparable and not any(comparison.failed for comparison in compared.comparisons):
-        why = next(
-            (comparison.why for comparison in compared.comparisons if comparison.why), "they have no case in common"
-        )
-        return f"the baseline does not compare: {why}.", EXIT_BASELINE
+        whys = (comparison.why for comparison in compared.comparisons if comparison.why)
+        return f"the baseline does not compare: {next(whys, 'they have no case in common')}.", EXIT_BASELINE
     return "", 0
 
 
@@ -230,10 +222,8 @@ def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path
     again, refused = measured_again(newest, {suspect.case for suspect in suspects}, store, observer)
     if again is None:
         return SecondLook({}, refused=refused)
-    found = compare(compared.before, side_of("again", [(again, findings(again))]), beside=compared.after)
-    return SecondLook(
-        {key_of(comparison): comparison for comparison in found.comparisons}, f"measured again in run {again.id}"
-    )
+    figures = compare(compared.before, side_of("again", [(again, findings(again))]), beside=compared.after).comparisons
+    return SecondLook({key_of(figure): figure for figure in figures}, f"measured again in run {again.id}")
 
 
 def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
@@ -280,12 +270,12 @@ def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
         question = DuelQuestion(python_a, python_b, against, against_self, duel.sessions, env_a, env_b)
         return duelled(question, duel.request, store, suspects, observer)
 
-    found = comparisons(duel)
-    known = {comparison.case for comparison in found}
+    figures = comparisons(duel)
+    known = {comparison.case for comparison in figures}
     why = "the duel was interrupted before it was measured"
     cut_off = [failed(case, case.partition("[")[0], Evidence.PAIRED, why) for case in duel.cases if case not in known]
     second = Second.NONE if _moved_on(duel) else Second.DUEL
-    return GateSource(title, (*found, *cut_off), confirm, notes, second=second, duel=duel)
+    return GateSource(title, (*figures, *cut_off), confirm, notes, second=second, duel=duel)
 
 
 def _moved_on(duel: Duel) -> str:

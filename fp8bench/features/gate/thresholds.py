@@ -39,7 +39,6 @@ class ThresholdRule:
     place: str = ""
 
     def fits(self, figure: Comparison) -> bool:
-        """Whether it speaks of a figure: by the suite's name or the case's id, and the figure's name."""
         return (_fits(self.case, figure.suite) or _fits(self.case, figure.case)) and _fits(self.metric, figure.metric)
 
 
@@ -49,17 +48,17 @@ Rules = tuple[ThresholdRule, ...]
 def threshold_of(figure: Comparison, rules: Rules = ()) -> Threshold:
     """What is worse enough for a figure: the first rule that fits it, and what its spec says where that is silent."""
     relative, smallest = spec_of(figure.metric).threshold
-    found = ruled_by(figure, rules)
-    if found is None:
+    rule = ruled_by(figure, rules)
+    if rule is None:
         return Threshold(relative, smallest)
-    if found.unit and found.unit != figure.unit and found.smallest is not None:
+    if rule.unit and rule.unit != figure.unit and rule.smallest is not None:
         raise UsageError(
-            f"{found.place}: smallest is in {found.unit}, and {figure.metric} of {figure.case} is in "
+            f"{rule.place}: smallest is in {rule.unit}, and {figure.metric} of {figure.case} is in "
             f"{figure.unit or 'no unit'}. Give a number in its unit, or name other figures."
         )
     return Threshold(
-        relative if found.relative is None else found.relative,
-        smallest if found.smallest is None else found.smallest, found.ignored,
+        relative if rule.relative is None else rule.relative,
+        smallest if rule.smallest is None else rule.smallest, rule.ignored,
     )  # fmt: skip
 
 

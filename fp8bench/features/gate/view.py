@@ -69,8 +69,7 @@ def _by_figure(sights: Sights) -> dict[Key, str]:
 def _suite(root: ET.Element, name: str, judged: Iterable[JudgedFigure], sights: Mapping[Key, str]) -> None:
     suite = ET.SubElement(root, "testsuite", name=_text(name))
     for figure in judged:
-        title = _text(f"{figure.comparison.case} {figure.comparison.metric}")
-        test = ET.SubElement(suite, "testcase", classname=_text(name), name=title, time="0")
+        test = ET.SubElement(suite, "testcase", classname=_text(name), name=_text(_title(figure)), time="0")
         if figure.key in sights:
             properties = ET.SubElement(test, "properties")
             ET.SubElement(properties, "property", name="sight", value=_text(sights[figure.key]))
@@ -84,11 +83,15 @@ def _suite(root: ET.Element, name: str, judged: Iterable[JudgedFigure], sights: 
             ET.SubElement(test, "system-out").text = _text("\n".join((_sentence(figure), *_detail(figure))))
 
 
+def _title(figure: JudgedFigure) -> str:
+    return f"{figure.comparison.case} {figure.comparison.metric}"
+
+
 def _sentence(figure: JudgedFigure) -> str:
-    found = figure.comparison
+    change = figure.comparison
     if figure.outcome is GateOutcome.FAILED:
-        return f"{found.metric}: {figure.why or 'the case failed'}"
-    return f"{found.metric}: {_both(found)}: {figure.outcome.value}"
+        return f"{change.metric}: {figure.why or 'the case failed'}"
+    return f"{change.metric}: {_both(change)}: {figure.outcome.value}"
 
 
 def _detail(figure: JudgedFigure) -> Iterator[str]:
@@ -105,9 +108,9 @@ def _detail(figure: JudgedFigure) -> Iterator[str]:
         yield figure.why
 
 
-def _both(found: Comparison) -> str:
-    values = f"{value(found, found.before)} -> {value(found, found.after)}"
-    return values if found.ratio is None else f"{values}, {signed(found.ratio)}"
+def _both(change: Comparison) -> str:
+    values = f"{value(change, change.before)} -> {value(change, change.after)}"
+    return values if change.ratio is None else f"{values}, {signed(change.ratio)}"
 
 
 def _text(words: str) -> str:
@@ -115,26 +118,17 @@ def _text(words: str) -> str:
 
 
 def as_trend(judged: Sequence[JudgedFigure], sights: Sights = NO_SIGHTS) -> str:
-    """What the second side came to, for github-action-benchmark: its `customSmallerIsBetter`.
-
-    Figures without a number on the second side are not in it.
-    """
-    known = [
-        figure for figure in judged if figure.comparison.after is not None and math.isfinite(figure.comparison.after)
-    ]
-    seen = _by_figure(sights)
-    return (
-        json.dumps([_trend_row(figure, seen.get(figure.key, "")) for figure in known], indent=1, allow_nan=False) + "\n"
-    )
-
-
-def _trend_row(figure: JudgedFigure, sight: str) -> dict[str, Any]:
-    found = figure.comparison
-    row: dict[str, Any] = {"name": f"{found.case} {found.metric}", "unit": found.unit or "ratio", "value": found.after}
-    ratio = found.ratio
-    if ratio is not None and ratio.low < ratio.high and math.isfinite(ratio.half_width):
-        row["range"] = f"\u00b1{100 * ratio.half_width:.2g}%"
-    return {**row, "extra": "; ".join(filter(None, (_sentence(figure), sight)))}
+    """What the second side came to, where it has a number, for github-action-benchmark: `customSmallerIsBetter`."""
+    told, rows = _by_figure(sights), []
+    for figure in judged:
+        after, ratio = figure.comparison.after, figure.comparison.ratio
+        if after is None or not math.isfinite(after):
+            continue
+        row: dict[str, Any] = {"name": _title(figure), "unit": figure.comparison.unit or "ratio", "value": after}
+        if ratio is not None and ratio.low < ratio.high and math.isfinite(ratio.half_width):
+            row["range"] = f"\u00b1{100 * ratio.half_width:.2g}%"
+        rows.append({**row, "extra": "; ".join(filter(None, (_sentence(figure), told.get(figure.key))))})
+    return json.dumps(rows, indent=1, allow_nan=False) + "\n"
 
 
 # GitHub shows a mebibyte of a step's summary at most.
@@ -161,7 +155,7 @@ def page_of(verdict: GateVerdict, every: bool = False) -> Page:
 
     What could have been seen is a line, and of `every` figure a table.
     """
-    parts = [_part(name, title, found) for name, title in _TITLES.items() if (found := verdict.of(name))]
+    parts = [_part(name, title, figures) for name, title in _TITLES.items() if (figures := verdict.of(name))]
     if verdict.problem:
         tone = Tone.BAD if verdict.code != EXIT_OK else Tone.DOUBT
         parts.append(Part("problem", "Why", (Text(verdict.problem, tone),)))
@@ -212,22 +206,19 @@ def _part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigure]) -> P
 
 
 def seen(sight: Sight) -> str:
-    """'+3.1%', 'at least +12.0%' where nobody knows the noise, 'nothing' where no slow-down is large enough."""
     return _at_least(sight.seen, bool(sight.unknown))
 
 
 def summary(sights: Sights) -> str:
     """'+3.1% in 80 of 100 builds (median of 40 figures; worst CASE time: +9.0%); the threshold is +5.0%'."""
-    worst = sights.figures[0]
-    count = len(sights.figures)
-    least = {figure.threshold for figure in sights.figures}
+    worst, count = sights.figures[0], len(sights.figures)
+    several = len({figure.threshold for figure in sights.figures}) > 1
     of = f"median of {count} figures; worst" if count > 1 else "the only figure that varies is"
-    limits = f"; its threshold is {share(worst.threshold)}" if len(least) > 1 else ""
     middle = _at_least(sights.median, any(figure.unknown for figure in sights.figures))
-    return (
-        f"{middle} in {100 * sights.power:.3g} of 100 builds ({of} {worst.case} {worst.metric}: {seen(worst)}{limits})"
-        + ("" if limits else f"; the threshold is {share(worst.threshold)}")
-    )
+    limit = f"; {'its' if several else 'the'} threshold is {share(worst.threshold)}"
+    own, last = (limit, "") if several else ("", limit)
+    builds = f"{100 * sights.power:.3g} of 100 builds"
+    return f"{middle} in {builds} ({of} {worst.case} {worst.metric}: {seen(worst)}{own}){last}"
 
 
 def sentence(sight: Sight, power: float) -> str:
@@ -263,7 +254,6 @@ def _at_least(value: float, is_bound: bool) -> str:
 
 
 def share(value: float) -> str:
-    """'+3.1%'."""
     return "nothing" if math.isinf(value) or math.isnan(value) else units.change(1 + value)
 
 
@@ -312,9 +302,9 @@ def review(verdict: GateVerdict, duel: Duel) -> Review:
     unlike = {result.after.case.id: _unlike(result) for result in duel.results}
     for result in duel.results:
         if (status := unlike[result.after.case.id]) is not None:
-            why = result.after.reason or result.before.reason
             levels = f"{result.before.support.level} on base, {result.after.support.level} on head"
-            whys[status].append(f"{result.after.case.id}: {why or levels}")
+            why = result.after.reason or result.before.reason or levels
+            whys[status].append(f"{result.after.case.id}: {why}")
     for figure in verdict.of(GateOutcome.REGRESSION):
         of_numbers = spec_of(figure.comparison.metric).of_workload
         whys[ReviewStatus.QUALITY if of_numbers else ReviewStatus.REGRESSION].append(_change(figure))
@@ -327,9 +317,8 @@ def review(verdict: GateVerdict, duel: Duel) -> Review:
     for sight in verdict.sights.blind:
         could = sentence(sight, verdict.sights.power)
         whys[ReviewStatus.CALIBRATION].append(f"{sight.case} {sight.metric} {could}; worse is {share(sight.threshold)}")
-    return next(
-        (Review(status, tuple(reasons)) for status, reasons in whys.items() if reasons), Review(ReviewStatus.PASS)
-    )
+    reviews = (Review(status, tuple(reasons)) for status, reasons in whys.items() if reasons)
+    return next(reviews, Review(ReviewStatus.PASS))
 
 
 def _unlike(result: CaseResult) -> ReviewStatus | None:
@@ -348,8 +337,7 @@ def _unlike(result: CaseResult) -> ReviewStatus | None:
 
 
 def _change(figure: JudgedFigure) -> str:
-    comparison = figure.comparison
-    return f"{comparison.case} {comparison.metric}: {signed(comparison.ratio)}"
+    return f"{_title(figure)}: {signed(figure.comparison.ratio)}"
 
 
 def comment(reviewed: Review, verdict: GateVerdict | None, duel: Duel | None, again: str) -> str:
@@ -364,9 +352,8 @@ def comment(reviewed: Review, verdict: GateVerdict | None, duel: Duel | None, ag
 def _sides(duel: Duel) -> str:
     devices = ", ".join(facts.key for facts in duel.after.devices)
     torch = f"torch {duel.after.environment.facts.get('torch')}"
-    words = (
-        f"Base {duel.before.title}, head {duel.after.title}; {many(duel.sessions, 'session')} on {devices}, {torch}."
-    )
+    sides = f"Base {duel.before.title}, head {duel.after.title}"
+    words = f"{sides}; {many(duel.sessions, 'session')} on {devices}, {torch}."
     return " ".join((words, *(f"Note: {note}." for note in duel.notes[:2])))
 
 
@@ -385,7 +372,7 @@ def _figures(verdict: GateVerdict) -> Table:
         return seen(sights[figure.key]) if math.isfinite(sights[figure.key].seen) else units.NONE
 
     cols: list[Col[JudgedFigure]] = [
-        Col("figure", lambda figure: f"{figure.comparison.case} {figure.comparison.metric}"),
+        Col("figure", _title),
         Col("base", lambda figure: value(figure.comparison, figure.comparison.before), number=True),
         Col("head", lambda figure: value(figure.comparison, figure.comparison.after), number=True),
         Col(f"change, {units.percent(FINAL_LEVEL, 0)} interval", lambda figure: signed(figure.comparison.ratio)),

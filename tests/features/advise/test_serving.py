@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fp8bench.features.advise.basis import Basis
-from fp8bench.features.advise.decide import advised
+from fp8bench.features.advise.decide import advised, serving_advice
 from fp8bench.features.advise.job import basis_of
-from fp8bench.features.advise.serving_rules import serving_advice
 from fp8bench.features.advise.values import Advice, AdviceKind
 from fp8bench.features.infer.values import (
     ArmQuality,
@@ -54,9 +52,11 @@ def of_sweep(gain: BatchGain, **more: object) -> Advice:
     return only(answer(sweep=BatchSweep((768, 192), (1, 8, 4096), (gain,), 40.0), **more))
 
 
+ENDS = BatchGain(INT8, ((50.0, 45.0, 60.0, False),), None, 4096, "dequantising inside its product", 10.0)
+
+
 def test_weights_are_quantised_below_the_batch_where_they_stop_paying() -> None:
-    ends = BatchGain(INT8, ((50.0, 45.0, 60.0, False),), None, 4096, "dequantising inside its product", 10.0)
-    advice = of_sweep(ends)
+    advice = of_sweep(ENDS)
     assert advice.kind is ADOPT and advice.recipe == "--arms weights=int8" and advice.gain is None
     assert advice.sentence.startswith(
         "quantise weights (weights=int8) below a batch of 45 rows: its product of 768 x 192 is faster than in fp32 "
@@ -64,29 +64,32 @@ def test_weights_are_quantised_below_the_batch_where_they_stop_paying() -> None:
     )
     assert "mean KL 2.0e-04 beside a floor of 4e-13 on nano-python" in advice.sentence
     assert "12345678" in advice.grounds[0].row and advice.settings == ("nano on cpu",)
-    begins = of_sweep(replace(ends, crossings=((50.0, 45.0, 60.0, True),), cause=""))
-    assert begins.kind is ADOPT and "from a batch of 60 rows on: " in begins.sentence
-    both = ((50.0, 45.0, 60.0, True), (900.0, 800.0, 950.0, False))
-    assert "from a batch of 60 rows on, up to 800: " in of_sweep(replace(ends, crossings=both)).sentence
-    assert "at every batch of 1 to 4096 rows" in of_sweep(replace(ends, crossings=(), pays=True)).sentence
-    none = of_sweep(replace(ends, crossings=(), pays=False))
-    assert none.kind is NOTHING and none.sentence == (
-        "do nothing about weights=int8, because at no batch of 1 to 4096 rows is its product of 768 x 192 faster than "
-        "in fp32; it loses most at 4096 by dequantising inside its product"
-    )
-    unclear = of_sweep(replace(ends, crossings=(), pays=None, cause=""))
-    assert unclear.kind is NOTHING and "rows is its product of 768 x 192 surely faster" in unclear.sentence
+
+
+@for_each(
+    ("crossings", "pays", "kind", "words"),
+    [
+        (((50.0, 45.0, 60.0, True),), None, ADOPT, "from a batch of 60 rows on: "),
+        (((50.0, 45.0, 60.0, True), (900.0, 800.0, 950.0, False)), None, ADOPT, "60 rows on, up to 800: "),
+        ((), True, ADOPT, "at every batch of 1 to 4096 rows"),
+        ((), False, NOTHING, "because at no batch of 1 to 4096 rows is its product of 768 x 192 faster"),
+        ((), None, NOTHING, "rows is its product of 768 x 192 surely faster"),
+    ],
+)  # fmt: skip
+def test_batches(crossings: tuple[tuple[float, float, float, bool], ...], pays: bool | None, kind: AdviceKind,
+                 words: str) -> None:  # fmt: skip
+    advice = of_sweep(replace(ENDS, crossings=crossings, pays=pays))
+    assert advice.kind is kind and words in advice.sentence
 
 
 def test_a_gain_that_spoils_predictions_is_none() -> None:
     """3% of perplexity; of random weights nobody knows."""
-    ends = BatchGain(INT8, ((50.0, 45.0, 60.0, False),), None, 4096, "", None)
     known = answer().quality
     assert known is not None
     spoiled = replace(known, arms=(quality(2e-2, 0.03), known.arms[1]))
-    advice = of_sweep(ends, quality=spoiled)
+    advice = of_sweep(ENDS, quality=spoiled)
     assert advice.kind is NOTHING and "predictions suffer (perplexity +3.0%" in advice.sentence
-    assert of_sweep(ends, quality=replace(spoiled, caution="random weights: arithmetic only")).kind is ADOPT
+    assert of_sweep(ENDS, quality=replace(spoiled, caution="random weights: arithmetic only")).kind is ADOPT
 
 
 @for_each(
@@ -125,8 +128,7 @@ def test_it_comes_first_and_is_read_from_the_store(tmp_path: Path, monkeypatch: 
     """The answers that name the run, or one beside it, and no other's; a line that is broken is told."""
     asked = replace(answer().question, check_layers="kv")
     spared = ((Arm("fp32", "fp8"), quality(2e-3)), (Arm("fp32", "fp8@0=fp32"), quality(4e-4)))
-    ends = BatchGain(INT8, ((50.0, 45.0, 60.0, False),), None, 4096, "launches", 10.0)
-    sweep = BatchSweep((768, 192), (1, 8, 4096), (ends,), 40.0)
+    sweep = BatchSweep((768, 192), (1, 8, 4096), (ENDS,), 40.0)
     whole = answer(question=asked, spared=spared, layers=spared[:1], sweep=sweep, times=(ArmTimes(LEAD),), experts=2.5)
     made = replace(run(group(fp8=FP8)), id="9abcdef0")
     log = kept_answers(tmp_path)
@@ -142,20 +144,18 @@ def test_it_comes_first_and_is_read_from_the_store(tmp_path: Path, monkeypatch: 
     assert not Basis(made, {}).served
 
 
-@pytest.mark.slow
-def test_from_infer_to_advice(fp8bench: Say, tmp_path: Path) -> None:
-    """The whole way, twice: by contexts with layers, and by batches."""
-    here: Callable[..., tuple[int, str, str]] = lambda *words: fp8bench(*words, "--store", str(tmp_path))  # noqa: E731
+@pytest.mark.parametrize(
+    ("words", "answered", "advice"),
+    [
+        pytest.param("--contexts 8,16,32,64 --check-layers kv", "kv of all but the worst", "the mean KL is then",
+                     marks=pytest.mark.slow),
+        pytest.param("--sweep batch", "by rows of the layer", "rows", marks=pytest.mark.nightly),
+    ],
+)  # fmt: skip
+def test_from_infer_to_advice(words: str, answered: str, advice: str, fp8bench: Say, store: Path) -> None:
     few = ("infer", "--quick", "--size", "nano-python", "--tokens", "256", "--arms", "kv=fp8,weights=int8")
-    code, out, err = here(*few, "--contexts", "8,16,32,64", "--check-layers", "kv")
-    assert code == 0 and "kv of all but the worst" in out, err
-    code, out, err = here("advise", "last")
-    assert (
-        code == 0 and "weights=int8" in out and "of the speed of kv=fp8" in " ".join(out.split()).replace("about", "of")
-    ), err
-    assert "the mean KL is then" in " ".join(out.split())
-    code, out, err = here(*few, "--sweep", "batch")
-    assert code == 0 and "by rows of the layer" in out, err
-    code, out, err = here("advise", "last")
-    assert code == 0 and "rows" in out.split("adopt")[0], err
-    assert len(kept_answers(tmp_path).values()) == 2
+    code, out, err = fp8bench(*few, *words.split())
+    assert code == 0 and answered in out, err
+    code, out, err = fp8bench("advise", "last")
+    assert code == 0 and "weights=int8" in out and advice in " ".join(out.split()), err
+    assert len(kept_answers(store).values()) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +17,6 @@ from fp8bench.features.audit.values import Audit, AuditOutcome
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import TENSOR
-from tests.commands import Say
 
 IDS = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(0))
 
@@ -31,9 +29,8 @@ class Block(nn.Module):
         self.first, self.narrow = nn.Linear(64, 64), nn.Linear(64, 50)
         self.wide, self.last = nn.Linear(50, 64), nn.Linear(64, 64, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.last(self.wide(self.narrow(self.first(x))))
-        return found
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.wide(self.narrow(self.first(x))))
 
 
 class Model(nn.Module):
@@ -42,17 +39,12 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = nn.Embedding(64, 64)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.embedding, self.blocks = nn.Embedding(64, 64), nn.Sequential(Block(), Block())
         self.head = nn.Linear(64, 64, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        found: Tensor = self.head(x)
-        return found
+    def forward(self, ids: Tensor) -> Any:
+        return self.head(self.blocks(self.embedding(ids)))
 
 
 class LowLinear(nn.Linear):
@@ -65,7 +57,7 @@ class LowLinear(nn.Linear):
         self.fp8_meta: dict[str, Any] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight = (values(one, E4M3, TENSOR) if self.low else one for one in (x, self.weight))
+        x, weight = (values(side, E4M3, TENSOR) if self.low else side for side in (x, self.weight))
         return nn.functional.linear(x, weight, self.bias)
 
 
@@ -94,29 +86,29 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch, linear: type[nn.Module])
 
 
 def codes(audit: Audit, outcome: AuditOutcome = AuditOutcome.FAIL) -> set[str]:
-    return {one.code for one in audit.findings if one.outcome is outcome and one.code}
+    return {finding.code for finding in audit.findings if finding.outcome is outcome and finding.code}
 
 
 def rules(audit: Audit) -> dict[str, str]:
-    return {one.name: one.rule for one in audit.layers if not one.low}
+    return {layer.name: layer.rule for layer in audit.layers if not layer.low}
 
 
 def test_a_model_that_nobody_converted() -> None:
-    found = audit_model(Model(), IDS)
-    assert codes(found) == {"nothing-converted"} and len(found.layers) == 9
+    audit = audit_model(Model(), IDS)
+    assert codes(audit) == {"nothing-converted"} and len(audit.layers) == 9
 
 
 def test_accelerate_stops_at_an_odd_layer_and_cuts_ties(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     with transformer_engine(monkeypatch, LowLinear) as convert:
         convert(model)
-    found = audit_model(model, IDS)
-    assert codes(found) == {"stopped", "tie-broken"}
-    assert {name for name, rule in rules(found).items() if rule == "stopped"} == {"blocks.0.last", "blocks.1.last"}
-    low = {one.name: one.runs for one in found.layers if one.low}
+    audit = audit_model(model, IDS)
+    assert codes(audit) == {"stopped", "tie-broken"}
+    assert {name for name, rule in rules(audit).items() if rule == "stopped"} == {"blocks.0.last", "blocks.1.last"}
+    low = {layer.name: layer.runs for layer in audit.layers if layer.low}
     assert low == dict.fromkeys(("blocks.0.first", "blocks.1.first", "head"), "fp8")
-    stopped = next(one for one in found.findings if one.code == "stopped")
-    assert "blocks.0.narrow: Accelerate stops" in stopped.why and "2 such layers" in stopped.why
+    (stopped,) = (finding for finding in audit.findings if finding.code == "stopped")
+    assert "blocks.0.narrow" in stopped.why and "2 such layers" in stopped.why
 
 
 def test_a_class_of_low_precision_that_runs_in_a_wide_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,37 +116,48 @@ def test_a_class_of_low_precision_that_runs_in_a_wide_one(monkeypatch: pytest.Mo
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).to(torch.bfloat16)
     with transformer_engine(monkeypatch, WideLinear) as convert:
         convert(model)
-    found = audit_model(model, torch.randn(8, 64, dtype=torch.bfloat16))
-    assert codes(found) == {"not-cast"} and {one.runs for one in found.layers} == {"as it came"}
-    assert found.low_flops == sum(one.flops for one in found.layers) == 2 * 8 * 64 * 96
+    audit = audit_model(model, torch.randn(8, 64, dtype=torch.bfloat16))
+    assert codes(audit) == {"not-cast"} and {layer.runs for layer in audit.layers} == {"as it came"}
+    assert audit.low_flops == sum(layer.flops for layer in audit.layers) == 2 * 8 * 64 * 96
+
+
+def test_a_model_that_fails_and_one_without_a_batch() -> None:
+    audit = audit_model(nn.Sequential(LowLinear(64, 64)), torch.randn(4, 48))
+    assert audit.outcome is AuditOutcome.CANNOT_TELL and codes(audit, AuditOutcome.CANNOT_TELL) == {"raises"}
+    audit = audit_model(nn.Sequential(LowLinear(64, 64)))
+    assert audit.outcome is AuditOutcome.PASS and [finding.check for finding in audit.findings] == ["conversion"]
 
 
 def _fits(module: nn.Module, _: str) -> bool:
     return isinstance(module, nn.Linear) and module.in_features % 16 == 0 and module.out_features % 16 == 0
 
 
-@pytest.mark.slow
-def test_what_torchao_has_converted() -> None:
+def convert(model: nn.Module, **options: Any) -> nn.Module:
     from torchao.float8 import convert_to_float8_training
     from torchao.float8.config import Float8LinearConfig
+
+    return convert_to_float8_training(model, config=Float8LinearConfig(emulate=True), **options)
+
+
+@pytest.mark.slow
+def test_what_torchao_has_converted() -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    model = Model()
-    convert_to_float8_training(model, module_filter_fn=_fits, config=Float8LinearConfig(emulate=True))
-    before = {name: one._forward_hooks.copy() for name, one in model.named_modules()}
-    found = audit_model(model, IDS, "fp8")
-    assert found.outcome is AuditOutcome.PASS and codes(found, AuditOutcome.PASS) == {"shape"}
-    assert {one.runs for one in found.layers if one.low} == {"fp8"} and found.layers[0].what == "torchao Float8Linear"
-    assert {name: one._forward_hooks for name, one in model.named_modules()} == before
+    model = convert(Model(), module_filter_fn=_fits)
+    before = {name: module._forward_hooks.copy() for name, module in model.named_modules()}
+    audit = audit_model(model, IDS, "fp8")
+    assert audit.outcome is AuditOutcome.PASS and codes(audit, AuditOutcome.PASS) == {"shape"}
+    assert {layer.runs for layer in audit.layers if layer.low} == {"fp8"}
+    assert audit.layers[0].what == "torchao Float8Linear"
+    assert {name: module._forward_hooks for name, module in model.named_modules()} == before
     assert codes(audit_model(model, IDS, "mxfp8")) == {"other-precision"}
     twice = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
     twice.append(twice[0])
-    convert_to_float8_training(twice, config=Float8LinearConfig(emulate=True))
-    assert codes(audit_model(twice, torch.randn(4, 64))) == {"shared"}
+    assert codes(audit_model(convert(twice), torch.randn(4, 64))) == {"shared"}
     weights = nn.Sequential(nn.Linear(64, 64))
     quantize_(weights, Int8WeightOnlyConfig())
-    found = audit_model(weights, torch.randn(4, 64))
-    assert found.outcome is AuditOutcome.PASS and found.layers[0].runs == "weights alone"
+    audit = audit_model(weights, torch.randn(4, 64))
+    assert audit.outcome is AuditOutcome.PASS and audit.layers[0].runs == "weights alone"
 
 
 @pytest.mark.slow
@@ -164,42 +167,7 @@ def test_accelerates_way_to_torchao_leaves_the_ends() -> None:
 
     model = Model()
     convert_model_to_fp8_ao(model, config=Float8LinearConfig(emulate=True))
-    found = audit_model(model, IDS)
-    assert found.outcome is AuditOutcome.PASS
-    assert rules(found)["blocks.0.first"] == rules(found)["head"] == "end" and rules(found)["blocks.0.wide"] == "shape"
-
-
-def test_a_model_that_fails_and_one_without_a_batch() -> None:
-    found = audit_model(nn.Sequential(LowLinear(64, 64)), torch.randn(4, 48))
-    assert found.outcome is AuditOutcome.CANNOT_TELL and codes(found, AuditOutcome.CANNOT_TELL) == {"raises"}
-    found = audit_model(nn.Sequential(LowLinear(64, 64)))
-    assert found.outcome is AuditOutcome.PASS and [one.check for one in found.findings] == ["conversion"]
-
-
-MAKER = """\
-import torch
-from torch import nn
-
-
-class Fp8Linear(nn.Linear):
-    pass
-
-
-def make():
-    return nn.Sequential(Fp8Linear(64, 64), nn.Linear(64, 50)), torch.randn(4, 64)
-
-
-def nothing():
-    return 3
-"""
-
-
-@pytest.mark.slow
-def test_a_model_from_the_command_line(tmp_path: Path, fp8bench: Say) -> None:
-    (tmp_path / "own.py").write_text(MAKER)
-    code, out, _ = fp8bench("audit", f"{tmp_path}/own.py:make", "--kind", "model")
-    words = " ".join(out.split())
-    assert code == 1 and "not-cast" in out and "1 of 2 layers converted, 56% of the FLOPs" in words
-    assert "50 is no multiple of 16" in words
-    code, _, err = fp8bench("audit", f"{tmp_path}/own.py:nothing", "--kind", "model")
-    assert code == 2 and "expected a model, or (model, batch)" in " ".join(err.split())
+    audit = audit_model(model, IDS)
+    left = rules(audit)
+    assert audit.outcome is AuditOutcome.PASS
+    assert (left["blocks.0.first"], left["head"], left["blocks.0.wide"]) == ("end", "end", "shape")

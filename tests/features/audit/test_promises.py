@@ -20,7 +20,7 @@ from tests.facts import CPU
 
 RECIPES = ("fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "fp8-e5m2")
 SHAPE = Shape(32, 48, 256)
-_BY_NAME = {one.name: one for one in (*LIES, *HONEST)}
+_BY_NAME = {kernel.name: kernel for kernel in (*LIES, *HONEST)}
 
 
 def subject(function: object, kind: str, precision: str) -> Subject:
@@ -42,35 +42,61 @@ def test_a_matrix_that_is_taken_apart_is_what_its_recipe_leaves(name: str, shape
         assert torch.equal(rounded(x, treatment).values, values(x, treatment.fmt, treatment.scaling))
 
 
-@for_each("data", DATA)
-def test_the_emulation_keeps_its_promise_on_all_data(data: str) -> None:
-    assert judged(subject(lambda a, b: product(a, b, MXFP8), "product", "mxfp8"), data).code == ""
+@for_each(
+    ("function", "precision", "data", "code"),
+    [
+        *((lambda a, b: product(a, b, MXFP8), "mxfp8", data, "") for data in DATA),
+        # Sums too large for their dtype are nobody's mistake.
+        (lambda a, b: a @ b.t(), "fp16", "outliers along the contraction", ""),
+        (lambda a, b: a, "fp8", "normal", "shape"),
+        (lambda a, b: (a @ b.t()).to(torch.int32), "fp8", "normal", "dtype"),
+        (lambda a, b: (a @ b.t()) / 0, "fp8", "normal", "not-finite"),
+    ],
+)  # fmt: skip
+def test_products(function: object, precision: str, data: str, code: str) -> None:
+    assert judged(subject(function, "product", precision), data).code == code
+
+
+LARGE, SMALL = Shape(64, 4, 64), Shape(33, 3, 128)
 
 
 @for_each(
-    ("lie", "code"),
+    ("kernel", "code", "shapes"),
     [
-        ("bf16 under the name of fp8", "not-cast"),
-        ("scales rounded up", "scale-rounding"),
-        ("blocks along the wrong dimension", "blocks-turned"),
-        ("cast to another format", "other-precision"),
-        ("codes read as another format's", "fnuz"),
-        ("the codes of a byte exchanged", "layout"),
-        ("the tensor's scale left out", "factor"),
-        ("sums kept in bf16", "too-bad"),
-        ("subnormal numbers are zero", "wrong-values"),
+        *((kernel, code, [SHAPE]) for kernel, code in (
+            ("bf16 under the name of fp8", "not-cast"),
+            ("scales rounded up", "scale-rounding"),
+            ("blocks along the wrong dimension", "blocks-turned"),
+            ("cast to another format", "other-precision"),
+            ("codes read as another format's", "fnuz"),
+            ("the codes of a byte exchanged", "layout"),
+            ("the tensor's scale left out", "factor"),
+            ("sums kept in bf16", "too-bad"),
+            ("subnormal numbers are zero", "wrong-values"),
+        )),
+        *((kernel, code, [LARGE, SMALL]) for kernel, code in (
+            ("torch's attention", ""),
+            ("torch's causal attention", ""),
+            ("attention that is not fused", ""),
+            ("attention in mxfp8", ""),
+            ("attention in bf16 for mxfp8", "not-cast"),
+            ("scores that are not scaled", "scale"),
+            ("scores scaled by the size", "scale"),
+            ("a softmax over queries", "softmax"),
+            ("no causal mask", "mask"),
+            ("a causal mask that is one off", "mask"),
+            ("values of another head", "heads"),
+        )),
     ],
-)
-def test_a_mistake_has_its_name(lie: str, code: str) -> None:
-    kernel = _BY_NAME[lie]
-    audited = SUBJECTS[kernel.signature.kind](kernel.made(), kernel.signature, CPU)
+)  # fmt: skip
+def test_a_mistake_has_its_name(kernel: str, code: str, shapes: list[Shape]) -> None:
+    lie = _BY_NAME[kernel]
+    audited = SUBJECTS[lie.signature.kind](lie.made(), lie.signature, CPU)
     data = {"wrong-values": "many octaves", "blocks-turned": "rows of different sizes"}.get(code, "normal")
-    assert judged(audited, data).code == code
+    assert [judged(audited, data, shape).code for shape in shapes] == [code] * len(shapes)
 
 
 def test_an_error_that_is_too_small_is_a_wider_precision() -> None:
-    """Of a cast that nobody knows, and that loses half of what the format loses."""
-
     treatment = precisions.get("fp8").recipe.input  # type: ignore[attr-defined]
 
     def better(x: Tensor) -> Tensor:
@@ -81,27 +107,6 @@ def test_an_error_that_is_too_small_is_a_wider_precision() -> None:
     assert found.error is not None and found.expected is not None and found.error < 0.6 * found.expected
 
 
-def test_sums_too_large_for_their_dtype_are_nobodys_mistake() -> None:
-    assert judged(subject(lambda a, b: a @ b.t(), "product", "fp16"), "outliers along the contraction").code == ""
-
-
-@for_each(
-    ("found", "code"),
-    [
-        (lambda a, b: a, "shape"),
-        (lambda a, b: (a @ b.t()).to(torch.int32), "dtype"),
-        (lambda a, b: (a @ b.t()) / 0, "not-finite"),
-    ],
-)
-def test_what_is_no_result(found: object, code: str) -> None:
-    assert judged(subject(found, "product", "fp8")).code == code
-
-
-def test_scales_that_cover_no_matrix_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 x 1 scales do not cover 8 x 4"):
-        spread(torch.ones(3, 1), torch.ones(8, 4))
-
-
 def test_a_cast_may_give_codes_and_scales() -> None:
     treatment = Treatment(precisions.get("mxfp8").recipe.input.fmt, MXFP8.scaling)  # type: ignore[attr-defined]
 
@@ -110,26 +115,5 @@ def test_a_cast_may_give_codes_and_scales() -> None:
         return found.codes, found.scales.to(torch.float8_e8m0fnu)
 
     assert judged(subject(cast, "cast", "mxfp8")).code == ""
-
-
-@for_each(
-    ("name", "code"),
-    [
-        ("torch's attention", ""),
-        ("torch's causal attention", ""),
-        ("attention that is not fused", ""),
-        ("attention in mxfp8", ""),
-        ("attention in bf16 for mxfp8", "not-cast"),
-        ("scores that are not scaled", "scale"),
-        ("scores scaled by the size", "scale"),
-        ("a softmax over queries", "softmax"),
-        ("no causal mask", "mask"),
-        ("a causal mask that is one off", "mask"),
-        ("values of another head", "heads"),
-    ],
-)
-def test_attention_and_its_mistakes(name: str, code: str) -> None:
-    kernel = _BY_NAME[name]
-    audited = SUBJECTS[kernel.signature.kind](kernel.made(), kernel.signature, CPU)
-    for shape in (Shape(64, 4, 64), Shape(33, 3, 128)):
-        assert judged(audited, "normal", shape).code == code
+    with pytest.raises(ValueError, match="3 x 1 scales do not cover 8 x 4"):
+        spread(torch.ones(3, 1), torch.ones(8, 4))

@@ -12,16 +12,14 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fp8bench.cli.main import main
 from fp8bench.model.raw import PROTOCOL
-from tests.commands import complaints, git, unfolded
+from tests.commands import PROGRAM, ROOT, git, unfolded
 from tests.counts import for_each
 
-ROOT = Path(__file__).resolve().parents[3]
 LIBRARY = """
 import torch
 
@@ -30,6 +28,7 @@ COLUMNS = {columns}
 def work(x):
     return x @ x[:, :COLUMNS]
 """
+# Steps that need no size of their own: what differs between the sides is in mylib, in whoami, or planted by a name.
 # Steps that need no size of their own: what differs between the sides is in mylib, in whoami, or planted by a name.
 SUITE = """
 import os
@@ -42,15 +41,18 @@ from fp8bench.suites import Axis, Work, Workload, one_of, workloads
 
 import mylib
 
-HERE = os.path.dirname(os.path.abspath(mylib.__file__))
+HAZARDS = ("none", "raise", "kill", "hang", "wait")
 
 
-class Mine(Workload):
+@workloads.register("library")
+class Library(Workload):
+    name = "library"
+    version = "1"
     summary = "a library's work"
     dtypes = ("fp32",)
 
     def axes(self, facts):
-        return (Axis("hazard", "what happens on one side", ("none",), one_of("none", "raise", "kill", "hang", "wait")),)
+        return (Axis("hazard", "what happens on one side", ("none",), one_of(*HAZARDS)),)
 
     def work(self, params):
         return Work()
@@ -59,50 +61,30 @@ class Mine(Workload):
         import whoami
 
         hazard = setup.case.param("hazard")
-        if hazard == whoami.HAZARDS.get("raise"):
+        strikes = hazard if hazard in whoami.HAZARDS else "none"
+        if strikes == "raise":
             raise RuntimeError("this library cannot")
-        return torch.ones(256, 256), hazard, whoami
+        return torch.ones(256, 256), strikes
 
     def step(self, state, phase):
-        x, hazard, whoami = state
+        x, strikes = state
         with phase.gemm:
             mylib.work(x)
-        if hazard != "none" and hazard == whoami.HAZARDS.get("kill"):
+        if strikes == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if hazard != "none" and hazard == whoami.HAZARDS.get("hang"):
+        if strikes == "wait":
+            open(os.environ["MARK"], "w").close()
+        if strikes in ("wait", "hang"):
             time.sleep(600)
 
     def error(self, setup):
         import whoami
 
         return {"whoami_error": whoami.NUMBER}
-
-
-@workloads.register("library")
-class Library(Mine):
-    name = "library"
-    version = "1"
-
-
-@workloads.register("changed")
-class Changed(Mine):
-    name = "changed"
-    version = str(mylib.COLUMNS)
-
-
-@workloads.register("waiting")
-class Waiting(Mine):
-    name = "waiting"
-    version = "1"
-
-    def step(self, state, phase):
-        open(os.environ["MARK"], "w").close()
-        time.sleep(600)
 """
 
 
 def environment(folder: Path, whoami: str) -> Path:
-    """A Python with packages of its own, among them torch (this one's) and a module that says which one it is."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     (packages,) = folder.glob("lib/python*/site-packages")
     # The folder that has torch is looked into, and .pth files in there are not: an editable fp8bench stays out.
@@ -117,8 +99,8 @@ def environment(folder: Path, whoami: str) -> Path:
 def pythons(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Two environments that differ by a module."""
     folder = tmp_path_factory.mktemp("pythons")
-    before = environment(folder / "before", "NUMBER = 1.0\nHAZARDS = {'kill': 'kill'}\n")
-    after = environment(folder / "after", "NUMBER = 2.0\nHAZARDS = {'raise': 'raise', 'hang': 'hang'}\n")
+    before = environment(folder / "before", "NUMBER = 1.0\nHAZARDS = ('kill', 'wait')\n")
+    after = environment(folder / "after", "NUMBER = 2.0\nHAZARDS = ('raise', 'hang')\n")
     return str(before), str(after / "bin" / "python")
 
 
@@ -140,22 +122,19 @@ def project(tmp_path: Path) -> Path:
 
 def started(project: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
     """`fp8bench duel` with these words, in a process of its own; what is temporary lies in the test's folder."""
-    temporary = project.parent / "temporary"
-    temporary.mkdir(exist_ok=True)
+    temporary, installed = project.parent / "temporary", project.parent / "site-packages"
+    for folder in (temporary, installed):
+        folder.mkdir(exist_ok=True)
     # This interpreter's packages on the path, as if somebody had put them there: no partner may find them.
-    installed = project.parent / "site-packages"
-    installed.mkdir(exist_ok=True)
     (installed / "whoami.py").write_text("raise ImportError('the other side found this')\n")
     path = os.pathsep.join(map(str, (ROOT, project / "src", installed)))
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "fp8bench", "duel", *words], cwd=project, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary), **variables},
+        [*PROGRAM, "duel", *words], cwd=project, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary), **variables},
     )  # fmt: skip
 
 
 def duelled(project: Path, *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr; nothing temporary is left, and git knows of no tree but its own."""
     process = started(project, *words)
     out, err = process.communicate(timeout=400)
     left_nothing(project)
@@ -168,35 +147,28 @@ def left_nothing(project: Path) -> None:
     assert not list((project.parent / "temporary").glob("fp8bench-duel-*"))
 
 
-def times(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The comparisons of times, by what their cases are called in SUITE."""
-    return {
-        re.sub(r"\[hazard=(\w+)\].*", r" \1", one["case"]): one
-        for one in document["comparisons"] if one["metric"] == "time"
-    }  # fmt: skip
-
-
 @pytest.mark.slow
 def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) -> None:
     """Each side runs its own library and its own packages; what fails does so on its side, and costs nothing else."""
     code, out, err = duelled(
         project, "--python-a", pythons[0], "--python-b", pythons[1], "--against", "v1", "suite", "./suites.py",
-        "--set", "hazard=none,raise,kill,hang", "--quick", "--case-timeout", "20", "--json", "--store", "kept",
+        "--set", "hazard=none,raise,kill,hang", "--quick", "--case-timeout", "8", "--json", "--store", "kept",
     )  # fmt: skip
     assert code == 3, err
     document = json.loads(out)
-    found = times(document)
-    library = found["library none"]
-    assert library["direction"] == "worse" and library["ratio"]["point"] > 1.3 and library["p_value"] is None
-    assert {name: one["failed"] for name, one in found.items() if name.startswith("library ")} == {
-        "library none": False, "library raise": True, "library kill": False, "library hang": True,
+    changes = {
+        (re.findall(r"hazard=(\w+)", change["case"])[0], change["metric"]): change for change in document["comparisons"]
     }  # fmt: skip
-    assert "failed on side B: RuntimeError: this library cannot" in found["library raise"]["why"]
-    assert "failed on side A: the worker crashed" in found["library kill"]["why"]
-    assert "failed on side B: no answer to" in found["library hang"]["why"]
-    assert all("version 128 on side A and 256 on side B" in found[f"changed {one}"]["why"] for one in ("none", "kill"))
-    values = {one["metric"]: one for one in document["comparisons"] if one["case"] == library["case"]}
-    whoami, memory = values["whoami_error"], values["peak_memory"]
+    slower = changes["none", "time"]
+    assert slower["direction"] == "worse" and slower["ratio"]["point"] > 1.3 and slower["p_value"] is None
+    for hazard, failed, why in (
+        ("none", False, ""),
+        ("raise", True, "failed on side B: RuntimeError: this library cannot"),
+        ("kill", False, "failed on side A: the worker crashed"),
+        ("hang", True, "failed on side B: no answer to"),
+    ):
+        assert changes[hazard, "time"]["failed"] is failed and why in changes[hazard, "time"]["why"]
+    whoami, memory = changes["none", "whoami_error"], changes["none", "peak_memory"]
     assert (whoami["before"], whoami["after"], whoami["direction"]) == (1.0, 2.0, "worse")
     assert memory["after"] - memory["before"] == 256 * 128 * 4
     for side, python in zip(("before", "after"), pythons, strict=True):
@@ -204,51 +176,31 @@ def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) ->
         assert facts["prefix"] == str(Path(python.removesuffix("/bin/python"))) and facts["protocol"] == PROTOCOL
     assert document["before"]["commit"] == document["after"]["commit"] and "v1" in document["before"]["title"]
     assert "with uncommitted changes" in document["after"]["title"]
-    shown(project / "kept", document["id"])
+    for word, code, told in (
+        (document["id"], 0, ("A: v1 (", "FAILED", "worse")),
+        ("last", 2, ("has no runs yet",)),  # a duel is none
+    ):
+        done = subprocess.run(
+            [*PROGRAM, "show", word, "--store", str(project / "kept")], cwd=ROOT, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == code and all(words in done.stdout + unfolded(done.stderr) for words in told)
 
 
-def shown(store: Path, name: str) -> None:
-    """`fp8bench show` prints the table, and neither history nor 'last' takes a duel for a run."""
-    command = [sys.executable, "-m", "fp8bench"]
-    done = subprocess.run(
-        [*command, "show", name, "--store", str(store)], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert "A: v1 (" in done.stdout and "FAILED" in done.stdout and "skipped" in done.stdout
-    assert re.search(r"worse +\+\d[\d.]*% \[no interval\]|\+\d[\d.]*% \[no interval\] +worse", done.stdout)
-    done = subprocess.run(
-        [*command, "show", "last", "--store", str(store)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2 and "The store has no runs yet" in unfolded(done.stderr)
-
-
-@pytest.mark.nightly
-def test_three_sessions_tell_a_slower_revision_with_an_interval(project: Path, pythons: Sequence[str]) -> None:
-    """Of the same Python: exit code 1, an interval that has the truth in it, and a chance below 1%."""
-    code, out, err = duelled(
-        project, "--python-a", pythons[0], "--python-b", pythons[0], "--against", "HEAD", "suite", "library",
-        "--import", "suites.py", "--rounds", "8", "--sessions", "3", "--json",
-    )  # fmt: skip
-    assert (code, complaints(err)) == (1, "")
-    document = json.loads(out)
-    found = times(document)["library none"]
-    assert found["direction"] == "worse" and found["p_value"] <= 0.01
-    assert 1.2 < found["ratio"]["low"] < found["ratio"]["point"] < found["ratio"]["high"] < 3
-    (result,) = document["results"]
-    assert [len(one["before"]) + len(one["after"]) for one in result["sessions"]] == [4, 4, 4]
-    assert {len(timing["slots"]) for one in result["sessions"] for timing in (*one["before"], *one["after"])} == {8}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.nightly, id="SIGINT"),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow, id="SIGKILL"),
+    ],
+)
 def test_an_end_in_the_middle_leaves_nothing(
     number: signal.Signals, project: Path, pythons: Sequence[str], tmp_path: Path
 ) -> None:
     """Interrupted, it tells what there is and clears up; killed, the next duel clears up after it."""
-    mark = tmp_path / "mark"
-    process = started(
-        project, "--python-a", pythons[0], "--python-b", pythons[0], "--against", "v1", "suite", "waiting", "--import",
-        "suites.py", MARK=str(mark),
-    )  # fmt: skip
+    mark, python, suite = tmp_path / "mark", pythons[0], ["suite", "library", "--import", "suites.py"]
+    words = ("--python-a", python, "--python-b", python, "--against", "v1", *suite, "--set", "hazard=wait")
+    process = started(project, *words, MARK=str(mark))
     end = time.monotonic() + 200
     while not mark.exists() and time.monotonic() < end and process.poll() is None:
         time.sleep(0.05)
@@ -259,64 +211,37 @@ def test_an_end_in_the_middle_leaves_nothing(
         assert "1 of 1 cases were not measured" in out
     else:
         assert list((tmp_path / "temporary").glob("fp8bench-duel-*"))
-        dies_at_start(project, tmp_path / "python")
+        dies_at_start(project, tmp_path / "python", suite)
     left_nothing(project)
 
 
-def dies_at_start(project: Path, python: Path) -> None:
+def dies_at_start(project: Path, python: Path, suite: Sequence[str]) -> None:
     """A partner that says which Python it is, and no more: nothing was measured, and nothing is kept."""
     python.write_text("#!/bin/sh\n[ $1 = -I ] && echo python 3.12.0 || { echo Bus error >&2; exit 7; }\n")
     python.chmod(0o755)
-    code, out, err = duelled(
-        project,
-        "--python-a",
-        str(python),
-        "--against",
-        "v1",
-        "suite",
-        "library",
-        "--import",
-        "suites.py",
-        "--store",
-        "no",
-    )
+    code, out, err = duelled(project, "--python-a", str(python), "--against", "v1", *suite, "--store", "no")
     assert (code, out) == (3, "")
-    assert f"side A ({python}): the worker crashed during 'greet': it exited with status 7: Bus error" in err
+    assert f"side A ({python}): the worker crashed" in err and "status 7: Bus error" in err
     assert not list((project / "no").rglob("*.jsonl"))
 
 
-def test_a_partner_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is refused with what Python says, and what to do."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
-    words = ["--python-b", str(tmp_path / "bare"), "--store", str(tmp_path / "store")]
-    # Side A is started first, and would take its time: the one that cannot is put there as well.
-    assert main(["duel", "--python-a", str(tmp_path / "bare"), *words, "suite", "gemm"]) == 2
-    err = unfolded(capsys.readouterr().err)
-    assert "cannot import torch (ModuleNotFoundError: No module named 'torch')" in err
-    assert "give another --python-a, or install torch there" in err and len(err.splitlines()) == 1
-
-
-REFUSED = {
-    "no door": (["gemm"], "choose from"),
-    "no suite": (["suite"], "NAME"),
-    "unknown suite": (["suite", "gem"], "Did you mean 'gemm'"),
-    "unknown dtype": (["suite", "gemm", "--dtypes", "fb8"], "unknown dtype 'fb8'"),
-    "two changes": (["suite", "gemm", "--against", "a", "--against-self", "b"], "would change two things at once"),
-    "no repository": (["suite", "gemm", "--against", "HEAD"], "wants a git repository"),
-    "no Python": (["suite", "gemm", "--python-a", "nowhere"], "--python-a 'nowhere' is no program"),
-    "no sessions": (["suite", "gemm", "--sessions", "0"], "expected a whole number from 1 to 100"),
-    "an unknown option": (["suite", "gemm", "--pythona", "x"], "Did you mean --python-a"),
-}
-
-
-@for_each("name", REFUSED)
+@for_each(
+    ("words", "sentence"),
+    [
+        (["gemm"], "choose from"),
+        (["suite"], "NAME"),
+        (["suite", "gem"], "Did you mean 'gemm'"),
+        (["suite", "gemm", "--dtypes", "fb8"], "unknown dtype 'fb8'"),
+        (["suite", "gemm", "--against", "HEAD"], "wants a git repository"),
+        (["suite", "gemm", "--sessions", "0"], "a whole number from 1"),
+        (["suite", "gemm", "--pythona", "x"], "Did you mean --python-a"),
+        (["suite", "gemm", "--python-a", "bare"], "cannot import torch (ModuleNotFoundError"),
+    ],
+)
 def test_what_cannot_be_meant_is_one_sentence(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], sentence: str, store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit code 2, and nothing is started."""
-    words, sentence = REFUSED[name]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "bare"], check=True)
     assert main(["duel", *words]) == 2
     out, err = capsys.readouterr()
     err = unfolded(err)
@@ -330,7 +255,6 @@ def test_fp8bench_has_its_own_option_for_its_own_code(
     if not (ROOT / ".git").exists():
         pytest.skip("needs a checkout of fp8bench")
     monkeypatch.chdir(ROOT)
-    assert main(["duel", "suite", "gemm", "--against", "HEAD", "--store", str(tmp_path)]) == 2
-    assert "Use --against-self" in unfolded(capsys.readouterr().err)
-    assert main(["duel", "suite", "gemm", "--against-self", "no-such-revision", "--store", str(tmp_path)]) == 2
-    assert "--against-self 'no-such-revision' is no commit" in unfolded(capsys.readouterr().err)
+    for words, told in (("--against HEAD", "Use --against-self"), ("--against-self no-such-revision", "is no commit")):
+        assert main(["duel", "suite", "gemm", *words.split(), "--store", str(tmp_path)]) == 2
+        assert told in unfolded(capsys.readouterr().err)

@@ -1,13 +1,14 @@
-"""Cases and whole duels with workers that measure nothing: who is measured, what a fault costs, what is kept."""
+"""Duels with workers that measure nothing: who is measured, what a fault costs; what is kept, and what damage costs."""
 
 from __future__ import annotations
 
+import functools
 import json
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import pytest
 
@@ -17,35 +18,25 @@ from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import Fp8benchError, StoreError, UsageError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.features.duel import run as duel_commands
 from fp8bench.features.duel.command import exit_code
-from fp8bench.features.duel.kind import DuelKind, DuelWriter
+from fp8bench.features.duel.kind import DuelKind, DuelWriter, start_duel
+from fp8bench.features.duel.partners import PartnerWorker, SideWorkers, Start
 from fp8bench.features.duel.run import CaseProgress, CaseRunner, begin_case
 from fp8bench.features.duel.sides import DuelQuestion
-from fp8bench.features.duel.turns import PartnerWorker, SideWorkers, Start
 from fp8bench.features.duel.values import Duel, DuelCutOff
 from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.limits import USUAL
-from fp8bench.model import Case, PlannedCase, Request, Status
+from fp8bench.model import PlannedCase, Request, Status
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
-from tests.duels import header
-from tests.fakes import CPU, MS, FakeWorker, Fault, Script, broken, gemm_steps, planned
+from tests.duels import SESSION, header, result
+from tests.fakes import CPU, MS, FakeWorker, Fault, Listener, Script, broken, gemm_steps, planned
+from tests.older import as_older
 
 RULE = StoppingRule(fixed=6)
 
 
-class Noting(SilentObserver):
-    """Remembers what was done."""
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-
-    def working(self, case: Case, doing: str, share: float) -> None:
-        self.done.append(doing)
-
-
 def side_workers(name: str, workers: Sequence[FakeWorker], skip: str = "", version: str | None = "1") -> SideWorkers:
-    """A side with one case."""
     case = planned("bf16", skip=skip)
     versions = {} if version is None else {case.case.workload: version}
     real = cast("Sequence[PartnerWorker]", workers)
@@ -53,7 +44,6 @@ def side_workers(name: str, workers: Sequence[FakeWorker], skip: str = "", versi
 
 
 def sides(before: Script, after: Script, **options: Any) -> duel_commands.Pair:
-    """Two workers a side, all with one script each."""
     return (
         side_workers("A", [FakeWorker({"bf16": before}) for _ in range(2)]),
         side_workers("B", [FakeWorker({"bf16": after}) for _ in range(2)], **options),
@@ -61,43 +51,41 @@ def sides(before: Script, after: Script, **options: Any) -> duel_commands.Pair:
 
 
 def measured(pair: duel_commands.Pair, sessions: int = 1, observer: SilentObserver | None = None) -> CaseProgress:
-    """The case after so many sessions."""
-    one = begin_case(next(iter(pair[0].cases)), pair)
+    progress = begin_case(next(iter(pair[0].cases)), pair)
     runner = CaseRunner(pair, 0, observer or SilentObserver(), USUAL)
     for number in range(sessions):
-        if one.alive:
-            runner.measure(one, number, RULE)
-        if one.alive and number == 0:
-            runner.check_values(one)
-    return one
+        if progress.alive:
+            runner.measure(progress, number, RULE)
+        if progress.alive and number == 0:
+            runner.check_values(progress)
+    return progress
 
 
 def fakes(pair: duel_commands.Pair) -> list[Any]:
-    """All workers, those of side A first."""
     return [worker for side in pair for worker in side.workers]
 
 
 def test_every_process_is_in_every_round() -> None:
     """As often, with as many calls, behind one or two that are not timed; and the states are given back."""
     pair = sides(Script(gemm_steps(MS), errors={"output_error": 0.5}), Script(gemm_steps(2 * MS), peak=77))
-    one = measured(pair, sessions=2)
-    assert [len(session.before) + len(session.after) for session in one.sessions] == [4, 4]
+    progress = measured(pair, sessions=2)
+    assert [len(session.before) + len(session.after) for session in progress.sessions] == [4, 4]
     for worker in fakes(pair):
         slots = worker.slots()[2:8]  # after two that find out how long a step is
         assert {slot[:3] for slot in slots} == {("slot", "bf16", 4)} and {slot[3] for slot in slots} <= {1, 2}
         assert worker.held == []
-    timings = [timing for session in one.sessions for timing in (*session.before, *session.after)]
+    timings = [timing for session in progress.sessions for timing in (*session.before, *session.after)]
     assert {timing.num_rounds for timing in timings} == {6} and {timing.num_calls for timing in timings} == {24}
-    result = one.result
+    result = progress.result
     assert result.measured and not result.failed and result.before.is_reference and not result.after.is_reference
     assert result.before.measurement("output_error") is not None and result.after.measurement("peak_memory") is not None
 
 
 def test_no_side_is_always_the_first() -> None:
     """The order in which they are prepared is drawn, another in each session."""
-    observer = Noting()
+    observer = Listener()
     measured(sides(Script(), Script()), sessions=12, observer=observer)
-    prepared = [doing for doing in observer.done if doing.startswith("preparing")]
+    prepared = [doing for _, doing, _ in observer.told if doing.startswith("preparing")]
     firsts = {prepared[place] for place in range(0, len(prepared), 4)}
     assert firsts == {"preparing side A of", "preparing side B of"} and len(prepared) == 48
 
@@ -112,81 +100,70 @@ def test_no_side_is_always_the_first() -> None:
 )
 @for_each("request_name", ["prepare", "slot"])
 def test_a_fault_fails_the_case_on_its_side(error: Exception, why: str, request_name: str) -> None:
-    """Its worker starts afresh, the others keep theirs, and no state stays behind."""
     pair = sides(Script(), Script(faults=[Fault(request_name, error)]))
-    one = measured(pair, sessions=3)
-    assert not one.alive and one.sessions == [] and one.result.failed
-    assert (one.result.before.status, one.result.after.status) == (Status.OK, Status.FAILED)
-    assert one.result.after.reason == why
+    progress = measured(pair, sessions=3)
+    assert not progress.alive and progress.sessions == [] and progress.result.failed
+    assert (progress.result.before.status, progress.result.after.status) == (Status.OK, Status.FAILED)
+    assert progress.result.after.reason == why
     assert sum(worker.restarts for worker in fakes(pair)[2:]) == 1
     assert not any(worker.restarts or worker.held for worker in fakes(pair)[:2])
 
 
-def test_what_was_measured_before_a_fault_is_kept() -> None:
-    """It strikes in the second session, after eight slots of the first."""
-    one = measured(sides(broken("slot", at=10), Script()), sessions=3)
-    assert len(one.sessions) == 1 and one.result.before.status is Status.FAILED and not one.result.measured
-    assert one.result.after.status is Status.OK
+@for_each(
+    ("bad", "why", "restarts"),
+    [
+        (Script(memory=2000), "out of memory beside the other side", 0),
+        (Script(threads_left=("loader",)), "1 started while preparing still run", 1),
+        (Script(wrong="weights are nan"), "weights are nan", 1),
+        (broken("slot", at=10), "", 1),  # in the second session, after eight slots of the first, which is kept
+    ],
+)
+def test_what_one_side_does_fails_there(bad: Script, why: str, restarts: int) -> None:
+    pair = sides(bad, Script())
+    progress = measured(pair, sessions=3)
+    result = progress.result
+    assert (result.before.status, result.after.status) == (Status.FAILED, Status.OK) and not result.measured
+    assert why in result.before.reason and len(progress.sessions) == (not why)
+    assert sum(worker.restarts for worker in fakes(pair)) == restarts
 
 
 def test_memory_for_one_process_a_side() -> None:
     """A second one does not fit in on side B: later sessions do not try again."""
     pair = sides(Script(), Script())
     fakes(pair)[3].capacity = 0
-    one = measured(pair, sessions=3)
-    assert [(len(session.before), len(session.after)) for session in one.sessions] == [(1, 1)] * 3
-    assert one.processes == 1 and sum(entry[0] == "prepare" for entry in fakes(pair)[3].log) <= 1
-    assert one.alive and not any(worker.held or worker.restarts for worker in fakes(pair))
-
-
-def test_memory_for_none() -> None:
-    """The case fails where it found no room, and its worker lives on."""
-    pair = sides(Script(memory=2000), Script())
-    one = measured(pair)
-    assert one.result.before.reason == "out of memory beside the other side" and one.result.after.status is Status.OK
-    assert not any(worker.restarts for worker in fakes(pair))
+    progress = measured(pair, sessions=3)
+    assert [(len(session.before), len(session.after)) for session in progress.sessions] == [(1, 1)] * 3
+    assert progress.processes == 1 and sum(entry[0] == "prepare" for entry in fakes(pair)[3].log) <= 1
+    assert progress.alive and not any(worker.held or worker.restarts for worker in fakes(pair))
 
 
 def test_a_compiler_that_ends_a_worker_costs_no_case() -> None:
     """That side goes on without compiling, the other one does not."""
     bad = Script(quantisers=[2], faults=[Fault("compile", WorkerLost("the compiler crashed"))])
     pair = sides(Script(quantisers=[2]), bad)
-    one = measured(pair)
-    assert one.alive and len(one.sessions) == 1
-    assert "compiling failed: the compiler crashed" in pair[1].quantisers.why_eager
+    progress = measured(pair)
+    (session,) = progress.sessions
+    assert progress.alive and "the compiler crashed" in pair[1].quantisers.why_eager
     assert not pair[0].quantisers.why_eager
-    assert [timing.eager != "" for timing in (*one.sessions[0].before, *one.sessions[0].after)] == [False] * 2 + [
-        True
-    ] * 2
-
-
-def test_threads_left_behind_fail_a_case() -> None:
-    """They would run beside everything that comes after."""
-    one = measured(sides(Script(), Script(threads_left=("loader",))))
-    assert "1 started while preparing still run" in one.result.after.reason and "loader" in one.result.after.reason
-
-
-def test_a_state_that_its_steps_have_spoilt_fails() -> None:
-    """Numbers that are not finite may take another time."""
-    one = measured(sides(Script(wrong="weights are nan"), Script()))
-    assert "weights are nan" in one.result.before.reason
+    assert [[timing.eager != "" for timing in side] for side in (session.before, session.after)] == [
+        [False, False], [True, True],
+    ]  # fmt: skip
 
 
 @for_each(
     ("options", "why"),
     [
         ({"skip": "too large"}, "side B: too large"),
-        ({"version": "2"}, "suite gemm has version 1 on side A and 2 on side B: what a step does has changed"),
-        ({"version": None}, "side B has no suite 'gemm'"),
+        ({"version": "2"}, "suite gemm has version 1 on side A and 2"),
+        ({"version": None}, "side B has no suite"),
     ],
 )
-def test_what_does_not_compare_is_left_out_with_the_reason(options: dict[str, Any], why: str) -> None:
-    """Nobody is asked for anything."""
+def test_what_does_not_compare_is_left_out(options: dict[str, Any], why: str) -> None:
     pair = sides(Script(), Script(), **options)
-    one = measured(pair)
-    assert one.left_out.startswith(why) and not one.alive
-    assert (one.result.before.status, one.result.after.status) == (Status.SKIPPED, Status.SKIPPED)
-    assert not any(worker.log for worker in fakes(pair))
+    progress = measured(pair)
+    assert progress.left_out.startswith(why) and not progress.alive
+    assert (progress.result.before.status, progress.result.after.status) == (Status.SKIPPED, Status.SKIPPED)
+    assert not any(worker.log for worker in fakes(pair)), "nobody is asked for anything"
 
 
 class Startable(FakeWorker):
@@ -207,31 +184,24 @@ class Startable(FakeWorker):
 
 
 def started(scripts: dict[str, Script]) -> duel_commands.Pair:
-    """Two sides with a case for each script; B takes a fifth longer."""
-
     def side(name: str, step_ns: int) -> SideWorkers:
         own = {mode: Script(gemm_steps(step_ns), faults=script.faults) for mode, script in scripts.items()}
         workers = cast("Sequence[PartnerWorker]", [Startable(own), Startable(own)])
-        cases: dict[str, PlannedCase] = {one.case.id: one for one in map(planned, scripts)}
+        cases: dict[str, PlannedCase] = {case.case.id: case for case in map(planned, scripts)}
         start = Start(name, "python", (), f"side {name}")
         return SideWorkers(start, workers, Quantisers(), (CPU,), cases, {"gemm": "1"})
 
     return side("A", 10 * MS), side("B", 12 * MS)
 
 
-class RunDuel(Protocol):
-    """Fights a duel in the test's own store."""
-
-    def __call__(self, pair: duel_commands.Pair, sessions: int = 3) -> Duel: ...
+def run_in(store: Path, pair: duel_commands.Pair, sessions: int = 3) -> Duel:
+    begun = header(request=Request("gemm", rounds=6), cases=tuple(pair[0].cases), sessions=sessions)
+    return duel_commands._measured(pair, begun, ("a note",), store, TERMINAL, 0.0)
 
 
 @pytest.fixture
-def run_duel(tmp_path: Path) -> RunDuel:
-    def run(pair: duel_commands.Pair, sessions: int = 3) -> Duel:
-        begun = header(request=Request("gemm", rounds=6), cases=tuple(pair[0].cases), sessions=sessions)
-        return duel_commands._measured(pair, begun, ("a note",), tmp_path, TERMINAL, 0.0)
-
-    return run
+def run_duel(tmp_path: Path) -> Callable[..., Duel]:
+    return functools.partial(run_in, tmp_path)
 
 
 def test_several_ranks_are_no_side(tmp_path: Path) -> None:
@@ -239,28 +209,26 @@ def test_several_ranks_are_no_side(tmp_path: Path) -> None:
         duel_commands.run_duel(DuelQuestion(), Request("collective", ranks=2), tmp_path, TERMINAL)
 
 
-def test_every_session_has_fresh_processes(run_duel: RunDuel) -> None:
+def test_every_session_has_fresh_processes(run_duel: Callable[..., Duel]) -> None:
     """All cases are measured in each; what is told is what was kept."""
-    one = started({"fp32": Script(), "bf16": Script()})
-    found = run_duel(one)
-    assert found.finished and found.ok and found.notes == ("a note",)
-    assert [len(result.sessions) for result in found.results] == [3, 3]
-    assert all((worker.starts, worker.restarts) == (3, 2) for worker in fakes(one))
-    assert found == DuelKind().load(Path(found.path)) and exit_code(found) == 1
+    pair = started({"fp32": Script(), "bf16": Script()})
+    duel = run_duel(pair)
+    assert duel.finished and duel.ok and duel.notes == ("a note",)
+    assert [len(result.sessions) for result in duel.results] == [3, 3]
+    assert all((worker.starts, worker.restarts) == (3, 2) for worker in fakes(pair))
+    assert duel == DuelKind().load(Path(duel.path)) and exit_code(duel) == 1
 
 
-def test_a_case_that_fails_late_keeps_its_sessions_and_the_others_go_on(run_duel: RunDuel) -> None:
+def test_a_case_that_fails_late_keeps_its_sessions_and_the_others_go_on(run_duel: Callable[..., Duel]) -> None:
     """It strikes both sides' first workers in their second session, whichever comes first."""
     late = Script(faults=[Fault("slot", WorkerLost("gone"), at=9)])
-    found = run_duel(started({"fp32": Script(), "bf16": late}))
-    assert [len(result.sessions) for result in found.results] == [3, 1] and found.results[1].failed
-    assert found.finished and exit_code(found) == 3
+    duel = run_duel(started({"fp32": Script(), "bf16": late}))
+    assert [len(result.sessions) for result in duel.results] == [3, 1] and duel.results[1].failed
+    assert duel.finished and exit_code(duel) == 3
 
 
-@pytest.mark.parametrize("line", range(2, 8))
-def test_a_store_that_fails_costs_nobody_the_table(
-    line: int, run_duel: RunDuel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@for_each("line", range(2, 8))
+def test_a_store_that_fails_costs_nobody_the_table(line: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What was finished before is in the file, and the error has all that was measured."""
     write, written = DuelWriter._lines, [0]
 
@@ -272,7 +240,7 @@ def test_a_store_that_fails_costs_nobody_the_table(
 
     monkeypatch.setattr(DuelWriter, "_lines", full)
     with pytest.raises(Fp8benchError, match="the disk is full") as raised:
-        run_duel(started({"fp32": Script(), "bf16": Script()}), 2)
+        run_in(tmp_path, started({"fp32": Script(), "bf16": Script()}), 2)
     files = list((tmp_path / "duels").iterdir())
     if line == 2:  # the note, before anything was measured
         assert (type(raised.value), files) == (StoreError, [])
@@ -285,12 +253,12 @@ def test_a_store_that_fails_costs_nobody_the_table(
 
 
 def test_a_side_that_does_not_start_again_ends_it(
-    monkeypatch: pytest.MonkeyPatch, run_duel: RunDuel, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, run_duel: Callable[..., Duel], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """In the second session: the first is kept and told, and the error says which side."""
-    one = started({"fp32": Script()})
-    fakes(one)[3].last_start = 1
-    monkeypatch.setattr(duel_commands, "run_duel", lambda *_: run_duel(one))
+    pair = started({"fp32": Script()})
+    fakes(pair)[3].last_start = 1
+    monkeypatch.setattr(duel_commands, "run_duel", lambda *_: run_duel(pair))
     assert main(["duel", "suite", "gemm"]) == 3
     told = capsys.readouterr()
     assert "trouble: side B (python): the worker crashed" in told.out and "change" in told.out
@@ -299,19 +267,20 @@ def test_a_side_that_does_not_start_again_ends_it(
     assert [len(result.sessions) for result in DuelKind().load(file).results] == [1]
 
 
-def test_an_interrupt_keeps_what_was_finished(run_duel: RunDuel, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_keeps_what_was_finished(
+    run_duel: Callable[..., Duel], capsys: pytest.CaptureFixture[str]
+) -> None:
     """In the second session's second case; exit code 130, and how much is there is told."""
     struck = [Script(), Script(faults=[Fault("slot", KeyboardInterrupt(), at=9)])]  # type: ignore[arg-type]
-    found = run_duel(started(dict(zip(("fp32", "bf16"), struck, strict=True))))
-    assert not found.finished and exit_code(found) == 130
-    assert [len(result.sessions) for result in found.results] == [2, 1]
+    duel = run_duel(started(dict(zip(("fp32", "bf16"), struck, strict=True))))
+    assert not duel.finished and exit_code(duel) == 130
+    assert [len(result.sessions) for result in duel.results] == [2, 1]
     assert "interrupted; what was finished is kept in" in capsys.readouterr().err
-    tell(Namespace(), *DuelKind().view(found))
+    tell(Namespace(), *DuelKind().view(duel))
     assert "2 of 2 cases have fewer sessions than were planned" in capsys.readouterr().out
 
 
 def of_two_trees(before: Mapping[str, tuple[str, ...]], after: Mapping[str, tuple[str, ...]]) -> duel_commands.Pair:
-    """Sides of two working trees, '/old' and '/new', with what each side has loaded from below which."""
     pair = started({"fp32": Script()})
     for place, worker in enumerate(fakes(pair)):
         worker.modules = before if place < 2 else after
@@ -320,44 +289,27 @@ def of_two_trees(before: Mapping[str, tuple[str, ...]], after: Mapping[str, tupl
     return pair
 
 
-def test_a_side_with_code_of_the_other_tree_ends_it(run_duel: RunDuel, tmp_path: Path) -> None:
+def test_a_side_with_code_of_the_other_tree_ends_it(run_duel: Callable[..., Duel], tmp_path: Path) -> None:
     """What is installed from this tree wins over the path: that would be no duel."""
     with pytest.raises(UsageError, match=r"side A has loaded mylib, mylib.part from this tree and not"):
         run_duel(of_two_trees({"/new": ("mylib", "mylib.part")}, {"/new": ("mylib",)}))
     assert not list((tmp_path / "duels").iterdir())
 
 
-def test_code_of_its_own_tree_is_fine_even_if_that_lies_in_the_other(run_duel: RunDuel) -> None:
+def test_code_of_its_own_tree_is_fine_even_if_that_lies_in_the_other(run_duel: Callable[..., Duel]) -> None:
     """Where everything temporary is below the repository, say."""
     found = run_duel(of_two_trees({"/old": ("mylib",), "/new": ("mylib",)}, {"/new": ("mylib",)}), 1)
     assert found.finished and found.notes == ("a note",)
 
 
 def test_sides_that_have_loaded_nothing_of_the_repository_are_told(
-    run_duel: RunDuel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run_duel: Callable[..., Duel], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing can differ between them; that is said before anything is measured, and kept."""
     words = "neither side has loaded any code of this repository"
     said: list[int] = []
     monkeypatch.setattr(duel_commands, "refresh", lambda *_: said.append(capsys.readouterr().err.count(words)))
     assert words in run_duel(of_two_trees({}, {}), 1).notes[1] and said == [1]
-
-
-def test_markdown_for_a_pull_request(run_duel: RunDuel, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """In a file of its own, beside the tables on stdout."""
-    file = tmp_path / "page.md"
-    tell(Namespace(md=file), *DuelKind().view(run_duel(started({"fp32": Script()}))))
-    page = file.read_text()
-    assert page.startswith("# duel ") and "| worse |" in page.replace("\N{BLACK DOWN-POINTING TRIANGLE} ", "")
-    assert "worse" in capsys.readouterr().out
-
-
-def test_json_holds_samples_and_comparisons(run_duel: RunDuel, capsys: pytest.CaptureFixture[str]) -> None:
-    """One document on one line."""
-    tell(Namespace(json=True), *DuelKind().view(run_duel(started({"fp32": Script()}))))
-    document = json.loads(capsys.readouterr().out)
-    assert document["comparisons"][0]["ratio"]["point"] == pytest.approx(1.2)
-    assert len(document["results"][0]["sessions"][2]["after"][1]["slots"]) == 6
 
 
 @for_each(
@@ -374,3 +326,115 @@ def test_how_long_a_session_is(request_: Request, share: float | None, rule: tup
     found = duel_commands._rule(request_, share)
     assert (found.least, found.fixed, found.budget) == rule
     assert share is None or (found.ceiling == share and found.whole)
+
+
+def written(store: Path) -> Path:
+    """A whole duel: two sessions of one case, of another one that failed after its first, and a note."""
+    writer = start_duel(header(), store)
+    writer.note("both sides are the same")
+    writer.result(result("fp32", SESSION))
+    writer.result(result("bf16", SESSION))
+    writer.session(header().cases[0], SESSION)
+    writer.result(result("bf16", SESSION, status=Status.FAILED))
+    writer.finish("finished")
+    writer.close()
+    return writer.path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return written(tmp_path)
+
+
+def test_what_was_written_is_read(path: Path) -> None:
+    """Sessions follow their case, and what a case came to last counts. Which torch each side had is in its devices."""
+    duel = DuelKind().load(path)
+    wanted = header(
+        results=(result("fp32", SESSION, SESSION), result("bf16", SESSION, status=Status.FAILED)),
+        notes=("both sides are the same",), finished=True, path=str(path),
+    )  # fmt: skip
+    assert duel == wanted and duel.after.devices == (CPU,)
+    assert path.name == "20260102T030405.678Z-0a1b2c3d.jsonl" and path.parent.name == "duels"
+    assert not duel.ok and [case.measured for case in duel.results] == [True, False]
+
+
+def test_a_duel_in_older_words_is_read(path: Path) -> None:
+    """Files of before say `bout`, `sitting` and `sittings`."""
+    whole = DuelKind().load(path)
+    text = as_older(path).read_text()
+    for new, old in (("result", "bout"), ("session", "sitting"), ("sessions", "sittings")):
+        text = text.replace(f'"{new}":', f'"{old}":')
+    assert '"result":' not in text and '"sittings":' in text and text.count('"sitting":') == 1
+    path.write_text(text)
+    assert DuelKind().load(path) == whole
+
+
+def test_it_is_found_by_its_names(path: Path) -> None:
+    """Id, stem, path, the beginning of an id; a run's word means no duel."""
+    store = path.parent.parent
+    for words, wanted in (
+        (("0a1b2c3d", "0a1b", path.stem, str(path)), path),
+        (("last", "", "ffff", "20260102", "\0", str(store)), None),
+    ):
+        assert {DuelKind().find(word, store) for word in words} == {wanted}
+    assert DuelKind().find("0a1b", store / "elsewhere") is None
+
+
+@for_each("cut", range(2, 2000, 97))
+def test_a_torn_file_loses_its_end_alone(tmp_path: Path, cut: int) -> None:
+    """A kill at any moment: what stands before is read, and it is not finished."""
+    path = written(tmp_path)
+    raw = path.read_bytes()
+    first = raw.index(b"\n") + 1
+    path.write_bytes(raw[: max(first, len(raw) - 1 - cut)])
+    duel = DuelKind().load(path)
+    assert not duel.finished and len(duel.troubles) <= 1
+    assert all(result.sessions for result in duel.results)
+
+
+@for_each(
+    ("line", "trouble"),
+    [
+        *((line, "is broken") for line in ("{", "[]", "3", '{"result": {"before": 3}}', '{"note": 3}')),
+        ('{"greeting": 1}', "of a kind"),
+        ('{"case": "nowhere", "session": {}}', "is broken"),
+    ],
+)
+def test_a_broken_line_is_left_out_and_named(tmp_path: Path, line: str, trouble: str) -> None:
+    path = written(tmp_path)
+    lines = as_older(path).read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], line, *lines[2:]]) + "\n")
+    duel = DuelKind().load(path)
+    assert duel.finished and len(duel.results) == 2
+    assert len(duel.troubles) == 1 and duel.troubles[0].startswith("line 3") and trouble in duel.troubles[0]
+
+
+def test_samples_that_no_clock_gave_are_left_out(path: Path) -> None:
+    """So are results whose sides are of different cases."""
+    lines = as_older(path).read_text().splitlines()
+    negative = json.loads(lines[4])
+    negative["session"]["after"][0]["slots"][0]["calls_ns"] = [[-1]]
+    mixed = json.loads(lines[2])
+    mixed["result"]["after"]["case"]["precision"] = "fp16"
+    path.write_text("\n".join([*lines, json.dumps(negative), json.dumps(mixed)]) + "\n")
+    duel = DuelKind().load(path)
+    assert [trouble[:6] for trouble in duel.troubles] == ["line 8", "line 9"]
+    assert len(duel.results) == 2 and len(duel.results[0].sessions) == 2
+
+
+@for_each(
+    ("text", "why"),
+    [
+        *((text, "is no duel") for text in ("", "{}\n", '{"schema": 1}\n', "[]\n", "\0\n")),
+        ('{"schema": 1, "duel": {"id": 3}}\n', "is no duel"),
+        ('{"schema": 2, "duel": {}}\n', "newer fp8bench"),
+    ],
+)
+def test_what_is_no_duel_is_refused(text: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_text(text)
+    with pytest.raises(StoreError, match=f"file.jsonl .*{why}"):
+        DuelKind().load(path)
+    (tmp_path / "duels").write_text("a file")
+    with pytest.raises(StoreError, match="--store"):
+        start_duel(header(), tmp_path)

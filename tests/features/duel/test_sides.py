@@ -1,8 +1,10 @@
-"""What each side is started with: folders, files, which words name a Python; working trees of other revisions."""
+"""What each side is started with: folders, a Python, a working tree of another revision, settings of an allocator."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,29 +13,39 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from fp8bench.errors import StoreError, UsageError
+from fp8bench.features.duel import partners
 from fp8bench.features.duel import sides as module
+from fp8bench.features.duel.partners import _CALM, PartnerWorker, SideWorkers, not_preloaded, settings_of
+from fp8bench.features.duel.run import _check_settings
 from fp8bench.features.duel.sides import (
+    AS_IT_COMES,
     PACKAGE,
+    SAME,
     DuelQuestion,
     interpreter,
     is_dirty,
     opened,
-    package_beside,
     repository_of,
     revision_of,
     scratch,
     sweep,
     worktree,
 )
+from fp8bench.measure.arm import Quantisers
+from fp8bench.measure.handle import built
+from fp8bench.model import Case, PlannedCase, Work
+from fp8bench.model.raw import Settings
+from fp8bench.registry import precisions
 from tests.commands import git
 from tests.counts import for_each
+from tests.workloads.steps import CPU
 
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing of a duel outside of this folder of the test's own; no path but Python's own."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -75,6 +87,8 @@ def test_the_same_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> None:
     """Those of the repository, wherever they stand on the path; a virtual environment in there is none of them."""
     (project / "src" / "mylib.py").write_text("changed")
+    with pytest.raises(UsageError, match="would change two things at once"):
+        opened(DuelQuestion(against="HEAD", against_self="HEAD"), ()).__enter__()
     with opened(DuelQuestion(against="HEAD"), ("suite.py", "some.module")) as (before, after, notes):
         tree = before.tree
         assert tree is not None and after.tree == project
@@ -96,16 +110,7 @@ def test_a_file_that_a_revision_has_not(project: Path) -> None:
         assert [note.partition(":")[0] for note in notes] == ["new.py is not in main", "both sides are the same"]
 
 
-def test_two_changes_at_once_are_refused(project: Path) -> None:
-    """Two interpreters and a revision are none: each side says what it is."""
-    with pytest.raises(UsageError, match="would change two things at once"):
-        opened(DuelQuestion(against="HEAD", against_self="HEAD"), ()).__enter__()
-    with opened(DuelQuestion(sys.executable, sys.executable, "HEAD"), ()) as (before, _, _):
-        assert before.python == sys.executable
-
-
 def test_fp8bench_out_of_a_package_folder_has_no_revisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was installed, not checked out."""
     package = tmp_path / "site-packages" / "fp8bench"
     package.mkdir(parents=True)
     monkeypatch.setattr(module, "PACKAGE", package)
@@ -117,14 +122,6 @@ def test_fp8bench_out_of_a_package_folder_has_no_revisions(tmp_path: Path, monke
         opened(DuelQuestion(against_self="HEAD"), ()).__enter__()
 
 
-def program(folder: Path, text: str) -> str:
-    """A shell script that stands where a Python should."""
-    path = folder / "python"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
 def test_a_path_a_name_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Links are kept: a virtual environment's Python is one, and would be another one without."""
     (tmp_path / "env" / "bin").mkdir(parents=True)
@@ -133,6 +130,9 @@ def test_a_path_a_name_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     for word in (str(link), "env/bin/python", "env", str(tmp_path / "env")):
         assert interpreter(word, "--python-a") == str(link)
+    for word in ("", "no-such-python", "/nowhere/python", "."):
+        with pytest.raises(UsageError, match=r"--python-a .*is no program"):
+            interpreter(word, "--python-a")
     monkeypatch.setenv("PATH", str(link.parent))
     assert interpreter("python", "--python-a") == str(link)
 
@@ -140,41 +140,24 @@ def test_a_path_a_name_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @for_each(
     ("text", "sentence"),
     [
-        ("echo hello", "is no Python that runs: asked for its version, it ended with status 0 and said 'hello'"),
-        ("echo no such thing >&2; exit 3", "it ended with status 3 and said 'no such thing'"),
+        ("echo hello", "ended with status 0 and said 'hello'"),
+        ("echo no such thing >&2; exit 3", "ended with status 3 and said 'no such thing'"),
         ("exit 0", "said 'nothing'"),
-        ("echo python 3.10.4", "is Python 3.10.4, and fp8bench needs 3.11 or newer there too"),
-        ("echo python 2.7.18", "is Python 2.7.18"),
+        ("echo python 3.10.4", "is Python 3.10.4, and fp8bench needs 3.11"),
         ("kill -9 $$", "status -9"),
-        ("sleep 30", "did not say within 0.5 s which Python it is, and was ended"),
+        ("sleep 30", "within 0.5 s"),
+        ("\0", "cannot be run"),  # executable, and of no kind that the system knows
     ],
 )
-def test_what_is_none_is_said_in_one_sentence(
-    text: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With what it did, and the option that named it."""
+def test_what_is_no_python(text: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "sleep" in text:
         monkeypatch.setattr(module, "_SECONDS", 0.5)
+    program = tmp_path / "python"
+    program.write_text(text if text == "\0" else f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
     with pytest.raises(UsageError, match="--python-b") as raised:
-        interpreter(program(tmp_path, text), "--python-b")
+        interpreter(str(program), "--python-b")
     assert sentence in str(raised.value)
-
-
-@for_each("word", ["", "no-such-python", "/nowhere/python", "."])
-def test_no_program(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither is a folder without a bin/python."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"is no program. Give a Python's name or path"):
-        interpreter(word, "--python-a")
-
-
-def test_a_file_that_nobody_can_run(tmp_path: Path) -> None:
-    """It is executable and of no kind that the system knows."""
-    path = tmp_path / "python"
-    path.write_bytes(b"\x00\x01")
-    path.chmod(0o755)
-    with pytest.raises(UsageError, match=r"cannot be run \(Exec format error\)"):
-        interpreter(str(path), "--python-a")
 
 
 OPTION = "--against"
@@ -182,8 +165,7 @@ ROOT = Path(__file__).resolve().parents[3]
 OWNER = """
 import sys
 from pathlib import Path
-from fp8bench.features.duel.sides import scratch
-from fp8bench.features.duel.sides import repository_of, worktree
+from fp8bench.features.duel.sides import repository_of, scratch, worktree
 repository = repository_of(Path.cwd(), "--against")
 with scratch() as folder, worktree(repository, "HEAD", folder, "--against") as tree:
     print(tree, flush=True)
@@ -193,7 +175,6 @@ with scratch() as folder, worktree(repository, "HEAD", folder, "--against") as t
 
 @pytest.fixture
 def commits(tmp_path: Path) -> Path:
-    """A repository with two commits, the first one tagged v1."""
     folder = tmp_path / "a project"
     folder.mkdir()
     git(folder, "init", "-q", "-b", "main")
@@ -206,37 +187,41 @@ def commits(tmp_path: Path) -> Path:
 
 
 def trees(commits: Path) -> list[str]:
-    """The working trees that git knows of beside the repository's own."""
     lines = git(commits, "worktree", "list", "--porcelain").splitlines()
     return [line for line in lines if line.startswith("worktree ")][1:]
 
 
-def test_a_tree_holds_the_revision_and_goes(commits: Path, temporary: Path) -> None:
-    """From anywhere in the repository; what is not committed stays out of it, and where it is."""
+def test_a_tree_holds_the_revision_and_goes(
+    commits: Path, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From anywhere in the repository; what is not committed stays out of it, and where it is. No hook runs, and git
+    tells hooks of which repository they are: the folder counts."""
     (commits / "below").mkdir()
     (commits / "file").write_text("three")
+    hook = commits / ".git" / "hooks" / "post-checkout"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\ntouch ran\nexit 1\n")
+    hook.chmod(0o755)
+    git(tmp_path, "init", "-q", "other")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
     repository = repository_of(commits / "below", OPTION)
     assert repository == commits.resolve() and is_dirty(repository)
+    monkeypatch.delenv("GIT_DIR")
     commit = revision_of(repository, "v1", OPTION)
     with scratch() as folder, worktree(repository, commit, folder, OPTION) as tree:
-        assert (tree / "file").read_text() == "one" and len(trees(commits)) == 1
+        assert (tree / "file").read_text() == "one" and len(trees(commits)) == 1 and not (tree / "ran").exists()
     assert trees(commits) == [] and not list(temporary.iterdir())
     assert (commits / "file").read_text() == "three"
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@for_each("error", [KeyboardInterrupt, RuntimeError])
 def test_it_goes_however_the_body_ends(error: type[BaseException], commits: Path, temporary: Path) -> None:
     """Files that somebody made in it go too."""
     repository = repository_of(commits, OPTION)
-
-    def body() -> None:
-        with scratch() as folder, worktree(repository, "HEAD", folder, OPTION) as tree:
-            (tree / "made").write_text("by a build")
-            (tree / "file").write_text("changed")
-            raise error
-
-    with pytest.raises(error):
-        body()
+    with contextlib.suppress(error), scratch() as folder, worktree(repository, "HEAD", folder, OPTION) as tree:
+        (tree / "made").write_text("by a build")
+        (tree / "file").write_text("changed")
+        raise error
     assert trees(commits) == [] and not list(temporary.iterdir())
 
 
@@ -276,42 +261,17 @@ def test_a_folder_that_is_just_being_made_stays(temporary: Path) -> None:
     assert young.is_dir() and other.is_dir() and not old.exists() and (temporary / "fp8bench-duel-link").is_symlink()
 
 
-def test_hooks_do_not_run(commits: Path) -> None:
-    """A post-checkout hook may install something, or fail."""
-    hook = commits / ".git" / "hooks" / "post-checkout"
-    hook.parent.mkdir(exist_ok=True)
-    hook.write_text("#!/bin/sh\ntouch ran\nexit 1\n")
-    hook.chmod(0o755)
-    repository = repository_of(commits, OPTION)
-    with scratch() as folder, worktree(repository, "HEAD", folder, OPTION) as tree:
-        assert not (tree / "ran").exists()
-
-
-def test_in_a_hook_the_folder_counts(commits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """git tells hooks where the repository is that they are of."""
-    other = tmp_path / "other"
-    other.mkdir()
-    git(other, "init", "-q")
-    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
-    assert repository_of(commits, OPTION) == commits.resolve()
-
-
-@pytest.mark.parametrize("word", ["nope", "", "--help", "v1:file", "0" * 40])
-def test_an_unknown_revision(word: str, commits: Path) -> None:
-    """It is named, and what else may be meant."""
-    with pytest.raises(UsageError, match=r"is no commit of the repository .*Give a commit, a branch or a tag"):
-        revision_of(repository_of(commits, OPTION), word, OPTION)
-
-
-def test_a_shallow_clone_says_how_to_get_more(commits: Path, tmp_path: Path) -> None:
-    """As CI makes them."""
+def test_an_unknown_revision(commits: Path, tmp_path: Path) -> None:
+    """A shallow clone, as CI makes them, says how to get more."""
+    for word in ("nope", "", "--help", "v1:file", "0" * 40):
+        with pytest.raises(UsageError, match=r"is no commit of the repository .*Give a commit"):
+            revision_of(repository_of(commits, OPTION), word, OPTION)
     git(tmp_path, "clone", "-q", "--depth", "1", commits.as_uri(), "shallow")
-    with pytest.raises(UsageError, match=r"The clone is shallow .*`git fetch --unshallow`"):
+    with pytest.raises(UsageError, match=r"`git fetch --unshallow`"):
         revision_of(repository_of(tmp_path / "shallow", OPTION), "HEAD~1", OPTION)
 
 
 def test_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor one without git, nor a bare one."""
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(UsageError, match=r"--against wants a git repository.*not a git repository"):
         repository_of(tmp_path, OPTION)
@@ -335,18 +295,133 @@ def test_a_tree_that_cannot_be_made(commits: Path, temporary: Path) -> None:
 
 
 def test_no_room_for_anything_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says which variable names another place."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(StoreError, match=r"set TMPDIR to a folder"):
         scratch().__enter__()
 
 
-def test_a_package_comes_without_its_neighbours(tmp_path: Path) -> None:
-    """What lies beside it would shadow what a partner has of that name."""
-    site = tmp_path / "site-packages"
-    for name in ("wanted", "torch"):
-        (site / name).mkdir(parents=True)
-        (site / name / "__init__.py").write_text("")
-    folder = package_beside(tmp_path / "package", site / "wanted")
-    assert [path.name for path in folder.iterdir()] == ["wanted"]
-    assert (folder / "wanted" / "__init__.py").is_file()
+GLIBC = pytest.mark.skipif(sys.platform != "linux", reason="glibc's settings")
+
+
+@for_each(
+    ("words", "found"),
+    [
+        ([], ()),
+        (["THP_MEM_ALLOC_ENABLE=1", "MALLOC_TOP_PAD_=0"], (("MALLOC_TOP_PAD_", "0"), ("THP_MEM_ALLOC_ENABLE", "1"))),
+        (["GLIBC_TUNABLES=glibc.malloc.mmap_threshold=65536:glibc.malloc.arena_max=0x2"],
+         (("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=65536:glibc.malloc.arena_max=0x2"),)),
+    ],
+)  # fmt: skip
+@GLIBC
+def test_settings_that_allocators_obey(words: list[str], found: tuple[tuple[str, str], ...]) -> None:
+    assert settings_of(words, "--env-b") == found
+    with pytest.raises(UsageError, match="twice"):
+        settings_of(["MALLOC_ARENA_MAX=1", "MALLOC_ARENA_MAX=2"], "--env-a")
+
+
+@for_each(
+    ("word", "expected"),
+    [
+        ("", "sets no allocator"), ("=1", "sets no allocator"), ("MALLOC_ARENA_MAX", "sets no allocator"),
+        ("MALLOC_AREN_MAX=1", "The nearest is MALLOC_ARENA_MAX"), ("PATH=/tmp", "sets no allocator"),
+        ("OMP_NUM_THREADS=4", "sets no allocator"), ("MALLOC_ARENA_MAX=0", "a whole number from 1"),
+        ("MALLOC_ARENA_MAX=two", "a whole number from 1"), ("MALLOC_MMAP_THRESHOLD_=-1", "a whole number from 0"),
+        ("MALLOC_MMAP_THRESHOLD_=64KiB", "a whole number from 0"), ("MALLOC_TOP_PAD_=", "a whole number"),
+        ("MALLOC_TOP_PAD_=²", "a whole number"), ("THP_MEM_ALLOC_ENABLE=yes", "one of 0, 1"),
+        ("GLIBC_TUNABLES=glibc.malloc.mmap_treshold=1", "glibc.malloc.mmap_threshold"),
+        ("GLIBC_TUNABLES=glibc.malloc.perturb=256", "from 0 to 255"),
+        ("GLIBC_TUNABLES=glibc.malloc.arena_max=0", "a number from 1"),
+        ("GLIBC_TUNABLES=", "NAME=VALUE"), ("GLIBC_TUNABLES=glibc.rtld.nns=5", "NAME=VALUE"),
+        ("GLIBC_TUNABLES=glibc.malloc.mxfast=x", "to be a number"), ("LD_PRELOAD=", "is no library"),
+        ("LD_PRELOAD=nosuchmalloc", "is no library"), ("LD_PRELOAD=/etc/passwd", "is no library"),
+        ("LD_PRELOAD=/nowhere/lib.so", "is no library"), ("PYTORCH_CUDA_ALLOC_CONF=", "NAME:VALUE"),
+        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segment:True", "the nearest to 'expandable_segment'"),
+        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:true", "one of True, False"),
+        ("PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:19", "a whole number from 20"),
+        ("PYTORCH_CUDA_ALLOC_CONF=garbage_collection_threshold:1.0", "a share"),
+        ("PYTORCH_CUDA_ALLOC_CONF=roundup_power2_divisions:3", "a power of 2"),
+    ],
+)  # fmt: skip
+@GLIBC
+def test_what_an_allocator_would_pass_over_is_refused(word: str, expected: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(expected)) as refused:
+        settings_of([word], "--env-b")
+    assert "--env-b" in str(refused.value)
+
+
+TORCH_TEXTS = (
+        "expandable_segments:True", "max_split_size_mb:20", "max_split_size_mb:19", "garbage_collection_threshold:0.8",
+        "garbage_collection_threshold:1.5", "roundup_power2_divisions:4", "roundup_power2_divisions:3",
+        "roundup_power2_divisions:[256:1,512:2,>:8]", "expandable_segments:maybe", "max_split_size_mb:x",
+        "garbage_collection_threshold:0.5,max_split_size_mb:64,expandable_segments:False",
+)  # fmt: skip
+PARSED = """
+import torch
+for text in {texts!r}:
+    try:
+        torch._C._accelerator_setAllocatorSettings(text)
+        print("fine")
+    except Exception:
+        print("wrong")
+"""
+
+
+@pytest.mark.slow
+def test_torchs_own_parser_agrees() -> None:
+    """In a process of its own, since it keeps what it takes."""
+    if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        pytest.skip("this torch has no parser without CUDA")
+    code = PARSED.format(texts=TORCH_TEXTS)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ours = ["wrong" if partners._torch_options(text) else "fine" for text in TORCH_TEXTS]
+    assert done.stdout.split() == ours and {"wrong", "fine"} == set(ours)
+
+
+def test_sides_are_told_apart_by_their_settings() -> None:
+    """In titles and environments; a duel's own settings of glibc leave both sides, and a note says so."""
+    for env, host in (("MALLOC_ARENA_MAX=1", True), ("THP_MEM_ALLOC_ENABLE=1", False)):
+        with opened(DuelQuestion(env_b=(env,)), ()) as (before, after, notes):
+            name = env.partition("=")[0]
+            assert (before.settings, after.settings) == ((), ((name, "1"),))
+            assert after.title.endswith(f"under {env}") and "under" not in before.title
+            assert notes == ((AS_IT_COMES,) if host else ())
+            ours, theirs = (PartnerWorker(Settings(), side)._environment() for side in (before, after))
+            assert theirs.pop(name) == "1" and theirs == ours
+            assert (set(_CALM) <= set(ours)) is (not host or set(_CALM) <= set(os.environ))
+    with opened(DuelQuestion(env_a=(env,), env_b=(env,)), ()) as (_, _, notes):
+        assert notes == (SAME,)
+
+
+def test_settings_of_a_gpus_allocator_need_a_case_on_one() -> None:
+    """Else they would be ignored without a word."""
+    case = PlannedCase(Case("gemm", (), "fp32", "cpu"), precisions.get("fp32").support(CPU), Work())
+    with opened(DuelQuestion(env_b=("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",)), ()) as (_, after, _):
+        side = SideWorkers(after, [PartnerWorker(Settings(), after)], Quantisers(), (CPU,), {"one": case})
+        with pytest.raises(UsageError, match=r"PYTORCH_CUDA_ALLOC_CONF .* no case runs on one"):
+            _check_settings(side)
+
+
+def test_settings_are_one_change_and_a_revision_another() -> None:
+    for other in ({"python_a": sys.executable}, {"against": "HEAD"}, {"against_self": "HEAD"}):
+        with pytest.raises(UsageError, match="second change"):
+            opened(DuelQuestion(env_a=("THP_MEM_ALLOC_ENABLE=1",), **other), ()).__enter__()  # type: ignore[arg-type]
+
+
+@GLIBC
+def test_a_preloaded_library_is_looked_for_in_the_process(tmp_path: Path) -> None:
+    """The loader passes over one of another kind of machine; what it took stands in the process's own maps."""
+    probe = built(tmp_path)
+    assert isinstance(probe, Path)
+    settings = settings_of([f"LD_PRELOAD={probe}"], "--env-b")
+    child = subprocess.Popen(["sleep", "30"], env={**os.environ, **dict(settings)})
+    try:
+        for _ in range(100):  # until it has become the other program
+            if not not_preloaded(settings, child.pid):
+                break
+            time.sleep(0.05)
+        assert not_preloaded(settings, child.pid) == ""
+        assert not_preloaded(settings, os.getpid()) == str(probe)
+        assert not_preloaded(settings, child.pid, str(tmp_path / "{}")) == ""  # nobody can look
+    finally:
+        child.kill()
+        child.wait()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fp8bench.features.duel.values import CaseResult, Session
-from fp8bench.features.duel.verdicts import Judged, compared, comparisons, judge, judged, p_value, why_unsure
+from fp8bench.features.duel.verdicts import Judged, compared, comparisons, judge, p_value, why_unsure
 from fp8bench.features.duel.view import page_of
 from fp8bench.model import (
     Comparison,
@@ -39,8 +39,7 @@ Seconds = Sequence[tuple[float, ...]]
 
 
 def session(before: Sequence[float], after: Sequence[float], rounds: int = 6) -> Session:
-    """Processes that take so many seconds in every round."""
-    return Session(*(tuple(steady(round(1e9 * one), rounds) for one in side) for side in (before, after)))
+    return Session(*(tuple(steady(round(1e9 * seconds), rounds) for seconds in side) for side in (before, after)))
 
 
 def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) -> list[Session]:
@@ -55,10 +54,9 @@ def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) 
 
 
 def known(sessions: Sequence[Session]) -> Judged:
-    """What they come to; there is something."""
-    found = judge(sessions)
-    assert found is not None
-    return found
+    times = judge(sessions)
+    assert times is not None
+    return times
 
 
 def brute_chance(before: Seconds, after: Seconds) -> float:
@@ -67,11 +65,11 @@ def brute_chance(before: Seconds, after: Seconds) -> float:
     def low(values: Sequence[float]) -> float:
         return statistics.fmean(sorted(values)[: math.ceil(len(values) * 3 / 5)])
 
-    def centred(one: Sequence[float], other: Sequence[float]) -> list[float]:
-        logs = [math.log(value) for value in (*one, *other)]
+    def centred(old: Sequence[float], new: Sequence[float]) -> list[float]:
+        logs = [math.log(value) for value in (*old, *new)]
         return [value - statistics.median(logs) for value in logs]
 
-    pools = [centred(one, other) for one, other in zip(before, after, strict=True)]
+    pools = [centred(old, new) for old, new in zip(before, after, strict=True)]
     apart = []
     for deal in itertools.product(*(itertools.combinations(range(len(pool)), 2) for pool in pools)):
         named = [pool[place] for pool, places in zip(pools, deal, strict=True) for place in places]
@@ -81,24 +79,24 @@ def brute_chance(before: Seconds, after: Seconds) -> float:
         ]  # fmt: skip
         apart.append(low(named) - low(rest))
     own = low([value for pool in pools for value in pool[2:]]) - low([value for pool in pools for value in pool[:2]])
-    return sum(abs(one) >= abs(own) - 1e-9 for one in apart) / len(apart)
+    return sum(abs(value) >= abs(own) - 1e-9 for value in apart) / len(apart)
 
 
 def test_the_times_have_the_ratio_that_is_told() -> None:
     """As they were measured they may say the opposite: a session that is slow on both sides weighs on one of them."""
     sides = [((25.0, 25.5), (26.25, 25.0)), ((34.25, 34.25), (32.5, 33.25)), ((25.5, 25.25), (25.25, 26.25))]
-    found = known([session(*([one / 1e3 for one in side] for side in pair)) for pair in sides])
-    raw = [sorted(one for pair in sides for one in pair[place])[:4] for place in (0, 1)]
+    times = known([session(*([time / 1e3 for time in side] for side in pair)) for pair in sides])
+    raw = [sorted(time for pair in sides for time in pair[place])[:4] for place in (0, 1)]
     before, after = map(statistics.geometric_mean, raw)
-    assert after / before > 1.014 and found.ratio.point < 0.984
-    assert found.after / found.before == pytest.approx(found.ratio.point)
-    assert found.after * found.before == pytest.approx(before * after * 1e-6)
+    assert after / before > 1.014 and times.ratio.point < 0.984
+    assert times.after / times.before == pytest.approx(times.ratio.point)
+    assert times.after * times.before == pytest.approx(before * after * 1e-6)
     for seed in range(5):
-        found = known(drawn(seed, 4))
-        assert found.after / found.before == pytest.approx(found.ratio.point)
+        times = known(drawn(seed, 4))
+        assert times.after / times.before == pytest.approx(times.ratio.point)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("fastest", "slow", "verdict", "uneven"),
     [(0.975, 1.4, Verdict.UNSURE, True), (1.0, 1.4, Verdict.UNSURE, True), (1.0, 1.0, Verdict.SAME, False),
      (0.9, 0.9, Verdict.FASTER, False), (1.1, 2.0, Verdict.SLOWER, True)],
@@ -115,11 +113,11 @@ def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verd
         Session((process(1.0), process(1.0)), (process(fastest, slow, slow, slow), process(slow, fastest, slow, slow)))
         for _ in range(4)
     ]  # fmt: skip
-    found = known(sessions)
-    assert (found.verdict, found.uneven) == (verdict, uneven)
-    assert found.typical.point == pytest.approx((fastest + 3 * slow) / 4, rel=0.01)
+    times = known(sessions)
+    assert (times.verdict, times.uneven) == (verdict, uneven)
+    assert times.typical.point == pytest.approx((fastest + 3 * slow) / 4, rel=0.01)
     if uneven and verdict is Verdict.UNSURE:
-        assert why_unsure(found).startswith("by the fastest calls it takes ")
+        assert why_unsure(times).startswith("by the fastest calls it takes ")
     time = next(compared(CaseResult(record(None), record(None), tuple(sessions))))
     assert (Label.UNEVEN in time.labels) is uneven
 
@@ -127,7 +125,7 @@ def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verd
 def paced(draw: np.random.Generator, wide: float) -> Timing:
     """Work of a length that varies, then a wait until 5 ms are over: ten rounds of it."""
     work = 1 + wide * draw.random(10)
-    rows = [(int(1e6 * one), int(1e6 * (5 - one)), 100_000) for one in work]
+    rows = [(int(1e6 * milliseconds), int(1e6 * (5 - milliseconds)), 100_000) for milliseconds in work]
     return timing(*rows, phases=("gemm", "data_load", "elementwise"))
 
 
@@ -139,8 +137,8 @@ def test_a_side_that_varies_more_at_the_same_pace_is_no_faster() -> None:
             Session(tuple(paced(draw, 0.2) for _ in range(2)), tuple(paced(draw, 0.8) for _ in range(2)))
             for _ in range(3)
         ]
-        found = known(sides)
-        assert found.whole and found.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, found)
+        times = known(sides)
+        assert times.whole and times.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, times)
     result = CaseResult(record(sides[0].before[0]), record(sides[0].after[0]), tuple(sides))
     assert Label.WHOLE_STEPS in next(compared(result)).labels
 
@@ -151,21 +149,23 @@ def test_chance_is_that_of_all_deals(slower: float) -> None:
     draw = np.random.default_rng(int(1e4 * slower))
     before = [tuple(1e-3 * np.exp(draw.normal(0, 0.005, 2))) for _ in range(3)]
     after = [tuple(1e-3 * np.exp(draw.normal(slower, 0.005, 2))) for _ in range(3)]
-    found = known([session(one, other) for one, other in zip(before, after, strict=True)])
-    assert found.chance == pytest.approx(brute_chance(before, after), abs=1e-9)
-    assert found.finest == pytest.approx(2 / 6**3)
+    times = known([session(old, new) for old, new in zip(before, after, strict=True)])
+    assert times.chance == pytest.approx(brute_chance(before, after), abs=1e-9)
+    assert times.finest == pytest.approx(2 / 6**3)
 
 
 def test_an_end_of_the_interval_is_where_chance_would_do_as_much() -> None:
     """With B sped up by just less than the lower end, chance is too small an excuse; by just more, it is one."""
     sessions = drawn(3, 4, 0.03)
-    found = known(sessions)
-    for end, sign in ((found.ratio.low, 1), (found.ratio.high, -1)):
+    times = known(sessions)
+    for end, sign in ((times.ratio.low, 1), (times.ratio.high, -1)):
         for step, excused in ((-1e-3, False), (1e-3, True)):
             factor = end * math.exp(sign * step)
             scaled = [
-                Session(one.before, tuple(steady(round(s.slots[0].calls_ns[0][0] / factor), 6) for s in one.after))
-                for one in sessions
+                Session(
+                    session.before, tuple(steady(round(s.slots[0].calls_ns[0][0] / factor), 6) for s in session.after)
+                )
+                for session in sessions
             ]
             assert (known(scaled).chance > 0.01) is excused
 
@@ -176,10 +176,10 @@ def test_a_change_of_a_few_percent_is_found_and_none_is_not(count: int) -> None:
     slower = [known(drawn(seed, 4, 0.025)) for seed in range(count)]
     faster = [known(drawn(seed, 4, -0.025)) for seed in range(count)]
     flat = [known(drawn(seed, 4)) for seed in range(count)]
-    assert sum(one.verdict is Verdict.SLOWER for one in slower) >= 0.9 * count
-    assert sum(one.verdict is Verdict.FASTER for one in faster) >= 0.95 * count
-    assert sum(one.verdict in (Verdict.SLOWER, Verdict.FASTER) for one in flat) <= 0.05 * count
-    assert sum(one.ratio.low <= math.exp(0.025) <= one.ratio.high for one in slower) >= 0.9 * count
+    assert sum(times.verdict is Verdict.SLOWER for times in slower) >= 0.9 * count
+    assert sum(times.verdict is Verdict.FASTER for times in faster) >= 0.95 * count
+    assert sum(times.verdict in (Verdict.SLOWER, Verdict.FASTER) for times in flat) <= 0.05 * count
+    assert sum(times.ratio.low <= math.exp(0.025) <= times.ratio.high for times in slower) >= 0.9 * count
 
 
 @counts(20, 40)
@@ -189,16 +189,15 @@ def test_slow_modes_are_no_change(count: int) -> None:
     alarms = 0
     for _ in range(count):
         factors = np.where(draw.random((4, 4)) < 0.4, 1.5, 1.0) * np.exp(draw.normal(0, 0.003, (4, 4))) * 1e-3
-        found = known([session(row[:2], row[2:]) for row in factors])
-        alarms += found.verdict in (Verdict.SLOWER, Verdict.FASTER)
+        times = known([session(row[:2], row[2:]) for row in factors])
+        alarms += times.verdict in (Verdict.SLOWER, Verdict.FASTER)
     assert alarms <= 0.05 * count
 
 
 def test_the_same_is_the_same() -> None:
-    """Processes that do not differ at all: a ratio of 1, an interval of nothing, chance certain."""
-    found = known([session((1e-3, 1e-3), (1e-3, 1e-3))] * 4)
-    assert (found.verdict, found.ratio.point, found.chance, found.apart) == (Verdict.SAME, 1.0, 1.0, 0.0)
-    assert found.ratio.low == pytest.approx(1) and found.ratio.high == pytest.approx(1)
+    times = known([session((1e-3, 1e-3), (1e-3, 1e-3))] * 4)
+    assert (times.verdict, times.ratio.point, times.chance, times.apart) == (Verdict.SAME, 1.0, 1.0, 0.0)
+    assert times.ratio.low == pytest.approx(1) and times.ratio.high == pytest.approx(1)
 
 
 @for_each(
@@ -215,118 +214,88 @@ def test_the_same_is_the_same() -> None:
 def test_one_session_tells_what_no_noise_does(
     before: Sequence[float], after: Sequence[float], verdict: Verdict
 ) -> None:
-    """There is no interval, and it says so."""
-    found = known([session(before, after)])
-    assert found.verdict is verdict and not found.resolved
-    assert (found.ratio.low, found.ratio.high) == (0.0, math.inf)
-    assert "--sessions" in why_unsure(found)
+    times = known([session(before, after)])
+    assert times.verdict is verdict and not times.resolved
+    assert (times.ratio.low, times.ratio.high) == (0.0, math.inf)
+    assert "--sessions" in why_unsure(times)
 
 
-def test_one_process_a_side_takes_more_sessions() -> None:
-    """Where memory admits no more: eight sessions are as good as three of two processes."""
+def test_more_sessions_with_one_process_or_with_too_many_deals() -> None:
+    """Eight of one process a side are as good as three of two. Six to the eighth deals are sampled, alike each time."""
     pairs = [session((1e-3 * (1 + 0.001 * k),), (1.1e-3 * (1 + 0.001 * k),)) for k in range(8)]
     assert not known(pairs[:7]).resolved
-    whole = known(pairs)
-    assert whole.resolved and whole.verdict is Verdict.SLOWER
-
-
-def test_many_sessions_are_sampled_and_say_the_same_twice() -> None:
-    """Six to the eighth deals are too many to go through."""
+    assert known(pairs).resolved and known(pairs).verdict is Verdict.SLOWER
     sessions = drawn(1, 8, 0.02)
-    found = known(sessions)
-    assert found == known(sessions)
-    assert found.verdict is Verdict.SLOWER and found.finest == pytest.approx(1 / 4096)
+    times = known(sessions)
+    assert times == known(sessions)
+    assert times.verdict is Verdict.SLOWER and times.finest == pytest.approx(1 / 4096)
 
 
 def test_only_rounds_that_all_were_in_count() -> None:
     """An entry's other rounds may be as fast as they like; without a common one there is nothing to say."""
     early, late = timing([900_000], [1_000_000], [1_000_000]), timing([1_000_000], [1_000_000], start=1)
-    found = known([Session((early, early), (late, late))])
-    assert found.ratio.point == pytest.approx(1) and found.rounds == 2 and found.verdict is Verdict.UNSURE
-    assert "2 rounds a session are too few" in why_unsure(found)
+    times = known([Session((early, early), (late, late))])
+    assert times.ratio.point == pytest.approx(1) and times.rounds == 2 and times.verdict is Verdict.UNSURE
+    assert "2 rounds a session are too few" in why_unsure(times)
     assert judge([Session((steady(1000, 3),), (steady(1000, 3, start=3),))]) is None
     assert judge([]) is None
     assert judge([Session((steady(1000, 3),), ())]) is None
 
 
 def in_nanoseconds(before: tuple[int, ...], after: tuple[int, ...], rounds: int = 8) -> Session:
-    """Processes that take so many nanoseconds in every round."""
-    return Session(tuple(steady(one, rounds) for one in before), tuple(steady(one, rounds) for one in after))
+    return Session(tuple(steady(time, rounds) for time in before), tuple(steady(time, rounds) for time in after))
 
 
 SLOWER = tuple(in_nanoseconds((1000 + k, 1003 - k), (1050 + k, 1054 - k)) for k in range(4))
 
 
 def measured(**values: float) -> Record:
-    """A record with these values; peak_memory in bytes."""
+    """With these values; peak_memory in bytes."""
     found = (Measurement(name, "B" if name == "peak_memory" else "ratio", (value,)) for name, value in values.items())
     return replace(record(None), measurements=tuple(found))
 
 
-def of(result: CaseResult) -> dict[str, Comparison]:
-    """Comparisons by metric."""
-    return {one.metric: one for one in compared(result)}
+def compared_times(*sessions: Session, before: Record | None = None, after: Record | None = None) -> Comparison:
+    return next(compared(CaseResult(before or record(None), after or record(None), sessions)))
 
 
 def test_a_slower_side() -> None:
-    """Seconds of both sides, the ratio with its interval, and a chance beyond what the deals alone can tell."""
-    one = of(CaseResult(record(None), record(None), SLOWER))["time"]
-    assert (one.direction, one.evidence, one.unit, one.failed) == (Direction.WORSE, Evidence.PAIRED, "s", False)
-    assert one.before == pytest.approx(1.0008e-6, rel=1e-3) and one.after == pytest.approx(1.051e-6, rel=1e-3)
-    assert one.ratio is not None and one.ratio.low < 1.05 < one.ratio.high and one.ratio.level == 0.99
-    assert one.p_value is not None and one.p_value < 1e-4 < 2 / 6**4
-
-
-def test_a_verdict_beside_processes_further_apart_says_why_it_stands() -> None:
-    """One process of a side was slow, and the sides differ by less, for certain; alike processes need no word."""
-    slow = (in_nanoseconds((1000, 1100), (1050, 1051)), *SLOWER)
-    result = CaseResult(record(None), record(None), tuple(slow))
-    one = of(result)["time"]
-    assert one.direction is Direction.WORSE and one.ratio is not None and one.ratio.point < 1.06
-    assert one.why.startswith("processes of one side lay 1") and "more than 4.6%" in one.why
-    assert of(CaseResult(record(None), record(None), SLOWER))["time"].why == ""
-
-
-def test_chance_without_sessions_enough_is_not_known() -> None:
-    """One session has six deals."""
-    result = CaseResult(record(None), record(None), SLOWER[:1])
-    found = judged(result)
-    assert found is not None and p_value(found) is None
-    one = of(result)["time"]
-    assert one.direction is Direction.UNSURE and "1 session cannot tell" in one.why
-
-
-def test_chance_that_the_deals_can_tell_is_theirs() -> None:
-    """Processes in any order: no distribution is assumed."""
-    mixed = tuple(in_nanoseconds((1000, 1020 + k), (1010, 1015 - k)) for k in range(4))
-    found = judged(CaseResult(record(None), record(None), mixed))
-    assert found is not None and p_value(found) == found.chance > 0.05
+    """Seconds of both sides, and a chance beyond what the deals alone can tell; of six deals nobody knows one."""
+    slower = compared_times(*SLOWER)
+    assert (slower.direction, slower.evidence, slower.unit, slower.failed, slower.why) == (
+        Direction.WORSE, Evidence.PAIRED, "s", False, "",
+    )  # fmt: skip
+    assert slower.before == pytest.approx(1.0008e-6, rel=1e-3) and slower.after == pytest.approx(1.051e-6, rel=1e-3)
+    assert slower.ratio is not None and slower.ratio.low < 1.05 < slower.ratio.high and slower.ratio.level == 0.99
+    assert slower.p_value is not None and slower.p_value < 1e-4 < 2 / 6**4
+    assert p_value(known(SLOWER[:1])) is None and compared_times(SLOWER[0]).direction is Direction.UNSURE
+    mixed = known([in_nanoseconds((1000, 1020 + k), (1010, 1015 - k)) for k in range(4)])
+    assert p_value(mixed) == mixed.chance > 0.05, "no distribution is assumed"
+    # One process of a side was slow, and the sides differ by less, for certain: it says why it stands.
+    apart = compared_times(in_nanoseconds((1000, 1100), (1050, 1051)), *SLOWER)
+    assert apart.direction is Direction.WORSE and apart.ratio is not None and apart.ratio.point < 1.06
+    assert "more than 4.6%" in apart.why
 
 
 def test_values_of_one_side_and_those_that_are_no_cost() -> None:
     """More decibels are better, and their error says the same."""
-    found = of(CaseResult(measured(sqnr_db=30.0, utilisation_percent=3.0), measured(sqnr_db=20.0, peak_memory=8.0)))
+    result = CaseResult(measured(sqnr_db=30.0, utilisation_percent=3.0), measured(sqnr_db=20.0, peak_memory=8.0))
+    found = {comparison.metric: comparison for comparison in compared(result)}
     assert set(found) == {"time", "peak_memory"}
-    assert found["peak_memory"].direction is Direction.NONE and "only side B has it" in found["peak_memory"].why
+    assert found["peak_memory"].direction is Direction.NONE and "only side B" in found["peak_memory"].why
 
 
-@for_each(("side", "failed"), [("before", False), ("after", True)])
-def test_a_failure_is_no_comparison(side: str, failed: bool) -> None:
-    """And counts as one where side A had none."""
-    broke, fine = record(None, status=Status.FAILED, reason="it broke"), record(None)
-    result = CaseResult(broke, fine, SLOWER) if side == "before" else CaseResult(fine, broke, SLOWER)
-    one = of(result)["time"]
-    assert (one.direction, one.ratio, one.failed) == (Direction.NONE, None, failed)
-    assert one.why == f"it failed on side {'A' if side == 'before' else 'B'}: it broke"
-
-
-def test_emulated_on_both_sides_compares_and_on_one_does_not() -> None:
-    """The same work, or not."""
+def test_what_failed_or_is_other_work_is_no_comparison() -> None:
+    """It counts as failed where side A had not; emulated on both sides is the same work."""
+    broke = record(None, status=Status.FAILED, reason="it broke")
     low = replace(record(None), support=Support(Level.EMULATED, "no kernel"))
-    assert of(CaseResult(low, low, SLOWER))["time"].direction is Direction.WORSE
-    one = of(CaseResult(low, record(None), SLOWER))["time"]
-    assert one.direction is Direction.NONE and one.ratio is None and one.before is not None
-    assert one.why == "emulated on side A and native on side B: not the same work"
+    for found, failed, why in (
+        (compared_times(*SLOWER, before=broke), False, "side A: it broke"),
+        (compared_times(*SLOWER, after=broke), True, "side B: it broke"),
+        (compared_times(*SLOWER, before=low), False, "not the same work"),
+    ):
+        assert (found.direction, found.ratio, found.failed) == (Direction.NONE, None, failed) and why in found.why
+    assert compared_times(*SLOWER, before=low, after=low).direction is Direction.WORSE
 
 
 @for_each("width", [40, 60, 100])
@@ -342,21 +311,6 @@ def test_the_text_keeps_within_its_width_and_says_it_all(width: int) -> None:
     lines = render(page_of(duel), width=width).split("\n")
     text = " ".join(" ".join(lines).split())
     assert all(len(line) <= width for line in lines)
-    for words in (
-        "side A",
-        "torch 2.13.0",
-        "worse",
-        "FAILED",
-        "+100.0%",
-        "it broke",
-        "mind the gap",
-        "line 3 is broken",
-    ):
-        assert words in text
-    assert "1 of 3 cases were not measured" in text and "this duel was not stored" in text
-    assert len(comparisons(duel)) == 4
-
-
-def test_nothing_measured_is_said() -> None:
-    """Not an empty table."""
-    assert "Nothing was measured." in render(page_of(header()))
+    told = ("side A", "worse", "FAILED", "+100.0%", "it broke", "mind the gap", "line 3", "1 of 3 cases", "not stored")
+    assert all(words in text for words in told), text
+    assert len(comparisons(duel)) == 4 and "Nothing" in render(page_of(header()))

@@ -14,31 +14,25 @@ import numpy as np
 import pytest
 import yaml
 
+from fp8bench.cli.progress import TERMINAL
 from fp8bench.features.duel.run import IDLE
 from fp8bench.features.duel.values import CaseResult, Duel, Session
 from fp8bench.features.duel.verdicts import comparisons
-from fp8bench.features.gate.judging import GateOutcome, GateVerdict
+from fp8bench.features.gate.judging import GateVerdict
 from fp8bench.features.gate.stored_runs import GateSource, failed, judged
 from fp8bench.features.gate.view import WORDS, Review, ReviewStatus, comment, review
-from fp8bench.model import Comparison, Evidence, Level, Measurement, Status
+from fp8bench.model import Evidence, Level, Measurement, Record, Status
 from tests.commands import ROOT, environment, git
 from tests.counts import SLOW, for_each, sampled
 from tests.duels import header
 from tests.fakes import record, steady
-from tests.features.gate.test_duels import Repository
+from tests.features.gate.paced import PacedFolder
 
 RAISED = {"status": Status.FAILED, "reason": "ValueError: no", "detail": "Traceback ..."}
 LOST = {"status": Status.FAILED, "reason": "the worker was killed"}
 
 
-class Silent:
-    """An observer that nobody reads."""
-
-    def note(self, sentence: str) -> None: ...
-
-
 def times(ratio: float, spread: float, seed: int = 0) -> tuple[Session, ...]:
-    """Four sessions of two processes a side, which lie so far apart."""
     draw = np.random.default_rng(seed)
     sessions = []
     for _ in range(4):
@@ -62,38 +56,38 @@ def case(
 
 def verdict_of(results: Sequence[CaseResult], notes: tuple[str, ...] = ()) -> tuple[GateVerdict, Duel]:
     duel: Duel = header(results=tuple(results), notes=notes, finished=True, sessions=4)
-    figures = comparisons(duel)
-    source = GateSource("duel", figures, None, notes, duel=duel)
-    return judged(source, (), False, Silent()), duel  # type: ignore[arg-type]
+    source = GateSource("duel", comparisons(duel), None, notes, duel=duel)
+    return judged(source, (), False, TERMINAL), duel
 
 
 REFUSED = {"status": Status.SKIPPED, "reason": "side A: no unit; side B: no unit"}
 VERSIONS = {"status": Status.SKIPPED, "reason": "suite gemm has version 1 on side A and 2 on side B"}
-CASES = {
-    "nothing": ([case()], ReviewStatus.PASS),
-    "faster": ([case(0.8)], ReviewStatus.PASS),
-    "refused on both sides": ([case(), case(before=REFUSED, after=REFUSED, sessions=False)], ReviewStatus.PASS),
-    "slower": ([case(1.3)], ReviewStatus.REGRESSION),
-    "slower, and another case faster": ([case(0.5, precision="fp8"), case(1.3)], ReviewStatus.REGRESSION),
-    "more error": ([case(error=2e-3)], ReviewStatus.QUALITY),
-    "faster with more error": ([case(0.5, error=2e-3)], ReviewStatus.QUALITY),
-    "less error": ([case(error=5e-4)], ReviewStatus.PASS),
-    "head raises": ([case(1.3), case(after=RAISED, sessions=False)], ReviewStatus.QUALITY),
-    "base raises": ([case(), case(before=RAISED, sessions=False)], ReviewStatus.MISMATCH),
-    "both raise": ([case(), case(before=RAISED, after=RAISED, sessions=False)], ReviewStatus.INFRASTRUCTURE),
-    "head's worker is killed": ([case(), case(after=LOST, sessions=False)], ReviewStatus.INFRASTRUCTURE),
-    "slower, and a worker is killed": ([case(1.3), case(after=LOST, sessions=False)], ReviewStatus.REGRESSION),
-    "other work": ([case(), case(before=VERSIONS, after=VERSIONS, sessions=False)], ReviewStatus.MISMATCH),
-    "emulated on one side": ([case(after={"level": Level.EMULATED})], ReviewStatus.MISMATCH),
-    "noise as large as the threshold": ([case(spread=0.1)], ReviewStatus.CALIBRATION),
+CASES: dict[str, tuple[list[CaseResult], tuple[str, ...], ReviewStatus]] = {
+    "nothing": ([case()], (), ReviewStatus.PASS),
+    "faster": ([case(0.8)], (), ReviewStatus.PASS),
+    "refused on both sides": ([case(), case(before=REFUSED, after=REFUSED, sessions=False)], (), ReviewStatus.PASS),
+    "slower": ([case(1.3)], (), ReviewStatus.REGRESSION),
+    "slower, and another case faster": ([case(0.5, precision="fp8"), case(1.3)], (), ReviewStatus.REGRESSION),
+    "more error": ([case(error=2e-3)], (), ReviewStatus.QUALITY),
+    "faster with more error": ([case(0.5, error=2e-3)], (), ReviewStatus.QUALITY),
+    "less error": ([case(error=5e-4)], (), ReviewStatus.PASS),
+    "head raises": ([case(1.3), case(after=RAISED, sessions=False)], (), ReviewStatus.QUALITY),
+    "base raises": ([case(), case(before=RAISED, sessions=False)], (), ReviewStatus.MISMATCH),
+    "both raise": ([case(), case(before=RAISED, after=RAISED, sessions=False)], (), ReviewStatus.INFRASTRUCTURE),
+    "head's worker is killed": ([case(), case(after=LOST, sessions=False)], (), ReviewStatus.INFRASTRUCTURE),
+    "slower, and a worker is killed": ([case(1.3), case(after=LOST, sessions=False)], (), ReviewStatus.REGRESSION),
+    "other work": ([case(), case(before=VERSIONS, after=VERSIONS, sessions=False)], (), ReviewStatus.MISMATCH),
+    "emulated on one side": ([case(after={"level": Level.EMULATED})], (), ReviewStatus.MISMATCH),
+    "noise as large as the threshold": ([case(spread=0.1)], (), ReviewStatus.CALIBRATION),
+    "neither side has loaded the code": ([case()], (IDLE,), ReviewStatus.MISMATCH),
 }  # fmt: skip
 
 
 @for_each("name", CASES)
 def test_the_word(name: str) -> None:
-    """And the exit code that goes with it; a reason for each word but pass, and in 25 lines."""
-    results, expected = CASES[name]
-    verdict, duel = verdict_of(results)
+    """A reason for each word but pass, and in 25 lines."""
+    results, notes, expected = CASES[name]
+    verdict, duel = verdict_of(results, notes)
     reviewed = review(verdict, duel)
     assert reviewed.status is expected, reviewed
     assert bool(reviewed.whys) is (expected is not ReviewStatus.PASS)
@@ -101,66 +95,53 @@ def test_the_word(name: str) -> None:
     assert text.splitlines()[0] == f"# fp8bench: {expected}" and text.count("\n") <= 25
 
 
-def test_a_duel_of_nothing_that_differs_is_no_pass() -> None:
-    """Neither side has loaded the repository's code: it could not have been seen."""
-    assert review(*verdict_of([case()], (IDLE,))).status is ReviewStatus.MISMATCH
+def test_a_case_that_was_cut_off() -> None:
+    verdict, duel = verdict_of([case()])
+    lost = GateSource("duel", (failed("gemm[m=1]@cpu/fp8", "gemm", Evidence.PAIRED, "the duel was interrupted"),))
+    for unfinished in (judged(lost, (), False, TERMINAL), replace(verdict, problem="nothing", code=3)):
+        assert review(unfinished, duel).status is ReviewStatus.INFRASTRUCTURE
+    assert [code for code, _ in WORDS.values()] == [1, 1, 3, 4, 4, 0] and list(WORDS) == list(ReviewStatus)
 
 
 def test_what_the_table_says() -> None:
     """Change with its interval, and what could have been seen; what was counted is exact."""
     verdict, duel = verdict_of([case(1.3), case(precision="fp8")])
     rows = [line for line in comment(review(verdict, duel), verdict, duel, "x").splitlines() if line.startswith("| ")]
-    assert [title.strip() for title in rows[0].split("|")[1:-1]] == [
-        "figure", "base", "head", "change, 99% interval", "detectable", "worse is", "verdict",
-    ]  # fmt: skip
-    first = rows[2].split("|")
-    assert "bf16 time" in first[1] and first[4].strip().startswith("+30") and "\\[+" in first[4]
-    assert first[5].strip().startswith("+") and first[7].strip() == "regression"
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+    assert ";".join(cells[0]) == "figure;base;head;change, 99% interval;detectable;worse is;verdict"
+    figure, _, _, change, detectable, _, word = cells[2]
+    assert "bf16 time" in figure and change.startswith("+30") and "\\[+" in change
+    assert detectable.startswith("+") and word == "regression"
     assert sum("exact" in row for row in rows) == 2
 
 
 def test_many_cases_are_25_lines() -> None:
     """Of every kind at once, with reasons that are books and notes."""
-    many = [
-        replace(result, before=renamed(result.before, place), after=renamed(result.after, place))
-        for place in range(2) for results, _ in CASES.values() for result in results
-    ]  # fmt: skip
+
+    def wordy(record: Record, place: int) -> Record:
+        reason = record.reason and record.reason + "\n# x" * 99
+        return replace(record, case=replace(record.case, params=(("m", place),)), reason=reason)
+
+    every = enumerate(result for results, _, _ in [*CASES.values()] * 2 for result in results)
+    many = [replace(one, before=wordy(one.before, place), after=wordy(one.after, place)) for place, one in every]
     verdict, duel = verdict_of(many, tuple(f"note {place} " * 50 for place in range(9)))
-    verdict = replace(verdict, judged=tuple(replace(one, why="why\n" * 200) for one in verdict.judged))
-    reviewed = review(verdict, duel)
-    text = comment(reviewed, verdict, duel, "fp8bench gate")
+    verdict = replace(verdict, judged=tuple(replace(figure, why="why\n" * 200) for figure in verdict.judged))
+    text = comment(review(verdict, duel), verdict, duel, "fp8bench gate")
     assert text.count("\n") <= 25 and "more" in text and len(text) < 10_000
     for status in ReviewStatus:
         assert comment(Review(status, ("a",) * 99), verdict, duel, "x").count("\n") <= 25
 
 
-def renamed(one: Any, place: int) -> Any:
-    return replace(one, case=replace(one.case, params=(("m", place),)), reason=one.reason and one.reason + "\n# x" * 99)
-
-
-def test_a_case_that_was_cut_off() -> None:
-    verdict, duel = verdict_of([case()])
-    lost = GateSource("duel", (failed("gemm[m=1]@cpu/fp8", "gemm", Evidence.PAIRED, "the duel was interrupted"),))
-    cut = judged(lost, (), False, Silent())  # type: ignore[arg-type]
-    assert cut.of(GateOutcome.FAILED) and review(cut, duel).status is ReviewStatus.INFRASTRUCTURE
-    assert review(replace(verdict, problem="nothing", code=3), duel).status is ReviewStatus.INFRASTRUCTURE
-
-
-def test_every_word_has_a_code() -> None:
-    assert list(WORDS) == list(ReviewStatus) and [code for code, _ in WORDS.values()] == [1, 1, 3, 4, 4, 0]
-    assert isinstance(verdict_of([case()])[0].judged[0].comparison, Comparison)
-
-
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 STEPS = {step["name"]: step for step in ACTION["runs"]["steps"]}
-CONFIG = "suite: ./mine.py\ndtypes: [fp32, bf16]\nsessions: 3\n"
+CONFIG = "suite: ./mine.py\ndtypes: [fp32, bf16]\nsessions: 1\n"
 
 
 class Job:
     """A job on a checkout with two commits: the action's own scripts, in the shell that GitHub runs them in."""
 
     def __init__(self, path: Path) -> None:
-        self.repository, self.temp = Repository(path), path.parent / "temp"
+        self.repository, self.temp = PacedFolder(path), path.parent / "temp"
         (path / "fp8bench.yaml").write_text(CONFIG)
         programs = self.temp / "bin"
         programs.mkdir(parents=True)
@@ -203,7 +184,7 @@ def test_the_action_on_commits_that_do_other_work(job: Job, slow: object) -> Non
     first = job.repository.commit(20_000)
     suite = job.repository.path / "mine.py"
     suite.write_text(suite.read_text().replace('name = "paced"', 'name = "paced"\n    version = "2"'))
-    (job.repository.path / "fp8bench.yaml").write_text(CONFIG.replace("sessions: 3", "quick: true"))
+    (job.repository.path / "fp8bench.yaml").write_text(CONFIG.replace("sessions: 1", "quick: true"))
     job.repository.commit(20_001)
     outputs, text = job.compared(first)
     assert outputs == {"code": "4", "status": "recipe mismatch"} and "version 1 on side A and 2" in text
@@ -211,15 +192,14 @@ def test_the_action_on_commits_that_do_other_work(job: Job, slow: object) -> Non
 
 @pytest.mark.parametrize("slow", SLOW)
 def test_the_action_on_two_commits(job: Job, slow: object) -> None:
-    """Head takes three times as long as base; and a comment takes the place of the one before."""
+    """Head takes three times as long as base: two duels of one session say so."""
     base = job.repository.commit(20_000)
     job.repository.commit(60_000)
     outputs, text = job.compared(base)
     assert outputs == {"code": "1", "status": "regression"}, text
     assert text.startswith("# fp8bench: regression\n") and text.count("\n") <= 25 and base[:8] in text
     assert "bf16 time" in text and "%" in text and (job.temp / "summary").read_text().endswith(text)
-    verdict = job.step("verdict", CODE=outputs["code"], STATUS=outputs["status"])
-    assert verdict.returncode == 1
+    assert job.step("verdict", CODE=outputs["code"], STATUS=outputs["status"]).returncode == 1
 
 
 def test_an_action_that_cannot_compare(job: Job) -> None:
@@ -233,7 +213,6 @@ def test_an_action_that_cannot_compare(job: Job) -> None:
 
 
 def test_the_verdict_of_the_action(job: Job) -> None:
-    """What could not be judged is a warning, or with `strict` a failure."""
     for code, strict, expected in (("0", "false", 0), ("1", "false", 1), ("3", "false", 3), ("4", "false", 0),
                                    ("4", "true", 4), ("139", "false", 139)):  # fmt: skip
         done = job.step("verdict", CODE=code, STATUS="a word", STRICT=strict)

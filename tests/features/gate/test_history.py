@@ -11,31 +11,25 @@ from junitparser import JUnitXml
 
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.features.gate import history as source
-from fp8bench.features.gate.judging import GateOutcome, SecondLook, first_look, key_of, second_look
+from fp8bench.features.gate.judging import GateOutcome, JudgedFigure, SecondLook, first_look, key_of, second_look
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Record, Run, Status
 from tests.commands import Say, git
+from tests.counts import for_each
 from tests.histories import history, keep, records, run_at
 
 FLAT = [1.0, 1.003, 0.998, 1.001, 0.997, 1.002, 1.0, 0.999, 1.004, 0.998, 1.001, 1.0, 0.999, 1.002]
-STEPPED = [*FLAT[:7], *(1.5 * one for one in FLAT[7:])]
+STEPPED = [*FLAT[:7], *(1.5 * time for time in FLAT[7:])]
 
 
 def bf16_at(milliseconds: float) -> tuple[Record, ...]:
     """A bf16 of so many milliseconds beside an fp32 that stays as it was."""
     usual, own = records(), records(milliseconds)
-    return tuple(one if one.is_reference else slow for one, slow in zip(usual, own, strict=True))
+    return tuple(record if record.is_reference else slow for record, slow in zip(usual, own, strict=True))
 
 
 def bf16_history(store: Path, *milliseconds: float) -> None:
     for number, time in enumerate(milliseconds):
         keep(store, run_at(number, records=bf16_at(time)))
-
-
-def test_a_flat_history(store: Path, fp8bench: Say) -> None:
-    """Code 0."""
-    history(store, *FLAT)
-    code, out, _ = fp8bench("gate", "--history", "--junit", "out.xml")
-    assert code == 0 and "no regression" in out
 
 
 def test_a_step_fails_until_it_is_acknowledged(store: Path, fp8bench: Say) -> None:
@@ -52,71 +46,68 @@ def test_a_step_fails_until_it_is_acknowledged(store: Path, fp8bench: Say) -> No
 
 
 def test_a_slower_reference_is_a_regression_of_its_own(store: Path, fp8bench: Say) -> None:
-    """What is held against it is as it was."""
-    history(store, *STEPPED)
-    code, out, _ = fp8bench("gate", "--history", "--no-rerun")
-    assert code == 1 and "fp32 time " in out and "bf16" not in out and "seconds_per" not in out
-
-
-def test_a_step_that_cannot_be_measured_again_here(store: Path, fp8bench: Say) -> None:
-    """Of 50%: it fails, and says why nobody confirmed it."""
+    """What is held against it is as it was. Of 50%: it fails, and says why nobody confirmed it."""
     history(store, *STEPPED)
     code, out, err = fp8bench("gate", "--history")
-    assert code == 1 and "not measured again" in out and "suspected" in err
+    assert code == 1 and "fp32 time " in out and "bf16" not in out and "seconds_per" not in out
+    assert "not measured again" in out and "suspected" in err
 
 
-@pytest.mark.parametrize(("times", "outcome"), [(1.45, GateOutcome.REGRESSION), (1.02, GateOutcome.CLEARED)])
+Look = tuple[tuple[JudgedFigure, ...], list[Comparison]]
+
+
+def looked_again(store: Path) -> Look:
+    """All figures of the history after both looks, and which were suspected at first."""
+    found = source.of_history(store, TERMINAL)
+    figures = first_look(found.comparisons)
+    suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.TO_CONFIRM]
+    assert suspects and found.confirm is not None
+    return second_look(figures, found.confirm(suspects)), suspects
+
+
+@for_each(("times", "outcome"), [(1.45, GateOutcome.REGRESSION), (1.02, GateOutcome.CLEARED)])
 def test_a_second_look_must_lie_near_the_new_level(
-    store: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: GateOutcome
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: GateOutcome
 ) -> None:
     """Whoever measures it: here a run by hand."""
-    bf16_history(store, *STEPPED)
-    again = run_at(99, records=bf16_at(times))
+    bf16_history(tmp_path, *STEPPED)
     asked: list[set[str]] = []
 
     def measured(run: Run, cases: set[str], _: Path, __: object) -> tuple[Run, str]:
         asked.append(cases)
-        return again, ""
+        return run_at(99, records=bf16_at(times)), ""
 
     monkeypatch.setattr(source, "measured_again", measured)
-    found = source.of_history(store, TERMINAL)
-    judged = first_look(found.comparisons)
-    suspects = [one.comparison for one in judged if one.outcome is GateOutcome.TO_CONFIRM]
-    assert suspects and found.confirm is not None
-    settled = second_look(judged, found.confirm(suspects))
-    assert {one.outcome for one in settled if one.comparison in suspects} == {outcome}
+    settled, suspects = looked_again(tmp_path)
+    assert {figure.outcome for figure in settled if figure.comparison in suspects} == {outcome}
     assert len(asked) == 1 and all(case.startswith("gemm[") and case.endswith("/bf16") for case in asked[0])
 
 
-@pytest.mark.parametrize(("times", "outcome"), [(1.4, GateOutcome.REGRESSION), (1.0, GateOutcome.CLEARED)])
+@for_each(("times", "outcome"), [(1.4, GateOutcome.REGRESSION), (1.0, GateOutcome.CLEARED)])
 def test_a_duel_with_the_commit_before_the_step(
-    store: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: GateOutcome
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: GateOutcome
 ) -> None:
     """Its case is the run's, and its time settles the time over the reference's."""
-    bf16_history(store, *STEPPED)
+    bf16_history(tmp_path, *STEPPED)
     asked: list[tuple[str, list[str]]] = []
 
     def duel_with(commit: str, _: object, __: Path, suspects: Sequence[Comparison], ___: object) -> SecondLook:
-        asked.append((commit, [one.case for one in suspects]))
+        asked.append((commit, [suspect.case for suspect in suspects]))
         where = Direction.WORSE if times > 1 else Direction.SAME
+        ratio = Interval(times, times * 0.99, times * 1.01, 0.99)
         found = {
-            key_of(one): Comparison(
-                one.case, one.suite, "time", "s", where, Evidence.PAIRED, 1e-3, 1e-3 * times,
-                Interval(times, times * 0.99, times * 1.01, 0.99), 1e-6,
+            key_of(suspect): Comparison(
+                suspect.case, suspect.suite, "time", "s", where, Evidence.PAIRED, 1e-3, 1e-3 * times, ratio, 1e-6
             )
-            for one in suspects
-        }  # fmt: skip
+            for suspect in suspects
+        }
         return SecondLook(found, "in duel abc")
 
     monkeypatch.setattr(source, "duel_with", duel_with)
-    found = source.of_history(store, TERMINAL)
-    judged = first_look(found.comparisons)
-    suspects = [one.comparison for one in judged if one.outcome is GateOutcome.TO_CONFIRM]
-    assert found.confirm is not None
-    settled = second_look(judged, found.confirm(suspects))
-    one = next(one for one in settled if one.comparison.metric == "relative_time")
-    assert one.outcome is outcome and "in duel abc" in one.why
-    assert {commit for commit, _ in asked} == {one.since for one in suspects}
+    settled, suspects = looked_again(tmp_path)
+    figure = next(figure for figure in settled if figure.comparison.metric == "relative_time")
+    assert figure.outcome is outcome and "in duel abc" in figure.why
+    assert {commit for commit, _ in asked} == {suspect.since for suspect in suspects}
     assert all("@cpu/bf16" in case for _, cases in asked for case in cases)
 
 
@@ -124,7 +115,7 @@ NOISY = [1.0, 1.12, 0.9, 1.08, 0.93, 1.1, 0.95, 1.06, 0.89, 1.07, 1.0, 0.92, 1.1
 REQUIRED = ("gate", "--history", "--require-power", "80%")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("milliseconds", "code", "words"),
     [
         (FLAT, 0, ""),
@@ -133,22 +124,23 @@ REQUIRED = ("gate", "--history", "--require-power", "80%")
         (FLAT[:5], 0, "6 more nights at this noise would do"),
         (STEPPED, 1, ""),
     ],
-    ids=["sees", "blind", "noisy and young", "young", "worse"],
 )
 def test_a_history_that_must_see_its_thresholds(
-    store: Path, fp8bench: Say, milliseconds: Sequence[float], code: int, words: str
+    tmp_path: Path, fp8bench: Say, milliseconds: Sequence[float], code: int, words: str
 ) -> None:
     """Blind is 4 after 14 nights, young passes with a warning; without the option all of them do, as they did."""
-    bf16_history(store, *milliseconds)
-    ended, out, _ = fp8bench(*REQUIRED, "--no-rerun", "--junit", "out.xml", "--md", "out.md")
+    bf16_history(tmp_path, *milliseconds)
+    xml, page = tmp_path / "out.xml", tmp_path / "out.md"
+    where = ("--no-rerun", "--store", str(tmp_path))
+    ended, out, _ = fp8bench(*REQUIRED, *where, "--junit", str(xml), "--md", str(page))
     said = " ".join(out.split())
     assert ended == code and words in said, out
-    assert ("history too young" in Path("out.md").read_text()) == (code == 0 and bool(words))
-    xml = JUnitXml.fromfile("out.xml")
-    assert bool(xml.failures or xml.errors) == (code != 0)
+    assert ("history too young" in page.read_text()) == (code == 0 and bool(words))
+    junit = JUnitXml.fromfile(str(xml))
+    assert bool(junit.failures or junit.errors) == (code != 0)
     if milliseconds is not FLAT[:5]:
         assert "could have seen: " in said
-    without = fp8bench("gate", "--history", "--no-rerun")[0]
+    without = fp8bench("gate", "--history", *where)[0]
     assert without == {4: 0, 1: 1}.get(code, 4 if len(milliseconds) < 11 else 0)
 
 
@@ -158,28 +150,18 @@ def test_a_night_that_is_in_no_history_does_not_hide_a_blind_one(store: Path, fp
     keep(store, run_at(len(NOISY), facts={"dirty": True}))
     assert fp8bench(*REQUIRED, "--no-rerun")[0] == 4
     for number, time in enumerate(FLAT, len(NOISY) + 1):
-        keep(store, run_at(number, records=[one for one in bf16_at(time) if one.is_reference]))
+        keep(store, run_at(number, records=[record for record in bf16_at(time) if record.is_reference]))
     code, out, _ = fp8bench(*REQUIRED, "--no-rerun")
     assert code == 0 and "could have seen: +" in out and "/fp32" in out and "bf16" not in out
 
 
-def failing(number: int) -> Run:
-    return run_at(number, records=tuple(records(status=Status.FAILED)))
-
-
 def test_a_case_that_fails_now(store: Path, fp8bench: Say) -> None:
-    """Code 3, the first time."""
+    """Code 3, the first time; and half a run is not green."""
     history(store, *FLAT)
-    keep(store, failing(len(FLAT)))
-    assert fp8bench("gate", "--history")[0] == 3
-    keep(store, failing(len(FLAT) + 1))
-    assert fp8bench("gate", "--history")[0] == 0
-
-
-def test_a_night_that_was_cut_off(store: Path, fp8bench: Say) -> None:
-    """Half a run is not green."""
-    history(store, *FLAT)
-    cut = run_at(len(FLAT), finished=False)
+    for number, code in ((len(FLAT), 3), (len(FLAT) + 1, 0)):
+        keep(store, run_at(number, records=tuple(records(status=Status.FAILED))))
+        assert fp8bench("gate", "--history")[0] == code
+    cut = run_at(len(FLAT) + 2, finished=False)
     keep(store, replace(cut, records=cut.records[:1]))
     code, out, _ = fp8bench("gate", "--history")
     assert code == 3 and "was interrupted" in out

@@ -1,39 +1,52 @@
-"""What is suspected, what a second look makes of it, and what fails."""
+"""What is suspected, what a second look makes of it, what fails, and what a gate says that it could have seen."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy.stats import false_discovery_control
 
+from fp8bench.analysis.steps.change_points import PieceLevel, least_step
+from fp8bench.analysis.steps.change_points import LEAST_SPREAD
+from fp8bench.features.duel.values import Session
+from fp8bench.features.duel.verdicts import compared
 from fp8bench.features.gate.judging import (
     LEAST_CASES,
+    NIGHTS,
     GateOutcome,
     GateVerdict,
     JudgedFigure,
     SecondLook,
+    Sight,
+    Sights,
     discoveries,
     first_look,
     key_of,
     second_look,
     spread_of,
 )
+from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
 from fp8bench.features.gate.thresholds import ThresholdRule
-from fp8bench.model import Comparison, Direction, Evidence, Interval
-from suites.gate import Setting, false_alarms, found
-from tests.counts import for_each, sampled
+from fp8bench.features.gate.view import seen, sentence, summary, warnings
+from fp8bench.model import Comparison, Direction, Evidence, Interval, Noise
+from suites.gate import Setting, false_alarms, found, nights, trial
+from suites.gate import stored as stored_runs
+from tests.counts import counts, for_each, sampled
+from tests.duels import result
+from tests.fakes import steady
 
 
 def figure(times: float, **changes: object) -> Comparison:
     """A time of 1 ms that became so many times as long, sure to 1%, by a duel unless changed."""
     where = Direction.WORSE if times > 1.01 else Direction.BETTER if times < 0.99 else Direction.SAME
-    one = Comparison(
+    change = Comparison(
         "gemm[m=64]@cpu/bf16", "gemm", "time", "s", where, Evidence.PAIRED, 1e-3, 1e-3 * times,
         Interval(times, times * 0.99, times * 1.01, 0.99), 1e-9 if where is not Direction.SAME else 0.8,
     )  # fmt: skip
-    return replace(one, **changes)  # type: ignore[arg-type]
+    return replace(change, **changes)  # type: ignore[arg-type]
 
 
 def stored(times: float, **changes: object) -> Comparison:
@@ -65,7 +78,7 @@ def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRu
 
 
 @for_each(
-    ("one", "outcome"),
+    ("change", "outcome"),
     [
         (figure(1.0), GateOutcome.FINE),
         (figure(0.9), GateOutcome.BETTER),
@@ -85,9 +98,9 @@ def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRu
         (figure(2.0, metric="x_error", before=0.0, after=0.1, ratio=None), GateOutcome.TO_CONFIRM),
     ],
 )  # fmt: skip
-def test_a_first_look(one: Comparison, outcome: GateOutcome) -> None:
+def test_a_first_look(change: Comparison, outcome: GateOutcome) -> None:
     """Beyond both thresholds, sure to be worse, and no chance."""
-    assert first_look([one])[0].outcome is outcome
+    assert first_look([change])[0].outcome is outcome
 
 
 def test_chance_among_many() -> None:
@@ -111,6 +124,8 @@ def test_the_rule_of_benjamini_and_hochberg() -> None:
 
 FAILED = figure(1.0, failed=True, direction=Direction.NONE)
 KNOWN = figure(1.08, evidence=Evidence.CROSS_RUN, p_value=1e-4)
+ABSENT = replace(KNOWN, ratio=Interval(1.0, 0.99, 1.01, 0.99), direction=Direction.SAME)
+UNKNOWN = Interval(1.1, 1.1, 1.1, 0.0)
 STEP = figure(1.08, evidence=Evidence.HISTORY, p_value=1e-4)
 RELATIVE = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
 
@@ -123,11 +138,7 @@ RELATIVE = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
         (figure(1.06), figure(1.02), GateOutcome.CLEARED),
         # What was seen and is not shown to be absent stays a suspect: an interval too wide, or none.
         (figure(1.06), figure(1.06, direction=Direction.UNSURE), GateOutcome.TO_CONFIRM),
-        (
-            figure(1.11),
-            replace(figure(1.1, direction=Direction.UNSURE), ratio=Interval(1.1, 1.1, 1.1, 0.0)),
-            GateOutcome.TO_CONFIRM,
-        ),
+        (figure(1.11), figure(1.1, direction=Direction.UNSURE, ratio=UNKNOWN), GateOutcome.TO_CONFIRM),
         (figure(1.06), FAILED, GateOutcome.FAILED),
         (exact(1.05), exact(1.05), GateOutcome.REGRESSION),
         (exact(1.05), exact(1.0), GateOutcome.CLEARED),
@@ -142,12 +153,8 @@ RELATIVE = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
         (stored(1.2), stored(1.0), GateOutcome.TO_CONFIRM),
         (stored(1.2), stored(0.93), GateOutcome.CLEARED),
         (stored(1.2), stored(0.93, others=1.2), GateOutcome.TO_CONFIRM),
-        (KNOWN, replace(KNOWN, ratio=Interval(1.0, 0.99, 1.01, 0.99), direction=Direction.SAME), GateOutcome.CLEARED),
-        (
-            KNOWN,
-            replace(KNOWN, ratio=Interval(1.0, 0.99, 1.01, 0.99), direction=Direction.SAME, others=5.0),
-            GateOutcome.TO_CONFIRM,
-        ),
+        (KNOWN, ABSENT, GateOutcome.CLEARED),
+        (KNOWN, replace(ABSENT, others=5.0), GateOutcome.TO_CONFIRM),
         (stored(1.08), figure(1.08), GateOutcome.REGRESSION),
         (KNOWN, KNOWN, GateOutcome.REGRESSION),
         (STEP, STEP, GateOutcome.REGRESSION),
@@ -166,25 +173,22 @@ def test_what_a_second_look_does(first: Comparison, again: Comparison | None, ou
 
 def test_without_a_second_look() -> None:
     """What may fail fails and says that nobody confirmed it; the rest stays a suspect."""
-    for one, outcome in (
+    for change, outcome in (
         (stored(1.2), GateOutcome.REGRESSION), (stored(1.08), GateOutcome.TO_CONFIRM),
         (figure(1.06), GateOutcome.REGRESSION), (exact(1.05), GateOutcome.REGRESSION),
         (stored(1.2, **TAKEN), GateOutcome.TO_CONFIRM),
     ):  # fmt: skip
-        (judged,) = second_look(first_look([one]), SecondLook({}, refused="--no-rerun"))
+        (judged,) = second_look(first_look([change]), SecondLook({}, refused="--no-rerun"))
         assert judged.outcome is outcome and "not measured again: --no-rerun" in judged.why
 
 
-def test_a_time_is_judged_over_the_reference_where_it_can_be() -> None:
-    """Unless a rule speaks of the time itself; in a duel there is no such figure."""
+def test_what_is_ignored() -> None:
+    """A time beside one over the reference's, unless a rule speaks of it: in a duel there is none. A rule is about
+    numbers: a case that fails does so all the same."""
     both = [stored(1.5), stored(1.0, metric="relative_time", unit="x", before=0.5, after=0.5)]
-    assert [one.outcome for one in first_look(both)] == [GateOutcome.IGNORED, GateOutcome.UNSURE]
+    assert [judged.outcome for judged in first_look(both)] == [GateOutcome.IGNORED, GateOutcome.UNSURE]
     assert first_look(both, (ThresholdRule("gemm", "time", 0.1),))[0].outcome is GateOutcome.TO_CONFIRM
     assert first_look([figure(1.5)])[0].outcome is GateOutcome.TO_CONFIRM
-
-
-def test_what_is_ignored_fails_all_the_same_where_the_case_fails() -> None:
-    """A rule is about numbers."""
     rules = (ThresholdRule("*", "*", ignored=True),)
     assert first_look([figure(3.0)], rules)[0].outcome is GateOutcome.IGNORED
     assert first_look([figure(1.0, failed=True)], rules)[0].outcome is GateOutcome.FAILED
@@ -193,29 +197,21 @@ def test_what_is_ignored_fails_all_the_same_where_the_case_fails() -> None:
 @for_each(
     ("outcomes", "code", "headline"),
     [
-        ((), 0, "no regression"),
-        (
-            (GateOutcome.FINE, GateOutcome.TO_CONFIRM, GateOutcome.CLEARED, GateOutcome.UNSURE, GateOutcome.BETTER),
-            4,
-            "1 to confirm",
-        ),
-        ((GateOutcome.FINE, GateOutcome.CLEARED, GateOutcome.UNSURE, GateOutcome.BETTER), 0, "no regression"),
-        ((GateOutcome.REGRESSION, GateOutcome.REGRESSION), 1, "2 regressions"),
-        ((GateOutcome.REGRESSION, GateOutcome.TO_CONFIRM), 1, "1 regression and 1 to confirm"),
-        ((GateOutcome.REGRESSION, GateOutcome.FAILED), 3, "1 failed and 1 regression"),
+        ("", 0, "no regression"),
+        ("FINE TO_CONFIRM CLEARED UNSURE BETTER", 4, "1 to confirm"),
+        ("FINE CLEARED UNSURE BETTER", 0, "no regression"),
+        ("REGRESSION REGRESSION", 1, "2 regressions"),
+        ("REGRESSION TO_CONFIRM", 1, "1 regression and 1 to confirm"),
+        ("REGRESSION FAILED", 3, "1 failed and 1 regression"),
     ],
 )
-def test_exit_codes(outcomes: tuple[GateOutcome, ...], code: int, headline: str) -> None:
-    """The first that fits."""
-    judged = tuple(replace(first_look([figure(1.0)])[0], outcome=one) for one in outcomes)
-    verdict = GateVerdict("b against a", judged)
+def test_exit_codes(outcomes: str, code: int, headline: str) -> None:
+    """The first that fits; a problem is never green."""
+    fine = first_look([figure(1.0)])[0]
+    verdict = GateVerdict("b against a", tuple(replace(fine, outcome=GateOutcome[name]) for name in outcomes.split()))
     assert (verdict.exit_code, verdict.headline) == (code, headline)
-
-
-def test_a_problem_is_never_green() -> None:
-    """Nothing measured, or no baseline."""
-    assert GateVerdict("", problem="no case", code=3).exit_code == 3
-    assert GateVerdict("", problem="no baseline", code=4).headline == "no baseline to judge by"
+    for code in (3, 4):
+        assert replace(verdict, problem="no case", code=code).exit_code == code
 
 
 # Of 100 builds with a rate of 1%, more than 4 fail in one of 300 trials; the seed makes it the same every time.
@@ -248,16 +244,176 @@ def test_what_was_planted_is_found(setting: Setting) -> None:
 def test_a_spread_is_that_of_unchanged_cases() -> None:
     """Half of all cases becoming worse, or better, is no noise; nor is what all have in common."""
     usual = [0.02 * ((7 * n) % 20 - 9.5) / 6 for n in range(20)]
-    even = spread_of(usual)
-    assert even is not None and 0.01 < even.deviation < 0.04 and abs(even.shift) < 0.01
+    even, shifted, everything, alike = map(
+        spread_of, (usual, [log + 0.05 for log in usual], [log + 0.3 for log in usual], [0.0] * 20)
+    )
+    assert even and shifted and everything and alike
+    assert 0.01 < even.deviation < 0.04 and abs(even.shift) < 0.01
     for moved in (0.3, -0.3):
-        half = spread_of([*usual, *(moved for _ in range(15))])
+        half = spread_of([*usual, *[moved] * 15])
         assert half is not None and half.deviation < 2 * even.deviation and half.chance(0.3) < 1e-4
-    shifted = spread_of([one + 0.05 for one in usual])
-    assert shifted is not None and shifted.shift == pytest.approx(0.05, abs=0.01)
-    assert shifted.deviation == pytest.approx(even.deviation)
-    everything = spread_of([one + 0.3 for one in usual])
-    assert everything is not None and everything.shift == 0 and everything.chance(0.3) < 1e-6
+    assert shifted.shift == pytest.approx(0.05, abs=0.01) and shifted.deviation == pytest.approx(even.deviation)
+    assert everything.shift == 0 and everything.chance(0.3) < 1e-6
     assert spread_of([0.1] * (LEAST_CASES - 1)) is None
-    alike = spread_of([0.0] * 20)
-    assert alike is not None and alike.chance(0.0) == 1 and alike.chance(0.2) == 0
+    assert alike.chance(0.0) == 1 and alike.chance(0.2) == 0
+
+
+DUEL = Noise(0.005, 11)
+MANY = Noise(0.01, 8, 5, 5)
+
+
+def seen_of(
+    *figures: Comparison, second: Second = Second.AGAIN, rules: tuple[ThresholdRule, ...] = (), power: float = 0.8
+) -> tuple[Sight, ...]:
+    return sights_of(first_look(figures, rules), second, power, required=False).figures
+
+
+@counts(60, 400)
+@for_each("between", [0.01, 0.03])
+def test_as_often_as_it_says_a_history_fails_what_is_planted(count: int, between: float) -> None:
+    """80 of 100, give or take what so many builds and an unknown noise do."""
+    row = trial(nights(30, between), count)
+    away = 0.08 + 3 * math.sqrt(0.16 / count)
+    assert abs(row.told - 0.8) < away and abs(row.failed - 0.8) < away
+    assert row.seen > between and row.fails > 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "setting", sampled([Setting(3, 1, 0.02)], [Setting(1, 1, 0.02), Setting(3, 1, 0.02), Setting(5, 5, 0.02)])
+)
+def test_as_often_as_it_says_stored_runs_do(setting: Setting) -> None:
+    row = trial(stored_runs(setting), 60)
+    away = 0.1 + 3 * math.sqrt(0.16 / 60)
+    assert abs(row.told - 0.8) < away and abs(row.failed - 0.8) < away
+
+
+def test_noise_decides_what_is_seen_and_the_threshold_what_fails() -> None:
+    """More noise, more figures, a higher power, another look: each makes it less."""
+    (usual,) = seen_of(figure(1.0, noise=DUEL), second=Second.DUEL)
+    assert 0.015 < usual.seen < 0.04 and usual.fails > usual.threshold == 0.05 and usual.enough
+    wide = Interval(1.0, 0.96, 1.04, 0.99)
+    (noisy,) = seen_of(figure(1.0, ratio=wide, noise=Noise(0.015, 11)), second=Second.DUEL)
+    assert noisy.seen > 0.05 and not noisy.enough
+    among = seen_of(*(figure(1.0, noise=DUEL, case=f"gemm[m={n}]@cpu/bf16") for n in range(50)), second=Second.DUEL)
+    assert all(other.seen > usual.seen for other in among)
+    assert seen_of(figure(1.0, noise=DUEL), second=Second.DUEL, power=0.95)[0].seen > usual.seen
+    assert seen_of(figure(1.0, noise=DUEL), second=Second.NONE)[0].seen < usual.seen
+    # A difference of 5 us is more than 5% of a time of 10 us.
+    (short,) = seen_of(figure(1.0, noise=DUEL, before=1e-5, after=1e-5), second=Second.DUEL)
+    assert short.threshold == 0.5 and short.fails > 0.5 and short.seen == usual.seen
+
+
+def test_stored_runs() -> None:
+    """A known spread; a few runs beside a dozen of cases; a few runs alone, whose noise nobody knows."""
+    (many,) = seen_of(figure(1.0, evidence=Evidence.CROSS_RUN, noise=MANY))
+    assert 0.05 < many.seen < 0.1 and not many.unknown
+    dozen = [
+        stored(1 + 0.002 * (n - 6), case=f"gemm[m={n}]@cpu/bf16", noise=Noise(0.003, 0, 1, 1)) for n in range(13)
+    ]  # fmt: skip
+    for sight in seen_of(*dozen):
+        assert 0.1 < sight.seen < 0.2 and not sight.unknown and not sight.enough
+    # A duel afterwards may fail what stored numbers may not.
+    assert all(sight.seen < 0.1 for sight in seen_of(*dozen, second=Second.DUEL))
+    (alone,) = seen_of(dozen[0])
+    assert alone.unknown and alone.seen > 0.1 and not alone.enough
+    assert seen_of(dozen[0], rules=(ThresholdRule("*", "*", 0.5),))[0].enough is False
+    nothing = stored(1.0, ratio=Interval(1.0, 1.0, 1.0, 0.0), noise=Noise(0.003, 0, 1, 1), why="a few rounds each")
+    assert seen_of(nothing)[0].seen == math.inf and seen_of(nothing)[0].unknown == "a few rounds each"
+
+
+def test_a_duel_without_an_interval() -> None:
+    """Few processes do not tell how far processes lie apart, and of few rounds nothing is believed."""
+    for many, rounds, known in ((4, 5, True), (2, 5, False), (4, 4, False)):
+        slots = [steady(1000 + n, rounds) for n in range(4)]
+        time = next(compared(result("bf16", *[Session(tuple(slots[:2]), tuple(slots[2:]))] * many)))
+        assert (time.noise is not None) == known
+    (sight,) = seen_of(figure(1.0, p_value=None, ratio=Interval(1.0, 0.0, math.inf, 0.99)), second=Second.DUEL)
+    assert sight.seen == math.inf and "--sessions" in sight.unknown and not sight.enough
+    # Memory, what a rule ignores, and a case that failed do not vary.
+    assert seen_of(exact(1.0), figure(1.0, failed=True, direction=Direction.NONE)) == ()
+    assert seen_of(figure(1.0, noise=DUEL), rules=(ThresholdRule("*", "*", ignored=True),)) == ()
+
+
+FLAT = figure(1.0, evidence=Evidence.HISTORY, metric="relative_time", unit="x", before=1.0, after=1.0)
+
+
+def history(*series: tuple[float, int], required: bool = True, metric: str = FLAT.metric) -> Sights:
+    """Series of so much noise and so many nights."""
+    newest = [
+        Newest(
+            replace(FLAT, metric=metric, case=f"gemm[m={place}]@box/bf16"),
+            PieceLevel(noise, count - 1, count) if count >= 11 else None, count,
+        )
+        for place, (noise, count) in enumerate(series)
+    ]  # fmt: skip
+    return sights_of_history(newest, (), 0, Second.AGAIN, 0.8, required)
+
+
+@for_each(
+    ("noise", "count", "young", "blind"),
+    [
+        (0.01, 30, False, False), (0.01, 11, False, False), (0.05, 40, False, True), (0.05, 14, False, True),
+        (0.05, 13, True, False), (0.001, 4, True, False), (0.05, 1, True, False),
+    ],
+)  # fmt: skip
+def test_a_young_history_and_a_blind_one(noise: float, count: int, young: bool, blind: bool) -> None:
+    sights = history((noise, count))
+    assert (bool(sights.young), bool(sights.blind), sights.fails) == (young, blind, blind)
+    assert not replace(sights, required=False).fails
+
+
+def test_a_relative_loss_that_is_always_the_same_sees_its_threshold() -> None:
+    """Of a tenth of what others go by."""
+    (loss,) = history((LEAST_SPREAD, 14), metric="relative_loss").figures
+    assert loss.enough and 0.001 < loss.seen < loss.threshold == 0.002
+    (time,) = history((LEAST_SPREAD, 14)).figures
+    assert time.enough and time.seen > 0.01
+
+
+def test_how_many_nights_are_missing() -> None:
+    """The fewest with which the threshold is seen, at the same noise; 11 where there is no noise to know yet."""
+    (none,) = history((0.01, 4)).figures
+    assert none.missing == 7
+    noise = next(sight / 10000 for sight in range(100, 300) if not history((sight / 10000, 15)).figures[0].enough)
+    (sight,) = history((noise, 15)).figures
+    assert sight.missing is not None and sight.is_young and sight.nights is not None and sight.nights >= NIGHTS
+    assert history((noise, 15 + sight.missing)).figures[0].enough
+    assert not history((noise, 14 + sight.missing)).figures[0].enough
+
+
+def test_the_least_step_is_the_code_s_own() -> None:
+    """A level that has just begun shows no step; longer ones show smaller ones, down to a limit."""
+    assert least_step(PieceLevel(0.01, 20, 5), 0.01) == (math.inf, math.inf)
+    least = [least_step(PieceLevel(0.01, count, count), 0.01)[0] for count in (11, 14, 30, 100)]
+    assert least == sorted(least, reverse=True) and least[-1] > 0.015
+    assert least_step(PieceLevel(0.01, 100, 100), 1e-6)[0] > least[-1]
+
+
+def verdict(sights: Sights, *outcomes: GateOutcome, **changes: object) -> GateVerdict:
+    judged = tuple(replace(first_look([figure(1.0)])[0], outcome=outcome) for outcome in outcomes)
+    return GateVerdict("b against a", judged, sights=sights, **changes)  # type: ignore[arg-type]
+
+
+def test_how_it_ends() -> None:
+    """4 where it is required and something is blind, after what failed and what is worse; a young history passes."""
+    blind, young = history((0.05, 30)), history((0.05, 3))
+    assert verdict(blind, GateOutcome.FINE).exit_code == 4
+    assert "none would have been seen" in verdict(blind, GateOutcome.FINE).headline
+    assert verdict(replace(blind, required=False), GateOutcome.FINE).exit_code == 0
+    assert verdict(blind, GateOutcome.REGRESSION).exit_code == 1 and verdict(blind, GateOutcome.FAILED).exit_code == 3
+    assert verdict(young).exit_code == 0
+    too_young = verdict(young, problem="there is nothing to compare with", code=0)
+    assert too_young.exit_code == 0 and too_young.headline == "the history is too young"
+
+
+def test_words() -> None:
+    """One line for all, with the worst and the threshold beside it; why, where nobody knows or nights are missing."""
+    sights = history((0.01, 30), (0.05, 30), (0.01, 3))
+    young, worst, best = sights.figures
+    assert (young.nights, worst.nights, best.nights) == (3, 30, 30) and seen(young) == "nothing"
+    assert "median of 2 figures; worst gemm[m=1]" in summary(replace(sights, figures=(worst, best)))
+    assert "the only figure that varies is gemm[m=0]" in summary(replace(sights, figures=(best,)))
+    blind, too_young = warnings(sights, 5)
+    assert "cannot see its threshold of +5.0%" in blind and "no number of them" in blind
+    assert "1 of 3 figures" in too_young and "8 more nights" in too_young and "8 more nights" in sentence(young, 0.8)

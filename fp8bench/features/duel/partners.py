@@ -1,7 +1,9 @@
-"""Settings of allocators that make the sides of a duel differ.
+"""Workers of a duel's sides: in an interpreter that is not this one, with code that is not this one's, or under other
+settings of an allocator.
 
-A process reads them once, when it starts: so each side has processes of its own, as it has in any duel, which take
-turns in the same rounds. Allocators ignore what they do not understand; what would be ignored is refused here.
+A worker is handed this fp8bench (or another one) and the user's code by name. Nothing else of this interpreter's path
+goes along: its packages would shadow those of the other. Allocators read their settings once, when a process starts:
+they ignore what they do not understand, and what would be ignored is refused here.
 """
 
 from __future__ import annotations
@@ -11,12 +13,23 @@ import ctypes.util
 import difflib
 import os
 import platform
+import random
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
-from fp8bench.errors import UsageError
+from fp8bench.errors import UsageError, WorkerFault, WorkerLost
+from fp8bench.measure.arm import Quantisers
+from fp8bench.measure.handle import START_SECONDS, ProcessWorker
+from fp8bench.measure.interrupts import ignored
+from fp8bench.measure.limits import HANG_SECONDS
+from fp8bench.measure.process import WorkerProcess
+from fp8bench.model import DeviceFacts, PlannedCase, Request, Scalar
+from fp8bench.model.raw import PROTOCOL, Settings
+from fp8bench.plan.make import make_plan
 
 AllocatorSettings = tuple[tuple[str, str], ...]
 TUNABLES, PRELOAD = "GLIBC_TUNABLES", "LD_PRELOAD"
@@ -87,8 +100,8 @@ def _tunables(text: str) -> str:
     listed = _listed(loader, text)
     for name, _, value in pairs:
         if name not in listed or not name.startswith("glibc.malloc."):
-            names = ", ".join(one for one in listed if one.startswith("glibc.malloc."))
-            return f"NAME=VALUE, joined by colons, of {names}"
+            names = (known for known in listed if known.startswith("glibc.malloc."))
+            return f"NAME=VALUE, joined by colons, of {', '.join(names)}"
         took, low, high = listed[name]
         number = int(value, 0) if re.fullmatch(r"0x[0-9a-fA-F]+|0|[1-9]\d*", value) else None
         if number is None or number != took or not low <= number <= high:
@@ -106,8 +119,8 @@ def _listed(loader: str, text: str) -> dict[str, tuple[int, int, int]]:
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    found = re.findall(r"^(\S+): (\S+) \(min: (\S+), max: (\S+)\)", done.stdout, re.MULTILINE)
-    return {name: (int(value, 0), int(low, 0), int(high, 0)) for name, value, low, high in found}
+    rows = re.findall(r"^(\S+): (\S+) \(min: (\S+), max: (\S+)\)", done.stdout, re.MULTILINE)
+    return {name: (int(value, 0), int(low, 0), int(high, 0)) for name, value, low, high in rows}
 
 
 _OF_GLIBC: Mapping[str, Wrong] = {
@@ -124,7 +137,7 @@ KNOWN = (*_OF_GLIBC, *_OF_A_CPU, PRELOAD, *_OF_A_GPU)
 
 def settings_of(words: Sequence[str], option: str) -> AllocatorSettings:
     """NAME=VALUE of each word, in the order of their names. Raises UsageError for what no allocator would obey."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or name not in KNOWN:
@@ -133,10 +146,10 @@ def settings_of(words: Sequence[str], option: str) -> AllocatorSettings:
             raise UsageError(
                 f"{option} {word!r:.200} sets no allocator. Give NAME=VALUE, the name one of {', '.join(KNOWN)}.{hint}"
             )
-        if name in found:
+        if name in settings:
             raise UsageError(f"{option} sets {name} twice, and a process has it once. Leave one out.")
-        found[name] = _checked(name, value, option)
-    return tuple(sorted(found.items()))
+        settings[name] = _checked(name, value, option)
+    return tuple(sorted(settings.items()))
 
 
 def _checked(name: str, value: str, option: str) -> str:
@@ -152,8 +165,8 @@ def _checked(name: str, value: str, option: str) -> str:
 
 def _library(word: str, option: str) -> str:
     """The file of a library, given by path or as 'jemalloc'; the loader passes over what it cannot load."""
-    found = word if "/" in word else ctypes.util.find_library(word)
-    path = Path(found) if found and "/" in found else _beside_libc(found)
+    name = word if "/" in word else ctypes.util.find_library(word)
+    path = Path(name) if name and "/" in name else _beside_libc(name)
     magic = b""
     if path is not None and path.is_file():
         with contextlib.suppress(OSError), path.open("rb") as file:
@@ -167,7 +180,6 @@ def _library(word: str, option: str) -> str:
 
 
 def _beside_libc(name: str | None) -> Path | None:
-    """The file of an installed library by its soname."""
     if not name:
         return None
     folders = [Path(folder) for folder in (f"/usr/lib/{platform.machine()}-linux-gnu", "/usr/lib64", "/usr/lib",
@@ -181,7 +193,6 @@ def of_host(settings: AllocatorSettings) -> bool:
 
 
 def of_gpu(settings: AllocatorSettings) -> str:
-    """The first that torch's allocator on a GPU reads, '' if none is."""
     return next((name for name, _ in settings if name in _OF_A_GPU), "")
 
 
@@ -197,3 +208,143 @@ def not_preloaded(settings: AllocatorSettings, pid: int, maps: str = "/proc/{}/m
 
 def words_of(settings: AllocatorSettings) -> str:
     return " ".join(f"{name}={value}" for name, value in settings)
+
+
+Handshake = dict[str, Scalar | None]
+# They say where the running interpreter has its library, which another one must not believe.
+_ABOUT_THIS_PYTHON = ("PYTHONHOME", "__PYVENV_LAUNCHER__")
+# glibc gives memory back to the system as luck has it, and a process that does so in every step may take half as long
+# again. These have it keep what it has, on both sides alike; a person's own settings stay.
+_CALM = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a side is started: its interpreter, and the folders that come before its own packages.
+
+    `title` is what a person calls it, `imports` is the user's code. `tree` is the working tree that its code must come
+    from, if it matters. `settings` are of allocators; a `calm` one of glibc's keeps its memory.
+    """
+
+    name: str
+    python: str
+    paths: tuple[str, ...]
+    title: str = ""
+    imports: tuple[str, ...] = ()
+    commit: str = ""
+    tree: Path | None = None
+    settings: AllocatorSettings = ()
+    calm: bool = True
+
+    @property
+    def side(self) -> str:
+        return f"side {self.name} ({self.python})"
+
+
+class PartnerWorker(ProcessWorker):
+    """A worker that greets first; raises UsageError where it cannot be understood, or has no torch."""
+
+    def __init__(self, settings: Settings, start: Start) -> None:
+        super().__init__(settings, start.python)
+        self._start = start
+        self.handshake: Handshake = {}
+
+    def start(self) -> None:
+        self.ask(START_SECONDS, "quantisers")
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in super()._environment().items() if name not in _ABOUT_THIS_PYTHON}
+        calm = _CALM if self._start.calm else {}
+        return {**calm, **kept, **dict(self._start.settings), "PYTHONPATH": os.pathsep.join(self._start.paths)}
+
+    def _begin(self, process: WorkerProcess) -> None:
+        side = self._start.side
+        try:
+            self.handshake = cast(Handshake, self._exchange(process, START_SECONDS, "greet"))
+            why = refusal(self.handshake, self._start)
+        except WorkerFault:
+            why = (
+                f"{side} has a worker that does not greet: its fp8bench is older than duels. This one speaks protocol "
+                f"{PROTOCOL}. Choose a newer revision, or upgrade it."
+            )
+        except WorkerLost as lost:
+            raise WorkerLost(f"{side}: {lost}") from None
+        if not why:
+            try:
+                super()._begin(process)
+            except WorkerFault as fault:  # the user's modules are imported there, and need not import everywhere
+                why = f"{side}: {str(fault).removeprefix('ImportFailed: ')}"
+        if why:
+            self.close()
+            raise UsageError(why)
+
+
+def refusal(handshake: Handshake, start: Start) -> str:
+    side = start.side
+    if handshake.get("protocol") != PROTOCOL:
+        return (
+            f"{side} speaks protocol {handshake.get('protocol')} of fp8bench {handshake.get('fp8bench')}, and this one "
+            f"speaks protocol {PROTOCOL}: they would misunderstand each other. Use the same version on both sides."
+        )
+    if handshake.get("torch") is None:
+        return (
+            f"{side} cannot import torch ({handshake.get('torch_missing')}). It needs torch of its own: give another "
+            f"--python-{start.name.lower()}, or install torch there."
+        )
+    return ""
+
+
+# A process is fast or slow for its own reasons: with two a side and session, a few sessions tell by how much.
+PROCESSES = 2
+
+
+@dataclass
+class SideWorkers:
+    """`workers` are alike, and the first one makes the passes that look at numbers and memory."""
+
+    start: Start
+    workers: Sequence[PartnerWorker]
+    quantisers: Quantisers
+    devices: tuple[DeviceFacts, ...] = ()
+    cases: dict[str, PlannedCase] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.start.name
+
+    @property
+    def facts(self) -> dict[str, DeviceFacts]:
+        return {device.key: device for device in self.devices}
+
+    def meet(self, request: Request, suites: Sequence[str], corpus: str | None) -> None:
+        self.devices = self.workers[0].probe()
+        self.versions = self.workers[0].within(HANG_SECONDS).versions(tuple(suites))
+        try:
+            plan = make_plan(request, self.devices, corpus, compares=False)
+        except UsageError as error:
+            raise UsageError(f"side {self.name} ({self.start.python}): {error}") from None
+        self.cases = {planned.case.id: planned for group in plan for planned in group.cases}
+
+    def close(self) -> None:
+        with ignored():
+            for worker in self.workers:
+                worker.close()
+
+
+def refresh(pair: Sequence[SideWorkers], seed: int, number: int) -> None:
+    """Fresh processes for a session, started in random order: a process is as it is until it ends.
+
+    The first session takes those that there are.
+    """
+    workers = [worker for side_workers in pair for worker in side_workers.workers]
+    if number:
+        for worker in workers:
+            worker.restart()
+    random.Random(f"{seed}:{number}:start").shuffle(workers)
+    for worker in workers:
+        worker.start()

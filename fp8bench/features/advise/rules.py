@@ -1,0 +1,385 @@
+"""Rules about a step and its cost: whether it is faster, what bounds that and what eats it; memory, energy, and whether
+the model still learns."""
+
+from __future__ import annotations
+
+from fp8bench import units
+from fp8bench.analysis.energy import Demand, energy_ratio, why_no_energy
+from fp8bench.analysis.roofline import gain_of
+from fp8bench.analysis.verdicts import BAND
+from fp8bench.errors import UsageError
+from fp8bench.features.advise.basis import (
+    AdviceRule,
+    Basis,
+    ComparedCase,
+    Reply,
+    amdahl,
+    mapped,
+    met_above,
+    part,
+    times,
+)
+from fp8bench.features.advise.values import Ground, Met
+from fp8bench.features.sensitivity.study import LayerTrial, Study
+from fp8bench.features.train.verdicts.curves import Learned
+from fp8bench.features.train.verdicts.verdicts import ArmVerdict
+from fp8bench.formats.recipes import Recipe
+from fp8bench.model import Interval, Label, Level, MemoryRole, Phase, Status, Verdict
+from fp8bench.registry import precisions
+from fp8bench.report.panels import error_name
+
+EMULATED = "emulated here: its time is the cost of emulation"
+_PRODUCTS = frozenset({Phase.GEMM})
+_ESTIMATED = ", estimated from shares of the step"
+_WITH_CASTS = frozenset({Phase.GEMM, Phase.CAST})
+
+
+def _native(pair: ComparedCase, basis: Basis) -> Reply | str:
+    record = pair.record
+    level = record.support.level
+    if level is Level.NATIVE and record.status is Status.OK:
+        return Reply(Met.YES, record.support.reason or "native", (Ground(pair.row, "native"),))
+    if level is Level.NATIVE:
+        return record.reason or "it was not run"
+    return Reply(Met.NO, f"{level.value}: {record.support.reason}", (Ground(pair.row, level.value),))
+
+
+def _untimed(pair: ComparedCase) -> str:
+    if pair.emulated:
+        return EMULATED if pair.record.support.level is Level.EMULATED else "the reference is emulated here"
+    if pair.record.status is not Status.OK:
+        return pair.record.reason or "it was not run"
+    if pair.finding is not None and pair.finding.hard:
+        return pair.finding.why or f"labelled {', '.join(pair.finding.hard)}"
+    return "" if pair.timed and pair.speed is not None else "it shared no rounds with a reference"
+
+
+def _whole(pair: ComparedCase, basis: Basis) -> Reply | str:
+    if why := _untimed(pair):
+        return why
+    assert pair.finding is not None and pair.speed is not None
+    verdict = pair.finding.verdict
+    sure = not pair.finding.doubtful
+    met = Met.YES if verdict is Verdict.FASTER and sure else Met.UNCLEAR
+    if verdict in (Verdict.SLOWER, Verdict.SAME) and sure:
+        met = Met.NO
+    figure = f"{times(pair.speed)} {pair.finding.verdict_words}"
+    return Reply(met, figure, (Ground(pair.row, f"speed-up of the step {times(pair.speed)}"),))
+
+
+def bound_of(pair: ComparedCase) -> Interval | None:
+    """How many times as fast the reference's step would be if all that the precision may change took no time."""
+    if pair.lead is None or pair.lead.support.level is Level.EMULATED or pair.lead.timing is None:
+        return None
+    share = pair.share_touched()
+    return mapped(share, lambda value: amdahl(value, 0.0)) if share is not None else None
+
+
+def _amdahl(pair: ComparedCase, basis: Basis) -> Reply | str:
+    """With the speed that its products have here, by a ceiling or by themselves, and casts for nothing."""
+    share = None if pair.lead is None or pair.lead.support.level is Level.EMULATED else pair.share(_PRODUCTS)
+    if share is None or pair.lead is None:
+        return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
+    least = 1 + basis.least
+    grounds = [Ground(pair.lead.case.id, f"products are {part(share)} of the step")]
+    bounds = [(mapped(share, lambda value: amdahl(value, 0.0)), "with products that take no time")]
+    gain = None
+    if pair.timed and pair.finding is not None and pair.lead_finding is not None:
+        gain = gain_of(pair.record, pair.finding, pair.lead, pair.lead_finding)
+    if gain is not None and gain.binds:
+        bounds.append((Interval(gain.most, gain.most, gain.most, 0.0), "at the ceiling of its products"))
+        grounds.append(Ground(pair.row, f"{units.speed_up(gain.most)} at most by measured ceilings"))
+    if (own := pair.of_reference(_PRODUCTS, _PRODUCTS)) is not None and own.high < 1:
+        low, high = amdahl(share.low, own.high), amdahl(share.high, own.low)
+        most = Interval(amdahl(share.point, own.point), low, high, own.level)
+        bounds.append((most, f"with products {units.speed_up(1 / own.point)} as fast, as here"))
+        grounds.append(Ground(pair.row, f"its products alone are {times(own.inverse)} as fast"))
+    most, words = min(bounds, key=lambda known: known[0].point)
+    met = met_above(most, least)
+    if met is Met.YES and len(bounds) == 1:
+        taken = f"products are {part(share)} of the step{_ESTIMATED * pair.estimated}"
+        return f"{taken}, and how fast its own are is not known"
+    figure = f"{part(share)} of the step: {times(most)} {words}" + _ESTIMATED * pair.estimated
+    return Reply(met, figure, tuple(grounds))
+
+
+def _casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    if why := _untimed(pair):
+        return why
+    own = pair.of_reference(_PRODUCTS, _PRODUCTS)
+    both = pair.of_reference(_WITH_CASTS, _WITH_CASTS)
+    casts = pair.of_reference({Phase.CAST}, _PRODUCTS)
+    if own is None or both is None:
+        return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
+    if casts is None:
+        return "it has no casts of its own"
+    alone, taxed = own.inverse, both.inverse
+    figure = f"products {times(alone)}, with casts {times(taxed)}" + _ESTIMATED * pair.estimated
+    grounds = (
+        Ground(pair.row, f"products alone {times(alone)}"),
+        Ground(pair.row, f"casts take {units.percent(casts.point, 0)} of the reference's products"),
+    )
+    if alone.high < 1 + BAND:
+        return Reply(Met.NO, f"{figure}: not faster without casts either", grounds)
+    return Reply(met_above(taxed, 1 + BAND), figure, grounds)
+
+
+def _recipe(mode: str) -> Recipe | None:
+    try:
+        recipe = getattr(precisions.get(mode), "recipe", None)
+    except UsageError:
+        return None
+    return recipe if isinstance(recipe, Recipe) else None
+
+
+def _granularity(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    """Of recipes with elements as wide in the same group."""
+    recipe = _recipe(pair.record.case.precision)
+    if recipe is None:
+        return None
+    if why := _untimed(pair):
+        return why
+    bits = recipe.treatments[0].fmt.bits
+    others = []
+    for record, _ in pair.group:
+        other = _recipe(record.case.precision)
+        alike = other is not None and other.treatments[0].fmt.bits == bits and record.case.mode != pair.mode
+        if alike and record.support.level is Level.NATIVE and record.timing is not None and record.paired_with is None:
+            rival = ComparedCase(pair.record, pair.finding, record, None)
+            if (ratio := rival.of_reference(_ALL, _ALL)) is not None:
+                others.append((record, ratio.inverse))
+    if not others:
+        return f"no other recipe of {bits} bits was timed beside it"
+    best, ratio = min(others, key=lambda known: known[1].point)
+    figure = f"{times(ratio)} of {best.case.mode}'s speed"
+    return Reply(met_above(ratio, 1 - BAND), figure, (Ground(best.case.id, figure),))
+
+
+_ALL = frozenset({*Phase, "unattributed"})
+
+
+def _compiled(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    params = dict(pair.record.case.params)
+    if "compile" not in params:
+        return None
+    if pair.emulated:
+        return EMULATED
+    beside = {str(other.record.case.param("compile")): other for other in (pair, *basis.differing(pair, "compile"))}
+    compiled = beside.get("yes")
+    speed = compiled.speed if compiled is not None else None
+    if compiled is None or speed is None:
+        eager = pair.finding is not None and Label.EAGER_QUANTISER in pair.finding.labels
+        return "its quantisers ran uncompiled" if eager else "no compiled step was timed"
+    eager_speed = beside["no"].speed if "no" in beside else None
+    figure = f"compiled {times(speed)}" + (f", without {times(eager_speed)}" if eager_speed else "")
+    return Reply(met_above(speed, 1 + BAND), figure, (Ground(compiled.row, f"compiled {times(speed)}"),))
+
+
+# Axes that say how many rows the products of a step have.
+_ROWS = ("batch", "sequence", "tokens", "context")
+
+
+def _batch(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    params = dict(pair.record.case.params)
+    axes = [axis for axis in _ROWS if isinstance(params.get(axis), int)]
+    if not axes or not pair.trains:
+        return None
+    if why := _untimed(pair):
+        return why
+    larger = [
+        (other, axis) for axis in axes for other in basis.differing(pair, axis)
+        if other.record.case.param(axis) > params[axis] and other.speed is not None  # type: ignore[operator]
+    ]  # fmt: skip
+    if not larger:
+        measured = any(basis.differing(pair, axis) for axis in axes)
+        if measured and pair.speed is not None:
+            return Reply(Met.YES, f"the largest measured: {times(pair.speed)}", (Ground(pair.row, times(pair.speed)),))
+        return "one size alone was measured"
+    assert pair.speed is not None
+    best, axis = max(larger, key=lambda known: known[0].speed.point if known[0].speed else 0.0)
+    assert best.speed is not None
+    figure = f"{times(pair.speed)} here, {times(best.speed)} at {axis}={best.record.case.param(axis)}"
+    grounds = (Ground(pair.row, times(pair.speed)), Ground(best.row, times(best.speed)))
+    more = best.speed.low > pair.speed.high * (1 + BAND)
+    return Reply(Met.NO if more else Met.YES, figure, grounds)
+
+
+_STAGES = ("pass", "stage")
+
+
+def _stages(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    if not pair.trains and not stage_of(pair):
+        return None
+    if why := _untimed(pair):
+        return why
+    others = [other for axis in _STAGES for other in basis.differing(pair, axis) if other.speed is not None]
+    if not others:
+        return "one kind of step alone was timed"
+    by_stage = {stage_of(each): each for each in (pair, *others)}
+    speeds = {name: each.speed for name, each in by_stage.items() if each.speed is not None}
+    met = {met_above(speed, 1 + BAND) for speed in speeds.values()}
+    figure = ", ".join(f"{name} {times(speed)}" for name, speed in speeds.items())
+    grounds = tuple(Ground(by_stage[name].row, times(speed)) for name, speed in speeds.items())
+    return Reply(Met.NO if Met.NO in met else Met.UNCLEAR if Met.UNCLEAR in met else Met.YES, figure, grounds)
+
+
+def stage_of(pair: ComparedCase) -> str:
+    """'forward': the value of the axis that says which kind of step it is; '' for one without."""
+    params = dict(pair.record.case.params)
+    return next((str(params[axis]) for axis in _STAGES if axis in params), "")
+
+
+SPEED_RULES = (
+    AdviceRule("native", "Does this device multiply in it?", _native, "fp8bench doctor"),
+    AdviceRule("step", "Is the whole step faster?", _whole, "{again}"),
+    # Where products are a quarter of a step, products 1.6 times as fast give 10%.
+    AdviceRule("amdahl", "Do its products take enough of the step?", _amdahl,
+               "fp8bench doctor --ceilings, then {again}"),
+    # Published products with casts gain 1.4 times where products of ready operands gain 1.9.
+    AdviceRule("casts", "Do casts leave what the products gain?", _casts, "{again}"),
+    # One scale a row or a block costs more than one a tensor: +10% instead of +25% in a published training.
+    AdviceRule("granularity", "Is its scaling the cheapest of its width?", _granularity,
+               "{again},fp8,fp8-rowwise,mxfp8"),
+    # Casts of several kernels each eat what products gain: half as fast as bf16 with torchao's.
+    AdviceRule("compile", "Does it gain once the step is compiled?", _compiled, "{again} {compiled}"),
+    # More rows pay the cast of a weight; a longer sequence leaves products less of the step.
+    AdviceRule("batch", "Is the batch large enough?", _batch, "{again} {larger}"),
+    # Prefill gains more than decoding in every published measurement, and training more than either.
+    AdviceRule("stages", "Does every kind of step gain?", _stages,
+               "fp8bench profile {make} --dtypes {mode} --forward, then fp8bench advise RUN --beside last"),
+)  # fmt: skip
+
+
+# A saving of less is called none.
+_LEAST_SAVING = 0.01
+_COPIES = {
+    MemoryRole.LOW_WEIGHTS: "low-precision copies of weights",
+    MemoryRole.LOW_ACTIVATIONS: "low-precision copies of activations",
+}
+_KEPT = {MemoryRole.WEIGHTS: "weights", MemoryRole.OPTIMIZER: "optimizer state"}
+
+
+def _memory(pair: ComparedCase, basis: Basis) -> Reply | str:
+    if pair.emulated:
+        return "emulated here: its memory is the cost of emulation"
+    lead = pair.lead
+    if pair.record.memory is None or lead is None or lead.memory is None or not lead.memory.peak:
+        return "no memory was measured"
+    share = pair.record.memory.peak / lead.memory.peak
+    roles, before = dict(pair.record.memory.roles), dict(lead.memory.roles)
+    kept = [
+        f"{words} ({units.size(roles[role])})"
+        for role, words in _KEPT.items() if roles.get(role) and roles[role] >= before.get(role, 0)
+    ]  # fmt: skip
+    copies = [f"{words} ({units.size(roles[role])})" for role, words in _COPIES.items() if roles.get(role)]
+    staying = f"what stays: {', '.join(kept)}" if kept else ""
+    more = "; ".join(filter(None, (staying, f"what comes on top: {', '.join(copies)}" if copies else "")))
+    figure = f"{units.ratio(share)} of {lead.case.mode}'s peak" + (f"; {more}" if more else "")
+    grounds = (Ground(pair.row, f"peak {units.size(pair.record.memory.peak)}"),
+               Ground(lead.case.id, f"peak {units.size(lead.memory.peak)}"))  # fmt: skip
+    return Reply(Met.YES if share <= 1 - _LEAST_SAVING else Met.NO, figure, grounds)
+
+
+def _energy(pair: ComparedCase, basis: Basis) -> Reply | str:
+    labels = [label for finding in (pair.finding, pair.lead_finding) if finding is not None for label in finding.labels]
+    ratio = energy_ratio(pair.record, pair.lead, labels)
+    if pair.emulated:
+        return "emulated here: its joules are the cost of emulation"
+    if ratio is None:
+        return why_no_energy(pair.record) if pair.record.energy is not None else "no energy was measured"
+    met = {Demand.LESS: Met.YES, Demand.MORE: Met.NO, Demand.UNCLEAR: Met.UNCLEAR}[ratio.demand]
+    ends = f"[{units.significant(ratio.low)}, {units.significant(ratio.high)}]"
+    figure = f"{units.ratio(ratio.point)} {ends} of the joules of a step" + (f": {ratio.why}" if ratio.why else "")
+    return Reply(met, figure, (Ground(pair.row, figure),))
+
+
+def _error(pair: ComparedCase, basis: Basis) -> Reply | str:
+    """A relative error says what a precision costs in numbers, and no more: what it may be, the training says."""
+    known = {error_name(each): max(each.samples) for each in pair.record.measurements
+             if each.metric.endswith("_error") and each.samples}  # fmt: skip
+    if pair.record.status is not Status.OK or not known:
+        return "no error was measured"
+    words = ", ".join(f"{name.replace('_', ' ')} {units.relative_error(value)}" for name, value in known.items())
+    finite = all(value < float("inf") for value in known.values()) and not pair.record.not_finite
+    return Reply(Met.YES if finite else Met.NO, words, (Ground(pair.row, words),))
+
+
+def study_of(pair: ComparedCase, basis: Basis) -> Study | None:
+    """The newest study of this workload, device and precision; the same model where that is one of its parameters."""
+    case = pair.record.case
+    params = dict(case.params)
+    fitting = [
+        study for study in basis.studies
+        if (study.workload, study.low, study.device) == (case.workload, case.precision, case.device)
+        and all(params.get(name, value) == value for name, value in study.params if name in ("size", "make"))
+        and not study.baseline.failure
+    ]  # fmt: skip
+    return max(fitting, key=lambda study: study.started, default=None)
+
+
+def tried_as(pair: ComparedCase, study: Study) -> LayerTrial:
+    """The candidate that has the layers low which the case has, by its map; else the one with all of them."""
+    return next((each for each in study.candidates if each.precision_map == pair.record.case.precision_map),
+                study.candidates[0])  # fmt: skip
+
+
+def _layers(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    study = study_of(pair, basis)
+    if (study is None and not pair.trains) or precisions.unit_scaled(pair.record.case.precision):
+        return None  # no layer of a unit-scaled model can stand in another
+    if study is None or not study.candidates:
+        return "no layer was tried alone"
+    row = f"sensitivity study {study.path or study.started}"
+    whole = tried_as(pair, study)
+    gap = study.gap(whole)
+    told = "none" if gap is None else units.change(1 + gap)
+    noise = units.percent(study.noise or 0.0)
+    figure = f"layers low: {len(whole.low)}, loss {told} beside a noise of {noise} in {study.steps} steps"
+    grounds = (Ground(row, figure),)
+    if study.undecided:
+        return Reply(Met.UNCLEAR, f"{figure}: no layer can be told from another", grounds)
+    return Reply(Met.YES if study.keeps(whole) else Met.NO, figure, grounds)
+
+
+def arm_of(pair: ComparedCase, basis: Basis) -> ArmVerdict | None:
+    """What the training says of an arm in this mode with no setting of its own; else of the first one in it."""
+    if basis.training is None:
+        return None
+    arms = [arm for arm in basis.training.verdicts.arms if arm.arm.precision == pair.mode]
+    return min(arms, key=lambda arm: len(arm.arm.settings), default=None)
+
+
+_LEARNS = {
+    Learned.WITHIN_NOISE: Met.YES, Learned.BETTER: Met.YES, Learned.WORSE: Met.NO, Learned.DIVERGED: Met.NO,
+}  # fmt: skip
+
+
+def _learns(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    if not pair.trains:
+        return None
+    arm = arm_of(pair, basis)
+    if arm is None or basis.training is None:
+        return "no training had an arm in it"
+    judged = arm.judged
+    gap = judged.gap
+    figure = str(judged.learned)
+    if gap is not None and gap.decides is not None:
+        low, high = units.change(1 + gap.decides.low), units.change(1 + gap.decides.high)
+        figure += f": loss {units.change(1 + gap.point)} [{low}, {high}] over {gap.pairs} seeds"
+    training = basis.training.kept.training
+    model = training.request.settings.called
+    ground = Ground(f"training {training.id}, arm {arm.arm.name}", f"{figure}, {model}, {training.request.steps} steps")
+    return Reply(_LEARNS.get(judged.learned, Met.UNCLEAR), figure, (ground,))
+
+
+COST_RULES = (
+    # Training in FP8 keeps weights and optimizer state, and adds copies: published peaks are 1.00 of bf16's.
+    AdviceRule("memory", "Does it save memory?", _memory, "{again}"),
+    AdviceRule("energy", "Does it save energy?", _energy, "{again}, where a device tells its energy"),
+    AdviceRule("errors", "Are all results finite?", _error, "{again}", of_speed=False),
+    # Heads, routers, first and last layers are those that published recipes leave high.
+    AdviceRule("layers", "Do all layers bear it?", _layers, "{study}", of_speed=False),
+    # A short training of one seed tells nothing: seeds differ by as much as formats.
+    AdviceRule("learns", "Does it still learn?", _learns, "{train}",
+               of_speed=False),
+)  # fmt: skip
