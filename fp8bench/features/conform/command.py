@@ -56,9 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    facts, found = conformity(
-        arguments.dtypes, arguments.device, arguments.seed, tuple(arguments.imports), TERMINAL
-    )  # fmt: skip
+    facts, found = conformity(arguments.dtypes, arguments.device, arguments.seed, tuple(arguments.imports), TERMINAL)
     conforms = all(mode.conforms for mode in found)
     modes = [{**encode(mode), "conforms": mode.conforms} for mode in found]
     document = {"device": encode(facts), "conforms": conforms, "modes": modes}
@@ -74,12 +72,7 @@ def conformity(
     """The device, and what was found of each precision; by default of all that it does, emulated ones included."""
     named = list(dict.fromkeys(precisions.canonical(word) for word in dtypes))
     with ProcessWorker(Settings(seed=seed, imports=imports)) as worker:
-        known = worker.probe()
-        facts = (
-            device_named(device, known)
-            if device
-            else next((device_facts for device_facts in known if device_facts.accelerated), known[0])
-        )
+        facts = device_named(device or "", worker.probe())
         supports = {name: precisions.get(name).support(facts) for name in named or precisions.names()}
         able = {name: support for name, support in supports.items() if support.level is not Level.REFUSED}
         if not able:
@@ -113,21 +106,18 @@ def page_of(facts: DeviceFacts, found: Sequence[ModeConformity], whole: bool = F
     if same := [mode.mode for mode in emulated if mode.compared]:
         words = f"emulated here, and torch's kernels give the same: {listed(same, 20)}"
         parts.append(Part("emulated", "", (Text(words),)))
-    different = [one for mode in found for one in mode.found if one.difference not in (None, Difference.NONE)]
-    in_order = [] if whole else [one for one in different if one.difference is Difference.ORDER]
-    of_units = [] if whole else [one for one in different if one.difference is Difference.UNITS]
-    listed_ones = [one for one in different if one not in in_order and one not in of_units]
-    if listed_ones:
+    different = [case for mode in found for case in mode.found if case.difference not in (None, Difference.NONE)]
+    alike = {
+        Difference.ORDER: ("order", "differ by the order of sums alone"),
+        Difference.UNITS: ("units", "are summed in the bits of this GPU's units"),
+    }
+    if shown := [case for case in different if whole or case.difference not in alike]:
         caption = "what is not the same bit by bit"
-        parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, listed_ones),)))
-    if in_order:
-        modes = listed(list(dict.fromkeys(one.mode for one in in_order)), 20)
-        words = f"{len(in_order)} products of {modes} differ by the order of sums alone (--all lists them)"
-        parts.append(Part("order", "", (Text(words),)))
-    if of_units:
-        modes = listed(list(dict.fromkeys(unit.mode for unit in of_units)), 20)
-        words = f"{len(of_units)} products of {modes} are summed in the bits of this GPU's units (--all lists them)"
-        parts.append(Part("units", "", (Text(words),)))
+        parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, shown),)))
+    for kind, (name, what) in alike.items():
+        if same_kind := [] if whole else [case for case in different if case.difference is kind]:
+            modes = listed(list(dict.fromkeys(case.mode for case in same_kind)), 20)
+            parts.append(Part(name, "", (Text(f"{len(same_kind)} products of {modes} {what} (--all lists them)"),)))
     if undone := list(_undone(found)):
         parts.append(Part("undone", "not done here", (Items(tuple(map(Text, undone))),)))
     return Page(
@@ -137,7 +127,7 @@ def page_of(facts: DeviceFacts, found: Sequence[ModeConformity], whole: bool = F
 
 def _undone(found: Sequence[ModeConformity]) -> Iterator[str]:
     """A line for each reason: 'mxfp4, mxfp8 and nvfp4, 3 products: ...'."""
-    by_reason = together((one.why, one) for mode in found for one in mode.found if one.difference is None)
+    by_reason = together((case.why, case) for mode in found for case in mode.found if case.difference is None)
     for why, members in by_reason.items():
         modes = listed(list(dict.fromkeys(member.mode for member in members)), 20)
         whats = list(dict.fromkeys(member.what for member in members))
@@ -149,7 +139,7 @@ def _tone(conforms: bool) -> Tone:
 
 
 def _count(found: Sequence[Conformity], *kinds: Difference | None) -> str:
-    count = sum(one.difference in kinds for one in found)
+    count = sum(case.difference in kinds for case in found)
     return str(count) if count else units.NONE
 
 
@@ -196,4 +186,4 @@ def _verdict(found: Sequence[ModeConformity]) -> str:
 
 
 def _by_units(mode: ModeConformity) -> bool:
-    return any(one.difference is Difference.UNITS for one in mode.found)
+    return any(case.difference is Difference.UNITS for case in mode.found)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench import __version__
-from fp8bench.errors import StoreError, UsageError, WorkerError, WorkerFault
+from fp8bench.errors import UsageError, WorkerError, WorkerFault
 from fp8bench.features.sensitivity.study import By, LayerTrial, PrecisionMap, Study, map_of, value_of
 from fp8bench.files import compact, keeping, sealed, stamp, unsealed, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
@@ -64,12 +64,8 @@ def studied(question: StudyQuestion, store: Path, observer: JobObserver) -> Stud
 
 def kept(study: Study, store: Path) -> Study:
     path = store / "sensitivity" / f"{stamp(study.started)}-{secrets.token_hex(4)}.json"
-    try:
+    with keeping(f"the study {path}", "Choose another --store DIR."):
         write_whole(path, compact(sealed(value_of(study))) + "\n")
-    except OSError as error:
-        raise StoreError(
-            f"the study cannot be kept in {path} ({error.strerror}). Choose another --store DIR."
-        ) from None
     return replace(study, path=str(path))
 
 
@@ -195,15 +191,15 @@ class StudyRuns:
         if self.study.baseline.failure:
             return
         for draw in range(1, DRAWS + 1):
-            one = replace(self.study.baseline, name=f"draw {draw}", draw=draw, losses=())
-            self.add(draws=(*self.study.draws, trained(f"the reference, draw {draw}", one)))
+            trial = replace(self.study.baseline, name=f"draw {draw}", draw=draw, losses=())
+            self.add(draws=(*self.study.draws, trained(f"the reference, draw {draw}", trial)))
         for name, kind, names in groups:
-            one = LayerTrial(name, kind, *self._alone(name, names), names)
-            self.add(probes=(*self.study.probes, trained(f"{name} low", one, gradients=True)))
+            trial = LayerTrial(name, kind, *self._alone(name, names), names)
+            self.add(probes=(*self.study.probes, trained(f"{name} low", trial, gradients=True)))
         for more, (name, left) in enumerate(self._candidates()):
-            one = LayerTrial(name, "", self.low.precision, self._map_of(left), left)
+            trial = LayerTrial(name, "", self.low.precision, self._map_of(left), left)
             gradients = more == 0 or self.study.gradient_tolerance is not None
-            self.add(candidates=(*self.study.candidates, trained(name, one, gradients, more)))
+            self.add(candidates=(*self.study.candidates, trained(name, trial, gradients, more)))
             if self.study.keeps(self.study.candidates[-1]):
                 return
 

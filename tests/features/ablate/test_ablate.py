@@ -16,9 +16,8 @@ import pytest
 from fp8bench.errors import UnknownName
 from fp8bench.features.ablate.kind import AblationKind
 from fp8bench.features.ablate.run import AblationQuestion, options_of, planned_arms
-from fp8bench.features.ablate.savings import Savings, seconds_of
 from fp8bench.features.ablate.values import AblatedArm, AblatedOption, Ablation, arms_of
-from fp8bench.features.ablate.view import rows_of, sentences, value_of
+from fp8bench.features.ablate.view import Savings, rows_of, seconds_of, sentences, value_of
 from fp8bench.model import Interval, Level, Request
 from fp8bench.model.codec import decode, encode
 from tests.commands import Say, unfolded

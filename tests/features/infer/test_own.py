@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8bench.features.infer.bench import InferBench
 from fp8bench.features.infer.fits import cause_of, swept
 from fp8bench.features.infer.job import checked, times_of
-from fp8bench.features.infer.quality import RANDOM_TOKENS
+from fp8bench.features.infer.quality import RANDOM_TOKENS, InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion
 from fp8bench.features.infer.view import sweep_words, value_of
 from fp8bench.model import Level, Record, Segments, SlotSample, Status, Timing

@@ -28,8 +28,8 @@ import torch
 
 from fp8bench.analysis.claims import claims_of
 from fp8bench.errors import UsageError
-from fp8bench.features.infer.bench import InferBench
 from fp8bench.features.infer.job import HELD_OUT, WINDOW, held_out_text
+from fp8bench.features.infer.quality import InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel
 from fp8bench.model import Label
 from fp8bench.model.raw import Settings

@@ -77,7 +77,7 @@ def test_what_an_arm_samples_by_is_what_it_says_of_the_same_tokens_at_once(
     seen: list[Tensor] = []
     predicted = module._predicted
 
-    def watched(model: Decoder, tokens: Tensor) -> module._Predicted:
+    def watched(model: Decoder, tokens: Tensor) -> module.Predictions:
         seen.append(tokens)
         return predicted(model, tokens)
 
