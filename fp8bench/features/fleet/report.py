@@ -49,8 +49,8 @@ def fleet_report(source: Path, store: Path, expected: Collection[str] = ()) -> F
     if not seen and not expected:
         what = f"run of the plan {plans[0].id}" if plans else "run"
         why = "; ".join(_counts(left) or doubts[:1])
-        found = f"of {store} no run counts ({why.rstrip('.')})" if why else f"{store} has no {what}"
-        raise UsageError(f"{found}. Give --store DIR, or a store that `fleet collect` made.")
+        what_there_is = f"of {store} no run counts ({why.rstrip('.')})" if why else f"{store} has no {what}"
+        raise UsageError(f"{what_there_is}. Give --store DIR, or a store that `fleet collect` made.")
     del left[REFUSED]  # each is named among the doubts
     return report_of(seen, plans, expected, (*_counts(left), *doubts, *_failed_cells(store, plans)))
 
@@ -179,8 +179,8 @@ def _names() -> Iterator[str]:
 
 
 def _kinds(seen: Sequence[MachineRun]) -> dict[tuple[Fields, Fields], list[MachineRun]]:
-    found = together(((run.hardware, run.software), run) for run in seen)
-    return dict(sorted(found.items(), key=lambda pair: (-len({run.machine for run in pair[1]}), pair[0])))
+    members = together(((run.hardware, run.software), run) for run in seen)
+    return dict(sorted(members.items(), key=lambda pair: (-len({run.machine for run in pair[1]}), pair[0])))
 
 
 def _times(runs: Sequence[MachineRun]) -> dict[str, dict[str, float]]:

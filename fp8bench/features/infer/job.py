@@ -158,13 +158,13 @@ def _qualities(
     task = QualityTask(model, question.tokens, (*arms, *alone), facts, question.seed, rolls_out)
     with observer.counting() as tell:
         tell(0, 1, "models", "quality on the same tokens")
-        found: Quality = _asked(worker, "quality", task)
-        ranked = sorted(zip(alone, found.arms[len(others) :], strict=True), key=lambda pair: -pair[1].kl)
+        quality: Quality = _asked(worker, "quality", task)
+        ranked = sorted(zip(alone, quality.arms[len(others) :], strict=True), key=lambda pair: -pair[1].kl)
         both = spared_arms(question.check_layers, [arm for arm, _ in ranked])
         again: tuple[ArmQuality, ...] = ()
         if both:
             again = _asked(worker, "quality", replace(task, arms=(lead, *both), rolls_out=0)).arms
-    return replace(found, arms=found.arms[: len(others)]), tuple(ranked), tuple(zip(both, again, strict=True))
+    return replace(quality, arms=quality.arms[: len(others)]), tuple(ranked), tuple(zip(both, again, strict=True))
 
 
 def _within(arm: Arm, layers: int) -> Arm:
@@ -297,9 +297,9 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
     training = load_head(path)
     arm = asked or training.arms[0].name
     called = f"the training {training.id}"
-    own = next((one for one in training.arms if one.name == arm), None)
+    own = next((each for each in training.arms if each.name == arm), None)
     if own is None:
-        raise UsageError(f"{called} has no arm {arm!r:.80}. It has {', '.join(one.name for one in training.arms)}.")
+        raise UsageError(f"{called} has no arm {arm!r:.80}. It has {', '.join(each.name for each in training.arms)}.")
     settings = own.taken(training.request.settings)
     refusals = (
         (settings.arch not in ("gpt", "moe"),

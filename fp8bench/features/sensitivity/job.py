@@ -71,22 +71,22 @@ def kept(study: Study, store: Path) -> Study:
 
 def studies_of(store: Path) -> tuple[tuple[Study, ...], list[str]]:
     """What a store has in `sensitivity/*.json`: what can be read, oldest first, and a sentence on each other file."""
-    found, troubles = [], []
+    studies, troubles = [], []
     for path in sorted((store / "sensitivity").glob("*.json")):
         try:
-            found.append(decode(Study, {**unsealed(json.loads(path.read_bytes())), "path": str(path)}))
+            studies.append(decode(Study, {**unsealed(json.loads(path.read_bytes())), "path": str(path)}))
         except (OSError, ValueError, TypeError, RecursionError, Malformed) as error:
             troubles.append(f"{path} is no study and was left out ({str(error)[:120]})")
-    return tuple(found), troubles
+    return tuple(studies), troubles
 
 
 def write_map(study: Study, path: Path) -> None:
     """Write the suggested map there, as a file for --precision-map. Raises UsageError where none is suggested."""
-    found = study.suggested
-    if found is None:
+    trial = study.suggested
+    if trial is None:
         raise UsageError(f"no map is suggested, so that {path} was not written. The tables above say why.")
-    head = f"{study.low} in {found.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
-    write_map_file(path, head, study.stated_map(found) or tuple((name, study.low) for name in found.low))
+    head = f"{study.low} in {trial.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
+    write_map_file(path, head, study.stated_map(trial) or tuple((name, study.low) for name in trial.low))
 
 
 def write_map_file(path: Path, head: str, precision_map: PrecisionMap) -> None:
@@ -175,8 +175,8 @@ class StudyRuns:
     worker: Worker
     done: int = 0
 
-    def add(self, **found: Any) -> None:
-        self.study = replace(self.study, **found)
+    def add(self, **changes: Any) -> None:
+        self.study = replace(self.study, **changes)
 
     def run(self, tell: Tell) -> None:
         groups = groups_of(self.layers, self.study.by)
