@@ -72,12 +72,7 @@ _CLAIM = "claim"
 
 
 def work(
-    plan: FleetPlan,
-    file: Path,
-    store: Path,
-    retry: bool,
-    began: Callable[[CellState], None],
-    only: int | None = None,
+    plan: FleetPlan, file: Path, store: Path, retry: bool, began: Callable[[CellState], None], only: int | None = None
 ) -> tuple[dict[int, int], dict[int, str]]:
     """The cells that this worker had measured with their exit codes, and those that it could not take, with the reason.
 

@@ -85,16 +85,7 @@ def test_the_worst_come_first() -> None:
         probe("lost", None), probe("large", 2.05, 0.3), probe("strange", 2.0, math.nan), probe("unknown", 2.0, None),
     )  # fmt: skip
     ranking = [trial.name for trial in replace(STUDY, probes=probes).ranking]
-    assert ranking == [
-        "lost",
-        "worst",
-        "worse",
-        "strange",
-        "unknown",
-        "large",
-        "better",
-        "small",
-    ]
+    assert ranking == ["lost", "worst", "worse", "strange", "unknown", "large", "better", "small"]
 
 
 def test_the_first_candidate_that_keeps_the_loss_is_suggested() -> None:
