@@ -137,8 +137,6 @@ def named(out: str) -> dict[tuple[str, str], str]:
 
 def test_an_honest_fleet_is_left_alone(fleet: Fleet, fp8bench: Say) -> None:
     """And says from where on a machine would be named."""
-    code, out = reported(fleet, fp8bench)
-    assert code == 0 and "No machine stands out." in out and "3 of 3 cells were measured completely" in out
     code, out = reported(fleet, fp8bench, "--json")
     report = json.loads(out)
     assert code == 0 and report["alarms"] == [] and 0.05 <= report["kinds"][0]["seen_from"] < 0.5
@@ -212,26 +210,19 @@ def test_a_wrong_clock_of_whoever_planned_names_no_machine(fleet: Fleet, fp8benc
 
 
 def test_the_report_of_a_cell_has_its_fleet(fleet: Fleet, fp8bench: Say, tmp_path: Path) -> None:
-    """As a section of the ordinary page, on the terminal, as JSON, rows and frames; of other runs nothing."""
+    """As a section of the ordinary page, and in frames; of other runs nothing."""
     fleet.add("slow", factor=3.0)
     assert reported(fleet, fp8bench, "--json")[0] == 3
-    store, page = ("--store", str(tmp_path / "all")), tmp_path / "page.html"
-    assert fp8bench("report", "last", *store, "--html", str(page), "--md", str(tmp_path / "p.md"))[0] == 0
-    text, section = page.read_text(), '<section id="fleet"'
+    store, page, section = str(tmp_path / "all"), tmp_path / "page.html", '<section id="fleet"'
+    assert fp8bench("report", "last", "--store", store, "--html", str(page))[0] == 0
+    text = page.read_text()
     assert text.count(section) == 1 and "This run is cell 2 of plan" in text
-    section_text = text.partition(section)[2].partition("</section>")[0]
-    assert all(name in section_text for name in ("honest0", "slow from", "Machines that stand out", "<svg"))
-    assert "Fleet" in (tmp_path / "p.md").read_text()
-    assert named(fp8bench("show", "last", *store, "--fleet", "--json")[1]).keys() == {("slow", "slow")}
-    _, rows, _ = fp8bench("show", "last", *store, "--fleet", "--csv", "-")
-    assert rows == fp8bench("fleet", "report", store[1], "--csv", "-")[1] and "slow" in rows
-    frames = fp8bench_api.load_fleet(store[1])
-    assert list(frames.alarms.what) == ["slow"] and len(frames.cases) == len(rows.splitlines()) - 1
+    assert "<svg" in text.partition(section)[2].partition("</section>")[0]
+    frames = fp8bench_api.load_fleet(store)
     assert dict(zip(frames.machines.name, frames.machines.named_for, strict=True))["slow"] == "slow"
-    assert set(frames.kinds.of) == {"hardware", "software"}
-    code, out, _ = fp8bench("report", store[1], "--html", str(page))
+    code, out, _ = fp8bench("report", store, "--html", str(page))
     assert code == 0 and "-21-runs" in out and page.read_text().count(section) == 1
-    code, _, err = fp8bench("report", store[1], "last")
+    code, _, err = fp8bench("report", store, "last")
     assert code == 2 and "Name it alone" in err
 
 

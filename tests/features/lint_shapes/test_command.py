@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import subprocess
 import sys
 from pathlib import Path
@@ -37,20 +35,6 @@ def test_what_fits_and_what_does_not_is_told(say: Say, tmp_path: Path, words: st
     file.write_text("m,n,k,name,layout\n64,64,64,straight,\n64,64,64,turned,row\n")
     ended, out, _ = say(*words.replace("FILE", str(file)).split())
     assert ended == code and said in " ".join(out.split()), out
-
-
-def test_csv_has_a_row_for_what_each_library_says(say: Say) -> None:
-    words = ("--model", "gpt2", "--devices", "h100", "--dtypes", "fp8,fp8-rowwise")
-    _, printed, _ = say(*words, "--csv", "-")
-    file = Path("rows.csv")
-    code, text, _ = say(*words, "--csv", str(file))
-    rows = list(csv.DictReader(io.StringIO(printed)))
-    assert file.read_text() == printed and code == 3 and "refused" in text
-    assert [row["by"] for row in rows].count("torch") == 30
-    assert [row["by"] for row in rows].count("Transformer Engine") == 15
-    padded = [row for row in rows if row["outcome"] == "pad" and row["by"] == "torch"]
-    assert {row["padded_n"] for row in padded if row["product"] == "forward"} == {"50272"}
-    assert all(float(row["more_flops"]) > 0 for row in padded)
 
 
 @for_each(

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.lint_shapes.command import homeless
+from fp8bench.errors import UsageError
 from fp8bench.features.lint_shapes.job import (
     MOST_SHAPES,
     USUAL_MODES,
@@ -118,18 +117,15 @@ def test_any_text_is_shapes_or_a_sentence(tmp_path_factory: pytest.TempPathFacto
         found = shapes_of_file(path)
     except UsageError:
         return
-    assert found and all(min(one.tokens, one.outputs, one.inputs) >= 1 for one in found)
+    assert found and all(min(shape.tokens, shape.outputs, shape.inputs) >= 1 for shape in found)
 
 
 def test_models_have_their_layers_and_their_tokens() -> None:
     """Or those that one asks for."""
     gpt2 = shapes_of_model("gpt2", None)
-    assert [one.name for one in gpt2] == ["qkv", "out", "up", "down", "head"]
-    assert {one.tokens for one in gpt2} == {8192} and gpt2[-1].outputs == 50257
-    assert {one.tokens for one in shapes_of_model("nano", None)} == {192}
-    assert {one.tokens for one in shapes_of_model("nano", 7)} == {7}
-    with pytest.raises(UnknownName, match="Did you mean 'llama3-8b'"):
-        shapes_of_model("llama-8b", None)
+    assert [shape.name for shape in gpt2] == ["qkv", "out", "up", "down", "head"] and gpt2[-1].outputs == 50257
+    for model, asked, tokens in (("gpt2", None, 8192), ("nano", None, 192), ("nano", 7, 7)):
+        assert {shape.tokens for shape in shapes_of_model(model, asked)} == {tokens}
 
 
 FACTS = {
@@ -234,23 +230,17 @@ def test_options_of_modes_count() -> None:
     assert lint(shape, "fp8:formats=e5m2", H100).torch.outcome is ShapeOutcome.REFUSED
     assert lint(shape, "fp8-e5m2", MI350X).torch.outcome is ShapeOutcome.FITS
     modes = modes_of(["fp8:weight-gradient=bf16"], [H100])
-    assert [one.kind for one in examine([shape], tuple(PRODUCTS), modes, [H100])] == ["forward", "input-gradient"]
+    assert [finding.kind for finding in examine([shape], tuple(PRODUCTS), modes, [H100])] == [
+        "forward",
+        "input-gradient",
+    ]
 
 
 def test_without_modes_those_are_taken_that_a_device_has() -> None:
     """All usual ones where none has any; a mode that scales nothing is refused with those that do."""
-    assert [one.mode for one in modes_of([], [H100])] == ["fp8", "fp8-rowwise", "fp8-block"]
-    assert [one.mode for one in modes_of([], [CPU])] == list(USUAL_MODES)
-    assert "mxfp6" not in [one.mode for one in modes_of([], CLASSES)]
-    assert [one.mode for one in modes_of(["fp4", "nvfp4"], [CPU])] == ["nvfp4"]
+    assert [mode.mode for mode in modes_of([], [H100])] == ["fp8", "fp8-rowwise", "fp8-block"]
+    assert [mode.mode for mode in modes_of([], [CPU])] == list(USUAL_MODES)
+    assert "mxfp6" not in [mode.mode for mode in modes_of([], CLASSES)]
+    assert [mode.mode for mode in modes_of(["fp4", "nvfp4"], [CPU])] == ["nvfp4"]
     with pytest.raises(UsageError, match="bf16 scales nothing"):
         modes_of(["bf16"], [H100])
-
-
-def test_homeless_products_fit_nowhere() -> None:
-    """One device that takes a product as it is will do."""
-    shapes = shapes_of_model("llama3-8b", None)
-    kinds = tuple(PRODUCTS)
-    assert not homeless(examine(shapes, kinds, modes_of(["fp8-block"], [H100]), [H100, B200]))
-    lost = homeless(examine(shapes, kinds, modes_of(["fp8-block"], [B200]), [B200]))
-    assert len(lost) == 3 * len(shapes)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -85,12 +83,8 @@ def test_a_ranking(say: Say, topology: Path) -> None:
     given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--dtype", "fp8")
     code, out, _ = say(*given, "--top", "2")
     assert code == 0 and [line.split("  ")[1] for line in out.splitlines() if "±" in line] == ["FSDP 8", "FSDP 4, CP 2"]
-    ways = json.loads(say(*given, "--json")[1])["ways"]
-    rows = list(csv.DictReader(io.StringIO(say(*given, "--csv", "-")[1])))
-    assert len(ways) == len(rows) > 20
-    assert {(row["memory_band"], row["pace_band"]) for row in rows} == {("0.05", ""), ("0.15", "")}
-    assert [float(row["memory_bytes"]) for row in rows] == [way["memory_bytes"] for way in ways]
-    parts = ("states", "gathered", "kept", "block", "logits")
+    ways, parts = json.loads(say(*given, "--json")[1])["ways"], ("states", "gathered", "kept", "block", "logits")
+    assert len(ways) > 20 and {(way["memory_band"], way["pace_band"]) for way in ways} == {(0.05, None), (0.15, None)}
     assert all(way["memory_bytes"] == pytest.approx(sum(way[f"{part}_bytes"] for part in parts)) for way in ways)
 
 
