@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.main import DEFAULT_STORE
-from fp8bench.cli.options import shared
+from fp8bench.cli.options import shared, subcommands
 from fp8bench.cli.outputs import check_outputs, tell, write_outputs
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, StoreError, UsageError
@@ -32,13 +32,8 @@ from fp8bench.store.runs.run_file import folder_name, load_run, missing_groups
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
+    bare = subcommands(parser)
     codes = "Exit codes: 0 every cell is done and no case failed, 2 wrong usage, 3 otherwise, 130 interrupted."
-
-    def bare(name: str, words: str, codes: str = codes) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name, help=words, description=words[:1].upper() + words[1:] + ".", epilog=codes, allow_abbrev=False
-        )
 
     def command(name: str, words: str, codes: str = codes) -> argparse.ArgumentParser:
         made = bare(name, words, codes)
