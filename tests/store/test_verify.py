@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.features.fleet.command import collect
+from fp8bench.features.fleet.collect import collect
 from fp8bench.model import DeviceFacts, Environment, Fault, Request, Resumption, Run
 from fp8bench.store.asv.files import load_results
 from fp8bench.store.asv.view import results_of

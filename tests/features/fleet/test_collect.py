@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import StoreError
-from fp8bench.features.fleet.command import Collected, collect
+from fp8bench.features.fleet.collect import Collected, collect
 from fp8bench.model import Request
 from fp8bench.model.run import Cell, FleetPlan
 from fp8bench.store.fleet_plans import plans_of, states_of, write_plan

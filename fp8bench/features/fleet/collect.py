@@ -1,0 +1,110 @@
+"""Runs of several machines' stores put into one, as immutable files by machine and month.
+
+A file is a byte for byte copy under its own name, written beside and renamed. It changes in one only case: where a run
+that had been cut off was gone on with, so that the copy is the beginning of it, the rest is appended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from fp8bench.errors import StoreError
+from fp8bench.files import PARTIAL, is_locked, keeping, locked, make_store
+from fp8bench.model import Run
+from fp8bench.model.run import FleetPlan
+from fp8bench.store.fleet_plans import keep_plan, number_of
+from fp8bench.store.merge_stores import Came, find_store, take, take_each
+from fp8bench.store.runs.listing import collected_folder, id_of, listing
+from fp8bench.store.runs.run_file import folder_name, load_run, missing_groups
+
+_RUNNING = "still being measured: collect again when they have ended"
+_OTHERS = "of no cell of the plan"
+_COPIES = "copies of runs that were taken, or their beginnings"
+
+
+@dataclass
+class Collected:
+    """What became of the files: `taken` anew by machine, `longer` than the copy that was here, `same` as before.
+
+    `left` counts what was left out for a reason that is no fault; `failed` are sentences on what is wrong, a file each,
+    `doubts` on runs that were taken all the same.
+    """
+
+    taken: Counter[str] = field(default_factory=Counter)
+    longer: int = 0
+    same: int = 0
+    left: Counter[str] = field(default_factory=Counter)
+    failed: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+
+
+def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> Collected:
+    """Take the runs of a plan's cells, or all runs where it is None, out of stores, which are only read."""
+    made, stores = Collected(), dict[Path, None]()
+    for folder in folders:
+        try:
+            stores[find_store(folder, out).resolve()] = None
+        except StoreError as error:  # the others' runs are none the worse
+            made.failed.append(str(error))
+    with keeping(f"the store {out}", "Choose another --store DIR."):
+        make_store(out)
+        with locked(out):
+            if plan is not None:
+                keep_plan(plan, out)
+            known = {id_of(path): path for path in listing(out).everything}
+            for store in stores:
+                _from(store, plan, out, known, made)
+            here = listing(out)
+            made.failed += [f"{note}." for note in here.notes(here.refused)]
+    return made
+
+
+def _from(store: Path, plan: FleetPlan | None, out: Path, known: dict[str, Path], made: Collected) -> None:
+    there = listing(store)
+    made.failed += [f"{note}." for note in there.notes(there.refused)]
+    made.left[_COPIES] += len(there.copies)
+    made.failed += list(_foreign(store, set(there.everything)))
+    if not there.everything:
+        made.failed.append(f"{store} has no runs: nothing came of the machine that it belongs to.")
+    made.failed += take_each(there, partial(_take, plan, out, known, made))
+
+
+def _foreign(store: Path, runs: set[Path]) -> Iterator[str]:
+    for path in sorted((store / "runs").rglob("*")):
+        if path not in runs and path.is_file():
+            begun = path.name.endswith(PARTIAL)
+            what = "is what a run left that never began" if begun else "is no run file, or lies where none does"
+            yield f"{path} {what}. It was not taken."
+
+
+def _take(plan: FleetPlan | None, out: Path, known: dict[str, Path], made: Collected, path: Path) -> None:
+    running, content, run = is_locked(path), path.read_bytes(), load_run(path)
+    if not run.started:
+        raise StoreError(f"{path} was not taken: {run.troubles[0]}, and so is which machine it is of.")
+    if plan is not None and number_of(plan, run) is None:
+        made.left[_OTHERS] += 1
+        return
+    if running:
+        made.left[_RUNNING] += 1
+        return
+    target = known.get(run.id) or out / "runs" / collected_folder(run) / path.name
+    came = take(path, content, target)
+    known[run.id] = target
+    if came is Came.NEW:
+        made.taken[folder_name(run)] += 1
+    made.longer += came is Came.LONGER
+    made.same += came is Came.SAME
+    made.doubts += _doubts(run, path)
+
+
+def _doubts(run: Run, path: Path) -> Iterator[str]:
+    if run.troubles:
+        yield f"{path} is torn: {'; '.join(run.troubles)}"
+    missing = len(missing_groups(run))
+    if not run.finished or missing:
+        cut = f"{missing} of {len(run.plan.groups)} groups are missing" if missing else "its end is missing"
+        yield f"{path} was cut off: {cut}"
