@@ -272,15 +272,12 @@ def test_what_an_engine_cannot_do_is_said_before_it_is_asked(tmp_path: Path, mon
             start(engine, given)
 
 
-def test_options_are_names_and_values() -> None:
+def test_options_are_names_and_values_and_addresses_answer() -> None:
+    """Ray would try for minutes where nobody listens."""
     assert option("partition=gpu") == ("partition", "gpu") and option("--exclusive") == ("exclusive", "")
     for text in ("", "=3", "a b=c", "$(x)=1"):
         with pytest.raises(argparse.ArgumentTypeError, match="expected NAME=VALUE"):
             option(text)
-
-
-def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
-    """Ray would try it for minutes."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         for address in (f"127.0.0.1:{bound.getsockname()[1]}", "127.0.0.1:99999"):

@@ -66,7 +66,7 @@ def test_its_quality_is_read_on_its_own_tokens_or_on_random_ones(own: str) -> No
     assert drawn.caution == RANDOM_TOKENS and drawn.tokens == 256 and drawn.itself.kl == 0 < drawn.floor.kl
 
 
-def test_what_its_model_has_not_is_refused(own: str) -> None:
+def test_what_its_model_has_not_is_refused(own: str, fp8bench: Say, tmp_path: Path) -> None:
     shape = OWN_SHAPES[own]
     question = ServingQuestion(own, (Arm("fp32"), Arm("bf16", "fp8")), (), 1, True, 512)
     assert question.is_own and checked(question).contexts == (128, 512, 1024, 2048)
@@ -78,10 +78,7 @@ def test_what_its_model_has_not_is_refused(own: str) -> None:
     assert support(params, precisions.get("fp8"), CPU).level is Level.REFUSED
     assert support(params, precisions.get("served:weights=int4"), CPU).level is Level.NATIVE
     assert support({**params, "size": "a:b"}, precisions.get("bf16"), CPU).level is Level.REFUSED
-
-
-def test_a_suite_does_not_take_a_maker(fp8bench: Say, tmp_path: Path) -> None:
-    code, _, err = fp8bench("suite", "decode", "--set", f"size={MODELS}:own", "--store", str(tmp_path))
+    code, _, err = fp8bench("suite", "decode", "--set", f"size={MODELS}:llama", "--store", str(tmp_path))
     assert code == 2 and "Ask `fp8bench infer" in err
 
 
