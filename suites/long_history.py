@@ -97,8 +97,8 @@ class Times:
     def __init__(self, pairs: int, seed: int = 0) -> None:
         chance = [random.Random(1000 * seed + pair) for pair in range(pairs)]
         self._seed = seed
-        self._bases = [10 ** one.uniform(5, 8) for one in chance]
-        self._steps = [one.randrange(20, COMMITS) if pair % 10 == 0 else math.inf for pair, one in enumerate(chance)]
+        self._bases = [10 ** draw.uniform(5, 8) for draw in chance]
+        self._steps = [draw.randrange(20, COMMITS) if pair % 10 == 0 else math.inf for pair, draw in enumerate(chance)]
 
     def of_commit(self, number: int) -> Iterator[int]:
         """Nanoseconds of every cell of every slot but the last ones, in the order of the records."""

@@ -102,9 +102,9 @@ FOUND = {
 
 def by_part(mode: dict[str, Any]) -> tuple[set[str], set[str]]:
     """The differences of casts, and of products with a result in bfloat16 but for the order of their sums."""
-    casts = {one["difference"] for one in mode["found"] if one["what"].startswith("cast")}
-    products = {one["difference"] for one in mode["found"] if one["what"].endswith("bfloat16 out")}
-    return casts, {"none" if one == "order" else one for one in products}
+    casts = {case["difference"] for case in mode["found"] if case["what"].startswith("cast")}
+    products = {case["difference"] for case in mode["found"] if case["what"].endswith("bfloat16 out")}
+    return casts, {"none" if case == "order" else case for case in products}
 
 
 @NEEDS_PRODUCTS

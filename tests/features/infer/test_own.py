@@ -132,7 +132,7 @@ def test_up_to_how_many_rows_an_arm_pays() -> None:
     assert int8.endswith("below 10")  # 1 + 2/192 bytes x 200 / (2 x 10)
     assert bf16.startswith("bf16 pays at none, loses most at 512 by its product")
     assert bf16.endswith("below 20") and bound.endswith("past 40")
-    unknown = run_of([replace(one, ceiling=None) for one in records])
+    unknown = run_of([replace(record, ceiling=None) for record in records])
     assert [*sweep_words(swept(unknown, arms, (768, 192), (1, 512)))][-1].startswith("computed: nothing")
 
 

@@ -205,12 +205,12 @@ def test_each_product_contracts_over_another_side() -> None:
 
 def test_what_padding_costs_by_hand() -> None:
     """FLOPs as the volumes are; bytes of codes, scales and a bf16 output."""
-    one = lint(LinearShape("", 16, 20, 40), "mxfp8", B200).torch
-    assert one.padded == (16, 32, 64)
-    assert one.more_flops == pytest.approx(16 * 32 * 64 / (16 * 20 * 40) - 1)
+    judgement = lint(LinearShape("", 16, 20, 40), "mxfp8", B200).torch
+    assert judgement.padded == (16, 32, 64)
+    assert judgement.more_flops == pytest.approx(16 * 32 * 64 / (16 * 20 * 40) - 1)
     before = (16 + 20) * 40 + (16 + 20) * 2 + 2 * 16 * 20
     after = (16 + 32) * 64 + (16 + 32) * 2 + 2 * 16 * 32
-    assert one.more_bytes == pytest.approx(after / before - 1)
+    assert judgement.more_bytes == pytest.approx(after / before - 1)
 
 
 def test_a_padded_product_fits() -> None:

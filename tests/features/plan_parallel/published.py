@@ -144,10 +144,10 @@ def _ratios(rows: Sequence[Published]) -> Iterator[tuple[str, str, float]]:
 
 def recipes_of(rows: Sequence[Published]) -> dict[str, float]:
     """The middle over machines of the middle of each."""
-    found: dict[str, dict[str, list[float]]] = {}
+    ratios: dict[str, dict[str, list[float]]] = {}
     for machine, recipe, ratio in _ratios(rows):
-        found.setdefault(recipe, {}).setdefault(machine, []).append(ratio)
-    return {recipe: median(map(median, by_machine.values())) for recipe, by_machine in found.items()}
+        ratios.setdefault(recipe, {}).setdefault(machine, []).append(ratio)
+    return {recipe: median(map(median, by_machine.values())) for recipe, by_machine in ratios.items()}
 
 
 def _pairs(rows: Sequence[Published], recipes: Mapping[str, float]) -> Iterator[HeldOut]:
@@ -155,7 +155,7 @@ def _pairs(rows: Sequence[Published], recipes: Mapping[str, float]) -> Iterator[
     for by in rows:
         told: dict[str, Topology] = {}
         for row in rows:
-            narrow = {one.recipe for one in (by, row) if one.load.precision == "fp8"} or {ranking.DEFAULT_RECIPE}
+            narrow = {each.recipe for each in (by, row) if each.load.precision == "fp8"} or {ranking.DEFAULT_RECIPE}
             if row is by or row.machine != by.machine or len(narrow) > 1 or not narrow <= recipes.keys():
                 continue
             (recipe,) = narrow
@@ -180,22 +180,22 @@ def _fitted(rows: Sequence[Published], patch: pytest.MonkeyPatch) -> None:
 def held_out() -> tuple[HeldOut, ...]:
     """One machine left out after the other."""
     rows = trainings()
-    found: list[HeldOut] = []
+    pairs: list[HeldOut] = []
     for machine in dict.fromkeys(row.machine for row in rows):
         with pytest.MonkeyPatch.context() as patch:
             _fitted([row for row in rows if row.machine != machine], patch)
-            found += _pairs([row for row in rows if row.machine == machine], ranking.RECIPES)
-    return tuple(found)
+            pairs += _pairs([row for row in rows if row.machine == machine], ranking.RECIPES)
+    return tuple(pairs)
 
 
 def bands(pairs: Sequence[HeldOut], least: int = LEAST_MACHINES) -> dict[Kinds, float]:
     """By the kinds of a pair, of those that so many machines have: the largest error."""
-    found: dict[Kinds, list[HeldOut]] = {}
+    alike: dict[Kinds, list[HeldOut]] = {}
     for pair in pairs:
-        found.setdefault(pair.kinds, []).append(pair)
+        alike.setdefault(pair.kinds, []).append(pair)
     return {
         kinds: max(abs(pair.error) for pair in several)
-        for kinds, several in found.items()
+        for kinds, several in alike.items()
         if len({pair.machine for pair in several}) >= least
     }
 

@@ -138,8 +138,10 @@ def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
         return json.loads(say(*given, *words, "--json", "--checkpointing", "full")[1])
 
     wide, narrow = (value("--states", name, "--calibrate", MEASURED) for name in ("fp32", "fp8-lm"))
-    assert [one["asked"]["topology"]["bf16"] for one in (wide, narrow)] == [wide["asked"]["topology"]["bf16"]] * 2
-    alike = [next(way for way in one["ways"] if way["shards"] == 8) for one in (wide, narrow)]
+    assert [document["asked"]["topology"]["bf16"] for document in (wide, narrow)] == [
+        wide["asked"]["topology"]["bf16"]
+    ] * 2
+    alike = [next(way for way in document["ways"] if way["shards"] == 8) for document in (wide, narrow)]
     assert alike[1]["states_bytes"] / alike[0]["states_bytes"] == 6 / 16
 
 

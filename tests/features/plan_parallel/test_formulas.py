@@ -155,8 +155,8 @@ def test_what_must_hold(shards: int, tensor: int, pipeline: int, level: Checkpoi
     assert found.states * shards * tensor * pipeline >= LOAD.kept.total * (SMALL.weights - SMALL.ends - 64) * 0.99
     more = memory_of(SMALL, replace(layout, shards=2 * shards), load)
     assert more.states == found.states / 2 and more.kept == memory_of(SMALL, layout, load).kept
-    paces = [pace_of(SMALL, layout, replace(load, checkpointing=one), LINKS).products for one in Checkpointing]
-    kept = [memory_of(SMALL, layout, replace(load, checkpointing=one)).kept for one in Checkpointing]
+    paces = [pace_of(SMALL, layout, replace(load, checkpointing=again), LINKS).products for again in Checkpointing]
+    kept = [memory_of(SMALL, layout, replace(load, checkpointing=again)).kept for again in Checkpointing]
     assert paces == sorted(paces) and kept == sorted(kept, reverse=True)
     narrow = pace_of(SMALL, layout, replace(load, precision="fp8"), LINKS)
     assert narrow.step <= pace_of(SMALL, layout, load, LINKS).step * (1 + 1e-9)

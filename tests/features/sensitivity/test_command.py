@@ -70,8 +70,8 @@ def test_a_study_is_told_kept_and_written(store: Path, say: Say) -> None:
     document = json.loads(file.read_text())
     assert f"stored in .fp8bench/sensitivity/{file.name}" in out and document["finished"]
     assert {trial["name"] for trial in document["probes"]} == {"attn", "mlp", "head"}
-    assert all(len(one["losses"]) == 1 for one in document["probes"])
-    losses = [one["loss"] for one in (document["baseline"], *document["draws"])]
+    assert all(len(trial["losses"]) == 1 for trial in document["probes"])
+    losses = [trial["loss"] for trial in (document["baseline"], *document["draws"])]
     assert len(set(losses)) == 3 and document["suggested"] is None and document["environment"]["facts"]["torch"]
     assert len(Path("rows.csv").read_text().splitlines()) == 1 + 3 + 3 + 1
 
@@ -81,14 +81,14 @@ def test_layers_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
     code, out, err = say("net.py:make", "--steps", "1", "--dtype", "mxfp4", "--json")
     assert (code, complaints(err)) == (0, "")
     document = json.loads(out)
-    probes = {one["name"]: one for one in document["probes"]}
+    probes = {trial["name"]: trial for trial in document["probes"]}
     assert set(probes) == {"0", "1.1", "2"} and document["reference"] == "untouched"
-    assert {one["precision"] for one in probes.values()} == {"mxfp4"}
+    assert {trial["precision"] for trial in probes.values()} == {"mxfp4"}
     assert probes["1.1"]["precision_map"] == [["0", "untouched"], ["2", "untouched"]]
-    errors = {name: one["gradient_error"] for name, one in probes.items()}
+    errors = {name: trial["gradient_error"] for name, trial in probes.items()}
     whole = document["candidates"][0]["gradient_error"]
     assert all(0 < error < whole for error in errors.values())
-    assert len({one["loss"] for one in (document["baseline"], *document["draws"])}) == 3
+    assert len({trial["loss"] for trial in (document["baseline"], *document["draws"])}) == 3
     assert json.loads(next((store / "sensitivity").iterdir()).read_text())["params"][0] == ["make", "net.py:make"]
     code, _, err = say("net.py:make", "--steps", "1", "--by", "kind", "--write-map", "map.txt")
     assert code == 2 and "no map is suggested" in err and not Path("map.txt").exists()
@@ -98,13 +98,13 @@ def test_a_map_by_the_gradients_of_a_model_of_one_s_own(store: Path, say: Say) -
     """Where no loss tells layers apart: the worst are left out until the others' gradients are near enough."""
     words = ("net.py:make", "--steps", "1", "--dtype", "mxfp4", "--tolerance", "50", "--json")
     whole = json.loads(say(*words)[1])
-    errors = sorted(one["gradient_error"] for one in whole["probes"])
+    errors = sorted(trial["gradient_error"] for trial in whole["probes"])
     most = 100 * (errors[0] + errors[1]) / 2
     code, out, _ = say(*words, "--gradient-tolerance", f"{most:.4f}", "--write-map", "map.txt")
-    found = json.loads(out)
-    assert code == 0 and len(found["candidates"]) == 3 and len(found["candidates"][-1]["low"]) == 1
-    assert all(100 * one["gradient_error"] > most for one in found["candidates"][:-1])
-    assert found["suggested"] and Path("map.txt").read_text().count("=untouched") == 2
+    document = json.loads(out)
+    assert code == 0 and len(document["candidates"]) == 3 and len(document["candidates"][-1]["low"]) == 1
+    assert all(100 * trial["gradient_error"] > most for trial in document["candidates"][:-1])
+    assert document["suggested"] and Path("map.txt").read_text().count("=untouched") == 2
 
 
 def test_a_reference_that_fails_ends_it(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,8 +100,8 @@ def test_the_first_candidate_that_keeps_the_loss_is_suggested() -> None:
 def test_errors_of_layers_are_put_together() -> None:
     """As the root of the sum of squares; a group whose errors are not known is left out."""
     study = replace(STUDY, probes=(probe("a", 2.0, 0.3), probe("b", 2.0, 0.4), probe("c", None, None)))
-    found = study.together({"both": ("a", "b"), "one": ("a", "c"), "none": ("c", "d")})
-    assert found == {"both": pytest.approx(0.5), "one": pytest.approx(0.3)}
+    errors = study.together({"both": ("a", "b"), "one": ("a", "c"), "none": ("c", "d")})
+    assert errors == {"both": pytest.approx(0.5), "one": pytest.approx(0.3)}
 
 
 def told(study: Study) -> str:
