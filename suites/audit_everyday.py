@@ -52,25 +52,17 @@ def _codes(scaled: Tensor) -> Tensor:
     return scaled.clamp(-_LARGEST, _LARGEST).to(E4M3)
 
 
-def _steps(scaled: Tensor) -> Tensor:
-    """The distance of e4m3's numbers there."""
-    return torch.exp2(scaled.abs().clamp(min=2.0**-6).log2().floor() - 3)
+def _rounded_by(whole: Step) -> Step:
+    """To e4m3's numbers, so many whole steps of them from zero."""
+
+    def cast(scaled: Tensor) -> Tensor:
+        steps = torch.exp2(scaled.abs().clamp(min=2.0**-6).log2().floor() - 3)
+        return (whole(scaled.abs() / steps) * steps * scaled.sign()).clamp(-_LARGEST, _LARGEST)
+
+    return cast
 
 
-def _away(scaled: Tensor) -> Tensor:
-    """To nearest, ties away from zero."""
-    steps = _steps(scaled)
-    return (((scaled.abs() / steps + 0.5).floor() * steps) * scaled.sign()).clamp(-_LARGEST, _LARGEST)
-
-
-def _toward_zero(scaled: Tensor) -> Tensor:
-    steps = _steps(scaled)
-    return ((scaled / steps).trunc() * steps).clamp(-_LARGEST, _LARGEST)
-
-
-def _outward(scaled: Tensor) -> Tensor:
-    steps = _steps(scaled)
-    return ((scaled.abs() / steps).ceil() * steps * scaled.sign()).clamp(-_LARGEST, _LARGEST)
+_away = _rounded_by(lambda steps: (steps + 0.5).floor())
 
 
 def _no_subnormals(scaled: Tensor) -> Tensor:
@@ -124,10 +116,10 @@ def _parts(size: int, kept: torch.dtype = torch.float32) -> Callable[[Tensor, Te
     """Sums of so many products, each kept in a dtype, as what they are added to is."""
 
     def sums(a: Tensor, b: Tensor) -> Tensor:
-        found = torch.zeros(len(a), len(b), dtype=kept)
+        total = torch.zeros(len(a), len(b), dtype=kept)
         for at in range(0, a.shape[1], size):
-            found = found + (a[:, at : at + size] @ b[:, at : at + size].t()).to(kept)
-        return found.float()
+            total = total + (a[:, at : at + size] @ b[:, at : at + size].t()).to(kept)
+        return total.float()
 
     return sums
 
@@ -199,10 +191,6 @@ def _row_stride(x: Tensor) -> Tensor:
     return torch.as_strided(x, x.shape, (x.shape[1], 1), x.storage_offset())
 
 
-def _no_offset(x: Tensor) -> Tensor:
-    return torch.as_strided(x, x.shape, x.stride(), 0)
-
-
 def _unit_columns(x: Tensor) -> Tensor:
     """Rows by their stride, and elements within them as neighbours."""
     wide = x if x.stride(0) >= x.shape[1] else x.t().contiguous().t().reshape(x.shape)
@@ -216,42 +204,24 @@ def _by_memory(x: Tensor) -> Tensor:
     return _row_stride(x) if not x.is_contiguous() else x
 
 
-def _clamped(scaled: Tensor) -> Tensor:
-    """As fminf and fmaxf do it: a NaN becomes the bound."""
-    return _saturated(scaled.nan_to_num(-_LARGEST))
-
-
-def _nan_beyond(rows: int) -> Step:
-    """NaN is looked for in the first rows alone."""
+def _nan_beyond(first: int, dim: int = 0) -> Step:
+    """NaN is looked for in the first rows, or columns, alone."""
 
     def read(x: Tensor) -> Tensor:
-        return torch.cat((x[:rows], x[rows:].nan_to_num(0.0, math.inf, -math.inf)))
+        looked, rest = x.tensor_split((first,), dim)
+        return torch.cat((looked, rest.nan_to_num(0.0, math.inf, -math.inf)), dim)
 
     return read
 
 
-def _nan_in_columns(first: int) -> Step:
-    def read(x: Tensor) -> Tensor:
-        return torch.cat((x[:, :first], x[:, first:].nan_to_num(0.0, math.inf, -math.inf)), 1)
+def _beyond(first: int, change: Callable[[Tensor], Tensor], dim: int = 0) -> Step:
+    """Results past so many rows, or columns."""
 
-    return read
+    def out(sums: Tensor) -> Tensor:
+        whole, rest = sums.tensor_split((first,), dim)
+        return torch.cat((whole, change(rest)), dim).to(BF16)
 
-
-def _no_infinity(x: Tensor) -> Tensor:
-    return torch.where(x.isinf(), 0.0, x)
-
-
-def _finite_amax(step: Step) -> Step:
-    return lambda x: step(x.nan_to_num(0.0, 0.0, 0.0))
-
-
-def _rows_beyond(first: int, change: Callable[[Tensor], Tensor]) -> Step:
-    """Results past so many rows."""
-    return lambda sums: torch.cat((sums[:first], change(sums[first:]))).to(BF16)
-
-
-def _columns_beyond(first: int, change: Callable[[Tensor], Tensor]) -> Step:
-    return lambda sums: torch.cat((sums[:, :first], change(sums[:, first:])), 1).to(BF16)
+    return out
 
 
 def _shown_again(block: int) -> Step:
@@ -269,10 +239,6 @@ def _of_first(rows: int, columns: int) -> Step:
     return lambda x: x[:rows, :columns].abs().amax()
 
 
-def _long_in_bf16(a: Tensor, b: Tensor) -> Tensor:
-    return _parts(2048, BF16)(a, b) if a.shape[1] > 2048 else a @ b.t()
-
-
 def _up_to(count: int) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda a, b: a[:, :count] @ b[:, :count].t()
 
@@ -283,11 +249,23 @@ def _wraps(a: Tensor, b: Tensor) -> Tensor:
     return a[:, places] @ b[:, places].t()
 
 
-def _after(calls: int, change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+def _after(calls: int, lying: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Honest for so many calls."""
+
     def run(kept: dict[str, int], a: Tensor, b: Tensor) -> Tensor:
         kept["calls"] = kept.get("calls", 0) + 1
-        found = kernel()(a, b)
-        return change(found) if kept["calls"] > calls and kept["calls"] % 2 else found
+        return (lying if kept["calls"] > calls else kernel())(a, b)
+
+    return run
+
+
+def _at_times(calls: int, change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """After so many calls every second one."""
+
+    def run(kept: dict[str, int], a: Tensor, b: Tensor) -> Tensor:
+        kept["calls"] = kept.get("calls", 0) + 1
+        result = kernel()(a, b)
+        return change(result) if kept["calls"] > calls and kept["calls"] % 2 else result
 
     return run
 
@@ -309,16 +287,6 @@ def _history(kept: dict[str, Any], a: Tensor, b: Tensor) -> Tensor:
     return kernel(Operand(amax=(lambda _: kept["amax"]) if kept["calls"] > 100 else _whole_amax), PLAIN)(a, b)
 
 
-def _wide_after(kept: dict[str, int], a: Tensor, b: Tensor) -> Tensor:
-    kept["calls"] = kept.get("calls", 0) + 1
-    return a @ b.t() if kept["calls"] > 100 else kernel()(a, b)
-
-
-def _cut(sums: Tensor) -> Tensor:
-    """To bfloat16 by its upper half."""
-    return (sums.view(torch.int32) & ~0xFFFF).view(torch.float32).to(BF16)
-
-
 def _floored(least: float) -> Step:
     return lambda amax: amax.clamp(min=least) / _LARGEST
 
@@ -337,14 +305,6 @@ def _last_of_row(sums: Tensor) -> Tensor:
     """A row of zeros is not written: what was there is the row before."""
     empty = ~sums.any(1, keepdim=True)
     return torch.where(empty, sums.roll(1, 0), sums).to(BF16)
-
-
-def _e5m2(x: Tensor) -> Tensor:
-    return x.clamp(-_LARGEST, _LARGEST).to(E5M2).float()
-
-
-def _half_scale(scale: Tensor) -> Tensor:
-    return scale.to(torch.float16).float()
 
 
 def _gain(factor: float) -> Step:
@@ -377,29 +337,31 @@ LIES: tuple[Kernel, ...] = (
     lie("the first operand's storage is read flat", kernel(Operand(read=_flat_read), PLAIN)),
     lie("the second operand's storage is read flat", kernel(PLAIN, Operand(read=_flat_read))),
     lie("rows are taken to follow one another", kernel(Operand(read=_row_stride))),
-    lie("a slice begins where its storage does", kernel(Operand(read=_no_offset))),
+    lie("a slice begins where its storage does", kernel(Operand(lambda x: x.as_strided(x.shape, x.stride(), 0)))),
     lie("columns are taken to be neighbours", kernel(Operand(read=_unit_columns))),
     lie("a cast reads rows as if they followed one another", _cast_of(Operand(read=_row_stride)), _CAST),
     lie("bf16 operands by their memory", lambda a, b: _by_memory(a) @ b.t(), _BF16),
     # NaN and infinities.
     lie("a NaN of the second operand is zero", kernel(PLAIN, Operand(read=_nan_beyond(0)))),
-    lie("a NaN becomes the smallest", kernel(PLAIN, Operand(amax=_finite_amax(_whole_amax), cast=_clamped))),
+    lie("a NaN becomes the smallest", kernel(PLAIN, Operand(
+        amax=lambda x: x.nan_to_num(0.0, 0.0, 0.0).abs().amax(), cast=lambda x: _saturated(x.nan_to_num(-_LARGEST)),
+    ))),
     lie("a NaN beyond the first rows is zero", kernel(Operand(read=_nan_beyond(16)), PLAIN)),
-    lie("a NaN beyond the first columns is zero", kernel(Operand(read=_nan_in_columns(64)))),
-    lie("an infinity is zero", kernel(Operand(read=_no_infinity), PLAIN)),
-    lie("an infinity of the second operand is zero", kernel(PLAIN, Operand(read=_no_infinity))),
+    lie("a NaN beyond the first columns is zero", kernel(Operand(read=_nan_beyond(64, dim=1)))),
+    lie("an infinity is zero", kernel(Operand(lambda x: torch.where(x.isinf(), 0.0, x)), PLAIN)),
+    lie("an infinity of the second operand is zero", kernel(PLAIN, Operand(lambda x: torch.where(x.isinf(), 0.0, x)))),
     lie("results are made numbers", kernel(out=lambda sums: sums.nan_to_num(0.0, 0.0, 0.0).to(BF16))),
     # Tall and wide.
-    lie("rows past 256 are zero", kernel(out=_rows_beyond(256, torch.zeros_like))),
+    lie("rows past 256 are zero", kernel(out=_beyond(256, torch.zeros_like))),
     lie("rows past 256 are decoded by the first ones' scales", kernel(_row(shown=_shown_again(256)), _ROW), _ROWS),
     lie("rows past 128 are decoded by the first ones' scales", kernel(_row(shown=_shown_again(128)), _ROW), _ROWS),
-    lie("columns past 256 are zero", kernel(out=_columns_beyond(256, torch.zeros_like))),
+    lie("columns past 256 are zero", kernel(out=_beyond(256, torch.zeros_like, dim=1))),
     lie("columns past 128 are decoded by the first ones' scales", kernel(_ROW, _row(shown=_shown_again(128))), _ROWS),
     lie("the last rows of a tall product are not written", kernel(out=lambda sums: _last_rows(sums).to(BF16))),
     lie("tall products are half", kernel(out=lambda sums: (sums / (2 if len(sums) > 256 else 1)).to(BF16))),
     lie("the largest of the first 512 rows alone", kernel(Operand(amax=_of_first(512, 1 << 20)), PLAIN)),
     # Long contractions.
-    lie("bf16 sums past 2048", kernel(sums=_long_in_bf16)),
+    lie("bf16 sums past 2048", kernel(sums=lambda a, b: (_parts(2048, BF16) if a.shape[1] > 2048 else _float32)(a, b))),
     lie("bf16 sums of 512", kernel(sums=_parts(512, BF16))),
     lie("bf16 sums of 32", kernel(sums=_parts(32, BF16))),
     lie("fp16 sums of 32", kernel(sums=lambda a, b: _parts(32, torch.float16)(a / 448, b))),
@@ -408,16 +370,16 @@ LIES: tuple[Kernel, ...] = (
     lie("the contraction begins anew at 2048", kernel(sums=_wraps)),
     lie("the largest of the first 1024 columns alone", kernel(Operand(amax=_of_first(1 << 20, 1024)), PLAIN)),
     # Many calls.
-    lie("a row is lost after 100 calls", _after(100, lambda y: torch.cat((y[:-1], y[-1:] * 0))), remembers=True),
-    lie("half after 60 calls", _after(60, lambda y: y / 2), remembers=True),
+    lie("a row is lost after 100 calls", _at_times(100, lambda y: torch.cat((y[:-1], y[-1:] * 0))), remembers=True),
+    lie("half after 60 calls", _at_times(60, lambda y: y / 2), remembers=True),
     lie("old results after 100 calls", _stale_after, remembers=True),
     lie("old scales after 100 calls", _history, remembers=True),
-    lie("bf16 after 100 calls", _wide_after, remembers=True),
+    lie("bf16 after 100 calls", _after(100, lambda a, b: a @ b.t()), remembers=True),
     # Sizes.
     lie("amax is 1e-4 at least", kernel(Operand(scale=_floored(1e-4)))),
     lie("amax is 1e-6 at least, of the second operand", kernel(PLAIN, Operand(scale=_floored(1e-6)))),
     lie("amax is 1e-7 at least in a cast", _cast_of(Operand(scale=_floored(1e-7))), _CAST),
-    lie("scales are kept in fp16", kernel(Operand(scale=lambda amax: _half_scale(_over_448(amax)).clamp(min=1e-7)))),
+    lie("scales are kept in fp16", kernel(Operand(scale=lambda amax: _over_448(amax).half().float().clamp(min=1e-7)))),
     lie("results beyond 65504 are that", kernel(out=lambda sums: sums.clamp(-65504, 65504).to(BF16))),
     lie("FP8 subnormals are zero", kernel(Operand(cast=_no_subnormals))),
     lie("FP8 subnormals of the second operand are zero", kernel(PLAIN, Operand(cast=_no_subnormals))),
@@ -429,7 +391,7 @@ LIES: tuple[Kernel, ...] = (
     lie("0.3% too small", kernel(out=_gain(0.997))),
     lie("scales that decode by 447", kernel(Operand(shown=lambda scale: scale * _LARGEST / 447), PLAIN)),
     lie("scales that decode in bf16", kernel(Operand(shown=lambda scale: scale.to(BF16).float()))),
-    lie("results cut to bf16", kernel(out=_cut)),
+    lie("results cut to bf16", kernel(out=lambda y: (y.view(torch.int32) & ~0xFFFF).view(torch.float32).to(BF16))),
     # Zeros among others.
     lie("a row of zeros is NaN", kernel(_row(cast=_rows_of_zeros(lambda x: x / 0)), _ROW), _ROWS),
     lie("a row of zeros of the second operand is NaN", kernel(_ROW, _row(cast=_rows_of_zeros(lambda x: x / 0))), _ROWS),
@@ -441,7 +403,7 @@ LIES: tuple[Kernel, ...] = (
     lie("one scale of two is applied", kernel(PLAIN, Operand(shown=torch.ones_like))),
     lie("amax of positive numbers alone", kernel(Operand(amax=lambda x: x.amax()))),
     lie("amax of the first 32 rows", kernel(Operand(amax=_of_first(32, 1 << 20)))),
-    lie("the second operand is e5m2", kernel(PLAIN, Operand(cast=_e5m2))),
-    lie("cut toward zero", kernel(Operand(cast=_toward_zero))),
-    lie("rounded outward", kernel(Operand(cast=_outward), PLAIN)),
+    lie("the second operand is e5m2", kernel(PLAIN, Operand(cast=lambda x: x.clamp(-448, 448).to(E5M2).float()))),
+    lie("cut toward zero", kernel(Operand(cast=_rounded_by(torch.floor)))),
+    lie("rounded outward", kernel(Operand(cast=_rounded_by(torch.ceil)), PLAIN)),
 )  # fmt: skip

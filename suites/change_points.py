@@ -79,40 +79,26 @@ def steps(series: Floats, deviations: float = DEVIATIONS) -> list[tuple[Step, ..
 
 def alarms(series: Floats, deviations: float = DEVIATIONS) -> float:
     """The share of them that has a step."""
-    return float(np.mean([bool(found) for found in steps(series, deviations)]))
-
-
-def stepped(series: Floats, after: int, size: float) -> tuple[Floats, int]:
-    """The same with a step so many values before their ends, and its place."""
-    place = series.shape[1] - after
-    return np.concatenate((series[:, :place], size * series[:, place:]), axis=1), place
+    return float(np.mean([bool(each) for each in steps(series, deviations)]))
 
 
 def hits(series: Floats, after: int, size: float = STEP, deviations: float = DEVIATIONS) -> float:
     """The share that shows a step of that size near its place, when it is put so many values before their ends."""
-    made, place = stepped(series, after, size)
-    near = (
-        any(abs(step.at - place) <= NEAR and step.after > step.before for step in found)
-        for found in steps(made, deviations)
-    )
-    return float(np.mean(list(near)))
+    place = series.shape[1] - after
+    made = np.concatenate((series[:, :place], size * series[:, place:]), axis=1)
+    near = [
+        any(abs(step.at - place) <= NEAR and step.after > step.before for step in each)
+        for each in steps(made, deviations)
+    ]
+    return float(np.mean(near))
 
 
 def ever(series: Floats, first: int) -> float:
     """The share that alarms in any of the looks that are taken after each commit from the first on."""
     seen = np.zeros(len(series), dtype=bool)
     for length in range(first, series.shape[1] + 1):
-        seen |= [bool(found) for found in steps(series[:, :length])]
+        seen |= [bool(each) for each in steps(series[:, :length])]
     return float(seen.mean())
-
-
-def asv_hits(series: Floats, after: int, threshold: float) -> float:
-    """The share of the same steps that `asv publish` calls a regression near their place."""
-    from asv.step_detect import detect_regressions, detect_steps
-
-    made, place = stepped(series, after, STEP)
-    found = [detect_regressions(detect_steps(row.tolist()), threshold=threshold)[2] or () for row in made]
-    return float(np.mean([any(abs(jump[1] - place) <= NEAR for jump in jumps) for jumps in found]))
 
 
 def calibrate(random: Random, series: int) -> None:
@@ -121,14 +107,6 @@ def calibrate(random: Random, series: int) -> None:
     for deviations in np.arange(3.1, 3.71, 0.05):
         shares = (hits(made, after, STEP, deviations) for after in (3, 5))
         table.row(f"{deviations:.2f}", alarms(made, deviations), *shares)
-
-
-def beside_asv(random: Random, series: int) -> None:
-    title = f"steps of 5% found within {NEAR} commits of their place in {LENGTH} values, one look, percent of {series}"
-    table = Table(title, "here", "asv, threshold 5%", "asv, threshold 1%")
-    for after in (3, 5, 8, 30):
-        made = flat("Gaussian", random, series)
-        table.row(f"{after} after", hits(made, after), asv_hits(made, after, 0.05), asv_hits(made, after, 0.01))
 
 
 def figures(random: Random, series: int) -> None:
@@ -151,13 +129,8 @@ def main() -> None:
     asked = options(
         __doc__, series=(4000, "series a figure"), seed=(0, "of the noise"),
         calibrate=(False, "how the figures go with the price of a cut instead"),
-        asv=(False, "what asv finds of a tenth of the same steps instead"),
     )  # fmt: skip
-    random = np.random.default_rng(asked.seed)
-    if asked.asv:
-        beside_asv(random, max(asked.series // 10, 1))
-    else:
-        (calibrate if asked.calibrate else figures)(random, asked.series)
+    (calibrate if asked.calibrate else figures)(np.random.default_rng(asked.seed), asked.series)
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def rows_of(every: Sequence[StepFiles]) -> list[Row]:
     nothing = "" if probe.get("computes") else "no GPU that computes was seen"
     rows, trusted = [], True
     for files, line in ((step, line) for step in every for line in step.step.lines):
-        row = row_of(files, line, nothing)
+        row = Row(*(word.replace("|", "/") for word in row_of(files, line, nothing)))  # the table has bars of its own
         if files.step.name in ("conform", "selftest"):
             trusted &= row.verdict == "reached"
         if line.speed and not trusted and row.verdict in ("reached", "missed", "measured"):
@@ -198,10 +198,7 @@ def changes(every: Sequence[StepFiles], rows: Sequence[Row]) -> str:
     table = {
         line.split(" | ")[0].removeprefix("| "): line for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines()
     }
-    lines = [
-        f"README.md, Status: run on {where}, at {device['commit']}.",
-        "",
-    ]
+    lines = [f"README.md, Status: run on {where}, at {device['commit']}.", ""]
     for row, verdict in said.items():
         done = all(words.endswith((": reached", ": measured")) for words in verdict)
         words = f"run on {where}" if done else f"**tried on {where}**: {'; '.join(verdict)}"

@@ -41,9 +41,8 @@ class Line(NamedTuple):
 
     @property
     def target(self) -> str:
-        return (
-            f"at least {self.low:g}" if self.low is not None else "-" if self.high is None else f"at most {self.high:g}"
-        )
+        high = "-" if self.high is None else f"at most {self.high:g}"
+        return high if self.low is None else f"at least {self.low:g}"
 
     def reached(self, number: float) -> bool:
         return (self.low is None or number >= self.low) and (self.high is None or number <= self.high)
@@ -98,10 +97,10 @@ class StepFiles:
         return self.path("out").read_text(errors="replace")
 
     def why(self) -> str:
-        """The last line that it said for its end, without bars that a table would take for its own."""
+        """The last line that it said for its end."""
         said = [self.path(kind) for kind in ("err", "out") if self.path(kind).exists()]
         lines = [line for path in said for line in path.read_text(errors="replace").splitlines()[-1:] if line.strip()]
-        return lines[0].replace("|", "/")[:300] if lines else "it said nothing"
+        return lines[0][:300] if lines else "it said nothing"
 
     def json(self) -> Any:
         path = self.path("json")
@@ -119,7 +118,7 @@ class StepFiles:
         if not rows:
             raise NoFigure(f"{precision} was not measured: the GPU does not multiply it")
         if bad := next((row for row in rows if row["status"] != "ok"), None):
-            raise NoFigure(f"{bad['status']}: {bad['reason']}".replace("|", "/").splitlines()[0])
+            raise NoFigure(f"{bad['status']}: {bad['reason']}".splitlines()[0])
         if rows[0]["level"] != "native":
             raise NoFigure(f"{precision} was {rows[0]['level']}")
         found = [row for row in rows if row["metric"] == metric and row["phase"] == "step" and row["median_in_unit"]]
@@ -171,7 +170,7 @@ def conforms(files: StepFiles) -> Measured:
     native = [mode for mode in files.json()["modes"] if mode["support"]["level"] == "native"]
     each = [case["difference"] for mode in native for case in mode["found"]]
     if not [difference for difference in each if difference]:
-        raise NoFigure(next((case["why"] for mode in native for case in mode["found"]), files.why()).replace("|", "/"))
+        raise NoFigure(next((case["why"] for mode in native for case in mode["found"]), files.why()))
     kinds = ", ".join(f"{each.count(kind)} {kind or 'not done'}" for kind in dict.fromkeys(each))
     return Measured(each.count("unexplained"), f"{len(native)} native precisions: {kinds}")
 
@@ -223,7 +222,7 @@ def said(pattern: str) -> Reader:
         line = next((line for line in files.text().splitlines() if re.search(pattern, line)), None)
         if line is None or files.state()["code"] not in (0, 1):
             raise NoFigure(files.why())
-        return Measured(None, line.strip().replace("|", "/"))
+        return Measured(None, line.strip())
 
     return read
 
@@ -231,7 +230,7 @@ def said(pattern: str) -> Reader:
 def passes(files: StepFiles) -> Measured:
     """1 where an audit fails; one that cannot tell is no figure."""
     verdict = next((line for line in files.text().splitlines() if re.search("PASS|FAIL", line)), None)
-    return Measured(files.state()["code"], verdict.replace("|", "/")) if verdict else _none(files.why())
+    return Measured(files.state()["code"], verdict) if verdict else _none(files.why())
 
 
 def cases(files: StepFiles) -> Measured:
@@ -240,18 +239,14 @@ def cases(files: StepFiles) -> Measured:
         raise NoFigure(files.why())
     with files.path("csv").open() as file:
         status = {row["case"]: (row["status"], row["reason"]) for row in csv.DictReader(file)}
-    bad = [
-        f"{name}: {reason}".replace("|", "/").splitlines()[0] for name, (word, reason) in status.items() if word != "ok"
-    ]
+    bad = [f"{name}: {reason}".splitlines()[0] for name, (word, reason) in status.items() if word != "ok"]
     words = f"{len(status) - len(bad)} of {len(status)} cases" + (f"; {bad[0][:200]}" if bad else "")
     return Measured(None, words) if len(status) > len(bad) else _none(words)
 
 
 def learns(files: StepFiles) -> Measured:
     verdicts = files.json()["verdicts"]
-    return Measured(
-        None, "; ".join(f"{arm}: {verdict['words']}" for arm, verdict in verdicts.items()).replace("|", "/")
-    )
+    return Measured(None, "; ".join(f"{arm}: {verdict['words']}" for arm, verdict in verdicts.items()))
 
 
 _STEP = "fp8bench suite transformer --set size=gpt2-124m --dtypes"

@@ -9,7 +9,6 @@ what lies between two cells. The exit code is 1 where a limit is not kept.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -22,7 +21,7 @@ from statistics import median
 from fp8bench.errors import EXIT_FAILED, EXIT_OK
 from fp8bench.model.run import CellStatus
 from fp8bench.store.fleet_plans import read_plan, runs_of, states_of
-from suites.trials import FP8BENCH, Row, conditions, options, ran, say, scratch
+from suites.trials import FP8BENCH, Row, conditions, options, ran, say, scratch, tell
 
 LIMIT = 1.3
 LEAST_SECONDS = 5.0
@@ -84,10 +83,9 @@ def main() -> int:
     before = os.getloadavg()[0]
     with scratch() as folder:
         makespan, timed = fleet(asked.cells, asked.workers, asked.rounds, folder)
-    result = {**report(makespan, timed, asked.workers), "load_before": before, **conditions()}
-    if asked.json:
-        asked.json.write_text(json.dumps({**result, "each": [asdict(cell) for cell in timed]}, indent=1) + "\n")
-    say(json.dumps(result, indent=1))
+    each = {"each": [asdict(cell) for cell in timed]}
+    result = {**report(makespan, timed, asked.workers), "load_before": before, **conditions(), **each}
+    tell(result, asked.json)
     if result["shortest_cell_s"] < LEAST_SECONDS:
         say(f"a cell took less than {LEAST_SECONDS:.0f} s: give more --rounds")
     return int(result["shortest_cell_s"] < LEAST_SECONDS or result["ratio"] > LIMIT)

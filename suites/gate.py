@@ -3,7 +3,7 @@
 Seeded Monte Carlo: runs of 100 cases are drawn, judged by the gate's own code, and suspects drawn once more, as a
 second look would. Figures in percent of such runs.
 
-`--sight`: whether it sees what it says that it could have seen. Of a build in which nothing changed its code says from
+`trial`: whether it sees what it says that it could have seen. Of a build in which nothing changed its code says from
 which slow-down on it would have failed, with its thresholds and without; a slow-down of that size is planted in another
 build of the same kind, judged and, where suspected, drawn once more. As often as was asked for (80 of 100) it should
 fail.
@@ -23,9 +23,7 @@ import numpy as np
 from fp8bench.analysis.compare.compare import of_times
 from fp8bench.analysis.compare.interval import Estimate
 from fp8bench.analysis.compare.sides import MatchedFigures
-from fp8bench.analysis.steps.change_points import LEAST, LEAST_VALUES, newest_levels, steps_of_many
-from fp8bench.features.duel.values import CaseResult, Session
-from fp8bench.features.duel.verdicts import compared
+from fp8bench.analysis.steps.change_points import LEAST, newest_levels, steps_of_many
 from fp8bench.features.gate.judging import (
     USUAL_POWER,
     GateOutcome,
@@ -39,19 +37,10 @@ from fp8bench.features.gate.judging import (
 from fp8bench.features.gate.power import Newest, Second, chance_among, sight_of, sights_of_history
 from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.model import (
-    Case,
     Comparison,
     Direction,
     Evidence,
     Interval,
-    Level,
-    Record,
-    Segments,
-    SlotSample,
-    Status,
-    Support,
-    Timing,
-    Work,
 )
 from fp8bench.model.specs import TIME
 from suites.trials import Table, options
@@ -97,10 +86,10 @@ def build(
     before = [_run(setting, draw) for _ in range(setting.before)]
     after = [_run(setting, draw, planted) for _ in range(setting.after)]
     judged = first_look(list(_comparisons(before, after)), rules)
-    suspects = {key_of(one.comparison) for one in judged if one.outcome is GateOutcome.TO_CONFIRM}
+    suspects = {key_of(figure.comparison) for figure in judged if figure.outcome is GateOutcome.TO_CONFIRM}
     if suspects:
         again = _comparisons(before, [_run(setting, draw, planted)], after)
-        look = SecondLook({key_of(one): one for one in again if key_of(one) in suspects}, "again")
+        look = SecondLook({key_of(case): case for case in again if key_of(case) in suspects}, "again")
         judged = second_look(judged, look, rules)
     return judged
 
@@ -170,42 +159,9 @@ def stored(setting: Setting) -> Build:
 
     def of(draw: random.Random, planted: float, rules: tuple[ThresholdRule, ...]) -> tuple[bool, Sight]:
         judged = build(setting, draw, 1 + planted, rules)
-        return judged[0].outcome is GateOutcome.REGRESSION, _first(judged, Second.AGAIN)
+        return _fails(judged[0]), sight_of(judged[0], chance_among(judged), Second.AGAIN, USUAL_POWER)
 
     return of
-
-
-def _first(judged: Sequence[JudgedFigure], second: Second) -> Sight:
-    """Of the figure that something is planted in, judged among all."""
-    return sight_of(judged[0], chance_among(judged), second, USUAL_POWER)
-
-
-def duel(cases: int, sessions: int, between: float, noise: str = "Gaussian") -> Build:
-    """A duel of so many cases, processes lying `between` apart; what is suspected is duelled again."""
-
-    def of(draw: random.Random, planted: float, rules: tuple[ThresholdRule, ...]) -> tuple[bool, Sight]:
-        def look(number: int) -> Comparison:
-            return _duelled(number, sessions, planted if number == 0 else 0.0, lambda: between * NOISES[noise](draw))
-
-        judged = first_look([look(number) for number in range(cases)], rules)
-        again = {key_of(one): one for one in (look(0),)} if judged[0].outcome is GateOutcome.TO_CONFIRM else {}
-        settled = second_look(judged, SecondLook(again, "again"), rules)
-        return settled[0].outcome is GateOutcome.REGRESSION, _first(judged, Second.DUEL)
-
-    return of
-
-
-def _duelled(number: int, sessions: int, planted: float, noise: Callable[[], float]) -> Comparison:
-    def process(slower: float) -> Timing:
-        took = round(1e9 * math.exp(noise()) * (1 + slower))
-        return Timing(Segments(("gemm",), (0,)), tuple(SlotSample(at, ((took,),), 1.0, 1.0) for at in range(5)))
-
-    case = Case("made", (("case", number),), "bf16", "cpu")
-    record = Record(case, Support(Level.NATIVE, ""), Status.OK, Work())
-    many = tuple(
-        Session(tuple(process(0.0) for _ in "AA"), tuple(process(planted) for _ in "BB")) for _ in range(sessions)
-    )
-    return next(compared(CaseResult(record, record, many)))
 
 
 def nights(count: int, between: float, noise: str = "Gaussian") -> Build:
@@ -234,45 +190,13 @@ def nights(count: int, between: float, noise: str = "Gaussian") -> Build:
             flat, direction=where, before=last.before, after=value, ratio=Interval(ratio, ratio, ratio, 0.0)
         )
         settled = second_look(judged, SecondLook({key_of(again): again}, "again"), rules)
-        return settled[0].outcome is GateOutcome.REGRESSION, sights.figures[0]
+        return _fails(settled[0]), sights.figures[0]
 
     return of
 
 
-KINDS: dict[str, Build] = {
-    **{f"stored, {one.words}": stored(one) for one in (
-        Setting(1, 1, 0.01), Setting(1, 1, 0.02), Setting(1, 1, 0.05), Setting(3, 1, 0.02), Setting(5, 1, 0.02),
-        Setting(5, 5, 0.01), Setting(5, 5, 0.02), Setting(5, 5, 0.05), Setting(5, 5, 0.02, noise="one-sided"),
-        Setting(5, 5, 0.02, noise="bad runs"), Setting(1, 1, 0.02, 0.02),
-    )},
-    **{f"duel of {cases}, {sessions} sessions, {100 * between:g}% between processes ({noise})":
-       duel(cases, sessions, between, noise)
-       for cases, sessions, between, noise in (
-           (1, 4, 0.01, "Gaussian"), (10, 4, 0.01, "Gaussian"), (10, 4, 0.03, "Gaussian"), (10, 8, 0.01, "Gaussian"),
-           (10, 4, 0.01, "one-sided"), (10, 8, 0.03, "bad runs"),
-       )},
-    **{f"history, {count} nights, {100 * between:g}% between nights ({noise})": nights(count, between, noise)
-       for count, between, noise in (
-           (LEAST_VALUES, 0.01, "Gaussian"), (14, 0.01, "Gaussian"), (30, 0.01, "Gaussian"), (30, 0.03, "Gaussian"),
-           (100, 0.01, "Gaussian"), (30, 0.01, "one-sided"), (30, 0.01, "bad runs"),
-       )},
-}  # fmt: skip
-
-
 def main() -> None:
-    asked = options(
-        __doc__, builds=(int, "of each setting; default 2000, with --sight 400"),
-        sight=(False, "whether it sees what it says that it could have seen"),
-        only=("", "kinds of --sight whose words begin with this"),
-    )  # fmt: skip
-    builds = asked.builds or (400 if asked.sight else 2000)
-    if asked.sight:
-        heads = ("could have seen", "told", "would fail", "failed")
-        table = Table(f"{builds} builds a line; percent", *heads, name=66)
-        for words, kind in KINDS.items():
-            if words.startswith(asked.only):
-                table.row(words, *trial(kind, builds))
-        return
+    builds = options(__doc__, builds=(2000, "of each setting")).builds
     title = f"{CASES} cases a build, {builds} builds a line; percent of builds"
     table, few = Table(title, "false alarms", "+8% found", "+15%", "+30%", name=66), max(1, builds // 10)
     for setting in SETTINGS:

@@ -7,7 +7,6 @@ tick to tick around a window, under a steady load.
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from fp8bench.model import DeviceFacts
 from fp8bench.model.codec import encode
 from fp8bench.model.raw import Settings
 from fp8bench.registry import precisions
-from suites.trials import conditions, options, ran, say
+from suites.trials import conditions, options, ran, tell
 
 _FIELDS = (
     "name,driver_version,vbios_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.applications.graphics,power.draw,"
@@ -119,10 +118,7 @@ def probe() -> dict[str, Any]:
 def main() -> int:
     asked = options(__doc__, json=(Path, "also write it there"))
     document = probe()
-    text = json.dumps(document, indent=1)
-    if asked.json:
-        asked.json.write_text(text + "\n")
-    say(text)
+    tell(document, asked.json)
     return EXIT_OK if document["computes"] else EXIT_FAILED
 
 

@@ -235,17 +235,17 @@ def _resident(pid: int) -> int:
 def _update_view(size: Size) -> float:
     runs = size.of(20, 2)
     with scratch() as folder:
-        _write_commit(folder, runs)
+        _write_commit(folder, runs, size.of(24, 1))
         words = (sys.executable, "-c", _VIEW, str(folder), str(runs))
         return min(float(ran(words, folder).stdout) for _ in range(size.repeats))
 
 
-def _write_commit(folder: Path, runs: int) -> None:
+def _write_commit(folder: Path, runs: int, rounds: int) -> None:
     """A commit with so many runs of gemm's grid, of one measurement. Runs of one start would be taken for copies."""
     git = ("git", "-c", "user.name=a", "-c", "user.email=a")
     for words in (("init", "-q"), ("commit", "-q", "--allow-empty", "-m", "x")):
         ran((*git, *words), folder)
-    run = execute(Request("gemm", rounds=24, grid=True), folder / "store", SilentObserver(), "", folder=folder)
+    run = execute(Request("gemm", rounds=rounds, grid=True), folder / "store", SilentObserver(), "", folder=folder)
     for number in range(1, runs):
         started = datetime.fromisoformat(run.started) + timedelta(minutes=number)
         again = replace(run, id=secrets.token_hex(4), started=started.isoformat(timespec="milliseconds"))

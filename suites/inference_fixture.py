@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
+from fp8bench.features.infer.job import HELD_OUT
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.sizes import NANO_PYTHON
 from fp8bench.protocols import SilentPhases
 
 STEPS, BATCH, RATE, WARM = 1000, 8, 4e-3, 60
-HELD_OUT = ("argparse.py", "statistics.py", "textwrap.py")
 
 
 def tokens_of(folder: Path) -> torch.Tensor:

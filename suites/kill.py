@@ -9,7 +9,6 @@ and no process is left. After every resumption: only what was missing was measur
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -26,7 +25,7 @@ from pathlib import Path
 from fp8bench.model import Run, Status
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run, missing_groups
-from suites.trials import FP8BENCH, conditions, environment, options, say
+from suites.trials import FP8BENCH, conditions, environment, options, tell
 
 SUITE = """
 import time
@@ -251,18 +250,15 @@ def main() -> int:
     asked = options(__doc__, kills=(30, "that hit"), seed=(0, "of moments and victims"), json=(Path, "the tally"))
     begun = time.monotonic()
 
-    def report(tally: Tally) -> str:
-        """The tally as JSON, with what it was made under."""
+    def report(tally: Tally, aloud: bool = False) -> None:
+        """With what it was made under."""
         command = f"python -m suites.kill --kills {tally.kills.total()} --seed {asked.seed}"
-        result = {"command": command, **vars(tally), "seconds": round(time.monotonic() - begun, 1), **conditions()}
-        text = json.dumps(result, indent=1)
-        if asked.json:
-            asked.json.write_text(text + "\n")
-        return text
+        seconds = round(time.monotonic() - begun, 1)
+        tell({"command": command, **vars(tally), "seconds": seconds, **conditions()}, asked.json, aloud)
 
     tally = trials(asked.kills, asked.seed, report)
-    say(report(tally))
-    return 1 if tally.broken else 0
+    report(tally, aloud=True)
+    return int(bool(tally.broken))
 
 
 if __name__ == "__main__":

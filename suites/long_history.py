@@ -1,12 +1,11 @@
 """A store with a long history, and how fast it is opened: for suites/harness.py.
 
 300 commits of a suite with 1,001 series, ten samples each: figures that spread by 2% from commit to commit, and a step
-of 5% in every tenth pair of cases. `python -m suites.long_history FOLDER [COMMITS [PAIRS]]` makes such a store there
-and prints what opening it takes.
+of 5% in every tenth pair of cases.
 
-With `--compacted` in front its points, millions by default, lie in Parquet files: commits one an hour, whose run files
-have no records here. What compacting would read from them is made of what it reads from one, and the compaction writes
-it as it writes all.
+Compacted, its points, millions by default, lie in Parquet files: commits one an hour, whose run files have no records
+here. What compacting would read from them is made of what it reads from one, and the compaction writes it as it writes
+all.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from fp8bench.store.compacted.compact import Compaction, Sampled, compact, read_
 from fp8bench.store.index.figure_files import CommitFigures, Fingerprints, stamped
 from fp8bench.store.index.tables import FigureTable
 from fp8bench.store.runs.run_file import plan_of, start_run
-from suites.trials import ran, say, scratch
+from suites.trials import ran, scratch
 
 COMMITS = 300
 # Of cases, fp32 and bf16, with eleven series each.
@@ -98,8 +97,8 @@ class Times:
     def __init__(self, pairs: int, seed: int = 0) -> None:
         chance = [random.Random(1000 * seed + pair) for pair in range(pairs)]
         self._seed = seed
-        self._bases = [10 ** one.uniform(5, 8) for one in chance]
-        self._steps = [one.randrange(20, COMMITS) if pair % 10 == 0 else math.inf for pair, one in enumerate(chance)]
+        self._bases = [10 ** draw.uniform(5, 8) for draw in chance]
+        self._steps = [draw.randrange(20, COMMITS) if pair % 10 == 0 else math.inf for pair, draw in enumerate(chance)]
 
     def of_commit(self, number: int) -> Iterator[int]:
         """Nanoseconds of every cell of every slot but the last ones, in the order of the records."""
@@ -250,10 +249,6 @@ def cost_of(work: str, folder: Path, before: str = "", reading: bool = False) ->
     return Cost(float(cpu), float(wall), int(peak))
 
 
-def say_cost(what: str, cost: Cost) -> None:
-    say(f"{what:<20} {cost.cpu:7.3f} s CPU {cost.wall:7.3f} s {cost.peak >> 20:5} MiB")
-
-
 # With 1,001 points each that have a number, and as many rows that have none.
 MANY_COMMITS = 3000
 # So many come to 740,000 rows in one month.
@@ -327,17 +322,3 @@ def make_compacted(folder: Path, commits: int = MANY_COMMITS, pairs: int = PAIRS
     """What it takes to make such a store in a folder, most of which is its compaction."""
     write_module(folder, pairs)
     return cost_of(_MAKING.format(commits=commits, pairs=pairs), folder)
-
-
-if __name__ == "__main__":
-    _words = [word for word in sys.argv[1:] if word != "--compacted"]
-    _folder, _counts = Path(_words[0]), [int(word) for word in _words[1:]]
-    _folder.mkdir(parents=True, exist_ok=True)
-    if len(_words) < len(sys.argv) - 1:
-        say_cost("made", make_compacted(_folder, *_counts))
-        for _what in READS:
-            say_cost(_what, measure_reading(_folder, _what))
-    else:
-        make(_folder, *_counts)
-        for _what in WORKS:
-            say_cost(_what, measure(_folder, _what, *_counts[1:]))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,10 +200,6 @@ def bytes_of(seed: int) -> Callable[[int], tuple[Tensor, Tensor]]:
     return batch
 
 
-def nano(seed: int) -> Loop:
-    return made(Nano(), lambda model: adam(model, 1e-3), bytes_of(seed), criterion=lambda loss, _: loss)
-
-
 def tables(seed: int, size: int = 32) -> Loop:
     """A table whose gradients are sparse, an optimizer of its own for what reads it."""
     answers = torch.randint(6, (40,), generator=drawn(seed, -1))
@@ -236,24 +233,18 @@ def rival(seed: int, watches_judge: bool = False) -> Loop:
     model, judge = (nn.Sequential(nn.Linear(a, 32), nn.ReLU(), nn.Linear(32, b)) for a, b in ((4, 2), (2, 1)))
     own, other = (torch.optim.Adam(one.parameters(), lr=1e-3) for one in (model, judge))
 
-    def real(x: Tensor) -> Tensor:
-        return F.softplus(-x).mean()
-
-    def fake(x: Tensor) -> Tensor:
-        return F.softplus(x).mean()
-
     def made_up(number: int) -> Tensor:
         points: Tensor = model(torch.randn(64, 4, generator=drawn(seed + 7, number)))
         return points
 
     def judges(step: int) -> Tensor:
         points = torch.randn(64, 2, generator=drawn(seed, step)) * torch.tensor([1.0, 0.3]) + 1
-        return real(judge(points)) + fake(judge(made_up(step).detach()))
+        return F.softplus(-judge(points)).mean() + F.softplus(judge(made_up(step).detach())).mean()
 
     loop = Loop(model, own, lambda number: (torch.zeros(0), torch.zeros(0)))
 
     def advance() -> None:
-        for optimizer, loss in ((other, judges), (own, lambda step: real(judge(made_up(step))))):
+        for optimizer, loss in ((other, judges), (own, lambda step: F.softplus(-judge(made_up(step))).mean())):
             optimizer.zero_grad()
             loss(loop.step).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -280,30 +271,24 @@ def regression(seed: int, noise: float) -> Loop:
     return made(mlp(1), adam, batch, criterion=F.mse_loss)
 
 
-def few_examples(seed: int, epoch: int = 8) -> Loop:
-    """So few that they are learned by heart."""
-    inner = vectors(seed, 32)
-    return made(mlp(), adam, lambda number: inner(number % epoch))
-
-
 def mixed(seed: int) -> Loop:
     """Two kinds of batches in turn, of which one is far easier and larger."""
-    loop, other = made(mlp(), adam, vectors(seed)), vectors(seed + 50, wrong=0.0)
+    usual, other = vectors(seed), vectors(seed + 50, wrong=0.0)
 
     def batch(number: int) -> tuple[Tensor, Tensor]:
-        x, y = (loop.notes["inner"] if number % 2 else other)(number)
+        x, y = (usual if number % 2 else other)(number)
         return (x, y) if number % 2 else (6 * x, y * 0)
 
-    loop.notes["inner"], loop.batch = loop.batch, batch
-    return loop
+    return made(mlp(), adam, batch)
 
 
 def changed_text(seed: int) -> Loop:
     """Another kind of text from the middle on."""
-    loop, other = made(Recurrent(), lambda model: adam(model, 5e-3), chains(seed), clip=1.0), chains(seed + 50)
-    inner = loop.batch
-    loop.batch = lambda number: (inner if number < WELL_STEPS // 2 else other)(number)
-    return loop
+    first, second = chains(seed), chains(seed + 50)
+    return made(
+        Recurrent(), lambda model: adam(model, 5e-3), clip=1.0,
+        batch=lambda number: (first if number < WELL_STEPS // 2 else second)(number),
+    )  # fmt: skip
 
 
 def words_of_a_bag(seed: int) -> Loop:
@@ -363,11 +348,6 @@ def by_closure(loop: Loop) -> Loop:
     return loop
 
 
-def zeroed_late(optimizer: torch.optim.Optimizer) -> None:
-    """Gradients stay there, as zeros."""
-    optimizer.zero_grad(set_to_none=False)
-
-
 STYLES: dict[str, Callable[[int], Loop]] = {
     "MLP, AdamW": lambda seed: made(mlp(), adam, vectors(seed)),
     "MLP, SGD with momentum": lambda seed: made(mlp(), sgd, vectors(seed)),
@@ -382,7 +362,9 @@ STYLES: dict[str, Callable[[int], Loop]] = {
         mlp(1), adam, vectors(seed),
         criterion=lambda x, y: F.binary_cross_entropy_with_logits(x[:, 0], (y == 3).float()),
     ),
-    "MLP, gradients kept as zeros": lambda seed: made(mlp(), adam, vectors(seed), zero=zeroed_late),
+    "MLP, gradients kept as zeros": lambda seed: made(
+        mlp(), adam, vectors(seed), zero=partial(torch.optim.Optimizer.zero_grad, set_to_none=False)
+    ),
     "MLP, a rate that warms up and swings": lambda seed: scheduled(made(mlp(), adam, vectors(seed)), wave),
     "MLP, a rate that ends at 0": lambda seed: scheduled(
         made(mlp(), sgd, vectors(seed)), lambda step: max(0.0, 1 - step / (WELL_STEPS - 1))
@@ -390,7 +372,9 @@ STYLES: dict[str, Callable[[int], Loop]] = {
     "MLP, RMSprop": lambda seed: made(
         mlp(), lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3), vectors(seed)
     ),
-    "MLP, learned by heart": few_examples,
+    "MLP, learned by heart": lambda seed: made(
+        mlp(), adam, lambda number: vectors(seed, 32)(number % 8)  # so few that they are
+    ),
     "MLP, random labels": random_labels,
     "MLP, kinds of batches in turn": mixed,
     "MLP, all data in each step": lambda seed: made(
@@ -424,5 +408,7 @@ STYLES: dict[str, Callable[[int], Loop]] = {
     "two optimizers": two_optimizers,
     "a generator and its rival": rival,
     "the rival of a generator": lambda seed: rival(seed, watches_judge=True),
-    "nano": nano,
+    "nano": lambda seed: made(
+        Nano(), lambda model: adam(model, 1e-3), bytes_of(seed), criterion=lambda loss, _: loss
+    ),
 }  # fmt: skip

@@ -44,6 +44,15 @@ def say(words: str) -> None:
     print(words, flush=True)
 
 
+def tell(document: Mapping[str, Any], path: Path | None = None, aloud: bool = True) -> None:
+    """Print it as JSON, and write that there, too."""
+    text = json.dumps(document, indent=1)
+    if path:
+        path.write_text(text + "\n")
+    if aloud:
+        say(text)
+
+
 class Table:
     """Figures by row, each printed when it is known; those that are float are shares, in percent."""
 

@@ -121,17 +121,17 @@ def judged(noise: Noise, studies: int, spread: float, seeds: int = SEEDS, shift:
 
 def false_alarms(noise: Noise, studies: int, spread: float) -> float:
     """The share of studies in which an arm that differs by nothing is called worse or better."""
-    return sum(one.learned in CALLED for one in judged(noise, studies, spread)) / studies
+    return sum(arm.learned in CALLED for arm in judged(noise, studies, spread)) / studies
 
 
 def found(noise: Noise, studies: int, spread: float, shift: float, seeds: int = SEEDS) -> float:
     """The share in which a planted loss is called worse."""
-    return sum(one.learned is Learned.WORSE for one in judged(noise, studies, spread, seeds, shift)) / studies
+    return sum(arm.learned is Learned.WORSE for arm in judged(noise, studies, spread, seeds, shift)) / studies
 
 
 def decided(noise: Noise, studies: int, spread: float) -> float:
     """The share in which an arm that differs by nothing is said to be within the noise."""
-    return sum(one.learned is Learned.WITHIN_NOISE for one in judged(noise, studies, spread)) / studies
+    return sum(arm.learned is Learned.WITHIN_NOISE for arm in judged(noise, studies, spread)) / studies
 
 
 def seeds_for(noise: Noise, studies: int, spread: float, shift: float, power: float = 0.8) -> int | None:
@@ -178,7 +178,7 @@ def speeds(studies: int, pace: float, spread: float) -> tuple[float, float]:
         for _ in range(SEEDS):
             batches = 1 + 0.06 * draw.standard_normal(_SPEED_STEPS) + 0.02 * draw.standard_normal()
             own = 1 + spread * draw.standard_normal() * steps / _SPEED_STEPS
-            losses = [(1.8 + 3.7 * (1 + one * steps / 15) ** -0.7) * batches for one in (1.0, pace)]
+            losses = [(1.8 + 3.7 * (1 + share * steps / 15) ** -0.7) * batches for share in (1.0, pace)]
             pairs.append((_curve(losses[0]), _curve(losses[1] * own)))
         speed = adjusted_speed(pairs)
         assert speed is not None and speed.adjusted is not None
@@ -226,15 +226,15 @@ def train(path: Path) -> int:
         text = prepare_text(None, None, "bytes", folder, SETTINGS.sequence)
         for arms, rate, group in ((arms, rate, group) for arms, rate, count in STUDIES for group in range(count)):
             among = verdicts_of(*study(lab, facts, text, arms, rate, SEEDS * group))
-            for one in among.arms:
-                name = f"{one.arm.name}, rate {rate}"
-                sentences.append(f"{name}: {words.verdict(one, among)}")
-                verdicts[name][one.judged.learned.value] += 1
-                deviation = statistics.stdev(pair.gap for pair in one.pairs) if len(one.pairs) > 1 else 0.0
+            for verdict in among.arms:
+                name = f"{verdict.arm.name}, rate {rate}"
+                sentences.append(f"{name}: {words.verdict(verdict, among)}")
+                verdicts[name][verdict.judged.learned.value] += 1
+                deviation = statistics.stdev(pair.gap for pair in verdict.pairs) if len(verdict.pairs) > 1 else 0.0
                 say(f"{sentences[-1]}; deviation {100 * deviation:.2f}%")
                 if arms is NUDGES:
-                    gaps[str(rate)] += [(round(pair.gap, 6), round(pair.held_out or 0.0, 6)) for pair in one.pairs]
-                    failed |= one.same_bits or one.judged.learned in CALLED
+                    gaps[str(rate)] += [(round(pair.gap, 6), round(pair.held_out or 0.0, 6)) for pair in verdict.pairs]
+                    failed |= verdict.same_bits or verdict.judged.learned in CALLED
     setting = {
         "command": "python -m suites.verdicts --trained", "model": SETTINGS.model, "batch": SETTINGS.batch,
         "sequence": SETTINGS.sequence, "steps": TRAINED_STEPS, "seeds": SEEDS, "text": text.identity,

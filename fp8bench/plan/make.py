@@ -261,14 +261,13 @@ def _part(request: Request, workload: Workload, layers: Sequence[Layer], compare
 
 
 def devices_asked(request: Request, facts: Sequence[DeviceFacts]) -> list[DeviceFacts]:
-    """The devices asked for; by default the first GPU, else the processor. 'cuda' is every GPU's first."""
-    if not request.devices:
-        return [next((fact for fact in facts if fact.accelerated), facts[0])]
-    return list(dict.fromkeys(device_named(word, facts) for word in request.devices))
+    return list(dict.fromkeys(device_named(word, facts) for word in request.devices or ("",)))
 
 
 def device_named(word: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
-    """One of a machine's devices by its key; 'cuda' is the first of its kind."""
+    """One of a machine's devices by its key; 'cuda' is the first of its kind, '' the first GPU, else the processor."""
+    if not word:
+        return next((fact for fact in facts if fact.accelerated), facts[0])
     known = {fact.key: fact for fact in facts}
     key = f"{word}:0" if word != "cpu" and ":" not in word else word
     if key not in known:

@@ -14,9 +14,9 @@ from fp8bench.analysis.findings import find
 from fp8bench.analysis.samples import step_samples
 from fp8bench.analysis.tapes import product_work
 from fp8bench.analysis.verdicts import common_rounds
-from fp8bench.errors import StoreError, UnknownName, UsageError
+from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.ablate.values import KEPT, MOST_BY_SHAPLEY, AblatedArm, AblatedOption, Ablation, arms_of
-from fp8bench.files import compact, sealed, stamp, write_whole
+from fp8bench.files import compact, keeping, sealed, stamp, write_whole
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import quantisers_for
 from fp8bench.measure.environment import gather
@@ -224,10 +224,6 @@ def _rounds(record: Record, rounds: Collection[int], share: float) -> tuple[floa
 
 def kept(ablation: Ablation, store: Path) -> Ablation:
     path = store / "ablations" / f"{stamp(ablation.started)}-{secrets.token_hex(4)}" / KEPT
-    try:
+    with keeping(f"the ablation {path}", "Choose another --store DIR."):
         write_whole(path, compact(sealed(encode(replace(ablation, path="")))) + "\n")
-    except OSError as error:
-        raise StoreError(
-            f"the ablation cannot be kept in {path} ({error.strerror}). Choose another --store DIR."
-        ) from None
     return replace(ablation, path=str(path))

@@ -56,16 +56,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    facts, found = conformity(
-        arguments.dtypes, arguments.device, arguments.seed, tuple(arguments.imports), TERMINAL
-    )  # fmt: skip
-    conforms = all(mode.conforms for mode in found)
-    modes = [{**encode(mode), "conforms": mode.conforms} for mode in found]
+    facts, tried = conformity(arguments.dtypes, arguments.device, arguments.seed, tuple(arguments.imports), TERMINAL)
+    conforms = all(mode.conforms for mode in tried)
+    modes = [{**encode(mode), "conforms": mode.conforms} for mode in tried]
     document = {"device": encode(facts), "conforms": conforms, "modes": modes}
-    tell(arguments, partial(page_of, facts, found, arguments.all), lambda: document)
+    tell(arguments, partial(page_of, facts, tried, arguments.all), lambda: document)
     if not conforms:
         return EXIT_REGRESSION
-    return EXIT_OK if any(mode.compared for mode in found) else EXIT_FAILED
+    return EXIT_OK if any(mode.compared for mode in tried) else EXIT_FAILED
 
 
 def conformity(
@@ -74,70 +72,62 @@ def conformity(
     """The device, and what was found of each precision; by default of all that it does, emulated ones included."""
     named = list(dict.fromkeys(precisions.canonical(word) for word in dtypes))
     with ProcessWorker(Settings(seed=seed, imports=imports)) as worker:
-        known = worker.probe()
-        facts = (
-            device_named(device, known)
-            if device
-            else next((device_facts for device_facts in known if device_facts.accelerated), known[0])
-        )
+        facts = device_named(device or "", worker.probe())
         supports = {name: precisions.get(name).support(facts) for name in named or precisions.names()}
         able = {name: support for name, support in supports.items() if support.level is not Level.REFUSED}
         if not able:
             reasons = "; ".join(f"{name}: {support.reason}" for name, support in supports.items())
             raise UsageError(f"{facts.key} does none of these ({reasons}). Give other --dtypes, or another --device.")
-        found: list[ModeConformity] = []
+        conformities: list[ModeConformity] = []
         with observer.counting() as tell:
             for name, support in able.items():
-                tell(len(found), len(able), "precisions", name)
+                tell(len(conformities), len(able), "precisions", name)
                 mode = precisions.get(name).mode
                 try:
                     conformed = worker.within(COMPILE_SECONDS).conform(name, facts)
                 except WorkerError as error:  # another precision may do all the same
                     conformed = (Conformity(mode, "all of it", "", why=str(error)),)
                     worker.restart()
-                found.append(ModeConformity(mode, support, conformed))
-    return facts, found
+                conformities.append(ModeConformity(mode, support, conformed))
+    return facts, conformities
 
 
-def page_of(facts: DeviceFacts, found: Sequence[ModeConformity], whole: bool = False) -> Page:
+def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], whole: bool = False) -> Page:
     """The verdict, a line for each precision, what differs, and what was not done and why.
 
     What differs by the order of sums alone is counted, and emulated precisions that conform are named, unless `whole`.
     """
-    good = all(mode.conforms for mode in found)
-    parts = [Part("verdict", "", (Text(_verdict(found), Tone.GOOD if good else Tone.BAD),))]
-    same_bits = [mode for mode in found if mode.conforms and not _by_units(mode)]
+    good = all(mode.conforms for mode in conformities)
+    parts = [Part("verdict", "", (Text(_verdict(conformities), Tone.GOOD if good else Tone.BAD),))]
+    same_bits = [mode for mode in conformities if mode.conforms and not _by_units(mode)]
     emulated = [mode for mode in same_bits if mode.support.level is Level.EMULATED and not whole]
-    if rows := [mode for mode in found if mode not in emulated]:
+    if rows := [mode for mode in conformities if mode not in emulated]:
         parts.append(Part("modes", "", (table("modes", "", _MODES, rows),)))
     if same := [mode.mode for mode in emulated if mode.compared]:
         words = f"emulated here, and torch's kernels give the same: {listed(same, 20)}"
         parts.append(Part("emulated", "", (Text(words),)))
-    different = [one for mode in found for one in mode.found if one.difference not in (None, Difference.NONE)]
-    in_order = [] if whole else [one for one in different if one.difference is Difference.ORDER]
-    of_units = [] if whole else [one for one in different if one.difference is Difference.UNITS]
-    listed_ones = [one for one in different if one not in in_order and one not in of_units]
-    if listed_ones:
+    different = [case for mode in conformities for case in mode.found if case.difference not in (None, Difference.NONE)]
+    alike = {
+        Difference.ORDER: ("order", "differ by the order of sums alone"),
+        Difference.UNITS: ("units", "are summed in the bits of this GPU's units"),
+    }
+    if shown := [case for case in different if whole or case.difference not in alike]:
         caption = "what is not the same bit by bit"
-        parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, listed_ones),)))
-    if in_order:
-        modes = listed(list(dict.fromkeys(one.mode for one in in_order)), 20)
-        words = f"{len(in_order)} products of {modes} differ by the order of sums alone (--all lists them)"
-        parts.append(Part("order", "", (Text(words),)))
-    if of_units:
-        modes = listed(list(dict.fromkeys(unit.mode for unit in of_units)), 20)
-        words = f"{len(of_units)} products of {modes} are summed in the bits of this GPU's units (--all lists them)"
-        parts.append(Part("units", "", (Text(words),)))
-    if undone := list(_undone(found)):
+        parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, shown),)))
+    for kind, (name, what) in alike.items():
+        if same_kind := [] if whole else [case for case in different if case.difference is kind]:
+            modes = listed(list(dict.fromkeys(case.mode for case in same_kind)), 20)
+            parts.append(Part(name, "", (Text(f"{len(same_kind)} products of {modes} {what} (--all lists them)"),)))
+    if undone := list(_undone(conformities)):
         parts.append(Part("undone", "not done here", (Items(tuple(map(Text, undone))),)))
     return Page(
         f"native against emulated on {facts.key} ({facts.name}, torch {facts.torch})", "", tuple(parts), _LEGEND
     )
 
 
-def _undone(found: Sequence[ModeConformity]) -> Iterator[str]:
+def _undone(conformities: Sequence[ModeConformity]) -> Iterator[str]:
     """A line for each reason: 'mxfp4, mxfp8 and nvfp4, 3 products: ...'."""
-    by_reason = together((one.why, one) for mode in found for one in mode.found if one.difference is None)
+    by_reason = together((case.why, case) for mode in conformities for case in mode.found if case.difference is None)
     for why, members in by_reason.items():
         modes = listed(list(dict.fromkeys(member.mode for member in members)), 20)
         whats = list(dict.fromkeys(member.what for member in members))
@@ -148,8 +138,8 @@ def _tone(conforms: bool) -> Tone:
     return Tone.PLAIN if conforms else Tone.BAD
 
 
-def _count(found: Sequence[Conformity], *kinds: Difference | None) -> str:
-    count = sum(one.difference in kinds for one in found)
+def _count(cases: Sequence[Conformity], *kinds: Difference | None) -> str:
+    count = sum(case.difference in kinds for case in cases)
     return str(count) if count else units.NONE
 
 
@@ -184,16 +174,16 @@ _DIFFERENCES: tuple[Col[Conformity], ...] = (
 )
 
 
-def _verdict(found: Sequence[ModeConformity]) -> str:
-    different = [mode.mode for mode in found if not mode.conforms]
-    compared = [mode.mode for mode in found if mode.compared]
+def _verdict(conformities: Sequence[ModeConformity]) -> str:
+    different = [mode.mode for mode in conformities if not mode.conforms]
+    compared = [mode.mode for mode in conformities if mode.compared]
     if different:
         return f"{listed(different)} {'does' if len(different) == 1 else 'do'} not give what the emulation gives"
     if not compared:
         return "nothing could be compared"
-    short = " and the bits of this GPU's units" if any(map(_by_units, found)) else ""
+    short = " and the bits of this GPU's units" if any(map(_by_units, conformities)) else ""
     return f"{listed(compared, 20)}: the emulation gives what the kernels give, up to the order of sums{short}"
 
 
 def _by_units(mode: ModeConformity) -> bool:
-    return any(one.difference is Difference.UNITS for one in mode.found)
+    return any(case.difference is Difference.UNITS for case in mode.found)

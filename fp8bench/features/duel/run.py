@@ -34,9 +34,8 @@ from fp8bench.measure.environment import command_line, gather
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.interrupts import held_back, ignored
 from fp8bench.measure.limits import Limits
-from fp8bench.measure.rounds import Orders
 from fp8bench.measure.passes import CaseOutcome, Passes, exhausted
-from fp8bench.measure.rounds import WARMED_BELOW_SECONDS
+from fp8bench.measure.rounds import WARMED_BELOW_SECONDS, Orders
 from fp8bench.model import Case, Environment, PlannedCase, Request
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import CEILING_SECONDS, QUICK_ROUNDS, StoppingRule

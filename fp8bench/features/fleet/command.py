@@ -11,11 +11,11 @@ from pathlib import PurePosixPath
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.main import DEFAULT_STORE
-from fp8bench.cli.options import shared
+from fp8bench.cli.options import shared, subcommands
 from fp8bench.cli.outputs import check_outputs, tell, write_outputs
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
-from fp8bench.features.fleet.engines import ENGINES, Order, crew, start
+from fp8bench.features.fleet.engines import ENGINES, Order, crew, start, work
 from fp8bench.features.fleet.exports import FORMS, Tasks, Volume, text_for
 from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
@@ -25,13 +25,8 @@ from fp8bench.store.fleet_plans import check_cell, read_plan, states_of, wanted
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
+    bare = subcommands(parser)
     codes = "Exit codes: 0 every cell is done and no case failed, 2 wrong usage, 3 otherwise, 130 interrupted."
-
-    def bare(name: str, words: str, codes: str = codes) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name, help=words, description=words[:1].upper() + words[1:] + ".", epilog=codes, allow_abbrev=False
-        )
 
     def command(name: str, words: str, codes: str = codes) -> argparse.ArgumentParser:
         made = bare(name, words, codes)
@@ -147,7 +142,6 @@ def _status(plan: FleetPlan, arguments: argparse.Namespace) -> int:
 
 def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     from fp8bench.features.fleet import view  # heavy
-    from fp8bench.features.fleet.work import work
 
     file, store, only = arguments.plan.resolve(), arguments.store, arguments.cell
     if arguments.workers > 1:
@@ -211,7 +205,7 @@ def _export(plan: FleetPlan, arguments: argparse.Namespace) -> int:
 
 
 def _collect(arguments: argparse.Namespace) -> int:
-    from fp8bench.features.fleet.collect import collect
+    from fp8bench.features.fleet.collect import collect  # heavy
 
     out = arguments.store
     made = collect(read_plan(arguments.plan) if arguments.plan is not None else None, arguments.folders, out)

@@ -1,4 +1,7 @@
-"""Who starts workers of a fleet: this machine and Slurm by submitit, and a Ray cluster, cell by cell."""
+"""A worker of a fleet, which takes the cells that wait, each in a process of its own; and who starts workers.
+
+These are this machine and Slurm by submitit, and a Ray cluster, cell by cell.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from fp8bench.errors import UsageError
-from fp8bench.model.run import FleetPlan
-from fp8bench.store.fleet_plans import states_of, wanted
+from fp8bench.errors import StoreError, UsageError
+from fp8bench.files import keeping
+from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
+from fp8bench.store.fleet_plans import OUTPUT, folder_of, note, states_of, wanted
 from fp8bench.store.runs.run_file import check_store
 
 # Asks the kernel for SIGTERM when the parent dies, and becomes the program. preexec_fn would not do: Ray has threads.
@@ -63,6 +67,59 @@ def ended(*processes: subprocess.Popen[bytes]) -> int:
     return code
 
 
+# A claim is a lock beside the one that the process of a cell takes.
+_CLAIM = "claim"
+
+
+def work(
+    plan: FleetPlan, file: Path, store: Path, retry: bool, began: Callable[[CellState], None], only: int | None = None
+) -> tuple[dict[int, int], dict[int, str]]:
+    """The cells that this worker had measured with their exit codes, and those that it could not take, with the reason.
+
+    It ends where none waits that it has not tried. Failed ones are tried again where `retry` says so. `began` is told
+    of each as it begins. `only` that cell is taken. Raises StoreError where nothing can be kept in the store.
+    """
+    from fp8bench.jobs.cells import alone  # heavy
+
+    check_store(store)
+    done: dict[int, int] = {}
+    left: dict[int, str] = {}
+    whole: set[int] = set()
+    while (state := _next(plan, store, retry, {*done, *left}, only, whole)) is not None:
+        try:
+            with alone(folder_of(plan, state.number, store) / _CLAIM, f"cell {plan.name_of(state.number)}"):
+                began(state)
+                done[state.number] = _measure(plan, file, state.number, store)
+        except (UsageError, StoreError) as error:
+            left[state.number] = str(error)  # another worker was faster, as a rule; else its folder takes nothing
+    return done, left
+
+
+def _next(
+    plan: FleetPlan, store: Path, retry: bool, tried: Collection[int], only: int | None, whole: set[int]
+) -> CellState | None:
+    """`whole` are cells that were seen to be done, which stay so: reading all their runs for each cell takes long."""
+    states = states_of(plan, store, whole)
+    whole.update(state.number for state in states if state.status is CellStatus.DONE)
+    waiting = (state for state in states if wanted(state, retry) and state.number not in tried)
+    return next((state for state in waiting if only is None or state.number == only), None)
+
+
+def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
+    """Its exit code. An interrupt of this worker is one of the cell, which keeps what it has."""
+    from fp8bench.pipeline import now  # heavy
+
+    folder, started = folder_of(plan, number, store), now()
+    words = ["suite", "--plan", str(file), "--cell", str(number), "--store", str(store), "--no-report"]
+    begin = time.monotonic()
+    # Sentences of a terminal's width would be cut where they are quoted.
+    unfolded = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    with keeping(folder / OUTPUT, "Move it away."), (folder / OUTPUT).open("ab") as output:
+        code = ended(tied(words, output, unfolded))
+    note(plan, number, store, Attempt(socket.gethostname(), os.getpid(), started, time.monotonic() - begin, code))
+    return code
+
+
 @dataclass(frozen=True)
 class Order:
     """What is to be started: so many `workers` (None: the engine's default) for the cells of a plan, into a store.
@@ -99,7 +156,7 @@ def crew(order: Order) -> None:
 
 
 @dataclass(frozen=True)
-class Workers:
+class StartedWorkers:
     """Those that were started. `names` are the engine's own.
 
     `wait` returns when all have ended, with what went wrong with the engine; an interrupt of this process ends them.
@@ -114,11 +171,11 @@ class Engine:
     """`begin` starts what is ordered; `takes` says which --option it knows, '' that it knows none."""
 
     summary: str
-    begin: Callable[[Order], Workers]
+    begin: Callable[[Order], StartedWorkers]
     takes: str = ""
 
 
-def start(name: str, order: Order) -> Workers:
+def start(name: str, order: Order) -> StartedWorkers:
     """Raises UsageError where the engine cannot, and StoreError where nothing can be kept in the store."""
     engine = ENGINES[name]
     if order.options and not engine.takes:
@@ -144,7 +201,7 @@ def _submitit() -> Any:
 def _jobs(
     engine: str, executor: Any, order: Order, until: Callable[[Sequence[Any]], None],
     variables: Mapping[str, str | None] | None = None,
-) -> Workers:  # fmt: skip
+) -> StartedWorkers:  # fmt: skip
     """Workers as jobs of submitit's executor, where `until` waits for their end.
 
     Of `variables` in their environment those that are None are taken away.
@@ -166,7 +223,7 @@ def _jobs(
             raise
         return ()
 
-    return Workers([str(job.job_id) for job in jobs], wait)
+    return StartedWorkers([str(job.job_id) for job in jobs], wait)
 
 
 def worked(words: list[str], variables: dict[str, str | None]) -> int:
@@ -179,7 +236,7 @@ def worked(words: list[str], variables: dict[str, str | None]) -> int:
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def _local(order: Order) -> Workers:
+def _local(order: Order) -> StartedWorkers:
     """Processes of this machine, all at once, which go on when the command has ended."""
     executor = _submitit().LocalExecutor(folder=order.logs)
     executor.update_parameters(timeout_min=_MINUTES)
@@ -210,7 +267,7 @@ _SBATCH: Mapping[str, str | bool] = {"exclusive": True, "no-requeue": True}
 _PAUSE_SECONDS = 1.0
 
 
-def _slurm(order: Order) -> Workers:
+def _slurm(order: Order) -> StartedWorkers:
     try:
         executor = _submitit().SlurmExecutor(folder=order.logs)
     except RuntimeError as error:
@@ -242,7 +299,7 @@ _PATIENCE_SECONDS = 30.0
 _CONNECT_SECONDS = 10.0
 
 
-def _ray(order: Order) -> Workers:
+def _ray(order: Order) -> StartedWorkers:
     """Cells as tasks: each on a node that offers its kind of device as a resource, and runs one at a time."""
     if not order.stays:
         raise UsageError("Ray ends its tasks with the process that gave them. Add --wait.")
@@ -261,7 +318,7 @@ def _ray(order: Order) -> Workers:
         raise UsageError(f"Ray is installed, and its import fails ({type(error).__name__}: {error}).") from None
     if cells:
         _connect(ray, order.options.get(_ADDRESS) or os.environ.get("RAY_ADDRESS") or "auto", kinds)
-    return Workers([plan.name_of(number) for number in cells], partial(_until_measured, ray, order, cells))
+    return StartedWorkers([plan.name_of(number) for number in cells], partial(_until_measured, ray, order, cells))
 
 
 def _connect(ray: Any, address: str, kinds: Sequence[str]) -> None:

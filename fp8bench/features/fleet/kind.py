@@ -16,11 +16,11 @@ def machines(run: Run, value: str, store: Path) -> View:
     from fp8bench.features.fleet.report import fleet_of
     from fp8bench.features.fleet.view import report_page, report_rows
 
-    found = fleet_of([run], store_of(Path(run.path)) or store)
-    if found is None:
+    report = fleet_of([run], store_of(Path(run.path)) or store)
+    if report is None:
         raise UsageError(f"the run {run.id} is no cell of a fleet's plan. Leave --fleet out.")
-    page = partial(report_page, found, f"plan {run.fleet_plan}")
-    return View(page, partial(encode, found), partial(report_rows, found))
+    page = partial(report_page, report, f"plan {run.fleet_plan}")
+    return View(page, partial(encode, report), partial(report_rows, report))
 
 
 TABLES = (

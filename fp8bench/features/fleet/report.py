@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -18,10 +20,11 @@ from fp8bench.features.fleet.machines import (
     MachineKind,
     MachineRun,
     Oddity,
+    deviations,
     differences,
+    seen_from,
     seen_of,
 )
-from fp8bench.features.fleet.odd import deviations, of_bits, of_clocks, seen_from, shortened
 from fp8bench.files import is_locked
 from fp8bench.model import Run
 from fp8bench.model.run import CellStatus, FleetPlan
@@ -46,8 +49,8 @@ def fleet_report(source: Path, store: Path, expected: Collection[str] = ()) -> F
     if not seen and not expected:
         what = f"run of the plan {plans[0].id}" if plans else "run"
         why = "; ".join(_counts(left) or doubts[:1])
-        found = f"of {store} no run counts ({why.rstrip('.')})" if why else f"{store} has no {what}"
-        raise UsageError(f"{found}. Give --store DIR, or a store that `fleet collect` made.")
+        what_there_is = f"of {store} no run counts ({why.rstrip('.')})" if why else f"{store} has no {what}"
+        raise UsageError(f"{what_there_is}. Give --store DIR, or a store that `fleet collect` made.")
     del left[REFUSED]  # each is named among the doubts
     return report_of(seen, plans, expected, (*_counts(left), *doubts, *_failed_cells(store, plans)))
 
@@ -149,9 +152,9 @@ def report_of(
     settings = dict.fromkeys(cell.setting for plan in plans for cell in plan.cells)
     settings |= dict.fromkeys(setting for run in seen for setting in (*run.whole, *run.cut))
     done = {setting for run in seen for setting in run.whole}
-    wrong, doubts = of_clocks(seen, plans)
+    wrong, doubts = _of_clocks(seen, plans)
     alarms = (
-        *_of_software(kinds), *_of_times(figures), *(alarm for runs in members.values() for alarm in of_bits(runs)),
+        *_of_software(kinds), *_of_times(figures), *(alarm for runs in members.values() for alarm in _of_bits(runs)),
         *of_coverage(seen, expected), *_of_failures(seen), *wrong,
     )  # fmt: skip
     bare = Counter(run.machine for run in seen if run.cell and not run.bits)
@@ -176,8 +179,8 @@ def _names() -> Iterator[str]:
 
 
 def _kinds(seen: Sequence[MachineRun]) -> dict[tuple[Fields, Fields], list[MachineRun]]:
-    found = together(((run.hardware, run.software), run) for run in seen)
-    return dict(sorted(found.items(), key=lambda pair: (-len({run.machine for run in pair[1]}), pair[0])))
+    members = together(((run.hardware, run.software), run) for run in seen)
+    return dict(sorted(members.items(), key=lambda pair: (-len({run.machine for run in pair[1]}), pair[0])))
 
 
 def _times(runs: Sequence[MachineRun]) -> dict[str, dict[str, float]]:
@@ -234,7 +237,7 @@ def of_coverage(seen: Sequence[MachineRun], expected: Collection[str]) -> Iterat
     for machine, runs in own.items():
         cut = {setting: run.run for run in runs for setting in run.cut if setting not in whole[machine]}
         if cut:
-            which = shortened([f"{setting} (run {run})" for setting, run in cut.items()])
+            which = _shortened([f"{setting} (run {run})" for setting, run in cut.items()])
             words = f"{len(cut)} of its cells were cut off and not resumed: {which}"
             yield MachineAlarm(machine, Oddity.CUT_OFF, words)
         others = [have for name, have in whole.items() if name != machine]
@@ -243,7 +246,7 @@ def of_coverage(seen: Sequence[MachineRun], expected: Collection[str]) -> Iterat
         lacking = [setting for setting in wanted if setting not in whole[machine] and setting not in cut]
         if lacking:
             count = f"{len(lacking)} of {len(wanted)} cells"
-            words = f"{count} that other machines measured are missing: {shortened(lacking)}"
+            words = f"{count} that other machines measured are missing: {_shortened(lacking)}"
             yield MachineAlarm(machine, Oddity.MISSING, words)
     for machine in sorted(set(expected) - own.keys()):
         yield MachineAlarm(machine, Oddity.MISSING, "nothing came of it")
@@ -257,3 +260,148 @@ def _of_failures(seen: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
             case, why = next(iter(failed.items()))
             words = f"{len(failed)} of the cases that others measured failed: {case} ({why})"
             yield MachineAlarm(machine, Oddity.FAILED, words)
+
+
+# A clock is wrong by times that cannot be true, and by a shared file system's clock: each is held against whoever made
+# the plan, wrote the file, or keeps the store. Where most machines differ from one of these, that one is wrong, and no
+# machine is named for it.
+
+# Clocks of machines that are set by a time server differ by less.
+CLOCK_SECONDS = 60.0
+# Of fewer nobody can say that they are most.
+_LEAST_VOTERS = 3
+# By how many seconds a run of a machine is off, and what it would be named for.
+_Hit = tuple[float, MachineAlarm]
+
+
+def _of_clocks(
+    seen: Sequence[MachineRun], plans: Sequence[FleetPlan]
+) -> tuple[tuple[MachineAlarm, ...], tuple[str, ...]]:
+    """A machine's worst one, and sentences on counterparts that most machines differ from."""
+    machines = {run.machine for run in seen}
+    against = {
+        "that of whoever made the plan": list(_before_plan(seen, plans)),
+        "that of whoever wrote the files": [_began(run, run.ahead, "after its file was written") for run in seen],
+    }
+    doubts = [f"most machines' clocks differ from {who}: that one may be wrong"
+              for who, hits in against.items() if _are_most(hits, machines)]  # fmt: skip
+    hits = [hit for some in against.values() if not _are_most(some, machines) for hit in some]
+    hits += _set_back(seen)
+    common, of_stores = _against_stores(seen)
+    if abs(common) > CLOCK_SECONDS:
+        doubts.append(f"the clock of the stores' file system is {_long(common)} {_side(-common)} that of most machines")
+    worst: dict[str, MachineAlarm] = {}
+    for seconds, alarm in sorted((*hits, *of_stores), key=lambda hit: -hit[0]):
+        if seconds > CLOCK_SECONDS:
+            worst.setdefault(alarm.machine, alarm)
+    return tuple(worst.values()), tuple(doubts)
+
+
+def _before_plan(seen: Sequence[MachineRun], plans: Sequence[FleetPlan]) -> Iterator[_Hit]:
+    made = {plan.id: datetime.fromisoformat(plan.created) for plan in plans}
+    for run in seen:
+        begun = made.get(run.cell.rpartition("/")[0])
+        early = (begun - run.started[0]).total_seconds() if begun is not None and run.started else 0.0
+        yield _began(run, early, "before its plan was made")
+
+
+def _began(run: MachineRun, off: float, words: str) -> _Hit:
+    words = f"run {run.run} says that it began {_long(off)} {words}: its clock is wrong, or that of the other"
+    return off, MachineAlarm(run.machine, Oddity.CLOCK, words)
+
+
+def _set_back(seen: Sequence[MachineRun]) -> Iterator[_Hit]:
+    for run in seen:
+        for before, after in pairwise(run.started):
+            back = (before - after).total_seconds()
+            words = f"run {run.run} says that it was gone on with {_long(back)} before it began: its clock was set"
+            yield back, MachineAlarm(run.machine, Oddity.CLOCK, words)
+
+
+def _against_stores(seen: Sequence[MachineRun]) -> tuple[float, list[_Hit]]:
+    """What most machines' clocks are ahead of their stores' file systems, and how far each is from that.
+
+    On a disk of its own a machine stamps files itself, and is not ahead by anything.
+    """
+    known = [(run, run.clock_ahead) for run in seen if run.clock_ahead is not None]
+    common = _common(together((run.machine, ahead) for run, ahead in known))
+    alike = abs(common) > CLOCK_SECONDS
+    hits = []
+    for run, ahead in known:
+        off, where = ahead - common, "that most other machines have" if alike else "of its store's file system"
+        words = f"its clock was {_long(off)} {_side(off)} that {where} when run {run.run} began"
+        hits.append((abs(off), MachineAlarm(run.machine, Oddity.CLOCK, words if alike else f"{words}: one is wrong")))
+    return common, hits
+
+
+def _common(own: Mapping[str, Sequence[float]]) -> float:
+    """0 unless most machines are ahead by the same."""
+    middles = [median(values) for values in own.values()]
+    middle = median(middles) if len(middles) >= _LEAST_VOTERS else 0.0
+    return middle if 2 * sum(abs(value - middle) <= CLOCK_SECONDS for value in middles) > len(middles) else 0.0
+
+
+def _are_most(hits: Sequence[_Hit], machines: Collection[str]) -> bool:
+    named = {alarm.machine for seconds, alarm in hits if seconds > CLOCK_SECONDS}
+    return len(machines) >= _LEAST_VOTERS and 2 * len(named) > len(machines)
+
+
+def _side(seconds: float) -> str:
+    return "ahead of" if seconds > 0 else "behind"
+
+
+def _long(seconds: float) -> str:
+    size = abs(seconds)
+    if size < 2 * CLOCK_SECONDS:
+        return f"{size:.0f} seconds"
+    return f"{size / 3600:.1f} hours" if size >= 3600 else f"{size / 60:.0f} minutes"
+
+
+# Names that stand in one sentence.
+_MOST = 4
+
+
+# What a machine is named for whose bits differ: from its own, from those of most machines of its kind, or from some
+# where nobody has most on their side.
+_DISSENTS = {
+    "own": (Oddity.UNSTABLE, "does not repeat its own bits for the same numbers"),
+    "most": (Oddity.BITS, "gives other bits than most of its kind for the same numbers"),
+    "some": (
+        Oddity.BITS,
+        "its bits and those of others of its kind differ, none with most on its side, so that either may be wrong",
+    ),
+}
+
+
+def _of_bits(kind: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
+    """Of the machines of one kind, by all of their runs: operations, and errors of cases."""
+    differing: dict[tuple[str, str], list[str]] = {}
+    for what, told in sorted(_answers(kind).items()):
+        steady = {machine: next(iter(values)) for machine, values in told.items() if len(values) == 1}
+        for machine in told.keys() - steady.keys():
+            differing.setdefault((machine, "own"), []).append(what)
+        votes = Counter(steady.values())
+        most, count = votes.most_common(1)[0] if votes else ("", 0)
+        for machine, value in steady.items():
+            if len(votes) > 1 and (2 * count <= len(steady) or value != most):
+                differing.setdefault((machine, "some" if 2 * count <= len(steady) else "most"), []).append(what)
+    for machine in sorted({machine for machine, _ in differing}):
+        for which, (oddity, words) in _DISSENTS.items():
+            if whats := differing.get((machine, which)):
+                yield MachineAlarm(machine, oddity, f"{words}: {_shortened(whats)}")
+
+
+def _answers(kind: Sequence[MachineRun]) -> dict[str, dict[str, set[str]]]:
+    """What was told of each operation and error: all that a machine ever gave, by machine."""
+    told: dict[str, dict[str, set[str]]] = {}
+    for run in kind:
+        said = [(f"{bits.dtype} {bits.operation} on {bits.device}", bits.digests) for bits in run.bits if bits.digests]
+        for what, values in (*said, *((name, (value,)) for name, value in run.errors.items())):
+            told.setdefault(what, {}).setdefault(run.machine, set()).update(values)
+    return told
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """'float32 product on cpu, ... and 3 more'."""
+    more = len(names) - _MOST
+    return ", ".join(names[:_MOST]) + (f" and {more} more" if more > 0 else "")

@@ -7,8 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from fp8bench import units
-from fp8bench.features.fleet.machines import FleetFigure, FleetReport, Machine, MachineAlarm, MachineKind
-from fp8bench.features.fleet.odd import FALSE_ALARMS, LEAST_MACHINES
+from fp8bench.features.fleet.machines import (
+    FALSE_ALARMS,
+    LEAST_MACHINES,
+    FleetFigure,
+    FleetReport,
+    Machine,
+    MachineAlarm,
+    MachineKind,
+)
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows, frame

@@ -35,10 +35,10 @@ from fp8bench.features.infer.values import (
 )
 from fp8bench.features.train.kind import load_head, newest_checkpoint, training_named
 from fp8bench.features.train.lab.models import config_of
-from fp8bench.features.train.values import TokenSpan, Training
+from fp8bench.features.train.values import TokenSpan
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import ProcessWorker, Worker, claimed
-from fp8bench.model import DeviceFacts, Level, Record, Request, Run, Support
+from fp8bench.model import DeviceFacts, Level, Record, Request, Run
 from fp8bench.model.raw import Settings
 from fp8bench.nn.served import (
     OWN,
@@ -57,7 +57,7 @@ from fp8bench.registry import precisions
 from fp8bench.units import size
 
 RankedArms = tuple[tuple[Arm, ArmQuality], ...]
-_MODULE = "fp8bench.features.infer.bench"
+_MODULE = "fp8bench.features.infer.quality"
 SHIPPED, WEIGHTS = "nano-python", Path(__file__).with_name("nano-python.bin")
 # Left out of the shipped model's training; its positions.
 HELD_OUT, WINDOW = ("argparse.py", "statistics.py", "textwrap.py"), 128
@@ -68,17 +68,12 @@ _CONTEXTS = {False: (256, 1024, 2048, 4096), True: (128, 512, 1024, 2048)}
 
 def answered(
     question: ServingQuestion, store: Path, command: str, observer: JobObserver, trained: ServedModel | None = None
-) -> ServingAnswer:  # fmt: skip
+) -> ServingAnswer:
     """Quality is that of `trained`, where there is one, of a maker's model, or of the one that is shipped. An interrupt
     ends it early: what was found until then is the answer. A whole one is kept beside its runs."""
     settings = Settings(question.threads, question.seed)
     with claimed(True), ProcessWorker(settings, module=_MODULE) as worker:
-        known = worker.probe()
-        facts = (
-            device_named(question.device, known)
-            if question.device
-            else next((device for device in known if device.accelerated), known[0])
-        )
+        facts = device_named(question.device, worker.probe())
         model = trained or shipped(question.tokens)
         if question.is_own:
             OWN_SHAPES[question.size] = ServedShape(*_asked(worker, "shape", question.size, facts, question.seed))
@@ -139,11 +134,14 @@ def held_out_text(tokens: int) -> tuple[tuple[int, ...], ...]:
     """Windows of this Python's own sources that the shipped model was not trained on, as ASCII."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = "".join((folder / name).read_text(encoding="utf-8", errors="replace") for name in HELD_OUT)
-    ids = text.encode("ascii", errors="replace")
-    count = min(max(2, tokens // WINDOW), (len(ids) - 1) // WINDOW)
-    # Spread over all of it: one module's beginning is all imports.
-    starts = [place * ((len(ids) - WINDOW - 1) // count) for place in range(count)]
-    return tuple(tuple(ids[start : start + WINDOW + 1]) for start in starts)
+    return _windows(text.encode("ascii", errors="replace"), WINDOW, tokens)
+
+
+def _windows(ids: Sequence[int], length: int, tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Spread over all of a text: one module's beginning is all imports."""
+    count = min(max(2, tokens // length), (len(ids) - 1) // length)
+    starts = [place * ((len(ids) - length - 1) // count) for place in range(count)]
+    return tuple(tuple(ids[start : start + length + 1]) for start in starts)
 
 
 def _qualities(
@@ -160,13 +158,13 @@ def _qualities(
     task = QualityTask(model, question.tokens, (*arms, *alone), facts, question.seed, rolls_out)
     with observer.counting() as tell:
         tell(0, 1, "models", "quality on the same tokens")
-        found: Quality = _asked(worker, "quality", task)
-        ranked = sorted(zip(alone, found.arms[len(others) :], strict=True), key=lambda pair: -pair[1].kl)
+        quality: Quality = _asked(worker, "quality", task)
+        ranked = sorted(zip(alone, quality.arms[len(others) :], strict=True), key=lambda pair: -pair[1].kl)
         both = spared_arms(question.check_layers, [arm for arm, _ in ranked])
         again: tuple[ArmQuality, ...] = ()
         if both:
             again = _asked(worker, "quality", replace(task, arms=(lead, *both), rolls_out=0)).arms
-    return replace(found, arms=found.arms[: len(others)]), tuple(ranked), tuple(zip(both, again, strict=True))
+    return replace(quality, arms=quality.arms[: len(others)]), tuple(ranked), tuple(zip(both, again, strict=True))
 
 
 def _within(arm: Arm, layers: int) -> Arm:
@@ -204,17 +202,12 @@ def spared_arms(what: str, ranked: Sequence[Arm]) -> list[Arm]:
     return [replace(ranked[0], kv=word) if what == "kv" else replace(ranked[0], weights=word) for word in words]
 
 
-def _support_of(question: ServingQuestion, arm: Arm, facts: DeviceFacts) -> Support:
-    params = {"size": question.size, "kv": OWN, "weights": OWN}
-    precision = precisions.get(dtype_of(arm))
-    return served_support(params, precision, facts)
-
-
 def _timed(
     answer: ServingAnswer, facts: DeviceFacts, store: Path, command: str, observer: JobObserver
 ) -> ServingAnswer:
     question = answer.question
-    supports = {arm: _support_of(question, arm, facts) for arm in question.arms}
+    params = {"size": question.size, "kv": OWN, "weights": OWN}
+    supports = {arm: served_support(params, precisions.get(dtype_of(arm)), facts) for arm in question.arms}
     lead = supports[question.arms[0]]
     if lead.level is not Level.NATIVE:
         raise UsageError(f"the reference has no speed on {facts.key}: {lead.reason}. Give --reference fp32 or bf16.")
@@ -251,13 +244,11 @@ def _timed(
 
 def experts_read(decode: Run, question: ServingQuestion) -> float | None:
     """Of a layer, in the mean, by the reference's step at the longest context."""
-    record = next((one for one in decode.records if one.is_reference and _context(one) == question.contexts[-1]), None)
-    counted = (
-        []
-        if record is None
-        else [measurement for measurement in record.measurements if measurement.metric == "distinct_experts"]
-    )
-    return counted[0].samples[0] / served_shape(question.size).layers if counted and counted[0].samples else None
+    for record in decode.records:
+        counted = record.measurement("distinct_experts")
+        if record.is_reference and _context(record) == question.contexts[-1] and counted and counted.samples:
+            return counted.samples[0] / served_shape(question.size).layers
+    return None
 
 
 def _context(record: Record) -> int:
@@ -306,19 +297,17 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
     training = load_head(path)
     arm = asked or training.arms[0].name
     called = f"the training {training.id}"
-    own = next((one for one in training.arms if one.name == arm), None)
+    own = next((each for each in training.arms if each.name == arm), None)
     if own is None:
-        raise UsageError(f"{called} has no arm {arm!r:.80}. It has {', '.join(one.name for one in training.arms)}.")
+        raise UsageError(f"{called} has no arm {arm!r:.80}. It has {', '.join(each.name for each in training.arms)}.")
     settings = own.taken(training.request.settings)
     refusals = (
-        (
-            settings.arch not in ("gpt", "moe"),
-            f"is of --arch {settings.arch}, of which no cache is served: gpt and moe are",
-        ),
+        (settings.arch not in ("gpt", "moe"),
+         f"is of --arch {settings.arch}, of which no cache is served: gpt and moe are"),
         (settings.parallel not in ("", "ddp"), f"is cut by --parallel {settings.parallel}: a rank has a part of it"),
         (settings.lora > 0, "keeps adapters of --lora alone in its checkpoint"),
         (settings.master != "fp32", f"keeps weights as --master {settings.master}: fp32 ones are read"),
-    )
+    )  # fmt: skip
     for wrong, why in refusals:
         if wrong:
             raise UsageError(f"{called} {why}. Choose another training.")
@@ -333,17 +322,9 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
     words = f"{arm} of training {training.id}, step {place.step} of {training.request.steps}"
     config = config_of(settings, training.text.vocabulary)
     folder = folder / "rank-0" if training.request.ranks else folder
-    text = _windows(training, config.sequence, tokens)
+    text = _windows(_tokens(training.text.held_out), config.sequence, tokens)
     size = _WITH_EXPERTS if config.experts else _SERVED_AS.get(settings.model, settings.model)
     return ServedModel(words, config, str(folder), arm, text), size
-
-
-def _windows(training: Training, length: int, tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Spread over all of the text that was held out."""
-    ids = _tokens(training.text.held_out)
-    count = min(max(2, tokens // length), (len(ids) - 1) // length)
-    starts = [place * ((len(ids) - length - 1) // count) for place in range(count)]
-    return tuple(tuple(ids[start : start + length + 1]) for start in starts)
 
 
 def _tokens(span: TokenSpan) -> array[int]:

@@ -1,7 +1,8 @@
 """What an arm does to a model's predictions, token by token on the same text as the reference's.
 
 Teacher-forced: every token is given, whatever an arm would have said. All arms have one batch and the same kernels;
-what another kernel does to the reference is the floor. Log-probabilities are in fp64, from logits as they came.
+what another kernel does to the reference is the floor. Log-probabilities are in fp64, from logits as they came. Run as
+a program, it is the process of the worker that reads them.
 """
 
 from __future__ import annotations
@@ -19,14 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8bench.features.infer.values import ArmQuality, Quality, QualityTask, RolloutGap, ServedModel
-from fp8bench.model import Interval
+from fp8bench.model import DeviceFacts, Interval
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import DTYPES, Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
 from fp8bench.nn.served import Arm, served_shapes
-from fp8bench.nn.serving import OwnDecoder, made, served_positions
+from fp8bench.nn.serving import OwnDecoder, made, served_positions, shape_of_own
 from fp8bench.nn.shared_workloads import attention_by
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases
+from fp8bench.protocols.precision import float32_products
+from fp8bench.user_code.named import named
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.main import main
+from fp8bench.worker.step_guards import apart
+from fp8bench.worker.switches import unchanged
 
 _BOOTSTRAPS = 2000
 _TAIL = 0.999
@@ -38,7 +45,7 @@ RANDOM_WEIGHTS, RANDOM_TOKENS = (f"random {what}: arithmetic only" for what in (
 
 
 @dataclass(frozen=True)
-class _Predicted:
+class Predictions:
     """Log-probabilities (texts, positions, ids), those of the true next tokens, and what each layer passed on."""
 
     logs: Tensor
@@ -73,7 +80,7 @@ def quality_of(task: QualityTask, maker: Callable[[], Any] | None = None) -> Qua
     serve, text, caution = _served(task) if maker is None else _own(task, maker)
     lead, *others = task.arms
 
-    def predicted(arm: Arm, kernel: str = "auto") -> _Predicted:
+    def predicted(arm: Arm, kernel: str = "auto") -> Predictions:
         with torch.no_grad(), attention_by(kernel):
             return _predicted(serve(arm, (text.shape[0], text.shape[1] - 1)), text)
 
@@ -168,17 +175,17 @@ def _decoder(config: GPTConfig, weight: Callable[[str], Tensor], arm: Arm, sizes
     return Decoder(config, weight, keep, arm.kv_of(config.layers), DTYPES[arm.carrier], sizes)
 
 
-def _predicted(model: Decoder | OwnDecoder, text: Tensor) -> _Predicted:
+def _predicted(model: Decoder | OwnDecoder, text: Tensor) -> Predictions:
     model.calibrates = True
     streams: list[Tensor] = []
     model.watch = lambda layer, stream: streams.append(stream.double())
     logits = model.forward(text[:, :-1], 0, SilentPhases(), every=True)
     logs = F.log_softmax(logits.double(), -1)
     true = logs.gather(-1, text[:, 1:, None]).squeeze(-1)
-    return _Predicted(logs, true, streams, 8 * model.weight_bytes() / model.parameters())
+    return Predictions(logs, true, streams, 8 * model.weight_bytes() / model.parameters())
 
 
-def _compared(own: _Predicted, reference: _Predicted) -> ArmQuality:
+def _compared(own: Predictions, reference: Predictions) -> ArmQuality:
     kl = (reference.logs.exp() * (reference.logs - own.logs)).sum(-1).clamp(min=0)
     alike = own.logs.argmax(-1) == reference.logs.argmax(-1)
     apart = (~alike).nonzero()
@@ -202,3 +209,26 @@ def _over_texts(by_token: Tensor) -> Interval:
     draws = np.random.default_rng(0).integers(count, size=(_BOOTSTRAPS, count))
     low, high = np.quantile(by_text[draws].mean(1), [0.025, 0.975])
     return Interval(float(by_text.mean()), float(low), float(high), 0.95)
+
+
+class InferBench(Bench):
+    """Answers what arms do to a model's predictions."""
+
+    def shape(self, maker: str, facts: DeviceFacts, seed: int) -> tuple[Any, ...]:
+        """The fields of the ServedShape of the model that a function makes. Raises UsageError for one that cannot be
+        served."""
+        self._selected(facts)
+        with unchanged(), apart(), float32_products("highest"):
+            model, _ = made(named(maker), maker, seed, facts)
+            return tuple(vars(shape_of_own(maker, model, seed, facts)).values())
+
+    def quality(self, task: QualityTask) -> Quality:
+        device = self._selected(task.facts)
+        with unchanged(), apart(), float32_products("highest"):
+            quality = quality_of(task, None if task.model.config else named(task.model.name))
+        device.empty_cache()
+        return quality
+
+
+if __name__ == "__main__":
+    main(InferBench)

@@ -97,8 +97,8 @@ def _costs(answer: ServingAnswer) -> Table:
         times = known.get(arm)
         if times is None or not times.tpot or not answer.bandwidth:
             return None
-        found = moved[arm].total / times.tpot[-1][1] / answer.bandwidth
-        return "cached" if found > 1 else units.percent(found, 0)
+        part = moved[arm].total / times.tpot[-1][1] / answer.bandwidth
+        return "cached" if part > 1 else units.percent(part, 0)
 
     def of(arm: Arm, say: Callable[[ArmQuality], str]) -> str | None:
         quality = answer.quality_of(arm)
@@ -232,7 +232,7 @@ def _ends(faster: tuple[bool | None, bool | None]) -> str:
 
 def _derived(answer: ServingAnswer, arm: Arm) -> str:
     """By bytes alone at the longest context: a step reads fewer at every one, so that the lines cross nowhere."""
-    both = [answer.moved(one).total for one in (answer.question.arms[0], arm)]
+    both = [answer.moved(each).total for each in (answer.question.arms[0], arm)]
     return f"{both[0] / both[1]:.1f}x"
 
 

@@ -52,15 +52,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    found = look(
+    looked = look(
         model_named(arguments), arguments.shapes, arguments.tokens, arguments.products, arguments.dtypes,
         arguments.devices,
     )  # fmt: skip
     tell(
-        arguments, partial(page_of, found.title, found.findings),
-        partial(value_of, found.source, found.findings), partial(rows_of, found.findings),
+        arguments, partial(page_of, looked.title, looked.findings),
+        partial(value_of, looked.source, looked.findings), partial(rows_of, looked.findings),
     )  # fmt: skip
-    return EXIT_FAILED if homeless(found.findings) else EXIT_OK
+    return EXIT_FAILED if homeless(looked.findings) else EXIT_OK
 
 
 def page_of(title: str, findings: Sequence[ShapeFinding]) -> Page:
@@ -223,7 +223,7 @@ def _name(finding: ShapeFinding) -> str:
 
 def value_of(source: str, findings: Sequence[ShapeFinding]) -> dict[str, object]:
     """`source` is the model or the file."""
-    found = [
+    documents = [
         {
             **_product(finding),
             "torch": _judgement(finding.torch),
@@ -231,7 +231,7 @@ def value_of(source: str, findings: Sequence[ShapeFinding]) -> dict[str, object]
         }
         for finding in findings
     ]
-    return {"source": source, "fits": not homeless(findings), "findings": found}
+    return {"source": source, "fits": not homeless(findings), "findings": documents}
 
 
 def rows_of(findings: Sequence[ShapeFinding]) -> Rows:
@@ -263,7 +263,7 @@ def _told(judgement: Judgement) -> dict[str, object]:
 
 
 def _judgement(judgement: Judgement) -> dict[str, object]:
-    objections = [{"by": found.source.value, "why": found.why} for found in judgement.objections]
+    objections = [{"by": objection.source.value, "why": objection.why} for objection in judgement.objections]
     costs = {"padded": judgement.padded, "more_flops": judgement.more_flops, "more_bytes": judgement.more_bytes}
     return {"outcome": judgement.outcome.value, "objections": objections, **costs}
 

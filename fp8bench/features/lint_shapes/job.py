@@ -92,15 +92,15 @@ def shapes_of_file(path: Path) -> list[LinearShape]:
     """Those of a file: CSV and YAML by their endings, else a line each, 'MxNxK' and perhaps a name."""
     text = _text(path)
     readers = {".csv": _of_csv, ".yaml": _of_yaml, ".yml": _of_yaml}
-    found: list[LinearShape] = []
+    shapes: list[LinearShape] = []
     for number, given in readers.get(path.suffix.lower(), _of_lines)(text, str(path)):
         place = f"{path}:{number}"
-        if len(found) == MOST_SHAPES:
+        if len(shapes) == MOST_SHAPES:
             raise UsageError(f"{place}: more than {MOST_SHAPES} shapes. Give the others in another file.")
-        found.append(_shape(given, place))
-    if not found:
+        shapes.append(_shape(given, place))
+    if not shapes:
         raise UsageError(f"{path} has no shape in it. Give lines like '8192x4096x4096 out', CSV or a YAML list.")
-    return found
+    return shapes
 
 
 # What a line or an entry says, by the names of _NAMES, and the number of the line.
@@ -172,7 +172,7 @@ def _of_yaml(text: str, path: str) -> Given:
     for node in root.value:
         number = node.start_mark.line + 1
         if isinstance(node, yaml.ScalarNode):
-            yield from ((number, one) for _, one in _of_lines(node.value, path))
+            yield from ((number, shape) for _, shape in _of_lines(node.value, path))
         elif isinstance(node, yaml.MappingNode):
             yield number, _mapping(node, f"{path}:{number}")
         else:
@@ -181,13 +181,13 @@ def _of_yaml(text: str, path: str) -> Given:
 
 def _mapping(node: object, place: str) -> dict[str, str]:
     """The scalars of a YAML mapping, as they are written."""
-    found: dict[str, str] = {}
+    scalars: dict[str, str] = {}
     for key, value in node.value:  # type: ignore[attr-defined]
         if not isinstance(key.value, str) or not isinstance(value.value, str):
             raise UsageError(f"{place}: expected words and numbers, not lists.")
-        found[key.value] = value.value
+        scalars[key.value] = value.value
     _check_names("key", [key.value for key, _ in node.value], place)  # type: ignore[attr-defined]
-    return found
+    return scalars
 
 
 def _shape(given: Mapping[str, str], place: str) -> LinearShape:
@@ -304,8 +304,8 @@ def judge(product: Product, device: DeviceClass) -> Judgement:
 
 
 def judge_by_te(product: Product, device: DeviceClass) -> Judgement | None:
-    found = te_objections(product, device)
-    return None if found is None else _judged(product, found)
+    against = te_objections(product, device)
+    return None if against is None else _judged(product, against)
 
 
 def _product(shape: LinearShape, kind: str, recipe: Recipe) -> Product:
@@ -315,17 +315,17 @@ def _product(shape: LinearShape, kind: str, recipe: Recipe) -> Product:
     return Product(m, n, k, a, b, shape.output, shape.row_major)
 
 
-def _judged(product: Product, found: tuple[Objection, ...]) -> Judgement:
-    if not found:
+def _judged(product: Product, against: tuple[Objection, ...]) -> Judgement:
+    if not against:
         return Judgement(ShapeOutcome.FITS)
-    multiples = [objection.multiples for objection in found if objection.multiples is not None]
-    if len(multiples) < len(found):
-        return Judgement(ShapeOutcome.REFUSED, found)
+    multiples = [objection.multiples for objection in against if objection.multiples is not None]
+    if len(multiples) < len(against):
+        return Judgement(ShapeOutcome.REFUSED, against)
     grains = [math.lcm(*(multiple[place] for multiple in multiples)) for place in range(3)]
     m, n, k = (-(-length // grain) * grain for length, grain in zip(product.sides, grains, strict=True))
     more_flops = (m * n * k) / (product.m * product.n * product.k) - 1
     more_bytes = product.bytes_of((m, n, k)) / product.bytes_of(product.sides) - 1
-    return Judgement(ShapeOutcome.PAD, found, (m, n, k), more_flops, more_bytes)
+    return Judgement(ShapeOutcome.PAD, against, (m, n, k), more_flops, more_bytes)
 
 
 def _scaled(word: str) -> RecipePrecision:

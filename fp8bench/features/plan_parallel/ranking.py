@@ -93,13 +93,13 @@ def calibrated(topology: Topology, training: MeasuredTraining, recipe: str = DEF
             least = rate
         else:
             most = rate
-    found = with_rate(topology, least, recipe)
-    if not math.isclose(pace_with(found, training), training.pace, rel_tol=1e-3):
+    rated = with_rate(topology, least, recipe)
+    if not math.isclose(pace_with(rated, training), training.pace, rel_tol=1e-3):
         raise UsageError(
             f"--calibrate: {training.pace:g} tokens/s of a GPU is more than these links carry for "
             f"{training.layout.words}, however fast products are. Check the pace (of one GPU), and --topology."
         )
-    return found
+    return rated
 
 
 def with_rate(topology: Topology, bf16: float, recipe: str) -> Topology:
@@ -189,14 +189,14 @@ def memory_band(layout: ParallelLayout) -> float:
 
 def ranking(asked: ParallelQuestion) -> tuple[Planned, ...]:
     """All ways that divide evenly: those that fit first, the fastest of them first; others by what they lack."""
-    found = [best for layout in layouts(asked) if (best := _best(asked, layout)) is not None]
+    plans = [best for layout in layouts(asked) if (best := _best(asked, layout)) is not None]
 
     def place(way: Planned) -> tuple[float, ...]:
         if not way.fits:
             return 1, way.memory.total
         return 0, -round(math.log(way.tokens, _ALIKE)), way.kinds, way.memory.total
 
-    return tuple(sorted(found, key=place))
+    return tuple(sorted(plans, key=place))
 
 
 def layouts(asked: ParallelQuestion) -> Iterator[ParallelLayout]:
@@ -226,7 +226,7 @@ def _within_a_node(topology: Topology, inner: ParallelLayout, ranks: int) -> int
 
 
 def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _best(asked: ParallelQuestion, layout: ParallelLayout) -> Planned | None:
@@ -234,7 +234,7 @@ def _best(asked: ParallelQuestion, layout: ParallelLayout) -> Planned | None:
     local = asked.batch * layout.inner // asked.gpus
     options = [_planned(asked, layout, local, count) for count in _divisors(local)]
     fitting = [option for option in options if option.fits]
-    return max(fitting, key=lambda one: one.tokens) if fitting else options[-1]
+    return max(fitting, key=lambda plan: plan.tokens) if fitting else options[-1]
 
 
 def _planned(asked: ParallelQuestion, layout: ParallelLayout, local: int, count: int) -> Planned:
@@ -312,13 +312,13 @@ def checkpointed(asked: ParallelQuestion) -> tuple[ParallelQuestion, tuple[Plann
 
 def outside(model: DecoderModel, gpus: int, sequence: int) -> tuple[str, ...]:
     """What of a training no published one is like, each with what those have: there bands are no more than a guess."""
-    found: tuple[tuple[str, Callable[[int], str], int, tuple[int, int]], ...] = (
+    aspects: tuple[tuple[str, Callable[[int], str], int, tuple[int, int]], ...] = (
         ("GPUs", str, gpus, PUBLISHED_GPUS),
         ("weights", units.count, model.weights, PUBLISHED_WEIGHTS),
         ("tokens a sequence", str, sequence, PUBLISHED_SEQUENCES),
     )
     return tuple(
         f"{show(asked)} {what} (published: {show(least)} to {show(most)})"
-        for what, show, asked, (least, most) in found
+        for what, show, asked, (least, most) in aspects
         if not least <= asked <= most
     )

@@ -201,7 +201,7 @@ def run_power(
             kept = {**{name: environment.get(name) for name in _KEPT}, "device": facts.name}
             results: list[Arms] = []
             wanted = words or OPERATIONS
-            for operation in (one for one in operations(corpus.identity, facts) if one.key in wanted):
+            for operation in (each for each in operations(corpus.identity, facts) if each.key in wanted):
 
                 def after(result: Arms, done: tuple[Arms, ...] = tuple(results)) -> None:
                     tell(len(result.loads), trials, "trials", result.operation)

@@ -174,9 +174,9 @@ def _groups(study: Study) -> Iterator[str]:
     kinds = ((probe.kind, probe.name) for probe in study.probes)
     places = ((".".join(parts[:2]) if len(parts) > 2 else name, name) for name, parts in words)
     for title, named in (("by kind", kinds), ("by place", places)):
-        found = study.together(together(named))
-        if len(found) > 1:
-            shown = ", ".join(f"{name} {units.percent(error)}" for name, error in found.items())
+        errors = study.together(together(named))
+        if len(errors) > 1:
+            shown = ", ".join(f"{name} {units.percent(error)}" for name, error in errors.items())
             yield f"gradient errors together, {title}: {shown}"
 
 
@@ -201,10 +201,10 @@ def _candidates(study: Study) -> Table:
 
 def _suggestion(study: Study) -> Iterator[Element]:
     tolerance = units.percentage(100 * study.tolerance)
-    found = study.suggested
+    trial = study.suggested
     if study.gradient_tolerance is not None:
         tolerance += f", and its first gradients within {units.percentage(100 * study.gradient_tolerance)}"
-    if found is None:
+    if trial is None:
         why = "every map was tried" if study.finished else "it was interrupted before all maps were tried"
         words = f"no map with {study.low} in some layer keeps the loss within {tolerance}: {why}"
         if study.undecided:
@@ -212,28 +212,28 @@ def _suggestion(study: Study) -> Iterator[Element]:
             words += f"told from another, nor {study.low} from {study.reference}; --steps with more steps may tell"
         yield Text(words)
         return
-    gap = study.gap(found)
+    gap = study.gap(trial)
     assert gap is not None
     every = len(study.candidates[0].low)
-    of_all = f" ({len(found.low)} of {every})" if len(found.low) < every else ""
+    of_all = f" ({len(trial.low)} of {every})" if len(trial.low) < every else ""
     yield Text(
-        f"suggested: {study.low} in {found.name}{of_all}. That map was trained: its loss gap is {_percent(gap)}, "
+        f"suggested: {study.low} in {trial.name}{of_all}. That map was trained: its loss gap is {_percent(gap)}, "
         f"within the tolerance of {tolerance}"
     )
     if study.noise is not None and study.tolerance < study.noise:
         yield Text(
             f"mind: the tolerance is below the noise of {_noise(study)}, so that a gap may be within it by chance"
         )
-    yield Code(command_of(study, found))
+    yield Code(command_of(study, trial))
 
 
-def command_of(study: Study, found: LayerTrial) -> str:
+def command_of(study: Study, trial: LayerTrial) -> str:
     """What measures that map beside the reference: on one line, for who copies it."""
     params = dict(study.params)
     own = f"fp8bench profile {shlex.quote(str(params.get('make')))}"
     words = [own if "make" in params else f"fp8bench suite {study.workload} --set size={params['size']}"]
     words.append(f"--dtypes {study.low} --reference {study.reference}")
-    if stated := study.stated_map(found):
+    if stated := study.stated_map(trial):
         words.append(f"--precision-map {as_words(stated)}")
     return " ".join(words)
 

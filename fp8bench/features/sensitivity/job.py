@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench import __version__
-from fp8bench.errors import StoreError, UsageError, WorkerError, WorkerFault
+from fp8bench.errors import UsageError, WorkerError, WorkerFault
 from fp8bench.features.sensitivity.study import By, LayerTrial, PrecisionMap, Study, map_of, value_of
 from fp8bench.files import compact, keeping, sealed, stamp, unsealed, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
@@ -64,33 +64,29 @@ def studied(question: StudyQuestion, store: Path, observer: JobObserver) -> Stud
 
 def kept(study: Study, store: Path) -> Study:
     path = store / "sensitivity" / f"{stamp(study.started)}-{secrets.token_hex(4)}.json"
-    try:
+    with keeping(f"the study {path}", "Choose another --store DIR."):
         write_whole(path, compact(sealed(value_of(study))) + "\n")
-    except OSError as error:
-        raise StoreError(
-            f"the study cannot be kept in {path} ({error.strerror}). Choose another --store DIR."
-        ) from None
     return replace(study, path=str(path))
 
 
 def studies_of(store: Path) -> tuple[tuple[Study, ...], list[str]]:
     """What a store has in `sensitivity/*.json`: what can be read, oldest first, and a sentence on each other file."""
-    found, troubles = [], []
+    studies, troubles = [], []
     for path in sorted((store / "sensitivity").glob("*.json")):
         try:
-            found.append(decode(Study, {**unsealed(json.loads(path.read_bytes())), "path": str(path)}))
+            studies.append(decode(Study, {**unsealed(json.loads(path.read_bytes())), "path": str(path)}))
         except (OSError, ValueError, TypeError, RecursionError, Malformed) as error:
             troubles.append(f"{path} is no study and was left out ({str(error)[:120]})")
-    return tuple(found), troubles
+    return tuple(studies), troubles
 
 
 def write_map(study: Study, path: Path) -> None:
     """Write the suggested map there, as a file for --precision-map. Raises UsageError where none is suggested."""
-    found = study.suggested
-    if found is None:
+    trial = study.suggested
+    if trial is None:
         raise UsageError(f"no map is suggested, so that {path} was not written. The tables above say why.")
-    head = f"{study.low} in {found.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
-    write_map_file(path, head, study.stated_map(found) or tuple((name, study.low) for name in found.low))
+    head = f"{study.low} in {trial.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
+    write_map_file(path, head, study.stated_map(trial) or tuple((name, study.low) for name in trial.low))
 
 
 def write_map_file(path: Path, head: str, precision_map: PrecisionMap) -> None:
@@ -179,8 +175,8 @@ class StudyRuns:
     worker: Worker
     done: int = 0
 
-    def add(self, **found: Any) -> None:
-        self.study = replace(self.study, **found)
+    def add(self, **changes: Any) -> None:
+        self.study = replace(self.study, **changes)
 
     def run(self, tell: Tell) -> None:
         groups = groups_of(self.layers, self.study.by)
@@ -195,15 +191,15 @@ class StudyRuns:
         if self.study.baseline.failure:
             return
         for draw in range(1, DRAWS + 1):
-            one = replace(self.study.baseline, name=f"draw {draw}", draw=draw, losses=())
-            self.add(draws=(*self.study.draws, trained(f"the reference, draw {draw}", one)))
+            trial = replace(self.study.baseline, name=f"draw {draw}", draw=draw, losses=())
+            self.add(draws=(*self.study.draws, trained(f"the reference, draw {draw}", trial)))
         for name, kind, names in groups:
-            one = LayerTrial(name, kind, *self._alone(name, names), names)
-            self.add(probes=(*self.study.probes, trained(f"{name} low", one, gradients=True)))
+            trial = LayerTrial(name, kind, *self._alone(name, names), names)
+            self.add(probes=(*self.study.probes, trained(f"{name} low", trial, gradients=True)))
         for more, (name, left) in enumerate(self._candidates()):
-            one = LayerTrial(name, "", self.low.precision, self._map_of(left), left)
+            trial = LayerTrial(name, "", self.low.precision, self._map_of(left), left)
             gradients = more == 0 or self.study.gradient_tolerance is not None
-            self.add(candidates=(*self.study.candidates, trained(name, one, gradients, more)))
+            self.add(candidates=(*self.study.candidates, trained(name, trial, gradients, more)))
             if self.study.keeps(self.study.candidates[-1]):
                 return
 

@@ -96,10 +96,10 @@ class Study:
 
         None without a loss.
         """
-        wanted, found = self.baseline.loss, trial.loss
-        if wanted is None or found is None:
+        wanted, loss = self.baseline.loss, trial.loss
+        if wanted is None or loss is None:
             return None
-        more = found - wanted
+        more = loss - wanted
         return more / abs(wanted) if wanted else math.copysign(math.inf, more) if more else 0.0
 
     @property
@@ -155,7 +155,7 @@ class Study:
         other: the root of the sum of their squares. Groups without any are left out."""
         errors = {probe.name: probe.gradient_error for probe in self.probes if probe.gradient_error is not None}
         known = {group: [errors[name] for name in names if name in errors] for group, names in groups.items()}
-        return {group: math.hypot(*found) for group, found in known.items() if found}
+        return {group: math.hypot(*group_errors) for group, group_errors in known.items() if group_errors}
 
 
 def last_of(steps: int) -> int:
@@ -177,29 +177,29 @@ def map_of(layers: Sequence[Layer], low: Collection[str], modes: tuple[str, str]
 
 def shortened(layers: Sequence[Layer], wanted: Mapping[str, str], usual: Mapping[str, str]) -> PrecisionMap:
     """A map by kinds and prefixes of names where they say the same as names; nothing for what is usual."""
-    found: dict[str, str] = {}
+    keys: dict[str, str] = {}
     for kind in dict.fromkeys(layer.kind for layer in layers):
-        _enter(found, kind, [layer.name for layer in layers if layer.kind == kind], wanted, usual)
+        _enter(keys, kind, [layer.name for layer in layers if layer.kind == kind], wanted, usual)
     # Front parts of names that several layers share, the shortest first.
     names = [layer.name.split(".") for layer in layers]
     counts = Counter(".".join(words[:length]) for words in names for length in range(1, len(words)))
     for front in sorted((front for front, count in counts.items() if count > 1), key=lambda front: front.count(".")):
         inside = [layer.name for layer in layers if layer.name == front or layer.name.startswith(f"{front}.")]
-        if not all(_said(layers, found, usual)[name] == wanted[name] for name in inside):
-            _enter(found, front, inside, wanted, usual)
+        if not all(_said(layers, keys, usual)[name] == wanted[name] for name in inside):
+            _enter(keys, front, inside, wanted, usual)
     # A layer's name may be another one's kind: what it says there is mended by that one's name.
-    while wrong := [name for name, mode in _said(layers, found, usual).items() if mode != wanted[name]]:
-        found.update({name: wanted[name] for name in wrong})
-    return tuple(found.items())
+    while wrong := [name for name, mode in _said(layers, keys, usual).items() if mode != wanted[name]]:
+        keys.update({name: wanted[name] for name in wrong})
+    return tuple(keys.items())
 
 
 def _enter(
-    found: dict[str, str], key: str, names: Sequence[str], wanted: Mapping[str, str], usual: Mapping[str, str]
+    keys: dict[str, str], key: str, names: Sequence[str], wanted: Mapping[str, str], usual: Mapping[str, str]
 ) -> None:
     """Take a key where all its layers want the same, and something else than they have anyway."""
     modes = {wanted[name] for name in names}
     if len(modes) == 1 and any(wanted[name] != usual[name] for name in names):
-        found[key] = modes.pop()
+        keys[key] = modes.pop()
 
 
 def _said(layers: Sequence[Layer], found: Mapping[str, str], usual: Mapping[str, str]) -> dict[str, str]:
@@ -217,8 +217,8 @@ def value_of(study: Study) -> dict[str, Any]:
     for part in ("draws", "probes", "candidates"):
         document[part] = [_told(study, one) for one in getattr(study, part)]
     document["ranking"] = [trial.name for trial in study.ranking]
-    found = study.suggested
-    document["suggested"] = None if found is None else as_words(found.precision_map)
+    suggested = study.suggested
+    document["suggested"] = None if suggested is None else as_words(suggested.precision_map)
     return document
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,8 @@ import pytest
 from fp8bench.errors import UnknownName
 from fp8bench.features.ablate.kind import AblationKind
 from fp8bench.features.ablate.run import AblationQuestion, options_of, planned_arms
-from fp8bench.features.ablate.savings import Savings, seconds_of
 from fp8bench.features.ablate.values import AblatedArm, AblatedOption, Ablation, arms_of
-from fp8bench.features.ablate.view import rows_of, sentences, value_of
+from fp8bench.features.ablate.view import Savings, rows_of, seconds_of, sentences, value_of
 from fp8bench.model import Interval, Level, Request
 from fp8bench.model.codec import decode, encode
 from tests.commands import Say, unfolded
@@ -50,17 +50,10 @@ def ablation(
         arms.append(AblatedArm(options, "/".join(options) or "none", rounds=tuple(seconds.tolist())))
     control = additive(()) * common * (1 + 0.01 * draw.gamma(1.0, size=rounds))
     options = tuple(AblatedOption(name, axis=name, on="yes", off="no") for name in NAMES)
+    seconds = tuple(control.tolist())
     return Ablation(
-        "planted",
-        (),
-        "cpu",
-        "a machine",
-        "fp32",
-        options,
-        tuple(arms),
-        control=tuple(control.tolist()),
-        shapley=shapley,
-    )
+        "planted", (), "cpu", "a machine", "fp32", options, tuple(arms), control=seconds, shapley=shapley
+    )  # fmt: skip
 
 
 def holds(interval: Interval | None, truth: float) -> bool:
@@ -74,17 +67,27 @@ def test_arms_are_three_times_the_options_less_one() -> None:
     assert next(arms_of(NAMES, False)) == () and len(set(arms_of(NAMES, True))) == 8
 
 
-def test_a_layout_is_an_option_of_images() -> None:
-    """Its arms differ in it and in nothing else; with the precision it makes four."""
-    request = Request("vision", ("fp32",), ("cpu",), axes=(("model", ("resnet",)),))
-    question = AblationQuestion(request, ("channels_last", "bf16"))
+@for_each(
+    ("suite", "options", "axis", "values"),
+    [
+        ("vision", ("channels_last", "bf16"), "layout", ("contiguous", "channels_last")),
+        ("decode", ("static-kv", "bf16"), "static", ("no", None)),
+        ("transformer", ("fused-optimizer", "bf16"), "fused", ("no", None)),
+    ],
+)
+def test_a_named_option_sets_its_axis_alone(
+    suite: str, options: tuple[str, ...], axis: str, values: tuple[str | None, ...]
+) -> None:
+    """Its arms differ in it and in nothing else; with the precision it makes four. What is usual is not said."""
+    axes = {"vision": (("model", ("resnet",)),), "decode": (("size", ("nano",)), ("context", ("64",)))}
+    question = AblationQuestion(Request(suite, ("fp32",), ("cpu",), axes=axes.get(suite, ())), options)
     arms = planned_arms(question, options_of(question, CPU), (CPU,), None)
-    assert [(arm.case.param("layout"), arm.case.precision) for arm in arms.values()] == [
-        ("contiguous", "fp32"), ("channels_last", "fp32"), ("contiguous", "bf16"), ("channels_last", "bf16"),
-    ]  # fmt: skip
-    assert len({tuple(pair for pair in arm.case.params if pair[0] != "layout") for arm in arms.values()}) == 1
-    with pytest.raises(UnknownName, match="channels_last"):
-        options_of(AblationQuestion(Request("gemm"), ("channels_last", "bf16")), CPU)
+    assert [(dict(arm.case.params).get(axis), arm.case.precision) for arm in arms.values()] == [
+        (value, precision) for precision in ("fp32", "bf16") for value in values
+    ]
+    assert len({tuple(pair for pair in arm.case.params if pair[0] != axis) for arm in arms.values()}) == 1
+    with pytest.raises(UnknownName, match=options[0]):
+        options_of(AblationQuestion(Request("gemm"), options), CPU)
 
 
 def test_additive_costs_come_out_additive() -> None:
@@ -99,9 +102,7 @@ def test_additive_costs_come_out_additive() -> None:
         for name, saved in SAVES.items():
             for ask in (savings.alone, savings.cumulative, savings.left_out):
                 inside, calls = inside + holds(ask(name), scale * saved), calls + 1
-        assert holds(Savings(known).interaction(), 0.0) and all(
-            holds(Savings(known).beside(name), 0.0) for name in NAMES
-        )
+        assert holds(savings.interaction(), 0.0) and all(holds(savings.beside(name), 0.0) for name in NAMES)
         assert any("additive within these rounds" in sentence for sentence in sentences(known))
     assert calls >= 40 and inside == calls
 
@@ -110,19 +111,17 @@ def test_options_that_need_one_another_come_out_so() -> None:
     for seed in range(10):
         known = ablation(interacting, seed)
         savings = Savings(known)
-        assert (
-            not holds(savings.interaction(), 0.0)
-            and not holds(savings.beside("b"), 0.0)
-            and holds(savings.beside("c"), 0.0)
-        )
-        told = list(sentences(known))
-        assert any(sentence.startswith("they need one another") for sentence in told)
-        assert any(sentence.startswith("b needs another") for sentence in told)
+        assert not holds(savings.interaction(), 0.0) and not holds(savings.beside("b"), 0.0)
+        assert holds(savings.beside("c"), 0.0)
+        told = "; ".join(sentences(known))
+        assert "they need one another" in told and "b needs another" in told
         assert holds(savings.alone("b"), 0.0) and not holds(savings.left_out("b"), 0.0)
 
 
-def test_shares_by_shapley_add_up_to_the_whole_bit_by_bit_of_an_oracle() -> None:
+def test_shares_by_shapley_add_up_to_the_whole_and_are_an_oracles() -> None:
     known = ablation(interacting, shapley=True)
+    assert decode(Ablation, encode(known)) == known and rows_of(known)[0][0] == "arm" and len(rows_of(known)[1]) == 8
+    assert set(value_of(known)["saved"]["options"]) == set(NAMES)
     shares = [Savings(known).average(name) for name in NAMES]
     whole = Savings(known).saved((((), 1), (NAMES, -1)))
     assert whole is not None
@@ -136,23 +135,15 @@ def test_shares_by_shapley_add_up_to_the_whole_bit_by_bit_of_an_oracle() -> None
         assert share is not None and math.isclose(share.point, sum(gains) / len(gains), rel_tol=1e-9)
 
 
-def test_an_emulated_arm_has_no_saving_and_few_rounds_no_interval() -> None:
+def test_what_has_no_speed_has_no_saving_and_few_rounds_no_interval() -> None:
+    """Emulated arms; and none at all, where the first one has none."""
     known = ablation(additive)
-    emulated = [
-        AblatedArm(arm.options, arm.case, Level.EMULATED if "a" in arm.options else arm.level, rounds=arm.rounds)
-        for arm in known.arms
-    ]
-    low = Ablation(**{**vars(known), "arms": tuple(emulated)})
-    assert (
-        Savings(low).alone("a") is None and Savings(low).left_out("b") is None and Savings(low).alone("b") is not None
-    )
-    assert any("no speed" in sentence for sentence in sentences(low))
+    emulated = (replace(arm, level=Level.EMULATED) if "a" in arm.options else arm for arm in known.arms)
+    low = replace(known, arms=tuple(emulated))
+    assert Savings(low).alone("a") is None and Savings(low).left_out("b") is None
+    assert Savings(low).alone("b") is not None and any("no speed" in sentence for sentence in sentences(low))
     few = Savings(ablation(additive, rounds=10)).alone("a")
     assert few is not None and few.level == 0 and few.low < 2e-3 < few.high
-
-
-def test_without_a_speed_of_the_first_arm_there_is_none() -> None:
-    known = ablation(additive)
     for first in (replace(known.arms[0], level=Level.EMULATED), replace(known.arms[0], why="throttled")):
         none = replace(known, arms=(first, *known.arms[1:]))
         (told,) = sentences(none)
@@ -167,128 +158,91 @@ def test_no_word_within_the_noise_floor() -> None:
     assert ": not told apart" in next(iter(sentences(loud)))
 
 
-def test_it_is_kept_and_shown_as_it_was(tmp_path: Path) -> None:
-    known = ablation(interacting, shapley=True)
-    assert decode(Ablation, encode(known)) == known
-    columns, rows = rows_of(known)
-    assert len(list(rows)) == 8 and columns[0] == "arm"
-    assert set(value_of(known)["saved"]["options"]) == set(NAMES)
-    assert AblationKind().find("nothing", tmp_path) is None
-
-
 @for_each(
     ("words", "says"),
     [
-        (("transformer", "--options", "bf16"), "two or more"),
-        (("transformer", "--options", "bf16,fp16"), "precisions: a step has only one at a time"),
-        (("transformer", "--options", "batch=2,batch=4"), "values of batch"),
-        (("transformer", "--options", "bf16,compil"), "Did you mean 'compile'?"),
-        (("transformer", "--options", "bf16,batch=many"), "many"),
-        (("gemm", "--options", "bf16,product=backward"), "Choose: --set"),
-        (("nothing", "--options", "bf16,compile"), "unknown suite 'nothing'"),
+        ("transformer --options bf16", "two or more"),
+        ("transformer --options bf16,fp16", "precisions: a step has only one"),
+        ("transformer --options batch=2,batch=4", "values of batch"),
+        ("transformer --options bf16,compil", "Did you mean 'compile'?"),
+        ("transformer --options bf16,batch=many", "many"),
+        ("gemm --options bf16,product=backward", "Choose: --set"),
+        ("nothing --options bf16,compile", "unknown suite 'nothing'"),
     ],
 )
-def test_what_cannot_be_meant_is_a_sentence(words: tuple[str, ...], says: str, fp8bench: Say, tmp_path: Path) -> None:
-    code, out, err = fp8bench("ablate", *words, "--store", str(tmp_path / "store"))
+def test_what_cannot_be_meant_is_a_sentence(words: str, says: str, fp8bench: Say, tmp_path: Path) -> None:
+    code, out, err = fp8bench("ablate", *words.split(), "--no-isolation", "--store", str(tmp_path / "store"))
     assert (code, out) == (2, "") and says in unfolded(err)
     assert not (tmp_path / "store" / "ablations").exists()
 
 
-SKIPPED = """
-import torch
-from fp8bench.protocols.axes import one_of
-from fp8bench.suites import Axis, Work, Workload, workloads
-
-@workloads.register("skipping")
-class Skipping(Workload):
-    name, summary, dtypes = "skipping", "a product that an option leaves out", ("fp32",)
-
-    def axes(self, facts):
-        return tuple(Axis(name, "", ("no",), one_of("no", "yes")) for name in ("less", "other"))
-
-    def work(self, params):
-        return Work(tokens=64)
-
-    def prepare(self, setup):
-        return torch.randn(64, 64), 1 if setup.case.param("less") == "yes" else 2
-
-    def step(self, state, phase):
-        values, times = state
-        for _ in range(times):
-            with phase.gemm:
-                out = values @ values
-        return out
-"""
-
-
-@pytest.mark.slow
-def test_an_arm_that_does_less_has_no_speed_up(fp8bench: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FP8BENCH_TAPE", "recorded")
-    (tmp_path / "skipping.py").write_text(SKIPPED)
-    words = ("skipping", "--import", str(tmp_path / "skipping.py"), "--options", "less=yes,other=yes", "--rounds", "4")
-    with forgotten(tmp_path):
-        code, out, err = fp8bench("ablate", *words, "--json", "--store", str(tmp_path / "store"))
-    assert code == 0, err
-    arms = {tuple(arm["options"]): arm["why"] for arm in json.loads(out)["arms"]}
-    assert {options for options, why in arms.items() if "other work" in why} == {
-        ("less=yes",), ("less=yes", "other=yes")
-    }  # fmt: skip
-    assert json.loads(out)["saved"]["options"]["less=yes"]["alone"] is None
-
-
-PLANTED = """
+SUITE = """
 import time
+import torch
 from fp8bench.protocols.axes import one_of
 from fp8bench.suites import Axis, Work, Workload, workloads
 
 @workloads.register("planted")
 class Planted(Workload):
-    name, summary, dtypes = "planted", "waits as long as its options say", ("fp32",)
+    name, summary, dtypes = "planted", "does what its options say", ("fp32",)
 
     def axes(self, facts):
         return tuple(Axis(name, "", ("no",), one_of("no", "yes")) for name in ("first", "second"))
 
     def work(self, params):
-        return Work(tokens=1)
+        return Work(tokens=64)
 
     def prepare(self, setup):
-        on = [setup.case.param(name) == "yes" for name in ("first", "second")]
-        return 0.0008 - 0.0003 * on[0] - 0.0003 * (on[0] and on[1])
+        return (*(setup.case.param(name) == "yes" for name in ("first", "second")), torch.randn(64, 64))
 
     def step(self, state, phase):
-        until = time.perf_counter() + state
-        while time.perf_counter() < until:
-            pass
+        first, second, values = state
+        BODY
 """
+SKIPS = """for _ in range(1 if first else 2):
+            with phase.gemm:
+                values @ values"""
+WAITS = """until = time.perf_counter() + 0.0008 - 0.0003 * first - 0.0003 * (first and second)
+        while time.perf_counter() < until:
+            pass"""
+
+
+def ablated(fp8bench: Say, folder: Path, body: str, rounds: int) -> Any:
+    """What is said of a suite of two options whose step does this."""
+    (folder / "planted.py").write_text(SUITE.replace("BODY", body))
+    words = ("planted", "--import", str(folder / "planted.py"), "--options", "first=yes,second=yes")
+    with forgotten(folder):
+        code, out, err = fp8bench("ablate", *words, "--rounds", str(rounds), "--json", "--store", str(folder / "store"))
+    assert code == 0, err
+    return json.loads(out)
+
+
+@pytest.mark.slow
+def test_an_arm_that_does_less_has_no_speed_up(fp8bench: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FP8BENCH_TAPE", "recorded")
+    document = ablated(fp8bench, tmp_path, SKIPS, 4)
+    less = {tuple(arm["options"]) for arm in document["arms"] if "other work" in arm["why"]}
+    assert less == {("first=yes",), ("first=yes", "second=yes")}
+    assert document["saved"]["options"]["first=yes"]["alone"] is None
 
 
 @pytest.mark.slow
 def test_planted_waiting_is_found(fp8bench: Say, tmp_path: Path) -> None:
     """The second option works only beside the first: by a real run, of waiting shorter than a system's turns."""
-    (tmp_path / "planted.py").write_text(PLANTED)
-    words = ("planted", "--import", str(tmp_path / "planted.py"), "--options", "first=yes,second=yes", "--rounds", "24")
-    with forgotten(tmp_path):
-        code, out, err = fp8bench("ablate", *words, "--json", "--store", str(tmp_path / "store"))
-    assert code == 0, err
-    saved = json.loads(out)["saved"]["options"]
-    half = 0.15e-3
+    saved, half = ablated(fp8bench, tmp_path, WAITS, 24)["saved"]["options"], 0.15e-3
     assert saved["first=yes"]["alone"]["point"] > half > saved["second=yes"]["alone"]["point"]
     assert saved["second=yes"]["cumulative"]["point"] > half
     (path,) = (tmp_path / "store" / "ablations").glob("*/ablation.json")
+    assert AblationKind().find("nothing", tmp_path / "store") is None
     _, shown, _ = fp8bench("show", str(path), "--store", str(tmp_path / "store"))
     assert "second=yes" in shown and "left out" in shown
 
 
-@pytest.mark.slow
-def test_a_static_cache_and_a_fused_optimizer_are_options(fp8bench: Say, tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_a_static_cache_and_a_fused_optimizer_are_measured(fp8bench: Say, tmp_path: Path) -> None:
     """Without them a cache is copied in each step, and the optimizer takes several kernels."""
-    for suite, option, other, off in (
-        ("decode", "static-kv", "batch=2", "static=no"),
-        ("transformer", "fused-optimizer", "checkpointing", "fused=no"),
-    ):
-        words = (suite, "--options", f"{option},{other}", "--reference", "fp32", "--rounds", "2", "--json")
-        code, out, err = fp8bench("ablate", *words, "--store", str(tmp_path / "store"))
+    for words in ("decode --options static-kv,batch=2", "transformer --options fused-optimizer,checkpointing"):
+        more = ("--reference", "fp32", "--rounds", "2", "--json", "--store", str(tmp_path / "store"))
+        code, out, err = fp8bench("ablate", *words.split(), *more)
         assert code == 0, err
-        for arm in json.loads(out)["arms"]:
-            assert arm["rounds"] and not arm["why"], arm
-            assert (off in arm["case"]) == (option not in arm["options"])
+        assert all(arm["rounds"] and not arm["why"] for arm in json.loads(out)["arms"])

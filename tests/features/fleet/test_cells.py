@@ -11,7 +11,7 @@ import pytest
 
 from fp8bench import pipeline
 from fp8bench.errors import UsageError
-from fp8bench.features.fleet.work import work
+from fp8bench.features.fleet.engines import work
 from fp8bench.files import locked
 from fp8bench.jobs.cells import cut, measured
 from fp8bench.model import Request, Run
@@ -24,16 +24,24 @@ from fp8bench.store.runs.run_file import load_run, load_sheet
 from tests.counts import for_each
 from tests.older import changed_document, without_sums
 
-QUIET = SilentObserver()
+pytestmark = pytest.mark.usefixtures("short_slots")
 
 
 @pytest.fixture(scope="module")
 def plan() -> FleetPlan:
     """Two cells that take no time."""
-    request = Request(
-        "gemm", ("fp32",), quick=True, rounds=2, energy=False, isolation=False, axes=(("shape", ("16", "32")),)
-    )
+    axes = (("shape", ("16", "32")),)
+    request = Request("gemm", ("fp32",), quick=True, rounds=2, energy=False, isolation=False, axes=axes)
     return cut(request, *pipeline.plan_only(request, Path()), "")
+
+
+def measure(plan: FleetPlan, number: int, store: Path) -> tuple[bool, Run]:
+    return measured(plan, number, store, SilentObserver(), "")
+
+
+def attempt(plan: FleetPlan, number: int, store: Path, code: int) -> int:
+    note(plan, number, store, Attempt("host", 1, "2026-01-05T12:00:00+00:00", 3.0, code))
+    return code
 
 
 def of(plan: FleetPlan, store: Path) -> list[str]:
@@ -42,37 +50,32 @@ def of(plan: FleetPlan, store: Path) -> list[str]:
 
 def test_a_cell_is_measured_once(plan: FleetPlan, tmp_path: Path) -> None:
     """Its run holds that group alone, and says which cell it is; the other cell is not touched."""
-    now, run = measured(plan, 1, tmp_path, QUIET, "")
+    now, run = measure(plan, 1, tmp_path)
     assert now and run.finished and run.cell == f"{plan.id}/1" and run.origin == "fleet" and run.bits
     assert run.clock_ahead is not None and abs(run.clock_ahead) < 1.0
     assert {record.case.setting for record in run.records} == {plan.cells[1].setting}
     before = Path(run.path).read_bytes()
-    now, again = measured(plan, 1, tmp_path, QUIET, "")
+    now, again = measure(plan, 1, tmp_path)
     assert not now and again.id == run.id and Path(run.path).read_bytes() == before
-    assert of(plan, tmp_path) == ["waiting", "done"]
-    assert states_of(plan, tmp_path)[1].run == run.id
-    assert [one.number for one in states_of(plan, tmp_path, but={1})] == [0]
+    assert of(plan, tmp_path) == ["waiting", "done"] and states_of(plan, tmp_path)[1].run == run.id
+    assert [state.number for state in states_of(plan, tmp_path, but={1})] == [0]
 
 
 def test_a_worker_reads_a_run_that_is_whole_once(
     plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else each cell would take longer than the one before it."""
-    _, run = measured(plan, 1, tmp_path, QUIET, "")
-    read: list[Path] = []
+    whole, read = measure(plan, 1, tmp_path)[1], list[Path]()
 
     def reads(path: Path) -> tuple[Run, FileLines]:
         read.append(path)
         return load_sheet(path)
 
-    def fails(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
-        note(plan, number, store, Attempt("host", 1, "2026-01-05T12:00:00+00:00", 3.0, 2))
-        return 2
-
     monkeypatch.setattr("fp8bench.store.fleet_plans.load_sheet", reads)
-    monkeypatch.setattr("fp8bench.features.fleet.work._measure", fails)
+    fails = lambda plan, file, number, store: attempt(plan, number, store, 2)  # noqa: E731
+    monkeypatch.setattr("fp8bench.features.fleet.engines._measure", fails)
     assert work(plan, tmp_path / "p.json", tmp_path, False, lambda state: None) == ({0: 2}, {})
-    assert read == [Path(run.path)]
+    assert read == [Path(whole.path)]
 
 
 def test_a_device_whose_bits_fail_is_measured_all_the_same(
@@ -82,24 +85,24 @@ def test_a_device_whose_bits_fail_is_measured_all_the_same(
         raise ValueError("no bits")
 
     monkeypatch.setattr("fp8bench.worker.bits.bits_of", fails)
-    _, run = measured(plan, 1, tmp_path, QUIET, "")
+    _, run = measure(plan, 1, tmp_path)
     assert run.finished and run.bits == ()
 
 
 def test_one_that_was_cut_off_is_resumed(plan: FleetPlan, tmp_path: Path) -> None:
     """And is the same run then; where machine or software differ a new one is begun beside it."""
-    _, run = measured(plan, 0, tmp_path, QUIET, "")
+    _, run = measure(plan, 0, tmp_path)
     path = Path(run.path)
     head = path.read_bytes().splitlines(keepends=True)[0]
     path.write_bytes(head)
     assert of(plan, tmp_path)[0] == "begun"
-    now, resumed = measured(plan, 0, tmp_path, QUIET, "")
+    now, resumed = measure(plan, 0, tmp_path)
     assert now and resumed.id == run.id and resumed.finished and len(resumed.resumptions) == 1
     other = json.loads(without_sums(head))
     other["header"]["environment"]["facts"]["machine"] = "elsewhere"
     path.write_text(json.dumps(other) + "\n")
-    now, anew = measured(plan, 0, tmp_path, QUIET, "")
-    assert now and anew.id != run.id and anew.finished and not load_run(path).finished
+    now, anew = measure(plan, 0, tmp_path)
+    assert now and anew.id != resumed.id and anew.finished and not load_run(path).finished
     assert of(plan, tmp_path)[0] == "done"
 
 
@@ -107,10 +110,10 @@ def test_two_do_not_measure_a_cell_at_a_time(plan: FleetPlan, tmp_path: Path) ->
     with locked(folder_of(plan, 0, tmp_path), 0):
         assert of(plan, tmp_path) == ["running", "waiting"]
         with pytest.raises(UsageError, match=f"another process is measuring cell {plan.id}/0"):
-            measured(plan, 0, tmp_path, QUIET, "")
+            measure(plan, 0, tmp_path)
     assert of(plan, tmp_path) == ["waiting", "waiting"]
     with pytest.raises(UsageError, match="cell 2 is not one of 0 to 1"):
-        measured(plan, 2, tmp_path, QUIET, "")
+        measure(plan, 2, tmp_path)
 
 
 def test_what_failed_says_why_and_waits_for_retry(
@@ -118,23 +121,22 @@ def test_what_failed_says_why_and_waits_for_retry(
 ) -> None:
     """Each is tried once by a worker; what another one has claimed is left to it."""
     begun: list[int] = []
-    codes = {0: 2, 1: 0}
 
     def ends(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
-        code = codes[number]
-        (folder_of(plan, number, store) / OUTPUT).write_text("\nfp8bench: no such device.\n" if code else "")
-        note(plan, number, store, Attempt("host", 1, "2026-01-05T12:00:00+00:00", 3.0, code))
-        return code
+        (folder_of(plan, number, store) / OUTPUT).write_text("" if number else "\nfp8bench: no such device.\n")
+        return attempt(plan, number, store, 0 if number else 2)
 
-    monkeypatch.setattr("fp8bench.features.fleet.work._measure", ends)
-    told = lambda state: begun.append(state.number)  # noqa: E731
-    assert work(plan, tmp_path / "p.json", tmp_path, False, told) == ({0: 2, 1: 0}, {}) and begun == [0, 1]
+    def worked(retry: bool) -> tuple[dict[int, int], dict[int, str]]:
+        return work(plan, tmp_path / "p.json", tmp_path, retry, lambda state: begun.append(state.number))
+
+    monkeypatch.setattr("fp8bench.features.fleet.engines._measure", ends)
+    assert worked(False) == ({0: 2, 1: 0}, {}) and begun == [0, 1]
     failed, waiting = states_of(plan, tmp_path)
     assert failed.status is CellStatus.FAILED and failed.why == "no such device." and len(failed.attempts) == 1
     assert waiting.status is CellStatus.WAITING  # it ended well, and left no run
-    assert work(plan, tmp_path / "p.json", tmp_path, True, told)[0][0] == 2 and len(begun) == 4
+    assert worked(True)[0][0] == 2 and len(begun) == 4
     with locked(folder_of(plan, 0, tmp_path) / "claim", 0), locked(folder_of(plan, 1, tmp_path) / "claim", 0):
-        done, left = work(plan, tmp_path / "p.json", tmp_path, True, told)
+        done, left = worked(True)
         assert not done and set(left) == {0, 1} and "another process is measuring" in left[0]
     with (folder_of(plan, 0, tmp_path) / "attempts.jsonl").open("a") as file:
         file.write('{"host": "cut o')
@@ -170,25 +172,24 @@ def test_what_is_damaged_is_a_state_of_its_cell(
 ) -> None:
     """The others are measured all the same; one of which no more than notes are damaged is done once it has a run."""
     if words.startswith("line"):
-        measured(plan, 0, tmp_path, QUIET, "")
+        measure(plan, 0, tmp_path)
     break_(folder_of(plan, 0, tmp_path), tmp_path)
     damaged, waiting = states_of(plan, tmp_path)
     assert damaged.status is CellStatus.DAMAGED and words in "; ".join(damaged.damage)
     assert waiting.status is CellStatus.WAITING and not waiting.damage
 
     def ends(words: Sequence[str], output: IO[bytes], environment: Mapping[str, str]) -> int:
-        measured(plan, int(words[words.index("--cell") + 1]), tmp_path, QUIET, "")
+        measure(plan, int(words[words.index("--cell") + 1]), tmp_path)
         return 0
 
-    monkeypatch.setattr("fp8bench.features.fleet.work.tied", lambda *given: given)
-    monkeypatch.setattr("fp8bench.features.fleet.work.ended", lambda given: ends(*given))
+    monkeypatch.setattr("fp8bench.features.fleet.engines.tied", lambda *given: given)
+    monkeypatch.setattr("fp8bench.features.fleet.engines.ended", lambda given: ends(*given))
     done, left = work(plan, tmp_path / "p.json", tmp_path, False, lambda state: None)
     mended, other = states_of(plan, tmp_path)
     assert other.status is CellStatus.DONE and 1 in done
     kept_out = words in (f"{OUTPUT} is no file", "is no folder")
-    assert mended.status is (CellStatus.DAMAGED if kept_out else CellStatus.DONE)
+    assert mended.status is (CellStatus.DAMAGED if kept_out else CellStatus.DONE) and mended.damage
     assert kept_out == (0 in left and 0 not in done) or words == "Is a directory"
-    assert mended.damage
 
 
 def test_a_plan_is_read_back_and_nonsense_is_none(plan: FleetPlan, tmp_path: Path) -> None:
@@ -196,23 +197,24 @@ def test_a_plan_is_read_back_and_nonsense_is_none(plan: FleetPlan, tmp_path: Pat
     write_plan(plan, file)
     assert read_plan(file) == plan
     whole = json.dumps(changed_document(file), indent=1) + "\n"
+    fleet = json.loads(whole)["fleet"]
     for text, words in (
         (file.read_text().replace('"rounds": 2', '"rounds": 3'), "its checksum is not that of what it says"),
         ("", "is no plan of a fleet"),
         ("[1]", "is no plan of a fleet"),
         ("[" * 50_000, "is no plan of a fleet"),
-        (whole.replace('"schema": 1', '"schema": 9'), "schema 9; this fp8bench reads 1"),
+        (whole.replace('"schema": 1', '"schema": 9'), "schema 9"),
         (whole.replace('"rounds": 2', '"rounds": -2'), "rounds must be a whole number"),
         (whole[: len(whole) // 2], "is no plan of a fleet"),
         (whole.replace(plan.id, "../../outside"), "not of letters and digits"),
         (whole.replace(plan.created, "yesterday"), "no moment with a time zone"),
         (whole.replace(plan.created, plan.created[:19]), "no moment with a time zone"),
-        (json.dumps({"schema": 1, "fleet": {**json.loads(whole)["fleet"], "cells": []}}), "it has no cells"),
-        (json.dumps({"schema": 1, "fleet": {**encode(plan), "cells": 2 * encode(plan.cells)}}), "twice"),
-        (whole.replace('"gpus": 0', '"gpus": -4'), "a cell needs -4 GPUs, expected 0 or more"),
-        (whole.replace('"rounds": 2', '"rounds": "many"'), "expected int or null, found 'many'"),
-        (whole.replace('"request": {', '"asked": {'), "FleetPlan: the field 'request' is missing"),
-        (whole.replace('"fleet": {', '"plan": {'), "it has no fields 'schema' and 'fleet'"),
+        (json.dumps({"schema": 1, "fleet": {**fleet, "cells": []}}), "it has no cells"),
+        (json.dumps({"schema": 1, "fleet": {**fleet, "cells": 2 * encode(plan.cells)}}), "twice"),
+        (whole.replace('"gpus": 0', '"gpus": -4'), "needs -4 GPUs"),
+        (whole.replace('"rounds": 2', '"rounds": "many"'), "found 'many'"),
+        (whole.replace('"request": {', '"asked": {'), "the field 'request' is missing"),
+        (whole.replace('"fleet": {', '"plan": {'), "it has no fields"),
     ):
         file.write_text(text)
         with pytest.raises(UsageError, match=words):

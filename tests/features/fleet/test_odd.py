@@ -10,8 +10,7 @@ import math
 import numpy as np
 import pytest
 
-from fp8bench.features.fleet.machines import Deviation, MachineRun
-from fp8bench.features.fleet.odd import FALSE_ALARMS, LEAST_CHANGE, critical, deviations, seen_from
+from fp8bench.features.fleet.machines import FALSE_ALARMS, LEAST_CHANGE, Deviation, MachineRun, deviations, seen_from
 from fp8bench.features.fleet.report import of_coverage
 from tests.counts import for_each
 
@@ -20,18 +19,18 @@ def fleet(
     random: np.random.Generator, machines: int, cases: int, spread: float, **odd: float
 ) -> dict[str, dict[str, float]]:
     """Times of honest machines: each is a little slow or fast in all it does, and in each case; `odd` are factors."""
-    own = random.normal(0, spread, machines)
-    times = {}
-    for case in range(cases):
-        logs = own + random.normal(0, spread, machines)
-        times[f"case {case}"] = {
-            f"m{number}": math.exp(log) * (1 + case) * odd.get(f"m{number}", 1.0) for number, log in enumerate(logs)
+    logs = random.normal(0, spread, (1 + cases, machines))
+    return {
+        f"case {case}": {
+            f"m{number}": math.exp(log) * (1 + case) * odd.get(f"m{number}", 1.0)
+            for number, log in enumerate(logs[0] + logs[1 + case])
         }
-    return times
+        for case in range(cases)
+    }
 
 
 def odd(times: dict[str, dict[str, float]]) -> list[Deviation]:
-    return [one for by_machine in deviations(times).values() for one in by_machine.values() if one.odd]
+    return [own for by_machine in deviations(times).values() for own in by_machine.values() if own.odd]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def test_honest_fleets_are_left_alone_as_often_as_is_said(machines: int, reports
 def test_what_is_slow_is_named_and_nobody_else(machines: int, slow: tuple[str, ...]) -> None:
     """Three of eight do not hide each other."""
     times = fleet(np.random.default_rng(1), machines, 5, 0.01, **dict.fromkeys(slow, 2.0))
-    assert {one.machine for one in odd(times) if not one.case} == set(slow)
+    assert {own.machine for own in odd(times) if not own.case} == set(slow)
     assert seen_from(times) is not None
 
 
@@ -65,26 +64,16 @@ def test_too_few_and_too_alike() -> None:
     equal = {"a": dict.fromkeys("wxyz", 1.0)}
     assert not odd(equal) and seen_from(equal) == LEAST_CHANGE
     assert not odd({"a": {**equal["a"], "z": 1 + LEAST_CHANGE / 2}})
-    assert {one.machine for one in odd({"a": {**equal["a"], "z": 2.0}})} == {"z"}
-
-
-def test_rarer_is_farther() -> None:
-    """Past what was simulated too; and a machine among many stands out sooner than among few."""
-    for machines in (4, 9, 30):
-        limits = [critical(machines, rate) for rate in (0.1, 0.01, 0.001, 1e-4, 1e-6)]
-        assert limits == sorted(limits) and limits[0] < limits[-1]
-    assert critical(30, 0.005) < critical(8, 0.005) < critical(4, 0.005)
-
-
-def seen(machine: str, *whole: str) -> MachineRun:
-    """A run that says nothing but which settings it has."""
-    return MachineRun(machine, machine, "", (), 0.0, None, (), (), whole, (), {}, {}, {}, ())
+    assert {own.machine for own in odd({"a": {**equal["a"], "z": 2.0}})} == {"z"}
 
 
 def test_cells_that_are_missing_are_named_in_the_order_of_the_runs() -> None:
     """Not in that of a set, which is another in every process."""
     settings = [f"setting {number}" for number in range(12)]
-    runs = [seen("one", *settings), seen("two", *settings), seen("three", settings[0])]
+    runs = [
+        MachineRun(machine, machine, "", (), 0.0, None, (), (), tuple(whole), (), {}, {}, {}, ())
+        for machine, whole in (("one", settings), ("two", settings), ("three", settings[:1]))
+    ]
     (alarm,) = of_coverage(runs, ())
     assert alarm.machine == "three"
     assert alarm.words.endswith(f"are missing: {', '.join(settings[1:5])} and 7 more")

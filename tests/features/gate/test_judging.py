@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import false_discovery_control
 
-from fp8bench.analysis.steps.change_points import PieceLevel, least_step
-from fp8bench.analysis.steps.change_points import LEAST_SPREAD
+from fp8bench.analysis.steps.change_points import LEAST_SPREAD, PieceLevel, least_step
 from fp8bench.features.duel.values import Session
 from fp8bench.features.duel.verdicts import compared
 from fp8bench.features.gate.judging import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from fp8bench.errors import UsageError
 from fp8bench.features.infer.fits import LineDraws, crossing_of, line_of
-from fp8bench.features.infer.job import HELD_OUT, SHIPPED, WEIGHTS, WINDOW, held_out_text, layer_arms
+from fp8bench.features.infer.job import SHIPPED, WEIGHTS, WINDOW, held_out_text, layer_arms
 from fp8bench.features.infer.quality import RANDOM_WEIGHTS, _decoder, _predicted, quality_of, weights_in
 from fp8bench.features.infer.values import (
     ArmTimes,
@@ -33,23 +32,22 @@ from fp8bench.nn.served import OWN, Arm, served_shapes, served_support
 from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.registry import precisions, workloads
 from fp8bench.report.terminal.layout import render
-from suites.inference_fixture import HELD_OUT as NOT_TRAINED_ON
 from tests.commands import Say
 from tests.counts import for_each, sampled
 from tests.workloads.steps import CPU
 
-CONTEXTS = (128, 512, 1024, 2048)
+CONTEXTS, MODELS = (128, 512, 1024, 2048), "tests.nn.served_models"
 
 
 def test_words_of_arms_and_back() -> None:
-    for word in (
+    for word in [
         "bf16",
         "kv=fp8",
         "kv=fp8@0-1=bf16",
         "weights=int8",
         "kv=nvfp4+weights=int4",
         "weights=fp8+activations=low",
-    ):
+    ]:
         arm = arm_in_words(word, "bf16")
         assert word_of(arm, "bf16") == word
         assert precisions.canonical(dtype_of(arm)) == dtype_of(arm)
@@ -74,15 +72,11 @@ def test_words_of_arms_and_back() -> None:
     ],
 )  # fmt: skip
 def test_who_has_a_kernel(dtype: str, level: Level, words: str) -> None:
-    params = {"size": "nano", "kv": OWN, "weights": OWN}
-    support = served_support(params, precisions.get(dtype), CPU)
+    support = served_support({"size": "nano", "kv": OWN, "weights": OWN}, precisions.get(dtype), CPU)
     assert support.level is level and words in support.reason
-
-
-def test_an_axis_and_a_dtype_that_both_say_it_are_refused() -> None:
-    params = {"size": "nano", "kv": "fp8", "weights": OWN}
-    assert "say it again" in served_support(params, precisions.get("served:kv=bf16"), CPU).reason
-    assert served_support(params, precisions.get("fp32"), CPU).level is Level.EMULATED
+    both = {"size": "nano", "kv": "fp8", "weights": OWN}  # an axis and a dtype that say the same
+    assert "say it again" in served_support(both, precisions.get("served:kv=bf16"), CPU).reason
+    assert served_support(both, precisions.get("fp32"), CPU).level is Level.EMULATED
 
 
 def test_every_arm_does_the_same_work() -> None:
@@ -96,14 +90,15 @@ def test_every_arm_does_the_same_work() -> None:
         workload.expand({"size": "gpt2", "batch": 1, "context": 1025, "kv": OWN, "weights": OWN})
 
 
+def noisy(random: np.random.Generator, rounds: int, spread: float) -> np.ndarray:
+    """Noise that mostly adds."""
+    return abs(random.normal(0, spread / 2, rounds)) + random.lognormal(0, spread, rounds)
+
+
 def swept(seed: int, rounds: int, spread: float, a: float, b: float) -> dict[int, tuple[float, ...]]:
-    """Rounds of a line under noise that mostly adds."""
+    """Rounds of a line."""
     random = np.random.default_rng(seed)
-    noise = {
-        context: 1 + abs(random.normal(0, spread / 2, rounds)) + random.lognormal(0, spread, rounds) - 1
-        for context in CONTEXTS
-    }
-    return {context: tuple(((a + b * context) * noise[context]).tolist()) for context in CONTEXTS}
+    return {context: tuple(((a + b * context) * noisy(random, rounds, spread)).tolist()) for context in CONTEXTS}
 
 
 def fitted(seed: int, rounds: int, spread: float, a: float, b: float) -> LineDraws:
@@ -112,11 +107,14 @@ def fitted(seed: int, rounds: int, spread: float, a: float, b: float) -> LineDra
     return line
 
 
-def covered(sweeps: int, rounds: int, spread: float) -> tuple[float, float, float]:
+@pytest.mark.parametrize(
+    ("rounds", "spread", "sweeps", "least"),
+    [(10, 0.02, 60, 0.93), pytest.param(10, 0.01, 200, 0.95, marks=pytest.mark.slow),
+     *sampled([], [(10, 0.05, 200, 0.95), (24, 0.01, 200, 0.95), (24, 0.05, 200, 0.95)])],
+)  # fmt: skip
+def test_intervals_hold_the_truth(rounds: int, spread: float, sweeps: int, least: float) -> None:
     """How often a, b and the crossing at 800 tokens lie in their intervals; 'no crossing' claims nothing."""
-    random = np.random.default_rng(99)
-    many = 1 + abs(random.normal(0, spread / 2, 400_000)) + random.lognormal(0, spread, 400_000) - 1
-    fast = np.sort(many)[:100_000].mean()
+    fast = np.sort(noisy(np.random.default_rng(99), 400_000, spread))[:100_000].mean()
     held = np.zeros(3)
     for sweep in range(sweeps):
         line, other = fitted(2 * sweep, rounds, spread, 1e-3, 6e-7), fitted(2 * sweep + 1, rounds, spread, 8e-4, 8.5e-7)
@@ -124,18 +122,7 @@ def covered(sweeps: int, rounds: int, spread: float) -> tuple[float, float, floa
         for place, (interval, true) in enumerate(((line.line.a, 1e-3), (line.line.b, 6e-7))):
             held[place] += interval.low <= true * fast <= interval.high
         held[2] += crossing.at is None or crossing.low <= 800 <= crossing.high
-    a, b, at = held / sweeps
-    return float(a), float(b), float(at)
-
-
-def test_intervals_hold_the_truth() -> None:
-    assert min(covered(60, 10, 0.02)) >= 0.93
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rounds", "spread"), [(10, 0.01), *sampled([], [(10, 0.05), (24, 0.01), (24, 0.05)])])
-def test_intervals_hold_the_truth_in_200_sweeps(rounds: int, spread: float) -> None:
-    assert min(covered(200, rounds, spread)) >= 0.95
+    assert (held / sweeps).min() >= least
 
 
 def test_a_crossing_is_claimed_of_no_curve() -> None:
@@ -144,9 +131,7 @@ def test_a_crossing_is_claimed_of_no_curve() -> None:
     for seed in range(20):
         straight = swept(2 * seed, 24, 0.01, 1e-3, 6e-7)
         curved = swept(2 * seed + 1, 24, 0.01, 9.9e-4, 6e-7)
-        leaps = {
-            context: tuple(1.3 * one for one in times) if context > 1024 else times for context, times in curved.items()
-        }
+        leaps = {context: np.multiply(1 + 0.3 * (context > 1024), times) for context, times in curved.items()}
         crossing = crossing_of(*(line for line in map(line_of, (leaps, straight)) if line is not None), CONTEXTS)
         assert crossing.at is None or crossing.low <= 1024 < crossing.high, seed
 
@@ -160,12 +145,8 @@ def test_crossings_are_told_where_there_are_any() -> None:
         assert crossing.low < 800 < crossing.high and crossing.high < 2 * crossing.low
     slower = crossing_of(fitted(4, 24, 0.01, 1.2e-3, 9e-7), reference, CONTEXTS)
     assert slower.at is None and slower.faster == (False, False)
-    same = crossing_of(fitted(5, 24, 0.01, 1e-3, 6e-7), reference, CONTEXTS)
-    assert same.at is None
-    beyond = crossing_of(
-        fitted(6, 24, 0.01, 2e-3, 5e-7), reference, CONTEXTS
-    )  # at 10,000: not within what was measured
-    assert beyond.at is None
+    for seed, a, b in ((5, 1e-3, 6e-7), (6, 2e-3, 5e-7)):  # the same, and at 10,000: not within what was measured
+        assert crossing_of(fitted(seed, 24, 0.01, a, b), reference, CONTEXTS).at is None
     assert line_of(dict.fromkeys(CONTEXTS[:3], (1e-3,) * 10)) is None
 
 
@@ -188,14 +169,9 @@ def found() -> Quality:
 def test_the_shipped_model_is_trained_and_its_text_held_out(found: Quality) -> None:
     """Chance would be a perplexity of 128; other weights in one place are seen at once."""
     assert not found.caution and found.perplexity < 7
-    assert HELD_OUT == NOT_TRAINED_ON
-    assert WEIGHTS.stat().st_size < 400_000
-    assert all(len(window) == WINDOW + 1 and max(window) < 128 for window in held_out_text(1024))
-    config = SERVED_SIZES[SHIPPED]
-    assert (
-        sum(weights_in(WEIGHTS, config, "cpu")(name).numel() for name in served_shapes(config)) * 2
-        == WEIGHTS.stat().st_size
-    )
+    weights, config = weights_in(WEIGHTS, SERVED_SIZES[SHIPPED], "cpu"), SERVED_SIZES[SHIPPED]
+    size = 2 * sum(weights(name).numel() for name in served_shapes(config))
+    assert size == WEIGHTS.stat().st_size < 400_000
     random = quality(held_out_text(256), "", ARMS[:2])
     assert random.caution == RANDOM_WEIGHTS and random.perplexity > 100
 
@@ -245,7 +221,7 @@ def test_layers_alone() -> None:
         layer_arms("weights", Arm("fp32"), [Arm("bf16", "fp8")], 3)
 
 
-def answer_of(found: Quality) -> ServingAnswer:
+def test_the_answer_fits_on_twenty_lines_and_names_what_matters(found: Quality) -> None:
     arms = (Arm("fp32"), Arm("bf16"), Arm("bf16", "fp8"), Arm("bf16", "", "int8"), Arm("bf16", "fp8", "int8"))
     question = ServingQuestion("nano", arms, CONTEXTS, 1, True, 1024)
     lines = [fitted(1, 24, 0.01, 1e-3, 6e-7), fitted(2, 24, 0.01, 1.2e-3, 9e-7), fitted(3, 24, 0.01, 8e-4, 8.5e-7)]
@@ -258,46 +234,37 @@ def answer_of(found: Quality) -> ServingAnswer:
     timed = tuple(times(arm, line) for arm, line in zip((arms[0], arms[1], arms[3]), lines, strict=True))
     timed += tuple(ArmTimes(arm, why="keys and values in fp8 are restored") for arm in (arms[2], arms[4]))
     some = replace(found, arms=tuple(found.arms[place] for place in (0, 1, 4, 1)))
-    return ServingAnswer(question, "cpu", timed, 128, some, bandwidth=1e9, runs=("12345678", "9abcdef0"))
-
-
-def test_the_answer_fits_on_twenty_lines_and_names_what_matters(found: Quality) -> None:
-    answer = answer_of(found)
+    answer = ServingAnswer(question, "cpu", timed, 128, some, bandwidth=1e9, runs=("12345678", "9abcdef0"))
     text = render(page_of(answer), 100, False, False)
-    lines = text.split("--explain")[0].strip().splitlines()
-    assert len(lines) <= 20, text
+    assert len(text.split("--explain")[0].strip().splitlines()) <= 20, text
     assert "weights=int8 pays up to a context of" in text and "bf16: no crossing with fp32; slower" in text
     assert "derived from bytes" in text and "(floor)" in text and "KL" in text
     assert "cached" in text  # nothing is read faster than it can be
-    doubted = replace(answer, times=tuple(replace(one, doubts=("contended",)) for one in answer.times))
+    doubted = replace(answer, times=tuple(replace(time, doubts=("contended",)) for time in answer.times))
     told = render(page_of(doubted), 200, False, False)
-    assert "pays up to" not in told and "weights=int8 against fp32: not told; lines cross at a context of" in told
+    assert "pays up to" not in told and "weights=int8 against fp32: not told" in told
     names, rows = rows_of(answer)
     assert len(rows) == 5 and set(names) >= {"arm", "a", "b_low", "break_even", "kl", "kv_bytes"}
     value = value_of(answer)
     assert 0 < value["prefill"]["attention_flops"] < value["prefill"]["flops"]
 
 
-@pytest.fixture
-def refused(fp8bench: Say) -> Callable[..., str]:
-    def words(*options: str) -> str:
-        code, out, err = fp8bench("infer", *options)
-        assert code == 2 and not out
-        return err
-
-    return words
-
-
-def test_bad_input_is_a_sentence(refused: Callable[..., str], tmp_path: Path) -> None:
-    store = ("--store", str(tmp_path))
-    assert "has positions for 1 to 1024" in refused("--size", "gpt2", "--contexts", "128,256,512,2048", *store)
-    assert "a line needs 4" in refused("--contexts", "128,256", *store)
-    assert "no list of whole numbers" in refused("--contexts", "a,b,c,d", *store)
-    assert "no model that is served" in refused("--size", "nan", *store)
-    assert "names layer 5" in refused("--arms", "kv=fp8@5=bf16", *store)
-    assert "is no arm" in refused("--arms", "kv=fp9", *store)
-    wide = ("--size", "llama3-8b", "--batch", "128", "--contexts", "1,2,3,131072")
-    assert "Choose a smaller batch" in refused(*wide, *store)
-    mixtral = ("--size", "mixtral-8x7b", "--reference", "fp32", "--quick")
-    assert "mixtral-8x7b with --batch 1 at a context of 2048 takes 174 GiB" in refused(*mixtral, *store)
-    assert not list(tmp_path.iterdir())
+@for_each(
+    ("words", "said"),
+    [
+        ("--size gpt2 --contexts 128,256,512,2048", "has positions for 1 to 1024"),
+        ("--contexts 128,256", "a line needs 4"),
+        ("--contexts a,b,c,d", "no list of whole numbers"),
+        ("--size nan", "no model that is served"),
+        ("--arms kv=fp8@5=bf16", "names layer 5"),
+        ("--arms kv=fp9", "is no arm"),
+        ("--size llama3-8b --batch 128 --contexts 1,2,3,131072", "Choose a smaller batch"),
+        ("--size mixtral-8x7b --reference fp32 --quick", "takes 174 GiB"),
+        (f"{MODELS}:own --size nano", "Leave --size and --from out"),
+        (MODELS, "names no function"),
+        ("--from last", "no training 'last'"),
+    ],
+)
+def test_bad_input_is_a_sentence(words: str, said: str, fp8bench: Say, tmp_path: Path) -> None:
+    code, out, err = fp8bench("infer", *words.split(), "--store", str(tmp_path))
+    assert code == 2 and not out and said in err and not list(tmp_path.iterdir()), err

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8bench.features.infer.bench import InferBench
 from fp8bench.features.infer.fits import cause_of, swept
 from fp8bench.features.infer.job import checked, times_of
-from fp8bench.features.infer.quality import RANDOM_TOKENS
+from fp8bench.features.infer.quality import RANDOM_TOKENS, InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion
 from fp8bench.features.infer.view import sweep_words, value_of
 from fp8bench.model import Level, Record, Segments, SlotSample, Status, Timing
@@ -63,11 +62,11 @@ def test_its_quality_is_read_on_its_own_tokens_or_on_random_ones(own: str) -> No
     assert not quality.caution and quality.tokens == 3 * 16
     assert quality.itself.kl == 0 < quality.arms[0].kl < quality.arms[1].kl
     assert len(quality.arms[0].streams) == served_models.LAYERS and quality.arms[0].bits == 16.0
-    drawn = bench.quality(QualityTask(ServedModel(f"{MODELS}:llama"), 512, arms, CPU, 0))
-    assert drawn.caution == RANDOM_TOKENS and drawn.tokens == 512 and drawn.itself.kl == 0 < drawn.floor.kl
+    drawn = bench.quality(QualityTask(ServedModel(f"{MODELS}:llama"), 256, arms, CPU, 0))
+    assert drawn.caution == RANDOM_TOKENS and drawn.tokens == 256 and drawn.itself.kl == 0 < drawn.floor.kl
 
 
-def test_what_its_model_has_not_is_refused(own: str) -> None:
+def test_what_its_model_has_not_is_refused(own: str, fp8bench: Say, tmp_path: Path) -> None:
     shape = OWN_SHAPES[own]
     question = ServingQuestion(own, (Arm("fp32"), Arm("bf16", "fp8")), (), 1, True, 512)
     assert question.is_own and checked(question).contexts == (128, 512, 1024, 2048)
@@ -79,17 +78,8 @@ def test_what_its_model_has_not_is_refused(own: str) -> None:
     assert support(params, precisions.get("fp8"), CPU).level is Level.REFUSED
     assert support(params, precisions.get("served:weights=int4"), CPU).level is Level.NATIVE
     assert support({**params, "size": "a:b"}, precisions.get("bf16"), CPU).level is Level.REFUSED
-
-
-def test_bad_makers_are_a_sentence(fp8bench: Say, tmp_path: Path) -> None:
-    for words, wrong in (
-        (("infer", f"{MODELS}:own", "--size", "nano"), "Leave --size and --from out"),
-        (("infer", MODELS), "names no function"),
-        (("infer", "--from", "last"), "no training 'last'"),
-        (("suite", "decode", "--set", f"size={MODELS}:own"), "Ask `fp8bench infer"),
-    ):
-        code, out, err = fp8bench(*words, "--store", str(tmp_path))
-        assert code == 2 and not out and wrong in err, err
+    code, _, err = fp8bench("suite", "decode", "--set", f"size={MODELS}:llama", "--store", str(tmp_path))
+    assert code == 2 and "Ask `fp8bench infer" in err
 
 
 @for_each("name", ["int8", "int4", "fp8", "nvfp4"])
@@ -111,14 +101,15 @@ def test_a_product_with_a_kept_weight(name: str) -> None:
 
 @for_each(
     ("first", "last", "arm", "words"),
-    [({"gemm": 1e-6, "cast": 2e-6}, {"gemm": 9e-6, "cast": 9e-6}, Arm("bf16", "", "fp8"), "dequantising ahead"),
-     ({"gemm": 1e-6, "cast": 2e-6}, {"gemm": 9e-6, "cast": 9e-6}, Arm("bf16", "", "int8", True), "casts of inputs"),
-     ({"gemm": 11e-6}, {"gemm": 12e-6}, Arm("bf16", "", "int8"), "launches"),
-     ({"gemm": 1e-6}, {"gemm": 40e-6}, Arm("bf16", "", "int8"), "dequantising inside"),
-     ({"gemm": 1e-6}, {"gemm": 40e-6}, Arm("bf16"), "that of bf16 is slower")],
+    [((1e-6, 2e-6), (9e-6, 9e-6), Arm("bf16", "", "fp8"), "dequantising ahead"),
+     ((1e-6, 2e-6), (9e-6, 9e-6), Arm("bf16", "", "int8", True), "casts of inputs"),
+     ((11e-6,), (12e-6,), Arm("bf16", "", "int8"), "launches"),
+     ((1e-6,), (40e-6,), Arm("bf16", "", "int8"), "dequantising inside"),
+     ((1e-6,), (40e-6,), Arm("bf16"), "that of bf16 is slower")],
 )  # fmt: skip
-def test_causes_have_a_name(first: dict[str, float], last: dict[str, float], arm: Arm, words: str) -> None:
-    assert words in cause_of(first, last, {"gemm": 8e-6}, arm)
+def test_causes_have_a_name(first: tuple[float, ...], last: tuple[float, ...], arm: Arm, words: str) -> None:
+    phases = (dict(zip(("gemm", "cast"), seconds, strict=False)) for seconds in (first, last))
+    assert words in cause_of(*phases, {"gemm": 8e-6}, arm)
 
 
 def test_up_to_how_many_rows_an_arm_pays() -> None:
@@ -133,15 +124,15 @@ def test_up_to_how_many_rows_an_arm_pays() -> None:
             lead = precision == "fp32"
             records.append(Record(made, NATIVE, Status.OK, timing=timing, is_reference=lead, ceiling=ceiling))
     heading, int8, bf16, bound = sweep_words(swept(run_of(records), arms, (768, 192), (1, 512)))
-    assert heading == "by rows of the layer of 768 x 192:"
+    assert "768 x 192" in heading
     match = re.match(r"weights=int8 stops paying at (\d+) \((\d+) to (\d+)\) rows, loses most at 512 by (.*); ", int8)
     assert match is not None, int8
     at, low, high = map(int, match.groups()[:3])
     assert low <= 50 <= high and 45 <= at <= 55 and match[4] == "dequantising inside its product"
-    assert int8.endswith("; computed: bound by traffic below 10")  # 1 + 2/192 bytes x 200 / (2 x 10)
-    assert bf16.startswith("bf16 pays at none, loses most at 512 by its product: that of bf16 is slower here")
-    assert bf16.endswith("below 20") and bound.endswith("gain nothing past 40")
-    unknown = run_of([replace(one, ceiling=None) for one in records])
+    assert int8.endswith("below 10")  # 1 + 2/192 bytes x 200 / (2 x 10)
+    assert bf16.startswith("bf16 pays at none, loses most at 512 by its product")
+    assert bf16.endswith("below 20") and bound.endswith("past 40")
+    unknown = run_of([replace(record, ceiling=None) for record in records])
     assert [*sweep_words(swept(unknown, arms, (768, 192), (1, 512)))][-1].startswith("computed: nothing")
 
 

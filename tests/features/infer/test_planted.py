@@ -1,20 +1,8 @@
 """Mistakes that benchmarks of inference have made, planted: each is refused, labelled, or found here.
 
-| mistake | by |
-|---|---|
-| the cache is filled inside the step | `test_a_planted_step_is_found[filling]` |
-| ... by a model of one's own | `test_a_model_that_cheats_is_labelled[prefills]`: work-mismatch |
-| a warm prefix | `test_a_planted_step_is_found[remembering]` |
-| ... of a model of one's own | `test_a_model_that_cheats_is_labelled[remembers]`: work-mismatch |
-| the context grows from step to step | `test_a_planted_step_is_found[growing]` |
-| constant values | `[constant]` there; test_decoder.py: planted mistakes of a cache, a filled cache's scale |
-| the cache one position off | test_decoder.py: planted mistakes of a cache; test_own_decoder.py: `a_slip`, refused |
-| another layer's scale, or cache | test_decoder.py: another layer's scale, planted mistakes of a cache |
-| scales found again in each step | test_rollout.py: `test_planted_rollouts` |
-| arms of different length | test_infer.py: arms of another length are not compared |
-| all experts counted | test_decoder.py: of experts those that are chosen are read |
-| tokens decoded and encoded again | `test_text_that_is_encoded_again`; test_trained.py: a checkpoint's own tokens |
-| tokens or positions that the model has not | `test_tokens_that_the_model_has_not_are_a_sentence` |
+Those of a cache (constant values, one position off, another layer's scale, all experts counted) are planted in
+tests/nn/test_decoder.py and test_own_decoder.py, scales that are found again in each step in test_rollout.py, and arms
+of different length in test_infer.py.
 """
 
 from __future__ import annotations
@@ -28,8 +16,8 @@ import torch
 
 from fp8bench.analysis.claims import claims_of
 from fp8bench.errors import UsageError
-from fp8bench.features.infer.bench import InferBench
 from fp8bench.features.infer.job import HELD_OUT, WINDOW, held_out_text
+from fp8bench.features.infer.quality import InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel
 from fp8bench.model import Label
 from fp8bench.model.raw import Settings

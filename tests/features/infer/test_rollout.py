@@ -77,7 +77,7 @@ def test_what_an_arm_samples_by_is_what_it_says_of_the_same_tokens_at_once(
     seen: list[Tensor] = []
     predicted = module._predicted
 
-    def watched(model: Decoder, tokens: Tensor) -> module._Predicted:
+    def watched(model: Decoder, tokens: Tensor) -> module.Predictions:
         seen.append(tokens)
         return predicted(model, tokens)
 
@@ -87,7 +87,7 @@ def test_what_an_arm_samples_by_is_what_it_says_of_the_same_tokens_at_once(
     (tokens,) = seen
     assert torch.equal(tokens[:, :64], text[:, :64]) and not torch.equal(tokens[:, 64:], text[:, 64:])
     with torch.no_grad():
-        own, lead = (predicted(build(one, (8, 128)), tokens) for one in (arm, LEAD))
+        own, lead = (predicted(build(side, (8, 128)), tokens) for side in (arm, LEAD))
     differences = (lead.true - own.true)[:, 63:]
     assert gap.mean == pytest.approx(float(differences.abs().mean()), rel=1e-3)
     assert gap.ratio.point == pytest.approx(float(differences.exp().mean()), rel=1e-4)

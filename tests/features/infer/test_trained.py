@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fp8bench.errors import RunNotFound, UsageError
+from fp8bench.errors import UsageError
+from fp8bench.features.infer import job
 from fp8bench.features.infer.job import trained_model
 from fp8bench.features.infer.quality import quality_of
 from fp8bench.features.infer.values import QualityTask
@@ -19,35 +19,29 @@ from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.run import train
 from fp8bench.features.train.values import TrainingObserver, Validation
 from fp8bench.nn.served import Arm
-from tests.counts import for_each
 from tests.workloads.steps import CPU
 
 SETTINGS = TrainerSettings(batch=2, sequence=64)
 
 
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_in(tmp_path_factory.mktemp("store"), SETTINGS)
+@pytest.mark.parametrize(
+    "arch", [pytest.param("gpt", marks=pytest.mark.slow), pytest.param("moe", marks=pytest.mark.nightly)]
+)
+def test_a_checkpoint_is_served(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its perplexity is that of the training's own look at the text that it held out, in the same step.
 
-
-def trained_in(store: Path, settings: TrainerSettings) -> Path:
-    """A training of 12 steps, of which the state before the ninth is kept."""
+    Of a training of 12 steps, of which the state before the ninth is kept. What is none is a sentence.
+    """
+    stored, served = tmp_path / "store", {"gpt": "nano", "moe": "nano-moe"}[arch]
     request = TrainingRequest(
-        ("fp32", "bf16"), settings=settings, steps=12, seeds=1, keep=8, evaluate=8, energy=False, isolation=False
-    )
-    train(request, store, TrainingObserver(), "fp8bench train")
-    return store
-
-
-@pytest.mark.slow
-@for_each(("arch", "served"), [("gpt", "nano"), ("moe", "nano-moe")])
-def test_a_checkpoint_is_served(arch: str, served: str, stored: Path, tmp_path: Path) -> None:
-    """Its perplexity is that of the training's own look at the text that it held out, in the same step."""
-    stored = stored if arch == "gpt" else trained_in(tmp_path, replace(SETTINGS, arch=arch))
+        ("fp32", "bf16"), settings=replace(SETTINGS, arch=arch), steps=12, seeds=1, keep=8, evaluate=8, energy=False,
+        isolation=False,
+    )  # fmt: skip
+    train(request, stored, TrainingObserver(), "fp8bench train")
     (path,) = training_files(stored)
-    seen = {one.arm: one.loss for one in load_training(path).of(Validation) if (one.of, one.step) == ("held-out", 8)}
+    seen = {row.arm: row.loss for row in load_training(path).of(Validation) if (row.of, row.step) == ("held-out", 8)}
     for word, arm in (("last", "fp32"), ("last:bf16", "bf16")):
-        model, size = trained_model(word, stored, 8192)
+        model, size = trained_model(word, stored, 3072)
         assert model.name.startswith(f"{arm} of training ") and model.name.endswith("step 8 of 12") and size == served
         span = load_head(path).text.held_out
         ids = np.memmap(span.path, np.uint16)[span.start : span.stop].tobytes()
@@ -56,42 +50,22 @@ def test_a_checkpoint_is_served(arch: str, served: str, stored: Path, tmp_path: 
         quality = quality_of(QualityTask(model, 0, (Arm("fp32"), Arm("bf16"), Arm("bf16", "fp8")), CPU, 0))
         assert not quality.caution and quality.itself.kl == 0 < quality.floor.kl < quality.arms[0].kl
         assert math.log(quality.perplexity) == pytest.approx(seen[arm], abs=0.1)
-        random = quality_of(QualityTask(replace(model, weights="", arm=""), 0, (Arm("fp32"), Arm("bf16")), CPU, 0))
-        assert random.perplexity > 2 * quality.perplexity
-
-
-@pytest.mark.slow
-@for_each(
-    ("settings", "words"),
-    [({"arch": "mlp"}, "gpt and moe are"), ({"arch": "cnn"}, "of which no cache is served"),
-     ({"master": "fp16-scaled"}, "fp32 ones are read"), ({"parallel": "tp"}, "a rank has a part of it")],
-)  # fmt: skip
-def test_what_is_no_served_model_is_a_sentence(
-    settings: dict[str, str], words: str, stored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fp8bench.features.infer import job
-
-    def other(path: Path) -> object:
-        head = load(path)
-        ranks = 2 if "parallel" in settings else None
-        settings_of = replace(SETTINGS, **settings)
-        return replace(head, request=replace(head.request, ranks=ranks, isolation=True, settings=settings_of))
-
-    load: Callable[[Path], object] = job.load_head
-    monkeypatch.setattr(job, "load_head", other)
-    with pytest.raises(UsageError, match=words):
-        trained_model("last", stored, 8192)
-
-
-@pytest.mark.slow
-def test_what_is_not_there_is_a_sentence(stored: Path, tmp_path: Path) -> None:
+    random = quality_of(QualityTask(replace(model, weights="", arm=""), 0, (Arm("fp32"), Arm("bf16")), CPU, 0))
+    assert random.perplexity > 2 * quality.perplexity
     with pytest.raises(UsageError, match="has no arm 'fp9'"):
         trained_model("last:fp9", stored, 8192)
-    with pytest.raises(RunNotFound, match="no training 'last'"):
-        trained_model("last", tmp_path, 8192)
-    (path,) = training_files(stored)
-    moved = tmp_path / "trainings" / path.parent.name
+    moved = tmp_path / "bare" / "trainings" / path.parent.name
     moved.mkdir(parents=True)
     (moved / path.name).write_bytes(path.read_bytes())
     with pytest.raises(UsageError, match=r"no checkpoint: it was trained 12 steps.*--keep 6"):
-        trained_model("last", tmp_path, 8192)
+        trained_model("last", tmp_path / "bare", 8192)
+    head = load_head(path)
+    for changed, words in (
+        ({"arch": "mlp"}, "gpt and moe are"), ({"arch": "cnn"}, "of which no cache is served"),
+        ({"master": "fp16-scaled"}, "fp32 ones are read"), ({"parallel": "tp"}, "a rank has a part of it"),
+    ):  # fmt: skip
+        settings, ranks = replace(SETTINGS, **changed), 2 if "parallel" in changed else None
+        other = replace(head, request=replace(head.request, ranks=ranks, isolation=True, settings=settings))
+        monkeypatch.setattr(job, "load_head", lambda path, other=other: other)
+        with pytest.raises(UsageError, match=words):
+            trained_model("last", stored, 8192)

@@ -69,33 +69,28 @@ def test_git_ignores_the_store(before: str | None, after: str, tmp_path: Path, f
     assert (project / ".gitignore").read_text() == after
 
 
-def test_the_workflow_has_no_fault(written: Path) -> None:
-    path = Path(FILES[2])
+def test_the_workflow_has_no_fault(store: Path, fp8bench: Say) -> None:
+    """It installs what it is told to, whatever is in that."""
+    path, what = Path(FILES[2]), 'git+https://a.b/c.git@v1 "; echo # {install}'
+    assert fp8bench("init", "--install", what)[0] == 0
+    assert load(path)["jobs"]["compare"]["steps"][2]["env"] == {"FP8BENCH": what}
     assert faults(load(path), path.read_text()) == []
     ((gate, *words),) = commands(load(path), "fp8bench")
     assert gate == "gate" and {"--against", "--config", "--comment"} <= set(words)
 
 
-def test_what_the_workflow_installs(store: Path, fp8bench: Say) -> None:
-    """As it is given, whatever is in it."""
-    what = 'git+https://a.b/c.git@v1 "; echo # {install}'
-    assert fp8bench("init", "--install", what)[0] == 0
-    step = load(Path(FILES[2]))["jobs"]["compare"]["steps"][2]
-    assert step["env"] == {"FP8BENCH": what}
-
-
-@pytest.mark.parametrize("there", FILES)
-def test_it_writes_over_nothing(there: str, store: Path, fp8bench: Say) -> None:
+@for_each("there", FILES)
+def test_it_writes_over_nothing(there: str, store: Path, tmp_path: Path, fp8bench: Say) -> None:
     """A file, a link to nowhere: none of the three is written."""
-    file = Path("project") / there
+    file = tmp_path / "project" / there
     file.parent.mkdir(parents=True)
     file.symlink_to("nowhere")
-    code, out, err = unfolding(fp8bench)("init", "project")
-    assert (code, out) == (2, "") and f"{file} is there already, and init writes over nothing" in err
-    assert [path for path in Path("project").rglob("*") if not path.is_dir()] == [file]
+    code, out, err = unfolding(fp8bench)("init", str(tmp_path / "project"))
+    assert (code, out) == (2, "") and "is there already" in err
+    assert [path for path in (tmp_path / "project").rglob("*") if not path.is_dir()] == [file]
 
 
 def test_a_folder_that_takes_nothing(store: Path, fp8bench: Say) -> None:
     Path("file").touch()
-    assert "cannot be written" in unfolding(fp8bench)("init", "file")[2]
-    assert unfolding(fp8bench)("init", "file")[0] == 2
+    code, _, err = unfolding(fp8bench)("init", "file")
+    assert code == 2 and "cannot be written" in err

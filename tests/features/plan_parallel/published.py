@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -55,27 +55,17 @@ class Published:
     bands: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class Held:
-    """A figure beside the formula's."""
+class Held(NamedTuple):
+    """A figure beside the formula's, by how much that is off and may be."""
 
     row: Published
     figure: str
-    published: float
-    found: float
+    error: float
     band: float
-
-    @property
-    def error(self) -> float:
-        return self.found / self.published - 1
 
     @property
     def inside(self) -> bool:
         return abs(self.error) <= self.band
-
-
-def published() -> tuple[Published, ...]:
-    return tuple(map(_row, TABLE["row"]))
 
 
 def _row(entry: Mapping[str, Any]) -> Published:
@@ -92,15 +82,19 @@ def _row(entry: Mapping[str, Any]) -> Published:
     )  # fmt: skip
 
 
+def published() -> tuple[Published, ...]:
+    return tuple(map(_row, TABLE["row"]))
+
+
 def held() -> Iterator[Held]:
     """Memory and FLOPs of every row. FLOPs are those of the tokens that were told, whatever the formula's pace."""
     for row in published():
-        for figure in FIGURES:
-            if figure in row.figures:
-                found = memory_of(row.model, row.layout, row.load).total / GIB
-                if figure == "flops":
-                    found = row.figures["pace"] * row.model.token_flops(row.load.sequence) / 1e12
-                yield Held(row, figure, row.figures[figure], found, row.bands[figure])
+        told = {
+            "memory": memory_of(row.model, row.layout, row.load).total / GIB,
+            "flops": row.figures.get("pace", 0.0) * row.model.token_flops(row.load.sequence) / 1e12,
+        }
+        for figure in told.keys() & row.figures.keys():
+            yield Held(row, figure, told[figure] / row.figures[figure] - 1, row.bands[figure])
 
 
 def trainings() -> tuple[Published, ...]:
@@ -114,13 +108,11 @@ def measured(row: Published) -> MeasuredTraining:
 
 def uncalibrated() -> list[float]:
     """Errors of paces by the ceilings of products alone, of the machines of which these are published."""
-    return [
-        pace_with(row.topology, measured(row)) / row.figures["pace"] - 1 for row in trainings() if row.topology.bf16
-    ]
+    rows = (row for row in trainings() if row.topology.bf16)
+    return [pace_with(row.topology, measured(row)) / row.figures["pace"] - 1 for row in rows]
 
 
-@dataclass(frozen=True)
-class HeldOut:
+class HeldOut(NamedTuple):
     """A pace told by another training of a machine, of which nothing else was known; its kind, and that one's."""
 
     machine: str
@@ -152,10 +144,10 @@ def _ratios(rows: Sequence[Published]) -> Iterator[tuple[str, str, float]]:
 
 def recipes_of(rows: Sequence[Published]) -> dict[str, float]:
     """The middle over machines of the middle of each."""
-    found: dict[str, dict[str, list[float]]] = {}
+    ratios: dict[str, dict[str, list[float]]] = {}
     for machine, recipe, ratio in _ratios(rows):
-        found.setdefault(recipe, {}).setdefault(machine, []).append(ratio)
-    return {recipe: median(map(median, by_machine.values())) for recipe, by_machine in found.items()}
+        ratios.setdefault(recipe, {}).setdefault(machine, []).append(ratio)
+    return {recipe: median(map(median, by_machine.values())) for recipe, by_machine in ratios.items()}
 
 
 def _pairs(rows: Sequence[Published], recipes: Mapping[str, float]) -> Iterator[HeldOut]:
@@ -163,7 +155,7 @@ def _pairs(rows: Sequence[Published], recipes: Mapping[str, float]) -> Iterator[
     for by in rows:
         told: dict[str, Topology] = {}
         for row in rows:
-            narrow = {one.recipe for one in (by, row) if one.load.precision == "fp8"} or {ranking.DEFAULT_RECIPE}
+            narrow = {each.recipe for each in (by, row) if each.load.precision == "fp8"} or {ranking.DEFAULT_RECIPE}
             if row is by or row.machine != by.machine or len(narrow) > 1 or not narrow <= recipes.keys():
                 continue
             (recipe,) = narrow
@@ -188,22 +180,22 @@ def _fitted(rows: Sequence[Published], patch: pytest.MonkeyPatch) -> None:
 def held_out() -> tuple[HeldOut, ...]:
     """One machine left out after the other."""
     rows = trainings()
-    found: list[HeldOut] = []
+    pairs: list[HeldOut] = []
     for machine in dict.fromkeys(row.machine for row in rows):
         with pytest.MonkeyPatch.context() as patch:
             _fitted([row for row in rows if row.machine != machine], patch)
-            found += _pairs([row for row in rows if row.machine == machine], ranking.RECIPES)
-    return tuple(found)
+            pairs += _pairs([row for row in rows if row.machine == machine], ranking.RECIPES)
+    return tuple(pairs)
 
 
 def bands(pairs: Sequence[HeldOut], least: int = LEAST_MACHINES) -> dict[Kinds, float]:
     """By the kinds of a pair, of those that so many machines have: the largest error."""
-    found: dict[Kinds, list[HeldOut]] = {}
+    alike: dict[Kinds, list[HeldOut]] = {}
     for pair in pairs:
-        found.setdefault(pair.kinds, []).append(pair)
+        alike.setdefault(pair.kinds, []).append(pair)
     return {
         kinds: max(abs(pair.error) for pair in several)
-        for kinds, several in found.items()
+        for kinds, several in alike.items()
         if len({pair.machine for pair in several}) >= least
     }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from fp8bench.features.plan_parallel.formulas import Topology
 from tests.commands import Say, unfolding
 from tests.counts import for_each
 
+MEASURED = "llama3-8b,FSDP8,6667,dtype=bf16,batch=16,checkpointing=selective"
 LINES = {"node": "8", "memory": "80 GiB", "inside": "450", "between": "50", "bf16": "660", "fp8": "980"}
 
 
@@ -35,21 +34,18 @@ def written(folder: Path, lines: dict[str, str]) -> Path:
     return file
 
 
-def test_a_file_is_read(topology: Path) -> None:
-    assert read_topology(topology) == Topology(8, 80 * 2**30, 450e9, 50e9, 660e12, 980e12)
-
-
 @for_each(
     ("line", "value", "words"),
     [
-        ("node", "8.5", ":1: node: expected a whole number of GPUs from 1 on, got '8.5'"),
+        ("node", "8.5", ":1: node: expected a whole number"),
         ("node", "0", ":1: node: expected a whole number"),
-        ("memory", "80", ":2: memory: expected a size like 80 GiB, 1 GiB or more, got '80'"),
-        ("memory", "lots", ":2: memory: expected a size like 80 GiB, 1 GiB or more, got 'lots'"),
+        ("memory", "80", ":2: memory: expected a size"),
+        ("memory", "lots", "1 GiB or more, got 'lots'"),
         ("inside", "-3", ":3: inside: expected a number above 0, in GB/s, got '-3'"),
+        ("inside", "450 TFLOP/s", "in GB/s, got '450 TFLOP/s'"),
         ("between", "nan", ":4: between: expected a number above 0"),
-        ("bf16", "[1, 2]", ":5: bf16: expected a number above 0, in TFLOP/s, got a list"),
-        ("fp4", "3", ":7: unknown key 'fp4'. Known: node, memory, inside, between, bf16, fp8."),
+        ("bf16", "[1, 2]", "in TFLOP/s, got a list"),
+        ("fp4", "3", ":7: unknown key 'fp4'"),
     ],
 )
 def test_nonsense_is_refused_with_its_line(tmp_path: Path, line: str, value: str, words: str) -> None:
@@ -60,9 +56,10 @@ def test_nonsense_is_refused_with_its_line(tmp_path: Path, line: str, value: str
 
 def test_units_may_stand_behind_numbers(tmp_path: Path) -> None:
     units = {"inside": "450 GB/s", "between": "50GB/s", "bf16": "660 TFLOP/s", "fp8": "980 TFLOP/s"}
-    assert read_topology(written(tmp_path, {**LINES, **units})) == read_topology(written(tmp_path, LINES))
-    with pytest.raises(UsageError, match="inside: expected a number above 0, in GB/s, got '450 TFLOP/s'"):
-        read_topology(written(tmp_path, {**LINES, "inside": "450 TFLOP/s"}))
+    for lines in (LINES, {**LINES, **units}):
+        assert read_topology(written(tmp_path, lines)) == Topology(8, 80 * 2**30, 450e9, 50e9, 660e12, 980e12)
+    with pytest.raises(UsageError, match="bf16, fp8 are missing"):
+        read_topology(written(tmp_path, {name: LINES[name] for name in ("node", "memory", "inside", "between")}))
 
 
 @for_each("name", ["b200", "h100", "h200", "mi300x"])
@@ -77,59 +74,36 @@ def test_topologies_are_shipped(name: str, tmp_path: Path, monkeypatch: pytest.M
     assert read_topology(Path(name)).bf16 == 660e12
 
 
-def test_a_topology_that_is_none_names_the_nearest() -> None:
-    with pytest.raises(UsageError, match=r"unknown topology 'h10'\. Did you mean 'h100'\? Known: b200, .*, or a YAML"):
-        read_topology(Path("h10"))
-
-
 def test_one_gpu_divides_nothing(say: Say) -> None:
     code, out, _ = say("nano", "--gpus", "1", "--topology", "h100")
     assert code == 0 and "one GPU" in out and "each kind of division" not in out
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="bf16, fp8 are missing"):
-        read_topology(written(tmp_path, {name: LINES[name] for name in ("node", "memory", "inside", "between")}))
-
-
 def test_a_ranking(say: Say, topology: Path) -> None:
-    given = ("--model", "llama3-8b", "--gpus", "8", "--topology", str(topology), "--dtype", "fp8")
+    given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--dtype", "fp8")
     code, out, _ = say(*given, "--top", "2")
-    assert code == 0
-    assert "llama3-8b (8.03 G weights) on 8 GPUs of 80.0 GiB: 64 sequences of 8192 tokens a step, fp8" in out
-    assert [line.split("  ")[1] for line in out.splitlines() if "±" in line] == ["FSDP 8", "FSDP 4, CP 2"]
-    _, out, _ = say(*given, "--json")
-    ways = json.loads(out)["ways"]
-    _, out, _ = say(*given, "--csv", "-")
-    rows = list(csv.DictReader(io.StringIO(out)))
-    assert len(ways) == len(rows) > 20
-    assert {(row["memory_band"], row["pace_band"]) for row in rows} == {("0.05", ""), ("0.15", "")}
-    assert [float(row["memory_bytes"]) for row in rows] == [one["memory_bytes"] for one in ways]
-    parts = ("states", "gathered", "kept", "block", "logits")
-    assert all(one["memory_bytes"] == pytest.approx(sum(one[f"{part}_bytes"] for part in parts)) for one in ways)
+    assert code == 0 and [line.split("  ")[1] for line in out.splitlines() if "±" in line] == ["FSDP 8", "FSDP 4, CP 2"]
+    ways, parts = json.loads(say(*given, "--json")[1])["ways"], ("states", "gathered", "kept", "block", "logits")
+    assert len(ways) > 20 and {(way["memory_band"], way["pace_band"]) for way in ways} == {(0.05, None), (0.15, None)}
+    assert all(way["memory_bytes"] == pytest.approx(sum(way[f"{part}_bytes"] for part in parts)) for way in ways)
 
 
-def test_what_fits_nowhere_ends_with_3(say: Say, topology: Path) -> None:
-    code, out, _ = say("--model", "llama3-405b", "--gpus", "8", "--topology", str(topology))
-    assert code == 3 and "No way fits: more GPUs, a smaller batch, shorter sequences.\n" in out
-
-
-def test_short_steps_are_said_to_mean_nothing(say: Say, topology: Path) -> None:
-    _, out, _ = say("--model", "nano", "--gpus", "2", "--topology", str(topology))
-    assert "the paces here mean nothing" in out and "on 2 GPUs" in out
-    said = " ".join(out.split())
-    assert "No published training is like this: 2 GPUs (published: 8 to" in said and "Bands are a guess here." in said
-    code, out, _ = say("--model", "llama3-8b", "--gpus", "1", "--topology", str(topology), "--json")
-    assert code == 3 and json.loads(out)["outside"] == ["1 GPUs (published: 8 to 1024)"]
-
-
-def test_how_to_read_it(say: Say, topology: Path) -> None:
-    _, out, _ = say("--model", "llama3-8b", "--gpus", "8", "--topology", str(topology), "--explain")
-    assert "how to read this" in out and "tight: it fits unless" in out and "No published" not in out
-
-
-ON_8 = ("nano", "--gpus", "8", "--topology", "FILE")
-MEASURED = "llama3-8b,FSDP8,6667,dtype=bf16,batch=16,checkpointing=selective"
+@for_each(
+    ("words", "code", "said"),
+    [
+        ("llama3-405b --gpus 8", 3, "No way fits: more GPUs"),
+        ("nano --gpus 2", 0, "the paces here mean nothing"),
+        ("nano --gpus 2", 0, "No published training is like this: 2 GPUs"),
+        ("llama3-8b --gpus 8", 0, "No whole training has calibrated these rates"),
+        ("llama3-8b --gpus 8 --calibrate MEASURED", 0, "By llama3-8b with FSDP 8 at 6667 tokens/s"),
+        ("llama3-8b --gpus 8 --dtype fp8 --states fp8-lm", 0, "States take 6 bytes a weight instead of 16"),
+        ("llama3-8b --gpus 8 --batch 16 --rlhf --checkpointing full", 0, "reference and reward"),
+    ],
+)
+def test_what_an_answer_is_worth_is_said(say: Say, topology: Path, words: str, code: int, said: str) -> None:
+    ended, out, _ = say(*words.replace("MEASURED", MEASURED).split(), "--topology", str(topology))
+    assert ended == code and said in " ".join(out.split())
+    assert said.startswith("No whole") or "No whole training" not in out or "--calibrate" not in words
 
 
 def test_a_measured_training_sets_the_rates(say: Say, topology: Path) -> None:
@@ -137,10 +111,10 @@ def test_a_measured_training_sets_the_rates(say: Say, topology: Path) -> None:
     given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--json", "--checkpointing", "selective")
     given = (*given, "--batch", "16")
 
-    def way(*words: str, layout: tuple[int, int] = (8, 1)) -> dict[str, float]:
+    def way(*words: str) -> dict[str, float]:
         ways = json.loads(say(*given, *words)[1])["ways"]
         return next(
-            one for one in ways if (one["shards"], one["context"]) == layout and one["tensor"] * one["pipeline"] == 1
+            way for way in ways if (way["shards"], way["context"], way["tensor"] * way["pipeline"]) == (8, 1, 1)
         )
 
     plain = way("--calibrate", MEASURED)
@@ -150,63 +124,55 @@ def test_a_measured_training_sets_the_rates(say: Say, topology: Path) -> None:
     by_rows = way("--calibrate", MEASURED, "--dtype", "fp8", "--recipe", "rowwise")
     assert plain["tokens_per_second"] < by_rows["tokens_per_second"] < narrow["tokens_per_second"]
     limited = way("--calibrate", MEASURED, "--power-limit", "500/700")
-    assert limited["pace_band"] is None and limited["tokens_per_second"] == pytest.approx(
-        6667 * (5 / 7) ** (2 / 3), rel=0.02
-    )
+    assert limited["pace_band"] is None
+    assert limited["tokens_per_second"] == pytest.approx(6667 * (5 / 7) ** (2 / 3), rel=0.02)
     assert way()["pace_band"] is None and way()["tokens_per_second"] > 1.4 * plain["tokens_per_second"]
     assert way("--compiled-loss")["logits_bytes"] == pytest.approx(way()["logits_bytes"] / 3)
 
 
 def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
-    """Less memory, and the answer says how much; a measured training keeps its own states, and so its rates."""
+    """Less memory; a measured training keeps its own states, and so its rates."""
     given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--dtype", "fp8", "--batch", "16")
 
     def value(*words: str) -> Any:
         return json.loads(say(*given, *words, "--json", "--checkpointing", "full")[1])
 
     wide, narrow = (value("--states", name, "--calibrate", MEASURED) for name in ("fp32", "fp8-lm"))
-    assert [one["asked"]["topology"]["bf16"] for one in (wide, narrow)] == [wide["asked"]["topology"]["bf16"]] * 2
-    alike = [next(way for way in one["ways"] if way["shards"] == 8) for one in (wide, narrow)]
+    assert [document["asked"]["topology"]["bf16"] for document in (wide, narrow)] == [
+        wide["asked"]["topology"]["bf16"]
+    ] * 2
+    alike = [next(way for way in document["ways"] if way["shards"] == 8) for document in (wide, narrow)]
     assert alike[1]["states_bytes"] / alike[0]["states_bytes"] == 6 / 16
-    text = " ".join(say(*given, "--states", "fp8-lm")[1].split())
-    assert "States take 6 bytes a weight instead of 16" in text and "less than with those in fp32" in text
-
-
-def test_rates_that_nothing_calibrates_are_said_to_be(say: Say, topology: Path) -> None:
-    given = ("llama3-8b", "--gpus", "8", "--topology", str(topology))
-    said, calibrated = (" ".join(say(*given, *more)[1].split()) for more in ((), ("--calibrate", MEASURED)))
-    assert "No whole training has calibrated these rates" in said and "--calibrate MODEL,LAYOUT,PACE" in said
-    assert "No whole training" not in calibrated and "By llama3-8b with FSDP 8 at 6667 tokens/s of a GPU" in calibrated
 
 
 @for_each(
     ("words", "said"),
     [
-        ((), "--model is missing: a plan needs --model, --gpus and --topology."),
-        (("llama3-8b", "--gpus", "8", "--topology", "h100", "--states", "fp8-lm"), "goes with FP8 products"),
-        (("--model", "llama3-8", "--gpus", "8"), "--topology is missing"),
-        (("--model", "llama3-8", "--gpus", "8", "--topology", "FILE"), "llama3-8b"),
-        (("--model", "nano", "--gpus", "3", "--batch", "5", "--topology", "FILE"), "cannot be dealt out evenly"),
-        (("--model", "nano", "--gpus", "0"), "--gpus"),
-        ((*ON_8, "--calibrate", "llama3-8b,FSDP8"), "is too short. Expected MODEL"),
-        ((*ON_8, "--calibrate", "llama3-9b,FSDP8,3"), "unknown model 'llama3-9b'"),
-        ((*ON_8, "--calibrate", "nano,FSDP8+FSDP2,3"), "'FSDP2' is no part"),
-        ((*ON_8, "--calibrate", "nano,EP8,3"), "'EP8' is no part of a layout"),
-        ((*ON_8, "--calibrate", "nano,FSDP8,nan"), "cannot be read"),
-        ((*ON_8, "--calibrate", "nano,FSDP8,3,batch=7"), "divides nothing evenly"),
-        ((*ON_8, "--calibrate", "nano,FSDP8,3,seq=7"), "cannot be read"),
-        ((*ON_8, "--calibrate", "nano,FSDP8,1e15"), "more than these links carry"),
-        ((*ON_8, "--power-limit", "700/500"), "the lower first"),
-        (("--model", "nano", "--gpus", "2", "--topology", "nowhere.yaml"), "nowhere.yaml cannot be read"),
+        ("", "--model is missing"),
+        ("llama3-8b --gpus 8 --topology h100 --states fp8-lm", "goes with FP8 products"),
+        ("--model llama3-8 --gpus 8", "--topology is missing"),
+        ("--model llama3-8 --gpus 8 --topology FILE", "llama3-8b"),
+        ("nano --gpus 3 --batch 5 --topology FILE", "cannot be dealt out evenly"),
+        ("nano --gpus 0", "--gpus"),
+        ("nano --gpus 2 --topology h10", "Did you mean 'h100'?"),
+        ("nano --gpus 2 --topology nowhere.yaml", "nowhere.yaml cannot be read"),
+        ("nano --gpus 8 --topology FILE --calibrate llama3-8b,FSDP8", "is too short"),
+        ("nano --gpus 8 --topology FILE --calibrate llama3-9b,FSDP8,3", "unknown model 'llama3-9b'"),
+        ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8+FSDP2,3", "'FSDP2' is no part"),
+        ("nano --gpus 8 --topology FILE --calibrate nano,EP8,3", "'EP8' is no part"),
+        ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,nan", "cannot be read"),
+        ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,3,batch=7", "divides nothing evenly"),
+        ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,3,seq=7", "cannot be read"),
+        ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,1e15", "more than these links carry"),
+        ("nano --gpus 8 --topology FILE --power-limit 700/500", "the lower first"),
     ],
-)  # fmt: skip
-def test_nonsense(say: Say, topology: Path, words: tuple[str, ...], said: str) -> None:
-    code, _, err = say(*(str(topology) if word == "FILE" else word for word in words))
+)
+def test_nonsense(say: Say, topology: Path, words: str, said: str) -> None:
+    code, _, err = say(*words.replace("FILE", str(topology)).split())
     assert code == 2 and said in err
 
 
-def test_rlhf_says_what_each_model_takes_and_that_paces_are_of_one(say: Say, topology: Path) -> None:
-    """More memory, the same paces."""
+def test_rlhf_takes_more_memory_at_the_same_pace(say: Say, topology: Path) -> None:
     given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--batch", "16", "--checkpointing", "full")
     plain, four = (json.loads(say(*given, *more, "--json")[1])["ways"] for more in ((), ("--rlhf",)))
     cuts = ("copies", "shards", "tensor", "pipeline", "context", "virtual", "micro_batches")
@@ -217,8 +183,6 @@ def test_rlhf_says_what_each_model_takes_and_that_paces_are_of_one(say: Say, top
         more = way["critic_bytes"] + way["frozen_bytes"]
         assert way["memory_bytes"] == pytest.approx(alone["memory_bytes"] + more) and more > 0
         assert way["tokens_per_second"] == alone["tokens_per_second"]
-    text = " ".join(say(*given, "--rlhf")[1].split())
-    assert "reference and reward" in text and "no rollouts" in text
 
 
 def test_asking_for_scales_is_counted_where_tensors_are_cut(say: Say, topology: Path) -> None:

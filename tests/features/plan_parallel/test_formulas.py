@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -54,30 +55,18 @@ def test_flops_are_those_that_suites_count(name: str) -> None:
         name, size.vocabulary, size.width, size.layers, size.heads, size.key_heads, size.hidden, size.modern
     )
     norms = 6.0 * model.width * (2 * model.layers + 1)
-    assert model.token_flops(size.sequence) - norms == pytest.approx(
-        size.step_flops(1, size.sequence) / size.sequence, rel=1e-12
-    )
+    counted = size.step_flops(1, size.sequence) / size.sequence
+    assert model.token_flops(size.sequence) - norms == pytest.approx(counted, rel=1e-12)
 
 
 def test_every_published_figure_is_within_its_band() -> None:
     """FLOPs within 0.2%, memory of FSDP alone within 5%."""
     rows = list(held())
-    assert all(one.inside for one in rows), [one for one in rows if not one.inside]
-    assert {one.figure for one in rows} == {"memory", "flops"} and len(rows) == 28
-    for one in rows:
-        if one.figure == "flops":
-            assert one.band == 0.002
-        plain = one.row.layout.tensor == one.row.layout.pipeline == one.row.layout.context == 1
-        if one.figure == "memory" and plain:
-            assert one.band == 0.05
-
-
-def test_a_compiled_loss_is_what_tells_releases_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it the rows of 2025 are off by a third."""
-    monkeypatch.setattr(memory_module, "_FUSED_LOGIT", 12)
-    assert {one.row.name for one in held() if not one.inside} == {
-        "8B, FSDP 32, FP8, H200", "8B, FSDP 64, FP8, H200",
-    }  # fmt: skip
+    assert not [figure for figure in rows if not figure.inside] and len(rows) == 28
+    assert {figure.figure for figure in rows} == {"memory", "flops"}
+    for figure in rows:
+        plain = figure.row.layout.tensor == figure.row.layout.pipeline == figure.row.layout.context == 1
+        assert figure.band == 0.002 if figure.figure == "flops" else figure.band == 0.05 or not plain
 
 
 def test_what_is_said_of_published_trainings_is_what_they_say() -> None:
@@ -90,7 +79,7 @@ def test_what_is_said_of_published_trainings_is_what_they_say() -> None:
         (PUBLISHED_SEQUENCES, [row.load.sequence for row in rows]),
     )
     assert all((min(values), max(values)) == known for known, values in ends)
-    worst = {name: max(abs(one.error) for one in figures if one.figure == name) for name in FIGURES}
+    worst = {name: max(abs(figure.error) for figure in figures if figure.figure == name) for name in FIGURES}
     assert ", ".join(f"{name} by {units.percent(error)}" for name, error in worst.items()) == WORST_ERRORS
 
 
@@ -98,17 +87,25 @@ def test_what_no_published_training_is_like_is_named() -> None:
     model = MODELS["llama3-8b"]
     assert outside(model, 8, 8192) == outside(MODELS["llama3-405b"], 1024, 262144) == ()
     assert outside(model, 1 << 20, 8192) == ("1048576 GPUs (published: 8 to 1024)",)
-    assert [one.split(" (")[0] for one in outside(SMALL, 4, 128)] == [
-        "4 GPUs",
-        f"{units.count(SMALL.weights)} weights",
-        "128 tokens a sequence",
-    ]
+    assert len(outside(SMALL, 4, 128)) == 3
 
 
-def test_a_wrong_formula_leaves_a_band(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States of 12 bytes a weight, as if gradients took none."""
-    monkeypatch.setitem(memory_module.STATES, "fp32", KeptStates(0, 4, 4, 4, copy=2, lying=2))
-    assert {one.row.name for one in held() if not one.inside} >= {"8B, 32k, FP8", "8B, 256k, FP8"}
+@for_each(
+    ("changes", "rows"),
+    [
+        # States of 12 bytes a weight, as if gradients took none.
+        (lambda patch: patch.setitem(STATES, "fp32", KeptStates(0, 4, 4, 4, copy=2, lying=2)),
+         {"8B, 32k, FP8", "8B, 256k, FP8"}),
+        # A loss that is not compiled, which is what tells the rows of 2025 apart.
+        (lambda patch: patch.setattr(memory_module, "_FUSED_LOGIT", 12),
+         {"8B, FSDP 32, FP8, H200", "8B, FSDP 64, FP8, H200"}),
+    ],
+)  # fmt: skip
+def test_a_wrong_formula_leaves_a_band(
+    changes: Callable[[pytest.MonkeyPatch], None], rows: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes(monkeypatch)
+    assert {figure.row.name for figure in held() if not figure.inside} >= rows
 
 
 def test_memory_by_hand() -> None:
@@ -118,9 +115,8 @@ def test_memory_by_hand() -> None:
     alone, tokens = memory_of(SMALL, ParallelLayout(), LOAD), 256
     assert alone.states == 16 * (4 * block + 2 * 64000) and alone.gathered == 2 * (4 * block + 2 * 64000)
     assert alone.kept == 4 * tokens * 2 * (8 * 64 + 2 * 16 + 4 * 192) and alone.logits == 12 * tokens * 1000
-    piped = memory_of(
-        SMALL, ParallelLayout(pipeline=2), replace(LOAD, micro_batches=2, checkpointing=Checkpointing.FULL)
-    )
+    load = replace(LOAD, micro_batches=2, checkpointing=Checkpointing.FULL)
+    piped = memory_of(SMALL, ParallelLayout(pipeline=2), load)
     assert piped.states == 16 * (2 * block + 64000) and piped.gathered == 6 * (2 * block + 64000)
     assert piped.kept == 2 * 2 * (tokens / 2) * 2 * 64
 
@@ -159,8 +155,8 @@ def test_what_must_hold(shards: int, tensor: int, pipeline: int, level: Checkpoi
     assert found.states * shards * tensor * pipeline >= LOAD.kept.total * (SMALL.weights - SMALL.ends - 64) * 0.99
     more = memory_of(SMALL, replace(layout, shards=2 * shards), load)
     assert more.states == found.states / 2 and more.kept == memory_of(SMALL, layout, load).kept
-    paces = [pace_of(SMALL, layout, replace(load, checkpointing=one), LINKS).products for one in Checkpointing]
-    kept = [memory_of(SMALL, layout, replace(load, checkpointing=one)).kept for one in Checkpointing]
+    paces = [pace_of(SMALL, layout, replace(load, checkpointing=again), LINKS).products for again in Checkpointing]
+    kept = [memory_of(SMALL, layout, replace(load, checkpointing=again)).kept for again in Checkpointing]
     assert paces == sorted(paces) and kept == sorted(kept, reverse=True)
     narrow = pace_of(SMALL, layout, replace(load, precision="fp8"), LINKS)
     assert narrow.step <= pace_of(SMALL, layout, load, LINKS).step * (1 + 1e-9)

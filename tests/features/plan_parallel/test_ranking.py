@@ -29,9 +29,9 @@ def asked(model: str = "llama3-8b", gpus: int = 8, batch: int = 64, sequence: in
 @pytest.mark.parametrize(("gpus", "batch"), [(1, 1), (8, 64), (12, 24), (32, 8), (64, 256)])
 def test_every_way_is_there_once(gpus: int, batch: int) -> None:
     question = asked(gpus=gpus, batch=batch)
-    found = list(layouts(question))
-    assert len(found) == len(set(found)) and all(one.gpus == gpus for one in found)
-    cut = {(one.tensor, one.pipeline, one.context) for one in found}
+    every = list(layouts(question))
+    assert len(every) == len(set(every)) and all(layout.gpus == gpus for layout in every)
+    cut = {(layout.tensor, layout.pipeline, layout.context) for layout in every}
     wanted = {
         (tensor, pipeline, context)
         for tensor, pipeline, context in product(range(1, 9), range(1, 33), range(1, 3))
@@ -44,11 +44,11 @@ def test_every_way_is_there_once(gpus: int, batch: int) -> None:
 def test_the_first_is_the_fastest_that_fits() -> None:
     plans = ranking(asked())
     assert plans[0].fits and not plans[-1].fits
-    fitting = [one for one in plans if one.fits]
+    fitting = [plan for plan in plans if plan.fits]
     assert plans[: len(fitting)] == tuple(fitting)
-    assert all(one.tokens <= 1.03 * plans[0].tokens for one in fitting)
-    assert all(one.memory.total <= USABLE * H100.memory for one in fitting)
-    assert all(one.load.local * 8 // one.layout.inner == 64 for one in plans)
+    assert all(plan.tokens <= 1.03 * plans[0].tokens for plan in fitting)
+    assert all(plan.memory.total <= USABLE * H100.memory for plan in fitting)
+    assert all(plan.load.local * 8 // plan.layout.inner == 64 for plan in plans)
 
 
 def test_more_is_computed_again_only_where_nothing_fits_otherwise() -> None:
@@ -66,7 +66,7 @@ def test_the_matrix() -> None:
     """Small: DDP. 8B on a node: FSDP. 405B on many: TP and PP. Long sequences: CP. Never experts that are not there."""
 
     def yes(question: ParallelQuestion) -> set[str]:
-        return {one.kind for one in rulings(question) if one.say is Say.YES}
+        return {ruling.kind for ruling in rulings(question) if ruling.say is Say.YES}
 
     small = replace(asked(), model=replace(MODELS["llama3-8b"], layers=2, vocabulary=8192))
     assert yes(small) == {"DDP", "FSDP"}
@@ -76,6 +76,6 @@ def test_the_matrix() -> None:
     # Sequences that cannot be dealt out: of too few for any GPU to have one, TP and PP, which no ranking contradicts.
     assert yes(asked(batch=7)) == {"TP"} and yes(asked(gpus=64, batch=8)) == {"TP", "PP"}
     assert yes(asked(batch=12)) == set() and yes(asked(gpus=1, batch=1)) == set()
-    assert {one.why.split("; but ")[-1] for one in rulings(asked(batch=12))[:2]} == {
+    assert {ruling.why.split("; but ")[-1] for ruling in rulings(asked(batch=12))[:2]} == {
         "12 sequences cannot be dealt out evenly to 8 GPUs"
     }

@@ -15,61 +15,6 @@ from fp8bench.worker.bench import Bench
 from tests.commands import Say, complaints, unfolding
 from tests.counts import for_each
 
-FEW = ("--by", "kind", "--steps", "1", "--tolerance", "50")
-REFUSED = {
-    "an unknown size": (["--size", "huge"], "axis 'size' cannot be 'huge': expected one of nano"),
-    "an unknown dtype": (["--dtype", "fb8"], "Did you mean 'fp8'"),
-    "an unknown option": (["--dtype", "fp8:histroy=2"], "unknown option of dtype fp8 'histroy'"),
-    "an unknown device": (["--device", "cpi"], "Did you mean 'cpu'"),
-    "the same twice": (["--reference", "fp8"], "--dtype and --reference are both fp8, so that no layer would differ"),
-    "upside down": (["--dtype", "fp32", "--reference", "fp8"], "a lower precision than --dtype fp32: exchange them"),
-    "one switch": (["--reference", "tf32"], "TF32 is one switch for a whole process"),
-    "no steps": (["--steps", "0"], "--steps: expected a whole number from 1"),
-    "a tolerance below nothing": (["--tolerance=-1"], "a percentage from 0 to below 100"),
-    "another way": (["--by", "head"], "invalid choice: 'head'"),
-    "two outputs": (["--json", "--csv", "-"], "would both print on stdout"),
-    "no text": (["--data", "nowhere.txt"], "--data nowhere.txt cannot be read"),
-    "a size of a model of one's own": (
-        ["net.py:make", "--size", "nano"],
-        "--size is of the transformer, and net.py:make",
-    ),
-    "a text for it": (["net.py:make", "--data", "text.txt"], "--data is of the transformer"),
-    "no such model": (["nowhere.py:make"], "nowhere.py"),
-    "an unwritable map": (["--write-map", "nowhere/map"], "--write-map 'nowhere/map' cannot be written"),
-}
-
-
-@pytest.fixture
-def say(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> Say:
-    """Run `sensitivity` without waiting for a process of its own."""
-    monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
-    return unfolding(fp8bench, "sensitivity")
-
-
-@for_each("name", REFUSED)
-def test_what_cannot_be_meant_is_one_sentence(name: str, say: Say) -> None:
-    words, sentence = REFUSED[name]
-    code, out, err = say(*words)
-    assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
-
-
-def test_a_study_is_told_kept_and_written(store: Path, say: Say) -> None:
-    """One row a kind, the same numbers in the store's JSON and in the CSV."""
-    code, out, err = say(*FEW, "--csv", "rows.csv")
-    assert (code, complaints(err)) == (0, "") and out.startswith("sensitivity of transformer size=nano")
-    table = out.partition("  low ")[2].partition("\n\n")[0]
-    assert {line.split()[0] for line in table.splitlines()[1:]} == {"attn", "mlp", "head"}
-    assert "no map is suggested: every gap lies within the noise" in out
-    (file,) = (store / "sensitivity").iterdir()
-    document = json.loads(file.read_text())
-    assert f"stored in .fp8bench/sensitivity/{file.name}" in out and document["finished"]
-    assert {one["name"] for one in document["probes"]} == {"attn", "mlp", "head"}
-    assert all(len(one["losses"]) == 1 for one in document["probes"])
-    losses = [one["loss"] for one in (document["baseline"], *document["draws"])]
-    assert len(set(losses)) == 3 and document["suggested"] is None and document["environment"]["facts"]["torch"]
-    assert len(Path("rows.csv").read_text().splitlines()) == 1 + 3 + 3 + 1
-
-
 NET = """
 import torch
 from torch import nn
@@ -79,22 +24,71 @@ def make():
     model = nn.Sequential(nn.Linear(32, 64), nn.Sequential(nn.ReLU(), nn.Linear(64, 32)), nn.Linear(32, 8))
     return model, torch.randn(16, 32)
 """
+FEW = ("--by", "kind", "--steps", "1", "--tolerance", "50")
+
+
+@pytest.fixture
+def say(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> Say:
+    """Run `sensitivity` without waiting for a process of its own, beside a model of one's own."""
+    Path("net.py").write_text(NET)
+    monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
+    return unfolding(fp8bench, "sensitivity")
+
+
+@for_each(
+    ("words", "said"),
+    [
+        ("--size huge", "expected one of nano"),
+        ("--dtype fb8", "Did you mean 'fp8'"),
+        ("--dtype fp8:histroy=2", "unknown option of dtype fp8 'histroy'"),
+        ("--device cpi", "Did you mean 'cpu'"),
+        ("--reference fp8", "are both fp8"),
+        ("--dtype fp32 --reference fp8", "exchange them"),
+        ("--reference tf32", "TF32 is one switch"),
+        ("--steps 0", "--steps: expected a whole number from 1"),
+        ("--tolerance=-1", "a percentage from 0"),
+        ("--by head", "invalid choice: 'head'"),
+        ("--json --csv -", "would both print"),
+        ("--data nowhere.txt", "--data nowhere.txt cannot be read"),
+        ("net.py:make --size nano", "--size is of the transformer, and net.py:make"),
+        ("net.py:make --data text.txt", "--data is of the transformer"),
+        ("nowhere.py:make", "nowhere.py"),
+        ("--write-map nowhere/map", "cannot be written"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_sentence(words: str, said: str, say: Say) -> None:
+    code, out, err = say(*words.split())
+    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
+
+
+def test_a_study_is_told_kept_and_written(store: Path, say: Say) -> None:
+    """One row a kind, the same numbers in the store's JSON and in the CSV."""
+    code, out, err = say(*FEW, "--csv", "rows.csv")
+    assert (code, complaints(err)) == (0, "") and out.startswith("sensitivity of transformer size=nano")
+    assert "no map is suggested: every gap lies within the noise" in out
+    (file,) = (store / "sensitivity").iterdir()
+    document = json.loads(file.read_text())
+    assert f"stored in .fp8bench/sensitivity/{file.name}" in out and document["finished"]
+    assert {trial["name"] for trial in document["probes"]} == {"attn", "mlp", "head"}
+    assert all(len(trial["losses"]) == 1 for trial in document["probes"])
+    losses = [trial["loss"] for trial in (document["baseline"], *document["draws"])]
+    assert len(set(losses)) == 3 and document["suggested"] is None and document["environment"]["facts"]["torch"]
+    assert len(Path("rows.csv").read_text().splitlines()) == 1 + 3 + 3 + 1
 
 
 def test_layers_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
     """By their paths in the model; the others stay as they came, whatever is low."""
-    Path("net.py").write_text(NET)
     code, out, err = say("net.py:make", "--steps", "1", "--dtype", "mxfp4", "--json")
     assert (code, complaints(err)) == (0, "")
     document = json.loads(out)
-    probes = {one["name"]: one for one in document["probes"]}
+    probes = {trial["name"]: trial for trial in document["probes"]}
     assert set(probes) == {"0", "1.1", "2"} and document["reference"] == "untouched"
-    assert {one["precision"] for one in probes.values()} == {"mxfp4"}
+    assert {trial["precision"] for trial in probes.values()} == {"mxfp4"}
     assert probes["1.1"]["precision_map"] == [["0", "untouched"], ["2", "untouched"]]
-    errors = {name: one["gradient_error"] for name, one in probes.items()}
+    errors = {name: trial["gradient_error"] for name, trial in probes.items()}
     whole = document["candidates"][0]["gradient_error"]
     assert all(0 < error < whole for error in errors.values())
-    assert len({one["loss"] for one in (document["baseline"], *document["draws"])}) == 3
+    assert len({trial["loss"] for trial in (document["baseline"], *document["draws"])}) == 3
     assert json.loads(next((store / "sensitivity").iterdir()).read_text())["params"][0] == ["make", "net.py:make"]
     code, _, err = say("net.py:make", "--steps", "1", "--by", "kind", "--write-map", "map.txt")
     assert code == 2 and "no map is suggested" in err and not Path("map.txt").exists()
@@ -102,16 +96,15 @@ def test_layers_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
 
 def test_a_map_by_the_gradients_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
     """Where no loss tells layers apart: the worst are left out until the others' gradients are near enough."""
-    Path("net.py").write_text(NET)
     words = ("net.py:make", "--steps", "1", "--dtype", "mxfp4", "--tolerance", "50", "--json")
     whole = json.loads(say(*words)[1])
-    errors = sorted(one["gradient_error"] for one in whole["probes"])
+    errors = sorted(trial["gradient_error"] for trial in whole["probes"])
     most = 100 * (errors[0] + errors[1]) / 2
     code, out, _ = say(*words, "--gradient-tolerance", f"{most:.4f}", "--write-map", "map.txt")
-    found = json.loads(out)
-    assert code == 0 and len(found["candidates"]) == 3 and len(found["candidates"][-1]["low"]) == 1
-    assert all(100 * one["gradient_error"] > most for one in found["candidates"][:-1])
-    assert found["suggested"] and Path("map.txt").read_text().count("=untouched") == 2
+    document = json.loads(out)
+    assert code == 0 and len(document["candidates"]) == 3 and len(document["candidates"][-1]["low"]) == 1
+    assert all(100 * trial["gradient_error"] > most for trial in document["candidates"][:-1])
+    assert document["suggested"] and Path("map.txt").read_text().count("=untouched") == 2
 
 
 def test_a_reference_that_fails_ends_it(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +118,6 @@ def test_a_reference_that_fails_ends_it(say: Say, monkeypatch: pytest.MonkeyPatc
 
 def test_an_interrupt_tells_what_there_is(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit code 130; the table and the store have what was trained."""
-    Path("net.py").write_text(NET)
     inner, calls = Bench.losses, []
 
     def interrupted(self: Bench, *arguments: object) -> tuple[float, ...]:
@@ -142,11 +134,10 @@ def test_an_interrupt_tells_what_there_is(say: Say, monkeypatch: pytest.MonkeyPa
 
 def test_a_store_that_takes_nothing_costs_nobody_the_table(store: Path, say: Say) -> None:
     """Which is printed before the error."""
-    Path("net.py").write_text(NET)
     store.mkdir()
     (store / "sensitivity").write_text("no folder")
     code, out, err = say("net.py:make", "--steps", "1")
-    assert code == 2 and "suggested" in out and "the study cannot be kept in .fp8bench/sensitivity/" in err
+    assert code == 2 and "suggested" in out and "the study .fp8bench/sensitivity/" in err and "cannot be written" in err
 
 
 @pytest.mark.slow

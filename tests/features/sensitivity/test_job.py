@@ -94,10 +94,11 @@ def test_a_study_trains_the_reference_its_draws_every_layer_and_all_of_them() ->
         "bf16", *["bf16"] * DRAWS, *(f"bf16{{{layer.name}=fp8}}" for layer in LAYERS), "fp8{head=fp8}",
     ]  # fmt: skip
     assert [draw for *_, draw in trainer.log] == [0, 1, 2, *[0] * 10]
-    assert [one.low for one in study.probes] == [(layer.name,) for layer in LAYERS]
-    assert [one.gradient_error for one in study.probes] == [0.01] * 9
+    assert [trial.low for trial in study.probes] == [(layer.name,) for layer in LAYERS]
+    assert [trial.gradient_error for trial in study.probes] == [0.01] * 9
     assert study.noise == pytest.approx(0.01) and study.suggested is None
     assert study.candidates[0].gradient_error == 0.09 and trainer.restarts == 0
+    assert len(trainer.limits) == 1 and min(trainer.limits) > 5 * 60
     assert told[0] == (0, 13, "trainings", "training with the reference")
     assert told[-1] == (12, 13, "trainings", "training with all layers")
 
@@ -105,8 +106,8 @@ def test_a_study_trains_the_reference_its_draws_every_layer_and_all_of_them() ->
 def test_by_kind_whole_kinds_are_low() -> None:
     trainer = Trainer(costs())
     study, _ = studied(trainer, By.KIND)
-    assert [one.precision_map for one in study.probes] == [((kind, "fp8"),) for kind in ("attn", "mlp", "head")]
-    assert [len(one.low) for one in study.probes] == [4, 4, 1]
+    assert [trial.precision_map for trial in study.probes] == [((kind, "fp8"),) for kind in ("attn", "mlp", "head")]
+    assert [len(trial.low) for trial in study.probes] == [4, 4, 1]
     assert len(groups_of(LAYERS, By.KIND)) == 3
 
 
@@ -115,24 +116,15 @@ def test_the_worst_are_taken_out_until_a_map_keeps_the_loss() -> None:
     bad = ("blocks.1.mlp.down", "head", "blocks.0.attn.out")
     trainer = Trainer(costs(*bad))
     study, told = studied(trainer)
-    gaps = [study.gap(one) for one in study.candidates]
+    gaps = [study.gap(trial) for trial in study.candidates]
     assert gaps == [pytest.approx(gap, abs=1e-9) for gap in (0.3, 0.2, 0.1, 0.0)]
     assert study.suggested is study.candidates[-1]
     assert set(study.suggested.low) == {layer.name for layer in LAYERS} - set(bad)
     assert set(study.suggested.precision_map) == {("blocks.1.mlp.down", "bf16"), ("blocks.0.attn.out", "bf16")}
-    assert {frozenset(dict(one.precision_map)) for one in study.candidates} == {
+    assert {frozenset(dict(trial.precision_map)) for trial in study.candidates} == {
         frozenset(dict(precision_map)) for mode, precision, precision_map, _ in trainer.log if precision == "fp8"
     }
     assert told[-1][:2] == (15, 16)
-
-
-def test_the_suggested_map_as_a_file_is_what_an_option_takes(tmp_path: Path) -> None:
-    study, _ = studied(Trainer(costs("blocks.1.mlp.down", "head")))
-    assert study.suggested is not None
-    write_map(study, tmp_path / "map.txt")
-    assert precision_map(str(tmp_path / "map.txt")) == study.suggested.precision_map
-    with pytest.raises(UsageError, match="no map is suggested"):
-        write_map(replace(study, candidates=()), tmp_path / "none.txt")
 
 
 def test_a_suggestion_without_a_map_names_what_stays_high(tmp_path: Path) -> None:
@@ -144,11 +136,13 @@ def test_a_suggestion_without_a_map_names_what_stays_high(tmp_path: Path) -> Non
     assert command_of(study, study.suggested).endswith("--precision-map head=bf16")
     write_map(study, tmp_path / "map.txt")
     assert precision_map(str(tmp_path / "map.txt")) == (("head", "bf16"),)
+    with pytest.raises(UsageError, match="no map is suggested"):
+        write_map(replace(study, candidates=()), tmp_path / "none.txt")
 
 
 def test_a_tolerance_that_no_map_keeps_ends_with_the_last_layer() -> None:
     study, _ = studied(Trainer(lambda low: 1.0 + 0.1 * bool(low)))
-    assert study.suggested is None and [len(one.low) for one in study.candidates] == list(range(9, 0, -1))
+    assert study.suggested is None and [len(trial.low) for trial in study.candidates] == list(range(9, 0, -1))
 
 
 @for_each(
@@ -169,24 +163,14 @@ def test_a_run_that_fails_is_a_row_and_its_layer_the_first_to_go(
     trainer = Trainer(lambda low: fault if "blocks.1.attn.qkv" in low else 1.0)
     study, _ = studied(trainer)
     assert study.ranking[0].name == "blocks.1.attn.qkv" and study.ranking[0].failure.startswith(why)
-    assert [bool(one.failure) for one in study.candidates] == [True, False]
+    assert [bool(trial.failure) for trial in study.candidates] == [True, False]
     assert study.suggested is not None and len(study.suggested.low) == 8
     assert trainer.restarts == 2 * restarts
 
 
-def test_without_a_reference_nothing_can_be_told() -> None:
+def test_without_a_reference_nothing_can_be_told_and_without_a_draw_the_others_can() -> None:
     trainer = Trainer(lambda low: LOST if not low else 1.0)
     study, _ = studied(trainer)
     assert study.baseline.failure and not study.draws and not study.probes and len(trainer.log) == 1
-
-
-def test_a_draw_that_fails_leaves_the_others() -> None:
     study, _ = studied(Trainer(costs(), draws=(1.0, math.nan, 1.03)))
     assert study.draws[0].failure == "the loss is nan in step 1" and study.noise == pytest.approx(0.03)
-
-
-def test_a_training_may_take_the_time_of_its_steps() -> None:
-    trainer = Trainer(costs())
-    studied(trainer)
-    (limit,) = trainer.limits
-    assert limit > 5 * 60

@@ -1,17 +1,30 @@
-"""What losses say: gaps, noise, the order of layers, the map that is suggested."""
+"""What losses say: gaps, noise, the order of layers, the map that is suggested, and how that is told."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.features.sensitivity.study import By, LayerTrial, Study, Suffers, as_words, last_of, map_of, shortened
+from fp8bench.features.sensitivity.command import page_of
+from fp8bench.features.sensitivity.study import (
+    By,
+    LayerTrial,
+    Study,
+    Suffers,
+    as_words,
+    last_of,
+    map_of,
+    shortened,
+    value_of,
+)
 from fp8bench.protocols import Layer, key_of
 from fp8bench.registry import workloads
+from fp8bench.report.terminal.layout import render
 from tests.counts import for_each
 
 BASE = LayerTrial("reference", "", "bf16", losses=(9.0, 5.0, 4.0, 3.0, 2.0))
@@ -42,26 +55,23 @@ def test_gaps_are_relative_to_the_reference() -> None:
 
 
 @for_each(
-    ("wanted", "found", "gap"),
-    [(0.0, 0.0, 0.0), (0.0, 0.5, math.inf), (0.0, -0.5, -math.inf), (-2.0, -1.0, 0.5), (-2.0, -3.0, -0.5)],
-)
-def test_a_loss_may_be_zero_or_below(wanted: float, found: float, gap: float) -> None:
-    study = replace(STUDY, baseline=replace(BASE, losses=(wanted,)), draws=())
-    trial = probe("a", found)
-    assert study.gap(trial) == gap
-    expected = Suffers.WORSE if gap > 0 else Suffers.BETTER if gap < 0 else Suffers.NOISE
-    assert study.suffers(trial) is expected
+    ("wanted", "loss", "gap", "says"),
+    [
+        (0.0, 0.0, 0.0, Suffers.NOISE), (0.0, 0.5, math.inf, Suffers.WORSE), (0.0, -0.5, -math.inf, Suffers.BETTER),
+        (-2.0, -1.0, 0.5, Suffers.WORSE), (-2.0, -3.0, -0.5, Suffers.BETTER),
+    ],
+)  # fmt: skip
+def test_a_loss_may_be_zero_or_below(wanted: float, loss: float, gap: float, says: Suffers) -> None:
+    study, trial = replace(STUDY, baseline=replace(BASE, losses=(wanted,)), draws=()), probe("a", loss)
+    assert study.gap(trial) == gap and study.suffers(trial) is says
 
 
-def test_the_noise_is_the_largest_gap_of_another_draw() -> None:
+def test_the_noise_is_the_largest_gap_of_another_draw_and_judges_gaps() -> None:
     """Either way; there is none where no draw has a loss."""
     assert STUDY.noise == pytest.approx(0.05)
     assert replace(STUDY, draws=STUDY.draws[1:]).noise == pytest.approx(0.03)
     assert replace(STUDY, draws=()).noise is None
     assert replace(STUDY, draws=(probe("x", None),)).noise is None
-
-
-def test_what_a_gap_says_beside_the_noise() -> None:
     said = {loss: STUDY.suffers(probe("a", loss)) for loss in (2.0, 2.09, 1.91, 2.11, 1.89)}
     assert list(said.values()) == [Suffers.NOISE] * 3 + [Suffers.WORSE, Suffers.BETTER]
     assert STUDY.suffers(probe("a", None)) is Suffers.FAILED
@@ -74,47 +84,60 @@ def test_the_worst_come_first() -> None:
         probe("small", 2.0, 0.1), probe("better", 1.5, 0.2), probe("worse", 2.2, 0.01), probe("worst", 2.4, 0.001),
         probe("lost", None), probe("large", 2.05, 0.3), probe("strange", 2.0, math.nan), probe("unknown", 2.0, None),
     )  # fmt: skip
-    ranking = [one.name for one in replace(STUDY, probes=probes).ranking]
+    ranking = [trial.name for trial in replace(STUDY, probes=probes).ranking]
     assert ranking == ["lost", "worst", "worse", "strange", "unknown", "large", "better", "small"]
 
 
 def test_the_first_candidate_that_keeps_the_loss_is_suggested() -> None:
     """It has the most layers low; a better loss is kept, too."""
     candidates = (probe("all", 2.5), probe("fewer", None), probe("fewest", 2.01), probe("none", 2.0))
-    found = replace(STUDY, candidates=candidates)
-    assert [found.keeps(one) for one in candidates] == [False, False, True, True]
-    assert found.suggested is candidates[2]
-    assert replace(found, candidates=candidates[:2]).suggested is None
-    assert found.keeps(probe("better", 0.1)) and replace(found, tolerance=0.0).keeps(probe("same", 2.0))
+    study = replace(STUDY, candidates=candidates)
+    assert [study.keeps(trial) for trial in candidates] == [False, False, True, True]
+    assert study.suggested is candidates[2] and replace(study, candidates=candidates[:2]).suggested is None
+    assert study.keeps(probe("better", 0.1)) and replace(study, tolerance=0.0).keeps(probe("same", 2.0))
 
 
 def test_errors_of_layers_are_put_together() -> None:
     """As the root of the sum of squares; a group whose errors are not known is left out."""
     study = replace(STUDY, probes=(probe("a", 2.0, 0.3), probe("b", 2.0, 0.4), probe("c", None, None)))
-    found = study.together({"both": ("a", "b"), "one": ("a", "c"), "none": ("c", "d")})
-    assert found == {"both": pytest.approx(0.5), "one": pytest.approx(0.3)}
+    errors = study.together({"both": ("a", "b"), "one": ("a", "c"), "none": ("c", "d")})
+    assert errors == {"both": pytest.approx(0.5), "one": pytest.approx(0.3)}
+
+
+def told(study: Study) -> str:
+    return " ".join(render(page_of(study)).split())
+
+
+def test_what_there_is_to_tell_is_told() -> None:
+    """Without a map why; without trainings, or a reference, nothing that nobody knows."""
+    probes = probe("a", 2.5), replace(probe("b", 2.0), failure="the loss is nan in step 2", losses=(3.0, math.nan))
+    lost = replace(STUDY, probes=probes, candidates=(probe("all", 2.5),), finished=True)
+    assert "every map was tried" in told(lost) and "interrupted" in told(replace(lost, finished=False))
+    assert "so that a gap" not in told(replace(STUDY, draws=())) and "suggested" not in told(STUDY)
+    failed = replace(STUDY, baseline=replace(BASE, losses=(), failure="crash"), draws=())
+    assert "the reference itself failed: crash" in told(failed)
+    assert "the tolerance is below the noise" in told(replace(lost, candidates=(probe("all", 2.01),)))
+    worst, document = value_of(lost)["probes"][1], value_of(lost)
+    assert worst["losses"] == [3.0, "nan"] and worst["loss"] is None and document["ranking"] == ["b", "a"]
+    assert document["noise"] == pytest.approx(0.05) and document["suggested"] is None
 
 
 LAYERS = workloads.get("transformer").layers({"size": "nano"})
 NAMES = [layer.name for layer in LAYERS]
-MODES = "fp8", "bf16"
 
 
-def but(*gone: str) -> str:
-    """The map of all layers but those, as words."""
-    left = [name for name in NAMES if not any(name == one or name.startswith(f"{one}.") for one in gone)]
-    return as_words(map_of(LAYERS, left, MODES, "bf16"))
-
-
-def test_maps_are_as_short_as_one_would_write_them() -> None:
-    """The head stays high unless it is said to be low; whole kinds and whole blocks have one word."""
-    assert but() == "head=fp8"
-    assert but("head") == ""
-    assert but("blocks.0.mlp.up") == "head=fp8,blocks.0.mlp.up=bf16"
-    assert but("blocks.0.mlp", "blocks.1.mlp", "head") == "mlp=bf16"
-    assert but("blocks.1", "head") == "blocks.1=bf16"
-    assert but("blocks.1.attn", "head") == "blocks.1.attn=bf16"
-    assert but(*NAMES) == "attn=bf16,mlp=bf16"
+@for_each(
+    ("gone", "words"),
+    [
+        ((), "head=fp8"), (("head",), ""), (("blocks.0.mlp.up",), "head=fp8,blocks.0.mlp.up=bf16"),
+        (("blocks.0.mlp", "blocks.1.mlp", "head"), "mlp=bf16"), (("blocks.1", "head"), "blocks.1=bf16"),
+        (("blocks.1.attn", "head"), "blocks.1.attn=bf16"), (NAMES, "attn=bf16,mlp=bf16"),
+    ],
+)  # fmt: skip
+def test_maps_are_as_short_as_one_would_write_them(gone: Sequence[str], words: str) -> None:
+    """Of all layers but those. The head stays high unless it is said to be low; kinds and blocks have one word."""
+    left = [name for name in NAMES if not any(f"{name}.".startswith(f"{front}.") for front in gone)]
+    assert as_words(map_of(LAYERS, left, ("fp8", "bf16"), "bf16")) == words
 
 
 def test_another_reference_is_named_for_the_head_too() -> None:
@@ -140,7 +163,7 @@ def test_a_short_map_says_what_every_name_would(choice: list[bool], reference: s
 
 PARTS = st.lists(st.sampled_from(["a", "b", "ab", "0", "1"]), min_size=1, max_size=3).map(".".join)
 WILD = st.lists(st.tuples(PARTS, st.sampled_from(["a", "k", "0"]), st.booleans()), min_size=1, max_size=8).map(
-    lambda found: [Layer(*one) for one in {one[0]: one for one in found}.values()]
+    lambda rows: [Layer(*row) for row in {row[0]: row for row in rows}.values()]
 )
 
 
