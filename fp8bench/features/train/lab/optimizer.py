@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.rates import factor_of, group_of, kind_of
-from fp8bench.features.train.lab.update_rules import RULES, states_for
+from fp8bench.features.train.lab.update_rules import RULES, factor_of, group_of, kind_of, states_for
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import Arm, ArmRole
 from fp8bench.formats.grids import E4M3, FP16

@@ -12,8 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.lab.loop_figures import predictions_of, tensors_in
-from fp8bench.features.train.lab.loop_habits import BackwardListener, LoopHabits, listening
+from fp8bench.features.train.lab.loop_figures import (
+    BackwardListener,
+    LoopHabits,
+    listening,
+    predictions_of,
+    tensors_in,
+)
 from fp8bench.features.train.lab.optimizer import joint
 from fp8bench.features.train.lab.readings import Figures, read
 from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched

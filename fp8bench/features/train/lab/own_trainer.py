@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import Fp8benchError, UsageError
-from fp8bench.features.train.lab.checkpoint import moved_by_an_ulp
+from fp8bench.features.train.lab.evaluate import Scores
 from fp8bench.features.train.lab.fine_tuning import begin_as_asked, scaled
 from fp8bench.features.train.lab.optimizer import Optimizer, seed_of
 from fp8bench.features.train.lab.own_optimizer import TorchOptimizer
-from fp8bench.features.train.lab.scores import Scores
 from fp8bench.features.train.lab.together import Alone
 from fp8bench.features.train.lab.trainer import Beside, Trainer
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, Validation
@@ -56,9 +55,7 @@ class OwnTrainer(Trainer):
             raise UsageError(f"{self._name}: no parameter of its model needs a gradient, so that nothing is trained.")
         if not model.training:  # as from_pretrained gives it
             model.train()
-        begin_as_asked(model, settings)
-        if settings.nudge == "ulp":
-            moved_by_an_ulp(model, seed_of("nudge", self._seed))
+        begin_as_asked(model, settings, self._seed)
         self._batches = OwnBatches(self._name, given, self._seed, facts)
         self._held_out = held_out_of(self._name, given, facts)
         self._evaluation: Any = self

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.train.lab import models
-from fp8bench.features.train.lab.checkpoint import moved_by_an_ulp
-from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, windows_by_step
+from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, Scores, windows_by_step
 from fp8bench.features.train.lab.fine_tuning import begin_as_asked, frozen_in, scaled
 from fp8bench.features.train.lab.optimizer import Optimizer, clippings_of, joint, own_seed, seed_of
-from fp8bench.features.train.lab.rates import Plateau, group_of, loss_scale_of, share_of_rate
-from fp8bench.features.train.lab.scores import Scores
 from fp8bench.features.train.lab.together import digest_of
+from fp8bench.features.train.lab.update_rules import PlateauShare, group_of, loss_scale_of, share_of_rate
 from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, whole_words
 from fp8bench.features.train.lab.ways import together_of
 from fp8bench.features.train.values import (
@@ -88,7 +86,7 @@ class Trainer:
         self._forward = self._compiled() if settings.compile == "yes" else self._model
         self._optimizer = self._updating()
         self._clipped = [group_of(name, one.ndim, settings.clip_by) for name, one in self._parameters.items()]
-        self._plateau = Plateau(settings)
+        self._plateau = PlateauShare(settings)
         self._loss_scale = loss_scale_of(settings, self.precision.loss_scale)
         self._watch = ModelWatch(
             self._model, arm.name, task.seed, self.tokens // settings.micro_batches, inside=settings.compile == "no"
@@ -134,9 +132,7 @@ class Trainer:
         take_around(model, {name: self._of(keys[key], facts) for name, key in around.items() if key})
         if self._settings.attention != "auto":
             self._round_attention(model, facts)
-        begin_as_asked(model, self._settings)
-        if self._settings.nudge == "ulp":
-            moved_by_an_ulp(model, seed_of("nudge", self._seed))
+        begin_as_asked(model, self._settings, self._seed)
         self._count = sum(parameter.numel() for parameter in model.parameters())
         self.together.take(model)
         return model

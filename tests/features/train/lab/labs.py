@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -49,3 +50,11 @@ def hooks_of(model: nn.Module) -> int:
     return own + sum(
         len(one._backward_hooks or ()) + len(one._post_accumulate_grad_hooks or ()) for one in model.parameters()
     )
+
+
+def restarted(lab: Lab, task: SeedTask, folder: Path) -> Lab:
+    """A lab that has begun anew, and goes on from what another one keeps."""
+    assert lab.save(str(folder / "kept")) == ()
+    other = lab_of(task)
+    other.restore(str(folder / "kept"))
+    return other

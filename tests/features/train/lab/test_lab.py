@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from fp8bench.errors import StoreError
 from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab.lab import MODULE, Lab, NotFinite
-from fp8bench.features.train.lab.trainer import Trainer
-from fp8bench.features.train.values import FALLBACK, Arm, ArmCost, ArmRole, TrainingEvent
+from fp8bench.features.train.values import FALLBACK, Arm, ArmRole, StepFigure, TrainingEvent
 from fp8bench.measure.handle import ProcessWorker
-from fp8bench.model import MemoryRole
 from fp8bench.model.raw import Settings
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.plan.corpus import Corpus
 from fp8bench.precisions.fp8 import Fp8
-from fp8bench.registry import precisions
 from tests.features.train.lab.labs import lab_of, rows, task_of
 
 
@@ -49,20 +43,6 @@ def test_an_arm_that_multiplies_in_another_precision_is_told(corpus: Corpus, mon
     (event,) = events("fp8")
     assert (event.kind, event.step) == (FALLBACK, 0)
     assert event.words == "the numbers of a product are those of bfloat16, not of fp8"
-
-
-LOW = (("optimizer_states", "fp8lm"), ("master", "fp16-scaled"), ("gradients", "fp8"), ("micro_batches", 2))
-DRAWN = (("master", "bf16-stochastic"), ("dropout", 0.1))
-HALF = (("optimizer_states", "bf16"), ("gradients", "bf16"), ("dropout", 0.1), ("checkpointing", "blocks"))
-MODES = (
-    "nvfp4", Arm("fp8lm", "fp8", settings=LOW), Arm("drawn", "bf16", settings=DRAWN),
-    Arm("o3", "fp8:scale=pow2", settings=LEVELS["msamp-o3"].settings),
-    Arm("half", "fp8-delayed:history=3", settings=HALF), Arm("dynamic", "fp16", settings=(("loss_scale", "dynamic"),)),
-)  # fmt: skip
-MANY = (
-    *precisions.names(), "fp8-delayed:algorithm=most_recent:margin=1", "fp8-delayed:history=2:interval=2",
-    "nvfp4:hadamard=off", "nvfp4:stochastic=off",
-)  # fmt: skip
 
 
 def test_fewer_bits_in_the_sums_are_further_from_float32_sums(corpus: Corpus) -> None:
@@ -101,39 +81,6 @@ def test_nudged_arms_differ_as_rounding_does(corpus: Corpus) -> None:
     plain, *others = ([row.loss for row in rows(lab.advance(name, 12))] for name in ("fp32", "ulp", "order"))
     for losses in others:
         assert losses != plain and losses == pytest.approx(plain, rel=1e-4)
-
-
-@pytest.mark.parametrize("arms", [MODES, pytest.param(MANY, marks=pytest.mark.slow)], ids=["some", "all"])
-def test_it_goes_on_from_a_checkpoint_with_the_same_bits(
-    arms: tuple[Arm | str, ...], corpus: Corpus, tmp_path: Path
-) -> None:
-    """In a lab that has begun anew, and done other steps before it was given the checkpoint."""
-    task = task_of(corpus, *arms, steps=4)
-    names = [arm.name for arm in task.arms]
-    lab, other = lab_of(task), lab_of(task)
-    for name in names:
-        lab.advance(name, 2)
-    assert lab.save(str(tmp_path / "kept")) == ()
-    wanted = [rows(lab.advance(name, 5)) for name in names]
-    assert {len(one) for one in wanted} == {2}, "no more steps than the task has"
-    for name in names[:2]:
-        other.advance(name, 1)
-    assert other.restore(str(tmp_path / "kept")) == tuple((name, 2) for name in names)
-    for name, before in zip(names, wanted, strict=True):
-        assert rows(other.advance(name, 2)) == before
-
-
-@pytest.mark.parametrize("arch", ["cnn", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("mlp", "moe"))])
-def test_so_does_every_architecture(corpus: Corpus, tmp_path: Path, arch: str) -> None:
-    """Statistics that batch norm keeps are part of what is kept: evaluation goes by them."""
-    task = task_of(corpus, "fp8", arch=arch, steps=3)
-    lab = lab_of(task)
-    lab.advance("fp8", 1)
-    lab.save(str(tmp_path / "kept"))
-    wanted = rows(lab.advance("fp8", 2)), lab.validate("fp8")
-    other = lab_of(task)
-    other.restore(str(tmp_path / "kept"))
-    assert (rows(other.advance("fp8", 2)), other.validate("fp8")) == wanted
 
 
 def test_an_arm_that_cannot_be_built_says_so_when_it_is_asked_for(corpus: Corpus, tmp_path: Path) -> None:
@@ -209,107 +156,6 @@ def test_attention_in_the_arms_precision(corpus: Corpus, tmp_path: Path) -> None
     assert skipped == {"fp16 rounded": True, "fp16 prescaled": False}
 
 
-def test_a_branch_goes_on_from_a_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
-    """As the arm itself goes on, bit for bit; with another precision or rate from the same weights."""
-    task = task_of(corpus, "fp8-delayed", steps=20)
-    lab, folder, settings = lab_of(task), str(tmp_path / "kept"), task.settings
-    lab.advance("fp8-delayed", 3)
-    lab.save(folder)
-    own = rows(lab.advance("fp8-delayed", 3))
-    trials = {
-        "as it was": ("fp8-delayed", settings),
-        "margin": ("fp8-delayed:margin=1", settings),
-        "slower": ("fp8-delayed", replace(settings, rate=settings.rate / 2)),
-        "scaled": ("fp8-delayed", replace(settings, loss_scale="dynamic")),
-    }
-    for name, (precision, changed) in trials.items():
-        assert lab.branch(folder, "fp8-delayed", Arm(name, precision), changed) == 3
-    found = {name: rows(lab.advance(name, 3)) for name in trials}
-    assert [replace(row, arm="fp8-delayed") for row in found["as it was"]] == own
-    losses = {name: [row.loss for row in some] for name, some in found.items()}
-    assert losses["margin"] == pytest.approx(losses["as it was"], rel=0.01) and losses["margin"] != losses["as it was"]
-    slower, before = found["slower"], found["as it was"]
-    assert slower[0].loss == before[0].loss and slower[0].rate == before[0].rate / 2
-    assert slower[1].loss != before[1].loss
-    assert found["scaled"][0].loss_scale == 2.0**16, "a scale that finds itself begins where it always does"
-    assert lab.branch("", "fp8-delayed", Arm("anew", "bf16"), settings) == 0
-    with pytest.raises(StoreError, match="nothing of other"):
-        lab.branch(folder, "other", Arm("x", "bf16"), settings)
-
-
-LOW_STATES = Arm("low", "fp8-delayed", settings=(("optimizer_states", "fp8lm"), ("gradients", "bf16")))
-# Of a batch this large what is kept for backward is what a step needs most.
-LARGE = {"batch": 256}
-SAVED = (MemoryRole.ACTIVATIONS, MemoryRole.LOW_ACTIVATIONS, MemoryRole.LOW_WEIGHTS, MemoryRole.DATA)
-
-
-def cost_of(corpus: Corpus, arm: Arm | str, lab: Lab | None = None, **settings: Any) -> ArmCost:
-    return (lab or Lab(Settings())).alone(task_of(corpus, arm, **settings))
-
-
-def saved_for_backward(trainer: Trainer) -> int:
-    """Bytes that autograd keeps in one step beside the weights, each memory once."""
-    weights = {one.untyped_storage().data_ptr() for one in trainer.memory_roles()[MemoryRole.WEIGHTS]}  # type: ignore[attr-defined]
-    kept = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        list(trainer.advance())
-    return sum(one.untyped_storage().nbytes() for one in kept.values())
-
-
-MORE = (pytest.param(one, marks=pytest.mark.nightly) for one in ("fp32", "bf16"))
-
-
-@pytest.mark.parametrize("arm", ["fp8", *MORE])
-def test_what_lies_at_the_highest_point_is_what_autograd_keeps(arm: str, corpus: Corpus) -> None:
-    """And weights, moments and gradients of so many bytes a parameter; all parts sum to the peak."""
-    memory = cost_of(corpus, arm, **LARGE).memory
-    assert memory is not None and memory.why == ""
-    roles = {MemoryRole(name): size for name, size in memory.roles}
-    assert sum(roles.values()) == memory.peak
-    trainer = Trainer(task_of(corpus, arm, **LARGE), Arm(arm, arm))
-    list(trainer.advance())
-    assert sum(roles.get(role, 0) for role in SAVED) == pytest.approx(saved_for_backward(trainer), abs=64)
-    count = trainer.state().parameters
-    assert roles[MemoryRole.WEIGHTS] == 4 * count and roles[MemoryRole.OPTIMIZER] == pytest.approx(8 * count, abs=64)
-
-
-def test_what_is_kept_between_two_steps(corpus: Corpus) -> None:
-    """Low states are low, and histories of delayed scales are counted once they are there."""
-    lab = lab_of(task_of(corpus, "bf16", "fp8"))
-    plain, low = dict(cost_of(corpus, "bf16", lab).kept), dict(cost_of(corpus, LOW_STATES, lab).kept)
-    count = plain["weights"] / 4
-    assert plain["gradients"] == 4 * count and low["gradients"] == 2 * count and "casts" not in plain
-    assert low["first moment"] < 1.01 * count and low["second moment"] < 2.02 * count
-    assert low["casts"] == 4 * 3 * (1024 * 4 + 4 + 4), "a history, a scale and a count of each role of four layers"
-    beside = cost_of(corpus, "bf16", lab).memory
-    alone = cost_of(corpus, "bf16", lab_of(task_of(corpus, "fp32"))).memory
-    assert beside and alone and (beside.peak, beside.roles) == (alone.peak, alone.roles), "other arms are forgotten"
-
-
-def test_an_arm_that_stops_has_no_memory_to_tell_of(corpus: Corpus) -> None:
-    with pytest.raises(NotFinite, match="its steps were not finite after 1, and it stopped"):
-        cost_of(corpus, "fp16", rate=10.0, handicap=1000.0, loss_scale="4294967296")
-
-
-@pytest.mark.slow
-def test_a_batch_is_tried_in_two_steps_of_the_arm_alone(corpus: Corpus) -> None:
-    """More take more, checkpointing less; what a step needs at its highest point is what the memory pass says."""
-    lab = lab_of(task_of(corpus, "fp32"))
-    blocks = Arm("blocks", "fp32", settings=(("checkpointing", "blocks"),))
-    small, middle, large = (lab.try_alone(task_of(corpus, "fp32", batch=one), 1 << 30) for one in (32, 64, 128))
-    less = lab.try_alone(task_of(corpus, blocks, batch=128), 1 << 30)
-    assert small and middle and large and less and large - middle == 2 * (middle - small) > 0 and less < large
-    memory = cost_of(corpus, "fp32", batch=128).memory
-    assert memory is not None and large == pytest.approx(memory.peak, rel=0.01)
-
-
 def test_further_steps_go_over_the_last_ones_again(corpus: Corpus) -> None:
     """Of an arm that is done: real ones, which change its weights and nobody else's; one that stops says so."""
     lab = lab_of(task_of(corpus, "fp32", "bf16", steps=3))
@@ -322,3 +168,27 @@ def test_further_steps_go_over_the_last_ones_again(corpus: Corpus) -> None:
     with pytest.raises(NotFinite):
         wild.loop("fp16", 3)
     assert wild.check("fp16").wrong == "it has stopped: its numbers are not finite"
+
+
+def test_clipping_by_group_is_told_as_a_share_of_all_gradients(corpus: Corpus) -> None:
+    lab = lab_of(task_of(corpus, "bf16", steps=3, clip_by="tensor", clip=1e-3))
+    trainer = lab._trainers["bf16"]
+    list(trainer.advance(watched=False))
+    gradients = trainer._optimizer.gradients.of(list(trainer._parameters.values()))
+    own = [one.norm() for one in gradients]
+    after = torch.stack([norm / max(1.0, float(norm) / 1e-3) for norm in own]).norm()
+    (row,) = rows(lab.advance("bf16", 1))
+    lab = lab_of(task_of(corpus, "bf16", steps=3, clip_by="tensor", clip=1e-3))
+    (first,) = rows(lab.advance("bf16", 1))
+    assert first.clipped == pytest.approx(1 - float(after) / first.gradient_norm, rel=1e-4)
+    assert row.clipped > 0.9
+
+
+def test_a_table_that_collapses_is_seen_as_the_model_sees_it(corpus: Corpus) -> None:
+    """In four bits of which most are lost; the weights that are kept stay apart."""
+    spread = {}
+    for word in ("fp16", "custom:format=e2m1:scaling=none"):
+        lab = lab_of(task_of(corpus, "bf16", steps=1, precision_map=(("embed", word),)))
+        lines = lab.advance("bf16", 1)
+        (spread[word],) = [one.value for one in lines if isinstance(one, StepFigure) and one.name == "embedding_spread"]
+    assert spread["custom:format=e2m1:scaling=none"] == 0.0 < spread["fp16"]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.features.train.lab.lab import Lab
-from fp8bench.features.train.lab.rates import LossScale, loss_scale_of
 from fp8bench.features.train.lab.watched_step import Finder
 from fp8bench.features.train.values import StreamLine, TrainingEvent
 from fp8bench.nn.linear import Linear
@@ -17,7 +16,7 @@ from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
 from tests.facts import CPU
-from tests.features.train.lab.labs import SMALL, lab_of, rows, task_of
+from tests.features.train.lab.labs import lab_of, rows, task_of
 
 # Gradients of a loss that is multiplied by so much are beyond fp16.
 OVERFLOWING = "4294967296"
@@ -102,23 +101,6 @@ def test_a_dynamic_scale_comes_down_by_itself(corpus: Corpus) -> None:
     assert rows(lines)[first + 3].loss_scale in (2.0 ** (33 - first), 2.0 ** (32 - first))
 
 
-def test_loss_scales() -> None:
-    """Grow after so many good steps in a row, and stay within their bounds."""
-    scale = LossScale(2.0**31, growth=2)
-    seen = []
-    for finite in (True, False, True, True, True, True, True, True):
-        scale.seen(finite)
-        seen.append(scale.scale)
-    assert [one / 2**30 for one in seen] == [2, 1, 1, 2, 2, 4, 4, 4]
-    low = LossScale(2.0, growth=1)
-    for _ in range(3):
-        low.seen(False)
-    assert low.scale == 1.0
-    fixed = loss_scale_of(SMALL, 1024.0)
-    fixed.seen(False)
-    assert fixed.scale == 1024.0
-
-
 def test_a_poisoned_arm_is_not_kept(corpus: Corpus, tmp_path: Path) -> None:
     """The others are; it has stopped when they go on from there."""
     task = task_of(corpus, "bf16", "fp8")
@@ -144,18 +126,6 @@ def test_looking_changes_no_step(corpus: Corpus) -> None:
         assert after.keys() == again.keys() and any(after.values())
         for name, kept in after.items():
             assert all(torch.equal(one, again[name][key]) for key, one in kept.items()), name
-
-
-def test_evaluating_leaves_no_trace(corpus: Corpus) -> None:
-    """The steps after it are the same bits as without."""
-    lab = lab_of(task_of(corpus, "fp8-delayed:history=4"))
-    other = lab_of(task_of(corpus, "fp8-delayed:history=4"))
-    for one, looked in ((lab, True), (other, False)):
-        one.advance("fp8-delayed:history=4", 1)
-        if looked:
-            one.validate("fp8-delayed:history=4")
-    assert rows(lab.advance("fp8-delayed:history=4", 2)) == rows(other.advance("fp8-delayed:history=4", 2))
-    assert isinstance(lab._trainers["fp8-delayed:history=4"]._model, nn.Module)
 
 
 class Pair(nn.Module):

@@ -1,8 +1,11 @@
-"""AdamW of a training against torch's own and by hand; weights, gradients and moments in low precision."""
+"""Optimizers of a training against torch's own, the paper or by hand: rules, rates, loss scales; weights, gradients,
+moments and updates in low precision; and one of anybody's over weights in low precision."""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fp8bench
+from fp8bench.errors import UsageError
 from fp8bench.features.train.arms import LEVELS
+from fp8bench.features.train.lab.models import check
 from fp8bench.features.train.lab.optimizer import (
     AutomaticScale,
     Optimizer,
@@ -18,28 +24,37 @@ from fp8bench.features.train.lab.optimizer import (
     joint,
     stochastic_bf16,
 )
-from fp8bench.features.train.lab.rates import share_of_rate
-from fp8bench.features.train.request import TrainerSettings
+from fp8bench.features.train.lab.own_optimizer import TorchOptimizer
+from fp8bench.features.train.lab.update_rules import (
+    LossScale,
+    PlateauShare,
+    factor_of,
+    group_of,
+    loss_scale_of,
+    share_of_rate,
+)
+from fp8bench.features.train.request import SCHEDULES, TrainerSettings
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scaled import values
 from tests.counts import for_each
 
 SHAPES = {
-    "embedding": (24, 16),
-    "blocks.0.norm.weight": (16,),
-    "blocks.0.mlp.up.weight": (32, 16),
-    "head.weight": (24, 16),
-}
+    "embedding": (24, 16), "blocks.0.norm.weight": (16,), "blocks.0.mlp.up.weight": (32, 16), "head.weight": (24, 16),
+}  # fmt: skip
+STEPS = 6
+
+
+def drawn(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
 
 
 def parameters() -> dict[str, nn.Parameter]:
-    generator = torch.Generator().manual_seed(1)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    return dict(zip(SHAPES, map(nn.Parameter, drawn(1)), strict=True))
 
 
-def gradients(step: int, size: float = 1.0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
-    return [torch.randn(shape, generator=generator) * size for shape in SHAPES.values()]
+def gradients(step: int) -> list[Tensor]:
+    return drawn(100 + step)
 
 
 def made(**settings: Any) -> tuple[Optimizer, list[nn.Parameter]]:
@@ -47,7 +62,7 @@ def made(**settings: Any) -> tuple[Optimizer, list[nn.Parameter]]:
     return Optimizer(own, TrainerSettings(**settings)), list(own.values())
 
 
-def found(optimizer: Optimizer, own: list[nn.Parameter], *micro_batches: list[Tensor]) -> None:
+def backward(optimizer: Optimizer, own: list[nn.Parameter], *micro_batches: list[Tensor]) -> None:
     """What backward does."""
     optimizer.gradients.begin()
     for several in micro_batches:
@@ -65,7 +80,7 @@ def test_it_is_adamw_by_hand() -> None:
     weights, first, second = start, [one * 0 for one in start], [one * 0 for one in start]
     for number in range(4):
         some = gradients(number)
-        found(optimizer, own, [one * 1024 for one in some])
+        backward(optimizer, own, [one * 1024 for one in some])
         norm = torch.cat([one.flatten() for one in some]).norm()
         assert float(joint(optimizer.gradients.norms())) == pytest.approx(1024 * float(norm), rel=1e-5)
         step(optimizer, divisor=4 * 1024)
@@ -83,21 +98,14 @@ def test_it_is_adamw_by_hand() -> None:
             assert float(size) == pytest.approx(float(wanted.norm()), rel=1e-5)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "bytes_each"),
     [
-        ({}, {"weights": 4, "gradients": 4, "first moment": 4, "second moment": 4}),
-        (
-            {"optimizer_states": "bf16", "gradients": "bf16"},
-            {"weights": 4, "gradients": 2, "first moment": 2, "second moment": 2},
-        ),
-        (
-            {"optimizer_states": "fp8lm", "gradients": "fp8", "master": "fp16-scaled"},
-            {"weights": 2, "gradients": 1, "first moment": 1, "second moment": 2},
-        ),
+        ({}, (4, 4, 4, 4)), ({"optimizer_states": "bf16", "gradients": "bf16"}, (4, 2, 2, 2)),
+        ({"optimizer_states": "fp8lm", "gradients": "fp8", "master": "fp16-scaled"}, (2, 1, 1, 2)),
     ],
 )  # fmt: skip
-def test_what_is_kept(settings: dict[str, Any], bytes_each: dict[str, int]) -> None:
+def test_what_is_kept(settings: dict[str, Any], bytes_each: tuple[int, ...]) -> None:
     """Bytes of the tensors there are, a float32 scale a tensor included; before the first step as after it, and a step
     that is skipped changes nothing."""
     optimizer, own = made(**settings)
@@ -108,13 +116,14 @@ def test_what_is_kept(settings: dict[str, Any], bytes_each: dict[str, int]) -> N
             with torch.no_grad():
                 assert all(math.isfinite(float(one.sum())) for one in own)
             kept = {name: sum(one.nbytes for one in some) for name, some in optimizer.kept().items()}
-            for name, each in bytes_each.items():
+            names = "weights", "gradients", "first moment", "second moment"
+            for name, each in zip(names, bytes_each, strict=True):
                 assert kept[name] - each * count in (0, 4 * low), name
-            found(optimizer, own, gradients(number))
+            backward(optimizer, own, gradients(number))
             step(optimizer)
         moved = [one.detach().clone() for one in own]
         assert all(bool((one != other).any()) for one, other in zip(start, moved, strict=True))
-        found(optimizer, own, gradients(3))
+        backward(optimizer, own, gradients(3))
         step(optimizer, skip=True)
         assert all(torch.equal(one, other) for one, other in zip(moved, own, strict=True))
         assert not any(float(one) for one in optimizer.update_norms)
@@ -133,7 +142,7 @@ def test_weights_of_ms_amps_o3_are_fp8_in_passes_and_fp16_in_updates() -> None:
     for name, level in LEVELS.items():
         optimizer, own = made(**dict(level.settings))
         with optimizer.weights.present():
-            found(optimizer, own, gradients(0))
+            backward(optimizer, own, gradients(0))
             step(optimizer)
         kept = optimizer.kept()
         sizes[name] = sum(one.nbytes for word, some in kept.items() if word != "steps" for one in some if one.ndim)
@@ -154,7 +163,7 @@ def test_gradients_are_rounded_with_every_micro_batch(kind: str) -> None:
     """As by hand: the sum so far and what is new, in the format, and float32 in between."""
     optimizer, own = made(gradients=kind, micro_batches=2)
     parts = gradients(1), gradients(2)
-    found(optimizer, own, *parts)
+    backward(optimizer, own, *parts)
     for one, first, second in zip(own, *parts, strict=True):
         if kind == "bf16":
             wanted = (second + first.bfloat16().float()).bfloat16().float()
@@ -189,16 +198,6 @@ def test_an_automatic_scale_backs_off_and_comes_back() -> None:
     scale.add(torch.full_like(fresh, math.inf), first=True)
     scale.end()
     assert bool(scale.restored().isnan().all()) and float(scale.share) == pytest.approx(0.5, rel=1e-3)
-
-
-def test_the_rate_of_each_step() -> None:
-    """In a line to the full rate, then along a cosine to the floor."""
-    settings = TrainerSettings(warmup=0.1, floor=0.1)
-    shares = [share_of_rate(settings, one, 101) for one in range(101)]
-    assert shares[:10] == pytest.approx([0.1 * (one + 1) for one in range(10)])
-    assert shares[10] == 1 and shares[-1] == pytest.approx(0.1) and shares[55] == pytest.approx(0.55)
-    assert all(one > other for one, other in pairwise(shares[10:]))
-    assert share_of_rate(TrainerSettings(warmup=0.0), 0, 1) == 1.0
 
 
 def test_stochastic_rounding_keeps_the_mean_and_what_bf16_has() -> None:
@@ -237,3 +236,293 @@ def test_updates_too_small_for_bf16_are_kept_on_average() -> None:
     again = [nn.Parameter(torch.full((64,), 1.001)) for _ in range(2)]
     twice = [StochasticWeights([one]) for one in again]
     assert torch.equal(twice[0].kept()[0], twice[1].kept()[0])
+
+
+def trained(skipped: int = -1, **settings: Any) -> list[list[Tensor]]:
+    """The weights after every step; gradients come multiplied by 4 and are divided again."""
+    own = parameters()
+    optimizer = Optimizer(own, TrainerSettings(weight_decay=0.1, **settings))
+    found = []
+    for step in range(STEPS):
+        skip = step == skipped
+        for one, gradient in zip(own.values(), gradients(step), strict=True):
+            one.grad = gradient * (torch.nan if skip else 4.0)
+        optimizer.step(1e-2, [torch.tensor(4.0)] * len(own), torch.tensor(float(skip)))
+        found.append([one.detach().clone() for one in own.values()])
+    return found
+
+
+def torchs(make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], skipped: int = -1) -> list[list[Tensor]]:
+    own = list(parameters().values())
+    decaying = [{"params": [one], "weight_decay": 0.1 if one.ndim > 1 else 0.0} for one in own]
+    optimizer = make(decaying)
+    found = []
+    for step in range(STEPS):
+        if step != skipped:
+            for one, gradient in zip(own, gradients(step), strict=True):
+                one.grad = gradient.clone()
+            optimizer.step()
+        found.append([one.detach().clone() for one in own])
+    return found
+
+
+@for_each("skipped", [-1, 0, 2])
+@for_each("momentum", [-1.0, 0.0, 0.5])
+def test_sgd_is_torchs_bit_for_bit(momentum: float, skipped: int) -> None:
+    wanted = torchs(lambda some: torch.optim.SGD(some, 1e-2, momentum=0.9 if momentum < 0 else momentum), skipped)
+    for own, theirs in zip(trained(skipped, optimizer="sgd", beta1=momentum), wanted, strict=True):
+        assert all(map(torch.equal, own, theirs))
+
+
+@for_each("skipped", [-1, 2])
+@for_each("eps", [0.0, 0.2])
+def test_adafactor_is_torchs_but_for_numbers_that_it_has_on_the_host(eps: float, skipped: int) -> None:
+    wanted = torchs(lambda some: torch.optim.Adafactor(some, 1e-2, eps=(None, eps or 1e-3)), skipped)
+    for own, theirs in zip(trained(skipped, optimizer="adafactor", eps=eps), wanted, strict=True):
+        for one, other in zip(own, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_lion_is_that_of_the_paper() -> None:
+    """Algorithm 2 in double precision; signs agree wherever their arguments are not within rounding of 0."""
+    weights = [one.detach().double() for one in parameters().values()]
+    moments = [torch.zeros_like(one) for one in weights]
+    for step, own in enumerate(trained(optimizer="lion")):
+        for weight, moment, gradient in zip(weights, moments, gradients(step), strict=True):
+            update = torch.sign(0.9 * moment + 0.1 * gradient.double())
+            decay = 0.1 if weight.ndim > 1 else 0.0
+            weight.sub_(1e-2 * (update + decay * weight))
+            moment.mul_(0.99).add_(0.01 * gradient.double())
+        for one, other in zip(own, weights, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-6)
+
+
+def test_adamw_takes_betas_and_epsilon() -> None:
+    wanted = torchs(lambda some: torch.optim.AdamW(some, 1e-2, betas=(0.8, 0.95), eps=1e-3, fused=True))
+    for own, theirs in zip(trained(beta1=0.8, beta2=0.95, eps=1e-3), wanted, strict=True):
+        assert all(map(torch.equal, own, theirs))
+    assert not torch.equal(trained()[-1][0], wanted[-1][0])
+
+
+@for_each("optimizer", ["adamw", "sgd", "lion"])
+def test_an_update_in_fp8_is_rounded_and_the_weights_are_not(optimizer: str) -> None:
+    start = [one.detach() for one in parameters().values()]
+    high, low = trained(optimizer=optimizer)[0], trained(optimizer=optimizer, updates="fp8")[0]
+    for before, after, rounded in zip(start, high, low, strict=True):
+        scale = torch.tensor(448.0) / (after - before).abs().max()
+        update = ((after - before) * scale).to(torch.float8_e4m3fn).float() * scale.reciprocal()
+        assert torch.equal(rounded, before + update)
+    assert not torch.equal(high[0], low[0])
+
+
+def test_moments_in_low_precision_go_with_those_that_have_some() -> None:
+    for optimizer in ("sgd", "lion"):
+        low = trained(optimizer=optimizer, optimizer_states="fp8lm")
+        assert not torch.equal(low[-1][0], trained(optimizer=optimizer)[-1][0])
+        own = Optimizer(parameters(), TrainerSettings(optimizer=optimizer, optimizer_states="fp8lm"))
+        assert own.kept()["first moment"][0].dtype == torch.float8_e4m3fn
+    with pytest.raises(UsageError, match="adafactor keeps means of rows and columns"):
+        check(TrainerSettings(optimizer="adafactor", optimizer_states="bf16"))
+    rows = Optimizer(parameters(), TrainerSettings(optimizer="adafactor")).kept()
+    assert sum(one.numel() for one in rows["first moment"]) == 24 + 32 + 24
+    assert sum(one.numel() for one in rows["second moment"]) == 16 * 4
+
+
+def shares(steps: int, **settings: Any) -> list[float]:
+    return [share_of_rate(TrainerSettings(**settings), step, steps) for step in range(steps)]
+
+
+def by_torch(steps: int, make: Callable[[torch.optim.Optimizer], Any], rate: float = 1.0) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
+    scheduler, found = make(optimizer), []
+    for _ in range(steps):
+        found.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@for_each("warmup", [0.1, 0.3])
+def test_one_cycle_is_torchs(warmup: float) -> None:
+    wanted = by_torch(50, lambda one: torch.optim.lr_scheduler.OneCycleLR(
+        one, 1.0, total_steps=50, pct_start=warmup, final_div_factor=1 / 25 / 0.1, cycle_momentum=False,
+    ))  # fmt: skip
+    assert shares(50, schedule="one-cycle", warmup=warmup) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_linear_is_torchs_and_the_others_by_hand() -> None:
+    cosine = shares(101, warmup=0.1, floor=0.1)
+    assert cosine[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert cosine[10] == 1 and cosine[-1] == pytest.approx(0.1) and cosine[55] == pytest.approx(0.55)
+    assert all(share > later for share, later in pairwise(cosine[10:])) and shares(1, warmup=0.0) == [1.0]
+    wanted = by_torch(41, lambda one: torch.optim.lr_scheduler.LinearLR(one, 1.0, 0.1, 40))
+    assert shares(41, schedule="linear", warmup=0.0) == pytest.approx(wanted)
+    stable = shares(100, schedule="wsd", decay=0.2, floor=0.0)
+    assert stable[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert stable[10:80] == [1.0] * 70
+    assert stable[80:] == pytest.approx([(19 - step) / 20 for step in range(20)])
+    assert shares(10, schedule="constant", warmup=0.0) == [1.0] * 10
+    roots = shares(100, schedule="inverse-sqrt", floor=0.0)
+    assert roots[9] == 1.0 and roots[39] == pytest.approx(0.5) and roots[99] == pytest.approx((10 / 100) ** 0.5)
+
+
+@for_each("schedule", SCHEDULES)
+@for_each("steps", [1, 2, 3, 10])
+@for_each("share", [0.0, 0.5, 1.0])
+def test_no_schedule_leaves_its_bounds(schedule: str, steps: int, share: float) -> None:
+    found = shares(steps, schedule=schedule, warmup=share, decay=share, floor=0.1)
+    assert all(0 < one <= 1 for one in found), found
+
+
+def test_plateau_is_torchs() -> None:
+    losses = [3.0, 2.5, 2.4999, 2.6, 2.7, 2.4, 2.4, 2.4, 2.4, 2.5, 2.6, 2.7, 2.8, 2.9, 3.0, 3.1, 1.0, 1.0]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, min_lr=0.1)
+    plateau = PlateauShare(TrainerSettings(schedule="plateau", patience=1))
+    for number, loss in enumerate(losses):
+        theirs.step(loss)
+        plateau.seen(number, loss)
+        plateau.seen(number, 99.0)  # the same look once more
+        other = PlateauShare(TrainerSettings(schedule="plateau", patience=1))
+        other.recall(plateau.memory())
+        plateau = other
+        assert plateau.share == pytest.approx(optimizer.param_groups[0]["lr"]), number
+    assert plateau.share < 1
+
+
+@for_each(("first", "factor", "growth"), [(2.0**8, 2.0, 3), (2.0**10, 4.0, 2), (2.0**16, 1.5, 1)])
+def test_a_dynamic_loss_scale_is_torchs(first: float, factor: float, growth: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=first, growth_factor=factor, backoff_factor=1 / factor,
+                                  growth_interval=growth)  # fmt: skip
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    own = LossScale(first, growth, factor)
+    for overflow in (0, 0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 0):
+        optimizer.zero_grad()
+        scaler.scale((weight * (torch.inf if overflow else 1.0)).sum()).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        own.seen(not overflow)
+        assert own.scale == pytest.approx(scaler.get_scale())
+
+
+def test_loss_scales_stay_within_their_bounds() -> None:
+    scale = LossScale(2.0**31, growth=2)
+    seen = []
+    for finite in (True, False, True, True, True, True, True, True):
+        scale.seen(finite)
+        seen.append(scale.scale / 2**30)
+    assert seen == [2, 1, 1, 2, 2, 4, 4, 4]
+    low, fixed = LossScale(2.0, growth=1), loss_scale_of(TrainerSettings(), 1024.0)
+    for _ in range(3):
+        low.seen(False)
+        fixed.seen(False)
+    assert (low.scale, fixed.scale) == (1.0, 1024.0)
+
+
+def test_rates_are_those_of_the_most_exact_name() -> None:
+    rates = (("attn", 2.0), ("blocks.0", 3.0), ("blocks.0.attn.out", 5.0), ("layer", 7.0), ("norm", 11.0))
+    wanted = {
+        ("blocks.1.attn.qkv.weight", 2): 2.0, ("blocks.0.attn.qkv.weight", 2): 3.0,
+        ("blocks.0.attn.out.weight", 2): 5.0, ("blocks.10.attn.out.weight", 2): 2.0,
+        ("blocks.1.mlp.up.weight", 2): 7.0, ("blocks.1.norm_attn.weight", 1): 11.0,
+        ("blocks.0.norm_attn.weight", 1): 3.0, ("norm.weight", 1): 11.0, ("head.weight", 2): 1.0, ("embedding", 2): 1.0,
+    }  # fmt: skip
+    assert {key: factor_of(*key, rates) for key in wanted} == wanted
+    for name in ("atn", "blocks.7", "blocks.0.att"):
+        with pytest.raises(UsageError, match="unknown parameters of --rates"):
+            check(TrainerSettings(rates=((name, 2.0),)))
+    check(TrainerSettings(rates=rates))
+
+
+def test_what_is_clipped_together() -> None:
+    names = [("embedding", 2), ("positions", 2), ("blocks.0.attn.qkv.weight", 2), ("blocks.1.mlp.up.weight", 2),
+             ("blocks.1.norm_mlp.weight", 1), ("norm.weight", 1), ("head.weight", 2)]  # fmt: skip
+    assert [group_of(*one, "kind") for one in names] == ["embedding"] * 2 + ["attn", "mlp", "norm", "norm", "head"]
+    assert [group_of(*one, "block") for one in names] == [
+        "embedding", "positions", "blocks.0", "blocks.1", "blocks.1", "norm", "head",
+    ]  # fmt: skip
+    assert {group_of(*one, "all") for one in names} == {""} and len({group_of(*one, "tensor") for one in names}) == 7
+
+
+def accumulating(updates: str = "fp8", **options: Any) -> tuple[nn.Linear, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8, bias=False, dtype=torch.bfloat16)
+    make = options.pop("make", torch.optim.SGD)
+    return model, fp8bench.HighAccumulation(
+        model.parameters(), lambda masters: make(masters, lr=0.1, **options), updates
+    )
+
+
+def found_by_backward(model: nn.Linear, seed: int) -> Tensor:
+    """Of one micro-batch; the gradient that it finds."""
+    x, pull = (torch.randn(4, one, generator=torch.Generator().manual_seed(seed)).bfloat16() for one in (16, 8))
+    model(x).backward(pull)
+    return (pull.t() @ x).float()
+
+
+def test_two_micro_batches_add_up_in_float32_and_the_update_is_fp8() -> None:
+    model, optimizer = accumulating()
+    start = model.weight.detach().float()
+    wanted = found_by_backward(model, 1) + found_by_backward(model, 2)
+    (master,) = optimizer.masters
+    assert torch.equal(master.grad, wanted) and model.weight.grad is None
+    assert not torch.equal(wanted, wanted.bfloat16().float())
+    optimizer.step()
+    update = (start - 0.1 * wanted) - start
+    scale = torch.tensor(448.0) / update.abs().max()
+    rounded = (update * scale).to(torch.float8_e4m3fn).float() * scale.reciprocal()
+    assert torch.equal(master.detach(), start + rounded)
+    assert torch.equal(model.weight.detach(), master.detach().bfloat16())
+    optimizer.zero_grad()
+    assert master.grad is None
+
+
+def test_updates_too_small_for_the_weights_are_not_lost() -> None:
+    model, optimizer = accumulating("fp32")
+    start = model.weight.detach().clone()
+    for _ in range(400):
+        model.weight.grad = None
+        (model.weight.sum() * 1e-4).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.allclose(optimizer.masters[0].detach(), start.float() - 400 * 1e-5, atol=1e-5)
+    assert not torch.equal(model.weight.detach(), start)
+
+
+def test_it_is_kept_and_goes_on_to_the_same_bits() -> None:
+    model, optimizer = accumulating(make=torch.optim.AdamW)
+    found_by_backward(model, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    kept, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    other, second = accumulating(make=torch.optim.AdamW)
+    other.load_state_dict(weights)
+    second.load_state_dict(kept)
+    for one, own in ((model, optimizer), (other, second)):
+        found_by_backward(one, 2)
+        own.step()
+    assert torch.equal(optimizer.masters[0], second.masters[0]) and torch.equal(model.weight, other.weight)
+
+
+def test_a_training_clips_and_skips_by_its_masters() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8, bias=False, dtype=torch.bfloat16)
+    optimizer = TorchOptimizer(
+        "make", model, lambda one: fp8bench.HighAccumulation(
+            one.parameters(), lambda masters: torch.optim.SGD(masters, lr=0.1), "fp32"
+        ), None,
+    )  # fmt: skip
+    start = model.weight.detach().clone()
+    optimizer.gradients.begin()
+    wanted = found_by_backward(model, 3)
+    assert torch.equal(optimizer.gradients.norms()[0], wanted.norm())
+    optimizer.step(0.0, [torch.tensor(2.0)], torch.tensor(1.0))
+    assert torch.equal(model.weight, start)
+    optimizer.step(0.0, [torch.tensor(2.0)], torch.tensor(0.0))
+    assert torch.equal(model.weight.detach(), (start.float() - 0.1 * wanted / 2).bfloat16())
+
+
+def test_what_it_cannot_round_to() -> None:
+    with pytest.raises(fp8bench.Fp8benchError, match="updates must be fp8, bf16 or fp32, got 'fp4'"):
+        accumulating("fp4")
