@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8bench.features.train.lab.lab import Lab, NotFinite, hardware_of_arm, made_alone
+from fp8bench.features.train.lab.lab import Lab, NotFinite, hardware_of_arm
 from fp8bench.features.train.lab.own_trainer import trainer_of
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import Arm, ArmCost
@@ -18,12 +18,12 @@ from fp8bench.model.raw import Settings
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Arithmetic, MemoryMeter
 from fp8bench.registry import devices, precisions
-from fp8bench.worker.device_layout import DeviceLedger, Hardware, LaidOutArithmetic
-from fp8bench.worker.memory_pass import PreparedMemory, _second_step, memory_of_step
+from fp8bench.worker.device_layout import DeviceLedger
+from fp8bench.worker.memory_pass import PreparedMemory, _second_step
 from tests.counts import for_each, sampled
 from tests.facts import CPU
 from tests.features.train.lab.labs import lab_of, task_of
-from tests.worker.device_codes import Bfloat16Emulated, RealCodes
+from tests.worker.device_codes import RealCodes
 
 # Of a batch this large what is kept for backward is what a step needs most.
 LARGE = {"batch": 64}
@@ -102,20 +102,6 @@ def test_a_batch_is_tried_in_two_steps_of_the_arm_alone(corpus: Corpus) -> None:
     assert memory is not None and large == pytest.approx(memory.peak, rel=0.01)
 
 
-def test_bf16_derived_from_values_in_float32_is_bf16_as_counted(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A format that this processor keeps: within 1%."""
-    native = memory_of(corpus, "bf16")
-    hardware = Hardware({"bf16": precisions.get("bf16").arithmetic(CPU)})
-    monkeypatch.setattr("fp8bench.features.train.lab.lab.hardware_of_arm", lambda task: hardware)
-    taken = type(precisions.get("bf16"))
-    monkeypatch.setattr(taken, "arithmetic", lambda own, facts: Bfloat16Emulated())
-    emulated = memory_of(corpus, "bf16")
-    assert native.on_device == native.peak and emulated.on_device is not None
-    assert emulated.peak > 1.1 * native.peak and abs(emulated.on_device / native.peak - 1) < 0.01
-
-
 @pytest.mark.parametrize(
     ("mode", "states"),
     sampled(
@@ -170,17 +156,3 @@ def test_nobody_can_say(arm: str, settings: dict[str, str], why: str, corpus: Co
     assert memory.on_device is None and memory.off_device.startswith(why)
     of_ranks = replace(task_of(corpus, "fp8"), facts=replace(CPU, ranks=2))
     assert hardware_of_arm(of_ranks).why == "of several ranks nobody derives it"
-
-
-def test_a_planted_mistake_is_seen(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operands that hardware would have no memory for: the figure is another one."""
-    task = task_of(corpus, "fp8", **LARGE)
-    device, hardware = devices.get("cpu"), hardware_of_arm(task)
-    figures = []
-    for planted in (False, True):
-        if planted:
-            monkeypatch.setattr(LaidOutArithmetic, "_attach", lambda own, shadow, real: None)
-        use, _ = memory_of_step(made_alone(task, task.arms[0], hardware), device, 0, leaks=False, hardware=hardware)
-        assert isinstance(use, MemoryUse)
-        figures.append(use.on_device)
-    assert figures[0] != figures[1]

@@ -1,4 +1,5 @@
-"""What a lab answers, its arms beside each other."""
+"""What a lab answers, its arms beside each other; and steps that are not finite: where they first were, and what is
+done about them."""
 
 from __future__ import annotations
 
@@ -6,15 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from fp8bench.features.train.arms import LEVELS
-from fp8bench.features.train.lab.lab import MODULE, Lab, NotFinite
-from fp8bench.features.train.values import FALLBACK, Arm, ArmRole, StepFigure, TrainingEvent
-from fp8bench.measure.handle import ProcessWorker
+from fp8bench.features.train.lab.lab import Lab, NotFinite
+from fp8bench.features.train.lab.watched_step import Finder
+from fp8bench.features.train.values import FALLBACK, Arm, ArmRole, StepFigure, StreamLine, TrainingEvent
 from fp8bench.model.raw import Settings
 from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.linear import Linear
 from fp8bench.plan.corpus import Corpus
 from fp8bench.precisions.fp8 import Fp8
+from fp8bench.protocols import SilentPhases
+from fp8bench.registry import precisions
+from tests.counts import for_each
+from tests.facts import CPU
 from tests.features.train.lab.labs import lab_of, rows, task_of
 
 
@@ -33,14 +40,11 @@ def test_arms_of_a_seed_are_paired(corpus: Corpus) -> None:
 def test_an_arm_that_multiplies_in_another_precision_is_told(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its first step, once, by the numbers of a product; one that keeps its promise says nothing."""
 
-    def events(mode: str) -> list[TrainingEvent]:
-        lines = lab_of(task_of(corpus, mode, steps=2)).advance(mode, 2)
-        assert len(rows(lines)) == 2
-        return [line for line in lines if isinstance(line, TrainingEvent)]
-
-    assert not events("fp8")
+    assert not events(lab_of(task_of(corpus, "fp8")).advance("fp8", 2))
     monkeypatch.setattr(Fp8, "arithmetic", lambda self, facts: PlainArithmetic(torch.bfloat16))
-    (event,) = events("fp8")
+    lines = lab_of(task_of(corpus, "fp8")).advance("fp8", 2)
+    (event,) = events(lines)
+    assert len(rows(lines)) == 2
     assert (event.kind, event.step) == (FALLBACK, 0)
     assert event.words == "the numbers of a product are those of bfloat16, not of fp8"
 
@@ -54,7 +58,7 @@ def test_fewer_bits_in_the_sums_are_further_from_float32_sums(corpus: Corpus) ->
     assert 0 < apart[0] < apart[1] < apart[2] < apart[3], apart
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_few_enough_bits_in_the_sums_are_a_loss_gap(corpus: Corpus) -> None:
     """Over three seeds: none of a training that is so short shows with 14 or 8 bits, and with 2 it does."""
     gaps = dict.fromkeys(("fp8:accumulator=short", "fp8:accumulator=8", "fp8:accumulator=2"), 0.0)
@@ -96,18 +100,6 @@ def test_an_arm_that_cannot_be_built_says_so_when_it_is_asked_for(corpus: Corpus
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own(corpus: Corpus) -> None:
-    """Asked as a worker is, and it knows the devices."""
-    task = task_of(corpus, "bf16", model="nano", batch=1, sequence=16)
-    with ProcessWorker(Settings(), module=MODULE) as worker:
-        assert worker.probe()[0].kind == "cpu"
-        (state,) = worker.ask(60, "begin", task)
-        assert state.parameters > 900_000 and state.tokens == 16
-        assert dict(state.bytes_per_parameter)["weights"] == 4
-        assert [row.step for row in rows(worker.ask(60, "advance", "bf16", 2))] == [0, 1]
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dynamo_pgo force disabled:UserWarning")  # torch's own
 def test_a_compiled_arm_learns_what_an_eager_one_does(corpus: Corpus) -> None:
     """Forward and backward as one graph; the held-out text is looked at by the model itself."""
@@ -134,26 +126,14 @@ def test_micro_batches_checkpointing_and_dropout(corpus: Corpus) -> None:
     assert losses["dropped"][0] != losses["halves"][0]
 
 
-def test_attention_in_the_arms_precision(corpus: Corpus, tmp_path: Path) -> None:
-    """Every layer's core with what it remembers; scores beyond fp16 are lost unless queries are scaled ahead."""
-    arms = [
-        Arm(f"{mode} {word}", mode, settings=(("attention", word), ("on_nan", "skip")))
-        for mode, word in (("fp8-delayed:history=4", "rounded"), ("fp16", "rounded"), ("fp16", "prescaled"))
-    ]
-    task = task_of(corpus, "fp16", *arms)
-    lab = lab_of(task)
-    for arm in task.arms:
-        assert rows(lab.advance(arm.name, 2))[0].loss < 7
-    lab.save(str(tmp_path / "kept"))
-    wanted = rows(lab.advance(arms[0].name, 2))
-    lab.restore(str(tmp_path / "kept"))
-    assert rows(lab.advance(arms[0].name, 2)) == wanted
-    skipped = {}
-    for arm in arms[1:]:
-        parameter = lab._trainers[arm.name]._parameters["blocks.0.attn.qkv.weight"]
+def test_attention_in_the_arms_precision(corpus: Corpus) -> None:
+    """Scores beyond fp16 are lost unless queries are scaled ahead."""
+    for word in ("rounded", "prescaled"):
+        lab = lab_of(task_of(corpus, "fp16", attention=word, on_nan="skip"))
+        assert rows(lab.advance("fp16", 2))[0].loss < 7
+        parameter = lab._trainers["fp16"]._parameters["blocks.0.attn.qkv.weight"]
         parameter.detach()[:64].mul_(75)  # queries and keys: scores as large as 5,000 become 28 million
-        skipped[arm.name] = rows(lab.advance(arm.name, 1))[0].skipped
-    assert skipped == {"fp16 rounded": True, "fp16 prescaled": False}
+        assert rows(lab.advance("fp16", 1))[0].skipped is (word == "rounded")
 
 
 def test_further_steps_go_over_the_last_ones_again(corpus: Corpus) -> None:
@@ -173,15 +153,10 @@ def test_further_steps_go_over_the_last_ones_again(corpus: Corpus) -> None:
 def test_clipping_by_group_is_told_as_a_share_of_all_gradients(corpus: Corpus) -> None:
     lab = lab_of(task_of(corpus, "bf16", steps=3, clip_by="tensor", clip=1e-3))
     trainer = lab._trainers["bf16"]
-    list(trainer.advance(watched=False))
-    gradients = trainer._optimizer.gradients.of(list(trainer._parameters.values()))
-    own = [one.norm() for one in gradients]
-    after = torch.stack([norm / max(1.0, float(norm) / 1e-3) for norm in own]).norm()
     (row,) = rows(lab.advance("bf16", 1))
-    lab = lab_of(task_of(corpus, "bf16", steps=3, clip_by="tensor", clip=1e-3))
-    (first,) = rows(lab.advance("bf16", 1))
-    assert first.clipped == pytest.approx(1 - float(after) / first.gradient_norm, rel=1e-4)
-    assert row.clipped > 0.9
+    norms = [gradient.norm() for gradient in trainer._optimizer.gradients.of(list(trainer._parameters.values()))]
+    after = torch.stack([norm / max(1.0, float(norm) / 1e-3) for norm in norms]).norm()
+    assert row.clipped == pytest.approx(1 - float(after) / row.gradient_norm, rel=1e-4) and row.clipped > 0.9
 
 
 def test_a_table_that_collapses_is_seen_as_the_model_sees_it(corpus: Corpus) -> None:
@@ -192,3 +167,159 @@ def test_a_table_that_collapses_is_seen_as_the_model_sees_it(corpus: Corpus) -> 
         lines = lab.advance("bf16", 1)
         (spread[word],) = [one.value for one in lines if isinstance(one, StepFigure) and one.name == "embedding_spread"]
     assert spread["custom:format=e2m1:scaling=none"] == 0.0 < spread["fp16"]
+
+
+# Gradients of a loss that is multiplied by so much are beyond fp16.
+OVERFLOWING = "4294967296"
+
+
+def weights_of(lab: Lab, arm: str) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in lab._trainers[arm]._parameters.items()}
+
+
+def spoil(lab: Lab, arm: str, name: str, factor: float) -> None:
+    with torch.no_grad():
+        lab._trainers[arm]._parameters[name].mul_(factor)
+
+
+def events(lines: tuple[StreamLine, ...]) -> list[TrainingEvent]:
+    return [line for line in lines if isinstance(line, TrainingEvent)]
+
+
+@for_each(
+    ("arm", "name", "factor", "layer", "tensor"),
+    [
+        ("fp16", "blocks.0.mlp.up.weight", 7e4, "blocks.0.mlp.up", "output"),
+        ("fp16", "blocks.0.mlp.down.weight", 1e7, "blocks.0.mlp.down", "weight as it was rounded"),
+        ("bf16", "head.weight", float("nan"), "head.weight", "parameter"),
+        ("fp16", "blocks.0.norm_mlp.weight", 1e5, "blocks.0.norm_mlp", "output"),
+    ],
+)
+def test_it_is_found_where_it_happened(
+    corpus: Corpus, arm: str, name: str, factor: float, layer: str, tensor: str
+) -> None:
+    """In the step itself, with the layer and the tensor; the weights stay as they were."""
+    lab = lab_of(task_of(corpus, arm))
+    assert not events(lab.advance(arm, 2))
+    spoil(lab, arm, name, factor)
+    before = weights_of(lab, arm)
+    lines = lab.advance(arm, 5)
+    (row,), (found, stopped) = rows(lines), events(lines)
+    assert row.skipped and row.step == found.step == 2
+    assert (found.kind, found.layer, found.tensor) == ("not-finite", layer, tensor), found.words
+    assert dict(found.values)["direction"] == "forward" and stopped.kind == "stopped"
+    assert ("its weights" in stopped.words) == (tensor == "parameter")
+    for key, value in weights_of(lab, arm).items():
+        assert torch.equal(value.nan_to_num(7), before[key].nan_to_num(7)), key
+    assert lab.advance(arm, 1) == ()
+
+
+def test_gradients_that_overflow(corpus: Corpus) -> None:
+    """Are found in backward, with the loss scale. Skipped steps change nothing, and after twenty of them it is over."""
+    lab = lab_of(task_of(corpus, "fp16", loss_scale=OVERFLOWING, on_nan="skip", steps=30))
+    before = weights_of(lab, "fp16")
+    lines = lab.advance("fp16", 30)
+    first, *_, last = events(lines)
+    values = dict(first.values)
+    assert values["direction"] == "backward" and values["loss_scale"] == 2**32 and first.layer
+    assert 0 < float(values["amax"]) <= 65504 * 2 and 0 < float(values["share"]) <= 1
+    assert len(rows(lines)) == 20 and all(row.skipped for row in rows(lines))
+    assert last.kind == "stopped" and "20 steps in a row" in last.words
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(lab, "fp16").items())
+
+
+def test_a_lower_rate(corpus: Corpus) -> None:
+    """From the next step on, and steps after it change weights again."""
+    lab = lab_of(task_of(corpus, "fp16", on_nan="lower-rate", warmup=0.0, floor=1.0))
+    scale = lab._trainers["fp16"]._loss_scale
+    scale.scale = 2.0**32
+    (row,), (_, lowered) = rows(lines := lab.advance("fp16", 1)), events(lines)
+    scale.scale = 1024.0
+    after = rows(lab.advance("fp16", 1))[0]
+    assert lowered.kind == "rate-lowered" and after.rate == row.rate / 2
+    assert row.update_ratio == 0 < after.update_ratio
+
+
+def test_a_dynamic_scale_comes_down_by_itself(corpus: Corpus) -> None:
+    """It is what such a scale is for: no policy is asked, no step is done again, and training goes on."""
+    lab = lab_of(task_of(corpus, "fp16", loss_scale="dynamic", scale_growth=3, steps=30))
+    lab._trainers["fp16"]._loss_scale.scale = 2.0**32
+    lines = lab.advance("fp16", 30)
+    assert {event.kind for event in events(lines)} == {"scale-halved"}
+    skipped = [row.skipped for row in rows(lines)]
+    first = skipped.index(False)
+    assert 0 < first < 20 and rows(lines)[first].loss_scale == 2.0 ** (32 - first)
+    assert rows(lines)[first + 3].loss_scale in (2.0 ** (33 - first), 2.0 ** (32 - first))
+
+
+def test_a_poisoned_arm_is_not_kept(corpus: Corpus, tmp_path: Path) -> None:
+    """The others are; it has stopped when they go on from there."""
+    task = task_of(corpus, "bf16", "fp8")
+    lab = lab_of(task)
+    spoil(lab, "fp8", "head.weight", float("inf"))
+    assert lab.save(str(tmp_path / "kept")) == ("fp8",)
+    again = lab_of(task)
+    again.restore(str(tmp_path / "kept"))
+    assert again.advance("fp8", 1) == () and len(rows(again.advance("bf16", 1))) == 1
+
+
+def test_looking_changes_no_step(corpus: Corpus) -> None:
+    """A step that was done once more, with everything looked at, leaves what casts remember as it was."""
+    lab = lab_of(task_of(corpus, "fp8-delayed:history=4", "nvfp4", rate=1e-30))
+    for arm in ("fp8-delayed:history=4", "nvfp4"):
+        trainer = lab._trainers[arm]
+        before = trainer._remembered()
+        lab.advance(arm, 1)
+        after = trainer._remembered().arithmetics
+        trainer.step = 0
+        assert trainer._place(1.0, before) is None
+        again = trainer._remembered().arithmetics
+        assert after.keys() == again.keys() and any(after.values())
+        for name, kept in after.items():
+            assert all(torch.equal(tensor, again[name][key]) for key, tensor in kept.items()), name
+
+
+class Pair(nn.Module):
+    """Two layers, the second of which gets whatever it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (
+            Linear(32, 32, precisions.get(mode).arithmetic(CPU).layer(mode)) for mode in ("fp8", "fp8-delayed")
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        silent = SilentPhases()
+        return self.first(x, silent).sum() + self.second(y, silent).sum()
+
+
+def test_the_scale_of_that_moment_is_told() -> None:
+    """Of a delayed scale that which stood; a current one is 1 for a tensor with infinities."""
+    x, lost = torch.full((32, 32), 2.0), torch.full((32, 32), 2.0)
+    lost[0, 0] = float("inf")
+    model = Pair()
+    model(x, x)
+    for pair, layer, scale in (((lost, x), "first", 1.0), ((x, lost), "second", 448 / 2)):
+        finder = Finder()
+        with finder.attached(model):
+            model(*pair)
+        place = finder.place
+        assert place is not None and (place.layer, place.tensor, place.direction) == (layer, "input", "forward")
+        assert (place.amax, place.share) == (2.0, 1 / 1024) and place.scale == pytest.approx(scale)
+        assert f"the input of {layer}, in forward: 0.098% of it is not finite" in place.words
+        assert type(model.first.arithmetic) is type(model.second.arithmetic), "nothing stays attached"
+
+
+def test_what_batch_norms_keep_is_not_spoilt(corpus: Corpus) -> None:
+    """A step that is skipped leaves running statistics as they were, though its forward pass was infinite."""
+    lab = lab_of(task_of(corpus, "fp16", arch="cnn", on_nan="skip"))
+    trainer = lab._trainers["fp16"]
+    lab.advance("fp16", 1)
+    spoil(lab, "fp16", "blocks.0.first.weight", 1e7)
+    before = trainer._remembered().statistics
+    lines = lab.advance("fp16", 1)
+    assert rows(lines)[0].skipped and events(lines)[0].layer.startswith("blocks.0.first")
+    after = trainer._remembered().statistics
+    assert any("running" in name for name in before)
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import fp8bench
-from fp8bench.errors import UsageError
 from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab.models import check
 from fp8bench.features.train.lab.optimizer import (
@@ -321,8 +320,6 @@ def test_moments_in_low_precision_go_with_those_that_have_some() -> None:
         assert not torch.equal(low[-1][0], trained(optimizer=optimizer)[-1][0])
         own = Optimizer(parameters(), TrainerSettings(optimizer=optimizer, optimizer_states="fp8lm"))
         assert own.kept()["first moment"][0].dtype == torch.float8_e4m3fn
-    with pytest.raises(UsageError, match="adafactor keeps means of rows and columns"):
-        check(TrainerSettings(optimizer="adafactor", optimizer_states="bf16"))
     rows = Optimizer(parameters(), TrainerSettings(optimizer="adafactor")).kept()
     assert sum(one.numel() for one in rows["first moment"]) == 24 + 32 + 24
     assert sum(one.numel() for one in rows["second moment"]) == 16 * 4
@@ -429,9 +426,6 @@ def test_rates_are_those_of_the_most_exact_name() -> None:
         ("blocks.0.norm_attn.weight", 1): 3.0, ("norm.weight", 1): 11.0, ("head.weight", 2): 1.0, ("embedding", 2): 1.0,
     }  # fmt: skip
     assert {key: factor_of(*key, rates) for key in wanted} == wanted
-    for name in ("atn", "blocks.7", "blocks.0.att"):
-        with pytest.raises(UsageError, match="unknown parameters of --rates"):
-            check(TrainerSettings(rates=((name, 2.0),)))
     check(TrainerSettings(rates=rates))
 
 

@@ -36,6 +36,7 @@ MODES = (
     "nvfp4", Arm("fp8lm", "fp8", settings=LOW), Arm("drawn", "bf16", settings=DRAWN),
     Arm("o3", "fp8:scale=pow2", settings=LEVELS["msamp-o3"].settings),
     Arm("half", "fp8-delayed:history=3", settings=HALF), Arm("dynamic", "fp16", settings=(("loss_scale", "dynamic"),)),
+    Arm("attention", "fp8-delayed:history=4", settings=(("attention", "rounded"),)),
 )  # fmt: skip
 MANY = (
     *precisions.names(), "fp8-delayed:algorithm=most_recent:margin=1", "fp8-delayed:history=2:interval=2",

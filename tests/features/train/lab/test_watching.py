@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.lab.readings import attention_score, batch_norm_drift, embedding_spread
-from fp8bench.features.train.lab.watched_step import GradientNoise, ModelWatch, WatchedStep, noise_of
+from fp8bench.features.train.lab.watched_step import GradientNoise, ModelWatch, noise_of
 from fp8bench.features.train.values import Arm, LayerReading, StepFigure, StepRow, StreamLine
 from fp8bench.features.train.verdicts.histories import scales_of
 from fp8bench.formats.grids import E4M3, E5M2
@@ -21,7 +21,7 @@ from fp8bench.nn.attention import SelfAttention
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Role, WatchedArithmetic
 from tests.counts import for_each
-from tests.features.train.lab.labs import hooks_of, lab_of, rows, task_of
+from tests.features.train.lab.labs import hooks_of, lab_of, restarted, rows, task_of
 
 ARMS = (
     Arm("delayed", "fp8-delayed:history=3", settings=(("checkpointing", "blocks"), ("dropout", 0.1))),
@@ -52,30 +52,27 @@ def test_nobody_sees_in_the_losses_that_it_is_watched(lines: list[StreamLine], c
 
 def test_every_layer_says_what_it_casts(lines: list[StreamLine]) -> None:
     """Once for each role, in watched steps, whatever the micro-batches and how often a block is computed."""
-    found = [line for line in lines if isinstance(line, LayerReading)]
-    keys = [(one.arm, one.step, one.layer, one.role) for one in found]
-    assert len(set(keys)) == len(keys) and {one.step for one in found} == {0, 2, 4}
+    keys = [(line.arm, line.step, line.layer, line.role) for line in lines if isinstance(line, LayerReading)]
+    assert len(set(keys)) == len(keys) and {step for _, step, _, _ in keys} == {0, 2, 4}
+    products = {(layer, role.value) for layer in LAYERS for role in Role}
     for arm in ("delayed", "nvfp4", "fp16"):
-        assert {one[2:] for one in keys if one[0] == arm} == {
-            *((layer, role.value) for layer in LAYERS for role in Role),
-            ("embedding", "weight"), ("positions", "weight"),
+        assert {key[2:] for key in keys if key[0] == arm} == {
+            *products, ("embedding", "weight"), ("positions", "weight"),
         }  # fmt: skip
-    assert {one.layer for one in found if one.arm == "cnn" and one.role == "gradient"} > {"blocks.0.first"}
-    assert {one.layer for one in found if one.arm == "moe" and one.role == "input"} > {"blocks.0.mlp.experts.7.up"}
+    assert ("cnn", 0, "blocks.0.first", "gradient") in keys
+    assert ("moe", 0, "blocks.0.mlp.experts.7.up", "input") in keys
 
 
 def test_scales_are_those_of_the_casts(lines: list[StreamLine]) -> None:
     """The first delayed ones are 1; those of blocks differ; bf16 has none."""
-    found = {(one.arm, one.step, one.layer, one.role): one for one in lines if isinstance(one, LayerReading)}
-    first, later = (found["delayed", step, "blocks.0.mlp.up", "input"] for step in (0, 4))
+    found = {(line.arm, line.step, line.layer, line.role): line for line in lines if isinstance(line, LayerReading)}
+    first, next_, later = (found["delayed", step, "blocks.0.mlp.up", "input"] for step in (0, 2, 4))
     assert first.scale == 1 and first.drift is None and later.scale > 10
-    assert found["delayed", 2, "blocks.0.mlp.up", "input"].drift == pytest.approx(
-        math.log2(found["delayed", 2, "blocks.0.mlp.up", "input"].scale)
-    )
-    blocks = found["nvfp4", 4, "blocks.0.mlp.up", "input"]
+    assert next_.drift == pytest.approx(math.log2(next_.scale))
+    blocks, plain = found["nvfp4", 4, "blocks.0.mlp.up", "input"], found["moe", 4, "head", "input"]
     assert 0 < blocks.least_scale < blocks.scale < blocks.largest_scale
     assert blocks.signal_to_noise is not None and 15 < blocks.signal_to_noise < 30
-    assert found["moe", 4, "head", "input"].scale == 1 and found["moe", 4, "head", "input"].signal_to_noise is None
+    assert plain.scale == 1 and plain.signal_to_noise is None
     gradient = found["fp16", 4, "head", "gradient"]
     assert gradient.lag is not None and -20 < gradient.lag < 0, "with the loss scale in it"
 
@@ -111,18 +108,14 @@ def test_what_else_a_watched_step_says(lines: list[StreamLine]) -> None:
     assert 0 < found["delayed", "watched_seconds", ""] < 60
 
 
-def test_lines_after_a_checkpoint_are_those_without_one(
-    corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_lines_after_a_checkpoint_are_those_without_one(corpus: Corpus, tmp_path: Path) -> None:
     """Drifts included, which are from one reading to the next."""
-    folder = str(tmp_path_factory.mktemp("kept") / "one")
     task = replace(task_of(corpus, ARMS[0], steps=4), stride=1)
-    lab, other = lab_of(task), lab_of(task)
+    lab = lab_of(task)
     lab.advance("delayed", 2)
-    lab.save(folder)
-    other.restore(folder)
+    other = restarted(lab, task, tmp_path)
     wanted, again = (
-        [one for one in each.advance("delayed", 2) if isinstance(one, LayerReading)] for each in (lab, other)
+        [line for line in each.advance("delayed", 2) if isinstance(line, LayerReading)] for each in (lab, other)
     )
     assert wanted == again and wanted[0].drift is not None
 
@@ -142,6 +135,9 @@ def test_nothing_stays_attached_whatever_happens(corpus: Corpus) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), watch.step(micro_batches=2):
         model(torch.zeros(3, 9))
     assert hooks_of(model) == 0
+    compiled = nn.Sequential(small_model(), nn.Linear(1, 2))
+    compiled[0].compile(backend="eager")
+    assert [path for path, _ in ModelWatch(compiled).modules] == ["1"], "inside a graph nobody looks"
     lab = lab_of(replace(task_of(corpus, "fp8"), stride=1))
     lab.advance("fp8", 1)
     built = lab._trainers["fp8"]._model
@@ -171,13 +167,9 @@ def test_noise_of_gradients_is_that_of_their_definition() -> None:
     joint = GradientNoise(sum(variances), sum(signals))
     assert found["gradient_snr", ""] == pytest.approx(joint.ratio, rel=1e-3)
     assert found["noise_scale", ""] == pytest.approx(5 * joint.scale, rel=1e-3)
-
-
-def test_noise_without_signal_and_signal_without_noise() -> None:
-    """Gradients that are alike have none; of those that cancel each other there is nothing but noise."""
+    # Gradients that are alike have none; of those that cancel each other there is nothing but noise.
     alike, opposite = noise_of(2, 2.0, 4.0), noise_of(2, 2.0, 0.0)
-    assert (alike.ratio, alike.scale) == (math.inf, 0.0)
-    assert opposite.ratio == 0 and opposite.scale == math.inf
+    assert (alike.ratio, alike.scale, opposite.ratio, opposite.scale) == (math.inf, 0.0, 0.0, math.inf)
 
 
 @for_each(("heads", "key_heads", "tokens"), [(4, 4, 30), (4, 2, 300)])
@@ -198,22 +190,3 @@ def test_batch_norms_and_embeddings() -> None:
     assert float(batch_norm_drift(x.view(40, 100, 6), x.mean(0), channels_last=True)) == pytest.approx(0, abs=1e-4)
     assert float(embedding_spread(torch.ones(5, 8))) == 0
     assert float(embedding_spread(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))) == 1
-
-
-def test_a_module_of_anybody_is_watched_by_what_goes_through_it() -> None:
-    """Inputs, outputs, weights, gradients of outputs; nothing inside what is compiled; nothing in eval passes."""
-    model = small_model()
-    x = torch.randn(12, 8)
-    with ExitStack() as stack:
-        seen = WatchedStep(ModelWatch(model), stack, 1)
-        with torch.no_grad():
-            model(x)
-        assert not seen.tensors
-        model(x).sum().backward()
-        seen.updated({}, {})
-    assert set(seen.tensors) == {(layer, role) for layer in ("0", "3") for role in ("input", "weight", "gradient")}
-    assert seen.tensors["0", "input"]["mean"] == pytest.approx(float(x.mean()), rel=1e-4)
-    assert ("batch_norm_drift", "1") in seen.named and ("output_amax", "3") in seen.named
-    compiled = nn.Sequential(small_model(), nn.Linear(1, 2))
-    compiled[0].compile(backend="eager")
-    assert [path for path, _ in ModelWatch(compiled).modules] == ["1"]

@@ -24,7 +24,6 @@ from fp8bench.features.train.request import WIRES, TrainerSettings
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel.exchanges import FP8Group, FP8Wire
-from fp8bench.nn.parallel.owned import owners
 from fp8bench.nn.parallel.ways import cut_of
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases
@@ -35,7 +34,6 @@ from tests.nn.parallel.ranks import Place, ThreadedGroup, on_board, on_ranks
 
 # Rows that three ranks share equally, and not; fewer than there are ranks.
 SHAPES = {"embedding": (24, 16), "norm.weight": (16,), "blocks.0.mlp.up.weight": (31, 8), "head.weight": (2, 5)}
-SIZES = [384, 16, 248, 10]
 STEPS = 3
 PHASE = SilentPhases()
 
@@ -95,13 +93,11 @@ def mean(brought: Sequence[Tensor], wire: str) -> Tensor:
 
 
 class Learnt(NamedTuple):
-    """What a rank has of all weights at the end, what is wrong with them, three norms of each step, and the bytes that
-    it sent in the last one."""
+    """What a rank has of all weights at the end, what is wrong with them, and three norms of each step."""
 
     weights: list[Tensor]
     faults: str = ""
     norms: Sequence[float] = ()
-    sent: Mapping[str, int] = {}
 
 
 def update(optimizer: Optimizer, norms: Callable[[list[Tensor]], list[Tensor]] = list) -> list[float]:
@@ -136,23 +132,21 @@ def trained(
 ) -> list[Learnt]:
     def run(place: Place) -> Learnt:
         handle: Any = place
-        together, wholes, norms, sent = make(exchanges(handle)), parameters(), list[float](), dict[str, int]()
+        together, wholes, norms = make(exchanges(handle)), parameters(), list[float]()
         optimizer = Optimizer(together.own(wholes), TrainerSettings(**settings))
         plant(together, place.number)
         for step in range(STEPS):
-            place.sent.clear()
             with optimizer.weights.present(), together.present(PHASE):
                 optimizer.gradients.begin()
                 for parameter, gradient in zip(wholes.values(), brings(step, place.number), strict=True):
                     parameter.grad = gradient
                 together.average(optimizer.gradients, PHASE)
-                sent = dict(place.sent)
                 assert all(parameter.grad is None for parameter in wholes.values())
                 norms += update(optimizer, together.norms)
         assert not any(parameter.untyped_storage().nbytes() for parameter in wholes.values())
         with optimizer.weights.present(), together.present(PHASE):
             weights = [parameter.detach().clone() for parameter in wholes.values()]
-            return Learnt(weights, " ".join(together.faults()), norms, sent)
+            return Learnt(weights, " ".join(together.faults()), norms)
 
     return on_ranks(ranks, run)
 
@@ -269,7 +263,7 @@ def test_what_is_not_finite_on_one_rank_is_for_all_and_is_no_fault(wire: str, va
     def brings(step: int, rank: int) -> list[Tensor]:
         return [tensor.fill_(value) if rank or value == 3e38 else tensor for tensor in gradients(step, rank)]
 
-    for weights, faults, norms, _ in trained(3, wholes(wire) if wire else rows, brings=brings):
+    for weights, faults, norms in trained(3, wholes(wire) if wire else rows, brings=brings):
         assert not faults and not norms[0] < float("inf") and all(weight.isnan().all() for weight in weights)
 
 
@@ -302,18 +296,6 @@ def test_whole_weights_are_kept_and_updated_in_whatever_way_one_process_does(set
     wanted = alone(2, "fp8", **settings | {"micro_batches": 1}).weights
     for learnt in trained(2, wholes("fp8"), **settings):
         assert not learnt.faults and all(map(torch.equal, learnt.weights, wanted))
-
-
-def test_a_rank_sends_a_byte_a_number_and_four_a_scale() -> None:
-    """By hand: codes of others' gradients to them, codes of its own weights to each; largest magnitudes and scales."""
-    for ranks in (2, 3):
-        places = owners(SIZES, ranks)
-        own = [sum(size for size, owner in zip(SIZES, places, strict=True) if owner == rank) for rank in range(ranks)]
-        most = max(places.count(rank) for rank in range(ranks))
-        for rank, learnt in enumerate(trained(ranks, wholes("fp8"))):
-            assert learnt.sent["Handed"] == sum(SIZES) - own[rank] + own[rank] * (ranks - 1)
-            assert learnt.sent["Largest"] == int(4 * ranks * most * 2 * (ranks - 1) / ranks)
-            assert learnt.sent["AllGather"] == 4 * most * (ranks - 1)
 
 
 def sends_double(wire: Any) -> None:
