@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8bench.errors import StoreError, WorkerError, WorkerFault, WorkerLost
+from fp8bench.errors import StoreError, WorkerError, WorkerFault
 from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.lab.rank_lab import MODULE
@@ -370,12 +370,3 @@ def _same(own: Any, other: Any) -> bool:
     if isinstance(own, list | tuple):
         return len(own) == len(other) and all(map(_same, own, other))
     return bool(own == other)
-
-
-def test_a_rank_that_dies_is_named(corpus: Corpus, ranks: RanksWorker) -> None:
-    several = asked(ranks, 60)
-    several.begin(of_ranks(corpus, "fp32", seed=planted.KILLED_TWICE))
-    with pytest.raises(
-        WorkerLost, match=r"crashed during 'advance': rank 1 of 2, in .*'advance', was ended by SIGKILL"
-    ):
-        several.advance("fp32", STEPS)

@@ -38,24 +38,19 @@ STEPS = 3
 PHASE = SilentPhases()
 
 
-class NotedThreads(NotedGroup, ThreadedGroup):
-    """As the arm computes it."""
-
-
-class NotedBF16Threads(NotedGroup, BF16Group, ThreadedGroup):
-    """In 16 bits."""
-
-
-class NotedFP8Threads(NotedGroup, FP8Group):
-    """By codes."""
+# A stream as the arm computes it, in 16 bits, and by codes.
+STREAMS = {
+    "fp32": type("Noted", (NotedGroup, ThreadedGroup), {}),
+    "bf16": type("NotedBF16", (NotedGroup, BF16Group, ThreadedGroup), {}),
+    "fp8": type("NotedFP8", (NotedGroup, FP8Group), {}),
+}
 
 
 @pytest.fixture(autouse=True)
 def _on_boards(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = {"fp32": NotedThreads, "bf16": NotedBF16Threads, "fp8": NotedFP8Threads}
-    assert streams.keys() == ways.STREAMS.keys() == set(WIRES)
+    assert STREAMS.keys() == ways.STREAMS.keys() == set(WIRES)
     monkeypatch.setattr(FP8Wire, "_result", lambda wire, program, phase: on_board(wire.group, program))
-    monkeypatch.setattr(ways, "STREAMS", streams)
+    monkeypatch.setattr(ways, "STREAMS", dict(STREAMS))
 
 
 def drawn(seed: int) -> list[Tensor]:
@@ -93,11 +88,13 @@ def mean(brought: Sequence[Tensor], wire: str) -> Tensor:
 
 
 class Learnt(NamedTuple):
-    """What a rank has of all weights at the end, what is wrong with them, and three norms of each step."""
+    """What a rank has of all weights at the end, what is wrong with them, three norms of each step, and how many bytes
+    it keeps of what."""
 
     weights: list[Tensor]
     faults: str = ""
     norms: Sequence[float] = ()
+    sizes: Mapping[str, int] = {}
 
 
 def update(optimizer: Optimizer, norms: Callable[[list[Tensor]], list[Tensor]] = list) -> list[float]:
@@ -134,6 +131,7 @@ def trained(
         handle: Any = place
         together, wholes, norms = make(exchanges(handle)), parameters(), list[float]()
         optimizer = Optimizer(together.own(wholes), TrainerSettings(**settings))
+        sizes = {name: sum(tensor.nbytes for tensor in some) for name, some in optimizer.kept().items()}
         plant(together, place.number)
         for step in range(STEPS):
             with optimizer.weights.present(), together.present(PHASE):
@@ -146,7 +144,7 @@ def trained(
         assert not any(parameter.untyped_storage().nbytes() for parameter in wholes.values())
         with optimizer.weights.present(), together.present(PHASE):
             weights = [parameter.detach().clone() for parameter in wholes.values()]
-            return Learnt(weights, " ".join(together.faults()), norms)
+            return Learnt(weights, " ".join(together.faults()), norms, sizes)
 
     return on_ranks(ranks, run)
 
@@ -172,47 +170,32 @@ def test_rows_are_updated_as_the_whole_is(settings: dict[str, Any], monkeypatch:
         for learnt in ranks:
             assert not learnt.faults and learnt.norms == ranks[0].norms == pytest.approx(wanted.norms, rel=1e-6)
             torch.testing.assert_close(learnt.weights, wanted.weights, rtol=1e-6, atol=1e-7)
+    if not settings:
+        own = dict.fromkeys(("weights", "gradients", "first moment", "second moment"), 4 * (8 * 16 + 6 + 11 * 8 + 5))
+        assert all(learnt.sizes == own | {"steps": 16} for learnt in ranks), "its rows alone"
 
 
-def test_a_rank_keeps_its_rows_alone() -> None:
-    def kept(place: Place) -> dict[str, int]:
-        handle: Any = place
-        optimizer = Optimizer(rows(ThreadedGroup(handle)).own(parameters()), TrainerSettings())
-        return {name: sum(tensor.nbytes for tensor in some) for name, some in optimizer.kept().items()}
-
-    own = 4 * (8 * 16 + 6 + 11 * 8 + 5)
-    for sizes in on_ranks(3, kept):
-        assert sizes == dict.fromkeys(("weights", "gradients", "first moment", "second moment"), own) | {"steps": 16}
+def planted(**methods: Any) -> type[ThreadedGroup]:
+    return type("Planted", (ThreadedGroup,), methods)
 
 
-class Forgets(ThreadedGroup):
-    """One rank goes on by its own gradients."""
-
-    def own_part(self, parts: Tensor) -> Tensor:
-        whole = super().own_part(parts)
-        return parts[1] * self.size if self.rank == 1 else whole
-
-
-class OfANeighbour(ThreadedGroup):
-    """Every rank gets another's rows."""
-
-    def own_part(self, parts: Tensor) -> Tensor:
-        return super().own_part(parts.roll(1, 0))
+own_part, all_parts = ThreadedGroup.own_part, ThreadedGroup.all_parts
+FORGETS = planted(own_part=lambda own, parts: (own_part(own, parts), parts[1] * own.size)[own.rank == 1])
+OF_A_NEIGHBOUR = planted(own_part=lambda own, parts: own_part(own, parts.roll(1, 0)))
+UNDIVIDED = planted(own_part=lambda own, parts: own_part(own, parts) * own.size)
+MISPLACES = planted(all_parts=lambda own, x: all_parts(own, x).roll(int(own.rank == 2), 0))
 
 
-class Undivided(ThreadedGroup):
-    """A sum, and no mean."""
-
-    def own_part(self, parts: Tensor) -> Tensor:
-        return super().own_part(parts) * self.size
-
-
-class Misplaces(ThreadedGroup):
-    """One rank puts rows together in another order."""
-
-    def all_parts(self, x: Tensor) -> Tensor:
-        every = super().all_parts(x)
-        return every.roll(1, 0) if self.rank == 2 else every
+@for_each(
+    ("exchanges", "ranks", "words"),
+    [
+        (FORGETS, {1}, "not the mean"), (OF_A_NEIGHBOUR, {0, 1, 2}, "not the mean"),
+        (UNDIVIDED, {0, 1, 2}, "not the mean"), (MISPLACES, {2}, "its own rows"),
+    ],
+)  # fmt: skip
+def test_rows_that_are_others_are_found(exchanges: type[ThreadedGroup], ranks: set[int], words: str) -> None:
+    """By whom they are given."""
+    assert faulty(trained(3, rows, exchanges=exchanges), words) == ranks
 
 
 class Swap(FullySharded):
@@ -220,10 +203,9 @@ class Swap(FullySharded):
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
         place, self.share = self.share, (0, 2, 1)[self.share]
-        try:
-            return super().own(parameters)
-        finally:
-            self.share = place
+        kept = super().own(parameters)
+        self.share = place
+        return kept
 
 
 class CountsTwice(FullySharded):
@@ -231,19 +213,6 @@ class CountsTwice(FullySharded):
 
     def norms(self, own: Any) -> list[Tensor]:
         return super().norms([*own[:-1], own[-1] * 2])
-
-
-@for_each(
-    ("exchanges", "ranks", "words"),
-    [
-        (Forgets, {1}, "not the mean"), (OfANeighbour, {0, 1, 2}, "not the mean"),
-        (Undivided, {0, 1, 2}, "not the mean"), (Misplaces, {2}, "its own rows"),
-    ],
-)  # fmt: skip
-def test_rows_that_are_others_are_found_by_whom_they_are_given(
-    exchanges: type[ThreadedGroup], ranks: set[int], words: str
-) -> None:
-    assert faulty(trained(3, rows, exchanges=exchanges), words) == ranks
 
 
 def test_rows_that_are_swapped_are_found_and_so_is_a_norm_that_counts_twice() -> None:
@@ -263,7 +232,7 @@ def test_what_is_not_finite_on_one_rank_is_for_all_and_is_no_fault(wire: str, va
     def brings(step: int, rank: int) -> list[Tensor]:
         return [tensor.fill_(value) if rank or value == 3e38 else tensor for tensor in gradients(step, rank)]
 
-    for weights, faults, norms in trained(3, wholes(wire) if wire else rows, brings=brings):
+    for weights, faults, norms, _ in trained(3, wholes(wire) if wire else rows, brings=brings):
         assert not faults and not norms[0] < float("inf") and all(weight.isnan().all() for weight in weights)
 
 
@@ -403,16 +372,18 @@ def test_shares_that_are_not_the_whole_are_found() -> None:
 def test_scales_are_shared_of_what_is_cut_and_of_nothing_else() -> None:
     """And of nothing where each rank has its own. NaN is no largest magnitude."""
 
-    def scales(place: Place) -> tuple[list[bool], list[float]]:
-        together, _ = cut(place)
+    def scales(place: Place) -> tuple[list[bool], float]:
         arithmetic = precisions.get("fp8").arithmetic(CPU)
-        layers = "blocks.0.attn.qkv", "blocks.0.mlp.down", "head"
-        same = [together.scaled(name, arithmetic) is arithmetic for name in layers]
-        same.append(cut(place, own_amax=True)[0].scaled("blocks.0.attn.qkv", arithmetic) is arithmetic)
-        own = torch.tensor([1.0, float("nan")][place.number])
-        return same, [float(together._over_ranks(torch.tensor(1.0 + place.number))), float(together._over_ranks(own))]
+        asked = (
+            (False, "blocks.0.attn.qkv"),
+            (False, "blocks.0.mlp.down"),
+            (False, "head"),
+            (True, "blocks.0.attn.qkv"),
+        )
+        same = [cut(place, own_amax=own)[0].scaled(name, arithmetic) is arithmetic for own, name in asked]
+        return same, float(cut(place)[0]._over_ranks(torch.tensor([1.0, float("nan")][place.number])))
 
-    assert on_ranks(2, scales) == [([False, False, True, True], [2.0, float("inf")])] * 2
+    assert on_ranks(2, scales) == [([False, False, True, True], float("inf"))] * 2
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -465,17 +436,11 @@ def test_loss_and_gradients_of_a_stream_are_the_whole_models(wire: str, near: fl
             assert (gradients[name] - wanted).norm() <= near * wanted.norm(), name
 
 
-class ForgetfulThreads(ThreadedGroup):
-    """Of one sum rank 1 has its own part alone, of one that is not noted yet."""
-
-    def own_part(self, parts: Tensor) -> Tensor:
-        whole, place = super().own_part(parts), self.handle
-        place.sent["sums"] = place.sent.get("sums", 0) + 1
-        return parts[1] if self.rank == 1 and place.sent["sums"] == 3 else whole
-
-
-class NotedForgetful(NotedGroup, ForgetfulThreads):
-    """And notes what it has got."""
+def own_part_but_once(own: Any, parts: Tensor) -> Tensor:
+    """Of the third sum, that is not noted yet, rank 1 has its own part alone."""
+    whole, sent = own_part(own, parts), own.handle.sent
+    sent["sums"] = sent.get("sums", 0) + 1
+    return parts[1] if own.rank == 1 and sent["sums"] == 3 else whole
 
 
 def test_tokens_that_are_not_everybodys_are_found_by_all_who_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,5 +451,6 @@ def test_tokens_that_are_not_everybodys_are_found_by_all_who_get_them(monkeypatc
         return {rank for rank, (_, _, faults) in enumerate(ranks) if words in faults}
 
     assert found(streamed("fp8", lambda together, rank: rank and sends_double(together.stream.wire))) == {0, 1}
-    monkeypatch.setitem(ways.STREAMS, "fp32", NotedForgetful)
+    forgetful = type("NotedForgetful", (NotedGroup, planted(own_part=own_part_but_once)), {})
+    monkeypatch.setitem(ways.STREAMS, "fp32", forgetful)
     assert found(streamed("fp32")) == {1}
