@@ -8,8 +8,7 @@ Between watched steps no tensor is read.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,7 +64,7 @@ class LoopHabits:
     def figures(self, parameters: Mapping[str, nn.Parameter]) -> dict[tuple[str, str], Tensor | float]:
         """By name and layer: how often in turn the same inputs were given, and shares of the highest rate."""
         highest = self.rate()
-        shares = {id(one): rate / highest for rate, group in self._groups() for one in group["params"] if highest > 0}
+        shares = {id(own): rate / highest for rate, group in self._groups() for own in group["params"] if highest > 0}
         slower = {
             ("rate_share", name.removesuffix(".weight")): share
             for name, parameter in parameters.items() if (share := shares.get(id(parameter), 1.0)) < 1
@@ -108,7 +107,7 @@ class LoopHabits:
         (self._so.add if now else self._so.discard)(word)
 
     def _somebody_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        others = (id(one) not in self._own for group in optimizer.param_groups for one in group["params"])
+        others = (id(tensor) not in self._own for group in optimizer.param_groups for tensor in group["params"])
         if optimizer is not self._optimizer and any(others):
             self._set(OTHERS_TRAIN, True)
 
@@ -116,7 +115,7 @@ class LoopHabits:
         return ((float(group["lr"]), group) for group in self._optimizer.param_groups if group.get("lr") is not None)
 
     def _gradients(self) -> Left:
-        every = ((one, one.grad) for group in self._optimizer.param_groups for one in group["params"])
+        every = ((tensor, tensor.grad) for group in self._optimizer.param_groups for tensor in group["params"])
         return [(parameter, gradient, gradient._version) for parameter, gradient in every if gradient is not None]
 
     def _moments(self) -> tuple[int, float]:
@@ -127,26 +126,20 @@ class LoopHabits:
         return len(state), 0.0 if waits else float(age)
 
 
-class BackwardListener(ABC):
-    """Hears of every backward while it listens; of those inside another one, as of checkpoints, it hears nothing."""
-
-    @abstractmethod
-    def backward_begins(self, root: Tensor | None) -> None:
-        """The number that it begins with, with its graph; None where it is no single number."""
-
-    @abstractmethod
-    def backward_ended(self, root: Tensor | None) -> None:
-        """The number it began with, None where it was no single number."""
-
-
-_listeners: list[BackwardListener] = []
+# Is told the single number that a backward begins with, with its graph, or without it at the end; None of others.
+Heard = Callable[[Tensor | None], None]
+_listeners: list[tuple[Heard, Heard]] = []
 _running: list[bool] = []
 _plain = torch.autograd.backward
 
 
 @contextmanager
-def listening(listener: BackwardListener) -> Iterator[None]:
-    """Every way into backward passes by `torch.autograd.backward`, which is wrapped while anybody listens."""
+def listening(begins: Heard, ended: Heard) -> Iterator[None]:
+    """Of backwards inside another one, as of checkpoints, nothing is heard.
+
+    Every way into backward passes by `torch.autograd.backward`, which is wrapped while anybody listens.
+    """
+    listener = begins, ended
     _listeners.append(listener)
     torch.autograd.backward = _heard  # type: ignore[assignment]
     try:
@@ -161,22 +154,21 @@ def _heard(tensors: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> None
     if _running:
         return _plain(tensors, *args, **named)
     listeners, root = tuple(_listeners), _number(tensors)
-    for listener in listeners:
-        listener.backward_begins(root)
+    for begins, _ in listeners:
+        begins(root)
     _running.append(True)
     try:
         _plain(tensors, *args, **named)
     finally:
         _running.pop()
-    for listener in listeners:
-        listener.backward_ended(None if root is None else root.detach().reshape(()))
+    for _, ended in listeners:
+        ended(None if root is None else root.detach().reshape(()))
     return None
 
 
 def _number(tensors: Tensor | Sequence[Tensor]) -> Tensor | None:
-    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    alone = found[0] if len(found) == 1 else None
-    return alone if alone is not None and alone.numel() == 1 else None
+    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    return roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
 
 
 class GradientSketches:
@@ -217,8 +209,8 @@ class GradientSketches:
         for layer, weight in weights.items():
             expected = self._expected.get(weight)
             if expected is not None and weight.grad is not None and weight not in self._unknown:
-                found = _times_vector(weight.grad)
-                yield layer, torch.dot(found, expected) / (found.norm().clamp(min=1e-30) * expected.norm())
+                sketch = _times_vector(weight.grad)
+                yield layer, torch.dot(sketch, expected) / (sketch.norm().clamp(min=1e-30) * expected.norm())
 
 
 def _vector(shape: torch.Size, device: torch.device) -> Tensor:
@@ -273,7 +265,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 def sign_of_inputs(given: Any) -> tuple[Tensor | None, int]:
     """A number that equal inputs have alike, and others do not; and how many examples they are."""
-    tensors = [one.detach() for one in tensors_in(given) if one.numel()]
+    tensors = [tensor.detach() for tensor in tensors_in(given) if tensor.numel()]
     if not tensors:
         return None, 0
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
@@ -287,27 +279,29 @@ def sign_of_inputs(given: Any) -> tuple[Tensor | None, int]:
 def data_figures(given: Any) -> dict[str, Number]:
     """Of the first tensor that a model is given: mean and deviation of at most so many of its values, and the share of
     its examples that are equal to another, where there are eight of eight values or more. Nobody waits for a device."""
-    tensor = next((one.detach() for one in tensors_in(given) if one.numel() > 1 and one.dtype != torch.bool), None)
+    several = (own.detach() for own in tensors_in(given) if own.numel() > 1 and own.dtype != torch.bool)
+    tensor = next(several, None)
     if tensor is None or tensor.is_complex():
         return {}
     flat = tensor.flatten()
     some = flat[:: -(-len(flat) // _LOOKED_AT)].to(torch.float64)
-    found: dict[str, Number] = {"input_mean": some.mean(), "input_deviation": some.std()}
+    figures: dict[str, Number] = {"input_mean": some.mean(), "input_deviation": some.std()}
     rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
     if min(rows.shape) >= _LEAST_COPIES:
         some = rows[:, :: -(-rows.shape[1] // _LOOKED_AT)].to(torch.float64)
         signs = (some * _vector(some.shape[1:], some.device)).sum(1).sort().values
         same = signs[1:] == signs[:-1]
         ends = torch.zeros_like(signs[:1], dtype=torch.bool)
-        found["duplicates"] = (torch.cat([same, ends]) | torch.cat([ends, same])).to(torch.float64).mean()
-    return found
+        figures["duplicates"] = (torch.cat([same, ends]) | torch.cat([ends, same])).to(torch.float64).mean()
+    return figures
 
 
 def gains_of(model: nn.Module) -> dict[str, Tensor]:
-    norms = (
-        (path, one) for path, one in model.named_modules() if isinstance(one, _NORMS) or "Norm" in type(one).__name__
+    gains = (
+        (path, getattr(module, "weight", None))
+        for path, module in model.named_modules()
+        if isinstance(module, _NORMS) or "Norm" in type(module).__name__
     )
-    gains = ((path, getattr(one, "weight", None)) for path, one in norms)
     return {path: gain for path, gain in gains if isinstance(gain, nn.Parameter) and gain.ndim == 1}
 
 

@@ -118,11 +118,11 @@ class LowGradients(Gradients):
         return [self.of([parameter])[0].norm() for parameter in self._parameters]
 
     def end(self) -> None:
-        for one in self._sums.values():
-            one.end()
+        for total in self._sums.values():
+            total.end()
 
     def kept(self) -> list[Tensor]:
-        return [part for one in self._sums.values() for part in one.operand.tensors]
+        return [part for total in self._sums.values() for part in total.operand.tensors]
 
     def memory(self) -> list[Tensor]:
         return [scale.share for scale in self._sums.values() if isinstance(scale, AutomaticScale)]

@@ -8,6 +8,7 @@ place is kept: a function is asked for it, and an iterable is begun anew and gon
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -91,7 +92,7 @@ class OwnTrainer(Trainer):
         facts, words = self._task.facts, (self.precision.mode, *dict(self._settings.precision_map).values())
         modes = [precisions.get(word) for word in words if word != UNTOUCHED]
         native = [mode.multiples for mode in modes if mode.support(facts).level is Level.NATIVE and facts.accelerated]
-        return (max(pair[0] for pair in native), max(one[1] for one in native)) if native else (1, 1)
+        return (max(pair[0] for pair in native), max(pair[1] for pair in native)) if native else (1, 1)
 
     def _updating(self) -> Any:
         given, settings = self._given, self._settings
@@ -191,8 +192,8 @@ class OwnTrainer(Trainer):
         def step() -> None:
             other._loss_on(batch, _SILENT).backward()  # type: ignore[no-untyped-call]
 
-        found = coverage_of(other._model, held, step, multiple=multiple)
-        return Coverage(found.holders, found.others, found.flops, other.loss_words, found.remarks)
+        coverage = coverage_of(other._model, held, step, multiple=multiple)
+        return replace(coverage, loss=other.loss_words)
 
 
 def examined(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
@@ -201,7 +202,7 @@ def examined(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
     Raises UsageError for what cannot be trained: no model or batch, batches that change, nothing that is converted,
     a step that fails.
     """
-    found = []
+    coverages = []
     for number, arm in enumerate(task.arms):
         trainer = OwnTrainer(task, arm)
         if number == 0:
@@ -218,8 +219,8 @@ def examined(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
             raise UsageError(f"{task.settings.make}: a step of {arm.name} fails: {own_words(error)}.") from error
         coverage = trainer.coverage()
         if coverage is not None:
-            found.append((arm.name, coverage))
-    return tuple(found)
+            coverages.append((arm.name, coverage))
+    return tuple(coverages)
 
 
 # Of held-out batches that do not end so many are looked at; a function is asked for so few.
@@ -288,12 +289,12 @@ def held_out_of(name: str, given: Given, facts: DeviceFacts) -> list[Any]:
     source = given.held_out
     if source is None:
         return []
-    one = isinstance(source, Tensor | dict | tuple)
     try:
         with seeded(seed_of("held-out"), facts):
             if callable(source):
                 return [source(step, 0) for step in range(_ASKED_HELD_OUT)]
-            return [source] if one else list(islice(iter(source), _MOST_HELD_OUT))
+            alone = isinstance(source, Tensor | dict | tuple)
+            return [source] if alone else list(islice(iter(source), _MOST_HELD_OUT))
     except Exception as error:
         raise UsageError(f"{name}: its held_out batches cannot be had: {own_words(error)}.") from error
 
@@ -311,8 +312,8 @@ def check_batches(name: str, given: Given, seed: int, facts: DeviceFacts) -> Non
             )
 
 
-def _same(one: Any, other: Any) -> bool:
-    pairs = list(tensors_in(one)), list(tensors_in(other))
+def _same(batch: Any, other: Any) -> bool:
+    pairs = list(tensors_in(batch)), list(tensors_in(other))
     return [path for path, _ in pairs[0]] == [path for path, _ in pairs[1]] and all(
         left.dtype == right.dtype and torch.equal(left.nan_to_num(), right.nan_to_num())
         for (_, left), (_, right) in zip(*pairs, strict=True)

@@ -115,10 +115,10 @@ class DataParallel(Together):
         return self._group.added(loss) / self.shares
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
-        found = gradients.filled()
+        whole = gradients.filled()
         with phase.communication:
-            for part in bucketed([tensor.numel() for tensor in found], _MOST_ELEMENTS):
-                some = found[part]
+            for part in bucketed([tensor.numel() for tensor in whole], _MOST_ELEMENTS):
+                some = whole[part]
                 flat = torch.cat([tensor.reshape(-1) for tensor in some])
                 dist.all_reduce(flat, group=self._group.handle)
                 pieces = torch.split(flat / self.shares, [tensor.numel() for tensor in some])
@@ -160,9 +160,9 @@ class FullySharded(DataParallel):
         compare."""
         wanted = self._digests()
         self.updated(SilentPhases())
-        for place, (found, own) in enumerate(zip(self._digests(), wanted, strict=True)):
-            if found != own:
-                whose = f"those of rank {wanted.index(found)}" if found in wanted else "others"
+        for place, (got, own) in enumerate(zip(self._digests(), wanted, strict=True)):
+            if got != own:
+                whose = f"those of rank {wanted.index(got)}" if got in wanted else "others"
                 return f"finds {whose} in place of the rows of rank {place} in the weights that were put together"
         return ""
 
@@ -236,7 +236,7 @@ class FullySharded(DataParallel):
         bits = zip(
             *([tensor.detach().view(torch.int32) for tensor in some] for some in (placed, self._own)), strict=True
         )
-        lost = not all(torch.equal(one, own) for one, own in bits)
+        lost = not all(torch.equal(put, own) for put, own in bits)
         words = {
             "was given gradients for its rows that are not the mean of what all ranks have brought": wrong,
             self._misplaced: bool(self._misplaced),

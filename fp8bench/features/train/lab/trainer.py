@@ -81,11 +81,11 @@ class Trainer:
         self._past = 0
         self._arithmetics: dict[str, Arithmetic] = {}
         self._model = self._begun(task)
-        self._parameters = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
+        self._parameters = {name: own for name, own in self._model.named_parameters() if own.requires_grad}
         self._weights = CachedWeights(self._model)
         self._forward = self._compiled() if settings.compile == "yes" else self._model
         self._optimizer = self._updating()
-        self._clipped = [group_of(name, one.ndim, settings.clip_by) for name, one in self._parameters.items()]
+        self._clipped = [group_of(name, own.ndim, settings.clip_by) for name, own in self._parameters.items()]
         self._plateau = PlateauShare(settings)
         self._loss_scale = loss_scale_of(settings, self.precision.loss_scale)
         self._watch = ModelWatch(
@@ -119,8 +119,8 @@ class Trainer:
             high = self.precision.carried_by if layers[name].high else ""
             mode = keys[key] if key is not None else high or self.arm.precision
             arithmetic = scaled(self._of(mode, facts).layer(f"{own}/{name}"), self._settings, mode, name)
-            self._arithmetics[name] = found = self._told(self.together.scaled(name, arithmetic))
-            return found
+            self._arithmetics[name] = told = self._told(self.together.scaled(name, arithmetic))
+            return told
 
         carrier = self.precision.arithmetic(facts).carrier
         torch.manual_seed(seed_of("weights", self._seed))
@@ -193,8 +193,8 @@ class Trainer:
         if self._passes:
             self.step += 1
             return
-        if self.step == 0 and (found := product_like(self.precision, self._task.facts)):
-            words = f"the numbers of a product are those of {found}, not of {self.precision.mode}"
+        if self.step == 0 and (other := product_like(self.precision, self._task.facts)):
+            words = f"the numbers of a product are those of {other}, not of {self.precision.mode}"
             yield self._event(FALLBACK, words)
         started = time.perf_counter()
         scale, before = self._loss_scale.scale, self._remembered()
@@ -215,7 +215,7 @@ class Trainer:
             sent = () if wire is None else wire.sent(self.together.rank)  # what a watched step sends more is no step's
             if seen is not None:
                 self.together.updated(phase)
-                seen.updated(*(dict(zip(self._parameters, one, strict=True)) for one in (moved, size)))
+                seen.updated(*(dict(zip(self._parameters, norms, strict=True)) for norms in (moved, size)))
         # A step that was watched took longer than a step does.
         row = self._row(numbers, rate, scale, time.perf_counter() - started if seen is None else 0.0)
         yield row
@@ -416,7 +416,7 @@ class Trainer:
         without an update, so that scales which come from earlier casts are there.
         """
         same = {name for name, arithmetic in self._arithmetics.items() if _alike(arithmetic, other._arithmetics[name])}
-        known = {name: one for name, one in memory["remembered"]["arithmetics"].items() if name in same}
+        known = {name: kept for name, kept in memory["remembered"]["arithmetics"].items() if name in same}
         own = {"arithmetics": known, "statistics": memory["remembered"]["statistics"]}
         own_scale = [self._loss_scale.scale, self._loss_scale.good_steps]
         changed = self._settings.loss_scale != other._settings.loss_scale

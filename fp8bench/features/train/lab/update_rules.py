@@ -205,11 +205,11 @@ def _over(rule: Rule) -> Callable[[Bucket, Moments, Moments, Update], None]:
         assert how.divisor is not None and how.skip is not None
         skipped = how.skip > 0
         each = zip(bucket.parameters, bucket.gradients, first, second, bucket.kept()[2], strict=True)
-        for weight, gradient, one, other, step in each:
-            before = [tensor.clone() for tensor in (weight, one, other)]
+        for weight, gradient, *moments, step in each:
+            before = [tensor.clone() for tensor in (weight, *moments)]
             step.add_(1 - how.skip)
-            rule(weight, gradient / how.divisor, one, other, step, how)
-            for tensor, old in zip((weight, one, other), before, strict=True):
+            rule(weight, gradient / how.divisor, *moments, step, how)
+            for tensor, old in zip((weight, *moments), before, strict=True):
                 tensor.copy_(torch.where(skipped, old, tensor))
 
     return update
