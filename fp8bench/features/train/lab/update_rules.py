@@ -205,11 +205,12 @@ def _over(rule: Rule) -> Callable[[Bucket, Moments, Moments, Update], None]:
         assert how.divisor is not None and how.skip is not None
         skipped = how.skip > 0
         each = zip(bucket.parameters, bucket.gradients, first, second, bucket.kept()[2], strict=True)
-        for weight, gradient, *moments, step in each:
-            before = [tensor.clone() for tensor in (weight, *moments)]
+        for weight, gradient, mean, square, step in each:
+            changed = weight, mean, square
+            before = [tensor.clone() for tensor in changed]
             step.add_(1 - how.skip)
-            rule(weight, gradient / how.divisor, *moments, step, how)
-            for tensor, old in zip((weight, *moments), before, strict=True):
+            rule(weight, gradient / how.divisor, mean, square, step, how)
+            for tensor, old in zip(changed, before, strict=True):
                 tensor.copy_(torch.where(skipped, old, tensor))
 
     return update

@@ -43,7 +43,7 @@ def memory_of(corpus: Corpus, arm: Arm | str, **settings: Any) -> MemoryUse:
 
 def saved_for_backward(trainer: Trainer) -> int:
     """Bytes that autograd keeps in one step beside the weights, each memory once."""
-    weights = {one.untyped_storage().data_ptr() for one in trainer.memory_roles()[MemoryRole.WEIGHTS]}  # type: ignore[attr-defined]
+    weights = {tensor.untyped_storage().data_ptr() for tensor in trainer.memory_roles()[MemoryRole.WEIGHTS]}  # type: ignore[attr-defined]
     kept = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ def saved_for_backward(trainer: Trainer) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         list(trainer.advance())
-    return sum(one.untyped_storage().nbytes() for one in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 @pytest.mark.parametrize("arm", sampled(["fp8"], ["fp8", "fp32", "bf16"]))
@@ -95,7 +95,7 @@ def test_a_batch_is_tried_in_two_steps_of_the_arm_alone(corpus: Corpus) -> None:
     """More take more, checkpointing less; what a step needs at its highest point is what the memory pass says."""
     lab = lab_of(task_of(corpus, "fp32"))
     blocks = Arm("blocks", "fp32", settings=(("checkpointing", "blocks"),))
-    small, middle, large = (lab.try_alone(task_of(corpus, "fp32", batch=one), 1 << 30) for one in (32, 64, 128))
+    small, middle, large = (lab.try_alone(task_of(corpus, "fp32", batch=size), 1 << 30) for size in (32, 64, 128))
     less = lab.try_alone(task_of(corpus, blocks, batch=128), 1 << 30)
     assert small and middle and large and less and large - middle == 2 * (middle - small) > 0 and less < large
     memory = cost_of(corpus, "fp32", batch=128).memory

@@ -294,7 +294,7 @@ def test_a_model_that_is_trained_on_a_task_learns_it(
     task = task_of(corpus, precision, steps=steps, sequence=32, batch=16, rate=3e-3, tasks=(name,))
     lab = lab_of(replace(task, text=text))
     before, _, after = lab.validate(precision, True), lab.advance(precision, steps), lab.validate(precision, True)
-    first, last = ([one.value for one in some if isinstance(one, StepFigure)] for some in (before, after))
+    first, last = ([line.value for line in some if isinstance(line, StepFigure)] for some in (before, after))
     assert max(first) < CHANCES[name] + 0.12 and min(last) > 0.9, last
 
 

@@ -54,7 +54,7 @@ def test_fewer_bits_in_the_sums_are_further_from_float32_sums(corpus: Corpus) ->
     modes = ["fp8", *(f"fp8:accumulator={bits}" for bits in (14, 8, 4, 2))]
     lab = lab_of(task_of(corpus, *modes, batch=8))
     exact, *short = ([(row.loss, row.gradient_norm) for row in rows(lab.advance(mode, 3))] for mode in modes)
-    apart = [sum(abs(a - b) + abs(c - d) for (a, c), (b, d) in zip(one, exact, strict=True)) for one in short]
+    apart = [sum(abs(a - b) + abs(c - d) for (a, c), (b, d) in zip(course, exact, strict=True)) for course in short]
     assert 0 < apart[0] < apart[1] < apart[2] < apart[3], apart
 
 
@@ -164,8 +164,8 @@ def test_a_table_that_collapses_is_seen_as_the_model_sees_it(corpus: Corpus) -> 
     spread = {}
     for word in ("fp16", "custom:format=e2m1:scaling=none"):
         lab = lab_of(task_of(corpus, "bf16", steps=1, precision_map=(("embed", word),)))
-        lines = lab.advance("bf16", 1)
-        (spread[word],) = [one.value for one in lines if isinstance(one, StepFigure) and one.name == "embedding_spread"]
+        figures = {line.name: line.value for line in lab.advance("bf16", 1) if isinstance(line, StepFigure)}
+        spread[word] = figures["embedding_spread"]
     assert spread["custom:format=e2m1:scaling=none"] == 0.0 < spread["fp16"]
 
 

@@ -287,8 +287,8 @@ def test_rules_are_torchs(settings: dict[str, Any], make: Any, near: float, skip
 
 def test_lion_is_that_of_the_paper() -> None:
     """Algorithm 2 in double precision; signs agree wherever their arguments are not within rounding of 0."""
-    weights = [one.detach().double() for one in parameters().values()]
-    moments = [torch.zeros_like(one) for one in weights]
+    weights = [weight.detach().double() for weight in parameters().values()]
+    moments = [torch.zeros_like(weight) for weight in weights]
     for step, own in enumerate(trained(optimizer="lion")):
         for weight, moment, gradient in zip(weights, moments, gradients(step), strict=True):
             update = torch.sign(0.9 * moment + 0.1 * gradient.double())
@@ -300,7 +300,7 @@ def test_lion_is_that_of_the_paper() -> None:
 
 @for_each("optimizer", ["adamw", "sgd", "lion"])
 def test_an_update_in_fp8_is_rounded_and_the_weights_are_not(optimizer: str) -> None:
-    start = [one.detach() for one in parameters().values()]
+    start = [weight.detach() for weight in parameters().values()]
     high, low = trained(optimizer=optimizer)[0], trained(optimizer=optimizer, updates="fp8")[0]
     for before, after, rounded in zip(start, high, low, strict=True):
         scale = torch.tensor(448.0) / (after - before).abs().max()
@@ -427,11 +427,12 @@ def test_rates_are_those_of_the_most_exact_name() -> None:
 def test_what_is_clipped_together() -> None:
     names = [("embedding", 2), ("positions", 2), ("blocks.0.attn.qkv.weight", 2), ("blocks.1.mlp.up.weight", 2),
              ("blocks.1.norm_mlp.weight", 1), ("norm.weight", 1), ("head.weight", 2)]  # fmt: skip
-    assert [group_of(*one, "kind") for one in names] == ["embedding"] * 2 + ["attn", "mlp", "norm", "norm", "head"]
-    assert [group_of(*one, "block") for one in names] == [
-        "embedding", "positions", "blocks.0", "blocks.1", "blocks.1", "norm", "head",
-    ]  # fmt: skip
-    assert {group_of(*one, "all") for one in names} == {""} and len({group_of(*one, "tensor") for one in names}) == 7
+    for by, wanted in {
+        "kind": ["embedding", "embedding", "attn", "mlp", "norm", "norm", "head"],
+        "block": ["embedding", "positions", "blocks.0", "blocks.1", "blocks.1", "norm", "head"],
+        "all": [""] * 7, "tensor": [name for name, _ in names],
+    }.items():  # fmt: skip
+        assert [group_of(*name, by) for name in names] == wanted
 
 
 def accumulating(updates: str = "fp8", make: Any = SGD) -> tuple[nn.Linear, Any]:

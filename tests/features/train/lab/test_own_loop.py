@@ -473,7 +473,7 @@ def test_zero_grad_that_is_forgotten_is_seen_in_the_first_step() -> None:
     assert figure.step == 5
     for well in (
         lambda module, optimizer, step: optimizer.zero_grad(set_to_none=False),
-        lambda module, optimizer, step: step and [one.grad.mul_(0.5) for one in module.parameters()],
+        lambda module, optimizer, step: step and [weight.grad.mul_(0.5) for weight in module.parameters()],
     ):
         assert not named(loop(12, zero=well), GRADIENTS_LEFT)
 

@@ -282,7 +282,7 @@ def half_read(together: ZeroTensors, rank: int) -> None:
     """It reads the gradients that it owns by another scale."""
     if rank == 1:
         own = together._owned.means
-        together._owned.means = lambda some, phase: [one / 2 for one in own(some, phase)]  # type: ignore[method-assign]
+        together._owned.means = lambda some, phase: [mean / 2 for mean in own(some, phase)]  # type: ignore[method-assign]
 
 
 def misheard(together: ZeroTensors, rank: int) -> None:
