@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -119,15 +120,15 @@ def group_of(name: str, dimensions: int, clip_by: str) -> str:
 _LEAST = 1.0
 
 
+@dataclass
 class LossScale:
     """A scale that stays (`growth` 0), or one that finds itself: divided by `factor` after a step whose gradients
     overflow, multiplied by it after `growth` steps in a row in which none did."""
 
-    def __init__(self, scale: float, growth: int = 0, factor: float = 2.0) -> None:
-        self.scale = scale
-        self.growth = growth
-        self.factor = factor
-        self.good_steps = 0
+    scale: float
+    growth: int = 0
+    factor: float = 2.0
+    good_steps: int = 0
 
     def seen(self, finite: bool) -> None:
         if not self.growth:

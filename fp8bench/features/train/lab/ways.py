@@ -20,7 +20,7 @@ from fp8bench.features.train.lab.optimizer import Gradients, gradient_of
 from fp8bench.features.train.lab.together import Alone, DataParallel, FullySharded, T, TensorParallel
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import DeviceFacts
-from fp8bench.nn.gpt import GPT
+from fp8bench.nn.gpt import GPT, LanguageModel
 from fp8bench.nn.parallel.exchanges import FP8Group, RankGroup, gathered, handed, scattered
 from fp8bench.nn.parallel.owned import OwnedTensors
 from fp8bench.nn.parallel.tensor_parallel import share_blocks
@@ -267,7 +267,8 @@ class SequenceParallel(TensorParallel):
         super().__init__(group, config, own_amax)
         self._wire, self.stream = wire, STREAMS[wire](group.handle)
 
-    def _share(self, model: GPT) -> None:
+    def take(self, model: LanguageModel) -> None:
+        assert isinstance(model, GPT)
         stream = self.stream
 
         def own(x: Tensor) -> Tensor:
@@ -300,8 +301,7 @@ class SequenceParallel(TensorParallel):
         notes = list(self.stream.noted)
         self.stream.noted.clear()
         wrong = bool(notes) and self._arrived_otherwise(notes)
-        words = "was given tokens of the stream that are not what all ranks have brought"
-        return (*super().faults(), *([words] if wrong else []))
+        return ("was given tokens of the stream that are not what all ranks have brought",) if wrong else ()
 
     def _arrived_otherwise(self, notes: Sequence[_Note]) -> bool:
         sizes = [note.brought.numel() for note in notes]
