@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.loop_figures import LoopHabits, listening, predictions_of, tensors_in
 from fp8bench.features.train.lab.optimizer import joint
-from fp8bench.features.train.lab.readings import Figures, read
+from fp8bench.features.train.lab.readings import Figures, dense, read
 from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched
 from fp8bench.features.train.values import UNSEEN, StepFigure, StepRow, StreamLine, TrainingEvent, Validation
 
@@ -22,15 +22,6 @@ from fp8bench.features.train.values import UNSEEN, StepFigure, StepRow, StreamLi
 _SEVERAL = 2
 # So many updates in turn without a row are told.
 _SILENT = 3
-
-
-class _Row(NamedTuple):
-    """A step whose numbers nobody has waited for."""
-
-    step: int
-    figures: Figures
-    rate: float
-    seconds: float
 
 
 class OwnLoop:
@@ -65,7 +56,8 @@ class OwnLoop:
         self._roots: list[Tensor] = []
         self._reached = self._is_first = False
         self._silent, self._seen_rows = 0, False
-        self._rows: list[_Row] = []
+        # Steps whose numbers nobody has waited for: number, figures, rate and seconds.
+        self._rows: list[tuple[int, Figures, float, float]] = []
         self._norm: Tensor | None = None
         self._predictions: Figures = {}
         self._size: Tensor | float = math.nan
@@ -174,8 +166,7 @@ class OwnLoop:
             self._norm = None
             return
         scale = getattr(self._optimizer, "grad_scale", None)  # a fused one takes gradients as a GradScaler left them
-        values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-        norm = joint(torch._foreach_norm(values))
+        norm = joint(torch._foreach_norm(list(map(dense, gradients))))
         self._norm = norm if scale is None else norm / scale
         if self._seen is not None:
             self._size = joint(torch._foreach_norm(trained))
@@ -200,7 +191,7 @@ class OwnLoop:
             rate = self._habits.rate()
             took = 0.0 if self._seen is not None else seconds
             figures = Figures(loss=loss, gradient_norm=self._norm, parameter_norm=self._size, update_ratio=ratio)
-            self._rows.append(_Row(self._step, figures, rate, took))
+            self._rows.append((self._step, figures, rate, took))
         self._attached.close()
         self._habits.updated()
         unseen = self._unseen(self._norm is not None and loss is not None)
@@ -244,13 +235,13 @@ class OwnLoop:
     def _tell(self, lines: Sequence[StreamLine]) -> None:
         """The rows since the last time, and lines of the step that is watched."""
         scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
-        numbers = read([row.figures for row in self._rows])
+        numbers = read([figures for _, figures, _, _ in self._rows])
         rows = [
             StepRow(
-                self._name, 0, row.step, figures["loss"], row.rate, figures["gradient_norm"], 0.0,
-                figures["parameter_norm"], figures["update_ratio"], scale, self._tokens, row.seconds,
+                self._name, 0, step, figures["loss"], rate, figures["gradient_norm"], 0.0,
+                figures["parameter_norm"], figures["update_ratio"], scale, self._tokens, seconds,
             )
-            for row, figures in zip(self._rows, numbers, strict=True)
+            for (step, _, rate, seconds), figures in zip(self._rows, numbers, strict=True)
         ]  # fmt: skip
         self._rows = []
         if rows or lines:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.optimizer import Gradients, Weights, rounded_update
+from fp8bench.features.train.lab.readings import dense
 from fp8bench.user_code import own_words
 
 
@@ -26,11 +27,7 @@ class OwnGradients(Gradients):
     """Sparse ones too."""
 
     def norms(self) -> list[Tensor]:
-        return list(torch._foreach_norm([_values(gradient) for gradient in self.of(self._parameters)]))
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+        return list(torch._foreach_norm(list(map(dense, self.of(self._parameters)))))
 
 
 class TorchOptimizer:

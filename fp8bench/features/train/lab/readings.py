@@ -60,6 +60,11 @@ def waits_for(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+def dense(gradient: Tensor) -> Tensor:
+    """The values that there are."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
 def cast_of(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role) -> TensorCast:
     if operand.data.dtype == source.dtype and operand.data.data_ptr() == source.data_ptr():
         return TensorCast(_CARRIERS.get(source.dtype))

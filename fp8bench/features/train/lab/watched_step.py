@@ -29,6 +29,7 @@ from fp8bench.features.train.lab.readings import (
     begin_peak,
     bytes_in_use,
     cast_of,
+    dense,
     embedding_spread,
     figures_of,
     read,
@@ -352,8 +353,7 @@ def _uncompiled(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def _square(gradient: Tensor) -> Tensor:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    squared: Tensor = torch.linalg.vector_norm(values.detach(), dtype=torch.float32).to(torch.float64).square()
+    squared: Tensor = torch.linalg.vector_norm(dense(gradient).detach(), dtype=torch.float32).to(torch.float64).square()
     return squared
 
 

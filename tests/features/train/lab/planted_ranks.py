@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fp8bench.features.train.lab import evaluate
 from fp8bench.features.train.lab.together import DataParallel, FullySharded
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import Arm, SeedTask, StreamLine
@@ -101,5 +102,6 @@ def _advanced(self: Trainer, *arguments: Any, **named: Any) -> Iterator[StreamLi
 SIZES.setdefault(TINY, plants.SIZE)
 SIZES.setdefault(plants.FOUR_HEADS, plants.SIZE_OF_FOUR)
 if "RANK" in os.environ:
+    evaluate._TOKENS = plants.LOOKED_AT
     Trainer.__init__ = _begun  # type: ignore[method-assign]
     Trainer.advance = _advanced  # type: ignore[method-assign]

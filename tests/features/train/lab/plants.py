@@ -12,6 +12,8 @@ SEED, TEXT, SHARE, WEIGHTS, AVERAGE, KILLED, KILLED_TWICE, SCALES = range(7001, 
 # In a step one rank meets a NaN: in its outputs, or in a gradient alone, which the loss does not show.
 NAN_IN_OUTPUT, NAN_IN_GRADIENT = 7011, 7012
 KILLED_AT = 7
+# Tokens of a look, a sixteenth of the usual: looking would take most of the time.
+LOOKED_AT = 256
 SIZE = GPTConfig(256, 32, 1, 2, 2, 64, batch=4, sequence=16)
 # A head for each of four ranks.
 FOUR_HEADS = "four-heads"
