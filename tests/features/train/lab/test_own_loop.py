@@ -308,29 +308,16 @@ def test_the_loop_of_the_docs_pasted_into_a_fresh_one(
     assert "fp8bench: own, step 12: the loss is nan" in capsys.readouterr().err
 
 
-class Tied(nn.Module):
+def tied() -> nn.Module:
     """A table that reads words, and says them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(11, 6, padding_idx=0), nn.Linear(6, 11, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.head(torch.tanh(self.table(x)))
-        return result
+    table, head = nn.Embedding(11, 6, padding_idx=0), nn.Linear(6, 11, bias=False)
+    head.weight = table.weight
+    return nn.Sequential(table, nn.Tanh(), head)
 
 
-class Twice(nn.Module):
-    """A layer that is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layer(torch.tanh(self.layer(x)))
-        return result
+def twice() -> nn.Module:
+    layer = nn.Linear(6, 6)
+    return nn.Sequential(layer, nn.Tanh(), layer)
 
 
 def words(*shape: int) -> Tensor:
@@ -339,7 +326,7 @@ def words(*shape: int) -> Tensor:
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[str, ...]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)), lambda: torch.randn(3, 7, 6), ("0", "1")),
-    "a layer used twice": (Twice, lambda: torch.randn(7, 6), ("layer",)),
+    "a layer used twice": (twice, lambda: torch.randn(7, 6), ("0",)),
     "convolutions": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1, padding_mode="reflect"),
                               nn.Conv2d(4, 5, (1, 2), dilation=(1, 2))),
@@ -348,7 +335,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[st
     "one example": (lambda: nn.Sequential(nn.Conv1d(3, 4, 3)), lambda: torch.randn(3, 9), ("0",)),
     "a table": (lambda: nn.Sequential(nn.Embedding(11, 6, padding_idx=2)), lambda: words(4, 5), ("0",)),
     "a sparse table": (lambda: nn.Sequential(nn.Embedding(11, 6, sparse=True)), lambda: words(4, 5), ("0",)),
-    "tied": (Tied, lambda: words(3, 4), ("table",)),
+    "tied": (tied, lambda: words(3, 4), ("0",)),
     "groups": (lambda: nn.Sequential(nn.Conv1d(4, 4, 3, groups=2)), lambda: torch.randn(2, 4, 9), ()),
 }  # fmt: skip
 
