@@ -4,6 +4,7 @@ done about them."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,17 +25,22 @@ from tests.counts import for_each
 from tests.facts import CPU
 from tests.features.train.lab.labs import lab_of, rows, task_of
 
+# Gradients of a loss that is multiplied by so much are beyond fp16.
+OVERFLOWING = "4294967296"
+
+
+def losses(lab: Lab, arm: str, steps: int) -> list[float]:
+    return [row.loss for row in rows(lab.advance(arm, steps))]
+
 
 def test_arms_of_a_seed_are_paired(corpus: Corpus) -> None:
     """The repeat is the reference bit for bit, however their steps are interleaved; another seed is another start."""
     arms = (Arm("bf16", "bf16", ArmRole.REFERENCE), Arm("again", "bf16", ArmRole.REPEAT))
     lab = lab_of(task_of(corpus, *arms, Arm("other", "bf16", ArmRole.OTHER_SEED), "fp32"))
-    first = [*lab.advance("bf16", 2), *lab.advance("fp32", 1), *lab.advance("bf16", 1)]
-    losses = {name: [row.loss for row in rows(lab.advance(name, 3))] for name in ("again", "other")}
-    bf16 = [row.loss for row in rows(first) if row.arm == "bf16"]
-    fp32 = next(row.loss for row in rows(first) if row.arm == "fp32")
-    assert losses["again"] == bf16 and losses["other"][0] != bf16[0]
-    assert fp32 == pytest.approx(bf16[0], rel=5e-3) and fp32 != bf16[0]
+    begun, fp32, rest = losses(lab, "bf16", 2), losses(lab, "fp32", 1), losses(lab, "bf16", 1)
+    again, other = (losses(lab, name, 3) for name in ("again", "other"))
+    assert again == begun + rest and other[0] != begun[0]
+    assert fp32[0] == pytest.approx(begun[0], rel=5e-3) and fp32[0] != begun[0]
 
 
 def test_an_arm_that_multiplies_in_another_precision_is_told(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +70,7 @@ def test_few_enough_bits_in_the_sums_are_a_loss_gap(corpus: Corpus) -> None:
     gaps = dict.fromkeys(("fp8:accumulator=short", "fp8:accumulator=8", "fp8:accumulator=2"), 0.0)
     for seed in range(3):
         lab = lab_of(task_of(corpus, "fp8", *gaps, seed=seed, steps=40, rate=3e-3, batch=16))
-        last = {mode: sum(row.loss for row in rows(lab.advance(mode, 40))[-8:]) for mode in ("fp8", *gaps)}
+        last = {mode: sum(losses(lab, mode, 40)[-8:]) for mode in ("fp8", *gaps)}
         gaps = {mode: gap + (last[mode] / last["fp8"] - 1) / 3 for mode, gap in gaps.items()}
     short, eight, two = gaps.values()
     assert abs(short) < 1.5e-3 and abs(eight) < 1.5e-3 and two > 3e-3, gaps
@@ -74,7 +80,7 @@ def test_o3_of_ms_amp_trains_as_o2_does(corpus: Corpus) -> None:
     """Bit for bit: a weight that is in FP8 under a power of two already is the same once it is cast."""
     arms = [Arm(name, level.precision, settings=level.settings) for name, level in LEVELS.items()]
     lab = lab_of(task_of(corpus, "bf16", *arms, batch=2))
-    plain, o1, o2, o3 = ([row.loss for row in rows(lab.advance(name, 6))] for name in ("bf16", *LEVELS))
+    plain, o1, o2, o3 = (losses(lab, name, 6) for name in ("bf16", *LEVELS))
     assert o2 == o3 != o1 and o1 == pytest.approx(plain, rel=0.02)
 
 
@@ -82,9 +88,8 @@ def test_nudged_arms_differ_as_rounding_does(corpus: Corpus) -> None:
     """A little, and at all: equal bits would prove nothing."""
     nudged = [Arm(word, "fp32", settings=(("nudge", word),)) for word in ("ulp", "order")]
     lab = lab_of(task_of(corpus, "fp32", *nudged, batch=2))
-    plain, *others = ([row.loss for row in rows(lab.advance(name, 12))] for name in ("fp32", "ulp", "order"))
-    for losses in others:
-        assert losses != plain and losses == pytest.approx(plain, rel=1e-4)
+    plain, *others = (losses(lab, name, 12) for name in ("fp32", "ulp", "order"))
+    assert all(other != plain and other == pytest.approx(plain, rel=1e-4) for other in others)
 
 
 def test_an_arm_that_cannot_be_built_says_so_when_it_is_asked_for(corpus: Corpus, tmp_path: Path) -> None:
@@ -105,25 +110,18 @@ def test_a_compiled_arm_learns_what_an_eager_one_does(corpus: Corpus) -> None:
     """Forward and backward as one graph; the held-out text is looked at by the model itself."""
     task = task_of(corpus, "bf16", Arm("compiled", "bf16", settings=(("compile", "yes"),)), micro_batches=2)
     lab = lab_of(task)
-    eager, graph = (rows(lab.advance(name, 4)) for name in ("bf16", "compiled"))
-    assert [row.loss for row in graph] == pytest.approx([row.loss for row in eager], rel=2e-3)
+    assert losses(lab, "compiled", 4) == pytest.approx(losses(lab, "bf16", 4), rel=2e-3)
     assert lab.validate("compiled")[0].loss == pytest.approx(lab.validate("bf16")[0].loss, rel=2e-3)
 
 
 def test_micro_batches_checkpointing_and_dropout(corpus: Corpus) -> None:
     """A block that is computed again has the dropout that it had; two micro-batches are one batch of twice the size."""
-    dropped = (("dropout", 0.5),)
-    arms = [
-        Arm("dropped", "fp32", settings=dropped),
-        Arm("again", "fp32", settings=(*dropped, ("checkpointing", "blocks"))),
-        Arm("whole", "fp32", settings=(("batch", 4), ("micro_batches", 1))),
-        Arm("halves", "fp32", settings=(("batch", 2), ("micro_batches", 2))),
-    ]
-    lab = lab_of(task_of(corpus, *arms))
-    losses = {arm.name: [row.loss for row in rows(lab.advance(arm.name, 3))] for arm in arms}
-    assert losses["dropped"] == losses["again"]
-    assert losses["whole"] == pytest.approx(losses["halves"], rel=1e-5)
-    assert losses["dropped"][0] != losses["halves"][0]
+    settings: tuple[dict[str, Any], ...] = (
+        {"dropout": 0.5}, {"dropout": 0.5, "checkpointing": "blocks"}, {"batch": 4}, {"batch": 2, "micro_batches": 2},
+    )  # fmt: skip
+    labs = [lab_of(task_of(corpus, "fp32", **own)) for own in settings]
+    dropped, again, whole, halves = (losses(lab, "fp32", 3) for lab in labs)
+    assert dropped == again and whole == pytest.approx(halves, rel=1e-5) and dropped[0] != halves[0]
 
 
 def test_attention_in_the_arms_precision(corpus: Corpus) -> None:
@@ -144,7 +142,7 @@ def test_further_steps_go_over_the_last_ones_again(corpus: Corpus) -> None:
     before = lab.validate("fp32"), lab.validate("bf16")
     assert lab.loop("fp32", 5) > 0 and lab.check("fp32").wrong == ""
     assert (lab.validate("fp32")[0].loss != before[0][0].loss) and lab.validate("bf16") == before[1]
-    wild = lab_of(task_of(corpus, "fp16", steps=3, rate=10.0, handicap=1000.0, loss_scale="4294967296"))
+    wild = lab_of(task_of(corpus, "fp16", steps=3, rate=10.0, handicap=1000.0, loss_scale=OVERFLOWING))
     with pytest.raises(NotFinite):
         wild.loop("fp16", 3)
     assert wild.check("fp16").wrong == "it has stopped: its numbers are not finite"
@@ -167,10 +165,6 @@ def test_a_table_that_collapses_is_seen_as_the_model_sees_it(corpus: Corpus) -> 
         figures = {line.name: line.value for line in lab.advance("bf16", 1) if isinstance(line, StepFigure)}
         spread[word] = figures["embedding_spread"]
     assert spread["custom:format=e2m1:scaling=none"] == 0.0 < spread["fp16"]
-
-
-# Gradients of a loss that is multiplied by so much are beyond fp16.
-OVERFLOWING = "4294967296"
 
 
 def weights_of(lab: Lab, arm: str) -> dict[str, Tensor]:
@@ -279,36 +273,21 @@ def test_looking_changes_no_step(corpus: Corpus) -> None:
             assert all(torch.equal(tensor, again[name][key]) for key, tensor in kept.items()), name
 
 
-class Pair(nn.Module):
-    """Two layers, the second of which gets whatever it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = (
-            Linear(32, 32, precisions.get(mode).arithmetic(CPU).layer(mode)) for mode in ("fp8", "fp8-delayed")
-        )
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        silent = SilentPhases()
-        return self.first(x, silent).sum() + self.second(y, silent).sum()
-
-
 def test_the_scale_of_that_moment_is_told() -> None:
     """Of a delayed scale that which stood; a current one is 1 for a tensor with infinities."""
     x, lost = torch.full((32, 32), 2.0), torch.full((32, 32), 2.0)
     lost[0, 0] = float("inf")
-    model = Pair()
-    model(x, x)
-    for pair, layer, scale in (((lost, x), "first", 1.0), ((x, lost), "second", 448 / 2)):
-        finder = Finder()
-        with finder.attached(model):
-            model(*pair)
+    for mode, scale in (("fp8", 1.0), ("fp8-delayed", 448 / 2)):
+        layer = Linear(32, 32, precisions.get(mode).arithmetic(CPU).layer(mode))
+        own, finder = layer.arithmetic, Finder()
+        layer(x, SilentPhases())
+        with finder.attached(nn.ModuleDict({"layer": layer})):
+            layer(lost, SilentPhases())
         place = finder.place
-        assert place is not None and (place.layer, place.tensor, place.direction) == (layer, "input", "forward")
+        assert place is not None and (place.layer, place.tensor, place.direction) == ("layer", "input", "forward")
         assert (place.amax, place.share) == (2.0, 1 / 1024) and place.scale == pytest.approx(scale)
-        assert f"the input of {layer}, in forward: 0.098% of it is not finite" in place.words
-        assert type(model.first.arithmetic) is type(model.second.arithmetic), "nothing stays attached"
+        assert "the input of layer, in forward: 0.098% of it is not finite" in place.words
+        assert layer.arithmetic is own, "nothing stays attached"
 
 
 def test_what_batch_norms_keep_is_not_spoilt(corpus: Corpus) -> None:

@@ -156,10 +156,9 @@ def test_nothing_at_all() -> None:
     zeros = check(arithmetic, torch.zeros(4, 8), Role.INPUT)
     assert (zeros.zeros, zeros.amax, zeros.smallest, zeros.lag, zeros.signal_to_noise) == (1, 0, 0, None, None)
     assert zeros.underflow == zeros.saturated == 0 and zeros.scale == 1
-    (line,) = read([figures_of(torch.zeros(0, 8))])
-    assert reading_of("arm", 0, 0, "", "input", line, None).zeros == 0
-    (line,) = read([figures_of(torch.full((2, 2), math.nan))])
-    lost = reading_of("arm", 0, 0, "", "input", line, None)
+    figures = read([figures_of(x) for x in (torch.zeros(0, 8), torch.full((2, 2), math.nan))])
+    nothing, lost = (reading_of("arm", 0, 0, "", "input", each, None) for each in figures)
+    assert nothing.zeros == 0
     assert lost.not_finite == 1 and lost.amax == lost.smallest == 0 and math.isnan(lost.mean)
 
 
@@ -191,7 +190,7 @@ def test_what_a_gpu_does_gives_the_same(piece: int, monkeypatch: pytest.MonkeyPa
     assert math.isnan(huge.deviation) and huge.signal_to_noise is None, "float32 has no squares of these"
 
 
-# Scales of rows or blocks, which are line anew.
+# Scales of rows or blocks, which are found anew.
 CURRENT = ("fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
 
 
@@ -219,8 +218,8 @@ def test_on_a_gpu_nothing_waits_until_all_is_read(mode: str, monkeypatch: pytest
     for role, x in ((Role.WEIGHT, gaussian(32, 256)), (Role.GRADIENT, spread_out((32, 256)).to(arithmetic.carrier))):
         cast = cast_of(arithmetic, arithmetic.cast(x, role), x, role)
         with _Waits() as seen:
-            line = figures_of(x, cast)
-        assert 15 < seen.operators < (95 if mode in CURRENT else 40) and read([line])[0]["count"] == x.numel()
+            figures = figures_of(x, cast)
+        assert 15 < seen.operators < (95 if mode in CURRENT else 40) and read([figures])[0]["count"] == x.numel()
 
 
 def test_delayed_scales_say_lag_and_drift() -> None:
