@@ -269,16 +269,17 @@ def test_a_damaged_one_is_named(corpus: Corpus, tmp_path: Path, damage: str) -> 
 
 
 def test_one_of_another_training_is_refused(corpus: Corpus, lab: Lab, tmp_path: Path) -> None:
-    """Another seed, other settings, other arms, or a format of another time."""
+    """Another seed, other settings, other arms, another rank's, or a format of another time."""
     lab.save(str(tmp_path))
     task = task_of(corpus, "bf16", "fp8")
     for other in (replace(task, seed=1), replace(task, steps=21), replace(task, arms=task.arms[:1])):
         with pytest.raises(StoreError, match="is of another training"):
             lab_of(other).restore(str(tmp_path))
     head = changed_document(tmp_path / "checkpoint.json")
-    (tmp_path / "checkpoint.json").write_text(json.dumps(head | {"version": 99}))
-    with pytest.raises(StoreError, match="is of another training"):
-        lab_of(task).restore(str(tmp_path))
+    for changed, words in (({"version": 99}, "is of another training"), ({"rank": 1}, "of rank 1, not of rank 0")):
+        (tmp_path / "checkpoint.json").write_text(json.dumps(head | changed))
+        with pytest.raises(StoreError, match=words):
+            lab_of(task).restore(str(tmp_path))
 
 
 def test_nothing_in_a_file_is_run(lab: Lab, tmp_path: Path) -> None:
