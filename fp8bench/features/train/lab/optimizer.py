@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp8bench.features.train.lab.readings import dense
 from fp8bench.features.train.lab.update_rules import RULES, factor_of, group_of, kind_of, states_for
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import Arm, ArmRole
@@ -70,7 +71,7 @@ class Gradients:
         """What lies in the parameters' grad was brought there and found by no backward."""
 
     def norms(self) -> list[Tensor]:
-        return list(torch._foreach_norm(self.of(self._parameters)))
+        return list(torch._foreach_norm(list(map(dense, self.of(self._parameters)))))
 
     def end(self) -> None:
         """The weights are updated."""

@@ -19,15 +19,7 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.optimizer import Gradients, Weights, rounded_update
-from fp8bench.features.train.lab.readings import dense
 from fp8bench.user_code import own_words
-
-
-class OwnGradients(Gradients):
-    """Sparse ones too."""
-
-    def norms(self) -> list[Tensor]:
-        return list(torch._foreach_norm(list(map(dense, self.of(self._parameters)))))
 
 
 class TorchOptimizer:
@@ -52,7 +44,7 @@ class TorchOptimizer:
         low, high = (getattr(self._own, word, trained) for word in ("trained", "masters"))
         masters = dict(zip(map(id, low), high, strict=True))
         self._holders = [masters[id(parameter)] for parameter in trained]
-        self.gradients, self.weights = OwnGradients(self._holders), Weights(trained)
+        self.gradients, self.weights = Gradients(self._holders), Weights(trained)
         self.factor = 1.0
         self._rounded = rounded_update(updates)
         self.update_norms = self.weight_norms = [tensor.new_zeros(()) for tensor in self._changed]

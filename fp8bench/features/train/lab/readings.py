@@ -245,6 +245,8 @@ def reading_of(
     amax, finite = figures["amax"], figures["finite"]
     mean, deviation = _moments(figures)
     scale = _scale(figures)
+    ratio = scale / before if before else 0.0
+    drift = abs(math.log2(ratio)) if 0 < ratio < math.inf else None
     in_blocks = bool(figures.get("largest_step"))
     own = "own_scale" in figures and finite == count  # under which nothing is beyond the largest
     return LayerReading(
@@ -252,7 +254,7 @@ def reading_of(
         (finite - figures["nonzero"]) / count, scale,
         1 / figures["largest_step"] if in_blocks else scale, 1 / figures["least_step"] if in_blocks else scale,
         _lag(figures.get("fullest", amax * scale / figures.get("largest", math.inf))),
-        None if before is None else _octaves_between(scale, before), figures.get("vanished", 0) / count,
+        drift, figures.get("vanished", 0) / count,
         0.0 if own else figures.get("saturated", 0) / count,
         _signal_to_noise(figures), (count - figures["kept"]) / count,
     )  # fmt: skip
@@ -282,11 +284,6 @@ def _lag(fullest: float) -> float | None:
     if not 0 < fullest < math.inf:
         return None
     return 0.0 if 1 < fullest <= _SLACK else math.log2(fullest)
-
-
-def _octaves_between(scale: float, before: float) -> float | None:
-    ratio = scale / before if before else math.inf
-    return abs(math.log2(ratio)) if 0 < ratio < math.inf else None
 
 
 def _signal_to_noise(figures: Mapping[str, float]) -> float | None:

@@ -273,7 +273,6 @@ class Trainer:
 
     @contextmanager
     def _present(self, phase: Phases) -> Iterator[None]:
-        """The parameters have their values in the body."""
         with self._optimizer.weights.present(), self.together.present(phase):
             if self._watch_casts is not None:  # of what was put together for a step nobody else says what it is for
                 for parameter in self._parameters.values():

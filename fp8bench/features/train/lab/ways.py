@@ -157,31 +157,23 @@ class ZeroTensors(FullySharded):
         words = []
         if seen:
             brought, got = map(torch.stack, zip(*seen, strict=True))
-            wrong = self._apart_from_mean(got, torch.stack(self._group.everybodys(brought))[:, :, place])
+            everybodys = torch.stack(self._group.everybodys(brought))[:, :, place]  # ranks, steps, tensors, numbers
+            wrong = wrong_means(got, everybodys[..., 1:], everybodys[..., :1].amax(0), self._wire)
             words.append(self._said("was given a gradient that is not the mean of what all have brought", wrong, place))
-        theirs = torch.stack(self._group.everybodys(self._own_numbers(place)))
+        own = _rows([parameter.detach() for parameter in self._own], 0)
+        every = own.new_zeros(len(self._wholes), own.shape[1])
+        every[place.to(own.device)] = own
+        theirs = torch.stack(self._group.everybodys(every))
         kept = theirs[torch.tensor(self._owned.owners), torch.arange(len(self._wholes))]
         numbers = _rows([whole.detach() for whole in self._wholes], 0)[:, 1:]
         wrong = ~alike(numbers, as_sent(kept[:, 1:], kept[:, :1], self._wire))
         words.append(self._said("has a weight that is not what its owner has sent", wrong, torch.arange(len(wrong))))
         return tuple(filter(None, words))
 
-    def _own_numbers(self, place: Tensor) -> Tensor:
-        """Of all weights, zeros in the place of others'."""
-        own = _rows([parameter.detach() for parameter in self._own], 0)
-        every = own.new_zeros(len(self._wholes), own.shape[1])
-        every[place.to(own.device)] = own
-        return every
-
     def _said(self, words: str, wrong: Tensor, place: Tensor) -> str:
         """Names the first tensor that is."""
         tensors = wrong.any(-1).view(-1, len(place)).any(0).nonzero().flatten().tolist()
         return f"{words}: {self._names[int(place[tensors[0]])]}" if tensors else ""
-
-    def _apart_from_mean(self, got: Tensor, brought: Tensor) -> Tensor:
-        """Of (steps, tensors, numbers) those that are not the mean of (ranks, steps, tensors, amax and numbers)."""
-        amax, numbers = brought[..., :1].amax(0), brought[..., 1:]
-        return wrong_means(got, numbers, amax, self._wire)
 
 
 def _rows(tensors: Sequence[Tensor], turn: int) -> Tensor:
