@@ -45,14 +45,12 @@ def rows(lines: Sequence[StreamLine]) -> list[StepRow]:
 
 
 def hooks_of(model: nn.Module) -> int:
-    """How many hooks anybody has put on a model or its parameters."""
     on_modules = (len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
     own = ((own._backward_hooks or (), own._post_accumulate_grad_hooks or ()) for own in model.parameters())
     return sum(on_modules) + sum(len(before) + len(after) for before, after in own)
 
 
 def restarted(lab: Lab, task: SeedTask, folder: Path) -> Lab:
-    """A lab that has begun anew, and goes on from what another one keeps."""
     assert lab.save(str(folder / "kept")) == ()
     other = lab_of(task)
     other.restore(str(folder / "kept"))

@@ -45,7 +45,6 @@ def _begun(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
 
 @torch.no_grad()
 def _move(trainer: Trainer) -> None:
-    """One weight, by a bit."""
     weight = next(iter(trainer._parameters.values())).view(-1)
     weight[5] = torch.nextafter(weight[5], torch.tensor(9.0))
 

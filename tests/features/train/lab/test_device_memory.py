@@ -72,7 +72,6 @@ def test_what_lies_at_the_highest_point_is_what_autograd_keeps(arm: str, corpus:
 
 
 def test_what_is_kept_between_two_steps(corpus: Corpus) -> None:
-    """Low states are low, and histories of delayed scales are counted once they are there."""
     lab = lab_of(task_of(corpus, "bf16", "fp8"))
     low_states = Arm("low", "fp8-delayed", settings=LOW)
     plain, low = dict(cost_of(corpus, "bf16", lab).kept), dict(cost_of(corpus, low_states, lab).kept)

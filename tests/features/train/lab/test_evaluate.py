@@ -192,7 +192,6 @@ def test_validation_reads_windows_of_all_parts_in_order(span: TokenSpan, most: i
 
 
 def test_what_does_not_fit_is_refused(span: TokenSpan) -> None:
-    """A window longer than the stretch, and a token that the model does not know."""
     with pytest.raises(ValueError, match="600 tokens here; a window of 600 needs one more"):
         TokenWindows(span, 600, "cpu", 1000)
     with pytest.raises(ValueError, match="the model knows those below 256"):
@@ -200,7 +199,6 @@ def test_what_does_not_fit_is_refused(span: TokenSpan) -> None:
 
 
 def test_digests_of_parts_come_to_that_of_the_step(span: TokenSpan) -> None:
-    """Each part where it belongs; other text, seeds, steps and orders have others."""
     windows = TokenWindows(span, 8, "cpu", 1000)
     whole = windows.digest(5, 3, 0, 8)
     for count in (2, 4, 8):
@@ -289,7 +287,6 @@ def test_every_architecture_is_scored_and_scoring_changes_no_step(task: SeedTask
 def test_a_model_that_is_trained_on_a_task_learns_it(
     corpus: Corpus, tmp_path: Path, name: str, precision: str, steps: int
 ) -> None:
-    """From a text of tasks, in the lab's own steps: from chance to nearly all."""
     text = prepare_text(f"task:{name}", None, "bytes", tmp_path, 32)
     task = task_of(corpus, precision, steps=steps, sequence=32, batch=16, rate=3e-3, tasks=(name,))
     lab = lab_of(replace(task, text=text))

@@ -192,7 +192,6 @@ def events(lines: tuple[StreamLine, ...]) -> list[TrainingEvent]:
 def test_it_is_found_where_it_happened(
     corpus: Corpus, arm: str, name: str, factor: float, layer: str, tensor: str
 ) -> None:
-    """In the step itself, with the layer and the tensor; the weights stay as they were."""
     lab = lab_of(task_of(corpus, arm))
     assert not events(lab.advance(arm, 2))
     spoil(lab, arm, name, factor)
@@ -223,7 +222,6 @@ def test_gradients_that_overflow(corpus: Corpus) -> None:
 
 
 def test_a_lower_rate(corpus: Corpus) -> None:
-    """From the next step on, and steps after it change weights again."""
     lab = lab_of(task_of(corpus, "fp16", on_nan="lower-rate", warmup=0.0, floor=1.0))
     scale = lab._trainers["fp16"]._loss_scale
     scale.scale = 2.0**32

@@ -67,7 +67,6 @@ def made(**settings: Any) -> tuple[Optimizer, list[nn.Parameter]]:
 
 
 def backward(optimizer: Optimizer, own: list[nn.Parameter], *micro_batches: list[Tensor]) -> None:
-    """What backward does."""
     optimizer.gradients.begin()
     for several in micro_batches:
         torch.stack([(weight * part).sum() for weight, part in zip(own, several, strict=True)]).sum().backward()
@@ -280,7 +279,6 @@ SGD, ADAMW, ADAFACTOR = torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafacto
     ],
 )  # fmt: skip
 def test_rules_are_torchs(settings: dict[str, Any], make: Any, near: float, skipped: int) -> None:
-    """Bit for bit."""
     for own, theirs in zip(trained(skipped, **settings), torchs(make, skipped), strict=True):
         torch.testing.assert_close(own, theirs, rtol=near, atol=near / 10)
 
@@ -310,7 +308,6 @@ def test_an_update_in_fp8_is_rounded_and_the_weights_are_not(optimizer: str) -> 
 
 
 def test_moments_of_other_rules() -> None:
-    """Low ones where an optimizer has some; means of rows and columns."""
     for optimizer in ("sgd", "lion"):
         low = trained(optimizer=optimizer, optimizer_states="fp8lm")
         assert not torch.equal(low[-1][0], trained(optimizer=optimizer)[-1][0])

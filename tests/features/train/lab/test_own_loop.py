@@ -343,7 +343,6 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[st
 def cosines(
     name: str, parts: int = 1, change: Callable[[Tensor], Tensor] | None = None, **cast: Any
 ) -> dict[str, float]:
-    """Those that a watched step tells of a module of the table."""
     make, batch, _ = MODULES[name]
     torch.manual_seed(3)
     module, lines = make(), Lines()

@@ -153,7 +153,6 @@ def test_a_checkpoint_goes_on_to_the_same_bits(name: str, mode: str, tmp_path: P
 
 
 def test_micro_batches_are_the_next_batches() -> None:
-    """Two of them are a step of both, whose loss is the mean of theirs."""
     own = [row.loss for row in rows(trained(task_of("plain", "untouched", steps=4, rate=1e-10), "untouched"))]
     two = rows(trained(task_of("plain", "untouched", steps=2, rate=1e-10, micro_batches=2), "untouched"))
     assert [row.loss for row in two] == pytest.approx([(own[0] + own[1]) / 2, (own[2] + own[3]) / 2], rel=1e-5)

@@ -155,7 +155,6 @@ def test_rows_of_a_rank_are_updated_as_those_of_the_whole_model(corpus: Corpus, 
 
 
 def sent(lines: tuple[StreamLine, ...]) -> dict[int, dict[str, float]]:
-    """What a rank sends, by step, operation and dtype."""
     figures = [line for line in lines if isinstance(line, StepFigure) and line.name == WIRE_BYTES]
     steps = {figure.step for figure in figures}
     return {step: {figure.layer: figure.value for figure in figures if figure.step == step} for step in steps}
@@ -165,7 +164,6 @@ def sent(lines: tuple[StreamLine, ...]) -> dict[int, dict[str, float]]:
 def test_what_travels_in_fp8_has_half_the_bytes_and_goes_on_to_the_same_bits(
     corpus: Corpus, ranks: RanksWorker, tmp_path: Path, parallel: str
 ) -> None:
-    """To the byte, as counted by hand."""
     task = of_ranks(corpus, *(Arm(name, "bf16", settings=(("wire", name),)) for name in WIRES), parallel=parallel)
     several = asked(ranks, 60)
     several.begin(task)
@@ -349,7 +347,6 @@ def test_ranks_go_back_together_past_a_batch_that_one_met(
 
 
 def _same(own: Any, other: Any) -> bool:
-    """To the bit, whatever it consists of."""
     if isinstance(own, torch.Tensor):
         bits = (x.reshape(-1).contiguous().view(torch.uint8) for x in (own, other))
         return own.dtype == other.dtype and own.shape == other.shape and torch.equal(*bits)

@@ -269,7 +269,6 @@ def test_a_damaged_one_is_named(corpus: Corpus, tmp_path: Path, damage: str) -> 
 
 
 def test_one_of_another_training_is_refused(corpus: Corpus, lab: Lab, tmp_path: Path) -> None:
-    """Another seed, other settings, other arms, another rank's, or a format of another time."""
     lab.save(str(tmp_path))
     task = task_of(corpus, "bf16", "fp8")
     for other in (replace(task, seed=1), replace(task, steps=21), replace(task, arms=task.arms[:1])):

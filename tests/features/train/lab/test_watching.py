@@ -50,7 +50,6 @@ MODES = (
 
 
 def reading(arithmetic: Arithmetic, x: Tensor, role: Role, before: float | None = None) -> tuple[LayerReading, Tensor]:
-    """The reading of a cast, and what it left."""
     operand = arithmetic.cast(x, role)
     (figures,) = read([figures_of(x, cast_of(arithmetic, operand, x, role))])
     return reading_of("arm", 1, 2, "layer", role.value, figures, before), arithmetic.restore(operand, torch.float32)
@@ -151,7 +150,6 @@ def test_what_is_not_finite_is_counted_and_stands_nowhere_else(mode: str, bad: f
 
 
 def test_nothing_at_all() -> None:
-    """Of zeros, of nothing, and of what is never finite."""
     arithmetic = precisions.get("fp8").arithmetic(CPU)
     zeros = check(arithmetic, torch.zeros(4, 8), Role.INPUT)
     assert (zeros.zeros, zeros.amax, zeros.smallest, zeros.lag, zeros.signal_to_noise) == (1, 0, 0, None, None)
@@ -163,7 +161,6 @@ def test_nothing_at_all() -> None:
 
 
 def test_squares_neither_overflow_nor_vanish_and_small_spreads_keep_their_digits() -> None:
-    """Of numbers whose squares float32 does not have; of weights of a norm, which are all near 1."""
     for size in (1e-30, 1e-20, 3e19, 1e37):
         line = check(precisions.get("bf16").arithmetic(CPU), gaussian(8, 64) * size, Role.WEIGHT)
         assert line.deviation == pytest.approx(size, rel=0.2) and line.signal_to_noise is not None
@@ -212,7 +209,6 @@ class _Waits(OperatorWatch):
 
 @for_each("mode", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
 def test_on_a_gpu_nothing_waits_until_all_is_read(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no tensor takes more kernels than some dozens."""
     monkeypatch.setattr(readings, "waits_for", lambda x: False)
     arithmetic = precisions.get(mode).arithmetic(CPU).layer("layer")
     for role, x in ((Role.WEIGHT, gaussian(32, 256)), (Role.GRADIENT, spread_out((32, 256)).to(arithmetic.carrier))):
@@ -331,7 +327,6 @@ def test_what_else_a_watched_step_says(lines: list[StreamLine]) -> None:
 
 
 def test_lines_after_a_checkpoint_are_those_without_one(corpus: Corpus, tmp_path: Path) -> None:
-    """Drifts included, which are from one reading to the next."""
     task = replace(task_of(corpus, ARMS[0], steps=4), stride=1)
     lab = lab_of(task)
     lab.advance("delayed", 2)
@@ -348,7 +343,6 @@ def small_model() -> nn.Module:
 
 
 def test_nothing_stays_attached_whatever_happens(corpus: Corpus) -> None:
-    """Neither after a step, nor after one that has failed in the middle."""
     model = small_model()
     watch = ModelWatch(model)
     with watch.step(micro_batches=2):

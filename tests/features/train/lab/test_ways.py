@@ -98,7 +98,6 @@ class Learnt(NamedTuple):
 
 
 def update(optimizer: Optimizer, norms: Callable[[list[Tensor]], list[Tensor]] = list) -> list[float]:
-    """Change the weights; norms of gradients, changes and weights."""
     own = [optimizer.gradients.norms()]
     optimizer.step(1e-2, [torch.tensor(1.0)] * 99, torch.tensor(0.0))
     return [float(joint(norms(each))) for each in (*own, optimizer.update_norms, optimizer.weight_norms)]
@@ -194,7 +193,6 @@ MISPLACES = planted(all_parts=lambda own, x: all_parts(own, x).roll(int(own.rank
     ],
 )  # fmt: skip
 def test_rows_that_are_others_are_found(exchanges: type[ThreadedGroup], ranks: set[int], words: str) -> None:
-    """By whom they are given."""
     assert faulty(trained(3, rows, exchanges=exchanges), words) == ranks
 
 
