@@ -213,15 +213,15 @@ def test_adapters_learn_while_all_else_stays_and_a_resumed_arm_is_the_same(
     start = kept(tmp_path / "weights.pt", state)
     task = task_of(corpus, precision, weights_from=start, lora=4, rate=1e-2, checkpointing="blocks")
     lab = lab_of(task)
-    first = [row for row in lab.advance(precision, 10) if isinstance(row, StepRow)]
+    first = [row for row in lab.advance(precision, 6) if isinstance(row, StepRow)]
     again = restarted(lab, task, tmp_path)
-    second = rows(lab.advance(precision, 10))
+    second = rows(lab.advance(precision, 6))
     after = model_of(lab, precision).state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in state.items())
     moved = [name for name in after if name not in state]
     assert len(moved) == 2 * 4 and all(after[name].abs().max() > 0 for name in moved)
     assert second[-1].loss < first[0].loss and first[0].update_ratio > 0
-    assert rows(again.advance(precision, 10)) == second
+    assert rows(again.advance(precision, 6)) == second
 
 
 def test_frozen_weights_are_counted_once_and_have_neither_gradients_nor_moments(corpus: Corpus, tmp_path: Path) -> None:

@@ -130,16 +130,16 @@ def test_against_codes_in_memory(mode: str, states: tuple[tuple[str, str], ...],
         return prepare
 
     _second_step(make, device, meter, None)  # what is made once a process is there by then
-    found = _second_step(make, device, meter, None).course
-    assert found is not None
+    course = _second_step(make, device, meter, None).course
+    assert course is not None
     derived = memory_of(corpus, task.arms[0])
-    assert derived.on_device == found.on_device and derived.on_device < derived.peak
+    assert derived.on_device == course.on_device and derived.on_device < derived.peak
 
 
 def test_a_map_counts_and_so_does_what_stands_around_products(corpus: Corpus) -> None:
     mapped = Arm("mapped", "bf16", settings=(("precision_map", (("mlp", "fp8"), ("norm", "fp8"))),))
-    found, plain = memory_of(corpus, mapped), memory_of(corpus, "bf16")
-    assert found.on_device is not None and found.on_device < found.peak and found.on_device != plain.peak
+    memory, plain = memory_of(corpus, mapped), memory_of(corpus, "bf16")
+    assert memory.on_device is not None and memory.on_device < memory.peak and memory.on_device != plain.peak
 
 
 @for_each(

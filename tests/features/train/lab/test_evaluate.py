@@ -76,24 +76,24 @@ def plain_losses(model: LanguageModel, span: TokenSpan) -> tuple[Tensor, Tensor]
 def test_a_look_says_what_a_plain_loop_over_the_text_finds(text: TrainingText) -> None:
     """By token, by byte, by position; positions are parts of the held-out text."""
     model, evaluation = made(text)
-    found = looks(model, evaluation)
+    by_kind = looks(model, evaluation)
     targets, losses = plain_losses(model, text.held_out)
     lengths = torch.tensor([len(content) for content in token_bytes(MERGES)])[targets]
     assert targets.shape == (16, 24)
-    held_out = found["held-out"]
+    held_out = by_kind["held-out"]
     assert (held_out.arm, held_out.seed, held_out.step) == WHO
     assert (held_out.tokens, held_out.bytes) == (16 * 24, int(lengths.sum()))
     assert held_out.loss == pytest.approx(float(losses.mean()), rel=1e-5)
     assert held_out.perplexity == pytest.approx(math.exp(held_out.loss))
     assert held_out.perplexity_by_byte == pytest.approx(math.exp(float(losses.sum()) / int(lengths.sum())), rel=1e-5)
-    positions = [look for look in found.values() if look.of.startswith("position:")]
+    positions = [look for look in by_kind.values() if look.of.startswith("position:")]
     assert [look.of for look in positions] == [f"position:{at}-{at + 2}" for at in range(0, 24, 3)]
     for number, look in enumerate(positions):
         part = slice(3 * number, 3 * number + 3)
         assert look.loss == pytest.approx(float(losses[:, part].mean()), rel=1e-5)
         assert (look.tokens, look.bytes) == (16 * 3, int(lengths[:, part].sum()))
     assert text.other is not None
-    assert found["other-text"].loss == pytest.approx(float(plain_losses(model, text.other)[1].mean()), rel=1e-5)
+    assert by_kind["other-text"].loss == pytest.approx(float(plain_losses(model, text.other)[1].mean()), rel=1e-5)
     assert list(looks(model, evaluation, last=False)) == ["held-out"], "the rest is for the end"
     assert "other-text" not in looks(*made(replace(text, other=None)))
 
@@ -111,14 +111,14 @@ def test_nobody_knows_the_bytes_of_a_token_file(text: TrainingText) -> None:
 def test_a_quantised_model_is_the_same_weights_in_that_precision(text: TrainingText, mode: str) -> None:
     """Every layer but the head, as in a model that was built so; the look leaves the model as it was."""
     model, evaluation = made(text)
-    found = looks(model, evaluation)
-    assert found == looks(model, evaluation)
+    by_kind = looks(model, evaluation)
+    assert by_kind == looks(model, evaluation)
     config, plain = replace(models.config_of(SETTINGS, 258), width=32, hidden=32), PlainArithmetic(torch.float32)
     low = precisions.get(mode).arithmetic(CPU)
     quantised = models.built(SETTINGS, config, lambda name: plain if name == "head" else low, plain.carrier)
     quantised.load_state_dict(model.state_dict())
     wanted = looks(quantised, evaluation, last=False)["held-out"]
-    assert found[f"quantised:{mode}"].loss == wanted.loss != found["held-out"].loss
+    assert by_kind[f"quantised:{mode}"].loss == wanted.loss != by_kind["held-out"].loss
 
 
 @for_each(("mode", "settings"), [("fp8-delayed", {}), ("nvfp4", {}), ("bf16", {"arch": "cnn"})])
@@ -263,8 +263,8 @@ def test_rows_are_filled_up_behind_their_end_and_the_filling_is_not_read(task: S
         logs[rows == ord("\n")] = math.inf
         return logs
 
-    found = figures(task, spoilt)
-    assert found["task:retrieval@8"] == found["task:copy"] == 1.0
+    scores = figures(task, spoilt)
+    assert scores["task:retrieval@8"] == scores["task:copy"] == 1.0
 
 
 def test_tokens_of_a_file_ask_nothing(task: SeedTask) -> None:
@@ -305,8 +305,8 @@ def test_a_metric_is_called_with_the_model_and_what_was_held_out(tmp_path: Path)
     )
     held_out = [torch.ones(2), 3.5]
     assert dict(measured(f"{file}:f=lower", lambda x: x.sum(), held_out)) == {f"metric:{file}:f": 2.0}
-    found = dict(measured(f"{file}:g", SimpleNamespace(), held_out))
-    assert found == {f"metric:{file}:g.a": 1.0, f"metric:{file}:g.b": 3.5}
+    scores = dict(measured(f"{file}:g", SimpleNamespace(), held_out))
+    assert scores == {f"metric:{file}:g.a": 1.0, f"metric:{file}:g.b": 3.5}
     for name in ("words", "fails"):
         with pytest.raises(UsageError, match="gives no figure"):
             list(measured(f"{file}:{name}", None, held_out))

@@ -197,10 +197,10 @@ def test_it_is_found_where_it_happened(
     spoil(lab, arm, name, factor)
     before = weights_of(lab, arm)
     lines = lab.advance(arm, 5)
-    (row,), (found, stopped) = rows(lines), events(lines)
-    assert row.skipped and row.step == found.step == 2
-    assert (found.kind, found.layer, found.tensor) == ("not-finite", layer, tensor), found.words
-    assert dict(found.values)["direction"] == "forward" and stopped.kind == "stopped"
+    (row,), (event, stopped) = rows(lines), events(lines)
+    assert row.skipped and row.step == event.step == 2
+    assert (event.kind, event.layer, event.tensor) == ("not-finite", layer, tensor), event.words
+    assert dict(event.values)["direction"] == "forward" and stopped.kind == "stopped"
     assert ("its weights" in stopped.words) == (tensor == "parameter")
     for key, value in weights_of(lab, arm).items():
         assert torch.equal(value.nan_to_num(7), before[key].nan_to_num(7)), key

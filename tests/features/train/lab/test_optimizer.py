@@ -334,8 +334,8 @@ def by_torch(steps: int, make: Callable[[torch.optim.Optimizer], Any]) -> list[f
 
 @for_each("warmup", [0.1, 0.3])
 def test_one_cycle_is_torchs(warmup: float) -> None:
-    wanted = by_torch(50, lambda one: torch.optim.lr_scheduler.OneCycleLR(
-        one, 1.0, total_steps=50, pct_start=warmup, final_div_factor=1 / 25 / 0.1, cycle_momentum=False,
+    wanted = by_torch(50, lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 1.0, total_steps=50, pct_start=warmup, final_div_factor=1 / 25 / 0.1, cycle_momentum=False,
     ))  # fmt: skip
     assert shares(50, schedule="one-cycle", warmup=warmup) == pytest.approx(wanted, rel=1e-6)
 
@@ -345,7 +345,7 @@ def test_linear_is_torchs_and_the_others_by_hand() -> None:
     assert cosine[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
     assert cosine[10] == 1 and cosine[-1] == pytest.approx(0.1) and cosine[55] == pytest.approx(0.55)
     assert all(share > later for share, later in pairwise(cosine[10:])) and shares(1, warmup=0.0) == [1.0]
-    wanted = by_torch(41, lambda one: torch.optim.lr_scheduler.LinearLR(one, 1.0, 0.1, 40))
+    wanted = by_torch(41, lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 40))
     assert shares(41, schedule="linear", warmup=0.0) == pytest.approx(wanted)
     stable = shares(100, schedule="wsd", decay=0.2, floor=0.0)
     assert stable[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
@@ -473,8 +473,8 @@ def test_it_is_kept_and_goes_on_to_the_same_bits() -> None:
     other, second = accumulating(make=ADAMW)
     other.load_state_dict(weights)
     second.load_state_dict(kept)
-    for one, own in ((model, optimizer), (other, second)):
-        found_by_backward(one, 2)
+    for trained_model, own in ((model, optimizer), (other, second)):
+        found_by_backward(trained_model, 2)
         own.step()
     assert torch.equal(optimizer.masters[0], second.masters[0]) and torch.equal(model.weight, other.weight)
 

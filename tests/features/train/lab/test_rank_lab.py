@@ -110,16 +110,16 @@ def test_ranks_train_as_one_does_and_go_on_to_the_same_bits(
 ) -> None:
     """Up to the order of additions in fp32, and in FP8 where scales are those of all ranks: of the tensors of all."""
     task, folder = of_ranks(corpus, *ARMS, parallel=parallel), tmp_path / "kept"
-    one, several = alone(task), asked(ranks, 60)
+    lab, several = alone(task), asked(ranks, 60)
     several.begin(task)
     first, rest = up_to_and_behind(several, task, folder)
     looks = {name: several.validate(name) for name in rest}
     whole = {name: first[name] + lines for name, lines in rest.items()}
-    single = {name: one.advance(name, STEPS) for name in ("fp32", "fp8")}
+    single = {name: lab.advance(name, STEPS) for name in ("fp32", "fp8")}
     assert all(len(losses(lines)) == STEPS for lines in whole.values())
     assert numbers(whole["fp32"]) == pytest.approx(numbers(single["fp32"]), rel=2e-6)
     assert losses(whole["fp32"]) != losses(single["fp32"])  # or nothing was shared
-    # The scales of all ranks are those of one rank's whole batch; a rank's own are not.
+    # The scales of all ranks are those of lab rank's whole batch; a rank's own are not.
     mine, theirs, own = (readings(lines) for lines in (whole["fp8"], single["fp8"], whole["own"]))
     near = 0.03 if parallel in CUT else 0.0  # where products of bfloat16 are rounded once more before they are added
     for key, seen in mine.items():
@@ -128,7 +128,7 @@ def test_ranks_train_as_one_does_and_go_on_to_the_same_bits(
             assert (seen.amax, seen.scale) == pytest.approx(whole_batch, rel=near, abs=0), key
     assert any(seen.least_scale == seen.largest_scale and own[key].amax == seen.amax for key, seen in mine.items())
     assert losses(whole["own"]) != losses(whole["fp8"])
-    for look, wanted in zip(looks["fp32"], one.validate("fp32"), strict=True):
+    for look, wanted in zip(looks["fp32"], lab.validate("fp32"), strict=True):
         quantised = parallel in CUT and look.of.startswith("quantised")  # a share of NVFP4 has its own scale, too
         assert look.loss == pytest.approx(wanted.loss, rel=5e-3 if quantised else 1e-5), look.of
 
@@ -189,12 +189,12 @@ def test_levels_of_ms_amp_train_as_by_one_rank_and_go_on_to_the_same_bits(
         for name, (level, wire) in asked_of.items()
     }  # fmt: skip
     task = of_ranks(corpus, *arms.values(), parallel="zero")
-    one, several = alone(task), asked(ranks, 60)
+    lab, several = alone(task), asked(ranks, 60)
     states = {state.arm: state for state in several.begin(task)}
     first, rest = up_to_and_behind(several, task, tmp_path / "kept")
     learnt = {name: losses(first[name] + rest[name]) for name in arms}
     for name, whole in zip(LEVELS, (11, 6, 7), strict=True):
-        assert learnt[name] == pytest.approx(losses(one.advance(name, STEPS)), rel=2e-3), name
+        assert learnt[name] == pytest.approx(losses(lab.advance(name, STEPS)), rel=2e-3), name
         assert sum(size for _, size in states[name].bytes_per_parameter) == pytest.approx(whole / 2, rel=0.1), name
     assert learnt["msamp-o2"] == learnt["msamp-o3"] != learnt["msamp-o1"]
     assert learnt["o2"] == learnt["o3"] == pytest.approx(learnt["msamp-o2"], rel=0.02)
@@ -211,11 +211,11 @@ def _of_zero(task: SeedTask, arm: str = "fp32") -> dict[str, dict[str, float]]:
     whole, pieces = sum(sizes), max(Counter(owners(sizes, 2)).values())
     norms, loss = {"all_reduce float64": 3 * 8.0 * len(sizes)}, 4.0
     codes = {"all_to_all uint8": 1.0 * whole, "all_gather float32": 4.0 * pieces}
-    found = {"fp8": {**codes, "all_reduce float32": 4.0 * 2 * pieces + loss, **norms}}
+    sizes_of = {"fp8": {**codes, "all_reduce float32": 4.0 * 2 * pieces + loss, **norms}}
     for name, dtype, size in (("bf16", "bfloat16", 2), ("fp32", "float32", 4)):
         both = {f"{operation} {dtype}": size * whole / 2 for operation in ("reduce", "broadcast")}
-        found[name] = {**both, "all_reduce float32": loss, **norms}
-    return found
+        sizes_of[name] = {**both, "all_reduce float32": loss, **norms}
+    return sizes_of
 
 
 def _of_tokens(task: SeedTask) -> dict[str, dict[str, float]]:
@@ -249,8 +249,8 @@ def test_four_ranks_have_the_same_losses(corpus: Corpus, monkeypatch: pytest.Mon
     of bfloat16 are added, that is more than this."""
     monkeypatch.setitem(SIZES, planted.FOUR_HEADS, planted.SIZE_OF_FOUR)
     task = replace(of_ranks(corpus, "fp32", "fp8", model=planted.FOUR_HEADS), facts=replace(CPU, ranks=4))
-    one = alone(task)
-    single = {name: losses(one.advance(name, 6)) for name in ("fp32", "fp8")}
+    lab = alone(task)
+    single = {name: losses(lab.advance(name, 6)) for name in ("fp32", "fp8")}
     with RanksWorker(Settings(imports=(planted.FILE,)), 4, 60.0, MODULE, MERGES) as worker:
         several = asked(worker, 60)
         for parallel in PARALLEL:

@@ -127,8 +127,7 @@ def trained(
     **settings: Any,
 ) -> list[Learnt]:
     def run(place: Place) -> Learnt:
-        handle: Any = place
-        together, wholes, norms = make(exchanges(handle)), parameters(), list[float]()
+        together, wholes, norms = make(exchanges(place)), parameters(), list[float]()
         optimizer = Optimizer(together.own(wholes), TrainerSettings(**settings))
         sizes = {name: sum(tensor.nbytes for tensor in some) for name, some in optimizer.kept().items()}
         plant(together, place.number)
@@ -224,8 +223,10 @@ def test_what_is_not_finite_on_one_rank_is_for_all_and_is_no_fault(wire: str, va
 
 def test_a_digest_knows_where_a_value_lies() -> None:
     """In a tensor and among several: or a rank with two others' rows swapped says the same as its neighbours."""
-    one, other = torch.randn(2, 3, 5)
-    digests = [digest_of(some) for some in ((one, other), (other, one), (one.flip(0), other), (one, other.roll(1)))]
+    first, other = torch.randn(2, 3, 5)
+    digests = [
+        digest_of(some) for some in ((first, other), (other, first), (first.flip(0), other), (first, other.roll(1)))
+    ]
     assert len(set(digests)) == 4 and all(0 <= digest < 1 << 63 for digest in digests)
 
 
@@ -321,8 +322,7 @@ def norms_of(whole: GPT) -> list[Tensor]:
 
 
 def cut(place: Place, own_amax: bool = False) -> tuple[TensorParallel, GPT]:
-    handle: Any = place
-    together, whole = TensorParallel(ThreadedGroup(handle), CONFIG, own_amax), model()
+    together, whole = TensorParallel(ThreadedGroup(place), CONFIG, own_amax), model()
     together.take(whole)
     together.own(dict(whole.named_parameters()))
     return together, whole
@@ -377,8 +377,7 @@ def streamed(wire: str, plant: Callable[[Any, int], object] = lambda together, r
     """Loss, gradients and faults of ranks that have tokens of the stream each."""
 
     def run(place: Place) -> StreamLearnt:
-        handle: Any = place
-        together, own = SequenceParallel(ThreadedGroup(handle), CONFIG, True, wire), model(SMALL)
+        together, own = SequenceParallel(ThreadedGroup(place), CONFIG, True, wire), model(SMALL)
         together.take(own)
         named = dict(own.named_parameters())
         gradients = Gradients(list(together.own(named).values()))
@@ -422,11 +421,11 @@ def own_part_but_once(own: Any, parts: Tensor) -> Tensor:
 def test_tokens_that_are_not_everybodys_are_found_by_all_who_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum that one has not got, and a wrong scale of what rank 1 sends."""
 
-    def found(ranks: list[StreamLearnt]) -> set[int]:
+    def told_by(ranks: list[StreamLearnt]) -> set[int]:
         words = "was given tokens of the stream that are not what all ranks have brought"
         return {rank for rank, (_, _, faults) in enumerate(ranks) if words in faults}
 
-    assert found(streamed("fp8", lambda together, rank: rank and sends_double(together.stream.wire))) == {0, 1}
+    assert told_by(streamed("fp8", lambda together, rank: rank and sends_double(together.stream.wire))) == {0, 1}
     forgetful = type("NotedForgetful", (NotedGroup, planted(own_part=own_part_but_once)), {})
     monkeypatch.setitem(ways.STREAMS, "fp32", forgetful)
-    assert found(streamed("fp32")) == {1}
+    assert told_by(streamed("fp32")) == {1}
