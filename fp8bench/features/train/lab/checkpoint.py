@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import pickle
 import secrets
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fp8bench.errors import StoreError, UsageError
+from fp8bench.errors import StoreError
 from fp8bench.features.train.values import SeedTask
 from fp8bench.files import PARTIAL, keeping, sealed, unsealed, write_whole
 
@@ -95,19 +94,6 @@ def weights(folder: str, arm: str) -> list[Tensor]:
     return kept
 
 
-def begin_with(model: nn.Module, start: str) -> None:
-    """Give a model the weights of a checkpoint, 'FOLDER::ARM'. Raises UsageError where they are another model's."""
-    folder, _, arm = start.rpartition("::")
-    kept, own = weights(folder, arm), list(model.parameters())
-    if [weight.shape for weight in kept] != [parameter.shape for parameter in own]:
-        raise UsageError(
-            f"--start: {folder} has weights of another model than this one. Choose its --model, --arch and --tokens."
-        )
-    with torch.no_grad():
-        for parameter, weight in zip(own, kept, strict=True):
-            parameter.copy_(weight)
-
-
 def _head(place: Path) -> dict[str, Any]:
     try:
         return unsealed(json.loads((place / _HEAD).read_text()))
@@ -128,8 +114,7 @@ def _loaded(path: Path, digest: str) -> dict[str, Any]:
     """Tensors and plain values alone: nothing in a file is run."""
     try:
         with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-            if found != digest:
+            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 raise StoreError(
                     f"the checkpoint's file {path} is damaged: its SHA-256 is not the one it was kept under."
                 )
@@ -155,12 +140,3 @@ def finite(memory: Any) -> bool:
     if isinstance(memory, dict):
         return all(map(finite, memory.values()))
     return all(map(finite, memory)) if isinstance(memory, list) else True
-
-
-@torch.no_grad()
-def moved_by_an_ulp(model: nn.Module, seed: int) -> None:
-    """Every weight goes to a neighbour in its dtype, up or down at random."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        up = torch.rand(parameter.shape, generator=generator) < 0.5
-        parameter.copy_(torch.nextafter(parameter, torch.where(up, math.inf, -math.inf).to(parameter)))

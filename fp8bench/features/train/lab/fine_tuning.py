@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.lab.checkpoint import begin_with
+from fp8bench.features.train.lab.checkpoint import weights
+from fp8bench.features.train.lab.optimizer import seed_of
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import StaticScales
 from fp8bench.nn.linear import Linear
@@ -28,14 +29,38 @@ _SHOWN = 3
 LORA_SCALE = 2.0
 
 
-def begin_as_asked(model: nn.Module, settings: TrainerSettings) -> None:
-    """With the weights that settings name, and adapters if these are to be trained in their place."""
+def begin_as_asked(model: nn.Module, settings: TrainerSettings, seed: int) -> None:
+    """With the weights that settings name, adapters if these are to be trained in their place, and a nudge by the
+    smallest step there is."""
     if settings.start:
-        begin_with(model, settings.start)
+        _take_checkpoint(model, *settings.start.rpartition("::")[::2])
     if settings.weights_from:
         take_file(model, settings.weights_from, settings.make)
     if settings.lora:
         take_adapters(model, settings.lora)
+    if settings.nudge == "ulp":
+        _move_by_an_ulp(model, seed_of("nudge", seed))
+
+
+@torch.no_grad()
+def _move_by_an_ulp(model: nn.Module, seed: int) -> None:
+    """Every weight goes to a neighbour in its dtype, up or down at random."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        up = torch.rand(parameter.shape, generator=generator) < 0.5
+        parameter.copy_(torch.nextafter(parameter, torch.where(up, math.inf, -math.inf).to(parameter)))
+
+
+@torch.no_grad()
+def _take_checkpoint(model: nn.Module, folder: str, arm: str) -> None:
+    """Raises UsageError where its weights are another model's."""
+    kept, own = weights(folder, arm), list(model.parameters())
+    if [weight.shape for weight in kept] != [parameter.shape for parameter in own]:
+        raise UsageError(
+            f"--start: {folder} has weights of another model than this one. Choose its --model, --arch and --tokens."
+        )
+    for parameter, weight in zip(own, kept, strict=True):
+        parameter.copy_(weight)
 
 
 def frozen_in(model: nn.Module) -> list[Tensor]:
@@ -79,9 +104,9 @@ def _loaded(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
 
-            found: Any = load_file(path)
+            kept: Any = load_file(path)
         else:
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            kept = torch.load(path, map_location="cpu", weights_only=True)
     except ImportError:
         raise UsageError(f"--from {path} takes the package safetensors, which is not installed.") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, KeyError):
@@ -90,14 +115,14 @@ def _loaded(path: Path) -> dict[str, Tensor]:
             "model.state_dict(), or a .safetensors."
         ) from None
     for name in _WITHIN:
-        if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
-            found = found[name]
-    if not isinstance(found, Mapping) or not found or not all(isinstance(one, Tensor) for one in found.values()):
+        if isinstance(kept, Mapping) and isinstance(kept.get(name), Mapping):
+            kept = kept[name]
+    if not isinstance(kept, Mapping) or not kept or not all(isinstance(tensor, Tensor) for tensor in kept.values()):
         raise UsageError(f"--from {path} is no state dict: expected tensors by name. Save model.state_dict().")
     for prefix in _PREFIXES:
-        if all(name.startswith(prefix) for name in found):
-            found = {name.removeprefix(prefix): one for name, one in found.items()}
-    return dict(found)
+        if all(name.startswith(prefix) for name in kept):
+            kept = {name.removeprefix(prefix): tensor for name, tensor in kept.items()}
+    return dict(kept)
 
 
 def scaled(arithmetic: Arithmetic, settings: TrainerSettings, mode: str, name: str) -> Arithmetic:
@@ -106,13 +131,13 @@ def scaled(arithmetic: Arithmetic, settings: TrainerSettings, mode: str, name: s
         return arithmetic
     rule = StaticScales(0, source="stored", known=settings.scales)
     known = rule.known_for(mode)
-    found = arithmetic.scaled_by(ScaleBook(rule, known), name)
-    if found is not arithmetic and not any(layer == name for layer, _ in known):
+    by_book = arithmetic.scaled_by(ScaleBook(rule, known), name)
+    if by_book is not arithmetic and not any(layer == name for layer, _ in known):
         raise UsageError(
             f"--scales-from: it has scales of {listed(list(dict.fromkeys(layer for layer, _ in known)), _SHOWN)}, and "
             f"none of {name}, which the model multiplies by. Choose a training or run of the same model."
         )
-    return found
+    return by_book
 
 
 def take_adapters(model: nn.Module, rank: int) -> None:

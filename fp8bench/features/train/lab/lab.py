@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.errors import UsageError
@@ -186,7 +185,7 @@ class Lab(Bench):
                 trainer.recall(memories[name])
             else:
                 trainer.stopped = True
-        return tuple((name, one.step) for name, one in self._trainers.items())
+        return tuple((name, trainer.step) for name, trainer in self._trainers.items())
 
     def _read(self, folder: str, arm: str = "") -> dict[str, dict[str, Any]]:
         from fp8bench.features.train.lab.checkpoint import read
@@ -247,19 +246,18 @@ def made_alone(task: SeedTask, arm: Arm, hardware: Hardware = EMULATES_NOTHING) 
     from fp8bench.features.train.lab.own_trainer import trainer_of
 
     def make(told: Told | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
-        beside = None if ledger is None else partial(_beside, hardware, ledger)
+        def beside(mode: str, inner: Arithmetic) -> Arithmetic:
+            assert ledger is not None
+            return hardware.beside(mode, inner, ledger)
 
         def prepare() -> PreparedMemory:
-            trainer = trainer_of(task, arm, None if told is None else watch_of(told), beside)
+            watch = None if told is None else watch_of(told)
+            trainer = trainer_of(task, arm, watch, None if ledger is None else beside)
             return PreparedMemory(trainer, lambda phase: another_step(trainer, phase))
 
         return prepare
 
     return make
-
-
-def _beside(hardware: Hardware, ledger: DeviceLedger, mode: str, inner: Arithmetic) -> Arithmetic:
-    return hardware.beside(mode, inner, ledger)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,23 @@
-"""What a watched step says of a loop that has no reference: whether weights' gradients are those of their layers, and
-what its inputs, its predictions and the gains of its norms are like."""
+"""What is seen of somebody's own loop that has no reference: what it does with gradients and its optimizer between two
+steps, what backward begins with, whether weights' gradients are those of their layers, and what inputs, predictions and
+gains of norms are like.
+
+Between watched steps no tensor is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8bench.features.train.lab.readings import Number
+from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN
 from fp8bench.nn.linear import Linear
 
 # Inputs are told apart by at most so many of their values.
@@ -18,6 +26,149 @@ _LOOKED_AT = 1 << 12
 _LEAST_COPIES = 8
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# Parameters, their gradients, and how often those had been changed.
+Left = list[tuple[Tensor, Tensor, int]]
+
+
+class LoopHabits:
+    """Of a module and its optimizer; `noticed` says once what has come to be so."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._own = {id(parameter) for parameter in module.parameters()}
+        self._left: Left = []
+        self._cleared = self._began = False
+        self._states, self._age = 0, 0.0
+        self._inputs: Tensor | None = None
+        self._again: Tensor | float = 0.0
+        self.examples = 0
+        self._data: dict[str, Any] = {}
+        self._noticed: list[str] = []
+        self._so: set[str] = set()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        handle = register_optimizer_step_post_hook(self._somebody_stepped)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def given(self, inputs: Any, watched: bool = False) -> None:
+        self._data = data_figures(inputs) if watched else {}
+        sign, self.examples = sign_of_inputs(inputs)
+        if sign is not None:
+            same = sign == self._inputs if self._inputs is not None else torch.zeros_like(sign)
+            self._inputs, self._again = sign, (self._again + 1) * same
+
+    def figures(self, parameters: Mapping[str, nn.Parameter]) -> dict[tuple[str, str], Tensor | float]:
+        """By name and layer: how often in turn the same inputs were given, and shares of the highest rate."""
+        highest = self.rate()
+        shares = {id(own): rate / highest for rate, group in self._groups() for own in group["params"] if highest > 0}
+        slower = {
+            ("rate_share", name.removesuffix(".weight")): share
+            for name, parameter in parameters.items() if (share := shares.get(id(parameter), 1.0)) < 1
+        }  # fmt: skip
+        data = {(name, ""): value for name, value in self._data.items()}
+        return slower | data | {("inputs_again", ""): self._again, ("examples", ""): float(self.examples)}
+
+    def backward_begins(self) -> bool:
+        """Whether gradients begin anew: those that nobody has touched since the last update, or since the backward
+        before, were not cleared."""
+        still = (parameter.grad is grad and grad._version == version for parameter, grad, version in self._left)
+        anew = not self._left or not all(still)
+        self._began = True
+        self._cleared |= anew
+        return anew
+
+    def backward_ended(self) -> None:
+        self._left = self._gradients()
+
+    def update_begins(self) -> None:
+        self._set(GRADIENTS_LEFT, self._began and not self._cleared)
+        states, age = self._moments()
+        self._set(MOMENTS_GONE, states < self._states or age < self._age)
+
+    def rate(self) -> float:
+        """The highest of all groups; NaN of an optimizer that finds its own."""
+        return max((rate for rate, _ in self._groups()), default=math.nan)
+
+    def updated(self) -> None:
+        self._left, self._cleared, self._began = self._gradients(), False, False
+        self._states, self._age = self._moments()
+
+    def noticed(self) -> list[str]:
+        noticed, self._noticed = self._noticed, []
+        return noticed
+
+    def _set(self, word: str, now: bool) -> None:
+        if now and word not in self._so:
+            self._noticed.append(word)
+        (self._so.add if now else self._so.discard)(word)
+
+    def _somebody_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        others = (id(tensor) not in self._own for group in optimizer.param_groups for tensor in group["params"])
+        if optimizer is not self._optimizer and any(others):
+            self._set(OTHERS_TRAIN, True)
+
+    def _groups(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        return ((float(group["lr"]), group) for group in self._optimizer.param_groups if group.get("lr") is not None)
+
+    def _gradients(self) -> Left:
+        every = ((tensor, tensor.grad) for group in self._optimizer.param_groups for tensor in group["params"])
+        return [(parameter, gradient, gradient._version) for parameter, gradient in every if gradient is not None]
+
+    def _moments(self) -> tuple[int, float]:
+        """Of how many parameters the optimizer knows something, and how old that is if it says so."""
+        state = self._optimizer.state
+        age = next(iter(state.values())).get("step", 0) if state else 0
+        waits = isinstance(age, Tensor) and age.device.type != "cpu"
+        return len(state), 0.0 if waits else float(age)
+
+
+# Is told the single number that a backward begins with, with its graph, or without it at the end; None of others.
+Heard = Callable[[Tensor | None], None]
+_listeners: list[tuple[Heard, Heard]] = []
+_running: list[bool] = []
+_plain = torch.autograd.backward
+
+
+@contextmanager
+def listening(begins: Heard, ended: Heard) -> Iterator[None]:
+    """Of backwards inside another one, as of checkpoints, nothing is heard.
+
+    Every way into backward passes by `torch.autograd.backward`, which is wrapped while anybody listens.
+    """
+    listener = begins, ended
+    _listeners.append(listener)
+    torch.autograd.backward = _heard  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+        if not _listeners and torch.autograd.backward is _heard:
+            torch.autograd.backward = _plain
+
+
+def _heard(tensors: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> None:
+    if _running:
+        return _plain(tensors, *args, **named)
+    listeners, root = tuple(_listeners), _number(tensors)
+    for begins, _ in listeners:
+        begins(root)
+    _running.append(True)
+    try:
+        _plain(tensors, *args, **named)
+    finally:
+        _running.pop()
+    for _, ended in listeners:
+        ended(None if root is None else root.detach().reshape(()))
+    return None
+
+
+def _number(tensors: Tensor | Sequence[Tensor]) -> Tensor | None:
+    roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    return roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
 
 
 class GradientSketches:
@@ -58,8 +209,8 @@ class GradientSketches:
         for layer, weight in weights.items():
             expected = self._expected.get(weight)
             if expected is not None and weight.grad is not None and weight not in self._unknown:
-                found = _times_vector(weight.grad)
-                yield layer, torch.dot(found, expected) / (found.norm().clamp(min=1e-30) * expected.norm())
+                sketch = _times_vector(weight.grad)
+                yield layer, torch.dot(sketch, expected) / (sketch.norm().clamp(min=1e-30) * expected.norm())
 
 
 def _vector(shape: torch.Size, device: torch.device) -> Tensor:
@@ -114,7 +265,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 def sign_of_inputs(given: Any) -> tuple[Tensor | None, int]:
     """A number that equal inputs have alike, and others do not; and how many examples they are."""
-    tensors = [one.detach() for one in tensors_in(given) if one.numel()]
+    tensors = [tensor.detach() for tensor in tensors_in(given) if tensor.numel()]
     if not tensors:
         return None, 0
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
@@ -128,27 +279,29 @@ def sign_of_inputs(given: Any) -> tuple[Tensor | None, int]:
 def data_figures(given: Any) -> dict[str, Number]:
     """Of the first tensor that a model is given: mean and deviation of at most so many of its values, and the share of
     its examples that are equal to another, where there are eight of eight values or more. Nobody waits for a device."""
-    tensor = next((one.detach() for one in tensors_in(given) if one.numel() > 1 and one.dtype != torch.bool), None)
+    several = (own.detach() for own in tensors_in(given) if own.numel() > 1 and own.dtype != torch.bool)
+    tensor = next(several, None)
     if tensor is None or tensor.is_complex():
         return {}
     flat = tensor.flatten()
     some = flat[:: -(-len(flat) // _LOOKED_AT)].to(torch.float64)
-    found: dict[str, Number] = {"input_mean": some.mean(), "input_deviation": some.std()}
+    figures: dict[str, Number] = {"input_mean": some.mean(), "input_deviation": some.std()}
     rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
     if min(rows.shape) >= _LEAST_COPIES:
         some = rows[:, :: -(-rows.shape[1] // _LOOKED_AT)].to(torch.float64)
         signs = (some * _vector(some.shape[1:], some.device)).sum(1).sort().values
         same = signs[1:] == signs[:-1]
         ends = torch.zeros_like(signs[:1], dtype=torch.bool)
-        found["duplicates"] = (torch.cat([same, ends]) | torch.cat([ends, same])).to(torch.float64).mean()
-    return found
+        figures["duplicates"] = (torch.cat([same, ends]) | torch.cat([ends, same])).to(torch.float64).mean()
+    return figures
 
 
 def gains_of(model: nn.Module) -> dict[str, Tensor]:
-    norms = (
-        (path, one) for path, one in model.named_modules() if isinstance(one, _NORMS) or "Norm" in type(one).__name__
+    gains = (
+        (path, getattr(module, "weight", None))
+        for path, module in model.named_modules()
+        if isinstance(module, _NORMS) or "Norm" in type(module).__name__
     )
-    gains = ((path, getattr(one, "weight", None)) for path, one in norms)
     return {path: gain for path, gain in gains if isinstance(gain, nn.Parameter) and gain.ndim == 1}
 
 

@@ -200,8 +200,8 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
 
 def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
     own = settings.make and precision.name == UNTOUCHED
-    found = native("the model as it came") if own else _support_of(settings, precision, facts)
-    if precision.whole_layers and precision.remembers and found.level is not Level.REFUSED:
+    support = native("the model as it came") if own else _support_of(settings, precision, facts)
+    if precision.whole_layers and precision.remembers and support.level is not Level.REFUSED:
         return refused(
             f"layers of {precision.mode} keep scales that no checkpoint can hold: choose backend=torch or emulated"
         )
@@ -213,13 +213,13 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
     if cut and precision.whole_layers:
         way = f"--parallel {settings.parallel}"
         return refused(f"layers of {precision.mode} are a library's own, and {way} cannot cut them")
-    if settings.compile == "yes" and precision.remembers and found.level is not Level.REFUSED:
+    if settings.compile == "yes" and precision.remembers and support.level is not Level.REFUSED:
         return refused(
             f"what {precision.mode} makes of a tensor depends on casts before, and a compiled graph knows none: choose "
             "--compile no"
         )
-    if settings.make or found.level is not Level.NATIVE:
-        return found
+    if settings.make or support.level is not Level.NATIVE:
+        return support
     rounded = bool(precision.carried_by) and precision.float32_products == "highest"
     if cut and (misfit := _misfit(config, facts.ranks, precision)):
         return refused(misfit)
@@ -240,7 +240,7 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
             f"native {precision.name} contracts weight gradients over the tokens, in multiples of {along}; {counted}: "
             "choose another --batch or --sequence"
         )
-    return found
+    return support
 
 
 def _support_of(settings: TrainerSettings, precision: Precision, facts: DeviceFacts) -> Support:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.rates import factor_of, group_of, kind_of
-from fp8bench.features.train.lab.update_rules import RULES, states_for
+from fp8bench.features.train.lab.readings import dense
+from fp8bench.features.train.lab.update_rules import RULES, factor_of, group_of, kind_of, states_for
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import Arm, ArmRole
 from fp8bench.formats.grids import E4M3, FP16
@@ -71,7 +71,7 @@ class Gradients:
         """What lies in the parameters' grad was brought there and found by no backward."""
 
     def norms(self) -> list[Tensor]:
-        return list(torch._foreach_norm(self.of(self._parameters)))
+        return list(torch._foreach_norm(list(map(dense, self.of(self._parameters)))))
 
     def end(self) -> None:
         """The weights are updated."""
@@ -119,11 +119,11 @@ class LowGradients(Gradients):
         return [self.of([parameter])[0].norm() for parameter in self._parameters]
 
     def end(self) -> None:
-        for one in self._sums.values():
-            one.end()
+        for total in self._sums.values():
+            total.end()
 
     def kept(self) -> list[Tensor]:
-        return [part for one in self._sums.values() for part in one.operand.tensors]
+        return [part for total in self._sums.values() for part in total.operand.tensors]
 
     def memory(self) -> list[Tensor]:
         return [scale.share for scale in self._sums.values() if isinstance(scale, AutomaticScale)]

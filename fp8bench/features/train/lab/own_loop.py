@@ -6,16 +6,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.lab.loop_figures import predictions_of, tensors_in
-from fp8bench.features.train.lab.loop_habits import BackwardListener, LoopHabits, listening
+from fp8bench.features.train.lab.loop_figures import LoopHabits, listening, predictions_of, tensors_in
 from fp8bench.features.train.lab.optimizer import joint
-from fp8bench.features.train.lab.readings import Figures, read
+from fp8bench.features.train.lab.readings import Figures, dense, read
 from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched
 from fp8bench.features.train.values import UNSEEN, StepFigure, StepRow, StreamLine, TrainingEvent, Validation
 
@@ -25,16 +24,7 @@ _SEVERAL = 2
 _SILENT = 3
 
 
-class _Row(NamedTuple):
-    """A step whose numbers nobody has waited for."""
-
-    step: int
-    figures: Figures
-    rate: float
-    seconds: float
-
-
-class OwnLoop(BackwardListener):
+class OwnLoop:
     """Every step gives a row, and every `stride`-th is watched; `told` gets their lines as watched steps end.
 
     `fp8bench.watch` says what a step is and which loss it has. Norms are those that the optimizer meets: after any
@@ -66,7 +56,8 @@ class OwnLoop(BackwardListener):
         self._roots: list[Tensor] = []
         self._reached = self._is_first = False
         self._silent, self._seen_rows = 0, False
-        self._rows: list[_Row] = []
+        # Steps whose numbers nobody has waited for: number, figures, rate and seconds.
+        self._rows: list[tuple[int, Figures, float, float]] = []
         self._norm: Tensor | None = None
         self._predictions: Figures = {}
         self._size: Tensor | float = math.nan
@@ -83,7 +74,7 @@ class OwnLoop(BackwardListener):
         )
         for handle in handles:
             self._hooks.callback(handle.remove)
-        self._hooks.enter_context(listening(self))
+        self._hooks.enter_context(listening(self._backward_begins, self._backward_ended))
         self._hooks.enter_context(self._habits.listening())
         self._begin()
         return self
@@ -102,9 +93,12 @@ class OwnLoop(BackwardListener):
         """Say the loss on what is never trained on, as it is now."""
         self._told((Validation(self._name, 0, self._step, "held-out", float(value), tokens, None),))
 
+    def _optimized(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
     @property
     def _updated(self) -> dict[str, nn.Parameter]:
-        own = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
+        own = set(map(id, self._optimized()))
         return {path: parameter for path, parameter in self._watch.parameters.items() if id(parameter) in own}
 
     def _begin(self) -> None:
@@ -132,7 +126,7 @@ class OwnLoop(BackwardListener):
     def _is_reached(self, gradient: Tensor) -> None:
         self._reached = True
 
-    def backward_begins(self, root: Tensor | None) -> None:
+    def _backward_begins(self, root: Tensor | None) -> None:
         self._reached = False
         anew = self._habits.backward_begins()
         if anew and self._seen is not None:
@@ -140,7 +134,7 @@ class OwnLoop(BackwardListener):
         if self._seen is not None and root is not None and not self._predictions:
             self._predictions = predictions_of(root)
 
-    def backward_ended(self, root: Tensor | None) -> None:
+    def _backward_ended(self, root: Tensor | None) -> None:
         self._habits.backward_ended()
         if root is not None and self._reached:
             scale = getattr(self._scaler, "_scale", None)  # its get_scale() waits for the device
@@ -166,14 +160,13 @@ class OwnLoop(BackwardListener):
     @torch.no_grad()
     def _gradients_are_there(self) -> None:
         self._habits.update_begins()
-        trained = [one for group in self._optimizer.param_groups for one in group["params"]]
-        gradients = [one.grad for one in trained if one.grad is not None]
+        trained = self._optimized()
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         if not gradients:
             self._norm = None
             return
         scale = getattr(self._optimizer, "grad_scale", None)  # a fused one takes gradients as a GradScaler left them
-        values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-        norm = joint(torch._foreach_norm(values))
+        norm = joint(torch._foreach_norm(list(map(dense, gradients))))
         self._norm = norm if scale is None else norm / scale
         if self._seen is not None:
             self._size = joint(torch._foreach_norm(trained))
@@ -198,7 +191,7 @@ class OwnLoop(BackwardListener):
             rate = self._habits.rate()
             took = 0.0 if self._seen is not None else seconds
             figures = Figures(loss=loss, gradient_norm=self._norm, parameter_norm=self._size, update_ratio=ratio)
-            self._rows.append(_Row(self._step, figures, rate, took))
+            self._rows.append((self._step, figures, rate, took))
         self._attached.close()
         self._habits.updated()
         unseen = self._unseen(self._norm is not None and loss is not None)
@@ -228,7 +221,7 @@ class OwnLoop(BackwardListener):
 
     def _why_unseen(self) -> str:
         own = {id(parameter) for parameter in self._module.parameters()}
-        if not any(id(one) in own for group in self._optimizer.param_groups for one in group["params"]):
+        if not any(id(parameter) in own for parameter in self._optimized()):
             return "the optimizer changed no parameter of this module. Give fp8bench.watch the two that belong together"
         if self._norm is None:
             return "no parameter had a gradient. Look whether backward runs before the optimizer's step"
@@ -242,13 +235,13 @@ class OwnLoop(BackwardListener):
     def _tell(self, lines: Sequence[StreamLine]) -> None:
         """The rows since the last time, and lines of the step that is watched."""
         scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
-        numbers = read([row.figures for row in self._rows])
+        numbers = read([figures for _, figures, _, _ in self._rows])
         rows = [
             StepRow(
-                self._name, 0, row.step, found["loss"], row.rate, found["gradient_norm"], 0.0,
-                found["parameter_norm"], found["update_ratio"], scale, self._tokens, row.seconds,
+                self._name, 0, step, figures["loss"], rate, figures["gradient_norm"], 0.0,
+                figures["parameter_norm"], figures["update_ratio"], scale, self._tokens, seconds,
             )
-            for row, found in zip(self._rows, numbers, strict=True)
+            for (step, _, rate, seconds), figures in zip(self._rows, numbers, strict=True)
         ]  # fmt: skip
         self._rows = []
         if rows or lines:
@@ -261,5 +254,5 @@ def loss_of(output: Any) -> Tensor | None:
         output = output[0]
     elif isinstance(output, dict):
         output = output.get("loss")
-    found = getattr(output, "loss", output)
-    return found if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point() else None
+    loss = getattr(output, "loss", output)
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point() else None

@@ -22,17 +22,6 @@ from fp8bench.features.train.lab.optimizer import Gradients, Weights, rounded_up
 from fp8bench.user_code import own_words
 
 
-class OwnGradients(Gradients):
-    """Sparse ones too."""
-
-    def norms(self) -> list[Tensor]:
-        return list(torch._foreach_norm([_values(gradient) for gradient in self.of(self._parameters)]))
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
 class TorchOptimizer:
     """Updates are torch's. `factor` multiplies the rates of a step and no more; `rate` is that of the first group.
 
@@ -44,8 +33,8 @@ class TorchOptimizer:
         updates: str = "fp32",
     ) -> None:  # fmt: skip
         self._own, self._schedule = _made(name, model, make, schedule)
-        held = [one for group in self._own.param_groups for one in group["params"]]
-        changed = {id(one) for one in getattr(self._own, "trained", held)}
+        held = [parameter for group in self._own.param_groups for parameter in group["params"]]
+        changed = set(map(id, getattr(self._own, "trained", held)))
         self.parameters = {path: parameter for path, parameter in model.named_parameters() if id(parameter) in changed}
         if len(self.parameters) < len(changed):
             raise UsageError(f"{name}: its optimizer has parameters that are none of its model. Make it of the model.")
@@ -55,7 +44,7 @@ class TorchOptimizer:
         low, high = (getattr(self._own, word, trained) for word in ("trained", "masters"))
         masters = dict(zip(map(id, low), high, strict=True))
         self._holders = [masters[id(parameter)] for parameter in trained]
-        self.gradients, self.weights = OwnGradients(self._holders), Weights(trained)
+        self.gradients, self.weights = Gradients(self._holders), Weights(trained)
         self.factor = 1.0
         self._rounded = rounded_update(updates)
         self.update_norms = self.weight_norms = [tensor.new_zeros(()) for tensor in self._changed]
@@ -92,12 +81,12 @@ class TorchOptimizer:
             self._schedule.step()
 
     def kept(self) -> dict[str, list[Tensor]]:
-        found: dict[str, list[Tensor]] = {"weights": self.weights.kept(), "gradients": self.gradients.kept()}
+        kept: dict[str, list[Tensor]] = {"weights": self.weights.kept(), "gradients": self.gradients.kept()}
         for state in self._own.state.values():
             for word, value in state.items():
                 if isinstance(value, Tensor):
-                    found.setdefault(word.replace("_", " "), []).append(value)
-        return found
+                    kept.setdefault(word.replace("_", " "), []).append(value)
+        return kept
 
     def memory(self) -> dict[str, Any]:
         schedule = {} if self._schedule is None else self._schedule.state_dict()
@@ -148,8 +137,8 @@ class HighAccumulation(torch.optim.Optimizer):
     ) -> None:
         if updates not in ("fp8", "bf16", "fp32"):
             raise UsageError(f"updates must be fp8, bf16 or fp32, got {updates!r:.40}.")
-        self.trained = [one for one in parameters if one.requires_grad]
-        self.masters = [nn.Parameter(one.detach().to(torch.float32, copy=True)) for one in self.trained]
+        self.trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self.masters = [nn.Parameter(own.detach().to(torch.float32, copy=True)) for own in self.trained]
         self._inner = make(self.masters)
         self._rounded = rounded_update(updates)
         super().__init__(self.masters, {})

@@ -8,6 +8,7 @@ place is kept: a function is asked for it, and an iterable is begun anew and gon
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -15,11 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import Fp8benchError, UsageError
-from fp8bench.features.train.lab.checkpoint import moved_by_an_ulp
+from fp8bench.features.train.lab.evaluate import Scores
 from fp8bench.features.train.lab.fine_tuning import begin_as_asked, scaled
 from fp8bench.features.train.lab.optimizer import Optimizer, seed_of
 from fp8bench.features.train.lab.own_optimizer import TorchOptimizer
-from fp8bench.features.train.lab.scores import Scores
 from fp8bench.features.train.lab.together import Alone
 from fp8bench.features.train.lab.trainer import Beside, Trainer
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, Validation
@@ -56,9 +56,7 @@ class OwnTrainer(Trainer):
             raise UsageError(f"{self._name}: no parameter of its model needs a gradient, so that nothing is trained.")
         if not model.training:  # as from_pretrained gives it
             model.train()
-        begin_as_asked(model, settings)
-        if settings.nudge == "ulp":
-            moved_by_an_ulp(model, seed_of("nudge", self._seed))
+        begin_as_asked(model, settings, self._seed)
         self._batches = OwnBatches(self._name, given, self._seed, facts)
         self._held_out = held_out_of(self._name, given, facts)
         self._evaluation: Any = self
@@ -94,7 +92,7 @@ class OwnTrainer(Trainer):
         facts, words = self._task.facts, (self.precision.mode, *dict(self._settings.precision_map).values())
         modes = [precisions.get(word) for word in words if word != UNTOUCHED]
         native = [mode.multiples for mode in modes if mode.support(facts).level is Level.NATIVE and facts.accelerated]
-        return (max(pair[0] for pair in native), max(one[1] for one in native)) if native else (1, 1)
+        return (max(pair[0] for pair in native), max(pair[1] for pair in native)) if native else (1, 1)
 
     def _updating(self) -> Any:
         given, settings = self._given, self._settings
@@ -194,8 +192,8 @@ class OwnTrainer(Trainer):
         def step() -> None:
             other._loss_on(batch, _SILENT).backward()  # type: ignore[no-untyped-call]
 
-        found = coverage_of(other._model, held, step, multiple=multiple)
-        return Coverage(found.holders, found.others, found.flops, other.loss_words, found.remarks)
+        coverage = coverage_of(other._model, held, step, multiple=multiple)
+        return replace(coverage, loss=other.loss_words)
 
 
 def examined(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
@@ -204,7 +202,7 @@ def examined(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
     Raises UsageError for what cannot be trained: no model or batch, batches that change, nothing that is converted,
     a step that fails.
     """
-    found = []
+    coverages = []
     for number, arm in enumerate(task.arms):
         trainer = OwnTrainer(task, arm)
         if number == 0:
@@ -221,8 +219,8 @@ def examined(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
             raise UsageError(f"{task.settings.make}: a step of {arm.name} fails: {own_words(error)}.") from error
         coverage = trainer.coverage()
         if coverage is not None:
-            found.append((arm.name, coverage))
-    return tuple(found)
+            coverages.append((arm.name, coverage))
+    return tuple(coverages)
 
 
 # Of held-out batches that do not end so many are looked at; a function is asked for so few.
@@ -291,12 +289,12 @@ def held_out_of(name: str, given: Given, facts: DeviceFacts) -> list[Any]:
     source = given.held_out
     if source is None:
         return []
-    one = isinstance(source, Tensor | dict | tuple)
     try:
         with seeded(seed_of("held-out"), facts):
             if callable(source):
                 return [source(step, 0) for step in range(_ASKED_HELD_OUT)]
-            return [source] if one else list(islice(iter(source), _MOST_HELD_OUT))
+            alone = isinstance(source, Tensor | dict | tuple)
+            return [source] if alone else list(islice(iter(source), _MOST_HELD_OUT))
     except Exception as error:
         raise UsageError(f"{name}: its held_out batches cannot be had: {own_words(error)}.") from error
 
@@ -314,8 +312,8 @@ def check_batches(name: str, given: Given, seed: int, facts: DeviceFacts) -> Non
             )
 
 
-def _same(one: Any, other: Any) -> bool:
-    pairs = list(tensors_in(one)), list(tensors_in(other))
+def _same(batch: Any, other: Any) -> bool:
+    pairs = list(tensors_in(batch)), list(tensors_in(other))
     return [path for path, _ in pairs[0]] == [path for path, _ in pairs[1]] and all(
         left.dtype == right.dtype and torch.equal(left.nan_to_num(), right.nan_to_num())
         for (_, left), (_, right) in zip(*pairs, strict=True)

@@ -63,16 +63,16 @@ class RankLab(RankBench, Lab):
 
     def _together(self, body: Callable[[], T]) -> T:
         """What all ranks must be able to do. Raises StoreError on all of them where one cannot."""
-        found, failure = None, ""
+        answer, failure = None, ""
         try:
-            found = body()
+            answer = body()
         except StoreError as error:
             failure = str(error)
         for rank, said in enumerate(_said_by_all(failure)):
             if said:
                 raise StoreError(f"rank {rank}: {said}")
-        assert found is not None
-        return found
+        assert answer is not None
+        return answer
 
 
 if __name__ == "__main__":

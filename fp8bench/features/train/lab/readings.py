@@ -60,6 +60,11 @@ def waits_for(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+def dense(gradient: Tensor) -> Tensor:
+    """The values that there are."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
 def cast_of(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role) -> TensorCast:
     if operand.data.dtype == source.dtype and operand.data.data_ptr() == source.data_ptr():
         return TensorCast(_CARRIERS.get(source.dtype))
@@ -100,7 +105,7 @@ def _quick(x: Tensor, cast: TensorCast) -> Figures | None:
     variance = norm**2 / count - mean**2
     if variance < mean**2:  # a difference of nearly the same numbers
         return None
-    found: Figures = {
+    figures: Figures = {
         "count": count, "finite": count, "nonzero": nonzero, "amax": amax, "smallest": _number(low, shift),
         "mean": mean, "variance": variance, "kept": count,
     }  # fmt: skip
@@ -112,8 +117,8 @@ def _quick(x: Tensor, cast: TensorCast) -> Figures | None:
             return None
         # Never what is zero in both: a difference of two counts can be negative.
         gone = 0 if low else int((_ones(bits) - _ones(left_bits)).clamp_(min=0).sum(dtype=torch.int32))
-        found |= {"signal": norm, "noise": _norm(left - values), "vanished": gone}
-    return found | _range(values, amax, cast)
+        figures |= {"signal": norm, "noise": _norm(left - values), "vanished": gone}
+    return figures | _range(values, amax, cast)
 
 
 def _counted(x: Tensor, cast: TensorCast) -> Figures:
@@ -132,19 +137,19 @@ def _piece(x: Tensor, left: Tensor | None) -> Figures:
     magnitudes = values.abs()
     nonzero, kept = magnitudes > 0, finite
     variance, mean = torch.var_mean(values, correction=0)
-    found: Figures = {
+    figures: Figures = {
         "count": x.numel(), "finite": finite.sum(), "nonzero": nonzero.sum(), "amax": magnitudes.amax(),
         "smallest": torch.where(nonzero, magnitudes, math.inf).amin(), "mean": mean, "variance": variance,
     }  # fmt: skip
     if left is not None:
         left = left.to(values.dtype)
         kept = finite & (left - left == 0)
-        found |= {
+        figures |= {
             "signal": torch.linalg.vector_norm(torch.where(kept, values, 0.0)),
             "noise": torch.linalg.vector_norm(torch.where(kept, left - values, 0.0)),
             "vanished": (nonzero & (left == 0)).sum(),
         }
-    return found | {"kept": kept.sum()}
+    return figures | {"kept": kept.sum()}
 
 
 def _merged(parts: Sequence[Figures]) -> Figures:
@@ -166,17 +171,17 @@ def _range(x: Tensor, amax: float | None, cast: TensorCast) -> Figures:
     """
     if cast.fmt is None:
         return {}
-    found: Figures = {"largest": cast.fmt.largest}
+    figures: Figures = {"largest": cast.fmt.largest}
     if cast.scaling is not None and cast.scaling.rows:
-        return found | _blocks(x, cast.fmt, cast.scaling, amax is not None)
+        return figures | _blocks(x, cast.fmt, cast.scaling, amax is not None)
     limit: Number = cast.fmt.largest * _SLACK
     if cast.scale is not None:
         limit = limit / (cast.scale if amax is None else float(cast.scale))
-        found["scale"] = cast.scale
+        figures["scale"] = cast.scale
     elif cast.scaling is not None:  # that of the tensor itself: 1 where it is not finite, or nothing is beyond
-        found["own_scale"] = float(cast.scaling.rounding is ScaleRounding.POWER_OF_TWO)
+        figures["own_scale"] = float(cast.scaling.rounding is ScaleRounding.POWER_OF_TWO)
         limit = limit if amax is None else math.inf
-    return found | {"saturated": 0 if amax is not None and amax <= limit else _beyond(x.abs(), limit)}
+    return figures | {"saturated": 0 if amax is not None and amax <= limit else _beyond(x.abs(), limit)}
 
 
 def _blocks(x: Tensor, fmt: Format, scaling: Scaling, waits: bool) -> Figures:
@@ -212,8 +217,8 @@ def _norm(rows: Tensor) -> Tensor:
 
 
 def _number(bits: int, shift: int) -> float:
-    found: float = struct.unpack("=f", struct.pack("=i", bits << shift))[0]
-    return found
+    value: float = struct.unpack("=f", struct.pack("=i", bits << shift))[0]
+    return value
 
 
 def read(figures: Sequence[Figures]) -> list[dict[str, float]]:
@@ -231,45 +236,48 @@ def read(figures: Sequence[Figures]) -> list[dict[str, float]]:
 
 
 def reading_of(
-    arm: str, seed: int, step: int, layer: str, role: str, found: Mapping[str, float], before: float | None
+    arm: str, seed: int, step: int, layer: str, role: str, figures: Mapping[str, float], before: float | None
 ) -> LayerReading:
     """A line of the stream from figures that were read; `before` is the tensor's scale in the reading before it."""
-    count = found.get("count", 0)
+    count = figures.get("count", 0)
     if not count:
         return LayerReading(arm, seed, step, layer, role, 0.0, 0.0, 0.0, 0.0, 0.0)
-    amax, finite = found["amax"], found["finite"]
-    mean, deviation = _moments(found)
-    scale = _scale(found)
-    in_blocks = bool(found.get("largest_step"))
-    own = "own_scale" in found and finite == count  # under which nothing is beyond the largest
+    amax, finite = figures["amax"], figures["finite"]
+    mean, deviation = _moments(figures)
+    scale = _scale(figures)
+    ratio = scale / before if before else 0.0
+    drift = abs(math.log2(ratio)) if 0 < ratio < math.inf else None
+    in_blocks = bool(figures.get("largest_step"))
+    own = "own_scale" in figures and finite == count  # under which nothing is beyond the largest
     return LayerReading(
-        arm, seed, step, layer, role, amax, found["smallest"] if found["nonzero"] else 0.0, mean, deviation,
-        (finite - found["nonzero"]) / count, scale,
-        1 / found["largest_step"] if in_blocks else scale, 1 / found["least_step"] if in_blocks else scale,
-        _lag(found.get("fullest", amax * scale / found.get("largest", math.inf))),
-        None if before is None else _octaves_between(scale, before), found.get("vanished", 0) / count,
-        0.0 if own else found.get("saturated", 0) / count, _signal_to_noise(found), (count - found["kept"]) / count,
+        arm, seed, step, layer, role, amax, figures["smallest"] if figures["nonzero"] else 0.0, mean, deviation,
+        (finite - figures["nonzero"]) / count, scale,
+        1 / figures["largest_step"] if in_blocks else scale, 1 / figures["least_step"] if in_blocks else scale,
+        _lag(figures.get("fullest", amax * scale / figures.get("largest", math.inf))),
+        drift, figures.get("vanished", 0) / count,
+        0.0 if own else figures.get("saturated", 0) / count,
+        _signal_to_noise(figures), (count - figures["kept"]) / count,
     )  # fmt: skip
 
 
-def _moments(found: Mapping[str, float]) -> tuple[float, float]:
+def _moments(figures: Mapping[str, float]) -> tuple[float, float]:
     """Mean and standard deviation of the finite values, from those of all of which the others are 0; NaN of none."""
-    count, finite = found["count"], found["finite"]
-    if not finite or found["variance"] == math.inf:  # the squares are beyond float32
+    count, finite = figures["count"], figures["finite"]
+    if not finite or figures["variance"] == math.inf:  # the squares are beyond float32
         return math.nan, math.nan
-    mean = found["mean"] * count / finite
+    mean = figures["mean"] * count / finite
     if finite == count:
-        return mean, math.sqrt(found["variance"])
-    return mean, math.sqrt(max(0.0, (found["variance"] + found["mean"] ** 2) * count / finite - mean**2))
+        return mean, math.sqrt(figures["variance"])
+    return mean, math.sqrt(max(0.0, (figures["variance"] + figures["mean"] ** 2) * count / finite - mean**2))
 
 
-def _scale(found: Mapping[str, float]) -> float:
+def _scale(figures: Mapping[str, float]) -> float:
     """What values were multiplied by; of many scales the one in the middle, and 1 without any."""
-    if "own_scale" in found and found["finite"] == found["count"]:
-        rounding = ScaleRounding.POWER_OF_TWO if found["own_scale"] else ScaleRounding.EXACT
-        return float(float_factor(torch.tensor(found["amax"]), _LARGEST[found["largest"]], rounding))
-    octaves = found.get("octaves", math.nan)
-    return found.get("scale", 2.0**octaves if math.isfinite(octaves) else 1.0)
+    if "own_scale" in figures and figures["finite"] == figures["count"]:
+        rounding = ScaleRounding.POWER_OF_TWO if figures["own_scale"] else ScaleRounding.EXACT
+        return float(float_factor(torch.tensor(figures["amax"]), _LARGEST[figures["largest"]], rounding))
+    octaves = figures.get("octaves", math.nan)
+    return figures.get("scale", 2.0**octaves if math.isfinite(octaves) else 1.0)
 
 
 def _lag(fullest: float) -> float | None:
@@ -278,15 +286,10 @@ def _lag(fullest: float) -> float | None:
     return 0.0 if 1 < fullest <= _SLACK else math.log2(fullest)
 
 
-def _octaves_between(scale: float, before: float) -> float | None:
-    ratio = scale / before if before else math.inf
-    return abs(math.log2(ratio)) if 0 < ratio < math.inf else None
-
-
-def _signal_to_noise(found: Mapping[str, float]) -> float | None:
-    if not 0 < found.get("signal", 0.0) < math.inf:
+def _signal_to_noise(figures: Mapping[str, float]) -> float | None:
+    if not 0 < figures.get("signal", 0.0) < math.inf:
         return None
-    return min(2 * decibels(found["signal"], found["noise"]), EXACT_DB)  # of norms, not of their squares
+    return min(2 * decibels(figures["signal"], figures["noise"]), EXACT_DB)  # of norms, not of their squares
 
 
 # Queries whose scores are made at a time: all of a long context would not fit.
@@ -328,8 +331,8 @@ def batch_norm_drift(x: Tensor, mean: Tensor, channels_last: bool) -> Tensor:
 
 
 def running_mean(module: nn.Module) -> Tensor | None:
-    found: Any = getattr(module, "running_mean", None)
-    return found if isinstance(found, Tensor) and module.training else None
+    mean: Any = getattr(module, "running_mean", None)
+    return mean if isinstance(mean, Tensor) and module.training else None
 
 
 def begin_peak(device: torch.device) -> None:

@@ -115,10 +115,10 @@ class DataParallel(Together):
         return self._group.added(loss) / self.shares
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
-        found = gradients.filled()
+        whole = gradients.filled()
         with phase.communication:
-            for part in bucketed([tensor.numel() for tensor in found], _MOST_ELEMENTS):
-                some = found[part]
+            for part in bucketed([tensor.numel() for tensor in whole], _MOST_ELEMENTS):
+                some = whole[part]
                 flat = torch.cat([tensor.reshape(-1) for tensor in some])
                 dist.all_reduce(flat, group=self._group.handle)
                 pieces = torch.split(flat / self.shares, [tensor.numel() for tensor in some])
@@ -151,23 +151,8 @@ class FullySharded(DataParallel):
         self._own = [nn.Parameter(self._cut(whole.detach())[self.share].clone()) for whole in self._wholes]
         self._buckets = list(bucketed([parameter.numel() * self.shares for parameter in self._own], _MOST_SHARDED))
         self._wrong = torch.zeros((), dtype=torch.bool, device=self._wholes[0].device)
-        self._misplaced = self._put_together()
         self._release()
         return dict(zip(parameters, self._own, strict=True))
-
-    def _put_together(self) -> str:
-        """Whose rows lie elsewhere once those of all ranks are put together: later on nobody has the whole model to
-        compare."""
-        wanted = self._digests()
-        self.updated(SilentPhases())
-        for place, (found, own) in enumerate(zip(self._digests(), wanted, strict=True)):
-            if found != own:
-                whose = f"those of rank {wanted.index(found)}" if found in wanted else "others"
-                return f"finds {whose} in place of the rows of rank {place} in the weights that were put together"
-        return ""
-
-    def _digests(self) -> list[int]:
-        return [digest_of(self._cut(whole)[share] for whole in self._wholes) for share in range(self.shares)]
 
     def _cut(self, whole: Tensor) -> Tensor:
         """(ranks, rows of each, ...)."""
@@ -233,16 +218,12 @@ class FullySharded(DataParallel):
         """Asked while parameters are present."""
         wrong, self._wrong = bool(self._wrong), torch.zeros_like(self._wrong)
         placed = [self._cut(whole.detach())[self.share] for whole in self._wholes]
-        bits = zip(
-            *([tensor.detach().view(torch.int32) for tensor in some] for some in (placed, self._own)), strict=True
+        put, own = ([tensor.detach().view(torch.int32) for tensor in some] for some in (placed, self._own))
+        words = (
+            (wrong, "was given gradients for its rows that are not the mean of what all ranks have brought"),
+            (not all(map(torch.equal, put, own)), "does not find its own rows in the weights that were put together"),
         )
-        lost = not all(torch.equal(one, own) for one, own in bits)
-        words = {
-            "was given gradients for its rows that are not the mean of what all ranks have brought": wrong,
-            self._misplaced: bool(self._misplaced),
-            "does not find its own rows in the weights that were put together": lost,
-        }
-        return tuple(text for text, true in words.items() if true)
+        return tuple(text for true, text in words if true)
 
 
 class TensorParallel(Together):
@@ -251,7 +232,7 @@ class TensorParallel(Together):
 
     def __init__(self, group: RankGroup, config: GPTConfig, own_amax: bool) -> None:
         super().__init__(group, own_amax)
-        self._config, self._incomplete = config, False
+        self._config = config
 
     def scaled(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
         """By the largest magnitudes of all ranks where a tensor is cut; of the others every rank knows them."""
@@ -260,22 +241,9 @@ class TensorParallel(Together):
         return scaled_together(arithmetic, roles, self._over_ranks) if roles and self.shares_scales else arithmetic
 
     def take(self, model: LanguageModel) -> None:
-        """This rank's share of every block. That all shares are the whole model is looked at here, where each rank
-        has that: later on nobody does."""
+        """This rank's share of every block."""
         assert isinstance(model, GPT)
-        whole = self._bits(model)
-        self._share(model)
-        self._incomplete = not torch.equal(self._group.added(self._bits(model)), whole)
-
-    def _share(self, model: GPT) -> None:
         share_blocks(model, self._config, self._group)
-
-    def _bits(self, model: GPT) -> Tensor:
-        """Of each parameter that is cut the sum of all its bits, as numbers."""
-        cut = [parameter for name, parameter in model.named_parameters() if cut_of(name, self._config) is not None]
-        return torch.stack(
-            [parameter.detach().contiguous().view(torch.int32).sum(dtype=torch.int64) for parameter in cut]
-        )
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
         self._cut = torch.tensor([cut_of(name, self._config) is not None for name in parameters])
@@ -297,6 +265,3 @@ class TensorParallel(Together):
 
     def common(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
         return [parameter for parameter, cut in zip(parameters.values(), self._cut.tolist(), strict=True) if not cut]
-
-    def faults(self) -> tuple[str, ...]:
-        return ("has a share of the model that does not make it whole with the others'",) if self._incomplete else ()

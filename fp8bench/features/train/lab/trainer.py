@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.train.lab import models
-from fp8bench.features.train.lab.checkpoint import moved_by_an_ulp
-from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, windows_by_step
+from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, Scores, windows_by_step
 from fp8bench.features.train.lab.fine_tuning import begin_as_asked, frozen_in, scaled
 from fp8bench.features.train.lab.optimizer import Optimizer, clippings_of, joint, own_seed, seed_of
-from fp8bench.features.train.lab.rates import Plateau, group_of, loss_scale_of, share_of_rate
-from fp8bench.features.train.lab.scores import Scores
 from fp8bench.features.train.lab.together import digest_of
+from fp8bench.features.train.lab.update_rules import PlateauShare, group_of, loss_scale_of, share_of_rate
 from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, whole_words
 from fp8bench.features.train.lab.ways import together_of
 from fp8bench.features.train.values import (
@@ -83,12 +81,12 @@ class Trainer:
         self._past = 0
         self._arithmetics: dict[str, Arithmetic] = {}
         self._model = self._begun(task)
-        self._parameters = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
+        self._parameters = {name: own for name, own in self._model.named_parameters() if own.requires_grad}
         self._weights = CachedWeights(self._model)
         self._forward = self._compiled() if settings.compile == "yes" else self._model
         self._optimizer = self._updating()
-        self._clipped = [group_of(name, one.ndim, settings.clip_by) for name, one in self._parameters.items()]
-        self._plateau = Plateau(settings)
+        self._clipped = [group_of(name, own.ndim, settings.clip_by) for name, own in self._parameters.items()]
+        self._plateau = PlateauShare(settings)
         self._loss_scale = loss_scale_of(settings, self.precision.loss_scale)
         self._watch = ModelWatch(
             self._model, arm.name, task.seed, self.tokens // settings.micro_batches, inside=settings.compile == "no"
@@ -121,8 +119,8 @@ class Trainer:
             high = self.precision.carried_by if layers[name].high else ""
             mode = keys[key] if key is not None else high or self.arm.precision
             arithmetic = scaled(self._of(mode, facts).layer(f"{own}/{name}"), self._settings, mode, name)
-            self._arithmetics[name] = found = self._told(self.together.scaled(name, arithmetic))
-            return found
+            self._arithmetics[name] = told = self._told(self.together.scaled(name, arithmetic))
+            return told
 
         carrier = self.precision.arithmetic(facts).carrier
         torch.manual_seed(seed_of("weights", self._seed))
@@ -134,9 +132,7 @@ class Trainer:
         take_around(model, {name: self._of(keys[key], facts) for name, key in around.items() if key})
         if self._settings.attention != "auto":
             self._round_attention(model, facts)
-        begin_as_asked(model, self._settings)
-        if self._settings.nudge == "ulp":
-            moved_by_an_ulp(model, seed_of("nudge", self._seed))
+        begin_as_asked(model, self._settings, self._seed)
         self._count = sum(parameter.numel() for parameter in model.parameters())
         self.together.take(model)
         return model
@@ -197,8 +193,8 @@ class Trainer:
         if self._passes:
             self.step += 1
             return
-        if self.step == 0 and (found := product_like(self.precision, self._task.facts)):
-            words = f"the numbers of a product are those of {found}, not of {self.precision.mode}"
+        if self.step == 0 and (other := product_like(self.precision, self._task.facts)):
+            words = f"the numbers of a product are those of {other}, not of {self.precision.mode}"
             yield self._event(FALLBACK, words)
         started = time.perf_counter()
         scale, before = self._loss_scale.scale, self._remembered()
@@ -219,7 +215,7 @@ class Trainer:
             sent = () if wire is None else wire.sent(self.together.rank)  # what a watched step sends more is no step's
             if seen is not None:
                 self.together.updated(phase)
-                seen.updated(*(dict(zip(self._parameters, one, strict=True)) for one in (moved, size)))
+                seen.updated(*(dict(zip(self._parameters, norms, strict=True)) for norms in (moved, size)))
         # A step that was watched took longer than a step does.
         row = self._row(numbers, rate, scale, time.perf_counter() - started if seen is None else 0.0)
         yield row
@@ -277,7 +273,6 @@ class Trainer:
 
     @contextmanager
     def _present(self, phase: Phases) -> Iterator[None]:
-        """The parameters have their values in the body."""
         with self._optimizer.weights.present(), self.together.present(phase):
             if self._watch_casts is not None:  # of what was put together for a step nobody else says what it is for
                 for parameter in self._parameters.values():
@@ -420,7 +415,7 @@ class Trainer:
         without an update, so that scales which come from earlier casts are there.
         """
         same = {name for name, arithmetic in self._arithmetics.items() if _alike(arithmetic, other._arithmetics[name])}
-        known = {name: one for name, one in memory["remembered"]["arithmetics"].items() if name in same}
+        known = {name: kept for name, kept in memory["remembered"]["arithmetics"].items() if name in same}
         own = {"arithmetics": known, "statistics": memory["remembered"]["statistics"]}
         own_scale = [self._loss_scale.scale, self._loss_scale.good_steps]
         changed = self._settings.loss_scale != other._settings.loss_scale

@@ -1,4 +1,5 @@
-"""SGD, Lion and Adafactor, over a bucket of float32 weights; nothing changes where a step is skipped.
+"""How weights are updated: a step's rate by its schedule, factors of it, what is clipped together, the loss scale; and
+the rules of SGD, Lion and Adafactor, over a bucket of float32 weights, which change nothing where a step is skipped.
 
 SGD and Adafactor are torch's, in its order of operations; Lion is that of Chen et al. (2023), algorithm 2. The host
 waits for nothing: what torch reads there (the count of steps, norms) stays on the device.
@@ -6,17 +7,150 @@ waits for nothing: what torch reads there (the count of steps, norms) stays on t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fp8bench.features.train.request import LARGEST_LOSS_SCALE, TrainerSettings
 from fp8bench.nn.moments import Bucket, Update
+from fp8bench.units import number_of
+
+# Where one-cycle begins, as in torch: a share of its largest rate.
+_CYCLE_BEGINS = 1 / 25
+
+
+def share_of_rate(settings: TrainerSettings, step: int, steps: int) -> float:
+    """The share of the full rate in a step, which counts from 0: it rises in a line, then does as its schedule says.
+
+    One-cycle rises and falls along cosines, at the places that torch's has. Plateau stays: what has fallen is another
+    factor.
+    """
+    floor, name = settings.floor, settings.schedule
+    if name == "one-cycle":
+        top, last = max(0.0, settings.warmup * steps - 1), steps - 1
+        if step <= top:
+            return _along_cosine(_CYCLE_BEGINS, 1.0, step / top if top else 1.0)
+        return _along_cosine(1.0, floor, (step - top) / (last - top))
+    rising = round(settings.warmup * steps)
+    if step < rising:
+        return (step + 1) / rising
+    gone = min(1.0, (step - rising) / max(1, steps - 1 - rising))
+    if name == "cosine":
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * gone))
+    if name == "linear":
+        return 1 - (1 - floor) * gone
+    if name == "inverse-sqrt":
+        return max(floor, math.sqrt(max(1, rising) / (step + 1)))
+    if name == "wsd":
+        falling = max(1, min(round(settings.decay * steps), steps - rising)) if settings.decay else 0
+        return min(1.0, floor + (1 - floor) * (steps - 1 - step) / falling) if falling else 1.0
+    return 1.0
+
+
+def _along_cosine(start: float, end: float, gone: float) -> float:
+    return end + (start - end) / 2 * (1 + math.cos(math.pi * gone))
+
+
+class PlateauShare:
+    """The share of the rate that looks at held-out losses leave: multiplied by `drop` where more than `patience` looks
+    in a row were not better than the best by a ten-thousandth, and never below `floor`: torch's ReduceLROnPlateau."""
+
+    LEAST = 1e-4
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self._settings = settings
+        self.share, self.best, self.bad, self.at = 1.0, math.inf, 0, -1
+
+    def seen(self, step: int, loss: float) -> None:
+        """A look after so many steps; one that was looked at already says nothing new."""
+        if step <= self.at or self._settings.schedule != "plateau":
+            return
+        self.at = step
+        better = loss < self.best * (1 - self.LEAST)
+        self.best, self.bad = (loss, 0) if better else (self.best, self.bad + 1)
+        if self.bad > self._settings.patience:
+            self.share, self.bad = max(self._settings.floor, self.share * self._settings.drop), 0
+
+    def memory(self) -> list[float]:
+        return [self.share, self.best, self.bad, self.at]
+
+    def recall(self, memory: list[float]) -> None:
+        self.share, self.best, bad, at = memory
+        self.bad, self.at = int(bad), int(at)
+
+
+def kind_of(name: str, dimensions: int) -> str:
+    """What a parameter is, as `rates` names it: 'embedding', 'norm' (whatever has one dimension), 'head' or 'layer'."""
+    first = name.partition(".")[0]
+    if first in ("embedding", "positions", "head"):
+        return "head" if first == "head" else "embedding"
+    return "norm" if dimensions < 2 else "layer"
+
+
+# Of a matrix's path, the words that say what kind of layer it is of; all others are an mlp's.
+_LAYERS = {"attn": "attn", "first": "conv", "second": "conv"}
+
+
+def _layer_kind(name: str) -> str:
+    return next((kind for word in name.split(".") if (kind := _LAYERS.get(word))), "mlp")
+
+
+def factor_of(name: str, dimensions: int, rates: tuple[tuple[str, float], ...]) -> float:
+    """By the longest of `rates` that the parameter's path begins with, else its layer's kind, else its own."""
+    known, kind = dict(rates), kind_of(name, dimensions)
+    fronts = [key for key in known if name == key or name.startswith(f"{key}.")]
+    if fronts:
+        return known[max(fronts, key=len)]
+    layer = _layer_kind(name) if kind == "layer" else kind
+    return known.get(layer, known.get(kind, 1.0))
+
+
+def group_of(name: str, dimensions: int, clip_by: str) -> str:
+    kind, words = kind_of(name, dimensions), name.split(".")
+    if clip_by == "tensor":
+        return name
+    if clip_by == "block":
+        return ".".join(words[:2]) if words[0] == "blocks" else words[0]
+    return "" if clip_by == "all" else _layer_kind(name) if kind == "layer" else kind
+
+
+_LEAST = 1.0
+
+
+@dataclass
+class LossScale:
+    """A scale that stays (`growth` 0), or one that finds itself: divided by `factor` after a step whose gradients
+    overflow, multiplied by it after `growth` steps in a row in which none did."""
+
+    scale: float
+    growth: int = 0
+    factor: float = 2.0
+    good_steps: int = 0
+
+    def seen(self, finite: bool) -> None:
+        if not self.growth:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale = max(_LEAST, self.scale / self.factor)
+        elif self.good_steps == self.growth:
+            self.scale, self.good_steps = min(LARGEST_LOSS_SCALE, self.scale * self.factor), 0
+
+
+def loss_scale_of(settings: TrainerSettings, own: float) -> LossScale:
+    word = settings.loss_scale
+    if word == "dynamic":
+        return LossScale(settings.scale_first, settings.scale_growth, settings.scale_factor)
+    return LossScale(own if word == "auto" else number_of(word))
+
 
 Moments = list[Tensor]
 # With Adafactor's clipping threshold and the power of the step by which its average forgets, as torch has them.
 _THRESHOLD, _FORGETS = 1.0, -0.8
-_LEAST = torch.finfo(torch.float32).eps
+_TINY = torch.finfo(torch.float32).eps
 
 
 def states_for(optimizer: str, parameters: Sequence[Tensor]) -> tuple[Moments, Moments]:
@@ -54,11 +188,11 @@ def _adafactor(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, 
     if gradient.ndim > 1:
         first.lerp_(gradient.norm(dim=-1, keepdim=True).square_().div_(gradient.shape[-1]), forgets)
         second.lerp_(gradient.norm(dim=-2, keepdim=True).square_().div_(gradient.shape[-2]), forgets)
-        estimate = (first @ second) / first.mean(dim=-2, keepdim=True).clamp(min=_LEAST)
+        estimate = (first @ second) / first.mean(dim=-2, keepdim=True).clamp(min=_TINY)
     else:
         second.lerp_(gradient * gradient, forgets)
         estimate = second.clone()
-    update = estimate.clamp_(min=_LEAST * _LEAST).rsqrt_().mul_(gradient)
+    update = estimate.clamp_(min=_TINY * _TINY).rsqrt_().mul_(gradient)
     shrunk = (update.norm(2) / (update.numel() ** 0.5 * _THRESHOLD)).clamp(min=1.0)
     weight.sub_(update * (rate / shrunk))
 
@@ -72,11 +206,12 @@ def _over(rule: Rule) -> Callable[[Bucket, Moments, Moments, Update], None]:
         assert how.divisor is not None and how.skip is not None
         skipped = how.skip > 0
         each = zip(bucket.parameters, bucket.gradients, first, second, bucket.kept()[2], strict=True)
-        for weight, gradient, one, other, step in each:
-            before = [tensor.clone() for tensor in (weight, one, other)]
+        for weight, gradient, mean, square, step in each:
+            changed = weight, mean, square
+            before = [tensor.clone() for tensor in changed]
             step.add_(1 - how.skip)
-            rule(weight, gradient / how.divisor, one, other, step, how)
-            for tensor, old in zip((weight, one, other), before, strict=True):
+            rule(weight, gradient / how.divisor, mean, square, step, how)
+            for tensor, old in zip(changed, before, strict=True):
                 tensor.copy_(torch.where(skipped, old, tensor))
 
     return update

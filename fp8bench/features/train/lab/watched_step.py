@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from fp8bench.features.train.lab.readings import (
     begin_peak,
     bytes_in_use,
     cast_of,
+    dense,
     embedding_spread,
     figures_of,
     read,
@@ -56,14 +57,14 @@ class ModelWatch:
         self._arm, self._seed, self._examples = arm, seed, examples
         self.scales: dict[str, float] = {}
         self.model = model
-        found = {module: path for path, module in reversed([*_uncompiled(model, "")])} if inside else {}
-        self.modules = [(path, module) for module, path in found.items() if _is_watched(module)]
-        self.inside = bool(found)
+        paths = {module: path for path, module in reversed([*_uncompiled(model, "")])} if inside else {}
+        self.modules = [(path, module) for module, path in paths.items() if _is_watched(module)]
+        self.inside = bool(paths)
         trained = ((path, parameter) for path, parameter in model.named_parameters() if parameter.requires_grad)
         self.parameters = {path.removeprefix("_orig_mod."): parameter for path, parameter in trained}
         matrices = ((path, parameter) for path, parameter in self.parameters.items() if parameter.ndim >= _MATRIX)
         self.weights = {path.removesuffix(".weight"): parameter for path, parameter in matrices}
-        tables = {path for path, one in model.named_modules() if isinstance(one, nn.Embedding)}
+        tables = {path for path, module in model.named_modules() if isinstance(module, nn.Embedding)}
         self.embeddings = {path for path in self.weights if path in tables or path.split(".")[-1] == "embedding"}
         self.gains = gains_of(model)
         self.device = next(iter(self.parameters.values())).device
@@ -79,23 +80,25 @@ class ModelWatch:
         with ExitStack() as stack:
             yield WatchedStep(self, stack, micro_batches)
 
-    def lines(self, step: int, found: WatchedStep) -> Iterator[StreamLine]:
+    def lines(self, step: int, seen: WatchedStep) -> Iterator[StreamLine]:
         """What was seen in a step. Waits for the device, once."""
-        noise = found.noise()
-        numbers = iter(read([*found.tensors.values(), *noise.values(), *({"": one} for one in found.named.values())]))
-        for layer, role in found.tensors:
+        noise = seen.noise()
+        numbers = iter(
+            read([*seen.tensors.values(), *noise.values(), *({"": number} for number in seen.named.values())])
+        )
+        for layer, role in seen.tensors:
             yield self._reading(step, layer, role, next(numbers))
         told = [*noise_figures({name: next(numbers) for name in noise}, self._examples)]
-        told += [(*key, next(numbers)[""]) for key in found.named]
+        told += [(*key, next(numbers)[""]) for key in seen.named]
         for name, layer, value in told:
             yield StepFigure(self._arm, self._seed, step, name, value, layer)
 
     def _reading(self, step: int, layer: str, role: str, numbers: Mapping[str, float]) -> LayerReading:
         key = f"{layer} {role}"
-        found = reading_of(self._arm, self._seed, step, layer, role, numbers, self.scales.get(key))
+        reading = reading_of(self._arm, self._seed, step, layer, role, numbers, self.scales.get(key))
         if "scale" in numbers or "octaves" in numbers:
-            self.scales[key] = found.scale
-        return found
+            self.scales[key] = reading.scale
+        return reading
 
 
 _MATRIX = 2
@@ -350,13 +353,11 @@ def _uncompiled(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def _square(gradient: Tensor) -> Tensor:
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    squared: Tensor = torch.linalg.vector_norm(values.detach(), dtype=torch.float32).to(torch.float64).square()
+    squared: Tensor = torch.linalg.vector_norm(dense(gradient).detach(), dtype=torch.float32).to(torch.float64).square()
     return squared
 
 
-@dataclass(frozen=True)
-class GradientNoise:
+class GradientNoise(NamedTuple):
     """Of n gradients of equally many examples: the variance of one around their mean, and the square of the true mean,
     both without bias. Of many parameters they add up."""
 
@@ -381,13 +382,11 @@ def noise_of(count: float, squares: float, total: float) -> GradientNoise:
     return GradientNoise(variance, total / count**2 - variance / count)
 
 
-def noise_figures(found: Mapping[str, Mapping[str, float]], examples: int) -> Iterator[tuple[str, str, float]]:
+def noise_figures(seen: Mapping[str, Mapping[str, float]], examples: int) -> Iterator[tuple[str, str, float]]:
     """Names, layers and values of the figures; of all parameters together the layer is ''."""
-    every = {name: noise_of(one["count"], one["squares"], one["total"]) for name, one in found.items()}
-    if not every:
-        return
-    for name, noise in every.items():
-        yield "gradient_snr", name, noise.ratio
-    joint = GradientNoise(sum(noise.variance for noise in every.values()), sum(one.signal for one in every.values()))
-    yield "gradient_snr", "", joint.ratio
-    yield "noise_scale", "", examples * joint.scale
+    every = {name: noise_of(**figures) for name, figures in seen.items()}
+    if every:
+        joint = GradientNoise(*map(sum, zip(*every.values(), strict=True)))
+        for name, noise in {**every, "": joint}.items():
+            yield "gradient_snr", name, noise.ratio
+        yield "noise_scale", "", examples * joint.scale

@@ -1,4 +1,4 @@
-"""A model of a few thousand weights, for labs in this process."""
+"""A model of a few thousand weights, and few windows to look at, for labs in this process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from fp8bench.features.train.lab import evaluate
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from tests.features.train.lab.labs import TINY
+from tests.features.train.lab.plants import LOOKED_AT
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _tiny() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SIZES, TINY, GPTConfig(256, 32, 1, 2, 2, 64, batch=2, sequence=16))
+        patch.setattr(evaluate, "_TOKENS", LOOKED_AT)
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -28,7 +29,7 @@ def text_of(corpus: Corpus) -> TrainingText:
 
 def task_of(corpus: Corpus, *arms: Arm | str, seed: int = 0, steps: int = 20, **settings: Any) -> SeedTask:
     """All arms of one seed; a word is an arm in that precision."""
-    made = tuple(Arm(one, one) if isinstance(one, str) else one for one in arms)
+    made = tuple(Arm(arm, arm) if isinstance(arm, str) else arm for arm in arms)
     return SeedTask(seed, made, replace(SMALL, **settings), steps, 10, text_of(corpus), CPU)
 
 
@@ -40,12 +41,17 @@ def lab_of(task: SeedTask) -> Lab:
 
 def rows(lines: Sequence[StreamLine]) -> list[StepRow]:
     """Those of the steps, without the time that they took."""
-    return [replace(one, seconds=0.0) for one in lines if isinstance(one, StepRow)]
+    return [replace(line, seconds=0.0) for line in lines if isinstance(line, StepRow)]
 
 
 def hooks_of(model: nn.Module) -> int:
-    """How many hooks anybody has put on a model or its parameters."""
-    own = sum(len(one._forward_hooks) + len(one._forward_pre_hooks) for one in model.modules())
-    return own + sum(
-        len(one._backward_hooks or ()) + len(one._post_accumulate_grad_hooks or ()) for one in model.parameters()
-    )
+    on_modules = (len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    own = ((own._backward_hooks or (), own._post_accumulate_grad_hooks or ()) for own in model.parameters())
+    return sum(on_modules) + sum(len(before) + len(after) for before, after in own)
+
+
+def restarted(lab: Lab, task: SeedTask, folder: Path) -> Lab:
+    assert lab.save(str(folder / "kept")) == ()
+    other = lab_of(task)
+    other.restore(str(folder / "kept"))
+    return other

@@ -8,11 +8,12 @@ from pathlib import Path
 from fp8bench.nn.sizes import GPTConfig
 
 FILE = str(Path(__file__).with_name("planted_ranks.py"))
-SEED, TEXT, SHARE, WEIGHTS, AVERAGE, KILLED, KILLED_TWICE, SCALES, CUT, SWAP = range(7001, 7011)
+SEED, TEXT, SHARE, WEIGHTS, AVERAGE, KILLED, KILLED_TWICE, SCALES = range(7001, 7009)
 # In a step one rank meets a NaN: in its outputs, or in a gradient alone, which the loss does not show.
 NAN_IN_OUTPUT, NAN_IN_GRADIENT = 7011, 7012
-WIRE = 7013
 KILLED_AT = 7
+# Tokens of a look, a sixteenth of the usual: looking would take most of the time.
+LOOKED_AT = 256
 SIZE = GPTConfig(256, 32, 1, 2, 2, 64, batch=4, sequence=16)
 # A head for each of four ranks.
 FOUR_HEADS = "four-heads"

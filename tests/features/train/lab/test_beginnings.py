@@ -1,48 +1,60 @@
-"""What an arm begins with, and what it reads: the weights of a kept training, and another text from some step on."""
+"""What an arm begins with, and what it reads: weights of a kept training or of a file, adapters beside what stays, and
+another text from some step on."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train import run as job
-from fp8bench.features.train.beginnings import started_from
+from fp8bench.features.train.arms import check_training
+from fp8bench.features.train.beginnings import started_from, with_file
 from fp8bench.features.train.kind import newest_checkpoint, training_files
 from fp8bench.features.train.lab import checkpoint
 from fp8bench.features.train.lab.evaluate import windows_by_step
+from fp8bench.features.train.lab.fine_tuning import LORA_SCALE, take_adapters, take_file
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.values import TokenSpan, Validation
+from fp8bench.features.train.values import SeedTask, StepRow, TokenSpan, Validation
 from fp8bench.measure.handle import LocalWorker
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.linear import Linear
 from fp8bench.plan.corpus import Corpus
-from tests.features.train.lab.labs import TINY, lab_of, rows, task_of
+from fp8bench.protocols import SilentPhases
+from tests.counts import for_each
+from tests.features.train.lab.labs import TINY, lab_of, restarted, rows, task_of
 from tests.trainings import NotedTraining, write_tokens
 
 
-def with_other(corpus: Corpus, tmp_path: Path, steps: int = 10, **settings: float):  # type: ignore[no-untyped-def]
+def with_other(corpus: Corpus, tmp_path: Path, **settings: float) -> SeedTask:
     """A task whose other text is all of one token."""
     path = tmp_path / "other.tokens"
     np.full(4000, 7, dtype=np.uint16).tofile(path)
-    task = task_of(corpus, "bf16", steps=steps, **settings)
+    task = task_of(corpus, "bf16", steps=10, **settings)
     return replace(task, text=replace(task.text, other=TokenSpan(str(path), 0, 4000)))
 
 
 def test_the_text_shifts_at_its_step(corpus: Corpus, tmp_path: Path) -> None:
     """Up to there the very steps of a training without a shift, after it the other text; never what is looked at."""
     plain, shifted = (lab_of(with_other(corpus, tmp_path, shift=share)) for share in (1.0, 0.6))
-    one, other = (rows(lab.advance("bf16", 10)) for lab in (plain, shifted))
-    assert one[:6] == other[:6] and all(a.loss != b.loss for a, b in zip(one[6:], other[6:], strict=True))
+    usual, other = (rows(lab.advance("bf16", 10)) for lab in (plain, shifted))
+    assert usual[:6] == other[:6] and all(a.loss != b.loss for a, b in zip(usual[6:], other[6:], strict=True))
     trainer = shifted._trainers["bf16"]
     read = [trainer._read_in(step).drawn(0, step, 0, 2)[0] for step in (5, 6)]
     assert not (read[0] == 7).all() and (read[1] == 7).all()
-    looks = {look.of: look.loss for look in shifted.validate("bf16") if isinstance(look, Validation)}
-    usual = {look.of: look.loss for look in plain.validate("bf16") if isinstance(look, Validation)}
-    assert looks["other-text"] < usual["other-text"]
+    looks, before = (
+        {look.of: look.loss for look in lab.validate("bf16") if isinstance(look, Validation)}
+        for lab in (shifted, plain)
+    )
+    assert looks["other-text"] < before["other-text"]
     from_begin = lab_of(with_other(corpus, tmp_path, shift=0.0))._trainers["bf16"]
     assert (from_begin._read_in(0).drawn(0, 0, 0, 2)[0] == 7).all()
 
@@ -62,15 +74,15 @@ def test_arms_begin_with_the_weights_of_a_checkpoint(corpus: Corpus, tmp_path: P
     lab = lab_of(task_of(corpus, "bf16", "fp8"))
     lab.advance("fp8", 5)
     lab.save(str(tmp_path / "kept"))
-    begun = lab_of(task_of(corpus, "bf16", "nvfp4", seed=3, start=f"{tmp_path / 'kept'}::fp8"))
+    start = f"{tmp_path / 'kept'}::fp8"
+    begun = lab_of(task_of(corpus, "bf16", "nvfp4", seed=3, start=start))
     for arm in ("bf16", "nvfp4"):
-        own, kept = (one._trainers[name]._parameters for one, name in ((begun, arm), (lab, "fp8")))
+        own, kept = (lab._trainers[name]._parameters for lab, name in ((begun, arm), (lab, "fp8")))
         assert all(torch.equal(own[name], kept[name]) for name in kept)
     first = rows(begun.advance("bf16", 1))[0]
     assert first.loss < rows(lab_of(task_of(corpus, "bf16", seed=3)).advance("bf16", 1))[0].loss
-    wide = lab_of(task_of(corpus, "bf16", model="nano", start=f"{tmp_path / 'kept'}::fp8"))
     with pytest.raises(UsageError, match="weights of another model"):
-        wide.advance("bf16", 1)
+        lab_of(task_of(corpus, "bf16", model="nano", start=start)).advance("bf16", 1)
 
 
 def test_a_training_that_begins_with_another_one(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,21 +92,147 @@ def test_a_training_that_begins_with_another_one(store: Path, monkeypatch: pytes
     request = TrainingRequest(
         settings=TrainerSettings(model=TINY), steps=6, seeds=1, keep=5, data="text", energy=False, bands=("none",)
     )
+
+    def beginning(start: str, **settings: str) -> TrainingRequest:
+        return replace(request, settings=replace(request.settings, start=start, **settings))
+
     base = job.train(request, store, NotedTraining(), "")
-    later = replace(request, settings=replace(request.settings, start=f"{base.training.id}:fp8"))
-    kept = job.train(later, store, NotedTraining(), "")
-    found = newest_checkpoint(Path(base.path))
-    assert kept.finished and found is not None and kept.training.request.settings.start == f"{found[0]}::fp8"
-    weights = checkpoint.weights(str(found[0]), "fp8")
-    assert weights and job.resume(training_files(store)[0], store, NotedTraining())[0] is False
-    for start, settings, why in (
-        ("last:mxfp8", {}, "it has no arm 'mxfp8', but bf16, fp8"), ("last", {"arch": "mlp"}, "it trained --arch gpt"),
-        ("nothing", {}, "no training 'nothing'"),
-    ):  # fmt: skip
-        with pytest.raises(UsageError if "no training" not in why else Exception, match=why):
-            started_from(replace(request, settings=replace(request.settings, start=start, **settings)), store)
+    kept = job.train(beginning(f"{base.training.id}:fp8"), store, NotedTraining(), "")
+    newest = newest_checkpoint(Path(base.path))
+    assert kept.finished and newest is not None and kept.training.request.settings.start == f"{newest[0]}::fp8"
+    assert checkpoint.weights(str(newest[0]), "fp8")
+    assert job.resume(training_files(store)[0], store, NotedTraining())[0] is False
     short = job.train(replace(request, keep=10), store, NotedTraining(), "")
-    with pytest.raises(UsageError, match="it has no checkpoint: 6 steps, --keep 10"):
-        started_from(replace(request, settings=replace(request.settings, start=short.training.id)), store)
+    for asked, why in (
+        (beginning("last:mxfp8"), "it has no arm 'mxfp8', but bf16, fp8"),
+        (beginning("last", arch="mlp"), "it trained --arch gpt"), (beginning("nothing"), "no training 'nothing'"),
+        (beginning(short.training.id), "it has no checkpoint: 6 steps, --keep 10"),
+    ):  # fmt: skip
+        with pytest.raises(Exception, match=why):
+            started_from(asked, store)
     with pytest.raises(UsageError, match="--shift needs a text of another kind"):
         job.train(replace(request, settings=replace(request.settings, shift=0.5)), store, NotedTraining(), "")
+
+
+def kept(path: Path, state: object) -> str:
+    torch.save(state, path)
+    return named(path)
+
+
+def named(path: Path) -> str:
+    return f"{path}::{hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+def model_of(lab: Lab, arm: str = "bf16") -> nn.Module:
+    model: nn.Module = lab._trainers[arm]._model
+    return model
+
+
+@pytest.mark.parametrize("wrap", ["plain", "within", "module", "safetensors"])
+def test_arms_begin_with_the_bits_of_a_file(corpus: Corpus, tmp_path: Path, wrap: str) -> None:
+    """However trainers keep them; the steps are then those of a model that had these weights by itself."""
+    other = lab_of(task_of(corpus, "bf16", seed=9))
+    state = {name: tensor.detach().clone() for name, tensor in model_of(other).state_dict().items()}
+    file = tmp_path / "weights.safetensors"
+    if wrap == "safetensors":
+        pytest.importorskip("safetensors.torch").save_file(state, file)
+        start = named(file)
+    else:
+        prefixed = {f"module.{name}": tensor for name, tensor in state.items()}
+        wrapped = {"plain": state, "within": {"state_dict": state, "step": 3}, "module": prefixed}[wrap]
+        start = kept(tmp_path / "weights.pt", wrapped)
+    lab = lab_of(task_of(corpus, "bf16", "fp8", weights_from=start))
+    for arm in ("bf16", "fp8"):
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model_of(lab, arm).state_dict().items())
+    assert rows(lab.advance("bf16", 2))[0].loss != rows(other.advance("bf16", 2))[0].loss  # other batches
+    assert len(state) > 8
+
+
+def test_a_file_that_is_no_such_state_dict_is_told_by_what_it_has(corpus: Corpus, tmp_path: Path) -> None:
+    model = model_of(lab_of(task_of(corpus, "bf16")))
+    state = dict(model.state_dict())
+    name = next(name for name in state if name.endswith("qkv.weight"))
+    (tmp_path / "junk.pt").write_bytes(b"no weights")
+    cases = (
+        (kept(tmp_path / "a", {**state, "more.weight": torch.ones(1)}), "has more.weight, which the model has not"),
+        (kept(tmp_path / "b", {key: tensor for key, tensor in state.items() if key != name}), f"has no {name}"),
+        (kept(tmp_path / "c", {**state, name: torch.ones(3)}), rf"{name} is \[3\]"),
+        (kept(tmp_path / "d", {**state, name: state[name] / 0}), "not finite"),
+        (kept(tmp_path / "e", [1, 2]), "expected tensors by name"),
+        (named(tmp_path / "junk.pt"), "is no state dict"), (f"{tmp_path / 'a'}::0", "is another file"),
+    )  # fmt: skip
+    for start, words in cases:
+        with pytest.raises(UsageError, match=words):
+            take_file(model, start)
+    assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+
+
+def test_a_request_has_the_digest_of_its_file(tmp_path: Path) -> None:
+    start = kept(tmp_path / "weights.pt", {})
+    asked = TrainingRequest(settings=TrainerSettings(weights_from=str(tmp_path / "weights.pt")))
+    assert with_file(asked).settings.weights_from == start
+    with pytest.raises(UsageError, match="cannot be read"):
+        with_file(replace(asked, settings=TrainerSettings(weights_from=str(tmp_path))))
+
+
+@for_each(
+    ("settings", "words"),
+    [
+        ({"lora": 4}, "these are random"), ({"start": "last", "weights_from": "x.pt"}, "both say"),
+        ({"lora": 4, "weights_from": "x.pt", "arch": "moe"}, "--lora is for --arch gpt"),
+        ({"lora": 4, "weights_from": "x.pt", "compile": "yes"}, "no --compile yes"),
+        ({"lora": 4, "make": "pkg:make", "weights_from": "x.pt"}, "--lora is about the built-in"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_said(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        check_training(TrainingRequest(settings=TrainerSettings(**settings)))
+
+
+def test_an_adapter_adds_its_two_products_and_at_first_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Linear(6, 5, PlainArithmetic(torch.float32))])
+    layer, x = model.blocks[0], torch.randn(3, 6)
+    before = layer(x, SilentPhases()).detach()
+    take_adapters(model, 2)
+    assert torch.equal(layer(x, SilentPhases()), before)
+    with torch.no_grad():
+        layer.lora_b.copy_(torch.randn(5, 2))
+    merged = layer.weight + LORA_SCALE * layer.lora_b @ layer.lora_a
+    torch.testing.assert_close(layer(x, SilentPhases()), x @ merged.T)
+    layer(x, SilentPhases()).sum().backward()
+    assert layer.weight.grad is None and layer.lora_a.grad is not None
+
+
+@for_each("precision", ["bf16", "fp8"])
+def test_adapters_learn_while_all_else_stays_and_a_resumed_arm_is_the_same(
+    corpus: Corpus, tmp_path: Path, precision: str
+) -> None:
+    state = model_of(lab_of(task_of(corpus, "bf16", seed=9))).state_dict()
+    start = kept(tmp_path / "weights.pt", state)
+    task = task_of(corpus, precision, weights_from=start, lora=4, rate=1e-2, checkpointing="blocks")
+    lab = lab_of(task)
+    first = [row for row in lab.advance(precision, 6) if isinstance(row, StepRow)]
+    again = restarted(lab, task, tmp_path)
+    second = rows(lab.advance(precision, 6))
+    after = model_of(lab, precision).state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in state.items())
+    moved = [name for name in after if name not in state]
+    assert len(moved) == 2 * 4 and all(after[name].abs().max() > 0 for name in moved)
+    assert second[-1].loss < first[0].loss and first[0].update_ratio > 0
+    assert rows(again.advance(precision, 6)) == second
+
+
+def test_frozen_weights_are_counted_once_and_have_neither_gradients_nor_moments(corpus: Corpus, tmp_path: Path) -> None:
+    start = kept(tmp_path / "weights.pt", model_of(lab_of(task_of(corpus, "bf16"))).state_dict())
+    trainer = lab_of(task_of(corpus, "bf16", weights_from=start, lora=4))._trainers["bf16"]
+    parameters = list(trainer._model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in trainer._kept().items()}
+    assert sizes["frozen"] == 4 * (sum(parameter.numel() for parameter in parameters) - trained)
+    for name in ("weights", "gradients", "first moment", "second moment"):
+        assert sizes[name] == 4 * trained, name
+    assert 0 < trained < 0.2 * sizes["frozen"] / 4
+    cost = lab_of(task_of(corpus, "bf16")).alone(trainer._task)
+    assert cost.memory is not None and dict(cost.memory.roles)["weights"] >= sizes["frozen"]

@@ -1,4 +1,5 @@
-"""What hardware with the formats would hold of an arm, held against formats that are really kept."""
+"""What one arm alone keeps and takes, against what autograd keeps; and what hardware with the formats would hold of it,
+against formats that are really kept."""
 
 from __future__ import annotations
 
@@ -6,49 +7,111 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from fp8bench.features.train.lab.lab import Lab, hardware_of_arm, made_alone
+from fp8bench.features.train.lab.lab import Lab, NotFinite, hardware_of_arm
 from fp8bench.features.train.lab.own_trainer import trainer_of
-from fp8bench.features.train.values import Arm
-from fp8bench.model import MemoryUse
+from fp8bench.features.train.lab.trainer import Trainer
+from fp8bench.features.train.values import Arm, ArmCost
+from fp8bench.model import MemoryRole, MemoryUse
 from fp8bench.model.raw import Settings
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Arithmetic, MemoryMeter
 from fp8bench.registry import devices, precisions
-from fp8bench.worker.device_layout import DeviceLedger, Hardware, LaidOutArithmetic
-from fp8bench.worker.memory_pass import PreparedMemory, _second_step, memory_of_step
+from fp8bench.worker.device_layout import DeviceLedger
+from fp8bench.worker.memory_pass import PreparedMemory, _second_step
+from tests.counts import for_each, sampled
 from tests.facts import CPU
-from tests.features.train.lab.labs import task_of
-from tests.worker.device_codes import Bfloat16Emulated, RealCodes
+from tests.features.train.lab.labs import lab_of, task_of
+from tests.worker.device_codes import RealCodes
 
 # Of a batch this large what is kept for backward is what a step needs most.
 LARGE = {"batch": 64}
 LOW = (("optimizer_states", "fp8lm"), ("gradients", "bf16"))
+SAVED = (MemoryRole.ACTIVATIONS, MemoryRole.LOW_ACTIVATIONS, MemoryRole.LOW_WEIGHTS, MemoryRole.DATA)
+
+
+def cost_of(corpus: Corpus, arm: Arm | str, lab: Lab | None = None, **settings: Any) -> ArmCost:
+    return (lab or Lab(Settings())).alone(task_of(corpus, arm, **settings))
 
 
 def memory_of(corpus: Corpus, arm: Arm | str, **settings: Any) -> MemoryUse:
-    found = Lab(Settings()).alone(task_of(corpus, arm, **{**LARGE, **settings})).memory
-    assert found is not None
-    return found
+    memory = cost_of(corpus, arm, **{**LARGE, **settings}).memory
+    assert memory is not None
+    return memory
 
 
-def test_bf16_derived_from_values_in_float32_is_bf16_as_counted(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A format that this processor keeps: within 1%."""
-    native = memory_of(corpus, "bf16")
-    hardware = Hardware({"bf16": precisions.get("bf16").arithmetic(CPU)})
-    monkeypatch.setattr("fp8bench.features.train.lab.lab.hardware_of_arm", lambda task: hardware)
-    taken = type(precisions.get("bf16"))
-    monkeypatch.setattr(taken, "arithmetic", lambda own, facts: Bfloat16Emulated())
-    emulated = memory_of(corpus, "bf16")
-    assert native.on_device == native.peak and emulated.on_device is not None
-    assert emulated.peak > 1.1 * native.peak and abs(emulated.on_device / native.peak - 1) < 0.01
+def saved_for_backward(trainer: Trainer) -> int:
+    """Bytes that autograd keeps in one step beside the weights, each memory once."""
+    weights = {tensor.untyped_storage().data_ptr() for tensor in trainer.memory_roles()[MemoryRole.WEIGHTS]}  # type: ignore[attr-defined]
+    kept = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        list(trainer.advance())
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-@pytest.mark.parametrize("mode", ["fp8", "mxfp8", *(pytest.param(one, marks=pytest.mark.slow) for one in (
-    "fp8-rowwise", "fp8-block", "fp8-delayed", "nvfp4"))])  # fmt: skip
-@pytest.mark.parametrize("states", [(), LOW])
+@pytest.mark.parametrize("arm", sampled(["fp8"], ["fp8", "fp32", "bf16"]))
+def test_what_lies_at_the_highest_point_is_what_autograd_keeps(arm: str, corpus: Corpus) -> None:
+    """And weights, moments and gradients of so many bytes a parameter; all parts sum to the peak."""
+    memory = memory_of(corpus, arm, batch=256)
+    assert memory.why == ""
+    roles = {MemoryRole(name): size for name, size in memory.roles}
+    assert sum(roles.values()) == memory.peak
+    trainer = Trainer(task_of(corpus, arm, batch=256), Arm(arm, arm))
+    list(trainer.advance())
+    assert sum(roles.get(role, 0) for role in SAVED) == pytest.approx(saved_for_backward(trainer), abs=64)
+    count = trainer.state().parameters
+    assert roles[MemoryRole.WEIGHTS] == 4 * count and roles[MemoryRole.OPTIMIZER] == pytest.approx(8 * count, abs=64)
+
+
+def test_what_is_kept_between_two_steps(corpus: Corpus) -> None:
+    lab = lab_of(task_of(corpus, "bf16", "fp8"))
+    low_states = Arm("low", "fp8-delayed", settings=LOW)
+    plain, low = dict(cost_of(corpus, "bf16", lab).kept), dict(cost_of(corpus, low_states, lab).kept)
+    count = plain["weights"] / 4
+    assert plain["gradients"] == 4 * count and low["gradients"] == 2 * count and "casts" not in plain
+    assert low["first moment"] < 1.01 * count and low["second moment"] < 2.02 * count
+    assert low["casts"] == 4 * 3 * (1024 * 4 + 4 + 4), "a history, a scale and a count of each role of four layers"
+    beside = cost_of(corpus, "bf16", lab).memory
+    alone = cost_of(corpus, "bf16", lab_of(task_of(corpus, "fp32"))).memory
+    assert beside and alone and (beside.peak, beside.roles) == (alone.peak, alone.roles), "other arms are forgotten"
+
+
+def test_an_arm_that_stops_has_no_memory_to_tell_of(corpus: Corpus) -> None:
+    with pytest.raises(NotFinite, match="its steps were not finite after 1, and it stopped"):
+        cost_of(corpus, "fp16", rate=10.0, handicap=1000.0, loss_scale="4294967296")
+
+
+@pytest.mark.slow
+def test_a_batch_is_tried_in_two_steps_of_the_arm_alone(corpus: Corpus) -> None:
+    """More take more, checkpointing less; what a step needs at its highest point is what the memory pass says."""
+    lab = lab_of(task_of(corpus, "fp32"))
+    blocks = Arm("blocks", "fp32", settings=(("checkpointing", "blocks"),))
+    small, middle, large = (lab.try_alone(task_of(corpus, "fp32", batch=size), 1 << 30) for size in (32, 64, 128))
+    less = lab.try_alone(task_of(corpus, blocks, batch=128), 1 << 30)
+    assert small and middle and large and less and large - middle == 2 * (middle - small) > 0 and less < large
+    memory = cost_of(corpus, "fp32", batch=128).memory
+    assert memory is not None and large == pytest.approx(memory.peak, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("mode", "states"),
+    sampled(
+        ["mxfp8"],
+        [
+            ("mxfp8", LOW),
+            *((mode, states) for states in ((), LOW) for mode in (
+                "fp8", "fp8-rowwise", "fp8-block", "fp8-delayed", "nvfp4")),
+        ],
+    ),
+)  # fmt: skip
 def test_against_codes_in_memory(mode: str, states: tuple[tuple[str, str], ...], corpus: Corpus) -> None:
     """To the byte: the same arm, whose casts are the hardware's own codes."""
     task, device = task_of(corpus, Arm("own", mode, settings=states), **LARGE), devices.get("cpu")
@@ -67,19 +130,19 @@ def test_against_codes_in_memory(mode: str, states: tuple[tuple[str, str], ...],
         return prepare
 
     _second_step(make, device, meter, None)  # what is made once a process is there by then
-    found = _second_step(make, device, meter, None).course
-    assert found is not None
+    course = _second_step(make, device, meter, None).course
+    assert course is not None
     derived = memory_of(corpus, task.arms[0])
-    assert derived.on_device == found.on_device and derived.on_device < derived.peak
+    assert derived.on_device == course.on_device and derived.on_device < derived.peak
 
 
 def test_a_map_counts_and_so_does_what_stands_around_products(corpus: Corpus) -> None:
     mapped = Arm("mapped", "bf16", settings=(("precision_map", (("mlp", "fp8"), ("norm", "fp8"))),))
-    found, plain = memory_of(corpus, mapped), memory_of(corpus, "bf16")
-    assert found.on_device is not None and found.on_device < found.peak and found.on_device != plain.peak
+    memory, plain = memory_of(corpus, mapped), memory_of(corpus, "bf16")
+    assert memory.on_device is not None and memory.on_device < memory.peak and memory.on_device != plain.peak
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("arm", "settings", "why"),
     [
         ("fp8", {"arch": "cnn"}, "torch has no convolution in small formats"),
@@ -88,24 +151,7 @@ def test_a_map_counts_and_so_does_what_stands_around_products(corpus: Corpus) ->
     ],
 )
 def test_nobody_can_say(arm: str, settings: dict[str, str], why: str, corpus: Corpus) -> None:
-    found = memory_of(corpus, arm, **settings)
-    assert found.on_device is None and found.off_device.startswith(why)
-
-
-def test_of_several_ranks_nobody_derives_it(corpus: Corpus) -> None:
-    task = task_of(corpus, "fp8")
-    assert hardware_of_arm(replace(task, facts=replace(CPU, ranks=2))).why == "of several ranks nobody derives it"
-
-
-def test_a_planted_mistake_is_seen(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operands that hardware would have no memory for: the figure is another one."""
-    task = task_of(corpus, "fp8", **LARGE)
-    device, hardware = devices.get("cpu"), hardware_of_arm(task)
-    figures = []
-    for planted in (False, True):
-        if planted:
-            monkeypatch.setattr(LaidOutArithmetic, "_attach", lambda own, shadow, real: None)
-        use, _ = memory_of_step(made_alone(task, task.arms[0], hardware), device, 0, leaks=False, hardware=hardware)
-        assert isinstance(use, MemoryUse)
-        figures.append(use.on_device)
-    assert figures[0] != figures[1]
+    memory = memory_of(corpus, arm, **settings)
+    assert memory.on_device is None and memory.off_device.startswith(why)
+    of_ranks = replace(task_of(corpus, "fp8"), facts=replace(CPU, ranks=2))
+    assert hardware_of_arm(of_ranks).why == "of several ranks nobody derives it"

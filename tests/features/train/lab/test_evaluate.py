@@ -1,31 +1,40 @@
-"""Windows of a text, a pure function of seed and step; looks at those that are not trained on: what they say, and that
-no step to come is changed by them."""
+"""Windows of a text, losses on those that are not trained on, scores on tasks, metrics of the user's own; and that no
+step to come is changed by a look."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
+from torch import Tensor
 
+from fp8bench.errors import UsageError
 from fp8bench.features.train.lab import models
-from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, TokenWindows
+from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, Scores, TokenWindows, measured
 from fp8bench.features.train.lab.together import Alone
-from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import TokenSpan, TrainingText, Validation
+from fp8bench.features.train.request import TASKS, TrainerSettings
+from fp8bench.features.train.texts import prepare_text
+from fp8bench.features.train.values import SeedTask, StepFigure, TokenSpan, TrainingText, Validation
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import LanguageModel
+from fp8bench.nn.sizes import GPTConfig
 from fp8bench.plan.bpe import token_bytes
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
+from tests.counts import for_each
 from tests.facts import CPU
 from tests.features.train.lab.labs import lab_of, rows, task_of
+from tests.features.train.test_tasks import PROSE
 
 MERGES = ((104, 101), (256, 108))
 SETTINGS = TrainerSettings(batch=2, sequence=24)
@@ -37,7 +46,7 @@ def text(tmp_path: Path) -> TrainingText:
     """Tokens at random, some of which stand for two or three bytes."""
     file = tmp_path / "tokens"
     np.random.default_rng(0).integers(200, 258, 3000).astype(np.uint16).tofile(file)
-    held_out, other = TokenSpan(str(file), 1000, 1410), TokenSpan(str(file), 2000, 3000)
+    held_out, other = TokenSpan(str(file), 1000, 1390), TokenSpan(str(file), 2000, 2390)
     return TrainingText(held_out, held_out, other, 258, "bpe", "text", MERGES)
 
 
@@ -50,99 +59,80 @@ def made(text: TrainingText) -> tuple[LanguageModel, Evaluation]:
 
 
 @torch.no_grad()
-def plain_losses(model: LanguageModel, span: TokenSpan) -> tuple[torch.Tensor, torch.Tensor]:
+def looks(model: LanguageModel, evaluation: Evaluation, last: bool = True) -> dict[str, Validation]:
+    return {look.of: look for look in evaluation.look(model, WHO, last=last)}
+
+
+@torch.no_grad()
+def plain_losses(model: LanguageModel, span: TokenSpan) -> tuple[Tensor, Tensor]:
     """Window by window through all of the stretch: targets, and the loss of each."""
     ids = torch.from_numpy(np.fromfile(span.path, dtype=np.uint16)[span.start : span.stop].astype(np.int64))
-    windows = [ids[at : at + 25] for at in range(0, len(ids) - 24, 24)]
-    found = [functional.cross_entropy(model.logits(one[None, :-1], SilentPhases())[0], one[1:], reduction="none")
-             for one in windows]  # fmt: skip
-    return torch.stack([one[1:] for one in windows]), torch.stack(found)
+    windows = torch.stack([ids[at : at + 25] for at in range(0, len(ids) - 24, 24)])
+    logits = [model.logits(window[None, :-1], SilentPhases())[0] for window in windows]
+    losses = [functional.cross_entropy(*pair, reduction="none") for pair in zip(logits, windows[:, 1:], strict=True)]
+    return windows[:, 1:], torch.stack(losses)
 
 
 def test_a_look_says_what_a_plain_loop_over_the_text_finds(text: TrainingText) -> None:
     """By token, by byte, by position; positions are parts of the held-out text."""
     model, evaluation = made(text)
-    with torch.no_grad():
-        found = {one.of: one for one in evaluation.look(model, WHO, last=True)}
+    by_kind = looks(model, evaluation)
     targets, losses = plain_losses(model, text.held_out)
-    lengths = torch.tensor([len(one) for one in token_bytes(MERGES)])[targets]
-    assert targets.shape == (17, 24)
-    held_out = found["held-out"]
+    lengths = torch.tensor([len(content) for content in token_bytes(MERGES)])[targets]
+    assert targets.shape == (16, 24)
+    held_out = by_kind["held-out"]
     assert (held_out.arm, held_out.seed, held_out.step) == WHO
-    assert (held_out.tokens, held_out.bytes) == (17 * 24, int(lengths.sum()))
+    assert (held_out.tokens, held_out.bytes) == (16 * 24, int(lengths.sum()))
     assert held_out.loss == pytest.approx(float(losses.mean()), rel=1e-5)
     assert held_out.perplexity == pytest.approx(math.exp(held_out.loss))
     assert held_out.perplexity_by_byte == pytest.approx(math.exp(float(losses.sum()) / int(lengths.sum())), rel=1e-5)
-    positions = [one for one in found.values() if one.of.startswith("position:")]
-    assert [one.of for one in positions] == [f"position:{at}-{at + 2}" for at in range(0, 24, 3)]
-    for number, one in enumerate(positions):
+    positions = [look for look in by_kind.values() if look.of.startswith("position:")]
+    assert [look.of for look in positions] == [f"position:{at}-{at + 2}" for at in range(0, 24, 3)]
+    for number, look in enumerate(positions):
         part = slice(3 * number, 3 * number + 3)
-        assert one.loss == pytest.approx(float(losses[:, part].mean()), rel=1e-5)
-        assert (one.tokens, one.bytes) == (17 * 3, int(lengths[:, part].sum()))
+        assert look.loss == pytest.approx(float(losses[:, part].mean()), rel=1e-5)
+        assert (look.tokens, look.bytes) == (16 * 3, int(lengths[:, part].sum()))
     assert text.other is not None
-    assert found["other-text"].loss == pytest.approx(float(plain_losses(model, text.other)[1].mean()), rel=1e-5)
-
-
-def test_a_look_on_the_way_is_short(text: TrainingText) -> None:
-    """The rest is for the end; without another text there is no line of it."""
-    model, evaluation = made(text)
-    with torch.no_grad():
-        assert [one.of for one in evaluation.look(model, WHO, last=False)] == ["held-out"]
-        _, without = made(replace(text, other=None))
-        assert "other-text" not in {one.of for one in without.look(model, WHO, last=True)}
+    assert by_kind["other-text"].loss == pytest.approx(float(plain_losses(model, text.other)[1].mean()), rel=1e-5)
+    assert list(looks(model, evaluation, last=False)) == ["held-out"], "the rest is for the end"
+    assert "other-text" not in looks(*made(replace(text, other=None)))
 
 
 def test_nobody_knows_the_bytes_of_a_token_file(text: TrainingText) -> None:
     """So there is no perplexity of a byte; one beyond all numbers is infinite."""
-    model, evaluation = made(replace(text, tokens="given", merges=()))
-    with torch.no_grad():
-        (found,) = evaluation.look(model, WHO, last=False)
-    assert found.bytes is None and found.perplexity_by_byte is None
+    look = looks(*made(replace(text, tokens="given", merges=())), last=False)["held-out"]
+    assert look.bytes is None and look.perplexity_by_byte is None
     beyond = Validation("bf16", 0, 1, "held-out", 1e4, 10, 5)
     assert beyond.perplexity == beyond.perplexity_by_byte == math.inf
     assert math.isnan(Validation("bf16", 0, 1, "held-out", math.nan, 10, 5).perplexity)
 
 
-@pytest.mark.parametrize("mode", ["fp8", "nvfp4"])
+@for_each("mode", ["fp8", "nvfp4"])
 def test_a_quantised_model_is_the_same_weights_in_that_precision(text: TrainingText, mode: str) -> None:
     """Every layer but the head, as in a model that was built so; the look leaves the model as it was."""
     model, evaluation = made(text)
-    with torch.no_grad():
-        found = {one.of: one for one in evaluation.look(model, WHO, last=True)}
-        again = {one.of: one for one in evaluation.look(model, WHO, last=True)}
-    assert found == again
+    by_kind = looks(model, evaluation)
+    assert by_kind == looks(model, evaluation)
     config, plain = replace(models.config_of(SETTINGS, 258), width=32, hidden=32), PlainArithmetic(torch.float32)
     low = precisions.get(mode).arithmetic(CPU)
     quantised = models.built(SETTINGS, config, lambda name: plain if name == "head" else low, plain.carrier)
     quantised.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        wanted = next(evaluation.look(quantised, WHO, last=False))
-    assert found[f"quantised:{mode}"].loss == wanted.loss != found["held-out"].loss
+    wanted = looks(quantised, evaluation, last=False)["held-out"]
+    assert by_kind[f"quantised:{mode}"].loss == wanted.loss != by_kind["held-out"].loss
 
 
-@pytest.mark.parametrize("mode", ["fp8-delayed", pytest.param("nvfp4", marks=pytest.mark.slow)])
-def test_looks_change_no_step_to_come(corpus: Corpus, mode: str) -> None:
-    """Neither histories nor counters of stochastic rounding, on the way or at the end."""
-    looked, unseen = (lab_of(task_of(corpus, mode, steps=4)) for _ in range(2))
-    found = []
-    for _ in range(4):
-        found += rows(looked.advance(mode, 1))
+@for_each(("mode", "settings"), [("fp8-delayed", {}), ("nvfp4", {}), ("bf16", {"arch": "cnn"})])
+def test_looks_change_no_step_to_come(corpus: Corpus, mode: str, settings: dict[str, Any]) -> None:
+    """Neither histories nor counters of stochastic rounding nor batch norm's statistics, on the way or at the end."""
+    looked, unseen = (lab_of(task_of(corpus, mode, steps=3, **settings)) for _ in range(2))
+    steps = []
+    for _ in range(3):
+        steps += rows(looked.advance(mode, 1))
         looked.validate(mode)
-    assert found == rows(unseen.advance(mode, 4))
-    at_end = [one.of for one in looked.validate(mode)]
+    assert steps == rows(unseen.advance(mode, 3))
+    at_end = [look.of for look in looked.validate(mode)]
     assert at_end[0] == "held-out" and at_end[-2:] == ["quantised:fp8", "quantised:nvfp4"]
     assert looked.validate(mode) == unseen.validate(mode)
-
-
-def test_batch_norm_goes_by_what_it_kept_and_keeps_nothing_of_a_look(corpus: Corpus) -> None:
-    """A look sees no more of a batch than one text of it."""
-    looked, unseen = (lab_of(task_of(corpus, "bf16", steps=3, arch="cnn")) for _ in range(2))
-    looked.advance("bf16", 2)
-    unseen.advance("bf16", 2)
-    first = looked.validate("bf16")
-    assert first == looked.validate("bf16")
-    assert rows(looked.advance("bf16", 1)) == rows(unseen.advance("bf16", 1))
-    assert looked.validate("bf16") == unseen.validate("bf16")
 
 
 @pytest.fixture
@@ -163,19 +153,16 @@ def test_a_window_and_the_tokens_that_follow(span: TokenSpan) -> None:
 
 
 def test_they_depend_on_seed_and_step_and_on_nothing_else(span: TokenSpan) -> None:
-    """Whatever was drawn before, so that a resumed training goes on with the same text."""
+    """Neither on what was drawn before, so that a resumed training goes on with the same text, nor on how a step is
+    cut."""
     windows, again = TokenWindows(span, 8, "cpu", 1000), TokenWindows(span, 8, "cpu", 1000)
-    first = [windows.drawn(5, step, 0, 4)[0] for step in range(20)]
-    assert all(torch.equal(again.drawn(5, step, 0, 4)[0], first[step]) for step in reversed(range(20)))
-    assert len({tuple(one[:, 0].tolist()) for one in first}) == 20
-    assert not torch.equal(windows.drawn(6, 0, 0, 4)[0], first[0])
-
-
-def test_a_step_has_the_same_windows_however_it_is_cut(span: TokenSpan) -> None:
-    windows = TokenWindows(span, 8, "cpu", 1000)
-    whole = windows.drawn(1, 7, 0, 12)[0]
+    first = [windows.drawn(5, step, 0, 12)[0] for step in range(20)]
+    assert all(torch.equal(again.drawn(5, step, 0, 12)[0], first[step]) for step in reversed(range(20)))
+    assert len({tuple(tokens[:, 0].tolist()) for tokens in first}) == 20
+    assert not torch.equal(windows.drawn(6, 0, 0, 12)[0], first[0])
     for batch in (1, 3, 4, 6):
-        assert torch.equal(torch.cat([windows.drawn(1, 7, part, batch)[0] for part in range(12 // batch)]), whole)
+        parts = [windows.drawn(5, 7, part, batch)[0] for part in range(12 // batch)]
+        assert torch.equal(torch.cat(parts), first[7])
 
 
 def test_the_draws_are_these_for_good(span: TokenSpan) -> None:
@@ -193,7 +180,7 @@ def test_places_are_drawn_evenly(span: TokenSpan) -> None:
     assert float(((counts - 200) ** 2 / 200).sum()) < 170  # chi square of 99 degrees of freedom: 1 in 10,000 above
 
 
-@pytest.mark.parametrize("most", [1, 5, 73, 74, 75, 1000])
+@for_each("most", [1, 5, 73, 74, 75, 1000])
 def test_validation_reads_windows_of_all_parts_in_order(span: TokenSpan, most: int) -> None:
     """None overlaps another; as many as there are cover the stretch, up to less than a window."""
     batches = TokenWindows(span, 8, "cpu", 1000).in_order(4, most)
@@ -205,7 +192,6 @@ def test_validation_reads_windows_of_all_parts_in_order(span: TokenSpan, most: i
 
 
 def test_what_does_not_fit_is_refused(span: TokenSpan) -> None:
-    """A window longer than the stretch, and a token that the model does not know."""
     with pytest.raises(ValueError, match="600 tokens here; a window of 600 needs one more"):
         TokenWindows(span, 600, "cpu", 1000)
     with pytest.raises(ValueError, match="the model knows those below 256"):
@@ -213,7 +199,6 @@ def test_what_does_not_fit_is_refused(span: TokenSpan) -> None:
 
 
 def test_digests_of_parts_come_to_that_of_the_step(span: TokenSpan) -> None:
-    """Each part where it belongs; other text, seeds, steps and orders have others."""
     windows = TokenWindows(span, 8, "cpu", 1000)
     whole = windows.digest(5, 3, 0, 8)
     for count in (2, 4, 8):
@@ -221,3 +206,109 @@ def test_digests_of_parts_come_to_that_of_the_step(span: TokenSpan) -> None:
     assert 2 * windows.digest(5, 3, 0, 4) % DIGESTS != whole
     other = TokenWindows(TokenSpan(span.path, 101, 700), 8, "cpu", 1000)
     assert len({whole, windows.digest(6, 3, 0, 8), windows.digest(5, 4, 0, 8), other.digest(5, 3, 0, 8)}) == 4
+
+
+CONFIG = GPTConfig(256, 8, 1, 1, 1, 8, batch=1, sequence=48)
+CHANCES = {"copy": 1 / 26, "retrieval": 1 / 10, "cloze": 1 / 4}
+
+
+@pytest.fixture
+def task(corpus: Corpus, tmp_path: Path) -> SeedTask:
+    """With words to hide in its held-out text."""
+    (tmp_path / "prose").write_bytes(PROSE)
+    text = prepare_text(str(tmp_path / "prose"), None, "bytes", tmp_path / "data", 48)
+    return replace(task_of(corpus, "bf16"), text=text)
+
+
+def figures(task: SeedTask, predict: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    return dict(Scores(task, TrainerSettings(tasks=TASKS), [], CONFIG).on_tasks(predict))
+
+
+def test_a_model_that_learnt_nothing_scores_at_chance(task: SeedTask) -> None:
+    """One that says the same of all tokens exactly so, a random one within what so many questions leave to chance."""
+    for name, share in figures(task, lambda rows: torch.zeros(*rows.shape, 256)).items():
+        assert share == pytest.approx(CHANCES[name.split(":")[1].split("@")[0]]), name
+    generator = torch.Generator().manual_seed(0)
+    for name, share in figures(task, lambda rows: torch.randn(*rows.shape, 256, generator=generator)).items():
+        chance = CHANCES[name.split(":")[1].split("@")[0]]
+        assert abs(share - chance) < 4 * math.sqrt(chance / 128), name
+
+
+def knowing(rows: Tensor) -> Tensor:
+    """What a model that sees the next token would say."""
+    return torch.nn.functional.one_hot(rows.roll(-1, 1), 256).float() * 9
+
+
+def remembering(rows: Tensor) -> Tensor:
+    """What a model would say of the last letters of a passage that knows the text by heart."""
+    logs = torch.zeros(*rows.shape, 256)
+    for row, ids in enumerate(rows.tolist()):
+        for place in range(42, len(ids) - 1):
+            if (at := PROSE.find(bytes(ids[: place + 1]))) >= 0:
+                logs[row, place, PROSE[at + place + 1]] = 9.0
+    return logs
+
+
+def test_a_model_that_knows_scores_one_and_one_whose_numbers_are_none_has_no_score(task: SeedTask) -> None:
+    assert {share for name, share in figures(task, knowing).items() if "cloze" not in name} == {1.0}
+    assert figures(task, remembering)["task:cloze"] > 0.95
+    assert all(math.isnan(share) for share in figures(task, lambda rows: knowing(rows) + math.nan).values())
+
+
+def test_rows_are_filled_up_behind_their_end_and_the_filling_is_not_read(task: SeedTask) -> None:
+    """A causal model is given the same in front of each answer."""
+
+    def spoilt(rows: Tensor) -> Tensor:
+        logs = knowing(rows)
+        logs[rows == ord("\n")] = math.inf
+        return logs
+
+    scores = figures(task, spoilt)
+    assert scores["task:retrieval@8"] == scores["task:copy"] == 1.0
+
+
+def test_tokens_of_a_file_ask_nothing(task: SeedTask) -> None:
+    given = replace(task, text=replace(task.text, tokens="given"))
+    with pytest.raises(UsageError, match="nobody knows what tokens"):
+        Scores(given, TrainerSettings(tasks=("copy",)), [], CONFIG)
+
+
+@for_each("arch", ["gpt", "mlp", "cnn"])
+def test_every_architecture_is_scored_and_scoring_changes_no_step(task: SeedTask, arch: str) -> None:
+    settings = replace(task.settings, arch=arch, sequence=64)
+    asked, plain = (lab_of(replace(task, settings=replace(settings, tasks=tasks))) for tasks in (TASKS, ()))
+    scores = [line.value for line in asked.validate("bf16", True) if isinstance(line, StepFigure)]
+    assert len(scores) == 6 and all(0 <= share <= 1 for share in scores)
+    assert rows(asked.advance("bf16", 3)) == rows(plain.advance("bf16", 3))
+
+
+@pytest.mark.slow
+@for_each(("name", "precision", "steps"), [("copy", "fp8", 160), ("retrieval", "bf16", 120)])
+def test_a_model_that_is_trained_on_a_task_learns_it(
+    corpus: Corpus, tmp_path: Path, name: str, precision: str, steps: int
+) -> None:
+    text = prepare_text(f"task:{name}", None, "bytes", tmp_path, 32)
+    task = task_of(corpus, precision, steps=steps, sequence=32, batch=16, rate=3e-3, tasks=(name,))
+    lab = lab_of(replace(task, text=text))
+    before, _, after = lab.validate(precision, True), lab.advance(precision, steps), lab.validate(precision, True)
+    first, last = ([line.value for line in some if isinstance(line, StepFigure)] for some in (before, after))
+    assert max(first) < CHANCES[name] + 0.12 and min(last) > 0.9, last
+
+
+def test_a_metric_is_called_with_the_model_and_what_was_held_out(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def f(model, held_out):\n    return float(model(held_out[0]))\n"
+        "def g(model, held_out):\n    return {'a': 1, 'b': held_out[1]}\n"
+        "def words(model, held_out):\n    return 'good'\n"
+        "def fails(model, held_out):\n    raise KeyError('no answer')\n"
+    )
+    held_out = [torch.ones(2), 3.5]
+    assert dict(measured(f"{file}:f=lower", lambda x: x.sum(), held_out)) == {f"metric:{file}:f": 2.0}
+    scores = dict(measured(f"{file}:g", SimpleNamespace(), held_out))
+    assert scores == {f"metric:{file}:g.a": 1.0, f"metric:{file}:g.b": 3.5}
+    for name in ("words", "fails"):
+        with pytest.raises(UsageError, match="gives no figure"):
+            list(measured(f"{file}:{name}", None, held_out))
+    with pytest.raises(UsageError, match="has no 'h'"):
+        list(measured(f"{file}:h", None, held_out))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train.lab import models
 from fp8bench.features.train.request import ARCHITECTURES, TrainerSettings
-from fp8bench.model import Level
+from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.sizes import SIZES
 from fp8bench.protocols import Arithmetic, SilentPhases
@@ -18,21 +19,23 @@ from fp8bench.registry import precisions
 from tests.counts import for_each
 from tests.facts import B200, CPU, H200
 
+PLAIN = PlainArithmetic(torch.float32)
+
 
 @for_each("arch", ARCHITECTURES)
 def test_the_layers_named_are_those_that_ask_for_an_arithmetic(arch: str) -> None:
     """In that order, each once; and the model learns something from one batch."""
-    plain = PlainArithmetic(torch.float32)
     asked = []
 
     def choose(name: str) -> Arithmetic:
         asked.append(name)
-        return plain
+        return PLAIN
 
     settings = TrainerSettings(arch=arch, batch=2, sequence=32)
+    models.check(settings)
     config = replace(models.config_of(settings, 200), width=32, hidden=32)
     torch.manual_seed(0)
-    model = models.built(settings, config, choose, plain.carrier)
+    model = models.built(settings, config, choose, PLAIN.carrier)
     assert asked == [layer.name for layer in models.layers_of(arch, config)]
     assert [layer.name for layer in models.layers_of(arch, config) if layer.high] == ["head"]
     tokens = torch.randint(200, (2, 33))
@@ -47,83 +50,61 @@ def test_the_layers_named_are_those_that_ask_for_an_arithmetic(arch: str) -> Non
     assert losses[-1] < losses[0] - 1
 
 
-def test_a_small_model_takes_the_vocabulary_of_the_text() -> None:
-    """In whole blocks of a product's sides; a named one keeps its own, unless the text has more."""
-    assert models.config_of(TrainerSettings(model="nano"), 256).vocabulary == 256
-    assert models.config_of(TrainerSettings(model="micro"), 1280 + 1).vocabulary == 1408
-    assert models.config_of(TrainerSettings(model="nano"), 65).vocabulary == 128
-    assert models.config_of(TrainerSettings(model="gpt2-124m"), 256).vocabulary == 50304
-    assert models.config_of(TrainerSettings(model="gpt2-124m"), 60000).vocabulary == 60032
+def test_sizes_are_the_models_own_and_those_of_the_text() -> None:
+    """A small one takes the text's vocabulary, in whole blocks of a product's sides; a named one keeps its own, unless
+    the text has more."""
+    rows = (("nano", 256, 256), ("nano", 65, 128), ("micro", 1281, 1408), ("gpt2-124m", 256, 50304),
+            ("gpt2-124m", 60000, 60032))  # fmt: skip
+    for model, vocabulary, own in rows:
+        assert models.config_of(TrainerSettings(model=model), vocabulary).vocabulary == own
+    usual, given = (models.config_of(TrainerSettings(sequence=length, batch=length), 256) for length in (0, 320))
+    assert (usual.batch, usual.sequence) == (SIZES["nano"].batch, SIZES["nano"].sequence)
+    built = models.built(TrainerSettings(), given, lambda name: PLAIN, PLAIN.carrier)
+    assert dict(built.named_parameters())["positions"].shape == (320, 192)
 
 
-def test_batch_and_sequence_are_the_models_own_unless_given() -> None:
-    own, given = (models.config_of(TrainerSettings(sequence=length, batch=length), 256) for length in (0, 320))
-    assert (own.batch, own.sequence) == (SIZES["nano"].batch, SIZES["nano"].sequence)
-    plain = PlainArithmetic(torch.float32)
-    model = models.built(TrainerSettings(), given, lambda name: plain, plain.carrier)
-    assert dict(model.named_parameters())["positions"].shape == (320, 192)
+@for_each(
+    ("settings", "words"),
+    [
+        ({"model": "nanno"}, "Did you mean 'nano'"), ({"arch": "cnn", "sequence": 100}, "multiple of 16"),
+        ({"arch": "moe", "compile": "yes"}, "--compile yes cannot be had of --arch moe"),
+        ({"arch": "mlp", "checkpointing": "blocks"}, "--checkpointing blocks is for --arch gpt and moe.*mlp"),
+        ({"arch": "cnn", "checkpointing": "blocks"}, "--checkpointing blocks is for --arch gpt and moe.*batch"),
+        ({"optimizer": "adafactor", "optimizer_states": "bf16"}, "adafactor keeps means of rows and columns"),
+        *(({"rates": ((name, 2.0),)}, "unknown parameters of --rates") for name in ("atn", "blocks.7", "blocks.0.att")),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trained_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnknownName if "nanno" in settings.values() else UsageError, match=words):
+        models.check(TrainerSettings(**settings))
 
 
-def test_what_cannot_be_trained_is_refused() -> None:
-    with pytest.raises(UnknownName, match="Did you mean 'nano'"):
-        models.check(TrainerSettings(model="nanno"))
-    with pytest.raises(UsageError, match=r"sequence of 100 does not divide.*multiple of 16"):
-        models.check(TrainerSettings(arch="cnn", sequence=100))
-    with pytest.raises(UsageError, match="--compile yes cannot be had of --arch moe"):
-        models.check(TrainerSettings(arch="moe", compile="yes"))
-    for arch in ("mlp", "cnn"):
-        with pytest.raises(
-            UsageError, match=f"--checkpointing blocks is for --arch gpt and moe.*{'batch' if arch == 'cnn' else 'mlp'}"
-        ):
-            models.check(TrainerSettings(arch=arch, checkpointing="blocks"))
-    for arch in ARCHITECTURES:
-        models.check(TrainerSettings(arch=arch))
+TE = replace(H200, packages=(("transformer_engine", "2.13.0"), ("transformer-engine", "2.13.0")))
 
 
-def test_scales_that_nobody_could_keep_are_refused() -> None:
-    """Transformer Engine's own delayed scales; what depends on no cast before may be trained."""
-    facts = replace(H200, packages=(("transformer_engine", "2.13.0"), ("transformer-engine", "2.13.0")))
-    settings = TrainerSettings(model="gpt2-124m")
-    config = models.config_of(settings, 256)
-    delayed, current = (
-        models.support(settings, config, precisions.get(f"{mode}:backend=te"), facts) for mode in ("fp8-delayed", "fp8")
-    )
-    assert delayed.level is Level.REFUSED and "no checkpoint can hold" in delayed.reason
-    assert "no checkpoint can hold" not in current.reason
-
-
-def test_a_convolution_in_low_precision_is_emulated_on_every_device() -> None:
-    """torch convolves nothing narrower than 16 bits; other architectures are as native as their products."""
-    levels = {}
-    for arch in ARCHITECTURES:
-        settings = TrainerSettings(arch=arch)
-        config = models.config_of(settings, 256)
-        levels[arch] = {
-            mode: models.support(settings, config, precisions.get(mode), H200).level for mode in ("bf16", "fp8")
-        }
-    assert levels["gpt"] == levels["moe"] == levels["mlp"] == {"bf16": Level.NATIVE, "fp8": Level.NATIVE}
-    assert levels["cnn"] == {"bf16": Level.NATIVE, "fp8": Level.EMULATED}
-    settings = TrainerSettings(batch=1, sequence=100)
-    config = models.config_of(settings, 256)
-    found = models.support(settings, config, precisions.get("fp8"), H200)
-    assert found.level is Level.REFUSED and "multiples of 16; batch x sequence is 100" in found.reason
-    assert models.support(settings, config, precisions.get("fp8"), CPU).level is Level.EMULATED
-
-
-def test_compiled_blocks_of_128_need_whole_ones() -> None:
-    """nano's 192 features fill none, micro's all do."""
-    found = {}
-    for size in ("nano", "micro"):
-        settings = TrainerSettings(model=size, compile="yes")
-        config = models.config_of(settings, 256)
-        found[size] = models.support(settings, config, precisions.get("fp8-block"), H200)
-    assert found["micro"].level is Level.NATIVE
-    assert found["nano"].level is Level.REFUSED and "multiples of 128" in found["nano"].reason
-
-
-def test_a_convolution_of_rotated_operands_needs_positions_in_multiples() -> None:
-    """Products of written-out windows contract over an image's positions, zeros included."""
-    for sequence, level in ((96, Level.REFUSED), (496, Level.NATIVE)):
-        settings = TrainerSettings(arch="cnn", sequence=sequence)
-        found = models.support(settings, models.config_of(settings, 256), precisions.get("nvfp4"), B200)
-        assert found.level is level, found.reason
+@for_each(
+    ("device", "mode", "settings", "level", "words"),
+    [
+        # Other architectures are as native as their products; torch convolves nothing narrower than 16 bits.
+        *((H200, mode, {"arch": arch}, Level.NATIVE, "") for arch in ("gpt", "moe", "mlp") for mode in ("bf16", "fp8")),
+        (H200, "bf16", {"arch": "cnn"}, Level.NATIVE, ""),
+        (H200, "fp8", {"arch": "cnn"}, Level.EMULATED, ""),
+        # Weight gradients are contracted over tokens, those of rotated windows over an image's positions.
+        (H200, "fp8", {"batch": 1, "sequence": 100}, Level.REFUSED, "multiples of 16; batch x sequence is 100"),
+        (CPU, "fp8", {"batch": 1, "sequence": 100}, Level.EMULATED, ""),
+        (B200, "nvfp4", {"arch": "cnn", "sequence": 96}, Level.REFUSED, ""),
+        (B200, "nvfp4", {"arch": "cnn", "sequence": 496}, Level.NATIVE, ""),
+        # Compiled blocks of 128 need whole ones: nano's 192 features fill none, micro's all do.
+        (H200, "fp8-block", {"compile": "yes"}, Level.REFUSED, "multiples of 128"),
+        (H200, "fp8-block", {"model": "micro", "compile": "yes"}, Level.NATIVE, ""),
+        # Scales that a library keeps nobody could keep; what depends on no cast before may be trained.
+        (TE, "fp8-delayed:backend=te", {"model": "gpt2-124m"}, Level.REFUSED, "no checkpoint can hold"),
+        (TE, "fp8:backend=te", {"model": "gpt2-124m"}, Level.NATIVE, ""),
+    ],
+)
+def test_what_a_device_has_for_a_model(
+    device: DeviceFacts, mode: str, settings: dict[str, Any], level: Level, words: str
+) -> None:
+    asked = TrainerSettings(**settings)
+    support = models.support(asked, models.config_of(asked, 256), precisions.get(mode), device)
+    assert support.level is level and words in support.reason, support.reason

@@ -1,8 +1,12 @@
-"""AdamW of a training against torch's own and by hand; weights, gradients and moments in low precision."""
+"""Optimizers of a training against torch's own, the paper or by hand: rules, rates, loss scales; weights, gradients,
+moments and updates in low precision; and one of anybody's over weights in low precision."""
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fp8bench
 from fp8bench.features.train.arms import LEVELS
+from fp8bench.features.train.lab.models import check
 from fp8bench.features.train.lab.optimizer import (
     AutomaticScale,
     Optimizer,
@@ -18,28 +24,41 @@ from fp8bench.features.train.lab.optimizer import (
     joint,
     stochastic_bf16,
 )
-from fp8bench.features.train.lab.rates import share_of_rate
-from fp8bench.features.train.request import TrainerSettings
+from fp8bench.features.train.lab.own_optimizer import TorchOptimizer
+from fp8bench.features.train.lab.update_rules import (
+    LossScale,
+    PlateauShare,
+    factor_of,
+    group_of,
+    loss_scale_of,
+    share_of_rate,
+)
+from fp8bench.features.train.request import SCHEDULES, TrainerSettings
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scaled import values
 from tests.counts import for_each
 
 SHAPES = {
-    "embedding": (24, 16),
-    "blocks.0.norm.weight": (16,),
-    "blocks.0.mlp.up.weight": (32, 16),
-    "head.weight": (24, 16),
-}
+    "embedding": (24, 16), "blocks.0.norm.weight": (16,), "blocks.0.mlp.up.weight": (32, 16), "head.weight": (24, 16),
+}  # fmt: skip
+STEPS = 6
+
+
+def drawn(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES.values()]
 
 
 def parameters() -> dict[str, nn.Parameter]:
-    generator = torch.Generator().manual_seed(1)
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    return dict(zip(SHAPES, map(nn.Parameter, drawn(1)), strict=True))
 
 
-def gradients(step: int, size: float = 1.0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
-    return [torch.randn(shape, generator=generator) * size for shape in SHAPES.values()]
+def gradients(step: int) -> list[Tensor]:
+    return drawn(100 + step)
+
+
+def values_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in parameters]
 
 
 def made(**settings: Any) -> tuple[Optimizer, list[nn.Parameter]]:
@@ -47,11 +66,10 @@ def made(**settings: Any) -> tuple[Optimizer, list[nn.Parameter]]:
     return Optimizer(own, TrainerSettings(**settings)), list(own.values())
 
 
-def found(optimizer: Optimizer, own: list[nn.Parameter], *micro_batches: list[Tensor]) -> None:
-    """What backward does."""
+def backward(optimizer: Optimizer, own: list[nn.Parameter], *micro_batches: list[Tensor]) -> None:
     optimizer.gradients.begin()
     for several in micro_batches:
-        torch.stack([(one * other).sum() for one, other in zip(own, several, strict=True)]).sum().backward()
+        torch.stack([(weight * part).sum() for weight, part in zip(own, several, strict=True)]).sum().backward()
 
 
 def step(optimizer: Optimizer, rate: float = 1e-2, divisor: float = 1.0, skip: bool = False) -> None:
@@ -61,69 +79,59 @@ def step(optimizer: Optimizer, rate: float = 1e-2, divisor: float = 1.0, skip: b
 def test_it_is_adamw_by_hand() -> None:
     """Of gradients that were multiplied by 1024 and clipped to a quarter; matrices decay, kinds have their rates."""
     optimizer, own = made(rates=(("embedding", 0.5), ("norm", 2.0)), weight_decay=0.1)
-    start = [one.detach().double() for one in own]
-    weights, first, second = start, [one * 0 for one in start], [one * 0 for one in start]
-    for number in range(4):
+    weights = [weight.double() for weight in values_of(own)]
+    first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
+    for number in range(1, 5):
         some = gradients(number)
-        found(optimizer, own, [one * 1024 for one in some])
-        norm = torch.cat([one.flatten() for one in some]).norm()
+        backward(optimizer, own, [gradient * 1024 for gradient in some])
+        norm = torch.cat([gradient.flatten() for gradient in some]).norm()
         assert float(joint(optimizer.gradients.norms())) == pytest.approx(1024 * float(norm), rel=1e-5)
         step(optimizer, divisor=4 * 1024)
-        clipped = [one.double() / 4 for one in some]
-        first = [0.9 * m + 0.1 * g for m, g in zip(first, clipped, strict=True)]
-        second = [0.999 * v + 0.001 * g * g for v, g in zip(second, clipped, strict=True)]
-        before, corrections, weights = weights, (1 - 0.9 ** (number + 1), 1 - 0.999 ** (number + 1)), []
-        for w, m, v, rate in zip(before, first, second, (0.005, 0.02, 0.01, 0.01), strict=True):
-            kept = w * (1 - rate * 0.1) if w.ndim > 1 else w
-            weights.append(kept - rate * (m / corrections[0]) / ((v / corrections[1]).sqrt() + 1e-8))
-        norms = zip(optimizer.update_norms, optimizer.weight_norms, strict=True)
-        for one, wanted, earlier, (moved, size) in zip(own, weights, before, norms, strict=True):
-            torch.testing.assert_close(one.detach().double(), wanted, rtol=1e-5, atol=1e-6)
-            assert float(moved) == pytest.approx(float((wanted - earlier).norm()), rel=1e-3)
+        rates, norms = (0.005, 0.02, 0.01, 0.01), zip(optimizer.update_norms, optimizer.weight_norms, strict=True)
+        for place, (rate, gradient, (moved, size)) in enumerate(zip(rates, some, norms, strict=True)):
+            before, m, v, g = weights[place], first[place], second[place], gradient.double() / 4
+            m.mul_(0.9).add_(0.1 * g)
+            v.mul_(0.999).add_(0.001 * g * g)
+            kept = before * (1 - rate * 0.1) if g.ndim > 1 else before
+            wanted = kept - rate * (m / (1 - 0.9**number)) / ((v / (1 - 0.999**number)).sqrt() + 1e-8)
+            torch.testing.assert_close(own[place].detach().double(), wanted, rtol=1e-5, atol=1e-6)
+            assert float(moved) == pytest.approx(float((wanted - before).norm()), rel=1e-3)
             assert float(size) == pytest.approx(float(wanted.norm()), rel=1e-5)
+            weights[place] = wanted
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "bytes_each"),
     [
-        ({}, {"weights": 4, "gradients": 4, "first moment": 4, "second moment": 4}),
-        (
-            {"optimizer_states": "bf16", "gradients": "bf16"},
-            {"weights": 4, "gradients": 2, "first moment": 2, "second moment": 2},
-        ),
-        (
-            {"optimizer_states": "fp8lm", "gradients": "fp8", "master": "fp16-scaled"},
-            {"weights": 2, "gradients": 1, "first moment": 1, "second moment": 2},
-        ),
+        ({}, (4, 4, 4, 4)), ({"optimizer_states": "bf16", "gradients": "bf16"}, (4, 2, 2, 2)),
+        ({"optimizer_states": "fp8lm", "gradients": "fp8", "master": "fp16-scaled"}, (2, 1, 1, 2)),
     ],
 )  # fmt: skip
-def test_what_is_kept(settings: dict[str, Any], bytes_each: dict[str, int]) -> None:
+def test_what_is_kept(settings: dict[str, Any], bytes_each: tuple[int, ...]) -> None:
     """Bytes of the tensors there are, a float32 scale a tensor included; before the first step as after it, and a step
     that is skipped changes nothing."""
     optimizer, own = made(**settings)
-    count, low = sum(one.numel() for one in own), len(own)
+    count, names = sum(weight.numel() for weight in own), ("weights", "gradients", "first moment", "second moment")
     with optimizer.weights.present():
-        start = [one.detach().clone() for one in own]
+        start = values_of(own)
         for number in range(2):
-            with torch.no_grad():
-                assert all(math.isfinite(float(one.sum())) for one in own)
-            kept = {name: sum(one.nbytes for one in some) for name, some in optimizer.kept().items()}
-            for name, each in bytes_each.items():
-                assert kept[name] - each * count in (0, 4 * low), name
-            found(optimizer, own, gradients(number))
+            assert all(weight.isfinite().all() for weight in own)
+            kept = {name: sum(tensor.nbytes for tensor in some) for name, some in optimizer.kept().items()}
+            for name, each in zip(names, bytes_each, strict=True):
+                assert kept[name] - each * count in (0, 4 * len(own)), name
+            backward(optimizer, own, gradients(number))
             step(optimizer)
-        moved = [one.detach().clone() for one in own]
-        assert all(bool((one != other).any()) for one, other in zip(start, moved, strict=True))
-        found(optimizer, own, gradients(3))
+        moved = values_of(own)
+        assert not any(map(torch.equal, start, moved))
+        backward(optimizer, own, gradients(3))
         step(optimizer, skip=True)
-        assert all(torch.equal(one, other) for one, other in zip(moved, own, strict=True))
-        assert not any(float(one) for one in optimizer.update_norms)
+        assert all(map(torch.equal, moved, own)) and not any(map(float, optimizer.update_norms))
     if "master" in settings:
-        assert not any(one.untyped_storage().nbytes() for one in own), "nothing lies there between two steps"
+        assert not any(weight.untyped_storage().nbytes() for weight in own), "nothing lies there between two steps"
         with optimizer.weights.present():
-            assert all(torch.equal(one, other) for one, other in zip(moved, own, strict=True))
-            shares = [one.detach() * 2.0 ** (15 - math.frexp(float(one.detach().abs().max()))[1]) for one in own]
-            assert all(torch.equal(one, one.half().float()) for one in shares), "values of fp16 under a power of two"
+            assert all(map(torch.equal, moved, own))
+            scaled = [weight * 2.0 ** (15 - math.frexp(float(weight.abs().max()))[1]) for weight in moved]
+            assert all(torch.equal(weight, weight.half().float()) for weight in scaled), "of fp16 under a power of two"
 
 
 def test_weights_of_ms_amps_o3_are_fp8_in_passes_and_fp16_in_updates() -> None:
@@ -133,19 +141,18 @@ def test_weights_of_ms_amps_o3_are_fp8_in_passes_and_fp16_in_updates() -> None:
     for name, level in LEVELS.items():
         optimizer, own = made(**dict(level.settings))
         with optimizer.weights.present():
-            found(optimizer, own, gradients(0))
+            backward(optimizer, own, gradients(0))
             step(optimizer)
         kept = optimizer.kept()
-        sizes[name] = sum(one.nbytes for word, some in kept.items() if word != "steps" for one in some if one.ndim)
+        sizes[name] = sum(part.nbytes for word in kept if word != "steps" for part in kept[word] if part.ndim)
     assert sizes == {"msamp-o1": 11 * count, "msamp-o2": 6 * count, "msamp-o3": 6 * count + layer}
 
     with optimizer.weights.present():
-        passes = [one.detach().clone() for one in own]
+        passes = values_of(own)
         optimizer.weights.raised()
-        masters = [one.detach().clone() for one in own]
-    assert [torch.equal(one, other) for one, other in zip(passes, masters, strict=True)] == [True, True, False, True]
-    amax = float(masters[2].abs().max())
-    scale = 2.0 ** math.floor(math.log2(448 / amax))
+        masters = values_of(own)
+    assert list(map(torch.equal, passes, masters)) == [True, True, False, True]
+    scale = 2.0 ** math.floor(math.log2(448 / float(masters[2].abs().max())))
     assert torch.equal(passes[2], (masters[2] * scale).to(torch.float8_e4m3fn).float() / scale)
 
 
@@ -154,19 +161,19 @@ def test_gradients_are_rounded_with_every_micro_batch(kind: str) -> None:
     """As by hand: the sum so far and what is new, in the format, and float32 in between."""
     optimizer, own = made(gradients=kind, micro_batches=2)
     parts = gradients(1), gradients(2)
-    found(optimizer, own, *parts)
-    for one, first, second in zip(own, *parts, strict=True):
+    backward(optimizer, own, *parts)
+
+    def rounded(x: Tensor, scale: Tensor) -> Tensor:
+        return values((x * scale).clamp(-E4M3.largest, E4M3.largest), E4M3, None) / scale
+
+    for weight, first, second in zip(own, *parts, strict=True):
         if kind == "bf16":
             wanted = (second + first.bfloat16().float()).bfloat16().float()
         else:
             scale = E4M3.largest / (2 * first.abs().max())
-            wanted = _rounded(second + _rounded(first, scale), scale)
-        torch.testing.assert_close(optimizer.gradients.of([one])[0], wanted, rtol=1e-6, atol=0)
-        assert one.grad is None
-
-
-def _rounded(x: Tensor, scale: Tensor) -> Tensor:
-    return values((x * scale).clamp(-E4M3.largest, E4M3.largest), E4M3, None) / scale
+            wanted = rounded(second + rounded(first, scale), scale)
+        torch.testing.assert_close(optimizer.gradients.of([weight])[0], wanted, rtol=1e-6, atol=0)
+        assert weight.grad is None
 
 
 def test_an_automatic_scale_backs_off_and_comes_back() -> None:
@@ -191,28 +198,18 @@ def test_an_automatic_scale_backs_off_and_comes_back() -> None:
     assert bool(scale.restored().isnan().all()) and float(scale.share) == pytest.approx(0.5, rel=1e-3)
 
 
-def test_the_rate_of_each_step() -> None:
-    """In a line to the full rate, then along a cosine to the floor."""
-    settings = TrainerSettings(warmup=0.1, floor=0.1)
-    shares = [share_of_rate(settings, one, 101) for one in range(101)]
-    assert shares[:10] == pytest.approx([0.1 * (one + 1) for one in range(10)])
-    assert shares[10] == 1 and shares[-1] == pytest.approx(0.1) and shares[55] == pytest.approx(0.55)
-    assert all(one > other for one, other in pairwise(shares[10:]))
-    assert share_of_rate(TrainerSettings(warmup=0.0), 0, 1) == 1.0
-
-
 def test_stochastic_rounding_keeps_the_mean_and_what_bf16_has() -> None:
     """Values go to the two neighbours alone, up as often as their share of the way; those of bf16 stay, and so does
     what is not finite."""
     drawn = torch.Generator().manual_seed(0)
     for value in (1.0 + 2.0**-9, -3.0 - 2.0**-8, 1e-30 * (1 + 2.0**-10), 7.3):
         x = torch.full((200_000,), value)
-        found = stochastic_bf16(x, drawn).to(torch.float64)
+        rounded = stochastic_bf16(x, drawn).to(torch.float64)
         bits = x[:1].view(torch.int32) & ~0xFFFF
-        low, high = (float(one.view(torch.float32)) for one in (bits, bits + (1 << 16)))
-        assert set(found.tolist()) <= {low, high}
+        low, high = (float(word.view(torch.float32)) for word in (bits, bits + (1 << 16)))
+        assert set(rounded.tolist()) <= {low, high}
         exact = (float(x[0]) - low) / (high - low)
-        assert float((found == high).double().mean()) == pytest.approx(exact, abs=0.005)
+        assert float((rounded == high).double().mean()) == pytest.approx(exact, abs=0.005)
     same = torch.randn(1000).bfloat16()
     assert torch.equal(stochastic_bf16(same.float(), drawn), same)
     odd = stochastic_bf16(torch.tensor([math.inf, -math.inf, math.nan]), drawn)
@@ -230,10 +227,266 @@ def test_updates_too_small_for_bf16_are_kept_on_average() -> None:
         with weights.present(), torch.no_grad():
             own[0] -= 1e-4
             weights.round(own)
-    assert sum(one.nbytes for one in weights.kept()) == 2 * 4096 and not own[0].untyped_storage().nbytes()
+    assert sum(tensor.nbytes for tensor in weights.kept()) == 2 * 4096 and not own[0].untyped_storage().nbytes()
     assert torch.equal(nearest, torch.ones(4096))
     (kept,) = weights.kept()
     assert float(kept.double().mean()) == pytest.approx(0.9, abs=0.002)
-    again = [nn.Parameter(torch.full((64,), 1.001)) for _ in range(2)]
-    twice = [StochasticWeights([one]) for one in again]
-    assert torch.equal(twice[0].kept()[0], twice[1].kept()[0])
+    first, second = (StochasticWeights([nn.Parameter(torch.full((64,), 1.001))]) for _ in range(2))
+    assert torch.equal(first.kept()[0], second.kept()[0])
+
+
+def trained(skipped: int = -1, **settings: Any) -> list[list[Tensor]]:
+    """The weights after every step; gradients come multiplied by 4 and are divided again."""
+    own = parameters()
+    optimizer = Optimizer(own, TrainerSettings(weight_decay=0.1, **settings))
+    weights = []
+    for step in range(STEPS):
+        for parameter, gradient in zip(own.values(), gradients(step), strict=True):
+            parameter.grad = gradient * (torch.nan if step == skipped else 4.0)
+        optimizer.step(1e-2, [torch.tensor(4.0)] * len(own), torch.tensor(float(step == skipped)))
+        weights.append(values_of(own.values()))
+    return weights
+
+
+def torchs(make: Any, skipped: int) -> list[list[Tensor]]:
+    own = list(parameters().values())
+    optimizer = make([{"params": [weight], "weight_decay": 0.1 if weight.ndim > 1 else 0.0} for weight in own])
+    weights = []
+    for step in range(STEPS):
+        if step != skipped:
+            for parameter, gradient in zip(own, gradients(step), strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+        weights.append(values_of(own))
+    return weights
+
+
+SGD, ADAMW, ADAFACTOR = torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor
+
+
+@for_each("skipped", [-1, 0, 2])
+@for_each(
+    ("settings", "make", "near"),
+    [
+        ({"optimizer": "sgd"}, partial(SGD, lr=1e-2, momentum=0.9), 0.0),
+        *(({"optimizer": "sgd", "beta1": beta}, partial(SGD, lr=1e-2, momentum=beta), 0.0) for beta in (0.0, 0.5)),
+        ({}, partial(ADAMW, lr=1e-2, fused=True), 0.0),
+        ({"beta1": 0.8, "beta2": 0.95, "eps": 1e-3},
+         partial(ADAMW, lr=1e-2, betas=(0.8, 0.95), eps=1e-3, fused=True), 0.0),
+        # But for numbers that it has on the host.
+        ({"optimizer": "adafactor"}, partial(ADAFACTOR, lr=1e-2, eps=(None, 1e-3)), 1e-6),
+        ({"optimizer": "adafactor", "eps": 0.2}, partial(ADAFACTOR, lr=1e-2, eps=(None, 0.2)), 1e-6),
+    ],
+)  # fmt: skip
+def test_rules_are_torchs(settings: dict[str, Any], make: Any, near: float, skipped: int) -> None:
+    for own, theirs in zip(trained(skipped, **settings), torchs(make, skipped), strict=True):
+        torch.testing.assert_close(own, theirs, rtol=near, atol=near / 10)
+
+
+def test_lion_is_that_of_the_paper() -> None:
+    """Algorithm 2 in double precision; signs agree wherever their arguments are not within rounding of 0."""
+    weights = [weight.detach().double() for weight in parameters().values()]
+    moments = [torch.zeros_like(weight) for weight in weights]
+    for step, own in enumerate(trained(optimizer="lion")):
+        for weight, moment, gradient in zip(weights, moments, gradients(step), strict=True):
+            update = torch.sign(0.9 * moment + 0.1 * gradient.double())
+            decay = 0.1 if weight.ndim > 1 else 0.0
+            weight.sub_(1e-2 * (update + decay * weight))
+            moment.mul_(0.99).add_(0.01 * gradient.double())
+        torch.testing.assert_close([weight.double() for weight in own], weights, rtol=1e-6, atol=1e-6)
+
+
+@for_each("optimizer", ["adamw", "sgd", "lion"])
+def test_an_update_in_fp8_is_rounded_and_the_weights_are_not(optimizer: str) -> None:
+    start = [weight.detach() for weight in parameters().values()]
+    high, low = trained(optimizer=optimizer)[0], trained(optimizer=optimizer, updates="fp8")[0]
+    for before, after, rounded in zip(start, high, low, strict=True):
+        scale = torch.tensor(448.0) / (after - before).abs().max()
+        update = ((after - before) * scale).to(torch.float8_e4m3fn).float() * scale.reciprocal()
+        assert torch.equal(rounded, before + update)
+    assert not torch.equal(high[0], low[0])
+
+
+def test_moments_of_other_rules() -> None:
+    for optimizer in ("sgd", "lion"):
+        low = trained(optimizer=optimizer, optimizer_states="fp8lm")
+        assert not torch.equal(low[-1][0], trained(optimizer=optimizer)[-1][0])
+        kept = made(optimizer=optimizer, optimizer_states="fp8lm")[0].kept()
+        assert kept["first moment"][0].dtype == torch.float8_e4m3fn
+    kept = made(optimizer="adafactor")[0].kept()
+    counts = [sum(tensor.numel() for tensor in kept[name]) for name in ("first moment", "second moment")]
+    assert counts == [24 + 32 + 24, 16 * 4]
+
+
+def shares(steps: int, **settings: Any) -> list[float]:
+    return [share_of_rate(TrainerSettings(**settings), step, steps) for step in range(steps)]
+
+
+def by_torch(steps: int, make: Callable[[torch.optim.Optimizer], Any]) -> list[float]:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler, rates = make(optimizer), []
+    for _ in range(steps):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@for_each("warmup", [0.1, 0.3])
+def test_one_cycle_is_torchs(warmup: float) -> None:
+    wanted = by_torch(50, lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 1.0, total_steps=50, pct_start=warmup, final_div_factor=1 / 25 / 0.1, cycle_momentum=False,
+    ))  # fmt: skip
+    assert shares(50, schedule="one-cycle", warmup=warmup) == pytest.approx(wanted, rel=1e-6)
+
+
+def test_linear_is_torchs_and_the_others_by_hand() -> None:
+    cosine = shares(101, warmup=0.1, floor=0.1)
+    assert cosine[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
+    assert cosine[10] == 1 and cosine[-1] == pytest.approx(0.1) and cosine[55] == pytest.approx(0.55)
+    assert all(share > later for share, later in pairwise(cosine[10:])) and shares(1, warmup=0.0) == [1.0]
+    wanted = by_torch(41, lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 40))
+    assert shares(41, schedule="linear", warmup=0.0) == pytest.approx(wanted)
+    stable = shares(100, schedule="wsd", decay=0.2, floor=0.0)
+    assert stable[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert stable[10:80] == [1.0] * 70
+    assert stable[80:] == pytest.approx([(19 - step) / 20 for step in range(20)])
+    assert shares(10, schedule="constant", warmup=0.0) == [1.0] * 10
+    roots = shares(100, schedule="inverse-sqrt", floor=0.0)
+    assert roots[9] == 1.0 and roots[39] == pytest.approx(0.5) and roots[99] == pytest.approx((10 / 100) ** 0.5)
+
+
+@for_each("schedule", SCHEDULES)
+@for_each("steps", [1, 2, 3, 10])
+@for_each("share", [0.0, 0.5, 1.0])
+def test_no_schedule_leaves_its_bounds(schedule: str, steps: int, share: float) -> None:
+    assert all(0 < part <= 1 for part in shares(steps, schedule=schedule, warmup=share, decay=share, floor=0.1))
+
+
+def test_plateau_is_torchs() -> None:
+    losses = [3.0, 2.5, 2.4999, 2.6, 2.7, 2.4, 2.4, 2.4, 2.4, 2.5, 2.6, 2.7, 2.8, 2.9, 3.0, 3.1, 1.0, 1.0]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1, min_lr=0.1)
+    plateau = PlateauShare(TrainerSettings(schedule="plateau", patience=1))
+    for number, loss in enumerate(losses):
+        theirs.step(loss)
+        plateau.seen(number, loss)
+        plateau.seen(number, 99.0)  # the same look once more
+        other = PlateauShare(TrainerSettings(schedule="plateau", patience=1))
+        other.recall(plateau.memory())
+        plateau = other
+        assert plateau.share == pytest.approx(optimizer.param_groups[0]["lr"]), number
+    assert plateau.share < 1
+
+
+@for_each(("first", "factor", "growth"), [(2.0**8, 2.0, 3), (2.0**10, 4.0, 2), (2.0**16, 1.5, 1)])
+def test_a_dynamic_loss_scale_is_torchs(first: float, factor: float, growth: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=first, growth_factor=factor, backoff_factor=1 / factor,
+                                  growth_interval=growth)  # fmt: skip
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    own = LossScale(first, growth, factor)
+    for overflow in (0, 0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 0):
+        optimizer.zero_grad()
+        scaler.scale((weight * (torch.inf if overflow else 1.0)).sum()).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        own.seen(not overflow)
+        assert own.scale == pytest.approx(scaler.get_scale())
+
+
+def test_loss_scales_stay_within_their_bounds() -> None:
+    scale = LossScale(2.0**31, growth=2)
+    seen = []
+    for finite in (True, False, True, True, True, True, True, True):
+        scale.seen(finite)
+        seen.append(scale.scale / 2**30)
+    assert seen == [2, 1, 1, 2, 2, 4, 4, 4]
+    low, fixed = LossScale(2.0, growth=1), loss_scale_of(TrainerSettings(), 1024.0)
+    for _ in range(3):
+        low.seen(False)
+        fixed.seen(False)
+    assert (low.scale, fixed.scale) == (1.0, 1024.0)
+
+
+def test_rates_are_those_of_the_most_exact_name() -> None:
+    rates = (("attn", 2.0), ("blocks.0", 3.0), ("blocks.0.attn.out", 5.0), ("layer", 7.0), ("norm", 11.0))
+    wanted = {
+        ("blocks.1.attn.qkv.weight", 2): 2.0, ("blocks.0.attn.qkv.weight", 2): 3.0,
+        ("blocks.0.attn.out.weight", 2): 5.0, ("blocks.10.attn.out.weight", 2): 2.0,
+        ("blocks.1.mlp.up.weight", 2): 7.0, ("blocks.1.norm_attn.weight", 1): 11.0,
+        ("blocks.0.norm_attn.weight", 1): 3.0, ("norm.weight", 1): 11.0, ("head.weight", 2): 1.0, ("embedding", 2): 1.0,
+    }  # fmt: skip
+    assert {key: factor_of(*key, rates) for key in wanted} == wanted
+    check(TrainerSettings(rates=rates))
+
+
+def test_what_is_clipped_together() -> None:
+    names = [("embedding", 2), ("positions", 2), ("blocks.0.attn.qkv.weight", 2), ("blocks.1.mlp.up.weight", 2),
+             ("blocks.1.norm_mlp.weight", 1), ("norm.weight", 1), ("head.weight", 2)]  # fmt: skip
+    for by, wanted in {
+        "kind": ["embedding", "embedding", "attn", "mlp", "norm", "norm", "head"],
+        "block": ["embedding", "positions", "blocks.0", "blocks.1", "blocks.1", "norm", "head"],
+        "all": [""] * 7, "tensor": [name for name, _ in names],
+    }.items():  # fmt: skip
+        assert [group_of(*name, by) for name in names] == wanted
+
+
+def accumulating(updates: str = "fp8", make: Any = SGD) -> tuple[nn.Linear, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8, bias=False, dtype=torch.bfloat16)
+    return model, fp8bench.HighAccumulation(model.parameters(), lambda masters: make(masters, lr=0.1), updates)
+
+
+def found_by_backward(model: nn.Linear, seed: int) -> Tensor:
+    """Of one micro-batch; the gradient that it finds."""
+    x, pull = (torch.randn(4, width, generator=torch.Generator().manual_seed(seed)).bfloat16() for width in (16, 8))
+    model(x).backward(pull)
+    return (pull.t() @ x).float()
+
+
+def test_two_micro_batches_add_up_in_float32_and_the_update_is_fp8() -> None:
+    model, optimizer = accumulating()
+    start = model.weight.detach().float()
+    wanted = found_by_backward(model, 1) + found_by_backward(model, 2)
+    (master,) = optimizer.masters
+    assert torch.equal(master.grad, wanted) and model.weight.grad is None
+    assert not torch.equal(wanted, wanted.bfloat16().float())
+    optimizer.step()
+    update = (start - 0.1 * wanted) - start
+    scale = torch.tensor(448.0) / update.abs().max()
+    rounded = (update * scale).to(torch.float8_e4m3fn).float() * scale.reciprocal()
+    assert torch.equal(master.detach(), start + rounded)
+    assert torch.equal(model.weight.detach(), master.detach().bfloat16())
+    optimizer.zero_grad()
+    assert master.grad is None
+    with pytest.raises(fp8bench.Fp8benchError, match="got 'fp4'"):
+        accumulating("fp4")
+
+
+def test_it_is_kept_and_goes_on_to_the_same_bits() -> None:
+    model, optimizer = accumulating(make=ADAMW)
+    found_by_backward(model, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    kept, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    other, second = accumulating(make=ADAMW)
+    other.load_state_dict(weights)
+    second.load_state_dict(kept)
+    for trained_model, own in ((model, optimizer), (other, second)):
+        found_by_backward(trained_model, 2)
+        own.step()
+    assert torch.equal(optimizer.masters[0], second.masters[0]) and torch.equal(model.weight, other.weight)
+
+
+def test_a_training_clips_and_skips_by_its_masters() -> None:
+    model, high = accumulating("fp32")
+    optimizer = TorchOptimizer("make", model, lambda model: high, None)
+    start = model.weight.detach().clone()
+    optimizer.gradients.begin()
+    wanted = found_by_backward(model, 3)
+    assert torch.equal(optimizer.gradients.norms()[0], wanted.norm())
+    optimizer.step(0.0, [torch.tensor(2.0)], torch.tensor(1.0))
+    assert torch.equal(model.weight, start)
+    optimizer.step(0.0, [torch.tensor(2.0)], torch.tensor(0.0))
+    assert torch.equal(model.weight.detach(), (start.float() - 0.1 * wanted / 2).bfloat16())

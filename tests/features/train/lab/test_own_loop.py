@@ -1,4 +1,5 @@
-"""A training loop of anybody's, watched: nothing in it changes, nothing is called in it, nothing stays in it."""
+"""A training loop of anybody's, watched: nothing in it changes and nothing stays in it; and what is seen of it without
+a reference, against what torch finds itself."""
 
 from __future__ import annotations
 
@@ -11,11 +12,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fp8bench
 from fp8bench.errors import StoreError, UnknownName, UsageError
+from fp8bench.features.train.lab.loop_figures import data_figures, predictions_of, sign_of_inputs
 from fp8bench.features.train.lab.own_loop import loss_of
-from fp8bench.features.train.values import LayerReading, StepFigure, StepRow, StreamLine, TrainingEvent
+from fp8bench.features.train.lab.watched_step import is_watched
+from fp8bench.features.train.values import (
+    GRADIENTS_LEFT,
+    MOMENTS_GONE,
+    OTHERS_TRAIN,
+    LayerReading,
+    StepFigure,
+    StepRow,
+    StreamLine,
+    TrainingEvent,
+)
 from tests.counts import for_each
 from tests.features.train.lab.labs import hooks_of
 
@@ -32,24 +45,38 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 10, bias=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.table(tokens)
-        x = self.again(torch.relu(self.shared(x)))
-        return nn.functional.cross_entropy(self.head(self.norm(x)), tokens)
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.again(torch.relu(self.shared(self.table(tokens))))
+        result: Tensor = self.head(self.norm(x))
+        return result
+
+    def forward(self, tokens: Tensor) -> Any:
+        return F.cross_entropy(self.logits(tokens), tokens)
+
+
+class Logits(Net):
+    """What most modules give back; the loss is made outside."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        return {"logits": self.logits(tokens)}
 
 
 Lines = list[StreamLine]
 
 
 def trained(
-    net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, micro_batches: int = 1, scaler: Any = None
+    net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, parts: int = 1, scaler: Any = None
 ) -> list[float]:
-    """A loop as people write it: accumulation, clipping, a GradScaler."""
+    """A loop as people write it: accumulation, clipping, a GradScaler, a loss made here where the module gives none."""
     generator, losses = torch.Generator().manual_seed(1), []
     for _ in range(steps):
-        for _ in range(micro_batches):
-            loss = net(torch.randint(10, (16,), generator=generator)) / micro_batches
+        total = 0.0
+        for _ in range(parts):
+            tokens = torch.randint(10, (16,), generator=generator)
+            output = net(tokens)
+            loss = (F.cross_entropy(output["logits"], tokens) if isinstance(output, dict) else output) / parts
             (loss if scaler is None else scaler.scale(loss)).backward()
+            total += float(loss.detach())
         if scaler is None:
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
@@ -57,37 +84,48 @@ def trained(
             scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad()
-        losses.append(float(loss.detach()) * micro_batches)
+        losses.append(total)
     return losses
-
-
-def watched(steps: int, make: Callable[[Any], torch.optim.Optimizer], **options: Any) -> tuple[list[float], Lines]:
-    net, lines = Net(), Lines()
-    optimizer = make(net.parameters())
-    loop = {name: options.pop(name) for name in ("micro_batches",) if name in options}
-    with fp8bench.watch(net, optimizer, told=lines.extend, stride=2, **options):
-        losses = trained(net, optimizer, steps, scaler=options.get("scaler"), **loop)
-    assert hooks_of(net) == 0 and not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
-    return losses, lines
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
+def watched(
+    steps: int, make: Callable[[Any], torch.optim.Optimizer] = adam, net: nn.Module | None = None, parts: int = 1,
+    **options: Any,
+) -> tuple[list[float], Lines]:  # fmt: skip
+    net, lines = Net() if net is None else net, Lines()
+    optimizer = make(net.parameters())
+    with fp8bench.watch(net, optimizer, told=lines.extend, stride=2, **options):
+        losses = trained(net, optimizer, steps, parts, options.get("scaler"))
+    assert hooks_of(net) == 0 and not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+    return losses, lines
+
+
 def of(kind: type, lines: Sequence[StreamLine]) -> list[Any]:
     return [line for line in lines if isinstance(line, kind)]
 
 
-@for_each("micro_batches", [1, 3])
-def test_the_loop_is_the_same_and_says_everything(micro_batches: int) -> None:
+def named(lines: Sequence[StreamLine], name: str) -> list[StepFigure]:
+    return [line for line in of(StepFigure, lines) if line.name == name]
+
+
+def half_scaler() -> Any:
+    return torch.amp.GradScaler("cpu", init_scale=256.0)
+
+
+@for_each("parts", [1, 3])
+def test_the_loop_is_the_same_and_says_everything(parts: int) -> None:
     """A row a step, in the order of the steps; readings of every second one."""
-    losses, lines = watched(5, adam, micro_batches=micro_batches)
+    losses, lines = watched(5, parts=parts)
     net = Net()
-    assert losses == trained(net, adam(net.parameters()), 5, micro_batches)
+    assert losses == trained(net, adam(net.parameters()), 5, parts)
     rows = of(StepRow, lines)
     assert [row.step for row in rows] == [0, 1, 2, 3, 4] and all(row.rate == 0.01 for row in rows)
-    if micro_batches == 1:
+    if parts == 1:
         assert [row.loss for row in rows] == losses
     assert all(0 < row.gradient_norm <= 1.0001 and row.parameter_norm > 1 for row in rows)
     assert [math.isnan(row.update_ratio) for row in rows] == [False, True, False, True, False]
@@ -97,8 +135,20 @@ def test_the_loop_is_the_same_and_says_everything(micro_batches: int) -> None:
     assert keys == both | {("table", "weight"), ("table", "gradient")}
     figures = {(line.name, line.layer) for line in of(StepFigure, lines)}
     assert {("update_ratio", "head"), ("embedding_spread", "table"), ("memory", "")} <= figures
-    assert (("noise_scale", "") in figures) == (micro_batches > 1)
+    assert (("noise_scale", "") in figures) == (parts > 1)
     assert {line.step for line in of(LayerReading, lines)} == {0, 2, 4}
+
+
+@for_each("parts", [1, 4])
+@for_each("scaled", [False, True])
+def test_a_loss_that_is_made_outside_is_what_backward_begins_with(parts: int, scaled: bool) -> None:
+    """To the bit for one part; nothing in the training changes by it."""
+    alone = Logits()
+    expected = trained(alone, adam(alone.parameters()), 6, parts, half_scaler() if scaled else None)
+    losses, lines = watched(6, net=Logits(), parts=parts, scaler=half_scaler() if scaled else None)
+    rows = of(StepRow, lines)
+    assert losses == expected and [row.loss for row in rows] == pytest.approx(expected, rel=1e-6) and len(rows) == 6
+    assert not of(TrainingEvent, lines)
 
 
 def test_a_closure_a_fused_optimizer_and_a_scaler() -> None:
@@ -106,29 +156,26 @@ def test_a_closure_a_fused_optimizer_and_a_scaler() -> None:
     plain, lines = watched(4, lambda some: torch.optim.SGD(some, lr=0.1), health=False)
     net, told = Net(), Lines()
     optimizer, generator = torch.optim.SGD(net.parameters(), lr=0.1), torch.Generator().manual_seed(1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = net(torch.randint(10, (16,), generator=generator))
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        return loss
+
     with fp8bench.watch(net, optimizer, told=told.extend, stride=2):
         for _ in range(4):
-
-            def closure() -> Tensor:
-                optimizer.zero_grad()
-                loss: Tensor = net(torch.randint(10, (16,), generator=generator))
-                loss.backward()  # type: ignore[no-untyped-call]
-                nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-                return loss
-
             optimizer.step(closure)  # type: ignore[arg-type]
-    strip = [(row.step, row.loss, row.gradient_norm, row.parameter_norm) for row in of(StepRow, told)]
-    assert strip == [(row.step, row.loss, row.gradient_norm, row.parameter_norm) for row in of(StepRow, lines)]
-    assert [row.loss for row in of(StepRow, told)] == plain
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    _, scaled = watched(4, adam, scaler=scaler)
-    _, fused = watched(
-        4,
-        lambda some: torch.optim.AdamW(some, lr=0.01, fused=True),
-        scaler=torch.amp.GradScaler("cpu", init_scale=256.0),
+    by_closure, by_loop = (
+        [(row.step, row.loss, row.gradient_norm, row.parameter_norm) for row in of(StepRow, some)]
+        for some in (told, lines)
     )
-    for one, other in zip(of(StepRow, scaled), of(StepRow, fused), strict=True):
-        assert one.loss_scale == 256 and one.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-4)
+    assert by_closure == by_loop and [loss for _, loss, *_ in by_closure] == plain
+    _, scaled = watched(4, scaler=half_scaler())
+    _, fused = watched(4, lambda some: torch.optim.AdamW(some, lr=0.01, fused=True), scaler=half_scaler())
+    for row, other in zip(of(StepRow, scaled), of(StepRow, fused), strict=True):
+        assert row.loss_scale == 256 and row.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-4)
 
 
 def test_lines_are_kept_step_by_step_and_survive_what_ends_the_loop(tmp_path: Path) -> None:
@@ -147,25 +194,11 @@ def test_lines_are_kept_step_by_step_and_survive_what_ends_the_loop(tmp_path: Pa
         loop()
     assert len(before_the_end) > 20, "the watched steps are there before the end"
     assert hooks_of(net) == 0
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [one["step"]["step"] for one in found if "step" in one] == [0, 1, 2, 3, 4]
-    assert {next(iter(one)) for one in found} == {"step", "reading", "figure"}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"]["step"] for line in lines if "step" in line] == [0, 1, 2, 3, 4]
+    assert {next(iter(line)) for line in lines} == {"step", "reading", "figure"}
     with pytest.raises(StoreError, match="File exists"), fp8bench.watch(net, optimizer, path):
         pass
-
-
-def test_alarms_are_lines_among_the_others() -> None:
-    """A weight that becomes infinite is found in the step in which it does."""
-    net, lines = Net(), Lines()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    with fp8bench.watch(net, optimizer, told=lines.extend, stride=1):
-        trained(net, optimizer, 3)
-        with torch.no_grad():
-            net.head.weight[0, 0] = math.inf
-        trained(net, optimizer, 1)
-    alarms = of(TrainingEvent, lines)
-    assert alarms and {line.step for line in alarms} == {3}
-    assert {dict(line.values)["rule"] for line in alarms} >= {"not-finite", "tensor-not-finite"}
 
 
 @pytest.mark.slow
@@ -174,21 +207,16 @@ def test_inside_a_compiled_module_nobody_looks() -> None:
     torch._dynamo.reset()
     graphs = torch._dynamo.utils.counters["stats"]
     before = graphs["unique_graphs"]  # a reset keeps the counts of the tests before
-    net, lines = Net(), Lines()
-    compiled = torch.compile(net, backend="eager")
-    optimizer = adam(net.parameters())
-    with fp8bench.watch(compiled, optimizer, told=lines.extend, stride=2):
-        losses = trained(compiled, optimizer, 4)
     plain = Net()
-    assert losses == trained(plain, adam(plain.parameters()), 4)
+    losses, lines = watched(4, net=torch.compile(Net(), backend="eager"))
+    assert losses == trained(plain, adam(plain.parameters()), 4) == [row.loss for row in of(StepRow, lines)]
     assert {(line.layer, line.role) for line in of(LayerReading, lines)} == {
         (layer, "weight") for layer in ("table", "shared", "head")
     }
-    assert [row.loss for row in of(StepRow, lines)] == losses
     assert graphs["unique_graphs"] == before + 1
 
 
-def test_a_loss_that_the_module_does_not_give_back_is_said() -> None:
+def test_a_loss_that_nobody_can_find_is_said() -> None:
     """Without it a step has no row, and everything else."""
     net, lines = nn.Linear(4, 3), Lines()
     optimizer = adam(net.parameters())
@@ -202,71 +230,19 @@ def test_a_loss_that_the_module_does_not_give_back_is_said() -> None:
             optimizer.zero_grad()
     assert [row.step for row in of(StepRow, lines)] == [1]
     assert {line.step for line in of(LayerReading, lines)} == {0, 1}
-
-
-def test_what_a_loss_looks_like() -> None:
     loss = torch.tensor(2.0)
     assert loss_of(loss) is loss and loss_of((loss, torch.ones(3))) is loss and loss_of({"loss": loss}) is loss
     assert loss_of(torch.ones(3)) is None and loss_of({"logits": loss}) is None and loss_of(torch.tensor(1)) is None
 
 
-@for_each(
-    ("options", "error", "words"),
-    [
-        ({"stride": 0}, UsageError, "stride is a whole number from 1 on, not 0"),
-        ({"precision": "fp9"}, UnknownName, "fp8"),
-    ],
-)
-def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_what_cannot_be_is_refused() -> None:
     net = Net()
-    with pytest.raises(error, match=words), fp8bench.watch(net, adam(net.parameters()), **options):
-        pass
+    for options, error, words in (({"stride": 0}, UsageError, "stride"), ({"precision": "fp9"}, UnknownName, "fp8")):
+        with pytest.raises(error, match=words), fp8bench.watch(net, adam(net.parameters()), **options):  # type: ignore[arg-type]
+            pass
     net.requires_grad_(False)
     with pytest.raises(UsageError, match="no parameter that is trained"), fp8bench.watch(net, adam([torch.ones(1)])):
         pass
-
-
-class Logits(Net):
-    """What most modules give back; the loss is made outside."""
-
-    def forward(self, tokens: Tensor) -> Any:
-        x = self.again(torch.relu(self.shared(self.table(tokens))))
-        return {"logits": self.head(self.norm(x))}
-
-
-def usual_loop(
-    net: nn.Module, optimizer: torch.optim.Optimizer, steps: int, parts: int = 1, scaler: Any = None
-) -> list[float]:
-    generator, losses = torch.Generator().manual_seed(1), []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        total = 0.0
-        for _ in range(parts):
-            tokens = torch.randint(10, (16,), generator=generator)
-            loss = nn.functional.cross_entropy(net(tokens)["logits"], tokens) / parts
-            (loss if scaler is None else scaler.scale(loss)).backward()
-            total += float(loss.detach())
-        (optimizer.step() if scaler is None else scaler.step(optimizer))
-        if scaler is not None:
-            scaler.update()
-        losses.append(total)
-    return losses
-
-
-@for_each("parts", [1, 4])
-@for_each("scaled", [False, True])
-def test_a_loss_that_is_made_outside_is_what_backward_begins_with(parts: int, scaled: bool) -> None:
-    """To the bit for one part; nothing in the training changes by it."""
-    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None for _ in range(2)]
-    alone, net, lines = Logits(), Logits(), Lines()
-    expected = usual_loop(alone, adam(alone.parameters()), 6, parts, scalers[0])
-    optimizer = adam(net.parameters())
-    with fp8bench.watch(net, optimizer, told=lines.extend, stride=2, scaler=scalers[1]):
-        assert usual_loop(net, optimizer, 6, parts, scalers[1]) == expected
-    rows = of(StepRow, lines)
-    assert [row.loss for row in rows] == pytest.approx(expected, rel=1e-6) and len(rows) == 6
-    assert not of(TrainingEvent, lines) and hooks_of(net) == 0
-    assert torch.autograd.backward.__module__ == "torch.autograd"
 
 
 def test_other_backwards_are_no_loss_of_this_module() -> None:
@@ -276,48 +252,42 @@ def test_other_backwards_are_no_loss_of_this_module() -> None:
     tokens = torch.arange(10)
     with fp8bench.watch(net, optimizer, told=lines.extend, stride=1):
         for _ in range(2):
-            nn.functional.cross_entropy(other(tokens)["logits"], tokens).backward()
+            F.cross_entropy(other(tokens)["logits"], tokens).backward()
             logits = net(tokens)["logits"]
             x = torch.utils.checkpoint.checkpoint(torch.tanh, logits, use_reentrant=True)
-            loss = nn.functional.cross_entropy(x, tokens)
+            loss = F.cross_entropy(x, tokens)
             torch.autograd.grad(loss, x, retain_graph=True)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
     first, _ = of(StepRow, lines)
-    expected = nn.functional.cross_entropy(torch.tanh(Logits()(tokens)["logits"]), tokens)
+    expected = F.cross_entropy(torch.tanh(Logits()(tokens)["logits"]), tokens)
     assert first.loss == pytest.approx(float(expected.detach()))
 
 
-def silent(make: Callable[[Logits], None], steps: int = 8) -> list[str]:
-    lines = Lines()
-    net = Logits()
-    optimizer = adam(net.parameters())
-    with fp8bench.watch(net, optimizer, told=lines.extend, stride=100, health=False):
-        for step in range(steps):
-            if step == 2:
-                make(net)
-            tokens = torch.arange(10)
-            loss = nn.functional.cross_entropy(net(tokens)["logits"], tokens)
-            if not getattr(net, "forgets", False):
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return [event.words for event in of(TrainingEvent, lines)]
-
-
 def test_updates_without_rows_are_said_once_with_the_reason() -> None:
-    (evaluating,) = silent(lambda net: net.train(False) and None)
-    assert evaluating.startswith("rows have stopped since step 2: in 3 updates the module was in eval mode")
-    (forgotten,) = silent(lambda net: setattr(net, "forgets", True))
+    def said(make: Callable[[Logits], None], foreign: bool = False) -> list[str]:
+        net, lines = Logits(), Lines()
+        optimizer = adam((Logits() if foreign else net).parameters())
+        with fp8bench.watch(net, optimizer, told=lines.extend, stride=100, health=False):
+            for step in range(8):
+                if step == 2:
+                    make(net)
+                tokens = torch.arange(10)
+                loss = F.cross_entropy(net(tokens)["logits"], tokens)
+                if not getattr(net, "forgets", False):
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [event.words for event in of(TrainingEvent, lines)]
+
+    (evaluating,) = said(lambda net: net.train(False) and None)
+    assert evaluating.startswith("rows have stopped since step 2: in 3 updates") and "eval mode" in evaluating
+    (forgotten,) = said(lambda net: setattr(net, "forgets", True))
     assert "no parameter had a gradient" in forgotten
-    assert silent(lambda net: None) == []
-    net, lines = Logits(), Lines()
-    optimizer = adam(Logits().parameters())
-    with fp8bench.watch(net, optimizer, told=lines.extend, health=False):
-        usual_loop(net, optimizer, 5)
-    (event,) = of(TrainingEvent, lines)
-    assert event.words.startswith("there are no rows: in 3 updates the optimizer changed no parameter of this module")
+    (others,) = said(lambda net: None, foreign=True)
+    assert others.startswith("there are no rows") and "no parameter of this module" in others
+    assert said(lambda net: None) == []
 
 
 def test_the_loop_of_the_docs_pasted_into_a_fresh_one(
@@ -332,7 +302,213 @@ def test_the_loop_of_the_docs_pasted_into_a_fresh_one(
     batches = [(torch.randn(16, 8), torch.randint(4, (16,))) for _ in range(12)]
     batches.append((torch.full((16, 8), math.nan), batches[0][1]))
     given = {"model": model, "optimizer": adam(model.parameters()), "data": batches}
-    exec(code, {**given, "criterion": nn.functional.cross_entropy})
+    exec(code, {**given, "criterion": F.cross_entropy})
     lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert sum("step" in line for line in lines) == 13
     assert "fp8bench: own, step 12: the loss is nan" in capsys.readouterr().err
+
+
+def tied() -> nn.Module:
+    """A table that reads words, and says them."""
+    table, head = nn.Embedding(11, 6, padding_idx=0), nn.Linear(6, 11, bias=False)
+    head.weight = table.weight
+    return nn.Sequential(table, nn.Tanh(), head)
+
+
+def twice() -> nn.Module:
+    layer = nn.Linear(6, 6)
+    return nn.Sequential(layer, nn.Tanh(), layer)
+
+
+def words(*shape: int) -> Tensor:
+    return torch.arange(math.prod(shape)).remainder(11).reshape(shape)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[str, ...]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)), lambda: torch.randn(3, 7, 6), ("0", "1")),
+    "a layer used twice": (twice, lambda: torch.randn(7, 6), ("0",)),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1, padding_mode="reflect"),
+                              nn.Conv2d(4, 5, (1, 2), dilation=(1, 2))),
+        lambda: torch.randn(2, 3, 9, 9), ("0", "1"),
+    ),
+    "one example": (lambda: nn.Sequential(nn.Conv1d(3, 4, 3)), lambda: torch.randn(3, 9), ("0",)),
+    "a table": (lambda: nn.Sequential(nn.Embedding(11, 6, padding_idx=2)), lambda: words(4, 5), ("0",)),
+    "a sparse table": (lambda: nn.Sequential(nn.Embedding(11, 6, sparse=True)), lambda: words(4, 5), ("0",)),
+    "tied": (tied, lambda: words(3, 4), ("0",)),
+    "groups": (lambda: nn.Sequential(nn.Conv1d(4, 4, 3, groups=2)), lambda: torch.randn(2, 4, 9), ()),
+}  # fmt: skip
+
+
+def cosines(
+    name: str, parts: int = 1, change: Callable[[Tensor], Tensor] | None = None, **cast: Any
+) -> dict[str, float]:
+    make, batch, _ = MODULES[name]
+    torch.manual_seed(3)
+    module, lines = make(), Lines()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    if change is not None:
+        next(iter(module.parameters())).register_hook(change)  # type: ignore[no-untyped-call]
+    with fp8bench.watch(module, optimizer, told=lines.extend, health=False):
+        for _ in range(parts):
+            with torch.autocast("cpu", **cast) if cast else torch.enable_grad():
+                loss = module(batch()).float().square().mean()
+            loss.backward()
+        optimizer.step()
+    return {figure.layer: figure.value for figure in named(lines, "gradient_cosine")}
+
+
+@for_each("name", MODULES)
+def test_gradients_of_weights_are_those_of_their_layers(name: str) -> None:
+    """However many parts add up; one that is turned or gone is seen, and rounding turns it by little."""
+    layers = MODULES[name][2]
+    for parts in (1, 3):
+        seen = cosines(name, parts)
+        assert tuple(seen) == layers and all(value == pytest.approx(1, abs=1e-5) for value in seen.values())
+    if layers and name != "a sparse table":
+        assert cosines(name, 2, torch.neg)[layers[0]] == pytest.approx(-1, abs=1e-5)
+        assert cosines(name, 2, torch.zeros_like)[layers[0]] == 0
+        assert cosines(name, 2, lambda gradient: gradient.clamp(-1e-3, 1e-3))[layers[0]] > 0.3
+    if name == "linear":
+        assert cosines(name, dtype=torch.bfloat16)["0"] == pytest.approx(1, abs=1e-3)
+
+
+def test_predictions_of_a_cross_entropy() -> None:
+    """Whatever scales the loss; of other losses nothing is known."""
+    torch.manual_seed(0)
+    logits, targets = (3 * torch.randn(8, 5)).requires_grad_(), torch.arange(8) % 5
+    loss = F.cross_entropy(logits, targets)
+    p = logits.detach().softmax(-1)
+    expected = {"classes": 5.0, "entropy": float(-(p * p.log()).sum(-1).mean()),
+                "logit_range": float((p.log().amax(-1) - p.log().amin(-1)).amax())}  # fmt: skip
+    images = F.cross_entropy(logits.t()[None, :, :, None], targets[None, :, None])
+    for root in (loss, loss * 1024 / 4, (loss / 2).to(torch.float64), images):
+        assert {name: float(value) for name, value in predictions_of(root).items()} == pytest.approx(expected)
+    squares = F.mse_loss(logits, logits.detach() + 1), loss + logits.square().mean()
+    for root in (logits.sum(), torch.tensor(1.0), *squares):
+        assert predictions_of(root) == {}
+
+
+@for_each("copies", [0, 1, 3, 15])
+def test_copies_in_a_batch_are_counted(copies: int) -> None:
+    """Each example that has a twin, by a comparison of all pairs; wherever the twins stand, in any dtype."""
+    for drawn in (torch.randn(16, 3, 5), torch.randint(0, 9000, (16, 40)), torch.randn(16, 20).bfloat16()):
+        drawn[1 : copies + 1] = drawn[0]
+        x = drawn[torch.randperm(16)]
+        twins = sum(any(bool((x[a] == x[b]).all()) for b in range(16) if a != b) for a in range(16)) / 16
+        figures = data_figures(({"input_ids": x},))
+        assert float(figures["duplicates"]) == twins == ((copies + 1) / 16 if copies else 0.0)
+        values = x.double()
+        assert float(figures["input_mean"]) == pytest.approx(float(values.mean()))
+        assert float(figures["input_deviation"]) == pytest.approx(float(values.std()))
+
+
+def test_little_is_said_of_little_data() -> None:
+    """Of few examples, of few values, of masks and of nothing; what is not finite is no copy of anything."""
+    few = (torch.zeros(4, 20), torch.zeros(20, 4), torch.zeros(20))
+    assert all(data_figures(x).keys() == {"input_mean", "input_deviation"} for x in few)
+    assert data_figures(torch.zeros(9, 9, dtype=torch.bool)) == data_figures(()) == data_figures("text") == {}
+    assert float(data_figures(torch.full((9, 9), math.nan))["duplicates"]) == 0.0
+    large = torch.randn(8, 3, 224, 224)
+    large[7] = large[0]
+    assert float(data_figures(large)["duplicates"]) == 0.25
+
+
+def test_inputs_are_told_apart() -> None:
+    """By any of their values, whatever holds them; large ones by many of theirs."""
+    x = torch.randn(64, 3000)
+    same, changed = x.clone(), x.clone()
+    changed[5] += 1e-3
+    assert sign_of_inputs((x,)) == sign_of_inputs(({"x": same},)) and sign_of_inputs((x,))[1] == 64
+    assert sign_of_inputs((x,))[0] != sign_of_inputs((changed,))[0]
+    assert sign_of_inputs((words(4, 5),))[0] != sign_of_inputs((words(4, 5).flip(0),))[0]
+    assert sign_of_inputs(("no tensor",)) == (None, 0)
+
+
+@for_each("stride", [1, 2, 10])
+def test_one_step_of_each_stride_is_watched_in_any_phase(stride: int) -> None:
+    steps = [step for step in range(40 * stride) if is_watched(step, stride)]
+    assert steps[0] == 0 and [step // stride for step in steps] == list(range(40))
+    assert {step % stride for step in steps} == set(range(stride))
+
+
+Change = Callable[[nn.Module, torch.optim.Optimizer, int], object]
+
+
+def loop(steps: int, change: Change = lambda *_: None, zero: Change = lambda module, optimizer, step: (
+    optimizer.zero_grad())) -> Lines:  # fmt: skip
+    """A loop in which something changes before a step, and whose gradients are cleared as `zero` does it, before
+    backward."""
+    torch.manual_seed(0)
+    module, lines = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), Lines()
+    groups = [{"params": module[0].parameters(), "lr": 1e-4}, {"params": module[2].parameters()}]
+    optimizer = torch.optim.Adam(groups, lr=1e-2)
+    with fp8bench.watch(module, optimizer, told=lines.extend, stride=4):
+        for step in range(steps):
+            change(module, optimizer, step)
+            loss = F.cross_entropy(module(torch.randn(8, 4)), torch.arange(8) % 3)
+            zero(module, optimizer, step)
+            loss.backward()
+            optimizer.step()
+    return lines
+
+
+def test_zero_grad_that_is_forgotten_is_seen_in_the_first_step() -> None:
+    """However it is done it is none: to nothing, to zeros, or by what a step does of its own."""
+    (figure,) = named(loop(12, zero=lambda module, optimizer, step: step < 5 and optimizer.zero_grad()), GRADIENTS_LEFT)
+    assert figure.step == 5
+    for well in (
+        lambda module, optimizer, step: optimizer.zero_grad(set_to_none=False),
+        lambda module, optimizer, step: step and [weight.grad.mul_(0.5) for weight in module.parameters()],
+    ):
+        assert not named(loop(12, zero=well), GRADIENTS_LEFT)
+
+
+def test_moments_that_are_gone_and_others_that_train() -> None:
+    def forgets(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 6:
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+
+    (figure,) = named(loop(12, forgets), MOMENTS_GONE)
+    assert figure.step == 6
+    foreign = nn.Parameter(torch.ones(2))
+    foreign.grad = torch.ones(2)
+    other = torch.optim.SGD([foreign], lr=0.1)
+    assert len(named(loop(8, lambda *_: other.step()), OTHERS_TRAIN)) == 1
+    lines = loop(8)
+    assert not named(lines, MOMENTS_GONE) and not named(lines, OTHERS_TRAIN)
+    assert {(line.layer, line.value) for line in named(lines, "rate_share")} == {("0", 0.01), ("0.bias", 0.01)}
+    assert all(row.rate == 1e-2 for row in of(StepRow, lines))
+    watched = {figure.step for figure in named(lines, "examples")}
+    assert watched == {figure.step for figure in named(lines, "input_mean")} and len(watched) == 2
+
+
+def test_a_layer_that_is_frozen_on_the_way_ends_nobodys_training() -> None:
+    def freezes(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if step == 5:
+            for parameter in module[2].parameters():
+                parameter.requires_grad_(False)
+                parameter.grad = None
+
+    (event,) = of(TrainingEvent, loop(40, freezes))
+    assert (dict(event.values)["rule"], event.layer) == ("layer-stands-still", "2")
+
+
+def test_what_another_loss_has_left_in_gradients_is_no_part_of_them() -> None:
+    """A rival's gradients are cleared after those that its generator's loss had left: they point another way."""
+    torch.manual_seed(0)
+    model, judge = nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
+    own, other = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, judge))
+    lines = Lines()
+    with fp8bench.watch(judge, other, told=lines.extend, stride=2):
+        for _ in range(12):
+            points = model(torch.randn(16, 4))
+            other.zero_grad()
+            (F.softplus(-judge(torch.randn(16, 2) + 1)) + F.softplus(judge(points.detach()))).mean().backward()
+            other.step()
+            own.zero_grad()
+            F.softplus(-judge(points)).mean().backward()
+            own.step()
+    seen = named(lines, "gradient_cosine")
+    assert len(seen) == 12 and all(figure.value == pytest.approx(1, abs=1e-5) for figure in seen)
+    assert not of(TrainingEvent, lines)

@@ -20,12 +20,13 @@ from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.lab.own_trainer import OwnBatches, OwnTrainer
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.run import no_text
-from fp8bench.features.train.values import Arm, ArmRole, LayerReading, SeedTask, StepRow, StreamLine, Validation
+from fp8bench.features.train.values import Arm, ArmRole, LayerReading, SeedTask, StreamLine, Validation
 from fp8bench.model.raw import Settings
 from fp8bench.nn.own_model import given_of
 from fp8bench.workloads.model import LIVE, MADE
+from tests.counts import for_each
 from tests.facts import CPU
-from tests.features.train.lab.labs import rows
+from tests.features.train.lab.labs import lab_of, restarted, rows
 
 TRUE = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
 
@@ -60,17 +61,29 @@ def halving(optimizer: torch.optim.Optimizer) -> object:
     return torch.optim.lr_scheduler.MultiStepLR(optimizer, [4, 8], 0.5)
 
 
+def from_numpy(step: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Draws of numpy and random, which are seeded."""
+    x = torch.from_numpy(np.random.randn(16, 16)).float() * (1 + random.random())
+    return x, (x @ TRUE).argmax(1)
+
+
 MAKERS: dict[str, Callable[[], object]] = {
     "function": lambda: {"model": Net(), "batches": pairs, "held_out": pairs},
     "loader": lambda: (Net(), loader()),
     "sgd": lambda: {"model": Net(), "batches": loader(), "optimizer": sgd, "schedule": halving},
     "single": lambda: (Net(), pairs(0, 0)),
+    "numpy": lambda: (Net(), from_numpy),
+    "plain": lambda: (
+        nn.Linear(16, 4),
+        lambda step, seed: (torch.randn(16, 16),),
+        lambda output: output.square().mean(),
+    ),
 }
 
 
 @pytest.fixture(autouse=True)
 def _makers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name, make in MAKERS.items():
+    for name, make in {**MAKERS, **{name: make for name, (make, _) in WRONG.items()}}.items():
         monkeypatch.setitem(LIVE, name, make)
     yield
     MADE.clear()
@@ -80,12 +93,6 @@ def task_of(name: str, *modes: str, steps: int = 12, seed: int = 0, **settings: 
     own = replace(TrainerSettings(make=name), **settings)
     arms = tuple(Arm(mode, mode) for mode in modes)
     return SeedTask(seed, arms, own, steps, 4, no_text(own.make), CPU)
-
-
-def lab_of(task: SeedTask) -> Lab:
-    lab = Lab(Settings())
-    lab.begin(task)
-    return lab
 
 
 def trained(task: SeedTask, arm: str) -> list[StreamLine]:
@@ -123,55 +130,33 @@ def test_an_untouched_arm_is_the_loop_written_by_hand() -> None:
     assert [row.rate for row in lines] == pytest.approx([0.1] * 4 + [0.05] * 4 + [0.025] * 4)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@for_each("name", ["function", "loader", "sgd", "single", "numpy"])
 def test_arms_read_the_same_batches_and_differ_by_their_arithmetic(name: str) -> None:
     """The first loss of fp32 is that of the model as it came; fp8's is another; the same task again gives the same."""
     task = task_of(name, "untouched", "fp32", "fp8")
     lab = lab_of(task)
-    found = {arm.name: rows(lab.advance(arm.name, 6)) for arm in task.arms}
-    assert found["fp32"][0].loss == pytest.approx(found["untouched"][0].loss, rel=1e-6)
-    assert found["fp8"][0].loss != found["fp32"][0].loss
-    assert found["fp8"][0].loss == pytest.approx(found["fp32"][0].loss, rel=0.1)
-    assert rows(trained(task, "fp8"))[:6] == found["fp8"]
-    other = lab_of(replace(task, seed=1))
-    assert rows(other.advance("fp32", 1))[0].loss != found["fp32"][0].loss
-    assert {row.tokens for row in found["fp8"]} == {16}
+    untouched, fp32, fp8 = (rows(lab.advance(arm.name, 6)) for arm in task.arms)
+    assert fp32[0].loss == pytest.approx(untouched[0].loss, rel=1e-6)
+    assert fp8[0].loss != fp32[0].loss and fp8[0].loss == pytest.approx(fp32[0].loss, rel=0.1)
+    assert rows(trained(task, "fp8"))[:6] == fp8 and {row.tokens for row in fp8} == {16}
+    assert rows(lab_of(replace(task, seed=1)).advance("fp32", 1))[0].loss != fp32[0].loss
 
 
-@pytest.mark.parametrize("name", ["sgd", "loader"])
-@pytest.mark.parametrize("mode", ["fp8-delayed", "untouched"])
+@for_each("name", ["sgd", "loader"])
+@for_each("mode", ["fp8-delayed", "untouched"])
 def test_a_checkpoint_goes_on_to_the_same_bits(name: str, mode: str, tmp_path: Path) -> None:
     """Moments, schedules, running means, delayed scales and the place in the batches, in the middle of an epoch."""
     task = task_of(name, mode)
-    whole = rows(trained(task, mode))
-    lab = lab_of(task)
+    whole, lab = rows(trained(task, mode)), lab_of(task)
     lab.advance(mode, 7)
-    assert lab.save(str(tmp_path / "kept")) == ()
-    other = lab_of(task)
-    other.restore(str(tmp_path / "kept"))
-    assert rows(other.advance(mode, 12)) == whole[7:]
+    assert rows(restarted(lab, task, tmp_path / name).advance(mode, 12)) == whole[7:]
 
 
 def test_micro_batches_are_the_next_batches() -> None:
-    """Two of them are a step of both: without dropout and batch norm its loss is the mean of theirs."""
-
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(16, 4)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(self.head(x), y)
-
-    LIVE["plain"] = lambda: (Plain(), loader())
-    try:
-        own = [one.loss for one in rows(trained(task_of("plain", "untouched", steps=4, rate=1e-10), "untouched"))]
-        two = task_of("plain", "untouched", steps=2, rate=1e-10, micro_batches=2)
-        joint = rows(trained(two, "untouched"))
-    finally:
-        LIVE.pop("plain")
-    assert [row.loss for row in joint] == pytest.approx([(own[0] + own[1]) / 2, (own[2] + own[3]) / 2], rel=1e-5)
-    assert joint[0].tokens == 32
+    own = [row.loss for row in rows(trained(task_of("plain", "untouched", steps=4, rate=1e-10), "untouched"))]
+    two = rows(trained(task_of("plain", "untouched", steps=2, rate=1e-10, micro_batches=2), "untouched"))
+    assert [row.loss for row in two] == pytest.approx([(own[0] + own[1]) / 2, (own[2] + own[3]) / 2], rel=1e-5)
+    assert two[0].tokens == 32
 
 
 def test_watched_steps_say_what_layers_cast() -> None:
@@ -208,32 +193,6 @@ def test_every_epoch_is_shuffled_anew_and_places_may_come_in_any_order() -> None
     assert not torch.equal(read[0], read[5])
     first = torch.cat(read[:5]).sort(0).values
     assert torch.equal(first, torch.cat(read[5:10]).sort(0).values)
-
-
-def test_what_is_converted_is_counted() -> None:
-    """All products of the model; half of the weights' where a layer of the same sides is left out."""
-    lab = Lab(Settings())
-    ((name, whole),) = lab.examine(task_of("function", "untouched", "fp8"))
-    assert name == "fp8" and whole.share == 1.0 and whole.loss == "the single number that forward gives"
-    ((_, part),) = lab.examine(task_of("function", "fp8", skip=("head",)))
-    own = {holder.name: holder.flops for holder in part.holders}
-    assert part.share == pytest.approx(own["first"] / (own["first"] + own["head"]))
-
-
-def _numpy_batches() -> object:
-    def batches(step: int, seed: int) -> tuple[Tensor, Tensor]:
-        x = torch.from_numpy(np.random.randn(8, 16)).float() * (1 + random.random())
-        return x, (x @ TRUE).argmax(1)
-
-    return Net(), batches
-
-
-def test_draws_of_numpy_and_random_are_seeded() -> None:
-    LIVE["numpy"] = _numpy_batches
-    try:
-        Lab(Settings()).examine(task_of("numpy", "fp32"))
-    finally:
-        LIVE.pop("numpy")
 
 
 def _changing() -> object:
@@ -277,18 +236,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
+@for_each("name", WRONG)
 def test_what_cannot_be_trained_is_refused(name: str) -> None:
-    make, words = WRONG[name]
-    LIVE[name] = make
-    try:
-        with pytest.raises(UsageError, match=f"{name}|{words}") as caught:
-            Lab(Settings()).examine(task_of(name, "bf16"))
-        import re
-
-        assert re.search(words, str(caught.value)), str(caught.value)
-    finally:
-        LIVE.pop(name)
+    with pytest.raises(UsageError, match=WRONG[name][1]):
+        Lab(Settings()).examine(task_of(name, "bf16"))
 
 
 def test_settings_of_the_usual_optimizer_are_refused_beside_another() -> None:
@@ -300,29 +251,27 @@ def test_settings_of_the_usual_optimizer_are_refused_beside_another() -> None:
 
 def test_other_seeds_have_other_weights_and_nudges_move_them() -> None:
     task = task_of("single", "fp32")
-    one = OwnTrainer(task, Arm("fp32", "fp32"))
+    own = OwnTrainer(task, Arm("fp32", "fp32"))
     other = OwnTrainer(task, Arm("other", "fp32", ArmRole.OTHER_SEED))
     nudged = OwnTrainer(replace(task, settings=replace(task.settings, nudge="ulp")), Arm("nudged", "fp32"))
-    weights, others, moved = (each._model.head.weight for each in (one, other, nudged))
+    weights, others, moved = (trainer._model.head.weight for trainer in (own, other, nudged))
     assert not torch.equal(weights, others) and not torch.equal(weights, moved)
     assert torch.allclose(weights, moved, rtol=1e-6)
-    assert isinstance(next(iter(one.advance())), StepRow)
 
 
-def test_stored_scales_stay_and_are_named_where_they_are_of_another_model() -> None:
-    """Every cast of a layer is by the scale of what was stored; the reference stays pure."""
+def test_stored_scales_are_those_of_every_cast(tmp_path: Path) -> None:
+    """The reference stays pure; those of another model are named."""
     amaxes = {"input": 4.0, "weight": 0.5, "gradient": 2.0}
-    layers = [name for name, one in MAKERS["function"]()["model"].named_modules() if isinstance(one, nn.Linear)]  # type: ignore[operator,index]
-    known = tuple(("fp8", layer, role, amax) for layer in layers for role, amax in amaxes.items())
-    arms = (Arm("untouched", "untouched", ArmRole.REFERENCE), Arm("fp8", "fp8"))
-    task = replace(task_of("function", scales=known), arms=arms)
-    lab = lab_of(task)
-    losses = {arm.name: [row.loss for row in rows(lab.advance(arm.name, 6))] for arm in arms}
-    plain = {arm: [row.loss for row in rows(trained(task_of("function", arm), arm))[:6]] for arm in losses}
-    assert losses["untouched"] == plain["untouched"] and losses["fp8"] != plain["fp8"]
-    for layer, arithmetic in lab._trainers["fp8"]._arithmetics.items():
-        scales = {role.value: float(scale.last.scale) for role, scale in arithmetic.scales.items()}  # type: ignore[attr-defined]
-        assert layer in layers and scales == {"input": 448 / 4, "weight": 448 / 0.5, "gradient": 57344 / 2}
+    known = tuple(("fp8", layer, role, amax) for layer in ("first", "head") for role, amax in amaxes.items())
+    task, usual = (task_of("function", "untouched", "fp8", **settings) for settings in ({"scales": known}, {}))
+    lab, plain = lab_of(task), lab_of(usual)
+    for arm in ("untouched", "fp8"):
+        assert (rows(lab.advance(arm, 6)) == rows(plain.advance(arm, 6))) == (arm == "untouched")
+    arithmetics: Any = lab._trainers["fp8"]._arithmetics
+    for arithmetic in arithmetics.values():
+        scales = {role.value: float(scale.last.scale) for role, scale in arithmetic.scales.items()}
+        assert scales == {"input": 448 / 4, "weight": 448 / 0.5, "gradient": 57344 / 2}
+    assert len(arithmetics) == 2
     other = replace(task, settings=replace(task.settings, scales=(("fp8", "elsewhere", "input", 1.0),)))
     with pytest.raises(UsageError, match="--scales-from: it has scales of elsewhere, and none of "):
-        OwnTrainer(other, arms[1])
+        OwnTrainer(other, task.arms[1])

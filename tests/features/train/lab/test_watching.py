@@ -1,27 +1,241 @@
-"""A watched training: the same numbers as one that nobody watches, and lines that say what was there."""
+"""What a tensor says of itself and of its rounding, against definitions written out in numpy, over all recipes; and a
+watched training: the same numbers as one that nobody watches, and lines that say what was there."""
 
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from fp8bench.features.train.lab import readings
 from fp8bench.features.train.lab.lab import Lab
-from fp8bench.features.train.lab.readings import attention_score, batch_norm_drift, embedding_spread
-from fp8bench.features.train.lab.watched_step import GradientNoise, ModelWatch, WatchedStep, noise_of
+from fp8bench.features.train.lab.readings import (
+    attention_score,
+    batch_norm_drift,
+    cast_of,
+    embedding_spread,
+    figures_of,
+    read,
+    reading_of,
+)
+from fp8bench.features.train.lab.watched_step import GradientNoise, ModelWatch, noise_of
 from fp8bench.features.train.values import Arm, LayerReading, StepFigure, StepRow, StreamLine
 from fp8bench.features.train.verdicts.histories import scales_of
-from fp8bench.formats.grids import E4M3, E5M2
-from fp8bench.formats.recipes import Delayed
+from fp8bench.formats.codes import decode
+from fp8bench.formats.grids import E4M3, E5M2, FORMATS, Format
+from fp8bench.formats.recipes import Delayed, Scaling
+from fp8bench.formats.scaled import quantise
+from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.attention import SelfAttention
+from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.plan.corpus import Corpus
-from fp8bench.protocols import Role, WatchedArithmetic
+from fp8bench.protocols import Arithmetic, Role, WatchedArithmetic
+from fp8bench.registry import precisions
 from tests.counts import for_each
-from tests.features.train.lab.labs import hooks_of, lab_of, rows, task_of
+from tests.facts import CPU
+from tests.features.train.lab.labs import hooks_of, lab_of, restarted, rows, task_of
+from tests.formats.scaling_definitions import gaussian
+
+MODES = (
+    "fp32", "bf16", "fp16", "tf32", *(name for name in precisions.names() if name.startswith(("fp8", "mx", "nv"))),
+    "mxfp8:scale=floor", "mxfp4:scale=floor", "fp8-delayed:margin=2",
+)  # fmt: skip
+
+
+def reading(arithmetic: Arithmetic, x: Tensor, role: Role, before: float | None = None) -> tuple[LayerReading, Tensor]:
+    operand = arithmetic.cast(x, role)
+    (figures,) = read([figures_of(x, cast_of(arithmetic, operand, x, role))])
+    return reading_of("arm", 1, 2, "layer", role.value, figures, before), arithmetic.restore(operand, torch.float32)
+
+
+Array = NDArray[np.float64]
+
+
+def factors(x: Tensor, fmt: Format, scaling: Scaling) -> Array:
+    """What each element was times, from what is stored of the tensor."""
+    stored = quantise(x.nan_to_num(0.0, 0.0, 0.0), fmt, scaling)
+    assert stored.scales is not None
+    steps = stored.scales if scaling.scale is None else decode(stored.scales, scaling.scale, checked=False)
+    if stored.tensor_scale is not None:
+        steps = steps * stored.tensor_scale
+    rows, columns = scaling.rows or x.shape[0], scaling.columns or x.shape[1]
+    wide = steps.reshape(-(-x.shape[0] // rows), -1).repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return wide[: x.shape[0], : x.shape[1]].double().numpy()
+
+
+def check(arithmetic: Arithmetic, x: Tensor, role: Role) -> LayerReading:
+    """Counts to the last one, sums to their rounding."""
+    line, left = reading(arithmetic, x, role)
+    a, b = x.double().numpy(), left.double().numpy()
+    sound = np.isfinite(a)
+    kept = sound & np.isfinite(b)
+    exact, count = a[sound], a.size
+    magnitudes = np.abs(exact)
+    nonzero = magnitudes[magnitudes > 0]
+    assert line.amax == magnitudes.max() and line.smallest == (nonzero.min() if nonzero.size else 0.0)
+    scale = max(line.amax, 1e-300)
+    assert line.mean / scale == pytest.approx(np.mean(exact / scale), rel=1e-5, abs=1e-7)
+    assert line.deviation / scale == pytest.approx(np.std(exact / scale), rel=2e-5, abs=1e-7)
+    assert line.zeros == np.count_nonzero(exact == 0) / count
+    assert line.not_finite == np.count_nonzero(~kept) / count
+    assert line.underflow == np.count_nonzero(sound & (a != 0) & (b == 0)) / count >= 0
+    e = np.where(kept, b, 0.0) - np.where(kept, a, 0.0)
+    signal, noise = ((np.where(kept, a, 0.0) / scale) ** 2).sum(), ((e / scale) ** 2).sum()
+    if line.signal_to_noise is None:
+        assert noise == 0
+    else:
+        assert line.signal_to_noise == pytest.approx(10 * np.log10(signal / noise) if noise else 200.0, abs=1e-3)
+    return line
+
+
+def spread_out(shape: tuple[int, int], seed: int = 0) -> Tensor:
+    """Values over many octaves, with zeros, a row and a block of zeros, subnormal numbers, an uneven end."""
+    x = gaussian(*shape, seed=seed) * torch.exp2(torch.arange(shape[1]) % 40 - 25.0)
+    x[:, ::7] = 0
+    x[3] = 0
+    x[5, 32:64] = 0
+    x[2, :3] = torch.tensor([1e-41, -1e-45, -0.0])
+    return x
+
+
+@for_each("mode", MODES)
+def test_each_figure_is_its_definition(mode: str) -> None:
+    """In each role, of float32 and of the carrier's own dtype."""
+    arithmetic = precisions.get(mode).arithmetic(CPU).layer("layer")
+    for role in Role:
+        for x in (gaussian(40, 96), spread_out((40, 100)), spread_out((33, 70)).to(arithmetic.carrier)):
+            line = check(arithmetic, x, role)
+            if isinstance(arithmetic, RecipeArithmetic) and arithmetic.recipe.delayed is None:
+                if arithmetic.treatments[role].scaling is None:
+                    assert line.scale == line.least_scale == line.largest_scale == 1.0
+                else:
+                    check_scales(arithmetic, x, role, line)
+
+
+def check_scales(arithmetic: RecipeArithmetic, x: Tensor, role: Role, line: LayerReading) -> None:
+    """Over the blocks that are not zero, whose scale left something."""
+    treatment = arithmetic.treatments[role]
+    assert treatment.scaling is not None
+    steps, a = factors(x.float(), treatment.fmt, treatment.scaling), np.abs(x.double().numpy())
+    beyond = np.where(steps > 0, a / np.where(steps > 0, steps, 1) / treatment.fmt.largest, 0.0)
+    assert line.saturated == np.count_nonzero(beyond > 1 + 2.0**-21) / a.size
+    assert line.lag == pytest.approx(max(np.log2(beyond.max()), 0.0 if beyond.max() > 1 else -math.inf), abs=1e-6)
+    rows, columns = treatment.scaling.rows or a.shape[0], treatment.scaling.columns or a.shape[1]
+    used = [
+        1 / steps[i, j]
+        for i in range(0, a.shape[0], rows)
+        for j in range(0, a.shape[1], columns)
+        if a[i : i + rows, j : j + columns].any() and steps[i, j] > 0
+    ]
+    assert (line.least_scale, line.largest_scale) == pytest.approx((min(used), max(used)), rel=1e-7)
+    assert math.log2(line.scale) == pytest.approx(np.mean(np.log2(used)), abs=1e-6)
+
+
+@for_each("mode", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "mxfp8", "nvfp4"])
+@for_each("bad", [math.inf, math.nan])
+def test_what_is_not_finite_is_counted_and_stands_nowhere_else(mode: str, bad: float) -> None:
+    """The others say what they would say without it; a block that is lost with it is counted, too."""
+    arithmetic = precisions.get(mode).arithmetic(CPU).layer("layer")
+    x = spread_out((24, 64))
+    x[1, 1] = bad
+    line = check(arithmetic, x, Role.INPUT)
+    assert line.not_finite >= 1 / x.numel() and math.isfinite(line.amax)
+
+
+def test_nothing_at_all() -> None:
+    arithmetic = precisions.get("fp8").arithmetic(CPU)
+    zeros = check(arithmetic, torch.zeros(4, 8), Role.INPUT)
+    assert (zeros.zeros, zeros.amax, zeros.smallest, zeros.lag, zeros.signal_to_noise) == (1, 0, 0, None, None)
+    assert zeros.underflow == zeros.saturated == 0 and zeros.scale == 1
+    figures = read([figures_of(x) for x in (torch.zeros(0, 8), torch.full((2, 2), math.nan))])
+    nothing, lost = (reading_of("arm", 0, 0, "", "input", each, None) for each in figures)
+    assert nothing.zeros == 0
+    assert lost.not_finite == 1 and lost.amax == lost.smallest == 0 and math.isnan(lost.mean)
+
+
+def test_squares_neither_overflow_nor_vanish_and_small_spreads_keep_their_digits() -> None:
+    for size in (1e-30, 1e-20, 3e19, 1e37):
+        line = check(precisions.get("bf16").arithmetic(CPU), gaussian(8, 64) * size, Role.WEIGHT)
+        assert line.deviation == pytest.approx(size, rel=0.2) and line.signal_to_noise is not None
+    check(precisions.get("fp32").arithmetic(CPU), 1000 + gaussian(64, 64), Role.WEIGHT)
+
+
+@for_each("piece", [1 << 26, 1000], ids=["whole", "in pieces"])
+def test_what_a_gpu_does_gives_the_same(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There everything is counted, because nobody waits to see whether it has to be."""
+    arithmetic = precisions.get("fp8").arithmetic(CPU)
+    tensors = [gaussian(40, 96), spread_out((40, 100)), gaussian(40, 96).bfloat16(), 100 + gaussian(33, 7)]
+    tensors.append(tensors[1].index_fill(1, torch.tensor([3]), math.inf))
+    quick = [reading(arithmetic, x, Role.GRADIENT)[0] for x in tensors]
+    monkeypatch.setattr(readings, "waits_for", lambda x: False)
+    monkeypatch.setattr(readings, "_PIECE", piece)
+    for x, before in zip(tensors, quick, strict=True):
+        line, _ = reading(arithmetic, x, Role.GRADIENT)
+        for name in ("amax", "smallest", "zeros", "underflow", "saturated", "not_finite", "scale"):
+            assert getattr(line, name) == getattr(before, name), name
+        assert line.deviation == pytest.approx(before.deviation, rel=1e-6)
+        assert line.mean == pytest.approx(before.mean, rel=1e-5, abs=1e-6 * line.amax)
+        assert line.signal_to_noise == pytest.approx(before.signal_to_noise, abs=1e-4)
+    huge, _ = reading(arithmetic, gaussian(4, 8) * 1e25, Role.GRADIENT)
+    assert math.isnan(huge.deviation) and huge.signal_to_noise is None, "float32 has no squares of these"
+
+
+# Scales of rows or blocks, which are found anew.
+CURRENT = ("fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
+
+
+class _Waits(OperatorWatch):
+    """Raises where a number is read, which on a GPU would wait for it; counts what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select"), f"{name} waits for the device"
+        self.operators += name not in ("view", "detach", "reshape", "_unsafe_view", "as_strided", "expand", "select")
+        return func(*args, **(kwargs or {}))
+
+
+@for_each("mode", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
+def test_on_a_gpu_nothing_waits_until_all_is_read(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readings, "waits_for", lambda x: False)
+    arithmetic = precisions.get(mode).arithmetic(CPU).layer("layer")
+    for role, x in ((Role.WEIGHT, gaussian(32, 256)), (Role.GRADIENT, spread_out((32, 256)).to(arithmetic.carrier))):
+        cast = cast_of(arithmetic, arithmetic.cast(x, role), x, role)
+        with _Waits() as seen:
+            figures = figures_of(x, cast)
+        assert 15 < seen.operators < (95 if mode in CURRENT else 40) and read([figures])[0]["count"] == x.numel()
+
+
+def test_delayed_scales_say_lag_and_drift() -> None:
+    """The scale is that of the cast before: what has grown fourfold since is two octaves beyond the largest."""
+    arithmetic = precisions.get("fp8-delayed:history=1").arithmetic(CPU).layer("layer")
+    x = gaussian(16, 64)
+    arithmetic.cast(x, Role.INPUT)
+    second, _ = reading(arithmetic, 4 * x, Role.INPUT)
+    assert second.scale == pytest.approx(FORMATS["e4m3fn"].largest / float(x.abs().max()), rel=1e-6)
+    assert second.lag == pytest.approx(2, abs=1e-5)
+    assert second.saturated == float((4 * x.abs() > x.abs().max()).sum()) / x.numel() > 0
+    third, _ = reading(arithmetic, 4 * x, Role.INPUT, before=second.scale)
+    assert third.drift == pytest.approx(2) and third.lag == pytest.approx(0, abs=1e-5) and third.saturated == 0
+
+
+def test_a_current_scale_never_lags() -> None:
+    arithmetic = precisions.get("fp8").arithmetic(CPU)
+    lines = [reading(arithmetic, gaussian(1, 7, seed=seed) * 0.1 * seed, Role.INPUT)[0] for seed in range(1, 200)]
+    assert all(line.lag is not None and -1e-5 < line.lag <= 0 and line.saturated == 0 for line in lines)
+
 
 ARMS = (
     Arm("delayed", "fp8-delayed:history=3", settings=(("checkpointing", "blocks"), ("dropout", 0.1))),
@@ -52,31 +266,30 @@ def test_nobody_sees_in_the_losses_that_it_is_watched(lines: list[StreamLine], c
 
 def test_every_layer_says_what_it_casts(lines: list[StreamLine]) -> None:
     """Once for each role, in watched steps, whatever the micro-batches and how often a block is computed."""
-    found = [line for line in lines if isinstance(line, LayerReading)]
-    keys = [(one.arm, one.step, one.layer, one.role) for one in found]
-    assert len(set(keys)) == len(keys) and {one.step for one in found} == {0, 2, 4}
+    keys = [(line.arm, line.step, line.layer, line.role) for line in lines if isinstance(line, LayerReading)]
+    assert len(set(keys)) == len(keys) and {step for _, step, _, _ in keys} == {0, 2, 4}
+    products = {(layer, role.value) for layer in LAYERS for role in Role}
     for arm in ("delayed", "nvfp4", "fp16"):
-        assert {one[2:] for one in keys if one[0] == arm} == {
-            *((layer, role.value) for layer in LAYERS for role in Role),
-            ("embedding", "weight"), ("positions", "weight"),
+        assert {key[2:] for key in keys if key[0] == arm} == {
+            *products, ("embedding", "weight"), ("positions", "weight"),
         }  # fmt: skip
-    assert {one.layer for one in found if one.arm == "cnn" and one.role == "gradient"} > {"blocks.0.first"}
-    assert {one.layer for one in found if one.arm == "moe" and one.role == "input"} > {"blocks.0.mlp.experts.7.up"}
+    assert ("cnn", 0, "blocks.0.first", "gradient") in keys
+    assert ("moe", 0, "blocks.0.mlp.experts.7.up", "input") in keys
 
 
 def test_scales_are_those_of_the_casts(lines: list[StreamLine]) -> None:
     """The first delayed ones are 1; those of blocks differ; bf16 has none."""
-    found = {(one.arm, one.step, one.layer, one.role): one for one in lines if isinstance(one, LayerReading)}
-    first, later = (found["delayed", step, "blocks.0.mlp.up", "input"] for step in (0, 4))
+    readings_of = {
+        (line.arm, line.step, line.layer, line.role): line for line in lines if isinstance(line, LayerReading)
+    }
+    first, next_, later = (readings_of["delayed", step, "blocks.0.mlp.up", "input"] for step in (0, 2, 4))
     assert first.scale == 1 and first.drift is None and later.scale > 10
-    assert found["delayed", 2, "blocks.0.mlp.up", "input"].drift == pytest.approx(
-        math.log2(found["delayed", 2, "blocks.0.mlp.up", "input"].scale)
-    )
-    blocks = found["nvfp4", 4, "blocks.0.mlp.up", "input"]
+    assert next_.drift == pytest.approx(math.log2(next_.scale))
+    blocks, plain = readings_of["nvfp4", 4, "blocks.0.mlp.up", "input"], readings_of["moe", 4, "head", "input"]
     assert 0 < blocks.least_scale < blocks.scale < blocks.largest_scale
     assert blocks.signal_to_noise is not None and 15 < blocks.signal_to_noise < 30
-    assert found["moe", 4, "head", "input"].scale == 1 and found["moe", 4, "head", "input"].signal_to_noise is None
-    gradient = found["fp16", 4, "head", "gradient"]
+    assert plain.scale == 1 and plain.signal_to_noise is None
+    gradient = readings_of["fp16", 4, "head", "gradient"]
     assert gradient.lag is not None and -20 < gradient.lag < 0, "with the loss scale in it"
 
 
@@ -85,44 +298,41 @@ def test_amaxes_of_every_step_replayed_give_the_scales_that_there_were(corpus: C
     delayed = Delayed(history=3, margin=1, interval=2)
     arm = Arm("delayed", "fp8-delayed:history=3:margin=1:interval=2")
     lab = lab_of(replace(task_of(corpus, arm, steps=6), stride=1))
-    found: dict[tuple[str, str], list[LayerReading]] = {}
+    courses: dict[tuple[str, str], list[LayerReading]] = {}
     for line in lab.advance("delayed", 6):
         if isinstance(line, LayerReading) and line.layer.startswith("blocks"):
-            found.setdefault((line.layer, line.role), []).append(line)
-    assert len(found) == 12
-    for (_, role), course in found.items():
+            courses.setdefault((line.layer, line.role), []).append(line)
+    assert len(courses) == 12
+    for (_, role), course in courses.items():
         largest = (E5M2 if role == "gradient" else E4M3).largest
-        wanted = scales_of([one.amax for one in course], delayed, largest)
-        assert [one.scale for one in course] == wanted.tolist()
+        wanted = scales_of([line.amax for line in course], delayed, largest)
+        assert [line.scale for line in course] == wanted.tolist()
 
 
 def test_what_else_a_watched_step_says(lines: list[StreamLine]) -> None:
-    found = {
-        (one.arm, one.name, one.layer): one.value for one in lines if isinstance(one, StepFigure) and one.step == 4
+    values = {
+        (line.arm, line.name, line.layer): line.value
+        for line in lines
+        if isinstance(line, StepFigure) and line.step == 4
     }
     for layer in LAYERS:
-        assert 0 < found["nvfp4", "update_ratio", layer] < 0.1
-        assert found["nvfp4", "output_amax", layer] > 0 and found["nvfp4", "gradient_snr", f"{layer}.weight"] >= 0
-    assert found["nvfp4", "gradient_snr", ""] >= 0 and found["nvfp4", "noise_scale", ""] > 0
-    assert ("delayed", "noise_scale", "") not in found, "there is one micro-batch"
-    assert found["delayed", "attention_score", "blocks.0.attn"] > 0
-    assert found["cnn", "batch_norm_drift", "blocks.0.norm_first"] > 0
-    assert found["delayed", "embedding_spread", "embedding"] > 0 and found["delayed", "memory", ""] > 1 << 20
-    assert 0 < found["delayed", "watched_seconds", ""] < 60
+        assert 0 < values["nvfp4", "update_ratio", layer] < 0.1
+        assert values["nvfp4", "output_amax", layer] > 0 and values["nvfp4", "gradient_snr", f"{layer}.weight"] >= 0
+    assert values["nvfp4", "gradient_snr", ""] >= 0 and values["nvfp4", "noise_scale", ""] > 0
+    assert ("delayed", "noise_scale", "") not in values, "there is one micro-batch"
+    assert values["delayed", "attention_score", "blocks.0.attn"] > 0
+    assert values["cnn", "batch_norm_drift", "blocks.0.norm_first"] > 0
+    assert values["delayed", "embedding_spread", "embedding"] > 0 and values["delayed", "memory", ""] > 1 << 20
+    assert 0 < values["delayed", "watched_seconds", ""] < 60
 
 
-def test_lines_after_a_checkpoint_are_those_without_one(
-    corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Drifts included, which are from one reading to the next."""
-    folder = str(tmp_path_factory.mktemp("kept") / "one")
+def test_lines_after_a_checkpoint_are_those_without_one(corpus: Corpus, tmp_path: Path) -> None:
     task = replace(task_of(corpus, ARMS[0], steps=4), stride=1)
-    lab, other = lab_of(task), lab_of(task)
+    lab = lab_of(task)
     lab.advance("delayed", 2)
-    lab.save(folder)
-    other.restore(folder)
+    other = restarted(lab, task, tmp_path)
     wanted, again = (
-        [one for one in each.advance("delayed", 2) if isinstance(one, LayerReading)] for each in (lab, other)
+        [line for line in each.advance("delayed", 2) if isinstance(line, LayerReading)] for each in (lab, other)
     )
     assert wanted == again and wanted[0].drift is not None
 
@@ -133,7 +343,6 @@ def small_model() -> nn.Module:
 
 
 def test_nothing_stays_attached_whatever_happens(corpus: Corpus) -> None:
-    """Neither after a step, nor after one that has failed in the middle."""
     model = small_model()
     watch = ModelWatch(model)
     with watch.step(micro_batches=2):
@@ -142,12 +351,17 @@ def test_nothing_stays_attached_whatever_happens(corpus: Corpus) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), watch.step(micro_batches=2):
         model(torch.zeros(3, 9))
     assert hooks_of(model) == 0
+    compiled = nn.Sequential(small_model(), nn.Linear(1, 2))
+    compiled[0].compile(backend="eager")
+    assert [path for path, _ in ModelWatch(compiled).modules] == ["1"], "inside a graph nobody looks"
     lab = lab_of(replace(task_of(corpus, "fp8"), stride=1))
     lab.advance("fp8", 1)
     built = lab._trainers["fp8"]._model
     assert hooks_of(built) == 0
-    assert not any(isinstance(getattr(one, "arithmetic", None), WatchedArithmetic) for one in built.modules())
-    assert all(type(one.core).__name__ == "FusedCore" for one in built.modules() if isinstance(one, SelfAttention))
+    assert not any(isinstance(getattr(module, "arithmetic", None), WatchedArithmetic) for module in built.modules())
+    assert all(
+        type(module.core).__name__ == "FusedCore" for module in built.modules() if isinstance(module, SelfAttention)
+    )
 
 
 def test_noise_of_gradients_is_that_of_their_definition() -> None:
@@ -159,25 +373,21 @@ def test_noise_of_gradients_is_that_of_their_definition() -> None:
         for batch in batches:
             (model(batch).square().mean() / 4).backward()
         seen.updated({}, {})
-    found = {(one.name, one.layer): one.value for one in watch.lines(0, seen) if isinstance(one, StepFigure)}
+    values = {(line.name, line.layer): line.value for line in watch.lines(0, seen) if isinstance(line, StepFigure)}
     variances, signals = [], []
     for (name, _), gradients in zip(model.named_parameters(), zip(*alone, strict=True), strict=True):
-        every = torch.stack([one.flatten() for one in gradients]).double()
+        every = torch.stack([gradient.flatten() for gradient in gradients]).double()
         variance = float(every.var(0).sum())
         variances.append(variance)
         signals.append(float(every.mean(0).square().sum()) - variance / 4)
         ratio = math.sqrt(max(signals[-1], 0) / variance)
-        assert found["gradient_snr", name] == pytest.approx(ratio, rel=1e-3)  # float32's own of a difference
+        assert values["gradient_snr", name] == pytest.approx(ratio, rel=1e-3)  # float32's own of a difference
     joint = GradientNoise(sum(variances), sum(signals))
-    assert found["gradient_snr", ""] == pytest.approx(joint.ratio, rel=1e-3)
-    assert found["noise_scale", ""] == pytest.approx(5 * joint.scale, rel=1e-3)
-
-
-def test_noise_without_signal_and_signal_without_noise() -> None:
-    """Gradients that are alike have none; of those that cancel each other there is nothing but noise."""
+    assert values["gradient_snr", ""] == pytest.approx(joint.ratio, rel=1e-3)
+    assert values["noise_scale", ""] == pytest.approx(5 * joint.scale, rel=1e-3)
+    # Gradients that are alike have none; of those that cancel each other there is nothing but noise.
     alike, opposite = noise_of(2, 2.0, 4.0), noise_of(2, 2.0, 0.0)
-    assert (alike.ratio, alike.scale) == (math.inf, 0.0)
-    assert opposite.ratio == 0 and opposite.scale == math.inf
+    assert (alike.ratio, alike.scale, opposite.ratio, opposite.scale) == (math.inf, 0.0, 0.0, math.inf)
 
 
 @for_each(("heads", "key_heads", "tokens"), [(4, 4, 30), (4, 2, 300)])
@@ -198,22 +408,3 @@ def test_batch_norms_and_embeddings() -> None:
     assert float(batch_norm_drift(x.view(40, 100, 6), x.mean(0), channels_last=True)) == pytest.approx(0, abs=1e-4)
     assert float(embedding_spread(torch.ones(5, 8))) == 0
     assert float(embedding_spread(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))) == 1
-
-
-def test_a_module_of_anybody_is_watched_by_what_goes_through_it() -> None:
-    """Inputs, outputs, weights, gradients of outputs; nothing inside what is compiled; nothing in eval passes."""
-    model = small_model()
-    x = torch.randn(12, 8)
-    with ExitStack() as stack:
-        seen = WatchedStep(ModelWatch(model), stack, 1)
-        with torch.no_grad():
-            model(x)
-        assert not seen.tensors
-        model(x).sum().backward()
-        seen.updated({}, {})
-    assert set(seen.tensors) == {(layer, role) for layer in ("0", "3") for role in ("input", "weight", "gradient")}
-    assert seen.tensors["0", "input"]["mean"] == pytest.approx(float(x.mean()), rel=1e-4)
-    assert ("batch_norm_drift", "1") in seen.named and ("output_amax", "3") in seen.named
-    compiled = nn.Sequential(small_model(), nn.Linear(1, 2))
-    compiled[0].compile(backend="eager")
-    assert [path for path, _ in ModelWatch(compiled).modules] == ["1"]

@@ -1,0 +1,299 @@
+"""What is kept, and how a lab goes on from there: to the same bits in every way of training; back, past a batch; or as
+another arm. Nothing is believed that is not as it was written."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8bench.errors import StoreError
+from fp8bench.features.train.arms import LEVELS
+from fp8bench.features.train.lab.lab import Lab
+from fp8bench.features.train.lab.models import config_of, layers_of
+from fp8bench.features.train.request import SCHEDULES
+from fp8bench.features.train.values import Arm, LayerReading
+from fp8bench.plan.corpus import Corpus
+from fp8bench.registry import precisions
+from tests.counts import for_each
+from tests.features.train.lab.labs import lab_of, restarted, rows, task_of
+from tests.older import changed_document
+
+LOW = (("optimizer_states", "fp8lm"), ("master", "fp16-scaled"), ("gradients", "fp8"), ("micro_batches", 2))
+DRAWN = (("master", "bf16-stochastic"), ("dropout", 0.1))
+HALF = (("optimizer_states", "bf16"), ("gradients", "bf16"), ("dropout", 0.1), ("checkpointing", "blocks"))
+MODES = (
+    "nvfp4", Arm("fp8lm", "fp8", settings=LOW), Arm("drawn", "bf16", settings=DRAWN),
+    Arm("o3", "fp8:scale=pow2", settings=LEVELS["msamp-o3"].settings),
+    Arm("half", "fp8-delayed:history=3", settings=HALF), Arm("dynamic", "fp16", settings=(("loss_scale", "dynamic"),)),
+    Arm("attention", "fp8-delayed:history=4", settings=(("attention", "rounded"),)),
+)  # fmt: skip
+MANY = (
+    *precisions.names(), "fp8-delayed:algorithm=most_recent:margin=1", "fp8-delayed:history=2:interval=2",
+    "nvfp4:hadamard=off", "nvfp4:stochastic=off",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arms", [MODES, pytest.param(MANY, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_it_goes_on_from_a_checkpoint_with_the_same_bits(
+    arms: tuple[Arm | str, ...], corpus: Corpus, tmp_path: Path
+) -> None:
+    """In a lab that has begun anew, and done other steps before it was given the checkpoint."""
+    task = task_of(corpus, *arms, steps=4)
+    names = [arm.name for arm in task.arms]
+    lab, other = lab_of(task), lab_of(task)
+    for name in names:
+        lab.advance(name, 2)
+    assert lab.save(str(tmp_path / "kept")) == ()
+    wanted = {name: rows(lab.advance(name, 5)) for name in names}
+    assert all(len(steps) == 2 for steps in wanted.values()), "no more steps than the task has"
+    for name in names[:2]:
+        other.advance(name, 1)
+    assert other.restore(str(tmp_path / "kept")) == tuple((name, 2) for name in names)
+    assert {name: rows(other.advance(name, 2)) for name in names} == wanted
+
+
+AROUND = (("embed", "fp16"), ("norm", "fp8"), ("residual", "fp32"), ("logits", "mxfp8"), ("output", "fp16"))
+WAYS: dict[str, dict[str, Any]] = {
+    **{f"schedule {name}": {"schedule": name} for name in SCHEDULES},
+    **{f"optimizer {name}": {"optimizer": name} for name in ("adamw", "sgd", "lion", "adafactor")},
+    **{f"arch {name}": {"arch": name} for name in ("cnn", "mlp", "moe")},
+    "lion in low precision": {"optimizer": "lion", "optimizer_states": "fp8lm", "master": "fp16-scaled"},
+    "plateau that drops at once": {"schedule": "plateau", "patience": 0, "floor": 0.01, "rate": 1e-6},
+    "updates in fp8": {"updates": "fp8", "optimizer": "sgd"},
+    "clipping by kind": {"clip_by": "kind", "clip": 0.1},
+    "clipping by tensor": {"clip_by": "tensor", "clip": 0.05},
+    "rates": {"rates": (("attn", 0.5), ("blocks.0", 2.0))},
+    "a scale that grows": {"loss_scale": "dynamic", "scale_first": 2.0**8, "scale_factor": 4.0, "scale_growth": 2},
+    "parts in other precisions": {"precision_map": AROUND},
+    "batch norm in fp16": {"arch": "cnn", "precision_map": (("norm", "fp16"),)},
+    "batch norm in fp8": {"arch": "cnn", "precision_map": (("norm", "fp8"), ("embed", "mxfp4"))},
+    "layer norm": {"arch": "cnn", "norm": "layer"},
+}
+# Ways that have nothing to do with each other are killed together; every one of them once.
+TOGETHER = (
+    ("schedule cosine", "optimizer adamw", "clipping by kind", "parts in other precisions"),
+    ("schedule linear", "optimizer lion", "clipping by tensor"),
+    ("schedule constant", "optimizer adafactor", "rates"),
+    ("schedule wsd", "updates in fp8", "a scale that grows"),
+    ("schedule one-cycle", "lion in low precision"),
+    ("schedule inverse-sqrt", "optimizer sgd"),
+    ("schedule plateau", "layer norm"),
+    ("plateau that drops at once",), ("batch norm in fp16",), ("batch norm in fp8",),
+    ("arch cnn",), ("arch mlp",), ("arch moe",),
+)  # fmt: skip
+
+
+@for_each("ways", TOGETHER, ids=lambda ways: ways[0])
+def test_every_way_that_was_killed_goes_on_to_the_same_bits(
+    ways: tuple[str, ...], corpus: Corpus, tmp_path: Path
+) -> None:
+    """Looks too: statistics that batch norm keeps are part of what is kept."""
+    assert sorted(way for ways in TOGETHER for way in ways) == sorted(WAYS)
+    settings = {name: value for way in ways for name, value in WAYS[way].items()}
+    assert len(settings) == sum(len(WAYS[way]) for way in ways)
+    task, mode = task_of(corpus, "fp8-delayed", steps=20, **settings), "fp8-delayed"
+    whole = lab_of(task)
+    _ = [whole.advance(mode, 3), whole.validate(mode)]
+    other = restarted(whole, task, tmp_path)
+    wanted, again = (
+        [rows(lab.advance(mode, 2)), lab.validate(mode), rows(lab.advance(mode, 2))] for lab in (whole, other)
+    )
+    assert again == wanted
+
+
+def _losses(corpus: Corpus, **settings: Any) -> list[float]:
+    lab = lab_of(task_of(corpus, "bf16", steps=6, **settings))
+    losses = []
+    for _ in range(2):
+        losses += [row.loss for row in rows(lab.advance("bf16", 2))]
+        if settings.get("schedule") == "plateau":
+            lab.validate("bf16")
+    return losses
+
+
+def test_each_of_them_changes_a_training(corpus: Corpus) -> None:
+    """None is parsed and ignored, but for what is usual anyway."""
+    usual = {arch: _losses(corpus, arch=arch) for arch in ("gpt", "cnn")}
+    # Powers of two change no bit of bf16's.
+    same = {"schedule cosine", "optimizer adamw", "a scale that grows", "arch cnn"}
+    for way, settings in WAYS.items():
+        losses = _losses(corpus, **settings)
+        assert (losses == usual.get(settings.get("arch", "gpt"), usual["gpt"])) == (way in same), way
+
+
+def test_stored_scales_stay_as_they_are_in_every_step_and_after_a_kill(corpus: Corpus, tmp_path: Path) -> None:
+    """Of every layer but the head; another magnitude gives another training."""
+    plain_task, mode = task_of(corpus, "fp8-delayed", "bf16"), "fp8-delayed"
+    layers = [layer.name for layer in layers_of("gpt", config_of(plain_task.settings, 256)) if not layer.high]
+    known = tuple(("fp8", layer, role, 2.0) for layer in layers for role in ("input", "weight", "gradient"))
+    task = replace(plain_task, settings=replace(plain_task.settings, scales=known))
+    whole, plain = lab_of(task), lab_of(plain_task)
+    lines = whole.advance(mode, 11)
+    scales = {(line.role, line.scale) for line in lines if isinstance(line, LayerReading) and line.layer in layers}
+    assert scales == {("input", 224.0), ("weight", 224.0), ("gradient", 57344.0 / 2)}
+    other = restarted(whole, task, tmp_path)
+    assert rows(other.advance(mode, 2)) == rows(whole.advance(mode, 2))
+    assert rows(plain.advance(mode, 11)) != rows(lines)
+    assert rows(plain.advance("bf16", 3)) == rows(whole.advance("bf16", 3))  # which has no such scales
+
+
+def test_a_branch_goes_on_from_a_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
+    """As the arm itself goes on, bit for bit; with another precision or rate from the same weights."""
+    task, mode = task_of(corpus, "fp8-delayed", steps=20), "fp8-delayed"
+    lab, folder, settings = lab_of(task), str(tmp_path / "kept"), task.settings
+    lab.advance(mode, 3)
+    lab.save(folder)
+    own = rows(lab.advance(mode, 3))
+    trials = {
+        "as it was": (mode, settings),
+        "margin": ("fp8-delayed:margin=1", settings),
+        "slower": (mode, replace(settings, rate=settings.rate / 2)),
+        "scaled": (mode, replace(settings, loss_scale="dynamic")),
+    }
+    for name, (precision, changed) in trials.items():
+        assert lab.branch(folder, mode, Arm(name, precision), changed) == 3
+    same, margin, slower, scaled = (rows(lab.advance(name, 3)) for name in trials)
+    assert [replace(row, arm=mode) for row in same] == own
+    losses = [row.loss for row in same]
+    assert losses != [row.loss for row in margin] == pytest.approx(losses, rel=0.01)
+    assert slower[0].loss == same[0].loss and slower[0].rate == same[0].rate / 2
+    assert slower[1].loss != same[1].loss
+    assert scaled[0].loss_scale == 2.0**16, "a scale that finds itself begins where it always does"
+    assert lab.branch("", mode, Arm("anew", "bf16"), settings) == 0
+    with pytest.raises(StoreError, match="nothing of other"):
+        lab.branch(folder, "other", Arm("x", "bf16"), settings)
+
+
+@for_each("mode", ["bf16", "fp8-delayed", "nvfp4"])
+def test_an_arm_goes_back_to_the_weights_of_one_that_never_met_the_batch(
+    corpus: Corpus, tmp_path: Path, mode: str
+) -> None:
+    """Bit for bit, whatever casts remember and draw: the same steps without the batch that spoilt it, from a checkpoint
+    that has been through a file."""
+    task = task_of(corpus, mode, on_nan="rewind", dropout=0.1, steps=12)
+    lab, never = lab_of(task), lab_of(task)
+    before = lab.advance(mode, 5)
+    folder = str(tmp_path / "kept")
+    lab.save(folder)
+    never._trainers[mode].rewinds = ((7, 7),)
+    whole = never.advance(mode, 12)
+    trainer = lab._trainers[mode]
+    windows = trainer._read_in(0)
+    drawn, parameter = windows.drawn, next(iter(trainer._parameters.values()))
+
+    def spoilt(seed: int, step: int, *rest: int) -> Any:
+        if step == 7:
+            with torch.no_grad():
+                parameter.mul_(torch.nan)
+        return drawn(seed, step, *rest)
+
+    windows.drawn = spoilt  # type: ignore[method-assign]
+    lines = lab.advance(mode, 12)
+    assert rows(lines)[-1].step == 7 and trainer.stopped and lab.advance(mode, 3) == ()
+    assert lab.rewinds(mode) == () and lab.rewind(folder, mode, ((7, 7),)) == 5
+    again = rows(lab.advance(mode, 12))
+    assert rows(before) + again == rows(whole)
+    assert [row.step for row in again] == [5, 6, *range(8, 12)]
+    for name, own in lab._trainers[mode]._parameters.items():
+        assert torch.equal(own, never._trainers[mode]._parameters[name]), name
+    lab.save(str(tmp_path / "later"))
+    lab.restore(str(tmp_path / "later"))
+    assert lab.rewinds(mode) == ((7, 7),)
+    assert lab.rewind("", mode, ((0, 2), (7, 7))) == 0
+    assert [row.step for row in rows(lab.advance(mode, 12))] == [*range(3, 7), *range(8, 12)]
+
+
+@pytest.fixture
+def lab(corpus: Corpus) -> Lab:
+    lab = lab_of(task_of(corpus, "bf16", "fp8"))
+    lab.advance("bf16", 1)
+    return lab
+
+
+@contextmanager
+def files_end_after(size: int) -> Iterator[None]:
+    """A real limit of the system's, met in the middle of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_nothing(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the new folder nor a half of it; the one before stands, and training goes on."""
+    kept = tmp_path / "kept"
+    lab.save(str(kept))
+    before = {path.name: path.read_bytes() for path in kept.iterdir()}
+    with files_end_after(4000), pytest.raises(StoreError, match="File too large"):
+        lab.save(str(tmp_path / "new"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(StoreError, match="No space left on device"):
+            lab.save(str(kept))
+    assert list(tmp_path.iterdir()) == [kept]
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == before
+    assert len(rows(lab.advance("bf16", 1))) == 1
+
+
+@for_each("damage", ["bit", "short", "gone", "head", "no head"])
+def test_a_damaged_one_is_named(corpus: Corpus, tmp_path: Path, damage: str) -> None:
+    """And no arm has changed: not even those whose files are sound."""
+    lab, kept = lab_of(task_of(corpus, "bf16", "fp8")), tmp_path / "kept"
+    lab.save(str(kept))
+    path = kept / ("checkpoint.json" if "head" in damage else "1.pt")
+    content = bytearray(path.read_bytes())
+    if damage in ("gone", "no head"):
+        path.unlink()
+    elif damage == "bit":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    else:
+        path.write_bytes(content[:-20])
+    lab.advance("bf16", 1)
+    with pytest.raises(StoreError, match="kept" if "head" in damage else "1.pt"):
+        lab.restore(str(kept))
+    assert lab._trainers["bf16"].step == 1
+
+
+def test_one_of_another_training_is_refused(corpus: Corpus, lab: Lab, tmp_path: Path) -> None:
+    lab.save(str(tmp_path))
+    task = task_of(corpus, "bf16", "fp8")
+    for other in (replace(task, seed=1), replace(task, steps=21), replace(task, arms=task.arms[:1])):
+        with pytest.raises(StoreError, match="is of another training"):
+            lab_of(other).restore(str(tmp_path))
+    head = changed_document(tmp_path / "checkpoint.json")
+    for changed, words in (({"version": 99}, "is of another training"), ({"rank": 1}, "of rank 1, not of rank 0")):
+        (tmp_path / "checkpoint.json").write_text(json.dumps(head | changed))
+        with pytest.raises(StoreError, match=words):
+            lab_of(task).restore(str(tmp_path))
+
+
+def test_nothing_in_a_file_is_run(lab: Lab, tmp_path: Path) -> None:
+    """A file that would call something when it is loaded is refused, whatever its digest."""
+
+    class Harmful:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(tmp_path / "harm"),)
+
+    kept = tmp_path / "kept"
+    lab.save(str(kept))
+    torch.save({"step": Harmful()}, kept / "0.pt")
+    head: dict[str, Any] = changed_document(kept / "checkpoint.json")
+    head["arms"]["bf16"]["sha256"] = hashlib.sha256((kept / "0.pt").read_bytes()).hexdigest()
+    (kept / "checkpoint.json").write_text(json.dumps(head))
+    with pytest.raises(StoreError, match="holds more than tensors and plain values"):
+        lab.restore(str(kept))
+    assert not (tmp_path / "harm").exists()
