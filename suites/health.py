@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
+from fp8bench.features.train.beginnings import prepare_text
 from fp8bench.features.train.health.health import RULES, Health
 from fp8bench.features.train.lab.evaluate import TokenWindows
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.texts import prepare_text
 from fp8bench.features.train.values import (
     Arm,
     ArmRole,

@@ -250,9 +250,11 @@ def supported(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
     settings = arm.taken(request.settings)
     config = config_of(settings, 1)
     words = (arm.precision, *(word for _, word in settings.precision_map))
-    found = [support(settings, config, precisions.get(word), facts) for word in words]
-    refused = next((one.reason for one in found if one.level is Level.REFUSED), "")
-    return replace(arm, native=all(one.level is Level.NATIVE for one in found), skip=facts.unusable or refused)
+    supports = [support(settings, config, precisions.get(word), facts) for word in words]
+    refused = next((level_of.reason for level_of in supports if level_of.level is Level.REFUSED), "")
+    return replace(
+        arm, native=all(level_of.level is Level.NATIVE for level_of in supports), skip=facts.unusable or refused
+    )
 
 
 # Of a device's memory: its own context, what allocators round up, and readings of watched steps need the rest.

@@ -246,14 +246,14 @@ def _of_all_arms(
 
 def windows_of(curves: Curves, ends: Sequence[int]) -> Windows:
     """Of each curve the mean before each end; NaN where it has not come so far, or is not finite."""
-    found = {}
+    means = {}
     for key, curve in curves.items():
         window, rows = last_of(curve.steps), curve.rows
-        found[key] = [
+        means[key] = [
             _mean([row.loss for row in rows[max(0, end - window) : end] if row.step not in curve.passed])
             if end <= len(rows) else math.nan for end in ends
         ]  # fmt: skip
-    return found
+    return means
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -261,20 +261,20 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _loss(own: Sequence[Sequence[float]], band: Sequence[Sequence[float]], place: int) -> Mark | None:
-    found, around = ([one[place] for one in each if math.isfinite(one[place])] for each in (own, band))
-    if not found:
+    here, around = ([values[place] for values in each if math.isfinite(values[place])] for each in (own, band))
+    if not here:
         return None
-    return Mark("", fmean(found), *((min(around), max(around)) if len(around) > 1 else ()))
+    return Mark("", fmean(here), *((min(around), max(around)) if len(around) > 1 else ()))
 
 
 def _gap(both: Sequence[tuple[Sequence[float], Sequence[float]]], place: int) -> Mark | None:
     """In percent; without an interval of one seed."""
     pairs = ((new[place], old[place]) for new, old in both)
-    found = gap_of([100 * (new / old - 1) for new, old in pairs if math.isfinite(new) and 0 < old < math.inf])
-    if found is None:
+    gap = gap_of([100 * (new / old - 1) for new, old in pairs if math.isfinite(new) and 0 < old < math.inf])
+    if gap is None:
         return None
-    low, high = (found.shown.low, found.shown.high) if found.shown is not None else (None, None)
-    return Mark("", found.point, low, high, hint=f"of {many(found.pairs, 'seed')}")
+    low, high = (gap.shown.low, gap.shown.high) if gap.shown is not None else (None, None)
+    return Mark("", gap.point, low, high, hint=f"of {many(gap.pairs, 'seed')}")
 
 
 def _places(steps: Iterable[int]) -> tuple[str, ...]:

@@ -25,8 +25,7 @@ from fp8bench.features.train.health.health import RULES
 from fp8bench.features.train.health.steps import HealthRule
 from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, LayerReading, TrainingEvent
 from fp8bench.features.train.verdicts.curves import curves_of
-from fp8bench.features.train.verdicts.scores import score_parts
-from fp8bench.features.train.verdicts.summary import summaries_of
+from fp8bench.features.train.verdicts.summary import score_parts, summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.features.train.view import (
     answers,
@@ -74,20 +73,20 @@ _ARMS = (
 )  # fmt: skip
 
 
-def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
+def page_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Page:
     training = kept.training
     curves, ends = curves_of(kept.lines, training.request.steps), ends_of(training.request.steps)
     means = windows_of(curves, ends)
     parts = (
-        *parts_of(kept, found),
-        Part("verdict", "Does it still learn?", tuple(_verdicts(kept, found, curves)), _LEAD),
+        *parts_of(kept, verdicts),
+        Part("verdict", "Does it still learn?", tuple(_verdicts(kept, verdicts, curves)), _LEAD),
         Part("curves", "Losses", (
-            *gap_curves(kept, means, ends, found.reference), *loss_curves(kept, means, ends), *held_out_curves(kept),
+            *gap_curves(kept, means, ends, verdicts.reference), *loss_curves(kept, means, ends), *held_out_curves(kept),
             *loss_by_time(kept, curves, means, ends),
         )),
         Part("memory", "Memory by what it is for", tuple(_memory(kept))),
         Part("texts", "Other looks at the trained model", tuple(_looks(kept))),
-        *score_parts(kept, found),
+        *score_parts(kept, verdicts),
         Part("health", "What happened", tuple(_events(kept))),
         Part("tensors", "Tensors by layer", (*worst_readings(kept), *tensor_lines(kept))),
         Part("figures", "Gradients, updates and rates", tuple(figure_curves(kept, curves, ends))),
@@ -110,13 +109,13 @@ def _worth_showing(element: Element) -> bool:
     return not isinstance(element, Chart) or (worth_drawing(element) and not empty)
 
 
-def _verdicts(kept: KeptTraining, found: TrainingVerdicts, curves: Curves) -> Iterator[Element]:
-    shown = [summary for summary in summaries_of(kept, found, curves) if not summary.arm.is_band]
-    if told := tuple(answers(found)):
+def _verdicts(kept: KeptTraining, verdicts: TrainingVerdicts, curves: Curves) -> Iterator[Element]:
+    shown = [summary for summary in summaries_of(kept, verdicts, curves) if not summary.arm.is_band]
+    if told := tuple(answers(verdicts)):
         yield Items(told)
-    yield table("arms", "Arms", arm_cols(found, shown, _ARMS), shown, main=True)
-    yield from (*reached_table(found), *wire_table(kept, found))
-    yield from (Text(band) for band in (*bands_of(found), *notes_of(kept, found)))
+    yield table("arms", "Arms", arm_cols(verdicts, shown, _ARMS), shown, main=True)
+    yield from (*reached_table(verdicts), *wire_table(kept, verdicts))
+    yield from (Text(band) for band in (*bands_of(verdicts), *notes_of(kept, verdicts)))
     if not (kept.training.request.max_batch or kept.training.request.settings.make):
         yield Text("No largest batch was looked for: `fp8bench train --max-batch` does, within --memory-limit SIZE.")
 
@@ -236,12 +235,14 @@ def _worst(
     readings: Sequence[LayerReading], pick: Any, value: Callable[[LayerReading], float | None],
     show: Callable[[float], str],
 ) -> tuple[Field, Field] | None:  # fmt: skip
-    known = [(found, reading) for reading in readings if (found := value(reading)) is not None and math.isfinite(found)]
+    known = [
+        (figure, reading) for reading in readings if (figure := value(reading)) is not None and math.isfinite(figure)
+    ]
     if not known:
         return None
-    found, one = pick(known, key=lambda pair: pair[0])
-    where = "" if pick is max and found == 0 else f"{one.layer}, step {one.step}"
-    return Field(show(found), found), Field(where)
+    figure, worst = pick(known, key=lambda pair: pair[0])
+    where = "" if pick is max and figure == 0 else f"{worst.layer}, step {worst.step}"
+    return Field(show(figure), figure), Field(where)
 
 
 def tensor_lines(kept: KeptTraining) -> Iterator[Element]:

@@ -16,7 +16,7 @@ import pytest
 
 from fp8bench.cli.main import main
 from fp8bench.features.train.kind import start_training
-from fp8bench.features.train.outward import PAGE_SECONDS, AlarmCommand, LiveBoard, LivePage, outward
+from fp8bench.features.train.observers import PAGE_SECONDS, AlarmCommand, LiveBoard, LivePage, outward
 from fp8bench.features.train.values import StreamLine, Training, TrainingEvent, TrainingObserver
 from tests.counts import for_each
 from tests.learning_curves import training as made
@@ -91,7 +91,7 @@ def test_a_page_that_cannot_be_written_is_said_once(
         now[0] += 100
         page.trained(0, number, write(1))
     assert len(told.notes) == 1 and re.match(r"--live .*live\.html was not written \(.*; the training", told.notes[0])
-    monkeypatch.setattr("fp8bench.features.train.outward.page_of", lambda *_: 1 / 0)
+    monkeypatch.setattr("fp8bench.features.train.observers.page_of", lambda *_: 1 / 0)
     now[0] += 100
     page.trained(0, 3, ())
     assert "division by zero" in told.notes[1]

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.cli import progress as live
-from fp8bench.features.train.progress import PARTS, ArmNow, TrainingBoard, TrainingLines, board_of
+from fp8bench.features.train.observers import PARTS, ArmNow, TrainingBoard, TrainingLines, board_of
 from fp8bench.features.train.values import StreamLine, TrainingEvent, Validation
 from fp8bench.report.elements import Table, Tone
 from tests.cli.test_progress import Clock, Screen

@@ -21,7 +21,7 @@ from fp8bench.features.train.tasks import (
 )
 from fp8bench.features.train.values import KeptTraining, StepFigure, StreamLine, Validation
 from fp8bench.features.train.verdicts.curves import Learned
-from fp8bench.features.train.verdicts.scores import ScoreVerdict, score_parts, verdicts_of_scores
+from fp8bench.features.train.verdicts.summary import ScoreVerdict, score_parts, verdicts_of_scores
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.report.elements import Page
 from fp8bench.report.terminal.layout import render

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train import texts
-from fp8bench.features.train.texts import prepare_text
+from fp8bench.features.train import beginnings as texts
+from fp8bench.features.train.beginnings import prepare_text
 from fp8bench.features.train.values import TokenSpan, TrainingText
 from fp8bench.plan.bpe import token_bytes
 from tests.counts import for_each

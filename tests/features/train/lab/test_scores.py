@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import UsageError
+from fp8bench.features.train.beginnings import prepare_text
 from fp8bench.features.train.lab.scores import TaskScores, measured
 from fp8bench.features.train.request import TASKS
-from fp8bench.features.train.texts import prepare_text
 from fp8bench.features.train.values import SeedTask, StepFigure
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.plan.corpus import Corpus
