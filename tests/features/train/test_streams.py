@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,79 +26,64 @@ def loop(path: Path, seed: int, *, name: str, noise: float = 0.0, steps: int = S
     model, true = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     own = torch.Generator().manual_seed(seed + 1000)
+
+    def loss(count: int) -> torch.Tensor:
+        x = torch.randn(count, 8)
+        y = torch.where(torch.rand(count, generator=own) < worse, 0, (x @ true).argmax(1))
+        return F.cross_entropy(model(x), y)
+
     with fp8bench.watch(model, optimizer, path, name=name, health=False) as watched:
         for _ in range(steps):
-            x = torch.randn(64, 8)
-            y = torch.where(torch.rand(64, generator=own) < worse, 0, (x @ true).argmax(1))
             optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+            loss(64).backward()
             optimizer.step()
             with torch.no_grad():
                 for weight in model.parameters():
                     weight.add_(noise * torch.randn(weight.shape, generator=own))
         with torch.no_grad():
-            x = torch.randn(256, 8)
-            y = torch.where(torch.rand(256, generator=own) < worse, 0, (x @ true).argmax(1))
-            watched.held_out(F.cross_entropy(model(x), y))
+            watched.held_out(loss(256))
     return path
-
-
-def loops(folder: Path, name: str, **how: float) -> Sequence[Path]:
-    """One a seed."""
-    return [loop(folder / f"{name}-{seed}.jsonl", seed, name=name, **how) for seed in range(SEEDS)]  # type: ignore[arg-type]
-
-
-def learned(found: object) -> dict[str, Learned]:
-    assert isinstance(found, TrainingVerdicts)
-    return {said.arm.name: said.judged.learned for said in found.arms}
 
 
 def test_planted_differences_are_found_and_nothing_else(tmp_path: Path) -> None:
     """A loop with a fifth of its labels wrong is worse; one with noise of a rounding is as good; a copy is told to be
     one; and a loop that does not come to its end has no verdict."""
-    reference = loops(tmp_path, "plain")
-    others = [
-        loops(tmp_path, "wrong labels", worse=0.2), loops(tmp_path, "rounding", noise=1e-6), loops(tmp_path, "copy"),
-        loops(tmp_path, "short", steps=STEPS - 1),
-    ]  # fmt: skip
-    found = fp8bench.compare_streams(reference, *others)
-    assert learned(found.found) == {
-        "wrong labels": Learned.WORSE, "rounding": Learned.WITHIN_NOISE, "copy": Learned.WITHIN_NOISE,
-        "short": Learned.INCONCLUSIVE,
-    }  # fmt: skip
-    printed = " ".join(str(found).split())
-    assert "rounding learns as plain does: a loss more than" in printed and "does this arm take effect?" in printed
-    assert "seeds 0, 1, 2, 3 and 4 do not count: not finished" in printed
-    assert [row[0] for row in found.as_rows()[1]] == ["plain", "wrong labels", "rounding", "copy", "short"]
 
+    def seeds(name: str, **how: Any) -> Sequence[Path]:
+        return [loop(tmp_path / f"{name}-{seed}.jsonl", seed, name=name, **how) for seed in range(SEEDS)]
 
-def test_one_seed_and_no_held_out_loss_are_said(tmp_path: Path) -> None:
-    """Two streams are compared; names that are alike give way to those of files."""
-    one, other = (loop(tmp_path / f"{name}.jsonl", 0, name="own") for name in ("before", "after"))
-    for path in (one, other):
-        path.write_text("".join(line for line in path.read_text().splitlines(True) if '"validation"' not in line))
-    printed = " ".join(str(fp8bench.compare_streams(one, other)).split())
-    assert "whether after learns as before does is open" in printed and "no loop told a held-out loss" in printed
+    compared = fp8bench.compare_streams(
+        seeds("plain"), seeds("wrong", worse=0.2), seeds("rounding", noise=1e-6), seeds("copy"),
+        seeds("short", steps=STEPS - 1),
+    )  # fmt: skip
+    verdicts = compared.found
+    assert isinstance(verdicts, TrainingVerdicts)
+    learned = {"wrong": Learned.WORSE, "rounding": Learned.WITHIN_NOISE, "copy": Learned.WITHIN_NOISE,
+               "short": Learned.INCONCLUSIVE}  # fmt: skip
+    assert {said.arm.name: said.judged.learned for said in verdicts.arms} == learned
+    printed = " ".join(str(compared).split())
+    assert "does this arm take effect?" in printed and "seeds 0, 1, 2, 3 and 4 do not count" in printed
+    assert [row[0] for row in compared.as_rows()[1]] == ["plain", *learned]
 
 
 def test_what_is_no_stream_is_refused(tmp_path: Path) -> None:
-    """Each in a sentence; a last line that was cut off is left out."""
-    good = loop(tmp_path / "good.jsonl", 0, name="good", steps=12)
-    text, empty = tmp_path / "text.jsonl", tmp_path / "empty.jsonl"
-    text.write_text("no stream\n")
-    empty.write_text("")
-    for wrong, words in (
-        ((good,), "was given one stream"), ((good, text), "line 1 of .* none of a stream"),
-        ((good, empty), "has no row of a step"), ((good, [good, good]), "1 and 2 seeds do not pair"),
-        ((good, []), "a list of streams is empty"),
-    ):  # fmt: skip
+    """Each in a sentence; one that was cut off, or told no held-out loss, is compared."""
+    good = loop(tmp_path / "good.jsonl", 0, name="own", steps=12)
+    unseen = "".join(line for line in good.read_text().splitlines(True) if '"validation"' not in line)
+    texts = {"text": "no stream\n", "empty": "", "unseen": unseen, "cut": unseen[:-20]}
+    paths = {name: tmp_path / f"{name}.jsonl" for name in (*texts, "none")}
+    for name, content in texts.items():
+        paths[name].write_text(content)
+    refused: list[tuple[tuple[Any, ...], str]] = [
+        ((good,), "one stream"), ((good, paths["text"]), "line 1 of .* none of a stream"),
+        ((good, paths["empty"]), "no row"), ((good, [good, good]), "1 and 2 seeds"), ((good, []), "empty"),
+    ]  # fmt: skip
+    for streams, words in refused:
         with pytest.raises(UsageError, match=words):
-            fp8bench.compare_streams(*wrong)
+            fp8bench.compare_streams(*streams)
     with pytest.raises(RunNotFound, match="cannot be read"):
-        fp8bench.compare_streams(good, tmp_path / "none.jsonl")
-    with pytest.raises(UsageError, match="margin is a percentage"):
+        fp8bench.compare_streams(good, paths["none"])
+    with pytest.raises(UsageError, match="margin"):
         fp8bench.compare_streams(good, good, margin=100)
-    cut = tmp_path / "cut.jsonl"
-    cut.write_text(good.read_text()[:-20])
-    assert json.loads(good.read_text().splitlines()[-1])
-    assert "good" in str(fp8bench.compare_streams(good, cut))
+    printed = " ".join(str(fp8bench.compare_streams(paths["unseen"], paths["cut"])).split())
+    assert "whether cut learns as unseen does is open" in printed and "told a held-out loss" in printed

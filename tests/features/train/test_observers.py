@@ -1,0 +1,397 @@
+"""What a training tells while it goes on: lines of a log, a board that leaves nothing behind, a page, a command, wandb;
+nothing of it may cost the training."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fp8bench.cli import progress as live
+from fp8bench.features.train.kind import start_training
+from fp8bench.features.train.observers import (
+    PAGE_SECONDS,
+    PARTS,
+    AlarmCommand,
+    ArmNow,
+    LiveBoard,
+    LivePage,
+    TrainingBoard,
+    TrainingLines,
+    board_of,
+    outward,
+)
+from fp8bench.features.train.values import StreamLine, TrainingEvent, Validation
+from fp8bench.report.elements import Table, Tone
+from tests.cli.test_progress import Clock, Screen
+from tests.commands import Say, environment
+from tests.counts import for_each
+from tests.learning_curves import CANDIDATE, REFERENCE
+from tests.trainings import NotedTraining, row_of, training, write_text
+
+SHOWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+LOOK = Validation("bf16", 0, 10, "held-out", 3.25, 64, 64)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def rows(seed: int, first: int, last: int, arms: Sequence[str] = ("bf16", "fp8")) -> list[StreamLine]:
+    return [row_of(arm, seed, step) for arm in arms for step in range(first, last)]
+
+
+def alarm(step: int, arm: str = "fp8") -> TrainingEvent:
+    return TrainingEvent(arm, 0, step, "alarm", "scales fall", "head", "input", (("rule", "falls"),), "raise margin")
+
+
+def last_board(screen: Screen) -> str:
+    """What was drawn last, without what moves and colours."""
+    return re.split(r"(?=seed \d+/\d+)", SHOWN.sub("", screen.getvalue()))[-1]
+
+
+def test_a_log_has_a_line_a_look(clock: Clock) -> None:
+    """Of all arms that have a loss in this seed, once a place; what happens is said."""
+    said: list[str] = []
+    lines = TrainingLines(said.append, clock)
+    lines.begun(training())
+    lines.trained(0, 0, [replace(LOOK, step=0)])
+    lines.trained(0, 5, rows(0, 0, 5))
+    assert not said
+    clock.now += 30
+    lines.trained(0, 10, rows(0, 5, 10))
+    for _ in range(2):
+        lines.trained(0, 10, [LOOK])
+    (told,) = said
+    assert re.fullmatch(r"seed 1/2, step 10/20, about 1 min 30 s left: bf16 \d\.\d{3}, fp8 \d\.\d{3}", told)
+    lines.trained(0, 15, [alarm(12)])
+    assert said[-1] == "seed 0, step 12, fp8: scales fall"
+    lines.trained(1, 20, [*rows(1, 0, 20, ["fp8"]), Validation("fp8", 1, 20, "held-out", 3.0, 64, 64)])
+    assert said[-1].startswith("seed 2/2, step 20/20: fp8 ") and "bf16" not in said[-1]
+
+
+def test_a_board_says_where_every_arm_is(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And goes on below what is said; losses are of this seed, alarms of all; in the end it is gone."""
+    said: list[str] = []
+    screen = Screen()
+    monkeypatch.setattr(live, "_size", lambda stream: (120, 30))
+    board = TrainingBoard(screen, {}, said.append, clock)
+    board.begun(training())
+    board.trained(0, 0, [replace(LOOK, step=0)])
+    assert not screen.getvalue(), "there is nothing to be seen before a step"
+    board.trained(0, 10, rows(0, 0, 10))
+    clock.now += 30
+    board.trained(0, 10, [LOOK])
+    assert "about 1 min 30 s left" in last_board(screen)
+    assert re.search(r"bf16 +1\.\d{4} +3\.2500 +64\.0 +no alarm +[▁▂▃▄▅▆▇█]{10}\n", last_board(screen))
+    board.trained(0, 15, [alarm(12)])
+    assert len(said) == 1 and "1 alarm, last in seed 0, step 12" in last_board(screen)
+    clock.now += 1
+    board.trained(1, 5, rows(1, 0, 5, ["fp8"]))
+    shown = last_board(screen)
+    assert "seed 2/2, step 5/20" in shown and "bf16" not in shown and "1 alarm" in shown
+    board.trained(1, 6, [TrainingEvent("fp8", 1, 5, "stopped", "not finite")])
+    assert "stopped in step 5" in last_board(screen)
+    drawn = screen.getvalue().count("seed 2/2")
+    for step in range(6, 16):
+        clock.now += 0.02
+        board.trained(1, step + 1, rows(1, step, step + 1, ["fp8"]))
+    assert screen.getvalue().count("seed 2/2") <= drawn + 2, "at most five times a second"
+    board.close()
+    board.close()
+    written = screen.getvalue()
+    assert written.count("\x1b[?25h") >= written.count("\x1b[?25l") and written.endswith("\x1b[2K")
+
+
+@for_each("size", [(20, 5), (41, 8), (80, 24), (150, 40)])
+def test_a_board_is_never_wider_nor_higher_than_the_terminal(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    """Where its size has changed all of the screen is cleared: nobody knows how what is drawn was folded."""
+    screen, now = Screen(), [(150, 40)]
+    monkeypatch.setattr(live, "_size", lambda stream: now[0])
+    board = TrainingBoard(screen, {"NO_COLOR": "1"}, str, clock)
+    board.begun(training())
+    board.trained(0, 5, rows(0, 0, 5))
+    before, now[0] = len(screen.getvalue()), size
+    clock.now += 1
+    board.trained(0, 10, rows(0, 5, 10))
+    drawn = screen.getvalue()[before:]
+    lines = SHOWN.sub("", drawn).replace("\r", "").split("\n")
+    assert max(map(len, lines)) <= size[0] and len(lines) <= size[1]
+    assert ("\x1b[2J" in drawn) == (size != (150, 40)) and not re.search(r"\x1b\[\d*m", drawn.replace("\x1b[0m", ""))
+    board.close()
+
+
+def test_a_terminal_that_has_gone_away_ends_no_training_and_an_old_one_has_no_bars(clock: Clock) -> None:
+    class Old(Screen):
+        encoding = "latin-1"  # type: ignore[assignment]
+
+    for screen in (Old(), Screen()):
+        board = TrainingBoard(screen, {}, str, clock)
+        board.begun(training())
+        board.trained(0, 5, rows(0, 0, 5))
+        assert "fp8" in screen.getvalue() and screen.getvalue().isascii() == (screen.encoding == "latin-1")
+        screen.close()
+        clock.now += 1
+        board.trained(0, 10, rows(0, 5, 10))
+        board.close()
+
+
+NOW = ArmNow(REFERENCE, ((6.0, 2), (2.0, 1), *((0.0, 0),) * (PARTS - 2)), 2.0, 2.5, 192, 0.01)
+
+
+def cells(*arms: ArmNow, drawn: bool = True) -> Table:
+    (part,) = board_of("seed 1/2, step 3/20", arms, drawn).parts
+    (table,) = part.elements
+    assert isinstance(table, Table)
+    return table
+
+
+def test_a_row_says_loss_speed_and_health() -> None:
+    """Means of parts are drawn on one scale for all arms; what has not been yet is blank, and no emulation is fast."""
+    other = replace(NOW, arm=CANDIDATE, parts=((4.0, 2), (math.nan, 1), *NOW.parts[2:]), alarms=2,
+                    last_alarm="seed 0, step 2")  # fmt: skip
+    both, blank = cells(NOW, other), " " * (PARTS - 2)
+    assert [[field.text for field in row] for row in both.rows] == [
+        ["bf16", "2.0000", "2.5000", "19.2 k", "no alarm", f"█▁{blank}"],
+        ["fp8", "2.0000", "2.5000", "-", "2 alarms, last in seed 0, step 2", f"▁x{blank}"],
+    ]
+    assert [row[4].tone for row in both.rows] == [Tone.GOOD, Tone.BAD]
+    for now, drawn, shown in (
+        (NOW, False, ["2.0000", "2.5000", "19.2 k", "no alarm"]),
+        (ArmNow(REFERENCE), True, ["-", "-", "-", "no alarm", " " * PARTS]),
+        (ArmNow(REFERENCE, ((2.0, 1),) * PARTS), True, ["-", "-", "-", "no alarm", "▁" * PARTS]),
+        (ArmNow(REFERENCE, ((math.inf, 1),) * PARTS, ended="out"), True, ["-", "-", "-", "out", "x" * PARTS]),
+    ):  # fmt: skip
+        assert [field.text for field in cells(now, drawn=drawn).rows[0][1:]] == shown
+
+
+TRAIN = (
+    f"{sys.executable} -m fp8bench train --dtypes bf16,fp8 --data text.txt --steps 1000000 --seeds 1 --keep 20 "
+    "--batch 1 --sequence 16 --evaluate 1000"
+)
+PATIENCE = 90.0
+
+
+class Terminal:
+    """A terminal of tmux with a shell in it."""
+
+    def __init__(self) -> None:
+        self._tmux = ("tmux", "-L", f"fp8bench-{os.getpid()}", "-f", os.devnull)
+        self.say("new-session", "-d", "-x", "110", "-y", "30", "bash", "--norc")
+
+    def say(self, *words: str) -> str:
+        done = subprocess.run(
+            [*self._tmux, *words], env=environment(PS1="$ ", CI=""), capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    def type(self, text: str) -> None:
+        self.say("send-keys", "-l", text)
+        self.say("send-keys", "Enter")
+
+    def screen(self) -> str:
+        return self.say("capture-pane", "-p").rstrip()
+
+    def waits_for(self, holds: Callable[[str], object]) -> str:
+        end = time.monotonic() + PATIENCE
+        while not holds(shown := self.screen()):
+            assert time.monotonic() < end, shown
+            time.sleep(0.1)
+        return shown
+
+
+@pytest.fixture
+def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    monkeypatch.chdir(tmp_path)
+    write_text()
+    made = Terminal()
+    yield made
+    made.say("kill-server")
+
+
+def at(shown: str) -> int:
+    """The step that a board is at; it is there once."""
+    boards = re.findall(r"^seed 1/1, step (\d+)/1000000", shown, re.MULTILINE)
+    return int(boards[0]) if len(boards) == 1 and shown.count("no alarm") == 5 and shown.count("held-out") == 1 else 0
+
+
+def goes_on(before: str, height: int, shown: str) -> bool:
+    """Whether a later board is there, once and whole; where there is not room for all of it, its top."""
+    if height > 20:
+        return at(shown) > at(before)
+    return len(re.findall(r"seed 1/1, step \d+", shown)) == 1 and shown.startswith("seed 1/1") and shown != before
+
+
+def children(process: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux, which is a terminal that can be read")
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc, to find the worker")
+def test_nothing_is_left_of_a_board(terminal: Terminal) -> None:
+    """On a real terminal, resized, its worker killed, interrupted: it is there once, whatever the size; sentences stay
+    above it; in the end there are cursor, echo and prompt."""
+    shell = int(terminal.say("display-message", "-p", "#{pane_pid}"))
+    terminal.type(TRAIN)
+    terminal.waits_for(at)
+    for width, height in ((60, 30), (44, 12), (130, 40)):
+        before = terminal.screen()
+        terminal.say("resize-window", "-x", str(width), "-y", str(height))
+        shown = terminal.waits_for(partial(goes_on, before, height))
+        assert max(map(len, shown.splitlines())) <= width
+    (parent,) = children(shell)
+    os.kill(children(parent)[0], signal.SIGKILL)
+    shown = terminal.waits_for(lambda shown: "a fresh worker goes on" in shown and at(shown))
+    assert shown.index("a fresh worker") < shown.index("seed 1/1, step"), "what is said stays above the board"
+    terminal.say("send-keys", "C-c")
+    terminal.waits_for(lambda shown: "--explain says how to read this" in shown and shown.endswith("$"))
+    assert "losses so far" not in terminal.screen() and "To go on:" in terminal.say("capture-pane", "-p", "-S", "-90")
+    terminal.type("clear; stty -a | grep -o '.icanon .*echo ' ; echo $((40 + 2))")
+    assert "42" in terminal.waits_for(lambda shown: re.search(r"^42$", shown, re.MULTILINE))
+    assert terminal.say("display-message", "-p", "#{cursor_flag}").strip() == "1"
+
+
+def test_the_page_is_there_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first slice on, read again by a browser, no more often than it may; at the end as any report. Whatever
+    is wrong, with the disk or with the page itself, is said once."""
+    begun, store, file = training(), tmp_path / "store", tmp_path / "live.html"
+    told, now, writer = NotedTraining(), [0.0], start_training(begun, store)
+    page, broken = (LivePage(path, store, told.note, lambda: now[0]) for path in (file, file / "live.html"))
+    page.trained(0, 0, ())
+    assert not file.exists()  # nothing has begun
+    page.begun(begun)
+    broken.begun(begun)
+
+    def goes_on(seconds: float, step: int) -> str:
+        now[0] = seconds
+        writer.append(rows(0, step - 4, step))
+        page.trained(0, step, ())
+        broken.trained(0, step, ())
+        return file.read_text()
+
+    first = goes_on(0, 4)
+    assert 'http-equiv="refresh" content="30"' in first and "seed 1 of 2, step 4 of 20, at 20" in first
+    assert "cut off" not in first and first.rstrip().endswith("</html>")
+    assert goes_on(PAGE_SECONDS - 1, 8) == first and "step 12 of 20" in goes_on(PAGE_SECONDS + 1, 12)
+    page.close()
+    last = file.read_text()
+    assert "refresh" not in last and "Written while" not in last and "cut off" in last
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["live.html", "store"]
+    monkeypatch.setattr("fp8bench.features.train.observers.page_of", lambda *_: 1 / 0)
+    broken.close()
+    writer.close()
+    assert len(told.notes) == 2 and "live.html was not written" in told.notes[0] and "division" in told.notes[1]
+
+
+def test_a_command_has_alarms_on_its_stdin(tmp_path: Path) -> None:
+    """A sentence each with the training's id, one command at a time: what is told meanwhile goes to the next one. Those
+    of bands' arms stay in, and events that are none."""
+    told, file, gate = NotedTraining(), tmp_path / "alarms.txt", tmp_path / "gate"
+    command = AlarmCommand(
+        f"echo begun >> '{file}'; cat >> '{file}'; while ! [ -e '{gate}' ]; do sleep 0.01; done", told.note
+    )
+    command.begun(training())
+    command.trained(0, 0, [alarm(4, "bf16 again"), replace(alarm(5), kind="not-finite")])
+    command.close()
+    assert not file.exists()
+    for step in range(3):
+        command.trained(0, step, [alarm(step)])
+    command.trained(0, 5, [TrainingEvent("fp8", 1, 9, "stopped", "the loss is nan")])
+    gate.touch()
+    command.close()
+    lines = [
+        line if line == "begun" else line.removeprefix("training 00000001 of nano: fp8, ")
+        for line in file.read_text().splitlines()
+    ]
+    words = [f"seed 0, step {step}: scales fall (head input). What may help: raise margin" for step in range(3)]
+    assert lines == ["begun", words[0], "begun", *words[1:], "seed 1, step 9: the loss is nan"] and told.notes == []
+
+
+@for_each(
+    ("script", "seconds", "said"),
+    [
+        ("echo no route >&2; exit 7", 30.0, "ended with 7: no route"),
+        ("/no/such/command", 30.0, "ended with 127: "), ("kill -9 $$", 30.0, "ended with -9"),
+        ("sleep 600 & sh -c 'sleep 600; : MARKER'", 0.1, "did not end within"),
+        ("exec 0<&-; trap '' TERM; sleep 600", 0.1, "did not end within"),
+    ],
+)  # fmt: skip
+def test_a_command_that_fails_or_hangs_is_said(script: str, seconds: float, said: str, tmp_path: Path) -> None:
+    """Nothing is waited for: a text that nobody reads, however long, fills no pipe. Nor is any process left."""
+    told, marker = NotedTraining(), f"{tmp_path}/marker"
+    command = AlarmCommand(script.replace("MARKER", marker), told.note, seconds)
+    command.begun(training())
+    begun = time.monotonic()
+    command.trained(0, 1, [replace(alarm(1), words="x" * 1_000_000)])
+    assert time.monotonic() - begun < 10
+    command.close()
+    assert len(told.notes) == 1 and said in told.notes[0] and told.notes[0].endswith("; the training goes on")
+    assert marker not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=False).stdout
+
+
+def test_curves_go_to_wandb_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run for all arms, by steps of their own; what raises ends that, and is said."""
+    logged: list[dict[str, float]] = []
+    told, options, ends = NotedTraining(), {}, []
+
+    def init(**given: Any) -> SimpleNamespace:
+        options.update(given)
+        return SimpleNamespace(
+            log=logged.append, finish=lambda exit_code=0: ends.append(exit_code),
+            define_metric=lambda name, step_metric: ends.append(f"{name} by {step_metric}"),
+        )  # fmt: skip
+
+    for make in (init, lambda **_: 1 / 0):
+        monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=make))
+        board = LiveBoard("mine", told.note)
+        board.begun(training())
+        board.trained(0, 2, [row_of("bf16", 0, 0), row_of("bf16", 0, 1), row_of("fp8", 0, 0)])
+        board.close()
+    assert (options["project"], options["id"], options["resume"]) == ("mine", "fp8bench-00000001-live", "allow")
+    assert [values["step"] for values in logged] == [0, 1, 0] and "fp8/seed-0/training/loss" in logged[2]
+    assert ends == ["* by step", 0] and len(told.notes) == 1 and "division by zero" in told.notes[0]
+
+
+def test_whoever_watched_before_is_told_all_the_same(tmp_path: Path) -> None:
+    """The first observer has notes and what is worked on; without options it is the observer itself."""
+    told, file = NotedTraining(), tmp_path / "a.txt"
+    with outward(told, tmp_path, None, None) as alone:
+        assert alone is told
+    with outward(told, tmp_path, tmp_path / "live.html", f"cat > '{file}'; exit 3") as several:
+        several.begun(training())
+        several.note("a word")
+        several.trained(0, 1, [alarm(1)])
+    assert told.notes[0] == "a word" and "ended with 3" in told.notes[1] and file.read_text()
+    assert not (tmp_path / "live.html").exists()  # the store has no such training
+
+
+@for_each(
+    ("words", "said"),
+    [
+        (["--live", "no/such/x.html"], "there is no directory"), (["--live", "."], "is a directory"),
+        (["--live", "-"], "a file of that name"), (["--live", "a.html", "--dry-run"], "nothing for --live"),
+        (["--on-alarm", " "], "given no command"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_before_anything_is_trained(
+    words: list[str], said: str, store: Path, fp8bench: Say
+) -> None:
+    code, _, err = fp8bench("train", "--quick", *words)
+    assert code == 2 and said in err and not list(Path.cwd().iterdir())
