@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import fp8bench
@@ -17,7 +17,7 @@ from fp8bench.features.train.api import name_of_maker
 from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import COVERAGE, StreamLine, TrainingEvent, TrainingObserver
-from fp8bench.features.train.verdicts.curves import Learned, Why
+from fp8bench.features.train.verdicts.curves import Why
 from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.workloads.model import LIVE, MADE
 from tests.counts import for_each
@@ -48,17 +48,14 @@ def make():
 class Stops(TrainingObserver):
     """Interrupts a training once, at a step."""
 
-    def __init__(self, step: int) -> None:
-        self._step = step
-
     def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
-        if (number, step) == (0, self._step):
+        if (number, step) == (0, 10):
             raise KeyboardInterrupt
 
 
 def short(store: Path, make: Any, **more: Any) -> Any:
-    how: dict[str, Any] = {"steps": 20, "seeds": 1, "keep": 5, "isolation": False, "progress": False, **more}
-    return fp8bench.train(make=make, dtypes="untouched,fp8", store=store, **how)
+    how: dict[str, Any] = {"steps": 15, "seeds": 1, "keep": 5, "isolation": False, "progress": False, **more}
+    return fp8bench.train(make=make, dtypes="untouched,fp8", store=store, bands="none", **how)
 
 
 def test_a_maker_in_a_file_is_trained_cut_off_and_gone_on_with(store: Path, tmp_path: Path) -> None:
@@ -66,15 +63,15 @@ def test_a_maker_in_a_file_is_trained_cut_off_and_gone_on_with(store: Path, tmp_
     file = tmp_path / "net.py"
     file.write_text(MAKER)
     whole = short(store, f"{file}:make")
-    half = short(store, f"{file}:make", observer=Stops(10))
-    assert whole.finished and not half.finished
+    half = short(store, f"{file}:make", observer=Stops())
+    cut = short(store, f"{file}:make", observer=Stops())
     MADE.clear()
     rest = fp8bench.resume_training(half, store=store, progress=False)
-    assert rest.finished and said(rest) == said(whole)
+    assert not half.finished and rest.finished and said(rest) == said(whole)
     words = [event.words for event in whole.of(TrainingEvent) if event.kind == COVERAGE]
-    assert words[0].startswith("100.0% of the FLOPs of a step's products are converted in fp8")
-    assert f"training of {file}:make (212 parameters)" in " ".join(str(whole).split())
-    cut = short(store, f"{file}:make", observer=Stops(10))
+    assert words[0].startswith("100.0% of the FLOPs") and f"{file}:make (212 parameters)" in " ".join(
+        str(whole).split()
+    )
     file.write_text(MAKER + "\n# changed\n")
     with pytest.raises(UsageError, match="cannot be resumed here: the code of --import"):
         fp8bench.resume_training(cut, store=store, progress=False)
@@ -86,18 +83,13 @@ def test_a_function_of_this_process_is_trained_in_it(store: Path) -> None:
     def local() -> object:
         x = torch.randn(32, 8)
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        return model, (x,), lambda output: F.cross_entropy(output, (x.sum(1) > 0).long())
 
-        def loss(output: Tensor) -> Tensor:
-            return F.cross_entropy(output, (x.sum(1) > 0).long())
-
-        return model, (x,), loss
-
-    kept = short(store, local, seeds=5, steps=12, rate=0.01)
+    kept = short(store, local, seeds=5, steps=6, rate=0.01)
     assert not LIVE and not MADE and kept.training.request.settings.make
-    found = verdicts_of(kept.training, kept.lines)
-    assert not found.looks and "nothing was held out" in " ".join(str(kept).split())
-    assert found.arms[0].judged.why is not Why.NO_HELD_OUT
-    assert found.arms[0].judged.learned in (Learned.WITHIN_NOISE, Learned.INCONCLUSIVE, Learned.BETTER, Learned.WORSE)
+    verdicts = verdicts_of(kept.training, kept.lines)
+    assert not verdicts.looks and "nothing was held out" in " ".join(str(kept).split())
+    assert verdicts.arms[0].judged.why is not Why.NO_HELD_OUT and len(verdicts.arms[0].pairs) == 5
 
 
 def test_makers_are_known_by_what_a_worker_can_import() -> None:
@@ -105,23 +97,17 @@ def test_makers_are_known_by_what_a_worker_can_import() -> None:
     assert name_of_maker(lambda: 0) == "test_makers_are_known_by_what_a_worker_can_import.locals.lambda"
 
 
-@for_each(
-    ("asked", "words"),
-    [
-        ({"settings": {"arch": "mlp"}}, "--arch is about the built-in models"),
-        ({"settings": {"dropout": 0.1}}, "--dropout is about"),
-        ({"settings": {"rates": (("head", 2.0),)}}, "--rates is about"),
-        ({"sweep": (("dropout", ("0.1",)),)}, "--dropout is about"),
-        ({"data": "text.txt"}, "--data is about"),
-        ({"tokens": "bpe"}, "--tokens is about"),
-        ({"ranks": 2, "settings": {"parallel": "ddp"}}, "--parallel is about"),
-        ({"max_batch": True}, "--max-batch does not go with"),
-        ({"sweep": (("micro-batches", ("1", "2")),)}, "arms would not read the same batches"),
-        ({"sweep": (("nudge", ("order",)),)}, "nudge order does not go with"),
-        ({"settings": {"make": "net.py"}}, "names no function. Give net.py:make"),
-    ],
-)
+@for_each(("asked", "words"), [
+    ({"settings": {"arch": "mlp"}}, "--arch is about the built-in models"),
+    ({"settings": {"rates": (("head", 2.0),)}}, "--rates is about"),
+    ({"sweep": (("dropout", ("0.1",)),)}, "--dropout is about"), ({"data": "text.txt"}, "--data is about"),
+    ({"ranks": 2, "settings": {"parallel": "ddp"}}, "--parallel is about"),
+    ({"max_batch": True}, "--max-batch does not go with"),
+    ({"sweep": (("micro-batches", ("1", "2")),)}, "arms would not read the same batches"),
+    ({"sweep": (("nudge", ("order",)),)}, "nudge order does not go with"),
+    ({"settings": {"make": "net.py"}}, "names no function. Give net.py:make"),
+])  # fmt: skip
 def test_what_is_about_the_built_in_models_is_refused(asked: dict[str, Any], words: str) -> None:
     settings = TrainerSettings(**{"make": "net.py:make", **asked.pop("settings", {})})
     with pytest.raises(UsageError, match=words):
-        check_training(TrainingRequest(("bf16", "fp8"), settings=settings, **asked))
+        check_training(TrainingRequest(settings=settings, **asked))
