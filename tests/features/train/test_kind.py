@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.features.train.kind import (
@@ -34,7 +30,6 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.model import MemoryUse
-from fp8bench.model.codec import encode
 from fp8bench.store.runs.run_file import start_run
 from tests.commands import Say, environment
 from tests.older import as_older
@@ -98,23 +93,6 @@ def test_broken_lines_are_left_out_and_named(writer: TrainingWriter) -> None:
     writer.path.write_text(writer.path.read_text(errors="replace").replace('{"schema":1', '{"schema":999', 1))
     with pytest.raises(StoreError, match="written by a newer fp8bench"):
         load_training(writer.path)
-
-
-@settings(max_examples=25)
-@given(st.integers(0, 1500))
-def test_any_beginning_of_a_stream_can_be_read(length: int) -> None:
-    """Lines that are whole are there, at most one is named as broken, and without a whole head it is no training."""
-    head = json.dumps({"schema": 1, "training": encode(training())})
-    text = "\n".join([head, *(json.dumps({"step": encode(row_of("fp8", 0, step))}) for step in range(4)), ""])
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "steps.jsonl"
-        path.write_text(text[: len(head) + length])
-        kept = load_training(path)
-        assert list(kept.lines) == [row_of("fp8", 0, step) for step in range(len(kept.lines))]
-        assert len(kept.troubles) <= 1
-        path.write_text(text[: min(length, len(head) - 1)])
-        with pytest.raises(StoreError, match="is no training"):
-            load_training(path)
 
 
 def test_going_back_cuts_the_stream_and_keeps_what_happened(writer: TrainingWriter) -> None:

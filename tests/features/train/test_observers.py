@@ -37,7 +37,7 @@ from fp8bench.features.train.observers import (
 from fp8bench.features.train.values import StreamLine, TrainingEvent, Validation
 from fp8bench.report.elements import Table, Tone
 from tests.cli.test_progress import Clock, Screen
-from tests.commands import Say, environment
+from tests.commands import environment
 from tests.counts import for_each
 from tests.learning_curves import CANDIDATE, REFERENCE
 from tests.trainings import NotedTraining, row_of, training, write_text
@@ -380,18 +380,3 @@ def test_whoever_watched_before_is_told_all_the_same(tmp_path: Path) -> None:
         several.trained(0, 1, [alarm(1)])
     assert told.notes[0] == "a word" and "ended with 3" in told.notes[1] and file.read_text()
     assert not (tmp_path / "live.html").exists()  # the store has no such training
-
-
-@for_each(
-    ("words", "said"),
-    [
-        (["--live", "no/such/x.html"], "there is no directory"), (["--live", "."], "is a directory"),
-        (["--live", "-"], "a file of that name"), (["--live", "a.html", "--dry-run"], "nothing for --live"),
-        (["--on-alarm", " "], "given no command"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_said_before_anything_is_trained(
-    words: list[str], said: str, store: Path, fp8bench: Say
-) -> None:
-    code, _, err = fp8bench("train", "--quick", *words)
-    assert code == 2 and said in err and not list(Path.cwd().iterdir())

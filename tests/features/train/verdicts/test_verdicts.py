@@ -85,21 +85,6 @@ def test_what_gaps_say(gaps: list[float], learned: Learned, verdict: str, answer
     assert words.answer(said, among).startswith(answer)
 
 
-def test_what_a_sentence_adds() -> None:
-    """Whether all of it lies beyond the margin, how many seeds would do, or settle a finer bound; what held-out losses
-    say."""
-    assert "all of it" not in words.verdict(*judged([0.001, 0.02, 0.014, 0.014, 0.02]))
-    assert words.verdict(*judged(SAME)).endswith("inside +-1.0%")
-    wide = words.verdict(*judged([0.0, 0.03, -0.03, 0.02, 0.0]))
-    assert wide.endswith("is too wide; 140 more would do in four of five cases")
-    apart = words.verdict(*judged(lines({"fp8": WORSE}, held={"fp8": [-0.01] * 5})))
-    assert apart == "inconclusive: +3.0% on training text, but -1.0% on held-out text"
-    three, among = judged([0.001, -0.001, 0.002])
-    few = replace(three, judged=replace(three.judged, more_seeds=2, void=None))
-    assert words.answer(few, among).endswith("2 more would do; 17 more seeds would probably settle 0.2%")
-    assert "settle" not in words.answer(*judged(WORSE))
-
-
 @for_each(("void", "ending"), [
     (lambda row: replace(row, loss=0.001 * row.loss if row.step else row.loss), "train fewer --steps"),
     (lambda row: replace(row, tokens=7) if row.arm == "fp8" else row, "another number of tokens"),
