@@ -49,14 +49,12 @@ class MsampLevel:
 
 
 # By the table of its documentation; its scales are powers of two. What is sent is said by --wire.
-_O1: Params = (("gradients", "fp8"), ("master", "fp16-scaled"))
-_O2: Params = (*_O1, ("optimizer_states", "fp8lm"))
+_MODE = "fp8:scale=pow2"
 LEVELS: Mapping[str, MsampLevel] = {
-    "msamp-o1": MsampLevel("fp8:scale=pow2", _O1),
-    "msamp-o2": MsampLevel("fp8:scale=pow2", _O2),
-    "msamp-o3": MsampLevel("fp8:scale=pow2", (*((name, value) for name, value in _O2 if name != "master"),
-                                         ("master", "fp16-fp8"))),
-}  # fmt: skip
+    "msamp-o1": MsampLevel(_MODE, (("gradients", "fp8"), ("master", "fp16-scaled"))),
+    "msamp-o2": MsampLevel(_MODE, (("gradients", "fp8"), ("master", "fp16-scaled"), ("optimizer_states", "fp8lm"))),
+    "msamp-o3": MsampLevel(_MODE, (("gradients", "fp8"), ("optimizer_states", "fp8lm"), ("master", "fp16-fp8"))),
+}
 
 
 def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
@@ -251,10 +249,9 @@ def supported(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
     config = config_of(settings, 1)
     words = (arm.precision, *(word for _, word in settings.precision_map))
     supports = [support(settings, config, precisions.get(word), facts) for word in words]
-    refused = next((level_of.reason for level_of in supports if level_of.level is Level.REFUSED), "")
-    return replace(
-        arm, native=all(level_of.level is Level.NATIVE for level_of in supports), skip=facts.unusable or refused
-    )
+    refused = next((own.reason for own in supports if own.level is Level.REFUSED), "")
+    native = all(own.level is Level.NATIVE for own in supports)
+    return replace(arm, native=native, skip=facts.unusable or refused)
 
 
 # Of a device's memory: its own context, what allocators round up, and readings of watched steps need the rest.

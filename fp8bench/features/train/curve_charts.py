@@ -121,40 +121,29 @@ def _with_flag(mark: Mark, alarms: Sequence[TrainingEvent]) -> Mark:
 
 
 def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
-    seen = [
-        (validation.arm, validation.step, validation.loss)
-        for validation in kept.of(Validation)
-        if validation.of == HELD_OUT
-    ]
+    looks = [look for look in kept.of(Validation) if look.of == HELD_OUT and math.isfinite(look.loss)]
     arms = [arm.name for arm in kept.training.arms if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS)]
-    steps = sorted({step for _, step, loss in seen if math.isfinite(loss)})
+    steps = sorted({look.step for look in looks})
+    series = _means(arms, ((look.arm, look.step, look.loss) for look in looks), steps)
     yield Lines(
         "held-out", "Loss on held-out text", "Means over seeds, of text that was never trained on.", _places(steps),
-        ChartAxis(f"{_unit(kept)}, by steps done"), _told(_means(arms, seen, steps)),
+        ChartAxis(f"{_unit(kept)}, by steps done"), _told(series),
     )  # fmt: skip
 
 
 def loss_by_place(kept: KeptTraining) -> Iterator[Element]:
-    every = kept.of(Validation)
-    seen = [
-        (validation.arm, validation.of.removeprefix(POSITION), validation.loss)
-        for validation in every
-        if validation.of.startswith(POSITION)
-    ]
+    looks = [look for look in kept.of(Validation) if look.of.startswith(POSITION) and math.isfinite(look.loss)]
     arms = [arm.name for arm in kept.training.arms if not arm.is_band]
-    places = list(dict.fromkeys(place for _, place, loss in seen if math.isfinite(loss)))
+    places = list(dict.fromkeys(look.of.removeprefix(POSITION) for look in looks))
+    series = _means(arms, ((look.arm, look.of.removeprefix(POSITION), look.loss) for look in looks), places)
     yield Lines(
         "places", "Loss by place in the context", "Means over seeds, of held-out text after the last step.",
-        tuple(places), ChartAxis("loss in nats a token, by tokens from the beginning"),
-        _told(_means(arms, seen, places)),
+        tuple(places), ChartAxis("loss in nats a token, by tokens from the beginning"), _told(series),
     )  # fmt: skip
 
 
 def _means(arms: Iterable[str], seen: Iterable[tuple[str, P, float]], places: Sequence[P]) -> Iterator[Series]:
-    known: dict[tuple[str, P], list[float]] = {}
-    for arm, place, loss in seen:
-        if math.isfinite(loss):
-            known.setdefault((arm, place), []).append(loss)
+    known = together(((arm, place), loss) for arm, place, loss in seen)
     for arm in arms:
         yield arm, tuple(Mark("", fmean(own)) if (own := known.get((arm, place))) else None for place in places)
 

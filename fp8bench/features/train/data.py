@@ -275,10 +275,8 @@ class TrainingFrames:
     @cached_property
     def validations(self) -> pd.DataFrame:
         """A row a look at text that was never trained on, perplexities included."""
-        seen = self.training.of(Validation)
-        more = {
-            name: [getattr(validation, name) for validation in seen] for name in ("perplexity", "perplexity_by_byte")
-        }
+        looks, names = self.training.of(Validation), ("perplexity", "perplexity_by_byte")
+        more = {name: [getattr(look, name) for look in looks] for name in names}
         return _lines(self.training, Validation).assign(**more)
 
     @cached_property

@@ -106,22 +106,14 @@ class TrainingWriter(LineWriter):
         """From now on the training may go on here; of what was kept before, the checkpoint before this one stays."""
         name = folder.name if folder is not None else ""
         place = ResumePlace(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
-        before = [
-            resume_place
-            for resume_place in self.places
-            if (resume_place.number, resume_place.step) < (number, step) and resume_place.number == number
-        ]
+        before = [kept for kept in self.places if kept.number == number and kept.step < step]
         begun, checkpoints = before[:1], before[1:][1 - _KEPT_CHECKPOINTS :]
         with keeping(self.path.parent, _MAKE_ROOM):
             self._write((*begun, *checkpoints, place))
 
     def go_back(self, place: ResumePlace) -> None:
         """Cut the stream to what it had there, but for the events that are no step's: when it was gone on with, say."""
-        places = tuple(
-            resume_place
-            for resume_place in self.places
-            if (resume_place.number, resume_place.step) <= (place.number, place.step)
-        )
+        places = tuple(kept for kept in self.places if (kept.number, kept.step) <= (place.number, place.step))
         with keeping(self.path.parent, _MAKE_ROOM):
             if places != self.places:  # else what is trained again would be taken for what they name
                 self._write(places)
@@ -321,9 +313,7 @@ class TrainingKind(Kind[KeptTraining]):
         from fp8bench.features.train.view import page_of
 
         verdicts = verdicts_of(kept.training, kept.lines)
-        return View(
-            partial(page_of, kept, verdicts), partial(value_of, kept, verdicts), partial(rows_of, kept, verdicts)
-        )
+        return View(*(partial(told, kept, verdicts) for told in (page_of, value_of, rows_of)))
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
         return (partial(_line, path) for path in training_files(store))
@@ -351,7 +341,7 @@ class TrainingKind(Kind[KeptTraining]):
         from fp8bench.features.train.verdicts.verdicts import verdicts_of
 
         verdicts = verdicts_of(kept.training, kept.lines)
-        return Exports(partial(write_training, kept, verdicts), partial(send_training, kept, verdicts))
+        return Exports(*(partial(export, kept, verdicts) for export in (write_training, send_training)))
 
 
 def _line(path: Path) -> str:

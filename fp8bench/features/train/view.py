@@ -38,6 +38,7 @@ from fp8bench.model import Capacity, Level
 from fp8bench.protocols import Role
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Field, Page, Part, Table, Text, Tone
+from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics.memory import batch_title, show_batch
 from fp8bench.report.words.naming import listed, many
@@ -282,47 +283,37 @@ def looks_of(kept: KeptTraining) -> Iterator[Part]:
     steps, ends = kept.training.request.steps, arrivals(kept.lines)
     looks = kept.of(Validation)
     last = [look for look in looks if look.step == ends.get(look.seed, steps) and math.isfinite(look.loss)]
-    shown = list(dict.fromkeys(validation.of for validation in last if not validation.of.startswith(POSITION)))
-    places = list(dict.fromkeys(validation.of for validation in last if validation.of.startswith(POSITION)))
+    shown = list(dict.fromkeys(look.of for look in last if not look.of.startswith(POSITION)))
+    places = list(dict.fromkeys(look.of for look in last if look.of.startswith(POSITION)))
     shown += [places[0], places[-1]] if len(places) > 1 else []
-    seen = {validation.arm for validation in last}
-    arms = [
-        arm.name for arm in kept.training.arms if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS) and arm.name in seen
-    ]
+    means = {key: _mean_of(seen) for key, seen in together(((look.arm, look.of), look) for look in last).items()}
+    seen = {look.arm for look in last}
+    arms = [arm.name for arm in kept.training.arms
+            if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS) and arm.name in seen]  # fmt: skip
+
+    def cols(show: Callable[[Validation], Field]) -> Iterator[Col[str]]:
+        yield Col("arm", str)
+        for of in shown:
+            yield Col(of, lambda arm, of=of: show(means[arm, of]) if (arm, of) in means else None, number=True)
+
     if arms:
-        kinds = (("looks", "loss", _loss), ("perplexities", "perplexity of a token", _perplexity))
-        tables = (
-            table(
-                name, caption, [Col("arm", str), *(Col(of, partial(show, last, of), number=True) for of in shown)], arms
-            )
-            for name, caption, show in kinds
-        )
-        yield Part("looks", _LOOKS, tuple(tables))
+        losses = table("looks", "loss", [*cols(lambda mean: Field(f"{mean.loss:.3f}", mean.loss))], arms)
+        perplexities = table("perplexities", "perplexity of a token", [*cols(_perplexity)], arms)
+        yield Part("looks", _LOOKS, (losses, perplexities))
 
 
-def _loss(last: Sequence[Validation], of: str, arm: str) -> Field | None:
-    mean = _mean(last, of, arm)
-    return None if mean is None else Field(f"{mean.loss:.3f}", mean.loss)
-
-
-def _perplexity(last: Sequence[Validation], of: str, arm: str) -> Field | None:
+def _perplexity(mean: Validation) -> Field:
     """'12.3'; by byte too where a token is more than one."""
-    mean = _mean(last, of, arm)
-    if mean is None:
-        return None
     by_byte = mean.perplexity_by_byte if mean.bytes != mean.tokens else None
     more = f"; {by_byte:.3g} a byte" if by_byte is not None else ""
     return Field(f"{mean.perplexity:.3g}{more}", mean.perplexity)
 
 
-def _mean(last: Sequence[Validation], of: str, arm: str) -> Validation | None:
-    seen = [validation for validation in last if (validation.arm, validation.of) == (arm, of)]
-    if not seen:
-        return None
-    sizes = [validation.bytes for validation in seen]
+def _mean_of(seen: Sequence[Validation]) -> Validation:
+    sizes = [look.bytes for look in seen]
     whole = None if None in sizes else sum(filter(None, sizes))
-    loss = math.fsum(validation.loss for validation in seen) / len(seen)
-    return replace(seen[0], loss=loss, tokens=sum(validation.tokens for validation in seen), bytes=whole)
+    loss = math.fsum(look.loss for look in seen) / len(seen)
+    return replace(seen[0], loss=loss, tokens=sum(look.tokens for look in seen), bytes=whole)
 
 
 def bands_of(verdicts: TrainingVerdicts) -> Iterator[str]:

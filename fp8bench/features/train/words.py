@@ -209,10 +209,8 @@ def inconclusive(judged: JudgedArm) -> str:
 
 
 def did_not_learn(among: TrainingVerdicts) -> str:
-    least, worst = (
-        units.percent(among.least_fall),
-        min(among.falls.values(), key=lambda fall: (not math.isnan(fall), fall)),
-    )
+    least = units.percent(among.least_fall)
+    worst = min(among.falls.values(), key=lambda fall: (not math.isnan(fall), fall))
     fell = "its loss was no number in the end" if math.isnan(worst) else f"its loss fell by {units.percent(worst)}"
     return f"in one seed {fell}; at least {least} is asked of every seed"
 

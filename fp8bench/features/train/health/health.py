@@ -192,16 +192,11 @@ def outcome(
 
     tried = [trial for trial in trials if trial is not as_it_was]
     good = sorted(filter(helps, tried), key=lambda trial: (again[trial], -gains[trial]))
-    said = [
-        f"{remedy_trial.remedy}: {_words(again[remedy_trial], gains[remedy_trial])}"
-        for remedy_trial in (*good, *(t for t in tried if t not in good))
-    ]
+    ordered = (*good, *(trial for trial in tried if trial not in good))
+    said = [f"{trial.remedy}: {_words(again[trial], gains[trial])}" for trial in ordered]
     said.append(f"as it was: {'the alarm again' if again[as_it_was] else 'no alarm'}")
     head = f"{good[0].remedy} helped most" if good else "nothing that was tried helped"
-    figures = [
-        (remedy_trial.remedy, gains[remedy_trial] if math.isfinite(gains[remedy_trial]) else str(gains[remedy_trial]))
-        for remedy_trial in tried
-    ]
+    figures = [(trial.remedy, gain if math.isfinite(gain := gains[trial]) else str(gain)) for trial in tried]
     return TrainingEvent(
         alarm.arm, alarm.seed, alarm.step, "tried-fix", f"{head}, from step {step} on: {'; '.join(said)}", alarm.layer,
         alarm.tensor, (("rule", rule_of(alarm)), *figures), good[0].remedy if good else "",
