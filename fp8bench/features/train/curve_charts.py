@@ -49,6 +49,14 @@ def ends_of(steps: int) -> tuple[int, ...]:
     return tuple(sorted({1 + round(number * (steps - 1) / max(1, count - 1)) for number in range(count)} | {steps}))
 
 
+def losses(kept: KeptTraining, curves: Curves, ends: Sequence[int], reference: str) -> Iterator[Element]:
+    means = windows_of(curves, ends)
+    yield from gap_curves(kept, means, ends, reference)
+    yield from loss_curves(kept, means, ends)
+    yield from held_out_curves(kept)
+    yield from loss_by_time(kept, curves, means, ends)
+
+
 def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
     """The mean over seeds of each arm, and between which values the reference lies under all seeds it was given."""
     steps, arms = kept.training.request.steps, kept.training.arms

@@ -9,17 +9,7 @@ from functools import partial
 from typing import Any
 
 from fp8bench import units
-from fp8bench.features.train.curve_charts import (
-    Curves,
-    ends_of,
-    figure_curves,
-    gap_curves,
-    held_out_curves,
-    loss_by_place,
-    loss_by_time,
-    loss_curves,
-    windows_of,
-)
+from fp8bench.features.train import curve_charts, view
 from fp8bench.features.train.experiments import parts_of
 from fp8bench.features.train.health.health import RULES
 from fp8bench.features.train.health.steps import HealthRule
@@ -27,17 +17,6 @@ from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, Layer
 from fp8bench.features.train.verdicts.curves import curves_of
 from fp8bench.features.train.verdicts.summary import score_parts, summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
-from fp8bench.features.train.view import (
-    answers,
-    arm_cols,
-    bands_of,
-    facts_of,
-    looks_of,
-    notes_of,
-    reached_table,
-    title_of,
-    wire_table,
-)
 from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
 from fp8bench.protocols import Role
@@ -75,26 +54,22 @@ _ARMS = (
 
 def page_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Page:
     training = kept.training
-    curves, ends = curves_of(kept.lines, training.request.steps), ends_of(training.request.steps)
-    means = windows_of(curves, ends)
+    curves, ends = curves_of(kept.lines, training.request.steps), curve_charts.ends_of(training.request.steps)
     parts = (
         *parts_of(kept, verdicts),
         Part("verdict", "Does it still learn?", tuple(_verdicts(kept, verdicts, curves)), _LEAD),
-        Part("curves", "Losses", (
-            *gap_curves(kept, means, ends, verdicts.reference), *loss_curves(kept, means, ends), *held_out_curves(kept),
-            *loss_by_time(kept, curves, means, ends),
-        )),
+        Part("curves", "Losses", tuple(curve_charts.losses(kept, curves, ends, verdicts.reference))),
         Part("memory", "Memory by what it is for", tuple(_memory(kept))),
         Part("texts", "Other looks at the trained model", tuple(_looks(kept))),
         *score_parts(kept, verdicts),
         Part("health", "What happened", tuple(_events(kept))),
         Part("tensors", "Tensors by layer", (*worst_readings(kept), *tensor_lines(kept))),
-        Part("figures", "Gradients, updates and rates", tuple(figure_curves(kept, curves, ends))),
+        Part("figures", "Gradients, updates and rates", tuple(curve_charts.figure_curves(kept, curves, ends))),
     )  # fmt: skip
     settled = (replace(part, elements=tuple(filter(_worth_showing, part.elements))) for part in parts)
     shown = tuple(part for part in settled if part.elements)
     footer = (f"Training {training.id}, {training.started[:16]}, `{training.command}`, schema {SCHEMA}.",)
-    return Page(title_of(training), f"on {training.device.name}", shown, footer, tuple(facts_of(training)))
+    return Page(view.title_of(training), f"on {training.device.name}", shown, footer, tuple(view.facts_of(training)))
 
 
 _LEAD = (
@@ -109,13 +84,13 @@ def _worth_showing(element: Element) -> bool:
     return not isinstance(element, Chart) or (worth_drawing(element) and not empty)
 
 
-def _verdicts(kept: KeptTraining, verdicts: TrainingVerdicts, curves: Curves) -> Iterator[Element]:
+def _verdicts(kept: KeptTraining, verdicts: TrainingVerdicts, curves: curve_charts.Curves) -> Iterator[Element]:
     shown = [summary for summary in summaries_of(kept, verdicts, curves) if not summary.arm.is_band]
-    if told := tuple(answers(verdicts)):
+    if told := tuple(view.answers(verdicts)):
         yield Items(told)
-    yield table("arms", "Arms", arm_cols(verdicts, shown, _ARMS), shown, main=True)
-    yield from (*reached_table(verdicts), *wire_table(kept, verdicts))
-    yield from (Text(band) for band in (*bands_of(verdicts), *notes_of(kept, verdicts)))
+    yield table("arms", "Arms", view.arm_cols(verdicts, shown, _ARMS), shown, main=True)
+    yield from (*view.reached_table(verdicts), *view.wire_table(kept, verdicts))
+    yield from (Text(band) for band in (*view.bands_of(verdicts), *view.notes_of(kept, verdicts)))
     if not (kept.training.request.max_batch or kept.training.request.settings.make):
         yield Text("No largest batch was looked for: `fp8bench train --max-batch` does, within --memory-limit SIZE.")
 
@@ -159,12 +134,12 @@ def _memory(kept: KeptTraining) -> Iterator[Element]:
 
 
 def _looks(kept: KeptTraining) -> Iterator[Element]:
-    for part in looks_of(kept):
+    for part in view.looks_of(kept):
         yield from (
             replace(element, caption=f"{part.title}: {element.caption}") if isinstance(element, Table) else element
             for element in part.elements
         )
-    yield from loss_by_place(kept)
+    yield from curve_charts.loss_by_place(kept)
 
 
 def _events(kept: KeptTraining) -> Iterator[Element]:

@@ -222,7 +222,8 @@ def notes(said: ArmVerdict) -> Iterator[str]:
         if seed not in said.diverged_in:
             reasons.setdefault(why.value, []).append(seed)
     for steps, alike in together((steps, seed) for seed, steps in said.passed).items():
-        yield f"in {_seeds(alike)} the batches of {_steps(steps)} were passed over: no arm is compared on them"
+        batches = f"the batches of {_named('step', steps, _SHOWN_STEPS)} were passed over"
+        yield f"in {_seeds(alike)} {batches}: no arm is compared on them"
     for reason, seeds in reasons.items():
         yield f"{_seeds(seeds)} {'does' if len(seeds) == 1 else 'do'} not count: {reason}"
     if said.outlier is not None:
@@ -322,12 +323,12 @@ def _span(interval: Interval, level: bool = True) -> str:
     return f"{point} [{low}, {high}]" + (f" ({units.percent(interval.level, 0)})" if level else "")
 
 
-def _seeds(seeds: tuple[int, ...] | list[int]) -> str:
-    return f"seed{'s' * (len(seeds) != 1)} {listed([str(seed) for seed in seeds], len(seeds))}"
+def _named(word: str, numbers: Sequence[int], most: int) -> str:
+    return f"{word}{'s' * (len(numbers) != 1)} {listed([str(number) for number in numbers], most)}"
 
 
-def _steps(steps: Sequence[int]) -> str:
-    return f"step{'s' * (len(steps) != 1)} {listed([str(step) for step in steps], _SHOWN_STEPS)}"
+def _seeds(seeds: Sequence[int]) -> str:
+    return _named("seed", seeds, len(seeds))
 
 
 def without_histories(training: Training) -> str:
