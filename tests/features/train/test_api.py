@@ -23,18 +23,16 @@ from fp8bench.features.train.command import request_from
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import LayerReading, StepRow, StreamLine, Validation
 from tests.features.train.lab.labs import hooks_of
-from tests.trainings import FakeLab, NotedTraining, strikes, write_text
+from tests.trainings import FakeLab, NotedTraining, write_text
 
 
 @pytest.fixture
 def text(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A text of its own, and a lab that trains nothing."""
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: FakeLab())
     return write_text()
 
 
 def test_a_training_is_asked_for_as_on_the_command_line(text: Path, store: Path) -> None:
-    """The same request; told as it goes; read back with frames and as the table, in notebooks too."""
     words = (
         "train --dtypes bf16,fp8-delayed --steps 6 --seeds 1 --margin 2 --sweep history=1,16 --rate 0.01 "
         "--data text.txt --rates norm=0 --precision-map mlp=bf16 --sequence 16"
@@ -55,16 +53,6 @@ def test_a_training_is_asked_for_as_on_the_command_line(text: Path, store: Path)
     assert repr(kept).startswith(f"<Training {kept.training.id}: ") and repr(kept).endswith(f", finished, {kept.path}>")
     assert "how to read this" not in str(kept) and str(kept).startswith("training of ")
     assert "<table>" in kept._repr_html_() and "<a href" not in kept._repr_html_()
-
-
-def test_what_was_cut_off_is_gone_on_with(text: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the training itself, its id, or 'last'; a whole one comes back as it is."""
-    labs = iter((FakeLab(strikes("fp8", 5, KeyboardInterrupt())), FakeLab(), FakeLab(), FakeLab()))
-    monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: next(labs))
-    half = fp8bench.train(quick=True, steps=9, data="text.txt", store=store)
-    whole = fp8bench.resume_training(half, store=store)
-    assert not half.finished and whole.finished and whole.training.id == half.training.id
-    assert fp8bench.resume_training("last", store=store) == whole == fp8bench.resume_training(whole.path, store=store)
 
 
 def test_nothing_is_trained_where_something_cannot_be(text: Path, store: Path) -> None:
@@ -119,7 +107,6 @@ class Rows(torch.utils.data.Dataset[Any]):
 
 @pytest.mark.slow
 def test_hugging_face(tmp_path: Path) -> None:
-    """The losses are those that the Trainer logs, its rates too; nothing stays attached."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     torch.manual_seed(0)

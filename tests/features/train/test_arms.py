@@ -95,7 +95,6 @@ def test_native_is_what_the_device_multiplies_in(device: DeviceFacts, native: bo
 
 
 def test_what_a_device_refuses_is_an_arm_with_the_reason() -> None:
-    """And no arm of any seed; a reference that is refused leaves nothing to train."""
     arms = make_arms(TrainingRequest((*BOTH, "fp8:backend=te")), CPU)
     assert arms[-1].skip and arms[-1] not in arms_of_seed(arms, 0)
     with pytest.raises(UsageError, match="the reference fp8:backend=te cannot be trained on cpu: "):

@@ -28,7 +28,6 @@ CUT = len(TEXT) - len(TEXT) // 10
 
 @pytest.fixture
 def given(tmp_path: Path) -> str:
-    """A text of the user's."""
     path = tmp_path / "given.txt"
     path.write_bytes(TEXT)
     return str(path)
@@ -52,7 +51,6 @@ def tokens_file(path: Path, tokens: list[int]) -> str:
 
 
 def test_the_last_tenth_is_held_out_behind_a_gap_of_a_window(given: str) -> None:
-    """A window that is trained on ends before the first that is validated on, whatever their places."""
     text = prepared(given, window=96)
     assert decoded(text, text.train) == TEXT[:CUT] and decoded(text, text.held_out) == TEXT[CUT + 96 :]
     assert (text.vocabulary, text.tokens, text.merges) == (256, "bytes", ()) and text.identity.startswith("given:")
@@ -96,7 +94,6 @@ def test_what_was_made_is_not_made_again_unless_it_is_damaged(
 def test_other_text_is_pythons_documentation_or_the_users(
     tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the same tokens as the text that is trained on; a Python without documentation has none."""
     text = prepared(given, "bpe:100")
     assert b'The "assert" statement' in decoded(text, text.other)
     path = tmp_path / "other.txt"
@@ -108,7 +105,6 @@ def test_other_text_is_pythons_documentation_or_the_users(
 
 
 def test_token_files_are_mapped_where_they_lie(tmp_path: Path) -> None:
-    """Nothing is copied; the highest token ends the vocabulary. Nobody knows what they stand for."""
     data = tokens_file(tmp_path / "shakespeare.bin", list(range(1000)))
     text = prepared(data)
     assert (text.train, text.held_out) == (TokenSpan(data, 0, 900), TokenSpan(data, 908, 1000))
@@ -150,7 +146,6 @@ def test_what_cannot_be_trained_on_is_refused(
 
 
 def test_files_and_folders_that_are_nothing_are_refused(tmp_path: Path, given: str) -> None:
-    """One that is not there, an empty folder, text of another kind that is no token file."""
     data = tokens_file(tmp_path / "own.bin", list(range(1000)))
     for path, other, words in (
         (tmp_path / "nosuch.bin", None, r"--data .*nosuch.bin cannot be read"),
@@ -194,7 +189,6 @@ def test_a_saved_dataset_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_datasets_own_folders_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the package itself writes: in several files, and in parts."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     datasets = pytest.importorskip("datasets")
@@ -213,8 +207,6 @@ def test_datasets_own_folders_are_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_saved_datasets_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two columns of text, a file that is cut off, notes that are no JSON, or name no files; a machine without
-    pyarrow."""
     two = saved(tmp_path / "two", [{"question": "a", "answer": "b"}])
     torn = saved(tmp_path / "torn", [{"text": line} for line in LINES])
     file = next(torn.glob("*.arrow"))

@@ -33,7 +33,6 @@ TINY = (
 
 @pytest.fixture
 def say(store: Path, fp8bench: Say) -> Say:
-    """Run `train` on a text of its own."""
     write_text()
     return unfolding(fp8bench, "train")
 
@@ -69,7 +68,6 @@ def test_help_names_what_it_may_fail_on() -> None:
 
 
 def test_settings_and_options_of_the_request_can_be_said() -> None:
-    """Each in its own form; --quick is one seed of few steps unless it is said."""
     words = (
         "train --dtypes bf16,fp8-delayed --reference bf16 --arch moe --micro-batches 3 --compile yes "
         "--precision-map mlp=fp8 --sweep history=1,16 --sweep margin=1 --sweep history=4 --data a.txt "
@@ -138,7 +136,6 @@ def test_a_training_is_told_kept_shown_and_exported(say: Say, fp8bench: Say, sto
      ["fp16", "fp16 loss-scale=1", "fp16 attention=rounded", "fp16 attention=rounded loss-scale=1"]),
 ])  # fmt: skip
 def test_whatever_is_swept_takes_effect(words: str, arms: list[str], say: Say, store: Path, local: None) -> None:
-    """Every arm is trained, and learns otherwise than all others."""
     assert say(*TINY, *words.split())[0] == 0
     losses = {row.arm: row.loss for row in newest(store).of(StepRow)}
     assert len(set(losses.values())) == len(losses) - 1, "the repeat alone has the reference's bits"
@@ -148,7 +145,6 @@ def test_whatever_is_swept_takes_effect(words: str, arms: list[str], say: Say, s
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
 def test_the_largest_batch_is_looked_for_by_running_it(say: Say, store: Path, local: None) -> None:
-    """Of each arm, within the limit, and the next one is beyond it."""
     code, out, _ = say(*TINY, "--max-batch", "--memory-limit", "48MiB", "--model", "nano", "--bands", "none")
     largest = [cost.capacity for cost in newest(store).of(ArmCost) if cost.capacity]
     assert code == 0 and len(largest) == 2 and out.count("largest batch that fits into 48.0 MiB: ") == 2
@@ -171,7 +167,6 @@ def test_arms_that_do_not_fit_together_come_to_the_same_losses_in_pairs(say: Say
 
 
 def test_an_interrupt_says_how_to_go_on(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit code 130, what was kept is told, and the command that is named does the rest."""
     labs = iter((FakeLab(strikes("fp8", 2, KeyboardInterrupt())), FakeLab()))
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: next(labs))
     code, out, err = say(*TINY, "--keep", "1")
@@ -195,7 +190,6 @@ def test_where_no_arm_can_be_built_it_ends_at_once(say: Say, local: None, monkey
 
 @for_each(("arm", "said"), [("fp8", "it is trained no further"), ("bf16", "the worker crashed during 'advance'")])
 def test_an_arm_that_is_out_is_an_exit_code(arm: str, said: str, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a training without its reference nothing is told."""
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: FakeLab(strikes(arm, 2, times=2)))
     code, out, err = say(*TINY, "--keep", "1")
     assert code == 3 and said in err and ("the worker crashed" in out) == bool(out) == (arm == "fp8")

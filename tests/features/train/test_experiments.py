@@ -88,7 +88,6 @@ def test_seeds_without_the_figure_do_not_count_and_an_arm_that_diverged_says_so(
 
 @for_each("name", NAMES)
 def test_each_is_a_training_that_can_be_asked_for(name: str) -> None:
-    """Small, of five seeds; what else was asked of it stands."""
     request = as_experiment(TrainingRequest(experiment=name))
     check_training(request)
     assert request.seeds == 5 and request.steps <= 100 and request.settings.batch <= 8
@@ -113,7 +112,6 @@ def test_without_a_name_they_are_listed(store: Path, fp8bench: Say) -> None:
 
 
 def test_a_ladder_says_on_which_rung_health_ends() -> None:
-    """By a loss that is worse, by an alarm that the reference has not, or nowhere."""
     of = asked("ladder")
     rungs = [arm.name for arm in of.arms if not arm.is_band][1:]
     assert rungs[0] == "fp8-delayed:margin=2" and len(rungs) == 7

@@ -1,4 +1,4 @@
-"""Trainings that are killed, whenever: parents, workers and real ranks go on to the bits that they would have come to."""
+"""Trainings that are killed, whenever: parents, workers and ranks; they go on to the very same bits."""
 
 from __future__ import annotations
 

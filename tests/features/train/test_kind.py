@@ -63,7 +63,6 @@ except StoreError as error:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[TrainingWriter]:
-    """A training that has begun."""
     begun = start_training(training(), tmp_path / "store")
     begun.keep(0, 0, None, ())
     yield begun
@@ -71,7 +70,6 @@ def writer(tmp_path: Path) -> Iterator[TrainingWriter]:
 
 
 def test_every_kind_of_line_comes_back(writer: TrainingWriter) -> None:
-    """With numbers that JSON has no word for, and the training itself."""
     assert {type(line) for line in LINES} == set(StreamLine.__subclasses__())
     writer.append(LINES)
     unfinished = load_training(writer.path)
@@ -82,7 +80,6 @@ def test_every_kind_of_line_comes_back(writer: TrainingWriter) -> None:
 
 
 def test_broken_lines_are_left_out_and_named(writer: TrainingWriter) -> None:
-    """The last one cut short by a kill, and whatever else was done to the file."""
     writer.append(LINES)
     writer.close()
     with as_older(writer.path).open("ab") as file:
@@ -96,7 +93,6 @@ def test_broken_lines_are_left_out_and_named(writer: TrainingWriter) -> None:
 
 
 def test_going_back_cuts_the_stream_and_keeps_what_happened(writer: TrainingWriter) -> None:
-    """Events of the training itself stay: no step makes them again."""
     writer.append(LINES[:2])
     folder = writer.checkpoint(0, 6)
     folder.mkdir()
@@ -152,7 +148,6 @@ def test_a_full_disk_in_the_middle(writer: TrainingWriter) -> None:
 
 
 def test_trainings_are_found_by_what_they_are_called(tmp_path: Path) -> None:
-    """The folder, the id or its beginning, a path; 'last' is the newest."""
     store = tmp_path / "store"
     for number in (1, 2, 0x10):
         start_training(training(number), store).close()
@@ -169,7 +164,6 @@ def test_trainings_are_found_by_what_they_are_called(tmp_path: Path) -> None:
 
 
 def test_last_is_a_run_or_a_training_whichever_began_last(tmp_path: Path, fp8bench: Say) -> None:
-    """In show and report; an option of runs alone means the last run, and --histories the last training."""
     store = tmp_path / "store"
     run = replace(measured()[0], started="2026-01-05T12:00:00.000+00:00")
     start_training(replace(training(1), started="2020-01-05T12:00:00Z"), store).close()

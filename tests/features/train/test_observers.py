@@ -60,12 +60,10 @@ def alarm(step: int, arm: str = "fp8") -> TrainingEvent:
 
 
 def last_board(screen: Screen) -> str:
-    """What was drawn last, without what moves and colours."""
     return re.split(r"(?=seed \d+/\d+)", SHOWN.sub("", screen.getvalue()))[-1]
 
 
 def test_a_log_has_a_line_a_look(clock: Clock) -> None:
-    """Of all arms that have a loss in this seed, once a place; what happens is said."""
     said: list[str] = []
     lines = TrainingLines(said.append, clock)
     lines.begun(training())
@@ -226,7 +224,6 @@ def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Termin
 
 
 def at(shown: str) -> int:
-    """The step that a board is at; it is there once."""
     boards = re.findall(r"^seed 1/1, step (\d+)/1000000", shown, re.MULTILINE)
     return int(boards[0]) if len(boards) == 1 and shown.count("no alarm") == 5 and shown.count("held-out") == 1 else 0
 
@@ -347,7 +344,6 @@ def test_a_command_that_fails_or_hangs_is_said(script: str, seconds: float, said
 
 
 def test_curves_go_to_wandb_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run for all arms, by steps of their own; what raises ends that, and is said."""
     logged: list[dict[str, float]] = []
     told, options, ends = NotedTraining(), {}, []
 

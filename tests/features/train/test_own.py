@@ -78,8 +78,6 @@ def test_a_maker_in_a_file_is_trained_cut_off_and_gone_on_with(store: Path, tmp_
 
 
 def test_a_function_of_this_process_is_trained_in_it(store: Path) -> None:
-    """Nothing of it is left behind; without held-out batches the training loss decides, and that is said."""
-
     def local() -> object:
         x = torch.randn(32, 8)
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -164,7 +162,6 @@ def test_planted_differences_are_found_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_what_is_no_stream_is_refused(tmp_path: Path) -> None:
-    """Each in a sentence; one that was cut off, or told no held-out loss, is compared."""
     good = loop(tmp_path / "good.jsonl", 0, name="own", steps=12)
     unseen = "".join(line for line in good.read_text().splitlines(True) if '"validation"' not in line)
     texts = {"text": "no stream\n", "empty": "", "unseen": unseen, "cut": unseen[:-20]}

@@ -138,7 +138,6 @@ def test_times_have_a_line_a_seed() -> None:
 
 
 def test_pace_and_memory_over_steps() -> None:
-    """Throughput of native arms alone, memory of all arms."""
     memory = [StepFigure("fp8", 0, step, "memory", 1e6 + step) for step in (0, 10, 20)]
     made = page(*memory, change=lambda row: replace(row, seconds=0.01 + row.step * 1e-4))
     ((name, marks),) = element(made, "throughput", Lines).series
@@ -192,7 +191,6 @@ def test_lines_show_magnitudes_and_scales_by_layer() -> None:
 
 
 def test_the_worst_reading_names_layer_and_step() -> None:
-    """The least signal to noise, the most of the others; nothing is pointed at where nothing was clipped."""
     told = reading(0, 1.0, signal_to_noise=30.0, underflow=0.01), reading(10, 1.0, "mlp", signal_to_noise=12.0)
     assert cells(page(*told), "worst") == [
         ["fp8", "input", "12.0 dB", "mlp, step 10", "1.0%", "head, step 0", "0.0%", "", "-", ""]
@@ -298,7 +296,6 @@ def test_numbers_are_those_of_the_verdict() -> None:
 
 
 def test_rows_document_and_frames_say_what_the_table_says() -> None:
-    """To the word: verdicts, bands, notes; and the numbers that it rounds."""
     rows = list(csv.DictReader(io.StringIO(csv_text(*rows_of(KEPT, VERDICTS)))))
     told = {(row["arm"], row["figure"]): row["value"] for row in rows if row["line"] == "Summary"}
     document, frames = value_of(KEPT, VERDICTS)["arms"], TrainingFrames(KEPT)
@@ -356,7 +353,6 @@ def test_tensorboard_reads_them_back(tmp_path: Path) -> None:
 
 
 def test_wandb_gets_a_run_for_each_arm_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of one group, in the order of steps, and one with the verdicts and the files."""
     told: list[tuple[dict[str, Any], list[tuple[dict[str, float], int | None]], list[str]]] = []
 
     def init(**options: Any) -> SimpleNamespace:

@@ -61,8 +61,6 @@ def test_every_arm_is_trained_in_every_seed(trained: Trained) -> None:
 
 
 def test_slices_take_turns_in_an_order_of_the_seed(trained: Trained) -> None:
-    """Short, of all arms, in different orders, and the same orders whenever it is done again."""
-
     def rounds() -> list[Sequence[str]]:
         _, lab, _ = trained(FakeLab(), small(steps=60, keep=60, evaluate=60))
         slices = [words for words in lab.log if words[0] == "advance"]
@@ -76,7 +74,6 @@ def test_slices_take_turns_in_an_order_of_the_seed(trained: Trained) -> None:
 
 
 def test_the_last_two_checkpoints_are_kept(trained: Trained) -> None:
-    """Of the seed that goes on: at steps 6, 12 and 18; the seed before needs none."""
     kept, _, _ = trained(FakeLab(strikes("fp8", 19, CUT_OFF, seed=1)), small(steps=30))
     folder = Path(kept.path).parent
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["1-12", "1-18"]
@@ -110,8 +107,6 @@ def test_every_arm_is_looked_at_alone_before_the_first_step(trained: Trained) ->
 
 
 def test_no_gpu_is_trained_on_in_a_process_that_has_listened_to_its_memory(trained: Trained) -> None:
-    """A fresh worker takes its place between the last measurement and the first step."""
-
     class Logged(FakeLab):
         def restart(self) -> None:
             super().restart()
@@ -123,7 +118,6 @@ def test_no_gpu_is_trained_on_in_a_process_that_has_listened_to_its_memory(train
 
 
 def test_memory_that_nobody_could_measure_has_a_reason(trained: Trained) -> None:
-    """A lost worker is replaced, and the training goes on."""
     kept, lab, _ = trained(FakeLab(strikes("", 0, name="alone")), small())
     first, second = kept.of(ArmCost)
     assert first.memory is None and "could not be measured: the worker crashed" in first.why
@@ -255,7 +249,6 @@ def test_arms_that_do_not_fit_together_are_trained_in_pairs(trained: Trained) ->
 
 
 def test_an_arm_that_fits_alone_only_has_no_speed(trained: Trained) -> None:
-    """And a reference that fits nowhere is refused before the first step, with the bytes."""
     kept, _, _ = trained(FakeLab(), small(memory_limit=31_000))
     assert kinds(kept) == ["pairs", *["unpaired"] * 6] and kept.finished
     with pytest.raises(UsageError, match=r"the reference bf16 needs .* Choose a smaller --model"):
@@ -280,7 +273,6 @@ def test_a_damaged_checkpoint_is_passed_over(trained: Trained) -> None:
 
 
 def test_a_lost_worker_costs_the_steps_since_the_checkpoint(trained: Trained) -> None:
-    """A fresh one goes on, and the stream is as if nothing had happened, but for the event."""
     whole, _, _ = trained(FakeLab(), small())
     kept, lab, _ = trained(FakeLab(strikes("fp8", 15)), small())
     assert kept.finished and lab.restarts == 1 and said(kept) == said(whole)
@@ -313,7 +305,6 @@ def test_a_worker_lost_between_slices_is_replaced_once(trained: Trained, name: s
 
 @for_each("error", [WorkerLost("gone"), WorkerFault("RuntimeError", "out of memory", "", True)])
 def test_an_arm_that_fails_twice_is_out(trained: Trained, error: WorkerLost) -> None:
-    """With the reason, in the seeds to come too; the others go on to their ends."""
     kept, lab, _ = trained(FakeLab(strikes("fp8", 15, error, times=2)), small(dtypes=("bf16", "fp8", "mxfp8")))
     assert kept.finished and lab.restarts == 2 and kinds(kept) == ["restarted", "out"]
     assert str(error) in kept.of(TrainingEvent)[1].words
@@ -398,7 +389,6 @@ FIXED = {"steps": 40, "keep": 12, "seeds": 1, "try_fix": True}
 
 
 def test_remedies_of_an_alarm_are_tried(trained: Trained) -> None:
-    """Once a seed, from the checkpoint before it, beside the arm as it was; the training goes on as if nothing was."""
     plain, _, _ = trained(FakeLab(change=steep), replace(small(**FIXED), try_fix=False))
     kept, lab, _ = trained(FakeLab(change=steep), small(**FIXED))
     assert kinds(plain) == ["alarm"] and kinds(kept) == ["alarm", "tried-fix"] and kept.finished

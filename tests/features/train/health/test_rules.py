@@ -57,7 +57,6 @@ def readings(count: int, role: str = "gradient", **changes: Callable[[int], floa
 
 
 def figures(name: str, values: Iterable[float]) -> Iterator[StepFigure]:
-    """One figure of a layer, ten steps apart."""
     for number, value in enumerate(values):
         yield StepFigure("bf16", 0, 10 * number, name, value, "blocks.0")
 
@@ -92,12 +91,10 @@ def gap(share: float, other: float = 0.01) -> Iterator[StreamLine]:
 
 
 def falls_until(step: int) -> float:
-    """A loss that comes down for 150 steps, and then no further."""
     return max(3.0, 6 - step / 50) + step % 7 / 1000
 
 
 def row_with(step: int, name: str) -> Iterator[StreamLine]:
-    """A figure of somebody's loop among rows that are well."""
     for row in rows(60):
         yield row
         if row.step == step:
@@ -105,7 +102,6 @@ def row_with(step: int, name: str) -> Iterator[StreamLine]:
 
 
 def guessing(loss: Callable[[int], float]) -> Iterator[StreamLine]:
-    """Losses of a cross entropy over ten classes."""
     yield StepFigure("bf16", 0, 0, "classes", 10.0)
     yield from rows(60, loss=loss)
 
@@ -124,7 +120,6 @@ def drifting(mean: Callable[[int], float], deviation: float = 2.0) -> Iterator[S
 
 
 def wavering(level: float, step: int) -> float:
-    """Noise of some percent, the same whatever is tested."""
     return level * (1 + 0.02 * (step * 7 % 5 - 2))
 
 
@@ -256,7 +251,6 @@ UNSAID, COUNTS = ("falling", "exact"), ("keep", "again")
 
 
 def constants_of(rule: type[HealthRule[Any]]) -> dict[str, float]:
-    """By which it judges."""
     names = (name for kind in rule.__mro__ for name in vars(kind) if name[0] != "_" and name not in UNSAID)
     values = {name: getattr(rule, name) for name in names}
     return {name: value for name, value in values.items() if type(value) in (int, float) and value not in (1, -1)}
@@ -271,7 +265,6 @@ def test_a_steep_batch_with_a_loss_of_its_own_is_found_sooner(loss: float, times
 
 
 def test_a_layer_that_is_held_back_on_purpose_is_no_illness() -> None:
-    """Its rate is a share of the others', or nothing."""
     lines = list(updates(lambda number: 0.02))
     assert alarms(lines) == [("layer-stands-still", 30)]
     for factor in (0.02, 0.0):
@@ -284,7 +277,6 @@ def test_a_layer_that_is_held_back_on_purpose_is_no_illness() -> None:
     ("dropout", 0.1, 0.1, 0.04, "dropout"), ("dropout", 0.1, 0.1, 0.001, "arithmetic"),
 ])  # fmt: skip
 def test_a_gap_is_told_with_its_cause(name: str, reference: float, own: float, apart: float, cause: str) -> None:
-    """By inputs and what is left out; of masks that differ the first losses tell."""
     lines = [replace(line, loss=3 * (1 + apart * (line.arm == "fp8"))) if line.step == 0 else line
              for line in gap(0.04) if isinstance(line, StepRow)]  # fmt: skip
     seen = [StepFigure(arm, 0, 0, "inputs", 1.0) for arm in ("bf16", "fp8") if name != "inputs"]
@@ -294,7 +286,6 @@ def test_a_gap_is_told_with_its_cause(name: str, reference: float, own: float, a
 
 
 def test_a_gap_is_to_the_reference_at_the_rate_of_the_arm() -> None:
-    """Of rates that are swept: what another rate does is not said to be the arithmetic's."""
     rate = (("rate", 4e-3),)
     arms = ARM, Arm("bf16 rate=0.004", "bf16", ArmRole.OTHER_RATE, rate), Arm("fp8", "fp8", settings=rate)
     for other, told in ((0.039, 0), (0.01, 1)):
@@ -319,7 +310,6 @@ def test_large_updates_foretell_a_jump_and_are_not_told_after_it() -> None:
 
 
 def test_an_episode_is_one_alarm() -> None:
-    """However long it lasts; after a rest the next one is told."""
     long = rows(100, loss=lambda step: math.nan if 10 <= step < 90 else 3.0)
     assert alarms(long) == [("not-finite", 10)]
     twice = rows(200, loss=lambda step: math.inf if step in (10, 11 + REST, 13 + 2 * REST) else 3.0)
@@ -327,7 +317,6 @@ def test_an_episode_is_one_alarm() -> None:
 
 
 def test_tensors_of_one_step_share_an_alarm() -> None:
-    """The first is named, the others are counted."""
     lines = [replace(READING, layer=f"blocks.{layer}", not_finite=1.0) for layer in range(3)]
     (event,) = Health((ARM,)).see(lines)
     assert (event.layer, event.tensor) == ("blocks.0", "gradient")
@@ -335,7 +324,6 @@ def test_tensors_of_one_step_share_an_alarm() -> None:
 
 
 def test_arms_and_seeds_are_apart() -> None:
-    """What is usual in one arm or seed is not in the other."""
     quiet = list(rows(40, "bf16", gradient_norm=lambda step: 1.0))
     loud = list(rows(40, "fp8", gradient_norm=lambda step: 9.0))
     mixed: list[StreamLine] = [line for pair in zip(quiet, loud, strict=True) for line in pair]
@@ -353,8 +341,6 @@ def test_events_say_nothing_about_health() -> None:
 
 
 def test_a_remedy_is_one_that_changes_something() -> None:
-    """A current scale has no margin; a delayed one has."""
-
     def remedy(arm: Arm) -> str:
         (event,) = Health((arm,)).see(replace(line, arm=arm.name) for line in readings(9, lag=lambda at: 0.3 * at))
         return event.remedy
@@ -413,7 +399,6 @@ def test_what_changes_the_arm_is_tried() -> None:
     ((math.nan, 2.9, math.nan), (2.0, 2.0, 2.0), SHORTER),  # a loss that is finite again
 ])  # fmt: skip
 def test_what_helped(losses: tuple[float, ...], lags: tuple[float, ...], remedy: str) -> None:
-    """By how much: the share by which the loss is lower than that of the arm as it was."""
     event = told(losses, lags)
     assert event.kind == "tried-fix" and event.remedy == remedy
     assert event.words.startswith(remedy or "nothing that was tried helped")

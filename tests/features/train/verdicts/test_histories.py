@@ -38,7 +38,6 @@ def trace_of(draw: random.Random, length: int) -> list[float]:
 
 
 def trained(amaxes: list[float], delayed: Delayed, fmt: Format) -> list[float]:
-    """The scales that casts in a training take."""
     memory, x = DelayedScale(delayed, fmt), torch.zeros(1)
     return [float(memory.next(x, amax=torch.tensor(amax, dtype=torch.float32)).scale) for amax in amaxes]
 
@@ -118,7 +117,6 @@ def test_the_scales_are_those_of_a_real_training(corpus: Corpus) -> None:
 
 
 def test_the_best_way_cuts_off_least_and_then_leaves_least_idle() -> None:
-    """Amaxes that grow by an octave now and then want a margin of one, not two, and a history that remembers."""
     trace = Trace("a", Role.GRADIENT, tuple(2.0 if step % 7 == 3 else 1.0 for step in range(200)))
     best = best_of([replay for way in ways() for replay in replayed([trace], way)])
     assert (best.margin, best.interval) == (1, 1) and best.history in (1, 4)

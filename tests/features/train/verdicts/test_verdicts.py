@@ -42,7 +42,6 @@ def judged(told: Lines | Sequence[float]) -> tuple[ArmVerdict, TrainingVerdicts]
 
 
 def changed(told: Lines, change: Callable[[StepRow], StepRow | None], arm: str = "fp8") -> list[StreamLine]:
-    """The rows of one arm changed, or left out."""
     lines = (change(line) if isinstance(line, StepRow) and line.arm == arm else line for line in told)
     return [line for line in lines if line is not None]
 
@@ -102,7 +101,6 @@ def test_more_seeds_are_not_asked_for_where_they_would_not_count(
 
 
 def test_what_a_command_may_fail_on() -> None:
-    """A verdict with its arm, an alarm with its place; what was not asked for fails nothing. All bad ends can be."""
     alarm = TrainingEvent("fp8", 2, 40, "alarm", "the gradient's norm is 9.1 times its median")
     kept = kept_of((*lines({"fp8": WORSE}), alarm, TrainingEvent("fp8", 2, 41, "tried-fix", "")))
     said, among = judged(kept.lines)
@@ -122,7 +120,6 @@ def test_several_arms_say_what_their_level_means() -> None:
 
 
 def test_an_arm_that_is_stopped_has_diverged() -> None:
-    """In one of five seeds is enough, and one seed is enough to say it."""
     told = changed(lines({"fp8": SAME}), lambda row: row if (row.seed, row.step < 40) != (3, False) else None)
     assert judged(told)[0].judged.why is Why.FEW_PAIRS  # cut off, nobody knows why
     stopped = [TrainingEvent("fp8", 3, 40, kind, "") for kind in ("not-finite", "stopped")]
@@ -134,12 +131,10 @@ def test_an_arm_that_is_stopped_has_diverged() -> None:
 
 @for_each("loss", [math.nan, math.inf, 5.6])
 def test_an_arm_that_ends_where_it_began_has_diverged(loss: float) -> None:
-    """Or with no number at all; that some steps before were not finite is another matter."""
     assert judged(with_loss(lines({"fp8": SAME}), loss, 1, *range(50, 100)))[0].diverged_in == (1,)
 
 
 def test_a_step_that_is_not_finite_voids_its_seed_alone() -> None:
-    """In the last tenth; an arm that recovered from one before is judged."""
     said, _ = judged(with_loss(lines({"fp8": SAME}), math.nan, 1, 95))
     assert (said.judged.why, said.voids) == (Why.FEW_PAIRS, ((1, Void.NOT_FINITE),))
     assert list(words.notes(said)) == ["seed 1 does not count: not finite"]
@@ -203,7 +198,6 @@ def test_held_out_losses_are_compared_at_the_same_step() -> None:
 
 
 def test_bands_of_seeds_and_of_a_repeat() -> None:
-    """Of a repeat zero is said; else from which step on, as far as both came."""
     band = judged(lines({OTHER_SEED.name: [0.03, -0.04]}))[1].seed_band
     assert band is not None
     assert (band.largest, band.deviation) == (pytest.approx(0.04), pytest.approx(0.035355, rel=1e-4))
@@ -249,7 +243,6 @@ SEEDS = 5
 
 
 def falling(pace: float = 1.0) -> list[float]:
-    """A loss that falls ever more slowly, at so many times the usual pace."""
     return [1.8 + 3.7 * (1 + pace * step / 15) ** -0.7 for step in range(1, STEPS + 1)]
 
 
@@ -258,7 +251,6 @@ def of(losses: Sequence[float], seconds: float = 0.01, tokens: int = 100) -> Cur
 
 
 def speed(*arms: Curve, reference: Curve | None = None) -> AdjustedSpeed:
-    """Of five seeds, each with the next of these arms."""
     speed = adjusted_speed([(reference or of(falling()), arms[seed % len(arms)]) for seed in range(SEEDS)])
     assert speed is not None
     return speed
@@ -296,7 +288,6 @@ def test_times_are_those_of_the_reference_beside_it() -> None:
 
 
 def test_one_that_learns_far_less_is_a_bound() -> None:
-    """It ends where the reference was before a third of its steps: at most so fast, and the words say so."""
     stuck = speed(of([max(3.5, loss) for loss in falling()], 0.005))
     assert stuck.bounded and stuck.adjusted is not None and stuck.fewer_steps is not None
     assert (stuck.adjusted.point, stuck.fewer_steps.point) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
