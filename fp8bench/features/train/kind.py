@@ -312,8 +312,8 @@ class TrainingKind(Kind[KeptTraining]):
         from fp8bench.features.train.verdicts.verdicts import verdicts_of
         from fp8bench.features.train.view import page_of
 
-        verdicts = verdicts_of(kept.training, kept.lines)
-        return View(*(partial(told, kept, verdicts) for told in (page_of, value_of, rows_of)))
+        said = kept, verdicts_of(kept.training, kept.lines)
+        return View(partial(page_of, *said), partial(value_of, *said), partial(rows_of, *said))
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
         return (partial(_line, path) for path in training_files(store))
@@ -340,8 +340,8 @@ class TrainingKind(Kind[KeptTraining]):
         from fp8bench.features.train.data import send_training, write_training
         from fp8bench.features.train.verdicts.verdicts import verdicts_of
 
-        verdicts = verdicts_of(kept.training, kept.lines)
-        return Exports(*(partial(export, kept, verdicts) for export in (write_training, send_training)))
+        said = kept, verdicts_of(kept.training, kept.lines)
+        return Exports(partial(write_training, *said), partial(send_training, *said))
 
 
 def _line(path: Path) -> str:

@@ -292,9 +292,11 @@ def looks_of(kept: KeptTraining) -> Iterator[Part]:
             if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS) and arm.name in seen]  # fmt: skip
 
     def cols(show: Callable[[Validation], Field]) -> Iterator[Col[str]]:
+        def cell(of: str, arm: str) -> Field | None:
+            return show(means[arm, of]) if (arm, of) in means else None
+
         yield Col("arm", str)
-        for of in shown:
-            yield Col(of, lambda arm, of=of: show(means[arm, of]) if (arm, of) in means else None, number=True)
+        yield from (Col(of, partial(cell, of), number=True) for of in shown)
 
     if arms:
         losses = table("looks", "loss", [*cols(lambda mean: Field(f"{mean.loss:.3f}", mean.loss))], arms)
