@@ -24,7 +24,7 @@ from fp8bench.features.train.data import TrainingFrames, write_training
 from fp8bench.features.train.health.health import Health
 from fp8bench.features.train.kind import TrainingKind, line_of, plain, training_named
 from fp8bench.features.train.kind import load_training as read_training
-from fp8bench.features.train.observers import on_terminal, outward
+from fp8bench.features.train.progress import on_terminal, outward
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest, asked
 from fp8bench.features.train.run import resume as go_on_training
 from fp8bench.features.train.run import train as train_all

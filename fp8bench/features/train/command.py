@@ -186,7 +186,7 @@ def _check_same(arguments: argparse.Namespace, training: Training) -> None:
 
 @contextmanager
 def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
-    from fp8bench.features.train.observers import on_terminal, outward
+    from fp8bench.features.train.progress import on_terminal, outward
 
     try:
         wanted = arguments.store, arguments.live, arguments.on_alarm, arguments.wandb

@@ -22,7 +22,7 @@ import pytest
 
 from fp8bench.cli import progress as live
 from fp8bench.features.train.kind import start_training
-from fp8bench.features.train.observers import (
+from fp8bench.features.train.progress import (
     PAGE_SECONDS,
     PARTS,
     AlarmCommand,
@@ -291,7 +291,7 @@ def test_the_page_is_there_while_it_trains(tmp_path: Path, monkeypatch: pytest.M
     last = file.read_text()
     assert "refresh" not in last and "Written while" not in last and "cut off" in last
     assert sorted(path.name for path in tmp_path.iterdir()) == ["live.html", "store"]
-    monkeypatch.setattr("fp8bench.features.train.observers.page_of", lambda *_: 1 / 0)
+    monkeypatch.setattr("fp8bench.features.train.progress.page_of", lambda *_: 1 / 0)
     broken.close()
     writer.close()
     assert len(told.notes) == 2 and "live.html was not written" in told.notes[0] and "division" in told.notes[1]
