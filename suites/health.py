@@ -155,8 +155,8 @@ def kept(study: Study, folder: Path) -> list[StreamLine]:
     path = folder / study.file
     lines: list[StreamLine] = []
     partial = sorted(folder.glob(f"{path.stem}.*"), key=lambda file: file.stat().st_size)
-    for found in [path] if path.exists() else partial[-1:]:
-        with gzip.open(found, "rt") as file, contextlib.suppress(EOFError):
+    for whole in [path] if path.exists() else partial[-1:]:
+        with gzip.open(whole, "rt") as file, contextlib.suppress(EOFError):
             for text in file:
                 if text.endswith("]\n"):
                     kind, *values = json.loads(text)

@@ -111,7 +111,7 @@ def test_what_is_about_the_built_in_models_is_refused(asked: dict[str, Any], wor
         check_training(TrainingRequest(settings=settings, **asked))
 
 
-STEPS, SEEDS = 60, 5
+STEPS, SEEDS = 40, 5
 
 
 def loop(path: Path, seed: int, *, name: str, noise: float = 0.0, steps: int = STEPS, worse: float = 0.0) -> Path:

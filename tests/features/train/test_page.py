@@ -58,9 +58,9 @@ def page(*more: StreamLine, of: Training | None = None, change: Callable[[StepRo
 
 
 def element(made: Page, name: str, kind: type[E]) -> E:
-    (found,) = (own for part in made.parts for own in part.elements if getattr(own, "name", "") == name)
-    assert isinstance(found, kind)
-    return found
+    (named,) = (own for part in made.parts for own in part.elements if getattr(own, "name", "") == name)
+    assert isinstance(named, kind)
+    return named
 
 
 def cells(made: Page, name: str) -> list[list[str]]:

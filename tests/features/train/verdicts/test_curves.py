@@ -177,10 +177,12 @@ def of_ends(*arms: Arm, **ends: Sequence[float]) -> tuple[TrainingVerdicts, dict
 def test_an_arm_is_not_better_than_a_reference_at_a_worse_rate() -> None:
     """Better by 1.7% than bf16 at the one rate that both had; bf16 at twice the rate is as good, and then it is not."""
     ends = {"bf16": 2.034, "fp8": 2.0, "fp8 rate=0.0005": 2.05, "fp8 rate=0.002": 2.01}
-    planted = {name: [end + one * (1 + place) / 4 for one in NOISE] for place, (name, end) in enumerate(ends.items())}
+    planted = {
+        name: [end + noise * (1 + place) / 4 for noise in NOISE] for place, (name, end) in enumerate(ends.items())
+    }
     alone, learned = of_ends(CANDIDATE, **planted)
     assert learned == {"fp8": Learned.BETTER} and "tune bf16 first" in words.answer(alone.arms[0], alone)
-    planted |= {"bf16 rate=0.0005": [2.05] * 5, "bf16 rate=0.002": [2.0 - one for one in NOISE]}
+    planted |= {"bf16 rate=0.0005": [2.05] * 5, "bf16 rate=0.002": [2.0 - noise for noise in NOISE]}
     tuned, learned = of_ends(*OTHERS, *SWEPT, **planted)
     assert (tuned.reference, tuned.rates, learned["fp8"]) == ("bf16 rate=0.002", 3, Learned.WITHIN_NOISE)
     others = {said.arm.name for said in tuned.arms if said.judged.why is Why.OTHER_RATE}
@@ -191,8 +193,8 @@ def test_an_arm_is_not_better_than_a_reference_at_a_worse_rate() -> None:
 def test_an_arm_that_is_better_at_its_best_is_called_so() -> None:
     """And one that diverges at another rate is called that. Without a sweep the reference is its own best."""
     planted = {
-        "bf16": [2.03 + one for one in NOISE], "bf16 rate=0.002": [2.0 + one / 2 for one in NOISE],
-        "fp8": [1.95 + one for one in NOISE], "fp8 rate=0.0005": [2.0] * 5, "fp8 rate=0.002": [6.0] * 5,
+        "bf16": [2.03 + noise for noise in NOISE], "bf16 rate=0.002": [2.0 + noise / 2 for noise in NOISE],
+        "fp8": [1.95 + noise for noise in NOISE], "fp8 rate=0.0005": [2.0] * 5, "fp8 rate=0.002": [6.0] * 5,
     }  # fmt: skip
     verdicts, learned = of_ends(OTHERS[1], *SWEPT, **planted)
     assert learned == {
