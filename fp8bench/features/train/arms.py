@@ -286,9 +286,7 @@ def turns_of(training: Training, costs: Iterable[ArmCost]) -> Turns:
     room = (request.memory_limit or int(_USABLE * facts.memory_bytes)) // (1 if facts.accelerated else facts.ranks)
     seeds = [arms_of_seed(training.arms, number) for number in range(request.seeds)]
     lead, *others = seeds[0]
-    peaks = {
-        cost.arm: (sum(part for _, part in cost.kept), cost.memory.peak) for cost in costs if cost.memory is not None
-    }
+    peaks = {cost.arm: (sum(size for _, size in cost.kept), cost.memory.peak) for cost in costs if cost.memory}
 
     def needs(*arms: Arm) -> int:
         """What all of them keep between their steps, and the most that a step of one needs beside that."""

@@ -172,9 +172,8 @@ def _source(data: str | None) -> _Source:
     folder = Path(data)
     if (folder / "state.json").is_file():
         return _Source.cut(name_of(data), _dataset_text(folder))
-    splits = (
-        _json_of(folder / "dataset_dict.json").get("splits", []) if (folder / "dataset_dict.json").is_file() else []
-    )
+    notes = folder / "dataset_dict.json"
+    splits = _json_of(notes).get("splits", []) if notes.is_file() else []
     if "train" not in splits:
         raise UsageError(
             f"--data {data} is a folder without train.bin, and no saved dataset with a part 'train'. Give a text file, "

@@ -210,9 +210,7 @@ def _worst(
     readings: Sequence[LayerReading], pick: Any, value: Callable[[LayerReading], float | None],
     show: Callable[[float], str],
 ) -> tuple[Field, Field] | None:  # fmt: skip
-    known = [
-        (figure, reading) for reading in readings if (figure := value(reading)) is not None and math.isfinite(figure)
-    ]
+    known = [(own, reading) for reading in readings if (own := value(reading)) is not None and math.isfinite(own)]
     if not known:
         return None
     figure, worst = pick(known, key=lambda pair: pair[0])

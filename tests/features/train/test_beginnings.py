@@ -128,33 +128,24 @@ def test_a_held_out_token_file_beside_it_is_taken(tmp_path: Path) -> None:
     assert both.other == TokenSpan(other, 0, 100) and both.vocabulary == 901
 
 
-@for_each(
-    ("name", "content", "tokens", "words"),
-    [
-        ("odd.bin", b"\0" * 999, "bytes", "no file of 16-bit tokens"),
-        ("short.bin", b"\0" * 64, "bytes", "longer text, or a shorter --sequence"),
-        ("empty.bin", b"", "bytes", "has 0 tokens"), ("own.bin", b"\0" * 4000, "bpe", "has tokens already"),
-        ("text.txt", TEXT[: 1 << 16], "bytes", "the held-out part has 4505 tokens, and 4 windows of 2048 need 8193"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_trained_on_is_refused(
-    tmp_path: Path, name: str, content: bytes, tokens: str, words: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
+FILES = {"odd.bin": b"\0" * 999, "short.bin": b"\0" * 64, "empty.bin": b"", "own.bin": b"\0" * 4000,
+         "text.txt": TEXT[: 1 << 16]}  # fmt: skip
+
+
+@for_each(("name", "words", "tokens", "other"), [
+    ("odd.bin", "no file of 16-bit tokens", "bytes", ""), ("short.bin", "or a shorter --sequence", "bytes", ""),
+    ("empty.bin", "has 0 tokens", "bytes", ""), ("own.bin", "has tokens already", "bpe", ""),
+    ("text.txt", "the held-out part has 4505 tokens, and 4 windows of 2048 need 8193", "bytes", ""),
+    ("nosuch.bin", r"--data .*nosuch.bin cannot be read", "bytes", ""),
+    ("", "folder without train.bin, and no saved dataset", "bytes", ""),
+    ("own.bin", r"--other-data .*text.txt is no file of 16-bit tokens", "bytes", "text.txt"),
+    ("text.txt", r"--other-data .*nosuch cannot be read", "bytes", "nosuch"),
+])  # fmt: skip
+def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, name: str, words: str, tokens: str, other: str) -> None:
+    for file, content in FILES.items():
+        (tmp_path / file).write_bytes(content)
     with pytest.raises(UsageError, match=words):
-        prepared(tmp_path / name, tokens, 2048)
-
-
-def test_files_and_folders_that_are_nothing_are_refused(tmp_path: Path, given: str) -> None:
-    data = tokens_file(tmp_path / "own.bin", list(range(1000)))
-    for path, other, words in (
-        (tmp_path / "nosuch.bin", None, r"--data .*nosuch.bin cannot be read"),
-        (tmp_path, None, "folder without train.bin, and no saved dataset"),
-        (data, given, r"--other-data .*given.txt is no file of 16-bit tokens"),
-        (given, str(tmp_path / "nosuch"), r"--other-data .*nosuch cannot be read"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            prepared(path, other=other)
+        prepared(tmp_path / name, tokens, 8 if other else 2048, str(tmp_path / other) if other else None)
 
 
 def saved(folder: Path, rows: list[dict[str, Any]], files: int = 2) -> Path:

@@ -63,52 +63,44 @@ def last_board(screen: Screen) -> str:
     return re.split(r"(?=seed \d+/\d+)", SHOWN.sub("", screen.getvalue()))[-1]
 
 
-def test_a_log_has_a_line_a_look(clock: Clock) -> None:
-    said: list[str] = []
-    lines = TrainingLines(said.append, clock)
-    lines.begun(training())
-    lines.trained(0, 0, [replace(LOOK, step=0)])
-    lines.trained(0, 5, rows(0, 0, 5))
-    assert not said
-    clock.now += 30
-    lines.trained(0, 10, rows(0, 5, 10))
-    for _ in range(2):
-        lines.trained(0, 10, [LOOK])
-    (told,) = said
-    assert re.fullmatch(r"seed 1/2, step 10/20, about 1 min 30 s left: bf16 \d\.\d{3}, fp8 \d\.\d{3}", told)
-    lines.trained(0, 15, [alarm(12)])
-    assert said[-1] == "seed 0, step 12, fp8: scales fall"
-    lines.trained(1, 20, [*rows(1, 0, 20, ["fp8"]), Validation("fp8", 1, 20, "held-out", 3.0, 64, 64)])
-    assert said[-1].startswith("seed 2/2, step 20/20: fp8 ") and "bf16" not in said[-1]
-
-
-def test_a_board_says_where_every_arm_is(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And goes on below what is said; losses are of this seed, alarms of all; in the end it is gone."""
-    said: list[str] = []
-    screen = Screen()
+def test_a_log_has_a_line_a_look_and_a_board_says_where_every_arm_is(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all arms that have a loss in this seed, a place of the log once. What happens is said, above the board, whose
+    alarms are of all seeds; it is drawn five times a second at most, and in the end it is gone."""
+    logged, said, screen = list[str](), list[str](), Screen()
     monkeypatch.setattr(live, "_size", lambda stream: (120, 30))
-    board = TrainingBoard(screen, {}, said.append, clock)
-    board.begun(training())
-    board.trained(0, 0, [replace(LOOK, step=0)])
-    assert not screen.getvalue(), "there is nothing to be seen before a step"
-    board.trained(0, 10, rows(0, 0, 10))
-    clock.now += 30
-    board.trained(0, 10, [LOOK])
+    log, board = TrainingLines(logged.append, clock), TrainingBoard(screen, {}, said.append, clock)
+    for observer in (log, board):
+        observer.begun(training())
+
+    def goes_on(number: int, step: int, *lines: StreamLine, seconds: float = 0.0) -> None:
+        clock.now += seconds
+        for observer in (log, board):
+            observer.trained(number, step, lines)
+
+    goes_on(0, 0, replace(LOOK, step=0))
+    assert not logged and not screen.getvalue(), "there is nothing to be seen before a step"
+    goes_on(0, 10, *rows(0, 0, 10))
+    goes_on(0, 10, LOOK, seconds=30)
+    goes_on(0, 10, LOOK)
+    (line,) = logged
+    assert re.fullmatch(r"seed 1/2, step 10/20, about 1 min 30 s left: bf16 \d\.\d{3}, fp8 \d\.\d{3}", line)
     assert "about 1 min 30 s left" in last_board(screen)
     assert re.search(r"bf16 +1\.\d{4} +3\.2500 +64\.0 +no alarm +[▁▂▃▄▅▆▇█]{10}\n", last_board(screen))
-    board.trained(0, 15, [alarm(12)])
-    assert len(said) == 1 and "1 alarm, last in seed 0, step 12" in last_board(screen)
-    clock.now += 1
-    board.trained(1, 5, rows(1, 0, 5, ["fp8"]))
+    goes_on(0, 15, alarm(12))
+    assert logged[1:] == said == ["seed 0, step 12, fp8: scales fall"]
+    assert "1 alarm, last in seed 0, step 12" in last_board(screen)
+    goes_on(1, 5, *rows(1, 0, 5, ["fp8"]), replace(LOOK, arm="fp8", seed=1, step=5), seconds=1)
+    assert re.fullmatch(r"seed 2/2, step 5/20, about .* left: fp8 \d\.\d{3}", logged[-1])
     shown = last_board(screen)
     assert "seed 2/2, step 5/20" in shown and "bf16" not in shown and "1 alarm" in shown
-    board.trained(1, 6, [TrainingEvent("fp8", 1, 5, "stopped", "not finite")])
+    goes_on(1, 6, TrainingEvent("fp8", 1, 5, "stopped", "not finite"))
     assert "stopped in step 5" in last_board(screen)
     drawn = screen.getvalue().count("seed 2/2")
     for step in range(6, 16):
-        clock.now += 0.02
-        board.trained(1, step + 1, rows(1, step, step + 1, ["fp8"]))
-    assert screen.getvalue().count("seed 2/2") <= drawn + 2, "at most five times a second"
+        goes_on(1, step + 1, *rows(1, step, step + 1, ["fp8"]), seconds=0.02)
+    assert screen.getvalue().count("seed 2/2") <= drawn + 2
     board.close()
     board.close()
     written = screen.getvalue()

@@ -383,18 +383,16 @@ def reached_by(
     arms: Sequence[Arm], reference: str, curves: Mapping[Key, Curve], seeds: Sequence[int], loss: float
 ) -> tuple[ArmReached, ...]:
     """Of these arms in these seeds; the reference among them has no multiple."""
-    places = {
-        arm.name: [_in_seed(curves.get((arm.name, seed)), seed, loss, arm.native) for seed in seeds] for arm in arms
-    }
+    places = {arm.name: [_in_seed(curves.get((arm.name, seed)), seed, loss, arm) for seed in seeds] for arm in arms}
     return tuple(_beside(name, own, places[reference] if name != reference else []) for name, own in places.items())
 
 
-def _in_seed(curve: Curve | None, seed: int, loss: float, native: bool) -> ReachedLoss:
+def _in_seed(curve: Curve | None, seed: int, loss: float, arm: Arm) -> ReachedLoss:
     step = None if curve is None else _first_at(curve.held_out, loss)
     if curve is None or step is None:
         return ReachedLoss(seed, None, None, None)
     timed = [row.seconds for row in curve.rows if row.seconds > 0]
-    seconds = step * statistics.median(timed) if timed and native else None
+    seconds = step * statistics.median(timed) if timed and arm.native else None
     return ReachedLoss(seed, step, step * curve.rows[0].tokens, seconds)
 
 

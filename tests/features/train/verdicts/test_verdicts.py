@@ -12,7 +12,7 @@ import pytest
 
 from fp8bench.features.train import words
 from fp8bench.features.train.values import FALLBACK, UNPAIRED, Arm, StepRow, StreamLine, TrainingEvent, Validation
-from fp8bench.features.train.verdicts.curves import Curve, Learned, Void, Why, curves_of, last_of
+from fp8bench.features.train.verdicts.curves import INCURABLE, Curve, Learned, Void, Why, curves_of, last_of
 from fp8bench.features.train.verdicts.verdicts import (
     AdjustedSpeed,
     ArmVerdict,
@@ -84,22 +84,6 @@ def test_what_gaps_say(gaps: list[float], learned: Learned, verdict: str, answer
     assert words.answer(said, among).startswith(answer)
 
 
-@for_each(("void", "ending"), [
-    (lambda row: replace(row, loss=0.001 * row.loss if row.step else row.loss), "train fewer --steps"),
-    (lambda row: replace(row, tokens=7) if row.arm == "fp8" else row, "another number of tokens"),
-    (lambda row: replace(row, loss=math.nan) if row.step == 95 and row.arm == "fp8" else row, ""),
-])  # fmt: skip
-def test_more_seeds_are_not_asked_for_where_they_would_not_count(
-    void: Callable[[StepRow], StepRow], ending: str
-) -> None:
-    """Nor is it said that they would do; where a seed was lost by chance they would."""
-    every = changed(changed(lines({"fp8": SAME}), void), void, REFERENCE.name)
-    said, _ = judged(every)
-    told = words.inconclusive(said.judged)
-    assert not said.pairs and told.startswith("0 seeds count, fewer than 5")
-    assert ending in told and ("5 more would do" in told) == (not ending)
-
-
 def test_what_a_command_may_fail_on() -> None:
     alarm = TrainingEvent("fp8", 2, 40, "alarm", "the gradient's norm is 9.1 times its median")
     kept = kept_of((*lines({"fp8": WORSE}), alarm, TrainingEvent("fp8", 2, 41, "tried-fix", "")))
@@ -119,38 +103,70 @@ def test_several_arms_say_what_their_level_means() -> None:
     assert [said.arm.name for said in skipped.arms] == ["fp8"]
 
 
-def test_an_arm_that_is_stopped_has_diverged() -> None:
-    told = changed(lines({"fp8": SAME}), lambda row: row if (row.seed, row.step < 40) != (3, False) else None)
-    assert judged(told)[0].judged.why is Why.FEW_PAIRS  # cut off, nobody knows why
-    stopped = [TrainingEvent("fp8", 3, 40, kind, "") for kind in ("not-finite", "stopped")]
-    said, among = judged((*told, *stopped))
-    assert (said.judged.learned, said.diverged_in) == (Learned.DIVERGED, (3,))
-    assert words.verdict(said, among) == "diverged in 1 of 5 seeds (seed 3)" and not list(words.notes(said))
-    assert judged((*told, stopped[1]))[0].voids == ((3, Void.NOT_FINISHED),)  # its worker was lost
+GOOD, BAD = lines({"fp8": SAME}), lines({"fp8": WORSE})
+CUT_OFF = changed(GOOD, lambda row: row if (row.seed, row.step < 40) != (3, False) else None)
+NO_NUMBER, STOPPED = (TrainingEvent("fp8", 3, 40, kind, "") for kind in ("not-finite", "stopped"))
+FLAT = with_loss(BAD, 5.2, 2, arm=REFERENCE.name)
+BY_HEART = [*curve(90, 0.001), *[0.001] * 10]
+UNFINISHED = ((4, Void.NOT_FINISHED),)
 
 
-@for_each("loss", [math.nan, math.inf, 5.6])
-def test_an_arm_that_ends_where_it_began_has_diverged(loss: float) -> None:
-    assert judged(with_loss(lines({"fp8": SAME}), loss, 1, *range(50, 100)))[0].diverged_in == (1,)
+@for_each(("told", "said", "diverged", "voids"), [
+    # An arm that is stopped has diverged, in one seed of five; of one that was cut off, or lost, nobody knows why.
+    ([*CUT_OFF, NO_NUMBER, STOPPED], Learned.DIVERGED, (3,), ((3, Void.NOT_FINISHED),)),
+    (CUT_OFF, Why.FEW_PAIRS, (), ((3, Void.NOT_FINISHED),)),
+    ([*CUT_OFF, STOPPED], Why.FEW_PAIRS, (), ((3, Void.NOT_FINISHED),)),
+    # So has one that ends where it began, or with no number at all; not one that recovered from such a step.
+    (with_loss(GOOD, 5.6, 1, *range(50, 100)), Learned.DIVERGED, (1,), ()),
+    *((with_loss(GOOD, loss, 1, *range(50, 100)), Learned.DIVERGED, (1,), ((1, Void.NOT_FINITE),))
+      for loss in (math.nan, math.inf)),
+    (with_loss(GOOD, math.nan, 1, 50), Learned.WITHIN_NOISE, (), ()),
+    (with_loss(GOOD, math.nan, 1, 95), Why.FEW_PAIRS, (), ((1, Void.NOT_FINITE),)),
+    # A reference that did not learn in any seed takes every verdict away, but that an arm diverged beside one that did.
+    (FLAT, Learned.DID_NOT_LEARN, (), ()), (with_loss(FLAT, 5.2, 2), Learned.DID_NOT_LEARN, (), ()),
+    (with_loss(FLAT, math.nan, 0), Learned.DIVERGED, (0,), ((0, Void.NOT_FINITE),)),
+    (with_loss(BAD, math.nan, 2, arm=REFERENCE.name), Learned.DID_NOT_LEARN, (), ((2, Void.NOT_FINITE),)),
+    # Seeds that say nothing: not finished, copies of another, a share of next to nothing, other tokens.
+    *((changed(GOOD, lambda row: None if row.seed == 4 and row.step > 97 else row, arm), Why.FEW_PAIRS, (), UNFINISHED)
+      for arm in ("fp8", REFERENCE.name)),
+    ([replace(line, seed=seed) for seed in range(5) for line in lines({"fp8": [0.03]})], Why.FEW_PAIRS, (),
+     tuple((seed, Void.COPY) for seed in range(1, 5))),
+    ([row for seed in range(5) for arm, times in (("bf16", 1), ("fp8", 2))
+      for row in rows(arm, seed, [times * loss for loss in BY_HEART])], Why.FEW_PAIRS, (),
+     tuple((seed, Void.NEARLY_ZERO) for seed in range(5))),
+    (changed(GOOD, lambda row: replace(row, tokens=7)), Why.FEW_PAIRS, (),
+     tuple((seed, Void.OTHER_TOKENS) for seed in range(5))),
+    # An arm that is not in its precision: its losses are the reference's to the bit, or a product was of another one.
+    (lines({"fp8": [0.0]}), Why.SAME_BITS, (), tuple((seed, Void.NOT_FINISHED) for seed in range(1, 5))),
+    (lines({"fp8": [0.0] * 5}), Why.SAME_BITS, (), ()),
+    ([*GOOD, TrainingEvent("fp8", 0, 0, FALLBACK, "of bfloat16, not of fp8")], Why.FALLBACK, (), ()),
+])  # fmt: skip
+def test_what_is_no_comparison(
+    told: list[StreamLine], said: Learned | Why, diverged: tuple[int, ...], voids: tuple[tuple[int, Void], ...]
+) -> None:
+    arm, among = judged(told)
+    assert (arm.judged.why or arm.judged.learned, arm.diverged_in, arm.voids) == (said, diverged, voids)
+    if said is Learned.DIVERGED:
+        assert words.verdict(arm, among).startswith("diverged in 1 of 5 seeds") and not list(words.notes(arm))
+    elif isinstance(said, Why):
+        assert arm.judged.learned is Learned.INCONCLUSIVE and len(list(words.notes(arm))) == bool(voids)
+    if said is Why.FEW_PAIRS:  # more seeds are not asked for where they would count no more than these
+        told_why, void = words.inconclusive(arm.judged), voids[0][1]
+        assert ("more would do" in told_why) == (void not in INCURABLE)
+        assert ("train fewer --steps" in told_why) == (void is Void.NEARLY_ZERO)
+    assert arm.speed is None
 
 
-def test_a_step_that_is_not_finite_voids_its_seed_alone() -> None:
-    said, _ = judged(with_loss(lines({"fp8": SAME}), math.nan, 1, 95))
-    assert (said.judged.why, said.voids) == (Why.FEW_PAIRS, ((1, Void.NOT_FINITE),))
-    assert list(words.notes(said)) == ["seed 1 does not count: not finite"]
-    assert judged(with_loss(lines({"fp8": SAME}), math.nan, 1, 50))[0].judged.learned is Learned.WITHIN_NOISE
+@for_each(("told", "fell"), [(FLAT, "fell by 0.0%; at least 10.0% is asked"),
+                             (with_loss(BAD, math.nan, 2, arm=REFERENCE.name), "was no number")])  # fmt: skip
+def test_a_reference_that_did_not_learn_says_by_how_much(told: list[StreamLine], fell: str) -> None:
+    assert fell in words.verdict(*judged(told))
 
 
-def test_a_reference_that_did_not_learn_takes_every_verdict_away() -> None:
-    """In any seed; an arm that diverged beside a reference that learned is told first."""
-    flat = with_loss(lines({"fp8": WORSE}), 5.2, 2, arm=REFERENCE.name)
-    said, among = judged(flat)
-    assert (said.judged.learned, said.speed) == (Learned.DID_NOT_LEARN, None)
-    assert "in one seed its loss fell by 0.0%; at least 10.0% is asked" in words.verdict(said, among)
-    assert judged(with_loss(flat, math.nan, 0))[0].judged.learned is Learned.DIVERGED
-    assert judged(with_loss(flat, 5.2, 2))[0].judged.learned is Learned.DID_NOT_LEARN
-    gone, among = judged(with_loss(lines({"fp8": WORSE}), math.nan, 2, arm=REFERENCE.name))
-    assert gone.judged.learned is Learned.DID_NOT_LEARN and "was no number" in words.verdict(gone, among)
+def test_an_arm_with_the_reference_s_bits_by_a_setting_is_asked_whether_it_takes_effect() -> None:
+    other = of_arms(Arm("bf16 clip=2.0", "bf16", settings=(("clip", 2.0),)))
+    same = verdicts_of(other, lines({"bf16 clip=2.0": [0.0] * 5}))
+    assert "does this arm take effect?" in words.verdict(same.arms[0], same)
 
 
 def test_an_easy_first_batch_of_trained_weights_is_no_sign_that_nothing_was_learned() -> None:
@@ -166,22 +182,6 @@ def test_how_far_a_reference_has_to_fall() -> None:
     """So far that losing a tenth of it lies beyond the margin: 5.5 to 4.95, and back by 0.055, is 1.1%."""
     wide = least_fall(0.05)
     assert least_fall(0.01) == 0.1 and (0.1 * wide) / (1 - wide) == pytest.approx(0.05)
-
-
-def test_seeds_that_say_nothing_do_not_count() -> None:
-    """Not finished, by arm or reference; copies of a seed, which are one; a share of next to nothing; other tokens."""
-    for arm in ("fp8", REFERENCE.name):
-        told = changed(lines({"fp8": SAME}), lambda row: None if row.seed == 4 and row.step > 97 else row, arm)
-        assert judged(told)[0].voids == ((4, Void.NOT_FINISHED),)
-    copies = [replace(line, seed=seed) for seed in range(5) for line in lines({"fp8": [0.03]})]
-    said, _ = judged(copies)
-    assert (said.judged.why, len(said.pairs), {why for _, why in said.voids}) == (Why.FEW_PAIRS, 1, {Void.COPY})
-    by_heart = [*curve(90, 0.001), *[0.001] * 10]
-    told = [row for seed in range(5) for arm, times in (("bf16", 1), ("fp8", 2))
-            for row in rows(arm, seed, [times * loss for loss in by_heart])]  # fmt: skip
-    assert judged(told)[0].voids[0] == (0, Void.NEARLY_ZERO)
-    more = changed(lines({"fp8": SAME}), lambda row: replace(row, tokens=2 * row.tokens))
-    assert judged(more)[0].voids[0] == (0, Void.OTHER_TOKENS)
 
 
 def test_held_out_losses_are_compared_at_the_same_step() -> None:
@@ -223,19 +223,6 @@ def test_speed_to_the_same_loss() -> None:
     assert (speed.raw.point, speed.adjusted.point) == (pytest.approx(2), pytest.approx(2))
     assert words.speed(speed, True) == "2.000x [2.000x, 2.000x] to the same loss (2.000x by steps)"
     assert judged(SAME)[0].speed is None and words.speed(None, False).startswith("emulated")
-
-
-def test_an_arm_that_is_not_in_its_precision_has_no_verdict() -> None:
-    """Its losses are the reference's bit for bit, in one seed or in five; or a product was of another precision."""
-    for seeds in (1, 5):
-        said, among = judged([0.0] * seeds)
-        assert (said.judged.learned, said.judged.why) == (Learned.INCONCLUSIVE, Why.SAME_BITS)
-        assert words.verdict(said, among) == f"inconclusive: {Why.SAME_BITS}"
-    said, _ = judged((*lines({"fp8": SAME}), TrainingEvent("fp8", 0, 0, FALLBACK, "of bfloat16, not of fp8")))
-    assert (said.judged.learned, said.judged.why, said.speed) == (Learned.INCONCLUSIVE, Why.FALLBACK, None)
-    other = of_arms(Arm("bf16 clip=2.0", "bf16", settings=(("clip", 2.0),)))
-    same = verdicts_of(other, lines({"bf16 clip=2.0": [0.0] * 5}))
-    assert "does this arm take effect?" in words.verdict(same.arms[0], same)
 
 
 STEPS = 200
