@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from fp8bench.features.train.health.health import RULES, Health
+from fp8bench.features.train.beginnings import prepare_text
+from fp8bench.features.train.health.health import RULES, Health, rule_of
 from fp8bench.features.train.lab.evaluate import TokenWindows
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.texts import prepare_text
 from fp8bench.features.train.values import (
     Arm,
     ArmRole,
@@ -89,7 +89,7 @@ class Study:
 def well(seeds: range, sort: str = "well") -> list[Study]:
     """Precisions beside each other, and the reference under another seed; the text changes on the way."""
     precisions, batch = SORTS[sort]
-    arms = (REFERENCE, *(Arm(one.partition(":")[0], one) for one in precisions), OTHER)
+    arms = (REFERENCE, *(Arm(mode.partition(":")[0], mode) for mode in precisions), OTHER)
     return [
         Study(f"{sort}-{arch}-{seed}", arch, seed, STEPS, arms, batch=batch) for seed in seeds for arch in ARCHITECTURES
     ]
@@ -155,8 +155,8 @@ def kept(study: Study, folder: Path) -> list[StreamLine]:
     path = folder / study.file
     lines: list[StreamLine] = []
     partial = sorted(folder.glob(f"{path.stem}.*"), key=lambda file: file.stat().st_size)
-    for found in [path] if path.exists() else partial[-1:]:
-        with gzip.open(found, "rt") as file, contextlib.suppress(EOFError):
+    for whole in [path] if path.exists() else partial[-1:]:
+        with gzip.open(whole, "rt") as file, contextlib.suppress(EOFError):
             for text in file:
                 if text.endswith("]\n"):
                     kind, *values = json.loads(text)
@@ -226,11 +226,6 @@ def alarms_of(study: Study, lines: Sequence[StreamLine]) -> list[TrainingEvent]:
     """The alarms of a training, its lines given in slices as they came."""
     health = Health(study.arms, study.settings())
     return [event for start in range(0, len(lines), 50) for event in health.see(lines[start : start + 50])]
-
-
-def rule_of(event: TrainingEvent) -> str:
-    """Whose alarm it is."""
-    return str(dict(event.values)["rule"])
 
 
 def judge_well(part: str, folder: Path) -> WellRow | None:

@@ -68,13 +68,13 @@ def stands_still(loop: Loop) -> None:
 def lost(loop: Loop) -> None:
     """The weights are what they were: the optimizer has others."""
     for group in loop.optimizer.param_groups:
-        group["params"] = [nn.Parameter(one.detach().clone()) for one in group["params"]]
+        group["params"] = [nn.Parameter(weight.detach().clone()) for weight in group["params"]]
 
 
 def undone(loop: Loop) -> None:
     """Every update is taken back, as where it is too small for the weights' dtype."""
-    kept = loop.notes.setdefault("kept", [one.detach().clone() for one in loop.model.parameters()])
-    torch._foreach_copy_([one.detach() for one in loop.model.parameters()], kept)
+    weights = [weight.detach() for weight in loop.model.parameters()]
+    torch._foreach_copy_(weights, loop.notes.setdefault("kept", [weight.clone() for weight in weights]))
 
 
 def bias(loop: Loop, value: float) -> None:

@@ -125,7 +125,7 @@ def exploding(patient: Patient) -> None:
 
 def lost_updates(patient: Patient) -> None:
     """The weights are before every step what they were at the onset."""
-    weights = patient.notes.setdefault("weights", [one.detach().clone() for one in patient.model.parameters()])
+    weights = patient.notes.setdefault("weights", [weight.detach().clone() for weight in patient.model.parameters()])
     torch._foreach_copy_(list(patient.model.parameters()), weights)
 
 
@@ -142,7 +142,7 @@ def shrinking_embedding(patient: Patient) -> None:
 
 def stuck_batch_norm(patient: Patient) -> None:
     """What batch norms keep stays as it was at the onset, while their inputs become louder."""
-    kept = patient.notes.setdefault("kept", [one.clone() for one in patient.model.buffers()])
+    kept = patient.notes.setdefault("kept", [buffer.clone() for buffer in patient.model.buffers()])
     for buffer, value in zip(patient.model.buffers(), kept, strict=True):
         buffer.copy_(value)
     for module in patient.model.modules():

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 
 from fp8bench.analysis.compare.interval import quantile
 from fp8bench.features.train import words
+from fp8bench.features.train.beginnings import prepare_text
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.texts import prepare_text
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, StepRow, StreamLine, Training, TrainingText
 from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, SHOWN, Curve, JudgedArm, Learned, Pair, Why, judge
 from fp8bench.features.train.verdicts.verdicts import adjusted_speed, verdicts_of

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import (
     Arm,
     ArmRole,
+    KeptTraining,
     StepRow,
     StreamLine,
     TokenSpan,
@@ -15,6 +16,7 @@ from fp8bench.features.train.values import (
     TrainingText,
     Validation,
 )
+from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of
 from fp8bench.model import Environment
 from tests.facts import CPU
 
@@ -32,6 +34,15 @@ def training(*candidates: Arm, steps: int = 100, seeds: int = 5, margin: float =
     request = TrainingRequest(steps=steps, seeds=seeds, margin=margin)
     arms = (REFERENCE, REPEAT, OTHER_SEED, *(candidates or (CANDIDATE,)))
     return Training("t1", "2026-01-05T12:00:00Z", "fp8bench train", request, arms, CPU, Environment({}), TEXT, 1000)
+
+
+def kept_of(told: Iterable[StreamLine], of: Training | None = None, finished: bool = True) -> KeptTraining:
+    """As it would be read from a store."""
+    return KeptTraining(of or training(), tuple(told), finished, "store/trainings/one/steps.jsonl")
+
+
+def judged(kept: KeptTraining) -> tuple[KeptTraining, TrainingVerdicts]:
+    return kept, verdicts_of(kept.training, kept.lines)
 
 
 def rows(arm: str, seed: int, losses: Sequence[float], seconds: float = 0.01, tokens: int = 192) -> Iterator[StepRow]:

@@ -228,6 +228,13 @@ def training(number: int = 1) -> Training:
     )  # fmt: skip
 
 
+def write_text(folder: Path = Path()) -> Path:
+    """A text for trainings of a few steps."""
+    path = folder / "text.txt"
+    path.write_text("every token is a byte of this text. " * 4000)
+    return path
+
+
 def write_tokens(folder: Path) -> None:
     """Token files with little to look at: of a text, looking takes most of a short training's time."""
     folder.mkdir()

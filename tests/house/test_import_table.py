@@ -153,7 +153,7 @@ LAZY_ALLOWED: dict[str, frozenset[str]] = {
     "fp8bench.store.asv.identity": frozenset({"hashlib"}),
     "fp8bench.files": frozenset({"hashlib"}),
     # Some distributions leave it out.
-    "fp8bench.features.train.texts": frozenset({"pydoc_data.topics"}),
+    "fp8bench.features.train.beginnings": frozenset({"pydoc_data.topics"}),
     # --help imports neither model nor report.
     "fp8bench.cli.main": frozenset({"fp8bench.plan.asked_suites", "fp8bench.user_code", "fp8bench.cli.config_file"}),
     "fp8bench.cli.streams": frozenset({"fp8bench.report.elements", "fp8bench.report.terminal.layout"}),

@@ -1,4 +1,4 @@
-"""Trainings from Python and notebooks: the same as `fp8bench train`, and watching a loop of one's own."""
+"""Trainings from Python and notebooks: the same as `fp8bench train`; loops of one's own, watched and compared."""
 
 from __future__ import annotations
 
@@ -18,27 +18,41 @@ from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import folder, names, pairs
 from fp8bench.cli.outputs import CommandResult, check_files
 from fp8bench.cli.streams import complain
-from fp8bench.errors import StoreError, UsageError
+from fp8bench.errors import RunNotFound, StoreError, UsageError
+from fp8bench.features.train import words
 from fp8bench.features.train.data import TrainingFrames, write_training
 from fp8bench.features.train.health.health import Health
-from fp8bench.features.train.kind import TrainingKind, plain, training_named
+from fp8bench.features.train.kind import TrainingKind, line_of, plain, training_named
 from fp8bench.features.train.kind import load_training as read_training
-from fp8bench.features.train.outward import outward
-from fp8bench.features.train.progress import on_terminal
+from fp8bench.features.train.progress import on_terminal, outward
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest, asked
 from fp8bench.features.train.run import resume as go_on_training
 from fp8bench.features.train.run import train as train_all
-from fp8bench.features.train.streams import Stream, compared, loops_page
-from fp8bench.features.train.values import Arm, ArmRole, KeptTraining, StreamLine, TrainingEvent, TrainingObserver
-from fp8bench.features.train.verdicts.verdicts import verdicts_of
+from fp8bench.features.train.values import (
+    Arm,
+    ArmRole,
+    KeptTraining,
+    StepRow,
+    StreamLine,
+    TrainingEvent,
+    TrainingObserver,
+    Validation,
+)
+from fp8bench.features.train.verdicts.curves import Curve, Key, curves_of
+from fp8bench.features.train.verdicts.summary import ArmSummary, mean_of
+from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of, verdicts_on
+from fp8bench.features.train.view import answers, arm_cols
 from fp8bench.files import append
 from fp8bench.jobs.report_files import PAGE, folder_of_kept, typed_from_here
 from fp8bench.measure.environment import command_line
 from fp8bench.model.codec import encode
 from fp8bench.registry import precisions
+from fp8bench.report.columns import table
 from fp8bench.report.data.boards import check_tensorboard
+from fp8bench.report.elements import Page, Part
 from fp8bench.report.notebook import as_html
 from fp8bench.report.terminal import layout
+from fp8bench.report.words.naming import many
 from fp8bench.user_code.named import named
 from fp8bench.workloads.model import LIVE, MADE
 
@@ -46,6 +60,10 @@ if TYPE_CHECKING:
     import torch
 
     from fp8bench.features.train.lab.own_loop import OwnLoop
+
+
+# A stream by its file, or a file for each seed.
+Stream = str | Path | Sequence[str | Path]
 
 
 class TrainingResult(KeptTraining):
@@ -204,25 +222,6 @@ def watch(
         yield stack.enter_context(OwnLoop(module, optimizer, tell, name, stride, tokens, scaler))
 
 
-def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> CommandResult:
-    """How loops of your own learned beside a reference's, from the streams of `fp8bench.watch` alone: verdicts as those
-    of trainings.
-
-    Of several seeds, give a list of files for each, in the same order. The loss on held-out text counts where loops
-    have told one (`loop.held_out`, or the callbacks). `margin` is in percent. Nothing is said of speed: nobody knows
-    what ran beside a loop.
-    """
-    found = compared(reference, others, margin / 100)
-    columns = ("arm", "steps", "loss", "held_out", "learned")
-    rows = [
-        (row.arm.name, row.steps, row.loss, row.held_out, row.said.judged.learned.value if row.said else "reference")
-        for row in found.loops
-    ]
-    return CommandResult(
-        found.verdicts, partial(loops_page, found), partial(encode, found.verdicts), lambda: (columns, rows)
-    )
-
-
 def complain_of(lines: Sequence[StreamLine]) -> None:
     for event in (line for line in lines if isinstance(line, TrainingEvent)):
         where = f" ({event.layer} {event.tensor}".rstrip() + ")" if event.layer else ""
@@ -320,3 +319,121 @@ def _package(*names: str) -> Any:
         except ImportError:
             continue
     raise UsageError(f"{names[0]} cannot be imported here: pip install {names[0].partition('.')[0]}")
+
+
+def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> CommandResult:
+    """How loops of your own learned beside a reference's, from the streams of `fp8bench.watch` alone: verdicts as those
+    of trainings.
+
+    Of several seeds, give a list of files for each, in the same order. The loss on held-out text counts where loops
+    have told one (`loop.held_out`, or the callbacks). `margin` is in percent. Nothing is said of speed: nobody knows
+    what ran beside a loop. Nor can a stream tell whether two loops had the same weights and batches: that is what a gap
+    of pairs takes for granted.
+    """
+    if not others:
+        raise UsageError("compare_streams was given one stream. Give a reference's, and at least one more.")
+    if not 0 < margin < 100:
+        raise UsageError(f"margin is a percentage above 0 and below 100, not {margin:g}.")
+    files = [_files(stream) for stream in (reference, *others)]
+    counts = {len(paths) for paths in files}
+    if len(counts) > 1:
+        raise UsageError(
+            f"streams of {' and '.join(map(str, sorted(counts)))} seeds do not pair. Give as many files for each."
+        )
+    streams = [[_read(path) for path in paths] for paths in files]
+    called = _names(files, [seeds[0] for seeds in streams])
+    arms = [Arm(name, "fp32", ArmRole.CANDIDATE if place else ArmRole.REFERENCE) for place, name in enumerate(called)]
+    lines = [
+        replace(_untimed(line), arm=arm.name, seed=seed)
+        for arm, seeds in zip(arms, streams, strict=True) for seed, own in enumerate(seeds) for line in own
+    ]  # fmt: skip
+    steps = 1 + max(line.step for line in lines if line.arm == called[0] and isinstance(line, StepRow))
+    curves = curves_of(lines, steps)
+    looks = any(isinstance(line, Validation) for line in lines)
+    verdicts = verdicts_on(arms, curves, tuple(range(len(files[0]))), steps, margin / 100, looks)
+    loops = [_loop(arm, curves, lines, verdicts) for arm in arms]
+    rows = [
+        (
+            loop.arm.name,
+            loop.steps,
+            loop.loss,
+            loop.held_out,
+            loop.said.judged.learned.value if loop.said else "reference",
+        )
+        for loop in loops
+    ]
+    return CommandResult(
+        verdicts, partial(_loops_page, verdicts, loops, steps), partial(encode, verdicts),
+        lambda: (("arm", "steps", "loss", "held_out", "learned"), rows),
+    )  # fmt: skip
+
+
+def _files(stream: Stream) -> list[Path]:
+    files = [Path(stream)] if isinstance(stream, str | Path) else [Path(path) for path in stream]
+    if not files:
+        raise UsageError("a list of streams is empty. Give a file for each seed.")
+    return files
+
+
+def _read(path: Path) -> list[StreamLine]:
+    """The lines of a stream; one that was cut off at its end is left out. Raises UsageError where it has no row."""
+    try:
+        texts = path.read_text().splitlines()
+    except OSError as error:
+        raise RunNotFound(f"the stream {path} cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is no stream of fp8bench.watch: it is no text.") from None
+    lines = []
+    for number, text in enumerate(texts, 1):
+        try:
+            lines.append(line_of(json.loads(text)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if number == len(texts) and number > 1:
+                break
+            raise UsageError(
+                f"line {number} of {path} is none of a stream of fp8bench.watch ({error!s:.80})."
+            ) from None
+    if not any(isinstance(line, StepRow) for line in lines):
+        raise UsageError(f"{path} has no row of a step: nobody has seen its loss. See what events it has.")
+    return lines
+
+
+def _untimed(line: StreamLine) -> StreamLine:
+    return replace(line, seconds=0.0, tokens=line.tokens or 1) if isinstance(line, StepRow) else line
+
+
+def _names(files: Sequence[Sequence[Path]], first: Sequence[Sequence[StreamLine]]) -> list[str]:
+    """What loops were called; by their files where these are alike, numbered where even those are."""
+    called = [next(line.arm for line in lines) for lines in first]
+    for alike in (called, [paths[0].stem for paths in files]):
+        if len(set(alike)) == len(alike):
+            return alike
+    return [f"{paths[0].stem} {place}" for place, paths in enumerate(files, 1)]
+
+
+def _loop(arm: Arm, curves: Mapping[Key, Curve], lines: Sequence[StreamLine], among: TrainingVerdicts) -> ArmSummary:
+    own = [curve for (name, _), curve in curves.items() if name == arm.name]
+    return ArmSummary(
+        arm, sum(len(curve.rows) for curve in own), mean_of([curve.endpoint for curve in own if curve.whole]),
+        mean_of([curve.held_out[max(curve.held_out)] for curve in own if curve.held_out]), said=among.of(arm.name),
+        events=sum(isinstance(line, TrainingEvent) for line in lines if line.arm == arm.name),
+    )  # fmt: skip
+
+
+def _loops_page(verdicts: TrainingVerdicts, loops: Sequence[ArmSummary], steps: int) -> Page:
+    notes = ["that streams of one place had the same initial weights and batches is taken for granted"]
+    if not verdicts.looks:
+        notes.append("no loop told a held-out loss, and that of training alone decides: loop.held_out(value) tells one")
+    notes += [f"{said.arm.name}: {note}" for said in verdicts.arms for note in words.notes(said)]
+    shown = ("arm", "loss", "held-out", "gap", "events", "verdict")
+    parts = [
+        Part("answer", "", tuple(answers(verdicts))),
+        Part("arms", "", (table("arms", "", arm_cols(verdicts, loops, shown), loops, main=True),)),
+        *layout.list_of("notes", "notes", notes),
+    ]
+    title = f"{many(len(loops), 'loop')} of {many(steps, 'step')} in {many(len(verdicts.seeds), 'seed')}"
+    legend = (
+        "gap: of the loss, relative to the reference's stream of the same place, which has to have the same batches",
+        "in brackets: the 95% interval over seeds; the verdict is by the 99% interval",
+    )
+    return Page(title, "", tuple(parts), legend)

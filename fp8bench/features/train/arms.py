@@ -49,14 +49,12 @@ class MsampLevel:
 
 
 # By the table of its documentation; its scales are powers of two. What is sent is said by --wire.
-_O1: Params = (("gradients", "fp8"), ("master", "fp16-scaled"))
-_O2: Params = (*_O1, ("optimizer_states", "fp8lm"))
+_MODE = "fp8:scale=pow2"
 LEVELS: Mapping[str, MsampLevel] = {
-    "msamp-o1": MsampLevel("fp8:scale=pow2", _O1),
-    "msamp-o2": MsampLevel("fp8:scale=pow2", _O2),
-    "msamp-o3": MsampLevel("fp8:scale=pow2", (*((name, value) for name, value in _O2 if name != "master"),
-                                         ("master", "fp16-fp8"))),
-}  # fmt: skip
+    "msamp-o1": MsampLevel(_MODE, (("gradients", "fp8"), ("master", "fp16-scaled"))),
+    "msamp-o2": MsampLevel(_MODE, (("gradients", "fp8"), ("master", "fp16-scaled"), ("optimizer_states", "fp8lm"))),
+    "msamp-o3": MsampLevel(_MODE, (("gradients", "fp8"), ("optimizer_states", "fp8lm"), ("master", "fp16-fp8"))),
+}
 
 
 def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
@@ -250,9 +248,10 @@ def supported(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
     settings = arm.taken(request.settings)
     config = config_of(settings, 1)
     words = (arm.precision, *(word for _, word in settings.precision_map))
-    found = [support(settings, config, precisions.get(word), facts) for word in words]
-    refused = next((one.reason for one in found if one.level is Level.REFUSED), "")
-    return replace(arm, native=all(one.level is Level.NATIVE for one in found), skip=facts.unusable or refused)
+    supports = [support(settings, config, precisions.get(word), facts) for word in words]
+    refused = next((own.reason for own in supports if own.level is Level.REFUSED), "")
+    native = all(own.level is Level.NATIVE for own in supports)
+    return replace(arm, native=native, skip=facts.unusable or refused)
 
 
 # Of a device's memory: its own context, what allocators round up, and readings of watched steps need the rest.
@@ -287,9 +286,7 @@ def turns_of(training: Training, costs: Iterable[ArmCost]) -> Turns:
     room = (request.memory_limit or int(_USABLE * facts.memory_bytes)) // (1 if facts.accelerated else facts.ranks)
     seeds = [arms_of_seed(training.arms, number) for number in range(request.seeds)]
     lead, *others = seeds[0]
-    peaks = {
-        cost.arm: (sum(part for _, part in cost.kept), cost.memory.peak) for cost in costs if cost.memory is not None
-    }
+    peaks = {cost.arm: (sum(size for _, size in cost.kept), cost.memory.peak) for cost in costs if cost.memory}
 
     def needs(*arms: Arm) -> int:
         """What all of them keep between their steps, and the most that a step of one needs beside that."""

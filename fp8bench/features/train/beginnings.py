@@ -1,20 +1,286 @@
-"""What a training begins with that lies elsewhere: a checkpoint, a state dict, stored scales. Requests get what these
-words mean, so that a resumed training begins with the same."""
+"""What a training begins with: its texts, and what lies elsewhere: a checkpoint, a state dict, stored scales.
+
+A text comes from a file, from a saved dataset of Hugging Face, or from Python's own sources; it becomes tokens of 16
+bits, a byte each or by byte pairs. Token files as nanoGPT writes them are mapped where they lie. The last tenth is held
+out, behind a gap of a window, unless the text has a held-out part of its own. Text of another kind is, if none is
+given, the prose of Python's own documentation.
+
+Requests get what the words for a checkpoint, a state dict and scales mean, so that a resumed training begins with the
+same.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.kind import find_training, load_head, load_training, newest_checkpoint, training_named
 from fp8bench.features.train.lab.models import config_of, layers_of
-from fp8bench.features.train.request import TrainingRequest
-from fp8bench.features.train.values import LayerReading
+from fp8bench.features.train.request import TrainingRequest, merges_of
+from fp8bench.features.train.tasks import TASK_TEXT, text_of
+from fp8bench.features.train.values import LayerReading, TokenSpan, TrainingText
+from fp8bench.plan.bpe import BYTES, Merges, encoded, learnt_merges
+from fp8bench.plan.corpus import given_text, name_of, named_text, replace_tokens, write_tokens
 from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
 from fp8bench.store.runs.listing import largest_scales, load_named, refuse_no_scales, scales_of
+
+# What is read of a text; longer ones are given as token files.
+MOST_TEXT = 128 << 20
+# One part of so many is held out.
+_PARTS = 10
+# Fewer windows to validate on would say nothing.
+LEAST_WINDOWS = 4
+_BYTES_A_TOKEN = 2
+_CHUNK = 1 << 24
+# The parts of a saved dataset, in the order in which one is taken to validate on.
+_HELD_OUT_SPLITS = ("validation", "valid", "test")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A text in two parts. `whole` says that the second follows the first in one text."""
+
+    name: str
+    train: bytes
+    held_out: bytes
+    whole: bool = True
+
+    @classmethod
+    def cut(cls, name: str, text: bytes) -> _Source:
+        place = len(text) - len(text) // _PARTS
+        return cls(name, text[:place], text[place:])
+
+
+def prepare_text(data: str | None, other_data: str | None, tokens: str, folder: Path, sequence: int) -> TrainingText:
+    """The text of a training with windows of so many tokens; token files are made in `folder`, once for each text.
+
+    Raises UsageError where there is no such text, or too little of it.
+    """
+    merges = merges_of(tokens)
+    assert merges is not None  # a request's rules have said so
+    files = None if data is None else _token_files(Path(data))
+    if data is not None and data.startswith(TASK_TEXT):
+        if merges:
+            raise UsageError(f"--data {data} has questions of so many bytes each: leave --tokens {tokens} out.")
+        text = _made(_Source(*text_of(data, sequence), whole=False), other_data, 0, folder, sequence)
+        text = replace(text, train=replace(text.train, every=sequence))
+    elif files is None:
+        text = _made(_source(data), other_data, merges, folder, sequence)
+    elif merges:
+        raise UsageError(f"--data {data} has tokens already, which --tokens {tokens} cannot make: leave --tokens out.")
+    else:
+        text = _mapped(files, other_data, sequence)
+    called = "Python's own sources" if data is None else f"--data {data}"
+    _check_length(f"{called}: the part to train on", text.train, sequence)
+    _check_length(f"{called}: the held-out part", text.held_out, sequence)
+    if text.other is not None:
+        _check_length(f"--other-data {other_data}" if other_data else "the other text", text.other, sequence)
+    return text
+
+
+def _check_length(called: str, span: TokenSpan, sequence: int) -> None:
+    length, needed = max(0, span.stop - span.start), LEAST_WINDOWS * sequence + 1
+    if length < needed:
+        raise UsageError(
+            f"{called} has {length} tokens, and {LEAST_WINDOWS} windows of {sequence} need {needed}. Give a longer "
+            "text, or a shorter --sequence."
+        )
+
+
+def _made(source: _Source, other_data: str | None, merges: int, folder: Path, sequence: int) -> TrainingText:
+    digest = hashlib.sha256(source.train + source.held_out).hexdigest()
+    learnt, trained, whole = _files_made(source, digest, merges, folder)
+    gap = sequence if source.whole else 0
+    total = whole.stat().st_size // _BYTES_A_TOKEN
+    return TrainingText(
+        TokenSpan(str(whole.resolve()), 0, trained),
+        TokenSpan(str(whole.resolve()), trained + gap, total),
+        _other_made(other_data, learnt, folder),
+        BYTES + len(learnt),
+        "bpe" if merges else "bytes",
+        f"{source.name}:{digest[:8]}",
+        learnt,
+    )
+
+
+def _files_made(source: _Source, digest: str, asked: int, folder: Path) -> tuple[Merges, int, Path]:
+    """The merges, how many tokens are to train on, and the file; merges are learnt from what is trained on alone."""
+    if not asked:
+        path = folder / f"{digest[:16]}.tokens"
+        tokens = encoded(source.train + source.held_out, ())
+        if not path.is_file() or path.read_bytes() != tokens:  # after a crash a file may be as long as it was
+            replace_tokens(path, tokens)
+        return (), len(source.train), path
+    key = f"{digest[:16]}-{len(source.train)}-{asked}"
+    path, notes = folder / f"{key}.tokens", folder / f"{key}.json"
+    known = _noted(notes, path)
+    if known is None:
+        merges = learnt_merges(source.train, asked)
+        train = encoded(source.train, merges)
+        tokens = train + encoded(source.held_out, merges)
+        replace_tokens(path, tokens)
+        known = merges, len(train) // _BYTES_A_TOKEN
+        replace_tokens(notes, json.dumps((*known, _digest(known, tokens))).encode())
+    return *known, path
+
+
+def _noted(notes: Path, path: Path) -> tuple[Merges, int] | None:
+    """Merges that were learnt before, and how many tokens are to train on; None where the file does not say, or is not
+    about these tokens."""
+    try:
+        merges, trained, digest = json.loads(notes.read_bytes())
+        known = tuple((int(first), int(second)) for first, second in merges), int(trained)
+        return known if digest == _digest(known, path.read_bytes()) else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _digest(known: tuple[Merges, int], tokens: bytes) -> str:
+    return hashlib.sha256(repr(known).encode() + tokens).hexdigest()
+
+
+def _other_made(other_data: str | None, merges: Merges, folder: Path) -> TokenSpan | None:
+    text = given_text(Path(other_data), "--other-data") if other_data is not None else _documentation()
+    if not text:
+        return None
+    digest = hashlib.sha256(text + repr(merges).encode()).hexdigest()
+    path = folder / f"{digest[:16]}.tokens"
+    write_tokens(path, lambda: encoded(text, merges))
+    return TokenSpan(str(path.resolve()), 0, path.stat().st_size // _BYTES_A_TOKEN)
+
+
+def _documentation() -> bytes:
+    """Python's reference as prose, which comes with nearly every Python, and is no part of its sources above."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return b""
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def _source(data: str | None) -> _Source:
+    if data is None or not Path(data).is_dir():
+        text, name = named_text(data, MOST_TEXT)
+        return _Source.cut(name, text)
+    folder = Path(data)
+    if (folder / "state.json").is_file():
+        return _Source.cut(name_of(data), _dataset_text(folder))
+    notes = folder / "dataset_dict.json"
+    splits = _json_of(notes).get("splits", []) if notes.is_file() else []
+    if "train" not in splits:
+        raise UsageError(
+            f"--data {data} is a folder without train.bin, and no saved dataset with a part 'train'. Give a text file, "
+            "a .bin, or what save_to_disk of Hugging Face's datasets has written."
+        )
+    text = _dataset_text(folder / "train")
+    held_out = next((split for split in _HELD_OUT_SPLITS if split in splits), None)
+    if held_out is None:
+        return _Source.cut(name_of(data), text)
+    return _Source(name_of(data), text, _dataset_text(folder / held_out), whole=False)
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--data: {path} cannot be read ({error}). Save the dataset again.") from None
+    return content if isinstance(content, dict) else {}
+
+
+def _dataset_text(folder: Path) -> bytes:
+    """The documents of a saved dataset, a line break after each; the first MOST_TEXT bytes."""
+    parts, total = [], 0
+    for document in _documents(folder):
+        parts.append(f"{document}\n".encode(errors="replace"))
+        total += len(parts[-1])
+        if total >= MOST_TEXT:
+            break
+    return b"".join(parts)[:MOST_TEXT]
+
+
+def _documents(folder: Path) -> Iterator[str]:
+    """The text column of each row: 'text', or the only one that holds text."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise UsageError(
+            f"--data {folder} is a saved dataset, which is read by pyarrow, and that is not installed. Install it "
+            "(pip install pyarrow), or give a text file."
+        ) from None
+    try:
+        files = [str(entry["filename"]) for entry in _json_of(folder / "state.json")["_data_files"]]
+    except (KeyError, TypeError):
+        raise UsageError(f"--data: {folder / 'state.json'} names no files. Save the dataset again.") from None
+    for name in files:
+        try:
+            with pyarrow.memory_map(str(folder / name)) as mapped, pyarrow.ipc.open_stream(mapped) as stream:
+                fields = [field.name for field in stream.schema if str(field.type) in ("string", "large_string")]
+                column = "text" if "text" in fields else fields[0] if len(fields) == 1 else None
+                if column is None:
+                    raise UsageError(
+                        f"--data {folder} has columns {', '.join(stream.schema.names)}: none is called text, or is the "
+                        "only one that holds text. Keep one such column, and save it again."
+                    )
+                for rows in stream:
+                    yield from (value.as_py() or "" for value in rows.column(column))
+        except (OSError, pyarrow.ArrowException) as error:
+            raise UsageError(f"--data: {folder / name} cannot be read ({error}). Save the dataset again.") from None
+
+
+def _token_files(data: Path) -> tuple[Path, Path | None] | None:
+    """A token file and the held-out one beside it, as nanoGPT names them; None where the data are something else."""
+    train = data / "train.bin" if (data / "train.bin").is_file() else data
+    if train.suffix != ".bin" or train.is_dir():
+        return None
+    beside = train.with_name("val.bin")
+    return train, beside if train.name == "train.bin" and beside.is_file() else None
+
+
+def _mapped(files: tuple[Path, Path | None], other_data: str | None, sequence: int) -> TrainingText:
+    """Token files where they lie. Their vocabulary ends with the highest token that they hold."""
+    train, beside = files
+    length, highest, digest = _read_tokens("--data", train)
+    if beside is None:
+        cut = length - length // _PARTS
+        held_out = TokenSpan(str(train.resolve()), cut + sequence, length)
+        length = cut
+    else:
+        stop, high, more = _read_tokens("--data", beside)
+        held_out = TokenSpan(str(beside.resolve()), 0, stop)
+        highest, digest = max(highest, high), hashlib.sha256((digest + more).encode()).hexdigest()
+    other = None
+    if other_data is not None:
+        stop, high, _ = _read_tokens("--other-data", Path(other_data))
+        other, highest = TokenSpan(str(Path(other_data).resolve()), 0, stop), max(highest, high)
+    name = name_of(str(train.parent if train.name == "train.bin" else train))
+    return TrainingText(
+        TokenSpan(str(train.resolve()), 0, length), held_out, other, highest + 1, "given", f"{name}:{digest[:8]}"
+    )
+
+
+def _read_tokens(option: str, path: Path) -> tuple[int, int, str]:
+    import numpy as np
+
+    try:
+        if path.suffix != ".bin" or path.stat().st_size % _BYTES_A_TOKEN:
+            raise UsageError(f"{option} {path} is no file of 16-bit tokens. Give a .bin as nanoGPT writes it.")
+        digest, highest, length = hashlib.sha256(), 0, 0
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+                highest = max(highest, int(np.frombuffer(chunk, dtype=np.uint16).max()))
+                length += len(chunk) // _BYTES_A_TOKEN
+    except OSError as error:
+        raise UsageError(
+            f"{option} {path} cannot be read ({error.strerror}). Give a .bin as nanoGPT writes it."
+        ) from None
+    return length, highest, digest.hexdigest()
 
 
 def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
@@ -25,11 +291,11 @@ def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
     path = training_named(word, store)
     training, kept = load_head(path), newest_checkpoint(path)
     own, arm = training.request.settings, asked or training.arms[0].name
-    lora = any(one.taken(own).lora for one in training.arms if one.name == arm)
+    lora = any(other.taken(own).lora for other in training.arms if other.name == arm)
     refusals = (
         (lora, "its checkpoint has adapters of --lora alone"),
-        (arm not in [one.name for one in training.arms],
-         f"it has no arm {arm!r:.80}, but {', '.join(one.name for one in training.arms)}"),
+        (arm not in [other.name for other in training.arms],
+         f"it has no arm {arm!r:.80}, but {', '.join(other.name for other in training.arms)}"),
         (bool(own.make) or own.parallel not in ("", "ddp") or own.master != "fp32",
          "whole fp32 weights of a built-in model are needed: no --make, no --parallel but ddp, and no other --master"),
         ((own.arch, own.model) != (request.settings.arch, request.settings.model),

@@ -17,7 +17,6 @@ from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName, UsageError
 from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.kind import TrainingKind, load_head, training_named
-from fp8bench.features.train.progress import on_terminal
 from fp8bench.features.train.request import (
     LEARNING,
     LENGTH,
@@ -187,7 +186,7 @@ def _check_same(arguments: argparse.Namespace, training: Training) -> None:
 
 @contextmanager
 def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
-    from fp8bench.features.train.outward import outward
+    from fp8bench.features.train.progress import on_terminal, outward
 
     try:
         wanted = arguments.store, arguments.live, arguments.on_alarm, arguments.wandb
@@ -225,7 +224,7 @@ def _judged(kept: KeptTraining, wanted: Sequence[str]) -> int:
 
     if not wanted:
         return EXIT_OK
-    for arm in (missing := [one for one in kept.training.arms if one.skip]):
+    for arm in (missing := [other for other in kept.training.arms if other.skip]):
         complain(f"--fail-on: {arm.name} was not trained: {arm.skip}")
     reasons = list(failures(kept, verdicts_of(kept.training, kept.lines), wanted))
     for reason in reasons:

@@ -49,6 +49,14 @@ def ends_of(steps: int) -> tuple[int, ...]:
     return tuple(sorted({1 + round(number * (steps - 1) / max(1, count - 1)) for number in range(count)} | {steps}))
 
 
+def losses(kept: KeptTraining, curves: Curves, ends: Sequence[int], reference: str) -> Iterator[Element]:
+    means = windows_of(curves, ends)
+    yield from gap_curves(kept, means, ends, reference)
+    yield from loss_curves(kept, means, ends)
+    yield from held_out_curves(kept)
+    yield from loss_by_time(kept, curves, means, ends)
+
+
 def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
     """The mean over seeds of each arm, and between which values the reference lies under all seeds it was given."""
     steps, arms = kept.training.request.steps, kept.training.arms
@@ -121,40 +129,29 @@ def _with_flag(mark: Mark, alarms: Sequence[TrainingEvent]) -> Mark:
 
 
 def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
-    seen = [
-        (validation.arm, validation.step, validation.loss)
-        for validation in kept.of(Validation)
-        if validation.of == HELD_OUT
-    ]
+    looks = [look for look in kept.of(Validation) if look.of == HELD_OUT and math.isfinite(look.loss)]
     arms = [arm.name for arm in kept.training.arms if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS)]
-    steps = sorted({step for _, step, loss in seen if math.isfinite(loss)})
+    steps = sorted({look.step for look in looks})
+    series = _means(arms, ((look.arm, look.step, look.loss) for look in looks), steps)
     yield Lines(
         "held-out", "Loss on held-out text", "Means over seeds, of text that was never trained on.", _places(steps),
-        ChartAxis(f"{_unit(kept)}, by steps done"), _told(_means(arms, seen, steps)),
+        ChartAxis(f"{_unit(kept)}, by steps done"), _told(series),
     )  # fmt: skip
 
 
 def loss_by_place(kept: KeptTraining) -> Iterator[Element]:
-    every = kept.of(Validation)
-    seen = [
-        (validation.arm, validation.of.removeprefix(POSITION), validation.loss)
-        for validation in every
-        if validation.of.startswith(POSITION)
-    ]
+    looks = [look for look in kept.of(Validation) if look.of.startswith(POSITION) and math.isfinite(look.loss)]
     arms = [arm.name for arm in kept.training.arms if not arm.is_band]
-    places = list(dict.fromkeys(place for _, place, loss in seen if math.isfinite(loss)))
+    places = list(dict.fromkeys(look.of.removeprefix(POSITION) for look in looks))
+    series = _means(arms, ((look.arm, look.of.removeprefix(POSITION), look.loss) for look in looks), places)
     yield Lines(
         "places", "Loss by place in the context", "Means over seeds, of held-out text after the last step.",
-        tuple(places), ChartAxis("loss in nats a token, by tokens from the beginning"),
-        _told(_means(arms, seen, places)),
+        tuple(places), ChartAxis("loss in nats a token, by tokens from the beginning"), _told(series),
     )  # fmt: skip
 
 
 def _means(arms: Iterable[str], seen: Iterable[tuple[str, P, float]], places: Sequence[P]) -> Iterator[Series]:
-    known: dict[tuple[str, P], list[float]] = {}
-    for arm, place, loss in seen:
-        if math.isfinite(loss):
-            known.setdefault((arm, place), []).append(loss)
+    known = together(((arm, place), loss) for arm, place, loss in seen)
     for arm in arms:
         yield arm, tuple(Mark("", fmean(own)) if (own := known.get((arm, place))) else None for place in places)
 
@@ -246,14 +243,14 @@ def _of_all_arms(
 
 def windows_of(curves: Curves, ends: Sequence[int]) -> Windows:
     """Of each curve the mean before each end; NaN where it has not come so far, or is not finite."""
-    found = {}
+    means = {}
     for key, curve in curves.items():
         window, rows = last_of(curve.steps), curve.rows
-        found[key] = [
+        means[key] = [
             _mean([row.loss for row in rows[max(0, end - window) : end] if row.step not in curve.passed])
             if end <= len(rows) else math.nan for end in ends
         ]  # fmt: skip
-    return found
+    return means
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -261,20 +258,20 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _loss(own: Sequence[Sequence[float]], band: Sequence[Sequence[float]], place: int) -> Mark | None:
-    found, around = ([one[place] for one in each if math.isfinite(one[place])] for each in (own, band))
-    if not found:
+    here, around = ([values[place] for values in each if math.isfinite(values[place])] for each in (own, band))
+    if not here:
         return None
-    return Mark("", fmean(found), *((min(around), max(around)) if len(around) > 1 else ()))
+    return Mark("", fmean(here), *((min(around), max(around)) if len(around) > 1 else ()))
 
 
 def _gap(both: Sequence[tuple[Sequence[float], Sequence[float]]], place: int) -> Mark | None:
     """In percent; without an interval of one seed."""
     pairs = ((new[place], old[place]) for new, old in both)
-    found = gap_of([100 * (new / old - 1) for new, old in pairs if math.isfinite(new) and 0 < old < math.inf])
-    if found is None:
+    gap = gap_of([100 * (new / old - 1) for new, old in pairs if math.isfinite(new) and 0 < old < math.inf])
+    if gap is None:
         return None
-    low, high = (found.shown.low, found.shown.high) if found.shown is not None else (None, None)
-    return Mark("", found.point, low, high, hint=f"of {many(found.pairs, 'seed')}")
+    low, high = (gap.shown.low, gap.shown.high) if gap.shown is not None else (None, None)
+    return Mark("", gap.point, low, high, hint=f"of {many(gap.pairs, 'seed')}")
 
 
 def _places(steps: Iterable[int]) -> tuple[str, ...]:

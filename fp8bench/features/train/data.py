@@ -32,8 +32,7 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.features.train.verdicts.curves import Key
-from fp8bench.features.train.verdicts.scores import verdicts_of_scores
-from fp8bench.features.train.verdicts.summary import ArmSummary, figures_of, summaries_of
+from fp8bench.features.train.verdicts.summary import ArmSummary, figures_of, summaries_of, verdicts_of_scores
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of
 from fp8bench.features.train.view import bands_of, notes_of
 from fp8bench.features.train.words import of_arm, verdict
@@ -55,39 +54,39 @@ _NAMES: Mapping[type, tuple[str, ...]] = {
 }
 
 
-def value_of(kept: KeptTraining, found: TrainingVerdicts) -> dict[str, Any]:
-    said = {arm.arm.name: {**encode(arm), "words": verdict(arm, found)} for arm in found.arms if not arm.arm.skip}
-    bands = {name: encode(getattr(found, name)) for name in ("seed_band", "repeat_band")}
-    arms = {summary.arm.name: encode(row_of(summary, found)) for summary in summaries_of(kept, found)}
+def value_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> dict[str, Any]:
+    said = {arm.arm.name: {**encode(arm), "words": verdict(arm, verdicts)} for arm in verdicts.arms if not arm.arm.skip}
+    bands = {name: encode(getattr(verdicts, name)) for name in ("seed_band", "repeat_band")}
+    arms = {summary.arm.name: encode(row_of(summary, verdicts)) for summary in summaries_of(kept, verdicts)}
     return {
         "schema": SCHEMA, "training": encode(kept.training), "finished": kept.finished, "arms": arms,
-        "verdicts": said, "experiment": encode(result_of(kept, found)),
-        "scores": encode(verdicts_of_scores(kept, found)), "reached": encode(found.reached), **bands,
-        "bands": list(bands_of(found)),
-        "notes": list(notes_of(kept, found)),
+        "verdicts": said, "experiment": encode(result_of(kept, verdicts)),
+        "scores": encode(verdicts_of_scores(kept, verdicts)), "reached": encode(verdicts.reached), **bands,
+        "bands": list(bands_of(verdicts)),
+        "notes": list(notes_of(kept, verdicts)),
         "lines": [{"line": type(line).__name__, **encode(line)} for line in kept.lines],
         "troubles": list(kept.troubles),
     }  # fmt: skip
 
 
-def row_of(summary: ArmSummary, found: TrainingVerdicts) -> dict[str, Any]:
+def row_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, Any]:
     """What an arm came to, as the table says it, by names; None for what is not known."""
     said = summary.said
     verdict = said.judged.learned.value if said and not summary.arm.skip else None
-    return {**figures_of(summary, found), "verdict": verdict, "words": of_arm(summary, found)}
+    return {**figures_of(summary, verdicts), "verdict": verdict, "words": of_arm(summary, verdicts)}
 
 
-def rows_of(kept: KeptTraining, found: TrainingVerdicts) -> Rows:
+def rows_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Rows:
     """What every arm came to, a row a figure, and then a row a figure of every line; numbers with all their digits."""
-    return COLUMNS, chain(_summaries(kept, found), _rows(kept))
+    return COLUMNS, chain(_summaries(kept, verdicts), _rows(kept))
 
 
-def _summaries(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[dict[str, Any]]:
-    for summary in summaries_of(kept, found):
-        for figure, value in row_of(summary, found).items():
+def _summaries(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[dict[str, Any]]:
+    for summary in summaries_of(kept, verdicts):
+        for figure, value in row_of(summary, verdicts).items():
             if value is not None:
                 yield {**_arm(summary.arm), "line": "Summary", "figure": figure, "value": value}
-    for kind, sentences in (("band", bands_of(found)), ("note", notes_of(kept, found))):
+    for kind, sentences in (("band", bands_of(verdicts)), ("note", notes_of(kept, verdicts))):
         yield from ({"line": "Summary", "figure": kind, "value": sentence} for sentence in sentences)
 
 
@@ -152,16 +151,16 @@ Curve = dict[int, dict[str, float]]
 def series_of(kept: KeptTraining) -> dict[Key, Curve]:
     """Every arm in every seed, in the order of steps. What is not finite is left out: a board has no place for it."""
     native = {arm.name for arm in kept.training.arms if arm.native}
-    found: dict[Key, Curve] = defaultdict(lambda: defaultdict(dict))
+    unordered: dict[Key, Curve] = defaultdict(lambda: defaultdict(dict))
     for line in kept.lines:
         if line.arm:  # else it happened to no arm
-            own = found[line.arm, line.seed]
+            own = unordered[line.arm, line.seed]
             for tag, value in _scalars(line, line.arm in native):
                 before = own[line.step].get(tag, 0.0) if isinstance(line, TrainingEvent) else 0.0
                 if math.isfinite(value):
                     own[line.step][tag] = before + value
-    curves = ((key, {step: own[step] for step in sorted(own) if own[step]}) for key, own in found.items())
-    return {key: curve for key, curve in curves if curve}
+    curves = {key: {step: own[step] for step in sorted(own) if own[step]} for key, own in unordered.items()}
+    return {key: curve for key, curve in curves.items() if curve}
 
 
 def _scalars(line: StreamLine, native: bool) -> Iterator[tuple[str, float]]:
@@ -184,15 +183,15 @@ def _scalars(line: StreamLine, native: bool) -> Iterator[tuple[str, float]]:
             yield f"events/{line.kind}", 1.0
 
 
-def summed_up(kept: KeptTraining, found: TrainingVerdicts) -> dict[str, dict[str, float]]:
-    figures = {summary.arm.name: figures_of(summary, found) for summary in summaries_of(kept, found)}
+def summed_up(kept: KeptTraining, verdicts: TrainingVerdicts) -> dict[str, dict[str, float]]:
+    figures = {summary.arm.name: figures_of(summary, verdicts) for summary in summaries_of(kept, verdicts)}
     return {
         arm: {name: value for name, value in own.items() if value is not None and math.isfinite(value)}
         for arm, own in figures.items()
     }
 
 
-def write_training(kept: KeptTraining, found: TrainingVerdicts, folder: Path) -> tuple[Path, ...]:
+def write_training(kept: KeptTraining, verdicts: TrainingVerdicts, folder: Path) -> tuple[Path, ...]:
     """TensorBoard's files. Raises StoreError with a sentence where one cannot be written."""
     training = kept.training
     at, own = begun_at(training.started), folder / safe(training.id)
@@ -200,14 +199,14 @@ def write_training(kept: KeptTraining, found: TrainingVerdicts, folder: Path) ->
         write_scalars(own / safe(arm) / f"seed-{seed}", training.id, at, curve.items())
         for (arm, seed), curve in series_of(kept).items()
     ]
-    for arm, figures in summed_up(kept, found).items():
+    for arm, figures in summed_up(kept, verdicts).items():
         if figures:
             values = {f"summary/{name}": value for name, value in figures.items()}
             files.append(write_scalars(own / safe(arm), training.id, at, [(training.request.steps, values)]))
     return tuple(files)
 
 
-def send_training(kept: KeptTraining, found: TrainingVerdicts, project: str, files: Iterable[Path]) -> None:
+def send_training(kept: KeptTraining, verdicts: TrainingVerdicts, project: str, files: Iterable[Path]) -> None:
     """Runs of wandb in one group. It may raise anything: it is another program's network."""
     training = kept.training
     arms = {arm.name: arm for arm in training.arms}
@@ -220,10 +219,10 @@ def send_training(kept: KeptTraining, found: TrainingVerdicts, project: str, fil
         with sending(**shared, name=f"{name} seed {seed}", job_type="arm", config=config) as sent:
             for step, values in curve.items():
                 sent.log(values, step=step)
-    words = {summary.arm.name: of_arm(summary, found) for summary in summaries_of(kept, found)}
+    words = {summary.arm.name: of_arm(summary, verdicts) for summary in summaries_of(kept, verdicts)}
     config = {**about, **asked, "verdicts": words}
     with sending(**shared, name=f"training {training.id}", job_type="verdict", config=config) as sent:
-        figures = summed_up(kept, found)
+        figures = summed_up(kept, verdicts)
         sent.log({f"{arm}/{name}": value for arm, own in figures.items() for name, value in own.items()})
         attach(sent, training.id, "fp8bench-training", files)
 
@@ -235,15 +234,15 @@ _REPEATED = ("arm", "layer", "role", "of", "name", "kind", "tensor")
 def _lines(kept: KeptTraining, kind: type[StreamLine]) -> pd.DataFrame:
     import pandas as pd
 
-    found = kept.of(kind)
-    columns = {field.name: [getattr(line, field.name) for line in found] for field in fields(kind)}
+    lines = kept.of(kind)
+    columns = {field.name: [getattr(line, field.name) for line in lines] for field in fields(kind)}
     return pd.DataFrame(columns).astype({name: "category" for name in _REPEATED if name in columns})
 
 
 def _frame(kind: type[StreamLine], words: str) -> cached_property[pd.DataFrame]:
-    found = cached_property(lambda frames: _lines(frames.training, kind))
-    found.__doc__ = words
-    return found
+    frame = cached_property(lambda frames: _lines(frames.training, kind))
+    frame.__doc__ = words
+    return frame
 
 
 @dataclass(frozen=True)
@@ -259,13 +258,13 @@ class TrainingFrames:
         import pandas as pd
 
         kept, request = self.training, self.training.training.request
-        found = verdicts_of(kept.training, kept.lines)
+        verdicts = verdicts_of(kept.training, kept.lines)
         shared = {"ranks": request.ranks or 1, "parallel": request.settings.parallel}
         ways = ("amax_group", "wire")
         return pd.DataFrame(
             {**_arm(own.arm), **shared, **{way: getattr(own.arm.taken(request.settings), way) for way in ways},
-             **row_of(own, found)}
-            for own in summaries_of(kept, found)
+             **row_of(own, verdicts)}
+            for own in summaries_of(kept, verdicts)
         )  # fmt: skip
 
     steps = _frame(StepRow, "A row a step of an arm in a seed.")
@@ -276,10 +275,8 @@ class TrainingFrames:
     @cached_property
     def validations(self) -> pd.DataFrame:
         """A row a look at text that was never trained on, perplexities included."""
-        seen = self.training.of(Validation)
-        more = {
-            name: [getattr(validation, name) for validation in seen] for name in ("perplexity", "perplexity_by_byte")
-        }
+        looks, names = self.training.of(Validation), ("perplexity", "perplexity_by_byte")
+        more = {name: [getattr(look, name) for look in looks] for name in names}
         return _lines(self.training, Validation).assign(**more)
 
     @cached_property
@@ -287,5 +284,5 @@ class TrainingFrames:
         """What each arm takes alone: a row a figure: bytes, joules of a step, batches and reasons."""
         import pandas as pd
 
-        found = [(cost.arm, *figure) for cost in self.training.of(ArmCost) for figure in costs_of(cost)]
-        return pd.DataFrame(found, columns=["arm", "figure", "value"])
+        figures = [(cost.arm, *figure) for cost in self.training.of(ArmCost) for figure in costs_of(cost)]
+        return pd.DataFrame(figures, columns=["arm", "figure", "value"])

@@ -187,14 +187,14 @@ class ExperimentResult:
     stopped: str = ""
 
 
-def result_of(kept: KeptTraining, found: TrainingVerdicts) -> ExperimentResult | None:
+def result_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> ExperimentResult | None:
     """None for a training that is no experiment."""
     request = kept.training.request
     if not request.experiment:
         return None
     own, seen = experiment_named(request.experiment), TrainedFigures(kept)
-    arms = tuple(_of_arm(own, seen, said.arm, found) for said in found.arms if not said.arm.skip)
-    stopped = _stopped(arms, _alarms(kept, found.reference)) if own.is_ladder else ""
+    arms = tuple(_of_arm(own, seen, said.arm, verdicts) for said in verdicts.arms if not said.arm.skip)
+    stopped = _stopped(arms, _alarms(kept, verdicts.reference)) if own.is_ladder else ""
     return ExperimentResult(own.name, own.hypothesis, own.measured, arms, stopped)
 
 
@@ -202,11 +202,11 @@ def _alarms(kept: KeptTraining, reference: str) -> dict[str, str]:
     """The first alarm of every arm by a rule that its reference raised none by."""
     alarms = [event for event in kept.of(TrainingEvent) if event.kind == "alarm"]
     own = {dict(event.values).get("rule") for event in alarms if event.arm == reference}
-    found: dict[str, str] = {}
+    first: dict[str, str] = {}
     for event in alarms:
         if dict(event.values).get("rule") not in own:
-            found.setdefault(event.arm, f"an alarm in seed {event.seed}, step {event.step}: {event.words}")
-    return found
+            first.setdefault(event.arm, f"an alarm in seed {event.seed}, step {event.step}: {event.words}")
+    return first
 
 
 def _stopped(arms: tuple[ExperimentArm, ...], alarms: Mapping[str, str]) -> str:
@@ -221,19 +221,19 @@ def _stopped(arms: tuple[ExperimentArm, ...], alarms: Mapping[str, str]) -> str:
     return f"All {len(arms)} rungs are healthy, the loosest is {healthy}."
 
 
-def _of_arm(own: Experiment, seen: TrainedFigures, arm: Arm, found: TrainingVerdicts) -> ExperimentArm:
+def _of_arm(own: Experiment, seen: TrainedFigures, arm: Arm, verdicts: TrainingVerdicts) -> ExperimentArm:
     changes = []
-    for seed in found.seeds:
+    for seed in verdicts.seeds:
         try:
-            ratio = own.figure(seen, arm.name, seed, arm) / own.figure(seen, found.reference, seed, arm)
+            ratio = own.figure(seen, arm.name, seed, arm) / own.figure(seen, verdicts.reference, seed, arm)
         except (KeyError, ValueError, ZeroDivisionError):  # a seed in which one of them has no such figure
             continue
         if math.isfinite(ratio):
             changes.append(ratio - 1)
-    change, said = gap_of(changes), found.of(arm.name)
+    change, said = gap_of(changes), verdicts.of(arm.name)
     word = _word(own, change)
     if said is not None and said.judged.learned is Learned.DIVERGED:
-        word = f"it diverged in {len(said.diverged_in)} of {many(len(found.seeds), 'seed')}"
+        word = f"it diverged in {len(said.diverged_in)} of {many(len(verdicts.seeds), 'seed')}"
     return ExperimentArm(arm.name, word, change)
 
 
@@ -251,8 +251,8 @@ def _word(own: Experiment, change: Gap | None) -> str:
     return f"open: {more} would settle {least}"
 
 
-def parts_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[Part]:
-    result = result_of(kept, found)
+def parts_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[Part]:
+    result = result_of(kept, verdicts)
     if result is None:
         return
 

@@ -106,22 +106,14 @@ class TrainingWriter(LineWriter):
         """From now on the training may go on here; of what was kept before, the checkpoint before this one stays."""
         name = folder.name if folder is not None else ""
         place = ResumePlace(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
-        before = [
-            resume_place
-            for resume_place in self.places
-            if (resume_place.number, resume_place.step) < (number, step) and resume_place.number == number
-        ]
+        before = [kept for kept in self.places if kept.number == number and kept.step < step]
         begun, checkpoints = before[:1], before[1:][1 - _KEPT_CHECKPOINTS :]
         with keeping(self.path.parent, _MAKE_ROOM):
             self._write((*begun, *checkpoints, place))
 
     def go_back(self, place: ResumePlace) -> None:
         """Cut the stream to what it had there, but for the events that are no step's: when it was gone on with, say."""
-        places = tuple(
-            resume_place
-            for resume_place in self.places
-            if (resume_place.number, resume_place.step) <= (place.number, place.step)
-        )
+        places = tuple(kept for kept in self.places if (kept.number, kept.step) <= (place.number, place.step))
         with keeping(self.path.parent, _MAKE_ROOM):
             if places != self.places:  # else what is trained again would be taken for what they name
                 self._write(places)
@@ -218,8 +210,8 @@ def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:
 
 def training_files(store: Path) -> list[Path]:
     """The streams of a store, newest first."""
-    found = sorted((store / "trainings").glob(f"*/{STREAM}"), reverse=True)
-    return [path for path in found if path.is_file()]
+    paths = sorted((store / "trainings").glob(f"*/{STREAM}"), reverse=True)
+    return [path for path in paths if path.is_file()]
 
 
 def find_training(word: str, store: Path) -> Path | None:
@@ -228,18 +220,18 @@ def find_training(word: str, store: Path) -> Path | None:
         for path in (Path(word), Path(word) / STREAM):
             if path.is_file() and path.name == STREAM:
                 return path
-    found = fitting(word, {path: (path.parent.name, id_of(path)) for path in training_files(store)})
-    return found[0] if len(found) == 1 else None
+    paths = fitting(word, {path: (path.parent.name, id_of(path)) for path in training_files(store)})
+    return paths[0] if len(paths) == 1 else None
 
 
 def training_named(word: str, store: Path) -> Path:
     """As find_training, and 'last' is the newest; raises RunNotFound where there is none."""
     kept = training_files(store)
-    found = (kept[0] if kept else None) if word == "last" else find_training(word, store)
-    if found is None:
+    path = (kept[0] if kept else None) if word == "last" else find_training(word, store)
+    if path is None:
         newest = f" The newest is {kept[0].parent.name}." if kept else " The store has no trainings yet."
         raise RunNotFound(f"no training {word!r:.200} in {store}.{newest} Give an id, its folder, or 'last'.")
-    return found
+    return path
 
 
 def id_of(path: Path) -> str:
@@ -320,8 +312,8 @@ class TrainingKind(Kind[KeptTraining]):
         from fp8bench.features.train.verdicts.verdicts import verdicts_of
         from fp8bench.features.train.view import page_of
 
-        found = verdicts_of(kept.training, kept.lines)
-        return View(partial(page_of, kept, found), partial(value_of, kept, found), partial(rows_of, kept, found))
+        said = kept, verdicts_of(kept.training, kept.lines)
+        return View(partial(page_of, *said), partial(value_of, *said), partial(rows_of, *said))
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
         return (partial(_line, path) for path in training_files(store))
@@ -340,16 +332,16 @@ class TrainingKind(Kind[KeptTraining]):
         from fp8bench.features.train.page import page_of
         from fp8bench.features.train.verdicts.verdicts import verdicts_of
 
-        found = verdicts_of(kept.training, kept.lines)
+        verdicts = verdicts_of(kept.training, kept.lines)
         few = replace(kept, lines=tuple(line for line in kept.lines if not isinstance(line, LayerReading)))
-        return View(partial(page_of, kept, found), rows=partial(rows_of, few, found))
+        return View(partial(page_of, kept, verdicts), rows=partial(rows_of, few, verdicts))
 
     def exports(self, kept: KeptTraining) -> Exports:
         from fp8bench.features.train.data import send_training, write_training
         from fp8bench.features.train.verdicts.verdicts import verdicts_of
 
-        found = verdicts_of(kept.training, kept.lines)
-        return Exports(partial(write_training, kept, found), partial(send_training, kept, found))
+        said = kept, verdicts_of(kept.training, kept.lines)
+        return Exports(partial(write_training, *said), partial(send_training, *said))
 
 
 def _line(path: Path) -> str:
@@ -365,8 +357,8 @@ def histories(kept: KeptTraining, arm: str, store: Path) -> View:
     from fp8bench.features.train.verdicts.histories import histories_of
     from fp8bench.features.train.view import histories_page
 
-    found = histories_of(kept.training, kept.lines, arm)
-    return View(partial(histories_page, kept.training, arm, found), partial(encode, found))
+    replays = histories_of(kept.training, kept.lines, arm)
+    return View(partial(histories_page, kept.training, arm, replays), partial(encode, replays))
 
 
 KINDS = (TrainingKind(),)

@@ -9,36 +9,14 @@ from functools import partial
 from typing import Any
 
 from fp8bench import units
-from fp8bench.features.train.curve_charts import (
-    Curves,
-    ends_of,
-    figure_curves,
-    gap_curves,
-    held_out_curves,
-    loss_by_place,
-    loss_by_time,
-    loss_curves,
-    windows_of,
-)
+from fp8bench.features.train import curve_charts, view
 from fp8bench.features.train.experiments import parts_of
 from fp8bench.features.train.health.health import RULES
 from fp8bench.features.train.health.steps import HealthRule
 from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, LayerReading, TrainingEvent
 from fp8bench.features.train.verdicts.curves import curves_of
-from fp8bench.features.train.verdicts.scores import score_parts
-from fp8bench.features.train.verdicts.summary import summaries_of
+from fp8bench.features.train.verdicts.summary import score_parts, summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
-from fp8bench.features.train.view import (
-    answers,
-    arm_cols,
-    bands_of,
-    facts_of,
-    looks_of,
-    notes_of,
-    reached_table,
-    title_of,
-    wire_table,
-)
 from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
 from fp8bench.protocols import Role
@@ -74,28 +52,24 @@ _ARMS = (
 )  # fmt: skip
 
 
-def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
+def page_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Page:
     training = kept.training
-    curves, ends = curves_of(kept.lines, training.request.steps), ends_of(training.request.steps)
-    means = windows_of(curves, ends)
+    curves, ends = curves_of(kept.lines, training.request.steps), curve_charts.ends_of(training.request.steps)
     parts = (
-        *parts_of(kept, found),
-        Part("verdict", "Does it still learn?", tuple(_verdicts(kept, found, curves)), _LEAD),
-        Part("curves", "Losses", (
-            *gap_curves(kept, means, ends, found.reference), *loss_curves(kept, means, ends), *held_out_curves(kept),
-            *loss_by_time(kept, curves, means, ends),
-        )),
+        *parts_of(kept, verdicts),
+        Part("verdict", "Does it still learn?", tuple(_verdicts(kept, verdicts, curves)), _LEAD),
+        Part("curves", "Losses", tuple(curve_charts.losses(kept, curves, ends, verdicts.reference))),
         Part("memory", "Memory by what it is for", tuple(_memory(kept))),
         Part("texts", "Other looks at the trained model", tuple(_looks(kept))),
-        *score_parts(kept, found),
+        *score_parts(kept, verdicts),
         Part("health", "What happened", tuple(_events(kept))),
         Part("tensors", "Tensors by layer", (*worst_readings(kept), *tensor_lines(kept))),
-        Part("figures", "Gradients, updates and rates", tuple(figure_curves(kept, curves, ends))),
+        Part("figures", "Gradients, updates and rates", tuple(curve_charts.figure_curves(kept, curves, ends))),
     )  # fmt: skip
     settled = (replace(part, elements=tuple(filter(_worth_showing, part.elements))) for part in parts)
     shown = tuple(part for part in settled if part.elements)
     footer = (f"Training {training.id}, {training.started[:16]}, `{training.command}`, schema {SCHEMA}.",)
-    return Page(title_of(training), f"on {training.device.name}", shown, footer, tuple(facts_of(training)))
+    return Page(view.title_of(training), f"on {training.device.name}", shown, footer, tuple(view.facts_of(training)))
 
 
 _LEAD = (
@@ -110,13 +84,13 @@ def _worth_showing(element: Element) -> bool:
     return not isinstance(element, Chart) or (worth_drawing(element) and not empty)
 
 
-def _verdicts(kept: KeptTraining, found: TrainingVerdicts, curves: Curves) -> Iterator[Element]:
-    shown = [summary for summary in summaries_of(kept, found, curves) if not summary.arm.is_band]
-    if told := tuple(answers(found)):
+def _verdicts(kept: KeptTraining, verdicts: TrainingVerdicts, curves: curve_charts.Curves) -> Iterator[Element]:
+    shown = [summary for summary in summaries_of(kept, verdicts, curves) if not summary.arm.is_band]
+    if told := tuple(view.answers(verdicts)):
         yield Items(told)
-    yield table("arms", "Arms", arm_cols(found, shown, _ARMS), shown, main=True)
-    yield from (*reached_table(found), *wire_table(kept, found))
-    yield from (Text(band) for band in (*bands_of(found), *notes_of(kept, found)))
+    yield table("arms", "Arms", view.arm_cols(verdicts, shown, _ARMS), shown, main=True)
+    yield from (*view.reached_table(verdicts), *view.wire_table(kept, verdicts))
+    yield from (Text(band) for band in (*view.bands_of(verdicts), *view.notes_of(kept, verdicts)))
     if not (kept.training.request.max_batch or kept.training.request.settings.make):
         yield Text("No largest batch was looked for: `fp8bench train --max-batch` does, within --memory-limit SIZE.")
 
@@ -160,12 +134,12 @@ def _memory(kept: KeptTraining) -> Iterator[Element]:
 
 
 def _looks(kept: KeptTraining) -> Iterator[Element]:
-    for part in looks_of(kept):
+    for part in view.looks_of(kept):
         yield from (
             replace(element, caption=f"{part.title}: {element.caption}") if isinstance(element, Table) else element
             for element in part.elements
         )
-    yield from loss_by_place(kept)
+    yield from curve_charts.loss_by_place(kept)
 
 
 def _events(kept: KeptTraining) -> Iterator[Element]:
@@ -236,12 +210,12 @@ def _worst(
     readings: Sequence[LayerReading], pick: Any, value: Callable[[LayerReading], float | None],
     show: Callable[[float], str],
 ) -> tuple[Field, Field] | None:  # fmt: skip
-    known = [(found, reading) for reading in readings if (found := value(reading)) is not None and math.isfinite(found)]
+    known = [(own, reading) for reading in readings if (own := value(reading)) is not None and math.isfinite(own)]
     if not known:
         return None
-    found, one = pick(known, key=lambda pair: pair[0])
-    where = "" if pick is max and found == 0 else f"{one.layer}, step {one.step}"
-    return Field(show(found), found), Field(where)
+    figure, worst = pick(known, key=lambda pair: pair[0])
+    where = "" if pick is max and figure == 0 else f"{worst.layer}, step {worst.step}"
+    return Field(show(figure), figure), Field(where)
 
 
 def tensor_lines(kept: KeptTraining) -> Iterator[Element]:

@@ -46,9 +46,7 @@ def most(answers: Sequence[ArmCost]) -> ArmCost:
     whole = most_memory([answer.memory or answer.why for answer in answers])
     if isinstance(whole, str):
         return next(answer for answer in answers if answer.memory is None)
-    return next(
-        replace(answer, memory=whole) for answer in answers if answer.memory and answer.memory.peak == whole.peak
-    )
+    return next(replace(own, memory=whole) for own in answers if own.memory and own.memory.peak == whole.peak)
 
 
 def _check_same(answers: Sequence[RankLines]) -> None:

@@ -308,9 +308,7 @@ class TrainerSettings:
         return self.make or self.model
 
 
-SETTINGS_RULES: Mapping[str, Rule] = {
-    name: request_option.rule for name, request_option in options_of(TrainerSettings).items()
-}
+SETTINGS_RULES: Mapping[str, Rule] = {name: own.rule for name, own in options_of(TrainerSettings).items()}
 
 
 @dataclass(frozen=True)
@@ -403,9 +401,7 @@ class TrainingRequest:
         refuse_ranks(self)
 
 
-TRAINING_RULES: Mapping[str, Rule] = {
-    name: request_option.rule for name, request_option in options_of(TrainingRequest).items()
-}
+TRAINING_RULES: Mapping[str, Rule] = {name: own.rule for name, own in options_of(TrainingRequest).items()}
 # A quick training is one seed of so many steps: enough to see that it runs.
 QUICK_STEPS = 60
 

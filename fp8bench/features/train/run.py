@@ -17,7 +17,7 @@ from statistics import median
 from fp8bench import __version__
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
 from fp8bench.features.train.arms import Turns, arms_of_seed, check_training, device_of, make_arms, supported, turns_of
-from fp8bench.features.train.beginnings import started_from, with_file, with_scales
+from fp8bench.features.train.beginnings import prepare_text, started_from, with_file, with_scales
 from fp8bench.features.train.experiments import as_experiment, base_of
 from fp8bench.features.train.kind import (
     ResumePlace,
@@ -34,7 +34,6 @@ from fp8bench.features.train.lab.rank_lab import MODULE as RANK_MODULE
 from fp8bench.features.train.ranks_merge import MERGES
 from fp8bench.features.train.request import SETTINGS_RULES, TrainingRequest
 from fp8bench.features.train.seed import FIRST_SECONDS, SeedPace, SeedRun, lab_of
-from fp8bench.features.train.texts import prepare_text
 from fp8bench.features.train.values import (
     COVERAGE,
     Arm,
@@ -143,7 +142,7 @@ def _differences(training: Training, today: Training) -> Iterator[str]:
         yield f"its text was {training.text.identity} and is {today.text.identity}"
     for arm, own in itertools.zip_longest(training.arms, today.arms):
         if arm != own:
-            names = [one.name if one is not None else "nothing" for one in (arm, own)]
+            names = [which.name if which is not None else "nothing" for which in (arm, own)]
             yield f"an arm would be another today ({names[0]} was, {names[1]} is)"
 
 
@@ -197,10 +196,10 @@ def _examined(training: Training, worker: Worker) -> tuple[TrainingEvent, ...]:
         return ()
     arms = tuple(arm for arm in training.arms if not arm.skip and not arm.is_band)
     try:
-        found = lab_of(worker, FIRST_SECONDS).examine(training.task(arms))
+        coverages = lab_of(worker, FIRST_SECONDS).examine(training.task(arms))
     except WorkerFault as fault:
         raise as_usage(fault) from None
-    alike = together((coverage, name) for name, coverage in found)
+    alike = together((coverage, name) for name, coverage in coverages)
     words = [sentence for coverage, names in alike.items() for sentence in coverage_words(", ".join(names), coverage)]
     return tuple(TrainingEvent("", training.request.seed, 0, COVERAGE, sentence) for sentence in words)
 
@@ -299,24 +298,24 @@ def _measure_energy(
     if not missing:
         return
     if request.ranks is not None:
-        found = {arm.name: EnergyUse(SourceKind.NONE, why=SEVERAL) for arm in missing}
+        uses = {arm.name: EnergyUse(SourceKind.NONE, why=SEVERAL) for arm in missing}
     else:
         with Meters() as meters:
             meter = meters.of(facts)
             if meter.kind is SourceKind.NONE:
-                found = {arm.name: EnergyUse(SourceKind.NONE, why=meter.why) for arm in missing}
+                uses = {arm.name: EnergyUse(SourceKind.NONE, why=meter.why) for arm in missing}
             elif apart:
-                found = {arm.name: EnergyUse(meter.kind.value, why=APART) for arm in missing}
+                uses = {arm.name: EnergyUse(meter.kind.value, why=APART) for arm in missing}
             else:
-                found = _in_windows(training, missing, worker, meter, observer)
+                uses = _in_windows(training, missing, worker, meter, observer)
     with held_back():
-        writer.append([ArmCost(name, request.seed, request.steps, energy=use) for name, use in found.items()])
+        writer.append([ArmCost(name, request.seed, request.steps, energy=use) for name, use in uses.items()])
 
 
 def _in_windows(
     training: Training, arms: Sequence[Arm], worker: Worker, meter: Meter, observer: TrainingObserver
 ) -> dict[str, EnergyUse]:
-    found: dict[str, EnergyUse] = {}
+    uses: dict[str, EnergyUse] = {}
     running, facts = [], training.device
     for arm in arms:
         try:
@@ -325,7 +324,7 @@ def _in_windows(
         except WorkerError as error:
             why = str(error)
         if why:
-            found[arm.name] = EnergyUse(meter.kind.value, why=why)
+            uses[arm.name] = EnergyUse(meter.kind.value, why=why)
             continue
         support = Support(Level.NATIVE if arm.native else Level.EMULATED, "")
         planned = PlannedCase(Case("train", (), arm.precision, facts.key), support, Work())
@@ -334,7 +333,7 @@ def _in_windows(
     windows = WindowPass(
         meter, rule, training.request.seed, lambda arm, share: observer.working(arm.key, "measuring the energy")
     )
-    return found | {name: taken.use for name, taken in windows.measure(running, worker).items()}
+    return uses | {name: taken.use for name, taken in windows.measure(running, worker).items()}
 
 
 def _largest_batches(training: Training, worker: Worker, writer: TrainingWriter, observer: TrainingObserver) -> None:
@@ -343,9 +342,9 @@ def _largest_batches(training: Training, worker: Worker, writer: TrainingWriter,
     missing = _without(training, writer, lambda cost: cost.capacity is not None) if request.max_batch else []
     for arm in missing:
         batches, room = _OfArm(training, arm, worker, observer), request.memory_limit or facts.memory_bytes
-        found = BatchSearch(batches, request.memory_limit, room, worker.restart).found()
+        capacity = BatchSearch(batches, request.memory_limit, room, worker.restart).found()
         with held_back():
-            writer.append((ArmCost(arm.name, request.seed, request.steps, capacity=found),))
+            writer.append((ArmCost(arm.name, request.seed, request.steps, capacity=capacity),))
 
 
 @dataclass(frozen=True)
@@ -370,8 +369,8 @@ class _OfArm(Batches):
             return None
         request = self._training.request
         settings = replace(request.settings, batch=batch)
-        found = supported(self._arm, replace(request, settings=settings), self._training.device)
-        return Level.REFUSED if found.skip else Level.NATIVE if found.native else Level.EMULATED
+        arm = supported(self._arm, replace(request, settings=settings), self._training.device)
+        return Level.REFUSED if arm.skip else Level.NATIVE if arm.native else Level.EMULATED
 
     def tokens(self, batch: int) -> int:
         settings = self._training.request.settings
@@ -428,14 +427,14 @@ def _known(training: Training, store: Path) -> dict[str, float]:
 
 def _spread(training: Training, store: Path) -> float | None:
     """The middle deviation of an arm's gaps over seeds, in kept trainings of this model and so many steps."""
-    found: list[float] = []
+    deviations: list[float] = []
     for path in training_files(store)[:_LOOKED_AT]:
         with contextlib.suppress(StoreError):
             head = load_head(path)
             if _conditions(head) == _conditions(training) and head.request.steps == training.request.steps:
                 said = verdicts_of(head, load_training(path).lines).arms
-                found += [arm.judged.gap.deviation for arm in said if arm.judged.gap and arm.judged.gap.pairs > 1]
-    return median(found) if found else None
+                deviations += [arm.judged.gap.deviation for arm in said if arm.judged.gap and arm.judged.gap.pairs > 1]
+    return median(deviations) if deviations else None
 
 
 def _conditions(training: Training) -> tuple[object, ...]:

@@ -180,9 +180,7 @@ class SeedRun:
         if step == 0:
             self._validate(step)
         while step < request.steps:
-            until = min(
-                step + SLICE, request.steps, *(_next(step, every) for every in (request.evaluate, request.keep))
-            )
+            until = min(step + SLICE, request.steps, _next(step, request.evaluate), _next(step, request.keep))
             arms = self._alive
             # The same order whether or not the training was gone on with.
             random.Random(f"{self.seed}/{step}").shuffle(arms)

@@ -32,13 +32,13 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.features.train.verdicts.curves import ArmReached, Learned, Why, arrivals
 from fp8bench.features.train.verdicts.histories import Replayed, best_of
-from fp8bench.features.train.verdicts.scores import score_parts
-from fp8bench.features.train.verdicts.summary import ArmSummary, energies_of, summaries_of
+from fp8bench.features.train.verdicts.summary import ArmSummary, energies_of, score_parts, summaries_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Capacity, Level
 from fp8bench.protocols import Role
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Field, Page, Part, Table, Text, Tone
+from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics.memory import batch_title, show_batch
 from fp8bench.report.words.naming import listed, many
@@ -65,30 +65,30 @@ _LOOKS = "after the last step, on text that was never trained on"
 _LEAST_BYTES = 0.001
 
 
-def page_of(kept: KeptTraining, found: TrainingVerdicts) -> Page:
+def page_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Page:
     training = kept.training
-    rows = summaries_of(kept, found)
-    arms = table("arms", "", arm_cols(found, rows), rows, main=True)
+    rows = summaries_of(kept, verdicts)
+    arms = table("arms", "", arm_cols(verdicts, rows), rows, main=True)
     parts = [
-        Part("answer", "", tuple(answers(found))),
-        *parts_of(kept, found),
-        Part("arms", "", (arms, *reached_table(found), *wire_table(kept, found))),
+        Part("answer", "", tuple(answers(verdicts))),
+        *parts_of(kept, verdicts),
+        Part("arms", "", (arms, *reached_table(verdicts), *wire_table(kept, verdicts))),
     ]
-    parts += [*looks_of(kept), *score_parts(kept, found)]
-    parts += [Part("bands", "", tuple(map(Text, bands_of(found))))]
-    parts += list_of("notes", "notes", notes_of(kept, found))
+    parts += [*looks_of(kept), *score_parts(kept, verdicts)]
+    parts += [Part("bands", "", tuple(map(Text, bands_of(verdicts))))]
+    parts += list_of("notes", "notes", notes_of(kept, verdicts))
     parts += list_of("events", "events", _events(kept))
     parts += [Part("ending", "", tuple(map(Text, _ending(kept))))]
     return Page(title_of(training), "", tuple(parts), _LEGEND, tuple(facts_of(training)))
 
 
-def answers(found: TrainingVerdicts) -> Iterator[Text]:
-    for said in found.arms:
+def answers(verdicts: TrainingVerdicts) -> Iterator[Text]:
+    for said in verdicts.arms:
         if not said.arm.skip and said.judged.why is not Why.OTHER_RATE:
-            yield Text(f"{words.answer(said, found)}.", _TONES.get(said.judged.learned, Tone.DOUBT))
+            yield Text(f"{words.answer(said, verdicts)}.", _TONES.get(said.judged.learned, Tone.DOUBT))
 
 
-def reached_table(found: TrainingVerdicts) -> Iterator[Table]:
+def reached_table(verdicts: TrainingVerdicts) -> Iterator[Table]:
     """Steps, tokens and time of each arm to the loss that was asked for, the middle ones of its seeds."""
 
     def middle(name: str, arm: ArmReached) -> float | None:
@@ -104,15 +104,15 @@ def reached_table(found: TrainingVerdicts) -> Iterator[Table]:
         Col("steps by seed", lambda reached: ", ".join(
             "never" if place.steps is None else units.whole(round(place.steps)) for place in reached.seeds)),
     ]  # fmt: skip
-    if found.until is not None:
-        yield table("until", f"to a loss of {found.until:g} on held-out text", cols, found.reached)
+    if verdicts.until is not None:
+        yield table("until", f"to a loss of {verdicts.until:g} on held-out text", cols, verdicts.reached)
 
 
-def wire_table(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[Table]:
+def wire_table(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[Table]:
     """What each arm sends, where several ranks train it, beside what the reference does."""
-    shown = [summary for summary in summaries_of(kept, found) if summary.wire and not summary.arm.is_band]
+    shown = [summary for summary in summaries_of(kept, verdicts) if summary.wire and not summary.arm.is_band]
     whole = {summary.arm.name: math.fsum(summary.wire.values()) for summary in shown}
-    reference, count = whole.get(found.reference), kept.training.parameters
+    reference, count = whole.get(verdicts.reference), kept.training.parameters
     cols: list[Col[ArmSummary]] = [
         Col("arm", lambda row: row.arm.name),
         Col("sent", lambda row: whole[row.arm.name], number=True, show=units.size),
@@ -188,14 +188,14 @@ def settings_of(request: TrainingRequest) -> str:
     usual, own = TrainerSettings(), request.settings
     others = {"make", "model", "arch", "scales", "parallel", "amax_group"}
     named = [name for name in SETTINGS_RULES if name not in others]
-    found = {name: getattr(own, name) for name in named if getattr(own, name) != getattr(usual, name)}
-    found |= {"scales_from": request.scales_from} if request.scales_from else {}
-    return ", ".join(f"{name.replace('_', '-')} {_shown(value)}" for name, value in found.items())
+    changed = {name: getattr(own, name) for name in named if getattr(own, name) != getattr(usual, name)}
+    changed |= {"scales_from": request.scales_from} if request.scales_from else {}
+    return ", ".join(f"{name.replace('_', '-')} {_shown(value)}" for name, value in changed.items())
 
 
 def _shown(value: object) -> str:
     if isinstance(value, tuple):
-        return ",".join("=".join(map(str, one)) if isinstance(one, tuple) else str(one) for one in value)
+        return ",".join("=".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -214,43 +214,43 @@ def on_a_device(summary: ArmSummary) -> int | None:
 
 
 def arm_cols(
-    found: TrainingVerdicts, rows: Sequence[ArmSummary], shown: Sequence[str] = _SHOWN
+    verdicts: TrainingVerdicts, rows: Sequence[ArmSummary], shown: Sequence[str] = _SHOWN
 ) -> list[Col[ArmSummary]]:  # fmt: skip
     """The columns of these arms that are wanted, in their order; their hints are the page's."""
 
     def verdict(summary: ArmSummary) -> Field:
         arm, said = summary.arm, summary.said
         tone = _TONES.get(said.judged.learned, Tone.DOUBT) if said and not arm.skip else Tone.PLAIN
-        return Field(words.of_arm(summary, found), tone=tone)
+        return Field(words.of_arm(summary, verdicts), tone=tone)
 
     cols: tuple[Col[ArmSummary], ...] = (
-        Col("arm", lambda one: one.arm.name),
-        Col("how", lambda one: _how(one.arm), hint="native: the device multiplies in it",
-            tone=lambda one: Tone.DOUBT if one.arm.skip or not one.arm.native else Tone.PLAIN),
-        Col("loss", lambda one: one.loss, number=True, show=_four_digits,
+        Col("arm", lambda row: row.arm.name),
+        Col("how", lambda row: _how(row.arm), hint="native: the device multiplies in it",
+            tone=lambda row: Tone.DOUBT if row.arm.skip or not row.arm.native else Tone.PLAIN),
+        Col("loss", lambda row: row.loss, number=True, show=_four_digits,
             hint="of training, the mean over seeds and the last tenth of the steps"),
-        Col("held-out", lambda one: one.held_out, number=True, show=_four_digits,
+        Col("held-out", lambda row: row.held_out, number=True, show=_four_digits,
             hint="the loss on text that was never trained on"),
         Col("gap", _gap),
         Col("loss gap", _gap, hint="to the reference of the same seed, with the 95% interval over seeds"),
-        Col("tokens/s", lambda one: one.tokens_per_second, number=True, show=units.count,
+        Col("tokens/s", lambda row: row.tokens_per_second, number=True, show=units.count,
             hint="by the median step; of native arms"),
         Col("to the same loss",
-            lambda one: words.speed(one.said.speed, one.arm.native) if one.said and one.said.speed else None,
+            lambda row: words.speed(row.said.speed, row.arm.native) if row.said and row.said.speed else None,
             hint="speed times steps: how much sooner the arm is as good; of native arms"),
-        Col("J/step", lambda one: one.energy.joules.middle if one.energy and one.energy.joules else None, number=True,
+        Col("J/step", lambda row: row.energy.joules.middle if row.energy and row.energy.joules else None, number=True,
             show=units.joules, hint="by windows of steps of the arm alone"),
         Col("energy to the same loss", _energy_to_loss,
             hint="times the reference's: joules of a step times steps; of native arms"),
-        Col("B/param", lambda one: None if one.bytes_per_parameter is None else f"{one.bytes_per_parameter:.3g}",
+        Col("B/param", lambda row: None if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.3g}",
             number=True, hint="bytes kept between two steps for each parameter, as counted"),
-        Col("largest batch", lambda one: show_batch(one.capacity) if one.capacity else None, number=True,
+        Col("largest batch", lambda row: show_batch(row.capacity) if row.capacity else None, number=True,
             hint="sequences that fit, by runs of them; --max-batch looks for it"),
-        Col("memory", lambda one: one.peak_memory, number=True, show=units.size,
+        Col("memory", lambda row: row.peak_memory, number=True, show=units.size,
             hint="tensors at the highest point of a step, with no other arm in memory"),
         Col("on a device", on_a_device, number=True, show=units.size, when=any(map(on_a_device, rows)),
             hint="derived: the same where hardware keeps the formats that the arm emulates"),
-        Col("events", lambda one: None if one.events is None else str(one.events), number=True),
+        Col("events", lambda row: None if row.events is None else str(row.events), number=True),
         Col("verdict", verdict, hint="by the 99% interval", below=True),
     )  # fmt: skip
     known = {col.heading: col for col in cols}
@@ -272,10 +272,10 @@ def _four_digits(loss: float) -> str:
     return f"{loss:.4f}"
 
 
-def _largest(found: Capacity) -> str:
+def _largest(capacity: Capacity) -> str:
     """'largest batch that fits into 2.00 GiB: 812 (52.0 k tokens); not 813: tensors need 1.20 MiB more'."""
-    tokens = f" ({units.whole(found.tokens)} tokens)" if found.batch else ""
-    return f"{batch_title(found)}: {show_batch(found)}{tokens}; not {why_no_larger(found)}"
+    tokens = f" ({units.whole(capacity.tokens)} tokens)" if capacity.batch else ""
+    return f"{batch_title(capacity)}: {show_batch(capacity)}{tokens}; not {why_no_larger(capacity)}"
 
 
 def looks_of(kept: KeptTraining) -> Iterator[Part]:
@@ -283,65 +283,57 @@ def looks_of(kept: KeptTraining) -> Iterator[Part]:
     steps, ends = kept.training.request.steps, arrivals(kept.lines)
     looks = kept.of(Validation)
     last = [look for look in looks if look.step == ends.get(look.seed, steps) and math.isfinite(look.loss)]
-    shown = list(dict.fromkeys(validation.of for validation in last if not validation.of.startswith(POSITION)))
-    places = list(dict.fromkeys(validation.of for validation in last if validation.of.startswith(POSITION)))
+    shown = list(dict.fromkeys(look.of for look in last if not look.of.startswith(POSITION)))
+    places = list(dict.fromkeys(look.of for look in last if look.of.startswith(POSITION)))
     shown += [places[0], places[-1]] if len(places) > 1 else []
-    seen = {validation.arm for validation in last}
-    arms = [
-        arm.name for arm in kept.training.arms if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS) and arm.name in seen
-    ]
+    means = {key: _mean_of(seen) for key, seen in together(((look.arm, look.of), look) for look in last).items()}
+    seen = {look.arm for look in last}
+    arms = [arm.name for arm in kept.training.arms
+            if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS) and arm.name in seen]  # fmt: skip
+
+    def cols(show: Callable[[Validation], Field]) -> Iterator[Col[str]]:
+        def cell(of: str, arm: str) -> Field | None:
+            return show(means[arm, of]) if (arm, of) in means else None
+
+        yield Col("arm", str)
+        yield from (Col(of, partial(cell, of), number=True) for of in shown)
+
     if arms:
-        kinds = (("looks", "loss", _loss), ("perplexities", "perplexity of a token", _perplexity))
-        tables = (
-            table(
-                name, caption, [Col("arm", str), *(Col(of, partial(show, last, of), number=True) for of in shown)], arms
-            )
-            for name, caption, show in kinds
-        )
-        yield Part("looks", _LOOKS, tuple(tables))
+        losses = table("looks", "loss", [*cols(lambda mean: Field(f"{mean.loss:.3f}", mean.loss))], arms)
+        perplexities = table("perplexities", "perplexity of a token", [*cols(_perplexity)], arms)
+        yield Part("looks", _LOOKS, (losses, perplexities))
 
 
-def _loss(last: Sequence[Validation], of: str, arm: str) -> Field | None:
-    mean = _mean(last, of, arm)
-    return None if mean is None else Field(f"{mean.loss:.3f}", mean.loss)
-
-
-def _perplexity(last: Sequence[Validation], of: str, arm: str) -> Field | None:
+def _perplexity(mean: Validation) -> Field:
     """'12.3'; by byte too where a token is more than one."""
-    mean = _mean(last, of, arm)
-    if mean is None:
-        return None
     by_byte = mean.perplexity_by_byte if mean.bytes != mean.tokens else None
     more = f"; {by_byte:.3g} a byte" if by_byte is not None else ""
     return Field(f"{mean.perplexity:.3g}{more}", mean.perplexity)
 
 
-def _mean(last: Sequence[Validation], of: str, arm: str) -> Validation | None:
-    seen = [validation for validation in last if (validation.arm, validation.of) == (arm, of)]
-    if not seen:
-        return None
-    sizes = [validation.bytes for validation in seen]
+def _mean_of(seen: Sequence[Validation]) -> Validation:
+    sizes = [look.bytes for look in seen]
     whole = None if None in sizes else sum(filter(None, sizes))
-    loss = math.fsum(validation.loss for validation in seen) / len(seen)
-    return replace(seen[0], loss=loss, tokens=sum(validation.tokens for validation in seen), bytes=whole)
+    loss = math.fsum(look.loss for look in seen) / len(seen)
+    return replace(seen[0], loss=loss, tokens=sum(look.tokens for look in seen), bytes=whole)
 
 
-def bands_of(found: TrainingVerdicts) -> Iterator[str]:
-    if found.seed_band is not None:
-        yield words.seed_band(found.seed_band)
-    if found.repeat_band is not None:
-        yield words.repeat_band(found.repeat_band)
-    if found.chaos is not None:
-        yield words.chaos(found.chaos)
-    if all_of := words.chance_of_all(found):
+def bands_of(verdicts: TrainingVerdicts) -> Iterator[str]:
+    if verdicts.seed_band is not None:
+        yield words.seed_band(verdicts.seed_band)
+    if verdicts.repeat_band is not None:
+        yield words.repeat_band(verdicts.repeat_band)
+    if verdicts.chaos is not None:
+        yield words.chaos(verdicts.chaos)
+    if all_of := words.chance_of_all(verdicts):
         yield all_of
 
 
-def notes_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[str]:
+def notes_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[str]:
     yield from dict.fromkeys(event.words for event in kept.of(TrainingEvent) if event.kind == COVERAGE)
-    if not found.looks:
+    if not verdicts.looks:
         yield "nothing was held out, and the loss of training alone decides: give held_out in what make() returns"
-    for said in found.arms:
+    for said in verdicts.arms:
         if not said.arm.skip:
             yield from (f"{said.arm.name}: {note}" for note in words.notes(said))
             if said.speed is not None:
@@ -357,7 +349,7 @@ def notes_of(kept: KeptTraining, found: TrainingVerdicts) -> Iterator[str]:
         )
     if kept.training.request.ranks is not None and not kept.training.device.accelerated:
         yield "ranks on a CPU share its cores: tokens/s are a functional test"
-    energies = energies_of(kept, found)
+    energies = energies_of(kept, verdicts)
     whys = {energy.why for energy in energies.values()}
     if len(energies) > 1 and len(whys) == 1 and all(energy.joules is None for energy in energies.values()):
         yield f"no energy: {whys.pop()}"
@@ -415,9 +407,9 @@ _HISTORY_LEGEND = (
 )
 
 
-def histories_page(training: Training, arm: str, found: Sequence[Replayed]) -> Page:
-    ways = dict.fromkeys(replayed.delayed for replayed in found)
-    rows = [[replayed for replayed in found if replayed.delayed == way] for way in ways]
+def histories_page(training: Training, arm: str, replays: Sequence[Replayed]) -> Page:
+    ways = dict.fromkeys(replayed.delayed for replayed in replays)
+    rows = [[replayed for replayed in replays if replayed.delayed == way] for way in ways]
     cols: list[Col[list[Replayed]]] = [
         Col("history", lambda way: way[0].delayed.history, number=True, show=str),
         Col("margin", lambda way: way[0].delayed.margin, number=True, show=str),
@@ -429,7 +421,7 @@ def histories_page(training: Training, arm: str, found: Sequence[Replayed]) -> P
         Col("idle", lambda way: sum(replayed.idle for replayed in way) / len(way), number=True,
             show=lambda idle: f"{idle:.1f}"),
     ]  # fmt: skip
-    casts, best = sum(replayed.casts for replayed in rows[0]), best_of(found)
+    casts, best = sum(replayed.casts for replayed in rows[0]), best_of(replays)
     title = f"delayed scaling of {arm} in {training.id}, replayed over {units.whole(casts)} casts"
     text = (
         f"least is cut off, and of such ways least left idle, by history {best.history}, margin {best.margin}, "

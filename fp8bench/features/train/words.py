@@ -63,47 +63,47 @@ def of_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:
     return f"{_ROLES[arm.role]}{': its best, which arms are held against' if best else ''}"
 
 
-def answer(found: ArmVerdict, among: TrainingVerdicts) -> str:
+def answer(said: ArmVerdict, among: TrainingVerdicts) -> str:
     """'fp8 learns as bf16 does: a loss more than 0.24% worse is excluded (5 seeds)', and when it came to a loss."""
-    own = next((arm for arm in among.reached if arm.arm == found.arm.name), None)
-    return "; ".join([_learned(found, among), *([] if own is None else [_reached(own, among)])])
+    own = next((arm for arm in among.reached if arm.arm == said.arm.name), None)
+    return "; ".join([_learned(said, among), *([] if own is None else [_reached(own, among)])])
 
 
-def _reached(found: ArmReached, among: TrainingVerdicts) -> str:
+def _reached(own: ArmReached, among: TrainingVerdicts) -> str:
     """'it reaches 2 in 1.030x [1.010x, 1.050x] the steps (5 seeds)'."""
     reference = next(arm for arm in among.reached if arm.arm == among.reference)
-    loss, seeds = f"{among.until:g}", many(len(found.seeds), "seed")
-    if not found.arrived:
+    loss, seeds = f"{among.until:g}", many(len(own.seeds), "seed")
+    if not own.arrived:
         others = f"which {reference.arm} did in {reference.arrived} of {seeds}"
         others = others if reference.arrived else f"and neither did {reference.arm}"
         return f"it never reached a loss of {loss} on held-out text, {others}"
-    told = f"it reaches {loss} in {times_of(found)} the steps" if found.both else f"it reaches {loss}"
-    if found.arrived == reference.arrived == len(found.seeds):
+    told = f"it reaches {loss} in {times_of(own)} the steps" if own.both else f"it reaches {loss}"
+    if own.arrived == reference.arrived == len(own.seeds):
         return f"{told} ({seeds})"
-    return f"{told}; {found.arm} did in {found.arrived}, {reference.arm} in {reference.arrived} of {seeds}"
+    return f"{told}; {own.arm} did in {own.arrived}, {reference.arm} in {reference.arrived} of {seeds}"
 
 
-def times_of(found: ArmReached) -> str | None:
+def times_of(own: ArmReached) -> str | None:
     """'1.03x [1.01x, 1.05x]'; None without a seed in which reference and arm came to the loss."""
-    if found.times is None:
+    if own.times is None:
         return None
-    return _ratio(found.interval) if found.interval else units.ratio(found.times)
+    return _ratio(own.interval) if own.interval else units.ratio(own.times)
 
 
-def _learned(found: ArmVerdict, among: TrainingVerdicts) -> str:
-    judged, name, reference = found.judged, found.arm.name, among.reference
+def _learned(said: ArmVerdict, among: TrainingVerdicts) -> str:
+    judged, name, reference = said.judged, said.arm.name, among.reference
     if judged.learned is Learned.DIVERGED:
-        return f"{name} does not learn: it {verdict(found, among)}, and {reference} does not"
+        return f"{name} does not learn: it {verdict(said, among)}, and {reference} does not"
     if judged.learned is Learned.DID_NOT_LEARN:
         return f"whether {name} learns is not known: {reference} did not learn ({did_not_learn(among)})"
     gap = judged.gap
     if judged.learned is Learned.INCONCLUSIVE or gap is None or gap.decides is None:
-        excluded = _excluded_so_far(found, among)
+        excluded = _excluded_so_far(said, among)
         more = _settled(gap, gap.shown) if gap and gap.shown and judged.why is Why.FEW_PAIRS and not judged.void else ""
         return f"whether {name} learns as {reference} does is open: {excluded}{inconclusive(judged)}{more}"
     seeds = many(gap.pairs, "seed")
     if judged.learned is Learned.WITHIN_NOISE:
-        if found.same_bits:
+        if said.same_bits:
             return f"{name} learns as {reference} does, to the bit: does this arm take effect?"
         bound, more = _excluded(gap.decides), _settled(gap, gap.decides)
         return f"{name} learns as {reference} does: a loss more than {bound} worse is excluded ({seeds}){more}"
@@ -116,14 +116,14 @@ def _learned(found: ArmVerdict, among: TrainingVerdicts) -> str:
     return f"{told}, at least {least} ({seeds}){tune}"
 
 
-def _excluded_so_far(found: ArmVerdict, among: TrainingVerdicts) -> str:
+def _excluded_so_far(said: ArmVerdict, among: TrainingVerdicts) -> str:
     """What is known where no verdict is: of one seed by what one ulp does in it."""
-    gap = found.judged.gap
-    if gap is None or found.judged.why not in (Why.FEW_PAIRS, Why.TOO_WIDE):
+    gap = said.judged.gap
+    if gap is None or said.judged.why not in (Why.FEW_PAIRS, Why.TOO_WIDE):
         return ""
     if gap.shown is not None:
         return f"a loss more than {_excluded(gap.shown)} worse is excluded (95%); "
-    if among.chaos is None or found.pairs[0].seed != among.chaos.seed:
+    if among.chaos is None or said.pairs[0].seed != among.chaos.seed:
         return ""
     bound = bound_of_one(gap.point, among.chaos.gap)
     if bound is None:
@@ -148,11 +148,11 @@ def _share(value: float, interval: Interval) -> str:
     return f"{100 * value:.{decimals}f}%"
 
 
-def verdict(found: ArmVerdict, among: TrainingVerdicts) -> str:
+def verdict(said: ArmVerdict, among: TrainingVerdicts) -> str:
     """'worse by +2.3% [+1.1%, +3.5%] (99%), all of it above the margin of 1.0%'."""
-    judged, seeds = found.judged, len(among.seeds)
+    judged, seeds = said.judged, len(among.seeds)
     if judged.learned is Learned.DIVERGED:
-        return f"diverged in {len(found.diverged_in)} of {many(seeds, 'seed')} ({_seeds(found.diverged_in)})"
+        return f"diverged in {len(said.diverged_in)} of {many(seeds, 'seed')} ({_seeds(said.diverged_in)})"
     if judged.learned is Learned.DID_NOT_LEARN:
         return f"no verdict: the reference did not learn ({did_not_learn(among)})"
     if judged.learned is Learned.INCONCLUSIVE:
@@ -160,7 +160,7 @@ def verdict(found: ArmVerdict, among: TrainingVerdicts) -> str:
     assert judged.gap is not None and judged.gap.decides is not None
     interval, margin = judged.gap.decides, units.percent(among.margin)
     if judged.learned is Learned.WITHIN_NOISE:
-        if found.same_bits:
+        if said.same_bits:
             return "within noise: every loss is the reference's, bit for bit; does this arm take effect?"
         return f"within noise: {_span(interval)}, inside +-{margin}"
     beyond = interval.low > among.margin or interval.high < -among.margin
@@ -172,11 +172,11 @@ ALARM = "alarm"
 FAILURES = (*(one.replace(" ", "-") for one in Learned if one not in (Learned.BETTER, Learned.WITHIN_NOISE)), ALARM)
 
 
-def failures(kept: KeptTraining, found: TrainingVerdicts, wanted: Collection[str]) -> Iterator[str]:
+def failures(kept: KeptTraining, verdicts: TrainingVerdicts, wanted: Collection[str]) -> Iterator[str]:
     """A sentence for each arm with a verdict that is wanted, and for each alarm if these are."""
-    for arm in found.arms:
+    for arm in verdicts.arms:
         if arm.judged.learned.replace(" ", "-") in wanted and arm.judged.why is not Why.OTHER_RATE:
-            yield f"{arm.arm.name}: {verdict(arm, found)}"
+            yield f"{arm.arm.name}: {verdict(arm, verdicts)}"
     if ALARM in wanted:
         for event in kept.of(TrainingEvent):
             if event.kind == ALARM:
@@ -204,39 +204,38 @@ def inconclusive(judged: JudgedArm) -> str:
     if judged.why is Why.NO_HELD_OUT:
         return "too few seeds have a finite loss on held-out text"
     assert judged.gap is not None and judged.held_out is not None
-    training, held_out = (units.change(1 + one.point) for one in (judged.gap, judged.held_out))
+    training, held_out = (units.change(1 + difference.point) for difference in (judged.gap, judged.held_out))
     return f"{training} on training text, but {held_out} on held-out text"
 
 
 def did_not_learn(among: TrainingVerdicts) -> str:
-    least, worst = (
-        units.percent(among.least_fall),
-        min(among.falls.values(), key=lambda fall: (not math.isnan(fall), fall)),
-    )
+    least = units.percent(among.least_fall)
+    worst = min(among.falls.values(), key=lambda fall: (not math.isnan(fall), fall))
     fell = "its loss was no number in the end" if math.isnan(worst) else f"its loss fell by {units.percent(worst)}"
     return f"in one seed {fell}; at least {least} is asked of every seed"
 
 
-def notes(found: ArmVerdict) -> Iterator[str]:
+def notes(said: ArmVerdict) -> Iterator[str]:
     """What else is to be known of a verdict: seeds that do not count, one that stands out."""
     reasons: dict[str, list[int]] = {}
-    for seed, why in found.voids:
-        if seed not in found.diverged_in:
+    for seed, why in said.voids:
+        if seed not in said.diverged_in:
             reasons.setdefault(why.value, []).append(seed)
-    for steps, alike in together((steps, seed) for seed, steps in found.passed).items():
-        yield f"in {_seeds(alike)} the batches of {_steps(steps)} were passed over: no arm is compared on them"
+    for steps, alike in together((steps, seed) for seed, steps in said.passed).items():
+        batches = f"the batches of {_named('step', steps, _SHOWN_STEPS)} were passed over"
+        yield f"in {_seeds(alike)} {batches}: no arm is compared on them"
     for reason, seeds in reasons.items():
         yield f"{_seeds(seeds)} {'does' if len(seeds) == 1 else 'do'} not count: {reason}"
-    if found.outlier is not None:
-        gap = next(pair.gap for pair in found.pairs if pair.seed == found.outlier)
-        yield f"seed {found.outlier} stands alone at {units.change(1 + gap)}: look at its curve before you add seeds"
+    if said.outlier is not None:
+        gap = next(pair.gap for pair in said.pairs if pair.seed == said.outlier)
+        yield f"seed {said.outlier} stands alone at {units.change(1 + gap)}: look at its curve before you add seeds"
 
 
-def gap(found: Gap | None) -> str:
+def gap(difference: Gap | None) -> str:
     """'+2.3% [+1.4%, +3.2%]' with the interval of 95%; '-' without pairs."""
-    if found is None:
+    if difference is None:
         return units.NONE
-    return units.change(1 + found.point) if found.shown is None else _span(found.shown, level=False)
+    return units.change(1 + difference.point) if difference.shown is None else _span(difference.shown, level=False)
 
 
 def chance_of_all(among: TrainingVerdicts) -> str:
@@ -284,52 +283,52 @@ def repeat_band(band: RepeatBand) -> str:
     return f"the repeat differs from step {band.first} on, by at most {units.percent(band.largest, 3)} of a step's loss"
 
 
-def speed(found: AdjustedSpeed | None, native: bool) -> str:
+def speed(sooner: AdjustedSpeed | None, native: bool) -> str:
     """'1.42x [1.35x, 1.49x] to the same loss (1.50x by steps)'."""
     if not native:
         return "emulated: numerics and no speed"
-    if found is None:
+    if sooner is None:
         return units.NONE
-    raw = f"({units.ratio(found.raw.point)} by steps)"
-    if found.adjusted is None:
+    raw = f"({units.ratio(sooner.raw.point)} by steps)"
+    if sooner.adjusted is None:
         return f"not known to the same loss, which does not surely fall any more {raw}"
-    if found.bounded:
-        return f"at most {units.ratio(found.adjusted.point)} to the same loss {raw}"
-    return f"{_ratio(found.adjusted)} to the same loss {raw}"
+    if sooner.bounded:
+        return f"at most {units.ratio(sooner.adjusted.point)} to the same loss {raw}"
+    return f"{_ratio(sooner.adjusted)} to the same loss {raw}"
 
 
-def energy(found: TrainedEnergy) -> str:
+def energy(used: TrainedEnergy) -> str:
     """'1.90 J a step [1.88 J, 1.91 J]; 0.83x [0.80x, 0.87x] of the reference's energy to the same loss'."""
-    if found.joules is None:
-        return f"no energy: {found.why}"
-    middle, low, high = (units.joules(value) for value in (found.joules.middle, found.joules.low, found.joules.high))
+    if used.joules is None:
+        return f"no energy: {used.why}"
+    middle, low, high = (units.joules(value) for value in (used.joules.middle, used.joules.low, used.joules.high))
     parts = [f"{middle} a step [{low}, {high}]"]
-    if found.to_loss is not None:
-        span = energy_to_loss(found.to_loss, found.at_least)
+    if used.to_loss is not None:
+        span = energy_to_loss(used.to_loss, used.at_least)
         parts.append(f"{span} of the reference's energy to the same loss")
-    return "; ".join([*parts, *filter(None, [found.why])])
+    return "; ".join([*parts, *filter(None, [used.why])])
 
 
-def energy_to_loss(found: Interval, at_least: bool) -> str:
-    return f"at least {units.ratio(found.point)}" if at_least else _ratio(found)
+def energy_to_loss(times: Interval, at_least: bool) -> str:
+    return f"at least {units.ratio(times.point)}" if at_least else _ratio(times)
 
 
-def _ratio(found: Interval) -> str:
+def _ratio(interval: Interval) -> str:
     """'0.83x [0.80x, 0.87x]'."""
-    return "{} [{}, {}]".format(*map(units.ratio, (found.point, found.low, found.high)))
+    return "{} [{}, {}]".format(*map(units.ratio, (interval.point, interval.low, interval.high)))
 
 
-def _span(found: Interval, level: bool = True) -> str:
-    point, low, high = (units.change(1 + value) for value in (found.point, found.low, found.high))
-    return f"{point} [{low}, {high}]" + (f" ({units.percent(found.level, 0)})" if level else "")
+def _span(interval: Interval, level: bool = True) -> str:
+    point, low, high = (units.change(1 + value) for value in (interval.point, interval.low, interval.high))
+    return f"{point} [{low}, {high}]" + (f" ({units.percent(interval.level, 0)})" if level else "")
 
 
-def _seeds(seeds: tuple[int, ...] | list[int]) -> str:
-    return f"seed{'s' * (len(seeds) != 1)} {listed([str(seed) for seed in seeds], len(seeds))}"
+def _named(word: str, numbers: Sequence[int], most: int) -> str:
+    return f"{word}{'s' * (len(numbers) != 1)} {listed([str(number) for number in numbers], most)}"
 
 
-def _steps(steps: Sequence[int]) -> str:
-    return f"step{'s' * (len(steps) != 1)} {listed([str(step) for step in steps], _SHOWN_STEPS)}"
+def _seeds(seeds: Sequence[int]) -> str:
+    return _named("seed", seeds, len(seeds))
 
 
 def without_histories(training: Training) -> str:

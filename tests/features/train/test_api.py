@@ -6,6 +6,7 @@ import importlib
 import inspect
 import sys
 import types
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,16 @@ from fp8bench.features.train.command import request_from
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import LayerReading, StepRow, StreamLine, Validation
 from tests.features.train.lab.labs import hooks_of
-from tests.trainings import FakeLab, NotedTraining, strikes
+from tests.trainings import FakeLab, NotedTraining, write_text
 
 
 @pytest.fixture
 def text(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A text of its own, and a lab that trains nothing."""
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: FakeLab())
-    path = Path("text.txt")
-    path.write_text("every token is a byte of this text. " * 4000)
-    return path
+    return write_text()
 
 
 def test_a_training_is_asked_for_as_on_the_command_line(text: Path, store: Path) -> None:
-    """The same request; told as it goes; read back with frames and as the table."""
     words = (
         "train --dtypes bf16,fp8-delayed --steps 6 --seeds 1 --margin 2 --sweep history=1,16 --rate 0.01 "
         "--data text.txt --rates norm=0 --precision-map mlp=bf16 --sequence 16"
@@ -50,44 +47,26 @@ def test_a_training_is_asked_for_as_on_the_command_line(text: Path, store: Path)
     for word in ("last", kept.training.id, Path(kept.path).parent):
         assert vars(fp8bench.load_training(word, store).training) == vars(kept)
     frames = fp8bench.load_training(kept)
-    assert list(frames.arms.arm) == [arm.name for arm in kept.training.arms]
     assert len(frames.steps) == 6 * len(kept.training.arms)
     printed = " ".join(fp8bench.table(kept).split())
-    assert all(
-        arm in printed and words in printed for arm, words in zip(frames.arms.arm, frames.arms.words, strict=True)
-    )
-
-
-def test_what_was_cut_off_is_gone_on_with(text: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the training itself, its id, or 'last'; a whole one comes back as it is."""
-    monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: FakeLab(strikes("fp8", 5, KeyboardInterrupt())))
-    half = fp8bench.train(quick=True, steps=9, data="text.txt", store=store)
-    assert not half.finished and half.training.request.seeds == 1
-    monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: FakeLab())
-    whole = fp8bench.resume_training(half, store=store)
-    assert whole.finished and whole.training.id == half.training.id
-    assert fp8bench.resume_training("last", store=store) == whole == fp8bench.resume_training(whole.path, store=store)
+    assert all(arm in printed and said in printed for arm, said in zip(frames.arms.arm, frames.arms.words, strict=True))
+    assert repr(kept).startswith(f"<Training {kept.training.id}: ") and repr(kept).endswith(f", finished, {kept.path}>")
+    assert "how to read this" not in str(kept) and str(kept).startswith("training of ")
+    assert "<table>" in kept._repr_html_() and "<a href" not in kept._repr_html_()
 
 
 def test_nothing_is_trained_where_something_cannot_be(text: Path, store: Path) -> None:
-    """A setting that there is none of, one that cannot be so, a board that cannot be written."""
+    """A setting that there is none of, or that cannot be so; a board that cannot be written. One that can be is."""
     with pytest.raises(UnknownName, match="unknown argument of train 'lr_rate'"):
         fp8bench.train(lr_rate=1e-3)
-    with pytest.raises(UsageError, match="clip"):
-        fp8bench.train(clip=-1)
-    with pytest.raises(UsageError, match="margin"):
-        fp8bench.train(margin=0)
-    with pytest.raises(UsageError, match="memory_limit"):
-        fp8bench.train(memory_limit=0)
+    for name, value in (("clip", -1), ("margin", 0), ("memory_limit", 0)):
+        with pytest.raises(UsageError, match=name):
+            fp8bench.train(**{name: value})
+    with pytest.raises(RunNotFound, match="no trainings yet"):
+        fp8bench.load_training("last", store)
     pytest.importorskip("tensorboard")
     with pytest.raises(UsageError, match=r"--tensorboard 'text\.txt' cannot be written"):
         fp8bench.train(tensorboard=text)
-    with pytest.raises(RunNotFound, match="The store has no trainings yet"):
-        fp8bench.load_training("last", store)
-
-
-def test_curves_are_written_for_tensorboard(text: Path, store: Path) -> None:
-    pytest.importorskip("tensorboard")
     kept = fp8bench.train(quick=True, steps=4, data=text, store=store, tensorboard="board")
     assert list(Path("board", kept.training.id, "fp8", "seed-0").iterdir())
 
@@ -96,7 +75,7 @@ def test_the_signature_is_the_command_lines_options() -> None:
     """What one door has, the other has too, under the same name and with the same default."""
     plain = vars(build_parser().parse_args(["train"]))
     other_words = {"dry_run", "resume", "json", "csv", "wandb", "explain", "fail_on", "help", "help_all", "config"}
-    options = {one.dest for one in commands_of(build_parser())["train"]._actions} - other_words
+    options = {action.dest for action in commands_of(build_parser())["train"]._actions} - other_words
     parameters = dict(inspect.signature(fp8bench.train).parameters)
     del parameters["observer"], parameters["progress"]
     settings = {field.name for field in fields(TrainerSettings)} - {"scales"}
@@ -105,6 +84,14 @@ def test_the_signature_is_the_command_lines_options() -> None:
     for name, parameter in parameters.items():
         if name in plain and name != "store":
             assert (parameter.default or None) == (plain[name] or None), name
+
+
+def rows_of(lines: Sequence[StreamLine]) -> list[StepRow]:
+    return [line for line in lines if isinstance(line, StepRow)]
+
+
+def looks_of(lines: Sequence[StreamLine]) -> list[tuple[int, float]]:
+    return [(line.step, line.loss) for line in lines if isinstance(line, Validation) and line.of == "held-out"]
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -120,7 +107,6 @@ class Rows(torch.utils.data.Dataset[Any]):
 
 @pytest.mark.slow
 def test_hugging_face(tmp_path: Path) -> None:
-    """The losses are those that the Trainer logs, its rates too; nothing stays attached."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     torch.manual_seed(0)
@@ -138,14 +124,12 @@ def test_hugging_face(tmp_path: Path) -> None:
         model=model, args=settings, train_dataset=Rows(), eval_dataset=Rows(), callbacks=[callback]
     )
     trainer.train()
-    rows = [line for line in lines if isinstance(line, StepRow)]
-    logged = [one for one in trainer.state.log_history if "loss" in one]
+    rows, logged = rows_of(lines), [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [row.step for row in rows] == list(range(6))
-    assert [row.loss for row in rows] == pytest.approx([float(one["loss"]) for one in logged], rel=1e-3)
-    assert [row.rate for row in rows] == pytest.approx([one["learning_rate"] for one in logged], rel=1e-3)
-    looks = [(line.step, line.loss) for line in lines if isinstance(line, Validation) and line.of == "held-out"]
-    evaluated = [(one["step"], one["eval_loss"]) for one in trainer.state.log_history if "eval_loss" in one]
-    assert looks == [(step, pytest.approx(loss)) for step, loss in evaluated] and len(looks) == 3
+    assert [row.loss for row in rows] == pytest.approx([float(entry["loss"]) for entry in logged], rel=1e-3)
+    assert [row.rate for row in rows] == pytest.approx([entry["learning_rate"] for entry in logged], rel=1e-3)
+    evaluated = [(entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert looks_of(lines) == [(step, pytest.approx(loss)) for step, loss in evaluated] and len(evaluated) == 3
     read = {(line.layer, line.role) for line in lines if isinstance(line, LayerReading)}
     assert ("transformer.h.0.attn.c_attn", "gradient") in read and ("transformer.wte", "weight") in read
     assert hooks_of(model) == 0 and (tmp_path / "steps.jsonl").read_text().count("\n") == len(lines)
@@ -187,16 +171,15 @@ def test_lightning(tmp_path: Path) -> None:
         callbacks=[fp8bench.lightning_callback(told=lines.extend, stride=2)],
     )  # fmt: skip
     trainer.fit(module, *(torch.utils.data.DataLoader(data, batch_size=4) for _ in range(2)))
-    rows = [line for line in lines if isinstance(line, StepRow)]
     means = [sum(module.losses[place : place + 2]) / 2 for place in range(0, 8, 2)]
-    assert [row.loss for row in rows] == pytest.approx(means) and len(rows) == 4
+    assert [row.loss for row in rows_of(lines)] == pytest.approx(means) and len(means) == 4
     assert {(line.layer, line.role) for line in lines if isinstance(line, LayerReading)} == {
         (layer, role) for layer in ("net.0", "net.2") for role in ("input", "weight", "gradient")
     }
     assert any(getattr(line, "name", "") == "noise_scale" for line in lines) and hooks_of(module) == 0
-    looks = [line for line in lines if isinstance(line, Validation) and line.of == "held-out"]
-    assert [look.step for look in looks] == [2, 4]  # and none of the check before the first step
-    assert looks[-1].loss == pytest.approx(float(trainer.callback_metrics["val_loss"]))
+    last = float(trainer.callback_metrics["val_loss"])
+    assert looks_of(lines)[1:] == [(4, pytest.approx(last))]  # and none of the check before the first step
+    assert [step for step, _ in looks_of(lines)] == [2, 4]
 
 
 class LightningProtocol:
@@ -235,21 +218,16 @@ class LightningProtocol:
 
 
 def test_lightnings_losses_on_held_out_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """At the step that they are of; no check before the first step, none without a val_loss, none after the end. The
-    two streams then give a verdict."""
+    """At the step that they are of; no check before the first step, none without a val_loss, none after the end."""
     stand_in = types.SimpleNamespace(Callback=object)
     monkeypatch.setitem(sys.modules, "lightning", types.SimpleNamespace(pytorch=stand_in))
     monkeypatch.setitem(sys.modules, "lightning.pytorch", stand_in)
-    for name in ("one", "other"):
-        torch.manual_seed(0)
-        module, lines = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)), list[StreamLine]()
-        callback = fp8bench.lightning_callback(tmp_path / name, told=lines.extend, stride=3)
-        LightningProtocol(module, callback).fit(6, {2: 0.5, 4: None, 6: 0.25})
-        looks = [(line.step, line.loss) for line in lines if isinstance(line, Validation)]
-        assert looks == [(2, 0.5), (6, 0.25)] and hooks_of(module) == 0
-        rows = [line for line in lines if isinstance(line, StepRow)]
-        assert len(rows) == 6 and rows[0].loss == pytest.approx(_first_loss())
-    assert "no loop told a held-out loss" not in str(fp8bench.compare_streams(tmp_path / "one", tmp_path / "other"))
+    module, lines = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)), list[StreamLine]()
+    first = float(module(torch.ones(4, 6)).square().mean().detach())
+    callback = fp8bench.lightning_callback(told=lines.extend, stride=3)
+    LightningProtocol(module, callback).fit(6, {2: 0.5, 4: None, 6: 0.25})
+    assert looks_of(lines) == [(2, 0.5), (6, 0.25)] and hooks_of(module) == 0
+    assert len(rows_of(lines)) == 6 and rows_of(lines)[0].loss == pytest.approx(first)
     failed = fp8bench.lightning_callback(told=lines.extend)
     LightningProtocol(module, failed).fit(6, {}, fails=True)
     assert hooks_of(module) == 0
@@ -257,12 +235,6 @@ def test_lightnings_losses_on_held_out_text(monkeypatch: pytest.MonkeyPatch, tmp
     two.optimizers *= 2
     with pytest.raises(UsageError, match="a training with 2 optimizers"):
         two.fit(1, {})
-
-
-def _first_loss() -> float:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
-    return float(module(torch.ones(4, 6)).square().mean().detach())
 
 
 def test_hugging_faces_losses_on_held_out_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,13 +258,13 @@ def test_hugging_faces_losses_on_held_out_text(monkeypatch: pytest.MonkeyPatch) 
         if attempt:
             callback.on_train_end(None, None, None)
             callback.on_evaluate(None, None, None, metrics={"eval_loss": 9.0})
-    assert [(line.step, line.loss) for line in lines if isinstance(line, Validation)] == [(2, 0.5), (4, 0.25)]
-    assert [line.step for line in lines if isinstance(line, StepRow)] == [0, 1, 2, 3] and hooks_of(module) == 0
+    assert looks_of(lines) == [(2, 0.5), (4, 0.25)]
+    assert [row.step for row in rows_of(lines)] == [0, 1, 2, 3] and hooks_of(module) == 0
 
 
 def test_a_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("transformers", "lightning", "lightning.pytorch", "pytorch_lightning"):
-        monkeypatch.setitem(__import__("sys").modules, name, None)
+        monkeypatch.setitem(sys.modules, name, None)
     for make, word in ((fp8bench.hugging_face_callback, "transformers"), (fp8bench.lightning_callback, "lightning")):
         with pytest.raises(UsageError, match=f"pip install {word}"):
             make()

@@ -1,4 +1,4 @@
-"""A training that is killed, whenever, goes on to the very losses that it would have come to."""
+"""Trainings that are killed, whenever: parents, workers and ranks; they go on to the very same bits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,13 +16,21 @@ import pytest
 from fp8bench.features.train import run as job
 from fp8bench.features.train.kind import load_training, training_files
 from fp8bench.features.train.lab.lab import Lab
-from fp8bench.features.train.values import StepRow, TrainingEvent
+from fp8bench.features.train.request import PARALLEL, TrainerSettings
+from fp8bench.features.train.run import resume, train
+from fp8bench.features.train.values import REWOUND, ArmCost, KeptTraining, StepRow, TrainingEvent
+from fp8bench.features.train.view import facts_of
 from fp8bench.measure.handle import LocalWorker
+from fp8bench.nn.sizes import SIZES
 from suites.kill import wait_until_gone
 from tests.commands import Say
-from tests.counts import counts
+from tests.counts import counts, sampled
+from tests.features.train.lab import plants as planted
+from tests.features.train.lab.labs import TINY
 from tests.forked_workers import started, workers
-from tests.trainings import said, write_tokens
+from tests.measure.ranks.test_worker import gone
+from tests.own_suites import forgotten
+from tests.trainings import NotedTraining, said, small, write_text, write_tokens
 
 # Amaxes that are remembered, rounding at random, and dropout: what a checkpoint could forget.
 USUAL = ("train", "--data", "text", "--batch", "1", "--sequence", "16", "--dropout", "0.1", "--evaluate", "8")
@@ -30,22 +39,19 @@ LONG = (*USUAL, "--dtypes", "bf16,fp8-delayed,nvfp4", "--steps", "16", "--seeds"
 _PATIENCE = 300.0
 
 
-def size_of(path: Path | None) -> int:
-    return path.stat().st_size if path is not None and path.exists() else 0
-
-
 def wait_for(process: subprocess.Popen[bytes], store: Path, more: int) -> None:
     """Until the stream has so many bytes more than the resumption left, or it is over: no matter how fast that is."""
     begun, end = None, time.monotonic() + _PATIENCE
     while process.poll() is None and time.monotonic() < end:
-        path = next(iter(training_files(store)), None)
-        size = size_of(path)
+        paths = training_files(store)
+        size = paths[0].stat().st_size if paths else 0
         begun = size if begun is None or size < begun else begun
-        if path is not None and size >= begun + more:
+        if paths and size >= begun + more:
             return
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @counts(1, 20)
 def test_killed_and_gone_on_with_it_comes_to_the_same_losses(
@@ -58,7 +64,7 @@ def test_killed_and_gone_on_with_it_comes_to_the_same_losses(
     assert fp8bench(*begin, "--store", "whole")[0] == 0
     whole = load_training(training_files(Path("whole"))[0])
     chance = random.Random(20261122)
-    kills, length = 0, size_of(Path(whole.path))
+    kills, length = 0, Path(whole.path).stat().st_size
     words = begin
     while kills < count:
         command = [*words, "--store", str(store)]
@@ -74,7 +80,7 @@ def test_killed_and_gone_on_with_it_comes_to_the_same_losses(
             process.wait(_PATIENCE)
         assert not wait_until_gone(began, 10.0)
         kept = load_training(training_files(store)[0])
-        assert len(kept.troubles) <= 1 and not [one for one in kept.of(TrainingEvent) if one.kind == "out"]
+        assert len(kept.troubles) <= 1 and "out" not in {event.kind for event in kept.of(TrainingEvent)}
         if kept.finished:
             assert said(kept) == said(whole)
             words = begin
@@ -88,3 +94,100 @@ def test_killed_and_gone_on_with_it_comes_to_the_same_losses(
     assert kept.finished and said(kept) == said(whole)
     rows = [(row.seed, row.arm, row.step) for row in kept.of(StepRow)]
     assert len(rows) == len(set(rows)) == len(whole.of(StepRow))
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PLANTED_RANKS", str(tmp_path))
+    monkeypatch.setitem(SIZES, TINY, planted.SIZE)
+    write_text()
+
+
+def trained(store: Path, seed: int, parallel: str = "ddp", on_nan: str = "stop") -> KeptTraining:
+    request = small(
+        dtypes=("fp32", "fp8-delayed"), settings=TrainerSettings(model=TINY, parallel=parallel, on_nan=on_nan),
+        ranks=2, seeds=1, seed=seed, steps=12, keep=5, imports=(planted.FILE,), energy=True,
+        sweep=(("amax-group", ("own", "parallel")),),
+    )  # fmt: skip
+    with forgotten(Path(planted.FILE).parent):
+        return train(request, store, NotedTraining(), "fp8bench train")
+
+
+def learnt(kept: KeptTraining) -> list[str]:
+    """But for times; events of restarts and resumptions, too."""
+    return sorted(map(repr, said(kept)))
+
+
+def kinds(kept: KeptTraining) -> list[str]:
+    return [event.kind for event in kept.of(TrainingEvent)]
+
+
+@pytest.mark.parametrize("parallel", sampled(["fsdp"], PARALLEL))
+def test_a_rank_that_is_killed_costs_no_bit(parallel: str, tmp_path: Path) -> None:
+    """Fresh ranks go on from the checkpoint, to the same losses, also where each rank keeps a part of its own."""
+    killed = trained(tmp_path / "killed", planted.KILLED, parallel)  # which leaves a word that it died
+    whole = trained(tmp_path / "whole", planted.KILLED, parallel)
+    (event,) = killed.of(TrainingEvent)
+    assert event.kind == "restarted" and "rank 1 of 2, in " in event.words and "was ended by SIGKILL" in event.words
+    assert killed.finished and whole.finished and not kinds(whole) and learnt(killed) == learnt(whole) and gone()
+    assert whole.training.device.ranks == 2 and dict(facts_of(whole.training))["ranks"].startswith(f"2 by {parallel}; ")
+    assert all("several ranks" in cost.energy.why for cost in whole.of(ArmCost) if cost.energy)
+    (cost,) = [cost for cost in whole.of(ArmCost) if cost.arm == "fp32" and cost.memory]
+    assert cost.memory is not None and len(cost.memory.ranks) == 2
+    kept, weights, count = (
+        dict(cost.kept)["weights"],
+        dict(cost.memory.roles)["weights"],
+        whole.training.parameters,
+    )
+    if parallel == "zero":  # of whole weights nobody has half
+        assert 0.4 < kept / (4 * count) < 0.6 and weights == kept + 4 * count
+    elif parallel == "fsdp":  # whole weights are there at the highest point, beside a rank's own
+        assert (kept, weights) == (2 * count, 6 * count)
+    else:
+        assert kept == weights and (weights < 4 * count) == (parallel != "ddp")
+
+
+@pytest.mark.nightly
+def test_where_a_rank_is_killed_once_more_its_arm_is_out(tmp_path: Path) -> None:
+    out = trained(tmp_path / "out", planted.KILLED_TWICE)
+    assert out.finished and kinds(out) == ["restarted", "out"] * 2 and gone()
+    arms = ("fp32", "fp8-delayed amax-group=own")
+    whole, lost = ({row.step for row in out.of(StepRow) if row.arm == arm} for arm in arms)
+    assert whole == set(range(12)) and 11 not in lost
+
+
+@counts(1, 3)
+def test_ranks_rewind_to_the_same_bits_whenever_they_are_killed(count: int, tmp_path: Path) -> None:
+    """Rank 1 alone meets a NaN. The parent, and with it the ranks, is killed at random moments: before, within or after
+    what is done again."""
+    whole = trained(tmp_path / "whole", planted.NAN_IN_OUTPUT, on_nan="rewind")
+    rewound = [(event.arm, event.step, dict(event.values)["to"]) for event in whole.of(TrainingEvent)
+               if event.kind == REWOUND]  # fmt: skip
+    assert sorted(rewound) == [(f"fp8-delayed amax-group={group}", 7, 5) for group in ("own", "parallel")]
+    chance, store = random.Random(20261127), Path("killed")
+    moments = sorted(chance.uniform(0.1, 0.8) * Path(whole.path).stat().st_size for _ in range(count))
+    words = [
+        "--dtypes", "fp32,fp8-delayed", "--model", TINY, "--ranks", "2", "--parallel", "ddp", "--seeds", "1", "--seed",
+        str(planted.NAN_IN_OUTPUT), "--steps", "12", "--keep", "5", "--evaluate", "10", "--data", "text.txt",
+        "--import", planted.FILE, "--sweep", "amax-group=own,parallel", "--bands", "repeat,other-seed",
+        "--on-nan", "rewind",
+    ]  # fmt: skip
+    for moment in moments:
+        command = [sys.executable, "-m", "fp8bench", "train", "--store", "killed", *words]
+        process, end = subprocess.Popen(command, stdout=subprocess.DEVNULL), time.monotonic() + 600
+        while sum(path.stat().st_size for path in training_files(store)) < moment:
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert gone()
+        words = ["--resume", "last"]
+    (path,) = training_files(store)
+    assert not load_training(path).finished
+    with forgotten(Path(planted.FILE).parent):
+        _, kept = resume(path, store, NotedTraining())
+    assert kept.finished and learnt(kept) == learnt(whole)

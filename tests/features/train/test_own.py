@@ -1,4 +1,4 @@
-"""A model of a user's own from the command and from Python: what is refused, said, kept and gone on with."""
+"""Models and loops of a user's own: what is refused, said, kept and gone on with; loops compared by their streams."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import fp8bench
-from fp8bench.errors import UsageError
+from fp8bench.errors import RunNotFound, UsageError
 from fp8bench.features.train.api import name_of_maker
 from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import COVERAGE, StreamLine, TrainingEvent, TrainingObserver
 from fp8bench.features.train.verdicts.curves import Learned, Why
-from fp8bench.features.train.verdicts.verdicts import verdicts_of
+from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of
 from fp8bench.workloads.model import LIVE, MADE
 from tests.counts import for_each
 from tests.trainings import said
@@ -48,17 +48,14 @@ def make():
 class Stops(TrainingObserver):
     """Interrupts a training once, at a step."""
 
-    def __init__(self, step: int) -> None:
-        self._step = step
-
     def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
-        if (number, step) == (0, self._step):
+        if (number, step) == (0, 10):
             raise KeyboardInterrupt
 
 
 def short(store: Path, make: Any, **more: Any) -> Any:
-    how: dict[str, Any] = {"steps": 20, "seeds": 1, "keep": 5, "isolation": False, "progress": False, **more}
-    return fp8bench.train(make=make, dtypes="untouched,fp8", store=store, **how)
+    how: dict[str, Any] = {"steps": 15, "seeds": 1, "keep": 5, "isolation": False, "progress": False, **more}
+    return fp8bench.train(make=make, dtypes="untouched,fp8", store=store, bands="none", **how)
 
 
 def test_a_maker_in_a_file_is_trained_cut_off_and_gone_on_with(store: Path, tmp_path: Path) -> None:
@@ -66,38 +63,31 @@ def test_a_maker_in_a_file_is_trained_cut_off_and_gone_on_with(store: Path, tmp_
     file = tmp_path / "net.py"
     file.write_text(MAKER)
     whole = short(store, f"{file}:make")
-    half = short(store, f"{file}:make", observer=Stops(10))
-    assert whole.finished and not half.finished
+    half = short(store, f"{file}:make", observer=Stops())
+    cut = short(store, f"{file}:make", observer=Stops())
     MADE.clear()
     rest = fp8bench.resume_training(half, store=store, progress=False)
-    assert rest.finished and said(rest) == said(whole)
+    assert not half.finished and rest.finished and said(rest) == said(whole)
     words = [event.words for event in whole.of(TrainingEvent) if event.kind == COVERAGE]
-    assert words[0].startswith("100.0% of the FLOPs of a step's products are converted in fp8")
-    assert f"training of {file}:make (212 parameters)" in " ".join(str(whole).split())
-    cut = short(store, f"{file}:make", observer=Stops(10))
+    assert words[0].startswith("100.0% of the FLOPs") and f"{file}:make (212 parameters)" in " ".join(
+        str(whole).split()
+    )
     file.write_text(MAKER + "\n# changed\n")
     with pytest.raises(UsageError, match="cannot be resumed here: the code of --import"):
         fp8bench.resume_training(cut, store=store, progress=False)
 
 
 def test_a_function_of_this_process_is_trained_in_it(store: Path) -> None:
-    """Nothing of it is left behind; without held-out batches the training loss decides, and that is said."""
-
     def local() -> object:
         x = torch.randn(32, 8)
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        return model, (x,), lambda output: F.cross_entropy(output, (x.sum(1) > 0).long())
 
-        def loss(output: Tensor) -> Tensor:
-            return F.cross_entropy(output, (x.sum(1) > 0).long())
-
-        return model, (x,), loss
-
-    kept = short(store, local, seeds=5, steps=12, rate=0.01)
+    kept = short(store, local, seeds=5, steps=6, rate=0.01)
     assert not LIVE and not MADE and kept.training.request.settings.make
-    found = verdicts_of(kept.training, kept.lines)
-    assert not found.looks and "nothing was held out" in " ".join(str(kept).split())
-    assert found.arms[0].judged.why is not Why.NO_HELD_OUT
-    assert found.arms[0].judged.learned in (Learned.WITHIN_NOISE, Learned.INCONCLUSIVE, Learned.BETTER, Learned.WORSE)
+    verdicts = verdicts_of(kept.training, kept.lines)
+    assert not verdicts.looks and "nothing was held out" in " ".join(str(kept).split())
+    assert verdicts.arms[0].judged.why is not Why.NO_HELD_OUT and len(verdicts.arms[0].pairs) == 5
 
 
 def test_makers_are_known_by_what_a_worker_can_import() -> None:
@@ -105,23 +95,89 @@ def test_makers_are_known_by_what_a_worker_can_import() -> None:
     assert name_of_maker(lambda: 0) == "test_makers_are_known_by_what_a_worker_can_import.locals.lambda"
 
 
-@for_each(
-    ("asked", "words"),
-    [
-        ({"settings": {"arch": "mlp"}}, "--arch is about the built-in models"),
-        ({"settings": {"dropout": 0.1}}, "--dropout is about"),
-        ({"settings": {"rates": (("head", 2.0),)}}, "--rates is about"),
-        ({"sweep": (("dropout", ("0.1",)),)}, "--dropout is about"),
-        ({"data": "text.txt"}, "--data is about"),
-        ({"tokens": "bpe"}, "--tokens is about"),
-        ({"ranks": 2, "settings": {"parallel": "ddp"}}, "--parallel is about"),
-        ({"max_batch": True}, "--max-batch does not go with"),
-        ({"sweep": (("micro-batches", ("1", "2")),)}, "arms would not read the same batches"),
-        ({"sweep": (("nudge", ("order",)),)}, "nudge order does not go with"),
-        ({"settings": {"make": "net.py"}}, "names no function. Give net.py:make"),
-    ],
-)
+@for_each(("asked", "words"), [
+    ({"settings": {"arch": "mlp"}}, "--arch is about the built-in models"),
+    ({"settings": {"rates": (("head", 2.0),)}}, "--rates is about"),
+    ({"sweep": (("dropout", ("0.1",)),)}, "--dropout is about"), ({"data": "text.txt"}, "--data is about"),
+    ({"ranks": 2, "settings": {"parallel": "ddp"}}, "--parallel is about"),
+    ({"max_batch": True}, "--max-batch does not go with"),
+    ({"sweep": (("micro-batches", ("1", "2")),)}, "arms would not read the same batches"),
+    ({"sweep": (("nudge", ("order",)),)}, "nudge order does not go with"),
+    ({"settings": {"make": "net.py"}}, "names no function. Give net.py:make"),
+])  # fmt: skip
 def test_what_is_about_the_built_in_models_is_refused(asked: dict[str, Any], words: str) -> None:
     settings = TrainerSettings(**{"make": "net.py:make", **asked.pop("settings", {})})
     with pytest.raises(UsageError, match=words):
-        check_training(TrainingRequest(("bf16", "fp8"), settings=settings, **asked))
+        check_training(TrainingRequest(settings=settings, **asked))
+
+
+STEPS, SEEDS = 40, 5
+
+
+def loop(path: Path, seed: int, *, name: str, noise: float = 0.0, steps: int = STEPS, worse: float = 0.0) -> Path:
+    """A small classifier in a loop as everybody writes it; `noise` is put on its weights in each step, and `worse` of
+    its labels are wrong in what it is trained on and looked at with."""
+    torch.manual_seed(seed)
+    model, true = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    own = torch.Generator().manual_seed(seed + 1000)
+
+    def loss(count: int) -> torch.Tensor:
+        x = torch.randn(count, 8)
+        y = torch.where(torch.rand(count, generator=own) < worse, 0, (x @ true).argmax(1))
+        return F.cross_entropy(model(x), y)
+
+    with fp8bench.watch(model, optimizer, path, name=name, health=False) as watched:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss(64).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.add_(noise * torch.randn(weight.shape, generator=own))
+        with torch.no_grad():
+            watched.held_out(loss(256))
+    return path
+
+
+def test_planted_differences_are_found_and_nothing_else(tmp_path: Path) -> None:
+    """A loop with a fifth of its labels wrong is worse; one with noise of a rounding is as good; a copy is told to be
+    one; and a loop that does not come to its end has no verdict."""
+
+    def seeds(name: str, **how: Any) -> Sequence[Path]:
+        return [loop(tmp_path / f"{name}-{seed}.jsonl", seed, name=name, **how) for seed in range(SEEDS)]
+
+    compared = fp8bench.compare_streams(
+        seeds("plain"), seeds("wrong", worse=0.2), seeds("rounding", noise=1e-6), seeds("copy"),
+        seeds("short", steps=STEPS - 1),
+    )  # fmt: skip
+    verdicts = compared.found
+    assert isinstance(verdicts, TrainingVerdicts)
+    learned = {"wrong": Learned.WORSE, "rounding": Learned.WITHIN_NOISE, "copy": Learned.WITHIN_NOISE,
+               "short": Learned.INCONCLUSIVE}  # fmt: skip
+    assert {said.arm.name: said.judged.learned for said in verdicts.arms} == learned
+    printed = " ".join(str(compared).split())
+    assert "does this arm take effect?" in printed and "seeds 0, 1, 2, 3 and 4 do not count" in printed
+    assert [row[0] for row in compared.as_rows()[1]] == ["plain", *learned]
+
+
+def test_what_is_no_stream_is_refused(tmp_path: Path) -> None:
+    good = loop(tmp_path / "good.jsonl", 0, name="own", steps=12)
+    unseen = "".join(line for line in good.read_text().splitlines(True) if '"validation"' not in line)
+    texts = {"text": "no stream\n", "empty": "", "unseen": unseen, "cut": unseen[:-20]}
+    paths = {name: tmp_path / f"{name}.jsonl" for name in (*texts, "none")}
+    for name, content in texts.items():
+        paths[name].write_text(content)
+    refused: list[tuple[tuple[Any, ...], str]] = [
+        ((good,), "one stream"), ((good, paths["text"]), "line 1 of .* none of a stream"),
+        ((good, paths["empty"]), "no row"), ((good, [good, good]), "1 and 2 seeds"), ((good, []), "empty"),
+    ]  # fmt: skip
+    for streams, words in refused:
+        with pytest.raises(UsageError, match=words):
+            fp8bench.compare_streams(*streams)
+    with pytest.raises(RunNotFound, match="cannot be read"):
+        fp8bench.compare_streams(good, paths["none"])
+    with pytest.raises(UsageError, match="margin"):
+        fp8bench.compare_streams(good, good, margin=100)
+    printed = " ".join(str(fp8bench.compare_streams(paths["unseen"], paths["cut"])).split())
+    assert "whether cut learns as unseen does is open" in printed and "told a held-out loss" in printed

@@ -1,50 +1,74 @@
-"""The report of a training: what stands on its page, of trainings made by hand."""
+"""A training as text, as a report and for programs: what golden documents do not hold, of trainings made by hand."""
 
 from __future__ import annotations
 
+import csv
+import io
+import math
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, TypeVar
 
 import pytest
 
 from fp8bench.features.train.curve_charts import ends_of
+from fp8bench.features.train.data import TrainingFrames, rows_of, send_training, series_of, value_of, write_training
+from fp8bench.features.train.kind import start_training
 from fp8bench.features.train.page import page_of
 from fp8bench.features.train.values import (
+    BYTES_PER_PARAMETER,
+    WATCHED_SECONDS,
+    WIRE_BYTES,
     ArmCost,
-    KeptTraining,
+    ArmRole,
     LayerReading,
     StepFigure,
     StepRow,
     StreamLine,
+    Training,
     TrainingEvent,
     Validation,
 )
 from fp8bench.features.train.verdicts.curves import curves_of
-from fp8bench.features.train.verdicts.verdicts import verdicts_of
+from fp8bench.features.train.verdicts.summary import figures_of, summaries_of
+from fp8bench.features.train.view import arm_cols
+from fp8bench.features.train.view import page_of as text_of
 from fp8bench.features.train.words import without_histories
 from fp8bench.model import Capacity, MemoryUse, PhaseMemory
-from fp8bench.report.elements import Chart, Lines, Page, Scatter, Sparks, Stacks, Table
+from fp8bench.report.data.plain import csv_text
+from fp8bench.report.elements import Chart, Lines, Page, Scatter, Sparks, Stacks, Table, Text
 from fp8bench.report.page import html, markdown
 from fp8bench.report.page.drawing.draw import draw
+from tests.commands import Say, unfolded
 from tests.counts import for_each
-from tests.learning_curves import CANDIDATE, lines, training
+from tests.learning_curves import CANDIDATE, OTHER_SEED, REPEAT, judged, kept_of, lines, training
 
+E = TypeVar("E")
 GAPS = {"fp8": [0.02, 0.03, 0.025, 0.02, 0.03], "bf16 other seed": [0.01, -0.02, 0.03, 0.0, 0.01]}
+NAN = math.nan
 
 
-def page(
-    *more: StreamLine, steps: int = 100, seeds: int = 5, finished: bool = True, said: tuple[StreamLine, ...] = ()
-) -> Page:
-    held = said or lines(GAPS, steps)
-    kept = KeptTraining(training(steps=steps, seeds=seeds), (*held, *more), finished, "x/steps.jsonl")
-    return page_of(kept, verdicts_of(kept.training, kept.lines))
+def page(*more: StreamLine, of: Training | None = None, change: Callable[[StepRow], StepRow] = lambda row: row) -> Page:
+    """Of a training whose rows are changed, with more lines."""
+    rows = (change(line) if isinstance(line, StepRow) else line for line in lines(GAPS))
+    return page_of(*judged(kept_of((*rows, *more), of)))
 
 
-def element(made: Page, name: str) -> object:
-    return next(one for part in made.parts for one in part.elements if getattr(one, "name", "") == name)
+def element(made: Page, name: str, kind: type[E]) -> E:
+    (named,) = (own for part in made.parts for own in part.elements if getattr(own, "name", "") == name)
+    assert isinstance(named, kind)
+    return named
 
 
-def reading(step: int, amax: float, layer: str = "head", **more: float) -> LayerReading:
-    return LayerReading("fp8", 0, step, layer, "input", amax, 0.0, 0.0, 1.0, 0.0, **more)  # type: ignore[arg-type]
+def cells(made: Page, name: str) -> list[list[str]]:
+    return [[field.text for field in row] for row in element(made, name, Table).rows]
+
+
+def reading(step: int, amax: float, layer: str = "head", role: str = "input", **more: Any) -> LayerReading:
+    return LayerReading("fp8", 0, step, layer, role, amax, 0.0, 0.0, 1.0, 0.0, **more)
 
 
 @for_each("steps", [1, 2, 9, 60, 300, 1000, 12345])
@@ -54,40 +78,19 @@ def test_windows_end_at_the_endpoint(steps: int) -> None:
     assert (ends[0], ends[-1]) == (1, steps) and ends == tuple(sorted(set(ends))) and len(ends) <= 61
 
 
-def test_the_last_gap_drawn_is_the_verdict() -> None:
-    """Point and 95% interval of the chart's end are those of the endpoint, which decides."""
-    found = verdicts_of(training(), lines(GAPS)).of("fp8")
-    assert found is not None and found.judged.gap is not None and found.judged.gap.shown is not None
-    chart = element(page(), "gap")
-    assert isinstance(chart, Lines)
-    last = dict(chart.series)["fp8"][-1]
-    assert last is not None and last.low is not None and last.high is not None
-    shown = found.judged.gap.shown
-    assert [last.value, last.low, last.high] == pytest.approx([100 * shown.point, 100 * shown.low, 100 * shown.high])
-
-
-def test_the_band_is_the_reference_under_all_its_seeds() -> None:
-    """From the least to the largest, its own seeds and the others."""
-    chart = element(page(), "loss")
-    assert isinstance(chart, Lines)
-    own = curves_of(lines(GAPS), 100)
-    ends = [curve.endpoint for (arm, _), curve in own.items() if arm.startswith("bf16")]
-    last = dict(chart.series)["bf16"][-1]
-    assert last is not None and (last.low, last.high) == pytest.approx((min(ends), max(ends)))
-    assert dict(chart.series).keys() == {"bf16", "fp8"}
-
-
-def test_what_is_not_finite_is_not_drawn() -> None:
-    """A window with a loss that is no number has no mark, and those before it stay."""
-    said = tuple(
-        replace(one, loss=float("nan")) if getattr(one, "step", 0) == 70 and one.arm == "fp8" and hasattr(one, "loss")
-        else one for one in lines(GAPS)
-    )  # fmt: skip
-    chart = element(page(said=said), "loss")
-    assert isinstance(chart, Lines)
-    marks = dict(zip(chart.places, dict(chart.series)["fp8"], strict=True))
-    assert marks["1"] is not None and marks["100"] is not None
-    assert any(mark is None for mark in marks.values())
+def test_the_last_gap_drawn_is_the_verdict_and_the_band_is_of_all_seeds() -> None:
+    """Point and 95% interval of the chart's end are those of the endpoint, which decides. The band of the loss is from
+    the least to the largest of the reference under all its seeds, its own and the others."""
+    _, verdicts = judged(kept_of(lines(GAPS)))
+    gap = verdicts.arms[0].judged.gap
+    last = dict(element(page(), "gap", Lines).series)["fp8"][-1]
+    assert gap is not None and gap.shown is not None and last is not None
+    shown = [100 * end for end in (gap.shown.point, gap.shown.low, gap.shown.high)]
+    assert [last.value, last.low, last.high] == pytest.approx(shown)
+    ends = [curve.endpoint for (arm, _), curve in curves_of(lines(GAPS), 100).items() if arm.startswith("bf16")]
+    series = dict(element(page(), "loss", Lines).series)
+    assert series.keys() == {"bf16", "fp8"} and series["bf16"][-1] is not None
+    assert (series["bf16"][-1].low, series["bf16"][-1].high) == pytest.approx((min(ends), max(ends)))
 
 
 def alarm(step: int, rule: str, arm: str = "fp8", seed: int = 0) -> TrainingEvent:
@@ -95,11 +98,11 @@ def alarm(step: int, rule: str, arm: str = "fp8", seed: int = 0) -> TrainingEven
 
 
 def test_alarms_stand_on_the_curves_by_their_rules() -> None:
-    """At the place of their step, in whichever seed; those of a band's arm and of the reference not on the gap."""
+    """At the place of their step, in whichever seed; those of a band's arm and of the reference not on the gap. Where a
+    curve has ended, as no window with a loss that is no number is drawn, at its last mark."""
     alarms = (alarm(0, "plateau"), alarm(49, "loss-gap", seed=1), alarm(49, "plateau"), alarm(99, "plateau", "bf16"))
     made = page(*alarms, alarm(30, "plateau", "bf16 again"))
-    loss, gap = element(made, "loss"), element(made, "gap")
-    assert isinstance(loss, Lines) and isinstance(gap, Lines)
+    loss, gap = element(made, "loss", Lines), element(made, "gap", Lines)
     for chart in (loss, gap):
         flagged = {place: mark.flag for place, mark in zip(chart.places, dict(chart.series)["fp8"], strict=True)
                    if mark is not None and mark.flag}  # fmt: skip
@@ -110,186 +113,275 @@ def test_alarms_stand_on_the_curves_by_their_rules() -> None:
     assert {name for name, _ in gap.series} == {"fp8"}
     text = html.render(made)
     assert text.count(">loss-gap</text>") == 4 and text.count(">plateau</text>") == 10
-
-
-def test_an_alarm_of_what_is_not_finite_stands_at_the_last_mark() -> None:
-    """Where the curve has ended there is no mark to bear it."""
-    nan = float("nan")
-    said = tuple(replace(one, loss=nan) if isinstance(one, StepRow) and one.arm == "fp8" and one.step >= 40 else one
-                 for one in lines(GAPS))  # fmt: skip
-    chart = element(page(alarm(40, "not-finite"), said=said), "loss")
-    assert isinstance(chart, Lines)
+    ended = page(alarm(40, "not-finite"),
+                 change=lambda row: replace(row, loss=NAN) if row.arm == "fp8" and row.step >= 40 else row)  # fmt: skip
+    chart = element(ended, "loss", Lines)
     known = [(place, mark) for place, mark in zip(chart.places, dict(chart.series)["fp8"], strict=True) if mark]
-    assert int(known[-1][0]) <= 40 and known[-1][1].flag == "not-finite"
+    assert known[0][0] == "1" and int(known[-1][0]) <= 40 and known[-1][1].flag == "not-finite"
 
 
 def test_the_gap_is_drawn_by_its_last_two_thirds() -> None:
     """First steps that are far off have an axis of their own, and are not drawn on the other."""
-    said = tuple(replace(one, loss=3 * one.loss) if isinstance(one, StepRow) and one.arm == "fp8" and one.step < 8
-                 else one for one in lines(GAPS))  # fmt: skip
-    chart = element(page(said=said), "gap")
-    assert isinstance(chart, Lines) and chart.settled == len(chart.places) // 3
-    assert "on an axis of their own" in html.render(page(said=said))
+    made = page(change=lambda row: replace(row, loss=3 * row.loss) if row.arm == "fp8" and row.step < 8 else row)
+    chart = element(made, "gap", Lines)
+    assert chart.settled == len(chart.places) // 3 and "on an axis of their own" in html.render(made)
     assert "on an axis of their own" not in draw(replace(chart, settled=0))
 
 
 def test_times_have_a_line_a_seed() -> None:
-    held = training(replace(CANDIDATE, native=True))
-    kept = KeptTraining(held, lines(GAPS), True, "x/steps.jsonl")
-    chart = element(page_of(kept, verdicts_of(kept.training, kept.lines)), "loss-by-time")
-    assert isinstance(chart, Scatter) and chart.joined == ("bf16", "fp8")
-    assert {point.strand for point in chart.points} == {f"seed {seed}" for seed in range(5)}
+    chart = element(page(of=training(replace(CANDIDATE, native=True))), "loss-by-time", Scatter)
+    assert chart.joined == ("bf16", "fp8") and {point.strand for point in chart.points} == {
+        f"seed {seed}" for seed in range(5)
+    }
     assert len(chart.points) <= 400 and max(point.x or 0 for point in chart.points) == pytest.approx(1.0)
     assert draw(chart).count('class="line s1" d="M') == 2
 
 
-def test_pace_memory_and_norms_over_steps() -> None:
-    """Throughput of native arms alone, memory of all arms; gradients and updates are open."""
+def test_pace_and_memory_over_steps() -> None:
     memory = [StepFigure("fp8", 0, step, "memory", 1e6 + step) for step in (0, 10, 20)]
-    said = tuple(replace(one, gradient_norm=one.loss, update_ratio=one.loss, parameter_norm=one.loss,
-                         seconds=0.01 + one.step * 1e-4) if isinstance(one, StepRow) else one
-                 for one in lines(GAPS))  # fmt: skip
-    made = page(*memory, said=said)
-    pace, bytes_used = element(made, "throughput"), element(made, "memory-over-steps")
-    assert isinstance(pace, Lines) and isinstance(bytes_used, Lines)
-    assert [name for name, _ in pace.series] == ["bf16"]
-    first = pace.series[0][1][0]
-    assert first is not None and first.value == pytest.approx(19200)
-    assert bytes_used.places == ("1", "11", "21")
-    charts = [element(made, name) for name in ("gradient-norm", "update-ratio", "parameter-norm")]
-    assert [chart.folded for chart in charts if isinstance(chart, Lines)] == [False, False, True]
-
-
-def test_the_first_table_has_the_verdict_of_every_arm() -> None:
-    """Arms and reference, not its bands; the words of the terminal."""
-    table = element(page(), "arms")
-    assert isinstance(table, Table)
-    said = {row[0].text: row[5].text for row in table.rows}
-    assert said.keys() == {"bf16", "fp8"} and said["bf16"] == "the reference"
-    assert said["fp8"].startswith("worse by +2.5% [")
-
-
-def test_memory_is_told_by_arm_and_by_what_it_is_for() -> None:
-    """Each alone; an arm that nobody could measure has none, with the reason below."""
-    use = MemoryUse(3 << 20, (("weights", 1 << 20), ("activations", 2 << 20)))
-    made = page(ArmCost("bf16", 0, memory=use), ArmCost("fp8", 0, why="its memory could not be measured: lost"))
-    arms, roles = element(made, "arms"), element(made, "memory")
-    assert isinstance(arms, Table) and isinstance(roles, Table)
-    assert [(row[0].text, row[12].text) for row in arms.rows] == [("bf16", "3.00 MiB"), ("fp8", "-")]
-    assert [[field.text for field in row] for row in roles.rows] == [["bf16", "1.00 MiB", "2.00 MiB"]]
-    assert "fp8: its memory could not be measured: lost" in markdown.render(made)
-    assert "Memory by what" not in markdown.render(page())
+    made = page(*memory, change=lambda row: replace(row, seconds=0.01 + row.step * 1e-4))
+    ((name, marks),) = element(made, "throughput", Lines).series
+    assert name == "bf16" and marks[0] is not None and marks[0].value == pytest.approx(19200)
+    assert element(made, "memory-over-steps", Lines).places == ("1", "11", "21")
 
 
 def test_memory_of_arms_is_told_at_one_moment() -> None:
-    """Where the forward pass has ended; the highest point has a moment of its own in each arm."""
+    """Where the forward pass has ended; the highest point has a moment of its own in each arm. An arm that nobody could
+    measure has none, with the reason below; of older trainings the highest point is known alone."""
     forward = (("weights", 1 << 20), ("activations", 1 << 20))
     phases = (PhaseMemory("backward", 3 << 20), PhaseMemory("optimizer_step", 1 << 20))
-    use = MemoryUse(3 << 20, (("weights", 3 << 20),), phases, forward=forward)
+    use = MemoryUse(3 << 20, (("weights", 1 << 20), ("activations", 2 << 20)), phases, forward=forward)
     other = replace(use, forward=(("weights", 1 << 20), ("activations", 1 << 19)), phases=phases[::-1])
     made = page(ArmCost("bf16", 0, memory=use), ArmCost("fp8", 0, memory=other))
-    told = element(made, "memory")
-    assert isinstance(told, Table)
-    assert [column.title for column in told.columns][1:4] == ["all of it", "highest point", "in"]
-    assert [[field.text for field in row[1:]] for row in told.rows] == [
-        ["2.00 MiB", "3.00 MiB", "backward", "1.00 MiB", "1.00 MiB"],
-        ["1.50 MiB", "3.00 MiB", "backward", "1.00 MiB", "512 KiB"],
+    titles = [column.title for column in element(made, "memory", Table).columns]
+    assert titles[1:4] == ["all of it", "highest point", "in"] and cells(made, "memory") == [
+        ["bf16", "2.00 MiB", "3.00 MiB", "backward", "1.00 MiB", "1.00 MiB"],
+        ["fp8", "1.50 MiB", "3.00 MiB", "backward", "1.00 MiB", "512 KiB"],
     ]
-    bars = element(made, "memory-bars")
-    assert isinstance(bars, Stacks) and [sum(parts) for _, parts in bars.rows] == [2 << 20, 3 << 19]
+    assert [sum(parts) for _, parts in element(made, "memory-bars", Stacks).rows] == [2 << 20, 3 << 19]
+    lost = page(ArmCost("bf16", 0, memory=replace(use, forward=())), ArmCost("fp8", 0, why="it could not be measured"))
+    assert cells(lost, "memory") == [["bf16", "1.00 MiB", "2.00 MiB"]]
+    assert [row[12] for row in cells(lost, "arms")] == ["3.00 MiB", "-"]
+    assert "fp8: it could not be measured" in markdown.render(lost)
+    assert "Memory by what" not in markdown.render(page())
 
 
-def test_largest_batches_stand_in_the_table_or_how_to_have_them() -> None:
-    said = "No largest batch was looked for: "
-    assert said in markdown.render(page())
+def test_largest_batches_stand_in_the_table() -> None:
     known = Capacity("batch", 1 << 30, 812, tokens=51968, beyond=813, why="tensors need 2 B more")
     costs = ArmCost("bf16", 0, capacity=known), ArmCost("fp8", 0, capacity=Capacity("batch", 9, why="lost"))
-    held = replace(training(), request=replace(training().request, max_batch=True, memory_limit=1 << 30))
-    kept = KeptTraining(held, (*lines(GAPS), *costs), True, "x/steps.jsonl")
-    made = page_of(kept, verdicts_of(kept.training, kept.lines))
-    arms, text = element(made, "arms"), markdown.render(made)
-    assert isinstance(arms, Table) and [row[11].text for row in arms.rows] == ["812", "-"] and said not in text
-    assert "bf16: largest batch that fits into 1.00 GiB: 812 (52.0 k tokens); not 813: tensors need 2 B more" in text
-
-
-def test_events_are_told_in_their_order_and_drawn() -> None:
-    """Each with its place, its words and what may help."""
-    events = [TrainingEvent("fp8", seed, 20 + seed, "alarm", "scales fall", "head", "input", (), "raise margin")
-              for seed in range(3)]  # fmt: skip
-    made = page(*events)
-    table, chart = element(made, "events"), element(made, "timeline")
-    assert isinstance(table, Table) and isinstance(chart, Scatter)
-    assert [row[2].text for row in table.rows] == ["20", "21", "22"] and table.rows[0][6].text == "raise margin"
-    assert [(point.x, point.y) for point in chart.points] == [(20, 0), (21, 1), (22, 2)]
-    assert "Nothing: no alarm" in html.render(page()) and "cut off" in html.render(page(finished=False))
+    made = page(*costs)
+    assert [row[11] for row in cells(made, "arms")] == ["812", "-"]
+    told = "bf16: largest batch that fits into 1.00 GiB: 812 (52.0 k tokens); not 813: tensors need 2 B more"
+    assert told in markdown.render(made)
 
 
 def test_lines_show_magnitudes_and_scales_by_layer() -> None:
     """A row a layer, a cell a role, two lines in it; a reading that is no number leaves its place empty."""
-    told = [reading(step, amax, scale=2.0) for step, amax in ((0, 1.0), (10, 2.0), (20, 8.0))]
-    other = [
-        reading(0, 4.0, "first", scale=1.0),
-        reading(20, 1.0, "first", scale=4.0),
-        replace(reading(10, 0.5, "first", scale=4.0), role="weight"),
-    ]
-    chart = element(page(*told, *other), "tensors-1")
-    assert isinstance(chart, Sparks) and not chart.folded
-    assert chart.places == ("0", "10", "20") and chart.columns == ("inputs", "weights")
+    head = [reading(step, amax, scale=2.0) for step, amax in ((0, 1.0), (10, 2.0), (20, 8.0))]
+    first = [reading(step, amax, "first", scale=amax) for step, amax in ((0, 4.0), (20, 1.0))]
+    chart = element(page(*head, *first, reading(10, 0.5, "first", "weight", scale=4.0)), "tensors-1", Sparks)
+    assert (chart.places, chart.columns, chart.folded) == (("0", "10", "20"), ("inputs", "weights"), False)
     none = (None, None, None)
     assert dict(chart.rows) == {
         "head": (((1.0, 2.0, 8.0), (2.0, 2.0, 2.0)), (none, none)),
-        "first": (((4.0, None, 1.0), (1.0, None, 4.0)), ((None, 0.5, None), (None, 4.0, None))),
+        "first": (((4.0, None, 1.0), (4.0, None, 1.0)), ((None, 0.5, None), (None, 4.0, None))),
     }
-    assert "largest magnitude from 1.00 to 8.00, last 8.00; scale from 2.00" in draw(chart)
-    plain = element(page(*(replace(one, scale=1.0) for one in told)), "tensors-1")
-    assert isinstance(plain, Sparks) and plain.series == ("largest magnitude",)
+    plain = element(page(*(replace(line, scale=1.0) for line in head)), "tensors-1", Sparks)
+    assert plain.series == ("largest magnitude",)
 
 
 def test_the_worst_reading_names_layer_and_step() -> None:
-    """The least signal to noise, the most of the others; nothing is pointed at where nothing was clipped."""
-    table = element(
-        page(reading(0, 1.0, signal_to_noise=30.0, underflow=0.01), reading(10, 1.0, "mlp", signal_to_noise=12.0)),
-        "worst",
-    )
-    assert isinstance(table, Table)
-    (row,) = table.rows
-    assert [field.text for field in row] == [
-        "fp8", "input", "12.0 dB", "mlp, step 10", "1.0%", "head, step 0", "0.0%", "", "-", "",
-    ]  # fmt: skip
-
-
-def test_histories_that_cannot_be_replayed_are_told_before() -> None:
-    """Of arms with delayed scaling alone, where some amaxes are not kept."""
-    made = training()
-    delayed = replace(CANDIDATE, name="d", precision="fp8-delayed")
-    for stride, batches, lacks in ((10, 1, "--stride 1"), (1, 2, "--micro-batches 1"), (10, 2, "--stride 1 and --m")):
-        settings = replace(made.request.settings, micro_batches=batches)
-        request = replace(made.request, stride=stride, settings=settings)
-        told = replace(made, request=request, arms=(*made.arms, delayed))
-        assert without_histories(told).startswith(f"`show --histories` of d needs every amax, which {lacks}")
-        assert without_histories(replace(told, arms=(*made.arms, replace(delayed, skip="no")))) == ""
-    whole = replace(made.request, stride=1)
-    assert without_histories(replace(made, request=whole, arms=(delayed,))) == ""
-
-
-def test_looks_and_places_in_the_context() -> None:
-    """Kinds of text in a table, positions over the context."""
-    seen = {"other-text": 3.0, "position:0-7": 2.5, "position:8-15": 2.0, "position:16-23": 1.9}
-    told = [Validation(arm, 0, 100, of, loss, 10, 10) for arm in ("bf16", "fp8") for of, loss in seen.items()]
-    chart = element(page(*told), "places")
-    assert isinstance(chart, Lines) and chart.places == ("0-7", "8-15", "16-23")
-    assert "other-text" in html.render(page(*told))
-
-
-@for_each("seeds", [1, 5])
-def test_the_same_training_gives_the_same_bytes(seeds: int) -> None:
-    first, again = page(seeds=seeds), page(seeds=seeds)
-    assert html.render(first) == html.render(again) and markdown.render(first) == markdown.render(again)
-    assert markdown.render(first).startswith("# training of nano")
+    told = reading(0, 1.0, signal_to_noise=30.0, underflow=0.01), reading(10, 1.0, "mlp", signal_to_noise=12.0)
+    assert cells(page(*told), "worst") == [
+        ["fp8", "input", "12.0 dB", "mlp, step 10", "1.0%", "head, step 0", "0.0%", "", "-", ""]
+    ]
 
 
 def test_a_training_without_steps_has_a_page() -> None:
-    kept = KeptTraining(training(CANDIDATE), (), False, "x/steps.jsonl")
-    made = page_of(kept, verdicts_of(kept.training, ()))
-    assert not [one for part in made.parts for one in part.elements if isinstance(one, Chart)]
+    made = page_of(*judged(kept_of((), training(CANDIDATE), finished=False)))
+    assert not [own for part in made.parts for own in part.elements if isinstance(own, Chart)]
     assert "cut off" in html.render(made)
+
+
+@for_each(("stride", "batches", "lacks"), [
+    (10, 1, "--stride 1 keeps"), (1, 2, "--micro-batches 1 keeps"), (10, 2, "--stride 1 and --micro-batches 1 keeps"),
+    (1, 1, ""),
+])  # fmt: skip
+def test_histories_that_cannot_be_replayed_are_told_before(stride: int, batches: int, lacks: str) -> None:
+    """Of arms with delayed scaling alone, where some amaxes are not kept."""
+    made, delayed = training(), replace(CANDIDATE, name="d", precision="fp8-delayed")
+    settings = replace(made.request.settings, micro_batches=batches)
+    made = replace(made, request=replace(made.request, stride=stride, settings=settings))
+    told = without_histories(replace(made, arms=(*made.arms, delayed)))
+    assert told == (f"`show --histories` of d needs every amax, which {lacks}" if lacks else "")
+    assert without_histories(replace(made, arms=(*made.arms, replace(delayed, skip="no")))) == ""
+
+
+ROW = StepRow("bf16", 0, 0, 2.0, 1e-3, 1.0, 0.0, 8.0, 1e-3, 1.0, 32, 0.01)
+
+
+def test_what_watching_took_is_said() -> None:
+    """The slower part of it: a watched step of 15 ms where others take 10, every tenth, is 5% of each."""
+    told: list[StreamLine] = []
+    for arm, watched in (("bf16", 0.015), ("fp8", 0.012)):
+        told += [replace(ROW, arm=arm, step=step, seconds=0.01 * bool(step % 10)) for step in range(30)]
+        told += [StepFigure(arm, 0, step, WATCHED_SECONDS, watched) for step in range(0, 30, 10)]
+    endings = []
+    for every in (told, [line for line in told if isinstance(line, StepRow)]):
+        made = text_of(*judged(kept_of(every, training(steps=30, seeds=1))))
+        endings.append([own.text for part in made.parts for own in part.elements if isinstance(own, Text)])
+    assert "watched: every 10 steps, which took 5.0% of a step's time at most (bf16)" in endings[0]
+    assert not any("watched" in text for text in endings[1])
+
+
+def test_what_a_rank_sends_is_told_beside_what_the_reference_sends() -> None:
+    """The whole of a step's operations, of the first step that was watched; in no table of one process."""
+    asked, told = training(steps=30, seeds=1), list[StreamLine]()
+    wires = {"bf16": {"reduce bfloat16": 3000.0, "all_reduce float32": 96.0}, "fp8": {"all_to_all uint8": 1548.0}}
+    for arm, wire in wires.items():
+        told.append(replace(ROW, arm=arm, seconds=0.0))
+        told += [StepFigure(arm, 0, step, WIRE_BYTES, size, of) for step in (0, 10) for of, size in wire.items()]
+    kept, verdicts = judged(kept_of(told, asked))
+    each = [f"{size / asked.parameters:.4g}" for size in (3096, 1548)]
+    for made in (text_of(kept, verdicts), page_of(kept, verdicts)):
+        assert cells(made, "wire") == [
+            ["bf16", "3.02 KiB", each[0], "100.0%", "reduce bfloat16 2.93 KiB, all_reduce float32 96 B"],
+            ["fp8", "1.51 KiB", each[1], "50.0%", "all_to_all uint8 1.51 KiB"],
+        ]
+    figures = [figures_of(summary, verdicts)["wire_bytes"] for summary in summaries_of(kept, verdicts)]
+    assert [size for size in figures if size] == [3096.0, 1548.0]
+
+
+@for_each(("words", "sentence"), [
+    (("none",), "unknown arm 'none'"), (("bf16",), "nothing was watched of bf16"),
+    (("fp8", "--csv", "-"), "is a table, which --csv does not go with"),
+])  # fmt: skip
+def test_histories_that_cannot_be_meant(words: tuple[str, ...], sentence: str, tmp_path: Path, fp8bench: Say) -> None:
+    start_training(replace(training(), id="0000beef"), tmp_path).close()
+    code, out, err = fp8bench("show", "0000beef", "--histories", *words, "--store", str(tmp_path))
+    assert (code, out) == (2, "") and sentence in unfolded(err)
+
+
+STEPS = 40
+ALARM = TrainingEvent("fp8", 2, 30, "alarm", "scales fall", "head", "input", (), "raise margin")
+MORE: tuple[StreamLine, ...] = (
+    ALARM, ALARM, TrainingEvent("", 0, 10, "resumed", "gone on with"),
+    *(StepFigure("fp8", seed, 0, BYTES_PER_PARAMETER, size, of) for seed in (0, 1)
+      for of, size in (("weights", 4.0), ("moments", 8.0))),
+    StepFigure("fp8", 0, 10, WATCHED_SECONDS, 0.1), StepFigure("bf16", 0, 10, WATCHED_SECONDS, 0.2),
+    StepFigure("fp8", 0, 10, "update_ratio", 1e-3, "head"), StepFigure("fp8", 0, 10, "noise_scale", math.inf),
+    LayerReading("fp8", 0, 10, "head", "input", 2.0, 0.0, 0.0, 1.0, 0.0),
+    *(Validation(arm, seed, STEPS, "held-out", loss, 1000, 500)
+      for arm, loss in (("bf16", 2.1), ("fp8", 2.15)) for seed in range(5)),
+)  # fmt: skip
+ALL_GAPS = {
+    "fp8": [0.02, 0.03, 0.025, 0.02, 0.03], OTHER_SEED.name: [0.01, -0.02, 0.03, 0.0, 0.01], REPEAT.name: [0.0],
+}  # fmt: skip
+KEPT, VERDICTS = judged(kept_of((*lines(ALL_GAPS, STEPS), *MORE), training(steps=STEPS)))
+GAP = VERDICTS.arms[0].judged.gap
+
+
+def test_numbers_are_those_of_the_verdict() -> None:
+    """Point, 95% and 99% of the gap; bands stand with their arms; what means nothing is not known."""
+    named = {summary.arm.name: figures_of(summary, VERDICTS) for summary in summaries_of(KEPT, VERDICTS)}
+    assert GAP is not None and GAP.shown is not None and GAP.decides is not None and VERDICTS.seed_band is not None
+    own = named["fp8"]
+    assert (own["gap"], own["gap_low"], own["gap_high"]) == (GAP.point, GAP.shown.low, GAP.shown.high)
+    assert (own["gap_deciding_low"], own["gap_deciding_high"]) == (GAP.decides.low, GAP.decides.high)
+    assert (own["gap_pairs"], own["bytes_per_parameter"], own["events"]) == (5, 12.0, 2)
+    assert own["tokens_per_second"] is None and named["bf16"]["tokens_per_second"] == pytest.approx(19200)
+    assert named[OTHER_SEED.name]["seed_band"] == VERDICTS.seed_band.deviation
+    assert named[REPEAT.name]["largest_difference"] == 0 and named[REPEAT.name]["first_difference"] is None
+    assert named["bf16"]["gap"] is None and "seed_band" not in named["fp8"]
+
+
+def test_rows_document_and_frames_say_what_the_table_says() -> None:
+    rows = list(csv.DictReader(io.StringIO(csv_text(*rows_of(KEPT, VERDICTS)))))
+    told = {(row["arm"], row["figure"]): row["value"] for row in rows if row["line"] == "Summary"}
+    document, frames = value_of(KEPT, VERDICTS)["arms"], TrainingFrames(KEPT)
+    arms = frames.arms.set_index("arm")
+    summaries = summaries_of(KEPT, VERDICTS)
+    for summary in summaries:
+        cells, name = [col.field(summary).text for col in arm_cols(VERDICTS, summaries)], summary.arm.name
+        assert cells[-1] == told[name, "words"] == document[name]["words"] == arms.loc[name, "words"]
+        if (name, "loss") in told:
+            assert f"{float(told[name, 'loss']):.4f}" == cells[2]
+    assert told["fp8", "verdict"] == "worse" and ("bf16", "gap") not in told, "what is not known has no row"
+    bands = [row["value"] for row in rows if row["figure"] == "band"]
+    shown = [getattr(own, "text", "") for part in text_of(KEPT, VERDICTS).parts if part.name == "bands"
+             for own in part.elements]  # fmt: skip
+    assert bands == shown and len(bands) == 2
+    losses = [row["value"] for row in rows if (row["line"], row["figure"], row["arm"]) == ("StepRow", "loss", "fp8")]
+    assert losses == [repr(row.loss) for row in KEPT.of(StepRow) if row.arm == "fp8"]
+    ends = frames.steps.query(f"step >= {STEPS - STEPS // 10}").groupby("arm", observed=True).loss.mean()
+    assert ends["fp8"] == pytest.approx(arms.loc["fp8", "loss"]) and str(frames.steps["arm"].dtype) == "category"
+    last = frames.validations.iloc[-1]
+    assert (last.perplexity, last.perplexity_by_byte) == (pytest.approx(math.exp(2.15)), pytest.approx(math.exp(4.3)))
+
+
+def test_curves_go_along_steps() -> None:
+    """Of each arm and seed; numbers that are none are left out, times of emulation too; events are counted."""
+    series = series_of(KEPT)
+    assert set(series) == {(line.arm, line.seed) for line in KEPT.lines if line.arm}
+    own = series["fp8", 0]
+    rows = {row.step: row.loss for row in KEPT.of(StepRow) if (row.arm, row.seed) == ("fp8", 0)}
+    assert {step: values["training/loss"] for step, values in own.items() if step < STEPS} == rows
+    assert list(own) == sorted(own) and own[STEPS] == {"validation/held-out": 2.15}
+    assert own[10]["update_ratio/head"] == 1e-3 and "training/noise_scale" not in own[10]
+    assert (own[10]["amax/head/input"], own[10]["scale/head/input"]) == (2.0, 1.0)
+    assert not any("seconds" in tag for values in own.values() for tag in values)
+    assert series["bf16", 0][10]["training/watched_seconds"] == 0.2
+    assert series["bf16", 0][3]["training/tokens_per_second"] == pytest.approx(19200)
+    assert series["fp8", 2][30]["events/alarm"] == 2.0
+
+
+def test_tensorboard_reads_them_back(tmp_path: Path) -> None:
+    """A folder an arm and seed, and one an arm for what it came to; written twice they are the same bytes."""
+    board: ModuleType = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    files = write_training(KEPT, VERDICTS, tmp_path)
+    content = [file.read_bytes() for file in files]
+    assert [file.read_bytes() for file in write_training(KEPT, VERDICTS, tmp_path)] == content
+
+    def scalars(folder: str, tag: str) -> list[tuple[int, float]]:
+        reader = board.EventAccumulator(str(tmp_path / "t1" / folder), size_guidance={board.SCALARS: 0})
+        reader.Reload()
+        return [(event.step, event.value) for event in reader.Scalars(tag)]
+
+    rows = [row for row in KEPT.of(StepRow) if (row.arm, row.seed) == ("fp8", 1)]
+    assert scalars("fp8/seed-1", "training/loss") == [(row.step, pytest.approx(row.loss, rel=1e-6)) for row in rows]
+    assert GAP is not None and scalars("fp8", "summary/gap") == [(STEPS, pytest.approx(GAP.point, rel=1e-6))]
+
+
+def test_wandb_gets_a_run_for_each_arm_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[dict[str, Any], list[tuple[dict[str, float], int | None]], list[str]]] = []
+
+    def init(**options: Any) -> SimpleNamespace:
+        logged: list[tuple[dict[str, float], int | None]] = []
+        ends: list[str] = []
+        told.append((options, logged, ends))
+        return SimpleNamespace(
+            log=lambda values, step=None: logged.append((values, step)),
+            log_artifact=lambda artifact: ends.append(artifact.name),
+            finish=lambda exit_code=0: ends.append(f"finished {exit_code}"),
+        )
+
+    def artifact(name: str, type: str) -> SimpleNamespace:  # noqa: A002 - as the package calls it
+        return SimpleNamespace(name=f"{type} {name}", add_file=lambda path, name: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Artifact=artifact))
+    send_training(KEPT, VERDICTS, "mine", [Path("x/steps.jsonl")])
+    assert {options["group"] for options, _, _ in told} == {"fp8bench t1"}
+    assert all(ends[-1] == "finished 0" for _, _, ends in told)
+    *arms, (verdict, figures, ends) = told
+    for (options, logged, _), ((arm, seed), curve) in zip(arms, series_of(KEPT).items(), strict=True):
+        assert options["name"] == f"{arm} seed {seed}" and logged == [(own, step) for step, own in curve.items()]
+    assert verdict["config"]["verdicts"]["fp8"].startswith("worse by +2.5%") and verdict["job_type"] == "verdict"
+    assert GAP is not None and figures[0][0]["fp8/gap"] == GAP.point
+    assert ends == ["fp8bench-training fp8bench-t1", "finished 0"]
+
+
+def test_an_arm_that_was_not_trained_is_said_so() -> None:
+    arms = tuple(replace(arm, skip="no units") if arm.role is ArmRole.CANDIDATE else arm for arm in KEPT.training.arms)
+    kept, verdicts = judged(kept_of((), replace(KEPT.training, arms=arms)))
+    assert "no units" in csv_text(*rows_of(kept, verdicts)) and series_of(kept) == {}
+    assert value_of(kept, verdicts)["arms"]["fp8"]["verdict"] is None

@@ -1,4 +1,5 @@
-"""What is seen of a training while it goes on: lines in a log, a board on a terminal that leaves nothing behind."""
+"""What a training tells while it goes on: lines of a log, a board that leaves nothing behind, a page, a command, wandb;
+nothing of it may cost the training."""
 
 from __future__ import annotations
 
@@ -14,17 +15,32 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from fp8bench.cli import progress as live
-from fp8bench.features.train.progress import PARTS, ArmNow, TrainingBoard, TrainingLines, board_of
+from fp8bench.features.train.kind import start_training
+from fp8bench.features.train.progress import (
+    PAGE_SECONDS,
+    PARTS,
+    AlarmCommand,
+    ArmNow,
+    LiveBoard,
+    LivePage,
+    TrainingBoard,
+    TrainingLines,
+    board_of,
+    outward,
+)
 from fp8bench.features.train.values import StreamLine, TrainingEvent, Validation
 from fp8bench.report.elements import Table, Tone
 from tests.cli.test_progress import Clock, Screen
 from tests.commands import environment
+from tests.counts import for_each
 from tests.learning_curves import CANDIDATE, REFERENCE
-from tests.trainings import row_of, training
+from tests.trainings import NotedTraining, row_of, training, write_text
 
 SHOWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 LOOK = Validation("bf16", 0, 10, "held-out", 3.25, 64, 64)
@@ -39,75 +55,59 @@ def rows(seed: int, first: int, last: int, arms: Sequence[str] = ("bf16", "fp8")
     return [row_of(arm, seed, step) for arm in arms for step in range(first, last)]
 
 
+def alarm(step: int, arm: str = "fp8") -> TrainingEvent:
+    return TrainingEvent(arm, 0, step, "alarm", "scales fall", "head", "input", (("rule", "falls"),), "raise margin")
+
+
 def last_board(screen: Screen) -> str:
-    """What was drawn last, without what moves and colours."""
     return re.split(r"(?=seed \d+/\d+)", SHOWN.sub("", screen.getvalue()))[-1]
 
 
-def test_a_log_has_a_line_a_look(clock: Clock) -> None:
-    """Of all arms that have a loss in this seed, once a place; what happens is said."""
-    said: list[str] = []
-    lines = TrainingLines(said.append, clock)
-    lines.begun(training())
-    lines.trained(0, 0, [Validation("bf16", 0, 0, "held-out", 5.5, 64, 64)])
-    lines.trained(0, 5, rows(0, 0, 5))
-    assert not said
-    clock.now += 30
-    lines.trained(0, 10, rows(0, 5, 10))
-    for _ in range(2):
-        lines.trained(0, 10, [LOOK])
-    (told,) = said
-    assert re.fullmatch(r"seed 1/2, step 10/20, about 1 min 30 s left: bf16 \d\.\d{3}, fp8 \d\.\d{3}", told)
-    lines.trained(0, 15, [TrainingEvent("fp8", 0, 12, "alarm", "the gradient norm is 14.4")])
-    assert said[-1] == "seed 0, step 12, fp8: the gradient norm is 14.4"
-    lines.trained(1, 20, [*rows(1, 0, 20, ["fp8"]), Validation("fp8", 1, 20, "held-out", 3.0, 64, 64)])
-    assert said[-1].startswith("seed 2/2, step 20/20: fp8 ") and "bf16" not in said[-1]
-
-
-def test_a_board_says_where_every_arm_is(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And goes on below what is said; losses are of this seed, alarms of all; in the end it is gone."""
-    said: list[str] = []
-    screen = Screen()
+def test_a_log_has_a_line_a_look_and_a_board_says_where_every_arm_is(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all arms that have a loss in this seed, a place of the log once. What happens is said, above the board, whose
+    alarms are of all seeds; it is drawn five times a second at most, and in the end it is gone."""
+    logged, said, screen = list[str](), list[str](), Screen()
     monkeypatch.setattr(live, "_size", lambda stream: (120, 30))
-    board = TrainingBoard(screen, {}, said.append, clock)
-    board.begun(training())
-    board.trained(0, 0, [Validation("bf16", 0, 0, "held-out", 5.5, 64, 64)])
-    assert not screen.getvalue(), "there is nothing to be seen before a step"
-    board.trained(0, 10, rows(0, 0, 10))
-    clock.now += 30
-    board.trained(0, 10, [LOOK])
-    shown = last_board(screen)
-    assert "seed 1/2, step 10/20, about 1 min 30 s left" in shown and "no alarm" in shown
-    assert re.search(r"bf16 +1\.\d{4} +3\.2500 +64\.0 +no alarm +[▁▂▃▄▅▆▇█]{10}\n", shown)
-    board.trained(0, 15, [TrainingEvent("fp8", 0, 12, "alarm", "a norm")])
-    assert said == ["seed 0, step 12, fp8: a norm"] and "1 alarm, last in seed 0, step 12" in last_board(screen)
-    clock.now += 1
-    board.trained(1, 5, rows(1, 0, 5, ["fp8"]))
+    log, board = TrainingLines(logged.append, clock), TrainingBoard(screen, {}, said.append, clock)
+    for observer in (log, board):
+        observer.begun(training())
+
+    def goes_on(number: int, step: int, *lines: StreamLine, seconds: float = 0.0) -> None:
+        clock.now += seconds
+        for observer in (log, board):
+            observer.trained(number, step, lines)
+
+    goes_on(0, 0, replace(LOOK, step=0))
+    assert not logged and not screen.getvalue(), "there is nothing to be seen before a step"
+    goes_on(0, 10, *rows(0, 0, 10))
+    goes_on(0, 10, LOOK, seconds=30)
+    goes_on(0, 10, LOOK)
+    (line,) = logged
+    assert re.fullmatch(r"seed 1/2, step 10/20, about 1 min 30 s left: bf16 \d\.\d{3}, fp8 \d\.\d{3}", line)
+    assert "about 1 min 30 s left" in last_board(screen)
+    assert re.search(r"bf16 +1\.\d{4} +3\.2500 +64\.0 +no alarm +[▁▂▃▄▅▆▇█]{10}\n", last_board(screen))
+    goes_on(0, 15, alarm(12))
+    assert logged[1:] == said == ["seed 0, step 12, fp8: scales fall"]
+    assert "1 alarm, last in seed 0, step 12" in last_board(screen)
+    goes_on(1, 5, *rows(1, 0, 5, ["fp8"]), replace(LOOK, arm="fp8", seed=1, step=5), seconds=1)
+    assert re.fullmatch(r"seed 2/2, step 5/20, about .* left: fp8 \d\.\d{3}", logged[-1])
     shown = last_board(screen)
     assert "seed 2/2, step 5/20" in shown and "bf16" not in shown and "1 alarm" in shown
-    board.trained(1, 6, [TrainingEvent("fp8", 1, 5, "stopped", "not finite")])
+    goes_on(1, 6, TrainingEvent("fp8", 1, 5, "stopped", "not finite"))
     assert "stopped in step 5" in last_board(screen)
+    drawn = screen.getvalue().count("seed 2/2")
+    for step in range(6, 16):
+        goes_on(1, step + 1, *rows(1, step, step + 1, ["fp8"]), seconds=0.02)
+    assert screen.getvalue().count("seed 2/2") <= drawn + 2
     board.close()
     board.close()
     written = screen.getvalue()
-    assert written.count("\x1b[?25h") >= written.count("\x1b[?25l") and written.endswith("\x1b[2K"), (
-        "erased, cursor seen"
-    )
+    assert written.count("\x1b[?25h") >= written.count("\x1b[?25l") and written.endswith("\x1b[2K")
 
 
-def test_a_board_is_drawn_at_most_five_times_a_second(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Screen()
-    monkeypatch.setattr(live, "_size", lambda stream: (100, 30))
-    board = TrainingBoard(screen, {}, str, clock)
-    board.begun(training())
-    for step in range(20):
-        clock.now += 0.02
-        board.trained(0, step + 1, rows(0, step, step + 1))
-    assert screen.getvalue().count("seed 1/2") <= 3
-    board.close()
-
-
-@pytest.mark.parametrize("size", [(20, 5), (41, 8), (80, 24), (150, 40)])
+@for_each("size", [(20, 5), (41, 8), (80, 24), (150, 40)])
 def test_a_board_is_never_wider_nor_higher_than_the_terminal(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:
@@ -127,62 +127,48 @@ def test_a_board_is_never_wider_nor_higher_than_the_terminal(
     board.close()
 
 
-def test_a_terminal_that_has_gone_away_ends_no_training(clock: Clock) -> None:
-    screen = Screen()
-    board = TrainingBoard(screen, {}, str, clock)
-    board.begun(training())
-    board.trained(0, 5, rows(0, 0, 5))
-    screen.close()
-    for step in (10, 15):
-        clock.now += 1
-        board.trained(0, step, rows(0, step - 5, step))
-    board.close()
-    assert screen.closed
-
-
-def test_bars_are_left_out_where_the_terminal_has_no_letters_for_them(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_that_has_gone_away_ends_no_training_and_an_old_one_has_no_bars(clock: Clock) -> None:
     class Old(Screen):
         encoding = "latin-1"  # type: ignore[assignment]
 
-    screen = Old()
-    board = TrainingBoard(screen, {}, str, clock)
-    board.begun(training())
-    board.trained(0, 5, rows(0, 0, 5))
-    assert "fp8" in screen.getvalue() and screen.getvalue().isascii()
+    for screen in (Old(), Screen()):
+        board = TrainingBoard(screen, {}, str, clock)
+        board.begun(training())
+        board.trained(0, 5, rows(0, 0, 5))
+        assert "fp8" in screen.getvalue() and screen.getvalue().isascii() == (screen.encoding == "latin-1")
+        screen.close()
+        clock.now += 1
+        board.trained(0, 10, rows(0, 5, 10))
+        board.close()
 
 
 NOW = ArmNow(REFERENCE, ((6.0, 2), (2.0, 1), *((0.0, 0),) * (PARTS - 2)), 2.0, 2.5, 192, 0.01)
 
 
-def table_of(*arms: ArmNow, drawn: bool = True) -> dict[str, list[str]]:
+def cells(*arms: ArmNow, drawn: bool = True) -> Table:
     (part,) = board_of("seed 1/2, step 3/20", arms, drawn).parts
     (table,) = part.elements
     assert isinstance(table, Table)
-    return {row[0].text: [field.text for field in row[1:]] for row in table.rows}
+    return table
 
 
 def test_a_row_says_loss_speed_and_health() -> None:
     """Means of parts are drawn on one scale for all arms; what has not been yet is blank, and no emulation is fast."""
     other = replace(NOW, arm=CANDIDATE, parts=((4.0, 2), (math.nan, 1), *NOW.parts[2:]), alarms=2,
                     last_alarm="seed 0, step 2")  # fmt: skip
-    shown = table_of(NOW, other)
-    blank = " " * (PARTS - 2)
-    assert shown["bf16"] == ["2.0000", "2.5000", "19.2 k", "no alarm", f"█▁{blank}"]
-    assert shown["fp8"] == ["2.0000", "2.5000", "-", "2 alarms, last in seed 0, step 2", f"▁x{blank}"]
-    assert table_of(NOW, drawn=False)["bf16"] == ["2.0000", "2.5000", "19.2 k", "no alarm"]
-
-
-def test_what_is_not_known_is_not_made_up() -> None:
-    """Nothing at all yet; losses that are all the same, or no numbers; an arm that came to an early end."""
-    assert table_of(ArmNow(REFERENCE))["bf16"] == ["-", "-", "-", "no alarm", " " * PARTS]
-    assert table_of(replace(NOW, parts=((2.0, 1),) * PARTS))["bf16"][-1] == "▁" * PARTS
-    assert table_of(replace(NOW, parts=((math.inf, 1),) * PARTS))["bf16"][-1] == "x" * PARTS
-    assert table_of(replace(NOW, ended="stopped in step 9"))["bf16"][3] == "stopped in step 9"
-    (part,) = board_of("", [NOW, replace(NOW, alarms=1)], drawn=True).parts
-    (table,) = part.elements
-    assert isinstance(table, Table) and [row[4].tone for row in table.rows] == [Tone.GOOD, Tone.BAD]
+    both, blank = cells(NOW, other), " " * (PARTS - 2)
+    assert [[field.text for field in row] for row in both.rows] == [
+        ["bf16", "2.0000", "2.5000", "19.2 k", "no alarm", f"█▁{blank}"],
+        ["fp8", "2.0000", "2.5000", "-", "2 alarms, last in seed 0, step 2", f"▁x{blank}"],
+    ]
+    assert [row[4].tone for row in both.rows] == [Tone.GOOD, Tone.BAD]
+    for now, drawn, shown in (
+        (NOW, False, ["2.0000", "2.5000", "19.2 k", "no alarm"]),
+        (ArmNow(REFERENCE), True, ["-", "-", "-", "no alarm", " " * PARTS]),
+        (ArmNow(REFERENCE, ((2.0, 1),) * PARTS), True, ["-", "-", "-", "no alarm", "▁" * PARTS]),
+        (ArmNow(REFERENCE, ((math.inf, 1),) * PARTS, ended="out"), True, ["-", "-", "-", "out", "x" * PARTS]),
+    ):  # fmt: skip
+        assert [field.text for field in cells(now, drawn=drawn).rows[0][1:]] == shown
 
 
 TRAIN = (
@@ -209,12 +195,6 @@ class Terminal:
         self.say("send-keys", "-l", text)
         self.say("send-keys", "Enter")
 
-    def resized(self, columns: int, lines: int) -> str:
-        """The screen before that."""
-        before = self.screen()
-        self.say("resize-window", "-x", str(columns), "-y", str(lines))
-        return before
-
     def screen(self) -> str:
         return self.say("capture-pane", "-p").rstrip()
 
@@ -229,14 +209,13 @@ class Terminal:
 @pytest.fixture
 def terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("every token is a byte of this text. " * 4000)
+    write_text()
     made = Terminal()
     yield made
     made.say("kill-server")
 
 
 def at(shown: str) -> int:
-    """The step that a board is at; it is there once."""
     boards = re.findall(r"^seed 1/1, step (\d+)/1000000", shown, re.MULTILINE)
     return int(boards[0]) if len(boards) == 1 and shown.count("no alarm") == 5 and shown.count("held-out") == 1 else 0
 
@@ -262,7 +241,8 @@ def test_nothing_is_left_of_a_board(terminal: Terminal) -> None:
     terminal.type(TRAIN)
     terminal.waits_for(at)
     for width, height in ((60, 30), (44, 12), (130, 40)):
-        before = terminal.resized(width, height)
+        before = terminal.screen()
+        terminal.say("resize-window", "-x", str(width), "-y", str(height))
         shown = terminal.waits_for(partial(goes_on, before, height))
         assert max(map(len, shown.splitlines())) <= width
     (parent,) = children(shell)
@@ -275,3 +255,116 @@ def test_nothing_is_left_of_a_board(terminal: Terminal) -> None:
     terminal.type("clear; stty -a | grep -o '.icanon .*echo ' ; echo $((40 + 2))")
     assert "42" in terminal.waits_for(lambda shown: re.search(r"^42$", shown, re.MULTILINE))
     assert terminal.say("display-message", "-p", "#{cursor_flag}").strip() == "1"
+
+
+def test_the_page_is_there_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first slice on, read again by a browser, no more often than it may; at the end as any report. Whatever
+    is wrong, with the disk or with the page itself, is said once."""
+    begun, store, file = training(), tmp_path / "store", tmp_path / "live.html"
+    told, now, writer = NotedTraining(), [0.0], start_training(begun, store)
+    page, broken = (LivePage(path, store, told.note, lambda: now[0]) for path in (file, file / "live.html"))
+    page.trained(0, 0, ())
+    assert not file.exists()  # nothing has begun
+    page.begun(begun)
+    broken.begun(begun)
+
+    def goes_on(seconds: float, step: int) -> str:
+        now[0] = seconds
+        writer.append(rows(0, step - 4, step))
+        page.trained(0, step, ())
+        broken.trained(0, step, ())
+        return file.read_text()
+
+    first = goes_on(0, 4)
+    assert 'http-equiv="refresh" content="30"' in first and "seed 1 of 2, step 4 of 20, at 20" in first
+    assert "cut off" not in first and first.rstrip().endswith("</html>")
+    assert goes_on(PAGE_SECONDS - 1, 8) == first and "step 12 of 20" in goes_on(PAGE_SECONDS + 1, 12)
+    page.close()
+    last = file.read_text()
+    assert "refresh" not in last and "Written while" not in last and "cut off" in last
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["live.html", "store"]
+    monkeypatch.setattr("fp8bench.features.train.progress.page_of", lambda *_: 1 / 0)
+    broken.close()
+    writer.close()
+    assert len(told.notes) == 2 and "live.html was not written" in told.notes[0] and "division" in told.notes[1]
+
+
+def test_a_command_has_alarms_on_its_stdin(tmp_path: Path) -> None:
+    """A sentence each with the training's id, one command at a time: what is told meanwhile goes to the next one. Those
+    of bands' arms stay in, and events that are none."""
+    told, file, gate = NotedTraining(), tmp_path / "alarms.txt", tmp_path / "gate"
+    command = AlarmCommand(
+        f"echo begun >> '{file}'; cat >> '{file}'; while ! [ -e '{gate}' ]; do sleep 0.01; done", told.note
+    )
+    command.begun(training())
+    command.trained(0, 0, [alarm(4, "bf16 again"), replace(alarm(5), kind="not-finite")])
+    command.close()
+    assert not file.exists()
+    for step in range(3):
+        command.trained(0, step, [alarm(step)])
+    command.trained(0, 5, [TrainingEvent("fp8", 1, 9, "stopped", "the loss is nan")])
+    gate.touch()
+    command.close()
+    lines = [
+        line if line == "begun" else line.removeprefix("training 00000001 of nano: fp8, ")
+        for line in file.read_text().splitlines()
+    ]
+    words = [f"seed 0, step {step}: scales fall (head input). What may help: raise margin" for step in range(3)]
+    assert lines == ["begun", words[0], "begun", *words[1:], "seed 1, step 9: the loss is nan"] and told.notes == []
+
+
+@for_each(
+    ("script", "seconds", "said"),
+    [
+        ("echo no route >&2; exit 7", 30.0, "ended with 7: no route"),
+        ("/no/such/command", 30.0, "ended with 127: "), ("kill -9 $$", 30.0, "ended with -9"),
+        ("sleep 600 & sh -c 'sleep 600; : MARKER'", 0.1, "did not end within"),
+        ("exec 0<&-; trap '' TERM; sleep 600", 0.1, "did not end within"),
+    ],
+)  # fmt: skip
+def test_a_command_that_fails_or_hangs_is_said(script: str, seconds: float, said: str, tmp_path: Path) -> None:
+    """Nothing is waited for: a text that nobody reads, however long, fills no pipe. Nor is any process left."""
+    told, marker = NotedTraining(), f"{tmp_path}/marker"
+    command = AlarmCommand(script.replace("MARKER", marker), told.note, seconds)
+    command.begun(training())
+    begun = time.monotonic()
+    command.trained(0, 1, [replace(alarm(1), words="x" * 1_000_000)])
+    assert time.monotonic() - begun < 10
+    command.close()
+    assert len(told.notes) == 1 and said in told.notes[0] and told.notes[0].endswith("; the training goes on")
+    assert marker not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=False).stdout
+
+
+def test_curves_go_to_wandb_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[dict[str, float]] = []
+    told, options, ends = NotedTraining(), {}, []
+
+    def init(**given: Any) -> SimpleNamespace:
+        options.update(given)
+        return SimpleNamespace(
+            log=logged.append, finish=lambda exit_code=0: ends.append(exit_code),
+            define_metric=lambda name, step_metric: ends.append(f"{name} by {step_metric}"),
+        )  # fmt: skip
+
+    for make in (init, lambda **_: 1 / 0):
+        monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=make))
+        board = LiveBoard("mine", told.note)
+        board.begun(training())
+        board.trained(0, 2, [row_of("bf16", 0, 0), row_of("bf16", 0, 1), row_of("fp8", 0, 0)])
+        board.close()
+    assert (options["project"], options["id"], options["resume"]) == ("mine", "fp8bench-00000001-live", "allow")
+    assert [values["step"] for values in logged] == [0, 1, 0] and "fp8/seed-0/training/loss" in logged[2]
+    assert ends == ["* by step", 0] and len(told.notes) == 1 and "division by zero" in told.notes[0]
+
+
+def test_whoever_watched_before_is_told_all_the_same(tmp_path: Path) -> None:
+    """The first observer has notes and what is worked on; without options it is the observer itself."""
+    told, file = NotedTraining(), tmp_path / "a.txt"
+    with outward(told, tmp_path, None, None) as alone:
+        assert alone is told
+    with outward(told, tmp_path, tmp_path / "live.html", f"cat > '{file}'; exit 3") as several:
+        several.begun(training())
+        several.note("a word")
+        several.trained(0, 1, [alarm(1)])
+    assert told.notes[0] == "a word" and "ended with 3" in told.notes[1] and file.read_text()
+    assert not (tmp_path / "live.html").exists()  # the store has no such training

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8bench import files
 from fp8bench.features.train import run as job
-from fp8bench.features.train.kind import TrainingKind, training_files
+from fp8bench.features.train.kind import TrainingKind
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
@@ -22,112 +20,88 @@ from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.features.train.words import answer, notes
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.report.terminal.layout import render
-from tests.features.train.test_run import kinds
+from tests.features.train.conftest import Trained
 from tests.trainings import FakeLab, NotedTraining, said, small, strikes, write_tokens
 
 REWIND = TrainerSettings(on_nan="rewind")
-Trains = Callable[..., KeptTraining]
 
 
-@pytest.fixture
-def trains(store: Path, monkeypatch: pytest.MonkeyPatch) -> Trains:
-    """Train with a lab that trains nothing; without a request go on with the training that is there."""
-    monkeypatch.setattr(files.os, "fsync", lambda descriptor: None)
-    Path("text.txt").write_text("every token is a byte of this text. " * 4000)
-
-    def train(lab: FakeLab, request: TrainingRequest | None = None) -> KeptTraining:
-        monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: lab)
-        seen = NotedTraining()
-        if request is None:
-            return job.resume(training_files(store)[0], store, seen)[1]
-        return job.train(request, store, seen, "fp8bench train")
-
-    return train
+def ill(first: int, last: int | None = None) -> FakeLab:
+    """A lab whose fp8 has steps that are not finite, in every seed."""
+    return FakeLab(bad=lambda arm, seed, step: arm == "fp8" and first <= step <= (first if last is None else last))
 
 
 def rewinds(kept: KeptTraining) -> list[tuple[str, int, int, int, int]]:
     """Arm, seed, to which step, and the first and the last whose batch is passed over."""
-    events = [event for event in kept.of(TrainingEvent) if event.kind == REWOUND]
-    return [
-        (one.arm, one.seed, int(dict(one.values)["to"]), int(dict(one.values)["first"]), one.step) for one in events
-    ]
+    events = [(event, dict(event.values)) for event in kept.of(TrainingEvent) if event.kind == REWOUND]
+    return [(event.arm, event.seed, int(own["to"]), int(own["first"]), event.step) for event, own in events]
 
 
-def one_batch(arm: str, seed: int, step: int) -> bool:
-    return (arm, seed, step) == ("fp8", 1, 13)
-
-
-def test_a_batch_that_gives_nan_is_passed_over(trains: Trains) -> None:
+def test_a_batch_that_gives_nan_is_passed_over(trained: Trained) -> None:
     """From the checkpoint before it on, every other step once; looks in between are made again, once."""
-    whole = trains(FakeLab(), small(settings=REWIND))
-    kept = trains(FakeLab(bad=one_batch), small(settings=REWIND, evaluate=4))
+    whole, _, _ = trained(FakeLab(), small(settings=REWIND))
+    lab = FakeLab(bad=lambda *place: place == ("fp8", 1, 13))
+    kept, _, _ = trained(lab, small(settings=REWIND, evaluate=4))
     assert kept.finished and rewinds(kept) == [("fp8", 1, 12, 13, 13)]
-    steps = [row.step for row in kept.of(StepRow) if (row.arm, row.seed) == ("fp8", 1)]
-    assert steps == [step for step in range(20) if step != 13]
-    others = [row for row in whole.of(StepRow) if (row.arm, row.seed, row.step) != ("fp8", 1, 13)]
-    assert sorted(map(repr, kept.of(StepRow))) == sorted(map(repr, others))
+    rows = [row for row in whole.of(StepRow) if (row.arm, row.seed, row.step) != ("fp8", 1, 13)]
+    assert sorted(map(repr, kept.of(StepRow))) == sorted(map(repr, rows))
     looks = [look.step for look in kept.of(Validation) if (look.arm, look.seed) == ("fp8", 1)]
     assert looks == [0, 4, 8, 12, 16, 20]
 
 
-def test_one_that_comes_again_goes_further_back_each_time(trains: Trains) -> None:
+def test_one_that_comes_again_goes_further_back_each_time(trained: Trained) -> None:
     """As a state does that is wrong since some step: more batches are passed over, from an older checkpoint, and at
     last from the first step; then a sentence ends it."""
-    lab = FakeLab(bad=lambda arm, seed, step: arm == "fp8" and step >= 16)
-    kept = trains(lab, small(settings=REWIND, seeds=1, keep=5))
+    kept, _, _ = trained(ill(16, 99), small(settings=REWIND, seeds=1, keep=5))
     assert rewinds(kept) == [("fp8", 0, 15, 16, 16), ("fp8", 0, 10, 14, 17), ("fp8", 0, 0, 3, 18)]
     (stopped,) = [event for event in kept.of(TrainingEvent) if event.kind == "stopped"]
-    assert stopped.step == 19 and "3 rewinds, all that --rewinds allows, did not help" in stopped.words
+    assert stopped.step == 19 and "3 rewinds, all that --rewinds allows" in stopped.words
     assert [row.step for row in kept.of(StepRow) if row.arm == "fp8"] == [0, 1, 2, 19]
-    found = verdicts_of(kept.training, kept.lines)
-    assert found.arms[0].judged.learned is Learned.DIVERGED and "does not learn" in answer(found.arms[0], found)
+    verdicts = verdicts_of(kept.training, kept.lines)
+    assert verdicts.arms[0].judged.learned is Learned.DIVERGED
+    assert "does not learn" in answer(verdicts.arms[0], verdicts)
 
 
-def test_as_many_rewinds_as_are_allowed(trains: Trains) -> None:
+def test_as_many_rewinds_as_are_allowed(trained: Trained) -> None:
     lab = FakeLab(bad=lambda arm, seed, step: arm == "fp8" and step in (7, 19))
-    for allowed, count in ((1, 1), (2, 2)):
-        kept = trains(lab, small(settings=replace(REWIND, rewinds=allowed), seeds=1))
-        assert len(rewinds(kept)) == count and ("stopped" in kinds(kept)) == (allowed == 1)
+    for allowed in (1, 2):
+        kept, _, _ = trained(lab, small(settings=replace(REWIND, rewinds=allowed), seeds=1))
+        kinds = {event.kind for event in kept.of(TrainingEvent)}
+        assert len(rewinds(kept)) == allowed and ("stopped" in kinds) == (allowed == 1)
 
 
-@pytest.mark.parametrize("strike", range(1, 40, 3))
-def test_killed_in_the_middle_of_a_rewind_it_comes_to_the_same_lines(trains: Trains, strike: int) -> None:
+def test_killed_in_the_middle_of_a_rewind_it_comes_to_the_same_lines(trained: Trained) -> None:
     """Before, within and after it, several rewinds that follow each other closely included."""
 
     def bad(arm: str, seed: int, step: int) -> bool:
         return arm in ("fp8", "bf16 again") and step in (8, 9, 16)
 
-    request, asked = small(settings=REWIND, seeds=1), [0]
-    whole = trains(FakeLab(bad=bad), request)
+    request = small(settings=REWIND, seeds=1)
+    whole, _, _ = trained(FakeLab(bad=bad), request)
+    for strike in range(21, 60, 3):
+        asked = [0]
 
-    def fault(name: str, arm: str, seed: int, step: int) -> BaseException | None:
-        asked[0] += name in ("advance", "rewind", "rewinds", "validate")
-        return KeyboardInterrupt() if asked[0] == strike + 20 else None
+        def fault(name: str, *_: object, strike: int = strike, asked: list[int] = asked) -> BaseException | None:
+            asked[0] += name in ("advance", "rewind", "rewinds", "validate")
+            return KeyboardInterrupt() if asked[0] == strike else None
 
-    half = trains(FakeLab(fault, bad=bad), request)
-    assert not half.finished
-    rest = trains(FakeLab(bad=bad))
-    assert rest.finished and list(map(repr, said(rest))) == list(map(repr, said(whole)))
+        half, _, _ = trained(FakeLab(fault, bad=bad), request)
+        rest, _, _ = trained(FakeLab(bad=bad))
+        assert not half.finished and rest.finished, strike
+        assert list(map(repr, said(rest))) == list(map(repr, said(whole))), strike
 
 
-def test_nobody_is_compared_on_a_batch_that_one_passed_over(trains: Trains) -> None:
+def test_nobody_is_compared_on_a_batch_that_one_passed_over(trained: Trained) -> None:
     """Also where it is in the last tenth: the reference's endpoint is without it, and the verdict names it."""
-
-    def bad(arm: str, seed: int, step: int) -> bool:
-        return arm == "fp8" and step == 18
-
-    kept = trains(FakeLab(bad=bad), small(settings=REWIND, seeds=5))
-    found = verdicts_of(kept.training, kept.lines)
-    (fp8,) = found.arms
+    kept, _, _ = trained(ill(18), small(settings=REWIND, seeds=5))
+    (fp8,) = verdicts_of(kept.training, kept.lines).arms
     curves = curves_of(kept.lines, 20)
     for pair in fp8.pairs:
         base, own = (curves[name, pair.seed] for name in ("bf16", "fp8"))
         assert own.passed == {18} and pair.gap == pytest.approx(own.rows[19].loss / base.rows[19].loss - 1)
-    assert len(fp8.pairs) == 5
-    assert list(notes(fp8)) == [
-        "in seeds 0, 1, 2, 3 and 4 the batches of step 18 were passed over: no arm is compared on them"
-    ]
-    last = trains(FakeLab(bad=lambda arm, seed, step: arm == "fp8" and step >= 18), small(settings=REWIND, seeds=1))
+    (note,) = notes(fp8)
+    assert len(fp8.pairs) == 5 and note.startswith("in seeds 0, 1, 2, 3 and 4 the batches of step 18 were passed over")
+    last, _, _ = trained(ill(18, 99), small(settings=REWIND, seeds=1))
     (fp8,) = verdicts_of(last.training, last.lines).arms
     assert [void.value for _, void in fp8.voids] == ["all batches of its last tenth were passed over"]
 
@@ -150,23 +124,19 @@ def test_a_real_training_killed_in_a_rewind_comes_to_the_same_bits(
         return loss * torch.nan if self.step in (7, 8) and self.arm.name == "fp8-delayed" else loss
 
     monkeypatch.setattr(Trainer, "_losses", planted)
-    settings = TrainerSettings(on_nan="rewind", batch=1, sequence=16, dropout=0.1)
     request = TrainingRequest(
         dtypes=("bf16", "fp8-delayed"), steps=12, seeds=1, evaluate=4, keep=3, data="text", energy=False,
-        bands=("none",), settings=settings,
+        bands=("none",), settings=replace(REWIND, batch=1, sequence=16, dropout=0.1),
     )  # fmt: skip
     whole = job.train(request, store, NotedTraining(), "")
     assert [rewind[2:] for rewind in rewinds(whole)] == [(6, 7, 7), (3, 5, 8)]
     for stop in (14, 20, 25):
         steps[0], limit[0] = 0, stop
         half = job.train(request, store, NotedTraining(), "")
-        assert not half.finished
         limit[0] = 10**9
         rest = job.resume(Path(half.path), store, NotedTraining())[1]
-        assert rest.finished and list(map(repr, said(rest))) == list(map(repr, said(whole))), stop
-
-
-TO_A_LOSS = {"until": 1.8, "evaluate": 4, "keep": 6, "steps": 40}
+        assert not half.finished and rest.finished
+        assert list(map(repr, said(rest))) == list(map(repr, said(whole))), stop
 
 
 class Slower(FakeLab):
@@ -178,44 +148,41 @@ class Slower(FakeLab):
         return tuple(replace(look, loss=4.0 / (1 + look.step / pace)) for look in looks)
 
 
-def test_a_seed_ends_where_all_arms_have_come_to_the_loss(trains: Trains) -> None:
+def to_a_loss(until: float = 1.8, **changes: Any) -> TrainingRequest:
+    return small(until=until, evaluate=4, keep=6, steps=40, **changes)
+
+
+def test_a_seed_ends_where_all_arms_have_come_to_the_loss(trained: Trained) -> None:
     """At the look at which the slowest is there, with the looks of a last step; the table and the answer say when."""
-    kept = trains(Slower(), small(**TO_A_LOSS, seeds=3))
+    kept, _, _ = trained(Slower(), to_a_loss(seeds=3))
     assert kept.finished and {row.step for row in kept.of(StepRow)} == set(range(16))
     assert [look.step for look in kept.of(Validation) if look.of != "held-out"] == [16] * 12
-    found = verdicts_of(kept.training, kept.lines)
-    at = {one.arm: one for one in found.reached}
+    verdicts = verdicts_of(kept.training, kept.lines)
+    reference, fp8 = verdicts.reached
     # Exactly 9.78 and 13.04; straight between looks of a bent curve a little later.
-    assert [place.steps for place in at["bf16"].seeds] == [pytest.approx(9.9, abs=0.1)] * 3
-    assert at["bf16"].seeds[0].tokens == pytest.approx(9.9 * 32, rel=0.02) and at["fp8"].seeds[0].seconds is None
-    assert at["fp8"].times == pytest.approx(4 / 3, rel=0.02) and at["fp8"].interval is not None
-    assert "it reaches 1.8 in 1.3" in answer(found.arms[0], found) and answer(found.arms[0], found).endswith(
-        "(3 seeds)"
-    )
-    assert len(found.arms[0].pairs) == 3 and {curve.steps for curve in curves_of(kept.lines, 40).values()} == {16}
+    assert [place.steps for place in reference.seeds] == [pytest.approx(9.9, abs=0.1)] * 3
+    assert reference.seeds[0].tokens == pytest.approx(9.9 * 32, rel=0.02) and fp8.seeds[0].seconds is None
+    assert fp8.times == pytest.approx(4 / 3, rel=0.02) and fp8.interval is not None
+    told = answer(verdicts.arms[0], verdicts)
+    assert "it reaches 1.8 in 1.3" in told and told.endswith("(3 seeds)")
+    assert len(verdicts.arms[0].pairs) == 3 and {curve.steps for curve in curves_of(kept.lines, 40).values()} == {16}
     text = " ".join(render(TrainingKind().view(kept).page()).split())
-    assert "to a loss of 1.8 on held-out text" in text and "3 of 3" in text and "quantised:fp8" in text
+    assert "to a loss of 1.8" in text and "3 of 3" in text and "quantised:fp8" in text
 
 
-def test_one_that_never_arrives_says_so(trains: Trains) -> None:
+def test_one_that_never_arrives_says_so(trained: Trained) -> None:
     """All steps are then taken; one that has stopped holds nobody up."""
-    kept = trains(Slower(), small(**{**TO_A_LOSS, "until": 0.7}))
-    found = verdicts_of(kept.training, kept.lines)
-    assert len(kept.of(StepRow)) == 320
-    assert "it never reached a loss of 0.7 on held-out text, which bf16 did in 2 of 2 seeds" in answer(
-        found.arms[0], found
-    )
-    kept = trains(Slower(), small(**{**TO_A_LOSS, "until": 0.1}))
-    found = verdicts_of(kept.training, kept.lines)
-    assert "never reached a loss of 0.1 on held-out text, and neither did bf16" in answer(found.arms[0], found)
+    for until, words in ((0.7, "which bf16 did in 2 of 2 seeds"), (0.1, "and neither did bf16")):
+        kept, _, _ = trained(Slower(), to_a_loss(until))
+        verdicts = verdicts_of(kept.training, kept.lines)
+        assert len(kept.of(StepRow)) == 320 and words in answer(verdicts.arms[0], verdicts)
     lost = Slower(bad=lambda arm, seed, step: arm == "fp8" and step > 3)
-    kept = trains(lost, small(**TO_A_LOSS, settings=REWIND))
+    kept, _, _ = trained(lost, to_a_loss(settings=REWIND))
     assert max(row.step for row in kept.of(StepRow)) == 11
 
 
-@pytest.mark.parametrize("step", [0, 5, 12])
-def test_cut_off_on_the_way_to_a_loss_it_ends_in_the_same_place(trains: Trains, step: int) -> None:
-    whole = trains(Slower(), small(**TO_A_LOSS))
-    half = trains(Slower(strikes("fp8", step, KeyboardInterrupt(), seed=1)), small(**TO_A_LOSS))
-    assert not half.finished
-    assert said(trains(Slower())) == said(whole)
+def test_cut_off_on_the_way_to_a_loss_it_ends_in_the_same_place(trained: Trained) -> None:
+    whole, _, _ = trained(Slower(), to_a_loss())
+    for step in (0, 5, 12):
+        half, _, _ = trained(Slower(strikes("fp8", step, KeyboardInterrupt(), seed=1)), to_a_loss())
+        assert not half.finished and said(trained(Slower())[0]) == said(whole), step

@@ -7,14 +7,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp8bench.features.train.health import inputs, loops, steps, tensors
+from fp8bench.features.train.health import loops, steps, tensors
 from fp8bench.features.train.health.steps import HealthAlarm, HealthRule, Remedy, WatchedArm
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import Arm, ArmRole, StepRow, StreamLine, TrainingEvent
 from fp8bench.model import Scalar
 from fp8bench.registry import precisions
 
-RULES: tuple[type[HealthRule[Any]], ...] = (*steps.RULES, *tensors.RULES, *loops.RULES, *inputs.RULES)
+RULES: tuple[type[HealthRule[Any]], ...] = (
+    steps.GradientSpike, steps.LossPlateau, steps.UpdateBurst, steps.NotFiniteStep, steps.LossGap,
+    tensors.ScaleFall, tensors.ScaleRise, tensors.ScaleUnsettled, tensors.ScaleAtEdge, tensors.Lag,
+    tensors.OverflowBurst, tensors.UnderflowCreep, tensors.WeightsBehind, tensors.NotFiniteTensor,
+    tensors.EmbeddingCollapse, tensors.AttentionOverflow, tensors.BatchNormDrift, tensors.LayerStill,
+    # From here on: nothing beside the training is needed.
+    loops.GradientsLeft, loops.MomentsGone, loops.NoUpdate, loops.LayerGradient, loops.SameInputs,
+    loops.LossAboveGuessing, loops.LossLeaked, loops.LossBackUp, steps.GradientScale, loops.AmaxJump, loops.DeadUnits,
+    loops.NormGain, loops.LargeLogits, loops.DuplicateInputs, loops.DataDrift,
+)  # fmt: skip
 # An episode ends, and another alarm may be raised, when a rule has found nothing for so many steps.
 REST = 50
 
@@ -34,7 +43,7 @@ class Health:
 
     def see(self, lines: Iterable[StreamLine]) -> tuple[TrainingEvent, ...]:
         """The alarms of the next lines. Those of one rule in one step are one, about the tensor it saw first."""
-        found: dict[tuple[str, int, int, str], tuple[TrainingEvent, int]] = {}
+        alarms: dict[tuple[str, int, int, str], tuple[TrainingEvent, int]] = {}
         for line in lines:
             if isinstance(line, TrainingEvent):
                 continue
@@ -43,10 +52,10 @@ class Health:
                 if alarm is None or not self._is_new(rule, alarm, line.seed, line.step):
                     continue
                 key = (rule.arm.name, line.seed, line.step, rule.name)
-                event, more = found.get(key, (self._event(rule, alarm, line.seed, line.step), -1))
-                found[key] = event, more + 1
-        others = {more: f", and {more} tensor{'s' if more > 1 else ''} more" for _, more in found.values() if more}
-        return tuple(replace(event, words=event.words + others.get(more, "")) for event, more in found.values())
+                event, more = alarms.get(key, (self._event(rule, alarm, line.seed, line.step), -1))
+                alarms[key] = event, more + 1
+        others = {more: f", and {more} tensor{'s' if more > 1 else ''} more" for _, more in alarms.values() if more}
+        return tuple(replace(event, words=event.words + others.get(more, "")) for event, more in alarms.values())
 
     def _rules_of(self, seed: int, arm: str) -> list[HealthRule[Any]]:
         """The rules that read the lines of an arm: its own, and those that compare others with it."""
@@ -61,7 +70,7 @@ class Health:
         return self._rules.get((seed, arm), [])
 
     def _watched(self, arm: Arm) -> WatchedArm:
-        named = {one.role: one.name for one in self._arms.values()}
+        named = {other.role: other.name for other in self._arms.values()}
         slowest = min((factor for _, factor in self._settings.rates), default=1.0)
         if arm.role not in (ArmRole.CANDIDATE, ArmRole.REPEAT):
             return WatchedArm(arm.name, slowest=slowest)
@@ -146,15 +155,15 @@ class RemedyTrial:
 def trials_of(alarm: TrainingEvent, arm: Arm, settings: TrainerSettings) -> tuple[RemedyTrial, ...]:
     """The arm as it was, and with every remedy that changes it; one that changes what states are kept in cannot be
     tried in the middle of a training."""
-    rule = next(one for one in RULES if one.name == rule_of(alarm))
+    rule = next(kind for kind in RULES if kind.name == rule_of(alarm))
     own = arm.taken(settings)
-    found = [RemedyTrial("", _called(arm, "as it was", arm.precision), own)]
+    trials = [RemedyTrial("", _called(arm, "as it was", arm.precision), own)]
     for remedy in rule.remedies:
         precision, changed = helped(arm.precision, own, remedy, alarm.layer)
         kept = ("master", "gradients", "optimizer_states")
         if (precision, changed) != (arm.precision, own) and all(getattr(changed, a) == getattr(own, a) for a in kept):
-            found.append(RemedyTrial(remedy.value, _called(arm, remedy.value, precision), changed))
-    return tuple(found)
+            trials.append(RemedyTrial(remedy.value, _called(arm, remedy.value, precision), changed))
+    return tuple(trials)
 
 
 def _called(arm: Arm, words: str, precision: str) -> Arm:
@@ -183,16 +192,11 @@ def outcome(
 
     tried = [trial for trial in trials if trial is not as_it_was]
     good = sorted(filter(helps, tried), key=lambda trial: (again[trial], -gains[trial]))
-    said = [
-        f"{remedy_trial.remedy}: {_words(again[remedy_trial], gains[remedy_trial])}"
-        for remedy_trial in (*good, *(t for t in tried if t not in good))
-    ]
+    ordered = (*good, *(trial for trial in tried if trial not in good))
+    said = [f"{trial.remedy}: {_words(again[trial], gains[trial])}" for trial in ordered]
     said.append(f"as it was: {'the alarm again' if again[as_it_was] else 'no alarm'}")
     head = f"{good[0].remedy} helped most" if good else "nothing that was tried helped"
-    figures = [
-        (remedy_trial.remedy, gains[remedy_trial] if math.isfinite(gains[remedy_trial]) else str(gains[remedy_trial]))
-        for remedy_trial in tried
-    ]
+    figures = [(trial.remedy, gain if math.isfinite(gain := gains[trial]) else str(gain)) for trial in tried]
     return TrainingEvent(
         alarm.arm, alarm.seed, alarm.step, "tried-fix", f"{head}, from step {step} on: {'; '.join(said)}", alarm.layer,
         alarm.tensor, (("rule", rule_of(alarm)), *figures), good[0].remedy if good else "",

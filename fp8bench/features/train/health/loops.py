@@ -1,12 +1,11 @@
-"""Rules that need nothing beside a training to see what is wrong with it: most of it is wrong with the loop, or
-with its batches."""
+"""Rules that need nothing beside a training to see what is wrong with it: mostly with the loop, or with its batches."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
 from dataclasses import field
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from fp8bench.features.train.health.steps import LEARNED, HealthAlarm, HealthRule, Remedy, newest, noise_of_values
@@ -194,47 +193,6 @@ class NoUpdate(HealthRule[Any]):
         return HealthAlarm(f"steps change nothing: {words}", figures=(("times", times),)) if times >= most else None
 
 
-class GradientScale(HealthRule[StepRow]):
-    """Gradients are several times larger, or smaller, from one step on, and the loss is not, or by just as much."""
-
-    name = "gradient-scale"
-    reads = StepRow
-    last = 3
-    keep = 20
-    octaves = 1.9
-    apart = 1.0
-    noise = 5.0
-    looks_at = f"the last {last} steps, and the {keep} before"
-    alarms_at = (
-        f"medians {octaves:g} octaves and {noise:g} times the noise apart, the last 1 beyond all before; the loss "
-        "as it was, or moved by as much, within half an octave"
-    )
-    because = "what is steeper has another loss; a factor alone comes from a loss scale, a sum, or micro-batches"
-    remedies = (Remedy.LOOK_AT_LOOP, Remedy.DYNAMIC_LOSS_SCALE)
-    _rows: deque[tuple[float, float]] = newest(keep + last)
-
-    def see(self, line: StepRow) -> HealthAlarm | None:
-        if not (0 < line.gradient_norm < math.inf and 0 < line.loss < math.inf):
-            return None
-        self._rows.append((math.log2(line.gradient_norm), math.log2(line.loss)))
-        norms, losses = zip(*self._rows, strict=True)
-        before, last = norms[: -self.last], norms[-self.last :]
-        if len(before) < self.keep:
-            return None
-        moved, loss = (median(some[-self.last :]) - median(some[: -self.last]) for some in (norms, losses))
-        gap = min(last) - max(before) if moved > 0 else min(before) - max(last)
-        if abs(moved) < max(self.octaves, self.noise * noise_of_values(before)) or gap < self.apart:
-            return None
-        if min(abs(loss), abs(loss - moved)) > 0.5:
-            return None
-        way, with_loss = "larger" if moved > 0 else "smaller", ", and so is the loss" if abs(loss) > 0.5 else ""
-        words = (
-            f"gradients are {2 ** abs(moved):.3g} times {way}{with_loss}, about 2^{abs(round(moved))}: a loss scale "
-            "left in, a sum for a mean, or micro-batches that are not divided by their number"
-        )
-        return HealthAlarm(words, figures=(("octaves", moved), ("loss_octaves", loss)))
-
-
 class SameInputs(FigureRule):
     """The model is given the same batch again and again: a loader that stands still."""
 
@@ -407,7 +365,63 @@ class LayerGradient(FigureRule):
         return f"the gradient of {line.layer}'s weight points the other way (a cosine of {line.value:.2f})"
 
 
-RULES: tuple[type[HealthRule[Any]], ...] = (
-    GradientsLeft, MomentsGone, NoUpdate, LayerGradient, SameInputs, LossAboveGuessing, LossLeaked, LossBackUp,
-    GradientScale, AmaxJump, DeadUnits, NormGain, LargeLogits,
-)  # fmt: skip
+class DuplicateInputs(FigureRule):
+    """Examples of a batch are copies of each other: a sampler, or a join, has repeated them."""
+
+    name = "duplicate-inputs"
+    figure = "duplicates"
+    keep = 3
+    share = 0.5
+    looks_at = f"{keep} watched batches in turn, of eight examples of eight values or more"
+    alarms_at = f"{share:.0%} of the examples of all of them are equal to another in the batch"
+    because = "a loader draws each example once an epoch; what is drawn with replacement repeats few of many"
+    remedies = (Remedy.LOOK_AT_DATA,)
+
+    def judge(self, line: StepFigure, last: deque[float]) -> str:
+        if len(last) < self.keep or min(last) < self.share:
+            return ""
+        return f"{line.value:.0%} of the examples of a batch are copies of others in it"
+
+
+class DataDrift(HealthRule[StepFigure]):
+    """Inputs are not what they were: a source, a preprocessing, or their order is another."""
+
+    name = "data-drift"
+    reads = StepFigure
+    first = 10
+    last = 4
+    noise = 6.0
+    far = 0.5
+    looks_at = f"the means of the last {last} watched batches' inputs, and of the first {first}"
+    alarms_at = (
+        f"all of the last on one side of the mean of the first, {noise:g} of their standard deviations and {far:g}"
+        " of the inputs' own away"
+    )
+    because = "batches that are drawn from one source have means as far apart as those of the first"
+    remedies = (Remedy.LOOK_AT_DATA,)
+    _first: list[float] = field(default_factory=list)
+    _last: deque[float] = newest(last)
+    _deviations: deque[float] = newest(first)
+
+    def see(self, line: StepFigure) -> HealthAlarm | None:
+        if line.name == "input_deviation":
+            self._deviations.append(line.value)
+        if line.name != "input_mean":
+            return None
+        if len(self._first) < self.first:
+            self._first.append(line.value)
+            return None
+        self._last.append(line.value)
+        usual, size = fmean(self._first), median(self._deviations or [0.0])
+        moved = [value - usual for value in self._last]
+        least = min(map(abs, moved))
+        same_side = min(moved) > 0 or max(moved) < 0
+        if len(moved) < self.last or not same_side or least <= max(self.noise * stdev(self._first), self.far * size):
+            return None
+        words = (
+            f"the mean of the inputs has moved from {usual:.3g} to {line.value:.3g}, by {least / size:.2g} of their "
+            "standard deviations or more"
+            if size
+            else f"the inputs have moved from {usual:.3g} to {line.value:.3g}"
+        )
+        return HealthAlarm(words, figures=(("mean", line.value), ("usual", usual), ("deviation", size)))

@@ -126,10 +126,10 @@ class GradientSpike(HealthRule[StepRow]):
         norm, loss, norms, losses = line.gradient_norm, line.loss, self._norms, self._losses
         if not math.isfinite(norm + loss):
             return None
-        found = self._judged(norm, loss) if len(norms) >= self.fewest else None
+        alarm = self._judged(norm, loss) if len(norms) >= self.fewest else None
         norms.append(norm)
         losses.append(loss)
-        return found
+        return alarm
 
     def _judged(self, norm: float, loss: float) -> HealthAlarm | None:
         usual = median(self._norms)
@@ -175,7 +175,7 @@ class UpdateBurst(HealthRule[StepRow]):
         return HealthAlarm(words, figures=(("ratio", ratio), ("median", usual)))
 
 
-class Plateau(HealthRule[Any]):
+class LossPlateau(HealthRule[Any]):
     """The loss stands still although gradients are as large as they were and the rate is high: nothing is learned.
 
     Where losses are so noisy that their means can lie near each other by chance, nothing is said; nor where a cross
@@ -269,6 +269,47 @@ class NotFiniteStep(HealthRule[StepRow]):
         return HealthAlarm(words, figures=((first, str(figures[first])), ("loss_scale", line.loss_scale)))
 
 
+class GradientScale(HealthRule[StepRow]):
+    """Gradients are several times larger, or smaller, from one step on, and the loss is not, or by just as much."""
+
+    name = "gradient-scale"
+    reads = StepRow
+    last = 3
+    keep = 20
+    octaves = 1.9
+    apart = 1.0
+    noise = 5.0
+    looks_at = f"the last {last} steps, and the {keep} before"
+    alarms_at = (
+        f"medians {octaves:g} octaves and {noise:g} times the noise apart, the last 1 beyond all before; the loss "
+        "as it was, or moved by as much, within half an octave"
+    )
+    because = "what is steeper has another loss; a factor alone comes from a loss scale, a sum, or micro-batches"
+    remedies = (Remedy.LOOK_AT_LOOP, Remedy.DYNAMIC_LOSS_SCALE)
+    _rows: deque[tuple[float, float]] = newest(keep + last)
+
+    def see(self, line: StepRow) -> HealthAlarm | None:
+        if not (0 < line.gradient_norm < math.inf and 0 < line.loss < math.inf):
+            return None
+        self._rows.append((math.log2(line.gradient_norm), math.log2(line.loss)))
+        norms, losses = zip(*self._rows, strict=True)
+        before, last = norms[: -self.last], norms[-self.last :]
+        if len(before) < self.keep:
+            return None
+        moved, loss = (median(some[-self.last :]) - median(some[: -self.last]) for some in (norms, losses))
+        gap = min(last) - max(before) if moved > 0 else min(before) - max(last)
+        if abs(moved) < max(self.octaves, self.noise * noise_of_values(before)) or gap < self.apart:
+            return None
+        if min(abs(loss), abs(loss - moved)) > 0.5:
+            return None
+        way, with_loss = "larger" if moved > 0 else "smaller", ", and so is the loss" if abs(loss) > 0.5 else ""
+        words = (
+            f"gradients are {2 ** abs(moved):.3g} times {way}{with_loss}, about 2^{abs(round(moved))}: a loss scale "
+            "left in, a sum for a mean, or micro-batches that are not divided by their number"
+        )
+        return HealthAlarm(words, figures=(("octaves", moved), ("loss_octaves", loss)))
+
+
 class GapCause:
     """Of two trainings that differ: by data, by dropout, or by arithmetic alone, as far as figures say it."""
 
@@ -354,6 +395,3 @@ class LossGap(HealthRule[Any]):
 def noise_of_values(values: Sequence[float]) -> float:
     """The standard deviation of values around whatever course they take, by their neighbours' differences."""
     return 1.4826 * median(abs(after - before) for before, after in pairwise(values)) / math.sqrt(2)
-
-
-RULES = (GradientSpike, Plateau, UpdateBurst, NotFiniteStep, LossGap)

@@ -33,9 +33,9 @@ class TensorRule(HealthRule[LayerReading]):
 
     def see(self, line: LayerReading) -> HealthAlarm | None:
         before = self._before[line.layer, line.role]
-        found = self.judge(line, before)
+        alarm = self.judge(line, before)
         before.append(line)
-        return None if found is None else HealthAlarm(found[0], line.layer, line.role, found[1])
+        return None if alarm is None else HealthAlarm(alarm[0], line.layer, line.role, alarm[1])
 
     @abstractmethod
     def judge(self, reading: LayerReading, before: deque[LayerReading]) -> tuple[str, Params] | None:
@@ -386,9 +386,3 @@ class BatchNormDrift(FigureRule):
             return ""
         far = "infinitely" if math.isinf(line.value) else f"{line.value:.2g} deviations"
         return f"running statistics of {line.layer} are {far} from those of its batches, {len(last)} readings in a row"
-
-
-RULES: tuple[type[HealthRule[Any]], ...] = (
-    ScaleFall, ScaleRise, ScaleUnsettled, ScaleAtEdge, Lag, OverflowBurst, UnderflowCreep, WeightsBehind,
-    NotFiniteTensor, EmbeddingCollapse, AttentionOverflow, BatchNormDrift, LayerStill,
-)  # fmt: skip

@@ -139,7 +139,7 @@ def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
             rows[key] |= {step: replace(empty, step=step) for step in steps_passed}
     return {
         key: Curve(
-            ends.get(key[1], steps), tuple(found for _, found in sorted(own.items())), held_out[key],
+            ends.get(key[1], steps), tuple(row for _, row in sorted(own.items())), held_out[key],
             frozenset(events[key]), beside[key], frozenset(passed[key]),
         )
         for key, own in rows.items() if own
@@ -263,17 +263,17 @@ def judge(pairs: Sequence[Pair], margin: float, looks: bool = True) -> JudgedArm
     """The verdict on pairs, none of which diverged. Not `looks`: there is no held-out text, and nothing to agree."""
     gap = gap_of([pair.gap for pair in pairs])
     held_out = gap_of([pair.held_out for pair in pairs if pair.held_out is not None])
-    found = JudgedArm(Learned.INCONCLUSIVE, gap, held_out)
+    open_arm = JudgedArm(Learned.INCONCLUSIVE, gap, held_out)
     if gap is None or gap.decides is None or gap.pairs < LEAST_PAIRS:
-        return replace(found, why=Why.FEW_PAIRS, more_seeds=LEAST_PAIRS - len(pairs))
+        return replace(open_arm, why=Why.FEW_PAIRS, more_seeds=LEAST_PAIRS - len(pairs))
     if looks and (held_out is None or held_out.decides is None or held_out.pairs < LEAST_PAIRS):
-        return replace(found, why=Why.NO_HELD_OUT)
+        return replace(open_arm, why=Why.NO_HELD_OUT)
     learned = rule(gap.decides, margin)
     if learned is Learned.INCONCLUSIVE:
-        return replace(found, why=Why.TOO_WIDE, more_seeds=seeds_until(gap, margin))
+        return replace(open_arm, why=Why.TOO_WIDE, more_seeds=seeds_until(gap, margin))
     if looks and held_out and held_out.decides and not _agrees(learned, held_out.decides, margin):
-        return replace(found, why=Why.DISAGREE)
-    return replace(found, learned=learned)
+        return replace(open_arm, why=Why.DISAGREE)
+    return replace(open_arm, learned=learned)
 
 
 def rule(interval: Interval, margin: float) -> Learned:
@@ -383,18 +383,16 @@ def reached_by(
     arms: Sequence[Arm], reference: str, curves: Mapping[Key, Curve], seeds: Sequence[int], loss: float
 ) -> tuple[ArmReached, ...]:
     """Of these arms in these seeds; the reference among them has no multiple."""
-    found = {
-        arm.name: [_in_seed(curves.get((arm.name, seed)), seed, loss, arm.native) for seed in seeds] for arm in arms
-    }
-    return tuple(_beside(name, own, found[reference] if name != reference else []) for name, own in found.items())
+    places = {arm.name: [_in_seed(curves.get((arm.name, seed)), seed, loss, arm) for seed in seeds] for arm in arms}
+    return tuple(_beside(name, own, places[reference] if name != reference else []) for name, own in places.items())
 
 
-def _in_seed(curve: Curve | None, seed: int, loss: float, native: bool) -> ReachedLoss:
+def _in_seed(curve: Curve | None, seed: int, loss: float, arm: Arm) -> ReachedLoss:
     step = None if curve is None else _first_at(curve.held_out, loss)
     if curve is None or step is None:
         return ReachedLoss(seed, None, None, None)
     timed = [row.seconds for row in curve.rows if row.seconds > 0]
-    seconds = step * statistics.median(timed) if timed and native else None
+    seconds = step * statistics.median(timed) if timed and arm.native else None
     return ReachedLoss(seed, step, step * curve.rows[0].tokens, seconds)
 
 

@@ -68,20 +68,20 @@ def traces_of(training: Training, lines: Iterable[StreamLine], arm: Arm) -> tupl
             f"{arm.name} casts each tensor {batches} times a step, and the first amax of a step is kept. Train with "
             "--micro-batches 1 to replay histories."
         )
-    found: dict[tuple[str, Role, int], dict[int, LayerReading]] = {}
+    tensors: dict[tuple[str, Role, int], dict[int, LayerReading]] = {}
     for line in lines:
         if isinstance(line, LayerReading) and line.arm == arm.name and line.role in _ROLES:
-            found.setdefault((line.layer, Role(line.role), line.seed), {})[line.step] = line
-    if not found:
+            tensors.setdefault((line.layer, Role(line.role), line.seed), {})[line.step] = line
+    if not tensors:
         raise UsageError(f"nothing was watched of {arm.name}, so that there are no amaxes. Train with --stride 1.")
-    for (layer, role, _), readings in found.items():
+    for (layer, role, _), readings in tensors.items():
         if max(readings) + 1 != len(readings):
             raise UsageError(
                 f"of {layer} {role} in {arm.name} there are {len(readings)} amaxes in {max(readings) + 1} steps, and "
                 "delayed scaling sees every one. Train with --stride 1."
             )
-    cast = _layers_cast(line for readings in found.values() for line in readings.values())
-    return tuple(_trace(layer, role, readings) for (layer, role, _), readings in found.items() if layer in cast)
+    cast = _layers_cast(line for readings in tensors.values() for line in readings.values())
+    return tuple(_trace(layer, role, readings) for (layer, role, _), readings in tensors.items() if layer in cast)
 
 
 def _layers_cast(readings: Iterable[LayerReading]) -> set[str]:
@@ -92,7 +92,7 @@ def _layers_cast(readings: Iterable[LayerReading]) -> set[str]:
         roles.setdefault(reading.layer, set()).add(reading.role)
         if reading.scale != 1:
             scaled.add(reading.layer)
-    products = {layer for layer, found in roles.items() if len(found) == len(_ROLES)}
+    products = {layer for layer, kinds in roles.items() if len(kinds) == len(_ROLES)}
     return products & scaled or products
 
 
@@ -110,15 +110,15 @@ def ways(
         yield Delayed(history, Amax.MOST_RECENT if history == 1 else Amax.MAX, margin, interval)
 
 
-def best_of(found: Sequence[Replayed]) -> Delayed:
+def best_of(replays: Sequence[Replayed]) -> Delayed:
     """The way that cuts off in the smallest share of casts, and of such ways leaves the least idle."""
 
     def cost(way: Delayed) -> tuple[float, float]:
-        own = [one for one in found if one.delayed == way]
-        casts = sum(one.casts for one in own)
-        return sum(one.overflow * one.casts for one in own) / casts, sum(one.idle for one in own)
+        own = [replay for replay in replays if replay.delayed == way]
+        casts = sum(replay.casts for replay in own)
+        return sum(replay.overflow * replay.casts for replay in own) / casts, sum(replay.idle for replay in own)
 
-    return min(dict.fromkeys(one.delayed for one in found), key=cost)
+    return min(dict.fromkeys(replay.delayed for replay in replays), key=cost)
 
 
 def histories_of(training: Training, lines: Iterable[StreamLine], name: str) -> tuple[Replayed, ...]:
@@ -129,7 +129,7 @@ def histories_of(training: Training, lines: Iterable[StreamLine], name: str) -> 
     traces = traces_of(training, lines, arms[name])
     word = str(precisions.get(arms[name].precision).chosen.get("formats", ""))
     formats = word if word in FORMATS_BY_ROLE else "hybrid"
-    return tuple(found for way in ways() for found in replayed(traces, way, formats))
+    return tuple(replay for way in ways() for replay in replayed(traces, way, formats))
 
 
 def replayed(traces: Sequence[Trace], delayed: Delayed, formats: str = "hybrid") -> Iterator[Replayed]:
@@ -148,7 +148,7 @@ def replayed(traces: Sequence[Trace], delayed: Delayed, formats: str = "hybrid")
             least = [np.array(trace.smallest, dtype=np.float32) for trace in own]
             # Halfway to the smallest value, nearest even is 0.
             low = np.concatenate(
-                [scale * one <= fmt.smallest_subnormal / 2 for scale, one in zip(scales, least, strict=True)]
+                [scale * amax <= fmt.smallest_subnormal / 2 for scale, amax in zip(scales, least, strict=True)]
             )
             underflow = float((low & (np.concatenate(least) > 0)).mean())
         yield Replayed(
@@ -162,11 +162,11 @@ def scales_of(amaxes: Sequence[float], delayed: Delayed, largest: float) -> Floa
     amax = np.array(amaxes, dtype=np.float32)
     finite = np.isfinite(amax)
     entries = np.where(finite, amax, np.float32(0))
-    found = entries if delayed.algorithm is Amax.MOST_RECENT else _trailing_max(entries, delayed.history)
+    largest_amax = entries if delayed.algorithm is Amax.MOST_RECENT else _trailing_max(entries, delayed.history)
     with np.errstate(divide="ignore", over="ignore"):
-        wanted = np.minimum(np.float32(largest) / found, _LARGEST_FACTOR) / np.float32(2.0**delayed.margin)
+        wanted = np.minimum(np.float32(largest) / largest_amax, _LARGEST_FACTOR) / np.float32(2.0**delayed.margin)
     casts = np.arange(1, len(amax) + 1)
-    renewed = finite & (found > 0) & (casts % delayed.interval == 0)
+    renewed = finite & (largest_amax > 0) & (casts % delayed.interval == 0)
     # A cast takes what the last renewal before it has left.
     last = np.maximum.accumulate(np.where(renewed, casts, 0))
     standing = np.concatenate([[np.float32(1)], wanted.astype(np.float32)])
@@ -176,9 +176,9 @@ def scales_of(amaxes: Sequence[float], delayed: Delayed, largest: float) -> Floa
 
 def _trailing_max(values: Floats, history: int) -> Floats:
     """The largest of each value and those before it, so many of them: by doubling, whatever the history."""
-    found, length = values.copy(), 1
+    most, length = values.copy(), 1
     while length < min(history, len(values)):
         step = min(length, history - length)
-        found[step:] = np.maximum(found[step:], found[:-step])
+        most[step:] = np.maximum(most[step:], most[:-step])
         length += step
-    return found
+    return most

@@ -1,14 +1,19 @@
-"""What an arm of a training came to: the figures of its row, wherever that is shown or sent."""
+"""What an arm of a training came to: the figures of its row, its energy, and what is said of its scores.
+
+Scores are of tasks, of metrics of somebody's own, and losses after quantising; they are paired over seeds.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from fp8bench.analysis.energy import LEAST_WINDOWS, Range, energy_samples
+from fp8bench.features.train.request import TrainingRequest
+from fp8bench.features.train.tasks import CHANCES, ITEMS, METRIC, TASK
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
     WIRE_BYTES,
@@ -19,10 +24,26 @@ from fp8bench.features.train.values import (
     StepFigure,
     StepRow,
     TrainingEvent,
+    Validation,
 )
-from fp8bench.features.train.verdicts.curves import Curve, Gap, Key, curves_of
+from fp8bench.features.train.verdicts.curves import (
+    DECIDING,
+    LEAST_PAIRS,
+    Curve,
+    Gap,
+    Key,
+    Learned,
+    arrivals,
+    curves_of,
+    gap_of,
+    rule,
+    seeds_until,
+)
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict, TrainingVerdicts
 from fp8bench.model import Capacity, EnergyUse, Interval
+from fp8bench.report.columns import Col, table
+from fp8bench.report.elements import Part, Text, Tone
+from fp8bench.report.words.naming import many
 
 
 @dataclass(frozen=True)
@@ -40,19 +61,19 @@ class ArmSummary:
     steps: int
     loss: float | None
     held_out: float | None
-    tokens_per_second: float | None
-    bytes_per_parameter: float | None
-    peak_memory: int | None
-    device_peak_memory: int | None
-    wire: Mapping[str, float]
-    capacity: Capacity | None
-    energy: TrainedEnergy | None
-    events: int | None
-    said: ArmVerdict | None
+    tokens_per_second: float | None = None
+    bytes_per_parameter: float | None = None
+    peak_memory: int | None = None
+    device_peak_memory: int | None = None
+    wire: Mapping[str, float] = field(default_factory=dict)
+    capacity: Capacity | None = None
+    energy: TrainedEnergy | None = None
+    events: int | None = None
+    said: ArmVerdict | None = None
 
 
 def summaries_of(
-    kept: KeptTraining, found: TrainingVerdicts, curves: Mapping[Key, Curve] | None = None
+    kept: KeptTraining, verdicts: TrainingVerdicts, curves: Mapping[Key, Curve] | None = None
 ) -> tuple[ArmSummary, ...]:
     """Of every arm, in their order. `curves` are those of its lines, for who has them."""
     curves = curves_of(kept.lines, kept.training.request.steps) if curves is None else curves
@@ -64,7 +85,7 @@ def summaries_of(
         for line in kept.of(ArmCost) if line.kept and kept.training.request.settings.make
     }  # fmt: skip
     lead = next(arm.name for arm in kept.training.arms if arm.role is ArmRole.REFERENCE)
-    energies = energies_of(kept, found)
+    energies = energies_of(kept, verdicts)
     sent: dict[str, dict[tuple[int, int], dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     events, sizes, paces = Counter[str](), defaultdict[str, dict[int, float]](dict), defaultdict[str, list[float]](list)
     for line in kept.lines:
@@ -94,7 +115,7 @@ def summaries_of(
             capacity=capacities.get(arm.name),
             energy=energies.get(arm.name),
             events=events[arm.name] if own else None,
-            said=found.of(arm.name),
+            said=verdicts.of(arm.name),
         )
         summaries.append(summary)
     return tuple(summaries)
@@ -104,7 +125,7 @@ def mean_of(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def figures_of(summary: ArmSummary, found: TrainingVerdicts) -> dict[str, float | None]:
+def figures_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, float | None]:
     """All numbers by their names. Gaps are shares, each with its interval of 95%, 'gap_deciding' with that of 99%.
 
     A band stands with the arm that makes it.
@@ -122,27 +143,27 @@ def figures_of(summary: ArmSummary, found: TrainingVerdicts) -> dict[str, float 
         "largest_batch": summary.capacity.batch if summary.capacity else None,
         "joules_per_step": energy.joules.middle if energy and energy.joules else None,
         **_interval("energy_to_same_loss", energy.to_loss if energy else None),
-        "events": summary.events, **_band(summary.arm, found),
+        "events": summary.events, **_band(summary.arm, verdicts),
     }  # fmt: skip
 
 
-def _gap(name: str, found: Gap | None) -> dict[str, float | None]:
-    if found is None:
+def _gap(name: str, gap: Gap | None) -> dict[str, float | None]:
+    if gap is None:
         return {**_interval(name, None), **_interval(f"{name}_deciding", None), f"{name}_pairs": None}
-    ends = {**_interval(name, found.shown), **_interval(f"{name}_deciding", found.decides)}
-    return {**ends, name: found.point, f"{name}_pairs": found.pairs}
+    ends = {**_interval(name, gap.shown), **_interval(f"{name}_deciding", gap.decides)}
+    return {**ends, name: gap.point, f"{name}_pairs": gap.pairs}
 
 
-def _interval(name: str, found: Interval | None) -> dict[str, float | None]:
-    point, low, high = (found.point, found.low, found.high) if found else (None, None, None)
+def _interval(name: str, interval: Interval | None) -> dict[str, float | None]:
+    point, low, high = (interval.point, interval.low, interval.high) if interval else (None, None, None)
     return {name: point, f"{name}_low": low, f"{name}_high": high}
 
 
-def _band(arm: Arm, found: TrainingVerdicts) -> dict[str, float | None]:
-    if arm.role is ArmRole.OTHER_SEED and found.seed_band is not None:
-        return {"seed_band": found.seed_band.deviation, "seed_band_largest": found.seed_band.largest}
-    if arm.role is ArmRole.REPEAT and found.repeat_band is not None:
-        return {"first_difference": found.repeat_band.first, "largest_difference": found.repeat_band.largest}
+def _band(arm: Arm, verdicts: TrainingVerdicts) -> dict[str, float | None]:
+    if arm.role is ArmRole.OTHER_SEED and verdicts.seed_band is not None:
+        return {"seed_band": verdicts.seed_band.deviation, "seed_band_largest": verdicts.seed_band.largest}
+    if arm.role is ArmRole.REPEAT and verdicts.repeat_band is not None:
+        return {"first_difference": verdicts.repeat_band.first, "largest_difference": verdicts.repeat_band.largest}
     return {}
 
 
@@ -159,13 +180,13 @@ class TrainedEnergy:
     why: str = ""
 
 
-def energies_of(kept: KeptTraining, found: TrainingVerdicts) -> dict[str, TrainedEnergy]:
+def energies_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> dict[str, TrainedEnergy]:
     uses = {cost.arm: cost.energy for cost in kept.of(ArmCost) if cost.energy is not None}
-    return {arm: _energy(arm, uses, found) for arm in uses}
+    return {arm: _energy(arm, uses, verdicts) for arm in uses}
 
 
-def _energy(arm: str, uses: Mapping[str, EnergyUse], found: TrainingVerdicts) -> TrainedEnergy:
-    own, reference, said = uses[arm], uses.get(found.reference), found.of(arm)
+def _energy(arm: str, uses: Mapping[str, EnergyUse], verdicts: TrainingVerdicts) -> TrainedEnergy:
+    own, reference, said = uses[arm], uses.get(verdicts.reference), verdicts.of(arm)
     samples = energy_samples(own)
     if not samples:
         return TrainedEnergy(None, why=own.why or "no window was measured, and nothing says why")
@@ -206,3 +227,133 @@ def _ratio(own: EnergyUse, reference: EnergyUse) -> Interval:
     wide = (1 + (_uncertainty(own) or 0.0)) * (1 + (_uncertainty(reference) or 0.0))
     point = statistics.median(first) / statistics.median(second)
     return Interval(point, min(first) / max(second) / wide, max(first) / min(second) * wide, 1.0)
+
+
+@dataclass(frozen=True)
+class ScoreVerdict:
+    """An arm's figure beside the reference's, in the mean over seeds: `worse` by points of what was asked, or by a
+    share of a loss or of a metric, paired over seeds; with the interval of 99%."""
+
+    arm: str
+    figure: str
+    against: str
+    reference: float = math.nan
+    own: float = math.nan
+    worse: Gap | None = None
+    word: str = ""
+    learned: Learned | None = None
+
+
+# Values by seed.
+_Values = Mapping[int, float]
+_AT_CHANCE = "at chance, as the reference: it says nothing of precisions"
+_IN_BF16 = "quantised:bf16"
+
+
+def verdicts_of_scores(kept: KeptTraining, verdicts: TrainingVerdicts) -> tuple[ScoreVerdict, ...]:
+    """Of every task, metric and quantised look that arms have: beside the reference's, of the reference's own weights
+    quantised beside these in bf16."""
+    scores: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for line in kept.of(StepFigure):
+        if line.name.startswith((TASK, METRIC)):
+            scores[line.name][line.arm][line.seed] = line.value
+    steps, ends = kept.training.request.steps, arrivals(kept.lines)
+    for look in kept.of(Validation):
+        if look.of.startswith("quantised:") and look.step == ends.get(look.seed, steps):
+            scores[look.of][look.arm][look.seed] = look.loss
+    in_bf16 = dict(scores.get(_IN_BF16, {}))
+    base, request, made = verdicts.reference, kept.training.request, []
+    for name, values in scores.items():
+        for arm in (arm.name for arm in kept.training.arms if not arm.skip and not arm.is_band):
+            if arm != base:
+                made.append(_verdict(request, ScoreVerdict(arm, name, base), values[arm], values[base]))
+            elif name.startswith("quantised:") and name != _IN_BF16:
+                told = ScoreVerdict(arm, name, "itself in bf16")
+                made.append(_verdict(request, told, values[arm], in_bf16.get(arm, {})))
+    return tuple(verdict for verdict in made if verdict is not None)
+
+
+def _verdict(request: TrainingRequest, told: ScoreVerdict, values: _Values, others: _Values) -> ScoreVerdict | None:
+    """None where no seed has both."""
+    both = [(values[seed], others[seed]) for seed in values if seed in others]
+    pairs, name = [pair for pair in both if math.isfinite(sum(pair))], told.figure
+    if not pairs:
+        return None
+    own, old = ([pair[place] for pair in pairs] for place in (0, 1))
+    told = replace(told, reference=math.fsum(old) / len(pairs), own=math.fsum(own) / len(pairs))
+    if name.startswith(TASK):
+        floor = -math.log(1 - DECIDING) / (ITEMS * len(pairs))
+        chance = CHANCES[name.removeprefix(TASK).partition("@")[0]]
+        above = [_widened(gap_of([value - chance for value in some]), floor) for some in (own, old)]
+        return _judged(told, _widened(gap_of([before - new for new, before in pairs]), floor), request.margin,
+                       not any(gap and gap.decides and gap.decides.low > 0 for gap in above))  # fmt: skip
+    if min(old) <= 0:
+        return replace(told, word="open: no share of a reference that is not above 0")
+    falls = name.startswith(METRIC) and not _lower_is_better(request, name)
+    return _judged(told, gap_of([(new / before - 1) * (-1 if falls else 1) for new, before in pairs]), request.margin)
+
+
+def _lower_is_better(request: TrainingRequest, name: str) -> bool:
+    own = name.removeprefix(METRIC)
+    lower = [metric.removesuffix("=lower") for metric in request.settings.metric if metric.endswith("=lower")]
+    return any(own in (metric, f"{metric}.{own.removeprefix(f'{metric}.')}") for metric in lower)
+
+
+def _widened(gap: Gap | None, floor: float) -> Gap | None:
+    """No narrower than so many questions can tell: where none was answered otherwise, fewer than so many of all are."""
+    if gap is None or gap.decides is None or gap.decides.high - gap.point >= floor:
+        return gap
+    return replace(gap, decides=Interval(gap.point, gap.point - floor, gap.point + floor, gap.decides.level))
+
+
+def _judged(told: ScoreVerdict, gap: Gap | None, margin: float, at_chance: bool = False) -> ScoreVerdict:
+    if gap is None or gap.decides is None or gap.pairs < LEAST_PAIRS:
+        pairs = gap.pairs if gap else 0
+        return replace(told, worse=gap, word=f"open: {many(pairs, 'seed')} of {LEAST_PAIRS} that are needed")
+    if at_chance:
+        return replace(told, worse=gap, word=_AT_CHANCE)
+    learned = rule(gap.decides, margin)
+    if learned is Learned.INCONCLUSIVE:
+        more = seeds_until(gap, margin)
+        word = f"open: {'no number of seeds that is known' if more is None else many(more, 'more seed')} would settle"
+        return replace(told, worse=gap, word=f"{word} {100 * margin:g}", learned=learned)
+    return replace(told, worse=gap, word=learned.value, learned=learned)
+
+
+_TONES: Mapping[Learned | None, Tone] = {
+    Learned.WORSE: Tone.BAD,
+    Learned.BETTER: Tone.GOOD,
+    Learned.WITHIN_NOISE: Tone.GOOD,
+}
+
+
+def score_parts(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[Part]:
+    """A row for each arm and figure; what was not learnt says so."""
+    rows = verdicts_of_scores(kept, verdicts)
+    cols: list[Col[ScoreVerdict]] = [
+        Col("arm", lambda verdict: verdict.arm), Col("figure", lambda verdict: verdict.figure),
+        Col("value", lambda verdict: verdict.own, number=True, show=_four),
+        Col("against", lambda verdict: verdict.against),
+        Col("its value", lambda verdict: verdict.reference, number=True, show=_four),
+        Col("worse by", _worse, number=True, hint="points of a task, else a share; with the 99% interval over seeds"),
+        Col("verdict", lambda verdict: verdict.word, tone=lambda verdict: _TONES.get(verdict.learned, Tone.DOUBT)),
+    ]  # fmt: skip
+    asked = [task for task in CHANCES if any(row.figure.startswith(TASK + task) for row in rows)]
+    chances = ", ".join(f"{task} {100 * CHANCES[task]:.3g}%" for task in asked)
+    words = [Text(f"By chance alone answers are right in: {chances}.")] if asked else []
+    scored = any(not row.figure.startswith("quantised:") for row in rows)
+    title = "Scores, and losses after quantising" if scored else "Losses after quantising"
+    if rows:
+        yield Part("scores", title, (table("scores", "", cols, rows), *words))
+
+
+def _four(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _worse(verdict: ScoreVerdict) -> str | None:
+    if verdict.worse is None:
+        return None
+    unit, ends = " points" if verdict.figure.startswith(TASK) else "%", verdict.worse.decides
+    span = f" [{100 * ends.low:+.2g}, {100 * ends.high:+.2g}]" if ends else ""
+    return f"{100 * verdict.worse.point:+.2g}{span}{unit}"

@@ -133,12 +133,12 @@ def verdicts_of(training: Training, lines: Iterable[StreamLine]) -> TrainingVerd
     seeds = tuple(range(request.seed, request.seed + request.seeds))
     looks = not request.settings.make or any(isinstance(line, Validation) for line in lines)
     curves = curves_of(lines, request.steps)
-    found = verdicts_on(training.arms, curves, seeds, request.steps, request.margin, looks)
+    verdicts = verdicts_on(training.arms, curves, seeds, request.steps, request.margin, looks)
     if request.until is None:
-        return found
+        return verdicts
     arms = [arm for arm in training.arms if not arm.skip and not arm.is_band]
-    reached = reached_by(arms, found.reference, curves, seeds, request.until)
-    return replace(found, until=request.until, reached=reached)
+    reached = reached_by(arms, verdicts.reference, curves, seeds, request.until)
+    return replace(verdicts, until=request.until, reached=reached)
 
 
 def verdicts_on(
@@ -174,8 +174,8 @@ def _best(arms: Sequence[Arm], curves: Mapping[Key, Curve], seeds: Iterable[int]
 
     def mean(arm: Arm) -> float:
         ends = [curves[arm.name, seed].endpoint if (arm.name, seed) in curves else math.nan for seed in seeds]
-        found = math.fsum(ends) / len(ends)
-        return found if math.isfinite(found) else math.inf
+        end = math.fsum(ends) / len(ends)
+        return end if math.isfinite(end) else math.inf
 
     return min(arms, key=mean)
 
@@ -246,14 +246,14 @@ def _pairs(
     voids: list[tuple[int, Void]] = []
     seen: set[tuple[float, ...]] = set()
     for seed, reference in own.items():
-        found = paired(reference, curves.get((arm.name, seed), Curve(reference.steps)), seed)
+        pair = paired(reference, curves.get((arm.name, seed), Curve(reference.steps)), seed)
         if reference.losses in seen:
-            found = Void.COPY if isinstance(found, Pair) else found
-        if isinstance(found, Pair):
-            pairs.append(found)
+            pair = Void.COPY if isinstance(pair, Pair) else pair
+        if isinstance(pair, Pair):
+            pairs.append(pair)
             seen.add(reference.losses)
         else:
-            voids.append((seed, found))
+            voids.append((seed, pair))
     return tuple(pairs), tuple(voids)
 
 
@@ -292,12 +292,12 @@ def adjusted_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None
     if len(timed) < LEAST_PAIRS:
         return None
     every, speeds = [pair for pair, _ in timed], [log for _, log in timed]
-    found = gap_of(speeds)
-    assert found is not None and found.shown is not None
-    raw, steps = _exp(found.shown), log_steps(every)
+    pace = gap_of(speeds)
+    assert pace is not None and pace.shown is not None
+    raw, steps = _exp(pace.shown), log_steps(every)
     if steps is None:
         return AdjustedSpeed(raw, None)
-    point = found.point + max(steps, _LEAST)
+    point = pace.point + max(steps, _LEAST)
     if steps < _LEAST:
         bound, few = (_exp(Interval(value, -math.inf, value, SHOWN)) for value in (point, _LEAST))
         return AdjustedSpeed(raw, bound, bounded=True, fewer_steps=few)
@@ -340,7 +340,7 @@ def _place_above(curves: Sequence[Sequence[float]], rise: float) -> float | None
     known = (places >= _LEAST) & np.isfinite(losses)
     if known.sum() < _LEAST_POINTS:
         return None
-    bend, slope, _ = (float(one) for one in np.polyfit(places[known], losses[known], 2))
+    bend, slope, _ = (float(term) for term in np.polyfit(places[known], losses[known], 2))
     if max(slope, slope + 2 * bend * _LEAST) >= 0:
         bend, slope = 0.0, float(np.polyfit(places[known], losses[known], 1)[0])
     if slope >= 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fp8bench.features.train.values import Arm, LayerReading
 from fp8bench.features.train.verdicts.histories import Trace, best_of, replayed, scales_of, traces_of, ways
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.recipes import Amax, Delayed
+from fp8bench.model import Params
 from fp8bench.nn.tensor_scales import DelayedScale
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Role
@@ -24,11 +26,9 @@ from tests.learning_curves import training
 DELAYED = Arm("fp8-delayed", "fp8-delayed", native=False)
 
 
-def reading(
-    step: int, arm: str = "fp8-delayed", seed: int = 0, role: str = "input", not_finite: float = 0.0
-) -> LayerReading:
+def reading(step: int, role: str = "input", layer: str = "head", *, arm: str = "fp8-delayed", seed: int = 0) -> Any:
     """With an amax that tells its step."""
-    return LayerReading(arm, seed, step, "head", role, 1.0 + step, 0.5, 0.0, 1.0, 0.0, not_finite=not_finite)
+    return LayerReading(arm, seed, step, layer, role, 1.0 + step, 0.5, 0.0, 1.0, 0.0)
 
 
 def trace_of(draw: random.Random, length: int) -> list[float]:
@@ -38,7 +38,6 @@ def trace_of(draw: random.Random, length: int) -> list[float]:
 
 
 def trained(amaxes: list[float], delayed: Delayed, fmt: Format) -> list[float]:
-    """The scales that casts in a training take."""
     memory, x = DelayedScale(delayed, fmt), torch.zeros(1)
     return [float(memory.next(x, amax=torch.tensor(amax, dtype=torch.float32)).scale) for amax in amaxes]
 
@@ -60,85 +59,76 @@ def test_scales_are_those_of_a_training(fmt: Format) -> None:
 
 def test_the_most_recent_is_a_history_of_one() -> None:
     amaxes = trace_of(random.Random(1), 50)
-    one = scales_of(amaxes, Delayed(1, Amax.MAX), 448.0)
-    assert one.tolist() == scales_of(amaxes, Delayed(64, Amax.MOST_RECENT), 448.0).tolist()
-    assert sum(way.algorithm is Amax.MOST_RECENT for way in ways((1, 16), (0,), (1,))) == 1
+    recent, longer = (scales_of(amaxes, way, 448.0) for way in (Delayed(1, Amax.MAX), Delayed(64, Amax.MOST_RECENT)))
+    assert recent.tolist() == longer.tolist()
     assert len(set(ways())) == len(list(ways())) == 6 * 3 * 3
 
 
 def test_overflow_and_underflow_by_hand() -> None:
     """E4M3: the first cast is not scaled; then amaxes double, and each cast is an octave beyond the one before."""
     growing = Trace("a", Role.INPUT, (448.0, 448.0, 896.0, 1792.0, 1792.0), (1.0, 1e-3, 2e-3, 1.0, 1e-3))
-    (found,) = replayed([growing], Delayed(1, Amax.MOST_RECENT))
+    (replay,) = replayed([growing], Delayed(1, Amax.MOST_RECENT))
     # Scales: 1, 1, 1, 1/2, 1/4. Up to 2^-10 becomes 0: of these the last alone.
-    assert (found.casts, found.overflow, found.worst) == (5, 2 / 5, 1.0)
-    assert found.underflow == 1 / 5
+    assert (replay.casts, replay.overflow, replay.worst, replay.underflow) == (5, 2 / 5, 1.0, 1 / 5)
     (spared,) = replayed([growing], Delayed(1, Amax.MOST_RECENT, margin=1))
-    assert (spared.overflow, spared.worst) == (0.0, 0.0)
-    assert spared.idle == pytest.approx((0 + 1 + 0 + 0 + 1) / 5)
+    assert (spared.overflow, spared.worst, spared.idle) == (0.0, 0.0, pytest.approx((0 + 1 + 0 + 0 + 1) / 5))
 
 
 def test_longer_histories_overflow_less_and_leave_more_idle() -> None:
     draw = random.Random(0)
     noisy = [Trace("a", Role.GRADIENT, tuple(2.0 ** draw.gauss(0, 1) for _ in range(400)))]
-    found = [next(iter(replayed(noisy, Delayed(history)))) for history in (1, 4, 16, 64)]
-    assert [one.overflow for one in found] == sorted((one.overflow for one in found), reverse=True)
-    assert [one.idle for one in found] == sorted(one.idle for one in found)
-    assert found[0].underflow is None
+    replays = [next(iter(replayed(noisy, Delayed(history)))) for history in (1, 4, 16, 64)]
+    overflows, idles = [replay.overflow for replay in replays], [replay.idle for replay in replays]
+    assert overflows == sorted(overflows, reverse=True) and idles == sorted(idles) and replays[0].underflow is None
 
 
-def test_an_amax_that_stays_overflows_nowhere() -> None:
+@for_each("amax", [0.1, 0.3, 1 / 3, 7e-4, 1234.567])
+def test_an_amax_that_stays_overflows_nowhere(amax: float) -> None:
     """Though quotient and product are rounded, and the product may lie one unit above the largest value."""
-    for amax in (0.1, 0.3, 1 / 3, 7e-4, 1234.567):
-        (found,) = replayed([Trace("a", Role.WEIGHT, (amax,) * 20)], Delayed(4))
-        assert found.overflow == (1 / 20 if amax > 448 else 0)
+    (replay,) = replayed([Trace("a", Role.WEIGHT, (amax,) * 20)], Delayed(4))
+    assert replay.overflow == (1 / 20 if amax > 448 else 0)
 
 
 def test_amaxes_come_from_the_lines_of_a_training() -> None:
-    """In the order of steps, a trace for each tensor and seed; a step that is not finite enters no amax."""
-    lines = [reading(1), reading(0), reading(2, not_finite=0.5), reading(0, arm="fp8"), reading(0, role="output")]
-    others = [reading(0, role=role) for role in ("weight", "gradient")]
-    trace, *_ = traces_of(training(DELAYED), [*lines, *others], DELAYED)
+    """In the order of steps, a trace for each tensor and seed; a step that is not finite enters no amax. What has no
+    product is left out, and in an arm that scales anything what it does not scale."""
+    lines = [reading(1), reading(0), replace(reading(2), not_finite=0.5), reading(0, arm="fp8"), reading(0, "output")]
+    lines += [reading(0, role) for role in ("weight", "gradient")]
+    trace, *_ = traces_of(training(DELAYED), lines, DELAYED)
     assert trace == Trace("head", Role.INPUT, (1.0, 2.0, math.inf), (0.5, 0.5, 0.5))
-    assert len(traces_of(training(DELAYED), [*lines, *others, reading(0, seed=1)], DELAYED)) == 4
-
-
-def test_layers_that_are_not_cast_are_left_out() -> None:
-    """What has no product, and in an arm that scales anything what it does not scale."""
-    roles = ("input", "weight", "gradient")
-    every = [replace(reading(0, role=role), layer=layer) for layer in ("head", "mlp") for role in roles]
-    embedding = replace(reading(0, role="weight"), layer="embedding")
-    assert {one.layer for one in traces_of(training(DELAYED), [*every, embedding], DELAYED)} == {"head", "mlp"}
-    scaled = [replace(one, scale=2.0) if (one.layer, one.role) == ("mlp", "weight") else one for one in every]
-    assert {one.layer for one in traces_of(training(DELAYED), scaled, DELAYED)} == {"mlp"}
+    assert len(traces_of(training(DELAYED), [*lines, reading(0, seed=1)], DELAYED)) == 4
+    every = [reading(0, role, layer) for layer in ("head", "mlp") for role in ("input", "weight", "gradient")]
+    for scale, layers in ((1.0, {"head", "mlp"}), (2.0, {"mlp"})):
+        told = [*every[:-1], replace(every[-1], scale=scale), reading(0, "weight", "embedding")]
+        assert {trace.layer for trace in traces_of(training(DELAYED), told, DELAYED)} == layers
 
 
 def test_the_scales_are_those_of_a_real_training(corpus: Corpus) -> None:
     """Of all layers but the head, which stays in bf16; replayed from what was watched at every step."""
     task = replace(task_of(corpus, DELAYED, steps=4, model="nano"), stride=1)
     lines = lab_of(task).advance(DELAYED.name, 4)
-    readings = [line for line in lines if isinstance(line, LayerReading)]
     traces = traces_of(training(DELAYED), lines, DELAYED)
     assert len(traces) == 8 * 3 and "head" not in {trace.layer for trace in traces}
     for trace in traces:
         largest = (E5M2 if trace.role is Role.GRADIENT else E4M3).largest
-        known = [one.scale for one in readings if (one.layer, one.role) == (trace.layer, trace.role)]
+        known = [line.scale for line in lines if isinstance(line, LayerReading)
+                 and (line.layer, line.role) == (trace.layer, trace.role)]  # fmt: skip
         assert scales_of(trace.amax, Delayed(), largest).tolist() == known and known[-1] != 1
 
 
 def test_the_best_way_cuts_off_least_and_then_leaves_least_idle() -> None:
-    """Amaxes that grow by an octave now and then want a margin of one, not two, and a history that remembers."""
-    amaxes = tuple(2.0 if step % 7 == 3 else 1.0 for step in range(200))
-    found = [one for way in ways() for one in replayed([Trace("a", Role.GRADIENT, amaxes)], way)]
-    best = best_of(found)
+    trace = Trace("a", Role.GRADIENT, tuple(2.0 if step % 7 == 3 else 1.0 for step in range(200)))
+    best = best_of([replay for way in ways() for replay in replayed([trace], way)])
     assert (best.margin, best.interval) == (1, 1) and best.history in (1, 4)
 
 
-def test_amaxes_that_are_not_of_every_cast_are_refused() -> None:
-    with pytest.raises(UsageError, match="of head input in fp8-delayed there are 2 amaxes in 11 steps"):
-        traces_of(training(DELAYED), [reading(0), reading(10)], DELAYED)
-    with pytest.raises(UsageError, match="nothing was watched of fp8-delayed"):
-        traces_of(training(DELAYED), [], DELAYED)
-    twice = replace(DELAYED, settings=(("micro_batches", 2),))
-    with pytest.raises(UsageError, match="casts each tensor 2 times a step"):
-        traces_of(training(twice), [reading(0)], twice)
+@for_each(("readings", "settings", "why"), [
+    ([reading(0), reading(10)], (), "of head input in fp8-delayed there are 2 amaxes in 11 steps"),
+    ([], (), "nothing was watched of fp8-delayed"),
+    ([reading(0)], (("micro_batches", 2),), "casts each tensor 2 times a step"),
+])  # fmt: skip
+def test_amaxes_that_are_not_of_every_cast_are_refused(
+    readings: list[LayerReading], settings: Params, why: str
+) -> None:
+    with pytest.raises(UsageError, match=why):
+        traces_of(training(DELAYED), readings, replace(DELAYED, settings=settings))

@@ -1,77 +1,159 @@
-"""Energy of a step and to the same loss, of windows and losses made by hand."""
+"""Energy of a step and to the same loss, and what is said of scores, of figures whose truth was planted."""
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from fp8bench.features.train import words
-from fp8bench.features.train.values import ArmCost, KeptTraining
-from fp8bench.features.train.verdicts.summary import TrainedEnergy, energies_of
-from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, verdicts_of
+from fp8bench.features.train.request import TrainerSettings
+from fp8bench.features.train.tasks import ITEMS
+from fp8bench.features.train.values import ArmCost, StepFigure, StreamLine, Validation
+from fp8bench.features.train.verdicts.curves import Learned
+from fp8bench.features.train.verdicts.summary import (
+    ScoreVerdict,
+    TrainedEnergy,
+    energies_of,
+    score_parts,
+    verdicts_of_scores,
+)
+from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed
 from fp8bench.model import EnergyUse, Interval
+from fp8bench.report.elements import Page
+from fp8bench.report.terminal.layout import render
 from tests.counts import for_each
 from tests.energies import TOO_FEW, use
-from tests.learning_curves import lines, training
+from tests.learning_curves import judged, kept_of, lines, training
 
-GAPS = {"fp8": [0.02, 0.03, 0.025, 0.02, 0.03]}
 REFERENCE = use([2.0, 2.0, 2.0])
-
-
-def interval(point: float, low: float, high: float) -> Interval:
-    return Interval(point, low, high, 0.95)
+OWN = use([1.0] * 3)
+SURE = Interval(0.9, 0.8, 1.0, 0.95)
 
 
 def energy_of(
-    own: EnergyUse, reference: EnergyUse = REFERENCE, native: bool = True, fewer: Interval | None = None,
+    own: EnergyUse = OWN, reference: EnergyUse = REFERENCE, native: bool = True, fewer: Interval | None = SURE,
     bounded: bool = False,
 ) -> TrainedEnergy:  # fmt: skip
     """What is said of fp8, which takes so many times fewer steps."""
     costs = ArmCost("bf16", 0, energy=reference), ArmCost("fp8", 0, energy=own)
-    kept = KeptTraining(training(), (*lines(GAPS), *costs), True, "x/steps.jsonl")
-    found = verdicts_of(kept.training, kept.lines)
-    speed = AdjustedSpeed(interval(1, 1, 1), None, bounded, fewer) if fewer else None
-    said = tuple(replace(one, arm=replace(one.arm, native=native), speed=speed) for one in found.arms)
-    return energies_of(kept, replace(found, arms=said))["fp8"]
+    kept, verdicts = judged(kept_of((*lines({"fp8": [0.02, 0.03, 0.025, 0.02, 0.03]}), *costs)))
+    speed = AdjustedSpeed(Interval(1, 1, 1, 0.95), None, bounded, fewer) if fewer else None
+    arms = tuple(replace(said, arm=replace(said.arm, native=native), speed=speed) for said in verdicts.arms)
+    return energies_of(kept, replace(verdicts, arms=arms))["fp8"]
 
 
-def test_it_is_joules_of_a_step_times_steps() -> None:
-    """Half the joules and nine tenths as many times fewer steps; ends are those that windows and seeds allow."""
-    found = energy_of(use([0.99, 1.0, 1.01]), fewer=interval(0.9, 0.8, 1.0))
-    assert found.joules is not None and (found.joules.middle, found.joules.low, found.joules.high) == (1.0, 0.99, 1.01)
-    assert found.to_loss is not None and found.to_loss.point == pytest.approx(0.5 / 0.9)
-    assert found.to_loss.low == pytest.approx(0.495 / 1.004**2 / 1.0)
-    assert found.to_loss.high == pytest.approx(0.505 * 1.004**2 / 0.8) and found.why == ""
-    assert words.energy(found).startswith("1.00 J a step [990 mJ, 1.01 J]; 0.556x [0.491x, 0.636x] of the reference's")
+def test_energy_is_joules_of_a_step_times_steps() -> None:
+    """Half the joules and nine tenths as many times fewer steps; ends are those that windows and seeds allow. Of an arm
+    that learns far less it is at least so much."""
+    energy = energy_of(use([0.99, 1.0, 1.01]))
+    assert energy.joules is not None and energy.to_loss is not None and energy.why == ""
+    assert (energy.joules.middle, energy.joules.low, energy.joules.high) == (1.0, 0.99, 1.01)
+    assert energy.to_loss.point == pytest.approx(0.5 / 0.9)
+    assert energy.to_loss.low == pytest.approx(0.495 / 1.004**2 / 1.0)
+    assert energy.to_loss.high == pytest.approx(0.505 * 1.004**2 / 0.8)
+    assert words.energy(energy).startswith("1.00 J a step [990 mJ, 1.01 J]; 0.556x [0.491x, 0.636x] of the reference's")
+    less = energy_of(fewer=Interval(1 / 3, 0.0, 1 / 3, 0.95), bounded=True)
+    assert less.at_least and less.to_loss is not None and less.to_loss.point == pytest.approx(1.5)
+    assert "at least 1.500x of the reference's energy" in words.energy(less)
 
 
-def test_of_one_that_learns_far_less_it_is_at_least_so_much() -> None:
-    found = energy_of(use([1.0] * 3), fewer=interval(1 / 3, 0.0, 1 / 3), bounded=True)
-    assert found.at_least and found.to_loss is not None and found.to_loss.point == pytest.approx(1.5)
-    assert "at least 1.500x of the reference's energy" in words.energy(found)
+@for_each(("given", "why"), [
+    ({"native": False}, "emulated: joules of its steps are the cost"),
+    ({"own": use([1.0])}, "3 windows are needed to compare, and there are 1"),
+    ({"own": use([1.0] * 3, source="instant")}, "its windows are by instant, the reference's by counter"),
+    ({"own": use([1.0] * 3, source="instant"), "reference": use([2.0] * 3, source="instant")},
+     "it is unknown how far its power sensor can be off"),
+    ({"fewer": None}, "fewer than 5 pairs of seeds"),
+])  # fmt: skip
+def test_nothing_is_said_of_energy_without_a_reason(given: dict[str, Any], why: str) -> None:
+    """Joules of a step stand all the same; an emulated arm has no energy to a loss. No window is never nothing."""
+    energy = energy_of(**given)
+    assert energy.joules is not None and energy.to_loss is None and energy.why.startswith(why)
+    none = energy_of(use([], why=TOO_FEW))
+    assert none == TrainedEnergy(None, why=TOO_FEW) and TOO_FEW in words.energy(none)
 
 
-SURE = interval(0.9, 0.8, 1.0)
-WHYS = {
-    "emulated: joules of its steps are the cost": {"native": False},
-    "3 windows are needed to compare, and there are 1": {"own": use([1.0])},
-    "its windows are by instant, the reference's by counter": {"own": use([1.0] * 3, source="instant")},
-    "it is unknown how far its power sensor can be off": {
-        "own": use([1.0] * 3, source="instant"), "reference": use([2.0] * 3, source="instant"),
-    },
-    "fewer than 5 pairs of seeds": {"fewer": None},
-}  # fmt: skip
+def scored(name: str, reference: Sequence[float], own: Sequence[float]) -> Iterator[StreamLine]:
+    for arm, values in (("bf16", reference), ("fp8", own)):
+        yield from (StepFigure(arm, seed, 100, name, value) for seed, value in enumerate(values))
 
 
-@for_each("why", WHYS)
-def test_nothing_is_said_without_a_reason(why: str) -> None:
-    """Joules of a step stand all the same; an emulated arm has no energy to a loss."""
-    given = {"own": use([1.0] * 3), "fewer": SURE, **WHYS[why]}
-    found = energy_of(**given)  # type: ignore[arg-type]
-    assert found.joules is not None and found.to_loss is None and found.why.startswith(why)
+_, VERDICTS = judged(kept_of(lines({"fp8": [0.0] * 5})))
 
 
-def test_no_window_is_never_nothing() -> None:
-    found = energy_of(use([], why=TOO_FEW), fewer=SURE)
-    assert found == TrainedEnergy(None, why=TOO_FEW) and words.energy(found) == f"no energy: {TOO_FEW}"
+def said(told: Iterable[StreamLine], **settings: Any) -> tuple[ScoreVerdict, ...]:
+    of = training()
+    of = replace(of, request=replace(of.request, settings=TrainerSettings(**settings)))
+    return verdicts_of_scores(kept_of(told, of), VERDICTS)
+
+
+def answered(chance: random.Random, share: float) -> list[float]:
+    return [sum(chance.random() < share for _ in range(ITEMS)) / ITEMS for _ in range(5)]
+
+
+def test_the_verdict_finds_what_was_planted_and_seldom_what_was_not() -> None:
+    """Of 500 trainings whose arms answer alike at most so many are told apart as a level of 99% lets; where an arm
+    loses ten points nearly all are."""
+    chance, wrong, missed = random.Random(7), 0, 0
+    for _ in range(500):
+        (same,) = said(scored("task:copy", answered(chance, 0.8), answered(chance, 0.8)))
+        (lost,) = said(scored("task:copy", [0.95] * 5, answered(chance, 0.85)))
+        wrong += same.learned in (Learned.WORSE, Learned.BETTER)
+        missed += lost.learned is not Learned.WORSE
+    assert wrong <= 12 and missed <= 50
+
+
+def test_scores_at_chance_say_nothing_of_precisions() -> None:
+    chance = random.Random(3)
+    (neither,) = said(scored("task:retrieval@8", answered(chance, 0.1), answered(chance, 0.1)))
+    assert neither.word.startswith("at chance") and neither.learned is None
+    (better,) = said(scored("task:retrieval@8", answered(chance, 0.1), answered(chance, 0.9)))
+    (few,) = said(scored("task:copy", [1.0] * 3, [1.0] * 3))
+    assert better.learned is Learned.BETTER and few.word == "open: 3 seeds of 5 that are needed"
+
+
+def test_answers_that_are_all_alike_are_known_as_well_as_so_many_questions_tell() -> None:
+    """And not exactly: of 640 questions the interval reaches 0.7 points, by the rule of -ln(0.01) of them."""
+    (alike,) = said(scored("task:cloze", [0.5] * 5, [0.5] * 5))
+    assert alike.worse and alike.worse.decides and alike.learned is Learned.WITHIN_NOISE
+    assert alike.worse.decides.high == pytest.approx(-math.log(0.01) / 640)
+
+
+@for_each(("metric", "name", "learned"), [
+    ("pkg:f", "metric:pkg:f", Learned.WORSE), ("pkg:f=lower", "metric:pkg:f", Learned.BETTER),
+    ("pkg:f=lower", "metric:pkg:f.bits", Learned.BETTER), ("pkg:f=lower", "metric:pkg:fine", Learned.WORSE),
+])  # fmt: skip
+def test_a_metric_says_which_way_is_better(metric: str, name: str, learned: Learned) -> None:
+    (fallen,) = said(scored(name, [2.0] * 5, [1.8, 1.81, 1.82, 1.8, 1.81]), metric=(metric,))
+    (of_zero,) = said(scored(name, [0.0] * 5, [1.0] * 5), metric=(metric,))
+    assert fallen.learned is learned and "not above 0" in of_zero.word
+
+
+def test_quantising_is_held_against_the_reference_and_the_references_own_against_bf16() -> None:
+    """Without a look in bf16 against the reference alone."""
+    looks = [
+        Validation(arm, seed, 100, f"quantised:{mode}", loss * (1 + 1e-3 * (seed - 2)), 1000, 1000)
+        for arm, of_nvfp4 in (("bf16", 2.1), ("fp8", 2.2)) for seed in range(5)
+        for mode, loss in (("bf16", 2.0), ("nvfp4", of_nvfp4))
+    ]  # fmt: skip
+    assert [(score.arm, score.figure, score.against, score.learned) for score in said(looks)] == [
+        ("fp8", "quantised:bf16", "bf16", Learned.WITHIN_NOISE),
+        ("bf16", "quantised:nvfp4", "itself in bf16", Learned.WORSE), ("fp8", "quantised:nvfp4", "bf16", Learned.WORSE),
+    ]  # fmt: skip
+    shares = [score.worse.point for score in said(looks) if score.worse]
+    assert shares == pytest.approx([0.0, 0.05, 2.2 / 2.1 - 1])
+    without = [look for look in looks if look.of != "quantised:bf16"]
+    assert [score.against for score in said(without)] == ["bf16"]
+
+
+def test_the_table_says_what_chance_is_and_a_training_without_scores_has_none() -> None:
+    bare = lines({"fp8": [0.0] * 5})
+    kept, verdicts = judged(kept_of((*bare, *scored("task:copy", [1.0] * 5, [0.9] * 5))))
+    text = render(Page("", "", tuple(score_parts(kept, verdicts))))
+    assert "+10 [+9.3, +11] points" in text and "copy 3.85%" in text and "worse" in text
+    assert not list(score_parts(*judged(kept_of(bare))))

@@ -5,23 +5,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from fp8bench.features.train import words
-from fp8bench.features.train.values import (
-    FALLBACK,
-    UNPAIRED,
-    Arm,
-    KeptTraining,
-    StepRow,
-    StreamLine,
-    TrainingEvent,
-    Validation,
-)
-from fp8bench.features.train.verdicts.curves import Curve, Learned, Void, Why, curves_of, last_of
+from fp8bench.features.train.values import FALLBACK, UNPAIRED, Arm, StepRow, StreamLine, TrainingEvent, Validation
+from fp8bench.features.train.verdicts.curves import INCURABLE, Curve, Learned, Void, Why, curves_of, last_of
 from fp8bench.features.train.verdicts.verdicts import (
     AdjustedSpeed,
     ArmVerdict,
@@ -32,120 +23,72 @@ from fp8bench.features.train.verdicts.verdicts import (
     verdicts_of,
 )
 from tests.counts import for_each
-from tests.learning_curves import CANDIDATE, OTHER_SEED, REFERENCE, REPEAT, curve, held_out, lines, rows, training
+from tests.learning_curves import CANDIDATE, OTHER_SEED, REFERENCE, REPEAT, curve, held_out, kept_of, lines, rows
+from tests.learning_curves import training as of_arms
 
-WORSE = {"fp8": [0.030, 0.031, 0.029, 0.032, 0.030]}
-SAME = {"fp8": [0.001, -0.001, 0.002, -0.002, 0.0]}
+Lines = Iterable[StreamLine]
+WORSE = [0.030, 0.031, 0.029, 0.032, 0.030]
+BETTER = [-gap for gap in WORSE]
+SAME = [0.001, -0.001, 0.002, -0.002, 0.0]
 
 
-def judged(found: tuple[StreamLine, ...]) -> tuple[ArmVerdict, TrainingVerdicts]:
-    """The verdict on the only candidate."""
-    among = verdicts_of(training(), found)
+def judged(told: Lines | Sequence[float]) -> tuple[ArmVerdict, TrainingVerdicts]:
+    """The verdict on fp8, of lines or of gaps to the reference."""
+    told = tuple(told)
+    if all(isinstance(gap, float) for gap in told):
+        told = lines({"fp8": told}) if told else ()  # type: ignore[arg-type,dict-item]
+    among = verdicts_of(of_arms(), told)  # type: ignore[arg-type]
     return among.arms[0], among
 
 
-def changed(
-    found: tuple[StreamLine, ...], change: Callable[[StepRow], StepRow | None], arm: str = "fp8"
-) -> tuple[StreamLine, ...]:
-    """The rows of one arm changed, or left out."""
-    told = (change(line) if isinstance(line, StepRow) and line.arm == arm else line for line in found)
-    return tuple(line for line in told if line is not None)
+def changed(told: Lines, change: Callable[[StepRow], StepRow | None], arm: str = "fp8") -> list[StreamLine]:
+    lines = (change(line) if isinstance(line, StepRow) and line.arm == arm else line for line in told)
+    return [line for line in lines if line is not None]
 
 
-def stopped(arm: str, seed: int) -> tuple[TrainingEvent, ...]:
-    return tuple(TrainingEvent(arm, seed, 40, kind, "") for kind in ("not-finite", "stopped"))
+def with_loss(told: Lines, loss: float, seed: int, *steps: int, arm: str = "fp8") -> list[StreamLine]:
+    """In these steps of a seed, in all of them without any."""
+
+    def change(row: StepRow) -> StepRow:
+        return replace(row, loss=loss) if row.seed == seed and row.step in (steps or (row.step,)) else row
+
+    return changed(told, change, arm)
 
 
 def test_the_endpoint_is_the_mean_of_the_last_tenth() -> None:
     """Nothing before it counts; of one step at least; a step told twice counts once, as it was told last."""
     assert [last_of(steps) for steps in (1, 9, 10, 19, 20, 300)] == [1, 1, 1, 1, 2, 30]
-    losses = [9.0] * 18 + [2.0, 4.0]
-    told = [*rows("a", 0, losses), *rows("a", 0, [8.0])]
-    found = curves_of(told, 20)["a", 0]
-    assert (found.endpoint, found.rows[0].loss, found.whole) == (3.0, 8.0, True)
+    told = [*rows("a", 0, [9.0] * 18 + [2.0, 4.0]), *rows("a", 0, [8.0])]
+    whole = curves_of(told, 20)["a", 0]
+    assert (whole.endpoint, whole.rows[0].loss, whole.whole) == (3.0, 8.0, True)
     assert math.isnan(curves_of(told[:19], 20)["a", 0].endpoint)
 
 
-def test_worse_within_noise_and_better() -> None:
-    """Paired over seeds: the reference's own differences from seed to seed are larger than all of these."""
-    assert judged(lines(WORSE))[0].judged.learned is Learned.WORSE
-    assert judged(lines(SAME))[0].judged.learned is Learned.WITHIN_NOISE
-    better = {"fp8": [-one for one in WORSE["fp8"]]}
-    assert judged(lines(better))[0].judged.learned is Learned.BETTER
-
-
-def test_the_sentences() -> None:
-    """Whether all of it lies beyond the margin is said; the interval is the one that decides."""
-    said = words.verdict(*judged(lines(WORSE)))
-    assert said.startswith("worse by +3.0% [+2.8%, +3.3%] (99%), all of it beyond the margin of 1.0%")
-    assert "all of it" not in words.verdict(*judged(lines({"fp8": [0.001, 0.02, 0.014, 0.014, 0.02]})))
-    assert words.verdict(*judged(lines(SAME))).endswith("inside +-1.0%")
-    few = words.verdict(*judged(lines({"fp8": [0.001] * 2})))
-    assert few == "inconclusive: 2 seeds count, fewer than 5: not finished"
-    wide = words.verdict(*judged(lines({"fp8": [0.0, 0.03, -0.03, 0.02, 0.0]})))
-    assert wide.endswith("is too wide; 140 more would do in four of five cases")
-    apart = words.verdict(*judged(lines(WORSE, held={"fp8": [-0.01] * 5})))
-    assert apart == "inconclusive: +3.0% on training text, but -1.0% on held-out text"
-
-
-@for_each(
-    ("gaps", "sentence"),
-    [
-        (SAME["fp8"], "fp8 learns as bf16 does: a loss more than 0.33% worse is excluded (5 seeds)"),
-        (WORSE["fp8"], "fp8 learns worse than bf16: its loss is 3.04% higher, at least 2.81% (5 seeds)"),
-        ([-one for one in WORSE["fp8"]], "fp8 learns better than bf16: its loss is 3.04% lower, at least 2.81%"),
-        ([0.001], "whether fp8 learns as bf16 does is open: 1 seed counts, fewer than 5: not finished"),
-        ([0.001, 0.002], "whether fp8 learns as bf16 does is open: a loss more than 0.79% worse is excluded (95%)"),
-    ],
-)
-def test_the_answer_is_one_sentence_with_the_digits_that_its_interval_leaves(gaps: list[float], sentence: str) -> None:
-    """Bounds are those of Student's t by hand: of 0.1% and 0.2% at 95% 0.15% + 12.706 * 0.05%."""
-    assert words.answer(*judged(lines({"fp8": gaps}))).startswith(sentence)
-
-
-NEARLY_ZERO = (
-    "the reference's loss is nearly zero, and more seeds would be no other; train fewer --steps, or on more --data"
-)
-
-
-@for_each(
-    ("void", "ending"),
-    [
-        (lambda row: replace(row, loss=0.001 * row.loss if row.step else row.loss), NEARLY_ZERO),
-        (
-            lambda row: replace(row, tokens=7) if row.arm == "fp8" else row,
-            "another number of tokens a step, and more seeds",
-        ),
-        (lambda row: replace(row, loss=math.nan) if row.step == 95 and row.arm == "fp8" else row, ""),
-    ],
-)
-def test_more_seeds_are_not_asked_for_where_they_would_not_count(
-    void: Callable[[StepRow], StepRow], ending: str
-) -> None:
-    """Nor is it said that they would do; where a seed was lost by chance they would."""
-    told = tuple(void(line) if isinstance(line, StepRow) else line for line in lines(SAME))
-    found, _ = judged(told)
-    said = words.inconclusive(found.judged)
-    assert not found.pairs and said.startswith("0 seeds count, fewer than 5")
-    assert f"5: {ending}" in said and "would do" not in said if ending else said.endswith("5 more would do")
-
-
-def test_a_finer_bound_names_the_seeds_that_it_would_take() -> None:
-    """Of three seeds or more; where everything is settled nothing is added."""
-    three = judged(lines({"fp8": [0.001, -0.001, 0.002]}))
-    few = replace(three[0], judged=replace(three[0].judged, more_seeds=2, void=None))
-    assert words.answer(few, three[1]).endswith("2 more would do; 17 more seeds would probably settle 0.2%")
-    assert words.answer(*judged(lines(SAME))).endswith("(5 seeds); 35 more seeds would probably settle 0.1%")
-    assert "settle" not in words.answer(*judged(lines(WORSE)))
+@for_each(("gaps", "learned", "verdict", "answer"), [
+    # Paired over seeds: the reference's own differences from seed to seed are larger than all of these. Bounds are
+    # Student's t by hand: of 0.1% and 0.2% at 95% 0.15% + 12.706 * 0.05%.
+    (WORSE, Learned.WORSE, "worse by +3.0% [+2.8%, +3.3%] (99%), all of it beyond the margin of 1.0%",
+     "fp8 learns worse than bf16: its loss is 3.04% higher, at least 2.81% (5 seeds)"),
+    (BETTER, Learned.BETTER, "better by -3.0%", "fp8 learns better than bf16: its loss is 3.04% lower, at least 2.81%"),
+    (SAME, Learned.WITHIN_NOISE, "within noise: ",
+     "fp8 learns as bf16 does: a loss more than 0.33% worse is excluded (5 seeds); 35 more seeds would probably"),
+    ([0.001], Learned.INCONCLUSIVE, "inconclusive: 1 seed counts, fewer than 5: not finished", "whether fp8 learns"),
+    ([0.001, 0.002], Learned.INCONCLUSIVE, "inconclusive: 2 seeds count, fewer than 5: not finished",
+     "whether fp8 learns as bf16 does is open: a loss more than 0.79% worse is excluded (95%)"),
+    ([0.0, 0.03, -0.03, 0.02, 0.0], Learned.INCONCLUSIVE, "inconclusive: ", "whether fp8 learns as bf16 does is open"),
+    ([], Learned.INCONCLUSIVE, "inconclusive: 0 seeds count, fewer than 5: not finished", "whether fp8 learns"),
+])  # fmt: skip
+def test_what_gaps_say(gaps: list[float], learned: Learned, verdict: str, answer: str) -> None:
+    said, among = judged(gaps)
+    assert said.judged.learned is learned and words.verdict(said, among).startswith(verdict)
+    assert words.answer(said, among).startswith(answer)
 
 
 def test_what_a_command_may_fail_on() -> None:
-    """A verdict with its arm, an alarm with its place; what was not asked for fails nothing. All bad ends can be."""
     alarm = TrainingEvent("fp8", 2, 40, "alarm", "the gradient's norm is 9.1 times its median")
-    told = (*lines(WORSE), alarm, TrainingEvent("fp8", 2, 41, "tried-fix", ""))
-    kept, among = KeptTraining(training(), told, True, ""), judged(told)[1]
-    (worse,) = words.failures(kept, among, ("worse", "diverged"))
-    assert worse == f"fp8: {words.verdict(among.arms[0], among)}"
+    kept = kept_of((*lines({"fp8": WORSE}), alarm, TrainingEvent("fp8", 2, 41, "tried-fix", "")))
+    said, among = judged(kept.lines)
+    assert list(words.failures(kept, among, ("worse", "diverged"))) == [f"fp8: {words.verdict(said, among)}"]
     assert list(words.failures(kept, among, ("alarm",))) == [f"fp8, seed 2, step 40: {alarm.words}"]
     assert not list(words.failures(kept, among, ("diverged", "inconclusive", "did-not-learn")))
     assert words.FAILURES == ("diverged", "did-not-learn", "worse", "inconclusive", "alarm")
@@ -153,59 +96,79 @@ def test_what_a_command_may_fail_on() -> None:
 
 def test_several_arms_say_what_their_level_means() -> None:
     other = replace(CANDIDATE, name="mxfp8")
-    among = verdicts_of(training(CANDIDATE, other), lines({**WORSE, "mxfp8": SAME["fp8"]}))
-    assert [one.judged.learned for one in among.arms] == [Learned.WORSE, Learned.WITHIN_NOISE]
-    assert "of 2 arms that differ by nothing" in words.chance_of_all(among)
-    assert words.chance_of_all(judged(lines(WORSE))[1]) == ""
-    skipped = verdicts_of(training(CANDIDATE, replace(other, skip="no hardware")), lines(WORSE))
-    assert [one.arm.name for one in skipped.arms] == ["fp8"]
+    among = verdicts_of(of_arms(CANDIDATE, other), lines({"fp8": WORSE, "mxfp8": SAME}))
+    assert [said.judged.learned for said in among.arms] == [Learned.WORSE, Learned.WITHIN_NOISE]
+    assert "of 2 arms" in words.chance_of_all(among) and words.chance_of_all(judged(WORSE)[1]) == ""
+    skipped = verdicts_of(of_arms(CANDIDATE, replace(other, skip="no hardware")), lines({"fp8": WORSE}))
+    assert [said.arm.name for said in skipped.arms] == ["fp8"]
 
 
-def test_an_arm_that_is_stopped_has_diverged() -> None:
-    """In one of five seeds is enough, and one seed is enough to say it."""
-    told = changed(lines(SAME), lambda row: row if (row.seed, row.step < 40) != (3, False) else None)
-    assert judged(told)[0].judged.why is Why.FEW_PAIRS  # cut off, nobody knows why
-    found, among = judged((*told, *stopped("fp8", 3)))
-    assert (found.judged.learned, found.diverged_in) == (Learned.DIVERGED, (3,))
-    assert words.verdict(found, among) == "diverged in 1 of 5 seeds (seed 3)"
-    assert not list(words.notes(found))
-    lost = (*told, replace(stopped("fp8", 3)[1], words="its worker was lost"))
-    assert judged(lost)[0].voids == ((3, Void.NOT_FINISHED),)
+GOOD, BAD = lines({"fp8": SAME}), lines({"fp8": WORSE})
+CUT_OFF = changed(GOOD, lambda row: row if (row.seed, row.step < 40) != (3, False) else None)
+NO_NUMBER, STOPPED = (TrainingEvent("fp8", 3, 40, kind, "") for kind in ("not-finite", "stopped"))
+FLAT = with_loss(BAD, 5.2, 2, arm=REFERENCE.name)
+BY_HEART = [*curve(90, 0.001), *[0.001] * 10]
+UNFINISHED = ((4, Void.NOT_FINISHED),)
 
 
-@for_each("loss", [math.nan, math.inf, 5.6])
-def test_an_arm_that_ends_where_it_began_has_diverged(loss: float) -> None:
-    """Or with no number at all; that some steps before were not finite is another matter."""
-    told = changed(lines(SAME), lambda row: replace(row, loss=loss) if row.seed == 1 and row.step >= 50 else row)
-    assert judged(told)[0].diverged_in == (1,)
+@for_each(("told", "said", "diverged", "voids"), [
+    # An arm that is stopped has diverged, in one seed of five; of one that was cut off, or lost, nobody knows why.
+    ([*CUT_OFF, NO_NUMBER, STOPPED], Learned.DIVERGED, (3,), ((3, Void.NOT_FINISHED),)),
+    (CUT_OFF, Why.FEW_PAIRS, (), ((3, Void.NOT_FINISHED),)),
+    ([*CUT_OFF, STOPPED], Why.FEW_PAIRS, (), ((3, Void.NOT_FINISHED),)),
+    # So has one that ends where it began, or with no number at all; not one that recovered from such a step.
+    (with_loss(GOOD, 5.6, 1, *range(50, 100)), Learned.DIVERGED, (1,), ()),
+    *((with_loss(GOOD, loss, 1, *range(50, 100)), Learned.DIVERGED, (1,), ((1, Void.NOT_FINITE),))
+      for loss in (math.nan, math.inf)),
+    (with_loss(GOOD, math.nan, 1, 50), Learned.WITHIN_NOISE, (), ()),
+    (with_loss(GOOD, math.nan, 1, 95), Why.FEW_PAIRS, (), ((1, Void.NOT_FINITE),)),
+    # A reference that did not learn in any seed takes every verdict away, but that an arm diverged beside one that did.
+    (FLAT, Learned.DID_NOT_LEARN, (), ()), (with_loss(FLAT, 5.2, 2), Learned.DID_NOT_LEARN, (), ()),
+    (with_loss(FLAT, math.nan, 0), Learned.DIVERGED, (0,), ((0, Void.NOT_FINITE),)),
+    (with_loss(BAD, math.nan, 2, arm=REFERENCE.name), Learned.DID_NOT_LEARN, (), ((2, Void.NOT_FINITE),)),
+    # Seeds that say nothing: not finished, copies of another, a share of next to nothing, other tokens.
+    *((changed(GOOD, lambda row: None if row.seed == 4 and row.step > 97 else row, arm), Why.FEW_PAIRS, (), UNFINISHED)
+      for arm in ("fp8", REFERENCE.name)),
+    ([replace(line, seed=seed) for seed in range(5) for line in lines({"fp8": [0.03]})], Why.FEW_PAIRS, (),
+     tuple((seed, Void.COPY) for seed in range(1, 5))),
+    ([row for seed in range(5) for arm, times in (("bf16", 1), ("fp8", 2))
+      for row in rows(arm, seed, [times * loss for loss in BY_HEART])], Why.FEW_PAIRS, (),
+     tuple((seed, Void.NEARLY_ZERO) for seed in range(5))),
+    (changed(GOOD, lambda row: replace(row, tokens=7)), Why.FEW_PAIRS, (),
+     tuple((seed, Void.OTHER_TOKENS) for seed in range(5))),
+    # An arm that is not in its precision: its losses are the reference's to the bit, or a product was of another one.
+    (lines({"fp8": [0.0]}), Why.SAME_BITS, (), tuple((seed, Void.NOT_FINISHED) for seed in range(1, 5))),
+    (lines({"fp8": [0.0] * 5}), Why.SAME_BITS, (), ()),
+    ([*GOOD, TrainingEvent("fp8", 0, 0, FALLBACK, "of bfloat16, not of fp8")], Why.FALLBACK, (), ()),
+], ids=lambda value: str(value)[:99])  # fmt: skip
+def test_what_is_no_comparison(
+    told: list[StreamLine], said: Learned | Why, diverged: tuple[int, ...], voids: tuple[tuple[int, Void], ...]
+) -> None:
+    arm, among = judged(told)
+    assert (arm.judged.why or arm.judged.learned, arm.diverged_in, arm.voids) == (said, diverged, voids)
+    if said is Learned.DIVERGED:
+        assert words.verdict(arm, among).startswith("diverged in 1 of 5 seeds")
+        assert not any("not count" in note for note in words.notes(arm))
+    elif isinstance(said, Why):
+        assert arm.judged.learned is Learned.INCONCLUSIVE and len(list(words.notes(arm))) == bool(voids)
+    if said is Why.FEW_PAIRS:  # more seeds are not asked for where they would count no more than these
+        told_why, void = words.inconclusive(arm.judged), voids[0][1]
+        assert ("more would do" in told_why) == (void not in INCURABLE)
+        assert ("train fewer --steps" in told_why) == (void is Void.NEARLY_ZERO)
+    assert arm.speed is None
 
 
-def test_a_step_that_is_not_finite_voids_its_seed_alone() -> None:
-    """In the last tenth; an arm that recovered from one before is judged."""
-    late = changed(lines(SAME), lambda row: replace(row, loss=math.nan) if (row.seed, row.step) == (1, 95) else row)
-    found, _ = judged(late)
-    assert (found.judged.why, found.voids) == (Why.FEW_PAIRS, ((1, Void.NOT_FINITE),))
-    assert list(words.notes(found)) == ["seed 1 does not count: not finite"]
-    early = changed(lines(SAME), lambda row: replace(row, loss=math.nan) if (row.seed, row.step) == (1, 50) else row)
-    assert judged(early)[0].judged.learned is Learned.WITHIN_NOISE
+@for_each(("told", "fell"), [(FLAT, "fell by 0.0%; at least 10.0% is asked"),
+                             (with_loss(BAD, math.nan, 2, arm=REFERENCE.name), "was no number")],
+          ids=lambda value: str(value)[:99])  # fmt: skip
+def test_a_reference_that_did_not_learn_says_by_how_much(told: list[StreamLine], fell: str) -> None:
+    assert fell in words.verdict(*judged(told))
 
 
-def test_a_reference_that_did_not_learn_takes_every_verdict_away() -> None:
-    """In any seed; an arm that diverged beside a reference that learned is told first."""
-    flat = changed(lines(WORSE), lambda row: replace(row, loss=5.2) if row.seed == 2 else row, REFERENCE.name)
-    found, among = judged(flat)
-    assert (found.judged.learned, found.speed) == (Learned.DID_NOT_LEARN, None)
-    assert words.verdict(found, among) == (
-        "no verdict: the reference did not learn (in one seed its loss fell by 0.0%; at least 10.0% is asked of every "
-        "seed)"
-    )  # fmt: skip
-    both = changed(flat, lambda row: replace(row, loss=math.nan) if row.seed == 0 else row)
-    assert judged(both)[0].judged.learned is Learned.DIVERGED
-    alike = changed(flat, lambda row: replace(row, loss=5.2) if row.seed == 2 else row)
-    assert judged(alike)[0].judged.learned is Learned.DID_NOT_LEARN
-    gone = changed(lines(WORSE), lambda row: replace(row, loss=math.nan) if row.seed == 2 else row, REFERENCE.name)
-    assert judged(gone)[0].judged.learned is Learned.DID_NOT_LEARN
-    assert "its loss was no number" in words.verdict(*judged(gone))
+def test_an_arm_with_the_reference_s_bits_by_a_setting_is_asked_whether_it_takes_effect() -> None:
+    other = of_arms(Arm("bf16 clip=2.0", "bf16", settings=(("clip", 2.0),)))
+    same = verdicts_of(other, lines({"bf16 clip=2.0": [0.0] * 5}))
+    assert "does this arm take effect?" in words.verdict(same.arms[0], same)
 
 
 def test_an_easy_first_batch_of_trained_weights_is_no_sign_that_nothing_was_learned() -> None:
@@ -219,109 +182,57 @@ def test_an_easy_first_batch_of_trained_weights_is_no_sign_that_nothing_was_lear
 
 def test_how_far_a_reference_has_to_fall() -> None:
     """So far that losing a tenth of it lies beyond the margin: 5.5 to 4.95, and back by 0.055, is 1.1%."""
-    assert least_fall(0.01) == 0.1
     wide = least_fall(0.05)
-    assert (0.1 * wide) / (1 - wide) == pytest.approx(0.05)
-
-
-def test_seeds_that_were_not_finished_do_not_count() -> None:
-    """Neither an arm's nor the reference's; seeds that never began either."""
-    for arm in ("fp8", REFERENCE.name):
-        told = changed(lines(SAME), lambda row: None if row.seed == 4 and row.step > 97 else row, arm)
-        assert judged(told)[0].voids == ((4, Void.NOT_FINISHED),)
-    assert len(judged(())[0].voids) == 5
-    assert words.verdict(*judged(())) == "inconclusive: 0 seeds count, fewer than 5: not finished"
-
-
-def test_copies_of_a_seed_are_one_seed() -> None:
-    """Five pairs from the same weights and batches are one pair, five times."""
-    alike = tuple(line for seed in range(5) for line in (replace(one, seed=seed) for one in lines({"fp8": [0.03]})))
-    found, _ = judged(alike)
-    assert (found.judged.why, len(found.pairs)) == (Why.FEW_PAIRS, 1)
-    assert {why for _, why in found.voids} == {Void.COPY}
-
-
-def test_losses_near_zero_and_other_numbers_of_tokens_do_not_compare() -> None:
-    """A share of next to nothing says nothing, nor does an arm that saw more text."""
-    learned_by_heart = [*curve(90, 0.001), *[0.001] * 10]
-    told: list[StreamLine] = []
-    for seed in range(5):
-        told += [*rows("bf16", seed, learned_by_heart), *rows("fp8", seed, [2 * one for one in learned_by_heart])]
-    assert judged(tuple(told))[0].voids[0] == (0, Void.NEARLY_ZERO)
-    more = changed(lines(SAME), lambda row: replace(row, tokens=2 * row.tokens))
-    assert judged(more)[0].voids[0] == (0, Void.OTHER_TOKENS)
+    assert least_fall(0.01) == 0.1 and (0.1 * wide) / (1 - wide) == pytest.approx(0.05)
 
 
 def test_held_out_losses_are_compared_at_the_same_step() -> None:
     """The last that both have; other texts do not count, nor what is not finite, nor what was seen long before."""
-    told = [line for line in lines(SAME) if not isinstance(line, Validation)]
+    told = [line for line in lines({"fp8": SAME}) if not isinstance(line, Validation)]
     for seed in range(5):
         told += [held_out("bf16", seed, 90, 3.0), held_out("fp8", seed, 90, 3.3), held_out("bf16", seed, 99, 2.0)]
         told.append(replace(held_out("fp8", seed, 99, 9.0), of="other-text"))
-    assert [pair.held_out for pair in judged(tuple(told))[0].pairs] == [pytest.approx(0.1)] * 5
+    assert [pair.held_out for pair in judged(told)[0].pairs] == [pytest.approx(0.1)] * 5
     broken = [replace(line, loss=math.nan) if isinstance(line, Validation) else line for line in told]
     early = [replace(line, step=89) if isinstance(line, Validation) and line.step == 90 else line for line in told]
     for other in (broken, early):
-        assert judged(tuple(other))[0].judged.why is Why.NO_HELD_OUT
+        assert judged(other)[0].judged.why is Why.NO_HELD_OUT
 
 
-def test_the_band_of_seeds() -> None:
-    _, among = judged(lines({OTHER_SEED.name: [0.03, -0.04]}))
-    assert among.seed_band is not None
-    assert (among.seed_band.largest, among.seed_band.deviation) == (
-        pytest.approx(0.04),
-        pytest.approx(0.035355, rel=1e-4),
-    )
-    assert words.seed_band(among.seed_band).endswith("by 3.54% (root mean square of 2), at most 4.00%")
-
-
-def test_the_band_of_a_repeat() -> None:
-    """Zero is said; else from which step on, as far as both came."""
-    same = judged(lines({REPEAT.name: [0.0]}))[1].repeat_band
+def test_bands_of_seeds_and_of_a_repeat() -> None:
+    band = judged(lines({OTHER_SEED.name: [0.03, -0.04]}))[1].seed_band
+    assert band is not None
+    assert (band.largest, band.deviation) == (pytest.approx(0.04), pytest.approx(0.035355, rel=1e-4))
+    assert words.seed_band(band).endswith("by 3.54% (root mean square of 2), at most 4.00%")
+    repeated = lines({REPEAT.name: [0.0]})
+    same = judged(repeated)[1].repeat_band
     assert same is not None and (same.steps, same.first, same.largest) == (100, None, 0.0)
-    assert words.repeat_band(same).startswith("nondeterminism is zero: the repeat has the same loss in each of 100")
+    assert "nondeterminism is zero" in words.repeat_band(same)
     told = changed(
-        lines({REPEAT.name: [0.0]}),
-        lambda row: None if row.step >= 60 else replace(row, loss=row.loss * (1 + 0.001 * (row.step >= 20))),
+        repeated, lambda row: None if row.step >= 60 else replace(row, loss=row.loss * (1 + 0.001 * (row.step >= 20))),
         REPEAT.name,
-    )
+    )  # fmt: skip
     other = judged(told)[1].repeat_band
     assert other is not None and (other.steps, other.first) == (60, 20)
-    assert words.repeat_band(other) == "the repeat differs from step 20 on, by at most 0.100% of a step's loss"
+    assert words.repeat_band(other).startswith("the repeat differs from step 20 on, by at most 0.100%")
 
 
 def test_speed_to_the_same_loss() -> None:
     """A native arm that is twice as fast, and learns as the reference does, is twice as fast; emulated ones say so."""
-    native = replace(CANDIDATE, native=True)
-    found = verdicts_of(training(native), lines({"fp8": [1e-9] * 5}, seconds={"fp8": 0.005})).arms[0].speed
-    assert found is not None and found.adjusted is not None
-    assert (found.raw.point, found.adjusted.point) == (pytest.approx(2), pytest.approx(2))
-    assert words.speed(found, True) == "2.000x [2.000x, 2.000x] to the same loss (2.000x by steps)"
-    assert judged(lines(SAME))[0].speed is None
-    assert words.speed(None, False) == "emulated: numerics and no speed"
-
-
-def test_an_arm_that_is_not_in_its_precision_has_no_verdict() -> None:
-    """Its losses are the reference's bit for bit, in one seed or in five; or a product was of another precision."""
-    for seeds in (1, 5):
-        found, among = judged(lines({"fp8": [0.0] * seeds}))
-        assert (found.judged.learned, found.judged.why) == (Learned.INCONCLUSIVE, Why.SAME_BITS)
-        assert words.verdict(found, among) == f"inconclusive: {Why.SAME_BITS}"
-    told = TrainingEvent("fp8", 0, 0, FALLBACK, "the numbers of a product are those of bfloat16, not of fp8")
-    found, _ = judged((*lines(SAME), told))
-    assert (found.judged.learned, found.judged.why, found.speed) == (Learned.INCONCLUSIVE, Why.FALLBACK, None)
-    other = training(Arm("bf16 clip=2.0", "bf16", settings=(("clip", 2.0),)))
-    same = verdicts_of(other, lines({"bf16 clip=2.0": [0.0] * 5}))
-    assert "does this arm take effect?" in words.verdict(same.arms[0], same)
+    native = of_arms(replace(CANDIDATE, native=True))
+    speed = verdicts_of(native, lines({"fp8": [1e-9] * 5}, seconds={"fp8": 0.005})).arms[0].speed
+    assert speed is not None and speed.adjusted is not None
+    assert (speed.raw.point, speed.adjusted.point) == (pytest.approx(2), pytest.approx(2))
+    assert words.speed(speed, True) == "2.000x [2.000x, 2.000x] to the same loss (2.000x by steps)"
+    assert judged(SAME)[0].speed is None and words.speed(None, False).startswith("emulated")
 
 
 STEPS = 200
 SEEDS = 5
 
 
-def falling(pace: float = 1.0, steps: int = STEPS) -> list[float]:
-    """A loss that falls ever more slowly, at so many times the usual pace."""
-    return [1.8 + 3.7 * (1 + pace * step / 15) ** -0.7 for step in range(1, steps + 1)]
+def falling(pace: float = 1.0) -> list[float]:
+    return [1.8 + 3.7 * (1 + pace * step / 15) ** -0.7 for step in range(1, STEPS + 1)]
 
 
 def of(losses: Sequence[float], seconds: float = 0.01, tokens: int = 100) -> Curve:
@@ -329,10 +240,9 @@ def of(losses: Sequence[float], seconds: float = 0.01, tokens: int = 100) -> Cur
 
 
 def speed(*arms: Curve, reference: Curve | None = None) -> AdjustedSpeed:
-    """Of five seeds, each with the next of these arms."""
-    found = adjusted_speed([(reference or of(falling()), arms[seed % len(arms)]) for seed in range(SEEDS)])
-    assert found is not None
-    return found
+    speed = adjusted_speed([(reference or of(falling()), arms[seed % len(arms)]) for seed in range(SEEDS)])
+    assert speed is not None
+    return speed
 
 
 @for_each("pace", [0.5, 0.7, 0.95, 1.0, 1.05, 1.4])
@@ -340,55 +250,43 @@ def test_steps_to_the_same_loss(pace: float) -> None:
     """An arm that learns at nine tenths of the pace takes nine tenths as many times fewer steps, better ones too."""
     steps = log_steps([(of(falling()), of(falling(pace)))])
     assert steps is not None and math.exp(steps) == pytest.approx(pace, rel=0.02)
-    found = speed(of(falling(pace), seconds=0.005))
-    assert found.adjusted is not None and not found.bounded
-    assert (found.raw.point, found.adjusted.point) == (pytest.approx(2), pytest.approx(2 * pace, rel=0.02))
+    arm = speed(of(falling(pace), seconds=0.005))
+    assert arm.adjusted is not None and arm.fewer_steps is not None and not arm.bounded
+    assert (arm.raw.point, arm.adjusted.point) == (pytest.approx(2), pytest.approx(2 * pace, rel=0.02))
+    assert arm.fewer_steps.low <= arm.fewer_steps.point == pytest.approx(pace, rel=0.02)
 
 
 def test_the_noise_of_batches_that_both_have_in_common_is_none() -> None:
     """Arms that differ by nothing are as fast, whatever single steps do."""
     draw = random.Random(0)
-    noise = [draw.gauss(1, 0.06) for _ in range(STEPS)]
-    losses = [loss * one for loss, one in zip(falling(), noise, strict=True)]
+    losses = [loss * draw.gauss(1, 0.06) for loss in falling()]
     assert log_steps([(of(losses), of(losses))]) == 0
-    nudged = [loss * (1 + draw.gauss(0, 1e-4)) for loss in losses]
-    steps = log_steps([(of(losses), of(nudged))])
+    steps = log_steps([(of(losses), of([loss * (1 + draw.gauss(0, 1e-4)) for loss in losses]))])
     assert steps is not None and abs(steps) < 0.005
 
 
 def test_times_are_those_of_the_reference_beside_it() -> None:
-    """Where it was trained once more beside the arm, by these; without one beside it there is no speed."""
+    """Where it was trained once more beside the arm, by these; without one beside it there is no speed, nor of fewer
+    than five seeds."""
     arm = of(falling(), seconds=0.005)
     slow = replace(arm, beside=dict.fromkeys(range(STEPS), 0.02))
     assert speed(arm).raw.point == pytest.approx(2) and speed(slow).raw.point == pytest.approx(4)
     alone = replace(arm, events=frozenset({UNPAIRED}))
     assert adjusted_speed([(of(falling()), alone)] * SEEDS) is None
-
-
-def test_fewer_steps_are_told_beside_the_speed() -> None:
-    """As many times as the arm's pace, whatever its seconds; a bound where it is one."""
-    found = speed(of(falling(1.4), seconds=0.005)).fewer_steps
-    assert found is not None and found.point == pytest.approx(1.4, rel=0.02) and found.low <= found.point <= found.high
-    stuck = speed(of([max(3.5, loss) for loss in falling()], 0.005))
-    assert stuck.bounded and stuck.fewer_steps is not None and stuck.fewer_steps.point == pytest.approx(1 / 3)
+    assert adjusted_speed([(of(falling()), arm)] * 4) is None and words.speed(None, True) == "-"
 
 
 def test_one_that_learns_far_less_is_a_bound() -> None:
-    """It ends where the reference was before a third of its steps: at most so fast, and the words say so."""
     stuck = speed(of([max(3.5, loss) for loss in falling()], 0.005))
-    assert stuck.bounded and stuck.adjusted is not None
-    assert stuck.adjusted.point == pytest.approx(2 / 3)
+    assert stuck.bounded and stuck.adjusted is not None and stuck.fewer_steps is not None
+    assert (stuck.adjusted.point, stuck.fewer_steps.point) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
     assert words.speed(stuck, True) == "at most 0.667x to the same loss (2.000x by steps)"
 
 
 def test_a_loss_that_falls_no_more_says_nothing_of_steps() -> None:
     flat = [5.0] * 20 + [2.0] * (STEPS - 20)
-    worse = of([loss * 1.01 for loss in flat], 0.005)
-    found = speed(worse, reference=of(flat))
-    assert found.adjusted is None
-    assert words.speed(found, True) == (
-        "not known to the same loss, which does not surely fall any more (2.000x by steps)"
-    )
+    worse = speed(of([loss * 1.01 for loss in flat], 0.005), reference=of(flat))
+    assert worse.adjusted is None and words.speed(worse, True).startswith("not known to the same loss")
 
 
 def test_speed_is_in_tokens_and_by_steps_that_were_timed() -> None:
@@ -401,15 +299,9 @@ def test_speed_is_in_tokens_and_by_steps_that_were_timed() -> None:
     assert adjusted_speed([(of(falling()), of(falling(), 0.0))] * SEEDS) is None
 
 
-def test_fewer_than_five_seeds_say_nothing() -> None:
-    assert adjusted_speed([(of(falling()), of(falling()))] * 4) is None
-    assert words.speed(None, True) == "-"
-
-
 def test_the_interval_is_over_seeds() -> None:
     """Seeds of different speeds are a wide interval about their geometric mean, and those that learn otherwise, too."""
-    found = speed(of(falling(), 0.005), of(falling(), 0.01))
-    assert found.raw.point == pytest.approx(2**0.6)
-    assert found.raw.low < 1 and found.raw.high > 2
+    apart = speed(of(falling(), 0.005), of(falling(), 0.01))
+    assert apart.raw.point == pytest.approx(2**0.6) and apart.raw.low < 1 and apart.raw.high > 2
     other = speed(of(falling(0.8)), of(falling(0.9)))
     assert other.adjusted is not None and other.adjusted.low < 0.8 and other.adjusted.high > 0.88

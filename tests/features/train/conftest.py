@@ -1,0 +1,42 @@
+"""Trainings by a lab that trains nothing, and labs in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fp8bench.features.train import run as job
+from fp8bench.features.train.kind import training_files
+from fp8bench.features.train.lab.lab import Lab
+from fp8bench.features.train.request import TrainingRequest
+from fp8bench.features.train.values import KeptTraining
+from fp8bench.measure.handle import LocalWorker
+from tests.trainings import FakeLab, NotedTraining, write_text
+
+Trained = Callable[..., tuple[KeptTraining, FakeLab, NotedTraining]]
+
+
+@pytest.fixture
+def trained(store: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
+    """Train with a lab that trains nothing; without a request go on with the training that is there."""
+    write_text()
+
+    def train(lab: FakeLab, request: TrainingRequest | None = None) -> tuple[KeptTraining, FakeLab, NotedTraining]:
+        monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: lab)
+        seen = NotedTraining()
+        kept = job.resume(training_files(store)[0], store, seen)[1] if request is None else job.train(
+            request, store, seen, "fp8bench train"
+        )  # fmt: skip
+        assert lab.closed
+        return kept, lab, seen
+
+    return train
+
+
+@pytest.fixture
+def local(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labs are opened in this process, and look at a sixteenth of the held-out text: three quarters of the time."""
+    monkeypatch.setattr("fp8bench.features.train.lab.evaluate._TOKENS", 256)
+    monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: LocalWorker(settings, Lab))

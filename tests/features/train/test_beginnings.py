@@ -1,0 +1,276 @@
+"""What a training begins with: its texts, what is held out of them, and the questions of tasks."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp8bench.errors import UnknownName, UsageError
+from fp8bench.features.train import beginnings
+from fp8bench.features.train.arms import check_training
+from fp8bench.features.train.request import TrainerSettings, TrainingRequest
+from fp8bench.features.train.tasks import ITEMS, documents_of, items_of, lengths_of, text_of
+from fp8bench.features.train.values import TokenSpan, TrainingText
+from fp8bench.plan.bpe import token_bytes
+from tests.counts import for_each
+
+LINES = [f"line {number} of a text, and of its {number % 7} relatives" for number in range(3000)]
+TEXT = "\n".join(LINES).encode()
+CUT = len(TEXT) - len(TEXT) // 10
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> str:
+    path = tmp_path / "given.txt"
+    path.write_bytes(TEXT)
+    return str(path)
+
+
+def prepared(data: Path | str, tokens: str = "bytes", window: int = 8, other: str | None = None) -> TrainingText:
+    return beginnings.prepare_text(str(data), other, tokens, Path(data).parent / "data", window)
+
+
+def decoded(text: TrainingText, span: TokenSpan | None) -> bytes:
+    assert span is not None
+    known = token_bytes(text.merges)
+    tokens = np.fromfile(span.path, dtype=np.uint16)[span.start : span.stop]
+    return b"".join(known[token] for token in tokens.tolist())
+
+
+def tokens_file(path: Path, tokens: list[int]) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(array("H", tokens).tobytes())
+    return str(path)
+
+
+def test_the_last_tenth_is_held_out_behind_a_gap_of_a_window(given: str) -> None:
+    text = prepared(given, window=96)
+    assert decoded(text, text.train) == TEXT[:CUT] and decoded(text, text.held_out) == TEXT[CUT + 96 :]
+    assert (text.vocabulary, text.tokens, text.merges) == (256, "bytes", ()) and text.identity.startswith("given:")
+
+
+def test_byte_pairs_are_learnt_from_what_is_trained_on_alone(tmp_path: Path) -> None:
+    """A word that only the held-out part has is no token; both parts come back, but for the gap in tokens."""
+    cut = len(TEXT) - len(TEXT) // 12
+    late = TEXT[:cut] + b" hippopotamus" * ((len(TEXT) - cut) // 13)
+    path = tmp_path / "late.txt"
+    path.write_bytes(late)
+    text = prepared(path, "bpe:200", 64)
+    assert decoded(text, text.train) == late[: len(late) - len(late) // 10]
+    assert late.endswith(decoded(text, text.held_out)) and text.held_out.start - text.train.stop == 64
+    tokens = token_bytes(text.merges)
+    assert b" text" in tokens and not any(b"hippo" in token for token in tokens)
+    assert text.vocabulary == 456 and text.tokens == "bpe"
+
+
+@for_each("tokens", ["bytes", "bpe:20"])
+def test_what_was_made_is_not_made_again_unless_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: str
+) -> None:
+    """Where tokens are as long as they should be, too: nobody would learn from zeros and be told of a text."""
+    given = tmp_path / "given.txt"
+    given.write_bytes(TEXT)
+    first = prepared(given, tokens)
+    before = {path: path.read_bytes() for path in (tmp_path / "data").iterdir()}
+    with monkeypatch.context() as nobody_learns:
+        nobody_learns.setattr(beginnings, "learnt_merges", None)
+        assert prepared(given, tokens) == first
+    path = Path(first.train.path)
+    whole = before[path]
+    damages = [(path, damaged) for damaged in (b"\0" * len(whole), whole[:1000], b"")]
+    for file, damaged in (*damages, *((notes, b"[[") for notes in before if notes.suffix == ".json")):
+        file.write_bytes(damaged)
+        assert prepared(given, tokens) == first
+        assert {path: path.read_bytes() for path in (tmp_path / "data").iterdir()} == before
+
+
+def test_other_text_is_pythons_documentation_or_the_users(
+    tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = prepared(given, "bpe:100")
+    assert b'The "assert" statement' in decoded(text, text.other)
+    path = tmp_path / "other.txt"
+    path.write_bytes(b"\xe7\xb2\xbe\xe5\xba\xa6\xe8\xb6\x8a\xe4\xbd\x8e" * 10000)
+    other = prepared(given, "bpe:100", other=str(path))
+    assert decoded(other, other.other) == path.read_bytes() and other.merges == text.merges
+    monkeypatch.setattr(beginnings, "_documentation", lambda: b"")
+    assert prepared(given).other is None
+
+
+def test_token_files_are_mapped_where_they_lie(tmp_path: Path) -> None:
+    data = tokens_file(tmp_path / "shakespeare.bin", list(range(1000)))
+    text = prepared(data)
+    assert (text.train, text.held_out) == (TokenSpan(data, 0, 900), TokenSpan(data, 908, 1000))
+    assert (text.vocabulary, text.tokens, text.other) == (1000, "given", None)
+    assert text.identity.startswith("shakespeare:") and not (tmp_path / "data").exists()
+
+
+def test_a_held_out_token_file_beside_it_is_taken(tmp_path: Path) -> None:
+    """As nanoGPT names them, from the folder or the file; both count for vocabulary and identity."""
+    data = tokens_file(tmp_path / "own" / "train.bin", [1, 2, 3] * 100)
+    beside = tokens_file(tmp_path / "own" / "val.bin", [4, 500] * 30)
+    (tmp_path / "own" / "meta.pkl").write_bytes(b"never read")
+    text = prepared(tmp_path / "own")
+    assert text == prepared(data)
+    assert (text.train, text.held_out) == (TokenSpan(data, 0, 300), TokenSpan(beside, 0, 60))
+    assert text.vocabulary == 501 and text.identity.startswith("own:")
+    tokens_file(tmp_path / "own" / "val.bin", [4, 501] * 30)
+    assert prepared(data).identity != text.identity
+    other = tokens_file(tmp_path / "other.bin", [7, 900] * 50)
+    both = prepared(data, other=other)
+    assert both.other == TokenSpan(other, 0, 100) and both.vocabulary == 901
+
+
+FILES = {"odd.bin": b"\0" * 999, "short.bin": b"\0" * 64, "empty.bin": b"", "own.bin": b"\0" * 4000,
+         "text.txt": TEXT[: 1 << 16]}  # fmt: skip
+
+
+@for_each(("name", "words", "tokens", "other"), [
+    ("odd.bin", "no file of 16-bit tokens", "bytes", ""), ("short.bin", "or a shorter --sequence", "bytes", ""),
+    ("empty.bin", "has 0 tokens", "bytes", ""), ("own.bin", "has tokens already", "bpe", ""),
+    ("text.txt", "the held-out part has 4505 tokens, and 4 windows of 2048 need 8193", "bytes", ""),
+    ("nosuch.bin", r"--data .*nosuch.bin cannot be read", "bytes", ""),
+    ("", "folder without train.bin, and no saved dataset", "bytes", ""),
+    ("own.bin", r"--other-data .*text.txt is no file of 16-bit tokens", "bytes", "text.txt"),
+    ("text.txt", r"--other-data .*nosuch cannot be read", "bytes", "nosuch"),
+])  # fmt: skip
+def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, name: str, words: str, tokens: str, other: str) -> None:
+    for file, content in FILES.items():
+        (tmp_path / file).write_bytes(content)
+    with pytest.raises(UsageError, match=words):
+        prepared(tmp_path / name, tokens, 8 if other else 2048, str(tmp_path / other) if other else None)
+
+
+def saved(folder: Path, rows: list[dict[str, Any]], files: int = 2) -> Path:
+    """What save_to_disk writes, as far as it is read."""
+    pa = pytest.importorskip("pyarrow")
+    folder.mkdir(parents=True)
+    table = pa.Table.from_pylist(rows)
+    names = [f"data-{number:05d}-of-{files:05d}.arrow" for number in range(files)]
+    for number, name in enumerate(names):
+        share = -(-len(rows) // files)
+        with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table.slice(number * share, share), max_chunksize=100)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    return folder
+
+
+WHOLE = TEXT + b"\n"
+
+
+def test_a_saved_dataset_is_read(tmp_path: Path) -> None:
+    """All files of it, in order, a line break after each document, whatever other columns there are. Where a part of it
+    is held out nothing of the train part is, and there is no gap."""
+    single = saved(tmp_path / "set", [{"id": number, "text": line, "title": "x"} for number, line in enumerate(LINES)])
+    text = prepared(single)
+    assert decoded(text, text.train) == WHOLE[: len(WHOLE) - len(WHOLE) // 10] and text.identity.startswith("set:")
+    saved(tmp_path / "parts" / "train", [{"sentence": line} for line in LINES])
+    saved(tmp_path / "parts" / "test", [{"sentence": "quite another line"}] * 100, files=1)
+    (tmp_path / "parts" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    text = prepared(tmp_path / "parts")
+    assert decoded(text, text.train) == WHOLE and decoded(text, text.held_out) == b"quite another line\n" * 100
+
+
+@pytest.mark.slow
+def test_datasets_own_folders_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    datasets = pytest.importorskip("datasets")
+
+    def dataset(lines: list[str], name: str) -> Any:
+        # A fingerprint of its own: some versions cannot pickle what they would make one of.
+        table = datasets.table.InMemoryTable.from_pydict({"text": lines, "id": list(range(len(lines)))})
+        return datasets.Dataset(table, fingerprint=name)
+
+    dataset(LINES, "one").save_to_disk(tmp_path / "one", num_shards=3)
+    datasets.DatasetDict(train=dataset(LINES, "two"), test=dataset(LINES[:99], "three")).save_to_disk(tmp_path / "two")
+    whole, parts = (prepared(tmp_path / name) for name in ("one", "two"))
+    assert decoded(whole, whole.train) == WHOLE[: len(WHOLE) - len(WHOLE) // 10]
+    assert decoded(parts, parts.train) == WHOLE
+    assert decoded(parts, parts.held_out) == "".join(f"{line}\n" for line in LINES[:99]).encode()
+
+
+def test_saved_datasets_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = saved(tmp_path / "two", [{"question": "a", "answer": "b"}])
+    torn = saved(tmp_path / "torn", [{"text": line} for line in LINES])
+    file = next(torn.glob("*.arrow"))
+    file.write_bytes(file.read_bytes()[:5000])
+    for folder, notes, words in (
+        (two, "", "has columns question, answer"), (torn, "", r"\.arrow cannot be read .*Save the dataset again"),
+        *((torn, notes, r"state\.json names no files")
+          for notes in ("{}", "[]", '{"_data_files": [1]}', '{"_data_files": 7}')),
+        (torn, "{", r"state\.json cannot be read"),
+    ):  # fmt: skip
+        if notes:
+            (folder / "state.json").write_text(notes)
+        with pytest.raises(UsageError, match=words):
+            prepared(folder)
+
+
+def test_without_pyarrow_a_saved_dataset_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UsageError, match="pip install pyarrow"):
+        prepared(tmp_path)
+
+
+PROSE = b" ".join(random.Random(1).choices([b"alpha", b"gamma", b"delta", b"theta", b"sigma", b"omega"], k=20_000))
+
+
+@for_each("sequence", [16, 24, 65])
+def test_a_question_has_its_answer_in_what_stands_before_it(sequence: int) -> None:
+    ((_, copies),) = items_of("copy", sequence, b"")
+    retrievals = dict(items_of("retrieval", sequence, b""))
+    assert [int(name.partition("@")[2]) for name in retrievals] == list(lengths_of(sequence))
+    for item in copies:
+        before, _, after = item.texts[0].partition(b"=")
+        assert before == after and len(item.texts[0]) <= sequence
+        assert bytes(item.choices[right] for right in item.right) == bytes(item.texts[0][at] for at in item.places)
+    for name, items in retrievals.items():
+        assert len(items) == ITEMS and len({item.right for item in items}) == 10
+        for item in items:
+            text, answer = item.texts[0][:-1], item.choices[item.right[0]]
+            assert len(item.texts[0]) == int(name.partition("@")[2]) and text.endswith(b"?")
+            assert [byte for byte in text if byte in b"0123456789"] == [answer]
+
+
+def test_a_cloze_offers_words_that_are_as_long_and_hides_the_true_one_anywhere() -> None:
+    ((_, items),) = items_of("cloze", 48, PROSE)
+    assert {item.right for item in items} == {(0,), (1,), (2,), (3,)}
+    for item in items:
+        assert len(set(item.texts)) == 4 and {len(text) for text in item.texts} == {48}
+        assert item.texts[item.right[0]] in PROSE and not all(text in PROSE for text in item.texts)
+    with pytest.raises(UsageError, match="it has 0 of the 128"):
+        list(items_of("cloze", 48, b"a b c"))
+
+
+def test_documents_are_as_long_as_a_window_and_what_is_held_out_is_others() -> None:
+    name, train, held_out = text_of("task:copy,retrieval", 32)
+    assert name == "copy+retrieval" and len(train) % 32 == len(held_out) % 32 == 0
+    own, others = ({text[at : at + 32] for at in range(0, len(text), 64)} for text in (train, held_out))
+    assert not own & others and train == text_of("task:copy,retrieval", 32)[1]
+    document = documents_of(("retrieval",), 32, "x", 1)
+    (digit,) = {byte for byte in document if byte in b"0123456789"}
+    asked = [at for at, byte in enumerate(document) if byte == ord("?")]
+    assert asked and all(document[at + 1] == digit for at in asked)
+
+
+@for_each(
+    ("settings", "words"),
+    [
+        ({"tasks": ("copies",)}, "copy"), ({"tasks": ("copy",), "sequence": 8}, "at least 16"),
+        ({"metric": ("f",)}, "names no function"), ({"make": "pkg:make", "tasks": ("copy",)}, "Leave it out"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_asked_is_said_before_anything_starts(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        check_training(TrainingRequest(settings=TrainerSettings(**settings)))  # type: ignore[arg-type]
+    with pytest.raises(UnknownName):
+        text_of("task:cloze", 32)
