@@ -166,6 +166,7 @@ def test_tooltips_on_a_telephone(show: Open) -> None:
             " return [box.left, innerWidth - box.right, box.top, innerHeight - box.bottom]; })()"
         )
         assert min(left, right, top, bottom) >= 0, selector
+    tab = show(width=390)
     for selector in ("#speed-up svg.narrow .mark", "#steps td[title]"):
         tab.tap(selector)
         assert tip(tab)
