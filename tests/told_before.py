@@ -7,7 +7,9 @@ were meant to change, `FP8BENCH_TOLD=write pytest FILE` writes its document anew
 from __future__ import annotations
 
 import difflib
+import functools
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,13 @@ MADE = Path(__file__).resolve().parent / "golden" / "made"
 Told = Iterator[tuple[str, Any]]
 
 
-def as_before(claims: Callable[..., Told]) -> Callable[[], None]:
+def as_before(claims: Callable[..., Told]) -> Callable[..., None]:
     path = MADE / f"{claims.__name__.removeprefix('test_')}.txt"
 
-    def test() -> None:
-        now = "".join(f"== {claim}\n{as_text(told)}\n" for claim, told in claims())
+    @functools.wraps(claims)
+    def test(**fixtures: Any) -> None:
+        now = "".join(f"== {claim}\n{as_text(told)}\n" for claim, told in claims(**fixtures))
+        now = re.sub(r"acknowledged \d{4}-\d\d-\d\d", "acknowledged TODAY", now)  # while the test runs
         if os.environ.get("FP8BENCH_TOLD") == "write":
             path.write_text(now, encoding="utf-8")
         before = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -36,7 +40,6 @@ def as_before(claims: Callable[..., Told]) -> Callable[[], None]:
             diff = difflib.unified_diff(before.splitlines(), now.splitlines(), "before", "now", lineterm="", n=2)
             pytest.fail("\n".join([f"{path.name} differs; read how. FP8BENCH_TOLD=write writes it", *diff]), False)
 
-    test.__name__, test.__doc__ = claims.__name__, claims.__doc__
     return test
 
 
