@@ -103,21 +103,17 @@ def test_time_left_comes_from_the_share_of_the_work(screen: Screen, clock: Clock
     assert ", about 30 s left, measuring" in screen.shown()
 
 
-def test_no_guess_from_too_little(screen: Screen, clock: Clock) -> None:
+def test_no_guess_from_too_little_and_no_harm_of_odd_shares(screen: Screen, clock: Clock) -> None:
     observer = line(screen, clock)
     clock.now += 0.5
     observer.working(CASES[0], "measuring", 0.9)
     clock.now += 20
     observer.working(CASES[0], "measuring", 0.001)
     assert "left" not in screen.getvalue()
-
-
-@pytest.mark.parametrize("share", [-1.0, 0.0, 1.0, 7.0, float("nan")])
-def test_odd_shares_do_no_harm(screen: Screen, clock: Clock, share: float) -> None:
-    observer = line(screen, clock)
-    clock.now += 60
-    observer.working(CASES[0], "measuring", share)
-    assert "nan" not in screen.shown() and " -" not in screen.shown()
+    for share in (-1.0, 0.0, 1.0, 7.0, float("nan")):
+        clock.now += 60
+        observer.working(CASES[0], "measuring", share)
+        assert "nan" not in screen.shown() and " -" not in screen.shown()
 
 
 def test_draws_at_most_five_times_a_second(screen: Screen, clock: Clock) -> None:
@@ -160,7 +156,7 @@ def test_close_erases_the_line_once_which_has_no_colour(screen: Screen, clock: C
     assert not re.search(r"\n|\x1b\[[0-9;]*m", screen.getvalue())
 
 
-def test_a_closed_terminal_ends_no_measurement(screen: Screen, clock: Clock) -> None:
+def test_a_closed_terminal_and_none_end_no_measurement(screen: Screen, clock: Clock) -> None:
     """Every call returns, and nothing opens the stream again."""
     observer = line(screen, clock)
     screen.close()
@@ -168,6 +164,10 @@ def test_a_closed_terminal_ends_no_measurement(screen: Screen, clock: Clock) -> 
     observer.working(CASES[1], "measuring", 0.5)
     observer.close()
     assert screen.closed
+    for stream in (None, screen):
+        shown = LiveLine(stream, {})
+        shown.show("one")
+        shown.close()
 
 
 def test_a_throttled_call_is_cheap(screen: Screen) -> None:
@@ -202,15 +202,6 @@ def test_only_where_a_person_watches(terminal: bool, environ: dict[str, str], sh
     shown.show("one")
     shown.close()
     assert bool(screen.getvalue()) is shows
-
-
-def test_quiet_without_a_stream() -> None:
-    closed = Screen()
-    closed.close()
-    for stream in (None, closed):
-        shown = LiveLine(stream, {})
-        shown.show("one")
-        shown.close()
 
 
 def test_a_line_replaces_the_one_before_and_is_erased(screen: Screen) -> None:
