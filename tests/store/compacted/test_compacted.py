@@ -38,7 +38,7 @@ from tests.counts import for_each, sampled
 from tests.histories import history, keep, read_trends, records, run_at, trends_of
 from tests.own_suites import forgotten
 
-STORED = Path(__file__).resolve().parents[2] / "golden" / "stored" / "runs"
+STORED = Path(__file__).resolve().parents[2] / "golden" / "stores" / "stored" / "runs"
 
 
 def every(_: str) -> bool:
