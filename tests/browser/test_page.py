@@ -54,7 +54,6 @@ def find(tab: Tab, text: str) -> None:
 
 
 def tip(tab: Tab) -> str | None:
-    """What the tooltip says, None if there is none to be seen."""
     shown: str | None = tab.run(
         "document.querySelector('#tip').hidden ? null : document.querySelector('#tip').textContent"
     )
@@ -281,7 +280,6 @@ def test_the_policy_holds(show: Open) -> None:
 
 
 def color(tab: Tab, selector: str, what: str) -> int:
-    """How light a colour is, 0 to 255."""
     text = tab.run(f"getComputedStyle(document.querySelector('{selector}')).{what}")
     return sum(int(part) for part in text.removeprefix("rgb(").removesuffix(")").split(",")) // 3
 

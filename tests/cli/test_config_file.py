@@ -50,7 +50,6 @@ def asked(store: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 @pytest.fixture
 def refused(store: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """The sentence that refuses a file."""
 
     def refuse(content: str | bytes, *words: str) -> str:
         Path("my.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
@@ -195,13 +194,11 @@ def test_the_command_line_wins(words: list[str], changes: dict[str, object], ask
 
 
 def test_the_name_may_stand_in_either_place(asked: Asked) -> None:
-    """The command line's wins."""
     assert asked("suite: gemm")[0].suite == "gemm"
     assert asked("suite: transformer", "gemm")[0].suite == "gemm"
 
 
 def test_the_name_may_not_be_left_out(refused: Callable[..., str]) -> None:
-    """Of both places."""
     assert "no suite was named" in refused("quick: true")
 
 

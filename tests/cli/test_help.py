@@ -18,7 +18,6 @@ FEW = 16
 
 
 def every_parser(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argparse.ArgumentParser]:
-    """A parser, its commands, and theirs, by the words they are called with."""
     found = {name: parser}
     for word, command in commands_of(parser).items():
         found |= every_parser(command, f"{name} {word}".strip())
@@ -94,7 +93,6 @@ def test_help_of_no_command(fp8bench: Say) -> None:
 
 
 def test_precisions_is_another_name_of_dtypes() -> None:
-    """Wherever there is the one."""
     whole = build_parser()
     for name, parser in every_parser(whole).items():
         for action in parser._actions:

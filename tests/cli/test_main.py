@@ -44,7 +44,6 @@ NO_HISTORY = (
 
 @for_each("words", [[], ["--help"], ["suite", "--help"], ["--version"], ["list"], ["history"]])
 def test_what_only_informs_ends_well(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """On stdout, with code 0."""
     try:
         code = main(words)
     except SystemExit as ended:  # argparse leaves this way after --help
@@ -65,7 +64,6 @@ def test_what_only_informs_ends_well(words: list[str], capsys: pytest.CaptureFix
     ],
 )
 def test_lists(what: str, words: list[str], fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this machine makes of it."""
     monkeypatch.setattr(doctor, "ProcessWorker", LocalWorker)
     code, out, err = fp8bench("list", what)
     assert code == 0 and all(word in out for word in words) and not err
@@ -246,7 +244,6 @@ def test_a_suite_through_a_worker_in_a_process_of_its_own(tmp_path: Path) -> Non
 def test_a_dry_run_prints_the_plan_and_writes_no_run(
     store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is prepared, nothing timed."""
     for name in ("prepare", "slot", "error"):
         monkeypatch.setattr(f"fp8bench.worker.bench.Bench.{name}", None)
     code, out, err = fp8bench(*DRY, "--set", "shape=64,gpt2")
@@ -303,7 +300,6 @@ class DoorFailing(Workload):
 
 @pytest.fixture
 def failing(store: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A user's file with a suite whose bf16 case fails."""
     from fp8bench.registry import workloads
 
     workloads.names()
@@ -354,7 +350,6 @@ def test_a_command_to_copy_is_not_folded(capsys: pytest.CaptureFixture[str], mon
 def test_other_ends(
     outcome: Run | BaseException, code: int, sentence: str, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each with its code and a sentence."""
 
     def execute(*arguments: object) -> Run:
         if isinstance(outcome, BaseException):

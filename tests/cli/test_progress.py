@@ -28,8 +28,6 @@ PLAN = Plan(
 
 
 class Screen(io.StringIO):
-    """A stream that says whether it is a terminal."""
-
     def __init__(self, terminal: bool = True) -> None:
         super().__init__()
         self._terminal = terminal
@@ -39,7 +37,6 @@ class Screen(io.StringIO):
         return self._terminal
 
     def shown(self) -> str:
-        """What a person sees on the line now."""
         return re.split(r"\r\x1b\[2K", self.getvalue())[-1]
 
     def draws(self) -> int:
@@ -47,8 +44,6 @@ class Screen(io.StringIO):
 
 
 class Clock:
-    """A clock that goes on when told."""
-
     def __init__(self) -> None:
         self.now = 100.0
 

@@ -137,7 +137,7 @@ _STORED = {
        for commit in ("359f21c3", "7eccd2d9")},
     **{f"{name}.md": f"report {run} --md stored-{name}.md"
        for name, run in (("old", OLD), ("failing", FAILING), ("sample", SAMPLE))},
-    **{f"{name}-wide.csv": f"report {run} --csv-wide && cp .fp8bench/reports/*/results.csv stored-{name}-wide.csv"
+    **{f"{name}-wide.csv": f"report {run} --csv-wide && cp .fp8bench/reports/*/*.csv stored-{name}-wide.csv"
        for name, run in (("old", OLD), ("failing", FAILING), ("sample", SAMPLE))},
 }  # fmt: skip
 STORED = {f"stored-{name}": Document(words, "stored") for name, words in _STORED.items()}
@@ -293,8 +293,6 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
 
 
 class Pretended:
-    """A worker that knows two devices, and no more."""
-
     def __init__(self, *words: object, **more: object) -> None:
         pass
 
@@ -322,7 +320,6 @@ class Pretended:
 
 @contextlib.contextmanager
 def answered(value: str) -> Iterator[None]:
-    """Commands are given what was measured once."""
     with contextlib.ExitStack() as patches:
         for place, answer in _answers(value):
             patches.enter_context(mock.patch(place, answer))
@@ -364,7 +361,6 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
 
 
 def _of_the_doctor() -> Iterator[tuple[str, Callable[..., object] | type]]:
-    """What is of this machine, and of what is installed on it."""
     environment = load_run(next(Path(".fp8bench").rglob("*-8b215bef.jsonl"))).environment
     (line,) = (STORES / "runs" / "ceilings" / "history.jsonl").read_text().splitlines()
     ceilings = decode(Ceilings, json.loads(line)["ceilings"])
@@ -410,7 +406,6 @@ def a_place(folder: Path, document: Document) -> Iterator[None]:
 
 
 def told(words: Sequence[str]) -> str:
-    """What a command prints, what it says on stderr and, where it is not 0, its exit code."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
             code = main(words)
@@ -421,7 +416,6 @@ def told(words: Sequence[str]) -> str:
 
 
 def made(words: Sequence[str]) -> str:
-    """What comes of a command, or of what stands beside commands in the table."""
     match words:
         case ["frame", function, source, name]:
             frame = getattr(getattr(fp8bench, function)(source), name)

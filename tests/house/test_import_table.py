@@ -177,7 +177,6 @@ class Import:
 
 
 def name_of(path: Path) -> str:
-    """The dotted name of a module's file."""
     parts = ["fp8bench", *path.relative_to(PACKAGE).with_suffix("").parts]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -202,7 +201,6 @@ def targets(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
 
 
 def scan(node: ast.AST, importer: str, where: str) -> Iterator[Import]:
-    """Every import below a node."""
     for child in children(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield from (Import(importer, target, where, child.lineno) for target in targets(child))
@@ -219,22 +217,18 @@ def scan(node: ast.AST, importer: str, where: str) -> Iterator[Import]:
 
 @cache
 def imports_of(module: str) -> tuple[Import, ...]:
-    """Every import of one module of fp8bench."""
     return tuple(scan(tree_of(MODULES[module]), module, "top"))
 
 
 def all_imports() -> list[Import]:
-    """Every import in fp8bench."""
     return [found for module in MODULES for found in imports_of(module)]
 
 
 def own_imports() -> list[Import]:
-    """Those whose target is fp8bench's own."""
     return [found for found in all_imports() if found.target.split(".")[0] == "fp8bench"]
 
 
 def heavy_modules() -> frozenset[str]:
-    """The modules of fp8bench whose import brings a heavy package along, directly or through others."""
     heavy: set[str] = set()
     while True:
         more = {
@@ -248,7 +242,6 @@ def heavy_modules() -> frozenset[str]:
 
 
 def listed(found: list[Import]) -> str:
-    """Imports as lines, for an assertion's message."""
     return "\n" + "\n".join(str(one) for one in found)
 
 
@@ -258,7 +251,6 @@ def test_the_table_has_every_room_and_no_other() -> None:
 
 
 def feature_of(module: str) -> str:
-    """The feature that a module is of; '' for the core."""
     parts = module.split(".")
     return parts[2] if parts[1:2] == ["features"] and len(parts) > 2 else ""
 
@@ -307,7 +299,6 @@ def test_leaves_never_import_each_other() -> None:
 
 @for_each("level", ["rooms", "modules"])
 def test_no_cycles(level: str) -> None:
-    """Neither between rooms nor between modules, whatever the kind of import."""
     graph: dict[str, set[str]] = {}
     for found in own_imports():
         here, there = found.importer, found.target
@@ -319,7 +310,6 @@ def test_no_cycles(level: str) -> None:
 
 
 def test_fp8bench_never_imports_what_surrounds_it() -> None:
-    """suites, reports and tests use fp8bench, never the other way round."""
     wrong = [found for found in all_imports() if found.target.split(".")[0] in OUTSIDE]
     assert not wrong, listed(wrong)
 
@@ -339,7 +329,6 @@ def test_imports_inside_functions_are_heavy_or_optional() -> None:
 
 
 def test_the_allow_list_is_needed() -> None:
-    """An entry of LAZY_ALLOWED that nobody uses any more goes."""
     used = {(found.importer, found.target) for found in all_imports() if found.where == "function"}
     unused = {(module, target) for module, extra in LAZY_ALLOWED.items() for target in extra} - used
     assert not unused

@@ -39,7 +39,6 @@ _OUTSIDE = {ROOT / "tests", ROOT / "suites"}
 
 @cache
 def _needs_features(path: Path) -> bool:
-    """Whether a module of the tests imports a feature, itself or by others of tests/ and suites/, or speaks of all."""
     parts = path.relative_to(ROOT).parts
     if parts[1] in ("features", "golden", "house", "browser", "gpu", "docs"):
         return True

@@ -27,7 +27,6 @@ def result(
     reference: bool = False,
     ratio: Interval | None = HALF,
 ) -> Result:
-    """One case with a finding."""
     record = Record(CASE, support, status, is_reference=reference)
     return Result(record, Finding(CASE, verdict, 1e-3, ratio=ratio, labels=labels))
 
@@ -50,7 +49,6 @@ def result(
     ],
 )
 def test_standing(one: Result, expected: Standing, tone: Tone) -> None:
-    """The verdict, where nothing forbids to read it."""
     assert standing(one) is expected and tone_of(one) is tone
 
 

@@ -46,7 +46,6 @@ STYLE = (ROOT / "fp8bench" / "report" / "page" / "drawing" / "charts.css").read_
 
 
 def mark(label: str, value: float, share: float = 0.02, tone: Tone = Tone.PLAIN) -> Mark:
-    """A value with an interval of so much on either side."""
     return Mark(label, value, value * (1 - share), value * (1 + share), tone)
 
 
@@ -83,7 +82,6 @@ KINDS = for_each("kind", CHARTS)
 
 
 def parsed(drawn: str) -> list[ElementTree.Element]:
-    """The SVG elements of a drawing, read as XML."""
     return list(ElementTree.fromstring(f"<div>{drawn}</div>"))
 
 
@@ -96,7 +94,6 @@ def texts_of(sheet: ElementTree.Element) -> list[str]:
 
 
 def described(chart: AnyChart) -> str:
-    """The description in the first drawing."""
     return parsed(draw(chart))[0].findtext("desc") or ""
 
 
@@ -271,7 +268,6 @@ def drawing(chart: AnyChart) -> list[str]:
 
 
 def places_of(shape: ElementTree.Element) -> str:
-    """Where a line goes, to a pixel."""
     return re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.0f}", shape.get("d", ""))
 
 
@@ -447,7 +443,6 @@ def test_two_humps_stay_two_humps() -> None:
 
 @as_before
 def test_ticks() -> Told:
-    """As a person writes them."""
     for low, high, unit, log in (
         (0.4, 2.2, "x", True), (0.2, 5, "x", True), (0.03, 1, "x", True), (0.96, 1.05, "x", True),
         (0, 0.0021, "s", False), (0, 5 * 2**30, "B", False),
@@ -468,7 +463,6 @@ def test_ticks() -> Told:
     unit=st.sampled_from(["", "s", "B", "x", "J", "B/s", "dB", "ratio"]),
 )
 def test_any_axis_has_ticks_in_order_and_told_apart(values: list[float], log: bool, unit: str) -> None:
-    """And every value stands between its ends."""
     scale = fitted(values, 10, 90, log, unit)
     found = scale.ticks(6)
     assert 1 <= len(found) <= 20

@@ -45,7 +45,6 @@ LONG = labelled(
 
 
 def capped(number: int) -> Made:
-    """So many cases at their power cap, each for a reason of its own."""
     run, findings = judged(*[CAPPED] * number)
     for place, record in enumerate(run.records[1::2]):
         reasons = ((Label.POWER_CAPPED, f"reason {place}"),)
@@ -93,7 +92,6 @@ def test_remarks_are_shown_and_are_no_doubt(label: Label) -> None:
 
 
 def eager() -> Made:
-    """The transformer, whose quantisers of fp8 ran eagerly."""
     why = "--quick compiles nothing"
     run, findings = transformer()
     *others, fp8 = run.records

@@ -44,7 +44,6 @@ def case(mode: str, suite: str = "gemm", device: str = "cpu", **params: int) -> 
     ids=["the mode", "a parameter", "the suite", "the device"],
 )
 def test_names_hold_what_differs_within_the_run(cases: list[Case], names: list[str]) -> None:
-    """And tell all of its cases apart."""
     assert short_names(cases) == dict(zip(names, (one.id for one in cases), strict=True))
 
 
@@ -76,7 +75,6 @@ def test_a_run_is_shown_on_a_line_as_a_table_and_as_a_chart(run: api.Run) -> Non
 
 
 def test_a_run_of_a_call_is_the_stored_value(run: api.Run) -> None:
-    """Nothing is added to what is kept."""
     assert isinstance(run, Run) and isinstance(run, fp8bench.Run) and vars(run) == vars(measured()[0])
     assert isinstance(replace(run, path=""), fp8bench.Run)
 

@@ -24,7 +24,6 @@ def machine(name: str) -> dict[str, object]:
 
 @pytest.fixture
 def say(store: Path, fp8bench: Say) -> Say:
-    """Run `compare`."""
     return unfolding(fp8bench, "compare")
 
 

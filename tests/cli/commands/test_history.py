@@ -25,7 +25,6 @@ QUICK = Request("gemm", quick=True)
 
 @pytest.fixture
 def say(store: Path, fp8bench: Say) -> Say:
-    """Run a command of history's."""
     return unfolding(fp8bench, "history")
 
 
@@ -147,7 +146,6 @@ def test_a_folder_that_may_not_be_read_is_said(store: Path, say: Say, monkeypatc
 
 
 def test_at_most_twenty_are_listed(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are counted."""
     monkeypatch.setattr("fp8bench.jobs.history._MOST_NAMED", 2)
     history(store, 1.0)
     err = say("show", "bf16")[2]
@@ -183,7 +181,6 @@ def test_what_only_reads_writes_nothing(store: Path, say: Say) -> None:
 
 
 def test_many_runs_are_announced(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before they are read."""
     monkeypatch.setattr("fp8bench.jobs.history._MANY_RUNS", 1)
     history(store, 1.0, 1.1)
     assert say("list")[2] == "fp8bench: reading 2 runs\nfp8bench: read 2 of 2 runs\n"

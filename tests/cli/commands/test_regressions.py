@@ -22,18 +22,15 @@ WOBBLE = [1 + 2e-3 * ((number * 7919) % 101 - 50) / 50 for number in range(60)]
 
 @pytest.fixture
 def say(store: Path, fp8bench: Say) -> Say:
-    """Run a command of history's."""
     return unfolding(fp8bench, "history")
 
 
 def times(*pieces: tuple[int, float]) -> list[float]:
-    """So many commits of each level, in milliseconds."""
     levels = [level for count, level in pieces for _ in range(count)]
     return [level * wobble for level, wobble in zip(levels, WOBBLE, strict=False)]
 
 
 def goes_on(store: Path, first: int, *milliseconds: float) -> None:
-    """More commits behind those that are there."""
     for number, time in enumerate(milliseconds, first):
         keep(store, run_at(number, records=tuple(records(time))))
 

@@ -82,7 +82,6 @@ def test_a_run_stands_at_its_commit(facts: dict[str, Scalar | None], at: int) ->
 
 @pytest.fixture
 def board() -> Any:
-    """TensorBoard's reader, where it is installed."""
     return pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 
@@ -135,7 +134,6 @@ def test_a_file_that_cannot_be_written_is_told(board: Any, tmp_path: Path) -> No
 
 
 def test_without_the_package_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a folder is made."""
     for name in ["wandb", *(name for name in sys.modules if name.split(".")[0] == "tensorboard")]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match=r"--tensorboard needs the package tensorboard, .*fp8bench\[tb\]"):
@@ -146,7 +144,6 @@ def test_without_the_package_a_sentence(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_torch_is_not_needed_for_it(board: Any, tmp_path: Path) -> None:
-    """The parent process never imports it."""
     program = (
         "import sys; from pathlib import Path\n"
         "from fp8bench.report.data.boards import check_tensorboard, write_tensorboard\n"
@@ -210,7 +207,6 @@ def test_what_goes_wrong_is_told_to_both_sides(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_package_itself_takes_it_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing leaves the machine."""
     pytest.importorskip("wandb", reason="`pip install 'fp8bench[wandb]'` to run this")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))

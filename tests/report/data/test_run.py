@@ -29,7 +29,6 @@ TABLE = rows(RUN, FINDINGS)
 
 
 def chosen(case: str = "", table: list[TidyRow] = TABLE, **wanted: object) -> list[TidyRow]:
-    """The rows whose case ends so and that have these values."""
     return [
         row
         for row in table
@@ -166,7 +165,6 @@ def test_a_phase_s_medians_are_those_of_its_calls() -> None:
 
 
 def test_a_phase_too_short_to_tell_is_labelled_and_errors_are_rows() -> None:
-    """The phase, not the case."""
     labels = {row["phase"]: row["labels"] for row in chosen(NATIVE_CASE, metric="time")}
     assert labels["unattributed"] == "below-floor few-samples"
     assert labels["gemm"] == labels[STEP] == "few-samples"

@@ -15,7 +15,6 @@ PAGE, CHARTS = ((FOLDER / name).read_text() for name in ("style.css", "drawing/c
 
 
 def variables(style: str) -> list[dict[str, str]]:
-    """The colours by name of the light mode, and of the dark one."""
     blocks = re.findall(r":root \{([^}]*#[^}]*)\}", style)[:2]
     light, dark = (dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", block)) for block in blocks)
     return [light, light | dark]
@@ -34,13 +33,11 @@ def contrast(one: str, other: str) -> float:
 
 
 def mixed(colour: str, under: str, share: float) -> str:
-    """A colour laid over another, by opacity."""
     pairs = ((int(colour[at : at + 2], 16), int(under[at : at + 2], 16)) for at in (1, 3, 5))
     return "#" + "".join(f"{round(share * over + (1 - share) * below):02x}" for over, below in pairs)
 
 
 def poor(colours: dict[str, str], pairs: Iterable[tuple[str, str, float]]) -> dict[tuple[str, str], float]:
-    """The pairs of names whose contrast is below the least."""
     found = {(name, ground): (contrast(colours[name], colours[ground]), least) for name, ground, least in pairs}
     return {pair: ratio for pair, (ratio, least) in found.items() if ratio < least}
 

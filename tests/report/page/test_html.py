@@ -114,7 +114,6 @@ def test_what_no_file_can_hold_is_replaced() -> None:
 
 
 def test_emptiness_is_said() -> None:
-    """No parts, no rows."""
     assert "There is nothing to report." in render(PAGES["empty"])
     shown = render(PAGES["no rows"])
     assert "No rows." in shown and "<table" not in shown and 'class="tools"' not in shown

@@ -27,7 +27,6 @@ def reported(reports: Path, name: str, page: Page) -> str:
 
 
 def trends(index: str) -> list[int]:
-    """How many points each drawing has, from the top of the table down."""
     return [len(points.split()) for points in re.findall(r'<polyline [^>]*points="([^"]*)"', index)]
 
 

@@ -35,7 +35,6 @@ def read_back(text: str) -> list[str]:
 
 
 def test_elements() -> None:
-    """Each as Markdown has it."""
     assert one(Text("plain"), Text("fast", Tone.GOOD), Text("slow", Tone.BAD), Text("?", Tone.DOUBT)) == (
         "plain\n\n\u25b2 fast\n\n\u25bc slow\n\n\u25cb ?\n"
     )
@@ -86,7 +85,6 @@ def test_names_read_as_they_are(name: str) -> None:
 
 
 def test_a_hostile_page_has_no_markup_of_its_own() -> None:
-    """Nothing that a name could have brought along is in it."""
     tokens = MARKDOWN.parse(render(hostile_page()).replace(REST, "").replace("</details>", ""))
     marks = {kind.type for token in tokens for kind in (token, *(token.children or []))}
     assert not marks & {"html_block", "html_inline", "link_open", "image", "em_open", "code_inline", "s_open"}
@@ -102,7 +100,6 @@ def test_any_text_reads_as_it_is(text: str) -> None:
 
 
 def test_what_no_file_can_hold_is_left_out() -> None:
-    """Control characters and halves of surrogate pairs."""
     text = one(Text("a\ud800b\x00c"), Code("x\x1by\tz"))
     assert text == "a b c\n\n```\nx y\tz\n```\n"
     text.encode()

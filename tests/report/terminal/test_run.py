@@ -46,12 +46,10 @@ GREEN, RED = "\x1b[32m", "\x1b[31m"
 
 
 def plain(text: str) -> str:
-    """The text without its colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def line_of(text: str, beginning: str) -> str:
-    """The first line that begins so, its indent aside."""
     return next(line for line in text.splitlines() if line.strip().startswith(beginning))
 
 
@@ -63,7 +61,6 @@ def changed(**changes: object) -> tuple[Run, dict[str, Finding]]:
 
 
 def with_records(**changes: object) -> tuple[Run, dict[str, Finding]]:
-    """The transformer with other records."""
     run, findings = transformer()
     return replace(run, records=tuple(replace(one, **changes) for one in run.records)), findings  # type: ignore[arg-type]
 
@@ -161,7 +158,6 @@ def test_replays_have_a_column_where_there_are_any() -> None:
 
 
 def test_unknown_is_a_dash_never_a_zero() -> None:
-    """A case with nothing measured has no number in its row."""
     run, findings = transformer()
     reference = run.records[0].case.id
     unknown = run.records[1].case

@@ -26,7 +26,6 @@ def alone(bf16: EnergyUse) -> Made:
 
 
 def phased(joules: dict[str, float]) -> tuple[PhaseEnergy, ...]:
-    """Phases of a step of 6.2 ms by themselves."""
     return tuple(phase_of(name, joules[name], 0.0062 * share) for name, share in SHARES.items())
 
 
@@ -36,7 +35,6 @@ def lines(made: Made) -> list[str]:
 
 @as_before
 def test_energy() -> Told:
-    """Of the page."""
     average = with_energy(bf16=use((1.9,) * 3, source="average"))
     yield "sources that do not compare are named", part("energy", average).lead
     plain = EnergyUse("rapl", tuple(replace(one, sm_clock=None, temperature=None) for one in use((1.0,) * 3).windows))

@@ -17,7 +17,6 @@ def at_commit() -> Made:
 
 
 def figure(number: int, value: float, **changes: object) -> PastFigure:
-    """The figure of the commit of that number."""
     made = PastFigure(f"day {number}", str(number) * 40, value, 0.9 * value, 1.1 * value, 24, order=float(number))
     return replace(made, **changes)  # type: ignore[arg-type]
 

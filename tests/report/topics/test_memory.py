@@ -53,7 +53,6 @@ def with_uses(*uses: MemoryUse | None, made: Made | None = None) -> Made:
 
 
 def usual() -> Made:
-    """Three cases that tell something."""
     gemm_phase = [("gemm", 0), ("cast", 5 * MIB)]
     return with_uses(
         use(FP32, gemm_phase, resident=600 * MIB), use(FP16, gemm_phase),
@@ -83,7 +82,6 @@ def table_of(made: Made) -> list[str]:
 
 @as_before
 def test_memory() -> Told:
-    """By what it is for: of the table, the sentences, the page."""
     yield "what a device would hold stands beside the peak of emulated cases", table_of(on_a_device(150 * MIB))
     yield "and in sentences", sentences_of(on_a_device(150 * MIB))
     yield "and in the answer", render(*on_a_device(150 * MIB))
@@ -149,7 +147,6 @@ def test_rows_by_role_and_by_phase() -> None:
 
 
 def test_a_case_that_failed_says_nothing_of_its_memory() -> None:
-    """Whatever it had."""
     run, findings = usual()
     failed = replace(run, records=tuple(replace(one, status=Status.FAILED) for one in run.records))
     assert not any("memory_" in str(row["metric"]) for row in rows(failed, findings))
@@ -172,7 +169,6 @@ def test_a_peak_that_is_no_number_has_no_share() -> None:
 def fits(
     batch: int | None, why: str = "tensors need 1.63 MiB more", limit: int | None = GIB, axis: str = "batch"
 ) -> Capacity:
-    """A search that came to that."""
     beyond = None if batch is None else batch + 1
     return Capacity(axis, limit, batch, 1, 192 * (batch or 0), GIB - 7 if batch else None, beyond, why, 5)
 

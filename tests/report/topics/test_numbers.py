@@ -17,7 +17,6 @@ TITLE = "data, before any scaling"
 
 
 def with_last(made: Made, mode: str) -> Made:
-    """The last case in another precision."""
     run, findings = made
     last = run.records[-1]
     case = replace(last.case, precision=mode)
@@ -50,7 +49,6 @@ def block(made: Made, width: int = 100) -> list[str]:
 
 
 def with_data(*statistics: TensorStatistics) -> Made:
-    """One group, whose reference knows its data."""
     run, findings = transformer()
     return replace(run, records=(replace(run.records[0], statistics=statistics), *run.records[1:])), findings
 
@@ -84,7 +82,6 @@ def test_narrow_tables_lose_no_figure(width: int) -> None:
 
 
 def test_a_table_of_scales_has_an_end() -> None:
-    """Which cases it leaves out is said."""
     run, findings = many(160)
     scales = (LayerScale("mlp.up", "input", 3.5, 128.0), LayerScale("mlp.up", "gradient", 7e-5, 8e8, 12))
     found = part("scales", (replace(run, records=tuple(replace(one, scales=scales) for one in run.records)), findings))

@@ -22,7 +22,6 @@ KERNELS = (OperatorTime("gemm", "hopper_gemm", 54.0, 0.002, True), OperatorTime(
 
 
 def traced(*operators: OperatorTime, made: Made | None = None) -> Made:
-    """Every case with these operators."""
     run, findings = made or transformer()
     records = tuple(replace(one, trace="a/b.pt.trace.json.gz", operators=operators) for one in run.records)
     return replace(run, records=records, request=Request("x", trace="traces")), findings
@@ -42,7 +41,6 @@ def test_operators() -> Told:
 
 
 def test_a_table_has_an_end() -> None:
-    """Which cases it leaves out is said."""
     found = part("operators", traced(*HOST, made=many(60)))
     (table,) = of_kind(found, Table)
     assert MOST_ROWS - 4 < len(table.rows) <= MOST_ROWS

@@ -16,7 +16,6 @@ CASE = case("transformer", "bf16", {})
 
 
 def step(below: tuple[str, ...] = (), **milliseconds: float) -> Finding:
-    """A finding whose phases take so many milliseconds."""
     phases = tuple((name, 1e-3 * time) for name, time in milliseconds.items())
     return Finding(CASE, Verdict.FASTER, sum(time for _, time in phases), phases=phases, below_floor=below)
 

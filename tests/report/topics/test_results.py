@@ -48,7 +48,6 @@ def test_results() -> Told:
 
 
 def test_a_number_of_a_suite_is_not_taken_for_the_steps_own() -> None:
-    """Whatever the suite calls it."""
     run, findings = gemm()
     own = tuple(Measurement(name, "J", (7.0,)) for name in ("time", "energy", "flops_per_second", "tokens_per_second"))
     records = tuple(replace(one, measurements=(*one.measurements, *own)) for one in run.records)

@@ -121,7 +121,6 @@ def test_many_tensors_are_as_many_tables_as_the_width_asks_for(width: int, sizes
 
 
 def test_other_suites_keep_their_tables_and_legends() -> None:
-    """Both in one run."""
     one, other = tensors("gaussian"), products()
     text = render_whole(replace(one[0], records=(*one[0].records, *other[0].records)), {**one[1], **other[1]})
     assert "  e4m3fn row " in text and "  fp32  " in text

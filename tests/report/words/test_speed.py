@@ -23,7 +23,6 @@ SIDES: dict[str, Scalar] = {"m": 256, "n": 64, "k": 64}
 
 
 def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
-    """The sentences of all panels."""
     return [text for panel in panels_of(*made) for text in comparisons(panel, device)]
 
 
