@@ -28,6 +28,8 @@ PLAN = Plan(
 
 
 class Screen(io.StringIO):
+    """A stream that may be a terminal."""
+
     def __init__(self, terminal: bool = True) -> None:
         super().__init__()
         self._terminal = terminal
@@ -44,6 +46,8 @@ class Screen(io.StringIO):
 
 
 class Clock:
+    """A clock that goes on when told."""
+
     def __init__(self) -> None:
         self.now = 100.0
 

@@ -121,7 +121,7 @@ def _of_audits() -> Iterator[tuple[str, Document]]:
         yield f"{value}.xml", Document(f"audit net.py:make --junit {value}.xml", value=value)
 
 
-# Runs that earlier versions stored, whose requests lack what was added later: gemm's grid at two commits, one with cases
+# Runs that earlier versions stored, whose requests lack what was added later: gemm at two commits, one with cases
 # that failed, and that of reports/sample.
 OLD, NEW, FAILING, SAMPLE = "97a62823", "c1fdadfa", "de0b9da3", "a95c7ff0"
 _STORED = {
@@ -293,6 +293,8 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
 
 
 class Pretended:
+    """A worker that knows two devices, and no more."""
+
     def __init__(self, *words: object, **more: object) -> None:
         pass
 

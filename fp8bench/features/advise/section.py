@@ -24,6 +24,6 @@ def advice_section(material: Material) -> Iterator[Element]:
             continue
         if entry.label:
             yield Text(entry.label, Tone.STRONG)
-        yield from advice_elements(found)
+        yield from advice_elements(found, apart=False)
         for table in checklist(found, shared=False):
             yield replace(table, name=f"{table.name}-{number}", folded=True)

@@ -31,15 +31,28 @@ LEGEND = (
 )
 
 
-def advice_elements(advised: Advised, whole: bool = True) -> Iterator[Element]:
-    """The sentences, then what is predicted and by which rows; of leaving all as it is only if it is the `whole`."""
+def advice_elements(advised: Advised, whole: bool = True, apart: bool = True) -> Iterator[Element]:
+    """The sentences, then what is predicted and by which rows; of leaving all as it is only if it is the `whole`.
+
+    Unless settings stand `apart` the first of a suite's that come to the same has a sentence: the table has the others.
+    """
     named = short_names(advised)
     shown = advised.advice[:_MOST]
-    tones = (Tone.DOUBT if advice.doubtful else _KINDS.get(advice.kind, Tone.STRONG) for advice in shown)
-    settings = ([named(setting) for setting in advice.settings] for advice in shown)
-    places = (own[0] if len(own) == 1 else many(len(own), "setting") for own in settings)
-    said = zip(shown, places, tones, strict=True)
-    yield Items(tuple(Text(f"{advice.sentence} ({place}).", tone) for advice, place, tone in said))
+    alike = together(
+        (
+            (advice.kind, advice.mode, advice.case.partition("[")[0], advice if apart or advice.gain is None else None),
+            advice,
+        )
+        for advice in shown
+    )
+    said = []
+    for advice, *others in alike.values():
+        tone = Tone.DOUBT if advice.doubtful else _KINDS.get(advice.kind, Tone.STRONG)
+        places = [named(setting) for setting in advice.settings]
+        more = sum(len(other.settings) for other in others)
+        place = places[0] if len(places) == 1 else many(len(places), "setting")
+        said.append(Text(f"{advice.sentence} ({place}{f' and {more} more: see below' if more else ''}).", tone))
+    yield Items(tuple(said))
     if len(advised.advice) > len(shown):
         yield Text(f"{len(advised.advice) - len(shown)} more pieces of advice are in the JSON.")
     gains = [
