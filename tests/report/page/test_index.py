@@ -8,8 +8,7 @@ from pathlib import Path
 
 from fp8bench.jobs.report_files import INDEX, PAGE, Pages, _written
 from fp8bench.report.elements import Column, Field, Page, Part, Table, Text, Verdicts
-from fp8bench.report.page.html import render
-from fp8bench.report.page.index import Answer, Listed, card_of, index_page, read_card
+from fp8bench.report.page.html import CardAnswer, ListedReport, card_of, index_page, read_card, render
 
 HOSTILE = '"><script>alert(1)</script> & <b>\u202e'
 PAGE_OF_RUN = Page(
@@ -34,12 +33,12 @@ def test_a_page_gives_back_the_card_it_was_made_with() -> None:
     card = read_card(render(PAGE_OF_RUN))
     assert card == card_of(PAGE_OF_RUN)
     assert card is not None
-    assert card.answers == (Answer("bf16", "slower", 0.5), Answer("fp8", "emulated"))
+    assert card.answers == (CardAnswer("bf16", "slower", 0.5), CardAnswer("fp8", "emulated"))
     said = replace(PAGE_OF_RUN, parts=(Part("a", "A", (Text("fp8 learns as bf16 does."),)),))
-    assert card_of(said).answers == (Answer("", "fp8 learns as bf16 does."),)
+    assert card_of(said).answers == (CardAnswer("", "fp8 learns as bf16 does."),)
     columns = (Column("setting"), Column("case"), Column("verdict"))
     told = Table("a", "", columns, ((Field("m=64"), Field("fp32"), Field("unsure")),))
-    assert card_of(replace(said, parts=(Part("a", "", (told,)),))).answers == (Answer("fp32", "unsure"),)
+    assert card_of(replace(said, parts=(Part("a", "", (told,)),))).answers == (CardAnswer("fp32", "unsure"),)
 
 
 def test_reports_are_listed_newest_first_and_link_to_their_pages(tmp_path: Path) -> None:
@@ -78,8 +77,8 @@ def test_what_is_no_report_is_counted_and_nobodys_words_are_obeyed(tmp_path: Pat
 
 
 def test_numbers_that_are_none_draw_nothing() -> None:
-    card = replace(card_of(PAGE_OF_RUN), answers=(Answer("bf16", "slower", float("nan")),))
-    assert "<svg" not in render(index_page([Listed(card, "a", "")]))
+    card = replace(card_of(PAGE_OF_RUN), answers=(CardAnswer("bf16", "slower", float("nan")),))
+    assert "<svg" not in render(index_page([ListedReport(card, "a", "")]))
 
 
 def strip(interval: tuple[float, float] | None) -> str:

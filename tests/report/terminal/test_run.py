@@ -33,8 +33,7 @@ from fp8bench.report import panels
 from fp8bench.report.elements import Table
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.plan import page_of as plan_page
-from fp8bench.report.terminal.run import render
+from fp8bench.report.terminal.run import page_of_plan, render
 from fp8bench.report.topics.results import main_table
 from tests.counts import for_each
 from tests.materials import Made, of_kind, part, recased
@@ -72,7 +71,7 @@ def test_golden(make: Make) -> None:
     run, findings = make()
     text = render_whole(run, findings)
     assert text == (GOLDEN / f"run_{make.__name__}.txt").read_text() == render_whole(run, findings) and text.isascii()
-    assert layout.render(plan_page(run.plan, run.devices)) == (GOLDEN / f"plan_{make.__name__}.txt").read_text()
+    assert layout.render(page_of_plan(run.plan, run.devices)) == (GOLDEN / f"plan_{make.__name__}.txt").read_text()
 
 
 @for_each("width", [40, 100])
@@ -244,7 +243,7 @@ def test_terminal() -> Told:
     plan = replace(several.plan, groups=(replace(first, cases=cases), *others))
     yield (
         "a precision refused at some shapes only is one row of the plan",
-        layout.render(plan_page(plan, several.devices)),
+        layout.render(page_of_plan(plan, several.devices)),
     )
 
 
@@ -260,7 +259,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
 @given(wild_runs(), st.integers(40, 140))
 def test_no_line_is_wider_than_asked(wild: tuple[Run, dict[str, Finding]], width: int) -> None:
     run, findings = wild
-    for text in (render_whole(run, findings, width), layout.render(plan_page(run.plan, run.devices), width=width)):
+    for text in (render_whole(run, findings, width), layout.render(page_of_plan(run.plan, run.devices), width=width)):
         assert max(len(line) for line in text.splitlines()) <= width
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from fp8bench.measure.slots import segment
 from fp8bench.model import CELL_PHASES, SlotSample, Timing
-from fp8bench.report.topics.by_step import is_of_step, step_seconds
+from fp8bench.report.topics.numbers import is_of_step, step_seconds
 from tests.counts import for_each
 from tests.fakes import MS, steady
 from tests.materials import Made, built, part
