@@ -52,23 +52,6 @@ def test_what_only_informs_ends_well(words: list[str], capsys: pytest.CaptureFix
     assert code == 0 and shown.out and not shown.err
 
 
-@for_each(
-    ("what", "words"),
-    [
-        ("dtypes", ["(also fp4)", "emulated on cpu", "native on cpu"]),
-        ("gemm", ["shape", "operands", "--set AXIS=A,B"]),
-        ("transformer", ["micro_batches", "nano"]),
-        ("devices", ["cpu"]),
-        ("backends", ["torchao", "te ", "fp8bench doctor"]),
-        ("suites", ["gemm", "transformer"]),
-    ],
-)
-def test_lists(what: str, words: list[str], fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "ProcessWorker", LocalWorker)
-    code, out, err = fp8bench("list", what)
-    assert code == 0 and all(word in out for word in words) and not err
-
-
 # What is typed, and what is said of it.
 REFUSED = """
 siute | Did you mean 'suite'

@@ -63,14 +63,7 @@ LIGHT_FORMATS = frozenset(
 )
 LIGHT_NN = frozenset(
     f"fp8bench.nn.{name}"
-    for name in (
-        "parallel.ways",
-        "served",
-        "served_workload",
-        "shared_workloads",
-        "sizes",
-        "shared_precisions",
-    )
+    for name in ("parallel.ways", "served", "served_workload", "shared_workloads", "sizes", "shared_precisions")
 )
 LIGHT = LIGHT_FORMATS | LIGHT_NN
 # Of some rooms others may import a part only: (importer's prefix, room) -> the modules.
@@ -100,22 +93,9 @@ MOST_ROOMS = 22
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
 LAZY = HEAVY | {
-    "accelerate",
-    "asv_runner",
-    "pynvml",
-    "amdsmi",
-    "ctypes",
-    "duckdb",
-    "pyarrow",
-    "ray",
-    "safetensors",
-    "shtab",
-    "tensorboard",
-    "torchao",
-    "submitit",
-    "transformer_engine",
-    "wandb",
-}
+    "accelerate", "amdsmi", "asv_runner", "ctypes", "duckdb", "pyarrow", "pynvml", "ray", "safetensors", "shtab",
+    "submitit", "tensorboard", "torchao", "transformer_engine", "wandb",
+}  # fmt: skip
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
 # What runs in the worker of an audit.
 AUDITING = ("auditor", "inputs", "model", "operands", "promises", "results", "steps", "subjects", "times")
@@ -262,14 +242,11 @@ def test_each_feature_stands_apart() -> None:
         here, there = feature_of(found.importer), feature_of(found.target)
         if there and there != here and TABLE[room_of(found.importer)] != ANYONE:
             wrong += [] if there in OTHER_FEATURES.get(here, ()) else [found]
+        if there and not here and found.where == "top":  # the command line, too, starts without
+            wrong.append(found)
         if here and room_of(found.target) in ("cli", "api") and found.importer.split(".")[3] not in DOORS:
             wrong.append(found)
     assert not wrong, listed(wrong)
-
-
-def test_what_the_table_allows_of_other_features_is_needed() -> None:
-    used = {(feature_of(found.importer), feature_of(found.target)) for found in own_imports()}
-    assert not {(here, there) for here, others in OTHER_FEATURES.items() for there in others} - used
 
 
 def test_no_loose_modules_beside_the_rooms() -> None:
@@ -328,10 +305,11 @@ def test_imports_inside_functions_are_heavy_or_optional() -> None:
     assert not wrong, listed(wrong)
 
 
-def test_the_allow_list_is_needed() -> None:
+def test_what_is_allowed_is_needed() -> None:
     used = {(found.importer, found.target) for found in all_imports() if found.where == "function"}
-    unused = {(module, target) for module, extra in LAZY_ALLOWED.items() for target in extra} - used
-    assert not unused
+    assert not {(module, target) for module, extra in LAZY_ALLOWED.items() for target in extra} - used
+    features = {(feature_of(found.importer), feature_of(found.target)) for found in own_imports()}
+    assert not {(here, there) for here, others in OTHER_FEATURES.items() for there in others} - features
 
 
 def test_heavy_packages_at_the_top_only_where_they_are_the_matter() -> None:

@@ -201,7 +201,7 @@ def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
                 yield result.mode, record.detail, place
         for modes, doubt in [] if about_tensors(panel) else doubts_within(group):
             yield modes, doubt, place
-        told = [(words, one.mode) for one in group.results for words in _conditions(one.record, run)]
+        told = [(words, result.mode) for result in group.results for words in _conditions(result.record, run)]
         for words, names in together(told).items():
             yield ", ".join(names), words, place
 

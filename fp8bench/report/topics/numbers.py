@@ -80,7 +80,7 @@ def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
     title = f"{suite}: " * bool(suite) + "data, before any scaling"
     title += f"; each figure is the largest of {len(looked_at)} groups" if len(looked_at) > 1 else ""
     title += f"; all within the range of {contained}" if contained else ""
-    unit = dict.fromkeys(one.mode for one in panel.results if precisions.unit_scaled(one.record.case.precision))
+    unit = dict.fromkeys(own.mode for own in panel.results if precisions.unit_scaled(own.record.case.precision))
     title += f"; {listed([*unit])} has them near a deviation of 1 where it casts" if unit else ""
     beyond = "share above its largest / share that would become zero"
     cols: list[Col[TensorStatistics]] = [
@@ -114,7 +114,7 @@ def numbers_section(material: Material) -> Iterator[Element]:
     for title, panel in timed_panels(material):
         yield from _errors(title, panel)
     panels = titled_panels(material)
-    tables = [one for title, panel in panels for one in data(panel, f"data-{panel.case.workload}", title)]
+    tables = [made for title, panel in panels for made in data(panel, f"data-{panel.case.workload}", title)]
     if tables:
         yield Text("What the data are made of", Tone.STRONG)
         yield Text(f"{legend.DATA[:1].upper()}{legend.DATA[1:]}.")

@@ -273,7 +273,7 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
     sums = [sum(value for value in values if part_drawable(value)) for _, values in rows]
     places = arranged(sheet, [("", [label for label, _ in rows])], 26.0 if sheet.narrow else 30.0, top)
     unit = chart.axis.unit
-    room = max(sheet.measure(_written(one, unit)) for one in sums) + _GAP
+    room = max(sheet.measure(_written(total, unit)) for total in sums) + _GAP
     scale = Scale(0.0, max(sums), places.left, sheet.width - room, unit=unit)
     end = foot(sheet, scale, chart.axis, places)
     for row, place, whole in zip(rows, places.rows, sums, strict=True):
