@@ -111,27 +111,6 @@ def test_a_doubted_verdict_is_never_green_or_red(label: Label) -> None:
     assert "faster" in text and GREEN not in text and RED not in text
 
 
-@for_each(
-    ("metrics", "main"),
-    [
-        (("cast_error",), "cast_error"),
-        (("first_moment_error", "update_error"), "update_error"),
-        (("sum_error", "batch_error"), "sum_error"),
-        (("loss_error", "gradient_error"), "gradient_error"),
-        (("steps", "loss_error"), "loss_error"),
-        (("steps",), ""),
-    ],
-)
-def test_the_error_column_shows_the_most_telling_error(metrics: tuple[str, ...], main: str) -> None:
-    """Else the first there is; the others follow under numbers."""
-    text = render_whole(*with_records(measurements=tuple(error(metric, 0.125) for metric in metrics)))
-    assert ("error" in line_of(text, "case").split()) == bool(main)
-    assert (f"error: {main} " in text) == bool(main)
-    for metric in metrics:
-        shown = "loss_error (one draw)" if metric == "loss_error" else metric
-        assert (f"{shown}: bf16 " in text) == (metric != main)
-
-
 def test_replays_have_a_column_where_there_are_any() -> None:
     """And a note where a step could not be replayed; the page and the tables of other programs have the figure too."""
     run, findings = transformer()
@@ -154,18 +133,6 @@ def test_replays_have_a_column_where_there_are_any() -> None:
     figures = [one for one in metrics_of(records[0], None) if one.name == "replay_time"]
     assert [(one.value, one.best, one.rounds, one.count) for one in figures] == [(7e-3, pytest.approx(7e-3), 9, 9)]
     assert "replayed" not in render_whole(run, findings, width=250)
-
-
-def test_unknown_is_a_dash_never_a_zero() -> None:
-    run, findings = transformer()
-    reference = run.records[0].case.id
-    unknown = run.records[1].case
-    few = {reference: findings[reference], unknown.id: Finding(unknown, Verdict.NONE)}
-    records = (run.records[0], replace(run.records[1], measurements=()))
-    for given_findings in (few, {reference: findings[reference]}):
-        text = render_whole(replace(run, records=records), given_findings)
-        assert not re.search(r"\d", line_of(text, "fp16").replace("fp16", ""))
-        assert "0.00" not in text
 
 
 def test_unattributed_is_worked_out_where_it_is_missing() -> None:
@@ -199,6 +166,22 @@ def test_terminal() -> Told:
         "bytes": Work(bytes=1e6), "nothing": Work(least_memory=1e6),
     }.items():  # fmt: skip
         yield f"throughput is by the most telling count: {claim}", on_terminal(with_records(work=work), "verdict")
+    for metrics in (
+        ("cast_error",), ("first_moment_error", "update_error"), ("sum_error", "batch_error"),
+        ("loss_error", "gradient_error"), ("steps", "loss_error"), ("steps",),
+    ):  # fmt: skip
+        made = with_records(measurements=tuple(error(metric, 0.125) for metric in metrics))
+        legend = [
+            line for line in render_whole(*made, 200).splitlines() if ": " in line and "error" in line.partition(":")[0]
+        ]
+        yield f"of {', '.join(metrics)} the most telling error has a column", [on_terminal(made, "verdict"), *legend]
+    (reference, unknown, _), few = (
+        run.records,
+        replace(run, records=(run.records[0], replace(run.records[1], measurements=()))),
+    )
+    known = {reference.case.id: findings[reference.case.id]}
+    for told in (known, known | {unknown.case.id: Finding(unknown.case, Verdict.NONE)}):
+        yield "what is unknown is a dash, never a zero", on_terminal((few, told), "verdict")
     for share in (0.0, 2e-5, 0.0012, 0.7):
         vanished = with_records(measurements=(error("cast_vanished", share), error("cast_error", 0.125)))
         yield f"a share of {share} that vanished stands under numbers", on_terminal(vanished, "vanished")
