@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fp8bench import model
 from fp8bench.analysis.findings import findings as findings_of
-from fp8bench.cli.keywords import asked, asks
+from fp8bench.cli.calls import asked, asks
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import folder, names, pairs
 from fp8bench.cli.outputs import CommandResult, in_store

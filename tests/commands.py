@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,6 +33,17 @@ def unfolding(fp8bench: Say, *command: str) -> Say:
         return code, out, unfolded(err)
 
     return say
+
+
+def session(fp8bench: Say, *typed: str) -> str:
+    """Command lines without their first word, with what each prints, what it says on stderr and its exit code."""
+    told = []
+    for line in typed:
+        code, out, err = fp8bench(*shlex.split(line))
+        said = "".join(f"! {sentence}\n" for sentence in unfolded(err).splitlines())
+        shown = line.replace("\0", "\\0")
+        told.append(f"$ fp8bench {shown}\n{out}{said}{f'exit code {code}' if code else ''}".rstrip("\n"))
+    return "\n".join(told)
 
 
 def git(folder: Path, *words: str) -> str:

@@ -12,8 +12,7 @@ import pytest
 
 import fp8bench
 from fp8bench import CommandResult, api
-from fp8bench.cli.calls import command_call
-from fp8bench.cli.keywords import help_of, keyword_of
+from fp8bench.cli.calls import command_call, help_of, keyword_of
 from fp8bench.cli.main import build_parser, command_module, commands_of, parse
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.jobs.report_files import place_of_report

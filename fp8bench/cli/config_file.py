@@ -247,7 +247,7 @@ def read_config(file: Path, command: argparse.ArgumentParser) -> tuple[dict[str,
                 raise UsageError(f"{place(file, node)}: {key}: expected one value, got {given}.")
             training.take(key, scalar(file, node), place(file, node))
             continue
-        alias = next((one for one in ALIASES.get(key, ()) if one.option in options), Alias(key))
+        alias = next((alias for alias in ALIASES.get(key, ()) if alias.option in options), Alias(key))
         option = options.get(alias.option) or options.get(key.replace("_", "-"))
         if option is None:
             raise _unknown(place(file, key_node), key, [*options, *KEYS])
@@ -347,7 +347,7 @@ class _Option:
                 given = values.value if isinstance(values, yaml.SequenceNode) else [values]
                 named.append(f"{name}={','.join(map(self._given, given))}")
             return named
-        return [self._given(one) for one in node.value]
+        return [self._given(item) for item in node.value]
 
     def _given(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode):
@@ -389,7 +389,7 @@ class TrainingKeys:
                     raise ValueError("expected true or false")
                 self._values[key] = value
             else:  # as the mode's option has it
-                option = next(one for one in precisions.get(MODE).options if key in one.aliases)
+                option = next(choice for choice in precisions.get(MODE).options if key in choice.aliases)
                 self._values[key] = str(option.parse(value))
         except ValueError as error:
             raise UsageError(f"{place}: {key} cannot be {text[:80]!r}: {error}.") from None

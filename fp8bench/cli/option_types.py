@@ -172,7 +172,7 @@ def pairs(given: object, made: Callable[[Any], Any] = lambda value: value) -> An
 def texts(value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         return (str(value),)
-    return tuple(str(one) for one in value)
+    return tuple(str(part) for part in value)
 
 
 def plain(path: Any) -> Any:

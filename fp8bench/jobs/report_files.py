@@ -21,9 +21,8 @@ from fp8bench.model import Figure, Level, Run, Trend, trend_name
 from fp8bench.report.data.plain import Rows, csv_text
 from fp8bench.report.data.run import run_rows
 from fp8bench.report.elements import Page
-from fp8bench.report.page.html import charts_of
+from fp8bench.report.page.html import CARD_BYTES, MOST_REPORTS, ListedReport, began, charts_of, index_page, read_card
 from fp8bench.report.page.html import render as as_html
-from fp8bench.report.page.index import CARD_BYTES, MOST_REPORTS, Listed, began, index_page, read_card
 from fp8bench.report.page.markdown import render as as_markdown
 from fp8bench.report.page.section import PastFigure, PastSeries, material_of, page_of
 from fp8bench.store.commit_runs import TrackedRun, tracked_run, why_not
@@ -149,7 +148,7 @@ def _index_of(reports: Path) -> Page:
     for when, path in dated[:MOST_REPORTS]:
         with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
             if (card := read_card(file.read(CARD_BYTES))) is not None:
-                found.append(Listed(card, path.parent.name, when))
+                found.append(ListedReport(card, path.parent.name, when))
     return index_page(found, len(dated) - len(found))
 
 

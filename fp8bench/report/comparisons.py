@@ -77,7 +77,7 @@ def counted(comparisons: Iterable[Comparison]) -> str:
     """'12 figures: 1 worse, 2 better, 9 same'."""
     counts = Counter(direction(comparison) for comparison in comparisons)
     words = {"FAILED": "failed", units.NONE: "without a ratio"}
-    order = ["FAILED", *(one.value for one in Direction if one is not Direction.NONE), units.NONE]
+    order = ["FAILED", *(way.value for way in Direction if way is not Direction.NONE), units.NONE]
     parts = [f"{counts[name]} {words.get(name, name)}" for name in order if counts[name]]
     total = sum(counts.values())
     return f"{total} figure{'s' * (total != 1)}: {', '.join(parts)}" if total else "no figures"
@@ -144,7 +144,7 @@ def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
 def _table(shown: Sequence[Comparison]) -> Iterator[Element]:
     """A row a figure; the labels that all times have are said once, and what has no numbers says why below."""
     labels = [comparison.labels for comparison in shown if comparison.metric in TIMES and comparison.ratio is not None]
-    shared = tuple(label for label in (labels[0] if labels else ()) if all(label in one for one in labels))
+    shared = tuple(label for label in (labels[0] if labels else ()) if all(label in own for own in labels))
     if shared:
         yield Text(f"all times: {', '.join(shared)}")
     cols: list[Col[Comparison]] = [

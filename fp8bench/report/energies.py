@@ -172,7 +172,7 @@ def energy_clause(pairs: Sequence[tuple[Result, Result | None]]) -> str:
     if not clear:
         return ""
     where = "" if len(clear) == len(pairs) else f" in {len(clear)} of {len(pairs)}"
-    return f"; it takes {units.span((one.point for one in clear), units.ratio)} of the energy{where}"
+    return f"; it takes {units.span((ratio.point for ratio in clear), units.ratio)} of the energy{where}"
 
 
 def energy_sentences(panel: Panel) -> list[Text]:

@@ -39,7 +39,6 @@ class BrowserError(Exception):
 
 
 def executable() -> str | None:
-    """The browser of this machine, None if it has none."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
@@ -68,7 +67,6 @@ class Browser:
         self.events: list[Message] = []
 
     def send(self, method: str, session: str | None = None, **params: Any) -> Message:
-        """A command and its answer; events that come in between are kept."""
         self._number += 1
         number = self._number
         message: Message = {"id": number, "method": method, "params": params}
@@ -82,7 +80,6 @@ class Browser:
         return result
 
     def wait(self, method: str, wanted: Callable[[Message], bool] = lambda params: True) -> Message:
-        """The params of the first event of a kind, whether it came already or is still to come."""
 
         def fits(one: Message) -> bool:
             return one.get("method") == method and wanted(one["params"])
@@ -92,7 +89,6 @@ class Browser:
         return params
 
     def listen(self, fits: Callable[[Message], bool], what: str) -> Message:
-        """The first message from now on that fits; events are kept."""
         end = time.monotonic() + PATIENCE
         while True:
             message = self._read(end, what)
@@ -150,7 +146,6 @@ class Tab:
         return self.browser.send(method, self.session, **params)
 
     def heard(self, method: str) -> list[Message]:
-        """The params of all events of a kind that came from this page."""
         return [
             one["params"]
             for one in self.browser.events
@@ -166,7 +161,6 @@ class Tab:
             self.browser.listen(lambda one: (one.get("method"), one.get("sessionId")) == (loaded, self.session), loaded)
 
     def run(self, expression: str) -> Any:
-        """What an expression of JavaScript comes to, as plain JSON; promises are awaited."""
         answer = self.send(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True, userGesture=True
         )
@@ -175,7 +169,6 @@ class Tab:
         return answer["result"].get("value")
 
     def until(self, expression: str) -> Any:
-        """The first value of an expression that is true."""
         end = time.monotonic() + PATIENCE
         while not (value := self.run(expression)):
             if time.monotonic() > end:
@@ -206,7 +199,6 @@ class Tab:
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def tap(self, selector: str) -> None:
-        """What a finger does."""
         x, y = self._middle(selector)
         self.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
         self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
@@ -226,13 +218,11 @@ class Tab:
         return x, y
 
     def press(self, key: str) -> None:
-        """One key, down and up."""
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key], **text)
 
     def write(self, text: str) -> None:
-        """Text into what has the focus."""
         self.send("Input.insertText", text=text)
 
     def close(self) -> None:

@@ -32,7 +32,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """The browser of this machine."""
     command = executable()
     if command is None:
         pytest.skip("needs Chromium (Debian: apt-get install chromium), and this machine has none")
@@ -45,7 +44,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pages as files, by name."""
     folder = tmp_path_factory.mktemp("pages")
     pages: dict[str, Page] = {"whole": whole_page(), "hostile": hostile_page(), "many": whole_page(2000)}
     for name, page in pages.items():

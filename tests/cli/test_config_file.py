@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -20,6 +21,7 @@ from fp8bench.model import Environment, Plan, Request, Run
 from fp8bench.protocols import Observer
 from tests.commands import Say, unfolded
 from tests.counts import counts, for_each
+from tests.told_before import Told, as_before
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text()
 Asked = Callable[..., tuple[Request, Path]]
@@ -49,7 +51,6 @@ def asked(store: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 @pytest.fixture
 def refused(store: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """The sentence that refuses a file."""
 
     def refuse(content: str | bytes, *words: str) -> str:
         Path("my.yaml").write_bytes(content.encode() if isinstance(content, str) else content)
@@ -65,53 +66,84 @@ def refused(store: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
 
 # Text of a file, and the words that mean the same.
 SAME = {
-    "the suite alone": ("suite: gemm", ["gemm"]),
-    "several suites": ("suite: gemm,transformer", ["gemm,transformer"]),
-    "lists": ("suite: gemm\ndtypes: [fp8, bf16]\ndevices: [cpu]", ["gemm", "--dtypes", "fp8,bf16", "--devices", "cpu"]),
-    "text with commas": ("suite: gemm\ndtypes: fp8,bf16", ["gemm", "--dtypes", "fp8,bf16"]),
-    "lists in lines": ("suite: gemm\ndtypes:\n- fp8\n- bf16", ["gemm", "--dtypes", "fp8,bf16"]),
+    "the suite alone": ("suite: gemm", "gemm"),
+    "several suites": ("suite: gemm,transformer", "gemm,transformer"),
+    "lists": ("suite: gemm\ndtypes: [fp8, bf16]\ndevices: [cpu]", "gemm --dtypes fp8,bf16 --devices cpu"),
+    "text with commas": ("suite: gemm\ndtypes: fp8,bf16", "gemm --dtypes fp8,bf16"),
+    "lists in lines": ("suite: gemm\ndtypes:\n- fp8\n- bf16", "gemm --dtypes fp8,bf16"),
     "axes": (
         "suite: gemm\nset:\n  shape: [64, 1x64x64]\n  operands: ready",
-        ["gemm", "--set", "shape=64,1x64x64", "--set", "operands=ready"],
+        "gemm --set shape=64,1x64x64 --set operands=ready",
     ),
-    "axes as texts": ("suite: gemm\nset: [shape=64, 'shape=32,16']", ["gemm", "--set=shape=64", "--set=shape=32,16"]),
-    "one axis as text": ("suite: gemm\nset: shape=64,32", ["gemm", "--set", "shape=64,32"]),
+    "axes as texts": ("suite: gemm\nset: [shape=64, 'shape=32,16']", "gemm --set=shape=64 --set=shape=32,16"),
+    "one axis as text": ("suite: gemm\nset: shape=64,32", "gemm --set shape=64,32"),
     "a map": (
         "suite: transformer\nprecision-map: {mlp: fp8, attn: bf16}",
-        ["transformer", "--precision-map", "mlp=fp8,attn=bf16"],
+        "transformer --precision-map mlp=fp8,attn=bf16",
     ),
     "a map of layers to modes with options": (
         "suite: transformer\nprecision-map: {blocks.0.mlp: 'fp8:formats=e4m3', attn: bf16}",
-        ["transformer", "--precision-map", "blocks.0.mlp=fp8:formats=e4m3,attn=bf16"],
+        "transformer --precision-map blocks.0.mlp=fp8:formats=e4m3,attn=bf16",
     ),
-    "a map as text": ("suite: transformer\nprecision-map: mlp=fp8", ["transformer", "--precision-map", "mlp=fp8"]),
+    "a map as text": ("suite: transformer\nprecision-map: mlp=fp8", "transformer --precision-map mlp=fp8"),
     "a map as a list": (
         "suite: transformer\nprecision-map: [mlp=fp8, attn=bf16]",
-        ["transformer", "--precision-map", "mlp=fp8,attn=bf16"],
+        "transformer --precision-map mlp=fp8,attn=bf16",
     ),
-    "modules": ("suite: gemm\nimport: [json, csv]", ["gemm", "--import", "json", "--import", "csv"]),
-    "modules as text": ("suite: gemm\nimport: json, csv", ["gemm", "--import", "json", "--import", "csv"]),
-    "flags": ("suite: gemm\nquick: true\nno-isolation: True", ["gemm", "--quick", "--no-isolation"]),
-    "flags that are not set": ("suite: gemm\nquick: false\nno-isolation: false\njson: false", ["gemm"]),
+    "modules": ("suite: gemm\nimport: [json, csv]", "gemm --import json --import csv"),
+    "modules as text": ("suite: gemm\nimport: json, csv", "gemm --import json --import csv"),
+    "flags": ("suite: gemm\nquick: true\nno-isolation: True", "gemm --quick --no-isolation"),
+    "flags that are not set": ("suite: gemm\nquick: false\nno-isolation: false\njson: false", "gemm"),
     "numbers": (
         "suite: gemm\nbudget: 1e1\nrounds: 5\nseed: 07\nthreads: 2\ncase-timeout: 9.5",
-        ["gemm", "--budget", "1e1", "--rounds=5", "--seed=07", "--threads=2", "--case-timeout=9.5"],
+        "gemm --budget 1e1 --rounds=5 --seed=07 --threads=2 --case-timeout=9.5",
     ),
     "names and paths": (
         "suite: transformer\nreference: fp32\ndata: 'a text.txt'\nstore: some/where",
-        ["transformer", "--reference", "fp32", "--data", "a text.txt", "--store", "some/where"],
+        "transformer --reference fp32 --data 'a text.txt' --store some/where",
     ),
-    "numbers in quotes": ('suite: "gemm"\nrounds: "5"', ["gemm", "--rounds", "5"]),
-    "a comment, a BOM and a marker": ("\ufeff# nightly\n---\nsuite: gemm # all\n...\n", ["gemm"]),
-    "JSON": ('{"suite": "gemm", "set": {"shape": [64, 32]}, "quick": true}', ["gemm", "--quick", "--set=shape=64,32"]),
-}
+    "numbers in quotes": ('suite: "gemm"\nrounds: "5"', "gemm --rounds 5"),
+    "a comment, a BOM and a marker": ("\ufeff# nightly\n---\nsuite: gemm # all\n...\n", "gemm"),
+    "FP8 training, the switch alone": ("suite: gemm\nuse_fp8: true", "gemm --dtypes bf16,fp8-delayed"),
+    "FP8 training, every key": (
+        "use_fp8: true\nfp8_format: e4m3\nfp8_margin: 2\nfp8_interval: 3\nfp8_amax_history_len: 16\nsuite: gemm",
+        "gemm --dtypes bf16,fp8-delayed:history=16:margin=2:interval=3:formats=e4m3",
+    ),
+    "FP8 training in capitals, beside others": (
+        "suite: gemm\nuse_fp8: true\ndtypes: [fp32, fp8]\nfp8_format: E5M2\nfp8_amax_compute_algo: MOST_RECENT",
+        "gemm --dtypes fp32,fp8,fp8-delayed:algorithm=most_recent:formats=e5m2",
+    ),
+    "FP8 training, what is so anyway": (
+        "suite: gemm\nuse_fp8: true\nfp8_format: HYBRID\nfp8_margin: 0\nfp8_amax_history_len: 1024",
+        "gemm --dtypes bf16,fp8-delayed",
+    ),
+    "JSON": ('{"suite": "gemm", "set": {"shape": [64, 32]}, "quick": true}', "gemm --quick --set=shape=64,32"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SAME)
-def test_a_file_asks_for_what_the_same_options_ask_for(name: str, asked: Asked) -> None:
-    """The requests are equal, and so are the stores."""
+@for_each("name", SAME)
+def test_a_file_asks_for_what_the_same_options_ask_for(
+    name: str, asked: Asked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The requests are equal, and so are the stores; without a word of warning."""
     text, words = SAME[name]
-    assert asked(text) == asked(None, *words)
+    assert asked(text) == asked(None, *shlex.split(words))
+    assert "has no effect" not in capsys.readouterr().err
+
+
+@as_before
+def test_keys_without_effect(asked: Asked, capsys: pytest.CaptureFixture[str]) -> Told:
+    """Each with its file, its line and why; the run goes on."""
+    on = "suite: gemm\nuse_fp8: true\n"
+    for claim, text, words in (
+        ("a switch that is off", "suite: gemm\nuse_fp8: False\nfp8_margin: 1", ()),
+        ("no switch", "suite: gemm\nfp8_interval: 2\nfp8_format: e4m3", ()),
+        ("the command line", f"{on}fp8_margin: 1", ("--dtypes", "bf16,mxfp8")),
+        ("nobody looks at a history", f"{on}fp8_amax_compute_algo: most_recent\nfp8_amax_history_len: 16", ()),
+    ):
+        request, _ = asked(text, *words)
+        said = [line for line in unfolded(capsys.readouterr().err).splitlines() if "has no effect" in line]
+        yield claim, [*said, f"dtypes: {request.dtypes}"]
 
 
 def test_every_option_is_a_key(store: Path) -> None:
@@ -138,7 +170,7 @@ def test_values_keep_their_text(store: Path) -> None:
 BOTH = "suite: gemm\ndtypes: [fp8, bf16]\nseed: 5\nstore: kept\nset: {shape: [64, 32], operands: ready}\nimport: json"
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("words", "changes"),
     [
         ([], {}),
@@ -150,7 +182,6 @@ BOTH = "suite: gemm\ndtypes: [fp8, bf16]\nseed: 5\nstore: kept\nset: {shape: [64
         (["--set", "tokens=8"], {"axes": (("shape", ("64", "32")), ("operands", ("ready",)), ("tokens", ("8",)))}),
         (["--import", "csv"], {"imports": ("json", "csv")}),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_the_command_line_wins(words: list[str], changes: dict[str, object], asked: Asked) -> None:
     """Option by option, axis by axis; a value that is the option's default counts too."""
@@ -164,13 +195,11 @@ def test_the_command_line_wins(words: list[str], changes: dict[str, object], ask
 
 
 def test_the_name_may_stand_in_either_place(asked: Asked) -> None:
-    """The command line's wins."""
     assert asked("suite: gemm")[0].suite == "gemm"
     assert asked("suite: transformer", "gemm")[0].suite == "gemm"
 
 
 def test_the_name_may_not_be_left_out(refused: Callable[..., str]) -> None:
-    """Of both places."""
     assert "no suite was named" in refused("quick: true")
 
 
@@ -242,6 +271,18 @@ REFUSED: dict[str, tuple[str | bytes, str, str]] = {
     "NUL": ("seed: 1\n\n\0", "my.yaml:3", "broken YAML: '\\x00' is no character of a text"),
     "bytes": (b"\x89PNG\r\n\x1a\n\xff", "--config my.yaml", "is no UTF-8 text. Give a YAML file of options."),
     "UTF-16": ("seed: 1".encode("utf-16"), "--config my.yaml", "is no UTF-8 text"),
+    **{line: (line, "my.yaml:1", words) for line, words in {
+        "use_fp8: yes": "use_fp8 cannot be 'yes': expected true or false.",
+        "fp8_format: hybird": "fp8_format cannot be 'hybird': expected one of hybrid, e4m3, e5m2; the nearest is",
+        "fp8_margin: -1": "fp8_margin cannot be '-1': expected a whole number from 0 to 32.",
+        "fp8_margin: '1:history=2'": "fp8_margin cannot be '1:history=2': expected a whole number.",
+        "fp8_interval: 0": "fp8_interval cannot be '0': expected a whole number from 1 to 65536.",
+        "fp8_amax_history_len: 1e3": "fp8_amax_history_len cannot be '1e3': expected a whole number.",
+        "fp8_amax_compute_algo: min": "cannot be 'min': expected one of max, most_recent.",
+        "fp8_margin: [1]": "fp8_margin: expected one value, got a list.",
+        "fp8_margin:": "fp8_margin: expected one value, got none.",
+        "fp8_magrin: 1": "unknown key 'fp8_magrin'. Did you mean 'fp8_margin'?",
+    }.items()},
     "a huge file": (b"#" * (LARGEST_FILE + 1), "--config my.yaml", "is larger than 1 MiB"),
 }  # fmt: skip
 
@@ -263,24 +304,15 @@ def test_the_same_sentence_refuses_a_word(refused: Callable[..., str], capsys: p
         assert typed and typed in refused(f"{option}: '{value}'", "gemm")
 
 
-@pytest.mark.parametrize("path", ["nowhere.yaml", ".", "x" * 400, "/dev/zero", "file/below"])
+@for_each("path", ["nowhere.yaml", ".", "x" * 400, "/dev/zero", "file/below", "", "my.yaml"])
 def test_a_file_that_cannot_be_read(path: str, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Missing, a folder, too long a name, without end, below a file."""
+    """Missing, a folder, too long a name, without end, below a file; nor may an empty text be a path, or a store."""
     Path("file").write_text("seed: 1")
-    assert main(["suite", "gemm", "--config", path]) == 2
-    shown = unfolded(capsys.readouterr().err)
-    assert "cannot be read (" in shown or "is larger than 1 MiB" in shown
-    assert shown.endswith("Give a YAML file of options.\n") and shown.count("\n") == 1
-
-
-def test_an_empty_path_is_no_file(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nor may the file give one for the store, which would be the working directory."""
     Path("my.yaml").write_text("store: ''")
-    for path in ("", "my.yaml"):
-        assert main(["suite", "gemm", "--config", path]) == 2
-        shown = unfolded(capsys.readouterr().err)
-        assert "an empty text is no path" in shown and shown.count("\n") == 1
-    assert not Path("runs").exists()
+    assert main(["suite", "gemm", "--config", path]) == 2
+    said = unfolded(capsys.readouterr().err)
+    assert any(words in said for words in ("cannot be read (", "is larger than 1 MiB", "an empty text is no path"))
+    assert said.count("\n") == 1 and not Path("runs").exists()
 
 
 def test_it_does_not_go_with_resume(refused: Callable[..., str]) -> None:
@@ -364,19 +396,6 @@ def test_broken_files(count: int, store: Path) -> None:
     assert len({re.sub(r"[0-9]+|'.*?'", "", text) for text in sentences}) > 25
 
 
-def test_broken_files_through_the_door(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
-    """A hundred of them: a request, or a sentence and code 2."""
-    dice = random.Random(7)
-    codes = []
-    for _ in range(100):
-        Path("my.yaml").write_bytes(_mutated(dice))
-        codes.append(main(["suite", "--config", "my.yaml"]))
-        err = unfolded(capsys.readouterr().err)
-        expected = r"fp8bench: .*\.\n" if codes[-1] == 2 else r"fp8bench: history: .*\n(fp8bench: report: .*\n)?"
-        assert re.fullmatch(expected, err), err
-    assert set(codes) == {2, 3}  # 3: the stand-in measures nothing
-
-
 def test_the_files_values_are_defaults(store: Path) -> None:
     """Parsing the words again finds them, and the file's list is not grown by another parse."""
     Path("my.yaml").write_text("set: {shape: 1}\nimport: json")
@@ -405,82 +424,6 @@ def test_the_examples_of_the_page(
     assert (code, err, len(examples)) == (0, "", 2) and all(word in out for word in words) and len(words) > 1
     code, _, err = fp8bench("suite", "transformer", "--config", "my.yaml", "--dry-run")
     assert (code == 2 and "unknown axis of suite transformer 'shape'" in err) == ("shape" in examples[number])
-
-
-TRAINING = "suite: gemm\nuse_fp8: true\n"
-# What the keys ask for beside bf16.
-MODES = {
-    "the switch alone": ("", "fp8-delayed"),
-    "every key": (
-        "fp8_format: e4m3\nfp8_margin: 2\nfp8_interval: 3\nfp8_amax_history_len: 16\nfp8_amax_compute_algo: max",
-        "fp8-delayed:history=16:margin=2:interval=3:formats=e4m3",
-    ),
-    "in capitals": ("fp8_format: E5M2\nfp8_amax_compute_algo: MOST_RECENT",
-                    "fp8-delayed:algorithm=most_recent:formats=e5m2"),
-    "what is so anyway": ("fp8_format: HYBRID\nfp8_margin: 0\nfp8_amax_history_len: 1024", "fp8-delayed"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MODES)
-def test_the_keys_of_fp8_training_are_a_mode(name: str, asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside bf16, without a word of warning."""
-    keys, mode = MODES[name]
-    assert asked(TRAINING + keys)[0].dtypes == ("bf16", mode)
-    assert asked(f"{TRAINING}dtypes: [fp32, fp8]\n{keys}")[0].dtypes == ("fp32", "fp8", mode)
-    assert "has no effect" not in capsys.readouterr().err
-
-
-# What a file has no use for: its text, the command line, and the keys with the reason, by line.
-UNUSED = {
-    "a switch that is off": (
-        "suite: gemm\nuse_fp8: False\nfp8_margin: 1", (), {3: ("fp8_margin", "use_fp8 is false")},
-    ),
-    "no switch": (
-        "suite: gemm\nfp8_interval: 2\nfp8_format: e4m3", (),
-        {2: ("fp8_interval", "use_fp8 is not there"), 3: ("fp8_format", "use_fp8 is not there")},
-    ),
-    "the command line": (
-        TRAINING + "fp8_margin: 1", ("--dtypes", "bf16,mxfp8"),
-        {2: ("use_fp8", "--dtypes on the command line"), 3: ("fp8_margin", "--dtypes on the command line")},
-    ),
-    "a history that nobody looks at": (
-        TRAINING + "fp8_amax_compute_algo: most_recent\nfp8_amax_history_len: 16", (),
-        {4: ("fp8_amax_history_len", "looks at one amax")},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", UNUSED)
-def test_a_key_without_effect_is_named(name: str, asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
-    """With its file, its line and why; the run goes on."""
-    text, words, unused = UNUSED[name]
-    dtypes = asked(text, *words)[0].dtypes
-    shown = [line for line in unfolded(capsys.readouterr().err).splitlines() if "has no effect" in line]
-    assert len(shown) == len(unused)
-    for line, (number, (key, why)) in zip(shown, unused.items(), strict=True):
-        assert line.startswith(f"fp8bench: my.yaml:{number}: {key} has no effect: ") and why in line
-    assert any(mode.startswith("fp8-delayed") for mode in dtypes) == (name == "a history that nobody looks at")
-
-
-@for_each(
-    ("line", "words"),
-    [
-        ("use_fp8: yes", "use_fp8 cannot be 'yes': expected true or false."),
-        ("fp8_format: hybird", "fp8_format cannot be 'hybird': expected one of hybrid, e4m3, e5m2; the nearest is"),
-        ("fp8_margin: -1", "fp8_margin cannot be '-1': expected a whole number from 0 to 32."),
-        ("fp8_margin: '1:history=2'", "fp8_margin cannot be '1:history=2': expected a whole number."),
-        ("fp8_interval: 0", "fp8_interval cannot be '0': expected a whole number from 1 to 65536."),
-        ("fp8_amax_history_len: 1e3", "fp8_amax_history_len cannot be '1e3': expected a whole number."),
-        ("fp8_amax_compute_algo: min", "fp8_amax_compute_algo cannot be 'min': expected one of max, most_recent."),
-        ("fp8_margin: [1]", "fp8_margin: expected one value, got a list."),
-        ("fp8_margin:", "fp8_margin: expected one value, got none."),
-        ("fp8_magrin: 1", "unknown key 'fp8_magrin'. Did you mean 'fp8_margin'?"),
-    ],
-)
-def test_nonsense_under_a_key_of_fp8_training_is_refused(line: str, words: str, refused: Callable[..., str]) -> None:
-    """With its line, whether the switch is on or not."""
-    for switch in ("use_fp8: true", "quick: true") if not line.startswith("use_fp8") else ("quick: true",):
-        assert f"my.yaml:3: {words}" in refused(f"suite: gemm\n{switch}\n{line}")
 
 
 GIVEN = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from fp8bench.model import Run, Status
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
-from tests.commands import Say, unfolded, unfolding
+from tests.commands import Say, session, unfolded
+from tests.told_before import Told, as_before
 
 GEMM = ("suite", "gemm", "--set", "shape=16", "--dtypes", "fp32,fp8", "--rounds", "1", "--no-isolation", "--no-report")
 
@@ -28,35 +30,22 @@ def the_run(store: Path) -> Run:
     return load_run(file)
 
 
-REFUSED = {
-    "a folder for traces below a file": (
-        ["--trace", "file/below"],
-        "--trace 'file/below' cannot be written (Not a dir",
-    ),
-    "a folder for figures that is a file": (["--tensorboard", "file"], "--tensorboard 'file' cannot be written ("),
-    "an empty folder for traces": (["--trace", ""], "an empty text is no path"),
-    "traces of nothing": (
-        ["--trace", "t", "--dry-run"],
-        "--dry-run measures nothing, so that there is nothing for --trace",
-    ),
-    "figures of nothing": (["--tensorboard", "t", "--dry-run"], "nothing for --tensorboard"),
-    "nothing to send": (["--wandb", "--dry-run"], "nothing for --wandb"),
-    "no package to send with": (["--wandb", "mine"], "--wandb needs the package wandb"),
-    "traces of a run that is resumed": (["--resume", "last", "--trace", "t"], "and gemm was given too"),
-}
-
-
-@pytest.mark.parametrize("case", sorted(REFUSED))
-def test_what_cannot_be_is_refused_before_anything_is_measured(
-    case: str, store: Path, monkeypatch: pytest.MonkeyPatch, fp8bench: Say
-) -> None:
-    """With a sentence, and nothing is left behind but what was there."""
+@as_before
+def test_refused_exports(store: Path, monkeypatch: pytest.MonkeyPatch, fp8bench: Say) -> Told:
     monkeypatch.setitem(sys.modules, "wandb", None)
     Path("file").touch()
-    words, sentence = REFUSED[case]
-    code, out, err = unfolding(fp8bench)(*GEMM, *words)
-    assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
-    assert {one.name for one in Path().iterdir()} <= {"file", ".fp8bench"} and not list(run_files(store))
+    for claim, options in {
+        "a folder for traces below a file": "--trace file/below",
+        "a folder for figures that is a file": "--tensorboard file",
+        "an empty folder for traces": "--trace ''",
+        "traces of nothing": "--trace t --dry-run",
+        "figures of nothing": "--tensorboard t --dry-run",
+        "nothing to send": "--wandb --dry-run",
+        "no package to send with": "--wandb mine",
+        "traces of a run that is resumed": "--resume last --trace t",
+    }.items():
+        yield f"{claim} is refused before anything is measured", session(fp8bench, f"{shlex.join(GEMM)} {options}")
+        assert {one.name for one in Path().iterdir()} <= {"file", ".fp8bench"} and not list(run_files(store))
 
 
 def test_traces_of_every_case(store: Path) -> None:

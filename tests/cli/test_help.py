@@ -10,12 +10,18 @@ from pathlib import Path
 import pytest
 
 from fp8bench.cli.main import COMMANDS, VERBS, Parser, build_parser, commands_of, main
-from tests.cli.test_main import every_parser
 from tests.commands import Say, unfolding
 from tests.counts import for_each
 
 # A command with more options has an order of its own.
 FEW = 16
+
+
+def every_parser(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argparse.ArgumentParser]:
+    found = {name: parser}
+    for word, command in commands_of(parser).items():
+        found |= every_parser(command, f"{name} {word}".strip())
+    return found
 
 
 def helped(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -67,9 +73,12 @@ def test_examples_are_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert words.pop(0) == "fp8bench" and whole.parse_args(words).command
 
 
-def test_examples_stand_where_options_are_many() -> None:
-    commands = commands_of(build_parser()).values()
-    assert all(parser.examples for parser in commands if isinstance(parser, Parser) and parser.first)
+def test_every_option_says_what_it_does_and_examples_stand_where_they_are_many() -> None:
+    """`--help` is the first page of the manual; tests/golden holds what it says, so that options are frozen."""
+    for name, parser in every_parser(build_parser()).items():
+        others = (one for one in parser._actions if not isinstance(one, argparse._SubParsersAction))
+        assert all(action.help for action in others), name
+        assert isinstance(parser, Parser) and (parser.examples or not parser.first), name
 
 
 @for_each("words", [(), ("suite",), ("history", "list")])
@@ -84,7 +93,6 @@ def test_help_of_no_command(fp8bench: Say) -> None:
 
 
 def test_precisions_is_another_name_of_dtypes() -> None:
-    """Wherever there is the one."""
     whole = build_parser()
     for name, parser in every_parser(whole).items():
         for action in parser._actions:
@@ -93,13 +101,3 @@ def test_precisions_is_another_name_of_dtypes() -> None:
     for words in ["train"], ["suite", "gemm"], ["lint-shapes", "gpt2"]:
         asked = [vars(whole.parse_args([*words, option, "fp8,bf16"])) for option in ("--dtypes", "--precisions")]
         assert asked[0] == asked[1] and asked[0]["dtypes"] == ("fp8", "bf16")
-
-
-def test_a_parser_of_no_examples_is_argparses_own() -> None:
-    parser = Parser(prog="x")
-    parser.add_argument("--many", action="store_true", help="words")
-    assert (
-        parser.format_help() == "usage: x [OPTION ...]\n\noptions:\n  -h, --help  show this help message and exit\n"
-        "  --many      words\n"
-    )
-    assert isinstance(parser, argparse.ArgumentParser)

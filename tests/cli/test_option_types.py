@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from fp8bench.cli.calls import asked, asks
 from fp8bench.cli.config_file import read_config
-from fp8bench.cli.keywords import asked, asks
 from fp8bench.cli.main import Parser
 from fp8bench.cli.option_types import path, precision_map
 from fp8bench.cli.options import asked_in

@@ -15,6 +15,7 @@ from fp8bench.cli import progress as live
 from fp8bench.cli.progress import REDRAW_SECONDS, TERMINAL, CountedLines, GroupLines, LiveLine, RunProgress
 from fp8bench.model import Case, Group, Level, Plan, PlannedCase, Record, Status, Support, Work
 from tests.counts import for_each
+from tests.told_before import Told, as_before
 
 NATIVE = Support(Level.NATIVE, "")
 CASES = [Case("gemm", (("m", size),), name, "cpu") for size in (256, 512) for name in ("fp32", "bf16", "nvfp4")]
@@ -28,7 +29,7 @@ PLAN = Plan(
 
 
 class Screen(io.StringIO):
-    """A stream that says whether it is a terminal."""
+    """A stream that may be a terminal."""
 
     def __init__(self, terminal: bool = True) -> None:
         super().__init__()
@@ -39,7 +40,6 @@ class Screen(io.StringIO):
         return self._terminal
 
     def shown(self) -> str:
-        """What a person sees on the line now."""
         return re.split(r"\r\x1b\[2K", self.getvalue())[-1]
 
     def draws(self) -> int:
@@ -79,45 +79,43 @@ def line(screen: Screen, clock: Callable[[], float], columns: int = 120) -> RunP
     return observer
 
 
-def test_says_what_is_done_and_what_is_being_done(screen: Screen, clock: Clock) -> None:
-    observer = line(screen, clock)
-    observer.working(CASES[0], "preparing", 0.0)
-    assert screen.shown() == "0/6 cases, preparing gemm[m=256]@cpu/fp32"
-    for case in CASES[:3]:
-        observer.finished(record(case))
-    clock.now += 1
-    observer.working(CASES[4], "measuring", 0.0)
-    assert screen.shown() == "3/6 cases, measuring gemm[m=512]@cpu/bf16"
-
-
-def test_time_left_comes_from_the_share_of_the_work(screen: Screen, clock: Clock) -> None:
+@as_before
+def test_progress_of_a_run(screen: Screen, clock: Clock) -> Told:
     """Skips take no time, so four cases make the whole; a half of the first group is a quarter of it."""
+
+    def working(case: Case, what: str, share: float = 0.0, after: float = 0.0) -> str:
+        clock.now += after
+        observer.working(case, what, share)
+        return screen.shown()
+
     observer = line(screen, clock)
-    clock.now += 20
-    observer.working(CASES[0], "measuring", 0.5)
-    assert ", about 1 min 00 s left, measuring" in screen.shown()
+    yield "what is being done", working(CASES[0], "preparing")
+    yield "another thing is told at once: a compiler may run for long", working(CASES[1], "compiling 2 quantisers")
+    yield "the time left comes from the share of the work", working(CASES[0], "measuring", 0.5, 20)
     for case in CASES[:3]:
         observer.finished(record(case))
-    clock.now += 10
-    observer.working(CASES[3], "measuring", 0.0)
-    assert ", about 30 s left, measuring" in screen.shown()
-
-
-def test_no_guess_from_too_little(screen: Screen, clock: Clock) -> None:
+    yield "what is done", working(CASES[4], "measuring", after=10)
+    observer.close()
+    observer.close()
+    yield "the line is erased, once, and has no colour", [screen.shown(), repr(screen.getvalue()[-12:])]
     observer = line(screen, clock)
-    clock.now += 0.5
-    observer.working(CASES[0], "measuring", 0.9)
-    clock.now += 20
-    observer.working(CASES[0], "measuring", 0.001)
-    assert "left" not in screen.getvalue()
-
-
-@pytest.mark.parametrize("share", [-1.0, 0.0, 1.0, 7.0, float("nan")])
-def test_odd_shares_do_no_harm(screen: Screen, clock: Clock, share: float) -> None:
-    observer = line(screen, clock)
-    clock.now += 60
-    observer.working(CASES[0], "measuring", share)
-    assert "nan" not in screen.shown() and " -" not in screen.shown()
+    yield "no guess from too little time", working(CASES[0], "measuring", 0.9, 0.5)
+    yield "nor from too small a share", working(CASES[0], "measuring", 0.001, 20)
+    odd = (-1.0, 0.0, 1.0, 7.0, float("nan"))
+    yield "no harm of odd shares", [working(CASES[0], "measuring", share, 60) for share in odd]
+    observer = line(screen, clock, 41)
+    yield "both ends of a long id stay visible", working(CASES[0], "measuring", 0.5)
+    lines: list[str] = []
+    groups = GroupLines(lines.append, clock)
+    groups.planned(Plan(PLAN.groups, ("memory: the largest case takes 3 GiB", "another note")))
+    for case in CASES:
+        groups.working(case, "measuring", 0.5)
+        clock.now += 5
+        groups.finished(record(case))
+    groups.planned(Plan(PLAN.groups[:1]))
+    for case in CASES[:3]:
+        groups.finished(record(case))
+    yield "unwatched: what memory it takes, and a line a group where there are several", lines
 
 
 def test_draws_at_most_five_times_a_second(screen: Screen, clock: Clock) -> None:
@@ -128,14 +126,6 @@ def test_draws_at_most_five_times_a_second(screen: Screen, clock: Clock) -> None
     assert screen.draws() <= 1 + 2 / REDRAW_SECONDS
 
 
-def test_that_another_thing_is_done_is_told_at_once(screen: Screen, clock: Clock) -> None:
-    """It may take long: nobody shall read 'preparing' for as long as a compiler runs."""
-    observer = line(screen, clock, 200)
-    observer.working(CASES[0], "preparing", 0.0)
-    observer.working(CASES[1], "compiling 2 quantisers", 0.0)
-    assert "compiling 2 quantisers" in screen.shown()
-
-
 def test_never_wider_than_the_terminal(screen: Screen, clock: Clock) -> None:
     """The last column stays free, and both ends of a long id stay visible."""
     for columns in range(1, 60):
@@ -143,24 +133,9 @@ def test_never_wider_than_the_terminal(screen: Screen, clock: Clock) -> None:
         clock.now += 1
         observer.working(CASES[0], "measuring", 0.5)
         assert len(screen.shown()) <= columns - 1
-    assert "gemm" in screen.shown() and "..." not in screen.shown()
-    observer = line(screen, clock, 41)
-    observer.working(CASES[0], "measuring", 0.5)
-    assert re.search(r"measuring gemm.*\.\.\..*/fp32$", screen.shown())
 
 
-def test_close_erases_the_line_once_which_has_no_colour(screen: Screen, clock: Clock) -> None:
-    observer = line(screen, clock)
-    observer.close()
-    assert screen.getvalue() == ""
-    observer.working(CASES[0], "measuring", 0.5)
-    observer.close()
-    observer.close()
-    assert screen.shown() == "" and screen.draws() == 2
-    assert not re.search(r"\n|\x1b\[[0-9;]*m", screen.getvalue())
-
-
-def test_a_closed_terminal_ends_no_measurement(screen: Screen, clock: Clock) -> None:
+def test_a_closed_terminal_and_none_end_no_measurement(screen: Screen, clock: Clock) -> None:
     """Every call returns, and nothing opens the stream again."""
     observer = line(screen, clock)
     screen.close()
@@ -168,6 +143,10 @@ def test_a_closed_terminal_ends_no_measurement(screen: Screen, clock: Clock) -> 
     observer.working(CASES[1], "measuring", 0.5)
     observer.close()
     assert screen.closed
+    for stream in (None, screen):
+        shown = LiveLine(stream, {})
+        shown.show("one")
+        shown.close()
 
 
 def test_a_throttled_call_is_cheap(screen: Screen) -> None:
@@ -204,15 +183,6 @@ def test_only_where_a_person_watches(terminal: bool, environ: dict[str, str], sh
     assert bool(screen.getvalue()) is shows
 
 
-def test_quiet_without_a_stream() -> None:
-    closed = Screen()
-    closed.close()
-    for stream in (None, closed):
-        shown = LiveLine(stream, {})
-        shown.show("one")
-        shown.close()
-
-
 def test_a_line_replaces_the_one_before_and_is_erased(screen: Screen) -> None:
     """No wider than the terminal less a column."""
     screen.columns = 12
@@ -236,22 +206,6 @@ def test_progress_erases_its_line_also_after_an_error(screen: Screen, monkeypatc
     with pytest.raises(KeyError):
         fail()
     assert screen.draws() == 2 and screen.shown() == ""
-
-
-def test_a_run_that_nobody_watches_has_a_line_a_group(clock: Clock) -> None:
-    """Where there are several groups; skips are done, too."""
-    lines: list[str] = []
-    observer = GroupLines(lines.append, clock)
-    observer.planned(PLAN)
-    for case in CASES:
-        observer.working(case, "measuring", 0.5)
-        clock.now += 5
-        observer.finished(record(case))
-    assert lines == ["1/2 groups after 15 s: gemm[m=256]@cpu", "2/2 groups after 30 s: gemm[m=512]@cpu"]
-    observer.planned(Plan(PLAN.groups[:1]))
-    for case in CASES[:3]:
-        observer.finished(record(case))
-    assert len(lines) == 2
 
 
 def test_what_cases_take_of_memory_is_said_before_the_first(clock: Clock) -> None:

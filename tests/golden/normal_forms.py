@@ -25,7 +25,6 @@ _LINE, _LONG, _ROWS, _KEPT, _FEW = 150, 400, 800, 20, 3
 
 
 def masked(text: str) -> str:
-    """Without what may differ though nothing has changed."""
     for pattern, words, _ in MASKS:
         text = pattern.sub(words if words is not None else _rounded, text)
     return text
@@ -131,7 +130,6 @@ def of_html(page: str) -> str:
 
 
 def _lines(markup: str) -> Iterator[str]:
-    """Its text, a row of a table or a paragraph a line."""
     broken = re.sub(r"</(?:tr|p|li|h\d|dt|dd|figcaption|caption|pre|summary|div|thead)>", "\n", markup)
     spaced = re.sub(r"<[^>]*>", " ", broken)
     yield from filter(None, (" ".join(line.split()) for line in spaced.splitlines()))

@@ -37,6 +37,7 @@ from fp8bench.model import Ceilings, DeviceFacts
 from fp8bench.model.codec import decode
 from fp8bench.model.promises import ModeConformity
 from fp8bench.store.runs.run_file import load_run
+from tests.counts import for_each
 from tests.facts import CPU, H200
 from tests.golden.normal_forms import normal, of_files, of_frame
 from tests.trainings import FakeLab
@@ -120,7 +121,27 @@ def _of_audits() -> Iterator[tuple[str, Document]]:
         yield f"{value}.xml", Document(f"audit net.py:make --junit {value}.xml", value=value)
 
 
-DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | {
+# Runs that earlier versions stored, whose requests lack what was added later: gemm at two commits, one with cases
+# that failed, and that of reports/sample.
+OLD, NEW, FAILING, SAMPLE = "97a62823", "c1fdadfa", "de0b9da3", "a95c7ff0"
+_STORED = {
+    "old.txt": f"show {OLD}", "old.csv": f"show {OLD} --csv -", "old.json": f"show {OLD} --json",
+    "failing.txt": f"show {FAILING}", "failing-all.txt": f"show {FAILING} --all",
+    "failing.csv": f"show {FAILING} --csv -", "sample.txt": f"show {SAMPLE}", "sample-all.txt": f"show {SAMPLE} --all",
+    "resumed.txt": f"suite --resume {SAMPLE}", "compared.txt": f"compare {OLD} {NEW}",
+    "compared.csv": f"compare {OLD} {NEW} --csv -", "compared.md": f"compare {OLD} {NEW} --md stored-compared.md",
+    "gate.txt": f"gate {OLD} {NEW} --no-rerun", "gate.xml": f"gate {OLD} {NEW} --no-rerun --junit stored-gate.xml",
+    "runs.txt": "history list --runs", "series.txt": "history list", "one-series.txt": f"history show {SERIES}",
+    "rebuilt.txt": "history rebuild",
+    **{f"asv-{commit}.json": f"history rebuild && cp .fp8bench/asv/*/box/{commit}-*.json stored-asv-{commit}.json"
+       for commit in ("359f21c3", "7eccd2d9")},
+    **{f"{name}.md": f"report {run} --md stored-{name}.md"
+       for name, run in (("old", OLD), ("failing", FAILING), ("sample", SAMPLE))},
+    **{f"{name}-wide.csv": f"report {run} --csv-wide && cp .fp8bench/reports/*/*.csv stored-{name}-wide.csv"
+       for name, run in (("old", OLD), ("failing", FAILING), ("sample", SAMPLE))},
+}  # fmt: skip
+STORED = {f"stored-{name}": Document(words, "stored") for name, words in _STORED.items()}
+DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED | {
     # Other looks at runs.
     "gemm-60.txt": Document("show 8b215bef --all", width=60),
     "gpu-60.txt": Document("show 9a000001 --all --explain", "gpu", width=60),
@@ -275,16 +296,16 @@ class Pretended:
     """A worker that knows two devices, and no more."""
 
     def __init__(self, *words: object, **more: object) -> None:
-        """Nothing to begin."""
+        pass
 
     def __enter__(self) -> Pretended:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Nothing to end."""
+        pass
 
     def close(self) -> None:
-        """Nothing to end."""
+        pass
 
     def software(self) -> dict[str, str]:
         return {"torch": CPU.torch}
@@ -301,7 +322,6 @@ class Pretended:
 
 @contextlib.contextmanager
 def answered(value: str) -> Iterator[None]:
-    """Commands are given what was measured once."""
     with contextlib.ExitStack() as patches:
         for place, answer in _answers(value):
             patches.enter_context(mock.patch(place, answer))
@@ -343,7 +363,6 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
 
 
 def _of_the_doctor() -> Iterator[tuple[str, Callable[..., object] | type]]:
-    """What is of this machine, and of what is installed on it."""
     environment = load_run(next(Path(".fp8bench").rglob("*-8b215bef.jsonl"))).environment
     (line,) = (STORES / "runs" / "ceilings" / "history.jsonl").read_text().splitlines()
     ceilings = decode(Ceilings, json.loads(line)["ceilings"])
@@ -367,6 +386,10 @@ def a_place(folder: Path, document: Document) -> Iterator[None]:
     """A working directory in no repository, with a store of its own, of a person without a home."""
     if document.store != "none":
         shutil.copytree(STORES / document.store, folder / ".fp8bench")
+    if document.store == "stored":
+        sample = folder / ".fp8bench" / "runs" / "vm" / f"20261126T063842.925Z-08bd5754-{SAMPLE}.jsonl"
+        sample.parent.mkdir()
+        shutil.copy(HERE.parents[1] / "reports" / "sample" / "run.jsonl", sample)
     for path in folder.rglob("*.jsonl"):
         begun = re.match(r"(\d{8}T\d{6})", path.name)  # who shares a store tells clocks by its files' times
         when = datetime.strptime(begun[1] if begun else "20261124T120000", "%Y%m%dT%H%M%S").replace(tzinfo=UTC)
@@ -385,7 +408,6 @@ def a_place(folder: Path, document: Document) -> Iterator[None]:
 
 
 def told(words: Sequence[str]) -> str:
-    """What a command prints, what it says on stderr and, where it is not 0, its exit code."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
             code = main(words)
@@ -396,7 +418,6 @@ def told(words: Sequence[str]) -> str:
 
 
 def made(words: Sequence[str]) -> str:
-    """What comes of a command, or of what stands beside commands in the table."""
     match words:
         case ["frame", function, source, name]:
             frame = getattr(getattr(fp8bench, function)(source), name)
@@ -435,6 +456,15 @@ def test_it_is_told_as_before(name: str) -> None:
     if now != expected:
         lines = difflib.unified_diff(expected.splitlines(), now.splitlines(), "expected", "now", lineterm="", n=1)
         pytest.fail("\n".join([f"{name} differs; read how. If all of it is wanted: {AGAIN} {name}", *lines]), False)
+
+
+@for_each("width", [60, 80, 120])
+@for_each("name", [name for name in STORED if name.endswith(".txt")])
+def test_no_line_is_wider_than_the_terminal(name: str, width: int) -> None:
+    """As COLUMNS has it, where output is piped."""
+    with tempfile.TemporaryDirectory() as folder, a_place(Path(folder).resolve(), replace(STORED[name], width=width)):
+        text = told(shlex.split(STORED[name].words)).partition("on stderr:")[0]
+    assert all(len(line) <= width for line in text.splitlines())
 
 
 def test_nothing_is_left_out() -> None:

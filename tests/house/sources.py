@@ -18,12 +18,10 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def children(node: ast.AST) -> Iterator[ast.AST]:
-    """What lies right below a node, but for expressions: most of a tree, and no statement lies in one."""
     return (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
 
 
 def descendants(node: ast.AST) -> Iterator[ast.AST]:
-    """All below a node but expressions."""
     for child in children(node):
         yield child
         yield from descendants(child)

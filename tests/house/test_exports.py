@@ -32,20 +32,15 @@ def documented() -> set[str]:
     return {name for name in names if name not in rooms or name in fp8bench.__all__}
 
 
-def test_all_is_sorted() -> None:
-    """So that two changes meet in one place only."""
+def test_all_is_sorted_and_resolves() -> None:
+    """So that two changes meet in one place only; every name is there, also those loaded on first use."""
     assert list(fp8bench.__all__) == sorted(set(fp8bench.__all__))
-
-
-def test_all_resolves() -> None:
-    """Every exported name is there, also those loaded on first use, and listed by dir()."""
     for name in fp8bench.__all__:
         assert getattr(fp8bench, name) is not None
     assert set(fp8bench.__all__) <= set(dir(fp8bench))
 
 
 def test_all_is_what_the_pages_document() -> None:
-    """README and docs/ name every export as `fp8bench.NAME`, and nothing that is not exported."""
     exported = set(fp8bench.__all__) - {"__version__"}
     assert exported - documented() == set(), "exported, not documented"
     assert documented() - exported == set(), "documented, not exported"

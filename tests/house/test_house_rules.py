@@ -16,7 +16,6 @@ LATER = re.compile(r"\b(?:TO" + "DO|FIX" + "ME)\\b")
 
 @pytest.fixture(scope="module")
 def files() -> list[Path]:
-    """What git tracks, or would."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("needs git and a checkout, to know which files are the repository's")
     # safe.directory: in containers the checkout often belongs to another user.
@@ -27,7 +26,6 @@ def files() -> list[Path]:
 
 
 def offenders(files: list[Path], pattern: re.Pattern[str]) -> list[str]:
-    """Where a pattern occurs, as 'path:line: text'."""
     return [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
         for path in files
@@ -36,21 +34,8 @@ def offenders(files: list[Path], pattern: re.Pattern[str]) -> list[str]:
     ]
 
 
-def test_files_are_found(files: list[Path]) -> None:
-    """The other tests look at something."""
+def test_files_hold_no_paths_of_one_machine_and_nothing_is_left_for_later(files: list[Path]) -> None:
+    """What is not done is said in ARCHITECTURE.md or an issue, with its reason; a helper lives with its user."""
     assert Path(__file__).resolve() in files
-
-
-def test_no_paths_of_one_machine(files: list[Path]) -> None:
-    """What works on one machine only is not part of the repository."""
-    assert not offenders(files, MACHINE_PATH)
-
-
-def test_nothing_is_left_for_later(files: list[Path]) -> None:
-    """What is not done is said in ARCHITECTURE.md or an issue, with its reason."""
-    assert not offenders(files, LATER)
-
-
-def test_no_utils(files: list[Path]) -> None:
-    """A helper lives with its user or earns a noun."""
+    assert not offenders(files, MACHINE_PATH) + offenders(files, LATER)
     assert not [path for path in files if path.stem in {"utils", "util", "helpers", "misc"}]

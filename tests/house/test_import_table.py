@@ -63,14 +63,7 @@ LIGHT_FORMATS = frozenset(
 )
 LIGHT_NN = frozenset(
     f"fp8bench.nn.{name}"
-    for name in (
-        "parallel.ways",
-        "served",
-        "served_workload",
-        "shared_workloads",
-        "sizes",
-        "shared_precisions",
-    )
+    for name in ("parallel.ways", "served", "served_workload", "shared_workloads", "sizes", "shared_precisions")
 )
 LIGHT = LIGHT_FORMATS | LIGHT_NN
 # Of some rooms others may import a part only: (importer's prefix, room) -> the modules.
@@ -100,22 +93,9 @@ MOST_ROOMS = 22
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
 LAZY = HEAVY | {
-    "accelerate",
-    "asv_runner",
-    "pynvml",
-    "amdsmi",
-    "ctypes",
-    "duckdb",
-    "pyarrow",
-    "ray",
-    "safetensors",
-    "shtab",
-    "tensorboard",
-    "torchao",
-    "submitit",
-    "transformer_engine",
-    "wandb",
-}
+    "accelerate", "amdsmi", "asv_runner", "ctypes", "duckdb", "pyarrow", "pynvml", "ray", "safetensors", "shtab",
+    "submitit", "tensorboard", "torchao", "transformer_engine", "wandb",
+}  # fmt: skip
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
 # What runs in the worker of an audit.
 AUDITING = ("auditor", "model", "operands", "promises", "results", "steps", "subjects", "times")
@@ -176,7 +156,6 @@ class Import:
 
 
 def name_of(path: Path) -> str:
-    """The dotted name of a module's file."""
     parts = ["fp8bench", *path.relative_to(PACKAGE).with_suffix("").parts]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -201,7 +180,6 @@ def targets(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
 
 
 def scan(node: ast.AST, importer: str, where: str) -> Iterator[Import]:
-    """Every import below a node."""
     for child in children(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield from (Import(importer, target, where, child.lineno) for target in targets(child))
@@ -218,22 +196,18 @@ def scan(node: ast.AST, importer: str, where: str) -> Iterator[Import]:
 
 @cache
 def imports_of(module: str) -> tuple[Import, ...]:
-    """Every import of one module of fp8bench."""
     return tuple(scan(tree_of(MODULES[module]), module, "top"))
 
 
 def all_imports() -> list[Import]:
-    """Every import in fp8bench."""
     return [found for module in MODULES for found in imports_of(module)]
 
 
 def own_imports() -> list[Import]:
-    """Those whose target is fp8bench's own."""
     return [found for found in all_imports() if found.target.split(".")[0] == "fp8bench"]
 
 
 def heavy_modules() -> frozenset[str]:
-    """The modules of fp8bench whose import brings a heavy package along, directly or through others."""
     heavy: set[str] = set()
     while True:
         more = {
@@ -247,7 +221,6 @@ def heavy_modules() -> frozenset[str]:
 
 
 def listed(found: list[Import]) -> str:
-    """Imports as lines, for an assertion's message."""
     return "\n" + "\n".join(str(one) for one in found)
 
 
@@ -257,7 +230,6 @@ def test_the_table_has_every_room_and_no_other() -> None:
 
 
 def feature_of(module: str) -> str:
-    """The feature that a module is of; '' for the core."""
     parts = module.split(".")
     return parts[2] if parts[1:2] == ["features"] and len(parts) > 2 else ""
 
@@ -269,14 +241,11 @@ def test_each_feature_stands_apart() -> None:
         here, there = feature_of(found.importer), feature_of(found.target)
         if there and there != here and TABLE[room_of(found.importer)] != ANYONE:
             wrong += [] if there in OTHER_FEATURES.get(here, ()) else [found]
+        if there and not here and found.where == "top":  # the command line, too, starts without
+            wrong.append(found)
         if here and room_of(found.target) in ("cli", "api") and found.importer.split(".")[3] not in DOORS:
             wrong.append(found)
     assert not wrong, listed(wrong)
-
-
-def test_what_the_table_allows_of_other_features_is_needed() -> None:
-    used = {(feature_of(found.importer), feature_of(found.target)) for found in own_imports()}
-    assert not {(here, there) for here, others in OTHER_FEATURES.items() for there in others} - used
 
 
 def test_no_loose_modules_beside_the_rooms() -> None:
@@ -306,7 +275,6 @@ def test_leaves_never_import_each_other() -> None:
 
 @for_each("level", ["rooms", "modules"])
 def test_no_cycles(level: str) -> None:
-    """Neither between rooms nor between modules, whatever the kind of import."""
     graph: dict[str, set[str]] = {}
     for found in own_imports():
         here, there = found.importer, found.target
@@ -318,7 +286,6 @@ def test_no_cycles(level: str) -> None:
 
 
 def test_fp8bench_never_imports_what_surrounds_it() -> None:
-    """suites, reports and tests use fp8bench, never the other way round."""
     wrong = [found for found in all_imports() if found.target.split(".")[0] in OUTSIDE]
     assert not wrong, listed(wrong)
 
@@ -337,11 +304,11 @@ def test_imports_inside_functions_are_heavy_or_optional() -> None:
     assert not wrong, listed(wrong)
 
 
-def test_the_allow_list_is_needed() -> None:
-    """An entry of LAZY_ALLOWED that nobody uses any more goes."""
+def test_what_is_allowed_is_needed() -> None:
     used = {(found.importer, found.target) for found in all_imports() if found.where == "function"}
-    unused = {(module, target) for module, extra in LAZY_ALLOWED.items() for target in extra} - used
-    assert not unused
+    assert not {(module, target) for module, extra in LAZY_ALLOWED.items() for target in extra} - used
+    features = {(feature_of(found.importer), feature_of(found.target)) for found in own_imports()}
+    assert not {(here, there) for here, others in OTHER_FEATURES.items() for there in others} - features
 
 
 def test_heavy_packages_at_the_top_only_where_they_are_the_matter() -> None:

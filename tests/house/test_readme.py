@@ -51,7 +51,6 @@ def code_lines(page: Path) -> list[str]:
 
 
 def command_lines(line: str) -> list[list[str]]:
-    """The arguments of each call of fp8bench in one line of a shell."""
     lexer = shlex.shlex(REDIRECT.sub(" ", line), posix=True, punctuation_chars="|&;")
     lexer.whitespace_split = True
     calls: list[list[str]] = [[]]
@@ -74,7 +73,6 @@ SHOWN = [
 
 
 def test_the_two_commands_stand_in_the_readme() -> None:
-    """One installs and measures, one installs and tests; both as they stand, each on a line of its own."""
     lines = code_lines(ROOT / "README.md")
     assert INSTALL in lines
     assert TEST in lines
@@ -83,7 +81,6 @@ def test_the_two_commands_stand_in_the_readme() -> None:
 
 @functools.cache
 def parser() -> Parser:
-    """Of all commands, made once for hundreds of lines."""
     return build_parser()
 
 
@@ -98,7 +95,6 @@ def parsed(arguments: list[str]) -> object:
 
 @for_each("arguments", SHOWN)
 def test_command_lines_parse(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Every command line shown in a code block is one the door understands."""
     assert parsed(arguments) == 0, capsys.readouterr().err
 
 
@@ -113,7 +109,6 @@ def test_command_lines_are_found() -> None:
 
 
 def constraints() -> dict[str, Requirement]:
-    """The lines of constraints.txt by package."""
     lines = (line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines())
     pins = [Requirement(line) for line in lines if line]
     assert len(pins) == len({canonicalize_name(pin.name) for pin in pins}), "one line a package"
@@ -121,7 +116,6 @@ def constraints() -> dict[str, Requirement]:
 
 
 def pinned(pin: Requirement) -> Version:
-    """The exact version of a pin."""
     (specifier,) = pin.specifier
     assert specifier.operator == "=="
     return Version(specifier.version)

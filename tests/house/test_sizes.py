@@ -11,14 +11,12 @@ LONGEST_FUNCTION = 60
 
 
 def test_modules() -> None:
-    """A module that outgrows its limit has become two."""
     lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
     offenders = {name: length for name, length in lines.items() if length > LONGEST_MODULE}
     assert not offenders, f"modules over {LONGEST_MODULE} lines: {offenders}"
 
 
 def test_functions() -> None:
-    """Decorators and docstrings count: all of it has to be read."""
     offenders = {}
     for path in FILES:
         for node in descendants(tree_of(path)):

@@ -23,7 +23,6 @@ IMPORTED = re.compile(r"from (fp8bench[\w.]*) import ")
 
 
 def surface() -> str:
-    """A line for each name, and one for each public member of its class."""
     return "".join(f"{line}\n" for name in suites.__all__ for line in lines_of(name, getattr(suites, name)))
 
 
@@ -50,7 +49,6 @@ def lines_of(name: str, value: object) -> Iterator[str]:
 
 
 def told(member: object) -> str:
-    """A method's signature; of anything else its kind is enough."""
     return str(inspect.signature(member)) if inspect.isfunction(member) else ""
 
 

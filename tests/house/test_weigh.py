@@ -1,15 +1,10 @@
-"""The table of the house is true: its totals are those of other programs, and of a module that is counted by hand."""
+"""The table of the house is true of a module that is counted by hand."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
-import pytest
-
-from tests.house.sources import ROOT
-from tests.house.weigh import main, makeup
+from tests.house.weigh import makeup
 
 MADE = '''"""Two lines
 of a docstring."""
@@ -31,37 +26,6 @@ class Protocol:
         if one: return None
         return os, parse, other
 '''
-
-
-def whole(figure: str) -> list[int]:
-    """The whole numbers of a figure."""
-    return [int(word.strip(";").replace(",", "")) for word in figure.split() if word != "in"]
-
-
-def of_shell(command: str) -> int:
-    """What a pipe prints that begins with the files that git tracks."""
-    pipe = f"git -c safe.directory='*' ls-files -z {command}"
-    return int(subprocess.run(pipe, shell=True, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("git") is None or not (ROOT / ".git").exists(), reason="needs git and a checkout")
-def test_totals_are_those_of_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    """And rooms add up to the whole, as do shares."""
-    main([])
-    rows = [(line[:48].rstrip(), line[48:63].strip()) for line in capsys.readouterr().out.splitlines()[1:]]
-    table = dict(rows)
-    (lines,), (modules,) = whole(table["lines of fp8bench/"]), whole(table["modules of fp8bench/"])
-    assert lines == of_shell("'fp8bench/*.py' | xargs -0 cat | wc -l")
-    assert modules == of_shell("'fp8bench/*.py' | tr '\\0' '\\n' | wc -l")
-    rooms = [whole(figure) for name, figure in rows if name.startswith("  fp8bench/")]
-    assert [sum(column) for column in zip(*rooms, strict=True)] == [lines, modules]
-    assert whole(table["lines of tests/"]) == [of_shell("'tests/*.py' | xargs -0 cat | wc -l")]
-    assert whole(table["words of docs/"]) == [of_shell("'docs/*.md' | xargs -0 cat | wc -w")]
-    count, inside = whole(table["`one`; of that in bodies of functions"])
-    assert count == of_shell("'fp8bench/*.py' | xargs -0 grep -ow one | wc -l") > inside > 0
-    shares = [float(figure.rstrip("%")) for name, figure in rows if name.startswith("share of ")]
-    assert sum(shares) == pytest.approx(100, abs=0.3)
 
 
 def test_a_module_is_counted_as_by_hand(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ _OUTSIDE = {ROOT / "tests", ROOT / "suites"}
 
 @cache
 def _needs_features(path: Path) -> bool:
-    """Whether a module of the tests imports a feature, itself or by others of tests/ and suites/, or speaks of all."""
     parts = path.relative_to(ROOT).parts
     if parts[1] in ("features", "golden", "house", "browser", "gpu", "docs"):
         return True
@@ -60,28 +59,23 @@ def _needs_features(path: Path) -> bool:
     return False
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param(["--collect-only"], marks=pytest.mark.slow), pytest.param([], marks=pytest.mark.nightly)],
-    ids=["is imported by", "passes"],
-)
-def test_the_core_without_features_and_its_tests(options: list[str]) -> None:
+def test_the_core_without_features_passes_its_tests() -> None:
+    """That no module of it needs them to be imported test_import_table holds each time."""
     with tempfile.TemporaryDirectory() as folder:  # a short name: tests ask for command lines that are cut off
-        _check_without_features(Path(folder) / "copy", *options)
-
-
-def _check_without_features(copy: Path, *options: str) -> None:
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("__pycache__", "build", ".fp8bench", ".*_cache"))
-    shutil.rmtree(copy / "fp8bench" / "features")
-    tests = [path for path in (ROOT / "tests").rglob("test_*.py") if not _needs_features(path)]
-    assert len(tests) > 200
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "pytest", "-q", *options, *(f"--deselect={name}" for name in _BY_WORDS),
-            *(str(path.relative_to(ROOT)) for path in sorted(tests)),
-        ],
-        cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True,
-        stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:]
+        copy = Path(folder) / "copy"
+        ignored = shutil.ignore_patterns("__pycache__", "build", ".fp8bench", ".*_cache")
+        shutil.copytree(ROOT, copy, ignore=ignored)
+        shutil.rmtree(copy / "fp8bench" / "features")
+        tests = [path for path in (ROOT / "tests").rglob("test_*.py") if not _needs_features(path)]
+        assert len(tests) > 200
+        done = subprocess.run(
+            [
+                sys.executable, "-m", "pytest", "-q", *(f"--deselect={name}" for name in _BY_WORDS),
+                *(str(path.relative_to(ROOT)) for path in sorted(tests)),
+            ],
+            cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True,
+            stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-4000:]

@@ -27,7 +27,6 @@ Row = tuple[str, str, str]
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """safe.directory: in containers the checkout often belongs to another user."""
     command = ["git", "-c", "safe.directory=*", "ls-files", "-z", *patterns]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     return [ROOT / name for name in names if name and (ROOT / name).exists()]
@@ -60,7 +59,6 @@ def statements(path: Path) -> list[ast.stmt]:
 
 
 def spans(nodes: Iterable[ast.stmt]) -> set[int]:
-    """The numbers of all lines of some statements."""
     return {line for node in nodes for line in range(node.lineno, (node.end_lineno or 0) + 1)}
 
 
@@ -103,7 +101,6 @@ def sizes(modules: Sequence[Path], tests: Sequence[Path]) -> Iterator[Row]:
 
 
 def makeup(modules: Sequence[Path]) -> Iterator[Row]:
-    """What fp8bench/ is made of."""
     kinds = sum(map(kinds_of_lines, modules), Counter[str]())
     yield from ((f"share of {kind}", f"{kinds[kind] / kinds.total():.1%}", "") for kind in KINDS)
     nodes = {path: statements(path) for path in modules}
@@ -131,7 +128,6 @@ def makeup(modules: Sequence[Path]) -> Iterator[Row]:
 
 
 def items() -> Iterator[Row]:
-    """What pytest makes of all tests, slow and nightly ones among them."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--collect-only", "-m", "slow or not slow"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     (count,) = re.findall(r"^(\d+) tests collected", done.stdout, re.MULTILINE)

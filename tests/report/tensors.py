@@ -18,7 +18,6 @@ MODES = (
 
 
 def left(sqnr: float, lost: float = 0.0) -> tuple[Measurement, ...]:
-    """Figures that go with an SQNR."""
     named = {
         "sqnr_db": sqnr, "sqnr_row_p1_db": sqnr - 1, "sqnr_block_p1_db": sqnr - 3, "relative_error": 10 ** (-sqnr / 20),
         "slope": 0.99925, "underflow_percent": 0.0796, "saturation_percent": 0.0, "not_finite_percent": lost,
@@ -42,7 +41,6 @@ def tensors(*names: str, **changed: float) -> Made:
 
 
 def products() -> Made:
-    """A run of another kind, to stand beside."""
     one = case("gemm", "fp32", {"m": 8, "n": 8, "k": 8})
     figures = (error("product_error", 1e-7), memory(1 << 20))
     found = Finding(one, Verdict.REFERENCE, 2e-3, 2e-3, 0.1)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from fp8bench.analysis.roofline import Pace, since
-from fp8bench.model import Ceilings, DeviceFacts, Environment, Limit, Rate
-from fp8bench.store.ceilings import new_ceilings
+from fp8bench.model import Ceilings, Limit, Rate
 from tests.counts import for_each
 
 
@@ -28,9 +26,3 @@ def test_slower_is_below_all_of_before(now: tuple[float, ...], pace: Pace) -> No
     assert found is not None and found.pace is pace and len(found.before) == 3
     assert since(rate, []) is None and since(Rate(Limit.COPY, why="no"), earlier) is None
     assert since(rate, earlier[2:]) == replace(found, before=(100.0,), pace=Pace.UNCLEAR)
-
-
-def keep(store: Path, threads: int, rate: float, device: DeviceFacts) -> None:
-    found = replace(ceilings(rate, rate), device=device.name)
-    environment = Environment({"machine": "box", "torch": "2.13.0", "threads": threads})
-    new_ceilings(store, environment, device, lambda begun, keep: found)

@@ -16,12 +16,12 @@ import fp8bench
 from fp8bench import api
 from fp8bench.model import Case, Run, Timing
 from fp8bench.report.data.plain import csv_text
-from fp8bench.report.data.run import rows, run_rows
+from fp8bench.report.data.run import run_rows
 from fp8bench.report.notebook import ENERGY_COLUMNS, SAMPLE_COLUMNS, STATISTICS_COLUMNS, RunFrames, short_names
 from tests.counts import for_each
 from tests.runs import measured
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,6 @@ def case(mode: str, suite: str = "gemm", device: str = "cpu", **params: int) -> 
     ids=["the mode", "a parameter", "the suite", "the device"],
 )
 def test_names_hold_what_differs_within_the_run(cases: list[Case], names: list[str]) -> None:
-    """And tell all of its cases apart."""
     assert short_names(cases) == dict(zip(names, (one.id for one in cases), strict=True))
 
 
@@ -76,7 +75,6 @@ def test_a_run_is_shown_on_a_line_as_a_table_and_as_a_chart(run: api.Run) -> Non
 
 
 def test_a_run_of_a_call_is_the_stored_value(run: api.Run) -> None:
-    """Nothing is added to what is kept."""
     assert isinstance(run, Run) and isinstance(run, fp8bench.Run) and vars(run) == vars(measured()[0])
     assert isinstance(replace(run, path=""), fp8bench.Run)
 
@@ -87,23 +85,11 @@ def frames() -> RunFrames:
 
 
 def test_results_are_what_reading_the_csv_gives(frames: RunFrames) -> None:
-    """To the type of every column, so that what was written for one works with the other."""
+    """To the type of every column, so that what was written for one works with the other; a frame is made once."""
     read = pd.read_csv(io.StringIO(csv_text(*run_rows([measured()]))))
     pd.testing.assert_frame_equal(frames.results, read, check_exact=True)
-
-
-def test_results_are_the_tidy_rows(frames: RunFrames) -> None:
-    """Row by row and cell by cell; what is None there is missing here."""
-    tidy = rows(*measured())
-    assert len(frames.results) == len(tidy)
-    for (_, row), expected in zip(frames.results.iterrows(), tidy, strict=True):
-        for name, cell in expected.items():
-            if cell is None:
-                assert pd.isna(row[name]), name
-            elif isinstance(cell, float):
-                assert row[name] == pytest.approx(cell, rel=1e-14), name
-            else:
-                assert str(row[name]).removesuffix(".0") == str(cell), name
+    for name in ("results", "samples", "statistics", "energy"):
+        assert getattr(frames, name) is getattr(frames, name)
 
 
 def test_samples_are_every_cell_of_every_call(frames: RunFrames) -> None:
@@ -121,11 +107,7 @@ def test_samples_are_every_cell_of_every_call(frames: RunFrames) -> None:
     ]
     assert list(samples.itertuples(index=False, name=None)) == expected
     assert {arm for _, _, arm, *_ in expected} == {"case", "control", "reference"}
-
-
-def test_samples_are_small_and_whole(frames: RunFrames) -> None:
-    """Words that repeat are categories, nanoseconds stay integers."""
-    kinds = frames.samples.dtypes
+    kinds = samples.dtypes
     assert {str(kinds[name]) for name in ("case", "mode", "arm", "phase")} == {"category"}
     assert {str(kinds[name]) for name in ("round", "call", "block", "nanoseconds")} == {"int64"}
 
@@ -144,26 +126,16 @@ def test_the_medians_of_the_results_follow_from_the_samples(frames: RunFrames) -
         assert row.n_samples == len(calls)
 
 
-@for_each("name", ["results", "samples", "statistics", "energy"])
-def test_a_frame_is_made_once(name: str, frames: RunFrames) -> None:
-    assert getattr(frames, name) is getattr(frames, name)
-
-
 def test_a_run_without_records_has_empty_frames_with_their_columns() -> None:
     nothing = RunFrames(replace(measured()[0], records=()))
     assert len(nothing.results) == len(nothing.samples) == len(nothing.statistics) == 0
     assert tuple(nothing.samples.columns) == SAMPLE_COLUMNS and "verdict" in nothing.results.columns
     assert tuple(nothing.statistics.columns) == STATISTICS_COLUMNS
     assert tuple(nothing.energy.columns) == ENERGY_COLUMNS and not len(nothing.energy)
-
-
-def test_an_arm_without_slots_adds_no_samples() -> None:
-    """A control that never came to run."""
-    run: Run = measured()[0]
-    first = run.records[0]
+    first = measured()[0].records[0]
     assert first.timing is not None
-    bare = replace(first, control=Timing(first.timing.segments, ()))
-    assert set(RunFrames(replace(run, records=(bare,))).samples.arm) == {"case"}
+    never_ran = replace(first, control=Timing(first.timing.segments, ()))
+    assert set(RunFrames(replace(measured()[0], records=(never_ran,))).samples.arm) == {"case"}
 
 
 def test_pandas_is_imported_by_the_first_frame() -> None:

@@ -28,7 +28,6 @@ from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS, STRETCH
 from fp8bench.plan.asked_suites import known_suites
 from fp8bench.plan.make import check_names
 from fp8bench.protocols import Observer
-from fp8bench.report.terminal.plan import page_of
 from fp8bench.store.fleet_plans import read_plan, write_plan
 from fp8bench.store.runs.listing import find_run
 from fp8bench.units import clock
@@ -100,9 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
         complain(f"--threads {request.threads} on {cores} cores: threads wait for each other")
     if arguments.dry_run:
         from fp8bench.pipeline import plan_only
+        from fp8bench.report.terminal.run import page_of_plan
 
         plan, facts = plan_only(request, arguments.store)
-        tell(arguments, partial(page_of, plan, facts, expected_time(plan, request)))
+        tell(arguments, partial(page_of_plan, plan, facts, expected_time(plan, request)))
         if arguments.write_plan is not None:
             from fp8bench.jobs.cells import cut
 

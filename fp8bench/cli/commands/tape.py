@@ -54,4 +54,4 @@ def run(arguments: argparse.Namespace) -> int:
         taped = beside(tapes_now(request, arguments.store, TERMINAL), before)
         page = partial(page_against, f"{title}, against {against}", taped)
     tell(arguments, page, lambda: {"tapes": encode(taped)}, partial(tape_rows, taped))
-    return EXIT_OK if any(one.tape is not None for one in taped) else EXIT_FAILED
+    return EXIT_OK if any(case.tape is not None for case in taped) else EXIT_FAILED

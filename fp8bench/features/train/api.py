@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from fp8bench.cli.keywords import asked as fields_given
-from fp8bench.cli.keywords import asks, keywords_of
+from fp8bench.cli.calls import asked as fields_given
+from fp8bench.cli.calls import asks, keywords_of
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import folder, names, pairs
 from fp8bench.cli.outputs import CommandResult, check_files

@@ -344,7 +344,7 @@ _SOURCES: tuple[Callable[[Run], str], ...] = (
 def titled_panels(material: Material) -> Iterator[tuple[str, Panel]]:
     panels, suites = list(material.panels()), []
     for entry, panel in panels:
-        device = f" on {panel.case.device}" if len({one.case.device for one in entry.panels}) > 1 else ""
+        device = f" on {panel.case.device}" if len({other.case.device for other in entry.panels}) > 1 else ""
         label = f", {entry.label}" if entry.label and not material.alone else ""
         suites.append(f"{panel.case.workload}{device}{label}")
     counts = Counter(suites)

@@ -128,7 +128,7 @@ def _of_panel(panel: Panel, entry: Entry, width: int) -> Iterator[Part]:
     ]
     if several and _timed(panel):
         by_mode = together((member[1].mode, member) for member in panel.members if member[1].mode != panel.reference)
-        ordered = sorted(by_mode.items(), key=lambda pair: not any(speed_up(one) for _, one in pair[1]))
+        ordered = sorted(by_mode.items(), key=lambda pair: not any(speed_up(result) for _, result in pair[1]))
         elements.append(Facts(tuple((mode, _line(members, panel)) for mode, members in ordered)))
     # How much of a model is converted, once for all precisions of which it is the same.
     alike = together(((found.converted_flops, found.flops), (modes, found)) for modes, found in coverages(panel))
@@ -237,7 +237,7 @@ def _suites(panels: Sequence[Panel]) -> Table:
         for result in panel.results
     )
     cols: list[Col[tuple[str, list[Result]]]] = [Col("suite", lambda row: row[0])]
-    cols += [Col(mode, partial(lambda mode, row: _cell([one for one in row[1] if one.mode == mode]), mode))
+    cols += [Col(mode, partial(lambda mode, row: _cell([result for result in row[1] if result.mode == mode]), mode))
              for mode in modes]  # fmt: skip
     return table("matrix", _HOW_MATRIX, cols, by_suite.items())
 

@@ -161,7 +161,7 @@ def where(trend: Trend) -> str:
     """'on box (AMD EPYC, 2 CPUs), python /venv/bin/python'."""
     machine = trend.machine
     cpus = f"{machine['num_cpu']} CPUs" if machine.get("num_cpu") else ""
-    facts = ", ".join(str(one) for one in (machine.get("gpu"), machine.get("cpu"), cpus) if one)
+    facts = ", ".join(str(fact) for fact in (machine.get("gpu"), machine.get("cpu"), cpus) if fact)
     return f"on {machine.get('machine')}{f' ({facts})' if facts else ''}, {trend.python}"
 
 
@@ -214,7 +214,7 @@ def _new_conditions(before: Conditions, now: Conditions) -> Iterable[str]:
     changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     for name in changed:
         if name != "torch_git" or "torch" not in changed:
-            was, is_now = ("none" if one.get(name) is None else " ".join(str(one[name]).split()) for one in (old, new))
+            was, is_now = ("none" if own.get(name) is None else " ".join(str(own[name]).split()) for own in (old, new))
             yield f"{name} {was:.28} -> {is_now:.28}"
 
 

@@ -1,17 +1,20 @@
-"""A run as text for a terminal: panels of tables, what they mean, what did not go well, and what it comes to."""
+"""A run as text for a terminal: panels of tables, what they mean, what did not go well, what it comes to; and what a
+run would do, for --dry-run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
-from fp8bench.model import Finding, Label, Record, Run, Status, Verdict
+from fp8bench.model import DeviceFacts, Finding, Group, Label, Level, Plan, Record, Run, Status, Support, Verdict
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY, PEAKS
 from fp8bench.report.case_status import (
     emulated,
     what_intervals_hold,
 )
-from fp8bench.report.columns import other_tables
-from fp8bench.report.elements import Element, Facts, Items, Page, Part, Text, Tone
+from fp8bench.report.columns import Col, other_tables, table
+from fp8bench.report.elements import Element, Facts, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.energies import absences, doubts_within, figures_of, ratio_against
 from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import (
@@ -22,17 +25,19 @@ from fp8bench.report.panels import (
     main_error,
     merge_notes,
     panels_of,
+    shared_params,
+    show_params,
     show_value,
     together,
 )
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.answer import answer, stored
+from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics import rank_boards, roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
-from fp8bench.report.topics.by_step import by_step, is_of_step
 from fp8bench.report.topics.energy import energy, energy_of_phases
 from fp8bench.report.topics.memory import capacity, counted, memory, tells_memory
-from fp8bench.report.topics.numbers import data
+from fp8bench.report.topics.numbers import by_step, data, is_of_step
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.ranks import ranks
 from fp8bench.report.topics.results import main_table, noise_floor
@@ -41,7 +46,7 @@ from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import LEGEND, about_tensors, tensors
 from fp8bench.report.words import legend, speed
 from fp8bench.report.words.labels import explained
-from fp8bench.report.words.naming import attention_of, cache_of, missing_of, notes_of, replays_of
+from fp8bench.report.words.naming import attention_of, cache_of, listed, missing_of, notes_of, replays_of
 from fp8bench.report.words.speed import over_loads, over_values
 
 # Where there are several groups of several ranks: hundreds of lines would bury the answer.
@@ -196,7 +201,7 @@ def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
                 yield result.mode, record.detail, place
         for modes, doubt in [] if about_tensors(panel) else doubts_within(group):
             yield modes, doubt, place
-        told = [(words, one.mode) for one in group.results for words in _conditions(one.record, run)]
+        told = [(words, result.mode) for result in group.results for words in _conditions(result.record, run)]
         for words, names in together(told).items():
             yield ", ".join(names), words, place
 
@@ -291,3 +296,81 @@ def _ending(name: str, run: Run, panels: Sequence[Panel]) -> list[Text]:
     notes += [Text(f"note: {note}") for note in notes_of(run)]
     notes += [*absent, *(Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles)]
     return [*notes, *map(Text, filter(None, [missing_of(run)]))]
+
+
+# Of more suites and devices a table says what they would do.
+_MOST_IN_FULL = 2
+
+
+def page_of_plan(plan: Plan, facts: Sequence[DeviceFacts], expected: str = "") -> Page:
+    by_panel = groupby(plan, key=lambda group: (group.cases[0].case.workload, group.cases[0].case.device))
+    panels = [tuple(members) for _, members in by_panel]
+    if len(panels) > _MOST_IN_FULL:
+        parts = [_overview(panels)]
+    else:
+        parts = [part for members in panels for part in _panel(members, facts)]
+    running = sum(planned.runs for group in plan for planned in group.cases)
+    total = f"groups: {len(plan.groups)}; cases: {running} to measure, {plan.num_cases - running} skipped"
+    words = filter(None, (*(f"note: {note}" for note in plan.notes), total, expected))
+    ending = Part("ending", "", tuple(map(Text, words)))
+    return Page("", "", (*parts, ending))
+
+
+def _overview(panels: Sequence[Sequence[Group]]) -> Part:
+    cols: list[Col[Sequence[Group]]] = [
+        Col("suite", lambda groups: groups[0].cases[0].case.workload),
+        Col("on", lambda groups: groups[0].cases[0].case.device),
+        Col("groups", len, number=True, show=str),
+        Col("cases", lambda groups: sum(case.runs for group in groups for case in group.cases), number=True, show=str),
+        Col("skipped", lambda groups: sum(not case.runs for group in groups for case in group.cases) or None,
+            number=True, show=str),
+        Col("native", lambda groups: _modes(groups, Level.NATIVE)),
+        Col("emulated", lambda groups: _modes(groups, Level.EMULATED)),
+    ]  # fmt: skip
+    words = "Name one suite to see its groups, and why what is skipped is skipped."
+    return Part("overview", "what would be measured", (table("overview", "", cols, panels), Text(words)))
+
+
+def _modes(groups: Sequence[Group], level: Level) -> str:
+    cases = (case for group in groups for case in group.cases if case.runs and case.support.level is level)
+    return listed(list(dict.fromkeys(case.case.mode for case in cases)))
+
+
+def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Part]:
+    case = groups[0].cases[0].case
+    shared = shared_params([group.cases[0].case.params for group in groups])
+    places = [show_params(pair for pair in group.cases[0].case.params if pair not in shared) for group in groups]
+    lines = []  # 'one group: fp32 (reference), bf16; skip nvfp4'
+    for group, place in zip(groups, places, strict=True):
+        marks = {group.reference: " (reference)"}
+        named = [
+            (planned_case.runs, planned_case.case.mode + marks.get(number, ""))
+            for number, planned_case in enumerate(group.cases)
+        ]
+        names, skips = (", ".join(name for runs, name in named if runs is wanted) for wanted in (True, False))
+        said = "; ".join(filter(None, (names, f"skip {skips}" if skips else "")))
+        lines.append(f"{place or 'one group'}: {said}")
+    skipped = [
+        (f"{planned_case.case.mode} skipped", planned_case.skip, place)
+        for group, place in zip(groups, places, strict=True)
+        for planned_case in group.cases
+        if not planned_case.runs
+    ]
+    lines += merge_notes(skipped, len(groups))
+    title = heading(case.workload, shared, case.device, facts)
+    yield Part("panel", title, (_support_table(groups),))
+    yield from list_of("groups", "", lines)
+
+
+def _support_table(groups: Sequence[Group]) -> Table:
+    """One row for each precision: how the device does it, and why. What only some groups refuse is told below."""
+    cases = [case for group in groups for case in group.cases]
+    running = {case.case.mode for case in cases if case.runs}
+    modes = dict.fromkeys(
+        (case.case.mode, case.support) for case in cases if case.runs or case.case.mode not in running
+    )
+    cols: list[Col[tuple[str, Support]]] = [
+        Col("case", lambda row: row[0]), Col("how", lambda row: row[1].level.value),
+        Col("why", lambda row: row[1].reason),
+    ]  # fmt: skip
+    return table("support", "", cols, modes)

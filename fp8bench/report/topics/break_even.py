@@ -234,7 +234,7 @@ def _panel(title: str, panel: Panel) -> Iterator[Element]:
     found = {mode: [dict(cases).get(place) for place in places] for mode, cases in by_mode.items()}
     layout, words = _layout(panel), f"speed-up over {panel.reference} by shape"
     if layout is None:  # one row each, a column for each precision
-        grid = [list(one) for one in zip(*found.values(), strict=True)]
+        grid = [list(cells) for cells in zip(*found.values(), strict=True)]
         yield from [_heat(f"{title}: {words}", places, tuple(found), grid)] if found else []
         return
     for mode, results in found.items():
@@ -262,7 +262,7 @@ def _split(own: Sequence[Params], columns: Sequence[str]) -> _Layout | None:
     if len(rows) < 2 or len(heads) < 2 or len({*zip(down, across, strict=True)}) < len(own):
         return None
     row_of, column_of = ({params: index for index, params in enumerate(each)} for each in (rows, heads))
-    places = tuple((row_of[one], column_of[other]) for one, other in zip(down, across, strict=True))
+    places = tuple((row_of[row], column_of[column]) for row, column in zip(down, across, strict=True))
     return _Layout(tuple(map(show_params, rows)), tuple(map(show_params, heads)), places)
 
 

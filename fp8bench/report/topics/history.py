@@ -14,7 +14,7 @@ from fp8bench.report.case_status import cost_tone, doubts, emulated
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Lines, Mark, Table, Text, Tone
 from fp8bench.report.page.charts import lasting
-from fp8bench.report.page.index import MOST_DRAWN
+from fp8bench.report.page.html import MOST_DRAWN
 from fp8bench.report.page.section import Material, PastFigure, PastSeries, section
 from fp8bench.report.panels import Result, shared_params, show_params, together
 from fp8bench.report.words.naming import listed, many

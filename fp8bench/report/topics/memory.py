@@ -353,7 +353,7 @@ def _panel(title: str, panel: Panel, cases: Sequence[NamedCase], parts: Mapping[
     text = "What each case takes, by what it is for." if known and said else " ".join(said) or _NOTHING_BESIDE
     yield _chart(title, cases, parts, text)
     if known and said:
-        yield Items(tuple(Text(one) for one in said))
+        yield Items(tuple(Text(sentence) for sentence in said))
     if any(use_of(case.result.record) for case in cases):
         yield _table(title, cases)
 

@@ -1,21 +1,50 @@
-"""What a lower precision costs in numbers, what the numbers are made of, and the scales that came from them."""
+"""What a lower precision costs in numbers, what the numbers are made of, the scales that came from them, and a sampler
+step by step, its first steps too: what each takes, and how far its latent is from the exact one.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+import statistics
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.errors import UsageError
-from fp8bench.model import LayerScale, Measurement, TensorStatistics
+from fp8bench.model import LayerScale, Measurement, TensorStatistics, Timing
+from fp8bench.model.words import Phase
 from fp8bench.registry import precisions
-from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Mark, Table, Text, Tone
+from fp8bench.report.case_status import emulated
+from fp8bench.report.columns import Col, case_cols, table
+from fp8bench.report.elements import (
+    Bars,
+    ChartAxis,
+    ChartPoint,
+    Element,
+    Field,
+    Items,
+    Mark,
+    Scatter,
+    Table,
+    Text,
+    Tone,
+)
 from fp8bench.report.page.charts import grouped
 from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
-from fp8bench.report.panels import NamedCase, Panel, Result, error_name, main_error, show_value, together, value_of
-from fp8bench.report.topics.by_step import is_of_step
+from fp8bench.report.panels import (
+    NamedCase,
+    Panel,
+    Result,
+    ResultGroup,
+    error_name,
+    main_error,
+    show_value,
+    together,
+    value_of,
+)
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import listed
@@ -51,7 +80,7 @@ def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
     title = f"{suite}: " * bool(suite) + "data, before any scaling"
     title += f"; each figure is the largest of {len(looked_at)} groups" if len(looked_at) > 1 else ""
     title += f"; all within the range of {contained}" if contained else ""
-    unit = dict.fromkeys(one.mode for one in panel.results if precisions.unit_scaled(one.record.case.precision))
+    unit = dict.fromkeys(own.mode for own in panel.results if precisions.unit_scaled(own.record.case.precision))
     title += f"; {listed([*unit])} has them near a deviation of 1 where it casts" if unit else ""
     beyond = "share above its largest / share that would become zero"
     cols: list[Col[TensorStatistics]] = [
@@ -85,7 +114,7 @@ def numbers_section(material: Material) -> Iterator[Element]:
     for title, panel in timed_panels(material):
         yield from _errors(title, panel)
     panels = titled_panels(material)
-    tables = [one for title, panel in panels for one in data(panel, f"data-{panel.case.workload}", title)]
+    tables = [made for title, panel in panels for made in data(panel, f"data-{panel.case.workload}", title)]
     if tables:
         yield Text("What the data are made of", Tone.STRONG)
         yield Text(f"{legend.DATA[:1].upper()}{legend.DATA[1:]}.")
@@ -200,3 +229,126 @@ def scales_section(material: Material) -> Iterator[Element]:
         cases = ((case.name, [(case, scale) for scale in case.result.record.scales]) for case in panel.members)
         name, words = f"scales-{panel.case.workload}", "scales by layer and role"
         yield from table_of_cases(name, title, words, _SCALES, cases, "The run's file has them.")
+
+
+_ERROR_KINDS = {
+    "single": ("one step", "of one step, from the exact latent before it"),
+    "single_floor": ("its floor", "the carrier's own products by another kernel: no precision is told from it"),
+    "free": ("sampled", "sampled freely from the noise: errors of all steps before are in it"),
+    "free_floor": ("its floor", "the same floor, sampled freely"),
+}  # fmt: skip
+_ERROR = re.compile(rf"({'|'.join(_ERROR_KINDS)})_step(\d+)_error")
+READING = (
+    "Errors of the latent are relative to the exact one. An error near its floor says nothing of a precision: other "
+    "kernels of its carrier make as much. What one step costs is the precision's; what sampling makes of it is the "
+    "trajectory's."
+)
+
+
+class SamplerStep(NamedTuple):
+    """`seconds` is None where marks of a step do not tell its sampler's steps apart."""
+
+    group: ResultGroup
+    result: Result
+    number: int
+    seconds: float | None
+    errors: Mapping[str, float]
+
+
+def is_of_step(metric: str) -> bool:
+    return _ERROR.fullmatch(metric) is not None
+
+
+def step_seconds(timing: Timing) -> tuple[float, ...]:
+    """The median over all calls of each part of a step that ends in ACCUMULATE (`Workload.part_ends`)."""
+    calls = [call for slot in timing.slots for call in slot.calls_ns]
+    blocks, phases = timing.segments.blocks, timing.segments.phases
+    ends = [block for block, phase in zip(blocks, phases, strict=True) if phase == Phase.ACCUMULATE]
+    if not calls or not ends or timing.varying:
+        return ()
+    parts = [min(bisect_left(ends, block), len(ends) - 1) for block in blocks]
+    sums = [[0] * len(ends) for _ in calls]
+    for call, own in zip(calls, sums, strict=True):
+        for part, cell in zip(parts, call, strict=True):
+            own[part] += cell
+    return tuple(statistics.median(taken) / 1e9 for taken in zip(*sums, strict=True))
+
+
+def _steps_of(group: ResultGroup, result: Result) -> Iterator[SamplerStep]:
+    errors: dict[int, dict[str, float]] = {}
+    for measurement in result.record.measurements:
+        known, value = _ERROR.fullmatch(measurement.metric), value_of(measurement)
+        if known and value is not None:
+            errors.setdefault(int(known[2]), {})[known[1]] = value
+    seconds = step_seconds(result.record.timing) if errors and result.record.timing else ()
+    for number, own in sorted(errors.items()):
+        yield SamplerStep(group, result, number, seconds[number - 1] if len(seconds) == len(errors) else None, own)
+
+
+def by_step(panel: Panel) -> Iterator[Element]:
+    """A row for each step of each case; nothing where there is no sampler."""
+    if cases := [steps for group, result in panel.members if (steps := list(_steps_of(group, result)))]:
+        yield _steps_table(panel, [step for steps in cases for step in steps])
+        yield Items(
+            tuple(
+                Text(_steps_ending(steps))
+                for steps in cases
+                if all({*step.errors} == {*_ERROR_KINDS} for step in steps)
+            )
+        )
+        yield Text(READING)
+
+
+def _steps_ending(steps: Sequence[SamplerStep]) -> str:
+    """Which step costs most, and what it comes to beside the floor."""
+    worst, last = max(steps, key=lambda step: step.errors["single"]), steps[-1].errors
+    name = f"{worst.group.place} {worst.result.mode}".strip()
+    beside = f", {last['free'] / last['free_floor']:.2g} times its floor" if last["free_floor"] else ""
+    return (
+        f"{name}: of one step {units.relative_error(worst.errors['single'])} at most, in step {worst.number}; sampled "
+        f"{units.relative_error(last['free'])} at the end{beside}"
+    )
+
+
+def _steps_table(panel: Panel, rows: Sequence[SamplerStep]) -> Table:
+    cols: list[Col[SamplerStep]] = [
+        *case_cols(),
+        Col("step", lambda row: row.number, number=True, show=units.whole),
+        # For an emulation with the word that keeps it from being read as a speed.
+        Col("time", lambda row: f"{'emulated ' * emulated(row.result)}{units.seconds(row.seconds)}", number=True),
+        *(Col(heading, partial(_step_error, name=name), number=True, show=units.relative_error, hint=hint)
+          for name, (heading, hint) in _ERROR_KINDS.items()),
+    ]  # fmt: skip
+    return table(f"by-step-of-{panel.case.workload}", "step by step of the sampler", cols, rows)
+
+
+def _step_error(row: SamplerStep, name: str) -> float | None:
+    return row.errors.get(name)
+
+
+@section("by-step", "Step by step of a sampler", 101)
+def by_step_section(material: Material) -> Iterator[Element]:
+    for number, (title, panel) in enumerate(timed_panels(material)):
+        if steps := list(by_step(panel)):
+            yield from (
+                _steps_chart(f"by-step-{number}-{place}", title, group) for place, group in enumerate(panel.groups)
+            )
+            yield from steps
+
+
+def _steps_chart(name: str, title: str, group: ResultGroup) -> Scatter:
+    """A line for each case, sampled and of one step; those whose floors are the same share its line."""
+    lines: dict[tuple[float, ...], str] = {}
+    for result in group.results:
+        steps = list(_steps_of(group, result))
+        for kind, words in (("free", "sampled"), ("single", "one step"), ("free_floor", "floor of sampled")):
+            values = tuple(step.errors[kind] for step in steps if kind in step.errors)
+            lines.setdefault(values, f"{result.mode} {words}")
+    points = tuple(
+        ChartPoint(label, str(number), number, value)
+        for values, label in lines.items() for number, value in enumerate(values, 1) if value > 0
+    )  # fmt: skip
+    where = f"{title}{', ' * bool(group.place)}{group.place}"
+    description = "Error of the latent after each step; exact ones have no place on a logarithmic axis."
+    axes = ChartAxis("step of the sampler"), ChartAxis("relative error of the latent", units.RATIO, log=True)
+    return Scatter(name, f"{where}: error by step", description, *axes, points, joined=tuple(lines.values()))

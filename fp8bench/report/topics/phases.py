@@ -247,7 +247,7 @@ def _pairs(title: str, panel: Panel) -> Iterator[_Pair]:
         reference = _timed(lead) if lead and standing(lead) is Standing.REFERENCE else None
         if finding is None or reference is None or case.result.record.is_reference or emulated(case.result):
             continue
-        present = {name for one in (finding, reference) for name, seconds in one.phases if seconds > 0}
+        present = {name for timed in (finding, reference) for name, seconds in timed.phases if seconds > 0}
         if len(present - {UNATTRIBUTED}) < _LEAST_PHASES:
             continue
         words = f"{title} {case.name} against {panel.reference}"

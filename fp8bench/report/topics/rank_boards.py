@@ -82,7 +82,7 @@ def _waiting(group: ResultGroup, result: Result) -> str:
 
 
 def _of_collective(collective: str, members: Sequence[Member], panel: Panel) -> Table:
-    composed = {one.mode for _, one in members if one.record.transfer is not None and one.record.transfer.counted}
+    composed = {own.mode for _, own in members if own.record.transfer is not None and own.record.transfer.counted}
     named = []
     for group, result in members:
         params = dict(group.case.params)
@@ -90,7 +90,7 @@ def _of_collective(collective: str, members: Sequence[Member], panel: Panel) -> 
         words = " ".join([*([] if ways and result.mode == "fp8" else [result.mode]), *ways])
         named.append(((_beside(panel, group, {_COLLECTIVE, *_COMPOSED}), words), (group, result)))
     lines = [_Line(*names, own) for names, own in together(named).items()]
-    sizes = dict.fromkeys(one.record.transfer.logical for _, one in members if one.record.transfer is not None)
+    sizes = dict.fromkeys(result.record.transfer.logical for _, result in members if result.record.transfer is not None)
     size = f" of {' or '.join(map(units.size, sizes))}" if sizes else ""
     cols: list[Col[_Line]] = [
         Col("", lambda line: line.swept, shared=True), Col("case", lambda line: line.words),
@@ -109,8 +109,8 @@ def _of_collective(collective: str, members: Sequence[Member], panel: Panel) -> 
 
 
 def _unbeaten(lines: Sequence[_Line], line: _Line) -> bool:
-    alike = [(one, one.cost) for one in lines if one.swept == line.swept]
-    known = [(one, cost) for one, cost in alike if cost is not None]
+    alike = [(other, other.cost) for other in lines if other.swept == line.swept]
+    known = [(other, cost) for other, cost in alike if cost is not None]
     best = [known[place][0] for place in frontier([cost for _, cost in known])]
     return line in best and len(best) < len(known)
 

@@ -72,14 +72,14 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
     """Nothing of cases that one process ran."""
     if panel.case.ranks < 2:
         return
-    yield from (one for one in (_times(panel), _memory(panel), _wire(panel)) if one.rows)
+    yield from (shown for shown in (_times(panel), _memory(panel), _wire(panel)) if shown.rows)
     yield from map(Text, cheapest(panel))
     if (gains := _efficiencies(panel)).rows:
         yield gains
         known = ((result.mode, gain) for _, result in panel.members if (gain := efficiency(result.record)) is not None)
         figures = ((mode, figure) for mode, gain in known for figure in gain)
         yield from map(Text, reasons("efficiency", figures))
-    yield from (one for one in (_sent(panel), _overlaps(panel)) if one.rows)
+    yield from (shown for shown in (_sent(panel), _overlaps(panel)) if shown.rows)
     told = panel.known(lambda result: overlap_of(result.record))
     overlaps = (
         (result.mode, each) for _, result, found in told for each in (found.exposed, found.hidden) if each != WAITING
@@ -204,7 +204,7 @@ def wire_costs(panel: Panel) -> dict[str, list[WireCost]]:
     """By collective; of several sizes the largest. What is the same in several groups, since it has no codes, is told
     once."""
     sizes = together(
-        (_collective(panel, result), sent.logical) for _, result, sent in panel.known(lambda one: one.record.transfer)
+        (_collective(panel, result), sent.logical) for _, result, sent in panel.known(lambda own: own.record.transfer)
     )
     found: dict[tuple[object, ...], WireCost] = {}
     for _, result in panel.members:
@@ -233,7 +233,7 @@ def cheapest(panel: Panel) -> Iterator[str]:
         if len(best) < len(costs):
             named = [
                 f"{cost.words} ({units.size(cost.wire)}, {units.decibels(cost.sqnr)}, {cost.hint})"
-                for cost in sorted(best, key=lambda one: one.wire)
+                for cost in sorted(best, key=lambda cost: cost.wire)
             ]
             yield f"{collective}: nothing else sends as little with as small an error as {'; '.join(named)}."
 
@@ -260,7 +260,7 @@ def _middle(seconds: Sequence[float]) -> float | None:
 
 
 def _bubbles(panel: Panel) -> Iterator[str]:
-    for group, result, found in panel.known(lambda one: bubble(one.record)):
+    for group, result, found in panel.known(lambda result: bubble(result.record)):
         who = " at ".join(filter(None, (result.mode, group.place)))
         yield (
             f"{who}: for {found.measured * 100:.0f}% of the time that they compute "
@@ -323,7 +323,7 @@ def _bandwidths(number: int, panel: Panel) -> Iterator[Scatter]:
 
 def _rates(panel: Panel) -> Iterator[tuple[str, tuple[tuple[str, float], ChartPoint]]]:
     """By collective, way and size."""
-    for group, result, sent in panel.known(lambda one: one.record.transfer):
+    for group, result, sent in panel.known(lambda result: result.record.transfer):
         figures, times = Figures(group, result), round_times(result.record.timing) if result.record.timing else ()
         rate, seconds = figures[specs.BUSBW].value, middle([max(ranks) for ranks in zip(*times, strict=True)])
         if rate is None:
@@ -339,7 +339,7 @@ def _rates(panel: Panel) -> Iterator[tuple[str, tuple[tuple[str, float], ChartPo
 
 
 def _over_time(number: int, panel: Panel) -> Iterator[Lines]:
-    timed = panel.known(lambda one: one.record.timing)
+    timed = panel.known(lambda result: result.record.timing)
     apart = [(far, *case) for case in timed if (far := skew(case[2])) is not None]
     if not apart:
         return

@@ -49,28 +49,28 @@ def _remarks_of(taped: Iterable[tuple[str, Tape]]) -> Iterator[str]:
 def page_of(title: str, taped: Sequence[Taped]) -> Page:
     parts = [
         Part(f"setting-{place}", setting, tuple(_elements(some, [])))
-        for place, (setting, some) in enumerate(together((one.setting, one) for one in taped).items())
+        for place, (setting, some) in enumerate(together((case.setting, case) for case in taped).items())
     ]
     return Page(title, "", tuple(parts), _LEGEND)
 
 
 def page_against(title: str, taped: Sequence[Taped]) -> Page:
     parts = []
-    for place, some in enumerate(together(((one.setting, one.mode), one) for one in taped).values()):
+    for place, some in enumerate(together(((case.setting, case.mode), case) for case in taped).values()):
         differ = [Text("every operator is called as often, on as many bytes, in both")]
         parts.append(Part(f"case-{place}", f"{some[0].setting} {some[0].mode}", tuple(_elements(some, differ))))
     return Page(title, "", tuple(parts), _LEGEND)
 
 
 def _elements(taped: Sequence[Taped], where_alike: list[Text]) -> list[Element]:
-    known = [(one, one.tape) for one in taped if one.tape is not None]
+    known = [(case, case.tape) for case in taped if case.tape is not None]
     found: list[Element] = []
     if known:
         rows = side_by_side([tape for _, tape in known])
         shown = [row for row in rows if row.differs] if where_alike and len(known) > 1 else rows
         found += [_counts(known), _operators(known, shown)] if shown else [_counts(known), *where_alike]
-    words = [f"{one.name}: no tape: {one.why}" for one in taped if one.tape is None]
-    words += _remarks_of((one.name, tape) for one, tape in known)
+    words = [f"{case.name}: no tape: {case.why}" for case in taped if case.tape is None]
+    words += _remarks_of((case.name, tape) for case, tape in known)
     return [*found, Items(tuple(map(Text, words)))] if words else found
 
 
@@ -126,10 +126,10 @@ def tape_rows(taped: Sequence[Taped]) -> Rows:
     """FLOPs, bytes and launches are those of one call; FLOPs are empty where nobody knows them."""
     return _OF_CSV, (
         {
-            **encode(operator), "setting": one.setting, "tape": one.name, "inputs": " ".join(operator.inputs),
+            **encode(operator), "setting": case.setting, "tape": case.name, "inputs": " ".join(operator.inputs),
             "outputs": " ".join(operator.outputs),
         }
-        for one in taped if one.tape is not None for operator in one.tape.operators
+        for case in taped if case.tape is not None for operator in case.tape.operators
     )  # fmt: skip
 
 

@@ -145,9 +145,9 @@ def best_by_width(panel: Panel) -> Iterator[str]:
     Widths of which there is but one precision have nothing to choose, and no sentence.
     """
     known = [_by_width(group) for group in panel.groups]
-    for bits in sorted({bits for one in known for bits in one}, reverse=True):
-        found = [one[bits] for one in known if one.get(bits)]
-        if len({words for one in found for words in one}) > 1:
+    for bits in sorted({bits for group in known for bits in group}, reverse=True):
+        found = [group[bits] for group in known if group.get(bits)]
+        if len({words for group in found for words in group}) > 1:
             yield _sentence(bits, found, panel.case.workload)
 
 
@@ -155,13 +155,13 @@ def _by_width(group: ResultGroup) -> dict[int, dict[str, float]]:
     """SQNR by precision, by the bits of their elements."""
     cells = ((cell_of(result), figure(result, SQNR)[1]) for result in group.results)
     known = ((_ELEMENTS.match(cell.fmt), cell.words, value) for cell, value in cells if value is not None)
-    by_bits = together((1 + int(one[1]) + int(one[2]), (words, value)) for one, words, value in known if one)
+    by_bits = together((1 + int(match[1]) + int(match[2]), (words, value)) for match, words, value in known if match)
     return {bits: dict(pairs) for bits, pairs in by_bits.items()}
 
 
 def _sentence(bits: int, found: Sequence[Mapping[str, float]], suite: str) -> str:
-    winners = [max(one, key=lambda words: one[words]) for one in found]
-    best = [one[words] for one, words in zip(found, winners, strict=True)]
+    winners = [max(by_words, key=lambda words: by_words[words]) for by_words in found]
+    best = [by_words[words] for by_words, words in zip(found, winners, strict=True)]
     low, high = units.decibels(min(best)), units.decibels(max(best))
     span = low if low == high else f"{low.removesuffix(' dB')} to {high}"
     (first, number), *others = Counter(winners).most_common()

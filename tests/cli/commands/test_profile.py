@@ -165,7 +165,6 @@ ALWAYS = 3
     ],
 )
 def test_what_cannot_be_is_a_sentence(words: list[str], sentence: str, makers: str, store: Path, fp8bench: Say) -> None:
-    """And nothing is kept of it."""
     code, _, error = fp8bench("profile", *(word.format(makers) for word in words), "--no-isolation")
     assert code == 2 and sentence in unfolded(error), error
     assert not [*store.rglob("*.jsonl")]

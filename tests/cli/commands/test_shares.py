@@ -20,7 +20,6 @@ RUN = ("suite", "mlp", "--no-isolation", "--no-report", "--no-energy", "--quick"
 
 @pytest.mark.usefixtures("short_slots")
 def test_a_run_knows_its_steps_parts(store: Path, fp8bench: Say) -> None:
-    """And shows the same figures everywhere."""
     assert fp8bench(*RUN, "--shares")[0] == 0
     code, out, _ = fp8bench("show", "last", "--shares")
     lines = out.splitlines()

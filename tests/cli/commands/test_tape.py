@@ -21,7 +21,6 @@ APART = (replace(PRODUCT, operator="mul"), OperatorCount("gemm", "sum", bytes=10
 
 
 def kept(store: Path, *operators: OperatorCount) -> str:
-    """A run of fp32 whose step has these operators."""
     count = PhaseCount("gemm", sum(one.flops or 0 for one in operators), sum(one.bytes for one in operators))
     tape = Tape(operators, (count,)) if operators else None
     one = Record(case("gemm", "fp32", dict(PARAMS)), NATIVE, Status.OK, Work(flops=FLOPS), True, tape=tape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,37 +53,20 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the plugin finds in the trace of a small layer of attention."""
+def test_it_finds_the_steps_the_operators_and_our_phases(tmp_path: Path) -> None:
+    """In the trace of a small layer of attention; phases on the timeline alone: its tables know operators only."""
     pytest.importorskip("torch_tb_profiler")
-    folder = tmp_path_factory.mktemp("traces")
     case: Case = make_plan(Request("attention", ("bf16",), ("cpu",), axes=SMALL), (CPU,)).groups[0].cases[0].case
-    file = folder / TraceFolder(folder, 1767614400000).file_of(case)
     threads = torch.get_num_threads()
-    Bench(Settings()).trace(case, CPU, str(file))
+    Bench(Settings()).trace(case, CPU, str(tmp_path / TraceFolder(tmp_path, 1767614400000).file_of(case)))
     torch.set_num_threads(threads)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder)], capture_output=True, text=True, check=False, timeout=240
+        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False, timeout=240
     )
-    assert done.returncode == 0, done.stderr
-    assert "Failed to parse" not in done.stderr, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def test_a_case_is_a_run_with_its_views(read: dict[str, Any]) -> None:
+    assert done.returncode == 0 and "Failed to parse" not in done.stderr, done.stderr
+    read = json.loads(done.stdout)
     assert read["run"].startswith("attention-part=layer,sequence=32") and read["workers"] == ["fp8bench"]
     assert {"Overview", "Operator", "Trace"} <= set(read["views"])
-
-
-def test_it_finds_the_steps_and_the_operators(read: dict[str, Any]) -> None:
-    rows = read["overview"]["steps"]["rows"]
-    assert [row[0] for row in rows] == ["1", "2", "3"]
+    assert [row[0] for row in read["overview"]["steps"]["rows"]] == ["1", "2", "3"]
     assert "aten::mm" in {row["name"] for row in read["operators"]["data"]}
-
-
-def test_it_shows_the_phases(read: dict[str, Any]) -> None:
-    """On the timeline: its tables know operators only."""
-    names = {event.get("name") for event in read["events"]}
-    assert {"fp8bench.gemm", "fp8bench.attention", "fp8bench.cast"} <= names
+    assert {"fp8bench.gemm", "fp8bench.attention", "fp8bench.cast"} <= {event.get("name") for event in read["events"]}

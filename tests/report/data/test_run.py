@@ -24,49 +24,69 @@ from tests.runs import gemm, measured, transformer, wild_runs
 NATIVE_CASE = "m=64,operands=cast]@cpu/bf16{head=fp32}"
 
 
-def test_it_is_the_tidy_rows_under_their_columns() -> None:
-    """Numbers come back to the last digit; what is missing is empty."""
-    run, findings = measured()
-    text = csv_text(*run_rows([(run, findings)]))
-    read = list(csv.reader(io.StringIO(text, newline=""), strict=True))
-    assert tuple(read[0]) == columns_of(run)
-    expected = [["" if cell is None else str(cell) for cell in row.values()] for row in rows(run, findings)]
+RUN, FINDINGS = measured()
+TABLE = rows(RUN, FINDINGS)
+
+
+def chosen(case: str = "", table: list[TidyRow] = TABLE, **wanted: object) -> list[TidyRow]:
+    return [
+        row
+        for row in table
+        if str(row["case"]).endswith(case) and all(row[name] == value for name, value in wanted.items())
+    ]
+
+
+def only(case: str, table: list[TidyRow] = TABLE, **wanted: object) -> TidyRow:
+    (row,) = chosen(case, table, **wanted)
+    return row
+
+
+def strict(text: str) -> Any:
+    """The document; Python's own words for what JSON has no word for are refused."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_csv_is_the_tidy_rows_under_their_columns() -> None:
+    """Numbers come back to the last digit; what is missing is empty; a case has a cell for every parameter of any."""
+    read = list(csv.reader(io.StringIO(csv_text(*run_rows([(RUN, FINDINGS)])), newline=""), strict=True))
+    columns = columns_of(RUN)
+    assert tuple(read[0]) == columns and all(tuple(row) == columns for row in TABLE)
+    expected = [["" if cell is None else str(cell) for cell in row.values()] for row in TABLE]
     assert read[1:] == expected and len(expected) > 50
+    assert [name for name in columns if name.startswith("param_")] == ["param_m", "param_operands", "param_padded"]
+    parameters = {(row["param_m"], row["param_operands"], row["param_padded"]) for row in TABLE}
+    assert parameters == {(64, "cast", None), (128, None, True)}
 
 
 def test_lines_end_as_everywhere_else_and_one_line_is_one_row() -> None:
     """Also where a reason has quotes, commas and line ends of its own."""
-    run, findings = measured()
-    records = tuple(replace(one, reason='a "b",\r\nc\x00\x1b[31m' if one.reason else "") for one in run.records)
-    text = csv_text(*run_rows([(replace(run, records=records), findings)]))
+    records = tuple(replace(one, reason='a "b",\r\nc\x00\x1b[31m' if one.reason else "") for one in RUN.records)
+    text = csv_text(*run_rows([(replace(RUN, records=records), FINDINGS)]))
     assert "\r" not in text and "\x00" not in text and text.endswith("\n") and not text.endswith("\n\n")
-    assert text.count("\n") == len(rows(run, findings)) + 1
+    assert text.count("\n") == len(TABLE) + 1
     assert '"a ""b"",  c  [31m"' in text
 
 
 def test_columns_do_not_depend_on_what_became_of_a_run() -> None:
     """So that files of many runs stand below each other."""
-    run, findings = measured()
-    first, _ = run_rows([(run, findings)])
-    assert run_rows([(run, {})])[0] == first
-    nothing: Run = replace(run, records=())
+    first, _ = run_rows([(RUN, FINDINGS)])
+    assert run_rows([(RUN, {})])[0] == first
+    nothing = replace(RUN, records=())
     assert run_rows([(nothing, {})]) == (tuple(name for name in first if "param_" not in name), [])
+    assert {row["run"] for row in rows(replace(RUN, path=""), FINDINGS)} == {RUN.id}
 
 
-def test_a_unit_that_a_metric_names_is_not_named_twice() -> None:
-    """'sqnr_db' is a column, and 'peak_memory_B'."""
-    run, findings = measured()
-    record = run.records[0]
+def test_wide_rows_name_units_once_and_have_what_there_is_of_a_case() -> None:
+    """'sqnr_db' is a column, and 'peak_memory_B'; data stand with the reference; of a skipped case only the reason."""
     units = (("sqnr_db", "dB"), ("underflow_percent", "%"), ("slope", "ratio"), ("peak_memory", "B"), ("heat", "%"))
-    more = tuple(Measurement(name, unit, (1.0,)) for name, unit in units)
-    run = replace(run, records=(replace(record, measurements=more), *run.records[1:]))
-    columns, _ = widened(rows(run, findings))
+    record = replace(RUN.records[0], measurements=tuple(Measurement(name, unit, (1.0,)) for name, unit in units))
+    columns, _ = widened(rows(replace(RUN, records=(record, *RUN.records[1:])), FINDINGS))
     assert {"sqnr_db", "underflow_percent", "slope", "peak_memory_B", "heat_%"} <= set(columns)
-
-
-def test_a_row_has_what_there_is_of_its_case() -> None:
-    """What the data are made of stands with the reference ('linear_input_amax'); of a skipped case only the reason."""
-    _, wide = widened(rows(*measured()))
+    _, wide = widened(TABLE)
     assert wide[0]["linear_input_amax"] == 4.5 and wide[1]["linear_input_amax"] is None
     skipped = next(row for row in wide if row["status"] == "skipped")
     assert skipped["reason"] and skipped["time_best_s"] is None
@@ -83,17 +103,8 @@ def test_runs_stand_below_each_other() -> None:
     assert csv_text(*run_rows([])) == "\n"
 
 
-def strict(text: str) -> Any:
-    """The document; Python's own words for what JSON has no word for are refused."""
-
-    def refuse(word: str) -> None:
-        raise AssertionError(word)
-
-    return json.loads(text, parse_constant=refuse)
-
-
 @for_each("make", [measured, gemm, transformer])
-def test_it_holds_the_whole_run(make: Any) -> None:
+def test_json_holds_the_whole_run(make: Any) -> None:
     """Header, records as in its file, with every raw sample, and beside each its finding if it has one: they come back
     as they were."""
     run, findings = make()
@@ -113,63 +124,23 @@ def test_it_holds_the_whole_run(make: Any) -> None:
 
 
 def test_what_json_has_no_word_for_is_text() -> None:
-    run, findings = measured()
     measurement = Measurement("product_error", "ratio", (float("inf"), float("-inf"), float("nan")))
-    run = replace(run, records=(replace(run.records[0], measurements=(measurement,)),))
-    plain = strict(json_line(run_value(run, findings)))["records"][0]
+    run = replace(RUN, records=(replace(RUN.records[0], measurements=(measurement,)),))
+    plain = strict(json_line(run_value(run, FINDINGS)))["records"][0]
     assert plain["measurements"][0]["samples"] == ["inf", "-inf", "nan"]
 
 
-@pytest.fixture(scope="module")
-def run_and_findings() -> tuple[Run, dict[str, Finding]]:
-    return measured()
-
-
-@pytest.fixture(scope="module")
-def table(run_and_findings: tuple[Run, dict[str, Finding]]) -> list[TidyRow]:
-    return rows(*run_and_findings)
-
-
-def chosen(table: list[TidyRow], case: str = "", **wanted: object) -> list[TidyRow]:
-    """The rows whose case ends so and that have these values."""
-    return [
-        row
-        for row in table
-        if str(row["case"]).endswith(case) and all(row[name] == value for name, value in wanted.items())
-    ]
-
-
-def only(table: list[TidyRow], case: str, **wanted: object) -> TidyRow:
-    (row,) = chosen(table, case, **wanted)
-    return row
-
-
-def test_every_row_has_every_column(run_and_findings: tuple[Run, dict[str, Finding]], table: list[TidyRow]) -> None:
-    """In one order; a case has an empty cell for a parameter that only others have."""
-    columns = columns_of(run_and_findings[0])
-    assert all(tuple(row) == columns for row in table)
-    assert [name for name in columns if name.startswith("param_")] == ["param_m", "param_operands", "param_padded"]
-    assert {(row["param_m"], row["param_operands"], row["param_padded"]) for row in table} == {
-        (64, "cast", None), (128, None, True),
-    }  # fmt: skip
-
-
-def test_a_run_that_was_not_stored_goes_by_its_id(run_and_findings: tuple[Run, dict[str, Finding]]) -> None:
-    run, findings = run_and_findings
-    assert {row["run"] for row in rows(replace(run, path=""), findings)} == {run.id}
-
-
-def test_only_the_step_s_time_has_a_verdict(table: list[TidyRow]) -> None:
+def test_only_the_step_s_time_has_a_verdict() -> None:
     """A phase may be slower in a step that is faster."""
     said = ("verdict", "why", "ratio_to_reference", "ratio_low", "ratio_of_medians", "noise_floor")
-    assert all(row[name] is None for row in table for name in said if (row["phase"], row["metric"]) != (STEP, "time"))
+    assert all(row[name] is None for row in TABLE for name in said if (row["phase"], row["metric"]) != (STEP, "time"))
 
 
-def test_phases_sum_to_the_step_in_the_best_case(table: list[TidyRow]) -> None:
+def test_phases_sum_to_the_step_in_the_best_case() -> None:
     """In seconds, and in shares to 1; phases that a step does not have are not there."""
-    for step in chosen(table, phase=STEP, metric="time"):
+    for step in chosen(phase=STEP, metric="time"):
         times, shares = (
-            [row for row in chosen(table, str(step["case"]), metric=metric) if row["phase"] != STEP]
+            [row for row in chosen(str(step["case"]), metric=metric) if row["phase"] != STEP]
             for metric in ("time", "share_of_step")
         )
         if step["best_in_unit"] is None:
@@ -180,45 +151,38 @@ def test_phases_sum_to_the_step_in_the_best_case(table: list[TidyRow]) -> None:
         assert all(row["best_in_unit"] for row in times)
 
 
-def test_a_phase_s_medians_are_those_of_its_calls(
-    run_and_findings: tuple[Run, dict[str, Finding]], table: list[TidyRow]
-) -> None:
+def test_a_phase_s_medians_are_those_of_its_calls() -> None:
     """The cells of a phase are added up in each call before the median is taken."""
-    timing = run_and_findings[0].records[1].timing
+    timing = RUN.records[1].timing
     assert timing is not None and timing.segments.phases == ("cast", "gemm", "cast", "unattributed")
     calls = [call for slot in timing.slots for call in slot.calls_ns]
     seconds = statistics.median(call[0] + call[2] for call in calls) * 1e-9
     shares = statistics.median((call[0] + call[2]) / sum(call) for call in calls)
-    assert only(table, NATIVE_CASE, phase="cast", metric="time")["median_in_unit"] == pytest.approx(seconds, rel=1e-12)
-    share = only(table, NATIVE_CASE, phase="cast", metric="share_of_step")
+    assert only(NATIVE_CASE, phase="cast", metric="time")["median_in_unit"] == pytest.approx(seconds, rel=1e-12)
+    share = only(NATIVE_CASE, phase="cast", metric="share_of_step")
     assert share["median_in_unit"] == pytest.approx(shares, rel=1e-12)
     assert (share["unit"], share["provenance"]) == ("ratio", "derived")
 
 
-def test_a_phase_too_short_to_tell_is_labelled(table: list[TidyRow]) -> None:
-    """The phase, not the case."""
-    labels = {row["phase"]: row["labels"] for row in chosen(table, NATIVE_CASE, metric="time")}
+def test_a_phase_too_short_to_tell_is_labelled_and_errors_are_rows() -> None:
+    labels = {row["phase"]: row["labels"] for row in chosen(NATIVE_CASE, metric="time")}
     assert labels["unattributed"] == "below-floor few-samples"
     assert labels["gemm"] == labels[STEP] == "few-samples"
+    row = only(NATIVE_CASE, metric="product_error")
+    assert (row["phase"], row["median_in_unit"], row["best_in_unit"], row["n_samples"]) == (STEP, 2.4e-3, None, 1)
 
 
-def test_an_emulated_case_has_no_speed(run_and_findings: tuple[Run, dict[str, Finding]]) -> None:
+def test_an_emulated_case_has_no_speed() -> None:
     """Not even where a finding carries a ratio and a verdict."""
-    run, findings = run_and_findings
-    (emulated,) = [one for one in run.records if one.support.level is Level.EMULATED]
+    (emulated,) = [one for one in RUN.records if one.support.level is Level.EMULATED]
     found = replace(
-        findings[emulated.case.id], ratio=Interval(0.3, 0.2, 0.4, 0.99), median_ratio=0.3, verdict=Verdict.FASTER
+        FINDINGS[emulated.case.id], ratio=Interval(0.3, 0.2, 0.4, 0.99), median_ratio=0.3, verdict=Verdict.FASTER
     )
-    table = rows(run, {**findings, emulated.case.id: found})
-    step = only(table, "cpu/fp8", phase=STEP, metric="time")
+    table = rows(RUN, {**FINDINGS, emulated.case.id: found})
+    step = only("cpu/fp8", table, phase=STEP, metric="time")
     assert (step["verdict"], step["level"]) == ("emulated", "emulated") and step["best_in_unit"]
     assert step["ratio_to_reference"] is None and step["ratio_of_medians"] is None
-    assert not [row for row in chosen(table, "cpu/fp8") if "per_second" in str(row["metric"])]
-
-
-def test_numerical_errors_are_rows(table: list[TidyRow]) -> None:
-    row = only(table, NATIVE_CASE, metric="product_error")
-    assert (row["phase"], row["median_in_unit"], row["best_in_unit"], row["n_samples"]) == (STEP, 2.4e-3, None, 1)
+    assert not [row for row in chosen("cpu/fp8", table) if "per_second" in str(row["metric"])]
 
 
 @settings(max_examples=20)

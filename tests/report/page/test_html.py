@@ -1,18 +1,19 @@
-"""A page as one HTML file: sound, escaped, alone, the same each time, and readable in light and dark."""
+"""A page as one HTML file: sound, escaped, alone, the same each time, light and dark; and the page of all reports."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
-
 import fp8bench.report
-from fp8bench.report.elements import Code, Column, Facts, Field, Page, Part, Table, Text, Tone
-from fp8bench.report.page.html import render
+from fp8bench.jobs.report_files import INDEX, PAGE, Pages, _written
+from fp8bench.report.elements import Code, Column, Facts, Field, Page, Part, Table, Text, Tone, Verdicts
+from fp8bench.report.page.html import CardAnswer, ListedReport, card_of, index_page, read_card, render
+from tests.counts import for_each
 from tests.pages import LONG, NUISANCES, SCRIPT, charts, hostile_page, whole_page
 
 FOLDER = Path(fp8bench.report.__file__).parent
@@ -68,30 +69,34 @@ class Strict(HTMLParser):
         return [found[name] for _, found in self.tags if name in found]
 
 
-@pytest.fixture(scope="module", params=PAGES)
-def page(request: pytest.FixtureRequest) -> str:
-    """A rendered page of each kind."""
-    return render(PAGES[request.param])
+@for_each("name", PAGES)
+def test_a_page_is_sound_alone_and_the_same_again(name: str) -> None:
+    """Every tag is closed in its turn, every id is one, and whatever refers to an id finds it.
 
-
-def test_it_is_sound(page: str) -> None:
-    """Every tag is closed in its turn, every id is one, and whatever refers to an id finds it."""
-    read = Strict(page)
-    assert page.startswith("<!doctype html>\n<html lang=")
+    Whatever a name is made of, there is one script, whose hash the policy names, no handler, no style and no address.
+    """
+    page = render(PAGES[name])
+    read, kinds = Strict(page), [tag for tag, _ in Strict(page).tags]
+    assert page == render(PAGES[name]) and page.startswith("<!doctype html>\n<html lang=")
     targets = [link.removeprefix("#") for link in read.values("href") if link.startswith("#")]
     named = " ".join(read.values("aria-labelledby") + read.values("aria-describedby")).split()
-    assert set(targets) | set(named) <= read.ids
-    assert len(re.findall("<h1", page)) == 1
-
-
-def test_names_are_text(page: str) -> None:
-    """Whatever a name is made of, there is one script, no handler, and no style that the page did not come with."""
-    read = Strict(page)
-    assert [tag for tag, _ in read.tags].count("script") == 1
+    assert set(targets) | set(named) <= read.ids and kinds.count("h1") == kinds.count("script") == 1
     assert "alert(1)</script>" not in page
     assert not [name for _, found in read.tags for name in found if name.startswith("on")]
     body = page.partition("</style>")[2].partition("<script>")[0]
     assert not re.search(r"<[^>]*=(?!\"\")", re.sub(r'"[^"<>]*"', '""', body)), "an attribute without quotes"
+    assert not [found for tag, found in read.tags if "src" in found or tag in ("iframe", "object", "embed", "base")]
+    assert {link for link in read.values("href") if not link.startswith("#")} == {"data:,"}
+    script = read.text_of("script")
+    assert not re.search(r"url\(|@import|@font-face", read.text_of("style")) and "\r" not in script
+    assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|import\(|sendBeacon|https?://", script)
+    assert not re.search(r"https?://", page.replace("http://www.w3.org/", ""))
+    policy = next(found["content"] for tag, found in read.tags if found.get("http-equiv") == "Content-Security-Policy")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy == (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
 
 
 def test_names_are_whole() -> None:
@@ -110,36 +115,7 @@ def test_what_no_file_can_hold_is_replaced() -> None:
     broken.encode()
 
 
-def test_it_loads_nothing(page: str) -> None:
-    """No address but anchors and an empty icon, and a policy that forbids the rest."""
-    read = Strict(page)
-    assert not [found for tag, found in read.tags if "src" in found or tag in ("iframe", "object", "embed", "base")]
-    assert {link for link in read.values("href") if not link.startswith("#")} == {"data:,"}
-    assert not re.search(r"url\(|@import|@font-face", read.text_of("style"))
-    assert not re.search(r"fetch\(|XMLHttpRequest|WebSocket|import\(|sendBeacon|https?://", read.text_of("script"))
-    without_namespaces = page.replace("http://www.w3.org/", "")
-    assert not re.search(r"https?://", without_namespaces)
-
-
-def test_the_policy_names_the_script(page: str) -> None:
-    """The hash is that of the script as it stands in the page: another one would not run."""
-    read = Strict(page)
-    policy = next(found["content"] for tag, found in read.tags if found.get("http-equiv") == "Content-Security-Policy")
-    digest = base64.b64encode(hashlib.sha256(read.text_of("script").encode()).digest()).decode()
-    assert policy == (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    assert "\r" not in read.text_of("script")
-
-
-def test_the_same_page_is_the_same_bytes(page: str, request: pytest.FixtureRequest) -> None:
-    """Nothing of the moment is in it."""
-    assert render(PAGES[request.node.callspec.params["page"]]) == page
-
-
 def test_emptiness_is_said() -> None:
-    """No parts, no rows."""
     assert "There is nothing to report." in render(PAGES["empty"])
     shown = render(PAGES["no rows"])
     assert "No rows." in shown and "<table" not in shown and 'class="tools"' not in shown
@@ -185,13 +161,94 @@ def test_ids_are_words_of_their_own() -> None:
     assert expected <= read.ids
 
 
-def test_many_rows_are_light() -> None:
-    """2,000 rows of 14 columns stay under 5 MB, all else included; 60 of them under 1.2 MB."""
+def test_pages_are_light() -> None:
+    """2,000 rows of 14 columns stay under 2.5 MB, 60 under 0.3 MB; style and script are paid by every report."""
     assert len(render(whole_page(2000)).encode()) < 2_500_000
     assert len(render(whole_page(60)).encode()) < 300_000
-
-
-def test_what_every_page_carries_is_light() -> None:
-    """Style and script are paid by every report, however small."""
     sizes = {name: len((FOLDER / "page" / name).read_bytes()) for name in ("style.css", "script.js")}
     assert sizes["style.css"] < 12_500 and sizes["script.js"] < 10_000, sizes
+
+
+HOSTILE = '"><script>alert(1)</script> & <b>\u202e'
+PAGE_OF_RUN = Page(
+    f"gemm {HOSTILE}", "2026-11-26 06:38 UTC, commit 08bd5754, box",
+    (Part("verdict", "Verdict", (
+        Verdicts(("speed", "error"), (("bf16", (Field("slower", 0.5), Field("small"))), ("fp8", (Field("emulated"),)))),
+    )),),
+    command="fp8bench suite gemm",
+)  # fmt: skip
+
+
+def reported(reports: Path, name: str, page: Page) -> str:
+    _written(page, ((), ()), reports / name, Pages())
+    return (reports / INDEX).read_text()
+
+
+def trends(index: str) -> list[int]:
+    return [len(points.split()) for points in re.findall(r'<polyline [^>]*points="([^"]*)"', index)]
+
+
+def test_a_page_gives_back_the_card_it_was_made_with() -> None:
+    card = read_card(render(PAGE_OF_RUN))
+    assert card == card_of(PAGE_OF_RUN)
+    assert card is not None
+    assert card.answers == (CardAnswer("bf16", "slower", 0.5), CardAnswer("fp8", "emulated"))
+    said = replace(PAGE_OF_RUN, parts=(Part("a", "A", (Text("fp8 learns as bf16 does."),)),))
+    assert card_of(said).answers == (CardAnswer("", "fp8 learns as bf16 does."),)
+    columns = (Column("setting"), Column("case"), Column("verdict"))
+    told = Table("a", "", columns, ((Field("m=64"), Field("fp32"), Field("unsure")),))
+    assert card_of(replace(said, parts=(Part("a", "", (told,)),))).answers == (CardAnswer("fp32", "unsure"),)
+
+
+def test_reports_are_listed_newest_first_and_link_to_their_pages(tmp_path: Path) -> None:
+    reported(tmp_path, "20261125T060000.000Z-08bd5754-aaaaaaaa", replace(PAGE_OF_RUN, title="older"))
+    index = reported(tmp_path, "20261126T060000.000Z-08bd5754-bbbbbbbb", replace(PAGE_OF_RUN, title="newer"))
+    assert index.index("newer") < index.index("older")
+    for link in re.findall(r'<a href="(2026[^"]*)"', index):
+        assert (tmp_path / link).is_file()
+    assert "2026-11-26 06:00" in index
+    assert "bf16 slower, fp8 emulated" in index
+
+
+def test_speed_ups_of_another_command_are_not_drawn_behind_one(tmp_path: Path) -> None:
+    other = replace(PAGE_OF_RUN, command="fp8bench suite gemm --set m=64")
+    for number, page in enumerate((PAGE_OF_RUN, other, PAGE_OF_RUN, PAGE_OF_RUN)):
+        index = reported(tmp_path, f"2026112{number}T060000.000Z-08bd5754-aaaaaaa{number}", page)
+    assert trends(index) == [3, 2]  # nothing is drawn of one
+
+
+def test_what_is_no_report_is_counted_and_nobodys_words_are_obeyed(tmp_path: Path) -> None:
+    for name, text in (
+        ("old", "<title>an older version's</title>"),
+        ("cut", ""),
+        ("odd", '<meta name="fp8bench" content="['),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / PAGE).write_text(text)
+    for number, content in enumerate(("[]", "{&#34;kind&#34;:1}", "[" * 9000)):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / PAGE).write_text(f'<meta name="fp8bench" content="{content}">')
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    index = reported(tmp_path, 'a b"#%', PAGE_OF_RUN)
+    assert "<script>alert" not in index
+    assert 'href="a%20b%22%23%25/report.html"' in index
+    assert "6 older reports in the same folder: not listed" in index
+
+
+def test_numbers_that_are_none_draw_nothing() -> None:
+    card = replace(card_of(PAGE_OF_RUN), answers=(CardAnswer("bf16", "slower", float("nan")),))
+    assert "<svg" not in render(index_page([ListedReport(card, "a", "")]))
+
+
+def strip(interval: tuple[float, float] | None) -> str:
+    field = Field("slower", 0.5, hint="0.500x [0.480, 0.520]", interval=interval)
+    return render(Page("a", "", (Part("verdict", "Verdict", (Verdicts(("speed",), (("bf16", (field,)),)),)),)))
+
+
+def test_a_ratio_alone_is_drawn_with_its_interval_beside_1() -> None:
+    found = re.search(r"M([\d.]+) 0V.*?M([\d.]+) 7H([\d.]+)M", strip((0.48, 0.52)))
+    assert found is not None
+    one, low, high = map(float, found.groups())
+    assert low < high < one
+    for odd in (None, (0.0, 0.5), (0.6, 0.5), (0.5, float("inf"))):
+        assert "<path" not in strip(odd)

@@ -34,16 +34,7 @@ def read_back(text: str) -> list[str]:
     ]
 
 
-def kinds(text: str) -> set[str]:
-    """Every kind of block and inline mark a reader finds."""
-    found = set()
-    for token in MARKDOWN.parse(text):
-        found |= {token.type, *(child.type for child in token.children or [])}
-    return found
-
-
 def test_elements() -> None:
-    """Each as Markdown has it."""
     assert one(Text("plain"), Text("fast", Tone.GOOD), Text("slow", Tone.BAD), Text("?", Tone.DOUBT)) == (
         "plain\n\n\u25b2 fast\n\n\u25bc slow\n\n\u25cb ?\n"
     )
@@ -55,6 +46,9 @@ def test_elements() -> None:
     table = Table("t", "Times", columns, ((Field("a"), Field("1 ms", 0.001, Tone.STRONG)), (Field(""), Field("-"))))
     assert one(table) == "### Times\n\n| name | time |\n| --- | ---: |\n| a | **1 ms** |\n|  | - |\n"
     assert one(replace(table, rows=())) == "### Times\n\nNo rows.\n"
+    strip = Verdicts(("speed", "energy"), (("bf16", (Field("faster", tone=Tone.GOOD, hint="2x"), Field("-"))),))
+    assert one(strip) == "| precision | speed | energy |\n| --- | --- | --- |\n| bf16 | \u25b2 faster: 2x | - |\n"
+    assert render(Page("T", "", ())) == "# T\n\nThere is nothing to report.\n"
 
 
 @for_each("rows", [1, 5, 60, 2000])
@@ -68,16 +62,6 @@ def test_a_pull_request_sees_few_lines(rows: int) -> None:
     long = render(Page("T", "", (Part("p", "P", (items,)),)))
     seen, rest = long.split(REST)
     assert 20 <= len(seen.splitlines()) + 1 <= 25 and "- number 0\n" in seen and rest.count("- number") == 40
-
-
-def test_verdicts_are_a_table() -> None:
-    strip = Verdicts(("speed", "energy"), (("bf16", (Field("faster", tone=Tone.GOOD, hint="2x"), Field("-"))),))
-    assert one(strip) == "| precision | speed | energy |\n| --- | --- | --- |\n| bf16 | \u25b2 faster: 2x | - |\n"
-
-
-def test_nothing() -> None:
-    """A page without parts says so."""
-    assert render(Page("T", "", ())) == "# T\n\nThere is nothing to report.\n"
 
 
 def test_charts_are_their_numbers() -> None:
@@ -101,9 +85,9 @@ def test_names_read_as_they_are(name: str) -> None:
 
 
 def test_a_hostile_page_has_no_markup_of_its_own() -> None:
-    """Nothing that a name could have brought along is in it."""
-    found = kinds(render(hostile_page()).replace(REST, "").replace("</details>", ""))
-    assert not found & {"html_block", "html_inline", "link_open", "image", "em_open", "code_inline", "s_open"}
+    tokens = MARKDOWN.parse(render(hostile_page()).replace(REST, "").replace("</details>", ""))
+    marks = {kind.type for token in tokens for kind in (token, *(token.children or []))}
+    assert not marks & {"html_block", "html_inline", "link_open", "image", "em_open", "code_inline", "s_open"}
 
 
 @given(st.text("#+-=1.)(*_`~<>&[]|\\!: ab\n\r\t\u00e9$"))
@@ -116,7 +100,6 @@ def test_any_text_reads_as_it_is(text: str) -> None:
 
 
 def test_what_no_file_can_hold_is_left_out() -> None:
-    """Control characters and halves of surrogate pairs."""
     text = one(Text("a\ud800b\x00c"), Code("x\x1by\tz"))
     assert text == "a b c\n\n```\nx y\tz\n```\n"
     text.encode()

@@ -33,25 +33,22 @@ from fp8bench.report import panels
 from fp8bench.report.elements import Table
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.plan import page_of as plan_page
-from fp8bench.report.terminal.run import render
+from fp8bench.report.terminal.run import page_of_plan, render
 from fp8bench.report.topics.results import main_table
-from fp8bench.report.words.labels import LABELS
 from tests.counts import for_each
-from tests.materials import of_kind, part, recased
+from tests.materials import Made, of_kind, part, recased
 from tests.runs import NATIVE, Make, error, gemm, render_whole, transformer, wild_runs
+from tests.told_before import Told, as_before, on_terminal
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 GREEN, RED = "\x1b[32m", "\x1b[31m"
 
 
 def plain(text: str) -> str:
-    """The text without its colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def line_of(text: str, beginning: str) -> str:
-    """The first line that begins so, its indent aside."""
     return next(line for line in text.splitlines() if line.strip().startswith(beginning))
 
 
@@ -63,7 +60,6 @@ def changed(**changes: object) -> tuple[Run, dict[str, Finding]]:
 
 
 def with_records(**changes: object) -> tuple[Run, dict[str, Finding]]:
-    """The transformer with other records."""
     run, findings = transformer()
     return replace(run, records=tuple(replace(one, **changes) for one in run.records)), findings  # type: ignore[arg-type]
 
@@ -75,7 +71,7 @@ def test_golden(make: Make) -> None:
     run, findings = make()
     text = render_whole(run, findings)
     assert text == (GOLDEN / f"run_{make.__name__}.txt").read_text() == render_whole(run, findings) and text.isascii()
-    assert layout.render(plan_page(run.plan, run.devices)) == (GOLDEN / f"plan_{make.__name__}.txt").read_text()
+    assert layout.render(page_of_plan(run.plan, run.devices)) == (GOLDEN / f"plan_{make.__name__}.txt").read_text()
 
 
 @for_each("width", [40, 100])
@@ -101,13 +97,6 @@ def test_emulated_cases_show_no_speed() -> None:
     assert "emulated 61.0 ms" in text
 
 
-def test_emulated_reference_is_called_so() -> None:
-    run, findings = transformer()
-    records = tuple(replace(one, is_reference=one.case.precision == "fp8") for one in run.records)
-    row = line_of(render_whole(replace(run, records=records), findings), "fp8  ")
-    assert "reference, emulated" in row
-
-
 @for_each(
     ("verdict", "color"), [(Verdict.FASTER, GREEN), (Verdict.SLOWER, RED), (Verdict.SAME, ""), (Verdict.UNSURE, "")]
 )
@@ -120,72 +109,6 @@ def test_only_clear_verdicts_are_green_or_red(verdict: Verdict, color: str) -> N
 def test_a_doubted_verdict_is_never_green_or_red(label: Label) -> None:
     text = render_whole(*changed(verdict=Verdict.FASTER, labels=(label,)), color=True)
     assert "faster" in text and GREEN not in text and RED not in text
-
-
-@for_each(
-    ("work", "shown"),
-    [
-        (Work(flops=1e9, tokens=1024, bytes=1e6), "40.8 ktok/s"),
-        (Work(flops=1e9, bytes=1e6), "39.8 GFLOP/s"),
-        (Work(bytes=1e6), "39.8 MB/s"),
-    ],
-)
-def test_throughput_is_by_the_most_telling_count(work: Work, shown: str) -> None:
-    """Tokens, else FLOP, else bytes; without any there is none."""
-    text = render_whole(*with_records(work=work))
-    assert line_of(text, "bf16  ").split()[-2:] == shown.split()
-    assert "throughput" not in line_of(render_whole(*with_records(work=Work(least_memory=1e6))), "case")
-
-
-@for_each(
-    ("metrics", "main"),
-    [
-        (("cast_error",), "cast_error"),
-        (("first_moment_error", "update_error"), "update_error"),
-        (("sum_error", "batch_error"), "sum_error"),
-        (("loss_error", "gradient_error"), "gradient_error"),
-        (("steps", "loss_error"), "loss_error"),
-        (("steps",), ""),
-    ],
-)
-def test_the_error_column_shows_the_most_telling_error(metrics: tuple[str, ...], main: str) -> None:
-    """Else the first there is; the others follow under numbers."""
-    text = render_whole(*with_records(measurements=tuple(error(metric, 0.125) for metric in metrics)))
-    assert ("error" in line_of(text, "case").split()) == bool(main)
-    assert (f"error: {main} " in text) == bool(main)
-    for metric in metrics:
-        shown = "loss_error (one draw)" if metric == "loss_error" else metric
-        assert (f"{shown}: bf16 " in text) == (metric != main)
-
-
-def test_what_vanished_is_a_share_under_numbers() -> None:
-    """Never the error of the column; none at all is told from very few."""
-    for value, shown in ((0.0, "0%"), (2e-5, "<0.01%"), (0.0012, "0.12%"), (0.7, "70.0%")):
-        text = render_whole(*with_records(measurements=(error("cast_vanished", value), error("cast_error", 0.125))))
-        assert "error: cast_error " in text and f"cast_vanished: bf16 {shown}" in text
-
-
-LAST = "the last cache (32.0 MiB, shared by 2 processors)"
-
-
-@for_each(
-    ("cache", "rotation", "words"),
-    [
-        ("cold", None, f"before every call 64.0 MiB were written over, twice {LAST}"),
-        ("rotating", Rotation(13, 5 << 20), f"13 states of 5.00 MiB took turns, at least twice {LAST}"),
-        ("rotating", Rotation(256, 1 << 10), f"256 states of 1.00 KiB took turns, 1% of {LAST}"),
-        ("rotating", Rotation(1, 5 << 30), "memory held one state only, so that nothing rotated: its cache is hot"),
-    ],
-)
-def test_what_was_done_to_the_cache_is_told(cache: str, rotation: Rotation | None, words: str) -> None:
-    """Once for all modes; nothing of a hot one, but in the legend."""
-    run, findings = recased(transformer(), lambda case: replace(case, params=(*case.params, ("cache", cache))))
-    records = tuple(replace(one, rotation=rotation) for one in run.records)
-    cpu = replace(run.devices[0], cache_bytes=32 << 20, cache_shared=2)
-    text = render_whole(replace(run, records=records, devices=(cpu,)), findings, width=300)
-    assert f"cache={cache}" in text and text.count(words) == 1
-    plain = render_whole(*transformer(), width=300)
-    assert "took turns" not in plain and "hot, what the call before left, where nothing is said" in plain
 
 
 def test_replays_have_a_column_where_there_are_any() -> None:
@@ -212,27 +135,6 @@ def test_replays_have_a_column_where_there_are_any() -> None:
     assert "replayed" not in render_whole(run, findings, width=250)
 
 
-def test_every_label_has_its_sentence() -> None:
-    assert set(LABELS) == set(Label)
-
-
-def test_unknown_is_a_dash_never_a_zero() -> None:
-    """A case with nothing measured has no number in its row."""
-    run, findings = transformer()
-    reference = run.records[0].case.id
-    unknown = run.records[1].case
-    few = {reference: findings[reference], unknown.id: Finding(unknown, Verdict.NONE)}
-    records = (run.records[0], replace(run.records[1], measurements=()))
-    for given_findings in (few, {reference: findings[reference]}):
-        text = render_whole(replace(run, records=records), given_findings)
-        assert not re.search(r"\d", line_of(text, "fp16").replace("fp16", ""))
-        assert "0.00" not in text
-
-
-def test_an_unbounded_interval_is_called_none() -> None:
-    assert "0.980x [no interval]" in render_whole(*changed(ratio=Interval(1.02, 0.0, float("inf"), 0.99)))
-
-
 def test_unattributed_is_worked_out_where_it_is_missing() -> None:
     run, findings = transformer()
     findings = {
@@ -242,51 +144,90 @@ def test_unattributed_is_worked_out_where_it_is_missing() -> None:
     assert render_whole(run, findings) == render_whole(*transformer())
 
 
-def test_floors_of_their_own_show_as_a_range() -> None:
-    assert "noise floor (A/A): +-0.6% to +-1.2%" in render_whole(*changed(floor=0.012))
+LAST = {"cold": None, "rotating": Rotation(13, 5 << 20), "in part": Rotation(256, 1 << 10), "one": Rotation(1, 5 << 30)}
 
 
-def test_a_precision_refused_at_some_shapes_only_is_one_row_of_the_plan() -> None:
-    """What the device makes of it stands in the table, where it is refused and why in the notes."""
-    run, _ = gemm()
-    first, *others = run.plan.groups
+def cached(rotation: Rotation | None) -> Made:
+    """The transformer with a cache, on a CPU that tells the size of its last one."""
+    cache = "cold" if rotation is None else "rotating"
+    run, findings = recased(transformer(), lambda case: replace(case, params=(*case.params, ("cache", cache))))
+    records = tuple(replace(one, rotation=rotation) for one in run.records)
+    cpu = replace(run.devices[0], cache_bytes=32 << 20, cache_shared=2)
+    return replace(run, records=records, devices=(cpu,)), findings
+
+
+@as_before
+def test_terminal() -> Told:
+    run, findings = transformer()
+    records = tuple(replace(one, is_reference=one.case.precision == "fp8") for one in run.records)
+    yield "an emulated reference is called so", on_terminal((replace(run, records=records), findings), "verdict")
+    for claim, work in {
+        "tokens": Work(flops=1e9, tokens=1024, bytes=1e6), "FLOP where there are no tokens": Work(flops=1e9, bytes=1e6),
+        "bytes": Work(bytes=1e6), "nothing": Work(least_memory=1e6),
+    }.items():  # fmt: skip
+        yield f"throughput is by the most telling count: {claim}", on_terminal(with_records(work=work), "verdict")
+    for metrics in (
+        ("cast_error",), ("first_moment_error", "update_error"), ("sum_error", "batch_error"),
+        ("loss_error", "gradient_error"), ("steps", "loss_error"), ("steps",),
+    ):  # fmt: skip
+        made = with_records(measurements=tuple(error(metric, 0.125) for metric in metrics))
+        legend = [
+            line for line in render_whole(*made, 200).splitlines() if ": " in line and "error" in line.partition(":")[0]
+        ]
+        yield f"of {', '.join(metrics)} the most telling error has a column", [on_terminal(made, "verdict"), *legend]
+    (reference, unknown, _), few = (
+        run.records,
+        replace(run, records=(run.records[0], replace(run.records[1], measurements=()))),
+    )
+    known = {reference.case.id: findings[reference.case.id]}
+    for told in (known, known | {unknown.case.id: Finding(unknown.case, Verdict.NONE)}):
+        yield "what is unknown is a dash, never a zero", on_terminal((few, told), "verdict")
+    for share in (0.0, 2e-5, 0.0012, 0.7):
+        vanished = with_records(measurements=(error("cast_vanished", share), error("cast_error", 0.125)))
+        yield f"a share of {share} that vanished stands under numbers", on_terminal(vanished, "vanished")
+    for name, rotation in LAST.items():
+        yield (
+            f"what was done to the cache is told once for all modes: {name}",
+            on_terminal(cached(rotation), "the last cache", "nothing rotated", width=300),
+        )
+    yield (
+        "an interval without ends is called none",
+        on_terminal(changed(ratio=Interval(1.02, 0.0, float("inf"), 0.99)), "verdict"),
+    )
+    yield "floors of their own show as a range", on_terminal(changed(floor=0.012), "noise floor")
+    several, found = gemm()
+    last = several.records[-1].case.setting
+    records = tuple(
+        replace(one, is_reference=one.case.precision == "bf16") if one.case.setting == last else one
+        for one in several.records
+    )
+    yield (
+        "groups against different references get tables of their own",
+        on_terminal((replace(several, records=records), found), "verdict", "reference:"),
+    )
+    lost = (Record(run.records[0].case, NATIVE, Status.FAILED, reason="out of memory"), *run.records[1:])
+    yield (
+        "a reference that was not measured is named",
+        on_terminal((replace(run, records=lost), findings), "FAILED", "reference:"),
+    )
+    nothing = replace(run, records=(), path="", finished=False)
+    for whole in (False, True):
+        yield f"a run without records says so, whole {whole}", render(nothing, {}, whole=whole)
+    detail = "no numerical error: ValueError: no reference for this one"
+    records = tuple(replace(one, detail=detail) if one.status is Status.OK else one for one in several.records)
+    yield (
+        "a case that was timed but has no error says why",
+        on_terminal((replace(several, records=records), found), "notes"),
+    )
+    first, *others = several.plan.groups
     misfit = Support(Level.REFUSED, "native fp8 needs K a multiple of 16")
     (fp8,) = [one for one in first.cases if one.case.mode == "fp8"]
     cases = tuple(replace(one, support=misfit, skip=misfit.reason) if one is fp8 else one for one in first.cases)
-    text = layout.render(plan_page(replace(run.plan, groups=(replace(first, cases=cases), *others)), run.devices))
-    assert [line for line in text.splitlines() if line.startswith("  fp8 ")] == [
-        "  fp8    emulated  no hardware for FP8: values rounded, products in fp32"
-    ]
-    assert text.count(misfit.reason) == 1 and "fp8 skipped at m=256 n=256 k=256: native fp8 needs" in text
-
-
-def test_groups_against_different_references_get_tables_of_their_own() -> None:
-    run, findings = gemm()
-    last = run.records[-1].case.setting
-    records = tuple(
-        replace(one, is_reference=one.case.precision == "bf16") if one.case.setting == last else one
-        for one in run.records
+    plan = replace(several.plan, groups=(replace(first, cases=cases), *others))
+    yield (
+        "a precision refused at some shapes only is one row of the plan",
+        layout.render(page_of_plan(plan, several.devices)),
     )
-    text = render_whole(replace(run, records=records), findings)
-    assert text.count("reference: fp32") == 1 and text.count("reference: bf16") == 1
-
-
-def test_a_run_without_records_says_so() -> None:
-    """And what is missing, and that nothing was kept."""
-    run, _ = transformer()
-    for whole in (False, True):
-        text = render(replace(run, records=(), path="", finished=False), {}, whole=whole)
-        assert "Nothing was measured" in text
-        assert "3 of 3 cases have no record" in text
-        assert "this run was not stored" in text
-
-
-def test_a_reference_that_was_not_measured_is_named() -> None:
-    run, findings = transformer()
-    records = (Record(run.records[0].case, NATIVE, Status.FAILED, reason="out of memory"), *run.records[1:])
-    text = render_whole(replace(run, records=records), findings)
-    assert "reference: none (bf16 was not measured)" in text
-    assert "bf16 FAILED: out of memory" in text
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
@@ -301,7 +242,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
 @given(wild_runs(), st.integers(40, 140))
 def test_no_line_is_wider_than_asked(wild: tuple[Run, dict[str, Finding]], width: int) -> None:
     run, findings = wild
-    for text in (render_whole(run, findings, width), layout.render(plan_page(run.plan, run.devices), width=width)):
+    for text in (render_whole(run, findings, width), layout.render(page_of_plan(run.plan, run.devices), width=width)):
         assert max(len(line) for line in text.splitlines()) <= width
 
 
@@ -316,15 +257,6 @@ def test_long_names_get_lines_of_their_own(width: int) -> None:
     assert max(len(line) for line in text.splitlines()) <= width
     assert named.mode in text.replace("\n", "").replace(" ", "")
     assert all(label in text for label in Label)
-
-
-def test_a_case_that_was_timed_but_has_no_error_says_why() -> None:
-    """The times stand; what is missing is told, not left blank."""
-    run, findings = gemm()
-    detail = "no numerical error: ValueError: no reference for this one"
-    records = tuple(replace(one, detail=detail) if one.status is Status.OK else one for one in run.records)
-    text = " ".join(render_whole(replace(run, records=records), findings).split())
-    assert f"bf16: {detail}" in text.replace("bf16 in all 3 groups:", "bf16:")
 
 
 def test_every_figure_of_a_case_is_of_the_one_enumeration(monkeypatch: pytest.MonkeyPatch) -> None:

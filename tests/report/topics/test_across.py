@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.model import DeviceFacts, Label, Level, Support, Verdict
-from fp8bench.report.elements import Bars, Table, Text, Tone
-from fp8bench.report.topics.history import NO_VERDICT
-from tests.materials import Made, nothing, of_kind, part, recased
+from tests.materials import Made, nothing, part, recased
 from tests.runs import gemm, judged, run_of, transformer
+from tests.told_before import Told, as_before
 
 FASTER = (Verdict.FASTER, 0.5)
 
@@ -23,80 +22,27 @@ def elsewhere(made: Made, name: str = "NVIDIA H200", slower: float = 1.0) -> Mad
     return run_of([*run.records], id="other", devices=(gpu,)), moved
 
 
-def rows(*made: Made) -> list[list[str]]:
-    (table,) = of_kind(part("across", *made), Table)
-    return [[field.text for field in row] for row in table.rows]
-
-
-def test_the_chart_claims_nothing() -> None:
-    made = judged(FASTER, FASTER), elsewhere(judged(FASTER, (*FASTER, Label.NOISY)), slower=0.5)
-    (chart,) = of_kind(part("across", *made), Bars)
-    assert [heading for heading, _ in chart.groups] == ["gemm m=64 fp32", "gemm m=64 bf16", "gemm m=128 fp32",
-                                                        "gemm m=128 bf16"]  # fmt: skip
-    marks = [found[0] for _, found in chart.groups]
-    assert [(mark.label, mark.value, mark.low, mark.tone) for mark in marks] == [
-        ("NVIDIA H200", 2.0, None, Tone.PLAIN), ("NVIDIA H200", 2.0, None, Tone.PLAIN),
-        ("NVIDIA H200", 2.0, None, Tone.PLAIN), ("NVIDIA H200", 2.0, None, Tone.DOUBT),
-    ]  # fmt: skip
-    assert all(mark.hint.startswith(NO_VERDICT) for mark in marks) and "noisy" in marks[3].hint
-    assert chart.description == f"NVIDIA H200 against AMD EPYC 7B13, in 4 cases: from 2.00x to 2.00x; {NO_VERDICT}."
-
-
-def test_an_emulation_has_a_cost_and_no_ratio() -> None:
+@as_before
+def test_across() -> Told:
+    faster, two = judged(FASTER), judged(FASTER, FASTER)
+    noisy = elsewhere(judged(FASTER, (*FASTER, Label.NOISY)), slower=0.5)
+    yield "no chart claims a verdict, and doubt is grey", part("across", two, noisy)
     run, findings = gemm()
-    native = tuple(
-        replace(one, support=Support(Level.NATIVE, "")) if one.case.precision == "fp8" else one for one in run.records
-    )
-    made = (run, findings), elsewhere((replace(run, records=native), findings))
-    emulated = [row for row in rows(*made) if row[0] == "fp8"]
-    assert [row[-1] for row in emulated] == ["-", "-"]
-    (table,) = of_kind(part("across", *made), Table)
-    first = next(row for row in table.rows if row[0].text == "fp8")
-    assert first[3].tone is Tone.DOUBT and first[3].hint == "emulated: cost, not speed"
-    (chart,) = of_kind(part("across", *made), Bars)
-    assert not [heading for heading, _ in chart.groups if "fp8" in heading]
-
-
-def test_only_like_with_like() -> None:
-    """Another version of a workload, or another parameter, is another case."""
-    run, findings = recased(judged(FASTER), lambda case: replace(case, version="2"))
-    assert part("across", judged(FASTER), (replace(run, id="2"), findings)).elements == (
-        Text("No case was timed in more than one of these runs."),
-    )
-    found = part("across", judged(FASTER, FASTER), elsewhere(judged(FASTER)))
-    assert Text("2 timed cases are in one of them only.") in found.elements
-
-
-def test_the_order_of_parameters_does_not_matter() -> None:
-    run, findings = recased(judged(FASTER), lambda case: replace(case, params=case.params[::-1]))
-    assert len(rows(judged(FASTER), (replace(run, id="2"), findings))) == 2
-
-
-def test_three_runs_are_held_against_the_first() -> None:
-    made = judged(FASTER), elsewhere(judged(FASTER), "B200", 0.5), elsewhere(judged(FASTER), "A100", 2.0)
-    assert [row[3:] for row in rows(*made)] == [
-        ["1.00 ms", "500 us", "2.00x", "2.00 ms", "0.500x"],
-        ["500 us", "250 us", "2.00x", "1.00 ms", "0.500x"],
-    ]
-
-
-def test_a_case_that_the_first_run_lacks_has_no_ratio() -> None:
-    made = judged(FASTER), elsewhere(judged(FASTER, FASTER), "B200"), elsewhere(judged(FASTER, FASTER), "A100")
-    assert rows(*made)[2] == ["fp32", "gemm", "m=128", "-", "1.00 ms", "-", "1.00 ms", "-"]
-
-
-def test_devices_of_one_run_are_columns_too() -> None:
-    run, findings = judged(FASTER)
-    gpu, moved = elsewhere((run, findings))
+    native = Support(Level.NATIVE, "")
+    records = (replace(one, support=native) if one.case.precision == "fp8" else one for one in run.records)
+    hardware = elsewhere((replace(run, records=tuple(records)), findings))
+    yield "an emulation has a cost and no ratio", part("across", (run, findings), hardware)
+    run, findings = recased(faster, lambda case: replace(case, version="2"))
+    yield "another version is another case", part("across", faster, (replace(run, id="2"), findings))
+    yield "what one run alone timed is counted", part("across", two, elsewhere(faster))
+    run, findings = recased(faster, lambda case: replace(case, params=case.params[::-1]))
+    yield "the order of parameters does not matter", part("across", faster, (replace(run, id="2"), findings))
+    three = faster, elsewhere(faster, "B200", 0.5), elsewhere(faster, "A100", 2.0)
+    yield "three runs are held against the first", part("across", *three)
+    more = elsewhere(two, "B200"), elsewhere(two, "A100")
+    yield "a case that the first run lacks has no ratio", part("across", faster, *more)
+    run, findings = faster
+    gpu, moved = elsewhere(faster)
     both = run_of([*run.records, *gpu.records], id="both", devices=(*run.devices, *gpu.devices))
-    (table,) = of_kind(part("across", (both, findings | moved), transformer()), Table)
-    both_devices = "AMD EPYC 7B13, NVIDIA H200"
-    titles = [column.title for column in table.columns]
-    assert titles[3:6] == [f"{both_devices} cpu", f"{both_devices} cuda:0", "speed-up"]
-    assert [[field.text for field in row][3:6] for row in table.rows] == [
-        ["1.00 ms", "1.00 ms", "1.00x"], ["500 us", "500 us", "1.00x"],
-    ]  # fmt: skip
-
-
-def test_runs_without_a_timed_case_have_nothing_in_common() -> None:
-    assert part("across", nothing(), nothing()).elements == (Text("No case was timed in more than one of these runs."),)
+    yield "devices of one run are columns too", part("across", (both, findings | moved), transformer())
+    yield "runs without a timed case have nothing in common", part("across", nothing(), nothing())

@@ -1,154 +1,158 @@
-"""Errors by metric and precision, what the data are made of, and scales from data."""
+"""Errors by metric and precision, what the data are made of, scales from data, and a sampler step by step."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-from fp8bench.model import Finding, LayerScale, Record, Run, TensorStatistics
-from fp8bench.report.elements import Bars, Table, Text, Tone
+import pytest
+
+from fp8bench.measure.slots import segment
+from fp8bench.model import CELL_PHASES, LayerScale, Record, SlotSample, TensorStatistics, Timing
+from fp8bench.report.elements import Bars, Table, Text
 from fp8bench.report.page.section import MOST_ROWS
+from fp8bench.report.topics.numbers import is_of_step, step_seconds
 from tests.counts import for_each
-from tests.materials import Made, many, of_kind, part, with_errors
+from tests.fakes import MS, steady
+from tests.materials import Made, built, many, of_kind, part, with_errors
 from tests.runs import error, gemm, measured, render_whole, transformer
+from tests.told_before import Told, as_before
 
 TITLE = "data, before any scaling"
-FOUND = (LayerScale("blocks.0.mlp.up", "input", 3.5, 128.0), LayerScale("blocks.0.mlp.up", "gradient", 7e-5, 8e8, 12))
 
 
-def texts(table: Table) -> list[list[str]]:
-    return [[field.text for field in row] for row in table.rows]
+def with_last(made: Made, mode: str) -> Made:
+    run, findings = made
+    last = run.records[-1]
+    case = replace(last.case, precision=mode)
+    moved = {case.id: replace(findings[last.case.id], case=case)}
+    return replace(run, records=(*run.records[:-1], replace(last, case=case))), {**findings, **moved}
 
 
-@for_each(
-    ("mode", "words"),
-    [
-        ("fp8:scale=pow2:accumulator=short", "to nearest even. Here with scale=pow2, accumulator=short."),
-        ("mxfp8", "elements to nearest even."),
-        ("somebody's", ""),
-        ("fp8:bits=9", ""),
-        ("fp8-delayed:history=0", ""),
-    ],
-)
-def test_a_mode_is_told_with_its_options_and_one_not_known_here_not_at_all(mode: str, words: str) -> None:
+@as_before
+def test_numbers() -> Told:
     """A run may come from elsewhere: another version's options, a module that was not imported."""
-    run, findings = transformer()
-    last = replace(run.records[-1], case=replace(run.records[-1].case, precision=mode))
-    (table,) = of_kind(part("numbers", (replace(run, records=(*run.records[:-1], last)), findings)), Table)
-    assert table.rows[-1][0].text == mode and table.rows[-1][0].hint.endswith(words)
-    assert bool(table.rows[-1][0].hint) == bool(words)
-
-
-def test_of_several_groups_the_smallest_and_the_largest() -> None:
+    for mode in ("fp8:scale=pow2:accumulator=short", "mxfp8", "somebody's", "fp8:bits=9", "fp8-delayed:history=0"):
+        (table,) = of_kind(part("numbers", with_last(transformer(), mode)), Table)
+        yield f"{mode} is told with its options, or not at all", table.rows[-1][0]
     run, findings = gemm()
     first = replace(run.records[0], measurements=(error("product_error", 1e-7),))
-    table = of_kind(part("numbers", (replace(run, records=(first, *run.records[1:])), findings)), Table)[0]
-    assert texts(table)[0] == ["fp32", "native", "1.0e-07 to 2.3e-07"] and table.rows[0][2].value == 2.3e-7
-    assert table.caption == "gemm: errors by precision, the smallest and the largest of 3 groups"
+    several = replace(run, records=(first, *run.records[1:])), findings
+    yield "of several groups the smallest and the largest", part("numbers", several)
+    odd = with_errors(transformer(), 1e-3, math.nan, math.inf)
+    yield "an error that is no number is said, counts as the largest, and has no bar", part("numbers", odd)
+    exact = with_errors(transformer(), 0.0, 1e-3, 1e-2)
+    yield "an exact result has no bar and is said", of_kind(part("numbers", exact), Bars)
+    yield "infinite errors of a measured run", of_kind(part("numbers", measured()), Text)
 
 
-def test_an_error_that_is_no_number_is_said() -> None:
-    """In the table it counts as the largest; no bar is promised for it."""
-    found = part("numbers", with_errors(transformer(), 1e-3, math.nan, math.inf))
-    assert not of_kind(found, Bars)
-    (text,) = of_kind(found, Text)
-    assert text == Text("transformer: product_error is no finite number in fp16 (nan) and fp8 (inf).", Tone.BAD)
-    (table,) = of_kind(found, Table)
-    assert [row[2].text for row in table.rows] == ["1.0e-03", "nan", "inf"] and table.rows[1][2].tone is Tone.BAD
-
-
-def test_an_exact_result_has_no_bar_and_is_said() -> None:
-    (bars,) = of_kind(part("numbers", with_errors(transformer(), 0.0, 1e-3, 1e-2)), Bars)
-    assert bars.description.endswith("1 is exactly 0, which has no place on a logarithmic axis.")
-
-
-def test_no_data_no_legend() -> None:
-    assert not of_kind(part("numbers", transformer()), Text)
-
-
-def test_infinite_errors_of_a_measured_run() -> None:
-    found = part("numbers", measured())
-    assert any("is no finite number in m=64 operands=cast fp8 (inf)" in one.text for one in of_kind(found, Text))
-
-
-def block(run: Run, findings: dict[str, Finding], width: int = 100) -> list[str]:
-    """The lines of the first panel's table with its title; none if there is none."""
-    lines = render_whole(run, findings, width).splitlines()
+def block(made: Made, width: int = 100) -> list[str]:
+    """The lines of the first panel's table of data with its title; none if there is none."""
+    lines = render_whole(*made, width).splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith(TITLE)]
     return lines[starts[0] : lines.index("", starts[0])] if starts else []
 
 
-def with_data(*statistics: TensorStatistics) -> tuple[Run, dict[str, Finding]]:
-    """One group, whose reference knows its data."""
+def with_data(*statistics: TensorStatistics) -> Made:
     run, findings = transformer()
     return replace(run, records=(replace(run.records[0], statistics=statistics), *run.records[1:])), findings
 
 
-def test_a_format_that_holds_everything_has_no_column() -> None:
-    """But it is named: that nothing is lost is worth knowing, too."""
-    text = block(*with_data(TensorStatistics("x", "", 9, 1.0, (("bf16", 0.0, 0.0), ("fp16", 0.0, 0.0)))))
-    assert text[0] == f"{TITLE}; all within the range of bf16, fp16"
-    assert text[1].split() == ["data", "values", "amax"]
-
-
-def test_statistics_that_name_no_format_show_what_they_have() -> None:
-    text = block(*with_data(TensorStatistics("x", "", 9, 1.0)))
-    assert text[0] == TITLE and text[2].split() == ["x", "9", "1.00"]
-
-
-def test_a_unit_scaled_model_has_other_data() -> None:
-    """What would be lost here is not lost there. Of a mode that this version does not know nothing is said."""
-    run, findings = with_data(TensorStatistics("x", "", 9, 1.0))
-    for mode, words in ("fp8-unit", "; fp8-unit has them near a deviation of 1 where it casts"), ("fp9-unit", ""):
-        last = replace(run.records[-1], case=replace(run.records[-1].case, precision=mode))
-        own = {last.case.id: replace(findings[run.records[-1].case.id])} if run.records[-1].case.id in findings else {}
-        assert block(replace(run, records=(*run.records[:-1], last)), {**findings, **own})[0] == TITLE + words
-
-
-def test_groups_share_one_table_of_the_worst() -> None:
-    """Or five shapes would drown the reader: the largest amax of one group beside the largest share of another."""
-    run, findings = gemm()
-    text = block(run, findings)
-    assert "each figure is the largest of 3 groups" in text[0]
-    assert [line.split()[:2] for line in text[2:]] == [["operand", "input"], ["operand", "weight"]]
-    assert "68.0" in text[2] and "- / 0.08%" in text[2] and "<0.01% / 19.7%" in text[2]
-
-
-def test_only_groups_whose_data_are_known_are_counted() -> None:
+@as_before
+def test_data() -> Told:
+    within = TensorStatistics("x", "", 9, 1.0, (("bf16", 0.0, 0.0), ("fp16", 0.0, 0.0)))
+    yield "a format that holds everything is named and has no column", block(with_data(within))
+    bare = with_data(TensorStatistics("x", "", 9, 1.0))
+    yield "statistics that name no format show what they have", block(bare)
+    for mode in ("fp8-unit", "fp9-unit"):
+        yield f"what would be lost here is not lost in a unit-scaled model: {mode}", block(with_last(bare, mode))[0]
+    yield "groups share one table of the worst", block(gemm())
     run, findings = gemm()
     first = run.records[0].case.setting
 
     def forget(record: Record) -> Record:
         return record if record.case.setting == first else replace(record, statistics=())
 
-    text = block(replace(run, records=tuple(forget(record) for record in run.records)), findings)
-    assert "groups" not in text[0] and "4.25" in text[2]
-
-
-def test_without_statistics_there_is_neither_table_nor_legend() -> None:
-    text = render_whole(*transformer())
-    assert TITLE not in text and "amax" not in text
-    assert "amax: the largest magnitude" in " ".join(render_whole(*gemm()).split())
+    known = replace(run, records=tuple(map(forget, run.records))), findings
+    yield "only groups whose data are known are counted", block(known)
+    yield "no data, no table and no legend", "amax" if "amax" in render_whole(*transformer()) else None
 
 
 @for_each("width", [40, 60, 80])
 def test_narrow_tables_lose_no_figure(width: int) -> None:
     """Columns without room follow their row."""
-    text = block(*gemm(), width)
+    text = block(gemm(), width)
     assert max(len(line) for line in text) <= width
     assert sum("<0.01% / 19.7%" in line for line in text) == 2 and sum("- / 0.08%" in line for line in text) == 2
 
 
-def scaled(made: Made, *modes: str) -> Made:
-    """These modes with scales, or every case."""
-    run, findings = made
-    records = [replace(one, scales=FOUND) if not modes or one.case.mode in modes else one for one in run.records]
+def test_a_table_of_scales_has_an_end() -> None:
+    run, findings = many(160)
+    scales = (LayerScale("mlp.up", "input", 3.5, 128.0), LayerScale("mlp.up", "gradient", 7e-5, 8e8, 12))
+    found = part("scales", (replace(run, records=tuple(replace(one, scales=scales) for one in run.records)), findings))
+    (table,) = of_kind(found, Table)
+    assert MOST_ROWS - 2 < len(table.rows) <= MOST_ROWS
+    assert any("for want of room: m=" in text.text for text in of_kind(found, Text))
+
+
+NOBODY, ELEMENTWISE, GEMM, ACCUMULATE = (
+    CELL_PHASES.index(name) for name in ("unattributed", "elementwise", "gemm", "accumulate")
+)
+LENGTHS = (45, 107)
+ERRORS = {"free": (1e-2, 3e-2), "single": (1e-2, 2e-2), "free_floor": (1e-3, 2e-3), "single_floor": (1e-3, 1e-3)}
+
+
+def sampled(*milliseconds: int, calls: int = 3, accumulate: int = ACCUMULATE) -> Timing:
+    """A sampler whose steps take so long, after a moment that is nobody's; calls differ by one that is slow."""
+    codes, intervals = [NOBODY, ELEMENTWISE], [1000, 1000]
+    for length in milliseconds:
+        codes += [GEMM, ELEMENTWISE, accumulate, ELEMENTWISE]
+        intervals += [length * MS * 9 // 10, length * MS // 10 - 3000, 2000, 1000]
+    made = segment([*codes, NOBODY], [*intervals, 1000], part_ends="accumulate")
+    slots = []
+    for call in range(calls):
+        slow = [interval * (100 if call == 1 else 1) for interval in (*intervals, 1000)]
+        cells = made.cells([*codes, NOBODY], slow)
+        assert cells is not None
+        slots.append(SlotSample(call, (cells,), 0.1, 0.1))
+    return Timing(made.segments, tuple(slots))
+
+
+@for_each("lengths", [(45, 107, 128), (100, 10, 10, 10), (10, 10, 10, 100), (5,) * 50])
+def test_each_step_has_its_own_time(lengths: tuple[int, ...]) -> None:
+    """Exactly, but for what comes before the first and after the last; one slow call does not move the middle."""
+    found = step_seconds(sampled(*lengths))
+    assert len(found) == len(lengths)
+    for seconds, length in zip(found, lengths, strict=True):
+        assert seconds == pytest.approx(length / 1000, abs=4e-6)
+    assert sum(found) == pytest.approx(sum(lengths) / 1000, rel=1e-3)
+
+
+def test_steps_that_marks_do_not_tell_apart_have_no_times() -> None:
+    assert step_seconds(steady(MS, 4)) == ()
+    assert step_seconds(sampled(10, 10, accumulate=ELEMENTWISE)) == ()
+    assert step_seconds(replace(sampled(10, 10), varying=True)) == ()
+    assert step_seconds(sampled(10, 10, calls=0)) == ()
+    assert is_of_step("free_floor_step12_error") and not is_of_step("latent_error") and not is_of_step("step_error")
+
+
+def sampling() -> Made:
+    """The run of a transformer as if it were a sampler's: its first two cases timed by step, fp8 emulated."""
+    run, findings = transformer()
+    scales = {"bf16": 1.0, "fp16": 1.0, "fp8": 5.0}
+    records = []
+    for record in run.records:
+        errors = [
+            error(f"{kind}_step{step}_error", value * (1 if "floor" in kind else scales[record.case.mode]))
+            for kind, values in ERRORS.items() for step, value in enumerate(values, 1)
+        ]  # fmt: skip
+        kept = replace(record, timing=sampled(*LENGTHS), measurements=(*record.measurements, *errors))
+        records.append(kept)
     return replace(run, records=tuple(records)), findings
 
 
-def test_a_table_has_an_end() -> None:
-    """Which cases it leaves out is said."""
-    found = part("scales", scaled(many(160)))
-    (table,) = of_kind(found, Table)
-    assert MOST_ROWS - 2 < len(table.rows) <= MOST_ROWS
-    assert any("not shown, for want of room: m=" in text.text for text in of_kind(found, Text))
+@as_before
+def test_by_step() -> Told:
+    yield "every step of every case has a row; lines that are the same are one", part("by-step", sampling())
+    yield "errors of steps stand nowhere else", part("numbers", sampling())
+    yield "a run without a sampler has no such part", built("by-step", transformer())

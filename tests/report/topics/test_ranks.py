@@ -13,11 +13,12 @@ from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, Ran
 from fp8bench.report.data.run import rows, widened
 from fp8bench.report.elements import Scatter, Table, Text, Tone
 from fp8bench.report.page.section import material_of
-from fp8bench.report.panels import panels_of
+from fp8bench.report.panels import Panel, panels_of
 from fp8bench.report.topics.rank_boards import boards, remarks
 from fp8bench.report.topics.ranks import ranks, ranks_section, wire_costs
 from tests.materials import of_kind, part
 from tests.runs import EMULATED, NATIVE, error, render_whole, run_of
+from tests.told_before import Told, as_before
 
 MS = 1_000_000
 RING = "a rank has to wait"
@@ -57,18 +58,50 @@ def test_the_cheapest_ways_are_those_that_nothing_beats() -> None:
     assert frontier([]) == ()
 
 
-def test_tables_of_memory_and_overlap() -> None:
-    """A column a rank; products 4 s and communication 2 s took 5 s at once: half of it hides."""
+@as_before
+def test_ranks() -> Told:
     (panel,) = panels_of(made(), findings(made()))
-    found = {one.name: one for one in ranks(panel) if isinstance(one, Table)}
-    assert set(found) == {"ranks", "rank-memory", "wire", "overlap"}
-    assert [column.title for column in found["rank-memory"].columns] == ["", "case", "rank 0", "rank 1", "skew"]
-    assert [field.text for field in found["rank-memory"].rows[0][2:]] == ["300 B", "400 B", "25.0%"]
-    first, second, ring = found["overlap"].rows
-    assert first[2:] == second[2:] and [field.value for field in first[2:]] == [4.0, 2.0, 5.0, 1.0, 1.0, 50.0]
-    assert [field.text for field in first[6:]] == ["1.00 s (900 ms to 1.10 s)", "50.0% (45.0% to 55.0%)"]
-    assert ring[-1].hint == RING and ring[-1].value is None
-    assert f"No overlap of fp8: {RING}." in [one.text for one in ranks(panel) if isinstance(one, Text)]
+    yield "a column a rank; half of 2 s of communication hides in 5 s beside 4 s of products", ranks(panel)
+    off = Overlap((4.0,) * 6, (2.0,) * 6, (5.0,) * 6, (9.0,) * 6)
+    wide = Overlap((4.0,) * 6, (2.0,) * 6, (3.9, 4.5, 5.0, 5.0, 5.5, 6.0), (6.0,) * 6)
+    both = [record("fp32", "fp8_ring", 6.0, 1.0, overlap=off), record("bf16", "fp8_ring", 6.0, 1.0, overlap=wide)]
+    yield "a word stands where nothing is told, and what it means is said once", ranks(*of_run(*both))
+    board = rank_boards_of(*lost_swept_and_failed())
+    yield "a board names what was lost, swept and failed", board
+    uneven, even = (load_of(*rows) for rows in ((1621.0, 4523.0), (3000.0, 3144.0)))
+    yield "an unbalanced load names the rank that waits", remarks(*of_run(uneven))
+    yield "an even one is no cause", remarks(*of_run(even))
+    own = record("fp32", "", 1.0, 1.0)
+    stages = replace(own, case=replace(own.case, workload="parallel", params=(("microbatches", 4),)), transfer=None)
+    yield "of 18 ms of a pipeline's two ranks 8 are waiting and sending", ranks(*of_run(stages))
+
+
+def of_run(*records: Record) -> tuple[Panel, ...]:
+    run = run_of(list(records))
+    return panels_of(run, findings(run))
+
+
+def rank_boards_of(*records: Record) -> list[Table]:
+    return [board for panel in of_run(*records) for board in boards(panel)]
+
+
+def lost_swept_and_failed() -> list[Record]:
+    failed = replace(record("bf16", "fp8_gather", 1.0, 1.0), status=Status.FAILED, timing=None, transfer=None)
+    clipped = record("fp8", "fp8_ring", 1500.0, 26.0)
+    lost = (error("sqnr_db", 26.0), error("saturated_ppm", 12.0), error("flushed_percent", 5.4))
+    larger = replace(clipped.case, params=(*clipped.case.params, ("elements", 9)))
+    leads = [record("fp32", way, 6000.0, 151.0) for way in WAYS]
+    leads.append(replace(leads[-1], case=replace(larger, precision="fp32")))
+    both = [replace(clipped, measurements=lost), replace(clipped, case=larger)]
+    return [*leads, failed, record("bf16", "fp8_twoshot", 3000.0, 50.0), *both]
+
+
+def load_of(first: float, second: float) -> Record:
+    """Rank 0 is longer in its collective; so many rows are multiplied by the experts of each."""
+    own = record("fp32", "", 1.0, 1.0)
+    case = replace(own.case, workload="parallel", params=(("way", "ep"), ("load", "zipf:1")))
+    rows = (error("rank0_rows", first), error("rank1_rows", second))
+    return replace(own, case=case, transfer=None, measurements=rows)
 
 
 def sized(precision: str, elements: int, slowest_ms: tuple[int, ...], fp8: str = "fp8_ring") -> Record:
@@ -107,24 +140,6 @@ def test_bandwidth_over_size_has_a_line_a_way_between_what_rounds_leave() -> Non
     assert not any(one.name.startswith("busbw") for one in charts)
 
 
-def test_a_word_stands_where_nothing_is_told() -> None:
-    """The check sum, and rounds that are too far apart; what the words mean is said once."""
-    off = Overlap((4.0,) * 6, (2.0,) * 6, (5.0,) * 6, (9.0,) * 6)
-    wide = Overlap((4.0,) * 6, (2.0,) * 6, (3.9, 4.5, 5.0, 5.0, 5.5, 6.0), (6.0,) * 6)
-    run = run_of(
-        [record("fp32", "fp8_ring", 6.0, 1.0, overlap=off), record("bf16", "fp8_ring", 6.0, 1.0, overlap=wide)]
-    )
-    (panel,) = panels_of(run, findings(run))
-    elements = list(ranks(panel))
-    (table,) = (one for one in elements if isinstance(one, Table) and one.name == "overlap")
-    assert [[field.text for field in row[-3:]] for row in table.rows] == [
-        ["1.500", "off", "off"],
-        ["1.000", "wide", "wide"],
-    ]
-    (said,) = (one.text for one in elements if isinstance(one, Text) and "told" in one.text)
-    assert said.count("wide: ") == 1 == said.count("off: ") and "more than 50 points" in said
-
-
 def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
     """In table and page alike, and in rows; or a word, whose reason stands below."""
     apart = RankScaling((10.0,) * 6, (5.0,) * 6, (3.0, 4.0, 5.0, 6.0, 7.0, 8.0))
@@ -147,23 +162,6 @@ def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
     assert bounds == [(pytest.approx(250 / 3), pytest.approx(500 / 7), 100.0, False), (None, None, None, True)]
 
 
-def test_a_board_names_what_was_lost_swept_and_failed() -> None:
-    failed = replace(record("bf16", "fp8_gather", 1.0, 1.0), status=Status.FAILED, timing=None, transfer=None)
-    clipped = record("fp8", "fp8_ring", 1500.0, 26.0)
-    lost = (error("sqnr_db", 26.0), error("saturated_ppm", 12.0), error("flushed_percent", 5.4))
-    larger = replace(clipped.case, params=(*clipped.case.params, ("elements", 9)))
-    both = [replace(clipped, measurements=lost), replace(clipped, case=larger)]
-    leads = [record("fp32", way, 6000.0, 151.0) for way in WAYS]
-    leads.append(replace(leads[-1], case=replace(larger, precision="fp32")))
-    run = run_of([*leads, failed, record("bf16", "fp8_twoshot", 3000.0, 50.0), *both])
-    (panel,) = panels_of(run, findings(run))
-    (board,) = boards(panel)
-    texts = {tuple(field.text for field in row[:2]): [field.text for field in row] for row in board.rows}
-    assert texts["", "bf16"][-2].startswith("FAILED 1/2") and texts["", "bf16"][-1] == ""
-    assert texts["", "fp8_ring pre"][-1] == "saturated 12.0 ppm, flushed 5.4%"
-    assert ("elements=9", "fp8_ring pre") in texts
-
-
 def test_several_settings_of_ranks_are_a_board_and_little_else() -> None:
     """In a terminal: the rest would bury the answer, and is in the report."""
     run = made()
@@ -174,33 +172,6 @@ def test_several_settings_of_ranks_are_a_board_and_little_else() -> None:
     one = run_of([one for one in run.records if dict(one.case.params)["fp8"] == "fp8_ring"])
     alone = render_whole(one, findings(one), width=80)
     assert "all_reduce of 3.91 KiB, 2 ranks" in alone and "phases, as shares" in alone
-
-
-def test_an_unbalanced_load_names_the_rank_that_waits() -> None:
-    """Rank 0 is longer in its collective: it has less to do. An even load is no cause."""
-
-    def told(first: float, second: float) -> list[str]:
-        one = record("fp32", "", 1.0, 1.0)
-        case = replace(one.case, workload="parallel", params=(("way", "ep"), ("load", "zipf:1")))
-        rows = (error("rank0_rows", first), error("rank1_rows", second))
-        run = run_of([replace(one, case=case, transfer=None, measurements=rows)])
-        (panel,) = panels_of(run, findings(run))
-        return [text for text in remarks(panel) if "rows" in text]
-
-    (said,) = told(1621.0, 4523.0)
-    assert said == "fp32: of 6144 rows the experts of rank 1 multiply 4523; rank 0 waits longest, 2.00 ms of a step."
-    assert told(3000.0, 3144.0) == []
-
-
-def test_a_pipeline_says_what_of_it_is_idle() -> None:
-    """Of 18 ms that two ranks take 8 are waiting and sending."""
-    own = record("fp32", "", 1.0, 1.0)
-    stages = replace(own, case=replace(own.case, workload="parallel", params=(("microbatches", 4),)), transfer=None)
-    run = run_of([stages])
-    (panel,) = panels_of(run, findings(run))
-    said = [one.text for one in ranks(panel) if isinstance(one, Text)]
-    assert any(one.startswith("fp32: for 80% of the time that they compute ranks wait or send") for one in said), said
-    assert any(one.endswith("of equal stages that send in no time it is 25%.") for one in said)
 
 
 def test_rows_of_ranks_and_of_a_failed_one() -> None:

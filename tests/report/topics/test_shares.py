@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.analysis.tapes import parts_of
-from fp8bench.model import Finding, Run, Share, ShareKind, Shares, SharesFrom
+from fp8bench.model import Share, ShareKind, Shares, SharesFrom
 from fp8bench.report.terminal.layout import render
 from fp8bench.report.topics.shares import page_of
 from tests.runs import transformer
+from tests.told_before import Told, as_before
 
 PARTS = (
     Share(ShareKind.GEMM, "blocks.0.mlp.up", False, 4e-3, 2),
@@ -19,17 +20,13 @@ PARTS = (
 )
 
 
-def made(**changes: object) -> tuple[Run, dict[str, Finding]]:
+@as_before
+def test_shares_of_a_compiled_step() -> Told:
+    fused = (Share(ShareKind.ELEMENTWISE, "", False, 1e-3, 4, "fused with cast"),)
     run, findings = transformer()
-    shares = replace(Shares(PARTS, 10e-3), **changes)  # type: ignore[arg-type]
-    records = tuple(replace(one, shares=shares) for one in run.records)
-    return replace(run, records=records), findings
-
-
-def test_of_a_compiled_step_no_module_is_told() -> None:
-    """And what is fused into others' kernels is said, and not split."""
-    parts = (Share(ShareKind.ELEMENTWISE, "", False, 1e-3, 4, "fused with cast"),)
-    run, findings = made(parts=parts, of=SharesFrom.COMPILED, fused=4)
-    text = render(page_of(run, parts_of(run, findings)), 160, False, False)
-    assert "elementwise (fused with cast)" in text and "module" not in text.partition("compiled")[0]
-    assert "casts are fused into 4 of its kernels" in text and "whose module nobody knows" in text
+    for claim, shares in (
+        ("each kind of work and each module", Shares(PARTS, 10e-3)),
+        ("no module is told; what is fused is said", Shares(fused, 10e-3, of=SharesFrom.COMPILED, fused=4)),
+    ):
+        shared = replace(run, records=tuple(replace(one, shares=shares) for one in run.records))
+        yield claim, render(page_of(shared, parts_of(shared, findings)), 160, False, False)

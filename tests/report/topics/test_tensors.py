@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fp8bench.model import Measurement, Record, Status
 from fp8bench.model.specs import spec_of
-from fp8bench.report.elements import Heat, Table, Text, Tone
+from fp8bench.report.elements import Table, Text
 from fp8bench.report.panels import Panel, Result, panels_of
 from fp8bench.report.topics.tensors import (
     FIGURES,
@@ -23,6 +23,7 @@ from tests.counts import for_each
 from tests.materials import Made, built, material, of_kind, part
 from tests.report.tensors import left, products, tensors
 from tests.runs import EMULATED, case, gemm, render_whole, run_of
+from tests.told_before import Told, as_before, on_terminal
 
 
 def panel(made: Made) -> Panel:
@@ -40,12 +41,6 @@ def test_a_panel_is_about_tensors_if_its_cases_have_their_figures() -> None:
     run, findings = gemm()
     one = replace(run.records[0], measurements=(*run.records[0].measurements, Measurement("sqnr_db", "dB", (30.0,))))
     assert not any(about_tensors(one) for one in panels_of(replace(run, records=(one, *run.records[1:])), findings))
-
-
-def test_times_are_of_the_others() -> None:
-    """So that charts of times leave tensors out."""
-    both = material(tensors("gaussian"), products())
-    assert [found.case.workload for _, found in timed_panels(both)] == ["gemm"]
 
 
 @for_each(
@@ -70,9 +65,6 @@ def test_a_precision_stands_in_the_table_of_formats_and_scalings(
     """By its options, with the rounding of scales named; recipes stand apart, and so does what nobody knows here."""
     cell = cell_of(result(precision))
     assert (cell.fmt, cell.scaling, cell.words) == (fmt, scaling, words)
-
-
-def test_a_precision_with_a_map_is_none_of_the_table() -> None:
     one = result("custom")
     mapped = replace(one, record=replace(one.record, case=replace(one.record.case, precision_map=(("a", "bf16"),))))
     assert cell_of(mapped).words == "custom{a=bf16}"
@@ -114,59 +106,7 @@ def test_figures_are_shown_without_their_unit(metric: str, value: float, text: s
     assert shown(value, spec_of(metric).unit) == text
     measured = Measurement(metric, spec_of(metric).unit, (value,))
     assert figure(result("bf16", measured), metric) == (text, value) and metric in FIGURES
-
-
-def test_a_figure_that_a_case_lacks_is_a_dash() -> None:
-    assert figure(result("bf16"), "sqnr_db") == ("-", None)
-
-
-def test_the_best_of_each_width_in_sentences() -> None:
-    """Widths with several precisions only; on more than one tensor how often each is the best."""
-    assert list(best_by_width(panel(tensors("gaussian", "outliers")))) == [
-        "with 8 bits e4m3fn none has the highest SQNR in all 2 tensors of numerics: 60.0 to 61.0 dB"
-    ]
-    run, findings = tensors("gaussian", "outliers", "student-t")
-    changed = [
-        replace(one, measurements=left(90.0)) if one.case.mode.endswith("=row") and number > 12 else one
-        for number, one in enumerate(run.records)
-    ]
-    assert list(best_by_width(panel((replace(run, records=tuple(changed)), findings)))) == [
-        "with 8 bits e4m3fn none has the highest SQNR in 2 of 3 tensors of numerics, e4m3fn row in 1: 60.0 to 90.0 dB"
-    ]
-    assert list(best_by_width(panel(tensors("gaussian")))) == [
-        "with 8 bits e4m3fn none has the highest SQNR on numerics: 60.0 dB"
-    ]
-
-
-def test_of_many_tensors_the_sqnr_alone() -> None:
-    """A row for each precision, a column for each tensor."""
-    text = render_whole(*tensors("gaussian", "outliers", "log-normal"))
-    assert (
-        """\
-SQNR in dB, higher is better; all other figures: the report, --csv, or one tensor alone
-  precision        gaussian  outliers  log-normal
-  fp16                 70.0      71.0        72.0
-  e4m3fn none          60.0      61.0        62.0
-"""
-        in text
-    )
-    assert "underflow:" in text and "0.08%" not in text
-
-
-def test_the_map_of_several_tensors_has_every_sqnr() -> None:
-    """And its tables are folded below it; one tensor is a table alone."""
-    found = part("tensors", tensors("gaussian", "outliers"))
-    (chart,) = of_kind(found, Heat)
-    assert chart.columns == ("gaussian", "outliers") and chart.axis.unit == "dB"
-    assert dict(zip(chart.rows, chart.values, strict=True))["e4m3fn none"] == (60.0, 61.0)
-    assert sorted(value for row in chart.values for value in row if value) == [
-        70.0 - 10 * place + tensor for place in range(5, -1, -1) for tensor in (0, 1)
-    ]
-    assert "The most is 71.0 dB: fp16 of outliers; the least 20.0 dB: fp8 of gaussian." in chart.description
-    assert chart.hints[0][0].startswith("rows, p1 69.0 dB")
-    assert all(one.folded for one in of_kind(found, Table))
-    alone = part("tensors", tensors("gaussian"))
-    assert not of_kind(alone, Heat) and not of_kind(alone, Table)[0].folded
+    assert figure(result("bf16"), metric) == ("-", None)
 
 
 @for_each(("width", "sizes"), [(40, [2, 2, 2, 1]), (60, [4, 3]), (100, [7])])
@@ -180,23 +120,22 @@ def test_many_tensors_are_as_many_tables_as_the_width_asks_for(width: int, sizes
     assert all(len(line) <= width for line in text.splitlines())
 
 
-def test_a_case_without_figures_has_dashes_and_a_note() -> None:
-    """Skipped or failed."""
-    run, findings = tensors("gaussian", "outliers", "log-normal")
-    failed = replace(run.records[1], status=Status.FAILED, reason="out of memory", measurements=())
-    text = render_whole(replace(run, records=(run.records[0], failed, *run.records[2:])), findings)
-    assert "  e4m3fn none             -      61.0        62.0" in text
-    assert "custom:scaling=none FAILED at" in text and "out of memory" in text
-
-
 def test_other_suites_keep_their_tables_and_legends() -> None:
-    """Both in one run."""
     one, other = tensors("gaussian"), products()
     text = render_whole(replace(one[0], records=(*one[0].records, *other[0].records)), {**one[1], **other[1]})
     assert "  e4m3fn row " in text and "  fp32  " in text
     assert text.count("best: the step undisturbed") == 1 and text.count("SQNR: the tensor's power") == 1
-    alone = render_whole(*other)
-    assert "SQNR" not in alone
+    assert "SQNR" not in render_whole(*other)
+
+
+def test_times_errors_and_memory_of_tensors_are_in_no_other_section() -> None:
+    """They are costs of emulation: not even the table of all cases has them."""
+    made = tensors("gaussian", "outliers")
+    assert [
+        name for name in ("results", "speedup", "phases", "memory", "samples", "numbers") if built(name, made)
+    ] == []
+    both = material(made, products())
+    assert [found.case.workload for _, found in timed_panels(both)] == ["gemm"]
 
 
 def with_record(made: Made, place: int, **changes: object) -> Made:
@@ -206,22 +145,22 @@ def with_record(made: Made, place: int, **changes: object) -> Made:
     return replace(run, records=tuple(records)), findings
 
 
-def test_a_case_that_failed_is_a_dash_with_its_reason() -> None:
-    made = with_record(tensors("gaussian"), 1, status=Status.FAILED, reason="out of memory", measurements=())
-    table, _ = of_kind(part("tensors", made), Table)
-    assert table.rows[0][2].text == "-" and table.rows[0][2].hint == "out of memory"
-
-
-def test_numbers_that_became_infinite_are_said() -> None:
-    """An SQNR that leaves them out says nothing of them."""
-    (words,) = of_kind(part("tensors", with_record(tensors("gaussian"), 0, measurements=left(70.0, lost=0.5))), Text)
-    assert words.tone is Tone.BAD
-    assert words.text == "gaussian: numbers became infinite or NaN in fp16; its SQNR leaves them out."
-
-
-def test_times_errors_and_memory_of_tensors_are_in_no_other_section() -> None:
-    """They are costs of emulation: not even the table of all cases has them."""
-    made = tensors("gaussian", "outliers")
-    assert [
-        name for name in ("results", "speedup", "phases", "memory", "samples", "numbers") if built(name, made)
-    ] == []
+@as_before
+def test_tensors() -> Told:
+    two, three = tensors("gaussian", "outliers"), tensors("gaussian", "outliers", "log-normal")
+    yield "the best of each width, where it has several precisions", list(best_by_width(panel(tensors("gaussian"))))
+    yield "how often each is the best", list(best_by_width(panel(two)))
+    records = [
+        replace(one, measurements=left(90.0)) if one.case.mode.endswith("=row") and number > 12 else one
+        for number, one in enumerate(three[0].records)
+    ]
+    yield "the second best, too", list(best_by_width(panel((replace(three[0], records=tuple(records)), three[1]))))
+    yield "of many tensors a terminal shows the SQNR alone", on_terminal(three, "SQNR")
+    failed = with_record(three, 1, status=Status.FAILED, reason="out of memory", measurements=())
+    yield "a case without figures has dashes and a note", on_terminal(failed, "SQNR in", "notes")
+    yield "a map has every SQNR, its tables are folded below it", part("tensors", two)
+    yield "one tensor is a table alone", part("tensors", tensors("gaussian"))
+    failed = with_record(tensors("gaussian"), 1, status=Status.FAILED, reason="out of memory", measurements=())
+    yield "a case that failed is a dash with its reason", of_kind(part("tensors", failed), Table)
+    infinite = with_record(tensors("gaussian"), 0, measurements=left(70.0, lost=0.5))
+    yield "numbers that became infinite are said", of_kind(part("tensors", infinite), Text)

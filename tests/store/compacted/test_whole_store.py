@@ -36,7 +36,7 @@ from tests.counts import for_each
 from tests.duels import SESSION, header, result
 from tests.facts import CPU
 from tests.features.train.test_kind import LINES
-from tests.golden.test_stored_runs import FAILING, NEW, OLD, SAMPLE, SERIES, a_store_of_them
+from tests.golden.test_golden import FAILING, NEW, OLD, SAMPLE, SERIES, Document, a_place
 from tests.histories import keep, run_at, tree
 from tests.store.compacted.test_compacted import compacted, opened
 from tests.trainings import training
@@ -55,7 +55,7 @@ COMMANDS = [
     "gate --duel 0a1b2c3d --no-rerun", "gate --history --no-rerun", f"advise {SAMPLE}", f"advise {FAILING} --json",
     "fleet status PLAN", "fleet status PLAN --json", "fleet report PLAN --html OUT/fleet.html",
     "fleet report .fp8bench", "fleet report .fp8bench --json", "history list", "history list --runs",
-    f"history show '{SERIES}'", "history regressions --all", "history regressions --json", "history verify",
+    f"history show {SERIES}", "history regressions --all", "history regressions --json", "history verify",
     "store compact", "history rebuild",
 ]  # fmt: skip
 
@@ -106,7 +106,7 @@ def names_of(store: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_every_command_says_the_same(tmp_path: Path, fp8bench: Say) -> None:
-    with a_store_of_them(tmp_path):
+    with a_place(tmp_path, Document("", "stored")):
         names = of_all_kinds(tmp_path)
         fp8bench("history", "rebuild")
         compacted(STORE)

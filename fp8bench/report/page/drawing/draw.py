@@ -1,4 +1,6 @@
-"""The door to all drawings, and maps: a figure for each row and column; the colours of ratios part at 1."""
+"""The door to all drawings; maps, a figure for each row and column, where the colours of ratios part at 1; and small
+charts in rows and columns: of each line how it moves, on one scale for all.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,16 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from statistics import median
 from typing import Any
 
 from fp8bench import units
 from fp8bench.report.elements import AnyChart, Bars, Heat, Lines, Scatter, Sparks, Stacks, Strips, Waterfall
 from fp8bench.report.page.drawing.plots import draw_lines, draw_scatter
-from fp8bench.report.page.drawing.rows import draw_bars, draw_stacks, draw_strips, draw_waterfall
-from fp8bench.report.page.drawing.scale import CELLS, TABBED, drawable, placeless, shortened, shown, worded
-from fp8bench.report.page.drawing.sheet import Sheet
-from fp8bench.report.page.drawing.sparks import draw_sparks
+from fp8bench.report.page.drawing.rows import arranged, draw_bars, draw_stacks, draw_strips, draw_waterfall, legend
+from fp8bench.report.page.drawing.scale import CELLS, ROWS, TABBED, Scale, drawable, placeless, shortened, shown, worded
+from fp8bench.report.page.drawing.sheet import SHAPES, Sheet
 
 _HEIGHT = 30.0
 _WIDEST = 120.0
@@ -28,7 +31,7 @@ _LEAST = math.log(1.2)
 
 
 @dataclass(frozen=True)
-class _Grid:
+class _Cells:
     """Cells of one size from a corner."""
 
     left: float
@@ -67,13 +70,13 @@ def _written(value: float, unit: str) -> str:
     return shown(value, unit).removesuffix(f" {unit}")
 
 
-def _grid(sheet: Sheet, chart: Heat, values: Sequence[float], top: float) -> _Grid:
+def _grid(sheet: Sheet, chart: Heat, values: Sequence[float], top: float) -> _Cells:
     room, columns = 0.3 * sheet.width, len(chart.columns[:CELLS])
     left = max(sheet.measure(shortened(label, room, sheet.size)) for label in chart.rows[:CELLS]) + _GAP
     least = max(sheet.measure(_written(value, chart.axis.unit)) for value in values) + 8
     wide = max(least, min(_WIDEST, (sheet.width - left - 2) / columns))
     sheet.width = max(sheet.width, left + columns * wide + 2)
-    return _Grid(left, top, wide)
+    return _Cells(left, top, wide)
 
 
 # What gives a value its class, and the classes of the key with their words.
@@ -104,7 +107,7 @@ def _by_size(values: Sequence[float], unit: str) -> _Shading:
     return shade, ((shades[:1], shown(ordered[0], unit)), (shades[2:], shown(ordered[-1], unit)))
 
 
-def _cell(sheet: Sheet, chart: Heat, grid: _Grid, row: int, column: int, value: float | None, style: str) -> None:
+def _cell(sheet: Sheet, chart: Heat, grid: _Cells, row: int, column: int, value: float | None, style: str) -> None:
     x, y = grid.corner(row, column)
     name = f"{chart.rows[row]}, {chart.columns[column]}"
     stop = len(chart.rows) * len(chart.columns) <= TABBED
@@ -116,7 +119,7 @@ def _cell(sheet: Sheet, chart: Heat, grid: _Grid, row: int, column: int, value: 
         sheet.text(x + grid.wide / 2, y + _HEIGHT / 2, _written(value, chart.axis.unit), "value", anchor="middle")
 
 
-def _border(cells: list[list[float | None]], grid: _Grid) -> list[list[tuple[float, float]]]:
+def _border(cells: list[list[float | None]], grid: _Cells) -> list[list[tuple[float, float]]]:
     places = ((row, column, value) for row, line in enumerate(cells) for column, value in enumerate(line))
     known = {(row, column): value for row, column, value in places if value is not None}
     return [
@@ -139,7 +142,7 @@ def _key(sheet: Sheet, chart: Heat, keys: Sequence[tuple[Sequence[str], str]]) -
     return y + 30
 
 
-def _columns(sheet: Sheet, chart: Heat, grid: _Grid, rows: int) -> float:
+def _columns(sheet: Sheet, chart: Heat, grid: _Cells, rows: int) -> float:
     bottom = grid.top + rows * _HEIGHT
     names = [shortened(name, 150.0, sheet.size) for name in chart.columns[:CELLS]]
     widest = max(sheet.measure(name) for name in names)
@@ -151,6 +154,68 @@ def _columns(sheet: Sheet, chart: Heat, grid: _Grid, rows: int) -> float:
         else:
             sheet.text(x, bottom + 12, name, "label", anchor="middle")
     return bottom + (widest * math.sin(math.radians(40)) + 26 if turned else 24)
+
+
+_ROW, _BETWEEN_COLUMNS = 36.0, 14.0
+# Octaves on either side of the middle that a row shows at least. What moves further in first places stands at its edge.
+_LEAST_OCTAVES = 1.0
+
+
+def draw_sparks(sheet: Sheet, chart: Sparks) -> float:
+    every = [value for _, cells in chart.rows for lines in cells for values in lines for value in values]
+    sheet.omit(placeless((value for value in every if value is not None), log=True), len(chart.rows) - ROWS)
+    rows = chart.rows[:ROWS]
+    moved = [_octaves(values) for _, cells in rows for lines in cells for values in lines]
+    if not any(octave is not None for octaves in moved for octave in octaves):
+        return 0.0
+    late = (octaves[len(octaves) // 3 :] for octaves in moved)  # first steps move most, and would flatten the others
+    reach = max([_LEAST_OCTAVES, *(abs(octave) for octaves in late for octave in octaves if octave is not None)])
+    named = [(SHAPES[number], f"point s{number + 1}", name) for number, name in enumerate(chart.series)]
+    top = legend(sheet, named, 0.0)
+    text = f"a row: {reach:.2g} octaves up and down, from {chart.places[0]} to {chart.places[-1]}"
+    sheet.text(0, top + 8, shortened(text, sheet.width, sheet.size), "quiet")
+    found = arranged(sheet, [("", [name for name, _ in rows])], _ROW, top + 44)
+    wide = (sheet.width - found.left + _BETWEEN_COLUMNS) / len(chart.columns)
+    for column, title in enumerate(chart.columns):
+        sheet.text(
+            found.left + column * wide, top + 34, shortened(title, wide - _BETWEEN_COLUMNS, sheet.size), "heading"
+        )
+    for (name, cells), row in zip(rows, found.rows, strict=True):
+        for column, lines in enumerate(cells):
+            left = found.left + column * wide
+            x = Scale(0.0, max(1.0, len(chart.places) - 1.0), left, left + wide - _BETWEEN_COLUMNS)
+            y = Scale(-reach, reach, row.y + _ROW / 2 - 4, row.y - _ROW / 2 + 4)
+            _draw_cell(sheet, chart, (name, chart.columns[column]), lines, x, y)
+    return found.bottom + 4
+
+
+def _octaves(values: Sequence[float | None]) -> list[float | None]:
+    """How far each lies from their middle; None for what has no logarithm."""
+    logs = [math.log2(value) if value is not None and drawable(value, log=True) else None for value in values]
+    middle = median([log for log in logs if log is not None] or [0.0])
+    return [None if log is None else log - middle for log in logs]
+
+
+def _draw_cell(
+    sheet: Sheet, chart: Sparks, names: tuple[str, str], lines: Sequence[Sequence[float | None]], x: Scale, y: Scale
+) -> None:
+    if not any(value is not None for values in lines for value in values):
+        return
+    sheet.lines("grid", [[(x.start, y.at(0.0)), (x.end, y.at(0.0))]], layer=0)
+    said = []
+    for number, values in enumerate(lines):
+        places = enumerate(_octaves(values))
+        runs = [[(x.at(place), y.at(octave)) for place, octave in run if octave is not None]
+                for known, run in groupby(places, key=lambda pair: pair[1] is not None) if known]  # fmt: skip
+        for run in runs:
+            start, end = run[0], run[-1] if len(run) > 1 else (run[0][0] + 2, run[0][1])
+            sheet.lines(f"line s{number + 1}", [run if len(run) > 1 else [start, end]])
+        known = [value for value in values if value is not None and drawable(value, log=True)]
+        if known:
+            least, most, last = map(units.significant, (min(known), max(known), known[-1]))
+            said.append(f"{chart.series[number]} from {least} to {most}, last {last}")
+    hint = worded(", ".join(names), "; ".join(said))
+    sheet.box("band mark", x.start, y.end, x.end - x.start, y.start - y.end, hint=hint)
 
 
 # A chart's class -> what draws it on a sheet, and returns where it ends; 0 if there is nothing to draw.

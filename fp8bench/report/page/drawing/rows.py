@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 
 from fp8bench import units
 from fp8bench.report.elements import Bars, ChartAxis, Mark, Stacks, Strips, Tone, Waterfall
@@ -69,8 +69,11 @@ def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: 
     labels = [label for _, group in groups for label in group]
     headed = any(heading for heading, _ in groups)
     room = sheet.width if sheet.narrow else _LABELS_SHARE * sheet.width
-    texts = [shortened(label, room, sheet.size) for label in labels]
-    left = 0.0 if sheet.narrow else max((sheet.measure(text) for text in texts), default=0.0) + _LABEL_GAP
+    texts = [
+        [shortened(label, room, sheet.size)] if sheet.narrow else _in_lines(sheet, label, room) for label in labels
+    ]
+    left = 0.0 if sheet.narrow else max((sheet.measure(text) for lines in texts for text in lines), default=0.0)
+    left += 0.0 if sheet.narrow else _LABEL_GAP
     rows: list[Row] = []
     y = top
     for number, (heading, group) in enumerate(groups):
@@ -79,15 +82,27 @@ def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: 
             sheet.text(0, y + 10, shortened(heading, sheet.width, sheet.size, bold=True), "heading")
             y += 26.0
         for _ in group:
-            label = texts[len(rows)]
+            lines = texts[len(rows)]
             if sheet.narrow:
-                sheet.text(0, y + _LABEL_LINE - 8, label, "label")
+                sheet.text(0, y + _LABEL_LINE - 8, lines[0], "label")
                 rows.append(Row(y + _LABEL_LINE + height / 2 - _BELOW, y, _LABEL_LINE + height - _BELOW))
             else:
-                sheet.text(left - _LABEL_GAP, y + height / 2, label, "label", anchor="end")
+                first = y + (height - (len(lines) - 1) * sheet.size) / 2
+                for place, line in enumerate(lines):
+                    sheet.text(left - _LABEL_GAP, first + place * sheet.size, line, "label", anchor="end")
                 rows.append(Row(y + height / 2, y, height))
             y += rows[-1].height
     return Rows(tuple(rows), left, top, y)
+
+
+def _in_lines(sheet: Sheet, label: str, room: float) -> list[str]:
+    """A label that is too long in two lines, where both have room; else cut in its middle."""
+    cuts = [at for at, letter in enumerate(label) if letter == " "] if sheet.measure(label) > room else []
+    halves = [(label[:at], label[at + 1 :]) for at in cuts]
+    fitting = [pair for pair in halves if all(pair) and max(map(sheet.measure, pair)) <= room]
+    return list(
+        min(fitting, key=lambda pair: max(map(sheet.measure, pair)), default=(shortened(label, room, sheet.size),))
+    )
 
 
 def foot(sheet: Sheet, scale: Scale, axis: ChartAxis, rows: Rows) -> float:
@@ -237,6 +252,13 @@ _STACKED = 18.0
 _LEAST_SHARE = 0.03
 # What no part accounts for is no part: it is hatched.
 _RESTS = ("unattributed", "the rest")
+# Those of a product first: most charts have nothing but them.
+_PHASES = {
+    word: place
+    for place, word in enumerate(
+        ("gemm", "cast", "attention", "optimizer", "elementwise", "accumulate", "data", "communication")
+    )
+}
 
 
 def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
@@ -245,16 +267,17 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
     rows = rows[:ROWS]
     if not rows:
         return 0.0
-    keys = [("hatch" if chart.parts[n] in _RESTS else "box", _style(chart, n), chart.parts[n]) for n in chart.present]
+    styles = _styles(chart)
+    keys = [("hatch" if chart.parts[n] in _RESTS else "box", styles[n], chart.parts[n]) for n in chart.present]
     top = legend(sheet, keys, 0.0)
     sums = [sum(value for value in values if part_drawable(value)) for _, values in rows]
     places = arranged(sheet, [("", [label for label, _ in rows])], 26.0 if sheet.narrow else 30.0, top)
     unit = chart.axis.unit
-    room = max(sheet.measure(_written(one, unit)) for one in sums) + _GAP
+    room = max(sheet.measure(_written(total, unit)) for total in sums) + _GAP
     scale = Scale(0.0, max(sums), places.left, sheet.width - room, unit=unit)
     end = foot(sheet, scale, chart.axis, places)
-    for (label, values), place, whole in zip(rows, places.rows, sums, strict=True):
-        _stack(sheet, chart, label, values, place, scale)
+    for row, place, whole in zip(rows, places.rows, sums, strict=True):
+        _stack(sheet, chart, styles, row, place, scale)
         sheet.text(scale.at(whole) + _GAP, place.y, _written(whole, unit), "value")
     return end
 
@@ -264,14 +287,23 @@ def _written(whole: float, unit: str) -> str:
     return "" if unit == "%" else shown(whole, unit)
 
 
-def _style(chart: Stacks, number: int) -> str:
-    return "rest" if chart.parts[number] in _RESTS else f"part s{number % SERIES + 1}"
+def _styles(chart: Stacks) -> list[str]:
+    """A part that is a phase looks alike in all charts, by its first word; the others take what is left."""
+    places = [_PHASES.get(part.partition(" ")[0]) for part in chart.parts]
+    free = (place for place in count() if place not in places)
+    return [
+        "rest" if part in _RESTS else f"part s{(next(free) if place is None else place) % SERIES + 1}"
+        for part, place in zip(chart.parts, places, strict=True)
+    ]
 
 
-def _stack(sheet: Sheet, chart: Stacks, label: str, values: tuple[float, ...], place: Row, scale: Scale) -> None:
+def _stack(
+    sheet: Sheet, chart: Stacks, styles: Sequence[str], row: tuple[str, tuple[float, ...]], place: Row, scale: Scale
+) -> None:
+    label, values = row
     whole, before = sum(value for value in values if part_drawable(value)), 0.0
     top, unit = place.y - _STACKED / 2, chart.axis.unit
-    for number, (part, value) in enumerate(zip(chart.parts, values, strict=True)):
+    for part, style, value in zip(chart.parts, styles, values, strict=True):
         if not part_drawable(value):
             continue
         x, end = scale.at(before), scale.at(before + value)
@@ -279,7 +311,7 @@ def _stack(sheet: Sheet, chart: Stacks, label: str, values: tuple[float, ...], p
         said = shown(value, unit)
         said += "" if unit == "%" else f" ({units.percent(value / whole)})"
         hint = worded(f"{label}, {part}", said)
-        sheet.box(f"mark {_style(chart, number)}", x, top, end - x, _STACKED, hint=hint)
+        sheet.box(f"mark {style}", x, top, end - x, _STACKED, hint=hint)
         text = units.percent(value / whole, 0)
         if part in _RESTS:
             sheet.hatch("hatch", x, top, end - x, _STACKED, layer=2)

@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
+from tests.features.train.test_tasks import PROSE
 from torch import Tensor
 
 from fp8bench.errors import UsageError
+from fp8bench.features.train.beginnings import prepare_text
 from fp8bench.features.train.lab import models
 from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, Scores, TokenWindows, measured
 from fp8bench.features.train.lab.together import Alone
 from fp8bench.features.train.request import TASKS, TrainerSettings
-from fp8bench.features.train.texts import prepare_text
 from fp8bench.features.train.values import SeedTask, StepFigure, TokenSpan, TrainingText, Validation
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import LanguageModel
@@ -34,7 +35,6 @@ from fp8bench.registry import precisions
 from tests.counts import for_each
 from tests.facts import CPU
 from tests.features.train.lab.labs import lab_of, rows, task_of
-from tests.features.train.test_tasks import PROSE
 
 MERGES = ((104, 101), (256, 108))
 SETTINGS = TrainerSettings(batch=2, sequence=24)

@@ -1,0 +1,102 @@
+"""What is told of runs made by hand, held against what was told before: a document in tests/golden/made for each test.
+
+Such a test is a generator of claims, each with what is told where it holds: elements, lines, or nothing. Where words
+were meant to change, `FP8BENCH_TOLD=write pytest FILE` writes its document anew, and the diff is read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp8bench.model import Finding, Run
+from fp8bench.report.elements import Chart, Code, Facts, Field, Items, Part, Scatter, Table, Text, Tone, Verdicts
+from fp8bench.report.page.charts import numbers_table
+from fp8bench.report.terminal.run import render
+
+MADE = Path(__file__).resolve().parent / "golden" / "made"
+# A claim, and a part, an element, a text, a row of values, several of them, or None.
+Told = Iterator[tuple[str, Any]]
+
+
+def as_before(claims: Callable[..., Told]) -> Callable[..., None]:
+    path = MADE / f"{claims.__name__.removeprefix('test_')}.txt"
+
+    @functools.wraps(claims)
+    def test(**fixtures: Any) -> None:
+        now = "".join(f"== {claim}\n{as_text(told)}\n" for claim, told in claims(**fixtures))
+        now = re.sub(r"acknowledged \d{4}-\d\d-\d\d", "acknowledged TODAY", now)  # while the test runs
+        if os.environ.get("FP8BENCH_TOLD") == "write":
+            path.write_text(now, encoding="utf-8")
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        if now != before:
+            diff = difflib.unified_diff(before.splitlines(), now.splitlines(), "before", "now", lineterm="", n=2)
+            pytest.fail("\n".join([f"{path.name} differs; read how. FP8BENCH_TOLD=write writes it", *diff]), False)
+
+    return test
+
+
+def as_text(told: Any) -> str:
+    return "".join(f"{line.rstrip()}\n" for line in lines(told))
+
+
+def lines(told: Any) -> Iterator[str]:
+    """Whatever is told, with its tones and hints: '0.5x <doubt> {noisy}'."""
+    match told:
+        case None:
+            yield "(nothing)"
+        case str():
+            yield from told.splitlines() or ["(no words)"]
+        case Part():
+            yield from [f"lead: {told.lead}"] if told.lead else []
+            yield from lines(told.elements)
+        case Text() | Field():
+            yield shown(told)
+        case Items():
+            yield from (f"- {shown(item)}" for item in told.items)
+        case Facts():
+            yield from (f"{name}: {what}" for name, what in told.pairs)
+        case Code():
+            yield from (f"$ {line}" for line in told.text.splitlines())
+        case Table() | Verdicts() | Chart():
+            yield from rows_of(told)
+        case tuple() if told and any(isinstance(value, str | int | float | None) for value in told):
+            yield " | ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in told)
+        case _:
+            for part in told:
+                yield from lines(part)
+
+
+def rows_of(element: Table | Verdicts | Chart) -> Iterator[str]:
+    if isinstance(element, Verdicts):
+        yield f"verdicts | {' | '.join(element.questions)}"
+        yield from (" | ".join([f"  {label}", *map(shown, fields)]) for label, fields in element.rows)
+        return
+    kind, folded = type(element).__name__, " (folded)" * element.folded
+    if isinstance(element, Chart):
+        yield f"{kind} {element.name}{folded}: {element.title}: {element.description}"
+        if isinstance(element, Scatter):
+            yield f"  margin {element.margin!r}, joined {', '.join(element.joined)}"
+        element = numbers_table(element)  # type: ignore[arg-type]
+    else:
+        yield f"{kind} {element.name}{folded}: {element.caption}"
+    yield "  " + " | ".join(column.title for column in element.columns)
+    yield from ("  " + " | ".join(map(shown, row)) for row in element.rows)
+
+
+def shown(words: Text | Field) -> str:
+    hint = f" {{{words.hint}}}" if isinstance(words, Field) and words.hint else ""
+    return words.text + (f" <{words.tone}>" if words.tone is not Tone.PLAIN else "") + hint
+
+
+def on_terminal(made: tuple[Run, dict[str, Finding]], *words: str, width: int = 200) -> str:
+    """The paragraphs of all that a terminal says of a run in which a word stands, but for the legend."""
+    parts = render(*made, width, whole=True).rstrip("\n").split("\n\n")
+    return "\n\n".join(part for part in parts if part[:11] != "how to read" and any(word in part for word in words))
