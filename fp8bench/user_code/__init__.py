@@ -44,8 +44,7 @@ def _import(name: str, watched: Sequence[Switch]) -> None:
         raise
     except BaseException as error:  # foreign code may raise anything
         raise ImportFailed(
-            f"importing {name!r} failed: {own_words(error)}. Expected a module's name or a Python file that "
-            "registers workloads, precisions or devices."
+            f"importing {name!r} failed: {own_words(error)}. Give a module's name, or the path of a Python file."
         ) from error
     finally:
         changed = put_back(watched, before)

@@ -133,7 +133,8 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     code, text = verdict.exit_code, ""
     if arguments.comment is not None and source.duel is not None:
         reviewed = review(verdict, source.duel)
-        code, text = WORDS[reviewed.status][0], comment(reviewed, verdict, source.duel, command_line())
+        (code, meaning), text = WORDS[reviewed.status], comment(reviewed, verdict, source.duel, command_line())
+        observer.note(f"{arguments.comment} says: {reviewed.status} (exit code {code}). {meaning}")
     files = {
         "--junit": (arguments.junit, as_junit(verdict)),
         "--md": (arguments.md, markdown.render(page_of(verdict, every=True))),

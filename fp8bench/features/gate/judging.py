@@ -364,7 +364,8 @@ class GateVerdict:
         parts = [f"{failed} failed"] * (failed > 0) + [f"{worse} regression{'s' * (worse != 1)}"] * (worse > 0)
         parts += [f"{suspected} to confirm"] * (suspected > 0 and not self.sights.fails)
         if parts or not self.sights.fails:
-            return " and ".join(parts) or "no regression"
+            unsure = len(self.of(GateOutcome.UNSURE))
+            return " and ".join(parts) or "no regression" + (f" found, {unsure} unsure" if unsure else "")
         count = len(self.sights.blind)
         return f"no regression, but of {count} figure{'s' * (count != 1)} none would have been seen"
 

@@ -347,6 +347,8 @@ def notes_of(kept: KeptTraining, verdicts: TrainingVerdicts) -> Iterator[str]:
             f"memory and energy of {listed(names)} are those of emulation, which keeps values of a small format in "
             f"wider ones: they say nothing of a device that has the format{derived}"
         )
+    if kept.training.request.try_fix and not any(event.kind == "alarm" for event in kept.of(TrainingEvent)):
+        yield "--try-fix: no alarm, so that nothing was tried"
     if kept.training.request.ranks is not None and not kept.training.device.accelerated:
         yield "ranks on a CPU share its cores: tokens/s are a functional test"
     energies = energies_of(kept, verdicts)

@@ -198,7 +198,7 @@ def test_what_is_ignored() -> None:
     [
         ("", 0, "no regression"),
         ("FINE TO_CONFIRM CLEARED UNSURE BETTER", 4, "1 to confirm"),
-        ("FINE CLEARED UNSURE BETTER", 0, "no regression"),
+        ("FINE CLEARED UNSURE BETTER", 0, "no regression found, 1 unsure"),
         ("REGRESSION REGRESSION", 1, "2 regressions"),
         ("REGRESSION TO_CONFIRM", 1, "1 regression and 1 to confirm"),
         ("REGRESSION FAILED", 3, "1 failed and 1 regression"),
