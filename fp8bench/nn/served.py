@@ -77,7 +77,7 @@ def int4_format(columns: int) -> KeptFormat:
 
 
 @dataclass(frozen=True)
-class Arm:
+class ServedArm:
     """`weights` is a format, or `own`: those of the case's precision, with its activations. `low_inputs` says that
     activations are rounded to the weights' format too."""
 
@@ -124,7 +124,7 @@ def by_layer(word: str, layers: int) -> list[str]:
     return formats
 
 
-def arm_of(params: Mapping[str, Scalar], precision: Precision) -> Arm:
+def arm_of(params: Mapping[str, Scalar], precision: Precision) -> ServedArm:
     """What a case keeps, from its precision and its axes. UsageError where both say it."""
     kv, weights = str(params["kv"]), str(params["weights"])
     chosen = precision.chosen
@@ -132,10 +132,10 @@ def arm_of(params: Mapping[str, Scalar], precision: Precision) -> Arm:
         if (kv, weights) != (OWN, OWN):
             raise UsageError(f"{precision.mode} says what is kept, and kv={kv}, weights={weights} say it again.")
         low = chosen["activations"] == "low"
-        return Arm(str(chosen["carrier"]), str(chosen["kv"]), str(chosen["weights"]), low)
+        return ServedArm(str(chosen["carrier"]), str(chosen["kv"]), str(chosen["weights"]), low)
     carrier = precision.carried_by or precision.name
     own_weights = OWN if precision.carried_by else carrier
-    return Arm(carrier, "" if kv == OWN else kv, own_weights if weights == OWN else weights)
+    return ServedArm(carrier, "" if kv == OWN else kv, own_weights if weights == OWN else weights)
 
 
 def served_support(params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
@@ -162,7 +162,7 @@ def kept_support(precision: Precision, outputs: int, inputs: int, facts: DeviceF
     return _arm_support(arm, shape, precision, facts)
 
 
-def _arm_support(arm: Arm, shape: ServedShape, precision: Precision, facts: DeviceFacts) -> Support:
+def _arm_support(arm: ServedArm, shape: ServedShape, precision: Precision, facts: DeviceFacts) -> Support:
     kv, weights = set(arm.kv_of(shape.layers)), set(arm.weights_of(shape.layers))
     if arm.carrier not in CARRIERS:
         return hardware.refused(f"a served model's values travel in {' or '.join(CARRIERS)}, not in {arm.carrier}")
@@ -249,7 +249,7 @@ class ServedShape:
                 yield int(name.split(".")[1]), shape[0], shape[1]
 
 
-def check_groups(shape: ServedShape, arm: Arm) -> None:
+def check_groups(shape: ServedShape, arm: ServedArm) -> None:
     """Raise UsageError where rows of a weight cannot be cut into groups of int4."""
     formats = arm.weights_of(shape.layers)
     for layer, _, inputs in shape.kept:
@@ -290,7 +290,7 @@ class StepBytes:
         return self.weights + self.kv
 
 
-def step_bytes(model: ServedShape, arm: Arm, batch: int, context: int, experts: float | None = None) -> StepBytes:
+def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, experts: float | None = None) -> StepBytes:
     """By count, for weights in formats of this page: `own` ones of a precision are not known here. `experts` of a layer
     are read in the mean, those that chance chooses where nobody has counted."""
     wide, weights = CARRIERS[arm.carrier], 0.0

@@ -12,7 +12,7 @@ from fp8bench.nn.served import (
     KV_FORMATS,
     OWN,
     WEIGHT_FORMATS,
-    Arm,
+    ServedArm,
     arm_of,
     by_layer,
     forward_flops,
@@ -107,7 +107,7 @@ class ServedWorkload(Workload):
 
         return logits_error(setup, *self._asked(setup), self.named)
 
-    def _asked(self, setup: Setup) -> tuple[Arm, tuple[Layer, ...], int]:
+    def _asked(self, setup: Setup) -> tuple[ServedArm, tuple[Layer, ...], int]:
         params = dict(setup.case.params)
         return arm_of(params, self.precision(setup)), self.layers(params), self.new or int(params["context"])
 

@@ -36,7 +36,7 @@ from fp8bench.nn.decoder import (
 from fp8bench.nn.experts import load_figures
 from fp8bench.nn.holders import CONV1D, EXPERTS, LINEAR, Held, held_in
 from fp8bench.nn.own_model import seeded, short
-from fp8bench.nn.served import OWN, Arm, ServedShape, served_shapes
+from fp8bench.nn.served import OWN, ServedArm, ServedShape, served_shapes
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, gpt_around
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Layer, Phases, Setup, SilentPhases
@@ -98,7 +98,7 @@ def made(maker: Callable[[], Any], name: str, seed: int, facts: DeviceFacts) -> 
 class OwnDecoder:
     """`sizes` are sequences, and positions that the cache has for each. Raises UsageError for a model without one."""
 
-    def __init__(self, name: str, model: nn.Module, arm: Arm, sizes: tuple[int, int], device: str) -> None:
+    def __init__(self, name: str, model: nn.Module, arm: ServedArm, sizes: tuple[int, int], device: str) -> None:
         self.name, self.carrier, self.device = name, DTYPES[arm.carrier], device
         self.model = model.to(device, self.carrier).eval().requires_grad_(False)
         self.phase: Phases = SilentPhases()
@@ -162,7 +162,7 @@ class OwnDecoder:
             raise UsageError(f"{self.name}: some layers see a sliding window alone, whose bytes are not counted here.")
         return vocabulary
 
-    def _keep_weights(self, arm: Arm) -> None:
+    def _keep_weights(self, arm: ServedArm) -> None:
         formats = arm.weights_of(len(self.cache.layers))
         for held in self.held:
             layer, module = _layer_in(held.name), held.module
@@ -185,7 +185,7 @@ class OwnDecoder:
 
         return product
 
-    def _keep_keys(self, arm: Arm) -> None:
+    def _keep_keys(self, arm: ServedArm) -> None:
         self.heads: list[tuple[KeptHeads, KeptHeads]] = []
         for kept, layer in zip(arm.kv_of(len(self.cache.layers)), self.cache.layers, strict=True):
             shapes = (*layer.keys.shape,), (*layer.values.shape,)
@@ -255,7 +255,7 @@ def served_positions(model: nn.Module) -> int:
 
 def shape_of_own(name: str, model: nn.Module, seed: int, facts: DeviceFacts) -> ServedShape:
     """What is counted of a model, once its cache was found to work: token by token gives what a prompt at once does."""
-    decoder = OwnDecoder(name, model, Arm("fp32"), (1, _TRIED), facts.key)
+    decoder = OwnDecoder(name, model, ServedArm("fp32"), (1, _TRIED), facts.key)
     generator = torch.Generator(facts.key).manual_seed(seed)
     tokens = torch.randint(decoder.vocabulary, (1, _TRIED), generator=generator, device=facts.key)
     with torch.no_grad():
@@ -316,7 +316,7 @@ class ServedState:
 Named = Callable[[str], Callable[[], Any]]
 
 
-def served_state(setup: Setup, arm: Arm, layers: tuple[Layer, ...], new: int, named: Named) -> ServedState:
+def served_state(setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: int, named: Named) -> ServedState:
     """Of a case: `new` tokens at the end of its context, behind a cache that is filled here, untimed, from the seed."""
     params, device = dict(setup.case.params), setup.facts.key
     size, batch, context = str(params["size"]), int(params["batch"]), int(params["context"])
@@ -338,7 +338,7 @@ def served_state(setup: Setup, arm: Arm, layers: tuple[Layer, ...], new: int, na
 
 
 def _decoder(
-    setup: Setup, arm: Arm, layers: tuple[Layer, ...], config: GPTConfig, sizes: tuple[int, int]
+    setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], config: GPTConfig, sizes: tuple[int, int]
 ) -> Decoder:  # fmt: skip
     if not config.modern:
         config = replace(config, sequence=sizes[1])
@@ -359,12 +359,12 @@ def _decoder(
 
 
 def logits_error(
-    setup: Setup, arm: Arm, layers: tuple[Layer, ...], new: int, named: Named
+    setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: int, named: Named
 ) -> dict[str, float]:  # fmt: skip
     """Of a step's logits, against those of the same weights, cache and tokens in fp64 throughout; and which experts it
     read, where there are any."""
     exact = replace(setup, arithmetic=PlainArithmetic(torch.float64), high=PlainArithmetic(torch.float64), layers={})
-    states = served_state(setup, arm, layers, new, named), served_state(exact, Arm("fp64"), layers, new, named)
+    states = served_state(setup, arm, layers, new, named), served_state(exact, ServedArm("fp64"), layers, new, named)
     for state in states:
         state.step(SilentPhases())
     errors, model = {"logits_error": relative_frobenius(states[0].logits, states[1].logits)}, states[0].model

@@ -21,7 +21,8 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder, IntegerWeight, KeptHeads, KeptWeight, OwnWeight, drawn_weights, kept_weight
 from fp8bench.nn.experts import MixtureGPT
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.served import KV_FORMATS, WEIGHT_FORMATS, Arm, by_layer, kept_word, served_shapes, shape_of, step_bytes
+from fp8bench.nn.served import KV_FORMATS, WEIGHT_FORMATS, by_layer, kept_word, served_shapes, shape_of, step_bytes
+from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions, workloads

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from fp8bench.errors import UsageError
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
-from fp8bench.nn.served import Arm, served_shapes, step_bytes
+from fp8bench.nn.served import ServedArm as Arm
+from fp8bench.nn.served import served_shapes, step_bytes
 from fp8bench.nn.serving import OwnDecoder, made, shape_of_own
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases

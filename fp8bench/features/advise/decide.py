@@ -23,7 +23,7 @@ from fp8bench.features.infer.view import carrier_of, spared_word
 from fp8bench.features.sensitivity.study import as_words
 from fp8bench.features.train.verdicts.curves import Curve, Gap, curves_of, gap_of
 from fp8bench.model import Interval, Level, Status, Verdict
-from fp8bench.nn.served import Arm
+from fp8bench.nn.served import ServedArm
 from fp8bench.report.panels import together
 
 Answers = Mapping[str, RuleAnswer]
@@ -298,7 +298,7 @@ def _lead(answer: ServingAnswer) -> str:
     return word_of(answer.question.arms[0], carrier_of(answer))
 
 
-def _judged(answer: ServingAnswer, rule: str, arm: Arm, where: str, because: str) -> Advice:
+def _judged(answer: ServingAnswer, rule: str, arm: ServedArm, where: str, because: str) -> Advice:
     """Take the arm where it was timed to be faster, `where`, or nowhere if that is ''; unless predictions suffer."""
     name, quality = word_of(arm, carrier_of(answer)), answer.quality_of(arm)
     doing = f"quantise weights ({name})" if arm.weights and not arm.kv else f"take {name}"

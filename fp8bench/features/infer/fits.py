@@ -20,7 +20,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.analysis.stats import Floats, best_case
 from fp8bench.features.infer.values import LEAST_CONTEXTS, BatchGain, BatchSweep, ContextCrossing, TimeLine, is_of
 from fp8bench.model import Interval, Record, Run
-from fp8bench.nn.served import CARRIERS, Arm, ServedShape, step_bytes
+from fp8bench.nn.served import CARRIERS, ServedArm, ServedShape, step_bytes
 
 # What intervals are called, and the share of resamples that they hold: by simulated sweeps these hold the truth in 95
 # of 100, from 10 rounds on. The fastest of few rounds are a little slower than those of many.
@@ -115,11 +115,11 @@ def crossing_of(arm: LineDraws, reference: LineDraws, contexts: Sequence[int]) -
 Phases = Mapping[str, float]
 
 
-def swept(run: Run, arms: Sequence[Arm], layer: tuple[int, int], rows: tuple[int, ...]) -> BatchSweep:
+def swept(run: Run, arms: Sequence[ServedArm], layer: tuple[int, int], rows: tuple[int, ...]) -> BatchSweep:
     return BatchSweep(layer, rows, tuple(gains_of(run, arms)), computed_batch(run, arms[0]))
 
 
-def gains_of(run: Run, arms: Sequence[Arm]) -> Iterator[BatchGain]:
+def gains_of(run: Run, arms: Sequence[ServedArm]) -> Iterator[BatchGain]:
     """By the ratios of the suite's own verdicts; beside what is measured what ceilings say."""
     verdicts = findings(run)
     leads = {int(record.case.param("m")): record for record in run.records if record.is_reference}
@@ -143,7 +143,7 @@ def gains_of(run: Run, arms: Sequence[Arm]) -> Iterator[BatchGain]:
 _FIXED = 1.5
 
 
-def cause_of(first: Phases, last: Phases, reference: Phases, arm: Arm) -> str:
+def cause_of(first: Phases, last: Phases, reference: Phases, arm: ServedArm) -> str:
     """What an arm loses by: its seconds by phase at the fewest rows and where it loses most, and the reference's there.
 
     A time that hardly depends on the rows is what a launch and reading the weight take; one that grows is what is
@@ -157,7 +157,7 @@ def cause_of(first: Phases, last: Phases, reference: Phases, arm: Arm) -> str:
     return "dequantising inside its product" if arm.weights else f"its product: that of {arm.carrier} is slower here"
 
 
-def computed_rows(record: Record, arm: Arm) -> float | None:
+def computed_rows(record: Record, arm: ServedArm) -> float | None:
     """Below how many rows a product of the arm is bound by the bytes of its weight, by the ceilings of its device."""
     ceiling = record.ceiling
     if ceiling is None or not ceiling.flops or not ceiling.bytes:
@@ -168,7 +168,7 @@ def computed_rows(record: Record, arm: Arm) -> float | None:
     return each * ceiling.flops / (2 * ceiling.bytes)
 
 
-def computed_batch(run: Run, reference: Arm) -> float | None:
+def computed_batch(run: Run, reference: ServedArm) -> float | None:
     """The batch from which the reference's own products are bound by arithmetic, so that fewer bytes gain nothing."""
     ceiling = next(
         (record.ceiling for record in run.records if record.is_reference and record.ceiling is not None), None

@@ -43,7 +43,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.nn.served import (
     OWN,
     OWN_SHAPES,
-    Arm,
+    ServedArm,
     ServedShape,
     served_memory,
     served_shape,
@@ -56,7 +56,7 @@ from fp8bench.plan.make import device_named
 from fp8bench.registry import precisions
 from fp8bench.units import size
 
-RankedArms = tuple[tuple[Arm, ArmQuality], ...]
+RankedArms = tuple[tuple[ServedArm, ArmQuality], ...]
 _MODULE = "fp8bench.features.infer.quality"
 SHIPPED, WEIGHTS = "nano-python", Path(__file__).with_name("nano-python.bin")
 # Left out of the shipped model's training; its positions.
@@ -167,7 +167,7 @@ def _qualities(
     return replace(quality, arms=quality.arms[: len(others)]), tuple(ranked), tuple(zip(both, again, strict=True))
 
 
-def _within(arm: Arm, layers: int) -> Arm:
+def _within(arm: ServedArm, layers: int) -> ServedArm:
     """Exceptions of layers that the model of quality has not are left out: its quality is that of the usual format."""
 
     def kept(word: str) -> str:
@@ -178,7 +178,7 @@ def _within(arm: Arm, layers: int) -> Arm:
     return replace(arm, kv=kept(arm.kv), weights=kept(arm.weights))
 
 
-def layer_arms(what: str, lead: Arm, others: Sequence[Arm], layers: int) -> list[Arm]:
+def layer_arms(what: str, lead: ServedArm, others: Sequence[ServedArm], layers: int) -> list[ServedArm]:
     """For each layer an arm in which it alone is low, in the format of the first arm that has one."""
     if not what:
         return []
@@ -192,7 +192,7 @@ def layer_arms(what: str, lead: Arm, others: Sequence[Arm], layers: int) -> list
     ]
 
 
-def spared_arms(what: str, ranked: Sequence[Arm]) -> list[Arm]:
+def spared_arms(what: str, ranked: Sequence[ServedArm]) -> list[ServedArm]:
     """Of arms with one layer low, the worst first: that with all of them low, and that with the worst quarter high."""
     if not ranked:
         return []
@@ -213,7 +213,7 @@ def _timed(
         raise UsageError(f"the reference has no speed on {facts.key}: {lead.reason}. Give --reference fp32 or bf16.")
     native = tuple(arm for arm in question.arms if supports[arm].level is Level.NATIVE)
 
-    def measured(suite: str, arms: Sequence[Arm], **axes: Sequence[object]) -> Run:
+    def measured(suite: str, arms: Sequence[ServedArm], **axes: Sequence[object]) -> Run:
         request = Request(
             suite, tuple(map(dtype_of, arms)), (facts.key,), dtype_of(arms[0]),
             tuple((name, tuple(map(str, values))) for name, values in axes.items()), quick=question.quick,
@@ -255,7 +255,7 @@ def _context(record: Record) -> int:
     return int(record.case.param("context"))
 
 
-def times_of(question: ServingQuestion, native: Sequence[Arm], decode: Run, prefill: Run) -> Iterator[ArmTimes]:
+def times_of(question: ServingQuestion, native: Sequence[ServedArm], decode: Run, prefill: Run) -> Iterator[ArmTimes]:
     best = findings(decode)
     reference: LineDraws | None = None
     for arm in native:

@@ -23,7 +23,7 @@ from fp8bench.features.infer.values import ArmQuality, Quality, QualityTask, Rol
 from fp8bench.model import DeviceFacts, Interval
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import DTYPES, Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
-from fp8bench.nn.served import Arm, served_shapes
+from fp8bench.nn.served import ServedArm, served_shapes
 from fp8bench.nn.serving import OwnDecoder, made, served_positions, shape_of_own
 from fp8bench.nn.shared_workloads import attention_by
 from fp8bench.nn.sizes import GPTConfig
@@ -72,7 +72,7 @@ def _trained_weights(model: ServedModel, config: GPTConfig, device: str) -> Call
 
 
 # Makes the model of an arm, for texts of (sequences, positions).
-Serve = Callable[[Arm, tuple[int, int]], Decoder | OwnDecoder]
+Serve = Callable[[ServedArm, tuple[int, int]], Decoder | OwnDecoder]
 
 
 def quality_of(task: QualityTask, maker: Callable[[], Any] | None = None) -> Quality:
@@ -80,7 +80,7 @@ def quality_of(task: QualityTask, maker: Callable[[], Any] | None = None) -> Qua
     serve, text, caution = _served(task) if maker is None else _own(task, maker)
     lead, *others = task.arms
 
-    def predicted(arm: Arm, kernel: str = "auto") -> Predictions:
+    def predicted(arm: ServedArm, kernel: str = "auto") -> Predictions:
         with torch.no_grad(), attention_by(kernel):
             return _predicted(serve(arm, (text.shape[0], text.shape[1] - 1)), text)
 
@@ -93,7 +93,7 @@ def quality_of(task: QualityTask, maker: Callable[[], Any] | None = None) -> Qua
     return Quality(task.model.name, int(reference.true.numel()), perplexity, itself, floor, arms, caution, rollouts)
 
 
-def rollout_gap(serve: Serve, arm: Arm, trainer: Arm, text: Tensor, seed: int) -> RolloutGap:
+def rollout_gap(serve: Serve, arm: ServedArm, trainer: ServedArm, text: Tensor, seed: int) -> RolloutGap:
     """The arm goes on from the first half of each text, token by token from its cache; the trainer scores what came at
     once. All arms are given the same random numbers."""
     start, length = text.shape[1] // 2, text.shape[1]
@@ -139,7 +139,7 @@ def _own(task: QualityTask, maker: Callable[[], Any]) -> tuple[Serve, Tensor, st
         vocabulary = OwnDecoder(name, copy.deepcopy(model), task.arms[0], (1, 2), device).vocabulary
         text, caution = torch.randint(vocabulary, shape, generator=generator, device=device), RANDOM_TOKENS
 
-    def serve(arm: Arm, sizes: tuple[int, int]) -> OwnDecoder:
+    def serve(arm: ServedArm, sizes: tuple[int, int]) -> OwnDecoder:
         return OwnDecoder(name, copy.deepcopy(model), arm, sizes, device)
 
     return serve, text, caution
@@ -157,13 +157,13 @@ def _served(task: QualityTask) -> tuple[Serve, Tensor, str]:
     else:
         weight = drawn_weights(served_shapes(config), task.seed, device)
 
-    def serve(arm: Arm, sizes: tuple[int, int]) -> Decoder:
+    def serve(arm: ServedArm, sizes: tuple[int, int]) -> Decoder:
         return _decoder(config, weight, arm, sizes)
 
     return serve, text, "" if model.weights else RANDOM_WEIGHTS
 
 
-def _decoder(config: GPTConfig, weight: Callable[[str], Tensor], arm: Arm, sizes: tuple[int, int]) -> Decoder:
+def _decoder(config: GPTConfig, weight: Callable[[str], Tensor], arm: ServedArm, sizes: tuple[int, int]) -> Decoder:
     formats = arm.weights_of(config.layers)
 
     def keep(name: str, matrix: Tensor) -> KeptWeight:

@@ -12,7 +12,7 @@ from fp8bench.nn.served import (
     KV_FORMATS,
     SERVED,
     WEIGHT_FORMATS,
-    Arm,
+    ServedArm,
     ServedShape,
     StepBytes,
     by_layer,
@@ -34,11 +34,11 @@ _PARSERS = {
 }  # fmt: skip
 
 
-def arm_in_words(word: str, carrier: str) -> Arm:
+def arm_in_words(word: str, carrier: str) -> ServedArm:
     """'bf16', 'kv=fp8', 'kv=fp8@0-1=bf16+weights=int8'; UsageError for what is none of it."""
     if word in CARRIERS:
-        return Arm(word)
-    arm = Arm(carrier)
+        return ServedArm(word)
+    arm = ServedArm(carrier)
     for part in word.split("+"):
         key, equals, value = part.partition("=")
         if "@" in key:  # the issue's own spelling of an exception: kv@0-3=bf16
@@ -55,7 +55,7 @@ def arm_in_words(word: str, carrier: str) -> Arm:
     return arm
 
 
-def word_of(arm: Arm, carrier: str) -> str:
+def word_of(arm: ServedArm, carrier: str) -> str:
     """The shortest that says it, beside arms of that carrier."""
     parts = [f"{key}={value}" for key, value in (("kv", arm.kv), ("weights", arm.weights)) if value]
     parts += ["activations=low"] if arm.low_inputs else []
@@ -64,12 +64,12 @@ def word_of(arm: Arm, carrier: str) -> str:
     return "+".join([*([] if arm.carrier == carrier else [f"carrier={arm.carrier}"]), *parts])
 
 
-def low_layer(arm: Arm, what: str) -> tuple[int, str]:
+def low_layer(arm: ServedArm, what: str) -> tuple[int, str]:
     layer, _, low = str(getattr(arm, what)).partition("@")[2].partition("=")
     return int(layer), low
 
 
-def dtype_of(arm: Arm) -> str:
+def dtype_of(arm: ServedArm) -> str:
     if not (arm.kv or arm.weights):
         return arm.carrier
     options = (("carrier", arm.carrier if arm.carrier != "bf16" else ""), ("kv", arm.kv), ("weights", arm.weights),
@@ -77,11 +77,11 @@ def dtype_of(arm: Arm) -> str:
     return ":".join([SERVED, *(f"{key}={value}" for key, value in options if value)])
 
 
-def is_of(record: Record, arm: Arm) -> bool:
+def is_of(record: Record, arm: ServedArm) -> bool:
     return record.case.precision == precisions.canonical(dtype_of(arm))
 
 
-def check_arm(arm: Arm, shape: ServedShape) -> None:
+def check_arm(arm: ServedArm, shape: ServedShape) -> None:
     """Raise for layers that the model has not, and for rows that no format cuts."""
     for word in (arm.kv, arm.weights):
         by_layer(word, shape.layers)
@@ -94,7 +94,7 @@ class ServingQuestion:
     usual ones that it has positions for."""
 
     size: str
-    arms: tuple[Arm, ...]
+    arms: tuple[ServedArm, ...]
     contexts: tuple[int, ...]
     batch: int
     quick: bool
@@ -135,7 +135,7 @@ class QualityTask:
 
     model: ServedModel
     tokens: int
-    arms: tuple[Arm, ...]
+    arms: tuple[ServedArm, ...]
     facts: DeviceFacts
     seed: int
     rolls_out: int = 0
@@ -235,7 +235,7 @@ class ArmTimes:
     `why` says why it has none; `kernel` what multiplies, '' where nothing of its own does; `doubts` are labels that
     leave a verdict of the runs nothing to judge."""
 
-    arm: Arm
+    arm: ServedArm
     tpot: tuple[tuple[int, float], ...] = ()
     line: TimeLine | None = None
     crossing: ContextCrossing | None = None
@@ -252,7 +252,7 @@ class BatchGain:
     whether it `pays` at all, None for what nobody can tell. `worst` are the rows where it loses most and `cause` what
     by, '' where it surely loses nowhere; below `computed` rows its product is bound by the bytes of its weight."""
 
-    arm: Arm
+    arm: ServedArm
     crossings: tuple[tuple[float, float, float, bool], ...]
     pays: bool | None
     worst: int
@@ -282,19 +282,19 @@ class ServingAnswer:
     times: tuple[ArmTimes, ...]
     prompt: int
     quality: Quality | None
-    layers: tuple[tuple[Arm, ArmQuality], ...] = ()
+    layers: tuple[tuple[ServedArm, ArmQuality], ...] = ()
     bandwidth: float | None = None
     runs: tuple[str, ...] = ()
     sweep: BatchSweep | None = None
     finished: bool = True
-    spared: tuple[tuple[Arm, ArmQuality], ...] = ()
+    spared: tuple[tuple[ServedArm, ArmQuality], ...] = ()
     experts: float | None = None
 
-    def moved(self, arm: Arm) -> StepBytes:
+    def moved(self, arm: ServedArm) -> StepBytes:
         asked = self.question
         return step_bytes(served_shape(asked.size), arm, asked.batch, asked.contexts[-1], self.experts)
 
-    def quality_of(self, arm: Arm) -> ArmQuality | None:
+    def quality_of(self, arm: ServedArm) -> ArmQuality | None:
         """Of the reference, the floor."""
         if self.quality is None:
             return None

@@ -17,7 +17,7 @@ from fp8bench.features.infer.values import (
 )
 from fp8bench.model import Interval
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.nn.served import Arm, attention_flops, forward_flops, served_shape
+from fp8bench.nn.served import ServedArm, attention_flops, forward_flops, served_shape
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Code, Element, Page, Part, Table, Text
@@ -56,7 +56,7 @@ def page_of(answer: ServingAnswer) -> Page:
     return Page(title, "", made, _LEGEND)
 
 
-def _name(answer: ServingAnswer, arm: Arm) -> str:
+def _name(answer: ServingAnswer, arm: ServedArm) -> str:
     return word_of(arm, carrier_of(answer))
 
 
@@ -93,21 +93,21 @@ def _costs(answer: ServingAnswer) -> Table:
     known = {time.arm: time for time in answer.times}
     moved = {arm: answer.moved(arm) for arm in answer.question.arms}
 
-    def share(arm: Arm) -> str | None:
+    def share(arm: ServedArm) -> str | None:
         times = known.get(arm)
         if times is None or not times.tpot or not answer.bandwidth:
             return None
         part = moved[arm].total / times.tpot[-1][1] / answer.bandwidth
         return "cached" if part > 1 else units.percent(part, 0)
 
-    def of(arm: Arm, say: Callable[[ArmQuality], str]) -> str | None:
+    def of(arm: ServedArm, say: Callable[[ArmQuality], str]) -> str | None:
         quality = answer.quality_of(arm)
         return None if quality is None else say(quality)
 
     def mebibytes(count: int) -> str:
         return f"{count / 2**20:.3g}"
 
-    cols: list[Col[Arm]] = [
+    cols: list[Col[ServedArm]] = [
         Col("arm", lambda arm: _floor(answer, arm)),
         Col("W MiB", lambda arm: mebibytes(moved[arm].weights), number=True),
         Col("kv", lambda arm: mebibytes(moved[arm].kv), number=True),
@@ -123,12 +123,12 @@ def _costs(answer: ServingAnswer) -> Table:
     return table("costs", "", cols, answer.question.arms)
 
 
-def _floor(answer: ServingAnswer, arm: Arm) -> str:
+def _floor(answer: ServingAnswer, arm: ServedArm) -> str:
     return _name(answer, arm) + (" (floor)" if arm == answer.question.arms[0] else "")
 
 
 def _rollouts(answer: ServingAnswer, gaps: Sequence[RolloutGap]) -> Table:
-    cols: list[Col[tuple[Arm, RolloutGap]]] = [
+    cols: list[Col[tuple[ServedArm, RolloutGap]]] = [
         Col("rollout by", lambda pair: _floor(answer, pair[0])),
         Col("mean gap", lambda pair: _short(pair[1].mean, 1), number=True),
         Col("largest", lambda pair: _short(pair[1].largest, 1), number=True),
@@ -230,7 +230,7 @@ def _ends(faster: tuple[bool | None, bool | None]) -> str:
     return f"{first} at both ends" if first == last else f"{first}, then {last}"
 
 
-def _derived(answer: ServingAnswer, arm: Arm) -> str:
+def _derived(answer: ServingAnswer, arm: ServedArm) -> str:
     """By bytes alone at the longest context: a step reads fewer at every one, so that the lines cross nowhere."""
     both = [answer.moved(each).total for each in (answer.question.arms[0], arm)]
     return f"{both[0] / both[1]:.1f}x"

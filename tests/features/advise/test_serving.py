@@ -23,7 +23,7 @@ from fp8bench.features.infer.values import (
     kept_answers,
 )
 from fp8bench.model import Interval
-from fp8bench.nn.served import Arm
+from fp8bench.nn.served import ServedArm as Arm
 from tests.advised import FP8, group, run
 from tests.commands import Say
 from tests.counts import for_each

@@ -28,7 +28,8 @@ from fp8bench.features.infer.values import (
 from fp8bench.features.infer.view import page_of, rows_of, value_of
 from fp8bench.model import Level
 from fp8bench.nn.decoder import Decoder
-from fp8bench.nn.served import OWN, Arm, served_shapes, served_support
+from fp8bench.nn.served import OWN, served_shapes, served_support
+from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.registry import precisions, workloads
 from fp8bench.report.terminal.layout import render

@@ -17,7 +17,8 @@ from fp8bench.features.infer.view import sweep_words, value_of
 from fp8bench.model import Level, Record, Segments, SlotSample, Status, Timing
 from fp8bench.model.measured import Ceiling
 from fp8bench.model.raw import Settings
-from fp8bench.nn.served import OWN_SHAPES, Arm, ServedShape, step_bytes
+from fp8bench.nn.served import OWN_SHAPES, ServedShape, step_bytes
+from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions, workloads
 from tests.commands import Say

@@ -21,7 +21,8 @@ from fp8bench.features.infer.quality import InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel
 from fp8bench.model import Label
 from fp8bench.model.raw import Settings
-from fp8bench.nn.served import OWN_SHAPES, Arm, ServedShape
+from fp8bench.nn.served import OWN_SHAPES, ServedShape
+from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.nn.serving import ServedState
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import SilentPhases

@@ -14,7 +14,7 @@ from fp8bench.features.infer.job import SHIPPED, WEIGHTS, held_out_text
 from fp8bench.features.infer.quality import Serve, _served, gap_of, quality_of, rollout_gap
 from fp8bench.features.infer.values import QualityTask, ServedModel
 from fp8bench.nn.decoder import Decoder
-from fp8bench.nn.served import Arm
+from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.nn.sizes import SERVED_SIZES
 from tests.workloads.steps import CPU
 

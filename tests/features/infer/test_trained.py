@@ -18,7 +18,7 @@ from fp8bench.features.train.kind import load_head, load_training, training_file
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.run import train
 from fp8bench.features.train.values import TrainingObserver, Validation
-from fp8bench.nn.served import Arm
+from fp8bench.nn.served import ServedArm as Arm
 from tests.workloads.steps import CPU
 
 SETTINGS = TrainerSettings(batch=2, sequence=64)

@@ -342,7 +342,7 @@ _BETAS = {"adamw": BETAS, "sgd": (0.9, 0.0), "lion": (0.9, 0.99), "adafactor": (
 _EPSILONS = {"adafactor": 1e-3}
 
 
-class Optimizer:
+class LoopOptimizer:
     """AdamW, or another one of float32 weights. `update_norms` and `weight_norms` are those of the last step by
     parameter, in the order of the model."""
 

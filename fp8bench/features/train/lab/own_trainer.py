@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.features.train.lab.evaluate import Scores
 from fp8bench.features.train.lab.fine_tuning import begin_as_asked, scaled
-from fp8bench.features.train.lab.optimizer import Optimizer, seed_of
+from fp8bench.features.train.lab.optimizer import LoopOptimizer, seed_of
 from fp8bench.features.train.lab.own_optimizer import TorchOptimizer
 from fp8bench.features.train.lab.together import Alone
 from fp8bench.features.train.lab.trainer import Beside, Trainer
@@ -113,7 +113,7 @@ class OwnTrainer(Trainer):
                 f"--schedule plateau looks at held-out losses, and {self._name} gives no held_out batches. Give "
                 "some, or choose another schedule."
             )
-        return Optimizer(self._parameters, settings)
+        return LoopOptimizer(self._parameters, settings)
 
     def _refuse_settings(self) -> None:
         usual = type(self._settings)()

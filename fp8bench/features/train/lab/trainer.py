@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8bench.features.train.lab import models
 from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, Scores, windows_by_step
 from fp8bench.features.train.lab.fine_tuning import begin_as_asked, frozen_in, scaled
-from fp8bench.features.train.lab.optimizer import Optimizer, clippings_of, joint, own_seed, seed_of
+from fp8bench.features.train.lab.optimizer import LoopOptimizer, clippings_of, joint, own_seed, seed_of
 from fp8bench.features.train.lab.together import digest_of
 from fp8bench.features.train.lab.update_rules import PlateauShare, group_of, loss_scale_of, share_of_rate
 from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, WatchedStep, whole_words
@@ -105,7 +105,7 @@ class Trainer:
         return model
 
     def _updating(self) -> Any:
-        return Optimizer(self.together.own(self._parameters), self._settings)
+        return LoopOptimizer(self.together.own(self._parameters), self._settings)
 
     def _made(self, facts: DeviceFacts) -> LanguageModel:
         """The model, its weights drawn from the seed in float32 whatever the precision."""

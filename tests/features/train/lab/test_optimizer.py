@@ -19,7 +19,7 @@ from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab.models import check
 from fp8bench.features.train.lab.optimizer import (
     AutomaticScale,
-    Optimizer,
+    LoopOptimizer,
     StochasticWeights,
     joint,
     stochastic_bf16,
@@ -61,18 +61,18 @@ def values_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in parameters]
 
 
-def made(**settings: Any) -> tuple[Optimizer, list[nn.Parameter]]:
+def made(**settings: Any) -> tuple[LoopOptimizer, list[nn.Parameter]]:
     own = parameters()
-    return Optimizer(own, TrainerSettings(**settings)), list(own.values())
+    return LoopOptimizer(own, TrainerSettings(**settings)), list(own.values())
 
 
-def backward(optimizer: Optimizer, own: list[nn.Parameter], *micro_batches: list[Tensor]) -> None:
+def backward(optimizer: LoopOptimizer, own: list[nn.Parameter], *micro_batches: list[Tensor]) -> None:
     optimizer.gradients.begin()
     for several in micro_batches:
         torch.stack([(weight * part).sum() for weight, part in zip(own, several, strict=True)]).sum().backward()
 
 
-def step(optimizer: Optimizer, rate: float = 1e-2, divisor: float = 1.0, skip: bool = False) -> None:
+def step(optimizer: LoopOptimizer, rate: float = 1e-2, divisor: float = 1.0, skip: bool = False) -> None:
     optimizer.step(rate, [torch.tensor(float(divisor))] * len(SHAPES), torch.tensor(float(skip)))
 
 
@@ -238,7 +238,7 @@ def test_updates_too_small_for_bf16_are_kept_on_average() -> None:
 def trained(skipped: int = -1, **settings: Any) -> list[list[Tensor]]:
     """The weights after every step; gradients come multiplied by 4 and are divided again."""
     own = parameters()
-    optimizer = Optimizer(own, TrainerSettings(weight_decay=0.1, **settings))
+    optimizer = LoopOptimizer(own, TrainerSettings(weight_decay=0.1, **settings))
     weights = []
     for step in range(STEPS):
         for parameter, gradient in zip(own.values(), gradients(step), strict=True):

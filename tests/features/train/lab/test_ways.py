@@ -17,7 +17,7 @@ from fp8bench.errors import UsageError
 from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab import together as ranks_together
 from fp8bench.features.train.lab import ways
-from fp8bench.features.train.lab.optimizer import Gradients, Optimizer, joint
+from fp8bench.features.train.lab.optimizer import Gradients, LoopOptimizer, joint
 from fp8bench.features.train.lab.together import FullySharded, TensorParallel, digest_of
 from fp8bench.features.train.lab.ways import BF16Group, NotedGroup, SequenceParallel, ZeroTensors
 from fp8bench.features.train.request import WIRES, TrainerSettings
@@ -97,7 +97,7 @@ class Learnt(NamedTuple):
     sizes: Mapping[str, int] = {}
 
 
-def update(optimizer: Optimizer, norms: Callable[[list[Tensor]], list[Tensor]] = list) -> list[float]:
+def update(optimizer: LoopOptimizer, norms: Callable[[list[Tensor]], list[Tensor]] = list) -> list[float]:
     own = [optimizer.gradients.norms()]
     optimizer.step(1e-2, [torch.tensor(1.0)] * 99, torch.tensor(0.0))
     return [float(joint(norms(each))) for each in (*own, optimizer.update_norms, optimizer.weight_norms)]
@@ -106,7 +106,7 @@ def update(optimizer: Optimizer, norms: Callable[[list[Tensor]], list[Tensor]] =
 def alone(ranks: int, wire: str = "fp32", **settings: Any) -> Learnt:
     """All ranks' gradients, averaged for the whole model; weights as they are sent."""
     own, norms = parameters(), list[float]()
-    optimizer = Optimizer(own, TrainerSettings(**settings))
+    optimizer = LoopOptimizer(own, TrainerSettings(**settings))
     for step in range(STEPS):
         optimizer.gradients.begin()
         for parameter, *parts in zip(own.values(), *(gradients(step, rank) for rank in range(ranks)), strict=True):
@@ -128,7 +128,7 @@ def trained(
 ) -> list[Learnt]:
     def run(place: Place) -> Learnt:
         together, wholes, norms = make(exchanges(place)), parameters(), list[float]()
-        optimizer = Optimizer(together.own(wholes), TrainerSettings(**settings))
+        optimizer = LoopOptimizer(together.own(wholes), TrainerSettings(**settings))
         sizes = {name: sum(tensor.nbytes for tensor in some) for name, some in optimizer.kept().items()}
         plant(together, place.number)
         for step in range(STEPS):
