@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8bench.model import Case, MemoryUse, Request
-from fp8bench.model.consumed import Emulated, Emulating, Laid, Lifted
+from fp8bench.model.consumed import EmulationEnd, Emulating, Laid, Lifted
 from fp8bench.nn import rotations
 from fp8bench.nn.linear import Linear
 from fp8bench.plan.make import make_plan
@@ -238,10 +238,10 @@ def test_the_measured_peak_is_as_it_was(bench: Bench, tell: Tell, monkeypatch: p
 
 
 STRETCH: list[tuple[str, list[Event], int]] = [
-    ("a temporary of a cast", [Emulating(), Sized(1, 9), Sized(1, -9), Emulated()], 100),
-    ("what a cast leaves", [Emulating(), Sized(1, 9), Emulated()], 109),
-    ("what is replaced", [Emulating(), Sized(1, 9), Laid(5, 3), Emulated((1,))], 103),
-    ("what is laid lives on", [Emulating(), Sized(1, 9), Laid(5, 3), Emulated((1,)), Sized(1, -9), Sized(2, 4)], 107),
+    ("a temporary of a cast", [Emulating(), Sized(1, 9), Sized(1, -9), EmulationEnd()], 100),
+    ("what a cast leaves", [Emulating(), Sized(1, 9), EmulationEnd()], 109),
+    ("what is replaced", [Emulating(), Sized(1, 9), Laid(5, 3), EmulationEnd((1,))], 103),
+    ("what is laid lives on", [Emulating(), Sized(1, 9), Laid(5, 3), EmulationEnd((1,)), Sized(1, -9), Sized(2, 4)], 107),
     ("what is lifted does not", [Laid(5, 3), Lifted(5), Sized(2, 2)], 103),
     ("a source that is kept", [Laid(5, 0, 7), Sized(7, -100), Sized(2, 8)], 108),
     ("a source that is let go", [Laid(5, 0, 7), Sized(7, -100), Lifted(5), Sized(2, 8)], 100),
@@ -254,7 +254,7 @@ STRETCH: list[tuple[str, list[Event], int]] = [
 
 @for_each(("events", "peak"), [(events, peak) for _, events, peak in STRETCH], ids=[row[0] for row in STRETCH])
 def test_a_stretch(events: list[Event], peak: int) -> None:
-    stretch = course([Sized(7, 100), Begun("gemm"), *events, Emulating(), Emulated()])
+    stretch = course([Sized(7, 100), Begun("gemm"), *events, Emulating(), EmulationEnd()])
     assert stretch is not None and stretch.on_device == peak
     silent = course([Sized(7, 100), Begun("gemm")])
     assert silent is not None and silent.on_device is None, "without notes there is none"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
-from tests.features.train.test_tasks import PROSE
+from tests.features.train.test_beginnings import PROSE
 from torch import Tensor
 
 from fp8bench.errors import UsageError
