@@ -535,6 +535,7 @@ def test_asv_discovers_what_the_view_defines(name: str, discovered: dict[str, An
     assert all(one["setup_cache_timeout"] >= 600 for one in theirs.values())
 
 
+@pytest.mark.slow
 def test_asv_discovers_nothing_twice(discovered: dict[str, Any]) -> None:
     """Each workload once, fp8bench's benchmarks of itself, and no helper that a file imports."""
     modules = {name.partition(".")[0] for name in discovered}

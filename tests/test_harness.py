@@ -31,6 +31,7 @@ def test_every_benchmark_is_listed() -> None:
     assert [one for name, one in vars(harness).items() if name.startswith("track_")] == BENCHMARKS
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_slots")
 @pytest.mark.parametrize("benchmark", sampled(QUICK, BENCHMARKS))
 def test_a_benchmark_gives_a_figure(benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ def kept(store: Path) -> Run:
     return load_run(path)
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_the_largest_batch(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two groups that differ in batch alone are searched once; a zero would be an answer, and is none here."""
     assert main([*WORDS, "--set", "tokens=32,64", "--max-batch", "--memory-limit", "2MiB"]) == 0
@@ -83,6 +84,7 @@ def test_from_python(store: Path) -> None:
     assert results[results.metric == "max_batch"].median_in_unit.tolist() == [found.batch]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_goes_on_searching(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked stands in the run."""
     search = CapacityPass.search

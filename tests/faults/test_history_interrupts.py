@@ -71,6 +71,7 @@ def test_a_view_that_cannot_be_written_does_not_change_the_exit_code(repository:
     assert len(list(run_files(store))) == 3 and len(results_files(store)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="sees by /proc that the lock is waited for")
 @pytest.mark.parametrize("number", sampled([signal.SIGINT], [signal.SIGINT, signal.SIGTERM]), ids=lambda one: one.name)
 def test_an_interrupt_of_the_view_says_what_is_kept(repository: Path, number: signal.Signals) -> None:

@@ -257,6 +257,7 @@ def start_of_a_run(suite: Path, store: Path, words: Sequence[str]) -> subprocess
     return forking(line, cwd=suite.parent, stdout=pipe, stderr=pipe, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the worker by /proc")
 @counts(1, 30, 1000)

@@ -64,6 +64,7 @@ def turns(worker: FakeWorker, arms: int) -> list[tuple[str, ...]]:
     return [tuple(labels[at : at + arms]) for at in range(0, len(labels), arms)]
 
 
+@pytest.mark.slow
 @for_each(
     ("nanoseconds", "calls", "discard"),
     [

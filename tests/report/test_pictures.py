@@ -141,6 +141,7 @@ def test_the_same_bytes_whatever_the_reader_has_set(tmp_path: Path) -> None:
 # --- the command -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_report_writes_each_chart_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Directly in the folder, which is made, called as the page's drawings are."""
     folder, page = tmp_path / "new", tmp_path / "page.html"

@@ -122,6 +122,7 @@ def test_the_digest_is_of_the_code_and_not_of_its_place(folder: Path) -> None:
     assert before is not None and digest_of(["digested_package"]) not in (before, None)
 
 
+@pytest.mark.slow
 def test_the_worker_finds_what_the_parent_finds(tmp_path: Path) -> None:
     """`python -c` and notebooks have the working directory on their path as an empty text."""
     (tmp_path / "beside_the_notebook.py").write_text("x = 1\n")
@@ -139,6 +140,7 @@ def test_the_worker_finds_what_the_parent_finds(tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_modules_of_a_folder_by_where_they_really_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through links; not its installed packages, not fp8bench, none of the next folder, none that is made up."""
     top = tmp_path / "project"

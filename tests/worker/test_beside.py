@@ -131,6 +131,7 @@ def case(where: str, how: str) -> Case:
     return Case("parent", (("where", where), ("how", how)), "bf16", "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "how", "words"),
     [

@@ -109,6 +109,7 @@ def reasons(run: Run, how: str) -> dict[str, dict[Label, str]]:
     }
 
 
+@pytest.mark.slow
 def test_what_is_honest_has_no_label(run: Run) -> None:
     assert reasons(run, "grows") == {mode: {} for mode in ("fp32", *LOW)}
 

@@ -235,6 +235,7 @@ except CannotReplay as why:
 """
 
 
+@pytest.mark.slow
 def test_marks_of_a_backward_on_another_thread_arrive_in_the_same_clock() -> None:
     """As on CUDA, where the device's backward has a thread of its own, which sees no thread-local of the main one."""
     expected = codes(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8bench.model import Case, MemoryUse, Request
-from fp8bench.model.consumed import EmulationEnd, Emulating, Laid, Lifted
+from fp8bench.model.consumed import Emulating, EmulationEnd, Laid, Lifted
 from fp8bench.nn import rotations
 from fp8bench.nn.linear import Linear
 from fp8bench.plan.make import make_plan
@@ -241,7 +241,11 @@ STRETCH: list[tuple[str, list[Event], int]] = [
     ("a temporary of a cast", [Emulating(), Sized(1, 9), Sized(1, -9), EmulationEnd()], 100),
     ("what a cast leaves", [Emulating(), Sized(1, 9), EmulationEnd()], 109),
     ("what is replaced", [Emulating(), Sized(1, 9), Laid(5, 3), EmulationEnd((1,))], 103),
-    ("what is laid lives on", [Emulating(), Sized(1, 9), Laid(5, 3), EmulationEnd((1,)), Sized(1, -9), Sized(2, 4)], 107),
+    (
+        "what is laid lives on",
+        [Emulating(), Sized(1, 9), Laid(5, 3), EmulationEnd((1,)), Sized(1, -9), Sized(2, 4)],
+        107,
+    ),
     ("what is lifted does not", [Laid(5, 3), Lifted(5), Sized(2, 2)], 103),
     ("a source that is kept", [Laid(5, 0, 7), Sized(7, -100), Sized(2, 8)], 108),
     ("a source that is let go", [Laid(5, 0, 7), Sized(7, -100), Lifted(5), Sized(2, 8)], 100),

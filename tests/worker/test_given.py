@@ -84,6 +84,7 @@ def told(finding: Finding) -> list[tuple[Label, str]]:
     return [reason for reason in finding.label_reasons if reason[0] in (Label.HANDICAP, Label.OTHER_INPUTS)]
 
 
+@pytest.mark.slow
 def test_what_is_honest_has_no_label(found: dict[tuple[str, str], Finding]) -> None:
     assert told(found["honest", "bf16"]) == []
     assert all(told(finding) == [] for (_, mode), finding in found.items() if mode == "fp32")

@@ -90,6 +90,7 @@ def changed(file: str, old: str, new: str) -> Callable[[Path], Start]:
     return start
 
 
+@pytest.mark.slow
 @for_each(
     ("start", "error", "sentence"),
     [

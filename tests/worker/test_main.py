@@ -404,6 +404,7 @@ def wait_for(condition: Callable[[], bool], limit: float) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="tells ended processes by /proc")
 @for_each("how", ["none", "hold", "sleeper"])  # idle, holding the lock, asleep in a step with a process of its own
 def test_a_worker_ends_within_two_seconds_of_its_parents_death(hazard: str, tmp_path: Path, how: str) -> None:

@@ -93,6 +93,7 @@ def figures(found: tuple[Measurement, ...], phase: str | None = None) -> Mapping
     return {one.metric: one.samples for one in found if one.phase == phase}
 
 
+@pytest.mark.slow
 @LINUX
 def test_a_real_worker_counts_a_casts_bytes() -> None:
     """What a step allocates is the image that it makes: as many bytes as torch's own profiler tells, with a few more

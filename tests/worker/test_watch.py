@@ -99,6 +99,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isolation", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_switches_that_one_suite_leaves_reach_no_other(own: Path, tmp_path: Path, isolation: bool) -> None:
     """Set in a step or a pass, they are named by the culprit's failure; gemm and a witness find them as they were.
@@ -216,6 +217,7 @@ def test_a_clock_that_does_not_go_like_the_hardwares_is_told(factor: float, wron
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_clocks_replaced_before_the_worker_began_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a module of the interpreter's own start-up can."""
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.perf_counter = time.monotonic\n")

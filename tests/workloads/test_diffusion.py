@@ -209,6 +209,7 @@ def mismatched(tape: Tape, reference: Tape) -> bool:
     return bool(labels) and find([lead, case], {})[1].verdict is Verdict.UNSURE
 
 
+@pytest.mark.slow
 @for_each("guidance", ["none", "twice", "batch"])
 @DENOISERS
 def test_sampling_is_what_plain_loops_compute(denoiser: str, guidance: str) -> None:
@@ -284,6 +285,7 @@ def flops_by_hand(denoiser: str, width: int, layers: int) -> tuple[int, int]:
     return time + (2 * layers - 1) * plain + up + middle + attention + ends, entering + ends // 2
 
 
+@pytest.mark.slow
 @for_each("precision", ["fp32", "bf16", "fp8"])
 @for_each(("guidance", "times"), [("none", STEPS), ("twice", 2 * STEPS), ("batch", 2 * STEPS)])
 @DENOISERS
@@ -344,6 +346,7 @@ def errors(precision: str, denoiser: str = "dit", **changes: Scalar) -> dict[str
     return Diffusion().error(setup_of("diffusion", params_of(denoiser, **changes), precision))
 
 
+@pytest.mark.slow
 @DENOISERS
 def test_errors_grow_as_bits_go_and_stand_above_their_floor(denoiser: str) -> None:
     of = {precision: errors(precision, denoiser) for precision in ("fp32", "bf16", "fp8", "nvfp4")}
@@ -367,6 +370,7 @@ def test_a_kernel_is_no_different_from_itself() -> None:
     assert all(value < (1e-14 if "floor" in name else 1e-30) for name, value in found.items())
 
 
+@pytest.mark.slow
 @DENOISERS
 def test_steps_in_high_precision_err_as_the_carrier_does(denoiser: str) -> None:
     """Of one step each, from the exact latents: those at the ends as bf16's, bit for bit, the others as fp8's."""
@@ -378,6 +382,7 @@ def test_steps_in_high_precision_err_as_the_carrier_does(denoiser: str) -> None:
     assert errors("bf16", denoiser, high_steps="2+1") == high  # nothing is above its carrier
 
 
+@pytest.mark.slow
 def test_a_map_reaches_each_layer() -> None:
     """Everything high is the carrier's own sampling, by kinds and by the front part of names; time in fp8 is worse."""
     params = params_of("dit")
@@ -390,6 +395,7 @@ def test_a_map_reaches_each_layer() -> None:
     assert timed["latent_error"] > errors("fp8")["latent_error"]
 
 
+@pytest.mark.slow
 def test_time_steps_in_the_carrier_are_other_time_steps() -> None:
     """750 is 752 in bf16: what comes of it is an error of bf16 itself, and none of fp32."""
     assert torch.tensor(750.0).to(torch.bfloat16) == 752

@@ -48,6 +48,7 @@ def peak(setup: Setup) -> int:
     return counted
 
 
+@pytest.mark.slow
 @for_each(
     ("precision", "kernel", "changes"),
     [
@@ -133,6 +134,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 @linux
 @for_each("ranks", [1, 2])
 def test_memory_that_ends_is_an_answer_of_the_process(ranks: int) -> None:

@@ -92,6 +92,7 @@ def test_fp32_is_the_reference_exactly_and_unfused_nearly() -> None:
     assert 0 < unfused["update_error"] < 1e-5 and max(unfused.values()) < 1e-5
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_a_format() -> None:
     """Of first moments by the bits they have; fp8's second moment is scaled fp16."""
     found = {name: errors_of(name) for name in ("fp16", "bf16", "fp8", "nvfp4")}

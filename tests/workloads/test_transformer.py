@@ -262,6 +262,7 @@ def test_a_text_too_short_for_the_sequence_says_so(corpus: Corpus, tmp_path: Pat
         Transformer().prepare(replace(setup_for(corpus), corpus=None))
 
 
+@pytest.mark.slow
 @for_each("size", ["tiny", "tiny-modern"])
 @for_each("precision", ["fp32", "fp8"])
 def test_checkpointing_computes_every_block_again_and_nothing_else(corpus: Corpus, precision: str, size: str) -> None:

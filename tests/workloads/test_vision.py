@@ -157,6 +157,7 @@ def agrees(model: str, layout: str, passing: str) -> bool:
     return torch.allclose(ours, loss, rtol=1e-5) and joint_relative_frobenius(gradients, wanted) < 1e-5
 
 
+@pytest.mark.slow
 @for_each("passing", ["training", "forward"])
 @for_each("layout", LAYOUTS)
 @for_each("model", MODELS)
@@ -164,6 +165,7 @@ def test_it_is_what_plain_loops_compute(model: str, layout: str, passing: str) -
     assert agrees(model, layout, passing)
 
 
+@pytest.mark.slow
 @for_each("precision", ["fp32", "bf16", "fp8", "nvfp4:hadamard=on"])
 @for_each("model", MODELS)
 def test_a_layout_changes_no_number(model: str, precision: str) -> None:

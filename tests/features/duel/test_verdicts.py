@@ -170,6 +170,7 @@ def test_an_end_of_the_interval_is_where_chance_would_do_as_much() -> None:
             assert (known(scaled).chance > 0.01) is excused
 
 
+@pytest.mark.slow
 @counts(20, 40)
 def test_a_change_of_a_few_percent_is_found_and_none_is_not(count: int) -> None:
     """2.5% among processes that differ by 0.5%: in nearly all of 40 duels; without a change in none or one."""

@@ -57,6 +57,7 @@ def test_a_step_of_a_model_of_ones_own(own: str) -> None:
         assert workload.work(dict(setup.case.params)).tokens == 2 * new
 
 
+@pytest.mark.slow
 def test_its_quality_is_read_on_its_own_tokens_or_on_random_ones(own: str) -> None:
     bench, arms = InferBench(Settings()), (Arm("fp32"), Arm("bf16"), Arm("bf16", "nvfp4"))
     quality = bench.quality(QualityTask(ServedModel(own), 512, arms, CPU, 0))

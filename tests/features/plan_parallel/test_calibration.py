@@ -31,6 +31,7 @@ H100 = Topology(8, 80 * 2**30, 450e9, 50e9, 794e12, 1402e12)
 MODEL, FSDP, LOAD = MODELS["llama3-8b"], ParallelLayout(shards=8), Load(8192, 2)
 
 
+@pytest.mark.slow
 def test_bands_are_the_errors_of_machines_that_were_held_out() -> None:
     """To the percent, upwards: they grow nowhere but here, in the docs and in every answer at once."""
     assert {kinds: math.ceil(100 * error) / 100 for kinds, error in bands(held_out()).items()} == HELD_OUT

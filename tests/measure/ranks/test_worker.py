@@ -98,6 +98,7 @@ def cpu_of(worker: RanksWorker) -> DeviceFacts:
     return next(facts for facts in worker.probe() if facts.kind == "cpu")
 
 
+@pytest.mark.slow
 def test_ranks_are_asked_together_and_end_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One answer of two processes, whose settings are explicit; after a fault in one of them nobody is left.
 

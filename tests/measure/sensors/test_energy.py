@@ -299,6 +299,7 @@ def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
     left_behind()
 
 
+@pytest.mark.slow
 def test_a_source_that_hangs_when_it_is_tried(nvml: Simulation) -> None:
     nvml.fail("nvmlDeviceGetTotalEnergyConsumption", delay=1.0)
     meter = nvml_meter(DeviceIdentity(0), {}, library=Library(timeout=0.2))
@@ -320,6 +321,7 @@ def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: V
     assert cheap.sampler_seconds == 0.0 < dear.sampler_seconds < 0.01 * dear.seconds
 
 
+@pytest.mark.slow
 def test_in_real_time(nvml: Simulation) -> None:
     """A thread, the host's clock, and a workload that holds the interpreter: within what it says it may be off."""
     nvml.state.device[0].period_ns = 10_000_000

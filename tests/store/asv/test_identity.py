@@ -306,6 +306,7 @@ def test_facts_without_a_machine_or_an_interpreter_are_no_identity(name: str, va
     assert from_facts({}) is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_a_result_of_the_real_command_has_this_identity(tmp_path: Path) -> None:
     home, project = write_home(tmp_path / "home", None), tmp_path / "project"

@@ -193,6 +193,7 @@ IN_TWO_MONTHS = [
 ]
 
 
+@pytest.mark.slow
 @for_each("runs", [GONE, IN_TWO_MONTHS])
 def test_commits_that_lost_runs_after_the_history_was_read(runs: Any, tmp_path: Path) -> None:
     """The index knows fewer places of them than the files do, and months are written one after the other."""

@@ -98,6 +98,7 @@ RUNS = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(RUNS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_runs(

@@ -68,6 +68,7 @@ def test_a_long_history_is_read_the_same_way(tmp_path: Path) -> None:
     assert open_history(tmp_path, lambda done, runs: None).read == 0
 
 
+@pytest.mark.slow
 def test_commands_at_once(tmp_path: Path) -> None:
     history(tmp_path, *[1.0] * 10, *[1.2] * 10)
     words = (sys.executable, "-m", "fp8bench", "history", "regressions", "--store", str(tmp_path), "--json")

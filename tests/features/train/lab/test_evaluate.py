@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
-from tests.features.train.test_beginnings import PROSE
 from torch import Tensor
 
 from fp8bench.errors import UsageError
@@ -35,6 +34,7 @@ from fp8bench.registry import precisions
 from tests.counts import for_each
 from tests.facts import CPU
 from tests.features.train.lab.labs import lab_of, rows, task_of
+from tests.features.train.test_beginnings import PROSE
 
 MERGES = ((104, 101), (256, 108))
 SETTINGS = TrainerSettings(batch=2, sequence=24)

@@ -94,6 +94,7 @@ TOGETHER = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @for_each("ways", TOGETHER, ids=lambda ways: ways[0])
 def test_every_way_that_was_killed_goes_on_to_the_same_bits(
     ways: tuple[str, ...], corpus: Corpus, tmp_path: Path
