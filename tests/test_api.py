@@ -211,6 +211,7 @@ class Listener:
         self.heard.append(f"finished {record.case.mode}")
 
 
+@pytest.mark.slow
 def test_a_workload_of_the_callers_own_runs_without_isolation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Registered in this process only; the observer hears how it goes along."""
     workloads.names()

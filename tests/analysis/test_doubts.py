@@ -275,6 +275,7 @@ def labels(timings: list[Timing]) -> list[dict[Label, str]]:
     return [dict.fromkeys(one.labels, "") | dict(one.label_reasons) for one in find(records, {})]
 
 
+@pytest.mark.slow
 def test_the_label_is_that_of_all_cases_of_the_rounds() -> None:
     """Not of one that had no part in them; nor of an effect within the noise floor, or where places are not known."""
     told = labels(groups(0.2))

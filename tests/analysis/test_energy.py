@@ -205,6 +205,7 @@ nonsense = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(nonsense, nonsense)
 def test_nonsense_in_a_file_is_no_figure(first: EnergyUse, second: EnergyUse) -> None:

@@ -60,6 +60,7 @@ def tip(tab: Tab) -> str | None:
     return shown
 
 
+@pytest.mark.slow
 def test_numbers_sort_by_value(show: Open) -> None:
     """Up, down, and back to the page's own order; what has no value comes last both ways."""
     tab = show()

@@ -134,7 +134,7 @@ suite transformer --data nowhere.txt | --data nowhere.txt cannot be read
 suite gemm --store file/store | store file/store cannot be written
 suite gemm --store file | cannot be written
 suite transformer --store file | Choose another --store DIR
-suite gemm --import failing.py | importing 'failing.py' failed: ValueError: no (failing.py, line 1). Expected
+suite gemm --import failing.py | importing 'failing.py' failed: ValueError: no (failing.py, line 1). Give
 suite gemm --import no_such_module | ModuleNotFoundError
 suite gemm --import nowhere.py | no such file
 list dtype | Did you mean 'dtypes'

@@ -242,6 +242,7 @@ def test_steps_are_seen_to_do_something_or_there_is_a_reason(
         assert found == StepEffect(True)
 
 
+@pytest.mark.slow
 @for_each("name", NAMES)
 def test_errors_are_named_numbers_that_grow_as_bits_go(
     name: str, corpus: Corpus, bench: Bench, monkeypatch: pytest.MonkeyPatch
@@ -351,6 +352,7 @@ def measured_of(run: Run) -> list[Record]:
     return [record for record in run.records if record.status is Status.OK]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(QUICK, NAMES))
 def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str], tuple[Grid, Run]]) -> None:
     """Exactly the phases and errors of a real run over all its dtypes; a step of one phase has its time for that."""

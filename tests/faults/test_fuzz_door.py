@@ -148,6 +148,7 @@ def command(chance: random.Random, files: dict[str, str]) -> list[str]:
     return words
 
 
+@pytest.mark.slow
 @counts(200, 2000)
 def test_no_command_line_ends_in_a_traceback(
     count: int,

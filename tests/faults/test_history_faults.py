@@ -465,6 +465,7 @@ def test_numbers_that_are_no_commits_are_a_sentence(store: Path, number: int) ->
 # What holds whatever the order.
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(st.permutations(range(4)), st.lists(st.integers(0, 3), min_size=1, max_size=4))
 def test_the_view_is_the_same_whoever_writes_it_and_how_often(order: list[int], writers: list[int]) -> None:

@@ -110,6 +110,7 @@ def partials(store: Path) -> list[Path]:
     return list(results_of(store).rglob("*.partial"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("count", "num_writers"), sampled([6], [(6, 3), (20, 8)]))
 def test_writers_of_one_commit_lose_no_sample(count: int, num_writers: int, tmp_path: Path) -> None:
@@ -160,6 +161,7 @@ def kill_writers(store: Path, kills: int, seed: int) -> None:
     print(json.dumps({"kills": kills, "runs": len(list(run_files(store))), "left": len(partials(store))}))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @counts(3, 25)
 def test_a_kill_at_any_moment_leaves_whole_files_and_the_next_update_heals(count: int, tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ def test_two_runs_in_one_store_know_of_each_other(folder: Path) -> None:
     assert all("was measured at the same time" in " ".join(out.split()) for out in outs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", sampled([signal.SIGHUP], [signal.SIGTERM, signal.SIGHUP]), ids=lambda one: one.name)
 def test_being_asked_to_end_is_an_interrupt(folder: Path, number: signal.Signals) -> None:
     """By `timeout`, a service manager or a closing terminal."""

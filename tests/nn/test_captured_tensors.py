@@ -16,6 +16,7 @@ def found(corpus: Corpus) -> dict[str, Course]:
     return dict(captured(corpus.path, 0))
 
 
+@pytest.mark.slow
 def test_there_is_one_for_each_layer_kind_and_role(found: dict[str, Course], corpus: Corpus) -> None:
     """Of the shapes that plans count with, fp32, on the processor, without a gradient; trained once."""
     assert (

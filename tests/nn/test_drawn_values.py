@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from fp8bench.model import Request
@@ -78,6 +79,7 @@ def test_a_suite_is_made_of_what_was_asked(workload: str, bench: Bench) -> None:
     assert set(seen) == set(KINDS) and len(set(seen.values())) == len(KINDS)
 
 
+@pytest.mark.slow
 @for_each("mode", [name for name in precisions.names() if name != "custom"])
 def test_constants_take_every_precision_and_leave_no_nan(mode: str, bench: Bench) -> None:
     """A tensor of zeros has no largest magnitude to scale by. Errors say why there are none."""

@@ -74,6 +74,7 @@ def both_ways(model: Decoder | OwnDecoder) -> tuple[Tensor, Tensor]:
     return whole, torch.cat(parts, 1)
 
 
+@pytest.mark.slow
 @for_each("arm", ARMS, ids=str)
 def test_hugging_faces_llama_is_served_as_fp8benchs_own(arm: Arm) -> None:
     mine, theirs = plainly_served(arm), OwnDecoder("llama", of_the_same_weights(), arm, (2, 16), "cpu")

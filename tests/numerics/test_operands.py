@@ -52,6 +52,7 @@ def test_quantised_values_are_of_their_format(fmt: Format, scaling: str) -> None
         assert is_of(x.t().contiguous().view(1, columns, 64), fmt)
 
 
+@pytest.mark.slow
 @for_each("kind", MADE)
 @for_each("columns", [16, 100, 256, 1024])
 def test_values_of_wider_formats_are_not(columns: int, kind: str) -> None:

@@ -48,6 +48,7 @@ def launches(stage: Stage, corpus: Corpus, mode: str, weights: str, blocks: int)
     return done.launches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["cached", pytest.param("recast", marks=pytest.mark.nightly)])
 def test_a_training_step(weights: str, stage: Stage, corpus: Corpus) -> None:
     """With weights cast once a step it launches not much more than bf16's in all. All blocks are alike: what the second

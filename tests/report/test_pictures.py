@@ -92,6 +92,7 @@ def test_a_sample_is_a_dot() -> None:
     assert (np.abs(pixels - blue) < 0.02).all(axis=2).sum() > 50
 
 
+@pytest.mark.slow
 @for_each("text", ["$x^2$ \\frac{1}{2}", "🚀 שלום", "a\x00b\ud800\n<", '<b>&amp;</b>"', ""])
 @for_each("form", PICTURE_FORMATS)
 def test_texts_are_nothing_but_texts(text: str, form: str) -> None:

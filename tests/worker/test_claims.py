@@ -114,6 +114,7 @@ def test_what_is_honest_has_no_label(run: Run) -> None:
     assert reasons(run, "grows") == {mode: {} for mode in ("fp32", *LOW)}
 
 
+@pytest.mark.slow
 def test_ten_times_the_work_in_no_time_is_above_the_ceiling(run: Run) -> None:
     """With what it claims and what the machine did; a reference that claims so takes all verdicts away."""
     for found in reasons(run, "boasts").values():

@@ -225,6 +225,7 @@ def test_what_was_not_followed_is_no_figure(
     assert isinstance(use, MemoryUse) and use.on_device is None and why in use.off_device
 
 
+@pytest.mark.slow
 def test_the_measured_peak_is_as_it_was(bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether or not somebody derives another figure beside it; its roles and phases, too."""
     for precision in ("fp8", "fp8-rowwise", "nvfp4"):

@@ -90,6 +90,7 @@ def test_what_is_honest_has_no_label(found: dict[tuple[str, str], Finding]) -> N
     assert all(told(finding) == [] for (_, mode), finding in found.items() if mode == "fp32")
 
 
+@pytest.mark.slow
 @for_each("how", [*SOFT, *HARD])
 def test_a_handicap_is_told_beside_the_case(how: str, found: dict[tuple[str, str], Finding]) -> None:
     finding = found[how, "bf16"]

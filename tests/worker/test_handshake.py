@@ -118,6 +118,7 @@ def test_a_partner_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytes
         worker.probe()
 
 
+@pytest.mark.slow
 def test_a_module_that_a_side_cannot_import(tmp_path: Path) -> None:
     (tmp_path / "suite.py").write_text("from pathlib import NoSuchPath\n")
     start = Start("A", sys.executable, (str(PACKAGE.parent),))

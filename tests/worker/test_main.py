@@ -217,6 +217,7 @@ def record_of(run: Run, how: str, precision: str) -> Record:
     return next(one for one in run.records if one.case.param("how") == how and one.case.precision == precision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "words"),
     sampled(SAMPLE, [

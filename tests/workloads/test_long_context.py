@@ -68,6 +68,7 @@ def test_attention_takes_about_what_was_said(precision: str, kernel: str, change
     assert (takes > 4 * 4 * SEQUENCE**2 * 2) == (kernel == "math")
 
 
+@pytest.mark.slow
 @for_each("changes", [{}, {"attention": "math"}, {"checkpointing": "blocks"}], ids=str)
 def test_a_training_step_takes_about_what_was_said(changes: dict[str, Scalar], corpus: Corpus) -> None:
     params = {**MODEL, **changes}

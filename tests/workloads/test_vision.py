@@ -218,6 +218,7 @@ def flops_by_hand(model: str, training: bool) -> tuple[float, float]:
     return 2 * (image + joint), attention + times * 2 * 2 * 24 * 24 * 32
 
 
+@pytest.mark.slow
 @for_each("passing", ["training", "forward"])
 @for_each("model", MODELS)
 def test_flops_by_hand(model: str, passing: str) -> None:
@@ -361,6 +362,7 @@ def test_images_are_those_of_their_seed_in_every_layout_and_precision() -> None:
     assert [torch.equal(again.next()[1], targets) for _, targets in first] == [True] * 4
 
 
+@pytest.mark.slow
 @for_each("model", MODELS)
 def test_it_learns(model: str) -> None:
     state = state_of(model)

@@ -98,6 +98,7 @@ def makers(store: Path) -> str:
     return "makers.py"
 
 
+@pytest.mark.slow
 def test_a_model_as_it_came_beside_its_copies(makers: str, fp8bench: Say, short_slots: None) -> None:
     """One real run: the model as it came is the reference, copies have errors, all of them memory."""
     code, out, _ = fp8bench(

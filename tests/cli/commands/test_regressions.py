@@ -38,6 +38,7 @@ def goes_on(store: Path, first: int, *milliseconds: float) -> None:
 LOOK = "history regressions"
 
 
+@pytest.mark.slow
 @as_before
 def test_history_regressions(fp8bench: Say, anew: Anew) -> Told:
     store = anew()

@@ -76,6 +76,7 @@ def test_one_that_keeps_its_promise(kernels: str, fp8bench: Say) -> None:
     assert len(out.splitlines()) <= 20 and "what torch sees of a call" not in out
 
 
+@pytest.mark.slow
 def test_one_that_does_not(kernels: str, tmp_path: Path, fp8bench: Say) -> None:
     """Its code, the smallest input, both errors; JUnit with a failure; JSON with everything."""
     junit = tmp_path / "audit.xml"

@@ -107,6 +107,7 @@ def by_part(mode: dict[str, Any]) -> tuple[set[str], set[str]]:
     return casts, {"none" if case == "order" else case for case in products}
 
 
+@pytest.mark.slow
 @NEEDS_PRODUCTS
 @pytest.mark.parametrize(
     "names", [("honest", "lying-scales", "lying-casts"), pytest.param(tuple(FOUND), marks=pytest.mark.slow)]

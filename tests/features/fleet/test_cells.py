@@ -166,6 +166,7 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
 }
 
 
+@pytest.mark.slow
 @for_each(("break_", "words"), DAMAGES.values(), ids=DAMAGES)
 def test_what_is_damaged_is_a_state_of_its_cell(
     plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, break_: Callable[[Path, Path], None], words: str

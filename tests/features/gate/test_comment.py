@@ -115,6 +115,7 @@ def test_what_the_table_says() -> None:
     assert sum("exact" in row for row in rows) == 2
 
 
+@pytest.mark.slow
 def test_many_cases_are_25_lines() -> None:
     """Of every kind at once, with reasons that are books and notes."""
 

@@ -37,6 +37,7 @@ def test_bands_are_the_errors_of_machines_that_were_held_out() -> None:
     assert {kinds: math.ceil(100 * error) / 100 for kinds, error in bands(held_out()).items()} == HELD_OUT
 
 
+@pytest.mark.slow
 def test_what_is_said_of_errors_is_what_they_are() -> None:
     pairs, rough = held_out(), uncalibrated()
     told, inside = within(pairs)

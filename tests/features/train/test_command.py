@@ -268,6 +268,7 @@ def test_the_same_file_beside_resume_and_another_one(say: Say, monkeypatch: pyte
     assert (code, out) == (2, "") and "my.yaml:1: max_grad_norm is 0.25" in err and "was begun with 0.5" in err
 
 
+@pytest.mark.slow
 def test_scales_of_a_training_are_taken_by_another(store: Path, local: None, say: Say) -> None:
     short = (*TINY, "--steps", "2", "--bands", "none")
     assert say(*short)[0] == 0

@@ -58,6 +58,7 @@ def short(store: Path, make: Any, **more: Any) -> Any:
     return fp8bench.train(make=make, dtypes="untouched,fp8", store=store, bands="none", **how)
 
 
+@pytest.mark.slow
 def test_a_maker_in_a_file_is_trained_cut_off_and_gone_on_with(store: Path, tmp_path: Path) -> None:
     """To the same lines as without; the words of its conversion are there, and its file is part of what it is."""
     file = tmp_path / "net.py"
@@ -140,6 +141,7 @@ def loop(path: Path, seed: int, *, name: str, noise: float = 0.0, steps: int = S
     return path
 
 
+@pytest.mark.slow
 def test_planted_differences_are_found_and_nothing_else(tmp_path: Path) -> None:
     """A loop with a fifth of its labels wrong is worse; one with noise of a rounding is as good; a copy is told to be
     one; and a loop that does not come to its end has no verdict."""

@@ -70,6 +70,7 @@ def test_as_many_rewinds_as_are_allowed(trained: Trained) -> None:
         assert len(rewinds(kept)) == allowed and ("stopped" in kinds) == (allowed == 1)
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_a_rewind_it_comes_to_the_same_lines(trained: Trained) -> None:
     """Before, within and after it, several rewinds that follow each other closely included."""
 

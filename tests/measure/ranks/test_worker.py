@@ -267,6 +267,7 @@ sys.meta_path.insert(0, Without())
 """
 
 
+@pytest.mark.slow
 def test_without_torch_it_is_said_who_lacks_it_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the ranks, and by the one process that is asked where ranks cannot be."""
     (tmp_path / "sitecustomize.py").write_text(NO_TORCH)

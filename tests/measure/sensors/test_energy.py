@@ -280,6 +280,7 @@ def test_a_thread_that_breaks_off_has_measured_nothing(
     monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
     """On the host's clock: the window says so after a while, and later ones at once."""
     nvml.state.device[0].period_ns = 5_000_000

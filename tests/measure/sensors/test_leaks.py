@@ -33,6 +33,7 @@ def held() -> tuple[int, int, int]:
     return threading.active_count(), len(list(files.iterdir())), int(resident.number)
 
 
+@pytest.mark.slow
 @counts(1000, 10_000)
 def test_windows(count: int, nvml: Simulation, opened: Callable[[], Meter], clock: VirtualClock) -> None:
     nvml.state.device[0].period_ns = 7_000_000

@@ -86,6 +86,7 @@ def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, 
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_value_that_hangs_takes_those_behind_it_with_it(nvml: Simulation) -> None:
     """What was said before stays."""
     device = NvmlDevice(DeviceIdentity(0), {}, Library(timeout=0.4))

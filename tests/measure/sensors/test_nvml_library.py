@@ -71,6 +71,7 @@ def test_without_a_driver_there_is_a_reason() -> None:
     assert done.stdout == "there is no NVML library (libnvidia-ml.so.1): no NVIDIA driver here (NVML error 12)\n"
 
 
+@pytest.mark.slow
 def test_a_call_that_hangs_is_the_last_and_an_initialisation_is_given_up(nvml: Simulation) -> None:
     library = Library()
     library.open()

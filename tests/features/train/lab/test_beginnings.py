@@ -85,6 +85,7 @@ def test_arms_begin_with_the_weights_of_a_checkpoint(corpus: Corpus, tmp_path: P
         lab_of(task_of(corpus, "bf16", model="nano", start=start)).advance("bf16", 1)
 
 
+@pytest.mark.slow
 def test_a_training_that_begins_with_another_one(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its id, with an arm or the reference; resumed it needs the words no more. What has none is refused."""
     write_tokens(Path("text"))

@@ -176,6 +176,7 @@ def test_a_branch_goes_on_from_a_checkpoint(corpus: Corpus, tmp_path: Path) -> N
         lab.branch(folder, "other", Arm("x", "bf16"), settings)
 
 
+@pytest.mark.slow
 @for_each("mode", ["bf16", "fp8-delayed", "nvfp4"])
 def test_an_arm_goes_back_to_the_weights_of_one_that_never_met_the_batch(
     corpus: Corpus, tmp_path: Path, mode: str
