@@ -186,8 +186,9 @@ def _times(x: Tensor, matrix: Tensor) -> Tensor:
 @lru_cache(maxsize=1024)
 def _matrix(seed: int, device: torch.device) -> Tensor:
     """Sylvester's Hadamard matrix of 16, a quarter of it so that it is orthogonal, its rows with random signs."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
+    here = torch.device("cpu")  # whatever device the caller makes its tensors on by default
+    matrix = torch.ones(1, 1, dtype=torch.float64, device=here)
     while len(matrix) < SIZE:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    negative = random_bits((SIZE, 1), torch.tensor([seed])) >= 1 << (RANDOM_BITS - 1)
+    negative = random_bits((SIZE, 1), torch.tensor([seed], device=here)) >= 1 << (RANDOM_BITS - 1)
     return torch.where(negative, -matrix, matrix).div(SIZE**0.5).to(device)

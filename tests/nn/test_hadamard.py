@@ -140,3 +140,11 @@ def test_one_pass_looks_at_both(device: str) -> None:
     else:
         assert torch.equal(found.values, rotated(x, 3))
         assert found.amaxes == found.values.abs().max() and found.amaxes_before == x.abs().max()
+
+
+def test_a_matrix_is_made_of_numbers_whatever_tensors_are_made_on() -> None:
+    """A derivation of memory makes its tensors on no device: the matrix of that seed is kept for later steps."""
+    wanted = _matrix(12, torch.device("cpu"))
+    _matrix.cache_clear()
+    with torch.device("meta"):
+        assert torch.equal(_matrix(12, torch.device("cpu")), wanted)
