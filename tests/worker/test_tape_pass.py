@@ -61,7 +61,9 @@ def test_a_training_step_is_its_linear_layers_and_attention(bench: Bench, corpus
 def test_every_suite_agrees_with_its_tape_in_every_precision(bench: Bench, corpus: Corpus, suite: str) -> None:
     found = records(bench, corpus, suite, *precisions.names(), **MORE.get(suite, {}))
     assert found and not mismatches(found)
-    assert not {one.case.id for one in found if one.tape is None or one.tape.unknown or one.tape.unwritten}
+    decoded = {"data"}  # by numpy, from a file: one tensor that no operator of torch wrote
+    unwritten = {record.case.id for record in found if record.tape and record.tape.unwritten > (suite in decoded)}
+    assert not unwritten and all(record.tape is not None and not record.tape.unknown for record in found)
 
 
 MORE = {
