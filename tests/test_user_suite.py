@@ -223,6 +223,7 @@ def test_a_file_that_is_wrong_is_one_line_and_code_2(
         (["./folder.py"], "folder.py is a directory"),
         (["."], "unknown suite '.'"),
         (["./folder"], "'./folder' is a path. Give a name, or a file that ends in .py"),
+        (["net.py:make"], "`fp8bench profile net.py:make` and"),
         (["gemm,./absent.py"], "no such file"),
         (["gemm", "--import", "./absent.py"], "importing './absent.py' failed"),
         (["gemm", "--import", "no.such.module"], "ModuleNotFoundError: No module named 'no'"),

@@ -56,6 +56,11 @@ def _suites(word: str) -> Sequence[str]:
     if word not in workloads.names(hidden=True) or word.startswith("_"):
         if "/" in word:
             raise UsageError(f"the suite {word!r} is a path. Give a name, or a file that ends in .py.")
+        if ":" in word:
+            raise UsageError(
+                f"the suite {word!r} is a model of your own: `fp8bench profile {word}` and `fp8bench train {word}` take "
+                "it. Give a suite's name, or a file that ends in .py."
+            )
         raise UnknownName("suite", word, [*known_suites(), ALL])
     return [word]
 
