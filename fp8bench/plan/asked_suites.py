@@ -58,8 +58,8 @@ def _suites(word: str) -> Sequence[str]:
             raise UsageError(f"the suite {word!r} is a path. Give a name, or a file that ends in .py.")
         if ":" in word:
             raise UsageError(
-                f"the suite {word!r} is a model of your own: `fp8bench profile {word}` and `fp8bench train {word}` take "
-                "it. Give a suite's name, or a file that ends in .py."
+                f"the suite {word!r} is a model of your own: `fp8bench profile {word}` and `fp8bench train {word}` "
+                "take it. Give a suite's name, or a file that ends in .py."
             )
         raise UnknownName("suite", word, [*known_suites(), ALL])
     return [word]
