@@ -72,8 +72,8 @@ def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: 
     texts = [
         [shortened(label, room, sheet.size)] if sheet.narrow else _in_lines(sheet, label, room) for label in labels
     ]
-    left = 0.0 if sheet.narrow else max((sheet.measure(text) for lines in texts for text in lines), default=0.0)
-    left += 0.0 if sheet.narrow else _LABEL_GAP
+    widest = max((sheet.measure(text) for lines in texts for text in lines), default=0.0)
+    left = 0.0 if sheet.narrow else widest + _LABEL_GAP
     rows: list[Row] = []
     y = top
     for number, (heading, group) in enumerate(groups):
