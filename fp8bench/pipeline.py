@@ -22,11 +22,9 @@ from fp8bench import __version__
 from fp8bench.analysis.verdicts import decided, fastest
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
 from fp8bench.files import check_folder, clock_ahead
-from fp8bench.measure.arm import Quantisers, quantisers_for
+from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.capacity import CapacityRule
 from fp8bench.measure.ceilings import SECONDS as CEILING_SECONDS
-from fp8bench.measure.ceilings import measures_ceilings
-from fp8bench.measure.device_watch import warm_up_limit
 from fp8bench.measure.environment import gather, load_in_words
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.handle import (
@@ -40,7 +38,7 @@ from fp8bench.measure.handle import (
 )
 from fp8bench.measure.interrupts import held_back, ignored
 from fp8bench.measure.limits import Limits
-from fp8bench.measure.passes import records_tapes, tapes_apart, trace_folder
+from fp8bench.measure.passes import trace_folder
 from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.measure.sensors.device_state import device_state_of
 from fp8bench.measure.sensors.meter import Meters
@@ -49,16 +47,10 @@ from fp8bench.model import Ceilings, DeviceFacts, Group, Interval, Plan, Record,
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import Cell, OperationBits
 from fp8bench.model.stopping import rule_for
-from fp8bench.plan.asked_suites import reads_corpus
 from fp8bench.plan.cells import cell_of, of_cell
-from fp8bench.plan.corpus import Corpus, prepare_corpus
-from fp8bench.plan.make import (
-    check_names,
-    has_reference_added,
-    make_plan,
-    searched_for_batches,
-    with_batch,
-)
+from fp8bench.plan.corpus import Corpus
+from fp8bench.plan.make import has_reference_added, make_plan, searched_for_batches, with_batch
+from fp8bench.plan.resolve import Switches, resolve
 from fp8bench.plan.resumable import foreign, refuse_elsewhere, refuse_foreign, refuse_lost
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
@@ -66,7 +58,6 @@ from fp8bench.store.ceilings import ceilings_of
 from fp8bench.store.reruns import add_reruns, with_reruns
 from fp8bench.store.runs.listing import dated_later, running_beside, store_of, with_stored_scales
 from fp8bench.store.runs.run_file import RunWriter, check_store, load_run, missing_groups, reopen_run, start_run
-from fp8bench.user_code import import_user_modules
 
 Sessions = Mapping[str, tuple[Interval, ...]]
 # The door of runs that hold some cases of another run once more.
@@ -87,17 +78,17 @@ def execute(
     """
     start = time.monotonic()
     request = with_stored_scales(request, store)
-    with _ready(request, store) as (corpus, workers), Meters(request.energy) as meters:
-        run = replace(_opened(request, corpus, workers.timing, meters, command, folder), origin=origin)
+    with _ready(request, store) as ready, Meters(request.energy) as meters:
+        run = replace(_opened(request, ready, meters, command, folder), origin=origin)
         if cell is not None:
             run = replace(run, plan=of_cell(run.plan, cell[1]), cell=cell[0])
-            run = replace(run, bits=_bits(run, workers.timing), clock_ahead=clock_ahead(store))
+            run = replace(run, bits=_bits(run, ready.timing), clock_ahead=clock_ahead(store))
         observer.planned(run.plan)
         writer = start_run(run, store)
         if note:
             writer.note(note)
         run = replace(run, path=str(writer.path))
-        return _measure(run, run.plan.groups, store, writer, workers, meters, observer, start, sessions)
+        return _measure(run, run.plan.groups, store, writer, ready, meters, observer, start, sessions)
 
 
 def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
@@ -113,16 +104,16 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         return False, run
     refuse_elsewhere(run)
     store = store_of(path) or store
-    with _ready(run.request, store) as (corpus, workers), Meters(run.request.energy) as meters:
-        facts = workers.timing.probe()
-        environment = gather(workers.timing.software(), __version__, run.request.threads, run.request.imports)
-        plan = make_plan(run.request, facts, corpus.identity if corpus else None, has_reference_added(run.plan))
+    with _ready(run.request, store) as ready, Meters(run.request.energy) as meters:
+        facts = ready.timing.probe()
+        environment = gather(ready.timing.software(), __version__, run.request.threads, run.request.imports)
+        plan = make_plan(run.request, facts, ready.text, has_reference_added(run.plan))
         plan = of_cell(plan, cell_of(run.plan.groups[0])) if run.cell else plan
         refuse_foreign(run, plan, facts, environment)
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(now(), command, environment))
         run = load_run(path)  # without the records of groups that were cut off in their middle
-        return True, _measure(run, missing_groups(run), store, writer, workers, meters, observer, start)
+        return True, _measure(run, missing_groups(run), store, writer, ready, meters, observer, start)
 
 
 def measure_again(run: Run, cases: Collection[str], store: Path, observer: Observer, command: str) -> Run:
@@ -134,8 +125,8 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
     refuse_lost(run)
     refuse_elsewhere(run)
     request = replace(run.request, trace=None, isolation=True)
-    with _ready(request, store) as (corpus, workers), Meters(request.energy) as meters:
-        opened = _opened(request, corpus, workers.timing, meters, command, None, has_reference_added(run.plan))
+    with _ready(request, store) as ready, Meters(request.energy) as meters:
+        opened = _opened(request, ready, meters, command, None, has_reference_added(run.plan))
         again = replace(opened, origin=AGAIN)
         differs = foreign(run, again.plan, again.devices, again.environment)
         if differs:
@@ -145,40 +136,38 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
         observer.planned(again.plan)
         writer = start_run(again, store)
         again = replace(again, path=str(writer.path))
-        return _measure(again, groups, store, writer, workers, meters, observer, start)
+        return _measure(again, groups, store, writer, ready, meters, observer, start)
 
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
     """What a run would do, and on which devices; measures nothing."""
     request = with_stored_scales(request, store)
-    with _ready(request, store, write=False) as (corpus, workers):
-        facts = workers.timing.probe()
-    return make_plan(request, facts, corpus.identity if corpus else None), facts
+    with _ready(request, store, write=False) as ready:
+        facts = ready.timing.probe()
+    return make_plan(request, facts, ready.text), facts
 
 
 def _measure(
-    run: Run, groups: Sequence[Group], store: Path, writer: RunWriter, workers: Workers, meters: Meters,
+    run: Run, groups: Sequence[Group], store: Path, writer: RunWriter, ready: Ready, meters: Meters,
     observer: Observer, start: float, sessions: Sessions = MappingProxyType({}),
 ) -> Run:  # fmt: skip
     """The groups one by one, each kept as soon as it is done."""
-    worker = workers.timing
+    worker = ready.timing
     noted: set[str] = set()
     measured: list[Record] = []
-    quantisers = quantisers_for(run.request.quick, os.environ)
+    quantisers = Quantisers(ready.switches.why_eager)
     lost: dict[str, str] = {}
     try:
         if later := dated_later(writer.path):
             writer.note(f"run {later} is dated later than this one: a clock was set back, and `last` means that run")
-        ceilings = _ceilings(run, groups, store, worker, observer)
+        ceilings = _ceilings(run, groups, store, ready, observer)
         for place, group in enumerate(groups):
             for stem in sorted(set(running_beside(writer.path)) - noted):
                 writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
                 noted.add(stem)
             budget = share_of(run.request.budget, start, len(groups) - place)
-            untimed = _untimed(run, group, worker if group is groups[-1] else None, workers.untimed)
-            done = _group(
-                group, run, budget, worker, meters, observer, quantisers, ceilings, lost, untimed, workers.counting
-            )
+            untimed = _untimed(run, group, worker if group is groups[-1] else None, ready.untimed)
+            done = _group(group, run, budget, ready, meters, observer, quantisers, ceilings, lost, untimed)
             known = with_reruns(done, run, store)
             measured += [replace(record, sessions=sessions.get(record.case.id, ())) for record in known]
             with held_back():
@@ -198,9 +187,7 @@ def _measure(
         return load_run(writer.path)
 
 
-def _ceilings(
-    run: Run, groups: Sequence[Group], store: Path, worker: Worker, observer: Observer
-) -> dict[str, Ceilings]:
+def _ceilings(run: Run, groups: Sequence[Group], store: Path, ready: Ready, observer: Observer) -> dict[str, Ceilings]:
     """What each device can do at most, with the threads of this run, where it is known or measured now."""
     if run.request.ranks is not None:  # several processes share what one would find
         return {}
@@ -208,54 +195,54 @@ def _ceilings(
 
     def measured(device: DeviceFacts) -> Ceilings:
         observer.working(first[device.key], "measuring what this machine can do, once", 0.0)
-        return worker.within(START_SECONDS).ceilings(device, CEILING_SECONDS)
+        return ready.timing.within(START_SECONDS).ceilings(device, CEILING_SECONDS)
 
-    found = {}
+    by_device = {}
     for device in (device_facts for device_facts in run.devices if device_facts.key in first):
-        wanted = measures_ceilings(run.request.quick, os.environ)
+        wanted = partial(measured, device) if ready.switches.ceilings else None
         try:
-            known = ceilings_of(store, run.environment, device, partial(measured, device) if wanted else None)
-        except WorkerError:  # it goes without a check, in a fresh worker
-            worker.restart()
+            known = ceilings_of(store, run.environment, device, wanted)
+        except WorkerError:  # the run goes on without a ceiling, in a fresh worker
+            ready.timing.restart()
             continue
         if known is not None:
-            found[device.key] = known if device.accelerated or known.whole else known.times(run.request.threads)
-    return found
+            by_device[device.key] = known if device.accelerated or known.whole else known.times(run.request.threads)
+    return by_device
 
 
-class Workers(NamedTuple):
-    """The worker that measures, one that times nothing, and one that counts, where somebody asked for it."""
+class Ready(NamedTuple):
+    """What measuring takes: the text, the switches, a worker that times, another that does not, and, where a user asked
+    for counters, a worker that counts."""
 
+    corpus: Corpus | None
+    switches: Switches
     timing: Worker
     untimed: Worker
-    counting: CountingWorker | None = None
+    counting: CountingWorker | None
+
+    @property
+    def text(self) -> str | None:
+        return self.corpus.identity if self.corpus else None
 
 
 @contextmanager
-def _ready(request: Request, store: Path, write: bool = True) -> Iterator[tuple[Corpus | None, Workers]]:
-    """The text, and the workers, in a process that nobody else measures in. None is started before it is asked."""
+def _ready(request: Request, store: Path, write: bool = True) -> Iterator[Ready]:
+    """Refuses whatever can be refused before a worker starts. Nothing else measures in this process meanwhile.
+
+    A worker starts when it is first asked something.
+    """
     with ExitStack() as stack:
         stack.enter_context(claimed(request.isolation))
-        corpus = _prepared(request, store, write)
+        resolved = resolve(request, os.environ)
+        if write:
+            if request.trace is not None:
+                check_folder("--trace", Path(request.trace))
+            check_store(store)  # before the text lies there: a store that is new is made as one
+        corpus = resolved.corpus(store, write)
         timing, untimed = (stack.enter_context(worker_for(request, corpus)) for _ in range(2))
         wanted = request.counters and write
         counting = stack.enter_context(counting_worker(settings_of(request, corpus))) if wanted else None
-        yield corpus, Workers(timing, untimed, counting)
-
-
-def _prepared(request: Request, store: Path, write: bool) -> Corpus | None:
-    """Everything that can be refused before a worker is started, and the text if the suite reads one."""
-    import_user_modules(request.imports)
-    check_names(request)
-    quantisers_for(request.quick, os.environ)
-    measures_ceilings(request.quick, os.environ)
-    warm_up_limit(request.quick, request.budget, os.environ)
-    records_tapes(request, os.environ)
-    if request.trace is not None and write:
-        check_folder("--trace", Path(request.trace))
-    if write:
-        check_store(store)  # before the text lies there: a store that is new is made as one
-    return prepare_corpus(request.data, store / "data", write) if reads_corpus(request) else None
+        yield Ready(corpus, resolved.switches, timing, untimed, counting)
 
 
 def settings_of(request: Request, corpus: Corpus | None) -> Settings:
@@ -278,12 +265,12 @@ def worker_for(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
 
 
 def _opened(
-    request: Request, corpus: Corpus | None, worker: Worker, meters: Meters, command: str, folder: Path | None,
-    compares: bool = True,
-) -> Run:  # fmt: skip
+    request: Request, ready: Ready, meters: Meters, command: str, folder: Path | None, compares: bool = True
+) -> Run:
     """The run with its header, before anything is measured but the cost of looking."""
+    worker = ready.timing
     facts = worker.probe()
-    plan = make_plan(request, facts, corpus.identity if corpus else None, compares)
+    plan = make_plan(request, facts, ready.text, compares)
     examine(plan, facts, worker, Limits(request.case_timeout))
     used = {planned.case.device for group in plan for planned in group.cases if planned.runs}
     environment = gather(worker.software(), __version__, request.threads, request.imports, folder=folder)
@@ -351,11 +338,10 @@ def share_of(budget: float | None, start: float, left: int) -> float | None:
 
 
 def _group(
-    group: Group, run: Run, budget: float | None, worker: Worker, meters: Meters, observer: Observer,
+    group: Group, run: Run, budget: float | None, ready: Ready, meters: Meters, observer: Observer,
     quantisers: Quantisers, ceilings: Mapping[str, Ceilings], lost: dict[str, str], untimed: Worker | None,
-    counting: CountingWorker | None,
 ) -> tuple[Record, ...]:  # fmt: skip
-    request, facts = run.request, {device.key: device for device in run.devices}
+    request, facts, switches = run.request, {device.key: device for device in run.devices}, ready.switches
     windows = window_rule_for(request) if request.ranks is None else None
     if not workloads.get(group.cases[0].case.workload).fused:
         windows, quantisers = None, Quantisers("the suite is about numbers, and compiles none")
@@ -371,13 +357,13 @@ def _group(
         capacity=CapacityRule(request.memory_limit, with_batch) if searched else None,
         traces=trace_folder(run),
         ceilings=ceilings,
-        warm_up_seconds=warm_up_limit(request.quick, request.budget, os.environ),
+        warm_up_seconds=switches.warm_up_seconds,
         lost=lost,
         choose=None if request.quick or request.budget is not None else fastest,
-        tapes=records_tapes(request, os.environ),
-        tapes_apart=tapes_apart(request),
+        tapes=switches.tapes,
+        tapes_apart=switches.tapes_apart,
         looks_again=request.tape or not request.quick,
         shares=request.shares,
     )
     meter = meters.of(used) if used is not None else None
-    return GroupMeasurement(group, facts, worker, observer, method, meter, untimed, counting).run()
+    return GroupMeasurement(group, facts, ready.timing, observer, method, meter, untimed, ready.counting).run()

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from fp8bench import __version__
 from fp8bench.errors import WorkerError
-from fp8bench.measure.arm import quantisers_for
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.measure.limits import COMPILE_SECONDS
@@ -28,6 +27,7 @@ from fp8bench.plan.checked_workload import sound_axes
 from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.plan.precision_map import layers_of
+from fp8bench.plan.resolve import switches_of
 from fp8bench.protocols import Precision
 from fp8bench.registry import AUTO, backends, devices, precisions, workloads
 from fp8bench.report.words.naming import shortened
@@ -119,9 +119,8 @@ def by_rank() -> list[str]:
 
 def compiler_state(worker: Worker, facts: Sequence[DeviceFacts]) -> str:
     """Whether quantisers compile on every device, in words; what does not compile runs eagerly, and slowly."""
-    quantisers = quantisers_for(False, os.environ)
-    if quantisers.why_eager:
-        return f"not tried: {quantisers.why_eager}"
+    if why_eager := switches_of(os.environ).why_eager:
+        return f"not tried: {why_eager}"
     found = []
     for fact in (fact for fact in facts if not fact.unusable):
         try:
@@ -198,8 +197,8 @@ def listing(what: str, imports: tuple[str, ...], name: str | None = None) -> Ite
         yield from _dtypes(facts) if name is None else _dtype(precisions.get(name), facts)
     else:
         chosen = next((fact for fact in facts if fact.accelerated), facts[0])
-        for name in suites_of(Request(what)):
-            yield from _axes(name, chosen)
+        for suite in suites_of(Request(what)):
+            yield from _axes(suite.name, chosen)
 
 
 def _summary(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,15 +12,13 @@ from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.limits import Limits
 from fp8bench.model import PlannedCase, Request, Run, Tape
 from fp8bench.pipeline import worker_for
-from fp8bench.plan.asked_suites import reads_corpus
-from fp8bench.plan.corpus import prepare_corpus
-from fp8bench.plan.make import check_names, make_plan
+from fp8bench.plan.make import make_plan
+from fp8bench.plan.resolve import resolve
 
 
 def tapes_now(request: Request, store: Path, observer: JobObserver) -> list[Taped]:
     """Of every case of a request: nothing is timed, and nothing kept."""
-    check_names(request)
-    corpus = prepare_corpus(request.data, store / "data", True) if reads_corpus(request) else None
+    corpus = resolve(request, os.environ).corpus(store)
     found: list[Taped] = []
     with worker_for(request, corpus) as worker, observer.counting() as tell:
         facts = worker.probe()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,12 +34,9 @@ from fp8bench.model import (
     StepEffect,
     Timing,
 )
-from fp8bench.model.raw import QUANTISERS_VARIABLE, Filling, RawSlot, RawStep
-from fp8bench.model.run import is_on
+from fp8bench.model.raw import Filling, RawSlot, RawStep
 from fp8bench.protocols.axes import CACHE, ROTATING
 from fp8bench.registry import precisions, workloads
-
-_EAGER = "eager"
 
 
 @dataclass
@@ -52,13 +49,6 @@ class Quantisers:
     """
 
     why_eager: str = ""
-
-
-def quantisers_for(quick: bool, environment: Mapping[str, str]) -> Quantisers:
-    """Compiled, unless a quick look was asked for, or the variable says eager."""
-    if not is_on(QUANTISERS_VARIABLE, environment, "compiled", _EAGER, "to compile no quantisers"):
-        return Quantisers(f"{QUANTISERS_VARIABLE}={_EAGER} compiles none")
-    return Quantisers("--quick compiles none" if quick else "")
 
 
 # Two states of one code differ by where their memory lies, for as long as they live: products of 0.3 ms by 0.25% in the

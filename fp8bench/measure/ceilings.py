@@ -4,17 +4,15 @@ holds for a case."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from fp8bench.errors import WorkerError
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import COMPILE_SECONDS
 from fp8bench.model import Ceiling, Ceilings, DeviceFacts, Level, Limit, PlannedCase, Rate
-from fp8bench.model.run import is_on
 from fp8bench.registry import precisions
 
-VARIABLE = "FP8BENCH_CEILINGS"
 # For all of a device's in a quick look, once a machine; and for whole ones, which is asked for and takes its time.
 SECONDS = 2.0
 WHOLE_SECONDS = 30.0
@@ -23,11 +21,6 @@ RUNS = 5
 _LEAST_SECONDS = 0.02
 # Of the time of whole ones, what the search before the runs takes.
 _SEARCH = 0.4
-
-
-def measures_ceilings(quick: bool, environment: Mapping[str, str]) -> bool:
-    """Unless a quick look was asked for, or the variable says off: then what is known already is used."""
-    return is_on(VARIABLE, environment, "measured", "off", "to measure no ceilings") and not quick
 
 
 def ceiling_of(planned: PlannedCase, known: Ceilings | None) -> Ceiling | None:

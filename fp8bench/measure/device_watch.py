@@ -10,7 +10,7 @@ first rounds of a device that has idled are at a clock that it does not keep.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,21 +21,10 @@ from fp8bench.measure.sensors.looks import Looks
 from fp8bench.measure.sensors.rapl import CLOCK
 from fp8bench.model import DeviceWatch
 from fp8bench.model.readings import Reading, Readings, grown, reasons_of
-from fp8bench.model.run import is_on
 from fp8bench.model.stopping import ClockLook, Settling, slopes
 
 # Between two looks. A look takes the driver up to milliseconds, in which the device idles.
 _CHUNK_SECONDS = 0.15
-VARIABLE = "FP8BENCH_WARM_UP"
-WARM_UP_SECONDS = 30.0
-WARM_UP_SECONDS_QUICK = 5.0
-
-
-def warm_up_limit(quick: bool, budget: float | None, environment: Mapping[str, str]) -> float:
-    """Less where the user is in a hurry, and none where the variable says off."""
-    if not is_on(VARIABLE, environment, "on", "off", "to begin without warming up"):
-        return 0.0
-    return WARM_UP_SECONDS if budget is None and not quick else WARM_UP_SECONDS_QUICK
 
 
 @dataclass(frozen=True)

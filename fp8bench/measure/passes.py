@@ -29,7 +29,6 @@ from fp8bench.model import (
     PlannedCase,
     Provenance,
     Record,
-    Request,
     Run,
     Status,
     StepEffect,
@@ -38,7 +37,6 @@ from fp8bench.model import (
 )
 from fp8bench.model.ranks import FailedRank
 from fp8bench.model.readings import Reading
-from fp8bench.model.run import is_on
 from fp8bench.model.specs import spec_of
 from fp8bench.protocols import Observer
 
@@ -269,17 +267,3 @@ class Passes:
                 outcome.fail(why, cause)
             else:
                 outcome.lacks(why)
-
-
-TAPE_VARIABLE = "FP8BENCH_TAPE"
-
-
-def records_tapes(request: Request, environment: Mapping[str, str]) -> bool:
-    """Unless the variable says off; --tape records them in any case."""
-    return request.tape or is_on(TAPE_VARIABLE, environment, "recorded", "off", "to record no tapes")
-
-
-def tapes_apart(request: Request) -> bool:
-    """Whether a worker of its own records them, which takes seconds to start; a quick look's steps are recorded in
-    the one that has timed them, but for compiled ones."""
-    return request.tape or not request.quick

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Request
 from fp8bench.model.run import CEILINGS
+from fp8bench.protocols import Workload
 from fp8bench.registry import workloads
 from fp8bench.user_code import user_module
 
@@ -19,15 +20,15 @@ def known_suites() -> list[str]:
     return sorted({*workloads.names(), *several, CEILINGS})
 
 
-def suites_of(request: Request) -> tuple[str, ...]:
-    """The names of the suites a request means: one, several with commas, all, or those that a file registers."""
+def suites_of(request: Request) -> tuple[Workload, ...]:
+    """The suites that a request names: one, several with commas, `all`, or those that a file registers."""
     words = _words(request.suite)
     if not all(words):
         raise UsageError(f"the suite {request.suite!r} has an empty name. Give NAME, NAME,NAME, all, or a .py file.")
-    names = tuple(dict.fromkeys(name for word in words for name in _suites(word)))
+    suites = tuple(map(workloads.get, dict.fromkeys(name for word in words for name in _suites(word))))
     if not request.grid:
-        return names
-    followed = tuple(name for name in names if workloads.get(name).history is not None)
+        return suites
+    followed = tuple(suite for suite in suites if suite.history is not None)
     if not followed:
         raise UsageError(f"the suite {request.suite} declares no grid whose history is kept. Leave --grid out.")
     return followed
@@ -63,7 +64,3 @@ def _suites(word: str) -> Sequence[str]:
             )
         raise UnknownName("suite", word, [*known_suites(), ALL])
     return [word]
-
-
-def reads_corpus(request: Request) -> bool:
-    return any(workloads.get(name).uses_corpus for name in suites_of(request))

@@ -68,7 +68,8 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     Where precisions are to be compared and those that were named leave nothing to compare, fp32 is added.
     """
     chosen = devices_asked(request, facts)
-    parts = _parts(request, chosen, compares)
+    suites = suites_of(request)
+    parts = _parts(request, suites, chosen, compares)
     groups = []
     added: dict[str, None] = {}
     for part in parts:
@@ -88,7 +89,7 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
         notes.append(
             f"--backend {request.backend} has no effect: it is for low precisions, and these are {', '.join(modes)}"
         )
-    notes += _check_memory(request, chosen)
+    notes += _check_memory(request, suites, chosen)
     notes += [told for device in chosen for told in _what_fits(groups, device)]
     if request.ranks is not None:
         notes += _of_ranks(request.ranks, chosen)
@@ -103,15 +104,16 @@ def has_reference_added(plan: Plan) -> bool:
     return any(planned.case.precision == ADDED for group in plan for planned in group.cases)
 
 
-def check_names(request: Request) -> None:
-    """Raise for unknown names, and for what cannot be kept, at once: before anything slow is started."""
-    if request.max_batch and not any(workloads.get(name).batch_axis for name in suites_of(request)):
+def check_names(request: Request) -> tuple[Workload, ...]:
+    """The request's suites. Raises for unknown names and impossible values before anything slow is started."""
+    suites = suites_of(request)
+    if request.max_batch and not any(suite.batch_axis for suite in suites):
         having = [name for name in workloads.names() if workloads.get(name).batch_axis]
         raise UsageError(
             f"--max-batch: suite {request.suite} has no batch. Suites that have one: {', '.join(having)}; one of your "
             "own names the axis that is its batch in `batch_axis`."
         )
-    parts = _parts(request, _CLASSES)
+    parts = _parts(request, suites, _CLASSES)
     for part in parts:
         if (request.ranks or 1) < (least := part.workload.least_ranks):
             raise UsageError(f"the suite {part.workload.name} takes {least} processes together: add --ranks {least}.")
@@ -129,6 +131,7 @@ def check_names(request: Request) -> None:
         with answering(part.workload):
             for params in _parameters(request, part.workload, _CLASSES[0], None):
                 sound_work(part.workload, part.workload.work(dict(params)))
+    return suites
 
 
 def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedCase | None:
@@ -187,7 +190,7 @@ def _of_ranks(ranks: int, chosen: Sequence[DeviceFacts]) -> list[str]:
     return notes
 
 
-def _check_memory(request: Request, chosen: Sequence[DeviceFacts]) -> list[str]:
+def _check_memory(request: Request, suites: Sequence[Workload], chosen: Sequence[DeviceFacts]) -> list[str]:
     """Raise where --max-batch cannot be done on a device; what it will do, in words."""
     if not request.max_batch:
         return []
@@ -196,7 +199,7 @@ def _check_memory(request: Request, chosen: Sequence[DeviceFacts]) -> list[str]:
         check_limit(limit, device)
     where = f"within {size(limit)} of tensors" if limit is not None else "up to the end of the device's memory"
     notes = [f"--max-batch: after all else, the largest batch {where} is looked for"]
-    without = [name for name in suites_of(request) if not workloads.get(name).batch_axis]
+    without = [suite.name for suite in suites if not suite.batch_axis]
     return [*notes, f"--max-batch has no effect on {', '.join(without)}: no batch there"] if without else notes
 
 
@@ -218,10 +221,11 @@ def _what_fits(groups: Sequence[Group], facts: DeviceFacts) -> Iterator[str]:
             yield f"{Plan.MEMORY}the largest case of {suite} {takes_most}, {has}{left_out}"
 
 
-def _parts(request: Request, facts: Sequence[DeviceFacts], compares: bool = True) -> list[_Part]:
-    chosen = [workloads.get(name) for name in suites_of(request)]
+def _parts(
+    request: Request, suites: Sequence[Workload], facts: Sequence[DeviceFacts], compares: bool = True
+) -> list[_Part]:
     known: set[str] = set()
-    for workload in chosen:
+    for workload in suites:
         with answering(workload):
             known |= {axis.name for axis in sound_axes(workload, _CLASSES[0])}
     for name, _ in request.axes:  # each must be one of some suite; the others do without it
@@ -235,13 +239,13 @@ def _parts(request: Request, facts: Sequence[DeviceFacts], compares: bool = True
             [params for device in mapped for params in _parameters(request, workload, device, None)],
             request.precision_map,
         )
-        for workload in chosen
+        for workload in suites
     ]
-    check_keys(request.precision_map, [layer for found in layers for layer in found], f"suite {request.suite}")
+    check_keys(request.precision_map, [layer for own in layers for layer in own], f"suite {request.suite}")
     parts = []
-    for workload, found in zip(chosen, layers, strict=True):
+    for workload, own in zip(suites, layers, strict=True):
         with answering(workload):
-            parts.append(_part(request, workload, found, compares))
+            parts.append(_part(request, workload, own, compares))
     return parts
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from fp8bench import pipeline
 from fp8bench.analysis.findings import findings
-from fp8bench.measure.ceilings import VARIABLE
-from fp8bench.measure.passes import TAPE_VARIABLE as TAPE
 from fp8bench.model import Case, Label, Products, Run, Verdict
+from fp8bench.plan.resolve import CEILINGS_VARIABLE as VARIABLE
+from fp8bench.plan.resolve import TAPE_VARIABLE as TAPE
 from fp8bench.worker.bench import Bench
 from tests.counts import for_each
 from tests.facts import CPU

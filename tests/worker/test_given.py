@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from fp8bench.analysis.findings import findings
-from fp8bench.measure.ceilings import VARIABLE
-from fp8bench.measure.passes import TAPE_VARIABLE as TAPE
 from fp8bench.model import Finding, GivenTensors, Label, Verdict
+from fp8bench.plan.resolve import CEILINGS_VARIABLE as VARIABLE
+from fp8bench.plan.resolve import TAPE_VARIABLE as TAPE
 from fp8bench.worker import products
 from fp8bench.worker.products import GivenState
 from tests.counts import for_each

@@ -17,7 +17,6 @@ from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wante
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
-from fp8bench.measure.device_watch import warm_up_limit
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.measure.windows import WindowRule, phases_at_most, window_rule_for, windows_of
@@ -27,6 +26,7 @@ from fp8bench.model.run import CEILINGS
 from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS, STRETCH
 from fp8bench.plan.asked_suites import known_suites
 from fp8bench.plan.make import check_names
+from fp8bench.plan.resolve import switches_of
 from fp8bench.protocols import Observer
 from fp8bench.store.fleet_plans import read_plan, write_plan
 from fp8bench.store.runs.listing import find_run
@@ -179,7 +179,7 @@ def expected_time(plan: Plan, request: Request) -> str:
 
 def _warming_expected(plan: Plan, request: Request) -> str:
     """Of a GPU, which tells its clock where its driver is."""
-    most = warm_up_limit(request.quick, request.budget, os.environ)
+    most = switches_of(os.environ, request.quick, request.budget is not None).warm_up_seconds
     running = [group for group in plan if any(planned.runs for planned in group.cases)]
     groups = sum(not group.cases[0].case.device.startswith("cpu") for group in running)
     if not groups or not most:

@@ -18,22 +18,20 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.ablate.values import KEPT, MOST_BY_SHAPLEY, AblatedArm, AblatedOption, Ablation, arms_of
 from fp8bench.files import compact, keeping, sealed, stamp, write_whole
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.measure.arm import quantisers_for
+from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.environment import gather
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.handle import claimed
 from fp8bench.measure.limits import Limits
-from fp8bench.measure.passes import records_tapes
 from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import DeviceFacts, Environment, Group, Level, Plan, PlannedCase, Record, Request
 from fp8bench.model.codec import encode
 from fp8bench.model.stopping import rule_for
 from fp8bench.pipeline import examine, now, worker_for
-from fp8bench.plan.asked_suites import reads_corpus
 from fp8bench.plan.checked_workload import sound_axes
-from fp8bench.plan.corpus import prepare_corpus
-from fp8bench.plan.make import check_names, devices_asked, make_plan
+from fp8bench.plan.make import devices_asked, make_plan
+from fp8bench.plan.resolve import resolve
 from fp8bench.protocols import Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
@@ -115,8 +113,8 @@ def options_of(question: AblationQuestion, facts: DeviceFacts) -> tuple[AblatedO
 def ablated(question: AblationQuestion, store: Path, observer: JobObserver) -> Ablation:
     """Measure all arms. An interrupt raises KeyboardInterrupt: of arms cut off halfway nothing can be said."""
     request = question.request
-    check_names(request)
-    corpus = prepare_corpus(request.data, store / "data", write=True) if reads_corpus(request) else None
+    resolved = resolve(request, os.environ)
+    corpus, switches = resolved.corpus(store), resolved.switches
     with claimed(request.isolation), worker_for(request, corpus) as worker, Meters(request.energy) as meters:
         facts = worker.probe()
         (device,) = devices_asked(request, facts)
@@ -128,7 +126,7 @@ def ablated(question: AblationQuestion, store: Path, observer: JobObserver) -> A
         method = Method(
             rule=rule_for(request.quick, request.rounds, request.budget), judge=lambda *timings: False,
             seed=request.seed, limits=Limits(request.case_timeout), windows=window_rule_for(request),
-            quantisers=quantisers_for(request.quick, os.environ), tapes=records_tapes(request, os.environ),
+            quantisers=Quantisers(switches.why_eager), tapes=switches.tapes,
             tapes_apart=False,
         )  # fmt: skip
         with observer.measuring() as watch:

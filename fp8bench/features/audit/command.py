@@ -42,7 +42,7 @@ from fp8bench.features.audit.values import (
 )
 from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.measure.ceilings import SECONDS, measures_ceilings
+from fp8bench.measure.ceilings import SECONDS
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.model import Ceilings, DeviceFacts, Level
@@ -50,6 +50,7 @@ from fp8bench.model.codec import encode
 from fp8bench.model.promises import AuditKind, KeptWeights, Signature, UpdateRule
 from fp8bench.model.raw import Settings
 from fp8bench.plan.make import device_named
+from fp8bench.plan.resolve import switches_of
 from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
@@ -193,7 +194,7 @@ def _ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path) -> 
     """Those that are kept, else what a quick look finds now, which is kept; None where nothing is to be measured, or
     it cannot be."""
     measured = partial(worker.within(START_SECONDS).ceilings, facts, SECONDS)
-    wanted = measures_ceilings(False, os.environ)
+    wanted = switches_of(os.environ).ceilings
     try:
         if not wanted and not store.is_dir():
             return None

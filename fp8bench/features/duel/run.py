@@ -29,7 +29,7 @@ from fp8bench.features.duel.values import (
 )
 from fp8bench.features.duel.verdicts import LEAST_ROUNDS
 from fp8bench.jobs.observer import JobObserver, Tell
-from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, Quantisers, guarding, quantisers_for
+from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, Quantisers, guarding
 from fp8bench.measure.environment import command_line, gather
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.interrupts import held_back, ignored
@@ -40,9 +40,7 @@ from fp8bench.model import Case, Environment, PlannedCase, Request
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import CEILING_SECONDS, QUICK_ROUNDS, StoppingRule
 from fp8bench.pipeline import now, share_of
-from fp8bench.plan.asked_suites import reads_corpus, suites_of
-from fp8bench.plan.corpus import prepare_corpus
-from fp8bench.plan.make import check_names
+from fp8bench.plan.resolve import resolve
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.registry import workloads
 from fp8bench.store.runs.run_file import check_store
@@ -260,10 +258,9 @@ def run_duel(
     """Measure both sides and keep what they come to; of the cases with the ids in `only`, if there are any."""
     if request.ranks is not None:
         raise UsageError(f"a side of a duel is one process, and this would be {request.ranks} ranks on each.")
-    check_names(request)
-    why_eager = quantisers_for(request.quick, os.environ).why_eager
+    resolved = resolve(request, os.environ)
     check_store(store)
-    corpus = prepare_corpus(request.data, store / "data") if reads_corpus(request) else None
+    corpus = resolved.corpus(store)
     start = time.monotonic()
     sessions = question.sessions or (_QUICK_SESSIONS if request.quick else SESSIONS)
     with ExitStack() as stack:
@@ -272,8 +269,9 @@ def run_duel(
         for ready in starts:
             settings = Settings(request.threads, request.seed, ready.imports, corpus.path if corpus else None)
             workers = [PartnerWorker(settings, ready) for _ in range(PROCESSES)]
-            sides.append(stack.enter_context(closing(SideWorkers(ready, workers, Quantisers(why_eager)))))
-        identity, names = corpus.identity if corpus else None, suites_of(request)
+            quantisers = Quantisers(resolved.switches.why_eager)
+            sides.append(stack.enter_context(closing(SideWorkers(ready, workers, quantisers))))
+        identity, names = corpus.identity if corpus else None, [suite.name for suite in resolved.suites]
         with observer.counting() as tell:
             for number, side in enumerate(sides):
                 tell(number, len(sides), "sides", "starting workers")

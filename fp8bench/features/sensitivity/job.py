@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +23,9 @@ from fp8bench.model import Case, DeviceFacts, PlannedCase, Request, Work
 from fp8bench.model.codec import Malformed, decode
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.pipeline import examine, now, worker_for
-from fp8bench.plan.asked_suites import reads_corpus
 from fp8bench.plan.checked_workload import sound_layers
-from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import check_names, make_plan
+from fp8bench.plan.resolve import resolve
 from fp8bench.protocols import Layer
 from fp8bench.registry import precisions, workloads
 from fp8bench.workloads.model import MADE
@@ -46,7 +46,7 @@ def studied(question: StudyQuestion, store: Path, observer: JobObserver) -> Stud
     """Train all that a study needs. An interrupt ends it early: the study comes as far as it was."""
     request = question.request
     check(request)
-    corpus = prepare_corpus(request.data, store / "data", write=True) if reads_corpus(request) else None
+    corpus = resolve(request, os.environ).corpus(store)
     with claimed(request.isolation), worker_for(request, corpus) as worker:
         runs = opened(question, worker.probe(), corpus.identity if corpus is not None else None, worker)
         environment = gather(worker.software(), __version__, request.threads, request.imports)

@@ -11,9 +11,9 @@ import pytest
 
 from fp8bench.errors import UsageError
 from fp8bench.features.audit.command import _ceilings
-from fp8bench.measure.ceilings import VARIABLE
 from fp8bench.model import Ceilings, Limit, Rate
 from fp8bench.model.promises import AuditKind, Signature, Takes
+from fp8bench.plan.resolve import CEILINGS_VARIABLE as VARIABLE
 from fp8bench.user_code.named import audited, declared_of, signed
 from tests.commands import Say
 from tests.counts import for_each

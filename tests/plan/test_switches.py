@@ -1,0 +1,63 @@
+"""What a run does unasked, and the variable that switches it off: quantisers, ceilings, tapes, warming up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fp8bench.errors import UsageError
+from fp8bench.model.raw import QUANTISERS_VARIABLE as QUANTISERS
+from fp8bench.plan.resolve import CEILINGS_VARIABLE as CEILINGS
+from fp8bench.plan.resolve import TAPE_VARIABLE as TAPE
+from fp8bench.plan.resolve import WARM_UP_VARIABLE as WARM_UP
+from fp8bench.plan.resolve import switches_of
+from tests.counts import for_each
+
+EAGER, QUICK = f"{QUANTISERS}=eager compiles none", "--quick compiles none"
+
+
+@for_each(
+    ("switch", "asked", "environ", "answer"),
+    [
+        ("why_eager", {}, {}, ""),
+        ("why_eager", {}, {QUANTISERS: ""}, ""),
+        ("why_eager", {}, {QUANTISERS: "compiled"}, ""),
+        ("why_eager", {"quick": True}, {}, QUICK),
+        ("why_eager", {"quick": True}, {QUANTISERS: "compiled"}, QUICK),
+        ("why_eager", {}, {QUANTISERS: "eager"}, EAGER),
+        ("why_eager", {"quick": True}, {QUANTISERS: "eager"}, EAGER),
+        ("ceilings", {}, {}, True),
+        ("ceilings", {}, {CEILINGS: "measured"}, True),
+        ("ceilings", {}, {CEILINGS: "off"}, False),
+        ("ceilings", {"quick": True}, {CEILINGS: "measured"}, False),
+        ("tapes", {}, {}, True),
+        ("tapes", {}, {TAPE: "off"}, False),
+        ("tapes", {"quick": True}, {TAPE: "recorded"}, True),
+        ("tapes", {"tape": True}, {TAPE: "off"}, True),
+        ("tapes_apart", {}, {}, True),
+        ("tapes_apart", {"quick": True}, {}, False),
+        ("tapes_apart", {"quick": True, "tape": True}, {}, True),
+        ("warm_up_seconds", {}, {}, 30.0),
+        ("warm_up_seconds", {}, {WARM_UP: "off"}, 0.0),
+        ("warm_up_seconds", {"quick": True}, {}, 5.0),
+        ("warm_up_seconds", {"budgeted": True}, {}, 5.0),
+        ("warm_up_seconds", {"budgeted": True}, {WARM_UP: "off"}, 0.0),
+    ],
+)
+def test_all_is_done_unless_somebody_asked_for_less(
+    switch: str, asked: dict[str, bool], environ: dict[str, str], answer: Any
+) -> None:
+    assert getattr(switches_of(environ, **asked), switch) == answer
+
+
+@for_each(
+    ("variable", "usual", "word"),
+    [
+        *((QUANTISERS, "eager", word) for word in ("off", "Eager", "1", "eager ")),
+        (CEILINGS, "off", "no"), (TAPE, "off", "no"), (WARM_UP, "off", "no"),
+    ],
+)  # fmt: skip
+def test_other_words_are_refused_with_those_that_there_are(variable: str, usual: str, word: str) -> None:
+    with pytest.raises(UsageError, match=rf"{variable} is '{word}'\. Set it to {usual}"):
+        switches_of({variable: word}, tape=True)
