@@ -26,6 +26,14 @@ AXES = ("--set", "gated=no", "--set", "pass=training", "--set", "tokens=1024,204
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("faults") / "faults.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(path), str(SOURCE), "-ldl"], check=True)
+    maps = subprocess.run(
+        ["cat", "/proc/self/maps"],
+        env={**os.environ, "LD_PRELOAD": str(path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert path.name in maps.stdout, f"the loader does not preload it, perhaps because of noexec: {maps.stderr}"
     return path
 
 
@@ -40,7 +48,7 @@ def run_with(fault: str, library: Path, folder: Path) -> Run:
         [sys.executable, "-m", "fp8bench", *SUITE, *AXES, "--store", "store"], cwd=folder, env=environment,
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
-    assert (folder / "struck").exists(), done.stderr
+    assert (folder / "struck").exists(), f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return load("last", folder / "store").run
 
 
