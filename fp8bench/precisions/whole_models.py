@@ -1,4 +1,4 @@
-"""Of whole models alone: what Accelerate makes of a user's own, and a model whose keys and weights have formats."""
+"""Precisions of whole models: Accelerate's conversion of a user's own, and a served one with formats of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8bench.protocols.axes import Option, one_of
 from fp8bench.registry import precisions
 
 NAME = "accelerate-fp8"
-# What each recipe needs beside Accelerate, and how it is had.
+# The package that each recipe needs besides Accelerate, and how to get it.
 _PACKAGES = {
     "ao": ("torchao", "pip install torchao"),
     "te": ("transformer_engine", "pip install 'transformer-engine[pytorch]'"),
@@ -22,7 +22,7 @@ _PACKAGES = {
 
 @precisions.register(NAME)
 class AccelerateFp8(PlainPrecision):
-    """Its `prepare` converts the model, runs it under bf16's autocast, and wraps the optimizer."""
+    """Accelerate's `prepare` converts the model, runs it under bf16's autocast, and wraps the optimizer."""
 
     name = NAME
     summary = (
@@ -39,21 +39,20 @@ class AccelerateFp8(PlainPrecision):
     )
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Refused: the workload `model` alone says otherwise."""
+        """Refused; the workload `model` alone overrides that."""
         return refused(f"{self.mode} is a whole model of your own by Accelerate: fp8bench profile MODULE:FUNCTION")
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
-        from fp8bench.nn.accelerated_model import AcceleratedModel
+        from fp8bench.nn.conversion import AcceleratedModel
 
         return AcceleratedModel(str(self.chosen["recipe"]), str(self.chosen["level"]), facts)
 
     def prepares(self, facts: DeviceFacts) -> Support:
-        """How Accelerate prepares a model for a device."""
         recipe, nvidia = str(self.chosen["recipe"]), is_nvidia(facts) and facts.capability is not None
         package, how = _PACKAGES[recipe]
         for needed, way in (("accelerate", "pip install accelerate"), (package, how)):
             if recipe != "ao" and not nvidia:
-                break  # what no installation would mend is said first
+                break  # installing a package would not help there
             if facts.version_of(needed) is None:
                 return refused(f"{needed} is not installed here: {way}")
         if self.chosen["level"] != "O2" and recipe != "msamp":
@@ -77,7 +76,7 @@ class AccelerateFp8(PlainPrecision):
 
 @precisions.register(SERVED)
 class Served(Precision):
-    """An arm of inference: what is kept is restored, or multiplied as it is, and everything else is the carrier's."""
+    """An arm of inference: formats of the cache and the weights; everything else is in the carrier."""
 
     name = SERVED
     summary = "bf16 or fp32, with keys and values, and weights, kept in formats of their own."
@@ -92,7 +91,7 @@ class Served(Precision):
     )  # fmt: skip
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Refused: the workloads that serve a model alone say otherwise."""
+        """Refused; the workloads that serve a model override that."""
         return refused("served keeps a model's cache and weights: only prefill, decode and gemm have such")
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:

@@ -219,11 +219,11 @@ class Diffusion(ConvolvedWorkload):
         return support
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        from fp8bench.nn.diffusion import made
+        from fp8bench.nn.diffusion import denoiser_state
 
         params = dict(setup.case.params)
         plan = None if is_training(params) else plan_of(params)
-        return made(setup, sizes_of(params), plan, choose, carrier, params["time"] == "carrier")
+        return denoiser_state(setup, sizes_of(params), plan, choose, carrier, params["time"] == "carrier")
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Of training as of any layer; of sampling by step, and how often a step's denoiser is evaluated."""

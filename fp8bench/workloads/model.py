@@ -147,7 +147,7 @@ class Model(Workload):
         return errors_between(found, wanted).get("gradient_error")
 
     def covered(self, setup: Setup) -> Covered | None:
-        from fp8bench.nn.accelerated_model import AcceleratedModel, converted_in, unconverted
+        from fp8bench.nn.conversion import AcceleratedModel, converted_in, unconverted
         from fp8bench.nn.own_model import OwnModel, conversion_of
 
         if not _converts(setup):

@@ -131,11 +131,11 @@ class Moe(LayerWorkload):
 
         from fp8bench.nn.arithmetics import PlainArithmetic
         from fp8bench.nn.exercise import exercise
-        from fp8bench.nn.experts import Mixture, Travel, cast_once, made_load
+        from fp8bench.nn.experts import Mixture, Travel, cast_once, draw_load
 
         params, sizes = dict(setup.case.params), sizes_of(dict(setup.case.params))
         tokens, load = int(params["tokens"]), str(params["load"])
-        plans = [made_load(load, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))]
+        plans = [draw_load(load, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))]
         if carrier is torch.float64:  # the exact pass: nothing is rounded, and nothing is filled up
             travel = Travel("carrier", "carrier", PlainArithmetic(torch.float64), 1)
         else:

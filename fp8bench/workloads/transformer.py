@@ -16,7 +16,6 @@ from fp8bench.nn.shared_workloads import (
     SCORES_BESIDE,
     SCORES_KEPT,
     TrainingWorkload,
-    attention_by,
     carrier_bytes,
     missing_kernel,
     uncompilable,
@@ -236,6 +235,7 @@ class Transformer(TrainingWorkload):
         return FourModels(actor, critic, others, loader, count, {})
 
     def _trained(self, setup: Setup, loader: Loader) -> TrainingState:
+        from fp8bench.nn.attention import attention_by
         from fp8bench.nn.gpt import blocks_are_taken
         from fp8bench.nn.training_step import begun
 
@@ -291,6 +291,8 @@ class Transformer(TrainingWorkload):
 
     def _first_gradients(self, setup: Setup) -> tuple[float, list[Tensor]]:
         """Mean loss and gradients of the case's first step, of a second pass where an arithmetic settles."""
+        from fp8bench.nn.attention import attention_by
+
         model = self._own(setup)
         with attention_by(_choice(dict(setup.case.params), "attention")):
             forward = _forward(setup, model)

@@ -84,7 +84,7 @@ def test_it_has_layers_and_no_products_and_draws_nothing() -> None:
     arithmetic = precisions.get("fp8:backend=torchao").arithmetic(HERE)
     with pytest.raises(TypeError, match="torchao has whole layers only"):
         arithmetic.cast(gaussian(16, 16), Role.INPUT)
-    with pytest.raises(TypeError, match="no product by itself"):
+    with pytest.raises(TypeError, match="product"):
         arithmetic.product(*[None] * 3)  # type: ignore[arg-type]
     states = []
     for mode in ("fp8", "fp8:backend=torchao"):

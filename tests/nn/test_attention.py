@@ -117,7 +117,7 @@ def test_a_gpu_in_fp32_gets_a_key_head_for_each_head(
     """Its kernel without a matrix of scores takes no grouped queries in fp32; the others do. Shapes without values."""
     seen: list[tuple[int, int, int, bool]] = []
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, mask: None, is_causal: bool, enable_gqa: bool) -> Tensor:
         seen.append((q.shape[1], k.shape[1], v.shape[1], enable_gqa))
         return q
 

@@ -193,7 +193,6 @@ def test_a_forward_pass_of_its_own_is_not_lost() -> None:
     own, renamed = held_in(model)
     assert own.rule == "forward" and own.reason.startswith("Doubled has a forward pass of its own")
     assert not renamed.reason
-    assert not any(one.reason for one in held_in(model, allow=["Doubled"]))
     x = torch.randn(4, 16)
     with converted(model):
         plain = model(x)

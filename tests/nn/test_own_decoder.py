@@ -14,7 +14,7 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.nn.served import served_shapes, step_bytes
-from fp8bench.nn.serving import OwnDecoder, made, shape_of_own
+from fp8bench.nn.serving import OwnDecoder, make_model, shape_of_own
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases
 from tests.counts import for_each
@@ -144,14 +144,14 @@ REFUSED = {
 
 @for_each("make", REFUSED)
 def test_what_cannot_be_served_is_a_sentence(make: str) -> None:
-    model, _ = made(getattr(served_models, make), make, 0, CPU)
+    model, _ = make_model(getattr(served_models, make), make, 0, CPU)
     with pytest.raises(UsageError, match=REFUSED[make]):
         shape_of_own(make, model, 0, CPU)
 
 
 def test_what_makers_may_give() -> None:
-    model, tokens = made(served_models.own, "own", 0, CPU)
-    again, _ = made(served_models.own, "own", 0, CPU)
+    model, tokens = make_model(served_models.own, "own", 0, CPU)
+    again, _ = make_model(served_models.own, "own", 0, CPU)
     assert tokens is not None and tokens.shape == (3, 17)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), again.parameters(), strict=True))
     for wrong, words in (
@@ -160,4 +160,4 @@ def test_what_makers_may_give() -> None:
         (lambda: 1 / 0, "fails: Zero"),
     ):
         with pytest.raises(UsageError, match=words):
-            made(wrong, "own", 0, CPU)
+            make_model(wrong, "own", 0, CPU)

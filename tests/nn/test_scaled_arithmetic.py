@@ -292,7 +292,7 @@ def test_sides_that_do_not_fit_are_multiplied_one_by_one(grouped_kernel: Grouped
     """As are recipes that torch has no grouped product for."""
     for mode, hidden in (("fp8-rowwise", 40), ("bf16", 48)):
         block = experts(precisions.get(mode).arithmetic(H200), gated=False, hidden=hidden)
-        assert block._may_be_grouped() is (mode == "bf16")
+        assert block._can_be_grouped() is (mode == "bf16")
     assert grouped_kernel.calls == 0
 
 

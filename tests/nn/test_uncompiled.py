@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8bench.nn.uncompiled import eager, recomputed
+from fp8bench.nn.attention import recomputed
+from fp8bench.nn.training_step import eager
 from suites.trials import ran
 
 STEPS = """
 import pathlib, sys, tempfile, torch
-from fp8bench.nn.uncompiled import eager, recomputed
+from fp8bench.nn.attention import recomputed
+from fp8bench.nn.training_step import eager
 weight = torch.nn.Parameter(torch.ones(4, 4))
 optimizer = eager(torch.optim.AdamW)([weight], lr=0.1, fused=True)
 for _ in range(2):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.nn.parallel.ways import AMAX_GROUPS, WAYS, Job, Way
-from fp8bench.numerics import fp8_reduce
+from fp8bench.numerics import collectives
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,11 +35,11 @@ def ddp(name: str, body: Callable[[type[DDPModel]], type[DDPModel]]) -> None:
 
 def forgets(kind: type[DDPModel]) -> type[DDPModel]:
     """Gradients are sent to nobody."""
-    from fp8bench.nn.parallel.data_parallel import _unsent
+    from fp8bench.nn.parallel.data_parallel import _done
 
     class Model(kind):  # type: ignore[misc, valid-type]
         def _hook(self, wire: str) -> Any:
-            return _unsent
+            return lambda bucket: _done(bucket.buffer())
 
     return Model
 
@@ -71,7 +71,7 @@ def other_scale(times: float) -> Callable[[Job], ParallelModel]:
     def model(job: Job) -> ParallelModel:
         from fp8bench.nn.parallel import tensor_parallel
         from fp8bench.nn.parallel.exchanges import RankGroup
-        from fp8bench.nn.parallel.fsdp import TensorFSDP
+        from fp8bench.nn.parallel.tensor_parallel import TensorFSDP
 
         class Wrong(RankGroup):
             def largest(self, x: Tensor) -> Tensor:
@@ -113,14 +113,14 @@ def other_wire_scale(way: Way) -> Callable[[Job], ParallelModel]:
     def model(job: Job) -> ParallelModel:
         made: Any = way.model(job)
         wire = made.fp8_wire
-        own, result = fp8_reduce.largest_scale, wire._result
+        own, result = collectives.largest_scale, wire._result
 
         def wrong(*given: Any) -> Any:
-            fp8_reduce.largest_scale = lambda amax: own(amax) * 2
+            collectives.largest_scale = lambda amax: own(amax) * 2
             try:
                 return result(*given)
             finally:
-                fp8_reduce.largest_scale = own
+                collectives.largest_scale = own
 
         if job.group.rank() == 1:
             wire._result = wrong
@@ -144,8 +144,8 @@ def expert_mistake(kind: str) -> Callable[[Job], ParallelModel]:
             return made
 
         class Turned(RankGroup):
-            def handed(self, x: Tensor, sent: Any, received: Any) -> Tensor:
-                got = super().handed(x, sent, received)
+            def exchanged_rows(self, x: Tensor, sent: Any, received: Any) -> Tensor:
+                got = super().exchanged_rows(x, sent, received)
                 return got.roll(1, 0) if self.rank == 1 else got
 
         turned = Turned(job.group)
@@ -184,18 +184,18 @@ def stale(kind: type[DDPModel]) -> type[DDPModel]:
         _before: Tensor | None = None
 
         def _in_fp8(self, bucket: Any) -> Any:
-            own, before = fp8_reduce.scaled, self._before
+            own, before = collectives.scaled, self._before
 
             def scaled(*given: Any) -> Any:
                 _, self._before = yield from own(*given)
                 used = self._before.new_ones(1) if before is None else before
                 return given[0] * used, used
 
-            fp8_reduce.scaled = scaled  # type: ignore[assignment]
+            collectives.scaled = scaled  # type: ignore[assignment]
             try:
                 return super()._in_fp8(bucket)
             finally:
-                fp8_reduce.scaled = own
+                collectives.scaled = own
 
     return Model
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.nn.parallel.exchanges import RankGroup
-from fp8bench.numerics.rank_programs import AllGather, AllToAll, Handed, Largest, Program
+from fp8bench.numerics.rank_programs import AllGather, AllToAll, Largest, Program, RowsToRanks
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class Board:
         self._brought: list[Tensor] = [torch.empty(0)] * size
         self.bytes = 0
 
-    def everybodys(self, rank: int, x: Tensor) -> list[Tensor]:
+    def all_of(self, rank: int, x: Tensor) -> list[Tensor]:
         self._brought[rank] = x
         self._barrier.wait()
         found = list(self._brought)
@@ -58,13 +58,13 @@ class ThreadedGroup(RankGroup):
     handle: Any
     silent = False
 
-    def handed(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def exchanged_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         place = self.handle
         others = sum(sent) - sent[self.rank]
-        place.sent["handed"] = place.sent.get("handed", 0) + others * x[:1].nelement() * x.element_size()
+        place.sent["rows"] = place.sent.get("rows", 0) + others * x[:1].nelement() * x.element_size()
         with self.phase.communication:
-            counts = place.board.everybodys(place.number, torch.tensor(sent))
-            rows = place.board.everybodys(place.number, x.detach().clone())
+            counts = place.board.all_of(place.number, torch.tensor(sent))
+            rows = place.board.all_of(place.number, x.detach().clone())
         parts = [one.split(count.tolist())[self.rank] for one, count in zip(rows, counts, strict=True)]
         assert [len(part) for part in parts] == list(received)
         return torch.cat(parts)
@@ -75,8 +75,8 @@ class ThreadedGroup(RankGroup):
     def largest(self, x: Tensor) -> Tensor:
         return torch.stack(self._brought("largest", x)).amax(0)
 
-    def everybodys(self, x: Tensor) -> list[Tensor]:
-        return self._brought("everybodys", x)
+    def all_of(self, x: Tensor) -> list[Tensor]:
+        return self._brought("all_of", x)
 
     def all_parts(self, x: Tensor) -> Tensor:
         return torch.stack(self._brought("gathered", x))
@@ -98,7 +98,7 @@ class ThreadedGroup(RankGroup):
         place = self.handle
         place.sent[what] = place.sent.get(what, 0) + x.numel() * x.element_size()
         with self.phase.communication:
-            return [one.detach() for one in place.board.everybodys(place.number, x.detach().clone())]
+            return [one.detach() for one in place.board.all_of(place.number, x.detach().clone())]
 
 
 def on_board(place: Place, program: Program[T]) -> T:
@@ -112,9 +112,9 @@ def on_board(place: Place, program: Program[T]) -> T:
             return result
         name = type(exchange).__name__
         place.sent[name] = place.sent.get(name, 0) + int(exchange.sent(place.size()))
-        payloads = place.board.everybodys(place.number, exchange.payload)
-        if isinstance(exchange, Handed):
-            to = place.board.everybodys(place.number, torch.tensor(exchange.to))
+        payloads = place.board.all_of(place.number, exchange.payload)
+        if isinstance(exchange, RowsToRanks):
+            to = place.board.all_of(place.number, torch.tensor(exchange.to))
             answer = [own.split(some.tolist())[place.number] for own, some in zip(payloads, to, strict=True)]
         elif isinstance(exchange, AllToAll):
             answer = torch.stack([rows[place.number] for rows in payloads])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.nn.parallel.exchanges import FP8Wire, OfRank
-from fp8bench.numerics.fp8_reduce import Pieces, mean_of_tensors, tensors_transported
+from fp8bench.numerics.collectives import Pieces, mean_of_tensors, tensors_transported
 from fp8bench.numerics.rank_programs import simulated
 from tests.nn.parallel.ranks import Board, Place
 

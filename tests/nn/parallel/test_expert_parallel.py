@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.nn.experts import Experts, made_load
+from fp8bench.nn.experts import Experts, draw_load
 from fp8bench.nn.gpt import FeedForward
 from fp8bench.nn.parallel import expert_parallel
 from fp8bench.nn.parallel.expert_parallel import RankedExperts
@@ -33,7 +33,7 @@ def block(precision: str, load: str) -> Experts:
         made = Experts(WIDTH, EXPERTS, lambda own: FeedForward(WIDTH, HIDDEN, True, 1.0, own), lambda name: arithmetic)
         with torch.no_grad():
             made.router.mul_(20)
-    made.ahead = made_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
+    made.ahead = draw_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
     return made
 
 
@@ -77,7 +77,7 @@ def by_ranks(ranks: int, precision: str, load: str, wire: str = "stream") -> lis
         group = ThreadedGroup(place)  # type: ignore[arg-type]
         made = RankedExperts(blocks[place.number], group, wire)
         found = passed(made, x.chunk(ranks)[place.number], pull.chunk(ranks)[place.number], made.own.start)
-        found.sent, found.rows = place.sent["handed"], tuple(made.rows)
+        found.sent, found.rows = place.sent["rows"], tuple(made.rows)
         return found
 
     return on_ranks(ranks, one)
@@ -111,7 +111,7 @@ def test_ranks_compute_what_one_does_bit_for_bit(precision: str, load: str) -> N
 
 def rows_to(load: str, ranks: int) -> list[list[int]]:
     """From each rank to each, counted one token after the other."""
-    plan = made_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
+    plan = draw_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
     assert plan is not None
     found = [[0] * ranks for _ in range(ranks)]
     for token, chosen in enumerate(plan.tolist()):
@@ -145,7 +145,7 @@ def test_rows_travel_in_the_bits_that_the_wire_says() -> None:
         def one(place: Place) -> Tensor:
             group = ThreadedGroup(place)  # type: ignore[arg-type]
             made = RankedExperts(blocks[place.number], group, wire)
-            return made._handed(x.chunk(2)[place.number], [10, 10], [10, 10], wire)
+            return made._exchanged(x.chunk(2)[place.number], [10, 10], [10, 10], wire)
 
         return torch.cat(on_ranks(2, one))
 
@@ -161,13 +161,14 @@ def test_rows_travel_in_the_bits_that_the_wire_says() -> None:
 
 def test_planted_mistakes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows for the wrong expert; rows given back in another order; gradients that go nowhere; counts of one rank."""
-    handed, of_all = RankedExperts._handed, RankedExperts._of_all
+    handed, of_all = RankedExperts._exchanged, RankedExperts._counts_of_all_ranks
     for owner, name, wrong, load, seen in (
         (expert_parallel, "_by_expert", lambda here: [*range(sum(map(sum, here)))], "zipf:1", {"output", "input"}),
-        (RankedExperts, "_handed", lambda self, x, *given: handed(self, x, *given).flip(0), "uniform", {"output"}),
-        (RankedExperts, "_handed", lambda self, x, *given: handed(self, x.detach(), *given), "uniform",
+        (RankedExperts, "_exchanged", lambda self, x, *given: handed(self, x, *given).flip(0), "uniform", {"output"}),
+        (RankedExperts, "_exchanged", lambda self, x, *given: handed(self, x.detach(), *given), "uniform",
          {"experts.5.up.weight"}),
-        (RankedExperts, "_of_all", lambda self, counts: of_all(self, counts) * 0 + counts * 2, "zipf:1", {"balance"}),
+        (RankedExperts, "_counts_of_all_ranks", lambda self, counts: of_all(self, counts) * 0 + counts * 2, "zipf:1",
+         {"balance"}),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, wrong)

@@ -14,7 +14,7 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.batches import TokenLoader
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel.model import AloneModel
-from fp8bench.nn.parallel.step import Apart, ParallelState, WeightUpdate, agreement, begun, most_apart
+from fp8bench.nn.parallel.step import Apart, ParallelState, WeightUpdate, agreement, most_apart, new_state
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.registry import precisions
 from tests.counts import for_each
@@ -37,7 +37,7 @@ def state(folder: Path, kind: type[AloneModel]) -> ParallelState:
         torch.manual_seed(1)
         model = GPT(CONFIG, lambda name: PlainArithmetic(torch.float32), torch.float32)
     loader = TokenLoader(str(tokens), 2, CONFIG.sequence, "cpu", 1, CONFIG.vocabulary)
-    return begun(kind(model, 1.0), loader, CPU, plain=True)
+    return new_state(kind(model, 1.0), loader, CPU, plain=True)
 
 
 def test_the_same_model_agrees_bit_for_bit(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def trained_by(
         losses = []
         for tokens, targets in batches(config):
             loss = model.loss(tokens, targets, SilentPhases())
-            losses.append(float(torch.stack(model._shared.everybodys(loss)).mean()))
+            losses.append(float(torch.stack(model._shared.all_of(loss)).mean()))
             torch._foreach_sub_(model.weights, model.gradients(), alpha=RATE)
             model.forget()
         return losses, {name: one - before[name] for name, one in model.full_weights().items()}

@@ -10,16 +10,6 @@ import torch
 from torch import Tensor
 
 from fp8bench.numerics.collectives import (
-    InFP8,
-    SelfCheckFailed,
-    bus_factor,
-    check_ones,
-    expected,
-    rank_values,
-    signal_values,
-)
-from fp8bench.numerics.collectives import Plain as PlainCall
-from fp8bench.numerics.fp8_reduce import (
     E4M3,
     FP8LM_AUTO,
     GATHER,
@@ -31,12 +21,20 @@ from fp8bench.numerics.fp8_reduce import (
     TWOSHOT,
     WAYS,
     AutoScale,
+    InFP8,
+    SelfCheckFailed,
+    bus_factor,
+    check_ones,
+    expected,
     flushed,
     largest_scale,
     mean_in_fp8,
+    rank_values,
     ring,
     saturated,
+    signal_values,
 )
+from fp8bench.numerics.collectives import Plain as PlainCall
 from fp8bench.numerics.rank_programs import AllGather, Counted, Program, Shift, simulated
 from tests.counts import for_each
 
