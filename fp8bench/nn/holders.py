@@ -192,8 +192,9 @@ def _of_module(module: nn.Module, paths: Sequence[str], in_attention: bool) -> I
     elif not type(module).__module__.startswith("torch.nn."):
         for own, parameter in module.named_parameters(recurse=False):
             # As far as its shape tells, a matrix for each of several experts.
-            stack = not is_lazy(parameter) and parameter.dim() == 3 and min(parameter.shape) > 1
-            if stack and parameter.is_floating_point():
+            if is_lazy(parameter):
+                continue
+            if parameter.dim() == 3 and min(parameter.shape) > 1 and parameter.is_floating_point():
                 held = _of_parameter(module, paths, own, EXPERTS)
                 rule, reason = _replaced(held) or _weight_refused(held) or ("", "")
                 yield replace(held, rule=rule, reason=reason)

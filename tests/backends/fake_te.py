@@ -162,7 +162,7 @@ def _recipe_class(name: str) -> type:
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Put it where the real one would be, and torch's autocast for CUDA, which is none here, into a list of calls."""
+    """Puts the fake package in place of the real one; records calls of torch's CUDA autocast, which is missing here."""
     package, pytorch, common, recipe = (
         types.ModuleType(f"transformer_engine{name}") for name in ("", ".pytorch", ".common", ".common.recipe")
     )

@@ -22,7 +22,6 @@ RECIPES = [name for name in precisions.names() if isinstance(precisions.get(name
 
 
 def here(facts: DeviceFacts, **versions: str) -> DeviceFacts:
-    """The same device where these packages are installed."""
     return replace(facts, packages=tuple(versions.items()))
 
 
@@ -40,7 +39,6 @@ def test_a_backend_introduces_itself(name: str) -> None:
 @for_each("facts", DEVICES, ids=lambda facts: facts.name)
 @for_each("name", backends.names())
 def test_it_says_of_every_recipe_how_and_why(name: str, facts: DeviceFacts) -> None:
-    """Where its package is there, and where it is not; and it is never native where the device has no units."""
     backend = backends.get(name)
     everything = here(facts, **{backend.package: "99.0"}) if backend.package != "torch" else facts
     for mode in RECIPES:
@@ -91,7 +89,6 @@ def test_a_version_that_is_too_old_is_named() -> None:
 
 
 def test_a_word_has_one_backend_and_auto_is_none() -> None:
-    """It stands behind the options, in one spelling; what is torch's own takes none."""
     assert precisions.canonical("fp8-delayed:backend=torch:margin=1") == "fp8-delayed:margin=1:backend=torch"
     assert precisions.canonical("fp8:backend=auto") == "fp8"
     with pytest.raises(UnknownName, match="Did you mean 'torchao'"):
@@ -108,7 +105,6 @@ def cases(request: Request, facts: DeviceFacts) -> dict[str, tuple[Case, Support
 
 
 def test_a_request_s_backend_is_for_dtypes_that_name_none() -> None:
-    """bf16 stays; a map's dtypes have it too; names and records say who it was."""
     request = Request(
         "mlp", ("bf16", "fp8", "fp8:backend=torch"), axes=(("gated", ("no",)),), backend="emulated",
         precision_map=(("down", "fp8-rowwise"),),

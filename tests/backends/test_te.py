@@ -38,7 +38,7 @@ def here(facts: DeviceFacts) -> DeviceFacts:
 
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake package, and a B200 whose tensors lie where the processor can compute."""
+    """The fake package, and a B200 whose tensors are on the CPU."""
     fake_te.install(monkeypatch)
     monkeypatch.setattr(DeviceFacts, "key", property(lambda facts: "cpu"))
 
@@ -87,7 +87,6 @@ def test_what_its_layers_cannot_be_with_is_refused(axis: str, value: str) -> Non
 @pytest.mark.usefixtures("te")
 @pytest.mark.parametrize("mode", MODES)
 def test_its_layer_gets_our_weight_and_gives_gradients(mode: str) -> None:
-    """The one parameter there is, float32; nothing random is drawn for it. Numbers are those of its recipe."""
     found = []
     for word in (f"{mode}:backend=te", f"{mode}:backend=emulated"):
         torch.manual_seed(2)
@@ -102,7 +101,7 @@ def test_its_layer_gets_our_weight_and_gives_gradients(mode: str) -> None:
 
 @pytest.mark.usefixtures("te")
 def test_scales_are_renewed_once_a_pass_and_read_out() -> None:
-    """An autocast a layer would count every pass once a layer; by role, its histories' largest magnitude and scale."""
+    """One autocast a layer would count each pass once a layer."""
     arithmetic = precisions.get("fp8-delayed:history=4:backend=te").arithmetic(here(B200))
     case = Case("mlp", (), "fp8-delayed", "cpu")
     setup = Setup(case, CPU, 0, arithmetic, arithmetic, {})
@@ -143,7 +142,6 @@ def test_its_fused_layers_are_the_operations_one_after_the_other(
 
 @pytest.mark.usefixtures("te")
 def test_its_block_is_ours_and_marks_no_phase(corpus: Corpus) -> None:
-    """GPT-2's block in one, by the same weights: the loss, and every gradient; its time belongs to no phase."""
     outcomes = []
     for word in ("fp8:backend=te", "fp8:backend=emulated"):
         arithmetic = precisions.get(word).arithmetic(here(B200))
@@ -163,7 +161,7 @@ def test_its_block_is_ours_and_marks_no_phase(corpus: Corpus) -> None:
 @pytest.mark.usefixtures("te")
 @pytest.mark.parametrize("cut", ["linear", "block"])
 def test_weights_are_cast_in_a_step_s_first_pass(cut: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a step and layer, anew after they have changed; with `recast`, and where no step is, in every pass."""
+    """With `recast`, and outside a step, they are cast in every pass."""
     called: list[bool | None] = []
     forward = fake_te.Linear.forward
 
@@ -191,7 +189,6 @@ def test_weights_are_cast_in_a_step_s_first_pass(cut: str, corpus: Corpus, monke
 
 
 def test_every_layer_takes_the_word_for_the_first_pass() -> None:
-    """And a row of cached weights does not say that its layers cast theirs again."""
     lines = te_names.TABLE.read_text().splitlines()
     assert all(f"first micro-batch {name}" in lines for name in ("Linear", "LayerNormLinear", "LayerNormMLP"))
     assert "first micro-batch TransformerLayer" in lines
@@ -237,7 +234,6 @@ def test_it_is_tried_like_every_other(mode: str, monkeypatch: pytest.MonkeyPatch
 def test_a_package_that_does_not_import_says_why(
     error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The meta package alone raises RuntimeError, its libraries of CUDA the others."""
     (tmp_path / "transformer_engine").mkdir()
     words = f"raise {error.__name__}('Found empty transformer-engine meta package')"
     (tmp_path / "transformer_engine" / "__init__.py").write_text(words)
@@ -257,7 +253,7 @@ def test_a_version_without_a_recipe_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 def test_the_table_is_what_the_sources_say(tmp_path: Path) -> None:
-    """Derived again by syntax from the wheel of that version, where it can be downloaded."""
+    """Derived again from the sources of that version, where they can be downloaded."""
     command = [
         sys.executable,
         "-m",

@@ -32,7 +32,6 @@ MODES = ("fp8", "fp8-rowwise", "fp8-rowwise:weight-gradient=bf16")
 
 
 def outcome(mode: str) -> list[Tensor]:
-    """Of one layer: its output and both gradients, from weights of the same seed."""
     torch.manual_seed(3)
     layer = Linear(128, 96, precisions.get(mode).arithmetic(HERE).layer("one"))
     with torch.no_grad():  # rows of very different sizes: one scale a tensor is not as good as any other
@@ -60,7 +59,7 @@ def test_its_layers_are_ours(mode: str) -> None:
 
 @pytest.mark.parametrize(("fmt", "scaling"), [(E4M3, TENSOR), (E5M2, TENSOR), (E4M3, ROW_POWER_OF_TWO)])
 def test_its_codes_and_scales_are_ours(fmt: Format, scaling: Scaling) -> None:
-    """Bit for bit where scales are powers of two; else torchao divides in fp64 and rounds the scale once more."""
+    """Scales that are powers of two agree bit for bit; for others torchao divides in fp64 and rounds once more."""
     backends.get("torchao").imported()
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic

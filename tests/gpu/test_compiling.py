@@ -35,7 +35,6 @@ def facts() -> DeviceFacts:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    """In this process, without kernels that another test has compiled."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     found = Bench(Settings())
     yield found
@@ -44,7 +43,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 @pytest.mark.parametrize("mode", ["mxfp8", "nvfp4", "custom:format=e3m2:scaling=row"])
 def test_casts_run_compiled_once_they_have_been(mode: str, bench: Bench, facts: DeviceFacts) -> None:
-    """Eager before, compiled after, whatever the mode."""
     params = (("m", 256), ("n", 512), ("k", 1024), ("product", "forward"), ("operands", "cast"))
     bench.prepare("key", Case("gemm", params, mode, facts.key), facts)
     waiting, why = bench.quantisers()
@@ -58,13 +56,11 @@ def test_casts_run_compiled_once_they_have_been(mode: str, bench: Bench, facts: 
 
 
 def test_the_doctor_can_say_whether_it_compiles(bench: Bench, facts: DeviceFacts) -> None:
-    """With Triton, not with a C++ compiler."""
     assert bench.compiler(facts).startswith("a quantiser compiles in ")
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=str)
 def test_compiled_is_eager_bit_by_bit(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the GPU; and eager is there what it is on a processor."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     there = AWKWARD.to(asked.source).cuda()
     x = there.t() if asked.turned else there
@@ -77,7 +73,7 @@ def test_compiled_is_eager_bit_by_bit(asked: Asked, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("how", CASTS, ids=str)
 def test_native_casts_compiled_are_eager_bit_by_bit(how: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of a processor, with torch's own largest magnitudes."""
+    """On the GPU, and compared with a CPU."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     there = [x.cuda() for x in pieces(how.source)]
     eager = [cast(x, how) for x in there]
@@ -92,7 +88,6 @@ def test_native_casts_compiled_are_eager_bit_by_bit(how: Cast, monkeypatch: pyte
 
 @pytest.mark.parametrize("how", test_tiled_codes.CASTS, ids=str)
 def test_tiled_codes_compiled_are_eager_bit_by_bit(how: test_tiled_codes.Cast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of a processor; units for them are not needed."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     there = [x.cuda() for x in test_tiled_codes.pieces(how.source)]
     eager = [test_tiled_codes.cast(x, how) for x in there]
@@ -117,7 +112,6 @@ def test_a_rotation_compiled_is_that_of_a_processor(turned: bool, monkeypatch: p
 
 @pytest.mark.parametrize("role", Role)
 def test_both_orientations_in_nvfp4_are_those_of_a_processor(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotated and rounded at random by few kernels: the same bytes, eager and compiled; its units are not needed."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     there, here = (precisions.get("nvfp4").arithmetic(B200).layer("one") for _ in range(2))
     for compiles in (True, False):
@@ -143,7 +137,6 @@ def test_delayed_scales_compiled_are_eager_bit_by_bit(delayed: Delayed, monkeypa
 
 
 def kernels_of(call: Callable[[], object]) -> list[str]:
-    """The kernels that a call starts, by their names; memory that is filled or copied is not among them."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()

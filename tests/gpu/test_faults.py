@@ -30,7 +30,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_with(fault: str, library: Path, folder: Path) -> Run:
-    """What becomes of a suite in which that fault strikes once."""
     preloaded = [str(library), *os.environ.get("LD_PRELOAD", "").split()]
     environment = {
         **os.environ, "LD_PRELOAD": ":".join(preloaded), "FAULT": fault, "FAULT_ONCE": str(folder / "struck"),
@@ -54,7 +53,7 @@ def failed(run: Run) -> list[Record]:
     [(710, "device-side assert triggered"), (700, "an illegal memory access"), (214, "uncorrectable ECC error")],
 )
 def test_a_broken_context_costs_one_case(code: int, words: str, library: Path, tmp_path: Path) -> None:
-    """The one whose work broke it; the others are measured in a fresh worker."""
+    """The others are measured in a fresh worker."""
     run = run_with(f"launch:3000:{code}", library, tmp_path)
     told = [one.reason or one.detail for one in run.records if words in one.reason + one.detail]
     assert len(told) == 1 and len(failed(run)) <= 1
@@ -70,7 +69,6 @@ def test_a_gpu_that_is_gone_is_tried_no_more(library: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("fault", ["malloc:20:2", "create:1:3"])
 def test_memory_that_ends_for_a_moment_fails_nobody(fault: str, library: Path, tmp_path: Path) -> None:
-    """Smaller sessions are tried; cuBLAS's own words count too."""
     run = run_with(fault, library, tmp_path)
     assert not failed(run) and OUT_OF_MEMORY not in [one.reason for one in run.records]
 

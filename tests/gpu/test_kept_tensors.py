@@ -41,7 +41,6 @@ def bench() -> Iterator[Bench]:
 
 
 def cases(name: str, precision: str, facts: DeviceFacts) -> list[Case]:
-    """Every case of the small sizes that the device does, those without scales apart: they may lose all."""
     plan = make_plan(Request(name, (precision,), (facts.key,), axes=SMALL[name]), (facts,))
     found = [one.case for group in plan for one in group.cases if one.runs]
     if not found:
@@ -52,7 +51,6 @@ def cases(name: str, precision: str, facts: DeviceFacts) -> list[Case]:
 @pytest.mark.parametrize("precision", LARGEST_ERROR)
 @pytest.mark.parametrize("name", SMALL)
 def test_steps_do_not_wait_for_the_device(name: str, precision: str, facts: DeviceFacts, bench: Bench) -> None:
-    """torch raises where one would; the state is sound afterwards."""
     for case in cases(name, precision, facts):
         bench.prepare("one", case, facts)
         with none_may_wait():
@@ -64,7 +62,6 @@ def test_steps_do_not_wait_for_the_device(name: str, precision: str, facts: Devi
 @pytest.mark.parametrize("precision", LARGEST_ERROR)
 @pytest.mark.parametrize("name", SMALL)
 def test_no_step_is_taken_for_idle_and_none_leaks(name: str, precision: str, facts: DeviceFacts, bench: Bench) -> None:
-    """Looked at where the tensors lie."""
     for case in cases(name, precision, facts):
         assert bench.effect(case, facts).changes is not False
         memory = bench.memory(case, facts)

@@ -22,7 +22,6 @@ MODES = [name for name in precisions.names() if isinstance(precisions.get(name),
 @pytest.mark.parametrize("backend", ["auto", *backends.names()])
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_claimed_is_right(mode: str, backend: str) -> None:
-    """The three products of a layer against fp64; what is refused here is skipped with the reason."""
     bench = Bench(Settings())
     facts = next(one for one in bench.probe() if one.kind == "cuda")
     word = f"{mode}:backend={backend}"
@@ -36,7 +35,6 @@ def test_what_is_claimed_is_right(mode: str, backend: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_native_layers_are_the_emulated_ones(mode: str) -> None:
-    """Output and both gradients of the same layer, where rounding is not random."""
     facts = next(one for one in Bench(Settings()).probe() if one.kind == "cuda")
     precision = precisions.get(mode)
     if precision.support(facts).level is not Level.NATIVE or precision.remembers:

@@ -43,7 +43,6 @@ def of(mode: str, facts: DeviceFacts) -> Arithmetic:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_casts_have_the_values_that_they_have_on_a_processor(mode: str, facts: DeviceFacts) -> None:
-    """Bit for bit, cast after cast, turned and not: native codes too."""
     here, there = of(mode, facts), of(mode, CPU)
     for step in range(3):
         source = on_cpu(96, 160, seed=step) * 4.0**step
@@ -56,7 +55,7 @@ def test_casts_have_the_values_that_they_have_on_a_processor(mode: str, facts: D
 
 @pytest.mark.parametrize("mode", MODES)
 def test_layers_are_close_to_those_on_a_processor(mode: str, facts: DeviceFacts) -> None:
-    """All three products of two steps: what differs is the order of sums, and roundings of results to bf16."""
+    """They differ by the order of sums and the rounding of results to bf16."""
     outcomes: list[list[Tensor]] = []
     for place, chosen in (("cuda", facts), ("cpu", CPU)):
         torch.manual_seed(1)
@@ -74,7 +73,7 @@ def test_layers_are_close_to_those_on_a_processor(mode: str, facts: DeviceFacts)
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_host_never_waits_for_a_cast(mode: str, facts: DeviceFacts) -> None:
-    """But for the first one of a layer, whose memory is made then."""
+    """Only a layer's first cast, which allocates its memory, may wait."""
     arithmetic, source = of(mode, facts), on_cpu(64, 96).cuda()
     for step in range(4):
         with none_may_wait() if step else nullcontext():

@@ -26,7 +26,7 @@ def task(corpus: Corpus, *arms: Arm, **settings: Any) -> SeedTask:
 
 
 def test_arms_learn_and_go_on_from_a_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
-    """Low precision beside bf16 from the same weights. A GPU need not add in the same order twice."""
+    """A GPU need not add in the same order twice."""
     asked = task(corpus, *ARMS)
     lab = lab_of(asked)
     first = {arm.name: rows(lab.advance(arm.name, 4)) for arm in ARMS}
@@ -44,7 +44,6 @@ def test_arms_learn_and_go_on_from_a_checkpoint(corpus: Corpus, tmp_path: Path) 
 
 @pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.name)
 def test_a_step_waits_once(corpus: Corpus, arm: Arm) -> None:
-    """For its five numbers; a step that is not watched."""
     lab = lab_of(task(corpus, arm))
     lab.advance(arm.name, 2)
     with waits() as found:
@@ -53,7 +52,6 @@ def test_a_step_waits_once(corpus: Corpus, arm: Arm) -> None:
 
 
 def test_an_overflow_is_located(corpus: Corpus) -> None:
-    """The update that is not finite is held back on the device."""
     lab = lab_of(task(corpus, Arm("fp16", "fp16"), loss_scale="4294967296", on_nan="skip"))
     row, event = lab.advance("fp16", 1)[0], lab.advance("fp16", 1)[-1]
     assert getattr(row, "skipped", False) and getattr(event, "layer", "")

@@ -11,7 +11,6 @@ from tests.gpu.waits import none_may_wait
 
 
 def test_the_mode_that_watches_for_waits_may_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warnings are errors here; a wait is one all the same, and the mode is put back."""
     modes: list[str] = []
 
     def prototype(mode: str) -> None:

@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def none_may_wait() -> Iterator[None]:
-    """torch raises where the body waits for the device. That this mode is a prototype it tells as a warning, once."""
+    """torch raises where the body waits for the device; its warning that this mode is a prototype is silenced."""
     _set("error")
     try:
         yield
@@ -21,7 +21,6 @@ def none_may_wait() -> Iterator[None]:
 
 @contextmanager
 def waits() -> Iterator[list[str]]:
-    """What torch says of each time that the body waits for the device."""
     found: list[str] = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

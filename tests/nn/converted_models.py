@@ -17,7 +17,7 @@ FP32 = PlainArithmetic(torch.float32)
 
 
 def everything_in(model: nn.Module) -> dict[str, Any]:
-    """All that somebody could find changed: attributes in their order, parameters and their bits, hooks, classes."""
+    """All that a conversion could change: attributes in their order, parameters and their bits, hooks, classes."""
     modules = {
         path: (type(one), list(vars(one)), {name: id(value) for name, value in vars(one).items()}, one.training)
         for path, one in model.named_modules(remove_duplicate=False)
@@ -42,7 +42,6 @@ def converted(model: nn.Module, arithmetic: Arithmetic = FP32, **options: Any) -
 
 
 def outcome(model: nn.Module, x: Tensor, pull: Tensor | None = None) -> list[Tensor]:
-    """The output, and the gradients of the input and all parameters."""
     x = x.detach().requires_grad_()
     y = model(x)
     pull = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y.dtype) if pull is None else pull
@@ -61,7 +60,6 @@ class Experts(nn.Module):
         self.position = nn.Parameter(torch.zeros(2, 3, inputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (experts, rows, inputs), so many rows for each."""
         if self.way == "linear":
             return torch.stack([F.linear(part, self.stack[index]) for index, part in enumerate(x)])
         if self.way == "chosen":  # a matrix for each row of the first expert's

@@ -17,7 +17,6 @@ Outcome = tuple[Tensor, Tensor, Tensor]
 
 
 def arithmetic_of(name: str) -> Arithmetic:
-    """Of a processor."""
     return precisions.get(name).arithmetic(CPU)
 
 
@@ -49,7 +48,6 @@ def torchs_linear(weight: Tensor, x: Tensor, pull: Tensor) -> Outcome:
 
 
 def torchs_convolution(weight: Tensor, x: Tensor, pull: Tensor) -> Outcome:
-    """Channels second."""
     images = x.detach().double().permute(0, 3, 1, 2).contiguous().requires_grad_()
     windows = as_torch(weight.detach().double()).requires_grad_()
     y = functional.conv2d(images, windows, padding=1)
@@ -58,7 +56,7 @@ def torchs_convolution(weight: Tensor, x: Tensor, pull: Tensor) -> Outcome:
 
 
 def as_torch(weight: Tensor) -> Tensor:
-    """(outputs, window x inputs) as (outputs, inputs, 3, 3), spelt out."""
+    """(outputs, window x inputs) as (outputs, inputs, 3, 3)."""
     inputs = weight.shape[1] // 9
     moved = torch.empty(weight.shape[0], inputs, 3, 3, dtype=weight.dtype)
     for row in range(3):
@@ -69,5 +67,4 @@ def as_torch(weight: Tensor) -> Tensor:
 
 
 def as_rows(weight: Tensor) -> Tensor:
-    """The way back."""
     return torch.cat([weight[:, :, row, column] for row in range(3) for column in range(3)], dim=1)

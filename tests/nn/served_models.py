@@ -14,7 +14,6 @@ WORDS, WIDTH, HEADS, KEY_HEADS, HIDDEN, LAYERS = 96, 64, 4, 2, 128, 2
 
 
 def transformers() -> ModuleType:
-    """It takes seconds to import."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformers
@@ -172,5 +171,4 @@ def of_longer_texts() -> tuple[nn.Module, Tensor]:
 
 
 def heads_that_do_not_divide() -> nn.Module:
-    """Three heads of keys for four of queries."""
     return llama(key_heads=3)

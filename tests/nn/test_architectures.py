@@ -31,7 +31,6 @@ each_model = pytest.mark.parametrize("name", sampled(("gpt2", "mixtral", "unet")
 
 @cache
 def architectures() -> ModuleType:
-    """Imported when the first test runs, and not where the tests are only listed."""
     from tests import architectures
 
     return architectures
@@ -72,7 +71,6 @@ STEP = 3 * 2
 
 
 def text_layers(per_token: int) -> Callable[[Any], int]:
-    """FLOPs of a training step in layers with so many weights in each block."""
     return lambda a: STEP * a.TOKENS * a.LAYERS * per_token
 
 
@@ -111,7 +109,7 @@ def test_counts_by_hand(name: str) -> None:
 
 
 def counted_by_outputs(model: nn.Module, call: Callable[[], Any]) -> dict[str, int]:
-    """FLOPs of a training step from the shapes that layers give: each number of an output is a sum over its weights."""
+    """FLOPs of a training step from the shapes of outputs, whose every number is a sum over weights."""
     found: dict[str, int] = {}
 
     def count(name: str) -> Callable[..., None]:
@@ -146,7 +144,6 @@ SHARES = {"gpt2": ("conv1d", 0.90), "mixtral": ("experts", 0.70), "unet": ("conv
 
 @each_model
 def test_shares(name: str) -> None:
-    """Most of each can be converted, where converters of linear layers alone would find a tenth of it."""
     coverage = case(name).coverage
     assert coverage.share > 0.9 and not coverage.unknown
     kind, least = SHARES.get(name, ("linear", 0.75))
@@ -187,7 +184,6 @@ def test_experts_are_covered_whichever_way_transformers_multiplies_them(way: str
 
 @each_model
 def test_what_is_covered_is_what_runs_converted(name: str) -> None:
-    """In fp32 the step computes the same, and exactly the covered products are made by our layers."""
     own = case(name)
     plain, before = own.gradients(), everything_in(own.model)
     with converted(own.model, FP32) as conversion:
@@ -224,7 +220,7 @@ def output_of(own: Case) -> Tensor:
 
 @each_model
 def test_every_operator_of_a_step_has_its_kind_and_its_module(name: str) -> None:
-    """As its autograd node says: no rule lacks one, and products lie where coverage says that they are."""
+    """By its autograd node; products must be where coverage says."""
     own = case(name)
     mode = OperatorTimes([own.model])
     with mode.watching() as calls:

@@ -30,7 +30,6 @@ FACTS = DeviceFacts("cpu", 0, "cpu", 1 << 30, torch=torch.__version__)
 
 
 def rounded_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """One scale for all, from the largest magnitude: by torch's own cast."""
     scale = torch.tensor(torch.finfo(dtype).max) / x.abs().max()
     return (x * scale).to(dtype).float() * scale.reciprocal()
 
@@ -77,7 +76,6 @@ def test_a_norm_in_fp8_is_float32_of_rounded_values_and_its_gradients_are_rounde
 
 @for_each("channels_apart", [False, True])
 def test_a_batch_norm_in_fp16_keeps_its_statistics_in_it(channels_apart: bool) -> None:
-    """Ours and, converted, torch's own: both as torch's own layer of fp16."""
     torch.manual_seed(0)
     theirs = nn.BatchNorm2d(16).half()
     if channels_apart:
@@ -105,7 +103,7 @@ def test_a_batch_norm_in_fp16_keeps_its_statistics_in_it(channels_apart: bool) -
 
 
 def test_statistics_in_fp8_stand_still_where_a_step_is_below_half_a_place() -> None:
-    """Batch norm drifts by its own cause: a tenth of a small change is rounded away, step after step."""
+    """A tenth of a small change is rounded away in every step."""
     drifted = {}
     for mode in ("", "fp8"):
         norm = BatchNorm(8, running=True)
@@ -172,7 +170,6 @@ def test_a_norm_of_ones_own_and_the_logits_of_a_head() -> None:
 
 @for_each("norm", ["batch", "layer"])
 def test_the_suite_of_convolutions_has_both_norms_in_fp16(norm: str) -> None:
-    """Its block by torch's own layers of fp16 around its convolutions; the reference has none of it."""
     workload = workloads.get("conv")
     params = {"batch": 2, "channels": 8, "image": 4, "pass": "forward", **({"norm": norm} if norm == "layer" else {})}
     case = Case("conv", tuple(params.items()), "fp32", "cpu", (("norm", "fp16"),))
@@ -227,7 +224,6 @@ def asked(name: str, map_: dict[str, str], mode: str = "fp32") -> Setup:
 
 
 def outcome_of(setup: Setup) -> torch.Tensor:
-    """What a suite's model gives."""
     state = workloads.get(setup.case.workload).prepare(setup)
     if setup.case.workload == "vision":
         state.loader.load_ahead(1)
@@ -303,7 +299,6 @@ def test_a_vision_transformer_by_hand() -> None:
 
 @pytest.mark.parametrize("size", ["nano", "nano-llama"])
 def test_a_served_model_is_the_model_that_is_trained_in_the_same_map(size: str) -> None:
-    """A whole prompt by the decoder, and by a GPT of the same weights: the same bits, whatever stands around."""
     workload = workloads.get("prefill")
     params = (("size", size), ("batch", 2), ("context", 8), ("kv", "own"), ("weights", "own"))
     case = Case("prefill", params, "fp32", "cpu")
@@ -327,7 +322,6 @@ def test_a_served_model_is_the_model_that_is_trained_in_the_same_map(size: str) 
 
 
 def test_a_modern_models_stream_may_have_another_dtype_than_its_products() -> None:
-    """Queries and keys are turned in what they come in: all three go into attention alike."""
     model = GPT(replace(SERVED_SIZES["nano-llama"], sequence=8), lambda name: arithmetic_of("bf16"), torch.bfloat16)
     take_around(model, {"residual": arithmetic_of("fp32")})
     tokens = torch.arange(8)[None]

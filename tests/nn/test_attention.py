@@ -20,7 +20,6 @@ BATCH, HEADS, KEY_HEADS, TOKENS, WIDTH = 2, 4, 2, 24, 16
 
 
 def heads(dtype: torch.dtype = torch.float32, key_heads: int = KEY_HEADS) -> list[Tensor]:
-    """Queries, keys, values, and the gradient that comes in."""
     generator = torch.Generator().manual_seed(2)
     counts = (HEADS, key_heads, key_heads, HEADS)
     made = [torch.randn(BATCH, count, TOKENS, WIDTH, generator=generator).to(dtype) for count in counts]
@@ -28,7 +27,6 @@ def heads(dtype: torch.dtype = torch.float32, key_heads: int = KEY_HEADS) -> lis
 
 
 def outcome(core: Callable[[Tensor, Tensor, Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:
-    """Output and the three gradients."""
     *inputs, pull = tensors
     output = core(*inputs)
     return [output.detach(), *torch.autograd.grad(output, inputs, pull)]
@@ -37,7 +35,6 @@ def outcome(core: Callable[[Tensor, Tensor, Tensor], Tensor], *tensors: Tensor) 
 def by_hand(
     rounded: Callable[[Tensor], Tensor], onto_the_grid: Callable[[Tensor], Tensor], prescaled: bool, causal: bool
 ) -> list[Tensor]:
-    """Output and gradients by the formulas on paper, a loop over heads for each product."""
     q, k, v, pull = (one.detach() for one in heads())
     group, scale = HEADS // KEY_HEADS, WIDTH**-0.5
     q_low, k_low, v_low = rounded(q * scale if prescaled else q), rounded(k), rounded(v.mT).mT
@@ -79,14 +76,12 @@ def test_low_scores_are_the_formulas_on_rounded_values(precision: str, prescaled
 @for_each("causal", [True, False])
 @for_each("prescaled", [True, False])
 def test_rounding_nothing_gives_torchs_own_attention(prescaled: bool, causal: bool) -> None:
-    """In fp32 the emulated form is the fused kernel, grouped heads and gradients included."""
     emulated = outcome(EmulatedCore(arithmetic_of("fp32"), prescaled, causal), *heads())
     for one, wanted in zip(emulated, outcome(FusedCore(causal), *heads()), strict=True):
         torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_the_reference_is_exact_one_head_at_a_time() -> None:
-    """Against formulas in fp64, gradients through recomputation included."""
     found = outcome(HeadwiseCore(FusedCore()), *heads(torch.float64))
     exact = outcome(explicit, *heads(torch.float64))
     for one, wanted in zip(found, exact, strict=True):
@@ -94,7 +89,7 @@ def test_the_reference_is_exact_one_head_at_a_time() -> None:
 
 
 def test_the_reference_holds_one_head_of_scores_whatever_heads_share() -> None:
-    """Heads that share a key head are still taken apart: memory must not grow with the group."""
+    """Memory must not grow with the number of heads that share a key head."""
     seen: list[tuple[int, ...]] = []
 
     def watched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -114,7 +109,7 @@ def test_the_reference_holds_one_head_of_scores_whatever_heads_share() -> None:
 def test_a_gpu_in_fp32_gets_a_key_head_for_each_head(
     device: str, dtype: torch.dtype, repeated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its kernel without a matrix of scores takes no grouped queries in fp32; the others do. Shapes without values."""
+    """Its only kernel that stores no scores takes no grouped queries in fp32."""
     seen: list[tuple[int, int, int, bool]] = []
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, mask: None, is_causal: bool, enable_gqa: bool) -> Tensor:

@@ -32,7 +32,6 @@ from tests.counts import for_each
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """A thousand tokens that count up."""
     file = tmp_path / "tokens"
     np.arange(1000, dtype=np.uint16).tofile(file)
     return str(file)
@@ -59,7 +58,6 @@ def test_the_same_seed_gives_the_same_batches(path: str) -> None:
 
 
 def test_batches_loaded_ahead_are_those_that_would_come(path: str) -> None:
-    """Each time to the same place, from which they are taken in turn, again and again until others are loaded."""
     plain, ahead = (TokenLoader(path, 2, 8, "cpu", 7, 256) for _ in range(2))
     places = set()
     for _ in range(3):
@@ -87,7 +85,6 @@ def test_a_file_that_is_too_short_is_refused(path: str, length: int) -> None:
 
 
 def test_a_vocabulary_of_bytes_reads_the_bytes_as_they_are(path: str) -> None:
-    """Bit by bit what it always was: windows at the places that the seed draws."""
     file, random = np.memmap(path, dtype=np.uint16, mode="r"), np.random.default_rng(5)
     loader = TokenLoader(path, 4, 16, "cpu", 5, 256)
     for _ in range(3):
@@ -99,7 +96,7 @@ def test_a_vocabulary_of_bytes_reads_the_bytes_as_they_are(path: str) -> None:
 
 @for_each("vocabulary", [257, 50304, 128256])
 def test_larger_vocabularies_have_an_id_for_two_bytes(tmp_path: Path, vocabulary: int) -> None:
-    """By hand: the byte at a place times 256 plus the next, within the vocabulary; targets follow by one place."""
+    """An id is a byte times 256 plus the next, modulo the vocabulary; targets follow by one place."""
     text = b"import torch\xff\xfe"
     file = tmp_path / "text"
     np.frombuffer(text, dtype=np.uint8).astype(np.uint16).tofile(file)
@@ -112,7 +109,7 @@ def test_larger_vocabularies_have_an_id_for_two_bytes(tmp_path: Path, vocabulary
 
 
 def test_a_large_vocabulary_is_used_by_the_thousand(tmp_path: Path) -> None:
-    """Of real text; bytes alone are less than a hundred and fifty, and most gradients of an embedding zero."""
+    """Real text has fewer than 150 bytes, which would leave most gradients of an embedding zero."""
     path = prepare_corpus(None, tmp_path).path
     found = {size: len(TokenLoader(path, 64, 1024, "cpu", 0, size).next()[0].unique()) for size in (256, 50304)}
     assert found[256] < 150 and found[50304] > 1500
@@ -147,7 +144,6 @@ def test_a_text_shorter_than_a_record_says_so(tokens: str) -> None:
 
 @pytest.mark.parametrize("kind", [CompressedRecords, DecodedRecords])
 def test_a_batch_is_the_records_of_its_indices(tokens: str, kind: type[Records]) -> None:
-    """In their order, repeated ones too, as fp32 that one may write to."""
     text = records(tokens)
     indices = np.array([7, 0, 19, 7])
     batch = kind(text).batch(indices)  # type: ignore[call-arg]

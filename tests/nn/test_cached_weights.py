@@ -41,7 +41,6 @@ def given(step: int) -> Tensor:
 
 
 def gradients(model: Pair, passes: int = 1) -> list[Tensor]:
-    """Of weights and inputs, over several passes."""
     inputs = [given(step) for step in range(passes)]
     losses = torch.stack([model(x) for x in inputs])
     return [losses.detach(), *torch.autograd.grad(losses.sum(), [*inputs, *model.parameters()])]
@@ -55,7 +54,6 @@ def gradients(model: Pair, passes: int = 1) -> list[Tensor]:
     ],
 )
 def test_cached_and_cast_again_are_the_same_bit_for_bit(mode: str, facts: DeviceFacts) -> None:
-    """Also after the weights have changed: what was cast for those before is not used for these."""
     own = [precisions.get(mode).arithmetic(facts).layer("first") for _ in range(2)]  # with draws from the start
     models = [Pair(one, PlainArithmetic(torch.float32)) for one in own]
     cached = CachedWeights(models[0])
@@ -72,7 +70,6 @@ def test_cached_and_cast_again_are_the_same_bit_for_bit(mode: str, facts: Device
 
 
 def watched(mode: str, seen: list[tuple[Role, bool]]) -> Arithmetic:
-    """Writes down each cast, and whether it was turned."""
     inner = precisions.get(mode).arithmetic(CPU)
     return WatchedArithmetic(inner, lambda operand, source, role, before: seen.append((role, before is not None)))
 
@@ -96,7 +93,6 @@ def test_a_weight_is_cast_once_for_all_passes_in_both_orientations(mode: str) ->
 
 
 def test_nothing_stays_when_the_passes_are_over_or_have_failed() -> None:
-    """What is gone cannot be old. Layers that cast nothing have nothing to keep."""
     model = Pair(precisions.get("fp8").arithmetic(CPU), PlainArithmetic(torch.float32))
     cached = CachedWeights(model)
     with cached.cast(SilentPhases()):
@@ -124,7 +120,6 @@ class Counting(PlainArithmetic):
 
 
 def test_largest_magnitudes_are_found_ahead_for_who_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And for nobody else."""
     seen: list[Tensor | None] = []
     model = Pair(Counting(torch.bfloat16, seen), Counting(torch.bfloat16, seen))
     with CachedWeights(model).cast(SilentPhases()):
@@ -140,7 +135,6 @@ def test_largest_magnitudes_are_found_ahead_for_who_takes_them(monkeypatch: pyte
 
 
 def test_elsewhere_than_on_a_processor_they_are_found_in_one_call() -> None:
-    """On tensors without memory, as a GPU would be asked."""
     with torch.device("meta"):
         model = Pair(Counting(torch.bfloat16, []), Counting(torch.bfloat16, []))
     with Operations() as ran, CachedWeights(model).cast(SilentPhases()):
@@ -149,7 +143,7 @@ def test_elsewhere_than_on_a_processor_they_are_found_in_one_call() -> None:
 
 
 def test_a_weight_rounded_at_random_is_drawn_once() -> None:
-    """For all passes: without the cache each of them has draws of its own."""
+    """Without the cache each pass would have its own draws."""
     plain, drawn = Treatment(E4M3, TENSOR), Treatment(E4M3, TENSOR, stochastic=True)
     model = Pair(RecipeArithmetic(Recipe(plain, drawn, plain)), PlainArithmetic(torch.float32))
     x = given(0)

@@ -18,7 +18,6 @@ def found(corpus: Corpus) -> dict[str, Course]:
 
 @pytest.mark.slow
 def test_there_is_one_for_each_layer_kind_and_role(found: dict[str, Course], corpus: Corpus) -> None:
-    """Of the shapes that plans count with, fp32, on the processor, without a gradient; trained once."""
     assert (
         list(found)
         == list(CAPTURED)
@@ -46,14 +45,12 @@ def test_they_are_what_training_makes_of_them(found: dict[str, Course]) -> None:
 
 
 def test_the_training_learns(found: dict[str, Course]) -> None:
-    """The probability of the right token, which the head's gradient holds, is far above chance."""
     head = found["head-gradient"][-1].double() * TRAINED_BATCH * SIZES[TRAINED_SIZE].sequence
     right = 1 + head.min(1).values
     assert float(right.log().mean()) > -3.2
 
 
 def test_they_come_from_the_text_and_the_seed_alone(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the process's random state, its gradients and its switches are, which stay as they were."""
     monkeypatch.setattr("fp8bench.nn.training_step.TRAINING_STEPS", CAPTURED_STEPS)
     anew = captured.__wrapped__
     one = anew(corpus.path, 0)

@@ -69,7 +69,6 @@ def step(model: nn.Module) -> None:
 
 
 def test_all_is_as_it_was(model: Model) -> None:
-    """Attributes, parameters, their bits, hooks, classes and flags; and the optimizer that knew them trains on."""
     before, optimizer = everything_in(model), torch.optim.SGD(model.parameters(), lr=0.0)
     with converted(model, FP8) as conversion:
         assert {one.kind for one in conversion.converted} == {"linear", "conv2d", "experts"}
@@ -88,7 +87,6 @@ def test_all_is_as_it_was(model: Model) -> None:
 
 
 def test_all_is_as_it_was_after_an_error(model: Model) -> None:
-    """Whatever it is, and in a forward pass too: the functions of torch that were listened to are torch's again."""
     before = everything_in(model)
     converted(model, FP8)
     assert everything_in(model) == before, "making one changes nothing"
@@ -137,7 +135,6 @@ LEFT_OUT = {
 
 
 def test_what_is_left_out(model: Model) -> None:
-    """By name, pattern, kind and class; a tied layer is the head."""
     skipped = {word: [one.name for one in held_in(model, [word]) if one.rule == "skipped"] for word in LEFT_OUT}
     assert skipped == LEFT_OUT and [one.name for one in held_in(model) if one.head] == ["out"]
     for alone, skip, names in (
@@ -233,7 +230,7 @@ def test_what_cannot_be_converted_says_why() -> None:
 
 
 def test_rows_are_filled_up_for_native_products() -> None:
-    """Zeros change no product: neither the output nor any gradient, bit for bit. Of sides there is no such filling."""
+    """Zeros change neither the output nor any gradient. Sides are not filled up."""
     odd = nn.Sequential(nn.Linear(16, 37), nn.Linear(37, 32), nn.Linear(32, 16))
     reasons = [one.reason.partition(" ")[0] for one in converted(odd, multiples=(16, 16)).held]
     assert reasons == ["N=37", "K=37", ""]

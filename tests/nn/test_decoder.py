@@ -67,7 +67,6 @@ def turned(x: Array, position: int) -> Array:
 
 
 def fed_by_hand(config: GPTConfig, w: dict[str, Array], block: str, x: Array) -> Array:
-    """A feed-forward block, or the best of its experts one after the other, weighed by the softmax of their scores."""
     chosen = {"mlp": 1.0}
     if config.experts:
         scores = [float(row @ x) for row in w[f"{block}.mlp.router"]]
@@ -87,7 +86,6 @@ def fed_by_hand(config: GPTConfig, w: dict[str, Array], block: str, x: Array) ->
 
 
 def by_hand(config: GPTConfig, weight: Callable[[str], Tensor], tokens: list[int]) -> Array:
-    """Logits of every token of a sequence, one position, head and key at a time."""
     w = {name: weight(name).double().numpy() for name in served_shapes(config)}
     d, group = config.width // config.heads, config.heads // config.key_heads
     keys: list[list[list[Array]]] = [[[] for _ in range(config.key_heads)] for _ in range(config.layers)]
@@ -120,7 +118,6 @@ def by_hand(config: GPTConfig, weight: Callable[[str], Tensor], tokens: list[int
 
 
 def token_by_token(model: Decoder, tokens: Tensor, first: int) -> Tensor:
-    """A prompt at once, then a token a step."""
     found = [model.forward(tokens[:, :first], 0, SilentPhases(), every=True)]
     found += [model.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(first, tokens.shape[1])]
     return torch.cat(found, 1)
@@ -141,7 +138,7 @@ def test_a_cached_decode_is_the_formulas(config: GPTConfig) -> None:
 
 @for_each(("size", "kind"), [("nano-llama", GPT), ("nano-moe", MixtureGPT)])
 def test_the_trained_model_of_these_weights_gives_the_same_logits(size: str, kind: type[GPT]) -> None:
-    """fp8bench's GPT, which has no cache, and its mixture, whose checkpoints are read in this order."""
+    """GPT has no cache; checkpoints of the mixture are read in this order."""
     config = replace(SERVED_SIZES[size], sequence=32)
     plain, weight = PlainArithmetic(torch.float32), drawn_weights(served_shapes(config), 3, "cpu")
     gpt = kind(config, lambda name: plain, torch.float32)
@@ -173,7 +170,7 @@ class Touched(TorchDispatchMode):  # type: ignore[misc]
 @pytest.mark.parametrize("weights", ["own", "int8", "nvfp4"])
 @pytest.mark.parametrize("batch", [1, 2, 40])
 def test_of_experts_those_that_are_chosen_are_read(weights: str, batch: int) -> None:
-    """By watching what a step takes: not one tensor of another expert. Counting all of them is far off."""
+    """Watches the memory that a step reads: nothing of another expert."""
     config = replace(SERVED_SIZES["nano-moe"], sequence=4)
     model = model_of(config, "bf16", weights, torch.bfloat16, batch)
     model.fill(3, torch.Generator().manual_seed(0))
@@ -201,7 +198,6 @@ def test_of_experts_those_that_are_chosen_are_read(weights: str, batch: int) -> 
 
 
 def wrong_by(spoil: Callable[[Decoder], None]) -> float:
-    """How far decoding is off once somebody has spoiled the model after its prompt."""
     tokens = torch.randint(TINY.vocabulary, (2, 9), generator=torch.Generator().manual_seed(1))
     exact, model = model_of(TINY), model_of(TINY)
     for one in (exact, model):
@@ -212,7 +208,6 @@ def wrong_by(spoil: Callable[[Decoder], None]) -> float:
 
 
 def test_planted_mistakes_of_a_cache_are_seen() -> None:
-    """One position off; another layer's cache; constant values: each moves logits by far more than 1e-5."""
 
     def shifted(model: Decoder) -> None:
         for pair in model.cache:
@@ -234,7 +229,7 @@ def test_planted_mistakes_of_a_cache_are_seen() -> None:
 
 @for_each("name", KV_FORMATS)
 def test_what_a_cache_gives_back_is_the_formats_own_rounding(name: str) -> None:
-    """By fp8bench's formats, which have oracles of their own; token by token as all at once."""
+    """The formats have oracles of their own."""
     x = torch.randn(2, 3, 10, 48, generator=torch.Generator().manual_seed(5)) * 3
     heads, slowly = (KeptHeads(name, (2, 3, 16, 48), torch.float32, "cpu") for _ in range(2))
     for one in (heads, slowly):
@@ -258,7 +253,6 @@ def test_what_a_cache_gives_back_is_the_formats_own_rounding(name: str) -> None:
 
 @for_each("name", [name for name in WEIGHT_FORMATS if name not in ("fp32", "bf16")])
 def test_kept_weights_multiply_as_their_values(name: str) -> None:
-    """A kernel of torch's beside the values that its codes stand for; and those beside the formats' own."""
     random = torch.Generator().manual_seed(6)
     weight, x = (torch.randn(rows, 96, generator=random) for rows in (64, 5))
     kept = kept_weight(weight, name, False)
@@ -299,7 +293,7 @@ def test_bytes_are_those_of_a_hand_count() -> None:
 
 
 def test_bytes_of_experts_are_those_of_a_hand_count() -> None:
-    """mixtral-8x7b: 46.7e9 weights, of which a token goes through 12.9e9; olmoe-1b-7b: 6.9e9 and 1.3e9."""
+    """mixtral-8x7b: 46.7e9 weights, of which a token uses 12.9e9; olmoe-1b-7b: 6.9e9 and 1.3e9."""
     mixtral = shape_of(SERVED_SIZES["mixtral-8x7b"])
     attention, expert, router = 4096 * (4096 + 2 * 1024) + 4096 * 4096, 3 * 4096 * 14336, 8 * 4096
     whole = 2 * 32000 * 4096 + 32 * (attention + 8 * expert + router) + 65 * 4096
@@ -324,7 +318,6 @@ def test_bytes_of_experts_are_those_of_a_hand_count() -> None:
 @for_each("kv", KV_FORMATS)
 @for_each("weights", [name for name in WEIGHT_FORMATS if name != "fp32"])
 def test_counted_bytes_are_those_that_are_stored(kv: str, weights: str) -> None:
-    """Of a real model; bf16 has 16.0 bits a parameter."""
     config = replace(SERVED_SIZES["nano-llama"], layers=1, sequence=32)
     model = model_of(config, kv, "own" if weights == "bf16" else weights, torch.bfloat16, batch=2)
     model.fill(32, torch.Generator().manual_seed(0))
@@ -348,7 +341,6 @@ def test_formats_by_layer() -> None:
 
 @for_each("size", ["nano", "nano-llama"])
 def test_a_cache_that_grows_gives_what_a_static_one_gives(size: str) -> None:
-    """To the bit, step after step; each step copies all positions of keys and values, which a static one does not."""
     config, found = SERVED_SIZES[size], []
     cache = f"fp32[2,{config.key_heads},40,{config.head_width}]"
     for more in ({}, {"static": "no"}):

@@ -31,7 +31,6 @@ SMALL = {
 
 
 def cases(workload: str, kinds: str, *modes: str):  # type: ignore[no-untyped-def]
-    """What a plan makes of it, less what does not run."""
     axes = tuple((name, tuple(value.split(","))) for name, value in {**SMALL[workload], "values": kinds}.items())
     plan = make_plan(Request(workload, modes, ("cpu",), axes=axes), (CPU,), None)
     return [planned.case for group in plan for planned in group.cases if planned.runs]
@@ -39,7 +38,6 @@ def cases(workload: str, kinds: str, *modes: str):  # type: ignore[no-untyped-de
 
 @for_each("kind", KINDS)
 def test_a_kind_is_what_its_name_says(kind: str) -> None:
-    """From a seed alone, and normal values are those that torch draws."""
     params = {"values": kind}
     one, again = (drawn(params, (64, 128), torch.Generator().manual_seed(3)) for _ in range(2))
     assert one.dtype is torch.float32 and one.shape == (64, 128) and torch.equal(one, again)
@@ -82,7 +80,6 @@ def test_a_suite_is_made_of_what_was_asked(workload: str, bench: Bench) -> None:
 @pytest.mark.slow
 @for_each("mode", [name for name in precisions.names() if name != "custom"])
 def test_constants_take_every_precision_and_leave_no_nan(mode: str, bench: Bench) -> None:
-    """A tensor of zeros has no largest magnitude to scale by. Errors say why there are none."""
     for workload in ("gemm", "cast", "mlp"):
         for case in cases(workload, "ones,zeros", mode):
             if case.precision != mode:
@@ -107,7 +104,6 @@ def test_constants_take_every_precision_and_leave_no_nan(mode: str, bench: Bench
 
 @for_each("workload", SMALL)
 def test_other_values_have_errors_as_ever(workload: str, bench: Bench) -> None:
-    """And where nothing can be said there is a reason."""
     mode = "bf16" if workload == "norm_act" else "fp8"
     for case in cases(workload, "uniform,zeros", mode):
         errors = bench.error(case, CPU)

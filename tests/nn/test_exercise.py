@@ -30,7 +30,6 @@ def made(dtype: torch.dtype = torch.float32, training: bool = True, seed: int = 
 
 
 def test_the_numbers_are_the_same_in_every_dtype() -> None:
-    """Rounded from the same fp32 values, so that errors compare arithmetic and nothing else."""
     single, half, double = (made(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64))
     assert single.pull is not None and half.pull is not None and double.pull is not None
     for one, low, high in zip(
@@ -43,7 +42,6 @@ def test_the_numbers_are_the_same_in_every_dtype() -> None:
 
 
 def test_the_outcome_is_the_output_and_every_gradient() -> None:
-    """Of both inputs and the weight, by hand."""
     state = made()
     (x, other), pull = state.inputs, state.pull
     weight = next(state.layer.parameters())
@@ -57,7 +55,6 @@ def test_the_outcome_is_the_output_and_every_gradient() -> None:
 
 
 def test_errors_are_those_of_output_and_gradients() -> None:
-    """Gradients only where there are any; an exact one has none."""
     exact = made(torch.float64)
     errors = made(torch.bfloat16).errors(exact)
     assert set(errors) == {"output_error", "gradient_error"} and all(1e-4 < one < 1e-2 for one in errors.values())

@@ -37,7 +37,7 @@ def experts(arithmetic: Arithmetic, count: int = 4) -> Experts:
 
 
 def dense(weights: dict[str, Tensor], x: Tensor, count: int = 4) -> tuple[Tensor, Tensor]:
-    """Every expert on every token, weighed by a gate that is zero for all but the best two; the balancing loss."""
+    """Every expert on every token, with a gate that is zero for all but the best two; and the balancing loss."""
     scores = x @ weights["router"].T
     gate = torch.zeros_like(scores)
     for token, row in enumerate(scores):
@@ -106,7 +106,6 @@ def test_products_are_of_whole_blocks_of_rows_in_the_arithmetic_given() -> None:
 
 @pytest.mark.usefixtures("exact_products")
 def test_one_product_for_all_experts_is_the_same_as_one_for_each() -> None:
-    """Bit for bit where products are exact, with gradients, weights cast ahead or here. One has no tokens."""
     plain, found = PlainArithmetic(torch.bfloat16), []
     assert plain.groups
     for arithmetic, cached in ((plain, False), (plain, True), (WatchedArithmetic(plain, lambda *told: None), False)):
@@ -134,7 +133,6 @@ def batch(config: GPTConfig = CONFIG) -> tuple[Tensor, Tensor]:
 
 
 def test_the_balancing_loss_is_in_the_gradients_and_not_in_the_loss() -> None:
-    """What is told is the text's loss, in training as in evaluation; the router is pulled by both."""
     model, (tokens, targets) = mixture(), batch()
     loss = model(tokens, targets, SilentPhases())
     loss.backward()
@@ -162,7 +160,6 @@ def test_checkpointing_changes_no_gradient() -> None:
 
 
 def test_weights_are_counted() -> None:
-    """By hand and from the model; a step's FLOPs are of two experts a token, whatever their number."""
     model = mixture()
     counted = sum(one.numel() for name, one in model.named_parameters() if "norm" not in name and name != "positions")
     assert counted == CONFIG.weights

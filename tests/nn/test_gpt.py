@@ -32,7 +32,6 @@ def model_of(config: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
 
 
 def by_kind(attn: Arithmetic, mlp: Arithmetic, head: Arithmetic) -> Choose:
-    """What gives each layer the arithmetic of its kind."""
     kinds = {"attn": attn, "mlp": mlp, "head": head}
     return lambda name: next(one for kind, one in kinds.items() if kind in name.split("."))
 
@@ -87,7 +86,6 @@ def norm(config: GPTConfig, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def turned(x: Tensor) -> Tensor:
-    """Rotary positions by complex numbers: feature i with feature i + half."""
     half = x.shape[-1] // 2
     pairs = torch.complex(x[..., :half], x[..., half:])
     angles = torch.arange(x.shape[-2])[:, None] * 500000.0 ** (-torch.arange(half) / half)
@@ -100,7 +98,6 @@ def turned(x: Tensor) -> Tensor:
 def test_loss_and_gradients_are_those_of_an_independent_model(
     config: GPTConfig, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Every weight's gradient; in fp64 the rotation's angles are still fp32's."""
     model, (tokens, targets) = model_of(config, dtype), text(config)
     loss = model(tokens, targets, SilentPhases())
     loss.backward()
@@ -153,7 +150,6 @@ def test_each_layer_kind_takes_its_own_arithmetic() -> None:
 
 @for_each("config", [PLAIN, MODERN, replace(MODERN, key_heads=4)], ids=["gpt-2", "grouped", "modern"])
 def test_the_flops_of_the_plan_are_those_torch_counts(config: GPTConfig) -> None:
-    """All linear layers, forward and backward; attention by torch's own formula, half of it masked."""
     model, (tokens, targets) = model_of(config), text(config)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model(tokens, targets, SilentPhases()).backward()
@@ -167,7 +163,6 @@ def test_the_flops_of_the_plan_are_those_torch_counts(config: GPTConfig) -> None
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
-    """And its layers have the sides that FLOPs are counted from."""
     config = SIZES[name]
     arithmetic = PlainArithmetic(torch.float32)
     with torch.device("meta"):
@@ -185,7 +180,6 @@ def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
 
 
 def test_the_residual_stream_keeps_the_models_dtype_under_a_precision_map() -> None:
-    """A feed-forward in fp32 hands back fp32; the stream of a bf16 model stays bf16."""
     config = GPTConfig(64, 32, 2, 2, 2, 64, batch=1, sequence=16)
     low, high = PlainArithmetic(torch.bfloat16), PlainArithmetic(torch.float32)
     model = GPT(config, by_kind(attn=low, mlp=high, head=low), torch.bfloat16)

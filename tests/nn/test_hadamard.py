@@ -35,7 +35,6 @@ def test_the_matrix_is_hadamards_with_signs() -> None:
 
 @each_length
 def test_a_product_of_turned_operands_is_the_product(columns: int) -> None:
-    """But for the rounding of each turned element to float32."""
     a, b = outliers(24, columns), gaussian(40, columns, seed=5)
     left, right = rotated(a, 7), rotated(b, 7)
     assert left.shape == (24, -(-columns // SIZE) * SIZE) and left.dtype == torch.float32
@@ -88,7 +87,6 @@ def test_what_is_not_finite_stays_among_its_16() -> None:
 @pytest.mark.slow
 @for_each("turned", [False, True])
 def test_a_gpu_s_kernel_gives_the_same(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled here, and one operation after the other: rows and columns of very different sizes, NaN and infinity."""
     monkeypatch.setattr(vector_width, "widths", lambda device: ())
     found = compiled(RotationKernel(torch.bfloat16, "cpu", turned))
     for rows, columns in ((48, 64), (1, 16), (33, 160)):
@@ -127,7 +125,6 @@ def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPa
 
 @for_each("device", ["cpu", "meta"])
 def test_one_pass_looks_at_both(device: str) -> None:
-    """On a processor by itself; elsewhere as one operator, whose result lies as the matrix does."""
     x = outliers(64, 48).to(device).t()
     rotation(x, 3)  # its matrix is kept
     with Operators() as seen:
@@ -143,7 +140,7 @@ def test_one_pass_looks_at_both(device: str) -> None:
 
 
 def test_a_matrix_is_made_of_numbers_whatever_tensors_are_made_on() -> None:
-    """A derivation of memory makes its tensors on no device: the matrix of that seed is kept for later steps."""
+    """A memory derivation makes tensors on meta; the cached matrix of that seed serves later steps."""
     wanted = _matrix(12, torch.device("cpu"))
     _matrix.cache_clear()
     with torch.device("meta"):

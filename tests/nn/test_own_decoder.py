@@ -37,7 +37,6 @@ def plainly_served(arm: Arm) -> Decoder:
 
 
 def of_the_same_weights() -> nn.Module:
-    """Hugging Face's Llama with the weights of fp8bench's."""
     drawn = drawn_weights(served_shapes(CONFIG), 3, "cpu")
     state = {"model.embed_tokens.weight": drawn("embedding"), "model.norm.weight": drawn("norm.weight")}
     state["lm_head.weight"] = drawn("head.weight")
@@ -64,7 +63,6 @@ ARMS = [
 
 
 def both_ways(model: Decoder | OwnDecoder) -> tuple[Tensor, Tensor]:
-    """Logits of a prompt at once; and of most of it, then token by token."""
     with torch.no_grad():
         model.calibrates = True
         whole = model.forward(TOKENS, 0, SilentPhases(), every=True)
@@ -101,7 +99,6 @@ def test_logits_are_those_of_the_model_without_a_cache(make: Callable[[], nn.Mod
 
 @for_each("make", [served_models.llama, served_models.gpt2, served_models.Own])
 def test_bytes_are_those_that_are_stored(make: Callable[[], nn.Module]) -> None:
-    """All parameters but the embedding's and the positions' rows that a step does not read, a tied head whole."""
     model = make()
     shape = shape_of_own("own", model, 0, CPU)
     assert (shape.vocabulary, shape.layers, shape.heads) == (WORDS, LAYERS, HEADS)

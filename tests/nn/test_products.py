@@ -51,7 +51,6 @@ class Kind(NamedTuple):
         return self.make(arithmetic, self.inputs[-1], self.outputs[-1])
 
     def is_close(self, layer: Linear | Convolution, most: float, least: float = -1.0) -> None:
-        """Output and gradients are within these errors."""
         dtype = torch.float64 if layer.arithmetic.carrier is torch.float64 else torch.float32
         x, pull = given(*self.inputs, dtype=dtype), given(*self.outputs, dtype=dtype, seed=3)
         for one, other in zip(outcome(layer, x, pull), self.exact(layer.weight, x, pull), strict=True):
@@ -90,7 +89,6 @@ def test_forward_and_gradients_are_torchs_own(kind: Kind, dtype: torch.dtype, to
      ("mxfp4", 0.4)],
 )  # fmt: skip
 def test_every_precision_is_close_to_the_exact_result(kind: Kind, name: str, limit: float) -> None:
-    """As close as its bits allow, and no closer than its name says."""
     layer = kind.layer(arithmetic_of(name))
     kind.is_close(layer, limit, limit / 100)
     y, *gradients = outcome(layer, given(*kind.inputs), given(*kind.outputs))
@@ -99,7 +97,6 @@ def test_every_precision_is_close_to_the_exact_result(kind: Kind, name: str, lim
 
 
 def phases_of(kind: Kind, name: str, needs_gradient: bool = True) -> tuple[list[str], list[str]]:
-    """The phases marked in forward and in backward."""
     clock = PhaseClock(HostStamper())
     layer, x = kind.layer(arithmetic_of(name)), given(*kind.inputs).requires_grad_(needs_gradient)
     clock.begin()
@@ -117,7 +114,6 @@ def phases_of(kind: Kind, name: str, needs_gradient: bool = True) -> tuple[list[
 
 @each_kind
 def test_casts_and_products_are_marked_in_order(kind: Kind) -> None:
-    """Backward too, which our own Functions mark; fp32 casts nothing, a first layer needs no input gradient."""
     # The last cast is the weight's gradient to fp32.
     assert phases_of(kind, "bf16") == (["cast", "gemm"], [*kind.marks])
     assert phases_of(kind, "fp32") == (["gemm"], ["gemm", "gemm"])
@@ -127,7 +123,7 @@ def test_casts_and_products_are_marked_in_order(kind: Kind) -> None:
 @each_kind
 @pytest.mark.parametrize("keeps_source", [False, True])
 def test_the_second_orientation_is_cast_from_the_source_where_scales_demand_it(kind: Kind, keeps_source: bool) -> None:
-    """As matrices with the contraction last. Block scales run along it; elsewhere the codes are turned."""
+    """Block scales run along the contraction; otherwise the codes are turned."""
     seen: list[tuple[Role, tuple[int, ...]]] = []
 
     def note(tensor: Tensor, role: Role) -> Tensor:
@@ -185,7 +181,6 @@ class Both(Halved):
 
 
 def saved(layer: Linear, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The output, and what is kept for backward."""
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -197,7 +192,6 @@ def saved(layer: Linear, x: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def test_what_one_look_gives_is_kept_turned_and_not_turned_again() -> None:
-    """In the place of the first orientation: no more memory is held, and gradients are the same."""
     arithmetic = Both()
     LINEAR.is_close(LINEAR.layer(arithmetic), 1e-6)
     assert arithmetic.asked == [("both", role) for role in Role]
@@ -290,7 +284,6 @@ def test_the_marker_is_open_in_forward_and_in_backward_and_nowhere_else() -> Non
 
 
 def test_without_gradients_the_region_is_a_plain_block() -> None:
-    """Closed when its body raises, too. A tensor that alone needs no gradient is refused: it would never be closed."""
     diary, ones = Diary(), torch.ones(3)
     with pytest.raises(ValueError, match="needs no gradient"):
         region(diary, torch.add, torch.ones(3, requires_grad=True), ones)
@@ -303,7 +296,7 @@ def test_without_gradients_the_region_is_a_plain_block() -> None:
 
 
 def test_while_compiling_the_region_is_a_plain_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even the marker's type is looked at, which torch 2.11 cannot trace; the result is the operation's own."""
+    """torch 2.11 cannot trace the type of the marker."""
 
     class Untraceable(Diary):
         @property  # type: ignore[misc]
@@ -344,7 +337,7 @@ def test_block_scaled_products_round_along_their_own_contractions() -> None:
 
 @for_each("name", ["fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
 def test_codes_of_a_native_precision_are_convolved_as_their_values(name: str) -> None:
-    """Hardware's FP8 multiplies matrices; the convolution takes codes and scales apart again."""
+    """Hardware multiplies FP8 matrices only, so the convolution decodes codes and scales."""
     x, pull = given(2, 6, 6, 16), given(2, 6, 6, 16, seed=3)
     native = convolution(precisions.get(name).arithmetic(H200), 16, 16)
     emulated = convolution(arithmetic_of(name), 16, 16)
@@ -354,7 +347,6 @@ def test_codes_of_a_native_precision_are_convolved_as_their_values(name: str) ->
 
 
 def test_the_block_is_two_convolutions_with_norms_and_a_residual() -> None:
-    """By the definition."""
     torch.manual_seed(4)
     block = ResidualBlock(6, lambda name: PlainArithmetic(torch.float64)).double()
     x = given(2, 5, 5, 6, dtype=torch.float64)
@@ -370,6 +362,6 @@ def test_the_block_is_two_convolutions_with_norms_and_a_residual() -> None:
 
 
 def test_weights_keep_the_spread_of_what_follows_a_relu() -> None:
-    """He's initialisation: variance 2 over the contraction."""
+    """He's initialisation has variance 2 over the contraction."""
     weight = convolution(PlainArithmetic(torch.float32), 64, 64).weight
     assert weight.shape == (64, 576) and float(weight.detach().std()) == pytest.approx((2 / 576) ** 0.5, rel=0.05)

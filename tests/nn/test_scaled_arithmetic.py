@@ -47,7 +47,6 @@ NEEDS_PRODUCTS = pytest.mark.skipif(
 
 
 def pair(mode: str) -> tuple[ScaledArithmetic, RecipeArithmetic]:
-    """The arithmetics of a Hopper and of a processor."""
     native, emulated = (precisions.get(mode).arithmetic(facts) for facts in (H200, CPU))
     assert isinstance(native, ScaledArithmetic) and type(emulated) is RecipeArithmetic
     return native, emulated
@@ -55,7 +54,6 @@ def pair(mode: str) -> tuple[ScaledArithmetic, RecipeArithmetic]:
 
 @for_each("mode", EMULATED)
 def test_what_no_kernel_does_is_emulated_on_a_gpu_too(mode: str) -> None:
-    """E5M2 by itself, sums that are a model, blocks: with the reason."""
     assert precisions.get(mode).support(H200).level is Level.EMULATED
     assert type(precisions.get(mode).arithmetic(H200)) is RecipeArithmetic
 
@@ -63,7 +61,6 @@ def test_what_no_kernel_does_is_emulated_on_a_gpu_too(mode: str) -> None:
 @for_each("role", list(Role))
 @for_each("mode", MODES)
 def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
-    """Bit for bit, cast after cast, and contiguous along the contraction."""
     native, emulated = pair(mode)
     source = gaussian(48, 64) * torch.logspace(-3, 3, 48)[:, None]
     for tensor in (source, source.t(), 8 * source.to(torch.bfloat16), torch.zeros(16, 32)):
@@ -80,7 +77,7 @@ def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
 @NEEDS_PRODUCTS
 @for_each("mode", MODES)
 def test_products_are_the_emulated_ones(mode: str, roles: tuple[Role, Role]) -> None:
-    """But for the order of sums. With a scale a row float32 is asked for where CUDA gives it; else bfloat16 is."""
+    """They differ by the order of sums. With a scale a row, CUDA has float32 results on some devices, else bfloat16."""
     native, emulated = pair(mode)
     sources = gaussian(48, 64), gaussian(32, 64, seed=1) * torch.logspace(-2, 2, 32)[:, None]
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
@@ -100,7 +97,7 @@ def test_products_are_the_emulated_ones(mode: str, roles: tuple[Role, Role]) -> 
     ],
 )
 def test_a_product_in_its_own_dtype_is_not_converted(mode: str, dtype: torch.dtype) -> None:
-    """Such a conversion changes nothing, and in torch 2.11's compiled graphs leaves zeros for gradients."""
+    """In torch 2.11's compiled graphs such a conversion leaves zero gradients."""
 
     class Conversions(TorchFunctionMode):
         unchanged: ClassVar[list[Tensor]] = []
@@ -146,7 +143,6 @@ def test_what_cuda_cannot_is_refused() -> None:
 
 @for_each("mode", ["fp8", "fp8-e4m3", "fp8-rowwise"])
 def test_cuda_is_given_what_it_wants(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layouts, the shapes of scales, bfloat16 under scales a row, and fast sums in forward products only."""
     seen: list[dict[str, object]] = []
 
     def spy(a: Tensor, b: Tensor, *others: Any) -> Tensor:
@@ -168,7 +164,7 @@ def test_cuda_is_given_what_it_wants(mode: str, monkeypatch: pytest.MonkeyPatch)
 @NEEDS_PRODUCTS
 @for_each("mode", ["fp8", "fp8-rowwise"])
 def test_products_are_those_of_torch_s_own_function(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, by the operator behind it: the function itself cannot be compiled by torch 2.11."""
+    """The function itself cannot be compiled by torch 2.11, so its operator is called."""
     native, _ = pair(mode)
     a, b = native.cast(gaussian(48, 64), Role.INPUT), native.cast(gaussian(16, 64), Role.WEIGHT)
     assert a.scale is not None and b.scale is not None
@@ -193,7 +189,6 @@ def test_a_weight_gradient_left_in_bf16_is_bf16_s() -> None:
 
 
 def gradients(arithmetic: Arithmetic) -> list[Tensor]:
-    """Of the input and of the weight; the gradient that comes in is the same for all."""
     torch.manual_seed(1)
     layer, x = Linear(64, 32, arithmetic), gaussian(48, 64).to(torch.bfloat16).requires_grad_()
     y = layer(x, SilentPhases())
@@ -205,7 +200,7 @@ def gradients(arithmetic: Arithmetic) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
 @for_each("mode", ["fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
 def test_a_compiled_layer_has_the_same_gradients(mode: str) -> None:
-    """Bit for bit, and in one graph: gradients that a compiler loses are zeros, and nothing else says so."""
+    """A compiler that loses gradients leaves zeros, without an error."""
     layer, silent = Linear(32, 16, precisions.get(mode).arithmetic(H200)), SilentPhases()
     compiled = torch.compile(lambda x: layer(x, silent).float().square().sum(), backend="aot_eager", fullgraph=True)
     found = []
@@ -230,7 +225,6 @@ def fnuz(mode: str) -> ScaledArithmetic:
 @for_each("role", list(Role))
 @for_each("mode", FNUZ_MODES)
 def test_fnuz_codes_are_those_of_the_devices_own_formats(mode: str, role: Role) -> None:
-    """Bit for bit what the format's definition makes of them, scale included."""
     made = fnuz(mode)
     treatment = made.treatments[role]
     assert treatment.fmt in (E4M3FNUZ, E5M2FNUZ)
@@ -272,7 +266,6 @@ def experts(arithmetic: Arithmetic, gated: bool, hidden: int = 48) -> Experts:
 def test_outputs_and_gradients_are_those_of_one_product_for_each(
     mode: str, gpu: DeviceFacts, cached: bool, grouped_kernel: GroupedKernel
 ) -> None:
-    """Bit for bit: every code and every scale is where the product looks for it, whoever cast the weights."""
     found = []
     for facts in (gpu, CPU):
         block = experts(precisions.get(mode).arithmetic(facts), gated=cached, hidden=160)
@@ -289,7 +282,6 @@ def test_outputs_and_gradients_are_those_of_one_product_for_each(
 
 
 def test_sides_that_do_not_fit_are_multiplied_one_by_one(grouped_kernel: GroupedKernel) -> None:
-    """As are recipes that torch has no grouped product for."""
     for mode, hidden in (("fp8-rowwise", 40), ("bf16", 48)):
         block = experts(precisions.get(mode).arithmetic(H200), gated=False, hidden=hidden)
         assert block._can_be_grouped() is (mode == "bf16")
@@ -319,5 +311,5 @@ def test_sides_that_do_not_fit_are_multiplied_one_by_one(grouped_kernel: Grouped
     ],
 )
 def test_what_is_grouped(mode: str, facts: DeviceFacts, groups: int) -> None:
-    """As torch 2.13 and 2.11 for CUDA answered on a runtime that computes nothing: not E5M2, nor one scale a tensor."""
+    """As torch 2.13 and 2.11 for CUDA answered on a stub runtime: not E5M2, nor one scale a tensor."""
     assert precisions.get(mode).arithmetic(facts).groups == groups

@@ -55,7 +55,6 @@ OPTIONS = [
 
 
 def tensors(count: int) -> list[np.ndarray]:
-    """Of magnitudes that come and go over many octaves, some of zeros, with infinities or NaN, or empty."""
     random = np.random.default_rng(7)
     found = []
     for step in range(count):
@@ -69,7 +68,6 @@ def tensors(count: int) -> list[np.ndarray]:
 @for_each("delayed", OPTIONS, ids=str)
 @for_each("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_the_scale_of_every_cast_is_the_definition_s(delayed: Delayed, fmt: Format) -> None:
-    """Bit for bit over forty casts."""
     ours, theirs = DelayedScale(delayed, fmt), Definition(delayed, fmt)
     for values in tensors(40):
         found, inverse = ours.next(torch.from_numpy(values))
@@ -80,7 +78,6 @@ def test_the_scale_of_every_cast_is_the_definition_s(delayed: Delayed, fmt: Form
 
 
 def test_a_cast_that_is_done_again_is_not_entered_again() -> None:
-    """It gets the scale that it had, whatever it holds."""
     scale, plain = (DelayedScale(Delayed(history=4), E4M3) for _ in range(2))
     for amax in (2.0, 3.0, 0.5):
         used = scale.next(torch.tensor([amax]))
@@ -116,7 +113,7 @@ class Pair(nn.Module):
 @for_each("again", ["saved tensors", "reentrant"])
 @for_each("mode", ["fp8-delayed:history=2:margin=1", "nvfp4:hadamard=off", "fp8-delayed:interval=2"])
 def test_blocks_that_are_computed_again_have_the_gradients_of_those_that_are_not(mode: str, again: str) -> None:
-    """Over several steps of different magnitudes: a second cast with a newer scale would show in the first of them."""
+    """Steps differ in magnitude, so that a second cast with a newer scale would show."""
     outcomes: list[list[Tensor]] = []
     for how in ("never", again):
         pair, found = Pair(mode, how), []
@@ -138,14 +135,12 @@ HYBRID = Recipe(Treatment(E4M3, TENSOR), Treatment(E4M3, TENSOR), Treatment(E5M2
 
 
 def of_magnitude(amax: float, count: int = 8) -> Tensor:
-    """Values of both signs whose largest magnitude is that, of a negative one."""
     return torch.linspace(-amax, amax / 2, count)
 
 
 def scale_of(
     rule: StaticScales, known: float | None, rounding: ScaleRounding = ScaleRounding.EXACT
 ) -> tuple[ScaleBook, StaticScale]:
-    """A book with one scale of E4M3, whose amax is known; None: it calibrates."""
     book = ScaleBook(rule, None if known is None else {("one", "input"): known})
     scale = StaticScale(book, E4M3, rounding, known)
     book.keep("one", "input", scale.state)
@@ -153,7 +148,6 @@ def scale_of(
 
 
 def test_calibrating_casts_with_the_current_scale_and_keeps_the_largest_magnitude() -> None:
-    """Zeros, infinities and NaN do not count."""
     book, scale = scale_of(FIXED, None)
     for amax in (2.0, 7.0, 3.0):
         assert float(scale.next(of_magnitude(amax)).scale) == pytest.approx(E4M3.largest / amax, rel=1e-7)
@@ -163,7 +157,6 @@ def test_calibrating_casts_with_the_current_scale_and_keeps_the_largest_magnitud
 
 
 def test_a_scale_that_is_known_stays() -> None:
-    """Whatever comes, and without looking at it."""
     book, scale = scale_of(FIXED, 7.0)
     for amax in (7.0, 0.5, 900.0, math.inf):
         assert float(scale.next(of_magnitude(amax)).scale) == 64.0
@@ -172,7 +165,6 @@ def test_a_scale_that_is_known_stays() -> None:
 
 @for_each(("rounding", "wanted"), [(ScaleRounding.EXACT, 448 / 5), (ScaleRounding.POWER_OF_TWO, 64.0)])
 def test_scales_are_rounded_as_the_recipe_rounds_them(rounding: ScaleRounding, wanted: float) -> None:
-    """Down to a power of two, so that nothing saturates."""
     _, scale = scale_of(FIXED, 5.0, rounding)
     assert float(scale.next(of_magnitude(1.0)).scale) == pytest.approx(wanted, rel=1e-7)
 
@@ -190,8 +182,7 @@ def test_every_so_many_steps_a_scale_is_that_of_one_step() -> None:
 
 @pytest.fixture(params=["processor", "elsewhere"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """On a processor, and as on a device whose answers nobody waits for: tensors then say that they lie elsewhere, and
-    to take a value from one is an error."""
+    """Runs on a CPU, and as on a device that must not be waited for: its tensors raise when their value is read."""
     if request.param == "processor":
         yield request.param
         return
@@ -217,7 +208,6 @@ def placed(x: Tensor) -> Tensor:
 def test_a_scale_is_renewed_where_more_than_the_bound_saturates(
     bound: float, beyond: int, renewed: bool, device: str
 ) -> None:
-    """Of eight values so many lie beyond the range; then this very cast has its current scale, and those after it."""
     _, scale = scale_of(StaticScales(1, bound=bound), 7.0)
     values = torch.full((8,), -7.0)
     values[:beyond] = torch.tensor([9.0, -14.0, 8.0])[:beyond]
@@ -249,7 +239,6 @@ def layer_of(book: ScaleBook) -> Linear:
 
 
 def trained(layer: Linear, *inputs: Tensor) -> list[Tensor]:
-    """Outputs, and gradients of all."""
     found = []
     for x in inputs:
         own = x.clone().requires_grad_()
@@ -262,7 +251,6 @@ def trained(layer: Linear, *inputs: Tensor) -> list[Tensor]:
 
 
 def test_scales_of_the_very_data_give_what_current_scaling_gives() -> None:
-    """Bit for bit, in all three products: a layer that was calibrated on one batch, and casts it."""
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     torch.manual_seed(0)
     current = Linear(32, 16, RecipeArithmetic(HYBRID))
@@ -290,7 +278,6 @@ def normal(scale: float = 1.0, seed: int = 0) -> torch.Tensor:
 
 
 def cast(mode: str, role: Role, *steps: torch.Tensor) -> torch.Tensor:
-    """What is left of the last tensor after the others."""
     arithmetic = precisions.get(mode).arithmetic(CPU).layer("x")
     for step in steps:
         operand = arithmetic.cast(step, role)
@@ -304,7 +291,6 @@ def cast(mode: str, role: Role, *steps: torch.Tensor) -> torch.Tensor:
      "custom:format=e3m2:scaling=none", "custom:format=e5m2fnuz:scaling=128x128", "bf16", "fp16"],
 )  # fmt: skip
 def test_what_is_left_lies_within_half_an_ulp_by_the_view(mode: str, role: Role) -> None:
-    """Which no other grid or scale would say of it; saturated values are told apart."""
     x = normal(3.0)
     view = view_of(precisions.get(mode), role, x)
     found = tensor_error(x, cast(mode, role, x), view.fmt, view.factors)
@@ -328,7 +314,6 @@ def test_a_delayed_scale_is_that_of_the_steps_before() -> None:
 
 
 def test_a_margin_lies_idle() -> None:
-    """Two octaves of it, where the data stay as they are."""
     steps = [normal() for _ in range(3)]
     view = view_of(precisions.get("fp8-delayed:margin=2"), Role.INPUT, steps[-1], steps[:-1])
     assert (

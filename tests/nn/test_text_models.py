@@ -35,7 +35,6 @@ def text(length: int = CONFIG.sequence) -> tuple[Tensor, Tensor]:
 
 
 def plain_mlp(weights: dict[str, Tensor], tokens: Tensor, modern: bool) -> Tensor:
-    """Token by token."""
     rows = []
     for row in tokens.tolist():
         for place in range(len(row)):
@@ -56,7 +55,7 @@ def plain_norm(x: Tensor, weight: Tensor, modern: bool) -> Tensor:
 
 
 def plain_cnn(weights: dict[str, Tensor], tokens: Tensor, _: bool) -> Tensor:
-    """torch's convolution of an image to whose top and left two rows of zeros were added; statistics by hand."""
+    """torch's convolution of an image with two rows of zeros on top and on the left; statistics by hand."""
     x = weights["embedding"][tokens].view(2, -1, LINE, 16).permute(0, 3, 1, 2)
 
     def normed(y: Tensor, name: str) -> Tensor:
@@ -86,7 +85,6 @@ def as_torch_differentiably(weight: Tensor) -> Tensor:
     ("kind", "modern"), [(WindowMLP, False), (WindowMLP, True), (TextCNN, False)], ids=["mlp", "modern mlp", "cnn"]
 )
 def test_loss_and_gradients_are_those_of_a_plain_model(kind: type[LanguageModel], modern: bool) -> None:
-    """Every weight's, in fp64."""
     model, (tokens, targets) = model_of(kind, replace(CONFIG, modern=modern)), text()
     loss = model(tokens, targets, SilentPhases())
     loss.backward()
@@ -103,7 +101,6 @@ def test_loss_and_gradients_are_those_of_a_plain_model(kind: type[LanguageModel]
 
 @for_each("kind", KINDS)
 def test_no_place_sees_what_comes_later(kind: type[LanguageModel]) -> None:
-    """In eval mode, where batch norm mixes no places; every earlier place that it should see counts."""
     model, (tokens, _) = model_of(kind).eval(), text()
     before = model.logits(tokens, SilentPhases())
     reach = set()
@@ -120,7 +117,6 @@ def test_no_place_sees_what_comes_later(kind: type[LanguageModel]) -> None:
 @for_each("kind", KINDS)
 @for_each("mode", ["bf16", "fp8", "mxfp8", "nvfp4"])
 def test_they_train_in_low_precision(kind: type[LanguageModel], mode: str) -> None:
-    """A loss near fp64's, and every weight gets a gradient."""
     arithmetic = arithmetic_of(mode)
     torch.manual_seed(3)
     model = kind(CONFIG, lambda name: arithmetic, arithmetic.carrier)

@@ -34,7 +34,7 @@ sys.exit(" ".join(sorted(loaded | {"torch._dynamo"} & {*sys.modules})) or 0)
 
 @pytest.mark.slow
 def test_nobody_imports_the_compiler() -> None:
-    """Its hundred thousand objects would slow down every collection of garbage that follows."""
+    """Its many objects would slow down every later garbage collection."""
     ran((sys.executable, "-c", STEPS))
 
 

@@ -52,7 +52,6 @@ def batch(config: GPTConfig) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_function_and_gradients_are_those_of_the_model_as_it_was(name: str, checkpointing: bool) -> None:
-    """In fp64, to the last digits: all constants cancel, in every weight's gradient, over batches of two sizes."""
     config = CONFIGS[name]
     plain, unit = built(config, torch.float64), built(config, torch.float64, checkpointing)
     scale_to_unit(unit, config.sequence)
@@ -80,7 +79,6 @@ class Seen(PlainArithmetic):
 
 
 def watched(model: nn.Module) -> dict[str, float]:
-    """Deviations of all that goes into and comes out of modules, of gradients, and of what products cast."""
     kept: dict[str, float] = {}
 
     def hook(path: str) -> None:
@@ -100,8 +98,7 @@ def watched(model: nn.Module) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_tensor_has_a_deviation_near_1_when_a_training_begins(name: str) -> None:
-    """Within a factor of 3: what lies behind mixed tokens is correlated, and more so in deeper blocks. As the model
-    came, gradients of its products are hundreds of times smaller and weights a tenth."""
+    """Within a factor of 3: deeper blocks mix correlated tokens."""
     config = CONFIGS[name]
     found = []
     for scaled in (True, False):
@@ -166,7 +163,6 @@ def test_attention_shrinks_by_its_constant_forward_and_back(tokens: int) -> None
 
 
 def test_casts_have_no_scale() -> None:
-    """What is cast is rounded to the format and nothing else, saturated where it is larger."""
     arithmetic = precisions.get("fp8-unit").arithmetic(CPU)
     x = torch.randn(64, 64) * 300
     for role, fmt, dtype in ((Role.INPUT, E4M3, torch.float8_e4m3fn), (Role.GRADIENT, E5M2, torch.float8_e5m2)):

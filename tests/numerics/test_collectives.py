@@ -104,7 +104,7 @@ def sqnr(values: Tensor, exact: Tensor) -> float:
 
 
 def mean_of(way: str, scaling: str, given: list[Tensor]) -> tuple[Tensor, float, float]:
-    """What all ranks get, the share of the largest code in ppm, and the mu of FP8-LM once it has settled."""
+    """The mean that all ranks get, the share of the largest code in ppm, and FP8-LM's settled mu."""
     size, mu = len(given), torch.ones(1)
     while True:
         autos = [AutoScale(mu) for _ in given]
@@ -120,7 +120,7 @@ def mean_of(way: str, scaling: str, given: list[Tensor]) -> tuple[Tensor, float,
 @pytest.mark.parametrize("size", [2, 8, *(pytest.param(one, marks=pytest.mark.slow) for one in (4, 16, 64))])
 @for_each("shared", [False, True])
 def test_errors_are_those_of_the_table(size: int, shared: bool) -> None:
-    """Within 0.6 dB: rings lose 2 dB a doubling and collapse where ranks agree, gathering and two shots do not."""
+    """Within 0.6 dB. Rings lose 2 dB a doubling and collapse where ranks agree; the other two do not."""
     table = SHARED if shared else OWN
     given = sources(size, shared, 1 << 15)
     exact = expected("all_reduce", given, 0)
@@ -149,7 +149,6 @@ SIGNALS = {
 
 @for_each("signal", SIGNALS)
 def test_sqnr_hides_what_is_flushed(signal: str) -> None:
-    """Ways keep their decibels, and lose small values: most where they are divided first."""
     decibels, shares, factor = SIGNALS[signal]
     given = [signal_values(signal, 1, rank, 1 << 16) for rank in range(8)]
     exact = expected("all_reduce", given, 0)
@@ -162,7 +161,7 @@ def test_sqnr_hides_what_is_flushed(signal: str) -> None:
 
 
 def test_mu_is_halved_until_next_to_nothing_saturates() -> None:
-    """A quarter at 16 ranks, as in the table; it comes back within a thousand steps, to 2 at the most."""
+    """It becomes 1/4 with 16 ranks, as in the table, and recovers to at most 2 within a thousand steps."""
     assert mean_of(RING, FP8LM_AUTO, sources(16, False, 1 << 14))[2] == 0.25
     auto = AutoScale()
     auto.after(torch.tensor([2e-5]))
@@ -176,7 +175,7 @@ def test_mu_is_halved_until_next_to_nothing_saturates() -> None:
 
 
 def test_bytes_are_counted() -> None:
-    """Of what is really handed over: a ring and two shots move the same, gathering n - 1 times the vector."""
+    """A ring and two shots send the same, gathering n - 1 times the vector."""
     size, count = 4, 1 << 12
     moved = {}
     for way in WAYS:
@@ -219,7 +218,6 @@ def test_others_give_each_rank_its_own(collective: str) -> None:
 @for_each("way", WAYS)
 @for_each("scaling", SCALINGS)
 def test_parts_are_those_of_the_whole(way: str, scaling: str) -> None:
-    """A reduce-scatter gives each rank its own part: of a ring and of gathering the same bits."""
     given = sources(4, False, 1 << 10)
     whole = InFP8("all_reduce", way, scaling).alone(given)[0].values
     parts = torch.cat([one.values for one in InFP8("reduce_scatter", way, scaling).alone(given)])
@@ -237,7 +235,6 @@ def test_scales() -> None:
 
 
 def test_ones_must_come_to_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend that added codes as integers is found before anything is timed."""
     monkeypatch.setattr(PlainCall, "__call__", lambda self, given, size, around: given * size)
     with pytest.raises(SelfCheckFailed, match=r"ones came to 2\.0, and must come to 1\.0"):
         check_ones(PlainCall("all_reduce", torch.float32), 64, 0, 2, "cpu")

@@ -33,7 +33,6 @@ Made = Callable[[Tensor, Tensor], Tensor]
 
 
 def drawn(rows: int, columns: int, seed: int = 0) -> Tensor:
-    """FP8 values with a scale a row, rows of different sizes."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator)
     x *= torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator))
@@ -45,7 +44,6 @@ def plain(a: Tensor, b: Tensor) -> Tensor:
 
 
 def backwards(a: Tensor, b: Tensor) -> Tensor:
-    """Summed one by one from the end: the worst order that there is."""
     total = torch.zeros(len(a), len(b))
     for place in reversed(range(a.shape[1])):
         total += torch.outer(a[:, place], b[:, place])
@@ -53,30 +51,25 @@ def backwards(a: Tensor, b: Tensor) -> Tensor:
 
 
 def cut(a: Tensor, b: Tensor) -> Tensor:
-    """As integers: the bits behind bfloat16's are gone."""
     return ((a @ b.t()).view(torch.int32) & -(1 << 16)).view(torch.float32)
 
 
 def blocks_exchanged(a: Tensor, b: Tensor) -> Tensor:
-    """Blocks of rows in another order, as a kernel that takes one tile for another."""
     return plain(a, b).view(4, -1, len(b)).flip(0).reshape(len(a), len(b))
 
 
 def rows_for_columns(a: Tensor, b: Tensor) -> Tensor:
-    """Both scales in the place of the other one."""
     own, other = a.abs().amax(1), b.abs().amax(1)
     return plain(a / own[:, None], b / other[:, None]) * other[:, None] * own
 
 
 def block_scales(a: Tensor, b: Tensor) -> Tensor:
-    """A factor of 2 too many in the second block of 128 of some rows of the first operand."""
     wrong = a.clone()
     wrong[::2, 128:256] *= 2
     return plain(wrong, b)
 
 
 def where_nine(one: Tensor, other: Tensor) -> Tensor:
-    """Another row at the tenth place."""
     return torch.where(torch.arange(SIZE)[:, None] == 9, one, other)
 
 
@@ -110,7 +103,6 @@ def test_products(dtype: torch.dtype, made: Made, difference: Difference, words:
 
 
 def test_products_that_are_rounded_read_or_ended_otherwise() -> None:
-    """A result cut off toward 0 or rounded at random, a square operand that is read transposed, sums beyond fp16's."""
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     sums = ConformitySums(a.double(), b.double(), torch.bfloat16)
     explained, why = explain_product(cut(a, b).to(torch.bfloat16), sums)
@@ -151,7 +143,6 @@ def rounded(x: Tensor, fmt: Format = E4M3) -> Tensor:
 
 
 def cut_cast(x: Tensor) -> Tensor:
-    """To E4M3's grid, toward 0."""
     scale = 448.0 / x.abs().max()
     scaled = x * scale
     kept = (scaled.view(torch.int32) & -(1 << 20)).view(torch.float32)
@@ -172,14 +163,13 @@ def cut_cast(x: Tensor) -> Tensor:
     ],
 )  # fmt: skip
 def test_casts(made: Callable[[Tensor], Tensor], difference: Difference, words: str) -> None:
-    """To E4M3 with a scale of the tensor."""
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     explained, why = explain_cast(made(x), rounded(x), x, E4M3)
     assert (explained, words in why) == (difference, True), why
 
 
 def test_what_lies_beyond_may_become_nan_or_the_largest() -> None:
-    """torch's own cast of 1000 gives NaN, the hardware's 448."""
+    """torch's cast of 1000 gives NaN, the hardware's 448."""
     x = torch.tensor([[1000.0, 1.0], [-1000.0, 2.0]])
     wanted = torch.tensor([[448.0, 1.0], [-448.0, 2.0]])
     found = torch.tensor([[torch.nan, 1.0], [torch.nan, 2.0]])
@@ -229,7 +219,6 @@ def guesses() -> dict[str, tuple[Tensor, Tensor]]:
 @for_each("dtype", [torch.bfloat16, torch.float32])
 @for_each(("operands", "like"), [("fp8", ""), ("bf16", "bf16"), ("copies", "copies")])
 def test_a_product_looks_like_what_it_was_made_of(operands: str, like: str, dtype: torch.dtype) -> None:
-    """By a bfloat16 result too, whose own rounding is as large as that of copies in bfloat16."""
     a, b = (one.float() for one in guesses()[operands])
     assert looks_like((a @ b.t()).to(dtype), "fp8", guesses()) == like
 
@@ -241,14 +230,13 @@ def test_short_sums_and_what_is_no_number_accuse_nobody() -> None:
 
 
 def test_powers_of_two_keep_copies_from_being_told() -> None:
-    """What bfloat16 holds exactly is the same product: numbers alone cannot tell, and nobody is accused."""
+    """If bfloat16 holds the operands exactly, numbers cannot show that copies were used."""
     low = tuple(round_to(one.float(), E4M3) for one in sources())
     same = {"fp8": (low[0], low[1]), "copies": (low[0].bfloat16(), low[1].bfloat16())}
     assert looks_like((low[0] @ low[1].t()).bfloat16(), "fp8", same) == ""
 
 
 def test_tf32_that_is_not_switched_on() -> None:
-    """Of float32 tensors: rounded as they are read, or not."""
     a, b = sources(torch.float32)
     low = tuple(round_to(one, TF32, overflow=Overflow.INFINITY) for one in (a, b))
     known = {"tf32": (low[0], low[1]), "fp32": (a, b), "bf16": (a.bfloat16(), b.bfloat16())}
@@ -260,7 +248,6 @@ def test_tf32_that_is_not_switched_on() -> None:
 @for_each("seed", range(3))
 @for_each("name", [name for name in precisions.names() if precisions.get(name).takes_backend])
 def test_honest_products_never_alarm(name: str, seed: int) -> None:
-    """Of every recipe, emulated and by torch's kernels where there are some, forward and backward."""
     precision = precisions.get(name)
     assert precision.support(CPU).level is Level.EMULATED
     generator = torch.Generator().manual_seed(seed)
@@ -281,7 +268,6 @@ def test_honest_products_never_alarm(name: str, seed: int) -> None:
 
 
 def test_units_are_told_by_their_bits_alone() -> None:
-    """Under scales of a tensor, of rows and of blocks; what is nearly theirs, as float32 sums or a last bit, is not."""
     codes = tuple(values(drawn(16, 256, seed), E4M3, None).clamp(-8, 8) for seed in (0, 1))
     scales = torch.rand(2, 16, 2, generator=torch.Generator().manual_seed(2)) + 0.5
     ways = {

@@ -26,7 +26,6 @@ def made(name: str, seed: int = 0, shape: tuple[int, int] = SHAPE) -> torch.Tens
 
 @for_each("name", DISTRIBUTIONS)
 def test_it_comes_from_the_seed_alone(name: str) -> None:
-    """float32, finite, signed, symmetric."""
     x = made(name)
     assert torch.equal(x, made(name)) and not torch.equal(x, made(name, 1))
     assert x.dtype == torch.float32 and x.isfinite().all() and x.shape == SHAPE
@@ -35,7 +34,7 @@ def test_it_comes_from_the_seed_alone(name: str) -> None:
 
 
 def test_student_t_has_the_tails_of_its_degrees() -> None:
-    """P(|t| > q) by the formula for three degrees of freedom; a Gaussian has none beyond 6."""
+    """P(|t| > q) for three degrees of freedom; a Gaussian has none beyond 6."""
     x = made("student-t").abs()
     assert DEGREES == 3
     for q in (1.0, 3.0, 10.0):
@@ -45,7 +44,6 @@ def test_student_t_has_the_tails_of_its_degrees() -> None:
 
 
 def test_outlier_channels_are_columns() -> None:
-    """Four of 512, the same in every row; one where there are few columns."""
     deviations = made("outliers").double().std(0)
     assert int((deviations > OUTLIER_FACTOR / 2).sum()) == 4
     assert float(deviations.max()) == pytest.approx(OUTLIER_FACTOR, rel=0.2)
@@ -54,7 +52,6 @@ def test_outlier_channels_are_columns() -> None:
 
 
 def test_log_normal_magnitudes() -> None:
-    """Their logarithm is normal, over more octaves than any 8-bit format has."""
     logs = made("log-normal").abs().double().log()
     assert float(logs.median()) == pytest.approx(math.log(GRADIENT_MEDIAN), abs=0.02)
     assert float(logs.std()) == pytest.approx(GRADIENT_DEVIATION, abs=0.02)

@@ -56,7 +56,6 @@ def test_quantised_values_are_of_their_format(fmt: Format, scaling: str) -> None
 @for_each("kind", MADE)
 @for_each("columns", [16, 100, 256, 1024])
 def test_values_of_wider_formats_are_not(columns: int, kind: str) -> None:
-    """What a bfloat16 network computes with is no fp8, and what a float32 one does is nothing narrower."""
     wide = made(kind, columns)
     for tensor, own in ((wide.bfloat16(), "bf16"), (wide.half(), "fp16"), (wide, None)):
         found = {
@@ -72,7 +71,7 @@ def test_a_dtype_of_its_own_is_enough() -> None:
 
 
 def test_rounded_values_in_a_wider_dtype_are_of_their_format() -> None:
-    """As emulation keeps them; but the bfloat16 of an fp16 case is not fp16's."""
+    """As emulation keeps them. The bfloat16 of an fp16 case does not count as fp16."""
     x = made("gaussian", 64)
     assert is_of(x.bfloat16().float(), FORMATS["bf16"]) and is_of(x.half().double(), FORMATS["fp16"])
     assert not is_of(x.bfloat16(), FORMATS["fp16"])
@@ -80,7 +79,6 @@ def test_rounded_values_in_a_wider_dtype_are_of_their_format() -> None:
 
 
 def seen(run: Callable[[], object]) -> list[tuple[torch.dtype, ...]]:
-    """The dtypes of each product's operands."""
     found: list[tuple[torch.dtype, ...]] = []
 
     def looks(operands: Sequence[Tensor]) -> None:
@@ -113,7 +111,6 @@ def test_products_are_seen_and_nothing_else() -> None:
 
 
 def test_operators_are_counted() -> None:
-    """A quantiser is one, whichever way it runs."""
     x = torch.randn(32, 32)
     with ProductWatch(lambda operands: None) as watch:
         (x @ x).relu()
@@ -126,7 +123,6 @@ def test_operators_are_counted() -> None:
 @for_each("backend", ["FLASH_ATTENTION", "MATH"])
 @for_each("gradients", [True, False])
 def test_the_kernel_of_attention_is_named(backend: str, gradients: bool) -> None:
-    """Backward included, which has no other name; a softmax of one's own is no attention of torch's."""
     heads = torch.randn(1, 2, 8, 16, dtype=LOW, requires_grad=gradients)
     with sdpa_kernel(getattr(SDPBackend, backend)), ProductWatch(lambda operands: None) as watch:
         y = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)

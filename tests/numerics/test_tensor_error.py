@@ -44,7 +44,6 @@ SCALINGS = [
 @for_each("shape", [(20, 200), (129, 33), (1, 7)])
 @for_each(("fmt", "scaling"), SCALINGS, ids=lambda one: getattr(one, "name", "none"))
 def test_values_are_elements_times_their_factors(fmt: Format, scaling: Scaling | None, shape: tuple[int, int]) -> None:
-    """So that what is left, over its factor, is a value of the format; uneven ends included."""
     x = gaussian(*shape, seed=3)
     factors = factors_of(x, fmt, scaling)
     left = values(x, fmt, scaling)
@@ -58,7 +57,6 @@ def test_values_are_elements_times_their_factors(fmt: Format, scaling: Scaling |
 
 
 def test_a_given_scale_takes_the_place_of_the_current_one() -> None:
-    """One of earlier steps: an octave too large, and the largest values saturate."""
     x = gaussian(8, 64, seed=3)
     scale = 2 * E4M3.largest / x.abs().max()
     found = tensor_error(x, values(x, E4M3, TENSOR, scale=scale), E4M3, factors_of(x, E4M3, TENSOR, scale))
@@ -67,7 +65,6 @@ def test_a_given_scale_takes_the_place_of_the_current_one() -> None:
 
 
 def test_pieces_of_a_tensor_have_the_factors_of_the_whole() -> None:
-    """Rows and columns of a piece find their blocks, also where it cuts them."""
     factors = Factors(torch.arange(6.0).view(2, 3), 4, 2)
     whole = factors.over((slice(0, 7), slice(0, 5)))
     assert whole.tolist()[3:5] == [[0, 0, 1, 1, 2], [3, 3, 4, 4, 5]]
@@ -93,7 +90,6 @@ Array = NDArray[np.float64]
 
 
 def scaled(x: torch.Tensor, fmt: Format, steps: torch.Tensor) -> torch.Tensor:
-    """Rounded to nearest in units of `steps`."""
     return round_to(x / steps, fmt) * steps
 
 
@@ -102,13 +98,12 @@ def decibels(x: Array, y: Array) -> float:
 
 
 def ranked(parts: list[tuple[Array, Array]]) -> tuple[float, float]:
-    """The middle and the first percentile, by nearest rank from below."""
     found = sorted(decibels(x, y) for x, y in parts if np.any(x))
     return found[(len(found) - 1) // 2], found[(len(found) - 1) // 100]
 
 
 def by_definition(x: Array, y: Array, fmt: Format, steps: Array) -> dict[str, Any]:
-    """All figures of finite x and y, element by element where that is the definition."""
+    """All figures of finite x and y, element by element."""
     e = y - x
     size = np.broadcast_to(steps, x.shape)
     ulps = [
@@ -138,7 +133,6 @@ def by_definition(x: Array, y: Array, fmt: Format, steps: Array) -> dict[str, An
 
 
 def check(found: TensorError, wanted: dict[str, Any]) -> None:
-    """Every figure, to the last digits of fp64 sums."""
     for name, value in wanted.items():
         given = getattr(found, name)
         given = (given.median_db, given.p1_db) if isinstance(given, Spread) else given
@@ -184,7 +178,7 @@ def test_blocks_of_any_shape_have_their_own_factors(monkeypatch: pytest.MonkeyPa
 
 
 def test_sums_are_in_double_precision() -> None:
-    """In fp32 this norm is wrong: ones that follow a large number are lost, and small errors squared underflow."""
+    """In fp32 ones after a large number would be lost, and small squared errors underflow."""
     x = torch.ones(1 << 20)
     x[0] = 2.0**13
     y = x.clone()
@@ -198,7 +192,6 @@ def test_sums_are_in_double_precision() -> None:
 
 
 def test_a_piece_is_no_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No copy of a whole tensor in double precision: rows longer than a piece are cut too."""
     monkeypatch.setattr(norms, "TILE", 96)
     places = list(norms.tiles(3, 1000))
     assert max((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in places) == 96
@@ -216,7 +209,6 @@ def test_nothing_has_no_figures_and_shapes_must_agree() -> None:
 
 
 def test_a_zero_tensor_has_no_ratios() -> None:
-    """And nothing else is wrong with it."""
     for y in (torch.zeros(2, 3), torch.full((2, 3), -0.0)):
         found = tensor_error(torch.zeros(2, 3), y, E4M3)
         assert found.sqnr_db is found.relative is found.cosine is found.slope is None
@@ -239,7 +231,6 @@ def test_what_is_exact_has_an_infinite_sqnr() -> None:
 
 
 def test_what_saturates_is_counted_before_the_clamp_and_has_no_ulp() -> None:
-    """All of it: 448 is what is left of every value."""
     x = torch.full((4, 4), 1e4)
     found = tensor_error(x, round_to(x, E4M3), E4M3)
     assert found.saturation_percent == 100 and found.max_ulp == 0
@@ -249,7 +240,7 @@ def test_what_saturates_is_counted_before_the_clamp_and_has_no_ulp() -> None:
 
 
 def test_a_current_scale_saturates_nothing() -> None:
-    """Although its inverse, rounded, may put the largest value a little above the format's."""
+    """Its rounded inverse may put the largest value a little above the format's."""
     for seed in range(50):
         x = gaussian(1, 64, seed=seed)
         step = (448 / x.abs().max()).reciprocal().reshape(1, 1)
@@ -267,7 +258,7 @@ def test_numbers_that_are_none_are_counted_apart() -> None:
 
 
 def test_a_factor_of_nothing_leaves_nothing() -> None:
-    """NVFP4 blocks whose scale rounds to zero vanish, those with a NaN are lost: neither saturates."""
+    """NVFP4 blocks whose scale rounds to zero vanish, those with a NaN are lost; neither saturates."""
     x = torch.ones(1, 48)
     y = torch.cat([torch.zeros(16), torch.full((16,), math.nan), torch.ones(16)]).unsqueeze(0)
     found = tensor_error(x, y, E2M1, Factors(torch.tensor([[0.0, math.nan, 0.5]]), 1, 16))
@@ -330,7 +321,6 @@ def test_what_a_tensor_does_not_have_is_left_out() -> None:
 
 
 def test_the_page_has_every_figure_with_its_unit() -> None:
-    """And none that is not there."""
     page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
     page = page.partition("## Figures of numerical error")[2].partition("## Of a GEMM")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in page.splitlines() if line.startswith("| `")]
@@ -371,7 +361,6 @@ def test_drift_and_lag_of_scales(
     ],
 )  # fmt: skip
 def test_by_hand(value: list[float], reference: list[float], error: float) -> None:
-    """NaN is not hidden; a reference of zeros makes all or nothing of it."""
     found = relative_frobenius(torch.tensor(value), torch.tensor(reference))
     assert found == pytest.approx(error, rel=1e-6, abs=0, nan_ok=True)
     if len(value) == 1:

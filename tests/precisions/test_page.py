@@ -24,13 +24,11 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "precisions.md").read_tex
 
 
 def table(title: str) -> list[list[str]]:
-    """The cells of the table whose first column and second column are called so."""
     (rows,) = re.findall(rf"^\| mode \| {title} .*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
 
 
 def recipes() -> dict[str, Recipe]:
-    """Of the modes that are recipes, by rank."""
     found = sorted((precisions.get(name) for name in precisions.names()), key=lambda one: one.rank)
     return {one.name: one.recipe for one in found if isinstance(one, RecipePrecision)}
 
@@ -40,12 +38,10 @@ def words(cell: str) -> list[str]:
 
 
 def options() -> list[list[str]]:
-    """The rows of the table of options, a row for each mode that a row names."""
     return [[f"`{mode}`", *cells] for modes, *cells in table("option") for mode in words(modes)]
 
 
 def test_formats_by_role_and_where_a_mode_is_native() -> None:
-    """Every recipe has a row, in the order of ranks but for custom, which is last anyway."""
     rows = {words(row[0])[0]: row[1:] for row in table("inputs")}
     assert sorted(rows) == sorted(recipes())
     for name, recipe in recipes().items():
@@ -89,7 +85,6 @@ def test_all_values_of_a_choice_are_named() -> None:
 
 
 def test_modes_on_the_page_are_modes() -> None:
-    """Whatever stands with a colon in it, and means what the page says it means."""
     for word in set(re.findall(r"`([a-z0-9-]+:[a-z0-9_=:-]+)`", PAGE)):
         assert precisions.canonical(word)
     assert precisions.canonical("fp8-delayed:fp8_margin=1:amax_history_len=1024") == "fp8-delayed:margin=1"

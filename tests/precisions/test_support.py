@@ -137,7 +137,6 @@ def test_listing_needs_neither_torch_nor_numpy() -> None:
 @for_each("facts", [CPU, H200], ids=["cpu", "gpu"])
 @for_each("name", precisions.names())
 def test_all_but_a_switch_of_products_can_keep_tensors(name: str, facts: DeviceFacts) -> None:
-    """TF32 has no tensors; what it lacks is said in a sentence."""
     precision = precisions.get(name)
     support = storage_support(precision, facts, "there is no such buffer")
     if name == "tf32":

@@ -23,7 +23,6 @@ def plant(name: str, model: Callable[[Job], ParallelModel], options: Mapping[str
 
 
 def ddp(name: str, body: Callable[[type[DDPModel]], type[DDPModel]]) -> None:
-    """A way that is DDP's but for what `body` makes of its model."""
 
     def model(job: Job) -> ParallelModel:
         from fp8bench.nn.parallel.data_parallel import DDPModel
@@ -34,7 +33,6 @@ def ddp(name: str, body: Callable[[type[DDPModel]], type[DDPModel]]) -> None:
 
 
 def forgets(kind: type[DDPModel]) -> type[DDPModel]:
-    """Gradients are sent to nobody."""
     from fp8bench.nn.parallel.data_parallel import _done
 
     class Model(kind):  # type: ignore[misc, valid-type]
@@ -45,7 +43,6 @@ def forgets(kind: type[DDPModel]) -> type[DDPModel]:
 
 
 def heavier(times: float) -> Callable[[type[DDPModel]], type[DDPModel]]:
-    """What rank 1 sends is so many times as large as it is."""
 
     def body(kind: type[DDPModel]) -> type[DDPModel]:
         class Model(kind):  # type: ignore[misc, valid-type]
@@ -87,7 +84,6 @@ def other_scale(times: float) -> Callable[[Job], ParallelModel]:
 
 
 def nobody_asked(job: Job) -> ParallelModel:
-    """Scales of shares are each rank's own where they should be those of whole tensors."""
     from fp8bench.nn.parallel.tensor_parallel import TensorCut
 
     model = TensorCut(job)
@@ -99,7 +95,6 @@ def nobody_asked(job: Job) -> ParallelModel:
 
 
 def one_sum_forgotten(job: Job) -> ParallelModel:
-    """Of one part of a block gradients are not added up."""
     from fp8bench.nn.parallel.tensor_parallel import TensorCut
 
     model = TensorCut(job)
@@ -108,7 +103,6 @@ def one_sum_forgotten(job: Job) -> ParallelModel:
 
 
 def other_wire_scale(way: Way) -> Callable[[Job], ParallelModel]:
-    """What rank 1 sends in FP8 is by twice the scale that its values ask for."""
 
     def model(job: Job) -> ParallelModel:
         made: Any = way.model(job)
@@ -158,7 +152,6 @@ def expert_mistake(kind: str) -> Callable[[Job], ParallelModel]:
 
 
 def seen_twice(kind: type[DDPModel]) -> type[DDPModel]:
-    """Rank 1 takes rank 0's share of a batch."""
 
     class Model(kind):  # type: ignore[misc, valid-type]
         def own_share(self, batch: Tensor) -> Tensor:
@@ -168,7 +161,6 @@ def seen_twice(kind: type[DDPModel]) -> type[DDPModel]:
 
 
 def undivided(kind: type[DDPModel]) -> type[DDPModel]:
-    """Gradients are sums, not means."""
 
     class Model(kind):  # type: ignore[misc, valid-type]
         def gradients(self) -> list[Tensor]:
@@ -178,7 +170,6 @@ def undivided(kind: type[DDPModel]) -> type[DDPModel]:
 
 
 def stale(kind: type[DDPModel]) -> type[DDPModel]:
-    """Buckets are sent by the scale of the bucket before; the first by 1."""
 
     class Model(kind):  # type: ignore[misc, valid-type]
         _before: Tensor | None = None
@@ -201,7 +192,6 @@ def stale(kind: type[DDPModel]) -> type[DDPModel]:
 
 
 def forgets_layer(kind: type[DDPModel]) -> type[DDPModel]:
-    """Of one layer every rank keeps its own gradient."""
 
     class Model(kind):  # type: ignore[misc, valid-type]
         def _hook(self, wire: str) -> Any:

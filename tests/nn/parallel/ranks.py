@@ -102,7 +102,6 @@ class ThreadedGroup(RankGroup):
 
 
 def on_board(place: Place, program: Program[T]) -> T:
-    """The result of a rank's program, whose exchanges go over the board."""
     answer: Any = None
     while True:
         try:
@@ -124,7 +123,6 @@ def on_board(place: Place, program: Program[T]) -> T:
 
 
 def on_ranks(size: int, run: Callable[[Place], T]) -> list[T]:
-    """What each rank comes to; the first failure of any of them is raised."""
     board = Board(size)
 
     def one(rank: int) -> T:

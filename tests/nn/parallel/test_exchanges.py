@@ -37,7 +37,6 @@ def test_a_mean_is_everybodys_whatever_its_length() -> None:
 
 
 def test_what_is_joined_has_a_scale_for_each_part() -> None:
-    """Parts of very different sizes lose no more than one of them would."""
     values = [torch.randn(33, generator=torch.Generator().manual_seed(rank)) * 1e4**rank for rank in range(RANKS)]
     for found in of_all("_joined_of", values):
         for one, part in zip(found.chunk(RANKS), values, strict=True):
@@ -56,7 +55,6 @@ def tensors_of(seed: int) -> list[list[Tensor]]:
 
 
 def as_sent(values: np.ndarray, amax: float) -> np.ndarray:
-    """By the definition, in another library's E4M3."""
     scale = 2.0 ** np.floor(np.log2(448 / amax)) if amax else 1.0
     return (values * scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) / scale
 
@@ -70,7 +68,6 @@ def test_each_tensor_is_sent_with_a_scale_of_its_own() -> None:
 
 
 def test_each_gradient_is_a_mean_with_a_scale_of_its_own() -> None:
-    """That of the largest magnitude over all ranks: codes of all are read by one scale."""
     brought = [tensors_of(rank) for rank in range(RANKS)]
     programs = [
         mean_of_tensors(torch.cat([one for some in own for one in some]), rank, PIECES)

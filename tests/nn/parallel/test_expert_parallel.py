@@ -26,7 +26,6 @@ LOADS = ("router", "uniform", "zipf:1", "zipf:4")
 
 
 def block(precision: str, load: str) -> Experts:
-    """The same on every rank."""
     with torch.random.fork_rng([]):
         torch.manual_seed(1)
         arithmetic = precisions.get(precision).arithmetic(CPU)
@@ -84,7 +83,6 @@ def by_ranks(ranks: int, precision: str, load: str, wire: str = "stream") -> lis
 
 
 def differing(ranks: int, precision: str, load: str, wire: str = "stream") -> set[str]:
-    """What is not what one rank computes, to the bit; of the router's gradient the ranks' sum, to rounding."""
     alone, together = passed(block(precision, load), *tokens()), by_ranks(ranks, precision, load, wire)
     gradients = {name: one for rank in together for name, one in rank.gradients.items()}
     gradients["router"] = sum((rank.gradients["router"] for rank in together), torch.zeros(()))
@@ -104,13 +102,11 @@ def differing(ranks: int, precision: str, load: str, wire: str = "stream") -> se
 @for_each("load", LOADS)
 @for_each("precision", ["fp32", "bf16", "fp8", "mxfp8"])
 def test_ranks_compute_what_one_does_bit_for_bit(precision: str, load: str) -> None:
-    """Down to one expert a rank."""
     for ranks in (2, 4, 8) if (precision, load) == ("fp32", "zipf:1") else (2,):
         assert differing(ranks, precision, load) == set()
 
 
 def rows_to(load: str, ranks: int) -> list[list[int]]:
-    """From each rank to each, counted one token after the other."""
     plan = draw_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
     assert plan is not None
     found = [[0] * ranks for _ in range(ranks)]
@@ -137,7 +133,6 @@ def test_bytes_are_counted_by_hand(load: str, wire: str) -> None:
 
 
 def test_rows_travel_in_the_bits_that_the_wire_says() -> None:
-    """Against ml_dtypes, of what experts are given; weights of one and an identity would hide it less well."""
     x, _ = tokens()
     blocks = [block("fp32", "uniform") for _ in range(2)]
 
@@ -160,7 +155,6 @@ def test_rows_travel_in_the_bits_that_the_wire_says() -> None:
 
 
 def test_planted_mistakes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows for the wrong expert; rows given back in another order; gradients that go nowhere; counts of one rank."""
     handed, of_all = RankedExperts._exchanged, RankedExperts._counts_of_all_ranks
     for owner, name, wrong, load, seen in (
         (expert_parallel, "_by_expert", lambda here: [*range(sum(map(sum, here)))], "zipf:1", {"output", "input"}),

@@ -62,7 +62,6 @@ def case(precision: str, way: str, size: int = 2, **own: Scalar) -> Case:
 
 
 def trained(size: str, ways: tuple[str, ...], folder: Path) -> tuple[dict[str, Record], list[str]]:
-    """What four ranks did, all in one launch, by way; and why the others were skipped."""
     text = folder / "text"
     text.write_text(TEXT)
     axes = (("way", ways), ("size", (size,)), ("batch", ("4",)), ("sequence", ("32",)))
@@ -80,7 +79,7 @@ def trained(size: str, ways: tuple[str, ...], folder: Path) -> tuple[dict[str, R
 
 @pytest.mark.slow
 def test_four_ranks_that_cut_products_train_what_one_does(tmp_path: Path) -> None:
-    """And send what formulas say. Without casts there are no amax groups to choose from."""
+    """They also send what formulas say. Without casts there are no amax groups to choose from."""
     records, skipped = trained("nano", CUT, tmp_path)
     assert len(skipped) == 4
     config = replace(SIZES["nano"], sequence=32)
@@ -106,7 +105,6 @@ def test_ranks_ask_for_scales_as_often_as_the_formula_says(two: Ranks) -> None:
 
 @pytest.mark.nightly
 def test_four_ranks_do_so_too_and_pairs_share_scales(tmp_path: Path) -> None:
-    """Beside FSDP, which cuts what a pair has: a wrong scale of a pair is seen, and none of another pair is taken."""
     with ranks(RANKS, tmp_path) as four:
         assert_asked(four, RANKS, "fp8", "fp8-delayed")
         right, wrong = (case("fp8", way, RANKS, amax="group") for way in ("tp_fsdp", "tp_half"))
@@ -118,7 +116,6 @@ def test_four_ranks_do_so_too_and_pairs_share_scales(tmp_path: Path) -> None:
 
 def assert_asked(group: Ranks, size: int, *modes: str) -> None:
     def asked(way: str, precision: str, **own: str) -> ScaleTraffic:
-        """In float32, of the first rank."""
         sent, *_ = group.worker.ask(60, "step_parts", case(precision, way, size, **own), group.facts)
         scales = [one for one in sent if one.rank == 0 and one.dtype == "float32"]
         return ScaleTraffic(sum(one.calls for one in scales), sum(one.bytes for one in scales))
@@ -135,7 +132,6 @@ def assert_asked(group: Ranks, size: int, *modes: str) -> None:
 
 @pytest.mark.nightly
 def test_four_stages_train_what_one_rank_does(tmp_path: Path) -> None:
-    """And send what formulas say. What a schedule cannot do with four stages is skipped, with the number."""
     records, skipped = trained("micro", PIPELINES, tmp_path)
     assert skipped == ["2 microbatches do not fill 4 stages by this schedule: choose 4 or more"]
     assert gaps(records["pp_gpipe 4"]) == gaps(records["pp_1f1b 4"])
@@ -184,7 +180,7 @@ MISTAKEN = [
 @pytest.mark.slow
 @pytest.mark.parametrize("first", sampled([0], range(4)))
 def test_mistakes_are_further_away_than_rounding(two: Ranks, first: int) -> None:
-    """Of two real ranks one makes each in turn: not much above the limit of what rounds there."""
+    """One of two real ranks makes each mistake: not much above the limit of what rounds there."""
     for one in HONEST[first::4]:
         found = two.worker.within(60).error(one, two.facts)
         limits = most_apart([precisions.get(one.precision)], str(dict(one.params).get("wire", "")))
@@ -197,7 +193,6 @@ def test_mistakes_are_further_away_than_rounding(two: Ranks, first: int) -> None
 
 
 def named(record: Record) -> str:
-    """'pp_1f1b 4', 'tp', 'sp fp8'."""
     params = dict(record.case.params)
     return " ".join(str(params[name]) for name in ("way", "microbatches", "wire") if name in params)
 
@@ -207,7 +202,6 @@ def gaps(record: Record) -> dict[str, float]:
 
 
 def sent(record: Record, rank: int) -> dict[str, float]:
-    """Bytes by operation."""
     found: dict[str, float] = {}
     for one in record.sent:
         if one.rank == rank:

@@ -46,7 +46,6 @@ def test_the_same_model_agrees_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_sums_in_place_of_means_are_seen(tmp_path: Path) -> None:
-    """Twice the gradients are twice the update, which is a distance of 1."""
     found = agreement(state(tmp_path, Twice), state(tmp_path, AloneModel), 2)
     assert 0.9 < found.update.error < 1.1 and 1.9 < found.update.gain < 2.1 and found.weight > 0
 
@@ -67,7 +66,7 @@ def test_the_limits_are_those_of_what_rounds_most(modes: tuple[str, ...], wire: 
 
 
 def test_each_limit_is_held_and_named() -> None:
-    """All weights together, one alone, and what is twice as large everywhere; noise shortens by half its square."""
+    """Noise shortens a gain by half its square."""
     limits = most_apart([precisions.get("fp8")], "fp32")
     updates = {"a": WeightUpdate(1.0, 100.0, 100.0), "b": WeightUpdate(0.01, 1.0, 1.0)}
     assert limits.why_not(Apart(0.0, 0.0, updates)) == ""

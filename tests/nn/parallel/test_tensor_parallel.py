@@ -34,7 +34,7 @@ def threads_as_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arithmetic(mode: str) -> Arithmetic:
-    """Carried in fp32, so that what is left between ranks and one rank is the order of sums alone."""
+    """The carrier is fp32, so that ranks differ from one rank only by the order of sums."""
     found = precisions.get(mode).arithmetic(CPU)
     return RecipeArithmetic(found.recipe, torch.float32) if isinstance(found, RecipeArithmetic) else found
 
@@ -67,7 +67,7 @@ def trained_alone(config: GPTConfig, mode: str) -> tuple[list[float], Updates]:
 
 
 def job_of(place: Place, models: list[GPT], config: GPTConfig, mode: str, amax: str) -> Job:
-    """Models have been made one after the other: the random state of a process is everybody's."""
+    """Models were made one after the other, because the random state belongs to the process."""
     handle: Any = place
     return Job(lambda: models[place.number], config, BATCH, CPU, True, 1.0, {"amax": amax, "wire": "stream"}, handle)
 
@@ -92,7 +92,6 @@ def trained_by(
 
 
 def apart(found: Updates, wanted: Updates) -> float:
-    """The relative distance of what steps have changed."""
     noise = sum(float((found[name] - wanted[name]).double().square().sum()) for name in wanted)
     return (noise / sum(float(one.double().square().sum()) for one in wanted.values())) ** 0.5
 
@@ -100,7 +99,6 @@ def apart(found: Updates, wanted: Updates) -> float:
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("kind", [tensor_parallel.TensorCut, tensor_parallel.SequenceCut])
 def test_two_ranks_train_as_one(kind: type[tensor_parallel.TensorCut], config: GPTConfig) -> None:
-    """Four too, of a head each."""
     losses, wanted = trained_alone(config, "fp32")
     for ranks in (2, 4) if config is GPT2 else (2,):
         found = trained_by(kind, config, "fp32", ranks)
@@ -111,7 +109,6 @@ def test_two_ranks_train_as_one(kind: type[tensor_parallel.TensorCut], config: G
 
 @pytest.mark.parametrize("mode", ["fp8", "fp8-delayed:history=2"])
 def test_scales_of_the_group_are_those_of_one_rank(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a rank's own share are others. A rank that gets another scale than its neighbours is seen."""
     _, wanted = trained_alone(GPT2, mode)
 
     def found(amax: str) -> float:
@@ -152,7 +149,6 @@ def test_a_block_sends_two_sums_forward_and_two_backward() -> None:
 @pytest.mark.parametrize("kind", [RecipeArithmetic, ScaledArithmetic])
 @pytest.mark.parametrize("mode", ["fp8", "fp8:scale=pow2", "fp8-delayed:history=2"])
 def test_parts_are_cast_as_the_whole_tensor_is(kind: type[RecipeArithmetic], mode: str) -> None:
-    """Bit by bit, cast after cast, by a magnitude that each rank is told; by its own they are not."""
     precision = precisions.get(mode)
     assert isinstance(precision, RecipePrecision)
     torch.manual_seed(0)
@@ -218,7 +214,6 @@ def test_shares_make_up_the_whole(config: GPTConfig, ranks: int) -> None:
 
 
 def test_a_rank_has_queries_keys_and_values_of_its_heads() -> None:
-    """Of keys and values too, where several heads share one."""
     cut, head = cuts(GROUPED)["attn.qkv"], GROUPED.head_width
     rows = torch.arange(sum(cut.parts)).view(-1, 1)
     queries, keys = GROUPED.width, GROUPED.key_heads * head
