@@ -36,7 +36,7 @@ def cast_and_restored(x: Tensor, arithmetic: Arithmetic, role: Role) -> Tensor:
     return y if x.is_contiguous() else torch.empty_like(x).copy_(y)  # an image keeps its strides
 
 
-def held(x: Tensor, arithmetic: Arithmetic | None, role: Role = Role.INPUT) -> Tensor:
+def cast_to(x: Tensor, arithmetic: Arithmetic | None, role: Role = Role.INPUT) -> Tensor:
     """`x` as the arithmetic represents it: in its dtype, or rounded in x's own; unchanged without an arithmetic."""
     if arithmetic is None:
         return x
@@ -46,13 +46,13 @@ def held(x: Tensor, arithmetic: Arithmetic | None, role: Role = Role.INPUT) -> T
     return rounded
 
 
-def streamed(x: Tensor, carrier: torch.dtype, residual: Arithmetic | None) -> Tensor:
+def start_stream(x: Tensor, carrier: torch.dtype, residual: Arithmetic | None) -> Tensor:
     """Starts a residual stream: in the model's carrier, or rounded to the stream's own arithmetic."""
-    return x.to(carrier) if residual is None else held(x.to(residual.carrier), residual)
+    return x.to(carrier) if residual is None else cast_to(x.to(residual.carrier), residual)
 
 
 @torch.no_grad()
-def take_around(model: Any, chosen: Mapping[str, Arithmetic]) -> None:
+def set_around(model: Any, chosen: Mapping[str, Arithmetic]) -> None:
     """Sets arithmetics of parts of a model, by name: the path of a norm, or a key in the `around` of some module."""
     for name, arithmetic in chosen.items():
         holders = [part for part in model.modules() if name in getattr(part, "around", ())]
@@ -66,38 +66,39 @@ def take_around(model: Any, chosen: Mapping[str, Arithmetic]) -> None:
         norm: Any = model.get_submodule(name)
         norm.arithmetic = arithmetic
         for word, statistic in norm.named_buffers():  # a batch norm's
-            setattr(norm, word, held(statistic, arithmetic))
+            setattr(norm, word, cast_to(statistic, arithmetic))
 
 
-def stood_around(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Any]:
+def rounded_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Any]:
     """A forward pass for any embedding or norm that computes in an arithmetic and returns the usual dtype."""
     own = copy.copy(module)  # shares the tensors, and keeps its forward pass when the module's is replaced
 
     def forward(x: Tensor, *more: Any, **named: Any) -> Any:
         own.training = module.training
         kept = {
-            word: held(parameter, arithmetic, Role.WEIGHT) for word, parameter in module.named_parameters(recurse=False)
+            word: cast_to(parameter, arithmetic, Role.WEIGHT)
+            for word, parameter in module.named_parameters(recurse=False)
         }
         statistics = {
             word: tensor for word, tensor in module.named_buffers(recurse=False) if tensor.is_floating_point()
         }
-        kept |= {word: held(tensor, arithmetic).clone() for word, tensor in statistics.items()}
-        given = held(x, arithmetic) if x.is_floating_point() else x
+        kept |= {word: cast_to(tensor, arithmetic).clone() for word, tensor in statistics.items()}
+        given = cast_to(x, arithmetic) if x.is_floating_point() else x
         y = torch.func.functional_call(own, kept, (given, *more), named)
         with torch.no_grad():
             for word, statistic in statistics.items() if own.training else ():
-                statistic.copy_(held(kept[word], arithmetic))
+                statistic.copy_(cast_to(kept[word], arithmetic))
         dtype = x.dtype if x.is_floating_point() else next(module.parameters()).dtype
         return y.to(dtype) if isinstance(y, Tensor) else y
 
     return forward
 
 
-def rounded_behind(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Any]:
+def rounded_head(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Any]:
     before = module.forward
 
     def forward(*given: Any, **named: Any) -> Any:
         y = before(*given, **named)
-        return held(y, arithmetic).to(y.dtype)
+        return cast_to(y, arithmetic).to(y.dtype)
 
     return forward

@@ -24,9 +24,19 @@ from torch import Tensor, nn
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.around import rounded_behind, stood_around
+from fp8bench.nn.around import rounded_forward, rounded_head
 from fp8bench.nn.convolution import Windows, convolved
-from fp8bench.nn.holders import EXPERTS, LINEAR, Held, Stacked, around_in, check_map, held_in, kind_of, refuse_meta
+from fp8bench.nn.holders import (
+    EXPERTS,
+    LINEAR,
+    ProductWeight,
+    Stacked,
+    check_map,
+    kind_of,
+    layers_around,
+    refuse_meta,
+    weights_of,
+)
 from fp8bench.nn.linear import grouped_linear, linear, region
 from fp8bench.nn.whole_layers import WholeLayers
 from fp8bench.protocols import Arithmetic, Layer, Phases, SilentPhases
@@ -66,8 +76,8 @@ class Conversion:
         self.phase: Phases = SilentPhases()
         self._rows = multiples[0]
         self._replaced: list[nn.Module] = []
-        holders = held_in(model, skip)
-        parts = around_in(model, holders, keys)
+        holders = weights_of(model, skip)
+        parts = layers_around(model, holders, keys)
         check_map(keys, holders, [layer for layer, _ in parts])
         self._around = [(module, _checked_around(layer, choose(layer))) for layer, module in parts]
         chosen = [(held, None if held.reason else choose(held.layer(keys))) for held in holders]
@@ -81,12 +91,12 @@ class Conversion:
             raise UsageError(f"nothing of {type(model).__name__} can be converted ({_reasons(self.held)})")
 
     @property
-    def converted(self) -> tuple[Held, ...]:
+    def converted(self) -> tuple[ProductWeight, ...]:
         return tuple(held for held in self.held if not held.reason)
 
     def __enter__(self) -> Self:
         try:
-            stacks: dict[nn.Module, list[Held]] = {}
+            stacks: dict[nn.Module, list[ProductWeight]] = {}
             for held in self.converted:
                 if held.kind == EXPERTS:
                     stacks.setdefault(held.module, []).append(held)
@@ -120,16 +130,16 @@ class Conversion:
 
     def _replace_around(self, module: nn.Module, arithmetic: Arithmetic) -> None:
         """For an embedding or a norm, all that it computes; for the head, the only other module, its output."""
-        around = stood_around if isinstance(module, nn.Embedding) or not kind_of(module)[0] else rounded_behind
+        around = rounded_forward if isinstance(module, nn.Embedding) or not kind_of(module)[0] else rounded_head
         self._replace(module, around(module, arithmetic))
-        if self._shown and around is stood_around:
+        if self._shown and around is rounded_forward:
             vars(module)["arithmetic"] = arithmetic
 
-    def _products(self, held: Held) -> LayerProducts:
+    def _products(self, held: ProductWeight) -> LayerProducts:
         home = held.module if self._shown and held.kind != EXPERTS else None
         return LayerProducts(self._arithmetics[id(held)], lambda: self.phase, self._rows, home)
 
-    def _listening(self, module: nn.Module, parameters: Sequence[Held]) -> Callable[..., Any]:
+    def _listening(self, module: nn.Module, parameters: Sequence[ProductWeight]) -> Callable[..., Any]:
         products = {parameter.parameter: self._products(parameter) for parameter in parameters}
         own = module.forward
 
@@ -149,7 +159,7 @@ def _checked_around(layer: Layer, arithmetic: Arithmetic | None) -> Arithmetic |
     return arithmetic
 
 
-def _decided(held: Held, arithmetic: Arithmetic | None, multiples: tuple[int, int]) -> Held:
+def _decided(held: ProductWeight, arithmetic: Arithmetic | None, multiples: tuple[int, int]) -> ProductWeight:
     if held.reason:
         return held
     if arithmetic is None:
@@ -160,7 +170,7 @@ def _decided(held: Held, arithmetic: Arithmetic | None, multiples: tuple[int, in
     return replace(held, rule="shape", reason=wrong) if wrong else held
 
 
-def misfit(held: Held, multiples: tuple[int, int]) -> str:
+def misfit(held: ProductWeight, multiples: tuple[int, int]) -> str:
     """Why native products refuse a layer's sides; '' if they take them. Rows are no matter: they can be padded."""
     least = max(multiples)  # each side is contracted in one product of the layer, and columns in another
     outputs, inputs = held.sides
@@ -169,7 +179,7 @@ def misfit(held: Held, multiples: tuple[int, int]) -> str:
     return f"{' and '.join(wrong)} {verb} of {least}, as native products want" if wrong else ""
 
 
-def _reasons(held: Sequence[Held]) -> str:
+def _reasons(held: Sequence[ProductWeight]) -> str:
     counts = Counter(holder.reason for holder in held)
     words = [f"{count} weight{'s' if count > 1 else ''}: {why}" for why, count in counts.most_common(3)]
     return "; ".join(words) or "it has no layer that multiplies by weights"
@@ -369,7 +379,7 @@ def converted_in(model: nn.Module) -> frozenset[str]:
     )  # fmt: skip
 
 
-def unconverted(held: Held) -> Held:
+def unconverted(held: ProductWeight) -> ProductWeight:
     if held.kind != LINEAR:
         return replace(held, rule="class", reason="Accelerate converts nn.Linear alone")
     if any(side % 16 for side in held.sides):

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.around import held
+from fp8bench.nn.around import cast_to
 from fp8bench.nn.gpt import Norm
-from fp8bench.nn.linear import Both, Choose, both_of, casting_of, linear, region
+from fp8bench.nn.linear import Both, Choose, cast_both_ways, cast_marker, linear, region
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 Sides = tuple[int, int]
@@ -48,7 +48,7 @@ _USUAL = Windows()
 Layout = torch.memory_format
 
 
-def as_it_lies(arithmetic: Arithmetic, layout: Layout) -> bool:
+def casts_whole(arithmetic: Arithmetic, layout: Layout) -> bool:
     """Whether casts take images and weights as they lie in memory, element by element, and not as rows."""
     return arithmetic.plain and layout == torch.contiguous_format
 
@@ -68,7 +68,7 @@ def _windows(matrix: Tensor, size: Sides, layout: Layout = torch.channels_last) 
     return _images(matrix, (matrix.shape[0], *size), layout)
 
 
-def laid(images: Tensor, layout: Layout) -> Tensor:
+def in_layout(images: Tensor, layout: Layout) -> Tensor:
     if layout == torch.contiguous_format:
         return images.contiguous().permute(0, 2, 3, 1)
     return images.permute(0, 2, 3, 1).contiguous()
@@ -114,8 +114,8 @@ class _ConvolvedProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, geometry: Windows, arithmetic: Arithmetic, phase: Phases, layout: Layout,
         given: Both | None,
     ) -> Tensor:  # fmt: skip
-        with casting_of(arithmetic, phase):
-            pixels = x if as_it_lies(arithmetic, layout) else x.reshape(-1, x.shape[-1])
+        with cast_marker(arithmetic, phase):
+            pixels = x if casts_whole(arithmetic, layout) else x.reshape(-1, x.shape[-1])
             a, b = arithmetic.cast(pixels, Role.INPUT), given[0] if given else arithmetic.cast(weight, Role.WEIGHT)
             images = _images(_values(a, arithmetic), x.shape, layout)
             windows = _windows(_values(b, arithmetic), geometry.size, layout)
@@ -125,7 +125,7 @@ class _ConvolvedProduct(torch.autograd.Function):
         ctx.shapes = x.shape, weight.shape
         with phase.gemm:
             y = F.conv2d(images, windows, None, geometry.stride, geometry.padding, geometry.dilation)
-            return laid(y.to(arithmetic.carrier), layout)
+            return in_layout(y.to(arithmetic.carrier), layout)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -138,7 +138,7 @@ class _ConvolvedProduct(torch.autograd.Function):
         )
         a_data, a_scale, b_data, b_scale, pixels, weight = ctx.saved_tensors
         a, b = Operand(a_data, a_scale), Operand(b_data, b_scale)
-        casting, whole = casting_of(arithmetic, phase), as_it_lies(arithmetic, layout)
+        casting, whole = cast_marker(arithmetic, phase), casts_whole(arithmetic, layout)
 
         def turned(operand: Operand, source: Tensor, role: Role) -> Tensor:
             return operand.data if whole else _values(arithmetic.turn(operand, source, role), arithmetic).t()
@@ -188,7 +188,7 @@ def convolved(
         with phase.gemm:
             windows = _written_out(x, geometry)
     places = linear(windows, weight, arithmetic, phase, operands)
-    return places if layout == torch.channels_last else laid(places.permute(0, 3, 1, 2), layout)
+    return places if layout == torch.channels_last else in_layout(places.permute(0, 3, 1, 2), layout)
 
 
 class Convolution(nn.Module):
@@ -214,15 +214,15 @@ class Convolution(nn.Module):
     def cast_once(self) -> None:
         """Casts the weight for all passes to come, which may not change it."""
         weight = self._windows().detach()
-        whole = as_it_lies(self.arithmetic, self.layout)
+        whole = casts_whole(self.arithmetic, self.layout)
         operand = self.arithmetic.cast(weight, Role.WEIGHT) if whole else None
-        self.operands = (operand, operand) if operand else both_of(self.arithmetic, weight)
+        self.operands = (operand, operand) if operand else cast_both_ways(self.arithmetic, weight)
 
     def _windows(self) -> Tensor:
         if self.layout == torch.channels_last:
             return self.weight
         windows = self.weight.permute(0, 2, 3, 1)
-        return windows if as_it_lies(self.arithmetic, self.layout) else windows.flatten(1)
+        return windows if casts_whole(self.arithmetic, self.layout) else windows.flatten(1)
 
 
 class BatchNorm(nn.Module):
@@ -245,8 +245,8 @@ class BatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         own = self.arithmetic
-        weight, bias = (held(parameter, own, Role.WEIGHT) for parameter in (self.weight, self.bias))
-        wide = held(x, own).to(weight.dtype).permute(0, 3, 1, 2)
+        weight, bias = (cast_to(parameter, own, Role.WEIGHT) for parameter in (self.weight, self.bias))
+        wide = cast_to(x, own).to(weight.dtype).permute(0, 3, 1, 2)
         mean, variance = self.running_mean, self.running_var
         by_batch = self.training or mean is None
         if own is not None:  # backward keeps the tensors that it is given
@@ -254,7 +254,7 @@ class BatchNorm(nn.Module):
         y = F.batch_norm(wide, mean, variance, weight, bias, by_batch, momentum=0.1, eps=1e-5)
         for name, statistic in (("running_mean", mean), ("running_var", variance)):
             if own is not None and self.training and statistic is not None:
-                getattr(self, name).copy_(held(statistic, own).detach())
+                getattr(self, name).copy_(cast_to(statistic, own).detach())
         return y.permute(0, 2, 3, 1).to(x.dtype)
 
 

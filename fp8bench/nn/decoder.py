@@ -28,11 +28,11 @@ from fp8bench.formats.blocks import block_elements, nvfp4_tensor_scale
 from fp8bench.formats.codes import decode, encode, pack, unpack
 from fp8bench.formats.grids import E2M1, E4M3
 from fp8bench.formats.scaled import largest_magnitude
-from fp8bench.nn.around import held, streamed
+from fp8bench.nn.around import cast_to, start_stream
 from fp8bench.nn.attention import fused_attention, rotate, rotations
 from fp8bench.nn.experts import routed
 from fp8bench.nn.gpt import gelu, silu_gate
-from fp8bench.nn.linear import casting_of
+from fp8bench.nn.linear import cast_marker
 from fp8bench.nn.served import KV_FORMATS, ROUTER, WEIGHT_FORMATS, KeptFormat, Shapes, int4_format, served_shapes
 from fp8bench.nn.sizes import GPTConfig, feed_parts
 from fp8bench.protocols import Arithmetic, Phases, Role
@@ -154,7 +154,7 @@ class OwnWeight:
     def times(self, x: Tensor, phase: Phases) -> Tensor:
         arithmetic = self.arithmetic
         # A plain arithmetic's values are in the carrier already, so there is no cast to time.
-        with nullcontext() if arithmetic.plain and x.dtype is arithmetic.carrier else casting_of(arithmetic, phase):
+        with nullcontext() if arithmetic.plain and x.dtype is arithmetic.carrier else cast_marker(arithmetic, phase):
             operand = arithmetic.cast(x.to(arithmetic.carrier), Role.INPUT)
         with phase.gemm:
             return arithmetic.product(operand, self.operand, arithmetic.carrier).to(x.dtype)
@@ -276,7 +276,7 @@ class Decoder:
 
         def kept(path: str, part: str) -> Tensor:
             own = self.around.get(part)
-            return weight(path).to(carrier) if own is None else held(weight(path), own, Role.WEIGHT)
+            return weight(path).to(carrier) if own is None else cast_to(weight(path), own, Role.WEIGHT)
 
         self.embedding = kept("embedding", "embedding")
         device = str(self.embedding.device)
@@ -307,13 +307,13 @@ class Decoder:
         x = F.embedding(tokens, self.embedding)
         if self.positions is not None:
             x = x + self.positions[at : at + new]
-        x = streamed(x, self.carrier, self.around.get("residual"))
+        x = start_stream(x, self.carrier, self.around.get("residual"))
         for block in range(self.config.layers):
             x = self._block(x, block, at, phase)
             if self.watch is not None:
                 self.watch(block, x)
         last = x if every else x[:, -1:]
-        return held(self._times(self._norm(last, "norm"), "head", phase), self.around.get("logits"))
+        return cast_to(self._times(self._norm(last, "norm"), "head", phase), self.around.get("logits"))
 
     def _block(self, x: Tensor, block: int, at: int, phase: Phases) -> Tensor:
         config, (batch, new, width) = self.config, x.shape
@@ -335,7 +335,7 @@ class Decoder:
         return self._added(x, mixed)
 
     def _added(self, x: Tensor, more: Tensor) -> Tensor:
-        return held(x + more.to(x.dtype), self.around.get("residual"))
+        return cast_to(x + more.to(x.dtype), self.around.get("residual"))
 
     def _fed(self, x: Tensor, path: str, phase: Phases) -> Tensor:
         hidden = self._times(x, f"{path}.up", phase)
@@ -355,7 +355,7 @@ class Decoder:
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight, own = self.norms[name], self.around.get(name)
         wide = torch.promote_types(self.carrier, torch.float32) if own is None else weight.dtype
-        given, weight = held(x, own).to(wide), weight.to(wide)
+        given, weight = cast_to(x, own).to(wide), weight.to(wide)
         if self.config.modern:
             return F.rms_norm(given, weight.shape, weight, 1e-5).to(self.carrier)
         return F.layer_norm(given, weight.shape, weight, None, 1e-5).to(self.carrier)

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.around import held, streamed
+from fp8bench.nn.around import cast_to, start_stream
 from fp8bench.nn.attention import Core, FusedCore, HeadwiseCore, SelfAttention, attention_by
 from fp8bench.nn.convolution import Convolution
 from fp8bench.nn.exercise import Exercise, exercise
 from fp8bench.nn.gpt import FeedForward
-from fp8bench.nn.linear import Choose, Linear, within
+from fp8bench.nn.linear import Choose, Linear, scoped
 from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, TIME_STEPS, DenoiserSizes, SamplerPlan, heads_of
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.numerics.products import in_dtype
@@ -77,7 +77,7 @@ class ModulatedNorm(nn.Module):
     def forward(self, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         own = self.arithmetic
         dtype = own.carrier if own is not None and own.plain else torch.promote_types(x.dtype, torch.float32)
-        wide = held(x, own).to(dtype)
+        wide = cast_to(x, own).to(dtype)
         return F.layer_norm(wide, x.shape[-1:], eps=1e-6).to(x.dtype) * (1 + scale) + shift
 
 
@@ -90,16 +90,16 @@ class DiTBlock(nn.Module):
         super().__init__()
         heads = heads_of(width)
         self.modulation = Modulation(width, 6, choose)
-        self.attn = SelfAttention(width, heads, heads, 1.0, within(choose, "attn"), core)
-        self.mlp = FeedForward(width, 4 * width, False, 1.0, within(choose, "mlp"))
+        self.attn = SelfAttention(width, heads, heads, 1.0, scoped(choose, "attn"), core)
+        self.mlp = FeedForward(width, 4 * width, False, 1.0, scoped(choose, "mlp"))
         self.norm_attn, self.norm_mlp = ModulatedNorm(), ModulatedNorm()
 
     def forward(self, x: Tensor, time: Tensor, phase: Phases) -> Tensor:
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.modulation(time, phase, x.dtype)
         # A layer of another precision returns its own carrier; the stream keeps the model's.
-        x = held(x + gate * self.attn(self.norm_attn(x, shift, scale), phase).to(x.dtype), self.residual)
+        x = cast_to(x + gate * self.attn(self.norm_attn(x, shift, scale), phase).to(x.dtype), self.residual)
         added: Tensor = gate_mlp * self.mlp(self.norm_mlp(x, shift_mlp, scale_mlp), phase).to(x.dtype)
-        return held(x + added, self.residual)
+        return cast_to(x + added, self.residual)
 
 
 class DiT(nn.Module):
@@ -112,11 +112,11 @@ class DiT(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.carrier, self.side = carrier, sizes.image // PATCH
-        self.time = TimeEmbedding(sizes.width, clock, within(choose, "time"))
+        self.time = TimeEmbedding(sizes.width, clock, scoped(choose, "time"))
         self.first = Linear(PATCH * PATCH * CHANNELS, sizes.width, choose("first"))
         self.positions = nn.Parameter(torch.randn(self.side * self.side, sizes.width))
         self.blocks = nn.ModuleList(
-            DiTBlock(sizes.width, within(choose, f"blocks.{number}"), core) for number in range(sizes.layers)
+            DiTBlock(sizes.width, scoped(choose, f"blocks.{number}"), core) for number in range(sizes.layers)
         )
         self.modulation = Modulation(sizes.width, 2, choose)
         self.norm = ModulatedNorm()
@@ -126,8 +126,8 @@ class DiT(nn.Module):
         grid = (len(latent), self.side, PATCH, self.side, PATCH, CHANNELS)
         patches = latent.view(grid).transpose(2, 3).reshape(len(latent), self.side * self.side, -1)
         time = self.time(times, condition, phase)
-        places = held(self.positions, self.around["embedding"], Role.WEIGHT).to(self.carrier)
-        x = streamed(self.first(patches, phase).to(self.carrier) + places, self.carrier, self.around["residual"])
+        places = cast_to(self.positions, self.around["embedding"], Role.WEIGHT).to(self.carrier)
+        x = start_stream(self.first(patches, phase).to(self.carrier) + places, self.carrier, self.around["residual"])
         for block in self.blocks:
             x = block(x, time, phase)
         y = self.last(self.norm(x, *self.modulation(time, phase, x.dtype)), phase)
@@ -144,8 +144,8 @@ class GroupNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = (held(parameter, self.arithmetic, Role.WEIGHT) for parameter in (self.weight, self.bias))
-        wide = held(x, self.arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
+        weight, bias = (cast_to(parameter, self.arithmetic, Role.WEIGHT) for parameter in (self.weight, self.bias))
+        wide = cast_to(x, self.arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
         return F.group_norm(wide, _GROUPS, weight, bias).permute(0, 2, 3, 1).to(x.dtype)
 
 
@@ -166,7 +166,7 @@ class TimedResidual(nn.Module):
         first, second = self.norms
         hidden = self.conv1(F.silu(first(x)), phase).to(x.dtype) + self.time(time, phase).to(x.dtype)[:, None, None]
         kept = x if self.skip is None else self.skip(x, phase).to(x.dtype)
-        return held(kept + self.conv2(F.silu(second(hidden)), phase).to(x.dtype), self.residual)
+        return cast_to(kept + self.conv2(F.silu(second(hidden)), phase).to(x.dtype), self.residual)
 
 
 class UNet(nn.Module):
@@ -181,14 +181,14 @@ class UNet(nn.Module):
         self.carrier, width = carrier, sizes.width
 
         def block(inputs: int, outputs: int, name: str) -> TimedResidual:
-            return TimedResidual(inputs, outputs, width, within(choose, name))
+            return TimedResidual(inputs, outputs, width, scoped(choose, name))
 
-        self.time = TimeEmbedding(width, clock, within(choose, "time"))
+        self.time = TimeEmbedding(width, clock, scoped(choose, "time"))
         self.first = Convolution(CHANNELS, width, choose("first"))
         self.down = nn.ModuleList(block(width, width, f"down.{number}") for number in range(sizes.layers))
         self.middle = nn.ModuleList((block(width, 2 * width, "middle.0"), block(2 * width, 2 * width, "middle.1")))
         heads = heads_of(2 * width)
-        self.attn = SelfAttention(2 * width, heads, heads, 1.0, within(choose, "attn"), core)
+        self.attn = SelfAttention(2 * width, heads, heads, 1.0, scoped(choose, "attn"), core)
         self.attn_norm = GroupNorm(2 * width)
         self.up = nn.ModuleList(
             block(3 * width if number == 0 else width, width, f"up.{number}") for number in range(sizes.layers)
@@ -199,13 +199,13 @@ class UNet(nn.Module):
     def forward(self, latent: Tensor, times: Tensor, condition: Tensor, phase: Phases) -> Tensor:
         time = self.time(times, condition, phase)
         residual = self.around["residual"]
-        x = streamed(self.first(latent, phase), self.carrier, residual)
+        x = start_stream(self.first(latent, phase), self.carrier, residual)
         for block in self.down:
             x = block(x, time, phase)
         before, after = self.middle
         inner = before(F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1), time, phase)
         mixed = self.attn(self.attn_norm(inner).flatten(1, 2), phase)
-        inner = after(held(inner + mixed.view(inner.shape).to(inner.dtype), residual), time, phase)
+        inner = after(cast_to(inner + mixed.view(inner.shape).to(inner.dtype), residual), time, phase)
         x = torch.cat((inner.repeat_interleave(2, 1).repeat_interleave(2, 2), x), dim=-1)
         for block in self.up:
             x = block(x, time, phase)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.model import MemoryRole, Scalar
-from fp8bench.nn.whole_layers import surrounded
+from fp8bench.nn.whole_layers import surround
 from fp8bench.numerics.distributions import drawn
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_frobenius
 from fp8bench.protocols import Phases, Setup, SilentPhases
@@ -81,7 +81,7 @@ def exercise(
     with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
         torch.manual_seed(setup.seed)
         layer = build()
-        surrounded(layer)
+        surround(layer)
         if VALUES.of(params) != "normal":
             _refill_weights(layer, params)
         if dtype is torch.float64:

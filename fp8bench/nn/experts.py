@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.around import held, streamed
+from fp8bench.nn.around import cast_to, start_stream
 from fp8bench.nn.gpt import GPT, FeedForward, Norm
-from fp8bench.nn.linear import Choose, Linear, both_of, grouped_linear, linear, within
+from fp8bench.nn.linear import Choose, Linear, cast_both_ways, grouped_linear, linear, scoped
 from fp8bench.nn.sizes import CHOSEN, GPTConfig, MoeSizes
 from fp8bench.protocols import Arithmetic, Phases, Role
 
@@ -73,7 +73,7 @@ class Experts(nn.Module):
     def __init__(self, width: int, count: int, expert: Callable[[Choose], FeedForward], choose: Choose) -> None:
         super().__init__()
         self.router = nn.Parameter(torch.randn(count, width) * 0.02)
-        made = [expert(within(choose, f"experts.{number}")) for number in range(count)]
+        made = [expert(scoped(choose, f"experts.{number}")) for number in range(count)]
         self.experts = nn.ModuleList(made)  # type: ignore[assignment]
         self.count = count
         self.balance: Tensor | None = None
@@ -306,14 +306,14 @@ class Mixture(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList(Norm(sizes.width, True) for _ in plans)
         self.blocks = nn.ModuleList(
-            LoadedExperts(sizes, plan, travel, within(choose, f"blocks.{number}")) for number, plan in enumerate(plans)
+            LoadedExperts(sizes, plan, travel, scoped(choose, f"blocks.{number}")) for number, plan in enumerate(plans)
         )
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         given, residual = x.dtype, self.around["residual"]
-        x = streamed(x, given, residual)
+        x = start_stream(x, given, residual)
         for norm, block in zip(self.norms, self.blocks, strict=True):
-            x = held(x + block(norm(x), phase).to(x.dtype), residual)
+            x = cast_to(x + block(norm(x), phase).to(x.dtype), residual)
         return x.to(given)
 
     def bytes_each(self) -> int:
@@ -337,7 +337,7 @@ class Mixture(nn.Module):
 def cast_once(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, Linear) and layer.arithmetic.casts:
-            layer.operands = both_of(layer.arithmetic, layer.weight.detach())
+            layer.operands = cast_both_ways(layer.arithmetic, layer.weight.detach())
 
 
 def disagreements(seen: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8bench.nn.around import held, streamed
+from fp8bench.nn.around import cast_to, start_stream
 from fp8bench.nn.attention import Core, FusedCore, SelfAttention, recomputed, rotations
-from fp8bench.nn.linear import Choose, Linear, region, within
+from fp8bench.nn.linear import Choose, Linear, region, scoped
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Fused, Phases, Role, SilentPhases
 
@@ -51,7 +51,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         given = self.weight if self.unit is None else self.unit(self.weight)
-        weight, own = held(given, self.arithmetic, Role.WEIGHT), held(x, self.arithmetic)
+        weight, own = cast_to(given, self.arithmetic, Role.WEIGHT), cast_to(x, self.arithmetic)
         wide, shape = own.to(weight.dtype), weight.shape
         if self.root_mean_square:
             return F.rms_norm(wide, shape, weight, self.epsilon).to(x.dtype)
@@ -101,7 +101,7 @@ class Block(nn.Module):
         self.dropout = dropout
         self.norm_attn, self.norm_mlp = Norm(config.width, config.modern), Norm(config.width, config.modern)
         gain = 1 / math.sqrt(2 * config.layers)
-        attn, mlp = within(choose, "attn"), within(choose, "mlp")
+        attn, mlp = scoped(choose, "attn"), scoped(choose, "mlp")
         self.attn = SelfAttention(config.width, config.heads, config.key_heads, gain, attn, core)
         self.mlp = (
             FeedForward(config.width, config.hidden, config.modern, gain, mlp)
@@ -112,8 +112,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
         if self.unit is not None:
             return self.unit(self, x, phase, rotation)
-        x = held(x + self.added(self.attn, self.norm_attn(x), phase, rotation), self.residual)
-        return held(x + self.added(self.mlp, self.norm_mlp(x), phase), self.residual)
+        x = cast_to(x + self.added(self.attn, self.norm_attn(x), phase, rotation), self.residual)
+        return cast_to(x + self.added(self.mlp, self.norm_mlp(x), phase), self.residual)
 
     def added(self, part: nn.Module, normed: Tensor, *more: Phases | Tensor | None) -> Tensor:
         """What a part adds to the stream, in the stream's dtype: a layer of another precision returns its carrier."""
@@ -136,15 +136,15 @@ class LanguageModel(nn.Module):
         return self.lost(self.logits(tokens, phase), targets, reduction)
 
     def lost(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        read = held(logits, self.around["logits"]) if self.unit is None else self.unit.read(logits)
+        read = cast_to(logits, self.around["logits"]) if self.unit is None else self.unit.read(logits)
         return loss_of(read, targets, reduction)
 
     def looked_up(self, tokens: Tensor, table: Tensor, positions: Tensor | None = None) -> Tensor:
         own = self.around["embedding"]
-        x = F.embedding(tokens, held(table, own, Role.WEIGHT))
+        x = F.embedding(tokens, cast_to(table, own, Role.WEIGHT))
         if positions is not None:
-            x = x + held(positions[: tokens.shape[1]], own, Role.WEIGHT)
-        return streamed(x, self.carrier, self.around["residual"])
+            x = x + cast_to(positions[: tokens.shape[1]], own, Role.WEIGHT)
+        return start_stream(x, self.carrier, self.around["residual"])
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
         """Logits of the token that follows each, (batch, tokens, vocabulary)."""
@@ -176,7 +176,7 @@ class GPT(LanguageModel):
         self.checkpointing = checkpointing
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
         self.positions = None if config.modern else nn.Parameter(torch.randn(config.sequence, config.width) * 0.01)
-        blocks = [within(choose, f"blocks.{number}") for number in range(config.layers)]
+        blocks = [scoped(choose, f"blocks.{number}") for number in range(config.layers)]
         self.blocks = nn.ModuleList(Block(config, block, core, dropout, feed_forward) for block in blocks)
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))

@@ -47,7 +47,7 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class ProductWeight:
     """A weight of a model: the parameter of that name of a module.
 
     `name` is its path, `also` has further paths of the same module; where a module has several such parameters the path
@@ -101,7 +101,7 @@ class Held:
         return (rest[0], rest[1]) if self.kind == EXPERTS else (first, rest[0])
 
 
-def held_in(model: nn.Module, skip: Sequence[str] = ()) -> tuple[Held, ...]:
+def weights_of(model: nn.Module, skip: Sequence[str] = ()) -> tuple[ProductWeight, ...]:
     """Every weight of a model that products are made with, in the model's order.
 
     `skip` are patterns of paths or kinds ('head', '*.router', 'model.layers.0') that stay as they are. Raises
@@ -125,7 +125,9 @@ def held_in(model: nn.Module, skip: Sequence[str] = ()) -> tuple[Held, ...]:
     return tuple(_skipped(held, skip) for held in holders)
 
 
-def around_in(model: nn.Module, holders: Sequence[Held], keys: Collection[str]) -> list[tuple[Layer, nn.Module]]:
+def layers_around(
+    model: nn.Module, holders: Sequence[ProductWeight], keys: Collection[str]
+) -> list[tuple[Layer, nn.Module]]:
     parts = [(Layer(f"{held.name}.{LOGITS}", LOGITS, product=False), held.module) for held in holders if held.head]
     for path, module in model.named_modules():
         gain, norm = getattr(module, "weight", None), isinstance(module, _NORMS)
@@ -138,7 +140,7 @@ def around_in(model: nn.Module, holders: Sequence[Held], keys: Collection[str]) 
     return [(layer, module) for layer, module in parts if key_of(layer, keys) is not None]
 
 
-def check_map(keys: Collection[str], holders: Sequence[Held], around: Sequence[Layer] = ()) -> None:
+def check_map(keys: Collection[str], holders: Sequence[ProductWeight], around: Sequence[Layer] = ()) -> None:
     known = keys_of([*(layer for held in holders for layer in _layers(held)), *around])
     for key in keys:
         if key == RESIDUAL and key not in known:
@@ -150,35 +152,35 @@ def check_map(keys: Collection[str], holders: Sequence[Held], around: Sequence[L
             raise UnknownName("layer of this model", key, known, _known(holders))
 
 
-def _layers(held: Held) -> Iterator[Layer]:
+def _layers(held: ProductWeight) -> Iterator[Layer]:
     yield from (Layer(name, held.shown_kind, group=held.group) for name in (held.name, *held.also))
 
 
-def _known(holders: Sequence[Held]) -> str:
+def _known(holders: Sequence[ProductWeight]) -> str:
     words = (word for held in holders for word in (held.shown_kind, held.group))
     kinds = ", ".join(dict.fromkeys(filter(None, (*words, EMBED, NORM))))
     names = ", ".join(held.name for held in holders[:_SHOWN])
     return f"{kinds}; layers by name ({names}, {len(holders)} in all), and prefixes of names" if holders else ""
 
 
-def _fits(held: Held, pattern: str) -> bool:
+def _fits(held: ProductWeight, pattern: str) -> bool:
     if pattern in (held.kind, held.shown_kind, type(held.module).__name__):
         return True
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in (held.name, *held.also))
 
 
-def _skipped(held: Held, skip: Sequence[str]) -> Held:
+def _skipped(held: ProductWeight, skip: Sequence[str]) -> ProductWeight:
     pattern = next((pattern for pattern in skip if _fits(held, pattern)), None)
     if pattern is None or held.reason:
         return held
     return replace(held, reason=f"left out by '{pattern}'", rule="skipped")
 
 
-def _of_module(module: nn.Module, paths: Sequence[str], in_attention: bool) -> Iterator[Held]:
+def _of_module(module: nn.Module, paths: Sequence[str], in_attention: bool) -> Iterator[ProductWeight]:
     kind, base = kind_of(module)
     if base is not None:
         first, *also = paths
-        held = Held(first or type(module).__name__, kind, module, also=tuple(also))
+        held = ProductWeight(first or type(module).__name__, kind, module, also=tuple(also))
         rule, reason = _forward_refused(held, base) or _weight_refused(held) or ("", "")
         if in_attention:
             rule, reason = "not-called", "torch's own attention reads its weight and never calls it"
@@ -200,9 +202,9 @@ def _of_module(module: nn.Module, paths: Sequence[str], in_attention: bool) -> I
                 yield replace(held, rule=rule, reason=reason)
 
 
-def _of_parameter(module: nn.Module, paths: Sequence[str], own: str, kind: str) -> Held:
+def _of_parameter(module: nn.Module, paths: Sequence[str], own: str, kind: str) -> ProductWeight:
     first, *also = (f"{path}.{own}".lstrip(".") for path in paths)
-    return Held(first, kind, module, own, tuple(also))
+    return ProductWeight(first, kind, module, own, tuple(also))
 
 
 def kind_of(module: nn.Module) -> tuple[str, type[nn.Module] | None]:
@@ -212,20 +214,20 @@ def kind_of(module: nn.Module) -> tuple[str, type[nn.Module] | None]:
     return next(((kind, base) for kind, base in kinds if base is not None and isinstance(module, base)), ("", None))
 
 
-def _forward_refused(held: Held, base: type[nn.Module]) -> tuple[str, str] | None:
+def _forward_refused(held: ProductWeight, base: type[nn.Module]) -> tuple[str, str] | None:
     kind = type(held.module)
     if any(getattr(kind, name, None) is not getattr(base, name, None) for name in ("forward", "_conv_forward")):
         return "forward", f"{kind.__name__} has a forward pass of its own, which a conversion would replace"
     return _replaced(held)
 
 
-def _replaced(held: Held) -> tuple[str, str] | None:
+def _replaced(held: ProductWeight) -> tuple[str, str] | None:
     if "forward" in vars(held.module):
         return "forward", "somebody has replaced its forward pass already"
     return None
 
 
-def _weight_refused(held: Held) -> tuple[str, str] | None:
+def _weight_refused(held: ProductWeight) -> tuple[str, str] | None:
     weight = held.weight
     if is_lazy(weight):
         return "shape", "its weight has no shape before the first forward pass: call the model once in make()"

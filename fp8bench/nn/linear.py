@@ -81,12 +81,12 @@ Choose = Callable[[str], Arithmetic]
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def within(choose: Choose, part: str) -> Choose:
+def scoped(choose: Choose, part: str) -> Choose:
     """`choose` for the layers of a part, which name themselves by their path inside it."""
     return lambda name: choose(f"{part}.{name}")
 
 
-def casting_of(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[None]:
+def cast_marker(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[None]:
     return phase.cast if arithmetic.casts else _NOTHING
 
 
@@ -107,7 +107,7 @@ class _LinearProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, training: bool, given: Both | None
     ) -> Tensor:
         for_x, for_weight = (training and needed for needed in ctx.needs_input_grad[:2])
-        with casting_of(arithmetic, phase):
+        with cast_marker(arithmetic, phase):
             a, a_turned = _operands(arithmetic, x, Role.INPUT, for_weight)
             b, b_turned = given or _operands(arithmetic, weight, Role.WEIGHT, for_x)
         ctx.save_for_backward(
@@ -124,7 +124,7 @@ class _LinearProduct(torch.autograd.Function):
         arithmetic, phase = ctx.arithmetic, ctx.phase
         a_data, a_scale, x, b_data, b_scale, weight = ctx.saved_tensors
         for_x, for_weight = ctx.needs_input_grad[:2]
-        with casting_of(arithmetic, phase):
+        with cast_marker(arithmetic, phase):
             g, g_turned = _operands(arithmetic, gradient, Role.GRADIENT, for_weight)
             b, a = Operand(b_data, b_scale), Operand(a_data, a_scale)
             if for_x and not ctx.weight_is_turned:
@@ -141,7 +141,7 @@ class _LinearProduct(torch.autograd.Function):
             assert g_turned is not None
             with phase.gemm:
                 weight_gradient = arithmetic.product(g_turned, a, arithmetic.carrier)
-            with casting_of(
+            with cast_marker(
                 arithmetic, phase
             ):  # to the fp32 master weight's dtype; autograd would convert outside phases
                 weight_gradient = weight_gradient.to(torch.promote_types(arithmetic.carrier, torch.float32))
@@ -218,9 +218,9 @@ class _GroupedProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, arithmetic: Arithmetic, phase: Phases, sizes: Sequence[int], ends: Tensor,
         given: Sequence[Both | None], *weights: Tensor,
     ) -> Tensor:  # fmt: skip
-        with casting_of(arithmetic, phase):
+        with cast_marker(arithmetic, phase):
             a = arithmetic.cast(x, Role.INPUT)
-            both = [pair or both_of(arithmetic, weight) for pair, weight in zip(given, weights, strict=True)]
+            both = [pair or cast_both_ways(arithmetic, weight) for pair, weight in zip(given, weights, strict=True)]
             b = stacked([operand for operand, _ in both])
         turned = [operand for _, operand in both]
         kept = x if arithmetic.keeps_source else a.data
@@ -233,12 +233,12 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         arithmetic, phase, (gradient,) = ctx.arithmetic, ctx.phase, gradients
         kept, ends, *turned = ctx.saved_tensors
-        casting = casting_of(arithmetic, phase)
+        casting = cast_marker(arithmetic, phase)
         with casting:
             g = arithmetic.cast(gradient, Role.GRADIENT)
             b = stacked([Operand(*pair) for pair in zip(turned[::2], turned[1::2], strict=True)])
-            g_turned = turned_parts(arithmetic, g, gradient, Role.GRADIENT, ctx.sizes)
-            a_turned = turned_parts(arithmetic, Operand(kept), kept, Role.INPUT, ctx.sizes)
+            g_turned = turn_parts(arithmetic, g, gradient, Role.GRADIENT, ctx.sizes)
+            a_turned = turn_parts(arithmetic, Operand(kept), kept, Role.INPUT, ctx.sizes)
         with phase.gemm:
             input_gradient = arithmetic.grouped(g, b, ends)
             weight_gradients = arithmetic.grouped(g_turned, a_turned, ends)
@@ -260,7 +260,7 @@ def grouped_linear(
     return product
 
 
-def both_of(arithmetic: Arithmetic, weight: Tensor, amax: Tensor | None = None) -> Both:
+def cast_both_ways(arithmetic: Arithmetic, weight: Tensor, amax: Tensor | None = None) -> Both:
     operand, turned = arithmetic.cast_both(weight, Role.WEIGHT, amax)
     return operand, turned or arithmetic.turn(operand, weight, Role.WEIGHT)
 
@@ -270,7 +270,7 @@ def stacked(operands: Sequence[Operand]) -> Operand:
     return Operand(torch.stack([operand.data for operand in operands]), torch.stack(scales) if scales else None)
 
 
-def turned_parts(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role, sizes: Sequence[int]) -> Operand:
+def turn_parts(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role, sizes: Sequence[int]) -> Operand:
     """Each part turned by itself and joined along the columns: (columns, rows of all parts), scales part after part."""
     if not arithmetic.keeps_source:
         return arithmetic.turn(operand, source, role)

@@ -201,7 +201,7 @@ class Given(NamedTuple):
     schedule: Callable[..., Any] | None = None
 
 
-def given_of(name: str, answer: object, seed: int = 0) -> Given:
+def parse_given(name: str, answer: object, seed: int = 0) -> Given:
     match answer:
         case (nn.Module() as model, batch):
             return _given(name, seed, model=model, **_one_or_many(batch))
@@ -267,7 +267,7 @@ def seeded(seed: int, facts: DeviceFacts) -> Iterator[None]:
 Call = Callable[[nn.Module, Any, Any], Any]
 
 
-def called(model: nn.Module, places: Any, named: Any) -> Any:
+def call_model(model: nn.Module, places: Any, named: Any) -> Any:
     return model(*places, **named)
 
 
@@ -318,7 +318,7 @@ class OwnModel:
         else:
             self.model, self.optimizer = prepares.prepared(self.model, optimizer_of)
             self.parameters = _trained_in(self.model)
-        self._call: Call = called
+        self._call: Call = call_model
         if compiles and params["compile"] == "yes":
             self._call = self._compiled(draws_alike)
 
@@ -375,7 +375,7 @@ class OwnModel:
 
     def _mark(self, phase: Phases) -> None:
         if self.conversion is not None:
-            self.conversion.phase = phase if self._call is called else SilentPhases()
+            self.conversion.phase = phase if self._call is call_model else SilentPhases()
 
     def _compiled(self, draws_alike: bool) -> Call:
         """The call as a compiled function, by a first step. Its code object is a copy: see `nn.gpt.compiled`."""
@@ -383,7 +383,9 @@ class OwnModel:
         from torch._dynamo.utils import counters
         from torch._inductor import config
 
-        own = FunctionType(called.__code__.replace(), called.__globals__, called.__name__, called.__defaults__)
+        own = FunctionType(
+            call_model.__code__.replace(), call_model.__globals__, call_model.__name__, call_model.__defaults__
+        )
         graph: Call = torch.compile(own)
         before = counters["stats"]["unique_graphs"]
         self._call = graph

@@ -85,13 +85,13 @@ class ServedArm:
     low_inputs: bool = False
 
     def kv_of(self, layers: int) -> list[str]:
-        return by_layer(self.kv or self.carrier, layers)
+        return layer_formats(self.kv or self.carrier, layers)
 
     def weights_of(self, layers: int) -> list[str]:
-        return by_layer(self.weights or self.carrier, layers)
+        return layer_formats(self.weights or self.carrier, layers)
 
 
-def kept_word(known: Mapping[str, KeptFormat], *others: str) -> Callable[[str], str]:
+def format_parser(known: Mapping[str, KeptFormat], *others: str) -> Callable[[str], str]:
     """A parser of a format, or of one of `others`, with exceptions by layer; '' is the carrier."""
 
     def parse(text: str) -> str:
@@ -108,7 +108,7 @@ def kept_word(known: Mapping[str, KeptFormat], *others: str) -> Callable[[str], 
     return parse
 
 
-def by_layer(word: str, layers: int) -> list[str]:
+def layer_formats(word: str, layers: int) -> list[str]:
     usual, *exceptions = word.split("@")
     formats = [usual] * layers
     for exception in exceptions:

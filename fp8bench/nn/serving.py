@@ -34,7 +34,7 @@ from fp8bench.nn.decoder import (
     kept_weight,
 )
 from fp8bench.nn.experts import load_figures
-from fp8bench.nn.holders import CONV1D, EXPERTS, LINEAR, Held, held_in
+from fp8bench.nn.holders import CONV1D, EXPERTS, LINEAR, ProductWeight, weights_of
 from fp8bench.nn.own_model import seeded, short_words
 from fp8bench.nn.served import OWN, ServedArm, ServedShape, served_shapes
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, gpt_around
@@ -233,9 +233,9 @@ class OwnDecoder:
         return (list(self.model.parameters()), self.kept), [(layer.keys, layer.values) for layer in self.cache.layers]
 
 
-def kept_layers(name: str, model: nn.Module) -> tuple[Held, ...]:
+def kept_layers(name: str, model: nn.Module) -> tuple[ProductWeight, ...]:
     """The linear layers that are called as such. Raises UsageError for experts, whose reads are not counted."""
-    held = held_in(model)
+    held = weights_of(model)
     if any(holder.kind == EXPERTS for holder in held):
         raise UsageError(f"{name} has a stack of experts, and which of them a step reads is not counted here.")
     return tuple(holder for holder in held if holder.kind in (LINEAR, CONV1D) and not holder.reason)

@@ -17,14 +17,14 @@ from fp8bench.nn.served import (
     WEIGHT_FORMATS,
     ServedArm,
     arm_of,
-    by_layer,
+    format_parser,
     forward_flops,
-    kept_word,
+    layer_formats,
     served_memory,
     served_shape,
     served_support,
 )
-from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, gpt_around, gpt_layers, of_config
+from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, features_in, gpt_around, gpt_layers
 from fp8bench.protocols import Arithmetic, Layer, Phases, Precision, Setup, Workload
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 
@@ -62,7 +62,7 @@ SCORES_FORWARD, SCORES_KEPT, SCORES_BESIDE = 2.5, 1.0, 2.2
 def uncompilable(precision: Precision, config: GPTConfig, tokens: int) -> str:
     """Why a native model's products would stay out of a compiled graph; '' if they would not."""
     along = precision.compiled_multiple
-    sizes = {size for name, sides in of_config(config).items() if name != "head" for size in sides} | {tokens}
+    sizes = {size for name, sides in features_in(config).items() if name != "head" for size in sides} | {tokens}
     wrong = sorted(size for size in sizes if size % along)
     if not wrong:
         return ""
@@ -152,9 +152,9 @@ class LayerWorkload(Workload):
     def prepare(self, setup: Setup) -> Exercise:
         state = self.exercise(setup, self.arithmetics(setup), setup.arithmetic.carrier)
         if around := setup.around(self.around(dict(setup.case.params))):
-            from fp8bench.nn.around import take_around
+            from fp8bench.nn.around import set_around
 
-            take_around(state.layer, around)
+            set_around(state.layer, around)
         return state
 
     def step(self, state: Exercise, phase: Phases) -> None:
@@ -235,7 +235,7 @@ class ServedWorkload(Workload):
             Axis("context", self.context_words, (context,), whole_number(high=1 << 20)),
             *(
                 Axis(name, f"what {what} are kept in: {', '.join(known)}, as in {list(known)[2]}@0-3=bf16 by layer; "
-                     f"{OWN}: as the dtype says", (OWN,), kept_word(known, OWN))
+                     f"{OWN}: as the dtype says", (OWN,), format_parser(known, OWN))
                 for name, what, known in formats
             ),
         )  # fmt: skip
@@ -246,7 +246,7 @@ class ServedWorkload(Workload):
         if context > model.sequence:
             raise UsageError(f"context={context} is too long: {size} has positions for {model.sequence}. Choose less.")
         for axis in ("kv", "weights"):
-            by_layer(str(params[axis]), model.layers)
+            layer_formats(str(params[axis]), model.layers)
         return super().expand(params)
 
     def work(self, params: Mapping[str, Scalar]) -> Work:

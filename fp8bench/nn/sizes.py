@@ -185,10 +185,10 @@ class VisionSizes:
         if self.model == "resnet":
             shortcut = ("blocks.0.norms.shortcut",)
             parts = (f"blocks.{n}.norms.{part}" for n in range(self.layers) for part in ("reduce", "spatial", "expand"))
-            return standing(("norm", *shortcut, *parts), "residual", "logits")
+            return layers_around(("norm", *shortcut, *parts), "residual", "logits")
         norms = [layer.name for layer in gpt_around(self.layers) if layer.kind == "norm"]
         image = [f"image.{name}" for name in norms] if self.model == "two-input" else []
-        return standing((*image, *norms), *_BESIDE_NORMS)
+        return layers_around((*image, *norms), *_BESIDE_NORMS)
 
     def low_layers(self) -> tuple[str, ...]:
         blocks = tuple(layer.name for layer in gpt_layers(self.layers) if not layer.high)
@@ -201,13 +201,13 @@ class VisionSizes:
 _BESIDE_NORMS = {"embedding": "embed", "residual": "residual", "logits": "logits"}
 
 
-def standing(norms: Iterable[str], *parts: str) -> tuple[Layer, ...]:
+def layers_around(norms: Iterable[str], *parts: str) -> tuple[Layer, ...]:
     named = (*((part, _BESIDE_NORMS[part]) for part in parts), *((name, "norm") for name in norms))
     return tuple(Layer(name, kind, product=False) for name, kind in named)
 
 
 def around(norms: Iterable[str]) -> tuple[Layer, ...]:
-    return standing((*norms, "norm"), *_BESIDE_NORMS)
+    return layers_around((*norms, "norm"), *_BESIDE_NORMS)
 
 
 def gpt_around(blocks: int) -> tuple[Layer, ...]:
@@ -288,7 +288,7 @@ def models() -> tuple[str, ...]:
 
 def features_of(model: str) -> Features:
     if model in SIZES:
-        return of_config(SIZES[model])
+        return features_in(SIZES[model])
     return {**MODELS[model], "head": HEADS[model]}
 
 
@@ -297,7 +297,7 @@ def usual_tokens(model: str) -> int:
     return SIZES[model].batch * SIZES[model].sequence if model in SIZES else 8192
 
 
-def of_config(config: GPTConfig) -> Features:
+def features_in(config: GPTConfig) -> Features:
     width = config.width
     return {
         "qkv": (width + 2 * config.key_heads * config.head_width, width),

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.around import held
+from fp8bench.nn.around import cast_to
 from fp8bench.nn.convolution import Convolution, ResidualBlock
 from fp8bench.nn.gpt import FeedForward, LanguageModel, Norm, dropped
-from fp8bench.nn.linear import Choose, Linear, within
+from fp8bench.nn.linear import Choose, Linear, scoped
 from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
 from fp8bench.protocols import Arithmetic, Phases
 
@@ -30,7 +30,7 @@ class WindowMLP(LanguageModel):
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * _EMBEDDING)
         self.window = Linear(CONTEXT * config.width, config.width, choose("window"))
         gain = config.layers**-0.5
-        parts = [within(choose, f"blocks.{number}") for number in range(config.layers)]
+        parts = [scoped(choose, f"blocks.{number}") for number in range(config.layers)]
         self.norms = nn.ModuleList(Norm(config.width, config.modern) for _ in parts)
         self.blocks = nn.ModuleList(
             FeedForward(config.width, config.hidden, config.modern, gain, part) for part in parts
@@ -43,9 +43,9 @@ class WindowMLP(LanguageModel):
         x = self.looked_up(tokens, self.embedding)
         before = F.pad(x, (0, 0, CONTEXT - 1, 0)).unfold(1, CONTEXT, 1).transpose(2, 3).flatten(2)
         residual = self.around["residual"]
-        x = held(dropped(self.window(before, phase).to(x.dtype), share), residual)
+        x = cast_to(dropped(self.window(before, phase).to(x.dtype), share), residual)
         for norm, block in zip(self.norms, self.blocks, strict=True):
-            x = held(x + dropped(block(norm(x), phase), share).to(x.dtype), residual)
+            x = cast_to(x + dropped(block(norm(x), phase), share).to(x.dtype), residual)
         y: Tensor = self.head(self.norm(x), phase)
         return y
 
@@ -66,7 +66,7 @@ class CausalBlock(ResidualBlock):
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = F.relu(self.norm_first(causal(self.first, x, phase)))
-        return held(x + self.norm_second(causal(self.second, hidden, phase)).to(x.dtype), self.residual)
+        return cast_to(x + self.norm_second(causal(self.second, hidden, phase)).to(x.dtype), self.residual)
 
 
 def causal(convolution: Convolution, x: Tensor, phase: Phases) -> Tensor:
@@ -85,7 +85,7 @@ class TextCNN(LanguageModel):
         super().__init__()
         self.carrier, self.dropout = carrier, dropout
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * _EMBEDDING)
-        parts = [within(choose, f"blocks.{number}") for number in range(config.layers)]
+        parts = [scoped(choose, f"blocks.{number}") for number in range(config.layers)]
         self.blocks = nn.ModuleList(CausalBlock(config.width, part, layer_norm) for part in parts)
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))

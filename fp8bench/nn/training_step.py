@@ -43,7 +43,7 @@ _DRAWS_APART = 0x9E3779B9
 
 
 @contextmanager
-def drawn(setup: Setup) -> Iterator[None]:
+def seeded(setup: Setup) -> Iterator[None]:
     """Weights made in the body are drawn from the case's seed and draw, on its device."""
     gpus = [setup.facts.index] if setup.facts.accelerated else []
     # fork_rng restores the process's random state: without isolation it is the user's.
@@ -148,7 +148,7 @@ class TrainingState:
                 parameter.grad = None
 
 
-def begun(
+def new_state(
     setup: Setup, model: torch.nn.Module, loader: Loader, weights: Cast, *, attention: str = "auto",
     rate: float = 3e-4, forward: Callable[[Any, Tensor, Phases], Tensor] | None = None, compiled: bool = False,
     fused: bool = True, micro_batches: int = 1,

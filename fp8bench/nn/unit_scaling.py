@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.nn.gpt import GPT, Block, FeedForward
-from fp8bench.nn.linear import Linear, casting_of, linear
+from fp8bench.nn.linear import Linear, cast_marker, linear
 from fp8bench.protocols import Phases
 
 # The deviation of GELU and of Llama's gate for a Gaussian, and the root mean square of their slopes.
@@ -93,7 +93,7 @@ class UnitProduct:
         own = self.behind * root * self.loss.factor
         # A weight that was cast already is not read again.
         ahead = 1.0 if layer.operands is not None else layer.factor
-        with casting_of(layer.arithmetic, phase):  # the phase of casting weights for all micro-batches, too
+        with cast_marker(layer.arithmetic, phase):  # the phase of casting weights for all micro-batches, too
             weight = rescaled(layer.weight, ahead, 1 / (self.deviation * own))
         y = linear(rescaled(x, 1.0, outputs**-0.5), weight, layer.arithmetic, phase, layer.operands)
         return rescaled(y, 1 / root, 1.0)

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.around import held, streamed
+from fp8bench.nn.around import cast_to, start_stream
 from fp8bench.nn.attention import FusedCore
-from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, Windows, laid
+from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, Windows, in_layout
 from fp8bench.nn.experts import cast_once
 from fp8bench.nn.gpt import Block, Norm, loss_of
-from fp8bench.nn.linear import Choose, Linear, within
+from fp8bench.nn.linear import Choose, Linear, scoped
 from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.nn.training_step import TrainingState
 from fp8bench.numerics.operands import OperatorWatch
@@ -61,7 +61,7 @@ class Bottleneck(nn.Module):
         hidden = F.relu(self._normed("reduce", x, phase))
         hidden = F.relu(self._normed("spatial", hidden, phase))
         shortcut = self._normed("shortcut", x, phase) if "shortcut" in self.norms else x
-        return held(F.relu(shortcut + self._normed("expand", hidden, phase)), self.residual)
+        return cast_to(F.relu(shortcut + self._normed("expand", hidden, phase)), self.residual)
 
     def _normed(self, name: str, x: Tensor, phase: Phases) -> Tensor:
         y: Tensor = self.norms[name](self.get_submodule(name)(x, phase))
@@ -85,13 +85,13 @@ class SeeingModel(nn.Module):
         return loss_of(self.logits(inputs, phase), targets)
 
     def logits(self, inputs: Inputs, phase: Phases) -> Tensor:
-        return held(self.given(inputs, phase), self.around["logits"])
+        return cast_to(self.given(inputs, phase), self.around["logits"])
 
     def given(self, inputs: Inputs, phase: Phases) -> Tensor:
         raise NotImplementedError
 
     def placed(self, x: Tensor, positions: Tensor) -> Tensor:
-        return x + held(positions, self.around["embedding"], Role.WEIGHT)
+        return x + cast_to(positions, self.around["embedding"], Role.WEIGHT)
 
 
 class ResNet(SeeingModel):
@@ -101,7 +101,7 @@ class ResNet(SeeingModel):
         super().__init__()
         self.stem, self.norm = Convolution(3, sizes.inner, choose("stem"), _STEM, layout), _batch_norm(sizes.inner)
         channels = [sizes.inner, *[sizes.width] * (sizes.layers - 1)]
-        parts = [within(choose, f"blocks.{number}") for number in range(sizes.layers)]
+        parts = [scoped(choose, f"blocks.{number}") for number in range(sizes.layers)]
         self.blocks = nn.ModuleList(
             Bottleneck(inputs, sizes, part, layout) for inputs, part in zip(channels, parts, strict=True)
         )
@@ -110,7 +110,7 @@ class ResNet(SeeingModel):
     def given(self, inputs: Inputs, phase: Phases) -> Tensor:
         x = F.relu(self.norm(self.stem(inputs[0], phase)))
         x = F.max_pool2d(x.permute(0, 3, 1, 2), 3, 2, 1).permute(0, 2, 3, 1)
-        x = streamed(x, x.dtype, self.around["residual"])
+        x = start_stream(x, x.dtype, self.around["residual"])
         for block in self.blocks:
             x = block(x, phase)
         y: Tensor = self.head(x.mean((1, 2)), phase)
@@ -130,7 +130,7 @@ class VisionTransformer(SeeingModel):
 
     def tokens(self, images: Tensor, phase: Phases) -> Tensor:
         x = self.placed(self.patches(images, phase).flatten(1, 2), self.positions)
-        x = streamed(x, images.dtype, self.around["residual"])
+        x = start_stream(x, images.dtype, self.around["residual"])
         for block in self.blocks:
             x = block(x, phase, None)
         y: Tensor = self.norm(x)
@@ -147,7 +147,7 @@ class TwoInput(SeeingModel):
 
     def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
         super().__init__()
-        self.image = VisionTransformer(sizes, within(choose, "image"), layout, headed=False)
+        self.image = VisionTransformer(sizes, scoped(choose, "image"), layout, headed=False)
         self.project = Linear(sizes.width, sizes.width, choose("project"))
         self.embedding = nn.Parameter(torch.randn(sizes.vocabulary, sizes.width) * 0.02)
         self.positions = nn.Parameter(torch.randn(sizes.text, sizes.width) * 0.01)
@@ -157,9 +157,9 @@ class TwoInput(SeeingModel):
     def given(self, inputs: Inputs, phase: Phases) -> Tensor:
         images, text = inputs
         seen = self.project(self.image.tokens(images, phase), phase)
-        words = F.embedding(text, held(self.embedding, self.around["embedding"], Role.WEIGHT))
+        words = F.embedding(text, cast_to(self.embedding, self.around["embedding"], Role.WEIGHT))
         x = torch.cat((seen, self.placed(words, self.positions)), 1)
-        x = streamed(x, images.dtype, self.around["residual"])
+        x = start_stream(x, images.dtype, self.around["residual"])
         for block in self.blocks:
             x = block(x, phase, None)
         y: Tensor = self.head(self.norm(x[:, -text.shape[1] :]), phase)
@@ -167,7 +167,7 @@ class TwoInput(SeeingModel):
 
 
 def _blocks(sizes: VisionSizes, choose: Choose, causal: bool) -> nn.ModuleList:
-    parts = [within(choose, f"blocks.{number}") for number in range(sizes.layers)]
+    parts = [scoped(choose, f"blocks.{number}") for number in range(sizes.layers)]
     return nn.ModuleList(Block(sizes.blocks, part, FusedCore(causal)) for part in parts)
 
 
@@ -199,7 +199,7 @@ class ImageLoader:
     def next(self) -> tuple[Inputs, Tensor]:
         images, words = next(self._turns) if self._ahead else self._moved()
         images = images.to(torch.float32).sub_(self._means).div_(self._deviations).to(self._dtype)
-        images = laid(images.permute(0, 3, 1, 2), self._layout)
+        images = in_layout(images.permute(0, 3, 1, 2), self._layout)
         return ((images, words[:, :-1]), words[:, 1:]) if self._reads else ((images,), words)
 
     def load_ahead(self, batches: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.model import LayerScale
-from fp8bench.nn.linear import Linear, both_of
+from fp8bench.nn.linear import Linear, cast_both_ways
 from fp8bench.nn.tensor_scales import largest_magnitudes
 from fp8bench.protocols import Arithmetic, Fused, Operand, Phases, Role
 
@@ -113,7 +113,7 @@ class WholeLayers(Arithmetic):
         return f"{self._backend} has whole layers only, and no separate cast or product. Use `whole`."
 
 
-def surrounded(model: nn.Module) -> None:
+def surround(model: nn.Module) -> None:
     """Makes each forward pass of a model run in what its whole layers need around it: once, not once a layer."""
     arithmetics = (module.arithmetic for module in model.modules() if isinstance(module, Linear))
     around = next(
@@ -165,4 +165,4 @@ class CachedWeights:
         amaxes = dict(zip(taking, largest_magnitudes([linear.weight for linear in taking]), strict=True))
         for layer in self._layers:
             weight = layer.weight if layer.unit is None else layer.weight * layer.factor
-            layer.operands = both_of(layer.arithmetic, weight, amaxes.get(layer))
+            layer.operands = cast_both_ways(layer.arithmetic, weight, amaxes.get(layer))

@@ -28,9 +28,9 @@ from fp8bench.numerics.rank_programs import (
     Program,
     RowsToRanks,
     Shift,
-    begun,
     on_this_rank,
     simulated,
+    start,
 )
 
 E4M3_LARGEST = 448.0
@@ -367,7 +367,7 @@ class InFP8:
         return on_this_rank(self.program(values, rank, size), counted, around)
 
     def begun(self, values: Tensor, rank: int, size: int) -> BegunExchange[Reduced]:
-        return begun(self.program(values, rank, size))
+        return start(self.program(values, rank, size))
 
     def alone(self, sources: Sequence[Tensor]) -> list[Reduced]:
         """What each rank receives, by the same programs in this process; this one's mu does not change."""

@@ -209,7 +209,7 @@ def permutations(found: Tensor, wanted: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"{words} are permuted", moved if words == "rows" else moved.t()
 
 
-def of_units(found: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], promoted: bool) -> bool:
+def match_units(found: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], promoted: bool) -> bool:
     """Whether every element is what Hopper's FP8 units compute from codes (M, K) and (N, K), with a scale an element.
 
     Their sums are known to the bit; scales and promotions enter in float32 in an unknown order.
@@ -362,9 +362,9 @@ def looks_like(product: Tensor, promised: str, guesses: Guesses) -> str:
     none does."""
     if not bool(product.isfinite().all()):
         return ""
-    found = product.detach().to(torch.float64)
+    result = product.detach().to(torch.float64)
     errors = {
-        name: ConformitySums(a.detach().to(torch.float64), b.detach().to(torch.float64), product.dtype).spread(found)
+        name: ConformitySums(a.detach().to(torch.float64), b.detach().to(torch.float64), product.dtype).spread(result)
         for name, (a, b) in guesses.items()
     }
     nearest = min(errors, key=lambda name: errors[name])

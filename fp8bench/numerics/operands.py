@@ -122,7 +122,7 @@ def has_dtype_of(tensor: Tensor, fmt: Format) -> bool:
     return bool(tensor.dtype == getattr(torch, _DTYPES.get(fmt.name, f"float8_{fmt.name}"), None))
 
 
-def is_of(tensor: Tensor, fmt: Format) -> bool:
+def has_format(tensor: Tensor, fmt: Format) -> bool:
     """Whether a tensor has the format's dtype, or values on its grid in a wider dtype, under any scale.
 
     Values on a grid have few significant bits if their scale is a power of two, and few distinct magnitudes otherwise;
@@ -202,11 +202,11 @@ class _HostParts(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         result = func(*args, **named)
-        self.why = self.why or moved(str(func), tensors_within((args, named)), tensors_within(result))
+        self.why = self.why or transfer(str(func), tensors_within((args, named)), tensors_within(result))
         return result
 
 
-def moved(operator: str, given: Iterable[Any], results: Iterable[Any]) -> str:
+def transfer(operator: str, given: Iterable[Any], results: Iterable[Any]) -> str:
     """What an operator moved between host and device, if anything. A kernel's number arguments do not count, nor does a
     number that comes with results on the device: the seed of attention's dropout."""
     places = {tensor.device.type for tensor in given if tensor.dim() or "copy" in operator}

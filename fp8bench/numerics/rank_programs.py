@@ -148,7 +148,7 @@ class BegunExchange(Generic[T]):
         return on_this_rank(self.program, answer=self.answer)
 
 
-def begun(program: Program[T]) -> BegunExchange[T]:
+def start(program: Program[T]) -> BegunExchange[T]:
     answer = None
     while True:
         exchange = program.send(answer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8bench.formats import hardware
 from fp8bench.formats.hardware import is_nvidia, refused
 from fp8bench.model import DeviceFacts, Support
-from fp8bench.nn.served import CARRIERS, KV_FORMATS, SERVED, WEIGHT_FORMATS, kept_word
+from fp8bench.nn.served import CARRIERS, KV_FORMATS, SERVED, WEIGHT_FORMATS, format_parser
 from fp8bench.nn.shared_precisions import PlainPrecision
 from fp8bench.protocols import Arithmetic, Precision
 from fp8bench.protocols.axes import Option, one_of
@@ -84,8 +84,8 @@ class Served(Precision):
     listed = False
     options = (
         Option("carrier", f"what all else is in: {', '.join(CARRIERS)}", "bf16", one_of(*CARRIERS)),
-        Option("kv", "the format of keys and values", "", kept_word(KV_FORMATS)),
-        Option("weights", "the format of the blocks' weights", "", kept_word(WEIGHT_FORMATS)),
+        Option("kv", "the format of keys and values", "", format_parser(KV_FORMATS)),
+        Option("weights", "the format of the blocks' weights", "", format_parser(WEIGHT_FORMATS)),
         Option("activations", "low: inputs of those layers are rounded to their weights' format too", "high",
                one_of("high", "low")),
     )  # fmt: skip

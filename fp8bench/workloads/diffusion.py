@@ -9,7 +9,7 @@ from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.nn.shared_workloads import ConvolvedWorkload, is_training, misfit
-from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, SamplerPlan, standing
+from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, SamplerPlan, layers_around
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
@@ -173,10 +173,10 @@ class Diffusion(ConvolvedWorkload):
         sizes = sizes_of(params)
         if sizes.denoiser == "dit":
             blocks = (f"blocks.{number}.{norm}" for number in range(sizes.layers) for norm in ("norm_attn", "norm_mlp"))
-            return standing((*blocks, "norm"), "embedding", "residual")
+            return layers_around((*blocks, "norm"), "embedding", "residual")
         timed = [f"{way}.{number}" for way in ("down", "up") for number in range(sizes.layers)]
         norms = (f"{block}.norms.{number}" for block in (*timed, "middle.0", "middle.1") for number in (0, 1))
-        return standing((*norms, "attn_norm", "norm"), "residual")
+        return layers_around((*norms, "attn_norm", "norm"), "residual")
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         sizes = sizes_of(params)

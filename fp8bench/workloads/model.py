@@ -190,11 +190,11 @@ def _copied(setup: Setup) -> Given:
 
 def copied(name: str, seed: int, facts: DeviceFacts) -> Given:
     """The same for whoever else has arms. What a training goes through or calls is shared, and no copy."""
-    from fp8bench.nn.own_model import given_of, seeded
+    from fp8bench.nn.own_model import parse_given, seeded
 
     if (name, seed) not in MADE:
         with seeded(seed, facts):
-            given = given_of(name, _called(name), seed)
+            given = parse_given(name, _called(name), seed)
         _refuse_parameters(name, given)
         MADE[name, seed] = given
     given = MADE[name, seed]

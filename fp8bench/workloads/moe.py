@@ -9,7 +9,7 @@ from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.nn.shared_workloads import LayerWorkload, is_training, misfit
-from fp8bench.nn.sizes import MoeSizes, standing
+from fp8bench.nn.sizes import MoeSizes, layers_around
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import precisions, workloads
@@ -107,7 +107,7 @@ class Moe(LayerWorkload):
         )  # fmt: skip
 
     def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
-        return standing((f"norms.{layer}" for layer in range(int(params["layers"]))), "residual")
+        return layers_around((f"norms.{layer}" for layer in range(int(params["layers"]))), "residual")
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         support, sizes = precision.support(facts), sizes_of(params)

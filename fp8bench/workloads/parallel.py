@@ -182,16 +182,16 @@ class Parallel(Workload):
         )  # fmt: skip
 
     def _made(self, setup: Setup) -> GPT:
-        from fp8bench.nn.around import take_around
+        from fp8bench.nn.around import set_around
         from fp8bench.nn.experts import MixtureGPT, set_load
         from fp8bench.nn.gpt import GPT
-        from fp8bench.nn.training_step import drawn
+        from fp8bench.nn.training_step import seeded
 
         params = dict(setup.case.params)
         config = _config(params)
-        with drawn(setup):
+        with seeded(setup):
             model = (MixtureGPT if config.experts else GPT)(config, self.arithmetics(setup), setup.arithmetic.carrier)
-        take_around(model, setup.around(self.around(params)))
+        set_around(model, setup.around(self.around(params)))
         if config.experts:
             set_load(model, str(params["load"]), int(params["batch"]) * config.sequence, setup.seed)
         return model

@@ -63,15 +63,15 @@ def _assigns(source: bytes, name: str) -> bool:
 
 
 def arguments(node: ast.ClassDef) -> list[str]:
-    made = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
+    made = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
     if made is None:
-        return [ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)]
-    return [one.arg for one in (*made.args.args, *made.args.kwonlyargs)][1:]
+        return [ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)]
+    return [item.arg for item in (*made.args.args, *made.args.kwonlyargs)][1:]
 
 
 def called(node: ast.ClassDef) -> list[str]:
-    made = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "forward"), None)
-    return [] if made is None else [one.arg for one in made.args.args]
+    made = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "forward"), None)
+    return [] if made is None else [item.arg for item in made.args.args]
 
 
 def recorded() -> dict[str, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""torchao's layers against fp8bench's own of the same recipe, on a processor: torchao emulates there."""
+"""torchao's layers, which it emulates on a CPU, against fp8bench's of the same recipe."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_its_layers_are_ours(mode: str) -> None:
     if mode.endswith("bf16"):  # under one scale the small rows are zeros
         assert relative_frobenius(theirs[1].double(), ours[1].double()) > 0.1
         tolerances[1] = 0.5
-    for found, wanted, tolerance in zip(theirs, ours, tolerances, strict=True):
-        assert found.dtype == wanted.dtype and found.shape == wanted.shape
-        assert relative_frobenius(found.double(), wanted.double()) < tolerance
+    for result, wanted, tolerance in zip(theirs, ours, tolerances, strict=True):
+        assert result.dtype == wanted.dtype and result.shape == wanted.shape
+        assert relative_frobenius(result.double(), wanted.double()) < tolerance
 
 
 @pytest.mark.parametrize(("fmt", "scaling"), [(E4M3, TENSOR), (E5M2, TENSOR), (E4M3, ROW_POWER_OF_TWO)])
@@ -72,9 +72,9 @@ def test_its_codes_and_scales_are_ours(fmt: Format, scaling: Scaling) -> None:
         x, kept, LinearMMConfig(), round_scales_to_power_of_2=by_row, axiswise_dim=-1 if by_row else None,
         scaling_granularity=ScalingGranularity.AXISWISE if by_row else ScalingGranularity.TENSORWISE,
     )  # fmt: skip
-    found, _ = factor(x, fmt, scaling)
-    ours = torch_codes(x, fmt, found)
-    assert torch.allclose(theirs._scale.reshape(found.shape), found, rtol=2e-7, atol=0.0)
+    result, _ = factor(x, fmt, scaling)
+    ours = torch_codes(x, fmt, result)
+    assert torch.allclose(theirs._scale.reshape(result.shape), result, rtol=2e-7, atol=0.0)
     differing = (theirs._data.view(torch.uint8) != ours.view(torch.uint8)).sum()
     assert differing == 0 if by_row else differing <= 2
 

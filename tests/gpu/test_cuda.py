@@ -165,10 +165,10 @@ def test_a_quick_suite_of_products(tmp_path: Path) -> None:
         "gemm", dtypes=("fp32", "fp16", "mxfp8"), devices=("cuda",), quick=True,
         axes=(("shape", ("512", "1024", "1x1024x1024")),),
     )  # fmt: skip
-    run, found = executed(tmp_path, request)
+    run, result = executed(tmp_path, request)
     assert run.ok and len(run.records) == 9
     for record in run.records:
-        finding = found[record.case.id]
+        finding = result[record.case.id]
         assert record.case.device == "cuda:0" and record.timing is not None
         assert finding.best_seconds is not None and finding.best_seconds > 0
         assert sum(seconds for _, seconds in finding.phases) == pytest.approx(finding.best_seconds)
@@ -180,11 +180,11 @@ def test_a_quick_suite_of_products(tmp_path: Path) -> None:
 
 def test_a_quick_training_step_of_gpt2(facts: DeviceFacts, tmp_path: Path) -> None:
     needs_native("bf16", facts)
-    run, found = executed(tmp_path, Request("transformer", dtypes=("bf16", "fp8"), devices=("cuda",), quick=True))
-    assert [record.status for record in run.records] == [Status.OK, Status.OK], [one.reason for one in run.records]
+    run, result = executed(tmp_path, Request("transformer", dtypes=("bf16", "fp8"), devices=("cuda",), quick=True))
+    assert [record.status for record in run.records] == [Status.OK, Status.OK], [item.reason for item in run.records]
     for record in run.records:
         assert record.case.param("size") == "gpt2-124m"
-        phases = dict(found[record.case.id].phases)
+        phases = dict(result[record.case.id].phases)
         wanted = ("data_load", "cast", "gemm", "attention", "accumulate", "optimizer_step", "elementwise")
         assert all(phases[name] > 0 for name in wanted), phases
         loss = record.measurement("loss_error")
@@ -214,12 +214,12 @@ def test_memory_on_the_device_is_told_apart(facts: DeviceFacts, precision: str) 
     params = (("tokens", 1024), ("width", 1024), ("hidden", 4096), ("gated", "no"), ("pass", "training"))
     use = Bench(Settings()).memory(Case("mlp", params, precision, facts.key), facts)
     assert isinstance(use, MemoryUse) and sum(size for _, size in use.roles) == use.peak
-    found = dict(use.roles)
+    result = dict(use.roles)
     weights = 4 * 2 * 1024 * 4096  # in blocks that may be larger by what is not worth splitting
-    assert weights <= found["weights"] <= weights + (4 << 20) and found["gradients"] > 0
-    assert ("low_precision_weights" in found) == (precision != "fp32")
-    assert found.get("other", 0) <= 0.01 * use.peak, (found, use.why)
-    assert max(one.allocated for one in use.phases) == use.peak
+    assert weights <= result["weights"] <= weights + (4 << 20) and result["gradients"] > 0
+    assert ("low_precision_weights" in result) == (precision != "fp32")
+    assert result.get("other", 0) <= 0.01 * use.peak, (result, use.why)
+    assert max(item.allocated for item in use.phases) == use.peak
     assert use.reserved is not None and use.reserved >= use.peak
 
 

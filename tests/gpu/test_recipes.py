@@ -1,4 +1,4 @@
-"""Modes on a GPU: the same values as on a processor, native products near emulated ones, a host that never waits."""
+"""Modes on a GPU: values as on a CPU, native products close to emulated ones, and no waiting for casts."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_layers_are_close_to_those_on_a_processor(mode: str, facts: DeviceFacts)
     outcomes: list[list[Tensor]] = []
     for place, chosen in (("cuda", facts), ("cpu", CPU)):
         torch.manual_seed(1)
-        layer, found = Linear(160, 96, of(mode, chosen)).to(place), []
+        layer, result = Linear(160, 96, of(mode, chosen)).to(place), []
         for step in range(2):
             x = on_cpu(64, 160, seed=step).to(place).requires_grad_()
             y = layer(x, SilentPhases())
             pull = on_cpu(64, 96, seed=9).to(place, y.dtype)
-            found += [one.cpu() for one in (y, *torch.autograd.grad(y, (x, layer.weight), pull))]
-        outcomes.append(found)
+            result += [gradient.cpu() for gradient in (y, *torch.autograd.grad(y, (x, layer.weight), pull))]
+        outcomes.append(result)
     native = precisions.get(mode).support(facts).level is Level.NATIVE
     for ours, theirs in zip(*outcomes, strict=True):
         assert relative_frobenius(ours, theirs) < (1e-2 if native else 5e-3)

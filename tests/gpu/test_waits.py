@@ -1,4 +1,4 @@
-"""That the tests of this folder can watch for waits. It runs without a GPU."""
+"""The watch for waits of this folder's tests; runs without a GPU."""
 
 from __future__ import annotations
 

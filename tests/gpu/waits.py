@@ -1,4 +1,4 @@
-"""Where the host may not wait for a GPU."""
+"""Watching whether the host waits for a GPU."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def none_may_wait() -> Iterator[None]:
 
 @contextmanager
 def waits() -> Iterator[list[str]]:
-    found: list[str] = []
+    result: list[str] = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield result
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            found += [str(one.message) for one in said if "synchronizing CUDA operation" in str(one.message)]
+            result += [str(item.message) for item in said if "synchronizing CUDA operation" in str(item.message)]
 
 
 def _set(mode: str) -> None:

@@ -20,9 +20,9 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def grouped_kernel(monkeypatch: pytest.MonkeyPatch) -> GroupedKernel:
-    found = GroupedKernel()
-    monkeypatch.setattr(torch.ops.aten._scaled_grouped_mm, "default", found)
-    return found
+    result = GroupedKernel()
+    monkeypatch.setattr(torch.ops.aten._scaled_grouped_mm, "default", result)
+    return result
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A grouped product of FP8 on a processor: of what torch documents, behind torch's own rules for CUDA."""
+"""A grouped FP8 product on a CPU that follows torch's documentation, behind torch's own shape rules for CUDA."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _decoded(parts: list[Tensor], scales: Tensor) -> Iterator[Tensor]:
 
 
 class GroupedKernel:
-    """Takes the operator's place, and keeps how often it was called."""
+    """Replaces the operator, and counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -75,8 +75,8 @@ class GroupedKernel:
         from torch._meta_registrations import _meta_grouped_mm_common
 
         self.calls += 1
-        meta = [one.to("meta") for one in (a, b, *others[:3])]
+        meta = [item.to("meta") for item in (a, b, *others[:3])]
         shape = _meta_grouped_mm_common(*meta, *others[3:]).shape
-        found = kernel(a, b, *others)
-        assert found.shape == shape and found.dtype is torch.bfloat16
-        return found
+        result = kernel(a, b, *others)
+        assert result.shape == shape and result.dtype is torch.bfloat16
+        return result

@@ -1,4 +1,4 @@
-"""Layers of products and the same by torch's own operators and autograd, in fp64."""
+"""Linear and convolution layers, and their results by torch's operators and autograd in fp64."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def outcome(layer: Linear | Convolution, x: Tensor, pull: Tensor) -> Outcome:
 
 
 def torchs_linear(weight: Tensor, x: Tensor, pull: Tensor) -> Outcome:
-    weight, x = (one.detach().double().requires_grad_() for one in (weight, x))
+    weight, x = (item.detach().double().requires_grad_() for item in (weight, x))
     y = functional.linear(x, weight)
     return y.detach(), *torch.autograd.grad(y, (x, weight), pull.double())
 

@@ -1,4 +1,4 @@
-"""Causal models of one's own, tiny and random: Hugging Face's, and a module that keeps to the same cache protocol."""
+"""Tiny random causal models: Hugging Face's, and a module with the same cache protocol, honest and faulty."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def keeping_nothing() -> nn.Module:
 
 
 class Remembering(Own):
-    """Says what it said of the same ids at the same place."""
+    """Repeats its answer for the same ids at the same position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Remembering(Own):
 
 
 class Prefilling(Own):
-    """Does its whole prompt again in each step of one sequence."""
+    """Computes its whole prompt again in each step of one sequence."""
 
     def __init__(self) -> None:
         super().__init__()

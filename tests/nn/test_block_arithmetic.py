@@ -108,9 +108,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         shape = meta_scaled_mm_v2(
             a, b, scales_a, kinds_a, swizzles_a, scales_b, kinds_b, swizzles_b, bias, output, contraction, fast
         ).shape
-        found = kernel(a, b, *others)
-        assert found.shape == shape
-        return found
+        result = kernel(a, b, *others)
+        assert result.shape == shape
+        return result
 
     monkeypatch.setattr("torch._meta_registrations.device_hint", lambda tensor: "cuda")
     monkeypatch.setattr(torch.ops.aten._scaled_mm_v2, "default", checked)
@@ -147,8 +147,8 @@ def test_mx_codes_of_four_bits_are_the_emulated_values(role: Role) -> None:
     """No product of torch takes them, but `conform` compares their casts."""
     precision = precisions.get("mxfp4")
     native, emulated = BlockArithmetic(precision.recipe), RecipeArithmetic(precision.recipe)  # type: ignore[attr-defined]
-    found = native.restore(native.cast(sources(), role), torch.float32)
-    assert torch.equal(found, emulated.cast(sources(), role).data)
+    result = native.restore(native.cast(sources(), role), torch.float32)
+    assert torch.equal(result, emulated.cast(sources(), role).data)
 
 
 def test_codes_without_scales_are_refused() -> None:
@@ -164,9 +164,9 @@ def test_nan_and_infinity_stay_what_emulation_makes_of_them(mode: str) -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
         tensor = sources(128, 256)
         tensor[5, 7] = bad
-        found = native.restore(native.cast(tensor, Role.INPUT), torch.float32)
+        result = native.restore(native.cast(tensor, Role.INPUT), torch.float32)
         wanted = emulated.cast(tensor, Role.INPUT).data
         if bad != bad:
-            assert torch.equal(found.isnan(), wanted.isnan())
+            assert torch.equal(result.isnan(), wanted.isnan())
         else:
-            assert found[5, 7].abs() >= wanted[5].abs()[wanted[5].isfinite()].max()
+            assert result[5, 7].abs() >= wanted[5].abs()[wanted[5].isfinite()].max()

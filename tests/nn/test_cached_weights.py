@@ -1,4 +1,4 @@
-"""Weights that are cast once for several passes: what is made, how often, and that nothing of it stays."""
+"""Weights cast once for several passes: the operands, the number of casts, and that nothing stays afterwards."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ def gradients(model: Pair, passes: int = 1) -> list[Tensor]:
     ("mode", "facts"),
     [
         *((mode, CPU) for mode in MODES),
-        *(pytest.param(one, H200, marks=NEEDS_PRODUCTS) for one in ("fp8", "fp8-rowwise", "fp8-delayed:history=2")),
+        *(pytest.param(item, H200, marks=NEEDS_PRODUCTS) for item in ("fp8", "fp8-rowwise", "fp8-delayed:history=2")),
     ],
 )
 def test_cached_and_cast_again_are_the_same_bit_for_bit(mode: str, facts: DeviceFacts) -> None:
     own = [precisions.get(mode).arithmetic(facts).layer("first") for _ in range(2)]  # with draws from the start
-    models = [Pair(one, PlainArithmetic(torch.float32)) for one in own]
+    models = [Pair(item, PlainArithmetic(torch.float32)) for item in own]
     cached = CachedWeights(models[0])
     passes = 1 if own[0].settles else 2  # a delayed scale has an entry for each cast
     for _ in range(2):
         with cached.cast(SilentPhases()):
-            found = gradients(models[0], passes)
+            result = gradients(models[0], passes)
         wanted = gradients(models[1], passes)
-        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(result, wanted, strict=True))
         with torch.no_grad():
             for model in models:
                 for weight in model.parameters():
@@ -106,7 +106,7 @@ def test_nothing_stays_when_the_passes_are_over_or_have_failed() -> None:
 
 
 class Counting(PlainArithmetic):
-    """Takes largest magnitudes, and writes them down."""
+    """Takes largest magnitudes, and records them."""
 
     takes_amax = True
 
@@ -124,8 +124,8 @@ def test_largest_magnitudes_are_found_ahead_for_who_takes_them(monkeypatch: pyte
     model = Pair(Counting(torch.bfloat16, seen), Counting(torch.bfloat16, seen))
     with CachedWeights(model).cast(SilentPhases()):
         pass
-    assert [float(one) for one in seen if one is not None] == [
-        float(one.detach().abs().max()) for one in model.parameters()
+    assert [float(call) for call in seen if call is not None] == [
+        float(parameter.detach().abs().max()) for parameter in model.parameters()
     ]
     seen.clear()
     monkeypatch.setattr(Counting, "takes_amax", False)
@@ -162,5 +162,5 @@ def test_a_delayed_scale_gets_one_entry_for_all_passes() -> None:
     for steps in (1, 2):
         with CachedWeights(model).cast(SilentPhases()):
             gradients(model, 3)
-        entries = {role: int(torch.count_nonzero(one.history)) for role, one in arithmetic.scales.items()}
+        entries = {role: int(torch.count_nonzero(item.history)) for role, item in arithmetic.scales.items()}
         assert entries == {Role.INPUT: 3 * steps, Role.WEIGHT: steps, Role.GRADIENT: 3 * steps}

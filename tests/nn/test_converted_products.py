@@ -1,4 +1,4 @@
-"""What a converted layer computes: torch's own bits where nothing is rounded, the right roundings where it is."""
+"""Results of converted layers: torch's bits where nothing is rounded, the right roundings elsewhere."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def test_any_convolution(options: dict[str, Any], by: str) -> None:
     with converted(model, own):
         ours = outcome(model, x)
     exact = outcome(model.double(), x.double())
-    for one, other in zip(ours, exact, strict=True):
-        assert one.shape == other.shape and one.dtype == torch.float32
-        assert relative_frobenius(one, other) < 1e-6
+    for left, right in zip(ours, exact, strict=True):
+        assert left.shape == right.shape and left.dtype == torch.float32
+        assert relative_frobenius(left, right) < 1e-6
     assert ours[0].stride() == exact[0].stride()
 
 
@@ -152,7 +152,7 @@ def test_experts_in_fp32_are_torchs(way: str) -> None:
     plain = run()
     with converted(model) as conversion:
         ours = run()
-    assert "stack" in [one.parameter for one in conversion.converted]
+    assert "stack" in [holder.parameter for holder in conversion.converted]
     assert_same_bits_nearly(plain, ours)
 
 
@@ -204,9 +204,9 @@ def test_an_arithmetic_with_one_product_for_all_experts_makes_one(way: str) -> N
 
         ours = step(SilentPhases())
         tape = tape_in_phases(step)
-    assert sum(one.calls for one in tape.operators if one.operator == "_grouped_mm") == 3
-    for one, other in zip(ours, plain, strict=True):
-        assert one.shape == other.shape and relative_frobenius(one, other) < 2**-7
+    assert sum(operator.calls for operator in tape.operators if operator.operator == "_grouped_mm") == 3
+    for left, right in zip(ours, plain, strict=True):
+        assert left.shape == right.shape and relative_frobenius(left, right) < 2**-7
 
 
 MAKERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -239,5 +239,5 @@ def test_a_model_of_another_dtype_gets_its_own_back(kind: str, dtype: torch.dtyp
         y = model(x)
         y.float().square().mean().backward()
     assert y.dtype == dtype
-    found = [one.grad for one in model.parameters() if one.grad is not None]
-    assert found and all(one.dtype == dtype and one.isfinite().all() for one in found)
+    result = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert result and all(tensor.dtype == dtype and tensor.isfinite().all() for tensor in result)

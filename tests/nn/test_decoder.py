@@ -21,7 +21,15 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder, IntegerWeight, KeptHeads, KeptWeight, OwnWeight, drawn_weights, kept_weight
 from fp8bench.nn.experts import MixtureGPT
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.served import KV_FORMATS, WEIGHT_FORMATS, by_layer, kept_word, served_shapes, shape_of, step_bytes
+from fp8bench.nn.served import (
+    KV_FORMATS,
+    WEIGHT_FORMATS,
+    format_parser,
+    layer_formats,
+    served_shapes,
+    shape_of,
+    step_bytes,
+)
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
 from fp8bench.protocols import SilentPhases
@@ -118,9 +126,9 @@ def by_hand(config: GPTConfig, weight: Callable[[str], Tensor], tokens: list[int
 
 
 def token_by_token(model: Decoder, tokens: Tensor, first: int) -> Tensor:
-    found = [model.forward(tokens[:, :first], 0, SilentPhases(), every=True)]
-    found += [model.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(first, tokens.shape[1])]
-    return torch.cat(found, 1)
+    result = [model.forward(tokens[:, :first], 0, SilentPhases(), every=True)]
+    result += [model.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(first, tokens.shape[1])]
+    return torch.cat(result, 1)
 
 
 @for_each("config", [TINY, TINY_GPT2, TINY_MOE, TINY_MOE_GPT2], ids=["llama", "gpt2", "experts", "gpt2-experts"])
@@ -143,18 +151,18 @@ def test_the_trained_model_of_these_weights_gives_the_same_logits(size: str, kin
     plain, weight = PlainArithmetic(torch.float32), drawn_weights(served_shapes(config), 3, "cpu")
     gpt = kind(config, lambda name: plain, torch.float32)
     wanted = [(name, shape) for name, (shape, _) in served_shapes(config).items()]
-    assert [(name, (*one.shape,)) for name, one in gpt.named_parameters()] == wanted
+    assert [(name, (*item.shape,)) for name, item in gpt.named_parameters()] == wanted
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
             parameter.copy_(weight(name))
         tokens = torch.randint(config.vocabulary, (2, 20), generator=torch.Generator().manual_seed(2))
         logits = gpt.logits(tokens, SilentPhases())
-    found = token_by_token(model_of(config), tokens, 7)
-    assert float((found - logits).abs().max()) <= 1e-5 * float(logits.abs().max())
+    result = token_by_token(model_of(config), tokens, 7)
+    assert float((result - logits).abs().max()) <= 1e-5 * float(logits.abs().max())
 
 
 class Touched(TorchDispatchMode):  # type: ignore[misc]
-    """The memory that operators take something from, by where it begins."""
+    """Records the addresses of tensors that operators read."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -162,8 +170,8 @@ class Touched(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for given in args:
-            self.places |= {one.data_ptr() for one in (given if isinstance(given, list | tuple) else [given])
-                            if isinstance(one, Tensor)}  # fmt: skip
+            self.places |= {item.data_ptr() for item in (given if isinstance(given, list | tuple) else [given])
+                            if isinstance(item, Tensor)}  # fmt: skip
         return func(*args, **(kwargs or {}))
 
 
@@ -200,11 +208,11 @@ def test_of_experts_those_that_are_chosen_are_read(weights: str, batch: int) -> 
 def wrong_by(spoil: Callable[[Decoder], None]) -> float:
     tokens = torch.randint(TINY.vocabulary, (2, 9), generator=torch.Generator().manual_seed(1))
     exact, model = model_of(TINY), model_of(TINY)
-    for one in (exact, model):
-        one.forward(tokens[:, :8], 0, SilentPhases())
+    for item in (exact, model):
+        item.forward(tokens[:, :8], 0, SilentPhases())
     spoil(model)
-    wanted, found = (one.forward(tokens[:, 8:], 8, SilentPhases()) for one in (exact, model))
-    return float((found - wanted).norm() / wanted.norm())
+    wanted, result = (item.forward(tokens[:, 8:], 8, SilentPhases()) for item in (exact, model))
+    return float((result - wanted).norm() / wanted.norm())
 
 
 def test_planted_mistakes_of_a_cache_are_seen() -> None:
@@ -232,13 +240,13 @@ def test_what_a_cache_gives_back_is_the_formats_own_rounding(name: str) -> None:
     """The formats have oracles of their own."""
     x = torch.randn(2, 3, 10, 48, generator=torch.Generator().manual_seed(5)) * 3
     heads, slowly = (KeptHeads(name, (2, 3, 16, 48), torch.float32, "cpu") for _ in range(2))
-    for one in (heads, slowly):
-        one.calibrate(x)
+    for item in (heads, slowly):
+        item.calibrate(x)
     heads.put(x, 0)
     for at in range(10):
         slowly.put(x[:, :, at : at + 1], at)
-    found, kept = heads.read(10), KV_FORMATS[name]
-    assert torch.equal(found, slowly.read(10))
+    result, kept = heads.read(10), KV_FORMATS[name]
+    assert torch.equal(result, slowly.read(10))
     if kept.fmt is None or name == "fp8":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[name]
         wanted = x.to(dtype).float()
@@ -248,7 +256,7 @@ def test_what_a_cache_gives_back_is_the_formats_own_rounding(name: str) -> None:
     else:
         wanted = values(x.reshape(-1, 48), kept.fmt, kept.scaling).view(x.shape)
     # Scales are divided by where the formats multiply by an inverse: a last bit of fp32, and no code.
-    assert torch.allclose(found, wanted, rtol=1e-6, atol=0)
+    assert torch.allclose(result, wanted, rtol=1e-6, atol=0)
 
 
 @for_each("name", [name for name in WEIGHT_FORMATS if name not in ("fp32", "bf16")])
@@ -331,27 +339,29 @@ def test_counted_bytes_are_those_that_are_stored(kv: str, weights: str) -> None:
 
 
 def test_formats_by_layer() -> None:
-    assert by_layer("fp8@0-1=bf16@3=nvfp4", 4) == ["bf16", "bf16", "fp8", "nvfp4"]
+    assert layer_formats("fp8@0-1=bf16@3=nvfp4", 4) == ["bf16", "bf16", "fp8", "nvfp4"]
     with pytest.raises(UsageError, match="names layer 4"):
-        by_layer("fp8@4=bf16", 4)
+        layer_formats("fp8@4=bf16", 4)
     for wrong in ("fp9", "fp8@1", "fp8@3-1=bf16", "fp8@0=e5m2", "fp8@=bf16"):
         with pytest.raises(ValueError, match="expected"):
-            kept_word(KV_FORMATS)(wrong)
+            format_parser(KV_FORMATS)(wrong)
 
 
 @for_each("size", ["nano", "nano-llama"])
 def test_a_cache_that_grows_gives_what_a_static_one_gives(size: str) -> None:
-    config, found = SERVED_SIZES[size], []
+    config, result = SERVED_SIZES[size], []
     cache = f"fp32[2,{config.key_heads},40,{config.head_width}]"
     for more in ({}, {"static": "no"}):
         state = Decode().prepare(setup_of("decode", {**SMALL["decode"], "size": size, **more}, "fp32"))
         for _ in range(2):
             Decode().step(state, SilentPhases())
         tape = tape_in_phases(state.step)
-        copies = [one for one in tape.operators if one.operator == "cat" and one.outputs == (cache,)]
-        moved = sum(one.calls * one.bytes for one in copies)
-        found.append((state.logits.clone(), tape.flops, moved))
-    (logits, flops, none), (grown, as_many, moved) = found
+        copies = [
+            operator for operator in tape.operators if operator.operator == "cat" and operator.outputs == (cache,)
+        ]
+        moved = sum(item.calls * item.bytes for item in copies)
+        result.append((state.logits.clone(), tape.flops, moved))
+    (logits, flops, none), (grown, as_many, moved) = result
     assert torch.equal(logits, grown) and flops == as_many and none == 0
     assert moved == config.layers * 2 * 2 * (2 * config.key_heads * 40 * config.head_width * 4)
 

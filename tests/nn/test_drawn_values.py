@@ -1,4 +1,4 @@
-"""What operands are made of: every kind in every suite that draws its own, and constants in every precision."""
+"""Kinds of operands' values, in every suite that draws its own, and constants in every precision."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def test_a_suite_is_made_of_what_was_asked(workload: str, bench: Bench) -> None:
         state = workloads.get(workload).prepare(bench._setup(case, CPU))
         weights = state.layer.parameters() if hasattr(state, "layer") else ()
         tensors = [*vars(state).values(), *getattr(state, "inputs", ()), *weights]
-        found = [one.detach() for one in tensors if isinstance(one, torch.Tensor) and one.dim() > 1]
+        result = [tensor.detach() for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.dim() > 1]
         kind = VALUES.of(dict(case.params))
         if kind == "zeros":
-            assert found and all(not one.any() for one in found)
+            assert result and all(not tensor.any() for tensor in result)
         if kind == "ones" and workload != "cast":
-            assert found and all(len(one.unique()) == 1 for one in found)
-        seen[kind] = tuple(float(one.float().abs().mean()) for one in found)
+            assert result and all(len(tensor.unique()) == 1 for tensor in result)
+        seen[kind] = tuple(float(tensor.float().abs().mean()) for tensor in result)
     assert set(seen) == set(KINDS) and len(set(seen.values())) == len(KINDS)
 
 
@@ -97,7 +97,7 @@ def test_constants_take_every_precision_and_leave_no_nan(mode: str, bench: Bench
                     assert product.isfinite().all()
                     assert product.any() == (VALUES.of(dict(case.params)) == "ones"), case
                 statistics = one.statistics(bench._setup(case, CPU))
-            assert all(math.isfinite(one.amax) for one in statistics)
+            assert all(math.isfinite(item.amax) for item in statistics)
             why = bench.error(case, CPU)
             assert why == why_no_errors(dict(case.params)) and "constant" in str(why)
 

@@ -1,4 +1,4 @@
-"""Turning leaves products as they are, can be undone, and is the same wherever it is done."""
+"""Rotations leave products unchanged, can be undone, and are the same on every device."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def test_what_is_not_finite_stays_among_its_16() -> None:
 @for_each("turned", [False, True])
 def test_a_gpu_s_kernel_gives_the_same(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vector_width, "widths", lambda device: ())
-    found = compiled(RotationKernel(torch.bfloat16, "cpu", turned))
+    result = compiled(RotationKernel(torch.bfloat16, "cpu", turned))
     for rows, columns in ((48, 64), (1, 16), (33, 160)):
         x = outliers(rows, columns).to(torch.bfloat16)
         x[0, 3], x[-1, -1] = math.inf, math.nan
         memory = x.t().contiguous() if turned else x
         wanted = rotated(x, 3)
-        for run in (found.run, RotationKernel(torch.bfloat16, "cpu", turned)):
+        for run in (result.run, RotationKernel(torch.bfloat16, "cpu", turned)):
             out = torch.empty(rows, columns)
             run(_runs(memory, turned), _matrix(3, torch.device("cpu")), _runs(out, False))
             assert torch.equal(out.isnan(), wanted.isnan()) and torch.equal(out.nan_to_num(), wanted.nan_to_num())
@@ -111,16 +111,18 @@ def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPa
         for bad in (x[0, 0].item(), math.inf, math.nan):
             x[-1, -1] = bad
             wanted, memory = rotated(x, 3), x.t().contiguous() if turned else x
-            parts = [one.t().reshape(-1, SIZE, rows) if turned else one for one in (wanted, x)]
+            parts = [item.t().reshape(-1, SIZE, rows) if turned else item for item in (wanted, x)]
             for run in (compiled_too, kernel):
                 out = torch.empty(memory.shape)
                 peaks = [torch.zeros(columns // SIZE if turned else rows) for _ in parts]
-                seen = [one.view(-1, SIZE, rows) if turned else _runs(one, False) for one in (memory, out)]
+                seen = [item.view(-1, SIZE, rows) if turned else _runs(item, False) for item in (memory, out)]
                 run(seen[0], _matrix(3, torch.device("cpu")), seen[1], *peaks)
                 given = [out.t() if turned else out, *peaks]
-                for found, right in zip(given, [wanted, *(one.abs().flatten(1).amax(1) for one in parts)], strict=True):
-                    assert torch.equal(found.isnan(), right.isnan())
-                    assert torch.equal(found.nan_to_num(), right.float().nan_to_num())
+                for result, right in zip(
+                    given, [wanted, *(item.abs().flatten(1).amax(1) for item in parts)], strict=True
+                ):
+                    assert torch.equal(result.isnan(), right.isnan())
+                    assert torch.equal(result.nan_to_num(), right.float().nan_to_num())
 
 
 @for_each("device", ["cpu", "meta"])
@@ -128,15 +130,15 @@ def test_one_pass_looks_at_both(device: str) -> None:
     x = outliers(64, 48).to(device).t()
     rotation(x, 3)  # its matrix is kept
     with Operators() as seen:
-        found, alone = rotation(x, 3), rotated(x, 3)
-    assert found.values.shape == alone.shape == (48, 64) and alone.is_contiguous()
+        result, alone = rotation(x, 3), rotated(x, 3)
+    assert result.values.shape == alone.shape == (48, 64) and alone.is_contiguous()
     if device == "meta":
-        ours = [name for name in seen.names if not any(one in name for one in ("aten.t.", "detach", "empty"))]
+        ours = [name for name in seen.names if not any(item in name for item in ("aten.t.", "detach", "empty"))]
         assert ours == ["fp8bench.rotated_and_looked_at.default", "fp8bench.rotated.default"]
-        assert found.values.t().is_contiguous()
+        assert result.values.t().is_contiguous()
     else:
-        assert torch.equal(found.values, rotated(x, 3))
-        assert found.amaxes == found.values.abs().max() and found.amaxes_before == x.abs().max()
+        assert torch.equal(result.values, rotated(x, 3))
+        assert result.amaxes == result.values.abs().max() and result.amaxes_before == x.abs().max()
 
 
 def test_a_matrix_is_made_of_numbers_whatever_tensors_are_made_on() -> None:

@@ -1,4 +1,4 @@
-"""Models of one's own that are served: against fp8bench's decoder with the same weights, and against themselves."""
+"""Serving users' own models: against fp8bench's decoder with the same weights, and against themselves."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_logits_are_those_of_the_model_without_a_cache(make: Callable[[], nn.Mod
         out: Any = model(TOKENS)
     wanted = out if isinstance(out, Tensor) else out.logits
     whole, parts = both_ways(OwnDecoder("own", model, Arm("fp32"), (2, 12), "cpu"))
-    assert max(float((one - wanted).abs().max()) for one in (whole, parts)) <= 1e-5 * float(wanted.abs().max())
+    assert max(float((item - wanted).abs().max()) for item in (whole, parts)) <= 1e-5 * float(wanted.abs().max())
 
 
 @for_each("make", [served_models.llama, served_models.gpt2, served_models.Own])
@@ -102,14 +102,19 @@ def test_bytes_are_those_that_are_stored(make: Callable[[], nn.Module]) -> None:
     model = make()
     shape = shape_of_own("own", model, 0, CPU)
     assert (shape.vocabulary, shape.layers, shape.heads) == (WORDS, LAYERS, HEADS)
-    stored = sum(one.numel() for one in model.parameters())
-    places = sum(one.numel() for one in model.modules() if isinstance(one, nn.Embedding) for one in one.parameters())
+    stored = sum(parameter.numel() for parameter in model.parameters())
+    places = sum(
+        module.numel()
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for module in module.parameters()
+    )
     tied = 0 if hasattr(model, "head") or make is served_models.llama else WORDS * WIDTH
     positions = 0 if make is served_models.llama else WIDTH
     counted = step_bytes(shape, Arm("fp32"), 2, 12)
     assert counted.weights == 4 * (stored - places + tied + 2 * WIDTH + positions)
     decoder = OwnDecoder("own", make(), Arm("bf16", "", "int8"), (2, 12), "cpu")
-    cached = sum(one.numel() for layer in decoder.cache.layers for one in (layer.keys, layer.values))
+    cached = sum(item.numel() for layer in decoder.cache.layers for item in (layer.keys, layer.values))
     assert counted.kv == 4 * cached and step_bytes(shape, Arm("bf16", "fp8"), 2, 12).kv == cached
     assert 8.0 < 8 * decoder.weight_bytes() / decoder.parameters() < 16.0
     assert OwnDecoder("own", make(), Arm("bf16"), (2, 12), "cpu").weight_bytes() == 2 * stored
@@ -125,7 +130,7 @@ def test_a_filled_cache_is_read_and_is_the_formats_own() -> None:
         assert float(keys[:, :, :15, 0].std()) > 3 and not keys[:, :, 15:].any()
         with torch.no_grad():
             logits += [model.forward(TOKENS[:, :1], 15, SilentPhases()) for _ in range(2)]
-    assert all(torch.equal(one, logits[0]) for one in logits[:4]) and not torch.equal(logits[4], logits[0])
+    assert all(torch.equal(item, logits[0]) for item in logits[:4]) and not torch.equal(logits[4], logits[0])
 
 
 REFUSED = {

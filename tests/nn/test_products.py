@@ -1,4 +1,4 @@
-"""What linear layers and convolutions have in common: products against torch's own, casts, phases; convolutions."""
+"""Linear layers and convolutions: products against torch's own, casts and phases."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Kind(NamedTuple):
     def is_close(self, layer: Linear | Convolution, most: float, least: float = -1.0) -> None:
         dtype = torch.float64 if layer.arithmetic.carrier is torch.float64 else torch.float32
         x, pull = given(*self.inputs, dtype=dtype), given(*self.outputs, dtype=dtype, seed=3)
-        for one, other in zip(outcome(layer, x, pull), self.exact(layer.weight, x, pull), strict=True):
-            assert one.shape == other.shape and least < relative_frobenius(one, other) < most
+        for ours, theirs in zip(outcome(layer, x, pull), self.exact(layer.weight, x, pull), strict=True):
+            assert ours.shape == theirs.shape and least < relative_frobenius(ours, theirs) < most
 
 
 # A linear layer makes all operands, then has its products; a convolution turns what each of them needs before it.
@@ -79,7 +79,9 @@ each_kind = pytest.mark.parametrize("kind", [LINEAR, CONVOLUTION], ids=["linear"
 def test_forward_and_gradients_are_torchs_own(kind: Kind, dtype: torch.dtype, tolerance: float) -> None:
     layer = kind.layer(PlainArithmetic(dtype)).to(dtype)
     kind.is_close(layer, tolerance)
-    assert {one.dtype for one in outcome(layer, given(*kind.inputs, dtype=dtype), given(*kind.outputs))} == {dtype}
+    assert {tensor.dtype for tensor in outcome(layer, given(*kind.inputs, dtype=dtype), given(*kind.outputs))} == {
+        dtype
+    }
 
 
 @each_kind
@@ -93,7 +95,7 @@ def test_every_precision_is_close_to_the_exact_result(kind: Kind, name: str, lim
     kind.is_close(layer, limit, limit / 100)
     y, *gradients = outcome(layer, given(*kind.inputs), given(*kind.outputs))
     assert y.dtype == layer.arithmetic.carrier and y.is_contiguous()
-    assert {one.dtype for one in gradients} == {torch.float32}  # the master weights'
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}  # the master weights'
 
 
 def phases_of(kind: Kind, name: str, needs_gradient: bool = True) -> tuple[list[str], list[str]]:
@@ -155,14 +157,14 @@ class Halved(Arithmetic):
 
 
 class Unmultiplied(Halved):
-    """The same for what is no matrix product."""
+    """Halved, for convolutions, which make no matrix product."""
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         raise AssertionError("a convolution is no matrix product")
 
 
 class Both(Halved):
-    """Gives both orientations of what it casts, and notes what it was asked for."""
+    """Returns both orientations of a cast, and records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Role]] = []
@@ -196,7 +198,7 @@ def test_what_one_look_gives_is_kept_turned_and_not_turned_again() -> None:
     LINEAR.is_close(LINEAR.layer(arithmetic), 1e-6)
     assert arithmetic.asked == [("both", role) for role in Role]
     _, kept = saved(linear(arithmetic), given(8, 64).requires_grad_())
-    assert [tuple(one.shape) for one in kept] == [(64, 8), (), (64, 32), ()]
+    assert [tuple(tensor.shape) for tensor in kept] == [(64, 8), (), (64, 32), ()]
 
 
 def test_operands_that_no_gradient_needs_are_neither_turned_nor_kept() -> None:
@@ -205,13 +207,13 @@ def test_operands_that_no_gradient_needs_are_neither_turned_nor_kept() -> None:
     y, kept = saved(layer, x)
     y.sum().backward()
     assert layer.arithmetic.asked == [("both", Role.INPUT), ("cast", Role.WEIGHT), ("both", Role.GRADIENT)]
-    assert [tuple(one.shape) for one in kept] == [(64, 8), ()] and layer.weight.grad is not None
+    assert [tuple(tensor.shape) for tensor in kept] == [(64, 8), ()] and layer.weight.grad is not None
     layer.arithmetic.asked.clear()
     layer.weight.requires_grad_(False)
     y, kept = saved(layer, x.requires_grad_())
     y.sum().backward()
     assert layer.arithmetic.asked == [("cast", Role.INPUT), ("both", Role.WEIGHT), ("cast", Role.GRADIENT)]
-    assert [tuple(one.shape) for one in kept] == [(64, 32), ()]
+    assert [tuple(tensor.shape) for tensor in kept] == [(64, 32), ()]
     layer.arithmetic.asked.clear()
     with torch.no_grad():
         layer(x, SilentPhases())
@@ -237,7 +239,7 @@ def test_block_scaled_gradients_are_those_of_each_orientations_own_blocks() -> N
 
 
 class Diary:
-    """A marker that writes down when it is entered and left."""
+    """A marker that records when it is entered and left."""
 
     def __init__(self) -> None:
         self.pages: list[str] = []
@@ -254,7 +256,7 @@ class Diary:
 
 
 class Watched(torch.autograd.Function):
-    """Doubles, and notes whether a marker is open in each direction."""
+    """Doubles, and records whether a marker is open in each direction."""
 
     @staticmethod
     def forward(ctx, x, diary, seen):  # type: ignore[no-untyped-def]
@@ -331,8 +333,8 @@ def test_block_scaled_products_round_along_their_own_contractions() -> None:
     wanted_y, _, _ = torchs_convolution(blocks(weight), along_last(x), pull)
     _, wanted_x, _ = torchs_convolution(blocks(weight.t()).t(), x, along_last(pull))
     _, _, wanted_weight = torchs_convolution(weight, along_positions(x), along_positions(pull))
-    for one, other in ((y, wanted_y), (x_gradient, wanted_x), (weight_gradient, wanted_weight)):
-        assert relative_frobenius(one, other) < 1e-6
+    for ours, theirs in ((y, wanted_y), (x_gradient, wanted_x), (weight_gradient, wanted_weight)):
+        assert relative_frobenius(ours, theirs) < 1e-6
 
 
 @for_each("name", ["fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
@@ -342,8 +344,8 @@ def test_codes_of_a_native_precision_are_convolved_as_their_values(name: str) ->
     native = convolution(precisions.get(name).arithmetic(H200), 16, 16)
     emulated = convolution(arithmetic_of(name), 16, 16)
     assert isinstance(native.arithmetic, ScaledArithmetic) and not isinstance(emulated.arithmetic, ScaledArithmetic)
-    for one, other in zip(outcome(native, x, pull), outcome(emulated, x, pull), strict=True):
-        assert relative_frobenius(one, other) < 1e-3
+    for ours, theirs in zip(outcome(native, x, pull), outcome(emulated, x, pull), strict=True):
+        assert relative_frobenius(ours, theirs) < 1e-3
 
 
 def test_the_block_is_two_convolutions_with_norms_and_a_residual() -> None:
@@ -352,8 +354,8 @@ def test_the_block_is_two_convolutions_with_norms_and_a_residual() -> None:
     x = given(2, 5, 5, 6, dtype=torch.float64)
     images = x.permute(0, 3, 1, 2)
     hidden = images
-    for index, one in enumerate((block.first, block.second)):
-        y = functional.conv2d(hidden, as_torch(one.weight.detach()), padding=1)
+    for index, item in enumerate((block.first, block.second)):
+        y = functional.conv2d(hidden, as_torch(item.weight.detach()), padding=1)
         mean, variance = y.mean((0, 2, 3), keepdim=True), y.var((0, 2, 3), correction=0, keepdim=True)
         normal = (y - mean) / (variance + 1e-5).sqrt()
         hidden = torch.relu(normal + (images if index else 0))

@@ -1,4 +1,4 @@
-"""What a recipe does beside rounding: products by role, rotations, random numbers, sums, and what layers remember."""
+"""Recipes beyond rounding: products by role, rotations, random numbers, short sums, and the memory of layers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ TURNED = (Role.INPUT, Role.GRADIENT)
 
 
 def of(mode: str, layer: str = "") -> RecipeArithmetic:
-    found = precisions.get(mode).arithmetic(CPU).layer(layer)
-    assert isinstance(found, RecipeArithmetic)
-    return found
+    result = precisions.get(mode).arithmetic(CPU).layer(layer)
+    assert isinstance(result, RecipeArithmetic)
+    return result
 
 
 def test_rotated_operands_are_rounded_after_they_were_turned() -> None:
@@ -39,28 +39,29 @@ def test_rotated_operands_are_rounded_after_they_were_turned() -> None:
     for role in Role:
         operand = arithmetic.cast(source, role)
         assert torch.equal(operand.data, values(source, E2M1, MX))
-        found = arithmetic.turn(operand, source, role).data
-        assert torch.equal(found, arithmetic.turned(source.t(), role).data)
+        result = arithmetic.turn(operand, source, role).data
+        assert torch.equal(result, arithmetic.turned(source.t(), role).data)
         if role is Role.WEIGHT:
-            assert torch.equal(found, values(source.t(), E2M1, MX))
+            assert torch.equal(result, values(source.t(), E2M1, MX))
         else:
             signs = arithmetic._signs
-            assert torch.equal(found, values(rotated(source.t(), signs), E2M1, MX))
-            assert not torch.equal(found, values(source.t(), E2M1, MX))
+            assert torch.equal(result, values(rotated(source.t(), signs), E2M1, MX))
+            assert not torch.equal(result, values(source.t(), E2M1, MX))
 
 
 @for_each("tokens", [16, 37, 64])
 def test_a_rotation_leaves_the_product_as_it_is(tokens: int) -> None:
     plain, rotated = (Recipe(*[Treatment(FP16)] * 3, hadamard=on) for on in (False, True))
-    found = []
+    result = []
     for recipe in (plain, rotated):
         arithmetic = RecipeArithmetic(recipe)
         g, x = gaussian(tokens, 24), gaussian(tokens, 40, seed=1)
         operands = (
-            arithmetic.turn(arithmetic.cast(one, role), one, role) for one, role in ((g, TURNED[1]), (x, TURNED[0]))
+            arithmetic.turn(arithmetic.cast(tensor, role), tensor, role)
+            for tensor, role in ((g, TURNED[1]), (x, TURNED[0]))
         )
-        found.append(arithmetic.product(*operands, torch.float32))
-    assert not torch.equal(*found) and relative_frobenius(*found) < 1e-3
+        result.append(arithmetic.product(*operands, torch.float32))
+    assert not torch.equal(*result) and relative_frobenius(*result) < 1e-3
 
 
 def test_random_numbers_differ_from_cast_to_cast_and_can_be_had_again() -> None:
@@ -121,7 +122,8 @@ def assert_same(one: Operand, other: Operand) -> None:
     for mine, theirs in ((one.data, other.data), (one.scale, other.scale)):
         if mine is not None and theirs is not None:
             numbers, wanted = (
-                one.view(torch.uint8) if one.dtype == torch.float4_e2m1fn_x2 else one.float() for one in (mine, theirs)
+                item.view(torch.uint8) if item.dtype == torch.float4_e2m1fn_x2 else item.float()
+                for item in (mine, theirs)
             )
             assert mine.is_contiguous() == theirs.is_contiguous() and torch.equal(numbers, wanted)
 

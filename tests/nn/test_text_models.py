@@ -1,4 +1,4 @@
-"""Models of text that are no transformers: against plain ones in fp64, and that none of them sees what comes later."""
+"""Text models other than transformers: against plain ones in fp64; none of them sees later tokens."""
 
 from __future__ import annotations
 
@@ -88,15 +88,15 @@ def test_loss_and_gradients_are_those_of_a_plain_model(kind: type[LanguageModel]
     model, (tokens, targets) = model_of(kind, replace(CONFIG, modern=modern)), text()
     loss = model(tokens, targets, SilentPhases())
     loss.backward()
-    weights = {name: one.detach().clone().requires_grad_() for name, one in model.named_parameters()}
+    weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
     plain = plain_mlp if kind is WindowMLP else plain_cnn
     exact = functional.cross_entropy(plain(weights, tokens, modern), targets.flatten())
     exact.backward()
     assert float(loss.detach()) == pytest.approx(float(exact.detach()), rel=1e-12)
-    for name, one in model.named_parameters():
+    for name, parameter in model.named_parameters():
         wanted = weights[name].grad
-        assert one.grad is not None and wanted is not None
-        assert torch.allclose(one.grad, wanted, rtol=1e-8, atol=1e-13), name
+        assert parameter.grad is not None and wanted is not None
+        assert torch.allclose(parameter.grad, wanted, rtol=1e-8, atol=1e-13), name
 
 
 @for_each("kind", KINDS)
@@ -124,7 +124,7 @@ def test_they_train_in_low_precision(kind: type[LanguageModel], mode: str) -> No
     loss = model(*batch, SilentPhases())
     loss.backward()
     assert float(loss.detach()) == pytest.approx(float(exact(*batch, SilentPhases()).detach()), rel=0.1)
-    assert all(one.grad is not None and bool(one.grad.isfinite().all()) for one in model.parameters())
+    assert all(parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
 
 
 def test_batch_norm_keeps_its_statistics_as_torchs_does() -> None:

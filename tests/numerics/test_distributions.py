@@ -1,4 +1,4 @@
-"""Made tensors, gradients among them, have the property they are made for."""
+"""Random tensors of each kind have the property that they are made for."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ def source(seed: int = 0) -> GradientSource:
 def test_rows_and_tensors_have_magnitudes_of_their_own() -> None:
     gradients = source()
     drawn = gradients.draw()
-    rows = torch.stack([one.square().mean(1).sqrt() for one in drawn])
+    rows = torch.stack([tensor.square().mean(1).sqrt() for tensor in drawn])
     scales = torch.cat(gradients.scales, dim=1).t()
     assert ((rows / scales).log().abs() < 0.6).all()
     spread = rows.log10()
     assert 2.5 < (spread.amax(1) - spread.amin(1)).min() < (spread.amax(1) - spread.amin(1)).max() < 3.5
     assert 3 < spread.median(1).values.max() - spread.median(1).values.min() < 5
-    standard = torch.cat([one / scale for one, scale in zip(drawn, gradients.scales, strict=True)])
+    standard = torch.cat([gradient / scale for gradient, scale in zip(drawn, gradients.scales, strict=True)])
     assert abs(standard.mean()) < 0.01 and abs(standard.std() - 1) < 0.01

@@ -1,4 +1,4 @@
-"""Products to compare with; total and kernel error of a product, apart; sums of few bits, number by number."""
+"""Reference products, the separate errors of casts and kernel, and short sums number by number."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ LENGTHS = (1, 31, 32, 96, 128, 129, 500)
 @for_each(
     ("accumulator", "bits", "k"),
     [
-        *((one, HOPPER_BITS, k) for one in (Accumulator.SHORT, Accumulator.PROMOTED) for k in LENGTHS),
+        *((item, HOPPER_BITS, k) for item in (Accumulator.SHORT, Accumulator.PROMOTED) for k in LENGTHS),
         *((Accumulator.SHORT, bits, 129) for bits in (2, 8, 23)),
     ],
 )
@@ -141,10 +141,10 @@ LENGTHS = (1, 31, 32, 96, 128, 129, 500)
 def test_every_element_is_the_one_added_by_hand(accumulator: Accumulator, bits: int, fmt: Format, k: int) -> None:
     for spread in (0.5, 4.0):
         a, b = short_operands(fmt, k, spread)
-        found = short_product(a, b, accumulator, bits)
+        result = short_product(a, b, accumulator, bits)
         wanted = [[by_hand(row, column, accumulator, bits) for column in b.tolist()] for row in a.tolist()]
-        assert found.dtype == torch.float32
-        assert np.array_equal(found.numpy(), np.array(wanted, np.float32))
+        assert result.dtype == torch.float32
+        assert np.array_equal(result.numpy(), np.array(wanted, np.float32))
 
 
 def test_what_is_lost_is_what_was_published() -> None:
@@ -153,8 +153,8 @@ def test_what_is_lost_is_what_was_published() -> None:
     a, b = (round_to(torch.rand(16, 4096, generator=generator), E4M3) for _ in range(2))
     exact = a.double() @ b.double().t()
     lost = {
-        one: float(((exact - short_product(a, b, one)) / exact).mean())
-        for one in (Accumulator.SHORT, Accumulator.PROMOTED)
+        item: float(((exact - short_product(a, b, item)) / exact).mean())
+        for item in (Accumulator.SHORT, Accumulator.PROMOTED)
     }
     assert 2e-3 < lost[Accumulator.SHORT] < 4e-3
     assert 0 < lost[Accumulator.PROMOTED] < 3 * 2.0**-HOPPER_BITS
@@ -165,8 +165,8 @@ def test_nothing_and_what_is_not_finite() -> None:
     for accumulator in (Accumulator.SHORT, Accumulator.PROMOTED):
         assert torch.equal(short_product(empty, empty, accumulator), torch.zeros(2, 2))
         a = torch.tensor([[1.0, float("inf")], [1.0, float("nan")], [1.0, 2.0]])
-        found = short_product(a, torch.ones(1, 2), accumulator).flatten().tolist()
-        assert found[0] == float("inf") and np.isnan(found[1]) and found[2] == 3.0
+        result = short_product(a, torch.ones(1, 2), accumulator).flatten().tolist()
+        assert result[0] == float("inf") and np.isnan(result[1]) and result[2] == 3.0
 
 
 MEASURED = Path(__file__).resolve().parents[2] / "reports" / "gpu_h200_202611" / "unit_sums.npz"

@@ -1,4 +1,4 @@
-"""Modes on the command line: one word each, in plans, files and traces. Nonsense is in tests/faults."""
+"""Modes on the command line, in plans, files and traces. Invalid ones are in tests/faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page on precisions against the modes themselves."""
+"""docs/precisions.md against the modes themselves."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def table(title: str) -> list[list[str]]:
 
 
 def recipes() -> dict[str, Recipe]:
-    found = sorted((precisions.get(name) for name in precisions.names()), key=lambda one: one.rank)
-    return {one.name: one.recipe for one in found if isinstance(one, RecipePrecision)}
+    result = sorted((precisions.get(name) for name in precisions.names()), key=lambda one: one.rank)
+    return {precision.name: precision.recipe for precision in result if isinstance(precision, RecipePrecision)}
 
 
 def words(cell: str) -> list[str]:
@@ -45,10 +45,10 @@ def test_formats_by_role_and_where_a_mode_is_native() -> None:
     rows = {words(row[0])[0]: row[1:] for row in table("inputs")}
     assert sorted(rows) == sorted(recipes())
     for name, recipe in recipes().items():
-        assert [words(cell)[0] for cell in rows[name][:3]] == [one.fmt.name for one in recipe.treatments]
+        assert [words(cell)[0] for cell in rows[name][:3]] == [item.fmt.name for item in recipe.treatments]
         native = [precisions.get(name).support(facts).level is Level.NATIVE for facts in (ADA, H200, B200)]
         assert rows[name][4].startswith(WHERE[tuple(native)])
-        extents = {one.scaling.name.split()[0] for one in recipe.treatments if one.scaling}
+        extents = {item.scaling.name.split()[0] for item in recipe.treatments if item.scaling}
         said = {"tensor": "a tensor", "row": "a row", "1x32": "MX", "1x16": "NVFP4"}
         assert all(said.get(extent, extent) in rows[name][3] for extent in extents)
 
@@ -60,7 +60,9 @@ def test_options_values_defaults_and_aliases() -> None:
         (name, option.name) for name, option in declared
     )
     for mode, named, values, also in rows:
-        (option,) = (one for one in precisions.get(words(mode)[0]).options if one.name == words(named)[0])
+        (option,) = (
+            precision for precision in precisions.get(words(mode)[0]).options if precision.name == words(named)[0]
+        )
         assert tuple(words(also)) == option.aliases
         if words(values):
             assert words(values)[0] == option.default
@@ -75,7 +77,9 @@ def test_options_values_defaults_and_aliases() -> None:
 
 def test_all_values_of_a_choice_are_named() -> None:
     for mode, named, values, _ in options():
-        (option,) = (one for one in precisions.get(words(mode)[0]).options if one.name == words(named)[0])
+        (option,) = (
+            precision for precision in precisions.get(words(mode)[0]).options if precision.name == words(named)[0]
+        )
         if not words(values) or "or a" in values:
             continue
         with pytest.raises(ValueError, match="expected one of") as caught:

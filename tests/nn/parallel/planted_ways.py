@@ -1,4 +1,4 @@
-"""Ways of training in parallel in which rank 1 makes a mistake, by the size that the name says."""
+"""Ways of parallel training in which rank 1 makes a mistake of the size in its name."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def nobody_asked(job: Job) -> ParallelModel:
     model = TensorCut(job)
     for layer in model.module.modules():
         scales = getattr(getattr(layer, "arithmetic", None), "scales", {})
-        for one in scales.values():
-            one._largest = lambda x: x
+        for item in scales.values():
+            item._largest = lambda x: x
     return model
 
 
@@ -164,7 +164,7 @@ def undivided(kind: type[DDPModel]) -> type[DDPModel]:
 
     class Model(kind):  # type: ignore[misc, valid-type]
         def gradients(self) -> list[Tensor]:
-            return [one * self.group.size() for one in super().gradients()]
+            return [gradient * self.group.size() for gradient in super().gradients()]
 
     return Model
 
@@ -201,7 +201,7 @@ def forgets_layer(kind: type[DDPModel]) -> type[DDPModel]:
             def hook(bucket: Any) -> Any:
                 forgotten = dict(self.module.named_parameters())[name]
                 pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-                kept = [(gradient, gradient.clone()) for one, gradient in pairs if one is forgotten]
+                kept = [(gradient, gradient.clone()) for item, gradient in pairs if item is forgotten]
                 assert sent is not None
                 done = sent(bucket)
                 done.wait()

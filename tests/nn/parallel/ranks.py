@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: what they exchange lies on a board, so that every rule of it can be tested."""
+"""Ranks as threads of one process, which exchange over a shared board, so that every exchange can be checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Board:
-    """Where ranks lay what they bring, and take what all have brought."""
+    """Where ranks put their contributions, and take those of all."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -29,9 +29,9 @@ class Board:
     def all_of(self, rank: int, x: Tensor) -> list[Tensor]:
         self._brought[rank] = x
         self._barrier.wait()
-        found = list(self._brought)
+        result = list(self._brought)
         self._barrier.wait()
-        return found
+        return result
 
     def give_up(self) -> None:
         self._barrier.abort()
@@ -39,7 +39,7 @@ class Board:
 
 @dataclass
 class Place:
-    """A rank's place at a board, in the manner of a process group."""
+    """A rank's place at a board, with the interface of a process group."""
 
     board: Board
     number: int
@@ -53,7 +53,7 @@ class Place:
 
 
 class ThreadedGroup(RankGroup):
-    """The exchanges of RankGroup by a board; counts the bytes that are handed over, by exchange."""
+    """RankGroup over a board; counts the bytes of each exchange."""
 
     handle: Any
     silent = False
@@ -65,7 +65,7 @@ class ThreadedGroup(RankGroup):
         with self.phase.communication:
             counts = place.board.all_of(place.number, torch.tensor(sent))
             rows = place.board.all_of(place.number, x.detach().clone())
-        parts = [one.split(count.tolist())[self.rank] for one, count in zip(rows, counts, strict=True)]
+        parts = [row.split(count.tolist())[self.rank] for row, count in zip(rows, counts, strict=True)]
         assert [len(part) for part in parts] == list(received)
         return torch.cat(parts)
 
@@ -85,20 +85,20 @@ class ThreadedGroup(RankGroup):
         return torch.stack(self._brought("scattered", parts)).sum(0)[self.rank]
 
     def to_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        for one, owner in zip(tensors, owners, strict=True):
-            whole = torch.stack(self._brought("to_owners", one)).sum(0)
+        for tensor, owner in zip(tensors, owners, strict=True):
+            whole = torch.stack(self._brought("to_owners", tensor)).sum(0)
             if owner == self.rank:
-                one.copy_(whole)
+                tensor.copy_(whole)
 
     def from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        for one, owner in zip(tensors, owners, strict=True):
-            one.copy_(self._brought("from_owners", one)[owner])
+        for tensor, owner in zip(tensors, owners, strict=True):
+            tensor.copy_(self._brought("from_owners", tensor)[owner])
 
     def _brought(self, what: str, x: Tensor) -> list[Tensor]:
         place = self.handle
         place.sent[what] = place.sent.get(what, 0) + x.numel() * x.element_size()
         with self.phase.communication:
-            return [one.detach() for one in place.board.all_of(place.number, x.detach().clone())]
+            return [item.detach() for item in place.board.all_of(place.number, x.detach().clone())]
 
 
 def on_board(place: Place, program: Program[T]) -> T:

@@ -1,4 +1,4 @@
-"""Agreement with one rank: what rounds in a case explains how far ranks may be from one."""
+"""Limits of how far ranks may be from one rank, by what rounds in a case."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CONFIG = GPTConfig(256, 32, 1, 2, 2, 64, batch=2, sequence=8)
 
 
 class Twice(AloneModel):
-    """Adds gradients up where it should take their mean: AdamW would not see it."""
+    """Sums gradients where it should take their mean, which AdamW would hide."""
 
     def gradients(self) -> list[Tensor]:
-        return [one * 2 for one in super().gradients()]
+        return [gradient * 2 for gradient in super().gradients()]
 
 
 def state(folder: Path, kind: type[AloneModel]) -> ParallelState:
@@ -41,13 +41,13 @@ def state(folder: Path, kind: type[AloneModel]) -> ParallelState:
 
 
 def test_the_same_model_agrees_bit_for_bit(tmp_path: Path) -> None:
-    found = agreement(state(tmp_path, AloneModel), state(tmp_path, AloneModel), 2)
-    assert set(found.figures().values()) == {0.0} and found.update.gain == 1.0
+    result = agreement(state(tmp_path, AloneModel), state(tmp_path, AloneModel), 2)
+    assert set(result.figures().values()) == {0.0} and result.update.gain == 1.0
 
 
 def test_sums_in_place_of_means_are_seen(tmp_path: Path) -> None:
-    found = agreement(state(tmp_path, Twice), state(tmp_path, AloneModel), 2)
-    assert 0.9 < found.update.error < 1.1 and 1.9 < found.update.gain < 2.1 and found.weight > 0
+    result = agreement(state(tmp_path, Twice), state(tmp_path, AloneModel), 2)
+    assert 0.9 < result.update.error < 1.1 and 1.9 < result.update.gain < 2.1 and result.weight > 0
 
 
 @for_each(
