@@ -137,10 +137,14 @@ def has_format(tensor: Tensor, fmt: Format) -> bool:
 
 def _on_grid(tensor: Tensor, fmt: Format) -> bool:
     for dimension in {tensor.dim() - 1, max(tensor.dim() - 2, 0), min(1, tensor.dim() - 1)}:
-        lines = _sample(tensor.movedim(dimension, -1))
+        moved = tensor.movedim(dimension, -1)
+        count = moved.numel() // moved.shape[-1]
+        # Some lines along the dimension, evenly spread.
+        lines = moved[..., :_LONGEST].reshape(count, -1)[:: max(1, count // _LINES)][:_LINES].to(torch.float32)
         if not bool(lines.isfinite().all()):
             return False
-        if _few_bits(lines, fmt):
+        unused_bits = (1 << (23 - fmt.mantissa_bits)) - 1
+        if not bool((lines.contiguous().view(torch.int32) & unused_bits).any()):
             return True
         if fmt.bits > _BYTE:  # 16-bit formats are never scaled
             continue
@@ -151,17 +155,6 @@ def _on_grid(tensor: Tensor, fmt: Format) -> bool:
             if runs.numel() and (_few_magnitudes(runs, fmt) or _fits(runs, fmt)):
                 return True
     return False
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    count = tensor.numel() // tensor.shape[-1]
-    lines = tensor[..., :_LONGEST].reshape(count, -1)
-    return lines[:: max(1, count // _LINES)][:_LINES].to(torch.float32)
-
-
-def _few_bits(values: Tensor, fmt: Format) -> bool:
-    rest = (1 << (23 - fmt.mantissa_bits)) - 1
-    return not bool((values.contiguous().view(torch.int32) & rest).any())
 
 
 def _few_magnitudes(runs: Tensor, fmt: Format) -> bool:

@@ -121,21 +121,16 @@ def _summed(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
     length = PROMOTION if promoted else max(a.shape[1], 1)
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     for start in range(0, a.shape[1], length):
-        stretch = slice(start, start + length)
-        total += _short_sum(wide_a[:, stretch], wide_b[:, stretch], bits)
+        kept = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
+        for first in range(start, min(start + length, a.shape[1]), INSTRUCTION):
+            part = slice(first, min(first + INSTRUCTION, start + length))
+            kept.addmm_(wide_a[:, part], wide_b[:, part].t())
+            # Cut off after every instruction. Infinities and NaN stay.
+            kept.view(torch.int64).bitwise_and_(-(1 << (_DOUBLE_BITS - bits)))
+        total += kept
     return total
 
 
 @_summed.register_fake
 def _like(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=torch.float32)
-
-
-def _short_sum(a: Tensor, b: Tensor, bits: int) -> Tensor:
-    """The float64 product of a stretch of K, cut off after every instruction. Infinities and NaN stay."""
-    kept = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
-    for start in range(0, a.shape[1], INSTRUCTION):
-        part = slice(start, start + INSTRUCTION)
-        kept.addmm_(a[:, part], b[:, part].t())
-        kept.view(torch.int64).bitwise_and_(-(1 << (_DOUBLE_BITS - bits)))
-    return kept

@@ -257,7 +257,11 @@ class _GridFigures:
         self._counts[0] += beyond.sum()
         self._counts[1] += ((magnitudes > 0) & (magnitudes < self._fmt.smallest_normal)).sum()
         self._factors.raise_to_peaks(self._peaks, magnitudes, place)
-        errors = (rounded / divisor - elements).abs() / self._neighbours(magnitudes)
+        # The format's spacing at each magnitude, computed from its bits, because a logarithm would round.
+        exponent = magnitudes.view(torch.int64).bitwise_right_shift(_FLOAT64_MANTISSA_BITS) - _FLOAT64_BIAS
+        spacing = exponent.clamp_(min=self._fmt.min_exponent) - self._fmt.mantissa_bits + _FLOAT64_BIAS
+        steps = spacing.bitwise_left_shift_(_FLOAT64_MANTISSA_BITS).view(torch.float64)
+        errors = (rounded / divisor - elements).abs() / steps
         told = kept & sound & ~beyond
         self._max_ulp = torch.maximum(self._max_ulp, torch.where(told, errors, 0.0).amax())
 
@@ -267,12 +271,6 @@ class _GridFigures:
         used = float(peaks.median()) / self._fmt.largest if peaks.numel() else None
         saturated, subnormal = self._counts.tolist()
         return saturated, subnormal, float(self._max_ulp), used
-
-    def _neighbours(self, magnitudes: Tensor) -> Tensor:
-        """The format's spacing at each magnitude, computed from its bits, because a logarithm would round."""
-        exponent = magnitudes.view(torch.int64).bitwise_right_shift(_FLOAT64_MANTISSA_BITS) - _FLOAT64_BIAS
-        spacing = exponent.clamp_(min=self._fmt.min_exponent) - self._fmt.mantissa_bits
-        return spacing.add_(_FLOAT64_BIAS).bitwise_left_shift_(_FLOAT64_MANTISSA_BITS).view(torch.float64)
 
 
 def _spread(signal: Tensor, noise: Tensor) -> Spread | None:
