@@ -223,7 +223,7 @@ def _forward_refused(held: ProductWeight, base: type[nn.Module]) -> tuple[str, s
 
 def _replaced(held: ProductWeight) -> tuple[str, str] | None:
     if "forward" in vars(held.module):
-        return "forward", "somebody has replaced its forward pass already"
+        return "forward", "its forward pass has been replaced already"
     return None
 
 

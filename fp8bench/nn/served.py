@@ -144,7 +144,7 @@ def served_support(params: Mapping[str, Scalar], precision: Precision, facts: De
     except UsageError as error:
         return hardware.refused(str(error))
     if precision.carried_by and str(params["size"]) in OWN_SHAPES:
-        return hardware.refused(f"a model of one's own is served in {' or '.join(CARRIERS)}, and by served:")
+        return hardware.refused(f"a model of your own is served in {' or '.join(CARRIERS)}, or by a mode of `served`")
     return _arm_support(arm, shape, precision, facts)
 
 

@@ -149,7 +149,7 @@ class RecipePrecision(Precision):
         if self.support(facts).level is Level.NATIVE:
             return self.arithmetic(facts)
         if self.whole_layers:
-            return f"{self.mode} is emulated by layers of another library, and nobody sees what these keep"
+            return f"{self.mode} is emulated by layers of another library, whose stored tensors cannot be seen"
         return kept_by_nobody(self.recipe) or self.native(facts)
 
     def recipe_of(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:

@@ -70,7 +70,7 @@ class AccelerateFp8(PlainPrecision):
         if nvidia:
             return hardware.native(f"Accelerate's recipe {recipe}")
         if facts.accelerated:
-            return refused(f"nobody has run Accelerate's FP8 on {facts.kind}: choose cpu or cuda")
+            return refused(f"Accelerate's FP8 has not been tried on {facts.kind}: choose cpu or cuda")
         return hardware.emulated("torchao's layers by Accelerate, on torch's CPU kernels: a CPU has no FP8 units")
 
 

@@ -55,7 +55,7 @@ _SENDS_NOTHING = {
 
 
 class NotCounted(RuntimeError):
-    """An operation between ranks whose bytes nobody has defined."""
+    """An operation between ranks whose bytes are not defined here."""
 
 
 class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
