@@ -1,4 +1,4 @@
-"""fp8bench's own rounding, on every device; torch's own scaled products, and nothing else; torchao's layers."""
+"""Backends that multiply with fp8bench's own rounding, with torch's scaled products, or with torchao's layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @backends.register("emulated")
 class EmulatedProducts(Backend):
-    """What every device can do, also one that has the units."""
+    """Emulation, which every device can do, even one with units for the format."""
 
     name = "emulated"
     summary = "values rounded by fp8bench, products in fp32: any recipe, any shape, and no speed"
@@ -38,7 +38,7 @@ class EmulatedProducts(Backend):
 
 @backends.register("torch")
 class TorchProducts(Backend):
-    """Unlike `auto` it does not fall back to emulation."""
+    """torch's scaled products. Unlike `auto` it does not fall back to emulation."""
 
     name = "torch"
     summary = "torch's scaled products alone: refused where there are none"
@@ -54,7 +54,7 @@ class TorchProducts(Backend):
         return native_arithmetic(recipe_of(precision), facts)
 
 
-# Modes that are recipes of torchao's, by its names for them.
+# Modes that are recipes of torchao, by its names for them.
 RECIPES = {
     "fp8": "tensorwise",
     "fp8-rowwise": "rowwise",
@@ -64,7 +64,7 @@ RECIPES = {
 
 @backends.register("torchao")
 class Torchao(Backend):
-    """convert_to_float8_training on each linear layer, whose weight stays float32 and fp8bench's own."""
+    """torchao's convert_to_float8_training on each linear layer; weights stay fp8bench's own float32 ones."""
 
     name = "torchao"
     summary = "torchao's float8 layers (tensorwise, rowwise, rowwise_with_gw_hp), native or in its own emulation"
@@ -86,7 +86,7 @@ class Torchao(Backend):
         return own
 
     def imported(self) -> None:
-        logging.disable(logging.WARNING)  # it warns of kernels that were built for other versions of Python and torch
+        logging.disable(logging.WARNING)  # torchao warns of kernels built for other versions of Python and torch
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -110,7 +110,7 @@ class Torchao(Backend):
 
         def layer(weight: nn.Parameter) -> WholeLayer:
             outputs, inputs = weight.shape
-            # Without memory it draws no random numbers: those of fp8bench's own weights stay as they are.
+            # On meta it draws no random numbers, so that those of fp8bench's own weights stay the same.
             plain = nn.Linear(inputs, outputs, bias=False, device="meta")
             plain.weight = weight
             return WholeLayer(convert_to_float8_training(plain, config=config))

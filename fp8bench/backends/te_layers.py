@@ -1,4 +1,4 @@
-"""te: the linear layer of NVIDIA's Transformer Engine, under its recipes."""
+"""The backend te: layers of NVIDIA's Transformer Engine under its recipes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp8bench.registry import backends
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# Modes that may be recipes of its, by the class's name.
+# The class of Transformer Engine's recipe for each mode that may have one.
 CLASSES = {
     "fp8": "Float8CurrentScaling",
     "fp8-e4m3": "Float8CurrentScaling",
@@ -29,7 +29,7 @@ CLASSES = {
     "nvfp4": "NVFP4BlockScaling",
 }
 _SIDE = 4096
-# Its block as GPT-2's: qkv lies as queries, keys, values; nothing is dropped.
+# Options of TransformerLayer for a block like GPT-2's, in which qkv holds queries, keys, values and nothing is dropped.
 _BLOCK = {
     "hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal", "attn_input_format": "bshd",
     "normalization": "LayerNorm", "activation": "gelu", "fuse_qkv_params": True, "qkv_weight_interleaved": False,
@@ -44,7 +44,7 @@ _BLOCK_BIASES = ("self_attention.layernorm_qkv.layer_norm_bias", "layernorm_mlp.
 
 @backends.register("te")
 class TransformerEngine(Backend):
-    """te.Linear with fp8bench's own float32 weights, cast in each pass by Transformer Engine itself."""
+    """Transformer Engine's layers around fp8bench's own float32 weights, which it casts itself in each pass."""
 
     name = "te"
     summary = "Transformer Engine's linear layers: current, delayed, block and MXFP8 scaling, NVFP4"
@@ -71,7 +71,7 @@ class TransformerEngine(Backend):
         return native(f"Transformer Engine's {CLASSES[precision.name]}")
 
     def imported(self) -> None:
-        # The empty meta package raises RuntimeError, libraries of CUDA that are not there the others.
+        # The empty package raises RuntimeError, missing CUDA libraries raise OSError.
         try:
             import transformer_engine.common.recipe
             import transformer_engine.pytorch  # noqa: F401
@@ -96,7 +96,7 @@ class TransformerEngine(Backend):
             )
             return entered
 
-        # Without memory they draw no random numbers; their weights are then fp8bench's own, and stay float32.
+        # On meta layers draw no random numbers; then they get fp8bench's weights, which stay float32.
         plain = {"bias": False, "params_dtype": torch.float32, "device": "meta"}
         normed = {"eps": 1e-5, "normalization": "RMSNorm"}
 
@@ -120,7 +120,7 @@ class TransformerEngine(Backend):
             options = {**_BLOCK, **plain}
             module = te.TransformerLayer(qkv.shape[1], up.shape[0], layers.heads, layernorm_epsilon=1e-5, **options)
             names = dict(zip(_BLOCK_WEIGHTS, (*layers.norms, *layers.weights), strict=True))
-            # Its norms have biases, which GPT-2's have here not: zeros that nobody trains.
+            # Its norms have biases that GPT-2's lack here: zeros that are not trained.
             zeros = torch.zeros_like(layers.norms[0])
             return whole(module, {**names, **{name: torch.nn.Parameter(zeros, False) for name in _BLOCK_BIASES}})
 
@@ -140,12 +140,12 @@ class TransformerEngine(Backend):
 
 
 def arguments_of(precision: RecipePrecision) -> dict[str, Any] | None:
-    """What the class of a mode's recipe is given; None where it has no such recipe."""
+    """The arguments for the class of a mode's recipe; None if it has no such recipe."""
     recipe, chosen = precision.recipe, precision.chosen
     if precision.name not in CLASSES or recipe.high_weight_gradient or recipe.accumulator is not Accumulator.FP32:
         return None
     formats = {"fp8_format": str(chosen["formats"]).upper()} if "formats" in chosen else {}
-    if formats.get("fp8_format") == "E5M2":  # it refuses it
+    if formats.get("fp8_format") == "E5M2":  # Transformer Engine refuses it
         return None
     power_of_two = chosen.get("scale") == ScaleRounding.POWER_OF_TWO
     match precision.name:
@@ -177,16 +177,16 @@ def _recipe(precision: RecipePrecision) -> Any:
         arguments["fp8_format"] = getattr(recipe.Format, arguments["fp8_format"])
     try:
         return getattr(recipe, CLASSES[precision.name])(**arguments)
-    except (AttributeError, TypeError) as error:  # a version that has no such class, or not these arguments
+    except (AttributeError, TypeError) as error:  # a version without that class or argument
         raise BackendMissing("te", error) from error
 
 
-# Where delayed scaling keeps what: so many columns of a history for each product, the first of them operands.
+# Where delayed scaling keeps its histories: the columns for each product, of which the first belong to operands.
 _META = {"scaling_fwd": (3, ("input", "weight")), "scaling_bwd": (2, ("gradient",))}
 
 
 def _scales(module: nn.Module) -> list[tuple[str, str, float, float]]:
-    """By part, product and role the largest magnitude of a history, and the scale; none where there is no history."""
+    """Part, product and role, largest magnitude and scale of each history; empty without delayed scaling."""
     scales = []
     for part, layer in module.named_modules():
         for key, (columns, roles) in _META.items():

@@ -1,4 +1,4 @@
-"""The arithmetics that precisions share: torch's own products, rounded values, and recipes, as values and as codes."""
+"""Arithmetics that precisions share: torch's own dtypes, emulation by rounded values, recipes emulated or native."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Quantise = Callable[[Tensor, Role], Tensor]
 
 
 class PlainArithmetic(Arithmetic):
-    """torch's own products of one dtype."""
+    """Products by torch in one dtype."""
 
     plain = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.carrier = dtype
         self.casts = dtype != torch.float32
-        self.groups = 8 if dtype == torch.bfloat16 else 0  # torch has no other on a GPU
+        self.groups = 8 if dtype == torch.bfloat16 else 0  # on a GPU torch groups products in bfloat16 alone
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return Operand(tensor.detach().to(self.carrier))
@@ -49,7 +49,7 @@ class PlainArithmetic(Arithmetic):
 
 
 class EmulatedArithmetic(Arithmetic):
-    """Values rounded by `quantise` and multiplied in float32: right in numbers, and its speed means nothing."""
+    """Values rounded by `quantise` and multiplied in float32. The numbers are right; the speed means nothing."""
 
     def __init__(self, carrier: torch.dtype, quantise: Quantise, keeps_source: bool = False) -> None:
         self.carrier = carrier
@@ -69,20 +69,20 @@ class EmulatedArithmetic(Arithmetic):
 
 
 def counted(inner: Arithmetic, kind: str, ledger: Ledger) -> Arithmetic:
-    """Another arithmetic, whose operands are entered into a ledger under a layer kind. Never for timing."""
+    """Returns `inner` with every operand that it casts entered into `ledger` under `kind`. Not for timing."""
 
     def count(operand: Operand, source: Tensor | None, role: Role, before: Operand | None) -> None:
         assert source is not None
         ledger.add(kind, role.value, source)
 
-    return WatchedArithmetic(inner, count, turned=False)  # what is turned was counted already
+    return WatchedArithmetic(inner, count, turned=False)  # a turned operand was counted when it was cast
 
 
 class RecipeArithmetic(Arithmetic):
-    """Casts by role, each along the contraction of its product. Right in numbers, and its speed means nothing.
+    """Emulates a recipe: casts by role, each operand along the contraction of its product.
 
-    What a recipe remembers (delayed scales, which random numbers come next) belongs to a layer, and `layer` gives each
-    its own. `name` is the layer's: seeds and rotations come from it, so that a run can be had again.
+    What a recipe remembers between casts (delayed scales, the next random seeds) belongs to one layer, and `layer`
+    makes an instance for each. Seeds and rotations derive from the layer's `name`, so that a run can be repeated.
     """
 
     def __init__(
@@ -92,7 +92,6 @@ class RecipeArithmetic(Arithmetic):
         name: str = "",
         scales: Mapping[Role, NextScale] | None = None,
     ) -> None:
-        """`scales` take the place of those that the recipe would have, by role."""
         self.recipe = recipe
         self.name = name
         self.carrier = carrier
@@ -101,22 +100,21 @@ class RecipeArithmetic(Arithmetic):
         self.settles = recipe.delayed is not None and scales is None
         self.explicit = recipe.hadamard or recipe.accumulator is not Accumulator.FP32
         self.treatments = dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))
-        if scales is None:
-            delayed = recipe.delayed
-            scales = (
-                {role: DelayedScale(delayed, treatment.fmt) for role, treatment in self.treatments.items()}
-                if delayed
-                else {}
-            )
-        self.scales = scales
+        delayed = recipe.delayed
+        own = (
+            {role: DelayedScale(delayed, treatment.fmt) for role, treatment in self.treatments.items()}
+            if delayed
+            else {}
+        )
+        self.scales: Mapping[Role, NextScale] = own if scales is None else scales
         self._draws = {
             role: _Draws(f"{name}/{role}") for role, treatment in self.treatments.items() if treatment.stochastic
         }
-        self._signs = _number(f"{name}/signs")
+        self._signs = _stable_number(f"{name}/signs")
 
     @property
     def _looks_at_amax(self) -> bool:
-        """Whether a weight's cast begins with its largest magnitude, which somebody may have found already."""
+        """Whether a weight's cast begins with its largest magnitude, which the caller may know already."""
         return False
 
     def layer(self, name: str) -> Arithmetic:
@@ -130,21 +128,24 @@ class RecipeArithmetic(Arithmetic):
         return type(self)(self.recipe, self.carrier, name, kept_scales(book, name, self.treatments))
 
     def memory(self) -> dict[str, Tensor]:
-        kept = {role: remembering.memory() for role, remembering in self._remembering().items()}
-        return {f"{role}.{name}": tensor for role, some in kept.items() for name, tensor in some.items()}
+        return {
+            f"{role}.{name}": tensor
+            for role, stateful in self._stateful().items()
+            for name, tensor in stateful.memory().items()
+        }
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
-        for role, remembering in self._remembering().items():
+        for role, stateful in self._stateful().items():
             own = f"{role}."
-            remembering.recall({name.removeprefix(own): memory[name] for name in memory if name.startswith(own)})
+            stateful.recall({name.removeprefix(own): memory[name] for name in memory if name.startswith(own)})
 
-    def _remembering(self) -> dict[str, DelayedScale | _Draws]:
-        """By role. Scales from data belong to their book."""
+    def _stateful(self) -> dict[str, DelayedScale | _Draws]:
+        """What carries state from cast to cast, by role. Scales from data are kept by their book instead."""
         scales = {f"{role}.scale": scale for role, scale in self.scales.items() if isinstance(scale, DelayedScale)}
         return {**scales, **{f"{role}.draws": draw for role, draw in self._draws.items()}}
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
-        return self.operand(tensor, role, _again(role))
+        return self.operand(tensor, role, _is_recast(role))
 
     def turned(self, source: Tensor, role: Role) -> Operand:
         if role is not Role.WEIGHT and self.recipe.high_weight_gradient:
@@ -154,29 +155,29 @@ class RecipeArithmetic(Arithmetic):
         return self.operand(source, role, again=False)
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
-        return self.transposed(operand) if self._turns(role) else self.turned(source.t(), role)
+        return self.transposed(operand) if self._cast_serves_both(role) else self.turned(source.t(), role)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         operand = self.cast(tensor, role)
-        return operand, self.transposed(operand) if self._turns(role) else None
+        return operand, self.transposed(operand) if self._cast_serves_both(role) else None
 
     def last_scale(self, role: Role) -> Tensor | None:
-        """What the last cast of a role was multiplied by, where that does not come from the tensor alone."""
+        """The scale of the last cast of a role; None where scales come from the tensor alone."""
         used = self.scales[role].last if role in self.scales else None
         return None if used is None else used.scale
 
-    def _turns(self, role: Role) -> bool:
+    def _cast_serves_both(self, role: Role) -> bool:
         """Whether one cast of a tensor serves both of its products."""
         treatment = self.treatments[role]
-        return self._twice(role) and (treatment.scaling is None or treatment.scaling.turns)
+        return self._cast_alike(role) and (treatment.scaling is None or treatment.scaling.turns)
 
-    def _twice(self, role: Role) -> bool:
+    def _cast_alike(self, role: Role) -> bool:
         """Whether both products take the same tensor, cast in the same way."""
         other = role is not Role.WEIGHT and (self.recipe.high_weight_gradient or self.recipe.hadamard)
         return not (other or self.treatments[role].stochastic)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        if a.data.dtype == b.data.dtype == self.carrier:  # the weight gradient, where it is left alone
+        if a.data.dtype == b.data.dtype == self.carrier:  # a weight gradient in high precision
             return in_dtype(torch.mm(a.data, b.data.t()), dtype)
         if self.recipe.accumulator is Accumulator.FP32:
             return values_product(a.data, b.data, dtype)
@@ -197,16 +198,16 @@ class RecipeArithmetic(Arithmetic):
         return Operand(operand.data.t(), operand.scale, operand.gradient)
 
 
-def _again(role: Role) -> bool:
-    """In backward only a block that is computed again casts inputs and weights: others are turned there."""
+def _is_recast(role: Role) -> bool:
+    """In backward, inputs and weights are cast only where a block is recomputed: others are turned there."""
     return role is not Role.GRADIENT and backward_is_running()
 
 
 class _Draws:
-    """Seeds on the device, one for every cast, from a name alone."""
+    """Seeds on the device, one for each cast, derived from a name."""
 
     def __init__(self, name: str) -> None:
-        self._first = _number(name)
+        self._first = _stable_number(name)
         self._seed: Tensor | None = None
 
     def next(self, device: torch.device, again: bool) -> Tensor:
@@ -217,7 +218,7 @@ class _Draws:
         return self._seed
 
     def draw(self, device: torch.device, count: int, again: bool = False) -> Draw:
-        """So many of them, that whoever takes them makes; `again` the last one, once more."""
+        """`count` seeds, which the kernel that takes them computes; with `again` the last seed once more."""
         before = self._seed
         last = before if before is not None else torch.full((1,), self._first - 1, dtype=torch.int64, device=device)
         after = torch.empty_like(last)
@@ -227,53 +228,51 @@ class _Draws:
         return Draw(last, after, tuple(range(1, count + 1)))
 
     def memory(self) -> dict[str, Tensor]:
-        """The seed of the last cast; nothing before the first."""
         return {} if self._seed is None else {"seed": self._seed}
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
         self._seed = memory.get("seed")
 
 
-def _number(name: str) -> int:
-    """A number of 63 bits that a name stands for, on every machine the same."""
+def _stable_number(name: str) -> int:
+    """Hashes a name to 63 bits, the same on every machine."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
 
 class ScaledArithmetic(RecipeArithmetic):
-    """One float32 scale a tensor, current or delayed, or one a row.
+    """Native FP8 products: one float32 scale a tensor, current or delayed, or one a row.
 
-    CUDA wants the first operand row-major and the second column-major, so both orientations of an operand are kept
+    CUDA wants the first operand row-major and the second column-major, so both orientations of an operand are stored
     contiguous along the contraction. Forward products accumulate fast; those with a gradient do not, as in
     Transformer Engine and torchao.
     """
 
-    # What products with a scale a row give, whatever is asked for.
-    of_rows: ClassVar[torch.dtype | None] = torch.bfloat16
+    # The dtype of products with a scale a row, whatever is asked for; None where any dtype can be had.
+    row_dtype: ClassVar[torch.dtype | None] = torch.bfloat16
 
     @property
     def _looks_at_amax(self) -> bool:
         return self.recipe.per_tensor
 
     @property
-    def _of_tensors(self) -> bool:
-        """Whether a product takes one scale of each operand; without any it takes ones."""
+    def _one_scale_each(self) -> bool:
         return self.recipe.per_tensor or self.recipe.unscaled
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         treatment = self.treatments[role]
-        if not self._turns(role):
-            if treatment.scaling is None or not self._twice(role):
+        if not self._cast_serves_both(role):
+            if treatment.scaling is None or not self._cast_alike(role):
                 return self.cast(tensor, role), None
             both = row_codes_both(tensor, treatment.fmt, treatment.scaling.rounding)
             return Operand(*both[0], role is Role.GRADIENT), Operand(*both[1], role is Role.GRADIENT)
-        scale, inverse = self._scale(tensor, role, _again(role), amax)
+        scale, inverse = self._scale(tensor, role, _is_recast(role), amax)
         codes = codes_both(tensor, treatment.fmt, scale)
         straight, turned = (Operand(data, inverse, role is Role.GRADIENT) for data in codes)
         return straight, turned
 
     def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
         treatment = self.treatments[role]
-        if self._of_tensors:
+        if self._one_scale_each:
             scale, inverse = self._scale(tensor, role, again)
             data = codes(tensor, treatment.fmt, scale)
         else:
@@ -305,13 +304,13 @@ class ScaledArithmetic(RecipeArithmetic):
             raise ValueError("CUDA has no product of two E5M2 tensors; one of them must not be a gradient")
         if a.scale is None or b.scale is None:
             raise ValueError("float8 operands need their scales")
-        tensor_wise = self._of_tensors
+        tensor_wise = self._one_scale_each
         kind = (ScalingType.TensorWise if tensor_wise else ScalingType.RowWise).value
-        # A scale for every column of the second operand lies in a row; as a column it is taken, and is wrong.
+        # The second operand's scales, one a column, must form a row: torch takes a column too, and multiplies wrongly.
         scale_b = b.scale if tensor_wise else b.scale.t()
-        output = dtype if tensor_wise or self.of_rows is None else self.of_rows
+        output = dtype if tensor_wise or self.row_dtype is None else self.row_dtype
         fast = not (a.gradient or b.gradient)
-        # What functional.scaled_mm calls, which torch 2.11 cannot compile. Lists: scales, their kinds, no swizzles.
+        # What functional.scaled_mm calls, which torch 2.11 cannot compile. The lists are scales, kinds and swizzles.
         product: Tensor = torch.ops.aten._scaled_mm_v2.default(
             a.data, b.data.t(), [a.scale], [kind], [], [scale_b], [kind], [], None, output, [], fast
         )
@@ -321,7 +320,7 @@ class ScaledArithmetic(RecipeArithmetic):
         b_turned = b.data.transpose(-2, -1)
         if a.scale is None or b.scale is None:
             return F.grouped_mm(a.data, b_turned, offs=ends)
-        # Not functional.scaled_grouped_mm: what that calls has no shape for tensors without memory. Scales lie in rows.
+        # What functional.scaled_grouped_mm calls has no shapes for meta tensors. Scales lie in rows here.
         scales, fast = (a.scale.squeeze(-1), b.scale.squeeze(-1)), not (a.gradient or b.gradient)
         product: Tensor = torch.ops.aten._scaled_grouped_mm.default(
             a.data, b_turned, *scales, ends, None, None, self.carrier, fast
@@ -330,6 +329,6 @@ class ScaledArithmetic(RecipeArithmetic):
 
 
 class WideScaledArithmetic(ScaledArithmetic):
-    """The same where products with a scale a row give float32 too."""
+    """For devices whose products with a scale a row give float32 too."""
 
-    of_rows = None
+    row_dtype = None

@@ -1,9 +1,9 @@
-"""What stands around a model's products, in a precision of its own: embeddings, norms, logits, the residual stream.
+"""Precisions for what surrounds a model's products: embeddings, norms, logits, the residual stream.
 
-In a precision that is a dtype of torch's, weights and inputs are converted and torch computes in it: a norm in fp16 is
-torch's own layer of fp16. In any other one, weights and inputs are rounded by its cast, as operands of products are,
-and what is computed of them is computed in float32; gradients that leave are rounded as gradients. Nobody marks these
-casts: they count as what they stand in.
+A precision that is one of torch's dtypes converts weights and inputs, and torch computes in it: a norm in fp16 is
+torch's own layer of fp16. Any other rounds weights and inputs by its cast, as operands of products are, and computes in
+float32; gradients that leave are rounded as gradients. These casts have no phase of their own: their time counts to the
+phase that they run in.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, arithmetic: Arithmetic, role: Role) -> Tensor:
         ctx.arithmetic = arithmetic
-        return restored(x, arithmetic, role)
+        return cast_and_restored(x, arithmetic, role)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return restored(gradients[0], ctx.arithmetic, Role.GRADIENT), None, None
+        return cast_and_restored(gradients[0], ctx.arithmetic, Role.GRADIENT), None, None
 
 
-def restored(x: Tensor, arithmetic: Arithmetic, role: Role) -> Tensor:
-    """The values that a cast leaves of a tensor, in its own dtype."""
+def cast_and_restored(x: Tensor, arithmetic: Arithmetic, role: Role) -> Tensor:
+    """The values that a cast leaves of a tensor, in the tensor's dtype."""
     flat = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
     y = arithmetic.restore(arithmetic.cast(flat, role), x.dtype).view(x.shape)
-    return y if x.is_contiguous() else torch.empty_like(x).copy_(y)  # an image goes on as it lay
+    return y if x.is_contiguous() else torch.empty_like(x).copy_(y)  # an image keeps its strides
 
 
-def held(x: Tensor, arithmetic: Arithmetic | None, role: Role = Role.INPUT) -> Tensor:
-    """A tensor as that arithmetic has it: in its dtype, or rounded in the tensor's own; without one as it is."""
+def cast_to(x: Tensor, arithmetic: Arithmetic | None, role: Role = Role.INPUT) -> Tensor:
+    """`x` as the arithmetic represents it: in its dtype, or rounded in x's own; unchanged without an arithmetic."""
     if arithmetic is None:
         return x
     if arithmetic.plain:
@@ -46,15 +46,14 @@ def held(x: Tensor, arithmetic: Arithmetic | None, role: Role = Role.INPUT) -> T
     return rounded
 
 
-def streamed(x: Tensor, carrier: torch.dtype, residual: Arithmetic | None) -> Tensor:
-    """The beginning of a residual stream: in the model's carrier, or as the stream's own arithmetic has it."""
-    return x.to(carrier) if residual is None else held(x.to(residual.carrier), residual)
+def start_stream(x: Tensor, carrier: torch.dtype, residual: Arithmetic | None) -> Tensor:
+    """Starts a residual stream: in the model's carrier, or rounded to the stream's own arithmetic."""
+    return x.to(carrier) if residual is None else cast_to(x.to(residual.carrier), residual)
 
 
 @torch.no_grad()
-def take_around(model: Any, chosen: Mapping[str, Arithmetic]) -> None:
-    """Have parts of a model in arithmetics, by name: norms by their path, and what the model, and models in it, have
-    in their `around`."""
+def set_around(model: Any, chosen: Mapping[str, Arithmetic]) -> None:
+    """Sets arithmetics of parts of a model, by name: the path of a norm, or a key in the `around` of some module."""
     for name, arithmetic in chosen.items():
         holders = [part for part in model.modules() if name in getattr(part, "around", ())]
         for part in holders:
@@ -67,39 +66,39 @@ def take_around(model: Any, chosen: Mapping[str, Arithmetic]) -> None:
         norm: Any = model.get_submodule(name)
         norm.arithmetic = arithmetic
         for word, statistic in norm.named_buffers():  # a batch norm's
-            setattr(norm, word, held(statistic, arithmetic))
+            setattr(norm, word, cast_to(statistic, arithmetic))
 
 
-def stood_around(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Any]:
-    """The forward pass of an embedding or a norm of anybody's, in an arithmetic; it gives what it gave before."""
-    own = copy.copy(module)  # with the same tensors, and its own forward pass, whatever takes the place of the other's
+def rounded_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Any]:
+    """A forward pass for any embedding or norm that computes in an arithmetic and returns the usual dtype."""
+    own = copy.copy(module)  # shares the tensors, and keeps its forward pass when the module's is replaced
 
     def forward(x: Tensor, *more: Any, **named: Any) -> Any:
         own.training = module.training
         kept = {
-            word: held(parameter, arithmetic, Role.WEIGHT) for word, parameter in module.named_parameters(recurse=False)
+            word: cast_to(parameter, arithmetic, Role.WEIGHT)
+            for word, parameter in module.named_parameters(recurse=False)
         }
         statistics = {
             word: tensor for word, tensor in module.named_buffers(recurse=False) if tensor.is_floating_point()
         }
-        kept |= {word: held(tensor, arithmetic).clone() for word, tensor in statistics.items()}
-        given = held(x, arithmetic) if x.is_floating_point() else x
+        kept |= {word: cast_to(tensor, arithmetic).clone() for word, tensor in statistics.items()}
+        given = cast_to(x, arithmetic) if x.is_floating_point() else x
         y = torch.func.functional_call(own, kept, (given, *more), named)
         with torch.no_grad():
             for word, statistic in statistics.items() if own.training else ():
-                statistic.copy_(held(kept[word], arithmetic))
+                statistic.copy_(cast_to(kept[word], arithmetic))
         dtype = x.dtype if x.is_floating_point() else next(module.parameters()).dtype
         return y.to(dtype) if isinstance(y, Tensor) else y
 
     return forward
 
 
-def rounded_behind(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Any]:
-    """The forward pass of a head as it is by now, whose logits are rounded."""
+def rounded_head(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Any]:
     before = module.forward
 
     def forward(*given: Any, **named: Any) -> Any:
         y = before(*given, **named)
-        return held(y, arithmetic).to(y.dtype)
+        return cast_to(y, arithmetic).to(y.dtype)
 
     return forward

@@ -1,35 +1,42 @@
-"""Self-attention: its core in one of several forms, and the layer of products around it.
+"""Self-attention: the core in several forms, and the layer of products around it.
 
-A core takes queries (batch, heads, tokens, head width), keys and values (batch, key heads, tokens, head width) and
-gives the mixed values in the queries' shape and dtype; where there are fewer key heads, neighbouring heads share one.
+A core takes queries (batch, heads, tokens, head width), keys and values (batch, key heads, tokens, head width), and
+returns the mixed values in the queries' shape and dtype. Where there are fewer key heads, neighbouring heads share one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fp8bench.nn.linear import Choose, Linear, region
-from fp8bench.nn.shared_workloads import attention_by
-from fp8bench.nn.uncompiled import recomputed
 from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+def attention_by(name: str) -> AbstractContextManager[None]:
+    """Selects attention's kernel in the body, which has to include backward: recomputed blocks choose again there."""
+    if name == "auto":
+        return nullcontext()
+    return sdpa_kernel(SDPBackend.MATH if name == "math" else getattr(SDPBackend, f"{name.upper()}_ATTENTION"))
+
+
 @dataclass(frozen=True)
 class FusedCore:
-    """torch's own scaled dot-product attention, in the dtype of what it is given.
+    """torch's scaled dot-product attention, in the dtype of its inputs.
 
-    In fp32 a GPU has one kernel that does not write the scores down, and it takes no grouped queries: there keys and
-    values are repeated for it, which costs their size; the scores of 16384 tokens would take 1 GiB a head.
+    In fp32 the one GPU kernel that does not store the scores takes no grouped queries. Keys and values are repeated for
+    it, which costs their size; the scores of 16384 tokens would take 1 GiB a head.
     """
 
     causal: bool = True
@@ -37,17 +44,20 @@ class FusedCore:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with attention_by(self.kernel):
-            return self._mixed(q, k, v)
+            return fused_attention(q, k, v, self.causal)
 
-    def _mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.shape[1] != k.shape[1] and q.dtype == torch.float32 and q.device.type != "cpu":
-            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=q.shape[1] != k.shape[1])
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.dtype == torch.float32 and q.device.type != "cpu":
+        k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+        grouped = False
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
 
 
 class WrittenScores(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Sees what a kernel that writes its scores down does and no fused one: a softmax by itself. `most` are the bytes
-    of the largest, 0 where there was none."""
+    """Detects attention kernels that store their scores: only these run a softmax of their own. `most` is the size of
+    the largest in bytes, 0 where there was none."""
 
     most = 0
 
@@ -58,12 +68,38 @@ class WrittenScores(OperatorWatch):  # type: ignore[no-untyped-call]
         return result
 
 
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(*inputs)
+        return run(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            # The same gradients to the bit as backward(gradient), which would import sympy to look at the gradient.
+            # Parameters that `run` holds get theirs.
+            (ctx.run(*inputs) * gradient.detach()).sum().backward()
+        return None, *(leaf.grad for leaf in inputs)
+
+
+def recomputed(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Returns run(*inputs), keeping only the inputs for backward, which runs it again. Nothing in `run` may be random.
+
+    For references, which nobody times: torch's checkpoints, which timed steps take, import the compiler.
+    """
+    made: Tensor = _Recomputed.apply(run, *inputs)  # type: ignore[no-untyped-call]
+    return made
+
+
 @dataclass(frozen=True)
 class HeadwiseCore:
-    """Another core, one head of queries of one sequence at a time and recomputed in backward.
+    """Runs another core one head of queries of one sequence at a time, recomputed in backward.
 
-    For references in fp64, which no fused kernel of a GPU computes: all scores at once would not fit into memory, nor
-    would those of all heads that share a key head.
+    For fp64 references, which no fused GPU kernel computes: all scores at once would not fit into memory, nor would
+    those of all heads that share a key head.
     """
 
     inner: Core
@@ -84,20 +120,20 @@ class HeadwiseCore:
 
 @dataclass(frozen=True)
 class EmulatedCore:
-    """The explicit form, both products of values in the arithmetic's precision, and the scores kept in it.
+    """Attention written out, with operands and scores of both products rounded to the arithmetic's precision.
 
     Queries and keys are cast along the head width, probabilities and values along the keys, with the precision's
-    scales; sums, mask and softmax are fp32. The scores go onto the elements' own grid without a scale: they are made
-    tile by tile, and nobody knows their largest magnitude when the first of them is written. So what lies beyond the
-    format's range is lost, and it matters whether scores are scaled by 1 / sqrt(head width) after they are rounded, or
-    (`prescaled`) the queries before; a scale would cancel that factor. A value's scale may depend on later tokens.
-    Backward goes straight through all rounding: it multiplies the rounded values by gradients in fp32.
+    scales; sums, mask and softmax are fp32. Scores are rounded without a scale: a kernel makes them tile by tile, and
+    their largest magnitude is not known when the first is written. So scores beyond the format's range are lost, and it
+    matters whether the factor 1 / sqrt(head width) is applied to the rounded scores or, `prescaled`, to the queries; a
+    scale would cancel that factor. A value's scale may depend on later tokens.
+    Backward ignores all rounding: it multiplies the rounded values by fp32 gradients.
     """
 
     arithmetic: Arithmetic
     prescaled: bool = False
     causal: bool = True
-    # What is cast, each with its own arithmetic: scales that are remembered are those of one tensor.
+    # Each tensor that is cast has its own arithmetic, because remembered scales belong to one tensor.
     parts: dict[str, Arithmetic] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -118,7 +154,7 @@ class EmulatedCore:
         return mixed.view(q.shape).to(q.dtype)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """The product of queries and keys in fp32, before it is rounded itself, masked entries included."""
+        """The product of queries and keys in fp32, not yet rounded, masked entries included."""
         if self.prescaled:
             q = q.to(torch.float32) / math.sqrt(q.shape[-1])
         queries, keys = self._rounded(q, "queries"), self._rounded(k, "keys")
@@ -132,7 +168,7 @@ class EmulatedCore:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """A tensor as the fp32 values that a cast of an arithmetic leaves of it; its gradient passes unchanged."""
+    """The fp32 values that a cast leaves of a tensor; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, arithmetic: Arithmetic, cast: Callable[[Tensor, Role], Operand]) -> Tensor:
@@ -175,7 +211,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None = None) -> Tensor:
         q, k, v = self.heads(x, phase)
         if rotation is not None:
-            own = rotation.to(q.dtype)  # a stream may have another dtype than the model
+            own = rotation.to(q.dtype)  # the stream's dtype may differ from the model's
             q, k = rotate(q, own), rotate(k, own)
         mixed = region(phase.attention, self.core, q, k, v)
         y: Tensor = self.out(mixed.transpose(1, 2).flatten(2), phase)
@@ -183,7 +219,7 @@ class SelfAttention(nn.Module):
 
     def heads(self, x: Tensor, phase: Phases) -> list[Tensor]:
         """Queries, keys and values of (batch, tokens, width), each (batch, heads, tokens, head width)."""
-        # A product of another precision hands back its own carrier; the core works in what comes in.
+        # A layer of another precision returns its own carrier; the core works in the dtype of the stream.
         parts = self.qkv(x, phase).to(x.dtype).split(self.sizes, dim=-1)
         return [part.view(*part.shape[:2], -1, self.head_width).transpose(1, 2) for part in parts]
 
@@ -196,7 +232,6 @@ def rotations(context: int, head_width: int) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn pairs of features (first half with second half) by their position's angles."""
     cosine, sine = rotation[:, 0], rotation[:, 1]
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)

@@ -1,7 +1,6 @@
-"""Batches from the text: windows of tokens, and records as loaders find them (compressed) or keep them (decoded).
+"""Batches of the text: windows of tokens, and records as data loaders find them (compressed) or keep them (decoded).
 
-A record is what an image is to a vision model: bytes that become normalised floats. Which records a batch is made of
-is the caller's choice.
+A record stands for an image: bytes that become normalised floats. The caller chooses the records of a batch.
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ BYTES = 256
 
 
 def loader_for(setup: Setup, batch: int, config: GPTConfig, draw: int = 0) -> TokenLoader:
-    """Of a case's text, by its seed."""
     if setup.corpus is None:
         raise ValueError("training steps need a token file, and the case was given none")
     return TokenLoader(setup.corpus, batch, config.sequence, setup.facts.key, setup.seed + draw, config.vocabulary)
 
 
 class TokenLoader:
-    """Random windows of the file, the same for the same seed. Each batch is one copy to the device.
+    """Random windows of the token file, the same for the same seed. Each batch is copied to the device at once.
 
-    A token of the file is a byte. Where a vocabulary has more than bytes, an id stands for a byte and the one after it,
-    so that some thousand ids occur: with 256 of 50304 nearly all gradients of an embedding would be zero, and those
-    that are not would all be added up in a few rows.
+    A token of the file is a byte. Where a vocabulary has more than bytes, an id combines a byte with the one after it,
+    so that some thousand ids occur: with 256 of 50304, nearly all gradients of an embedding would be zero, and the
+    others would all be added up in a few rows.
     """
 
     def __init__(self, path: str, batch: int, length: int, device: str, seed: int, vocabulary: int) -> None:
         self._tokens = np.memmap(path, dtype=np.uint16, mode="r")
-        # Bytes that an id is made of.
+        # Bytes in one id.
         self._span = 2 if vocabulary > BYTES else 1
         if len(self._tokens) < length + self._span:
             raise ValueError(f"the token file has {len(self._tokens)} tokens; a sequence of {length} needs more")
@@ -51,13 +49,13 @@ class TokenLoader:
         self._turns: Iterator[Tensor] = iter(())
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Tokens and the tokens that follow them, (batch, length) each, on the device: of a batch that was loaded
-        ahead, once there are any."""
+        """Tokens and the tokens that follow them, (batch, length) each, on the device. Takes turns through the batches
+        that were loaded ahead, if any were."""
         ids = next(self._turns) if self._ahead else self._moved(self._drawn())
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def load_ahead(self, batches: int) -> None:
-        """Load so many, each to where the one before it lay: `next` gives these in turn from now on."""
+        """Loads so many batches, each into the memory of the one before in its place; `next` then takes turns."""
         for place in range(batches):
             host = self._drawn()
             if place == len(self._ahead):
@@ -69,7 +67,6 @@ class TokenLoader:
         return host.pin_memory().to(self._device, non_blocking=True) if self._pin else host
 
     def _drawn(self) -> Tensor:
-        """Ids of the next batch and of the token after it, on the host."""
         size = self._length + self._span
         starts = self._random.integers(0, len(self._tokens) - size + 1, self._batch)
         ids = np.stack([self._tokens[start : start + size] for start in starts]).astype(np.int64)
@@ -78,9 +75,9 @@ class TokenLoader:
         return torch.from_numpy(ids % self._vocabulary)
 
 
-# What PNG writers choose unless told otherwise.
+# PNG writers' default compression.
 _LEVEL = 6
-# As images are normalised: the middle of a byte's range and a quarter of it.
+# Images are normalised by the middle of a byte's range and a quarter of it.
 _MEAN, _DEVIATION = 127.5, 63.75
 
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
@@ -89,7 +86,6 @@ Indices = NDArray[np.int64]
 
 
 def text_records(path: str, count: int, size: int, random: np.random.Generator) -> Bytes:
-    """Windows of the token file's text at random places, (count, size)."""
     tokens = np.memmap(path, dtype=np.uint16, mode="r")
     if len(tokens) < size:
         raise ValueError(f"the token file has {len(tokens)} bytes of text; a record of {size} needs more")
@@ -105,9 +101,9 @@ def normalised(values: Bytes, dtype: np.dtype[np.floating] = SINGLE) -> NDArray[
 
 
 class CompressedRecords:
-    """Records in a file, each compressed alone as PNG does it. The file has no name and ends with this object.
+    """Records in an unnamed temporary file, each compressed by itself as PNG does it.
 
-    A batch are the records of some numbers as normalised fp32 on the host, (batch, size).
+    A batch holds the records of the given numbers as normalised fp32 on the host, (batch, size).
     """
 
     def __init__(self, records: Bytes) -> None:
@@ -122,7 +118,7 @@ class CompressedRecords:
             self._file = np.memmap(file, dtype=np.uint8, mode="r")
 
     def batch(self, indices: Indices, into: Tensor | None = None) -> Tensor:
-        """In memory of its own, or in that of an earlier batch of as many."""
+        """Writes to `into`, an earlier batch of the same size, if given."""
         batch = torch.empty(len(indices), self._size) if into is None else into
         for row, index in zip(batch.numpy(), indices, strict=True):
             record = zlib.decompress(self._file[self._places[index]], bufsize=self._size)
@@ -133,7 +129,7 @@ class CompressedRecords:
 
 
 class DecodedRecords:
-    """Records that lie decoded in memory."""
+    """Records kept decoded in memory."""
 
     def __init__(self, records: Bytes) -> None:
         self._values = torch.from_numpy(normalised(records))
@@ -146,9 +142,9 @@ Records = CompressedRecords | DecodedRecords
 
 
 class Destination:
-    """Where batches go on a device: buffers made once for one batch, with its scale if it has one.
+    """Buffers on a device that take one batch, and its scale if it has one.
 
-    To a GPU a batch goes from pinned memory, so that the host need not wait. On a processor the way is one copy.
+    A batch goes to a GPU from pinned memory, so that the host need not wait.
     """
 
     def __init__(self, like: Operand, device: str) -> None:

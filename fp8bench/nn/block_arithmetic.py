@@ -1,4 +1,4 @@
-"""The native arithmetic of recipes whose scales belong to blocks: of 128 elements, MX and NVFP4."""
+"""Native products of recipes whose scales belong to blocks: FP8 in blocks of 128, MX and NVFP4."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _BLOCK, _MX, _NVFP4 = 128, 32, 16
 
 
 class BlockArithmetic(RecipeArithmetic):
-    """Codes along the contraction of each product, and scales where its kernel looks for them.
+    """Codes along the contraction of each product, and scales laid out as its kernel wants them.
 
-    An operand's scale is one tensor: float32 of 128 elements by columns, squares turned (scale_layouts.py); MX's bytes
-    swizzled; NVFP4's too, with the four bytes of the tensor's own float32 scale behind them.
+    An operand's scales are one tensor. Blocks of 128 have float32 scales, column-major, or turned for squares
+    (scale_layouts.py). MX has swizzled bytes; so has NVFP4, with the tensor's own float32 scale in the last four.
     """
 
-    # Parts of whole tiles: the scales of all rows are then those of each part, one behind the other.
+    # With parts of whole tiles, the scales of all rows are the scales of each part, one after the other.
     part_rows = TILE_ROWS
 
     @property
@@ -41,12 +41,12 @@ class BlockArithmetic(RecipeArithmetic):
         assert treatment.scaling is not None
         if treatment.scaling.scale is None:
             rounding, squared = treatment.scaling.rounding, treatment.scaling.rows > 1
-            made = (
+            codes = (
                 square_codes(tensor, treatment.fmt, rounding)[0]
                 if squared
                 else row_codes(tensor, treatment.fmt, rounding, _BLOCK)
             )
-            return Operand(*made, role is Role.GRADIENT)
+            return Operand(*codes, role is Role.GRADIENT)
         return self._tiled(tensor, role, again)
 
     def turned(self, source: Tensor, role: Role) -> Operand:
@@ -57,9 +57,9 @@ class BlockArithmetic(RecipeArithmetic):
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         treatment = self.treatments[role]
-        if self._in_tiles(role) and self._at_once(role):
+        if self._in_tiles(role) and self._can_cast_both_at_once(role):
             return self._tiled_both(tensor, role, amax)
-        if treatment.scaling is None or treatment.scaling.scale is not None or not self._twice(role):
+        if treatment.scaling is None or treatment.scaling.scale is not None or not self._cast_alike(role):
             return super().cast_both(tensor, role, amax)
         if treatment.scaling.rows > 1:
             straight, turned = square_codes(tensor, treatment.fmt, treatment.scaling.rounding, both=True)
@@ -92,17 +92,17 @@ class BlockArithmetic(RecipeArithmetic):
     def _rotates(self, role: Role) -> bool:
         return role is not Role.WEIGHT and self.recipe.hadamard
 
-    def _at_once(self, role: Role) -> bool:
-        """Whether both orientations may be cast when the first one is.
+    def _can_cast_both_at_once(self, role: Role) -> bool:
+        """Whether casting both orientations together draws seeds in the same order as casting them one by one.
 
-        The seeds of gradients follow each other anyway; others would come in another order than one by one.
+        The two casts of a gradient follow each other anyway; those of other operands do not.
         """
         high = role is not Role.WEIGHT and self.recipe.high_weight_gradient
         return not high and (role is Role.GRADIENT or not self.treatments[role].stochastic)
 
-    def _turns(self, role: Role) -> bool:
-        # Two codes of four bits share a byte, which no transposition takes apart.
-        return self.treatments[role].fmt is not E2M1 and super()._turns(role)
+    def _cast_serves_both(self, role: Role) -> bool:
+        # Two 4-bit codes share a byte, which no transposition takes apart.
+        return self.treatments[role].fmt is not E2M1 and super()._cast_serves_both(role)
 
     def transposed(self, operand: Operand) -> Operand:
         assert operand.scale is not None
@@ -114,18 +114,23 @@ class BlockArithmetic(RecipeArithmetic):
         if a.data.dtype == b.data.dtype == self.carrier:
             return super().product(a, b, dtype)
         (scales_a, kinds_a, swizzles), (scales_b, kinds_b, _) = map(_scales_of, (a, b))
-        # Sums are never fast: kernels with scales of blocks refuse it, or add their parts in float32 anyway.
+        # Never fast accumulation: kernels with block scales refuse it, or add their parts in float32 anyway.
         product: Tensor = torch.ops.aten._scaled_mm_v2.default(
             a.data, b.data.t(), scales_a, kinds_a, swizzles, scales_b, kinds_b, swizzles, None, dtype, [], False
         )
         return in_dtype(product, dtype)
 
     def grouped(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
-        """Of MX blocks: the tiles of each part's scales lie behind those of the part before."""
+        """MX only: the scales of each part are whole tiles, which follow those of the part before."""
         b_turned = b.data.transpose(-2, -1)
         if a.scale is None or b.scale is None:
             return F.grouped_mm(a.data, b_turned, offs=ends)
-        scales = [_rows_of_tiles(operand) if operand.data.dim() == 2 else operand.scale for operand in (a, b)]
+        scales = []
+        for operand in (a, b):
+            assert operand.scale is not None
+            rows, flat = len(operand.data), operand.data.dim() == 2
+            # A matrix of codes comes with a matrix of scales; their order in memory is as it was.
+            scales.append(operand.scale.view(rows + -rows % TILE_ROWS, -1) if flat else operand.scale)
         product: Tensor = torch.ops.aten._scaled_grouped_mm.default(
             a.data, b_turned, *scales, ends, None, None, self.carrier, False
         )
@@ -135,13 +140,6 @@ class BlockArithmetic(RecipeArithmetic):
         if operand.scale is None:
             return super().restore(operand, dtype)
         return _values(operand.data, operand.scale).to(dtype)
-
-
-def _rows_of_tiles(operand: Operand) -> Tensor:
-    """Scales as a matrix with rows for all of the codes' rows, as a grouped product asks; how they lie is as it was."""
-    assert operand.scale is not None
-    rows = len(operand.data)
-    return operand.scale.view(rows + -rows % TILE_ROWS, -1)
 
 
 def _scales_of(operand: Operand) -> tuple[list[Tensor], list[int], list[int]]:
@@ -168,7 +166,6 @@ def _by_rows(data: Tensor, scale: Tensor) -> bool:
 
 
 def _values(data: Tensor, scale: Tensor) -> Tensor:
-    """What codes and scales stand for, float32."""
     if scale.dtype == torch.float32:
         across = -(-data.shape[1] // _BLOCK)
         matrix = scale if _by_rows(data, scale) else of_squares(scale, across).repeat_interleave(_BLOCK, 0)
@@ -184,7 +181,6 @@ def _values(data: Tensor, scale: Tensor) -> Tensor:
 
 
 def _bytes(laid: Tensor, shape: torch.Size, block: int, fmt: Format) -> Tensor:
-    """Swizzled bytes as a matrix of the scales that they stand for."""
     return decode(unswizzled(laid, shape[0], -(-shape[1] // block)), fmt, checked=False)
 
 

@@ -1,15 +1,18 @@
-"""A model of anybody's, some of whose layers multiply in another arithmetic for a while.
+"""Temporarily computes some layers of any model in another arithmetic.
 
 The forward pass of such a layer is replaced on the instance: its class, parameters, hooks and state stay as they are,
-and so do tied weights and optimizers that were made before. It is undone by taking that away again. What comes out has
-the dtype that the layer's own forward pass would give: the input's, or that of autocast.
+and so do tied weights and existing optimizers. Undoing it removes the replacement. The result has the dtype that the
+layer's own forward pass would give: the input's, or autocast's. Accelerate, which replaces layers itself, prepares a
+whole model instead (`AcceleratedModel`).
 """
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -19,9 +22,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.nn.around import rounded_behind, stood_around
+from fp8bench.model import DeviceFacts
+from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.around import rounded_forward, rounded_head
 from fp8bench.nn.convolution import Windows, convolved
-from fp8bench.nn.holders import EXPERTS, LINEAR, Held, Stacked, around_in, check_map, held_in, kind_of, refuse_meta
+from fp8bench.nn.holders import (
+    EXPERTS,
+    LINEAR,
+    ProductWeight,
+    Stacked,
+    check_map,
+    kind_of,
+    layers_around,
+    refuse_meta,
+    weights_of,
+)
 from fp8bench.nn.linear import grouped_linear, linear, region
 from fp8bench.nn.whole_layers import WholeLayers
 from fp8bench.protocols import Arithmetic, Layer, Phases, SilentPhases
@@ -31,19 +46,19 @@ Choose = Callable[[Layer], Arithmetic | None]
 
 
 class Conversion:
-    """Layers of a model in the arithmetics that `choose` gives them, while it is entered.
+    """While it is entered, layers of a model compute in the arithmetics that `choose` gives them.
 
         with Conversion(model, setup.layer, skip=["head"]) as conversion:
             conversion.phase = phase
             loss = model(**batch).loss
 
-    `held` are all the weights that products are made with, those that stay as they are with the reason. `multiples` are
-    what native products of a device want of contractions and columns: a layer whose sides do not fit stays as it is,
-    and rows are filled up. `shown`, a layer's arithmetic is its module's `arithmetic`, for whoever watches casts.
-    `keys` are those of the precision map that `choose` obeys: a layer of two paths is asked for by the one that the map
-    names. Raises UsageError if nothing would be converted, UnknownName for a pattern or a key
-    that names no layer; the model is untouched until it is entered.
-    Whoever copies a model copies it before: what was replaced belongs to this one.
+    `held` are all weights of products, with the reason where one stays as it is. `multiples` are what native products
+    of the device require of contractions and columns: a layer whose sides do not fit stays as it is, and rows are
+    padded. With `shown` each converted module has its arithmetic as an attribute, for whoever watches casts. `keys` are
+    those of the precision map behind `choose`: a layer with two paths is asked for by the one that the map names.
+
+    Raises UsageError if nothing would be converted, UnknownName for a pattern or key that names no layer; the model is
+    untouched until this is entered. Copy a model before it is converted: replacements refer to the original.
     """
 
     def __init__(
@@ -52,7 +67,6 @@ class Conversion:
         choose: Choose,
         *,
         skip: Sequence[str] = (),
-        allow: Sequence[str] = (),
         keys: Collection[str] = (),
         multiples: tuple[int, int] = (1, 1),
         shown: bool = False,
@@ -62,10 +76,10 @@ class Conversion:
         self.phase: Phases = SilentPhases()
         self._rows = multiples[0]
         self._replaced: list[nn.Module] = []
-        holders = held_in(model, skip, allow)
-        parts = around_in(model, holders, keys)
+        holders = weights_of(model, skip)
+        parts = layers_around(model, holders, keys)
         check_map(keys, holders, [layer for layer, _ in parts])
-        self._around = [(module, _for_around(layer, choose(layer))) for layer, module in parts]
+        self._around = [(module, _checked_around(layer, choose(layer))) for layer, module in parts]
         chosen = [(held, None if held.reason else choose(held.layer(keys))) for held in holders]
         self.held = tuple(_decided(held, arithmetic, multiples) for held, arithmetic in chosen)
         self._arithmetics = {
@@ -77,23 +91,25 @@ class Conversion:
             raise UsageError(f"nothing of {type(model).__name__} can be converted ({_reasons(self.held)})")
 
     @property
-    def converted(self) -> tuple[Held, ...]:
+    def converted(self) -> tuple[ProductWeight, ...]:
         return tuple(held for held in self.held if not held.reason)
 
     def __enter__(self) -> Self:
         try:
-            stacks: dict[nn.Module, list[Held]] = {}
+            stacks: dict[nn.Module, list[ProductWeight]] = {}
             for held in self.converted:
                 if held.kind == EXPERTS:
                     stacks.setdefault(held.module, []).append(held)
                 else:
-                    self._show(held)
+                    if self._shown:
+                        self._replaced.append(held.module)
+                        vars(held.module)["arithmetic"] = self._arithmetics[id(held)]
                     self._replace(held.module, forward_of(held.module, held.kind, self._products(held)))
             for module, parameters in stacks.items():
                 self._replace(module, self._listening(module, parameters))
             for module, arithmetic in self._around:
                 if arithmetic is not None:
-                    self._stand(module, arithmetic)
+                    self._replace_around(module, arithmetic)
         except BaseException:
             self.undo()
             raise
@@ -103,33 +119,27 @@ class Conversion:
         self.undo()
 
     def undo(self) -> None:
-        """The model is as it was; nothing to do where it is already."""
         while self._replaced:
             for name in ("forward", "arithmetic") if self._shown else ("forward",):
                 vars(self._replaced[-1]).pop(name, None)
             self._replaced.pop()
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._replaced.append(module)  # first: whatever comes in between is undone
+        self._replaced.append(module)  # first, so that an interrupt in between is undone
         vars(module)["forward"] = forward
 
-    def _stand(self, module: nn.Module, arithmetic: Arithmetic) -> None:
-        """An embedding or a norm in an arithmetic; of any other module, which is the head, what it gives."""
-        around = stood_around if isinstance(module, nn.Embedding) or not kind_of(module)[0] else rounded_behind
+    def _replace_around(self, module: nn.Module, arithmetic: Arithmetic) -> None:
+        """For an embedding or a norm, all that it computes; for the head, the only other module, its output."""
+        around = rounded_forward if isinstance(module, nn.Embedding) or not kind_of(module)[0] else rounded_head
         self._replace(module, around(module, arithmetic))
-        if self._shown and around is stood_around:
+        if self._shown and around is rounded_forward:
             vars(module)["arithmetic"] = arithmetic
 
-    def _show(self, held: Held) -> None:
-        if self._shown:
-            self._replaced.append(held.module)
-            vars(held.module)["arithmetic"] = self._arithmetics[id(held)]
-
-    def _products(self, held: Held) -> LayerProducts:
+    def _products(self, held: ProductWeight) -> LayerProducts:
         home = held.module if self._shown and held.kind != EXPERTS else None
         return LayerProducts(self._arithmetics[id(held)], lambda: self.phase, self._rows, home)
 
-    def _listening(self, module: nn.Module, parameters: Sequence[Held]) -> Callable[..., Any]:
+    def _listening(self, module: nn.Module, parameters: Sequence[ProductWeight]) -> Callable[..., Any]:
         products = {parameter.parameter: self._products(parameter) for parameter in parameters}
         own = module.forward
 
@@ -140,16 +150,16 @@ class Conversion:
         return forward
 
 
-def _for_around(layer: Layer, arithmetic: Arithmetic | None) -> Arithmetic | None:
+def _checked_around(layer: Layer, arithmetic: Arithmetic | None) -> Arithmetic | None:
     if isinstance(arithmetic, WholeLayers):
         raise UsageError(
-            f"{layer.name} multiplies nothing, and a backend of whole layers has products alone. Give {layer.kind} "
-            "another precision in --precision-map."
+            f"{layer.name} has no product, and a backend of whole layers has nothing else. Give {layer.kind} another "
+            "precision in --precision-map."
         )
     return arithmetic
 
 
-def _decided(held: Held, arithmetic: Arithmetic | None, multiples: tuple[int, int]) -> Held:
+def _decided(held: ProductWeight, arithmetic: Arithmetic | None, multiples: tuple[int, int]) -> ProductWeight:
     if held.reason:
         return held
     if arithmetic is None:
@@ -160,30 +170,30 @@ def _decided(held: Held, arithmetic: Arithmetic | None, multiples: tuple[int, in
     return replace(held, rule="shape", reason=wrong) if wrong else held
 
 
-def misfit(held: Held, multiples: tuple[int, int]) -> str:
-    """Why a layer's sides are none that native products take; '' if they are. Rows can be filled up."""
-    least = max(multiples)  # each side is a contraction in one of its products, and columns in another
+def misfit(held: ProductWeight, multiples: tuple[int, int]) -> str:
+    """Why native products refuse a layer's sides; '' if they take them. Rows are no matter: they can be padded."""
+    least = max(multiples)  # each side is contracted in one product of the layer, and columns in another
     outputs, inputs = held.sides
     wrong = [f"{name}={size}" for name, size in (("N", outputs), ("K", inputs)) if size % least]
     verb = "is no multiple" if len(wrong) == 1 else "are no multiples"
     return f"{' and '.join(wrong)} {verb} of {least}, as native products want" if wrong else ""
 
 
-def _reasons(held: Sequence[Held]) -> str:
+def _reasons(held: Sequence[ProductWeight]) -> str:
     counts = Counter(holder.reason for holder in held)
     words = [f"{count} weight{'s' if count > 1 else ''}: {why}" for why, count in counts.most_common(3)]
     return "; ".join(words) or "it has no layer that multiplies by weights"
 
 
-# x (..., K) times a weight (N, K) transposed.
+# x (..., K) times a weight (N, K) transposed, as (..., N).
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
 class LayerProducts:
-    """One arithmetic for one layer. `phase` gives the markers of the step that is running.
+    """Products of one layer in one arithmetic. `phase` gives the markers of the running step.
 
-    `rows` is what native products contract over in multiples of: weight gradients contract over rows, which are filled
-    up with zeros. Zeros change no product and no scale. `home` is a module that has the arithmetic.
+    `rows` is what native products contract over in multiples of. Weight gradients contract over rows, which are padded
+    with zeros: these change no product and no scale. `home` is the module that shows the arithmetic, if any.
     """
 
     def __init__(
@@ -198,9 +208,8 @@ class LayerProducts:
         return self._own if self._home is None else vars(self._home)["arithmetic"]
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x (..., K) times weight (N, K) transposed, in the dtype of the layer's own product."""
         dtype = _own_dtype(x)
-        if not x.numel():  # an expert without tokens: there is nothing to round
+        if not x.numel():  # an expert without tokens
             return F.linear(x, weight.to(x.dtype)).to(dtype)
         with _without_autocast(x):
             return self._linear(x, self._master(weight)).to(dtype)
@@ -208,7 +217,7 @@ class LayerProducts:
     def grouped(self, x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """x (M, K), its first sizes[0] rows times the first of the weights (N, K) transposed, and so on.
 
-        As one product where the arithmetic has one, whose parts are filled up with zeros, unless most would be zeros.
+        One grouped product, its parts padded with zeros, where the arithmetic has one and most rows are no padding.
         """
         multiple, own_rows = self.arithmetic.groups, self.arithmetic.part_rows
         filled = [max(own_rows, -(-size // own_rows) * own_rows) for size in sizes]
@@ -235,12 +244,10 @@ class LayerProducts:
         return y[: len(flat)].view(*x.shape[:-1], -1)
 
     def _master(self, weight: Tensor) -> Tensor:
-        """A weight that casts begin from: float32 at most, unless products are wider."""
         wider = weight.dtype == torch.float64 != self.arithmetic.carrier
         return weight.to(torch.float32) if wider else weight
 
     def whole(self, multiply: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
-        """The same by another library's layer, which has the weight already."""
         phase, dtype = self._phase(), _own_dtype(x)
         with _without_autocast(x):
             carried = x.to(self.arithmetic.carrier)
@@ -249,19 +256,21 @@ class LayerProducts:
             with phase.gemm:
                 return multiply(carried).to(dtype)
 
-    def convolution(self, x: Tensor, weight: Tensor, lie: Windows, groups: int) -> Tensor:
-        """Images (B, C, H, W) under windows (O, C / groups, height, width), as torch lays them out."""
-        usual, dtype = not any(_channels_last(tensor) for tensor in (x, weight)), _own_dtype(x)
+    def convolution(self, x: Tensor, weight: Tensor, geometry: Windows, groups: int) -> Tensor:
+        channels_last = any(
+            tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+            for tensor in (x, weight)
+        )
+        dtype = _own_dtype(x)
         with _without_autocast(x):
             pixels = x.permute(0, 2, 3, 1)
             rows = self._master(weight).permute(0, 2, 3, 1).flatten(1)
             parts = [
-                convolved(part, own, lie, self.arithmetic, self._phase())
+                convolved(part, own, geometry, self.arithmetic, self._phase())
                 for part, own in zip(pixels.chunk(groups, -1), rows.chunk(groups), strict=True)
             ]
             y = (parts[0] if groups == 1 else torch.cat(parts, -1)).permute(0, 3, 1, 2).to(dtype)
-        # What comes next may look at it as rows.
-        return y.contiguous() if usual else y
+        return y if channels_last else y.contiguous()  # the next layer may take it for rows
 
 
 def forward_of(module: nn.Module, kind: str, products: LayerProducts) -> Callable[..., Any]:
@@ -274,7 +283,7 @@ def forward_of(module: nn.Module, kind: str, products: LayerProducts) -> Callabl
     return partial(_conv1d if kind == "conv1d" else _conv2d, module, products)
 
 
-# Names of the arguments are those of the forward passes that they take the place of.
+# Argument names are those of the forward passes that these replace.
 def _linear_forward(module: Any, multiply: Multiply, input: Tensor) -> Tensor:  # noqa: A002
     return _with_bias(multiply(input, module.weight), module.bias)
 
@@ -289,8 +298,8 @@ def _conv2d(module: Any, products: LayerProducts, input: Tensor) -> Tensor:  # n
     if isinstance(padding, str) or module.padding_mode != "zeros":
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         images, padding = F.pad(images, module._reversed_padding_repeated_twice, mode), (0, 0)
-    lie = Windows(tuple(module.kernel_size), tuple(module.stride), tuple(padding), tuple(module.dilation))
-    y = products.convolution(images, module.weight, lie, module.groups)
+    geometry = Windows(tuple(module.kernel_size), tuple(module.stride), tuple(padding), tuple(module.dilation))
+    y = products.convolution(images, module.weight, geometry, module.groups)
     if module.bias is not None:
         y = y + module.bias.to(y.dtype)[:, None, None]
     return y if input.dim() == 4 else y[0]
@@ -301,16 +310,91 @@ def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _own_dtype(x: Tensor) -> torch.dtype:
-    """What the layer's own product would give: autocast's dtype, or the input's."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """Products choose their dtypes by themselves in the body."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
-def _channels_last(tensor: Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer | None]
+# Class names of the layers that Accelerate puts in: torchao's, and MS-AMP's.
+_CONVERTED = ("Float8Linear", "FP8Linear")
+_TRANSFORMER_ENGINE = "transformer_engine"
+
+
+class AcceleratedModel(PlainArithmetic):
+    """bf16 as under Accelerate's autocast, for a model that Accelerate prepares by a recipe."""
+
+    def __init__(self, recipe: str, level: str, facts: DeviceFacts) -> None:
+        super().__init__(torch.bfloat16)
+        self._recipe, self._level, self._facts = recipe, level, facts
+
+    def prepared(self, model: nn.Module, optimizer_of: OptimizerOf) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+        """The prepared model and its optimizer.
+
+        Raises UsageError where Accelerate refuses, or would change nothing. torchao's layers get new parameters, and an
+        optimizer made before would never move them, so it is made afterwards. The other recipes want both at once.
+        """
+        name, apart = type(model).__name__, self._recipe == "ao"
+        with _quiet():
+            try:
+                accelerator = self._accelerator()
+                made = accelerator.prepare(model) if apart else model
+                optimizer = optimizer_of([parameter for parameter in made.parameters() if parameter.requires_grad])
+                if optimizer is not None:
+                    optimizer = accelerator.prepare(optimizer) if apart else optimizer
+                if not apart:
+                    made, optimizer = accelerator.prepare(made, optimizer)
+            except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
+                words = " ".join(str(error).split())
+                raise UsageError(f"Accelerate prepares no {name} by recipe={self._recipe}: {words}") from error
+        if not converted_in(made):
+            raise UsageError(
+                f"Accelerate converts nothing of {name}: it leaves the first and the last linear layer, and those "
+                "whose sides are no multiples of 16, as they are. Choose fp8, or a model with more linear layers."
+            )
+        return made, optimizer
+
+    def _accelerator(self) -> Any:
+        from accelerate import Accelerator
+        from accelerate.utils import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+
+        recipes = {
+            "ao": AORecipeKwargs, "te": TERecipeKwargs, "msamp": partial(MSAMPRecipeKwargs, opt_level=self._level),
+        }  # fmt: skip
+        # The model is on its device already.
+        return Accelerator(
+            mixed_precision="fp8", kwargs_handlers=[recipes[self._recipe]()], cpu=not self._facts.accelerated,
+            device_placement=False,
+        )  # fmt: skip
+
+
+def converted_in(model: nn.Module) -> frozenset[str]:
+    return frozenset(
+        name for name, module in model.named_modules()
+        if type(module).__name__ in _CONVERTED or type(module).__module__.partition(".")[0] == _TRANSFORMER_ENGINE
+    )  # fmt: skip
+
+
+def unconverted(held: ProductWeight) -> ProductWeight:
+    if held.kind != LINEAR:
+        return replace(held, rule="class", reason="Accelerate converts nn.Linear alone")
+    if any(side % 16 for side in held.sides):
+        return replace(held, rule="shape", reason="Accelerate leaves layers whose sides are no multiples of 16")
+    return replace(held, rule="kept", reason="Accelerate leaves the first and the last linear layer as they are")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences warnings about kernels built for other versions, and about deprecations in Accelerate's packages."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

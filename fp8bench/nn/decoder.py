@@ -1,16 +1,15 @@
-"""A GPT that is served: weights kept in a format, a static cache of keys and values, tokens in, logits out.
+"""A GPT for serving: weights kept in a format, a static cache of keys and values, tokens in, logits out.
 
 Per block, with x the stream of new tokens at positions `at`, `at` + 1, ...:
 
     q, k, v  = split(W_qkv norm(x)),   q and k turned by their positions' angles where the model is Llama's
     cache[at : at + new] = kept(k), kept(v)
-    x += W_out softmax(q K^T / sqrt(d)) V,     K and V what the cache gives back of positions 0 .. at + new - 1
-    x += W_down f(W_up norm(x)),               or so of the experts that each token is sent to
+    x += W_out softmax(q K^T / sqrt(d)) V,     K and V as the cache returns them for positions 0 .. at + new - 1
+    x += W_down f(W_up norm(x)),               or the same of the experts that each token is sent to
 
 Norms are computed in fp32, all else in the carrier, unless `around` gives embedding, norms, stream or logits another
-arithmetic: weights of embedding and norms are then kept as it has them. Every token reads all keys and values, its own
-too, as the cache kept them: so a prompt at once gives what token by token gives. Grouped queries share their head of
-keys.
+arithmetic, which then also holds the weights of embedding and norms. Every token reads all keys and values, its own
+too, as the cache kept them: so a whole prompt gives what token by token gives. Grouped queries share a head of keys.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from fp8bench.formats.blocks import block_elements, nvfp4_tensor_scale
 from fp8bench.formats.codes import decode, encode, pack, unpack
 from fp8bench.formats.grids import E2M1, E4M3
 from fp8bench.formats.scaled import largest_magnitude
-from fp8bench.nn.around import held, streamed
-from fp8bench.nn.attention import rotate, rotations
+from fp8bench.nn.around import cast_to, start_stream
+from fp8bench.nn.attention import fused_attention, rotate, rotations
 from fp8bench.nn.experts import routed
 from fp8bench.nn.gpt import gelu, silu_gate
-from fp8bench.nn.linear import casting_of
+from fp8bench.nn.linear import cast_marker
 from fp8bench.nn.served import KV_FORMATS, ROUTER, WEIGHT_FORMATS, KeptFormat, Shapes, int4_format, served_shapes
 from fp8bench.nn.sizes import GPTConfig, feed_parts
 from fp8bench.protocols import Arithmetic, Phases, Role
@@ -42,7 +41,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 class BlockCodes:
-    """Rows of numbers under scales of blocks, MX's or NVFP4's: packed codes, scales, and a tensor's scale above."""
+    """Encodes rows of numbers in MX's or NVFP4's blocks: packed codes and block scales; `above` is a tensor's scale."""
 
     def __init__(self, kept: KeptFormat, above: Tensor | None = None) -> None:
         assert isinstance(kept.shared, int) and kept.scaling is not None
@@ -67,9 +66,9 @@ class BlockCodes:
 class KeptHeads:
     """The keys of one layer, or its values: (batch, key heads, positions, head width), in a format.
 
-    Scales of a tensor or of heads, and the one above NVFP4's blocks, are found in what `calibrate` is given and stay:
-    what is larger later becomes the largest value. Those of tokens and blocks come with each token. What is `grown` is
-    no static cache: new positions are put behind copies of all before, as where a cache begins empty.
+    `calibrate` finds the scales of tensors and heads, and the one above NVFP4's blocks; they stay, and larger values
+    saturate later. Scales of tokens and blocks come with each token. With `grown` set there is no static cache: each
+    `put` concatenates the new positions to a copy of all before, as a cache does that begins empty.
     """
 
     grown: Tensor | None = None
@@ -92,7 +91,6 @@ class KeptHeads:
             self.scales = torch.ones(*shape[:3], 1, device=device)
 
     def calibrate(self, x: Tensor) -> None:
-        """Find the scales that stay, in keys or values like those that will come."""
         if self.kept.shared == "all":
             self.scale = (E4M3.largest / largest_magnitude(x)).view(1, 1, 1, 1)
         elif self.kept.shared == "head":
@@ -119,7 +117,7 @@ class KeptHeads:
             self.codes[:, :, place] = wide.clamp(-E4M3.largest, E4M3.largest).to(self.codes.dtype)
 
     def read(self, end: int) -> Tensor:
-        """What the first positions give back, in the carrier; no copy where that is what they are kept in."""
+        """The first `end` positions in the carrier; no copy if that is the format."""
         codes = self.codes[:, :, :end] if self.grown is None else self.grown
         if self.blocks is not None:
             assert self.scales is not None
@@ -133,14 +131,13 @@ class KeptHeads:
         return self.codes.dtype is not self.carrier
 
     def bytes(self, end: int) -> int:
-        """Of the first positions, from what is stored."""
         parts = [self.codes[:, :, :end]] + ([] if self.scales is None else [self.scales[:, :, :end]])
         above = self.scale if self.blocks is None else self.blocks.above
         return sum(part.numel() * part.element_size() for part in [*parts, *([] if above is None else [above])])
 
 
 class KeptWeight(Protocol):
-    """A layer's weight as it is kept, which inputs (tokens, features) in the carrier are multiplied by."""
+    """A layer's weight in some format; `times` multiplies inputs (tokens, features) in the carrier by it."""
 
     def times(self, x: Tensor, phase: Phases) -> Tensor: ...
     def tensors(self) -> list[Tensor]: ...
@@ -156,8 +153,8 @@ class OwnWeight:
 
     def times(self, x: Tensor, phase: Phases) -> Tensor:
         arithmetic = self.arithmetic
-        # torch's own dtypes: values come in the carrier already.
-        with nullcontext() if arithmetic.plain and x.dtype is arithmetic.carrier else casting_of(arithmetic, phase):
+        # A plain arithmetic's values are in the carrier already, so there is no cast to time.
+        with nullcontext() if arithmetic.plain and x.dtype is arithmetic.carrier else cast_marker(arithmetic, phase):
             operand = arithmetic.cast(x.to(arithmetic.carrier), Role.INPUT)
         with phase.gemm:
             return arithmetic.product(operand, self.operand, arithmetic.carrier).to(x.dtype)
@@ -170,7 +167,7 @@ class OwnWeight:
 
 
 class IntegerWeight:
-    """int8 with a bf16 scale a row, or int4 with one (and a zero) a group; codes come from the scale as it is kept."""
+    """int8 with a bf16 scale a row, or int4 with a scale and a zero a group. Codes are made with the rounded scale."""
 
     def __init__(self, weight: Tensor, name: str, low_inputs: bool) -> None:
         outputs, inputs = weight.shape
@@ -182,7 +179,7 @@ class IntegerWeight:
         whole = (groups / self.scales.float()).round().clamp(-largest - 1, largest).view(outputs, inputs)
         if name == "int8":
             self.codes = whole.to(torch.int8)
-        else:  # as torch's kernel has them: 8 is zero
+        else:  # torch's kernel wants unsigned codes: 8 is zero
             codes = (whole + 8).to(torch.int32)
             self.codes = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
             self.zeros = torch.zeros_like(self.scales)
@@ -218,7 +215,7 @@ class IntegerWeight:
 
 
 class FloatWeight:
-    """fp8 with a scale a row, MXFP4 or NVFP4, restored before it is multiplied: right in numbers, and no speed."""
+    """fp8 with a scale a row, MXFP4 or NVFP4, restored before each product: the numbers are right, not the speed."""
 
     def __init__(self, weight: Tensor, name: str, low_inputs: bool) -> None:
         self.kept, self.low_inputs, self.columns = WEIGHT_FORMATS[name], low_inputs, weight.shape[1]
@@ -253,7 +250,7 @@ class FloatWeight:
 
 
 def rounded_rows(x: Tensor) -> Tensor:
-    """Activations as int8 under a scale a token, given back: W8A8, and W4A8."""
+    """Activations rounded to int8 with a scale a token, as W8A8 and W4A8 have them."""
     scale = x.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / 127
     return ((x.float() / scale).round() * scale).to(x.dtype)
 
@@ -262,24 +259,24 @@ def kept_weight(weight: Tensor, name: str, low_inputs: bool) -> KeptWeight:
     return (IntegerWeight if name in ("int8", "int4") else FloatWeight)(weight, name, low_inputs)
 
 
-# Makes the kept form of a layer's weight: its path, and the fp32 weight.
+# Takes a layer's path and its fp32 weight.
 Keep = Callable[[str, Tensor], KeptWeight]
 
 
 class Decoder:
-    """A model of these weights, by their names in GPT. `kv` are the formats of its layers' keys and values."""
+    """A GPT with `weight(name)` for each name of its parameters; `kv` are the formats of its layers' caches."""
 
     def __init__(
         self, config: GPTConfig, weight: Callable[[str], Tensor], keep: Keep, kv: list[str], carrier: torch.dtype,
         sizes: tuple[int, int], around: Mapping[str, Arithmetic] | None = None,
     ) -> None:  # fmt: skip
-        """`sizes` are sequences, and positions that the cache has for each."""
+        """`sizes` are the number of sequences, and of positions in each sequence's cache."""
         self.config, self.carrier, self.vocabulary = config, carrier, config.vocabulary
         self.around = around or {}
 
         def kept(path: str, part: str) -> Tensor:
             own = self.around.get(part)
-            return weight(path).to(carrier) if own is None else held(weight(path), own, Role.WEIGHT)
+            return weight(path).to(carrier) if own is None else cast_to(weight(path), own, Role.WEIGHT)
 
         self.embedding = kept("embedding", "embedding")
         device = str(self.embedding.device)
@@ -299,9 +296,9 @@ class Decoder:
         self.layers["head"] = keep("head", weight("head.weight"))
         shape = (sizes[0], config.key_heads, sizes[1], config.head_width)
         self.cache = [(KeptHeads(name, shape, carrier, device), KeptHeads(name, shape, carrier, device)) for name in kv]
-        # Told of each block's stream, where somebody looks: which layer, and what came out of it.
+        # Called with each block's number and the stream behind it.
         self.watch: Callable[[int, Tensor], None] | None = None
-        # Scales that stay are found in a first prompt, if nothing has found them before.
+        # Whether `forward` finds the scales that stay, in a first prompt.
         self.calibrates = False
 
     def forward(self, tokens: Tensor, at: int, phase: Phases, every: bool = False) -> Tensor:
@@ -310,13 +307,13 @@ class Decoder:
         x = F.embedding(tokens, self.embedding)
         if self.positions is not None:
             x = x + self.positions[at : at + new]
-        x = streamed(x, self.carrier, self.around.get("residual"))
+        x = start_stream(x, self.carrier, self.around.get("residual"))
         for block in range(self.config.layers):
             x = self._block(x, block, at, phase)
             if self.watch is not None:
                 self.watch(block, x)
         last = x if every else x[:, -1:]
-        return held(self._times(self._norm(last, "norm"), "head", phase), self.around.get("logits"))
+        return cast_to(self._times(self._norm(last, "norm"), "head", phase), self.around.get("logits"))
 
     def _block(self, x: Tensor, block: int, at: int, phase: Phases) -> Tensor:
         config, (batch, new, width) = self.config, x.shape
@@ -338,7 +335,7 @@ class Decoder:
         return self._added(x, mixed)
 
     def _added(self, x: Tensor, more: Tensor) -> Tensor:
-        return held(x + more.to(x.dtype), self.around.get("residual"))
+        return cast_to(x + more.to(x.dtype), self.around.get("residual"))
 
     def _fed(self, x: Tensor, path: str, phase: Phases) -> Tensor:
         hidden = self._times(x, f"{path}.up", phase)
@@ -358,7 +355,7 @@ class Decoder:
     def _norm(self, x: Tensor, name: str) -> Tensor:
         weight, own = self.norms[name], self.around.get(name)
         wide = torch.promote_types(self.carrier, torch.float32) if own is None else weight.dtype
-        given, weight = held(x, own).to(wide), weight.to(wide)
+        given, weight = cast_to(x, own).to(wide), weight.to(wide)
         if self.config.modern:
             return F.rms_norm(given, weight.shape, weight, 1e-5).to(self.carrier)
         return F.layer_norm(given, weight.shape, weight, None, 1e-5).to(self.carrier)
@@ -368,7 +365,6 @@ class Decoder:
         return y.view(*x.shape[:-1], -1)
 
     def fill(self, end: int, generator: torch.Generator) -> None:
-        """Keys and values of random tokens in the first positions."""
         for pair in self.cache:
             for which, heads in enumerate(pair):
                 shape = (*heads.codes.shape[:2], end, heads.width)
@@ -387,7 +383,6 @@ class Decoder:
         return (self.embedding, self.positions, self.norms, self.routers, self.layers), self.cache
 
     def expert_bytes(self) -> int:
-        """Of those that had a token in the last pass, from what is stored."""
         used = [f"{b}.mlp.experts.{e}." for b, rows in self.loads.items() for e, count in enumerate(rows) if count]
         kept = (tensor for path in used for part in ("up", "down") for tensor in self.layers[path + part].tensors())
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
@@ -402,8 +397,8 @@ class Decoder:
 def drawn_like_trained(
     shape: tuple[int, ...], generator: torch.Generator, are_keys: bool
 ) -> Iterator[tuple[int, Tensor]]:
-    """Random keys or values of (batch, heads, positions, width), as a trained model's are: keys of a few channels are
-    four times larger. In pieces, each with its first position, so that an fp32 copy of a long cache need not fit."""
+    """Yields random keys or values of (batch, heads, positions, width) like a trained model's: keys of a few channels
+    are four times larger. They come in pieces with their first positions, so that no whole fp32 copy need fit."""
     *ends, positions, width = shape
     piece = min(positions, 4096)
     for at in range(0, positions, piece or 1):
@@ -414,19 +409,14 @@ def drawn_like_trained(
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
-    """New queries over all keys so far; among several new tokens none sees a later one."""
-    new, grouped = q.shape[2], q.shape[1] != k.shape[1]
-    if grouped and q.dtype == torch.float32 and q.device.type != "cpu":  # its fused kernel takes none
-        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
-        grouped = False
-    mask = None
+    new, mask = q.shape[2], None
     if new > 1 and at:
         mask = torch.ones(new, at + new, dtype=torch.bool, device=q.device).tril(at)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=new > 1 and not at, enable_gqa=grouped)
+    return fused_attention(q, k, v, new > 1 and not at, mask)
 
 
 def drawn_weights(shapes: Shapes, seed: int, device: str) -> Callable[[str], Tensor]:
-    """Random fp32 weights, each made when it is asked for: a model in fp32 need not fit beside the one that is kept."""
+    """Random fp32 weights, each made on request: a whole fp32 model need not fit beside the kept one."""
     places = {name: place for place, name in enumerate(shapes)}
 
     def weight(name: str) -> Tensor:

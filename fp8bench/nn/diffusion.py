@@ -1,13 +1,12 @@
-"""Denoisers on random weights, a DiT and a UNet; sampling by them, a training step, and how far the latent is from the
-exact one after each step of a sampler.
+"""Denoisers on random weights, a DiT and a UNet: sampling with the latent's error after each step, and a training step.
 
-Latents are (batch, height, width, channels). A time step becomes sinusoids, and with its image's condition, which
-stands for text or a class, what shifts and scales the stream of every block. It comes in fp32, or rounded to the
+Latents are (batch, height, width, channels). A time step becomes sinusoids; together with the condition, which stands
+for an image's text or class, it shifts and scales the stream of every block. Time steps come in fp32, or rounded to the
 carrier, as in a model that is moved to bf16 whole: then 750 is 752.
 
-The sampler is DDIM, without noise of its own, for a denoiser that predicts velocity: a = cos, b = sin of an angle that
-time goes through, x = a image + b noise, v = a noise - b image. Latents stay in fp32; in every precision they begin
-as the same noise.
+The sampler is deterministic DDIM for a denoiser that predicts velocity: with a = cos and b = sin of an angle that
+moves with time, x = a image + b noise and v = a noise - b image. Latents stay in fp32; every precision begins with the
+same noise.
 """
 
 from __future__ import annotations
@@ -21,13 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.around import held, streamed
-from fp8bench.nn.attention import Core, FusedCore, HeadwiseCore, SelfAttention
+from fp8bench.nn.around import cast_to, start_stream
+from fp8bench.nn.attention import Core, FusedCore, HeadwiseCore, SelfAttention, attention_by
 from fp8bench.nn.convolution import Convolution
 from fp8bench.nn.exercise import Exercise, exercise
 from fp8bench.nn.gpt import FeedForward
-from fp8bench.nn.linear import Choose, Linear, within
-from fp8bench.nn.shared_workloads import attention_by
+from fp8bench.nn.linear import Choose, Linear, scoped
 from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, TIME_STEPS, DenoiserSizes, SamplerPlan, heads_of
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.numerics.products import in_dtype
@@ -37,7 +35,7 @@ _GROUPS = 8
 
 
 class TimeEmbedding(nn.Module):
-    """`clock` is the dtype that time steps come in; angles are computed in at least fp32 of what that leaves."""
+    """Turns times and conditions into vectors. `clock` is the dtype of time steps; angles are at least fp32."""
 
     def __init__(self, width: int, clock: torch.dtype, choose: Choose) -> None:
         super().__init__()
@@ -59,7 +57,7 @@ def sinusoids(times: Tensor) -> Tensor:
 
 
 class Modulation(nn.Module):
-    """As many vectors of an image's time and condition, each (batch, 1, width)."""
+    """`count` vectors from an image's time and condition, each (batch, 1, width)."""
 
     def __init__(self, width: int, count: int, choose: Choose) -> None:
         super().__init__()
@@ -71,20 +69,20 @@ class Modulation(nn.Module):
 
 
 class ModulatedNorm(nn.Module):
-    """A layer norm without weights, computed in at least fp32 unless an arithmetic says otherwise, shifted and scaled
-    in the input's dtype."""
+    """Layer norm without weights in at least fp32, unless an arithmetic says otherwise, then shifted and scaled in the
+    input's dtype."""
 
     arithmetic: Arithmetic | None = None
 
     def forward(self, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
         own = self.arithmetic
         dtype = own.carrier if own is not None and own.plain else torch.promote_types(x.dtype, torch.float32)
-        wide = held(x, own).to(dtype)
+        wide = cast_to(x, own).to(dtype)
         return F.layer_norm(wide, x.shape[-1:], eps=1e-6).to(x.dtype) * (1 + scale) + shift
 
 
 class DiTBlock(nn.Module):
-    """Attention and a feed-forward part, each shifted, scaled and weighed by time and condition."""
+    """Attention and a feed-forward part, each shifted, scaled and gated by time and condition."""
 
     residual: Arithmetic | None = None
 
@@ -92,20 +90,20 @@ class DiTBlock(nn.Module):
         super().__init__()
         heads = heads_of(width)
         self.modulation = Modulation(width, 6, choose)
-        self.attn = SelfAttention(width, heads, heads, 1.0, within(choose, "attn"), core)
-        self.mlp = FeedForward(width, 4 * width, False, 1.0, within(choose, "mlp"))
+        self.attn = SelfAttention(width, heads, heads, 1.0, scoped(choose, "attn"), core)
+        self.mlp = FeedForward(width, 4 * width, False, 1.0, scoped(choose, "mlp"))
         self.norm_attn, self.norm_mlp = ModulatedNorm(), ModulatedNorm()
 
     def forward(self, x: Tensor, time: Tensor, phase: Phases) -> Tensor:
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.modulation(time, phase, x.dtype)
-        # A layer of another precision hands back its own carrier; the stream keeps the model's.
-        x = held(x + gate * self.attn(self.norm_attn(x, shift, scale), phase).to(x.dtype), self.residual)
+        # A layer of another precision returns its own carrier; the stream keeps the model's.
+        x = cast_to(x + gate * self.attn(self.norm_attn(x, shift, scale), phase).to(x.dtype), self.residual)
         added: Tensor = gate_mlp * self.mlp(self.norm_mlp(x, shift_mlp, scale_mlp), phase).to(x.dtype)
-        return held(x + added, self.residual)
+        return cast_to(x + added, self.residual)
 
 
 class DiT(nn.Module):
-    """Patches of 2x2 as tokens, through blocks that time modulates; its places are its embedding."""
+    """Patches of 2x2 as tokens, through blocks that time modulates; its positions count as its embedding."""
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "residual"))
 
@@ -114,11 +112,11 @@ class DiT(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.carrier, self.side = carrier, sizes.image // PATCH
-        self.time = TimeEmbedding(sizes.width, clock, within(choose, "time"))
+        self.time = TimeEmbedding(sizes.width, clock, scoped(choose, "time"))
         self.first = Linear(PATCH * PATCH * CHANNELS, sizes.width, choose("first"))
         self.positions = nn.Parameter(torch.randn(self.side * self.side, sizes.width))
         self.blocks = nn.ModuleList(
-            DiTBlock(sizes.width, within(choose, f"blocks.{number}"), core) for number in range(sizes.layers)
+            DiTBlock(sizes.width, scoped(choose, f"blocks.{number}"), core) for number in range(sizes.layers)
         )
         self.modulation = Modulation(sizes.width, 2, choose)
         self.norm = ModulatedNorm()
@@ -128,8 +126,8 @@ class DiT(nn.Module):
         grid = (len(latent), self.side, PATCH, self.side, PATCH, CHANNELS)
         patches = latent.view(grid).transpose(2, 3).reshape(len(latent), self.side * self.side, -1)
         time = self.time(times, condition, phase)
-        places = held(self.positions, self.around["embedding"], Role.WEIGHT).to(self.carrier)
-        x = streamed(self.first(patches, phase).to(self.carrier) + places, self.carrier, self.around["residual"])
+        places = cast_to(self.positions, self.around["embedding"], Role.WEIGHT).to(self.carrier)
+        x = start_stream(self.first(patches, phase).to(self.carrier) + places, self.carrier, self.around["residual"])
         for block in self.blocks:
             x = block(x, time, phase)
         y = self.last(self.norm(x, *self.modulation(time, phase, x.dtype)), phase)
@@ -137,8 +135,7 @@ class DiT(nn.Module):
 
 
 class GroupNorm(nn.Module):
-    """Of channels in groups, computed in at least fp32 unless an arithmetic says otherwise, and handed back in the
-    input's dtype."""
+    """Group norm in at least fp32, unless an arithmetic says otherwise; the result has the input's dtype."""
 
     arithmetic: Arithmetic | None = None
 
@@ -147,13 +144,13 @@ class GroupNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = (held(parameter, self.arithmetic, Role.WEIGHT) for parameter in (self.weight, self.bias))
-        wide = held(x, self.arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
+        weight, bias = (cast_to(parameter, self.arithmetic, Role.WEIGHT) for parameter in (self.weight, self.bias))
+        wide = cast_to(x, self.arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
         return F.group_norm(wide, _GROUPS, weight, bias).permute(0, 2, 3, 1).to(x.dtype)
 
 
 class TimedResidual(nn.Module):
-    """Two 3x3 convolutions behind norms, time added between them; the input, of as many channels, is added."""
+    """Two 3x3 convolutions behind norms, the time added between them, and a shortcut."""
 
     residual: Arithmetic | None = None
 
@@ -169,11 +166,11 @@ class TimedResidual(nn.Module):
         first, second = self.norms
         hidden = self.conv1(F.silu(first(x)), phase).to(x.dtype) + self.time(time, phase).to(x.dtype)[:, None, None]
         kept = x if self.skip is None else self.skip(x, phase).to(x.dtype)
-        return held(kept + self.conv2(F.silu(second(hidden)), phase).to(x.dtype), self.residual)
+        return cast_to(kept + self.conv2(F.silu(second(hidden)), phase).to(x.dtype), self.residual)
 
 
 class UNet(nn.Module):
-    """Residual blocks at full resolution, at half of it, with attention and twice the channels, and at full again."""
+    """Residual blocks at full resolution, at half of it with attention and twice the channels, and at full again."""
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("residual",))
 
@@ -184,14 +181,14 @@ class UNet(nn.Module):
         self.carrier, width = carrier, sizes.width
 
         def block(inputs: int, outputs: int, name: str) -> TimedResidual:
-            return TimedResidual(inputs, outputs, width, within(choose, name))
+            return TimedResidual(inputs, outputs, width, scoped(choose, name))
 
-        self.time = TimeEmbedding(width, clock, within(choose, "time"))
+        self.time = TimeEmbedding(width, clock, scoped(choose, "time"))
         self.first = Convolution(CHANNELS, width, choose("first"))
         self.down = nn.ModuleList(block(width, width, f"down.{number}") for number in range(sizes.layers))
         self.middle = nn.ModuleList((block(width, 2 * width, "middle.0"), block(2 * width, 2 * width, "middle.1")))
         heads = heads_of(2 * width)
-        self.attn = SelfAttention(2 * width, heads, heads, 1.0, within(choose, "attn"), core)
+        self.attn = SelfAttention(2 * width, heads, heads, 1.0, scoped(choose, "attn"), core)
         self.attn_norm = GroupNorm(2 * width)
         self.up = nn.ModuleList(
             block(3 * width if number == 0 else width, width, f"up.{number}") for number in range(sizes.layers)
@@ -202,13 +199,13 @@ class UNet(nn.Module):
     def forward(self, latent: Tensor, times: Tensor, condition: Tensor, phase: Phases) -> Tensor:
         time = self.time(times, condition, phase)
         residual = self.around["residual"]
-        x = streamed(self.first(latent, phase), self.carrier, residual)
+        x = start_stream(self.first(latent, phase), self.carrier, residual)
         for block in self.down:
             x = block(x, time, phase)
         before, after = self.middle
         inner = before(F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1), time, phase)
         mixed = self.attn(self.attn_norm(inner).flatten(1, 2), phase)
-        inner = after(held(inner + mixed.view(inner.shape).to(inner.dtype), residual), time, phase)
+        inner = after(cast_to(inner + mixed.view(inner.shape).to(inner.dtype), residual), time, phase)
         x = torch.cat((inner.repeat_interleave(2, 1).repeat_interleave(2, 2), x), dim=-1)
         for block in self.up:
             x = block(x, time, phase)
@@ -219,13 +216,13 @@ class UNet(nn.Module):
 DENOISERS = {"dit": DiT, "unet": UNet}
 
 
-# How much further than without its condition a guided prediction goes with it.
+# The weight of the condition in a guided prediction.
 GUIDANCE = 4.0
-_Way = dict[str, object]
+_Multiplier = dict[str, object]
 
 
 class OtherKernel(PlainArithmetic):
-    """The same products by other kernels of torch's: sides swapped, and convolutions as one product of windows."""
+    """The same products by other kernels of torch: operands swapped, and convolutions as a product of windows."""
 
     explicit = True
 
@@ -234,20 +231,19 @@ class OtherKernel(PlainArithmetic):
 
 
 def angle(time: int) -> float:
-    """Of a time step; at -1, which is the image, 0."""
     return math.pi / 2 * (time + 1) / (TIME_STEPS + 1)
 
 
 @dataclass
 class Sampling(Exercise):
-    """All steps from noise to image. `inputs` are the noise, and a condition for each image; `high` is what all layers
-    multiply in in the plan's high steps. Weights are cast once, ahead of all steps, as who serves a model keeps them;
-    those of convolutions that are emulated are not."""
+    """All steps from noise to image. `inputs` are the noise and the conditions; `high` is the arithmetic of all layers
+    in the plan's high steps. Weights are cast once, ahead of all steps, as in serving; those of emulated convolutions
+    are not."""
 
     plan: SamplerPlan
     high: Arithmetic
-    # Layers that are switched from step to step: what they multiply by as a rule, and in high steps.
-    switched: list[tuple[nn.Module, _Way, _Way]] = field(default_factory=list)
+    # Layers that change from step to step: what they multiply by otherwise, and in high steps.
+    switched: list[tuple[nn.Module, _Multiplier, _Multiplier]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for layer in self.layer.modules():
@@ -256,13 +252,13 @@ class Sampling(Exercise):
             if layer.arithmetic.plain:
                 layer.weight.data = layer.weight.data.to(layer.arithmetic.carrier)
                 continue
-            own = _way(layer, layer.arithmetic)
+            own = _multiplier(layer, layer.arithmetic)
             vars(layer).update(own)
             if self.plan.first + self.plan.last:
-                self.switched.append((layer, own, _way(layer, self.high)))
+                self.switched.append((layer, own, _multiplier(layer, self.high)))
 
     def step(self, phase: Phases) -> None:
-        """The latent of each step is added up in ACCUMULATE, which ends it: so the clock tells them apart."""
+        """ACCUMULATE ends each step, so that the clock can tell steps apart."""
         with phase.elementwise:
             for _ in self.latents(phase):
                 pass
@@ -272,7 +268,6 @@ class Sampling(Exercise):
         return last, ()
 
     def latents(self, phase: Phases) -> Iterator[Tensor]:
-        """That after each step."""
         latent = self.inputs[0]
         for step in range(self.plan.steps):
             latent = self.after(latent, step, phase)
@@ -285,12 +280,11 @@ class Sampling(Exercise):
         time, next_time = self.plan.time(step), self.plan.time(step + 1)
         velocity = self._velocity(latent, time, phase).to(latent.dtype)
         with phase.accumulate:
-            # What image and noise make at the next time, where each is what latent and velocity say now.
+            # Image and noise as latent and velocity imply them, mixed for the next time.
             turn = angle(time) - angle(next_time)
             return math.cos(turn) * latent - math.sin(turn) * velocity
 
     def _velocity(self, latent: Tensor, time: int, phase: Phases) -> Tensor:
-        """By one evaluation, or, guided, by two: one after the other, or as one of twice the batch."""
 
         def predicted(latent: Tensor, condition: Tensor) -> Tensor:
             times = torch.full((len(latent),), float(time), dtype=latent.dtype, device=latent.device)
@@ -307,17 +301,17 @@ class Sampling(Exercise):
         return free + GUIDANCE * (given - free)
 
 
-def _way(layer: Linear | Convolution, arithmetic: Arithmetic) -> _Way:
+def _multiplier(layer: Linear | Convolution, arithmetic: Arithmetic) -> _Multiplier:
     if isinstance(layer, Convolution):
         return {"arithmetic": arithmetic}
     operand = arithmetic.cast(layer.weight.detach(), Role.WEIGHT)
-    return {"arithmetic": arithmetic, "operands": (operand, operand)}  # none is turned: no gradient goes back
+    return {"arithmetic": arithmetic, "operands": (operand, operand)}  # no gradient needs a turned one
 
 
 def errors_by_step(own: Sampling, exact: Sampling, usual: Sampling, other: Sampling) -> dict[str, float]:
-    """Of the latent after each step, relative to the exact one: sampled freely from the noise, and of one step from the
-    exact latent before it. The floor of each is what another kernel makes of the carrier's own products (`usual`,
-    `other`), relative to the exact latent as well.
+    """Errors of the latent after each step, relative to the exact one: sampled from the noise ('free'), and of one step
+    from the exact latent before it ('single'). The floor of each is what other kernels (`other`) change in the
+    carrier's own products (`usual`), relative to the exact latent as well.
     """
     silent = SilentPhases()
     wanted = list(exact.latents(silent))
@@ -333,16 +327,16 @@ def errors_by_step(own: Sampling, exact: Sampling, usual: Sampling, other: Sampl
     for name, ours, highs, lows in zip(("free", "single"), ways(own), ways(usual), others, strict=True):
         for step, (x, high, low, right) in enumerate(zip(ours, highs, lows, wanted, strict=True), 1):
             errors[f"{name}_step{step}_error"] = relative_frobenius(x, right)
-            floor = right + low - high  # as far from the exact latent as these are from each other
+            floor = right + low - high  # `low` is that far from `high`
             errors[f"{name}_floor_step{step}_error"] = relative_frobenius(floor, right)
     return {"latent_error": errors[f"free_step{len(wanted)}_error"], **errors}
 
 
 @dataclass
 class DenoiserTraining(Exercise):
-    """Noise is added to images, each at a time step of its own; velocity is predicted, and the squared error goes back,
-    halved and summed, so that gradients are of order one. `inputs` are images, noise, conditions and times, `pull`
-    how much there is of images and of noise at these."""
+    """Noise is added to images, each at its own time step, and the velocity predicted; the squared error is halved and
+    summed, so that gradients are of order one. `inputs` are images, noise, conditions and times, `pull` the shares of
+    images and noise at these times."""
 
     def step(self, phase: Phases) -> None:
         with phase.elementwise:
@@ -366,14 +360,14 @@ class DenoiserTraining(Exercise):
         return output, (output.to(noise.dtype) - (a * noise - b * image)).square().sum() / 2
 
 
-def made(
+def denoiser_state(
     setup: Setup, sizes: DenoiserSizes, plan: SamplerPlan | None, choose: Choose, carrier: torch.dtype, rounded: bool
 ) -> Sampling | DenoiserTraining:  # fmt: skip
-    """From the case's seed: the same noise, images, conditions and times for every precision. Without a plan a step of
-    training; time steps are `rounded` to the carrier, or not."""
+    """A sampling by the plan, or a training step without one, from the case's seed: the same noise, images, conditions
+    and times for every precision. `rounded` says whether time steps are rounded to the carrier."""
     wide = torch.promote_types(carrier, torch.float32)
     core: Core = FusedCore(causal=False)
-    if carrier is torch.float64:  # no fused kernel of a GPU takes it
+    if carrier is torch.float64:  # no fused GPU kernel takes it
         core, rounded = HeadwiseCore(core), False
     clock, latents = carrier if rounded else wide, (sizes.batch, sizes.image, sizes.image, CHANNELS)
     shapes = [latents, (sizes.batch, sizes.width), *([] if plan else [latents])]

@@ -1,4 +1,4 @@
-"""One layer exercised apart from any model: forward, or forward and backward, with random tensors around it."""
+"""Runs one layer by itself: forward, or forward and backward, with random tensors around it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.model import MemoryRole, Scalar
-from fp8bench.nn.whole_layers import surrounded
+from fp8bench.nn.whole_layers import surround
 from fp8bench.numerics.distributions import drawn
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_frobenius
 from fp8bench.protocols import Phases, Setup, SilentPhases
@@ -18,14 +18,14 @@ from fp8bench.protocols.axes import VALUES
 
 @dataclass
 class Exercise:
-    """A layer, called with its inputs and the phases. `pull` is the gradient its output gets; None is forward only."""
+    """A layer and its inputs. `pull` is the gradient of its output; None means forward only."""
 
     layer: nn.Module
     inputs: tuple[Tensor, ...]
     pull: Tensor | None
 
     def step(self, phase: Phases) -> None:
-        """One pass. What the layer does not mark itself is ELEMENTWISE; all it makes is given back inside."""
+        """One pass. What the layer does not mark itself is ELEMENTWISE; all memory is freed inside."""
         if self.pull is None:
             with phase.elementwise, torch.no_grad():
                 self.layer(*self.inputs, phase)
@@ -33,12 +33,11 @@ class Exercise:
         with phase.elementwise:
             output = self.layer(*self.inputs, phase)
         with phase.elementwise:
-            # Not backward(): it would copy gradients that a model hands on as they are (those of a sum).
+            # Not backward(): it would copy gradients that a layer passes on unchanged, those of a sum.
             torch.autograd.grad(output, self.leaves(), self.pull)
             del output
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        """Inputs need gradients as weights do, and are none."""
         return {MemoryRole.ACTIVATIONS: self.inputs, MemoryRole.GRADIENTS: self.pull}
 
     def leaves(self) -> list[Tensor]:
@@ -52,7 +51,7 @@ class Exercise:
         return output.detach(), torch.autograd.grad(output, self.leaves(), self.pull)
 
     def errors(self, exact: Exercise, settles: bool = False) -> dict[str, float]:
-        """Output and, in training, gradients against those in fp64; of a second pass where an arithmetic `settles`."""
+        """Errors of output and gradients against `exact`, taken in a second pass if the arithmetic `settles`."""
         if settles:
             self.outcome()
         output, gradients = self.outcome()
@@ -71,19 +70,20 @@ def exercise(
     training: bool,
     spread: float = 1.0,
 ) -> Exercise:
-    """Inputs in `dtype` and a layer on the case's device, from its seed: the same values for every dtype.
+    """A layer and inputs in `dtype` on the case's device, from its seed: the same values for every dtype.
 
-    Gaussian, unless the case asks for other values: `spread` is the inputs' standard deviation. The gradient that comes
-    in is of order one, as loss scaling would have it.
+    Inputs are Gaussian with standard deviation `spread`, unless the case asks for other values. The incoming gradient
+    is of order one, as with loss scaling.
     """
     params = dict(setup.case.params)
-    # The process's own random state is put back.
+    # fork_rng restores the process's own random state.
     gpus = [setup.facts.index] if setup.facts.accelerated else []
     with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
         torch.manual_seed(setup.seed)
         layer = build()
-        surrounded(layer)
-        _refill(layer, params)
+        surround(layer)
+        if VALUES.of(params) != "normal":
+            _refill_weights(layer, params)
         if dtype is torch.float64:
             layer = layer.double()
         inputs = tuple((spread * drawn(params, shape)).to(dtype).requires_grad_(training) for shape in shapes)
@@ -94,10 +94,7 @@ def exercise(
         return Exercise(layer, inputs, drawn(params, output.shape).to(output.dtype))
 
 
-def _refill(layer: nn.Module, params: Mapping[str, Scalar]) -> None:
-    """A layer's weights made of a case's kind of values, as large as they were; what are no matrices stay."""
-    if VALUES.of(params) == "normal":
-        return
+def _refill_weights(layer: nn.Module, params: Mapping[str, Scalar]) -> None:
     with torch.no_grad():
         for weight in layer.parameters():
             if weight.dim() > 1:

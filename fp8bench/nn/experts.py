@@ -1,15 +1,15 @@
-"""A feed-forward block of many experts, of which each token goes through two, and the models that have such blocks.
+"""Feed-forward blocks of many experts, of which each token goes through a few, and models made of such blocks.
 
-The router is computed in fp32: which experts it chooses must not depend on how products are rounded. Its two choices
-are weighed by their softmax, as Mixtral does. Tokens are sorted by their expert, none is ever dropped, and each
-expert's products run in its own arithmetic; where all have one in common that can, they are one product. The loss that
-has all experts used alike is Switch's.
+The router is computed in fp32, so that its choices do not depend on how products are rounded. As in Mixtral, chosen
+experts are weighed by the softmax of their scores. Tokens are sorted by expert and never dropped. Each expert's
+products run in its own arithmetic; where all experts share one that can, they are one grouped product. The balancing
+loss is Switch's.
 
-Of a `Mixture` a case sets the load, and what travels: a token's rows go to its experts (dispatch), through two products
-of each expert, and back, weighed (combine). With a load that is made, who goes where is known before the step, and the
-host waits for nothing; with the router's own it waits for how many tokens each expert has. Weights of the combination
-are the router's in either case. Rows travel in the carrier, in bf16, or as codes of E4M3 with a scale for 128 elements
-of a row; gradients travel in the carrier.
+In a `Mixture` the case also sets the load and what travels: a token's rows go to its experts (dispatch), through two
+products of each, and back, weighed (combine). With a planned load the host knows the sizes before the step and waits
+for nothing; with the router's own choices it waits for each expert's number of tokens. The weights of the combination
+are the router's in both cases. Rows travel in the carrier, in bf16, or as E4M3 codes with a scale for 128 elements of a
+row; gradients travel in the carrier.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.around import held, streamed
+from fp8bench.nn.around import cast_to, start_stream
 from fp8bench.nn.gpt import GPT, FeedForward, Norm
-from fp8bench.nn.linear import Choose, Linear, both_of, grouped_linear, linear, within
+from fp8bench.nn.linear import Choose, Linear, cast_both_ways, grouped_linear, linear, scoped
 from fp8bench.nn.sizes import CHOSEN, GPTConfig, MoeSizes
 from fp8bench.protocols import Arithmetic, Phases, Role
 
-# As much of the balancing loss as Switch and Mixtral take.
+# The weight of the balancing loss in Switch and Mixtral.
 BALANCE = 0.01
-# An expert's tokens are filled up to a multiple with zeros: native products contract over them in such blocks.
+# Native weight gradients contract over an expert's tokens in multiples of this; zeros fill them up.
 ROWS = 32
 
 
-def waited_for(counts: Tensor) -> list[int]:
-    """How many tokens each expert has: the one thing that the host waits for in each layer."""
+def counts_on_host(counts: Tensor) -> list[int]:
+    """The number of tokens of each expert. This is the one point in a layer where the host waits."""
     loads: list[int] = counts.tolist()
     return loads
 
@@ -44,14 +44,13 @@ def waited_for(counts: Tensor) -> list[int]:
 def routed(
     x: Tensor, router: Tensor, top_k: int, path: str, through: Callable[[Tensor, str], Tensor]
 ) -> tuple[Tensor, list[int]]:
-    """What the experts `path`.N of a served model make of tokens, weighed, and the tokens of each.
+    """Experts of a served model: the weighed outputs of `through(rows, "path.N")`, and the tokens of each expert.
 
-    One expert's products after another, whatever its weights are kept in, and no row is filled up: those that the
-    router chooses are read alone.
+    Experts run one after the other, whatever their weights' format, without padding, and only those that are chosen.
     """
     flat, wide = x.reshape(-1, x.shape[-1]), torch.promote_types(x.dtype, torch.float32)
     best, chosen = F.linear(flat.to(wide), router.to(wide)).topk(top_k)
-    loads = waited_for((chosen.view(-1, 1) == torch.arange(len(router), device=x.device)).sum(0))
+    loads = counts_on_host((chosen.view(-1, 1) == torch.arange(len(router), device=x.device)).sum(0))
     order = chosen.flatten().argsort(stable=True)
     parts = enumerate(torch.split_with_sizes(flat[order // top_k], loads))
     done = torch.cat([through(rows, f"{path}.{number}") for number, rows in parts if len(rows)])
@@ -60,10 +59,10 @@ def routed(
 
 
 class Experts(nn.Module):
-    """`balance` is the balancing loss of the last pass: 1 where all experts are chosen alike, more where not.
+    """`balance` is the balancing loss of the last pass: 1 if all experts are chosen equally often, more otherwise.
 
-    `ahead` are each token's experts where a load is made and not the router's; `count` are those of all ranks. An
-    expert without a token multiplies zeros where it `fills_empty`, so that its weights have gradients, zero ones.
+    `ahead` holds each token's experts where the load is planned; `count` is the number of experts on all ranks. With
+    `fills_empty` an expert without tokens multiplies zeros, so that its weights have gradients (of zero).
     """
 
     experts: Sequence[FeedForward]
@@ -74,7 +73,7 @@ class Experts(nn.Module):
     def __init__(self, width: int, count: int, expert: Callable[[Choose], FeedForward], choose: Choose) -> None:
         super().__init__()
         self.router = nn.Parameter(torch.randn(count, width) * 0.02)
-        made = [expert(within(choose, f"experts.{number}")) for number in range(count)]
+        made = [expert(scoped(choose, f"experts.{number}")) for number in range(count)]
         self.experts = nn.ModuleList(made)  # type: ignore[assignment]
         self.count = count
         self.balance: Tensor | None = None
@@ -84,12 +83,12 @@ class Experts(nn.Module):
         scores = F.linear(flat.to(self.router.dtype), self.router)
         best, chosen = self._choice(scores)
         every = torch.arange(self.count, device=x.device)
-        counts = (chosen.view(-1, 1) == every).sum(0)  # bincount would have the host wait for the device
-        shares = self._of_all(counts).to(scores.dtype) / (chosen.numel() * self.ranks)
+        counts = (chosen.view(-1, 1) == every).sum(0)  # bincount would make the host wait
+        shares = self._counts_of_all_ranks(counts).to(scores.dtype) / (chosen.numel() * self.ranks)
         self.balance = self.count * (shares * scores.softmax(-1).mean(0)).sum()
         order = chosen.flatten().argsort(stable=True)
         rows = flat[:, None].expand(-1, CHOSEN, -1).reshape(-1, flat.shape[-1])[order]
-        rows_back = self._through(rows, counts, phase)[order.argsort()].view(len(flat), CHOSEN, -1)
+        rows_back = self._through_experts(rows, counts, phase)[order.argsort()].view(len(flat), CHOSEN, -1)
         weights = best.softmax(-1)[..., None]
         return (rows_back.to(weights.dtype) * weights).sum(1).to(x.dtype).view(x.shape)
 
@@ -100,19 +99,16 @@ class Experts(nn.Module):
         chosen = self.ahead[: len(scores)]
         return scores.gather(1, chosen), chosen
 
-    def _of_all(self, counts: Tensor) -> Tensor:
-        """The tokens of each expert, of all ranks."""
+    def _counts_of_all_ranks(self, counts: Tensor) -> Tensor:
         return counts
 
-    def _through(self, rows: Tensor, counts: Tensor, phase: Phases) -> Tensor:
-        """Rows that lie by expert, and what their experts make of them, in that order."""
-        return torch.cat(self._each(torch.split_with_sizes(rows, self._waited_for(counts)), counts, phase))
+    def _through_experts(self, rows: Tensor, counts: Tensor, phase: Phases) -> Tensor:
+        return torch.cat(self._each(torch.split_with_sizes(rows, self._counts_on_host(counts)), counts, phase))
 
-    _waited_for = staticmethod(waited_for)
+    _counts_on_host = staticmethod(counts_on_host)
 
     def _each(self, parts: Sequence[Tensor], counts: Tensor, phase: Phases) -> list[Tensor]:
-        """Every expert on its tokens, filled up to whole rows of what it multiplies."""
-        grouped = self._may_be_grouped()
+        grouped = self._can_be_grouped()
         rows = self._rows(grouped)
         least = rows if self.fills_empty else 0
         sizes = [max(least, -(-len(part) // rows) * rows) for part in parts]
@@ -123,15 +119,13 @@ class Experts(nn.Module):
             outputs = torch.split_with_sizes(self._grouped(torch.cat(filled), sizes, ends, phase), sizes)
         else:
             pairs = zip(self.experts, filled, strict=True)
-            outputs = tuple(expert(part, phase) if len(part) else _of_nothing(expert, part) for expert, part in pairs)
+            outputs = tuple(expert(part, phase) if len(part) else _empty_pass(expert, part) for expert, part in pairs)
         return [y[: len(part)] for y, part in zip(outputs, parts, strict=True)]
 
     def _rows(self, grouped: bool) -> int:
-        """What an expert's part is a multiple of."""
         return self.experts[0].up.arithmetic.part_rows if grouped else ROWS
 
-    def _may_be_grouped(self) -> bool:
-        """Whether all experts have one arithmetic in common, which has one product for all of them."""
+    def _can_be_grouped(self) -> bool:
         layers = [layer for expert in self.experts for layer in (expert.up, expert.down)]
         common = layers[0].arithmetic
         sides = (side for layer in layers[:2] for side in layer.weight.shape)
@@ -139,7 +133,6 @@ class Experts(nn.Module):
         return common.groups > 0 and alike and not any(side % common.groups for side in sides)
 
     def _grouped(self, x: Tensor, sizes: list[int], ends: Tensor, phase: Phases) -> Tensor:
-        """Two products for all experts, instead of two for each."""
         arithmetic = self.experts[0].up.arithmetic
 
         def through(x: Tensor, layers: list[Linear]) -> Tensor:
@@ -150,14 +143,14 @@ class Experts(nn.Module):
         return through(hidden, [expert.down for expert in self.experts])
 
 
-def _of_nothing(expert: FeedForward, part: Tensor) -> Tensor:
-    """No rows, through the weights all the same, so that they have gradients."""
+def _empty_pass(expert: FeedForward, part: Tensor) -> Tensor:
+    """Passes no rows through the weights all the same, so that they get gradients."""
     wide = part.to(expert.up.weight.dtype)
     return F.linear(expert.between(F.linear(wide, expert.up.weight)), expert.down.weight).to(part.dtype)
 
 
 class MixtureGPT(GPT):
-    """A GPT whose feed-forward blocks are experts. Its loss is the text's; the balancing loss is in gradients alone."""
+    """A GPT with experts for feed-forward blocks. The balancing loss enters the gradients, not the loss's value."""
 
     leaves = True
 
@@ -191,7 +184,7 @@ _E4M3 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Travel:
-    """What a case does beside its experts' products: `rows` is the multiple that an expert's part is filled up to."""
+    """How rows travel to experts and back, the router's arithmetic, and the multiple that parts are padded to."""
 
     dispatch: str
     combine: str
@@ -199,10 +192,10 @@ class Travel:
     rows: int
 
 
-def made_load(load: str, tokens: int, sizes: MoeSizes, seed: int) -> Tensor | None:
-    """Each token's experts: exactly round robin, or by a Zipf law without an expert twice; None where the router says.
+def draw_load(load: str, tokens: int, sizes: MoeSizes, seed: int) -> Tensor | None:
+    """Each token's experts: round robin, or distinct ones by a Zipf law; None where the router chooses.
 
-    Made on the host of the seed alone: the same for every precision and device.
+    Drawn on the host from the seed alone: the same for every precision and device.
     """
     if load == "router":
         return None
@@ -211,34 +204,32 @@ def made_load(load: str, tokens: int, sizes: MoeSizes, seed: int) -> Tensor | No
     generator = torch.Generator("cpu").manual_seed(seed)
     ranks = torch.arange(1, sizes.experts + 1, dtype=torch.float64, device="cpu")
     noise = torch.rand(tokens, sizes.experts, dtype=torch.float64, generator=generator, device="cpu")
-    # Gumbel's trick: the largest of these are draws by the weights, one after the other.
+    # Gumbel's trick: the largest keys are draws without replacement by the Zipf weights.
     keys = -float(load.removeprefix("zipf:")) * ranks.log() - (-noise.clamp(min=1e-300).log()).log()
     return keys.topk(sizes.top_k).indices
 
 
-def coded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows as codes of E4M3 (rows, blocks, 128), a byte each, and the float32 scale of every block."""
+def encode_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     block = _BLOCK if x.shape[1] % _BLOCK == 0 else x.shape[1]
     parts = x.float().view(len(x), x.shape[1] // block, block)
     scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-30) / torch.finfo(_E4M3).max
     return (parts / scale).to(_E4M3).view(torch.uint8), scale
 
 
-def decoded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def decode_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes.view(_E4M3).float() * scale).flatten(1).to(dtype)
 
 
-def load_made(model: nn.Module, load: str, tokens: int, seed: int) -> None:
-    """Have who goes where set ahead in all blocks of a model, or left to their routers."""
+def set_load(model: nn.Module, load: str, tokens: int, seed: int) -> None:
     blocks = [block for block in model.modules() if isinstance(block, Experts)]
     for number, block in enumerate(blocks):
         width = block.router.shape[1]
-        plan = made_load(load, tokens, MoeSizes(width, width, block.count, CHOSEN), seed + number)
+        plan = draw_load(load, tokens, MoeSizes(width, width, block.count, CHOSEN), seed + number)
         block.ahead = None if plan is None else plan.to(block.router.device)
 
 
-class _Moved(torch.autograd.Function):
-    """Rows of x by their numbers, in the format that they travel in; gradients come back in their own."""
+class _Transported(torch.autograd.Function):
+    """Rows of x by number, in the format that they travel in; gradients return in their own dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, numbers: Tensor, way: str) -> Tensor:
@@ -248,8 +239,8 @@ class _Moved(torch.autograd.Function):
             return x[numbers]
         if way == "bf16":
             return x.to(torch.bfloat16)[numbers].to(x.dtype)
-        codes, scale = coded(x)
-        return decoded(codes[numbers], scale[numbers], x.dtype)
+        codes, scale = encode_rows(x)
+        return decode_rows(codes[numbers], scale[numbers], x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -258,14 +249,13 @@ class _Moved(torch.autograd.Function):
         return back.index_add_(0, numbers, gradients[0]), None, None
 
 
-def moved(x: Tensor, numbers: Tensor, way: str) -> Tensor:
-    """x[numbers], as it is after it has travelled so."""
-    rows: Tensor = _Moved.apply(x, numbers, way)  # type: ignore[no-untyped-call]
+def transported(x: Tensor, numbers: Tensor, way: str) -> Tensor:
+    rows: Tensor = _Transported.apply(x, numbers, way)  # type: ignore[no-untyped-call]
     return rows
 
 
 class LoadedExperts(Experts):
-    """`seen` are, of the last pass that was watched, the experts that the router chooses and the tokens of each."""
+    """In a pass that is `watched`, `seen` keeps the router's choices and the number of tokens of each expert."""
 
     fills_empty = False
     plan: Tensor | None
@@ -275,7 +265,7 @@ class LoadedExperts(Experts):
             return FeedForward(sizes.width, sizes.hidden, True, 1.0, own)
 
         super().__init__(sizes.width, sizes.experts, expert, choose)
-        # Scores of order one: with smaller ones all experts would weigh the same.
+        # Scores of order one: smaller ones would weigh all experts alike.
         self.router = nn.Parameter(torch.randn(sizes.experts, sizes.width) / sizes.width**0.5)
         self.top_k, self.travel = sizes.top_k, travel
         self.register_buffer("plan", None if plan is None else plan.to(self.router.device))
@@ -287,26 +277,26 @@ class LoadedExperts(Experts):
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         chosen = scores.topk(self.top_k).indices if self.plan is None else self.plan
         counts = (chosen.view(-1, 1) == torch.arange(len(self.experts), device=x.device)).sum(0)
-        sizes = self._planned if self._planned is not None else self._waited_for(counts)
+        sizes = self._planned if self._planned is not None else self._counts_on_host(counts)
         if self.watched:
             self.seen = scores.detach().topk(self.top_k).indices, sizes
         order = chosen.flatten().argsort(stable=True)
-        rows = moved(x, order // self.top_k, self.travel.dispatch)
+        rows = transported(x, order // self.top_k, self.travel.dispatch)
         outputs = torch.cat(self._each(torch.split_with_sizes(rows, sizes), counts, phase))
-        back = moved(outputs, order.argsort(), self.travel.combine).view(len(x), self.top_k, -1)
+        back = transported(outputs, order.argsort(), self.travel.combine).view(len(x), self.top_k, -1)
         weights = scores.gather(1, chosen).softmax(-1)[..., None]
         return (back.to(weights.dtype) * weights).sum(1).to(x.dtype)
 
     def _rows(self, grouped: bool) -> int:
         arithmetic = self.experts[0].up.arithmetic
-        # The weight gradient contracts over a part's rows: forward alone asks plain products for no multiple of them.
+        # Only the weight gradient contracts over rows: forward alone needs no multiple for plain products.
         multiple = arithmetic.groups if torch.is_grad_enabled() else 1
         least = 1 if not grouped else multiple if arithmetic.plain else arithmetic.part_rows
         return max(self.travel.rows, least)
 
 
 class Mixture(nn.Module):
-    """Layers of experts one after the other, each behind a norm and with its residual."""
+    """Layers of experts, each behind a norm and with a residual."""
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("residual",))
 
@@ -316,18 +306,17 @@ class Mixture(nn.Module):
         super().__init__()
         self.norms = nn.ModuleList(Norm(sizes.width, True) for _ in plans)
         self.blocks = nn.ModuleList(
-            LoadedExperts(sizes, plan, travel, within(choose, f"blocks.{number}")) for number, plan in enumerate(plans)
+            LoadedExperts(sizes, plan, travel, scoped(choose, f"blocks.{number}")) for number, plan in enumerate(plans)
         )
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         given, residual = x.dtype, self.around["residual"]
-        x = streamed(x, given, residual)
+        x = start_stream(x, given, residual)
         for norm, block in zip(self.norms, self.blocks, strict=True):
-            x = held(x + block(norm(x), phase).to(x.dtype), residual)
+            x = cast_to(x + block(norm(x), phase).to(x.dtype), residual)
         return x.to(given)
 
     def bytes_each(self) -> int:
-        """Of an expert's weights with their scales, as they are multiplied here."""
         layers = [layer for layer in self.modules() if isinstance(layer, Linear)][:2]
         operands = [layer.arithmetic.cast(layer.weight.detach(), Role.WEIGHT) for layer in layers]
         return sum(
@@ -335,7 +324,7 @@ class Mixture(nn.Module):
         )
 
     def watch(self, run: Callable[[], object]) -> list[tuple[Tensor, list[int]]]:
-        """What each layer's router chooses while something runs, and how many tokens each expert has."""
+        """Calls `run`; returns each layer's choices of its router, and the number of tokens of each expert."""
         blocks = [block for block in self.blocks if isinstance(block, LoadedExperts)]
         for block in blocks:
             block.watched = True
@@ -346,14 +335,13 @@ class Mixture(nn.Module):
 
 
 def cast_once(model: nn.Module) -> None:
-    """Have the experts' weights cast ahead of all steps, as who serves a model keeps them."""
     for layer in model.modules():
         if isinstance(layer, Linear) and layer.arithmetic.casts:
-            layer.operands = both_of(layer.arithmetic, layer.weight.detach())
+            layer.operands = cast_both_ways(layer.arithmetic, layer.weight.detach())
 
 
 def disagreements(seen: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
-    """Of each layer, the share of choices that are none of the exact pass's, whatever their order."""
+    """For each layer the share of choices that the exact pass does not make, in any order."""
     return [
         float(1 - (ours[:, :, None] == theirs[:, None, :]).any(-1).double().mean())
         for ours, theirs in zip(seen, exact, strict=True)
@@ -361,7 +349,7 @@ def disagreements(seen: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float
 
 
 def load_figures(counts: Sequence[Sequence[int]], expert_bytes: int) -> dict[str, float]:
-    """Of all layers: how uneven, how many experts have any token and what these come to, rows of a group."""
+    """Over all layers: the unevenness, the experts with any token and their bytes, and rows per expert in use."""
     used = [rows for layer in counts for rows in layer if rows]
     return {
         "load_ratio": max(max(layer) * len(layer) / sum(layer) for layer in counts),

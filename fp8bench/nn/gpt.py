@@ -1,12 +1,12 @@
-"""A decoder-only transformer, in the manner of GPT-2 or of Llama, its parts under their phases.
+"""A decoder-only transformer in the manner of GPT-2 or Llama, its parts under their phases.
 
-Which arithmetic a layer takes comes from the caller by its name, which is its path in the model: `blocks.0.attn.qkv`,
-`blocks.0.attn.out`, `blocks.0.mlp.up`, `blocks.0.mlp.down`, and so on to `head`. Attention scores, softmax and loss
-stay in high precision, and so do embedding, norms, logits and the residual stream unless they are given another one
-(`around`): the stream has the carrier's dtype, norms and loss are computed in fp32 (fp64 for the reference). The
-operations between products are also here one by one, and what a backend may take into one layer: a norm with the
-product behind it, a feed-forward block, a whole block. `compiled` is a model through
-torch.compile: as one graph, or an exception that says why not.
+The caller chooses the arithmetic of each layer by its path in the model: `blocks.0.attn.qkv`, `blocks.0.attn.out`,
+`blocks.0.mlp.up`, `blocks.0.mlp.down`, and so on to `head`. Attention scores, softmax and loss stay in high precision;
+so do embedding, norms, logits and the residual stream unless `around` gives them another one. The stream has the
+carrier's dtype; norms and loss are computed in fp32 (fp64 for the reference).
+
+Also here: the operations between products by themselves, what a backend may fuse into one layer (a norm with the
+product behind it, a feed-forward block, a whole block), and `compiled`, a model through torch.compile.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8bench.nn.around import held, streamed
-from fp8bench.nn.attention import Core, FusedCore, SelfAttention, rotations
-from fp8bench.nn.linear import Choose, Linear, region, within
+from fp8bench.nn.around import cast_to, start_stream
+from fp8bench.nn.attention import Core, FusedCore, SelfAttention, recomputed, rotations
+from fp8bench.nn.linear import Choose, Linear, region, scoped
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.nn.uncompiled import recomputed
 from fp8bench.protocols import Arithmetic, Fused, Phases, Role, SilentPhases
 
 
 class ScaledStream(Protocol):
-    """What unit scaling does with a model's stream at its beginning and its end, of a batch of so many tokens."""
+    """What unit scaling does at the beginning and the end of a model's stream, for a batch of so many tokens."""
 
     def begin(self, tokens: int) -> None: ...
     def begun(self, x: Tensor) -> Tensor: ...
@@ -39,8 +38,7 @@ class ScaledStream(Protocol):
 
 
 class Norm(nn.Module):
-    """Layer norm or RMS norm, computed in at least fp32 unless an arithmetic says otherwise, and handed back in the
-    input's dtype."""
+    """Layer norm or RMS norm in at least fp32, unless an arithmetic says otherwise; the result has x's dtype."""
 
     arithmetic: Arithmetic | None = None
     epsilon = 1e-5
@@ -53,7 +51,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         given = self.weight if self.unit is None else self.unit(self.weight)
-        weight, own = held(given, self.arithmetic, Role.WEIGHT), held(x, self.arithmetic)
+        weight, own = cast_to(given, self.arithmetic, Role.WEIGHT), cast_to(x, self.arithmetic)
         wide, shape = own.to(weight.dtype), weight.shape
         if self.root_mean_square:
             return F.rms_norm(wide, shape, weight, self.epsilon).to(x.dtype)
@@ -61,7 +59,7 @@ class Norm(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """GELU between two products, or Llama's gated form; `unit` where it is unit-scaled."""
+    """GELU between two products, or Llama's gated form. `unit` replaces the pass of a unit-scaled block."""
 
     unit: Callable[[FeedForward, Tensor, Phases], Tensor] | None = None
 
@@ -81,17 +79,12 @@ class FeedForward(nn.Module):
         return silu_gate(*hidden.chunk(2, dim=-1)) if self.gated else gelu(hidden)
 
 
-# Makes a block's feed-forward part, with the gain of what it adds to the stream.
+# Makes a block's feed-forward part; the float is the gain of its last weight.
 MakeFeedForward = Callable[[GPTConfig, float, Choose], nn.Module]
 
 
-def _feed_forward(config: GPTConfig, gain: float, choose: Choose) -> nn.Module:
-    return FeedForward(config.width, config.hidden, config.modern, gain, choose)
-
-
 class Block(nn.Module):
-    """Norm, attention, norm, feed-forward, each with its residual, which is kept in an arithmetic of its own if any;
-    `unit` where it is unit-scaled."""
+    """Norm, attention, norm, feed-forward, each with its residual. `unit` replaces the pass of a unit-scaled block."""
 
     residual: Arithmetic | None = None
     unit: Callable[[Block, Tensor, Phases, Tensor | None], Tensor] | None = None
@@ -108,26 +101,29 @@ class Block(nn.Module):
         self.dropout = dropout
         self.norm_attn, self.norm_mlp = Norm(config.width, config.modern), Norm(config.width, config.modern)
         gain = 1 / math.sqrt(2 * config.layers)
-        attn, mlp = within(choose, "attn"), within(choose, "mlp")
+        attn, mlp = scoped(choose, "attn"), scoped(choose, "mlp")
         self.attn = SelfAttention(config.width, config.heads, config.key_heads, gain, attn, core)
-        self.mlp = (feed_forward or _feed_forward)(config, gain, mlp)
+        self.mlp = (
+            FeedForward(config.width, config.hidden, config.modern, gain, mlp)
+            if feed_forward is None
+            else feed_forward(config, gain, mlp)
+        )
 
     def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
         if self.unit is not None:
             return self.unit(self, x, phase, rotation)
-        x = held(x + self.added(self.attn, self.norm_attn(x), phase, rotation), self.residual)
-        return held(x + self.added(self.mlp, self.norm_mlp(x), phase), self.residual)
+        x = cast_to(x + self.added(self.attn, self.norm_attn(x), phase, rotation), self.residual)
+        return cast_to(x + self.added(self.mlp, self.norm_mlp(x), phase), self.residual)
 
     def added(self, part: nn.Module, normed: Tensor, *more: Phases | Tensor | None) -> Tensor:
-        """What a part adds to the stream. A layer of another precision hands back its own carrier; the stream keeps
-        the model's, which a norm hands on."""
+        """What a part adds to the stream, in the stream's dtype: a layer of another precision returns its carrier."""
         return dropped(part(normed, *more).to(normed.dtype), self.dropout if self.training else 0.0)
 
 
 class LanguageModel(nn.Module):
-    """Tokens and targets in, mean loss out; with the reduction 'none' the loss of each token, (batch x tokens).
+    """Tokens and targets in, mean loss out; with reduction 'none' the loss of each token, (batch x tokens).
 
-    `around` are the arithmetics of what the model has beside its modules, None where it is as high as ever.
+    `around` has the arithmetics of what the model holds beside its modules; None is high precision.
     """
 
     carrier: torch.dtype
@@ -140,31 +136,27 @@ class LanguageModel(nn.Module):
         return self.lost(self.logits(tokens, phase), targets, reduction)
 
     def lost(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        read = held(logits, self.around["logits"]) if self.unit is None else self.unit.read(logits)
+        read = cast_to(logits, self.around["logits"]) if self.unit is None else self.unit.read(logits)
         return loss_of(read, targets, reduction)
 
     def looked_up(self, tokens: Tensor, table: Tensor, positions: Tensor | None = None) -> Tensor:
-        """The stream's beginning: rows of a table, and of that of places."""
         own = self.around["embedding"]
-        x = F.embedding(tokens, held(table, own, Role.WEIGHT))
+        x = F.embedding(tokens, cast_to(table, own, Role.WEIGHT))
         if positions is not None:
-            x = x + held(positions[: tokens.shape[1]], own, Role.WEIGHT)
-        return streamed(x, self.carrier, self.around["residual"])
+            x = x + cast_to(positions[: tokens.shape[1]], own, Role.WEIGHT)
+        return start_stream(x, self.carrier, self.around["residual"])
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
-        """Of the token that follows each, (batch, tokens, vocabulary)."""
+        """Logits of the token that follows each, (batch, tokens, vocabulary)."""
         raise NotImplementedError
 
 
 class GPT(LanguageModel):
-    """GPT-2's manner, or Llama's where its config is modern.
-
-    With `checkpointing` each block keeps its input only, and is computed again in backward, phases and all. While
-    training the share `dropout` of what embedding and layers add to the stream is left out, by torch's generator.
-    """
+    """With `checkpointing` each block keeps only its input, and is computed again in backward, phases and all. In
+    training, `dropout` is the share of what embedding and layers add to the stream that is dropped."""
 
     rotation: Tensor | None
-    # Whether blocks leave something else for the loss than the stream.
+    # Whether blocks leave more for the loss than the stream, which rules out recomputing them without a record.
     leaves = False
 
     def __init__(
@@ -184,7 +176,7 @@ class GPT(LanguageModel):
         self.checkpointing = checkpointing
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
         self.positions = None if config.modern else nn.Parameter(torch.randn(config.sequence, config.width) * 0.01)
-        blocks = [within(choose, f"blocks.{number}") for number in range(config.layers)]
+        blocks = [scoped(choose, f"blocks.{number}") for number in range(config.layers)]
         self.blocks = nn.ModuleList(Block(config, block, core, dropout, feed_forward) for block in blocks)
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
@@ -200,14 +192,12 @@ class GPT(LanguageModel):
         return dropped(x, self.dropout if self.training else 0.0)
 
     def through(self, x: Tensor, phase: Phases, length: int) -> Tensor:
-        """The stream behind the last block, of sequences of so many tokens; `x` may be a part of them."""
         rotation = None if self.rotation is None else self.rotation[:length].to(self.carrier)
         for block in self.blocks:
             if self.checkpointing and self.carrier is torch.float64 and not (self.dropout or self.leaves):
-                # A reference.
                 x = recomputed(partial(block, phase=phase, rotation=rotation), x)
             elif self.checkpointing:
-                # Where nothing in a block is random no random state need be kept.
+                # Random states need be kept only for dropout.
                 x = checkpoint(block, x, phase, rotation, use_reentrant=False, preserve_rng_state=self.dropout > 0)
             else:
                 x = block(x, phase, rotation)
@@ -229,7 +219,7 @@ def dropped(x: Tensor, share: float) -> Tensor:
 
 
 class Between(nn.Module):
-    """One of these operations by name, on (tokens, width), as a layer that takes the phases and marks none."""
+    """One of `OPERATIONS` on (tokens, width), as a layer that takes the phases and marks none."""
 
     def __init__(self, operation: str, tokens: int, width: int) -> None:
         super().__init__()
@@ -241,7 +231,7 @@ class Between(nn.Module):
 
 
 class CrossEntropy(nn.Module):
-    """The loss of random targets, in at least fp32; summed, because gradients of a mean would vanish in fp16."""
+    """Cross entropy with random targets, in at least fp32; summed, because gradients of a mean would vanish in fp16."""
 
     targets: Tensor
 
@@ -262,7 +252,6 @@ def silu_gate(gate: Tensor, value: Tensor) -> Tensor:
 
 
 def softmax(x: Tensor) -> Tensor:
-    """Along the width, in at least fp32, handed back in the input's dtype."""
     return torch.softmax(x, -1, dtype=_wide(x)).to(x.dtype)
 
 
@@ -285,19 +274,19 @@ Forward = Callable[[Tensor, Tensor, Phases], Tensor]
 
 
 def compiled(model: nn.Module, tokens: Tensor, targets: Tensor) -> Forward:
-    """The model's loss as a compiled function, forward and backward compiled by a first call for tensors like these.
+    """The model's loss, compiled forward and backward by a first call with tensors like these.
 
-    Inside a compiled graph the parts of a step are fused and reordered, so it is given no phases. Its code object is
-    its own: torch keeps compiled graphs by code object, for at most eight models, and without a word shares or
-    replaces them.
+    A compiled graph gets no phases: the parts of a step are fused and reordered inside. Its code object is a copy:
+    torch keeps graphs by code object, for at most eight models, and silently shares or replaces them. Raises where the
+    model does not become one graph, or torch.compile is switched off.
     """
-    from torch._dynamo.utils import counters  # it imports the compiler, which most models do without
+    from torch._dynamo.utils import counters  # imports the compiler, so not at the top
 
     method = type(model).forward
     assert isinstance(method, FunctionType) and method.__closure__ is None
     own = FunctionType(method.__code__.replace(), method.__globals__, method.__name__, method.__defaults__)
     graph = torch.compile(MethodType(own, model), fullgraph=True, dynamic=False)
-    unmarked = SilentPhases()  # its null contexts are what torch.compile can look into
+    unmarked = SilentPhases()  # torch.compile can trace its null contexts
     before = counters["stats"]["unique_graphs"]
     graph(tokens, targets, unmarked).backward()
     for parameter in model.parameters():
@@ -313,7 +302,7 @@ def compiled(model: nn.Module, tokens: Tensor, targets: Tensor) -> Forward:
 
 
 class NormedFeedForward(nn.Module):
-    """RMS norm, up, activation, down: norm and up one layer, or `whole` all of it, where the arithmetic has such."""
+    """RMS norm, up, activation, down. Where the arithmetic can, norm and up are one layer, or (`whole`) all of it."""
 
     def __init__(self, width: int, hidden: int, gated: bool, choose: Choose, whole: bool) -> None:
         super().__init__()
@@ -337,19 +326,18 @@ class NormedFeedForward(nn.Module):
 
 
 def take_blocks(model: GPT, heads: int) -> None:
-    """Have every block of a model in GPT-2's manner be one layer, where its arithmetic has such a layer."""
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
         weights = (block.attn.qkv.weight, block.attn.out.weight, block.mlp.up.weight, block.mlp.down.weight)
         norms = (block.norm_attn.weight, block.norm_mlp.weight)
         taken = block.attn.qkv.arithmetic.fused(Fused(norms, weights, heads=heads))
         if taken is not None:
-            vars(block)["forward"] = _called(taken)
+            vars(block)["forward"] = _without_phases(taken)
 
 
 def blocks_are_taken(model: GPT) -> bool:
     return any("forward" in vars(block) for block in model.blocks)
 
 
-def _called(layer: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Phases, Tensor | None], Tensor]:
+def _without_phases(layer: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Phases, Tensor | None], Tensor]:
     return lambda x, phase, rotation: layer(x)

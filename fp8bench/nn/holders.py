@@ -1,10 +1,9 @@
-"""The weights of any model that products are made with: which can be converted, why others cannot, and who listens.
+"""The weights of any model that products are made with: which can be converted, why others cannot, and their products.
 
-With parameters of three dimensions, a matrix for each expert, products are made wherever a module's forward pass makes
-them. Nobody can know how a module deals tokens out to its experts, so it does that as ever: torch's functions are
-listened to while it runs. What is taken out of such a parameter (a slice, a choice of its matrices, a cast of it) is
-known by the call that made it, and a product with it is made by whoever listens. That works for one matrix at a time,
-for products of many matrices, and for grouped ones.
+A parameter of three dimensions holds a matrix for each expert. How a module deals out tokens to its experts cannot be
+known, so its forward pass runs as ever, and torch's functions are watched meanwhile. What is taken from such a
+parameter (a slice, a choice of matrices, a cast) is recognised by the call that made it, and products with it are
+replaced. That works for one matrix at a time, for products of many matrices, and for grouped products.
 """
 
 from __future__ import annotations
@@ -26,33 +25,33 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.protocols import Layer, key_of, keys_of
 
 LINEAR, CONV1D, CONV2D, EXPERTS, HEAD = "linear", "conv1d", "conv2d", "experts", "head"
-# What torch multiplies by in ways that are none of ours.
+# Layers that torch multiplies in ways that have no counterpart here.
 _OTHERS = (
     nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Bilinear, nn.RNNBase,
     nn.RNNCellBase, nn.MultiheadAttention,
 )  # fmt: skip
-# What parts of a transformer are called in paths, the first that fits: BERT has an attention.output.dense, too.
+# Marks of a transformer's parts in paths; the first group that fits counts: BERT has an attention.output.dense, too.
 _GROUPS = {
     "attn": ("attn", "attention"),
     "mlp": ("mlp", "ffn", "feed_forward", "feedforward", "densereludense", "intermediate", "experts", "fc1", "fc2",
             "linear1", "linear2", "output.dense"),
 }  # fmt: skip
-# What stands around products: embeddings and norms, what the head gives, and what no module is.
+# What surrounds products: embeddings and norms, the head's output, and the residual stream, which is no module.
 EMBED, NORM, LOGITS, RESIDUAL = "embed", "norm", "logits", "residual"
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.RMSNorm)
-# The last words of a head's path, where neither the model nor a tied embedding says which layer it is.
+# The last word of a head's path, where neither the model nor a tied embedding tells which layer it is.
 _HEADS = ("head", "lm_head", "classifier", "score")
-# More groups than that would be as many small products, one after the other.
+# More groups of channels would be too many small products, one after the other.
 MOST_GROUPS = 64
 _SHOWN = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class ProductWeight:
     """A weight of a model: the parameter of that name of a module.
 
-    `name` is its path, `also` are the other paths of the same module; of a module with several such parameters the
-    path ends in the parameter's name. What cannot be converted has a `reason`, a sentence, and a `rule`, a word for it.
+    `name` is its path, `also` has further paths of the same module; where a module has several such parameters the path
+    ends in the parameter's name. One that cannot be converted has a `reason`, a sentence, and a `rule`, a word for it.
     """
 
     name: str
@@ -70,13 +69,12 @@ class Held:
 
     @property
     def group(self) -> str:
-        """'attn' or 'mlp', where its path says so."""
         path = self.name.lower()
         fits = (group for group, marks in _GROUPS.items() if any(mark in path for mark in marks))
         return "" if self.head else next(fits, "")
 
     def layer(self, keys: Collection[str] = ()) -> Layer:
-        """As precision maps know it: by that of its paths which the longest key of the map names."""
+        """The layer of precision maps, under that of its paths which the longest key of the map names."""
         layers = list(_layers(self))
         keyed = [(key_of(layer, keys) or "", layer) for layer in layers]
         named = [(len(key), layer) for key, layer in keyed if key not in (layer.kind, layer.group)]
@@ -89,13 +87,12 @@ class Held:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """() of a weight that has none before the first forward pass."""
         weight = self.weight
         return () if is_lazy(weight) else tuple(weight.shape)
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Outputs and inputs of its forward product, of each matrix or group."""
+        """Outputs and inputs of the forward product, of each matrix or group."""
         first, *rest = self.shape
         if self.kind == CONV1D:
             return rest[0], first
@@ -104,12 +101,11 @@ class Held:
         return (rest[0], rest[1]) if self.kind == EXPERTS else (first, rest[0])
 
 
-def held_in(model: nn.Module, skip: Sequence[str] = (), allow: Sequence[str] = ()) -> tuple[Held, ...]:
+def weights_of(model: nn.Module, skip: Sequence[str] = ()) -> tuple[ProductWeight, ...]:
     """Every weight of a model that products are made with, in the model's order.
 
-    `skip` are patterns of paths or kinds ('head', '*.router', 'model.layers.0') that stay as they are, `allow` the same
-    for classes derived from torch's layers whose forward passes of their own are to be replaced. Raises UnknownName for
-    a pattern that fits nothing.
+    `skip` are patterns of paths or kinds ('head', '*.router', 'model.layers.0') that stay as they are. Raises
+    UnknownName for a pattern that fits nothing.
     """
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -119,31 +115,32 @@ def held_in(model: nn.Module, skip: Sequence[str] = (), allow: Sequence[str] = (
     holders = [
         replace(held, head=held.module is head)
         for module, names in paths.items()
-        for held in _of_module(module, names, module in inside, allow)
+        for held in _of_module(module, names, module in inside)
     ]
-    for pattern in (*skip, *allow):
-        _check_pattern(pattern, holders)
+    for pattern in skip:
+        if not any(_fits(held, pattern) for held in holders):
+            known = keys_of([layer for held in holders for layer in _layers(held)])
+            expected = f"{_known(holders)}, and patterns of them ('*.router')"
+            raise UnknownName("layer of this model", pattern, known, expected)
     return tuple(_skipped(held, skip) for held in holders)
 
 
-def around_in(model: nn.Module, holders: Sequence[Held], keys: Collection[str]) -> list[tuple[Layer, nn.Module]]:
-    """The embeddings and norms of a model that keys name, and what its head gives."""
+def layers_around(
+    model: nn.Module, holders: Sequence[ProductWeight], keys: Collection[str]
+) -> list[tuple[Layer, nn.Module]]:
     parts = [(Layer(f"{held.name}.{LOGITS}", LOGITS, product=False), held.module) for held in holders if held.head]
     for path, module in model.named_modules():
-        norm = isinstance(module, _NORMS) or ("norm" in type(module).__name__.lower() and _is_gain(module))
+        gain, norm = getattr(module, "weight", None), isinstance(module, _NORMS)
+        if not norm and "norm" in type(module).__name__.lower():
+            # A library's own norm has nothing but a weight for each feature.
+            norm = isinstance(gain, Tensor) and gain.dim() == 1 and not list(module.children())
         kind = EMBED if isinstance(module, nn.Embedding) else NORM if norm else ""
         if kind:
             parts.append((Layer(path, kind, product=False), module))
     return [(layer, module) for layer, module in parts if key_of(layer, keys) is not None]
 
 
-def _is_gain(module: nn.Module) -> bool:
-    """Whether all that it has is a weight for each feature, as of norms that a library has of its own."""
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.dim() == 1 and not list(module.children())
-
-
-def check_map(keys: Collection[str], holders: Sequence[Held], around: Sequence[Layer] = ()) -> None:
+def check_map(keys: Collection[str], holders: Sequence[ProductWeight], around: Sequence[Layer] = ()) -> None:
     known = keys_of([*(layer for held in holders for layer in _layers(held)), *around])
     for key in keys:
         if key == RESIDUAL and key not in known:
@@ -155,73 +152,59 @@ def check_map(keys: Collection[str], holders: Sequence[Held], around: Sequence[L
             raise UnknownName("layer of this model", key, known, _known(holders))
 
 
-def _layers(held: Held) -> Iterator[Layer]:
+def _layers(held: ProductWeight) -> Iterator[Layer]:
     yield from (Layer(name, held.shown_kind, group=held.group) for name in (held.name, *held.also))
 
 
-def _known(holders: Sequence[Held]) -> str:
+def _known(holders: Sequence[ProductWeight]) -> str:
     words = (word for held in holders for word in (held.shown_kind, held.group))
     kinds = ", ".join(dict.fromkeys(filter(None, (*words, EMBED, NORM))))
     names = ", ".join(held.name for held in holders[:_SHOWN])
     return f"{kinds}; layers by name ({names}, {len(holders)} in all), and prefixes of names" if holders else ""
 
 
-def _fits(held: Held, pattern: str) -> bool:
+def _fits(held: ProductWeight, pattern: str) -> bool:
     if pattern in (held.kind, held.shown_kind, type(held.module).__name__):
         return True
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in (held.name, *held.also))
 
 
-def _check_pattern(pattern: str, holders: Sequence[Held]) -> None:
-    if not any(_fits(held, pattern) for held in holders):
-        known = keys_of([layer for held in holders for layer in _layers(held)])
-        raise UnknownName(
-            "layer of this model", pattern, known, f"{_known(holders)}, and patterns of them ('*.router')"
-        )
-
-
-def _skipped(held: Held, skip: Sequence[str]) -> Held:
+def _skipped(held: ProductWeight, skip: Sequence[str]) -> ProductWeight:
     pattern = next((pattern for pattern in skip if _fits(held, pattern)), None)
     if pattern is None or held.reason:
         return held
     return replace(held, reason=f"left out by '{pattern}'", rule="skipped")
 
 
-def _of_module(module: nn.Module, paths: Sequence[str], in_attention: bool, allow: Sequence[str]) -> Iterator[Held]:
+def _of_module(module: nn.Module, paths: Sequence[str], in_attention: bool) -> Iterator[ProductWeight]:
     kind, base = kind_of(module)
     if base is not None:
         first, *also = paths
-        held = Held(first or type(module).__name__, kind, module, also=tuple(also))
-        rule, reason = _forward_refused(held, base, allow) or _weight_refused(held) or ("", "")
+        held = ProductWeight(first or type(module).__name__, kind, module, also=tuple(also))
+        rule, reason = _forward_refused(held, base) or _weight_refused(held) or ("", "")
         if in_attention:
             rule, reason = "not-called", "torch's own attention reads its weight and never calls it"
         yield replace(held, rule=rule, reason=reason)
     elif isinstance(module, _OTHERS):
         reason = f"there is no product of ours for {type(module).__name__}"
-        if isinstance(module, nn.MultiheadAttention):
-            reason += ": torch multiplies by its parameters in one function, in which nothing can take their place"
         for own, parameter in module.named_parameters(recurse=False):
             if parameter.dim() > 1 and "weight" in own:
                 held = _of_parameter(module, paths, own, type(module).__name__)
                 yield replace(held, rule="class", reason=reason)
     elif not type(module).__module__.startswith("torch.nn."):
         for own, parameter in module.named_parameters(recurse=False):
-            if _is_stack(parameter):
+            # As far as its shape tells, a matrix for each of several experts.
+            if is_lazy(parameter):
+                continue
+            if parameter.dim() == 3 and min(parameter.shape) > 1 and parameter.is_floating_point():
                 held = _of_parameter(module, paths, own, EXPERTS)
                 rule, reason = _replaced(held) or _weight_refused(held) or ("", "")
                 yield replace(held, rule=rule, reason=reason)
 
 
-def _of_parameter(module: nn.Module, paths: Sequence[str], own: str, kind: str) -> Held:
+def _of_parameter(module: nn.Module, paths: Sequence[str], own: str, kind: str) -> ProductWeight:
     first, *also = (f"{path}.{own}".lstrip(".") for path in paths)
-    return Held(first, kind, module, own, tuple(also))
-
-
-def _is_stack(parameter: nn.Parameter) -> bool:
-    """A matrix for each of several experts, as far as its shape tells."""
-    if is_lazy(parameter):
-        return False
-    return parameter.dim() == 3 and min(parameter.shape) > 1 and parameter.is_floating_point()
+    return ProductWeight(first, kind, module, own, tuple(also))
 
 
 def kind_of(module: nn.Module) -> tuple[str, type[nn.Module] | None]:
@@ -231,21 +214,20 @@ def kind_of(module: nn.Module) -> tuple[str, type[nn.Module] | None]:
     return next(((kind, base) for kind, base in kinds if base is not None and isinstance(module, base)), ("", None))
 
 
-def _forward_refused(held: Held, base: type[nn.Module], allow: Sequence[str]) -> tuple[str, str] | None:
+def _forward_refused(held: ProductWeight, base: type[nn.Module]) -> tuple[str, str] | None:
     kind = type(held.module)
-    own = any(getattr(kind, name, None) is not getattr(base, name, None) for name in ("forward", "_conv_forward"))
-    if own and not any(_fits(held, pattern) for pattern in allow):
-        return "forward", f"{kind.__name__} has a forward pass of its own, which would be lost: allow it by name"
+    if any(getattr(kind, name, None) is not getattr(base, name, None) for name in ("forward", "_conv_forward")):
+        return "forward", f"{kind.__name__} has a forward pass of its own, which a conversion would replace"
     return _replaced(held)
 
 
-def _replaced(held: Held) -> tuple[str, str] | None:
+def _replaced(held: ProductWeight) -> tuple[str, str] | None:
     if "forward" in vars(held.module):
-        return "forward", "somebody has replaced its forward pass already"
+        return "forward", "its forward pass has been replaced already"
     return None
 
 
-def _weight_refused(held: Held) -> tuple[str, str] | None:
+def _weight_refused(held: ProductWeight) -> tuple[str, str] | None:
     weight = held.weight
     if is_lazy(weight):
         return "shape", "its weight has no shape before the first forward pass: call the model once in make()"
@@ -260,7 +242,7 @@ def _weight_refused(held: Held) -> tuple[str, str] | None:
 
 
 def _head_of(model: nn.Module, paths: dict[nn.Module, list[str]]) -> nn.Module | None:
-    """The layer that gives the model's last output: what the model says it is, a tied one, or one so called."""
+    """The layer of the model's output: what the model says, one tied to an embedding, or one with such a name."""
     says = getattr(model, "get_output_embeddings", None)
     said = says() if callable(says) else None
     if isinstance(said, nn.Module) and said in paths:
@@ -268,7 +250,7 @@ def _head_of(model: nn.Module, paths: dict[nn.Module, list[str]]) -> nn.Module |
     tables = {id(path.weight) for path in paths if isinstance(path, nn.Embedding)}
     layers = [path for path in paths if kind_of(path)[0]]
     tied = next((layer for layer in layers if id(getattr(layer, "weight", None)) in tables), None)
-    # 'classifier.1' too: the last layer of a head that is more than one.
+    # The last layer of a head that has several has a path like 'classifier.1'.
     so_called = [layer for layer in layers if set(paths[layer][0].split(".")[-2:]) & set(_HEADS)]
     return tied or (so_called[-1] if so_called else None)
 
@@ -279,8 +261,8 @@ def refuse_meta(model: nn.Module) -> None:
         raise UsageError(f"{meta} is on the meta device, without numbers: give the model its weights in make()")
 
 
-# Told that torch multiplies by the parameter of that name, whether that could be told as x times a weight, and what
-# computes it.
+# Called for each product with a parameter: the parameter's name, whether the product is x times a weight in a form that
+# can be replaced, and what computes it.
 Around = Callable[[str, bool, Callable[[], Any]], Any]
 
 _LINEAR = {F.linear}
@@ -288,9 +270,9 @@ _PRODUCTS = {
     torch.mm, torch.bmm, torch.matmul, Tensor.mm, Tensor.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__,
 }  # fmt: skip
 _GROUPED = {getattr(owner, name) for owner, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if hasattr(owner, name)}
-# Their arguments, which some give by name.
+# Names of arguments that some callers give by name.
 _NAMES = {F.linear: ("input", "weight", "bias"), **dict.fromkeys(_GROUPED, ("mat_a", "mat_b", "offs"))}
-# Products that are not told as x times a weight.
+# Products that cannot be replaced.
 _SUMS = {torch.addmm, torch.baddbmm, Tensor.addmm, Tensor.baddbmm, torch.einsum, F.bilinear}
 KNOWN = _LINEAR | _PRODUCTS | _GROUPED
 
@@ -306,8 +288,8 @@ class Multiplier(Protocol):
 
 
 class Stacked(TorchFunctionMode):
-    """Listens while a module's forward pass runs. `products` make those with its parameters, by their names, wherever
-    they can be told as x times a weight; without them torch does, and `around` is told of each."""
+    """Watches a module's forward pass. `products` replace those of its parameters, by name, that are x times a weight;
+    without them torch computes all, and `around` is called for each."""
 
     def __init__(
         self,
@@ -318,7 +300,7 @@ class Stacked(TorchFunctionMode):
         super().__init__()
         self._products = products
         self._around = around
-        # With what was computed of one alone. Compared one by one: torch.compile follows that, and no hash of a tensor.
+        # Also has what was computed from one parameter alone. A list: torch.compile cannot trace a hash of a tensor.
         self._known = list(parameters.items())
 
     def __torch_function__(
@@ -340,7 +322,6 @@ class Stacked(TorchFunctionMode):
         return result
 
     def _name(self, value: Any) -> str:
-        """The parameter that a tensor is, or was computed of alone; '' of others."""
         return next((name for name, tensor in self._known if tensor is value), "") if isinstance(value, Tensor) else ""
 
     def _note(self, name: str, place: int, args: tuple[Any, ...], result: Any) -> None:
@@ -358,7 +339,6 @@ class Stacked(TorchFunctionMode):
 
 
 def _by_place(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by their places, as far as names are those that follow."""
     rest, names = dict(named), _NAMES.get(func, ())
     while len(args) < len(names) and names[len(args)] in rest:
         args = (*args, rest.pop(names[len(args)]))
@@ -366,7 +346,7 @@ def _by_place(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> tup
 
 
 def _may_be_told(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], place: int) -> bool:
-    """Whether it is x times a weight, which is the argument in that place."""
+    """Whether a call is x times a weight, the weight being the argument at `place`."""
     if (
         func in _SUMS
         or any(value is not None for value in named.values())
@@ -396,7 +376,7 @@ def _product(func: Any, args: tuple[Any, ...], place: int, by: Multiplier) -> Te
 
 
 def _right(x: Tensor, weight: Tensor, by: Multiplier) -> Tensor:
-    """x (..., M, K) times weight (K, N); or (E, K, N), where x is (E, M, K), or (M, K) for all."""
+    """x (..., M, K) times weight (K, N); or weight (E, K, N), where x is (E, M, K), or (M, K) for all experts."""
     if weight.dim() == 2:
         return by.linear(x, weight.mT)
     every = x.expand(len(weight), *x.shape[-2:])
@@ -405,8 +385,8 @@ def _right(x: Tensor, weight: Tensor, by: Multiplier) -> Tensor:
 
 
 def _grouped(x: Tensor, weight: Tensor, ends: list[int], by: Multiplier) -> Tensor:
-    """Rows of x (M, K), up to each of `ends`, times a weight of their own of (E, K, N). The host waits for the ends."""
+    """Rows of x (M, K) up to each of `ends` times their own matrix of (E, K, N). The host waits for the ends."""
     sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
     y = by.grouped(x[: sum(sizes)], weight.mT.unbind(), sizes)
-    # Rows behind the last group belong to nobody.
+    # No group owns the rows behind the last end.
     return F.pad(y, (0, 0, 0, len(x) - len(y)))

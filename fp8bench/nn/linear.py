@@ -1,19 +1,19 @@
-"""Products and phase regions that mark their own backward, and the linear layer made of them.
+"""Products and phase regions that mark their own backward pass, and the linear layer made of them.
 
 A linear layer's three products run in a chosen arithmetic, its casts and products under their phases. Forward contracts
 inputs and weights over the input features, the input gradient contracts gradients and weights over the output features,
-the weight gradient contracts gradients and inputs over the tokens. Each operand is cast along the dimension of its
-product. The master weight stays fp32. It is cast in every forward, as autocast does, unless its layer has been given
-operands of it.
+the weight gradient contracts gradients and inputs over the tokens. Each operand is cast along the dimension that its
+product contracts. The master weight stays fp32 and is cast in every forward pass, as under autocast, unless the layer
+holds operands of it.
 
 A region is a phase around operators that torch differentiates itself. Identity Functions stand before and after it: the
-one after it fires first in backward and opens the phase, the one before it closes it. If no input needs a gradient the
-closing one would never fire, so that is refused.
+one after it runs first in backward and opens the phase, the one before it closes it. If an input needs no gradient the
+closing one might never run, so that is refused.
 
-A grouped product is one for many weights, each with rows of its own: that of a block's experts. Operands are those that
-each weight would have by itself: rows of inputs and gradients are cast in one call, since each has a scale of its own
-or none has one; weights, and what is turned, one by one. For the weight gradient codes of all parts lie beside each
-other along the contraction, which ends with each part.
+A grouped product is one product for many weights, each with its own rows: that of a block's experts. Each weight has
+the operands that it would have by itself. Rows of inputs and gradients are cast in one call, since each row has a scale
+of its own or none has one; weights, and what is turned, one by one. For the weight gradient the codes of all parts are
+adjacent along the contraction, which ends with each part.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class _RegionEnd(torch.autograd.Function):
 
 
 def region(marker: Marker, function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
-    """function(*tensors, **options) under `marker`, its backward included.
+    """Returns function(*tensors, **options) with `marker` around both its forward and its backward pass.
 
-    A null context marks nothing; in a graph that is being compiled no marker reaches the backward pass.
+    A null context marks nothing; while a graph is compiled, no marker reaches the backward pass.
     """
     if torch.compiler.is_compiling() or isinstance(marker, nullcontext) or not torch.is_grad_enabled():
         with marker:
@@ -75,19 +75,18 @@ def region(marker: Marker, function: Callable[..., Tensor], *tensors: Tensor, **
     return result
 
 
-# Gives each layer of a model its arithmetic, by its name.
+# Returns the arithmetic of the layer with that name.
 Choose = Callable[[str], Arithmetic]
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def within(choose: Choose, part: str) -> Choose:
-    """The same for the layers of a part, which know their names within it."""
+def scoped(choose: Choose, part: str) -> Choose:
+    """`choose` for the layers of a part, which name themselves by their path inside it."""
     return lambda name: choose(f"{part}.{name}")
 
 
-def casting_of(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[None]:
-    """The CAST marker, or nothing where a cast changes nothing."""
+def cast_marker(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[None]:
     return phase.cast if arithmetic.casts else _NOTHING
 
 
@@ -96,10 +95,11 @@ Both = tuple[Operand, Operand]
 
 
 class _LinearProduct(torch.autograd.Function):
-    """x (T, I) times w (O, I) transposed, marking its own backward: autograd may run it on another thread.
+    """x (T, I) times w (O, I) transposed. It marks its own backward, which autograd may run on another thread.
 
-    For backward one orientation of each operand is kept: the turned one where it was made with the other, else the
-    one of forward, with its source where the arithmetic has to cast that again. What no gradient needs is not kept.
+    For backward it keeps one orientation of each operand: the turned one if it was cast together with the other, else
+    the one of forward, with the source where the arithmetic has to cast that again. Operands that no gradient needs are
+    not kept.
     """
 
     @staticmethod
@@ -107,7 +107,7 @@ class _LinearProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, training: bool, given: Both | None
     ) -> Tensor:
         for_x, for_weight = (training and needed for needed in ctx.needs_input_grad[:2])
-        with casting_of(arithmetic, phase):
+        with cast_marker(arithmetic, phase):
             a, a_turned = _operands(arithmetic, x, Role.INPUT, for_weight)
             b, b_turned = given or _operands(arithmetic, weight, Role.WEIGHT, for_x)
         ctx.save_for_backward(
@@ -124,7 +124,7 @@ class _LinearProduct(torch.autograd.Function):
         arithmetic, phase = ctx.arithmetic, ctx.phase
         a_data, a_scale, x, b_data, b_scale, weight = ctx.saved_tensors
         for_x, for_weight = ctx.needs_input_grad[:2]
-        with casting_of(arithmetic, phase):
+        with cast_marker(arithmetic, phase):
             g, g_turned = _operands(arithmetic, gradient, Role.GRADIENT, for_weight)
             b, a = Operand(b_data, b_scale), Operand(a_data, a_scale)
             if for_x and not ctx.weight_is_turned:
@@ -141,7 +141,9 @@ class _LinearProduct(torch.autograd.Function):
             assert g_turned is not None
             with phase.gemm:
                 weight_gradient = arithmetic.product(g_turned, a, arithmetic.carrier)
-            with casting_of(arithmetic, phase):  # the master weight is fp32, and autograd would convert outside phases
+            with cast_marker(
+                arithmetic, phase
+            ):  # to the fp32 master weight's dtype; autograd would convert outside phases
                 weight_gradient = weight_gradient.to(torch.promote_types(arithmetic.carrier, torch.float32))
         return input_gradient, weight_gradient, None, None, None, None
 
@@ -153,7 +155,6 @@ def _operands(arithmetic: Arithmetic, tensor: Tensor, role: Role, both: bool) ->
 def _kept(
     arithmetic: Arithmetic, operand: Operand, turned: Operand | None, source: Tensor, needed: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """An operand's data and scale and its source, as far as backward needs them."""
     if not needed:
         return None, None, None
     if turned is not None:
@@ -162,20 +163,19 @@ def _kept(
 
 
 def linear(x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, operands: Both | None = None) -> Tensor:
-    """x (..., I) times w (O, I) transposed: (..., O) in the arithmetic's carrier. `operands` of w, if it was cast."""
+    """x (..., I) times w (O, I) transposed: (..., O) in the carrier. `operands` are those of w if already cast."""
     flat = x.reshape(-1, x.shape[-1]).to(arithmetic.carrier)
-    training = torch.is_grad_enabled()  # inside a Function nobody knows: weights need gradients under no_grad, too
+    training = torch.is_grad_enabled()  # a Function cannot tell: weights need gradients under no_grad, too
     y: Tensor = _LinearProduct.apply(flat, weight, arithmetic, phase, training, operands)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], -1)
 
 
-# What a layer multiplies by. A convolution has no whole layer.
+# Attributes that say what a layer multiplies by. A convolution has no `_whole`.
 _OF_A_LAYER = ("arithmetic", "operands", "_whole")
 
 
 class Linear(nn.Module):
-    """y = x W^T without bias, in an arithmetic; by `operands` of W while there are some. Under unit scaling (`unit`)
-    what is cast is `factor` times W."""
+    """y = x W^T without bias. `operands` of W are used while there are some; unit scaling (`unit`) casts `factor` W."""
 
     unit: Callable[[Linear, Tensor, Phases], Tensor] | None = None
     factor: float = 1.0
@@ -189,7 +189,7 @@ class Linear(nn.Module):
         self._whole = arithmetic.whole(self.weight)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        if self._whole is not None:  # its casts are within, where no phase can be opened for them
+        if self._whole is not None:  # it casts inside, where no phase can be opened
             return region(phase.gemm, self._whole, x.to(self.arithmetic.carrier))
         if self.unit is not None:
             return self.unit(self, x, phase)
@@ -198,7 +198,7 @@ class Linear(nn.Module):
 
 @contextmanager
 def multiplied_by(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> Iterator[None]:
-    """Have layers of a model, by their path in it, multiply in other arithmetics; each casts its own weight."""
+    """Layers of a model, by path, multiply in other arithmetics in the body; each casts its own weight."""
     layers = [model.get_submodule(name) for name in arithmetics]
     before = [{name: vars(layer)[name] for name in _OF_A_LAYER if name in vars(layer)} for layer in layers]
     try:
@@ -211,17 +211,17 @@ def multiplied_by(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> It
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Parts of x (T, I) times their weights (O, I) transposed, marking its own backward."""
+    """Parts of x (T, I) times their weights (O, I) transposed; marks its own backward."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, arithmetic: Arithmetic, phase: Phases, sizes: Sequence[int], ends: Tensor,
         given: Sequence[Both | None], *weights: Tensor,
     ) -> Tensor:  # fmt: skip
-        with casting_of(arithmetic, phase):
+        with cast_marker(arithmetic, phase):
             a = arithmetic.cast(x, Role.INPUT)
-            both = [pair or both_of(arithmetic, weight) for pair, weight in zip(given, weights, strict=True)]
-            b = beside([operand for operand, _ in both])
+            both = [pair or cast_both_ways(arithmetic, weight) for pair, weight in zip(given, weights, strict=True)]
+            b = stacked([operand for operand, _ in both])
         turned = [operand for _, operand in both]
         kept = x if arithmetic.keeps_source else a.data
         ctx.save_for_backward(kept, ends, *(part for operand in turned for part in (operand.data, operand.scale)))
@@ -233,16 +233,16 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         arithmetic, phase, (gradient,) = ctx.arithmetic, ctx.phase, gradients
         kept, ends, *turned = ctx.saved_tensors
-        casting = casting_of(arithmetic, phase)
+        casting = cast_marker(arithmetic, phase)
         with casting:
             g = arithmetic.cast(gradient, Role.GRADIENT)
-            b = beside([Operand(*pair) for pair in zip(turned[::2], turned[1::2], strict=True)])
-            g_turned = turned_parts(arithmetic, g, gradient, Role.GRADIENT, ctx.sizes)
-            a_turned = turned_parts(arithmetic, Operand(kept), kept, Role.INPUT, ctx.sizes)
+            b = stacked([Operand(*pair) for pair in zip(turned[::2], turned[1::2], strict=True)])
+            g_turned = turn_parts(arithmetic, g, gradient, Role.GRADIENT, ctx.sizes)
+            a_turned = turn_parts(arithmetic, Operand(kept), kept, Role.INPUT, ctx.sizes)
         with phase.gemm:
             input_gradient = arithmetic.grouped(g, b, ends)
             weight_gradients = arithmetic.grouped(g_turned, a_turned, ends)
-        with casting:  # master weights are fp32, and autograd would convert outside phases
+        with casting:  # as above
             wide = weight_gradients.to(torch.promote_types(arithmetic.carrier, torch.float32))
         return input_gradient, None, None, None, None, None, *wide.unbind()
 
@@ -253,27 +253,25 @@ def grouped_linear(
 ) -> Tensor:  # fmt: skip
     """x (T, I), its first sizes[0] rows times the first of the weights (O, I) transposed, and so on: (T, O).
 
-    `ends` are the rows at which parts end, int32 on the device; sides and parts come in multiples of what the
+    `ends` are the rows at which parts end, int32 on the device. Sides and parts must be multiples of what the
     arithmetic `groups` by. `given` are operands of weights that were cast already.
     """
     product: Tensor = _GroupedProduct.apply(x.to(arithmetic.carrier), arithmetic, phase, sizes, ends, given, *weights)  # type: ignore[no-untyped-call]
     return product
 
 
-def both_of(arithmetic: Arithmetic, weight: Tensor, amax: Tensor | None = None) -> Both:
-    """A weight cast in both orientations; `amax` is its largest magnitude, if it is known."""
+def cast_both_ways(arithmetic: Arithmetic, weight: Tensor, amax: Tensor | None = None) -> Both:
     operand, turned = arithmetic.cast_both(weight, Role.WEIGHT, amax)
     return operand, turned or arithmetic.turn(operand, weight, Role.WEIGHT)
 
 
-def beside(operands: Sequence[Operand]) -> Operand:
-    """Those of all weights as one: (weights, rows, columns), with as many scales."""
+def stacked(operands: Sequence[Operand]) -> Operand:
     scales = [operand.scale for operand in operands if operand.scale is not None]
     return Operand(torch.stack([operand.data for operand in operands]), torch.stack(scales) if scales else None)
 
 
-def turned_parts(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role, sizes: Sequence[int]) -> Operand:
-    """Every part turned by itself, along each other: (columns, rows of all parts), the scales part after part."""
+def turn_parts(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role, sizes: Sequence[int]) -> Operand:
+    """Each part turned by itself and joined along the columns: (columns, rows of all parts), scales part after part."""
     if not arithmetic.keeps_source:
         return arithmetic.turn(operand, source, role)
     parts = [arithmetic.turn(operand, part, role) for part in torch.split_with_sizes(source, list(sizes))]

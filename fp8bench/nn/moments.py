@@ -1,7 +1,6 @@
 """AdamW with its moments kept in some precision between steps.
 
-Weights and gradients are fp32, and so is the step itself: low-precision moments are restored before it and cast
-after it.
+Weights, gradients and the step itself are fp32: low-precision moments are restored before the step and cast after it.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ WEIGHT_DECAY = 0.1
 
 @dataclass(frozen=True)
 class Update:
-    """What a step does besides what its gradients say. They are divided by `divisor`, if any, and nothing changes where
-    `skip` is 1: both tensors on the device, and only a fused step knows them."""
+    """The hyperparameters of a step. A fused step also divides gradients by `divisor` and changes nothing where `skip`
+    is 1; both are tensors on the device."""
 
     rate: float = LEARNING_RATE
     decay: float = WEIGHT_DECAY
@@ -42,10 +41,10 @@ class Update:
 
 @dataclass(frozen=True)
 class Storage:
-    """How a moment is kept. `casts` is False where it stays the fp32 tensor that the step writes.
+    """How a moment is kept between steps. `casts` is False where it stays the fp32 tensor that the step writes.
 
-    `of` gives the storage of one tensor, by its name: one of its own where something is remembered of what was kept.
-    `settles` says that it is fit for a tensor only once it has seen one like it.
+    `of(name)` gives one tensor its own storage, where a storage remembers what it kept. `settles` means that a storage
+    suits a tensor only after it has kept one like it.
     """
 
     keep: Callable[[Tensor], Operand]
@@ -59,7 +58,6 @@ class Storage:
 
 
 def scaled(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXACT) -> Storage:
-    """Codes of a format under one scale a tensor, which takes the largest magnitude to the format's own."""
 
     def keep(x: Tensor) -> Operand:
         scale, inverse = current_scale(largest_magnitude(x), fmt, rounding)
@@ -73,7 +71,7 @@ def scaled(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXACT) -> Storag
 
 
 def in_arithmetic(arithmetic: Arithmetic) -> Storage:
-    """A precision's own cast and way back. A moment lies as its weight does, and is rounded as one."""
+    """The precision's own cast and its way back. A moment has its weight's layout, and is rounded as one."""
     return Storage(
         partial(arithmetic.cast, role=Role.WEIGHT),
         partial(arithmetic.restore, dtype=torch.float32),
@@ -84,10 +82,10 @@ def in_arithmetic(arithmetic: Arithmetic) -> Storage:
 
 
 def storages(arithmetic: Arithmetic, same: bool) -> tuple[Storage, Storage]:
-    """Of the first and of the second moment.
+    """The storages of the first and the second moment.
 
-    fp32 and bf16 keep both as they are. fp16 has too little range to do without a scale. Below that the first moment
-    has the precision's own format and the second is scaled fp16, as in FP8-LM, unless it is to be the `same`: a second
+    fp32 and bf16 keep both as they are. fp16 has too little range and needs a scale. Below that the first moment has
+    the precision's own format and the second is scaled fp16, as in FP8-LM, unless it shall be the `same`: a second
     moment that a short range flushes to zero divides the update by epsilon.
     """
     if arithmetic.plain and arithmetic.carrier is torch.float16:
@@ -97,10 +95,8 @@ def storages(arithmetic: Arithmetic, same: bool) -> tuple[Storage, Storage]:
 
 
 class Bucket:
-    """Some matrices with all that AdamW keeps of them.
-
-    `plain` holds the moments themselves where they are kept in fp32: there a step has nothing to restore or cast.
-    """
+    """Matrices with all that AdamW keeps for them. `plain` holds the moments where they are kept in fp32, so that a
+    step has nothing to restore or cast."""
 
     def __init__(
         self,
@@ -112,7 +108,7 @@ class Bucket:
         steps: int,
         fused: bool,
     ) -> None:
-        """All tensors are fp32 and the bucket's from now on; `steps` went before."""
+        """All tensors are fp32 and belong to the bucket from now on; `steps` have been taken before."""
         self.parameters = parameters
         self.gradients = gradients
         self.plain = None if any(storage.casts for storage in storages) else (first, second)
@@ -147,7 +143,6 @@ class Bucket:
         return first, second
 
     def keep(self, first: list[Tensor], second: list[Tensor]) -> None:
-        """Both moments cast to what they are kept in, where that is not fp32."""
         first_kept, second_kept = (
             [storage.keep(moment) for storage, moment in zip(storages, moments, strict=True)]
             for storages, moments in zip(self._storages, (first, second), strict=True)
@@ -155,16 +150,15 @@ class Bucket:
         self._kept = first_kept, second_kept
 
     def kept(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """What it keeps between two steps of the first moments, of the second, and of how many steps there were."""
         if self.plain is not None:
             return *self.plain, self._steps
         first, second = ([part for operand in some for part in operand.tensors] for some in self._kept)
         return first, second, self._steps
 
     def update(self, first: list[Tensor], second: list[Tensor], how: Update = Update()) -> None:
-        """One step of torch's own AdamW, which writes weights and both moments in place.
+        """One step of torch's AdamW, which writes weights and both moments in place.
 
-        Not fused is torch's choice without it: whole lists (foreach) on a GPU, tensor by tensor on a processor.
+        Unfused, torch takes whole lists (foreach) on a GPU, and tensor by tensor on a CPU.
         """
         adamw(
             self.parameters, self.gradients, first, second, [], self._steps, fused=True if self._fused else None,
@@ -174,7 +168,7 @@ class Bucket:
 
 
 def bucketed(elements: Sequence[int], most: int) -> Iterator[slice]:
-    """Runs of tensors with at most so many elements together, and at least one tensor."""
+    """Slices of consecutive tensors with at most `most` elements together, or with one larger tensor."""
     start = total = 0
     for index, count in enumerate(elements):
         if total and total + count > most:

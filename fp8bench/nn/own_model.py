@@ -1,6 +1,6 @@
-"""A copy of a user's own model that steps, as it came or converted, and what one step of it gives.
+"""Steps of a copy of a user's own model, as it came or converted, and the results of one step.
 
-How a model of anybody's is called with a batch, and what its loss is, is guessed as far as that can be.
+How a model takes its batch, and what its loss is, is guessed as far as possible.
 """
 
 from __future__ import annotations
@@ -21,21 +21,18 @@ from torch import Tensor, nn
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.model.words import UNTOUCHED
-from fp8bench.nn.accelerated_model import AcceleratedModel
-from fp8bench.nn.conversion import Conversion
-from fp8bench.nn.training_step import adamw
-from fp8bench.nn.uncompiled import eager
+from fp8bench.nn.conversion import AcceleratedModel, Conversion
+from fp8bench.nn.training_step import adamw, eager
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_error
 from fp8bench.protocols import Arithmetic, Layer, Phases, Setup, SilentPhases, key_of
 
-# Gives the loss of an output; that of its batch too, if it takes two arguments.
+# Returns the loss of an output, or of an output and its batch if it takes two arguments.
 Loss = Callable[..., Tensor]
 _SHOWN = 300
 _ASK = "let make() return (model, batch), with the batch as forward takes it, or (model, batch, loss)"
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a batch or an output, with the words by which they are reached ('logits', 'past.0')."""
     if isinstance(value, Tensor):
         yield path, value
         return
@@ -63,14 +60,19 @@ def on_device(value: Any, device: torch.device | str) -> Any:
 
 
 def call_of(model: nn.Module, batch: Any) -> Callable[[], Any]:
-    """What runs the model's forward pass on a batch.
+    """A function that runs the model's forward pass on a batch.
 
-    A mapping (HF's too) is given by names, a tuple or list by places, a tensor alone; (places, names) too. Raises
-    UsageError in one sentence where forward does not take that, where a tensor is on another device than the model,
-    and, when it is called, where the model fails.
+    A mapping is passed by names, a tuple or list by places, a tensor alone, and a pair (places, names) by both. Raises
+    UsageError if forward does not take that, or a tensor is on another device than the model; the returned function
+    raises it if the model fails.
     """
     places, named = arguments_of(model, batch)
-    _check_devices(model, batch)
+    home = next((parameter.device for parameter in model.parameters()), None)
+    for name, tensor in tensors_in(batch):
+        if home is not None and tensor.device != home:
+            raise UsageError(
+                f"{name or 'the batch'} is on {tensor.device}, and the model on {home}: put both on one device"
+            )
 
     def call() -> Any:
         try:
@@ -78,12 +80,12 @@ def call_of(model: nn.Module, batch: Any) -> Callable[[], Any]:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise UsageError(f"forward of {_name(model)} fails on this batch: {short(error)}") from error
+            raise UsageError(f"forward of {_name(model)} fails on this batch: {short_words(error)}") from error
 
     return call
 
 
-def short(error: BaseException) -> str:
+def short_words(error: BaseException) -> str:
     words = " ".join(str(error).split())
     shown = words if len(words) <= _SHOWN else f"{words[:_SHOWN]}..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
@@ -122,20 +124,11 @@ def _ways(batch: Any, takes_one: bool) -> Iterator[tuple[tuple[Any, ...], dict[s
         yield (tuple(batch[0]), dict(batch[1])) if both else (tuple(batch), {})
 
 
-def _check_devices(model: nn.Module, batch: Any) -> None:
-    home = next((parameter.device for parameter in model.parameters()), None)
-    for name, tensor in tensors_in(batch):
-        if home is not None and tensor.device != home:
-            raise UsageError(
-                f"{name or 'the batch'} is on {tensor.device}, and the model on {home}: put both on one device"
-            )
-
-
 def loss_of(model: nn.Module, batch: Any, output: Any, loss: Loss | None = None) -> tuple[Tensor, str]:
-    """What backward begins from, and how it was found in a sentence.
+    """The loss that backward begins from, and in words where it came from.
 
-    `loss` is the user's own; else the output's own loss, a single number, or the mean of squares of the first floating
-    tensor. Raises UsageError in one sentence where there is nothing of that kind, or nothing that gradients flow from.
+    It is the user's own `loss`, else the loss in the output, a single number, or the mean of squares of the first
+    floating tensor. Raises UsageError where there is none of these, or no gradient flows from it.
     """
     value, words = _own_loss(batch, output, loss) if loss is not None else _guessed_loss(model, output)
     if not value.requires_grad and torch.is_grad_enabled():
@@ -148,14 +141,14 @@ def loss_of(model: nn.Module, batch: Any, output: Any, loss: Loss | None = None)
 def _own_loss(batch: Any, output: Any, loss: Loss) -> tuple[Tensor, str]:
     try:
         both = len(inspect.signature(loss).parameters) > 1
-    except (TypeError, ValueError):  # a function of C's that does not tell
+    except (TypeError, ValueError):  # a C function without a signature
         both = False
     try:
         value: Any = loss(output, batch) if both else loss(output)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise UsageError(f"the loss that make() gives fails on the output: {short(error)}") from error
+        raise UsageError(f"the loss that make() gives fails on the output: {short_words(error)}") from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise UsageError(f"the loss that make() gives returned {_shown(value)}, and not one number as a tensor")
     return value, "the loss that make() gives"
@@ -188,15 +181,15 @@ def _shown(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-# Small: thousands of steps on one batch shall leave the model about where it came from.
+# Small, so that thousands of steps on one batch leave the model about where it began.
 _RATE = 1e-5
 
 
 class Given(NamedTuple):
-    """A model, what it is called with, and what makes a loss of its output: None where that says it itself.
+    """What a maker gives: a model, a batch, and a function of the output for the loss, None if the output has it.
 
-    What a training alone asks for: `batches`, an iterable or a function of step and seed, whose first is `batch`;
-    `held_out`, batches that it never trains on; `optimizer`, a function of the model, and `schedule`, one of that.
+    For a training alone: `batches`, an iterable or a function of step and seed, whose first is `batch`; `held_out`,
+    batches that are never trained on; `optimizer`, a function of the model; `schedule`, a function of the optimizer.
     """
 
     model: nn.Module
@@ -208,8 +201,7 @@ class Given(NamedTuple):
     schedule: Callable[..., Any] | None = None
 
 
-def given_of(name: str, answer: object, seed: int = 0) -> Given:
-    """What a maker gave: two or three things by place, or any of them by name."""
+def parse_given(name: str, answer: object, seed: int = 0) -> Given:
     match answer:
         case (nn.Module() as model, batch):
             return _given(name, seed, model=model, **_one_or_many(batch))
@@ -230,7 +222,7 @@ def given_of(name: str, answer: object, seed: int = 0) -> Given:
 
 
 def _one_or_many(batch: Any) -> dict[str, Any]:
-    """A batch as forward takes it, or what gives several: a function, or what can be gone through and is none."""
+    """One batch as forward takes it, or several: a function, or an iterable that is no tensor or container."""
     several = callable(batch) or (
         isinstance(batch, Iterable) and not isinstance(batch, Tensor | Mapping | list | tuple)
     )
@@ -249,13 +241,13 @@ def _given(name: str, seed: int, **known: Any) -> Given:
     try:
         return Given(batch=batches(0, seed) if callable(batches) else next(iter(batches)), **known)
     except Exception as error:
-        why = "there is none" if isinstance(error, StopIteration) else short(error)
+        why = "there is none" if isinstance(error, StopIteration) else short_words(error)
         raise UsageError(f"{name}: its batches give no first one: {why}.") from error
 
 
 @contextmanager
 def seeded(seed: int, facts: DeviceFacts) -> Iterator[None]:
-    """What is drawn at random in the body is drawn from the seed; the process's own states are put back."""
+    """Seeds all random generators for the body, and restores the process's own states afterwards."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), numpy and numpy.random.get_state()
     gpus = [facts.index] if facts.accelerated else []
@@ -275,12 +267,12 @@ def seeded(seed: int, facts: DeviceFacts) -> Iterator[None]:
 Call = Callable[[nn.Module, Any, Any], Any]
 
 
-def called(model: nn.Module, places: Any, named: Any) -> Any:
+def call_model(model: nn.Module, places: Any, named: Any) -> Any:
     return model(*places, **named)
 
 
 class Outcome(NamedTuple):
-    """What one step gives: floating-point outputs in their order, the loss, and gradients by parameter."""
+    """What one step gives: floating-point outputs in order, the loss, and gradients by parameter's name."""
 
     outputs: tuple[Tensor, ...]
     loss: Tensor | None
@@ -288,11 +280,11 @@ class Outcome(NamedTuple):
 
 
 class OwnModel:
-    """A copy of a user's model, converted as its case says, with the optimizer of a training pass.
+    """A copy of a user's model, converted as its case says, with an optimizer for training.
 
-    `doing` says what a step is at, for whoever has to say where it failed; `loss_words` how its loss was found.
-    `multiples` are what native products of the case's device want. With `draws_alike` a compiled step draws what it
-    would draw uncompiled, which is slower.
+    `doing` names the current part of a step, for messages about failures; `loss_words` says where its loss came from.
+    `multiples` are what native products of the device require. With `draws_alike` a compiled step draws the same random
+    numbers as an uncompiled one, which is slower.
     """
 
     def __init__(
@@ -303,7 +295,12 @@ class OwnModel:
         self.model, batch, self._loss = given[:3]
         self._batch = batch
         self._arguments = arguments_of(self.model, batch)
-        _refuse_elsewhere(batch, setup.facts)
+        for name, tensor in tensors_in(batch):
+            if tensor.device.type not in ("cpu", setup.facts.kind):
+                raise UsageError(
+                    f"{name or 'the batch'} is on {tensor.device}, and the model is measured on {setup.facts.key}: put "
+                    "it there, or on the CPU."
+                )
         self.loss_words = ""
         self._facts, self._seed, self._loss_scale = setup.facts, setup.seed, setup.loss_scale
         self.training = params["pass"] == "training"
@@ -312,9 +309,7 @@ class OwnModel:
         self.conversion = conversion_of(self.model, setup, multiples) if converts and prepares is None else None
         if self.conversion is not None:
             self.conversion.__enter__()  # for as long as this copy lives
-        self.parameters = {
-            name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
-        }
+        self.parameters = _trained_in(self.model)
         if self.training and not self.parameters:
             raise UsageError(f"{params['make']}: no parameter of its model needs a gradient. Profile its --forward.")
         optimizer_of = partial(_optimizer, str(params["optimizer"]), facts=setup.facts)
@@ -322,15 +317,12 @@ class OwnModel:
             self.optimizer = optimizer_of(list(self.parameters.values()))
         else:
             self.model, self.optimizer = prepares.prepared(self.model, optimizer_of)
-            self.parameters = {
-                name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
-            }
-        self._call: Call = called
+            self.parameters = _trained_in(self.model)
+        self._call: Call = call_model
         if compiles and params["compile"] == "yes":
             self._call = self._compiled(draws_alike)
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        """What is frozen is a weight, too."""
         return {MemoryRole.WEIGHTS: list(self.model.parameters()), MemoryRole.DATA: self._arguments}
 
     def step(self, phase: Phases) -> object:
@@ -345,7 +337,10 @@ class OwnModel:
         loss = self._loss_of(self._call(self.model, places, named))
         self.doing = "backward"
         (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
-        self._unscale(phase)
+        if self._loss_scale != 1.0:
+            with phase.accumulate:
+                gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+                torch._foreach_mul_(gradients, 1.0 / self._loss_scale)
         self.doing = "the optimizer"
         if self.optimizer is not None:
             with phase.optimizer_step:
@@ -358,7 +353,7 @@ class OwnModel:
         return [float(cast(Tensor, self.step(SilentPhases()))) for _ in range(steps)]
 
     def outcome(self) -> Outcome:
-        """What a step gives before any optimizer: every time from the same draws."""
+        """What a step gives before the optimizer, with the same random numbers every time."""
         self._mark(SilentPhases())
         places, named = on_device(self._arguments, self._facts.key)
         with seeded(self._seed, self._facts), torch.set_grad_enabled(self.training):
@@ -379,23 +374,18 @@ class OwnModel:
         return loss
 
     def _mark(self, phase: Phases) -> None:
-        """A compiled graph knows no phases."""
         if self.conversion is not None:
-            self.conversion.phase = phase if self._call is called else SilentPhases()
-
-    def _unscale(self, phase: Phases) -> None:
-        if self._loss_scale != 1.0:
-            with phase.accumulate:
-                gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-                torch._foreach_mul_(gradients, 1.0 / self._loss_scale)
+            self.conversion.phase = phase if self._call is call_model else SilentPhases()
 
     def _compiled(self, draws_alike: bool) -> Call:
-        """The call as a compiled function, by a first step. Its code object is its own: see `nn.gpt.compiled`."""
-        # They import the compiler, which most steps do without.
+        """The call as a compiled function, by a first step. Its code object is a copy: see `nn.gpt.compiled`."""
+        # Imported here, because they bring the compiler.
         from torch._dynamo.utils import counters
         from torch._inductor import config
 
-        own = FunctionType(called.__code__.replace(), called.__globals__, called.__name__, called.__defaults__)
+        own = FunctionType(
+            call_model.__code__.replace(), call_model.__globals__, call_model.__name__, call_model.__defaults__
+        )
         graph: Call = torch.compile(own)
         before = counters["stats"]["unique_graphs"]
         self._call = graph
@@ -424,13 +414,8 @@ def errors_between(outcome: Outcome, reference: Outcome) -> dict[str, float]:
     return errors
 
 
-def _refuse_elsewhere(batch: Any, facts: DeviceFacts) -> None:
-    for name, tensor in tensors_in(batch):
-        if tensor.device.type not in ("cpu", facts.kind):
-            raise UsageError(
-                f"{name or 'the batch'} is on {tensor.device}, and the model is measured on {facts.key}: put it there, "
-                "or on the CPU."
-            )
+def _trained_in(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _optimizer(name: str, parameters: list[nn.Parameter], facts: DeviceFacts) -> torch.optim.Optimizer | None:

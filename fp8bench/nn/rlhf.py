@@ -1,8 +1,8 @@
-"""The four models of RLHF in memory at once: actor and critic are trained, reference and reward model go forward alone.
+"""RLHF's four models in memory at once: actor and critic train, reference and reward model only run forward.
 
-All are as large. The reference has the weights that the actor begins with, the reward model others; both are kept in a
-format and restored where nothing multiplies it, as a served model is. Nobody writes a text here and no policy's loss is
-computed: a step has the frozen models score every token of its batches, and trains the other two on the same batches.
+All have the same size. The reference starts with the actor's weights, the reward model with others; both are kept in a
+format like a served model's. No text is generated and no policy loss computed: in a step the frozen models score every
+token of the batches, and the other two train on these batches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8bench.protocols import Phases, SilentPhases
 
 
 class ReadBatches:
-    """Batches that somebody has read, for whoever trains on the same."""
+    """Hands the batches of the last `read` to several trainings."""
 
     def __init__(self, loader: Loader, count: int) -> None:
         self._loader, self._count = loader, count
@@ -47,7 +47,7 @@ class ReadBatches:
 
 @dataclass
 class FourModels:
-    """`scores` are the frozen models' log-probabilities of the tokens of the last step, a row for each micro-batch."""
+    """`scores` are the frozen models' log-probabilities of the last step's tokens, a row for each micro-batch."""
 
     actor: TrainingState
     critic: TrainingState
@@ -68,7 +68,7 @@ class FourModels:
         self.critic.step(phase)
 
     def losses(self, steps: int) -> list[float]:
-        """The actor's."""
+        """Losses of the actor."""
         self.loader.read(SilentPhases())
         return self.actor.losses(steps)
 
@@ -78,8 +78,7 @@ class FourModels:
         return {MemoryRole.WEIGHTS: weights, MemoryRole.ACTIVATIONS: (caches, self.scores)}
 
     def figures(self) -> dict[str, float]:
-        """Bytes that lie between two steps, from the tensors that are there: of trained models weights, gradients and
-        moments, of frozen ones weights with their scales."""
+        """Bytes between two steps: trained models have weights, gradients, moments; frozen ones weights and scales."""
         trained = {"actor": _trained_bytes(self.actor), "critic": _trained_bytes(self.critic)}
         frozen = {name: model.weight_bytes() for name, model in self.frozen.items()}
         return {f"{name}_bytes": float(size) for name, size in (trained | frozen).items()}
@@ -87,14 +86,13 @@ class FourModels:
 
 def _trained_bytes(state: TrainingState) -> int:
     kept = (tensor for kept in state.optimizer.state.values() for tensor in kept.values() if isinstance(tensor, Tensor))
-    moments = [tensor for tensor in kept if tensor.dim()]  # not how many steps there were
+    moments = [tensor for tensor in kept if tensor.dim()]  # leaves out the step counts
     return sum(
         parameter.numel() * parameter.element_size() for parameter in (*state.parameters, *state.buffers, *moments)
     )
 
 
 def frozen_models(actor: GPT, config: GPTConfig, batch: int, kept: str, seed: int) -> dict[str, Decoder]:
-    """Reference and reward model, their blocks' weights kept in a format."""
     carrier = DTYPES.get(kept, torch.bfloat16)
     begun = {name: parameter.detach() for name, parameter in actor.named_parameters()}
     other = drawn_weights(served_shapes(config), seed + 1, str(next(iter(begun.values())).device))

@@ -1,8 +1,8 @@
-"""Random Hadamard transforms of 16 elements, which spread outliers over their neighbours before they are quantised.
+"""Random Hadamard transforms of 16 elements, which spread outliers over their neighbours before quantisation.
 
-Both operands of a product are rotated along its contraction by the same orthogonal matrix, which leaves the product as
-it is. The rotation's sums are made in float64, whatever a device or a switch for TF32 would do to float32 ones, and
-rounded once: the same on every device.
+Both operands of a product are rotated along its contraction by the same orthogonal matrix, which leaves the product
+unchanged. Sums are made in float64, whatever a device or a TF32 switch would do to float32, and rounded once: the
+result is the same on every device.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from fp8bench.formats.scaled import largest_magnitude
 
 SIZE = 16
 _MATRIX = 2
-# Free sizes of examples.
+# Sizes of examples that kernels are compiled with; those of real operands vary.
 _ROWS, _RUNS_IN_ROW = 640, 48
 _WHOLE_SUM = 1 << 10
+# Runs of 16 that a CPU works on at a time, so that their float64 copy stays in its cache.
 _RUNS = 1 << 12
-"""Runs of 16 that a processor works on at a time, so that their float64 copy stays in its cache."""
 
 
 def rotated(x: Tensor, seed: int) -> Tensor:
-    """`x` with every 16 elements of its last dimension rotated by the matrix of that seed, float32.
+    """`x` with every 16 elements of its last dimension rotated by the seed's matrix, float32.
 
-    The last dimension comes out as a multiple of 16: an end is filled with zeros first, and what is then there must
-    stay for a product to be the same. Infinities and NaN make NaN of the 16 they are among.
+    The last dimension is padded with zeros to a multiple of 16. The result keeps that length, which a product needs to
+    be unchanged. Infinities and NaN make NaN of all 16 elements of their run.
     """
     filled, matrix = _filled(x), _matrix(seed, x.device)
     if not _by_kernel(x):
@@ -47,7 +47,7 @@ def rotated(x: Tensor, seed: int) -> Tensor:
 
 
 class RotatedTensor(NamedTuple):
-    """A tensor that was rotated; the largest magnitudes of all its parts, float32, and of what it was before."""
+    """A rotated tensor, and the largest magnitudes of all its parts, float32, after and before the rotation."""
 
     values: Tensor
     amaxes: Tensor
@@ -55,7 +55,7 @@ class RotatedTensor(NamedTuple):
 
 
 def rotation(x: Tensor, seed: int) -> RotatedTensor:
-    """The same of a matrix, with what a cast of it begins with. It lies as the matrix lies."""
+    """Rotates a matrix and finds the largest magnitudes that a cast of it begins with. Keeps its order in memory."""
     filled, matrix = _filled(x), _matrix(seed, x.device)
     if not _by_kernel(x):
         values = _times(filled, matrix)
@@ -76,19 +76,19 @@ def _filled(x: Tensor) -> Tensor:
 
 
 def _by_kernel(x: Tensor) -> bool:
-    """A processor's product of matrices is fast, a GPU's is an operation among four others."""
+    """Whether one kernel is faster: on a CPU the product of matrices is, on a GPU it is one operation of five."""
     return not (x.device.type == "cpu" or torch.compiler.is_compiling() or not x.numel() or x.dim() != _MATRIX)
 
 
-# A sum of sixteen would be cut in two, and the first half kept in memory.
+# Inductor would cut a sum of sixteen in two, and store the first half.
 _WHOLE = {"realize_opcount_threshold": _WHOLE_SUM, "realize_reads_threshold": _WHOLE_SUM}
 
 
 @dataclass(frozen=True)
 class RotationKernel(Kernel):
-    """The same in one kernel: sixteen products are added up one after the other.
+    """The rotation in one kernel, which adds up sixteen products one after the other.
 
-    Called with the operand as (rows, runs, 16), the matrix, and memory for the result in the operand's shape.
+    Arguments: the operand as (rows, runs, 16), the matrix, and memory for the result in the operand's shape.
     """
 
     source: torch.dtype
@@ -116,9 +116,9 @@ class RotationKernel(Kernel):
 
 @dataclass(frozen=True)
 class LookingRotationKernel(Kernel):
-    """The same, with the largest magnitudes of parts, of the result and of the operand: all from one pass.
+    """The rotation and the largest magnitudes of parts, of the result and of the operand, from one pass.
 
-    Called with the operand's memory as (rows, runs, 16), of one that is `turned` as (runs, 16, columns), whose first
+    Arguments: the operand's memory as (rows, runs, 16), or (runs, 16, columns) for one that is `turned`, whose first
     dimension counts parts; the matrix; memory for the result in that shape; and for both largest magnitudes.
     """
 
@@ -133,7 +133,7 @@ class LookingRotationKernel(Kernel):
         turned = reduce(torch.add, [tensor.to(torch.float64) * signs[place] for place, tensor in enumerate(each)])
         out.copy_(turned)
         amaxes.copy_(turned.to(torch.float32).abs().amax((1, 2)))
-        # Each beside the first of its run, which changes no maximum: what both read puts the two into one loop.
+        # The maximum with the first of the run changes nothing, but both then read it, which puts them into one loop.
         before.copy_(torch.maximum(given.abs(), each[0].abs()).amax((1, 2)))
         return ()
 
@@ -153,7 +153,6 @@ class LookingRotationKernel(Kernel):
 
 
 def _runs(memory: Tensor, turned: bool) -> Tensor:
-    """A matrix that lies row by row, or the transpose of one, as (rows, runs, 16)."""
     if turned:
         return memory.view(-1, SIZE, memory.shape[1]).permute(2, 0, 1)
     return memory.view(len(memory), -1, SIZE)
@@ -185,8 +184,8 @@ def _times(x: Tensor, matrix: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _matrix(seed: int, device: torch.device) -> Tensor:
-    """Sylvester's Hadamard matrix of 16, a quarter of it so that it is orthogonal, its rows with random signs."""
-    here = torch.device("cpu")  # whatever device the caller makes its tensors on by default
+    """Sylvester's Hadamard matrix of 16, scaled by 1/4 to be orthogonal, its rows with random signs."""
+    here = torch.device("cpu")  # not the caller's default device
     matrix = torch.ones(1, 1, dtype=torch.float64, device=here)
     while len(matrix) < SIZE:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))

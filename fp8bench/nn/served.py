@@ -1,7 +1,7 @@
-"""What a served model keeps its weights, keys and values in: formats by name, bytes by count, arms in words.
+"""Formats of a served model's weights, keys and values: by name, by bytes, and as arms of a comparison.
 
-No torch here: plans read it. An arm names a format for keys and values, one for the weights of its blocks, and the
-dtype of all else; either may differ by layer: `fp8@0-3=bf16` is fp8, and bf16 in the first four.
+No torch here: plans read it. An arm has a format for keys and values, one for the weights of its blocks, and the dtype
+of all else. The first two may differ by layer: `fp8@0-3=bf16` is fp8, and bf16 in the first four layers.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ CARRIERS = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class KeptFormat:
-    """How numbers are kept: so many bits each, and the bytes of a scale that `shared` says who shares.
+    """How numbers are kept: the bits of each, and the bytes of a scale.
 
-    `shared` is 'all' (a tensor), 'head', 'row', the length of a block along the row, or 0: no scale. `above` are the
-    bytes of one more scale a tensor. `fmt` and `scaling` are None of torch's own dtypes and of integers.
+    `shared` says what has one scale: 'all' (a tensor), 'head', 'row', the length of a block along the row, or 0: none.
+    `above` are the bytes of one more scale a tensor. `fmt` and `scaling` are None for torch's own dtypes and integers.
     """
 
     bits: int
@@ -40,14 +40,13 @@ class KeptFormat:
     scaling: Scaling | None = None
 
     def bytes(self, rows: int, columns: int, heads: int = 1) -> int:
-        """Of a matrix, or of a head's share of a cache times all heads: codes and scales."""
         blocks = -(-columns // self.shared) if isinstance(self.shared, int) and self.shared else 0
         scales = {"all": 1, "head": heads, "row": rows}.get(str(self.shared), rows * blocks)
         return rows * -(-columns * self.bits // 8) + scales * self.scale_bytes + self.above
 
 
 PLAIN = {name: KeptFormat(8 * size) for name, size in CARRIERS.items()}
-# A scale of 1.0 is what servers take where a checkpoint has none.
+# For `fp8` servers take a scale of 1.0 where a checkpoint has none.
 KV_FORMATS: Mapping[str, KeptFormat] = {
     **PLAIN,
     "fp8": KeptFormat(8, fmt=E4M3),
@@ -65,21 +64,20 @@ WEIGHT_FORMATS: Mapping[str, KeptFormat] = {
     "mxfp4": KeptFormat(4, 1, 32, fmt=E2M1, scaling=MX),
     "nvfp4": KeptFormat(4, 1, 16, 4, E2M1, NVFP4),
 }
-# torch's products for these on a processor; both take bf16 activations.
+# torch's products for these on a CPU; both take bf16 activations.
 CPU_KERNELS = {"int8": "_weight_int8pack_mm", "int4": "_weight_int4pack_mm_for_cpu"}
 INT4_GROUPS = (128, 64, 32)
 _LAYERED = re.compile(r"(\d+)(?:-(\d+))?=([a-z0-9-]+)")
 
 
 def int4_format(columns: int) -> KeptFormat:
-    """Groups of 128, or of fewer where rows are no multiple of that: then there are more scales."""
     return KeptFormat(4, 4, next(size for size in INT4_GROUPS if columns % size == 0))
 
 
 @dataclass(frozen=True)
 class ServedArm:
-    """`weights` is a format, or `own`: those of the case's precision, with its activations. `low_inputs` says that
-    activations are rounded to the weights' format too."""
+    """`weights` is a format, or `own`: that of the case's precision, with its activations. `low_inputs` rounds
+    activations to the weights' format too."""
 
     carrier: str = "bf16"
     kv: str = ""
@@ -87,14 +85,14 @@ class ServedArm:
     low_inputs: bool = False
 
     def kv_of(self, layers: int) -> list[str]:
-        return by_layer(self.kv or self.carrier, layers)
+        return layer_formats(self.kv or self.carrier, layers)
 
     def weights_of(self, layers: int) -> list[str]:
-        return by_layer(self.weights or self.carrier, layers)
+        return layer_formats(self.weights or self.carrier, layers)
 
 
-def kept_word(known: Mapping[str, KeptFormat], *others: str) -> Callable[[str], str]:
-    """The parser of a format, or of another word, with its exceptions by layer; '' is the carrier."""
+def format_parser(known: Mapping[str, KeptFormat], *others: str) -> Callable[[str], str]:
+    """A parser of a format, or of one of `others`, with exceptions by layer; '' is the carrier."""
 
     def parse(text: str) -> str:
         usual, *exceptions = text.split("@")
@@ -110,8 +108,7 @@ def kept_word(known: Mapping[str, KeptFormat], *others: str) -> Callable[[str], 
     return parse
 
 
-def by_layer(word: str, layers: int) -> list[str]:
-    """The format of each layer; UsageError for one that the model has not."""
+def layer_formats(word: str, layers: int) -> list[str]:
     usual, *exceptions = word.split("@")
     formats = [usual] * layers
     for exception in exceptions:
@@ -125,7 +122,7 @@ def by_layer(word: str, layers: int) -> list[str]:
 
 
 def arm_of(params: Mapping[str, Scalar], precision: Precision) -> ServedArm:
-    """What a case keeps, from its precision and its axes. UsageError where both say it."""
+    """The arm of a case, from its precision and its axes. Raises UsageError where both choose formats."""
     kv, weights = str(params["kv"]), str(params["weights"])
     chosen = precision.chosen
     if precision.name == SERVED:
@@ -139,20 +136,19 @@ def arm_of(params: Mapping[str, Scalar], precision: Precision) -> ServedArm:
 
 
 def served_support(params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
-    """Native only where nothing has to be restored before it is multiplied."""
+    """Native only where nothing has to be restored before a product."""
     try:
         arm, shape = arm_of(params, precision), served_shape(str(params["size"]))
-        arm.kv_of(shape.layers)  # raises for layers that the model has not
+        arm.kv_of(shape.layers)  # raises for layers that the model lacks
         check_groups(shape, arm)
     except UsageError as error:
         return hardware.refused(str(error))
     if precision.carried_by and str(params["size"]) in OWN_SHAPES:
-        return hardware.refused(f"a model of one's own is served in {' or '.join(CARRIERS)}, and by served:")
+        return hardware.refused(f"a model of your own is served in {' or '.join(CARRIERS)}, or by a mode of `served`")
     return _arm_support(arm, shape, precision, facts)
 
 
 def kept_support(precision: Precision, outputs: int, inputs: int, facts: DeviceFacts) -> Support:
-    """Of one product with a weight that is kept, whatever the formats of keys and values."""
     arm = replace(arm_of({"kv": OWN, "weights": OWN}, precision), kv="")
     shape = ServedShape(0, 0, 1, 1, 1, 1, (("blocks.0.weight", (outputs, inputs)),))
     try:
@@ -184,12 +180,11 @@ def _arm_support(arm: ServedArm, shape: ServedShape, precision: Precision, facts
 
 
 ROUTER, EXPERTS = "mlp.router", ".experts."
-# Name -> its shape, and the standard deviation of random ones (0: ones, as norms begin).
+# Name -> shape and standard deviation of random values; 0 stands for ones, as norms begin.
 Shapes = dict[str, tuple[tuple[int, ...], float]]
 
 
 def served_shapes(config: GPTConfig) -> Shapes:
-    """All parameters of a served model, by their names in fp8bench's GPT, in its order."""
     width, gain = config.width, (2 * config.layers) ** -0.5
     heads = (config.heads + 2 * config.key_heads) * config.head_width
     up = config.hidden * (2 if config.modern else 1)
@@ -203,7 +198,7 @@ def served_shapes(config: GPTConfig) -> Shapes:
             f"blocks.{block}.attn.qkv.weight": ((heads, width), width**-0.5),
             f"blocks.{block}.attn.out.weight": ((width, width), gain * width**-0.5),
         }
-        if config.experts:  # scores of order one: with smaller ones all experts would weigh the same
+        if config.experts:  # scores of order one: smaller ones would weigh all experts alike
             shapes[f"blocks.{block}.{ROUTER}"] = ((config.experts, width), width**-0.5)
         feed = {"up": ((up, width), width**-0.5), "down": ((width, config.hidden), gain * config.hidden**-0.5)}
         parts = feed_parts(config.experts)
@@ -213,9 +208,9 @@ def served_shapes(config: GPTConfig) -> Shapes:
 
 @dataclass(frozen=True)
 class ServedShape:
-    """What is counted of a served model. Matrices of `blocks.N.` are kept as an arm says, but for a router's; of
-    `embedding` a step reads a row a token, of `positions` one, of `experts` those that are chosen, and all else whole,
-    the `head` for one token a sequence."""
+    """What is counted for a served model. An arm's format applies to matrices of `blocks.N.`, except a router's. A step
+    reads one row a token of `embedding`, one of `positions`, the chosen ones of `experts`, the `head` for one token a
+    sequence, and all else whole."""
 
     vocabulary: int
     sequence: int
@@ -228,17 +223,16 @@ class ServedShape:
     top_k: int = 0
 
     def chosen(self, tokens: int) -> float:
-        """How many experts of a layer have any of so many tokens, where each takes `top_k` by chance."""
+        """The expected number of a layer's experts with any of so many tokens, if each takes `top_k` at random."""
         return self.experts * (1 - (1 - self.top_k / self.experts) ** tokens) if self.experts else 0.0
 
     @property
     def active(self) -> float:
-        """Weights of blocks that one token goes through."""
+        """The number of blocks' weights that one token goes through."""
         of_experts = sum(prod(shape) for name, shape in self.shapes if EXPERTS in name)
         return self.weights("blocks") - (of_experts * (1 - self.top_k / self.experts) if self.experts else 0)
 
     def weights(self, *parts: str) -> int:
-        """Those of matrices whose names begin so."""
         return sum(prod(shape) for name, shape in self.shapes if name.split(".")[0] in parts and len(shape) > 1)
 
     @property
@@ -250,7 +244,7 @@ class ServedShape:
 
 
 def check_groups(shape: ServedShape, arm: ServedArm) -> None:
-    """Raise UsageError where rows of a weight cannot be cut into groups of int4."""
+    """Raises UsageError where rows of a weight cannot be divided into groups of int4."""
     formats = arm.weights_of(shape.layers)
     for layer, _, inputs in shape.kept:
         if formats[layer] == "int4" and inputs % INT4_GROUPS[-1]:
@@ -260,7 +254,7 @@ def check_groups(shape: ServedShape, arm: ServedArm) -> None:
             )
 
 
-# What workers have said of models that makers give, by the makers' names; for plans of this process.
+# Shapes of users' own models by their makers' names, as workers reported them to this process.
 OWN_SHAPES: dict[str, ServedShape] = {}
 
 
@@ -280,7 +274,7 @@ def shape_of(config: GPTConfig) -> ServedShape:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """What a decode step reads at least: weights, of the embedding the rows of its tokens, and keys and values."""
+    """The least that a decode step reads: weights, with only its tokens' rows of the embedding, and keys and values."""
 
     weights: int
     kv: int
@@ -291,8 +285,8 @@ class StepBytes:
 
 
 def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, experts: float | None = None) -> StepBytes:
-    """By count, for weights in formats of this page: `own` ones of a precision are not known here. `experts` of a layer
-    are read in the mean, those that chance chooses where nobody has counted."""
+    """Counts the bytes for weights in this module's formats, not in `own` ones. `experts` is the mean number read in a
+    layer, by default the expected one."""
     wide, weights = CARRIERS[arm.carrier], 0.0
     read = (model.chosen(batch) if experts is None else experts) / model.experts if model.experts else 1.0
     formats = arm.weights_of(model.layers)
@@ -312,13 +306,13 @@ def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, exp
 
 
 def served_memory(model: ServedShape, batch: int, context: int) -> float:
-    """What a state surely needs: weights and cache at half a byte a number, beside the embedding in two."""
+    """A lower bound of a state's memory: weights and cache at half a byte a number, the embedding at two bytes."""
     cache = 2.0 * model.layers * batch * context * model.key_heads * model.head_width
     return 2.0 * model.weights("embedding") + 0.5 * (model.weights("blocks") + cache)
 
 
 def forward_flops(model: ServedShape, batch: int, new: int, context: int) -> float:
-    """Two a weight and token (of the head once a sequence), and attention's two products over what each token sees."""
+    """Two FLOPs a weight and token (for the head, one token a sequence), and attention's two products."""
     linear = 2.0 * batch * (new * model.active + model.weights("head"))
     seen = new * (context - new) + new * (new + 1) / 2
     return linear + attention_flops(model, batch, seen)

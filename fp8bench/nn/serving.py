@@ -1,10 +1,10 @@
-"""Served models: a causal model of anybody's behind a static cache, and the states of the suites prefill and decode.
+"""Serving any causal model behind a static cache, and the states of the suites prefill and decode.
 
-A model of one's own has the calls of Decoder, and its own code between.
-Its forward pass takes token ids and `past_key_values`, as Hugging Face's models do, which get their own StaticCache.
-Others get StaticKeys: they call `past_key_values.update(keys, values, layer)` with new ones (batch, heads, new tokens,
-width), get back all so far, and ask `past_key_values.get_seq_length()` where their tokens begin. What a format does to
-keys and values is done before they are put into the cache, which stays in the carrier.
+`OwnDecoder` gives a user's own model the interface of `Decoder`. Its forward pass takes token ids and `past_key_values`
+like Hugging Face's models, which get their own StaticCache. Others get StaticKeys: they call
+`past_key_values.update(keys, values, layer)` with new ones (batch, heads, new tokens, width), get back all so far, and
+ask `past_key_values.get_seq_length()` where their tokens begin. Keys and values are rounded to their format before
+they are put into the cache, which stays in the carrier.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from fp8bench.nn.decoder import (
     kept_weight,
 )
 from fp8bench.nn.experts import load_figures
-from fp8bench.nn.holders import CONV1D, EXPERTS, LINEAR, Held, held_in
-from fp8bench.nn.own_model import seeded, short
+from fp8bench.nn.holders import CONV1D, EXPERTS, LINEAR, ProductWeight, weights_of
+from fp8bench.nn.own_model import seeded, short_words
 from fp8bench.nn.served import OWN, ServedArm, ServedShape, served_shapes
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, gpt_around
 from fp8bench.numerics.norms import relative_frobenius
@@ -47,7 +47,7 @@ _CACHE = "past_key_values"
 
 
 class OwnLayer:
-    """Keys and values of a layer of a module of one's own; `at` is where new ones go."""
+    """The cache of one layer of a user's own model; `at` is where new keys and values go."""
 
     def __init__(self, positions: int) -> None:
         self.positions, self.at = positions, 0
@@ -63,7 +63,7 @@ class OwnLayer:
 
 
 class StaticKeys:
-    """What a module of one's own gets as `past_key_values`."""
+    """The `past_key_values` of a user's own model."""
 
     def __init__(self, positions: int) -> None:
         self.positions, self.at = positions, 0
@@ -78,15 +78,15 @@ class StaticKeys:
         return self.layers[layer].update(keys, values)
 
 
-def made(maker: Callable[[], Any], name: str, seed: int, facts: DeviceFacts) -> tuple[nn.Module, Tensor | None]:
-    """A maker's model, drawn from the seed, and the tokens (texts, positions) that it gives with it, if it does."""
+def make_model(maker: Callable[[], Any], name: str, seed: int, facts: DeviceFacts) -> tuple[nn.Module, Tensor | None]:
+    """A maker's model, drawn from the seed, and its tokens (texts, positions), if it gives any."""
     try:
         with seeded(seed, facts):
             given = maker()
     except Fp8benchError:
         raise
     except Exception as error:
-        raise UsageError(f"{name} fails: {short(error)}.") from error
+        raise UsageError(f"{name} fails: {short_words(error)}.") from error
     model, ids = (*given, None)[:2] if isinstance(given, tuple) else (given, None)
     if not isinstance(model, nn.Module):
         raise UsageError(f"{name} gives {type(model).__name__}. Let it return a model, or (model, token ids).")
@@ -96,7 +96,8 @@ def made(maker: Callable[[], Any], name: str, seed: int, facts: DeviceFacts) -> 
 
 
 class OwnDecoder:
-    """`sizes` are sequences, and positions that the cache has for each. Raises UsageError for a model without one."""
+    """A user's own model behind a cache. `sizes` are the number of sequences, and of positions in each one's cache.
+    Raises UsageError for a model that takes no cache."""
 
     def __init__(self, name: str, model: nn.Module, arm: ServedArm, sizes: tuple[int, int], device: str) -> None:
         self.name, self.carrier, self.device = name, DTYPES[arm.carrier], device
@@ -125,7 +126,6 @@ class OwnDecoder:
             block.register_forward_hook(lambda module, given, out, number=number: self._watched(number, out))
 
     def forward(self, tokens: Tensor, at: int, phase: Phases, every: bool = False) -> Tensor:
-        """Logits of the last of (batch, new) tokens, or of `every` one: (batch, new, vocabulary)."""
         self.phase = phase
         for part in (self.cache, *self.cache.layers):
             if isinstance(length := getattr(part, "cumulative_length", None), Tensor):
@@ -139,14 +139,14 @@ class OwnDecoder:
             out = self.model(tokens, **{name: value for name, value in named.items() if name in self._asks})
         except IndexError as error:
             raise UsageError(
-                f"{self.name}: tokens at positions {at} to {at + tokens.shape[1] - 1} fail: {short(error)}. It has "
-                "fewer positions or ids: give shorter --contexts, and (model, token ids) with texts of its own."
+                f"{self.name}: tokens at positions {at} to {at + tokens.shape[1] - 1} fail: {short_words(error)}. It "
+                "has fewer positions or ids: give shorter --contexts, and (model, token ids) with texts of its own."
             ) from error
         logits: Tensor = out if isinstance(out, Tensor) else out.logits if hasattr(out, "logits") else out[0]
         return logits if every else logits[:, -1:]
 
     def _begin(self, batch: int) -> int:
-        """One token, so that the cache has its tensors; returns how many ids there are."""
+        """Runs one token, so that the cache has its tensors; returns the number of ids."""
         tokens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         try:
             with torch.no_grad():
@@ -154,7 +154,7 @@ class OwnDecoder:
         except (torch.OutOfMemoryError, UsageError):
             raise
         except Exception as error:
-            raise UsageError(f"{self.name}: a token with a cache fails: {short(error)}.") from error
+            raise UsageError(f"{self.name}: a token with a cache fails: {short_words(error)}.") from error
         layers = self.cache.layers
         if not layers or not all(isinstance(layer.keys, Tensor) and layer.keys.numel() for layer in layers):
             raise UsageError(f"{self.name}: forward puts nothing into the cache that it gets. Call {_CACHE}.update.")
@@ -211,7 +211,6 @@ class OwnDecoder:
             self.watch(number, out if isinstance(out, Tensor) else out[0])
 
     def fill(self, end: int, generator: torch.Generator) -> None:
-        """As Decoder's: random keys and values of a trained model's scale in the first positions."""
         for layer, pair in zip(self.cache.layers, self.heads, strict=True):
             for heads, tensor in zip(pair, (layer.keys, layer.values), strict=True):
                 shape = (*tensor.shape[:2], end, tensor.shape[3])
@@ -234,27 +233,25 @@ class OwnDecoder:
         return (list(self.model.parameters()), self.kept), [(layer.keys, layer.values) for layer in self.cache.layers]
 
 
-def kept_layers(name: str, model: nn.Module) -> tuple[Held, ...]:
-    """The linear layers that are called as such. Raises UsageError for experts, of which a step reads some alone."""
-    held = held_in(model)
+def kept_layers(name: str, model: nn.Module) -> tuple[ProductWeight, ...]:
+    """The linear layers that are called as such. Raises UsageError for experts, whose reads are not counted."""
+    held = weights_of(model)
     if any(holder.kind == EXPERTS for holder in held):
         raise UsageError(f"{name} has a stack of experts, and which of them a step reads is not counted here.")
     return tuple(holder for holder in held if holder.kind in (LINEAR, CONV1D) and not holder.reason)
 
 
 def _layer_in(path: str) -> int | None:
-    """The layer of a path: its first number."""
     match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
     return None if match is None else int(match[1])
 
 
 def served_positions(model: nn.Module) -> int:
-    """The longest context, by the model's config where it has one that says so."""
     return int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LONGEST)
 
 
 def shape_of_own(name: str, model: nn.Module, seed: int, facts: DeviceFacts) -> ServedShape:
-    """What is counted of a model, once its cache was found to work: token by token gives what a prompt at once does."""
+    """What is counted for a model, once its cache is checked: token by token must give the logits of a whole prompt."""
     decoder = OwnDecoder(name, model, ServedArm("fp32"), (1, _TRIED), facts.key)
     generator = torch.Generator(facts.key).manual_seed(seed)
     tokens = torch.randint(decoder.vocabulary, (1, _TRIED), generator=generator, device=facts.key)
@@ -274,7 +271,7 @@ def shape_of_own(name: str, model: nn.Module, seed: int, facts: DeviceFacts) -> 
 
 
 def _shapes(model: nn.Module, decoder: OwnDecoder) -> list[tuple[str, tuple[int, ...]]]:
-    """Parameters by the names that bytes are counted by; a head that is tied to the embedding is read beside it."""
+    """Parameters by the names that bytes are counted by. A head tied to the embedding counts in addition to it."""
     held_by = {id(held.weight): held for held in decoder.held}
     tables = [id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     shapes = []
@@ -292,7 +289,7 @@ def _shapes(model: nn.Module, decoder: OwnDecoder) -> list[tuple[str, tuple[int,
 
 @dataclass
 class ServedState:
-    """A model, the tokens of a step and the position of their first; `logits` are where a step leaves them."""
+    """A model, the tokens of a step and the position of their first; a step leaves its output in `logits`."""
 
     model: Decoder | OwnDecoder
     tokens: Tensor
@@ -300,7 +297,7 @@ class ServedState:
     logits: Tensor
 
     def step(self, phase: Phases) -> None:
-        # What a model of one's own does between its products is nobody's.
+        # A user's own model may do anything between products, so that time has no phase.
         with phase.elementwise if isinstance(self.model, Decoder) else nullcontext(), torch.no_grad():
             self.logits.copy_(self.model.forward(self.tokens, self.at, phase)[:, -1])
 
@@ -317,14 +314,13 @@ Named = Callable[[str], Callable[[], Any]]
 
 
 def served_state(setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: int, named: Named) -> ServedState:
-    """Of a case: `new` tokens at the end of its context, behind a cache that is filled here, untimed, from the seed."""
     params, device = dict(setup.case.params), setup.facts.key
     size, batch, context = str(params["size"]), int(params["batch"]), int(params["context"])
     with torch.no_grad():
         if size in SERVED_SIZES:
             model: Decoder | OwnDecoder = _decoder(setup, arm, layers, SERVED_SIZES[size], (batch, context))
         else:
-            own, _ = made(named(size), size, setup.seed, setup.facts)
+            own, _ = make_model(named(size), size, setup.seed, setup.facts)
             model = OwnDecoder(size, own, arm, (batch, context), device)
         generator = torch.Generator(device).manual_seed(setup.seed)
         model.fill(context - new, generator)
@@ -361,8 +357,7 @@ def _decoder(
 def logits_error(
     setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: int, named: Named
 ) -> dict[str, float]:  # fmt: skip
-    """Of a step's logits, against those of the same weights, cache and tokens in fp64 throughout; and which experts it
-    read, where there are any."""
+    """The error of a step's logits against the same weights, cache and tokens in fp64; with experts, their load too."""
     exact = replace(setup, arithmetic=PlainArithmetic(torch.float64), high=PlainArithmetic(torch.float64), layers={})
     states = served_state(setup, arm, layers, new, named), served_state(exact, ServedArm("fp64"), layers, new, named)
     for state in states:

@@ -1,7 +1,4 @@
-"""What precisions share: those of torch's own dtypes their arithmetic, those that are recipes their options, too.
-
-No torch here: plans read it.
-"""
+"""Bases and options that precisions share. No torch here: plans read it."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ HIGH_WEIGHT_GRADIENT = Option(
 
 
 def _accumulator(text: str) -> str:
-    """A word, or the bits of a short sum; those of Hopper are the word."""
+    """'fp32', 'short', 'promoted', or the bits of a short sum; Hopper's bits are 'short'."""
     if text.isascii() and text.isdigit() and int(text) in SHORT_BITS:
         return Accumulator.SHORT.value if int(text) == HOPPER_BITS else str(int(text))
     try:
@@ -76,7 +73,7 @@ def hadamard_option(default: str) -> Option:
 
 
 class PlainPrecision(Precision):
-    """One of torch's own dtypes, of that name, for every tensor and product."""
+    """One of torch's dtypes for every tensor and product."""
 
     dtype: ClassVar[str]
 
@@ -89,16 +86,16 @@ class PlainPrecision(Precision):
 
 
 class RecipePrecision(Precision):
-    """A precision whose options make a recipe, at once: one that cannot be is refused before anything is planned.
+    """A precision whose options make a recipe at once: an impossible one is refused before anything is planned.
 
-    `words` is what its formats are called where a device is asked for them. Unless `made` says otherwise all roles are
-    scaled alike: `block` are the rows and columns that share a scale, kept in the format `kept`, and `element` is the
-    format of every role, None where it is chosen.
+    `words` names its formats where a device has no units for them. Unless `made` is overridden, all roles are scaled
+    alike: `block` has the rows and columns that share a scale, kept in the format `kept`, and `element` is the format
+    of every role, None where options choose it.
     """
 
     carried_by = "bf16"
     takes_backend = True
-    # Of every scaled product; those of blocks ask for more.
+    # What every scaled product needs; those of blocks need more.
     multiples = (16, 16)
     words: ClassVar[str]
     block: ClassVar[tuple[int, int]] = (0, 0)
@@ -146,18 +143,16 @@ class RecipePrecision(Precision):
         return self.native(facts) if self.own_support(facts).level is Level.NATIVE else RecipeArithmetic(self.recipe)
 
     def native(self, facts: DeviceFacts) -> Arithmetic:
-        """That of torch's own kernels, on devices without the hardware too."""
         return native_arithmetic(self.recipe, facts)
 
     def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
         if self.support(facts).level is Level.NATIVE:
             return self.arithmetic(facts)
         if self.whole_layers:
-            return f"{self.mode} is emulated by layers of another library, and nobody sees what these keep"
+            return f"{self.mode} is emulated by layers of another library, whose stored tensors cannot be seen"
         return kept_by_nobody(self.recipe) or self.native(facts)
 
     def recipe_of(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
-        """A recipe of the treatments of inputs, weights and gradients, with what the usual options say of the rest."""
         given, weight, gradient = treatments
         sums = str(self.chosen.get("accumulator", Accumulator.FP32))
         return Recipe(
@@ -178,7 +173,6 @@ class RecipePrecision(Precision):
 
 
 def native_arithmetic(recipe: Recipe, facts: DeviceFacts) -> Arithmetic:
-    """By torch's scaled products, in the device's own formats."""
     from fp8bench.nn.arithmetics import ScaledArithmetic, WideScaledArithmetic
     from fp8bench.nn.block_arithmetic import BlockArithmetic
 

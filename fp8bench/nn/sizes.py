@@ -1,7 +1,4 @@
-"""Sizes of models that workloads train, linear layers of named models, and the tensors captured from a training.
-
-No torch here: plans read it.
-"""
+"""Sizes of models, layers of named models, and the tensors captured from a training. No torch here: plans read it."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ from typing import NamedTuple
 
 from fp8bench.protocols import Layer, Role
 
-# Of all experts, those that a token goes through.
+# The experts that each token goes through, unless a size says otherwise.
 CHOSEN = 2
 
 
 class MoeSizes(NamedTuple):
-    """Those of a layer of gated experts, of which each token takes `top_k`."""
+    """A layer of gated experts, of which each token takes `top_k`."""
 
     width: int
     hidden: int
@@ -24,16 +21,15 @@ class MoeSizes(NamedTuple):
     top_k: int
 
 
-# Of latents: channels, and the sides of a DiT's patches; sinusoids that a time step becomes.
+# A latent's channels, the side of a DiT's patches, and the sinusoids of a time step.
 CHANNELS, PATCH, FREQUENCIES = 4, 2, 256
-# So many features of a head, where the width is made up of them.
+# The width of a head, where it divides the width.
 HEAD_WIDTH = 64
-# Time steps of the whole way from noise to image.
 TIME_STEPS = 1000
 
 
 class DenoiserSizes(NamedTuple):
-    """Latents of image x image; `layers` are a DiT's blocks, or a UNet's at its full resolution, either way."""
+    """Latents of image x image. `layers` are a DiT's blocks, or a UNet's at full resolution on each way."""
 
     denoiser: str
     batch: int
@@ -47,7 +43,7 @@ def heads_of(width: int) -> int:
 
 
 class SamplerPlan(NamedTuple):
-    """Steps of a sampler, how it is guided, and of how many at either end all products are in high precision."""
+    """Steps of a sampler, its guidance, and the numbers of first and last steps in high precision."""
 
     steps: int
     guidance: str
@@ -59,7 +55,7 @@ class SamplerPlan(NamedTuple):
         return self.steps * (2 if self.guidance == "twice" else 1)
 
     def time(self, step: int) -> int:
-        """From the noisiest on, evenly; after the last step -1, which is the image."""
+        """Times fall evenly from the noisiest; after the last step comes -1, the image."""
         return round(TIME_STEPS * (self.steps - step) / self.steps) - 1
 
     def high(self, step: int) -> bool:
@@ -68,9 +64,8 @@ class SamplerPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A model and the step it runs by default. `modern` is Llama's manner: RMS norm, rotary positions, gates.
-
-    With `experts` each feed-forward block is so many, of which each token goes through `top_k`.
+    """A model, and the batch and sequence of its default step. `modern` is Llama's manner: RMS norm, rotary positions,
+    gates. With `experts` each feed-forward block has so many, of which each token goes through `top_k`.
     """
 
     vocabulary: int
@@ -91,12 +86,10 @@ class GPTConfig:
 
     @property
     def grouped(self) -> bool:
-        """Whether heads of queries share heads of keys and values."""
         return self.key_heads != self.heads
 
     @property
     def block_weights(self) -> int:
-        """Weights of the linear layers of one block, and of its router."""
         return self._attention_weights + max(1, self.experts) * self._expert_weights + self.experts * self.width
 
     @property
@@ -109,39 +102,36 @@ class GPTConfig:
 
     @property
     def weights(self) -> int:
-        """All that are trained, norms and positions left out."""
+        """All trained weights but those of norms and positions."""
         return self.layers * self.block_weights + 2 * self.vocabulary * self.width
 
     def step_flops(self, sequences: int, length: int) -> float:
-        """Forward and backward: 6 FLOPs a weight that a token goes through, and causal attention's products."""
+        """Forward and backward: 6 FLOPs for each token and weight on its way, and causal attention's products."""
         tokens = sequences * length
         block = self._attention_weights + (self.top_k if self.experts else 1) * self._expert_weights
         linear = 6.0 * tokens * (self.layers * block + self.vocabulary * self.width)
-        # Scores and their product with the values: 4 T^2 w a sequence forward, twice that backward, half masked.
+        # Scores and their product with the values: 4 T^2 w a sequence forward, twice that backward, half of it masked.
         attention = 12.0 * sequences * self.layers * length * length * self.width / 2
         return linear + attention
 
 
 def feed_parts(experts: int) -> tuple[str, ...]:
-    """The layers of a feed-forward block, or of each of its experts."""
     owners = [f"mlp.experts.{number}" for number in range(experts)] or ["mlp"]
     return tuple(f"{owner}.{part}" for owner in owners for part in ("up", "down"))
 
 
 def gpt_layers(blocks: int, experts: int = 0) -> tuple[Layer, ...]:
-    """The layers of a GPT of so many blocks, by their path in it; the head stays high unless mapped."""
     parts = (("attn.qkv", "attn"), ("attn.out", "attn"), *((part, "mlp") for part in feed_parts(experts)))
     own = (Layer(f"blocks.{block}.{part}", kind) for block in range(blocks) for part, kind in parts)
     return (*own, Layer("head", "head", high=True))
 
 
-# What an image may be.
 CLASSES = 1000
 
 
 @dataclass(frozen=True)
 class VisionSizes:
-    """A model of square images: `resnet`, `vit`, or `two-input`, which takes as many tokens of `text` beside each."""
+    """A model of square images: `resnet`, `vit`, or `two-input`, which reads `text` tokens beside each image."""
 
     model: str
     image: int
@@ -152,12 +142,10 @@ class VisionSizes:
 
     @property
     def inner(self) -> int:
-        """Channels of a bottleneck's 3x3 convolution."""
         return self.width // 4
 
     @property
     def stage(self) -> int:
-        """The side of the stage's images, behind a convolution and a pooling that each halve it."""
         return ((self.image - 1) // 2) // 2 + 1
 
     @property
@@ -175,7 +163,7 @@ class VisionSizes:
         return GPTConfig(self.vocabulary, self.width, self.layers, heads, heads, 4 * self.width, 1, tokens)
 
     def products(self) -> tuple[tuple[str, int, int], ...]:
-        """Kinds of layers, the rows of an image that they multiply, and the weights that each row goes through."""
+        """For each kind of layer the rows of one image, and the weights that each row goes through."""
         width, inner, every = self.width, self.inner, self.layers * self.blocks.block_weights
         if self.model == "resnet":  # a bottleneck's three convolutions, and the first one's shortcut
             stage = self.layers * (2 * width * inner + 9 * inner**2) + inner**2
@@ -188,22 +176,21 @@ class VisionSizes:
         return ("stem", *stem), ("block", self.patches, every + width**2), *joint
 
     def attention_flops(self) -> float:
-        """Of an image, forward: 4 T^2 w a block, half of it masked where text is read."""
+        """FLOPs of an image, forward: 4 T^2 w a block, half of it masked where text is read."""
         joint = 2.0 * (self.patches + self.text) ** 2 if self.model == "two-input" else 0.0
         return 0.0 if self.model == "resnet" else self.layers * self.width * (4.0 * self.patches**2 + joint)
 
     def around(self) -> tuple[Layer, ...]:
-        """A ResNet looks nothing up; a vision transformer's places are its embedding."""
+        """A vision transformer's positions count as its embedding; a ResNet has none."""
         if self.model == "resnet":
             shortcut = ("blocks.0.norms.shortcut",)
             parts = (f"blocks.{n}.norms.{part}" for n in range(self.layers) for part in ("reduce", "spatial", "expand"))
-            return standing(("norm", *shortcut, *parts), "residual", "logits")
+            return layers_around(("norm", *shortcut, *parts), "residual", "logits")
         norms = [layer.name for layer in gpt_around(self.layers) if layer.kind == "norm"]
         image = [f"image.{name}" for name in norms] if self.model == "two-input" else []
-        return standing((*image, *norms), *_BESIDE_NORMS)
+        return layers_around((*image, *norms), *_BESIDE_NORMS)
 
     def low_layers(self) -> tuple[str, ...]:
-        """Paths of the layers between the first and the head."""
         blocks = tuple(layer.name for layer in gpt_layers(self.layers) if not layer.high)
         if self.model == "resnet":
             parts = ("reduce", "spatial", "expand")
@@ -214,22 +201,20 @@ class VisionSizes:
 _BESIDE_NORMS = {"embedding": "embed", "residual": "residual", "logits": "logits"}
 
 
-def standing(norms: Iterable[str], *parts: str) -> tuple[Layer, ...]:
-    """What stands around a model's products: parts of it beside its norms, and these by their paths."""
+def layers_around(norms: Iterable[str], *parts: str) -> tuple[Layer, ...]:
     named = (*((part, _BESIDE_NORMS[part]) for part in parts), *((name, "norm") for name in norms))
     return tuple(Layer(name, kind, product=False) for name, kind in named)
 
 
 def around(norms: Iterable[str]) -> tuple[Layer, ...]:
-    """What stands around the products of a model of text, with those norms beside its last one."""
-    return standing((*norms, "norm"), *_BESIDE_NORMS)
+    return layers_around((*norms, "norm"), *_BESIDE_NORMS)
 
 
 def gpt_around(blocks: int) -> tuple[Layer, ...]:
     return around(f"blocks.{block}.{norm}" for block in range(blocks) for norm in ("norm_attn", "norm_mlp"))
 
 
-# Tokens that an MLP sees before the one that it foretells, and tokens in a line of a text that is convolved.
+# Tokens that an MLP sees before the predicted one, and tokens in a line of a convolved text.
 CONTEXT = 8
 LINE = 16
 
@@ -241,9 +226,9 @@ SIZES = {
     "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=2, sequence=2048, modern=True),
 }
 
-# Trained on Python's own sources, and shipped: ids are ASCII.
+# Shipped with weights that were trained on Python's own sources: ids are ASCII.
 NANO_PYTHON = GPTConfig(128, 64, 4, 2, 1, 160, batch=8, sequence=256, modern=True)
-# Models that are served, each with its longest context as its sequence.
+# Served models, each with its longest context as its sequence.
 SERVED_SIZES = {
     "nano": GPTConfig(256, 192, 2, 4, 4, 768, batch=1, sequence=16384),
     "nano-llama": GPTConfig(256, 192, 2, 6, 2, 512, batch=1, sequence=16384, modern=True),
@@ -262,7 +247,7 @@ SERVED_SIZES = {
 # (output features, input features), by layer.
 Features = dict[str, tuple[int, int]]
 
-# The layers of a block. Attention's input products are fused, as are gate and up.
+# The layers of a block. Attention's input products are fused, and so are gate and up.
 MODELS: dict[str, Features] = {
     "gpt2": {"qkv": (2304, 768), "out": (768, 768), "up": (3072, 768), "down": (768, 3072)},
     "llama3-8b": {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
@@ -281,7 +266,7 @@ PRODUCTS: dict[str, tuple[Role, Role]] = {
     "input-gradient": (Role.GRADIENT, Role.WEIGHT),
     "weight-gradient": (Role.GRADIENT, Role.INPUT),
 }
-# What is turned for a product: recipes may rotate it, or leave it in high precision.
+# The operands that are turned for a product, where recipes may rotate them, or leave them in high precision.
 TURNED: dict[str, tuple[Role, ...]] = {
     "forward": (),
     "input-gradient": (Role.WEIGHT,),
@@ -303,16 +288,16 @@ def models() -> tuple[str, ...]:
 
 def features_of(model: str) -> Features:
     if model in SIZES:
-        return of_config(SIZES[model])
+        return features_in(SIZES[model])
     return {**MODELS[model], "head": HEADS[model]}
 
 
 def usual_tokens(model: str) -> int:
-    """Rows of activations in a step of a model: a trained one's own batch, else what the suite gemm takes on a GPU."""
+    """Rows of activations in a step: a trained model's own batch, else the suite gemm's default on a GPU."""
     return SIZES[model].batch * SIZES[model].sequence if model in SIZES else 8192
 
 
-def of_config(config: GPTConfig) -> Features:
+def features_in(config: GPTConfig) -> Features:
     width = config.width
     return {
         "qkv": (width + 2 * config.key_heads * config.head_width, width),
@@ -323,17 +308,17 @@ def of_config(config: GPTConfig) -> Features:
     }
 
 
-# A small model, trained until its loss has come down from chance to what letters are worth.
+# A small model, trained until its loss is well below chance.
 TRAINED_SIZE = "nano"
 TRAINED_BATCH = 4
 TRAINING_STEPS = 40
-# So many last steps are captured: what a scale that comes from earlier steps needs.
+# The number of last steps that are captured: delayed scales need earlier ones.
 CAPTURED_STEPS = 8
 
 
 @dataclass(frozen=True)
 class CapturedTensor:
-    """One operand of one layer: its layer's kind and name, its role, and its shape, contraction last."""
+    """One operand of one layer. Its shape has the contraction last."""
 
     kind: str
     layer: str
@@ -345,7 +330,7 @@ class CapturedTensor:
 def _captured() -> dict[str, CapturedTensor]:
     config = SIZES[TRAINED_SIZE]
     tokens, last = TRAINED_BATCH * config.sequence, f"blocks.{config.layers - 1}"
-    # Of a kind the layer whose input is most its own: attention's after a norm, feed-forward's after the activation.
+    # For each kind the layer whose input is most typical: attention behind a norm, feed-forward behind the activation.
     layers = (
         ("attn", f"{last}.attn.qkv", config.width, 3 * config.width),
         ("mlp", f"{last}.mlp.down", config.hidden, config.width),

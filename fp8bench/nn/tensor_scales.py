@@ -1,7 +1,5 @@
-"""Where a tensor's scale comes from, if not from the tensor as it is: earlier casts (delayed), or data (static).
-
-The host reads none of it, unless it asks for a scale as a number.
-"""
+"""Scales of tensors that come from earlier casts (delayed) or from data (static). The host reads none of them, unless
+it asks for a scale as a number."""
 
 from __future__ import annotations
 
@@ -31,23 +29,23 @@ class ScalePair(NamedTuple):
 
 
 class NextScale(Protocol):
-    """Where the scale of a tensor comes from, if not from the tensor as it is."""
+    """A source of a tensor's scales other than the tensor as it is."""
 
     def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
-        """The scale for a cast of `x`, whose largest magnitude may be known; `again`: the cast before once more."""
+        """The scale for a cast of `x`, whose largest magnitude may be known; `again` repeats the scale of the last."""
 
     @property
     def last(self) -> ScalePair | None:
-        """What the last cast got."""
+        """The scale of the last cast."""
 
 
 class DelayedScale:
-    """The scale of one role's tensor in one layer, and the history that it comes from.
+    """The delayed scale of one role's tensor in one layer, and its history.
 
-    As in Transformer Engine a cast takes the scale that stands, then enters its own largest magnitude. The scale starts
-    at 1; a history of zeros leaves it as it is, and so does a cast with infinities or NaN, which enters a 0.
-    `scale` is what the next cast will be multiplied by, `history` a ring of largest magnitudes that is filled from its
-    front; both are float32 on the device, and None before the first cast.
+    As in Transformer Engine, a cast takes the current scale and then enters its own largest magnitude. The first scale
+    is 1. A history of zeros leaves the scale as it is; so does a cast with infinities or NaN, which enters 0.
+    `scale` is that of the next cast, `history` a ring of largest magnitudes, filled from its front; both are float32 on
+    the device, None before the first cast.
     """
 
     def __init__(self, delayed: Delayed, fmt: Format) -> None:
@@ -59,7 +57,7 @@ class DelayedScale:
         self._used: ScalePair | None = None
 
     def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
-        """What is cast `again` (a block computed again in backward) gets the scale it had, and is not entered twice."""
+        """A recomputed block casts `again`: it gets the scale that it had, and is not entered twice."""
         if again and self._used is not None:
             return self._used
         if self.scale is None or self.history is None or self._casts is None:
@@ -72,7 +70,6 @@ class DelayedScale:
         return self._used
 
     def memory(self) -> dict[str, Tensor]:
-        """What the scales to come depend on; nothing before the first cast."""
         if self.scale is None or self.history is None or self._casts is None:
             return {}
         return {"scale": self.scale, "history": self.history, "casts": self._casts}
@@ -86,14 +83,14 @@ class DelayedScale:
 
 
 def backward_is_running() -> bool:
-    """Whether this thread is in autograd's backward: never while a graph is compiled, which is traced apart."""
+    """Whether this thread runs autograd's backward; False while a graph is compiled, which traces backward apart."""
     return not torch.compiler.is_compiling() and bool(torch._C._current_graph_task_id() != -1)
 
 
 def largest_magnitudes(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """The same of several, in one call where a call of the device's is dear."""
+    """The largest magnitude of each tensor, in one call on a GPU."""
     if not tensors or tensors[0].device.type == "cpu":
-        return [largest_magnitude(tensor) for tensor in tensors]  # norms of many take 37 times as long there
+        return [largest_magnitude(tensor) for tensor in tensors]  # _foreach_norm takes 37 times as long there
     return torch._foreach_norm(tensors, math.inf, dtype=torch.float32)
 
 
@@ -108,15 +105,15 @@ def kept_scales(book: ScaleBook, layer: str, treatments: Mapping[Role, Treatment
 
 
 class StaticScale:
-    """The scale of one role's tensor in one layer, kept by a book that says when it is renewed.
+    """The static scale of one role's tensor in one layer; a book says when it is renewed.
 
-    While the book is watching a cast takes the current scale, and its largest magnitude is entered; from the first
-    cast after that on the largest one entered gives the scale. Magnitudes that are 0 or not finite do not count.
-    A scale that is known and never renewed changes nothing here, so that a graph may be compiled around it.
+    While the book is watching, a cast takes the current scale and enters its largest magnitude; the first cast after
+    that makes the scale of the largest one entered. Magnitudes that are 0 or not finite do not count. A scale that is
+    known and never renewed changes no state here, so that a graph can be compiled around it.
     """
 
     def __init__(self, book: ScaleBook, fmt: Format, rounding: ScaleRounding, known: float | None = None) -> None:
-        """`known` is the largest magnitude, if it was found before; its scale lies where tensors are being made."""
+        """`known` is the largest magnitude if it was found before; its scale is made on torch's default device."""
         self._book = book
         self._fmt = fmt
         self._rounding = rounding
@@ -137,7 +134,7 @@ class StaticScale:
             self._entered = counted if self._entered is None else torch.maximum(self._entered, counted)
             self._used = ScalePair(*current_scale(amax, self._fmt, self._rounding))
             return self._used
-        # The scale that stands, once what was entered counts; of a tensor that nobody has seen its own.
+        # Use the current scale, or what was entered, or, for a tensor never seen before, its own.
         if self._entered is not None:
             self._settle(self._entered)
         elif self._scale is None:
@@ -155,7 +152,6 @@ class StaticScale:
         return self._used or self._scale
 
     def state(self) -> ScaleState | None:
-        """As it is now; waits for the device."""
         if self._entered is not None:
             self._settle(self._entered)
         if self._amax is None or self._scale is None or self._renewals is None:
@@ -163,7 +159,7 @@ class StaticScale:
         return ScaleState(float(self._amax), float(self._scale.scale), int(self._renewals))
 
     def _settle(self, amax: Tensor) -> None:
-        """Scale by that largest magnitude from now on: the first time found, later renewed."""
+        """Makes the scale of that largest magnitude; the first time is no renewal."""
         self._entered = None
         if self._scale is None:
             self._amax, self._scale = amax, _inverted(self._factor(amax))
@@ -172,10 +168,10 @@ class StaticScale:
             self._renew(amax, torch.ones_like(amax, dtype=torch.bool))
 
     def _bound(self, x: Tensor, scale: Tensor, bound: float) -> None:
-        """Scale by the current one from now on where the scale that stands would cut off too many values."""
-        # On a GPU no answer is waited for: all is counted, both scales are found, and one is taken there.
+        """Renews the scale from the tensor if the current one would cut off more than a share of `bound`."""
+        # A GPU must not wait for an answer: it always counts and makes both scales, and selects one on the device.
         waits = x.device.type == "cpu"
-        # Divided as float_factor divides: elsewhere than on a processor torch takes a reciprocal.
+        # Tensor by tensor, as in float_factor: a number over a tensor is a product with its reciprocal on a GPU.
         limit, amax = torch.full_like(scale, self._fmt.largest) / scale, largest_magnitude(x)
         if waits and amax <= limit:
             return
@@ -201,7 +197,7 @@ def _inverted(scale: Tensor) -> ScalePair:
 
 @dataclass(frozen=True)
 class RecipeView:
-    """The elements' format and factors of one tensor, None where nobody knows; the course of a delayed scale."""
+    """One tensor's element format and factors, None where unknown, and the course of a delayed scale."""
 
     fmt: Format | None = None
     factors: Factors | None = None
@@ -209,7 +205,7 @@ class RecipeView:
 
 
 def view_of(precision: Precision, role: Role, x: Tensor, before: Sequence[Tensor] = ()) -> RecipeView:
-    """Of `x` after the tensors of earlier steps, the nearest first. Precisions without a recipe are their format."""
+    """The view of `x` after earlier steps' tensors, newest first. A precision without a recipe is just a format."""
     recipe = getattr(precision, "recipe", None)
     if not isinstance(recipe, Recipe):
         return RecipeView(FORMATS.get(precision.name))
@@ -218,7 +214,7 @@ def view_of(precision: Precision, role: Role, x: Tensor, before: Sequence[Tensor
         return RecipeView(treatment.fmt, factors_of(x, treatment.fmt, treatment.scaling))
     steps, memory = [*reversed(before), x], DelayedScale(recipe.delayed, treatment.fmt)
     scales = [memory.next(step) for step in steps]
-    # The first step has none to take its scale from, and is no part of the course.
+    # The first step's scale comes from nothing, so it is not part of the course.
     told = slice(1, None) if before else slice(None)
     amaxes = [float(step.abs().max()) for step in steps[told]]
     course = scale_course([float(pair.scale) for pair in scales[told]], amaxes, treatment.fmt)

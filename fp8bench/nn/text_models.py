@@ -1,7 +1,7 @@
-"""Models of text beside the transformer: an MLP on windows of tokens, and causal convolutions with batch norm.
+"""Models of text besides the transformer: an MLP on windows of tokens, and causal convolutions with batch norm.
 
-As a GPT they take tokens and targets and give the mean loss, and get the arithmetic of each layer by its name. Their
-widths and depths are a GPT's.
+Like a GPT they take tokens and targets, give the mean loss, and get the arithmetic of each layer by its name; width and
+depth are those of a GPT's config.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.around import held
+from fp8bench.nn.around import cast_to
 from fp8bench.nn.convolution import Convolution, ResidualBlock
 from fp8bench.nn.gpt import FeedForward, LanguageModel, Norm, dropped
-from fp8bench.nn.linear import Choose, Linear, within
+from fp8bench.nn.linear import Choose, Linear, scoped
 from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
 from fp8bench.protocols import Arithmetic, Phases
 
-# The deviation of embeddings at the start, as a GPT's.
+# The standard deviation of initial embeddings, as in a GPT.
 _EMBEDDING = 0.02
 
 
 class WindowMLP(LanguageModel):
-    """The last CONTEXT tokens beside each other, one product of them, then feed-forward blocks with residuals."""
+    """The last CONTEXT tokens concatenated, one product of them, then feed-forward blocks with residuals."""
 
     def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class WindowMLP(LanguageModel):
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * _EMBEDDING)
         self.window = Linear(CONTEXT * config.width, config.width, choose("window"))
         gain = config.layers**-0.5
-        parts = [within(choose, f"blocks.{number}") for number in range(config.layers)]
+        parts = [scoped(choose, f"blocks.{number}") for number in range(config.layers)]
         self.norms = nn.ModuleList(Norm(config.width, config.modern) for _ in parts)
         self.blocks = nn.ModuleList(
             FeedForward(config.width, config.hidden, config.modern, gain, part) for part in parts
@@ -41,45 +41,43 @@ class WindowMLP(LanguageModel):
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
         share = self.dropout if self.training else 0.0
         x = self.looked_up(tokens, self.embedding)
-        # Ahead of the first token there are zeros.
         before = F.pad(x, (0, 0, CONTEXT - 1, 0)).unfold(1, CONTEXT, 1).transpose(2, 3).flatten(2)
         residual = self.around["residual"]
-        x = held(dropped(self.window(before, phase).to(x.dtype), share), residual)
+        x = cast_to(dropped(self.window(before, phase).to(x.dtype), share), residual)
         for norm, block in zip(self.norms, self.blocks, strict=True):
-            x = held(x + dropped(block(norm(x), phase), share).to(x.dtype), residual)
+            x = cast_to(x + dropped(block(norm(x), phase), share).to(x.dtype), residual)
         y: Tensor = self.head(self.norm(x), phase)
         return y
 
 
 class CausalBlock(ResidualBlock):
-    """Two convolutions, each with batch norm or layer norm, ReLU between them, added to what came in.
+    """Two convolutions, each with batch norm or layer norm, ReLU between them, added to the input.
 
-    An image is a text in lines. Moved down and right by one, each place of it sees, in its 3x3 window, itself and
-    places to the left of it, in its own line and in the two above: nothing that comes later.
+    The text is an image in lines. Shifted down and right by one, each place sees in its 3x3 window itself and places to
+    its left, in its own line and the two above: nothing that comes later.
     """
 
     residual: Arithmetic | None = None
 
     def __init__(self, channels: int, choose: Choose, layer_norm: bool = False) -> None:
         super().__init__(channels, choose, layer_norm, running=True)
-        # At first a block adds as much as there is: what it adds at full size would drown the tokens for long.
+        # A block begins by adding about as much as the stream holds; at full size it would drown the tokens for long.
         nn.init.constant_(self.norm_second.weight, _EMBEDDING)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = F.relu(self.norm_first(causal(self.first, x, phase)))
-        # A layer of another precision hands back its own carrier; the block gives what it was given.
-        return held(x + self.norm_second(causal(self.second, hidden, phase)).to(x.dtype), self.residual)
+        return cast_to(x + self.norm_second(causal(self.second, hidden, phase)).to(x.dtype), self.residual)
 
 
 def causal(convolution: Convolution, x: Tensor, phase: Phases) -> Tensor:
-    """A 3x3 convolution of (batch, lines, places, channels) that sees what came before alone."""
+    """A 3x3 convolution of (batch, lines, places, channels) that sees only what came before."""
     moved = F.pad(x, (0, 0, 1, 0, 1, 0)).contiguous()
     y: Tensor = convolution(moved, phase)[:, :-1, :-1]
     return y
 
 
 class TextCNN(LanguageModel):
-    """Convolutions over a text in lines of LINE tokens; in eval mode batch norm takes the statistics that it kept."""
+    """Convolutions over a text in lines of LINE tokens; in eval mode batch norm uses its kept statistics."""
 
     def __init__(
         self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0, layer_norm: bool = False
@@ -87,7 +85,7 @@ class TextCNN(LanguageModel):
         super().__init__()
         self.carrier, self.dropout = carrier, dropout
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * _EMBEDDING)
-        parts = [within(choose, f"blocks.{number}") for number in range(config.layers)]
+        parts = [scoped(choose, f"blocks.{number}") for number in range(config.layers)]
         self.blocks = nn.ModuleList(CausalBlock(config.width, part, layer_norm) for part in parts)
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))

@@ -1,6 +1,6 @@
 """A training step of a GPT: micro-batches forward and backward, their gradients added up, the optimizer.
 
-And weights, activations and gradients of a small one in training, as its linear layers cast them.
+Also the weights, activations and gradients of a small GPT in training, as its linear layers cast them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from inspect import unwrap
 from typing import Any, Protocol
 
 import torch
@@ -17,54 +18,69 @@ from torch import Tensor
 
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.attention import attention_by
 from fp8bench.nn.batches import TokenLoader
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.shared_workloads import attention_by
 from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS, SIZES, TRAINED_BATCH, TRAINED_SIZE, TRAINING_STEPS
-from fp8bench.nn.uncompiled import eager
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role, Setup, SilentPhases, float32_products, one_thread
 
-# What goes on while it is open takes weights that were cast once.
+# Opens a context in which layers multiply by weights that were cast once.
 Cast = Callable[[Phases], AbstractContextManager[None]]
 
 
 class Loader(Protocol):
-    """Where a training's batches come from."""
+    """The source of a training's batches."""
 
     def next(self) -> tuple[Any, Tensor]:
         """Inputs and targets of a batch, on the device."""
 
     def load_ahead(self, batches: int) -> None:
-        """Load so many, each to where the one before it lay: `next` gives these in turn from now on."""
+        """Loads so many batches, each into the memory of the one before in its place; `next` then takes turns."""
 
 
-# Seeds of other draws of the weights; a generator on a processor takes 32 bits of them.
+# Spreads the seeds of other draws of the weights; a CPU generator takes 32 bits of them.
 _DRAWS_APART = 0x9E3779B9
 
 
 @contextmanager
-def drawn(setup: Setup) -> Iterator[None]:
-    """Weights that are made in the body are those of a case's seed and draw, on its device."""
+def seeded(setup: Setup) -> Iterator[None]:
+    """Weights made in the body are drawn from the case's seed and draw, on its device."""
     gpus = [setup.facts.index] if setup.facts.accelerated else []
-    # The process's own random state is put back: without isolation it is the user's.
+    # fork_rng restores the process's random state: without isolation it is the user's.
     with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
         torch.manual_seed((setup.seed + setup.draw * _DRAWS_APART) % (1 << 32))
         yield
 
 
+# Methods besides `step` that torch wraps for its compiler.
+_WRAPPED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+
+
+@cache
+def eager(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """One of torch's optimizers, the same to the bit, without the wrappers for torch's compiler.
+
+    The first call of each wrapper imports the compiler: 1.4 s of a processor and 75 MB in every process. The class
+    keeps its name, which traces show.
+    """
+    own: dict[str, Any] = {name: unwrap(getattr(optimizer, name)) for name in ("step", *_WRAPPED)}
+    return type(optimizer.__name__, (optimizer,), {**own, "step": torch.no_grad()(own["step"])})
+
+
 def adamw(
     parameters: list[torch.nn.Parameter], rate: float, facts: DeviceFacts, fused: bool = True
 ) -> torch.optim.Optimizer:
-    """A fused one keeps its count on the GPU anyway; asked to, it lets itself be captured there."""
+    """torch's AdamW. On a GPU it may be captured in a graph; a fused one keeps its step count there anyway."""
     kind = eager(torch.optim.AdamW)
     return kind(parameters, lr=rate, weight_decay=0.1, fused=fused, capturable=facts.accelerated)
 
 
 @dataclass
 class TrainingState:
-    """Everything one arm trains: model, optimiser, fp32 gradient buffers, data.
+    """All that one arm trains: model, optimizer, fp32 gradient buffers, data.
 
-    `forward` gives the loss: the model, or what torch.compile made of it; inside `weights`, once a step.
+    `forward` gives the loss; it is the model, or a compiled function. `weights` is entered once a step around all
+    micro-batches, and casts the weights.
     """
 
     model: torch.nn.Module
@@ -94,7 +110,7 @@ class TrainingState:
                 parameter.grad = None
 
     def losses(self, steps: int) -> list[float]:
-        """The loss of each of the next steps, its mean over micro-batches, up to one that is not finite."""
+        """The mean loss of each of the next steps, up to the first that is not finite."""
         inner = self.forward
         seen: list[Tensor] = []
         losses: list[float] = []
@@ -113,7 +129,6 @@ class TrainingState:
         return losses
 
     def _micro_batch(self, phase: Phases, first: bool) -> None:
-        """One forward and backward, its gradients added to the buffers. Reads no value, which would wait."""
         with phase.data_load:
             tokens, targets = self.loader.next()
         rest = nullcontext() if self.compiled else phase.elementwise
@@ -123,8 +138,7 @@ class TrainingState:
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
         with phase.accumulate:
-            # Fresh gradients, added by hand: left to autograd, the second micro-batch's add would run inside whatever
-            # phase is open in backward.
+            # Added by hand: autograd would add the second micro-batch's gradients inside whatever phase is open then.
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             share = 1.0 / (self.loss_scale * self.micro_batches)
             if first:
@@ -134,12 +148,11 @@ class TrainingState:
                 parameter.grad = None
 
 
-def begun(
+def new_state(
     setup: Setup, model: torch.nn.Module, loader: Loader, weights: Cast, *, attention: str = "auto",
     rate: float = 3e-4, forward: Callable[[Any, Tensor, Phases], Tensor] | None = None, compiled: bool = False,
     fused: bool = True, micro_batches: int = 1,
 ) -> TrainingState:  # fmt: skip
-    """What a case trains with, before its first step."""
     parameters = list(model.parameters())
     buffers = [torch.zeros_like(parameter) for parameter in parameters]
     optimizer = adamw(parameters, rate, setup.facts, fused)
@@ -155,7 +168,7 @@ _DECAYS = (0.9, 0.99)
 
 
 class _Capturing(PlainArithmetic):
-    """fp32, keeping a copy of what one layer casts while `kept` is open for it."""
+    """fp32, keeping copies of what one layer casts for the roles that are in `kept`."""
 
     def __init__(self, name: str, kept: dict[tuple[str, Role], list[Tensor]]) -> None:
         super().__init__(torch.float32)
@@ -168,7 +181,7 @@ class _Capturing(PlainArithmetic):
 
 
 class _Adam:
-    """Adam written out: torch's own imports torch.compile, whose hundred thousand objects slow down what follows."""
+    """Adam written out, because torch's own imports torch.compile, whose many objects slow down what follows."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         self._parameters = parameters
@@ -190,10 +203,10 @@ class _Adam:
 
 @lru_cache(maxsize=2)
 def captured(corpus: str, seed: int) -> Mapping[str, Course]:
-    """The tensors of the last steps of a training in fp32, by the names of `CAPTURED`, the newest last.
+    """The tensors of the last steps of an fp32 training, by the names of `CAPTURED`, the newest last.
 
-    From the text and the seed alone: trained on the processor, whatever the device and the precision of the case. Done
-    once a process, in a second or two.
+    They depend on the text and the seed alone: the training runs on the CPU, whatever the case. It takes a second or
+    two, once a process.
     """
     kept: dict[tuple[str, Role], list[Tensor]] = {}
     config = SIZES[TRAINED_SIZE]

@@ -1,18 +1,18 @@
-"""Unit scaling (Blake et al., 2023): constants of a model's shapes keep its tensors near a deviation of 1.
+"""Unit scaling (Blake et al., 2023): constants derived from a model's shapes keep its tensors near a deviation of 1.
 
-Every operation is followed by one constant forward and by another backward, so that activations, weights and gradients
-have a deviation near 1 when a training begins, whatever the widths: casts to FP8 then need no scale. A product over n
-inputs is divided by the root of n, its input gradient by the root of its outputs, GELU by what it makes of a Gaussian;
-a residual is a sum whose weights' squares add up to 1; the gradient of the loss is multiplied by tokens x vocabulary /
-root(vocabulary - 1).
+Every operation is followed by one constant in forward and another in backward, so that activations, weights and
+gradients have a deviation near 1 when a training begins, whatever the widths: casts to FP8 then need no scale. A
+product over n inputs is divided by root(n), its input gradient by the root of its outputs, GELU by its deviation for a
+Gaussian; a residual is a sum whose weights' squares add up to 1; the gradient of the loss is multiplied by tokens x
+vocabulary / root(vocabulary - 1).
 
-Here the constants are chosen so that the model stays the same function of the same weights: weights lie as in every
-other precision and are made unit ahead of their cast, and the gradient that a weight gets is the true one. Under AdamW
-that is the training of unit weights at rates that are divided by the deviations that ours begin with. So arms share
-weights, rates, clipping and checkpoints, and differ by what is rounded.
+The constants leave the model the same function of the same weights: weights are stored as in every other precision and
+scaled to unit just before their cast, and each weight gets its true gradient. Under AdamW this equals training unit
+weights at rates divided by the initial deviations. So arms share weights, rates, clipping and checkpoints, and differ
+only in what is rounded.
 
-`behind` is always how many times the true gradient that of an output is as it comes back, but for what the loss's is
-multiplied by, which depends on a batch.
+`behind` is the factor between the gradient of an output as it comes back and the true one, without the factor of the
+loss, which depends on a batch.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.nn.gpt import GPT, Block, FeedForward
-from fp8bench.nn.linear import Linear, casting_of, linear
+from fp8bench.nn.linear import Linear, cast_marker, linear
 from fp8bench.protocols import Phases
 
-# Deviations of what GELU and Llama's gate give for a Gaussian, and the root mean square of their slopes.
+# The deviation of GELU and of Llama's gate for a Gaussian, and the root mean square of their slopes.
 GELU, GELU_SLOPE = 0.588, 0.675
 GATED, GATED_SLOPE = 0.596, 0.606
-# Of embeddings and places, as a GPT draws them.
+# Initial deviations of a GPT's embeddings and positions.
 _EMBEDDING, _PLACES = 0.02, 0.01
 _NORM_EPSILON = 1e-5
 
@@ -50,7 +50,7 @@ class _Rescaled(torch.autograd.Function):
 
 
 def rescaled(x: Tensor, forward: float, backward: float) -> Tensor:
-    """`forward` times x, whose gradient is `backward` times that of the result."""
+    """`forward` times x; its gradient is `backward` times that of the result."""
     if forward == backward == 1.0:
         return x
     result: Tensor = _Rescaled.apply(x, forward, backward)  # type: ignore[no-untyped-call]
@@ -59,7 +59,7 @@ def rescaled(x: Tensor, forward: float, backward: float) -> Tensor:
 
 @dataclass
 class LossGradient:
-    """What the gradient of a loss is multiplied by: of as many tokens as are in the batch at hand."""
+    """The factor of the loss's gradient, for the number of tokens in the current batch."""
 
     vocabulary: int
     factor: float = 1.0
@@ -70,7 +70,7 @@ class LossGradient:
 
 @dataclass
 class UnitWeight:
-    """A weight of a norm, whose gradient becomes the true one."""
+    """A norm's weight, whose gradient becomes the true one."""
 
     behind: float
     loss: LossGradient
@@ -81,7 +81,7 @@ class UnitWeight:
 
 @dataclass
 class UnitProduct:
-    """The product of a linear layer; `deviation` is that of its weight at the start."""
+    """The product of a linear layer whose weight begins with this deviation."""
 
     deviation: float
     behind: float
@@ -91,16 +91,16 @@ class UnitProduct:
         outputs, inputs = layer.weight.shape
         root = math.sqrt(inputs)
         own = self.behind * root * self.loss.factor
-        # Where the weight was cast already, nobody reads its values.
+        # A weight that was cast already is not read again.
         ahead = 1.0 if layer.operands is not None else layer.factor
-        with casting_of(layer.arithmetic, phase):  # as where weights are cast once for all micro-batches
+        with cast_marker(layer.arithmetic, phase):  # the phase of casting weights for all micro-batches, too
             weight = rescaled(layer.weight, ahead, 1 / (self.deviation * own))
         y = linear(rescaled(x, 1.0, outputs**-0.5), weight, layer.arithmetic, phase, layer.operands)
         return rescaled(y, 1 / root, 1.0)
 
 
 def _made_unit(layer: Linear, gain: float, behind: float, loss: LossGradient) -> float:
-    """Have a layer's product unit-scaled; what its input's gradient is of the true one."""
+    """Makes a layer's product unit-scaled; returns the factor of its input's gradient against the true one."""
     outputs, inputs = layer.weight.shape
     deviation = gain / math.sqrt(inputs)
     layer.unit, layer.factor = UnitProduct(deviation, behind, loss), 1 / deviation
@@ -109,7 +109,7 @@ def _made_unit(layer: Linear, gain: float, behind: float, loss: LossGradient) ->
 
 @dataclass
 class UnitFeed:
-    """A feed-forward block: what its activation makes of a Gaussian, and what it is entered and left by."""
+    """A feed-forward block: deviation and slope of its activation for a Gaussian, and factors at both ends."""
 
     deviation: float
     slope: float
@@ -130,7 +130,7 @@ def _made_unit_feed(feed: FeedForward, gain: float, behind: float, loss: LossGra
 
 @dataclass(frozen=True)
 class UnitCore:
-    """Attention's core, divided by the deviation of its result; gradients of queries, keys and values shrink alike."""
+    """Divides attention's core by the deviation of its result; gradients of queries, keys and values shrink alike."""
 
     inner: Callable[[Tensor, Tensor, Tensor], Tensor]
     deviation: float
@@ -140,13 +140,13 @@ class UnitCore:
 
 
 def attention_deviation(tokens: int) -> float:
-    """That of causal attention over random scores of deviation 1: the token at place t mixes 1 + (t - 1) / e values."""
+    """The deviation of causal attention with random scores of deviation 1: token t mixes 1 + (t - 1) / e values."""
     return math.sqrt(sum(1 / (1 + place / math.e) for place in range(tokens)) / tokens)
 
 
 @dataclass(frozen=True)
 class UnitResidual:
-    """By what a block's two sums weigh the stream and what is added, and what a branch's gradient ends as."""
+    """The weights of stream and branch in a block's two sums, and the factors that end the branches' gradients."""
 
     skips: tuple[float, float]
     branches: tuple[float, float]
@@ -162,7 +162,7 @@ class UnitResidual:
 
 @dataclass
 class UnitStream:
-    """A model's stream from its beginning to its loss."""
+    """Scales a model's stream at its beginning and at the loss."""
 
     deviation: float
     behind: float
@@ -179,10 +179,14 @@ class UnitStream:
 
 
 def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
-    """Have a model that was built be unit-scaled, for sequences of so many tokens. Raises UsageError for another kind
-    of model: none is left half scaled."""
+    """Makes a built model unit-scaled, for sequences of so many tokens. Raises UsageError for another kind of model
+    before it changes anything."""
     if type(model) is FeedForward:
-        _scale_alone(model)
+        # Its inputs and incoming gradients have a deviation of 1 already.
+        deviation = GATED if model.gated else GELU
+        before = _made_unit_feed(model, 1.0, 1 / deviation, LossGradient(2))
+        assert isinstance(model.unit, UnitFeed)
+        model.unit.enter, model.unit.leave = (1.0, 1 / before), (deviation, 1.0)
     elif type(model) is GPT and all(type(block.mlp) is FeedForward for block in model.blocks):
         _scale_gpt(model, tokens)
     else:
@@ -190,14 +194,6 @@ def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
             f"unit scaling has constants for a GPT and for a feed-forward block, and none for {type(model).__name__}: "
             "choose fp8, whose scales come from the tensors."
         )
-
-
-def _scale_alone(feed: FeedForward) -> None:
-    """Its inputs and the gradients that come in have a deviation of 1 already."""
-    deviation = GATED if feed.gated else GELU
-    before = _made_unit_feed(feed, 1.0, 1 / deviation, LossGradient(2))
-    assert isinstance(feed.unit, UnitFeed)
-    feed.unit.enter, feed.unit.leave = (1.0, 1 / before), (deviation, 1.0)
 
 
 def _scale_gpt(model: GPT, tokens: int) -> None:

@@ -1,9 +1,9 @@
-"""Models of images: ResNet's stem and first stage, a vision transformer, and one of images and text together.
+"""Models of images: ResNet's stem and first stage, a vision transformer, and a model of images and text.
 
-Images are (batch, height, width, channels), and lie in memory as a model's layout says, throughout its convolutions:
-`fault_of` looks at what a step convolves. Patches are embedded by a convolution. The model of two inputs puts the
-tokens that a vision transformer makes of an image ahead of the text's, and foretells the text. Batch norm goes by its
-batch in training, and otherwise by statistics that were drawn as the weights were.
+Images are (batch, height, width, channels); their order in memory is the model's layout throughout its convolutions,
+which `fault_of` checks. Patches are embedded by a convolution. The model of two inputs puts the tokens that a vision
+transformer makes of an image before the text's, and predicts the text. Batch norm uses its batch in training, else
+statistics that were drawn with the weights.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.around import held, streamed
+from fp8bench.nn.around import cast_to, start_stream
 from fp8bench.nn.attention import FusedCore
-from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, Windows, laid
+from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, Windows, in_layout
 from fp8bench.nn.experts import cast_once
 from fp8bench.nn.gpt import Block, Norm, loss_of
-from fp8bench.nn.linear import Choose, Linear, within
+from fp8bench.nn.linear import Choose, Linear, scoped
 from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.nn.training_step import TrainingState
 from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Arithmetic, Phases, Role, SilentPhases
 
-# Batches that lie ready on the host.
+# The number of batches kept ready on the host.
 POOL = 4
 _POINT = Windows((1, 1), padding=(0, 0))
 _STEM = Windows((7, 7), (2, 2), (3, 3))
-# Of each colour's bytes, as images are normalised for ImageNet's models.
+# Means and deviations of the colours' bytes in ImageNet's images.
 MEANS, DEVIATIONS = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 Inputs = Sequence[Tensor]
@@ -54,14 +54,14 @@ class Bottleneck(nn.Module):
         if inputs != width:
             parts["shortcut"] = (inputs, width, _POINT)
         self.norms = nn.ModuleDict({name: _batch_norm(outputs) for name, (_, outputs, _) in parts.items()})
-        for name, (channels, outputs, lie) in parts.items():
-            self.add_module(name, Convolution(channels, outputs, choose(name), lie, layout))
+        for name, (channels, outputs, geometry) in parts.items():
+            self.add_module(name, Convolution(channels, outputs, choose(name), geometry, layout))
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = F.relu(self._normed("reduce", x, phase))
         hidden = F.relu(self._normed("spatial", hidden, phase))
         shortcut = self._normed("shortcut", x, phase) if "shortcut" in self.norms else x
-        return held(F.relu(shortcut + self._normed("expand", hidden, phase)), self.residual)
+        return cast_to(F.relu(shortcut + self._normed("expand", hidden, phase)), self.residual)
 
     def _normed(self, name: str, x: Tensor, phase: Phases) -> Tensor:
         y: Tensor = self.norms[name](self.get_submodule(name)(x, phase))
@@ -77,7 +77,7 @@ def _batch_norm(channels: int) -> BatchNorm:
 
 
 class SeeingModel(nn.Module):
-    """Images, and text where it takes some, and targets in, mean loss out; `around` as a LanguageModel's."""
+    """Images, text if the model takes some, and targets in, mean loss out; `around` is as in LanguageModel."""
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
 
@@ -85,24 +85,23 @@ class SeeingModel(nn.Module):
         return loss_of(self.logits(inputs, phase), targets)
 
     def logits(self, inputs: Inputs, phase: Phases) -> Tensor:
-        return held(self.given(inputs, phase), self.around["logits"])
+        return cast_to(self.given(inputs, phase), self.around["logits"])
 
     def given(self, inputs: Inputs, phase: Phases) -> Tensor:
-        """What the head gives."""
         raise NotImplementedError
 
     def placed(self, x: Tensor, positions: Tensor) -> Tensor:
-        return x + held(positions, self.around["embedding"], Role.WEIGHT)
+        return x + cast_to(positions, self.around["embedding"], Role.WEIGHT)
 
 
 class ResNet(SeeingModel):
-    """A 7x7 stem with its pooling, a stage of bottlenecks, a mean over places, a head."""
+    """A 7x7 stem with pooling, a stage of bottlenecks, a mean over positions, a head."""
 
     def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
         super().__init__()
         self.stem, self.norm = Convolution(3, sizes.inner, choose("stem"), _STEM, layout), _batch_norm(sizes.inner)
         channels = [sizes.inner, *[sizes.width] * (sizes.layers - 1)]
-        parts = [within(choose, f"blocks.{number}") for number in range(sizes.layers)]
+        parts = [scoped(choose, f"blocks.{number}") for number in range(sizes.layers)]
         self.blocks = nn.ModuleList(
             Bottleneck(inputs, sizes, part, layout) for inputs, part in zip(channels, parts, strict=True)
         )
@@ -111,7 +110,7 @@ class ResNet(SeeingModel):
     def given(self, inputs: Inputs, phase: Phases) -> Tensor:
         x = F.relu(self.norm(self.stem(inputs[0], phase)))
         x = F.max_pool2d(x.permute(0, 3, 1, 2), 3, 2, 1).permute(0, 2, 3, 1)
-        x = streamed(x, x.dtype, self.around["residual"])
+        x = start_stream(x, x.dtype, self.around["residual"])
         for block in self.blocks:
             x = block(x, phase)
         y: Tensor = self.head(x.mean((1, 2)), phase)
@@ -119,7 +118,7 @@ class ResNet(SeeingModel):
 
 
 class VisionTransformer(SeeingModel):
-    """Patches, blocks, a norm; the mean over tokens under a head, unless another model takes its tokens."""
+    """Patches, blocks, a norm, and a head on the mean over tokens, unless another model takes the tokens."""
 
     def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout, headed: bool = True) -> None:
         super().__init__()
@@ -131,7 +130,7 @@ class VisionTransformer(SeeingModel):
 
     def tokens(self, images: Tensor, phase: Phases) -> Tensor:
         x = self.placed(self.patches(images, phase).flatten(1, 2), self.positions)
-        x = streamed(x, images.dtype, self.around["residual"])
+        x = start_stream(x, images.dtype, self.around["residual"])
         for block in self.blocks:
             x = block(x, phase, None)
         y: Tensor = self.norm(x)
@@ -144,11 +143,11 @@ class VisionTransformer(SeeingModel):
 
 
 class TwoInput(SeeingModel):
-    """An image's tokens, projected, ahead of a text's; causal blocks over both foretell each next token of the text."""
+    """An image's projected tokens before a text's; causal blocks over both predict each next token of the text."""
 
     def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
         super().__init__()
-        self.image = VisionTransformer(sizes, within(choose, "image"), layout, headed=False)
+        self.image = VisionTransformer(sizes, scoped(choose, "image"), layout, headed=False)
         self.project = Linear(sizes.width, sizes.width, choose("project"))
         self.embedding = nn.Parameter(torch.randn(sizes.vocabulary, sizes.width) * 0.02)
         self.positions = nn.Parameter(torch.randn(sizes.text, sizes.width) * 0.01)
@@ -158,9 +157,9 @@ class TwoInput(SeeingModel):
     def given(self, inputs: Inputs, phase: Phases) -> Tensor:
         images, text = inputs
         seen = self.project(self.image.tokens(images, phase), phase)
-        words = F.embedding(text, held(self.embedding, self.around["embedding"], Role.WEIGHT))
+        words = F.embedding(text, cast_to(self.embedding, self.around["embedding"], Role.WEIGHT))
         x = torch.cat((seen, self.placed(words, self.positions)), 1)
-        x = streamed(x, images.dtype, self.around["residual"])
+        x = start_stream(x, images.dtype, self.around["residual"])
         for block in self.blocks:
             x = block(x, phase, None)
         y: Tensor = self.head(self.norm(x[:, -text.shape[1] :]), phase)
@@ -168,7 +167,7 @@ class TwoInput(SeeingModel):
 
 
 def _blocks(sizes: VisionSizes, choose: Choose, causal: bool) -> nn.ModuleList:
-    parts = [within(choose, f"blocks.{number}") for number in range(sizes.layers)]
+    parts = [scoped(choose, f"blocks.{number}") for number in range(sizes.layers)]
     return nn.ModuleList(Block(sizes.blocks, part, FusedCore(causal)) for part in parts)
 
 
@@ -176,9 +175,8 @@ MODELS = {"resnet": ResNet, "vit": VisionTransformer, "two-input": TwoInput}
 
 
 class ImageLoader:
-    """Batches of a pool on the host, in turn: bytes of images, channels last as decoders give them, and what they are.
-
-    The same for the same seed. A batch goes to the device as bytes, and is normalised and laid out there.
+    """Batches of a pool on the host, in turn and the same for the same seed: images as bytes, channels last as decoders
+    give them, and their classes or text. A batch goes to the device as bytes, and is normalised and laid out there.
     """
 
     def __init__(
@@ -199,18 +197,16 @@ class ImageLoader:
         self._turns: Iterator[tuple[Tensor, Tensor]] = iter(())
 
     def next(self) -> tuple[Inputs, Tensor]:
-        """A batch's inputs and targets, on the device: of what was loaded ahead, once there is any."""
         images, words = next(self._turns) if self._ahead else self._moved()
         images = images.to(torch.float32).sub_(self._means).div_(self._deviations).to(self._dtype)
-        images = laid(images.permute(0, 3, 1, 2), self._layout)
+        images = in_layout(images.permute(0, 3, 1, 2), self._layout)
         return ((images, words[:, :-1]), words[:, 1:]) if self._reads else ((images,), words)
 
     def load_ahead(self, batches: int) -> None:
-        """Load so many, each to where the one before it lay: `next` gives these in turn from now on."""
         for place in range(batches):
             moved = self._moved()
             if place == len(self._ahead):
-                self._ahead.append((moved[0].clone(), moved[1].clone()))  # on a processor it is the pool's own
+                self._ahead.append((moved[0].clone(), moved[1].clone()))  # on a CPU it is the pool's memory
             for kept, part in zip(self._ahead[place], moved, strict=True):
                 kept.copy_(part)
         self._turns = cycle(self._ahead)
@@ -244,7 +240,7 @@ def inference(model: SeeingModel, loader: ImageLoader) -> InferenceState:
 
 
 def outcome(state: TrainingState | InferenceState, settles: bool) -> tuple[Tensor, list[Tensor]]:
-    """The loss of its first batch and all gradients, or its logits alone; of a second pass where casts settle."""
+    """The loss of the first batch and all gradients, or its logits alone; from a second pass where casts settle."""
     state.loader.load_ahead(1)  # the same batch again
     if settles:
         _pass(state)
@@ -262,9 +258,9 @@ def _pass(state: TrainingState | InferenceState) -> tuple[Tensor, list[Tensor]]:
 
 
 def fault_of(state: TrainingState | InferenceState) -> str:
-    """What is wrong with its next step: images that lie otherwise than its layout says, batch norm in the other mode.
+    """Takes a step and says what is wrong with it: images in another layout than its own, batch norm in the wrong mode.
 
-    Where convolutions are of rounded values these are put into rows and back, and nobody looks at how they lie.
+    Layouts do not matter where convolutions run on rounded values, which are put into rows and back.
     """
     modules, training = dict(state.model.named_modules()), isinstance(state, TrainingState)
     norms = {name: norm for name, norm in modules.items() if isinstance(norm, BatchNorm)}
@@ -285,7 +281,7 @@ def fault_of(state: TrainingState | InferenceState) -> str:
 
 
 class _LayoutWatch(OperatorWatch):  # type: ignore[no-untyped-call]
-    """How images lie that convolutions and norms take and give, and those that are convolved in the end."""
+    """Checks the layout of images that convolutions and norms take and give, and of what is convolved."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()

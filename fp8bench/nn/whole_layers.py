@@ -1,7 +1,7 @@
-"""Layers that cast more than an operand at once: those of another library, and weights cast once for several passes.
+"""Layers that cast more than one operand at a time: another library's, and weights that are cast once for many passes.
 
-A library's layers cast and multiply in one: there is no cast and no product by itself. Weights are cast once by the
-micro-batches of a step, as Transformer Engine does.
+A library's layer casts and multiplies in one: it has no separate cast or product. Weights are cast once for all
+micro-batches of a step, as in Transformer Engine.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.model import LayerScale
-from fp8bench.nn.linear import Linear, both_of
+from fp8bench.nn.linear import Linear, cast_both_ways
 from fp8bench.nn.tensor_scales import largest_magnitudes
 from fp8bench.protocols import Arithmetic, Fused, Operand, Phases, Role
 
 
 class WholeLayer(NamedTuple):
-    """What multiplies inputs by its weights, and what it says of its scales: part, role, largest magnitude, scale.
+    """A library's layer: `multiply` its inputs by its weights, and `scales` (part, role, largest magnitude, scale).
 
-    `in_step` is the same in a step's passes, and whether it is the first: weights are cast in that one. None where the
-    library casts them in each.
+    `in_step` multiplies within a step, and is told whether it is the step's first pass, which casts the weights. None
+    where the library casts them in each pass.
     """
 
     multiply: Callable[[Tensor], Tensor]
@@ -32,14 +32,14 @@ class WholeLayer(NamedTuple):
     in_step: Callable[[Tensor, bool], Tensor] | None = None
 
 
-# Makes the layer of a float32 weight.
+# Makes a layer around a float32 weight.
 Build = Callable[[nn.Parameter], WholeLayer]
 
 
 class WholeLayers(Arithmetic):
-    """A backend's layers as an arithmetic: `whole` makes one for each weight, which nobody may cast ahead of it.
+    """A backend's layers as an arithmetic: `whole` makes one for each weight, which must not be cast before.
 
-    `around` is what a model's forward pass must run in, if anything; `fuse` makes layers of more than a product.
+    A model's forward pass must run inside `around`, if given; `fuse` makes layers of more than one product.
     """
 
     casts = False
@@ -59,12 +59,12 @@ class WholeLayers(Arithmetic):
         self._fuse = fuse
         self._name = ""
         self._layers: dict[str, WholeLayer] = {}
-        # The layers that a step has passed already; no step is open while it holds None.
+        # The layers that the open step has passed; None between steps. In a list, so that copies share it.
         self._passed: list[set[int] | None] = [None]
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Passes until the end are those of one step: layers that can cast their weights in its first one alone."""
+        """Passes in the body belong to one step: layers that can cast their weights in its first pass only."""
         self._passed[0] = set()
         try:
             yield
@@ -72,7 +72,7 @@ class WholeLayers(Arithmetic):
             self._passed[0] = None
 
     def layer(self, name: str) -> Arithmetic:
-        other = copy.copy(self)  # with the same layers
+        other = copy.copy(self)  # shares _layers and _passed
         other._name = name
         return other
 
@@ -85,7 +85,7 @@ class WholeLayers(Arithmetic):
     def _kept(self, made: WholeLayer) -> Callable[[Tensor], Tensor]:
         self._layers[self._name] = made
 
-        def multiply(x: Tensor) -> Tensor:  # a module in a module would show its weight twice
+        def multiply(x: Tensor) -> Tensor:  # a function: a module inside a module would list its weight twice
             passed = self._passed[0]
             if made.in_step is None or passed is None:
                 return made.multiply(x)
@@ -110,11 +110,11 @@ class WholeLayers(Arithmetic):
 
     @property
     def _refusal(self) -> str:
-        return f"{self._backend} has whole layers only: no cast and no product by itself. Use `whole`."
+        return f"{self._backend} has whole layers only, and no separate cast or product. Use `whole`."
 
 
-def surrounded(model: nn.Module) -> None:
-    """Have each forward pass of a model run in what its whole layers need around it: once, and not once a layer."""
+def surround(model: nn.Module) -> None:
+    """Makes each forward pass of a model run in what its whole layers need around it: once, not once a layer."""
     arithmetics = (module.arithmetic for module in model.modules() if isinstance(module, Linear))
     around = next(
         (arithmetic.around for arithmetic in arithmetics if isinstance(arithmetic, WholeLayers) and arithmetic.around),
@@ -132,9 +132,9 @@ def surrounded(model: nn.Module) -> None:
 
 
 class CachedWeights:
-    """The linear layers of a model whose weights a cast changes. Other weights are multiplied as they are.
+    """Casts the weights of a model's linear layers once for many passes.
 
-    Layers of another library are told which pass is a step's first, and cast their weights by themselves.
+    Layers of another library cast their own weights, and are told which pass is the first of a step.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -144,9 +144,9 @@ class CachedWeights:
 
     @contextmanager
     def cast(self, phase: Phases) -> Iterator[None]:
-        """Cast every weight, in both orientations; until the end layers multiply by these operands.
+        """Casts every weight in both orientations; in the body layers multiply by these operands.
 
-        Weights may not change before the end, and what was cast is gone then: nothing is left that could be old.
+        Weights may not change in the body, and the operands are dropped at its end, so that none can be stale.
         """
         with ExitStack() as steps:
             for whole in self._whole:
@@ -165,4 +165,4 @@ class CachedWeights:
         amaxes = dict(zip(taking, largest_magnitudes([linear.weight for linear in taking]), strict=True))
         for layer in self._layers:
             weight = layer.weight if layer.unit is None else layer.weight * layer.factor
-            layer.operands = both_of(layer.arithmetic, weight, amaxes.get(layer))
+            layer.operands = cast_both_ways(layer.arithmetic, weight, amaxes.get(layer))

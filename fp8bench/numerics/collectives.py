@@ -1,21 +1,246 @@
-"""Collectives as they are asked of torch, in one of its dtypes or in FP8, and what they must give.
+"""Collectives in one of torch's dtypes or composed in FP8, what each rank must receive, and means in few bits.
 
-Reductions are means, so that a step can be done over and over. Of a whole vector each rank brings its own values; of
-`all_gather` one part of it, of `broadcast` rank 0's are everybody's.
+Reductions are means, so that a step can be repeated. Each rank brings its own whole vector; for `all_gather` one part
+of it, and for `broadcast` rank 0's vector counts. FP8 means are composed in three ways. `fp8_gather`: all ranks get all
+codes and add them up in float32; that costs no more accuracy than the format, and n - 1 times the bytes. `fp8_twoshot`:
+codes of each part go to its owner, which adds them up in float32 and sends codes of the mean. `fp8_ring`: a sum travels
+round and is rounded to the format at every hop, as in a ring of NCCL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fp8bench.numerics.fp8_reduce import AutoScale, Reduced, exchanged, mean_in_fp8, sent_round, transported
-from fp8bench.numerics.rank_programs import BegunExchange, Counted, Program, begun, on_this_rank, simulated
+from fp8bench.numerics.rank_programs import (
+    AllGather,
+    AllToAll,
+    BegunExchange,
+    Counted,
+    FromFirst,
+    Largest,
+    Program,
+    RowsToRanks,
+    Shift,
+    on_this_rank,
+    simulated,
+    start,
+)
+
+E4M3_LARGEST = 448.0
+_LARGEST_CODE = 0x7E
+WAYS = (GATHER, TWOSHOT, RING) = ("fp8_gather", "fp8_twoshot", "fp8_ring")
+SCALINGS = (PRE, POST, MS_AMP, FP8LM_AUTO) = ("pre", "post", "ms_amp", "fp8lm_auto")
+# FP8-LM, equations 2 and 3: mu is halved after a step in which more than 0.001% of the values are the largest code,
+# else it grows by a factor of 2 in 1,000 steps, up to 2.
+MOST_SATURATED = 1e-5
+_GROWTH_STEPS = 1000
+
+
+class Wire(Protocol):
+    """How values of a format are packed into a tensor to travel."""
+
+    def encode(self, values: Tensor) -> Tensor: ...
+    def decode(self, payload: Tensor) -> Tensor: ...
+
+
+class E4M3:
+    """E4M3 codes as bytes. Larger values are clamped here, because torch's casts have not always saturated."""
+
+    def encode(self, values: Tensor) -> Tensor:
+        return values.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def decode(self, payload: Tensor) -> Tensor:
+        return payload.view(torch.float8_e4m3fn).float()
+
+
+@dataclass
+class AutoScale:
+    """FP8-LM's mu, which lasts from step to step. It depends on what all ranks received, so all have the same. It is a
+    tensor, so that a step waits for nothing."""
+
+    mu: Tensor = field(default_factory=lambda: torch.ones(1))
+
+    def after(self, saturated: Tensor) -> None:
+        grown = (self.mu.to(saturated.device) * 2 ** (1 / _GROWTH_STEPS)).clamp(max=2.0)
+        self.mu = torch.where(saturated > MOST_SATURATED, self.mu.to(saturated.device) / 2, grown)
+
+
+class Reduced(NamedTuple):
+    """A mean over ranks, or one part of it, and the codes that it was decoded from."""
+
+    values: Tensor
+    codes: Tensor
+
+
+def largest_scale(amax: Tensor) -> Tensor:
+    """The largest power of two that keeps the largest magnitude within E4M3, as in MS-AMP; 1 for zeros.
+
+    NaN for a magnitude that is not finite: E4M3 has no infinity, and 448 in its place would hide an overflow.
+    """
+    scale = torch.exp2(torch.floor(torch.log2(E4M3_LARGEST / amax)))
+    known = torch.where((amax > 0) & torch.isfinite(scale), scale, torch.ones_like(scale))
+    return torch.where(torch.isfinite(amax), known, torch.full_like(scale, math.nan))
+
+
+def factor_of(scaling: str, size: int, auto: AutoScale) -> float | Tensor:
+    """A further factor of the scale, so that the sum over ranks is less likely too large."""
+    factors: dict[str, float | Tensor] = {
+        PRE: 1 / size, POST: 1.0, MS_AMP: 1 / math.sqrt(size), FP8LM_AUTO: auto.mu,
+    }  # fmt: skip
+    return factors[scaling]
+
+
+def scaled(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program[tuple[Tensor, Tensor]]:
+    """Values as all ranks cast them alike, and the scale in them.
+
+    MS-AMP scales by the largest magnitude of all ranks. FP8-LM keeps gradients in FP8 with each rank's own scale, takes
+    the smallest of these scales, and casts again; the scale is that of gradients before mu, which it would else cancel.
+    """
+    amax = values.abs().amax().reshape(1)
+    if scaling == FP8LM_AUTO:
+        own = largest_scale(amax)
+        scale = -(yield Largest(-own))
+        values = E4M3().decode(E4M3().encode(values * own)) / own
+    else:
+        scale = largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
+    scale = scale * factor_of(scaling, size, auto)
+    return values * scale, scale
+
+
+def mean_in_fp8(
+    way: str, values: Tensor, scaling: str, rank: int, size: int, auto: AutoScale, whole: bool = True
+) -> Program[Reduced]:
+    """The mean of a vector whose length the ranks divide, or (not `whole`) this rank's part of it."""
+    shifted, scale = yield from scaled(values, scaling, size, auto)
+    wire = E4M3()
+    if way == RING:
+        codes = yield from ring(shifted, wire, rank, size, whole)
+        reduced = Reduced(wire.decode(codes) / (scale * size), codes)
+    elif way == GATHER:
+        everybody = yield AllGather(wire.encode(shifted))
+        mean = _added([wire.decode(codes_of_rank) for codes_of_rank in everybody]) / (scale * size)
+        reduced = Reduced(mean if whole else mean.chunk(size)[rank], torch.cat(everybody))
+    elif way == TWOSHOT:
+        rows = yield AllToAll(wire.encode(shifted).reshape(size, -1))
+        reduced = Reduced(_added([wire.decode(row) for row in rows]) / (scale * size), rows)
+        if whole:
+            reduced = yield from transported(reduced.values)
+    else:
+        raise ValueError(f"expected one of {', '.join(WAYS)}, got {way!r}")
+    if scaling == FP8LM_AUTO:
+        # With a part each rank has other codes, but all ranks need the same mu.
+        share = saturated(reduced.codes).reshape(1)
+        auto.after(share if whole else (yield Largest(share)))
+    return reduced
+
+
+def transported(part: Tensor) -> Program[Reduced]:
+    own = largest_scale(part.abs().amax().reshape(1))
+    codes = yield AllGather(E4M3().encode(part * own))
+    scales = yield AllGather(own)
+    values = [E4M3().decode(code) / scale for code, scale in zip(codes, scales, strict=True)]
+    return Reduced(torch.cat(values), torch.cat(codes))
+
+
+class Pieces(NamedTuple):
+    """Whole tensors one after the other in a vector, each with a scale; `most` is the largest number on any rank."""
+
+    lengths: Sequence[int]
+    most: int
+
+    @property
+    def size(self) -> int:
+        return sum(self.lengths)
+
+    def amax(self, values: Tensor) -> Tensor:
+        amaxes = torch.stack([piece.abs().amax() for piece in torch.split(values, list(self.lengths))])
+        return torch.nn.functional.pad(amaxes, (0, self.most - len(self.lengths)))
+
+    def each(self, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Tensors with their scales, one at a time, so that no second vector of that length is needed."""
+        return zip(torch.split(values, list(self.lengths)), scales[: len(self.lengths)], strict=True)
+
+    def encoded(self, values: Tensor, scales: Tensor) -> Tensor:
+        return torch.cat([E4M3().encode(piece * scale) for piece, scale in self.each(values, scales)])
+
+    def decoded(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return torch.cat([E4M3().decode(piece) / scale for piece, scale in self.each(codes, scales)])
+
+
+def tensors_transported(part: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
+    """All ranks' tensors in their order, as codes with a scale for each; `pieces` has one entry a rank."""
+    own = largest_scale(pieces[rank].amax(part))
+    mine = pieces[rank].encoded(part, own)
+    codes = yield RowsToRanks(mine.repeat(len(pieces)), rank, [len(mine)] * len(pieces), [some.size for some in pieces])
+    scales = yield AllGather(own)
+    return torch.cat([some.decoded(*theirs) for some, *theirs in zip(pieces, codes, scales, strict=True)])
+
+
+def mean_of_tensors(values: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
+    """The mean of this rank's tensors, from all ranks' codes with a common scale for each tensor; `values` has the
+    tensors of all ranks in their order."""
+    sizes = [some.size for some in pieces]
+    rows = torch.split(values, sizes)
+    amax = torch.stack([some.amax(row) for some, row in zip(pieces, rows, strict=True)])
+    scales = largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
+    codes = torch.cat([some.encoded(*own) for some, *own in zip(pieces, rows, scales, strict=True)])
+    arrived = yield RowsToRanks(codes, rank, sizes, [sizes[rank]] * len(pieces))
+    total = _added([E4M3().decode(row) for row in arrived])
+    return torch.cat([piece / (scale * len(pieces)) for piece, scale in pieces[rank].each(total, scales[rank])])
+
+
+def exchanged(values: Tensor, size: int) -> Program[Reduced]:
+    own = largest_scale(values.abs().amax().reshape(1))
+    codes = yield AllToAll(E4M3().encode(values * own).reshape(size, -1))
+    scales = yield AllToAll(own.repeat(size, 1))
+    return Reduced((E4M3().decode(codes) / scales).reshape(-1), codes)
+
+
+def sent_round(values: Tensor) -> Program[Reduced]:
+    own = largest_scale(values.abs().amax().reshape(1))
+    codes = yield FromFirst(E4M3().encode(values * own))
+    scale = yield FromFirst(own)
+    return Reduced(E4M3().decode(codes) / scale, codes)
+
+
+def ring(values: Tensor, wire: Wire, rank: int, size: int, whole: bool = True) -> Program[Tensor]:
+    """The sum of a vector that travels: part k begins at the rank after its owner, which is rank k, is rounded to the
+    wire's format at every hop, and ends at its owner. Returns that part alone, or all parts."""
+    parts = [wire.encode(part) for part in values.reshape(size, -1)]
+    travelling = parts[rank - 1]
+    for hop in range(1, size):
+        arrived = yield Shift(travelling)
+        travelling = wire.encode(wire.decode(arrived) + wire.decode(parts[rank - 1 - hop]))
+    if not whole:
+        return travelling
+    everybody = yield AllGather(travelling)
+    return torch.cat(everybody)
+
+
+def _added(values: list[Tensor]) -> Tensor:
+    """Adds in the order of ranks, in float32, so that all ranks get the same bits."""
+    total = values[0].clone()
+    for value in values[1:]:
+        total += value
+    return total
+
+
+def saturated(codes: Tensor) -> Tensor:
+    return ((codes & 0x7F) == _LARGEST_CODE).float().mean()
+
+
+def flushed(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program[Tensor]:
+    shifted, _ = yield from scaled(values, scaling, size, auto)
+    gone = (E4M3().decode(E4M3().encode(shifted)) == 0) & (values != 0)
+    return gone.float().mean()
+
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST = COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast",
@@ -31,17 +256,14 @@ class SelfCheckFailed(RuntimeError):
 
 
 def bus_factor(collective: str, size: int) -> float:
-    """What nccl-tests multiplies bytes over time by, so that the number compares with a link's.
-
-    The bytes are those of the whole vector, of all ranks, also where each rank brings or gets one part.
-    """
+    """What nccl-tests multiplies bytes over time by to compare with a link's rate. The bytes are those of the whole
+    vector, of all ranks."""
     if collective == BROADCAST:
         return 1.0
     return (2.0 if collective == ALL_REDUCE else 1.0) * (size - 1) / size
 
 
 def rank_values(seed: int, rank: int, count: int, shared: bool) -> Tensor:
-    """What one rank brings: normal values of its own, or half of their variance common to all ranks."""
     own = torch.randn(count, generator=torch.Generator().manual_seed(seed * 4099 + rank + 1))
     if not shared:
         return own
@@ -50,8 +272,8 @@ def rank_values(seed: int, rank: int, count: int, shared: bool) -> Tensor:
 
 
 def signal_values(signal: str, seed: int, rank: int, count: int) -> Tensor:
-    """What one rank brings: normal values of its own, partly `shared`, of heavy tails (`student-t`, 2.5 degrees of
-    freedom), or in rows of very different sizes, the same on all ranks (`lognormal`)."""
+    """Values of one rank: normal, partly `shared`, with heavy tails (`student-t`, 2.5 degrees of freedom), or in rows
+    of very different sizes that are the same on all ranks (`lognormal`)."""
     own = rank_values(seed, rank, count, signal == "shared")
     if signal == "student-t":
         generator = torch.Generator().manual_seed(seed * 4099 + rank + 1_000_001)
@@ -64,7 +286,6 @@ def signal_values(signal: str, seed: int, rank: int, count: int) -> Tensor:
 
 
 def expected(collective: str, sources: Sequence[Tensor], rank: int) -> Tensor:
-    """What a rank must get, in float64, from what all bring."""
     exact = [source.double() for source in sources]
     size = len(exact)
     match collective:
@@ -81,13 +302,13 @@ def expected(collective: str, sources: Sequence[Tensor], rank: int) -> Tensor:
 
 @dataclass
 class Plain:
-    """One call of torch's, in one dtype."""
+    """A collective of torch in one dtype."""
 
     collective: str
     dtype: torch.dtype
 
     def given(self, values: Tensor, size: int) -> Tensor:
-        """What a rank brings, as it is sent; a mean takes its place."""
+        """The tensor that a rank sends; a mean overwrites it."""
         whole = values if self.collective != ALL_GATHER else values.chunk(size)[0]
         return whole.to(self.dtype, copy=True)
 
@@ -96,7 +317,6 @@ class Plain:
             return self._asked(given, size, False)[1]
 
     def begun(self, given: Tensor, size: int) -> Any:
-        """What to wait for: it goes on by itself."""
         return self._asked(given, size, True)[0]
 
     def _asked(self, given: Tensor, size: int, alone: bool) -> tuple[Any, Tensor]:
@@ -119,7 +339,6 @@ class Plain:
         return dist.all_to_all_single(received, given, async_op=alone), received
 
     def sent(self, given: Tensor, size: int) -> float:
-        """The bytes that a rank sends in a ring: its share of the tensor that torch is given."""
         whole = given.numel() * given.element_size() * (size if self.collective == ALL_GATHER else 1)
         factor = bus_factor(self.collective, size) if self.collective != BROADCAST else (size - 1) / size
         return whole * factor
@@ -127,7 +346,7 @@ class Plain:
 
 @dataclass
 class InFP8:
-    """Composed of exchanges of codes; `auto` goes on from step to step."""
+    """A collective composed of exchanges of codes; `auto` carries its state from step to step."""
 
     collective: str
     way: str = ""
@@ -148,20 +367,19 @@ class InFP8:
         return on_this_rank(self.program(values, rank, size), counted, around)
 
     def begun(self, values: Tensor, rank: int, size: int) -> BegunExchange[Reduced]:
-        """Cast, with the first exchange of codes going on by itself."""
-        return begun(self.program(values, rank, size))
+        return start(self.program(values, rank, size))
 
     def alone(self, sources: Sequence[Tensor]) -> list[Reduced]:
-        """What each rank gets, by the same programs in this process; a mu goes on from where this one stands."""
+        """What each rank receives, by the same programs in this process; this one's mu does not change."""
         each = [InFP8(self.collective, self.way, self.scaling, AutoScale(self.auto.mu)) for _ in sources]
         pairs = enumerate(zip(each, sources, strict=True))
         return simulated([in_fp8.program(values, rank, len(sources)) for rank, (in_fp8, values) in pairs])
 
 
 def check_ones(kind: Plain | InFP8, count: int, rank: int, size: int, device: str) -> None:
-    """1 + ... + 1 before anything is timed: dtypes have been added up as integers by backends that did not know them.
+    """Adds up ones before anything is timed: backends have added up dtypes that they did not know as integers.
 
-    In FP8 the mean need not be 1 (a ring's sum may saturate), but it is bit for bit what the format makes of it.
+    In FP8 the mean need not be 1, because a ring's sum may saturate, but it is bit for bit what one process computes.
     """
     ones = torch.ones(count, device=device)
     if isinstance(kind, Plain):
@@ -180,7 +398,7 @@ def check_ones(kind: Plain | InFP8, count: int, rank: int, size: int, device: st
 
 
 def newest(*names: str) -> Callable[..., object]:
-    """torch 2.13 has new names for some, and warns of the old ones."""
+    """The newest of these functions that torch has: 2.13 renamed some, and warns of the old names."""
     import torch.distributed as dist
 
     collective: Callable[..., object] = next(getattr(dist, name) for name in names if hasattr(dist, name))

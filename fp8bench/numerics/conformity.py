@@ -1,14 +1,13 @@
-"""What explains how one result differs from another: the order of a sum, its rounding, a layout, a scale.
+"""Explains how one result differs from another: the order of a sum, its rounding, a layout, a scale.
 
-The oracle is the float64 product of the operands' values. A sum of K products in any order, each step rounded to
-p bits, lies within K * 2^-p of the sum of their magnitudes; an explanation has to hold for every element. Being within
-that bound is not enough for a sum: rounded steps prefer no side, and their mean square grows with K alone, so that
-sums that are kept in fewer bits are told apart long before they leave the bound.
+The oracle is the float64 product of the operands' values. A sum of K products in any order, each step rounded to p
+bits, lies within K * 2^-p of the sum of their magnitudes; an explanation has to hold for every element. That bound
+alone is too wide for sums: rounding steps favours no side, and their mean square grows only with K, so sums in fewer
+bits are recognised long before they leave the bound.
 
-In which precision a product was really computed is told by its numbers alone, too: a product in low
-precision is nearest to the exact product of its operands as that precision rounds them, for what sums and the result's
-rounding add is far less than what another rounding of the operands does. So of several guesses the one is taken whose
-exact product lies nearest, and how far the others are says how sure that is.
+The numbers also tell in which precision a product was really computed: it is nearest to the exact product of operands
+rounded as that precision rounds them, because sums and the result's rounding add far less than another rounding of the
+operands. So of several guesses the nearest is taken, and the distance of the others says how sure that is.
 """
 
 from __future__ import annotations
@@ -28,20 +27,26 @@ from fp8bench.model.promises import Difference
 from fp8bench.numerics.products import INSTRUCTION, PROMOTION, short_product, unit_sums
 
 FLOAT32_BITS = 24
-# Roundings of a float32 sum beside its additions: of both operands' values, of their scales, of the result.
+# Roundings of a float32 sum besides its additions: of both operands' values, their scales, and the result.
 _BESIDE = 4
-# Sums of fewer bits than these nobody builds.
+# Nobody builds sums of fewer bits.
 _FEWEST_BITS = 8
-# A bias that so many standard errors of chance explain is none; mean squares of one kind are alike up to this factor.
+# A bias within so many standard errors is chance; mean squares of one kind agree within this factor.
 _CHANCE, _ALIKE = 6.0, 3.0
-# A factor that is nearer to 1 is no scale, and neither is one that a result's own rounding makes.
+# A factor nearer to 1 is no scale, and neither is one within a result's own rounding.
 _NO_SCALE = 2.0**-7
+_LINES = (
+    ("the tensor", False, False),
+    ("rows", True, False),
+    ("columns", False, True),
+    ("rows and columns", True, True),
+)
 _BLOCKS = (128, 32, 16)
-# Results for each factor that is fitted to them, and how often rows and columns take turns.
+# Results for each fitted factor, and the number of turns between rows and columns.
 _EQUATIONS, _TURNS = 8, 30
-# Values that share a scale, and how many such runs are looked at.
+# The length of runs that share a scale, and the number of runs that are examined.
 _RUN, _LOOKED_AT = 128, 32
-# What float32 leaves of a value that is divided by its scale and multiplied with it.
+# The float32 error of a value that is divided by its scale and multiplied by it again.
 _SLACK = 2.0**-18
 _BITS = {2: torch.int16, 4: torch.int32}
 
@@ -49,14 +54,13 @@ Explained = tuple[Difference, str]
 
 
 def differing(native: Tensor, emulated: Tensor) -> Tensor:
-    """Where two results of one dtype differ in a bit; every NaN is the same one."""
     bits = _BITS[native.element_size()]
     same = native.contiguous().view(bits) == emulated.contiguous().view(bits)
     return ~(same | (native.isnan() & emulated.isnan()))
 
 
 def steps_between(native: Tensor, emulated: Tensor) -> Tensor:
-    """How many numbers of their dtype lie between two results; infinite where one alone is no number."""
+    """How many numbers of the dtype lie between two results; infinite where they differ and one is not finite."""
     places = []
     for tensor in (native, emulated):
         bits = tensor.contiguous().view(_BITS[tensor.element_size()]).to(torch.int64)
@@ -69,7 +73,7 @@ def steps_between(native: Tensor, emulated: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ConformitySums:
-    """The exact product of a (M, K) and b (N, K), in float64, what a sum of `bits` may be off by, and its rounding."""
+    """The exact product of a (M, K) and b (N, K) in float64, and the error that sums of `bits` may have."""
 
     a: Tensor
     b: Tensor
@@ -89,23 +93,22 @@ class ConformitySums:
         return self.reach(self.bits) * self.magnitude
 
     def reach(self, bits: int) -> float:
-        """The same of the magnitude; short sums are those of an instruction, cut off."""
+        """`bound` relative to the magnitude. Short sums are cut off once an instruction."""
         length = self.a.shape[1]
         float32 = (length + _BESIDE) * 2.0**-FLOAT32_BITS
         return float32 if bits == FLOAT32_BITS else float32 + (math.ceil(length / INSTRUCTION) + 1) * 2.0 ** (1 - bits)
 
     def holds(self, found: Tensor, cut: bool = False) -> bool:
-        """Whether every element is what a sum within the bound is rounded to: to nearest, or `cut` off toward 0."""
+        """Whether every element is a sum within the bound, rounded to nearest or (`cut`) toward 0."""
         rounded = self._cut if cut else self._nearest
         low, high = rounded(self.exact - self.bound), rounded(self.exact + self.bound)
         return bool(((found >= low) & (found <= high)).all())
 
     def near(self, found: Tensor, exact: Tensor, bound: Tensor) -> bool:
-        """Whether every element is a neighbour of such a sum, however it was rounded."""
+        """Whether every element is a neighbour of a sum within the bound, however it was rounded."""
         return bool(((found - exact).abs() <= bound + self.step(exact.abs() + bound)).all())
 
     def step(self, values: Tensor) -> Tensor:
-        """The distance of neighbouring numbers of the result's dtype there."""
         info = torch.finfo(self.dtype)
         return torch.exp2(values.abs().clamp(min=info.smallest_normal).log2().floor()) * info.eps
 
@@ -119,8 +122,8 @@ class ConformitySums:
         return torch.where(self._nearest(values).abs() > values.abs(), below, nearest).to(torch.float64)
 
     def is_unbiased(self, found: Tensor) -> bool:
-        """Whether its errors are those of rounded steps: on no side more than chance and float32's own make them."""
-        if self.bits < FLOAT32_BITS:  # short sums are cut off, and so they all lie on one side
+        """Whether the errors look like rounded steps: no more on one side than chance allows."""
+        if self.bits < FLOAT32_BITS:  # short sums are cut off, so all errors are on one side
             return True
         steady = 2.0**-self.bits * math.sqrt(self.a.shape[1])
         biased = abs(self.lost(found)) > steady + _CHANCE * math.sqrt(self.chance / found.numel())
@@ -128,20 +131,18 @@ class ConformitySums:
 
     @cached_property
     def chance(self) -> float:
-        """The mean square that rounding the result leaves, of the magnitude."""
         return float(((self.step(self.exact) / self.magnitude) ** 2).mean()) / 12
 
     def spread(self, found: Tensor) -> float:
-        """The mean square of the errors, of the magnitude."""
         return float((((found - self.exact) / self.magnitude) ** 2).mean())
 
     def lost(self, found: Tensor) -> float:
-        """By how much results are smaller than the exact ones, of the magnitude, on average."""
+        """By how much results are smaller than exact ones on average, relative to the magnitude."""
         return -float(((found - self.exact) / self.magnitude * self.exact.sign()).mean())
 
 
 def explain_product(found: Tensor, sums: ConformitySums) -> Explained:
-    """Why a product is not bit by bit another one of the same operands; `found` has the result's dtype."""
+    """Why a product, in the result's dtype, differs in bits from another of the same operands."""
     wide = found.to(torch.float64)
     if not bool(sums.exact.isfinite().all()) or not bool(wide.any()):
         return Difference.UNEXPLAINED, "all results are 0" if sums.exact.isfinite().all() else "operands are no numbers"
@@ -170,10 +171,10 @@ def explain_product(found: Tensor, sums: ConformitySums) -> Explained:
 
 
 def kept_bits(found: Tensor, sums: ConformitySums) -> int:
-    """The bits that sums seem to be kept in; 24 where nothing says that it is fewer.
+    """The bits that sums seem to be kept in; 24 where nothing points to fewer.
 
-    What is cut off makes all of them smaller, and a model of 14 bits shows how much that is for these operands, and how
-    far single results are off then.
+    Cutting off makes all results smaller. A model of 14 bits shows by how much for these operands, and how far single
+    results are off.
     """
     model = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
     lost, expected = sums.lost(found), sums.lost(model)
@@ -200,7 +201,7 @@ def _laid_otherwise(found: Tensor, sums: ConformitySums) -> Iterator[tuple[str, 
 
 
 def permutations(found: Tensor, wanted: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What was wanted with its rows, or columns, as near to what was found as any; none where it is no permutation."""
+    """`wanted` with its rows, or columns, in the order nearest to `found`; none where that is no permutation."""
     for words, own, theirs in (("rows", found, wanted), ("columns", found.t(), wanted.t())):
         order = torch.cdist(own, theirs).argmin(dim=1).tolist()
         if sorted(order) == list(range(len(order))) != order:
@@ -208,10 +209,10 @@ def permutations(found: Tensor, wanted: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield f"{words} are permuted", moved if words == "rows" else moved.t()
 
 
-def of_units(found: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], promoted: bool) -> bool:
-    """Whether every element is what Hopper's FP8 units make of codes (M, K) and (N, K), each with a scale an element.
+def match_units(found: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], promoted: bool) -> bool:
+    """Whether every element is what Hopper's FP8 units compute from codes (M, K) and (N, K), with a scale an element.
 
-    Their sums are known to the bit; the scales, and what is promoted, come to them in float32 in an order that is not.
+    Their sums are known to the bit; scales and promotions enter in float32 in an unknown order.
     """
     length = PROMOTION if promoted else codes[0].shape[1]
     total = magnitude = torch.zeros((), dtype=torch.float64)
@@ -228,7 +229,7 @@ def of_units(found: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tensor, 
 
 
 class _Fit(NamedTuple):
-    """A product with other factors, in words, and the magnitude of what was scaled."""
+    """A product with other factors, in words, and its magnitude."""
 
     words: str
     scaled: Tensor
@@ -236,20 +237,19 @@ class _Fit(NamedTuple):
 
 
 def _scaled_otherwise(found: Tensor, sums: ConformitySums) -> Iterator[_Fit]:
-    """With factors of the tensor, of rows and columns, or of blocks along the contraction, that are not all 1."""
+    """Fits with factors other than 1 for the tensor, for rows and columns, or for blocks along the contraction."""
     no_scale = max(_NO_SCALE, 4 * torch.finfo(sums.dtype).eps)
-    fits = (*_scaled_lines(found, sums), *_scaled_blocks(found, sums))
+    fits = []
+    for words, by_row, by_column in _LINES:
+        down, across = _factors(found, sums.exact, by_row, by_column)
+        factor = down * across
+        fits.append((words, factor, factor * sums.exact, factor.abs() * sums.magnitude))
+    fits += _scaled_blocks(found, sums)
     for words, factors, scaled, magnitude in fits:
         least, most = float(factors.min()), float(factors.max())
         if max(abs(least - 1), abs(most - 1)) > no_scale:
             several = f" to {most:.3g}" if most - least > no_scale else ""
             yield _Fit(f"{words} scaled by {least:.3g}{several}", scaled, magnitude)
-
-
-def _scaled_lines(found: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    for words, rows, columns in (("the tensor", 0, 0), ("rows", 1, 0), ("columns", 0, 1), ("rows and columns", 1, 1)):
-        down, across = _factors(found, sums.exact, bool(rows), bool(columns))
-        yield words, down * across, down * across * sums.exact, (down * across).abs() * sums.magnitude
 
 
 def _scaled_blocks(found: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
@@ -285,7 +285,7 @@ def _ratios(found: Tensor, exact: Tensor, dimension: int) -> Tensor:
 
 
 def explain_cast(found: Tensor, wanted: Tensor, source: Tensor, fmt: Format) -> Explained:
-    """Why the values of a cast of `source` are not bit by bit those that were wanted; float32, of two dimensions."""
+    """Why the values of a cast of `source` differ in bits from those wanted; all are float32 matrices."""
     differ, top = differing(found, wanted), wanted.abs().nan_to_num(0.0, 0.0, 0.0).max()
     beyond = ~found.isfinite() | ~wanted.isfinite() | ((wanted.abs() == top) & (source.abs() > top))
     if bool((beyond | ~differ).all()):
@@ -305,7 +305,7 @@ def explain_cast(found: Tensor, wanted: Tensor, source: Tensor, fmt: Format) -> 
     bits = mantissa_bits(found)
     if bits < min(fmt.mantissa_bits, mantissa_bits(wanted)):
         return Difference.UNEXPLAINED, f"values of {bits} bits of mantissa, where {fmt.name} has {fmt.mantissa_bits}"
-    # A neighbour on the grid, on the other side of the value that was cast: what is nearer lies on no grid.
+    # Otherwise it is a neighbour on the grid, beyond the value that was cast: what is nearer lies on no grid.
     steps = most_steps(torch.maximum(own.abs(), theirs.abs()), fmt, float(top))
     apart = (own - theirs).abs() / steps
     least = torch.where(steps > steps.min(), 0.5 - _SLACK, 0.0)
@@ -317,7 +317,7 @@ def explain_cast(found: Tensor, wanted: Tensor, source: Tensor, fmt: Format) -> 
 
 
 def _cast_ratios(found: Tensor, wanted: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """By how much more was found, if that is the same all over the tensor, or its rows, columns or blocks."""
+    """`found` over `wanted`, as the median over the tensor, its rows, columns and blocks."""
     ratio = torch.where(wanted != 0, found / wanted, torch.nan)
     yield "the tensor", ratio.nanmedian().nan_to_num(1.0)
     yield "rows", ratio.nanmedian(dim=1, keepdim=True).values.nan_to_num(1.0)
@@ -329,9 +329,9 @@ def _cast_ratios(found: Tensor, wanted: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def mantissa_bits(values: Tensor) -> int:
-    """How many bits of mantissa values have, by their numbers within an octave, whatever the scale of each run of 128.
+    """The mantissa bits of values, by their number within an octave, whatever the scale of each run of 128.
 
-    Too few where there are not enough values to meet all numbers of an octave.
+    Too few if there are not enough values to meet all numbers of an octave.
     """
     length = _RUN if values.shape[-1] % _RUN == 0 else values.shape[-1]
     runs, most = values.detach().abs().reshape(-1, length), 1
@@ -344,28 +344,27 @@ def mantissa_bits(values: Tensor) -> int:
 
 
 def most_steps(values: Tensor, fmt: Format, top: float) -> Tensor:
-    """The most that neighbours of a format may be apart about each value, whatever its scale.
-
-    `top` is what the format's largest stands for where that is most.
+    """The largest distance of a format's neighbours about each value, whatever its scale. `top` is what the format's
+    largest value stands for under the largest scale.
     """
     return (values.abs() * 2.0**-fmt.mantissa_bits).clamp(min=fmt.smallest_subnormal * top / fmt.largest)
 
 
-# The values of both operands, by what they would be called if the product were computed of them.
+# Both operands' values under the name of the precision that they would show.
 Guesses = Mapping[str, tuple[Tensor, Tensor]]
-# A mean square that is so many times smaller is another precision's. Sums in few bits and a library's own way to round
-# make no such difference; a bfloat16 result of bfloat16 copies of FP8 values has three times the error of its rounding.
+# A mean square so many times smaller shows another precision. Sums in few bits and a library's own rounding make less
+# of a difference; a bfloat16 result of bfloat16 copies of FP8 values has three times the error of its rounding.
 _NEARER = 2.0
 
 
 def looks_like(product: Tensor, promised: str, guesses: Guesses) -> str:
-    """The guess that a product (M, N) of operands (M, K) and (N, K) looks like, clearly more than what was promised;
-    '' where it kept the promise."""
+    """The guess that a product (M, N) of operands (M, K) and (N, K) clearly fits better than what was promised; '' if
+    none does."""
     if not bool(product.isfinite().all()):
         return ""
-    found = product.detach().to(torch.float64)
+    result = product.detach().to(torch.float64)
     errors = {
-        name: ConformitySums(a.detach().to(torch.float64), b.detach().to(torch.float64), product.dtype).spread(found)
+        name: ConformitySums(a.detach().to(torch.float64), b.detach().to(torch.float64), product.dtype).spread(result)
         for name, (a, b) in guesses.items()
     }
     nearest = min(errors, key=lambda name: errors[name])

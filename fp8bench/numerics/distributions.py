@@ -1,8 +1,5 @@
-"""Random tensors of the kinds that low precision meets, each with the property that makes it hard.
-
-Gradients of a network are among them: their magnitudes differ by layer and by row. `drawn` is what operands are made
-of by the axis of every suite that draws its own.
-"""
+"""Random tensors of kinds that are hard for low precision, among them gradients, whose magnitudes differ by layer and
+row; and `drawn`, the operands of suites that draw their own."""
 
 from __future__ import annotations
 
@@ -14,28 +11,26 @@ from torch import Tensor
 from fp8bench.model import Scalar
 from fp8bench.protocols.axes import CONTIGUOUS, PADDED, STRIDED, TRANSPOSED, VALUES
 
-# Student's t with this many degrees of freedom has a variance and no kurtosis: its largest values grow with the count.
+# Student's t with so many degrees of freedom has a variance and no kurtosis: its largest values grow with the count.
 DEGREES = 3
-# A channel in so many is an outlier, and so many times as large as the others: as a trained model's activations have.
+# One channel in so many is an outlier, and so many times larger, as in a trained model's activations.
 OUTLIER_EVERY, OUTLIER_FACTOR = 128, 50.0
-# Magnitudes of gradients: their logarithm is normal about this median, with this deviation (in powers of e).
+# Magnitudes of gradients are log-normal about this median, with this deviation in powers of e.
 GRADIENT_MEDIAN, GRADIENT_DEVIATION = 1e-4, 2.0
 
 
 def gaussian(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Standard normal values: what weights and normed activations are about."""
     return torch.randn(shape, generator=generator, device=generator.device)
 
 
 def student_t(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Heavy tails: a few values far beyond the others, anywhere."""
     normal, *others = (gaussian(shape, generator) for _ in range(1 + DEGREES))
     squares = torch.stack(others).square_().sum(0)
     return normal.div_(squares.div_(DEGREES).sqrt_())
 
 
 def outlier_channels(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Standard normal values with a few columns far beyond the others: every row, and every tensor, has some."""
+    """Standard normal values with a few much larger columns, which every row has."""
     values = gaussian(shape, generator)
     count = max(1, shape[1] // OUTLIER_EVERY)
     chosen = torch.randperm(shape[1], generator=generator, device=generator.device)[:count]
@@ -44,7 +39,6 @@ def outlier_channels(shape: tuple[int, int], generator: torch.Generator) -> Tens
 
 
 def log_normal(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Signed values whose magnitudes span many octaves, as gradients' do."""
     signs = gaussian(shape, generator).sign_()
     return gaussian(shape, generator).mul_(GRADIENT_DEVIATION).exp_().mul_(GRADIENT_MEDIAN).mul_(signs)
 
@@ -57,17 +51,17 @@ DISTRIBUTIONS: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] =
 }
 
 
-# Powers of ten. Layers of one network differ by some orders of magnitude, rows (neurons) of one layer by others: with
-# one magnitude for all of it, a scale a tensor would look better than it is.
+# Ranges of powers of ten. A network's layers differ by some orders of magnitude, rows of one layer by others; with one
+# magnitude for all, a scale a tensor would look better than it is.
 _TENSOR_EXPONENTS = (-6.0, -2.0)
 _ROW_EXPONENTS = (-1.5, 1.5)
 
 
 class GradientSource:
-    """Gradients of matrices, one set after the other: Gaussian values, each row and each matrix with its own scale.
+    """Sets of gradients of matrices: Gaussian values, each row and each matrix with its own scale, the same in all
+    sets.
 
-    The scales stay the same from set to set. `scales` holds a column for each matrix: the standard deviation of its
-    rows.
+    `scales` has a column for each matrix: the standard deviations of its rows.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int]], generator: torch.Generator) -> None:
@@ -90,17 +84,17 @@ class GradientSource:
         return torch.pow(10.0, tensor + row).unsqueeze(1)
 
 
-# Integers that every format has, FP4's elements too.
+# Every format can represent integers up to this, FP4 too.
 _LARGEST_INTEGER = 4
 
 
 def drawn(
     params: Mapping[str, Scalar], shape: Sequence[int], generator: torch.Generator | None = None, device: str = ""
 ) -> Tensor:
-    """float32 values of a case's kind; without a generator from torch's own random state, on its default device.
+    """float32 values of the case's kind; without a generator from torch's own state, on its default device.
 
-    What multipliers are fed with changes how many of their wires switch: a GPU at its power limit keeps a higher clock
-    on constants than on random numbers.
+    The kind can change speed: constants switch fewer wires of the multipliers than random numbers do, so that a GPU at
+    its power limit keeps a higher clock.
     """
     kind, empty = VALUES.of(params), torch.empty(tuple(shape), device=device or None, dtype=torch.float32)
     if kind == "normal":
@@ -112,13 +106,12 @@ def drawn(
     return empty.fill_(float(kind == "ones"))
 
 
-# Elements between one row and the next.
+# Elements between one row and the next in a padded layout.
 GAP = 64
 
 
 def laid_out(matrix: Tensor, layout: str) -> Tensor:
-    """The matrix with other strides. What lies between its elements are numbers of its own once more: a gap of zeros
-    would take less power than any operand."""
+    """The matrix with other strides. The gaps between its elements repeat its numbers: zeros would take less power."""
     if layout == CONTIGUOUS:
         return matrix
     if layout == TRANSPOSED:

@@ -1,7 +1,4 @@
-"""Error metrics of results: how far one is from its reference, and how much of it is gone.
-
-Sums are in fp64, piece by piece, so that they never need an fp64 copy of a whole tensor.
-"""
+"""Errors of a result against its reference. Sums are in fp64, piece by piece, so that no whole fp64 copy is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-# Elements of a piece: 8 MiB in fp64. A multiple of every block of a scaling, so that no block is cut.
+# Elements of a piece: 8 MiB in fp64, and a multiple of every scaling's blocks, so that none is cut.
 TILE = 1 << 20
 
 
@@ -22,7 +19,6 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def tiles(height: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Slices (rows, columns) that cover a matrix once, whole rows where a row is no longer than a piece."""
     if not height or not width:
         return
     rows = max(1, TILE // width)
@@ -32,16 +28,15 @@ def tiles(height: int, width: int) -> Iterator[tuple[slice, slice]]:
 
 
 def relative_frobenius(value: Tensor, reference: Tensor) -> float:
-    """||value - reference|| / ||reference||, Frobenius norms, sums in fp64.
+    """||value - reference|| / ||reference|| in Frobenius norms.
 
-    Against a zero reference: 0 where the value is zero too, infinity where it is not. NaN where the difference has
-    one. Shapes must agree: broadcasting would give a number that means nothing.
+    Against a zero reference it is 0 for a zero value, else infinity; NaN if the difference has one. Shapes must agree,
+    because broadcasting would give a number that means nothing.
     """
     return joint_relative_frobenius([value], [reference])
 
 
 def joint_relative_frobenius(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
-    """The relative Frobenius error of many tensors taken as one long vector, without joining them in memory."""
     difference = size = 0.0
     for value, reference in zip(values, references, strict=True):
         noise, signal = _squares(value, reference)
@@ -50,7 +45,7 @@ def joint_relative_frobenius(values: Sequence[Tensor], references: Sequence[Tens
 
 
 def relative_error(value: float, reference: float) -> float:
-    """|value - reference| / |reference|, of numbers; against zero as `relative_frobenius`."""
+    """|value - reference| / |reference| of numbers, with zero treated as in `relative_frobenius`."""
     return _share(abs(value - reference), abs(reference))
 
 
@@ -61,10 +56,8 @@ def _share(difference: float, size: float) -> float:
 
 
 def vanished_share(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
-    """The share of all values that are zero and are not in the reference; 0 where there are none.
-
-    What a norm cannot see: it knows the largest values only, and most of the others may be gone.
-    """
+    """The share of all values that are zero and are not zero in the reference; 0 if there are no values. Norms depend
+    on the largest values only, and would not show that most others are gone."""
     gone = count = 0
     for value, reference in zip(values, references, strict=True):
         _check_shapes(value, reference)

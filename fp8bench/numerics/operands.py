@@ -1,7 +1,5 @@
-"""What products run on: a dispatch mode that looks at their operands, and whether values lie on a format's grid.
-
-Another sees what a step does that a device alone cannot do again: a replay has no host.
-"""
+"""Watching operators: the operands of products, whether values lie on a format's grid, and whether a step needs the
+host and so cannot be replayed."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from fp8bench.formats.grids import Format
 
-# Which arguments of an operator are multiplied with each other. Those of attention are found by the beginning of their
-# name. Without gradients some arrive that are taken apart elsewhere (linear, matmul).
+# The arguments of an operator that are multiplied with each other. Attention's operators are found by their prefix.
+# Some operators (linear, matmul) are taken apart earlier unless gradients are off.
 _TWO, _AFTER_ONE, _ATTENTION = slice(0, 2), slice(1, 3), "_scaled_dot_product_"
 _OPERANDS: Mapping[str, slice] = {
     **dict.fromkeys(
@@ -30,14 +28,14 @@ _OPERANDS: Mapping[str, slice] = {
 }  # fmt: skip
 
 _SIGNIFICANT = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-# What torch calls formats that it has, some versions more of them than others.
+# torch's names of formats, some of which only newer versions have.
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "e2m1": "float4_e2m1fn_x2"}
 
 
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees the operators that run in its body, and leaves them as they are: each is handed to `see`, which runs it.
+    """Watches the operators that run in its body without changing them: each is passed to `see`, which runs it.
 
-    With `unwraps` one on a tensor that wraps others is not: its own operators, on the tensors inside, come next.
+    With `unwraps` an operator on a tensor subclass is not passed itself, but its inner operators are.
     """
 
     unwraps: ClassVar[bool] = True
@@ -45,15 +43,13 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch's own word for it: to skip its compiler here it would import it, a second's work and 60 MB."""
+        """torch's hook: skipping its compiler here would import it, which takes a second and 60 MB."""
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled functions stay compiled, and show the products that they leave to a library.
-
-        Under a mode that says no, torch 2.13 leaves a function that is called for the first time uncompiled for good.
-        """
+        """Compiled functions stay compiled, and show the products that they leave to a library. If this says no, torch
+        2.13 never compiles a function that is first called under the mode."""
         return True
 
     def __init__(self) -> None:
@@ -72,8 +68,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ProductWatch(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Counts the operators that run in its body, and names the kernels of attention; `looks` is given the operands of
-    each product."""
+    """Counts operators, names the kernels of attention, and calls `looks` with the operands of each product."""
 
     unwraps = False
 
@@ -95,15 +90,14 @@ class ProductWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 
 
 def _attention(operator: str) -> str:
-    """'flash', 'efficient', 'cudnn', or 'math' where torch takes attention apart; '' of any other operator."""
-    if operator == "_safe_softmax":  # which nothing else of torch's calls
+    """'flash', 'efficient', 'cudnn', or 'math' where torch takes attention apart; '' for other operators."""
+    if operator == "_safe_softmax":  # only attention calls it
         return "math"
     kernel, named, _ = operator.removeprefix(_ATTENTION).partition("_attention")
     return kernel if named and operator.startswith(_ATTENTION) else ""
 
 
 def _tensors(given: Sequence[Any]) -> Iterator[Tensor]:
-    """Those of some arguments; of a tensor that wraps others theirs."""
     for argument in given:
         if isinstance(argument, list | tuple):
             yield from _tensors(argument)
@@ -114,13 +108,13 @@ def _tensors(given: Sequence[Any]) -> Iterator[Tensor]:
             )
 
 
-# Lines of an operand, and values of each, that are looked at; and how many values may share a scale.
+# The number of lines of an operand that are examined, their length, and lengths of runs that may share a scale.
 _LINES, _LONGEST = 8, 1024
 _RUNS = (_LONGEST, 128, 32, 16)
-# So many values for each of their magnitudes are a coarse grid's: of bfloat16's own there are 1.2 among 128 values.
+# At least so many values for each distinct magnitude show a coarse grid: bfloat16's own has 1.2 in 128 values.
 _CROWD = 1.5
 _BYTE = 8
-# How far float32 arithmetic leaves a scaled value from its grid.
+# The float32 error of a scaled value against its grid.
 _CLOSE = 1e-5
 
 
@@ -128,11 +122,11 @@ def has_dtype_of(tensor: Tensor, fmt: Format) -> bool:
     return bool(tensor.dtype == getattr(torch, _DTYPES.get(fmt.name, f"float8_{fmt.name}"), None))
 
 
-def is_of(tensor: Tensor, fmt: Format) -> bool:
-    """Whether a tensor has a format's dtype, or values on its grid in a wider one, whatever their scales.
+def has_format(tensor: Tensor, fmt: Format) -> bool:
+    """Whether a tensor has the format's dtype, or values on its grid in a wider dtype, under any scale.
 
-    Values on a grid have few significant bits where their scale is a power of two, and few magnitudes among many where
-    it is not; or they are so once the largest of those that share a scale is the largest of the format.
+    Values on a grid have few significant bits if their scale is a power of two, and few distinct magnitudes otherwise;
+    or they lie on the grid once the largest of those that share a scale is mapped to the format's largest.
     """
     if has_dtype_of(tensor, fmt):
         return True
@@ -143,12 +137,16 @@ def is_of(tensor: Tensor, fmt: Format) -> bool:
 
 def _on_grid(tensor: Tensor, fmt: Format) -> bool:
     for dimension in {tensor.dim() - 1, max(tensor.dim() - 2, 0), min(1, tensor.dim() - 1)}:
-        lines = _sample(tensor.movedim(dimension, -1))
+        moved = tensor.movedim(dimension, -1)
+        count = moved.numel() // moved.shape[-1]
+        # Some lines along the dimension, evenly spread.
+        lines = moved[..., :_LONGEST].reshape(count, -1)[:: max(1, count // _LINES)][:_LINES].to(torch.float32)
         if not bool(lines.isfinite().all()):
             return False
-        if _few_bits(lines, fmt):
+        unused_bits = (1 << (23 - fmt.mantissa_bits)) - 1
+        if not bool((lines.contiguous().view(torch.int32) & unused_bits).any()):
             return True
-        if fmt.bits > _BYTE:  # formats of torch's own, which nobody scales
+        if fmt.bits > _BYTE:  # 16-bit formats are never scaled
             continue
         if _few_magnitudes(lines.reshape(1, -1), fmt):
             return True
@@ -159,21 +157,9 @@ def _on_grid(tensor: Tensor, fmt: Format) -> bool:
     return False
 
 
-def _sample(tensor: Tensor) -> Tensor:
-    """Some lines along the last dimension, evenly spread, in float32."""
-    count = tensor.numel() // tensor.shape[-1]
-    lines = tensor[..., :_LONGEST].reshape(count, -1)
-    return lines[:: max(1, count // _LINES)][:_LINES].to(torch.float32)
-
-
-def _few_bits(values: Tensor, fmt: Format) -> bool:
-    """No more significant bits than the format has: of a float32 all others are zero."""
-    rest = (1 << (23 - fmt.mantissa_bits)) - 1
-    return not bool((values.contiguous().view(torch.int32) & rest).any())
-
-
 def _few_magnitudes(runs: Tensor, fmt: Format) -> bool:
-    """In every run no more than the format has, and many values for each in all; zeros are those of an activation."""
+    """Whether every run has no more magnitudes than the format, and there are many values for each. Zeros do not count:
+    activations have many."""
     ordered = runs.abs().sort(dim=1).values
     new = torch.ones_like(ordered, dtype=torch.bool)
     new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
@@ -183,7 +169,6 @@ def _few_magnitudes(runs: Tensor, fmt: Format) -> bool:
 
 
 def _fits(runs: Tensor, fmt: Format) -> bool:
-    """On the grid, each run scaled so that its largest magnitude is the format's."""
     largest = runs.abs().amax(dim=1, keepdim=True)
     scaled = runs / torch.where(largest > 0, largest, 1.0) * fmt.largest
     step = torch.exp2(scaled.abs().clamp(min=fmt.smallest_normal).log2().floor() - fmt.mantissa_bits)
@@ -192,7 +177,7 @@ def _fits(runs: Tensor, fmt: Format) -> bool:
 
 
 def needs_host(step: Callable[[], object]) -> str:
-    """Why a step cannot be replayed, after one that is looked at operator by operator; '' if nothing was seen."""
+    """Runs a step and says why it cannot be replayed; '' if nothing was seen."""
     seen = _HostParts()
     with seen:
         step()
@@ -200,7 +185,7 @@ def needs_host(step: Callable[[], object]) -> str:
 
 
 class _HostParts(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Watches for numbers that go to the device or come from it: a replay has those of the step it was made of."""
+    """Finds values that go to the device or come from it: a replay repeats those of the recorded step."""
 
     unwraps = False
 
@@ -210,13 +195,13 @@ class _HostParts(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         result = func(*args, **named)
-        self.why = self.why or moved(str(func), tensors_within((args, named)), tensors_within(result))
+        self.why = self.why or transfer(str(func), tensors_within((args, named)), tensors_within(result))
         return result
 
 
-def moved(operator: str, given: Iterable[Any], results: Iterable[Any]) -> str:
-    """What an operator moved between host and device, if anything. A number that a kernel is called with is none, nor
-    is one that it gives beside results on the device: the seed of attention's dropout."""
+def transfer(operator: str, given: Iterable[Any], results: Iterable[Any]) -> str:
+    """What an operator moved between host and device, if anything. A kernel's number arguments do not count, nor does a
+    number that comes with results on the device: the seed of attention's dropout."""
     places = {tensor.device.type for tensor in given if tensor.dim() or "copy" in operator}
     after = {result.device.type for result in results}
     if "cpu" in places and after - {"cpu"}:

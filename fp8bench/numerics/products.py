@@ -1,13 +1,13 @@
-"""Matrix products to compare with: exact ones of chosen rows, those of emulated precisions, and short sums.
+"""Reference products: exact ones for chosen rows, those of emulated precisions, and sums in few bits.
 
-All take b as (N, K), contraction last, as linear layers keep their weights. What a product in low precision has cost is
-told from them: all of it, and what the kernel added to what the casts had lost.
+All take b as (N, K), contraction last, as linear layers keep their weights. They tell what a product in low precision
+has cost, and how much of that the kernel added to the losses of the casts.
 
-Short sums are those of Hopper's FP8 units: as they come, or promoted to float32 now and then. `unit_sums` has them to
-the bit, as an H200 made them (all of 143,360 sums of 16 to 2,048 products): an instruction contracts 32 elements; their
-products and the sum so far are cut off 13 bits below the largest exponent among them, that of a product being the sum
-of its factors', and so is what they add up to. `short_product` emulates them at a matrix product's cost: an
-instruction's numbers are added exactly, and of the result so many significant bits are kept (14 there).
+Short sums are those of Hopper's FP8 units, as they come or promoted to float32 now and then. `unit_sums` equals an H200
+to the bit (in all of 143,360 sums of 16 to 2,048 products): an instruction contracts 32 elements; their products and
+the sum so far are cut off 13 bits below the largest exponent among them, where a product's exponent is the sum of its
+factors', and so is their sum. `short_product` emulates this at the cost of a matrix product: an instruction's numbers
+are added exactly, and the result keeps so many significant bits (14 on Hopper).
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ _CHUNK_COLUMNS = 1024
 
 
 def rows_within(m: int, n: int, k: int, flops_cap: float = FLOPS_CAP) -> tuple[int, ...]:
-    """Rows of an (m, k) by (n, k) product, evenly spread, at least one, that together cost at most `flops_cap`.
-
-    Always the same for the same numbers, so that errors of different runs compare.
-    """
+    """Rows of an (m, k) by (n, k) product, evenly spread, at least one, that together cost at most `flops_cap`. They
+    depend on the sizes alone, so that errors of different runs compare."""
     if m == 0:
         return ()
     affordable = int(flops_cap // max(2 * n * k, 1))
@@ -38,10 +36,8 @@ def rows_within(m: int, n: int, k: int, flops_cap: float = FLOPS_CAP) -> tuple[i
 
 
 def exact_product(a: Tensor, b: Tensor, rows: Sequence[int]) -> Tensor:
-    """The chosen rows of a (M, K) times b (N, K) transposed, in fp64: (len(rows), N).
-
-    `b` is widened in chunks: a float64 copy of a large weight would take four times its memory.
-    """
+    """The chosen rows of a (M, K) times b (N, K) transposed, in fp64: (len(rows), N). `b` is widened in chunks, because
+    a float64 copy of a large weight would take four times its memory."""
     index = torch.tensor(rows, dtype=torch.int64, device=a.device)
     left = a.detach().index_select(0, index).to(torch.float64)
     result = left.new_empty((len(rows), b.shape[0]))
@@ -52,26 +48,23 @@ def exact_product(a: Tensor, b: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in that dtype, not touched where it has it.
-
-    In torch 2.11's compiled graphs gradients are zero behind a Function that ends in a `.to` that converts nothing.
-    """
+    """The tensor in that dtype, untouched if it has it: in torch 2.11's compiled graphs gradients are zero behind a
+    Function that ends in a `.to` that converts nothing."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def values_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """The emulated product: values a (M, K) times b (N, K) transposed, summed in float32, rounded once to `dtype`."""
     return in_dtype(a.to(torch.float32) @ b.to(torch.float32).t(), dtype)
 
 
 def product_errors(
     product: Tensor, operands: tuple[Tensor, Tensor], cast: tuple[Tensor, Tensor], rows: Sequence[int]
 ) -> tuple[float, float]:
-    """Relative Frobenius errors of some rows of a (M, K) times b (N, K) transposed.
+    """Relative Frobenius errors of some rows of a (M, K) times b (N, K) transposed: in all, and the kernel's.
 
-    In all: against the fp64 product of `operands` as they were. Of the kernel: against that of `cast`, their values
-    after the casts: what summing and rounding the result add, and nothing else. Where errors are independent their
-    squares add up, and the casts' own is sqrt(all^2 - kernel^2).
+    The first is against the fp64 product of the original `operands`, the second against that of `cast`, their values
+    after the casts: what summing and rounding the result add. Where errors are independent their squares add up, and
+    the casts' own error is sqrt(all^2 - kernel^2).
     """
     picked = product[list(rows)]
     first, second = (relative_frobenius(picked, exact_product(*pair, rows)) for pair in (operands, cast))
@@ -85,20 +78,18 @@ _DOUBLE_BITS = 53
 
 
 def short_product(a: Tensor, b: Tensor, accumulator: Accumulator, bits: int = HOPPER_BITS) -> Tensor:
-    """Values a (M, K) times b (N, K) transposed, in float32.
+    """Values a (M, K) times b (N, K) transposed, in float32, with short sums.
 
-    SHORT sums all of K so. PROMOTED adds the sum of every 128 elements of K to a float32 one and begins again at 0.
-    Inside an instruction float64 takes the place of exact sums: of FP8 values they have no more than 53 bits.
+    SHORT sums all of K so. PROMOTED adds the short sum of every 128 elements to a float32 sum. Inside an instruction
+    float64 takes the place of exact sums: those of FP8 values have no more than 53 bits.
     """
     sums: Tensor = _summed(a, b, accumulator is Accumulator.PROMOTED, bits)
     return sums
 
 
 def unit_sums(a: Tensor, b: Tensor) -> Tensor:
-    """a (M, K) times b (N, K) transposed, of FP8 values without their scales, as Hopper's FP8 units sum; float64.
-
-    Each step takes M * N * 32 numbers: for small products, to compare with.
-    """
+    """a (M, K) times b (N, K) transposed, of FP8 values without scales, exactly as Hopper's FP8 units sum; float64. A
+    step takes M * N * 32 numbers, so this is for small products."""
     wide, kept = (a.to(torch.float64), b.to(torch.float64)), a.new_zeros(len(a), len(b), dtype=torch.float64)
     for start in range(0, a.shape[1], INSTRUCTION):
         first, second = (tensor[:, start : start + INSTRUCTION] for tensor in wide)
@@ -117,34 +108,29 @@ def _exponents(values: Tensor) -> Tensor:
 
 
 def _cut_off(values: Tensor, exponents: Tensor | None) -> Tensor:
-    """What so many bits below an exponent, by default each value's own, leave."""
+    """Values cut off HOPPER_BITS - 1 bits below an exponent, by default each value's own."""
     own = _exponents(values) if exponents is None else exponents
     last = torch.exp2((own - (HOPPER_BITS - 1)).to(torch.float64))
     return (values / last).trunc() * last
 
 
-# An operator, so that a compiled graph need not unroll what is a loop over all of K.
+# An operator, so that a compiled graph does not unroll its loop over K.
 @torch.library.custom_op("fp8bench::short_product", mutates_args=())
 def _summed(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
     wide_a, wide_b = a.to(torch.float64), b.to(torch.float64)
     length = PROMOTION if promoted else max(a.shape[1], 1)
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     for start in range(0, a.shape[1], length):
-        stretch = slice(start, start + length)
-        total += _short_sum(wide_a[:, stretch], wide_b[:, stretch], bits)
+        kept = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
+        for first in range(start, min(start + length, a.shape[1]), INSTRUCTION):
+            part = slice(first, min(first + INSTRUCTION, start + length))
+            kept.addmm_(wide_a[:, part], wide_b[:, part].t())
+            # Cut off after every instruction. Infinities and NaN stay.
+            kept.view(torch.int64).bitwise_and_(-(1 << (_DOUBLE_BITS - bits)))
+        total += kept
     return total
 
 
 @_summed.register_fake
 def _like(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=torch.float32)
-
-
-def _short_sum(a: Tensor, b: Tensor, bits: int) -> Tensor:
-    """The product of a stretch of K in float64, cut off after every instruction. Infinities and NaN stay."""
-    kept = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
-    for start in range(0, a.shape[1], INSTRUCTION):
-        part = slice(start, start + INSTRUCTION)
-        kept.addmm_(a[:, part], b[:, part].t())
-        kept.view(torch.int64).bitwise_and_(-(1 << (_DOUBLE_BITS - bits)))
-    return kept

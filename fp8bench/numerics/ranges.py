@@ -1,4 +1,4 @@
-"""What values a tensor is made of: its largest magnitude, and how much of it lies outside each format's range."""
+"""Statistics of values: the largest magnitude, and how much lies outside each format's range."""
 
 from __future__ import annotations
 
@@ -34,10 +34,8 @@ class Tally:
 
 
 def outside(magnitudes: Tensor, fmt: Format) -> tuple[int, int]:
-    """How many magnitudes lie above the format's largest value, and how many that are not zero round to zero in it.
-
-    Half of the smallest subnormal is a tie, which goes to the even neighbour: zero.
-    """
+    """The numbers of magnitudes above the format's largest value, and of non-zero ones that round to zero in it. Half
+    of the smallest subnormal is a tie, which goes to zero, the even neighbour."""
     above = torch.count_nonzero(magnitudes > fmt.largest)
     vanishing = (magnitudes > 0) & (magnitudes <= fmt.smallest_subnormal / 2)
     return int(above), int(torch.count_nonzero(vanishing))
@@ -52,7 +50,7 @@ def statistics_of(tensors: Iterable[tuple[str, str, Tensor]]) -> tuple[TensorSta
 
 @dataclass
 class Ledger:
-    """Tallies by kind and role, in the order they were first met."""
+    """Tallies by kind and role, in order of first appearance."""
 
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
 

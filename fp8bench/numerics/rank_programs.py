@@ -1,8 +1,8 @@
-"""What ranks do together, as programs that say what they exchange: the same code for processes and for a simulation.
+"""Programs of ranks that say what they exchange: the same code for processes and for a simulation.
 
-A program of one rank is a generator. It yields what it wants exchanged and is sent what the others gave; what it
-returns is its result. `simulated` runs the programs of all ranks in this process, `on_this_rank` runs one of them in a
-process group. Payloads of FP8 travel as bytes (uint8), which every backend of torch takes.
+The program of one rank is a generator. It yields what it wants exchanged, is sent the answer, and returns its result.
+`simulated` runs the programs of all ranks in this process, `on_this_rank` runs one of them in a process group. FP8
+payloads travel as bytes (uint8), which every backend of torch takes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a rank brings. It hands a share of that to the network for others."""
+    """A rank's payload, and how much of it the rank sends to others."""
 
     payload: Tensor
 
     def sent(self, size: int) -> float:
-        """Bytes that go round once: all ranks but the last send a part of them on."""
+        """Bytes of one round of a ring, in which all ranks but the last pass on a part."""
         return self.bytes * (size - 1) / size
 
     @property
@@ -37,19 +37,19 @@ class Exchange:
 
 
 class AllGather(Exchange):
-    """Everybody gets everybody's, by rank."""
+    """Every rank gets all payloads, in their order."""
 
     def sent(self, size: int) -> float:
         return self.bytes * (size - 1)
 
 
 class AllToAll(Exchange):
-    """The n-th row goes to rank n; everybody gets a row from each, by rank."""
+    """Row n goes to rank n; every rank gets one row from each, in their order."""
 
 
 @dataclass(frozen=True)
-class Handed(Exchange):
-    """So many numbers of it to each rank, which lie behind each other; so many come from each, by rank."""
+class RowsToRanks(Exchange):
+    """`to` counts the numbers for each rank, which are adjacent; `given` those that come from each, in their order."""
 
     rank: int
     to: Sequence[int]
@@ -60,7 +60,7 @@ class Handed(Exchange):
 
 
 class Shift(Exchange):
-    """To the next rank; what the one before gave comes."""
+    """The payload goes to the next rank; the one of the rank before is the answer."""
 
     def sent(self, size: int) -> float:
         return self.bytes
@@ -74,7 +74,7 @@ class Largest(Exchange):
 
 
 class FromFirst(Exchange):
-    """Rank 0's, to everybody."""
+    """Rank 0's payload, for all ranks."""
 
 
 Program = Generator[Exchange, Any, T]
@@ -82,10 +82,7 @@ Program = Generator[Exchange, Any, T]
 
 @dataclass
 class Counted:
-    """The bytes that a rank has handed to the network for others: those of the tensors that were really sent.
-
-    Of a maximum those that a ring sends, which torch's backends need not take.
-    """
+    """The bytes that a rank has sent to others; for a maximum, what a ring would send, which backends need not use."""
 
     size: int
     bytes: float = field(default=0.0)
@@ -95,33 +92,34 @@ class Counted:
 
 
 def simulated(programs: Sequence[Program[T]], counted: Counted | None = None) -> list[T]:
-    """The results of all ranks, which exchange in lockstep; what rank 0 sends is counted."""
+    """The results of all ranks, which run in lockstep; `counted` counts what rank 0 sends."""
     answers: list[Any] = [None] * len(programs)
     while True:
-        asked, results = [], []
+        requests, results = [], []
         for program, answer in zip(programs, answers, strict=True):
             try:
-                asked.append(program.send(answer))
+                requests.append(program.send(answer))
             except StopIteration as end:
                 results.append(end.value)
         if results:
-            if asked:
+            if requests:
                 raise RuntimeError(f"{len(results)} of {len(programs)} ranks have ended, and the others wait for them")
             return results
         if counted is not None:
-            counted.add(asked[0])
-        answers = _exchanged(asked)
+            counted.add(requests[0])
+        answers = _answers(requests)
 
 
-def _exchanged(asked: Sequence[Exchange]) -> list[Any]:
-    size, payloads = len(asked), [exchange.payload for exchange in asked]
-    match asked[0]:
+def _answers(requests: Sequence[Exchange]) -> list[Any]:
+    size, payloads = len(requests), [request.payload for request in requests]
+    match requests[0]:
         case AllGather():
             return [payloads] * size
         case AllToAll():
             return [torch.stack([rows[rank] for rows in payloads]) for rank in range(size)]
-        case Handed():
-            parts = [torch.split(handed.payload, list(handed.to)) for handed in asked if isinstance(handed, Handed)]
+        case RowsToRanks():
+            rows = [request for request in requests if isinstance(request, RowsToRanks)]
+            parts = [torch.split(request.payload, list(request.to)) for request in rows]
             return [[own[rank] for own in parts] for rank in range(size)]
         case Shift():
             return [payloads[rank - 1] for rank in range(size)]
@@ -131,14 +129,14 @@ def _exchanged(asked: Sequence[Exchange]) -> list[Any]:
 
 
 class Waits(Protocol):
-    """Something that goes on by itself, until it is waited for."""
+    """Something that runs by itself until it is waited for."""
 
     def wait(self) -> object: ...
 
 
 @dataclass(frozen=True)
 class BegunExchange(Generic[T]):
-    """A program whose first exchange of codes goes on by itself; what comes after it waits for that."""
+    """A program whose first exchange of codes has been started; the rest runs when it is waited for."""
 
     program: Program[T]
     sent: Sequence[Waits]
@@ -150,13 +148,12 @@ class BegunExchange(Generic[T]):
         return on_this_rank(self.program, answer=self.answer)
 
 
-def begun(program: Program[T]) -> BegunExchange[T]:
-    """Up to the first exchange of codes, which is not waited for: the largest magnitudes of ranks come before it."""
+def start(program: Program[T]) -> BegunExchange[T]:
     answer = None
     while True:
         exchange = program.send(answer)
         alone = not isinstance(exchange, Largest)
-        sent, answer = _asked(exchange, None, alone)
+        sent, answer = _started(exchange, None, alone)
         if alone:
             return BegunExchange(program, sent, answer)
 
@@ -168,8 +165,8 @@ def on_this_rank(
     group: ProcessGroup | None = None,
     answer: Any = None,
 ) -> T:
-    """The result of this process's rank in a group, or among all; `around` is entered for each exchange. `answer` is
-    that to the exchange which the program waits for, None where it has not begun."""
+    """The result of this process's rank in a group, by default all ranks; `around` is entered for each exchange. For a
+    program that has begun, `answer` is the answer to its last exchange."""
     around = around or nullcontext()
     while True:
         try:
@@ -180,13 +177,13 @@ def on_this_rank(
         if counted is not None:
             counted.add(exchange)
         with around:
-            sent, answer = _asked(exchange, group, False)
+            sent, answer = _started(exchange, group, False)
             for waits in sent:
                 waits.wait()
 
 
-def _asked(exchange: Exchange, group: ProcessGroup | None, alone: bool) -> tuple[Sequence[Waits], Any]:
-    """What to wait for before the answer may be read: nothing where torch has waited itself (not `alone`)."""
+def _started(exchange: Exchange, group: ProcessGroup | None, alone: bool) -> tuple[Sequence[Waits], Any]:
+    """What to wait for, and the answer. If not `alone`, torch waits itself."""
     import torch.distributed as dist
 
     rank, size, payload = dist.get_rank(group), dist.get_world_size(group), exchange.payload
@@ -197,7 +194,7 @@ def _asked(exchange: Exchange, group: ProcessGroup | None, alone: bool) -> tuple
         case AllToAll():
             received = torch.empty_like(payload)
             return _sent(dist.all_to_all_single(received, payload.contiguous(), group=group, async_op=alone)), received
-        case Handed(to=to, given=given):
+        case RowsToRanks(to=to, given=given):
             received = payload.new_empty(sum(given))
             work = dist.all_to_all_single(received, payload.contiguous(), list(given), list(to), group, alone)
             return _sent(work), torch.split(received, list(given))

@@ -1,9 +1,9 @@
-"""What rounding a tensor has cost: all figures of one tensor and its rounded self, from one pass over both.
+"""The errors of a rounded tensor: all figures of a tensor x and its rounded y, from one pass over both.
 
-x is the tensor, y what is left of it, e = y - x; sums are in fp64. Values of x that are not finite, and those that y
-has lost (finite in x and not in y), are counted apart and stand in no other figure. `factors_of` are what a scaling
-multiplies elements by, block by block; `figures` are given by names that say their unit, all of them finite. A scale
-that comes from earlier steps has figures of its own: how it follows the tensor's largest magnitude.
+e = y - x; sums are in fp64. Values of x that are not finite, and those that y has lost (finite in x and not in y), are
+counted apart and enter no other figure. `factors_of` gives what a scaling multiplies elements by, block by block;
+`figures` are finite numbers by names that include the unit. A scale that comes from earlier steps has figures of its
+own: how it follows the tensor's largest magnitude.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Place = tuple[slice, slice]
 
 @dataclass(frozen=True)
 class Factors:
-    """A value is its element times the factor of its block.
+    """Values are elements times the factor of their block.
 
-    `steps` has one number for each block, (blocks down, blocks across), on the tensor's device; a block is `rows` x
-    `columns` elements, 0 standing for all there are. A factor that is 0, infinite or NaN left nothing of its block.
+    `steps` has one factor for each block, (blocks down, blocks across), on the tensor's device; a block has `rows` x
+    `columns` elements, 0 standing for all. A factor that is 0, infinite or NaN has lost its block.
     """
 
     steps: Tensor
@@ -39,26 +39,24 @@ class Factors:
     columns: int = 0
 
     def over(self, place: Place) -> Tensor:
-        """The factor of every element of a piece, in fp64, in a shape that broadcasts over it."""
         down, across = (self._blocks(part, size) for part, size in zip(place, (self.rows, self.columns), strict=True))
         return self.steps.index_select(0, down).index_select(1, across).to(torch.float64)
 
     def raise_to_peaks(self, peaks: Tensor, magnitudes: Tensor, place: Place) -> None:
-        """Take the largest of a piece's magnitudes into the `peaks` of their blocks."""
         highest = in_blocks(magnitudes, self.columns).amax(-1)
         rows = self._blocks(place[0], self.rows).unsqueeze(1).expand(highest.shape)
         left = place[1].start // self.columns if self.columns else 0
         peaks[:, left : left + highest.shape[1]].scatter_reduce_(0, rows, highest, "amax")
 
     def _blocks(self, place: slice, size: int) -> Tensor:
-        """The block of each row (or column) of a piece; one for all where there is but one."""
+        """The block of each row (or column) of a piece; a single 0 if there is one block."""
         if not size:
             return torch.zeros(1, dtype=torch.int64, device=self.steps.device)
         return torch.arange(place.start, place.stop, device=self.steps.device).div_(size, rounding_mode="floor")
 
 
 def factors_of(x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tensor | None = None) -> Factors:
-    """Those that a tensor gets by itself, or with a `scale` of earlier steps; 1 without a scaling."""
+    """The factors of a tensor's own scales, or of a `scale` from earlier steps; 1 without a scaling."""
     if scaling is None:
         return Factors(torch.ones(1, 1, device=x.device))
     steps = blocks_of(x.detach().to(torch.float32).abs(), fmt, scaling, scale).steps
@@ -67,16 +65,16 @@ def factors_of(x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tensor | 
 
 
 def in_blocks(x: Tensor, columns: int) -> Tensor:
-    """(rows, blocks, columns), the last block filled with zeros; 0 columns are all there are."""
+    """(rows, blocks, columns), the last block padded with zeros; 0 columns means all."""
     size = columns or x.shape[1]
     missing = -x.shape[1] % size
     filled = pad(x, (0, missing)) if missing else x
     return filled.reshape(x.shape[0], filled.shape[1] // size, size)
 
 
-# The same for all scalings, so that they compare: an MX block.
+# The block of spreads is MX's for all scalings, so that they compare.
 BLOCK = 32
-# A magnitude is beyond the largest when it is by more than a float32 scale and its inverse can be wrong.
+# A magnitude is beyond the largest if it is so by more than the error of a float32 scale and its inverse.
 _SLACK = 1 + 2.0**-21
 _FLOAT64_BIAS = 1023
 _FLOAT64_MANTISSA_BITS = 52
@@ -84,10 +82,8 @@ _FLOAT64_MANTISSA_BITS = 52
 
 @dataclass(frozen=True)
 class Spread:
-    """SQNR of many parts of a tensor in dB: the middle one, and the one that 1% are worse than (or as bad).
-
-    Parts that are zero in x have none. Nearest ranks from below; infinite where a part is exact.
-    """
+    """SQNR of a tensor's parts in dB: the median, and the one that 1% are no better than. Nearest ranks from below;
+    infinite where a part is exact. Parts that are zero in x do not count."""
 
     median_db: float
     p1_db: float
@@ -95,10 +91,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class TensorError:
-    """Figures of a tensor and its rounded self. A share is of all `count` values, in percent.
+    """Figures of a tensor and its rounded self. Shares are percentages of all `count` values.
 
-    Of a tensor that is empty or zero there is no ratio: SQNR, error, cosine, slope and spreads are None, shares 0.
-    What needs the grid (ulp, saturation, subnormals, utilisation) is None where no format was given.
+    For a tensor that is empty or zero, SQNR, error, cosine, slope and spreads are None, and shares 0. What needs the
+    grid (ulp, saturation, subnormals, utilisation) is None without a format.
     """
 
     count: int
@@ -125,7 +121,6 @@ class TensorError:
 
     @property
     def relative(self) -> float | None:
-        """||e|| / ||x||, Frobenius norms: 10^(-SQNR / 20)."""
         return math.sqrt(self.noise / self.signal) if self.signal else None
 
     @property
@@ -142,7 +137,6 @@ class TensorError:
 
     @property
     def underflow_percent(self) -> float:
-        """Values that are not zero in x and zero in y."""
         return self._percent(self.vanished)
 
     @property
@@ -177,10 +171,10 @@ class TensorError:
 def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: Factors | None = None) -> TensorError:
     """The figures of x and y, tensors of one shape and any dtypes.
 
-    `fmt` is the elements' format and `factors` what scales them, if anything does: max_ulp is the largest |e| over the
-    distance of the format's neighbours at x, values that saturate left out (nearest rounding has at most 0.5,
-    stochastic rounding less than 1). `utilisation` is the largest magnitude over that of the format times the factor;
-    with several factors, that of the middle block (zero blocks left out).
+    `fmt` is the elements' format, and `factors` what scales them, if anything. max_ulp is the largest |e| in units of
+    the format's spacing at x, without saturated values (at most 0.5 for nearest rounding, below 1 for stochastic).
+    `utilisation` is the largest magnitude over the format's largest times the factor, for several factors that of the
+    median non-zero block.
     """
     if x.shape != y.shape:
         raise ValueError(f"shapes differ: {tuple(x.shape)} and {tuple(y.shape)}")
@@ -203,7 +197,7 @@ def decibels(signal: float, noise: float) -> float:
 
 
 class _Values:
-    """Sums and counts that need no format, as tensors on the device: nothing is read before the end."""
+    """Sums and counts that need no format, as tensors on the device, which are read at the end only."""
 
     def __init__(self, like: Tensor) -> None:
         height, width = like.shape
@@ -212,11 +206,11 @@ class _Values:
         self._signal, self._noise = (torch.zeros(parts, dtype=torch.float64, device=device) for _ in range(2))
         self._cross, self._output, self._amax = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
         self._smallest = torch.full((), math.inf, dtype=torch.float64, device=device)
-        # Of values that are: not zero, lost, vanished.
+        # Counts of values that are not zero, lost, vanished.
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
 
     def add(self, exact: Tensor, rounded: Tensor, finite: Tensor, kept: Tensor, place: Place) -> None:
-        """A piece of x, what is not `finite` taken for zero, and of y; `kept` is what is finite in both."""
+        """Adds a piece of x, with 0 for what is not `finite`, and of y; `kept` marks what is finite in both."""
         there = exact != 0
         self._counts[0] += there.sum()
         self._counts[1] += (finite & ~kept).sum()
@@ -245,7 +239,7 @@ class _Values:
 
 
 class _GridFigures:
-    """What depends on the elements' format: x is looked at in units of its block's factor."""
+    """Figures that need the elements' format: x in units of its block's factor."""
 
     def __init__(self, fmt: Format, factors: Factors) -> None:
         self._fmt, self._factors = fmt, factors
@@ -263,22 +257,20 @@ class _GridFigures:
         self._counts[0] += beyond.sum()
         self._counts[1] += ((magnitudes > 0) & (magnitudes < self._fmt.smallest_normal)).sum()
         self._factors.raise_to_peaks(self._peaks, magnitudes, place)
-        errors = (rounded / divisor - elements).abs() / self._neighbours(magnitudes)
+        # The format's spacing at each magnitude, computed from its bits, because a logarithm would round.
+        exponent = magnitudes.view(torch.int64).bitwise_right_shift(_FLOAT64_MANTISSA_BITS) - _FLOAT64_BIAS
+        spacing = exponent.clamp_(min=self._fmt.min_exponent) - self._fmt.mantissa_bits + _FLOAT64_BIAS
+        steps = spacing.bitwise_left_shift_(_FLOAT64_MANTISSA_BITS).view(torch.float64)
+        errors = (rounded / divisor - elements).abs() / steps
         told = kept & sound & ~beyond
         self._max_ulp = torch.maximum(self._max_ulp, torch.where(told, errors, 0.0).amax())
 
     def figures(self) -> tuple[int, int, float, float | None]:
-        """Saturated, subnormal, the largest error in ulp, and the utilisation (None of zeros)."""
+        """Saturated, subnormal, the largest error in ulp, and the utilisation (None for zeros)."""
         peaks = self._peaks[self._peaks > 0]
         used = float(peaks.median()) / self._fmt.largest if peaks.numel() else None
         saturated, subnormal = self._counts.tolist()
         return saturated, subnormal, float(self._max_ulp), used
-
-    def _neighbours(self, magnitudes: Tensor) -> Tensor:
-        """The distance of the format's neighbours at each magnitude, by the bits: a logarithm would round."""
-        exponent = magnitudes.view(torch.int64).bitwise_right_shift(_FLOAT64_MANTISSA_BITS) - _FLOAT64_BIAS
-        spacing = exponent.clamp_(min=self._fmt.min_exponent) - self._fmt.mantissa_bits
-        return spacing.add_(_FLOAT64_BIAS).bitwise_left_shift_(_FLOAT64_MANTISSA_BITS).view(torch.float64)
 
 
 def _spread(signal: Tensor, noise: Tensor) -> Spread | None:
@@ -292,10 +284,10 @@ def _spread(signal: Tensor, noise: Tensor) -> Spread | None:
 
 @dataclass(frozen=True)
 class ScaleCourse:
-    """Octaves, step by step. A drift or lag that no number can give (a scale or an amax of 0) is left out.
+    """How a delayed scale follows its tensor, in octaves by step, without values that involve a scale or an amax of 0.
 
-    drift_t = |log2(s_t / s_(t-1))|: how far the scale moved. lag_t = log2(amax_t s_t / largest): above 0 the step's
-    largest values saturate, below 0 that much of the format's range lies idle.
+    drift_t = |log2(s_t / s_(t-1))| is how far the scale moved. lag_t = log2(amax_t s_t / largest): above 0 the step's
+    largest values saturate, below 0 so much of the format's range is unused.
     """
 
     drift: tuple[float, ...]
@@ -303,7 +295,6 @@ class ScaleCourse:
 
 
 def scale_course(scales: Sequence[float], amaxes: Sequence[float], fmt: Format) -> ScaleCourse:
-    """The course of the scales s_t (an element is s_t times its value) and of the amaxes of the same steps."""
     if len(scales) != len(amaxes):
         raise ValueError(f"{len(scales)} scales cannot be those of {len(amaxes)} steps")
     drift = [_octaves(now, before) for before, now in itertools.pairwise(scales)]
@@ -320,11 +311,8 @@ def _octaves(above: float, below: float) -> float | None:
 
 
 def figures(error: TensorError, course: ScaleCourse | None = None) -> dict[str, float]:
-    """By name; docs/formats.md has the definitions. What a tensor does not have is left out.
-
-    An SQNR is told as EXACT_DB at most: that is what one without any error is shown as. `course` is that of the scale,
-    where it comes from earlier steps.
-    """
+    """Figures by name, without those that a tensor does not have; docs/formats.md defines them. An SQNR without any
+    error is given as EXACT_DB. `course` is that of a scale from earlier steps."""
     return {name: value for name, value in _figures(error, course) if value is not None}
 
 
@@ -334,7 +322,7 @@ def _figures(error: TensorError, course: ScaleCourse | None) -> Iterator[tuple[s
     yield from _parts_of("block", error.blocks)
     yield "relative_error", error.relative
     yield "max_ulp", error.max_ulp
-    # A cosine next to 1 would lose its digits where it is shown; rounding may put it above.
+    # The loss keeps digits that a cosine near 1 would not show; rounding may put the cosine above 1.
     yield "cosine_loss", None if error.cosine is None else max(0.0, 1 - error.cosine)
     yield "slope", error.slope
     yield "underflow_percent", error.underflow_percent
@@ -346,7 +334,7 @@ def _figures(error: TensorError, course: ScaleCourse | None) -> Iterator[tuple[s
     yield "dynamic_range_octaves", error.dynamic_range_octaves
     if course is not None:
         yield "scale_drift_octaves", max(course.drift, default=0.0)
-        # That of the step that came nearest to overflow, or overflowed most.
+        # The step nearest to overflow, or the worst.
         yield "scale_lag_octaves", max(course.lag, default=0.0)
 
 

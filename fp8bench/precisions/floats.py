@@ -1,4 +1,4 @@
-"""torch's own dtypes: fp32, the reference of all others; tf32; fp16 with loss scaling; bf16; and a model as it came."""
+"""torch's own dtypes: fp32, the reference; tf32; fp16 with loss scaling; bf16; and a model as it came."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class Fp32(PlainPrecision):
 
 @precisions.register("tf32")
 class Tf32(PlainPrecision):
-    """A switch more than a format: tensors stay float32, the tensor cores round what they read."""
+    """A switch rather than a format: tensors stay float32, and tensor cores round what they read."""
 
     name = "tf32"
     summary = "float32 tensors, products of TF32 values (10 mantissa bits, to nearest even where emulated), fp32 sums."
     rank = 10
     dtype = "float32"
     carried_by = "fp32"
-    # One switch for the process: on a GPU the head takes it too. On a CPU it changes no product of TF32 values.
+    # The switch is the process's: on a GPU the head takes it too. On a CPU it changes no product of TF32 values.
     float32_products = "high"
 
     def support(self, facts: DeviceFacts) -> Support:
@@ -82,7 +82,7 @@ class Tf32(PlainPrecision):
         return hardware.of_vendor(facts, "TF32", cpu, amd, nvidia, intel)
 
     def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
-        return super().arithmetic(facts)  # hardware rounds what it reads, and keeps nothing of it
+        return super().arithmetic(facts)  # the hardware rounds what it reads, and stores nothing of it
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         if self.support(facts).level is Level.NATIVE:
@@ -100,7 +100,7 @@ class Tf32(PlainPrecision):
 
 @precisions.register("untouched")
 class Untouched(PlainPrecision):
-    """Nothing is cast that the model does not cast itself: its dtypes, its autocast, its switches."""
+    """A model's own dtypes, autocast and switches."""
 
     name = "untouched"
     summary = "A model as it came, in its own dtypes."
@@ -109,10 +109,9 @@ class Untouched(PlainPrecision):
     listed = False
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Refused: the workload `model` alone says otherwise."""
+        """Refused; the workload `model` alone overrides that."""
         return refused("untouched is a model of your own as it came, and only `fp8bench profile` has one")
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Its products are by the switches of the process."""
         yield

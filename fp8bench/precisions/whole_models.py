@@ -1,18 +1,18 @@
-"""Of whole models alone: what Accelerate makes of a user's own, and a model whose keys and weights have formats."""
+"""Precisions of whole models: Accelerate's conversion of a user's own, and a served one with formats of its own."""
 
 from __future__ import annotations
 
 from fp8bench.formats import hardware
 from fp8bench.formats.hardware import is_nvidia, refused
 from fp8bench.model import DeviceFacts, Support
-from fp8bench.nn.served import CARRIERS, KV_FORMATS, SERVED, WEIGHT_FORMATS, kept_word
+from fp8bench.nn.served import CARRIERS, KV_FORMATS, SERVED, WEIGHT_FORMATS, format_parser
 from fp8bench.nn.shared_precisions import PlainPrecision
 from fp8bench.protocols import Arithmetic, Precision
 from fp8bench.protocols.axes import Option, one_of
 from fp8bench.registry import precisions
 
 NAME = "accelerate-fp8"
-# What each recipe needs beside Accelerate, and how it is had.
+# The package that each recipe needs besides Accelerate, and how to get it.
 _PACKAGES = {
     "ao": ("torchao", "pip install torchao"),
     "te": ("transformer_engine", "pip install 'transformer-engine[pytorch]'"),
@@ -22,7 +22,7 @@ _PACKAGES = {
 
 @precisions.register(NAME)
 class AccelerateFp8(PlainPrecision):
-    """Its `prepare` converts the model, runs it under bf16's autocast, and wraps the optimizer."""
+    """Accelerate's `prepare` converts the model, runs it under bf16's autocast, and wraps the optimizer."""
 
     name = NAME
     summary = (
@@ -39,21 +39,20 @@ class AccelerateFp8(PlainPrecision):
     )
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Refused: the workload `model` alone says otherwise."""
+        """Refused; the workload `model` alone overrides that."""
         return refused(f"{self.mode} is a whole model of your own by Accelerate: fp8bench profile MODULE:FUNCTION")
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
-        from fp8bench.nn.accelerated_model import AcceleratedModel
+        from fp8bench.nn.conversion import AcceleratedModel
 
         return AcceleratedModel(str(self.chosen["recipe"]), str(self.chosen["level"]), facts)
 
     def prepares(self, facts: DeviceFacts) -> Support:
-        """How Accelerate prepares a model for a device."""
         recipe, nvidia = str(self.chosen["recipe"]), is_nvidia(facts) and facts.capability is not None
         package, how = _PACKAGES[recipe]
         for needed, way in (("accelerate", "pip install accelerate"), (package, how)):
             if recipe != "ao" and not nvidia:
-                break  # what no installation would mend is said first
+                break  # installing a package would not help there
             if facts.version_of(needed) is None:
                 return refused(f"{needed} is not installed here: {way}")
         if self.chosen["level"] != "O2" and recipe != "msamp":
@@ -71,13 +70,13 @@ class AccelerateFp8(PlainPrecision):
         if nvidia:
             return hardware.native(f"Accelerate's recipe {recipe}")
         if facts.accelerated:
-            return refused(f"nobody has run Accelerate's FP8 on {facts.kind}: choose cpu or cuda")
+            return refused(f"Accelerate's FP8 has not been tried on {facts.kind}: choose cpu or cuda")
         return hardware.emulated("torchao's layers by Accelerate, on torch's CPU kernels: a CPU has no FP8 units")
 
 
 @precisions.register(SERVED)
 class Served(Precision):
-    """An arm of inference: what is kept is restored, or multiplied as it is, and everything else is the carrier's."""
+    """An arm of inference: formats of the cache and the weights; everything else is in the carrier."""
 
     name = SERVED
     summary = "bf16 or fp32, with keys and values, and weights, kept in formats of their own."
@@ -85,14 +84,14 @@ class Served(Precision):
     listed = False
     options = (
         Option("carrier", f"what all else is in: {', '.join(CARRIERS)}", "bf16", one_of(*CARRIERS)),
-        Option("kv", "the format of keys and values", "", kept_word(KV_FORMATS)),
-        Option("weights", "the format of the blocks' weights", "", kept_word(WEIGHT_FORMATS)),
+        Option("kv", "the format of keys and values", "", format_parser(KV_FORMATS)),
+        Option("weights", "the format of the blocks' weights", "", format_parser(WEIGHT_FORMATS)),
         Option("activations", "low: inputs of those layers are rounded to their weights' format too", "high",
                one_of("high", "low")),
     )  # fmt: skip
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Refused: the workloads that serve a model alone say otherwise."""
+        """Refused; the workloads that serve a model override that."""
         return refused("served keeps a model's cache and weights: only prefill, decode and gemm have such")
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:

@@ -20,7 +20,7 @@ from torch import nn
 from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
-from fp8bench.nn.holders import CONV2D, EXPERTS, Held, Stacked
+from fp8bench.nn.holders import CONV2D, EXPERTS, ProductWeight, Stacked
 from fp8bench.tape.formulas import Named, Product, convolved, convolved_back, flops_of
 from fp8bench.tape.recorder import Call, OperatorTape, arguments_of, name_of, tensors_in
 from fp8bench.tape.timed_calls import RunningModules
@@ -71,7 +71,7 @@ class _Place:
     """Where an operator runs: the module of that path, and the weight that it multiplies by, if any."""
 
     path: str = ""
-    held: Held | None = None
+    held: ProductWeight | None = None
 
 
 _NOWHERE = _Place()
@@ -80,14 +80,14 @@ _NOWHERE = _Place()
 class _HeldModules(RunningModules[_Place]):
     """Modules of a model by their paths and weights, and products with one weight of a stack."""
 
-    def __init__(self, model: nn.Module, held: Sequence[Held]) -> None:
+    def __init__(self, model: nn.Module, held: Sequence[ProductWeight]) -> None:
         whole = {one.module: one for one in held if one.kind != EXPERTS and one.parameter == "weight"}
         places = {module: _Place(path, whole.get(module)) for path, module in model.named_modules()}
         super().__init__(places.get, _NOWHERE)
         # Weights that torch has multiplied by in a way that could not be told.
         self.missed: set[int] = set()
         self.called: Counter[int] = Counter()
-        self._stacks: dict[nn.Module, dict[str, Held]] = defaultdict(dict)
+        self._stacks: dict[nn.Module, dict[str, ProductWeight]] = defaultdict(dict)
         for one in held:
             if one.kind == EXPERTS:
                 self._stacks[one.module][one.parameter] = one
@@ -124,7 +124,7 @@ class _HeldModules(RunningModules[_Place]):
 
 
 class _PlacedTape(OperatorTape):  # type: ignore[no-untyped-call]
-    def __init__(self, model: nn.Module, held: Sequence[Held]) -> None:
+    def __init__(self, model: nn.Module, held: Sequence[ProductWeight]) -> None:
         super().__init__()
         self.modules = _HeldModules(model, held)
         self.places: list[_Place] = []
@@ -139,7 +139,7 @@ class _PlacedTape(OperatorTape):  # type: ignore[no-untyped-call]
 
 
 def coverage_of(
-    model: nn.Module, held: Sequence[Held], step: Callable[[], object], *, multiple: int = 1, loss: str = ""
+    model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object], *, multiple: int = 1, loss: str = ""
 ) -> Coverage:
     """The products of a step of the model as it came, by the weights that they are made with. Never timed.
 
@@ -162,7 +162,7 @@ def coverage_of(
     return Coverage(tuple(kept), tuple(others), sums.flops, loss, tuple(remarks))
 
 
-def _followed(model: nn.Module, held: Sequence[Held], step: Callable[[], object]) -> _PlacedTape:
+def _followed(model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object]) -> _PlacedTape:
     tape = _PlacedTape(model, held)
     with tape.modules.watched(), torch.autograd.set_multithreading_enabled(False), tape:
         step()
@@ -250,7 +250,7 @@ def _why(operator: str, count: int | None, weight: str) -> str:
     return "no layer's: a function multiplies tensors that are no weight of a layer here"
 
 
-def _holder(held: Held, sums: _CoveredSums, tape: _PlacedTape, multiple: int) -> Holder:
+def _holder(held: ProductWeight, sums: _CoveredSums, tape: _PlacedTape, multiple: int) -> Holder:
     products, calls = tuple(sums.products[id(held)]), tape.modules.called[id(held)]
     rule, reason = held.rule, held.reason
     if not reason and not calls:
@@ -261,7 +261,7 @@ def _holder(held: Held, sums: _CoveredSums, tape: _PlacedTape, multiple: int) ->
     )  # fmt: skip
 
 
-def _not_called(held: Held, sums: _CoveredSums, tape: _PlacedTape) -> tuple[str, str]:
+def _not_called(held: ProductWeight, sums: _CoveredSums, tape: _PlacedTape) -> tuple[str, str]:
     if id(held) in tape.modules.missed:
         return "operator", "it is multiplied in a way that is not x times a weight (an einsum, or a sum with it)"
     if held.kind == EXPERTS:
@@ -271,7 +271,7 @@ def _not_called(held: Held, sums: _CoveredSums, tape: _PlacedTape) -> tuple[str,
     return "not-called", "the step never calls it"
 
 
-def unfit(held: Held, products: Sequence[HeldProduct], multiple: int) -> str:
+def unfit(held: ProductWeight, products: Sequence[HeldProduct], multiple: int) -> str:
     """What native products want of a weight's products and do not have; '' if nothing.
 
     Contractions and columns have to be multiples: of weight gradients the contraction is the rows of the forward pass.

@@ -167,7 +167,7 @@ def bits_of_ranks(facts: DeviceFacts) -> tuple[OperationBits, ...]:
     codes = own.to(torch.float8_e4m3fn).view(torch.uint8)  # as bytes: gloo sends no values in FP8
     exchanges: tuple[tuple[str, str, Callable[[], Tensor]], ...] = (
         ("float32", "sum of all ranks", lambda: ranks.added(own)),
-        ("uint8", "codes of all ranks", lambda: torch.stack(ranks.everybodys(codes))),
+        ("uint8", "codes of all ranks", lambda: torch.stack(ranks.all_of(codes))),
     )
     operations = []
     for dtype, name, exchanged in exchanges:

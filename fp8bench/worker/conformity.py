@@ -171,7 +171,7 @@ class _Compared:
 
     def _units(self, made: Tensor, operands: list[Operand]) -> str:
         """In words, that it is bit by bit what the GPU's FP8 units sum; '' where it is not, or has other units."""
-        from fp8bench.numerics.conformity import of_units
+        from fp8bench.numerics.conformity import match_units
 
         if not self._hopper or any(operand.scale is None or operand.data.element_size() != 1 for operand in operands):
             return ""
@@ -183,7 +183,7 @@ class _Compared:
         ]
         down, across = (native.restore(operand, torch.float32).cpu() for operand in of_ones)
         for promoted, words in ((True, "added to a float32 sum every 128"), (False, "all along")):
-            if of_units(made, (first, second), (down, across), promoted):
+            if match_units(made, (first, second), (down, across), promoted):
                 return f"as Hopper's FP8 units sum: 14 bits are kept after every 32 products, {words}"
         return ""
 

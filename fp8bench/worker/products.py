@@ -23,7 +23,7 @@ from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.model import Case, DeviceFacts, GivenTensors, Level, Products
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.numerics.conformity import looks_like
-from fp8bench.numerics.operands import ProductWatch, has_dtype_of, is_of
+from fp8bench.numerics.operands import ProductWatch, has_dtype_of, has_format
 from fp8bench.protocols import Precision, Role, Setup, Workload
 from fp8bench.protocols.workload import key_of
 from fp8bench.registry import devices, precisions
@@ -149,10 +149,10 @@ class _Looking:
         pairs = [(operand, fmt) for operand in operands for fmt in self.formats]
         if self.takes_codes:
             self.low = any(has_dtype_of(tensor, fmt) for tensor, fmt in pairs)
-            self.wide = self.wide or (not self.low and any(is_of(tensor, fmt) for tensor, fmt in pairs))
+            self.wide = self.wide or (not self.low and any(has_format(tensor, fmt) for tensor, fmt in pairs))
         else:
             reads = self.reads_float32 and any(operand.dtype == torch.float32 for operand in operands)
-            self.low = reads or any(is_of(tensor, fmt) for tensor, fmt in pairs)
+            self.low = reads or any(has_format(tensor, fmt) for tensor, fmt in pairs)
 
 
 # Of processor time, to look at what a state is given; of one that takes longer nothing is said.

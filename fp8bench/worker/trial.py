@@ -145,7 +145,7 @@ def _of_parts(
     arithmetic: Arithmetic, a: Operand, g: Operand, sources: tuple[Tensor, Tensor, Tensor]
 ) -> dict[str, float]:
     """The same of both products for several weights: here two, the second of which is the first upside down."""
-    from fp8bench.nn.linear import beside, turned_parts
+    from fp8bench.nn.linear import stacked, turn_parts
 
     def exact(operand: Operand) -> Tensor:
         return arithmetic.restore(operand, torch.float64)
@@ -160,10 +160,10 @@ def _of_parts(
     both = [arithmetic.cast(tensor, Role.WEIGHT) for tensor in (weight, weight.flip(0))]
     rows = zip(torch.split_with_sizes(exact(a), sizes), map(exact, both), strict=True)
     turned = zip(columns(gradient, Role.GRADIENT), columns(x, Role.INPUT), strict=True)
-    forward = torch.split_with_sizes(arithmetic.grouped(a, beside(both), ends), sizes)
+    forward = torch.split_with_sizes(arithmetic.grouped(a, stacked(both), ends), sizes)
     gradients = arithmetic.grouped(
-        turned_parts(arithmetic, g, gradient, Role.GRADIENT, sizes),
-        turned_parts(arithmetic, a, x, Role.INPUT, sizes), ends,
+        turn_parts(arithmetic, g, gradient, Role.GRADIENT, sizes),
+        turn_parts(arithmetic, a, x, Role.INPUT, sizes), ends,
     ).unbind()  # fmt: skip
     return {
         f"grouped {name}": max(

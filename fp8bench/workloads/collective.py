@@ -212,8 +212,7 @@ def _signal(setup: Setup) -> str:
 
 def _shares(state: CollectiveState) -> list[Any]:
     """Of codes that are the format's largest, and of values that are sent as zero, by a mu that has settled."""
-    from fp8bench.numerics.collectives import InFP8
-    from fp8bench.numerics.fp8_reduce import flushed, saturated
+    from fp8bench.numerics.collectives import InFP8, flushed, saturated
     from fp8bench.numerics.rank_programs import on_this_rank
 
     kind, given, rank, size = state.kind, state.given, state.rank, state.size

@@ -9,7 +9,7 @@ from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.nn.shared_workloads import ConvolvedWorkload, is_training, misfit
-from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, SamplerPlan, standing
+from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, SamplerPlan, layers_around
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
@@ -173,10 +173,10 @@ class Diffusion(ConvolvedWorkload):
         sizes = sizes_of(params)
         if sizes.denoiser == "dit":
             blocks = (f"blocks.{number}.{norm}" for number in range(sizes.layers) for norm in ("norm_attn", "norm_mlp"))
-            return standing((*blocks, "norm"), "embedding", "residual")
+            return layers_around((*blocks, "norm"), "embedding", "residual")
         timed = [f"{way}.{number}" for way in ("down", "up") for number in range(sizes.layers)]
         norms = (f"{block}.norms.{number}" for block in (*timed, "middle.0", "middle.1") for number in (0, 1))
-        return standing((*norms, "attn_norm", "norm"), "residual")
+        return layers_around((*norms, "attn_norm", "norm"), "residual")
 
     def work(self, params: Mapping[str, Scalar]) -> Work:
         sizes = sizes_of(params)
@@ -219,11 +219,11 @@ class Diffusion(ConvolvedWorkload):
         return support
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        from fp8bench.nn.diffusion import made
+        from fp8bench.nn.diffusion import denoiser_state
 
         params = dict(setup.case.params)
         plan = None if is_training(params) else plan_of(params)
-        return made(setup, sizes_of(params), plan, choose, carrier, params["time"] == "carrier")
+        return denoiser_state(setup, sizes_of(params), plan, choose, carrier, params["time"] == "carrier")
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Of training as of any layer; of sampling by step, and how often a step's denoiser is evaluated."""

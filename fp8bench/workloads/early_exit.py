@@ -91,7 +91,7 @@ class EarlyExits(LayerWorkload):
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic
-        from fp8bench.nn.early_exit import EarlyExit, own_exits, scheduled_exits
+        from fp8bench.nn.early_exit import EarlyExit, scheduled_exits, threshold_exits
         from fp8bench.nn.exercise import exercise
 
         params = dict(setup.case.params)
@@ -110,7 +110,7 @@ class EarlyExits(LayerWorkload):
             return state
         exact = state if carrier is wide else made(lambda name: PlainArithmetic(wide), wide)
         assert isinstance(exact.layer, EarlyExit)
-        state.layer.exits = own_exits(exact.layer, exact.inputs[0], rows)
+        state.layer.exits = threshold_exits(exact.layer, exact.inputs[0], rows)
         return state
 
     def error(self, setup: Setup) -> dict[str, float]:

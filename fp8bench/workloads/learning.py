@@ -67,18 +67,18 @@ class Learning(TrainingWorkload):
         return gpt_around(_config(params).layers)
 
     def prepare(self, setup: Setup) -> TrainingState:
-        from fp8bench.nn.around import take_around
+        from fp8bench.nn.around import set_around
         from fp8bench.nn.batches import loader_for
         from fp8bench.nn.gpt import GPT
-        from fp8bench.nn.training_step import begun, drawn
+        from fp8bench.nn.training_step import new_state, seeded
         from fp8bench.nn.whole_layers import CachedWeights
 
         config = _config(dict(setup.case.params))
-        with drawn(setup):
+        with seeded(setup):
             model = GPT(config, self.arithmetics(setup), setup.arithmetic.carrier)
-        take_around(model, setup.around(self.around(dict(setup.case.params))))
+        set_around(model, setup.around(self.around(dict(setup.case.params))))
         loader = loader_for(setup, _BATCH, config, setup.draw)
-        return begun(setup, model, loader, CachedWeights(model).cast, attention="math", rate=_RATE)
+        return new_state(setup, model, loader, CachedWeights(model).cast, attention="math", rate=_RATE)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """The mean loss over that of the reference, whose weights and batches are the same; infinite once a loss is."""

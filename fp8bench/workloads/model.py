@@ -147,7 +147,7 @@ class Model(Workload):
         return errors_between(found, wanted).get("gradient_error")
 
     def covered(self, setup: Setup) -> Covered | None:
-        from fp8bench.nn.accelerated_model import AcceleratedModel, converted_in, unconverted
+        from fp8bench.nn.conversion import AcceleratedModel, converted_in, unconverted
         from fp8bench.nn.own_model import OwnModel, conversion_of
 
         if not _converts(setup):
@@ -190,11 +190,11 @@ def _copied(setup: Setup) -> Given:
 
 def copied(name: str, seed: int, facts: DeviceFacts) -> Given:
     """The same for whoever else has arms. What a training goes through or calls is shared, and no copy."""
-    from fp8bench.nn.own_model import given_of, seeded
+    from fp8bench.nn.own_model import parse_given, seeded
 
     if (name, seed) not in MADE:
         with seeded(seed, facts):
-            given = given_of(name, _called(name), seed)
+            given = parse_given(name, _called(name), seed)
         _refuse_parameters(name, given)
         MADE[name, seed] = given
     given = MADE[name, seed]

@@ -9,7 +9,7 @@ from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalar, Support, Work
 from fp8bench.nn.shared_workloads import LayerWorkload, is_training, misfit
-from fp8bench.nn.sizes import MoeSizes, standing
+from fp8bench.nn.sizes import MoeSizes, layers_around
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import precisions, workloads
@@ -107,7 +107,7 @@ class Moe(LayerWorkload):
         )  # fmt: skip
 
     def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
-        return standing((f"norms.{layer}" for layer in range(int(params["layers"]))), "residual")
+        return layers_around((f"norms.{layer}" for layer in range(int(params["layers"]))), "residual")
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
         support, sizes = precision.support(facts), sizes_of(params)
@@ -131,11 +131,11 @@ class Moe(LayerWorkload):
 
         from fp8bench.nn.arithmetics import PlainArithmetic
         from fp8bench.nn.exercise import exercise
-        from fp8bench.nn.experts import Mixture, Travel, cast_once, made_load
+        from fp8bench.nn.experts import Mixture, Travel, cast_once, draw_load
 
         params, sizes = dict(setup.case.params), sizes_of(dict(setup.case.params))
         tokens, load = int(params["tokens"]), str(params["load"])
-        plans = [made_load(load, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))]
+        plans = [draw_load(load, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))]
         if carrier is torch.float64:  # the exact pass: nothing is rounded, and nothing is filled up
             travel = Travel("carrier", "carrier", PlainArithmetic(torch.float64), 1)
         else:

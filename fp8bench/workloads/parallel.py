@@ -158,19 +158,19 @@ class Parallel(Workload):
         return StepParts(silent, wire.send_again, stepping(together), wire.sent(dist.get_rank()), alone)
 
     def _state(self, setup: Setup, group: ProcessGroup | None, plain: bool = False) -> ParallelState:
-        from fp8bench.nn.parallel.step import begun
+        from fp8bench.nn.parallel.step import new_state
 
         assert group is not None
         model = WAYS[str(setup.case.param("way"))].model(self._job(setup, group))
-        return begun(model, _loader(setup), setup.facts, plain)
+        return new_state(model, _loader(setup), setup.facts, plain)
 
     def _alone(self, setup: Setup, plain: bool = False, parts: int = 1) -> ParallelState:
         """One rank's, of the whole batch or of so small a part of it."""
         from fp8bench.nn.parallel.model import AloneModel
-        from fp8bench.nn.parallel.step import begun
+        from fp8bench.nn.parallel.step import new_state
 
         model = AloneModel(self._made(setup), setup.loss_scale)
-        return begun(model, _loader(setup, parts), setup.facts, plain)
+        return new_state(model, _loader(setup, parts), setup.facts, plain)
 
     def _job(self, setup: Setup, group: ProcessGroup) -> Job:
         params = dict(setup.case.params)
@@ -182,18 +182,18 @@ class Parallel(Workload):
         )  # fmt: skip
 
     def _made(self, setup: Setup) -> GPT:
-        from fp8bench.nn.around import take_around
-        from fp8bench.nn.experts import MixtureGPT, load_made
+        from fp8bench.nn.around import set_around
+        from fp8bench.nn.experts import MixtureGPT, set_load
         from fp8bench.nn.gpt import GPT
-        from fp8bench.nn.training_step import drawn
+        from fp8bench.nn.training_step import seeded
 
         params = dict(setup.case.params)
         config = _config(params)
-        with drawn(setup):
+        with seeded(setup):
             model = (MixtureGPT if config.experts else GPT)(config, self.arithmetics(setup), setup.arithmetic.carrier)
-        take_around(model, setup.around(self.around(params)))
+        set_around(model, setup.around(self.around(params)))
         if config.experts:
-            load_made(model, str(params["load"]), int(params["batch"]) * config.sequence, setup.seed)
+            set_load(model, str(params["load"]), int(params["batch"]) * config.sequence, setup.seed)
         return model
 
 

@@ -16,7 +16,6 @@ from fp8bench.nn.shared_workloads import (
     SCORES_BESIDE,
     SCORES_KEPT,
     TrainingWorkload,
-    attention_by,
     carrier_bytes,
     missing_kernel,
     uncompilable,
@@ -181,14 +180,14 @@ class Transformer(TrainingWorkload):
 
     def _own(self, setup: Setup) -> GPT:
         """The model in the case's precisions."""
-        from fp8bench.nn.around import take_around
+        from fp8bench.nn.around import set_around
         from fp8bench.nn.unit_scaling import scale_to_unit
 
         again = _choice(dict(setup.case.params), "checkpointing") == "blocks"
         model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, again)
         if precisions.get(setup.case.precision).unit_scaled:
             scale_to_unit(model, int(setup.case.param("sequence")))
-        take_around(model, setup.around(self.around(dict(setup.case.params))))
+        set_around(model, setup.around(self.around(dict(setup.case.params))))
         return model
 
     def _products(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
@@ -236,15 +235,16 @@ class Transformer(TrainingWorkload):
         return FourModels(actor, critic, others, loader, count, {})
 
     def _trained(self, setup: Setup, loader: Loader) -> TrainingState:
+        from fp8bench.nn.attention import attention_by
         from fp8bench.nn.gpt import blocks_are_taken
-        from fp8bench.nn.training_step import begun
+        from fp8bench.nn.training_step import new_state
 
         params = dict(setup.case.params)
         attention = _choice(params, "attention")
         model = self._own(setup)
         with attention_by(attention):
             forward = _forward(setup, model)
-        return begun(
+        return new_state(
             setup, model, loader, _weights(setup, model), attention=attention, forward=forward,
             compiled=forward is not model or blocks_are_taken(model), fused=_choice(params, "fused") == "yes",
             micro_batches=int(params["micro_batches"]),
@@ -291,6 +291,8 @@ class Transformer(TrainingWorkload):
 
     def _first_gradients(self, setup: Setup) -> tuple[float, list[Tensor]]:
         """Mean loss and gradients of the case's first step, of a second pass where an arithmetic settles."""
+        from fp8bench.nn.attention import attention_by
+
         model = self._own(setup)
         with attention_by(_choice(dict(setup.case.params), "attention")):
             forward = _forward(setup, model)
@@ -339,14 +341,14 @@ def _model(
 ) -> GPT:
     """The model of a case from its seed, on its device; weights are the same for every arithmetic."""
     from fp8bench.nn.gpt import GPT, take_blocks
-    from fp8bench.nn.training_step import drawn
-    from fp8bench.nn.whole_layers import surrounded
+    from fp8bench.nn.training_step import seeded
+    from fp8bench.nn.whole_layers import surround
 
-    with drawn(setup):
+    with seeded(setup):
         model = GPT(_config(setup), choose, carrier, checkpointing, core)
     if _choice(dict(setup.case.params), "cut") == "block" and not _config(setup).modern:
         take_blocks(model, _config(setup).heads)
-    surrounded(model)
+    surround(model)
     return model
 
 

@@ -133,10 +133,10 @@ class Vision(TrainingWorkload):
         return support
 
     def prepare(self, setup: Setup) -> TrainingState | InferenceState:
-        from fp8bench.nn.around import take_around
+        from fp8bench.nn.around import set_around
 
         state = _state(setup, self.arithmetics(setup), setup.arithmetic.carrier)
-        take_around(state.model, setup.around(self.around(dict(setup.case.params))))
+        set_around(state.model, setup.around(self.around(dict(setup.case.params))))
         return state
 
     def check(self, state: Any) -> str:
@@ -167,15 +167,15 @@ def _state(setup: Setup, choose: Choose, carrier: torch.dtype) -> TrainingState 
     """A case's model from its seed, the same weights for every arithmetic and layout, and its batches."""
     import torch
 
-    from fp8bench.nn.training_step import begun, drawn
+    from fp8bench.nn.training_step import new_state, seeded
     from fp8bench.nn.vision import LAYOUTS, MODELS, ImageLoader, inference
 
     params = dict(setup.case.params)
     sizes, layout = sizes_of(params), LAYOUTS[str(params["layout"])]
-    with drawn(setup):
+    with seeded(setup):
         model = MODELS[sizes.model](sizes, choose, layout)
     model = model.double() if carrier is torch.float64 else model
     loader = ImageLoader(sizes, int(params["batch"]), layout, carrier, setup.facts.key, setup.seed)
     if not is_training(params):
         return inference(model, loader)
-    return begun(setup, model, loader, lambda phase: nullcontext())
+    return new_state(setup, model, loader, lambda phase: nullcontext())

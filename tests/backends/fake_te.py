@@ -33,7 +33,7 @@ KEPT = recorded()
 
 
 class Format(Enum):
-    """As it is there."""
+    """Transformer Engine's enumeration."""
 
     E4M3 = "e4m3"
     HYBRID = "hybrid"
@@ -144,7 +144,7 @@ class TransformerLayer(nn.Module):
             x.float(), shape, attention.layernorm_qkv.layer_norm_weight, attention.layernorm_qkv.layer_norm_bias
         )
         parts = attention.layernorm_qkv(normed.to(x.dtype), first).chunk(3, dim=-1)
-        q, k, v = (one.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for one in parts)
+        q, k, v = (item.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for item in parts)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         x = x + attention.proj(mixed, first)
         normed = F.layer_norm(x.float(), shape, mlp.layer_norm_weight, mlp.layer_norm_bias).to(x.dtype)
@@ -162,7 +162,7 @@ def _recipe_class(name: str) -> type:
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Put it where the real one would be, and torch's autocast for CUDA, which is none here, into a list of calls."""
+    """Puts the fake package in place of the real one; records calls of torch's CUDA autocast, which is missing here."""
     package, pytorch, common, recipe = (
         types.ModuleType(f"transformer_engine{name}") for name in ("", ".pytorch", ".common", ".common.recipe")
     )

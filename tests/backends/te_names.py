@@ -36,7 +36,6 @@ META = "transformer_engine/pytorch/module/base.py"
 
 
 def derived(wheel: Path) -> str:
-    """A line for each class: its name, and the names of what it is given."""
     lines = []
     with zipfile.ZipFile(wheel) as archive:
         for module, names in MODULES.items():
@@ -58,28 +57,24 @@ def derived(wheel: Path) -> str:
 
 
 def _assigns(source: bytes, name: str) -> bool:
-    """Whether a class gives itself that attribute."""
     of, _, attribute = name.partition(".")
     nodes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == of]
     return any(f"self.{attribute} = " in ast.unparse(node) for node in nodes)
 
 
 def arguments(node: ast.ClassDef) -> list[str]:
-    """Those of __init__, or a dataclass's fields."""
-    made = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
+    made = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
     if made is None:
-        return [ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)]
-    return [one.arg for one in (*made.args.args, *made.args.kwonlyargs)][1:]
+        return [ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)]
+    return [item.arg for item in (*made.args.args, *made.args.kwonlyargs)][1:]
 
 
 def called(node: ast.ClassDef) -> list[str]:
-    """What its forward pass is given."""
-    made = next((one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "forward"), None)
-    return [] if made is None else [one.arg for one in made.args.args]
+    made = next((item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "forward"), None)
+    return [] if made is None else [item.arg for item in made.args.args]
 
 
 def recorded() -> dict[str, tuple[str, ...]]:
-    """The table: what each class may be given."""
     lines = [line for line in TABLE.read_text().splitlines() if line.endswith(")")]
     split = (line[:-1].partition("(") for line in lines)
     return {name: tuple(given.split(", ")) for name, _, given in split}

@@ -1,4 +1,4 @@
-"""Who multiplies: what each backend takes and refuses, by facts; and how one is asked for."""
+"""Backends: what each takes and refuses, by facts, and how one is requested."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ RECIPES = [name for name in precisions.names() if isinstance(precisions.get(name
 
 
 def here(facts: DeviceFacts, **versions: str) -> DeviceFacts:
-    """The same device where these packages are installed."""
     return replace(facts, packages=tuple(versions.items()))
 
 
@@ -40,15 +39,14 @@ def test_a_backend_introduces_itself(name: str) -> None:
 @for_each("facts", DEVICES, ids=lambda facts: facts.name)
 @for_each("name", backends.names())
 def test_it_says_of_every_recipe_how_and_why(name: str, facts: DeviceFacts) -> None:
-    """Where its package is there, and where it is not; and it is never native where the device has no units."""
     backend = backends.get(name)
     everything = here(facts, **{backend.package: "99.0"}) if backend.package != "torch" else facts
     for mode in RECIPES:
-        for one in (facts, everything):
-            found = precisions.get(mode).by(backend).support(one)
-            assert isinstance(found.level, Level) and found.reason and "\n" not in found.reason
-            own = precisions.get(mode).support(one)
-            assert found.level is not Level.NATIVE or own.level is Level.NATIVE or name == "te"
+        for item in (facts, everything):
+            result = precisions.get(mode).by(backend).support(item)
+            assert isinstance(result.level, Level) and result.reason and "\n" not in result.reason
+            own = precisions.get(mode).support(item)
+            assert result.level is not Level.NATIVE or own.level is Level.NATIVE or name == "te"
 
 
 @for_each(
@@ -59,39 +57,29 @@ def test_it_says_of_every_recipe_how_and_why(name: str, facts: DeviceFacts) -> N
         ("mxfp8:backend=torch", H200, Level.REFUSED, "choose backend=emulated, or auto"),
         ("fp8:backend=emulated", H200, Level.EMULATED, "backend=emulated"),
         ("mxfp6:backend=emulated", CPU, Level.EMULATED, "backend=emulated"),
-        ("fp8:backend=torchao", H200, Level.REFUSED, "torchao is not installed here: pip install 'torchao'"),
+        ("fp8:backend=torchao", H200, Level.NATIVE, "torchao's recipe tensorwise"),
+        ("fp8-rowwise:backend=torchao", H200, Level.NATIVE, "recipe rowwise,"),
+        ("fp8-rowwise:gw=bf16:backend=torchao", H200, Level.NATIVE, "rowwise_with_gw_hp"),
+        ("fp8:backend=torchao", CPU, Level.EMULATED, "torchao's own emulation of its recipe tensorwise: no hardware"),
+        ("mxfp6:backend=torchao", H200, Level.REFUSED, "torchao has no recipe mxfp6"),
+        ("fp8:scale=pow2:backend=torchao", H200, Level.REFUSED, "the nearest is fp8"),
+        ("fp8-rowwise:scale=exact:backend=torchao", H200, Level.REFUSED, "the nearest is fp8-rowwise"),
     ],
 )
 def test_what_is_taken_and_why_not(word: str, facts: DeviceFacts, level: Level, words: str) -> None:
-    found = support(word, facts)
-    assert found.level is level and words in found.reason
+    result = support(word, facts, torchao="0.18.0")
+    assert result.level is level and words in result.reason
 
 
-@for_each(
-    ("word", "facts", "level", "words"),
-    [
-        ("fp8", H200, Level.NATIVE, "torchao's recipe tensorwise"),
-        ("fp8-rowwise", H200, Level.NATIVE, "recipe rowwise,"),
-        ("fp8-rowwise:gw=bf16", H200, Level.NATIVE, "rowwise_with_gw_hp"),
-        ("fp8", CPU, Level.EMULATED, "torchao's own emulation of its recipe tensorwise: no hardware for FP8"),
-        ("mxfp6", H200, Level.REFUSED, "torchao has no recipe mxfp6"),
-        ("fp8:scale=pow2", H200, Level.REFUSED, "the nearest is fp8"),
-        ("fp8-rowwise:scale=exact", H200, Level.REFUSED, "the nearest is fp8-rowwise"),
-    ],
-)
-def test_torchao_takes_its_recipes_alone(word: str, facts: DeviceFacts, level: Level, words: str) -> None:
-    found = support(f"{word}:backend=torchao", facts, torchao="0.18.0")
-    assert found.level is level and words in found.reason
-
-
-def test_a_version_that_is_too_old_is_named() -> None:
-    found = support("fp8:backend=torchao", CPU, torchao="0.9.1")
-    assert found.reason == "torchao 0.9.1 is too old: 0.13 or later is needed"
+def test_a_missing_or_old_version_is_named() -> None:
+    missing = support("fp8:backend=torchao", H200)
+    assert missing.level is Level.REFUSED and "torchao is not installed here: pip install 'torchao'" in missing.reason
+    result = support("fp8:backend=torchao", CPU, torchao="0.9.1")
+    assert result.reason == "torchao 0.9.1 is too old: 0.13 or later is needed"
     assert backends.get("torchao").missing("0.18.0+cu130") == "" == backends.get("torchao").missing("1.0rc1")
 
 
 def test_a_word_has_one_backend_and_auto_is_none() -> None:
-    """It stands behind the options, in one spelling; what is torch's own takes none."""
     assert precisions.canonical("fp8-delayed:backend=torch:margin=1") == "fp8-delayed:margin=1:backend=torch"
     assert precisions.canonical("fp8:backend=auto") == "fp8"
     with pytest.raises(UnknownName, match="Did you mean 'torchao'"):
@@ -104,27 +92,26 @@ def test_a_word_has_one_backend_and_auto_is_none() -> None:
 
 def cases(request: Request, facts: DeviceFacts) -> dict[str, tuple[Case, Support]]:
     plan = make_plan(request, (facts,))
-    return {one.case.mode: (one.case, one.support) for group in plan for one in group.cases}
+    return {case.case.mode: (case.case, case.support) for group in plan for case in group.cases}
 
 
 def test_a_request_s_backend_is_for_dtypes_that_name_none() -> None:
-    """bf16 stays; a map's dtypes have it too; names and records say who it was."""
     request = Request(
         "mlp", ("bf16", "fp8", "fp8:backend=torch"), axes=(("gated", ("no",)),), backend="emulated",
         precision_map=(("down", "fp8-rowwise"),),
     )  # fmt: skip
-    found = cases(request, H200)
+    result = cases(request, H200)
     inside = "{down=fp8-rowwise:backend=emulated}"
-    assert {f"fp8:backend=emulated{inside}", f"fp8:backend=torch{inside}", "bf16"} <= set(found)
-    assert found["bf16"][1].backend == "torch 2.13.0"
+    assert {f"fp8:backend=emulated{inside}", f"fp8:backend=torch{inside}", "bf16"} <= set(result)
+    assert result["bf16"][1].backend == "torch 2.13.0"
     emulated = cases(replace(request, precision_map=()), H200)["fp8:backend=emulated"]
     assert emulated[1].level is Level.EMULATED and emulated[1].backend == "emulated (torch 2.13.0)"
 
 
 def test_auto_leaves_names_as_they_are_and_says_who_multiplies() -> None:
     for facts, backend in ((H200, "torch 2.13.0"), (CPU, "emulated (torch 2.13.0)")):
-        found = cases(Request("gemm", ("bf16", "fp8"), axes=(("shape", ("64",)),)), facts)
-        assert found["fp8"][1].backend == backend and found["fp8"][0].id.endswith("/fp8")
+        result = cases(Request("gemm", ("bf16", "fp8"), axes=(("shape", ("64",)),)), facts)
+        assert result["fp8"][1].backend == backend and result["fp8"][0].id.endswith("/fp8")
     assert cases(Request("gemm", ("bf16", "fp8:backend=torch"), axes=(("shape", ("64",)),)), CPU)["fp8:backend=torch"][
         1
     ].backend == ""  # fmt: skip

@@ -1,4 +1,4 @@
-"""Transformer Engine as a backend: by facts, and by a package that has its names and arguments and computes here."""
+"""Transformer Engine as a backend: by facts, and by a stand-in package that computes here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def here(facts: DeviceFacts) -> DeviceFacts:
 
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake package, and a B200 whose tensors lie where the processor can compute."""
+    """The fake package, and a B200 whose tensors are on the CPU."""
     fake_te.install(monkeypatch)
     monkeypatch.setattr(DeviceFacts, "key", property(lambda facts: "cpu"))
 
@@ -68,8 +68,8 @@ def te(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_it_takes_by_facts(word: str, facts: DeviceFacts, level: Level, words: str) -> None:
-    found = precisions.get(f"{word}:backend=te").support(here(facts))
-    assert found.level is level and words in found.reason
+    result = precisions.get(f"{word}:backend=te").support(here(facts))
+    assert result.level is level and words in result.reason
 
 
 def test_without_it_what_to_install_is_said() -> None:
@@ -80,29 +80,28 @@ def test_without_it_what_to_install_is_said() -> None:
 def test_what_its_layers_cannot_be_with_is_refused(axis: str, value: str) -> None:
     request = Request("transformer", ("bf16", "fp8"), backend="te", axes=((axis, (value,)),))
     (group,) = make_plan(request, (here(H200),), "x")
-    refused = next(one.support for one in group.cases if one.case.precision == "fp8:backend=te")
+    refused = next(case.support for case in group.cases if case.case.precision == "fp8:backend=te")
     assert refused.level is Level.REFUSED and f"choose {axis}=no" in refused.reason
 
 
 @pytest.mark.usefixtures("te")
 @pytest.mark.parametrize("mode", MODES)
 def test_its_layer_gets_our_weight_and_gives_gradients(mode: str) -> None:
-    """The one parameter there is, float32; nothing random is drawn for it. Numbers are those of its recipe."""
-    found = []
+    result = []
     for word in (f"{mode}:backend=te", f"{mode}:backend=emulated"):
         torch.manual_seed(2)
         layer = Linear(64, 48, precisions.get(word).arithmetic(here(B200)).layer("one"))
         assert [name for name, _ in layer.named_parameters()] == ["weight"] and layer.weight.dtype == torch.float32
         x = gaussian(32, 64).requires_grad_()
         y = layer(x, SilentPhases())
-        found.append([y, *torch.autograd.grad(y, (x, layer.weight), gaussian(32, 48, seed=4).to(y.dtype))])
-    for theirs, ours in zip(*found, strict=True):
+        result.append([y, *torch.autograd.grad(y, (x, layer.weight), gaussian(32, 48, seed=4).to(y.dtype))])
+    for theirs, ours in zip(*result, strict=True):
         assert theirs.dtype == ours.dtype and relative_frobenius(theirs.double(), ours.double()) < 1e-6
 
 
 @pytest.mark.usefixtures("te")
 def test_scales_are_renewed_once_a_pass_and_read_out() -> None:
-    """An autocast a layer would count every pass once a layer; by role, its histories' largest magnitude and scale."""
+    """One autocast a layer would count each pass once a layer."""
     arithmetic = precisions.get("fp8-delayed:history=4:backend=te").arithmetic(here(B200))
     case = Case("mlp", (), "fp8-delayed", "cpu")
     setup = Setup(case, CPU, 0, arithmetic, arithmetic, {})
@@ -112,7 +111,7 @@ def test_scales_are_renewed_once_a_pass_and_read_out() -> None:
     state.step(SilentPhases())
     assert fake_te.Autocast.left == before + 1 and not fake_te.Autocast.open
     scales = arithmetic.layer_scales()
-    assert [(one.layer, one.role) for one in scales] == [
+    assert [(item.layer, item.role) for item in scales] == [
         (name, role) for name in ("up", "down") for role in ("input", "weight", "gradient")
     ]
     assert scales[0].amax == float(state.inputs[0].detach().abs().max()) and scales[0].scale == 2.0
@@ -137,13 +136,12 @@ def test_its_fused_layers_are_the_operations_one_after_the_other(
         outcomes.append(state.outcome())
     assert set(called) == {"LayerNormMLP" if whole else "LayerNormLinear"}
     (theirs, their_gradients), (ours, our_gradients) = outcomes
-    for found, wanted in zip((theirs, *their_gradients), (ours, *our_gradients), strict=True):
-        assert relative_frobenius(found.double(), wanted.double()) < 1e-2
+    for result, wanted in zip((theirs, *their_gradients), (ours, *our_gradients), strict=True):
+        assert relative_frobenius(result.double(), wanted.double()) < 1e-2
 
 
 @pytest.mark.usefixtures("te")
 def test_its_block_is_ours_and_marks_no_phase(corpus: Corpus) -> None:
-    """GPT-2's block in one, by the same weights: the loss, and every gradient; its time belongs to no phase."""
     outcomes = []
     for word in ("fp8:backend=te", "fp8:backend=emulated"):
         arithmetic = precisions.get(word).arithmetic(here(B200))
@@ -156,14 +154,14 @@ def test_its_block_is_ours_and_marks_no_phase(corpus: Corpus) -> None:
         outcomes.append(workload._first_gradients(setup))
     (loss, gradients), (wanted_loss, wanted) = outcomes
     assert abs(loss - wanted_loss) < 1e-2 and len(gradients) == len(wanted)
-    for found, exact in zip(gradients, wanted, strict=True):
-        assert found.shape == exact.shape and relative_frobenius(found.double(), exact.double()) < 5e-2
+    for result, exact in zip(gradients, wanted, strict=True):
+        assert result.shape == exact.shape and relative_frobenius(result.double(), exact.double()) < 5e-2
 
 
 @pytest.mark.usefixtures("te")
 @pytest.mark.parametrize("cut", ["linear", "block"])
 def test_weights_are_cast_in_a_step_s_first_pass(cut: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a step and layer, anew after they have changed; with `recast`, and where no step is, in every pass."""
+    """With `recast`, and outside a step, they are cast in every pass."""
     called: list[bool | None] = []
     forward = fake_te.Linear.forward
 
@@ -173,7 +171,7 @@ def test_weights_are_cast_in_a_step_s_first_pass(cut: str, corpus: Corpus, monke
 
     monkeypatch.setattr(fake_te.Linear, "forward", told)
     arithmetic, high = precisions.get("fp8:backend=te").arithmetic(here(B200)), precisions.get("bf16").arithmetic(CPU)
-    found = {}
+    result = {}
     for weights in ("cached", "recast"):
         params = (("size", "nano"), ("batch", 1), ("sequence", 32), ("micro_batches", 2), ("cut", cut))
         case = Case("transformer", (*params, ("weights", weights)), "fp8", "cpu")
@@ -183,15 +181,14 @@ def test_weights_are_cast_in_a_step_s_first_pass(cut: str, corpus: Corpus, monke
         state.step(SilentPhases())
         layers, (first, later) = len(called) // 4, (True, False) if weights == "cached" else (None, None)
         assert called == 2 * [*layers * [first], *layers * [later]]
-        found[weights] = [one.detach().clone() for one in state.parameters]
+        result[weights] = [parameter.detach().clone() for parameter in state.parameters]
         called.clear()
         state.forward(*state.loader.next(), SilentPhases())
         assert set(called) == {None}
-    assert all(torch.equal(*pair) for pair in zip(*found.values(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(*result.values(), strict=True))
 
 
 def test_every_layer_takes_the_word_for_the_first_pass() -> None:
-    """And a row of cached weights does not say that its layers cast theirs again."""
     lines = te_names.TABLE.read_text().splitlines()
     assert all(f"first micro-batch {name}" in lines for name in ("Linear", "LayerNormLinear", "LayerNormMLP"))
     assert "first micro-batch TransformerLayer" in lines
@@ -205,7 +202,7 @@ def test_a_block_of_another_manner_is_refused(more: dict[str, str], words: str) 
     axes = {"cut": "block", "size": "gpt2-124m", **more}
     request = Request("transformer", ("bf16", "fp8"), backend="te", axes=tuple((k, (v,)) for k, v in axes.items()))
     (group,) = make_plan(request, (here(H200),), "x")
-    refused = next(one.support for one in group.cases if one.case.precision == "fp8:backend=te")
+    refused = next(case.support for case in group.cases if case.case.precision == "fp8:backend=te")
     assert refused.level is Level.REFUSED and words in refused.reason
 
 
@@ -237,7 +234,6 @@ def test_it_is_tried_like_every_other(mode: str, monkeypatch: pytest.MonkeyPatch
 def test_a_package_that_does_not_import_says_why(
     error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The meta package alone raises RuntimeError, its libraries of CUDA the others."""
     (tmp_path / "transformer_engine").mkdir()
     words = f"raise {error.__name__}('Found empty transformer-engine meta package')"
     (tmp_path / "transformer_engine" / "__init__.py").write_text(words)
@@ -251,13 +247,13 @@ def test_a_package_that_does_not_import_says_why(
 @pytest.mark.usefixtures("te")
 def test_a_version_without_a_recipe_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(sys.modules["transformer_engine.common.recipe"], "NVFP4BlockScaling")
-    found = Trials().wrong(Case("mlp", (), "nvfp4:backend=te", "cuda:0"), here(B200))
-    assert "NVFP4BlockScaling" in found
+    result = Trials().wrong(Case("mlp", (), "nvfp4:backend=te", "cuda:0"), here(B200))
+    assert "NVFP4BlockScaling" in result
 
 
 @pytest.mark.slow
 def test_the_table_is_what_the_sources_say(tmp_path: Path) -> None:
-    """Derived again by syntax from the wheel of that version, where it can be downloaded."""
+    """Derived again from the sources of that version, where they can be downloaded."""
     command = [
         sys.executable,
         "-m",

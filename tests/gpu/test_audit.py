@@ -16,7 +16,6 @@ _WIDE = signed("product", "bf16")
 
 
 def _elsewhere(a: Tensor, b: Tensor) -> Tensor:
-    """On the default stream, whatever stream it is called on."""
     with torch.cuda.stream(torch.cuda.default_stream(a.device)):
         return a @ b.t()
 

@@ -35,16 +35,14 @@ def facts() -> DeviceFacts:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    """In this process, without kernels that another test has compiled."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
-    found = Bench(Settings())
-    yield found
-    found.close()
+    result = Bench(Settings())
+    yield result
+    result.close()
 
 
 @pytest.mark.parametrize("mode", ["mxfp8", "nvfp4", "custom:format=e3m2:scaling=row"])
 def test_casts_run_compiled_once_they_have_been(mode: str, bench: Bench, facts: DeviceFacts) -> None:
-    """Eager before, compiled after, whatever the mode."""
     params = (("m", 256), ("n", 512), ("k", 1024), ("product", "forward"), ("operands", "cast"))
     bench.prepare("key", Case("gemm", params, mode, facts.key), facts)
     waiting, why = bench.quantisers()
@@ -58,13 +56,11 @@ def test_casts_run_compiled_once_they_have_been(mode: str, bench: Bench, facts: 
 
 
 def test_the_doctor_can_say_whether_it_compiles(bench: Bench, facts: DeviceFacts) -> None:
-    """With Triton, not with a C++ compiler."""
     assert bench.compiler(facts).startswith("a quantiser compiles in ")
 
 
 @pytest.mark.parametrize("asked", ASKED, ids=str)
 def test_compiled_is_eager_bit_by_bit(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the GPU; and eager is there what it is on a processor."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     there = AWKWARD.to(asked.source).cuda()
     x = there.t() if asked.turned else there
@@ -77,7 +73,7 @@ def test_compiled_is_eager_bit_by_bit(asked: Asked, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("how", CASTS, ids=str)
 def test_native_casts_compiled_are_eager_bit_by_bit(how: Cast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of a processor, with torch's own largest magnitudes."""
+    """On the GPU, and compared with a CPU."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     there = [x.cuda() for x in pieces(how.source)]
     eager = [cast(x, how) for x in there]
@@ -85,22 +81,21 @@ def test_native_casts_compiled_are_eager_bit_by_bit(how: Cast, monkeypatch: pyte
     before = operators.KERNELS.eager
     for x, wanted in zip(there, eager, strict=True):
         on_processor = cast(x.cpu(), how)
-        for one, other, here in zip(cast(x, how), wanted, on_processor, strict=True):
-            assert same(one, other) and same(one.cpu(), here), (x.shape, x.stride())
+        for ours, theirs, here in zip(cast(x, how), wanted, on_processor, strict=True):
+            assert same(ours, theirs) and same(ours.cpu(), here), (x.shape, x.stride())
     assert operators.KERNELS.fused.total() and operators.KERNELS.eager > before  # those of the processor are eager
 
 
 @pytest.mark.parametrize("how", test_tiled_codes.CASTS, ids=str)
 def test_tiled_codes_compiled_are_eager_bit_by_bit(how: test_tiled_codes.Cast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of a processor; units for them are not needed."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     there = [x.cuda() for x in test_tiled_codes.pieces(how.source)]
     eager = [test_tiled_codes.cast(x, how) for x in there]
     operators.KERNELS.compile(*operators.KERNELS.wanted)
     for x, wanted in zip(there, eager, strict=True):
-        found = test_tiled_codes.cast(x, how)
-        assert test_tiled_codes.same(found, wanted), (x.shape, x.stride())
-        assert test_tiled_codes.same([one.cpu() for one in found], test_tiled_codes.cast(x.cpu(), how))
+        result = test_tiled_codes.cast(x, how)
+        assert test_tiled_codes.same(result, wanted), (x.shape, x.stride())
+        assert test_tiled_codes.same([tensor.cpu() for tensor in result], test_tiled_codes.cast(x.cpu(), how))
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -110,23 +105,22 @@ def test_a_rotation_compiled_is_that_of_a_processor(turned: bool, monkeypatch: p
     x = x.t() if turned else x
     eager = rotated(x.cuda(), 3)
     operators.KERNELS.compile(*operators.KERNELS.wanted)
-    for found in (eager, rotated(x.cuda(), 3)):
-        assert differences(found.cpu(), rotated(x, 3)) == 0
+    for result in (eager, rotated(x.cuda(), 3)):
+        assert differences(result.cpu(), rotated(x, 3)) == 0
     assert operators.KERNELS.fused.total() == 1
 
 
 @pytest.mark.parametrize("role", Role)
 def test_both_orientations_in_nvfp4_are_those_of_a_processor(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotated and rounded at random by few kernels: the same bytes, eager and compiled; its units are not needed."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     there, here = (precisions.get("nvfp4").arithmetic(B200).layer("one") for _ in range(2))
     for compiles in (True, False):
         x = torch.cat([AWKWARD, AWKWARD])[:256].bfloat16().nan_to_num(1.0, 1.0, -1.0)
         both = zip(there.cast_both(x.cuda(), role), here.cast_both(x, role), strict=True)
-        for found, wanted in both:
-            assert found is not None and wanted is not None
-            for one, other in zip(found.tensors, wanted.tensors, strict=True):
-                assert torch.equal(one.view(torch.uint8).cpu(), other.view(torch.uint8)), role
+        for result, wanted in both:
+            assert result is not None and wanted is not None
+            for ours, theirs in zip(result.tensors, wanted.tensors, strict=True):
+                assert torch.equal(ours.view(torch.uint8).cpu(), theirs.view(torch.uint8)), role
         if compiles:
             operators.KERNELS.compile(*operators.KERNELS.wanted)
 
@@ -138,17 +132,16 @@ def test_delayed_scales_compiled_are_eager_bit_by_bit(delayed: Delayed, monkeypa
     operators.KERNELS.compile(*operators.KERNELS.wanted)
     compiled = course(delayed, E4M3, "cuda")
     assert operators.KERNELS.fused.total() == len(compiled)
-    for one, other, here in zip(eager, compiled, course(delayed, E4M3), strict=True):
-        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(one, other, here, strict=True))
+    for ours, theirs, here in zip(eager, compiled, course(delayed, E4M3), strict=True):
+        assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(ours, theirs, here, strict=True))
 
 
 def kernels_of(call: Callable[[], object]) -> list[str]:
-    """The kernels that a call starts, by their names; memory that is filled or copied is not among them."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()
-    names = [one.name for one in profile.events() if one.device_type == torch.autograd.DeviceType.CUDA]
+    names = [item.name for item in profile.events() if item.device_type == torch.autograd.DeviceType.CUDA]
     return [name for name in names if not name.startswith(("Memset", "Memcpy"))]
 
 
@@ -178,5 +171,7 @@ def test_compiled_casts_start_as_many_kernels_as_they_say(turned: bool, monkeypa
     operators.KERNELS.compile(*operators.KERNELS.wanted)
     for _, call in calls.values():
         call()  # the first call of a kernel may choose among several
-    found = {name: kernels_of(call) for name, (_, call) in calls.items()}
-    assert {name: len(one) for name, one in found.items()} == {name: count for name, (count, _) in calls.items()}, found
+    result = {name: kernels_of(call) for name, (_, call) in calls.items()}
+    assert {name: len(tensor) for name, tensor in result.items()} == {
+        name: count for name, (count, _) in calls.items()
+    }, result

@@ -53,7 +53,6 @@ def executed(store: Path, request: Request) -> tuple[Run, dict[str, Finding]]:
 
 
 def test_the_device_tells_its_facts(facts: DeviceFacts) -> None:
-    """All that plans are made of."""
     assert facts.key == "cuda:0" and facts.accelerated and facts.name
     assert facts.capability is not None and facts.capability >= (5, 0)
     assert facts.memory_bytes > 1 << 30
@@ -61,7 +60,7 @@ def test_the_device_tells_its_facts(facts: DeviceFacts) -> None:
 
 
 def test_phases_on_the_device_sum_to_the_step(facts: DeviceFacts) -> None:
-    """Intervals between neighbours add up to first against last, to the events' own half microsecond each."""
+    """The intervals add up to the whole, but for the events' resolution of half a microsecond each."""
     stamper = Cuda().stamper(facts.index)
     clock = PhaseClock(stamper)
     a = normal(1024, 1024)
@@ -83,7 +82,7 @@ def test_phases_on_the_device_sum_to_the_step(facts: DeviceFacts) -> None:
 
 
 def test_marks_of_a_backward_arrive_in_the_clock(facts: DeviceFacts) -> None:
-    """Autograd runs it on the device's own thread."""
+    """Autograd runs backward on the device's own thread."""
     from fp8bench.nn.linear import Linear
 
     stamper = Cuda().stamper(facts.index)
@@ -97,7 +96,6 @@ def test_marks_of_a_backward_arrive_in_the_clock(facts: DeviceFacts) -> None:
 
 
 def test_a_slot_on_the_device_has_cells_and_host_time(facts: DeviceFacts) -> None:
-    """One step a call, in the clock of the device."""
     bench = Bench(Settings())
     bench.prepare("key", product_case("fp16", 1024, facts), facts)
     raw = bench.slot("key", 4, 1)
@@ -109,7 +107,6 @@ def test_a_slot_on_the_device_has_cells_and_host_time(facts: DeviceFacts) -> Non
 
 @pytest.mark.parametrize("role", list(Role))
 def test_fp8_codes_are_the_same_on_every_device(role: Role) -> None:
-    """Bit for bit, and they stand for the values that emulation computes with."""
     x = normal(256, 512) * torch.logspace(-6, 3, 256, device="cuda")[:, None]
     fmt = dict(zip(Role, FORMATS_BY_ROLE["hybrid"], strict=True))[role]
     scale, inverse = factor(x, fmt, TENSOR)
@@ -124,7 +121,6 @@ def test_fp8_codes_are_the_same_on_every_device(role: Role) -> None:
     "roles", [(Role.INPUT, Role.WEIGHT), (Role.GRADIENT, Role.WEIGHT), (Role.GRADIENT, Role.INPUT)]
 )
 def test_native_fp8_products_are_close_to_emulated_ones(facts: DeviceFacts, roles: tuple[Role, Role]) -> None:
-    """The same codes: what differs is the order of sums and the rounding of the result to bf16."""
     needs_native("fp8", facts)
     native = precisions.get("fp8").arithmetic(facts)
     emulated = precisions.get("fp8").arithmetic(DeviceFacts("cpu", 0, "", 0, ""))
@@ -138,7 +134,6 @@ def test_native_fp8_products_are_close_to_emulated_ones(facts: DeviceFacts, role
 
 
 def test_the_tf32_scope_changes_products_and_is_restored(facts: DeviceFacts) -> None:
-    """fp32 before, TF32 inside, fp32 to the bit after."""
     needs_native("tf32", facts)
     a, b = normal(512, 512), normal(512, 512, seed=1)
     exact = a.double() @ b.double()
@@ -153,7 +148,7 @@ def test_the_tf32_scope_changes_products_and_is_restored(facts: DeviceFacts) -> 
 
 
 def test_exhausted_memory_is_recognised(facts: DeviceFacts) -> None:
-    """By its type, and through the worker; what was asked for is given back."""
+    """By its type, and through a worker; the memory is given back."""
     with pytest.raises(torch.cuda.OutOfMemoryError) as raised:
         torch.empty(1 << 44, dtype=torch.uint8, device="cuda")
     assert Cuda().is_out_of_memory(raised.value)
@@ -166,15 +161,14 @@ def test_exhausted_memory_is_recognised(facts: DeviceFacts) -> None:
 
 
 def test_a_quick_suite_of_products(tmp_path: Path) -> None:
-    """Through the whole flow: worker, rounds, events, verdicts, store."""
     request = Request(
         "gemm", dtypes=("fp32", "fp16", "mxfp8"), devices=("cuda",), quick=True,
         axes=(("shape", ("512", "1024", "1x1024x1024")),),
     )  # fmt: skip
-    run, found = executed(tmp_path, request)
+    run, result = executed(tmp_path, request)
     assert run.ok and len(run.records) == 9
     for record in run.records:
-        finding = found[record.case.id]
+        finding = result[record.case.id]
         assert record.case.device == "cuda:0" and record.timing is not None
         assert finding.best_seconds is not None and finding.best_seconds > 0
         assert sum(seconds for _, seconds in finding.phases) == pytest.approx(finding.best_seconds)
@@ -185,13 +179,12 @@ def test_a_quick_suite_of_products(tmp_path: Path) -> None:
 
 
 def test_a_quick_training_step_of_gpt2(facts: DeviceFacts, tmp_path: Path) -> None:
-    """gpt2-124m in bf16 and fp8: every phase of training takes time, and the loss is close."""
     needs_native("bf16", facts)
-    run, found = executed(tmp_path, Request("transformer", dtypes=("bf16", "fp8"), devices=("cuda",), quick=True))
-    assert [record.status for record in run.records] == [Status.OK, Status.OK], [one.reason for one in run.records]
+    run, result = executed(tmp_path, Request("transformer", dtypes=("bf16", "fp8"), devices=("cuda",), quick=True))
+    assert [record.status for record in run.records] == [Status.OK, Status.OK], [item.reason for item in run.records]
     for record in run.records:
         assert record.case.param("size") == "gpt2-124m"
-        phases = dict(found[record.case.id].phases)
+        phases = dict(result[record.case.id].phases)
         wanted = ("data_load", "cast", "gemm", "attention", "accumulate", "optimizer_step", "elementwise")
         assert all(phases[name] > 0 for name in wanted), phases
         loss = record.measurement("loss_error")
@@ -201,7 +194,7 @@ def test_a_quick_training_step_of_gpt2(facts: DeviceFacts, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_memory_on_the_device_is_what_a_product_holds(facts: DeviceFacts, precision: str) -> None:
-    """Operands and result in blocks rounded up, and cuBLAS's workspace, which counts whether it was there or not."""
+    """Operands and result in rounded blocks, and cuBLAS's workspace, whether or not it was there before."""
     bench = Bench(Settings())
     case = product_case(precision, 2048, facts)
     peaks = [bench.memory(case, facts) for _ in range(2)]
@@ -217,22 +210,20 @@ def test_memory_on_the_device_is_what_a_product_holds(facts: DeviceFacts, precis
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_memory_on_the_device_is_told_apart(facts: DeviceFacts, precision: str) -> None:
-    """The profiler's stream and the allocator's own count agree: nearly all is for something, phases reach the peak."""
     needs_native(precision, facts)
     params = (("tokens", 1024), ("width", 1024), ("hidden", 4096), ("gated", "no"), ("pass", "training"))
     use = Bench(Settings()).memory(Case("mlp", params, precision, facts.key), facts)
     assert isinstance(use, MemoryUse) and sum(size for _, size in use.roles) == use.peak
-    found = dict(use.roles)
+    result = dict(use.roles)
     weights = 4 * 2 * 1024 * 4096  # in blocks that may be larger by what is not worth splitting
-    assert weights <= found["weights"] <= weights + (4 << 20) and found["gradients"] > 0
-    assert ("low_precision_weights" in found) == (precision != "fp32")
-    assert found.get("other", 0) <= 0.01 * use.peak, (found, use.why)
-    assert max(one.allocated for one in use.phases) == use.peak
+    assert weights <= result["weights"] <= weights + (4 << 20) and result["gradients"] > 0
+    assert ("low_precision_weights" in result) == (precision != "fp32")
+    assert result.get("other", 0) <= 0.01 * use.peak, (result, use.why)
+    assert max(item.allocated for item in use.phases) == use.peak
     assert use.reserved is not None and use.reserved >= use.peak
 
 
 def test_memory_from_before_and_memory_that_has_gone(facts: DeviceFacts) -> None:
-    """The one does not count, the other does; and the meter holds none."""
     meter = Cuda().memory_meter(facts.index)
     assert not isinstance(meter, str)
     before = normal(1024, 1024)

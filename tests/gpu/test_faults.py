@@ -38,7 +38,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_with(fault: str, library: Path, folder: Path) -> Run:
-    """What becomes of a suite in which that fault strikes once."""
     preloaded = [str(library), *os.environ.get("LD_PRELOAD", "").split()]
     environment = {
         **os.environ, "LD_PRELOAD": ":".join(preloaded), "FAULT": fault, "FAULT_ONCE": str(folder / "struck"),
@@ -54,7 +53,7 @@ def run_with(fault: str, library: Path, folder: Path) -> Run:
 
 def failed(run: Run) -> list[Record]:
     assert run.finished and len(run.records) == 6
-    return [one for one in run.records if one.status is Status.FAILED]
+    return [record for record in run.records if record.status is Status.FAILED]
 
 
 @pytest.mark.parametrize(
@@ -62,28 +61,27 @@ def failed(run: Run) -> list[Record]:
     [(710, "device-side assert triggered"), (700, "an illegal memory access"), (214, "uncorrectable ECC error")],
 )
 def test_a_broken_context_costs_one_case(code: int, words: str, library: Path, tmp_path: Path) -> None:
-    """The one whose work broke it; the others are measured in a fresh worker."""
+    """The others are measured in a fresh worker."""
     run = run_with(f"launch:3000:{code}", library, tmp_path)
-    told = [one.reason or one.detail for one in run.records if words in one.reason + one.detail]
+    told = [record.reason or record.detail for record in run.records if words in record.reason + record.detail]
     assert len(told) == 1 and len(failed(run)) <= 1
-    assert all(one.timing is not None for one in run.records if one.status is Status.OK)
+    assert all(record.timing is not None for record in run.records if record.status is Status.OK)
 
 
 def test_a_gpu_that_is_gone_is_tried_no_more(library: Path, tmp_path: Path) -> None:
     run = run_with("gone:3000:719", library, tmp_path)
     struck, *others = sorted(failed(run), key=lambda one: "fresh process" in one.reason)
     assert "unspecified launch failure" in struck.reason
-    assert others and all("does not answer a fresh process either" in one.reason for one in others)
+    assert others and all("does not answer a fresh process either" in item.reason for item in others)
 
 
 @pytest.mark.parametrize("fault", ["malloc:20:2", "create:1:3"])
 def test_memory_that_ends_for_a_moment_fails_nobody(fault: str, library: Path, tmp_path: Path) -> None:
-    """Smaller sessions are tried; cuBLAS's own words count too."""
     run = run_with(fault, library, tmp_path)
-    assert not failed(run) and OUT_OF_MEMORY not in [one.reason for one in run.records]
+    assert not failed(run) and OUT_OF_MEMORY not in [record.reason for record in run.records]
 
 
 def test_a_product_that_is_refused_is_a_row_with_the_reason(library: Path, tmp_path: Path) -> None:
     run = run_with("product:3:15", library, tmp_path)
-    told = [one for one in run.records if "CUBLAS_STATUS_NOT_SUPPORTED" in one.reason]
-    assert told and all(one.status is not Status.OK for one in told)
+    told = [record for record in run.records if "CUBLAS_STATUS_NOT_SUPPORTED" in record.reason]
+    assert told and all(item.status is not Status.OK for item in told)

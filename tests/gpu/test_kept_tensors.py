@@ -41,18 +41,16 @@ def bench() -> Iterator[Bench]:
 
 
 def cases(name: str, precision: str, facts: DeviceFacts) -> list[Case]:
-    """Every case of the small sizes that the device does, those without scales apart: they may lose all."""
     plan = make_plan(Request(name, (precision,), (facts.key,), axes=SMALL[name]), (facts,))
-    found = [one.case for group in plan for one in group.cases if one.runs]
-    if not found:
+    result = [item.case for group in plan for item in group.cases if item.runs]
+    if not result:
         pytest.skip(f"{facts.name} does not do {precision}")
-    return [case for case in found if dict(case.params).get("scaling") != "off"]
+    return [case for case in result if dict(case.params).get("scaling") != "off"]
 
 
 @pytest.mark.parametrize("precision", LARGEST_ERROR)
 @pytest.mark.parametrize("name", SMALL)
 def test_steps_do_not_wait_for_the_device(name: str, precision: str, facts: DeviceFacts, bench: Bench) -> None:
-    """torch raises where one would; the state is sound afterwards."""
     for case in cases(name, precision, facts):
         bench.prepare("one", case, facts)
         with none_may_wait():
@@ -64,7 +62,6 @@ def test_steps_do_not_wait_for_the_device(name: str, precision: str, facts: Devi
 @pytest.mark.parametrize("precision", LARGEST_ERROR)
 @pytest.mark.parametrize("name", SMALL)
 def test_no_step_is_taken_for_idle_and_none_leaks(name: str, precision: str, facts: DeviceFacts, bench: Bench) -> None:
-    """Looked at where the tensors lie."""
     for case in cases(name, precision, facts):
         assert bench.effect(case, facts).changes is not False
         memory = bench.memory(case, facts)
@@ -78,7 +75,7 @@ def test_errors_on_the_device_are_as_small_as_the_precision_allows(
 ) -> None:
     """Native kernels lose no more than the emulation, of which an optimizer's update has more: it is the difference of
     two parameters, whose last bits weigh up to a thousandth of it."""
-    processor = next(one for one in bench.probe() if one.kind == "cpu")
+    processor = next(item for item in bench.probe() if item.kind == "cpu")
     for case in cases(name, precision, facts):
         there = bench.error(replace(case, device=processor.key), processor) if name == "optimizer" else {}
         for metric, value in bench.error(case, facts).items():

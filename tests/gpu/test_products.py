@@ -1,4 +1,4 @@
-"""Products that torch, or another library, claims for this GPU, as a run tries them before it times anything."""
+"""Products that torch or a library claims for this GPU, tried as a run tries them before timing."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ MODES = [name for name in precisions.names() if isinstance(precisions.get(name),
 @pytest.mark.parametrize("backend", ["auto", *backends.names()])
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_claimed_is_right(mode: str, backend: str) -> None:
-    """The three products of a layer against fp64; what is refused here is skipped with the reason."""
     bench = Bench(Settings())
-    facts = next(one for one in bench.probe() if one.kind == "cuda")
+    facts = next(item for item in bench.probe() if item.kind == "cuda")
     word = f"{mode}:backend={backend}"
     support = precisions.get(word).support(facts)
     if support.level is not Level.NATIVE:
@@ -36,8 +35,7 @@ def test_what_is_claimed_is_right(mode: str, backend: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_native_layers_are_the_emulated_ones(mode: str) -> None:
-    """Output and both gradients of the same layer, where rounding is not random."""
-    facts = next(one for one in Bench(Settings()).probe() if one.kind == "cuda")
+    facts = next(item for item in Bench(Settings()).probe() if item.kind == "cuda")
     precision = precisions.get(mode)
     if precision.support(facts).level is not Level.NATIVE or precision.remembers:
         pytest.skip(f"{mode}: {precision.support(facts).reason}")

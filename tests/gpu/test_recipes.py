@@ -1,4 +1,4 @@
-"""Modes on a GPU: the same values as on a processor, native products near emulated ones, a host that never waits."""
+"""Modes on a GPU: values as on a CPU, native products close to emulated ones, and no waiting for casts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def of(mode: str, facts: DeviceFacts) -> Arithmetic:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_casts_have_the_values_that_they_have_on_a_processor(mode: str, facts: DeviceFacts) -> None:
-    """Bit for bit, cast after cast, turned and not: native codes too."""
     here, there = of(mode, facts), of(mode, CPU)
     for step in range(3):
         source = on_cpu(96, 160, seed=step) * 4.0**step
@@ -56,17 +55,17 @@ def test_casts_have_the_values_that_they_have_on_a_processor(mode: str, facts: D
 
 @pytest.mark.parametrize("mode", MODES)
 def test_layers_are_close_to_those_on_a_processor(mode: str, facts: DeviceFacts) -> None:
-    """All three products of two steps: what differs is the order of sums, and roundings of results to bf16."""
+    """They differ by the order of sums and the rounding of results to bf16."""
     outcomes: list[list[Tensor]] = []
     for place, chosen in (("cuda", facts), ("cpu", CPU)):
         torch.manual_seed(1)
-        layer, found = Linear(160, 96, of(mode, chosen)).to(place), []
+        layer, result = Linear(160, 96, of(mode, chosen)).to(place), []
         for step in range(2):
             x = on_cpu(64, 160, seed=step).to(place).requires_grad_()
             y = layer(x, SilentPhases())
             pull = on_cpu(64, 96, seed=9).to(place, y.dtype)
-            found += [one.cpu() for one in (y, *torch.autograd.grad(y, (x, layer.weight), pull))]
-        outcomes.append(found)
+            result += [gradient.cpu() for gradient in (y, *torch.autograd.grad(y, (x, layer.weight), pull))]
+        outcomes.append(result)
     native = precisions.get(mode).support(facts).level is Level.NATIVE
     for ours, theirs in zip(*outcomes, strict=True):
         assert relative_frobenius(ours, theirs) < (1e-2 if native else 5e-3)
@@ -74,7 +73,7 @@ def test_layers_are_close_to_those_on_a_processor(mode: str, facts: DeviceFacts)
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_host_never_waits_for_a_cast(mode: str, facts: DeviceFacts) -> None:
-    """But for the first one of a layer, whose memory is made then."""
+    """Only a layer's first cast, which allocates its memory, may wait."""
     arithmetic, source = of(mode, facts), on_cpu(64, 96).cuda()
     for step in range(4):
         with none_may_wait() if step else nullcontext():

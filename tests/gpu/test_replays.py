@@ -42,7 +42,6 @@ def product(side: int, facts: DeviceFacts, precision: str = "bf16", cache: str =
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_a_replay_takes_no_longer_than_a_step(bench: Bench, facts: DeviceFacts, precision: str) -> None:
-    """Its memory is given back with the state."""
     if precisions.get(precision).support(facts).level is not Level.NATIVE:
         pytest.skip(f"{precision} is not native on {facts.name}")
     before = torch.cuda.memory_reserved()
@@ -56,7 +55,7 @@ def test_a_replay_takes_no_longer_than_a_step(bench: Bench, facts: DeviceFacts, 
 
 
 def test_a_full_queue_takes_the_host_out(bench: Bench, facts: DeviceFacts) -> None:
-    """Of a product so small that launching it takes longer."""
+    """The product is so small that launching it takes longer."""
     bench.prepare("key", product(128, facts), facts)
     empty = bench.slot("key", 20, 2)
     full = bench.slot("key", 20, 2, filling_of(empty.host_seconds, 20))
@@ -64,7 +63,7 @@ def test_a_full_queue_takes_the_host_out(bench: Bench, facts: DeviceFacts) -> No
 
 
 def test_a_cold_cache_is_slower_where_the_data_fits_it(bench: Bench, facts: DeviceFacts) -> None:
-    """A cast reads little and computes less: by a quarter or more."""
+    """A cast reads little and computes less: slower by a quarter or more."""
     params = (
         ("rows", 1024), ("columns", 2048), ("source", "fp32"), ("direction", "to"), ("scaling", "on"), ("role", "input")
     )  # fmt: skip
@@ -79,7 +78,6 @@ def test_a_cold_cache_is_slower_where_the_data_fits_it(bench: Bench, facts: Devi
 
 
 def test_a_step_that_reads_its_data_is_not_captured(corpus: Corpus, facts: DeviceFacts) -> None:
-    """And goes on as before."""
     bench = Bench(Settings(corpus=corpus.path))
     params = (("kind", "transfer"), ("batch", 16), ("record", 4096))
     bench.prepare("key", Case("data", params, "fp32", facts.key), facts)

@@ -26,13 +26,13 @@ def task(corpus: Corpus, *arms: Arm, **settings: Any) -> SeedTask:
 
 
 def test_arms_learn_and_go_on_from_a_checkpoint(corpus: Corpus, tmp_path: Path) -> None:
-    """Low precision beside bf16 from the same weights. A GPU need not add in the same order twice."""
+    """A GPU need not add in the same order twice."""
     asked = task(corpus, *ARMS)
     lab = lab_of(asked)
     first = {arm.name: rows(lab.advance(arm.name, 4)) for arm in ARMS}
-    for found in first.values():
-        assert found[0].loss == pytest.approx(first["bf16"][0].loss, rel=0.02)
-        assert found[-1].loss < found[0].loss and not any(row.skipped for row in found)
+    for result in first.values():
+        assert result[0].loss == pytest.approx(first["bf16"][0].loss, rel=0.02)
+        assert result[-1].loss < result[0].loss and not any(row.skipped for row in result)
     lab.save(str(tmp_path / "kept"))
     wanted = {arm.name: rows(lab.advance(arm.name, 2)) for arm in ARMS}
     other = lab_of(asked)
@@ -44,17 +44,15 @@ def test_arms_learn_and_go_on_from_a_checkpoint(corpus: Corpus, tmp_path: Path) 
 
 @pytest.mark.parametrize("arm", ARMS, ids=lambda arm: arm.name)
 def test_a_step_waits_once(corpus: Corpus, arm: Arm) -> None:
-    """For its five numbers; a step that is not watched."""
     lab = lab_of(task(corpus, arm))
     lab.advance(arm.name, 2)
-    with waits() as found:
+    with waits() as result:
         lab.advance(arm.name, 1)
-    assert len(found) == 1, found
+    assert len(result) == 1, result
 
 
 def test_an_overflow_is_located(corpus: Corpus) -> None:
-    """The update that is not finite is held back on the device."""
     lab = lab_of(task(corpus, Arm("fp16", "fp16"), loss_scale="4294967296", on_nan="skip"))
     row, event = lab.advance("fp16", 1)[0], lab.advance("fp16", 1)[-1]
     assert getattr(row, "skipped", False) and getattr(event, "layer", "")
-    assert all(bool(one.isfinite().all()) for one in lab._trainers["fp16"]._parameters.values())
+    assert all(bool(parameter.isfinite().all()) for parameter in lab._trainers["fp16"]._parameters.values())

@@ -1,4 +1,4 @@
-"""That the tests of this folder can watch for waits. It runs without a GPU."""
+"""The watch for waits of this folder's tests; runs without a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tests.gpu.waits import none_may_wait
 
 
 def test_the_mode_that_watches_for_waits_may_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warnings are errors here; a wait is one all the same, and the mode is put back."""
     modes: list[str] = []
 
     def prototype(mode: str) -> None:

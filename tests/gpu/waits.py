@@ -1,4 +1,4 @@
-"""Where the host may not wait for a GPU."""
+"""Watching whether the host waits for a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def none_may_wait() -> Iterator[None]:
-    """torch raises where the body waits for the device. That this mode is a prototype it tells as a warning, once."""
+    """torch raises where the body waits for the device; its warning that this mode is a prototype is silenced."""
     _set("error")
     try:
         yield
@@ -21,16 +21,15 @@ def none_may_wait() -> Iterator[None]:
 
 @contextmanager
 def waits() -> Iterator[list[str]]:
-    """What torch says of each time that the body waits for the device."""
-    found: list[str] = []
+    result: list[str] = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield result
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            found += [str(one.message) for one in said if "synchronizing CUDA operation" in str(one.message)]
+            result += [str(item.message) for item in said if "synchronizing CUDA operation" in str(item.message)]
 
 
 def _set(mode: str) -> None:

@@ -62,8 +62,7 @@ LIGHT_FORMATS = frozenset(
     f"fp8bench.formats.{name}" for name in ("grids", "hardware", "product_rules", "recipe_support", "recipes")
 )
 LIGHT_NN = frozenset(
-    f"fp8bench.nn.{name}"
-    for name in ("parallel.ways", "served", "served_workload", "shared_workloads", "sizes", "shared_precisions")
+    f"fp8bench.nn.{name}" for name in ("parallel.ways", "served", "shared_workloads", "sizes", "shared_precisions")
 )
 LIGHT = LIGHT_FORMATS | LIGHT_NN
 # Of some rooms others may import a part only: (importer's prefix, room) -> the modules.

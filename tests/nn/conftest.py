@@ -12,7 +12,6 @@ from tests.nn.grouped_kernel import GroupedKernel, exact, exact_grouped_mm, exac
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As in a worker; tensors this small only wait for each other on more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -21,15 +20,14 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def grouped_kernel(monkeypatch: pytest.MonkeyPatch) -> GroupedKernel:
-    """Grouped products of FP8 are multiplied as a GPU would."""
-    found = GroupedKernel()
-    monkeypatch.setattr(torch.ops.aten._scaled_grouped_mm, "default", found)
-    return found
+    result = GroupedKernel()
+    monkeypatch.setattr(torch.ops.aten._scaled_grouped_mm, "default", result)
+    return result
 
 
 @pytest.fixture
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products whose bits do not hang on the processor, on the lengths that rows are filled to, or on alignment."""
+    """Makes products whose bits do not depend on the processor, on padding, or on alignment."""
     monkeypatch.setattr("fp8bench.nn.arithmetics.values_product", exact)
     monkeypatch.setattr(torch, "mm", exact_mm)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", exact_grouped_mm)

@@ -1,4 +1,4 @@
-"""Small models, and what they are made of, to be compared before and after."""
+"""Small models for conversions, and a full inventory of a model to compare before and after."""
 
 from __future__ import annotations
 
@@ -17,18 +17,29 @@ FP32 = PlainArithmetic(torch.float32)
 
 
 def everything_in(model: nn.Module) -> dict[str, Any]:
-    """All that somebody could find changed: attributes in their order, parameters and their bits, hooks, classes."""
+    """All that a conversion could change: attributes in their order, parameters and their bits, hooks, classes."""
     modules = {
-        path: (type(one), list(vars(one)), {name: id(value) for name, value in vars(one).items()}, one.training)
-        for path, one in model.named_modules(remove_duplicate=False)
+        path: (
+            type(module),
+            list(vars(module)),
+            {name: id(value) for name, value in vars(module).items()},
+            module.training,
+        )
+        for path, module in model.named_modules(remove_duplicate=False)
     }
     inside = {
-        path: {name: list(value.items()) for name, value in vars(one).items() if "hooks" in name}
-        for path, one in model.named_modules()
+        path: {name: list(value.items()) for name, value in vars(module).items() if "hooks" in name}
+        for path, module in model.named_modules()
     }
     tensors = {
-        name: (id(one), one.data_ptr(), one._version, one.requires_grad, one.detach().clone().tolist())
-        for name, one in model.named_parameters(remove_duplicate=False)
+        name: (
+            id(parameter),
+            parameter.data_ptr(),
+            parameter._version,
+            parameter.requires_grad,
+            parameter.detach().clone().tolist(),
+        )
+        for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     return {"modules": modules, "hooks": inside, "tensors": tensors, "state": list(model.state_dict())}
 
@@ -42,7 +53,6 @@ def converted(model: nn.Module, arithmetic: Arithmetic = FP32, **options: Any) -
 
 
 def outcome(model: nn.Module, x: Tensor, pull: Tensor | None = None) -> list[Tensor]:
-    """The output, and the gradients of the input and all parameters."""
     x = x.detach().requires_grad_()
     y = model(x)
     pull = torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(y.dtype) if pull is None else pull
@@ -50,7 +60,7 @@ def outcome(model: nn.Module, x: Tensor, pull: Tensor | None = None) -> list[Ten
 
 
 class Experts(nn.Module):
-    """A stack of experts that is multiplied in one of the ways that people do it in."""
+    """A stack of experts, multiplied in one of the usual ways."""
 
     def __init__(self, way: str, experts: int = 3, inputs: int = 16, outputs: int = 32) -> None:
         super().__init__()
@@ -61,7 +71,6 @@ class Experts(nn.Module):
         self.position = nn.Parameter(torch.zeros(2, 3, inputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (experts, rows, inputs), so many rows for each."""
         if self.way == "linear":
             return torch.stack([F.linear(part, self.stack[index]) for index, part in enumerate(x)])
         if self.way == "chosen":  # a matrix for each row of the first expert's

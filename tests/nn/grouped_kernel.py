@@ -1,4 +1,4 @@
-"""A grouped product of FP8 on a processor: of what torch documents, behind torch's own rules for CUDA."""
+"""A grouped FP8 product on a CPU that follows torch's documentation, behind torch's own shape rules for CUDA."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from torch import Tensor
 
 
 def exact(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Summed in float64, where the order of a few numbers of few bits is no matter, and rounded once.
-
-    float32's is another in every library, and for every length that rows are filled to.
-    """
+    """Sums in float64 and rounds once, so that the order of a few short numbers does not matter; float32 sums vary."""
     return (a.double() @ b.double().t()).to(dtype)
 
 
@@ -23,12 +20,11 @@ def exact_mm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def exact_grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
-    """torch's own of bfloat16: on processors without such products its sums hang on how operands lie in memory."""
+    """On processors without bfloat16 products, torch's sums depend on the layout of the operands."""
     return _joined(*_parted(a, b, offs), a.dtype, b.dim())
 
 
 def _parted(a: Tensor, b: Tensor, ends: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Rows of a for each matrix of b, or else what lies along the contraction of both. The second ones turned."""
     parts = list(itertools.pairwise([0, *ends.tolist()]))
     right = b.transpose(-2, -1)
     if b.dim() == 3:  # rows of a, each part with a matrix and scales of its own
@@ -43,7 +39,7 @@ def _joined(lefts: Iterable[Tensor], rights: Iterable[Tensor], dtype: torch.dtyp
 
 
 def kernel(a: Tensor, b: Tensor, *others: Any) -> Tensor:
-    """Part by part, each with the codes and the scales that are documented to be its own."""
+    """Multiplies part by part, with the codes and scales that the documentation assigns to each."""
     scale_a, scale_b, ends, bias, scale_result, output, fast = others
     assert bias is scale_result is None
     lefts, rights = _parted(a, b, ends)
@@ -52,7 +48,6 @@ def kernel(a: Tensor, b: Tensor, *others: Any) -> Tensor:
 
 
 def _decoded(parts: list[Tensor], scales: Tensor) -> Iterator[Tensor]:
-    """The values of every part, whose scales lie behind those of the part before: a row each, or tiles of MX blocks."""
     lying, begin = scales.flatten(), 0
     for codes in parts:
         rows, across = codes.shape[0], codes.shape[1] // 32
@@ -71,7 +66,7 @@ def _decoded(parts: list[Tensor], scales: Tensor) -> Iterator[Tensor]:
 
 
 class GroupedKernel:
-    """Takes the operator's place, and keeps how often it was called."""
+    """Replaces the operator, and counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -80,8 +75,8 @@ class GroupedKernel:
         from torch._meta_registrations import _meta_grouped_mm_common
 
         self.calls += 1
-        meta = [one.to("meta") for one in (a, b, *others[:3])]
+        meta = [item.to("meta") for item in (a, b, *others[:3])]
         shape = _meta_grouped_mm_common(*meta, *others[3:]).shape
-        found = kernel(a, b, *others)
-        assert found.shape == shape and found.dtype is torch.bfloat16
-        return found
+        result = kernel(a, b, *others)
+        assert result.shape == shape and result.dtype is torch.bfloat16
+        return result

@@ -1,4 +1,4 @@
-"""Layers of products and the same by torch's own operators and autograd, in fp64."""
+"""Linear and convolution layers, and their results by torch's operators and autograd in fp64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ Outcome = tuple[Tensor, Tensor, Tensor]
 
 
 def arithmetic_of(name: str) -> Arithmetic:
-    """Of a processor."""
     return precisions.get(name).arithmetic(CPU)
 
 
@@ -43,13 +42,12 @@ def outcome(layer: Linear | Convolution, x: Tensor, pull: Tensor) -> Outcome:
 
 
 def torchs_linear(weight: Tensor, x: Tensor, pull: Tensor) -> Outcome:
-    weight, x = (one.detach().double().requires_grad_() for one in (weight, x))
+    weight, x = (item.detach().double().requires_grad_() for item in (weight, x))
     y = functional.linear(x, weight)
     return y.detach(), *torch.autograd.grad(y, (x, weight), pull.double())
 
 
 def torchs_convolution(weight: Tensor, x: Tensor, pull: Tensor) -> Outcome:
-    """Channels second."""
     images = x.detach().double().permute(0, 3, 1, 2).contiguous().requires_grad_()
     windows = as_torch(weight.detach().double()).requires_grad_()
     y = functional.conv2d(images, windows, padding=1)
@@ -58,7 +56,7 @@ def torchs_convolution(weight: Tensor, x: Tensor, pull: Tensor) -> Outcome:
 
 
 def as_torch(weight: Tensor) -> Tensor:
-    """(outputs, window x inputs) as (outputs, inputs, 3, 3), spelt out."""
+    """(outputs, window x inputs) as (outputs, inputs, 3, 3)."""
     inputs = weight.shape[1] // 9
     moved = torch.empty(weight.shape[0], inputs, 3, 3, dtype=weight.dtype)
     for row in range(3):
@@ -69,5 +67,4 @@ def as_torch(weight: Tensor) -> Tensor:
 
 
 def as_rows(weight: Tensor) -> Tensor:
-    """The way back."""
     return torch.cat([weight[:, :, row, column] for row in range(3) for column in range(3)], dim=1)

@@ -1,4 +1,4 @@
-"""Causal models of one's own, tiny and random: Hugging Face's, and a module that keeps to the same cache protocol."""
+"""Tiny random causal models: Hugging Face's, and a module with the same cache protocol, honest and faulty."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ WORDS, WIDTH, HEADS, KEY_HEADS, HIDDEN, LAYERS = 96, 64, 4, 2, 128, 2
 
 
 def transformers() -> ModuleType:
-    """It takes seconds to import."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformers
@@ -122,7 +121,7 @@ def keeping_nothing() -> nn.Module:
 
 
 class Remembering(Own):
-    """Says what it said of the same ids at the same place."""
+    """Repeats its answer for the same ids at the same position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +135,7 @@ class Remembering(Own):
 
 
 class Prefilling(Own):
-    """Does its whole prompt again in each step of one sequence."""
+    """Computes its whole prompt again in each step of one sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,5 +171,4 @@ def of_longer_texts() -> tuple[nn.Module, Tensor]:
 
 
 def heads_that_do_not_divide() -> nn.Module:
-    """Three heads of keys for four of queries."""
     return llama(key_heads=3)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.model.step import Coverage, ShareKind
-from fp8bench.nn.holders import held_in
+from fp8bench.nn.holders import weights_of
 from fp8bench.nn.own_model import call_of, loss_of, tensors_in
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.tape.coverage import coverage_of
@@ -31,7 +31,6 @@ each_model = pytest.mark.parametrize("name", sampled(("gpt2", "mixtral", "unet")
 
 @cache
 def architectures() -> ModuleType:
-    """Imported when the first test runs, and not where the tests are only listed."""
     from tests import architectures
 
     return architectures
@@ -44,7 +43,9 @@ class Case:
         self.model, self.batch = architectures().made(name)
         self.call = call_of(self.model, self.batch)
         self.words = loss_of(self.model, self.batch, self.call())[1]
-        self.coverage: Coverage = coverage_of(self.model, held_in(self.model), self.step, multiple=16, loss=self.words)
+        self.coverage: Coverage = coverage_of(
+            self.model, weights_of(self.model), self.step, multiple=16, loss=self.words
+        )
 
     def step(self) -> None:
         loss, _ = loss_of(self.model, self.batch, self.call())
@@ -53,9 +54,11 @@ class Case:
     def gradients(self) -> dict[str, Tensor]:
         self.model.zero_grad()
         self.step()
-        found = {name: one.grad for name, one in self.model.named_parameters() if one.grad is not None}
+        result = {
+            name: parameter.grad for name, parameter in self.model.named_parameters() if parameter.grad is not None
+        }
         self.model.zero_grad()
-        return found
+        return result
 
 
 @cache
@@ -72,7 +75,6 @@ STEP = 3 * 2
 
 
 def text_layers(per_token: int) -> Callable[[Any], int]:
-    """FLOPs of a training step in layers with so many weights in each block."""
     return lambda a: STEP * a.TOKENS * a.LAYERS * per_token
 
 
@@ -111,7 +113,7 @@ def test_counts_by_hand(name: str) -> None:
 
 
 def counted_by_outputs(model: nn.Module, call: Callable[[], Any]) -> dict[str, int]:
-    """FLOPs of a training step from the shapes that layers give: each number of an output is a sum over its weights."""
+    """FLOPs of a training step from the shapes of outputs, whose every number is a sum over weights."""
     found: dict[str, int] = {}
 
     def count(name: str) -> Callable[..., None]:
@@ -123,9 +125,9 @@ def counted_by_outputs(model: nn.Module, call: Callable[[], Any]) -> dict[str, i
         return hook
 
     layers = [
-        (name, one) for name, one in model.named_modules() if type(one).__name__ in ("Linear", "Conv2d", "Conv1D")
+        (name, item) for name, item in model.named_modules() if type(item).__name__ in ("Linear", "Conv2d", "Conv1D")
     ]
-    hooks = [one.register_forward_hook(count(name)) for name, one in layers]
+    hooks = [layer.register_forward_hook(count(name)) for name, layer in layers]
     call()
     for hook in hooks:
         hook.remove()
@@ -136,7 +138,7 @@ def counted_by_outputs(model: nn.Module, call: Callable[[], Any]) -> dict[str, i
 def test_each_holders_products_are_those_of_its_outputs(name: str) -> None:
     own = case(name)
     counted = counted_by_outputs(own.model, own.call)
-    held = {one.name: one.flops for one in own.coverage.holders if one.kind != "experts" and one.flops}
+    held = {holder.name: holder.flops for holder in own.coverage.holders if holder.kind != "experts" and holder.flops}
     assert held == counted
     assert own.coverage.flops == tape_of(own.step).flops
 
@@ -146,7 +148,6 @@ SHARES = {"gpt2": ("conv1d", 0.90), "mixtral": ("experts", 0.70), "unet": ("conv
 
 @each_model
 def test_shares(name: str) -> None:
-    """Most of each can be converted, where converters of linear layers alone would find a tenth of it."""
     coverage = case(name).coverage
     assert coverage.share > 0.9 and not coverage.unknown
     kind, least = SHARES.get(name, ("linear", 0.75))
@@ -155,13 +156,13 @@ def test_shares(name: str) -> None:
 
 
 def test_what_is_not_covered_says_why() -> None:
-    mamba = {one.name: one.rule for one in case("mamba").coverage.holders if not one.converted}
+    mamba = {holder.name: holder.rule for holder in case("mamba").coverage.holders if not holder.converted}
     assert mamba["backbone.layers.0.mixer.dt_proj"] == "not-called"
     assert mamba["backbone.layers.0.mixer.conv1d.weight"] == "class"
-    narrow = next(one for one in case("mamba").coverage.holders if one.name.endswith("x_proj"))
+    narrow = next(holder for holder in case("mamba").coverage.holders if holder.name.endswith("x_proj"))
     assert narrow.native == "native products take contractions and columns in multiples of 16: N=20"
-    routers = [one for one in case("mixtral").coverage.others if one.module.endswith("gate")]
-    assert [one.weight for one in routers] == [f"model.layers.{block}.mlp.gate.weight" for block in range(2)]
+    routers = [item for item in case("mixtral").coverage.others if item.module.endswith("gate")]
+    assert [item.weight for item in routers] == [f"model.layers.{block}.mlp.gate.weight" for block in range(2)]
 
 
 @for_each("way", ["eager", "batched_mm", "grouped_mm"])
@@ -173,7 +174,7 @@ def test_experts_are_covered_whichever_way_transformers_multiplies_them(way: str
     def step() -> None:
         loss_of(model, batch, call())[0].backward()
 
-    coverage = coverage_of(model, held_in(model), step)
+    coverage = coverage_of(model, weights_of(model), step)
     assert of_kind(coverage, "experts") == of_kind(case("mixtral").coverage, "experts")
     with converted(model, FP32) as conversion:
 
@@ -187,7 +188,6 @@ def test_experts_are_covered_whichever_way_transformers_multiplies_them(way: str
 
 @each_model
 def test_what_is_covered_is_what_runs_converted(name: str) -> None:
-    """In fp32 the step computes the same, and exactly the covered products are made by our layers."""
     own = case(name)
     plain, before = own.gradients(), everything_in(own.model)
     with converted(own.model, FP32) as conversion:
@@ -211,20 +211,20 @@ def test_errors_are_in_the_order_of_formats(name: str) -> None:
     plain, gradients, errors = output_of(own), own.gradients(), {}
     for mode in ("fp8", "nvfp4"):
         with converted(own.model, arithmetic_of(mode)):
-            found = own.gradients()
-            assert set(found) == set(gradients) and all(one.isfinite().all() for one in found.values())
+            result = own.gradients()
+            assert set(result) == set(gradients) and all(tensor.isfinite().all() for tensor in result.values())
             errors[mode] = relative_frobenius(output_of(own), plain)
     assert 0.001 < errors["fp8"] < 0.5 * errors["nvfp4"] < 0.75
 
 
 def output_of(own: Case) -> Tensor:
     with torch.no_grad():
-        return next(one for _, one in tensors_in(own.call()) if one.dim() > 1)
+        return next(tensor for _, tensor in tensors_in(own.call()) if tensor.dim() > 1)
 
 
 @each_model
 def test_every_operator_of_a_step_has_its_kind_and_its_module(name: str) -> None:
-    """As its autograd node says: no rule lacks one, and products lie where coverage says that they are."""
+    """By its autograd node; products must be where coverage says."""
     own = case(name)
     mode = OperatorTimes([own.model])
     with mode.watching() as calls:
@@ -233,7 +233,7 @@ def test_every_operator_of_a_step_has_its_kind_and_its_module(name: str) -> None
     parts = shares_of([calls], [1.0]).parts
     assert not [part for part in parts if part.kind is ShareKind.UNKNOWN]
     products = {(part.module, part.backward): part.calls for part in parts if part.kind is ShareKind.GEMM}
-    for holder in (one for one in own.coverage.holders if one.calls and one.kind != "experts"):
+    for holder in (item for item in own.coverage.holders if item.calls and item.kind != "experts"):
         assert products[holder.name, False] == holder.calls and (holder.name, True) in products
     outside = {part.module for part in parts if part.backward and not part.module and part.kind is ShareKind.GEMM}
     assert not outside

@@ -1,4 +1,4 @@
-"""What stands around products in precisions of its own, against plain torch and by hand."""
+"""Norms, embeddings, streams and logits in precisions of their own, against plain torch and by hand."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from fp8bench.features.train.lab.models import around_of, built, config_of, layers_of
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import Case, DeviceFacts
-from fp8bench.nn.around import held, take_around
+from fp8bench.nn.around import cast_to, set_around
 from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.decoder import drawn_weights
@@ -30,12 +30,11 @@ FACTS = DeviceFacts("cpu", 0, "cpu", 1 << 30, torch=torch.__version__)
 
 
 def rounded_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """One scale for all, from the largest magnitude: by torch's own cast."""
     scale = torch.tensor(torch.finfo(dtype).max) / x.abs().max()
     return (x * scale).to(dtype).float() * scale.reciprocal()
 
 
-e4m3, e5m2 = (partial(rounded_to, dtype=one) for one in (torch.float8_e4m3fn, torch.float8_e5m2))
+e4m3, e5m2 = (partial(rounded_to, dtype=tensor) for tensor in (torch.float8_e4m3fn, torch.float8_e5m2))
 
 
 @for_each("dtype", [torch.float16, torch.bfloat16])
@@ -77,7 +76,6 @@ def test_a_norm_in_fp8_is_float32_of_rounded_values_and_its_gradients_are_rounde
 
 @for_each("channels_apart", [False, True])
 def test_a_batch_norm_in_fp16_keeps_its_statistics_in_it(channels_apart: bool) -> None:
-    """Ours and, converted, torch's own: both as torch's own layer of fp16."""
     torch.manual_seed(0)
     theirs = nn.BatchNorm2d(16).half()
     if channels_apart:
@@ -91,7 +89,7 @@ def test_a_batch_norm_in_fp16_keeps_its_statistics_in_it(channels_apart: bool) -
         model = nn.Module()
         model.norm = norm
         model.around = {}  # type: ignore[assignment]
-        take_around(model, {"norm": arithmetic_of("fp16")})
+        set_around(model, {"norm": arithmetic_of("fp16")})
 
     def same(x: torch.Tensor) -> bool:
         y = norm(x) if channels_apart else norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
@@ -105,7 +103,7 @@ def test_a_batch_norm_in_fp16_keeps_its_statistics_in_it(channels_apart: bool) -
 
 
 def test_statistics_in_fp8_stand_still_where_a_step_is_below_half_a_place() -> None:
-    """Batch norm drifts by its own cause: a tenth of a small change is rounded away, step after step."""
+    """A tenth of a small change is rounded away in every step."""
     drifted = {}
     for mode in ("", "fp8"):
         norm = BatchNorm(8, running=True)
@@ -126,7 +124,7 @@ def _model(arch: str, map_: dict[str, str], mode: str = "bf16") -> LanguageModel
     torch.manual_seed(3)
     model = built(settings, config, lambda name: arithmetic_of(mode), arithmetic_of(mode).carrier)
     named = {layer.name: layer for layer in around_of(arch, config)}
-    take_around(model, {name: arithmetic_of(map_[layer.kind]) for name, layer in named.items() if layer.kind in map_})
+    set_around(model, {name: arithmetic_of(map_[layer.kind]) for name, layer in named.items() if layer.kind in map_})
     return model
 
 
@@ -135,14 +133,14 @@ def test_every_part_of_every_model_takes_it_and_still_learns(arch: str, mode: st
     tokens = torch.arange(64).view(2, 32) % 256
     plain, config = _model(arch, {}), config_of(TrainerSettings(arch=arch), 256)
     usual, layers = plain(tokens, tokens, SilentPhases()), around_of(arch, config)
-    norms = {path for path, one in plain.named_modules() if isinstance(one, Norm | BatchNorm)}
+    norms = {path for path, module in plain.named_modules() if isinstance(module, Norm | BatchNorm)}
     assert {layer.name for layer in layers if layer.kind == "norm"} == norms
     assert not any(layer.product for layer in layers) and all(layer.product for layer in layers_of(arch, config))
     for kind in ("embed", "norm", "residual", "logits"):
         model = _model(arch, {kind: mode})
         loss = model(tokens, tokens, SilentPhases())
         loss.backward()
-        assert all(one.grad is None or bool(one.grad.isfinite().all()) for one in model.parameters())
+        assert all(parameter.grad is None or bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
         # All but the stream is float32 anyway, or bf16 values in it.
         same = mode == "fp32" and kind != "residual"
         assert torch.equal(loss, usual) == same, kind
@@ -172,7 +170,6 @@ def test_a_norm_of_ones_own_and_the_logits_of_a_head() -> None:
 
 @for_each("norm", ["batch", "layer"])
 def test_the_suite_of_convolutions_has_both_norms_in_fp16(norm: str) -> None:
-    """Its block by torch's own layers of fp16 around its convolutions; the reference has none of it."""
     workload = workloads.get("conv")
     params = {"batch": 2, "channels": 8, "image": 4, "pass": "forward", **({"norm": norm} if norm == "layer" else {})}
     case = Case("conv", tuple(params.items()), "fp32", "cpu", (("norm", "fp16"),))
@@ -183,8 +180,8 @@ def test_the_suite_of_convolutions_has_both_norms_in_fp16(norm: str) -> None:
 
     def normed(y: torch.Tensor, by: nn.Module) -> torch.Tensor:
         moved = y.permute(0, 3, 1, 2) if norm == "batch" else y
-        found = by(moved.half()).float()
-        return found.permute(0, 2, 3, 1) if norm == "batch" else found
+        result = by(moved.half()).float()
+        return result.permute(0, 2, 3, 1) if norm == "batch" else result
 
     hidden = F.relu(normed(block.first(x, SilentPhases()), half[0]))
     wanted = F.relu(x + normed(block.second(hidden, SilentPhases()), half[1]))
@@ -227,7 +224,6 @@ def asked(name: str, map_: dict[str, str], mode: str = "fp32") -> Setup:
 
 
 def outcome_of(setup: Setup) -> torch.Tensor:
-    """What a suite's model gives."""
     state = workloads.get(setup.case.workload).prepare(setup)
     if setup.case.workload == "vision":
         state.loader.load_ahead(1)
@@ -245,9 +241,9 @@ def outcome_of(setup: Setup) -> torch.Tensor:
 def test_every_part_of_a_suites_model_takes_it(name: str, mode: str) -> None:
     usual = outcome_of(asked(name, {}))
     for kind in SUITES[name][1]:
-        found = outcome_of(asked(name, {kind: mode}))
-        assert found.isfinite().all() and found.shape == usual.shape
-        assert not torch.equal(found.float(), usual), kind
+        result = outcome_of(asked(name, {kind: mode}))
+        assert result.isfinite().all() and result.shape == usual.shape
+        assert not torch.equal(result.float(), usual), kind
         assert torch.equal(outcome_of(asked(name, {kind: "fp32"})).float(), usual), kind
 
 
@@ -260,7 +256,7 @@ def test_the_kinds_of_a_suite_are_those_that_its_model_has(name: str) -> None:
     model = getattr(workload.prepare(setup), "layer" if name in ("moe", "dit", "unet") else "model")
     kinds = (Norm, BatchNorm, GroupNorm, ModulatedNorm)
     served = not isinstance(model, nn.Module)
-    norms = model.norms if served else [path for path, one in model.named_modules() if isinstance(one, kinds)]
+    norms = model.norms if served else [path for path, module in model.named_modules() if isinstance(module, kinds)]
     assert {layer.name for layer in layers if layer.kind == "norm"} == set(norms)
     assert not {layer.name for layer in layers} & {layer.name for layer in workload.layers(params)}
 
@@ -303,7 +299,6 @@ def test_a_vision_transformer_by_hand() -> None:
 
 @pytest.mark.parametrize("size", ["nano", "nano-llama"])
 def test_a_served_model_is_the_model_that_is_trained_in_the_same_map(size: str) -> None:
-    """A whole prompt by the decoder, and by a GPT of the same weights: the same bits, whatever stands around."""
     workload = workloads.get("prefill")
     params = (("size", size), ("batch", 2), ("context", 8), ("kv", "own"), ("weights", "own"))
     case = Case("prefill", params, "fp32", "cpu")
@@ -316,9 +311,9 @@ def test_a_served_model_is_the_model_that_is_trained_in_the_same_map(size: str) 
         model = GPT(config, lambda name: arithmetic_of("fp32"), torch.float32).eval()
         draw = drawn_weights(served_shapes(config), 0, "cpu")
         model.load_state_dict({name: draw(name) for name in served_shapes(config)}, strict=False)
-        take_around(model, setup.around(workload.around(dict(case.params))))
+        set_around(model, setup.around(workload.around(dict(case.params))))
         with torch.no_grad():
-            wanted = held(model.logits(state.tokens, SilentPhases()), taken.get("logits"))
+            wanted = cast_to(model.logits(state.tokens, SilentPhases()), taken.get("logits"))
             assert torch.equal(state.model.forward(state.tokens, 0, SilentPhases(), every=True), wanted), map_
     state.model.around = {"residual": arithmetic_of("fp16")}
     state.model.watch = lambda layer, x: seen.append(x)
@@ -327,8 +322,7 @@ def test_a_served_model_is_the_model_that_is_trained_in_the_same_map(size: str) 
 
 
 def test_a_modern_models_stream_may_have_another_dtype_than_its_products() -> None:
-    """Queries and keys are turned in what they come in: all three go into attention alike."""
     model = GPT(replace(SERVED_SIZES["nano-llama"], sequence=8), lambda name: arithmetic_of("bf16"), torch.bfloat16)
-    take_around(model, {"residual": arithmetic_of("fp32")})
+    set_around(model, {"residual": arithmetic_of("fp32")})
     tokens = torch.arange(8)[None]
     assert model(tokens, tokens, SilentPhases()).isfinite()

@@ -1,4 +1,4 @@
-"""Attention's cores against each other and against plain formulas; what low scores cast, and how."""
+"""Attention's cores against each other and against plain formulas, and the casts of emulated attention."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ BATCH, HEADS, KEY_HEADS, TOKENS, WIDTH = 2, 4, 2, 24, 16
 
 
 def heads(dtype: torch.dtype = torch.float32, key_heads: int = KEY_HEADS) -> list[Tensor]:
-    """Queries, keys, values, and the gradient that comes in."""
     generator = torch.Generator().manual_seed(2)
     counts = (HEADS, key_heads, key_heads, HEADS)
     made = [torch.randn(BATCH, count, TOKENS, WIDTH, generator=generator).to(dtype) for count in counts]
-    return [one.requires_grad_(index < 3) for index, one in enumerate(made)]
+    return [item.requires_grad_(index < 3) for index, item in enumerate(made)]
 
 
 def outcome(core: Callable[[Tensor, Tensor, Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:
-    """Output and the three gradients."""
     *inputs, pull = tensors
     output = core(*inputs)
     return [output.detach(), *torch.autograd.grad(output, inputs, pull)]
@@ -37,8 +35,7 @@ def outcome(core: Callable[[Tensor, Tensor, Tensor], Tensor], *tensors: Tensor) 
 def by_hand(
     rounded: Callable[[Tensor], Tensor], onto_the_grid: Callable[[Tensor], Tensor], prescaled: bool, causal: bool
 ) -> list[Tensor]:
-    """Output and gradients by the formulas on paper, a loop over heads for each product."""
-    q, k, v, pull = (one.detach() for one in heads())
+    q, k, v, pull = (item.detach() for item in heads())
     group, scale = HEADS // KEY_HEADS, WIDTH**-0.5
     q_low, k_low, v_low = rounded(q * scale if prescaled else q), rounded(k), rounded(v.mT).mT
     scores = torch.stack([q_low[:, head] @ k_low[:, head // group].mT for head in range(HEADS)], 1)
@@ -67,38 +64,36 @@ def test_low_scores_are_the_formulas_on_rounded_values(precision: str, prescaled
     def by(cast: Callable[[Tensor, Role], Operand]) -> Callable[[Tensor], Tensor]:
         return lambda x: arithmetic.restore(cast(x.reshape(-1, x.shape[-1]), Role.INPUT), torch.float32).view(x.shape)
 
-    found = outcome(EmulatedCore(arithmetic, prescaled, causal), *heads())
+    result = outcome(EmulatedCore(arithmetic, prescaled, causal), *heads())
     # A product summed in another order may fall on the other side of a rounding, one step of one score.
     tolerance = 1e-5 if precision == "fp32" else 1e-2
-    for one, wanted in zip(
-        found, by_hand(by(arithmetic.cast), by(arithmetic.unscaled), prescaled, causal), strict=True
+    for tensor, wanted in zip(
+        result, by_hand(by(arithmetic.cast), by(arithmetic.unscaled), prescaled, causal), strict=True
     ):
-        assert float(torch.linalg.vector_norm(one - wanted) / torch.linalg.vector_norm(wanted)) < tolerance
+        assert float(torch.linalg.vector_norm(tensor - wanted) / torch.linalg.vector_norm(wanted)) < tolerance
 
 
 @for_each("causal", [True, False])
 @for_each("prescaled", [True, False])
 def test_rounding_nothing_gives_torchs_own_attention(prescaled: bool, causal: bool) -> None:
-    """In fp32 the emulated form is the fused kernel, grouped heads and gradients included."""
     emulated = outcome(EmulatedCore(arithmetic_of("fp32"), prescaled, causal), *heads())
-    for one, wanted in zip(emulated, outcome(FusedCore(causal), *heads()), strict=True):
-        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-5)
+    for tensor, wanted in zip(emulated, outcome(FusedCore(causal), *heads()), strict=True):
+        torch.testing.assert_close(tensor, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_the_reference_is_exact_one_head_at_a_time() -> None:
-    """Against formulas in fp64, gradients through recomputation included."""
-    found = outcome(HeadwiseCore(FusedCore()), *heads(torch.float64))
+    result = outcome(HeadwiseCore(FusedCore()), *heads(torch.float64))
     exact = outcome(explicit, *heads(torch.float64))
-    for one, wanted in zip(found, exact, strict=True):
-        torch.testing.assert_close(one, wanted, rtol=1e-12, atol=1e-13)
+    for tensor, wanted in zip(result, exact, strict=True):
+        torch.testing.assert_close(tensor, wanted, rtol=1e-12, atol=1e-13)
 
 
 def test_the_reference_holds_one_head_of_scores_whatever_heads_share() -> None:
-    """Heads that share a key head are still taken apart: memory must not grow with the group."""
+    """Memory must not grow with the number of heads that share a key head."""
     seen: list[tuple[int, ...]] = []
 
     def watched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        seen.extend(tuple(one.shape) for one in (q, k, v))
+        seen.extend(tuple(item.shape) for item in (q, k, v))
         return FusedCore()(q, k, v)
 
     with torch.no_grad():
@@ -114,10 +109,10 @@ def test_the_reference_holds_one_head_of_scores_whatever_heads_share() -> None:
 def test_a_gpu_in_fp32_gets_a_key_head_for_each_head(
     device: str, dtype: torch.dtype, repeated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its kernel without a matrix of scores takes no grouped queries in fp32; the others do. Shapes without values."""
+    """Its only kernel that stores no scores takes no grouped queries in fp32."""
     seen: list[tuple[int, int, int, bool]] = []
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, mask: None, is_causal: bool, enable_gqa: bool) -> Tensor:
         seen.append((q.shape[1], k.shape[1], v.shape[1], enable_gqa))
         return q
 
@@ -129,13 +124,13 @@ def test_a_gpu_in_fp32_gets_a_key_head_for_each_head(
 
 
 def explicit(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    k, v = (one.repeat_interleave(HEADS // KEY_HEADS, 1) for one in (k, v))
+    k, v = (item.repeat_interleave(HEADS // KEY_HEADS, 1) for item in (k, v))
     hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
     return (q @ k.mT / math.sqrt(WIDTH)).masked_fill(hidden, -math.inf).softmax(-1) @ v
 
 
 class Recording(PlainArithmetic):
-    """Keeps what it is asked to cast."""
+    """Records what it casts."""
 
     def __init__(self) -> None:
         super().__init__(torch.bfloat16)
@@ -155,7 +150,7 @@ def test_operands_are_cast_along_their_contractions() -> None:
     recording = Recording()
     q, k, v, _ = heads()
     EmulatedCore(recording)(q, k, v)
-    assert [tuple(one.shape) for one in recording.seen] == [
+    assert [tuple(call.shape) for call in recording.seen] == [
         (BATCH * HEADS * TOKENS, WIDTH), (BATCH * KEY_HEADS * TOKENS, WIDTH),
         (BATCH * HEADS * TOKENS, TOKENS), (BATCH * KEY_HEADS * WIDTH, TOKENS),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Batches of a token file; records: the same whichever way they lie, gone with what holds them; way to the device."""
+"""Batches of a token file, compressed and decoded records, and how batches reach a device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from tests.counts import for_each
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """A thousand tokens that count up."""
     file = tmp_path / "tokens"
     np.arange(1000, dtype=np.uint16).tofile(file)
     return str(file)
@@ -59,16 +58,15 @@ def test_the_same_seed_gives_the_same_batches(path: str) -> None:
 
 
 def test_batches_loaded_ahead_are_those_that_would_come(path: str) -> None:
-    """Each time to the same place, from which they are taken in turn, again and again until others are loaded."""
     plain, ahead = (TokenLoader(path, 2, 8, "cpu", 7, 256) for _ in range(2))
     places = set()
     for _ in range(3):
         ahead.load_ahead(2)
-        places.add(tuple(one.data_ptr() for one in ahead._ahead))
+        places.add(tuple(item.data_ptr() for item in ahead._ahead))
         wanted = [plain.next() for _ in range(2)]
         for _ in range(2):
             assert all(
-                torch.equal(one, same) for batch in wanted for one, same in zip(batch, ahead.next(), strict=True)
+                torch.equal(item, same) for batch in wanted for item, same in zip(batch, ahead.next(), strict=True)
             )
     assert len(places) == 1
 
@@ -87,7 +85,6 @@ def test_a_file_that_is_too_short_is_refused(path: str, length: int) -> None:
 
 
 def test_a_vocabulary_of_bytes_reads_the_bytes_as_they_are(path: str) -> None:
-    """Bit by bit what it always was: windows at the places that the seed draws."""
     file, random = np.memmap(path, dtype=np.uint16, mode="r"), np.random.default_rng(5)
     loader = TokenLoader(path, 4, 16, "cpu", 5, 256)
     for _ in range(3):
@@ -99,12 +96,12 @@ def test_a_vocabulary_of_bytes_reads_the_bytes_as_they_are(path: str) -> None:
 
 @for_each("vocabulary", [257, 50304, 128256])
 def test_larger_vocabularies_have_an_id_for_two_bytes(tmp_path: Path, vocabulary: int) -> None:
-    """By hand: the byte at a place times 256 plus the next, within the vocabulary; targets follow by one place."""
+    """An id is a byte times 256 plus the next, modulo the vocabulary; targets follow by one place."""
     text = b"import torch\xff\xfe"
     file = tmp_path / "text"
     np.frombuffer(text, dtype=np.uint8).astype(np.uint16).tofile(file)
     tokens, targets = TokenLoader(str(file), 1, len(text) - 2, "cpu", 0, vocabulary).next()
-    pairs = [(one * 256 + other) % vocabulary for one, other in pairwise(text)]
+    pairs = [(ours * 256 + theirs) % vocabulary for ours, theirs in pairwise(text)]
     assert tokens.tolist() == [pairs[:-1]] and targets.tolist() == [pairs[1:]]
     assert tokens.dtype == torch.int64 and tokens.is_contiguous()
     with pytest.raises(ValueError, match=f"{len(text)} tokens; a sequence of {len(text) - 1} needs more"):
@@ -112,10 +109,10 @@ def test_larger_vocabularies_have_an_id_for_two_bytes(tmp_path: Path, vocabulary
 
 
 def test_a_large_vocabulary_is_used_by_the_thousand(tmp_path: Path) -> None:
-    """Of real text; bytes alone are less than a hundred and fifty, and most gradients of an embedding zero."""
+    """Real text has fewer than 150 bytes, which would leave most gradients of an embedding zero."""
     path = prepare_corpus(None, tmp_path).path
-    found = {size: len(TokenLoader(path, 64, 1024, "cpu", 0, size).next()[0].unique()) for size in (256, 50304)}
-    assert found[256] < 150 and found[50304] > 1500
+    result = {size: len(TokenLoader(path, 64, 1024, "cpu", 0, size).next()[0].unique()) for size in (256, 50304)}
+    assert result[256] < 150 and result[50304] > 1500
 
 
 TEXT = bytes(range(32, 127)) * 40
@@ -133,10 +130,10 @@ def records(tokens: str, seed: int = 0, size: int = 300) -> Bytes:
 
 
 def test_records_are_windows_of_the_text(tokens: str) -> None:
-    found = records(tokens)
-    assert found.shape == (20, 300) and found.dtype == np.uint8
-    assert all(record.tobytes() in TEXT for record in found) and len({record.tobytes() for record in found}) > 10
-    assert np.array_equal(found, records(tokens)) and not np.array_equal(found, records(tokens, seed=1))
+    result = records(tokens)
+    assert result.shape == (20, 300) and result.dtype == np.uint8
+    assert all(record.tobytes() in TEXT for record in result) and len({record.tobytes() for record in result}) > 10
+    assert np.array_equal(result, records(tokens)) and not np.array_equal(result, records(tokens, seed=1))
     assert np.array_equal(records(tokens, size=len(TEXT))[0], np.frombuffer(TEXT, dtype=np.uint8))
 
 
@@ -147,7 +144,6 @@ def test_a_text_shorter_than_a_record_says_so(tokens: str) -> None:
 
 @pytest.mark.parametrize("kind", [CompressedRecords, DecodedRecords])
 def test_a_batch_is_the_records_of_its_indices(tokens: str, kind: type[Records]) -> None:
-    """In their order, repeated ones too, as fp32 that one may write to."""
     text = records(tokens)
     indices = np.array([7, 0, 19, 7])
     batch = kind(text).batch(indices)  # type: ignore[call-arg]

@@ -36,14 +36,13 @@ SPANS = {
 
 
 def pair(mode: str) -> tuple[BlockArithmetic, RecipeArithmetic]:
-    """The arithmetics of the device that has it, and of a processor."""
     native, emulated = (precisions.get(mode).arithmetic(facts).layer("one") for facts in (dict(MODES)[mode], CPU))
     assert isinstance(native, BlockArithmetic) and type(emulated) is RecipeArithmetic
     return native, emulated
 
 
 def sources(height: int = 256, width: int = 384) -> Tensor:
-    """Rows and columns of very different sizes: a scale in another's place is far off."""
+    """Rows and columns differ so much in size that a misplaced scale is far off."""
     sizes = torch.logspace(-3, 3, height)[:, None] * torch.logspace(2, -2, width)
     return gaussian(height, width) * sizes
 
@@ -51,7 +50,6 @@ def sources(height: int = 256, width: int = 384) -> Tensor:
 @for_each("role", list(Role))
 @each_mode
 def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
-    """Bit for bit, cast after cast, in both directions, also where the last blocks are not full."""
     native, emulated = pair(mode)
     for tensor in (sources(), sources(48, 64).to(torch.bfloat16), sources(130, 96), torch.zeros(16, 32)):
         operand, theirs = native.cast(tensor, role), emulated.cast(tensor, role)
@@ -69,7 +67,7 @@ def test_the_squares_of_weights_are_turned_without_another_cast() -> None:
 
 
 def documented(codes: Tensor, scales: list[Tensor], kinds: list[int], swizzles: list[int]) -> Tensor:
-    """What an operand stands for by the places that torch and cuBLAS document, one scale after the other, in fp64."""
+    """The values of an operand by the places that torch and cuBLAS document, one scale after the other, in fp64."""
     values = codes.to(torch.float64) if codes.element_size() == 1 and codes.dtype != torch.float4_e2m1fn_x2 else None
     if values is None:
         halves = codes.view(torch.uint8)
@@ -94,7 +92,7 @@ def documented(codes: Tensor, scales: list[Tensor], kinds: list[int], swizzles: 
 
 
 def kernel(a: Tensor, b: Tensor, *others: Any) -> Tensor:
-    """The product of what is documented, after torch's own rules for CUDA have passed it."""
+    """Multiplies part by part, with the codes and scales that the documentation assigns to each."""
     scales_a, kinds_a, swizzles_a, scales_b, kinds_b, swizzles_b, bias, output, contraction, fast = others
     assert bias is None and contraction == [] and not fast
     exact = documented(a, scales_a, kinds_a, swizzles_a) @ documented(b.t(), scales_b, kinds_b, swizzles_b).t()
@@ -103,7 +101,6 @@ def kernel(a: Tensor, b: Tensor, *others: Any) -> Tensor:
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's rules, torch's own, and then the kernel above."""
     from torch._meta_registrations import meta_scaled_mm_v2
 
     def checked(a: Tensor, b: Tensor, *others: Any) -> Tensor:
@@ -111,9 +108,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         shape = meta_scaled_mm_v2(
             a, b, scales_a, kinds_a, swizzles_a, scales_b, kinds_b, swizzles_b, bias, output, contraction, fast
         ).shape
-        found = kernel(a, b, *others)
-        assert found.shape == shape
-        return found
+        result = kernel(a, b, *others)
+        assert result.shape == shape
+        return result
 
     monkeypatch.setattr("torch._meta_registrations.device_hint", lambda tensor: "cuda")
     monkeypatch.setattr(torch.ops.aten._scaled_mm_v2, "default", checked)
@@ -122,7 +119,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("cuda")
 @each_mode
 def test_layers_are_the_emulated_ones(mode: str) -> None:
-    """Forward and both gradients: every scale is where the product looks for it, in both orientations."""
     outcomes = []
     for arithmetic in pair(mode):
         torch.manual_seed(1)
@@ -148,11 +144,11 @@ def test_products_are_those_of_the_same_values(mode: str, dtype: torch.dtype) ->
 
 @for_each("role", list(Role))
 def test_mx_codes_of_four_bits_are_the_emulated_values(role: Role) -> None:
-    """No product of torch's takes them; `conform` compares their casts all the same."""
+    """No product of torch takes them, but `conform` compares their casts."""
     precision = precisions.get("mxfp4")
     native, emulated = BlockArithmetic(precision.recipe), RecipeArithmetic(precision.recipe)  # type: ignore[attr-defined]
-    found = native.restore(native.cast(sources(), role), torch.float32)
-    assert torch.equal(found, emulated.cast(sources(), role).data)
+    result = native.restore(native.cast(sources(), role), torch.float32)
+    assert torch.equal(result, emulated.cast(sources(), role).data)
 
 
 def test_codes_without_scales_are_refused() -> None:
@@ -164,14 +160,13 @@ def test_codes_without_scales_are_refused() -> None:
 
 @each_mode
 def test_nan_and_infinity_stay_what_emulation_makes_of_them(mode: str) -> None:
-    """No device is asked: a NaN's block is NaN, and an infinity the largest or an infinity."""
     native, emulated = pair(mode)
     for bad in (torch.nan, torch.inf, -torch.inf):
         tensor = sources(128, 256)
         tensor[5, 7] = bad
-        found = native.restore(native.cast(tensor, Role.INPUT), torch.float32)
+        result = native.restore(native.cast(tensor, Role.INPUT), torch.float32)
         wanted = emulated.cast(tensor, Role.INPUT).data
         if bad != bad:
-            assert torch.equal(found.isnan(), wanted.isnan())
+            assert torch.equal(result.isnan(), wanted.isnan())
         else:
-            assert found[5, 7].abs() >= wanted[5].abs()[wanted[5].isfinite()].max()
+            assert result[5, 7].abs() >= wanted[5].abs()[wanted[5].isfinite()].max()

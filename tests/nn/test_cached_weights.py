@@ -1,4 +1,4 @@
-"""Weights that are cast once for several passes: what is made, how often, and that nothing of it stays."""
+"""Weights cast once for several passes: the operands, the number of casts, and that nothing stays afterwards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def given(step: int) -> Tensor:
 
 
 def gradients(model: Pair, passes: int = 1) -> list[Tensor]:
-    """Of weights and inputs, over several passes."""
     inputs = [given(step) for step in range(passes)]
     losses = torch.stack([model(x) for x in inputs])
     return [losses.detach(), *torch.autograd.grad(losses.sum(), [*inputs, *model.parameters()])]
@@ -51,20 +50,19 @@ def gradients(model: Pair, passes: int = 1) -> list[Tensor]:
     ("mode", "facts"),
     [
         *((mode, CPU) for mode in MODES),
-        *(pytest.param(one, H200, marks=NEEDS_PRODUCTS) for one in ("fp8", "fp8-rowwise", "fp8-delayed:history=2")),
+        *(pytest.param(item, H200, marks=NEEDS_PRODUCTS) for item in ("fp8", "fp8-rowwise", "fp8-delayed:history=2")),
     ],
 )
 def test_cached_and_cast_again_are_the_same_bit_for_bit(mode: str, facts: DeviceFacts) -> None:
-    """Also after the weights have changed: what was cast for those before is not used for these."""
     own = [precisions.get(mode).arithmetic(facts).layer("first") for _ in range(2)]  # with draws from the start
-    models = [Pair(one, PlainArithmetic(torch.float32)) for one in own]
+    models = [Pair(item, PlainArithmetic(torch.float32)) for item in own]
     cached = CachedWeights(models[0])
     passes = 1 if own[0].settles else 2  # a delayed scale has an entry for each cast
     for _ in range(2):
         with cached.cast(SilentPhases()):
-            found = gradients(models[0], passes)
+            result = gradients(models[0], passes)
         wanted = gradients(models[1], passes)
-        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(result, wanted, strict=True))
         with torch.no_grad():
             for model in models:
                 for weight in model.parameters():
@@ -72,7 +70,6 @@ def test_cached_and_cast_again_are_the_same_bit_for_bit(mode: str, facts: Device
 
 
 def watched(mode: str, seen: list[tuple[Role, bool]]) -> Arithmetic:
-    """Writes down each cast, and whether it was turned."""
     inner = precisions.get(mode).arithmetic(CPU)
     return WatchedArithmetic(inner, lambda operand, source, role, before: seen.append((role, before is not None)))
 
@@ -96,7 +93,6 @@ def test_a_weight_is_cast_once_for_all_passes_in_both_orientations(mode: str) ->
 
 
 def test_nothing_stays_when_the_passes_are_over_or_have_failed() -> None:
-    """What is gone cannot be old. Layers that cast nothing have nothing to keep."""
     model = Pair(precisions.get("fp8").arithmetic(CPU), PlainArithmetic(torch.float32))
     cached = CachedWeights(model)
     with cached.cast(SilentPhases()):
@@ -110,7 +106,7 @@ def test_nothing_stays_when_the_passes_are_over_or_have_failed() -> None:
 
 
 class Counting(PlainArithmetic):
-    """Takes largest magnitudes, and writes them down."""
+    """Takes largest magnitudes, and records them."""
 
     takes_amax = True
 
@@ -124,13 +120,12 @@ class Counting(PlainArithmetic):
 
 
 def test_largest_magnitudes_are_found_ahead_for_who_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And for nobody else."""
     seen: list[Tensor | None] = []
     model = Pair(Counting(torch.bfloat16, seen), Counting(torch.bfloat16, seen))
     with CachedWeights(model).cast(SilentPhases()):
         pass
-    assert [float(one) for one in seen if one is not None] == [
-        float(one.detach().abs().max()) for one in model.parameters()
+    assert [float(call) for call in seen if call is not None] == [
+        float(parameter.detach().abs().max()) for parameter in model.parameters()
     ]
     seen.clear()
     monkeypatch.setattr(Counting, "takes_amax", False)
@@ -140,7 +135,6 @@ def test_largest_magnitudes_are_found_ahead_for_who_takes_them(monkeypatch: pyte
 
 
 def test_elsewhere_than_on_a_processor_they_are_found_in_one_call() -> None:
-    """On tensors without memory, as a GPU would be asked."""
     with torch.device("meta"):
         model = Pair(Counting(torch.bfloat16, []), Counting(torch.bfloat16, []))
     with Operations() as ran, CachedWeights(model).cast(SilentPhases()):
@@ -149,7 +143,7 @@ def test_elsewhere_than_on_a_processor_they_are_found_in_one_call() -> None:
 
 
 def test_a_weight_rounded_at_random_is_drawn_once() -> None:
-    """For all passes: without the cache each of them has draws of its own."""
+    """Without the cache each pass would have its own draws."""
     plain, drawn = Treatment(E4M3, TENSOR), Treatment(E4M3, TENSOR, stochastic=True)
     model = Pair(RecipeArithmetic(Recipe(plain, drawn, plain)), PlainArithmetic(torch.float32))
     x = given(0)
@@ -168,5 +162,5 @@ def test_a_delayed_scale_gets_one_entry_for_all_passes() -> None:
     for steps in (1, 2):
         with CachedWeights(model).cast(SilentPhases()):
             gradients(model, 3)
-        entries = {role: int(torch.count_nonzero(one.history)) for role, one in arithmetic.scales.items()}
+        entries = {role: int(torch.count_nonzero(item.history)) for role, item in arithmetic.scales.items()}
         assert entries == {Role.INPUT: 3 * steps, Role.WEIGHT: steps, Role.GRADIENT: 3 * steps}

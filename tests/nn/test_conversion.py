@@ -1,4 +1,4 @@
-"""A conversion: which layers it takes, what is left of it afterwards, and that nothing else changes."""
+"""Conversions: which layers are converted, and that the model is the same afterwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.conversion import Conversion
-from fp8bench.nn.holders import check_map, held_in
+from fp8bench.nn.holders import check_map, weights_of
 from fp8bench.protocols import Arithmetic, Layer, Phases, key_of
 from fp8bench.registry import precisions
 from tests.facts import CPU
@@ -29,7 +29,7 @@ class Doubled(nn.Linear):
 
 
 class Renamed(nn.Linear):
-    """One without."""
+    """A subclass with torch's forward pass."""
 
 
 class Model(nn.Module):
@@ -51,8 +51,8 @@ class Model(nn.Module):
         x = self.again(torch.relu(self.first(self.table(tokens))))
         x = self.picture(x[:, None]).mean(1)
         x = x + (self.experts(x[None].expand(3, *x.shape).flatten(1, 2)).view(3, *x.shape)).mean(0)
-        found: Tensor = self.out(x * self.router(x).sigmoid().sum(-1, keepdim=True))
-        return found
+        result: Tensor = self.out(x * self.router(x).sigmoid().sum(-1, keepdim=True))
+        return result
 
 
 @pytest.fixture
@@ -69,26 +69,24 @@ def step(model: nn.Module) -> None:
 
 
 def test_all_is_as_it_was(model: Model) -> None:
-    """Attributes, parameters, their bits, hooks, classes and flags; and the optimizer that knew them trains on."""
     before, optimizer = everything_in(model), torch.optim.SGD(model.parameters(), lr=0.0)
     with converted(model, FP8) as conversion:
-        assert {one.kind for one in conversion.converted} == {"linear", "conv2d", "experts"}
+        assert {holder.kind for holder in conversion.converted} == {"linear", "conv2d", "experts"}
         assert "forward" in vars(model.first)
         step(model)
         optimizer.step()
-        held = [id(one) for one in model.parameters()]
+        held = [id(parameter) for parameter in model.parameters()]
         assert model.out.weight is model.table.weight and list(model.state_dict()) == before["state"]
-    for one in model.parameters():
-        one.grad = None
+    for parameter in model.parameters():
+        parameter.grad = None
     after = everything_in(model)
-    assert [id(one) for one in model.parameters()] == held
-    versions = {name: (*one[:2], *one[3:]) for name, one in before["tensors"].items()}
-    assert versions == {name: (*one[:2], *one[3:]) for name, one in after["tensors"].items()}
+    assert [id(parameter) for parameter in model.parameters()] == held
+    versions = {name: (*tensor[:2], *tensor[3:]) for name, tensor in before["tensors"].items()}
+    assert versions == {name: (*tensor[:2], *tensor[3:]) for name, tensor in after["tensors"].items()}
     assert {**before, "tensors": 0} == {**after, "tensors": 0}
 
 
 def test_all_is_as_it_was_after_an_error(model: Model) -> None:
-    """Whatever it is, and in a forward pass too: the functions of torch that were listened to are torch's again."""
     before = everything_in(model)
     converted(model, FP8)
     assert everything_in(model) == before, "making one changes nothing"
@@ -121,10 +119,10 @@ def test_all_is_as_it_was_after_an_interrupt_while_entering(model: Model, monkey
 
 
 def test_a_layer_of_two_names_is_one_layer(model: Model) -> None:
-    (first,) = (one for one in held_in(model) if one.name == "first")
-    assert first.also == ("again",) and "again" not in [one.name for one in held_in(model)]
+    (first,) = (holder for holder in weights_of(model) if holder.name == "first")
+    assert first.also == ("again",) and "again" not in [holder.name for holder in weights_of(model)]
     for name in ("first", "again"):
-        (skipped,) = (one for one in held_in(model, [name]) if one.rule == "skipped")
+        (skipped,) = (holder for holder in weights_of(model, [name]) if holder.rule == "skipped")
         assert skipped.name == "first" and skipped.reason == f"left out by '{name}'"
     with converted(model, FP8):
         assert model.again.forward is model.first.forward
@@ -137,21 +135,22 @@ LEFT_OUT = {
 
 
 def test_what_is_left_out(model: Model) -> None:
-    """By name, pattern, kind and class; a tied layer is the head."""
-    skipped = {word: [one.name for one in held_in(model, [word]) if one.rule == "skipped"] for word in LEFT_OUT}
-    assert skipped == LEFT_OUT and [one.name for one in held_in(model) if one.head] == ["out"]
+    skipped = {
+        word: [holder.name for holder in weights_of(model, [word]) if holder.rule == "skipped"] for word in LEFT_OUT
+    }
+    assert skipped == LEFT_OUT and [holder.name for holder in weights_of(model) if holder.head] == ["out"]
     for alone, skip, names in (
         (nn.Linear(4, 4), [], ["Linear"]), (nn.LSTM(4, 4), [], ["weight_ih_l0", "weight_hh_l0"]),
         (Experts("bmm"), ["stack"], ["stack", "position"]),
     ):  # fmt: skip
-        assert [one.name for one in held_in(alone, skip)] == names
+        assert [holder.name for holder in weights_of(alone, skip)] == names
 
 
 def test_what_fits_nothing_is_refused(model: Model) -> None:
     with pytest.raises(UnknownName, match=r"'rooter'.*Did you mean 'router'"):
-        held_in(model, ["rooter"])
+        weights_of(model, ["rooter"])
     with pytest.raises(UnknownName, match=r"'pictures'.*Did you mean 'picture'"):
-        check_map(["first", "head", "experts", "pictures"], held_in(model))
+        check_map(["first", "head", "experts", "pictures"], weights_of(model))
     with pytest.raises(UsageError, match=r"nothing of ReLU .*no layer that multiplies"):
         converted(nn.ReLU())
     with pytest.raises(UsageError, match="meta device"):
@@ -185,15 +184,17 @@ def test_layers_are_chosen_by_name_and_kind(model: Model) -> None:
         Layer("first", "linear"), Layer("experts.stack", "experts", group="mlp"),
         Layer("experts.position", "experts", group="mlp"), Layer("router", "linear"), Layer("out", "head"),
     ]  # fmt: skip
-    assert [(one.name, one.rule) for one in conversion.held if one.reason] == [("picture", "skipped"), ("out", "kept")]
+    assert [(holder.name, holder.rule) for holder in conversion.held if holder.reason] == [
+        ("picture", "skipped"),
+        ("out", "kept"),
+    ]
 
 
 def test_a_forward_pass_of_its_own_is_not_lost() -> None:
     model = nn.Sequential(Doubled(16, 16), Renamed(16, 16))
-    own, renamed = held_in(model)
+    own, renamed = weights_of(model)
     assert own.rule == "forward" and own.reason.startswith("Doubled has a forward pass of its own")
     assert not renamed.reason
-    assert not any(one.reason for one in held_in(model, allow=["Doubled"]))
     x = torch.randn(4, 16)
     with converted(model):
         plain = model(x)
@@ -205,7 +206,7 @@ def test_a_forward_pass_that_was_replaced_is_kept() -> None:
     model[0].forward = lambda x: x  # type: ignore[method-assign]
     before = everything_in(model)
     with converted(model) as conversion:
-        assert [one.name for one in conversion.converted] == ["1"]
+        assert [holder.name for holder in conversion.converted] == ["1"]
     assert "replaced" in conversion.held[0].reason
     assert everything_in(model) == before
 
@@ -223,20 +224,20 @@ def test_what_cannot_be_converted_says_why() -> None:
         }
     )
     model["whole"].weight = nn.Parameter(torch.ones(16, 16, dtype=torch.int8), requires_grad=False)
-    held = held_in(model)
-    assert {one.name: one.rule for one in held if one.name != "memory.weight_hh_l0"} == {
+    held = weights_of(model)
+    assert {holder.name: holder.rule for holder in held if holder.name != "memory.weight_hh_l0"} == {
         "attention.in_proj_weight": "class", "attention.out_proj": "not-called", "line.weight": "class",
         "memory.weight_ih_l0": "class", "back.weight": "class", "wide": "groups", "lazy": "shape", "whole": "dtype",
     }  # fmt: skip
-    assert all(one.reason for one in held)
+    assert all(holder.reason for holder in held)
     with pytest.raises(UsageError, match=r"nothing of ModuleDict .* \(2 weights: .* LSTM; 1 weight: "):
         converted(model)
 
 
 def test_rows_are_filled_up_for_native_products() -> None:
-    """Zeros change no product: neither the output nor any gradient, bit for bit. Of sides there is no such filling."""
+    """Zeros change neither the output nor any gradient. Sides are not filled up."""
     odd = nn.Sequential(nn.Linear(16, 37), nn.Linear(37, 32), nn.Linear(32, 16))
-    reasons = [one.reason.partition(" ")[0] for one in converted(odd, multiples=(16, 16)).held]
+    reasons = [holder.reason.partition(" ")[0] for holder in converted(odd, multiples=(16, 16)).held]
     assert reasons == ["N=37", "K=37", ""]
     model = nn.Sequential(nn.Linear(32, 16))
     x = torch.randn(2, 5, 32)
@@ -244,7 +245,7 @@ def test_rows_are_filled_up_for_native_products() -> None:
         plain = outcome(model, x)
     with converted(model, FP8, multiples=(16, 16)):
         filled = outcome(model, x)
-    assert all(torch.equal(one, other) for one, other in zip(plain, filled, strict=True))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(plain, filled, strict=True))
 
 
 def test_a_layer_that_remembers_has_an_arithmetic_of_its_own(model: Model) -> None:
@@ -270,10 +271,12 @@ def test_a_compiled_model_is_one_graph_and_gives_the_same() -> None:
     with converted(model, FP8):
         plain = model(x)
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        found = compiled(x)
-        found.sum().backward()
-    torch.testing.assert_close(found, plain, rtol=0, atol=1e-6)
-    assert all(one.grad is not None for one in (*model[0].parameters(), *model[2].parameters(), model[4].stack))
+        result = compiled(x)
+        result.sum().backward()
+    torch.testing.assert_close(result, plain, rtol=0, atol=1e-6)
+    assert all(
+        parameter.grad is not None for parameter in (*model[0].parameters(), *model[2].parameters(), model[4].stack)
+    )
     torch._dynamo.reset()
 
 

@@ -1,4 +1,4 @@
-"""What a converted layer computes: torch's own bits where nothing is rounded, the right roundings where it is."""
+"""Results of converted layers: torch's bits where nothing is rounded, the right roundings elsewhere."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def assert_same_bits(one: list[Tensor], other: list[Tensor]) -> None:
 @for_each("bias", [True, False])
 @for_each("shape", [(2, 16, 48), (5, 48), (1, 48), (48,), (0, 48)])
 def test_without_rounding_products_have_torchs_bits(shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
-    """Output and all gradients. torch begins the sum with the bias, and ours ends with it: there the last bit of the
-    output may be another."""
+    """torch begins a sum with the bias and ours ends with it, so the last bit of the output may differ."""
     model, x = sequential(nn.Linear(48, 80, bias=bias)).to(dtype), torch.randn(shape).to(dtype)
     plain, ours = both(model, x, PlainArithmetic(dtype))
     assert_same_bits(plain[bias:], ours[bias:])
@@ -56,13 +55,11 @@ def test_products_are_those_of_our_linear_layer(name: str) -> None:
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In float64, under a scale of its largest magnitude."""
     scale = torch.finfo(dtype).max / tensor.abs().max().float()
     return (tensor.float() * scale).to(dtype).double() / scale.double()
 
 
 def test_fp8_rounds_as_an_oracle_in_float64_does() -> None:
-    """Scales of a whole tensor from its largest magnitude, E4M3 forward and E5M2 for gradients, sums without error."""
     model, x, pull = sequential(nn.Linear(64, 32, bias=False)), torch.randn(48, 64), torch.randn(48, 32)
     with converted(model, arithmetic_of("fp8")):
         ours = outcome(model, x, pull)
@@ -95,7 +92,6 @@ def test_fp8_rounds_as_an_oracle_in_float64_does() -> None:
 )
 @for_each("by", ["fp32", "explicit"])
 def test_any_convolution(options: dict[str, Any], by: str) -> None:
-    """Against torch's own in float64; windows written out as rows give the same."""
     chosen = {"kernel_size": 3, **options}
     model, x = sequential(nn.Conv2d(8, 16, **chosen)), torch.randn(2, 8, 17, 18)
     own = PlainArithmetic(torch.float32)
@@ -103,9 +99,9 @@ def test_any_convolution(options: dict[str, Any], by: str) -> None:
     with converted(model, own):
         ours = outcome(model, x)
     exact = outcome(model.double(), x.double())
-    for one, other in zip(ours, exact, strict=True):
-        assert one.shape == other.shape and one.dtype == torch.float32
-        assert relative_frobenius(one, other) < 1e-6
+    for left, right in zip(ours, exact, strict=True):
+        assert left.shape == right.shape and left.dtype == torch.float32
+        assert relative_frobenius(left, right) < 1e-6
     assert ours[0].stride() == exact[0].stride()
 
 
@@ -124,7 +120,6 @@ def assert_same_bits_nearly(one: list[Tensor], other: list[Tensor]) -> None:
 
 @for_each("groups", [1, 2])
 def test_a_convolution_rounds_each_operand_along_its_contraction(groups: int) -> None:
-    """FP8 with a scale for a tensor: images, weights and gradients rounded as a whole, a group by itself."""
     model = sequential(nn.Conv2d(32, 32, 3, stride=2, padding=1, groups=groups, bias=False))
     x, pull = torch.randn(2, 32, 8, 8), torch.randn(2, 32, 4, 4)
     with converted(model, arithmetic_of("fp8")):
@@ -157,7 +152,7 @@ def test_experts_in_fp32_are_torchs(way: str) -> None:
     plain = run()
     with converted(model) as conversion:
         ours = run()
-    assert "stack" in [one.parameter for one in conversion.converted]
+    assert "stack" in [holder.parameter for holder in conversion.converted]
     assert_same_bits_nearly(plain, ours)
 
 
@@ -198,7 +193,6 @@ def test_rows_behind_the_last_group_are_zeros() -> None:
 
 @for_each("way", ["grouped", "bmm", "matmul", "left"])
 def test_an_arithmetic_with_one_product_for_all_experts_makes_one(way: str) -> None:
-    """In bf16 torch has one: forward, and for both gradients. Zeros that fill groups up are in no result."""
     torch.manual_seed(0)
     model, x = Experts(way).bfloat16(), torch.randn(3, 40, 16, dtype=torch.bfloat16, requires_grad=True)
     plain = torch.autograd.grad(model(x).square().sum(), [x, model.stack])
@@ -210,9 +204,9 @@ def test_an_arithmetic_with_one_product_for_all_experts_makes_one(way: str) -> N
 
         ours = step(SilentPhases())
         tape = tape_in_phases(step)
-    assert sum(one.calls for one in tape.operators if one.operator == "_grouped_mm") == 3
-    for one, other in zip(ours, plain, strict=True):
-        assert one.shape == other.shape and relative_frobenius(one, other) < 2**-7
+    assert sum(operator.calls for operator in tape.operators if operator.operator == "_grouped_mm") == 3
+    for left, right in zip(ours, plain, strict=True):
+        assert left.shape == right.shape and relative_frobenius(left, right) < 2**-7
 
 
 MAKERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -224,7 +218,6 @@ MAKERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 @for_each("kind", MAKERS)
 def test_under_autocast_a_layer_gives_what_torchs_would(kind: str) -> None:
-    """Its dtype, and products that autocast does not round once more: fp32 ones stay fp32 ones."""
     make, shape = MAKERS[kind]
     model, x = make(), torch.randn(shape)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -246,5 +239,5 @@ def test_a_model_of_another_dtype_gets_its_own_back(kind: str, dtype: torch.dtyp
         y = model(x)
         y.float().square().mean().backward()
     assert y.dtype == dtype
-    found = [one.grad for one in model.parameters() if one.grad is not None]
-    assert found and all(one.dtype == dtype and one.isfinite().all() for one in found)
+    result = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert result and all(tensor.dtype == dtype and tensor.isfinite().all() for tensor in result)

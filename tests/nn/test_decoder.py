@@ -21,7 +21,15 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder, IntegerWeight, KeptHeads, KeptWeight, OwnWeight, drawn_weights, kept_weight
 from fp8bench.nn.experts import MixtureGPT
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.served import KV_FORMATS, WEIGHT_FORMATS, by_layer, kept_word, served_shapes, shape_of, step_bytes
+from fp8bench.nn.served import (
+    KV_FORMATS,
+    WEIGHT_FORMATS,
+    format_parser,
+    layer_formats,
+    served_shapes,
+    shape_of,
+    step_bytes,
+)
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig
 from fp8bench.protocols import SilentPhases
@@ -67,7 +75,6 @@ def turned(x: Array, position: int) -> Array:
 
 
 def fed_by_hand(config: GPTConfig, w: dict[str, Array], block: str, x: Array) -> Array:
-    """A feed-forward block, or the best of its experts one after the other, weighed by the softmax of their scores."""
     chosen = {"mlp": 1.0}
     if config.experts:
         scores = [float(row @ x) for row in w[f"{block}.mlp.router"]]
@@ -87,7 +94,6 @@ def fed_by_hand(config: GPTConfig, w: dict[str, Array], block: str, x: Array) ->
 
 
 def by_hand(config: GPTConfig, weight: Callable[[str], Tensor], tokens: list[int]) -> Array:
-    """Logits of every token of a sequence, one position, head and key at a time."""
     w = {name: weight(name).double().numpy() for name in served_shapes(config)}
     d, group = config.width // config.heads, config.heads // config.key_heads
     keys: list[list[list[Array]]] = [[[] for _ in range(config.key_heads)] for _ in range(config.layers)]
@@ -120,10 +126,9 @@ def by_hand(config: GPTConfig, weight: Callable[[str], Tensor], tokens: list[int
 
 
 def token_by_token(model: Decoder, tokens: Tensor, first: int) -> Tensor:
-    """A prompt at once, then a token a step."""
-    found = [model.forward(tokens[:, :first], 0, SilentPhases(), every=True)]
-    found += [model.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(first, tokens.shape[1])]
-    return torch.cat(found, 1)
+    result = [model.forward(tokens[:, :first], 0, SilentPhases(), every=True)]
+    result += [model.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(first, tokens.shape[1])]
+    return torch.cat(result, 1)
 
 
 @for_each("config", [TINY, TINY_GPT2, TINY_MOE, TINY_MOE_GPT2], ids=["llama", "gpt2", "experts", "gpt2-experts"])
@@ -141,23 +146,23 @@ def test_a_cached_decode_is_the_formulas(config: GPTConfig) -> None:
 
 @for_each(("size", "kind"), [("nano-llama", GPT), ("nano-moe", MixtureGPT)])
 def test_the_trained_model_of_these_weights_gives_the_same_logits(size: str, kind: type[GPT]) -> None:
-    """fp8bench's GPT, which has no cache, and its mixture, whose checkpoints are read in this order."""
+    """GPT has no cache; checkpoints of the mixture are read in this order."""
     config = replace(SERVED_SIZES[size], sequence=32)
     plain, weight = PlainArithmetic(torch.float32), drawn_weights(served_shapes(config), 3, "cpu")
     gpt = kind(config, lambda name: plain, torch.float32)
     wanted = [(name, shape) for name, (shape, _) in served_shapes(config).items()]
-    assert [(name, (*one.shape,)) for name, one in gpt.named_parameters()] == wanted
+    assert [(name, (*item.shape,)) for name, item in gpt.named_parameters()] == wanted
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
             parameter.copy_(weight(name))
         tokens = torch.randint(config.vocabulary, (2, 20), generator=torch.Generator().manual_seed(2))
         logits = gpt.logits(tokens, SilentPhases())
-    found = token_by_token(model_of(config), tokens, 7)
-    assert float((found - logits).abs().max()) <= 1e-5 * float(logits.abs().max())
+    result = token_by_token(model_of(config), tokens, 7)
+    assert float((result - logits).abs().max()) <= 1e-5 * float(logits.abs().max())
 
 
 class Touched(TorchDispatchMode):  # type: ignore[misc]
-    """The memory that operators take something from, by where it begins."""
+    """Records the addresses of tensors that operators read."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -165,15 +170,15 @@ class Touched(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for given in args:
-            self.places |= {one.data_ptr() for one in (given if isinstance(given, list | tuple) else [given])
-                            if isinstance(one, Tensor)}  # fmt: skip
+            self.places |= {item.data_ptr() for item in (given if isinstance(given, list | tuple) else [given])
+                            if isinstance(item, Tensor)}  # fmt: skip
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("weights", ["own", "int8", "nvfp4"])
 @pytest.mark.parametrize("batch", [1, 2, 40])
 def test_of_experts_those_that_are_chosen_are_read(weights: str, batch: int) -> None:
-    """By watching what a step takes: not one tensor of another expert. Counting all of them is far off."""
+    """Watches the memory that a step reads: nothing of another expert."""
     config = replace(SERVED_SIZES["nano-moe"], sequence=4)
     model = model_of(config, "bf16", weights, torch.bfloat16, batch)
     model.fill(3, torch.Generator().manual_seed(0))
@@ -201,18 +206,16 @@ def test_of_experts_those_that_are_chosen_are_read(weights: str, batch: int) -> 
 
 
 def wrong_by(spoil: Callable[[Decoder], None]) -> float:
-    """How far decoding is off once somebody has spoiled the model after its prompt."""
     tokens = torch.randint(TINY.vocabulary, (2, 9), generator=torch.Generator().manual_seed(1))
     exact, model = model_of(TINY), model_of(TINY)
-    for one in (exact, model):
-        one.forward(tokens[:, :8], 0, SilentPhases())
+    for item in (exact, model):
+        item.forward(tokens[:, :8], 0, SilentPhases())
     spoil(model)
-    wanted, found = (one.forward(tokens[:, 8:], 8, SilentPhases()) for one in (exact, model))
-    return float((found - wanted).norm() / wanted.norm())
+    wanted, result = (item.forward(tokens[:, 8:], 8, SilentPhases()) for item in (exact, model))
+    return float((result - wanted).norm() / wanted.norm())
 
 
 def test_planted_mistakes_of_a_cache_are_seen() -> None:
-    """One position off; another layer's cache; constant values: each moves logits by far more than 1e-5."""
 
     def shifted(model: Decoder) -> None:
         for pair in model.cache:
@@ -234,16 +237,16 @@ def test_planted_mistakes_of_a_cache_are_seen() -> None:
 
 @for_each("name", KV_FORMATS)
 def test_what_a_cache_gives_back_is_the_formats_own_rounding(name: str) -> None:
-    """By fp8bench's formats, which have oracles of their own; token by token as all at once."""
+    """The formats have oracles of their own."""
     x = torch.randn(2, 3, 10, 48, generator=torch.Generator().manual_seed(5)) * 3
     heads, slowly = (KeptHeads(name, (2, 3, 16, 48), torch.float32, "cpu") for _ in range(2))
-    for one in (heads, slowly):
-        one.calibrate(x)
+    for item in (heads, slowly):
+        item.calibrate(x)
     heads.put(x, 0)
     for at in range(10):
         slowly.put(x[:, :, at : at + 1], at)
-    found, kept = heads.read(10), KV_FORMATS[name]
-    assert torch.equal(found, slowly.read(10))
+    result, kept = heads.read(10), KV_FORMATS[name]
+    assert torch.equal(result, slowly.read(10))
     if kept.fmt is None or name == "fp8":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[name]
         wanted = x.to(dtype).float()
@@ -253,12 +256,11 @@ def test_what_a_cache_gives_back_is_the_formats_own_rounding(name: str) -> None:
     else:
         wanted = values(x.reshape(-1, 48), kept.fmt, kept.scaling).view(x.shape)
     # Scales are divided by where the formats multiply by an inverse: a last bit of fp32, and no code.
-    assert torch.allclose(found, wanted, rtol=1e-6, atol=0)
+    assert torch.allclose(result, wanted, rtol=1e-6, atol=0)
 
 
 @for_each("name", [name for name in WEIGHT_FORMATS if name not in ("fp32", "bf16")])
 def test_kept_weights_multiply_as_their_values(name: str) -> None:
-    """A kernel of torch's beside the values that its codes stand for; and those beside the formats' own."""
     random = torch.Generator().manual_seed(6)
     weight, x = (torch.randn(rows, 96, generator=random) for rows in (64, 5))
     kept = kept_weight(weight, name, False)
@@ -299,7 +301,7 @@ def test_bytes_are_those_of_a_hand_count() -> None:
 
 
 def test_bytes_of_experts_are_those_of_a_hand_count() -> None:
-    """mixtral-8x7b: 46.7e9 weights, of which a token goes through 12.9e9; olmoe-1b-7b: 6.9e9 and 1.3e9."""
+    """mixtral-8x7b: 46.7e9 weights, of which a token uses 12.9e9; olmoe-1b-7b: 6.9e9 and 1.3e9."""
     mixtral = shape_of(SERVED_SIZES["mixtral-8x7b"])
     attention, expert, router = 4096 * (4096 + 2 * 1024) + 4096 * 4096, 3 * 4096 * 14336, 8 * 4096
     whole = 2 * 32000 * 4096 + 32 * (attention + 8 * expert + router) + 65 * 4096
@@ -324,7 +326,6 @@ def test_bytes_of_experts_are_those_of_a_hand_count() -> None:
 @for_each("kv", KV_FORMATS)
 @for_each("weights", [name for name in WEIGHT_FORMATS if name != "fp32"])
 def test_counted_bytes_are_those_that_are_stored(kv: str, weights: str) -> None:
-    """Of a real model; bf16 has 16.0 bits a parameter."""
     config = replace(SERVED_SIZES["nano-llama"], layers=1, sequence=32)
     model = model_of(config, kv, "own" if weights == "bf16" else weights, torch.bfloat16, batch=2)
     model.fill(32, torch.Generator().manual_seed(0))
@@ -338,28 +339,29 @@ def test_counted_bytes_are_those_that_are_stored(kv: str, weights: str) -> None:
 
 
 def test_formats_by_layer() -> None:
-    assert by_layer("fp8@0-1=bf16@3=nvfp4", 4) == ["bf16", "bf16", "fp8", "nvfp4"]
+    assert layer_formats("fp8@0-1=bf16@3=nvfp4", 4) == ["bf16", "bf16", "fp8", "nvfp4"]
     with pytest.raises(UsageError, match="names layer 4"):
-        by_layer("fp8@4=bf16", 4)
+        layer_formats("fp8@4=bf16", 4)
     for wrong in ("fp9", "fp8@1", "fp8@3-1=bf16", "fp8@0=e5m2", "fp8@=bf16"):
         with pytest.raises(ValueError, match="expected"):
-            kept_word(KV_FORMATS)(wrong)
+            format_parser(KV_FORMATS)(wrong)
 
 
 @for_each("size", ["nano", "nano-llama"])
 def test_a_cache_that_grows_gives_what_a_static_one_gives(size: str) -> None:
-    """To the bit, step after step; each step copies all positions of keys and values, which a static one does not."""
-    config, found = SERVED_SIZES[size], []
+    config, result = SERVED_SIZES[size], []
     cache = f"fp32[2,{config.key_heads},40,{config.head_width}]"
     for more in ({}, {"static": "no"}):
         state = Decode().prepare(setup_of("decode", {**SMALL["decode"], "size": size, **more}, "fp32"))
         for _ in range(2):
             Decode().step(state, SilentPhases())
         tape = tape_in_phases(state.step)
-        copies = [one for one in tape.operators if one.operator == "cat" and one.outputs == (cache,)]
-        moved = sum(one.calls * one.bytes for one in copies)
-        found.append((state.logits.clone(), tape.flops, moved))
-    (logits, flops, none), (grown, as_many, moved) = found
+        copies = [
+            operator for operator in tape.operators if operator.operator == "cat" and operator.outputs == (cache,)
+        ]
+        moved = sum(item.calls * item.bytes for item in copies)
+        result.append((state.logits.clone(), tape.flops, moved))
+    (logits, flops, none), (grown, as_many, moved) = result
     assert torch.equal(logits, grown) and flops == as_many and none == 0
     assert moved == config.layers * 2 * 2 * (2 * config.key_heads * 40 * config.head_width * 4)
 

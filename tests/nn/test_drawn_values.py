@@ -1,4 +1,4 @@
-"""What operands are made of: every kind in every suite that draws its own, and constants in every precision."""
+"""Kinds of operands' values, in every suite that draws its own, and constants in every precision."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ SMALL = {
 
 
 def cases(workload: str, kinds: str, *modes: str):  # type: ignore[no-untyped-def]
-    """What a plan makes of it, less what does not run."""
     axes = tuple((name, tuple(value.split(","))) for name, value in {**SMALL[workload], "values": kinds}.items())
     plan = make_plan(Request(workload, modes, ("cpu",), axes=axes), (CPU,), None)
     return [planned.case for group in plan for planned in group.cases if planned.runs]
@@ -39,7 +38,6 @@ def cases(workload: str, kinds: str, *modes: str):  # type: ignore[no-untyped-de
 
 @for_each("kind", KINDS)
 def test_a_kind_is_what_its_name_says(kind: str) -> None:
-    """From a seed alone, and normal values are those that torch draws."""
     params = {"values": kind}
     one, again = (drawn(params, (64, 128), torch.Generator().manual_seed(3)) for _ in range(2))
     assert one.dtype is torch.float32 and one.shape == (64, 128) and torch.equal(one, again)
@@ -69,20 +67,19 @@ def test_a_suite_is_made_of_what_was_asked(workload: str, bench: Bench) -> None:
         state = workloads.get(workload).prepare(bench._setup(case, CPU))
         weights = state.layer.parameters() if hasattr(state, "layer") else ()
         tensors = [*vars(state).values(), *getattr(state, "inputs", ()), *weights]
-        found = [one.detach() for one in tensors if isinstance(one, torch.Tensor) and one.dim() > 1]
+        result = [tensor.detach() for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.dim() > 1]
         kind = VALUES.of(dict(case.params))
         if kind == "zeros":
-            assert found and all(not one.any() for one in found)
+            assert result and all(not tensor.any() for tensor in result)
         if kind == "ones" and workload != "cast":
-            assert found and all(len(one.unique()) == 1 for one in found)
-        seen[kind] = tuple(float(one.float().abs().mean()) for one in found)
+            assert result and all(len(tensor.unique()) == 1 for tensor in result)
+        seen[kind] = tuple(float(tensor.float().abs().mean()) for tensor in result)
     assert set(seen) == set(KINDS) and len(set(seen.values())) == len(KINDS)
 
 
 @pytest.mark.slow
 @for_each("mode", [name for name in precisions.names() if name != "custom"])
 def test_constants_take_every_precision_and_leave_no_nan(mode: str, bench: Bench) -> None:
-    """A tensor of zeros has no largest magnitude to scale by. Errors say why there are none."""
     for workload in ("gemm", "cast", "mlp"):
         for case in cases(workload, "ones,zeros", mode):
             if case.precision != mode:
@@ -100,14 +97,13 @@ def test_constants_take_every_precision_and_leave_no_nan(mode: str, bench: Bench
                     assert product.isfinite().all()
                     assert product.any() == (VALUES.of(dict(case.params)) == "ones"), case
                 statistics = one.statistics(bench._setup(case, CPU))
-            assert all(math.isfinite(one.amax) for one in statistics)
+            assert all(math.isfinite(item.amax) for item in statistics)
             why = bench.error(case, CPU)
             assert why == why_no_errors(dict(case.params)) and "constant" in str(why)
 
 
 @for_each("workload", SMALL)
 def test_other_values_have_errors_as_ever(workload: str, bench: Bench) -> None:
-    """And where nothing can be said there is a reason."""
     mode = "bf16" if workload == "norm_act" else "fp8"
     for case in cases(workload, "uniform,zeros", mode):
         errors = bench.error(case, CPU)

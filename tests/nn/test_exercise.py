@@ -1,4 +1,4 @@
-"""One layer alone: the same numbers for every dtype, nothing left behind, errors against fp64."""
+"""One layer exercised alone: the same numbers for every dtype, and errors against fp64."""
 
 from __future__ import annotations
 
@@ -30,36 +30,33 @@ def made(dtype: torch.dtype = torch.float32, training: bool = True, seed: int = 
 
 
 def test_the_numbers_are_the_same_in_every_dtype() -> None:
-    """Rounded from the same fp32 values, so that errors compare arithmetic and nothing else."""
     single, half, double = (made(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64))
     assert single.pull is not None and half.pull is not None and double.pull is not None
-    for one, low, high in zip(
+    for item, low, high in zip(
         (*single.inputs, single.pull), (*half.inputs, half.pull), (*double.inputs, double.pull), strict=True
     ):
-        assert torch.equal(one.to(torch.bfloat16), low) and torch.equal(one.double(), high)
+        assert torch.equal(item.to(torch.bfloat16), low) and torch.equal(item.double(), high)
     assert not torch.equal(single.inputs[0], single.inputs[1])
-    weights = [next(one.layer.parameters()).detach() for one in (single, half, double)]
+    weights = [next(item.layer.parameters()).detach() for item in (single, half, double)]
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0].double(), weights[2])
 
 
 def test_the_outcome_is_the_output_and_every_gradient() -> None:
-    """Of both inputs and the weight, by hand."""
     state = made()
     (x, other), pull = state.inputs, state.pull
     weight = next(state.layer.parameters())
     output, gradients = state.outcome()
     assert pull is not None and not output.requires_grad
     assert torch.equal(output, x * weight + other)
-    for found, wanted in zip(gradients, (pull * weight, pull, (pull * x).sum(0)), strict=True):
-        torch.testing.assert_close(found, wanted)
+    for result, wanted in zip(gradients, (pull * weight, pull, (pull * x).sum(0)), strict=True):
+        torch.testing.assert_close(result, wanted)
     forward, none = made(training=False).outcome()
     assert torch.equal(forward, output) and none == ()
 
 
 def test_errors_are_those_of_output_and_gradients() -> None:
-    """Gradients only where there are any; an exact one has none."""
     exact = made(torch.float64)
     errors = made(torch.bfloat16).errors(exact)
-    assert set(errors) == {"output_error", "gradient_error"} and all(1e-4 < one < 1e-2 for one in errors.values())
+    assert set(errors) == {"output_error", "gradient_error"} and all(1e-4 < error < 1e-2 for error in errors.values())
     assert exact.errors(made(torch.float64)) == {"output_error": 0.0, "gradient_error": 0.0}
     assert set(made(training=False).errors(made(torch.float64, training=False))) == {"output_error"}

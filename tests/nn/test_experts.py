@@ -37,7 +37,7 @@ def experts(arithmetic: Arithmetic, count: int = 4) -> Experts:
 
 
 def dense(weights: dict[str, Tensor], x: Tensor, count: int = 4) -> tuple[Tensor, Tensor]:
-    """Every expert on every token, weighed by a gate that is zero for all but the best two; the balancing loss."""
+    """Every expert on every token, with a gate that is zero for all but the best two; and the balancing loss."""
     scores = x @ weights["router"].T
     gate = torch.zeros_like(scores)
     for token, row in enumerate(scores):
@@ -60,7 +60,7 @@ def test_outputs_and_all_gradients_are_those_of_the_dense_loop(count: int) -> No
     y = block(x, SilentPhases())
     assert block.balance is not None
     ((y * pull).sum() + 3 * block.balance).backward()
-    weights = {name: one.detach().clone().requires_grad_() for name, one in block.named_parameters()}
+    weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in block.named_parameters()}
     again = x.detach().clone().requires_grad_()
     wanted, balance = dense(weights, again.view(-1, 32), count)
     ((wanted.view_as(x) * pull).sum() + 3 * balance).backward()
@@ -68,10 +68,10 @@ def test_outputs_and_all_gradients_are_those_of_the_dense_loop(count: int) -> No
     assert float(block.balance.detach()) == pytest.approx(float(balance.detach()), rel=1e-12)
     assert x.grad is not None and again.grad is not None
     assert torch.allclose(x.grad, again.grad, rtol=1e-10, atol=1e-12)
-    for name, one in block.named_parameters():
-        found, expected = one.grad, weights[name].grad
-        assert found is not None and expected is not None
-        assert torch.allclose(found, expected, rtol=1e-10, atol=1e-12), name
+    for name, parameter in block.named_parameters():
+        result, expected = parameter.grad, weights[name].grad
+        assert result is not None and expected is not None
+        assert torch.allclose(result, expected, rtol=1e-10, atol=1e-12), name
 
 
 def test_no_token_is_dropped_however_many_choose_one_expert() -> None:
@@ -84,7 +84,7 @@ def test_no_token_is_dropped_however_many_choose_one_expert() -> None:
     y = block(x, SilentPhases())
     y.square().sum().backward()
     assert torch.allclose(y, dense(dict(block.named_parameters()), x)[0], rtol=1e-12, atol=1e-12)
-    grown = [float(one.up.weight.grad.abs().sum()) for one in block.experts]  # type: ignore[union-attr]
+    grown = [float(item.up.weight.grad.abs().sum()) for item in block.experts]  # type: ignore[union-attr]
     assert grown[0] > 0 and grown[1] > 0 and grown[2:] == [0, 0]
     assert float(block.balance.detach()) > 1.5  # type: ignore[union-attr]
 
@@ -106,8 +106,7 @@ def test_products_are_of_whole_blocks_of_rows_in_the_arithmetic_given() -> None:
 
 @pytest.mark.usefixtures("exact_products")
 def test_one_product_for_all_experts_is_the_same_as_one_for_each() -> None:
-    """Bit for bit where products are exact, with gradients, weights cast ahead or here. One has no tokens."""
-    plain, found = PlainArithmetic(torch.bfloat16), []
+    plain, result = PlainArithmetic(torch.bfloat16), []
     assert plain.groups
     for arithmetic, cached in ((plain, False), (plain, True), (WatchedArithmetic(plain, lambda *told: None), False)):
         block = experts(arithmetic)
@@ -119,8 +118,10 @@ def test_one_product_for_all_experts_is_the_same_as_one_for_each() -> None:
             y = block(x, SilentPhases())
         assert grouped.call_count == (2 if arithmetic is plain else 0)
         (y * given(45, 32, seed=5)).sum().backward()
-        found.append([y, x.grad, *(one.grad for one in block.parameters())])
-    assert all(torch.equal(one, two) and torch.equal(one, three) for one, two, three in zip(*found, strict=True))
+        result.append([y, x.grad, *(parameter.grad for parameter in block.parameters())])
+    assert all(
+        torch.equal(tensor, two) and torch.equal(tensor, three) for tensor, two, three in zip(*result, strict=True)
+    )
 
 
 def mixture(checkpointing: bool = False, config: GPTConfig = CONFIG) -> MixtureGPT:
@@ -134,7 +135,6 @@ def batch(config: GPTConfig = CONFIG) -> tuple[Tensor, Tensor]:
 
 
 def test_the_balancing_loss_is_in_the_gradients_and_not_in_the_loss() -> None:
-    """What is told is the text's loss, in training as in evaluation; the router is pulled by both."""
     model, (tokens, targets) = mixture(), batch()
     loss = model(tokens, targets, SilentPhases())
     loss.backward()
@@ -150,21 +150,22 @@ def test_the_balancing_loss_is_in_the_gradients_and_not_in_the_loss() -> None:
 
 
 def test_checkpointing_changes_no_gradient() -> None:
-    found = []
+    result = []
     for checkpointing in (False, True):
         model, (tokens, targets) = (
             mixture(checkpointing),
             (torch.arange(24).view(2, 12), torch.arange(1, 25).view(2, 12)),
         )
         model(tokens, targets, SilentPhases()).backward()
-        found.append({name: one.grad for name, one in model.named_parameters()})
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])  # type: ignore[arg-type]
+        result.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert all(torch.equal(result[0][name], result[1][name]) for name in result[0])  # type: ignore[arg-type]
 
 
 def test_weights_are_counted() -> None:
-    """By hand and from the model; a step's FLOPs are of two experts a token, whatever their number."""
     model = mixture()
-    counted = sum(one.numel() for name, one in model.named_parameters() if "norm" not in name and name != "positions")
+    counted = sum(
+        parameter.numel() for name, parameter in model.named_parameters() if "norm" not in name and name != "positions"
+    )
     assert counted == CONFIG.weights
     more = replace(CONFIG, experts=8)
     assert more.weights - CONFIG.weights == 2 * 4 * (2 * 32 * 24 + 32)

@@ -1,4 +1,4 @@
-"""The model against another one written plainly from the same weights, its phases, its FLOPs and its layers' sizes."""
+"""The GPT against a plain model with the same weights; its phases, FLOPs and layer sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8bench.model import CELL_PHASES
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Choose, Linear
-from fp8bench.nn.sizes import SIZES, GPTConfig, features_of, of_config, usual_tokens
+from fp8bench.nn.sizes import SIZES, GPTConfig, features_in, features_of, usual_tokens
 from fp8bench.protocols import Arithmetic, SilentPhases
 from fp8bench.worker.clock import PhaseClock
 from tests.counts import for_each
@@ -32,9 +32,8 @@ def model_of(config: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
 
 
 def by_kind(attn: Arithmetic, mlp: Arithmetic, head: Arithmetic) -> Choose:
-    """What gives each layer the arithmetic of its kind."""
     kinds = {"attn": attn, "mlp": mlp, "head": head}
-    return lambda name: next(one for kind, one in kinds.items() if kind in name.split("."))
+    return lambda name: next(item for kind, item in kinds.items() if kind in name.split("."))
 
 
 def text(config: GPTConfig, length: int | None = None) -> tuple[Tensor, Tensor]:
@@ -50,7 +49,7 @@ def independent_loss(config: GPTConfig, weights: dict[str, Tensor], tokens: Tens
     if not config.modern:
         x = x + weights["positions"][:length]
     for layer in range(config.layers):
-        own = {name.removeprefix(f"blocks.{layer}."): one for name, one in weights.items()}
+        own = {name.removeprefix(f"blocks.{layer}."): tensor for name, tensor in weights.items()}
         h = norm(config, x, own["norm_attn.weight"])
         q_weight, k_weight, v_weight = own["attn.qkv.weight"].split(
             [config.width, config.key_heads * head_width, config.key_heads * head_width]
@@ -87,7 +86,6 @@ def norm(config: GPTConfig, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def turned(x: Tensor) -> Tensor:
-    """Rotary positions by complex numbers: feature i with feature i + half."""
     half = x.shape[-1] // 2
     pairs = torch.complex(x[..., :half], x[..., half:])
     angles = torch.arange(x.shape[-2])[:, None] * 500000.0 ** (-torch.arange(half) / half)
@@ -100,11 +98,10 @@ def turned(x: Tensor) -> Tensor:
 def test_loss_and_gradients_are_those_of_an_independent_model(
     config: GPTConfig, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Every weight's gradient; in fp64 the rotation's angles are still fp32's."""
     model, (tokens, targets) = model_of(config, dtype), text(config)
     loss = model(tokens, targets, SilentPhases())
     loss.backward()
-    weights = {name: one.detach().double().requires_grad_() for name, one in model.named_parameters()}
+    weights = {name: weight.detach().double().requires_grad_() for name, weight in model.named_parameters()}
     exact = independent_loss(config, weights, tokens, targets)
     exact.backward()
     assert float(loss.detach()) == pytest.approx(float(exact.detach()), rel=tolerance)
@@ -148,12 +145,11 @@ def test_each_layer_kind_takes_its_own_arithmetic() -> None:
     kinds = Counting(), Counting(), Counting()
     model, (tokens, targets) = GPT(PLAIN, by_kind(*kinds), torch.float32), text(PLAIN)
     model(tokens, targets, SilentPhases()).backward()
-    assert [one.products for one in kinds] == [3 * 2 * PLAIN.layers, 3 * 2 * PLAIN.layers, 3]
+    assert [item.products for item in kinds] == [3 * 2 * PLAIN.layers, 3 * 2 * PLAIN.layers, 3]
 
 
 @for_each("config", [PLAIN, MODERN, replace(MODERN, key_heads=4)], ids=["gpt-2", "grouped", "modern"])
 def test_the_flops_of_the_plan_are_those_torch_counts(config: GPTConfig) -> None:
-    """All linear layers, forward and backward; attention by torch's own formula, half of it masked."""
     model, (tokens, targets) = model_of(config), text(config)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model(tokens, targets, SilentPhases()).backward()
@@ -167,25 +163,23 @@ def test_the_flops_of_the_plan_are_those_torch_counts(config: GPTConfig) -> None
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
-    """And its layers have the sides that FLOPs are counted from."""
     config = SIZES[name]
     arithmetic = PlainArithmetic(torch.float32)
     with torch.device("meta"):
         model = GPT(config, lambda name: arithmetic, torch.float32)
-    built = {path: (*one.weight.shape,) for path, one in model.named_modules() if isinstance(one, Linear)}
+    built = {path: (*module.weight.shape,) for path, module in model.named_modules() if isinstance(module, Linear)}
     sides = {path.rpartition(".")[2]: shape for path, shape in built.items()}
-    assert sides == of_config(config) and list(features_of(name).values()) == list(sides.values())
+    assert sides == features_in(config) and list(features_of(name).values()) == list(sides.values())
     head = built.pop("head")
     assert sum(outputs * inputs for outputs, inputs in built.values()) == config.layers * config.block_weights
     assert head == (config.vocabulary, config.width) and usual_tokens(name) == config.batch * config.sequence
-    total = sum(one.numel() for one in model.parameters())
+    total = sum(parameter.numel() for parameter in model.parameters())
     assert {"nano": 1e6, "micro": 3.3e6, "gpt2-124m": 163e6, "gpt-350m": 405e6, "llama-1b": 1.5e9}[
         name
     ] == pytest.approx(total, rel=0.05)
 
 
 def test_the_residual_stream_keeps_the_models_dtype_under_a_precision_map() -> None:
-    """A feed-forward in fp32 hands back fp32; the stream of a bf16 model stays bf16."""
     config = GPTConfig(64, 32, 2, 2, 2, 64, batch=1, sequence=16)
     low, high = PlainArithmetic(torch.bfloat16), PlainArithmetic(torch.float32)
     model = GPT(config, by_kind(attn=low, mlp=high, head=low), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Turning leaves products as they are, can be undone, and is the same wherever it is done."""
+"""Rotations leave products unchanged, can be undone, and are the same on every device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def test_the_matrix_is_hadamards_with_signs() -> None:
 
 @each_length
 def test_a_product_of_turned_operands_is_the_product(columns: int) -> None:
-    """But for the rounding of each turned element to float32."""
     a, b = outliers(24, columns), gaussian(40, columns, seed=5)
     left, right = rotated(a, 7), rotated(b, 7)
     assert left.shape == (24, -(-columns // SIZE) * SIZE) and left.dtype == torch.float32
@@ -88,15 +87,14 @@ def test_what_is_not_finite_stays_among_its_16() -> None:
 @pytest.mark.slow
 @for_each("turned", [False, True])
 def test_a_gpu_s_kernel_gives_the_same(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled here, and one operation after the other: rows and columns of very different sizes, NaN and infinity."""
     monkeypatch.setattr(vector_width, "widths", lambda device: ())
-    found = compiled(RotationKernel(torch.bfloat16, "cpu", turned))
+    result = compiled(RotationKernel(torch.bfloat16, "cpu", turned))
     for rows, columns in ((48, 64), (1, 16), (33, 160)):
         x = outliers(rows, columns).to(torch.bfloat16)
         x[0, 3], x[-1, -1] = math.inf, math.nan
         memory = x.t().contiguous() if turned else x
         wanted = rotated(x, 3)
-        for run in (found.run, RotationKernel(torch.bfloat16, "cpu", turned)):
+        for run in (result.run, RotationKernel(torch.bfloat16, "cpu", turned)):
             out = torch.empty(rows, columns)
             run(_runs(memory, turned), _matrix(3, torch.device("cpu")), _runs(out, False))
             assert torch.equal(out.isnan(), wanted.isnan()) and torch.equal(out.nan_to_num(), wanted.nan_to_num())
@@ -113,37 +111,38 @@ def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPa
         for bad in (x[0, 0].item(), math.inf, math.nan):
             x[-1, -1] = bad
             wanted, memory = rotated(x, 3), x.t().contiguous() if turned else x
-            parts = [one.t().reshape(-1, SIZE, rows) if turned else one for one in (wanted, x)]
+            parts = [item.t().reshape(-1, SIZE, rows) if turned else item for item in (wanted, x)]
             for run in (compiled_too, kernel):
                 out = torch.empty(memory.shape)
                 peaks = [torch.zeros(columns // SIZE if turned else rows) for _ in parts]
-                seen = [one.view(-1, SIZE, rows) if turned else _runs(one, False) for one in (memory, out)]
+                seen = [item.view(-1, SIZE, rows) if turned else _runs(item, False) for item in (memory, out)]
                 run(seen[0], _matrix(3, torch.device("cpu")), seen[1], *peaks)
                 given = [out.t() if turned else out, *peaks]
-                for found, right in zip(given, [wanted, *(one.abs().flatten(1).amax(1) for one in parts)], strict=True):
-                    assert torch.equal(found.isnan(), right.isnan())
-                    assert torch.equal(found.nan_to_num(), right.float().nan_to_num())
+                for result, right in zip(
+                    given, [wanted, *(item.abs().flatten(1).amax(1) for item in parts)], strict=True
+                ):
+                    assert torch.equal(result.isnan(), right.isnan())
+                    assert torch.equal(result.nan_to_num(), right.float().nan_to_num())
 
 
 @for_each("device", ["cpu", "meta"])
 def test_one_pass_looks_at_both(device: str) -> None:
-    """On a processor by itself; elsewhere as one operator, whose result lies as the matrix does."""
     x = outliers(64, 48).to(device).t()
     rotation(x, 3)  # its matrix is kept
     with Operators() as seen:
-        found, alone = rotation(x, 3), rotated(x, 3)
-    assert found.values.shape == alone.shape == (48, 64) and alone.is_contiguous()
+        result, alone = rotation(x, 3), rotated(x, 3)
+    assert result.values.shape == alone.shape == (48, 64) and alone.is_contiguous()
     if device == "meta":
-        ours = [name for name in seen.names if not any(one in name for one in ("aten.t.", "detach", "empty"))]
+        ours = [name for name in seen.names if not any(item in name for item in ("aten.t.", "detach", "empty"))]
         assert ours == ["fp8bench.rotated_and_looked_at.default", "fp8bench.rotated.default"]
-        assert found.values.t().is_contiguous()
+        assert result.values.t().is_contiguous()
     else:
-        assert torch.equal(found.values, rotated(x, 3))
-        assert found.amaxes == found.values.abs().max() and found.amaxes_before == x.abs().max()
+        assert torch.equal(result.values, rotated(x, 3))
+        assert result.amaxes == result.values.abs().max() and result.amaxes_before == x.abs().max()
 
 
 def test_a_matrix_is_made_of_numbers_whatever_tensors_are_made_on() -> None:
-    """A derivation of memory makes its tensors on no device: the matrix of that seed is kept for later steps."""
+    """A memory derivation makes tensors on meta; the cached matrix of that seed serves later steps."""
     wanted = _matrix(12, torch.device("cpu"))
     _matrix.cache_clear()
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What a batch and a loss are guessed to be, and what is asked for where that cannot be guessed."""
+"""How a model takes a batch and where its loss is found, and the messages where that cannot be guessed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Two(nn.Module):
 
 @dataclass
 class Output:
-    """As libraries give them."""
+    """An output as libraries return it."""
 
     logits: Tensor
     loss: Tensor | None = None
@@ -108,8 +108,8 @@ def test_a_loss_is_found(result: Callable[[Tensor], Any], words: str) -> None:
 
 def test_a_loss_of_ones_own() -> None:
     assert loss(lambda y: y, lambda y: y.sum())[1] == "the loss that make() gives"
-    found, _ = loss(lambda y: y, lambda y, batch: (y - batch["x"]).abs().sum())
-    assert found.numel() == 1
+    result, _ = loss(lambda y: y, lambda y, batch: (y - batch["x"]).abs().sum())
+    assert result.numel() == 1
     with torch.no_grad():
         assert loss(lambda y: y)[0].numel() == 1
 

@@ -28,7 +28,7 @@ def storages_of(precision: str, same: bool = False) -> tuple[Storage, Storage]:
 
 def bucket(precision: str, fused: bool = False, same: bool = False, steps: int = 7) -> Bucket:
     kept = storages_of(precision, same)
-    second = [one.square() for one in tensors(3, 1e-3)]
+    second = [tensor.square() for tensor in tensors(3, 1e-3)]
     return Bucket(tensors(1, 0.02), tensors(4, 1e-3), tensors(2, 1e-3), second, kept, steps, fused)
 
 
@@ -40,7 +40,7 @@ def step(made: Bucket) -> None:
 
 
 def adamw_by_hand(w: Doubles, g: Doubles, m: Doubles, v: Doubles, t: int) -> tuple[Doubles, Doubles, Doubles]:
-    """Loshchilov and Hutter's algorithm 2, in fp64, with the settings of torch."""
+    """Loshchilov and Hutter's algorithm 2, in fp64, with torch's settings."""
     m = 0.9 * m + 0.1 * g
     v = 0.999 * v + 0.001 * g**2
     corrected = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
@@ -50,37 +50,36 @@ def adamw_by_hand(w: Doubles, g: Doubles, m: Doubles, v: Doubles, t: int) -> tup
 @for_each("fused", [True, False])
 def test_fp32_moments_are_adamw_by_hand(fused: bool) -> None:
     made = bucket("fp32", fused)
-    w, g = ([one.double().numpy() for one in some] for some in (made.parameters, made.gradients))
-    m, v = ([one.double().numpy() for one in some] for some in made.restored())
-    start = [one.copy() for one in w]
+    w, g = ([item.double().numpy() for item in some] for some in (made.parameters, made.gradients))
+    m, v = ([item.double().numpy() for item in some] for some in made.restored())
+    start = [item.copy() for item in w]
     for t in (8, 9, 10):
         step(made)
         for i in range(2):
             w[i], m[i], v[i] = adamw_by_hand(w[i], g[i], m[i], v[i], t)
-    for found, wanted, before in zip(made.parameters, w, start, strict=True):
-        moved = found.double().numpy() - before
+    for result, wanted, before in zip(made.parameters, w, start, strict=True):
+        moved = result.double().numpy() - before
         assert np.linalg.norm(moved - (wanted - before)) < 1e-4 * np.linalg.norm(wanted - before)
-    for found, wanted in zip((*made.restored()[0], *made.restored()[1]), (*m, *v), strict=True):
-        assert np.linalg.norm(found.double().numpy() - wanted) < 1e-6 * np.linalg.norm(wanted)
+    for result, wanted in zip((*made.restored()[0], *made.restored()[1]), (*m, *v), strict=True):
+        assert np.linalg.norm(result.double().numpy() - wanted) < 1e-6 * np.linalg.norm(wanted)
 
 
 @for_each(("precision", "low", "high"), [("bf16", 5e-4, 4e-3), ("fp16", 5e-5, 4e-4), ("fp8", 0.01, 0.04)])
 def test_moments_are_rounded_to_their_precision_between_steps(precision: str, low: float, high: float) -> None:
-    """And nothing else of a step is."""
     exact, made = bucket("fp32"), bucket(precision)
-    for wanted, found in zip(exact.restored()[0], made.restored()[0], strict=True):
-        assert low < (found - wanted).norm() / wanted.norm() < high
+    for wanted, result in zip(exact.restored()[0], made.restored()[0], strict=True):
+        assert low < (result - wanted).norm() / wanted.norm() < high
     first, second = made.restored()
-    kept = [one.clone() for one in first]
-    second = [one.clone() for one in second]
+    kept = [item.clone() for item in first]
+    second = [item.clone() for item in second]
     twin = Bucket(tensors(1, 0.02), made.gradients, kept, second, storages_of("fp32"), 7, False)
     step(made)
     step(twin)
-    assert all(torch.equal(one, other) for one, other in zip(made.parameters, twin.parameters, strict=True))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(made.parameters, twin.parameters, strict=True))
 
 
 def test_scaled_fp16_reaches_where_fp16_does_not() -> None:
-    """A second moment of small gradients is below fp16's smallest."""
+    """A second moment of small gradients is below fp16's smallest value."""
     small = tensors(5)[0].square() * 1e-14
     storage = scaled(FP16)
     operand = storage.keep(small)
@@ -94,7 +93,6 @@ def test_scaled_fp16_reaches_where_fp16_does_not() -> None:
      ("fp16", False, "scaled"), ("fp8", False, "scaled"), ("fp8", True, "e4m3")],
 )  # fmt: skip
 def test_the_second_moment_is_kept_as_its_precision_needs(precision: str, same: bool, second: str) -> None:
-    """Scaled fp16 unless there is range enough, or the same format is wished for."""
     x = tensors(6)[0].square() * 1e-9
     wanted = {
         "as it is": x,
@@ -112,7 +110,6 @@ def test_the_second_moment_is_kept_as_its_precision_needs(precision: str, same: 
     [([4, 4, 4], 8, [2, 1]), ([9, 1], 8, [1, 1]), ([1, 9, 1], 8, [1, 1, 1]), ([1, 1], 8, [2]), ([], 8, [])],
 )
 def test_buckets_are_full_and_never_empty(elements: list[int], most: int, parts: list[int]) -> None:
-    """A tensor larger than a bucket has one of its own."""
     cut = list(bucketed(elements, most))
     assert [len(elements[part]) for part in cut] == parts
-    assert [one for part in cut for one in elements[part]] == elements
+    assert [item for part in cut for item in elements[part]] == elements

@@ -1,4 +1,4 @@
-"""Models of one's own that are served: against fp8bench's decoder with the same weights, and against themselves."""
+"""Serving users' own models: against fp8bench's decoder with the same weights, and against themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.nn.served import served_shapes, step_bytes
-from fp8bench.nn.serving import OwnDecoder, made, shape_of_own
+from fp8bench.nn.serving import OwnDecoder, make_model, shape_of_own
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases
 from tests.counts import for_each
@@ -37,7 +37,6 @@ def plainly_served(arm: Arm) -> Decoder:
 
 
 def of_the_same_weights() -> nn.Module:
-    """Hugging Face's Llama with the weights of fp8bench's."""
     drawn = drawn_weights(served_shapes(CONFIG), 3, "cpu")
     state = {"model.embed_tokens.weight": drawn("embedding"), "model.norm.weight": drawn("norm.weight")}
     state["lm_head.weight"] = drawn("head.weight")
@@ -64,7 +63,6 @@ ARMS = [
 
 
 def both_ways(model: Decoder | OwnDecoder) -> tuple[Tensor, Tensor]:
-    """Logits of a prompt at once; and of most of it, then token by token."""
     with torch.no_grad():
         model.calibrates = True
         whole = model.forward(TOKENS, 0, SilentPhases(), every=True)
@@ -96,23 +94,27 @@ def test_logits_are_those_of_the_model_without_a_cache(make: Callable[[], nn.Mod
         out: Any = model(TOKENS)
     wanted = out if isinstance(out, Tensor) else out.logits
     whole, parts = both_ways(OwnDecoder("own", model, Arm("fp32"), (2, 12), "cpu"))
-    assert max(float((one - wanted).abs().max()) for one in (whole, parts)) <= 1e-5 * float(wanted.abs().max())
+    assert max(float((item - wanted).abs().max()) for item in (whole, parts)) <= 1e-5 * float(wanted.abs().max())
 
 
 @for_each("make", [served_models.llama, served_models.gpt2, served_models.Own])
 def test_bytes_are_those_that_are_stored(make: Callable[[], nn.Module]) -> None:
-    """All parameters but the embedding's and the positions' rows that a step does not read, a tied head whole."""
     model = make()
     shape = shape_of_own("own", model, 0, CPU)
     assert (shape.vocabulary, shape.layers, shape.heads) == (WORDS, LAYERS, HEADS)
-    stored = sum(one.numel() for one in model.parameters())
-    places = sum(one.numel() for one in model.modules() if isinstance(one, nn.Embedding) for one in one.parameters())
+    stored = sum(parameter.numel() for parameter in model.parameters())
+    places = sum(
+        module.numel()
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for module in module.parameters()
+    )
     tied = 0 if hasattr(model, "head") or make is served_models.llama else WORDS * WIDTH
     positions = 0 if make is served_models.llama else WIDTH
     counted = step_bytes(shape, Arm("fp32"), 2, 12)
     assert counted.weights == 4 * (stored - places + tied + 2 * WIDTH + positions)
     decoder = OwnDecoder("own", make(), Arm("bf16", "", "int8"), (2, 12), "cpu")
-    cached = sum(one.numel() for layer in decoder.cache.layers for one in (layer.keys, layer.values))
+    cached = sum(item.numel() for layer in decoder.cache.layers for item in (layer.keys, layer.values))
     assert counted.kv == 4 * cached and step_bytes(shape, Arm("bf16", "fp8"), 2, 12).kv == cached
     assert 8.0 < 8 * decoder.weight_bytes() / decoder.parameters() < 16.0
     assert OwnDecoder("own", make(), Arm("bf16"), (2, 12), "cpu").weight_bytes() == 2 * stored
@@ -128,7 +130,7 @@ def test_a_filled_cache_is_read_and_is_the_formats_own() -> None:
         assert float(keys[:, :, :15, 0].std()) > 3 and not keys[:, :, 15:].any()
         with torch.no_grad():
             logits += [model.forward(TOKENS[:, :1], 15, SilentPhases()) for _ in range(2)]
-    assert all(torch.equal(one, logits[0]) for one in logits[:4]) and not torch.equal(logits[4], logits[0])
+    assert all(torch.equal(item, logits[0]) for item in logits[:4]) and not torch.equal(logits[4], logits[0])
 
 
 REFUSED = {
@@ -144,14 +146,14 @@ REFUSED = {
 
 @for_each("make", REFUSED)
 def test_what_cannot_be_served_is_a_sentence(make: str) -> None:
-    model, _ = made(getattr(served_models, make), make, 0, CPU)
+    model, _ = make_model(getattr(served_models, make), make, 0, CPU)
     with pytest.raises(UsageError, match=REFUSED[make]):
         shape_of_own(make, model, 0, CPU)
 
 
 def test_what_makers_may_give() -> None:
-    model, tokens = made(served_models.own, "own", 0, CPU)
-    again, _ = made(served_models.own, "own", 0, CPU)
+    model, tokens = make_model(served_models.own, "own", 0, CPU)
+    again, _ = make_model(served_models.own, "own", 0, CPU)
     assert tokens is not None and tokens.shape == (3, 17)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), again.parameters(), strict=True))
     for wrong, words in (
@@ -160,4 +162,4 @@ def test_what_makers_may_give() -> None:
         (lambda: 1 / 0, "fails: Zero"),
     ):
         with pytest.raises(UsageError, match=words):
-            made(wrong, "own", 0, CPU)
+            make_model(wrong, "own", 0, CPU)

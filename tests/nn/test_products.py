@@ -1,4 +1,4 @@
-"""What linear layers and convolutions have in common: products against torch's own, casts, phases; convolutions."""
+"""Linear layers and convolutions: products against torch's own, casts and phases."""
 
 from __future__ import annotations
 
@@ -51,11 +51,10 @@ class Kind(NamedTuple):
         return self.make(arithmetic, self.inputs[-1], self.outputs[-1])
 
     def is_close(self, layer: Linear | Convolution, most: float, least: float = -1.0) -> None:
-        """Output and gradients are within these errors."""
         dtype = torch.float64 if layer.arithmetic.carrier is torch.float64 else torch.float32
         x, pull = given(*self.inputs, dtype=dtype), given(*self.outputs, dtype=dtype, seed=3)
-        for one, other in zip(outcome(layer, x, pull), self.exact(layer.weight, x, pull), strict=True):
-            assert one.shape == other.shape and least < relative_frobenius(one, other) < most
+        for ours, theirs in zip(outcome(layer, x, pull), self.exact(layer.weight, x, pull), strict=True):
+            assert ours.shape == theirs.shape and least < relative_frobenius(ours, theirs) < most
 
 
 # A linear layer makes all operands, then has its products; a convolution turns what each of them needs before it.
@@ -80,7 +79,9 @@ each_kind = pytest.mark.parametrize("kind", [LINEAR, CONVOLUTION], ids=["linear"
 def test_forward_and_gradients_are_torchs_own(kind: Kind, dtype: torch.dtype, tolerance: float) -> None:
     layer = kind.layer(PlainArithmetic(dtype)).to(dtype)
     kind.is_close(layer, tolerance)
-    assert {one.dtype for one in outcome(layer, given(*kind.inputs, dtype=dtype), given(*kind.outputs))} == {dtype}
+    assert {tensor.dtype for tensor in outcome(layer, given(*kind.inputs, dtype=dtype), given(*kind.outputs))} == {
+        dtype
+    }
 
 
 @each_kind
@@ -90,16 +91,14 @@ def test_forward_and_gradients_are_torchs_own(kind: Kind, dtype: torch.dtype, to
      ("mxfp4", 0.4)],
 )  # fmt: skip
 def test_every_precision_is_close_to_the_exact_result(kind: Kind, name: str, limit: float) -> None:
-    """As close as its bits allow, and no closer than its name says."""
     layer = kind.layer(arithmetic_of(name))
     kind.is_close(layer, limit, limit / 100)
     y, *gradients = outcome(layer, given(*kind.inputs), given(*kind.outputs))
     assert y.dtype == layer.arithmetic.carrier and y.is_contiguous()
-    assert {one.dtype for one in gradients} == {torch.float32}  # the master weights'
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}  # the master weights'
 
 
 def phases_of(kind: Kind, name: str, needs_gradient: bool = True) -> tuple[list[str], list[str]]:
-    """The phases marked in forward and in backward."""
     clock = PhaseClock(HostStamper())
     layer, x = kind.layer(arithmetic_of(name)), given(*kind.inputs).requires_grad_(needs_gradient)
     clock.begin()
@@ -117,7 +116,6 @@ def phases_of(kind: Kind, name: str, needs_gradient: bool = True) -> tuple[list[
 
 @each_kind
 def test_casts_and_products_are_marked_in_order(kind: Kind) -> None:
-    """Backward too, which our own Functions mark; fp32 casts nothing, a first layer needs no input gradient."""
     # The last cast is the weight's gradient to fp32.
     assert phases_of(kind, "bf16") == (["cast", "gemm"], [*kind.marks])
     assert phases_of(kind, "fp32") == (["gemm"], ["gemm", "gemm"])
@@ -127,7 +125,7 @@ def test_casts_and_products_are_marked_in_order(kind: Kind) -> None:
 @each_kind
 @pytest.mark.parametrize("keeps_source", [False, True])
 def test_the_second_orientation_is_cast_from_the_source_where_scales_demand_it(kind: Kind, keeps_source: bool) -> None:
-    """As matrices with the contraction last. Block scales run along it; elsewhere the codes are turned."""
+    """Block scales run along the contraction; otherwise the codes are turned."""
     seen: list[tuple[Role, tuple[int, ...]]] = []
 
     def note(tensor: Tensor, role: Role) -> Tensor:
@@ -159,14 +157,14 @@ class Halved(Arithmetic):
 
 
 class Unmultiplied(Halved):
-    """The same for what is no matrix product."""
+    """Halved, for convolutions, which make no matrix product."""
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         raise AssertionError("a convolution is no matrix product")
 
 
 class Both(Halved):
-    """Gives both orientations of what it casts, and notes what it was asked for."""
+    """Returns both orientations of a cast, and records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Role]] = []
@@ -185,7 +183,6 @@ class Both(Halved):
 
 
 def saved(layer: Linear, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The output, and what is kept for backward."""
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -197,12 +194,11 @@ def saved(layer: Linear, x: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def test_what_one_look_gives_is_kept_turned_and_not_turned_again() -> None:
-    """In the place of the first orientation: no more memory is held, and gradients are the same."""
     arithmetic = Both()
     LINEAR.is_close(LINEAR.layer(arithmetic), 1e-6)
     assert arithmetic.asked == [("both", role) for role in Role]
     _, kept = saved(linear(arithmetic), given(8, 64).requires_grad_())
-    assert [tuple(one.shape) for one in kept] == [(64, 8), (), (64, 32), ()]
+    assert [tuple(tensor.shape) for tensor in kept] == [(64, 8), (), (64, 32), ()]
 
 
 def test_operands_that_no_gradient_needs_are_neither_turned_nor_kept() -> None:
@@ -211,13 +207,13 @@ def test_operands_that_no_gradient_needs_are_neither_turned_nor_kept() -> None:
     y, kept = saved(layer, x)
     y.sum().backward()
     assert layer.arithmetic.asked == [("both", Role.INPUT), ("cast", Role.WEIGHT), ("both", Role.GRADIENT)]
-    assert [tuple(one.shape) for one in kept] == [(64, 8), ()] and layer.weight.grad is not None
+    assert [tuple(tensor.shape) for tensor in kept] == [(64, 8), ()] and layer.weight.grad is not None
     layer.arithmetic.asked.clear()
     layer.weight.requires_grad_(False)
     y, kept = saved(layer, x.requires_grad_())
     y.sum().backward()
     assert layer.arithmetic.asked == [("cast", Role.INPUT), ("both", Role.WEIGHT), ("cast", Role.GRADIENT)]
-    assert [tuple(one.shape) for one in kept] == [(64, 32), ()]
+    assert [tuple(tensor.shape) for tensor in kept] == [(64, 32), ()]
     layer.arithmetic.asked.clear()
     with torch.no_grad():
         layer(x, SilentPhases())
@@ -243,7 +239,7 @@ def test_block_scaled_gradients_are_those_of_each_orientations_own_blocks() -> N
 
 
 class Diary:
-    """A marker that writes down when it is entered and left."""
+    """A marker that records when it is entered and left."""
 
     def __init__(self) -> None:
         self.pages: list[str] = []
@@ -260,7 +256,7 @@ class Diary:
 
 
 class Watched(torch.autograd.Function):
-    """Doubles, and notes whether a marker is open in each direction."""
+    """Doubles, and records whether a marker is open in each direction."""
 
     @staticmethod
     def forward(ctx, x, diary, seen):  # type: ignore[no-untyped-def]
@@ -290,7 +286,6 @@ def test_the_marker_is_open_in_forward_and_in_backward_and_nowhere_else() -> Non
 
 
 def test_without_gradients_the_region_is_a_plain_block() -> None:
-    """Closed when its body raises, too. A tensor that alone needs no gradient is refused: it would never be closed."""
     diary, ones = Diary(), torch.ones(3)
     with pytest.raises(ValueError, match="needs no gradient"):
         region(diary, torch.add, torch.ones(3, requires_grad=True), ones)
@@ -303,7 +298,7 @@ def test_without_gradients_the_region_is_a_plain_block() -> None:
 
 
 def test_while_compiling_the_region_is_a_plain_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even the marker's type is looked at, which torch 2.11 cannot trace; the result is the operation's own."""
+    """torch 2.11 cannot trace the type of the marker."""
 
     class Untraceable(Diary):
         @property  # type: ignore[misc]
@@ -338,30 +333,29 @@ def test_block_scaled_products_round_along_their_own_contractions() -> None:
     wanted_y, _, _ = torchs_convolution(blocks(weight), along_last(x), pull)
     _, wanted_x, _ = torchs_convolution(blocks(weight.t()).t(), x, along_last(pull))
     _, _, wanted_weight = torchs_convolution(weight, along_positions(x), along_positions(pull))
-    for one, other in ((y, wanted_y), (x_gradient, wanted_x), (weight_gradient, wanted_weight)):
-        assert relative_frobenius(one, other) < 1e-6
+    for ours, theirs in ((y, wanted_y), (x_gradient, wanted_x), (weight_gradient, wanted_weight)):
+        assert relative_frobenius(ours, theirs) < 1e-6
 
 
 @for_each("name", ["fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
 def test_codes_of_a_native_precision_are_convolved_as_their_values(name: str) -> None:
-    """Hardware's FP8 multiplies matrices; the convolution takes codes and scales apart again."""
+    """Hardware multiplies FP8 matrices only, so the convolution decodes codes and scales."""
     x, pull = given(2, 6, 6, 16), given(2, 6, 6, 16, seed=3)
     native = convolution(precisions.get(name).arithmetic(H200), 16, 16)
     emulated = convolution(arithmetic_of(name), 16, 16)
     assert isinstance(native.arithmetic, ScaledArithmetic) and not isinstance(emulated.arithmetic, ScaledArithmetic)
-    for one, other in zip(outcome(native, x, pull), outcome(emulated, x, pull), strict=True):
-        assert relative_frobenius(one, other) < 1e-3
+    for ours, theirs in zip(outcome(native, x, pull), outcome(emulated, x, pull), strict=True):
+        assert relative_frobenius(ours, theirs) < 1e-3
 
 
 def test_the_block_is_two_convolutions_with_norms_and_a_residual() -> None:
-    """By the definition."""
     torch.manual_seed(4)
     block = ResidualBlock(6, lambda name: PlainArithmetic(torch.float64)).double()
     x = given(2, 5, 5, 6, dtype=torch.float64)
     images = x.permute(0, 3, 1, 2)
     hidden = images
-    for index, one in enumerate((block.first, block.second)):
-        y = functional.conv2d(hidden, as_torch(one.weight.detach()), padding=1)
+    for index, item in enumerate((block.first, block.second)):
+        y = functional.conv2d(hidden, as_torch(item.weight.detach()), padding=1)
         mean, variance = y.mean((0, 2, 3), keepdim=True), y.var((0, 2, 3), correction=0, keepdim=True)
         normal = (y - mean) / (variance + 1e-5).sqrt()
         hidden = torch.relu(normal + (images if index else 0))
@@ -370,6 +364,6 @@ def test_the_block_is_two_convolutions_with_norms_and_a_residual() -> None:
 
 
 def test_weights_keep_the_spread_of_what_follows_a_relu() -> None:
-    """He's initialisation: variance 2 over the contraction."""
+    """He's initialisation has variance 2 over the contraction."""
     weight = convolution(PlainArithmetic(torch.float32), 64, 64).weight
     assert weight.shape == (64, 576) and float(weight.detach().std()) == pytest.approx((2 / 576) ** 0.5, rel=0.05)

@@ -1,4 +1,4 @@
-"""What a recipe does beside rounding: products by role, rotations, random numbers, sums, and what layers remember."""
+"""Recipes beyond rounding: products by role, rotations, random numbers, short sums, and the memory of layers."""
 
 from __future__ import annotations
 
@@ -28,41 +28,40 @@ TURNED = (Role.INPUT, Role.GRADIENT)
 
 
 def of(mode: str, layer: str = "") -> RecipeArithmetic:
-    found = precisions.get(mode).arithmetic(CPU).layer(layer)
-    assert isinstance(found, RecipeArithmetic)
-    return found
+    result = precisions.get(mode).arithmetic(CPU).layer(layer)
+    assert isinstance(result, RecipeArithmetic)
+    return result
 
 
 def test_rotated_operands_are_rounded_after_they_were_turned() -> None:
-    """Inputs and gradients for the weight gradient, by the same matrix; weights and all that is not turned stay."""
     arithmetic = of("mxfp4:hadamard=on")
     source = gaussian(48, 64)
     for role in Role:
         operand = arithmetic.cast(source, role)
         assert torch.equal(operand.data, values(source, E2M1, MX))
-        found = arithmetic.turn(operand, source, role).data
-        assert torch.equal(found, arithmetic.turned(source.t(), role).data)
+        result = arithmetic.turn(operand, source, role).data
+        assert torch.equal(result, arithmetic.turned(source.t(), role).data)
         if role is Role.WEIGHT:
-            assert torch.equal(found, values(source.t(), E2M1, MX))
+            assert torch.equal(result, values(source.t(), E2M1, MX))
         else:
             signs = arithmetic._signs
-            assert torch.equal(found, values(rotated(source.t(), signs), E2M1, MX))
-            assert not torch.equal(found, values(source.t(), E2M1, MX))
+            assert torch.equal(result, values(rotated(source.t(), signs), E2M1, MX))
+            assert not torch.equal(result, values(source.t(), E2M1, MX))
 
 
 @for_each("tokens", [16, 37, 64])
 def test_a_rotation_leaves_the_product_as_it_is(tokens: int) -> None:
-    """Where elements have bits enough to see it; also where the tokens fill no matrix of 16."""
     plain, rotated = (Recipe(*[Treatment(FP16)] * 3, hadamard=on) for on in (False, True))
-    found = []
+    result = []
     for recipe in (plain, rotated):
         arithmetic = RecipeArithmetic(recipe)
         g, x = gaussian(tokens, 24), gaussian(tokens, 40, seed=1)
         operands = (
-            arithmetic.turn(arithmetic.cast(one, role), one, role) for one, role in ((g, TURNED[1]), (x, TURNED[0]))
+            arithmetic.turn(arithmetic.cast(tensor, role), tensor, role)
+            for tensor, role in ((g, TURNED[1]), (x, TURNED[0]))
         )
-        found.append(arithmetic.product(*operands, torch.float32))
-    assert not torch.equal(*found) and relative_frobenius(*found) < 1e-3
+        result.append(arithmetic.product(*operands, torch.float32))
+    assert not torch.equal(*result) and relative_frobenius(*result) < 1e-3
 
 
 def test_random_numbers_differ_from_cast_to_cast_and_can_be_had_again() -> None:
@@ -123,13 +122,14 @@ def assert_same(one: Operand, other: Operand) -> None:
     for mine, theirs in ((one.data, other.data), (one.scale, other.scale)):
         if mine is not None and theirs is not None:
             numbers, wanted = (
-                one.view(torch.uint8) if one.dtype == torch.float4_e2m1fn_x2 else one.float() for one in (mine, theirs)
+                item.view(torch.uint8) if item.dtype == torch.float4_e2m1fn_x2 else item.float()
+                for item in (mine, theirs)
             )
             assert mine.is_contiguous() == theirs.is_contiguous() and torch.equal(numbers, wanted)
 
 
 def test_stochastic_gradients_are_right_on_average() -> None:
-    """With NVFP4's scales rounded up, so that nothing saturates: the mean of many casts comes nearer and nearer."""
+    """NVFP4's scales are rounded up, so that nothing saturates."""
     source, arithmetic = gaussian(64, 64), of("nvfp4")
     treatment = arithmetic.recipe.gradient
     assert treatment.stochastic and treatment.scaling == NVFP4_UP
@@ -151,7 +151,6 @@ def test_squares_of_weights_are_the_same_values_in_both_directions() -> None:
 
 @for_each("mode", ["fp8:accumulator=short", "fp8:accumulator=8", "fp8-block:accumulator=promoted"])
 def test_sums_of_few_bits_are_taken_in_all_three_products(mode: str) -> None:
-    """Each as the model has it, rounded to the carrier."""
     arithmetic = of(mode)
     assert arithmetic.explicit
     torch.manual_seed(0)
@@ -171,13 +170,11 @@ def test_sums_of_few_bits_are_taken_in_all_three_products(mode: str) -> None:
 
 
 def remembers(mode: str) -> bool:
-    """Whether a layer's arithmetic is its own."""
     arithmetic = precisions.get(mode).arithmetic(CPU)
     return arithmetic.layer("a") is not arithmetic
 
 
 def test_only_what_remembers_is_a_layers_own() -> None:
-    """Delayed scales, random numbers and rotations; all else is shared."""
     own = ("fp8-delayed", "nvfp4", "mxfp4:stochastic=on", "mxfp4:hadamard=on")
     shared = ("fp8", "fp8-block:accumulator=short", "fp8-rowwise:gw=bf16", "mxfp8", "mxfp4", "custom",
               "nvfp4:stochastic=off:hadamard=off")  # fmt: skip
@@ -187,7 +184,6 @@ def test_only_what_remembers_is_a_layers_own() -> None:
 
 
 def test_delayed_scales_are_those_of_one_layer_and_one_role() -> None:
-    """What another layer or another role casts is not looked at; 1 at first, and saturated by what outgrows it."""
     both: list[Arithmetic] = [of("fp8-delayed:history=1", name) for name in "ab"]
     large = torch.full((2, 2), 1000.0)
     assert both[0].cast(large, Role.INPUT).data.max() == 448.0
@@ -211,7 +207,7 @@ def test_given_scales_take_the_place_of_those_of_the_recipe() -> None:
 
 
 def test_formats_wider_than_eight_bits_are_values_too() -> None:
-    """BF16 elements are multiplied as float32 values, not as what is left in bf16."""
+    """BF16 elements are multiplied as float32 values, not rounded to bf16 again."""
     arithmetic = RecipeArithmetic(Recipe(Treatment(BF16), Treatment(TF32), Treatment(BF16)))
     a, b = arithmetic.cast(gaussian(8, 32), Role.INPUT), arithmetic.cast(gaussian(8, 32, seed=1), Role.WEIGHT)
     assert a.data.dtype == b.data.dtype == torch.float32

@@ -47,7 +47,6 @@ NEEDS_PRODUCTS = pytest.mark.skipif(
 
 
 def pair(mode: str) -> tuple[ScaledArithmetic, RecipeArithmetic]:
-    """The arithmetics of a Hopper and of a processor."""
     native, emulated = (precisions.get(mode).arithmetic(facts) for facts in (H200, CPU))
     assert isinstance(native, ScaledArithmetic) and type(emulated) is RecipeArithmetic
     return native, emulated
@@ -55,7 +54,6 @@ def pair(mode: str) -> tuple[ScaledArithmetic, RecipeArithmetic]:
 
 @for_each("mode", EMULATED)
 def test_what_no_kernel_does_is_emulated_on_a_gpu_too(mode: str) -> None:
-    """E5M2 by itself, sums that are a model, blocks: with the reason."""
     assert precisions.get(mode).support(H200).level is Level.EMULATED
     assert type(precisions.get(mode).arithmetic(H200)) is RecipeArithmetic
 
@@ -63,7 +61,6 @@ def test_what_no_kernel_does_is_emulated_on_a_gpu_too(mode: str) -> None:
 @for_each("role", list(Role))
 @for_each("mode", MODES)
 def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
-    """Bit for bit, cast after cast, and contiguous along the contraction."""
     native, emulated = pair(mode)
     source = gaussian(48, 64) * torch.logspace(-3, 3, 48)[:, None]
     for tensor in (source, source.t(), 8 * source.to(torch.bfloat16), torch.zeros(16, 32)):
@@ -80,15 +77,15 @@ def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
 @NEEDS_PRODUCTS
 @for_each("mode", MODES)
 def test_products_are_the_emulated_ones(mode: str, roles: tuple[Role, Role]) -> None:
-    """But for the order of sums. With a scale a row float32 is asked for where CUDA gives it; else bfloat16 is."""
+    """They differ by the order of sums. With a scale a row, CUDA has float32 results on some devices, else bfloat16."""
     native, emulated = pair(mode)
     sources = gaussian(48, 64), gaussian(32, 64, seed=1) * torch.logspace(-2, 2, 32)[:, None]
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 4e-3)):
-        found = [
-            one.product(*(one.cast(source, role) for source, role in zip(sources, roles, strict=True)), dtype)
-            for one in (native, emulated)
+        result = [
+            item.product(*(item.cast(source, role) for source, role in zip(sources, roles, strict=True)), dtype)
+            for item in (native, emulated)
         ]
-        assert found[0].dtype == dtype and relative_frobenius(*found) < tolerance
+        assert result[0].dtype == dtype and relative_frobenius(*result) < tolerance
 
 
 @pytest.mark.parametrize(
@@ -100,7 +97,7 @@ def test_products_are_the_emulated_ones(mode: str, roles: tuple[Role, Role]) -> 
     ],
 )
 def test_a_product_in_its_own_dtype_is_not_converted(mode: str, dtype: torch.dtype) -> None:
-    """Such a conversion changes nothing, and in torch 2.11's compiled graphs leaves zeros for gradients."""
+    """In torch 2.11's compiled graphs such a conversion leaves zero gradients."""
 
     class Conversions(TorchFunctionMode):
         unchanged: ClassVar[list[Tensor]] = []
@@ -113,10 +110,10 @@ def test_a_product_in_its_own_dtype_is_not_converted(mode: str, dtype: torch.dty
 
     arithmetic = precisions.get(mode).arithmetic(H200)
     sources = ((gaussian(48, 32), Role.GRADIENT), (gaussian(48, 64), Role.INPUT))
-    operands = [arithmetic.turn(arithmetic.cast(one, role), one, role) for one, role in sources]
+    operands = [arithmetic.turn(arithmetic.cast(item, role), item, role) for item, role in sources]
     with Conversions() as seen:
         found = arithmetic.product(operands[0], operands[1], dtype)
-    assert found.dtype == dtype and not any(found is one for one in seen.unchanged)
+    assert found.dtype == dtype and not any(found is call for call in seen.unchanged)
 
 
 @NEEDS_PRODUCTS
@@ -125,12 +122,12 @@ def test_layers_are_the_emulated_ones(mode: str) -> None:
     outcomes = []
     for facts in (H200, CPU):
         torch.manual_seed(1)
-        layer, found = Linear(64, 32, precisions.get(mode).arithmetic(facts).layer("one")), []
+        layer, result = Linear(64, 32, precisions.get(mode).arithmetic(facts).layer("one")), []
         for step in range(2):
             x = (gaussian(48, 64, seed=step) * 3.0**step).requires_grad_()
             y = layer(x, SilentPhases())
-            found += [y, *torch.autograd.grad(y, (x, layer.weight), gaussian(48, 32, seed=9).to(y.dtype))]
-        outcomes.append(found)
+            result += [y, *torch.autograd.grad(y, (x, layer.weight), gaussian(48, 32, seed=9).to(y.dtype))]
+        outcomes.append(result)
     for native, emulated in zip(*outcomes, strict=True):
         assert relative_frobenius(native, emulated) < 6e-3
 
@@ -146,7 +143,6 @@ def test_what_cuda_cannot_is_refused() -> None:
 
 @for_each("mode", ["fp8", "fp8-e4m3", "fp8-rowwise"])
 def test_cuda_is_given_what_it_wants(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layouts, the shapes of scales, bfloat16 under scales a row, and fast sums in forward products only."""
     seen: list[dict[str, object]] = []
 
     def spy(a: Tensor, b: Tensor, *others: Any) -> Tensor:
@@ -161,14 +157,14 @@ def test_cuda_is_given_what_it_wants(mode: str, monkeypatch: pytest.MonkeyPatch)
     native = precisions.get(mode).arithmetic(H200)
     layer = Linear(32, 16, native)
     layer(gaussian(48, 32).requires_grad_(), SilentPhases()).sum().backward()
-    assert [one["use_fast_accum"] for one in seen] == [True, False, False]
-    assert all(one["layout"] and one["scales"] and one["output_dtype"] == torch.bfloat16 for one in seen)
+    assert [call["use_fast_accum"] for call in seen] == [True, False, False]
+    assert all(call["layout"] and call["scales"] and call["output_dtype"] == torch.bfloat16 for call in seen)
 
 
 @NEEDS_PRODUCTS
 @for_each("mode", ["fp8", "fp8-rowwise"])
 def test_products_are_those_of_torch_s_own_function(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, by the operator behind it: the function itself cannot be compiled by torch 2.11."""
+    """The function itself cannot be compiled by torch 2.11, so its operator is called."""
     native, _ = pair(mode)
     a, b = native.cast(gaussian(48, 64), Role.INPUT), native.cast(gaussian(16, 64), Role.WEIGHT)
     assert a.scale is not None and b.scale is not None
@@ -181,19 +177,18 @@ def test_products_are_those_of_torch_s_own_function(mode: str, monkeypatch: pyte
 
 @NEEDS_PRODUCTS
 def test_a_weight_gradient_left_in_bf16_is_bf16_s() -> None:
-    found: dict[str, list[Tensor]] = {}
+    result: dict[str, list[Tensor]] = {}
     for mode in ("bf16", "fp8-rowwise:weight-gradient=bf16", "fp8-rowwise"):
         for facts in (CPU, H200):
-            found[f"{mode} {facts.kind}"] = gradients(precisions.get(mode).arithmetic(facts))
-    plain = found["bf16 cpu"]
+            result[f"{mode} {facts.kind}"] = gradients(precisions.get(mode).arithmetic(facts))
+    plain = result["bf16 cpu"]
     for kind in ("cpu", "cuda"):
-        kept, low = found[f"fp8-rowwise:weight-gradient=bf16 {kind}"], found[f"fp8-rowwise {kind}"]
+        kept, low = result[f"fp8-rowwise:weight-gradient=bf16 {kind}"], result[f"fp8-rowwise {kind}"]
         assert torch.equal(kept[1], plain[1]) and not torch.equal(low[1], plain[1])
         assert torch.equal(kept[0], low[0]) and not torch.equal(kept[0], plain[0])
 
 
 def gradients(arithmetic: Arithmetic) -> list[Tensor]:
-    """Of the input and of the weight; the gradient that comes in is the same for all."""
     torch.manual_seed(1)
     layer, x = Linear(64, 32, arithmetic), gaussian(48, 64).to(torch.bfloat16).requires_grad_()
     y = layer(x, SilentPhases())
@@ -205,17 +200,17 @@ def gradients(arithmetic: Arithmetic) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
 @for_each("mode", ["fp8", "fp8-rowwise", "fp8:weight-gradient=bf16"])
 def test_a_compiled_layer_has_the_same_gradients(mode: str) -> None:
-    """Bit for bit, and in one graph: gradients that a compiler loses are zeros, and nothing else says so."""
+    """A compiler that loses gradients leaves zeros, without an error."""
     layer, silent = Linear(32, 16, precisions.get(mode).arithmetic(H200)), SilentPhases()
     compiled = torch.compile(lambda x: layer(x, silent).float().square().sum(), backend="aot_eager", fullgraph=True)
-    found = []
+    result = []
     for step in (compiled, lambda x: layer(x, silent).float().square().sum()):
         x = gaussian(48, 32).requires_grad_()
         layer.zero_grad()
         step(x).backward()
-        found.append([x.grad, *(one.grad for one in layer.parameters())])
-    for one, other in zip(*found, strict=True):
-        assert one is not None and other is not None and bool(one.any()) and torch.equal(one, other)
+        result.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
+    for ours, theirs in zip(*result, strict=True):
+        assert ours is not None and theirs is not None and bool(ours.any()) and torch.equal(ours, theirs)
 
 
 FNUZ_MODES = ("fp8", "fp8:scale=pow2", "fp8-e4m3", "fp8-e5m2", "fp8-rowwise", "fp8-rowwise:formats=hybrid")
@@ -230,7 +225,6 @@ def fnuz(mode: str) -> ScaledArithmetic:
 @for_each("role", list(Role))
 @for_each("mode", FNUZ_MODES)
 def test_fnuz_codes_are_those_of_the_devices_own_formats(mode: str, role: Role) -> None:
-    """Bit for bit what the format's definition makes of them, scale included."""
     made = fnuz(mode)
     treatment = made.treatments[role]
     assert treatment.fmt in (E4M3FNUZ, E5M2FNUZ)
@@ -272,27 +266,27 @@ def experts(arithmetic: Arithmetic, gated: bool, hidden: int = 48) -> Experts:
 def test_outputs_and_gradients_are_those_of_one_product_for_each(
     mode: str, gpu: DeviceFacts, cached: bool, grouped_kernel: GroupedKernel
 ) -> None:
-    """Bit for bit: every code and every scale is where the product looks for it, whoever cast the weights."""
-    found = []
+    result = []
     for facts in (gpu, CPU):
         block = experts(precisions.get(mode).arithmetic(facts), gated=cached, hidden=160)
         x = (given(200, 32).abs() * torch.logspace(-2, 2, 200)[:, None]).to(torch.bfloat16).requires_grad_()
         with CachedWeights(block).cast(SilentPhases()) if cached else nullcontext():
             y = block(x, SilentPhases())
             (y * given(200, 32, seed=5)).sum().backward()
-        found.append([y, x.grad, *(one.grad for one in block.parameters())])
+        result.append([y, x.grad, *(parameter.grad for parameter in block.parameters())])
     products = 2 if "gradient" in mode else 3  # the weight gradient's in bf16 is torch's own
     assert grouped_kernel.calls == 2 * products
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
-    y, of_x, router, *of_weights = (one is not None and float(one.detach().abs().max()) > 0 for one in found[0])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*result, strict=True))
+    y, of_x, router, *of_weights = (
+        tensor is not None and float(tensor.detach().abs().max()) > 0 for tensor in result[0]
+    )
     assert y and of_x and router and of_weights.count(True) >= 4 and of_weights.count(False) >= 2
 
 
 def test_sides_that_do_not_fit_are_multiplied_one_by_one(grouped_kernel: GroupedKernel) -> None:
-    """As are recipes that torch has no grouped product for."""
     for mode, hidden in (("fp8-rowwise", 40), ("bf16", 48)):
         block = experts(precisions.get(mode).arithmetic(H200), gated=False, hidden=hidden)
-        assert block._may_be_grouped() is (mode == "bf16")
+        assert block._can_be_grouped() is (mode == "bf16")
     assert grouped_kernel.calls == 0
 
 
@@ -319,5 +313,5 @@ def test_sides_that_do_not_fit_are_multiplied_one_by_one(grouped_kernel: Grouped
     ],
 )
 def test_what_is_grouped(mode: str, facts: DeviceFacts, groups: int) -> None:
-    """As torch 2.13 and 2.11 for CUDA answered on a runtime that computes nothing: not E5M2, nor one scale a tensor."""
+    """As torch 2.13 and 2.11 for CUDA answered on a stub runtime: not E5M2, nor one scale a tensor."""
     assert precisions.get(mode).arithmetic(facts).groups == groups

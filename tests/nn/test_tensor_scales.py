@@ -1,4 +1,4 @@
-"""Scales of whole tensors: delayed ones against a slow definition, those from data, and a recipe as numbers."""
+"""Scales of whole tensors: delayed ones against a slow definition, static ones from data, and views of recipes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.nn.layers import arithmetic_of
 
 
 class Definition:
-    """The same by lists of float32 numbers: as Transformer Engine has it, and what it leaves open."""
+    """Delayed scales by lists of float32 numbers, as Transformer Engine defines them, and what it leaves open."""
 
     def __init__(self, delayed: Delayed, fmt: Format) -> None:
         self.delayed, self.fmt = delayed, fmt
@@ -40,10 +40,10 @@ class Definition:
         self.amaxes.append(amax if finite else np.float32(0))
         if len(self.amaxes) % self.delayed.interval == 0 and finite:
             window = self.amaxes[-self.delayed.history :]
-            found = max(window) if self.delayed.algorithm is Amax.MAX else window[-1]
-            if found > 0:
+            result = max(window) if self.delayed.algorithm is Amax.MAX else window[-1]
+            if result > 0:
                 with np.errstate(over="ignore"):
-                    quotient = min(np.float32(self.fmt.largest) / found, np.float32(2.0**126))
+                    quotient = min(np.float32(self.fmt.largest) / result, np.float32(2.0**126))
                 self.scale = np.float32(quotient) / np.float32(2.0**self.delayed.margin)
         return used
 
@@ -55,32 +55,31 @@ OPTIONS = [
 
 
 def tensors(count: int) -> list[np.ndarray]:
-    """Of magnitudes that come and go over many octaves, some of zeros, with infinities or NaN, or empty."""
     random = np.random.default_rng(7)
-    found = []
+    result = []
     for step in range(count):
         values = (random.standard_normal((3, 5)) * 2.0 ** random.integers(-40, 40)).astype(np.float32)
         if step % 7 == 3:
             values[1, 2] = random.choice([np.inf, -np.inf, np.nan])
-        found.append({5: np.zeros((2, 2), np.float32), 6: values[:0], 11: values * np.float32(1e-40)}.get(step, values))
-    return found
+        result.append(
+            {5: np.zeros((2, 2), np.float32), 6: values[:0], 11: values * np.float32(1e-40)}.get(step, values)
+        )
+    return result
 
 
 @for_each("delayed", OPTIONS, ids=str)
 @for_each("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_the_scale_of_every_cast_is_the_definition_s(delayed: Delayed, fmt: Format) -> None:
-    """Bit for bit over forty casts."""
     ours, theirs = DelayedScale(delayed, fmt), Definition(delayed, fmt)
     for values in tensors(40):
-        found, inverse = ours.next(torch.from_numpy(values))
-        assert inverse.item() == np.float32(1) / found.numpy()
-        assert found.dtype == torch.float32 and found.shape == ()
-        assert found.item() == theirs.next(values)
+        result, inverse = ours.next(torch.from_numpy(values))
+        assert inverse.item() == np.float32(1) / result.numpy()
+        assert result.dtype == torch.float32 and result.shape == ()
+        assert result.item() == theirs.next(values)
     assert ours.scale is not None and ours.scale.item() == theirs.scale
 
 
 def test_a_cast_that_is_done_again_is_not_entered_again() -> None:
-    """It gets the scale that it had, whatever it holds."""
     scale, plain = (DelayedScale(Delayed(history=4), E4M3) for _ in range(2))
     for amax in (2.0, 3.0, 0.5):
         used = scale.next(torch.tensor([amax]))
@@ -116,18 +115,18 @@ class Pair(nn.Module):
 @for_each("again", ["saved tensors", "reentrant"])
 @for_each("mode", ["fp8-delayed:history=2:margin=1", "nvfp4:hadamard=off", "fp8-delayed:interval=2"])
 def test_blocks_that_are_computed_again_have_the_gradients_of_those_that_are_not(mode: str, again: str) -> None:
-    """Over several steps of different magnitudes: a second cast with a newer scale would show in the first of them."""
+    """Steps differ in magnitude, so that a second cast with a newer scale would show."""
     outcomes: list[list[Tensor]] = []
     for how in ("never", again):
-        pair, found = Pair(mode, how), []
+        pair, result = Pair(mode, how), []
         for step in range(5):
             x = torch.randn(20, 48, generator=torch.Generator().manual_seed(step)) * 4.0**step
             x.requires_grad_(True)
             y = pair(x)
             y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(step + 9)).to(y.dtype))
             assert x.grad is not None and pair.first.weight.grad is not None and pair.second.weight.grad is not None
-            found += [y.detach(), x.grad, pair.first.weight.grad.clone(), pair.second.weight.grad.clone()]
-        outcomes.append(found)
+            result += [y.detach(), x.grad, pair.first.weight.grad.clone(), pair.second.weight.grad.clone()]
+        outcomes.append(result)
     for plain, recomputed in zip(*outcomes, strict=True):
         assert torch.equal(plain, recomputed)
 
@@ -138,14 +137,12 @@ HYBRID = Recipe(Treatment(E4M3, TENSOR), Treatment(E4M3, TENSOR), Treatment(E5M2
 
 
 def of_magnitude(amax: float, count: int = 8) -> Tensor:
-    """Values of both signs whose largest magnitude is that, of a negative one."""
     return torch.linspace(-amax, amax / 2, count)
 
 
 def scale_of(
     rule: StaticScales, known: float | None, rounding: ScaleRounding = ScaleRounding.EXACT
 ) -> tuple[ScaleBook, StaticScale]:
-    """A book with one scale of E4M3, whose amax is known; None: it calibrates."""
     book = ScaleBook(rule, None if known is None else {("one", "input"): known})
     scale = StaticScale(book, E4M3, rounding, known)
     book.keep("one", "input", scale.state)
@@ -153,7 +150,6 @@ def scale_of(
 
 
 def test_calibrating_casts_with_the_current_scale_and_keeps_the_largest_magnitude() -> None:
-    """Zeros, infinities and NaN do not count."""
     book, scale = scale_of(FIXED, None)
     for amax in (2.0, 7.0, 3.0):
         assert float(scale.next(of_magnitude(amax)).scale) == pytest.approx(E4M3.largest / amax, rel=1e-7)
@@ -163,7 +159,6 @@ def test_calibrating_casts_with_the_current_scale_and_keeps_the_largest_magnitud
 
 
 def test_a_scale_that_is_known_stays() -> None:
-    """Whatever comes, and without looking at it."""
     book, scale = scale_of(FIXED, 7.0)
     for amax in (7.0, 0.5, 900.0, math.inf):
         assert float(scale.next(of_magnitude(amax)).scale) == 64.0
@@ -172,7 +167,6 @@ def test_a_scale_that_is_known_stays() -> None:
 
 @for_each(("rounding", "wanted"), [(ScaleRounding.EXACT, 448 / 5), (ScaleRounding.POWER_OF_TWO, 64.0)])
 def test_scales_are_rounded_as_the_recipe_rounds_them(rounding: ScaleRounding, wanted: float) -> None:
-    """Down to a power of two, so that nothing saturates."""
     _, scale = scale_of(FIXED, 5.0, rounding)
     assert float(scale.next(of_magnitude(1.0)).scale) == pytest.approx(wanted, rel=1e-7)
 
@@ -183,15 +177,14 @@ def test_every_so_many_steps_a_scale_is_that_of_one_step() -> None:
     for step in range(1, 8):
         book.begin_step()
         used.append([448 / float(scale.next(of_magnitude(float(10 * step + cast))).scale) for cast in (1, 0)])
-    found = [tuple(round(amax, 4) for amax in pair) for pair in used]
-    assert found == [(7, 7), (7, 7), (31, 30), (31, 31), (31, 31), (61, 60), (61, 61)]
+    result = [tuple(round(amax, 4) for amax in pair) for pair in used]
+    assert result == [(7, 7), (7, 7), (31, 30), (31, 31), (31, 31), (61, 60), (61, 61)]
     assert book.states() == (LayerScale("one", "input", 61.0, float(torch.tensor(448.0) / 61), 2),)
 
 
 @pytest.fixture(params=["processor", "elsewhere"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """On a processor, and as on a device whose answers nobody waits for: tensors then say that they lie elsewhere, and
-    to take a value from one is an error."""
+    """Runs on a CPU, and as on a device that must not be waited for: its tensors raise when their value is read."""
     if request.param == "processor":
         yield request.param
         return
@@ -217,7 +210,6 @@ def placed(x: Tensor) -> Tensor:
 def test_a_scale_is_renewed_where_more_than_the_bound_saturates(
     bound: float, beyond: int, renewed: bool, device: str
 ) -> None:
-    """Of eight values so many lie beyond the range; then this very cast has its current scale, and those after it."""
     _, scale = scale_of(StaticScales(1, bound=bound), 7.0)
     values = torch.full((8,), -7.0)
     values[:beyond] = torch.tensor([9.0, -14.0, 8.0])[:beyond]
@@ -249,35 +241,33 @@ def layer_of(book: ScaleBook) -> Linear:
 
 
 def trained(layer: Linear, *inputs: Tensor) -> list[Tensor]:
-    """Outputs, and gradients of all."""
-    found = []
+    result = []
     for x in inputs:
         own = x.clone().requires_grad_()
         y = layer(own, SilentPhases())
         y.square().sum().backward()
         assert own.grad is not None and layer.weight.grad is not None
-        found += [y.detach(), own.grad, layer.weight.grad]
+        result += [y.detach(), own.grad, layer.weight.grad]
         layer.weight.grad = None
-    return found
+    return result
 
 
 def test_scales_of_the_very_data_give_what_current_scaling_gives() -> None:
-    """Bit for bit, in all three products: a layer that was calibrated on one batch, and casts it."""
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     torch.manual_seed(0)
     current = Linear(32, 16, RecipeArithmetic(HYBRID))
     calibrating = ScaleBook(FIXED)
     for mine, wanted in zip(trained(layer_of(calibrating), x), trained(current, x), strict=True):
         assert torch.equal(mine, wanted)
-    found = calibrating.states()
-    assert [(one.role, one.renewals) for one in found] == [("input", 0), ("weight", 0), ("gradient", 0)]
-    fixed = ScaleBook(FIXED, {(one.layer, one.role): one.amax for one in found})
+    result = calibrating.states()
+    assert [(tensor.role, tensor.renewals) for tensor in result] == [("input", 0), ("weight", 0), ("gradient", 0)]
+    fixed = ScaleBook(FIXED, {(tensor.layer, tensor.role): tensor.amax for tensor in result})
     layer = layer_of(fixed)
     for mine, wanted in zip(trained(layer, x), trained(current, x), strict=True):
         assert torch.equal(mine, wanted)
     larger, current_larger = trained(layer, 8 * x), trained(current, 8 * x)
     assert not torch.equal(larger[0], current_larger[0])
-    assert fixed.states() == found
+    assert fixed.states() == result
 
 
 def test_a_recipe_without_one_scale_a_tensor_stays_as_it_is() -> None:
@@ -290,7 +280,6 @@ def normal(scale: float = 1.0, seed: int = 0) -> torch.Tensor:
 
 
 def cast(mode: str, role: Role, *steps: torch.Tensor) -> torch.Tensor:
-    """What is left of the last tensor after the others."""
     arithmetic = precisions.get(mode).arithmetic(CPU).layer("x")
     for step in steps:
         operand = arithmetic.cast(step, role)
@@ -304,13 +293,12 @@ def cast(mode: str, role: Role, *steps: torch.Tensor) -> torch.Tensor:
      "custom:format=e3m2:scaling=none", "custom:format=e5m2fnuz:scaling=128x128", "bf16", "fp16"],
 )  # fmt: skip
 def test_what_is_left_lies_within_half_an_ulp_by_the_view(mode: str, role: Role) -> None:
-    """Which no other grid or scale would say of it; saturated values are told apart."""
     x = normal(3.0)
     view = view_of(precisions.get(mode), role, x)
-    found = tensor_error(x, cast(mode, role, x), view.fmt, view.factors)
+    result = tensor_error(x, cast(mode, role, x), view.fmt, view.factors)
     assert view.fmt is not None and view.course is None
-    assert found.max_ulp is not None and 0.45 < found.max_ulp < 0.5 + 2**-18
-    assert found.saturation_percent is not None and found.saturation_percent < 6
+    assert result.max_ulp is not None and 0.45 < result.max_ulp < 0.5 + 2**-18
+    assert result.saturation_percent is not None and result.saturation_percent < 6
 
 
 def test_a_delayed_scale_is_that_of_the_steps_before() -> None:
@@ -322,13 +310,12 @@ def test_a_delayed_scale_is_that_of_the_steps_before() -> None:
     assert float(view.factors.steps) == pytest.approx(amax / 448, rel=1e-6)
     assert view.course.lag == pytest.approx([1.0, 1.0, 1.0], abs=1e-6)
     assert view.course.drift == pytest.approx([1.0, 1.0], abs=1e-6)
-    found = tensor_error(steps[-1], cast("fp8-delayed", Role.INPUT, *steps), view.fmt, view.factors)
-    assert found.utilisation == pytest.approx(2, rel=1e-5) and found.saturated
-    assert found.max_ulp is not None and found.max_ulp < 0.5 + 2**-18
+    result = tensor_error(steps[-1], cast("fp8-delayed", Role.INPUT, *steps), view.fmt, view.factors)
+    assert result.utilisation == pytest.approx(2, rel=1e-5) and result.saturated
+    assert result.max_ulp is not None and result.max_ulp < 0.5 + 2**-18
 
 
 def test_a_margin_lies_idle() -> None:
-    """Two octaves of it, where the data stay as they are."""
     steps = [normal() for _ in range(3)]
     view = view_of(precisions.get("fp8-delayed:margin=2"), Role.INPUT, steps[-1], steps[:-1])
     assert (

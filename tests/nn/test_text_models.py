@@ -1,4 +1,4 @@
-"""Models of text that are no transformers: against plain ones in fp64, and that none of them sees what comes later."""
+"""Text models other than transformers: against plain ones in fp64; none of them sees later tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def text(length: int = CONFIG.sequence) -> tuple[Tensor, Tensor]:
 
 
 def plain_mlp(weights: dict[str, Tensor], tokens: Tensor, modern: bool) -> Tensor:
-    """Token by token."""
     rows = []
     for row in tokens.tolist():
         for place in range(len(row)):
@@ -56,7 +55,7 @@ def plain_norm(x: Tensor, weight: Tensor, modern: bool) -> Tensor:
 
 
 def plain_cnn(weights: dict[str, Tensor], tokens: Tensor, _: bool) -> Tensor:
-    """torch's convolution of an image to whose top and left two rows of zeros were added; statistics by hand."""
+    """torch's convolution of an image with two rows of zeros on top and on the left; statistics by hand."""
     x = weights["embedding"][tokens].view(2, -1, LINE, 16).permute(0, 3, 1, 2)
 
     def normed(y: Tensor, name: str) -> Tensor:
@@ -86,24 +85,22 @@ def as_torch_differentiably(weight: Tensor) -> Tensor:
     ("kind", "modern"), [(WindowMLP, False), (WindowMLP, True), (TextCNN, False)], ids=["mlp", "modern mlp", "cnn"]
 )
 def test_loss_and_gradients_are_those_of_a_plain_model(kind: type[LanguageModel], modern: bool) -> None:
-    """Every weight's, in fp64."""
     model, (tokens, targets) = model_of(kind, replace(CONFIG, modern=modern)), text()
     loss = model(tokens, targets, SilentPhases())
     loss.backward()
-    weights = {name: one.detach().clone().requires_grad_() for name, one in model.named_parameters()}
+    weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
     plain = plain_mlp if kind is WindowMLP else plain_cnn
     exact = functional.cross_entropy(plain(weights, tokens, modern), targets.flatten())
     exact.backward()
     assert float(loss.detach()) == pytest.approx(float(exact.detach()), rel=1e-12)
-    for name, one in model.named_parameters():
+    for name, parameter in model.named_parameters():
         wanted = weights[name].grad
-        assert one.grad is not None and wanted is not None
-        assert torch.allclose(one.grad, wanted, rtol=1e-8, atol=1e-13), name
+        assert parameter.grad is not None and wanted is not None
+        assert torch.allclose(parameter.grad, wanted, rtol=1e-8, atol=1e-13), name
 
 
 @for_each("kind", KINDS)
 def test_no_place_sees_what_comes_later(kind: type[LanguageModel]) -> None:
-    """In eval mode, where batch norm mixes no places; every earlier place that it should see counts."""
     model, (tokens, _) = model_of(kind).eval(), text()
     before = model.logits(tokens, SilentPhases())
     reach = set()
@@ -120,7 +117,6 @@ def test_no_place_sees_what_comes_later(kind: type[LanguageModel]) -> None:
 @for_each("kind", KINDS)
 @for_each("mode", ["bf16", "fp8", "mxfp8", "nvfp4"])
 def test_they_train_in_low_precision(kind: type[LanguageModel], mode: str) -> None:
-    """A loss near fp64's, and every weight gets a gradient."""
     arithmetic = arithmetic_of(mode)
     torch.manual_seed(3)
     model = kind(CONFIG, lambda name: arithmetic, arithmetic.carrier)
@@ -128,7 +124,7 @@ def test_they_train_in_low_precision(kind: type[LanguageModel], mode: str) -> No
     loss = model(*batch, SilentPhases())
     loss.backward()
     assert float(loss.detach()) == pytest.approx(float(exact(*batch, SilentPhases()).detach()), rel=0.1)
-    assert all(one.grad is not None and bool(one.grad.isfinite().all()) for one in model.parameters())
+    assert all(parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
 
 
 def test_batch_norm_keeps_its_statistics_as_torchs_does() -> None:

@@ -52,19 +52,18 @@ def batch(config: GPTConfig) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_function_and_gradients_are_those_of_the_model_as_it_was(name: str, checkpointing: bool) -> None:
-    """In fp64, to the last digits: all constants cancel, in every weight's gradient, over batches of two sizes."""
     config = CONFIGS[name]
     plain, unit = built(config, torch.float64), built(config, torch.float64, checkpointing)
     scale_to_unit(unit, config.sequence)
     for rows in (4, 2):
-        tokens, targets = (one[:rows] for one in batch(config))
+        tokens, targets = (item[:rows] for item in batch(config))
         losses = [model(tokens, targets, SILENT) for model in (plain, unit)]
         torch.stack(losses).sum().backward()
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
-        for (path, wanted), found in zip(plain.named_parameters(), unit.parameters(), strict=True):
-            assert wanted.grad is not None and found.grad is not None and wanted.grad.norm() > 0
-            assert (found.grad - wanted.grad).norm() < 1e-12 * wanted.grad.norm(), path
-            wanted.grad = found.grad = None
+        for (path, wanted), result in zip(plain.named_parameters(), unit.parameters(), strict=True):
+            assert wanted.grad is not None and result.grad is not None and wanted.grad.norm() > 0
+            assert (result.grad - wanted.grad).norm() < 1e-12 * wanted.grad.norm(), path
+            wanted.grad = result.grad = None
 
 
 class Seen(PlainArithmetic):
@@ -80,7 +79,6 @@ class Seen(PlainArithmetic):
 
 
 def watched(model: nn.Module) -> dict[str, float]:
-    """Deviations of all that goes into and comes out of modules, of gradients, and of what products cast."""
     kept: dict[str, float] = {}
 
     def hook(path: str) -> None:
@@ -100,18 +98,17 @@ def watched(model: nn.Module) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_tensor_has_a_deviation_near_1_when_a_training_begins(name: str) -> None:
-    """Within a factor of 3: what lies behind mixed tokens is correlated, and more so in deeper blocks. As the model
-    came, gradients of its products are hundreds of times smaller and weights a tenth."""
+    """Within a factor of 3: deeper blocks mix correlated tokens."""
     config = CONFIGS[name]
-    found = []
+    result = []
     for scaled in (True, False):
         model = built(config, torch.float32)
         if scaled:
             scale_to_unit(model, config.sequence)
         kept = watched(model)
         model(*batch(config), SILENT).backward()
-        found.append(kept)
-    unit, plain = found
+        result.append(kept)
+    unit, plain = result
     assert len(unit) > 40 and all(1 / 3 < deviation < 3 for deviation in unit.values()), unit
     assert max(value for key, value in plain.items() if key.endswith("gradient")) < 0.01
     gradients = [value for key, value in unit.items() if key.endswith(("weight", "head gradient"))]
@@ -160,13 +157,12 @@ def test_attention_shrinks_by_its_constant_forward_and_back(tokens: int) -> None
     mixed.backward(torch.randn_like(mixed))
     wanted = attention_deviation(tokens)
     assert float(mixed.detach().std()) == pytest.approx(wanted, rel=0.1)
-    for one in given:
+    for item in given:
         # Less where few are mixed: a change of all scores of a token alike changes nothing.
-        assert one.grad is not None and float(one.grad.std()) == pytest.approx(wanted, rel=0.5)
+        assert item.grad is not None and float(item.grad.std()) == pytest.approx(wanted, rel=0.5)
 
 
 def test_casts_have_no_scale() -> None:
-    """What is cast is rounded to the format and nothing else, saturated where it is larger."""
     arithmetic = precisions.get("fp8-unit").arithmetic(CPU)
     x = torch.randn(64, 64) * 300
     for role, fmt, dtype in ((Role.INPUT, E4M3, torch.float8_e4m3fn), (Role.GRADIENT, E5M2, torch.float8_e5m2)):
@@ -182,19 +178,21 @@ def test_a_model_that_it_has_no_constants_for_is_refused() -> None:
     for model in (*models, nn.Sequential(nn.Linear(4, 4))):
         with pytest.raises(UsageError, match=f"none for {type(model).__name__}"):
             scale_to_unit(model, 48)
-        assert not any(one.unit is not None for one in model.modules() if isinstance(one, Linear | FeedForward))
+        assert not any(
+            module.unit is not None for module in model.modules() if isinstance(module, Linear | FeedForward)
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dynamo_pgo force disabled:UserWarning")  # torch's own
 def test_a_compiled_graph_has_the_same_gradients() -> None:
     tokens, targets = batch(NANO)
-    found = []
+    result = []
     for graph in (False, True):
         model = built(NANO, torch.float32)
         scale_to_unit(model, NANO.sequence)
         forward = compiled(model, tokens, targets) if graph else model
         forward(tokens, targets, SILENT).backward()
-        found.append([one.grad for one in model.parameters()])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+        result.append([parameter.grad for parameter in model.parameters()])
+    for ours, theirs in zip(*result, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)

@@ -1,4 +1,4 @@
-"""What explains a difference: every class planted, none where only the order differs; precisions told by numbers."""
+"""Explanations of differences: each kind planted, none for another order; precisions recognised by numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp8bench.numerics.conformity import (
     explain_product,
     kept_bits,
     looks_like,
-    of_units,
+    match_units,
     steps_between,
 )
 from fp8bench.numerics.products import PROMOTION, short_product, unit_sums
@@ -33,7 +33,6 @@ Made = Callable[[Tensor, Tensor], Tensor]
 
 
 def drawn(rows: int, columns: int, seed: int = 0) -> Tensor:
-    """FP8 values with a scale a row, rows of different sizes."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator)
     x *= torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator))
@@ -45,7 +44,6 @@ def plain(a: Tensor, b: Tensor) -> Tensor:
 
 
 def backwards(a: Tensor, b: Tensor) -> Tensor:
-    """Summed one by one from the end: the worst order that there is."""
     total = torch.zeros(len(a), len(b))
     for place in reversed(range(a.shape[1])):
         total += torch.outer(a[:, place], b[:, place])
@@ -53,30 +51,25 @@ def backwards(a: Tensor, b: Tensor) -> Tensor:
 
 
 def cut(a: Tensor, b: Tensor) -> Tensor:
-    """As integers: the bits behind bfloat16's are gone."""
     return ((a @ b.t()).view(torch.int32) & -(1 << 16)).view(torch.float32)
 
 
 def blocks_exchanged(a: Tensor, b: Tensor) -> Tensor:
-    """Blocks of rows in another order, as a kernel that takes one tile for another."""
     return plain(a, b).view(4, -1, len(b)).flip(0).reshape(len(a), len(b))
 
 
 def rows_for_columns(a: Tensor, b: Tensor) -> Tensor:
-    """Both scales in the place of the other one."""
     own, other = a.abs().amax(1), b.abs().amax(1)
     return plain(a / own[:, None], b / other[:, None]) * other[:, None] * own
 
 
 def block_scales(a: Tensor, b: Tensor) -> Tensor:
-    """A factor of 2 too many in the second block of 128 of some rows of the first operand."""
     wrong = a.clone()
     wrong[::2, 128:256] *= 2
     return plain(wrong, b)
 
 
 def where_nine(one: Tensor, other: Tensor) -> Tensor:
-    """Another row at the tenth place."""
     return torch.where(torch.arange(SIZE)[:, None] == 9, one, other)
 
 
@@ -104,20 +97,19 @@ def where_nine(one: Tensor, other: Tensor) -> Tensor:
 )  # fmt: skip
 def test_products(dtype: torch.dtype, made: Made, difference: Difference, words: str) -> None:
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
-    found = made(a, b).to(dtype)
-    explained, why = explain_product(found, ConformitySums(a.double(), b.double(), dtype))
+    result = made(a, b).to(dtype)
+    explained, why = explain_product(result, ConformitySums(a.double(), b.double(), dtype))
     assert (explained, words in why) == (difference, True), why
 
 
 def test_products_that_are_rounded_read_or_ended_otherwise() -> None:
-    """A result cut off toward 0 or rounded at random, a square operand that is read transposed, sums beyond fp16's."""
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     sums = ConformitySums(a.double(), b.double(), torch.bfloat16)
     explained, why = explain_product(cut(a, b).to(torch.bfloat16), sums)
     assert explained is Difference.ROUNDING and "cut off toward 0" in why
     noise = torch.randint(0, 1 << 16, (SIZE, SIZE), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
-    found = ((plain(a, b).view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
-    assert explain_product(found, sums)[0] is Difference.ROUNDING
+    result = ((plain(a, b).view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
+    assert explain_product(result, sums)[0] is Difference.ROUNDING
     c, d = drawn(SIZE, SIZE), drawn(SIZE, SIZE, 1)
     explained, why = explain_product(c @ d, ConformitySums(c.double(), d.double(), torch.float32))
     assert explained is Difference.LAYOUT and "second operand is read transposed" in why
@@ -130,20 +122,23 @@ def test_products_that_are_rounded_read_or_ended_otherwise() -> None:
 @for_each("seed", range(5))
 def test_orders_never_alarm(seed: int) -> None:
     a, b = drawn(SIZE, LONG, 2 * seed), drawn(SIZE, LONG, 2 * seed + 1)
-    for one, other in ((a, b), (a.abs(), b.abs())):
+    for ours, theirs in ((a, b), (a.abs(), b.abs())):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            found = backwards(one, other).to(dtype)
-            if found.isfinite().all():
+            result = backwards(ours, theirs).to(dtype)
+            if result.isfinite().all():
                 assert (
-                    explain_product(found, ConformitySums(one.double(), other.double(), dtype))[0] is Difference.ORDER
+                    explain_product(result, ConformitySums(ours.double(), theirs.double(), dtype))[0]
+                    is Difference.ORDER
                 )
 
 
 def test_a_recipe_of_short_sums_takes_them() -> None:
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
-    found = short_product(a, b, Accumulator.SHORT)
-    assert explain_product(found, ConformitySums(a.double(), b.double(), torch.float32, bits=14))[0] is Difference.ORDER
-    assert kept_bits(found.double(), ConformitySums(a.double(), b.double(), torch.float32)) == 14
+    result = short_product(a, b, Accumulator.SHORT)
+    assert (
+        explain_product(result, ConformitySums(a.double(), b.double(), torch.float32, bits=14))[0] is Difference.ORDER
+    )
+    assert kept_bits(result.double(), ConformitySums(a.double(), b.double(), torch.float32)) == 14
 
 
 def rounded(x: Tensor, fmt: Format = E4M3) -> Tensor:
@@ -151,7 +146,6 @@ def rounded(x: Tensor, fmt: Format = E4M3) -> Tensor:
 
 
 def cut_cast(x: Tensor) -> Tensor:
-    """To E4M3's grid, toward 0."""
     scale = 448.0 / x.abs().max()
     scaled = x * scale
     kept = (scaled.view(torch.int32) & -(1 << 20)).view(torch.float32)
@@ -172,18 +166,17 @@ def cut_cast(x: Tensor) -> Tensor:
     ],
 )  # fmt: skip
 def test_casts(made: Callable[[Tensor], Tensor], difference: Difference, words: str) -> None:
-    """To E4M3 with a scale of the tensor."""
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     explained, why = explain_cast(made(x), rounded(x), x, E4M3)
     assert (explained, words in why) == (difference, True), why
 
 
 def test_what_lies_beyond_may_become_nan_or_the_largest() -> None:
-    """torch's own cast of 1000 gives NaN, the hardware's 448."""
+    """torch's cast of 1000 gives NaN, the hardware's 448."""
     x = torch.tensor([[1000.0, 1.0], [-1000.0, 2.0]])
     wanted = torch.tensor([[448.0, 1.0], [-448.0, 2.0]])
-    found = torch.tensor([[torch.nan, 1.0], [torch.nan, 2.0]])
-    assert explain_cast(found, wanted, x, E4M3) == (
+    result = torch.tensor([[torch.nan, 1.0], [torch.nan, 2.0]])
+    assert explain_cast(result, wanted, x, E4M3) == (
         Difference.OVERFLOW, "what lies beyond the largest becomes nan, not 448",
     )  # fmt: skip
 
@@ -229,8 +222,7 @@ def guesses() -> dict[str, tuple[Tensor, Tensor]]:
 @for_each("dtype", [torch.bfloat16, torch.float32])
 @for_each(("operands", "like"), [("fp8", ""), ("bf16", "bf16"), ("copies", "copies")])
 def test_a_product_looks_like_what_it_was_made_of(operands: str, like: str, dtype: torch.dtype) -> None:
-    """By a bfloat16 result too, whose own rounding is as large as that of copies in bfloat16."""
-    a, b = (one.float() for one in guesses()[operands])
+    a, b = (tensor.float() for tensor in guesses()[operands])
     assert looks_like((a @ b.t()).to(dtype), "fp8", guesses()) == like
 
 
@@ -241,16 +233,15 @@ def test_short_sums_and_what_is_no_number_accuse_nobody() -> None:
 
 
 def test_powers_of_two_keep_copies_from_being_told() -> None:
-    """What bfloat16 holds exactly is the same product: numbers alone cannot tell, and nobody is accused."""
-    low = tuple(round_to(one.float(), E4M3) for one in sources())
+    """If bfloat16 holds the operands exactly, numbers cannot show that copies were used."""
+    low = tuple(round_to(item.float(), E4M3) for item in sources())
     same = {"fp8": (low[0], low[1]), "copies": (low[0].bfloat16(), low[1].bfloat16())}
     assert looks_like((low[0] @ low[1].t()).bfloat16(), "fp8", same) == ""
 
 
 def test_tf32_that_is_not_switched_on() -> None:
-    """Of float32 tensors: rounded as they are read, or not."""
     a, b = sources(torch.float32)
-    low = tuple(round_to(one, TF32, overflow=Overflow.INFINITY) for one in (a, b))
+    low = tuple(round_to(item, TF32, overflow=Overflow.INFINITY) for item in (a, b))
     known = {"tf32": (low[0], low[1]), "fp32": (a, b), "bf16": (a.bfloat16(), b.bfloat16())}
     assert looks_like(a @ b.t(), "tf32", known) == "fp32"
     assert looks_like(low[0] @ low[1].t(), "tf32", known) == ""
@@ -260,7 +251,6 @@ def test_tf32_that_is_not_switched_on() -> None:
 @for_each("seed", range(3))
 @for_each("name", [name for name in precisions.names() if precisions.get(name).takes_backend])
 def test_honest_products_never_alarm(name: str, seed: int) -> None:
-    """Of every recipe, emulated and by torch's kernels where there are some, forward and backward."""
     precision = precisions.get(name)
     assert precision.support(CPU).level is Level.EMULATED
     generator = torch.Generator().manual_seed(seed)
@@ -281,7 +271,6 @@ def test_honest_products_never_alarm(name: str, seed: int) -> None:
 
 
 def test_units_are_told_by_their_bits_alone() -> None:
-    """Under scales of a tensor, of rows and of blocks; what is nearly theirs, as float32 sums or a last bit, is not."""
     codes = tuple(values(drawn(16, 256, seed), E4M3, None).clamp(-8, 8) for seed in (0, 1))
     scales = torch.rand(2, 16, 2, generator=torch.Generator().manual_seed(2)) + 0.5
     ways = {
@@ -296,9 +285,9 @@ def test_units_are_told_by_their_bits_alone() -> None:
             sums = unit_sums(codes[0][:, part], codes[1][:, part]).float()
             total += sums * down[:, start, None] * across[:, start]
         for dtype in (torch.float32, torch.bfloat16):
-            assert of_units(total.to(dtype), codes, (down, across), promoted=True), way
+            assert match_units(total.to(dtype), codes, (down, across), promoted=True), way
         one = total.clone()
         one[3, 5] *= 1 + 2.0**-12
         whole = (codes[0] * down) @ (codes[1] * across).t()
-        assert not any(of_units(found, codes, (down, across), promoted=True) for found in (one, whole)), way
-        assert not of_units(total, codes, (down, across), promoted=False), way
+        assert not any(match_units(result, codes, (down, across), promoted=True) for result in (one, whole)), way
+        assert not match_units(total, codes, (down, across), promoted=False), way

@@ -1,4 +1,4 @@
-"""Made tensors, gradients among them, have the property they are made for."""
+"""Random tensors of each kind have the property that they are made for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ def made(name: str, seed: int = 0, shape: tuple[int, int] = SHAPE) -> torch.Tens
 
 @for_each("name", DISTRIBUTIONS)
 def test_it_comes_from_the_seed_alone(name: str) -> None:
-    """float32, finite, signed, symmetric."""
     x = made(name)
     assert torch.equal(x, made(name)) and not torch.equal(x, made(name, 1))
     assert x.dtype == torch.float32 and x.isfinite().all() and x.shape == SHAPE
@@ -35,7 +34,7 @@ def test_it_comes_from_the_seed_alone(name: str) -> None:
 
 
 def test_student_t_has_the_tails_of_its_degrees() -> None:
-    """P(|t| > q) by the formula for three degrees of freedom; a Gaussian has none beyond 6."""
+    """P(|t| > q) for three degrees of freedom; a Gaussian has none beyond 6."""
     x = made("student-t").abs()
     assert DEGREES == 3
     for q in (1.0, 3.0, 10.0):
@@ -45,7 +44,6 @@ def test_student_t_has_the_tails_of_its_degrees() -> None:
 
 
 def test_outlier_channels_are_columns() -> None:
-    """Four of 512, the same in every row; one where there are few columns."""
     deviations = made("outliers").double().std(0)
     assert int((deviations > OUTLIER_FACTOR / 2).sum()) == 4
     assert float(deviations.max()) == pytest.approx(OUTLIER_FACTOR, rel=0.2)
@@ -54,7 +52,6 @@ def test_outlier_channels_are_columns() -> None:
 
 
 def test_log_normal_magnitudes() -> None:
-    """Their logarithm is normal, over more octaves than any 8-bit format has."""
     logs = made("log-normal").abs().double().log()
     assert float(logs.median()) == pytest.approx(math.log(GRADIENT_MEDIAN), abs=0.02)
     assert float(logs.std()) == pytest.approx(GRADIENT_DEVIATION, abs=0.02)
@@ -71,11 +68,11 @@ def source(seed: int = 0) -> GradientSource:
 def test_rows_and_tensors_have_magnitudes_of_their_own() -> None:
     gradients = source()
     drawn = gradients.draw()
-    rows = torch.stack([one.square().mean(1).sqrt() for one in drawn])
+    rows = torch.stack([tensor.square().mean(1).sqrt() for tensor in drawn])
     scales = torch.cat(gradients.scales, dim=1).t()
     assert ((rows / scales).log().abs() < 0.6).all()
     spread = rows.log10()
     assert 2.5 < (spread.amax(1) - spread.amin(1)).min() < (spread.amax(1) - spread.amin(1)).max() < 3.5
     assert 3 < spread.median(1).values.max() - spread.median(1).values.min() < 5
-    standard = torch.cat([one / scale for one, scale in zip(drawn, gradients.scales, strict=True)])
+    standard = torch.cat([gradient / scale for gradient, scale in zip(drawn, gradients.scales, strict=True)])
     assert abs(standard.mean()) < 0.01 and abs(standard.std() - 1) < 0.01

@@ -1,4 +1,4 @@
-"""Whether values lie on a format's grid, whatever their scales; and which operands products are seen to have."""
+"""Recognising values on a format's grid under any scale, and watching the operands of products."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E4M3FNUZ, E5M2, E8M0,
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import ScaleRounding, Scaling
 from fp8bench.numerics import operands
-from fp8bench.numerics.operands import ProductWatch, is_of
+from fp8bench.numerics.operands import ProductWatch, has_format
 from tests.counts import for_each
 
 NARROW = (E4M3, E4M3FNUZ, E5M2, E3M2, E2M3, E2M1)
@@ -48,47 +48,47 @@ def test_quantised_values_are_of_their_format(fmt: Format, scaling: str) -> None
         pytest.skip("no such recipe")
     for columns in (32, 128, 512):
         x = values(made("gaussian", columns), fmt, SCALINGS[scaling])
-        assert is_of(x, fmt) and is_of(x.t(), fmt)
-        assert is_of(x.t().contiguous().view(1, columns, 64), fmt)
+        assert has_format(x, fmt) and has_format(x.t(), fmt)
+        assert has_format(x.t().contiguous().view(1, columns, 64), fmt)
 
 
 @pytest.mark.slow
 @for_each("kind", MADE)
 @for_each("columns", [16, 100, 256, 1024])
 def test_values_of_wider_formats_are_not(columns: int, kind: str) -> None:
-    """What a bfloat16 network computes with is no fp8, and what a float32 one does is nothing narrower."""
     wide = made(kind, columns)
     for tensor, own in ((wide.bfloat16(), "bf16"), (wide.half(), "fp16"), (wide, None)):
-        found = {
-            name for name, fmt in FORMATS.items() if fmt is not E8M0 and (is_of(tensor, fmt) or is_of(tensor.t(), fmt))
+        result = {
+            name
+            for name, fmt in FORMATS.items()
+            if fmt is not E8M0 and (has_format(tensor, fmt) or has_format(tensor.t(), fmt))
         }
-        assert found == ({own} if own else set())
+        assert result == ({own} if own else set())
 
 
 def test_a_dtype_of_its_own_is_enough() -> None:
     x = made("gaussian", 64)
-    assert is_of(x.to(torch.float8_e4m3fn), E4M3) and not is_of(x.to(torch.float8_e4m3fn), E5M2)
-    assert is_of(x.to(torch.float8_e5m2), E5M2) and is_of(x.to(torch.float8_e4m3fnuz), E4M3FNUZ)
+    assert has_format(x.to(torch.float8_e4m3fn), E4M3) and not has_format(x.to(torch.float8_e4m3fn), E5M2)
+    assert has_format(x.to(torch.float8_e5m2), E5M2) and has_format(x.to(torch.float8_e4m3fnuz), E4M3FNUZ)
 
 
 def test_rounded_values_in_a_wider_dtype_are_of_their_format() -> None:
-    """As emulation keeps them; but the bfloat16 of an fp16 case is not fp16's."""
+    """As emulation keeps them. The bfloat16 of an fp16 case does not count as fp16."""
     x = made("gaussian", 64)
-    assert is_of(x.bfloat16().float(), FORMATS["bf16"]) and is_of(x.half().double(), FORMATS["fp16"])
-    assert not is_of(x.bfloat16(), FORMATS["fp16"])
-    assert not is_of(torch.full((8, 8), torch.nan), E4M3) and not is_of(torch.ones(4, dtype=torch.int8), E4M3)
+    assert has_format(x.bfloat16().float(), FORMATS["bf16"]) and has_format(x.half().double(), FORMATS["fp16"])
+    assert not has_format(x.bfloat16(), FORMATS["fp16"])
+    assert not has_format(torch.full((8, 8), torch.nan), E4M3) and not has_format(torch.ones(4, dtype=torch.int8), E4M3)
 
 
 def seen(run: Callable[[], object]) -> list[tuple[torch.dtype, ...]]:
-    """The dtypes of each product's operands."""
-    found: list[tuple[torch.dtype, ...]] = []
+    result: list[tuple[torch.dtype, ...]] = []
 
     def looks(operands: Sequence[Tensor]) -> None:
-        found.append(tuple(one.dtype for one in operands))
+        result.append(tuple(tensor.dtype for tensor in operands))
 
     with ProductWatch(looks):
         run()
-    return found
+    return result
 
 
 LOW, HIGH = torch.bfloat16, torch.float32
@@ -113,7 +113,6 @@ def test_products_are_seen_and_nothing_else() -> None:
 
 
 def test_operators_are_counted() -> None:
-    """A quantiser is one, whichever way it runs."""
     x = torch.randn(32, 32)
     with ProductWatch(lambda operands: None) as watch:
         (x @ x).relu()
@@ -126,7 +125,6 @@ def test_operators_are_counted() -> None:
 @for_each("backend", ["FLASH_ATTENTION", "MATH"])
 @for_each("gradients", [True, False])
 def test_the_kernel_of_attention_is_named(backend: str, gradients: bool) -> None:
-    """Backward included, which has no other name; a softmax of one's own is no attention of torch's."""
     heads = torch.randn(1, 2, 8, 16, dtype=LOW, requires_grad=gradients)
     with sdpa_kernel(getattr(SDPBackend, backend)), ProductWatch(lambda operands: None) as watch:
         y = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)

@@ -1,4 +1,4 @@
-"""Products to compare with; total and kernel error of a product, apart; sums of few bits, number by number."""
+"""Reference products, the separate errors of casts and kernel, and short sums number by number."""
 
 from __future__ import annotations
 
@@ -69,7 +69,6 @@ def operands() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_an_exact_kernel_has_the_casts_error_alone() -> None:
-    """Rounded operands, summed in fp64."""
     a, b = operands()
     low = round_to(a, E4M3), round_to(b, E4M3)
     whole, kernel = product_errors(low[0].double() @ low[1].double().t(), (a, b), low, ROWS)
@@ -79,7 +78,6 @@ def test_an_exact_kernel_has_the_casts_error_alone() -> None:
 
 
 def test_what_a_short_accumulator_adds_is_the_kernels() -> None:
-    """A sum in bf16 over fp32 operands: no cast has lost anything."""
     a, b = operands()
     total = torch.zeros(64, 48, dtype=torch.bfloat16)
     for part in range(0, 512, 32):
@@ -98,7 +96,6 @@ def test_errors_that_are_independent_add_up_as_squares() -> None:
 
 
 def cut(value: Fraction, bits: int) -> Fraction:
-    """The leading bits of a number, the others cut off."""
     if not value:
         return value
     magnitude, exponent = abs(value), 0
@@ -122,7 +119,6 @@ def by_hand(row: list[float], column: list[float], accumulator: Accumulator, bit
 
 
 def short_operands(fmt: Format, k: int, spread: float) -> tuple[Tensor, Tensor]:
-    """Values of a format whose magnitudes lie octaves apart, under scales that are powers of two."""
     generator = torch.Generator().manual_seed(k)
     a, b = (
         torch.randn(rows, k, generator=generator) * 2.0 ** (spread * torch.randn(rows, k, generator=generator))
@@ -137,29 +133,28 @@ LENGTHS = (1, 31, 32, 96, 128, 129, 500)
 @for_each(
     ("accumulator", "bits", "k"),
     [
-        *((one, HOPPER_BITS, k) for one in (Accumulator.SHORT, Accumulator.PROMOTED) for k in LENGTHS),
+        *((item, HOPPER_BITS, k) for item in (Accumulator.SHORT, Accumulator.PROMOTED) for k in LENGTHS),
         *((Accumulator.SHORT, bits, 129) for bits in (2, 8, 23)),
     ],
 )
 @for_each("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
 def test_every_element_is_the_one_added_by_hand(accumulator: Accumulator, bits: int, fmt: Format, k: int) -> None:
-    """Bit for bit, lengths that fill no instruction and no promotion among them."""
     for spread in (0.5, 4.0):
         a, b = short_operands(fmt, k, spread)
-        found = short_product(a, b, accumulator, bits)
+        result = short_product(a, b, accumulator, bits)
         wanted = [[by_hand(row, column, accumulator, bits) for column in b.tolist()] for row in a.tolist()]
-        assert found.dtype == torch.float32
-        assert np.array_equal(found.numpy(), np.array(wanted, np.float32))
+        assert result.dtype == torch.float32
+        assert np.array_equal(result.numpy(), np.array(wanted, np.float32))
 
 
 def test_what_is_lost_is_what_was_published() -> None:
-    """Of 4096 positive products about 0.3% without promotion, and no more than the 14 bits of 128 with it."""
+    """Of 4096 positive products about 0.3% without promotion, at most 14 bits of 128 with it."""
     generator = torch.Generator().manual_seed(0)
     a, b = (round_to(torch.rand(16, 4096, generator=generator), E4M3) for _ in range(2))
     exact = a.double() @ b.double().t()
     lost = {
-        one: float(((exact - short_product(a, b, one)) / exact).mean())
-        for one in (Accumulator.SHORT, Accumulator.PROMOTED)
+        item: float(((exact - short_product(a, b, item)) / exact).mean())
+        for item in (Accumulator.SHORT, Accumulator.PROMOTED)
     }
     assert 2e-3 < lost[Accumulator.SHORT] < 4e-3
     assert 0 < lost[Accumulator.PROMOTED] < 3 * 2.0**-HOPPER_BITS
@@ -170,21 +165,20 @@ def test_nothing_and_what_is_not_finite() -> None:
     for accumulator in (Accumulator.SHORT, Accumulator.PROMOTED):
         assert torch.equal(short_product(empty, empty, accumulator), torch.zeros(2, 2))
         a = torch.tensor([[1.0, float("inf")], [1.0, float("nan")], [1.0, 2.0]])
-        found = short_product(a, torch.ones(1, 2), accumulator).flatten().tolist()
-        assert found[0] == float("inf") and np.isnan(found[1]) and found[2] == 3.0
+        result = short_product(a, torch.ones(1, 2), accumulator).flatten().tolist()
+        assert result[0] == float("inf") and np.isnan(result[1]) and result[2] == 3.0
 
 
 MEASURED = Path(__file__).resolve().parents[2] / "reports" / "gpu_h200_202611" / "unit_sums.npz"
 
 
 def values_of(kept: np.ndarray, name: str) -> Tensor:
-    """E4M3, but for the first operands of some: the units multiply no two of E5M2."""
+    """E4M3, but E5M2 for some first operands: the units multiply no two of E5M2."""
     e5 = name.startswith("e5") and name.endswith("_a")
     return torch.from_numpy(kept).view(torch.float8_e5m2 if e5 else torch.float8_e4m3fn).to(torch.float32)
 
 
 def units_by_hand(row: Sequence[float], column: Sequence[float]) -> Fraction:
-    """One sum in fractions, with no float in it."""
     kept = Fraction(0)
     for start in range(0, len(row), INSTRUCTION):
         pairs = [pair for pair in zip(row[start:], column[start : start + INSTRUCTION], strict=False) if all(pair)]
@@ -203,7 +197,6 @@ def units_by_hand(row: Sequence[float], column: Sequence[float]) -> Fraction:
 
 
 def test_sums_of_units_are_those_that_a_gpu_made() -> None:
-    """Every one that is kept of an H200's, with sums that are promoted every 128 products and not."""
     with np.load(MEASURED) as kept:
         results = [name for name in kept.files if name.endswith(("fast", "promoted"))]
         for name in results:

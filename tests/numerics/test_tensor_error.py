@@ -1,4 +1,4 @@
-"""Norms, and every figure of a rounded tensor: against definitions in numpy, by hand, at the edges; scale courses."""
+"""Norms and every figure of a rounded tensor against definitions in numpy and by hand; courses of scales."""
 
 from __future__ import annotations
 
@@ -44,30 +44,27 @@ SCALINGS = [
 @for_each("shape", [(20, 200), (129, 33), (1, 7)])
 @for_each(("fmt", "scaling"), SCALINGS, ids=lambda one: getattr(one, "name", "none"))
 def test_values_are_elements_times_their_factors(fmt: Format, scaling: Scaling | None, shape: tuple[int, int]) -> None:
-    """So that what is left, over its factor, is a value of the format; uneven ends included."""
     x = gaussian(*shape, seed=3)
     factors = factors_of(x, fmt, scaling)
     left = values(x, fmt, scaling)
     steps = factors.over((slice(0, shape[0]), slice(0, shape[1]))).expand(shape)
     elements = (left.double() / steps).to(torch.float32)
     torch.testing.assert_close(elements, round_to(elements, fmt), rtol=2**-22, atol=0)
-    found = tensor_error(x, left, fmt, factors)
-    assert found.max_ulp is not None and 0.3 < found.max_ulp < 0.5 + 2**-18
+    result = tensor_error(x, left, fmt, factors)
+    assert result.max_ulp is not None and 0.3 < result.max_ulp < 0.5 + 2**-18
     saturates = scaling in (FLOOR, NVFP4, NVFP4_SQUARE) and shape != (1, 7)
-    assert bool(found.saturated) == saturates
+    assert bool(result.saturated) == saturates
 
 
 def test_a_given_scale_takes_the_place_of_the_current_one() -> None:
-    """One of earlier steps: an octave too large, and the largest values saturate."""
     x = gaussian(8, 64, seed=3)
     scale = 2 * E4M3.largest / x.abs().max()
-    found = tensor_error(x, values(x, E4M3, TENSOR, scale=scale), E4M3, factors_of(x, E4M3, TENSOR, scale))
-    assert found.utilisation == pytest.approx(2) and found.saturated
-    assert found.saturated == int((x.abs() > x.abs().max() / 2).sum())
+    result = tensor_error(x, values(x, E4M3, TENSOR, scale=scale), E4M3, factors_of(x, E4M3, TENSOR, scale))
+    assert result.utilisation == pytest.approx(2) and result.saturated
+    assert result.saturated == int((x.abs() > x.abs().max() / 2).sum())
 
 
 def test_pieces_of_a_tensor_have_the_factors_of_the_whole() -> None:
-    """Rows and columns of a piece find their blocks, also where it cuts them."""
     factors = Factors(torch.arange(6.0).view(2, 3), 4, 2)
     whole = factors.over((slice(0, 7), slice(0, 5)))
     assert whole.tolist()[3:5] == [[0, 0, 1, 1, 2], [3, 3, 4, 4, 5]]
@@ -93,7 +90,6 @@ Array = NDArray[np.float64]
 
 
 def scaled(x: torch.Tensor, fmt: Format, steps: torch.Tensor) -> torch.Tensor:
-    """Rounded to nearest in units of `steps`."""
     return round_to(x / steps, fmt) * steps
 
 
@@ -102,13 +98,12 @@ def decibels(x: Array, y: Array) -> float:
 
 
 def ranked(parts: list[tuple[Array, Array]]) -> tuple[float, float]:
-    """The middle and the first percentile, by nearest rank from below."""
-    found = sorted(decibels(x, y) for x, y in parts if np.any(x))
-    return found[(len(found) - 1) // 2], found[(len(found) - 1) // 100]
+    result = sorted(decibels(x, y) for x, y in parts if np.any(x))
+    return result[(len(result) - 1) // 2], result[(len(result) - 1) // 100]
 
 
 def by_definition(x: Array, y: Array, fmt: Format, steps: Array) -> dict[str, Any]:
-    """All figures of finite x and y, element by element where that is the definition."""
+    """All figures of finite x and y, element by element."""
     e = y - x
     size = np.broadcast_to(steps, x.shape)
     ulps = [
@@ -138,7 +133,6 @@ def by_definition(x: Array, y: Array, fmt: Format, steps: Array) -> dict[str, An
 
 
 def check(found: TensorError, wanted: dict[str, Any]) -> None:
-    """Every figure, to the last digits of fp64 sums."""
     for name, value in wanted.items():
         given = getattr(found, name)
         given = (given.median_db, given.p1_db) if isinstance(given, Spread) else given
@@ -154,11 +148,11 @@ def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pyte
     x[4] = 0
     steps = torch.logspace(-3, 3, 9, base=2).unsqueeze(1) * (1 if fmt in (BF16, TF32) else 12 / fmt.largest)
     y = scaled(x, fmt, steps)
-    found = tensor_error(x, y, fmt, Factors(steps, rows=1))
-    check(found, by_definition(x.double().numpy(), y.double().numpy(), fmt, steps.double().numpy()))
-    assert found.count == 900 and found.lost == 0
+    result = tensor_error(x, y, fmt, Factors(steps, rows=1))
+    check(result, by_definition(x.double().numpy(), y.double().numpy(), fmt, steps.double().numpy()))
+    assert result.count == 900 and result.lost == 0
     if fmt not in (BF16, TF32):
-        assert found.saturated and found.saturated < 450
+        assert result.saturated and result.saturated < 450
 
 
 def test_blocks_of_any_shape_have_their_own_factors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,8 +163,8 @@ def test_blocks_of_any_shape_have_their_own_factors(monkeypatch: pytest.MonkeyPa
         steps = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.1
         wide = steps.repeat_interleave(rows or 40, 0).repeat_interleave(columns or 72, 1)[:40, :72]
         y = scaled(x, E2M1, wide)
-        found = tensor_error(x, y, E2M1, Factors(steps, rows, columns))
-        check(found, by_definition(x.double().numpy(), y.double().numpy(), E2M1, wide.double().numpy()))
+        result = tensor_error(x, y, E2M1, Factors(steps, rows, columns))
+        check(result, by_definition(x.double().numpy(), y.double().numpy(), E2M1, wide.double().numpy()))
         peaks = [
             float(
                 (x / wide)[slice(i * rows, (i + 1) * rows or None), slice(j * columns, (j + 1) * columns or None)]
@@ -180,25 +174,24 @@ def test_blocks_of_any_shape_have_their_own_factors(monkeypatch: pytest.MonkeyPa
             for i in range(shape[0])
             for j in range(shape[1])
         ]
-        assert found.utilisation == pytest.approx(sorted(peaks)[(len(peaks) - 1) // 2] / 6, rel=1e-6)
+        assert result.utilisation == pytest.approx(sorted(peaks)[(len(peaks) - 1) // 2] / 6, rel=1e-6)
 
 
 def test_sums_are_in_double_precision() -> None:
-    """In fp32 this norm is wrong: ones that follow a large number are lost, and small errors squared underflow."""
+    """In fp32 ones after a large number would be lost, and small squared errors underflow."""
     x = torch.ones(1 << 20)
     x[0] = 2.0**13
     y = x.clone()
     y[1::2] += 2.0**-23
     signal, noise = 2.0**26 + (1 << 20) - 1, (1 << 19) * 2.0**-46
-    found = tensor_error(x, y)
-    assert (found.signal, found.noise) == (signal, noise)
+    result = tensor_error(x, y)
+    assert (result.signal, result.noise) == (signal, noise)
     assert float(torch.tensor(2.0**26) + 1) == 2.0**26, "fp32 has no room for the ones"
     tiny = torch.full((64,), 1e-30)
     assert float(tiny.square().sum()) == 0 and tensor_error(tiny, tiny * 2).slope == pytest.approx(2)
 
 
 def test_a_piece_is_no_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No copy of a whole tensor in double precision: rows longer than a piece are cut too."""
     monkeypatch.setattr(norms, "TILE", 96)
     places = list(norms.tiles(3, 1000))
     assert max((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in places) == 96
@@ -206,9 +199,9 @@ def test_a_piece_is_no_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_nothing_has_no_figures_and_shapes_must_agree() -> None:
     for shape in ((0,), (0, 5), (5, 0), (2, 0, 3)):
-        found = tensor_error(torch.empty(shape), torch.empty(shape), E4M3)
-        assert found.count == 0 and found.sqnr_db is None and found.rows is None and found.not_finite_percent == 0
-        assert found.saturation_percent == 0 == found.underflow_percent
+        result = tensor_error(torch.empty(shape), torch.empty(shape), E4M3)
+        assert result.count == 0 and result.sqnr_db is None and result.rows is None and result.not_finite_percent == 0
+        assert result.saturation_percent == 0 == result.underflow_percent
     with pytest.raises(ValueError, match="shapes differ"):
         tensor_error(torch.ones(3, 1), torch.ones(3))
     with pytest.raises(ValueError, match="2 scales"):
@@ -216,40 +209,38 @@ def test_nothing_has_no_figures_and_shapes_must_agree() -> None:
 
 
 def test_a_zero_tensor_has_no_ratios() -> None:
-    """And nothing else is wrong with it."""
     for y in (torch.zeros(2, 3), torch.full((2, 3), -0.0)):
-        found = tensor_error(torch.zeros(2, 3), y, E4M3)
-        assert found.sqnr_db is found.relative is found.cosine is found.slope is None
-        assert found.rows is found.blocks is found.dynamic_range_octaves is found.utilisation is None
-        assert (found.amax, found.smallest, found.max_ulp, found.underflow_percent) == (0, 0, 0, 0)
-        assert found.underflow_nonzero_percent == found.saturation_percent == found.subnormal_percent == 0
+        result = tensor_error(torch.zeros(2, 3), y, E4M3)
+        assert result.sqnr_db is result.relative is result.cosine is result.slope is None
+        assert result.rows is result.blocks is result.dynamic_range_octaves is result.utilisation is None
+        assert (result.amax, result.smallest, result.max_ulp, result.underflow_percent) == (0, 0, 0, 0)
+        assert result.underflow_nonzero_percent == result.saturation_percent == result.subnormal_percent == 0
 
 
 def test_what_is_exact_has_an_infinite_sqnr() -> None:
     x = gaussian(200, 64).to(torch.bfloat16)
-    found = tensor_error(x, x.float(), BF16)
-    assert found.sqnr_db == math.inf and found.rows == found.blocks == Spread(math.inf, math.inf)
-    assert found.relative == 0 and found.slope == 1 and found.max_ulp == 0
+    result = tensor_error(x, x.float(), BF16)
+    assert result.sqnr_db == math.inf and result.rows == result.blocks == Spread(math.inf, math.inf)
+    assert result.relative == 0 and result.slope == 1 and result.max_ulp == 0
     y = x.float()
     y[7, 3] = 0
-    found = tensor_error(x, y, BF16)
-    assert found.rows is not None and found.blocks is not None
-    assert found.sqnr_db is not None and found.sqnr_db < math.inf
-    assert (found.rows.median_db, found.blocks.p1_db) == (math.inf, math.inf)
+    result = tensor_error(x, y, BF16)
+    assert result.rows is not None and result.blocks is not None
+    assert result.sqnr_db is not None and result.sqnr_db < math.inf
+    assert (result.rows.median_db, result.blocks.p1_db) == (math.inf, math.inf)
 
 
 def test_what_saturates_is_counted_before_the_clamp_and_has_no_ulp() -> None:
-    """All of it: 448 is what is left of every value."""
     x = torch.full((4, 4), 1e4)
-    found = tensor_error(x, round_to(x, E4M3), E4M3)
-    assert found.saturation_percent == 100 and found.max_ulp == 0
-    assert found.utilisation == pytest.approx(1e4 / 448) and found.slope == pytest.approx(448 / 1e4)
+    result = tensor_error(x, round_to(x, E4M3), E4M3)
+    assert result.saturation_percent == 100 and result.max_ulp == 0
+    assert result.utilisation == pytest.approx(1e4 / 448) and result.slope == pytest.approx(448 / 1e4)
     largest = torch.tensor([448.0, -448.0])
     assert tensor_error(largest, largest, E4M3).saturated == 0
 
 
 def test_a_current_scale_saturates_nothing() -> None:
-    """Although its inverse, rounded, may put the largest value a little above the format's."""
+    """Its rounded inverse may put the largest value a little above the format's."""
     for seed in range(50):
         x = gaussian(1, 64, seed=seed)
         step = (448 / x.abs().max()).reciprocal().reshape(1, 1)
@@ -259,29 +250,29 @@ def test_a_current_scale_saturates_nothing() -> None:
 def test_numbers_that_are_none_are_counted_apart() -> None:
     x = torch.tensor([1.0, math.nan, math.inf, -math.inf, 2.0, 1e6, -3.0])
     y = torch.tensor([1.0, math.nan, 448.0, -math.inf, 2.5, math.inf, math.nan])
-    found = tensor_error(x, y, FP16)
-    assert (found.count, found.nonzero, found.lost) == (7, 4, 2)
-    assert found.not_finite_percent == pytest.approx(200 / 7)
-    assert (found.signal, found.noise, found.cross, found.output) == (5.0, 0.25, 6.0, 7.25)
-    assert found.amax == 1e6 and found.saturated == 1 and found.vanished == 0
+    result = tensor_error(x, y, FP16)
+    assert (result.count, result.nonzero, result.lost) == (7, 4, 2)
+    assert result.not_finite_percent == pytest.approx(200 / 7)
+    assert (result.signal, result.noise, result.cross, result.output) == (5.0, 0.25, 6.0, 7.25)
+    assert result.amax == 1e6 and result.saturated == 1 and result.vanished == 0
 
 
 def test_a_factor_of_nothing_leaves_nothing() -> None:
-    """NVFP4 blocks whose scale rounds to zero vanish, those with a NaN are lost: neither saturates."""
+    """NVFP4 blocks whose scale rounds to zero vanish, those with a NaN are lost; neither saturates."""
     x = torch.ones(1, 48)
     y = torch.cat([torch.zeros(16), torch.full((16,), math.nan), torch.ones(16)]).unsqueeze(0)
-    found = tensor_error(x, y, E2M1, Factors(torch.tensor([[0.0, math.nan, 0.5]]), 1, 16))
-    assert (found.vanished, found.lost, found.saturated, found.subnormal) == (16, 16, 0, 0)
-    assert found.max_ulp == 0 and found.utilisation == pytest.approx(2 / 6)
+    result = tensor_error(x, y, E2M1, Factors(torch.tensor([[0.0, math.nan, 0.5]]), 1, 16))
+    assert (result.vanished, result.lost, result.saturated, result.subnormal) == (16, 16, 0, 0)
+    assert result.max_ulp == 0 and result.utilisation == pytest.approx(2 / 6)
 
 
 @for_each("shape", [(), (7,), (2, 3, 40)])
 def test_any_shape_is_rows_of_its_last_dimension(shape: tuple[int, ...]) -> None:
     x = gaussian(*shape) if shape else torch.tensor(1.3)
-    found = tensor_error(x, round_to(x, E4M3), E4M3)
-    assert found.count == x.numel() and found.rows is not None
+    result = tensor_error(x, round_to(x, E4M3), E4M3)
+    assert result.count == x.numel() and result.rows is not None
     turned = x.t() if x.dim() == 2 else x.movedim(0, -1) if x.dim() > 2 else x
-    assert tensor_error(turned, round_to(turned, E4M3), E4M3).sqnr_db == pytest.approx(found.sqnr_db)
+    assert tensor_error(turned, round_to(turned, E4M3), E4M3).sqnr_db == pytest.approx(result.sqnr_db)
 
 
 X = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
@@ -296,22 +287,22 @@ UNITS = {
 
 def test_every_figure_has_its_name_and_unit() -> None:
     error = tensor_error(X, round_to(X, E4M3), E4M3)
-    found = figures(error, scale_course([1.0, 2.0], [448.0, 112.0], E4M3))
-    assert {name: spec_of(name).unit for name in found} == UNITS
-    assert all(type(value) is float and math.isfinite(value) for value in found.values())
-    assert found["sqnr_db"] == error.sqnr_db and found["slope"] == error.slope and found["max_ulp"] == error.max_ulp
-    assert error.cosine is not None and found["cosine_loss"] == 1 - error.cosine
-    assert error.utilisation is not None and found["utilisation_percent"] == 100 * error.utilisation
-    assert (found["scale_drift_octaves"], found["scale_lag_octaves"]) == (1.0, 0.0)
+    result = figures(error, scale_course([1.0, 2.0], [448.0, 112.0], E4M3))
+    assert {name: spec_of(name).unit for name in result} == UNITS
+    assert all(type(value) is float and math.isfinite(value) for value in result.values())
+    assert result["sqnr_db"] == error.sqnr_db and result["slope"] == error.slope and result["max_ulp"] == error.max_ulp
+    assert error.cosine is not None and result["cosine_loss"] == 1 - error.cosine
+    assert error.utilisation is not None and result["utilisation_percent"] == 100 * error.utilisation
+    assert (result["scale_drift_octaves"], result["scale_lag_octaves"]) == (1.0, 0.0)
 
 
 def test_what_is_exact_is_told_by_the_cap() -> None:
     x = X.to(torch.bfloat16)
-    found = figures(tensor_error(x, x, BF16))
-    assert {name: value for name, value in found.items() if name.endswith("_db")} == dict.fromkeys(
+    result = figures(tensor_error(x, x, BF16))
+    assert {name: value for name, value in result.items() if name.endswith("_db")} == dict.fromkeys(
         (name for name in UNITS if name.endswith("_db")), EXACT_DB
     )
-    assert found["relative_error"] == found["cosine_loss"] == 0
+    assert result["relative_error"] == result["cosine_loss"] == 0
     tiny = X.double() * (1 + 1e-11)
     assert figures(tensor_error(X.double(), tiny))["sqnr_db"] == EXACT_DB == pytest.approx(20 * 10)
 
@@ -330,7 +321,6 @@ def test_what_a_tensor_does_not_have_is_left_out() -> None:
 
 
 def test_the_page_has_every_figure_with_its_unit() -> None:
-    """And none that is not there."""
     page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
     page = page.partition("## Figures of numerical error")[2].partition("## Of a GEMM")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in page.splitlines() if line.startswith("| `")]
@@ -359,8 +349,8 @@ def test_drift_and_lag_of_scales(
 ) -> None:  # fmt: skip
     course = scale_course(scales, amaxes, E4M3)
     assert (course.drift, course.lag) == (drift, lag)
-    found = figures(tensor_error(X, X), course)
-    assert (found["scale_drift_octaves"], found["scale_lag_octaves"]) == most
+    result = figures(tensor_error(X, X), course)
+    assert (result["scale_drift_octaves"], result["scale_lag_octaves"]) == most
 
 
 @for_each(
@@ -371,9 +361,8 @@ def test_drift_and_lag_of_scales(
     ],
 )  # fmt: skip
 def test_by_hand(value: list[float], reference: list[float], error: float) -> None:
-    """NaN is not hidden; a reference of zeros makes all or nothing of it."""
-    found = relative_frobenius(torch.tensor(value), torch.tensor(reference))
-    assert found == pytest.approx(error, rel=1e-6, abs=0, nan_ok=True)
+    result = relative_frobenius(torch.tensor(value), torch.tensor(reference))
+    assert result == pytest.approx(error, rel=1e-6, abs=0, nan_ok=True)
     if len(value) == 1:
         assert relative_error(value[0], reference[0]) == pytest.approx(error, rel=1e-12, abs=0, nan_ok=True)
 

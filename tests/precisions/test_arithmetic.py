@@ -120,7 +120,6 @@ CASTS: dict[str, Treated | tuple[Treated, Treated, Treated]] = {
 
 @for_each("mode", CASTS)
 def test_each_role_is_rounded_with_its_own_format_and_scaling(mode: str) -> None:
-    """Whatever the options say."""
     source, arithmetic = gaussian(130, 200) * torch.logspace(-3, 3, 130)[:, None], on_cpu(mode)
     given = CASTS[mode]
     by_role = (given, given, given) if len(given) == 2 else given
@@ -130,7 +129,7 @@ def test_each_role_is_rounded_with_its_own_format_and_scaling(mode: str) -> None
 
 
 def test_native_modes_state_cuda_s_multiples_and_fp16_its_loss_scale() -> None:
-    """16 wherever torch's scaled product is what multiplies; blocks of 32, and codes of four bits, go by 32."""
+    """Scaled products need multiples of 16; blocks of 32 and codes of four bits need 32."""
     for name in CARRIERS:
         precision = precisions.get(name)
         wanted = (16, 16) if isinstance(precision, RecipePrecision) else (1, 1)
@@ -174,7 +173,7 @@ def test_tf32_scope_leaves_products_on_a_cpu_alone() -> None:
 @for_each("before", [True, False])
 @for_each("name", ["tf32", "fp32", "fp8"])
 def test_scope_tells_convolutions_too(name: str, before: bool) -> None:
-    """cuDNN has a switch of its own, which lets fp32 convolutions be TF32 unless it is turned off."""
+    """cuDNN's own switch would else let fp32 convolutions run in TF32."""
     outside = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = before
     try:

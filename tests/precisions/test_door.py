@@ -1,4 +1,4 @@
-"""Modes on the command line: one word each, in plans, files and traces. Nonsense is in tests/faults."""
+"""Modes on the command line, in plans, files and traces. Invalid ones are in tests/faults."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ MODES = ("bf16", "fp8-delayed:history=16:margin=1", "custom:format=e3m2:scaling=
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory, and the worker's answers without a process of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
     return tmp_path
 
 
 def test_a_plan_has_each_mode_once_by_its_own_word(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever aliases and defaults it was written with."""
     words = "fp8-delayed:fp8_margin=1:amax_history_len=16,bf16,fp8-delayed:history=16:margin=1,fp4:stochastic=on,nvfp4"
     assert main(["suite", "mlp", "--dtypes", words, "--precision-map", "up=mxfp8:scale=floor,down=fp4:scale=nearest",
                  "--set", "gated=no", "--dry-run"]) == 0  # fmt: skip

@@ -1,4 +1,4 @@
-"""The page on precisions against the modes themselves."""
+"""docs/precisions.md against the modes themselves."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "precisions.md").read_tex
 
 
 def table(title: str) -> list[list[str]]:
-    """The cells of the table whose first column and second column are called so."""
     (rows,) = re.findall(rf"^\| mode \| {title} .*\n\|[-|]+\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
 
 
 def recipes() -> dict[str, Recipe]:
-    """Of the modes that are recipes, by rank."""
-    found = sorted((precisions.get(name) for name in precisions.names()), key=lambda one: one.rank)
-    return {one.name: one.recipe for one in found if isinstance(one, RecipePrecision)}
+    result = sorted((precisions.get(name) for name in precisions.names()), key=lambda one: one.rank)
+    return {precision.name: precision.recipe for precision in result if isinstance(precision, RecipePrecision)}
 
 
 def words(cell: str) -> list[str]:
@@ -40,19 +38,17 @@ def words(cell: str) -> list[str]:
 
 
 def options() -> list[list[str]]:
-    """The rows of the table of options, a row for each mode that a row names."""
     return [[f"`{mode}`", *cells] for modes, *cells in table("option") for mode in words(modes)]
 
 
 def test_formats_by_role_and_where_a_mode_is_native() -> None:
-    """Every recipe has a row, in the order of ranks but for custom, which is last anyway."""
     rows = {words(row[0])[0]: row[1:] for row in table("inputs")}
     assert sorted(rows) == sorted(recipes())
     for name, recipe in recipes().items():
-        assert [words(cell)[0] for cell in rows[name][:3]] == [one.fmt.name for one in recipe.treatments]
+        assert [words(cell)[0] for cell in rows[name][:3]] == [item.fmt.name for item in recipe.treatments]
         native = [precisions.get(name).support(facts).level is Level.NATIVE for facts in (ADA, H200, B200)]
         assert rows[name][4].startswith(WHERE[tuple(native)])
-        extents = {one.scaling.name.split()[0] for one in recipe.treatments if one.scaling}
+        extents = {item.scaling.name.split()[0] for item in recipe.treatments if item.scaling}
         said = {"tensor": "a tensor", "row": "a row", "1x32": "MX", "1x16": "NVFP4"}
         assert all(said.get(extent, extent) in rows[name][3] for extent in extents)
 
@@ -64,7 +60,9 @@ def test_options_values_defaults_and_aliases() -> None:
         (name, option.name) for name, option in declared
     )
     for mode, named, values, also in rows:
-        (option,) = (one for one in precisions.get(words(mode)[0]).options if one.name == words(named)[0])
+        (option,) = (
+            precision for precision in precisions.get(words(mode)[0]).options if precision.name == words(named)[0]
+        )
         assert tuple(words(also)) == option.aliases
         if words(values):
             assert words(values)[0] == option.default
@@ -79,7 +77,9 @@ def test_options_values_defaults_and_aliases() -> None:
 
 def test_all_values_of_a_choice_are_named() -> None:
     for mode, named, values, _ in options():
-        (option,) = (one for one in precisions.get(words(mode)[0]).options if one.name == words(named)[0])
+        (option,) = (
+            precision for precision in precisions.get(words(mode)[0]).options if precision.name == words(named)[0]
+        )
         if not words(values) or "or a" in values:
             continue
         with pytest.raises(ValueError, match="expected one of") as caught:
@@ -89,7 +89,6 @@ def test_all_values_of_a_choice_are_named() -> None:
 
 
 def test_modes_on_the_page_are_modes() -> None:
-    """Whatever stands with a colon in it, and means what the page says it means."""
     for word in set(re.findall(r"`([a-z0-9-]+:[a-z0-9_=:-]+)`", PAGE)):
         assert precisions.canonical(word)
     assert precisions.canonical("fp8-delayed:fp8_margin=1:amax_history_len=1024") == "fp8-delayed:margin=1"

@@ -1,4 +1,4 @@
-"""What each device makes of each precision, from facts alone."""
+"""Support of each precision on each device, from facts alone."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ TABLE = {
 @for_each("device", TABLE)
 def test_support(device: str) -> None:
     facts, levels = TABLE[device]
-    found = {name: precisions.get(name).support(facts) for name in NAMES}
+    result = {name: precisions.get(name).support(facts) for name in NAMES}
     levels = (*levels, levels[NAMES.index("fp8")])  # without scales it is as native as with them
-    assert {name: support.level for name, support in found.items()} == dict(zip(NAMES, levels, strict=True))
-    assert all(support.reason for support in found.values())
+    assert {name: support.level for name, support in result.items()} == dict(zip(NAMES, levels, strict=True))
+    assert all(support.reason for support in result.values())
 
 
 @for_each(
@@ -137,7 +137,6 @@ def test_listing_needs_neither_torch_nor_numpy() -> None:
 @for_each("facts", [CPU, H200], ids=["cpu", "gpu"])
 @for_each("name", precisions.names())
 def test_all_but_a_switch_of_products_can_keep_tensors(name: str, facts: DeviceFacts) -> None:
-    """TF32 has no tensors; what it lacks is said in a sentence."""
     precision = precisions.get(name)
     support = storage_support(precision, facts, "there is no such buffer")
     if name == "tf32":

@@ -174,7 +174,7 @@ def test_orientations_that_are_cast_one_by_one(role: Role, stage: Stage, monkeyp
 
     arithmetic.turn(arithmetic.cast(x, role), x, role)  # what it remembers is there from now on
     assert most is not None and launches() == most.both
-    monkeypatch.setattr(BlockArithmetic, "_at_once", lambda self, role: False)
+    monkeypatch.setattr(BlockArithmetic, "_can_cast_both_at_once", lambda self, role: False)
     assert launches() == 2 * most.one
 
 

@@ -202,7 +202,7 @@ def test_a_served_mixture_waits_once_a_layer(
         return [1] * 8 + [0] * 56
 
     size = "olmoe-1b-7b"
-    monkeypatch.setattr(experts, "waited_for", first_eight)
+    monkeypatch.setattr(experts, "counts_on_host", first_eight)
     monkeypatch.setitem(sizes.SERVED_SIZES, size, replace(sizes.SERVED_SIZES[size], layers=BLOCKS))
     request = Request("decode", (mode,), axes=(("size", (size,)), ("batch", ("1",)), ("context", ("4096",))))
     (planned,) = [

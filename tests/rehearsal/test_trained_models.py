@@ -42,7 +42,7 @@ def small_and_even(monkeypatch: pytest.MonkeyPatch) -> None:
     def evenly(counts: torch.Tensor) -> list[int]:
         return [SIZE.batch * SIZE.sequence * CHOSEN // len(counts)] * len(counts)
 
-    monkeypatch.setattr(Experts, "_waited_for", staticmethod(evenly))
+    monkeypatch.setattr(Experts, "_counts_on_host", staticmethod(evenly))
     monkeypatch.setitem(SIZES, "micro", SIZE)
 
 

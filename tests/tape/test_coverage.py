@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8bench.errors import UsageError
 from fp8bench.model.step import Coverage, HeldProduct, Holder
-from fp8bench.nn.holders import held_in
+from fp8bench.nn.holders import weights_of
 from fp8bench.tape.coverage import coverage_of, products_of
 from fp8bench.tape.formulas import flops_of
 from fp8bench.tape.recorder import OperatorTape
@@ -30,7 +30,7 @@ def training(model: nn.Module, *given: Tensor) -> Callable[[], None]:
 
 
 def covered(model: nn.Module, step: Callable[[], None], **options: Any) -> Coverage:
-    return coverage_of(model, held_in(model), step, **options)
+    return coverage_of(model, weights_of(model), step, **options)
 
 
 def of(coverage: Coverage, name: str) -> Holder:

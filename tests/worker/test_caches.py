@@ -15,7 +15,7 @@ from fp8bench.analysis.labels import hard_labels
 from fp8bench.devices.cpu import Cpu, HostStamper
 from fp8bench.model import Case, DeviceFacts, Label, Rotation, Scalar, Segments, SlotSample, Timing, Work
 from fp8bench.model.raw import Filling, RawSlot, Settings
-from fp8bench.numerics.operands import moved
+from fp8bench.numerics.operands import transfer
 from fp8bench.protocols import Device, Phases, Setup, Stamper, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import devices, workloads
@@ -283,11 +283,11 @@ def test_a_step_that_needs_its_host_is_not_captured(bench: Bench, monkeypatch: p
 def test_what_moves_between_host_and_device() -> None:
     """By where operands and results are; a number that a kernel is called with moves nothing."""
     host, device, number = torch.zeros(2), torch.zeros(2, device="meta"), torch.tensor(1.0)
-    assert moved("aten.add.Tensor", [device, number], [device]) == moved("aten.add.Tensor", [host], [host]) == ""
-    assert moved("aten._scaled_dot_product_efficient_attention.default", [device], [device, number]) == ""
-    assert "takes data from the host" in moved("aten.copy_.default", [device, number], [device])
-    assert "waits for a value" in moved("aten._local_scalar_dense.default", [device], [])
-    assert "waits for a value" in moved("aten._to_copy.default", [device], [host])
+    assert transfer("aten.add.Tensor", [device, number], [device]) == transfer("aten.add.Tensor", [host], [host]) == ""
+    assert transfer("aten._scaled_dot_product_efficient_attention.default", [device], [device, number]) == ""
+    assert "takes data from the host" in transfer("aten.copy_.default", [device, number], [device])
+    assert "waits for a value" in transfer("aten._local_scalar_dense.default", [device], [])
+    assert "waits for a value" in transfer("aten._to_copy.default", [device], [host])
 
 
 def test_the_queue_is_filled_before_every_so_many_calls(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def test_scores_that_are_written_down_are_counted(corpus: Corpus, monkeypatch: p
     assert Attention().error(small("attention", "fp32", kernel="math"))["scores_bytes"] == written
     assert Attention().error(small("attention", "bf16", kernel="math", part="core"))["scores_bytes"] == written
     assert Attention().error(small("attention", "fp8", scores="low"))["scores_bytes"] == written
-    monkeypatch.setattr(attention.FusedCore, "_mixed", lambda core, q, k, v: (q @ k.mT).softmax(-1) @ v)
+    monkeypatch.setattr(attention, "fused_attention", lambda q, k, v, causal: (q @ k.mT).softmax(-1) @ v)
     assert Attention().error(small("attention", "fp32", key_heads=4))["scores_bytes"] == written
     monkeypatch.undo()
     for kernel, most in (("auto", 0), ("math", 4 * 48 * 48 * 4)):

@@ -17,7 +17,7 @@ from fp8bench.analysis.tapes import product_work
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Level, Scalar
 from fp8bench.nn.exercise import Exercise
-from fp8bench.nn.experts import LoadedExperts, Mixture, disagreements, load_figures, made_load, moved
+from fp8bench.nn.experts import LoadedExperts, Mixture, disagreements, draw_load, load_figures, transported
 from fp8bench.nn.sizes import MoeSizes
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
@@ -42,7 +42,7 @@ def by_loops(state: Exercise, load: str, seed: int = 0) -> Tensor:
     weights = dict(layer.named_parameters())
     normed = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weights["norms.0.weight"]
     router = weights["blocks.0.router"]
-    plan = made_load(load, len(x), SIZES, seed)
+    plan = draw_load(load, len(x), SIZES, seed)
     rows = []
     for token, row in enumerate(normed):
         scores = [(row * expert).sum() for expert in router]
@@ -129,7 +129,7 @@ def test_rows_that_fill_a_part_up_are_not_useful(load: str) -> None:
 
 
 def test_a_uniform_load_is_exactly_so() -> None:
-    plan = made_load("uniform", 64, MoeSizes(8, 8, 16, 4), 0)
+    plan = draw_load("uniform", 64, MoeSizes(8, 8, 16, 4), 0)
     assert plan is not None and plan.flatten().bincount().tolist() == [16] * 16
     assert all(len(set(row)) == 4 for row in plan.tolist())
 
@@ -137,7 +137,7 @@ def test_a_uniform_load_is_exactly_so() -> None:
 @for_each("exponent", [0.5, 1.0, 2.0])
 def test_a_zipf_load_is_drawn_without_an_expert_twice(exponent: float) -> None:
     """First choices by the law itself, second ones by what it leaves to the others."""
-    plan = made_load(f"zipf:{exponent:g}", 20_000, MoeSizes(8, 8, 6, 2), 3)
+    plan = draw_load(f"zipf:{exponent:g}", 20_000, MoeSizes(8, 8, 6, 2), 3)
     assert plan is not None and all(len(set(row)) == 2 for row in plan.tolist())
     law = np.arange(1, 7.0) ** -exponent
     law /= law.sum()
@@ -159,7 +159,7 @@ def test_rows_travel_as_e4m3_with_a_scale_for_128_elements() -> None:
     torch.manual_seed(0)
     x = (torch.randn(5, 256) * torch.logspace(-3, 3, 5)[:, None]).requires_grad_(True)
     numbers = torch.tensor([4, 0, 0, 2])
-    rows = moved(x, numbers, "fp8")
+    rows = transported(x, numbers, "fp8")
     for row, number in zip(rows.detach().numpy(), numbers.tolist(), strict=True):
         for start in (0, 128):
             part = x.detach().numpy()[number, start : start + 128]

@@ -14,7 +14,7 @@ from fp8bench.errors import WorkerFault
 from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model import Case, Level, Request, Status
 from fp8bench.model.raw import Settings
-from fp8bench.nn.experts import made_load
+from fp8bench.nn.experts import draw_load
 from fp8bench.nn.parallel.exchanges import owners
 from fp8bench.nn.parallel.ways import WAYS
 from fp8bench.nn.sizes import SIZES, MoeSizes
@@ -208,7 +208,7 @@ def _of_experts(case: Case, rank: int) -> Bytes:
     """What a rank of two sends in a step whose batch is 4 sequences: there and back, and the gradients of both."""
     out = come = 0
     for layer in range(CONFIG.layers):
-        plan = made_load(str(case.param("load")), 4 * CONFIG.sequence, MoeSizes(1, 1, 8, 2), layer)
+        plan = draw_load(str(case.param("load")), 4 * CONFIG.sequence, MoeSizes(1, 1, 8, 2), layer)
         assert plan is not None
         for token, chosen in enumerate(plan.tolist()):
             for expert in chosen:

@@ -279,7 +279,7 @@ def test_windows_of_one_place_do_not_say_channels_last(monkeypatch: pytest.Monke
     monkeypatch.setattr(convolution, "_images", as_they_come)
     state = state_of("resnet", layout="contiguous")
     for layer in state.model.modules():
-        if isinstance(layer, convolution.Convolution) and layer.lie.size == (1, 1):
+        if isinstance(layer, convolution.Convolution) and layer.geometry.size == (1, 1):
             layer.weight.data = layer.weight.data.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     assert "layout=contiguous" in Vision().check(state)
     monkeypatch.setattr(convolution, "_images", images)

@@ -18,7 +18,7 @@ from fp8bench.features.audit.operands import promised_by, rounded
 from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, AuditOutcome
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import Signature
-from fp8bench.nn.holders import held_in
+from fp8bench.nn.holders import weights_of
 from fp8bench.nn.own_model import call_of
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.registry import devices, precisions
@@ -65,7 +65,7 @@ class FoundLayer:
 
 
 def layers_in(model: nn.Module) -> list[FoundLayer]:
-    held = {holder.module: holder for holder in held_in(model)}
+    held = {holder.module: holder for holder in weights_of(model)}
     paths = defaultdict[nn.Module, list[str]](list)
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path or "model")

@@ -29,7 +29,7 @@ from fp8bench.numerics.conformity import (
     explain_cast,
     explain_product,
     kept_bits,
-    of_units,
+    match_units,
 )
 from fp8bench.numerics.norms import relative_frobenius
 
@@ -161,7 +161,7 @@ class ProductPromise:
             return False
         spread = (side.spread.expand_as(side.elements) for side in (a, b))
         codes, scales = (a.elements[rows], b.elements), (next(spread)[rows], next(spread))
-        return any(of_units(result[rows], codes, scales, promoted) for promoted in (True, False))
+        return any(match_units(result[rows], codes, scales, promoted) for promoted in (True, False))
 
     @property
     def _lossless(self) -> bool:

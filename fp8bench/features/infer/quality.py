@@ -22,10 +22,10 @@ from torch import Tensor
 from fp8bench.features.infer.values import ArmQuality, Quality, QualityTask, RolloutGap, ServedModel
 from fp8bench.model import DeviceFacts, Interval
 from fp8bench.nn.arithmetics import PlainArithmetic
+from fp8bench.nn.attention import attention_by
 from fp8bench.nn.decoder import DTYPES, Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
 from fp8bench.nn.served import ServedArm, served_shapes
-from fp8bench.nn.serving import OwnDecoder, made, served_positions, shape_of_own
-from fp8bench.nn.shared_workloads import attention_by
+from fp8bench.nn.serving import OwnDecoder, make_model, served_positions, shape_of_own
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases
 from fp8bench.protocols.precision import float32_products
@@ -129,7 +129,7 @@ def gap_of(gaps: Tensor) -> RolloutGap:
 def _own(task: QualityTask, maker: Callable[[], Any]) -> tuple[Serve, Tensor, str]:
     """A copy of what it makes for each arm; random tokens where it gives none."""
     name, device = task.model.name, task.facts.key
-    model, ids = made(maker, name, task.seed, task.facts)
+    model, ids = make_model(maker, name, task.seed, task.facts)
     if ids is not None and ids.shape[1] > 2:
         text, caution = ids.to(device), ""
     else:
@@ -219,7 +219,7 @@ class InferBench(Bench):
         served."""
         self._selected(facts)
         with unchanged(), apart(), float32_products("highest"):
-            model, _ = made(named(maker), maker, seed, facts)
+            model, _ = make_model(named(maker), maker, seed, facts)
             return tuple(vars(shape_of_own(maker, model, seed, facts)).values())
 
     def quality(self, task: QualityTask) -> Quality:

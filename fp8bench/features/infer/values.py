@@ -15,9 +15,9 @@ from fp8bench.nn.served import (
     ServedArm,
     ServedShape,
     StepBytes,
-    by_layer,
     check_groups,
-    kept_word,
+    format_parser,
+    layer_formats,
     served_shape,
     step_bytes,
 )
@@ -29,7 +29,7 @@ from fp8bench.store.kept_lines import Log
 # Fewer are no line.
 LEAST_CONTEXTS = 4
 _PARSERS = {
-    "kv": kept_word(KV_FORMATS), "weights": kept_word(WEIGHT_FORMATS), "carrier": one_of(*CARRIERS),
+    "kv": format_parser(KV_FORMATS), "weights": format_parser(WEIGHT_FORMATS), "carrier": one_of(*CARRIERS),
     "activations": one_of("high", "low"),
 }  # fmt: skip
 
@@ -84,7 +84,7 @@ def is_of(record: Record, arm: ServedArm) -> bool:
 def check_arm(arm: ServedArm, shape: ServedShape) -> None:
     """Raise for layers that the model has not, and for rows that no format cuts."""
     for word in (arm.kv, arm.weights):
-        by_layer(word, shape.layers)
+        layer_formats(word, shape.layers)
     check_groups(shape, arm)
 
 

@@ -1,16 +1,23 @@
-"""Every rank has the whole model and its share of a batch: the mean of gradients is sent, or the updated weights."""
+"""Data parallelism, each rank with its share of a batch: DDP; ZeRO-1, whose weights have an owner each; and FSDP, where
+each rank has equal rows of each weight and blocks gather whole ones when they need them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from fp8bench.nn.gpt import GPT
+from fp8bench.nn.linear import Linear, region
 from fp8bench.nn.parallel.exchanges import FP8Wire, OwnedTensors, RankGroup, WireWitness, is_silent
 from fp8bench.nn.parallel.model import ParallelModel, Witness
 from fp8bench.nn.parallel.ways import Job
@@ -20,7 +27,7 @@ Hook = Callable[[GradBucket], Future[Tensor]]
 
 
 class DDPModel(ParallelModel):
-    """torch's DistributedDataParallel, with hooks of our own where gradients are sent in fewer bits."""
+    """torch's DistributedDataParallel, with hooks where gradients are sent in fewer bits."""
 
     def __init__(self, job: Job) -> None:
         whole = job.make()
@@ -33,7 +40,7 @@ class DDPModel(ParallelModel):
         self._fp8 = FP8Wire(job.group, self._wire)
         self._witness: WireWitness | None = None
         hook = self._hook(self._wire)
-        if hook is not None:  # torch looks at the annotations of a hook, and here these are texts
+        if hook is not None:  # a lambda, because torch checks annotations, which are strings here
             self._ddp.register_comm_hook(None, lambda state, bucket: self._sent(hook, bucket))
 
     def witnesses(self) -> list[Witness]:
@@ -44,7 +51,6 @@ class DDPModel(ParallelModel):
         return witnesses
 
     def _sent(self, hook: Hook, bucket: GradBucket) -> Future[Tensor]:
-        """Looked at from outside, so that what a hook does before and after its program is seen as well."""
         if self._witness is None:
             return hook(bucket)
         own, done = bucket.buffer().clone(), hook(bucket)
@@ -57,15 +63,14 @@ class DDPModel(ParallelModel):
         return loss
 
     def _hook(self, wire: str) -> Hook | None:
-        """What sends a bucket; None for torch's own way."""
         if is_silent(self.group) and not wire.startswith("fp8"):
-            return _unsent
+            return lambda bucket: _done(bucket.buffer())
         if wire == "bf16":
             return self._in_bf16
         return None if wire == "fp32" else self._in_fp8
 
     def _in_bf16(self, bucket: GradBucket) -> Future[Tensor]:
-        """torch's own hook for it asks for NCCL."""
+        """torch's own hook for bf16 needs NCCL."""
         whole = bucket.buffer()
         with self._phase.cast:
             sent = (whole / self.group.size()).to(torch.bfloat16)
@@ -75,13 +80,9 @@ class DDPModel(ParallelModel):
         return done
 
     def _in_fp8(self, bucket: GradBucket) -> Future[Tensor]:
-        """By codes of each rank's values, which are added up in float32: their scale leaves no room for sums."""
+        """Sends codes of each rank's values and adds them up in float32: their scale leaves no room for sums."""
         whole = bucket.buffer()
         return _done(whole.copy_(self._fp8.mean(whole, self._phase)))
-
-
-def _unsent(bucket: GradBucket) -> Future[Tensor]:
-    return _done(bucket.buffer())
 
 
 def _done(values: Tensor) -> Future[Tensor]:
@@ -91,11 +92,11 @@ def _done(values: Tensor) -> Future[Tensor]:
 
 
 class ZeroModel(ParallelModel):
-    """Each weight has one owner, who alone keeps its moments and updates it. Gradients go to their owners, and updated
-    weights from them to all.
+    """Each weight has one owner, which alone keeps its moments and updates it. Gradients go to the owners, and updated
+    weights from there to all ranks.
 
-    In bf16 and FP8 an owner keeps the float32 weights that it updates beside the model, which all ranks, the owner too,
-    compute with as it was sent. In FP8 each weight and each gradient is sent with a scale of its own.
+    In bf16 and FP8 an owner keeps float32 weights beside the model, which all ranks compute with as it was sent, the
+    owner too. In FP8 each weight and each gradient has its own scale.
     """
 
     def __init__(self, job: Job) -> None:
@@ -126,3 +127,74 @@ class ZeroModel(ParallelModel):
         newest = [weight.clone() for weight in self._owned.newest(self.weights, self._all_weights)]
         self._exchanges.from_owners(newest, self._owned.owners)
         return dict(zip(self._all_names, newest, strict=True))
+
+
+_TORCHAO = "torchao_"
+
+
+class FSDPModel(ParallelModel):
+    """torch's fully_shard, a group for each block and one for the rest. Weights are gathered in the format `wire`,
+    gradients reduced in float32."""
+
+    module: GPT
+
+    def __init__(self, job: Job) -> None:
+        self.group = self.sharers = job.group
+        self.module, wire = job.make(), job.options["wire"]
+        self._in_codes = wire == "torchao_fp8"
+        if wire.startswith(_TORCHAO):
+            take_torchao_layers(self.module, job.emulated, self._in_codes)
+        shard(self.module, DeviceMesh.from_group(job.group, job.facts.kind), wire)
+        super().__init__(dict(self.module.named_parameters()), job.loss_scale)
+        # The plain tensors inside torchao's wrappers.
+        self.weights = [getattr(weight, "_tensor", weight) for weight in self.weights]
+        if self._in_codes:
+            self._compute_scales()
+
+    def updated(self, phase: Phases) -> None:
+        if self._in_codes:
+            with phase.communication:
+                self._compute_scales()
+
+    def full_weights(self) -> dict[str, Tensor]:
+        group, parts = RankGroup(self.group), zip(self.names, self.weights, strict=True)
+        return {name: torch.cat(group.all_of(part.contiguous())) for name, part in parts}
+
+    def _compute_scales(self) -> None:
+        """Finds the largest magnitudes of all weights that travel as codes, in one exchange after every update."""
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        precompute_float8_dynamic_scale_for_fsdp(self.module)
+
+
+def take_torchao_layers(model: GPT, emulated: bool, in_codes: bool) -> None:
+    """Replaces the linear layers of all blocks by torchao's float8 layers with the same weights, which FSDP gathers as
+    codes if `in_codes`. Their casts are inside their products, where no phase can be opened."""
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    named = Float8LinearConfig.from_recipe_name("tensorwise")
+    config = replace(named, emulate=emulated, enable_fsdp_float8_all_gather=in_codes)
+    for path, layer in list(model.blocks.named_modules()):
+        if isinstance(layer, Linear):
+            outputs, inputs = layer.weight.shape
+            # On meta it draws no random numbers.
+            plain = nn.Linear(inputs, outputs, bias=False, device="meta")
+            plain.weight = layer.weight
+            made = Float8Linear.from_float(plain, config)
+            made.forward = partial(_under_gemm, made.forward, layer.arithmetic.carrier)
+            owner, _, name = path.rpartition(".")
+            setattr(model.blocks.get_submodule(owner), name, made)
+
+
+def _under_gemm(multiply: Callable[[Tensor], Tensor], carrier: torch.dtype, x: Tensor, phase: Phases) -> Tensor:
+    return region(phase.gemm, multiply, x.to(carrier))
+
+
+def shard(model: GPT, mesh: DeviceMesh, wire: str) -> None:
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if wire == "bf16" else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)

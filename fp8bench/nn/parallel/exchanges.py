@@ -1,8 +1,8 @@
-"""What the ranks of a group exchange inside a model, forward and backward, each under the phase communication; in FP8,
-too: as codes, which are added up in float32.
+"""What the ranks of a group exchange inside a model, forward and backward, under the phase communication. In FP8 they
+exchange codes, which are added up in float32.
 
-Each exchange is the other way round in backward: where a tensor is copied to all ranks their gradients are added up,
-and where tensors are added up the gradient is everybody's. The same for tokens that are gathered or scattered.
+Each exchange is reversed in backward: where a tensor is copied to all ranks their gradients are added up, and where
+tensors are added up each rank gets the gradient whole. The same holds for tokens that are gathered or scattered.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8bench.numerics.collectives import newest
-from fp8bench.numerics.fp8_reduce import (
+from fp8bench.numerics.collectives import (
     POST,
     TWOSHOT,
     AutoScale,
     Pieces,
     mean_in_fp8,
     mean_of_tensors,
+    newest,
     tensors_transported,
     transported,
 )
@@ -35,13 +35,13 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 def is_silent(group: dist.ProcessGroup) -> bool:
-    """Whether nothing is sent in it: all ranks are then taken to be alike."""
+    """Whether the group sends nothing: all ranks are then taken to be alike."""
     return str(dist.get_backend(group)) == "fake"
 
 
 @dataclass
 class RankGroup:
-    """The ranks that share a model's blocks, this one among them. `phase` has the markers of the step that runs."""
+    """The ranks that share a model's blocks. `phase` has the markers of the running step."""
 
     handle: dist.ProcessGroup
     phase: Phases = field(default_factory=SilentPhases)
@@ -65,7 +65,7 @@ class RankGroup:
             dist.all_reduce(whole, dist.ReduceOp.MAX, group=self.handle)
             return whole
 
-    def everybodys(self, x: Tensor) -> list[Tensor]:
+    def all_of(self, x: Tensor) -> list[Tensor]:
         if self.silent:
             return [x] * self.size
         with self.phase.communication:
@@ -74,29 +74,25 @@ class RankGroup:
             return parts
 
     def gathered(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) of everybody's tokens, by rank."""
         return self.all_parts(x).movedim(0, _TOKENS).flatten(_TOKENS, _TOKENS + 1)
 
     def scattered(self, x: Tensor) -> Tensor:
-        """Of the sum of everybody's (batch, tokens, width) this rank's tokens."""
         return self.own_part(torch.stack(x.chunk(self.size, _TOKENS)))
 
     def all_parts(self, x: Tensor) -> Tensor:
-        """(ranks, ...) of everybody's."""
         with self.phase.communication:
             parts = x.new_empty(self.size, *x.shape)
             newest("all_gather_single", "all_gather_into_tensor")(parts, x.contiguous()[None], group=self.handle)
             return parts
 
     def own_part(self, parts: Tensor) -> Tensor:
-        """Of the sum of everybody's (ranks, ...) this rank's."""
         with self.phase.communication:
             own = parts.new_empty(1, *parts.shape[1:])
             newest("reduce_scatter_single", "reduce_scatter_tensor")(own, parts, group=self.handle)
             return own[0]
 
-    def handed(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """So many of its rows to each rank, by rank; and those that each has sent here."""
+    def exchanged_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Sends so many rows of x to each rank, in their order; returns those that each has sent here."""
         with self.phase.communication:
             got = x.new_zeros(sum(received), *x.shape[1:])
             if not self.silent:
@@ -104,31 +100,28 @@ class RankGroup:
             return got
 
     def to_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """The sum of everybody's, each in its owner's place alone; what others have of it is anything."""
+        """Reduces each tensor to its owner in place; other ranks' copies are undefined afterwards."""
         with self.phase.communication:
             pairs = zip(tensors, owners, strict=True)
             _wait(dist.reduce(tensor, group=self.handle, group_dst=owner, async_op=True) for tensor, owner in pairs)
 
     def from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Each as its owner has it, in everybody's place."""
         with self.phase.communication:
             pairs = zip(tensors, owners, strict=True)
             _wait(dist.broadcast(tensor, group=self.handle, group_src=owner, async_op=True) for tensor, owner in pairs)
 
     def added_together(self, gradients: Sequence[Tensor]) -> None:
-        """In place, in one message."""
         own = [gradient.view(-1) for gradient in gradients]
         whole = self.added(torch.cat(own))
         torch._foreach_copy_(own, list(torch.split(whole, [tensor.numel() for tensor in own])))
 
     def own(self, x: Tensor) -> Tensor:
-        """This rank's tokens of (batch, tokens, ...)."""
         return x.chunk(self.size, _TOKENS)[self.rank]
 
 
-def _wait(begun: Iterable[dist.Work | None]) -> None:
-    """For all of them, of which none waits for another to begin."""
-    for work in list(begun):
+def _wait(works: Iterable[dist.Work | None]) -> None:
+    """Begins all of them before it waits for the first."""
+    for work in list(works):
         if work is not None:
             work.wait()
 
@@ -144,34 +137,30 @@ class _Exchanged(torch.autograd.Function):
         return ctx.back(gradients[0]), None, None
 
 
-def _exchanged(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+def exchanged(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
     y: Tensor = _Exchanged.apply(x, there, back)  # type: ignore[no-untyped-call]
     return y
 
 
 def copied(x: Tensor, group: RankGroup) -> Tensor:
-    """To all ranks, which have it already; their gradients are added up."""
-    return _exchanged(x, lambda whole: whole.view_as(whole), group.added)
+    return exchanged(x, lambda whole: whole.view_as(whole), group.added)
 
 
 def added(x: Tensor, group: RankGroup) -> Tensor:
-    """Of all ranks; the gradient is everybody's."""
-    return _exchanged(x, group.added, lambda gradient: gradient)
+    return exchanged(x, group.added, lambda gradient: gradient)
 
 
 def gathered(x: Tensor, group: RankGroup) -> Tensor:
-    """The tokens of all ranks; of the gradients' sum each gets its own."""
-    return _exchanged(x, group.gathered, group.scattered)
+    return exchanged(x, group.gathered, group.scattered)
 
 
 def scattered(x: Tensor, group: RankGroup) -> Tensor:
-    """Of the sum of all ranks this one's tokens; gradients are gathered."""
-    return _exchanged(x, group.scattered, group.gathered)
+    return exchanged(x, group.scattered, group.gathered)
 
 
-def said_by_all(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank of a group says, in the order of ranks: as JSON, because torch unpickles what it is sent of
-    anything else. Tuples come as lists."""
+def all_answers(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank of a group passes here, in their order; tuples become lists. As JSON, because torch would unpickle
+    any other object that it is sent."""
     text = json.dumps(own).encode()
     size = dist.get_world_size(group)
     lengths = list(torch.zeros(size, 1, dtype=torch.int64))
@@ -182,23 +171,17 @@ def said_by_all(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return [json.loads(bytes(codes.tolist())) for codes in texts]
 
 
-def first_of_all(mistake: str, group: dist.ProcessGroup) -> str:
-    """Of what each rank says, that of the first that says anything, with its number."""
-    everybody = enumerate(said_by_all(mistake, group))
+def first_mistake(mistake: str, group: dist.ProcessGroup) -> str:
+    everybody = enumerate(all_answers(mistake, group))
     return next((f"rank {rank} {said}" for rank, said in everybody if said), "")
 
 
-def handed(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
-    """Rows to other ranks; gradients come back as the rows went."""
-    return _exchanged(x, there, back)
-
-
-# What a rank does with its values, by its number.
+# The program of one rank, from its values and its number.
 OfRank = Callable[[Tensor, int], Program[Tensor]]
 
 
 class FP8Wire:
-    """Exchanges of float32 vectors by programs of numerics/fp8_reduce.py, over a group."""
+    """Exchanges float32 vectors over a group by the programs of numerics/collectives.py."""
 
     def __init__(self, group: dist.ProcessGroup, way: str = TWOSHOT) -> None:
         self.group, self.way = group, way
@@ -209,23 +192,19 @@ class FP8Wire:
         return self._sent(self.mean_of, values, phase)
 
     def part_of_mean(self, values: Tensor, phase: Phases) -> Tensor:
-        """This rank's part of it, of as many as there are ranks."""
         return self._sent(self._part_of, values, phase)
 
     def joined(self, part: Tensor, phase: Phases) -> Tensor:
-        """Everybody's parts, by rank, with a scale each."""
         return self._sent(self._joined_of, part, phase)
 
     def own_tensors_of_mean(self, values: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
-        """Of tensors that lie behind each other by their ranks the mean of this rank's, with a scale for each."""
+        """The mean of this rank's tensors, with a scale each; `values` has all ranks' tensors in their order."""
         return self._sent(lambda own, rank: mean_of_tensors(own, rank, pieces), values, phase)
 
     def joined_tensors(self, part: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
-        """Everybody's parts, by rank, with a scale for each tensor in them."""
         return self._sent(lambda values, rank: tensors_transported(values, rank, pieces), part, phase)
 
     def watched(self) -> WireWitness:
-        """What looks from now on at all that this rank gets."""
         self._witness = WireWitness(self.group)
         return self._witness
 
@@ -254,7 +233,7 @@ class FP8Wire:
 
 
 class FP8Group(RankGroup):
-    """A group that adds up, gathers and scatters in FP8, and hands back what it was given in."""
+    """A group that sums, gathers and scatters in FP8; results have the dtype of their inputs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -271,29 +250,25 @@ class FP8Group(RankGroup):
 
 
 class WireWitness:
-    """Holds what a rank got against what one process comes to of all ranks' values, by the same program, bit for
+    """Compares what a rank received with what one process computes from all ranks' values by the same program, bit for
     bit."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._wrong = group, ""
 
     def look(self, own: Tensor, got: Tensor, program: OfRank) -> None:
-        """All ranks look at every exchange: they ask each other."""
-        everybody = _of_any_length(own, self._group)
+        """All ranks have to call this for every exchange, because they ask each other for their values."""
+        lengths = all_answers(len(own), self._group)  # vectors may differ in length
+        padded = torch.nn.functional.pad(own, (0, max(lengths) - len(own)))
+        all_padded = RankGroup(self._group).all_of(padded)
+        everybody = [tensor[:length] for tensor, length in zip(all_padded, lengths, strict=True)]
         wanted = simulated([program(tensor, rank) for rank, tensor in enumerate(everybody)])[self._group.rank()]
         wrong = int((got != wanted).sum())
         if wrong and not self._wrong:
             self._wrong = f"has got {wrong:,} of {got.numel():,} numbers in FP8 that are not those of all ranks' values"
 
     def mistake(self) -> str:
-        return first_of_all(self._wrong, self._group)
-
-
-def _of_any_length(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Everybody's vector, which may have another length."""
-    lengths = said_by_all(len(own), group)
-    padded = torch.nn.functional.pad(own, (0, max(lengths) - len(own)))
-    return [tensor[:length] for tensor, length in zip(RankGroup(group).everybodys(padded), lengths, strict=True)]
+        return first_mistake(self._wrong, self._group)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -304,7 +279,7 @@ T = TypeVar("T")
 
 
 class OwnedTensors:
-    """Tensors by their places in a model, of so many numbers each; `wire` is what they travel in."""
+    """Tensors with one owner each, given by their numbers of elements; `wire` is the format that they travel in."""
 
     def __init__(self, group: RankGroup, sizes: Sequence[int], wire: str) -> None:
         self._group, self.owners = group, owners(sizes, group.size)
@@ -314,28 +289,27 @@ class OwnedTensors:
         self._pieces = [Pieces(some, max(map(len, owned))) for some in owned]
 
     def of(self, owner: int, some: Sequence[T]) -> list[T]:
-        """Of what there is for each tensor that of an owner's."""
         return [value for value, place in zip(some, self.owners, strict=True) if place == owner]
 
     def own(self, some: Sequence[T]) -> list[T]:
         return self.of(self._group.rank, some)
 
     def means(self, gradients: Sequence[Tensor], phase: Phases) -> list[Tensor]:
-        """Over all ranks, of the tensors that this one owns; what was given may be overwritten."""
+        """The means over all ranks of the tensors that this one owns; `gradients` may be overwritten."""
         if self.fp8 is not None:
             by_owner = [_row(self.of(owner, gradients)) for owner in range(self._group.size)]
             own_means = self.fp8.own_tensors_of_mean(torch.cat(by_owner), self._pieces, phase)
             return _apart(own_means, self.own(gradients))
         self._group.phase = phase
         with phase.cast:
-            sent = [gradient.to(self.sent_as) for gradient in gradients]  # themselves in float32
+            sent = [gradient.to(self.sent_as) for gradient in gradients]  # no copies in float32
         self._group.to_owners(sent, self.owners)
         means = [tensor.to(torch.float32) for tensor in self.own(sent)]
         torch._foreach_div_(means, self._group.size)
         return means
 
     def put(self, own: Sequence[Tensor], wholes: Sequence[Tensor], phase: Phases) -> None:
-        """What each owner has of its tensors into those of all, on every rank as it was sent."""
+        """Copies each owner's tensors into `wholes` on every rank, the owner included, as they were sent."""
         if self.fp8 is not None:
             every = self.fp8.joined_tensors(_row(own), self._pieces, phase)
             for owner, row in enumerate(torch.split(every, [some.size for some in self._pieces])):
@@ -351,7 +325,6 @@ class OwnedTensors:
             torch._foreach_copy_([whole for whole, _ in pairs], [tensor for _, tensor in pairs])
 
     def newest(self, own: Sequence[Tensor], wholes: Sequence[Tensor]) -> list[Tensor]:
-        """All tensors, those of this rank as it has them."""
         mine = iter(own)
         return [
             next(mine) if owner == self._group.rank else whole for owner, whole in zip(self.owners, wholes, strict=True)
@@ -359,7 +332,7 @@ class OwnedTensors:
 
 
 def owners(elements: Sequence[int], ranks: int) -> list[int]:
-    """For each tensor the rank that owns it: the largest first, each to whoever has least so far."""
+    """The owner of each tensor: the largest first, each to the rank with the fewest elements so far."""
     owned, owner = [0] * ranks, [0] * len(elements)
     for place in sorted(range(len(elements)), key=lambda number: (-elements[number], number)):
         owner[place] = owned.index(min(owned))

@@ -1,8 +1,8 @@
-"""Expert parallelism: each rank has its experts and its share of a batch; tokens go to their experts' ranks, and back.
+"""Expert parallelism: each rank has some experts and its share of a batch; tokens go to their experts' ranks and back.
 
-An expert's rows lie as they do on one rank, those of the first rank first: its products are the same, bit for bit.
-What is no expert is on every rank, and gets the sum of all ranks' gradients. In FP8 tokens travel as codes of E4M3 with
-a scale for 128 elements; what comes back, and all gradients, in bf16.
+An expert's rows have the order that they have on one rank, those of the first rank first, so that its products are the
+same bit for bit. All else is on every rank and gets the sum of all ranks' gradients. In FP8 tokens travel as E4M3 codes
+with a scale for 128 elements; results, and all gradients, travel in bf16.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from fp8bench.nn.experts import Experts, coded, decoded
+from fp8bench.nn.experts import Experts, decode_rows, encode_rows
 from fp8bench.nn.gpt import GPT, Block
-from fp8bench.nn.parallel.exchanges import RankGroup, handed
+from fp8bench.nn.parallel.exchanges import RankGroup, exchanged
 from fp8bench.nn.parallel.model import ParallelModel
 from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases
@@ -24,7 +24,7 @@ _EXPERTS = ".experts."
 
 
 class RankedExperts(Experts):
-    """This rank's of a block's experts. `rows` are those that each rank multiplied in the last pass."""
+    """This rank's share of a block's experts. `rows` are the numbers of rows that each rank multiplied last."""
 
     def __init__(self, whole: Experts, group: RankGroup, wire: str) -> None:
         nn.Module.__init__(self)
@@ -36,44 +36,43 @@ class RankedExperts(Experts):
         self._tokens: list[list[int]] = []
         self.rows: list[int] = []
 
-    def _of_all(self, counts: Tensor) -> Tensor:
-        table = torch.stack(self.group.everybodys(counts))
-        self._tokens = table.tolist()  # whom to send how many rows: the host waits
+    def _counts_of_all_ranks(self, counts: Tensor) -> Tensor:
+        table = torch.stack(self.group.all_of(counts))
+        self._tokens = table.tolist()  # the host waits for the numbers of rows to send
         self.rows = [sum(expert) for expert in table.view(self.ranks, self.ranks, -1).sum(0).tolist()]
         return table.sum(0)
 
-    def _through(self, rows: Tensor, counts: Tensor, phase: Phases) -> Tensor:
+    def _through_experts(self, rows: Tensor, counts: Tensor, phase: Phases) -> Tensor:
         here = [tokens[self.own.start : self.own.stop] for tokens in self._tokens]
-        sent = [sum(part) for part in _by_rank(self._tokens[self.group.rank], self.ranks)]
+        own_tokens = self._tokens[self.group.rank]
+        each = len(own_tokens) // self.ranks
+        sent = [sum(own_tokens[each * rank : each * (rank + 1)]) for rank in range(self.ranks)]
         received = [sum(tokens) for tokens in here]
-        got = self._handed(rows, sent, received, self.wire)
+        got = self._exchanged(rows, sent, received, self.wire)
         numbers = torch.tensor(_by_expert(here), dtype=torch.int64, device=rows.device)
         sizes = [sum(expert) for expert in zip(*here, strict=True)]
         parts = torch.split_with_sizes(got[numbers], sizes)
         made = torch.cat(self._each(parts, torch.tensor(sizes, device=rows.device), phase))
-        return self._handed(made[numbers.argsort()], received, sent, "bf16" if self.wire == "fp8" else self.wire)
+        return self._exchanged(made[numbers.argsort()], received, sent, "bf16" if self.wire == "fp8" else self.wire)
 
-    def _handed(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
+    def _exchanged(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
         back = "bf16" if wire == "fp8" else wire
-        return handed(x, lambda y: self._sent(y, sent, received, wire), lambda y: self._sent(y, received, sent, back))
+        return exchanged(
+            x, lambda y: self._sent(y, sent, received, wire), lambda y: self._sent(y, received, sent, back)
+        )
 
     def _sent(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
         if wire == "stream":
-            return self.group.handed(x, sent, received)
+            return self.group.exchanged_rows(x, sent, received)
         with self.group.phase.cast:
-            words = coded(x) if wire == "fp8" else (x.to(torch.bfloat16),)
-        got = [self.group.handed(word, sent, received) for word in words]
+            words = encode_rows(x) if wire == "fp8" else (x.to(torch.bfloat16),)
+        got = [self.group.exchanged_rows(word, sent, received) for word in words]
         with self.group.phase.cast:
-            return decoded(got[0], got[1], x.dtype) if wire == "fp8" else got[0].to(x.dtype)
-
-
-def _by_rank(counts: Sequence[int], ranks: int) -> list[Sequence[int]]:
-    each = len(counts) // ranks
-    return [counts[each * rank : each * (rank + 1)] for rank in range(ranks)]
+            return decode_rows(got[0], got[1], x.dtype) if wire == "fp8" else got[0].to(x.dtype)
 
 
 def _by_expert(tokens: Sequence[Sequence[int]]) -> list[int]:
-    """The places of rows that came by rank, and of each by expert, in the order of experts."""
+    """Places of rows that came by rank, and within each rank by expert, in the order of experts."""
     flat = [count for of_rank in tokens for count in of_rank]
     begins = [0, *accumulate(flat)]
     experts = len(tokens[0])
@@ -103,7 +102,6 @@ class ExpertsByRanks(ParallelModel):
         super().__init__(named, job.loss_scale)
 
     def _numbered(self, name: str, rank: int) -> str:
-        """The path in the whole model of a weight that a rank calls so."""
         front, experts, rest = name.partition(_EXPERTS)
         number, _, layer = rest.partition(".")
         return f"{front}{experts}{int(number) % self._each + rank * self._each}.{layer}" if experts else name
@@ -122,13 +120,13 @@ class ExpertsByRanks(ParallelModel):
     def full_weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
         for name, weight in zip(self.names, self.weights, strict=True):
-            shares = self._shared.everybodys(weight) if _EXPERTS in name else [weight]
+            shares = self._shared.all_of(weight) if _EXPERTS in name else [weight]
             weights |= {self._numbered(name, rank): share for rank, share in enumerate(shares)}
         return weights
 
     def figures(self) -> dict[str, float]:
-        """Of the last step: the rows that each rank's experts multiplied in all blocks, and the most over the mean."""
+        """The rows that each rank's experts multiplied in the last step, in all blocks, and the most over the mean."""
         blocks = [block.mlp.rows for block in self.module.blocks if isinstance(block.mlp, RankedExperts)]
         rows = [sum(rank) for rank in zip(*blocks, strict=True)]
-        told = {f"rank{rank}_rows": float(count) for rank, count in enumerate(rows)}
-        return {"load_ratio": max(rows) * len(rows) / sum(rows), **told}
+        figures = {f"rank{rank}_rows": float(count) for rank, count in enumerate(rows)}
+        return {"load_ratio": max(rows) * len(rows) / sum(rows), **figures}

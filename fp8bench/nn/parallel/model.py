@@ -1,4 +1,4 @@
-"""One rank's part of a model that several ranks train together, and what looks at how it casts."""
+"""One rank's part of a model that several ranks train together, and witnesses of the scales that it casts with."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fp8bench.model import MemoryRole
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parallel.exchanges import FP8Wire, WireWitness, first_of_all, said_by_all
+from fp8bench.nn.parallel.exchanges import FP8Wire, WireWitness, all_answers, first_mistake
 from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
 from fp8bench.protocols import Phases, Role
 
 
 class ParallelModel:
-    """What a way makes on each rank: parameters, or the part of them that lies here, with gradients of torch's.
+    """A rank's parameters, or its part of them, and how it trains them.
 
     `weights` are plain tensors that this rank updates in place, `names` their paths in the whole model. `module` has
-    the parameters. `sharers` are the ranks that divide a batch where not each reads all of it, `fp8_wire` what sends
-    in FP8 where anything does.
+    the parameters. `sharers` are the ranks that divide a batch, None where each reads all of it; `fp8_wire` sends in
+    FP8 where anything does.
     """
 
     group: ProcessGroup
@@ -41,7 +41,7 @@ class ParallelModel:
         self.weights = [local(parameter.detach()) for parameter in self.parameters]
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        """Forward and backward of a whole batch; the mean loss of this rank's share, and gradients are there."""
+        """Forward and backward of a whole batch; returns the mean loss of this rank's share."""
         with phase.elementwise:
             loss = self.forward(self.own_share(tokens), self.own_share(targets), phase)
             (loss * self.loss_scale).backward()  # type: ignore[no-untyped-call]
@@ -55,18 +55,16 @@ class ParallelModel:
         return loss
 
     def gradients(self) -> list[Tensor]:
-        """One for each weight, of the mean loss of the whole batch."""
         gradients = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         if self.loss_scale != 1.0:
             torch._foreach_div_(gradients, self.loss_scale)
         return gradients
 
     def updated(self, phase: Phases) -> None:
-        """The weights have been updated: whoever else has them is told."""
+        """Called after each update, for ranks that hold copies of the weights."""
         return
 
     def figures(self) -> dict[str, float]:
-        """What else there is to say of the last step, the same on all ranks."""
         return {}
 
     def forget(self) -> None:
@@ -74,21 +72,19 @@ class ParallelModel:
             parameter.grad = None
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Every weight of the whole model, whole, by its path in it; on every rank. All ranks ask together."""
+        """All weights of the whole model by path, on every rank. All ranks must call it together."""
         return dict(zip(self.names, self.weights, strict=True))
 
     def whole_loss(self, loss: Tensor) -> Tensor:
-        """The mean loss of the whole batch, of what `loss` gave: the same on all ranks, which ask together."""
+        """The mean loss of the whole batch from the result of `loss`. All ranks must call it together."""
         total = loss.detach().clone()
         dist.all_reduce(total, group=self.group)
         return total / self.group.size()
 
     def shared_roles(self, layer: str) -> Collection[Role]:
-        """Operands of a layer of which ranks share one scale."""
         return ()
 
     def witnesses(self) -> list[Witness]:
-        """What looks from now on at how this rank casts and sends. All ranks have as many."""
         wires = [self.fp8_wire.watched()] if self.fp8_wire is not None else []
         return [ScaleWitness(self.layers(), self.shared_roles, self.group), *wires]
 
@@ -103,13 +99,12 @@ class ParallelModel:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Of one that is spread over ranks what lies here."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def silent_group() -> ProcessGroup:
-    """A group of all ranks in which nothing is sent: what a step takes in it is what it computes."""
-    # Registers the backend of that name, which hands back what it is given.
+    """A group of all ranks that sends nothing, to measure what a step takes without communication."""
+    # The import registers the backend, which returns what it is given.
     from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
     group: ProcessGroup = dist.new_group(list(range(dist.get_world_size())), backend="fake")
@@ -117,7 +112,7 @@ def silent_group() -> ProcessGroup:
 
 
 class AloneModel(ParallelModel):
-    """One rank that trains the whole model by itself: what ways are held against."""
+    """One rank that trains the whole model by itself: the reference for all ways."""
 
     def __init__(self, model: GPT, loss_scale: float) -> None:
         self.module = model
@@ -130,14 +125,14 @@ class AloneModel(ParallelModel):
         return []
 
 
-# Of which operands of a layer ranks share one scale.
+# The operands of a layer whose scale ranks share.
 Shared = Callable[[str], Collection[Role]]
 
 
 class _SeenScale:
-    """The source of an operand's scale that tells what it gave for which tensor, and what it should have given.
+    """Wraps a source of scales; records its scales and the magnitudes of the tensors, and says what they should be.
 
-    `shared` says that ranks share it. What is cast again is not another cast.
+    `shared` says that ranks share the scale. Repeated casts are not recorded.
     """
 
     def __init__(self, source: NextScale, treatment: Treatment, delayed: Delayed | None, shared: bool) -> None:
@@ -157,7 +152,6 @@ class _SeenScale:
         return self._source.last
 
     def expected(self, magnitudes: list[Tensor]) -> Iterator[Tensor]:
-        """The scale of each cast, of tensors with these largest magnitudes."""
         assert self._treatment.scaling is not None
         history = DelayedScale(self._delayed, self._treatment.fmt) if self._delayed else None
         for magnitude in magnitudes:
@@ -168,17 +162,17 @@ class _SeenScale:
 
 
 class ScaleWitness:
-    """Sees from now on what a rank's layers cast by, where that comes from more than the tensor.
+    """Checks the scales of a rank's layers, where they depend on more than the tensor.
 
     A share's scale that is twice too large changes less than honest rounding does, and one that is half of it next to
-    nothing. So scales are held against the magnitudes that they come from, bit for bit; so is what is sent in FP8
-    against the same program in one process (`WireWitness` of nn/parallel/exchanges.py).
+    nothing. So scales are compared bit for bit with those that follow from the recorded magnitudes. `WireWitness`
+    (nn/parallel/exchanges.py) does the same for what is sent in FP8.
     """
 
     def __init__(
         self, layers: Mapping[str, Linear], shared: Shared, group: dist.ProcessGroup, sharing: Sequence[int] = ()
     ) -> None:
-        """`sharing` are the ranks that share scales with this one, where these are not all."""
+        """`sharing` are the ranks that share scales with this one, by default all."""
         self._group, self._sharing = group, sharing or range(group.size())
         self._sources: dict[tuple[str, Role], _SeenScale] = {}
         for path, layer in layers.items():
@@ -192,9 +186,9 @@ class ScaleWitness:
             layer.arithmetic = type(own)(own.recipe, own.carrier, own.name, scales)
 
     def mistake(self) -> str:
-        """The first that any rank has made, the same on all ranks, which ask together; '' where there is none."""
+        """The first mistake of any rank, '' if there is none. All ranks must call it together."""
         own = {" ".join(key): list(map(float, source.magnitudes)) for key, source in self._sources.items()}
-        return first_of_all(self._mistake(said_by_all(own, self._group)), self._group)
+        return first_mistake(self._mistake(all_answers(own, self._group)), self._group)
 
     def _mistake(self, everybody: list[dict[str, list[float]]]) -> str:
         for key, source in self._sources.items():
@@ -216,5 +210,4 @@ class ScaleWitness:
         return ""
 
 
-# What looks on while a rank takes steps.
 Witness = ScaleWitness | WireWitness

@@ -1,4 +1,4 @@
-"""A pipeline: blocks cut into stages, a batch into microbatches, by torch's schedules GPipe and 1F1B."""
+"""Pipeline parallelism: stages of blocks, microbatches of a batch, and torch's schedules GPipe and 1F1B."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel.exchanges import is_silent, said_by_all
+from fp8bench.nn.parallel.exchanges import all_answers, is_silent
 from fp8bench.nn.parallel.model import ParallelModel
 from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases, SilentPhases
 
 
 class Stage(nn.Module):
-    """What one rank has of a model: its blocks, the first rank embeddings too, and the last one norm and head."""
+    """One rank's part of a model: its blocks, embeddings on the first rank, norm and head on the last."""
 
     def __init__(self, model: GPT, rank: int, ranks: int) -> None:
         super().__init__()
@@ -40,7 +40,6 @@ class Stage(nn.Module):
         return self.model.read(x, self.phase) if self.last else x
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Its parameters by their names in the whole model."""
         parameters = {}
         for name, parameter in self.model.named_parameters():
             words = name.split(".")
@@ -51,9 +50,9 @@ class Stage(nn.Module):
 
 
 class MarkedStage(PipelineStage):
-    """Marks what a rank computes. The rest of a step, which is under the phase communication, it sends and waits.
+    """Marks what a rank computes; the rest of a step, sending and waiting, is under the phase communication.
 
-    All of them know what comes and goes, so that where nothing is sent nobody need be asked for it.
+    All stages know the shapes that come and go, so that a group that sends nothing need not be asked for votes.
     """
 
     def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
@@ -84,7 +83,7 @@ class MarkedStage(PipelineStage):
 
 
 class GPipe(ParallelModel):
-    """One stage of a pipeline. Of the loss the last rank knows."""
+    """One stage of a pipeline. Only the last rank knows the loss."""
 
     module: Stage
     schedule: ClassVar[type[PipelineScheduleSingle]] = ScheduleGPipe
@@ -118,10 +117,10 @@ class GPipe(ParallelModel):
         return whole
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Whoever has a weight tells the others; who that is all of them are told first."""
+        """Each weight is broadcast by its rank; first all ranks learn who has which."""
         own = dict(zip(self.names, self.weights, strict=True))
         weights: dict[str, Tensor] = {}
-        for rank, names in enumerate(said_by_all(self.names, self.group)):
+        for rank, names in enumerate(all_answers(self.names, self.group)):
             for name in names:
                 weight = own.get(name)
                 whole = self.weights[0].new_empty(self._shapes[name]) if weight is None else weight.clone()
@@ -134,7 +133,6 @@ class GPipe(ParallelModel):
             return self.module.model.lost(logits, targets) * self.loss_scale
 
     def _ends(self, job: Job, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What one microbatch is when it comes to this stage, and when it goes: shapes and dtypes alone."""
         model = self.module.model
         sides = job.batch // self._parts, job.config.sequence
         residual = model.around["residual"]
@@ -148,6 +146,6 @@ class GPipe(ParallelModel):
 
 
 class OneForwardOneBackward(GPipe):
-    """The same, by another schedule."""
+    """The same stages by the schedule 1F1B."""
 
     schedule = Schedule1F1B

@@ -1,9 +1,8 @@
-"""Training steps of a rank's part of a model, and how far they may be from those of one rank alone: as far as what
-rounds in a case explains, and no more.
+"""Training steps of a rank's part of a model, and how far from one rank's they may be: as far as rounding explains.
 
-Held is what three steps change, by three figures: its relative distance over all weights, that of the weight that is
-furthest away, and its gain, how many times one rank's change is in it. Noise falls out of a gain but for what it
-shortens, half its square, so that a gain sees much less than a distance.
+Compared is what three steps change, by three figures: the relative distance over all weights, that of the weight that
+is furthest off, and the gain, how many times one rank's change is contained in it. Noise enters the gain only by half
+its square, so a gain can be held much closer than a distance.
 
 | what rounds most             | honest: distance, furthest, gain | limits              |
 |------------------------------|----------------------------------|---------------------|
@@ -14,14 +13,13 @@ shortens, half its square, so that a gain sees much less than a distance.
 | FP8, a scale a row or block  | 0.12, 0.13, 0.005                | 0.2, 0.25, 0.02     |
 | FP8, a scale a tensor        | 0.28, 0.3, 0.03                  | 0.4, 0.5, 0.08      |
 | fewer bits                   | 0.54, 0.66, 0.15                 | 0.65, 0.9, 0.21     |
-| a router's choice, beside it | 0.26, 0.62, 0.04                 | 0.4, 0.9, 0.1       |
+| a router's choice, besides   | 0.26, 0.62, 0.04                 | 0.4, 0.9, 0.1       |
 
-Weights and tokens that are sent in FP8 are cast once more where products cast them: what both leave is added up. Where
-anything rounds, a router sends a token near a boundary to another expert, whose weights then change by it: those of an
-expert of few tokens are far away.
+Weights and tokens sent in FP8 are cast once more for products, so both roundings add up. Where anything rounds, a
+router sends a token near a boundary to another expert, whose weights then change by it: an expert with few tokens is
+then far off.
 
-A mistake in scales, or in a mean that is sent in FP8, may be far below rounding: model.py and exchanges.py
-see those.
+A mistake in scales, or in a mean sent in FP8, may be far below rounding: model.py and exchanges.py find those.
 """
 
 from __future__ import annotations
@@ -37,19 +35,18 @@ from torch import Tensor
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.nn.batches import TokenLoader
 from fp8bench.nn.parallel.model import ParallelModel
-from fp8bench.nn.training_step import adamw
-from fp8bench.nn.uncompiled import eager
+from fp8bench.nn.training_step import adamw, eager
 from fp8bench.protocols import Phases, Precision, SilentPhases
 
 _RATE = 3e-4
-# Of steps that are held against one rank's: gradients as they are, where AdamW would take their scale out again, and
-# would make as much of a gradient that should be zero as of any other.
+# Plain SGD for steps that are compared with one rank's: AdamW would cancel the scale of gradients, and treat one that
+# should be zero like any other.
 _PLAIN_RATE = 0.05
 
 
 class WeightUpdate(NamedTuple):
-    """Of what steps of ranks have changed in a weight, beside those of one rank: the square of the distance, that of
-    one rank's change, and the product of both."""
+    """The change of a weight by several ranks against that by one: squared distance, squared change of the one, and the
+    product of both changes."""
 
     distance: float
     wanted: float
@@ -61,14 +58,13 @@ class WeightUpdate(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """How many times one rank's change is in it: noise falls out, what is added twice does not."""
+        """How many times one rank's change is contained: 1 for noise, 2 for gradients that are added twice."""
         return self.product / self.wanted if self.wanted else 1.0
 
 
 @dataclass(frozen=True)
 class Apart:
-    """How far ranks are from one alone: the largest distances of a loss and of a weight, and what steps changed in each
-    weight."""
+    """How far ranks are from one alone: the largest distances of a loss and of a weight, and each weight's change."""
 
     loss: float
     weight: float
@@ -83,7 +79,6 @@ class Apart:
         return max(self.updates.items(), key=lambda named: named[1].error)
 
     def figures(self) -> dict[str, float]:
-        """All are zero where every bit is the same."""
         return {
             "loss_gap": self.loss, "weight_gap": self.weight, "update_error": self.update.error,
             "furthest_error": self.furthest[1].error, "gain_error": abs(self.update.gain - 1),
@@ -91,20 +86,18 @@ class Apart:
 
 
 class MostApart(NamedTuple):
-    """Of the relative distance of all that steps change, of that of the weight furthest away, and of how far the gain
-    is from 1."""
+    """Limits of the relative distance over all weights, of that of the furthest weight, and of the gain from 1."""
 
     update: float
     furthest: float
     gain: float
 
     def and_of(self, other: MostApart) -> MostApart:
-        """Of two roundings that know nothing of each other: distances add up by their squares, gains as they are."""
+        """Limits for two independent roundings: distances add by their squares, gains linearly."""
         distances = math.hypot(self.update, other.update), math.hypot(self.furthest, other.furthest)
         return MostApart(*distances, self.gain + other.gain)
 
     def why_not(self, apart: Apart) -> str:
-        """What of it is too much to be rounding; '' where nothing is."""
         name, furthest = apart.furthest
         update = apart.update
         held = (
@@ -128,8 +121,8 @@ _BYTE = 8
 
 
 def most_apart(precisions: Iterable[Precision], wire: str, load: str = "") -> MostApart:
-    """The limits of a case whose products are made in these precisions, and what is sent is `wire` ('' if that is no
-    choice), to experts by that load."""
+    """The limits of a case with products in these precisions, exchanges in the format `wire` ('' without a choice), and
+    that load of experts."""
     made = max(map(_of_products, precisions))
     limits = made.and_of(_FP8_TOKENS_SENT) if wire == "fp8" else max(made, _of_wire(wire))
     return limits.and_of(_CHOSEN_OTHERWISE) if load == "router" and limits > _EXACT else limits
@@ -151,12 +144,12 @@ def _of_products(precision: Precision) -> MostApart:
 
 
 class NotTheSame(RuntimeError):
-    """Ranks train together what one rank alone does not."""
+    """Ranks together train something else than one rank alone."""
 
 
 @dataclass
 class ParallelState:
-    """Everything that one rank trains: its part, what updates it, and the text, of which every rank reads all."""
+    """All that one rank trains: its part, the optimizer, and the text, which every rank reads whole."""
 
     model: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -167,7 +160,6 @@ class ParallelState:
         return {**self.model.memory_roles(), MemoryRole.OPTIMIZER: list(self.optimizer.state.values())}
 
     def trained(self, phase: Phases) -> Tensor:
-        """One step; the mean loss of this rank's share."""
         with phase.data_load:
             tokens, targets = self.loader.next()
         loss = self.model.loss(tokens, targets, phase)
@@ -182,16 +174,15 @@ class ParallelState:
         return loss
 
 
-def begun(model: ParallelModel, loader: TokenLoader, facts: DeviceFacts, plain: bool = False) -> ParallelState:
-    """A state that takes AdamW's steps, or `plain` ones."""
+def new_state(model: ParallelModel, loader: TokenLoader, facts: DeviceFacts, plain: bool = False) -> ParallelState:
     parameters = [torch.nn.Parameter(weight) for weight in model.weights]
     optimizer = eager(torch.optim.SGD)(parameters, lr=_PLAIN_RATE) if plain else adamw(parameters, _RATE, facts)
     return ParallelState(model, optimizer, parameters, loader)
 
 
 def agreement(together: ParallelState, alone: ParallelState, steps: int) -> Apart:
-    """How far so many steps are from those of one rank alone. Raises where a rank casts or sends otherwise than what
-    it has asks for: much of that would be less than rounding."""
+    """Compares so many steps with those of one rank. Raises NotTheSame where a rank's scales or exchanges are wrong:
+    much of that would be less than rounding."""
     witnesses = together.model.witnesses()
     before = {name: weight.clone() for name, weight in alone.model.full_weights().items()}
     phase, gaps = SilentPhases(), []

@@ -1,17 +1,23 @@
-"""Tensor parallelism: attention by heads and feed-forward parts by hidden features, exchanges explicit.
+"""Tensor parallelism: attention by heads, feed-forward parts by hidden features, with explicit exchanges.
 
-With sequence parallelism a rank has its tokens of the stream only, of which norms, residuals, head and loss are
-computed. All tokens are gathered for what is cut, and of its sums each rank gets those of its own.
+With sequence parallelism a rank has only its tokens of the stream, for which it computes norms, residuals, head and
+loss. The parts that are cut gather all tokens, and of their sums each rank gets its own tokens.
 
-A tensor that is cut has no largest magnitude that one rank knows. `own` scales each share by its own, `group` asks all
-ranks for the largest of all shares before every cast, so that codes are those of one rank.
+No rank knows the largest magnitude of a tensor that is cut. `own` scales each share by its own; `group` asks all ranks
+for the largest before every cast, so that codes are those of one rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from functools import cache
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fp8bench.formats.native_codes import current_scale
 from fp8bench.formats.recipes import Delayed, Treatment
@@ -20,26 +26,26 @@ from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.attention import SelfAttention
 from fp8bench.nn.gpt import GPT, Block
 from fp8bench.nn.linear import Linear
+from fp8bench.nn.parallel.data_parallel import shard
 from fp8bench.nn.parallel.exchanges import FP8Group, RankGroup, added, copied, gathered, scattered
-from fp8bench.nn.parallel.model import ParallelModel
+from fp8bench.nn.parallel.model import ParallelModel, ScaleWitness, Witness
 from fp8bench.nn.parallel.ways import OF_GROUP, OUTPUTS, OWN, Cut, Job, cut_of, cuts
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
 from fp8bench.protocols import Arithmetic, Phases, Role
 
-# A largest magnitude, float32 without dimensions, to that of all ranks.
+# Turns one rank's largest magnitude, a float32 scalar tensor, into that of all ranks.
 Largest = Callable[[Tensor], Tensor]
 
 
 class CurrentOfGroup:
-    """The scale of a tensor's largest magnitude over all ranks."""
+    """Scales by a tensor's largest magnitude over all ranks."""
 
     def __init__(self, largest: Largest, treatment: Treatment) -> None:
         self._largest, self._treatment = largest, treatment
         self.last: ScalePair | None = None
 
     def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
-        """A block that is computed again is cast by the scale that it had."""
         if again and self.last is not None:
             return self.last
         scaling = self._treatment.scaling
@@ -50,7 +56,7 @@ class CurrentOfGroup:
 
 
 class DelayedOfGroup(DelayedScale):
-    """A delayed scale whose history is that of the whole tensor."""
+    """A delayed scale with the history of the whole tensor."""
 
     def __init__(self, largest: Largest, delayed: Delayed, treatment: Treatment) -> None:
         super().__init__(delayed, treatment.fmt)
@@ -63,13 +69,13 @@ class DelayedOfGroup(DelayedScale):
 
 
 def cut_roles(cut: Cut) -> tuple[Role, ...]:
-    """What each rank has a share of. The rest of a product's operands is the same on all of them."""
+    """The operands of which each rank has a share; the rest of a product is the same on all of them."""
     return (Role.WEIGHT, Role.GRADIENT if cut.dim == OUTPUTS else Role.INPUT)
 
 
 def scaled_together(arithmetic: Arithmetic, roles: Iterable[Role], largest: Largest) -> Arithmetic:
-    """The same for a layer, with scales by the largest magnitudes of all ranks for these roles; itself where no tensor
-    has one scale. Ranks have to cast alike, and at the same time."""
+    """`arithmetic` with scales by the largest magnitudes of all ranks for these roles; itself where no tensor has one
+    scale. Ranks have to cast in the same order."""
     if not (isinstance(arithmetic, RecipeArithmetic) and arithmetic.recipe.per_tensor):
         return arithmetic
     delayed = arithmetic.recipe.delayed
@@ -86,8 +92,8 @@ Exchange = Callable[[Tensor, RankGroup], Tensor]
 def share_blocks(
     model: GPT, config: GPTConfig, group: RankGroup, enter: Exchange = copied, leave: Exchange = added, amax: str = OWN
 ) -> None:
-    """Leave this rank its share of every block, with scales of its own shares or of whole tensors; and have what a
-    part of a block is given, and what comes of it, exchanged. Its layers keep their paths in the model."""
+    """Cuts every block down to this rank's share, and exchanges the inputs and outputs of its parts. Scales are by own
+    shares or by whole tensors. Layers keep their paths in the model."""
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.attn, SelfAttention)
         for path, cut in cuts(config).items():
@@ -104,7 +110,7 @@ def share_blocks(
 
 
 class TensorCut(ParallelModel):
-    """A rank's share of a model, whose batch all ranks see whole."""
+    """A rank's share of a model; all ranks read the whole batch."""
 
     enter: Exchange = staticmethod(copied)
     leave: Exchange = staticmethod(added)
@@ -132,15 +138,14 @@ class TensorCut(ParallelModel):
 
     def full_weights(self) -> dict[str, Tensor]:
         parts = zip(self.names, self._own(), self._cuts, strict=True)
-        return {name: own if cut is None else cut.joined(self._shared.everybodys(own)) for name, own, cut in parts}
+        return {name: own if cut is None else cut.joined(self._shared.all_of(own)) for name, own, cut in parts}
 
     def _own(self) -> list[Tensor]:
-        """What the ranks that share tensors join: this rank's shares, and what all of them have."""
         return self.weights
 
 
 class SequenceCut(TensorCut):
-    """The same, and of the stream a rank's tokens only. What all ranks have whole got gradients of those: a sum."""
+    """TensorCut with this rank's tokens of the stream only. Gradients of weights that all ranks have are summed."""
 
     enter = staticmethod(gathered)
     leave = staticmethod(scattered)
@@ -153,7 +158,6 @@ class SequenceCut(TensorCut):
         return group
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        """Gradients of what all ranks have are added up in one message."""
         group = self._shared
         group.phase = phase
         with phase.elementwise:
@@ -163,3 +167,37 @@ class SequenceCut(TensorCut):
             common = [parameter.grad for parameter, cut in zip(self.parameters, self._cuts, strict=True) if cut is None]
             group.added_together([tensor for tensor in common if tensor is not None])
         return loss.detach()
+
+
+class TensorFSDP(TensorCut):
+    """Tensor parallelism over pairs of ranks, and FSDP2 over the pairs, which divide the batch. A rank keeps a shard of
+    its share in the pair; the other shards are with its counterparts in other pairs."""
+
+    def __init__(self, job: Job) -> None:
+        mesh = _pairs(job.group, job.facts.kind)
+        self._pair, self.sharers = mesh.get_group("tensor"), mesh.get_group("data")
+        super().__init__(replace(job, group=self._pair))
+        shard(self.module, mesh["data"], "fp32")
+        ParallelModel.__init__(self, dict(self.module.named_parameters()), job.loss_scale)
+        self.group = job.group
+
+    def witnesses(self) -> list[Witness]:
+        pair = dist.get_process_group_ranks(self._pair)
+        return [ScaleWitness(self.layers(), self.shared_roles, self.group, pair)]
+
+    def _own(self) -> list[Tensor]:
+        wholes = [parameter.detach() for parameter in self.parameters]
+        return [whole.full_tensor() if isinstance(whole, DTensor) else whole for whole in wholes]
+
+
+@cache
+def _pairs(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
+    """The mesh (data, tensor), in which neighbouring ranks share tensors. Its groups have the backend of the whole
+    group, which may send nothing."""
+    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, 2)
+    backend, here = dist.get_backend(group), group.rank()
+    groups = {}
+    for name, sets in (("data", ranks.t().tolist()), ("tensor", ranks.tolist())):
+        made = {tuple(pair): dist.new_group(pair, backend=backend) for pair in sets}
+        groups[name] = next(group for members, group in made.items() if ranks.view(-1)[here] in members)
+    return DeviceMesh.from_group(list(groups.values()), kind, mesh=ranks, mesh_dim_names=tuple(groups))

@@ -1,8 +1,8 @@
-"""The ways of training one model by several ranks: what each can do, what it makes on a rank, and how blocks are cut.
+"""The ways of training one model on several ranks: what each can do, what it makes on a rank, how blocks are cut.
 
-A layer that makes features is cut by its outputs, each of the parts that lie behind each other in it (queries, keys and
-values; gate and value) by itself, so that a rank has whole heads. The layer that takes those features is cut by its
-inputs, and what ranks get of it has to be added up. No torch here: plans read it.
+A layer that makes features is cut along its outputs, separately in each part that it joins (queries, keys, values;
+gate, value), so that a rank has whole heads. The layer that takes those features is cut along its inputs, and the
+ranks' sums have to be added up. No torch here: plans read it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 OUTPUTS, INPUTS = 0, 1
-# Whose largest magnitude scales a part of a tensor.
+# Which ranks' largest magnitude scales a part of a tensor.
 OWN, OF_GROUP = AMAX_GROUPS = ("own", "group")
-# What is a choice of some ways only: an axis of the workload, with what it says.
+# Axes that only some ways have, with their explanations.
 OPTIONS = {
     "wire": "what gradients, weights or tokens are while they are sent; stream: as a model computes them",
     "microbatches": "parts of a batch that follow each other through a pipeline",
@@ -36,13 +36,13 @@ OPTIONS = {
 }
 _AMAX = {"amax": AMAX_GROUPS}
 _MICROBATCHES = {"microbatches": ("2", "4")}
-# Layers of torchao's, whose weights travel as float32 or as the codes that they multiply by.
+# torchao's layers, whose weights travel as float32 or as codes.
 _TORCHAO = ("torchao_fp32", "torchao_fp8")
 
 
 @dataclass(frozen=True)
 class ParallelCase:
-    """One case as a rule sees it; `batch` is in sequences of all ranks together."""
+    """A case as rules see it; `batch` is the number of sequences of all ranks together."""
 
     config: GPTConfig
     batch: int
@@ -54,10 +54,10 @@ class ParallelCase:
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank makes its part of a model from.
+    """What a rank needs to make its part of a model.
 
-    `make` gives the whole model, with the same weights on every rank. All that is sent goes through `group`, which may
-    be one that sends nothing. `emulated` says that the device has no kernels for the precision.
+    `make` gives the whole model, with the same weights on every rank. Everything is sent through `group`, which may be
+    one that sends nothing. `emulated` says that the device has no kernels for the precision.
     """
 
     make: Callable[[], GPT]
@@ -72,11 +72,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Way:
-    """A way of training one model by several ranks.
+    """A way of training one model on several ranks.
 
-    `refused` says why a case cannot be, '' where it can. `model` makes this rank's part, and is called on all ranks at
-    once. `options` are its own axes, of OPTIONS, each with all values that it takes. With `experts` the model has so
-    many in each feed-forward block, of half its width each.
+    `refused` says why a case is impossible, '' if it is not. `model` makes this rank's part; all ranks call it at once.
+    `options` are the way's axes, of OPTIONS, with all their values. With `experts` the model has so many in each
+    feed-forward block, each half as wide.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Cut:
-    """Along `dim` there are parts of such sizes, and each rank has its share of every one of them."""
+    """A cut along `dim`: each rank gets its share of every one of the `parts`, which are given by their sizes."""
 
     dim: int
     parts: tuple[int, ...]
@@ -122,13 +122,11 @@ def cuts(config: GPTConfig) -> dict[str, Cut]:
 
 
 def cut_of(parameter: str, config: GPTConfig) -> Cut | None:
-    """How a parameter of the model is cut, by its name in it; None of one that every rank has whole."""
     words = parameter.split(".")
     return cuts(config).get(".".join(words[2:-1])) if words[0] == "blocks" else None
 
 
 def uncuttable(config: GPTConfig, ranks: int) -> str:
-    """Why so many ranks cannot share a model's blocks; '' where they can."""
     numbers = {"heads": config.heads, "heads of keys": config.key_heads, "hidden features": config.hidden}
     for what, number in numbers.items():
         if number % ranks:
@@ -137,7 +135,7 @@ def uncuttable(config: GPTConfig, ranks: int) -> str:
 
 
 def _made_by(kind: str) -> Callable[[Job], ParallelModel]:
-    """By a class of a module beside this one, which is imported when it is needed: it brings torch along."""
+    """Makes a model by a class of another module here, which is imported late because it needs torch."""
 
     def model(job: Job) -> ParallelModel:
         made: ParallelModel = resolve_name(f"{__package__}.{kind}")(job)
@@ -218,15 +216,15 @@ def _unpaired(asked: ParallelCase) -> str:
 
 
 class ScaleTraffic(NamedTuple):
-    """What ranks exchange in a step so that they cast by one scale: messages that are waited for, bytes of a rank."""
+    """What ranks exchange in a step to cast by common scales: messages that are waited for, and bytes of a rank."""
 
     messages: int
     bytes: float
 
 
 def scale_traffic_of_cuts(blocks: int, ranks: int) -> ScaleTraffic:
-    """By formula, of `tp` and `sp` under amax=group with a scale for each whole tensor: each cast of one that is cut
-    asks first, of two operands of four products in a block."""
+    """For `tp` and `sp` under amax=group with one scale a tensor: in each block two operands of four products are cut,
+    and each of their casts asks all ranks first."""
     casts = 2 * 4 * blocks
     return ScaleTraffic(casts, 4 * casts * 2 * (ranks - 1) / ranks)
 
@@ -240,22 +238,22 @@ WAYS = {
             _unrouted, _made_by("expert_parallel:ExpertsByRanks"),
             {"wire": ("stream", "bf16", "fp8"), "load": ("uniform", "zipf:1", "router")}, experts=8),
         Way("fsdp2", "weights, gradients and moments cut into equal rows, torch's fully_shard",
-            _unequal_rows, _made_by("fsdp:FSDPModel"), {"wire": ("fp32", "bf16", *_TORCHAO)}),
-        # The same losses and the same wait, with the activations of at most as many microbatches as stages.
+            _unequal_rows, _made_by("data_parallel:FSDPModel"), {"wire": ("fp32", "bf16", *_TORCHAO)}),
+        # The same losses and wait as pp_gpipe, but it keeps the activations of at most as many microbatches as stages.
         Way("pp_1f1b", "blocks cut into stages; each microbatch goes backward as soon as it can",
             lambda asked: _unstaged(asked, asked.ranks), _made_by("pipeline:OneForwardOneBackward"), _MICROBATCHES),
-        # As long as it waits it keeps the activations of all microbatches.
+        # Keeps the activations of all microbatches.
         Way("pp_gpipe", "blocks cut into stages; all microbatches go forward, then all backward",
             _unstaged, _made_by("pipeline:GPipe"), _MICROBATCHES),
-        # As many bytes as tp, and less memory: what lies between the parts of a block is divided, too.
+        # As many bytes as tp, but less memory: what lies between the parts of a block is divided, too.
         Way("sp", "tp, and of what lies between a block's parts a rank has its tokens only: gathered before, scattered "
             "after", _uncut_tokens, _made_by("tensor_parallel:SequenceCut"), {"wire": ("stream", "fp8"), **_AMAX}),
-        # Megatron-LM's exchanges: a sum behind attention and feed-forward part each, one before them in backward.
+        # Megatron-LM's exchanges: a sum after attention and after feed-forward, and in backward one before each.
         Way("tp", "heads and hidden features cut; what blocks make is added up, amax groups are a choice",
             lambda asked: _uncut(asked, asked.ranks), _made_by("tensor_parallel:TensorCut"), _AMAX),
-        # What large trainings do: tensors within a machine, FSDP between machines.
+        # For large trainings: tensors within a machine, FSDP between machines.
         Way("tp_fsdp", "pairs of ranks share tensors as tp does, and FSDP2 shards what a pair has over all pairs",
-            _unpaired, _made_by("fsdp:TensorFSDP"), _AMAX, least_ranks=4),
+            _unpaired, _made_by("tensor_parallel:TensorFSDP"), _AMAX, least_ranks=4),
         Way("zero", "ZeRO-1: each weight has one owner, which gets its gradient, updates it and sends it to all",
             _unowned, _made_by("data_parallel:ZeroModel"), {"wire": ("fp32", "bf16", "fp8")}),
     )

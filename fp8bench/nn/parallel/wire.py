@@ -1,4 +1,4 @@
-"""What a step sends, as torch is asked to: counted by operation and dtype, and sent again by itself."""
+"""What a step sends, at the level of torch's operators: counted by operation and dtype, and sent again by itself."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fp8bench.model.ranks import Sent
 from fp8bench.numerics.operands import OperatorWatch
 
-# Of the bytes that it brings to an operation a ring's rank sends that many times to others, of n ranks.
+# For n ranks, what a rank sends in a ring as a multiple of the bytes that it brings to an operation.
 _FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: float(n - 1),
     "send": lambda n: 1.0,
     **dict.fromkeys(("reduce_scatter", "all_to_all", "broadcast", "reduce"), lambda n: (n - 1) / n),
 }
-# The operation, and where among its arguments lies what this rank brings.
+# The kind of operation, and the place of its argument that holds what this rank brings.
 _OPERATIONS = {
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::allreduce_coalesced_": ("all_reduce", 0),
@@ -55,17 +55,17 @@ _SENDS_NOTHING = {
 
 
 class NotCounted(RuntimeError):
-    """An operation between ranks of which nobody has said what it sends."""
+    """An operation between ranks whose bytes are not defined here."""
 
 
 class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Sees every operation between ranks while it is open: torch's own (c10d), and those of DTensor.
+    """Watches every operation between ranks in its body: torch's own (c10d), and those of DTensor.
 
-    What a rank sends of one is what a ring sends, which a backend need not take.
+    It counts what a ring would send, which a backend need not use.
     """
 
     def __init__(self, rank: int = 0, again: bool = True) -> None:
-        """With `again` it can be sent again, for which tensors as large are kept."""
+        """With `again` the operations can be sent again, which keeps tensors as large as theirs."""
         super().__init__()
         self._rank, self._keeps = rank, again
         self._calls: Counter[tuple[str, str]] = Counter()
@@ -73,7 +73,7 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
         self._again: list[tuple[Any, Any]] = []
 
     def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        # What a DTensor asks of other ranks is within, and comes by itself.
+        # Operations of a DTensor contain these.
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.name().partition(".")[0]
             self._count(name, args)
@@ -82,7 +82,6 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
         return func(*args, **named)
 
     def sent(self, rank: int) -> tuple[Sent, ...]:
-        """By operation and dtype, the most bytes first."""
         ordered = sorted(self._bytes, key=lambda key: (-self._bytes[key], key))
         return tuple(
             Sent(rank, operation, dtype, self._calls[operation, dtype], self._bytes[operation, dtype])
@@ -90,7 +89,7 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
         )
 
     def send_again(self) -> None:
-        """The same operations in their order, of zeros, each waited for; sends and receipts together at the end."""
+        """The same operations on zeros, each waited for; sends and receives are waited for together at the end."""
         open_works = []
         for func, args in self._again:
             works = _works(func(*args))
@@ -107,7 +106,7 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
             raise NotCounted(f"the bytes of {name} are not counted: give it a line in nn/parallel/wire.py")
         operation, place = _OPERATIONS[name]
         share = _FACTORS[operation](_size(args))
-        if name == "c10d::alltoall_base_" and args[4]:  # so many rows to each rank: those to itself go nowhere
+        if name == "c10d::alltoall_base_" and args[4]:  # rows to the rank itself are not sent
             share = 1 - args[4][self._rank] / max(1, sum(args[4]))
         for tensor in tree_leaves(args[place]):
             key = operation, str(tensor.dtype).removeprefix("torch.")
@@ -116,7 +115,6 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
 
 
 def _size(args: Sequence[Any]) -> int:
-    """Of the group among the arguments of an operation: an object of it, or its name, which comes last."""
     boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
     if boxed:
         return int(dist.ProcessGroup.unbox(boxed[0]).size())
@@ -124,7 +122,6 @@ def _size(args: Sequence[Any]) -> int:
 
 
 def _works(result: Any) -> list[Any]:
-    """What an operation gave that can be waited for: a work, or a tensor that is not there yet."""
     boxed = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.ScriptObject)]
     return boxed or [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
 

@@ -36,8 +36,7 @@ class BitwiseRanks(Workload):
         import torch
         import torch.distributed as dist
 
-        from fp8bench.numerics.collectives import COLLECTIVES, REDUCING, InFP8, rank_values
-        from fp8bench.numerics.fp8_reduce import SCALINGS, WAYS
+        from fp8bench.numerics.collectives import COLLECTIVES, REDUCING, SCALINGS, WAYS, InFP8, rank_values
 
         rank, size = dist.get_rank(), dist.get_world_size()
         sources = [rank_values(0, one, 1 << 12, shared=True) for one in range(size)]

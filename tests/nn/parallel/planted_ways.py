@@ -1,4 +1,4 @@
-"""Ways of training in parallel in which rank 1 makes a mistake, by the size that the name says."""
+"""Ways of parallel training in which rank 1 makes a mistake of the size in its name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.nn.parallel.ways import AMAX_GROUPS, WAYS, Job, Way
-from fp8bench.numerics import fp8_reduce
+from fp8bench.numerics import collectives
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,6 @@ def plant(name: str, model: Callable[[Job], ParallelModel], options: Mapping[str
 
 
 def ddp(name: str, body: Callable[[type[DDPModel]], type[DDPModel]]) -> None:
-    """A way that is DDP's but for what `body` makes of its model."""
 
     def model(job: Job) -> ParallelModel:
         from fp8bench.nn.parallel.data_parallel import DDPModel
@@ -34,18 +33,16 @@ def ddp(name: str, body: Callable[[type[DDPModel]], type[DDPModel]]) -> None:
 
 
 def forgets(kind: type[DDPModel]) -> type[DDPModel]:
-    """Gradients are sent to nobody."""
-    from fp8bench.nn.parallel.data_parallel import _unsent
+    from fp8bench.nn.parallel.data_parallel import _done
 
     class Model(kind):  # type: ignore[misc, valid-type]
         def _hook(self, wire: str) -> Any:
-            return _unsent
+            return lambda bucket: _done(bucket.buffer())
 
     return Model
 
 
 def heavier(times: float) -> Callable[[type[DDPModel]], type[DDPModel]]:
-    """What rank 1 sends is so many times as large as it is."""
 
     def body(kind: type[DDPModel]) -> type[DDPModel]:
         class Model(kind):  # type: ignore[misc, valid-type]
@@ -71,7 +68,7 @@ def other_scale(times: float) -> Callable[[Job], ParallelModel]:
     def model(job: Job) -> ParallelModel:
         from fp8bench.nn.parallel import tensor_parallel
         from fp8bench.nn.parallel.exchanges import RankGroup
-        from fp8bench.nn.parallel.fsdp import TensorFSDP
+        from fp8bench.nn.parallel.tensor_parallel import TensorFSDP
 
         class Wrong(RankGroup):
             def largest(self, x: Tensor) -> Tensor:
@@ -87,19 +84,17 @@ def other_scale(times: float) -> Callable[[Job], ParallelModel]:
 
 
 def nobody_asked(job: Job) -> ParallelModel:
-    """Scales of shares are each rank's own where they should be those of whole tensors."""
     from fp8bench.nn.parallel.tensor_parallel import TensorCut
 
     model = TensorCut(job)
     for layer in model.module.modules():
         scales = getattr(getattr(layer, "arithmetic", None), "scales", {})
-        for one in scales.values():
-            one._largest = lambda x: x
+        for item in scales.values():
+            item._largest = lambda x: x
     return model
 
 
 def one_sum_forgotten(job: Job) -> ParallelModel:
-    """Of one part of a block gradients are not added up."""
     from fp8bench.nn.parallel.tensor_parallel import TensorCut
 
     model = TensorCut(job)
@@ -108,19 +103,18 @@ def one_sum_forgotten(job: Job) -> ParallelModel:
 
 
 def other_wire_scale(way: Way) -> Callable[[Job], ParallelModel]:
-    """What rank 1 sends in FP8 is by twice the scale that its values ask for."""
 
     def model(job: Job) -> ParallelModel:
         made: Any = way.model(job)
         wire = made.fp8_wire
-        own, result = fp8_reduce.largest_scale, wire._result
+        own, result = collectives.largest_scale, wire._result
 
         def wrong(*given: Any) -> Any:
-            fp8_reduce.largest_scale = lambda amax: own(amax) * 2
+            collectives.largest_scale = lambda amax: own(amax) * 2
             try:
                 return result(*given)
             finally:
-                fp8_reduce.largest_scale = own
+                collectives.largest_scale = own
 
         if job.group.rank() == 1:
             wire._result = wrong
@@ -144,8 +138,8 @@ def expert_mistake(kind: str) -> Callable[[Job], ParallelModel]:
             return made
 
         class Turned(RankGroup):
-            def handed(self, x: Tensor, sent: Any, received: Any) -> Tensor:
-                got = super().handed(x, sent, received)
+            def exchanged_rows(self, x: Tensor, sent: Any, received: Any) -> Tensor:
+                got = super().exchanged_rows(x, sent, received)
                 return got.roll(1, 0) if self.rank == 1 else got
 
         turned = Turned(job.group)
@@ -158,7 +152,6 @@ def expert_mistake(kind: str) -> Callable[[Job], ParallelModel]:
 
 
 def seen_twice(kind: type[DDPModel]) -> type[DDPModel]:
-    """Rank 1 takes rank 0's share of a batch."""
 
     class Model(kind):  # type: ignore[misc, valid-type]
         def own_share(self, batch: Tensor) -> Tensor:
@@ -168,40 +161,37 @@ def seen_twice(kind: type[DDPModel]) -> type[DDPModel]:
 
 
 def undivided(kind: type[DDPModel]) -> type[DDPModel]:
-    """Gradients are sums, not means."""
 
     class Model(kind):  # type: ignore[misc, valid-type]
         def gradients(self) -> list[Tensor]:
-            return [one * self.group.size() for one in super().gradients()]
+            return [gradient * self.group.size() for gradient in super().gradients()]
 
     return Model
 
 
 def stale(kind: type[DDPModel]) -> type[DDPModel]:
-    """Buckets are sent by the scale of the bucket before; the first by 1."""
 
     class Model(kind):  # type: ignore[misc, valid-type]
         _before: Tensor | None = None
 
         def _in_fp8(self, bucket: Any) -> Any:
-            own, before = fp8_reduce.scaled, self._before
+            own, before = collectives.scaled, self._before
 
             def scaled(*given: Any) -> Any:
                 _, self._before = yield from own(*given)
                 used = self._before.new_ones(1) if before is None else before
                 return given[0] * used, used
 
-            fp8_reduce.scaled = scaled  # type: ignore[assignment]
+            collectives.scaled = scaled  # type: ignore[assignment]
             try:
                 return super()._in_fp8(bucket)
             finally:
-                fp8_reduce.scaled = own
+                collectives.scaled = own
 
     return Model
 
 
 def forgets_layer(kind: type[DDPModel]) -> type[DDPModel]:
-    """Of one layer every rank keeps its own gradient."""
 
     class Model(kind):  # type: ignore[misc, valid-type]
         def _hook(self, wire: str) -> Any:
@@ -211,7 +201,7 @@ def forgets_layer(kind: type[DDPModel]) -> type[DDPModel]:
             def hook(bucket: Any) -> Any:
                 forgotten = dict(self.module.named_parameters())[name]
                 pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-                kept = [(gradient, gradient.clone()) for one, gradient in pairs if one is forgotten]
+                kept = [(gradient, gradient.clone()) for item, gradient in pairs if item is forgotten]
                 assert sent is not None
                 done = sent(bucket)
                 done.wait()

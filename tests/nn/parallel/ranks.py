@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: what they exchange lies on a board, so that every rule of it can be tested."""
+"""Ranks as threads of one process, which exchange over a shared board, so that every exchange can be checked."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from fp8bench.nn.parallel.exchanges import RankGroup
-from fp8bench.numerics.rank_programs import AllGather, AllToAll, Handed, Largest, Program
+from fp8bench.numerics.rank_programs import AllGather, AllToAll, Largest, Program, RowsToRanks
 
 T = TypeVar("T")
 
 
 class Board:
-    """Where ranks lay what they bring, and take what all have brought."""
+    """Where ranks put their contributions, and take those of all."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -26,12 +26,12 @@ class Board:
         self._brought: list[Tensor] = [torch.empty(0)] * size
         self.bytes = 0
 
-    def everybodys(self, rank: int, x: Tensor) -> list[Tensor]:
+    def all_of(self, rank: int, x: Tensor) -> list[Tensor]:
         self._brought[rank] = x
         self._barrier.wait()
-        found = list(self._brought)
+        result = list(self._brought)
         self._barrier.wait()
-        return found
+        return result
 
     def give_up(self) -> None:
         self._barrier.abort()
@@ -39,7 +39,7 @@ class Board:
 
 @dataclass
 class Place:
-    """A rank's place at a board, in the manner of a process group."""
+    """A rank's place at a board, with the interface of a process group."""
 
     board: Board
     number: int
@@ -53,19 +53,19 @@ class Place:
 
 
 class ThreadedGroup(RankGroup):
-    """The exchanges of RankGroup by a board; counts the bytes that are handed over, by exchange."""
+    """RankGroup over a board; counts the bytes of each exchange."""
 
     handle: Any
     silent = False
 
-    def handed(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def exchanged_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         place = self.handle
         others = sum(sent) - sent[self.rank]
-        place.sent["handed"] = place.sent.get("handed", 0) + others * x[:1].nelement() * x.element_size()
+        place.sent["rows"] = place.sent.get("rows", 0) + others * x[:1].nelement() * x.element_size()
         with self.phase.communication:
-            counts = place.board.everybodys(place.number, torch.tensor(sent))
-            rows = place.board.everybodys(place.number, x.detach().clone())
-        parts = [one.split(count.tolist())[self.rank] for one, count in zip(rows, counts, strict=True)]
+            counts = place.board.all_of(place.number, torch.tensor(sent))
+            rows = place.board.all_of(place.number, x.detach().clone())
+        parts = [row.split(count.tolist())[self.rank] for row, count in zip(rows, counts, strict=True)]
         assert [len(part) for part in parts] == list(received)
         return torch.cat(parts)
 
@@ -75,8 +75,8 @@ class ThreadedGroup(RankGroup):
     def largest(self, x: Tensor) -> Tensor:
         return torch.stack(self._brought("largest", x)).amax(0)
 
-    def everybodys(self, x: Tensor) -> list[Tensor]:
-        return self._brought("everybodys", x)
+    def all_of(self, x: Tensor) -> list[Tensor]:
+        return self._brought("all_of", x)
 
     def all_parts(self, x: Tensor) -> Tensor:
         return torch.stack(self._brought("gathered", x))
@@ -85,24 +85,23 @@ class ThreadedGroup(RankGroup):
         return torch.stack(self._brought("scattered", parts)).sum(0)[self.rank]
 
     def to_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        for one, owner in zip(tensors, owners, strict=True):
-            whole = torch.stack(self._brought("to_owners", one)).sum(0)
+        for tensor, owner in zip(tensors, owners, strict=True):
+            whole = torch.stack(self._brought("to_owners", tensor)).sum(0)
             if owner == self.rank:
-                one.copy_(whole)
+                tensor.copy_(whole)
 
     def from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        for one, owner in zip(tensors, owners, strict=True):
-            one.copy_(self._brought("from_owners", one)[owner])
+        for tensor, owner in zip(tensors, owners, strict=True):
+            tensor.copy_(self._brought("from_owners", tensor)[owner])
 
     def _brought(self, what: str, x: Tensor) -> list[Tensor]:
         place = self.handle
         place.sent[what] = place.sent.get(what, 0) + x.numel() * x.element_size()
         with self.phase.communication:
-            return [one.detach() for one in place.board.everybodys(place.number, x.detach().clone())]
+            return [item.detach() for item in place.board.all_of(place.number, x.detach().clone())]
 
 
 def on_board(place: Place, program: Program[T]) -> T:
-    """The result of a rank's program, whose exchanges go over the board."""
     answer: Any = None
     while True:
         try:
@@ -112,9 +111,9 @@ def on_board(place: Place, program: Program[T]) -> T:
             return result
         name = type(exchange).__name__
         place.sent[name] = place.sent.get(name, 0) + int(exchange.sent(place.size()))
-        payloads = place.board.everybodys(place.number, exchange.payload)
-        if isinstance(exchange, Handed):
-            to = place.board.everybodys(place.number, torch.tensor(exchange.to))
+        payloads = place.board.all_of(place.number, exchange.payload)
+        if isinstance(exchange, RowsToRanks):
+            to = place.board.all_of(place.number, torch.tensor(exchange.to))
             answer = [own.split(some.tolist())[place.number] for own, some in zip(payloads, to, strict=True)]
         elif isinstance(exchange, AllToAll):
             answer = torch.stack([rows[place.number] for rows in payloads])
@@ -124,7 +123,6 @@ def on_board(place: Place, program: Program[T]) -> T:
 
 
 def on_ranks(size: int, run: Callable[[Place], T]) -> list[T]:
-    """What each rank comes to; the first failure of any of them is raised."""
     board = Board(size)
 
     def one(rank: int) -> T:

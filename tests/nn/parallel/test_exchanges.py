@@ -1,4 +1,4 @@
-"""What several ranks make of vectors in FP8, all of them simulated in this process."""
+"""FP8 exchanges of several ranks, simulated in this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.nn.parallel.exchanges import FP8Wire, OfRank
-from fp8bench.numerics.fp8_reduce import Pieces, mean_of_tensors, tensors_transported
+from fp8bench.numerics.collectives import Pieces, mean_of_tensors, tensors_transported
 from fp8bench.numerics.rank_programs import simulated
 from tests.nn.parallel.ranks import Board, Place
 
@@ -30,18 +30,17 @@ def of_all(program: str, values: list[Tensor]) -> list[Tensor]:
 
 def test_a_mean_is_everybodys_whatever_its_length() -> None:
     values = [torch.randn(100, generator=torch.Generator().manual_seed(rank)) for rank in range(RANKS)]
-    found, wanted = of_all("mean_of", values), torch.stack(values).mean(0)
-    for one in found:
-        assert torch.equal(one, found[0]) and len(one) == 100
-        assert (one - wanted).norm() < ROUNDING * wanted.norm()
+    result, wanted = of_all("mean_of", values), torch.stack(values).mean(0)
+    for tensor in result:
+        assert torch.equal(tensor, result[0]) and len(tensor) == 100
+        assert (tensor - wanted).norm() < ROUNDING * wanted.norm()
 
 
 def test_what_is_joined_has_a_scale_for_each_part() -> None:
-    """Parts of very different sizes lose no more than one of them would."""
     values = [torch.randn(33, generator=torch.Generator().manual_seed(rank)) * 1e4**rank for rank in range(RANKS)]
-    for found in of_all("_joined_of", values):
-        for one, part in zip(found.chunk(RANKS), values, strict=True):
-            assert (one - part).norm() < ROUNDING * part.norm()
+    for result in of_all("_joined_of", values):
+        for tensor, part in zip(result.chunk(RANKS), values, strict=True):
+            assert (tensor - part).norm() < ROUNDING * part.norm()
 
 
 # Of three owners the tensors, of very different sizes.
@@ -56,7 +55,6 @@ def tensors_of(seed: int) -> list[list[Tensor]]:
 
 
 def as_sent(values: np.ndarray, amax: float) -> np.ndarray:
-    """By the definition, in another library's E4M3."""
     scale = 2.0 ** np.floor(np.log2(448 / amax)) if amax else 1.0
     return (values * scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) / scale
 
@@ -64,30 +62,29 @@ def as_sent(values: np.ndarray, amax: float) -> np.ndarray:
 def test_each_tensor_is_sent_with_a_scale_of_its_own() -> None:
     owned = tensors_of(0)
     programs = [tensors_transported(torch.cat(some), rank, PIECES) for rank, some in enumerate(owned)]
-    wanted = np.concatenate([as_sent(one.numpy(), float(one.abs().max())) for some in owned for one in some])
-    for found in simulated(programs):
-        assert np.array_equal(found.double().numpy(), wanted)
+    wanted = np.concatenate([as_sent(item.numpy(), float(item.abs().max())) for some in owned for item in some])
+    for result in simulated(programs):
+        assert np.array_equal(result.double().numpy(), wanted)
 
 
 def test_each_gradient_is_a_mean_with_a_scale_of_its_own() -> None:
-    """That of the largest magnitude over all ranks: codes of all are read by one scale."""
     brought = [tensors_of(rank) for rank in range(RANKS)]
     programs = [
-        mean_of_tensors(torch.cat([one for some in own for one in some]), rank, PIECES)
+        mean_of_tensors(torch.cat([item for some in own for item in some]), rank, PIECES)
         for rank, own in enumerate(brought)
     ]
-    for rank, found in enumerate(simulated(programs)):
+    for rank, result in enumerate(simulated(programs)):
         wanted = []
         for place in range(len(LENGTHS[rank])):
             own = [brought[other][rank][place].numpy() for other in range(RANKS)]
-            amax = max(float(np.abs(one).max()) for one in own)
-            wanted.append(sum(as_sent(one, amax) for one in own) / RANKS)
-        assert found.double().numpy() == pytest.approx(np.concatenate(wanted), rel=1e-6)
+            amax = max(float(np.abs(item).max()) for item in own)
+            wanted.append(sum(as_sent(item, amax) for item in own) / RANKS)
+        assert result.double().numpy() == pytest.approx(np.concatenate(wanted), rel=1e-6)
 
 
 def test_a_tensor_that_is_not_finite_spoils_no_other() -> None:
     own = tensors_of(0)
     own[0][0][2] = float("nan")
-    every = torch.cat([one for some in own for one in some])
+    every = torch.cat([item for some in own for item in some])
     first, *others = simulated([mean_of_tensors(every, rank, PIECES) for rank in range(RANKS)])
-    assert first[:5].isnan().any() and first[5:].isfinite().all() and all(one.isfinite().all() for one in others)
+    assert first[:5].isnan().any() and first[5:].isfinite().all() and all(item.isfinite().all() for item in others)

@@ -1,4 +1,4 @@
-"""Experts by ranks against the same block on one rank, bit for bit; bytes by hand, and mistakes that are planted."""
+"""Expert parallelism against one rank bit for bit, bytes by hand, and planted mistakes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.nn.experts import Experts, made_load
+from fp8bench.nn.experts import Experts, draw_load
 from fp8bench.nn.gpt import FeedForward
 from fp8bench.nn.parallel import expert_parallel
 from fp8bench.nn.parallel.expert_parallel import RankedExperts
@@ -26,20 +26,19 @@ LOADS = ("router", "uniform", "zipf:1", "zipf:4")
 
 
 def block(precision: str, load: str) -> Experts:
-    """The same on every rank."""
     with torch.random.fork_rng([]):
         torch.manual_seed(1)
         arithmetic = precisions.get(precision).arithmetic(CPU)
         made = Experts(WIDTH, EXPERTS, lambda own: FeedForward(WIDTH, HIDDEN, True, 1.0, own), lambda name: arithmetic)
         with torch.no_grad():
             made.router.mul_(20)
-    made.ahead = made_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
+    made.ahead = draw_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
     return made
 
 
 @dataclass
 class Passed:
-    """Of a pass forward and backward: what came out, gradients by name, the balancing loss, bytes and rows."""
+    """A pass forward and backward: output, gradients by name, balancing loss, bytes and rows."""
 
     output: Tensor
     of_input: Tensor
@@ -53,9 +52,9 @@ def passed(made: Experts, x: Tensor, pull: Tensor, first: int = 0) -> Passed:
     x = x.clone().requires_grad_()
     output = made(x, SilentPhases())
     (output * pull).sum().backward()
-    gradients = {name: one.grad for name, one in made.named_parameters() if one.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in made.named_parameters() if parameter.grad is not None}
     assert x.grad is not None and made.balance is not None
-    renamed = {_moved(name, first): one for name, one in gradients.items()}
+    renamed = {_moved(name, first): gradient for name, gradient in gradients.items()}
     return Passed(output.detach(), x.grad, renamed, float(made.balance.detach()))
 
 
@@ -76,23 +75,22 @@ def by_ranks(ranks: int, precision: str, load: str, wire: str = "stream") -> lis
     def one(place: Place) -> Passed:
         group = ThreadedGroup(place)  # type: ignore[arg-type]
         made = RankedExperts(blocks[place.number], group, wire)
-        found = passed(made, x.chunk(ranks)[place.number], pull.chunk(ranks)[place.number], made.own.start)
-        found.sent, found.rows = place.sent["handed"], tuple(made.rows)
-        return found
+        result = passed(made, x.chunk(ranks)[place.number], pull.chunk(ranks)[place.number], made.own.start)
+        result.sent, result.rows = place.sent["rows"], tuple(made.rows)
+        return result
 
     return on_ranks(ranks, one)
 
 
 def differing(ranks: int, precision: str, load: str, wire: str = "stream") -> set[str]:
-    """What is not what one rank computes, to the bit; of the router's gradient the ranks' sum, to rounding."""
     alone, together = passed(block(precision, load), *tokens()), by_ranks(ranks, precision, load, wire)
-    gradients = {name: one for rank in together for name, one in rank.gradients.items()}
+    gradients = {name: gradient for rank in together for name, gradient in rank.gradients.items()}
     gradients["router"] = sum((rank.gradients["router"] for rank in together), torch.zeros(()))
     missing = gradients.keys() ^ alone.gradients.keys()
     if missing:
         return {*missing}
     router = alone.gradients.pop("router")
-    same = {name: torch.equal(gradients[name], one) for name, one in alone.gradients.items()}
+    same = {name: torch.equal(gradients[name], gradient) for name, gradient in alone.gradients.items()}
     same["router"] = torch.allclose(gradients["router"], router, rtol=1e-4, atol=1e-5)
     same["output"] = torch.equal(torch.cat([rank.output for rank in together]), alone.output)
     same["input"] = torch.equal(torch.cat([rank.of_input for rank in together]), alone.of_input)
@@ -104,20 +102,18 @@ def differing(ranks: int, precision: str, load: str, wire: str = "stream") -> se
 @for_each("load", LOADS)
 @for_each("precision", ["fp32", "bf16", "fp8", "mxfp8"])
 def test_ranks_compute_what_one_does_bit_for_bit(precision: str, load: str) -> None:
-    """Down to one expert a rank."""
     for ranks in (2, 4, 8) if (precision, load) == ("fp32", "zipf:1") else (2,):
         assert differing(ranks, precision, load) == set()
 
 
 def rows_to(load: str, ranks: int) -> list[list[int]]:
-    """From each rank to each, counted one token after the other."""
-    plan = made_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
+    plan = draw_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
     assert plan is not None
-    found = [[0] * ranks for _ in range(ranks)]
+    result = [[0] * ranks for _ in range(ranks)]
     for token, chosen in enumerate(plan.tolist()):
         for expert in chosen:
-            found[token // (TOKENS // ranks)][expert // (EXPERTS // ranks)] += 1
-    return found
+            result[token // (TOKENS // ranks)][expert // (EXPERTS // ranks)] += 1
+    return result
 
 
 # Bytes of a row there, and back: in FP8 a byte an element and one scale of four, the way back and gradients in bf16.
@@ -129,15 +125,14 @@ ROW_BYTES = {"stream": (4 * WIDTH, 4 * WIDTH), "bf16": (2 * WIDTH, 2 * WIDTH), "
 def test_bytes_are_counted_by_hand(load: str, wire: str) -> None:
     there, back = ROW_BYTES[wire]
     table = rows_to(load, 2)
-    for rank, found in enumerate(by_ranks(2, "fp32", load, wire)):
+    for rank, result in enumerate(by_ranks(2, "fp32", load, wire)):
         out, come = table[rank][1 - rank], table[1 - rank][rank]
         gradients = back if wire == "fp8" else there
-        assert found.sent == out * there + come * back + come * gradients + out * back
-        assert found.rows == tuple(table[0][owner] + table[1][owner] for owner in range(2))
+        assert result.sent == out * there + come * back + come * gradients + out * back
+        assert result.rows == tuple(table[0][owner] + table[1][owner] for owner in range(2))
 
 
 def test_rows_travel_in_the_bits_that_the_wire_says() -> None:
-    """Against ml_dtypes, of what experts are given; weights of one and an identity would hide it less well."""
     x, _ = tokens()
     blocks = [block("fp32", "uniform") for _ in range(2)]
 
@@ -145,7 +140,7 @@ def test_rows_travel_in_the_bits_that_the_wire_says() -> None:
         def one(place: Place) -> Tensor:
             group = ThreadedGroup(place)  # type: ignore[arg-type]
             made = RankedExperts(blocks[place.number], group, wire)
-            return made._handed(x.chunk(2)[place.number], [10, 10], [10, 10], wire)
+            return made._exchanged(x.chunk(2)[place.number], [10, 10], [10, 10], wire)
 
         return torch.cat(on_ranks(2, one))
 
@@ -160,14 +155,14 @@ def test_rows_travel_in_the_bits_that_the_wire_says() -> None:
 
 
 def test_planted_mistakes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows for the wrong expert; rows given back in another order; gradients that go nowhere; counts of one rank."""
-    handed, of_all = RankedExperts._handed, RankedExperts._of_all
+    handed, of_all = RankedExperts._exchanged, RankedExperts._counts_of_all_ranks
     for owner, name, wrong, load, seen in (
         (expert_parallel, "_by_expert", lambda here: [*range(sum(map(sum, here)))], "zipf:1", {"output", "input"}),
-        (RankedExperts, "_handed", lambda self, x, *given: handed(self, x, *given).flip(0), "uniform", {"output"}),
-        (RankedExperts, "_handed", lambda self, x, *given: handed(self, x.detach(), *given), "uniform",
+        (RankedExperts, "_exchanged", lambda self, x, *given: handed(self, x, *given).flip(0), "uniform", {"output"}),
+        (RankedExperts, "_exchanged", lambda self, x, *given: handed(self, x.detach(), *given), "uniform",
          {"experts.5.up.weight"}),
-        (RankedExperts, "_of_all", lambda self, counts: of_all(self, counts) * 0 + counts * 2, "zipf:1", {"balance"}),
+        (RankedExperts, "_counts_of_all_ranks", lambda self, counts: of_all(self, counts) * 0 + counts * 2, "zipf:1",
+         {"balance"}),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, wrong)

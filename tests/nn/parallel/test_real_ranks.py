@@ -46,14 +46,14 @@ def ranks(size: int, folder: Path) -> Iterator[Ranks]:
     tokens, planted = folder / "tokens", str(Path(__file__).with_name("planted_ways.py"))
     np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16).tofile(tokens)
     with RanksWorker(Settings(threads=1, corpus=str(tokens), imports=(planted,)), size) as worker:
-        (facts,) = (one for one in worker.probe() if one.kind == "cpu")
+        (facts,) = (item for item in worker.probe() if item.kind == "cpu")
         yield Ranks(worker, facts)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks(2, tmp_path_factory.mktemp("two")) as found:
-        yield found
+    with ranks(2, tmp_path_factory.mktemp("two")) as result:
+        yield result
 
 
 def case(precision: str, way: str, size: int = 2, **own: Scalar) -> Case:
@@ -62,25 +62,26 @@ def case(precision: str, way: str, size: int = 2, **own: Scalar) -> Case:
 
 
 def trained(size: str, ways: tuple[str, ...], folder: Path) -> tuple[dict[str, Record], list[str]]:
-    """What four ranks did, all in one launch, by way; and why the others were skipped."""
     text = folder / "text"
     text.write_text(TEXT)
     axes = (("way", ways), ("size", (size,)), ("batch", ("4",)), ("sequence", ("32",)))
     axes += (("microbatches", ("auto",)), ("amax", ("auto",)), ("wire", ("auto",)))
     request = Request("parallel", quick=True, rounds=1, data=str(text), ranks=RANKS, dtypes=("fp32",), axes=axes)
     run = pipeline.execute(request, folder / "store", SilentObserver(), "")
-    records = {named(one): one for one in run.records if one.status is not Status.SKIPPED}
-    assert {one.status for one in records.values()} == {Status.OK}, {name: one.reason for name, one in records.items()}
+    records = {named(item): item for item in run.records if item.status is not Status.SKIPPED}
+    assert {item.status for item in records.values()} == {Status.OK}, {
+        name: item.reason for name, item in records.items()
+    }
     assert {name.split()[0] for name in records} == set(ways)
     for name, record in records.items():
         least, most = (0.01, 0.15) if name.endswith("fp8") else (0.0, 1e-5)
         assert least <= gaps(record)["update_error"] < most and gaps(record)["loss_gap"] < most, (name, gaps(record))
-    return records, [one.reason for one in run.records if one.status is Status.SKIPPED]
+    return records, [item.reason for item in run.records if item.status is Status.SKIPPED]
 
 
 @pytest.mark.slow
 def test_four_ranks_that_cut_products_train_what_one_does(tmp_path: Path) -> None:
-    """And send what formulas say. Without casts there are no amax groups to choose from."""
+    """They also send what formulas say. Without casts there are no amax groups to choose from."""
     records, skipped = trained("nano", CUT, tmp_path)
     assert len(skipped) == 4
     config = replace(SIZES["nano"], sequence=32)
@@ -106,22 +107,20 @@ def test_ranks_ask_for_scales_as_often_as_the_formula_says(two: Ranks) -> None:
 
 @pytest.mark.nightly
 def test_four_ranks_do_so_too_and_pairs_share_scales(tmp_path: Path) -> None:
-    """Beside FSDP, which cuts what a pair has: a wrong scale of a pair is seen, and none of another pair is taken."""
     with ranks(RANKS, tmp_path) as four:
         assert_asked(four, RANKS, "fp8", "fp8-delayed")
         right, wrong = (case("fp8", way, RANKS, amax="group") for way in ("tp_fsdp", "tp_half"))
-        found = four.worker.within(60).error(right, four.facts)
-        assert isinstance(found, dict) and 1e-4 < found["update_error"] < 0.3
+        result = four.worker.within(60).error(right, four.facts)
+        assert isinstance(result, dict) and 1e-4 < result["update_error"] < 0.3
         with pytest.raises(WorkerFault, match=r"rank 1 multiplies the weight of blocks.0.attn.qkv by .* all ranks' sh"):
             four.worker.within(60).error(wrong, four.facts)
 
 
 def assert_asked(group: Ranks, size: int, *modes: str) -> None:
     def asked(way: str, precision: str, **own: str) -> ScaleTraffic:
-        """In float32, of the first rank."""
         sent, *_ = group.worker.ask(60, "step_parts", case(precision, way, size, **own), group.facts)
-        scales = [one for one in sent if one.rank == 0 and one.dtype == "float32"]
-        return ScaleTraffic(sum(one.calls for one in scales), sum(one.bytes for one in scales))
+        scales = [item for item in sent if item.rank == 0 and item.dtype == "float32"]
+        return ScaleTraffic(sum(item.calls for item in scales), sum(item.bytes for item in scales))
 
     config = replace(SIZES["nano"], sequence=32)
     for mode in modes:
@@ -135,7 +134,6 @@ def assert_asked(group: Ranks, size: int, *modes: str) -> None:
 
 @pytest.mark.nightly
 def test_four_stages_train_what_one_rank_does(tmp_path: Path) -> None:
-    """And send what formulas say. What a schedule cannot do with four stages is skipped, with the number."""
     records, skipped = trained("micro", PIPELINES, tmp_path)
     assert skipped == ["2 microbatches do not fill 4 stages by this schedule: choose 4 or more"]
     assert gaps(records["pp_gpipe 4"]) == gaps(records["pp_1f1b 4"])
@@ -184,32 +182,32 @@ MISTAKEN = [
 @pytest.mark.slow
 @pytest.mark.parametrize("first", sampled([0], range(4)))
 def test_mistakes_are_further_away_than_rounding(two: Ranks, first: int) -> None:
-    """Of two real ranks one makes each in turn: not much above the limit of what rounds there."""
-    for one in HONEST[first::4]:
-        found = two.worker.within(60).error(one, two.facts)
-        limits = most_apart([precisions.get(one.precision)], str(dict(one.params).get("wire", "")))
-        assert isinstance(found, dict), (one.id, found)
-        held = found["update_error"], found["furthest_error"], found["gain_error"]
-        assert all(value < 0.8 * most for value, most in zip(held, limits, strict=True)), (one.id, found)
-    for one, named in MISTAKEN[first::4]:
+    """One of two real ranks makes each mistake: not much above the limit of what rounds there."""
+    for item in HONEST[first::4]:
+        result = two.worker.within(60).error(item, two.facts)
+        limits = most_apart([precisions.get(item.precision)], str(dict(item.params).get("wire", "")))
+        assert isinstance(result, dict), (item.id, result)
+        held = result["update_error"], result["furthest_error"], result["gain_error"]
+        assert all(value < 0.8 * most for value, most in zip(held, limits, strict=True)), (item.id, result)
+    for item, named in MISTAKEN[first::4]:
         with pytest.raises(WorkerFault, match=named):
-            two.worker.within(60).error(one, two.facts)
+            two.worker.within(60).error(item, two.facts)
 
 
 def named(record: Record) -> str:
-    """'pp_1f1b 4', 'tp', 'sp fp8'."""
     params = dict(record.case.params)
     return " ".join(str(params[name]) for name in ("way", "microbatches", "wire") if name in params)
 
 
 def gaps(record: Record) -> dict[str, float]:
-    return {one.metric: one.samples[0] for one in record.measurements if one.metric.endswith(("gap", "update_error"))}
+    return {
+        item.metric: item.samples[0] for item in record.measurements if item.metric.endswith(("gap", "update_error"))
+    }
 
 
 def sent(record: Record, rank: int) -> dict[str, float]:
-    """Bytes by operation."""
-    found: dict[str, float] = {}
-    for one in record.sent:
-        if one.rank == rank:
-            found[one.operation] = found.get(one.operation, 0.0) + one.bytes
-    return found
+    result: dict[str, float] = {}
+    for item in record.sent:
+        if item.rank == rank:
+            result[item.operation] = result.get(item.operation, 0.0) + item.bytes
+    return result

@@ -1,4 +1,4 @@
-"""Agreement with one rank: what rounds in a case explains how far ranks may be from one."""
+"""Limits of how far ranks may be from one rank, by what rounds in a case."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.batches import TokenLoader
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel.model import AloneModel
-from fp8bench.nn.parallel.step import Apart, ParallelState, WeightUpdate, agreement, begun, most_apart
+from fp8bench.nn.parallel.step import Apart, ParallelState, WeightUpdate, agreement, most_apart, new_state
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.registry import precisions
 from tests.counts import for_each
@@ -24,10 +24,10 @@ CONFIG = GPTConfig(256, 32, 1, 2, 2, 64, batch=2, sequence=8)
 
 
 class Twice(AloneModel):
-    """Adds gradients up where it should take their mean: AdamW would not see it."""
+    """Sums gradients where it should take their mean, which AdamW would hide."""
 
     def gradients(self) -> list[Tensor]:
-        return [one * 2 for one in super().gradients()]
+        return [gradient * 2 for gradient in super().gradients()]
 
 
 def state(folder: Path, kind: type[AloneModel]) -> ParallelState:
@@ -37,18 +37,17 @@ def state(folder: Path, kind: type[AloneModel]) -> ParallelState:
         torch.manual_seed(1)
         model = GPT(CONFIG, lambda name: PlainArithmetic(torch.float32), torch.float32)
     loader = TokenLoader(str(tokens), 2, CONFIG.sequence, "cpu", 1, CONFIG.vocabulary)
-    return begun(kind(model, 1.0), loader, CPU, plain=True)
+    return new_state(kind(model, 1.0), loader, CPU, plain=True)
 
 
 def test_the_same_model_agrees_bit_for_bit(tmp_path: Path) -> None:
-    found = agreement(state(tmp_path, AloneModel), state(tmp_path, AloneModel), 2)
-    assert set(found.figures().values()) == {0.0} and found.update.gain == 1.0
+    result = agreement(state(tmp_path, AloneModel), state(tmp_path, AloneModel), 2)
+    assert set(result.figures().values()) == {0.0} and result.update.gain == 1.0
 
 
 def test_sums_in_place_of_means_are_seen(tmp_path: Path) -> None:
-    """Twice the gradients are twice the update, which is a distance of 1."""
-    found = agreement(state(tmp_path, Twice), state(tmp_path, AloneModel), 2)
-    assert 0.9 < found.update.error < 1.1 and 1.9 < found.update.gain < 2.1 and found.weight > 0
+    result = agreement(state(tmp_path, Twice), state(tmp_path, AloneModel), 2)
+    assert 0.9 < result.update.error < 1.1 and 1.9 < result.update.gain < 2.1 and result.weight > 0
 
 
 @for_each(
@@ -67,7 +66,7 @@ def test_the_limits_are_those_of_what_rounds_most(modes: tuple[str, ...], wire: 
 
 
 def test_each_limit_is_held_and_named() -> None:
-    """All weights together, one alone, and what is twice as large everywhere; noise shortens by half its square."""
+    """Noise shortens a gain by half its square."""
     limits = most_apart([precisions.get("fp8")], "fp32")
     updates = {"a": WeightUpdate(1.0, 100.0, 100.0), "b": WeightUpdate(0.01, 1.0, 1.0)}
     assert limits.why_not(Apart(0.0, 0.0, updates)) == ""

@@ -1,4 +1,4 @@
-"""How a model is cut, and what cannot be; tensor and sequence parallelism against one rank, with planted mistakes."""
+"""Cuts of a model; tensor and sequence parallelism against one rank, with planted mistakes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel import tensor_parallel
 from fp8bench.nn.parallel.ways import WAYS, Job, ParallelCase, cut_of, cuts
 from fp8bench.nn.shared_precisions import RecipePrecision
-from fp8bench.nn.sizes import SIZES, GPTConfig, of_config
+from fp8bench.nn.sizes import SIZES, GPTConfig, features_in
 from fp8bench.protocols import Arithmetic, Role, SilentPhases
 from fp8bench.registry import precisions
 from tests.counts import for_each
@@ -34,9 +34,9 @@ def threads_as_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arithmetic(mode: str) -> Arithmetic:
-    """Carried in fp32, so that what is left between ranks and one rank is the order of sums alone."""
-    found = precisions.get(mode).arithmetic(CPU)
-    return RecipeArithmetic(found.recipe, torch.float32) if isinstance(found, RecipeArithmetic) else found
+    """The carrier is fp32, so that ranks differ from one rank only by the order of sums."""
+    result = precisions.get(mode).arithmetic(CPU)
+    return RecipeArithmetic(result.recipe, torch.float32) if isinstance(result, RecipeArithmetic) else result
 
 
 def made(config: GPTConfig, mode: str) -> GPT:
@@ -48,26 +48,26 @@ def made(config: GPTConfig, mode: str) -> GPT:
 
 def batches(config: GPTConfig) -> list[tuple[Tensor, Tensor]]:
     drawn = torch.randint(config.vocabulary, (STEPS, BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(2))
-    return [(one[:, :-1], one[:, 1:]) for one in drawn]
+    return [(tensor[:, :-1], tensor[:, 1:]) for tensor in drawn]
 
 
 def trained_alone(config: GPTConfig, mode: str) -> tuple[list[float], Updates]:
     model = made(config, mode)
-    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     losses = []
     for tokens, targets in batches(config):
         loss = model(tokens, targets, SilentPhases())
         loss.backward()
         losses.append(float(loss.detach()))
-        for one in model.parameters():
-            assert one.grad is not None
-            one.data.sub_(one.grad, alpha=RATE)
-            one.grad = None
-    return losses, {name: one.detach() - before[name] for name, one in model.named_parameters()}
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.data.sub_(parameter.grad, alpha=RATE)
+            parameter.grad = None
+    return losses, {name: parameter.detach() - before[name] for name, parameter in model.named_parameters()}
 
 
 def job_of(place: Place, models: list[GPT], config: GPTConfig, mode: str, amax: str) -> Job:
-    """Models have been made one after the other: the random state of a process is everybody's."""
+    """Models were made one after the other, because the random state belongs to the process."""
     handle: Any = place
     return Job(lambda: models[place.number], config, BATCH, CPU, True, 1.0, {"amax": amax, "wire": "stream"}, handle)
 
@@ -76,51 +76,48 @@ def trained_by(
     kind: type[tensor_parallel.TensorCut], config: GPTConfig, mode: str, ranks: int, amax: str = "own"
 ) -> list[tuple[list[float], Updates]]:
     models = [made(config, mode) for _ in range(ranks)]
-    before = {name: one.detach().clone() for name, one in models[0].named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in models[0].named_parameters()}
 
     def run(place: Place) -> tuple[list[float], Updates]:
         model = kind(job_of(place, models, config, mode, amax))
         losses = []
         for tokens, targets in batches(config):
             loss = model.loss(tokens, targets, SilentPhases())
-            losses.append(float(torch.stack(model._shared.everybodys(loss)).mean()))
+            losses.append(float(torch.stack(model._shared.all_of(loss)).mean()))
             torch._foreach_sub_(model.weights, model.gradients(), alpha=RATE)
             model.forget()
-        return losses, {name: one - before[name] for name, one in model.full_weights().items()}
+        return losses, {name: tensor - before[name] for name, tensor in model.full_weights().items()}
 
     return on_ranks(ranks, run)
 
 
 def apart(found: Updates, wanted: Updates) -> float:
-    """The relative distance of what steps have changed."""
     noise = sum(float((found[name] - wanted[name]).double().square().sum()) for name in wanted)
-    return (noise / sum(float(one.double().square().sum()) for one in wanted.values())) ** 0.5
+    return (noise / sum(float(item.double().square().sum()) for item in wanted.values())) ** 0.5
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("kind", [tensor_parallel.TensorCut, tensor_parallel.SequenceCut])
 def test_two_ranks_train_as_one(kind: type[tensor_parallel.TensorCut], config: GPTConfig) -> None:
-    """Four too, of a head each."""
     losses, wanted = trained_alone(config, "fp32")
     for ranks in (2, 4) if config is GPT2 else (2,):
-        found = trained_by(kind, config, "fp32", ranks)
-        assert found[0][0] == found[1][0] == pytest.approx(losses, abs=2e-6)
-        for _, updates in found:
+        result = trained_by(kind, config, "fp32", ranks)
+        assert result[0][0] == result[1][0] == pytest.approx(losses, abs=2e-6)
+        for _, updates in result:
             assert list(updates) == list(wanted) and apart(updates, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("mode", ["fp8", "fp8-delayed:history=2"])
 def test_scales_of_the_group_are_those_of_one_rank(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a rank's own share are others. A rank that gets another scale than its neighbours is seen."""
     _, wanted = trained_alone(GPT2, mode)
 
-    def found(amax: str) -> float:
+    def distance(amax: str) -> float:
         return apart(trained_by(tensor_parallel.TensorCut, GPT2, mode, 2, amax)[0][1], wanted)
 
-    assert found("group") < 1e-5 and (own := found("own")) > 0.01
+    assert distance("group") < 1e-5 and (own := distance("own")) > 0.01
     asked = ThreadedGroup.largest
     monkeypatch.setattr(ThreadedGroup, "largest", lambda self, x: asked(self, x) / (16 if self.rank else 1))
-    assert found("group") > 3 * own
+    assert distance("group") > 3 * own
 
 
 def test_a_sum_that_is_forgotten_in_backward_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +140,9 @@ def test_a_block_sends_two_sums_forward_and_two_backward() -> None:
         on_ranks(2, lambda place, kind=kind: sent(place, kind))[0]  # type: ignore[misc]
         for kind in (tensor_parallel.TensorCut, tensor_parallel.SequenceCut)
     )
-    common = sum(one.numel() for name, one in made(GPT2, "fp32").named_parameters() if cut_of(name, GPT2) is None)
+    common = sum(
+        parameter.numel() for name, parameter in made(GPT2, "fp32").named_parameters() if cut_of(name, GPT2) is None
+    )
     assert by_hand == {"added": 4 * stream}
     # A rank brings half of the tokens to a gathering.
     assert by_sequence == {"gathered": 4 * stream // 2, "scattered": 4 * stream, "added": 4 * common}
@@ -152,7 +151,6 @@ def test_a_block_sends_two_sums_forward_and_two_backward() -> None:
 @pytest.mark.parametrize("kind", [RecipeArithmetic, ScaledArithmetic])
 @pytest.mark.parametrize("mode", ["fp8", "fp8:scale=pow2", "fp8-delayed:history=2"])
 def test_parts_are_cast_as_the_whole_tensor_is(kind: type[RecipeArithmetic], mode: str) -> None:
-    """Bit by bit, cast after cast, by a magnitude that each rank is told; by its own they are not."""
     precision = precisions.get(mode)
     assert isinstance(precision, RecipePrecision)
     torch.manual_seed(0)
@@ -171,9 +169,9 @@ def test_parts_are_cast_as_the_whole_tensor_is(kind: type[RecipeArithmetic], mod
             straight, turned = whole.cast_both(step, role)
             for place, (rank, part) in enumerate(zip(ranks, step.chunk(2), strict=True)):
                 amax = iter([largest_magnitude(step)])
-                found, other = rank.cast_both(part, role)
+                result, other = rank.cast_both(part, role)
                 rows = slice(8 * place, 8 * place + 8)
-                assert torch.equal(found.data.float(), straight.data[rows].float())
+                assert torch.equal(result.data.float(), straight.data[rows].float())
                 assert turned is not None and other is not None
                 assert torch.equal(other.data.float(), turned.data[:, rows].float())
             alike.append(torch.equal(own.cast(step[:8], role).data.float(), straight.data[:8].float()))
@@ -210,15 +208,14 @@ GROUPED = replace(NANO, modern=True, key_heads=2)
 @for_each(("config", "ranks"), [(NANO, 2), (NANO, 4), (GROUPED, 2)])
 def test_shares_make_up_the_whole(config: GPTConfig, ranks: int) -> None:
     for path, cut in cuts(config).items():
-        outputs, inputs = of_config(config)[path.split(".")[1]]
+        outputs, inputs = features_in(config)[path.split(".")[1]]
         whole = torch.arange(outputs * inputs).view(outputs, inputs)
         shares = [cut.share(whole, rank, ranks) for rank in range(ranks)]
         assert torch.equal(cut.joined(shares), whole)
-        assert {one.numel() for one in shares} == {whole.numel() // ranks}
+        assert {item.numel() for item in shares} == {whole.numel() // ranks}
 
 
 def test_a_rank_has_queries_keys_and_values_of_its_heads() -> None:
-    """Of keys and values too, where several heads share one."""
     cut, head = cuts(GROUPED)["attn.qkv"], GROUPED.head_width
     rows = torch.arange(sum(cut.parts)).view(-1, 1)
     queries, keys = GROUPED.width, GROUPED.key_heads * head
@@ -252,8 +249,8 @@ def test_what_cannot_be_cut_is_refused_with_the_number() -> None:
         refusal("pp_gpipe", batch=6, microbatches="4"): "6 sequences cannot be cut into 4 equal microbatches",
         refusal("pp_1f1b", ranks=2, microbatches="1"): "1 microbatches do not fill 2 stages by this schedule",
     }  # fmt: skip
-    for found, start in wanted.items():
-        assert found.startswith(start), (found, start)
+    for result, start in wanted.items():
+        assert result.startswith(start), (result, start)
 
 
 def test_what_can_be_is_not_refused() -> None:

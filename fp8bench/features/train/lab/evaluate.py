@@ -22,7 +22,7 @@ from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.tasks import METRIC, TASK, TaskItem, items_of
 from fp8bench.features.train.values import SeedTask, TokenSpan, TrainingText, Validation
 from fp8bench.model import DeviceFacts
-from fp8bench.nn.around import held
+from fp8bench.nn.around import cast_to
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.linear import multiplied_by
 from fp8bench.nn.sizes import LINE, GPTConfig
@@ -204,7 +204,7 @@ class Scores:
         """A metric is called with the model, or with what gives logits of tokens by a built-in one."""
         called = model
         if self._config is not None:
-            called = lambda tokens: held(model.logits(tokens, _SILENT), model.around["logits"])  # noqa: E731
+            called = lambda tokens: cast_to(model.logits(tokens, _SILENT), model.around["logits"])  # noqa: E731
         yield from self.on_tasks(called)
         for metric in self._metrics:
             yield from measured(metric, called, self._held_out)

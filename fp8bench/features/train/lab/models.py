@@ -284,7 +284,7 @@ def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier:
     from fp8bench.nn.experts import MixtureGPT
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.text_models import TextCNN, WindowMLP
-    from fp8bench.nn.whole_layers import surrounded
+    from fp8bench.nn.whole_layers import surround
 
     if settings.arch in ("mlp", "cnn"):
         model: LanguageModel = (
@@ -296,5 +296,5 @@ def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier:
         model = (MixtureGPT if settings.arch == "moe" else GPT)(
             config, choose, carrier, checkpointing=settings.checkpointing == "blocks", dropout=settings.dropout
         )
-    surrounded(model)
+    surround(model)
     return model

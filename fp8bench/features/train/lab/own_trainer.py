@@ -27,7 +27,7 @@ from fp8bench.model import DeviceFacts, Level
 from fp8bench.model.step import Coverage
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.conversion import Conversion
-from fp8bench.nn.own_model import Given, arguments_of, called, loss_of, on_device, seeded, tensors_in
+from fp8bench.nn.own_model import Given, arguments_of, call_model, loss_of, on_device, seeded, tensors_in
 from fp8bench.protocols import Arithmetic, Layer, Phases, SilentPhases, key_of
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
@@ -162,7 +162,7 @@ class OwnTrainer(Trainer):
         if self.conversion is not None:
             self.conversion.phase = phase
         places, named = arguments_of(self._model, batch)
-        output = called(self._model, places, named)
+        output = call_model(self._model, places, named)
         loss, self.loss_words = loss_of(self._model, batch, output, self._given.loss)
         return loss
 

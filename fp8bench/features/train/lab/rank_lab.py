@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 def _said_by_all(own: Any) -> list[Any]:
     """Imported where torch is known to be."""
-    from fp8bench.nn.parallel.exchanges import said_by_all
+    from fp8bench.nn.parallel.exchanges import all_answers
 
-    return said_by_all(own)
+    return all_answers(own)
 
 
 class RankLab(RankBench, Lab):

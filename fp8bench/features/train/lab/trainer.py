@@ -33,7 +33,7 @@ from fp8bench.features.train.values import (
     TrainingEvent,
 )
 from fp8bench.model import DeviceFacts, MemoryRole
-from fp8bench.nn.around import take_around
+from fp8bench.nn.around import set_around
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
 from fp8bench.nn.gpt import Forward, LanguageModel, compiled
 from fp8bench.nn.parallel.wire import StepWire
@@ -129,7 +129,7 @@ class Trainer:
         if self.precision.unit_scaled:
             scale_to_unit(model, self._config.sequence)
         around = {layer.name: key_of(layer, keys) for layer in models.around_of(self._settings.arch, self._config)}
-        take_around(model, {name: self._of(keys[key], facts) for name, key in around.items() if key})
+        set_around(model, {name: self._of(keys[key], facts) for name, key in around.items() if key})
         if self._settings.attention != "auto":
             self._round_attention(model, facts)
         begin_as_asked(model, self._settings, self._seed)

@@ -39,7 +39,7 @@ from fp8bench.features.train.lab.readings import (
 from fp8bench.features.train.values import LayerReading, StepFigure, StreamLine
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.model import Params
-from fp8bench.nn.around import held
+from fp8bench.nn.around import cast_to
 from fp8bench.nn.attention import Core, SelfAttention
 from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.whole_layers import WholeLayers
@@ -73,7 +73,7 @@ class ModelWatch:
         """An embedding as the model looks it up: in the precision that it is given."""
         module = dict(self.model.named_modules()).get(layer)
         own = getattr(self.model, "around", {}).get(layer, getattr(module, "arithmetic", None))
-        return held(self.weights[layer].detach(), own, Role.WEIGHT)
+        return cast_to(self.weights[layer].detach(), own, Role.WEIGHT)
 
     @contextmanager
     def step(self, micro_batches: int = 1) -> Iterator[WatchedStep]:

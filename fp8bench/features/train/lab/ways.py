@@ -21,11 +21,11 @@ from fp8bench.features.train.lab.together import Alone, DataParallel, FullyShard
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.gpt import GPT, LanguageModel
-from fp8bench.nn.parallel.exchanges import FP8Group, OwnedTensors, RankGroup, gathered, handed, scattered
+from fp8bench.nn.parallel.exchanges import FP8Group, OwnedTensors, RankGroup, exchanged, gathered, scattered
 from fp8bench.nn.parallel.tensor_parallel import share_blocks
 from fp8bench.nn.parallel.ways import cut_of
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.numerics.fp8_reduce import E4M3, largest_scale
+from fp8bench.numerics.collectives import E4M3, largest_scale
 from fp8bench.protocols import Phases, SilentPhases
 
 
@@ -156,13 +156,13 @@ class ZeroTensors(FullySharded):
         words = []
         if seen:
             brought, got = map(torch.stack, zip(*seen, strict=True))
-            everybodys = torch.stack(self._group.everybodys(brought))[:, :, place]  # ranks, steps, tensors, numbers
-            wrong = wrong_means(got, everybodys[..., 1:], everybodys[..., :1].amax(0), self._wire)
+            all_of = torch.stack(self._group.all_of(brought))[:, :, place]  # ranks, steps, tensors, numbers
+            wrong = wrong_means(got, all_of[..., 1:], all_of[..., :1].amax(0), self._wire)
             words.append(self._said("was given a gradient that is not the mean of what all have brought", wrong, place))
         own = _rows([parameter.detach() for parameter in self._own], 0)
         every = own.new_zeros(len(self._wholes), own.shape[1])
         every[place.to(own.device)] = own
-        theirs = torch.stack(self._group.everybodys(every))
+        theirs = torch.stack(self._group.all_of(every))
         kept = theirs[torch.tensor(self._owned.owners), torch.arange(len(self._wholes))]
         numbers = _rows([whole.detach() for whole in self._wholes], 0)[:, 1:]
         wrong = ~alike(numbers, as_sent(kept[:, 1:], kept[:, :1], self._wire))
@@ -266,8 +266,10 @@ class SequenceParallel(TensorParallel):
             return stream.own(x).contiguous()
 
         share_blocks(model, self._config, stream, gathered, scattered)
-        model.blocks[0].register_forward_pre_hook(lambda _, given: (handed(given[0], own, stream.gathered), *given[1:]))
-        model.norm.register_forward_pre_hook(lambda _, given: (handed(given[0], stream.gathered, own),))
+        model.blocks[0].register_forward_pre_hook(
+            lambda _, given: (exchanged(given[0], own, stream.gathered), *given[1:])
+        )
+        model.norm.register_forward_pre_hook(lambda _, given: (exchanged(given[0], stream.gathered, own),))
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
         """Norms of blocks have gradients of this rank's tokens."""
@@ -296,7 +298,7 @@ class SequenceParallel(TensorParallel):
 
     def _arrived_otherwise(self, notes: Sequence[_Note]) -> bool:
         sizes = [note.brought.numel() for note in notes]
-        flat = self._group.everybodys(torch.cat([note.brought.flatten() for note in notes]))
+        flat = self._group.all_of(torch.cat([note.brought.flatten() for note in notes]))
         by_note = zip(notes, *(torch.split(tensor, sizes) for tensor in flat), strict=True)
         return any(self._is_wrong(note, torch.stack(brought)) for note, *brought in by_note)
 

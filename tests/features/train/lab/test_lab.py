@@ -18,7 +18,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.linear import Linear
 from fp8bench.plan.corpus import Corpus
-from fp8bench.precisions.fp8 import Fp8
+from fp8bench.precisions.recipes import Fp8
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
 from tests.counts import for_each

@@ -22,7 +22,7 @@ from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.run import no_text
 from fp8bench.features.train.values import Arm, ArmRole, LayerReading, SeedTask, StreamLine, Validation
 from fp8bench.model.raw import Settings
-from fp8bench.nn.own_model import given_of
+from fp8bench.nn.own_model import parse_given
 from fp8bench.workloads.model import LIVE, MADE
 from tests.counts import for_each
 from tests.facts import CPU
@@ -105,7 +105,7 @@ def by_hand(make: Callable[[], object], steps: int, seed: int = 0) -> list[float
     from fp8bench.nn.own_model import seeded
 
     with seeded(seed, CPU):
-        given = given_of("own", make(), seed)
+        given = parse_given("own", make(), seed)
     batches, losses = OwnBatches("own", given, seed, CPU), []
     assert given.optimizer is not None and given.schedule is not None
     optimizer = given.optimizer(given.model)
@@ -185,9 +185,9 @@ def test_held_out_batches_are_looked_at_and_change_nothing() -> None:
 
 
 def test_every_epoch_is_shuffled_anew_and_places_may_come_in_any_order() -> None:
-    with_seed = OwnBatches("own", given_of("own", MAKERS["loader"]()), 3, CPU)
+    with_seed = OwnBatches("own", parse_given("own", MAKERS["loader"]()), 3, CPU)
     read = [with_seed.at(place)[0] for place in range(11)]
-    again = OwnBatches("own", given_of("own", MAKERS["loader"]()), 3, CPU)
+    again = OwnBatches("own", parse_given("own", MAKERS["loader"]()), 3, CPU)
     for place in (9, 2, 10, 0):
         assert torch.equal(again.at(place)[0], read[place])
     assert not torch.equal(read[0], read[5])

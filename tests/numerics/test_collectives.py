@@ -1,4 +1,4 @@
-"""Means over ranks in FP8, simulated by the programs that real ranks run: their errors, their bytes, their scales."""
+"""FP8 means over ranks, simulated by the programs that real ranks run: errors, bytes and scales."""
 
 from __future__ import annotations
 
@@ -10,16 +10,6 @@ import torch
 from torch import Tensor
 
 from fp8bench.numerics.collectives import (
-    InFP8,
-    SelfCheckFailed,
-    bus_factor,
-    check_ones,
-    expected,
-    rank_values,
-    signal_values,
-)
-from fp8bench.numerics.collectives import Plain as PlainCall
-from fp8bench.numerics.fp8_reduce import (
     E4M3,
     FP8LM_AUTO,
     GATHER,
@@ -31,19 +21,27 @@ from fp8bench.numerics.fp8_reduce import (
     TWOSHOT,
     WAYS,
     AutoScale,
+    InFP8,
+    SelfCheckFailed,
+    bus_factor,
+    check_ones,
+    expected,
     flushed,
     largest_scale,
     mean_in_fp8,
+    rank_values,
     ring,
     saturated,
+    signal_values,
 )
+from fp8bench.numerics.collectives import Plain as PlainCall
 from fp8bench.numerics.rank_programs import AllGather, Counted, Program, Shift, simulated
 from tests.counts import for_each
 
 
 @dataclass(frozen=True)
 class Plain:
-    """One of torch's dtypes, sums of which are rounded to it."""
+    """A dtype of torch, to which sums are rounded."""
 
     dtype: torch.dtype
 
@@ -55,7 +53,7 @@ class Plain:
 
 
 class MX32:
-    """Codes of E4M3 with a power of two for each 32 of them, which comes anew with every cast (mxfp8)."""
+    """E4M3 codes with a new power of two for each 32 of them in every cast (mxfp8)."""
 
     _SIDE = 32
     _BIAS = 127
@@ -106,23 +104,25 @@ def sqnr(values: Tensor, exact: Tensor) -> float:
 
 
 def mean_of(way: str, scaling: str, given: list[Tensor]) -> tuple[Tensor, float, float]:
-    """What all ranks get, the share of the largest code in ppm, and the mu of FP8-LM once it has settled."""
+    """The mean that all ranks get, the share of the largest code in ppm, and FP8-LM's settled mu."""
     size, mu = len(given), torch.ones(1)
     while True:
         autos = [AutoScale(mu) for _ in given]
-        found = simulated([mean_in_fp8(way, one, scaling, rank, size, autos[rank]) for rank, one in enumerate(given)])
-        assert all(torch.equal(one.values, found[0].values) for one in found)
-        share = float(saturated(found[0].codes))
+        result = simulated(
+            [mean_in_fp8(way, item, scaling, rank, size, autos[rank]) for rank, item in enumerate(given)]
+        )
+        assert all(torch.equal(tensor.values, result[0].values) for tensor in result)
+        share = float(saturated(result[0].codes))
         if scaling != FP8LM_AUTO or share <= 1e-5:
-            return found[0].values, share * 1e6, float(mu)
+            return result[0].values, share * 1e6, float(mu)
         mu = autos[0].mu
-        assert all(torch.equal(one.mu, mu) for one in autos)
+        assert all(torch.equal(item.mu, mu) for item in autos)
 
 
-@pytest.mark.parametrize("size", [2, 8, *(pytest.param(one, marks=pytest.mark.slow) for one in (4, 16, 64))])
+@pytest.mark.parametrize("size", [2, 8, *(pytest.param(item, marks=pytest.mark.slow) for item in (4, 16, 64))])
 @for_each("shared", [False, True])
 def test_errors_are_those_of_the_table(size: int, shared: bool) -> None:
-    """Within 0.6 dB: rings lose 2 dB a doubling and collapse where ranks agree, gathering and two shots do not."""
+    """Within 0.6 dB. Rings lose 2 dB a doubling and collapse where ranks agree; the other two do not."""
     table = SHARED if shared else OWN
     given = sources(size, shared, 1 << 15)
     exact = expected("all_reduce", given, 0)
@@ -136,9 +136,9 @@ def test_errors_are_those_of_the_table(size: int, shared: bool) -> None:
     if not shared:
         for wire, row in ((Plain(torch.bfloat16), BF16), (MX32(), MX)):
             if size in row:
-                sums = simulated([ring(one, wire, rank, size) for rank, one in enumerate(given)])[0]
-                found = torch.cat([wire.decode(part) for part in sums.chunk(size)]) / size
-                assert sqnr(found, exact) == pytest.approx(row[size], abs=WITHIN_DB)
+                sums = simulated([ring(item, wire, rank, size) for rank, item in enumerate(given)])[0]
+                result = torch.cat([wire.decode(part) for part in sums.chunk(size)]) / size
+                assert sqnr(result, exact) == pytest.approx(row[size], abs=WITHIN_DB)
 
 
 # Decibels of ways over 8 ranks, and percent that are flushed before each scaling; of heavy tails these hang on the one
@@ -151,20 +151,19 @@ SIGNALS = {
 
 @for_each("signal", SIGNALS)
 def test_sqnr_hides_what_is_flushed(signal: str) -> None:
-    """Ways keep their decibels, and lose small values: most where they are divided first."""
     decibels, shares, factor = SIGNALS[signal]
     given = [signal_values(signal, 1, rank, 1 << 16) for rank in range(8)]
     exact = expected("all_reduce", given, 0)
     for (way, scaling), wanted in decibels.items():
         assert sqnr(mean_of(way, scaling, given)[0], exact) == pytest.approx(wanted, abs=1.0), (way, scaling)
-    lost = [float(simulated([flushed(one, name, 8, AutoScale()) for one in given])[0]) * 100 for name in shares]
+    lost = [float(simulated([flushed(item, name, 8, AutoScale()) for item in given])[0]) * 100 for name in shares]
     assert lost == sorted(lost, reverse=True) and lost[-1] < lost[0]
-    for found, wanted in zip(lost, shares.values(), strict=True):
-        assert wanted / factor < found < wanted * factor
+    for result, wanted in zip(lost, shares.values(), strict=True):
+        assert wanted / factor < result < wanted * factor
 
 
 def test_mu_is_halved_until_next_to_nothing_saturates() -> None:
-    """A quarter at 16 ranks, as in the table; it comes back within a thousand steps, to 2 at the most."""
+    """It becomes 1/4 with 16 ranks, as in the table, and recovers to at most 2 within a thousand steps."""
     assert mean_of(RING, FP8LM_AUTO, sources(16, False, 1 << 14))[2] == 0.25
     auto = AutoScale()
     auto.after(torch.tensor([2e-5]))
@@ -178,7 +177,7 @@ def test_mu_is_halved_until_next_to_nothing_saturates() -> None:
 
 
 def test_bytes_are_counted() -> None:
-    """Of what is really handed over: a ring and two shots move the same, gathering n - 1 times the vector."""
+    """A ring and two shots send the same, gathering n - 1 times the vector."""
     size, count = 4, 1 << 12
     moved = {}
     for way in WAYS:
@@ -186,8 +185,8 @@ def test_bytes_are_counted() -> None:
         autos = [AutoScale() for _ in range(size)]
         simulated(
             [
-                mean_in_fp8(way, one, POST, rank, size, autos[rank])
-                for rank, one in enumerate(sources(size, False, count))
+                mean_in_fp8(way, item, POST, rank, size, autos[rank])
+                for rank, item in enumerate(sources(size, False, count))
             ],
             counted,
         )
@@ -197,7 +196,7 @@ def test_bytes_are_counted() -> None:
         counted, autos = Counted(size), [AutoScale() for _ in range(size)]
         given = sources(size, False, count)
         simulated(
-            [mean_in_fp8(way, one, PRE, rank, size, autos[rank], whole=False) for rank, one in enumerate(given)],
+            [mean_in_fp8(way, item, PRE, rank, size, autos[rank], whole=False) for rank, item in enumerate(given)],
             counted,
         )
         assert counted.bytes == count * (size - 1) / size + amax
@@ -214,17 +213,16 @@ def test_bus_factors_are_those_of_nccl_tests() -> None:
 @for_each("collective", ["all_gather", "reduce_scatter", "all_to_all", "broadcast"])
 def test_others_give_each_rank_its_own(collective: str) -> None:
     given = sources(4, False, 1 << 12)
-    for rank, found in enumerate(InFP8(collective, TWOSHOT, POST).alone(given)):
-        assert sqnr(found.values, expected(collective, given, rank)) > 27
+    for rank, result in enumerate(InFP8(collective, TWOSHOT, POST).alone(given)):
+        assert sqnr(result.values, expected(collective, given, rank)) > 27
 
 
 @for_each("way", WAYS)
 @for_each("scaling", SCALINGS)
 def test_parts_are_those_of_the_whole(way: str, scaling: str) -> None:
-    """A reduce-scatter gives each rank its own part: of a ring and of gathering the same bits."""
     given = sources(4, False, 1 << 10)
     whole = InFP8("all_reduce", way, scaling).alone(given)[0].values
-    parts = torch.cat([one.values for one in InFP8("reduce_scatter", way, scaling).alone(given)])
+    parts = torch.cat([item.values for item in InFP8("reduce_scatter", way, scaling).alone(given)])
     assert torch.equal(parts, whole) or way == TWOSHOT
     assert sqnr(parts, whole.double()) > 27
 
@@ -239,7 +237,6 @@ def test_scales() -> None:
 
 
 def test_ones_must_come_to_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend that added codes as integers is found before anything is timed."""
     monkeypatch.setattr(PlainCall, "__call__", lambda self, given, size, around: given * size)
     with pytest.raises(SelfCheckFailed, match=r"ones came to 2\.0, and must come to 1\.0"):
         check_ones(PlainCall("all_reduce", torch.float32), 64, 0, 2, "cpu")
