@@ -30,7 +30,7 @@ from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases
 from fp8bench.registry import precisions
 from fp8bench.user_code.switches import now
-from fp8bench.worker import beside
+from fp8bench.worker import step_guards
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.switches import SwitchesChanged, recorded, switches, unchanged, under
 from fp8bench.workloads.gemm import Gemm
@@ -350,7 +350,7 @@ def test_a_switch_of_the_precision_is_watched(precision: str, bench: Bench, monk
 @for_each("everything", [False, True])
 def test_a_switch_that_changes_between_slots_is_named_later(monkeypatch: pytest.MonkeyPatch, everything: bool) -> None:
     """In a process of fp8bench's own only its workloads could have done that; in somebody's, its owner may."""
-    monkeypatch.setattr(beside, "_everything", everything)
+    monkeypatch.setattr(step_guards, "_owns_process", everything)
     bench = Bench(Settings())
     request = Request("gemm", ("fp32",), ("cpu",), axes=(("shape", ("64",)),))
     bench.prepare("a", make_plan(request, (CPU,)).groups[0].cases[0].case, CPU)

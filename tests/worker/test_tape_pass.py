@@ -12,7 +12,7 @@ from fp8bench.model.step import ShareKind, Shares, SharesFrom
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.registry import precisions, workloads
-from fp8bench.worker import shares_pass
+from fp8bench.worker import tape_pass
 from fp8bench.worker.bench import Bench
 from tests.counts import sampled
 from tests.own_suites import suite_file
@@ -125,7 +125,7 @@ def test_a_compiled_function_runs_as_what_it_was_made_of(bench: Bench, corpus: C
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares_pass, "STEPS", 1)
+    monkeypatch.setattr(tape_pass, "STEPS", 1)
 
 
 def shares(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str) -> Iterator[tuple[str, Shares]]:

@@ -26,7 +26,7 @@ from fp8bench.plan.make import make_plan, with_batch
 from fp8bench.protocols import CannotLimit, Phases, Setup, SilentObserver, SilentPhases
 from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.faults import PlantedFault
+from fp8bench.worker.faults import DescribedFault
 from fp8bench.worker.memory_pass import of_workload, try_batch
 from tests.own_suites import suite_file
 from tests.worker.told import CPU, Storages, Told, setup_of
@@ -235,6 +235,6 @@ def test_after_a_fault_every_device_gives_memory_back(bench: Bench, monkeypatch:
     emptied: list[str] = []
     for device in (Cpu, Cuda):
         monkeypatch.setattr(device, "empty_cache", lambda self: emptied.append(self.kind))
-    fault = PlantedFault("RuntimeError", "no", "", out_of_memory=True)
+    fault = DescribedFault("RuntimeError", "no", "", out_of_memory=True)
     assert bench.recovered(fault) == fault
     assert sorted(emptied) == ["cpu", "cuda"]

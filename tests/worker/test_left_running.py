@@ -12,8 +12,8 @@ from fp8bench.errors import WorkerFault
 from fp8bench.measure.handle import LocalWorker, ProcessWorker
 from fp8bench.model import Case
 from fp8bench.model.raw import Settings
-from fp8bench.worker import beside
-from fp8bench.worker.beside import running, still_running
+from fp8bench.worker import step_guards
+from fp8bench.worker.step_guards import running, still_running
 from tests.own_suites import forgotten
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="children are told by /proc")
@@ -146,7 +146,7 @@ def test_what_a_step_leaves_is_ended_and_told(
     suite: str, kind: Kind, how: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fork of the worker looks like the worker."""
-    monkeypatch.setattr(beside, "_ENDING_SECONDS", 0.3)  # of this process
+    monkeypatch.setattr(step_guards, "_ENDING_SECONDS", 0.3)  # of this process
     with kind(Settings(imports=(suite,))) as worker:
         worker.within(60.0).prepare("one", case("step", how), worker.probe()[0])
         with pytest.raises(WorkerFault, match=rf"LeftRunning: a step left 1 running \(process \d+: .*{words}.*\)"):
@@ -175,7 +175,7 @@ def test_what_preparing_or_a_pass_leaves_is_ended_and_told(
     suite: str, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the pass, or with the state. Where preparing fails there is something else to tell."""
-    monkeypatch.setattr(beside, "_ENDING_SECONDS", 0.3)  # of this process
+    monkeypatch.setattr(step_guards, "_ENDING_SECONDS", 0.3)  # of this process
     with kind(Settings(imports=(suite,))) as worker:
         cpu, asked = worker.probe()[0], worker.within(60.0)
         asked.prepare("left", case("prepare", "child"), cpu)
