@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8bench.devices.cpu import _of_container, memory_bytes
+from fp8bench.devices.cpu import _container_memory, memory_bytes
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.model import DeviceFacts, Level, Plan, Request, Scalar
 from fp8bench.model.raw import Settings
@@ -158,12 +158,12 @@ def test_a_worker_ends_where_memory_does() -> None:
 
 def test_a_container_has_what_it_may_have(tmp_path: Path) -> None:
     """By either version of control groups; without a limit there is none."""
-    assert [*_of_container(tmp_path)] == []
+    assert [*_container_memory(tmp_path)] == []
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("7\n")
-    assert [*_of_container(tmp_path)] == []
+    assert [*_container_memory(tmp_path)] == []
     (tmp_path / "memory.max").write_text("4096\n")
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/memory.limit_in_bytes").write_text("8192\n")
     (tmp_path / "memory/memory.usage_in_bytes").write_text("9\n")
-    assert [*_of_container(tmp_path)] == [(4096, 7), (8192, 9)]
+    assert [*_container_memory(tmp_path)] == [(4096, 7), (8192, 9)]
