@@ -25,7 +25,7 @@ _LINEAR, NORM_LINEAR, NORM_MLP = "linear", "norm-linear", "norm-mlp"
 
 @workloads.register("mlp")
 class Mlp(LayerWorkload):
-    """Up, activation, down; gated, the product up has twice the columns and the activation is Llama's."""
+    """A product up, an activation, a product down. Gated, the product up has twice the columns, and it is Llama's."""
 
     name = "mlp"
     summary = "a dense feed-forward block, plain (GELU) and gated (SiLU), forward or forward and backward"

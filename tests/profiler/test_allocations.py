@@ -176,8 +176,10 @@ def test_of_another_device_nothing_is_heard() -> None:
 
 def test_what_lies_in_no_operation_is_heard_of_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch does with a GPU's allocations, those without an event around them are left out here."""
-    told = stream_module._told
-    monkeypatch.setattr(stream_module, "_told", lambda tree: told([one for one in tree if one.name != "[memory]"]))
+    told = stream_module._changes_and_notes
+    monkeypatch.setattr(
+        stream_module, "_changes_and_notes", lambda tree: told([one for one in tree if one.name != "[memory]"])
+    )
     stream = AllocationStream("cpu")
     stream.start()
     kept = torch.empty(10)
