@@ -67,7 +67,6 @@ def test_equal_calls_are_one_row_and_no_tensor_is_kept_alive() -> None:
 
 
 def test_without_gradients_the_same_operators_arrive() -> None:
-    """Under inference mode they come whole, and are taken apart."""
     x, w, q = torch.ones(2, 3, 4), torch.ones(5, 4), torch.ones(1, 2, 8, 4)
 
     def step() -> None:

@@ -58,10 +58,7 @@ def test_those_of_gpus_are_watched_where_there_is_one(monkeypatch: pytest.Monkey
 
 
 def test_a_gpu_that_comes_into_use_within_a_step_has_changed_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own optimizers ask for a GPU's stream, whatever their parameters lie on.
-
-    In a worker that nobody had asked for devices every step on the CPU failed by what cuFFT's plans were at.
-    """
+    """torch's own optimizers ask for a GPU's stream. A regression: every step on the CPU failed by cuFFT's plans."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "cufft_plan_cache", SimpleNamespace(max_size=4096))
     plans = [switch for switch in torch_switches._of_gpus() if switch.name == "cuFFT's plans"]
@@ -78,7 +75,7 @@ def test_a_gpu_that_comes_into_use_within_a_step_has_changed_no_switch(monkeypat
 
 
 def test_a_torch_that_does_not_say_whether_it_pools_memory_pools_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.11 on a GPU: every case failed of it."""
+    """A regression: with torch 2.11 every case on a GPU failed."""
     name = "_cuda_cudaCachingAllocator_is_enabled"
     monkeypatch.setattr(torch._C, name, lambda: False, raising=False)
     assert torch_state.pools_memory() is False
@@ -88,7 +85,7 @@ def test_a_torch_that_does_not_say_whether_it_pools_memory_pools_it(monkeypatch:
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_a_library_that_is_loaded_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the file that the process has mapped, wherever it lies: the first of that name on a path may be another."""
+    """Asks the file that the process has mapped, since the first of that name on a path may be another."""
     library, maps = tmp_path / "libcublasLt.so.13", tmp_path / "maps"
     code = b"#include <stddef.h>\nsize_t cublasLtGetVersion(void) { return 130100; }"
     subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", str(library)], input=code, check=True)

@@ -31,7 +31,7 @@ TOKENS, WIDTH, HIDDEN = 32, 64, 128
 
 
 class Perceptron:
-    """Two linear layers with ReLU between them, whose weights have gradients and a momentum; no phases."""
+    """Two linear layers with ReLU between them, whose weights have gradients and momenta; no phases."""
 
     def __init__(self, setup: Setup) -> None:
         torch.manual_seed(0)
@@ -53,7 +53,7 @@ class Perceptron:
 
 
 def tiles(rows: int, columns: int) -> int:
-    """Bytes of an E8M0 scale for 32 elements, in tiles of 128 rows and 4 scales."""
+    """Returns the bytes of E8M0 scales, one for 32 elements, in tiles of 128 rows and 4 scales."""
     return -(-rows // 128) * 128 * -(-columns // 128) * 4
 
 
@@ -98,7 +98,7 @@ def _scales_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _two_views_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What shares memory in hardware is laid once more."""
+    """Counts what shares memory in hardware twice."""
     made = LaidOutArithmetic._made
 
     def apart(own: LaidOutArithmetic, *given: Any) -> Any:
@@ -112,7 +112,7 @@ def _two_views_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _master_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wide source of a cast is taken for its copy."""
+    """Takes the wide source of a cast for its copy."""
     laid = LaidOutArithmetic._laid
 
     def replacing(own: LaidOutArithmetic, name: str, source: Any, *given: Any, **more: Any) -> Any:
@@ -123,7 +123,7 @@ def _master_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _temporaries_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An emulated cast's and product's own tensors count as a device's."""
+    """Counts the temporaries of an emulated cast and product as a device's."""
     monkeypatch.setattr(device_layout, "Emulating", lambda: Begun("unattributed"))
 
 
@@ -143,7 +143,7 @@ def test_what_is_native_is_its_peak(precision: str, bench: Bench, tell: Tell) ->
 
 
 def test_bf16_derived_from_emulation_is_as_counted(bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A format that this processor has: the figure derived from fp32 values is what native bf16 takes, within 1%."""
+    """The figure derived from fp32 values is within 1% of what native bf16 takes."""
     # It copies turned operands where a processor multiplies bf16.
     with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):  # type: ignore[arg-type]
         native = bench.memory(tell(Perceptron, precision="bf16"), CPU)
@@ -158,7 +158,7 @@ def test_bf16_derived_from_emulation_is_as_counted(bench: Bench, tell: Tell, mon
 
 
 def with_codes(bench: Bench, case: Case) -> int:
-    """The highest point of the same step with codes in memory, whose every tensor the allocator tells of."""
+    """Returns the peak of the same step with real codes in memory."""
     precision, device = precisions.get(case.precision), devices.get("cpu")
     meter, hardware = device.memory_meter(0), precision.laid_out(CPU)
     assert isinstance(meter, MemoryMeter) and isinstance(hardware, Arithmetic)
@@ -227,7 +227,6 @@ def test_what_was_not_followed_is_no_figure(
 
 @pytest.mark.slow
 def test_the_measured_peak_is_as_it_was(bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether or not somebody derives another figure beside it; its roles and phases, too."""
     for precision in ("fp8", "fp8-rowwise", "nvfp4"):
         beside = bench.memory(tell(Perceptron, precision=precision), CPU)
         with monkeypatch.context() as patched:

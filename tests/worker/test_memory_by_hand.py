@@ -29,7 +29,7 @@ TOKENS, WIDTH, HIDDEN, OUT = 32, 8, 16, 4
 
 
 class Network:
-    """Two layers with ReLU between them, fp32, whose every tensor one can count."""
+    """Two fp32 layers with ReLU between them, whose every tensor can be counted."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -44,7 +44,6 @@ class Network:
         return {R.DATA: self.x, R.GRADIENTS: self.pull}
 
     def step(self, phase: Phases) -> None:
-        """A tensor of a kibibyte passes through in the optimiser's phase, far below the highest point."""
         self.steps += 1
         if self.steps == self.fails_at:
             with phase.gemm:
@@ -65,7 +64,6 @@ class Network:
 
 
 def measured(bench: Bench, case: Case) -> MemoryUse:
-    """What the pass says, which is something, and sums."""
     use = bench.memory(case, CPU)
     assert isinstance(use, MemoryUse)
     assert sum(size for _, size in use.roles) == use.peak == max(phase.allocated for phase in use.phases)
@@ -73,18 +71,14 @@ def measured(bench: Bench, case: Case) -> MemoryUse:
 
 
 def first_of(name: str, precision: str) -> PlannedCase:
-    """The first case of a small setting, as the plan makes it."""
     axes = tuple((axis, (value,)) for axis, value in SMALL[name].items())
     return make_plan(Request(name, (precision,), ("cpu",), axes=axes), (CPU,)).groups[0].cases[0]
 
 
 def test_a_network_of_two_layers(bench: Bench, tell: Tell) -> None:
-    """The highest point is in ReLU's backward.
-
-    There: weights and momentum; the input; what ReLU keeps, and the output; the gradient that comes in, the one of
-    what ReLU gave, the one that it makes, and that of the second weight. In the optimiser's phase both weights have
-    gradients, and nothing else but the state is left.
-    """
+    """The highest point is in ReLU's backward. There: weights and momentum; the input; what ReLU keeps, and the output;
+    the gradient that comes in, the one of what ReLU gave, the one that it makes, and that of the second weight. In the
+    optimiser's phase both weights have gradients, and nothing else but the state is left."""
     use = measured(bench, tell(Network))
     weights = 4 * (WIDTH * HIDDEN + HIDDEN * OUT)
     layer, output, second = 4 * TOKENS * HIDDEN, 4 * TOKENS * OUT, 4 * HIDDEN * OUT
@@ -104,7 +98,7 @@ def test_a_network_of_two_layers(bench: Bench, tell: Tell) -> None:
 
 
 class Casting:
-    """A product with its casts, and nothing that says what its tensors are for."""
+    """A product with its casts, which does not say what its tensors are for."""
 
     def __init__(self, setup: Setup) -> None:
         self.arithmetic = setup.arithmetic
@@ -116,7 +110,6 @@ class Casting:
 
 
 def test_what_is_cast_says_what_it_is(bench: Bench, tell: Tell) -> None:
-    """bf16 copies beside fp32 sources; in fp32 nothing is copied. The product is what passes by."""
     x, w = TOKENS * WIDTH, HIDDEN * WIDTH
     use = measured(bench, tell(Casting, precision="bf16"))
     known = {"weights": 4 * w, "low_precision_weights": 2 * w, "activations": 4 * x, "low_precision_activations": 2 * x}
@@ -127,7 +120,7 @@ def test_what_is_cast_says_what_it_is(bench: Bench, tell: Tell) -> None:
 
 
 class Bare:
-    """Somebody's suite that knows of nothing: a model, its optimiser, no phases."""
+    """A user's suite that knows nothing of fp8bench: a model, its optimiser, no phases."""
 
     def __init__(self, setup: Setup) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
@@ -141,7 +134,7 @@ class Bare:
 
 
 class Threaded(Network):
-    """Its product up is made by a thread of Python's, in a phase."""
+    """Makes its product up in a thread of Python's, in a phase."""
 
     def step(self, phase: Phases) -> None:
         def work() -> None:
@@ -155,7 +148,6 @@ class Threaded(Network):
 
 
 def test_a_suite_that_says_nothing_has_roles_all_the_same(bench: Bench, tell: Tell) -> None:
-    """Weights, two moments and a count, gradients; its batch is the state's, for nobody knows what."""
     use = measured(bench, tell(Bare))
     found, weights = dict(use.roles), 4 * 2 * (64 * 64 + 64)
     assert found["weights"] == weights and found["optimizer"] == 2 * weights + 4 * 4
@@ -218,8 +210,6 @@ def test_every_suite_knows_what_its_memory_is_for(name: str, precision: str, ben
 
 
 def test_a_step_that_fails_in_the_middle_leaves_nothing_and_threads_do_no_harm(bench: Bench, tell: Tell) -> None:
-    """Neither the profiler nor a phase that is still open. What threads allocate is not seen."""
-
     def failing(setup: Setup) -> Network:
         network = Network(setup)
         network.fails_at = 2
@@ -265,7 +255,6 @@ def test_a_large_step_moves_the_mark(bench: Bench, tell: Tell) -> None:
 
 
 def test_a_state_that_is_kept_is_given_back_when_it_is_released(bench: Bench, tell: Tell) -> None:
-    """Somebody may look at the process meanwhile."""
     seen: list[weakref.ref[Tensor]] = []
 
     def noting(setup: Setup) -> Network:
@@ -282,7 +271,7 @@ def test_a_state_that_is_kept_is_given_back_when_it_is_released(bench: Bench, te
 
 
 def second_witness(case: Case) -> int:
-    """The most bytes that storages hold at once within the second step of a fresh state."""
+    """Returns the most bytes that storages hold at once within the second step of a new state."""
     workload = workloads.get(case.workload)
     with precisions.get(case.precision).scope(), Storages() as storages:
         state = workload.prepare(setup_of(case))
@@ -326,7 +315,7 @@ def test_what_the_first_step_makes_and_keeps_counts_and_what_it_frees_does_not(b
 
 
 def test_garbage_does_not_count_and_a_state_that_refers_to_itself_is_given_back(bench: Bench, tell: Tell) -> None:
-    """A cycle goes when it is collected, which is done by hand: chance has no say."""
+    """A cycle is freed when it is collected by hand, not by chance."""
     seen: list[weakref.ref[torch.Tensor]] = []
 
     def prepare(setup: Setup) -> list[Any]:

@@ -232,7 +232,7 @@ def test_what_nobody_can_put_back_is_said_to_be_so(which: str) -> None:
 
 
 def test_every_switch_is_left_changed_by_a_test() -> None:
-    """One that is watched wrongly is not watched."""
+    """A switch that is watched wrongly is not watched."""
     planted = " ".join(words for _, words in [*LEFT.values(), *KEPT.values()])
     names = [switch.name for switch in switches()]
     assert len(set(names)) == len(names)
@@ -277,7 +277,7 @@ def test_the_working_directory_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_what_torch_itself_writes_into_the_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor says there where its cache lies, CUDA how it loads; no worker's first step may fail for that."""
+    """Inductor notes its cache there, CUDA how it loads; that must not fail a worker's first step."""
     with unchanged():
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "somewhere")
         monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
@@ -291,8 +291,6 @@ def test_a_timer_that_has_ended_is_not_wound_up_again() -> None:
 
 
 def test_several_are_all_named_and_put_back_although_an_exception_passes() -> None:
-    """After exhausted memory the process goes on."""
-
     def leave(error: type[Exception] | None = None) -> None:
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
@@ -317,8 +315,6 @@ def test_a_precisions_own_switches_are_restored_by_its_scope(name: str) -> None:
 
 
 def test_a_precision_of_somebodys_own_has_to_put_back_what_it_sets() -> None:
-    """Its scope is around the watch over steps, and has one of its own."""
-
     class Careless(type(precisions.get("fp32"))):  # type: ignore[misc]
         @contextmanager
         def scope(self) -> Iterator[None]:
@@ -333,7 +329,6 @@ def test_a_precision_of_somebodys_own_has_to_put_back_what_it_sets() -> None:
 
 @for_each("precision", ["fp32", "bf16"])
 def test_a_switch_of_the_precision_is_watched(precision: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is put back after a step, which hid that the step had changed it."""
     step = Gemm.step
 
     def careless(self: Gemm, state: Any, phase: Phases) -> None:
@@ -349,7 +344,7 @@ def test_a_switch_of_the_precision_is_watched(precision: str, bench: Bench, monk
 
 @for_each("everything", [False, True])
 def test_a_switch_that_changes_between_slots_is_named_later(monkeypatch: pytest.MonkeyPatch, everything: bool) -> None:
-    """In a process of fp8bench's own only its workloads could have done that; in somebody's, its owner may."""
+    """In fp8bench's own process only its workloads could have done that; in a user's, the user may."""
     monkeypatch.setattr(step_guards, "_owns_process", everything)
     bench = Bench(Settings())
     request = Request("gemm", ("fp32",), ("cpu",), axes=(("shape", ("64",)),))

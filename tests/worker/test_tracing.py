@@ -55,7 +55,6 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def test_every_phase_is_a_range_of_its_name() -> None:
-    """Also within itself, and in whatever order the ranges are closed."""
     told: list[str] = []
 
     @contextmanager
@@ -98,7 +97,6 @@ def test_a_few_steps_after_a_warm_up(bench: Bench, stepping: Callable[[Step], Ca
 
 
 def test_a_trace_names_itself_and_no_folder_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same trace gives the same bytes, in the place of an older one; half a file would be read by somebody."""
     file = tmp_path / "case" / "fp8bench.1.pt.trace.json.gz"
     write({"traceEvents": [], "traceName": "/tmp/elsewhere/trace.json"}, file)
     first = file.read_bytes()
@@ -143,7 +141,6 @@ def test_an_exception_leaves_no_profiler_behind(bench: Bench, stepping: Callable
 def test_threads_that_are_left_are_an_error(
     ask: Callable[[Bench, Case, Path], object], bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path
 ) -> None:
-    """They would be timed with what comes next; the profiler itself leaves none of Python's, memory measured or not."""
     before, done = set(threading.enumerate()), threading.Event()
 
     def step(phase: Phases) -> None:
@@ -169,7 +166,6 @@ def test_something_that_is_no_trace_is_an_error(told: str) -> None:
 
 
 def test_a_kind_of_device_that_the_profiler_does_not_know_is_seen_from_the_host() -> None:
-    """And a kind that it knows under its own name."""
     trace = tracing.record(lambda phase: None, "abacus")
     assert any(str(event.get("name")).startswith("ProfilerStep#") for event in trace["traceEvents"])
 
@@ -178,7 +174,6 @@ Event = dict[str, Any]
 
 
 def event(name: str, start: float, end: float, cat: str = "cpu_op", tid: object = 1, **args: object) -> Event:
-    """From `start` to `end` in microseconds."""
     return {"ph": "X", "cat": cat, "name": name, "tid": tid, "pid": 9, "ts": start, "dur": end - start, "args": args}
 
 
@@ -191,7 +186,6 @@ def phase(name: str, start: float, end: float, tid: object = 1) -> Event:
 
 
 def found(*events: Event) -> dict[tuple[str, str, bool], tuple[float, float]]:
-    """Calls and microseconds by phase, name and place."""
     return {
         (one.phase, one.name, one.on_device): (one.calls, round(one.seconds * 1e6, 6)) for one in operators_of(events)
     }
@@ -233,14 +227,12 @@ def test_figures_are_those_of_one_step() -> None:
     ],
 )  # fmt: skip
 def test_the_innermost_phase_counts(events: list[Event], told: dict[tuple[str, str], float]) -> None:
-    """On all threads. All of a step is somewhere, once."""
     figures = operators_of([step(0, 100), *events])
     seconds = {(figure.phase, figure.name): round(figure.seconds * 1e6, 6) for figure in figures}
     assert {place: seconds[place] for place in told} == told and sum(seconds.values()) == pytest.approx(100)
 
 
 def test_a_kernel_belongs_to_the_phase_that_launched_it() -> None:
-    """Wherever the host is when it runs; on both sides there is room for half as many rows."""
     told = found(
         step(0, 100), phase("gemm", 10, 20), event("mm", 12, 18),
         event("cudaLaunchKernel", 13, 14, "cuda_runtime", correlation=7),
@@ -255,7 +247,6 @@ def test_a_kernel_belongs_to_the_phase_that_launched_it() -> None:
 
 
 def test_only_the_first_are_told_and_the_rest_is_summed_up() -> None:
-    """Names are cut, too: those of templates have thousands of letters."""
     names = [f"op{number:02}" for number in range(20)]
     host = [event(name, 10 * number, 10 * number + 9 - number / 10) for number, name in enumerate(names)]
     told = operators_of([step(0, 1000), *host])
@@ -295,7 +286,7 @@ def test_a_phase_that_outlives_an_operator_in_which_it_begins_is_cut() -> None:
 
 
 def overlaps(events: Sequence[Event]) -> list[tuple[Event, Event]]:
-    """Pairs on one thread of which neither holds the other, and which do not lie apart."""
+    """Returns pairs on one thread that partly overlap."""
     crossing = []
     for event, other in combinations(events, 2):
         start, end = event["ts"], event["ts"] + event["dur"]
@@ -310,7 +301,6 @@ def overlaps(events: Sequence[Event]) -> list[tuple[Event, Event]]:
 
 @st.composite
 def nested(draw: st.DrawFn, name: str, cat: str) -> list[Event]:
-    """Stretches of which each lies in another, or apart from it."""
     made: list[Event] = []
 
     def fill(low: int, high: int, depth: int) -> None:

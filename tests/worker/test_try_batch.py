@@ -59,7 +59,6 @@ class Heap(Workload):
 
 @pytest.fixture(scope="module")
 def heap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The file of that suite, known here too."""
     with suite_file(tmp_path_factory.mktemp("suites"), SUITE) as path:
         yield path
 
@@ -89,7 +88,7 @@ def searched(worker: Worker, one: PlannedCase, limit: int) -> Capacity:
 
 
 def seen(case: Case) -> int:
-    """The most bytes that storages hold at once, from preparing to the end of the second step."""
+    """Returns the most bytes that storages hold at once, from preparing to the end of the second step."""
     workload = workloads.get(case.workload)
     gc.collect()
     with precisions.get(case.precision).scope(), Storages() as storages:
@@ -138,7 +137,6 @@ def resident_bytes(worker: ProcessWorker) -> int:
 
 @linux
 def test_a_worker_that_is_killed_is_no_end_of_the_search(worker: ProcessWorker, heap: str) -> None:
-    """As the kernel does it when memory runs out: the search goes on in a fresh one."""
     found = searched(worker, planned("heap", how="killed"), 64 * MIB)
     assert (found.axis, found.batch, found.beyond, found.peak) == ("mib", 63, 64, 63 * MIB)
     assert "was ended by SIGKILL (the system ends processes so when memory runs out)" in found.why
@@ -221,7 +219,6 @@ def test_the_meter_is_stopped_and_garbage_collected_after_a_failure(monkeypatch:
 
 
 def test_scales_from_data_are_found_before_anything_counts(local: LocalWorker) -> None:
-    """In a state of their own, with a book that the two steps go on with."""
     request = Request("mlp", ("fp32", "fp8"), ("cpu",), axes=(("tokens", ("32",)), ("gated", ("no",))), static_scales=2)
     case = make_plan(request, (CPU,)).groups[0].cases[1].case
     assert case.static is not None

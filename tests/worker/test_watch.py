@@ -92,7 +92,6 @@ WHERE = ("step", "prepare", "error", "check")
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The file of both suites."""
     path = tmp_path_factory.mktemp("own") / "own_switches.py"
     path.write_text(SUITES)
     with forgotten(path.parent):
@@ -102,10 +101,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_switches_that_one_suite_leaves_reach_no_other(own: Path, tmp_path: Path, isolation: bool) -> None:
-    """Set in a step or a pass, they are named by the culprit's failure; gemm and a witness find them as they were.
-
-    Also in one process, where no worker ends with its culprit.
-    """
+    """Set in a step or a pass, they are named by the culprit's failure; gemm and a witness find them as they were. Also
+    in one process, where no worker ends with its culprit."""
     axes = (("where", WHERE), ("what", tuple(WORDS)), ("shape", ("32",)))
     request = Request(
         f"culprit,gemm,{own}", ("fp32", "bf16"), ("cpu",), axes=axes, rounds=2, imports=(str(own),), energy=False,
@@ -133,7 +130,6 @@ def test_switches_that_one_suite_leaves_reach_no_other(own: Path, tmp_path: Path
     ],
 )
 def test_a_file_whose_import_sets_switches_is_refused(line: str, words: str, tmp_path: Path) -> None:
-    """In the parent, whose environment workers inherit. It is put back, and a second try fails alike."""
     path = tmp_path / "sets_at_import.py"
     path.write_text(line)
     before = now(switches())
@@ -179,7 +175,6 @@ BENT = {
 def test_a_process_that_would_bend_its_reference_is_refused(
     which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the switch, its value, what it should be, and how to make it so. The process stays as it was."""
     usual = now(switches())
     with KEPT[which][0]() if which in KEPT else nullcontext():
         if which in LEFT:
@@ -195,7 +190,7 @@ def test_a_process_that_would_bend_its_reference_is_refused(
 
 
 def test_what_bends_no_comparison_is_recorded_only(tmp_path: Path) -> None:
-    """All cases run under it alike; the precision's own scope sees to float32 products."""
+    """All cases run under it alike; the precision's own scope sets float32 products."""
     usual = now(switches())
     torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("high")
@@ -219,7 +214,6 @@ def test_a_clock_that_does_not_go_like_the_hardwares_is_told(factor: float, wron
 
 @pytest.mark.slow
 def test_clocks_replaced_before_the_worker_began_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a module of the interpreter's own start-up can."""
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.perf_counter = time.monotonic\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with ProcessWorker(Settings()) as worker, pytest.raises(WorkerFault, match=r"time.perf_counter at time.monotonic"):
