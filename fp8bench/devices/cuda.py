@@ -156,5 +156,5 @@ class Cuda(Gpu):
     def retried(self, index: int) -> int | None:
         import torch
 
-        found = torch.cuda.memory_stats(index).get("num_alloc_retries")  # nothing is counted before torch has begun
-        return None if found is None else int(found)
+        retries = torch.cuda.memory_stats(index).get("num_alloc_retries")  # missing before torch has begun
+        return None if retries is None else int(retries)

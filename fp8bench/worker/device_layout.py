@@ -164,8 +164,8 @@ class LaidOutArithmetic(Arithmetic):
             return self._inner.turn(operand, source, role)
         with self._ledger.emulating() as replaced:
             turned = self._inner.turn(operand, source, role)
-            (turned,) = self._laid("turn", source, role, [turned], replaced, given=operand)
-        return turned
+            (noted,) = self._laid("turn", source, role, [turned], replaced, given=operand)
+        return noted  # type: ignore[no-any-return]
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         """Hardware that makes both orientations at once keeps no source, so the emulation must not keep it either."""

@@ -36,7 +36,8 @@ def state_tensors(state: object) -> StateTensors:
     import torch
 
     roles: dict[int, MemoryRole | None] = {}
-    optimizers, holders = [], []
+    optimizers: list[torch.optim.Optimizer] = []
+    holders: list[Any] = []
     for part in _within(state):
         if isinstance(part, torch.Tensor):
             trained = part.requires_grad and part.is_leaf

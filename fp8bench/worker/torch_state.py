@@ -138,11 +138,11 @@ def cublaslt_version() -> int | None:
     try:
         lines = _MAPS.read_text().splitlines()
         path = next(line[line.index("/") :] for line in lines if "/libcublasLt.so" in line)
-        asked = ctypes.CDLL(path).cublasLtGetVersion
+        version = ctypes.CDLL(path).cublasLtGetVersion
     except (OSError, StopIteration, AttributeError):
         return None
-    asked.restype = ctypes.c_size_t
-    return int(asked())
+    version.restype = ctypes.c_size_t
+    return int(version())
 
 
 def torch_build() -> dict[str, Scalar | None]:

@@ -202,9 +202,9 @@ class Diffusion(ConvolvedWorkload):
         sizes, support = sizes_of(params), precision.support(facts)
         if sizes.denoiser == "unet" and kind in ("body", "ends"):
             channels = sizes.width if kind == "body" else CHANNELS
-            asked = {"batch": sizes.batch, "channels": channels, "image": sizes.image // 2}
+            sizes_of_conv = {"batch": sizes.batch, "channels": channels, "image": sizes.image // 2}
             passing = "training" if is_training(params) else "forward"
-            return workloads.get("conv").support({**asked, "pass": passing}, precision, facts)
+            return workloads.get("conv").support({**sizes_of_conv, "pass": passing}, precision, facts)
         own = [product for product in _products(sizes) if product.layer.kind == kind]
         sides = {side for product in own for side in product[2:]}
         shown = f"width={sizes.width}, image={sizes.image}, batch={sizes.batch}"

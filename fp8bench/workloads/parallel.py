@@ -113,8 +113,8 @@ class Parallel(Workload):
             return refused(f"{way.name} has no {foreign[0]}={options[foreign[0]]}: it takes {takes}")
         if precision.whole_layers:
             return refused(f"{precision.mode} has layers of its own, which no way divides: leave the backend out")
-        asked = ParallelCase(_config(params), int(params["batch"]), facts.ranks, precision, options, facts)
-        why = way.refused(asked)
+        case = ParallelCase(_config(params), int(params["batch"]), facts.ranks, precision, options, facts)
+        why = way.refused(case)
         return refused(why) if why else precision.support(facts)
 
     def prepare(self, setup: Setup) -> ParallelState:

@@ -23,9 +23,9 @@ from fp8bench.worker.device_layout import DeviceLedger, LaidOutArithmetic
 from fp8bench.worker.memory_pass import _second_step, of_workload
 from tests.counts import for_each, sampled
 from tests.worker.device_codes import Bfloat16Emulated, RealCodes
+from tests.worker.scripted import CPU, Script
+from tests.worker.scripted import script as script
 from tests.worker.test_memory_by_hand import SMALL
-from tests.worker.told import CPU, Tell
-from tests.worker.told import tell as tell
 
 TOKENS, WIDTH, HIDDEN = 32, 64, 128
 
@@ -86,11 +86,11 @@ def derived(bench: Bench, case: Case) -> int:
 
 
 @pytest.mark.parametrize("precision", ["fp8", *LAYOUTS])
-def test_a_perceptron_by_hand(precision: str, bench: Bench, tell: Tell) -> None:
+def test_a_perceptron_by_hand(precision: str, bench: Bench, script: Script) -> None:
     code, scales_of = LAYOUTS.get(precision, (1, lambda rows, columns: 4))
     shapes = [(TOKENS, HIDDEN), (HIDDEN, TOKENS), (WIDTH, TOKENS)][precision == "fp8" :]
     expected = by_hand(code, sum(scales_of(*shape) for shape in shapes))
-    assert derived(bench, tell(Perceptron, precision=precision)) == expected
+    assert derived(bench, script(Perceptron, precision=precision)) == expected
 
 
 def _scales_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,30 +129,32 @@ def _temporaries_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("plant", [_scales_forgotten, _two_views_counted, _master_forgotten, _temporaries_counted])
 def test_a_planted_mistake_is_seen(
-    plant: Callable[[pytest.MonkeyPatch], None], bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch
+    plant: Callable[[pytest.MonkeyPatch], None], bench: Bench, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    use = bench.memory(tell(Perceptron, precision="fp8"), CPU)
+    use = bench.memory(script(Perceptron, precision="fp8"), CPU)
     assert isinstance(use, MemoryUse) and use.on_device != by_hand(1, 4 + 4)
 
 
 @for_each("precision", ["fp32", "bf16", "fp16"])
-def test_what_is_native_is_its_peak(precision: str, bench: Bench, tell: Tell) -> None:
-    use = bench.memory(tell(Perceptron, precision=precision), CPU)
+def test_what_is_native_is_its_peak(precision: str, bench: Bench, script: Script) -> None:
+    use = bench.memory(script(Perceptron, precision=precision), CPU)
     assert isinstance(use, MemoryUse) and use.on_device == use.peak and not use.off_device
 
 
-def test_bf16_derived_from_emulation_is_as_counted(bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_derived_from_emulation_is_as_counted(
+    bench: Bench, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The figure derived from fp32 values is within 1% of what native bf16 takes."""
     # It copies turned operands where a processor multiplies bf16.
     with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):  # type: ignore[arg-type]
-        native = bench.memory(tell(Perceptron, precision="bf16"), CPU)
+        native = bench.memory(script(Perceptron, precision="bf16"), CPU)
     hardware = precisions.get("bf16").arithmetic(CPU)
     emulated = device_layout.Hardware({"": hardware})
     monkeypatch.setattr("fp8bench.worker.untimed_passes.hardware_of", lambda *_: emulated)
     made = Bench._setup
     monkeypatch.setattr(Bench, "_setup", lambda *given: replace(made(*given), arithmetic=Bfloat16Emulated()))
-    use = bench.memory(tell(Perceptron, precision="bf16"), CPU)
+    use = bench.memory(script(Perceptron, precision="bf16"), CPU)
     assert isinstance(native, MemoryUse) and isinstance(use, MemoryUse) and use.on_device is not None
     assert use.peak > 1.1 * native.peak and abs(use.on_device / native.peak - 1) < 0.01
 
@@ -218,21 +220,21 @@ def test_nobody_can_say(suite: str, precision: str, why: str, bench: Bench) -> N
     ],
 )
 def test_what_was_not_followed_is_no_figure(
-    step: Callable[[Setup, torch.Tensor], object], why: str, bench: Bench, tell: Tell
+    step: Callable[[Setup, torch.Tensor], object], why: str, bench: Bench, script: Script
 ) -> None:
     x = torch.randn(TOKENS, WIDTH)
-    use = bench.memory(tell(lambda setup: setup, lambda setup, phase: step(setup, x), precision="fp8"), CPU)
+    use = bench.memory(script(lambda setup: setup, lambda setup, phase: step(setup, x), precision="fp8"), CPU)
     assert isinstance(use, MemoryUse) and use.on_device is None and why in use.off_device
 
 
 @pytest.mark.slow
-def test_the_measured_peak_is_as_it_was(bench: Bench, tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measured_peak_is_as_it_was(bench: Bench, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     for precision in ("fp8", "fp8-rowwise", "nvfp4"):
-        beside = bench.memory(tell(Perceptron, precision=precision), CPU)
+        beside = bench.memory(script(Perceptron, precision=precision), CPU)
         with monkeypatch.context() as patched:
             nothing = device_layout.EMULATES_NOTHING
             patched.setattr("fp8bench.worker.untimed_passes.hardware_of", lambda *_, nothing=nothing: nothing)
-            alone = bench.memory(tell(Perceptron, precision=precision), CPU)
+            alone = bench.memory(script(Perceptron, precision=precision), CPU)
         assert isinstance(beside, MemoryUse) and isinstance(alone, MemoryUse)
         assert (beside.peak, beside.roles, beside.phases) == (alone.peak, alone.roles, alone.phases)
 

@@ -29,7 +29,7 @@ from fp8bench.worker.bench import Bench
 from fp8bench.worker.faults import DescribedFault
 from fp8bench.worker.memory_pass import of_workload, try_batch
 from tests.own_suites import suite_file
-from tests.worker.told import CPU, Storages, Told, setup_of
+from tests.worker.scripted import CPU, Scripted, Storages, setup_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
 MIB = 1 << 20
@@ -158,7 +158,7 @@ def test_the_kernel_s_limit_is_put_back(local: LocalWorker) -> None:
 
 
 def setup() -> Setup:
-    return setup_of(Case("told", (), "fp32", "cpu"))
+    return setup_of(Case("scripted", (), "fp32", "cpu"))
 
 
 @linux
@@ -175,7 +175,7 @@ def test_preparing_counts_and_both_steps_do() -> None:
         torch.empty(6950)
 
     def peak(prepare: Callable[[Setup], Any], step: Callable[[Any, Phases], None]) -> int | None:
-        return try_batch(of_workload(Told(prepare, step), setup), Cpu(), 0, 1 << 30)
+        return try_batch(of_workload(Scripted(prepare, step), setup), Cpu(), 0, 1 << 30)
 
     assert peak(rough, lambda state, phase: None) == 4 * 5000
     assert peak(rough, first) == 4 * (10 + 100 + 7000)
@@ -190,14 +190,14 @@ def test_a_device_that_nobody_limits_or_counts_on_is_refused(monkeypatch: pytest
     blind = Cpu()
     monkeypatch.setattr(blind, "memory_meter", lambda index: "torch was built without its profiler")
     with pytest.raises(CannotLimit, match="a limit needs a counter: torch was built without"):
-        try_batch(of_workload(Told(never, never), setup), blind, 0, 1 << 30)
+        try_batch(of_workload(Scripted(never, never), setup), blind, 0, 1 << 30)
     steps = list[int]()
-    counted = Told(lambda _: {}, lambda state, phase: steps.append(1))
+    counted = Scripted(lambda _: {}, lambda state, phase: steps.append(1))
     assert try_batch(of_workload(counted, setup), blind, 0, None) is None, "without a limit nobody has to count"
     assert len(steps) == 2
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(CannotLimit, match=r"no limit .* is kept on darwin; on Linux it is \(RLIMIT_DATA\)"):
-        try_batch(of_workload(Told(never, never), setup), Cpu(), 0, 1 << 30)
+        try_batch(of_workload(Scripted(never, never), setup), Cpu(), 0, 1 << 30)
 
 
 def test_the_meter_is_stopped_and_garbage_collected_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +213,9 @@ def test_the_meter_is_stopped_and_garbage_collected_after_a_failure(monkeypatch:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        try_batch(of_workload(Told(lambda _: {}, step), setup), device, 0, None)
+        try_batch(of_workload(Scripted(lambda _: {}, step), setup), device, 0, None)
     assert stopped == [1] and gc.isenabled()
-    assert try_batch(of_workload(Told(lambda _: {}, lambda state, phase: None), setup), Cpu(), 0, None) == 0
+    assert try_batch(of_workload(Scripted(lambda _: {}, lambda state, phase: None), setup), Cpu(), 0, None) == 0
 
 
 def test_scales_from_data_are_found_before_anything_counts(local: LocalWorker) -> None:

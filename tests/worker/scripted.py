@@ -27,10 +27,10 @@ def setup_of(case: Case) -> Setup:
     return Setup(case, CPU, 0, arithmetic, arithmetic, {}, precision.loss_scale)
 
 
-class Told(Workload):
+class Scripted(Workload):
     """A workload with the test's state and step, by default the state's own."""
 
-    name = "told"
+    name = "scripted"
     summary = "what a test says"
 
     def __init__(
@@ -53,17 +53,17 @@ class Told(Workload):
         self._step(state, phase)
 
 
-Tell = Callable[..., Case]
+Script = Callable[..., Case]
 
 
 @pytest.fixture
-def tell(monkeypatch: pytest.MonkeyPatch) -> Tell:
-    def told(*parts: Any, precision: str = "fp32") -> Case:
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    def make(*parts: Any, precision: str = "fp32") -> Case:
         for module in (bench, untimed_passes):
-            monkeypatch.setattr(module, "workloads", SimpleNamespace(get=lambda name: Told(*parts)))
-        return Case("told", (), precision, "cpu")
+            monkeypatch.setattr(module, "workloads", SimpleNamespace(get=lambda name: Scripted(*parts)))
+        return Case("scripted", (), precision, "cpu")
 
-    return told
+    return make
 
 
 class Storages(TorchDispatchMode):
